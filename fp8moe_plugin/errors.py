@@ -1,0 +1,25 @@
+"""What can go wrong, each error saying what, why and what to do instead."""
+
+
+class Fp8MoeError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class InvalidInputError(Fp8MoeError, ValueError):
+    """A public op was called with a tensor it cannot take."""
+
+
+class UnsupportedError(Fp8MoeError, ValueError):
+    """A model, a setting or a machine asks for something this package does not do."""
+
+
+class CheckpointError(Fp8MoeError, ValueError):
+    """A checkpoint lacks a tensor, or holds one of the wrong kind."""
+
+
+class CompileError(Fp8MoeError, RuntimeError):
+    """A kernel source did not compile, or compiled with spilled registers."""
+
+
+class LaunchError(Fp8MoeError, RuntimeError):
+    """The CUDA driver refused a module, a tensor map or a launch."""

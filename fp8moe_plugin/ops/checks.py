@@ -1,0 +1,70 @@
+"""Checks of what a caller hands to an op: each failure says what is wrong, what is needed, and what to do."""
+
+import torch
+
+from fp8moe_plugin.errors import InvalidInputError
+
+FP8 = torch.float8_e4m3fn
+GROUP = 128  # channels that share one activation scale; also the side of a weight's scale block
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    shape: tuple[int | None, ...] | None = None,
+    device: torch.device | None = None,
+    contiguous: bool = True,
+) -> None:
+    """Raise `InvalidInputError` unless `tensor` has this dtype, shape (None: any size), device and a dense layout."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidInputError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor. Pass a tensor.")
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(d) for d in dtypes)
+        raise InvalidInputError(f"{name} has dtype {tensor.dtype}, needs {wanted}. Convert or quantize it first.")
+    if shape is not None and not _matches(tensor.shape, shape):
+        wanted = "[" + ", ".join("any" if s is None else str(s) for s in shape) + "]"
+        raise InvalidInputError(f"{name} has shape {list(tensor.shape)}, needs {wanted}. Check the layout of the call.")
+    if device is not None and tensor.device != device:
+        raise InvalidInputError(f"{name} is on {tensor.device}, the other tensors on {device}. Move it to {device}.")
+    if contiguous and not tensor.is_contiguous():
+        raise InvalidInputError(f"{name} has strides {tensor.stride()}, needs a contiguous layout. Call .contiguous().")
+    if tensor.data_ptr() % 16 and tensor.element_size() <= 2:
+        raise InvalidInputError(
+            f"{name} starts at an address that is no multiple of 16 bytes. Copy it into a new tensor."
+        )
+
+
+def _matches(shape: torch.Size, wanted: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(wanted) and all(w is None or s == w for s, w in zip(shape, wanted, strict=True))
+
+
+def check_multiple(name: str, value: int, of: int) -> None:
+    if value <= 0 or value % of:
+        raise InvalidInputError(
+            f"{name} is {value}, needs a positive multiple of {of}. The nearest are {value // of * of} and {(value // of + 1) * of}."
+        )
+
+
+def check_activations(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: int) -> None:
+    """Check `(e4m3 [.., K], f32 [.., K/128])`; the scales may have any strides."""
+    q, scales = pair
+    check_tensor(name, q, dtype=FP8, shape=(None,) * dims)
+    check_multiple(f"{name}'s K", q.shape[-1], GROUP)
+    wanted = (*q.shape[:-1], q.shape[-1] // GROUP)
+    check_tensor(f"{name}'s scales", scales, dtype=torch.float32, shape=wanted, device=q.device, contiguous=False)
+
+
+def check_weights(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: int, k: int, device: torch.device) -> None:
+    """Check `(e4m3 [.., N, K], f32 [.., ceil(N/128), K/128])`."""
+    q, scales = pair
+    check_tensor(name, q, dtype=FP8, shape=(*(None,) * (dims - 1), k), device=device)
+    check_multiple(f"{name}'s N", q.shape[-2], 8)
+    wanted = (*q.shape[:-2], ceil_div(q.shape[-2], GROUP), ceil_div(k, GROUP))
+    check_tensor(f"{name}'s scales", scales, dtype=torch.float32, shape=wanted, device=device)

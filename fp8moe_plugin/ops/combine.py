@@ -1,0 +1,33 @@
+"""Sum the expert rows of each token, weighted by the router."""
+
+import torch
+
+from fp8moe_plugin.ops.backend import uses_sm90
+
+
+def combine(rows: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`out[t] = sum over j of topk_weights[t, j] * rows[slots[t, j]]`, in float32, in the order of j.
+
+    Args:
+        rows: bfloat16 `[R, H]`.
+        slots: int32 `[T, k]`, -1 for an expert that is not here.
+        topk_weights: float32 `[T, k]`.
+        out: bfloat16 `[T, H]`, written whole; a token with no slot gets zeros.
+    """
+    if uses_sm90(rows):
+        _launch_combine(rows, slots, topk_weights, out)
+        return out
+    return out.copy_(combine_reference(rows, slots, topk_weights))
+
+
+def combine_reference(rows: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    """Plain-torch twin of `combine`."""
+    total = torch.zeros(slots.shape[0], rows.shape[1], dtype=torch.float32, device=rows.device)
+    for j in range(slots.shape[1]):
+        tokens = (slots[:, j] >= 0).nonzero().flatten()
+        total[tokens] += topk_weights[tokens, j, None].float() * rows[slots[tokens, j].long()].float()
+    return total.to(rows.dtype)
+
+
+def _launch_combine(rows: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
+    raise NotImplementedError

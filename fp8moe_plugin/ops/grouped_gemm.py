@@ -1,0 +1,79 @@
+"""Grouped block-scaled FP8 GEMMs: rows of many experts, each against its own weights."""
+
+import torch
+
+from fp8moe_plugin.ops.backend import uses_sm90
+from fp8moe_plugin.ops.checks import check_activations, check_tensor, check_weights
+from fp8moe_plugin.ops.gemm import Quantized, gemm_reference
+from fp8moe_plugin.ops.route import Tiles, tiles_of_counts, tiles_of_indices
+
+PREFILL_BLOCK_M = 128  # rows of a tile whose rows are tokens
+DECODE_BLOCK_M = 64  # tokens of a tile whose rows are weights (swap-AB)
+
+
+def m_grouped_fp8_gemm_nt_contiguous(
+    a: Quantized, b: Quantized, out: torch.Tensor, m_indices: torch.Tensor
+) -> torch.Tensor:
+    """`out[i] = a[i] @ b[m_indices[i]].T` for rows that come expert by expert; no alignment of the groups is needed.
+
+    Args:
+        a: e4m3 `[M, K]` and float32 scales `[M, K/128]` of any strides; K a multiple of 128.
+        b: e4m3 `[G, N, K]` and float32 scales `[G, ceil(N/128), K/128]`; N a multiple of 8.
+        out: bfloat16 `[M, N]`; rows with an index outside `[0, G)` are not written.
+        m_indices: int32 `[M]` on the device; -1 skips the row. Equal ids should be neighbours: each run is tiled by itself.
+    Raises:
+        InvalidInputError: wrong dtype, shape, stride or device.
+    """
+    check_activations("a", a, dims=2)
+    m, k = a[0].shape
+    check_weights("b", b, 3, k, a[0].device)
+    check_tensor("out", out, dtype=torch.bfloat16, shape=(m, b[0].shape[1]), device=a[0].device)
+    check_tensor("m_indices", m_indices, dtype=torch.int32, shape=(m,), device=a[0].device)
+    if m == 0:
+        return out
+    if uses_sm90(out):
+        launch_gemm(a, b, out, None, tiles_of_indices(m_indices, b[0].shape[0], PREFILL_BLOCK_M))
+        return out
+    for group in range(b[0].shape[0]):
+        rows = (m_indices == group).nonzero().flatten()
+        if rows.numel():
+            out[rows] = gemm_reference(
+                (a[0].view(torch.uint8)[rows].view(a[0].dtype), a[1][rows]), (b[0][group], b[1][group])
+            ).to(out.dtype)
+    return out
+
+
+def m_grouped_fp8_gemm_nt_masked(
+    a: Quantized, b: Quantized, out: torch.Tensor, masked_m: torch.Tensor, expected_m: int
+) -> torch.Tensor:
+    """`out[g, i] = a[g, i] @ b[g].T` for `i < masked_m[g]`; counts stay on the device, so this captures in a CUDA graph.
+
+    Args:
+        a: e4m3 `[G, max_m, K]` and float32 scales `[G, max_m, K/128]` of any strides; K a multiple of 128.
+        b: e4m3 `[G, N, K]` and float32 scales `[G, ceil(N/128), K/128]`; N a multiple of 8.
+        out: bfloat16 `[G, max_m, N]`; rows from `masked_m[g]` on are not written.
+        masked_m: int32 `[G]` on the device; counts are clamped to `[0, max_m]`.
+        expected_m: rows a group on average, as far as the host knows; may change the speed, never the result.
+    Raises:
+        InvalidInputError: wrong dtype, shape, stride or device.
+    """
+    check_activations("a", a, dims=3)
+    groups, max_m, k = a[0].shape
+    check_weights("b", b, 3, k, a[0].device)
+    check_tensor("b", b[0], dtype=b[0].dtype, shape=(groups, None, k))
+    check_tensor("out", out, dtype=torch.bfloat16, shape=(groups, max_m, b[0].shape[1]), device=a[0].device)
+    check_tensor("masked_m", masked_m, dtype=torch.int32, shape=(groups,), device=a[0].device)
+    if groups * max_m == 0:
+        return out
+    if uses_sm90(out):
+        block_m = DECODE_BLOCK_M if expected_m <= DECODE_BLOCK_M else PREFILL_BLOCK_M
+        launch_gemm(a, b, out, None, tiles_of_counts(masked_m, max_m, block_m))
+        return out
+    for group, count in enumerate(masked_m.clamp(0, max_m).tolist()):
+        rows = gemm_reference((a[0][group, :count], a[1][group, :count]), (b[0][group], b[1][group]))
+        out[group, :count] = rows.to(out.dtype)
+    return out
+
+
+def launch_gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None, tiles: Tiles | None) -> None:
+    raise NotImplementedError

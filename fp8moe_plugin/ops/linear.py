@@ -1,0 +1,38 @@
+"""A dense FP8 linear layer: quantize the tokens, then one GEMM."""
+
+import torch
+
+from fp8moe_plugin.ops.checks import check_tensor
+from fp8moe_plugin.ops.gemm import fp8_gemm_nt
+from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ue8m0: bool = False,
+) -> torch.Tensor:
+    """`x @ weight.T + bias` with x quantized per token and 128 channels.
+
+    Args:
+        x: bfloat16 `[.., K]`, K a multiple of 128.
+        weight: e4m3 `[N, K]`, N a multiple of 8.
+        weight_scale: float32 `[ceil(N/128), K/128]`.
+        bias: bfloat16 `[N]`, added after the product is rounded, or None.
+        ue8m0: round the scales of activations up to powers of two.
+    Returns:
+        bfloat16 `[.., N]`.
+    Raises:
+        InvalidInputError: wrong dtype, shape, stride or device.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
+    if bias is not None:
+        check_tensor("bias", bias, dtype=torch.bfloat16, shape=(weight.shape[0],), device=x.device)
+    if rows.shape[0]:
+        fp8_gemm_nt(per_token_group_quant_fp8(rows, ue8m0=ue8m0), (weight, weight_scale), out)
+    if bias is not None:
+        out += bias
+    return out.view(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,100 @@
+"""Quantize activations to e4m3, one float32 scale per token and 128 channels."""
+
+import torch
+
+from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.ops.backend import uses_sm90
+from fp8moe_plugin.ops.checks import FP8, GROUP, check_multiple, check_tensor
+
+FP8_MAX = 448.0
+SMALLEST_AMAX = 1e-10  # keeps the scale of an all-zero group finite
+
+
+def per_token_group_quant_fp8(
+    x: torch.Tensor, group_size: int = GROUP, ue8m0: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize each group of 128 channels of each token by its own largest magnitude.
+
+    Args:
+        x: bfloat16 `[.., K]`, K a multiple of 128.
+        group_size: 128, the only size the kernels take.
+        ue8m0: round each scale up to a power of two.
+    Returns:
+        e4m3 `[.., K]` and float32 scales `[.., K/128]`, the latter K-major in memory (tokens are contiguous),
+        which is what the GEMMs read fastest. `x` is about `q * scale`.
+    Raises:
+        InvalidInputError: wrong dtype, group size, or K.
+    """
+    check_tensor("x", x, dtype=torch.bfloat16)
+    if group_size != GROUP:
+        raise InvalidInputError(f"group_size is {group_size}, needs {GROUP}: the scale granularity of the kernels.")
+    check_multiple("x's last dimension", x.shape[-1], GROUP)
+    if not uses_sm90(x):
+        return per_token_group_quant_fp8_reference(x, ue8m0)
+    rows, k = x.numel() // x.shape[-1], x.shape[-1]
+    q, scales = empty_quantized(rows, k, x.device)
+    _launch_quantize(x, q, scales, None, ue8m0)
+    return q.view(x.shape), scales.unflatten(0, x.shape[:-1]) if x.dim() != 2 else scales
+
+
+def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize each token once and write it to the rows its experts read.
+
+    Args:
+        x: bfloat16 `[T, K]`.
+        slots: int32 `[T, k]`, the rows (below T*k) that get token t; -1 for none.
+    Returns:
+        e4m3 `[T*k, K]` and float32 scales `[T*k, K/128]`, K-major; rows no slot names are not written.
+    """
+    if not uses_sm90(x):
+        return quantize_rows_reference(x, slots, ue8m0)
+    q, scales = empty_quantized(slots.numel(), x.shape[-1], x.device)
+    _launch_quantize(x, q, scales, slots, ue8m0)
+    return q, scales
+
+
+def empty_quantized(rows: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for quantized rows: e4m3 `[rows, k]`, and float32 scales `[rows, k/128]` with tokens contiguous."""
+    from fp8moe_plugin.ops.workspace import empty
+
+    return empty((rows, k), FP8, device), empty((k // GROUP, rows), torch.float32, device).t()
+
+
+def group_scales(amax: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale of a group from its largest magnitude, and what its values are multiplied with."""
+    amax = amax.clamp(min=SMALLEST_AMAX)
+    if not ue8m0:
+        return amax / FP8_MAX, FP8_MAX / amax
+    bits = (amax / FP8_MAX).view(torch.int32)
+    power = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return power, 1.0 / power
+
+
+def per_token_group_quant_fp8_reference(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain-torch twin of `per_token_group_quant_fp8`; takes any float dtype."""
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    scales, inverse = group_scales(groups.abs().amax(-1), ue8m0)
+    q = (groups * inverse.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return q.view(x.shape), scales
+
+
+def quantize_rows_reference(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain-torch twin of `quantize_rows`."""
+    q, scales = empty_quantized(slots.numel(), x.shape[-1], x.device)
+    token_q, token_scales = per_token_group_quant_fp8_reference(x, ue8m0)
+    token, column = (slots >= 0).nonzero(as_tuple=True)
+    rows = slots[token, column].long()
+    q.view(torch.uint8)[rows] = token_q.view(torch.uint8)[token]
+    scales[rows] = token_scales[token]
+    return q, scales
+
+
+def dequantize_rows(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 `[.., K]` from e4m3 `[.., K]` and scales `[.., K/128]`."""
+    return (q.float().unflatten(-1, (-1, GROUP)) * scales.unsqueeze(-1)).flatten(-2)
+
+
+def _launch_quantize(
+    x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor | None, ue8m0: bool
+) -> None:
+    raise NotImplementedError

@@ -1,0 +1,140 @@
+"""Order rows by expert and cut them into tiles, on the device: nothing here waits for the GPU.
+
+A tile table is int32 `[capacity, 4]`, one entry a row tile: `(expert, row_begin, row_end, first)`, where the rows are
+those of the tile's whole expert and `first` is the index of that expert's first tile. Entry i is therefore tile
+`i - first` of its expert. Only the first `num_tiles[0]` entries are written.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from fp8moe_plugin.ops.backend import uses_sm90
+from fp8moe_plugin.ops.checks import ceil_div
+from fp8moe_plugin.ops.workspace import empty
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Row tiles of `block_m` rows; see the module's docstring."""
+
+    block_m: int
+    table: torch.Tensor
+    num_tiles: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where each (token, expert) pair goes: `slots` int32 `[T, k]` (-1: nowhere), `num_rows` int32 `[1]`."""
+
+    slots: torch.Tensor
+    num_rows: torch.Tensor
+    tiles: Tiles
+
+
+def tile_capacity(rows: int, groups: int, block_m: int) -> int:
+    """How many tiles `rows` rows in at most `groups` runs can make."""
+    return max(1, min(rows, rows // block_m + groups))
+
+
+def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: torch.Tensor | None = None) -> Routing:
+    """Give each (token, expert) pair a row such that rows of one expert follow one another, in order of the tokens.
+
+    Args:
+        topk_ids: int32 or int64 `[T, k]`, global expert ids; an id out of range (-1) gets no row.
+        num_experts: local experts.
+        block_m: rows a tile.
+        expert_map: int32 `[global experts]`, local expert or -1; None: global ids are local.
+    """
+    if not uses_sm90(topk_ids):
+        return route_reference(topk_ids, num_experts, block_m, expert_map)
+    rows, device = topk_ids.numel(), topk_ids.device
+    routing = Routing(
+        slots=empty(tuple(topk_ids.shape), torch.int32, device),
+        num_rows=empty((1,), torch.int32, device),
+        tiles=_empty_tiles(rows, num_experts, block_m, device),
+    )
+    _launch_route(topk_ids, num_experts, expert_map, routing)
+    return routing
+
+
+def tiles_of_counts(masked_m: torch.Tensor, max_m: int, block_m: int) -> Tiles:
+    """Tiles of `[G, max_m]` rows of which the first `masked_m[g]` count; counts are clamped to `[0, max_m]`."""
+    groups = masked_m.shape[0]
+    if not uses_sm90(masked_m):
+        counts = masked_m.clamp(0, max_m).tolist()
+        return _tiles_reference([(g, g * max_m, g * max_m + c) for g, c in enumerate(counts)], block_m, masked_m.device)
+    tiles = _empty_tiles(groups * max_m, groups, block_m, masked_m.device)
+    _launch_tiles_of_counts(masked_m, max_m, tiles)
+    return tiles
+
+
+def tiles_of_indices(m_indices: torch.Tensor, num_groups: int, block_m: int) -> Tiles:
+    """Tiles of the runs of equal ids in `m_indices`; ids outside `[0, num_groups)` make no tile."""
+    if not uses_sm90(m_indices):
+        return _tiles_reference(_runs(m_indices.tolist(), num_groups), block_m, m_indices.device)
+    rows = m_indices.shape[0]
+    tiles = _empty_tiles(rows, rows, block_m, m_indices.device)
+    _launch_tiles_of_indices(m_indices, num_groups, tiles)
+    return tiles
+
+
+def _empty_tiles(rows: int, groups: int, block_m: int, device: torch.device) -> Tiles:
+    table = empty((tile_capacity(rows, groups, block_m), 4), torch.int32, device)
+    return Tiles(block_m, table, empty((1,), torch.int32, device))
+
+
+def route_reference(
+    topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: torch.Tensor | None = None
+) -> Routing:
+    """Plain-torch twin of `route`."""
+    ids = local_experts(topk_ids, num_experts, expert_map).flatten()
+    counts = torch.bincount(ids[ids >= 0], minlength=num_experts)
+    order = torch.sort(torch.where(ids < 0, num_experts, ids), stable=True).indices[: int(counts.sum())]
+    slots = torch.full_like(ids, -1, dtype=torch.int32)
+    slots[order] = torch.arange(order.numel(), dtype=torch.int32, device=ids.device)
+    ends = counts.cumsum(0).tolist()
+    groups = [(e, end - count, end) for e, (end, count) in enumerate(zip(ends, counts.tolist(), strict=True))]
+    num_rows = torch.tensor([order.numel()], dtype=torch.int32, device=ids.device)
+    return Routing(slots.view(topk_ids.shape), num_rows, _tiles_reference(groups, block_m, ids.device))
+
+
+def local_experts(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """int64 local expert of each pair, -1 where it is not here."""
+    ids = topk_ids.long()
+    limit = num_experts if expert_map is None else expert_map.numel()
+    ids = torch.where((ids < 0) | (ids >= limit), -1, ids)
+    if expert_map is not None:
+        ids = torch.where(ids < 0, -1, expert_map.long()[ids.clamp(min=0)])
+    return torch.where(ids >= num_experts, -1, ids)
+
+
+def _tiles_reference(groups: list[tuple[int, int, int]], block_m: int, device: torch.device) -> Tiles:
+    """Tiles of `(expert, row_begin, row_end)` groups."""
+    entries: list[tuple[int, int, int, int]] = []
+    for expert, begin, end in groups:
+        entries += [(expert, begin, end, len(entries))] * ceil_div(end - begin, block_m)
+    table = torch.tensor(entries or [(0, 0, 0, 0)], dtype=torch.int32, device=device)
+    return Tiles(block_m, table, torch.tensor([len(entries)], dtype=torch.int32, device=device))
+
+
+def _runs(ids: list[int], num_groups: int) -> list[tuple[int, int, int]]:
+    runs, begin = [], 0
+    for row in range(1, len(ids) + 1):
+        if row == len(ids) or ids[row] != ids[begin]:
+            if 0 <= ids[begin] < num_groups:
+                runs.append((ids[begin], begin, row))
+            begin = row
+    return runs
+
+
+def _launch_route(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None, routing: Routing) -> None:
+    raise NotImplementedError
+
+
+def _launch_tiles_of_counts(masked_m: torch.Tensor, max_m: int, tiles: Tiles) -> None:
+    raise NotImplementedError
+
+
+def _launch_tiles_of_indices(m_indices: torch.Tensor, num_groups: int, tiles: Tiles) -> None:
+    raise NotImplementedError

@@ -1,0 +1,55 @@
+"""SiLU(gate) * up, quantized again: what stands between the two GEMMs of an expert."""
+
+import torch
+
+from fp8moe_plugin.ops.backend import uses_sm90
+from fp8moe_plugin.ops.checks import GROUP, check_multiple, check_tensor
+from fp8moe_plugin.ops.quantize import empty_quantized, per_token_group_quant_fp8_reference
+
+
+def silu_mul_quant_fp8(
+    gate_up: torch.Tensor, counts: torch.Tensor, ue8m0: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize `silu(gate_up[.., :I]) * gate_up[.., I:]`, computed in float32, per row and 128 channels.
+
+    Args:
+        gate_up: bfloat16 `[G, max_m, 2I]`, I a multiple of 128.
+        counts: int32 `[G]` on the device; rows from `counts[g]` on are neither read nor written.
+        ue8m0: round each scale up to a power of two.
+    Returns:
+        e4m3 `[G, max_m, I]` and float32 scales `[G, max_m, I/128]`, K-major over all rows.
+    Raises:
+        InvalidInputError: wrong dtype, shape, stride or device.
+    """
+    check_tensor("gate_up", gate_up, dtype=torch.bfloat16, shape=(None, None, None))
+    check_multiple("gate_up's last dimension", gate_up.shape[-1], 2 * GROUP)
+    groups, max_m, width = gate_up.shape
+    check_tensor("counts", counts, dtype=torch.int32, shape=(groups,), device=gate_up.device)
+    q, scales = empty_quantized(groups * max_m, width // 2, gate_up.device)
+    q, scales = q.view(groups, max_m, -1), scales.unflatten(0, (groups, max_m))
+    if uses_sm90(gate_up):
+        _launch_silu_mul_quant(gate_up, counts, q, scales, ue8m0)
+    else:
+        _write_reference(gate_up, counts, q, scales, ue8m0)
+    return q, scales
+
+
+def silu_mul_quant_fp8_reference(gate_up: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain-torch twin for dense rows: bfloat16 `[.., 2I]` -> e4m3 `[.., I]` and scales `[.., I/128]`."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return per_token_group_quant_fp8_reference(torch.nn.functional.silu(gate) * up, ue8m0)
+
+
+def _write_reference(
+    gate_up: torch.Tensor, counts: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, ue8m0: bool
+) -> None:
+    for group, count in enumerate(counts.tolist()):
+        rows_q, rows_scales = silu_mul_quant_fp8_reference(gate_up[group, :count], ue8m0)
+        q[group, :count].view(torch.uint8).copy_(rows_q.view(torch.uint8))
+        scales[group, :count].copy_(rows_scales)
+
+
+def _launch_silu_mul_quant(
+    gate_up: torch.Tensor, counts: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, ue8m0: bool
+) -> None:
+    raise NotImplementedError
