@@ -12,7 +12,11 @@ logger = logging.getLogger("fp8moe")
 
 
 def uses_sm90(tensor: torch.Tensor) -> bool:
-    """True if an op on this tensor runs our kernels. Raises `UnsupportedError` if `FP8MOE_BACKEND=sm90` cannot be had."""
+    """True if an op on this tensor runs our kernels.
+
+    Raises:
+        UnsupportedError: `FP8MOE_BACKEND=sm90`, and this is no Hopper GPU.
+    """
     return _device_uses_sm90(tensor.device)
 
 

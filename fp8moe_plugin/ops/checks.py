@@ -48,7 +48,8 @@ def _matches(shape: torch.Size, wanted: tuple[int | None, ...]) -> bool:
 def check_multiple(name: str, value: int, of: int) -> None:
     if value <= 0 or value % of:
         raise InvalidInputError(
-            f"{name} is {value}, needs a positive multiple of {of}. The nearest are {value // of * of} and {(value // of + 1) * of}."
+            f"{name} is {value}, needs a positive multiple of {of}. "
+            f"The nearest are {max(1, value // of) * of} and {(value // of + 1) * of}."
         )
 
 

@@ -7,11 +7,12 @@ from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import GROUP, check_activations, check_multiple, check_tensor, check_weights
 from fp8moe_plugin.ops.combine import combine
 from fp8moe_plugin.ops.gemm import gemm_reference
-from fp8moe_plugin.ops.grouped_gemm import DECODE_BLOCK_M, PREFILL_BLOCK_M, launch_gemm
+from fp8moe_plugin.ops.grouped_gemm import launch_gemm
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8_reference, quantize_rows
 from fp8moe_plugin.ops.route import local_experts, route, tiles_of_counts
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8, silu_mul_quant_fp8_reference
 from fp8moe_plugin.ops.workspace import empty
+from fp8moe_plugin.plan import masked_block_m, moe_block_m
 from fp8moe_plugin.settings import settings
 
 
@@ -106,8 +107,7 @@ def batched_experts(
     if not uses_sm90(hidden_states):
         _batched_reference(hidden_states, hidden_scale, w13, w13_scale, w2, w2_scale, expert_num_tokens, ue8m0, out)
         return out
-    block_m = DECODE_BLOCK_M if expected_m <= DECODE_BLOCK_M else PREFILL_BLOCK_M
-    tiles = tiles_of_counts(expert_num_tokens, max_m, block_m)
+    tiles = tiles_of_counts(expert_num_tokens, max_m, masked_block_m(expected_m))
     gate_up = empty((experts, max_m, w13.shape[1]), torch.bfloat16, device)
     launch_gemm((hidden_states, hidden_scale), (w13, w13_scale), gate_up, None, tiles)
     launch_gemm(silu_mul_quant_fp8(gate_up, expert_num_tokens, ue8m0), (w2, w2_scale), out, None, tiles)
@@ -129,8 +129,7 @@ def _fused_moe_sm90(
     (tokens, topk), device = topk_ids.shape, hidden_states.device
     experts, hidden = w13.shape[0], w13.shape[2]
     global_experts = experts if expert_map is None else expert_map.numel()
-    block_m = DECODE_BLOCK_M if tokens * topk <= DECODE_BLOCK_M * global_experts else PREFILL_BLOCK_M
-    routing = route(topk_ids, experts, block_m, expert_map)
+    routing = route(topk_ids, experts, moe_block_m(tokens, topk, global_experts), expert_map)
     rows = quantize_rows(hidden_states, routing.slots, ue8m0)
     gate_up = empty((1, tokens * topk, w13.shape[1]), torch.bfloat16, device)
     launch_gemm(rows, (w13, w13_scale), gate_up[0], None, routing.tiles)

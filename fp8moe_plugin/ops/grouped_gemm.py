@@ -2,13 +2,25 @@
 
 import torch
 
+from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.jit.launcher import launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import check_activations, check_tensor, check_weights
 from fp8moe_plugin.ops.gemm import Quantized, gemm_reference
 from fp8moe_plugin.ops.route import Tiles, tiles_of_counts, tiles_of_indices
+from fp8moe_plugin.plan import (
+    DECODE_BLOCK_M,
+    PREFILL_BLOCK_M,
+    KernelKey,
+    Output,
+    dense_block_m,
+    dense_block_n,
+    grouped_gemm_key,
+    masked_block_m,
+    swap_ab_key,
+)
 
-PREFILL_BLOCK_M = 128  # rows of a tile whose rows are tokens
-DECODE_BLOCK_M = 64  # tokens of a tile whose rows are weights (swap-AB)
+SWAP_AB_TOKEN_BOX = 8  # rows of one TMA load of tokens in grouped_gemm_swap_ab.cu
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -20,7 +32,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
         a: e4m3 `[M, K]` and float32 scales `[M, K/128]` of any strides; K a multiple of 128.
         b: e4m3 `[G, N, K]` and float32 scales `[G, ceil(N/128), K/128]`; N a multiple of 8.
         out: bfloat16 `[M, N]`; rows with an index outside `[0, G)` are not written.
-        m_indices: int32 `[M]` on the device; -1 skips the row. Equal ids should be neighbours: each run is tiled by itself.
+        m_indices: int32 `[M]` on the device; -1 skips the row. Each run of equal ids is tiled by itself.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device.
     """
@@ -46,7 +58,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
 def m_grouped_fp8_gemm_nt_masked(
     a: Quantized, b: Quantized, out: torch.Tensor, masked_m: torch.Tensor, expected_m: int
 ) -> torch.Tensor:
-    """`out[g, i] = a[g, i] @ b[g].T` for `i < masked_m[g]`; counts stay on the device, so this captures in a CUDA graph.
+    """`out[g, i] = a[g, i] @ b[g].T` for `i < masked_m[g]`. The counts stay on the device: captures in a CUDA graph.
 
     Args:
         a: e4m3 `[G, max_m, K]` and float32 scales `[G, max_m, K/128]` of any strides; K a multiple of 128.
@@ -66,8 +78,7 @@ def m_grouped_fp8_gemm_nt_masked(
     if groups * max_m == 0:
         return out
     if uses_sm90(out):
-        block_m = DECODE_BLOCK_M if expected_m <= DECODE_BLOCK_M else PREFILL_BLOCK_M
-        launch_gemm(a, b, out, None, tiles_of_counts(masked_m, max_m, block_m))
+        launch_gemm(a, b, out, None, tiles_of_counts(masked_m, max_m, masked_block_m(expected_m)))
         return out
     for group, count in enumerate(masked_m.clamp(0, max_m).tolist()):
         rows = gemm_reference((a[0][group, :count], a[1][group, :count]), (b[0][group], b[1][group]))
@@ -76,4 +87,41 @@ def m_grouped_fp8_gemm_nt_masked(
 
 
 def launch_gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None, tiles: Tiles | None) -> None:
-    raise NotImplementedError
+    """Launch the GEMM of these row tiles (None: dense); `a` is `[M, K]` or `[G, max_m, K]`, its scales of any strides."""
+    (q, scales), (weights, weight_scales) = a, b
+    rows, k, n = q.numel() // q.shape[-1], q.shape[-1], weights.shape[-2]
+    sms = multiprocessors(out.device.index)
+    key = gemm_key(tiles, rows, n, out.dtype, c is not None, sms)
+    swap_ab = key.source == "grouped_gemm_swap_ab"
+    weight_box = 128
+    token_box = SWAP_AB_TOKEN_BOX if swap_ab else PREFILL_BLOCK_M
+    maps = [
+        tensor_map(q.data_ptr(), rows, k, token_box, 128, 1),
+        tensor_map(weights.data_ptr(), weights.numel() // k, k, weight_box, 128, 1),
+    ]
+    if not swap_ab:
+        maps.append(tensor_map(out.data_ptr(), rows, n, 64, 64, 2))
+    table, num_tiles = (tiles.table, tiles.num_tiles) if tiles else (None, None)
+    results = (out,) if swap_ab else (out, c)
+    args = (*maps, scales, *_scale_strides(q, scales), weight_scales, *results, table, num_tiles, rows, n, k)
+    launch(key, sms, args, out.device)
+
+
+def gemm_key(tiles: Tiles | None, rows: int, n: int, dtype: torch.dtype, has_addend: bool, sms: int) -> KernelKey:
+    plain = dtype == torch.bfloat16 and not has_addend
+    block_m = tiles.block_m if tiles else dense_block_m(rows, plain)
+    if block_m == DECODE_BLOCK_M:
+        return swap_ab_key()
+    output = Output.BF16 if plain else Output.BF16_DIRECT if dtype == torch.bfloat16 else Output.F32_DIRECT
+    return grouped_gemm_key(output, 256 if tiles else dense_block_n(rows, n, sms))
+
+
+def _scale_strides(q: torch.Tensor, scales: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of the scales by group, row and k block, where rows are counted over all groups."""
+    row, k_block = scales.stride()[-2:]
+    group = scales.stride(0) - q.shape[1] * row if q.dim() == 3 else 0
+    if max(abs(group), row, k_block) >= 2**31:
+        raise InvalidInputError(
+            f"a's scales have strides {scales.stride()}, needs them below 2^31. Call .contiguous()."
+        )
+    return group, row, k_block

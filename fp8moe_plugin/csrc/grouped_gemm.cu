@@ -1,0 +1,224 @@
+// D[rows, N] = A[rows, K] @ B[expert, N, K]^T, e4m3 with scales per 1x128 of A and 128x128 of B. For many rows an expert.
+//
+// A tile is 128 rows of A by BLOCK_N rows of B. One producer warp fills a ring of stages, each 128 along K: A and B by
+// TMA, their scales by 4-byte copies. Two math warpgroups take 64 rows of A each; the product over 128 K of each half
+// of 128 columns lands in one accumulator, which is scaled and added in float32 before the next (DeepGEMM's two-level
+// accumulation). Rows of a tile that belong to the next expert are computed and not stored.
+#include "ptx.cuh"
+#include "tile_walk.cuh"
+#include "wgmma.cuh"
+
+#define OUTPUT_BF16 0         // staged in shared memory, stored by TMA
+#define OUTPUT_BF16_DIRECT 1  // stored from registers, with an optional addend C
+#define OUTPUT_F32_DIRECT 2
+
+constexpr int kStages = STAGES;
+constexpr int kBlockM = 128, kBlockK = 128;
+constexpr int kHalfN = 128, kHalves = BLOCK_N / kHalfN;
+constexpr int kMathWarpgroups = 2, kRowsPerWarpgroup = kBlockM / kMathWarpgroups;
+constexpr int kThreads = 128 * (kMathWarpgroups + 1);
+constexpr int kProducerRegisters = 56, kMathRegisters = 224;  // together the 168 a thread of the launch
+constexpr int kStageBytes = (kBlockM + BLOCK_N) * kBlockK;
+constexpr int kStagingColumns = 64;  // of a TMA store: 128 bytes, one swizzle row
+
+struct Shared {
+    alignas(1024) u8 a[kStages][kBlockM][kBlockK];
+    alignas(1024) u8 b[kStages][kHalves][kHalfN][kBlockK];
+    alignas(1024) u16 staging[kMathWarpgroups][kHalfN / kStagingColumns][kRowsPerWarpgroup][kStagingColumns];
+    float a_scales[kStages][kBlockM];
+    float b_scales[kStages][kHalves];
+    u64 full[kStages];   // filled: one arrival for the bytes of TMA, one a lane for its scales
+    u64 empty[kStages];  // read: one arrival a math warp
+};
+static_assert(sizeof(Shared) == SMEM_BYTES, "plan.py computes the same layout");
+
+struct Operands {
+    const TensorMap *a, *b;
+    ActivationScales a_scales;
+    const float* b_scales;  // [experts, ceil(N / 128), K / 128]
+    int n, k_blocks;
+};
+
+// ---- producer --------------------------------------------------------------------------------------------------
+
+DEVICE void load_tile(Shared& shared, Ring<kStages>& ring, const Operands& in, const Tile& tile) {
+    int lane = threadIdx.x % 32;
+    int weight_row = tile.expert * in.n + tile.column * BLOCK_N;
+    int scale_rows = (in.n + kHalfN - 1) / kHalfN;
+    int scale_row = tile.expert * scale_rows + min(tile.column * kHalves + lane, scale_rows - 1);  // a tile may pass N
+    const float* a_scale = in.a_scales.of_row(tile.expert, tile.row + lane);
+    const float* b_scale = in.b_scales + i64(scale_row) * in.k_blocks;
+#pragma unroll 1
+    for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
+        int s = ring.stage;
+        barrier_wait(&shared.empty[s], ring.phase ^ 1);
+        if (lane == 0) {
+            barrier_arrive_expect(&shared.full[s], kStageBytes);
+            tma_load(shared.a[s], in.a, &shared.full[s], k * kBlockK, tile.row);
+#pragma unroll
+            for (int half = 0; half < kHalves; ++half)
+                tma_load(shared.b[s][half], in.b, &shared.full[s], k * kBlockK, weight_row + half * kHalfN);
+        }
+#pragma unroll
+        for (int row = 0; row < kBlockM; row += 32)
+            if (row + lane < tile.rows)
+                copy_async_4(&shared.a_scales[s][row + lane], a_scale + i64(row) * in.a_scales.row_stride);
+        a_scale += in.a_scales.k_stride;
+        if (lane < kHalves) copy_async_4(&shared.b_scales[s][lane], b_scale + k);
+        copy_async_arrive(&shared.full[s]);
+    }
+}
+
+// ---- math ------------------------------------------------------------------------------------------------------
+
+using Accumulator = float[kHalfN / 2];  // of a thread: rows lane/4 and lane/4 + 8, columns 8i + lane%4*2 and the next
+
+DEVICE void release(Shared& shared, int stage) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
+}
+
+DEVICE void multiply_tile(Shared& shared, Ring<kStages>& ring, int k_blocks, int warpgroup, Accumulator (&sum)[kHalves]) {
+    int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half)
+#pragma unroll
+        for (int i = 0; i < kHalfN / 2; ++i) sum[half][i] = 0.f;
+
+    for (int k = 0; k < k_blocks; ++k, ring.advance()) {
+        int s = ring.stage;
+        barrier_wait(&shared.full[s], ring.phase);
+        float a_scale[2] = {shared.a_scales[s][row], shared.a_scales[s][row + 8]};
+        float b_scale[kHalves];
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) b_scale[half] = shared.b_scales[s][half];
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+            Accumulator product;
+            wgmma_k128(product, shared.a[s][warpgroup * kRowsPerWarpgroup], shared.b[s][half]);
+            if (half == kHalves - 1) release(shared, s);
+            float scale[2] = {a_scale[0] * b_scale[half], a_scale[1] * b_scale[half]};
+#pragma unroll
+            for (int i = 0; i < kHalfN / 2; ++i) sum[half][i] += scale[i / 2 % 2] * product[i];
+        }
+    }
+}
+
+// A warpgroup none of whose rows count only keeps the ring turning.
+DEVICE void skip_tile(Shared& shared, Ring<kStages>& ring, int k_blocks) {
+    for (int k = 0; k < k_blocks; ++k, ring.advance()) {
+        barrier_wait(&shared.full[ring.stage], ring.phase);
+        release(shared, ring.stage);
+    }
+}
+
+// ---- epilogue: 64 rows by 128 columns of one warpgroup ----------------------------------------------------------
+
+DEVICE void stage_half(Shared& shared, int warpgroup, const Accumulator& sum) {
+    int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int i = 0; i < kHalfN / 8; i += 2) {
+        int chunk = i + lane / 16;  // of 8 columns, 16 bytes
+        u32 to = shared_address(&shared.staging[warpgroup][chunk / 8][row][(chunk % 8 ^ row % 8) * 8]);
+        store_matrix_x4(to, pack_bf16(sum[4 * i], sum[4 * i + 1]), pack_bf16(sum[4 * i + 2], sum[4 * i + 3]),
+                        pack_bf16(sum[4 * i + 4], sum[4 * i + 5]), pack_bf16(sum[4 * i + 6], sum[4 * i + 7]));
+    }
+}
+
+// The last rows of an expert: the rows below them are the next expert's, so TMA cannot store the box.
+DEVICE void copy_half(Shared& shared, int warpgroup, u16* d, int n, int row, int rows, int column) {
+    constexpr int kChunks = kHalfN / 8;
+    for (int i = threadIdx.x % 128; i < rows * kChunks; i += 128) {
+        int r = i / kChunks, chunk = i % kChunks;
+        if (column + chunk * 8 < n)
+            *reinterpret_cast<uint4*>(d + i64(row + r) * n + column + chunk * 8) = load_shared_16(
+                shared_address(&shared.staging[warpgroup][chunk / 8][r][(chunk % 8 ^ r % 8) * 8]));
+    }
+}
+
+DEVICE void store_staged(Shared& shared, const TensorMap* d_map, u16* d, int n, int row, int rows, int column,
+                         int warpgroup, const Accumulator& sum) {
+    bool elected = threadIdx.x % 128 == 0;
+    if (elected) tma_store_wait_read();
+    named_barrier(1 + warpgroup, 128);  // the staging buffer is free
+    stage_half(shared, warpgroup, sum);
+    fence_proxy_async();
+    named_barrier(1 + warpgroup, 128);  // the staging buffer is full
+    if (rows < kRowsPerWarpgroup) {
+        copy_half(shared, warpgroup, d, n, row, rows, column);
+    } else if (elected) {
+        tma_store(d_map, shared.staging[warpgroup][0], column, row);
+        tma_store(d_map, shared.staging[warpgroup][1], column + kStagingColumns, row);
+        tma_store_commit();
+    }
+}
+
+DEVICE void store_direct(void* d, const void* c, int n, int row, int rows, int column, const Accumulator& sum) {
+    int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kHalfN / 2; i += 2) {
+        int r = first + i / 2 % 2 * 8, x = column + i / 4 * 8 + lane % 4 * 2;
+        if (r >= rows || x >= n) continue;
+        i64 at = (i64(row + r) * n + x) / 2;
+        float2 value = make_float2(sum[i], sum[i + 1]);
+        if (OUTPUT == OUTPUT_F32_DIRECT) {
+            float2 addend = c ? static_cast<const float2*>(c)[at] : make_float2(0.f, 0.f);
+            static_cast<float2*>(d)[at] = make_float2(value.x + addend.x, value.y + addend.y);
+        } else {
+            u32 addend = c ? static_cast<const u32*>(c)[at] : 0;
+            static_cast<u32*>(d)[at] = pack_bf16(value.x + bf16_low(addend), value.y + bf16_high(addend));
+        }
+    }
+}
+
+// ---- kernel ----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+                 const __grid_constant__ TensorMap d_map, const float* a_scales, int a_scale_expert_stride,
+                 int a_scale_row_stride, int a_scale_k_stride, const float* b_scales, void* d, const void* c,
+                 const int4* table, const int* num_tiles, int m, int n, int k) {
+    extern __shared__ u8 dynamic_shared[];
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < kStages; ++s) {
+            barrier_init(&shared.full[s], 1 + 32);
+            barrier_init(&shared.empty[s], 4 * kMathWarpgroups);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+
+    int warpgroup = threadIdx.x / 128;
+    Operands in{&a_map, &b_map, {a_scales, a_scale_expert_stride, a_scale_row_stride, a_scale_k_stride}, b_scales, n,
+                k / kBlockK};
+    TileWalk<kBlockM> walk(table, num_tiles, m, (n + BLOCK_N - 1) / BLOCK_N);
+    Ring<kStages> ring;
+    Tile tile;
+    if (warpgroup == kMathWarpgroups) {
+        decrease_registers<kProducerRegisters>();
+        if (threadIdx.x / 32 == 4 * kMathWarpgroups)
+            while (walk.advance(tile)) load_tile(shared, ring, in, tile);
+    } else {
+        increase_registers<kMathRegisters>();
+        while (walk.advance(tile)) {
+            int row = tile.row + warpgroup * kRowsPerWarpgroup;
+            int rows = min(kRowsPerWarpgroup, tile.rows - warpgroup * kRowsPerWarpgroup);
+            if (rows <= 0) {
+                skip_tile(shared, ring, in.k_blocks);
+                continue;
+            }
+            Accumulator sum[kHalves];
+            multiply_tile(shared, ring, in.k_blocks, warpgroup, sum);
+#pragma unroll
+            for (int half = 0; half < kHalves; ++half) {
+                int column = tile.column * BLOCK_N + half * kHalfN;
+                if (OUTPUT == OUTPUT_BF16)
+                    store_staged(shared, &d_map, static_cast<u16*>(d), n, row, rows, column, warpgroup, sum[half]);
+                else
+                    store_direct(d, c, n, row, rows, column, sum[half]);
+            }
+        }
+        if (threadIdx.x % 128 == 0) tma_store_wait();
+    }
+}

@@ -1,0 +1,1 @@
+"""From CUDA C++ sources to launched kernels: compile, cache, launch."""

@@ -1,0 +1,82 @@
+"""CUDA C++ to cubin with NVRTC, in memory: needs no GPU, no CUDA toolkit and no compiler but NVRTC's wheel."""
+
+import functools
+import hashlib
+import io
+import re
+from importlib import resources
+
+from fp8moe_plugin.errors import CompileError
+from fp8moe_plugin.plan import KernelKey
+
+ARCH = "sm_90a"
+STANDARD = "c++17"
+_INCLUDE = re.compile(r'^#include "(.+)"$')
+
+
+def compile_kernel(key: KernelKey) -> bytes:
+    """The cubin of a kernel.
+
+    Raises:
+        CompileError: NVRTC refuses the source, warns about it, or registers spill to local memory.
+    """
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(name=f"{key.source}.cu", arch=ARCH, std=STANDARD, ptxas_options=["-v"])
+    log = io.StringIO()
+    try:
+        program = Program(translation_unit(key), "c++", options)
+        cubin = bytes(program.compile("cubin", logs=log).code)
+    except Exception as error:  # cuda-core raises its own types, which carry NVRTC's log
+        raise CompileError(f"{key.source} does not compile: {error}\n{log.getvalue()}") from error
+    _check_report(key, log.getvalue())
+    return cubin
+
+
+def digest(key: KernelKey) -> str:
+    """Names a cubin: the hash of all that the compiler reads, and of the compiler; no path, no time, no host."""
+    parts = (translation_unit(key), ARCH, STANDARD, nvrtc_version())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@functools.cache
+def nvrtc_version() -> str:
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"nvrtc {major}.{minor}"
+
+
+def translation_unit(key: KernelKey) -> str:
+    """The text that is compiled: the macros, then the source with its includes in place."""
+    macros = "".join(f"#define {name} {value}\n" for name, value in key.defines)
+    return macros + _expand(f"{key.source}.cu", set())
+
+
+def _expand(name: str, seen: set[str]) -> str:
+    """The text of a csrc file, each include replaced by its text once; #line keeps messages pointing at the files."""
+    seen.add(name)
+    lines = [f'#line 1 "{name}"']
+    for number, line in enumerate(_csrc_text(name).splitlines(), start=1):
+        include = _INCLUDE.match(line)
+        if include is None:
+            lines.append("" if line == "#pragma once" else line)
+        elif include[1] not in seen:
+            lines += [_expand(include[1], seen), f'#line {number + 1} "{name}"']
+        else:
+            lines.append("")
+    return "\n".join(lines)
+
+
+@functools.cache
+def _csrc_text(name: str) -> str:
+    return (resources.files("fp8moe_plugin") / "csrc" / name).read_text()
+
+
+def _check_report(key: KernelKey, report: str) -> None:
+    """ptxas' report must show no local memory, and nothing must have warned."""
+    used = [int(n) for n in re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", report)]
+    if not used or any(used):
+        raise CompileError(f"{key.source} {dict(key.defines)} uses local memory (spilled registers):\n{report}")
+    if re.search(r"\bwarning\b", report, re.IGNORECASE):
+        raise CompileError(f"{key.source} {dict(key.defines)} compiles with warnings:\n{report}")

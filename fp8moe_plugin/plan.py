@@ -1,0 +1,75 @@
+"""Which kernels there are, and which one a call takes. Pure Python: the runtime and any precompilation ask here.
+
+No shape of a model and no number of tokens is in a key: a handful of kernels serves every checkpoint.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from fp8moe_plugin.ops.checks import ceil_div
+
+SMEM_ALIGNMENT = 1024
+PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm
+DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """One kernel to compile: `csrc/<source>.cu`, whose entry is named `<source>` too, under these macros."""
+
+    source: str
+    defines: tuple[tuple[str, int], ...] = ()
+    threads: int = 128
+    smem_bytes: int = 0
+
+
+class Output(IntEnum):
+    """How grouped_gemm writes its result; the values are those of the macros in csrc/grouped_gemm.cu."""
+
+    BF16 = 0
+    BF16_DIRECT = 1
+    F32_DIRECT = 2
+
+
+def grouped_gemm_key(output: Output, block_n: int = 256) -> KernelKey:
+    stages = 4 if block_n == 256 else 5
+    halves = block_n // 128
+    operands = stages * (128 + block_n) * 128
+    staging = 128 * 128 * 2
+    scales_and_barriers = stages * (128 * 4 + halves * 4 + 16)
+    smem = _align(operands + staging + scales_and_barriers)
+    defines = (("BLOCK_N", block_n), ("OUTPUT", int(output)), ("STAGES", stages), ("SMEM_BYTES", smem))
+    return KernelKey("grouped_gemm", defines, 384, smem)
+
+
+def swap_ab_key() -> KernelKey:
+    stages = 8
+    operands = stages * (128 + DECODE_BLOCK_M) * 128
+    staging = DECODE_BLOCK_M * 128 * 2
+    scales_and_barriers = stages * (DECODE_BLOCK_M * 4 + 4 + 16)
+    smem = _align(operands + staging + scales_and_barriers)
+    return KernelKey("grouped_gemm_swap_ab", (("STAGES", stages), ("SMEM_BYTES", smem)), 384, smem)
+
+
+def moe_block_m(tokens: int, topk: int, global_experts: int) -> int:
+    """Rows a tile of a fused MoE layer: swap-AB tiles as long as an expert has few tokens on average."""
+    return DECODE_BLOCK_M if tokens * topk <= DECODE_BLOCK_M * global_experts else PREFILL_BLOCK_M
+
+
+def masked_block_m(expected_m: int) -> int:
+    """Rows a tile of a masked GEMM whose groups have about `expected_m` rows."""
+    return DECODE_BLOCK_M if expected_m <= DECODE_BLOCK_M else PREFILL_BLOCK_M
+
+
+def dense_block_m(m: int, plain: bool) -> int:
+    """Rows a tile of a dense GEMM; swap-AB tiles only store bfloat16 without an addend (`plain`)."""
+    return DECODE_BLOCK_M if m <= DECODE_BLOCK_M and plain else PREFILL_BLOCK_M
+
+
+def dense_block_n(m: int, n: int, sms: int) -> int:
+    """Columns a tile of a dense GEMM: 256, or 128 where 256 would leave multiprocessors idle."""
+    return 256 if ceil_div(m, PREFILL_BLOCK_M) * ceil_div(n, 256) >= sms else 128
+
+
+def _align(size: int) -> int:
+    return ceil_div(size, SMEM_ALIGNMENT) * SMEM_ALIGNMENT
