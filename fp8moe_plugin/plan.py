@@ -6,8 +6,6 @@ No shape of a model and no number of tokens is in a key: a handful of kernels se
 from dataclasses import dataclass
 from enum import IntEnum
 
-from fp8moe_plugin.ops.checks import ceil_div
-
 SMEM_ALIGNMENT = 1024
 PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm
 DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
@@ -69,6 +67,10 @@ def dense_block_m(m: int, plain: bool) -> int:
 def dense_block_n(m: int, n: int, sms: int) -> int:
     """Columns a tile of a dense GEMM: 256, or 128 where 256 would leave multiprocessors idle."""
     return 256 if ceil_div(m, PREFILL_BLOCK_M) * ceil_div(n, 256) >= sms else 128
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _align(size: int) -> int:

@@ -3,13 +3,10 @@
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.plan import ceil_div
 
 FP8 = torch.float8_e4m3fn
 GROUP = 128  # channels that share one activation scale; also the side of a weight's scale block
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def check_tensor(

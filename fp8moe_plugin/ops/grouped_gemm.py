@@ -87,7 +87,7 @@ def m_grouped_fp8_gemm_nt_masked(
 
 
 def launch_gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None, tiles: Tiles | None) -> None:
-    """Launch the GEMM of these row tiles (None: dense); `a` is `[M, K]` or `[G, max_m, K]`, its scales of any strides."""
+    """Launch the GEMM of these row tiles (None: dense); `a` is `[M, K]` or `[G, max_m, K]`, its scales any strides."""
     (q, scales), (weights, weight_scales) = a, b
     rows, k, n = q.numel() // q.shape[-1], q.shape[-1], weights.shape[-2]
     sms = multiprocessors(out.device.index)
