@@ -1,13 +1,21 @@
 """Quantize activations to e4m3, one float32 scale per token and 128 channels."""
 
+import functools
+
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.jit.launcher import launch
+from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.checks import FP8, GROUP, check_multiple, check_tensor
+from fp8moe_plugin.ops.checks import FP8, GROUP, ceil_div, check_multiple, check_tensor
+from fp8moe_plugin.plan import KernelKey
 
 FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10  # keeps the scale of an all-zero group finite
+
+THREADS = 256
+TOKENS_PER_WARP = 8  # as in csrc/quantize.cu
 
 
 def per_token_group_quant_fp8(
@@ -55,17 +63,17 @@ def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> 
 
 def empty_quantized(rows: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for quantized rows: e4m3 `[rows, k]`, and float32 scales `[rows, k/128]` with tokens contiguous."""
-    from fp8moe_plugin.ops.workspace import empty
-
-    return empty((rows, k), FP8, device), empty((k // GROUP, rows), torch.float32, device).t()
+    scales = workspace.empty((k // GROUP, rows), torch.float32, device)
+    return workspace.empty((rows, k), FP8, device), scales.t()
 
 
 def group_scales(amax: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale of a group from its largest magnitude, and what its values are multiplied with."""
     amax = amax.clamp(min=SMALLEST_AMAX)
+    largest = torch.full_like(amax, FP8_MAX)  # with a Python number, torch may multiply with a rounded reciprocal
     if not ue8m0:
-        return amax / FP8_MAX, FP8_MAX / amax
-    bits = (amax / FP8_MAX).view(torch.int32)
+        return amax / largest, largest / amax
+    bits = (amax / largest).view(torch.int32)
     power = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return power, 1.0 / power
 
@@ -94,7 +102,19 @@ def dequantize_rows(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (q.float().unflatten(-1, (-1, GROUP)) * scales.unsqueeze(-1)).flatten(-2)
 
 
+@functools.cache
+def quantize_key(ue8m0: bool, permute: bool) -> KernelKey:
+    defines = (("UE8M0", int(ue8m0)), ("PERMUTE", int(permute)), ("THREADS", THREADS))
+    return KernelKey("quantize", defines, THREADS)
+
+
 def _launch_quantize(
     x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor | None, ue8m0: bool
 ) -> None:
-    raise NotImplementedError
+    k = x.shape[-1]
+    tokens, groups = x.numel() // k, k // GROUP
+    if tokens == 0:
+        return
+    topk = 0 if slots is None else slots.shape[1]
+    grid = ceil_div(ceil_div(tokens, TOKENS_PER_WARP) * groups, THREADS // 32)
+    launch(quantize_key(ue8m0, slots is not None), grid, (x, q, scales, slots, tokens, groups, topk), x.device)

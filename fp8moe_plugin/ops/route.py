@@ -5,13 +5,19 @@ those of the tile's whole expert and `first` is the index of that expert's first
 `i - first` of its expert. Only the first `num_tiles[0]` entries are written.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
+from fp8moe_plugin.jit.launcher import launch
+from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import ceil_div
-from fp8moe_plugin.ops.workspace import empty
+from fp8moe_plugin.plan import KernelKey
+
+ROUTE_THREADS = 512
+TILES_THREADS = 1024  # also how many experts, or runs, one step of a tile kernel takes
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,8 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: to
         return route_reference(topk_ids, num_experts, block_m, expert_map)
     rows, device = topk_ids.numel(), topk_ids.device
     routing = Routing(
-        slots=empty(tuple(topk_ids.shape), torch.int32, device),
-        num_rows=empty((1,), torch.int32, device),
+        slots=workspace.empty(tuple(topk_ids.shape), torch.int32, device),
+        num_rows=workspace.empty((1,), torch.int32, device),
         tiles=_empty_tiles(rows, num_experts, block_m, device),
     )
     _launch_route(topk_ids, num_experts, expert_map, routing)
@@ -80,8 +86,8 @@ def tiles_of_indices(m_indices: torch.Tensor, num_groups: int, block_m: int) -> 
 
 
 def _empty_tiles(rows: int, groups: int, block_m: int, device: torch.device) -> Tiles:
-    table = empty((tile_capacity(rows, groups, block_m), 4), torch.int32, device)
-    return Tiles(block_m, table, empty((1,), torch.int32, device))
+    table = workspace.empty((tile_capacity(rows, groups, block_m), 4), torch.int32, device)
+    return Tiles(block_m, table, workspace.empty((1,), torch.int32, device))
 
 
 def route_reference(
@@ -128,13 +134,38 @@ def _runs(ids: list[int], num_groups: int) -> list[tuple[int, int, int]]:
     return runs
 
 
+@functools.cache
+def route_key(ids_64: bool) -> KernelKey:
+    return KernelKey("route", (("IDS_64", int(ids_64)), ("THREADS", ROUTE_THREADS)), ROUTE_THREADS)
+
+
+@functools.cache
+def tiles_of_counts_key(masked: bool) -> KernelKey:
+    return KernelKey("tiles_of_counts", (("MASKED", int(masked)), ("THREADS", TILES_THREADS)), TILES_THREADS)
+
+
+@functools.cache
+def tiles_of_indices_key() -> KernelKey:
+    return KernelKey("tiles_of_indices", (("THREADS", TILES_THREADS),), TILES_THREADS)
+
+
 def _launch_route(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None, routing: Routing) -> None:
-    raise NotImplementedError
+    device = topk_ids.device
+    global_experts = num_experts if expert_map is None else expert_map.numel()
+    counts = workspace.empty((num_experts,), torch.int32, device)
+    args = (topk_ids, expert_map, routing.slots, counts, routing.num_rows, topk_ids.numel(), global_experts)
+    launch(route_key(topk_ids.dtype == torch.int64), num_experts, args, device)
+    _launch_tiles_of_counts(counts, None, routing.tiles)
 
 
-def _launch_tiles_of_counts(masked_m: torch.Tensor, max_m: int, tiles: Tiles) -> None:
-    raise NotImplementedError
+def _launch_tiles_of_counts(counts: torch.Tensor, max_m: int | None, tiles: Tiles) -> None:
+    """`max_m` None: the experts' rows follow one another."""
+    args = (counts, tiles.table, tiles.num_tiles, counts.shape[0], max_m or 0, tiles.block_m)
+    launch(tiles_of_counts_key(masked=max_m is not None), 1, args, counts.device)
 
 
 def _launch_tiles_of_indices(m_indices: torch.Tensor, num_groups: int, tiles: Tiles) -> None:
-    raise NotImplementedError
+    rows, device = m_indices.shape[0], m_indices.device
+    run_begins = workspace.empty((rows,), torch.int32, device)
+    args = (m_indices, run_begins, tiles.table, tiles.num_tiles, rows, num_groups, tiles.block_m)
+    launch(tiles_of_indices_key(), 1, args, device)

@@ -1,0 +1,49 @@
+// Sums the expert rows of each token, weighted by the router, in float32 and in the order of the experts' columns.
+//
+// In:   rows     bfloat16 [R, H], H = 8 * vectors
+//       slots    int32 [T, topk], the row of each of the token's experts; -1 for one that is not here
+//       weights  float32 [T, topk]
+// Out:  out      bfloat16 [T, H]; zeros for a token without rows
+//
+// A thread owns 16 bytes of one token; blocks_per_token CTAs own a token. Grid: T * blocks_per_token.
+#include "common.cuh"
+
+constexpr int kRowsInFlight = 8;
+
+extern "C" __global__ __launch_bounds__(THREADS) void combine(const uint4* __restrict__ rows,
+                                                               const int* __restrict__ slots,
+                                                               const float* __restrict__ weights,
+                                                               uint4* __restrict__ out, int vectors, int topk) {
+    const int blocks_per_token = ceil_div(vectors, THREADS);
+    const int token = blockIdx.x / blocks_per_token;
+    const int vector = blockIdx.x % blocks_per_token * THREADS + threadIdx.x;
+    if (vector >= vectors) return;
+    slots += static_cast<size_t>(token) * topk;
+    weights += static_cast<size_t>(token) * topk;
+
+    float sum[8] = {};
+    for (int begin = 0; begin < topk; begin += kRowsInFlight) {
+        int slot[kRowsInFlight];
+        float weight[kRowsInFlight];
+        uint4 row[kRowsInFlight];
+#pragma unroll
+        for (int j = 0; j < kRowsInFlight; ++j) {
+            slot[j] = begin + j < topk ? slots[begin + j] : -1;
+            weight[j] = begin + j < topk ? weights[begin + j] : 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < kRowsInFlight; ++j)
+            if (slot[j] >= 0) row[j] = rows[static_cast<size_t>(slot[j]) * vectors + vector];
+#pragma unroll
+        for (int j = 0; j < kRowsInFlight; ++j) {
+            if (slot[j] < 0) continue;
+            float value[8];
+            unpack_eight(row[j], value);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) sum[c] = __fadd_rn(sum[c], __fmul_rn(weight[j], value[c]));
+        }
+    }
+    out[static_cast<size_t>(token) * vectors + vector] =
+        make_uint4(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]), pack_bf16x2(sum[4], sum[5]),
+                   pack_bf16x2(sum[6], sum[7]));
+}

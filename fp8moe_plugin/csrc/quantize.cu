@@ -1,0 +1,82 @@
+// Quantizes activations to e4m3, one float32 scale per token and group of 128 channels.
+//
+// In:   x       bfloat16 [tokens, K], K = 128 * groups
+//       slots   int32 [tokens, topk] (PERMUTE only), the rows that get a token; -1 for none
+// Out:  q       e4m3 [rows, K];  rows = tokens, with PERMUTE tokens * topk
+//       scales  float32 [groups, rows]
+//
+// PERMUTE: 0 writes token t to row t, 1 writes it to the rows slots[t].    UE8M0: 1 rounds scales up to powers of two.
+// A half-warp holds a group in 16 bytes a lane, for four tokens at once: loads in flight, and the eight tokens of
+// a warp fill a 32-byte sector of the scales.
+#include "common.cuh"
+#include "fp8.cuh"
+
+constexpr int kTokensPerLane = 4;
+constexpr int kTokensPerWarp = kTokensPerLane * (kWarp / kGroupLanes);
+
+extern "C" __global__ __launch_bounds__(THREADS) void quantize(const uint4* __restrict__ x, uint2* __restrict__ q,
+                                                                float* __restrict__ scales,
+                                                                const int* __restrict__ slots, int tokens, int groups,
+                                                                int topk) {
+    const int warp = blockIdx.x * (THREADS / kWarp) + threadIdx.x / kWarp;
+    const int group = warp % groups;
+    const int warp_token = warp / groups * kTokensPerWarp;
+    if (warp_token >= tokens) return;
+    const int lane = threadIdx.x % kGroupLanes;
+    const int first = warp_token + lane_of_warp() / kGroupLanes * kTokensPerLane;
+    const auto position = [&](int row) { return (static_cast<size_t>(row) * groups + group) * kGroupLanes + lane; };
+
+    // Load.
+    uint4 values[kTokensPerLane];
+#pragma unroll
+    for (int i = 0; i < kTokensPerLane; ++i)
+        values[i] = first + i < tokens ? x[position(first + i)] : make_uint4(0, 0, 0, 0);
+#if PERMUTE
+    int slot[kTokensPerLane];  // lane l holds the slot of expert `expert + l` of each token
+    const auto load_slots = [&](int expert) {
+#pragma unroll
+        for (int i = 0; i < kTokensPerLane; ++i)
+            slot[i] = first + i < tokens && expert + lane < topk
+                          ? slots[static_cast<size_t>(first + i) * topk + expert + lane]
+                          : -1;
+    };
+    load_slots(0);
+#endif
+
+    // Quantize.
+    uint2 codes[kTokensPerLane];
+    float scale[kTokensPerLane];
+#pragma unroll
+    for (int i = 0; i < kTokensPerLane; ++i) {
+        const GroupScale s = group_scale(group_max(magnitude_bits(values[i])));
+        float v[8];
+        unpack_eight(values[i], v);
+        codes[i] = quantize_eight(v, s.inverse);
+        scale[i] = s.scale;
+    }
+
+    // Store.
+#if PERMUTE
+    float* const group_scales = scales + static_cast<size_t>(group) * tokens * topk;
+    for (int expert = 0; expert < topk; expert += kGroupLanes) {
+        if (expert > 0) load_slots(expert);
+#pragma unroll
+        for (int i = 0; i < kTokensPerLane; ++i) {
+            if (slot[i] >= 0) group_scales[slot[i]] = scale[i];
+            for (int j = 0; j < min(kGroupLanes, topk - expert); ++j) {
+                const int row = __shfl_sync(kAllLanes, slot[i], j, kGroupLanes);
+                if (row >= 0) q[position(row)] = codes[i];
+            }
+        }
+    }
+#else
+    float scale_of_lane = scale[0];  // lane i stores the scale of token i: one store for all
+#pragma unroll
+    for (int i = 0; i < kTokensPerLane; ++i) {
+        if (lane == i) scale_of_lane = scale[i];
+        if (first + i < tokens) q[position(first + i)] = codes[i];
+    }
+    if (lane < kTokensPerLane && first + lane < tokens)
+        scales[static_cast<size_t>(group) * tokens + first + lane] = scale_of_lane;
+#endif
+}

@@ -1,0 +1,68 @@
+// SiLU(gate) * up in float32, quantized to e4m3 with one float32 scale per row and group of 128 channels.
+//
+// In:   gate_up  bfloat16 [G, max_m, 2 * I], the gate first; I = 128 * groups
+//       counts   int32 [G]; rows from counts[g] on are neither read nor written
+// Out:  q        e4m3 [G * max_m, I]
+//       scales   float32 [groups, G * max_m]
+//
+// UE8M0: 1 rounds scales up to powers of two.    Grid: (any, G); the CTAs of an expert share its rows.
+// A half-warp holds a group in 16 bytes a lane, for four rows at once, as in quantize.cu.
+#include "common.cuh"
+#include "fp8.cuh"
+
+constexpr int kRowsPerLane = 4;
+constexpr int kRowsPerWarp = kRowsPerLane * (kWarp / kGroupLanes);
+constexpr int kWarps = THREADS / kWarp;
+
+__device__ inline float silu(float x) { return x / (1.0f + expf(-x)); }
+
+extern "C" __global__ __launch_bounds__(THREADS) void silu_mul_quant(const uint4* __restrict__ gate_up,
+                                                                      const int* __restrict__ counts,
+                                                                      uint2* __restrict__ q, float* __restrict__ scales,
+                                                                      int max_m, int groups) {
+    const int count = min(counts[blockIdx.y], max_m);
+    const int row_begin = blockIdx.y * max_m;
+    const int row_end = row_begin + count;
+    const int units = ceil_div(max(count, 0), kRowsPerWarp) * groups;
+    const int lane = threadIdx.x % kGroupLanes;
+
+    for (int unit = blockIdx.x * kWarps + threadIdx.x / kWarp; unit < units; unit += gridDim.x * kWarps) {
+        const int group = unit % groups;
+        const int first =
+            row_begin + unit / groups * kRowsPerWarp + lane_of_warp() / kGroupLanes * kRowsPerLane;
+
+        // Load.
+        uint4 gate[kRowsPerLane], up[kRowsPerLane];
+#pragma unroll
+        for (int i = 0; i < kRowsPerLane; ++i) {
+            gate[i] = up[i] = make_uint4(0, 0, 0, 0);
+            if (first + i < row_end) {
+                const uint4* const row = gate_up + static_cast<size_t>(first + i) * 2 * groups * kGroupLanes;
+                gate[i] = row[group * kGroupLanes + lane];
+                up[i] = row[(groups + group) * kGroupLanes + lane];
+            }
+        }
+
+        // Activate, quantize, store.
+        float scale_of_lane = 0.0f;  // lane i stores the scale of row i: one store for all
+#pragma unroll
+        for (int i = 0; i < kRowsPerLane; ++i) {
+            float value[8], factor[8];
+            unpack_eight(gate[i], value);
+            unpack_eight(up[i], factor);
+            unsigned amax_bits = 0;
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                value[c] = silu(value[c]) * factor[c];
+                amax_bits = max(amax_bits, magnitude_bits(value[c]));
+            }
+            const GroupScale s = group_scale(group_max(amax_bits));
+            if (lane == i) scale_of_lane = s.scale;
+            if (first + i < row_end)
+                q[(static_cast<size_t>(first + i) * groups + group) * kGroupLanes + lane] =
+                    quantize_eight(value, s.inverse);
+        }
+        if (lane < kRowsPerLane && first + lane < row_end)
+            scales[static_cast<size_t>(group) * gridDim.y * max_m + first + lane] = scale_of_lane;
+    }
+}

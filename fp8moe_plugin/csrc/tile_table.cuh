@@ -1,0 +1,27 @@
+// Writing a tile table: one entry (expert, row_begin, row_end, first) a tile of block_m rows, where the rows are those
+// of the tile's whole group and `first` is the index of the group's first tile.
+#ifndef FP8MOE_TILE_TABLE_CUH
+#define FP8MOE_TILE_TABLE_CUH
+
+// Appends the tiles of kThreads groups, one a thread, in the order of the threads; an empty group has none.
+// `written` tiles are in the table already; returns how many there are then. All threads of the CTA call it.
+template <int kThreads>
+__device__ inline int append_tiles(int4* table, int written, int expert, int row_begin, int row_end, int block_m) {
+    __shared__ int4 groups[kThreads];
+    int tiles;
+    const int before = exclusive_scan<kThreads>(ceil_div(row_end - row_begin, block_m), tiles);
+    groups[threadIdx.x] = make_int4(expert, row_begin, row_end, written + before);
+    __syncthreads();
+
+    for (int tile = written + threadIdx.x; tile < written + tiles; tile += kThreads) {
+        int group = 0;  // becomes the last whose first tile is not behind this one; never an empty one
+#pragma unroll
+        for (int step = kThreads / 2; step > 0; step /= 2)
+            if (groups[group + step].w <= tile) group += step;
+        table[tile] = groups[group];
+    }
+    __syncthreads();  // the next call overwrites groups
+    return written + tiles;
+}
+
+#endif

@@ -1,0 +1,33 @@
+// Cuts the rows of each expert into tiles, given how many rows it has. One CTA.
+//
+// In:   counts     int32 [groups]
+// Out:  table      int4 [capacity], see tile_table.cuh; only the first *num_tiles entries are written
+//       num_tiles  int32 [1]
+//
+// MASKED: 1 starts expert g at row g * max_m and clamps its count to [0, max_m]; 0 lets the experts follow one another.
+#include "common.cuh"
+#include "tile_table.cuh"
+
+extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_counts(const int* __restrict__ counts,
+                                                                       int4* __restrict__ table,
+                                                                       int* __restrict__ num_tiles, int groups,
+                                                                       int max_m, int block_m) {
+    int tiles = 0;
+#if !MASKED
+    int rows = 0;
+#endif
+    for (int window = 0; window < groups; window += THREADS) {
+        const int group = window + threadIdx.x;
+        int count = group < groups ? counts[group] : 0;
+#if MASKED
+        count = max(0, min(count, max_m));
+        const int row_begin = group * max_m;
+#else
+        int window_rows;
+        const int row_begin = rows + exclusive_scan<THREADS>(count, window_rows);
+        rows += window_rows;
+#endif
+        tiles = append_tiles<THREADS>(table, tiles, group, row_begin, row_begin + count, block_m);
+    }
+    if (threadIdx.x == 0) *num_tiles = tiles;
+}

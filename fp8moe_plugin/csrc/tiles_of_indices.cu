@@ -1,0 +1,55 @@
+// Cuts each run of equal expert ids into tiles. One CTA.
+//
+// In:   ids        int32 [rows], the expert of each row; a run outside [0, num_groups) gets no tile
+// Out:  table      int4 [capacity], see tile_table.cuh; only the first *num_tiles entries are written
+//       num_tiles  int32 [1]
+// Scratch: run_begins int32 [rows], the first row of each run
+#include "common.cuh"
+#include "tile_table.cuh"
+
+constexpr int kWarps = THREADS / kWarp;
+
+extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_indices(const int* __restrict__ ids, int* run_begins,
+                                                                        int4* __restrict__ table,
+                                                                        int* __restrict__ num_tiles, int rows,
+                                                                        int num_groups, int block_m) {
+    const int warp = threadIdx.x / kWarp, lane = lane_of_warp();
+    const int rows_per_warp = ceil_div(ceil_div(rows, kWarps), kWarp) * kWarp;
+    const int begin = min(warp * rows_per_warp, rows);
+    const int end = min(begin + rows_per_warp, rows);
+    const auto begins_run = [&](int row) { return row == 0 || ids[row] != ids[row - 1]; };
+
+    // Count the runs that begin in the warp's part of the rows.
+    int begun = 0;
+#pragma unroll 4
+    for (int row = begin + lane; row < end; row += kWarp) begun += begins_run(row);
+    int runs;
+    const int before = exclusive_scan<THREADS>(begun, runs);
+
+    // List them.
+    int run = __shfl_sync(kAllLanes, before, 0);
+#pragma unroll 4
+    for (int base = begin; base < end; base += kWarp) {
+        const int row = base + lane;
+        const bool begins = row < end && begins_run(row);
+        const unsigned lanes = __ballot_sync(kAllLanes, begins);
+        if (begins) run_begins[run + __popc(lanes & ((1u << lane) - 1))] = row;
+        run += __popc(lanes);
+    }
+    __syncthreads();
+
+    // Cut them, one a thread.
+    int tiles = 0;
+    for (int window = 0; window < runs; window += THREADS) {
+        const int mine = window + threadIdx.x;
+        int expert = 0, row_begin = 0, row_end = 0;
+        if (mine < runs) {
+            row_begin = run_begins[mine];
+            expert = ids[row_begin];
+            const bool here = expert >= 0 && expert < num_groups;
+            row_end = !here ? row_begin : mine + 1 < runs ? run_begins[mine + 1] : rows;
+        }
+        tiles = append_tiles<THREADS>(table, tiles, expert, row_begin, row_end, block_m);
+    }
+    if (threadIdx.x == 0) *num_tiles = tiles;
+}
