@@ -7,6 +7,7 @@
 // `written` tiles are in the table already; returns how many there are then. All threads of the CTA call it.
 template <int kThreads>
 __device__ inline int append_tiles(int4* table, int written, int expert, int row_begin, int row_end, int block_m) {
+    static_assert((kThreads & (kThreads - 1)) == 0, "the search halves its step down to one");
     __shared__ int4 groups[kThreads];
     int tiles;
     const int before = exclusive_scan<kThreads>(ceil_div(row_end - row_begin, block_m), tiles);

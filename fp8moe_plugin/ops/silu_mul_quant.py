@@ -51,7 +51,7 @@ def silu_mul_quant_fp8_reference(gate_up: torch.Tensor, ue8m0: bool = False) -> 
 def _write_reference(
     gate_up: torch.Tensor, counts: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, ue8m0: bool
 ) -> None:
-    for group, count in enumerate(counts.tolist()):
+    for group, count in enumerate(counts.clamp(min=0).tolist()):
         rows_q, rows_scales = silu_mul_quant_fp8_reference(gate_up[group, :count], ue8m0)
         q[group, :count].view(torch.uint8).copy_(rows_q.view(torch.uint8))
         scales[group, :count].copy_(rows_scales)
