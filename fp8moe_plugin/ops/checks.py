@@ -4,6 +4,7 @@ import torch
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.plan import ceil_div
+from fp8moe_plugin.settings import settings
 
 FP8 = torch.float8_e4m3fn
 GROUP = 128  # channels that share one activation scale; also the side of a weight's scale block
@@ -21,6 +22,8 @@ def check_tensor(
     """Raise `InvalidInputError` unless `tensor` has this dtype, shape (None: any size), device and a dense layout."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor. Pass a tensor.")
+    if tensor.dim() == 0:
+        raise InvalidInputError(f"{name} has no dimension, needs at least one. Check the layout of the call.")
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(d) for d in dtypes)
@@ -32,7 +35,12 @@ def check_tensor(
         raise InvalidInputError(f"{name} is on {tensor.device}, the other tensors on {device}. Move it to {device}.")
     if contiguous and not tensor.is_contiguous():
         raise InvalidInputError(f"{name} has strides {tensor.stride()}, needs a contiguous layout. Call .contiguous().")
-    if tensor.data_ptr() % 16 and tensor.element_size() <= 2:
+    if tensor.element_size() <= 2:
+        check_aligned(name, tensor)
+
+
+def check_aligned(name: str, tensor: torch.Tensor) -> None:
+    if tensor.data_ptr() % 16:
         raise InvalidInputError(
             f"{name} starts at an address that is no multiple of 16 bytes. Copy it into a new tensor."
         )
@@ -50,9 +58,23 @@ def check_multiple(name: str, value: int, of: int) -> None:
         )
 
 
+def check_int(name: str, value: int) -> None:
+    if not isinstance(value, int):
+        raise InvalidInputError(f"{name} is a {type(value).__name__}, not an int. Pass a number the host knows.")
+
+
+def check_values(name: str, tensor: torch.Tensor, lowest: int, highest: int) -> None:
+    """With FP8MOE_DEBUG=1, wait for the device and check what the tensor holds."""
+    if not settings().debug:
+        return
+    bad = tensor[(tensor < lowest) | (tensor > highest)]
+    if bad.numel():
+        raise InvalidInputError(f"{name} holds {bad[0].item()}, needs {lowest} to {highest}. Check who computes it.")
+
+
 def check_activations(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: int) -> None:
     """Check `(e4m3 [.., K], f32 [.., K/128])`; the scales may have any strides."""
-    q, scales = pair
+    q, scales = _two_parts(name, pair)
     check_tensor(name, q, dtype=FP8, shape=(None,) * dims)
     check_multiple(f"{name}'s K", q.shape[-1], GROUP)
     wanted = (*q.shape[:-1], q.shape[-1] // GROUP)
@@ -61,8 +83,16 @@ def check_activations(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: 
 
 def check_weights(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: int, k: int, device: torch.device) -> None:
     """Check `(e4m3 [.., N, K], f32 [.., ceil(N/128), K/128])`."""
-    q, scales = pair
+    q, scales = _two_parts(name, pair)
     check_tensor(name, q, dtype=FP8, shape=(*(None,) * (dims - 1), k), device=device)
     check_multiple(f"{name}'s N", q.shape[-2], 8)
     wanted = (*q.shape[:-2], ceil_div(q.shape[-2], GROUP), ceil_div(k, GROUP))
     check_tensor(f"{name}'s scales", scales, dtype=torch.float32, shape=wanted, device=device)
+
+
+def _two_parts(name: str, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(pair, tuple | list):
+        raise InvalidInputError(f"{name} is a {type(pair).__name__}, not a pair. Pass (values, scales).")
+    if len(pair) != 2:
+        raise InvalidInputError(f"{name} has {len(pair)} parts, needs (values, scales). Pass a pair.")
+    return pair[0], pair[1]

@@ -4,7 +4,15 @@ import torch
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.checks import GROUP, check_activations, check_multiple, check_tensor, check_weights
+from fp8moe_plugin.ops.checks import (
+    GROUP,
+    check_activations,
+    check_int,
+    check_multiple,
+    check_tensor,
+    check_values,
+    check_weights,
+)
 from fp8moe_plugin.ops.combine import combine
 from fp8moe_plugin.ops.gemm import gemm_reference
 from fp8moe_plugin.ops.grouped_gemm import launch_gemm
@@ -13,7 +21,6 @@ from fp8moe_plugin.ops.route import local_experts, route, tiles_of_counts
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8, silu_mul_quant_fp8_reference
 from fp8moe_plugin.ops.workspace import empty
 from fp8moe_plugin.plan import masked_block_m, moe_block_m
-from fp8moe_plugin.settings import settings
 
 
 def fused_moe(
@@ -58,8 +65,7 @@ def fused_moe(
     if out is None:
         out = torch.empty_like(hidden_states)
     check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
-    if settings().debug:
-        _check_ids(topk_ids, w13.shape[0] if expert_map is None else expert_map.numel())
+    check_values("topk_ids", topk_ids, -1, (w13.shape[0] if expert_map is None else expert_map.numel()) - 1)
     if tokens == 0:
         return out
     run = _fused_moe_sm90 if uses_sm90(hidden_states) else _fused_moe_reference
@@ -99,6 +105,8 @@ def batched_experts(
     experts, max_m, _ = hidden_states.shape
     device = hidden_states.device
     check_tensor("expert_num_tokens", expert_num_tokens, dtype=torch.int32, shape=(experts,), device=device)
+    check_values("expert_num_tokens", expert_num_tokens, 0, max_m)
+    check_int("expected_m", expected_m)
     if out is None:
         out = torch.empty(hidden_states.shape, dtype=torch.bfloat16, device=device)
     check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
@@ -218,11 +226,3 @@ def _check_weights_of_layer(
     check_multiple("w13's second dimension", w13.shape[1], 2 * GROUP)
     check_weights("w2", (w2, w2_scale), 3, w13.shape[1] // 2, device)
     check_tensor("w2", w2, dtype=w2.dtype, shape=(w13.shape[0], hidden, None))
-
-
-def _check_ids(topk_ids: torch.Tensor, experts: int) -> None:
-    bad = topk_ids[(topk_ids < -1) | (topk_ids >= experts)]
-    if bad.numel():
-        raise InvalidInputError(
-            f"topk_ids holds {bad[0].item()}, needs -1 (none) or 0 to {experts - 1}. Check the router."
-        )

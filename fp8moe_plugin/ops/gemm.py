@@ -3,7 +3,7 @@
 import torch
 
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.checks import GROUP, check_activations, check_tensor, check_weights
+from fp8moe_plugin.ops.checks import GROUP, check_activations, check_aligned, check_tensor, check_weights
 from fp8moe_plugin.ops.quantize import dequantize_rows
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
@@ -21,11 +21,14 @@ def fp8_gemm_nt(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor |
         InvalidInputError: wrong dtype, shape, stride or device.
     """
     check_activations("a", a, dims=2)
-    (m, k), n = a[0].shape, b[0].shape[0]
+    m, k = a[0].shape
     check_weights("b", b, 2, k, a[0].device)
+    n = b[0].shape[0]
     check_tensor("out", out, dtype=(torch.bfloat16, torch.float32), shape=(m, n), device=a[0].device)
+    check_aligned("out", out)
     if c is not None:
         check_tensor("c", c, dtype=out.dtype, shape=(m, n), device=a[0].device)
+        check_aligned("c", c)
     if m == 0:
         return out
     if uses_sm90(out):

@@ -5,7 +5,7 @@ import torch
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launcher import launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.checks import check_activations, check_tensor, check_weights
+from fp8moe_plugin.ops.checks import check_activations, check_int, check_tensor, check_values, check_weights
 from fp8moe_plugin.ops.gemm import Quantized, gemm_reference
 from fp8moe_plugin.ops.route import Tiles, tiles_of_counts, tiles_of_indices
 from fp8moe_plugin.plan import (
@@ -20,7 +20,9 @@ from fp8moe_plugin.plan import (
     swap_ab_key,
 )
 
-SWAP_AB_TOKEN_BOX = 8  # rows of one TMA load of tokens in grouped_gemm_swap_ab.cu
+# Rows of one TMA load of activations; the kernels say why.
+PREFILL_BOX_M = 64
+DECODE_BOX_M = 8
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -41,6 +43,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     check_weights("b", b, 3, k, a[0].device)
     check_tensor("out", out, dtype=torch.bfloat16, shape=(m, b[0].shape[1]), device=a[0].device)
     check_tensor("m_indices", m_indices, dtype=torch.int32, shape=(m,), device=a[0].device)
+    check_values("m_indices", m_indices, -1, b[0].shape[0] - 1)
     if m == 0:
         return out
     if uses_sm90(out):
@@ -75,6 +78,8 @@ def m_grouped_fp8_gemm_nt_masked(
     check_tensor("b", b[0], dtype=b[0].dtype, shape=(groups, None, k))
     check_tensor("out", out, dtype=torch.bfloat16, shape=(groups, max_m, b[0].shape[1]), device=a[0].device)
     check_tensor("masked_m", masked_m, dtype=torch.int32, shape=(groups,), device=a[0].device)
+    check_values("masked_m", masked_m, 0, max_m)
+    check_int("expected_m", expected_m)
     if groups * max_m == 0:
         return out
     if uses_sm90(out):
@@ -93,11 +98,9 @@ def launch_gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor |
     sms = multiprocessors(out.device.index)
     key = gemm_key(tiles, rows, n, out.dtype, c is not None, sms)
     swap_ab = key.source == "grouped_gemm_swap_ab"
-    weight_box = 128
-    token_box = SWAP_AB_TOKEN_BOX if swap_ab else PREFILL_BLOCK_M
     maps = [
-        tensor_map(q.data_ptr(), rows, k, token_box, 128, 1),
-        tensor_map(weights.data_ptr(), weights.numel() // k, k, weight_box, 128, 1),
+        tensor_map(q.data_ptr(), rows, k, DECODE_BOX_M if swap_ab else PREFILL_BOX_M, 128, 1),
+        tensor_map(weights.data_ptr(), weights.numel() // k, k, 128, 128, 1),
     ]
     if not swap_ab:
         maps.append(tensor_map(out.data_ptr(), rows, n, 64, 64, 2))

@@ -2,7 +2,7 @@
 
 import torch
 
-from fp8moe_plugin.ops.checks import check_tensor
+from fp8moe_plugin.ops.checks import check_tensor, check_weights
 from fp8moe_plugin.ops.gemm import fp8_gemm_nt
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 
@@ -27,6 +27,8 @@ def fp8_linear(
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device.
     """
+    check_tensor("x", x, dtype=torch.bfloat16)
+    check_weights("weight", (weight, weight_scale), 2, x.shape[-1], x.device)
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
     if bias is not None:

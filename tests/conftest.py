@@ -1,0 +1,50 @@
+"""What every test shares: the devices, poisoned scratch memory, and the hypothesis profiles."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from fp8moe_plugin import ops  # noqa: F401  (loads the modules whose scratch is poisoned)
+from fp8moe_plugin.ops import workspace
+
+settings.register_profile(
+    "ci", max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("full", settings.get_profile("ci"), max_examples=200, derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not _has_hopper():
+        pytest.skip("needs a Hopper GPU (compute capability 9.0)")
+
+
+def _has_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The plain-torch reference ("cpu") and our kernels ("cuda") under one test body."""
+    return torch.empty(0, device=request.param).device
+
+
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_workspace() -> Iterator[None]:
+    """Scratch starts as 0xFF bytes, NaN in every float dtype, so that reading what nobody wrote shows."""
+    plain = workspace.empty
+
+    def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        scratch = plain(shape, dtype, device)
+        scratch.view(torch.uint8).fill_(0xFF)
+        return scratch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("fp8moe_plugin.") and getattr(module, "empty", None) is plain:
+                patch.setattr(module, "empty", poisoned)
+        yield

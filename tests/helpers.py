@@ -1,0 +1,175 @@
+"""Inputs of the ops, and the float64 math that their results are held against."""
+
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+
+from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8, per_token_group_quant_fp8_reference
+
+GROUP = 128
+FP8 = torch.float8_e4m3fn
+Quantized = tuple[torch.Tensor, torch.Tensor]
+
+row_counts = st.sampled_from((0, 1, 2, 7, 63, 64, 65, 127, 128, 129, 200))
+seeds = st.integers(0, 2**16)
+
+
+class Layer(NamedTuple):
+    """The weights of one layer, in the order the ops take them."""
+
+    w13: torch.Tensor
+    w13_scale: torch.Tensor
+    w2: torch.Tensor
+    w2_scale: torch.Tensor
+
+
+def seeded(seed: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def random_tokens(gen: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=gen, device=gen.device).bfloat16()
+
+
+def random_quantized(gen: torch.Generator, *shape: int) -> Quantized:
+    return per_token_group_quant_fp8(random_tokens(gen, *shape))
+
+
+def random_weights(gen: torch.Generator, *shape: int) -> Quantized:
+    """e4m3 `[.., N, K]` and float32 block scales, of a size that keeps the products near 1."""
+    *groups, n, k = shape
+    w = torch.empty(shape, dtype=FP8, device=gen.device)
+    scales = torch.empty(*groups, -(-n // GROUP), k // GROUP, device=gen.device)
+    for q, s in zip(w.view(-1, n, k), scales.view(-1, *scales.shape[-2:]), strict=True):
+        values = torch.zeros(len(s) * GROUP, k, device=gen.device)
+        values[:n] = torch.randn(n, k, generator=gen, device=gen.device) * k**-0.5
+        blocks = values.view(len(s), GROUP, -1, GROUP)
+        s.copy_(blocks.abs().amax((1, 3)) / 448)
+        q.copy_((blocks / s[:, None, :, None]).view(-1, k)[:n].to(FP8))
+    return w, scales
+
+
+def random_layer(gen: torch.Generator, experts: int, hidden: int, intermediate: int) -> Layer:
+    return Layer(
+        *random_weights(gen, experts, 2 * intermediate, hidden), *random_weights(gen, experts, hidden, intermediate)
+    )
+
+
+ROUTINGS = ("distinct", "one_expert", "first_half", "some_missing", "nowhere", "out_of_range")
+
+
+def random_routing(gen: torch.Generator, kind: str, tokens: int, topk: int, experts: int) -> Quantized:
+    """float32 router weights and int32 expert ids, both `[tokens, topk]`."""
+    ids = torch.rand(tokens, experts, generator=gen, device=gen.device).argsort(-1)[:, :topk]
+    drawn = torch.rand(tokens, topk, generator=gen, device=gen.device)
+    if kind == "one_expert":
+        ids = torch.full_like(ids, experts - 1)
+    elif kind == "first_half":
+        ids = ids % max(1, experts // 2)
+    elif kind == "some_missing":
+        ids = torch.where(drawn < 0.4, -1, ids)
+    elif kind == "nowhere":
+        ids = torch.full_like(ids, -1)
+    elif kind == "out_of_range":
+        ids = torch.where(drawn < 0.2, experts + 3, torch.where(drawn > 0.8, -5, ids))
+    weights = torch.rand(tokens, topk, generator=gen, device=gen.device) + 0.1
+    return weights / weights.sum(-1, keepdim=True), ids.int()
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of 0xFF bytes: NaN, so that an element nobody wrote shows, and so does one written by mistake."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    bits(tensor).fill_(-1)
+    return tensor
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: compares NaN, and indexes e4m3."""
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+def untouched(tensor: torch.Tensor) -> bool:
+    """True if every byte is still the one of `poisoned`."""
+    return bool((bits(tensor) == -1).all())
+
+
+def column_major(scales: torch.Tensor) -> torch.Tensor:
+    return scales.mT.contiguous().mT
+
+
+def dequantize_tokens(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return q.double() * scales.double().repeat_interleave(GROUP, -1)
+
+
+def dequantize_weights(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return q.double() * scales.double().repeat_interleave(GROUP, -2)[..., : q.shape[-2], :].repeat_interleave(GROUP, -1)
+
+
+def product(a: Quantized, b: Quantized) -> torch.Tensor:
+    """float64 `a @ b.T`."""
+    return dequantize_tokens(*a) @ dequantize_weights(*b).mT
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.double().chunk(2, -1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def layer_reference(
+    x: torch.Tensor, layer: Layer, topk_weights: torch.Tensor, ids: torch.Tensor, *, quantized: bool
+) -> torch.Tensor:
+    """The layer in float64, expert by expert; `quantized`: rounded wherever the ops round, else nowhere."""
+
+    def as_fp8(values: torch.Tensor) -> torch.Tensor:
+        return dequantize_tokens(*per_token_group_quant_fp8_reference(values)) if quantized else values.double()
+
+    def as_bf16(values: torch.Tensor) -> torch.Tensor:
+        return values.bfloat16().double() if quantized else values
+
+    tokens = as_fp8(x)
+    total = torch.zeros_like(tokens)
+    for e in range(layer.w13.shape[0]):
+        token, column = (ids == e).nonzero(as_tuple=True)
+        gate_up = as_bf16(tokens[token] @ dequantize_weights(layer.w13[e], layer.w13_scale[e]).T)
+        down = as_bf16(as_fp8(swiglu(gate_up)) @ dequantize_weights(layer.w2[e], layer.w2_scale[e]).T)
+        total.index_add_(0, token, topk_weights[token, column, None].double() * down)
+    return total
+
+
+def relative_l2(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    error = (actual.double() - expected.double()).norm()
+    return (error / expected.double().norm().clamp(min=1e-30)).item()
+
+
+def cosine(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(actual.double().flatten(), expected.double().flatten(), 0).item()
+
+
+def assert_rounded(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """`actual` is the float64 `expected` up to float32 sums and one rounding to its dtype, in every element."""
+    assert actual.shape == expected.shape
+    half_ulp = torch.finfo(actual.dtype).eps / 2
+    row_size = expected.square().mean(-1, keepdim=True).sqrt()
+    error = (actual.double() - expected).abs()
+    assert (error <= half_ulp * expected.abs() + 2e-3 * row_size).all()
+    if actual.numel() >= 2048:  # of fewer elements, one last bit that fell the other way is already more
+        assert relative_l2(actual, expected.to(actual.dtype)) <= 2e-3
+
+
+def assert_quantized(pair: Quantized, expected: torch.Tensor, ue8m0: bool = False) -> None:
+    """Each element is the e4m3 neighbour of `expected`, and each scale the smallest that holds its group."""
+    q, scales = pair
+    assert q.shape == expected.shape
+    assert scales.shape == (*q.shape[:-1], q.shape[-1] // GROUP)
+    expected, wide = expected.double(), scales.double().repeat_interleave(GROUP, -1)
+    largest = expected.unflatten(-1, (-1, GROUP)).abs().amax(-1).clamp(min=1e-10) / scales.double()
+    assert (largest <= 448 * (1 + 1e-5)).all()
+    assert (largest >= (224 if ue8m0 else 448) * (1 - 1e-5)).all()
+    assert not ue8m0 or (scales.frexp().mantissa == 0.5).all()
+    half_step = torch.maximum(expected.abs() / 16, wide / 1024)
+    assert ((dequantize_tokens(q, scales) - expected).abs() <= half_step * (1 + 1e-3)).all()

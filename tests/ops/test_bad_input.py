@@ -1,0 +1,282 @@
+"""Each wrong call is one change to a right one, and says what is wrong with it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fp8moe_plugin import ops
+from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.settings import settings
+from tests import helpers as h
+
+EXPERTS, ROWS, HIDDEN, INTERMEDIATE = 4, 6, 256, 128
+Call = dict[str, Any]
+
+
+def right_calls(device: torch.device) -> dict[str, Call]:
+    gen = h.seeded(0, device)
+    x, layer = h.random_tokens(gen, ROWS, HIDDEN), h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)._asdict()
+    topk_weights, topk_ids = h.random_routing(gen, "distinct", ROWS, 2, EXPERTS)
+    batch, counts = h.random_quantized(gen, EXPERTS, ROWS, HIDDEN), torch.full_like(topk_ids[:EXPERTS, 0], 2)
+    weight, weight_scale = h.random_weights(gen, 136, HIDDEN)
+    experts = h.random_weights(gen, EXPERTS, 136, HIDDEN)
+
+    def out(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device)
+
+    return {
+        "per_token_group_quant_fp8": {"x": x, "group_size": 128},
+        "silu_mul_quant_fp8": {"gate_up": h.random_tokens(gen, EXPERTS, ROWS, 256), "counts": counts},
+        "fp8_linear": {"x": x, "weight": weight, "weight_scale": weight_scale, "bias": out(136)},
+        "fp8_gemm_nt": {
+            "a": h.random_quantized(gen, ROWS, HIDDEN),
+            "b": (weight, weight_scale),
+            "out": out(ROWS, 136),
+            "c": out(ROWS, 136),
+        },
+        "m_grouped_fp8_gemm_nt_contiguous": {
+            "a": h.random_quantized(gen, ROWS, HIDDEN),
+            "b": experts,
+            "out": out(ROWS, 136),
+            "m_indices": torch.zeros(ROWS, dtype=torch.int32, device=device),
+        },
+        "m_grouped_fp8_gemm_nt_masked": {
+            "a": batch,
+            "b": experts,
+            "out": out(EXPERTS, ROWS, 136),
+            "masked_m": counts,
+            "expected_m": 2,
+        },
+        "fused_moe": {
+            "hidden_states": x,
+            **layer,
+            "topk_weights": topk_weights,
+            "topk_ids": topk_ids,
+            "expert_map": torch.arange(EXPERTS, dtype=torch.int32, device=device),
+            "activation": "silu",
+            "out": out(ROWS, HIDDEN),
+        },
+        "batched_experts": {
+            "hidden_states": batch[0],
+            "hidden_scale": batch[1],
+            **layer,
+            "expert_num_tokens": counts,
+            "expected_m": 2,
+            "out": out(EXPERTS, ROWS, HIDDEN),
+        },
+    }
+
+
+def first(change: Callable[[torch.Tensor], Any]) -> Callable[[h.Quantized], Any]:
+    return lambda pair: (change(pair[0]), pair[1])
+
+
+def second(change: Callable[[torch.Tensor], Any]) -> Callable[[h.Quantized], Any]:
+    return lambda pair: (pair[0], change(pair[1]))
+
+
+def with_k(k: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda t: t.new_zeros((*t.shape[:-1], k))
+
+
+def strided(t: torch.Tensor) -> torch.Tensor:
+    return t.repeat_interleave(2, -1)[..., ::2]
+
+
+def misaligned(t: torch.Tensor) -> torch.Tensor:
+    return t.new_zeros(t.numel() + 1)[1:].view(t.shape)
+
+
+def narrow(t: torch.Tensor) -> torch.Tensor:
+    return t[..., :-1].contiguous()
+
+
+def short(t: torch.Tensor) -> torch.Tensor:
+    return t[:-1].contiguous()
+
+
+def meta(t: torch.Tensor) -> torch.Tensor:
+    return t.to("meta")
+
+
+QUANT, SILU, LINEAR, GEMM = "per_token_group_quant_fp8", "silu_mul_quant_fp8", "fp8_linear", "fp8_gemm_nt"
+CONTIGUOUS, MASKED = "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"
+MOE, BATCHED = "fused_moe", "batched_experts"
+
+# op, argument, what is done to it, words of the message
+WRONG_CALLS = {
+    "quantize-float32": (QUANT, "x", torch.Tensor.float, "x has dtype torch.float32, needs torch.bfloat16"),
+    "quantize-a-list": (QUANT, "x", torch.Tensor.tolist, "x is a list, not a torch.Tensor"),
+    "quantize-a-scalar": (QUANT, "x", lambda x: x[0, 0].clone(), "x has no dimension"),
+    "quantize-odd-k": (QUANT, "x", with_k(200), "x's last dimension is 200, needs a positive multiple of 128"),
+    "quantize-no-k": (QUANT, "x", with_k(0), "x's last dimension is 0, needs a positive multiple of 128"),
+    "quantize-strided": (QUANT, "x", strided, "x has strides (512, 2), needs a contiguous layout"),
+    "quantize-misaligned": (QUANT, "x", misaligned, "x starts at an address that is no multiple of 16"),
+    "quantize-group-64": (QUANT, "group_size", lambda _: 64, "group_size is 64, needs 128"),
+    "silu-two-dimensions": (SILU, "gate_up", lambda t: t[0], "gate_up has shape [6, 256], needs [any, any, any]"),
+    "silu-odd-width": (
+        SILU,
+        "gate_up",
+        with_k(384),
+        "gate_up's last dimension is 384, needs a positive multiple of 256",
+    ),
+    "silu-counts-int64": (SILU, "counts", torch.Tensor.long, "counts has dtype torch.int64, needs torch.int32"),
+    "silu-counts-elsewhere": (SILU, "counts", meta, "counts is on meta, the other tensors on"),
+    "linear-float16": (LINEAR, "x", torch.Tensor.half, "x has dtype torch.float16"),
+    "linear-no-tensor": (LINEAR, "x", lambda _: None, "x is a NoneType, not a torch.Tensor"),
+    "linear-strided": (LINEAR, "x", strided, "x has strides (512, 2), needs a contiguous layout"),
+    "linear-other-k": (LINEAR, "x", with_k(384), "weight has shape [136, 256], needs [any, 384]"),
+    "linear-weight-bf16": (LINEAR, "weight", torch.Tensor.bfloat16, "weight has dtype torch.bfloat16"),
+    "linear-no-weight": (LINEAR, "weight", lambda _: None, "weight is a NoneType"),
+    "linear-scale-shape": (LINEAR, "weight_scale", short, "weight's scales has shape [1, 2], needs [2, 2]"),
+    "linear-bias-shape": (LINEAR, "bias", short, "bias has shape [135], needs [136]"),
+    "gemm-a-not-a-pair": (GEMM, "a", lambda a: a[0], "a is a Tensor, not a pair"),
+    "gemm-a-of-three": (GEMM, "a", lambda a: (*a, a), "a has 3 parts, needs (values, scales)"),
+    "gemm-a-bf16": (GEMM, "a", first(torch.Tensor.bfloat16), "a has dtype torch.bfloat16, needs torch.float8_e4m3fn"),
+    "gemm-a-three-dimensions": (GEMM, "a", first(lambda q: q[None]), "a has shape [1, 6, 256], needs [any, any]"),
+    "gemm-odd-k": (GEMM, "a", first(with_k(192)), "a's K is 192, needs a positive multiple of 128"),
+    "gemm-a-scales-float16": (GEMM, "a", second(torch.Tensor.half), "a's scales has dtype torch.float16"),
+    "gemm-a-scales-shape": (GEMM, "a", second(narrow), "a's scales has shape [6, 1], needs [6, 2]"),
+    "gemm-a-scales-elsewhere": (GEMM, "a", second(meta), "a's scales is on meta"),
+    "gemm-b-not-a-pair": (GEMM, "b", lambda b: b[0], "b is a Tensor, not a pair"),
+    "gemm-b-other-k": (GEMM, "b", first(with_k(384)), "b has shape [136, 384], needs [any, 256]"),
+    "gemm-odd-n": (GEMM, "b", first(lambda q: q[:132]), "b's N is 132, needs a positive multiple of 8"),
+    "gemm-b-scales-per-channel": (GEMM, "b", second(lambda s: s[:, :1]), "b's scales has shape [2, 1], needs [2, 2]"),
+    "gemm-b-scales-strided": (GEMM, "b", second(h.column_major), "b's scales has strides (1, 2)"),
+    "gemm-b-elsewhere": (GEMM, "b", first(meta), "b is on meta, the other tensors on"),
+    "gemm-out-float16": (GEMM, "out", torch.Tensor.half, "out has dtype torch.float16, needs torch.bfloat16 or"),
+    "gemm-out-shape": (GEMM, "out", lambda out: out.T.contiguous(), "out has shape [136, 6], needs [6, 136]"),
+    "gemm-out-strided": (GEMM, "out", strided, "out has strides (272, 2)"),
+    "gemm-out-misaligned": (GEMM, "out", misaligned, "out starts at an address that is no multiple of 16"),
+    "gemm-float32-out-misaligned": (
+        GEMM,
+        "out",
+        lambda out: misaligned(out.float()),
+        "out starts at an address that is no multiple of 16",
+    ),
+    "gemm-c-of-another-dtype": (GEMM, "c", torch.Tensor.float, "c has dtype torch.float32, needs torch.bfloat16"),
+    "contiguous-out-float32": (CONTIGUOUS, "out", torch.Tensor.float, "out has dtype torch.float32"),
+    "contiguous-indices-int64": (CONTIGUOUS, "m_indices", torch.Tensor.long, "m_indices has dtype torch.int64"),
+    "contiguous-indices-short": (CONTIGUOUS, "m_indices", short, "m_indices has shape [5], needs [6]"),
+    "contiguous-indices-elsewhere": (CONTIGUOUS, "m_indices", meta, "m_indices is on meta"),
+    "contiguous-one-weight": (CONTIGUOUS, "b", lambda b: (b[0][0], b[1][0]), "b has shape [136, 256], needs [any, any"),
+    "masked-other-groups": (MASKED, "b", lambda b: (b[0][:3], b[1][:3]), "b has shape [3, 136, 256], needs [4, any"),
+    "masked-counts-float": (MASKED, "masked_m", torch.Tensor.float, "masked_m has dtype torch.float32"),
+    "masked-counts-short": (MASKED, "masked_m", short, "masked_m has shape [3], needs [4]"),
+    "masked-counts-elsewhere": (MASKED, "masked_m", meta, "masked_m is on meta"),
+    "masked-counts-a-list": (MASKED, "masked_m", torch.Tensor.tolist, "masked_m is a list"),
+    "masked-expected-m-tensor": (MASKED, "expected_m", torch.tensor, "expected_m is a Tensor, not an int"),
+    "moe-float16": (MOE, "hidden_states", torch.Tensor.half, "hidden_states has dtype torch.float16"),
+    "moe-three-dimensions": (MOE, "hidden_states", lambda x: x[None], "hidden_states has shape [1, 6, 256]"),
+    "moe-other-hidden": (MOE, "hidden_states", with_k(384), "w13 has shape [4, 256, 256], needs [any, any, 384]"),
+    "moe-w13-odd-intermediate": (MOE, "w13", lambda w: w[:, :192].contiguous(), "w13's second dimension is 192"),
+    "moe-w13-transposed": (MOE, "w13", lambda w: w.mT, "w13 has strides"),
+    "moe-w13-scale-e8m0": (MOE, "w13_scale", torch.Tensor.byte, "w13's scales has dtype torch.uint8"),
+    "moe-w2-other-experts": (MOE, "w2", short, "w2's scales has shape [4, 2, 1], needs [3, 2, 1]"),
+    "moe-w2-scale-per-tensor": (MOE, "w2_scale", lambda s: s[:, 0, 0], "w2's scales has shape [4]"),
+    "moe-weights-of-another-shape": (MOE, "topk_weights", narrow, "topk_weights has shape [6, 1], needs [6, 2]"),
+    "moe-weights-bf16": (MOE, "topk_weights", torch.Tensor.bfloat16, "topk_weights has dtype torch.bfloat16"),
+    "moe-ids-int16": (MOE, "topk_ids", torch.Tensor.short, "topk_ids has dtype torch.int16, needs torch.int32 or"),
+    "moe-ids-short": (MOE, "topk_ids", short, "topk_ids has shape [5, 2], needs [6, any]"),
+    "moe-no-ids": (MOE, "topk_ids", lambda _: None, "topk_ids is a NoneType"),
+    "moe-ids-elsewhere": (MOE, "topk_ids", meta, "topk_ids is on meta"),
+    "moe-map-int64": (MOE, "expert_map", torch.Tensor.long, "expert_map has dtype torch.int64"),
+    "moe-map-elsewhere": (MOE, "expert_map", meta, "expert_map is on meta"),
+    "moe-gelu": (MOE, "activation", lambda _: "gelu", "activation is 'gelu', needs 'silu'"),
+    "moe-out-float32": (MOE, "out", torch.Tensor.float, "out has dtype torch.float32"),
+    "moe-out-shape": (MOE, "out", short, "out has shape [5, 256], needs [6, 256]"),
+    "batched-bf16": (BATCHED, "hidden_states", torch.Tensor.bfloat16, "hidden_states has dtype torch.bfloat16"),
+    "batched-scale-shape": (
+        BATCHED,
+        "hidden_scale",
+        narrow,
+        "hidden_states's scales has shape [4, 6, 1], needs [4, 6, 2]",
+    ),
+    "batched-counts-int64": (
+        BATCHED,
+        "expert_num_tokens",
+        torch.Tensor.long,
+        "expert_num_tokens has dtype torch.int64",
+    ),
+    "batched-counts-elsewhere": (BATCHED, "expert_num_tokens", meta, "expert_num_tokens is on meta"),
+    "batched-expected-m-none": (BATCHED, "expected_m", lambda _: None, "expected_m is a NoneType, not an int"),
+    "batched-out-shape": (BATCHED, "out", short, "out has shape [3, 6, 256], needs [4, 6, 256]"),
+}
+
+# the same, of values that only FP8MOE_DEBUG=1 looks at
+WRONG_VALUES = {
+    "moe-id-too-large": (MOE, "topk_ids", lambda t: t.fill_(EXPERTS), "topk_ids holds 4, needs -1 to 3"),
+    "moe-id-below-none": (MOE, "topk_ids", lambda t: t.fill_(-2), "topk_ids holds -2, needs -1 to 3"),
+    "contiguous-id-too-large": (CONTIGUOUS, "m_indices", lambda t: t.fill_(7), "m_indices holds 7, needs -1 to 3"),
+    "masked-count-too-large": (MASKED, "masked_m", lambda t: t.fill_(9), "masked_m holds 9, needs 0 to 6"),
+    "batched-count-negative": (
+        BATCHED,
+        "expert_num_tokens",
+        lambda t: t.fill_(-1),
+        "expert_num_tokens holds -1, needs 0",
+    ),
+}
+
+OPS = sorted({case[0] for case in WRONG_CALLS.values()})
+
+
+@pytest.fixture
+def debug(monkeypatch):
+    monkeypatch.setenv("FP8MOE_DEBUG", "1")
+    settings.cache_clear()
+    yield
+    monkeypatch.undo()
+    settings.cache_clear()
+
+
+def run(op: str, call: Call) -> None:
+    getattr(ops, op)(**call)
+
+
+def assert_refused(device: torch.device, op: str, argument: str, change: Callable[[Any], Any], words: str) -> None:
+    call = right_calls(device)[op]
+    call[argument] = change(call[argument])
+    with pytest.raises(InvalidInputError) as caught:
+        run(op, call)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_unchanged_call_is_taken(device, op, debug):
+    run(op, right_calls(device)[op])
+
+
+@pytest.mark.parametrize("case", WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_a_wrong_call_says_what_is_wrong(device, case):
+    assert_refused(device, *case)
+
+
+@pytest.mark.parametrize("case", WRONG_VALUES.values(), ids=WRONG_VALUES)
+def test_a_wrong_value_says_what_is_wrong_in_debug_mode(device, case, debug):
+    assert_refused(device, *case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("op", "argument"),
+    [
+        (SILU, "counts"),
+        (LINEAR, "weight"),
+        (CONTIGUOUS, "m_indices"),
+        (MASKED, "masked_m"),
+        (MOE, "topk_ids"),
+        (MOE, "w2_scale"),
+        (BATCHED, "expert_num_tokens"),
+    ],
+)
+def test_a_tensor_left_on_the_cpu_is_refused(op, argument):
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert_refused(
+        device,
+        op,
+        argument,
+        torch.Tensor.cpu,
+        f"{argument} is on cpu, the other tensors on {device}".replace("w2_scale", "w2's scales"),
+    )

@@ -1,0 +1,57 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8moe_plugin.ops import fp8_linear
+from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8_reference
+from tests import helpers as h
+
+
+@given(
+    rows=h.row_counts,
+    n=st.sampled_from((64, 136, 576)),
+    bias=st.booleans(),
+    ue8m0=st.booleans(),
+    seed=h.seeds,
+)
+def test_it_is_the_product_of_the_quantized_tokens(device, rows, n, bias, ue8m0, seed):
+    gen = h.seeded(seed, device)
+    x, weight = h.random_tokens(gen, rows, 384), h.random_weights(gen, n, 384)
+    shift = h.random_tokens(gen, n) if bias else None
+    expected = h.product(per_token_group_quant_fp8_reference(x, ue8m0), weight)
+    if bias:
+        expected = expected.bfloat16().double() + shift.double()
+    h.assert_rounded(fp8_linear(x, *weight, shift, ue8m0), expected)
+
+
+@given(rows=st.sampled_from((64, 129)), seed=h.seeds)
+def test_it_is_close_to_the_unquantized_layer(device, rows, seed):
+    gen = h.seeded(seed, device)
+    x, weight = h.random_tokens(gen, rows, 640), h.random_weights(gen, 576, 640)
+    expected = x.double() @ h.dequantize_weights(*weight).T
+    actual = fp8_linear(x, *weight)
+    assert h.cosine(actual, expected) >= 0.999
+    assert h.relative_l2(actual, expected) <= 0.05
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (2, 0, 256), (2, 3, 256), (1, 256)])
+def test_leading_dimensions_are_kept(device, shape):
+    gen = h.seeded(0, device)
+    x, weight = h.random_tokens(gen, *shape), h.random_weights(gen, 64, 256)
+    out = fp8_linear(x, *weight)
+    assert out.shape == (*shape[:-1], 64)
+    assert h.same_bits(out.view(-1, 64), fp8_linear(x.view(-1, 256), *weight))
+
+
+def test_zero_rows_give_exact_zeros_and_nan_stays_in_its_row(device):
+    gen = h.seeded(0, device)
+    x, weight = h.random_tokens(gen, 9, 256), h.random_weights(gen, 64, 256)
+    x[3] = 0
+    clean = fp8_linear(x, *weight)
+    x[5, 200] = float("nan")
+    broken = fp8_linear(x, *weight)
+    others = torch.arange(9, device=device) != 5
+    assert (clean[3] == 0).all()
+    assert broken[5].isnan().all()
+    assert h.same_bits(broken[others], clean[others])

@@ -1,0 +1,94 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8moe_plugin.ops.route import Tiles, route, tile_capacity, tiles_of_counts, tiles_of_indices
+from tests import helpers as h
+
+block_sizes = st.sampled_from((64, 128))
+
+
+def rows_of_tiles(tiles: Tiles) -> dict[int, int]:
+    """Row -> expert, as a kernel reads the table; fails if two tiles hold one row."""
+    count = int(tiles.num_tiles)
+    assert count <= tiles.table.shape[0]
+    owner: dict[int, int] = {}
+    for i, (expert, begin, end, first) in enumerate(tiles.table[:count].tolist()):
+        start = begin + (i - first) * tiles.block_m
+        assert begin <= start < end
+        for row in range(start, min(start + tiles.block_m, end)):
+            assert row not in owner
+            owner[row] = expert
+    return owner
+
+
+def expected_slots(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> tuple[list[int], list[int]]:
+    """The slot of each pair, and the expert of each row, with Python's stable sort."""
+    pairs = ids.flatten().tolist()
+    if expert_map is not None:
+        pairs = [expert_map[i].item() if 0 <= i < len(expert_map) else -1 for i in pairs]
+    order = sorted((i for i, e in enumerate(pairs) if 0 <= e < experts), key=lambda i: pairs[i])
+    slots = [-1] * len(pairs)
+    for row, pair in enumerate(order):
+        slots[pair] = row
+    return slots, [pairs[i] for i in order]
+
+
+@given(
+    tokens=h.row_counts,
+    topk=st.integers(1, 8),
+    kind=st.sampled_from(h.ROUTINGS),
+    block_m=block_sizes,
+    wide=st.booleans(),
+    mapped=st.booleans(),
+    seed=h.seeds,
+)
+def test_rows_follow_by_expert_then_by_token_and_tiles_cover_them_once(
+    device, tokens, topk, kind, block_m, wide, mapped, seed
+):
+    gen = h.seeded(seed, device)
+    _, ids = h.random_routing(gen, kind, tokens, topk, 16)
+    ids = ids.long() if wide else ids
+    experts, expert_map = 16, None
+    if mapped:
+        experts = 5
+        expert_map = torch.full((16,), -1, dtype=torch.int32, device=device)
+        expert_map[torch.randperm(16, generator=gen, device=device)[:5]] = torch.arange(5, device=device).int()
+    routing = route(ids, experts, block_m, expert_map)
+    slots, experts_of_rows = expected_slots(ids, experts, expert_map)
+    assert routing.slots.flatten().tolist() == slots
+    assert routing.slots.shape == ids.shape
+    assert int(routing.num_rows) == len(experts_of_rows)
+    assert rows_of_tiles(routing.tiles) == dict(enumerate(experts_of_rows))
+
+
+@pytest.mark.parametrize("experts", [1, 8, 256])
+def test_many_tokens_are_routed_like_few(device, experts):
+    _, ids = h.random_routing(h.seeded(0, device), "some_missing", 3000, min(8, experts), experts)
+    routing = route(ids, experts, 128)
+    slots, experts_of_rows = expected_slots(ids, experts, None)
+    assert routing.slots.flatten().tolist() == slots
+    assert rows_of_tiles(routing.tiles) == dict(enumerate(experts_of_rows))
+
+
+@given(counts=st.lists(st.integers(-3, 210), min_size=1, max_size=12), max_m=st.sampled_from((1, 64, 129, 200)))
+def test_tiles_of_counts_cover_the_rows_that_count(device, counts, max_m):
+    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device=device), max_m, 64)
+    clamped = [min(max(count, 0), max_m) for count in counts]
+    assert rows_of_tiles(tiles) == {g * max_m + i: g for g, count in enumerate(clamped) for i in range(count)}
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(-2, 6), st.sampled_from((1, 2, 63, 64, 65, 130))), min_size=1, max_size=10),
+    block_m=block_sizes,
+)
+def test_tiles_of_indices_cover_the_rows_with_an_expert(device, runs, block_m):
+    indices = [expert for expert, length in runs for _ in range(length)]
+    tiles = tiles_of_indices(torch.tensor(indices, dtype=torch.int32, device=device), 5, block_m)
+    assert rows_of_tiles(tiles) == {row: e for row, e in enumerate(indices) if 0 <= e < 5}
+
+
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=20), block_m=block_sizes)
+def test_the_capacity_holds_the_tiles_of_any_runs(lengths, block_m):
+    assert sum(-(-length // block_m) for length in lengths) <= tile_capacity(sum(lengths), len(lengths), block_m)

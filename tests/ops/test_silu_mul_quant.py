@@ -1,0 +1,61 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8moe_plugin.ops import silu_mul_quant_fp8
+from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8_reference
+from tests import helpers as h
+
+
+def all_rows(gate_up: torch.Tensor) -> torch.Tensor:
+    return torch.full((gate_up.shape[0],), gate_up.shape[1], dtype=torch.int32, device=gate_up.device)
+
+
+@given(
+    counts=st.lists(h.row_counts, min_size=1, max_size=4),
+    width=st.sampled_from((128, 256, 768)),
+    ue8m0=st.booleans(),
+    seed=h.seeds,
+)
+def test_rows_that_count_hold_the_product_and_rows_past_the_count_are_not_written(device, counts, width, ue8m0, seed):
+    max_m = max(counts) + 1
+    gate_up = h.random_tokens(h.seeded(seed, device), len(counts), max_m, 2 * width)
+    q, scales = silu_mul_quant_fp8(gate_up, torch.tensor(counts, dtype=torch.int32, device=device), ue8m0)
+    for g, count in enumerate(counts):
+        h.assert_quantized((q[g, :count], scales[g, :count]), h.swiglu(gate_up[g, :count]), ue8m0)
+        assert h.untouched(q[g, count:])
+        assert h.untouched(scales[g, count:])
+
+
+@given(rows=h.row_counts, ue8m0=st.booleans(), seed=h.seeds)
+def test_the_codes_are_those_of_the_reference(device, rows, ue8m0, seed):
+    gate_up = h.random_tokens(h.seeded(seed, device), 1, rows, 1024)
+    actual = h.dequantize_tokens(*silu_mul_quant_fp8(gate_up, all_rows(gate_up), ue8m0))
+    expected = h.dequantize_tokens(*silu_mul_quant_fp8_reference(gate_up.cpu(), ue8m0))
+    assert h.relative_l2(actual.cpu(), expected) <= 2e-3
+
+
+def test_zero_rows_become_exact_zeros_with_finite_scales(device):
+    gate_up = h.random_tokens(h.seeded(0, device), 1, 3, 512)
+    gate_up[0, 1] = 0
+    q, scales = silu_mul_quant_fp8(gate_up, all_rows(gate_up))
+    assert (q[0, 1].float() == 0).all()
+    assert (scales[0, 1].isfinite() & (scales[0, 1] > 0)).all()
+
+
+def test_large_gates_of_both_signs_stay_finite(device):
+    gate_up = h.random_tokens(h.seeded(0, device), 1, 2, 512)
+    gate_up[0, 0, :256], gate_up[0, 1, :256] = 1e4, -1e4
+    h.assert_quantized(silu_mul_quant_fp8(gate_up, all_rows(gate_up)), h.swiglu(gate_up))
+
+
+def test_nan_stays_in_its_row(device):
+    gate_up = h.random_tokens(h.seeded(0, device), 1, 5, 512)
+    broken = gate_up.clone()
+    broken[0, 2, 300] = float("nan")
+    q, scales = silu_mul_quant_fp8(gate_up, all_rows(gate_up))
+    broken_q, broken_scales = silu_mul_quant_fp8(broken, all_rows(gate_up))
+    for row in (0, 1, 3, 4):
+        assert h.same_bits(broken_q[0, row], q[0, row])
+        assert h.same_bits(broken_scales[0, row], scales[0, row])
+    assert h.dequantize_tokens(broken_q, broken_scales)[0, 2, 300 - 256].isnan()
