@@ -11,7 +11,7 @@ block_sizes = st.sampled_from((64, 128))
 
 def rows_of_tiles(tiles: Tiles) -> dict[int, int]:
     """Row -> expert, as a kernel reads the table; fails if two tiles hold one row."""
-    count = int(tiles.num_tiles)
+    count = int(tiles.num_tiles[0])
     assert count <= tiles.table.shape[0]
     owner: dict[int, int] = {}
     for i, (expert, begin, end, first) in enumerate(tiles.table[:count].tolist()):
@@ -27,7 +27,8 @@ def expected_slots(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | N
     """The slot of each pair, and the expert of each row, with Python's stable sort."""
     pairs = ids.flatten().tolist()
     if expert_map is not None:
-        pairs = [expert_map[i].item() if 0 <= i < len(expert_map) else -1 for i in pairs]
+        local = expert_map.tolist()
+        pairs = [local[i] if 0 <= i < len(local) else -1 for i in pairs]
     order = sorted((i for i, e in enumerate(pairs) if 0 <= e < experts), key=lambda i: pairs[i])
     slots = [-1] * len(pairs)
     for row, pair in enumerate(order):

@@ -1,0 +1,126 @@
+"""Every public op over a small matrix of shapes, checked, in few launches: made for a slow checker.
+
+compute-sanitizer --tool memcheck python tests/gpu/smoke_matrix.py
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from fp8moe_plugin import ops
+from tests import helpers as h
+
+DEVICE = torch.device("cuda", 0)
+ROWS = (0, 1, 65, 129)
+HIDDEN, INTERMEDIATE, EXPERTS = 256, 128, 5
+
+
+def check_quantize(gen: torch.Generator, rows: int) -> None:
+    x = h.random_tokens(gen, rows, 384)
+    for ue8m0 in (False, True):
+        h.assert_quantized(ops.per_token_group_quant_fp8(x, ue8m0=ue8m0), x, ue8m0)
+
+
+def check_silu_mul_quant(gen: torch.Generator, rows: int) -> None:
+    gate_up = h.random_tokens(gen, 2, rows + 3, 2 * INTERMEDIATE)
+    q, scales = ops.silu_mul_quant_fp8(gate_up, torch.tensor([rows, 0], dtype=torch.int32, device=DEVICE))
+    h.assert_quantized((q[0, :rows], scales[0, :rows]), h.swiglu(gate_up[0, :rows]))
+
+
+def check_gemm(gen: torch.Generator, rows: int) -> None:
+    a = h.random_quantized(gen, rows, 384)
+    for n in (8, 136, 576):
+        b = h.random_weights(gen, n, 384)
+        for dtype in (torch.bfloat16, torch.float32):
+            c = h.random_tokens(gen, rows, n).to(dtype)
+            out = h.poisoned(rows, n, dtype=dtype, device=DEVICE)
+            h.assert_rounded(ops.fp8_gemm_nt(a, b, out), h.product(a, b))
+            h.assert_rounded(ops.fp8_gemm_nt(a, b, out, c), h.product(a, b) + c.double())
+
+
+def check_linear(gen: torch.Generator, rows: int) -> None:
+    x, weight = h.random_tokens(gen, rows, 384), h.random_weights(gen, 136, 384)
+    h.assert_rounded(ops.fp8_linear(x, *weight), h.product(ops.per_token_group_quant_fp8(x), weight))
+
+
+def check_contiguous(gen: torch.Generator, rows: int) -> None:
+    indices = torch.tensor([0] * rows + [-1] * 3 + [2] * rows, dtype=torch.int32, device=DEVICE)
+    a, b = h.random_quantized(gen, len(indices), 384), h.random_weights(gen, 3, 136, 384)
+    out = h.poisoned(len(indices), 136, dtype=torch.bfloat16, device=DEVICE)
+    ops.m_grouped_fp8_gemm_nt_contiguous(a, b, out, indices)
+    expected = h.dequantize_tokens(*a) @ h.dequantize_weights(*b).mT
+    h.assert_rounded(out[indices == 0], expected[0][indices == 0])
+    h.assert_rounded(out[indices == 2], expected[2][indices == 2])
+    assert h.untouched(out[indices < 0])
+
+
+def check_masked(gen: torch.Generator, rows: int) -> None:
+    counts = torch.tensor([rows, 0, 1], dtype=torch.int32, device=DEVICE)
+    max_m = rows + 3
+    a, b = h.random_quantized(gen, 3, max_m, 384), h.random_weights(gen, 3, 136, 384)
+    here = torch.arange(max_m, device=DEVICE) < counts[:, None]
+    for expected_m in (1, 200):
+        out = h.poisoned(3, max_m, 136, dtype=torch.bfloat16, device=DEVICE)
+        ops.m_grouped_fp8_gemm_nt_masked(a, b, out, counts, expected_m)
+        h.assert_rounded(out[here], h.product(a, b)[here])
+        assert h.untouched(out[~here])
+
+
+def check_batched_experts(gen: torch.Generator, rows: int) -> None:
+    layer = h.random_layer(gen, 3, HIDDEN, INTERMEDIATE)
+    counts = torch.tensor([rows, 0, 1], dtype=torch.int32, device=DEVICE)
+    max_m = rows + 3
+    q, scales = h.random_quantized(gen, 3, max_m, HIDDEN)
+    here = torch.arange(max_m, device=DEVICE) < counts[:, None]
+    gate_up = h.product((q, scales), layer[:2])
+    expected = h.swiglu(gate_up) @ h.dequantize_weights(*layer[2:]).mT
+    for expected_m in (1, 200):
+        out = h.poisoned(*q.shape, dtype=torch.bfloat16, device=DEVICE)
+        ops.batched_experts(q, scales, *layer, counts, expected_m=expected_m, out=out)
+        assert h.relative_l2(out[here], expected[here]) <= 0.07
+        assert h.untouched(out[~here])
+
+
+def check_fused_moe(gen: torch.Generator, rows: int) -> None:
+    layer = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)
+    x = h.random_tokens(gen, rows, HIDDEN)
+    for kind in h.ROUTINGS:
+        weights, ids = h.random_routing(gen, kind, rows, 3, EXPERTS)
+        expected = h.layer_reference(x, layer, weights, ids, quantized=True)
+        assert h.relative_l2(ops.fused_moe(x, *layer, weights, ids), expected) <= 2e-2
+
+
+def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:
+    for check in (
+        check_quantize,
+        check_silu_mul_quant,
+        check_gemm,
+        check_linear,
+        check_contiguous,
+        check_masked,
+        check_batched_experts,
+        check_fused_moe,
+    ):
+        for rows in ROWS:
+            yield check, rows
+
+
+def main() -> int:
+    failures = 0
+    for check, rows in cases():
+        try:
+            check(h.seeded(rows, DEVICE), rows)
+            torch.cuda.synchronize()
+        except AssertionError as error:
+            failures += 1
+            print(f"FAILED {check.__name__} with {rows} rows: {error}")
+    print(f"{len(list(cases()))} cases, {failures} failed")
+    return min(failures, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""A captured op does what the eager op does, whatever its inputs hold by the time of the replay."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fp8moe_plugin import ops
+from tests import helpers as h
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 16, 4, 512, 256
+STEPS = 200
+
+
+@pytest.fixture(scope="module")
+def gen() -> torch.Generator:
+    return torch.Generator("cuda").manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def layer(gen) -> h.Layer:
+    return h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)
+
+
+def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """The graph of one call, and where its result appears."""
+    run()  # compiles and loads every kernel
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result
+
+
+def assert_replays_equal_eager(
+    run: Callable[..., torch.Tensor], draw: Callable[[int], tuple[torch.Tensor, ...]]
+) -> None:
+    """`draw` gives the inputs of a step; the graph reads those of the last copy into its own."""
+    inputs = draw(0)
+    graph, result = capture(lambda: run(*inputs))
+    agree, distinct = torch.ones((), dtype=torch.bool, device="cuda"), set()
+    for step in range(STEPS):
+        fresh = draw(step)
+        for own, new in zip(inputs, fresh, strict=True):
+            h.bits(own).copy_(h.bits(new))
+        h.bits(result).fill_(-1)
+        graph.replay()
+        agree &= (h.bits(result) == h.bits(run(*fresh))).all()
+        if step < 10:
+            distinct.add(h.bits(result).sum(dtype=torch.int64).item())
+    assert agree
+    assert len(distinct) >= 5, "the steps do not differ, so the replay shows nothing"
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 512])
+def test_fused_moe_follows_the_routing(gen, layer, tokens):
+    def draw(step: int) -> tuple[torch.Tensor, ...]:
+        kind = h.ROUTINGS[step % len(h.ROUTINGS)]
+        x = h.random_tokens(gen, tokens, HIDDEN)
+        return x, *h.random_routing(gen, kind, tokens, TOPK, EXPERTS)
+
+    assert_replays_equal_eager(lambda x, weights, ids: ops.fused_moe(x, *layer, weights, ids), draw)
+
+
+@pytest.mark.parametrize("expected_m", [16, 200])
+def test_batched_experts_follow_the_counts(gen, layer, expected_m):
+    max_m = 256
+
+    def draw(step: int) -> tuple[torch.Tensor, ...]:
+        counts = torch.randint(0, max_m + 1, (EXPERTS,), generator=gen, device="cuda", dtype=torch.int32)
+        counts *= torch.arange(EXPERTS, device="cuda") % 5 != step % 5
+        return *h.random_quantized(gen, EXPERTS, max_m, HIDDEN), counts
+
+    def run(q: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(q.shape, dtype=torch.bfloat16, device="cuda")
+        return ops.batched_experts(q, scales, *layer, counts, expected_m=expected_m, out=out)
+
+    assert_replays_equal_eager(run, draw)
+
+
+@pytest.mark.parametrize("expected_m", [16, 200])
+def test_masked_gemm_follows_the_counts(gen, layer, expected_m):
+    max_m = 200
+
+    def draw(step: int) -> tuple[torch.Tensor, ...]:
+        counts = torch.randint(-1, max_m + 9, (EXPERTS,), generator=gen, device="cuda", dtype=torch.int32)
+        return *h.random_quantized(gen, EXPERTS, max_m, HIDDEN), counts
+
+    def run(q: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(*q.shape[:2], 2 * INTERMEDIATE, dtype=torch.bfloat16, device="cuda")
+        return ops.m_grouped_fp8_gemm_nt_masked((q, scales), layer[:2], out, counts, expected_m)
+
+    assert_replays_equal_eager(run, draw)
+
+
+def test_contiguous_gemm_follows_the_indices(gen, layer):
+    def draw(step: int) -> tuple[torch.Tensor, ...]:
+        indices = torch.randint(-1, EXPERTS, (700,), generator=gen, device="cuda", dtype=torch.int32).sort().values
+        return *h.random_quantized(gen, 700, HIDDEN), indices
+
+    def run(q: torch.Tensor, scales: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(700, 2 * INTERMEDIATE, dtype=torch.bfloat16, device="cuda")
+        return ops.m_grouped_fp8_gemm_nt_contiguous((q, scales), layer[:2], out, indices)
+
+    assert_replays_equal_eager(run, draw)
+
+
+@pytest.mark.parametrize("tokens", [1, 65, 600])
+def test_linear_follows_its_input(gen, tokens):
+    weight = h.random_weights(gen, 576, HIDDEN)
+    bias = h.random_tokens(gen, 576)
+    assert_replays_equal_eager(
+        lambda x: ops.fp8_linear(x, *weight, bias), lambda step: (h.random_tokens(gen, tokens, HIDDEN),)
+    )
