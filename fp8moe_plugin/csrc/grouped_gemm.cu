@@ -5,7 +5,7 @@
 // of 128 columns lands in one accumulator, which is scaled and added in float32 before the next (DeepGEMM's two-level
 // accumulation). Rows of a tile that belong to the next expert are computed and not stored.
 #include "ptx.cuh"
-#include "tile_walk.cuh"
+#include "tile_queue.cuh"
 #include "wgmma.cuh"
 
 #define OUTPUT_BF16 0         // staged in shared memory, stored by TMA
@@ -15,22 +15,35 @@
 constexpr int kStages = STAGES;
 constexpr int kBlockM = 128, kBlockK = 128;
 constexpr int kHalfN = 128, kHalves = BLOCK_N / kHalfN;
-constexpr int kMathWarpgroups = 2, kRowsPerWarpgroup = kBlockM / kMathWarpgroups;
+constexpr int kMathWarpgroups = 2, kWarpgroupM = kBlockM / kMathWarpgroups;
 constexpr int kThreads = 128 * (kMathWarpgroups + 1);
 constexpr int kProducerRegisters = 56, kMathRegisters = 224;  // together the 168 a thread of the launch
-constexpr int kStageBytes = (kBlockM + BLOCK_N) * kBlockK;
-constexpr int kStagingColumns = 64;  // of a TMA store: 128 bytes, one swizzle row
+constexpr int kStoreN = 64;                                   // columns of a TMA store: 128 bytes, one swizzle row
 
-struct Shared {
-    alignas(1024) u8 a[kStages][kBlockM][kBlockK];
-    alignas(1024) u8 b[kStages][kHalves][kHalfN][kBlockK];
-    alignas(1024) u16 staging[kMathWarpgroups][kHalfN / kStagingColumns][kRowsPerWarpgroup][kStagingColumns];
-    float a_scales[kStages][kBlockM];
-    float b_scales[kStages][kHalves];
-    u64 full[kStages];   // filled: one arrival for the bytes of TMA, one a lane for its scales
-    u64 empty[kStages];  // read: one arrival a math warp
+// Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
+struct SharedMemory {
+    static constexpr u32 kBytesA = kWarpgroupM * kBlockK, kBytesB = kHalfN * kBlockK, kBytesStore = kWarpgroupM * 128;
+    static constexpr u32 kB = kStages * kMathWarpgroups * kBytesA;
+    static constexpr u32 kStaging = kB + kStages * kHalves * kBytesB;
+    static constexpr u32 kScalesA = kStaging + kMathWarpgroups * kHalfN / kStoreN * kBytesStore;
+    static constexpr u32 kScalesB = kScalesA + kStages * kBlockM * 4;
+    static constexpr u32 kTiles = (kScalesB + kStages * kHalves * 4 + 15) / 16 * 16;
+    static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
+    static constexpr u32 kEnd = kEmpty + kStages * 8;
+
+    u32 base;
+    DEVICE u32 a(int stage, int row_block) const { return base + (stage * kMathWarpgroups + row_block) * kBytesA; }
+    DEVICE u32 b(int stage, int half) const { return base + kB + (stage * kHalves + half) * kBytesB; }
+    DEVICE u32 staging(int warpgroup, int part) const {
+        return base + kStaging + (warpgroup * kHalfN / kStoreN + part) * kBytesStore;
+    }
+    DEVICE u32 a_scale(int stage, int row) const { return base + kScalesA + (stage * kBlockM + row) * 4; }
+    DEVICE u32 b_scale(int stage, int half) const { return base + kScalesB + (stage * kHalves + half) * 4; }
+    DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
+    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }    // one arrival for TMA, one a lane for scales
+    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
 };
-static_assert(sizeof(Shared) == SMEM_BYTES, "plan.py computes the same layout");
+static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "plan.py has the same layout");
 
 struct Operands {
     const TensorMap *a, *b;
@@ -41,8 +54,10 @@ struct Operands {
 
 // ---- producer --------------------------------------------------------------------------------------------------
 
-DEVICE void load_tile(Shared& shared, Ring<kStages>& ring, const Operands& in, const Tile& tile) {
+DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockM>& queue) {
+    const Tile tile = queue.tile();
     int lane = threadIdx.x % 32;
+    int row_blocks = tile.rows > kWarpgroupM ? 2 : 1;
     int weight_row = tile.expert * in.n + tile.column * BLOCK_N;
     int scale_rows = (in.n + kHalfN - 1) / kHalfN;
     int scale_row = tile.expert * scale_rows + min(tile.column * kHalves + lane, scale_rows - 1);  // a tile may pass N
@@ -51,52 +66,69 @@ DEVICE void load_tile(Shared& shared, Ring<kStages>& ring, const Operands& in, c
 #pragma unroll 1
     for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
         int s = ring.stage;
-        barrier_wait(&shared.empty[s], ring.phase ^ 1);
+        u32 full = shared.full(s);
+        barrier_wait(shared.empty(s), ring.phase ^ 1);
         if (lane == 0) {
-            barrier_arrive_expect(&shared.full[s], kStageBytes);
-            tma_load(shared.a[s], in.a, &shared.full[s], k * kBlockK, tile.row);
+            if (k == 0) publish_tile(shared.tile(s), tile);
+            barrier_arrive_expect(full, row_blocks * SharedMemory::kBytesA + kHalves * SharedMemory::kBytesB);
+            tma_load(shared.a(s, 0), in.a, full, k * kBlockK, tile.row);
+            if (row_blocks > 1) tma_load(shared.a(s, 1), in.a, full, k * kBlockK, tile.row + kWarpgroupM);
 #pragma unroll
             for (int half = 0; half < kHalves; ++half)
-                tma_load(shared.b[s][half], in.b, &shared.full[s], k * kBlockK, weight_row + half * kHalfN);
+                tma_load(shared.b(s, half), in.b, full, k * kBlockK, weight_row + half * kHalfN);
         }
 #pragma unroll
         for (int row = 0; row < kBlockM; row += 32)
             if (row + lane < tile.rows)
-                copy_async_4(&shared.a_scales[s][row + lane], a_scale + i64(row) * in.a_scales.row_stride);
+                copy_async_4(shared.a_scale(s, row + lane), a_scale + i64(row) * in.a_scales.row_stride);
         a_scale += in.a_scales.k_stride;
-        if (lane < kHalves) copy_async_4(&shared.b_scales[s][lane], b_scale + k);
-        copy_async_arrive(&shared.full[s]);
+        if (lane < kHalves) copy_async_4(shared.b_scale(s, lane), b_scale + k);
+        copy_async_arrive(full);
+        queue.step(k);
     }
+}
+
+// A stage that holds no tile.
+DEVICE void load_end(SharedMemory shared, Ring<kStages>& ring) {
+    barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+    if (threadIdx.x % 32 == 0) {
+        publish_tile(shared.tile(ring.stage), Tile{});
+        barrier_arrive(shared.full(ring.stage));
+    }
+    barrier_arrive(shared.full(ring.stage));
 }
 
 // ---- math ------------------------------------------------------------------------------------------------------
 
 using Accumulator = float[kHalfN / 2];  // of a thread: rows lane/4 and lane/4 + 8, columns 8i + lane%4*2 and the next
 
-DEVICE void release(Shared& shared, int stage) {
+DEVICE void release(SharedMemory shared, int stage) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty(stage));
 }
 
-DEVICE void multiply_tile(Shared& shared, Ring<kStages>& ring, int k_blocks, int warpgroup, Accumulator (&sum)[kHalves]) {
-    int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+// 64 rows by kCount halves, from a block of rows and a half on.
+template <int kCount>
+DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, int row_block, int first_half,
+                          Accumulator (&sum)[kCount]) {
+    int row = row_block * kWarpgroupM + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half)
+    for (int half = 0; half < kCount; ++half)
 #pragma unroll
         for (int i = 0; i < kHalfN / 2; ++i) sum[half][i] = 0.f;
 
     for (int k = 0; k < k_blocks; ++k, ring.advance()) {
         int s = ring.stage;
-        barrier_wait(&shared.full[s], ring.phase);
-        float a_scale[2] = {shared.a_scales[s][row], shared.a_scales[s][row + 8]};
-        float b_scale[kHalves];
+        barrier_wait(shared.full(s), ring.phase);
+        float a_scale[2] = {load_shared_float(shared.a_scale(s, row)), load_shared_float(shared.a_scale(s, row + 8))};
+        float b_scale[kCount];
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) b_scale[half] = shared.b_scales[s][half];
+        for (int half = 0; half < kCount; ++half) b_scale[half] = load_shared_float(shared.b_scale(s, first_half + half));
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
+        for (int half = 0; half < kCount; ++half) {
             Accumulator product;
-            wgmma_k128(product, shared.a[s][warpgroup * kRowsPerWarpgroup], shared.b[s][half]);
-            if (half == kHalves - 1) release(shared, s);
+            wgmma_k128(product, shared.a(s, row_block), shared.b(s, first_half + half));
+            if (half == kCount - 1) release(shared, s);
             float scale[2] = {a_scale[0] * b_scale[half], a_scale[1] * b_scale[half]};
 #pragma unroll
             for (int i = 0; i < kHalfN / 2; ++i) sum[half][i] += scale[i / 2 % 2] * product[i];
@@ -104,39 +136,39 @@ DEVICE void multiply_tile(Shared& shared, Ring<kStages>& ring, int k_blocks, int
     }
 }
 
-// A warpgroup none of whose rows count only keeps the ring turning.
-DEVICE void skip_tile(Shared& shared, Ring<kStages>& ring, int k_blocks) {
+// A warpgroup without rows only keeps the ring turning.
+DEVICE void skip_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks) {
     for (int k = 0; k < k_blocks; ++k, ring.advance()) {
-        barrier_wait(&shared.full[ring.stage], ring.phase);
+        barrier_wait(shared.full(ring.stage), ring.phase);
         release(shared, ring.stage);
     }
 }
 
 // ---- epilogue: 64 rows by 128 columns of one warpgroup ----------------------------------------------------------
 
-DEVICE void stage_half(Shared& shared, int warpgroup, const Accumulator& sum) {
+DEVICE void stage_half(SharedMemory shared, int warpgroup, const Accumulator& sum) {
     int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
     for (int i = 0; i < kHalfN / 8; i += 2) {
         int chunk = i + lane / 16;  // of 8 columns, 16 bytes
-        u32 to = shared_address(&shared.staging[warpgroup][chunk / 8][row][(chunk % 8 ^ row % 8) * 8]);
+        u32 to = shared.staging(warpgroup, chunk / 8) + row * 128 + (chunk % 8 ^ row % 8) * 16;
         store_matrix_x4(to, pack_bf16(sum[4 * i], sum[4 * i + 1]), pack_bf16(sum[4 * i + 2], sum[4 * i + 3]),
                         pack_bf16(sum[4 * i + 4], sum[4 * i + 5]), pack_bf16(sum[4 * i + 6], sum[4 * i + 7]));
     }
 }
 
 // The last rows of an expert: the rows below them are the next expert's, so TMA cannot store the box.
-DEVICE void copy_half(Shared& shared, int warpgroup, u16* d, int n, int row, int rows, int column) {
+DEVICE void copy_half(SharedMemory shared, int warpgroup, u16* d, int n, int row, int rows, int column) {
     constexpr int kChunks = kHalfN / 8;
     for (int i = threadIdx.x % 128; i < rows * kChunks; i += 128) {
         int r = i / kChunks, chunk = i % kChunks;
         if (column + chunk * 8 < n)
-            *reinterpret_cast<uint4*>(d + i64(row + r) * n + column + chunk * 8) = load_shared_16(
-                shared_address(&shared.staging[warpgroup][chunk / 8][r][(chunk % 8 ^ r % 8) * 8]));
+            *reinterpret_cast<uint4*>(d + i64(row + r) * n + column + chunk * 8) =
+                load_shared_16(shared.staging(warpgroup, chunk / 8) + r * 128 + (chunk % 8 ^ r % 8) * 16);
     }
 }
 
-DEVICE void store_staged(Shared& shared, const TensorMap* d_map, u16* d, int n, int row, int rows, int column,
+DEVICE void store_staged(SharedMemory shared, const TensorMap* d_map, u16* d, int n, int row, int rows, int column,
                          int warpgroup, const Accumulator& sum) {
     bool elected = threadIdx.x % 128 == 0;
     if (elected) tma_store_wait_read();
@@ -144,11 +176,11 @@ DEVICE void store_staged(Shared& shared, const TensorMap* d_map, u16* d, int n, 
     stage_half(shared, warpgroup, sum);
     fence_proxy_async();
     named_barrier(1 + warpgroup, 128);  // the staging buffer is full
-    if (rows < kRowsPerWarpgroup) {
+    if (rows < kWarpgroupM) {
         copy_half(shared, warpgroup, d, n, row, rows, column);
     } else if (elected) {
-        tma_store(d_map, shared.staging[warpgroup][0], column, row);
-        tma_store(d_map, shared.staging[warpgroup][1], column + kStagingColumns, row);
+        tma_store(d_map, shared.staging(warpgroup, 0), column, row);
+        tma_store(d_map, shared.staging(warpgroup, 1), column + kStoreN, row);
         tma_store_commit();
     }
 }
@@ -173,51 +205,68 @@ DEVICE void store_direct(void* d, const void* c, int n, int row, int rows, int c
 
 // ---- kernel ----------------------------------------------------------------------------------------------------
 
+struct Result {
+    const TensorMap* map;
+    void* d;
+    const void* c;
+    int n;
+};
+
+template <int kCount>
+DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Result& out, const Tile& tile,
+                         int warpgroup, int row_block, int first_half) {
+    Accumulator sum[kCount];
+    multiply_tile(shared, ring, k_blocks, row_block, first_half, sum);
+    int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
+#pragma unroll
+    for (int half = 0; half < kCount; ++half) {
+        int column = tile.column * BLOCK_N + (first_half + half) * kHalfN;
+        if (OUTPUT == OUTPUT_BF16)
+            store_staged(shared, out.map, static_cast<u16*>(out.d), out.n, row, rows, column, warpgroup, sum[half]);
+        else
+            store_direct(out.d, out.c, out.n, row, rows, column, sum[half]);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                  const __grid_constant__ TensorMap d_map, const float* a_scales, int a_scale_expert_stride,
                  int a_scale_row_stride, int a_scale_k_stride, const float* b_scales, void* d, const void* c,
-                 const int4* table, const int* num_tiles, int m, int n, int k) {
-    extern __shared__ u8 dynamic_shared[];
-    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+                 const int4* table, int* num_tiles, int m, int n, int k) {
+    SharedMemory shared{dynamic_shared_address()};
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; ++s) {
-            barrier_init(&shared.full[s], 1 + 32);
-            barrier_init(&shared.empty[s], 4 * kMathWarpgroups);
+            barrier_init(shared.full(s), 1 + 32);
+            barrier_init(shared.empty(s), 4 * kMathWarpgroups);
         }
         barrier_init_fence();
     }
     __syncthreads();
 
-    int warpgroup = threadIdx.x / 128;
-    Operands in{&a_map, &b_map, {a_scales, a_scale_expert_stride, a_scale_row_stride, a_scale_k_stride}, b_scales, n,
-                k / kBlockK};
-    TileWalk<kBlockM> walk(table, num_tiles, m, (n + BLOCK_N - 1) / BLOCK_N);
+    int warpgroup = threadIdx.x / 128, k_blocks = k / kBlockK;
+    Operands in{&a_map, &b_map, {a_scales, a_scale_expert_stride, a_scale_row_stride, a_scale_k_stride}, b_scales, n, k_blocks};
+    Result out{&d_map, d, c, n};
     Ring<kStages> ring;
-    Tile tile;
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
-        if (threadIdx.x / 32 == 4 * kMathWarpgroups)
-            while (walk.advance(tile)) load_tile(shared, ring, in, tile);
+        if (threadIdx.x / 32 == 4 * kMathWarpgroups) {
+            TileQueue<kBlockM> queue(table, num_tiles, m, (n + BLOCK_N - 1) / BLOCK_N, k_blocks);
+            while (queue.index < queue.total) load_tile(shared, ring, in, queue);
+            load_end(shared, ring);
+            queue.finish();
+        }
     } else {
         increase_registers<kMathRegisters>();
-        while (walk.advance(tile)) {
-            int row = tile.row + warpgroup * kRowsPerWarpgroup;
-            int rows = min(kRowsPerWarpgroup, tile.rows - warpgroup * kRowsPerWarpgroup);
-            if (rows <= 0) {
-                skip_tile(shared, ring, in.k_blocks);
-                continue;
-            }
-            Accumulator sum[kHalves];
-            multiply_tile(shared, ring, in.k_blocks, warpgroup, sum);
-#pragma unroll
-            for (int half = 0; half < kHalves; ++half) {
-                int column = tile.column * BLOCK_N + half * kHalfN;
-                if (OUTPUT == OUTPUT_BF16)
-                    store_staged(shared, &d_map, static_cast<u16*>(d), n, row, rows, column, warpgroup, sum[half]);
-                else
-                    store_direct(d, c, n, row, rows, column, sum[half]);
-            }
+        while (true) {
+            barrier_wait(shared.full(ring.stage), ring.phase);
+            Tile tile = published_tile(shared.tile(ring.stage));
+            if (tile.rows == 0) break;
+            if (tile.rows > warpgroup * kWarpgroupM && (kHalves == 1 || tile.rows > kWarpgroupM))
+                compute_tile<kHalves>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0);
+            else if (kHalves == 2)  // few rows: each warpgroup takes a half of the columns instead
+                compute_tile<1>(shared, ring, k_blocks, out, tile, warpgroup, 0, warpgroup);
+            else
+                skip_tile(shared, ring, k_blocks);
         }
         if (threadIdx.x % 128 == 0) tma_store_wait();
     }

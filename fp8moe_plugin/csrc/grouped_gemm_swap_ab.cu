@@ -4,25 +4,41 @@
 // is 128 weight rows by up to 64 tokens, multiplied 8, 16, 32 or 64 tokens wide, by the expert's own count. The result
 // stands transposed in the registers and is turned round in shared memory on its way out.
 #include "ptx.cuh"
-#include "tile_walk.cuh"
+#include "tile_queue.cuh"
 #include "wgmma.cuh"
 
 constexpr int kStages = STAGES;
 constexpr int kBlockTokens = 64, kBlockN = 128, kBlockK = 128;
-constexpr int kMathWarpgroups = 2, kWeightsPerWarpgroup = kBlockN / kMathWarpgroups;
+constexpr int kMathWarpgroups = 2, kWarpgroupN = kBlockN / kMathWarpgroups;
 constexpr int kThreads = 128 * (kMathWarpgroups + 1);
 constexpr int kBoxTokens = 8;  // of one TMA load: one swizzle atom, so that boxes stack
 
-struct Shared {
-    alignas(1024) u8 weights[kStages][kBlockN][kBlockK];
-    alignas(1024) u8 tokens[kStages][kBlockTokens][kBlockK];
-    alignas(1024) u16 staging[kMathWarpgroups][kBlockTokens][kWeightsPerWarpgroup];
-    float token_scales[kStages][kBlockTokens];
-    float weight_scale[kStages];
-    u64 full[kStages];   // filled: one arrival for the bytes of TMA, one a lane for its scales
-    u64 empty[kStages];  // read: one arrival a math warp
+// Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
+struct SharedMemory {
+    static constexpr u32 kBytesWeights = kBlockN * kBlockK, kBytesTokens = kBlockTokens * kBlockK;
+    static constexpr u32 kBytesStaging = kBlockTokens * kWarpgroupN * 2;
+    static constexpr u32 kTokens = kStages * kBytesWeights, kStaging = kTokens + kStages * kBytesTokens;
+    static constexpr u32 kTokenScales = kStaging + kMathWarpgroups * kBytesStaging;
+    static constexpr u32 kWeightScale = kTokenScales + kStages * kBlockTokens * 4;
+    static constexpr u32 kTiles = (kWeightScale + kStages * 4 + 15) / 16 * 16;
+    static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
+    static constexpr u32 kEnd = kEmpty + kStages * 8;
+
+    u32 base;
+    DEVICE u32 weights(int stage, int warpgroup) const {
+        return base + stage * kBytesWeights + warpgroup * kWarpgroupN * kBlockK;
+    }
+    DEVICE u32 tokens(int stage, int token) const { return base + kTokens + stage * kBytesTokens + token * kBlockK; }
+    DEVICE u32 staging(int warpgroup) const { return base + kStaging + warpgroup * kBytesStaging; }
+    DEVICE u32 token_scale(int stage, int token) const {
+        return base + kTokenScales + (stage * kBlockTokens + token) * 4;
+    }
+    DEVICE u32 weight_scale(int stage) const { return base + kWeightScale + stage * 4; }
+    DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
+    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }    // one arrival for TMA, one a lane for scales
+    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
 };
-static_assert(sizeof(Shared) == SMEM_BYTES, "plan.py computes the same layout");
+static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "plan.py has the same layout");
 
 struct Operands {
     const TensorMap *tokens, *weights;
@@ -36,52 +52,66 @@ DEVICE int width_of(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <=
 
 // ---- producer --------------------------------------------------------------------------------------------------
 
-DEVICE void load_tile(Shared& shared, Ring<kStages>& ring, const Operands& in, const Tile& tile) {
+DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockTokens>& queue) {
+    const Tile tile = queue.tile();
     int lane = threadIdx.x % 32, boxes = width_of(tile.rows) / kBoxTokens;
     int scale_rows = (in.n + kBlockN - 1) / kBlockN;
+    int weight_row = tile.expert * in.n + tile.column * kBlockN;
     const float* weight_scale = in.weight_scales + i64(tile.expert * scale_rows + tile.column) * in.k_blocks;
     const float* token_scale = in.token_scales.of_row(tile.expert, tile.row + lane);
 #pragma unroll 1
     for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
         int s = ring.stage;
-        barrier_wait(&shared.empty[s], ring.phase ^ 1);
+        u32 full = shared.full(s);
+        barrier_wait(shared.empty(s), ring.phase ^ 1);
         if (lane == 0) {
-            barrier_arrive_expect(&shared.full[s], (kBlockN + boxes * kBoxTokens) * kBlockK);
-            tma_load(shared.weights[s], in.weights, &shared.full[s], k * kBlockK, tile.expert * in.n + tile.column * kBlockN);
+            if (k == 0) publish_tile(shared.tile(s), tile);
+            barrier_arrive_expect(full, SharedMemory::kBytesWeights + boxes * kBoxTokens * kBlockK);
+            tma_load(shared.weights(s, 0), in.weights, full, k * kBlockK, weight_row);
             for (int box = 0; box < boxes; ++box)
-                tma_load(shared.tokens[s][box * kBoxTokens], in.tokens, &shared.full[s], k * kBlockK,
-                         tile.row + box * kBoxTokens);
-            copy_async_4(&shared.weight_scale[s], weight_scale + k);
+                tma_load(shared.tokens(s, box * kBoxTokens), in.tokens, full, k * kBlockK, tile.row + box * kBoxTokens);
+            copy_async_4(shared.weight_scale(s), weight_scale + k);
         }
 #pragma unroll
         for (int row = 0; row < kBlockTokens; row += 32)
             if (row + lane < tile.rows)
-                copy_async_4(&shared.token_scales[s][row + lane], token_scale + i64(row) * in.token_scales.row_stride);
+                copy_async_4(shared.token_scale(s, row + lane), token_scale + i64(row) * in.token_scales.row_stride);
         token_scale += in.token_scales.k_stride;
-        copy_async_arrive(&shared.full[s]);
+        copy_async_arrive(full);
+        queue.step(k);
     }
+}
+
+// A stage that holds no tile.
+DEVICE void load_end(SharedMemory shared, Ring<kStages>& ring) {
+    barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+    if (threadIdx.x % 32 == 0) {
+        publish_tile(shared.tile(ring.stage), Tile{});
+        barrier_arrive(shared.full(ring.stage));
+    }
+    barrier_arrive(shared.full(ring.stage));
 }
 
 // ---- math ------------------------------------------------------------------------------------------------------
 
 // A thread holds weight rows lane/4 and lane/4 + 8 of its warp's 16, tokens 8i + lane%4*2 and the next.
 template <int kTokens>
-DEVICE void multiply_tile(Shared& shared, Ring<kStages>& ring, int k_blocks, int warpgroup, float (&sum)[kTokens / 2]) {
+DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, int warpgroup, float (&sum)[kTokens / 2]) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.f;
 
     for (int k = 0; k < k_blocks; ++k, ring.advance()) {
         int s = ring.stage;
-        barrier_wait(&shared.full[s], ring.phase);
-        float weight_scale = shared.weight_scale[s], scale[kTokens / 4];
+        barrier_wait(shared.full(s), ring.phase);
+        float weight_scale = load_shared_float(shared.weight_scale(s)), scale[kTokens / 4];
 #pragma unroll
         for (int i = 0; i < kTokens / 4; ++i)
-            scale[i] = shared.token_scales[s][i / 2 * 8 + lane % 4 * 2 + i % 2] * weight_scale;
+            scale[i] = load_shared_float(shared.token_scale(s, i / 2 * 8 + lane % 4 * 2 + i % 2)) * weight_scale;
         float product[kTokens / 2];
-        wgmma_k128(product, shared.weights[s][warpgroup * kWeightsPerWarpgroup], shared.tokens[s]);
+        wgmma_k128(product, shared.weights(s, warpgroup), shared.tokens(s, 0));
         __syncwarp();
-        if (lane == 0) barrier_arrive(&shared.empty[s]);
+        if (lane == 0) barrier_arrive(shared.empty(s));
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) sum[i] += scale[i / 4 * 2 + i % 2] * product[i];
     }
@@ -90,10 +120,10 @@ DEVICE void multiply_tile(Shared& shared, Ring<kStages>& ring, int k_blocks, int
 // ---- epilogue: tokens by 64 weight rows of one warpgroup ---------------------------------------------------------
 
 template <int kTokens>
-DEVICE void store_tile(Shared& shared, u16* d, int n, const Tile& tile, int warpgroup, const float (&sum)[kTokens / 2]) {
+DEVICE void store_tile(SharedMemory shared, u16* d, int n, const Tile& tile, int warpgroup, const float (&sum)[kTokens / 2]) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     auto chunk_at = [&](int token, int chunk) {  // 8 weight rows of a token, 16 bytes, swizzled
-        return shared_address(&shared.staging[warpgroup][token][(chunk ^ token % 8) * 8]);
+        return shared.staging(warpgroup) + token * kWarpgroupN * 2 + (chunk ^ token % 8) * 16;
     };
     named_barrier(1 + warpgroup, 128);  // the staging buffer is free
 #pragma unroll
@@ -101,8 +131,8 @@ DEVICE void store_tile(Shared& shared, u16* d, int n, const Tile& tile, int warp
         store_matrix_x2_transposed(chunk_at(i * 8 + lane % 8, warp * 2 + lane / 8 % 2), pack_bf16(sum[4 * i], sum[4 * i + 1]),
                                    pack_bf16(sum[4 * i + 2], sum[4 * i + 3]));
     named_barrier(1 + warpgroup, 128);  // the staging buffer is full
-    constexpr int kChunks = kWeightsPerWarpgroup / 8;
-    int column = tile.column * kBlockN + warpgroup * kWeightsPerWarpgroup;
+    constexpr int kChunks = kWarpgroupN / 8;
+    int column = tile.column * kBlockN + warpgroup * kWarpgroupN;
     for (int i = threadIdx.x % 128; i < tile.rows * kChunks; i += 128) {
         int token = i / kChunks, chunk = i % kChunks;
         if (column + chunk * 8 < n)
@@ -112,7 +142,7 @@ DEVICE void store_tile(Shared& shared, u16* d, int n, const Tile& tile, int warp
 }
 
 template <int kTokens>
-DEVICE void compute_tile(Shared& shared, Ring<kStages>& ring, u16* d, int n, int k_blocks, const Tile& tile, int warpgroup) {
+DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, u16* d, int n, int k_blocks, const Tile& tile, int warpgroup) {
     float sum[kTokens / 2];
     multiply_tile<kTokens>(shared, ring, k_blocks, warpgroup, sum);
     store_tile<kTokens>(shared, d, n, tile, warpgroup, sum);
@@ -123,13 +153,12 @@ DEVICE void compute_tile(Shared& shared, Ring<kStages>& ring, u16* d, int n, int
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_swap_ab(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                          const float* a_scales, int a_scale_expert_stride, int a_scale_row_stride, int a_scale_k_stride,
-                         const float* b_scales, u16* d, const int4* table, const int* num_tiles, int m, int n, int k) {
-    extern __shared__ u8 dynamic_shared[];
-    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+                         const float* b_scales, u16* d, const int4* table, int* num_tiles, int m, int n, int k) {
+    SharedMemory shared{dynamic_shared_address()};
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; ++s) {
-            barrier_init(&shared.full[s], 1 + 32);
-            barrier_init(&shared.empty[s], 4 * kMathWarpgroups);
+            barrier_init(shared.full(s), 1 + 32);
+            barrier_init(shared.empty(s), 4 * kMathWarpgroups);
         }
         barrier_init_fence();
     }
@@ -138,14 +167,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     int warpgroup = threadIdx.x / 128;
     Operands in{&a_map, &b_map, {a_scales, a_scale_expert_stride, a_scale_row_stride, a_scale_k_stride}, b_scales, n,
                 k / kBlockK};
-    TileWalk<kBlockTokens> walk(table, num_tiles, m, (n + kBlockN - 1) / kBlockN);
     Ring<kStages> ring;
-    Tile tile;
     if (warpgroup == kMathWarpgroups) {
-        if (threadIdx.x / 32 == 4 * kMathWarpgroups)
-            while (walk.advance(tile)) load_tile(shared, ring, in, tile);
+        if (threadIdx.x / 32 == 4 * kMathWarpgroups) {
+            TileQueue<kBlockTokens> queue(table, num_tiles, m, (n + kBlockN - 1) / kBlockN, in.k_blocks);
+            while (queue.index < queue.total) load_tile(shared, ring, in, queue);
+            load_end(shared, ring);
+            queue.finish();
+        }
     } else {
-        while (walk.advance(tile)) {
+        while (true) {
+            barrier_wait(shared.full(ring.stage), ring.phase);
+            Tile tile = published_tile(shared.tile(ring.stage));
+            if (tile.rows == 0) break;
             switch (width_of(tile.rows)) {
                 case 8: compute_tile<8>(shared, ring, d, n, in.k_blocks, tile, warpgroup); break;
                 case 16: compute_tile<16>(shared, ring, d, n, in.k_blocks, tile, warpgroup); break;

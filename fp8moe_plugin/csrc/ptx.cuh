@@ -9,33 +9,46 @@ using u32 = unsigned int;
 using i64 = long long;
 using u64 = unsigned long long;
 
-// ---- shared memory ---------------------------------------------------------------------------------------------
+// ---- shared memory: 32-bit addresses throughout, so that no generic pointer is formed in a loop -------------------
 
-DEVICE u32 shared_address(const void* pointer) {
-    u32 address;
-    asm("{ .reg .u64 a; cvta.to.shared.u64 a, %1; cvt.u32.u64 %0, a; }" : "=r"(address) : "l"(pointer));
+// The address of the block's dynamic shared memory; opaque, or the compiler works it out again at every use.
+DEVICE u32 dynamic_shared_address() {
+    extern __shared__ u8 dynamic_shared[];
+    u32 address = static_cast<u32>(__cvta_generic_to_shared(dynamic_shared));
+    asm volatile("" : "+r"(address));
     return address;
+}
+DEVICE float load_shared_float(u32 address) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
+DEVICE uint4 load_shared_16(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address)
+                 : "memory");
+    return v;
 }
 
 // ---- mbarriers: a phase ends when its arrivals and its expected bytes are all there ------------------------------
 
-DEVICE void barrier_init(u64* barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-DEVICE void barrier_arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-DEVICE void barrier_arrive_expect(u64* barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+DEVICE void barrier_arrive_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
-DEVICE void barrier_wait(u64* barrier, u32 parity) {
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{ .reg .pred done;\n"
         "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra AGAIN; }" ::"r"(shared_address(barrier)),
+        "@!done bra AGAIN; }" ::"r"(barrier),
         "r"(parity)
         : "memory");
 }
@@ -50,17 +63,16 @@ struct alignas(64) TensorMap {  // as large and as aligned as the driver's CUten
 };
 
 // Loads the box at (column, row) of a matrix; its bytes count towards the barrier's phase.
-DEVICE void tma_load(void* to, const TensorMap* map, u64* barrier, int column, int row) {
+DEVICE void tma_load(u32 to, const TensorMap* map, u32 barrier, int column, int row) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-            shared_address(to)),
-        "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row)
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(column), "r"(row)
         : "memory");
 }
 // Stores a box; what lies outside the matrix is dropped.
-DEVICE void tma_store(const TensorMap* map, const void* from, int column, int row) {
+DEVICE void tma_store(const TensorMap* map, u32 from, int column, int row) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-                 "r"(shared_address(from)), "r"(column), "r"(row)
+                 "r"(from), "r"(column), "r"(row)
                  : "memory");
 }
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -70,12 +82,12 @@ DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "m
 // Makes ordinary writes to shared memory visible to TMA and wgmma.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-DEVICE void copy_async_4(float* to, const float* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+DEVICE void copy_async_4(u32 to, const float* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 // One arrival on the barrier once this thread's copies so far have landed; the barrier's count must include it.
-DEVICE void copy_async_arrive(u64* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+DEVICE void copy_async_arrive(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // ---- warpgroup registers ---------------------------------------------------------------------------------------
@@ -108,9 +120,4 @@ DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
 DEVICE void store_matrix_x2_transposed(u32 address, u32 a, u32 b) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
                  : "memory");
-}
-DEVICE uint4 load_shared_16(u32 address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-    return v;
 }

@@ -25,4 +25,12 @@ __device__ inline int append_tiles(int4* table, int written, int expert, int row
     return written + tiles;
 }
 
+// How many tiles there are, and the two counters with which a GEMM hands them out.
+__device__ inline void finish_table(int* num_tiles, int tiles) {
+    if (threadIdx.x == 0) {
+        num_tiles[0] = tiles;
+        num_tiles[1] = num_tiles[2] = 0;
+    }
+}
+
 #endif

@@ -2,7 +2,7 @@
 //
 // In:   counts     int32 [groups]
 // Out:  table      int4 [capacity], see tile_table.cuh; only the first *num_tiles entries are written
-//       num_tiles  int32 [1]
+//       num_tiles  int32 [3], see tile_table.cuh
 //
 // MASKED: 1 starts expert g at row g * max_m and clamps its count to [0, max_m]; 0 lets the experts follow one another.
 #include "common.cuh"
@@ -29,5 +29,5 @@ extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_counts(const int*
 #endif
         tiles = append_tiles<THREADS>(table, tiles, group, row_begin, row_begin + count, block_m);
     }
-    if (threadIdx.x == 0) *num_tiles = tiles;
+    finish_table(num_tiles, tiles);
 }

@@ -2,7 +2,7 @@
 //
 // In:   ids        int32 [rows], the expert of each row; a run outside [0, num_groups) gets no tile
 // Out:  table      int4 [capacity], see tile_table.cuh; only the first *num_tiles entries are written
-//       num_tiles  int32 [1]
+//       num_tiles  int32 [3], see tile_table.cuh
 // Scratch: run_begins int32 [rows], the first row of each run
 #include "common.cuh"
 #include "tile_table.cuh"
@@ -51,5 +51,5 @@ extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_indices(const int
         }
         tiles = append_tiles<THREADS>(table, tiles, expert, row_begin, row_end, block_m);
     }
-    if (threadIdx.x == 0) *num_tiles = tiles;
+    finish_table(num_tiles, tiles);
 }

@@ -2,14 +2,19 @@
 #pragma once
 #include "ptx.cuh"
 
-// An operand tile of rows of 128 bytes along K, 128-byte swizzled: groups of 8 rows stand 1024 bytes apart.
-// Adding 2 to the descriptor steps 32 bytes along K (PTX ISA, "matrix descriptor").
-DEVICE u64 wgmma_descriptor(const void* tile) {
-    constexpr u64 kLeadingOffset = 1, kRowGroupOffset = 1024 >> 4, kSwizzle128 = 1;
-    u64 address = (shared_address(tile) & 0x3ffff) >> 4;
-    return address | kLeadingOffset << 16 | kRowGroupOffset << 32 | kSwizzle128 << 62;
-}
+// The descriptor of an operand tile of rows of 128 bytes along K, 128-byte swizzled: groups of 8 rows stand 1024 bytes
+// apart (PTX ISA, "matrix descriptor"). Only its low word depends on the address; adding 2 to it steps 32 bytes along K.
 constexpr int kDescriptorStepK = 2;
+DEVICE u32 wgmma_descriptor_low(u32 tile) {
+    constexpr u32 kLeadingOffset = 1;  // not used by swizzled layouts
+    return (tile & 0x3ffff) >> 4 | kLeadingOffset << 16;
+}
+DEVICE u64 wgmma_descriptor(u32 low) {
+    constexpr u32 kHigh = 1024 >> 4 | 1u << 30;  // distance of row groups, 128-byte swizzle
+    u64 descriptor;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "n"(kHigh));
+    return descriptor;
+}
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -79,11 +84,12 @@ DEVICE void wgmma(float (&d)[64], u64 a, u64 b, bool accumulate) {
 
 // One step of 128 K: d = A[64, 128] @ B[N, 128]^T, complete when this returns.
 template <int kCount>
-DEVICE void wgmma_k128(float (&d)[kCount], const void* a_tile, const void* b_tile) {
-    u64 a = wgmma_descriptor(a_tile), b = wgmma_descriptor(b_tile);
+DEVICE void wgmma_k128(float (&d)[kCount], u32 a_tile, u32 b_tile) {
+    u32 a = wgmma_descriptor_low(a_tile), b = wgmma_descriptor_low(b_tile);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) wgmma(d, a + step * kDescriptorStepK, b + step * kDescriptorStepK, step > 0);
+    for (int step = 0; step < 4 * kDescriptorStepK; step += kDescriptorStepK)
+        wgmma(d, wgmma_descriptor(a + step), wgmma_descriptor(b + step), step > 0);
     wgmma_commit();
     wgmma_wait();
     wgmma_results_ready(d);

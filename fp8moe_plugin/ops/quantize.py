@@ -42,7 +42,7 @@ def per_token_group_quant_fp8(
     rows, k = x.numel() // x.shape[-1], x.shape[-1]
     q, scales = empty_quantized(rows, k, x.device)
     _launch_quantize(x, q, scales, None, ue8m0)
-    return q.view(x.shape), scales.unflatten(0, x.shape[:-1]) if x.dim() != 2 else scales
+    return q.view(x.shape), scales.unflatten(0, x.shape[:-1]) if x.dim() > 1 else scales[0]
 
 
 def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,8 @@
 
 A tile table is int32 `[capacity, 4]`, one entry a row tile: `(expert, row_begin, row_end, first)`, where the rows are
 those of the tile's whole expert and `first` is the index of that expert's first tile. Entry i is therefore tile
-`i - first` of its expert. Only the first `num_tiles[0]` entries are written.
+`i - first` of its expert. Only the first `num_tiles[0]` entries are written; `num_tiles[1:3]` are two counters with
+which a GEMM hands the tiles out, zero before it and after it.
 """
 
 import functools
@@ -87,7 +88,7 @@ def tiles_of_indices(m_indices: torch.Tensor, num_groups: int, block_m: int) -> 
 
 def _empty_tiles(rows: int, groups: int, block_m: int, device: torch.device) -> Tiles:
     table = workspace.empty((tile_capacity(rows, groups, block_m), 4), torch.int32, device)
-    return Tiles(block_m, table, workspace.empty((1,), torch.int32, device))
+    return Tiles(block_m, table, workspace.empty((3,), torch.int32, device))
 
 
 def route_reference(
@@ -121,7 +122,7 @@ def _tiles_reference(groups: list[tuple[int, int, int]], block_m: int, device: t
     for expert, begin, end in groups:
         entries += [(expert, begin, end, len(entries))] * ceil_div(end - begin, block_m)
     table = torch.tensor(entries or [(0, 0, 0, 0)], dtype=torch.int32, device=device)
-    return Tiles(block_m, table, torch.tensor([len(entries)], dtype=torch.int32, device=device))
+    return Tiles(block_m, table, torch.tensor([len(entries), 0, 0], dtype=torch.int32, device=device))
 
 
 def _runs(ids: list[int], num_groups: int) -> list[tuple[int, int, int]]:

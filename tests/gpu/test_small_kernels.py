@@ -77,8 +77,8 @@ def assert_same_quantized(actual: Quantized, expected: Quantized) -> None:
 
 
 def assert_same_tiles(actual: Tiles, expected: Tiles) -> None:
-    count = int(expected.num_tiles)
-    assert int(actual.num_tiles) == count <= actual.table.shape[0]
+    count = int(expected.num_tiles[0])
+    assert int(actual.num_tiles[0]) == count <= actual.table.shape[0]
     assert torch.equal(actual.table[:count], expected.table[:count])
     assert untouched(actual.table[count:])
 

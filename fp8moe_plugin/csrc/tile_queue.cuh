@@ -1,0 +1,90 @@
+// Which output tiles a block computes, and in which order. The table of row tiles is described in ops/route.py.
+#pragma once
+#include "ptx.cuh"
+
+struct Tile {
+    int expert;
+    int row;     // first row in A and D
+    int rows;    // how many of its rows count; 0: there are no more tiles
+    int column;  // index along N, in tiles
+};
+
+// The tiles of a block, for its producer warp. Row tiles of an expert are neighbours, then its columns follow: blocks
+// that start neighbours at about the same time read a tile of weights from device memory once, and from L2 after that.
+// To start them together although some tiles are shorter, a block that is done takes the next tile of all, from a
+// counter. Where tiles are too short to hide the counter's latency, each block takes every gridDim.x-th tile instead.
+template <int kBlockM>
+struct TileQueue {
+    static constexpr int kClaimAhead = 6, kFetchAhead = 3;  // 128 K of work before a tile's end
+
+    const int4* table;  // null: one group, rows 0 to m
+    int* counters;      // tiles handed out and blocks done, zero between launches; null: no counter
+    int m, column_tiles, total, k_blocks;
+    int index, claimed;
+    int4 entry;
+
+    DEVICE TileQueue(const int4* table, int* num_tiles, int m, int column_tiles, int k_blocks)
+        : table(table), m(m), column_tiles(column_tiles), k_blocks(k_blocks), index(blockIdx.x) {
+        total = column_tiles * (table ? *num_tiles : (m + kBlockM - 1) / kBlockM);
+        counters = table && k_blocks > kClaimAhead ? num_tiles + 1 : nullptr;
+        fetch();
+    }
+    DEVICE void fetch() {
+        if (index < total) entry = table ? table[index / column_tiles] : make_int4(0, 0, m, 0);
+    }
+    // To be called in each step of 128 K of the current tile: prepares the next one, waiting for nothing.
+    DEVICE void step(int k) {
+        if (counters && k == k_blocks - kClaimAhead && threadIdx.x % 32 == 0) claimed = atomicAdd(counters, 1);
+        if (k != max(k_blocks - kFetchAhead, 0)) return;
+        index = counters ? gridDim.x + __shfl_sync(~0u, claimed, 0) : index + gridDim.x;
+        fetch();
+    }
+    DEVICE Tile tile() const {
+        if (index >= total) return {0, 0, 0, 0};
+        int begin = entry.y, end = entry.z, first = entry.w;
+        int row_tiles = (end - begin + kBlockM - 1) / kBlockM, local = index - first * column_tiles;
+        int row = begin + local % row_tiles * kBlockM;
+        return {entry.x, row, min(kBlockM, end - row), local / row_tiles};
+    }
+    // The last block to finish leaves the counters as it found them.
+    DEVICE void finish() {
+        if (counters && threadIdx.x % 32 == 0 && atomicAdd(counters + 1, 1) == gridDim.x - 1) counters[0] = counters[1] = 0;
+    }
+};
+
+// A ring of shared-memory stages: which one is current, and the parity of its barriers' phase.
+template <int kStages>
+struct Ring {
+    int stage = 0;
+    u32 phase = 0;
+    DEVICE void advance() {
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// The producer tells the math warpgroups what the stage that starts a tile holds.
+DEVICE void publish_tile(u32 address, const Tile& tile) {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(tile.expert), "r"(tile.row),
+                 "r"(tile.rows), "r"(tile.column)
+                 : "memory");
+}
+DEVICE Tile published_tile(u32 address) {
+    Tile tile;
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tile.expert), "=r"(tile.row), "=r"(tile.rows), "=r"(tile.column)
+                 : "r"(address)
+                 : "memory");
+    return tile;
+}
+
+// Where the scales of activations are: element (expert, row, k block) at the three strides, in floats.
+struct ActivationScales {
+    const float* data;
+    int expert_stride, row_stride, k_stride;
+    DEVICE const float* of_row(int expert, int row) const {
+        return data + i64(expert) * expert_stride + i64(row) * row_stride;
+    }
+};
