@@ -3,6 +3,7 @@
 No shape of a model and no number of tokens is in a key: a handful of kernels serves every checkpoint.
 """
 
+import functools
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -13,7 +14,10 @@ DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
 
 @dataclass(frozen=True)
 class KernelKey:
-    """One kernel to compile: `csrc/<source>.cu`, whose entry is named `<source>` too, under these macros."""
+    """One kernel to compile: `csrc/<source>.cu`, whose entry is named `<source>` too.
+
+    It is compiled under the macros `defines`, and THREADS and SMEM_BYTES, with which it is launched.
+    """
 
     source: str
     defines: tuple[tuple[str, int], ...] = ()
@@ -29,6 +33,7 @@ class Output(IntEnum):
     F32_DIRECT = 2
 
 
+@functools.cache
 def grouped_gemm_key(output: Output, block_n: int = 256) -> KernelKey:
     stages = 4 if block_n == 256 else 5
     halves = block_n // 128
@@ -36,17 +41,70 @@ def grouped_gemm_key(output: Output, block_n: int = 256) -> KernelKey:
     staging = 128 * 128 * 2
     scales_and_barriers = stages * (128 * 4 + halves * 4 + 16 + 16)
     smem = _align(operands + staging + scales_and_barriers)
-    defines = (("BLOCK_N", block_n), ("OUTPUT", int(output)), ("STAGES", stages), ("SMEM_BYTES", smem))
+    defines = (("BLOCK_N", block_n), ("OUTPUT", int(output)), ("STAGES", stages))
     return KernelKey("grouped_gemm", defines, 384, smem)
 
 
+@functools.cache
 def swap_ab_key() -> KernelKey:
     stages = 8
     operands = stages * (128 + DECODE_BLOCK_M) * 128
     staging = DECODE_BLOCK_M * 128 * 2
     scales_and_barriers = stages * (DECODE_BLOCK_M * 4 + 4 + 16 + 16)
     smem = _align(operands + staging + scales_and_barriers)
-    return KernelKey("grouped_gemm_swap_ab", (("STAGES", stages), ("SMEM_BYTES", smem)), 384, smem)
+    return KernelKey("grouped_gemm_swap_ab", (("STAGES", stages),), 384, smem)
+
+
+@functools.cache
+def quantize_key(ue8m0: bool, permute: bool) -> KernelKey:
+    return KernelKey("quantize", (("UE8M0", int(ue8m0)), ("PERMUTE", int(permute))), 256)
+
+
+@functools.cache
+def silu_mul_quant_key(ue8m0: bool) -> KernelKey:
+    return KernelKey("silu_mul_quant", (("UE8M0", int(ue8m0)),), 256)
+
+
+@functools.cache
+def combine_key() -> KernelKey:
+    return KernelKey("combine", (), 128)
+
+
+@functools.cache
+def route_key(ids_64: bool) -> KernelKey:
+    return KernelKey("route", (("IDS_64", int(ids_64)),), 512)
+
+
+@functools.cache
+def tiles_of_counts_key(masked: bool) -> KernelKey:
+    return KernelKey("tiles_of_counts", (("MASKED", int(masked)),), 1024)
+
+
+@functools.cache
+def tiles_of_indices_key() -> KernelKey:
+    return KernelKey("tiles_of_indices", (), 1024)
+
+
+def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
+    """All that a mixture-of-experts layer launches; `batched`: its tokens come quantized and sorted."""
+    experts = [swap_ab_key(), grouped_gemm_key(Output.BF16), silu_mul_quant_key(ue8m0), tiles_of_counts_key(batched)]
+    if batched:
+        return experts
+    return [*experts, quantize_key(ue8m0, permute=True), route_key(False), route_key(True), combine_key()]
+
+
+def linear_kernels(ue8m0: bool) -> list[KernelKey]:
+    """All that a dense layer launches."""
+    gemms = [swap_ab_key(), grouped_gemm_key(Output.BF16, 256), grouped_gemm_key(Output.BF16, 128)]
+    return [*gemms, quantize_key(ue8m0, permute=False)]
+
+
+def all_kernels() -> list[KernelKey]:
+    """Every kernel there is: those of the layers, and those that only direct callers of the ops reach."""
+    layers = [k for ue8m0 in (False, True) for k in (*moe_kernels(ue8m0, False), *moe_kernels(ue8m0, True))]
+    dense = [grouped_gemm_key(output, block_n) for output in Output for block_n in (128, 256)]
+    ops = [*linear_kernels(False), *linear_kernels(True), *dense, tiles_of_indices_key()]
+    return list(dict.fromkeys([*layers, *ops]))
 
 
 def moe_block_m(tokens: int, topk: int, global_experts: int) -> int:

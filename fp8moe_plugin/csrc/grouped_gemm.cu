@@ -17,6 +17,7 @@ constexpr int kBlockM = 128, kBlockK = 128;
 constexpr int kHalfN = 128, kHalves = BLOCK_N / kHalfN;
 constexpr int kMathWarpgroups = 2, kWarpgroupM = kBlockM / kMathWarpgroups;
 constexpr int kThreads = 128 * (kMathWarpgroups + 1);
+static_assert(kThreads == THREADS, "plan.py has the same roles");
 constexpr int kProducerRegisters = 56, kMathRegisters = 224;  // together the 168 a thread of the launch
 constexpr int kStoreN = 64;                                   // columns of a TMA store: 128 bytes, one swizzle row
 

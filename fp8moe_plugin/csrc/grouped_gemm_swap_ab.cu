@@ -11,6 +11,7 @@ constexpr int kStages = STAGES;
 constexpr int kBlockTokens = 64, kBlockN = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kWarpgroupN = kBlockN / kMathWarpgroups;
 constexpr int kThreads = 128 * (kMathWarpgroups + 1);
+static_assert(kThreads == THREADS, "plan.py has the same roles");
 constexpr int kBoxTokens = 8;  // of one TMA load: one swizzle atom, so that boxes stack
 
 // Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.

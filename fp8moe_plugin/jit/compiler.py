@@ -49,7 +49,8 @@ def nvrtc_version() -> str:
 
 def translation_unit(key: KernelKey) -> str:
     """The text that is compiled: the macros, then the source with its includes in place."""
-    macros = "".join(f"#define {name} {value}\n" for name, value in key.defines)
+    values = (*key.defines, ("THREADS", key.threads), ("SMEM_BYTES", key.smem_bytes))
+    macros = "".join(f"#define {name} {value}\n" for name, value in values)
     return macros + _expand(f"{key.source}.cu", set())
 
 

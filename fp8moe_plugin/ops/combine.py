@@ -1,15 +1,12 @@
 """Sum the expert rows of each token, weighted by the router."""
 
-import functools
-
 import torch
 
 from fp8moe_plugin.jit.launcher import launch
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import ceil_div
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan import combine_key
 
-THREADS = 128
 CHANNELS_PER_THREAD = 8  # 16 bytes of bfloat16
 
 
@@ -37,15 +34,11 @@ def combine_reference(rows: torch.Tensor, slots: torch.Tensor, topk_weights: tor
     return total.to(rows.dtype)
 
 
-@functools.cache
-def combine_key() -> KernelKey:
-    return KernelKey("combine", (("THREADS", THREADS),), THREADS)
-
-
 def _launch_combine(rows: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
     tokens, hidden = out.shape
     if tokens == 0:
         return
     vectors = hidden // CHANNELS_PER_THREAD
-    grid = tokens * ceil_div(vectors, THREADS)
-    launch(combine_key(), grid, (rows, slots, topk_weights, out, vectors, slots.shape[1]), out.device)
+    key = combine_key()
+    grid = tokens * ceil_div(vectors, key.threads)
+    launch(key, grid, (rows, slots, topk_weights, out, vectors, slots.shape[1]), out.device)

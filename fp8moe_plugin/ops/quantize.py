@@ -1,7 +1,5 @@
 """Quantize activations to e4m3, one float32 scale per token and 128 channels."""
 
-import functools
-
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
@@ -9,12 +7,11 @@ from fp8moe_plugin.jit.launcher import launch
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import FP8, GROUP, ceil_div, check_multiple, check_tensor
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan import quantize_key
 
 FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10  # keeps the scale of an all-zero group finite
 
-THREADS = 256
 TOKENS_PER_WARP = 8  # as in csrc/quantize.cu
 
 
@@ -102,12 +99,6 @@ def dequantize_rows(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (q.float().unflatten(-1, (-1, GROUP)) * scales.unsqueeze(-1)).flatten(-2)
 
 
-@functools.cache
-def quantize_key(ue8m0: bool, permute: bool) -> KernelKey:
-    defines = (("UE8M0", int(ue8m0)), ("PERMUTE", int(permute)), ("THREADS", THREADS))
-    return KernelKey("quantize", defines, THREADS)
-
-
 def _launch_quantize(
     x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor | None, ue8m0: bool
 ) -> None:
@@ -116,5 +107,6 @@ def _launch_quantize(
     if tokens == 0:
         return
     topk = 0 if slots is None else slots.shape[1]
-    grid = ceil_div(ceil_div(tokens, TOKENS_PER_WARP) * groups, THREADS // 32)
-    launch(quantize_key(ue8m0, slots is not None), grid, (x, q, scales, slots, tokens, groups, topk), x.device)
+    key = quantize_key(ue8m0, slots is not None)
+    grid = ceil_div(ceil_div(tokens, TOKENS_PER_WARP) * groups, key.threads // 32)
+    launch(key, grid, (x, q, scales, slots, tokens, groups, topk), x.device)

@@ -6,7 +6,6 @@ those of the tile's whole expert and `first` is the index of that expert's first
 which a GEMM hands the tiles out, zero before it and after it.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +14,7 @@ from fp8moe_plugin.jit.launcher import launch
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import ceil_div
-from fp8moe_plugin.plan import KernelKey
-
-ROUTE_THREADS = 512
-TILES_THREADS = 1024  # also how many experts, or runs, one step of a tile kernel takes
+from fp8moe_plugin.plan import route_key, tiles_of_counts_key, tiles_of_indices_key
 
 
 @dataclass(frozen=True)
@@ -133,21 +129,6 @@ def _runs(ids: list[int], num_groups: int) -> list[tuple[int, int, int]]:
                 runs.append((ids[begin], begin, row))
             begin = row
     return runs
-
-
-@functools.cache
-def route_key(ids_64: bool) -> KernelKey:
-    return KernelKey("route", (("IDS_64", int(ids_64)), ("THREADS", ROUTE_THREADS)), ROUTE_THREADS)
-
-
-@functools.cache
-def tiles_of_counts_key(masked: bool) -> KernelKey:
-    return KernelKey("tiles_of_counts", (("MASKED", int(masked)), ("THREADS", TILES_THREADS)), TILES_THREADS)
-
-
-@functools.cache
-def tiles_of_indices_key() -> KernelKey:
-    return KernelKey("tiles_of_indices", (("THREADS", TILES_THREADS),), TILES_THREADS)
 
 
 def _launch_route(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None, routing: Routing) -> None:

@@ -1,16 +1,13 @@
 """SiLU(gate) * up, quantized again: what stands between the two GEMMs of an expert."""
 
-import functools
-
 import torch
 
 from fp8moe_plugin.jit.launcher import launch, multiprocessors
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import GROUP, ceil_div, check_multiple, check_tensor
 from fp8moe_plugin.ops.quantize import empty_quantized, per_token_group_quant_fp8_reference
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan import silu_mul_quant_key
 
-THREADS = 256
 ROWS_PER_WARP = 8  # as in csrc/silu_mul_quant.cu
 CTAS_PER_SM = 8  # two waves: enough to even out experts of unequal size
 
@@ -57,11 +54,6 @@ def _write_reference(
         scales[group, :count].copy_(rows_scales)
 
 
-@functools.cache
-def silu_mul_quant_key(ue8m0: bool) -> KernelKey:
-    return KernelKey("silu_mul_quant", (("UE8M0", int(ue8m0)), ("THREADS", THREADS)), THREADS)
-
-
 def _launch_silu_mul_quant(
     gate_up: torch.Tensor, counts: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, ue8m0: bool
 ) -> None:
@@ -69,7 +61,8 @@ def _launch_silu_mul_quant(
     if experts == 0 or max_m == 0:
         return
     groups = channels // GROUP
-    needed = ceil_div(ceil_div(max_m, ROWS_PER_WARP) * groups, THREADS // 32)
+    key = silu_mul_quant_key(ue8m0)
+    needed = ceil_div(ceil_div(max_m, ROWS_PER_WARP) * groups, key.threads // 32)
     at_once = ceil_div(multiprocessors(q.device.index) * CTAS_PER_SM, experts)
     grid = (min(needed, at_once), experts)
-    launch(silu_mul_quant_key(ue8m0), grid, (gate_up, counts, q, scales, max_m, groups), q.device)
+    launch(key, grid, (gate_up, counts, q, scales, max_m, groups), q.device)
