@@ -1,0 +1,69 @@
+"""The wheel stands on its own: it holds the kernel sources, and imports and registers where there is no vLLM.
+
+Runs with the Python of an environment that has uv and torch; installs the wheel into a new environment.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+UV = [sys.executable, "-m", "uv"]
+
+# Runs in the new environment, away from the repository.
+IMPORT = """
+import importlib.util, sys
+from importlib import metadata
+
+assert importlib.util.find_spec("vllm") is None, "the environment has vLLM: this check says nothing"
+import fp8moe_plugin
+
+(entry_point,) = metadata.entry_points(group="vllm.general_plugins", name="fp8moe")
+register = entry_point.load()
+register()
+register()
+assert "torch" not in sys.modules, "register() imports torch"
+assert "cuda" not in sys.modules, "register() imports the CUDA bindings"
+import torch
+import fp8moe_plugin.ops
+assert not torch.cuda.is_initialized(), "importing the ops initializes CUDA"
+print("imported from", fp8moe_plugin.__file__)
+"""
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        run([*UV, "build", "--quiet", "--wheel", "--out-dir", scratch, str(ROOT)])
+        (wheel,) = Path(scratch).glob("*.whl")
+        check_sources(wheel)
+        python = Path(scratch, "env", "bin", "python")
+        run([*UV, "venv", "--quiet", "--python", sys.executable, str(python.parents[1])])
+        torch = f"torch=={metadata.version('torch')}"  # the build that is downloaded already
+        run([*UV, "pip", "install", "--quiet", "--python", str(python), *find_links(), str(wheel), torch])
+        run([str(python), "-c", IMPORT], cwd=scratch)
+        print(f"{wheel.name} is good")
+
+
+def check_sources(wheel: Path) -> None:
+    wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "fp8moe_plugin/csrc").iterdir()}
+    wanted.add("fp8moe_plugin/py.typed")
+    missing = wanted - set(zipfile.ZipFile(wheel).namelist())
+    if missing:
+        sys.exit(f"{wheel.name} lacks {sorted(missing)}")
+
+
+def find_links() -> list[str]:
+    folders = os.environ.get("PIP_FIND_LINKS", "").split()
+    return [word for folder in folders for word in ("--find-links", folder)]
+
+
+def run(command: list[str], cwd: str | None = None) -> None:
+    subprocess.run(command, check=True, cwd=cwd)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+# `make serve`: set up, serve a small DeepSeek-V3 checkpoint, ask it for a completion. `make test`: set up, run the tests.
+# Neither asks anything. What is installed is kept in .venv and reused until what it was made from changes.
+
+PYTHON ?= python3
+ENGINE := $(if $(shell command -v nvidia-smi),cuda,cpu)
+BIN := .venv/bin
+
+inputs := pyproject.toml requirements/$(ENGINE).txt $(wildcard requirements/$(ENGINE)-overrides.txt)
+installed := .venv/installed-$(ENGINE)-$(firstword $(shell cat $(inputs) | cksum))
+overrides := $(addprefix --override ,$(wildcard requirements/$(ENGINE)-overrides.txt))
+checkpoint := demo/deepseek_v3-tiny
+
+.PHONY: serve test lint
+.DELETE_ON_ERROR:
+
+serve: $(checkpoint)/written
+	$(BIN)/python -m benchmarks.serve_demo $(checkpoint)
+
+test: $(installed)
+	$(BIN)/python -m pytest
+
+lint: $(installed)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(checkpoint)/written: benchmarks/synthetic.py benchmarks/tokenizer.py | $(installed)
+	$(BIN)/python -m benchmarks.synthetic --family deepseek_v3 --preset tiny --out $(checkpoint)
+	@touch $@
+
+$(installed):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fp8moe needs Python 3.11 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python $(addprefix --find-links ,$(PIP_FIND_LINKS)) \
+		$(overrides) --requirements requirements/$(ENGINE).txt --group test --group lint --editable .
+	touch $@

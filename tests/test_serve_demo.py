@@ -1,0 +1,93 @@
+"""`make serve` leaves no process behind and says why it failed; a stand-in for vLLM plays the server."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Starts a worker that ignores SIGTERM, as a stuck engine would, then does what HOW says.
+SERVER = """
+import json, os, subprocess, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+stuck = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+Path("worker").write_text(str(subprocess.Popen([sys.executable, "-c", stuck]).pid))
+if os.environ["HOW"] == "dies":
+    raise SystemExit("the cause")
+if os.environ["HOW"] == "hangs":
+    time.sleep(600)
+print("(Worker pid=1) INFO fp8moe serves the experts: backend reference", flush=True)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        self.do_GET()
+        self.wfile.write(json.dumps({"choices": [{"text": "an answer"}]}).encode())
+
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def start(folder: Path, how: str) -> subprocess.Popen[str]:
+    package = folder / "vllm/entrypoints/openai"
+    package.mkdir(parents=True)
+    for level in (package, *package.parents[:2]):  # or an installed vLLM comes first
+        (level / "__init__.py").touch()
+    (package / "api_server.py").write_text(SERVER)
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.serve_demo", "checkpoint"],
+        cwd=folder,
+        env={"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PATH": "", "HOW": how},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def worker_runs(folder: Path) -> bool:
+    status = Path("/proc", (folder / "worker").read_text(), "status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def test_shows_the_answer_and_stops_every_process(tmp_path: Path) -> None:
+    demo = start(tmp_path, "answers")
+    output, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 0, output
+    assert "an answer" in output
+    assert "fp8moe serves the experts: backend reference" in output
+    assert not worker_runs(tmp_path)
+
+
+def test_a_server_that_dies_at_start_is_explained(tmp_path: Path) -> None:
+    demo = start(tmp_path, "dies")
+    output, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert "the cause" in output
+    assert "exit status 1 before it was ready" in output
+    assert str(tmp_path / "demo/serve.log") in output
+    assert not worker_runs(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_demo_stops_every_process(tmp_path: Path, number: signal.Signals) -> None:
+    demo = start(tmp_path, "hangs")
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "worker").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    demo.send_signal(number)
+    output, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert "the server is stopped" in output
+    assert not worker_runs(tmp_path)
