@@ -99,6 +99,13 @@ def test_ids_of_both_widths_give_the_same_result(device):
     assert h.same_bits(run(x, layer, weights, ids), run(x, layer, weights, ids.long()))
 
 
+def test_the_router_weight_of_no_expert_is_not_read(device):
+    x, layer, weights, ids = random_call(h.seeded(0, device), 65, "out_of_range")
+    clean = run(x, layer, weights, ids)
+    weights[(ids < 0) | (ids >= EXPERTS)] = float("nan")
+    assert h.same_bits(run(x, layer, weights, ids), clean)
+
+
 def test_power_of_two_scales_are_as_accurate(device):
     call = random_call(h.seeded(0, device), 129)
     exact = h.layer_reference(*call, quantized=False)
