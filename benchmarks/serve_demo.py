@@ -25,7 +25,7 @@ from typing import Any
 LOG = Path("demo/serve.log")
 READY_TIMEOUT_S = 600
 REQUEST_TIMEOUT_S = 300
-STOP_TIMEOUT_S = 30
+STOP_TIMEOUT_S = 20
 PROMPT = "The capital of France is"
 IN_USE = "fp8moe serves the experts"  # logged when a layer's weights are ready
 # Frames of tracebacks, and what a binding library says about itself at exit: they would push the causes out of a tail.
@@ -50,7 +50,7 @@ def main() -> None:
     except DemoError as error:
         sys.exit(f"\n{log_tail()}\n\nerror: {error}\nThe server's whole log is in {LOG.absolute()}.")
     except KeyboardInterrupt:
-        sys.exit("\ninterrupted; the server is stopped.")
+        sys.exit("\nInterrupted; the server is stopped.")
 
 
 def demonstrate(checkpoint: Path) -> None:
@@ -109,12 +109,11 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     """Ends the server and every process it started; a second signal does not cut this short."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_TIMEOUT_S)
-    with contextlib.suppress(ProcessLookupError):  # raised when the whole group has ended by itself
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    for number in (signal.SIGINT, signal.SIGKILL):  # vLLM heeds SIGINT while it starts, and SIGTERM only later
+        with contextlib.suppress(ProcessLookupError):  # raised when the whole group has ended by itself
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], address: str) -> None:

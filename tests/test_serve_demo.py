@@ -11,13 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Starts a worker that ignores SIGTERM, as a stuck engine would, then does what HOW says.
+# Starts a worker that ignores SIGINT, as a stuck engine would, then does what HOW says.
 SERVER = """
 import json, os, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-stuck = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+stuck = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
 Path("worker").write_text(str(subprocess.Popen([sys.executable, "-c", stuck]).pid))
 if os.environ["HOW"] == "dies":
     raise SystemExit("the cause")
