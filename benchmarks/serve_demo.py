@@ -112,8 +112,20 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     for number in (signal.SIGINT, signal.SIGKILL):  # vLLM heeds SIGINT while it starts, and SIGTERM only later
         with contextlib.suppress(ProcessLookupError):  # raised when the whole group has ended by itself
             os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT_S)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while group_runs(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    process.wait()
+
+
+def group_runs(group: int) -> bool:
+    """Whether a process of this group still runs; one that has ended and that nobody has waited for does not."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                return True
+    return False
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], address: str) -> None:

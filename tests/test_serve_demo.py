@@ -39,6 +39,8 @@ class Handler(BaseHTTPRequestHandler):
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
 
+DEMO = "from benchmarks import serve_demo; serve_demo.STOP_TIMEOUT_S = 1; serve_demo.main()"
+
 
 def start(folder: Path, how: str) -> subprocess.Popen[str]:
     package = folder / "vllm/entrypoints/openai"
@@ -47,7 +49,7 @@ def start(folder: Path, how: str) -> subprocess.Popen[str]:
         (level / "__init__.py").touch()
     (package / "api_server.py").write_text(SERVER)
     return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.serve_demo", "checkpoint"],
+        [sys.executable, "-c", DEMO, "checkpoint"],
         cwd=folder,
         env={"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PATH": "", "HOW": how},
         stdout=subprocess.PIPE,
