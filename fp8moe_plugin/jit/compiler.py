@@ -22,7 +22,8 @@ def compile_kernel(key: KernelKey) -> bytes:
     """
     from cuda.core import Program, ProgramOptions
 
-    options = ProgramOptions(name=f"{key.source}.cu", arch=ARCH, std=STANDARD, ptxas_options=["-v"])
+    # NVRTC's own cache would leave out ptxas' report
+    options = ProgramOptions(name=f"{key.source}.cu", arch=ARCH, std=STANDARD, ptxas_options=["-v"], no_cache=True)
     log = io.StringIO()
     try:
         program = Program(translation_unit(key), "c++", options)
@@ -77,7 +78,9 @@ def _csrc_text(name: str) -> str:
 def _check_report(key: KernelKey, report: str) -> None:
     """ptxas' report must show no local memory, and nothing must have warned."""
     used = [int(n) for n in re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", report)]
-    if not used or any(used):
+    if not used:
+        raise CompileError(f"{key.source} {dict(key.defines)} compiled without ptxas' report on registers:\n{report}")
+    if any(used):
         raise CompileError(f"{key.source} {dict(key.defines)} uses local memory (spilled registers):\n{report}")
     if re.search(r"\bwarning\b", report, re.IGNORECASE):
         raise CompileError(f"{key.source} {dict(key.defines)} compiles with warnings:\n{report}")
