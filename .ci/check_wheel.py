@@ -4,6 +4,7 @@ Runs with the Python of an environment that has uv and torch; installs the wheel
 """
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,7 @@ def main() -> None:
         run([*UV, "venv", "--quiet", "--python", sys.executable, str(python.parents[1])])
         torch = f"torch=={metadata.version('torch')}"  # the build that is downloaded already
         run([*UV, "pip", "install", "--quiet", "--python", str(python), *find_links(), str(wheel), torch])
-        run([str(python), "-c", IMPORT], cwd=scratch)
+        run([str(python), "-I", "-c", IMPORT], cwd=scratch)
         print(f"{wheel.name} is good")
 
 
@@ -62,7 +63,9 @@ def find_links() -> list[str]:
 
 
 def run(command: list[str], cwd: str | None = None) -> None:
-    subprocess.run(command, check=True, cwd=cwd)
+    """Run a command that says by itself what is wrong."""
+    if subprocess.run(command, cwd=cwd).returncode:
+        sys.exit(f"failed: {shlex.join(command[:3])}")
 
 
 if __name__ == "__main__":
