@@ -5,8 +5,9 @@
 Each engine is a process of its own, with CUDA graphs and torch.compile on. `next_token`: the share of prompt positions
 at which two engines hold the same token for the most likely next one (each position is given the same prefix, so one
 early difference does not spoil the rest). `prefix`: how many generated tokens agree before the first difference.
-vLLM's own backends run twice: as by default, with activation scales rounded up to powers of two (e8m0), and with FP32
-scales, as ours has for a checkpoint that does not ask for `scale_fmt: ue8m0`.
+`triton` and `deep_gemm` are vLLM's own backends made comparable: FP32 scales of activations, as ours has for a checkpoint
+that does not ask for `scale_fmt: ue8m0`, and no fusion of norms and activations into the quantization, which spares these
+a rounding to BF16. `triton default` and `deep_gemm default` are what `--quantization fp8` gives.
 """
 
 import argparse
@@ -22,14 +23,17 @@ from typing import Any
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 48, 96, 32
 FP32_SCALES = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+UNFUSED = {"compilation_config": {"pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}}}
 TRITON = {"VLLM_USE_DEEP_GEMM": "0"}  # dense layers too
 DEEP_GEMM = {"VLLM_DEEP_GEMM_WARMUP": "skip"}
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # arguments of LLM, environment
     "fp8moe": ({"quantization": "fp8moe"}, {}),
-    "triton": ({"moe_backend": "triton"}, TRITON | FP32_SCALES),
-    "deep_gemm": ({"moe_backend": "deep_gemm"}, DEEP_GEMM | FP32_SCALES),
-    "triton e8m0": ({"moe_backend": "triton"}, TRITON),
-    "deep_gemm e8m0": ({"moe_backend": "deep_gemm"}, DEEP_GEMM),
+    "triton": ({"moe_backend": "triton"} | UNFUSED, TRITON | FP32_SCALES),
+    "deep_gemm": ({"moe_backend": "deep_gemm"} | UNFUSED, DEEP_GEMM | FP32_SCALES),
+    "triton default": ({"moe_backend": "triton"}, TRITON),
+    "deep_gemm default": ({"moe_backend": "deep_gemm"}, DEEP_GEMM),
+    "reference": ({"quantization": "fp8moe", "enforce_eager": True}, {"FP8MOE_BACKEND": "reference"}),
+    "bf16": ({}, {}),  # of the twin checkpoint
 }
 
 
@@ -80,7 +84,8 @@ def in_own_process(model: str, name: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--twin", help="the same model unquantized, for the engine `bf16`")
+    parser.add_argument("--engines", default="fp8moe,triton,deep_gemm")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--run", choices=ENGINES, help="run one engine and print its answers as JSON")
     args = parser.parse_args()
@@ -90,7 +95,7 @@ def main() -> None:
     said: dict[str, dict[str, Any]] = {}
     pairs: dict[str, dict[str, float]] = {}
     for name in args.engines.split(","):
-        new = in_own_process(args.model, name)
+        new = in_own_process(args.twin if name == "bf16" else args.model, name)
         print(f"{name}: engine ready after {new['ready_s']:.0f} s", flush=True)
         for other, answers in said.items():
             result = pairs[f"{other} ~ {name}"] = compare(answers, new)

@@ -1,0 +1,89 @@
+"""The experts of a mixture-of-experts layer in block FP8, for any engine; the router is the engine's."""
+
+import torch
+
+from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.layers.weights import check_fp8_weight, frozen, per_block_cast_to_fp8
+from fp8moe_plugin.ops import torch_ops
+
+
+class FP8MoE(torch.nn.Module):
+    """The weighted sum of each token's experts, `w2[e] @ (silu(gate) * up)` with `gate, up = w13[e] @ token`.
+
+    Attributes:
+        w13: e4m3 `[E, 2I, H]`, gate rows first; H and I multiples of 128.
+        w13_scale: float32 `[E, 2I/128, H/128]`.
+        w2: e4m3 `[E, H, I]`.
+        w2_scale: float32 `[E, H/128, I/128]`.
+        ue8m0: the scales of activations are powers of two.
+    """
+
+    def __init__(
+        self, w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor, ue8m0: bool
+    ) -> None:
+        super().__init__()
+        self.w13, self.w13_scale = frozen(w13), frozen(w13_scale)
+        self.w2, self.w2_scale = frozen(w2), frozen(w2_scale)
+        self.ue8m0 = ue8m0
+
+    @classmethod
+    def from_fp8(
+        cls,
+        w13: torch.Tensor,
+        w13_scale: torch.Tensor | None,
+        w2: torch.Tensor,
+        w2_scale: torch.Tensor | None,
+        ue8m0: bool = False,
+    ) -> "FP8MoE":
+        """From a block-FP8 checkpoint's tensors, stacked over the experts and shaped as the attributes.
+
+        Raises:
+            CheckpointError: scales are missing, not finite, or do not fit, or w13 and w2 do not fit each other.
+        """
+        check_fp8_weight("w13", w13, w13_scale)
+        check_fp8_weight("w2", w2, w2_scale)
+        _check_pair(w13, w2)
+        assert w13_scale is not None
+        assert w2_scale is not None
+        return cls(w13, w13_scale, w2, w2_scale, ue8m0)
+
+    @classmethod
+    def from_bf16(cls, w13: torch.Tensor, w2: torch.Tensor) -> "FP8MoE":
+        """From unquantized `[E, 2I, H]` and `[E, H, I]` of any float dtype, quantized here per 128x128 block.
+
+        Raises:
+            CheckpointError: w13 and w2 do not fit each other.
+        """
+        _check_pair(w13, w2)
+        return cls(*per_block_cast_to_fp8(w13), *per_block_cast_to_fp8(w2), ue8m0=False)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """bfloat16 `[T, H]` -> bfloat16 `[T, H]`.
+
+        Args:
+            hidden_states: bfloat16 `[T, H]`.
+            topk_weights: float32 `[T, k]`.
+            topk_ids: int32 or int64 `[T, k]`; -1 contributes nothing.
+            expert_map: int32 `[global experts]` giving the local expert or -1, or None.
+        Raises:
+            InvalidInputError: wrong dtype, shape, stride or device.
+        """
+        out = torch.empty_like(hidden_states)
+        weights = (self.w13, self.w13_scale, self.w2, self.w2_scale)
+        torch_ops.fused_moe(hidden_states, *weights, topk_weights, topk_ids, expert_map, self.ue8m0, out)
+        return out
+
+
+def _check_pair(w13: torch.Tensor, w2: torch.Tensor) -> None:
+    experts, hidden, intermediate = w2.shape
+    if tuple(w13.shape) != (experts, 2 * intermediate, hidden):
+        raise CheckpointError(
+            f"w13 has shape {list(w13.shape)}, beside w2 {list(w2.shape)} it must be "
+            f"{[experts, 2 * intermediate, hidden]}: gate rows, then up rows. Check that both come from one layer."
+        )

@@ -1,0 +1,54 @@
+"""A dense linear layer in block FP8, for any engine."""
+
+import torch
+
+from fp8moe_plugin.layers.weights import check_fp8_weight, frozen, per_block_cast_to_fp8
+from fp8moe_plugin.ops import torch_ops
+
+
+class FP8Linear(torch.nn.Module):
+    """`x @ weight.T + bias`, with x quantized per token and 128 channels.
+
+    Attributes:
+        weight: e4m3 `[N, K]`; N a multiple of 8, K of 128.
+        weight_scale: float32 `[ceil(N/128), K/128]`.
+        bias: bfloat16 `[N]` or None.
+        ue8m0: the scales of activations are powers of two.
+    """
+
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None, ue8m0: bool
+    ) -> None:
+        super().__init__()
+        self.weight = frozen(weight)
+        self.weight_scale = frozen(weight_scale)
+        self.bias = None if bias is None else frozen(bias)
+        self.ue8m0 = ue8m0
+
+    @classmethod
+    def from_fp8(
+        cls,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+        ue8m0: bool = False,
+    ) -> "FP8Linear":
+        """From a block-FP8 checkpoint's tensors, shaped as the attributes.
+
+        Raises:
+            CheckpointError: the scales are missing, not finite, or do not fit the weight.
+        """
+        check_fp8_weight("weight", weight, weight_scale)
+        assert weight_scale is not None
+        return cls(weight, weight_scale, bias, ue8m0)
+
+    @classmethod
+    def from_bf16(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> "FP8Linear":
+        """From an unquantized weight `[N, K]` of any float dtype, quantized here per 128x128 block."""
+        return cls(*per_block_cast_to_fp8(weight), bias, ue8m0=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """bfloat16 `[.., K]` -> bfloat16 `[.., N]`. Raises `InvalidInputError` for other dtypes and shapes."""
+        return torch_ops.linear(x, self.weight, self.weight_scale, self.bias, self.ue8m0)

@@ -1,0 +1,31 @@
+"""Where vLLM 0.24 to 0.33 differ from each other. Nothing else in this package knows a vLLM version."""
+
+import inspect
+from typing import Any
+
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.quantization.utils import quant_utils
+
+
+def is_layer_skipped(config: Any, prefix: str) -> bool:
+    """Whether the checkpoint keeps this layer unquantized.
+
+    How a name is matched is a field of `Fp8Config` since 0.32; before, its default (exact names) was the only way.
+    """
+    mode = getattr(config, "ignored_layers_match_mode", None)
+    extra = {} if mode is None else {"match_mode": mode}
+    return quant_utils.is_layer_skipped(prefix, config.ignored_layers, config.packed_modules_mapping, **extra)
+
+
+def make_prepare_finalize(moe: Any, quant_config: Any, routing_tables: Any) -> Any:
+    """vLLM's dispatch and combine for this parallel configuration. Newer versions ask for the dtype of the inputs."""
+    accepted = inspect.signature(maybe_make_prepare_finalize).parameters
+    extra = {"input_dtype": moe.in_dtype} if "input_dtype" in accepted else {}
+    return maybe_make_prepare_finalize(
+        moe=moe,
+        quant_config=quant_config,
+        routing_tables=routing_tables,
+        allow_new_interface=True,
+        use_monolithic=False,
+        **extra,
+    )

@@ -1,0 +1,107 @@
+"""`Fp8MoeConfig`: which checkpoints and machines are served, and which method each layer gets."""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.platforms import current_platform
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.layers.vllm import NAME, compat
+from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
+from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
+from fp8moe_plugin.ops.checks import GROUP
+from fp8moe_plugin.settings import settings
+
+WEIGHT_BLOCK = [GROUP, GROUP]
+
+
+class Fp8MoeConfig(Fp8Config):
+    """A block-FP8 checkpoint served by this plugin. A `Fp8Config` to the places in vLLM that look for one."""
+
+    def __init__(self, ignored_layers: list[str] | None, ue8m0: bool) -> None:
+        super().__init__(
+            is_checkpoint_fp8_serialized=True,
+            activation_scheme="dynamic",
+            ignored_layers=ignored_layers,
+            weight_block_size=list(WEIGHT_BLOCK),
+        )
+        self.ue8m0 = ue8m0
+
+    @classmethod
+    def get_name(cls) -> str:
+        return NAME
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """None: `check_machine` refuses with a reason, and knows about FP8MOE_BACKEND."""
+        return 0
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "Fp8MoeConfig":
+        """From the `quantization_config` of a checkpoint's config.json.
+
+        Raises:
+            UnsupportedError: the checkpoint or this machine cannot be served.
+        """
+        check_checkpoint(config)
+        check_machine()
+        ignored_layers = config.get("ignored_layers") or config.get("modules_to_not_convert")
+        return cls(ignored_layers, ue8m0=config.get("scale_fmt") == "ue8m0")
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        if not isinstance(layer, LinearBase | RoutedExperts):
+            return super().get_quant_method(layer, prefix)
+        skipped = compat.is_layer_skipped(self, prefix)
+        if isinstance(layer, LinearBase):
+            return UnquantizedLinearMethod() if skipped else Fp8MoeLinearMethod(self.ue8m0, prefix)
+        if skipped:
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        return Fp8MoeMethod(layer.moe_config, self.ue8m0, prefix)
+
+
+def check_checkpoint(config: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` unless this `quantization_config` describes dynamic block FP8 with 128x128 blocks."""
+    method, block = config.get("quant_method"), config.get("weight_block_size")
+    if method != "fp8":
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint's quant_method is {method!r}, only 'fp8' is served. "
+            "Leave out --quantization to let vLLM pick its own method."
+        )
+    scheme = config.get("activation_scheme")
+    if scheme != "dynamic":
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint's activation_scheme is {scheme!r}; the kernels quantize "
+            "activations by their own largest value ('dynamic'). Use --quantization fp8 for this checkpoint."
+        )
+    if block is None or list(block) != WEIGHT_BLOCK:
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint's weight_block_size is {block}; the kernels take one scale for "
+            f"each {GROUP}x{GROUP} block. Use --quantization fp8 for this checkpoint."
+        )
+    if config.get("store_dtype") is not None or config.get("fmt", "e4m3") != "e4m3":
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint stores its weights as "
+            f"{config.get('store_dtype') or config.get('fmt')}; the kernels take e4m3. Leave out --quantization."
+        )
+
+
+def check_machine() -> None:
+    """Raise `UnsupportedError` where neither our kernels nor, on a CPU or by request, the reference can serve."""
+    backend = settings().backend
+    capability = current_platform.get_device_capability()
+    hopper = current_platform.is_cuda() and capability is not None and tuple(capability) == (9, 0)
+    if hopper or backend == "reference" or (backend == "auto" and current_platform.is_cpu()):
+        return
+    found = f"compute capability {capability[0]}.{capability[1]}" if capability else f"a {current_platform.device_name}"
+    raise UnsupportedError(
+        f"--quantization {NAME} (FP8MOE_BACKEND={backend}): the kernels need a Hopper GPU (compute capability 9.0), "
+        f"this machine has {found}. Use --quantization fp8 here, or set FP8MOE_BACKEND=reference to try the model on "
+        "the slow plain-torch reference."
+    )

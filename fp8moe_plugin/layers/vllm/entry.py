@@ -1,0 +1,53 @@
+"""What vLLM asks of a quantization method before it loads a model, answered without importing the method itself."""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.layers.vllm import NAME
+
+
+class Entry(QuantizationConfig):
+    """The class registered with vLLM. `from_config` gives an `Fp8MoeConfig`; an `Entry` itself is never built."""
+
+    def __init__(self) -> None:
+        """vLLM calls this, without arguments, for a checkpoint that has no `quantization_config`."""
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint's config.json has no quantization_config, so its weights are not "
+            "block FP8, and this plugin does not quantize at load time. Serve a block-FP8 checkpoint "
+            "(quant_method fp8, weight_block_size [128, 128]), or leave out --quantization."
+        )
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: object = None
+    ) -> str | None:
+        """Take a checkpoint over only where the user asked for it; `from_config` judges whether it can be served."""
+        return NAME if user_quant == NAME else None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+        from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
+
+        return Fp8MoeConfig.from_config(config)
+
+    @classmethod
+    def get_name(cls) -> str:
+        return NAME
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> None:
+        raise NotImplementedError("an Fp8MoeConfig serves the layers")

@@ -1,0 +1,156 @@
+"""The experts of a layer as vLLM's modular kernel calls them, between its dispatch and its combine."""
+
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+
+from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.ops.checks import ceil_div
+
+
+class Fp8MoeExperts(mk.FusedMoEExpertsModular):
+    """What both kinds of experts can do. Holds no state between calls and no copy of a weight or a scale."""
+
+    ue8m0 = False  # of the class: vLLM builds further instances by itself (elastic expert parallelism)
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True  # `config.check_machine` has refused the others
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation == MoEActivation.SILU
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return True
+
+
+class StandardExperts(Fp8MoeExperts):
+    """Tokens in any order, with the experts each one goes to: the whole layer in one op, from BF16 to BF16."""
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True  # the op quantizes each token straight into the rows of its experts
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return (0,), (0,), (M, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """`output`, `hidden_states`: bfloat16 `[M, K]`; `topk_ids`: global, -1 for none. Writes all of `output`."""
+        if apply_router_weight_on_input:  # vLLM's dispatch has multiplied the tokens
+            topk_weights = torch.ones_like(topk_weights)
+        weights = (w1, self.w1_scale, w2, self.w2_scale)
+        torch_ops.fused_moe(hidden_states, *weights, topk_weights, topk_ids, expert_map, self.ue8m0, output)
+
+
+class BatchedExperts(Fp8MoeExperts):
+    """FP8 rows already sorted by expert (DeepEP low latency, NIXL); vLLM's combine weights and sums them."""
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceDelegate()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return (0,), (0,), (local_num_experts, self.max_num_tokens * self.num_dispatchers, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """`hidden_states`: e4m3 `[E, max_m, K]` with float32 `a1q_scale`. Writes each expert's rows up to its count."""
+        # Every dispatched token goes to topk of all experts; this only steers the tile size.
+        expected_m = ceil_div(hidden_states.shape[1] * topk_ids.shape[1], global_num_experts)
+        weights = (w1, self.w1_scale, w2, self.w2_scale)
+        counts = expert_tokens_meta.expert_num_tokens
+        torch_ops.batched_experts(hidden_states, a1q_scale, *weights, counts, expected_m, self.ue8m0, output)
+
+
+class StandardExpertsUe8m0(StandardExperts):
+    ue8m0 = True
+
+
+class BatchedExpertsUe8m0(BatchedExperts):
+    ue8m0 = True
+
+
+def experts_class(batched: bool, ue8m0: bool) -> type[Fp8MoeExperts]:
+    if batched:
+        return BatchedExpertsUe8m0 if ue8m0 else BatchedExperts
+    return StandardExpertsUe8m0 if ue8m0 else StandardExperts

@@ -1,0 +1,83 @@
+"""Dense block-FP8 layers of a vLLM model on our GEMM."""
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.quantization.utils.fp8_utils import (
+    create_fp8_scale_parameter,
+    create_fp8_weight_parameter,
+)
+from vllm.model_executor.parameter import BlockQuantScaleParameter
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.layers.kernels import LinearShape, prepare_kernels
+from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
+from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.ops.checks import GROUP
+
+
+@register_weight_loader_v2_supported_method
+class Fp8MoeLinearMethod(LinearMethodBase):
+    """The weights stay as the checkpoint has them: `weight` e4m3 `[N, K]`, `weight_scale_inv` float32 per block."""
+
+    def __init__(self, ue8m0: bool, prefix: str) -> None:
+        self.ue8m0 = ue8m0
+        self.prefix = prefix
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        split = output_size != sum(output_partition_sizes)
+        check_shape(self.prefix, input_size_per_partition, output_partition_sizes, split)
+        block, loader = [GROUP, GROUP], extra_weight_attrs["weight_loader"]
+        layer.logical_widths = output_partition_sizes
+        layer.input_size_per_partition = input_size_per_partition
+        layer.output_size_per_partition = sum(output_partition_sizes)
+        layer.orig_dtype = params_dtype
+        layer.weight_block_size = block
+        weight = create_fp8_weight_parameter(sum(output_partition_sizes), input_size_per_partition, loader)
+        scale = create_fp8_scale_parameter(
+            BlockQuantScaleParameter, output_partition_sizes, input_size_per_partition, block, loader
+        )
+        for name, parameter in (("weight", weight), ("weight_scale_inv", scale)):
+            poison(parameter)
+            layer.register_parameter(name, parameter)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        check_loaded(self.prefix, "weight", layer.weight)
+        check_loaded(self.prefix, "weight_scale_inv", layer.weight_scale_inv)
+        max_num_tokens = get_current_vllm_config().scheduler_config.max_num_batched_tokens
+        prepare_kernels(LinearShape(*layer.weight.shape), max_num_tokens, layer.weight.device)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch_ops.linear(x, layer.weight, layer.weight_scale_inv, bias, self.ue8m0)
+
+
+def check_shape(prefix: str, inputs: int, outputs: list[int], split: bool) -> None:
+    """Raise `UnsupportedError` if a rank's part of a layer does not consist of whole scale blocks.
+
+    Args:
+        inputs: input channels of this rank.
+        outputs: output channels of each fused projection on this rank; the last may end within a block...
+        split: ...unless the outputs are split over ranks.
+    """
+    for what, size in [("input", inputs), *(("output", size) for size in (outputs if split else outputs[:-1]))]:
+        if size % GROUP:
+            raise UnsupportedError(
+                f"{prefix} has {size} {what} channels on this rank, the scales are given for blocks of {GROUP}. "
+                "Use a smaller --tensor-parallel-size, or list the layer in the checkpoint's modules_to_not_convert."
+            )
+    if sum(outputs) % 8:
+        raise UnsupportedError(
+            f"{prefix} has {sum(outputs)} output channels, the kernels need a multiple of 8. "
+            "List the layer in the checkpoint's modules_to_not_convert and store it in BF16."
+        )

@@ -1,0 +1,182 @@
+"""Mixture-of-experts layers of a vLLM model: their parameters, and the modular kernel that runs them."""
+
+import logging
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported
+from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+from vllm.model_executor.utils import set_weight_attrs
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.layers.kernels import MoEShape, prepare_kernels
+from fp8moe_plugin.layers.vllm import compat
+from fp8moe_plugin.layers.vllm.experts import experts_class
+from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
+from fp8moe_plugin.ops.backend import uses_sm90
+from fp8moe_plugin.ops.checks import GROUP
+
+logger = logging.getLogger("fp8moe")
+
+_announced: set[tuple[str, str]] = set()  # one line is enough
+
+PARAMETERS = ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv")
+
+
+class Fp8MoeMethod(FusedMoEMethodBase):
+    """Every parameter keeps the checkpoint's layout, contiguous, with dim 0 = expert, so that EPLB can move experts."""
+
+    def __init__(self, moe: Any, ue8m0: bool, prefix: str) -> None:
+        super().__init__(moe)
+        self.prefix = prefix
+        self.batched = moe.moe_parallel_config.use_batched_activation_format
+        self.experts_cls = experts_class(self.batched, ue8m0)
+        check_layer(prefix, moe, self.experts_cls)
+
+    @property
+    def supports_eplb(self) -> bool:
+        return True
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        sizes = hidden_size, intermediate_size_per_partition
+        wanted = super().maybe_roundup_sizes(*sizes, act_dtype, moe_parallel_config)
+        if tuple(wanted) != sizes:
+            raise UnsupportedError(
+                f"{self.prefix}: hidden size {hidden_size} is none that {moe_parallel_config.all2all_backend} takes, "
+                "and padding it is not supported. Choose another --all2all-backend."
+            )
+        return sizes
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        layer.num_experts = num_experts
+        layer.orig_dtype = params_dtype
+        layer.weight_block_size = [GROUP, GROUP]
+        layer.w13_input_scale = layer.w2_input_scale = None
+        block_attrs = {**extra_weight_attrs, "quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
+        rows, hidden, inner = 2 * intermediate_size_per_partition, hidden_size, intermediate_size_per_partition
+        for name, n, k in (("w13", rows, hidden), ("w2", hidden, inner)):
+            weight = torch.empty(num_experts, n, k, dtype=torch.float8_e4m3fn)
+            scale = torch.empty(num_experts, n // GROUP, k // GROUP, dtype=torch.float32)
+            _register(layer, f"{name}_weight", weight, extra_weight_attrs)
+            _register(layer, f"{name}_weight_scale_inv", scale, block_attrs)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        for name in PARAMETERS:
+            check_loaded(self.prefix, name, getattr(layer, name))
+        experts, hidden, inner = layer.w2_weight.shape
+        shape = MoEShape(experts, self.moe.num_experts, self.moe.experts_per_token, hidden, inner, self.batched)
+        kernels = prepare_kernels(shape, self.moe.max_num_tokens, layer.w2_weight.device)
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        self.moe_kernel = self._make_kernel(layer)
+        backend = "sm90" if uses_sm90(layer.w2_weight) else "reference"
+        _announce(backend, "masked" if self.batched else "contiguous", kernels)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        return fp8_w8a8_moe_quant_config(
+            w1_scale=layer.w13_weight_scale_inv, w2_scale=layer.w2_weight_scale_inv, block_shape=[GROUP, GROUP]
+        )
+
+    def _make_kernel(self, layer: Any) -> mk.FusedMoEKernel:
+        dispatch = compat.make_prepare_finalize(self.moe, self.moe_quant_config, layer._expert_routing_tables())
+        capacity = {}
+        if self.batched:
+            capacity = {
+                "max_num_tokens": dispatch.max_num_tokens_per_rank(),
+                "num_dispatchers": dispatch.num_dispatchers(),
+            }
+        experts = self.experts_cls(moe_config=self.moe, quant_config=self.moe_quant_config, **capacity)
+        return mk.FusedMoEKernel(dispatch, experts)
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert self.moe_kernel is not None
+        return self.moe_kernel.apply(
+            x,
+            layer.w13_weight,
+            layer.w2_weight,
+            topk_weights,
+            topk_ids,
+            activation=layer.activation,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            shared_experts=shared_experts,
+            shared_experts_input=shared_experts_input,
+        )
+
+
+def check_layer(prefix: str, moe: Any, experts_cls: Any) -> None:
+    """Raise `UnsupportedError` for what a model or a command line asks for and the kernels do not do."""
+    if moe.moe_backend != "auto":
+        raise UnsupportedError(
+            f"--moe-backend {moe.moe_backend} and --quantization fp8moe exclude each other: the plugin brings its own "
+            "kernels. Leave out one of the two."
+        )
+    if moe.is_lora_enabled:
+        raise UnsupportedError(
+            f"{prefix}: LoRA on a mixture-of-experts model is not supported by --quantization fp8moe. "
+            "Leave out --enable-lora, or use --quantization fp8."
+        )
+    if moe.has_bias or any(x is not None for x in (moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)):
+        raise UnsupportedError(
+            f"{prefix}: the model's experts have a bias or a modified SwiGLU, the kernels compute silu(gate) * up. "
+            "Use --quantization fp8."
+        )
+    _check_sizes(prefix, moe)
+    supported, why = experts_cls.is_supported_config(
+        experts_cls, moe, kFp8Static128BlockSym, kFp8Dynamic128Sym, experts_cls.activation_format()
+    )
+    if not supported:
+        raise UnsupportedError(f"{prefix}: {why}. The kernels compute silu(gate) * up. Use --quantization fp8.")
+
+
+def _check_sizes(prefix: str, moe: Any) -> None:
+    if moe.hidden_dim % GROUP:
+        raise UnsupportedError(
+            f"{prefix}: hidden size {moe.hidden_dim} is no multiple of {GROUP}, the scale block. "
+            "Use --quantization fp8."
+        )
+    if moe.intermediate_size_per_partition % GROUP:
+        tp = moe.moe_parallel_config.tp_size
+        fits = [t for t in range(1, moe.intermediate_size // GROUP + 1) if moe.intermediate_size % (t * GROUP) == 0]
+        advice = "Use --quantization fp8."
+        if fits:
+            nearest = min(fits, key=lambda t: (abs(t - tp), t))
+            advice = f"Use --tensor-parallel-size {nearest}, or --enable-expert-parallel to keep each expert whole."
+        raise UnsupportedError(
+            f"{prefix}: with tensor parallelism {tp} each rank has {moe.intermediate_size_per_partition} of the "
+            f"{moe.intermediate_size} intermediate channels, no multiple of {GROUP}, the scale block. {advice}"
+        )
+
+
+def _register(layer: Any, name: str, data: torch.Tensor, attrs: dict[str, Any]) -> None:
+    poison(data)
+    parameter = torch.nn.Parameter(data, requires_grad=False)
+    set_weight_attrs(parameter, attrs)
+    layer.register_parameter(name, parameter)
+
+
+def _announce(backend: str, layout: str, kernels: int) -> None:
+    if (backend, layout) not in _announced:
+        _announced.add((backend, layout))
+        logger.info("fp8moe serves the experts: backend %s, layout %s, %d kernels loaded", backend, layout, kernels)

@@ -1,0 +1,54 @@
+"""Block-FP8 weights: quantizing them, and checking those that a checkpoint brings."""
+
+import torch
+
+from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.ops.checks import FP8, GROUP, ceil_div
+from fp8moe_plugin.ops.quantize import FP8_MAX, SMALLEST_AMAX
+
+
+def per_block_cast_to_fp8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize each 128x128 block of a weight by its own largest magnitude.
+
+    Args:
+        w: any float dtype `[.., N, K]`; blocks at the right and lower edges may be smaller.
+    Returns:
+        e4m3 `[.., N, K]` and float32 scales `[.., ceil(N/128), ceil(K/128)]`; `w` is about `q * scale`.
+    """
+    n, k = w.shape[-2:]
+    padded = torch.nn.functional.pad(w.float(), (0, -k % GROUP, 0, -n % GROUP))
+    blocks = padded.unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))
+    scales = blocks.abs().amax((-3, -1)).clamp(min=SMALLEST_AMAX) / FP8_MAX
+    q = (blocks / scales[..., :, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return q.flatten(-2).flatten(-3, -2)[..., :n, :k].contiguous(), scales
+
+
+def check_fp8_weight(name: str, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """Raise `CheckpointError` unless this is an e4m3 `[.., N, K]` with finite float32 scales, one a 128x128 block."""
+    if weight.dtype != FP8:
+        raise CheckpointError(
+            f"{name} has dtype {weight.dtype}, a block-FP8 checkpoint holds {FP8}. "
+            "Build the layer with from_bf16 to quantize it here."
+        )
+    if scale is None:
+        raise CheckpointError(
+            f"{name} has no scales: an FP8 weight means nothing without them. Pass the checkpoint's weight_scale_inv."
+        )
+    n, k = weight.shape[-2:]
+    wanted = (*weight.shape[:-2], ceil_div(n, GROUP), ceil_div(k, GROUP))
+    if tuple(scale.shape) != wanted:
+        raise CheckpointError(
+            f"{name}'s scales have shape {list(scale.shape)}, one a 128x128 block of {list(weight.shape)} makes "
+            f"{list(wanted)}. Check that weight and scales come from the same layer, and the checkpoint's block size."
+        )
+    if scale.dtype != torch.float32:
+        raise CheckpointError(f"{name}'s scales have dtype {scale.dtype}, needed is float32. Convert them.")
+    if not scale.isfinite().all():
+        raise CheckpointError(
+            f"{name}'s scales hold NaN or infinity: the checkpoint is damaged or was not loaded whole. Load it again."
+        )
+
+
+def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter that serves and is not trained."""
+    return torch.nn.Parameter(tensor.contiguous(), requires_grad=False)
