@@ -5,9 +5,9 @@
 Each engine is a process of its own, with CUDA graphs and torch.compile on. `next_token`: the share of prompt positions
 at which two engines hold the same token for the most likely next one (each position is given the same prefix, so one
 early difference does not spoil the rest). `prefix`: how many generated tokens agree before the first difference.
-`triton` and `deep_gemm` are vLLM's own backends made comparable: FP32 scales of activations, as ours has for a checkpoint
-that does not ask for `scale_fmt: ue8m0`, and no fusion of norms and activations into the quantization, which spares these
-a rounding to BF16. `triton default` and `deep_gemm default` are what `--quantization fp8` gives.
+`triton` and `deep_gemm` are vLLM's own backends made comparable: FP32 scales of activations, as ours has for a
+checkpoint that does not ask for `scale_fmt: ue8m0`, and no fusion of norms and activations into the quantization, which
+spares these a rounding to BF16. `triton default` and `deep_gemm default` are what `--quantization fp8` gives.
 """
 
 import argparse
