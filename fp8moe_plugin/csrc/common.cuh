@@ -22,6 +22,8 @@ __device__ inline unsigned pack_bf16x2(float low, float high) {
     return pair;
 }
 
+__device__ inline float round_bf16(float value) { return unpack_bf16x2(pack_bf16x2(value, 0.0f)).x; }
+
 __device__ inline void unpack_eight(uint4 bf16, float (&v)[8]) {
     const unsigned pairs[4] = {bf16.x, bf16.y, bf16.z, bf16.w};
 #pragma unroll

@@ -15,7 +15,9 @@ CTAS_PER_SM = 8  # two waves: enough to even out experts of unequal size
 def silu_mul_quant_fp8(
     gate_up: torch.Tensor, counts: torch.Tensor, ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize `silu(gate_up[.., :I]) * gate_up[.., I:]`, computed in float32, per row and 128 channels.
+    """Quantize `silu(gate_up[.., :I]) * gate_up[.., I:]` per row and 128 channels.
+
+    SiLU and the product are computed in float32 and each rounded to bfloat16, as vLLM's own kernels do.
 
     Args:
         gate_up: bfloat16 `[G, max_m, 2I]`, I a multiple of 128.
@@ -41,7 +43,7 @@ def silu_mul_quant_fp8(
 
 def silu_mul_quant_fp8_reference(gate_up: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain-torch twin for dense rows: bfloat16 `[.., 2I]` -> e4m3 `[.., I]` and scales `[.., I/128]`."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate_up.chunk(2, dim=-1)
     return per_token_group_quant_fp8_reference(torch.nn.functional.silu(gate) * up, ue8m0)
 
 

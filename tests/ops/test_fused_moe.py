@@ -68,7 +68,7 @@ def test_each_stage_rounds_like_the_reference(device, tokens, kind, seed):
 
     gate_up = grouped((q, scales), layer.w13, layer.w13_scale)
     mid_q, mid_scales = silu_mul_quant_fp8(gate_up[None], routing.num_rows)
-    h.assert_quantized((mid_q[0, :rows], mid_scales[0, :rows]), h.swiglu(gate_up[:rows]))
+    h.assert_quantized((mid_q[0, :rows], mid_scales[0, :rows]), h.swiglu(gate_up[:rows]), slack=h.SWIGLU_SLACK)
     down = grouped((mid_q[0], mid_scales[0]), layer.w2, layer.w2_scale)
     out = combine(down, routing.slots, weights, torch.empty_like(x))
     here = routing.slots >= 0
