@@ -99,7 +99,7 @@ def test_quantize_equals_the_reference_bit_by_bit(tokens: int, hidden: int, ue8m
     x = activations(tokens, hidden)
     q, scales = per_token_group_quant_fp8(x, ue8m0=ue8m0)
     assert_same_quantized((q, scales), per_token_group_quant_fp8_reference(x, ue8m0))
-    assert scales.stride(0) == 1
+    assert tokens == 1 or scales.stride(0) == 1  # tokens are contiguous
 
 
 def test_quantize_takes_more_than_two_dimensions() -> None:
