@@ -82,7 +82,7 @@ def _register() -> None:
         library.impl(name, impl, "CompositeExplicitAutograd")
         library._register_fake(name, fake)
     # The ops live as long as their library, so it lives with torch's namespace and not with this module.
-    namespace.library = library
+    vars(namespace)["library"] = library
 
 
 _register()

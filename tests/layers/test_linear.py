@@ -1,0 +1,82 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8moe_plugin.errors import CheckpointError, InvalidInputError
+from fp8moe_plugin.layers.linear import FP8Linear
+from fp8moe_plugin.ops import torch_ops
+from tests import helpers as h
+
+# Not test_schema: it multiplies its inputs, which torch cannot do in e4m3.
+OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def assert_close(out: torch.Tensor, exact: torch.Tensor) -> None:
+    assert out.dtype == torch.bfloat16
+    assert h.cosine(out, exact) >= 0.999
+    assert h.relative_l2(out, exact) <= 0.05
+
+
+@given(n=st.sampled_from((64, 136, 576)), bias=st.booleans(), ue8m0=st.booleans(), seed=h.seeds)
+def test_a_checkpoint_layer_is_close_to_unquantized_math(device, n, bias, ue8m0, seed):
+    gen = h.seeded(seed, device)
+    weight, added = h.random_weights(gen, n, 640), h.random_tokens(gen, n)
+    layer = FP8Linear.from_fp8(*weight, added if bias else None, ue8m0)
+    x = h.random_tokens(gen, 2, 80, 640)
+    assert_close(layer(x), x.double() @ h.dequantize_weights(*weight).T + (added.double() if bias else 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_quantized_here_is_close_to_unquantized_math(device, dtype):
+    gen = h.seeded(0, device)
+    weight = torch.randn(576, 640, generator=gen, device=device).mul(640**-0.5).to(dtype)
+    x = h.random_tokens(gen, 200, 640)
+    assert_close(FP8Linear.from_bf16(weight)(x), x.double() @ weight.double().T)
+
+
+def test_nothing_is_trained_and_everything_is_saved(device):
+    layer = FP8Linear.from_fp8(*h.random_weights(h.seeded(0, device), 64, 256))
+    assert sorted(layer.state_dict()) == ["weight", "weight_scale"]
+    assert not any(p.requires_grad for p in layer.parameters())
+
+
+WRONG = {
+    "no scales: an FP8 weight means nothing": lambda w, s: (w, None),
+    "has dtype torch.bfloat16.*from_bf16": lambda w, s: (w.bfloat16(), s),
+    r"scales have shape \[2, 2\].*makes \[2, 3\]": lambda w, s: (w, s[:, :2]),
+    "scales have dtype torch.bfloat16, needed is float32": lambda w, s: (w, s.bfloat16()),
+    "scales hold NaN or infinity": lambda w, s: (w, s * float("inf")),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_checkpoint_that_does_not_fit_is_refused(device, message):
+    weight = h.random_weights(h.seeded(0, device), 136, 384)
+    with pytest.raises(CheckpointError, match=message):
+        FP8Linear.from_fp8(*WRONG[message](*weight))
+
+
+def test_inputs_that_do_not_fit_are_refused(device):
+    gen = h.seeded(0, device)
+    layer = FP8Linear.from_fp8(*h.random_weights(gen, 64, 256))
+    for x in (h.random_tokens(gen, 3, 128), h.random_tokens(gen, 3, 256).float()):
+        with pytest.raises(InvalidInputError):
+            layer(x)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 65])
+def test_torch_can_trace_the_op(device, rows):
+    gen = h.seeded(0, device)
+    x, weight, bias = h.random_tokens(gen, rows, 256), h.random_weights(gen, 64, 256), h.random_tokens(gen, 64)
+    for added in (None, bias):
+        torch.library.opcheck(torch_ops.linear, (x, *weight, added, False), test_utils=OPCHECKS)
+
+
+def test_it_compiles_without_a_graph_break(device):
+    gen = h.seeded(0, device)
+    layer = FP8Linear.from_fp8(*h.random_weights(gen, 64, 256), h.random_tokens(gen, 64))
+    compiled = torch.compile(lambda x: layer(x * 2) + 1, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (2, 65):
+        x = h.random_tokens(gen, rows, 256)
+        assert h.same_bits(compiled(x), layer(x * 2) + 1)
