@@ -1,0 +1,228 @@
+"""What `--quantization fp8moe` takes over, and what it refuses; no engine is started."""
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.model_executor.layers import quantization
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+import fp8moe_plugin
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.layers.vllm import config as seam
+from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
+from fp8moe_plugin.layers.vllm.entry import Entry
+from fp8moe_plugin.layers.vllm.experts import experts_class
+from fp8moe_plugin.layers.vllm.linear import check_shape
+from fp8moe_plugin.layers.vllm.moe import check_layer
+from fp8moe_plugin.settings import Settings
+
+CHECKPOINT = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize("user_quant", [None, "fp8", "awq"])
+def test_no_checkpoint_is_taken_over_unless_the_user_asked(user_quant):
+    assert Entry.override_quantization_method(CHECKPOINT, user_quant) is None
+    assert Entry.override_quantization_method(CHECKPOINT, user_quant, hf_config=object()) is None
+
+
+def test_any_checkpoint_is_taken_over_if_the_user_asked():
+    for checkpoint in (CHECKPOINT, {"quant_method": "awq"}, {}):
+        assert Entry.override_quantization_method(checkpoint, "fp8moe") == "fp8moe"
+
+
+@pytest.mark.parametrize("key", ["ignored_layers", "modules_to_not_convert"])
+def test_the_config_is_what_the_checkpoint_says(key):
+    config = Entry.from_config(CHECKPOINT | {key: ["lm_head"], "scale_fmt": "ue8m0"})
+    assert isinstance(config, Fp8MoeConfig)
+    assert isinstance(config, Fp8Config)
+    assert config.get_name() == "fp8moe"
+    assert config.weight_block_size == [128, 128]
+    assert config.ignored_layers == ["lm_head"]
+    assert config.ue8m0
+    assert not Entry.from_config(CHECKPOINT).ue8m0
+
+
+def test_the_config_survives_pickling():
+    config = Entry.from_config(CHECKPOINT | {"ignored_layers": ["lm_head"], "scale_fmt": "ue8m0"})
+    copy = pickle.loads(pickle.dumps(config))
+    assert type(copy) is Fp8MoeConfig
+    assert vars(copy) == vars(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "awq"}, "quant_method is 'awq', only 'fp8' is served. Leave out --quantization"),
+        ({"activation_scheme": "static"}, "activation_scheme is 'static'.*Use --quantization fp8"),
+        ({"weight_block_size": [64, 128]}, r"weight_block_size is \[64, 128\].*128x128 block. Use --quantization fp8"),
+        ({"weight_block_size": None}, "weight_block_size is None.*Use --quantization fp8"),
+        ({"fmt": "e5m2"}, "stores its weights as e5m2; the kernels take e4m3"),
+        ({"store_dtype": "int4"}, "stores its weights as int4; the kernels take e4m3"),
+    ],
+)
+def test_other_checkpoints_are_refused(change, message):
+    with pytest.raises(UnsupportedError, match=message):
+        Entry.from_config(CHECKPOINT | change)
+
+
+def test_a_checkpoint_without_quantization_config_is_refused():
+    with pytest.raises(
+        UnsupportedError, match=r"config\.json has no quantization_config.*Serve a block-FP8 checkpoint"
+    ):
+        Entry()
+
+
+class Machine:
+    """A platform as vLLM describes it."""
+
+    def __init__(self, name: str, capability: tuple[int, int] | None) -> None:
+        self.device_name = name
+        self.get_device_capability = lambda: capability
+        self.is_cuda = lambda: name == "cuda"
+        self.is_cpu = lambda: name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("machine", "backend", "found"),
+    [
+        (Machine("cuda", (8, 0)), "auto", "compute capability 8.0"),
+        (Machine("cuda", (10, 0)), "sm90", "compute capability 10.0"),
+        (Machine("xpu", None), "auto", "a xpu"),
+        (Machine("cpu", None), "sm90", "a cpu"),
+        (Machine("rocm", (9, 0)), "auto", "compute capability 9.0"),
+    ],
+)
+def test_another_machine_is_refused(monkeypatch, machine, backend, found):
+    monkeypatch.setattr(seam, "current_platform", machine)
+    monkeypatch.setattr(seam, "settings", lambda: Settings(backend=backend))
+    with pytest.raises(UnsupportedError, match=f"need a Hopper GPU.*has {found}.*FP8MOE_BACKEND=reference"):
+        Entry.from_config(CHECKPOINT)
+
+
+@pytest.mark.parametrize(
+    ("machine", "backend"),
+    [
+        (Machine("cuda", (9, 0)), "auto"),
+        (Machine("cuda", (9, 0)), "sm90"),
+        (Machine("cuda", (8, 0)), "reference"),
+        (Machine("cpu", None), "auto"),
+    ],
+)
+def test_a_hopper_gpu_or_the_reference_serves(monkeypatch, machine, backend):
+    monkeypatch.setattr(seam, "current_platform", machine)
+    monkeypatch.setattr(seam, "settings", lambda: Settings(backend=backend))
+    assert Entry.from_config(CHECKPOINT).get_name() == "fp8moe"
+
+
+def moe_layer(tp: int = 1, intermediate: int = 256, **changes: object) -> FusedMoEConfig:
+    """A layer's description as vLLM passes it to a quantization method."""
+    parallel = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), tp_size=tp)
+    plain = {
+        "num_experts": 16,
+        "experts_per_token": 4,
+        "hidden_dim": 256,
+        "intermediate_size": intermediate,
+        "num_local_experts": 16,
+        "num_logical_experts": 16,
+        "activation": MoEActivation.SILU,
+        "device": "cpu",
+        "routing_method": RoutingMethodType.Renormalize,
+        "moe_parallel_config": parallel,
+        "in_dtype": torch.bfloat16,
+    }
+    return FusedMoEConfig(**plain | changes)
+
+
+def test_a_plain_layer_is_served():
+    for batched in (False, True):
+        for ue8m0 in (False, True):
+            experts = experts_class(batched, ue8m0)
+            assert experts.ue8m0 == ue8m0
+            check_layer("model.layers.1.mlp.experts", moe_layer(), experts)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"moe_backend": "triton"}, "--moe-backend triton and --quantization fp8moe exclude each other"),
+        ({"is_lora_enabled": True}, "L: LoRA .* is not supported.*Leave out --enable-lora"),
+        ({"has_bias": True}, "L: the model's experts have a bias or a modified SwiGLU"),
+        ({"swiglu_limit": 7.0}, "L: the model's experts have a bias or a modified SwiGLU"),
+        ({"swiglu_alpha": 1.7}, "L: the model's experts have a bias or a modified SwiGLU"),
+        ({"swiglu_beta": 1.0}, "L: the model's experts have a bias or a modified SwiGLU"),
+        ({"activation": MoEActivation.GELU}, r"L: .*GELU activation.*silu\(gate\) \* up. Use --quantization fp8"),
+        ({"hidden_dim": 320}, "L: hidden size 320 is no multiple of 128"),
+        ({"intermediate": 768, "tp": 8}, "has 96 of the 768 .*no multiple of 128.*--tensor-parallel-size 6, or"),
+        (
+            {"intermediate": 2048, "tp": 32},
+            "has 64 of the 2048 .*--tensor-parallel-size 16, or --enable-expert-parallel",
+        ),
+        ({"intermediate": 320}, "has 320 of the 320 .*no multiple of 128, the scale block. Use --quantization fp8"),
+    ],
+)
+def test_other_layers_are_refused(layer, message):
+    with pytest.raises(UnsupportedError, match=message):
+        check_layer("L", moe_layer(**layer), experts_class(batched=False, ue8m0=False))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "split", "message"),
+    [
+        (192, [256], False, "L has 192 input channels on this rank.*smaller --tensor-parallel-size"),
+        (256, [192, 256], False, "L has 192 output channels on this rank"),
+        (256, [192], True, "L has 192 output channels on this rank"),
+        (256, [260], False, "L has 260 output channels, the kernels need a multiple of 8"),
+    ],
+)
+def test_dense_layers_that_end_within_a_scale_block_are_refused(inputs, outputs, split, message):
+    with pytest.raises(UnsupportedError, match=message):
+        check_shape("L", inputs, outputs, split)
+
+
+def test_only_the_last_projection_may_end_within_a_scale_block():
+    check_shape("L", 256, [256, 192], split=False)
+
+
+def test_registering_twice_is_registering_once():
+    fp8moe_plugin.register()
+    methods, config = list(quantization.QUANTIZATION_METHODS), quantization.get_quantization_config("fp8moe")
+    fp8moe_plugin.register()
+    assert methods == quantization.QUANTIZATION_METHODS
+    assert methods.count("fp8moe") == 1
+    assert quantization.get_quantization_config("fp8moe") is config is Entry
+
+
+def test_registering_never_raises(monkeypatch, caplog):
+    monkeypatch.delattr(quantization, "register_quantization_config")
+    monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", [])
+    fp8moe_plugin.register()
+    assert "--quantization fp8moe is not available" in caplog.text
+
+
+PASSIVE = """
+import sys
+import vllm.model_executor.layers.quantization
+before = set(sys.modules)
+import fp8moe_plugin, torch
+fp8moe_plugin.register()
+assert not torch.cuda.is_initialized()
+print(sorted(name for name in set(sys.modules) - before if not name.startswith("fp8moe_plugin.layers.vllm")))
+"""
+
+
+def test_registering_touches_no_gpu_and_loads_no_kernel():
+    done = subprocess.run([sys.executable, "-c", PASSIVE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.splitlines()[-1]
+    assert "fp8moe_plugin.ops" not in loaded
+    assert "fp8moe_plugin.jit" not in loaded
+    assert "cuda" not in loaded
