@@ -48,11 +48,11 @@ extern "C" __global__ __launch_bounds__(THREADS) void quantize(const uint4* __re
     float scale[kTokensPerLane];
 #pragma unroll
     for (int i = 0; i < kTokensPerLane; ++i) {
-        const GroupScale s = group_scale(group_max(magnitude_bits(values[i])));
+        const float s = group_scale(group_max(magnitude_bits(values[i])));
         float v[8];
         unpack_eight(values[i], v);
-        codes[i] = quantize_eight(v, s.inverse);
-        scale[i] = s.scale;
+        codes[i] = quantize_eight(v, s);
+        scale[i] = s;
     }
 
     // Store.

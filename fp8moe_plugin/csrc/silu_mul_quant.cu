@@ -57,11 +57,11 @@ extern "C" __global__ __launch_bounds__(THREADS) void silu_mul_quant(const uint4
                 value[c] = round_bf16(round_bf16(silu(value[c])) * factor[c]);
                 amax_bits = max(amax_bits, magnitude_bits(value[c]));
             }
-            const GroupScale s = group_scale(group_max(amax_bits));
-            if (lane == i) scale_of_lane = s.scale;
+            const float scale = group_scale(group_max(amax_bits));
+            if (lane == i) scale_of_lane = scale;
             if (first + i < row_end)
                 q[(static_cast<size_t>(first + i) * groups + group) * kGroupLanes + lane] =
-                    quantize_eight(value, s.inverse);
+                    quantize_eight(value, scale);
         }
         if (lane < kRowsPerLane && first + lane < row_end)
             scales[static_cast<size_t>(group) * gridDim.y * max_m + first + lane] = scale_of_lane;

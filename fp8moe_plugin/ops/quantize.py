@@ -64,22 +64,20 @@ def empty_quantized(rows: int, k: int, device: torch.device) -> tuple[torch.Tens
     return workspace.empty((rows, k), FP8, device), scales.t()
 
 
-def group_scales(amax: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale of a group from its largest magnitude, and what its values are multiplied with."""
-    amax = amax.clamp(min=SMALLEST_AMAX)
-    largest = torch.full_like(amax, FP8_MAX)  # with a Python number, torch may multiply with a rounded reciprocal
+def group_scales(amax: torch.Tensor, ue8m0: bool) -> torch.Tensor:
+    """The scale of a group from its largest magnitude."""
+    # By a tensor: torch divides by a number as it multiplies with its inverse, which rounds twice.
+    scales = amax.clamp(min=SMALLEST_AMAX) / torch.full_like(amax, FP8_MAX)
     if not ue8m0:
-        return amax / largest, largest / amax
-    bits = (amax / largest).view(torch.int32)
-    power = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-    return power, 1.0 / power
+        return scales
+    return ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def per_token_group_quant_fp8_reference(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain-torch twin of `per_token_group_quant_fp8`; takes any float dtype."""
     groups = x.float().unflatten(-1, (-1, GROUP))
-    scales, inverse = group_scales(groups.abs().amax(-1), ue8m0)
-    q = (groups * inverse.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    scales = group_scales(groups.abs().amax(-1), ue8m0)
+    q = (groups / scales.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     return q.view(x.shape), scales
 
 
