@@ -66,8 +66,8 @@ def fused_moe(
         out = torch.empty_like(hidden_states)
     check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
     check_values("topk_ids", topk_ids, -1, (w13.shape[0] if expert_map is None else expert_map.numel()) - 1)
-    if tokens == 0:
-        return out
+    if topk_ids.numel() == 0:
+        return out.zero_()
     run = _fused_moe_sm90 if uses_sm90(hidden_states) else _fused_moe_reference
     run(hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, ue8m0, out)
     return out

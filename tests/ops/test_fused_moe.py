@@ -40,6 +40,11 @@ def test_every_routing_gives_the_layer(device, tokens, kind, experts, seed):
     assert_accurate(run(*call), *call)
 
 
+def test_a_token_with_no_expert_at_all_becomes_zeros(device):
+    x, layer, weights, ids = random_call(h.seeded(0, device), 3)
+    assert (run(x, layer, weights[:, :0].contiguous(), ids[:, :0].contiguous()) == 0).all()
+
+
 @pytest.mark.parametrize("kind", sorted({*h.ROUTINGS} - {"nowhere"}))
 def test_the_layer_points_where_unquantized_math_does(device, kind):
     call = random_call(h.seeded(0, device), 400, kind)
