@@ -44,6 +44,7 @@ class Shape:
     experts: int
     topk: int
     moe_intermediate: int
+    residual_gain: float = 1 / 8  # of the layers that write to the residual stream
 
     dense_layers: int = 0
     mtp_layers: int = 0
@@ -92,8 +93,7 @@ class Tensor:
 
 
 def linear(name: str, n: int, k: int) -> Tensor:
-    gain = 1.5 / 8 if name.endswith(("o_proj", "down_proj")) else 1.5
-    return Tensor(f"{name}.weight", (n, k), std=gain / math.sqrt(k), quantized=True)
+    return Tensor(f"{name}.weight", (n, k), std=1.5 / math.sqrt(k), quantized=True)
 
 
 def norm(name: str, size: int) -> Tensor:
@@ -261,7 +261,8 @@ def draw(t: Tensor, s: Shape, seed: int, device: torch.device) -> torch.Tensor:
     elif name.endswith("embed_tokens.weight"):
         name = "model.embed_tokens.weight"
     generator = torch.Generator(device).manual_seed((seed << 32) | zlib.crc32(name.encode()))
-    return torch.randn(t.shape, generator=generator, device=device) * t.std
+    gain = s.residual_gain if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+    return torch.randn(t.shape, generator=generator, device=device) * (t.std * gain)
 
 
 def stored(t: Tensor, values: torch.Tensor, fp8: bool) -> dict[str, torch.Tensor]:

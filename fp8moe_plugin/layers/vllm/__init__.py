@@ -35,9 +35,5 @@ def _register() -> None:
 
 
 def _log_like_vllm() -> None:
-    """vLLM sets up its own logger only; lend its handlers to ours, or an operator sees none of our lines."""
-    vllm_logger = logging.getLogger("vllm")
-    if not logger.handlers:
-        logger.handlers = list(vllm_logger.handlers)
-    if logger.level == logging.NOTSET:
-        logger.setLevel(vllm_logger.level)
+    """vLLM sets up its own logger only, some versions after this call; below it, ours follows whenever that happens."""
+    logger.parent = logging.getLogger("vllm")

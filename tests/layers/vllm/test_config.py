@@ -1,6 +1,7 @@
 """What `--quantization fp8moe` takes over, and what it refuses; no engine is started."""
 
 import dataclasses
+import logging
 import pickle
 import subprocess
 import sys
@@ -204,6 +205,7 @@ def test_registering_twice_is_registering_once():
 def test_registering_never_raises(monkeypatch, caplog):
     monkeypatch.delattr(quantization, "register_quantization_config")
     monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", [])
+    monkeypatch.setattr(logging.getLogger("fp8moe"), "parent", logging.getLogger())  # where caplog listens
     fp8moe_plugin.register()
     assert "--quantization fp8moe is not available" in caplog.text
 
