@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="FP8MOE_", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="FP8MOE_", env_ignore_empty=True, frozen=True)
 
     backend: Literal["auto", "sm90", "reference"] = Field(
         "auto",

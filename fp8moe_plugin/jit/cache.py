@@ -2,10 +2,10 @@
 
     <cache_dir>/<source>-<digest>.cubin     32 bytes of sha256, then the cubin
 
-The digest names everything the compiler reads, so an entry is never out of date. An entry appears whole, by an atomic
-rename, or not at all; the checksum catches what happens to it later. Reading never writes. Whoever loses a race to
-publish has lost nothing: it uses the bytes it compiled. Known gap: processes that start at once on an empty cache
-compile the same kernels, some tenths of a second each.
+The digest names everything the compiler reads, and the compiler's version, major and minor. An entry appears whole, by
+an atomic rename, or not at all; the checksum catches what happens to it later. Reading never writes. Whoever loses a
+race to publish has lost nothing: it uses the bytes it compiled. Known gaps: processes that start at once on an empty
+cache compile the same kernels, some tenths of a second each; a patch release of NVRTC keeps the entries of the last.
 """
 
 import hashlib
@@ -25,7 +25,8 @@ CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 def cache_dir() -> Path:
-    return settings().cache_dir or platformdirs.user_cache_path("fp8moe")
+    chosen = settings().cache_dir
+    return chosen.expanduser() if chosen else platformdirs.user_cache_path("fp8moe")
 
 
 def load_or_compile(key: KernelKey) -> tuple[bytes, bool]:

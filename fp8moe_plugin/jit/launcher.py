@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,6 @@ TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 
 
-class Int64(int):
-    """A kernel argument of 64 bits; a plain int is passed as 32."""
-
-
 class TensorMap:
     """A TMA descriptor of a row-major matrix, as a kernel argument (`CUtensorMap`)."""
 
@@ -30,7 +27,7 @@ class TensorMap:
         return self.address
 
 
-Argument = torch.Tensor | TensorMap | int | float | None
+Argument = torch.Tensor | TensorMap | int | None
 
 
 def launch(key: KernelKey, grid: int | tuple[int, int], args: tuple[Argument, ...], device: torch.device) -> None:
@@ -38,16 +35,17 @@ def launch(key: KernelKey, grid: int | tuple[int, int], args: tuple[Argument, ..
 
     Args:
         grid: blocks, along x or along (x, y).
-        args: tensors and None as pointers, `TensorMap` by value, int as 32 bits, `Int64` as 64, float as float32.
+        args: tensors and None as pointers, `TensorMap` by value, int as 32 bits.
     Raises:
         CompileError: the kernel does not compile.
         LaunchError: the driver refuses it, or it is not loaded yet while the stream is being captured.
     """
-    if device != torch.device("cuda", torch.cuda.current_device()):
+    if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(key, grid, args, device)
     from cuda.bindings import driver
 
+    _bind_context(device.index)
     x, y = grid if isinstance(grid, tuple) else (grid, 1)
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     function = load(key, device.index)
@@ -65,12 +63,8 @@ def _pack(argument: Argument) -> tuple[Any, Any]:
             return 0, ctypes.c_void_p
         case TensorMap():
             return argument, None
-        case Int64():
-            return int(argument), ctypes.c_longlong
         case int():
             return argument, ctypes.c_int
-        case float():
-            return argument, ctypes.c_float
 
 
 @dataclass
@@ -87,6 +81,11 @@ counts = LoadCounts()
 @functools.cache
 def load(key: KernelKey, device_index: int) -> Any:
     """The kernel as the driver's function on one device, ready to launch."""
+    with torch.cuda.device(device_index):
+        return _load(key, device_index)
+
+
+def _load(key: KernelKey, device_index: int) -> Any:
     from cuda.bindings import driver
 
     if torch.cuda.is_current_stream_capturing():
@@ -95,7 +94,7 @@ def load(key: KernelKey, device_index: int) -> Any:
             "Call the op once before the capture."
         )
     cubin, hit = load_or_compile(key)
-    torch.cuda.current_stream(device_index)  # makes torch's context current
+    _bind_context(device_index)
     library = _check(*driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0), f"load of {key.source}")
     kernel = _check(*driver.cuLibraryGetKernel(library, key.source.encode()), f"entry {key.source}")
     function = _check(*driver.cuKernelGetFunction(kernel), f"function {key.source}")
@@ -135,6 +134,24 @@ def tensor_map(address: int, rows: int, columns: int, box_rows: int, box_columns
     )
     _check(driver.CUresult(status), f"tensor map of a {rows} x {columns} matrix")
     return result
+
+
+_thread = threading.local()
+
+
+def _bind_context(device_index: int) -> None:
+    """Give the calling thread the context of its current device; it has none before its first CUDA call."""
+    if getattr(_thread, "has_context", False):
+        return
+    from cuda.bindings import driver
+
+    what = f"context of device {device_index}"
+    if not int(_check(*driver.cuCtxGetCurrent(), what)):
+        device = _check(*driver.cuDeviceGet(device_index), what)
+        context = _check(*driver.cuDevicePrimaryCtxRetain(device), what)
+        (status,) = driver.cuCtxSetCurrent(context)
+        _check(status, what)
+    _thread.has_context = True
 
 
 @functools.cache

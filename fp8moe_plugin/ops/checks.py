@@ -64,8 +64,8 @@ def check_int(name: str, value: int) -> None:
 
 
 def check_values(name: str, tensor: torch.Tensor, lowest: int, highest: int) -> None:
-    """With FP8MOE_DEBUG=1, wait for the device and check what the tensor holds."""
-    if not settings().debug:
+    """With FP8MOE_DEBUG=1, wait for the device and check what the tensor holds; not while a CUDA graph is captured."""
+    if not settings().debug or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     bad = tensor[(tensor < lowest) | (tensor > highest)]
     if bad.numel():
@@ -86,6 +86,8 @@ def check_weights(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: int,
     q, scales = _two_parts(name, pair)
     check_tensor(name, q, dtype=FP8, shape=(*(None,) * (dims - 1), k), device=device)
     check_multiple(f"{name}'s N", q.shape[-2], 8)
+    if 0 in q.shape:
+        raise InvalidInputError(f"{name} has shape {list(q.shape)}, needs at least one expert. Check what was loaded.")
     wanted = (*q.shape[:-2], ceil_div(q.shape[-2], GROUP), ceil_div(k, GROUP))
     check_tensor(f"{name}'s scales", scales, dtype=torch.float32, shape=wanted, device=device)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from fp8moe_plugin.ops.checks import check_tensor, check_weights
+from fp8moe_plugin.ops.checks import GROUP, check_multiple, check_tensor, check_weights
 from fp8moe_plugin.ops.gemm import fp8_gemm_nt
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 
@@ -28,6 +28,7 @@ def fp8_linear(
         InvalidInputError: wrong dtype, shape, stride or device.
     """
     check_tensor("x", x, dtype=torch.bfloat16)
+    check_multiple("x's last dimension", x.shape[-1], GROUP)
     check_weights("weight", (weight, weight_scale), 2, x.shape[-1], x.device)
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)

@@ -16,7 +16,7 @@ from tests import helpers as h
 
 DEVICE = torch.device("cuda", 0)
 ROWS = (0, 1, 65, 129)
-HIDDEN, INTERMEDIATE, EXPERTS = 256, 128, 5
+HIDDEN, INTERMEDIATE, EXPERTS = 1024, 128, 5  # K of both ways to hand out tiles
 
 
 def check_quantize(gen: torch.Generator, rows: int) -> None:

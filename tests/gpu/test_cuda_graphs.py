@@ -10,7 +10,7 @@ from tests import helpers as h
 
 pytestmark = pytest.mark.gpu
 
-EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 16, 4, 512, 256
+EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 16, 4, 1024, 1024
 STEPS = 200
 
 

@@ -8,6 +8,7 @@ from tests import helpers as h
 
 K = 384
 widths = st.sampled_from((64, 136, 576))
+depths = st.sampled_from((128, K, 896, 1024))  # K from 896 on takes the kernels' other way to hand out tiles
 
 
 def contiguous(a: h.Quantized, b: h.Quantized, indices: torch.Tensor) -> torch.Tensor:
@@ -22,8 +23,8 @@ def masked(a: h.Quantized, b: h.Quantized, counts: torch.Tensor, expected_m: int
     return out
 
 
-def random_masked(gen: torch.Generator, counts: list[int], max_m: int, n: int = 136):
-    a, b = h.random_quantized(gen, len(counts), max_m, K), h.random_weights(gen, len(counts), n, K)
+def random_masked(gen: torch.Generator, counts: list[int], max_m: int, n: int = 136, k: int = K):
+    a, b = h.random_quantized(gen, len(counts), max_m, k), h.random_weights(gen, len(counts), n, k)
     return a, b, torch.tensor(counts, dtype=torch.int32, device=gen.device)
 
 
@@ -39,11 +40,17 @@ def assert_grouped(out: torch.Tensor, a: h.Quantized, b: h.Quantized, indices: t
     assert h.untouched(out[(indices < 0) | (indices >= b[0].shape[0])])
 
 
-@given(groups=st.lists(h.row_counts, min_size=1, max_size=5), skipped=st.integers(0, 70), n=widths, seed=h.seeds)
-def test_groups_of_any_size_and_skipped_rows_are_not_written(device, groups, skipped, n, seed):
+@given(
+    groups=st.lists(h.row_counts, min_size=1, max_size=5),
+    skipped=st.integers(0, 70),
+    n=widths,
+    k=depths,
+    seed=h.seeds,
+)
+def test_groups_of_any_size_and_skipped_rows_are_not_written(device, groups, skipped, n, k, seed):
     gen = h.seeded(seed, device)
     indices = indices_of([*enumerate(groups), (-1, skipped)], device)
-    a, b = h.random_quantized(gen, len(indices), K), h.random_weights(gen, len(groups), n, K)
+    a, b = h.random_quantized(gen, len(indices), k), h.random_weights(gen, len(groups), n, k)
     assert_grouped(contiguous(a, b, indices), a, b, indices)
 
 
@@ -58,10 +65,10 @@ def test_ids_in_any_order_repeated_or_out_of_range(device, runs, seed):
     assert_grouped(contiguous(a, b, indices), a, b, indices)
 
 
-@given(counts=st.lists(h.row_counts, min_size=1, max_size=5), n=widths, seed=h.seeds)
-def test_rows_past_the_count_are_not_written(device, counts, n, seed):
+@given(counts=st.lists(h.row_counts, min_size=1, max_size=5), n=widths, k=depths, seed=h.seeds)
+def test_rows_past_the_count_are_not_written(device, counts, n, k, seed):
     max_m = max(counts) + 1
-    a, b, masked_m = random_masked(h.seeded(seed, device), counts, max_m, n)
+    a, b, masked_m = random_masked(h.seeded(seed, device), counts, max_m, n, k)
     out = masked(a, b, masked_m)
     rows = torch.arange(max_m, device=device) < masked_m[:, None]
     for group in range(len(counts)):

@@ -14,11 +14,11 @@ def register_quantization() -> None:
     Called in every vLLM process and more than once. Loads nothing but what vLLM has loaded already, touches no GPU,
     and never raises: a plugin that fails must not take down an engine that does not use it.
     """
-    if importlib.util.find_spec("vllm") is None:
-        logger.info("vLLM is not installed: nothing to register --quantization %s with", NAME)
-        return
     try:
-        _register()
+        if importlib.util.find_spec("vllm") is None:
+            logger.info("vLLM is not installed: nothing to register --quantization %s with", NAME)
+        else:
+            _register()
     except Exception:
         logger.exception("--quantization %s is not available: registering it with vLLM failed", NAME)
 
@@ -35,5 +35,5 @@ def _register() -> None:
 
 
 def _log_like_vllm() -> None:
-    """vLLM sets up its own logger only, some versions after this call; below it, ours follows whenever that happens."""
+    """Put our logger below vLLM's, which vLLM sets up for itself alone, in some versions after this call."""
     logger.parent = logging.getLogger("vllm")

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     create_fp8_scale_parameter,
@@ -12,10 +11,11 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.layers.kernels import LinearShape, prepare_kernels
+from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import GROUP
+from fp8moe_plugin.plan import linear_kernels
 
 
 @register_weight_loader_v2_supported_method
@@ -55,8 +55,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         check_loaded(self.prefix, "weight", layer.weight)
         check_loaded(self.prefix, "weight_scale_inv", layer.weight_scale_inv)
-        max_num_tokens = get_current_vllm_config().scheduler_config.max_num_batched_tokens
-        prepare_kernels(LinearShape(*layer.weight.shape), max_num_tokens, layer.weight.device)
+        prepare_kernels(linear_kernels(self.ue8m0), layer.weight)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch_ops.linear(x, layer.weight, layer.weight_scale_inv, bias, self.ue8m0)

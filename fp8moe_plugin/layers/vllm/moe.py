@@ -12,12 +12,14 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 from vllm.model_executor.utils import set_weight_attrs
 
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.layers.kernels import MoEShape, prepare_kernels
+from fp8moe_plugin.jit.launcher import LoadCounts
+from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.experts import experts_class
 from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import GROUP
+from fp8moe_plugin.plan import moe_kernels
 
 logger = logging.getLogger("fp8moe")
 
@@ -76,13 +78,11 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         for name in PARAMETERS:
             check_loaded(self.prefix, name, getattr(layer, name))
-        experts, hidden, inner = layer.w2_weight.shape
-        shape = MoEShape(experts, self.moe.num_experts, self.moe.experts_per_token, hidden, inner, self.batched)
-        kernels = prepare_kernels(shape, self.moe.max_num_tokens, layer.w2_weight.device)
+        kernels = prepare_kernels(moe_kernels(self.experts_cls.ue8m0, self.batched), layer.w2_weight)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = self._make_kernel(layer)
         backend = "sm90" if uses_sm90(layer.w2_weight) else "reference"
-        _announce(backend, "masked" if self.batched else "contiguous", kernels)
+        _announce(backend, "masked" if self.batched else "contiguous and masked", kernels)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         return fp8_w8a8_moe_quant_config(
@@ -176,7 +176,10 @@ def _register(layer: Any, name: str, data: torch.Tensor, attrs: dict[str, Any]) 
     layer.register_parameter(name, parameter)
 
 
-def _announce(backend: str, layout: str, kernels: int) -> None:
-    if (backend, layout) not in _announced:
-        _announced.add((backend, layout))
-        logger.info("fp8moe serves the experts: backend %s, layout %s, %d kernels loaded", backend, layout, kernels)
+def _announce(backend: str, layouts: str, kernels: LoadCounts) -> None:
+    if (backend, layouts) not in _announced:
+        _announced.add((backend, layouts))
+        logger.info(
+            "fp8moe serves the experts: backend %s, layouts %s, %d kernels loaded (%d compiled now)",
+            *(backend, layouts, kernels.loaded, kernels.compiled),
+        )

@@ -1,0 +1,51 @@
+"""What a launch leaves behind, and where from it may be made."""
+
+import threading
+
+import pytest
+import torch
+
+from fp8moe_plugin.ops import per_token_group_quant_fp8
+from fp8moe_plugin.ops.grouped_gemm import launch_gemm
+from fp8moe_plugin.ops.route import tiles_of_counts
+from tests import helpers as h
+
+pytestmark = pytest.mark.gpu
+K = 1024  # deep enough that tiles are handed out from counters
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("counts", [[0, 0, 0], [1, 0, 0], [64, 65, 128], [700, 3, 900]])
+def test_a_gemm_leaves_the_counters_of_its_tiles_at_zero(counts: list[int], block_m: int) -> None:
+    gen = h.seeded(0, torch.device("cuda", 0))
+    max_m = max(*counts, 1)
+    a, b = h.random_quantized(gen, len(counts), max_m, K), h.random_weights(gen, len(counts), 512, K)
+    masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
+    tiles = tiles_of_counts(masked_m, max_m, block_m)
+    first, second = (h.poisoned(len(counts), max_m, 512, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
+    for out in (first, second):
+        launch_gemm(a, b, out, None, tiles)
+        assert tiles.num_tiles[1:].tolist() == [0, 0]
+    assert h.same_bits(first, second)
+
+
+def test_an_op_runs_in_a_thread_that_has_made_no_cuda_call() -> None:
+    x = h.random_tokens(h.seeded(0, torch.device("cuda", 0)), 3, 256)
+    here, there = per_token_group_quant_fp8(x), []
+    thread = threading.Thread(target=lambda: there.extend(per_token_group_quant_fp8(x)))
+    thread.start()
+    thread.join()
+    assert all(h.same_bits(a, b) for a, b in zip(here, there, strict=True))
+
+
+def test_an_op_runs_on_the_current_stream() -> None:
+    x = h.random_tokens(h.seeded(0, torch.device("cuda", 0)), 4096, 7168)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        q, _ = per_token_group_quant_fp8(x)
+        done = torch.cuda.Event()
+        done.record()
+    assert not done.query()  # it waits behind the sleep, so it is on that stream
+    stream.synchronize()
+    assert h.same_bits(q, per_token_group_quant_fp8(x)[0])
