@@ -58,6 +58,7 @@ def test_an_engine_does_not_start_without_the_scales_of_an_expert(checkpoints, s
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard.name)}))
     done = start(broken, "eager", quantization="fp8moe")
     assert done.returncode != 0
-    (error,) = {line for line in done.stderr.splitlines() if line.startswith("fp8moe_plugin.errors.CheckpointError")}
+    lines = done.stderr.splitlines()
+    (error,) = {line.partition("CheckpointError: ")[2] for line in lines if "errors.CheckpointError: " in line}
     assert "model.layers.1.mlp.experts" in error
     assert "w2_weight_scale_inv of local expert 3: a tensor is missing" in error
