@@ -3,8 +3,9 @@
 import torch
 
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.layers.weights import check_fp8_weight, frozen, per_block_cast_to_fp8
+from fp8moe_plugin.layers.weights import check_fp8_weight, check_sizes, frozen, per_block_cast_to_fp8
 from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.ops.checks import GROUP
 
 
 class FP8MoE(torch.nn.Module):
@@ -40,9 +41,9 @@ class FP8MoE(torch.nn.Module):
         Raises:
             CheckpointError: scales are missing, not finite, or do not fit, or w13 and w2 do not fit each other.
         """
+        _check_pair(w13, w2)
         check_fp8_weight("w13", w13, w13_scale)
         check_fp8_weight("w2", w2, w2_scale)
-        _check_pair(w13, w2)
         assert w13_scale is not None
         assert w2_scale is not None
         return cls(w13, w13_scale, w2, w2_scale, ue8m0)
@@ -52,7 +53,7 @@ class FP8MoE(torch.nn.Module):
         """From unquantized `[E, 2I, H]` and `[E, H, I]` of any float dtype, quantized here per 128x128 block.
 
         Raises:
-            CheckpointError: w13 and w2 do not fit each other.
+            CheckpointError: w13 and w2 do not fit each other, are of sizes that are not served, or not finite.
         """
         _check_pair(w13, w2)
         return cls(*per_block_cast_to_fp8(w13), *per_block_cast_to_fp8(w2), ue8m0=False)
@@ -81,6 +82,7 @@ class FP8MoE(torch.nn.Module):
 
 
 def _check_pair(w13: torch.Tensor, w2: torch.Tensor) -> None:
+    check_sizes("w2", w2, 3, GROUP)
     experts, hidden, intermediate = w2.shape
     if tuple(w13.shape) != (experts, 2 * intermediate, hidden):
         raise CheckpointError(

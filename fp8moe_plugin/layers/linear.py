@@ -2,8 +2,11 @@
 
 import torch
 
-from fp8moe_plugin.layers.weights import check_fp8_weight, frozen, per_block_cast_to_fp8
+from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.layers.weights import check_fp8_weight, check_sizes, frozen, per_block_cast_to_fp8
 from fp8moe_plugin.ops import torch_ops
+
+N_MULTIPLE = 8  # the GEMM stores 16 bytes of bfloat16 at a time
 
 
 class FP8Linear(torch.nn.Module):
@@ -22,6 +25,11 @@ class FP8Linear(torch.nn.Module):
         self, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None, ue8m0: bool
     ) -> None:
         super().__init__()
+        if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != torch.bfloat16):
+            raise CheckpointError(
+                f"bias is {bias.dtype} {list(bias.shape)}, beside a weight {list(weight.shape)} it must be "
+                f"torch.bfloat16 {[weight.shape[0]]}. Convert it, or check that both come from one layer."
+            )
         self.weight = frozen(weight)
         self.weight_scale = frozen(weight_scale)
         self.bias = None if bias is None else frozen(bias)
@@ -38,15 +46,21 @@ class FP8Linear(torch.nn.Module):
         """From a block-FP8 checkpoint's tensors, shaped as the attributes.
 
         Raises:
-            CheckpointError: the scales are missing, not finite, or do not fit the weight.
+            CheckpointError: the scales are missing, not finite, or do not fit the weight, or its sizes are not served.
         """
+        check_sizes("weight", weight, 2, N_MULTIPLE)
         check_fp8_weight("weight", weight, weight_scale)
         assert weight_scale is not None
         return cls(weight, weight_scale, bias, ue8m0)
 
     @classmethod
     def from_bf16(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> "FP8Linear":
-        """From an unquantized weight `[N, K]` of any float dtype, quantized here per 128x128 block."""
+        """From an unquantized weight `[N, K]` of any float dtype, quantized here per 128x128 block.
+
+        Raises:
+            CheckpointError: the weight's sizes are not served, or it is not finite.
+        """
+        check_sizes("weight", weight, 2, N_MULTIPLE)
         return cls(*per_block_cast_to_fp8(weight), bias, ue8m0=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,31 @@ def per_block_cast_to_fp8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         w: any float dtype `[.., N, K]`; blocks at the right and lower edges may be smaller.
     Returns:
         e4m3 `[.., N, K]` and float32 scales `[.., ceil(N/128), ceil(K/128)]`; `w` is about `q * scale`.
+    Raises:
+        CheckpointError: `w` holds NaN or infinity.
     """
     n, k = w.shape[-2:]
     padded = torch.nn.functional.pad(w.float(), (0, -k % GROUP, 0, -n % GROUP))
     blocks = padded.unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))
     scales = blocks.abs().amax((-3, -1)).clamp(min=SMALLEST_AMAX) / FP8_MAX
+    if not scales.isfinite().all():
+        raise CheckpointError("The weight to quantize holds NaN or infinity: it is damaged or was not loaded whole.")
     q = (blocks / scales[..., :, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     return q.flatten(-2).flatten(-3, -2)[..., :n, :k].contiguous(), scales
+
+
+def check_sizes(name: str, weight: torch.Tensor, dims: int, n_multiple: int) -> None:
+    """Raise `CheckpointError` unless `weight` is a `dims`-dimensional `[.., N, K]` of sizes that the kernels take."""
+    if weight.dim() != dims:
+        raise CheckpointError(
+            f"{name} has shape {list(weight.shape)}, needs {dims} dimensions. Check the layer's layout."
+        )
+    n, k = weight.shape[-2:]
+    if 0 in weight.shape or n % n_multiple or k % GROUP:
+        raise CheckpointError(
+            f"{name} has shape {list(weight.shape)}, the kernels take N a multiple of {n_multiple} and K of {GROUP}. "
+            "Pad the weight with zeros, or keep the layer unquantized."
+        )
 
 
 def check_fp8_weight(name: str, weight: torch.Tensor, scale: torch.Tensor | None) -> None:

@@ -89,6 +89,19 @@ def test_unquantized_weights_that_do_not_fit_each_other_are_refused(device):
         FP8MoE.from_bf16(w, w)
 
 
+@pytest.mark.parametrize(
+    ("w13", "w2", "message"),
+    [
+        (torch.zeros(256, 128), torch.zeros(128, 128), "needs 3 dimensions"),
+        (torch.zeros(2, 128, 128), torch.zeros(2, 128, 64), "K of 128"),
+        (torch.zeros(0, 256, 128), torch.zeros(0, 128, 128), "multiple of 128"),
+    ],
+)
+def test_sizes_that_are_not_served_are_refused(w13, w2, message):
+    with pytest.raises(CheckpointError, match=message):
+        FP8MoE.from_bf16(w13, w2)
+
+
 def test_inputs_that_do_not_fit_are_refused(device):
     gen = h.seeded(0, device)
     layer, (x, router, ids) = FP8MoE.from_fp8(*h.random_layer(gen, EXPERTS, HIDDEN, 128)), random_call(gen, 3)

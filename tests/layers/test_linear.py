@@ -57,6 +57,22 @@ def test_a_checkpoint_that_does_not_fit_is_refused(device, message):
         FP8Linear.from_fp8(*WRONG[message](*weight))
 
 
+@pytest.mark.parametrize(
+    ("weight", "bias", "message"),
+    [
+        (torch.zeros(128), None, "needs 2 dimensions"),
+        (torch.zeros(128, 100), None, "K of 128"),
+        (torch.zeros(4, 128), None, "N a multiple of 8"),
+        (torch.full((8, 128), torch.inf), None, "NaN or infinity"),
+        (torch.zeros(8, 128), torch.zeros(9, dtype=torch.bfloat16), r"it must be torch.bfloat16 \[8\]"),
+        (torch.zeros(8, 128), torch.zeros(8), "bias is torch.float32"),
+    ],
+)
+def test_unquantized_weights_that_cannot_be_served_are_refused(weight, bias, message):
+    with pytest.raises(CheckpointError, match=message):
+        FP8Linear.from_bf16(weight, bias)
+
+
 def test_inputs_that_do_not_fit_are_refused(device):
     gen = h.seeded(0, device)
     layer = FP8Linear.from_fp8(*h.random_weights(gen, 64, 256))
