@@ -18,7 +18,7 @@ class CheckpointError(Fp8MoeError, ValueError):
 
 
 class CompileError(Fp8MoeError, RuntimeError):
-    """A kernel source did not compile, or compiled with spilled registers."""
+    """A kernel source did not compile."""
 
 
 class LaunchError(Fp8MoeError, RuntimeError):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import platformdirs
 
-from fp8moe_plugin.jit.compiler import compile_kernel, digest
+from fp8moe_plugin.jit.compiler import compile_kernel, digest, nvrtc_version
 from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.settings import settings
 
@@ -39,7 +39,11 @@ def load_or_compile(key: KernelKey) -> tuple[bytes, bool]:
     cubin = read(path)
     if cubin is not None:
         return cubin, True
-    cubin = compile_kernel(key)
+    cubin, faults = compile_kernel(key)
+    if faults:
+        logger.warning(
+            "fp8moe: %s may be slow, %s compiled it with: %s", key.source, nvrtc_version(), "; ".join(faults)
+        )
     try:
         publish(path, cubin)
     except OSError as error:

@@ -110,8 +110,11 @@ def test_an_error_in_a_source_names_the_file_and_the_line(kernels: Path, monkeyp
         cache.load_or_compile(KEY)
 
 
-def test_a_kernel_that_needs_local_memory_is_refused(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_needs_local_memory_costs_a_warning(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     source = 'extern "C" __global__ void tiny(int* p) { int a[512]; for (int& x : a) x = *p++; *p = a[threadIdx.x]; }'
     monkeypatch.setattr(compiler, "_csrc_text", lambda name: source)
-    with pytest.raises(CompileError, match="local memory"):
-        cache.load_or_compile(KEY)
+    with caplog.at_level(logging.WARNING, logger="fp8moe"):
+        assert cache.load_or_compile(KEY)[0]
+    assert "2048 bytes stack frame" in caplog.text
