@@ -83,16 +83,6 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
     }
 }
 
-// A stage that holds no tile.
-DEVICE void load_end(SharedMemory shared, Ring<kStages>& ring) {
-    barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
-    if (threadIdx.x % 32 == 0) {
-        publish_tile(shared.tile(ring.stage), Tile{});
-        barrier_arrive(shared.full(ring.stage));
-    }
-    barrier_arrive(shared.full(ring.stage));
-}
-
 // ---- math ------------------------------------------------------------------------------------------------------
 
 // A thread holds weight rows lane/4 and lane/4 + 8 of its warp's 16, tokens 8i + lane%4*2 and the next.
@@ -156,14 +146,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                          const float* a_scales, int a_scale_expert_stride, int a_scale_row_stride, int a_scale_k_stride,
                          const float* b_scales, u16* d, const int4* table, int* num_tiles, int m, int n, int k) {
     SharedMemory shared{dynamic_shared_address()};
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < kStages; ++s) {
-            barrier_init(shared.full(s), 1 + 32);
-            barrier_init(shared.empty(s), 4 * kMathWarpgroups);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
+    init_barriers(shared, kStages, 4 * kMathWarpgroups);
 
     int warpgroup = threadIdx.x / 128;
     Operands in{&a_map, &b_map, {a_scales, a_scale_expert_stride, a_scale_row_stride, a_scale_k_stride}, b_scales, n,

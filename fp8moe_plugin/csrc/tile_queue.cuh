@@ -80,6 +80,31 @@ DEVICE Tile published_tile(u32 address) {
     return tile;
 }
 
+// ---- a ring of stages between one producer warp and the math warps; SharedMemory tells where its barriers are -------
+
+template <class SharedMemory>
+DEVICE void init_barriers(SharedMemory shared, int stages, int math_warps) {
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < stages; ++s) {
+            barrier_init(shared.full(s), 1 + 32);
+            barrier_init(shared.empty(s), math_warps);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+}
+
+// The producer's last stage: it holds no tile.
+template <class SharedMemory, int kStages>
+DEVICE void load_end(SharedMemory shared, Ring<kStages>& ring) {
+    barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+    if (threadIdx.x % 32 == 0) {
+        publish_tile(shared.tile(ring.stage), Tile{});
+        barrier_arrive(shared.full(ring.stage));
+    }
+    barrier_arrive(shared.full(ring.stage));
+}
+
 // Where the scales of activations are: element (expert, row, k block) at the three strides, in floats.
 struct ActivationScales {
     const float* data;
