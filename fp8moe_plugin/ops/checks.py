@@ -8,6 +8,7 @@ from fp8moe_plugin.settings import settings
 
 FP8 = torch.float8_e4m3fn
 GROUP = 128  # channels that share one activation scale; also the side of a weight's scale block
+N_MULTIPLE = 8  # of a weight's output channels: the GEMMs store 16 bytes of bfloat16 at a time
 
 
 def check_tensor(
@@ -28,29 +29,33 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(d) for d in dtypes)
         raise InvalidInputError(f"{name} has dtype {tensor.dtype}, needs {wanted}. Convert or quantize it first.")
-    if shape is not None and not _matches(tensor.shape, shape):
-        wanted = "[" + ", ".join("any" if s is None else str(s) for s in shape) + "]"
-        raise InvalidInputError(f"{name} has shape {list(tensor.shape)}, needs {wanted}. Check the layout of the call.")
+    if shape is not None:
+        check_shape(name, tensor, shape)
     if device is not None and tensor.device != device:
         raise InvalidInputError(f"{name} is on {tensor.device}, the other tensors on {device}. Move it to {device}.")
     if contiguous and not tensor.is_contiguous():
         raise InvalidInputError(f"{name} has strides {tensor.stride()}, needs a contiguous layout. Call .contiguous().")
-    if tensor.element_size() <= 2:
+    if tensor.element_size() <= 2:  # the kernels read 32-bit values and wider one at a time
         check_aligned(name, tensor)
 
 
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
+    """Raise `InvalidInputError` unless `tensor` has this shape (None: any size)."""
+    if tensor.dim() != len(shape) or any(w not in (None, s) for s, w in zip(tensor.shape, shape, strict=True)):
+        wanted = "[" + ", ".join("any" if s is None else str(s) for s in shape) + "]"
+        raise InvalidInputError(f"{name} has shape {list(tensor.shape)}, needs {wanted}. Check the layout of the call.")
+
+
 def check_aligned(name: str, tensor: torch.Tensor) -> None:
+    """Raise `InvalidInputError` unless `tensor` starts where the kernels' 16-byte loads, stores and TMA can."""
     if tensor.data_ptr() % 16:
         raise InvalidInputError(
             f"{name} starts at an address that is no multiple of 16 bytes. Copy it into a new tensor."
         )
 
 
-def _matches(shape: torch.Size, wanted: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(wanted) and all(w is None or s == w for s, w in zip(shape, wanted, strict=True))
-
-
 def check_multiple(name: str, value: int, of: int) -> None:
+    """Raise `InvalidInputError` unless `value` is a positive multiple of `of`."""
     if value <= 0 or value % of:
         raise InvalidInputError(
             f"{name} is {value}, needs a positive multiple of {of}. "
@@ -59,6 +64,7 @@ def check_multiple(name: str, value: int, of: int) -> None:
 
 
 def check_int(name: str, value: int) -> None:
+    """Raise `InvalidInputError` unless `value` is an int; a tensor in its place would cost a sync."""
     if not isinstance(value, int):
         raise InvalidInputError(f"{name} is a {type(value).__name__}, not an int. Pass a number the host knows.")
 
@@ -85,7 +91,7 @@ def check_weights(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: int,
     """Check `(e4m3 [.., N, K], f32 [.., ceil(N/128), K/128])`."""
     q, scales = _two_parts(name, pair)
     check_tensor(name, q, dtype=FP8, shape=(*(None,) * (dims - 1), k), device=device)
-    check_multiple(f"{name}'s N", q.shape[-2], 8)
+    check_multiple(f"{name}'s N", q.shape[-2], N_MULTIPLE)
     if 0 in q.shape:
         raise InvalidInputError(f"{name} has shape {list(q.shape)}, needs at least one expert. Check what was loaded.")
     wanted = (*q.shape[:-2], ceil_div(q.shape[-2], GROUP), ceil_div(k, GROUP))

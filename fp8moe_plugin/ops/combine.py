@@ -4,8 +4,7 @@ import torch
 
 from fp8moe_plugin.jit.launcher import launch
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.checks import ceil_div
-from fp8moe_plugin.plan import combine_key
+from fp8moe_plugin.plan import ceil_div, combine_key
 
 CHANNELS_PER_THREAD = 8  # 16 bytes of bfloat16
 

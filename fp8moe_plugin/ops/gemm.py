@@ -29,7 +29,12 @@ def fp8_gemm_nt(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor |
     if c is not None:
         check_tensor("c", c, dtype=out.dtype, shape=(m, n), device=a[0].device)
         check_aligned("c", c)
-    if m == 0:
+    return gemm(a, b, out, c)
+
+
+def gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
+    """`fp8_gemm_nt` for operands that have been checked."""
+    if out.shape[0] == 0:
         return out
     if uses_sm90(out):
         from fp8moe_plugin.ops.grouped_gemm import launch_gemm

@@ -3,7 +3,7 @@
 import torch
 
 from fp8moe_plugin.ops.checks import GROUP, check_multiple, check_tensor, check_weights
-from fp8moe_plugin.ops.gemm import fp8_gemm_nt
+from fp8moe_plugin.ops.gemm import gemm
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 
 
@@ -30,12 +30,11 @@ def fp8_linear(
     check_tensor("x", x, dtype=torch.bfloat16)
     check_multiple("x's last dimension", x.shape[-1], GROUP)
     check_weights("weight", (weight, weight_scale), 2, x.shape[-1], x.device)
-    rows = x.reshape(-1, x.shape[-1])
-    out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
     if bias is not None:
         check_tensor("bias", bias, dtype=torch.bfloat16, shape=(weight.shape[0],), device=x.device)
-    if rows.shape[0]:
-        fp8_gemm_nt(per_token_group_quant_fp8(rows, ue8m0=ue8m0), (weight, weight_scale), out)
+    rows = x.view(-1, x.shape[-1])
+    out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
+    gemm(per_token_group_quant_fp8(rows, ue8m0=ue8m0), (weight, weight_scale), out)
     if bias is not None:
         out += bias
     return out.view(*x.shape[:-1], weight.shape[0])

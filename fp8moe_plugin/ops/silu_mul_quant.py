@@ -2,13 +2,15 @@
 
 import torch
 
+from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launcher import launch, multiprocessors
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.checks import GROUP, ceil_div, check_multiple, check_tensor
+from fp8moe_plugin.ops.checks import GROUP, check_multiple, check_tensor
 from fp8moe_plugin.ops.quantize import empty_quantized, per_token_group_quant_fp8_reference
-from fp8moe_plugin.plan import silu_mul_quant_key
+from fp8moe_plugin.plan import ceil_div, silu_mul_quant_key
 
 ROWS_PER_WARP = 8  # as in csrc/silu_mul_quant.cu
+MAX_GROUPS = 65535  # blocks of a CUDA grid along y
 CTAS_PER_SM = 8  # two waves: enough to even out experts of unequal size
 
 
@@ -20,7 +22,7 @@ def silu_mul_quant_fp8(
     SiLU and the product are computed in float32 and each rounded to bfloat16, as vLLM's own kernels do.
 
     Args:
-        gate_up: bfloat16 `[G, max_m, 2I]`, I a multiple of 128.
+        gate_up: bfloat16 `[G, max_m, 2I]`, I a multiple of 128, G up to 65535.
         counts: int32 `[G]` on the device; rows from `counts[g]` on are neither read nor written.
         ue8m0: round each scale up to a power of two.
     Returns:
@@ -31,6 +33,8 @@ def silu_mul_quant_fp8(
     check_tensor("gate_up", gate_up, dtype=torch.bfloat16, shape=(None, None, None))
     check_multiple("gate_up's last dimension", gate_up.shape[-1], 2 * GROUP)
     groups, max_m, width = gate_up.shape
+    if groups > MAX_GROUPS:
+        raise InvalidInputError(f"gate_up has {groups} groups, the kernel takes up to {MAX_GROUPS}. Split the call.")
     check_tensor("counts", counts, dtype=torch.int32, shape=(groups,), device=gate_up.device)
     q, scales = empty_quantized(groups * max_m, width // 2, gate_up.device)
     q, scales = q.view(groups, max_m, width // 2), scales.unflatten(0, (groups, max_m))

@@ -1,5 +1,7 @@
 """The ops as torch sees them, `torch.ops.fp8moe.*`: one a layer, opaque to torch.compile."""
 
+from typing import Any
+
 import torch
 
 from fp8moe_plugin.ops.fused_moe import batched_experts as _batched_experts
@@ -17,54 +19,25 @@ BATCHED_EXPERTS = (
 LINEAR = "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, bool ue8m0) -> Tensor"
 
 
-def _fused_moe_impl(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    ue8m0: bool,
-    out: torch.Tensor,
-) -> None:
-    weights = (w13, w13_scale, w2, w2_scale)
-    _fused_moe(hidden_states, *weights, topk_weights, topk_ids, expert_map=expert_map, ue8m0=ue8m0, out=out)
+def _fused_moe_impl(*args: Any) -> None:
+    *tensors, expert_map, ue8m0, out = args
+    _fused_moe(*tensors, expert_map=expert_map, ue8m0=ue8m0, out=out)
 
 
-def _batched_experts_impl(
-    hidden_states: torch.Tensor,
-    hidden_scale: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    expert_num_tokens: torch.Tensor,
-    expected_m: int,
-    ue8m0: bool,
-    out: torch.Tensor,
-) -> None:
-    weights = (w13, w13_scale, w2, w2_scale)
-    _batched_experts(
-        hidden_states, hidden_scale, *weights, expert_num_tokens, expected_m=expected_m, ue8m0=ue8m0, out=out
-    )
+def _batched_experts_impl(*args: Any) -> None:
+    *tensors, expected_m, ue8m0, out = args
+    _batched_experts(*tensors, expected_m=expected_m, ue8m0=ue8m0, out=out)
 
 
-def _linear_impl(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None, ue8m0: bool
-) -> torch.Tensor:
-    # Engines hand over slices of fused projections.
-    return fp8_linear(x.contiguous(), weight, weight_scale, bias, ue8m0)
+def _linear_impl(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    return fp8_linear(x.contiguous(), *args)  # engines hand over slices of fused projections
 
 
-def _linear_fake(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None, ue8m0: bool
-) -> torch.Tensor:
+def _linear_fake(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.bfloat16)
 
 
-def _writes_out(*args: object) -> None:
+def _writes_out(*_: object) -> None:
     """Fake of an op that only writes its last argument."""
 
 

@@ -122,6 +122,12 @@ WRONG_CALLS = {
         with_k(384),
         "gate_up's last dimension is 384, needs a positive multiple of 256",
     ),
+    "silu-too-many-groups": (
+        SILU,
+        "gate_up",
+        lambda t: t.new_empty(65536, 0, 256),
+        "gate_up has 65536 groups, the kernel takes up to 65535. Split the call.",
+    ),
     "silu-counts-int64": (SILU, "counts", torch.Tensor.long, "counts has dtype torch.int64, needs torch.int32"),
     "silu-counts-elsewhere": (SILU, "counts", meta, "counts is on meta, the other tensors on"),
     "linear-float16": (LINEAR, "x", torch.Tensor.half, "x has dtype torch.float16"),
