@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.vllm import NAME, compat
+from fp8moe_plugin.layers.vllm.entry import Traits
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.ops.checks import GROUP
@@ -18,7 +19,7 @@ from fp8moe_plugin.settings import settings
 WEIGHT_BLOCK = [GROUP, GROUP]
 
 
-class Fp8MoeConfig(Fp8Config):
+class Fp8MoeConfig(Traits, Fp8Config):
     """A block-FP8 checkpoint served by this plugin. A `Fp8Config` to the places in vLLM that look for one."""
 
     def __init__(self, ignored_layers: list[str] | None, ue8m0: bool) -> None:
@@ -29,19 +30,6 @@ class Fp8MoeConfig(Fp8Config):
             weight_block_size=list(WEIGHT_BLOCK),
         )
         self.ue8m0 = ue8m0
-
-    @classmethod
-    def get_name(cls) -> str:
-        return NAME
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return [torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """None: `check_machine` refuses with a reason, and knows about FP8MOE_BACKEND."""
-        return 0
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Fp8MoeConfig":

@@ -9,7 +9,24 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.vllm import NAME
 
 
-class Entry(QuantizationConfig):
+class Traits:
+    """What vLLM asks of the registered class and of the config made from a checkpoint."""
+
+    @classmethod
+    def get_name(cls) -> str:
+        return NAME
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """None: `config.check_machine` refuses with a reason, and knows about FP8MOE_BACKEND."""
+        return 0
+
+
+class Entry(Traits, QuantizationConfig):
     """The class registered with vLLM. `from_config` gives an `Fp8MoeConfig`; an `Entry` itself is never built."""
 
     def __init__(self) -> None:
@@ -32,18 +49,6 @@ class Entry(QuantizationConfig):
         from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 
         return Fp8MoeConfig.from_config(config)
-
-    @classmethod
-    def get_name(cls) -> str:
-        return NAME
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return [torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
 
     @staticmethod
     def get_config_filenames() -> list[str]:

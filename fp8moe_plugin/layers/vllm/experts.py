@@ -12,11 +12,14 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.ops.checks import ceil_div
+from fp8moe_plugin.plan import ceil_div
 
 
 class Fp8MoeExperts(mk.FusedMoEExpertsModular):
-    """What both kinds of experts can do. Holds no state between calls and no copy of a weight or a scale."""
+    """What both kinds of experts can do. Holds no state between calls and no copy of a weight or a scale.
+
+    vLLM calls `apply` with keywords; each kind names those that it needs.
+    """
 
     ue8m0 = False  # of the class: vLLM builds further instances by itself (elastic expert parallelism)
 
@@ -40,6 +43,22 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         return True
 
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return (0,), (0,), self.output_shape(M, K, local_num_experts)  # the ops take their scratch from torch
+
+    def output_shape(self, tokens: int, hidden: int, local_experts: int) -> tuple[int, ...]:
+        raise NotImplementedError
+
 
 class StandardExperts(Fp8MoeExperts):
     """Tokens in any order, with the experts each one goes to: the whole layer in one op, from BF16 to BF16."""
@@ -55,36 +74,21 @@ class StandardExperts(Fp8MoeExperts):
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return TopKWeightAndReduceNoOP()
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: MoEActivation,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        return (0,), (0,), (M, K)
+    def output_shape(self, tokens: int, hidden: int, local_experts: int) -> tuple[int, ...]:
+        return tokens, hidden
 
     def apply(
         self,
+        *,
         output: torch.Tensor,
         hidden_states: torch.Tensor,
         w1: torch.Tensor,
         w2: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        activation: MoEActivation,
-        global_num_experts: int,
         expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
+        **_: Any,
     ) -> None:
         """`output`, `hidden_states`: bfloat16 `[M, K]`; `topk_ids`: global, -1 for none. Writes all of `output`."""
         if apply_router_weight_on_input:  # vLLM's dispatch has multiplied the tokens
@@ -103,36 +107,21 @@ class BatchedExperts(Fp8MoeExperts):
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return TopKWeightAndReduceDelegate()
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: MoEActivation,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        return (0,), (0,), (local_num_experts, self.max_num_tokens * self.num_dispatchers, K)
+    def output_shape(self, tokens: int, hidden: int, local_experts: int) -> tuple[int, ...]:
+        return local_experts, self.max_num_tokens * self.num_dispatchers, hidden
 
     def apply(
         self,
+        *,
         output: torch.Tensor,
         hidden_states: torch.Tensor,
         w1: torch.Tensor,
         w2: torch.Tensor,
-        topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        activation: MoEActivation,
         global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
+        a1q_scale: torch.Tensor,
         expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
+        **_: Any,
     ) -> None:
         """`hidden_states`: e4m3 `[E, max_m, K]` with float32 `a1q_scale`. Writes each expert's rows up to its count."""
         # Every dispatched token goes to topk of all experts; this only steers the tile size.

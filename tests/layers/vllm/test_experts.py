@@ -1,0 +1,58 @@
+"""The experts take the very call that vLLM's modular kernel makes; no engine is started."""
+
+import inspect
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+
+from fp8moe_plugin.layers.vllm.experts import experts_class
+from fp8moe_plugin.ops import batched_experts, fused_moe
+from tests import helpers as h
+from tests.layers.vllm.test_config import moe_layer
+
+EXPERTS, TOKENS, TOPK, SIZE = 16, 5, 4, 256  # as moe_layer() says
+UNUSED = torch.empty(0)
+
+
+def build(layer: h.Layer, batched: bool) -> mk.FusedMoEExpertsModular:
+    scales = fp8_w8a8_moe_quant_config(w1_scale=layer.w13_scale, w2_scale=layer.w2_scale, block_shape=[128, 128])
+    capacity = {"max_num_tokens": TOKENS, "num_dispatchers": 2} if batched else {}
+    return experts_class(batched, ue8m0=False)(moe_config=moe_layer(), quant_config=scales, **capacity)
+
+
+def apply(experts: mk.FusedMoEExpertsModular, layer: h.Layer, x: torch.Tensor, **arguments: object) -> torch.Tensor:
+    """The output of a call with every argument that vLLM's signature has."""
+    shapes = experts.workspace_shapes(x.shape[-2], 2 * SIZE, SIZE, TOPK, EXPERTS, EXPERTS, None, MoEActivation.SILU)
+    assert shapes[:2] == ((0,), (0,))
+    out = torch.zeros(shapes[2], dtype=torch.bfloat16)
+    call = dict.fromkeys(list(inspect.signature(mk.FusedMoEExpertsModular.apply).parameters)[1:])
+    call |= {"output": out, "hidden_states": x, "w1": layer.w13, "w2": layer.w2, "workspace13": UNUSED}
+    experts.apply(**call | {"global_num_experts": EXPERTS, "apply_router_weight_on_input": False} | arguments)
+    return out
+
+
+@pytest.mark.parametrize("weighted_input", [False, True])
+def test_the_standard_experts_are_the_fused_layer(weighted_input):
+    gen = h.seeded(0, torch.device("cpu"))
+    layer, x = h.random_layer(gen, EXPERTS, SIZE, SIZE), h.random_tokens(gen, TOKENS, SIZE)
+    weights, ids = h.random_routing(gen, "distinct", TOKENS, TOPK, EXPERTS)
+    routing = {"topk_weights": weights, "topk_ids": ids, "apply_router_weight_on_input": weighted_input}
+    expected = fused_moe(x, *layer, torch.ones_like(weights) if weighted_input else weights, ids)
+    assert h.same_bits(apply(build(layer, batched=False), layer, x, **routing), expected)
+
+
+def test_the_batched_experts_are_the_batched_op():
+    gen = h.seeded(0, torch.device("cpu"))
+    layer, rows = h.random_layer(gen, EXPERTS, SIZE, SIZE), h.random_quantized(gen, EXPERTS, 2 * TOKENS, SIZE)
+    _, ids = h.random_routing(gen, "distinct", TOKENS, TOPK, EXPERTS)
+    counts = torch.arange(EXPERTS, dtype=torch.int32) % (2 * TOKENS)
+    meta = mk.ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=None)
+    out = apply(build(layer, True), layer, rows[0], a1q_scale=rows[1], topk_ids=ids, expert_tokens_meta=meta)
+    expected = batched_experts(*rows, *layer, counts, expected_m=1, out=torch.zeros_like(out))
+    assert h.same_bits(out, expected)
