@@ -157,16 +157,22 @@ def _check_sizes(prefix: str, moe: Any) -> None:
             "Use --quantization fp8."
         )
     if moe.intermediate_size_per_partition % GROUP:
-        tp = moe.moe_parallel_config.tp_size
-        fits = [t for t in range(1, moe.intermediate_size // GROUP + 1) if moe.intermediate_size % (t * GROUP) == 0]
-        advice = "Use --quantization fp8."
-        if fits:
-            nearest = min(fits, key=lambda t: (abs(t - tp), t))
-            advice = f"Use --tensor-parallel-size {nearest}, or --enable-expert-parallel to keep each expert whole."
         raise UnsupportedError(
-            f"{prefix}: with tensor parallelism {tp} each rank has {moe.intermediate_size_per_partition} of the "
-            f"{moe.intermediate_size} intermediate channels, no multiple of {GROUP}, the scale block. {advice}"
+            f"{prefix}: split over {moe.tp_size} ranks, each has {moe.intermediate_size_per_partition} of the "
+            f"{moe.intermediate_size} intermediate channels, no multiple of {GROUP}, the scale block. "
+            f"{_advice_on_ranks(moe.intermediate_size, moe.tp_size, moe.dp_size * moe.pcp_size)}"
         )
+
+
+def _advice_on_ranks(intermediate: int, ranks: int, replicas: int) -> str:
+    """What to start with instead, where `ranks` (tensor parallel times `replicas`) split each expert."""
+    if intermediate % GROUP:
+        return "Use --quantization fp8."
+    tp = ranks // replicas
+    # A divisor of the size in use divides the model's attention heads too.
+    fits = [t for t in range(1, tp) if tp % t == 0 and intermediate % (t * replicas * GROUP) == 0]
+    smaller = f"--tensor-parallel-size {max(fits)}, or " if fits else ""
+    return f"Use {smaller}--enable-expert-parallel to keep each expert whole."
 
 
 def _register(layer: Any, name: str, data: torch.Tensor, attrs: dict[str, Any]) -> None:

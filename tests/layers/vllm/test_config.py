@@ -124,9 +124,9 @@ def test_a_hopper_gpu_or_the_reference_serves(monkeypatch, machine, backend):
     assert Entry.from_config(CHECKPOINT).get_name() == "fp8moe"
 
 
-def moe_layer(tp: int = 1, intermediate: int = 256, **changes: object) -> FusedMoEConfig:
-    """A layer's description as vLLM passes it to a quantization method."""
-    parallel = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), tp_size=tp)
+def moe_layer(ranks: int = 1, dp: int = 1, intermediate: int = 256, **changes: object) -> FusedMoEConfig:
+    """A layer's description as vLLM passes it to a quantization method; `ranks` split each expert."""
+    parallel = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), tp_size=ranks, dp_size=dp)
     plain = {
         "num_experts": 16,
         "experts_per_token": 4,
@@ -162,11 +162,13 @@ def test_a_plain_layer_is_served():
         ({"swiglu_beta": 1.0}, "L: the model's experts have a bias or a modified SwiGLU"),
         ({"activation": MoEActivation.GELU}, r"L: .*GELU activation.*silu\(gate\) \* up. Use --quantization fp8"),
         ({"hidden_dim": 320}, "L: hidden size 320 is no multiple of 128"),
-        ({"intermediate": 768, "tp": 8}, "has 96 of the 768 .*no multiple of 128.*--tensor-parallel-size 6, or"),
+        ({"intermediate": 768, "ranks": 8}, "has 96 of the 768 .*no multiple of 128.*Use --tensor-parallel-size 2, or"),
         (
-            {"intermediate": 2048, "tp": 32},
-            "has 64 of the 2048 .*--tensor-parallel-size 16, or --enable-expert-parallel",
+            {"intermediate": 2048, "ranks": 32},
+            "has 64 of the 2048 .*Use --tensor-parallel-size 16, or --enable-expert-parallel",
         ),
+        ({"intermediate": 768, "ranks": 8, "dp": 2}, "Use --tensor-parallel-size 1, or --enable-expert-parallel"),
+        ({"intermediate": 768, "ranks": 4, "dp": 4}, "has 192 of the 768 .*Use --enable-expert-parallel"),
         ({"intermediate": 320}, "has 320 of the 320 .*no multiple of 128, the scale block. Use --quantization fp8"),
     ],
 )
