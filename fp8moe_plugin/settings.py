@@ -13,7 +13,8 @@ class Settings(BaseSettings):
 
     backend: Literal["auto", "sm90", "reference"] = Field(
         "auto",
-        description="`sm90`: our kernels; `reference`: plain torch; `auto`: our kernels on a Hopper GPU, else torch.",
+        description="`sm90`: our kernels; `reference`: plain torch; "
+        "`auto`: our kernels on a Hopper GPU, else torch; under vLLM other GPUs are refused.",
     )
     cache_dir: Path | None = Field(
         None, description="Folder of the compiled kernels; default: the user's cache folder."
