@@ -6,7 +6,7 @@ class Fp8MoeError(Exception):
 
 
 class InvalidInputError(Fp8MoeError, ValueError):
-    """A public op was called with a tensor it cannot take."""
+    """A public op was called with an argument it cannot take."""
 
 
 class UnsupportedError(Fp8MoeError, ValueError):

@@ -5,8 +5,7 @@ import torch
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers.weights import check_fp8_weight, check_sizes, frozen, per_block_cast_to_fp8
 from fp8moe_plugin.ops import torch_ops
-
-N_MULTIPLE = 8  # the GEMM stores 16 bytes of bfloat16 at a time
+from fp8moe_plugin.ops.checks import N_MULTIPLE
 
 
 class FP8Linear(torch.nn.Module):

@@ -14,7 +14,7 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.ops.checks import GROUP
+from fp8moe_plugin.ops.checks import GROUP, N_MULTIPLE
 from fp8moe_plugin.plan import linear_kernels
 
 
@@ -75,8 +75,8 @@ def check_shape(prefix: str, inputs: int, outputs: list[int], split: bool) -> No
                 f"{prefix} has {size} {what} channels on this rank, the scales are given for blocks of {GROUP}. "
                 "Use a smaller --tensor-parallel-size, or list the layer in the checkpoint's modules_to_not_convert."
             )
-    if sum(outputs) % 8:
+    if sum(outputs) % N_MULTIPLE:
         raise UnsupportedError(
-            f"{prefix} has {sum(outputs)} output channels, the kernels need a multiple of 8. "
+            f"{prefix} has {sum(outputs)} output channels, the kernels need a multiple of {N_MULTIPLE}. "
             "List the layer in the checkpoint's modules_to_not_convert and store it in BF16."
         )
