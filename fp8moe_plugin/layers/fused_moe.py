@@ -39,7 +39,8 @@ class FP8MoE(torch.nn.Module):
         """From a block-FP8 checkpoint's tensors, stacked over the experts and shaped as the attributes.
 
         Raises:
-            CheckpointError: scales are missing, not finite, or do not fit, or w13 and w2 do not fit each other.
+            CheckpointError: scales are missing, not finite, or do not fit; w13 and w2 do not fit each other, or their
+                sizes are not served.
         """
         _check_pair(w13, w2)
         check_fp8_weight("w13", w13, w13_scale)

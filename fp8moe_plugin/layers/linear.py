@@ -45,7 +45,8 @@ class FP8Linear(torch.nn.Module):
         """From a block-FP8 checkpoint's tensors, shaped as the attributes.
 
         Raises:
-            CheckpointError: the scales are missing, not finite, or do not fit the weight, or its sizes are not served.
+            CheckpointError: the scales are missing, not finite, or do not fit the weight; its sizes are not served, or
+                the bias does not fit.
         """
         check_sizes("weight", weight, 2, N_MULTIPLE)
         check_fp8_weight("weight", weight, weight_scale)
@@ -57,7 +58,7 @@ class FP8Linear(torch.nn.Module):
         """From an unquantized weight `[N, K]` of any float dtype, quantized here per 128x128 block.
 
         Raises:
-            CheckpointError: the weight's sizes are not served, or it is not finite.
+            CheckpointError: the weight's sizes are not served, it is not finite, or the bias does not fit.
         """
         check_sizes("weight", weight, 2, N_MULTIPLE)
         return cls(*per_block_cast_to_fp8(weight), bias, ue8m0=False)

@@ -88,13 +88,13 @@ def check_activations(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: 
 
 
 def check_weights(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: int, k: int, device: torch.device) -> None:
-    """Check `(e4m3 [.., N, K], f32 [.., ceil(N/128), K/128])`."""
+    """Check `(e4m3 [.., N, K], f32 [.., ceil(N/128), K/128])`, of a K that has been checked."""
     q, scales = _two_parts(name, pair)
     check_tensor(name, q, dtype=FP8, shape=(*(None,) * (dims - 1), k), device=device)
     check_multiple(f"{name}'s N", q.shape[-2], N_MULTIPLE)
     if 0 in q.shape:
         raise InvalidInputError(f"{name} has shape {list(q.shape)}, needs at least one expert. Check what was loaded.")
-    wanted = (*q.shape[:-2], ceil_div(q.shape[-2], GROUP), ceil_div(k, GROUP))
+    wanted = (*q.shape[:-2], ceil_div(q.shape[-2], GROUP), k // GROUP)
     check_tensor(f"{name}'s scales", scales, dtype=torch.float32, shape=wanted, device=device)
 
 

@@ -109,7 +109,7 @@ def batched_experts(
         ue8m0: as for `fused_moe`.
         out: bfloat16 `[E, max_m, H]` to write to, or None; rows past the count are not written.
     Raises:
-        InvalidInputError: wrong dtype, shape, stride or device.
+        InvalidInputError: wrong dtype, shape, stride or device; with FP8MOE_DEBUG=1 also a count out of range.
     """
     check_activations("hidden_states", (hidden_states, hidden_scale), dims=3)
     weights = _checked_weights(hidden_states, w13, w13_scale, w2, w2_scale)
@@ -154,7 +154,7 @@ def _fused_moe(
 
 
 def _grouped_gemm(a: Quantized, b: Quantized, out: torch.Tensor, tiles: Tiles) -> None:
-    """Write the rows of `out` that the tiles name: each is its row of `a` against the weights of its expert."""
+    """Write the rows of `out` that the tiles name, `out[i] = a[i] @ b[expert of the tile].T`; i over all groups."""
     if uses_sm90(out):
         launch_gemm(a, b, out, None, tiles)
         return
