@@ -1,7 +1,7 @@
 // D[rows, N] = A[rows, K] @ B[expert, N, K]^T, e4m3 with scales per 1x128 of A and 128x128 of B. For many rows an expert.
 //
-// A tile is 128 rows of A by BLOCK_N rows of B. One producer warp fills a ring of stages, each 128 along K: A and B by
-// TMA, their scales by 4-byte copies. Two math warpgroups take 64 rows of A each; the product over 128 K of each half
+// A tile is 128 rows of A by BLOCK_N rows of B. One producer thread fills a ring of stages, each 128 along K: A and B by
+// TMA, A's scales by a bulk copy, B's by 4-byte copies. Two math warpgroups take 64 rows of A each; the product over 128 K of each half
 // of 128 columns lands in one accumulator, which is scaled and added in float32 before the next (DeepGEMM's two-level
 // accumulation). Rows of a tile that belong to the next expert are computed and not stored.
 #include "ptx.cuh"
@@ -18,7 +18,7 @@ constexpr int kHalfN = 128, kHalves = BLOCK_N / kHalfN;
 constexpr int kMathWarpgroups = 2, kWarpgroupM = kBlockM / kMathWarpgroups;
 constexpr int kThreads = 128 * (kMathWarpgroups + 1);
 static_assert(kThreads == THREADS, "plan.py has the same roles");
-constexpr int kProducerRegisters = 56, kMathRegisters = 224;  // together the 168 a thread of the launch
+constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // together the 168 a thread of the launch
 constexpr int kStoreN = 64;                                   // columns of a TMA store: 128 bytes, one swizzle row
 
 // Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
@@ -27,7 +27,8 @@ struct SharedMemory {
     static constexpr u32 kB = kStages * kMathWarpgroups * kBytesA;
     static constexpr u32 kStaging = kB + kStages * kHalves * kBytesB;
     static constexpr u32 kScalesA = kStaging + kMathWarpgroups * kHalfN / kStoreN * kBytesStore;
-    static constexpr u32 kScalesB = kScalesA + kStages * kBlockM * 4;
+    static constexpr u32 kBytesScalesA = (kBlockM + ActivationScales::kSlack) * 4;
+    static constexpr u32 kScalesB = kScalesA + kStages * kBytesScalesA;
     static constexpr u32 kTiles = (kScalesB + kStages * kHalves * 4 + 15) / 16 * 16;
     static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
     static constexpr u32 kEnd = kEmpty + kStages * 8;
@@ -38,10 +39,10 @@ struct SharedMemory {
     DEVICE u32 staging(int warpgroup, int part) const {
         return base + kStaging + (warpgroup * kHalfN / kStoreN + part) * kBytesStore;
     }
-    DEVICE u32 a_scale(int stage, int row) const { return base + kScalesA + (stage * kBlockM + row) * 4; }
+    DEVICE u32 a_scale(int stage, int row) const { return base + kScalesA + stage * kBytesScalesA + row * 4; }
     DEVICE u32 b_scale(int stage, int half) const { return base + kScalesB + (stage * kHalves + half) * 4; }
     DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
-    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }    // one arrival for TMA, one a lane for scales
+    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
     DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
 };
 static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "plan.py has the same layout");
@@ -57,34 +58,32 @@ struct Operands {
 
 DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockM>& queue) {
     const Tile tile = queue.tile();
-    int lane = threadIdx.x % 32;
     int row_blocks = tile.rows > kWarpgroupM ? 2 : 1;
     int weight_row = tile.expert * in.n + tile.column * BLOCK_N;
-    int scale_rows = (in.n + kHalfN - 1) / kHalfN;
-    int scale_row = tile.expert * scale_rows + min(tile.column * kHalves + lane, scale_rows - 1);  // a tile may pass N
-    const float* a_scale = in.a_scales.of_row(tile.expert, tile.row + lane);
-    const float* b_scale = in.b_scales + i64(scale_row) * in.k_blocks;
+    int scale_rows = (in.n + kHalfN - 1) / kHalfN, scale_row = tile.column * kHalves;
+    int next_half = scale_row + 1 < scale_rows ? in.k_blocks : 0;  // a tile may pass N
+    const float* a_scale = in.a_scales.of_tile(tile);
+    const float* b_scale = in.b_scales + i64(tile.expert * scale_rows + scale_row) * in.k_blocks;
+    u32 a_scale_bytes = ActivationScales::bytes(tile);
+    u32 bytes = row_blocks * SharedMemory::kBytesA + kHalves * SharedMemory::kBytesB + a_scale_bytes;
 #pragma unroll 1
     for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
         int s = ring.stage;
         u32 full = shared.full(s);
         barrier_wait(shared.empty(s), ring.phase ^ 1);
-        if (lane == 0) {
+        if (threadIdx.x % 32 == 0) {
             if (k == 0) publish_tile(shared.tile(s), tile);
-            barrier_arrive_expect(full, row_blocks * SharedMemory::kBytesA + kHalves * SharedMemory::kBytesB);
+            barrier_arrive_expect(full, bytes);
             tma_load(shared.a(s, 0), in.a, full, k * kBlockK, tile.row);
             if (row_blocks > 1) tma_load(shared.a(s, 1), in.a, full, k * kBlockK, tile.row + kWarpgroupM);
+            tma_load(shared.b(s, 0), in.b, full, k * kBlockK, weight_row);
+            bulk_load(shared.a_scale(s, 0), a_scale, full, a_scale_bytes);
 #pragma unroll
             for (int half = 0; half < kHalves; ++half)
-                tma_load(shared.b(s, half), in.b, full, k * kBlockK, weight_row + half * kHalfN);
+                copy_async_4(shared.b_scale(s, half), b_scale + half * next_half + k);
+            copy_async_arrive(full);
         }
-#pragma unroll
-        for (int row = 0; row < kBlockM; row += 32)
-            if (row + lane < tile.rows)
-                copy_async_4(shared.a_scale(s, row + lane), a_scale + i64(row) * in.a_scales.row_stride);
         a_scale += in.a_scales.k_stride;
-        if (lane < kHalves) copy_async_4(shared.b_scale(s, lane), b_scale + k);
-        copy_async_arrive(full);
         queue.step(k);
     }
 }
@@ -100,9 +99,9 @@ DEVICE void release(SharedMemory shared, int stage) {
 
 // 64 rows by kCount halves, from a block of rows and a half on.
 template <int kCount>
-DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, int row_block, int first_half,
-                          Accumulator (&sum)[kCount]) {
-    int row = row_block * kWarpgroupM + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Tile& tile, int row_block,
+                          int first_half, Accumulator (&sum)[kCount]) {
+    int row = ActivationScales::offset(tile.row) + row_block * kWarpgroupM + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int half = 0; half < kCount; ++half)
 #pragma unroll
@@ -207,7 +206,7 @@ template <int kCount>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Result& out, const Tile& tile,
                          int warpgroup, int row_block, int first_half) {
     Accumulator sum[kCount];
-    multiply_tile(shared, ring, k_blocks, row_block, first_half, sum);
+    multiply_tile(shared, ring, k_blocks, tile, row_block, first_half, sum);
     int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
 #pragma unroll
     for (int half = 0; half < kCount; ++half) {
@@ -222,13 +221,13 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks,
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                  const __grid_constant__ TensorMap d_map, const float* a_scales, int a_scale_expert_stride,
-                 int a_scale_row_stride, int a_scale_k_stride, const float* b_scales, void* d, const void* c,
+                 int a_scale_k_stride, const float* b_scales, void* d, const void* c,
                  const int4* table, int* num_tiles, int m, int n, int k) {
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, 4 * kMathWarpgroups);
 
     int warpgroup = threadIdx.x / 128, k_blocks = k / kBlockK;
-    Operands in{&a_map, &b_map, {a_scales, a_scale_expert_stride, a_scale_row_stride, a_scale_k_stride}, b_scales, n, k_blocks};
+    Operands in{&a_map, &b_map, {a_scales, a_scale_expert_stride, a_scale_k_stride}, b_scales, n, k_blocks};
     Result out{&d_map, d, c, n};
     Ring<kStages> ring;
     if (warpgroup == kMathWarpgroups) {

@@ -20,7 +20,8 @@ struct SharedMemory {
     static constexpr u32 kBytesStaging = kBlockTokens * kWarpgroupN * 2;
     static constexpr u32 kTokens = kStages * kBytesWeights, kStaging = kTokens + kStages * kBytesTokens;
     static constexpr u32 kTokenScales = kStaging + kMathWarpgroups * kBytesStaging;
-    static constexpr u32 kWeightScale = kTokenScales + kStages * kBlockTokens * 4;
+    static constexpr u32 kBytesTokenScales = (kBlockTokens + ActivationScales::kSlack) * 4;
+    static constexpr u32 kWeightScale = kTokenScales + kStages * kBytesTokenScales;
     static constexpr u32 kTiles = (kWeightScale + kStages * 4 + 15) / 16 * 16;
     static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
     static constexpr u32 kEnd = kEmpty + kStages * 8;
@@ -32,11 +33,11 @@ struct SharedMemory {
     DEVICE u32 tokens(int stage, int token) const { return base + kTokens + stage * kBytesTokens + token * kBlockK; }
     DEVICE u32 staging(int warpgroup) const { return base + kStaging + warpgroup * kBytesStaging; }
     DEVICE u32 token_scale(int stage, int token) const {
-        return base + kTokenScales + (stage * kBlockTokens + token) * 4;
+        return base + kTokenScales + stage * kBytesTokenScales + token * 4;
     }
     DEVICE u32 weight_scale(int stage) const { return base + kWeightScale + stage * 4; }
     DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
-    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }    // one arrival for TMA, one a lane for scales
+    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
     DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
 };
 static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "plan.py has the same layout");
@@ -55,30 +56,29 @@ DEVICE int width_of(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <=
 
 DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockTokens>& queue) {
     const Tile tile = queue.tile();
-    int lane = threadIdx.x % 32, boxes = width_of(tile.rows) / kBoxTokens;
+    int boxes = width_of(tile.rows) / kBoxTokens;
     int scale_rows = (in.n + kBlockN - 1) / kBlockN;
     int weight_row = tile.expert * in.n + tile.column * kBlockN;
     const float* weight_scale = in.weight_scales + i64(tile.expert * scale_rows + tile.column) * in.k_blocks;
-    const float* token_scale = in.token_scales.of_row(tile.expert, tile.row + lane);
+    const float* token_scale = in.token_scales.of_tile(tile);
+    u32 scale_bytes = ActivationScales::bytes(tile);
+    u32 bytes = SharedMemory::kBytesWeights + boxes * kBoxTokens * kBlockK + scale_bytes;
 #pragma unroll 1
     for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
         int s = ring.stage;
         u32 full = shared.full(s);
         barrier_wait(shared.empty(s), ring.phase ^ 1);
-        if (lane == 0) {
+        if (threadIdx.x % 32 == 0) {
             if (k == 0) publish_tile(shared.tile(s), tile);
-            barrier_arrive_expect(full, SharedMemory::kBytesWeights + boxes * kBoxTokens * kBlockK);
+            barrier_arrive_expect(full, bytes);
             tma_load(shared.weights(s, 0), in.weights, full, k * kBlockK, weight_row);
             for (int box = 0; box < boxes; ++box)
                 tma_load(shared.tokens(s, box * kBoxTokens), in.tokens, full, k * kBlockK, tile.row + box * kBoxTokens);
+            bulk_load(shared.token_scale(s, 0), token_scale, full, scale_bytes);
             copy_async_4(shared.weight_scale(s), weight_scale + k);
+            copy_async_arrive(full);
         }
-#pragma unroll
-        for (int row = 0; row < kBlockTokens; row += 32)
-            if (row + lane < tile.rows)
-                copy_async_4(shared.token_scale(s, row + lane), token_scale + i64(row) * in.token_scales.row_stride);
         token_scale += in.token_scales.k_stride;
-        copy_async_arrive(full);
         queue.step(k);
     }
 }
@@ -87,8 +87,9 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
 
 // A thread holds weight rows lane/4 and lane/4 + 8 of its warp's 16, tokens 8i + lane%4*2 and the next.
 template <int kTokens>
-DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, int warpgroup, float (&sum)[kTokens / 2]) {
-    int lane = threadIdx.x % 32;
+DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Tile& tile, int warpgroup,
+                          float (&sum)[kTokens / 2]) {
+    int lane = threadIdx.x % 32, token = ActivationScales::offset(tile.row) + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.f;
 
@@ -98,7 +99,7 @@ DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks
         float weight_scale = load_shared_float(shared.weight_scale(s)), scale[kTokens / 4];
 #pragma unroll
         for (int i = 0; i < kTokens / 4; ++i)
-            scale[i] = load_shared_float(shared.token_scale(s, i / 2 * 8 + lane % 4 * 2 + i % 2)) * weight_scale;
+            scale[i] = load_shared_float(shared.token_scale(s, token + i / 2 * 8 + i % 2)) * weight_scale;
         float product[kTokens / 2];
         wgmma_k128(product, shared.weights(s, warpgroup), shared.tokens(s, 0));
         __syncwarp();
@@ -135,7 +136,7 @@ DEVICE void store_tile(SharedMemory shared, u16* d, int n, const Tile& tile, int
 template <int kTokens>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, u16* d, int n, int k_blocks, const Tile& tile, int warpgroup) {
     float sum[kTokens / 2];
-    multiply_tile<kTokens>(shared, ring, k_blocks, warpgroup, sum);
+    multiply_tile<kTokens>(shared, ring, k_blocks, tile, warpgroup, sum);
     store_tile<kTokens>(shared, d, n, tile, warpgroup, sum);
 }
 
@@ -143,14 +144,13 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, u16* d, int n
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_swap_ab(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                         const float* a_scales, int a_scale_expert_stride, int a_scale_row_stride, int a_scale_k_stride,
-                         const float* b_scales, u16* d, const int4* table, int* num_tiles, int m, int n, int k) {
+                         const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
+                          u16* d, const int4* table, int* num_tiles, int m, int n, int k) {
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, 4 * kMathWarpgroups);
 
     int warpgroup = threadIdx.x / 128;
-    Operands in{&a_map, &b_map, {a_scales, a_scale_expert_stride, a_scale_row_stride, a_scale_k_stride}, b_scales, n,
-                k / kBlockK};
+    Operands in{&a_map, &b_map, {a_scales, a_scale_expert_stride, a_scale_k_stride}, b_scales, n, k / kBlockK};
     Ring<kStages> ring;
     if (warpgroup == kMathWarpgroups) {
         if (threadIdx.x / 32 == 4 * kMathWarpgroups) {

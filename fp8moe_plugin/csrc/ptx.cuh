@@ -82,6 +82,13 @@ DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "m
 // Makes ordinary writes to shared memory visible to TMA and wgmma.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Copies `bytes`, a multiple of 16 like both addresses; they count towards the barrier's phase.
+DEVICE void bulk_load(u32 to, const void* from, u32 barrier, u32 bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 DEVICE void copy_async_4(u32 to, const float* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }

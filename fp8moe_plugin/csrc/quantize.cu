@@ -3,7 +3,7 @@
 // In:   x       bfloat16 [tokens, K], K = 128 * groups
 //       slots   int32 [tokens, topk] (PERMUTE only), the rows that get a token; -1 for none
 // Out:  q       e4m3 [rows, K];  rows = tokens, with PERMUTE tokens * topk
-//       scales  float32 [groups, rows]
+//       scales  float32 [groups, rows], at scale_pitch(rows)
 //
 // PERMUTE: 0 writes token t to row t, 1 writes it to the rows slots[t].    UE8M0: 1 rounds scales up to powers of two.
 // A half-warp holds a group in 16 bytes a lane, for four tokens at once: loads in flight, and the eight tokens of
@@ -57,7 +57,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void quantize(const uint4* __re
 
     // Store.
 #if PERMUTE
-    float* const group_scales = scales + static_cast<size_t>(group) * tokens * topk;
+    float* const group_scales = scales + group * scale_pitch(tokens * topk);
     for (int expert = 0; expert < topk; expert += kGroupLanes) {
         if (expert > 0) load_slots(expert);
 #pragma unroll
@@ -77,6 +77,6 @@ extern "C" __global__ __launch_bounds__(THREADS) void quantize(const uint4* __re
         if (first + i < tokens) q[position(first + i)] = codes[i];
     }
     if (lane < kTokensPerLane && first + lane < tokens)
-        scales[static_cast<size_t>(group) * tokens + first + lane] = scale_of_lane;
+        scales[group * scale_pitch(tokens) + first + lane] = scale_of_lane;
 #endif
 }

@@ -4,7 +4,7 @@
 // In:   gate_up  bfloat16 [G, max_m, 2 * I], the gate first; I = 128 * groups
 //       counts   int32 [G]; rows from counts[g] on are neither read nor written
 // Out:  q        e4m3 [G * max_m, I]
-//       scales   float32 [groups, G * max_m]
+//       scales   float32 [groups, G * max_m], at scale_pitch(G * max_m)
 //
 // UE8M0: 1 rounds scales up to powers of two.    Grid: (any, G); the CTAs of an expert share its rows.
 // A half-warp holds a group in 16 bytes a lane, for four rows at once, as in quantize.cu.
@@ -15,7 +15,12 @@ constexpr int kRowsPerLane = 4;
 constexpr int kRowsPerWarp = kRowsPerLane * (kWarp / kGroupLanes);
 constexpr int kWarps = THREADS / kWarp;
 
-__device__ inline float silu(float x) { return x / (1.0f + expf(-x)); }
+__device__ inline float silu(float x) {
+    const float denominator = 1.0f + expf(fminf(-x, 80.0f));  // stays finite; below -80 the result vanishes all the same
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(denominator));
+    return divide(x, denominator, fmaf(fmaf(-denominator, inverse, 1.0f), inverse, inverse));
+}
 
 extern "C" __global__ __launch_bounds__(THREADS) void silu_mul_quant(const uint4* __restrict__ gate_up,
                                                                       const int* __restrict__ counts,
@@ -64,6 +69,6 @@ extern "C" __global__ __launch_bounds__(THREADS) void silu_mul_quant(const uint4
                     quantize_eight(value, scale);
         }
         if (lane < kRowsPerLane && first + lane < row_end)
-            scales[static_cast<size_t>(group) * gridDim.y * max_m + first + lane] = scale_of_lane;
+            scales[group * scale_pitch(gridDim.y * max_m) + first + lane] = scale_of_lane;
     }
 }

@@ -80,13 +80,15 @@ DEVICE Tile published_tile(u32 address) {
     return tile;
 }
 
-// ---- a ring of stages between one producer warp and the math warps; SharedMemory tells where its barriers are -------
+// ---- a ring of stages between one producer thread and the math warps; SharedMemory tells where its barriers are -----
+
+constexpr int kFullArrivals = 2;  // the producer announces the bytes of bulk copies; its small copies have landed
 
 template <class SharedMemory>
 DEVICE void init_barriers(SharedMemory shared, int stages, int math_warps) {
     if (threadIdx.x == 0) {
         for (int s = 0; s < stages; ++s) {
-            barrier_init(shared.full(s), 1 + 32);
+            barrier_init(shared.full(s), kFullArrivals);
             barrier_init(shared.empty(s), math_warps);
         }
         barrier_init_fence();
@@ -98,18 +100,22 @@ DEVICE void init_barriers(SharedMemory shared, int stages, int math_warps) {
 template <class SharedMemory, int kStages>
 DEVICE void load_end(SharedMemory shared, Ring<kStages>& ring) {
     barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
-    if (threadIdx.x % 32 == 0) {
-        publish_tile(shared.tile(ring.stage), Tile{});
-        barrier_arrive(shared.full(ring.stage));
-    }
-    barrier_arrive(shared.full(ring.stage));
+    if (threadIdx.x % 32 != 0) return;
+    publish_tile(shared.tile(ring.stage), Tile{});
+    for (int i = 0; i < kFullArrivals; ++i) barrier_arrive(shared.full(ring.stage));
 }
 
-// Where the scales of activations are: element (expert, row, k block) at the three strides, in floats.
+// The scales of activations, rows contiguous: (expert, row, k block) is at expert * expert_stride + row + k * k_stride.
+// `data` and the strides are multiples of 16 bytes and rows start anywhere, so that a tile's scales are copied from the
+// multiple at or before its first row on, up to the multiple after its last: into room for kBlockM + kSlack floats.
 struct ActivationScales {
+    static constexpr int kSlack = 4;
     const float* data;
-    int expert_stride, row_stride, k_stride;
-    DEVICE const float* of_row(int expert, int row) const {
-        return data + i64(expert) * expert_stride + i64(row) * row_stride;
+    int expert_stride, k_stride;
+
+    DEVICE static int offset(int row) { return row % 4; }  // of the first row in the copy
+    DEVICE static u32 bytes(const Tile& tile) { return (offset(tile.row) + tile.rows + 3) / 4 * 16; }
+    DEVICE const float* of_tile(const Tile& tile) const {
+        return data + i64(tile.expert) * expert_stride + tile.row - offset(tile.row);
     }
 };

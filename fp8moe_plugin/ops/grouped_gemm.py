@@ -2,11 +2,11 @@
 
 import torch
 
-from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launcher import launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import check_activations, check_int, check_tensor, check_values, check_weights
 from fp8moe_plugin.ops.gemm import Quantized, gemm_reference
+from fp8moe_plugin.ops.quantize import empty_scales
 from fp8moe_plugin.ops.route import Tiles, tiles_of_counts, tiles_of_indices
 from fp8moe_plugin.plan import (
     DECODE_BLOCK_M,
@@ -20,9 +20,9 @@ from fp8moe_plugin.plan import (
     swap_ab_key,
 )
 
-# Rows of one TMA load of activations; the kernels say why.
+# Rows of a TMA load; the kernels say why.
 PREFILL_BOX_M = 64
-DECODE_BOX_M = 8
+DECODE_BOX_M, DECODE_BOX_N = 8, 128
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -31,7 +31,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
     """`out[i] = a[i] @ b[m_indices[i]].T` for rows that come expert by expert; no alignment of the groups is needed.
 
     Args:
-        a: e4m3 `[M, K]` and float32 scales `[M, K/128]` of any strides; K a multiple of 128.
+        a: e4m3 `[M, K]` and float32 scales `[M, K/128]` of any strides; K-major ones, as `per_token_group_quant_fp8`
+            returns them, are read in place, others are copied first. K a multiple of 128.
         b: e4m3 `[G, N, K]` and float32 scales `[G, ceil(N/128), K/128]`; N a multiple of 8.
         out: bfloat16 `[M, N]`; rows with an index outside `[0, G)` are not written.
         m_indices: int32 `[M]` on the device; -1 skips the row. Each run of equal ids is tiled by itself.
@@ -64,7 +65,8 @@ def m_grouped_fp8_gemm_nt_masked(
     """`out[g, i] = a[g, i] @ b[g].T` for `i < masked_m[g]`. The counts stay on the device: captures in a CUDA graph.
 
     Args:
-        a: e4m3 `[G, max_m, K]` and float32 scales `[G, max_m, K/128]` of any strides; K a multiple of 128.
+        a: e4m3 `[G, max_m, K]` and float32 scales `[G, max_m, K/128]` of any strides, as for the contiguous layout; K a
+            multiple of 128.
         b: e4m3 `[G, N, K]` and float32 scales `[G, ceil(N/128), K/128]`; N a multiple of 8.
         out: bfloat16 `[G, max_m, N]`; rows from `masked_m[g]` on are not written.
         masked_m: int32 `[G]` on the device; counts are clamped to `[0, max_m]`.
@@ -98,15 +100,16 @@ def launch_gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor |
     sms = multiprocessors(out.device.index)
     key = gemm_key(tiles, rows, n, out.dtype, c is not None, sms)
     swap_ab = key.source == "grouped_gemm_swap_ab"
+    box_m, box_n = (DECODE_BOX_M, DECODE_BOX_N) if swap_ab else (PREFILL_BOX_M, dict(key.defines)["BLOCK_N"])
     maps = [
-        tensor_map(q.data_ptr(), rows, k, DECODE_BOX_M if swap_ab else PREFILL_BOX_M, 128, 1),
-        tensor_map(weights.data_ptr(), weights.numel() // k, k, 128, 128, 1),
+        tensor_map(q.data_ptr(), rows, k, box_m, 128, 1),
+        tensor_map(weights.data_ptr(), weights.numel() // k, k, box_n, 128, 1),
     ]
     if not swap_ab:
         maps.append(tensor_map(out.data_ptr(), rows, n, 64, 64, 2))
     table, num_tiles = (tiles.table, tiles.num_tiles) if tiles else (None, None)
     results = (out,) if swap_ab else (out, c)
-    args = (*maps, scales, *_scale_strides(q, scales), weight_scales, *results, table, num_tiles, rows, n, k)
+    args = (*maps, *_k_major(q, scales), weight_scales, *results, table, num_tiles, rows, n, k)
     launch(key, sms, args, out.device)
 
 
@@ -119,12 +122,15 @@ def gemm_key(tiles: Tiles | None, rows: int, n: int, dtype: torch.dtype, has_add
     return grouped_gemm_key(output, 256 if tiles else dense_block_n(rows, n, sms))
 
 
-def _scale_strides(q: torch.Tensor, scales: torch.Tensor) -> tuple[int, int, int]:
-    """Strides of the scales by group, row and k block, where rows are counted over all groups."""
+def _k_major(q: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """The scales as the kernels copy them; their strides by group and k block, where rows count on over all groups."""
     row, k_block = scales.stride()[-2:]
-    group = scales.stride(0) - q.shape[1] * row if q.dim() == 3 else 0
-    if max(abs(group), row, k_block) >= 2**31:
-        raise InvalidInputError(
-            f"a's scales have strides {scales.stride()}, needs them below 2^31. Call .contiguous()."
-        )
-    return group, row, k_block
+    group = scales.stride(0) - q.shape[1] if q.dim() == 3 else 0
+    last = sum((size - 1) * stride for size, stride in zip(scales.shape, scales.stride(), strict=True))
+    room = scales.untyped_storage().nbytes() // scales.element_size() - scales.storage_offset()
+    in_steps_of_16_bytes = scales.data_ptr() % 16 == group % 4 == k_block % 4 == 0 and last // 4 * 4 + 4 <= room
+    if row == 1 and in_steps_of_16_bytes and max(abs(group), k_block) < 2**31:
+        return scales, group, k_block
+    copy = empty_scales(q.numel() // q.shape[-1], scales.shape[-1], scales.device)
+    copy.view(scales.shape).copy_(scales)
+    return copy, 0, copy.stride(1)

@@ -25,8 +25,8 @@ def per_token_group_quant_fp8(
         group_size: 128, the only size the kernels take.
         ue8m0: round each scale up to a power of two.
     Returns:
-        e4m3 `[.., K]` and float32 scales `[.., K/128]`, the latter K-major in memory (tokens are contiguous),
-        which is what the GEMMs read fastest. `x` is about `q * scale`.
+        e4m3 `[.., K]` and float32 scales `[.., K/128]`, the latter K-major (`empty_scales`), as the GEMMs read them.
+        `x` is about `q * scale`.
     Raises:
         InvalidInputError: wrong dtype, group size, or K.
     """
@@ -59,9 +59,13 @@ def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> 
 
 
 def empty_quantized(rows: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for quantized rows: e4m3 `[rows, k]`, and float32 scales `[rows, k/128]` with tokens contiguous."""
-    scales = workspace.empty((k // GROUP, rows), torch.float32, device)
-    return workspace.empty((rows, k), FP8, device), scales.t()
+    """Room for quantized rows: e4m3 `[rows, k]` and their scales."""
+    return workspace.empty((rows, k), FP8, device), empty_scales(rows, k // GROUP, device)
+
+
+def empty_scales(rows: int, k_blocks: int, device: torch.device) -> torch.Tensor:
+    """Room for float32 scales `[rows, k_blocks]`, K-major: rows contiguous, k blocks a multiple of 16 bytes apart."""
+    return workspace.empty((k_blocks, ceil_div(rows, 4) * 4), torch.float32, device)[:, :rows].t()
 
 
 def group_scales(amax: torch.Tensor, ue8m0: bool) -> torch.Tensor:
