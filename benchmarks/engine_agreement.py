@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROMPTS, PROMPT_TOKENS, GENERATED = 48, 96, 32
+PROMPTS, PROMPT_TOKENS, GENERATED = 768, 96, 32
 FP32_SCALES = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
 UNFUSED = {"compilation_config": {"pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}}}
 TRITON = {"VLLM_USE_DEEP_GEMM": "0"}  # dense layers too
@@ -44,7 +44,7 @@ def run_engine(model: str, name: str) -> dict[str, Any]:
 
     start = time.monotonic()
     arguments, _ = ENGINES[name]
-    llm = LLM(model=model, max_model_len=512, max_num_seqs=64, max_num_batched_tokens=8192, **arguments)
+    llm = LLM(model=model, max_model_len=512, max_num_seqs=256, max_num_batched_tokens=8192, **arguments)
     ready = time.monotonic() - start
     generator = torch.Generator().manual_seed(1)
     vocab = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
@@ -112,12 +112,13 @@ def main() -> None:
         )
 
 
-def about() -> dict[str, str]:
+def about() -> dict[str, Any]:
     import torch
     import vllm
 
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {"date": date, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm.__version__}
+    versions = {"torch": torch.__version__, "vllm": vllm.__version__}
+    return {"date": date, "gpu": torch.cuda.get_device_name()} | versions | {"prompts": PROMPTS}
 
 
 if __name__ == "__main__":
