@@ -1,40 +1,75 @@
 // Quantization of one group of 128 channels to e4m3: its scale, and eight of its values.
 // UE8M0: 1 rounds scales up to powers of two.
-#ifndef FP8MOE_FP8_CUH
-#define FP8MOE_FP8_CUH
+#pragma once
+#include "common.cuh"
 
+constexpr int kGroupLanes = 16;  // lanes that share a group: 16 x 8 bfloat16 = 128 channels
 constexpr float kFp8Max = 448.0f;
 constexpr float kSmallestAmax = 1e-10f;  // keeps the scale of an all-zero group finite
 
 // Floats from the scales of one group of channels to those of the next: the GEMMs copy 16 bytes at a time.
-__device__ inline size_t scale_pitch(int rows) { return (rows + 3) / 4 * 4; }
+DEVICE size_t scale_pitch(int rows) { return (rows + 3) / 4 * 4; }
+
+// ---- the largest magnitude ----
+// The bits of non-negative floats order like the floats, with NaN above them all: integer maxima keep NaN.
+
+DEVICE u32 magnitude_bits(float value) { return __float_as_uint(value) & 0x7FFFFFFF; }
+
+DEVICE u32 max_u16x2(u32 a, u32 b) {
+    u32 larger;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
+// Bits of the largest magnitude of eight bfloat16 values, as a float.
+DEVICE u32 magnitude_bits(uint4 values) {
+    constexpr u32 kNoSigns = 0x7FFF7FFF;
+    const u32 pair = max_u16x2(max_u16x2(values.x & kNoSigns, values.y & kNoSigns),
+                               max_u16x2(values.z & kNoSigns, values.w & kNoSigns));
+    return max(pair << 16, pair & 0xFFFF0000);
+}
+
+// Maximum over the 16 lanes of a quantization group.
+DEVICE u32 group_max(u32 value) {
+#pragma unroll
+    for (int offset = kGroupLanes / 2; offset > 0; offset /= 2)
+        value = max(value, __shfl_xor_sync(kAllLanes, value, offset));
+    return value;
+}
+
+// ---- scale and values ----
 
 // a / b, correctly rounded, from the correctly rounded 1 / b (Markstein, "Computation of elementary functions on the IBM
 // RISC System/6000 processor", 1990). The exact quotient matters: vLLM divides too, and a product with the inverse gives
 // one code in 3,000 another value. Not kept: the sign of a zero, and 0 where b is infinite (it is NaN).
-__device__ inline float divide(float a, float b, float inverse) {
+DEVICE float divide(float a, float b, float inverse) {
     const float quotient = __fmul_rn(a, inverse);
     return fmaf(fmaf(-quotient, b, a), inverse, quotient);
 }
 
 // From the bits of the group's largest magnitude.
-__device__ inline float group_scale(unsigned amax_bits) {
+DEVICE float group_scale(u32 amax_bits) {
     const float amax = __uint_as_float(max(amax_bits, __float_as_uint(kSmallestAmax)));
     const float scale = divide(amax, kFp8Max, 1.0f / kFp8Max);
 #if UE8M0
-    constexpr unsigned kMantissa = 0x7FFFFF, kExponent = 0x7F800000;
+    constexpr u32 kMantissa = 0x7FFFFF, kExponent = 0x7F800000;
     return __uint_as_float((__float_as_uint(scale) + kMantissa) & kExponent);
 #else
     return scale;
 #endif
 }
 
-__device__ inline uint2 quantize_eight(const float (&v)[8], float scale) {
+DEVICE u32 pack_e4m3x4(float a, float b, float c, float d) {
+    u16 low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return low | static_cast<u32>(high) << 16;
+}
+
+DEVICE uint2 quantize_eight(const float (&v)[8], float scale) {
     const float inverse = __frcp_rn(scale);
     float c[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) c[i] = divide(v[i], scale, inverse);
     return make_uint2(pack_e4m3x4(c[0], c[1], c[2], c[3]), pack_e4m3x4(c[4], c[5], c[6], c[7]));
 }
-
-#endif

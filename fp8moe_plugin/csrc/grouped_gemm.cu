@@ -142,8 +142,8 @@ DEVICE void stage_half(SharedMemory shared, int warpgroup, const Accumulator& su
     for (int i = 0; i < kHalfN / 8; i += 2) {
         int chunk = i + lane / 16;  // of 8 columns, 16 bytes
         u32 to = shared.staging(warpgroup, chunk / 8) + row * 128 + (chunk % 8 ^ row % 8) * 16;
-        store_matrix_x4(to, pack_bf16(sum[4 * i], sum[4 * i + 1]), pack_bf16(sum[4 * i + 2], sum[4 * i + 3]),
-                        pack_bf16(sum[4 * i + 4], sum[4 * i + 5]), pack_bf16(sum[4 * i + 6], sum[4 * i + 7]));
+        store_matrix_x4(to, pack_bf16x2(sum[4 * i], sum[4 * i + 1]), pack_bf16x2(sum[4 * i + 2], sum[4 * i + 3]),
+                        pack_bf16x2(sum[4 * i + 4], sum[4 * i + 5]), pack_bf16x2(sum[4 * i + 6], sum[4 * i + 7]));
     }
 }
 
@@ -187,8 +187,8 @@ DEVICE void store_direct(void* d, const void* c, int n, int row, int rows, int c
             float2 addend = c ? static_cast<const float2*>(c)[at] : make_float2(0.f, 0.f);
             static_cast<float2*>(d)[at] = make_float2(value.x + addend.x, value.y + addend.y);
         } else {
-            u32 addend = c ? static_cast<const u32*>(c)[at] : 0;
-            static_cast<u32*>(d)[at] = pack_bf16(value.x + bf16_low(addend), value.y + bf16_high(addend));
+            float2 addend = unpack_bf16x2(c ? static_cast<const u32*>(c)[at] : 0);
+            static_cast<u32*>(d)[at] = pack_bf16x2(value.x + addend.x, value.y + addend.y);
         }
     }
 }

@@ -120,8 +120,8 @@ DEVICE void store_tile(SharedMemory shared, u16* d, int n, const Tile& tile, int
     named_barrier(1 + warpgroup, 128);  // the staging buffer is free
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i)
-        store_matrix_x2_transposed(chunk_at(i * 8 + lane % 8, warp * 2 + lane / 8 % 2), pack_bf16(sum[4 * i], sum[4 * i + 1]),
-                                   pack_bf16(sum[4 * i + 2], sum[4 * i + 3]));
+        store_matrix_x2_transposed(chunk_at(i * 8 + lane % 8, warp * 2 + lane / 8 % 2), pack_bf16x2(sum[4 * i], sum[4 * i + 1]),
+                                   pack_bf16x2(sum[4 * i + 2], sum[4 * i + 3]));
     named_barrier(1 + warpgroup, 128);  // the staging buffer is full
     constexpr int kChunks = kWarpgroupN / 8;
     int column = tile.column * kBlockN + warpgroup * kWarpgroupN;

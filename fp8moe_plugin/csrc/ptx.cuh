@@ -1,13 +1,6 @@
 // Instructions of sm_90a as C++ functions, one each, in the order a tile meets them. Needs no CUDA header.
 #pragma once
-
-#define DEVICE __device__ __forceinline__
-
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using i64 = long long;
-using u64 = unsigned long long;
+#include "common.cuh"
 
 // ---- shared memory: 32-bit addresses throughout, so that no generic pointer is formed in a loop -------------------
 
@@ -109,14 +102,6 @@ DEVICE void increase_registers() {
 }
 
 // ---- results ---------------------------------------------------------------------------------------------------
-
-DEVICE u32 pack_bf16(float low, float high) {
-    u32 packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-DEVICE float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }
-DEVICE float bf16_high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
 
 // Four (two, transposed) 8x8 blocks of 16-bit values from the registers of a warp; lane i gives the address of row i.
 DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {

@@ -18,12 +18,12 @@ using Id = int;
 #endif
 
 constexpr int kWarps = THREADS / kWarp;
-constexpr unsigned kNoExpert = ~0u;  // above every expert
+constexpr u32 kNoExpert = ~0u;  // above every expert
 
-__device__ inline unsigned local_expert(Id id, const int* __restrict__ expert_map, int global_experts,
-                                        unsigned num_experts) {
+DEVICE u32 local_expert(Id id, const int* __restrict__ expert_map, int global_experts,
+                          u32 num_experts) {
     if (id < 0 || id >= global_experts) return kNoExpert;
-    const unsigned expert = expert_map == nullptr ? static_cast<int>(id) : expert_map[id];
+    const u32 expert = expert_map == nullptr ? static_cast<int>(id) : expert_map[id];
     return expert < num_experts ? expert : kNoExpert;
 }
 
@@ -32,7 +32,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void route(const Id* __restrict
                                                              int* __restrict__ slots, int* __restrict__ counts,
                                                              int* __restrict__ num_rows, int pairs,
                                                              int global_experts) {
-    const unsigned own = blockIdx.x;
+    const u32 own = blockIdx.x;
     const int warp = threadIdx.x / kWarp, lane = lane_of_warp();
     const int pairs_per_warp = ceil_div(ceil_div(pairs, kWarps), kWarp) * kWarp;
     const int begin = min(warp * pairs_per_warp, pairs);
@@ -43,7 +43,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void route(const Id* __restrict
     int below = 0, equal = 0;
 #pragma unroll 4
     for (int pair = begin + lane; pair < end; pair += kWarp) {
-        const unsigned expert = expert_of(pair);
+        const u32 expert = expert_of(pair);
         below += expert < own;
         equal += expert == own;
     }
@@ -60,8 +60,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void route(const Id* __restrict
 #pragma unroll 4
     for (int base = begin; base < end; base += kWarp) {
         const int pair = base + lane;
-        const unsigned expert = pair < end ? expert_of(pair) : kNoExpert;
-        const unsigned lanes = __ballot_sync(kAllLanes, expert == own);
+        const u32 expert = pair < end ? expert_of(pair) : kNoExpert;
+        const u32 lanes = __ballot_sync(kAllLanes, expert == own);
         if (expert == own) slots[pair] = row + __popc(lanes & ((1u << lane) - 1));
         if (own == 0 && expert == kNoExpert && pair < end) slots[pair] = -1;
         row += __popc(lanes);

@@ -15,7 +15,7 @@ constexpr int kRowsPerLane = 4;
 constexpr int kRowsPerWarp = kRowsPerLane * (kWarp / kGroupLanes);
 constexpr int kWarps = THREADS / kWarp;
 
-__device__ inline float silu(float x) {
+DEVICE float silu(float x) {
     const float denominator = 1.0f + expf(fminf(-x, 80.0f));  // stays finite; below -80 the result vanishes all the same
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(denominator));
@@ -56,7 +56,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void silu_mul_quant(const uint4
             float value[8], factor[8];
             unpack_eight(gate[i], value);
             unpack_eight(up[i], factor);
-            unsigned amax_bits = 0;
+            u32 amax_bits = 0;
 #pragma unroll
             for (int c = 0; c < 8; ++c) {
                 value[c] = round_bf16(round_bf16(silu(value[c])) * factor[c]);

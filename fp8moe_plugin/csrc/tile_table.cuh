@@ -1,12 +1,12 @@
 // Writing a tile table: one entry (expert, row_begin, row_end, first) a tile of block_m rows, where the rows are those
 // of the tile's whole group and `first` is the index of the group's first tile.
-#ifndef FP8MOE_TILE_TABLE_CUH
-#define FP8MOE_TILE_TABLE_CUH
+#pragma once
+#include "common.cuh"
 
 // Appends the tiles of kThreads groups, one a thread, in the order of the threads; an empty group has none.
 // `written` tiles are in the table already; returns how many there are then. All threads of the CTA call it.
 template <int kThreads>
-__device__ inline int append_tiles(int4* table, int written, int expert, int row_begin, int row_end, int block_m) {
+DEVICE int append_tiles(int4* table, int written, int expert, int row_begin, int row_end, int block_m) {
     static_assert((kThreads & (kThreads - 1)) == 0, "the search halves its step down to one");
     __shared__ int4 groups[kThreads];
     int tiles;
@@ -26,11 +26,9 @@ __device__ inline int append_tiles(int4* table, int written, int expert, int row
 }
 
 // How many tiles there are, and the two counters with which a GEMM hands them out.
-__device__ inline void finish_table(int* num_tiles, int tiles) {
+DEVICE void finish_table(int* num_tiles, int tiles) {
     if (threadIdx.x == 0) {
         num_tiles[0] = tiles;
         num_tiles[1] = num_tiles[2] = 0;
     }
 }
-
-#endif

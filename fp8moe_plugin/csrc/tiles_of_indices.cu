@@ -32,7 +32,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_indices(const int
     for (int base = begin; base < end; base += kWarp) {
         const int row = base + lane;
         const bool begins = row < end && begins_run(row);
-        const unsigned lanes = __ballot_sync(kAllLanes, begins);
+        const u32 lanes = __ballot_sync(kAllLanes, begins);
         if (begins) run_begins[run + __popc(lanes & ((1u << lane) - 1))] = row;
         run += __popc(lanes);
     }
