@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.ops import m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
-from fp8moe_plugin.ops.grouped_gemm import launch_gemm
+from fp8moe_plugin.ops.gemm_launch import launch_gemm
 from fp8moe_plugin.ops.route import tiles_of_indices
 from fp8moe_plugin.plan import PREFILL_BLOCK_M
 

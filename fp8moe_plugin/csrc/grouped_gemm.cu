@@ -1,9 +1,9 @@
 // D[rows, N] = A[rows, K] @ B[expert, N, K]^T, e4m3 with scales per 1x128 of A and 128x128 of B. For many rows an expert.
 //
 // A tile is 128 rows of A by BLOCK_N rows of B. One producer thread fills a ring of stages, each 128 along K: A and B by
-// TMA, A's scales by a bulk copy, B's by 4-byte copies. Two math warpgroups take 64 rows of A each; the product over 128 K of each half
-// of 128 columns lands in one accumulator, which is scaled and added in float32 before the next (DeepGEMM's two-level
-// accumulation). Rows of a tile that belong to the next expert are computed and not stored.
+// TMA, A's scales by a bulk copy, B's by 4-byte copies. Two math warpgroups take 64 rows of A each; the product over 128 K
+// of each half of 128 columns lands in one accumulator, which is scaled and added in float32 before the next (DeepGEMM's
+// two-level accumulation). Rows of a tile that belong to the next expert are computed and not stored.
 #include "ptx.cuh"
 #include "tile_queue.cuh"
 #include "wgmma.cuh"
@@ -101,7 +101,8 @@ DEVICE void release(SharedMemory shared, int stage) {
 template <int kCount>
 DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Tile& tile, int row_block,
                           int first_half, Accumulator (&sum)[kCount]) {
-    int row = ActivationScales::offset(tile.row) + row_block * kWarpgroupM + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    int row = ActivationScales::offset(tile.row) + row_block * kWarpgroupM + threadIdx.x / 32 % 4 * 16 +
+              threadIdx.x % 32 / 4;
 #pragma unroll
     for (int half = 0; half < kCount; ++half)
 #pragma unroll

@@ -112,7 +112,8 @@ DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks
 // ---- epilogue: tokens by 64 weight rows of one warpgroup ---------------------------------------------------------
 
 template <int kTokens>
-DEVICE void store_tile(SharedMemory shared, u16* d, int n, const Tile& tile, int warpgroup, const float (&sum)[kTokens / 2]) {
+DEVICE void store_tile(SharedMemory shared, u16* d, int n, const Tile& tile, int warpgroup,
+                       const float (&sum)[kTokens / 2]) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     auto chunk_at = [&](int token, int chunk) {  // 8 weight rows of a token, 16 bytes, swizzled
         return shared.staging(warpgroup) + token * kWarpgroupN * 2 + (chunk ^ token % 8) * 16;
@@ -120,8 +121,8 @@ DEVICE void store_tile(SharedMemory shared, u16* d, int n, const Tile& tile, int
     named_barrier(1 + warpgroup, 128);  // the staging buffer is free
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i)
-        store_matrix_x2_transposed(chunk_at(i * 8 + lane % 8, warp * 2 + lane / 8 % 2), pack_bf16x2(sum[4 * i], sum[4 * i + 1]),
-                                   pack_bf16x2(sum[4 * i + 2], sum[4 * i + 3]));
+        store_matrix_x2_transposed(chunk_at(i * 8 + lane % 8, warp * 2 + lane / 8 % 2),
+                                   pack_bf16x2(sum[4 * i], sum[4 * i + 1]), pack_bf16x2(sum[4 * i + 2], sum[4 * i + 3]));
     named_barrier(1 + warpgroup, 128);  // the staging buffer is full
     constexpr int kChunks = kWarpgroupN / 8;
     int column = tile.column * kBlockN + warpgroup * kWarpgroupN;
@@ -134,7 +135,8 @@ DEVICE void store_tile(SharedMemory shared, u16* d, int n, const Tile& tile, int
 }
 
 template <int kTokens>
-DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, u16* d, int n, int k_blocks, const Tile& tile, int warpgroup) {
+DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, u16* d, int n, int k_blocks, const Tile& tile,
+                         int warpgroup) {
     float sum[kTokens / 2];
     multiply_tile<kTokens>(shared, ring, k_blocks, tile, warpgroup, sum);
     store_tile<kTokens>(shared, d, n, tile, warpgroup, sum);

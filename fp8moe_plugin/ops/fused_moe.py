@@ -17,9 +17,9 @@ from fp8moe_plugin.ops.checks import (
     check_weights,
 )
 from fp8moe_plugin.ops.combine import combine
-from fp8moe_plugin.ops.gemm import Quantized, gemm_reference
-from fp8moe_plugin.ops.grouped_gemm import launch_gemm
-from fp8moe_plugin.ops.quantize import quantize_rows
+from fp8moe_plugin.ops.gemm import gemm_reference
+from fp8moe_plugin.ops.gemm_launch import launch_gemm
+from fp8moe_plugin.ops.quantize import Quantized, quantize_rows
 from fp8moe_plugin.ops.route import Tiles, route, tiles_of_counts
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 from fp8moe_plugin.ops.workspace import empty

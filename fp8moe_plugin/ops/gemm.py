@@ -4,9 +4,8 @@ import torch
 
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import GROUP, check_activations, check_aligned, check_tensor, check_weights
-from fp8moe_plugin.ops.quantize import dequantize_rows
-
-Quantized = tuple[torch.Tensor, torch.Tensor]
+from fp8moe_plugin.ops.gemm_launch import launch_gemm
+from fp8moe_plugin.ops.quantize import Quantized, dequantize_rows
 
 
 def fp8_gemm_nt(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
@@ -37,8 +36,6 @@ def gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None =
     if out.shape[0] == 0:
         return out
     if uses_sm90(out):
-        from fp8moe_plugin.ops.grouped_gemm import launch_gemm  # which imports this module
-
         launch_gemm(a, b, out, c, None)
         return out
     product = gemm_reference(a, b)

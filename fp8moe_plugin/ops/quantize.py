@@ -12,6 +12,8 @@ from fp8moe_plugin.plan import quantize_key
 FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10  # keeps the scale of an all-zero group finite
 
+Quantized = tuple[torch.Tensor, torch.Tensor]  # values and scales
+
 TOKENS_PER_WARP = 8  # as in csrc/quantize.cu
 
 

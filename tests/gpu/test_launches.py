@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8moe_plugin.ops import per_token_group_quant_fp8
-from fp8moe_plugin.ops.grouped_gemm import launch_gemm
+from fp8moe_plugin.ops.gemm_launch import launch_gemm
 from fp8moe_plugin.ops.route import tiles_of_counts
 from tests import helpers as h
 

@@ -1,0 +1,63 @@
+"""Launch a GEMM on the GPU: dense, contiguous or masked, which to the kernels are lists of row tiles."""
+
+import torch
+
+from fp8moe_plugin.jit.launcher import launch, multiprocessors, tensor_map
+from fp8moe_plugin.ops.quantize import Quantized, empty_scales
+from fp8moe_plugin.ops.route import Tiles
+from fp8moe_plugin.plan import (
+    DECODE_BLOCK_M,
+    KernelKey,
+    Output,
+    dense_block_m,
+    dense_block_n,
+    grouped_gemm_key,
+    swap_ab_key,
+)
+
+# Rows of a TMA load; the kernels say why.
+PREFILL_BOX_M = 64
+DECODE_BOX_M, DECODE_BOX_N = 8, 128
+
+
+def launch_gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None, tiles: Tiles | None) -> None:
+    """Launch the GEMM of these row tiles (None: dense); `a` is `[M, K]` or `[G, max_m, K]`, its scales any strides."""
+    (q, scales), (weights, weight_scales) = a, b
+    rows, k, n = q.numel() // q.shape[-1], q.shape[-1], weights.shape[-2]
+    sms = multiprocessors(out.device.index)
+    key = gemm_key(tiles, rows, n, out.dtype, c is not None, sms)
+    swap_ab = key.source == "grouped_gemm_swap_ab"
+    box_m, box_n = (DECODE_BOX_M, DECODE_BOX_N) if swap_ab else (PREFILL_BOX_M, dict(key.defines)["BLOCK_N"])
+    maps = [
+        tensor_map(q.data_ptr(), rows, k, box_m, 128, 1),
+        tensor_map(weights.data_ptr(), weights.numel() // k, k, box_n, 128, 1),
+    ]
+    if not swap_ab:
+        maps.append(tensor_map(out.data_ptr(), rows, n, 64, 64, 2))
+    table, num_tiles = (tiles.table, tiles.num_tiles) if tiles else (None, None)
+    results = (out,) if swap_ab else (out, c)
+    args = (*maps, *_k_major(q, scales), weight_scales, *results, table, num_tiles, rows, n, k)
+    launch(key, sms, args, out.device)
+
+
+def gemm_key(tiles: Tiles | None, rows: int, n: int, dtype: torch.dtype, has_addend: bool, sms: int) -> KernelKey:
+    plain = dtype == torch.bfloat16 and not has_addend
+    block_m = tiles.block_m if tiles else dense_block_m(rows, plain)
+    if block_m == DECODE_BLOCK_M:
+        return swap_ab_key()
+    output = Output.BF16 if plain else Output.BF16_DIRECT if dtype == torch.bfloat16 else Output.F32_DIRECT
+    return grouped_gemm_key(output, 256 if tiles else dense_block_n(rows, n, sms))
+
+
+def _k_major(q: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """The scales as the kernels copy them; their strides by group and k block, where rows count on over all groups."""
+    row, k_block = scales.stride()[-2:]
+    group = scales.stride(0) - q.shape[1] if q.dim() == 3 else 0
+    last = sum((size - 1) * stride for size, stride in zip(scales.shape, scales.stride(), strict=True))
+    room = scales.untyped_storage().nbytes() // scales.element_size() - scales.storage_offset()
+    in_steps_of_16_bytes = scales.data_ptr() % 16 == group % 4 == k_block % 4 == 0 and last // 4 * 4 + 4 <= room
+    if row == 1 and in_steps_of_16_bytes and max(abs(group), k_block) < 2**31:
+        return scales, group, k_block
+    copy = empty_scales(q.numel() // q.shape[-1], scales.shape[-1], scales.device)
+    copy.view(scales.shape).copy_(scales)
+    return copy, 0, copy.stride(1)
