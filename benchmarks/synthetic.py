@@ -45,6 +45,7 @@ class Shape:
     topk: int
     moe_intermediate: int
     residual_gain: float = 1 / 8  # of the layers that write to the residual stream
+    block_spread: float = 0  # standard deviation of log2 of a weight's 128x128 blocks; 0: scales hardly differ
 
     dense_layers: int = 0
     mtp_layers: int = 0
@@ -262,7 +263,13 @@ def draw(t: Tensor, s: Shape, seed: int, device: torch.device) -> torch.Tensor:
         name = "model.embed_tokens.weight"
     generator = torch.Generator(device).manual_seed((seed << 32) | zlib.crc32(name.encode()))
     gain = s.residual_gain if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
-    return torch.randn(t.shape, generator=generator, device=device) * (t.std * gain)
+    values = torch.randn(t.shape, generator=generator, device=device) * (t.std * gain)
+    if t.quantized and s.block_spread:
+        blocks = [math.ceil(size / 128) for size in t.shape]
+        gains = torch.exp2(s.block_spread * torch.randn(blocks, generator=generator, device=device))
+        gains /= gains.square().mean().sqrt()
+        values *= gains.repeat_interleave(128, 0).repeat_interleave(128, 1)[: t.shape[0], : t.shape[1]]
+    return values
 
 
 def stored(t: Tensor, values: torch.Tensor, fp8: bool) -> dict[str, torch.Tensor]:

@@ -5,11 +5,10 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,15 @@ from benchmarks.synthetic import PRESETS, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = ("deepseek_v3", "qwen3_moe")
+# Around two faults of vLLM 0.32 on CPUs, which its BF16 models have too: the C++ kernel of rotary embeddings turns
+# DeepSeek's slices wrongly, and inductor moves a linear layer (onednn_mm) behind the first reader of its output.
+EAGER = {"enforce_eager": True, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 MODES: dict[str, dict[str, Any]] = {
-    "eager": {"enforce_eager": True},
-    "compile": {},
-    "multiprocess": {"enforce_eager": True},
-    "tp2": {"enforce_eager": True, "tensor_parallel_size": 2},
-    "mtp": {"enforce_eager": True, "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+    "eager": EAGER,
+    "compile": {"compilation_config": {"inductor_compile_config": {"reorder_for_peak_memory": False}}},
+    "multiprocess": EAGER,
+    "tp2": EAGER | {"tensor_parallel_size": 2},
+    "mtp": EAGER | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
 }
 ENVIRONMENTS = {"multiprocess": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "tp2": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
 
@@ -56,9 +58,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `<family>-fp8`, and its unquantized twin `<family>-bf16`."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for family in FAMILIES:
+        # The experts write to the last layer's output: what is wrong with them shows, and no later router amplifies
+        # what FP8 rounds. Scales that differ from block to block show where one is taken for another.
+        shape = replace(PRESETS[family, "tiny"], moe_layers=1, block_spread=1.0)
         for kind in ("fp8", "bf16"):
-            # Small steps on the residual stream, so that rounding them to FP8 is small beside the leads of tokens.
-            shape = replace(PRESETS[family, "tiny"], residual_gain=1 / 32)
             write_checkpoint(folder / f"{family}-{kind}", shape, fp8=kind == "fp8")
     return folder
 
@@ -67,8 +70,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     cache = str(tmp_path_factory.mktemp("vllm_cache"))  # what earlier versions of the plugin compiled proves nothing
 
-    def start(model: Path, mode: str, environment: dict[str, str] | None = None, **arguments: object) -> Done:
-        command = [sys.executable, "-m", "tests.engine.generate", str(model), json.dumps(MODES[mode] | arguments)]
+    def start(
+        model: Path,
+        mode: str,
+        environment: dict[str, str] | None = None,
+        script: str = "generate",
+        **arguments: object,
+    ) -> Done:
+        command = [sys.executable, "-m", f"tests.engine.{script}", str(model), json.dumps(MODES[mode] | arguments)]
         common = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         own = common | {"VLLM_CACHE_ROOT": cache} | ENVIRONMENTS.get(mode, {}) | (environment or {})
         return subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=300)
@@ -77,16 +86,21 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
 
 
 @pytest.fixture(scope="session")
-def start_both(checkpoints: Path, start: Start) -> Callable[[str, str], tuple[Done, Done]]:
-    """Our engine on the FP8 checkpoint and, at the same time, a plain one on the BF16 twin."""
+def engines(
+    request: pytest.FixtureRequest, checkpoints: Path, start: Start
+) -> Iterator[Callable[[str, str], Future[Done]]]:
+    """Our engine on the FP8 checkpoint, or the plain "twin" on the BF16 one. The selected tests' run two at a time."""
+    with ThreadPoolExecutor(2) as pool:
 
-    @functools.cache
-    def start_both(family: str, mode: str) -> tuple[Done, Done]:
-        if mode == "compile" and not (os.environ.get("CXX") or shutil.which("g++")):
-            pytest.skip("torch.compile on a CPU needs a C++ compiler")
-        with ThreadPoolExecutor() as pool:
-            ours = pool.submit(start, checkpoints / f"{family}-fp8", mode, quantization="fp8moe")
-            twin = pool.submit(start, checkpoints / f"{family}-bf16", mode)
-        return ours.result(), twin.result()
+        @functools.cache
+        def engine(family: str, mode: str) -> Future[Done]:
+            if mode == "twin":
+                return pool.submit(start, checkpoints / f"{family}-bf16", "eager")
+            return pool.submit(start, checkpoints / f"{family}-fp8", mode, quantization="fp8moe")
 
-    return start_both
+        for item in request.session.items:
+            parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+            if {"family", "mode"} <= parameters.keys():
+                engine(parameters["family"], "twin")
+                engine(parameters["family"], parameters["mode"])
+        yield engine

@@ -1,13 +1,20 @@
-import itertools
 import json
+import os
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 SERVES = "fp8moe serves the experts: backend "
-# In log-probability. Both engines round activations, ours to FP8: a lead smaller than that decides nothing.
+# Of the log-probabilities at a position, as vectors: rounding activations to FP8 moves them by 0.01 to 0.03 of their
+# length, a mistake in the experts by 0.18 and more. 9 of 10 positions must be nearer: rounding seldom changes an expert.
+LARGEST_DIFFERENCE = 0.05
+# In log-probability: below it, rounding decides which token is the likeliest.
 CLEAR_LEAD = 0.5
+needs_compiler = pytest.mark.skipif(
+    not (os.environ.get("CXX") or shutil.which("g++")), reason="torch.compile on a CPU needs a C++ compiler"
+)
 
 
 def answers(done):
@@ -16,35 +23,58 @@ def answers(done):
 
 
 def same_history(ours, twin):
-    """Pairs of ours and the twin's (token, lead) after the same tokens: of an answer, up to the first difference."""
+    """Our log-probabilities and the twin's after the same tokens: of an answer, up to the first difference."""
+    pairs = []
     for mine, other in zip(ours["prompts"], twin["prompts"], strict=True):
-        yield from zip(mine, other, strict=True)
-    for mine, other in zip(ours["generated"], twin["generated"], strict=True):
-        pairs = list(zip(mine, other, strict=True))
-        equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] == pair[1][0], pairs))
-        yield from pairs[: equal + 1]
+        pairs += zip(mine, other, strict=True)
+    for i, (mine, other) in enumerate(zip(ours["generated"], twin["generated"], strict=True)):
+        tokens = list(zip(ours["tokens"][i], twin["tokens"][i], strict=True))
+        equal = next((n for n, (token, wanted) in enumerate(tokens) if token != wanted), len(tokens))
+        pairs += list(zip(mine, other, strict=True))[: equal + 1]
+    return torch.tensor(pairs).unbind(1)
+
+
+def compare(ours, twin):
+    """How far apart 9 of 10 positions are at most, and of those where the twin's best token leads clearly:
+    the share of all, and the share where ours is the same."""
+    mine, other = (x - x.mean(1, keepdim=True) for x in same_history(ours, twin))
+    difference = ((mine - other).norm(dim=1) / other.norm(dim=1)).quantile(0.9)
+    first, second = other.topk(2).values.unbind(1)
+    clear = first - second > CLEAR_LEAD
+    same = mine.argmax(1) == other.argmax(1)
+    return difference.item(), clear.float().mean().item(), same[clear].float().mean().item()
 
 
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
-        *(("deepseek_v3", mode) for mode in ("eager", "compile", "multiprocess", "tp2", "mtp")),
-        *(("qwen3_moe", mode) for mode in ("eager", "tp2")),
+        ("deepseek_v3", "eager"),
+        ("deepseek_v3", "multiprocess"),
+        ("deepseek_v3", "tp2"),
+        ("deepseek_v3", "mtp"),
+        ("qwen3_moe", "eager"),
+        ("qwen3_moe", "tp2"),
+        pytest.param("deepseek_v3", "compile", marks=needs_compiler),
     ],
 )
-def test_the_engine_says_what_its_unquantized_twin_says(start_both, family, mode):
-    ours, twin = start_both(family, mode)
-    mine, other = answers(ours), answers(twin)
-    positions = sum(len(tokens) for texts in other.values() for tokens in texts)
-    decided = [(token, wanted) for (token, _), (wanted, lead) in same_history(mine, other) if lead > CLEAR_LEAD]
+def test_the_engine_says_what_its_unquantized_twin_says(engines, family, mode):
+    ours, twin = engines(family, mode).result(), engines(family, "twin").result()
+    difference, clear, same = compare(answers(ours), answers(twin))
     assert SERVES + "reference" in ours.stdout + ours.stderr
     assert SERVES not in twin.stdout + twin.stderr
-    assert len(decided) > positions / 2
-    assert [pair for pair in decided if pair[0] != pair[1]] == []
+    assert difference < LARGEST_DIFFERENCE
+    assert clear > 0.5
+    assert same > 0.95
 
 
-def test_an_installed_plugin_changes_nothing_for_other_models(checkpoints, start, start_both):
-    _, twin = start_both("qwen3_moe", "eager")
+def test_experts_with_gate_and_up_swapped_do_not_pass_for_the_twin(checkpoints, start, engines):
+    swapped = start(checkpoints / "qwen3_moe-fp8", "eager", script="generate_swapped", quantization="fp8moe")
+    difference, *_ = compare(answers(swapped), answers(engines("qwen3_moe", "twin").result()))
+    assert difference > 2 * LARGEST_DIFFERENCE
+
+
+def test_an_installed_plugin_changes_nothing_for_other_models(checkpoints, start, engines):
+    twin = engines("qwen3_moe", "twin").result()
     assert answers(twin) == answers(start(checkpoints / "qwen3_moe-bf16", "eager", {"VLLM_PLUGINS": ""}))
 
 
@@ -52,7 +82,7 @@ def test_an_engine_does_not_start_without_the_scales_of_an_expert(checkpoints, s
     broken = shutil.copytree(checkpoints / "qwen3_moe-fp8", tmp_path / "broken")
     (shard,) = broken.glob("*.safetensors")
     tensors = load_file(shard)
-    del tensors["model.layers.1.mlp.experts.3.down_proj.weight_scale_inv"]
+    del tensors["model.layers.0.mlp.experts.3.down_proj.weight_scale_inv"]
     save_file(tensors, shard, metadata={"format": "pt"})
     index = broken / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard.name)}))
@@ -60,5 +90,5 @@ def test_an_engine_does_not_start_without_the_scales_of_an_expert(checkpoints, s
     assert done.returncode != 0
     lines = done.stderr.splitlines()
     (error,) = {line.partition("CheckpointError: ")[2] for line in lines if "errors.CheckpointError: " in line}
-    assert "model.layers.1.mlp.experts" in error
+    assert "model.layers.0.mlp.experts" in error
     assert "w2_weight_scale_inv of local expert 3: a tensor is missing" in error
