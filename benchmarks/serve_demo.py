@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="folder of a block-FP8 MoE checkpoint with a tokenizer")
     checkpoint = parser.parse_args().checkpoint
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGINT too: a shell's background job ignores it
         signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt, like Ctrl-C
     try:
         demonstrate(checkpoint)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 SERVES = "fp8moe serves the experts: backend "
 # Of the log-probabilities at a position, as vectors: rounding activations to FP8 moves them by 0.01 to 0.03 of their
-# length, a mistake in the experts by 0.18 and more. 9 of 10 positions must be nearer: rounding may change an expert.
+# length, a mistake in the experts by 0.08 and more. 9 of 10 positions must be nearer: rounding may change an expert.
 LARGEST_DIFFERENCE = 0.05
 # In log-probability: below it, rounding decides which token is the likeliest.
 CLEAR_LEAD = 0.5
