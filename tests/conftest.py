@@ -19,11 +19,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not _has_hopper():
+    if item.get_closest_marker("gpu") and not has_hopper():
         pytest.skip("needs a Hopper GPU (compute capability 9.0)")
 
 
-def _has_hopper() -> bool:
+def has_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 

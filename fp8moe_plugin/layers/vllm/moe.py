@@ -82,7 +82,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = self._make_kernel(layer)
         backend = "sm90" if uses_sm90(layer.w2_weight) else "reference"
-        _announce(backend, "masked" if self.batched else "contiguous and masked", kernels)
+        _announce(backend, "masked" if self.batched else "contiguous", kernels)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         return fp8_w8a8_moe_quant_config(
@@ -147,7 +147,7 @@ def check_layer(prefix: str, moe: Any, experts_cls: Any) -> None:
         experts_cls, moe, kFp8Static128BlockSym, kFp8Dynamic128Sym, experts_cls.activation_format()
     )
     if not supported:
-        raise UnsupportedError(f"{prefix}: {why}. The kernels compute silu(gate) * up. Use --quantization fp8.")
+        raise UnsupportedError(f"{prefix}: {why}: the plugin's experts do not support it. Use --quantization fp8.")
 
 
 def _check_sizes(prefix: str, moe: Any) -> None:
@@ -182,10 +182,10 @@ def _register(layer: Any, name: str, data: torch.Tensor, attrs: dict[str, Any]) 
     layer.register_parameter(name, parameter)
 
 
-def _announce(backend: str, layouts: str, kernels: LoadCounts) -> None:
-    if (backend, layouts) not in _announced:
-        _announced.add((backend, layouts))
+def _announce(backend: str, layout: str, kernels: LoadCounts) -> None:
+    if (backend, layout) not in _announced:
+        _announced.add((backend, layout))
         logger.info(
-            "fp8moe serves the experts: backend %s, layouts %s, %d kernels loaded (%d compiled now)",
-            *(backend, layouts, kernels.loaded, kernels.compiled),
+            "fp8moe serves the experts: backend %s, layout %s, %d kernels loaded (%d compiled now)",
+            *(backend, layout, kernels.loaded, kernels.compiled),
         )

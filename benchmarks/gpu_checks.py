@@ -1,0 +1,64 @@
+"""Run what a GPU must show before a change is good, and keep the results: the GPU tests, and memcheck on the ops.
+
+python -m benchmarks.gpu_checks --out benchmarks/results/gpu_checks-<date>.json
+"""
+
+import argparse
+import datetime
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+CHECKS = {
+    "tests": [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/ops", "tests/layers", "tests/gpu"],
+    # Without the option, memcheck counts look-ups of functions newer than the driver that cuda-bindings makes at start.
+    "memcheck": ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
+    + [sys.executable, "tests/gpu/smoke_matrix.py"],
+}
+SUMMARY = re.compile(r"\d+ passed.*|\d+ cases, .*|ERROR SUMMARY: .*")
+
+
+def run(command: list[str]) -> dict[str, object]:
+    """The command's exit status, and the lines of its output that count what it did."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        print(done.stdout[-4000:])
+    return {
+        "command": " ".join(Path(part).name if part == sys.executable else part for part in command),
+        "status": done.returncode,
+        "summary": SUMMARY.findall(done.stdout),
+    }
+
+
+def sources_sha256() -> str:
+    """Names what was checked: the hash of the package's files."""
+    root = resources.files("fp8moe_plugin")
+    files = sorted(p for p in Path(str(root)).rglob("*") if p.suffix in (".py", ".cu", ".cuh"))
+    return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    import torch
+
+    about = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "sources_sha256": sources_sha256(),
+    }
+    results = {name: run(command) for name, command in CHECKS.items()}
+    print(json.dumps(results, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(about | results, indent=1) + "\n")
+    sys.exit(any(result["status"] for result in results.values()))
+
+
+if __name__ == "__main__":
+    main()
