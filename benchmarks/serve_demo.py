@@ -29,7 +29,9 @@ STOP_TIMEOUT_S = 20
 PROMPT = "The capital of France is"
 IN_USE = "fp8moe serves the experts"  # logged when a layer's weights are ready
 # Frames of tracebacks, and what a binding library says about itself at exit: they would push the causes out of a tail.
-NOISE = re.compile(r"(\(\w+ pid=\d+\) )?((ERROR|WARNING|INFO) [-\d :]+\[[\w.]+:\d+\])?( {2,}| - |nanobind: |\s*$)")
+HEAD = r"(\(\w+ pid=\d+\) ?)?((ERROR|WARNING|INFO) [-\d :]+\[[^]]+\] ?)?"  # what vLLM puts before a line
+FRAME = re.compile(rf'^{HEAD}  File ".*\n({HEAD}    .*\n)*', re.MULTILINE)
+NOISE = re.compile(rf"{HEAD}( - |nanobind: |\s*$)")
 
 # Loopback only: a proxy named in the environment must not be asked.
 HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -178,8 +180,12 @@ def line_in_use() -> str:
     raise DemoError(f"the server answered, but its log has no line with {IN_USE!r}.")
 
 
+def log_text() -> str:
+    return LOG.read_text(errors="replace") if LOG.exists() else ""
+
+
 def log_lines() -> list[str]:
-    return LOG.read_text(errors="replace").splitlines() if LOG.exists() else []
+    return log_text().splitlines()
 
 
 def last_line() -> str:
@@ -187,7 +193,8 @@ def last_line() -> str:
 
 
 def log_tail() -> str:
-    return "\n".join([line[:300] for line in log_lines() if not NOISE.match(line)][-25:])
+    lines = FRAME.sub("", log_text()).splitlines()
+    return "\n".join([line[:600] for line in lines if not NOISE.match(line)][-25:])
 
 
 if __name__ == "__main__":

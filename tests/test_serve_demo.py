@@ -17,10 +17,34 @@ import json, os, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+
+
+def refuse():  # as vLLM does when a quantization method raises: in a validator; the traceback logged, then printed
+    import traceback
+    from pydantic import model_validator
+    from pydantic.dataclasses import dataclass
+    from fp8moe_plugin.errors import UnsupportedError
+
+    @dataclass
+    class VllmConfig:
+        @model_validator(mode="after")
+        def check(self):
+            raise UnsupportedError("the checkpoint's activation_scheme is 'static'. Use --quantization fp8.")
+
+    try:
+        VllmConfig()
+    except ValueError:
+        for line in traceback.format_exc().splitlines():
+            print("(EngineCore pid=1) ERROR 10-04 12:00:00 [core.py:1] " + line.replace("activation", "logged"))
+        raise
+
+
 stuck = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
 Path("worker").write_text(str(subprocess.Popen([sys.executable, "-c", stuck]).pid))
 if os.environ["HOW"] == "dies":
     raise SystemExit("the cause")
+if os.environ["HOW"] == "refuses":
+    refuse()
 if os.environ["HOW"] == "hangs":
     time.sleep(600)
 print("(Worker pid=1) INFO fp8moe serves the experts: backend reference", flush=True)
@@ -33,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         self.do_GET()
-        self.wfile.write(json.dumps({"choices": [{"text": "an answer"}]}).encode())
+        self.wfile.write(json.dumps({"choices": [{"text": os.environ.get("ANSWER", "an answer")}]}).encode())
 
 
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
@@ -80,6 +104,14 @@ def test_a_server_that_dies_at_start_is_explained(tmp_path: Path) -> None:
     assert "exit status 1 before it was ready" in output
     assert str(tmp_path / "demo/serve.log") in output
     assert not worker_runs(tmp_path)
+
+
+def test_the_reason_of_a_refusal_is_shown_without_the_frames_of_its_traceback(tmp_path: Path) -> None:
+    output, _ = start(tmp_path, "refuses").communicate(timeout=60)
+    assert "  Value error, the checkpoint's activation_scheme is 'static'. Use --quantization fp8." in output
+    assert "[core.py:1]   Value error, the checkpoint's logged_scheme is 'static'." in output
+    assert 'File "' not in output
+    assert "VllmConfig()" not in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
