@@ -163,6 +163,8 @@ def complete(address: str, checkpoint: Path) -> str:
         reason = error.read().decode() if isinstance(error, urllib.error.HTTPError) else error
         raise DemoError(f"the server did not answer the completion request: {reason}") from error
     text: str = reply["choices"][0]["text"]
+    if not text:
+        raise DemoError("the server answered the completion request with no text.")
     return text
 
 

@@ -57,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         self.do_GET()
-        self.wfile.write(json.dumps({"choices": [{"text": os.environ.get("ANSWER", "an answer")}]}).encode())
+        self.wfile.write(json.dumps({"choices": [{"text": os.environ["ANSWER"]}]}).encode())
 
 
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
@@ -66,7 +66,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 DEMO = "from benchmarks import serve_demo; serve_demo.STOP_TIMEOUT_S = 1; serve_demo.main()"
 
 
-def start(folder: Path, how: str) -> subprocess.Popen[str]:
+def start(folder: Path, how: str, answer: str = "an answer") -> subprocess.Popen[str]:
     package = folder / "vllm/entrypoints/openai"
     package.mkdir(parents=True)
     for level in (package, *package.parents[:2]):  # or an installed vLLM comes first
@@ -75,7 +75,7 @@ def start(folder: Path, how: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", DEMO, "checkpoint"],
         cwd=folder,
-        env={"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PATH": "", "HOW": how},
+        env={"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PATH": "", "HOW": how, "ANSWER": answer},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -93,6 +93,15 @@ def test_shows_the_answer_and_stops_every_process(tmp_path: Path) -> None:
     assert demo.returncode == 0, output
     assert "an answer" in output
     assert "fp8moe serves the experts: backend reference" in output
+    assert not worker_runs(tmp_path)
+
+
+def test_an_answer_without_text_is_a_failure(tmp_path: Path) -> None:
+    demo = start(tmp_path, "answers", answer="")
+    output, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert "the server answered the completion request with no text" in output
+    assert str(tmp_path / "demo/serve.log") in output
     assert not worker_runs(tmp_path)
 
 
