@@ -1,15 +1,22 @@
 """Every FP8MOE_* environment variable, typed, with its default and one sentence."""
 
 import functools
+import logging
+import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from fp8moe_plugin.errors import UnsupportedError
+
+logger = logging.getLogger("fp8moe")
+PREFIX = "FP8MOE_"
 
 
 class Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="FP8MOE_", env_ignore_empty=True, frozen=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True)
 
     backend: Literal["auto", "sm90", "reference"] = Field(
         "auto",
@@ -26,5 +33,23 @@ class Settings(BaseSettings):
 
 @functools.cache
 def settings() -> Settings:
-    """The settings of this process, read from the environment once."""
-    return Settings()
+    """The settings of this process, read from the environment once.
+
+    Raises:
+        UnsupportedError: a variable has a value that it cannot have.
+    """
+    known = [variable(field) for field in Settings.model_fields]
+    unknown = sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known)
+    if unknown:
+        logger.warning("fp8moe: ignores %s; its variables are %s", ", ".join(unknown), ", ".join(known))
+    try:
+        return Settings()
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0])
+        allowed = "Input should be 0 or 1" if Settings.model_fields[field].annotation is bool else first["msg"]
+        raise UnsupportedError(f"{variable(field)} is {first['input']!r}. {allowed}. Change or unset it.") from error
+
+
+def variable(field: str) -> str:
+    return f"{PREFIX}{field.upper()}"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import platformdirs
 
+from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.compiler import compile_kernel, digest, nvrtc_version
 from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.settings import settings
@@ -25,8 +26,20 @@ CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 def cache_dir() -> Path:
+    """The folder of the compiled kernels, which need not exist.
+
+    Raises:
+        UnsupportedError: `FP8MOE_CACHE_DIR` starts with `~` and there is no such home.
+    """
     chosen = settings().cache_dir
-    return chosen.expanduser() if chosen else platformdirs.user_cache_path("fp8moe")
+    if chosen is None:
+        return platformdirs.user_cache_path("fp8moe")
+    try:
+        return chosen.expanduser()
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"FP8MOE_CACHE_DIR={chosen}: no home folder is known for this ~. Write the path without ~, or unset it."
+        ) from error
 
 
 def load_or_compile(key: KernelKey) -> tuple[bytes, bool]:
@@ -34,6 +47,7 @@ def load_or_compile(key: KernelKey) -> tuple[bytes, bool]:
 
     Raises:
         CompileError: it was not there and does not compile.
+        UnsupportedError: `FP8MOE_CACHE_DIR` names no folder.
     """
     path = cache_dir() / f"{key.source}-{digest(key)}.cubin"
     cubin = read(path)

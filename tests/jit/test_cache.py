@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8moe_plugin.errors import CompileError
+from fp8moe_plugin.errors import CompileError, UnsupportedError
 from fp8moe_plugin.jit import cache, compiler
 from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.settings import settings
@@ -47,6 +47,12 @@ def test_a_hit_survives_an_unwritable_cache_and_writes_nothing(kernels: Path) ->
     finally:
         kernels.chmod(0o700)
     assert [(p.name, p.stat().st_mtime_ns) for p in kernels.iterdir()] == before
+
+
+def test_a_cache_folder_in_the_home_of_nobody_is_refused(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8MOE_CACHE_DIR", "~nosuchuser/x")
+    with pytest.raises(UnsupportedError, match=r"FP8MOE_CACHE_DIR=~nosuchuser/x: no home folder.*without ~, or unset"):
+        cache.load_or_compile(KEY)
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty"])
