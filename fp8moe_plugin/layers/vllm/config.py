@@ -40,8 +40,8 @@ class Fp8MoeConfig(Traits, Fp8Config):
         """
         check_checkpoint(config)
         check_machine()
-        ignored_layers = config.get("ignored_layers") or config.get("modules_to_not_convert")
-        return cls(ignored_layers, ue8m0=config.get("scale_fmt") == "ue8m0")
+        names = layer_names(config, "ignored_layers") or layer_names(config, "modules_to_not_convert")
+        return cls(names, ue8m0=config.get("scale_fmt") == "ue8m0")
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if not isinstance(layer, LinearBase | RoutedExperts):
@@ -68,9 +68,9 @@ def check_checkpoint(config: dict[str, Any]) -> None:
             f"--quantization {NAME}: the checkpoint's activation_scheme is {scheme!r}; the kernels quantize "
             "activations by their own largest value ('dynamic'). Use --quantization fp8 for this checkpoint."
         )
-    if block is None or list(block) != WEIGHT_BLOCK:
+    if not isinstance(block, list | tuple) or list(block) != WEIGHT_BLOCK:
         raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint's weight_block_size is {block}; the kernels take one scale for "
+            f"--quantization {NAME}: the checkpoint's weight_block_size is {block!r}; the kernels take one scale for "
             f"each {GROUP}x{GROUP} block. Use --quantization fp8 for this checkpoint."
         )
     if config.get("store_dtype") is not None or config.get("fmt", "e4m3") != "e4m3":
@@ -78,6 +78,17 @@ def check_checkpoint(config: dict[str, Any]) -> None:
             f"--quantization {NAME}: the checkpoint stores its weights as "
             f"{config.get('store_dtype') or config.get('fmt')}; the kernels take e4m3. Leave out --quantization."
         )
+
+
+def layer_names(config: dict[str, Any], key: str) -> list[str] | None:
+    """The layers that a checkpoint keeps unquantized, as `key` of its `quantization_config` lists them."""
+    names = config.get(key)
+    if names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        return names
+    raise UnsupportedError(
+        f"--quantization {NAME}: the checkpoint's {key} is {names!r}, it must be a list of the names of layers. "
+        "Correct quantization_config in its config.json."
+    )
 
 
 def check_machine() -> None:
@@ -88,8 +99,10 @@ def check_machine() -> None:
     if hopper or backend == "reference" or (backend == "auto" and current_platform.is_cpu()):
         return
     found = f"compute capability {capability[0]}.{capability[1]}" if capability else f"a {current_platform.device_name}"
+    # The plain-torch reference reads values back to the host, which no CUDA graph can hold.
+    eager = "" if current_platform.is_cpu() else " with --enforce-eager"
     raise UnsupportedError(
         f"--quantization {NAME} (FP8MOE_BACKEND={backend}): the kernels need a Hopper GPU (compute capability 9.0), "
         f"this machine has {found}. Use --quantization fp8 here, or set FP8MOE_BACKEND=reference to try the model on "
-        "the slow plain-torch reference."
+        f"the slow plain-torch reference{eager}."
     )

@@ -65,6 +65,14 @@ def test_the_config_survives_pickling():
         ({"quant_method": "awq"}, "quant_method is 'awq', only 'fp8' is served. Leave out --quantization"),
         ({"activation_scheme": "static"}, "activation_scheme is 'static'.*Use --quantization fp8"),
         ({"weight_block_size": [64, 128]}, r"weight_block_size is \[64, 128\].*128x128 block. Use --quantization fp8"),
+        ({"quant_method": None}, "quant_method is None, only 'fp8' is served"),
+        ({"activation_scheme": 3}, r"activation_scheme is 3.*\('dynamic'\)"),
+        ({"weight_block_size": 128}, "weight_block_size is 128;.*128x128 block. Use --quantization fp8"),
+        ({"weight_block_size": "128"}, "weight_block_size is '128';"),
+        ({"ignored_layers": "lm_head"}, "ignored_layers is 'lm_head', it must be a list.*Correct quantization_config"),
+        ({"ignored_layers": {"lm_head": 1}}, "ignored_layers is {'lm_head': 1}, it must be a list"),
+        ({"modules_to_not_convert": [3]}, r"modules_to_not_convert is \[3\], it must be a list of the names"),
+        ({"fmt": 3}, "stores its weights as 3; the kernels take e4m3"),
         ({"weight_block_size": None}, "weight_block_size is None.*Use --quantization fp8"),
         ({"fmt": "e5m2"}, "stores its weights as e5m2; the kernels take e4m3"),
         ({"store_dtype": "int4"}, "stores its weights as int4; the kernels take e4m3"),
@@ -93,19 +101,21 @@ class Machine:
 
 
 @pytest.mark.parametrize(
-    ("machine", "backend", "found"),
+    ("machine", "backend", "found", "eager"),
     [
-        (Machine("cuda", (8, 0)), "auto", "compute capability 8.0"),
-        (Machine("cuda", (10, 0)), "sm90", "compute capability 10.0"),
-        (Machine("xpu", None), "auto", "a xpu"),
-        (Machine("cpu", None), "sm90", "a cpu"),
-        (Machine("rocm", (9, 0)), "auto", "compute capability 9.0"),
+        (Machine("cuda", (8, 0)), "auto", "compute capability 8.0", " with --enforce-eager"),
+        (Machine("cuda", (10, 0)), "sm90", "compute capability 10.0", " with --enforce-eager"),
+        (Machine("xpu", None), "auto", "a xpu", " with --enforce-eager"),
+        (Machine("cpu", None), "sm90", "a cpu", ""),
+        (Machine("rocm", (9, 0)), "auto", "compute capability 9.0", " with --enforce-eager"),
     ],
 )
-def test_another_machine_is_refused(monkeypatch, machine, backend, found):
+def test_another_machine_is_refused(monkeypatch, machine, backend, found, eager):
     monkeypatch.setattr(seam, "current_platform", machine)
     monkeypatch.setattr(seam, "settings", lambda: Settings(backend=backend))
-    with pytest.raises(UnsupportedError, match=f"need a Hopper GPU.*has {found}.*FP8MOE_BACKEND=reference"):
+    with pytest.raises(
+        UnsupportedError, match=rf"need a Hopper GPU.*has {found}.*FP8MOE_BACKEND=reference .*reference{eager}\.$"
+    ):
         Entry.from_config(CHECKPOINT)
 
 
@@ -160,7 +170,7 @@ def test_a_plain_layer_is_served():
         ({"swiglu_limit": 7.0}, "L: the model's experts have a bias or a modified SwiGLU"),
         ({"swiglu_alpha": 1.7}, "L: the model's experts have a bias or a modified SwiGLU"),
         ({"swiglu_beta": 1.0}, "L: the model's experts have a bias or a modified SwiGLU"),
-        ({"activation": MoEActivation.GELU}, r"L: .*GELU activation.*silu\(gate\) \* up. Use --quantization fp8"),
+        ({"activation": MoEActivation.GELU}, "L: .*GELU activation.*experts do not support it. Use --quantization"),
         ({"hidden_dim": 320}, "L: hidden size 320 is no multiple of 128"),
         ({"intermediate": 768, "ranks": 8}, "has 96 of the 768 .*no multiple of 128.*Use --tensor-parallel-size 2, or"),
         (
