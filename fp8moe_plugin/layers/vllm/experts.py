@@ -14,6 +14,10 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.plan import ceil_div
 
+# Others are of AMD (MoRI), hand out their own weights (MoonEP), leave dispatching to the experts (passthrough), or are
+# refused by vLLM's own experts too (FlashInfer).
+ALL2ALL = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "deepep_v2", "nixl_ep")
+
 
 class Fp8MoeExperts(mk.FusedMoEExpertsModular):
     """What both kinds of experts can do. Holds no state between calls and no copy of a weight or a scale.
@@ -41,7 +45,9 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        return True
+        backend = moe_parallel_config.all2all_backend
+        # vLLM asks "passthrough" of the experts even where no all2all takes place.
+        return backend in ALL2ALL or not (moe_parallel_config.use_all2all_kernels or backend == "passthrough")
 
     def workspace_shapes(
         self,

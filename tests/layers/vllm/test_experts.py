@@ -1,5 +1,6 @@
 """The experts take the very call that vLLM's modular kernel makes; no engine is started."""
 
+import dataclasses
 import inspect
 
 import pytest
@@ -9,7 +10,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig, fp8_w8a8_moe_quant_config
 
 from fp8moe_plugin.layers.vllm.experts import experts_class
 from fp8moe_plugin.ops import batched_experts, fused_moe
@@ -56,3 +57,28 @@ def test_the_batched_experts_are_the_batched_op():
     out = apply(build(layer, True), layer, rows[0], a1q_scale=rows[1], topk_ids=ids, expert_tokens_meta=meta)
     expected = batched_experts(*rows, *layer, counts, expected_m=1, out=torch.zeros_like(out))
     assert h.same_bits(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("all2all", "served"),
+    [
+        ("allgather_reducescatter", True),
+        ("deepep_high_throughput", True),
+        ("deepep_low_latency", True),
+        ("deepep_v2", True),
+        ("nixl_ep", True),
+        ("flashinfer_all2allv", False),
+        ("flashinfer_nvlink_two_sided", False),
+        ("flashinfer_nvlink_one_sided", False),
+        ("mori_low_latency", False),
+        ("moonep", False),
+        ("passthrough", False),
+    ],
+)
+def test_only_some_ways_to_exchange_tokens_are_served(all2all, served):
+    alone = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), all2all_backend=all2all)
+    spread = dataclasses.replace(alone, dp_size=2, ep_size=2, use_ep=True)
+    for batched in (False, True):
+        experts = experts_class(batched, ue8m0=False)
+        assert experts._supports_parallel_config(spread) == served
+        assert experts._supports_parallel_config(alone) == (all2all != "passthrough")
