@@ -35,7 +35,10 @@ def compile_kernel(key: KernelKey) -> Compiled:
         program = Program(translation_unit(key), "c++", options)
         cubin = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda-core raises its own types, which carry NVRTC's log
-        raise CompileError(f"{key.source} does not compile: {error}\n{log.getvalue()}") from error
+        raise CompileError(
+            f"{key.source} does not compile: {error}\n{log.getvalue()}\n"
+            "Upgrade the package nvidia-cuda-nvrtc; if that does not help, report this with the text above."
+        ) from error
     return Compiled(cubin, _faults(log.getvalue()))
 
 
@@ -47,9 +50,16 @@ def digest(key: KernelKey) -> str:
 
 @functools.cache
 def nvrtc_version() -> str:
+    """The compiler's version.
+
+    Raises:
+        CompileError: NVRTC does not tell.
+    """
     from cuda.bindings import nvrtc
 
-    _, major, minor = nvrtc.nvrtcVersion()
+    status, major, minor = nvrtc.nvrtcVersion()
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise CompileError(f"NVRTC does not tell its version ({status!r}). Reinstall the package nvidia-cuda-nvrtc.")
     return f"nvrtc {major}.{minor}"
 
 

@@ -172,5 +172,8 @@ def _check(status: Any, *rest: Any) -> Any:
     *values, what = rest
     if status != driver.CUresult.CUDA_SUCCESS:
         _, text = driver.cuGetErrorString(status)
-        raise LaunchError(f"The CUDA driver refused the {what}: {text.decode()} ({status}).")
+        raise LaunchError(
+            f"The CUDA driver refused the {what}: {text.decode()} ({status}). Check with nvidia-smi that the driver "
+            "works and supports CUDA 13, run again, and report this with the whole log if it comes back."
+        )
     return values[0] if values else None

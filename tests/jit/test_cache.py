@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from cuda.bindings import nvrtc
 
 from fp8moe_plugin.errors import CompileError, UnsupportedError
 from fp8moe_plugin.jit import cache, compiler
@@ -112,7 +113,15 @@ def test_the_digest_changes_with_all_that_the_compiler_reads(kernels: Path, monk
 def test_an_error_in_a_source_names_the_file_and_the_line(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"tiny.cu": '#include "part.cuh"\n' + SOURCE, "part.cuh": "#pragma once\n\nint broken = ;"}
     monkeypatch.setattr(compiler, "_csrc_text", texts.__getitem__)
-    with pytest.raises(CompileError, match=r"part\.cuh\(3\)"):
+    with pytest.raises(CompileError, match=r"(?s)part\.cuh\(3\).*Upgrade the package nvidia-cuda-nvrtc.*report this"):
+        cache.load_or_compile(KEY)
+
+
+def test_a_broken_nvrtc_is_told(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = nvrtc.nvrtcResult.NVRTC_ERROR_INTERNAL_ERROR
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (failure, None, None))
+    compiler.nvrtc_version.cache_clear()
+    with pytest.raises(CompileError, match=r"its version .*INTERNAL_ERROR.*Reinstall the package nvidia-cuda-nvrtc"):
         cache.load_or_compile(KEY)
 
 
