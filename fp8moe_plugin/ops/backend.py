@@ -15,9 +15,17 @@ def uses_sm90(tensor: torch.Tensor) -> bool:
     """True if an op on this tensor runs our kernels.
 
     Raises:
-        UnsupportedError: `FP8MOE_BACKEND=sm90`, and this is no Hopper GPU.
+        UnsupportedError: `FP8MOE_BACKEND=sm90`, and this is no Hopper GPU; or the reference is to be captured in a
+            CUDA graph.
     """
-    return _device_uses_sm90(tensor.device)
+    if _device_uses_sm90(tensor.device):
+        return True
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "The plain-torch reference reads values back to the host, which no CUDA graph can hold. "
+            "Run without graphs: --enforce-eager in vLLM."
+        )
+    return False
 
 
 @functools.cache

@@ -1,0 +1,14 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.ops import backend
+
+
+def test_the_reference_refuses_to_be_captured(monkeypatch):
+    monkeypatch.setattr(backend, "_device_uses_sm90", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedError, match="--enforce-eager"):
+        backend.uses_sm90(SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True))
