@@ -147,7 +147,9 @@ def check_layer(prefix: str, moe: Any, experts_cls: Any) -> None:
         experts_cls, moe, kFp8Static128BlockSym, kFp8Dynamic128Sym, experts_cls.activation_format()
     )
     if not supported:
-        raise UnsupportedError(f"{prefix}: {why}: the plugin's experts do not support it. Use --quantization fp8.")
+        raise UnsupportedError(
+            f"{prefix}: {why}: the plugin's experts do not support it. Change it, or use --quantization fp8."
+        )
 
 
 def _check_sizes(prefix: str, moe: Any) -> None:

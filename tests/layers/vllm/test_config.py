@@ -170,7 +170,7 @@ def test_a_plain_layer_is_served():
         ({"swiglu_limit": 7.0}, "L: the model's experts have a bias or a modified SwiGLU"),
         ({"swiglu_alpha": 1.7}, "L: the model's experts have a bias or a modified SwiGLU"),
         ({"swiglu_beta": 1.0}, "L: the model's experts have a bias or a modified SwiGLU"),
-        ({"activation": MoEActivation.GELU}, "L: .*GELU activation.*experts do not support it. Use --quantization"),
+        ({"activation": MoEActivation.GELU}, "L: .*GELU activation.*experts do not support it. Change it, or"),
         ({"hidden_dim": 320}, "L: hidden size 320 is no multiple of 128"),
         ({"intermediate": 768, "ranks": 8}, "has 96 of the 768 .*no multiple of 128.*Use --tensor-parallel-size 2, or"),
         (
