@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import (
     GROUP,
     check_activations,
@@ -17,10 +16,9 @@ from fp8moe_plugin.ops.checks import (
     check_weights,
 )
 from fp8moe_plugin.ops.combine import combine
-from fp8moe_plugin.ops.gemm import gemm_reference
-from fp8moe_plugin.ops.gemm_launch import launch_gemm
+from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
 from fp8moe_plugin.ops.quantize import Quantized, quantize_rows
-from fp8moe_plugin.ops.route import Tiles, route, tiles_of_counts
+from fp8moe_plugin.ops.route import route, tiles_of_counts
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 from fp8moe_plugin.ops.workspace import empty
 from fp8moe_plugin.plan import masked_block_m, moe_block_m
@@ -126,8 +124,8 @@ def batched_experts(
         return out
     tiles = tiles_of_counts(expert_num_tokens, max_m, masked_block_m(expected_m))
     gate_up = empty((experts, max_m, w13.shape[1]), torch.bfloat16, device)
-    _grouped_gemm((hidden_states, hidden_scale), weights.w13, gate_up, tiles)
-    _grouped_gemm(silu_mul_quant_fp8(gate_up, expert_num_tokens, ue8m0), weights.w2, out, tiles)
+    grouped_gemm((hidden_states, hidden_scale), weights.w13, gate_up, tiles)
+    grouped_gemm(silu_mul_quant_fp8(gate_up, expert_num_tokens, ue8m0), weights.w2, out, tiles)
     return out
 
 
@@ -146,22 +144,11 @@ def _fused_moe(
     routing = route(topk_ids, experts, moe_block_m(tokens, topk, global_experts), expert_map)
     rows = quantize_rows(hidden_states, routing.slots, ue8m0)
     gate_up = empty((1, tokens * topk, width), torch.bfloat16, device)
-    _grouped_gemm(rows, weights.w13, gate_up[0], routing.tiles)
+    grouped_gemm(rows, weights.w13, gate_up[0], routing.tiles)
     q, scales = silu_mul_quant_fp8(gate_up, routing.num_rows, ue8m0)
     down = empty((tokens * topk, hidden), torch.bfloat16, device)
-    _grouped_gemm((q[0], scales[0]), weights.w2, down, routing.tiles)
+    grouped_gemm((q[0], scales[0]), weights.w2, down, routing.tiles)
     return combine(down, routing.slots, topk_weights, out)
-
-
-def _grouped_gemm(a: Quantized, b: Quantized, out: torch.Tensor, tiles: Tiles) -> None:
-    """Write the rows of `out` that the tiles name, `out[i] = a[i] @ b[expert of the tile].T`; i over all groups."""
-    if uses_sm90(out):
-        launch_gemm(a, b, out, None, tiles)
-        return
-    (q, scales), rows_out = (part.flatten(0, -2) for part in a), out.view(-1, out.shape[-1])
-    for expert, begin, end, _ in tiles.table[: tiles.num_tiles[0]].unique(dim=0).tolist():
-        rows = q[begin:end], scales[begin:end]
-        rows_out[begin:end] = gemm_reference(rows, (b[0][expert], b[1][expert])).to(out.dtype)
 
 
 def _checked_weights(

@@ -14,7 +14,7 @@ from fp8moe_plugin.ops.checks import (
 from fp8moe_plugin.ops.gemm import gemm_reference
 from fp8moe_plugin.ops.gemm_launch import launch_gemm
 from fp8moe_plugin.ops.quantize import Quantized
-from fp8moe_plugin.ops.route import tiles_of_counts, tiles_of_indices
+from fp8moe_plugin.ops.route import Tiles, tiles_of_counts, tiles_of_indices
 from fp8moe_plugin.plan import PREFILL_BLOCK_M, masked_block_m
 
 
@@ -40,15 +40,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     check_values("m_indices", m_indices, -1, b[0].shape[0] - 1)
     if m == 0:
         return out
-    if uses_sm90(out):
-        launch_gemm(a, b, out, None, tiles_of_indices(m_indices, b[0].shape[0], PREFILL_BLOCK_M))
-        return out
-    for group in range(b[0].shape[0]):
-        rows = (m_indices == group).nonzero().flatten()
-        if rows.numel():
-            out[rows] = gemm_reference(
-                (a[0].view(torch.uint8)[rows].view(a[0].dtype), a[1][rows]), (b[0][group], b[1][group])
-            ).to(out.dtype)
+    grouped_gemm(a, b, out, tiles_of_indices(m_indices, b[0].shape[0], PREFILL_BLOCK_M))
     return out
 
 
@@ -77,10 +69,16 @@ def m_grouped_fp8_gemm_nt_masked(
     check_int("expected_m", expected_m)
     if groups * max_m == 0:
         return out
-    if uses_sm90(out):
-        launch_gemm(a, b, out, None, tiles_of_counts(masked_m, max_m, masked_block_m(expected_m)))
-        return out
-    for group, count in enumerate(masked_m.clamp(0, max_m).tolist()):
-        rows = gemm_reference((a[0][group, :count], a[1][group, :count]), (b[0][group], b[1][group]))
-        out[group, :count] = rows.to(out.dtype)
+    grouped_gemm(a, b, out, tiles_of_counts(masked_m, max_m, masked_block_m(expected_m)))
     return out
+
+
+def grouped_gemm(a: Quantized, b: Quantized, out: torch.Tensor, tiles: Tiles) -> None:
+    """Write the rows of `out` that the tiles name, `out[i] = a[i] @ b[expert of the tile].T`; i over all groups."""
+    if uses_sm90(out):
+        launch_gemm(a, b, out, None, tiles)
+        return
+    (q, scales), rows_out = (part.flatten(0, -2) for part in a), out.view(-1, out.shape[-1])
+    for expert, begin, end, _ in tiles.table[: tiles.num_tiles[0]].unique(dim=0).tolist():
+        rows = q[begin:end], scales[begin:end]
+        rows_out[begin:end] = gemm_reference(rows, (b[0][expert], b[1][expert])).to(out.dtype)
