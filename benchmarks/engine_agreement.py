@@ -11,7 +11,6 @@ spares these a rounding to BF16. `triton default` and `deep_gemm default` are wh
 """
 
 import argparse
-import datetime
 import itertools
 import json
 import os
@@ -20,6 +19,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.report import write_report
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 768, 96, 32
 FP32_SCALES = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
@@ -106,19 +107,10 @@ def main() -> None:
             )
         said[name] = new
     if args.out:
-        args.out.write_text(
-            json.dumps(about() | {"ready_s": {n: s["ready_s"] for n, s in said.items()}, "pairs": pairs}, indent=1)
-            + "\n"
-        )
+        import vllm
 
-
-def about() -> dict[str, Any]:
-    import torch
-    import vllm
-
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    versions = {"torch": torch.__version__, "vllm": vllm.__version__}
-    return {"date": date, "gpu": torch.cuda.get_device_name()} | versions | {"prompts": PROMPTS}
+        ready = {n: s["ready_s"] for n, s in said.items()}
+        write_report(args.out, {"vllm": vllm.__version__, "prompts": PROMPTS, "ready_s": ready, "pairs": pairs})
 
 
 if __name__ == "__main__":

@@ -4,14 +4,15 @@ python -m benchmarks.gpu_checks --out benchmarks/results/gpu_checks-<date>.json
 """
 
 import argparse
-import datetime
 import hashlib
 import json
 import re
 import subprocess
 import sys
-from importlib import resources
 from pathlib import Path
+
+import fp8moe_plugin
+from benchmarks.report import write_report
 
 # Without --report-api-errors no, memcheck counts cuda-bindings' look-ups of functions newer than the driver.
 MEMCHECK = "compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9"
@@ -33,8 +34,8 @@ def run(command: str) -> dict[str, object]:
 
 def sources_sha256() -> str:
     """Names what was checked: the hash of the package's files."""
-    root = resources.files("fp8moe_plugin")
-    files = sorted(p for p in Path(str(root)).rglob("*") if p.suffix in (".py", ".cu", ".cuh"))
+    package = Path(fp8moe_plugin.__file__).parent
+    files = sorted(p for p in package.rglob("*") if p.suffix in (".py", ".cu", ".cuh"))
     return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()
 
 
@@ -42,18 +43,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    import torch
-
-    about = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "sources_sha256": sources_sha256(),
-    }
     results = {name: run(command) for name, command in CHECKS.items()}
     print(json.dumps(results, indent=1))
     if args.out:
-        args.out.write_text(json.dumps(about | results, indent=1) + "\n")
+        write_report(args.out, {"sources_sha256": sources_sha256()} | results)
     sys.exit(any(result["status"] for result in results.values()))
 
 

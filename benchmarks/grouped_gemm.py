@@ -10,9 +10,7 @@ device; ours includes the kernel that makes the tile table. A time is the median
 """
 
 import argparse
-import datetime
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import write_report
 from fp8moe_plugin.ops import m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
 from fp8moe_plugin.ops.gemm_launch import launch_gemm
 from fp8moe_plugin.ops.route import tiles_of_indices
@@ -162,9 +161,7 @@ def main() -> None:
         del b
         torch.cuda.empty_cache()
     if args.out:
-        about = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "gpu": torch.cuda.get_device_name()}
-        versions = {"torch": torch.__version__, "deep_gemm": deep_gemm.__version__}
-        args.out.write_text(json.dumps(about | versions | {"rows": rows}, indent=1) + "\n")
+        write_report(args.out, {"deep_gemm": deep_gemm.__version__, "rows": rows})
 
 
 if __name__ == "__main__":
