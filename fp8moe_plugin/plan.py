@@ -10,6 +10,7 @@ from enum import IntEnum
 SMEM_ALIGNMENT = 1024
 PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm
 DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
+SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def grouped_gemm_key(output: Output, block_n: int = 256) -> KernelKey:
     halves = block_n // 128
     operands = stages * (128 + block_n) * 128
     staging = 128 * 128 * 2
-    scales_and_barriers = stages * (132 * 4 + halves * 4 + 16 + 16)
+    scales_and_barriers = stages * ((PREFILL_BLOCK_M + SCALE_SLACK) * 4 + halves * 4 + 16 + 16)
     smem = _align(operands + staging + scales_and_barriers)
     defines = (("BLOCK_N", block_n), ("OUTPUT", int(output)), ("STAGES", stages))
     return KernelKey("grouped_gemm", defines, 384, smem)
@@ -50,7 +51,7 @@ def swap_ab_key() -> KernelKey:
     stages = 8
     operands = stages * (128 + DECODE_BLOCK_M) * 128
     staging = DECODE_BLOCK_M * 128 * 2
-    scales_and_barriers = stages * ((DECODE_BLOCK_M + 4) * 4 + 4 + 16 + 16)
+    scales_and_barriers = stages * ((DECODE_BLOCK_M + SCALE_SLACK) * 4 + 4 + 16 + 16)
     smem = _align(operands + staging + scales_and_barriers)
     return KernelKey("grouped_gemm_swap_ab", (("STAGES", stages),), 384, smem)
 

@@ -9,15 +9,20 @@ import sys
 import torch
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 4, 24, 8
-LIMITS = {"max_model_len": 128, "max_num_seqs": PROMPTS, "max_num_batched_tokens": 128, "gpu_memory_utilization": 0.3}
-ALL = -1
+ALL = -1  # log-probabilities
+LIMITS = {
+    "max_model_len": 128,
+    "max_num_seqs": PROMPTS,
+    "max_num_batched_tokens": 128,
+    "max_logprobs": ALL,
+    "gpu_memory_utilization": 0.3,
+}
 
 
 def main() -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    limits = LIMITS | {"max_logprobs": ALL}
-    llm = LLM(model=sys.argv[1], dtype="bfloat16", skip_tokenizer_init=True, **limits, **json.loads(sys.argv[2]))
+    llm = LLM(model=sys.argv[1], dtype="bfloat16", skip_tokenizer_init=True, **LIMITS, **json.loads(sys.argv[2]))
     ids = torch.randint(10, 512, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)).tolist()
     greedy = SamplingParams(
         temperature=0, max_tokens=GENERATED, ignore_eos=True, detokenize=False, logprobs=ALL, prompt_logprobs=ALL
