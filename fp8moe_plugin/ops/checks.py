@@ -5,10 +5,9 @@ import torch
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.plan import ceil_div
 from fp8moe_plugin.settings import settings
+from fp8moe_plugin.shapes import GROUP, N_MULTIPLE
 
 FP8 = torch.float8_e4m3fn
-GROUP = 128  # channels that share one activation scale; also the side of a weight's scale block
-N_MULTIPLE = 8  # of a weight's output channels: the GEMMs store 16 bytes of bfloat16 at a time
 
 
 def check_tensor(

@@ -6,7 +6,6 @@ import torch
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.ops.checks import (
-    GROUP,
     check_activations,
     check_int,
     check_multiple,
@@ -22,6 +21,7 @@ from fp8moe_plugin.ops.route import route, tiles_of_counts
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 from fp8moe_plugin.ops.workspace import empty
 from fp8moe_plugin.plan import masked_block_m, moe_block_m
+from fp8moe_plugin.shapes import GROUP
 
 
 class ExpertWeights(NamedTuple):

@@ -2,9 +2,10 @@
 
 import torch
 
-from fp8moe_plugin.ops.checks import GROUP, check_multiple, check_tensor, check_weights
+from fp8moe_plugin.ops.checks import check_multiple, check_tensor, check_weights
 from fp8moe_plugin.ops.gemm import gemm
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
+from fp8moe_plugin.shapes import GROUP
 
 
 def fp8_linear(

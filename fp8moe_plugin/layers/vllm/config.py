@@ -13,8 +13,8 @@ from fp8moe_plugin.layers.vllm import NAME, compat
 from fp8moe_plugin.layers.vllm.entry import Traits
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
-from fp8moe_plugin.ops.checks import GROUP
 from fp8moe_plugin.settings import settings
+from fp8moe_plugin.shapes import GROUP
 
 WEIGHT_BLOCK = [GROUP, GROUP]
 

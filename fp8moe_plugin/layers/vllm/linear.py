@@ -14,8 +14,8 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.ops.checks import GROUP, N_MULTIPLE
 from fp8moe_plugin.plan import linear_kernels
+from fp8moe_plugin.shapes import GROUP, dense_refusal
 
 
 @register_weight_loader_v2_supported_method
@@ -62,21 +62,10 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 
 
 def check_shape(prefix: str, inputs: int, outputs: list[int], split: bool) -> None:
-    """Raise `UnsupportedError` if a rank's part of a layer does not consist of whole scale blocks.
-
-    Args:
-        inputs: input channels of this rank.
-        outputs: output channels of each fused projection on this rank; the last may end within a block...
-        split: ...unless the outputs are split over ranks.
-    """
-    for what, size in [("input", inputs), *(("output", size) for size in (outputs if split else outputs[:-1]))]:
-        if size % GROUP:
-            raise UnsupportedError(
-                f"{prefix} has {size} {what} channels on this rank, the scales are given for blocks of {GROUP}. "
-                "Use a smaller --tensor-parallel-size, or list the layer in the checkpoint's modules_to_not_convert."
-            )
-    if sum(outputs) % N_MULTIPLE:
+    """Raise `UnsupportedError` for a rank's part of a layer, described as for `dense_refusal`, that is not served."""
+    refusal = dense_refusal(inputs, outputs, split)
+    if refusal:
         raise UnsupportedError(
-            f"{prefix} has {sum(outputs)} output channels, the kernels need a multiple of {N_MULTIPLE}. "
-            "List the layer in the checkpoint's modules_to_not_convert and store it in BF16."
+            f"{prefix} {refusal}. Use a smaller --tensor-parallel-size, or list the layer in the checkpoint's "
+            "modules_to_not_convert and store it in BF16."
         )

@@ -18,8 +18,8 @@ from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.experts import experts_class
 from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.checks import GROUP
 from fp8moe_plugin.plan import moe_kernels
+from fp8moe_plugin.shapes import GROUP, experts_refusal
 
 logger = logging.getLogger("fp8moe")
 
@@ -153,26 +153,21 @@ def check_layer(prefix: str, moe: Any, experts_cls: Any) -> None:
 
 
 def _check_sizes(prefix: str, moe: Any) -> None:
-    if moe.hidden_dim % GROUP:
-        raise UnsupportedError(
-            f"{prefix}: hidden size {moe.hidden_dim} is no multiple of {GROUP}, the scale block. "
-            "Use --quantization fp8."
-        )
-    if moe.intermediate_size_per_partition % GROUP:
-        raise UnsupportedError(
-            f"{prefix}: split over {moe.tp_size} ranks, each has {moe.intermediate_size_per_partition} of the "
-            f"{moe.intermediate_size} intermediate channels, no multiple of {GROUP}, the scale block. "
-            f"{_advice_on_ranks(moe.intermediate_size, moe.tp_size, moe.dp_size * moe.pcp_size)}"
-        )
+    refusal = experts_refusal(moe.hidden_dim, moe.intermediate_size, moe.tp_size)
+    if refusal:
+        advice = "" if moe.hidden_dim % GROUP else _advice_on_ranks(moe)
+        raise UnsupportedError(f"{prefix}: {refusal}. {advice or 'Use --quantization fp8.'}")
 
 
-def _advice_on_ranks(intermediate: int, ranks: int, replicas: int) -> str:
-    """What to start with instead, where `ranks` (tensor parallel times `replicas`) split each expert."""
-    if intermediate % GROUP:
-        return "Use --quantization fp8."
-    tp = ranks // replicas
+def _advice_on_ranks(moe: Any) -> str:
+    """What to start with instead, where `moe.tp_size` ranks (tensor parallel times its replicas) split each expert."""
+    if moe.intermediate_size % GROUP:
+        return ""
+    replicas = moe.dp_size * moe.pcp_size
+    tp = moe.tp_size // replicas
     # A divisor of the size in use divides the model's attention heads too.
-    fits = [t for t in range(1, tp) if tp % t == 0 and intermediate % (t * replicas * GROUP) == 0]
+    ways = [t for t in range(1, tp) if tp % t == 0]
+    fits = [t for t in ways if not experts_refusal(moe.hidden_dim, moe.intermediate_size, t * replicas)]
     smaller = f"--tensor-parallel-size {max(fits)}, or " if fits else ""
     return f"Use {smaller}--enable-expert-parallel to keep each expert whole."
 
