@@ -21,5 +21,13 @@ class CompileError(Fp8MoeError, RuntimeError):
     """A kernel source did not compile."""
 
 
+class CacheError(Fp8MoeError, RuntimeError):
+    """The folder of compiled kernels, or a bundle of them, cannot be used."""
+
+
+class KernelNotPrecompiled(Fp8MoeError, RuntimeError):
+    """A kernel would have to be compiled, and `FP8MOE_JIT=forbid` says not to."""
+
+
 class LaunchError(Fp8MoeError, RuntimeError):
     """The CUDA driver refused a module, a tensor map or a launch."""

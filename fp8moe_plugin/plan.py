@@ -25,6 +25,9 @@ class KernelKey:
     threads: int = 128
     smem_bytes: int = 0
 
+    def __str__(self) -> str:
+        return " ".join([self.source, *(f"{name}={value}" for name, value in self.defines)])
+
 
 class Output(IntEnum):
     """How grouped_gemm writes its result; the values are those of the macros in csrc/grouped_gemm.cu."""

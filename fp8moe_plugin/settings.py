@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fp8moe_plugin.errors import UnsupportedError
 
@@ -15,19 +14,29 @@ logger = logging.getLogger("fp8moe")
 PREFIX = "FP8MOE_"
 
 
-class Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True)
+class Settings(BaseModel):
+    model_config = ConfigDict(frozen=True)
 
     backend: Literal["auto", "sm90", "reference"] = Field(
         "auto",
         description="`sm90`: our kernels; `reference`: plain torch; "
         "`auto`: our kernels on a Hopper GPU, else torch; under vLLM other GPUs are refused.",
     )
+    bundle: Path | None = Field(
+        None, description="Archive of compiled kernels from `python -m warmup bundle`, looked at first; only read."
+    )
     cache_dir: Path | None = Field(
-        None, description="Folder of the compiled kernels; default: the user's cache folder."
+        None,
+        description="Folder of the compiled kernels; default: `fp8moe` in `VLLM_CACHE_ROOT`, else in the user's cache "
+        "folder (`XDG_CACHE_HOME`, `~/.cache`).",
     )
     debug: bool = Field(
         False, description="Check device-side values (expert ids, counts) before each call; costs a sync."
+    )
+    jit: Literal["allow", "warn", "forbid"] = Field(
+        "allow",
+        description="A kernel that is in neither the bundle nor the cache: `allow` compiles it, `warn` too and says "
+        "so, `forbid` refuses to start.",
     )
 
 
@@ -38,12 +47,13 @@ def settings() -> Settings:
     Raises:
         UnsupportedError: a variable has a value that it cannot have.
     """
-    known = [variable(field) for field in Settings.model_fields]
+    known = {variable(field): field for field in Settings.model_fields}
     unknown = sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known)
     if unknown:
         logger.warning("fp8moe: ignores %s; its variables are %s", ", ".join(unknown), ", ".join(known))
+    given = {known[name.upper()]: value for name, value in os.environ.items() if value and name.upper() in known}
     try:
-        return Settings()
+        return Settings.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])

@@ -1,96 +1,150 @@
-"""Compiled kernels on disk: is the cubin of this key there, and is it whole?
+"""The folder of compiled kernels: is the cubin of this name there, and is it whole?
 
-    <cache_dir>/<source>-<digest>.cubin     32 bytes of sha256, then the cubin
+    <cache_dir>/<source>-<digest>.cubin     32 bytes of sha256 over name and cubin, then the cubin
 
-The digest names everything the compiler reads, and the compiler's version, major and minor. An entry appears whole, by
-an atomic rename, or not at all; the checksum catches what happens to it later. Reading never writes. Whoever loses a
-race to publish has lost nothing: it uses the bytes it compiled. Known gaps: processes that start at once on an empty
-cache compile the same kernels, some tenths of a second each; a patch release of NVRTC keeps the entries of the last.
+An entry appears whole, by an atomic rename, or not at all; the checksum catches what happens to it later, also if two
+entries are exchanged. Reading never writes. Locks save work only: who cannot get one compiles too, and whoever loses a
+race to publish uses the bytes it compiled. Nothing depends on the clock. A folder that others can write to is not used.
 """
 
+import contextlib
 import hashlib
-import logging
 import os
-import tempfile
+import secrets
+import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import platformdirs
+from filelock import FileLock, Timeout
 
-from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.jit.compiler import compile_kernel, digest, nvrtc_version
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.errors import CacheError
+from fp8moe_plugin.jit.cubin import cubin_fault
 from fp8moe_plugin.settings import settings
 
-logger = logging.getLogger("fp8moe")
 CHECKSUM_BYTES = hashlib.sha256().digest_size
+LOCK_TIMEOUT_S = 60  # many times what the slowest kernel takes to compile
+
+
+class Missing(Exception):
+    """There is no good entry of this name; the message says where and why."""
+
+
+class Damaged(Missing):
+    """There is an entry, whose bytes are not what was written."""
 
 
 def cache_dir() -> Path:
     """The folder of the compiled kernels, which need not exist.
 
     Raises:
-        UnsupportedError: `FP8MOE_CACHE_DIR` starts with `~` and there is no such home.
+        CacheError: no home folder is known to put it into.
     """
-    chosen = settings().cache_dir
-    if chosen is None:
-        return platformdirs.user_cache_path("fp8moe")
+    chosen, vllm = settings().cache_dir, os.environ.get("VLLM_CACHE_ROOT")
     try:
-        return chosen.expanduser()
+        folder = chosen or (Path(vllm, "fp8moe") if vllm else platformdirs.user_cache_path("fp8moe"))
+        return folder.expanduser().absolute()
     except RuntimeError as error:
-        raise UnsupportedError(
-            f"FP8MOE_CACHE_DIR={chosen}: no home folder is known for this ~. Write the path without ~, or unset it."
+        where = chosen or vllm or "the default, ~/.cache"
+        raise CacheError(
+            f"no home folder is known for {where}: set FP8MOE_CACHE_DIR to a folder of your own, without ~"
         ) from error
 
 
-def load_or_compile(key: KernelKey) -> tuple[bytes, bool]:
-    """The cubin of a kernel, and whether it came from the cache.
+def read(name: str) -> bytes:
+    """The cubin of an entry.
 
     Raises:
-        CompileError: it was not there and does not compile.
-        UnsupportedError: `FP8MOE_CACHE_DIR` names no folder.
+        Missing: there is no good one (`Damaged`: but a bad one), or the folder must not be used.
     """
-    path = cache_dir() / f"{key.source}-{digest(key)}.cubin"
-    cubin = read(path)
-    if cubin is not None:
-        return cubin, True
-    cubin, faults = compile_kernel(key)
-    if faults:
-        logger.warning(
-            "fp8moe: %s may be slow, %s compiled it with: %s", key.source, nvrtc_version(), "; ".join(faults)
-        )
     try:
-        publish(path, cubin)
+        path = cache_dir()
+        with _opened(path) as folder, _file(name, os.O_RDONLY, folder) as file:
+            entry = file.read()
+    except FileNotFoundError as error:
+        raise Missing(f"{path} does not hold it") from error
     except OSError as error:
-        logger.warning("fp8moe: %s compiled but not kept in %s: %s", key.source, path.parent, error)
-    return cubin, False
-
-
-def read(path: Path) -> bytes | None:
-    """The cubin at `path`, or None if there is none, or (with a warning) if it is damaged or cannot be read."""
-    try:
-        entry = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        logger.warning("fp8moe: cannot read %s, compiling instead: %s", path, error)
-        return None
-    checksum, cubin = entry[:CHECKSUM_BYTES], entry[CHECKSUM_BYTES:]
-    if hashlib.sha256(cubin).digest() != checksum:
-        logger.warning("fp8moe: %s is damaged (its checksum differs), compiling instead", path)
-        return None
+        raise Missing(f"{path} cannot be read: {error.strerror}") from error
+    except CacheError as error:
+        raise Missing(str(error)) from error
+    cubin = entry[CHECKSUM_BYTES:]
+    fault = "its checksum differs" if seal(name, cubin) != entry else cubin_fault(cubin)
+    if fault:
+        raise Damaged(f"{path / name} is damaged: {fault}")
     return cubin
 
 
-def publish(path: Path, cubin: bytes) -> None:
-    """Put a cubin at `path`, whole or not at all, over whatever is there. Raises OSError."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, staging = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def publish(name: str, cubin: bytes) -> None:
+    """Put an entry into the folder, whole or not at all, over whatever is there.
+
+    Raises:
+        CacheError: the folder must not be used, or cannot be written.
+    """
+    path, staging = cache_dir(), f"{name}.{secrets.token_hex(8)}.part"
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(cubin).digest() + cubin)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(staging).replace(path)
-    except BaseException:
-        Path(staging).unlink(missing_ok=True)
-        raise
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _opened(path) as folder:
+            try:
+                with _file(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder) as file:
+                    file.write(seal(name, cubin))
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(staging, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(staging, dir_fd=folder)
+                raise
+    except OSError as error:
+        raise CacheError(f"{path} cannot be written: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Keep others from compiling the same entry meanwhile, where locks work."""
+    try:
+        path = cache_dir()
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _opened(path):
+            lock = FileLock(path / f"{name}.lock", timeout=LOCK_TIMEOUT_S, mode=0o600)
+        lock.acquire()
+    except (OSError, Timeout, CacheError):  # publishing says what is wrong with the folder
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)
+        for abandoned in path.glob(f"{name}.*.part"):  # by a process that died with the lock
+            abandoned.unlink(missing_ok=True)
+        yield
+
+
+def seal(name: str, cubin: bytes) -> bytes:
+    """An entry's bytes: the checksum covers the name too, so that no entry passes for another."""
+    return hashlib.sha256(name.encode() + b"\0" + cubin).digest() + cubin
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """The folder as a descriptor, so that what was judged is what is used. Raises `CacheError`, `OSError`."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        refusal = folder_refusal(os.fstat(folder))
+        if refusal:
+            raise CacheError(f"{path} is not used: {refusal}")
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def folder_refusal(status: os.stat_result) -> str | None:
+    """Why a folder could hold kernels that another user has put there, or None."""
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}, this process is user {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"its mode {stat.S_IMODE(status.st_mode):04o} lets others write to it; run chmod 700 on it"
+    return None
+
+
+def _file(name: str, flags: int, folder: int) -> BinaryIO:
+    handle = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    return os.fdopen(handle, "wb" if flags & os.O_WRONLY else "rb")

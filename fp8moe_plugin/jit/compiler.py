@@ -42,10 +42,15 @@ def compile_kernel(key: KernelKey) -> Compiled:
     return Compiled(cubin, _faults(log.getvalue()))
 
 
-def digest(key: KernelKey) -> str:
-    """Names a cubin: the hash of all that the compiler reads, and of the compiler; no path, no time, no host."""
-    parts = (translation_unit(key), ARCH, STANDARD, nvrtc_version())
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+def entry_name(key: KernelKey, compiler: str) -> str:
+    """Names a cubin, by the hash of all that the compiler reads, and of the compiler; no path, no time, no host.
+
+    Args:
+        compiler: as `nvrtc_version` gives it; known gap: a patch release of NVRTC keeps the names of the last.
+    """
+    parts = (translation_unit(key), ARCH, STANDARD, compiler)
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return f"{key.source}-{digest}.cubin"
 
 
 @functools.cache

@@ -3,13 +3,15 @@
 import ctypes
 import functools
 import threading
-from dataclasses import dataclass
+import time
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fp8moe_plugin.errors import LaunchError
-from fp8moe_plugin.jit.cache import load_or_compile
+from fp8moe_plugin.jit.lookup import WARMUP, Origin, find_or_compile
 from fp8moe_plugin.plan import KernelKey
 
 TENSOR_MAP_BYTES = 128
@@ -69,31 +71,44 @@ def _pack(argument: Argument) -> tuple[Any, Any]:
 
 @dataclass
 class LoadCounts:
-    """How many kernels this process loaded, and how many of those it had to compile."""
+    """How many kernels this process loaded, how many of those came from where, and the seconds it took."""
 
     loaded: int = 0
-    compiled: int = 0
+    origins: Counter[Origin] = field(default_factory=Counter)
+    seconds: float = 0.0
 
 
 counts = LoadCounts()
 
 
-@functools.cache
-def load(key: KernelKey, device_index: int) -> Any:
-    """The kernel as the driver's function on one device, ready to launch."""
-    with torch.cuda.device(device_index):
-        return _load(key, device_index)
+def load(key: KernelKey, device_index: int, warmup: str = WARMUP) -> Any:
+    """The kernel as the driver's function on one device, ready to launch.
+
+    Args:
+        warmup: the command that would have compiled it, for the error that asks for it.
+    Raises:
+        CompileError, KernelNotPrecompiled: there is no cubin of it.
+        LaunchError: the driver refuses it, or the stream is being captured.
+    """
+    function = _functions.get((key, device_index))
+    if function is None:
+        with torch.cuda.device(device_index):
+            function = _functions[key, device_index] = _load(key, device_index, warmup)
+    return function
 
 
-def _load(key: KernelKey, device_index: int) -> Any:
+_functions: dict[tuple[KernelKey, int], Any] = {}
+
+
+def _load(key: KernelKey, device_index: int, warmup: str) -> Any:
     from cuda.bindings import driver
 
     if torch.cuda.is_current_stream_capturing():
         raise LaunchError(
-            f"{key.source} {dict(key.defines)} is not loaded, and cannot be while a CUDA graph is captured. "
-            "Call the op once before the capture."
+            f"{key} is not loaded, and cannot be while a CUDA graph is captured. Call the op once before the capture."
         )
-    cubin, hit = load_or_compile(key)
+    start = time.perf_counter()
+    cubin, origin = find_or_compile(key, warmup)
     _bind_context(device_index)
     library = _check(*driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0), f"load of {key.source}")
     kernel = _check(*driver.cuLibraryGetKernel(library, key.source.encode()), f"entry {key.source}")
@@ -102,7 +117,8 @@ def _load(key: KernelKey, device_index: int) -> Any:
     (status,) = driver.cuFuncSetAttribute(function, attribute, key.smem_bytes)
     _check(status, f"{key.smem_bytes} bytes of shared memory for {key.source}")
     counts.loaded += 1
-    counts.compiled += not hit
+    counts.origins[origin] += 1
+    counts.seconds += time.perf_counter() - start
     return function
 
 

@@ -7,17 +7,20 @@ from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.plan import KernelKey
 
 
-def prepare_kernels(keys: list[KernelKey], weight: torch.Tensor) -> launcher.LoadCounts:
-    """Compile (or read from the cache) and load these kernels on the device of a layer's weight.
+def prepare_kernels(keys: list[KernelKey], weight: torch.Tensor, warmup: str) -> launcher.LoadCounts:
+    """Find (or compile) these kernels and load them on the device of a layer's weight.
 
     The plain-torch reference needs none.
 
+    Args:
+        warmup: the command that compiles them before.
     Returns:
-        How many kernels this process has loaded so far, for all its layers, and how many of them it compiled.
+        How many kernels this process has loaded so far, for all its layers, and where they came from.
     Raises:
+        KernelNotPrecompiled: a kernel would have to be compiled, which `FP8MOE_JIT=forbid` forbids.
         CompileError, LaunchError: a kernel does not compile or load.
     """
     if uses_sm90(weight):
         for key in keys:
-            launcher.load(key, weight.device.index)
+            launcher.load(key, weight.device.index, warmup)
     return launcher.counts

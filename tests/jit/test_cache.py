@@ -1,135 +1,149 @@
-"""Compiled kernels on disk: whole or not there, never wrong."""
+"""Compiled kernels on disk: whole or not there, never wrong, never another user's."""
 
-import logging
 import os
 import stat
 from pathlib import Path
 
 import pytest
-from cuda.bindings import nvrtc
 
-from fp8moe_plugin.errors import CompileError, UnsupportedError
-from fp8moe_plugin.jit import cache, compiler
+from fp8moe_plugin.errors import CacheError
+from fp8moe_plugin.jit import cache
+from fp8moe_plugin.jit.compiler import compile_kernel
 from fp8moe_plugin.plan import KernelKey
-from fp8moe_plugin.settings import settings
+from tests.jit.conftest import set_variables
 
-KEY = KernelKey("tiny", (("VALUE", 3),))
-SOURCE = 'extern "C" __global__ void tiny(int* out) { *out = VALUE; }'
+NAME = "tiny-0123.cubin"
 
 
 @pytest.fixture
-def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and a csrc of one small kernel."""
-    monkeypatch.setenv("FP8MOE_CACHE_DIR", str(tmp_path / "cache"))
-    settings.cache_clear()
-    monkeypatch.setattr(compiler, "_csrc_text", lambda name: {"tiny.cu": SOURCE}[name])
-    yield tmp_path / "cache"
-    settings.cache_clear()
+def cubin(kernels: Path) -> bytes:
+    return compile_kernel(KernelKey("tiny", (("VALUE", 3),))).cubin
 
 
-def entry(folder: Path) -> Path:
-    (path,) = folder.glob("*.cubin")
-    return path
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
-def test_the_second_load_is_a_hit_of_the_same_bytes(kernels: Path) -> None:
-    first, second = cache.load_or_compile(KEY), cache.load_or_compile(KEY)
-    assert (first[1], second[1]) == (False, True)
-    assert first[0] == second[0]
-    assert first[0].startswith(b"\x7fELF")
+def test_what_was_published_is_read(kernels: Path, cubin: bytes) -> None:
+    cache.publish(NAME, cubin)
+    assert cache.read(NAME) == cubin
+    assert files(kernels) == {NAME}
 
 
-def test_a_hit_survives_an_unwritable_cache_and_writes_nothing(kernels: Path) -> None:
-    cache.load_or_compile(KEY)
-    before = [(p.name, p.stat().st_mtime_ns) for p in kernels.iterdir()]
-    kernels.chmod(0o500)
-    try:
-        assert cache.load_or_compile(KEY)[1]
-    finally:
-        kernels.chmod(0o700)
-    assert [(p.name, p.stat().st_mtime_ns) for p in kernels.iterdir()] == before
+def test_reading_writes_nothing(kernels: Path, cubin: bytes) -> None:
+    with pytest.raises(cache.Missing, match=f"^{kernels} does not hold it$"):
+        cache.read(NAME)
+    assert not kernels.exists()
+    cache.publish(NAME, cubin)
+    before = [(p.name, p.stat().st_mtime_ns) for p in [kernels, *kernels.iterdir()]]
+    assert cache.read(NAME) == cubin
+    assert [(p.name, p.stat().st_mtime_ns) for p in [kernels, *kernels.iterdir()]] == before
 
 
-def test_a_cache_folder_in_the_home_of_nobody_is_refused(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FP8MOE_CACHE_DIR", "~nosuchuser/x")
-    with pytest.raises(UnsupportedError, match=r"FP8MOE_CACHE_DIR=~nosuchuser/x: no home folder.*without ~, or unset"):
-        cache.load_or_compile(KEY)
+def test_entries_are_private(kernels: Path, cubin: bytes) -> None:
+    with cache.locked(NAME):
+        cache.publish(NAME, cubin)
+    assert stat.S_IMODE(kernels.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in kernels.iterdir()} == {0o600}
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "empty"])
-def test_a_damaged_entry_is_compiled_again_and_healed(
-    kernels: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    cubin, _ = cache.load_or_compile(KEY)
-    whole = entry(kernels).read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 1
-    entry(kernels).write_bytes({"flip": bytes(flipped), "truncate": whole[:-1], "empty": b""}[damage])
-    with caplog.at_level(logging.WARNING, logger="fp8moe"):
-        again, hit = cache.load_or_compile(KEY)
-    assert not hit
-    assert again == cubin
-    assert "damaged" in caplog.text
-    assert cache.load_or_compile(KEY)[1]
+@pytest.mark.parametrize(
+    ("entry", "fault"),
+    [
+        (b"", "its checksum differs"),
+        (b"short", "its checksum differs"),
+        (cache.seal("other", b"\x7fELF"), "its checksum differs"),
+        (cache.seal(NAME, b""), "no 64-bit ELF file"),
+        (cache.seal(NAME, b"#!/bin/sh\n" + bytes(100)), "no 64-bit ELF file"),
+        (cache.seal(NAME, b"\x7fELF\x02\x01" + bytes(100)), "no machine code for CUDA"),
+    ],
+)
+def test_an_entry_that_is_no_cubin_of_this_name_is_damaged(kernels: Path, entry: bytes, fault: str) -> None:
+    kernels.mkdir(mode=0o700)
+    (kernels / NAME).write_bytes(entry)
+    with pytest.raises(cache.Damaged, match=f"{NAME} is damaged: {fault}"):
+        cache.read(NAME)
 
 
-def test_a_folder_that_cannot_be_written_costs_a_warning_not_the_kernel(
-    kernels: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("FP8MOE_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    settings.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="fp8moe"):
-        cubin, hit = cache.load_or_compile(KEY)
-    assert cubin
-    assert not hit
-    assert "not kept" in caplog.text
+def test_code_for_another_gpu_is_damaged(kernels: Path, cubin: bytes) -> None:
+    cache.publish(NAME, cubin[:49] + bytes([80]) + cubin[50:])
+    with pytest.raises(cache.Damaged, match="machine code for sm_80, not for sm_90"):
+        cache.read(NAME)
 
 
-def test_a_failed_publish_leaves_no_file_behind(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_in_the_place_of_an_entry_is_not_followed(kernels: Path, cubin: bytes, tmp_path: Path) -> None:
+    kernels.mkdir(mode=0o700)
+    (tmp_path / "elsewhere").write_bytes(cache.seal(NAME, cubin))
+    (kernels / NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(cache.Missing, match="cannot be read: Too many levels of symbolic links"):
+        cache.read(NAME)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o720, 0o702, 0o777])
+def test_a_folder_that_others_can_write_to_is_not_used(kernels: Path, cubin: bytes, mode: int) -> None:
+    cache.publish(NAME, cubin)
+    kernels.chmod(mode)
+    refusal = f"{kernels} is not used: its mode {mode:04o} lets others write to it; run chmod 700 on it"
+    with pytest.raises(cache.Missing, match=refusal):
+        cache.read(NAME)
+    with pytest.raises(CacheError, match=refusal):
+        cache.publish(NAME, cubin)
+
+
+def test_a_folder_of_another_user_is_not_used(kernels: Path, cubin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        kernels.mkdir(mode=0o700)
+        os.chown(kernels, 12345, -1)
+        owner = 12345
+    else:
+        set_variables(monkeypatch, FP8MOE_CACHE_DIR="/usr")
+        owner = 0
+    refusal = f"is not used: it belongs to user {owner}, this process is user {os.geteuid()}"
+    with pytest.raises(cache.Missing, match=refusal):
+        cache.read(NAME)
+    with pytest.raises(CacheError, match=refusal):
+        cache.publish(NAME, cubin)
+
+
+def test_a_failed_publish_leaves_no_file_behind(kernels: Path, cubin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert not cache.load_or_compile(KEY)[1]
-    assert list(kernels.iterdir()) == []
+    with pytest.raises(CacheError, match=f"^{kernels} cannot be written: No space left on device"):
+        cache.publish(NAME, cubin)
+    assert files(kernels) == set()
 
 
-def test_entries_are_private(kernels: Path) -> None:
-    cache.load_or_compile(KEY)
-    assert stat.S_IMODE(kernels.stat().st_mode) == 0o700
-    assert stat.S_IMODE(entry(kernels).stat().st_mode) == 0o600
+def test_what_a_dead_process_left_goes_with_the_next_lock(kernels: Path, cubin: bytes) -> None:
+    kernels.mkdir(mode=0o700)
+    for name in (f"{NAME}.0123456789abcdef.part", "other-0123.cubin.0123456789abcdef.part"):
+        (kernels / name).write_bytes(b"half")
+    with cache.locked(NAME):
+        cache.publish(NAME, cubin)
+    assert files(kernels) == {NAME, f"{NAME}.lock", "other-0123.cubin.0123456789abcdef.part"}
 
 
-def test_the_digest_changes_with_all_that_the_compiler_reads(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digests = {compiler.digest(KEY), compiler.digest(KernelKey("tiny", (("VALUE", 4),)))}
-    monkeypatch.setattr(compiler, "_csrc_text", lambda name: SOURCE + " ")
-    digests.add(compiler.digest(KEY))
-    monkeypatch.setattr(compiler, "nvrtc_version", lambda: "nvrtc 99.0")
-    digests.add(compiler.digest(KEY))
-    assert len(digests) == 4
-
-
-def test_an_error_in_a_source_names_the_file_and_the_line(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = {"tiny.cu": '#include "part.cuh"\n' + SOURCE, "part.cuh": "#pragma once\n\nint broken = ;"}
-    monkeypatch.setattr(compiler, "_csrc_text", texts.__getitem__)
-    with pytest.raises(CompileError, match=r"(?s)part\.cuh\(3\).*Upgrade the package nvidia-cuda-nvrtc.*report this"):
-        cache.load_or_compile(KEY)
-
-
-def test_a_broken_nvrtc_is_told(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = nvrtc.nvrtcResult.NVRTC_ERROR_INTERNAL_ERROR
-    monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (failure, None, None))
-    compiler.nvrtc_version.cache_clear()
-    with pytest.raises(CompileError, match=r"its version .*INTERNAL_ERROR.*Reinstall the package nvidia-cuda-nvrtc"):
-        cache.load_or_compile(KEY)
-
-
-def test_a_kernel_that_needs_local_memory_costs_a_warning(
-    kernels: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"FP8MOE_CACHE_DIR": "/a", "VLLM_CACHE_ROOT": "/b", "XDG_CACHE_HOME": "/c", "HOME": "/d"}, "/a"),
+        ({"VLLM_CACHE_ROOT": "/b", "XDG_CACHE_HOME": "/c", "HOME": "/d"}, "/b/fp8moe"),
+        ({"XDG_CACHE_HOME": "/c", "HOME": "/d"}, "/c/fp8moe"),
+        ({"HOME": "/d"}, "/d/.cache/fp8moe"),
+        ({"FP8MOE_CACHE_DIR": "~/x", "HOME": "/d"}, "/d/x"),
+    ],
+)
+def test_the_folder_is_the_first_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, kernels: Path, variables: dict[str, str], folder: str
 ) -> None:
-    source = 'extern "C" __global__ void tiny(int* p) { int a[512]; for (int& x : a) x = *p++; *p = a[threadIdx.x]; }'
-    monkeypatch.setattr(compiler, "_csrc_text", lambda name: source)
-    with caplog.at_level(logging.WARNING, logger="fp8moe"):
-        assert cache.load_or_compile(KEY)[0]
-    assert "2048 bytes stack frame" in caplog.text
+    for name in ("FP8MOE_CACHE_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    set_variables(monkeypatch, **variables)
+    assert cache.cache_dir() == Path(folder)
+
+
+def test_a_folder_in_the_home_of_nobody_is_refused(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR="~nosuchuser/x")
+    with pytest.raises(CacheError, match=r"no home folder is known for ~nosuchuser/x: set .* without ~"):
+        cache.cache_dir()

@@ -1,20 +1,23 @@
 """`Fp8MoeConfig`: which checkpoints and machines are served, and which method each layer gets."""
 
+import shlex
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import current_platform
 
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers.vllm import NAME, compat
 from fp8moe_plugin.layers.vllm.entry import Traits
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.settings import settings
-from fp8moe_plugin.shapes import GROUP
+from fp8moe_plugin.shapes import GROUP, Parallel
 
 WEIGHT_BLOCK = [GROUP, GROUP]
 
@@ -48,10 +51,10 @@ class Fp8MoeConfig(Traits, Fp8Config):
             return super().get_quant_method(layer, prefix)
         skipped = compat.is_layer_skipped(self, prefix)
         if isinstance(layer, LinearBase):
-            return UnquantizedLinearMethod() if skipped else Fp8MoeLinearMethod(self.ue8m0, prefix)
+            return UnquantizedLinearMethod() if skipped else Fp8MoeLinearMethod(self.ue8m0, prefix, warmup_command())
         if skipped:
             return UnquantizedFusedMoEMethod(layer.moe_config)
-        return Fp8MoeMethod(layer.moe_config, self.ue8m0, prefix)
+        return Fp8MoeMethod(layer.moe_config, self.ue8m0, prefix, warmup_command())
 
 
 def check_checkpoint(config: dict[str, Any]) -> None:
@@ -89,6 +92,14 @@ def layer_names(config: dict[str, Any], key: str) -> list[str] | None:
         f"--quantization {NAME}: the checkpoint's {key} is {names!r}, it must be a list of the names of layers. "
         "Correct quantization_config in its config.json."
     )
+
+
+def warmup_command() -> str:
+    """What compiles beforehand every kernel that the model being built needs."""
+    engine = get_current_vllm_config()
+    ranks = engine.parallel_config
+    parallel = Parallel(ranks.tensor_parallel_size, ranks.data_parallel_size, ranks.enable_expert_parallel)
+    return f"{WARMUP} --model {shlex.quote(engine.model_config.model)} {parallel}"
 
 
 def check_machine() -> None:

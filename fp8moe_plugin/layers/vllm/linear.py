@@ -22,9 +22,10 @@ from fp8moe_plugin.shapes import GROUP, dense_refusal
 class Fp8MoeLinearMethod(LinearMethodBase):
     """The weights stay as the checkpoint has them: `weight` e4m3 `[N, K]`, `weight_scale_inv` float32 per block."""
 
-    def __init__(self, ue8m0: bool, prefix: str) -> None:
+    def __init__(self, ue8m0: bool, prefix: str, warmup: str) -> None:
         self.ue8m0 = ue8m0
         self.prefix = prefix
+        self.warmup = warmup
 
     def create_weights(
         self,
@@ -55,7 +56,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         check_loaded(self.prefix, "weight", layer.weight)
         check_loaded(self.prefix, "weight_scale_inv", layer.weight_scale_inv)
-        prepare_kernels(linear_kernels(self.ue8m0), layer.weight)
+        prepare_kernels(linear_kernels(self.ue8m0), layer.weight, self.warmup)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch_ops.linear(x, layer.weight, layer.weight_scale_inv, bias, self.ue8m0)

@@ -13,6 +13,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.launcher import LoadCounts
+from fp8moe_plugin.jit.lookup import place
 from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.experts import experts_class
@@ -31,9 +32,10 @@ PARAMETERS = ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scal
 class Fp8MoeMethod(FusedMoEMethodBase):
     """Every parameter keeps the checkpoint's layout, contiguous, with dim 0 = expert, so that EPLB can move experts."""
 
-    def __init__(self, moe: Any, ue8m0: bool, prefix: str) -> None:
+    def __init__(self, moe: Any, ue8m0: bool, prefix: str, warmup: str) -> None:
         super().__init__(moe)
         self.prefix = prefix
+        self.warmup = warmup
         self.batched = moe.moe_parallel_config.use_batched_activation_format
         self.experts_cls = experts_class(self.batched, ue8m0)
         check_layer(prefix, moe, self.experts_cls)
@@ -78,7 +80,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         for name in PARAMETERS:
             check_loaded(self.prefix, name, getattr(layer, name))
-        kernels = prepare_kernels(moe_kernels(self.experts_cls.ue8m0, self.batched), layer.w2_weight)
+        keys = moe_kernels(self.experts_cls.ue8m0, self.batched)
+        kernels = prepare_kernels(keys, layer.w2_weight, self.warmup)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = self._make_kernel(layer)
         backend = "sm90" if uses_sm90(layer.w2_weight) else "reference"
@@ -182,7 +185,8 @@ def _register(layer: Any, name: str, data: torch.Tensor, attrs: dict[str, Any]) 
 def _announce(backend: str, layout: str, kernels: LoadCounts) -> None:
     if (backend, layout) not in _announced:
         _announced.add((backend, layout))
+        origins = [f"{number} from the {origin}{place(origin)}" for origin, number in kernels.origins.items()]
         logger.info(
-            "fp8moe serves the experts: backend %s, layout %s, %d kernels loaded (%d compiled now)",
-            *(backend, layout, kernels.loaded, kernels.compiled),
+            "fp8moe serves the experts: backend %s, layout %s, %d kernels loaded in %.2f s (%s)",
+            *(backend, layout, kernels.loaded, kernels.seconds, ", ".join(origins) or "none is needed"),
         )

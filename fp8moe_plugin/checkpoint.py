@@ -1,0 +1,365 @@
+"""A checkpoint's description, as the shapes of its layers; whatever it holds, only this package's errors come out."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.layers.vllm import NAME
+from fp8moe_plugin.safetensors_headers import MAX_SIZE, check_shards
+from fp8moe_plugin.shapes import GROUP, Dense, Experts, Model, Split
+from fp8moe_plugin.untrusted import ADVICE, Limits, opened, read_json, shown
+
+WEIGHT_BLOCK = [GROUP, GROUP]
+E4M3 = ("e4m3", "float8_e4m3fn")
+# The largest published config.json names every unquantized layer, in 50 kB.
+CONFIG = Limits(size=4 << 20, containers=10_000, values=100_000)
+MAX_LAYERS = 4096  # bounds the time: layers are counted one by one
+MAX_WEIGHTS = 2**40  # of one layer's experts; Kimi-K2 has 2^34
+
+EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+# What vLLM fuses, of what a checkpoint holds and names.
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+LAYER_NAME = re.compile(r"(?:language_model\.model|model\.language_model|model)\.layers\.(\d{1,6})\.(.+)", re.ASCII)
+
+Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
+Count = Annotated[int, Field(ge=0, le=MAX_SIZE)]
+Index = Annotated[int, Field(ge=-1, le=MAX_SIZE)]
+PerLayer = Annotated[list[Index], Field(min_length=1, max_length=MAX_LAYERS)]
+Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,100}$")]
+
+
+def _alias(*names: str) -> AliasChoices:
+    return AliasChoices(*names)
+
+
+class Config(BaseModel):
+    """The fields of config.json that shapes follow from, under the names of all model families."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    architectures: Annotated[list[Architecture], Field(min_length=1, max_length=16)]
+    hidden_size: Size
+    vocab_size: Size
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+    num_nextn_predict_layers: Annotated[int, Field(ge=0, le=MAX_LAYERS)] = 0
+    intermediate_size: Size | PerLayer | None = None
+
+    experts: Size | PerLayer = Field(validation_alias=_alias(*EXPERT_COUNTS))
+    topk: Size | PerLayer = Field(validation_alias=_alias("num_experts_per_tok", "moe_topk", "moe_k"))
+    moe_intermediate_size: Size | PerLayer | None = None
+
+    first_k_dense_replace: Count = 0
+    moe_layer_freq: Size | PerLayer = 1
+    mlp_only_layers: Annotated[list[Count], Field(max_length=MAX_LAYERS)] = []
+    decoder_sparse_step: Size = 1
+    moe_layer_start_index: Count | PerLayer = 0
+    moe_layer_end_index: Index | PerLayer = -1
+    moe_layer_interval: Size = 1
+
+    n_shared_experts: Count | PerLayer = Field(0, validation_alias=_alias("n_shared_experts", "moe_num_shared_experts"))
+    num_shared_expert: Count | PerLayer = 0
+    shared_expert_intermediate_size: Count = 0
+
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = Field(None, validation_alias=_alias("head_dim", "attention_head_dim"))
+    q_lora_rank: Size | None = None
+    kv_lora_rank: Size | None = None
+    qk_nope_head_dim: Count = 0
+    qk_rope_head_dim: Count = 0
+    v_head_dim: Count = 0
+    index_n_heads: Count = 0
+    index_head_dim: Count = 0
+
+    quantization_config: dict[str, Any] | None = None
+
+    @property
+    def layers(self) -> range:
+        """All layers: those that predict further tokens (MTP) follow the others."""
+        return range(self.num_hidden_layers + self.num_nextn_predict_layers)
+
+
+def read_model(folder: Path) -> Model:
+    """The model that a checkpoint's config.json describes, held against its safetensors files where they are there.
+
+    Raises:
+        CheckpointError: something is missing, damaged or not what a checkpoint may hold.
+        UnsupportedError: the checkpoint is sound, but not served.
+    """
+    try:
+        config = read_config(folder)
+        model, quantized = _model(config)
+        check_shards(folder, model.experts, quantized)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{shown(error.filename)} is missing. Give the folder of a downloaded checkpoint."
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{shown(error.filename)} cannot be read: {error.strerror}. Check the folder.") from None
+    return model
+
+
+def read_config(folder: Path) -> Config:
+    """A checkpoint's config.json; of one with a `text_config`, that part, if the experts are there."""
+    path = folder / "config.json"
+    if "\0" in str(path):
+        raise CheckpointError(f"{shown(str(folder))} is no name of a folder. Give the folder of a checkpoint.")
+    what = shown(str(path))
+    with opened(path) as file:
+        found, _ = read_json(file, CONFIG.size + 1, CONFIG, what)
+    if not _has_experts(found):
+        found = _text_config(found, what)
+    try:
+        return Config.model_validate({key: value for key, value in found.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        key, value = first["loc"][0], shown(first["input"])
+        problem = "is missing" if first["type"] == "missing" else f"is {value}: {first['msg']}"
+        raise CheckpointError(f"{what}: {key} {problem}. {ADVICE}") from None
+
+
+def _has_experts(config: dict[str, Any]) -> bool:
+    return any(config.get(key) for key in EXPERT_COUNTS)
+
+
+def _text_config(config: dict[str, Any], what: str) -> dict[str, Any]:
+    text = config.get("text_config")
+    if not isinstance(text, dict) or not _has_experts(text):
+        raise UnsupportedError(
+            f"{what} describes no mixture-of-experts model: it gives no {', '.join(EXPERT_COUNTS[:-1])} or "
+            f"{EXPERT_COUNTS[-1]}. Serve it without --quantization {NAME}."
+        )
+    whole = {key: config[key] for key in ("architectures", "quantization_config") if config.get(key) is not None}
+    return text | whole
+
+
+def _model(config: Config) -> tuple[Model, set[int]]:
+    """The model, and the layers whose experts are FP8."""
+    quantization = config.quantization_config
+    if quantization is not None:
+        check_quantization(quantization)
+    unquantized = Unquantized(unquantized_layers(quantization) if quantization else None)
+    moe = moe_layers(config)
+    quantized = {layer for layer in moe if not unquantized.has(layer, "mlp.experts")}
+    if not quantized:
+        reason = "has no layer with experts" if not moe else "keeps all its experts unquantized"
+        raise UnsupportedError(f"The checkpoint {reason}. Serve it without --quantization {NAME}.")
+    experts = Experts(
+        layers=len(quantized),
+        experts=_same(config.experts, "number of experts"),
+        topk=_same(config.topk, "number of experts for a token"),
+        hidden=config.hidden_size,
+        intermediate=_experts_width(config),
+    )
+    model = Model(
+        architecture=config.architectures[0],
+        experts=experts,
+        dense=tuple(_dense(config, moe, unquantized)),
+        heads=config.num_attention_heads,
+        kv_heads=config.num_attention_heads if config.kv_lora_rank else _kv_heads(config),
+        vocab=config.vocab_size,
+        ue8m0=quantization is not None and quantization.get("scale_fmt") == "ue8m0",
+        quantized=quantization is not None,
+    )
+    _check_sizes(model)
+    return model, quantized if model.quantized else set()
+
+
+def _check_sizes(model: Model) -> None:
+    experts = model.experts
+    if experts.topk > experts.experts:
+        raise CheckpointError(f"config.json gives a token {experts.topk} of {experts.experts} experts. {ADVICE}")
+    if model.heads % model.kv_heads:
+        raise CheckpointError(f"config.json has {model.kv_heads} key and value heads for {model.heads}. {ADVICE}")
+    if 2 * experts.experts * experts.intermediate * experts.hidden > MAX_WEIGHTS:
+        raise CheckpointError(f"config.json describes experts of more than {MAX_WEIGHTS} weights. {ADVICE}")
+    for layer in model.dense:
+        if not all(1 <= size <= MAX_SIZE for size in (layer.inputs, *layer.outputs, sum(layer.outputs))):
+            sizes = f"{layer.inputs} x {layer.outputs}"
+            raise CheckpointError(f"config.json gives {layer.name} the size {sizes}. {ADVICE}")
+
+
+def _same(value: int | Sequence[int], what: str) -> int:
+    """The one value of a field that some families give for each layer."""
+    values = {value} if isinstance(value, int) else set(value)
+    if len(values) > 1:
+        raise UnsupportedError(
+            f"The checkpoint's layers differ in their {what}: {shown(sorted(values))}. All layers with experts have "
+            f"to be equal. Serve it without --quantization {NAME}."
+        )
+    one = values.pop()
+    if one < 0:
+        raise CheckpointError(f"config.json gives {one} as {what}. {ADVICE}")
+    return one
+
+
+def _experts_width(config: Config) -> int:
+    """Mixtral and MiniMax-M2 have no width beside that of their experts."""
+    return _width(config.intermediate_size if config.moe_intermediate_size is None else config.moe_intermediate_size)
+
+
+def _width(value: int | Sequence[int] | None) -> int:
+    if value is None:
+        raise CheckpointError(f"config.json lacks intermediate_size. {ADVICE}")
+    return _same(value, "intermediate size")
+
+
+def _kv_heads(config: Config) -> int:
+    return config.num_key_value_heads or config.num_attention_heads
+
+
+def moe_layers(config: Config) -> list[int]:
+    """The layers with experts, by the rules of all families at once: each holds for every layer where it is not given."""
+    last = config.num_hidden_layers - 1
+    start = _same(config.moe_layer_start_index, "first layer with experts")
+    end = config.moe_layer_end_index
+    end = last if end == -1 else _same(end, "last layer with experts")
+    # Without a last layer given, MTP layers have experts.
+    end = config.layers[-1] if config.moe_layer_end_index == -1 and not start else end
+    without, frequency = set(config.mlp_only_layers), config.moe_layer_freq
+    return [
+        i
+        for i in range(max(config.first_k_dense_replace, start), min(config.layers[-1], end) + 1)
+        if (i % frequency == 0 if isinstance(frequency, int) else i < len(frequency) and frequency[i] > 0)
+        and i not in without
+        and (i + 1) % config.decoder_sparse_step == 0
+        and (i + 1) % config.moe_layer_interval == 0
+    ]
+
+
+def _dense(config: Config, moe: list[int], unquantized: "Unquantized") -> Iterator[Dense]:
+    """The kinds of dense layers; without a kind that the checkpoint keeps unquantized in all its layers."""
+    plain = sorted(set(config.layers) - set(moe))
+    kinds = [(layer, config.layers) for layer in (_mla(config) if config.kv_lora_rank else _gqa(config))]
+    if plain:
+        kinds += [(layer, plain) for layer in _mlp("mlp", config.hidden_size, _width(config.intermediate_size))]
+    kinds += [(layer, moe) for layer in _shared(config)]
+    for layer, where in kinds:
+        layers = sum(not unquantized.has(i, layer.name) for i in where)
+        if layers:
+            yield replace(layer, layers=layers)
+
+
+def _gqa(config: Config) -> Iterator[Dense]:
+    head = config.head_dim or config.hidden_size // config.num_attention_heads
+    q, kv = config.num_attention_heads * head, _kv_heads(config) * head
+    yield Dense("self_attn.qkv_proj", 0, config.hidden_size, (q, kv, kv), Split.OUTPUTS, smallest=head)
+    yield Dense("self_attn.o_proj", 0, q, (config.hidden_size,), Split.INPUTS)
+
+
+def _mla(config: Config) -> Iterator[Dense]:
+    hidden, heads, q_rank, kv_rank = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.q_lora_rank,
+        config.kv_lora_rank or 0,
+    )
+    q = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    kv_a = kv_rank + config.qk_rope_head_dim
+    if q_rank is None:
+        yield Dense("self_attn.kv_a_proj_with_mqa", 0, hidden, (kv_a,), Split.NONE)
+        yield Dense("self_attn.q_proj", 0, hidden, (q,), Split.OUTPUTS)
+    else:
+        yield Dense("self_attn.fused_qkv_a_proj", 0, hidden, (q_rank, kv_a), Split.NONE)
+        yield Dense("self_attn.q_b_proj", 0, q_rank, (q,), Split.OUTPUTS)
+    kv_b = heads * (config.qk_nope_head_dim + config.v_head_dim)
+    yield Dense("self_attn.kv_b_proj", 0, kv_rank, (kv_b,), Split.OUTPUTS)
+    yield Dense("self_attn.o_proj", 0, heads * config.v_head_dim, (hidden,), Split.INPUTS)
+    if q_rank is not None and config.index_n_heads:  # DeepSeek-V3.2 attends to the tokens that this chooses
+        index = config.index_n_heads * config.index_head_dim
+        yield Dense("self_attn.indexer.wq_b", 0, q_rank, (index,), Split.NONE)
+
+
+def _mlp(name: str, hidden: int, width: int) -> Iterator[Dense]:
+    yield Dense(f"{name}.gate_up_proj", 0, hidden, (width, width), Split.OUTPUTS)
+    yield Dense(f"{name}.down_proj", 0, width, (hidden,), Split.INPUTS)
+
+
+def _shared(config: Config) -> Iterator[Dense]:
+    """The experts that every token takes: of DeepSeek, GLM and ERNIE, of Hunyuan, of Qwen."""
+    shared = _same(config.n_shared_experts, "number of shared experts")
+    if shared:
+        yield from _mlp("mlp.shared_experts", config.hidden_size, shared * _experts_width(config))
+    shared = _same(config.num_shared_expert, "number of shared experts")
+    if shared:
+        yield from _mlp("mlp.shared_mlp", config.hidden_size, shared * _width(config.intermediate_size))
+    if config.shared_expert_intermediate_size:
+        yield from _mlp("mlp.shared_expert", config.hidden_size, config.shared_expert_intermediate_size)
+
+
+class Unquantized:
+    """The layers that a checkpoint keeps unquantized, by the rules of vLLM's `is_layer_skipped`.
+
+    A layer is unquantized if its own full name is listed. One that vLLM fuses is also if all the projections in it are.
+    One with "experts" in its name is if a listed name begins with it, so that one listed expert stands for all.
+    """
+
+    def __init__(self, names: list[str] | None) -> None:
+        self.names: dict[str, set[str]] = {}
+        for match in filter(None, map(LAYER_NAME.fullmatch, names or ())):
+            self.names.setdefault(match[1], set()).add(match[2])
+
+    def has(self, layer: int, name: str) -> bool:
+        listed = self.names.get(str(layer), set())
+        module, _, last = name.rpartition(".")
+        parts = [f"{module}.{part}" in listed for part in FUSED.get(last, ())]
+        if name in listed or (parts and all(parts)):
+            return True
+        if any(parts):
+            raise UnsupportedError(
+                f"The checkpoint keeps a part of layer {layer}'s {name} unquantized, and the rest not. It has to be all "
+                f"or none: correct quantization_config in its config.json."
+            )
+        return not parts and "experts" in name and any(other.startswith(name) for other in listed)
+
+
+def check_quantization(config: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` unless this `quantization_config` describes dynamic block FP8 with 128x128 blocks."""
+    method, block = config.get("quant_method"), config.get("weight_block_size")
+    if method != "fp8":
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint's quant_method is {shown(method)}, only 'fp8' is served. "
+            "Leave out --quantization to let vLLM pick its own method."
+        )
+    scheme = config.get("activation_scheme")
+    if scheme != "dynamic":
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint's activation_scheme is {shown(scheme)}; the kernels quantize "
+            "activations by their own largest value ('dynamic'). Use --quantization fp8 for this checkpoint."
+        )
+    if not isinstance(block, list | tuple) or list(block) != WEIGHT_BLOCK:
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint's weight_block_size is {shown(block)}; the kernels take one scale "
+            f"for each {GROUP}x{GROUP} block. Use --quantization fp8 for this checkpoint."
+        )
+    stored = config.get("store_dtype") or config.get("fmt", E4M3[0])
+    if stored not in E4M3:
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint stores its weights as {shown(stored)}; the kernels take e4m3. "
+            "Leave out --quantization."
+        )
+
+
+def unquantized_layers(config: dict[str, Any]) -> list[str] | None:
+    """The names of the layers that a `quantization_config` keeps unquantized, under either of its keys."""
+    return layer_names(config, "ignored_layers") or layer_names(config, "modules_to_not_convert")
+
+
+def layer_names(config: dict[str, Any], key: str) -> list[str] | None:
+    """The layers that a checkpoint keeps unquantized, as `key` of its `quantization_config` lists them."""
+    names = config.get(key)
+    if names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        return names
+    raise UnsupportedError(
+        f"--quantization {NAME}: the checkpoint's {key} is {shown(names)}, it must be a list of the names of layers. "
+        "Correct quantization_config in its config.json."
+    )

@@ -1,0 +1,134 @@
+"""Where does the cubin of this key come from: the bundle, the cache, or the compiler?"""
+
+import functools
+import logging
+import shlex
+from enum import StrEnum
+from typing import NamedTuple
+
+from fp8moe_plugin.errors import CacheError, KernelNotPrecompiled
+from fp8moe_plugin.jit import cache
+from fp8moe_plugin.jit.bundle import read_bundle
+from fp8moe_plugin.jit.compiler import compile_kernel, entry_name, nvrtc_version
+from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.settings import settings
+
+logger = logging.getLogger("fp8moe")
+WARMUP = "python -m warmup"  # compiles every kernel there is
+
+
+class Origin(StrEnum):
+    BUNDLE = "bundle"
+    CACHE = "cache"
+    COMPILER = "compiler"
+
+
+class Found(NamedTuple):
+    cubin: bytes
+    origin: Origin
+
+
+class Made(NamedTuple):
+    """What `compile_into_cache` did."""
+
+    cubin: bytes
+    compiled: bool  # false: another process has put it into the cache meanwhile
+    faults: list[str]  # of the compiled code, see `Compiled`
+    not_kept: str | None  # why it is in no cache
+
+
+def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
+    """The cubin of a kernel, for serving.
+
+    Args:
+        warmup: the command that would have compiled it.
+    Raises:
+        CompileError: it was not there and does not compile.
+        KernelNotPrecompiled: it was not there, and `FP8MOE_JIT=forbid`.
+    """
+    try:
+        return find(key)
+    except cache.Missing as missing:
+        why = str(missing)
+    jit = settings().jit
+    if jit == "forbid":
+        raise KernelNotPrecompiled(
+            f"The kernel {key} is not precompiled ({why}), and FP8MOE_JIT=forbid. Run `{_warmup_command(warmup)}` "
+            "as this user and with the same FP8MOE_* variables, or set FP8MOE_JIT=allow to compile it at every start."
+        )
+    if jit == "warn":
+        _warn_once(f"kernels are compiled at start; `{_warmup_command(warmup)}` does it before")
+    made = compile_into_cache(key)
+    if made.compiled:
+        logger.log(logging.WARNING if jit == "warn" else logging.INFO, "fp8moe: compiled %s (%s)", key, why)
+    if made.faults:
+        logger.warning("fp8moe: %s may be slow, %s compiled it with: %s", key, nvrtc_version(), "; ".join(made.faults))
+    if made.not_kept:
+        _warn_once(f"compiled kernels serve this process and are not kept: {made.not_kept}")
+    return Found(made.cubin, Origin.COMPILER if made.compiled else Origin.CACHE)
+
+
+def find(key: KernelKey) -> Found:
+    """The cubin of a kernel, if it need not be compiled.
+
+    Raises:
+        Missing: it is neither in the bundle nor in the cache; with a reason for each.
+        CompileError: NVRTC, whose version is part of a name in the cache, does not tell it.
+    """
+    bundle, reasons = settings().bundle, []
+    if bundle:
+        try:
+            return Found(read_bundle(bundle).cubin(key), Origin.BUNDLE)
+        except (CacheError, cache.Missing) as error:
+            reasons.append(str(error))
+            _warn_once(f"the bundle does not serve all kernels: {error}")
+    try:
+        return Found(cache.read(entry_name(key, nvrtc_version())), Origin.CACHE)
+    except cache.Damaged as error:
+        logger.warning("fp8moe: %s", error)
+        reasons.append(str(error))
+    except cache.Missing as error:
+        reasons.append(str(error))
+    raise cache.Missing("; ".join(reasons))
+
+
+def compile_into_cache(key: KernelKey) -> Made:
+    """Compile a kernel and keep it, unless another process is doing so: then wait for its result.
+
+    Raises:
+        CompileError: it does not compile.
+    """
+    name = entry_name(key, nvrtc_version())
+    with cache.locked(name):
+        try:
+            return Made(cache.read(name), False, [], None)
+        except cache.Missing:
+            cubin, faults = compile_kernel(key)
+        try:
+            cache.publish(name, cubin)
+            not_kept = None
+        except CacheError as error:
+            not_kept = str(error)
+        return Made(cubin, True, faults, not_kept)
+
+
+def place(origin: Origin) -> str:
+    """Where kernels of this origin are kept, as the end of a sentence."""
+    match origin:
+        case Origin.BUNDLE:
+            return f" {settings().bundle}"
+        case Origin.CACHE:
+            return f" {cache.cache_dir()}"
+        case Origin.COMPILER:
+            return ""
+
+
+def _warmup_command(warmup: str) -> str:
+    """The command `warmup`, or the one that makes the bundle anew where a bundle is in use."""
+    bundle = settings().bundle
+    return f"{warmup.replace(WARMUP, f'{WARMUP} bundle')} --bundle {shlex.quote(str(bundle))}" if bundle else warmup
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("fp8moe: %s", text)

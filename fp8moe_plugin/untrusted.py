@@ -1,0 +1,118 @@
+"""Files of a checkpoint, read as if an attacker wrote them: bounded in bytes and in memory, shown cut and quoted."""
+
+import json
+import os
+import reprlib
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from fp8moe_plugin.errors import CheckpointError
+
+ADVICE = "Download the checkpoint again, from a source you trust."
+SHOWN_LENGTH = 300  # of untrusted text in a message: enough to recognize a path or a list
+
+_repr = reprlib.Repr()
+_repr.maxstring, _repr.maxother, _repr.maxlong, _repr.maxlevel = 200, 80, 40, 3
+
+
+class Limits(NamedTuple):
+    """What JSON texts may have; the last two since `[],` is 3 bytes in a file and 64 in Python."""
+
+    size: int
+    containers: int  # up to 232 bytes of memory each
+    values: int  # up to about 250 bytes of memory each, with a key
+
+    def after(self, data: bytes, what: str) -> "Limits":
+        """What is left after one text.
+
+        Raises:
+            CheckpointError: nothing is.
+        """
+        spent = Limits(len(data), data.count(b"[") + data.count(b"{"), data.count(b","))
+        left = Limits(*(limit - used for limit, used in zip(self, spent, strict=True)))
+        for noun, limit, rest in zip(("bytes", "lists and objects", "values"), self, left, strict=True):
+            if rest < 0:
+                raise CheckpointError(f"{what} has more than {limit} {noun}, no real checkpoint has as many. {ADVICE}")
+        return left
+
+
+def shown(value: object) -> str:
+    """An untrusted value for a message: quoted, so that a terminal does not obey it, and cut."""
+    text = _repr.repr(value)
+    return text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 3] + "..."
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file of a checkpoint, open for reading.
+
+    Raises:
+        CheckpointError: it is no regular file, or a link out of the checkpoint.
+        OSError: it is missing or cannot be opened.
+    """
+    folder, target = (Path(os.path.realpath(p, strict=True)) for p in (path.parent, path))
+    if not _belongs(target, folder):
+        raise CheckpointError(
+            f"{shown(str(path))} links to {shown(str(target))}, outside of the checkpoint's folder, where the link could "
+            f"point at anything. Put a copy of the file in its place."
+        )
+    # Without O_NONBLOCK, opening a named pipe would wait for its writer.
+    with open(target, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:  # noqa: PTH123
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise CheckpointError(f"{shown(str(path))} is no regular file. {ADVICE}")
+        yield file
+
+
+def _belongs(target: Path, folder: Path) -> bool:
+    """A file in the checkpoint's folder; or in huggingface_hub's cache, where `snapshots/X/f` links to `blobs/hash`."""
+    in_cache = folder.parent.name == "snapshots" and target.parent == folder.parent.parent / "blobs"
+    return in_cache or target.is_relative_to(folder)
+
+
+def read_json(file: BinaryIO, size: int, limits: Limits, what: str, plain: bool = False) -> tuple[dict, Limits]:
+    """The JSON object in the next `size` bytes of a file, and what is left of the limits.
+
+    Args:
+        what: names the file in messages.
+        plain: it holds nothing but names, so ASCII without escapes.
+
+    Raises:
+        CheckpointError: it is no JSON object, or exceeds the limits.
+    """
+    text, left = _read_text(file, size, limits, what, plain)
+    try:
+        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise CheckpointError(f"{what} nests lists or objects too deep. {ADVICE}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{what} is no JSON: {str(error)[:SHOWN_LENGTH]}. {ADVICE}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} holds {shown(found)} instead of a JSON object. {ADVICE}")
+    return found, left
+
+
+def _read_text(file: BinaryIO, size: int, limits: Limits, what: str, plain: bool) -> tuple[str, Limits]:
+    data = file.read(min(size, limits.size + 1))
+    left = limits.after(data, what)
+    if plain and (not data.isascii() or b"\\" in data):
+        raise CheckpointError(f"{what} has a backslash or other characters that no name in it needs. {ADVICE}")
+    try:
+        return data.decode(), left
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{what} is no UTF-8 text: byte {error.start} cannot be. {ADVICE}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"an object has the key {shown(twice)} more than once")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")

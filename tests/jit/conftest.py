@@ -1,0 +1,33 @@
+"""An empty kernel cache, and a csrc of one small kernel that compiles in milliseconds."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fp8moe_plugin.jit import bundle, compiler, lookup
+from fp8moe_plugin.settings import settings
+
+SOURCE = 'extern "C" __global__ void tiny(int* out) { *out = VALUE; }'
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder that is going to be the cache."""
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR=tmp_path / "cache")
+    monkeypatch.setattr(compiler, "_csrc_text", lambda name: {"tiny.cu": SOURCE}[name])
+    yield tmp_path / "cache"
+    forget()
+
+
+def set_variables(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
+    """Environment variables, as a process that starts now would read them."""
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+    forget()
+
+
+def forget() -> None:
+    settings.cache_clear()
+    bundle.read_bundle.cache_clear()
+    lookup._warn_once.cache_clear()
