@@ -1,0 +1,216 @@
+import importlib.util
+import json
+
+import pytest
+import torch
+
+from fp8moe_plugin import ops
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.ops.fused_moe import ExpertWeights
+from fp8moe_plugin.shapes import Experts, Model, Parallel
+from tests import helpers as h
+from warmup import bench, bench_result
+from warmup.bench_result import BenchResult, BenchRow
+
+CPU = torch.device("cpu")
+TINY = Experts(layers=1, experts=8, topk=2, hidden=256, intermediate=128)
+ON_A_GPU = Experts(layers=1, experts=16, topk=4, hidden=1024, intermediate=512)
+DEEPSEEK_V3 = Experts(layers=58, experts=256, topk=8, hidden=7168, intermediate=2048)
+
+
+def model(experts: Experts) -> Model:
+    return Model("Some", experts, dense=(), heads=128, kv_heads=128, vocab=1, ue8m0=False, quantized=True)
+
+
+def made_up_result() -> BenchResult:
+    """Two token counts; cutlass always fails, DeepGEMM once."""
+    rows = []
+    for tokens, ours, triton in ((1, 40.0, 41.1), (8192, 1547.0, 2446.0)):
+        known = {"tokens": tokens, "floor_us": tokens * 0.25 + 10}
+        rows += [
+            BenchRow(backend="fp8moe", us=ours, relative_l2=0.0436, first_call_s=0.4, **known),
+            BenchRow(backend="triton", us=triton, relative_l2=0.0465, first_call_s=1.5, **known),
+            BenchRow(
+                backend="cutlass", error="UnsupportedError: vLLM's TritonOrCutlassExperts: " + "no " * 50, **known
+            ),
+        ]
+    rows += [
+        BenchRow(backend="deepgemm", tokens=1, floor_us=10.25, error="RuntimeError: no nvcc"),
+        BenchRow(backend="deepgemm", tokens=8192, floor_us=2058, us=1869.0, relative_l2=0.0465, first_call_s=9.6),
+    ]
+    about = {"date": "2026-11-21T10:00:00+00:00", "gpu": "NVIDIA H200", "driver": "580.159.04"}
+    return BenchResult(**about, torch="2.11.0+cu130", vllm="0.25.1", shape=DEEPSEEK_V3, ue8m0=False, rows=rows)
+
+
+@pytest.fixture(scope="module")
+def weights() -> ExpertWeights:
+    return bench.random_weights(TINY, CPU)
+
+
+# The views of a result
+
+
+def test_a_result_survives_json():
+    result = made_up_result()
+    text = result.model_dump_json()
+    assert BenchResult.model_validate_json(text) == result
+    assert json.loads(text)["shape"]["hidden"] == 7168
+
+
+def test_a_row_of_the_table_is_a_token_count():
+    lines = bench_result.table(made_up_result()).splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("tokens"))
+    assert " ".join(lines[header].split()) == "tokens fp8moe triton cutlass deepgemm floor best peer / fp8moe error"
+    assert lines[header + 1].split() == ["1", "40.0", "41.1", "-", "-", "10.2", "1.03", "0.0436"]
+    assert lines[header + 2].split() == ["8192", "1547.0", "2446.0", "-", "1869.0", "2058.0", "1.21", "0.0436"]
+
+
+def test_the_table_says_what_failed_and_fits_120_columns():
+    text = bench_result.table(made_up_result())
+    assert "cutlass: UnsupportedError: vLLM's TritonOrCutlassExperts: no" in text
+    assert "deepgemm at 1 tokens: RuntimeError: no nvcc" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_a_table_without_our_time_has_no_ratio():
+    failed = BenchRow(backend="fp8moe", tokens=1, floor_us=10, error="LaunchError: refused")
+    peer = BenchRow(backend="triton", tokens=1, floor_us=10, us=41.1, relative_l2=0.05, first_call_s=1.0)
+    text = bench_result.table(made_up_result().model_copy(update={"rows": [failed, peer]}))
+    row = next(line for line in text.splitlines() if line.lstrip().startswith("1 "))
+    assert row.split() == ["1", "-", "41.1", "10.0", "-", "-"]
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_a_plot_is_drawn_without_a_display(tmp_path, suffix, start):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plot.{suffix}"
+    bench_result.plot(made_up_result(), path)
+    assert path.read_bytes().startswith(start)
+    assert path.stat().st_size > 5000
+
+
+def test_a_plot_of_another_kind_is_refused_before_the_measurement(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"as \.png or \.svg, not as plot\.pdf"):
+        bench_result.check_plot(tmp_path / "plot.pdf")
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="pip install matplotlib"):
+        bench_result.plot(made_up_result(), tmp_path / "plot.png")
+
+
+# What is measured
+
+
+@pytest.mark.parametrize(
+    ("parallel", "experts", "topk", "intermediate"),
+    [
+        (Parallel(), 256, 8, 2048),
+        (Parallel(tp=8), 256, 8, 256),
+        (Parallel(tp=2, expert_parallel=True), 128, 4, 2048),
+        (Parallel(tp=8, expert_parallel=True), 32, 1, 2048),
+        (Parallel(tp=8, dp=8, expert_parallel=True), 4, 1, 2048),
+    ],
+)
+def test_a_rank_computes_its_share_of_a_tokens_experts(parallel, experts, topk, intermediate):
+    layer = bench.rank_layer(model(DEEPSEEK_V3), parallel)
+    assert (layer.experts, layer.topk, layer.hidden, layer.intermediate) == (experts, topk, 7168, intermediate)
+
+
+@pytest.mark.parametrize(("tokens", "calls"), [(1, 16), (256, 4), (2048, 1)])
+def test_every_call_has_its_own_routing(weights, tokens, calls):
+    case = bench.make_case(TINY, weights, tokens)
+    assert case.hidden_states.shape == (tokens, 256)
+    assert case.hidden_states.dtype == torch.bfloat16
+    assert case.expected.shape == (min(tokens, 16), 256)
+    assert len(case.routings) == calls
+    for topk_weights, ids in case.routings:
+        assert topk_weights.shape == ids.shape == (tokens, 2)
+        assert (topk_weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+        torch.testing.assert_close(topk_weights.sum(-1), torch.ones(tokens))
+        assert (ids[:, 0] != ids[:, 1]).all()
+        assert ((ids >= 0) & (ids < 8)).all()
+    assert len({ids.numpy().tobytes() for _, ids in case.routings}) > calls // 4
+
+
+def test_the_float32_layer_agrees_with_the_backend_it_judges(weights):
+    case = bench.make_case(TINY, weights, 16)
+    layer = h.Layer(*weights.w13, *weights.w2)
+    exact = h.layer_reference(case.hidden_states, layer, *case.routings[0], quantized=False)
+    assert h.relative_l2(case.expected, exact) < 1e-5
+    assert 0.01 < h.relative_l2(ops.fused_moe(case.hidden_states, *layer, *case.routings[0]), case.expected) < 0.06
+
+
+def test_the_floor_is_the_larger_of_memory_and_arithmetic():
+    one_token = (8 * 3 * 7168 * 2048 + 4 * 7168) / 4.3e12 * 1e6  # 8 experts' weights: the memory's
+    assert bench.floor_us(DEEPSEEK_V3, 1, 8) == pytest.approx(one_token)
+    assert one_token == pytest.approx(81.9, abs=0.1)
+    assert bench.floor_us(DEEPSEEK_V3, 8192, 256) == pytest.approx(8192 * 8 * 6 * 7168 * 2048 / 1.25e15 * 1e6)
+
+
+# Backends that fail, machines that cannot
+
+
+def test_a_backend_that_fails_leaves_the_others_measured(monkeypatch, weights):
+    def unmakable(*args):
+        raise ImportError("no module\nnamed deep_gemm")
+
+    def failing(*args):
+        return lambda *call: (_ for _ in ()).throw(AssertionError())
+
+    def wrong(*args):
+        return lambda x, *routing: torch.full_like(x, float("nan"))
+
+    monkeypatch.setattr(bench, "time_calls", lambda calls: float(len(calls)))
+    makers = {
+        "unmakable": unmakable,
+        "failing": failing,
+        "wrong": wrong,
+        "fp8moe": lambda *made: bench.make_ours(False, *made),
+    }
+    lines = []
+    rows = bench.measure(makers, TINY, weights, [1, 256], lines.append)
+    assert [(row.tokens, row.backend) for row in rows] == [(tokens, name) for tokens in (1, 256) for name in makers]
+    assert [row.error for row in rows[:4]] == [
+        "ImportError: no module named deep_gemm",
+        "AssertionError:",
+        "ArithmeticError: its result is wrong: relative L2 distance nan from float32 math",
+        None,
+    ]
+    assert [row.us for row in rows] == [None, None, None, 16, None, None, None, 4]
+    assert rows[7].relative_l2 < 0.06
+    assert rows[7].first_call_s > 0
+    assert len(lines) == 8
+    assert lines[0] == "1 tokens, unmakable: ImportError: no module named deep_gemm"
+    assert lines[3] == "1 tokens, fp8moe: 16.0 us"
+
+
+@pytest.mark.parametrize(
+    ("capability", "vllm", "message"),
+    [
+        (None, True, r"needs a Hopper GPU.*torch finds no GPU that it can use\. Run it on the machine that serves"),
+        ((8, 0), True, r"needs a Hopper GPU.*torch finds compute capability 8\.0\. Run it"),
+        ((9, 0), False, "vLLM is not installed here.*pip install vllm"),
+    ],
+)
+def test_another_machine_is_refused(monkeypatch, capability, vllm, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if vllm else None)
+    with pytest.raises(UnsupportedError, match=message):
+        bench.bench_layer(TINY, [1], False, print)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_a_row_for_every_backend():
+    pytest.importorskip("vllm")
+    result = bench.bench_layer(ON_A_GPU, [1, 256], ue8m0=False, report_progress=print)
+    assert len(result.rows) == 2 * 5
+    for row in result.rows:
+        if row.error is None:
+            assert row.us > row.floor_us
+            assert row.relative_l2 < 0.06, row
+    for backend in ("fp8moe", "triton"):
+        assert all(row.error is None for row in result.rows if row.backend == backend), result.rows
+    assert BenchResult.model_validate_json(result.model_dump_json()) == result

@@ -1,0 +1,233 @@
+"""Time this project's fused-MoE layer beside vLLM's own backends, in one run on one Hopper GPU.
+
+The same weights, activations and routing go to every backend. The peers run as vLLM runs them by default, activation
+scales rounded up to powers of two; with VLLM_USE_DEEP_GEMM_E8M0=0 in the environment they keep FP32 scales.
+"""
+
+import datetime
+import importlib.metadata
+import importlib.util
+import subprocess
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
+from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.ops.checks import FP8
+from fp8moe_plugin.ops.fused_moe import ExpertWeights
+from fp8moe_plugin.ops.gemm import dequantize_blocks
+from fp8moe_plugin.ops.quantize import Quantized
+from fp8moe_plugin.shapes import GROUP, Experts, Model, Parallel, rank_shapes
+from warmup.bench_peers import PEERS, Layer, make_peer, set_up_vllm
+from warmup.bench_result import OURS, BenchResult, BenchRow
+
+TOKENS = (1, 8, 64, 256, 1024, 4096, 8192)
+REFERENCE_TOKENS = 16  # whose results are held against float32 math
+WRONG = 0.1  # relative L2; rounding activations to e4m3 costs 0.05
+WARM_REPLAYS, REPLAYS = 3, 15
+PAUSE_S = 0.25  # before the replays: no backend starts at the power limit into which the one before it ran
+
+# What an H200 reaches, measured: reading memory, and FP8 products of random data before the card's power limit.
+BYTES_PER_S = 4.3e12
+FLOP_PER_S = 1.25e15
+
+Maker = Callable[[Experts, ExpertWeights, int], Layer]  # the int: tokens of a call
+
+
+class Case(NamedTuple):
+    """The inputs at one number of tokens T, and what is known of the answer."""
+
+    hidden_states: torch.Tensor  # bfloat16 [T, H]
+    routings: list[tuple[torch.Tensor, torch.Tensor]]  # of successive calls: float32 and int32 [T, k]
+    expected: torch.Tensor  # float32 [min(T, REFERENCE_TOKENS), H], with the first routing
+    floor_us: float
+
+
+def rank_layer(model: Model, parallel: Parallel) -> Experts:
+    """What one rank computes of a model's MoE layer: its experts, and how many of them a token is routed to.
+
+    With expert parallelism a token's experts are spread over the ranks, so `topk` is the model's times the share of
+    experts on this rank, rounded, at least 1: the tokens of a measurement are those that reach the rank.
+
+    Raises:
+        UnsupportedError: the ranks cannot share the model so.
+    """
+    experts = rank_shapes(model, parallel).experts
+    share = experts.experts / model.experts.experts
+    return replace(experts, topk=max(1, round(model.experts.topk * share)))
+
+
+def bench_layer(
+    experts: Experts, tokens: Sequence[int], ue8m0: bool, report_progress: Callable[[str], None]
+) -> BenchResult:
+    """Time one layer of random weights, random routing and every backend, on the current GPU.
+
+    Args:
+        experts: what one rank computes, from `rank_layer`.
+        tokens: the numbers of tokens to measure.
+        ue8m0: our layer rounds the scales of activations up to powers of two.
+        report_progress: called with one line for each row.
+    Returns:
+        A row for each backend and number of tokens; a backend that fails has rows that say why.
+    Raises:
+        UnsupportedError: no Hopper GPU, or no vLLM to compare with.
+    """
+    check_machine()
+    driver = _driver_version()
+    makers = {OURS: partial(make_ours, ue8m0)} | {name: partial(make_peer, name) for name in PEERS}
+    weights = random_weights(experts, torch.device("cuda"))
+    with set_up_vllm():
+        rows = measure(makers, experts, weights, tokens, report_progress)
+    return BenchResult(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        gpu=torch.cuda.get_device_name(),
+        driver=driver,
+        torch=torch.__version__,
+        vllm=importlib.metadata.version("vllm"),
+        shape=experts,
+        ue8m0=ue8m0,
+        rows=rows,
+    )
+
+
+def check_machine() -> None:
+    """Raise `UnsupportedError` unless this process sees a Hopper GPU and vLLM."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if capability != (9, 0):
+        found = "compute capability {}.{}".format(*capability) if capability else "no GPU that it can use"
+        raise UnsupportedError(
+            f"The benchmark needs a Hopper GPU (compute capability 9.0: H100, H200, H20), torch finds {found}. "
+            "Run it on the machine that serves, with a torch built for CUDA."
+        )
+    if importlib.util.find_spec("vllm") is None:
+        raise UnsupportedError(
+            "The benchmark compares with vLLM's own backends, and vLLM is not installed here. "
+            "Run it in the environment that serves, or: pip install vllm"
+        )
+
+
+def measure(
+    makers: Mapping[str, Maker],
+    experts: Experts,
+    weights: ExpertWeights,
+    tokens: Sequence[int],
+    report_progress: Callable[[str], None],
+) -> list[BenchRow]:
+    """The rows of every backend, token count by token count."""
+    rows = []
+    for count in tokens:
+        case = make_case(experts, weights, count)
+        for name, make in makers.items():
+            row = _row(name, make, experts, weights, case)
+            rows.append(row)
+            report_progress(f"{count} tokens, {name}: " + (row.error or f"{row.us:.1f} us"))
+        torch.cuda.empty_cache()  # else the graphs' memory of this case stays beside that of the next
+    return rows
+
+
+def _row(name: str, make: Maker, experts: Experts, weights: ExpertWeights, case: Case) -> BenchRow:
+    row = BenchRow(backend=name, tokens=len(case.hidden_states), floor_us=case.floor_us)
+    try:
+        layer = make(experts, weights, row.tokens)
+        start = time.perf_counter()
+        out = layer(case.hidden_states, *case.routings[0])[:REFERENCE_TOKENS].float()
+        error = ((out - case.expected).norm() / case.expected.norm()).item()  # waits for the GPU
+        first_call_s = time.perf_counter() - start
+        if not error < WRONG:
+            raise ArithmeticError(f"its result is wrong: relative L2 distance {error:.2g} from float32 math")
+        us = time_calls([partial(layer, case.hidden_states, *routing) for routing in case.routings])
+    except Exception as failure:  # noqa: BLE001 (a peer may fail in any way; the others are measured all the same)
+        return row.model_copy(update={"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)})
+    return row.model_copy(update={"us": us, "relative_l2": error, "first_call_s": first_call_s})
+
+
+def random_weights(experts: Experts, device: torch.device) -> ExpertWeights:
+    """Normal weights that keep activations near 1, quantized in 128x128 blocks; an expert at a time, to save memory."""
+    gen = torch.Generator(device).manual_seed(0)
+
+    def draw(n: int, k: int) -> Quantized:
+        q = torch.empty(experts.experts, n, k, dtype=FP8, device=device)
+        scales = torch.empty(experts.experts, n // GROUP, k // GROUP, device=device)
+        for e in range(experts.experts):
+            q[e], scales[e] = per_block_cast_to_fp8(torch.randn(n, k, generator=gen, device=device) * k**-0.5)
+        return q, scales
+
+    return ExpertWeights(draw(2 * experts.intermediate, experts.hidden), draw(experts.hidden, experts.intermediate))
+
+
+def make_case(experts: Experts, weights: ExpertWeights, tokens: int) -> Case:
+    """Random tokens; each call of a graph is routed anew, so that few weights are found in L2."""
+    device = weights.w13[0].device
+    gen = torch.Generator(device).manual_seed(tokens)
+    x = torch.randn(tokens, experts.hidden, generator=gen, device=device).bfloat16()
+    calls = 16 if tokens <= 128 else 4 if tokens <= 1024 else 1
+    routings = [random_routing(gen, tokens, experts) for _ in range(calls)]
+    busy = sum(ids.unique().numel() for _, ids in routings) / calls
+    expected = float32_layer(weights, *(part[:REFERENCE_TOKENS] for part in (x, *routings[0])))
+    return Case(x, routings, expected, floor_us(experts, tokens, busy))
+
+
+def random_routing(gen: torch.Generator, tokens: int, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router weights float32 that sum to 1, and distinct expert ids int32, both `[tokens, topk]`."""
+    logits = torch.randn(tokens, experts.experts, generator=gen, device=gen.device)
+    scores, ids = logits.sigmoid().topk(experts.topk)
+    return scores / scores.sum(-1, keepdim=True), ids.int()
+
+
+def float32_layer(
+    weights: ExpertWeights, hidden_states: torch.Tensor, topk_weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """float32 `[T, H]`: the layer on dequantized weights and unquantized activations."""
+    x = hidden_states.float()
+    out = torch.zeros_like(x)
+    for e in ids.unique().tolist():
+        w13, w2 = (dequantize_blocks(q[e], scales[e]) for q, scales in weights)
+        token, column = (ids == e).nonzero(as_tuple=True)
+        gate, up = (x[token] @ w13.T).chunk(2, -1)
+        down = (torch.nn.functional.silu(gate) * up) @ w2.T
+        out.index_add_(0, token, down * topk_weights[token, column, None])
+    return out
+
+
+def floor_us(experts: Experts, tokens: int, busy: float) -> float:
+    """Microseconds that moving the bytes or the arithmetic takes at least; `busy`: experts that get a token."""
+    weights = 3 * experts.hidden * experts.intermediate  # of one expert: bytes, and multiply-adds a token
+    activations = 2 * 2 * tokens * experts.hidden  # bfloat16 in and out
+    memory_s = (busy * weights + activations) / BYTES_PER_S
+    return max(memory_s, 2 * weights * tokens * experts.topk / FLOP_PER_S) * 1e6
+
+
+def time_calls(calls: Sequence[Callable[[], Any]]) -> float:
+    """Median microseconds of one call, from replays of a CUDA graph that holds each call once."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    time.sleep(PAUSE_S)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(WARM_REPLAYS + REPLAYS + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    times = [events[i].elapsed_time(events[i + 1]) for i in range(WARM_REPLAYS, WARM_REPLAYS + REPLAYS)]
+    return sorted(times)[REPLAYS // 2] * 1e3 / len(calls)
+
+
+def make_ours(ue8m0: bool, experts: Experts, weights: ExpertWeights, tokens: int) -> Layer:
+    return lambda x, topk_weights, ids: fused_moe(x, *weights.w13, *weights.w2, topk_weights, ids, ue8m0=ue8m0)
+
+
+def _driver_version() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]

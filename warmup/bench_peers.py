@@ -1,0 +1,103 @@
+"""vLLM's own backends of a fused-MoE layer, each as a function of what our `fused_moe` takes.
+
+vLLM is imported inside the functions: a version that has moved or dropped a backend then fails that backend only.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.ops.fused_moe import ExpertWeights
+from fp8moe_plugin.shapes import GROUP, Experts
+
+# Of vllm.model_executor.layers.fused_moe.experts.
+PEERS = {
+    "triton": ("triton_moe", "TritonExperts"),
+    "deepgemm": ("deep_gemm_moe", "DeepGemmExperts"),
+    "cutlass": ("triton_cutlass_moe", "TritonOrCutlassExperts"),
+    "flashinfer": ("flashinfer_cutlass_moe", "FlashInferExperts"),
+}
+
+Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden states, router weights, expert ids
+
+
+def make_peer(name: str, experts: Experts, weights: ExpertWeights, tokens: int) -> Layer:
+    """One of vLLM's implementations of the experts, between the dispatch and combine of a single rank."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+
+    from fp8moe_plugin.layers.vllm.compat import make_prepare_finalize
+
+    config = _vllm_layer(experts, tokens)
+    experts_class = _peer_class(name, config)
+    (w13, w13_scale), (w2, w2_scale) = _gate_last(weights) if name == "flashinfer" else weights
+    scales = fp8_w8a8_moe_quant_config(w1_scale=w13_scale, w2_scale=w2_scale, block_shape=[GROUP, GROUP])
+    dispatch = make_prepare_finalize(config, scales, routing_tables=None)
+    kernel = modular_kernel.FusedMoEKernel(dispatch, experts_class(moe_config=config, quant_config=scales))
+    return lambda x, topk_weights, ids: kernel.apply(
+        x, w13, w2, topk_weights, ids, MoEActivation.SILU, experts.experts, None, False
+    )
+
+
+def _vllm_layer(experts: Experts, tokens: int) -> Any:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+
+    return FusedMoEConfig(
+        num_experts=experts.experts,
+        experts_per_token=experts.topk,
+        hidden_dim=experts.hidden,
+        intermediate_size=experts.intermediate,
+        num_local_experts=experts.experts,
+        num_logical_experts=experts.experts,
+        activation=MoEActivation.SILU,
+        device="cuda",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=torch.bfloat16,
+        max_num_tokens=tokens,
+    )
+
+
+def _peer_class(name: str, config: Any) -> Any:
+    """vLLM's class, once vLLM itself agrees that it serves such a layer here."""
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+    from vllm.utils.flashinfer import has_flashinfer_cutlass_fused_moe
+
+    module, class_name = PEERS[name]
+    found = getattr(importlib.import_module(f"vllm.model_executor.layers.fused_moe.experts.{module}"), class_name)
+    if name == "flashinfer" and not has_flashinfer_cutlass_fused_moe():
+        raise UnsupportedError("vLLM cannot use FlashInfer here: it needs the package flashinfer-python, and nvcc")
+    layout = FusedMoEActivationFormat.Standard
+    supported, why = found.is_supported_config(found, config, kFp8Static128BlockSym, kFp8Dynamic128Sym, layout)
+    if not supported:
+        raise UnsupportedError(f"vLLM's {class_name}: {why}")
+    return found
+
+
+def _gate_last(weights: ExpertWeights) -> ExpertWeights:
+    """FlashInfer's order of w13: the rows of up before those of gate."""
+    from vllm.model_executor.layers.quantization.utils.flashinfer_utils import swap_w13_to_w31
+
+    q, scales = weights.w13
+    return ExpertWeights((swap_w13_to_w31(q), swap_w13_to_w31(scales)), weights.w2)
+
+
+@contextlib.contextmanager
+def set_up_vllm() -> Iterator[None]:
+    """The configuration and the scratch memory that vLLM's kernels find in an engine."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
+
+    init_workspace_manager(torch.device("cuda"))
+    try:
+        with set_current_vllm_config(VllmConfig()):
+            yield
+    finally:
+        reset_workspace_manager()
