@@ -4,8 +4,11 @@ No shape of a model and no number of tokens is in a key: a handful of kernels se
 """
 
 import functools
+import itertools
 from dataclasses import dataclass
 from enum import IntEnum
+
+from fp8moe_plugin.shapes import GROUP, Experts, Model, ceil_div
 
 SMEM_ALIGNMENT = 1024
 PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm
@@ -103,12 +106,37 @@ def linear_kernels(ue8m0: bool) -> list[KernelKey]:
     return [*gemms, quantize_key(ue8m0, permute=False)]
 
 
+def model_kernels(model: Model) -> dict[KernelKey, str]:
+    """What serving a checkpoint launches, whichever way ranks share it and however many tokens come; and why."""
+    few = decode_tokens(model.experts)
+    why = {
+        swap_ab_key(): f"GEMMs of steps of up to {few} tokens (experts) and {DECODE_BLOCK_M} (dense layers): decode",
+        grouped_gemm_key(Output.BF16): "GEMMs of longer steps: prefill",
+        grouped_gemm_key(Output.BF16, 128): "dense GEMMs of longer steps too small to fill the GPU with wider tiles",
+        quantize_key(model.ue8m0, permute=False): "activations of dense layers",
+        quantize_key(model.ue8m0, permute=True): "activations of experts, written to the rows that the experts read",
+        silu_mul_quant_key(model.ue8m0): "between the two GEMMs of an expert",
+        route_key(False): "rows of each expert, from 32-bit expert ids",
+        route_key(True): "rows of each expert, from 64-bit expert ids",
+        tiles_of_counts_key(False): "tiles of rows that follow one another",
+        tiles_of_counts_key(True): "tiles of slabs, as DeepEP's low-latency mode hands them over",
+        combine_key(): "the weighted sum of each token's rows",
+    }
+    layers = (moe_kernels(model.ue8m0, batched) for batched in (False, True))
+    return {key: why[key] for key in dict.fromkeys([*linear_kernels(model.ue8m0), *itertools.chain(*layers)])}
+
+
 def all_kernels() -> list[KernelKey]:
     """Every kernel there is: those of the layers, and those that only direct callers of the ops reach."""
     layers = [k for ue8m0 in (False, True) for k in (*moe_kernels(ue8m0, False), *moe_kernels(ue8m0, True))]
     dense = [grouped_gemm_key(output, block_n) for output in Output for block_n in (128, 256)]
     ops = [*linear_kernels(False), *linear_kernels(True), *dense, tiles_of_indices_key()]
     return list(dict.fromkeys([*layers, *ops]))
+
+
+def decode_tokens(experts: Experts) -> int:
+    """The longest step for which an MoE layer takes the tiles that stream the weights."""
+    return DECODE_BLOCK_M * experts.experts // experts.topk
 
 
 def moe_block_m(tokens: int, topk: int, global_experts: int) -> int:
@@ -121,18 +149,40 @@ def masked_block_m(expected_m: int) -> int:
     return DECODE_BLOCK_M if expected_m <= DECODE_BLOCK_M else PREFILL_BLOCK_M
 
 
-def dense_block_m(m: int, plain: bool) -> int:
-    """Rows a tile of a dense GEMM; swap-AB tiles only store bfloat16 without an addend (`plain`)."""
-    return DECODE_BLOCK_M if m <= DECODE_BLOCK_M and plain else PREFILL_BLOCK_M
+def grouped_key(block_m: int) -> KernelKey:
+    """The GEMM of grouped rows in tiles of `block_m`."""
+    return swap_ab_key() if block_m == DECODE_BLOCK_M else grouped_gemm_key(Output.BF16)
 
 
-def dense_block_n(m: int, n: int, sms: int) -> int:
-    """Columns a tile of a dense GEMM: 256, or 128 where 256 would leave multiprocessors idle."""
-    return 256 if ceil_div(m, PREFILL_BLOCK_M) * ceil_div(n, 256) >= sms else 128
+def dense_key(m: int, n: int, output: Output, sms: int) -> KernelKey:
+    """The GEMM of a dense `[m, n]` result; 256 columns a tile, or 128 where 256 would leave multiprocessors idle."""
+    if m <= DECODE_BLOCK_M and output == Output.BF16:
+        return swap_ab_key()
+    return grouped_gemm_key(output, 256 if ceil_div(m, PREFILL_BLOCK_M) * ceil_div(n, 256) >= sms else 128)
 
 
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+def tile_capacity(rows: int, groups: int, block_m: int) -> int:
+    """How many tiles `rows` rows in at most `groups` runs can make."""
+    return max(1, min(rows, rows // block_m + groups))
+
+
+def moe_workspace_bytes(local: Experts, tokens: int, global_experts: int) -> int:
+    """The scratch of one mixture-of-experts layer on one rank, all of it in use at once, freed after the layer.
+
+    Args:
+        local: what the rank holds.
+        tokens: of the step.
+        global_experts: over all ranks.
+    """
+    rows = tokens * local.topk
+    tiles = tile_capacity(rows, local.experts, moe_block_m(tokens, local.topk, global_experts))
+    routing = 4 * (rows + 1 + local.experts + 4 * tiles + 3)
+    gate_up, down = 2 * rows * 2 * local.intermediate, 2 * rows * local.hidden
+    return routing + _quantized_bytes(rows, local.hidden) + gate_up + _quantized_bytes(rows, local.intermediate) + down
+
+
+def _quantized_bytes(rows: int, k: int) -> int:
+    return rows * k + 4 * ceil_div(rows, 4) * 4 * (k // GROUP)
 
 
 def _align(size: int) -> int:

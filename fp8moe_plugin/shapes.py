@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.plan import ceil_div
 
 GROUP = 128  # channels that share one activation scale; also the side of a weight's scale block
 N_MULTIPLE = 8  # of a weight's output channels: the GEMMs store 16 bytes of bfloat16 at a time
@@ -161,6 +160,10 @@ def dense_refusal(inputs: int, outputs: Sequence[int], split: bool) -> str | Non
     if sum(outputs) % N_MULTIPLE:
         return f"has {sum(outputs)} output channels, the kernels need a multiple of {N_MULTIPLE}"
     return None
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _rank_shapes(model: Model, parallel: Parallel) -> RankShapes:

@@ -9,9 +9,17 @@ from fp8moe_plugin import plan
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.fused_moe import batched_experts
 from fp8moe_plugin.ops.linear import fp8_linear
+from fp8moe_plugin.shapes import Experts
 from tests import helpers as h
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 256, 128, 4, 2
+
+
+def replace_everywhere(monkeypatch: pytest.MonkeyPatch, name: str, fake: object) -> None:
+    """Stand in for a function in every module of the ops that has imported it."""
+    for path, module in list(sys.modules.items()):
+        if path.startswith("fp8moe_plugin.ops.") and hasattr(module, name):
+            monkeypatch.setattr(module, name, fake)
 
 
 @pytest.fixture
@@ -24,10 +32,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[plan.KernelKey]:
         "multiprocessors": lambda _: 132,
         "tensor_map": lambda *_: None,
     }
-    for name, module in list(sys.modules.items()):
-        for attribute, fake in fakes.items():
-            if name.startswith("fp8moe_plugin.ops.") and hasattr(module, attribute):
-                monkeypatch.setattr(module, attribute, fake)
+    for name, fake in fakes.items():
+        replace_everywhere(monkeypatch, name, fake)
     return keys
 
 
@@ -62,3 +68,23 @@ def test_a_linear_layer_launches_what_its_plan_names_and_nothing_else(launched, 
     for tokens in (1, 64, 65, 1024, 4096):
         fp8_linear(h.random_tokens(gen, tokens, 128), *weight, ue8m0=ue8m0)
     assert launched == set(plan.linear_kernels(ue8m0))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 128, 129, 1000])
+def test_the_scratch_of_a_layer_is_what_the_plan_says(launched, monkeypatch, tokens):
+    scratch = []
+
+    def recorded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        scratch.append(torch.empty(shape, dtype=dtype, device=device))
+        return scratch[-1]
+
+    replace_everywhere(monkeypatch, "empty", recorded)
+    gen = h.seeded(0, torch.device("cpu"))
+    layer = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)
+    ids = torch.zeros(tokens, TOPK, dtype=torch.int32)
+    expert_map = torch.zeros(2 * EXPERTS, dtype=torch.int32)
+    for given, global_experts in ((None, EXPERTS), (expert_map, 2 * EXPERTS)):
+        scratch.clear()
+        fused_moe(h.random_tokens(gen, tokens, HIDDEN), *layer, torch.rand(tokens, TOPK), ids, expert_map=given)
+        local = Experts(layers=1, experts=EXPERTS, topk=TOPK, hidden=HIDDEN, intermediate=INTERMEDIATE)
+        assert plan.moe_workspace_bytes(local, tokens, global_experts) == sum(t.nbytes for t in scratch)

@@ -5,8 +5,7 @@ import torch
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.quantize import FP8_MAX, SMALLEST_AMAX
-from fp8moe_plugin.plan import ceil_div
-from fp8moe_plugin.shapes import GROUP
+from fp8moe_plugin.shapes import GROUP, ceil_div
 
 
 def per_block_cast_to_fp8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

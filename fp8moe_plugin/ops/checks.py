@@ -3,9 +3,8 @@
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.plan import ceil_div
 from fp8moe_plugin.settings import settings
-from fp8moe_plugin.shapes import GROUP, N_MULTIPLE
+from fp8moe_plugin.shapes import GROUP, N_MULTIPLE, ceil_div
 
 FP8 = torch.float8_e4m3fn
 

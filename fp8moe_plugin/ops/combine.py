@@ -4,7 +4,8 @@ import torch
 
 from fp8moe_plugin.jit.launcher import launch
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.plan import ceil_div, combine_key
+from fp8moe_plugin.plan import combine_key
+from fp8moe_plugin.shapes import ceil_div
 
 CHANNELS_PER_THREAD = 8  # 16 bytes of bfloat16
 

@@ -5,15 +5,7 @@ import torch
 from fp8moe_plugin.jit.launcher import launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.quantize import Quantized, empty_scales
 from fp8moe_plugin.ops.route import Tiles
-from fp8moe_plugin.plan import (
-    DECODE_BLOCK_M,
-    KernelKey,
-    Output,
-    dense_block_m,
-    dense_block_n,
-    grouped_gemm_key,
-    swap_ab_key,
-)
+from fp8moe_plugin.plan import Output, dense_key, grouped_key
 
 # Rows of a TMA load; the kernels say why.
 PREFILL_BOX_M = 64
@@ -25,7 +17,7 @@ def launch_gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor |
     (q, scales), (weights, weight_scales) = a, b
     rows, k, n = q.numel() // q.shape[-1], q.shape[-1], weights.shape[-2]
     sms = multiprocessors(out.device.index)
-    key = gemm_key(tiles, rows, n, out.dtype, c is not None, sms)
+    key = grouped_key(tiles.block_m) if tiles else dense_key(rows, n, _output(out, c), sms)
     swap_ab = key.source == "grouped_gemm_swap_ab"
     box_m, box_n = (DECODE_BOX_M, DECODE_BOX_N) if swap_ab else (PREFILL_BOX_M, dict(key.defines)["BLOCK_N"])
     maps = [
@@ -40,13 +32,10 @@ def launch_gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor |
     launch(key, sms, args, out.device)
 
 
-def gemm_key(tiles: Tiles | None, rows: int, n: int, dtype: torch.dtype, has_addend: bool, sms: int) -> KernelKey:
-    plain = dtype == torch.bfloat16 and not has_addend
-    block_m = tiles.block_m if tiles else dense_block_m(rows, plain)
-    if block_m == DECODE_BLOCK_M:
-        return swap_ab_key()
-    output = Output.BF16 if plain else Output.BF16_DIRECT if dtype == torch.bfloat16 else Output.F32_DIRECT
-    return grouped_gemm_key(output, 256 if tiles else dense_block_n(rows, n, sms))
+def _output(out: torch.Tensor, c: torch.Tensor | None) -> Output:
+    if out.dtype != torch.bfloat16:
+        return Output.F32_DIRECT
+    return Output.BF16 if c is None else Output.BF16_DIRECT
 
 
 def _k_major(q: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, int, int]:

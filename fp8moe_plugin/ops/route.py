@@ -13,8 +13,8 @@ import torch
 from fp8moe_plugin.jit.launcher import launch
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.checks import ceil_div
-from fp8moe_plugin.plan import route_key, tiles_of_counts_key, tiles_of_indices_key
+from fp8moe_plugin.plan import route_key, tile_capacity, tiles_of_counts_key, tiles_of_indices_key
+from fp8moe_plugin.shapes import ceil_div
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,6 @@ class Routing:
     slots: torch.Tensor
     num_rows: torch.Tensor
     tiles: Tiles
-
-
-def tile_capacity(rows: int, groups: int, block_m: int) -> int:
-    """How many tiles `rows` rows in at most `groups` runs can make."""
-    return max(1, min(rows, rows // block_m + groups))
 
 
 def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: torch.Tensor | None = None) -> Routing:

@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe_plugin.ops.route import Tiles, route, tile_capacity, tiles_of_counts, tiles_of_indices
+from fp8moe_plugin.ops.route import Tiles, route, tiles_of_counts, tiles_of_indices
+from fp8moe_plugin.plan import tile_capacity
 from tests import helpers as h
 
 block_sizes = st.sampled_from((64, 128))
