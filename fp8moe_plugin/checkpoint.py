@@ -4,24 +4,19 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
-
+from fp8moe_plugin.config_json import Config, read_config
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.layers.vllm import NAME
-from fp8moe_plugin.safetensors_headers import MAX_SIZE, check_shards
+from fp8moe_plugin.safetensors_headers import check_shards
 from fp8moe_plugin.shapes import GROUP, Dense, Experts, Model, Split
-from fp8moe_plugin.untrusted import ADVICE, Limits, opened, read_json, shown
+from fp8moe_plugin.untrusted import ADVICE, MAX_SIZE, shown
 
 WEIGHT_BLOCK = [GROUP, GROUP]
 E4M3 = ("e4m3", "float8_e4m3fn")
-# The largest published config.json names every unquantized layer, in 50 kB.
-CONFIG = Limits(size=4 << 20, containers=10_000, values=100_000)
-MAX_LAYERS = 4096  # bounds the time: layers are counted one by one
 MAX_WEIGHTS = 2**40  # of one layer's experts; Kimi-K2 has 2^34
 
-EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 # What vLLM fuses, of what a checkpoint holds and names.
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -29,63 +24,6 @@ FUSED = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 LAYER_NAME = re.compile(r"(?:language_model\.model|model\.language_model|model)\.layers\.(\d{1,6})\.(.+)", re.ASCII)
-
-Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
-Count = Annotated[int, Field(ge=0, le=MAX_SIZE)]
-Index = Annotated[int, Field(ge=-1, le=MAX_SIZE)]
-PerLayer = Annotated[list[Index], Field(min_length=1, max_length=MAX_LAYERS)]
-Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,100}$")]
-
-
-def _alias(*names: str) -> AliasChoices:
-    return AliasChoices(*names)
-
-
-class Config(BaseModel):
-    """The fields of config.json that shapes follow from, under the names of all model families."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    architectures: Annotated[list[Architecture], Field(min_length=1, max_length=16)]
-    hidden_size: Size
-    vocab_size: Size
-    num_hidden_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
-    num_nextn_predict_layers: Annotated[int, Field(ge=0, le=MAX_LAYERS)] = 0
-    intermediate_size: Size | PerLayer | None = None
-
-    experts: Size | PerLayer = Field(validation_alias=_alias(*EXPERT_COUNTS))
-    topk: Size | PerLayer = Field(validation_alias=_alias("num_experts_per_tok", "moe_topk", "moe_k"))
-    moe_intermediate_size: Size | PerLayer | None = None
-
-    first_k_dense_replace: Count = 0
-    moe_layer_freq: Size | PerLayer = 1
-    mlp_only_layers: Annotated[list[Count], Field(max_length=MAX_LAYERS)] = []
-    decoder_sparse_step: Size = 1
-    moe_layer_start_index: Count | PerLayer = 0
-    moe_layer_end_index: Index | PerLayer = -1
-    moe_layer_interval: Size = 1
-
-    n_shared_experts: Count | PerLayer = Field(0, validation_alias=_alias("n_shared_experts", "moe_num_shared_experts"))
-    num_shared_expert: Count | PerLayer = 0
-    shared_expert_intermediate_size: Count = 0
-
-    num_attention_heads: Size
-    num_key_value_heads: Size | None = None
-    head_dim: Size | None = Field(None, validation_alias=_alias("head_dim", "attention_head_dim"))
-    q_lora_rank: Size | None = None
-    kv_lora_rank: Size | None = None
-    qk_nope_head_dim: Count = 0
-    qk_rope_head_dim: Count = 0
-    v_head_dim: Count = 0
-    index_n_heads: Count = 0
-    index_head_dim: Count = 0
-
-    quantization_config: dict[str, Any] | None = None
-
-    @property
-    def layers(self) -> range:
-        """All layers: those that predict further tokens (MTP) follow the others."""
-        return range(self.num_hidden_layers + self.num_nextn_predict_layers)
 
 
 def read_model(folder: Path) -> Model:
@@ -95,6 +33,8 @@ def read_model(folder: Path) -> Model:
         CheckpointError: something is missing, damaged or not what a checkpoint may hold.
         UnsupportedError: the checkpoint is sound, but not served.
     """
+    if "\0" in str(folder):
+        raise CheckpointError(f"{shown(str(folder))} is no name of a folder. Give the folder of a checkpoint.")
     try:
         config = read_config(folder)
         model, quantized = _model(config)
@@ -106,40 +46,6 @@ def read_model(folder: Path) -> Model:
     except OSError as error:
         raise CheckpointError(f"{shown(error.filename)} cannot be read: {error.strerror}. Check the folder.") from None
     return model
-
-
-def read_config(folder: Path) -> Config:
-    """A checkpoint's config.json; of one with a `text_config`, that part, if the experts are there."""
-    path = folder / "config.json"
-    if "\0" in str(path):
-        raise CheckpointError(f"{shown(str(folder))} is no name of a folder. Give the folder of a checkpoint.")
-    what = shown(str(path))
-    with opened(path) as file:
-        found, _ = read_json(file, CONFIG.size + 1, CONFIG, what)
-    if not _has_experts(found):
-        found = _text_config(found, what)
-    try:
-        return Config.model_validate({key: value for key, value in found.items() if value is not None})
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        key, value = first["loc"][0], shown(first["input"])
-        problem = "is missing" if first["type"] == "missing" else f"is {value}: {first['msg']}"
-        raise CheckpointError(f"{what}: {key} {problem}. {ADVICE}") from None
-
-
-def _has_experts(config: dict[str, Any]) -> bool:
-    return any(config.get(key) for key in EXPERT_COUNTS)
-
-
-def _text_config(config: dict[str, Any], what: str) -> dict[str, Any]:
-    text = config.get("text_config")
-    if not isinstance(text, dict) or not _has_experts(text):
-        raise UnsupportedError(
-            f"{what} describes no mixture-of-experts model: it gives no {', '.join(EXPERT_COUNTS[:-1])} or "
-            f"{EXPERT_COUNTS[-1]}. Serve it without --quantization {NAME}."
-        )
-    whole = {key: config[key] for key in ("architectures", "quantization_config") if config.get(key) is not None}
-    return text | whole
 
 
 def _model(config: Config) -> tuple[Model, set[int]]:
@@ -165,7 +71,7 @@ def _model(config: Config) -> tuple[Model, set[int]]:
         experts=experts,
         dense=tuple(_dense(config, moe, unquantized)),
         heads=config.num_attention_heads,
-        kv_heads=config.num_attention_heads if config.kv_lora_rank else _kv_heads(config),
+        kv_heads=config.kv_heads,
         vocab=config.vocab_size,
         ue8m0=quantization is not None and quantization.get("scale_fmt") == "ue8m0",
         quantized=quantization is not None,
@@ -196,10 +102,7 @@ def _same(value: int | Sequence[int], what: str) -> int:
             f"The checkpoint's layers differ in their {what}: {shown(sorted(values))}. All layers with experts have "
             f"to be equal. Serve it without --quantization {NAME}."
         )
-    one = values.pop()
-    if one < 0:
-        raise CheckpointError(f"config.json gives {one} as {what}. {ADVICE}")
-    return one
+    return values.pop()
 
 
 def _experts_width(config: Config) -> int:
@@ -213,23 +116,19 @@ def _width(value: int | Sequence[int] | None) -> int:
     return _same(value, "intermediate size")
 
 
-def _kv_heads(config: Config) -> int:
-    return config.num_key_value_heads or config.num_attention_heads
-
-
 def moe_layers(config: Config) -> list[int]:
-    """The layers with experts, by the rules of all families at once: each holds for every layer where it is not given."""
-    last = config.num_hidden_layers - 1
+    """The layers with experts, by the rules of all families together: a rule that is not given holds everywhere."""
     start = _same(config.moe_layer_start_index, "first layer with experts")
-    end = config.moe_layer_end_index
-    end = last if end == -1 else _same(end, "last layer with experts")
-    # Without a last layer given, MTP layers have experts.
-    end = config.layers[-1] if config.moe_layer_end_index == -1 and not start else end
+    end = config.layers[-1]
+    if config.moe_layer_end_index is not None:
+        end = _same(config.moe_layer_end_index, "last layer with experts")
+        end = config.num_hidden_layers - 1 if end == -1 else end
     without, frequency = set(config.mlp_only_layers), config.moe_layer_freq
     return [
         i
-        for i in range(max(config.first_k_dense_replace, start), min(config.layers[-1], end) + 1)
-        if (i % frequency == 0 if isinstance(frequency, int) else i < len(frequency) and frequency[i] > 0)
+        for i in config.layers
+        if max(start, config.first_k_dense_replace) <= i <= end
+        and (i % frequency == 0 if isinstance(frequency, int) else i < len(frequency) and frequency[i] > 0)
         and i not in without
         and (i + 1) % config.decoder_sparse_step == 0
         and (i + 1) % config.moe_layer_interval == 0
@@ -237,9 +136,14 @@ def moe_layers(config: Config) -> list[int]:
 
 
 def _dense(config: Config, moe: list[int], unquantized: "Unquantized") -> Iterator[Dense]:
-    """The kinds of dense layers; without a kind that the checkpoint keeps unquantized in all its layers."""
+    """The kinds of dense layers; without a kind that the checkpoint keeps unquantized in all its layers.
+
+    Names, fusion and splits are those of vLLM's models. Routers are left out: no published checkpoint quantizes them.
+    """
     plain = sorted(set(config.layers) - set(moe))
-    kinds = [(layer, config.layers) for layer in (_mla(config) if config.kv_lora_rank else _gqa(config))]
+    kinds: list[tuple[Dense, Sequence[int]]] = [
+        (layer, config.layers) for layer in (_mla(config) if config.kv_lora_rank else _gqa(config))
+    ]
     if plain:
         kinds += [(layer, plain) for layer in _mlp("mlp", config.hidden_size, _width(config.intermediate_size))]
     kinds += [(layer, moe) for layer in _shared(config)]
@@ -251,18 +155,14 @@ def _dense(config: Config, moe: list[int], unquantized: "Unquantized") -> Iterat
 
 def _gqa(config: Config) -> Iterator[Dense]:
     head = config.head_dim or config.hidden_size // config.num_attention_heads
-    q, kv = config.num_attention_heads * head, _kv_heads(config) * head
+    q, kv = config.num_attention_heads * head, config.kv_heads * head
     yield Dense("self_attn.qkv_proj", 0, config.hidden_size, (q, kv, kv), Split.OUTPUTS, smallest=head)
     yield Dense("self_attn.o_proj", 0, q, (config.hidden_size,), Split.INPUTS)
 
 
 def _mla(config: Config) -> Iterator[Dense]:
-    hidden, heads, q_rank, kv_rank = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.q_lora_rank,
-        config.kv_lora_rank or 0,
-    )
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank or 0
     q = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
     kv_a = kv_rank + config.qk_rope_head_dim
     if q_rank is None:
@@ -316,8 +216,8 @@ class Unquantized:
             return True
         if any(parts):
             raise UnsupportedError(
-                f"The checkpoint keeps a part of layer {layer}'s {name} unquantized, and the rest not. It has to be all "
-                f"or none: correct quantization_config in its config.json."
+                f"The checkpoint keeps a part of layer {layer}'s {name} unquantized, and the rest not. It has to "
+                "be all or none: correct quantization_config in its config.json."
             )
         return not parts and "experts" in name and any(other.startswith(name) for other in listed)
 
@@ -341,10 +241,10 @@ def check_quantization(config: dict[str, Any]) -> None:
             f"--quantization {NAME}: the checkpoint's weight_block_size is {shown(block)}; the kernels take one scale "
             f"for each {GROUP}x{GROUP} block. Use --quantization fp8 for this checkpoint."
         )
-    stored = config.get("store_dtype") or config.get("fmt", E4M3[0])
-    if stored not in E4M3:
+    if config.get("store_dtype") is not None or config.get("fmt", "e4m3") not in E4M3:
+        stored = shown(config.get("store_dtype") or config.get("fmt")).strip("'")
         raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint stores its weights as {shown(stored)}; the kernels take e4m3. "
+            f"--quantization {NAME}: the checkpoint stores its weights as {stored}; the kernels take e4m3. "
             "Leave out --quantization."
         )
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.plan import ceil_div
 from fp8moe_plugin.shapes import GROUP, Experts
-from fp8moe_plugin.untrusted import ADVICE, Limits, opened, read_json, shown
+from fp8moe_plugin.untrusted import ADVICE, MAX_SIZE, Limits, opened, read_json, shown
 
 INDEX_NAME = "model.safetensors.index.json"
 # Kimi-K2, 141 thousand tensors in 61 files, has an index of 14 MB, and headers of 18 MB in all.
@@ -19,7 +19,6 @@ HEADERS = Limits(size=32 << 20, containers=600_000, values=1_200_000)  # of all 
 HEADER_SIZE = 16 << 20  # of one file: bounds the memory
 MAX_SHARDS = 1000  # each costs some tens of microseconds to open
 MAX_DIMENSIONS = 8  # as many as any tensor has: the product of more could be a number of megabytes
-MAX_SIZE = 2**31 - 1
 MAX_NAMED = 3  # of missing files in a message
 
 BITS = {
@@ -69,8 +68,8 @@ def _shard_names(folder: Path) -> list[str]:
     for name in names:
         if not (name.isprintable() and name.endswith(".safetensors")) or re.search(r"[/\\]|\.\.", name):
             raise CheckpointError(
-                f"{shown(str(folder))}: {shown(name)} is no plain name of a .safetensors file, it could lead out of the "
-                f"folder. {ADVICE}"
+                f"{shown(str(folder))}: {shown(name)} is no plain name of a .safetensors file, it could lead out of "
+                f"the folder. {ADVICE}"
             )
     if len(names) > MAX_SHARDS:
         raise CheckpointError(f"{shown(str(folder))} has {len(names)} weight files, more than {MAX_SHARDS}. {ADVICE}")

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 from fp8moe_plugin.errors import CheckpointError
 
 ADVICE = "Download the checkpoint again, from a source you trust."
+MAX_SIZE = 2**31 - 1  # of anything that is counted: products of two fit 64 bits
 SHOWN_LENGTH = 300  # of untrusted text in a message: enough to recognize a path or a list
 
 _repr = reprlib.Repr()
@@ -57,11 +58,11 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     folder, target = (Path(os.path.realpath(p, strict=True)) for p in (path.parent, path))
     if not _belongs(target, folder):
         raise CheckpointError(
-            f"{shown(str(path))} links to {shown(str(target))}, outside of the checkpoint's folder, where the link could "
-            f"point at anything. Put a copy of the file in its place."
+            f"{shown(str(path))} links to {shown(str(target))}, outside of the checkpoint's folder: a link could lead "
+            f"to anything. Put a copy of the file in its place."
         )
     # Without O_NONBLOCK, opening a named pipe would wait for its writer.
-    with open(target, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:  # noqa: PTH123
+    with open(target, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise CheckpointError(f"{shown(str(path))} is no regular file. {ADVICE}")
         yield file

@@ -10,6 +10,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import current_platform
 
+from fp8moe_plugin.checkpoint import WEIGHT_BLOCK, check_quantization, unquantized_layers
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers.vllm import NAME, compat
@@ -17,9 +18,7 @@ from fp8moe_plugin.layers.vllm.entry import Traits
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.settings import settings
-from fp8moe_plugin.shapes import GROUP, Parallel
-
-WEIGHT_BLOCK = [GROUP, GROUP]
+from fp8moe_plugin.shapes import Parallel
 
 
 class Fp8MoeConfig(Traits, Fp8Config):
@@ -41,9 +40,9 @@ class Fp8MoeConfig(Traits, Fp8Config):
         Raises:
             UnsupportedError: the checkpoint or this machine cannot be served.
         """
-        check_checkpoint(config)
+        check_quantization(config)
         check_machine()
-        names = layer_names(config, "ignored_layers") or layer_names(config, "modules_to_not_convert")
+        names = unquantized_layers(config)
         return cls(names, ue8m0=config.get("scale_fmt") == "ue8m0")
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
@@ -55,43 +54,6 @@ class Fp8MoeConfig(Traits, Fp8Config):
         if skipped:
             return UnquantizedFusedMoEMethod(layer.moe_config)
         return Fp8MoeMethod(layer.moe_config, self.ue8m0, prefix, warmup_command())
-
-
-def check_checkpoint(config: dict[str, Any]) -> None:
-    """Raise `UnsupportedError` unless this `quantization_config` describes dynamic block FP8 with 128x128 blocks."""
-    method, block = config.get("quant_method"), config.get("weight_block_size")
-    if method != "fp8":
-        raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint's quant_method is {method!r}, only 'fp8' is served. "
-            "Leave out --quantization to let vLLM pick its own method."
-        )
-    scheme = config.get("activation_scheme")
-    if scheme != "dynamic":
-        raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint's activation_scheme is {scheme!r}; the kernels quantize "
-            "activations by their own largest value ('dynamic'). Use --quantization fp8 for this checkpoint."
-        )
-    if not isinstance(block, list | tuple) or list(block) != WEIGHT_BLOCK:
-        raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint's weight_block_size is {block!r}; the kernels take one scale for "
-            f"each {GROUP}x{GROUP} block. Use --quantization fp8 for this checkpoint."
-        )
-    if config.get("store_dtype") is not None or config.get("fmt", "e4m3") != "e4m3":
-        raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint stores its weights as "
-            f"{config.get('store_dtype') or config.get('fmt')}; the kernels take e4m3. Leave out --quantization."
-        )
-
-
-def layer_names(config: dict[str, Any], key: str) -> list[str] | None:
-    """The layers that a checkpoint keeps unquantized, as `key` of its `quantization_config` lists them."""
-    names = config.get(key)
-    if names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        return names
-    raise UnsupportedError(
-        f"--quantization {NAME}: the checkpoint's {key} is {names!r}, it must be a list of the names of layers. "
-        "Correct quantization_config in its config.json."
-    )
 
 
 def warmup_command() -> str:

@@ -1,0 +1,114 @@
+"""config.json of a checkpoint, checked field by field: what the shapes of its layers follow from."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.layers.vllm import NAME
+from fp8moe_plugin.untrusted import ADVICE, MAX_SIZE, Limits, opened, read_json, shown
+
+# The largest published config.json names every unquantized layer, in 50 kB.
+LIMITS = Limits(size=4 << 20, containers=10_000, values=100_000)
+MAX_LAYERS = 4096  # bounds the time: layers are counted one by one
+
+EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+
+Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
+Count = Annotated[int, Field(ge=0, le=MAX_SIZE)]
+Layers = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
+Sizes = Annotated[list[Size], Field(min_length=1, max_length=MAX_LAYERS)]  # one for each layer, as Hunyuan has it
+Counts = Annotated[list[Count], Field(min_length=1, max_length=MAX_LAYERS)]
+Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,100}$")]
+
+
+class Config(BaseModel):
+    """The fields of config.json that shapes follow from, under the names of all model families."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    architectures: Annotated[list[Architecture], Field(min_length=1, max_length=16)]
+    hidden_size: Size
+    vocab_size: Size
+    num_hidden_layers: Annotated[Layers, Field(ge=1)]
+    num_nextn_predict_layers: Layers = 0
+    intermediate_size: Size | Sizes | None = None
+
+    experts: Size | Sizes = Field(validation_alias=AliasChoices(*EXPERT_COUNTS))
+    topk: Size | Sizes = Field(validation_alias=AliasChoices("num_experts_per_tok", "moe_topk", "moe_k"))
+    moe_intermediate_size: Size | Sizes | None = None
+
+    first_k_dense_replace: Count = 0
+    moe_layer_freq: Size | Counts = 1
+    mlp_only_layers: Annotated[list[Count], Field(max_length=MAX_LAYERS)] = []
+    decoder_sparse_step: Size = 1
+    moe_layer_start_index: Count | Counts = 0
+    moe_layer_end_index: Annotated[int, Field(ge=-1, le=MAX_SIZE)] | Counts | None = None
+    moe_layer_interval: Size = 1
+
+    n_shared_experts: Count | Counts = Field(
+        0, validation_alias=AliasChoices("n_shared_experts", "moe_num_shared_experts")
+    )
+    num_shared_expert: Count | Counts = 0
+    shared_expert_intermediate_size: Count = 0
+
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = Field(None, validation_alias=AliasChoices("head_dim", "attention_head_dim"))
+    q_lora_rank: Size | None = None
+    kv_lora_rank: Size | None = None
+    qk_nope_head_dim: Count = 0
+    qk_rope_head_dim: Count = 0
+    v_head_dim: Count = 0
+    index_n_heads: Count = 0
+    index_head_dim: Count = 0
+
+    quantization_config: dict[str, Any] | None = None
+
+    @property
+    def layers(self) -> range:
+        """All layers: those that predict further tokens (MTP) follow the others."""
+        return range(self.num_hidden_layers + self.num_nextn_predict_layers)
+
+    @property
+    def kv_heads(self) -> int:
+        """As many as `num_attention_heads` where attention keeps no heads in its cache (MLA)."""
+        return (not self.kv_lora_rank and self.num_key_value_heads) or self.num_attention_heads
+
+
+def read_config(folder: Path) -> Config:
+    """A checkpoint's config.json; its `text_config`, if the experts are in there.
+
+    Raises:
+        CheckpointError: it is damaged, or a field is missing or out of bounds.
+        UnsupportedError: it has no experts.
+        OSError: it is missing or cannot be opened.
+    """
+    path = folder / "config.json"
+    what = shown(str(path))
+    with opened(path) as file:
+        found, _ = read_json(file, LIMITS.size + 1, LIMITS, what)
+    if not _has_experts(found):
+        found = _text_config(found, what)
+    try:
+        return Config.model_validate({key: value for key, value in found.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        problem = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}: {first['msg']}"
+        raise CheckpointError(f"{what}: {first['loc'][0]} {problem}. {ADVICE}") from None
+
+
+def _has_experts(config: dict[str, Any]) -> bool:
+    return any(config.get(key) for key in EXPERT_COUNTS)
+
+
+def _text_config(config: dict[str, Any], what: str) -> dict[str, Any]:
+    text = config.get("text_config")
+    if not isinstance(text, dict) or not _has_experts(text):
+        raise UnsupportedError(
+            f"{what} describes no mixture-of-experts model: it gives no {', '.join(EXPERT_COUNTS[:-1])} or "
+            f"{EXPERT_COUNTS[-1]}. Serve it without --quantization {NAME}."
+        )
+    whole = {key: config[key] for key in ("architectures", "quantization_config") if config.get(key) is not None}
+    return text | whole
