@@ -8,6 +8,7 @@ race to publish uses the bytes it compiled. Nothing depends on the clock. A fold
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
@@ -95,6 +96,18 @@ def publish(name: str, cubin: bytes) -> None:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(staging, dir_fd=folder)
                 raise
+    except OSError as error:
+        raise CacheError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def require_usable() -> None:
+    """Raise `CacheError` unless the folder can be made, or is there, and can be read and written."""
+    path = cache_dir()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _opened(path):
+            if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise CacheError(f"{path} cannot be written: {error.strerror}") from error
 

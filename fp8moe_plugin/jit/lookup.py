@@ -50,6 +50,8 @@ def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
         return find(key)
     except cache.Missing as missing:
         why = str(missing)
+        if isinstance(missing, cache.Damaged):
+            logger.warning("fp8moe: %s", why)
     jit = settings().jit
     if jit == "forbid":
         raise KernelNotPrecompiled(
@@ -84,12 +86,8 @@ def find(key: KernelKey) -> Found:
             _warn_once(f"the bundle does not serve all kernels: {error}")
     try:
         return Found(cache.read(entry_name(key, nvrtc_version())), Origin.CACHE)
-    except cache.Damaged as error:
-        logger.warning("fp8moe: %s", error)
-        reasons.append(str(error))
     except cache.Missing as error:
-        reasons.append(str(error))
-    raise cache.Missing("; ".join(reasons))
+        raise type(error)("; ".join([*reasons, str(error)])) from None
 
 
 def compile_into_cache(key: KernelKey) -> Made:

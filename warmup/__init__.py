@@ -1,0 +1,1 @@
+"""`python -m warmup`: every kernel that a checkpoint needs, compiled before it is deployed, without a GPU."""

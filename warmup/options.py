@@ -1,0 +1,117 @@
+"""The command line."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8moe_plugin.shapes import Parallel
+
+COMMANDS = {
+    "compile": "compile what the cache lacks (the default)",
+    "list": "show the kernels, why each is needed and whether it is there; the same as --dry-run",
+    "explain": "show the shapes on each GPU, padding, memory, and the ways to spread the model",
+    "verify": "check that every kernel is there and whole",
+    "bundle": "compile what is missing, and write all into one archive for FP8MOE_BUNDLE",
+    "doctor": "show the cache, versions, settings and GPU, and what would be refused",
+    "bench": "time the layer beside vLLM's backends; needs a Hopper GPU and vLLM",
+}
+EPILOG = """
+exit status: 0 all is well, 1 something failed or is refused, 2 the command line is wrong
+
+examples:
+  python -m warmup --model deepseek-ai/DeepSeek-V3 --tp 8
+  python -m warmup bundle --model /models/DeepSeek-V3 --tp 8 --bundle kernels.tar
+  FP8MOE_BUNDLE=kernels.tar FP8MOE_JIT=forbid vllm serve /models/DeepSeek-V3 --quantization fp8moe
+  python -m warmup explain --model Qwen/Qwen3-235B-A22B-FP8 --tp 8 --ep 8
+"""
+MAX_TOKENS = 8192  # vLLM's own default for a server on such GPUs
+CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+BUNDLE = Path("fp8moe-kernels.tar")
+
+
+@dataclass(frozen=True)
+class Options:
+    command: str
+    model: str | None
+    parallel: Parallel
+    max_tokens: int
+    capture_sizes: tuple[int, ...]
+    bundle: Path | None
+    json: Path | None
+    tokens: tuple[int, ...] | None
+    plot: Path | None
+
+
+def parse(arguments: list[str] | None) -> Options:
+    """The options; leaves the process with status 2 where they are wrong."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    command = "list" if given.dry_run else given.command
+    if command in ("explain", "bench") and not given.model:
+        parser.error(f"{command} needs --model")
+    for path in (given.json, given.bundle, given.plot):
+        if path and not path.absolute().parent.is_dir():
+            parser.error(f"there is no folder {path.parent} to write {path.name} into")
+    return Options(
+        command=command,
+        model=given.model,
+        parallel=_parallel(parser, given),
+        max_tokens=given.max_num_batched_tokens,
+        capture_sizes=tuple(given.cudagraph_capture_sizes),
+        bundle=given.bundle or (BUNDLE if command == "bundle" else None),
+        json=given.json,
+        tokens=tuple(given.tokens) if given.tokens else None,
+        plot=given.plot,
+    )
+
+
+def _parallel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Parallel:
+    """vLLM spreads whole experts over all tp x dp ranks; `--ep` alone means as many ranks of tensor parallelism."""
+    tp, dp, ep = given.tp, given.dp or 1, given.ep
+    if tp is None:
+        tp = ep if ep and not given.dp else 1
+    if ep and ep != tp * dp:
+        parser.error(f"--ep {ep} does not fit --tp {tp} --dp {dp}: vLLM spreads the experts over all {tp * dp} ranks")
+    return Parallel(tp, dp, bool(ep) or given.enable_expert_parallel)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m warmup",
+        description="Compile every kernel that serving a checkpoint with --quantization fp8moe needs, before it is\n"
+        "deployed. Needs neither a GPU nor the weights nor a CUDA toolkit.\n\ncommands:\n"
+        + "\n".join(f"  {name:8s} {what}" for name, what in COMMANDS.items()),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", nargs="?", choices=COMMANDS, default="compile", metavar="command")
+    parser.add_argument(
+        "--model", help="folder of a checkpoint, or its id on the Hugging Face hub; without it, every kernel there is"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only list the kernels")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a report too")
+    parser.add_argument(
+        "--bundle", type=Path, metavar="FILE", help=f"write the archive here (bundle: {BUNDLE} if not given)"
+    )
+    as_in_vllm = parser.add_argument_group("as for vllm serve")
+    as_in_vllm.add_argument("--tp", "--tensor-parallel-size", type=_count, help="default: 1")
+    as_in_vllm.add_argument("--dp", "--data-parallel-size", type=_count, help="default: 1")
+    as_in_vllm.add_argument("--ep", type=_count, help="GPUs that share whole experts: tp x dp, else no expert is whole")
+    as_in_vllm.add_argument("--enable-expert-parallel", action="store_true", help="the same as --ep TPxDP")
+    as_in_vllm.add_argument(
+        "--max-num-batched-tokens", type=_count, default=MAX_TOKENS, metavar="N", help="explain: the longest step"
+    )
+    as_in_vllm.add_argument(
+        "--cudagraph-capture-sizes", type=_count, nargs="+", default=CAPTURE_SIZES, metavar="N", help="explain: steps"
+    )
+    bench = parser.add_argument_group("bench")
+    bench.add_argument("--tokens", type=_count, nargs="+", metavar="N", help="tokens of a step")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (.png or .svg)")
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {1 << 20}")
+    return number
