@@ -1,5 +1,6 @@
 # `make serve`: set up, serve a small DeepSeek-V3 checkpoint, ask it for a completion. `make test`: set up, run the tests.
-# Neither asks anything. What is installed is kept in .venv and reused until what it was made from changes.
+# `make faults`: the fault tests, ten times as often as `make test` repeats them.
+# None asks anything. What is installed is kept in .venv and reused until what it was made from changes.
 
 PYTHON ?= python3
 ENGINE := $(if $(shell command -v nvidia-smi),cuda,cpu)
@@ -10,7 +11,7 @@ installed := .venv/installed-$(ENGINE)-$(firstword $(shell cat $(inputs) | cksum
 overrides := $(addprefix --override ,$(wildcard requirements/$(ENGINE)-overrides.txt))
 checkpoint := demo/deepseek_v3-tiny
 
-.PHONY: serve test lint
+.PHONY: serve test faults lint
 .DELETE_ON_ERROR:
 
 serve: $(checkpoint)/written
@@ -18,6 +19,9 @@ serve: $(checkpoint)/written
 
 test: $(installed)
 	$(BIN)/python -m pytest
+
+faults: $(installed)
+	FULL_COUNTS=1 $(BIN)/python -m pytest --durations=20 tests/jit/test_faults*.py tests/test_checkpoint_fuzz.py
 
 lint: $(installed)
 	$(BIN)/ruff check .
