@@ -192,7 +192,7 @@ def config(s: Shape, fp8: bool) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 16384,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "bos_token_id": 0,

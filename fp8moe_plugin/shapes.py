@@ -98,13 +98,18 @@ def rank_shapes(model: Model, parallel: Parallel) -> RankShapes:
     """
     refusal = split_refusal(model, parallel)
     if refusal:
-        ways = " or ".join(str(way) for way in nearest(model, parallel))
-        advice = f"Nearest that is: {ways}." if ways else f"No other is either. {NO_SPLIT_ADVICE}"
-        raise UnsupportedError(f"{parallel} is not supported: {refusal}. {advice}")
+        raise UnsupportedError(f"{parallel} is not supported: {refusal}. {_advice(model, parallel)}")
     return _rank_shapes(model, parallel)
 
 
-NO_SPLIT_ADVICE = "Serve the checkpoint without --quantization fp8moe, or with that layer unquantized."
+def _advice(model: Model, parallel: Parallel) -> str:
+    ways = " or ".join(str(way) for way in nearest(model, parallel))
+    if ways:
+        return f"Nearest that is: {ways}."
+    return (
+        f"No other is either; on one GPU, {split_refusal(model, Parallel())}. Serve the checkpoint without "
+        "--quantization fp8moe, or with that layer unquantized."
+    )
 
 
 def split_refusal(model: Model, parallel: Parallel) -> str | None:
