@@ -1,11 +1,14 @@
 """What the headers of a checkpoint's safetensors files say, held against its config.json. No weight is read."""
 
 import math
+import operator
 import os
 import re
 from collections.abc import Collection
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.plan import ceil_div
@@ -13,12 +16,14 @@ from fp8moe_plugin.shapes import GROUP, Experts
 from fp8moe_plugin.untrusted import ADVICE, MAX_SIZE, Limits, opened, read_json, shown
 
 INDEX_NAME = "model.safetensors.index.json"
-# Kimi-K2, 141 thousand tensors in 61 files, has an index of 14 MB, and headers of 18 MB in all.
-INDEX = Limits(size=32 << 20, containers=64, values=300_000)
-HEADERS = Limits(size=32 << 20, containers=600_000, values=1_200_000)  # of all files together: bounds the time
-HEADER_SIZE = 16 << 20  # of one file: bounds the memory
-MAX_SHARDS = 1000  # each costs some tens of microseconds to open
-MAX_DIMENSIONS = 8  # as many as any tensor has: the product of more could be a number of megabytes
+# Kimi-K2, of the most tensors, has 141 thousand: 14 MB in the index, 18 MB in the headers of 61 files, and for each an
+# object with the lists of its shape and its offsets. All limits bound the memory, HEADERS (of all files) the time.
+INDEX = Limits(size=32 << 20, containers=64, values=200_000)
+HEADER = Limits(size=16 << 20, containers=180_000, values=400_000)
+HEADERS = Limits(size=32 << 20, containers=450_000, values=900_000)
+MAX_SHARDS = 1000  # each takes some tens of microseconds to open
+MAX_METADATA = 100  # entries beside the tensors, commonly one
+MAX_DIMENSIONS = 8  # more than any tensor has: the product of a list's numbers could have megabytes
 MAX_NAMED = 3  # of missing files in a message
 
 BITS = {
@@ -31,7 +36,7 @@ BITS = {
 }
 SCALE_DTYPES = ("F32", "BF16")
 EXPERT = re.compile(
-    r"layers\.(\d{1,6})\.\w{1,64}\.experts\.(\d{1,6})\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(weight(?:_scale_inv)?)\Z",
+    r"layers\.(\d{1,6})\.\w{1,64}\.experts\.(\d{1,6})\.((?:gate_proj|up_proj|down_proj|w[123])\.weight(?:_scale_inv)?)\Z",
     re.ASCII,
 )
 
@@ -45,17 +50,20 @@ def check_shards(folder: Path, experts: Experts, quantized: Collection[int]) -> 
     Raises:
         CheckpointError: a file is missing beside others, is damaged, or holds experts of another shape or dtype.
     """
-    left = HEADERS
+    spent, wanted = Limits(0, 0, 0), _wanted(experts)
     for name in _present(folder, _shard_names(folder)):
         path = folder / name
-        what = shown(str(path))
-        with opened(path) as file:
-            length, data_size = _lengths(file, what)
-            header, left = read_json(file, length, left, f"the header of {what}")
-        header.pop("__metadata__", None)
-        _check_offsets([_span(what, *item) for item in header.items()], data_size, what)
+        header, used = _read_header(path)
+        spent = Limits(*map(operator.add, spent, used))
+        HEADERS.check(spent, f"the headers of all files in {shown(str(folder))}")
         for tensor, entry in header.items():
-            _check_expert(what, tensor, entry, experts, quantized)
+            match = EXPERT.search(tensor)
+            if match:
+                layer, expert, weight = match.groups()
+                dtypes, shape = wanted[weight]
+                dtypes = dtypes if int(layer) in quantized or weight.endswith("_inv") else BITS
+                if entry["shape"] != shape or entry["dtype"] not in dtypes or int(expert) >= experts.experts:
+                    raise _contradiction(path, tensor, entry, dtypes, shape, experts)
 
 
 def _shard_names(folder: Path) -> list[str]:
@@ -88,7 +96,7 @@ def _indexed(path: Path) -> list[str]:
 
 def _present(folder: Path, names: list[str]) -> list[str]:
     """All of them, or none: a folder may hold a checkpoint's description alone."""
-    missing = [name for name in names if not (folder / name).exists()]
+    missing = [name for name in names if not os.path.lexists(folder / name)]
     if missing and len(missing) < len(names):
         first = ", ".join(shown(name) for name in missing[:MAX_NAMED])
         raise CheckpointError(
@@ -98,38 +106,44 @@ def _present(folder: Path, names: list[str]) -> list[str]:
     return [] if missing else names
 
 
-def _lengths(file: BinaryIO, what: str) -> tuple[int, int]:
-    """The bytes of the header and of the data behind it."""
-    size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(8), "little")
-    if length > HEADER_SIZE:
-        raise CheckpointError(f"{what} has a header of {length} bytes, more than {HEADER_SIZE}. {ADVICE}")
-    if 8 + length > size:
-        raise CheckpointError(f"{what} ends within its header: it has {size} bytes of {8 + length}. {ADVICE}")
-    return length, size - 8 - length
+def _read_header(path: Path) -> tuple[dict[str, Any], Limits]:
+    """The tensors of a file, each sound by itself, and what the header has of what `Limits` limit."""
+    what = shown(str(path))
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if length > HEADER.size:
+            raise CheckpointError(f"{what} has a header of {length} bytes, more than {HEADER.size}. {ADVICE}")
+        if 8 + length > size:
+            raise CheckpointError(f"{what} ends within its header: it has {size} bytes of {8 + length}. {ADVICE}")
+        header, spent = read_json(file, length, HEADER, f"the header of {what}")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
+        raise CheckpointError(f"{what} has the __metadata__ {shown(metadata)}. {ADVICE}")
+    _check_offsets([_span(what, *item) for item in header.items()], size - 8 - length, what)
+    return header, spent
 
 
 def _span(what: str, tensor: str, entry: Any) -> tuple[int, int]:
     """Where a tensor's bytes begin and end."""
-    entry = entry if isinstance(entry, dict) else {}
-    dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in BITS:
-        raise CheckpointError(f"{what}: tensor {shown(tensor)} has the unknown dtype {shown(dtype)}. {ADVICE}")
-    if not _are_sizes(shape, MAX_SIZE) or len(shape) > MAX_DIMENSIONS:
-        raise CheckpointError(f"{what}: tensor {shown(tensor)} has the shape {shown(shape)}. {ADVICE}")
-    if not _are_sizes(span, 2**63) or len(span) != 2:
-        raise CheckpointError(f"{what}: tensor {shown(tensor)} has the data_offsets {shown(span)}. {ADVICE}")
-    bits = math.prod(shape) * BITS[dtype]
-    if bits != (span[1] - span[0]) * 8:
-        raise CheckpointError(
-            f"{what}: tensor {shown(tensor)} has data_offsets {span} of {span[1] - span[0]} bytes, wanted {bits / 8:g} "
-            f"for {dtype} {shape}. {ADVICE}"
-        )
-    return span[0], span[1]
+    with suppress(KeyError, TypeError, ValueError):
+        begin, end = entry["data_offsets"]
+        size = _size(entry["dtype"], *entry["shape"])
+        if type(entry["shape"]) is list and type(begin) is type(end) is int and 0 <= begin == end - size:
+            return begin, end
+    raise CheckpointError(
+        f"{what}: the dtype, shape and data_offsets of tensor {shown(tensor)} do not fit: {shown(entry)}. {ADVICE}"
+    )
 
 
-def _are_sizes(values: Any, largest: int) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value <= largest for value in values)
+@lru_cache(maxsize=1024, typed=True)  # the experts of a model have few shapes, and there are a hundred thousand experts
+def _size(dtype: str, *shape: int) -> int:
+    if len(shape) > MAX_DIMENSIONS or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape):
+        raise ValueError
+    size, rest = divmod(math.prod(shape) * BITS[dtype], 8)
+    if rest:
+        raise ValueError
+    return size
 
 
 def _check_offsets(spans: list[tuple[int, int]], data_size: int, what: str) -> None:
@@ -142,23 +156,22 @@ def _check_offsets(spans: list[tuple[int, int]], data_size: int, what: str) -> N
         raise CheckpointError(f"{what} holds {data_size} bytes of weights, its header describes {end}. {ADVICE}")
 
 
-def _check_expert(what: str, tensor: str, entry: Any, experts: Experts, quantized: Collection[int]) -> None:
-    match = EXPERT.search(tensor)
-    if match is None:
-        return
-    layer, expert, projection, kind = match.groups()
+def _wanted(experts: Experts) -> dict[str, tuple[Collection[str], list[int]]]:
+    """The dtypes and the shape of each weight of an FP8 expert, and of its scales."""
     n, k = experts.intermediate, experts.hidden
-    wanted = [k, n] if projection in ("down_proj", "w2") else [n, k]
-    dtypes = ("F8_E4M3",) if int(layer) in quantized else tuple(BITS)
-    if kind == "weight_scale_inv":
-        wanted, dtypes = [ceil_div(size, GROUP) for size in wanted], SCALE_DTYPES
-    found = f"{entry['dtype']} {entry['shape']}"
-    if entry["shape"] != wanted or entry["dtype"] not in dtypes:
-        names = " or ".join(dtypes) if len(dtypes) < len(BITS) else "any dtype"
-        raise CheckpointError(
-            f"{what}: tensor {shown(tensor)} is {found}, by config.json it should be {names} {wanted}. {ADVICE}"
-        )
-    if int(expert) >= experts.experts:
-        raise CheckpointError(
-            f"{what}: tensor {shown(tensor)} is of expert {expert}, config.json has {experts.experts}. {ADVICE}"
-        )
+    found: dict[str, tuple[Collection[str], list[int]]] = {}
+    for names, shape in (("gate_proj", "up_proj", "w1", "w3"), [n, k]), (("down_proj", "w2"), [k, n]):
+        for name in names:
+            found[f"{name}.weight"] = ("F8_E4M3",), shape
+            found[f"{name}.weight_scale_inv"] = SCALE_DTYPES, [ceil_div(size, GROUP) for size in shape]
+    return found
+
+
+def _contradiction(
+    path: Path, tensor: str, entry: dict, dtypes: Collection[str], shape: list[int], experts: Experts
+) -> CheckpointError:
+    wanted = f"{'any dtype' if dtypes is BITS else ' or '.join(dtypes)} {shape}, of experts 0 to {experts.experts - 1}"
+    return CheckpointError(
+        f"{shown(str(path))}: tensor {shown(tensor)} is {entry['dtype']} {entry['shape']}, wanted by config.json is "
+        f"{wanted}. The two are of different checkpoints, or damaged: download both again."
+    )

@@ -21,24 +21,17 @@ _repr.maxstring, _repr.maxother, _repr.maxlong, _repr.maxlevel = 200, 80, 40, 3
 
 
 class Limits(NamedTuple):
-    """What JSON texts may have; the last two since `[],` is 3 bytes in a file and 64 in Python."""
+    """What a JSON text may have, or has. Beside bytes, what takes memory and time: `[],` is 3 bytes, in Python 64."""
 
     size: int
-    containers: int  # up to 232 bytes of memory each
-    values: int  # up to about 250 bytes of memory each, with a key
+    containers: int  # lists and objects
+    values: int  # of lists and objects
 
-    def after(self, data: bytes, what: str) -> "Limits":
-        """What is left after one text.
-
-        Raises:
-            CheckpointError: nothing is.
-        """
-        spent = Limits(len(data), data.count(b"[") + data.count(b"{"), data.count(b","))
-        left = Limits(*(limit - used for limit, used in zip(self, spent, strict=True)))
-        for noun, limit, rest in zip(("bytes", "lists and objects", "values"), self, left, strict=True):
-            if rest < 0:
+    def check(self, spent: "Limits", what: str) -> None:
+        """Raise `CheckpointError` if more is spent than these limits."""
+        for noun, limit, used in zip(("bytes", "lists and objects", "values"), self, spent, strict=True):
+            if used > limit:
                 raise CheckpointError(f"{what} has more than {limit} {noun}, no real checkpoint has as many. {ADVICE}")
-        return left
 
 
 def shown(value: object) -> str:
@@ -75,7 +68,7 @@ def _belongs(target: Path, folder: Path) -> bool:
 
 
 def read_json(file: BinaryIO, size: int, limits: Limits, what: str, plain: bool = False) -> tuple[dict, Limits]:
-    """The JSON object in the next `size` bytes of a file, and what is left of the limits.
+    """The JSON object in the next `size` bytes of a file, and what it has of what the limits limit.
 
     Args:
         what: names the file in messages.
@@ -84,7 +77,7 @@ def read_json(file: BinaryIO, size: int, limits: Limits, what: str, plain: bool 
     Raises:
         CheckpointError: it is no JSON object, or exceeds the limits.
     """
-    text, left = _read_text(file, size, limits, what, plain)
+    text, spent = _read_text(file, size, limits, what, plain)
     try:
         found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError:
@@ -93,16 +86,17 @@ def read_json(file: BinaryIO, size: int, limits: Limits, what: str, plain: bool 
         raise CheckpointError(f"{what} is no JSON: {str(error)[:SHOWN_LENGTH]}. {ADVICE}") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{what} holds {shown(found)} instead of a JSON object. {ADVICE}")
-    return found, left
+    return found, spent
 
 
 def _read_text(file: BinaryIO, size: int, limits: Limits, what: str, plain: bool) -> tuple[str, Limits]:
     data = file.read(min(size, limits.size + 1))
-    left = limits.after(data, what)
+    spent = Limits(len(data), data.count(b"[") + data.count(b"{"), data.count(b","))
+    limits.check(spent, what)
     if plain and (not data.isascii() or b"\\" in data):
         raise CheckpointError(f"{what} has a backslash or other characters that no name in it needs. {ADVICE}")
     try:
-        return data.decode(), left
+        return data.decode(), spent
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{what} is no UTF-8 text: byte {error.start} cannot be. {ADVICE}") from None
 
