@@ -161,6 +161,13 @@ def dense_key(m: int, n: int, output: Output, sms: int) -> KernelKey:
     return grouped_gemm_key(output, 256 if ceil_div(m, PREFILL_BLOCK_M) * ceil_div(n, 256) >= sms else 128)
 
 
+def computed_rows(rows: int, block_m: int) -> int:
+    """How many rows the kernels multiply for an expert that has `rows`."""
+    full, rest = divmod(rows, block_m)
+    widths = (8, 16, 32, 64) if block_m == DECODE_BLOCK_M else (64, 128)
+    return full * block_m + (min(width for width in widths if width >= rest) if rest else 0)
+
+
 def tile_capacity(rows: int, groups: int, block_m: int) -> int:
     """How many tiles `rows` rows in at most `groups` runs can make."""
     return max(1, min(rows, rows // block_m + groups))

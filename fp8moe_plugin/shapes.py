@@ -133,10 +133,17 @@ def split_refusal(model: Model, parallel: Parallel) -> str | None:
 
 def nearest(model: Model, parallel: Parallel) -> list[Parallel]:
     """The supported ways closest to one that is not: on as many ranks with whole experts, and on fewer without."""
-    same = [Parallel(parallel.ranks // dp, dp, True) for dp in _divisors(parallel.ranks)]
     fewer = [Parallel(tp, parallel.dp) for tp in reversed(_divisors(parallel.tp))]
-    found = [next((way for way in ways if split_refusal(model, way) is None), None) for ways in (same, fewer)]
+    found = [
+        next((way for way in ways if split_refusal(model, way) is None), None)
+        for ways in (whole_expert_ways(parallel.ranks), fewer)
+    ]
     return [way for way in found if way]
+
+
+def whole_expert_ways(ranks: int) -> list[Parallel]:
+    """The ways to spread a model over so many ranks that keep each expert whole, those that replicate least first."""
+    return [Parallel(ranks // dp, dp, True) for dp in _divisors(ranks)]
 
 
 def experts_refusal(hidden: int, intermediate: int, ranks: int) -> str | None:

@@ -5,14 +5,13 @@ import shlex
 import sys
 import time
 
-from fp8moe_plugin.checkpoint import read_model
 from fp8moe_plugin.errors import Fp8MoeError
 from fp8moe_plugin.jit import cache
 from fp8moe_plugin.shapes import Model, rank_shapes
 from warmup import kernels
-from warmup.hub import checkpoint_folder
+from warmup.model import read_checkpoint, warn
 from warmup.options import Options, parse
-from warmup.report import BundleReport, ModelReport, Report, State
+from warmup.report import BundleReport, Report, State
 
 GOOD = (State.PRESENT, State.COMPILED)
 
@@ -45,7 +44,7 @@ def compile_kernels(options: Options, report: Report) -> bool:
     report.seconds = round(time.perf_counter() - start, 3)
     for kernel in report.kernels:
         if kernel.detail and kernel.state in (State.COMPILED, State.FAILED):
-            _warn(report, f"{kernel.kernel}: {kernel.detail}")
+            warn(report, f"{kernel.kernel}: {kernel.detail}")
     counts = ", ".join(f"{_count(report, state)} {state}" for state in (*GOOD, State.FAILED))
     print(f"{len(plan)} kernels: {counts}, in {report.seconds:.1f} s; cache {cache.cache_dir()}")
     good = all(kernel.state in GOOD for kernel in report.kernels)
@@ -88,7 +87,7 @@ def explain(options: Options, report: Report) -> bool:
     model = _checked_model(options, report)
     assert model
     report.explain = explanation.explain(model, options.parallel, options.max_tokens, options.capture_sizes)
-    print(explanation.text(model, report.explain))
+    print(explanation.text(model, report.explain, options.max_tokens))
     return True
 
 
@@ -136,36 +135,10 @@ def _checked_model(options: Options, report: Report) -> Model | None:
     return model
 
 
-def read_checkpoint(source: str, report: Report) -> Model:
-    model = read_model(checkpoint_folder(source))
-    sizes = {"moe_layers": model.experts.layers, "experts": model.experts.experts, "topk": model.experts.topk}
-    report.model = ModelReport(
-        source=source,
-        architecture=model.architecture,
-        hidden=model.experts.hidden,
-        intermediate=model.experts.intermediate,
-        ue8m0=model.ue8m0,
-        quantized=model.quantized,
-        **sizes,
-    )
-    if not model.quantized:
-        _warn(
-            report,
-            "the checkpoint is not FP8, and --quantization fp8moe refuses it as it is; the kernels are those "
-            "of a version with FP8 weights and 128x128 scale blocks",
-        )
-    return model
-
-
 def _compile_command(options: Options) -> str:
     bundle = f" bundle --bundle {shlex.quote(str(options.bundle))}" if options.bundle else ""
     model = f" --model {shlex.quote(options.model)} {options.parallel}" if options.model else ""
     return f"python -m warmup{bundle}{model}"
-
-
-def _warn(report: Report, text: str) -> None:
-    report.warnings.append(text)
-    print(f"warning: {text}", file=sys.stderr)
 
 
 def _progress(text: str) -> None:

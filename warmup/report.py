@@ -65,13 +65,12 @@ class ModelReport(Part):
 
 
 class LayoutReport(Part):
-    """One way to spread the model over GPUs."""
+    """One way to spread the model over as many GPUs."""
 
     options: str
-    gpus: int
     refusal: str | None = None
     weight_bytes: int | None = None  # of a GPU
-    padding: float | None = None  # share of the multiplied rows that are padding, in the longest step
+    imbalance: float | None = None  # rows of the busiest rank over those of the average one, in the longest step
 
 
 class StepReport(Part):

@@ -1,12 +1,49 @@
-"""Where a checkpoint's description is: a folder, or on the Hugging Face hub, of which only small files are fetched."""
+"""The checkpoint that a command is about: a folder, or a model on the hub, of which only small files are fetched."""
 
 import re
+import sys
 from pathlib import Path
 
+from fp8moe_plugin.checkpoint import read_model
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.shapes import Model
+from warmup.report import ModelReport, Report
 
+NOT_QUANTIZED = (
+    "the checkpoint is not FP8, and --quantization fp8moe refuses it as it is; the kernels are those of a version with "
+    "FP8 weights and 128x128 scale blocks"
+)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 FILES = ["config.json", "model.safetensors.index.json"]
+
+
+def read_checkpoint(source: str, report: Report) -> Model:
+    """The model in a folder or on the hub, which the report then describes.
+
+    Raises:
+        CheckpointError, UnsupportedError: there is none, or none that can be served.
+    """
+    model = read_model(checkpoint_folder(source))
+    experts = model.experts
+    report.model = ModelReport(
+        source=source,
+        architecture=model.architecture,
+        moe_layers=experts.layers,
+        experts=experts.experts,
+        topk=experts.topk,
+        hidden=experts.hidden,
+        intermediate=experts.intermediate,
+        ue8m0=model.ue8m0,
+        quantized=model.quantized,
+    )
+    if not model.quantized:
+        warn(report, NOT_QUANTIZED)
+    return model
+
+
+def warn(report: Report, text: str) -> None:
+    report.warnings.append(text)
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def checkpoint_folder(model: str) -> Path:

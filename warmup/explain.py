@@ -1,0 +1,144 @@
+"""`explain`: what each GPU holds and computes of a model, what padding wastes, and which way to spread it is best.
+
+Routing is taken to be even: each token picks its experts at random.
+"""
+
+import numpy as np
+
+from fp8moe_plugin.plan import computed_rows, grouped_key, moe_block_m, moe_workspace_bytes
+from fp8moe_plugin.shapes import (
+    GROUP,
+    Dense,
+    Experts,
+    Model,
+    Parallel,
+    RankShapes,
+    ceil_div,
+    rank_shapes,
+    split_refusal,
+    whole_expert_ways,
+)
+from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
+
+SAMPLES = 20_000  # experts whose rows are drawn
+STEPS = 200  # of which the busiest rank is looked for
+
+
+def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tuple[int, ...]) -> ExplainReport:
+    """Figures for the busiest rank.
+
+    Args:
+        max_tokens, capture_sizes: tokens of a step, on each data-parallel replica.
+    Raises:
+        UnsupportedError: the ranks cannot share the model so.
+    """
+    rank = rank_shapes(model, parallel)
+    layouts = [
+        _layout(model, way, max_tokens) for way in [Parallel(parallel.ranks), *whole_expert_ways(parallel.ranks)]
+    ]
+    return ExplainReport(
+        parallel=str(parallel),
+        shapes=_shapes(model, parallel, rank),
+        weight_bytes=_weight_bytes(model, parallel),
+        workspace_bytes=_step(model, parallel, rank.experts, max_tokens).workspace_bytes,
+        steps=[_step(model, parallel, rank.experts, tokens) for tokens in sorted({*capture_sizes, max_tokens})],
+        layouts=layouts,
+        best=_best(layouts),
+    )
+
+
+def _shapes(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
+    e = rank.experts
+    w13, w2 = [e.experts, 2 * e.intermediate, e.hidden], [e.experts, e.hidden, e.intermediate]
+    experts = [
+        ShapeReport(name=f"experts.{name}", layers=e.layers, shape=shape, bytes=e.layers * _fp8_bytes(shape))
+        for name, shape in (("w13", w13), ("w2", w2))
+    ]
+    vocabulary = [2 * ceil_div(model.vocab, parallel.tp), e.hidden]
+    embeddings = ShapeReport(name="embeddings (BF16)", layers=1, shape=vocabulary, bytes=2 * vocabulary[0] * e.hidden)
+    return [*experts, *map(_dense_shape, rank.dense), embeddings]
+
+
+def _dense_shape(layer: Dense) -> ShapeReport:
+    shape = [sum(layer.outputs), layer.inputs]
+    return ShapeReport(name=layer.name, layers=layer.layers, shape=shape, bytes=layer.layers * _fp8_bytes(shape))
+
+
+def _fp8_bytes(shape: list[int]) -> int:
+    """Of weights `[.., N, K]` and their scales."""
+    *groups, n, k = shape
+    return int(np.prod(groups, dtype=int)) * (n * k + 4 * ceil_div(n, GROUP) * ceil_div(k, GROUP))
+
+
+def _weight_bytes(model: Model, parallel: Parallel) -> int:
+    return sum(shape.bytes for shape in _shapes(model, parallel, rank_shapes(model, parallel)))
+
+
+def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepReport:
+    whole, arriving = model.experts, tokens * parallel.dp
+    block_m = moe_block_m(arriving, whole.topk, whole.experts)
+    rows = np.random.default_rng(0).binomial(arriving, whole.topk / whole.experts, SAMPLES)
+    multiplied = sum(computed_rows(int(count), block_m) for count in rows)
+    return StepReport(
+        tokens=tokens,
+        kernel=grouped_key(block_m).source,
+        rows_per_expert=round(arriving * whole.topk / whole.experts, 2),
+        padding=round(1 - int(rows.sum()) / multiplied, 3) if multiplied else 0.0,
+        workspace_bytes=moe_workspace_bytes(local, arriving, whole.experts),
+    )
+
+
+def _layout(model: Model, way: Parallel, tokens: int) -> LayoutReport:
+    refusal = split_refusal(model, way)
+    if refusal:
+        return LayoutReport(options=str(way), refusal=refusal)
+    imbalance = _imbalance(model.experts, way, tokens)
+    return LayoutReport(options=str(way), weight_bytes=_weight_bytes(model, way), imbalance=imbalance)
+
+
+def _imbalance(experts: Experts, way: Parallel, tokens: int) -> float:
+    """Rows of the busiest rank over those of the average one."""
+    rows = np.random.default_rng(0).binomial(tokens * way.dp, experts.topk / experts.experts, (STEPS, experts.experts))
+    ranks = [part.sum(1) for part in np.array_split(rows, way.ep, axis=1)]
+    return round(float(np.mean(np.max(ranks, axis=0) / (rows.sum(1) / way.ep))), 3)
+
+
+def _best(layouts: list[LayoutReport]) -> str:
+    """The least weights, which leaves the most room for the cache of keys and values; then the most even work."""
+    served = [layout for layout in layouts if layout.weight_bytes is not None]
+    return min(served, key=lambda layout: (layout.weight_bytes, layout.imbalance)).options
+
+
+def text(model: Model, found: ExplainReport, max_tokens: int) -> str:
+    e = model.experts
+    lines = [
+        f"{model.architecture}: {e.layers} layers of {e.experts} experts, {e.topk} a token; hidden {e.hidden}, "
+        f"intermediate {e.intermediate}; activation scales {'powers of two' if model.ue8m0 else 'float32'}",
+        "",
+        f"One GPU of {found.parallel}: {_size(found.weight_bytes)} of weights, "
+        f"{_size(found.workspace_bytes)} of scratch in a step of {max_tokens} tokens",
+        *(f"  {s.name:32s} {s.layers:4d} x {s.shape!s:20s} {_size(s.bytes):>10s}" for s in found.shapes),
+        "",
+        "  tokens  rows/expert  padding    scratch  GEMMs of the experts",
+        *(
+            f"{s.tokens:8d} {s.rows_per_expert:12.2f} {s.padding:8.1%} {_size(s.workspace_bytes):>10s}  {s.kernel}"
+            for s in found.steps
+        ),
+        "",
+        "Ways to spread it over as many GPUs (weights a GPU; rows of the busiest GPU over the average)",
+        *(
+            f"  {way.options:24s} "
+            + (
+                f"not supported: {way.refusal}"
+                if way.refusal
+                else f"{_size(way.weight_bytes or 0):>10s} {way.imbalance:8.2f}"
+            )
+            for way in found.layouts
+        ),
+        f"Best: {found.best}, by the least weights, then the most even work.",
+    ]
+    return "\n".join(lines)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
