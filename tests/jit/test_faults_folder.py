@@ -190,7 +190,7 @@ def test_a_folder_of_another_user_is_neither_read_nor_written(
     if ROOT:
         os.chown(kernels, NOBODY, -1)
     else:
-        monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     before = state(kernels)
     assert_served(server.serve(), cubins, [Origin.COMPILER] * 2, f"{kernels} is not used: it belongs to user")
     assert state(kernels) == before
