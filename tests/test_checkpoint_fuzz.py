@@ -1,0 +1,24 @@
+"""100,000 damaged checkpoints (a tenth without FULL_COUNTS=1): each is read or refused, in bounded time and memory."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+from benchmarks.synthetic import PRESETS, write_checkpoint
+from tests.helpers import full_or_tenth
+
+
+def test_damaged_checkpoints_are_read_or_refused(tmp_path):
+    shape = replace(PRESETS["deepseek_v3", "tiny"], experts=4, moe_layers=1, mtp_layers=0, groups=1, topk_groups=1)
+    write_checkpoint(tmp_path, shape)
+    count = full_or_tenth(100_000)
+    command = [sys.executable, "-m", "tests.checkpoint_fuzzer", str(tmp_path), str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert "fault" not in result, f"case {result['case']}: {result['fault']}"
+    assert sum(result["outcomes"].values()) == count
+    assert min(result["outcomes"][kind] for kind in ("Model", "CheckpointError", "UnsupportedError")) > count / 50
+    assert result["slowest_s"] < 1
+    assert result["growth_mib"] < 200
