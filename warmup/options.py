@@ -26,6 +26,7 @@ examples:
 """
 MAX_TOKENS = 8192  # vLLM's own default for a server on such GPUs
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+MAX_COUNT = 1 << 20
 BUNDLE = Path("fp8moe-kernels.tar")
 
 
@@ -111,7 +112,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {1 << 20}")
-    return number
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {MAX_COUNT}")
+    return int(text)

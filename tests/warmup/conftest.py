@@ -1,0 +1,59 @@
+"""Checkpoints of which only config.json is there, and a kernel cache of its own for each test."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fp8moe_plugin.checkpoint import read_model
+from fp8moe_plugin.shapes import Model
+from tests.jit.conftest import forget, set_variables
+
+CONFIGS = Path(__file__).parents[1] / "checkpoints"
+MODELS = sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the folder of a model."""
+    folders = tmp_path_factory.mktemp("checkpoints")
+    for name in MODELS:
+        (folders / name).mkdir()
+        shutil.copy(CONFIGS / f"{name}.json", folders / name / "config.json")
+    return lambda name: folders / name
+
+
+@pytest.fixture(scope="session")
+def models(checkpoint: Callable[[str], Path]) -> dict[str, Model]:
+    return {name: read_model(checkpoint(name)) for name in MODELS}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder that is going to be the cache."""
+    for name in ("FP8MOE_BUNDLE", "FP8MOE_JIT"):
+        monkeypatch.delenv(name, raising=False)
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR=tmp_path / "cache")
+    yield tmp_path / "cache"
+    forget()
+
+
+@pytest.fixture(scope="session")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with every kernel there is."""
+    folder = tmp_path_factory.mktemp("filled") / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        set_variables(patch, FP8MOE_CACHE_DIR=folder)
+        from warmup.__main__ import main
+
+        assert main([]) == 0
+    forget()
+    return folder
+
+
+@pytest.fixture
+def full_cache(filled: Path, cache: Path) -> Path:
+    """A cache of the test's own with every kernel there is."""
+    shutil.copytree(filled, cache)
+    return cache

@@ -1,0 +1,61 @@
+"""The plan of a checkpoint is closed: no step of any length on any supported split launches a kernel outside of it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from fp8moe_plugin.plan import (
+    KernelKey,
+    Output,
+    dense_key,
+    grouped_key,
+    linear_kernels,
+    masked_block_m,
+    model_kernels,
+    moe_block_m,
+    moe_kernels,
+)
+from fp8moe_plugin.shapes import Model, Parallel, ceil_div, rank_shapes, split_refusal
+from tests.warmup.conftest import MODELS
+
+LONGEST = 65_536
+PARALLEL = [Parallel(tp) for tp in (1, 2, 4, 8)] + [Parallel(8 // dp, dp, True) for dp in (1, 2, 4, 8)]
+SMS = (132, 114, 78)  # of an H100 or H200, an H100 PCIe, an H20
+
+
+def expert_gemms(topk: int, experts: int) -> set[KernelKey]:
+    """Of every step up to the longest, in rows that follow one another and in slabs."""
+    steps = range(1, LONGEST + 1)
+    blocks = {moe_block_m(tokens, topk, experts) for tokens in steps}
+    return {grouped_key(block_m) for block_m in blocks | {masked_block_m(ceil_div(t * topk, experts)) for t in steps}}
+
+
+def dense_gemms(n: int) -> set[KernelKey]:
+    return {dense_key(m, n, Output.BF16, sms) for sms in SMS for m in range(1, LONGEST + 1)}
+
+
+def splits(model: Model) -> Iterator[Parallel]:
+    return (way for way in PARALLEL if split_refusal(model, way) is None)
+
+
+def test_every_step_of_every_split_of_every_model_is_in_its_plan(models: dict[str, Model]) -> None:
+    served = [name for name, model in models.items() if any(splits(model))]
+    assert set(MODELS) - set(served) == {"GLM-4.5-Air"}
+    widths = {sum(layer.outputs) for m in models.values() for way in splits(m) for layer in rank_shapes(m, way).dense}
+    dense = {n: dense_gemms(n) for n in widths}
+    experts = {pair: expert_gemms(*pair) for pair in {(m.experts.topk, m.experts.experts) for m in models.values()}}
+    for model in models.values():
+        plan = set(model_kernels(model))
+        assert experts[model.experts.topk, model.experts.experts] <= plan
+        for way in splits(model):
+            for layer in rank_shapes(model, way).dense:
+                assert dense[sum(layer.outputs)] <= plan
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_the_layers_load_is_the_plan(models: dict[str, Model], name: str) -> None:
+    """`test_plan.py` holds against these lists what the ops launch."""
+    model = models[name]
+    layers = [*linear_kernels(model.ue8m0), *moe_kernels(model.ue8m0, False), *moe_kernels(model.ue8m0, True)]
+    assert set(model_kernels(model)) == set(layers)
+    assert len(model_kernels(model)) <= 60

@@ -1,0 +1,314 @@
+"""`python -m warmup`: what it compiles, what it says, and what it leaves behind."""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8moe_plugin.plan import KernelKey, all_kernels, model_kernels
+from fp8moe_plugin.shapes import Model
+from tests.jit.conftest import forget, set_variables
+from tests.warmup.conftest import MODELS
+from warmup import kernels
+from warmup.__main__ import main
+from warmup.report import Report, State
+
+COLD_S, WARM_S = 15, 1.0
+SPLITS = ("--tp 1", "--tp 2", "--tp 4", "--tp 8", "--ep 8")
+# What is not supported, and the nearest that is.
+NEAREST = {
+    ("ERNIE-4.5-300B-A47B-PT", "--tp 8"): "--tp 8 --ep 8 or --tp 4",
+    ("GLM-4.5", "--tp 8"): "--tp 4 --dp 2 --ep 8 or --tp 4",
+    ("GLM-4.5", "--ep 8"): "--tp 4 --dp 2 --ep 8 or --tp 4",
+    ("GLM-4.6", "--tp 8"): "--tp 4 --dp 2 --ep 8 or --tp 4",
+    ("GLM-4.6", "--ep 8"): "--tp 4 --dp 2 --ep 8 or --tp 4",
+    ("MiniMax-M2", "--tp 8"): "--tp 8 --ep 8 or --tp 4",
+    ("Qwen3-235B-A22B-FP8", "--tp 8"): "--tp 8 --ep 8 or --tp 4",
+    ("Qwen3-30B-A3B-FP8", "--tp 4"): "--tp 4 --ep 4 or --tp 2",
+    ("Qwen3-30B-A3B-FP8", "--tp 8"): "--tp 8 --ep 8 or --tp 2",
+    ("Qwen3-Coder-480B-A35B-Instruct-FP8", "--tp 8"): "--tp 8 --ep 8 or --tp 4",
+}
+Folder = Callable[[str], Path]
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "warmup", *map(str, arguments)]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+
+
+def entries(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("*.cubin")}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_is_compiled_for_every_split_or_told_the_nearest(
+    full_cache: Path,
+    checkpoint: Folder,
+    models: dict[str, Model],
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    split: str,
+) -> None:
+    """All kernels are there already, so that this compares plans; the next test compiles a whole one."""
+    status = main(["--model", str(checkpoint(name)), *split.split()])
+    printed = capsys.readouterr()
+    if name == "GLM-4.5-Air":  # its dense layers are 10944 wide, which is no multiple of 128
+        assert status == 1
+        assert "No other is either; on one GPU, mlp.gate_up_proj has 10944 output channels" in printed.err
+    elif (name, split) in NEAREST:
+        assert status == 1
+        assert "is not supported: " in printed.err
+        assert printed.err.endswith(f"Nearest that is: {NEAREST[name, split]}.\n")
+    else:
+        assert status == 0
+        number = len(model_kernels(models[name]))
+        assert f"{number} kernels: {number} present, 0 compiled, 0 failed" in printed.out
+
+
+def test_deepseek_v3_takes_seconds_from_an_empty_cache_and_less_than_one_from_a_full_one(
+    cache: Path, checkpoint: Folder
+) -> None:
+    begin = time.monotonic()
+    done = run("--model", checkpoint("DeepSeek-V3"), "--tp", 8)
+    assert time.monotonic() - begin < COLD_S
+    assert (done.returncode, len(entries(cache))) == (0, 11), done.stderr
+    warm = []
+    for _ in range(5):
+        begin = time.monotonic()
+        assert run("--model", checkpoint("DeepSeek-V3"), "--tp", 8).returncode == 0
+        warm.append(time.monotonic() - begin)
+    assert min(warm) < WARM_S
+
+
+def test_without_a_model_every_kernel_there_is_gets_compiled(filled: Path) -> None:
+    assert len(entries(filled)) == len(all_kernels())
+
+
+def test_what_is_compiled_is_kept_and_only_the_rest_compiled(full_cache: Path) -> None:
+    (lost, damaged, *_) = sorted(full_cache.glob("tiles_of_*.cubin"))
+    lost.unlink()
+    damaged.write_bytes(b"damaged")
+    report = kernels.compile_missing(kernels.plan_of(None))
+    assert {r.entry for r in report if r.state == State.COMPILED} == {lost.name, damaged.name}
+    assert all(r.state == State.PRESENT for r in kernels.compile_missing(kernels.plan_of(None)))
+
+
+def test_a_kernel_that_does_not_compile_fails_alone(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = KernelKey("combine"), KernelKey("grouped_gemm_swap_ab", (("STAGES", "nonsense"),))  # type: ignore[arg-type]
+    monkeypatch.setattr(kernels, "plan_of", lambda model: {bad: "bad", good: "good"})
+    assert main([]) == 1
+    printed = capsys.readouterr()
+    assert "2 kernels: 0 present, 1 compiled, 1 failed" in printed.out
+    assert "grouped_gemm_swap_ab STAGES=nonsense" in printed.err
+    assert "does not compile" in printed.err
+    assert len(entries(cache)) == 1
+
+
+class Deadly(KernelKey):
+    """A kernel whose compiler is killed: reading it ends the process of the pool."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os._exit, (9,)
+
+
+def test_a_killed_compiler_is_told(cache: Path) -> None:
+    (report,) = kernels.compile_missing({Deadly("combine"): "why"})
+    assert report.state == State.FAILED
+    assert report.detail == "a compiling process was killed; run again, what is done is kept"
+
+
+def test_an_interrupt_keeps_what_is_done(cache: Path) -> None:
+    process = subprocess.Popen(
+        command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stderr
+    first = process.stderr.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
+    assert first.startswith("[1/19] compiled ")
+    assert rest.endswith("error: Interrupted. What is compiled is kept; run the command again to go on.\n")
+    assert "Traceback" not in rest
+    assert process.returncode == 1
+    assert 1 <= len(entries(cache)) < len(all_kernels())
+
+
+def test_a_terminal_gets_a_bar_and_not_lines(cache: Path, checkpoint: Folder) -> None:
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))  # rows, columns
+    process = subprocess.Popen(command("--model", checkpoint("DeepSeek-V3")), stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError), os.fdopen(ours, "rb", buffering=0) as terminal:  # EIO when the other end closes
+        while part := terminal.read(4096):
+            shown += part
+    assert process.wait(60) == 0
+    assert b"compiling: 100%" in shown
+    assert b"11/11 [00:" in shown
+    assert b"[1/11]" not in shown
+
+
+def test_list_and_dry_run_compile_nothing(cache: Path, capsys: pytest.CaptureFixture[str], checkpoint: Folder) -> None:
+    printed = []
+    for arguments in (["list"], ["--dry-run"]):
+        assert main([*arguments, "--model", str(checkpoint("Qwen3-30B-A3B-FP8"))]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert "missing   grouped_gemm_swap_ab STAGES=8               GEMMs of steps of up to 1024 tokens" in printed[0]
+    assert "11 kernels, 0 present" in printed[0]
+    assert not cache.exists()
+
+
+def test_verify_names_what_is_missing_or_damaged_and_the_remedy(
+    full_cache: Path, capsys: pytest.CaptureFixture[str], checkpoint: Folder
+) -> None:
+    arguments = ["verify", "--model", str(checkpoint("DeepSeek-V3")), "--tp", "8"]
+    assert main(arguments) == 0
+    assert f"11 kernels, 11 present and whole, in {full_cache}" in capsys.readouterr().out
+    (combine,), (swap_ab,) = full_cache.glob("combine-*.cubin"), full_cache.glob("grouped_gemm_swap_ab-*.cubin")
+    combine.unlink()
+    swap_ab.write_bytes(swap_ab.read_bytes()[:-1])
+    assert main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert f"missing combine: {full_cache} does not hold it" in printed
+    assert f"damaged grouped_gemm_swap_ab STAGES=8: {swap_ab} is damaged: its checksum differs" in printed
+    assert f"Run `python -m warmup --model {checkpoint('DeepSeek-V3')} --tp 8`." in printed
+
+
+def test_a_bundle_is_the_same_bytes_wherever_it_is_made_and_verify_takes_it(
+    full_cache: Path,
+    tmp_path: Path,
+    checkpoint: Folder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["bundle", "--model", str(checkpoint("DeepSeek-V3"))]
+    for name, cache in (("a.tar", full_cache), ("b.tar", tmp_path / "another")):
+        set_variables(monkeypatch, FP8MOE_CACHE_DIR=cache)
+        assert main([*arguments, "--bundle", str(tmp_path / name)]) == 0
+    assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR="/nonexistent", FP8MOE_BUNDLE=tmp_path / "a.tar", FP8MOE_JIT="forbid")
+    capsys.readouterr()
+    assert main(["verify", *arguments[1:]]) == 0
+    assert f"11 kernels, 11 present and whole, in {tmp_path}/a.tar" in capsys.readouterr().out
+
+
+def test_a_cache_that_cannot_be_used_is_an_error_before_anything_is_compiled(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.mkdir(mode=0o770)
+    cache.chmod(0o770)
+    assert main([]) == 1
+    assert capsys.readouterr().err == (
+        f"error: {cache} is not used: its mode 0770 lets others write to it; run chmod 700 on it\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], ["list"], ["verify"], ["explain"], ["doctor"], ["bundle"]])
+def test_every_command_writes_a_report_of_one_schema(
+    full_cache: Path, tmp_path: Path, checkpoint: Folder, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main([*arguments, "--model", str(checkpoint("DeepSeek-V3")), "--json", "report.json"])
+    report = Report.model_validate_json((tmp_path / "report.json").read_text())
+    assert report.schema_version == 1
+    assert report.command == (arguments or ["compile"])[0]
+    assert report.model
+    assert report.model.experts == 256
+    assert report.error is None
+
+
+def test_a_failure_is_in_the_report_too(cache: Path, tmp_path: Path) -> None:
+    assert main(["--model", "/nonexistent", "--json", str(tmp_path / "report.json")]) == 1
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["error"].startswith("'/nonexistent' is neither a folder nor the id of a model on the hub")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "0"], "argument --tp/--tensor-parallel-size: '0' is no number from 1 to"),
+        (["--tp", "x"], "'x' is no number from 1 to"),
+        (["--tp", "2", "--ep", "8"], "--ep 8 does not fit --tp 2 --dp 1: vLLM spreads the experts over all 2 ranks"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["explain"], "explain needs --model"),
+        (["--json", "/nonexistent/report.json"], "there is no folder /nonexistent to write report.json into"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_not_fp8_costs_a_warning(
+    full_cache: Path, checkpoint: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", str(checkpoint("Mixtral-8x7B-Instruct-v0.1"))]) == 0
+    assert (
+        "warning: the checkpoint is not FP8, and --quantization fp8moe refuses it as it is" in capsys.readouterr().err
+    )
+
+
+def test_explain_shows_what_one_gpu_holds(
+    checkpoint: Folder, capsys: pytest.CaptureFixture[str], tmp_path: Path, cache: Path
+) -> None:
+    json_file = tmp_path / "report.json"
+    assert main(["explain", "--model", str(checkpoint("DeepSeek-V3")), "--tp", "8", "--json", str(json_file)]) == 0
+    found = Report.model_validate_json(json_file.read_text()).explain
+    assert found
+    shapes = {shape.name: (shape.layers, shape.shape) for shape in found.shapes}
+    assert shapes["experts.w13"] == (59, [256, 512, 7168])  # 58 layers, and one that predicts a further token
+    assert shapes["experts.w2"] == (59, [256, 7168, 256])
+    assert shapes["self_attn.o_proj"] == (62, [7168, 2048])
+    experts = 59 * 256 * 3 * 256 * 7168
+    assert sum(s.bytes for s in found.shapes if s.name.startswith("experts")) == experts + experts // 4096
+    steps = {step.tokens: step for step in found.steps}
+    assert (steps[1].kernel, steps[8192].kernel) == ("grouped_gemm_swap_ab", "grouped_gemm")
+    assert steps[1].padding == pytest.approx(1 - 1 / 8, abs=0.01)  # one row in a tile 8 wide
+    assert steps[8192].rows_per_expert == 256
+    assert found.best == "--tp 8"
+    refused = main(["explain", "--model", str(checkpoint("Qwen3-235B-A22B-FP8")), "--tp", "8"])
+    assert refused == 1
+    assert "each has 192 of the 1536 intermediate channels" in capsys.readouterr().err
+
+
+def test_doctor_tells_what_is_wrong(
+    cache: Path, checkpoint: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = ["--model", str(checkpoint("DeepSeek-V3"))]
+    assert main(["doctor", *model]) == 0
+    assert f"cache: {cache}, not there yet" in capsys.readouterr().out
+    assert not cache.exists()
+    set_variables(monkeypatch, FP8MOE_JIT="forbid", FP8MOE_BUNDLE=tmp_path / "none.tar")
+    cache.mkdir(mode=0o755)
+    cache.chmod(0o775)
+    assert main(["doctor", "--tp", "3", *model]) == 1
+    printed = capsys.readouterr().out
+    assert f"WRONG  cache: {cache}, mode 0775, 0 kernels, 0.00 MB; not used: its mode 0775 lets others" in printed
+    assert f"WRONG  bundle: the bundle {tmp_path}/none.tar cannot be read: No such file or directory" in printed
+    assert "WRONG  model: --tp 3 is not supported" in printed
+    assert "WRONG  kernels: 0 of 11 are there; first miss: " in printed
+    assert "FP8MOE_JIT=forbid refuses to start" in printed
+    set_variables(monkeypatch, FP8MOE_JIT="maybe")
+    assert main(["doctor"]) == 1
+    assert "WRONG  settings: FP8MOE_JIT is 'maybe'" in capsys.readouterr().out
+    forget()
