@@ -1,4 +1,4 @@
-"""The checkpoint that a command is about: a folder, or a model on the hub, of which only small files are fetched."""
+"""The checkpoint that a command is about: a folder, or a model on the hub, of which only config.json is fetched."""
 
 import re
 import sys
@@ -14,7 +14,6 @@ NOT_QUANTIZED = (
     "FP8 weights and 128x128 scale blocks"
 )
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-FILES = ["config.json", "model.safetensors.index.json"]
 
 
 def read_checkpoint(source: str, report: Report) -> Model:
@@ -50,7 +49,7 @@ def checkpoint_folder(model: str) -> Path:
     """The folder that holds the checkpoint's config.json.
 
     Args:
-        model: a folder, or the id of a model on the hub, fetched into huggingface_hub's cache.
+        model: a folder, or the id of a model on the hub, whose config.json goes into huggingface_hub's cache.
     Raises:
         CheckpointError: there is no such folder, and no such model or no way to the hub.
     """
@@ -63,7 +62,7 @@ def checkpoint_folder(model: str) -> Path:
     from huggingface_hub import errors
 
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=FILES))
+        return Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         raise CheckpointError(

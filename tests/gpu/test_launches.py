@@ -1,14 +1,18 @@
 """What a launch leaves behind, and where from it may be made."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
+from fp8moe_plugin.errors import KernelNotPrecompiled
+from fp8moe_plugin.jit import launcher
 from fp8moe_plugin.ops import per_token_group_quant_fp8
 from fp8moe_plugin.ops.gemm_launch import launch_gemm
 from fp8moe_plugin.ops.route import tiles_of_counts
 from tests import helpers as h
+from tests.jit.conftest import forget, set_variables
 
 pytestmark = pytest.mark.gpu
 K = 1024  # deep enough that tiles are handed out from counters
@@ -27,6 +31,23 @@ def test_a_gemm_leaves_the_counters_of_its_tiles_at_zero(counts: list[int], bloc
         launch_gemm(a, b, out, None, tiles)
         assert tiles.num_tiles[1:].tolist() == [0, 0]
     assert h.same_bits(first, second)
+
+
+def test_a_kernel_that_is_not_precompiled_is_not_compiled_where_that_is_forbidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_functions", {})
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR=tmp_path / "cache", FP8MOE_JIT="forbid")
+    x = h.random_tokens(h.seeded(0, torch.device("cuda", 0)), 3, 256)
+    with pytest.raises(KernelNotPrecompiled, match="The kernel quantize UE8M0=0 PERMUTE=0 is not precompiled"):
+        per_token_group_quant_fp8(x)
+    set_variables(monkeypatch, FP8MOE_JIT="allow")
+    per_token_group_quant_fp8(x)
+    set_variables(monkeypatch, FP8MOE_JIT="forbid")
+    monkeypatch.setattr(launcher, "_functions", {})
+    per_token_group_quant_fp8(x)  # from the cache
+    monkeypatch.undo()
+    forget()
 
 
 def test_an_op_runs_in_a_thread_that_has_made_no_cuda_call() -> None:

@@ -1,0 +1,37 @@
+"""The command that a refusal to compile asks for is the one that spares it: same model, same split."""
+
+import shlex
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from fp8moe_plugin.layers import kernels
+from fp8moe_plugin.layers.vllm import config as seam
+from fp8moe_plugin.plan import combine_key
+from warmup.options import parse
+
+
+@pytest.mark.parametrize("model", ["deepseek-ai/DeepSeek-V3", "/models/a name with spaces"])
+@pytest.mark.parametrize(("tp", "dp", "expert_parallel"), [(1, 1, False), (8, 1, False), (8, 1, True), (2, 4, True)])
+def test_it_names_the_model_and_the_split(
+    monkeypatch: pytest.MonkeyPatch, model: str, tp: int, dp: int, expert_parallel: bool
+) -> None:
+    ranks = SimpleNamespace(tensor_parallel_size=tp, data_parallel_size=dp, enable_expert_parallel=expert_parallel)
+    engine = SimpleNamespace(parallel_config=ranks, model_config=SimpleNamespace(model=model))
+    monkeypatch.setattr(seam, "get_current_vllm_config", lambda: engine)
+    words = shlex.split(seam.warmup_command())
+    assert words[:3] == ["python", "-m", "warmup"]
+    options = parse(words[3:])
+    assert options.model == model
+    assert (options.parallel.tp, options.parallel.dp, options.parallel.expert_parallel) == (tp, dp, expert_parallel)
+
+
+def test_it_reaches_whoever_looks_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(kernels, "uses_sm90", lambda weight: True)
+    monkeypatch.setattr(kernels.launcher, "load", lambda *arguments: asked.append(arguments))
+    weight = SimpleNamespace(device=SimpleNamespace(index=3))
+    kernels.prepare_kernels([combine_key()], weight, "the command")
+    assert asked == [(combine_key(), 3, "the command")]
