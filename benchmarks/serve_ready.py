@@ -1,10 +1,11 @@
 """How long until `vllm serve` is ready, from empty caches and from full ones; and does a bundle spare all compiling?
 
 python -m benchmarks.serve_ready CHECKPOINT --bundle kernels.tar --out benchmarks/results/serve_ready-<date>.json
+python -m benchmarks.serve_ready CHECKPOINT --bundle kernels.tar --engines bundle --requests --out ...
 
-The plugin serves from the bundle under FP8MOE_JIT=forbid, without HOME, and is asked for every size of CUDA graph and
-for prefills of every length up to 512 and, in steps, up to the longest step. Beside it, vLLM's own fp8. Every cache of
-vLLM, Triton, torch and DeepGEMM is empty at a cold start and full at a warm one.
+The plugin serves from the bundle under FP8MOE_JIT=forbid, without HOME or a cache folder; beside it, vLLM's own
+fp8. Every cache of vLLM, Triton, torch and DeepGEMM is empty at a cold start and full at a warm one. With `--requests`,
+the cold server is asked for prefills of every length up to the longest step, and for every size of CUDA graph.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from benchmarks.report import write_report
 from benchmarks.serve_demo import IN_USE, DemoError, free_port, log_lines, log_text, post, server, wait_until_ready
 
 MAX_TOKENS = 8192
-LENGTHS = [*range(1, 513), *(n for middle in range(640, MAX_TOKENS, 128) for n in (middle - 1, middle, middle + 1))]
+LENGTHS = range(1, MAX_TOKENS + 1)
 CAPTURE_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 OPTIONS = ["--max-model-len", "8200", "--max-num-batched-tokens", str(MAX_TOKENS), "--max-num-seqs", "512"]
 OPTIONS += ["--no-enable-prefix-caching", "--gpu-memory-utilization", "0.6", "--host", "127.0.0.1"]
@@ -29,20 +30,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="folder of a block-FP8 MoE checkpoint with a tokenizer")
     parser.add_argument("--bundle", type=Path, required=True, help="its kernels, from python -m warmup bundle")
-    parser.add_argument("--engines", nargs="+", default=["bundle", "jit", "fp8"], choices=["bundle", "jit", "fp8"])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--engines", nargs="+", default=["bundle", "fp8"], choices=["bundle", "fp8"])
+    parser.add_argument("--requests", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     os.environ.pop("HOME", None)
-    results = {}
+    results: dict[str, object] = {"checkpoint": args.checkpoint.name, "options": OPTIONS}
     for engine in args.engines:
         with tempfile.TemporaryDirectory() as caches:
             for start in ("cold", "warm"):
-                results[f"{engine} {start}"] = measure(
-                    engine, args, Path(caches), busy=(engine, start) == ("bundle", "cold")
-                )
-                print(f"{engine} {start}: {results[f'{engine} {start}']}", flush=True)
-    if args.out:
-        write_report(args.out, {"checkpoint": args.checkpoint.name, "options": OPTIONS} | results)
+                found = measure(engine, args, Path(caches), busy=args.requests and start == "cold")
+                results[f"{engine} {start}"] = found
+                print(f"{engine} {start}: {found}", flush=True)
+                write_report(args.out, results)
 
 
 def measure(engine: str, args: argparse.Namespace, caches: Path, busy: bool) -> dict[str, object]:
@@ -60,16 +60,16 @@ def measure(engine: str, args: argparse.Namespace, caches: Path, busy: bool) -> 
             result |= send_all(address, str(args.checkpoint))
         if process.poll() is not None:
             raise DemoError("the server ended under the requests")
-    if engine != "fp8":
+    if engine == "bundle":
         result["log"] = [line[line.index(IN_USE) :] for line in log_lines() if IN_USE in line]
         result["compiled"] = log_text().count("fp8moe: compiled ")
     return result
 
 
 def environment(engine: str, bundle: Path, caches: Path) -> dict[str, str]:
-    """Every cache in one folder; for the plugin a bundle that must do, or (`jit`) none."""
+    """Every cache in one folder; for the plugin a bundle, which must do."""
     folders = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-    folders |= {"DG_JIT_CACHE_DIR": "deep_gemm", "CUDA_CACHE_PATH": "cuda", "FP8MOE_CACHE_DIR": "fp8moe"}
+    folders |= {"DG_JIT_CACHE_DIR": "deep_gemm", "CUDA_CACHE_PATH": "cuda"}
     found = {name: str(caches / folder) for name, folder in folders.items()}
     if engine == "bundle":
         found |= {"FP8MOE_BUNDLE": str(bundle), "FP8MOE_JIT": "forbid", "FP8MOE_CACHE_DIR": "/nonexistent"}
@@ -84,7 +84,7 @@ def send_all(address: str, model: str) -> dict[str, object]:
     for size in CAPTURE_SIZES:
         ask(address, model, [[1 + i, 2] for i in range(size)], 4)
     seconds = round(time.monotonic() - begin, 1)
-    return {"prefills": len(LENGTHS), "longest_prefill": max(LENGTHS), "batches": CAPTURE_SIZES, "requests_s": seconds}
+    return {"prefill_lengths": [LENGTHS[0], LENGTHS[-1]], "batch_sizes": CAPTURE_SIZES, "requests_s": seconds}
 
 
 def ask(address: str, model: str, prompts: list[list[int]], tokens: int) -> None:
