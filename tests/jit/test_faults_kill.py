@@ -79,7 +79,7 @@ def test_after_a_kill_at_any_time_the_next_run_does_not_wait_and_leaves_only_the
         assert {path.name for path in folder.iterdir()} == {NAME, f"{NAME}.lock"}
         assert find_or_compile(KEY) == (cubin, Origin.CACHE)
     assert set(exit_codes) <= {0, -signal.SIGKILL}
-    assert exit_codes.count(-signal.SIGKILL) > len(exit_codes) / 2
+    assert exit_codes.count(-signal.SIGKILL) > len(exit_codes) / 4
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
