@@ -372,7 +372,10 @@ def test_texts_that_are_no_config(tmp_path, text, message):
     refusal(tmp_path)
 
 
-@pytest.mark.parametrize("hostile", ["\x1b[31m", "\u202e", "\ud800", "\r", "x" * 10**6, ["y" * 100, 7] * 1000, 7])
+LONG = "x" * 10**6, ["y" * 100, 7] * 1000, [[["y" * 100] * 6] * 6] * 6
+
+
+@pytest.mark.parametrize("hostile", ["\x1b[31m", "\u202e", "\ud800", "\r", *LONG])
 def test_untrusted_text_is_shown_quoted_and_cut(tmp_path, hostile):
     for key in ("quant_method", "activation_scheme", "weight_block_size", "fmt", "ignored_layers"):
         quantization = V3["quantization_config"] | {key: hostile}
