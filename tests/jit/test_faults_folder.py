@@ -204,7 +204,7 @@ def test_an_entry_is_a_hit_whatever_its_time(kernels: Path, cubins: list[bytes],
     assert server.serve() == ([(cubin, Origin.CACHE) for cubin in cubins], [])
 
 
-@pytest.mark.parametrize(("held_s", "timeout_s"), [(0.3, 60), (60, 0.3)], ids=["released", "given up"])
+@pytest.mark.parametrize(("held_s", "timeout_s"), [(0.3, 60), (60, 0.3)], ids=["released", "given-up"])
 def test_a_lock_is_waited_for_by_no_clock_that_can_be_set(
     kernels: Path, cubins: list[bytes], monkeypatch: pytest.MonkeyPatch, held_s: float, timeout_s: float
 ) -> None:
