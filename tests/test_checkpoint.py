@@ -498,6 +498,7 @@ ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         ({"a": ONE | {"shape": ""}}, 4, "do not fit"),
         ({"a": ONE | {"dtype": "F31"}}, 4, "do not fit"),
         ({"a": ONE | {"dtype": "F4"}}, 4, "do not fit"),
+        ({"a": ONE | {"dtype": "F4", "data_offsets": [0, 0]}}, 0, "do not fit"),
         ({"a": ONE | {"dtype": ["F32"]}}, 4, "do not fit"),
         ({"a": {}}, 0, "do not fit: {}"),
         ({"a": []}, 0, r"do not fit: \[\]"),
