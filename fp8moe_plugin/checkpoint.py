@@ -37,8 +37,8 @@ def read_model(folder: Path) -> Model:
         raise CheckpointError(f"{shown(str(folder))} is no name of a folder. Give the folder of a checkpoint.")
     try:
         config = read_config(folder)
-        model, quantized = _model(config)
-        check_shards(folder, model.experts, quantized)
+        model, served = _model(config)
+        check_shards(folder, model.experts, min(served), served if model.quantized else set())
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{shown(error.filename)} is missing. Give the folder of a downloaded checkpoint."
@@ -49,18 +49,18 @@ def read_model(folder: Path) -> Model:
 
 
 def _model(config: Config) -> tuple[Model, set[int]]:
-    """The model, and the layers whose experts are FP8."""
+    """The model, and the layers whose experts are served."""
     quantization = config.quantization_config
     if quantization is not None:
         check_quantization(quantization)
     unquantized = Unquantized(unquantized_layers(quantization) if quantization else None)
     moe = moe_layers(config)
-    quantized = {layer for layer in moe if not unquantized.has(layer, "mlp.experts")}
-    if not quantized:
+    served = {layer for layer in moe if not unquantized.has(layer, "mlp.experts")}
+    if not served:
         reason = "has no layer with experts" if not moe else "keeps all its experts unquantized"
         raise UnsupportedError(f"The checkpoint {reason}. Serve it without --quantization {NAME}.")
     experts = Experts(
-        layers=len(quantized),
+        layers=len(served),
         experts=_same(config.experts, "number of experts"),
         topk=_same(config.topk, "number of experts for a token"),
         hidden=config.hidden_size,
@@ -77,7 +77,7 @@ def _model(config: Config) -> tuple[Model, set[int]]:
         quantized=quantization is not None,
     )
     _check_sizes(model)
-    return model, quantized if model.quantized else set()
+    return model, served
 
 
 def _check_sizes(model: Model) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.plan import ceil_div
-from fp8moe_plugin.shapes import GROUP, Experts
+from fp8moe_plugin.shapes import GROUP, Experts, ceil_div
 from fp8moe_plugin.untrusted import ADVICE, MAX_SIZE, Limits, opened, read_json, shown
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -41,17 +40,22 @@ EXPERT = re.compile(
 )
 
 
-def check_shards(folder: Path, experts: Experts, quantized: Collection[int]) -> None:
+def check_shards(folder: Path, experts: Experts, layer: int, quantized: Collection[int]) -> None:
     """Hold the safetensors files that are in `folder` against what config.json says.
+
+    All files of the index have to be there. Read are the headers of those that hold the experts of `layer`, which takes
+    milliseconds, where all headers of DeepSeek-V3 take a second; without an index, of all files.
 
     Args:
         quantized: the layers whose experts are FP8.
 
     Raises:
-        CheckpointError: a file is missing beside others, is damaged, or holds experts of another shape or dtype.
+        CheckpointError: a file is missing beside others, or one that is read is damaged or holds experts of another
+            shape or dtype.
     """
+    names, holding = _file_names(folder, layer)
     spent, wanted = Limits(0, 0, 0), _wanted(experts)
-    for name in _present(folder, _shard_names(folder)):
+    for name in holding if _all_there(folder, names) else []:
         path = folder / name
         header, used = _read_header(path)
         spent = Limits(*map(operator.add, spent, used))
@@ -59,20 +63,22 @@ def check_shards(folder: Path, experts: Experts, quantized: Collection[int]) -> 
         for tensor, entry in header.items():
             match = EXPERT.search(tensor)
             if match:
-                layer, expert, weight = match.groups()
+                where, expert, weight = match.groups()
                 dtypes, shape = wanted[weight]
-                dtypes = dtypes if int(layer) in quantized or weight.endswith("_inv") else BITS
+                dtypes = dtypes if int(where) in quantized or weight.endswith("_inv") else BITS
                 if entry["shape"] != shape or entry["dtype"] not in dtypes or int(expert) >= experts.experts:
                     raise _contradiction(path, tensor, entry, dtypes, shape, experts)
 
 
-def _shard_names(folder: Path) -> list[str]:
-    """The names that the index gives; without an index, of all safetensors files in the folder."""
+def _file_names(folder: Path, layer: int) -> tuple[list[str], list[str]]:
+    """The names of all weight files, and of those that hold experts of the layer; without an index, of all twice."""
     index = folder / INDEX_NAME
     if os.path.lexists(index):
-        names = _indexed(index)
+        files, mark = _indexed(index), f"layers.{layer}."
+        names = set(files.values())
+        holding = {name for tensor, name in files.items() if mark in tensor and ".experts." in tensor}
     else:
-        names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(".safetensors")]
+        names = holding = {entry.name for entry in os.scandir(folder) if entry.name.endswith(".safetensors")}
     for name in names:
         if not (name.isprintable() and name.endswith(".safetensors")) or re.search(r"[/\\]|\.\.", name):
             raise CheckpointError(
@@ -81,21 +87,22 @@ def _shard_names(folder: Path) -> list[str]:
             )
     if len(names) > MAX_SHARDS:
         raise CheckpointError(f"{shown(str(folder))} has {len(names)} weight files, more than {MAX_SHARDS}. {ADVICE}")
-    return sorted(names)
+    return sorted(names), sorted(holding)
 
 
-def _indexed(path: Path) -> list[str]:
+def _indexed(path: Path) -> dict[str, str]:
+    """The file of each tensor."""
     what = shown(str(path))
     with opened(path) as file:
         index, _ = read_json(file, INDEX.size + 1, INDEX, what, plain=True)
     weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict) or set(map(type, weight_map.values())) != {str}:
         raise CheckpointError(f"{what} has no weight_map that names the file of each tensor. {ADVICE}")
-    return list(set(weight_map.values()))
+    return weight_map
 
 
-def _present(folder: Path, names: list[str]) -> list[str]:
-    """All of them, or none: a folder may hold a checkpoint's description alone."""
+def _all_there(folder: Path, names: list[str]) -> bool:
+    """True or, where a folder holds a checkpoint's description alone, false. Raises `CheckpointError` if some are."""
     missing = [name for name in names if not os.path.lexists(folder / name)]
     if missing and len(missing) < len(names):
         first = ", ".join(shown(name) for name in missing[:MAX_NAMED])
@@ -103,7 +110,7 @@ def _present(folder: Path, names: list[str]) -> list[str]:
             f"{shown(str(folder))} lacks {len(missing)} of its {len(names)} weight files: {first}"
             f"{', ...' if len(missing) > MAX_NAMED else ''}. Complete the download."
         )
-    return [] if missing else names
+    return not missing
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], Limits]:

@@ -160,5 +160,5 @@ def folder_refusal(status: os.stat_result) -> str | None:
 
 
 def _file(name: str, flags: int, folder: int) -> BinaryIO:
-    handle = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    handle = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
     return os.fdopen(handle, "wb" if flags & os.O_WRONLY else "rb")
