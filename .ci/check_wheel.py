@@ -1,4 +1,4 @@
-"""The wheel stands on its own: it holds the kernel sources, and imports and registers where there is no vLLM.
+"""The wheel stands on its own: where there is no vLLM it imports, registers, and compiles every kernel.
 
 Runs with the Python of an environment that has uv and torch; installs the wheel into a new environment.
 """
@@ -46,6 +46,7 @@ def main() -> None:
         torch = f"torch=={metadata.version('torch')}"  # the build that is downloaded already
         run([*UV, "pip", "install", "--quiet", "--python", str(python), *find_links(), str(wheel), torch])
         run([str(python), "-I", "-c", IMPORT], cwd=scratch)
+        run([str(python.with_name("fp8moe-warmup")), "--bundle", "kernels.tar"], cwd=scratch, PATH="", HOME=scratch)
         print(f"{wheel.name} is good")
 
 
@@ -62,9 +63,9 @@ def find_links() -> list[str]:
     return [word for folder in folders for word in ("--find-links", folder)]
 
 
-def run(command: list[str], cwd: str | None = None) -> None:
-    """Run a command that says by itself what is wrong."""
-    if subprocess.run(command, cwd=cwd).returncode:
+def run(command: list[str], cwd: str | None = None, **variables: str) -> None:
+    """Run a command that says by itself what is wrong; with `variables` alone in its environment, if there are any."""
+    if subprocess.run(command, cwd=cwd, env=variables or None).returncode:
         sys.exit(f"failed: {shlex.join(command[:3])}")
 
 

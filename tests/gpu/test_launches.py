@@ -1,5 +1,8 @@
 """What a launch leaves behind, and where from it may be made."""
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -48,6 +51,27 @@ def test_a_kernel_that_is_not_precompiled_is_not_compiled_where_that_is_forbidde
     per_token_group_quant_fp8(x)  # from the cache
     monkeypatch.undo()
     forget()
+
+
+LOAD_ALL = """
+import time, torch
+from fp8moe_plugin.jit import launcher
+from fp8moe_plugin.plan import all_kernels
+
+torch.cuda.init()
+begin = time.perf_counter()
+for key in all_kernels():
+    launcher.load(key, 0)
+print(launcher.counts.origins, time.perf_counter() - begin)
+"""
+
+
+def test_all_kernels_are_verified_and_loaded_in_less_than_300_ms(tmp_path: Path) -> None:
+    environment = os.environ | {"FP8MOE_CACHE_DIR": str(tmp_path / "cache"), "FP8MOE_JIT": "allow"}
+    for origin in ("compiler", "cache"):
+        done = subprocess.run([sys.executable, "-c", LOAD_ALL], env=environment, capture_output=True, text=True)
+        assert f"'{origin}'" in done.stdout, done.stderr
+    assert float(done.stdout.split()[-1]) < 0.3
 
 
 def test_an_op_runs_in_a_thread_that_has_made_no_cuda_call() -> None:

@@ -79,6 +79,13 @@ def test_a_link_in_the_place_of_an_entry_is_not_followed(kernels: Path, cubin: b
         cache.read(NAME)
 
 
+def test_a_pipe_in_the_place_of_an_entry_does_not_block(kernels: Path) -> None:
+    kernels.mkdir(mode=0o700)
+    os.mkfifo(kernels / NAME)
+    with pytest.raises(cache.Damaged, match="its checksum differs"):
+        cache.read(NAME)
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o720, 0o702, 0o777])
 def test_a_folder_that_others_can_write_to_is_not_used(kernels: Path, cubin: bytes, mode: int) -> None:
     cache.publish(NAME, cubin)
