@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 
 from benchmarks.report import write_report
@@ -35,7 +36,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     os.environ.pop("HOME", None)
-    results: dict[str, object] = {"checkpoint": args.checkpoint.name, "options": OPTIONS}
+    results: dict[str, object] = {
+        "vllm": metadata.version("vllm"),
+        "checkpoint": args.checkpoint.name,
+        "options": OPTIONS,
+    }
     for engine in args.engines:
         with tempfile.TemporaryDirectory() as caches:
             for start in ("cold", "warm"):

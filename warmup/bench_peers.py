@@ -5,6 +5,7 @@ vLLM is imported inside the functions: a version that has moved or dropped a bac
 
 import contextlib
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,6 +93,7 @@ def _gate_last(weights: ExpertWeights) -> ExpertWeights:
 @contextlib.contextmanager
 def set_up_vllm() -> Iterator[None]:
     """The configuration and the scratch memory that vLLM's kernels find in an engine."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the table
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
