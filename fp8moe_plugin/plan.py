@@ -38,18 +38,28 @@ class Output(IntEnum):
     BF16 = 0
     BF16_DIRECT = 1
     F32_DIRECT = 2
+    SWIGLU = 3
 
 
 @functools.cache
 def grouped_gemm_key(output: Output, block_n: int = 256) -> KernelKey:
     stages = 4 if block_n == 256 else 5
-    halves = block_n // 128
-    operands = stages * (128 + block_n) * 128
-    staging = 128 * 128 * 2
-    scales_and_barriers = stages * ((PREFILL_BLOCK_M + SCALE_SLACK) * 4 + halves * 4 + 16 + 16)
-    smem = _align(operands + staging + scales_and_barriers)
     defines = (("BLOCK_N", block_n), ("OUTPUT", int(output)), ("STAGES", stages))
-    return KernelKey("grouped_gemm", defines, 384, smem)
+    return KernelKey("grouped_gemm", defines, 384, _grouped_gemm_smem(block_n, stages, epilogue=128 * 128 * 2))
+
+
+@functools.cache
+def gate_up_key(ue8m0: bool) -> KernelKey:
+    """The first GEMM of an expert with its activation and the quantization of the result, for many rows an expert."""
+    defines = (("BLOCK_N", 256), ("OUTPUT", int(Output.SWIGLU)), ("STAGES", 4), ("UE8M0", int(ue8m0)))
+    largest_magnitudes = 2 * 128 * 4  # in two buffers
+    return KernelKey("grouped_gemm", defines, 384, _grouped_gemm_smem(256, 4, epilogue=128 * 128 + largest_magnitudes))
+
+
+def _grouped_gemm_smem(block_n: int, stages: int, epilogue: int) -> int:
+    operands = stages * (128 + block_n) * 128
+    scales_and_barriers = stages * ((PREFILL_BLOCK_M + SCALE_SLACK) * 4 + block_n // 128 * 4 + 16 + 16)
+    return _align(operands + epilogue + scales_and_barriers)
 
 
 @functools.cache
@@ -94,7 +104,8 @@ def tiles_of_indices_key() -> KernelKey:
 
 def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
     """All that a mixture-of-experts layer launches; `batched`: its tokens come quantized and sorted."""
-    experts = [swap_ab_key(), grouped_gemm_key(Output.BF16), silu_mul_quant_key(ue8m0), tiles_of_counts_key(batched)]
+    gemms = [swap_ab_key(), gate_up_key(ue8m0), grouped_gemm_key(Output.BF16)]
+    experts = [*gemms, silu_mul_quant_key(ue8m0), tiles_of_counts_key(batched)]
     if batched:
         return experts
     return [*experts, quantize_key(ue8m0, permute=True), route_key(False), route_key(True), combine_key()]
@@ -111,11 +122,12 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
     few = decode_tokens(model.experts)
     why = {
         swap_ab_key(): f"GEMMs of steps of up to {few} tokens (experts) and {DECODE_BLOCK_M} (dense layers): decode",
-        grouped_gemm_key(Output.BF16): "GEMMs of longer steps: prefill",
+        gate_up_key(model.ue8m0): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
+        grouped_gemm_key(Output.BF16): "the other GEMMs of longer steps",
         grouped_gemm_key(Output.BF16, 128): "dense GEMMs of longer steps too small to fill the GPU with wider tiles",
         quantize_key(model.ue8m0, permute=False): "activations of dense layers",
         quantize_key(model.ue8m0, permute=True): "activations of experts, written to the rows that the experts read",
-        silu_mul_quant_key(model.ue8m0): "between the two GEMMs of an expert",
+        silu_mul_quant_key(model.ue8m0): "between the two GEMMs of an expert in short steps",
         route_key(False): "rows of each expert, from 32-bit expert ids",
         route_key(True): "rows of each expert, from 64-bit expert ids",
         tiles_of_counts_key(False): "tiles of rows that follow one another",
@@ -129,7 +141,8 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
 def all_kernels() -> list[KernelKey]:
     """Every kernel there is: those of the layers, and those that only direct callers of the ops reach."""
     layers = [k for ue8m0 in (False, True) for k in (*moe_kernels(ue8m0, False), *moe_kernels(ue8m0, True))]
-    dense = [grouped_gemm_key(output, block_n) for output in Output for block_n in (128, 256)]
+    outputs = (Output.BF16, Output.BF16_DIRECT, Output.F32_DIRECT)
+    dense = [grouped_gemm_key(output, block_n) for output in outputs for block_n in (128, 256)]
     ops = [*linear_kernels(False), *linear_kernels(True), *dense, tiles_of_indices_key()]
     return list(dict.fromkeys([*layers, *ops]))
 
@@ -181,10 +194,11 @@ def moe_workspace_bytes(local: Experts, tokens: int, global_experts: int) -> int
         tokens: of the step.
         global_experts: over all ranks.
     """
-    rows = tokens * local.topk
-    tiles = tile_capacity(rows, local.experts, moe_block_m(tokens, local.topk, global_experts))
+    rows, block_m = tokens * local.topk, moe_block_m(tokens, local.topk, global_experts)
+    tiles = tile_capacity(rows, local.experts, block_m)
     routing = 4 * (rows + 1 + local.experts + 4 * tiles + 3)
-    gate_up, down = 2 * rows * 2 * local.intermediate, 2 * rows * local.hidden
+    gate_up = 0 if block_m == PREFILL_BLOCK_M else 2 * rows * 2 * local.intermediate
+    down = 2 * rows * local.hidden
     return routing + _quantized_bytes(rows, local.hidden) + gate_up + _quantized_bytes(rows, local.intermediate) + down
 
 

@@ -28,8 +28,6 @@ DEVICE u32 pack_bf16x2(float low, float high) {
     return pair;
 }
 
-DEVICE float round_bf16(float value) { return unpack_bf16x2(pack_bf16x2(value, 0.0f)).x; }
-
 DEVICE void unpack_eight(uint4 bf16, float (&v)[8]) {
     const u32 pairs[4] = {bf16.x, bf16.y, bf16.z, bf16.w};
 #pragma unroll

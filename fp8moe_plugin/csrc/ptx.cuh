@@ -16,6 +16,17 @@ DEVICE float load_shared_float(u32 address) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
     return value;
 }
+DEVICE u32 load_shared(u32 address) {
+    u32 value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+DEVICE void store_shared(u32 address, u32 value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+DEVICE void store_shared(u32 address, u16 value) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
+}
 DEVICE uint4 load_shared_16(u32 address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address)

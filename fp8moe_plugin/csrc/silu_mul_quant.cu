@@ -15,13 +15,6 @@ constexpr int kRowsPerLane = 4;
 constexpr int kRowsPerWarp = kRowsPerLane * (kWarp / kGroupLanes);
 constexpr int kWarps = THREADS / kWarp;
 
-DEVICE float silu(float x) {
-    const float denominator = 1.0f + expf(fminf(-x, 80.0f));  // stays finite; below -80 the result vanishes all the same
-    float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(denominator));
-    return divide(x, denominator, fmaf(fmaf(-denominator, inverse, 1.0f), inverse, inverse));
-}
-
 extern "C" __global__ __launch_bounds__(THREADS) void silu_mul_quant(const uint4* __restrict__ gate_up,
                                                                       const int* __restrict__ counts,
                                                                       uint2* __restrict__ q, float* __restrict__ scales,
@@ -53,16 +46,11 @@ extern "C" __global__ __launch_bounds__(THREADS) void silu_mul_quant(const uint4
         float scale_of_lane = 0.0f;  // lane i stores the scale of row i: one store for all
 #pragma unroll
         for (int i = 0; i < kRowsPerLane; ++i) {
-            float value[8], factor[8];
-            unpack_eight(gate[i], value);
-            unpack_eight(up[i], factor);
-            u32 amax_bits = 0;
-#pragma unroll
-            for (int c = 0; c < 8; ++c) {
-                value[c] = round_bf16(round_bf16(silu(value[c])) * factor[c]);
-                amax_bits = max(amax_bits, magnitude_bits(value[c]));
-            }
-            const float scale = group_scale(group_max(amax_bits));
+            const uint4 product = make_uint4(silu_mul(gate[i].x, up[i].x), silu_mul(gate[i].y, up[i].y),
+                                             silu_mul(gate[i].z, up[i].z), silu_mul(gate[i].w, up[i].w));
+            float value[8];
+            unpack_eight(product, value);
+            const float scale = group_scale(group_max(magnitude_bits(product)));
             if (lane == i) scale_of_lane = scale;
             if (first + i < row_end)
                 q[(static_cast<size_t>(first + i) * groups + group) * kGroupLanes + lane] =

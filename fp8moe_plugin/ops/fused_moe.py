@@ -1,4 +1,4 @@
-"""One mixture-of-experts layer: route, quantize, GEMM 1, SiLU-and-mul, GEMM 2, combine."""
+"""One mixture-of-experts layer: route, quantize, GEMM 1 with SiLU-and-mul, GEMM 2, combine."""
 
 from typing import NamedTuple
 
@@ -15,10 +15,10 @@ from fp8moe_plugin.ops.checks import (
     check_weights,
 )
 from fp8moe_plugin.ops.combine import combine
+from fp8moe_plugin.ops.gate_up import gate_up
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
 from fp8moe_plugin.ops.quantize import Quantized, quantize_rows
 from fp8moe_plugin.ops.route import route, tiles_of_counts
-from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 from fp8moe_plugin.ops.workspace import empty
 from fp8moe_plugin.plan import masked_block_m, moe_block_m
 from fp8moe_plugin.shapes import GROUP
@@ -123,9 +123,8 @@ def batched_experts(
     if max_m == 0:
         return out
     tiles = tiles_of_counts(expert_num_tokens, max_m, masked_block_m(expected_m))
-    gate_up = empty((experts, max_m, w13.shape[1]), torch.bfloat16, device)
-    grouped_gemm((hidden_states, hidden_scale), weights.w13, gate_up, tiles)
-    grouped_gemm(silu_mul_quant_fp8(gate_up, expert_num_tokens, ue8m0), weights.w2, out, tiles)
+    inner = gate_up((hidden_states, hidden_scale), weights.w13, tiles, expert_num_tokens, ue8m0)
+    grouped_gemm(inner, weights.w2, out, tiles)
     return out
 
 
@@ -139,13 +138,11 @@ def _fused_moe(
     out: torch.Tensor,
 ) -> torch.Tensor:
     (tokens, topk), device = topk_ids.shape, hidden_states.device
-    experts, width, hidden = weights.w13[0].shape
+    experts, _, hidden = weights.w13[0].shape
     global_experts = experts if expert_map is None else expert_map.numel()
     routing = route(topk_ids, experts, moe_block_m(tokens, topk, global_experts), expert_map)
-    rows = quantize_rows(hidden_states, routing.slots, ue8m0)
-    gate_up = empty((1, tokens * topk, width), torch.bfloat16, device)
-    grouped_gemm(rows, weights.w13, gate_up[0], routing.tiles)
-    q, scales = silu_mul_quant_fp8(gate_up, routing.num_rows, ue8m0)
+    q, scales = quantize_rows(hidden_states, routing.slots, ue8m0)
+    q, scales = gate_up((q[None], scales[None]), weights.w13, routing.tiles, routing.num_rows, ue8m0)
     down = empty((tokens * topk, hidden), torch.bfloat16, device)
     grouped_gemm((q[0], scales[0]), weights.w2, down, routing.tiles)
     return combine(down, routing.slots, topk_weights, out)

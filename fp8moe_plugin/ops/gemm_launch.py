@@ -5,7 +5,8 @@ import torch
 from fp8moe_plugin.jit.launcher import launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.quantize import Quantized, empty_scales
 from fp8moe_plugin.ops.route import Tiles
-from fp8moe_plugin.plan import Output, dense_key, grouped_key
+from fp8moe_plugin.plan import Output, dense_key, gate_up_key, grouped_key
+from fp8moe_plugin.shapes import GROUP
 
 # Rows of a TMA load; the kernels say why.
 PREFILL_BOX_M = 64
@@ -27,9 +28,26 @@ def launch_gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor |
     if not swap_ab:
         maps.append(tensor_map(out.data_ptr(), rows, n, 64, 64, 2))
     table, num_tiles = (tiles.table, tiles.num_tiles) if tiles else (None, None)
-    results = (out,) if swap_ab else (out, c)
+    results = (out,) if swap_ab else (out, c, None)
     args = (*maps, *_k_major(q, scales), weight_scales, *results, table, num_tiles, rows, n, k)
     launch(key, sms, args, out.device)
+
+
+def launch_gate_up(a: Quantized, w13: Quantized, out: Quantized, tiles: Tiles, ue8m0: bool) -> None:
+    """Launch the first GEMM of the experts with its activation, over tiles of `PREFILL_BLOCK_M` rows.
+
+    `a` is `[M, H]` or `[G, max_m, H]`, `out` e4m3 `[M, I]` or `[G, max_m, I]` with scales from `empty_scales`.
+    """
+    (q, scales), (weights, weight_scales), (out_q, out_scales) = a, w13, out
+    rows, k, n = q.numel() // q.shape[-1], q.shape[-1], weights.shape[-2]
+    maps = (
+        tensor_map(q.data_ptr(), rows, k, PREFILL_BOX_M, 128, 1),
+        tensor_map(weights.data_ptr(), weights.numel() // k, k, GROUP, 128, 1),
+        tensor_map(out_q.data_ptr(), rows, n // 2, 64, 128, 1),
+    )
+    results = (out_q, None, out_scales)
+    args = (*maps, *_k_major(q, scales), weight_scales, *results, tiles.table, tiles.num_tiles, rows, n, k)
+    launch(gate_up_key(ue8m0), multiprocessors(out_q.device.index), args, out_q.device)
 
 
 def _output(out: torch.Tensor, c: torch.Tensor | None) -> Output:

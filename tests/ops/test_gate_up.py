@@ -1,0 +1,35 @@
+"""GEMM 1 with its activation gives in one kernel the bits of GEMM, SiLU-and-mul and quantization after one another."""
+
+import pytest
+import torch
+
+from fp8moe_plugin.ops.gate_up import gate_up
+from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
+from fp8moe_plugin.ops.route import tiles_of_counts
+from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
+from fp8moe_plugin.plan import PREFILL_BLOCK_M
+from tests import helpers as h
+
+pytestmark = pytest.mark.gpu
+COUNTS = [[300, 1, 64, 65, 128, 0, 130], [7], [256, 256], [0, 0], [63, 2, 3, 4, 64, 64, 1, 9, 127]]
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(128, 128), (896, 384), (1024, 256), (2048, 640)])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_one_kernel_gives_the_bits_of_three(counts: list[int], hidden: int, intermediate: int, ue8m0: bool) -> None:
+    gen = h.seeded(0, torch.device("cuda", 0))
+    max_m = max(*counts, 1) + 3
+    a = h.random_quantized(gen, len(counts), max_m, hidden)
+    w13 = h.random_weights(gen, len(counts), 2 * intermediate, hidden)
+    masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
+    tiles = tiles_of_counts(masked_m, max_m, PREFILL_BLOCK_M)
+    products = h.poisoned(len(counts), max_m, 2 * intermediate, dtype=torch.bfloat16, device=gen.device)
+    grouped_gemm(a, w13, products, tiles)
+    expected = silu_mul_quant_fp8(products, masked_m, ue8m0)
+    for _ in range(2):
+        actual = gate_up(a, w13, tiles, masked_m, ue8m0)
+        for group, count in enumerate(counts):
+            for got, wanted in zip(actual, expected, strict=True):
+                assert h.same_bits(got[group, :count], wanted[group, :count])
+                assert h.untouched(got[group, count:])
