@@ -3,12 +3,17 @@
     manifest.json                 what the kernels are, which compiler made them, the sha256 of each
     <source>-<digest>.cubin       ...
 
-The same kernels make the same bytes. The manifest names the compiler, so that who reads a bundle needs none.
+The same kernels make the same bytes. The manifest names the compiler, so that who reads a bundle needs none. A bundle
+is a tar archive of plain files alone: reading one takes the memory of what is there, not of what its headers claim.
 """
 
+import contextlib
 import functools
 import hashlib
 import io
+import os
+import secrets
+import stat
 import tarfile
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,7 +27,7 @@ from fp8moe_plugin.jit.cubin import cubin_fault
 from fp8moe_plugin.plan import KernelKey
 
 MANIFEST = "manifest.json"
-MAX_BYTES = 1 << 28  # a bundle of every kernel there is has about a megabyte
+MAX_BYTES = 1 << 26  # a bundle of every kernel there is has less than a megabyte
 
 
 class Entry(BaseModel):
@@ -79,11 +84,7 @@ def read_bundle(path: Path) -> Bundle:
         CacheError: there is no such file, or it is no bundle.
     """
     try:
-        with tarfile.open(path, "r:") as archive:
-            members = {member.name: member for member in archive if member.isreg()}
-            if sum(member.size for member in members.values()) > MAX_BYTES:
-                raise CacheError(f"{path} is no bundle: it holds more than {MAX_BYTES >> 20} MiB")
-            files = {name: _content(archive, member) for name, member in members.items()}
+        files = _members(_content(path))
         manifest = Manifest.model_validate_json(files.pop(MANIFEST))
     except OSError as error:
         raise CacheError(f"the bundle {path} cannot be read: {error.strerror or error}") from error
@@ -92,8 +93,58 @@ def read_bundle(path: Path) -> Bundle:
     return Bundle(path, manifest, files)
 
 
-def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> Manifest:
-    """Write a bundle of these cubins, which this machine's NVRTC has made. Raises `OSError`."""
+def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> bytes:
+    """Write a bundle of these cubins, which this machine's NVRTC has made, whole or not at all; returns its bytes.
+
+    Raises:
+        CacheError: there is something else than a file in its place, or it cannot be written.
+    """
+    content = _archive(kernels)
+    try:
+        _require_replaceable(path)
+        _publish(path, content)
+    except OSError as error:
+        raise CacheError(
+            f"{path} cannot be written: {error.strerror}. Name a file in a folder that can be, and has room."
+        ) from error
+    return content
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a file. Raises `CacheError`, `OSError`."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would block
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise CacheError(f"the bundle {path} cannot be read: it is no regular file")
+        if status.st_size > MAX_BYTES:
+            raise CacheError(f"{path} is no bundle: it holds more than {MAX_BYTES >> 20} MiB")
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            return file.read(status.st_size)
+    finally:
+        os.close(handle)
+
+
+def _members(archive: bytes) -> dict[str, bytes]:
+    """The files of an archive, by name.
+
+    `tarfile` itself would follow long names, pax records and sparse maps, which take any memory and time they ask for.
+
+    Raises:
+        TarError, ValueError: it is damaged, or holds anything else than plain files.
+    """
+    files, at = {}, 0
+    while (block := archive[at : at + tarfile.BLOCKSIZE]) != bytes(tarfile.BLOCKSIZE):
+        member = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
+        at += tarfile.BLOCKSIZE
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or not 0 <= member.size <= len(archive) - at:
+            raise tarfile.ReadError(f"{member.name} is no plain file, or not whole")
+        files[member.name] = archive[at : at + member.size]
+        at += -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+    return files
+
+
+def _archive(kernels: dict[KernelKey, bytes]) -> bytes:
     compiler = nvrtc_version()
     files = {entry_name(key, compiler): (key, cubin) for key, cubin in kernels.items()}
     entries = [
@@ -101,13 +152,12 @@ def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> Manifest:
         for name, (key, cubin) in sorted(files.items())
     ]
     manifest = Manifest(arch=ARCH, compiler=compiler, kernels=entries)
-    part = path.with_name(f"{path.name}.part")
-    with tarfile.open(part, "w", format=tarfile.USTAR_FORMAT) as archive:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         _add(archive, MANIFEST, manifest.model_dump_json(indent=1).encode())
         for entry in entries:
             _add(archive, entry.name, files[entry.name][1])
-    part.replace(path)
-    return manifest
+    return content.getvalue()
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -116,6 +166,24 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     archive.addfile(member, io.BytesIO(content))
 
 
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = archive.extractfile(member)
-    return file.read() if file else b""
+def _require_replaceable(path: Path) -> None:
+    """Raise `CacheError` if there is anything but a file of its own: no link, device, pipe or folder. Or `OSError`."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise CacheError(f"{path} is no regular file, so it is not replaced: name another file, or remove it first")
+
+
+def _publish(path: Path, content: bytes) -> None:
+    """Put a file into its place by an atomic rename, and leave nothing behind if that fails. Raises `OSError`."""
+    staging = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    handle = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(handle)
+        staging.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            staging.unlink()
+        raise

@@ -1,9 +1,14 @@
 """Archives of compiled kernels: the same bytes each time, and nothing wrong comes out of a damaged one."""
 
+import errno
 import io
 import json
+import os
+import random
+import signal
+import socket
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +20,7 @@ from fp8moe_plugin.jit.compiler import compile_kernel
 from fp8moe_plugin.plan import KernelKey
 from tests.jit.conftest import SOURCE, forget
 
+HEADER, CHECKSUM = tarfile.BLOCKSIZE, slice(148, 156)
 KEYS = [KernelKey("tiny", (("VALUE", value),)) for value in (3, 4)]
 
 
@@ -27,6 +33,16 @@ def cubins(kernels: Path) -> dict[KernelKey, bytes]:
 def path(cubins: dict[KernelKey, bytes], tmp_path: Path) -> Path:
     bundle.write_bundle(tmp_path / "out.tar", cubins)
     return tmp_path / "out.tar"
+
+
+@pytest.fixture
+def promptly() -> Iterator[None]:
+    """Fails a test that takes half a minute, rather than wait for it."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it takes too long"))
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def rewrite(path: Path, change: Callable[[str, bytes], bytes | None]) -> None:
@@ -116,7 +132,164 @@ def test_a_bundle_that_is_not_there_is_refused(kernels: Path, tmp_path: Path) ->
         bundle.read_bundle(tmp_path / "none.tar")
 
 
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+@pytest.mark.usefixtures("promptly")
+def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "b.tar")
+    with pytest.raises(CacheError, match=r"the bundle .*/b\.tar cannot be read: it is no regular file"):
+        bundle.read_bundle(tmp_path / "b.tar")
+
+
 def test_a_huge_archive_is_refused_before_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle, "MAX_BYTES", 1000)
     with pytest.raises(CacheError, match="is no bundle: it holds more than"):
         bundle.read_bundle(path)
+
+
+def socket_at(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, socket_at, lambda path: path.symlink_to("of_another")])
+@pytest.mark.parametrize("linked", [True, False])
+def test_only_a_file_is_replaced(
+    cubins: dict[KernelKey, bytes], tmp_path: Path, make: Callable[[Path], None], linked: bool
+) -> None:
+    if linked:
+        (tmp_path / "of_another").write_bytes(b"theirs")
+    make(tmp_path / "b.tar")
+    before = (tmp_path / "b.tar").lstat()
+    with pytest.raises(CacheError, match=r"b\.tar is no regular file, so it is not replaced: name another file"):
+        bundle.write_bundle(tmp_path / "b.tar", cubins)
+    assert os.path.samestat((tmp_path / "b.tar").lstat(), before)
+    assert not linked or (tmp_path / "of_another").read_bytes() == b"theirs"
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_link_where_the_archive_is_staged_is_not_followed(cubins: dict[KernelKey, bytes], tmp_path: Path) -> None:
+    (tmp_path / "of_another").write_bytes(b"theirs")
+    (tmp_path / "b.tar.part").symlink_to("of_another")
+    assert bundle.write_bundle(tmp_path / "b.tar", cubins) == (tmp_path / "b.tar").read_bytes()
+    assert (tmp_path / "of_another").read_bytes() == b"theirs"
+
+
+def test_who_writes_the_same_path_meanwhile_does_not_matter(
+    path: Path, cubins: dict[KernelKey, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = {KEYS[0]: cubins[KEYS[0]]}
+    seen: list[bytes] = []
+
+    def write_too(_: int) -> None:
+        monkeypatch.setattr(os, "fsync", lambda _: None)
+        seen.extend([bundle.write_bundle(path, other), path.read_bytes()])
+
+    monkeypatch.setattr(os, "fsync", write_too)
+    last = bundle.write_bundle(path, cubins)
+    assert seen[0] == seen[1] != last == path.read_bytes()
+
+
+@pytest.mark.parametrize("step", ["fsync", "rename"])
+def test_a_disk_that_is_full_leaves_the_old_bundle_and_nothing_else(
+    path: Path, cubins: dict[KernelKey, bytes], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before, listing = path.read_bytes(), sorted(path.parent.iterdir())
+    monkeypatch.setattr(*((os, "fsync") if step == "fsync" else (Path, "replace")), full)
+    with pytest.raises(CacheError, match=r"out\.tar cannot be written: No space left on device\. Name a file in"):
+        bundle.write_bundle(path, {KEYS[0]: cubins[KEYS[0]]})
+    assert (path.read_bytes(), sorted(path.parent.iterdir())) == (before, listing)
+
+
+def test_a_folder_that_is_not_there_is_told(cubins: dict[KernelKey, bytes], tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match=r"none/b\.tar cannot be written: No such file or directory\. Name a file in"):
+        bundle.write_bundle(tmp_path / "none" / "b.tar", cubins)
+
+
+def sealed(header: bytes) -> bytes:
+    """A header whose checksum is right, whatever it says."""
+    blank = header[: CHECKSUM.start] + b" " * 8 + header[CHECKSUM.stop :]
+    return blank[: CHECKSUM.start] + b"%06o\0 " % sum(blank) + blank[CHECKSUM.stop :]
+
+
+def number(value: int) -> bytes:
+    """A size in the base-256 form, which holds more than any file has, and less than nothing."""
+    return (b"\xff" if value < 0 else b"\x80") + (value % (1 << 88)).to_bytes(11, "big")
+
+
+def header(kind: bytes, size: int, name: bytes = b"x") -> bytes:
+    plain = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
+    return sealed(name.ljust(100, b"\0") + plain[100:124] + number(size) + plain[136:156] + kind + plain[157:])
+
+
+def pax(record: bytes) -> bytes:
+    return header(tarfile.XHDTYPE, len(record)) + record.ljust(-(-len(record) // HEADER) * HEADER, b"\0")
+
+
+CRAFTED = {
+    "a longer name than memory": header(tarfile.GNUTYPE_LONGNAME, 1 << 45),
+    "a longer name than addresses": header(tarfile.GNUTYPE_LONGNAME, 1 << 80),
+    "more pax records than memory": header(tarfile.XHDTYPE, 1 << 45),
+    "more pax records than addresses": header(tarfile.XGLTYPE, 1 << 80),
+    "a pax record about all names": pax(b"16 path=renamed\n"),
+    "pax records without end": header(tarfile.XHDTYPE, 0) * 5000,
+    "a pax record of many digits": pax(b"1" * 200_000),
+    "a sparse file": header(tarfile.GNUTYPE_SPARSE, 0),
+    "a member that is the next one too": header(tarfile.REGTYPE, 0) + header(tarfile.REGTYPE, -HEADER),
+    "a member of more than there is": header(tarfile.REGTYPE, 1 << 40),
+    "a link": header(tarfile.SYMTYPE, 0),
+    "a folder": header(tarfile.DIRTYPE, 0),
+    "a device": header(tarfile.CHRTYPE, 0),
+}
+
+
+@pytest.mark.parametrize("crafted", CRAFTED.values(), ids=CRAFTED)
+@pytest.mark.usefixtures("promptly")
+def test_an_archive_of_anything_but_files_is_refused(path: Path, crafted: bytes) -> None:
+    path.write_bytes(crafted + path.read_bytes())
+    with pytest.raises(CacheError, match=r"out\.tar is no bundle, or damaged"):
+        bundle.read_bundle(path)
+
+
+def mutated(archive: bytes, starts: list[int], draw: random.Random) -> bytes:
+    """An archive with a field of a header changed, or another header put before it, all checksums right."""
+    start = draw.choice(starts)
+    old = archive[start : start + HEADER]
+    value = number(draw.choice([-1, 1]) * draw.getrandbits(draw.randrange(1, 88)))
+    kind = draw.choice([b"0", b"\0", b"1", b"2", b"5", b"7", b"L", b"K", b"S", b"x", b"g", b"X", draw.randbytes(1)])
+    match draw.choice(["size", "octal", "kind", "name", "bytes", "insert"]):
+        case "size":
+            new = old[:124] + value + old[136:]
+        case "octal":
+            new = old[:124] + b"%011o\0" % draw.getrandbits(draw.randrange(1, 33)) + old[136:]
+        case "kind":
+            new = old[:156] + kind + old[157:]
+        case "name":
+            new = draw.randbytes(draw.randrange(1, 100)).ljust(100, b"\0") + old[100:]
+        case "bytes":
+            at = draw.randrange(HEADER - 8)
+            new = old[:at] + draw.randbytes(8) + old[at + 8 :]
+        case _:
+            new = header(kind, draw.getrandbits(draw.randrange(1, 88))) + draw.choice([b"", pax(b"9 size=-9")]) + old
+            return archive[:start] + new + archive[start + HEADER :]
+    return archive[:start] + sealed(new) + archive[start + HEADER :]
+
+
+@pytest.mark.usefixtures("promptly")
+def test_whatever_a_header_says_no_wrong_bytes_come_out(path: Path, cubins: dict[KernelKey, bytes]) -> None:
+    draw, whole = random.Random(0), path.read_bytes()
+    with tarfile.open(path) as archive:
+        starts = [member.offset for member in archive]
+    served = refused = 0
+    for _ in range(3000):
+        path.write_bytes(mutated(whole, starts, draw))
+        bundle.read_bundle.cache_clear()
+        try:
+            assert {key: bundle.read_bundle(path).cubin(key) for key in KEYS} == cubins
+            served += 1
+        except (CacheError, Missing):
+            refused += 1
+    assert served > 300
+    assert refused > 300
