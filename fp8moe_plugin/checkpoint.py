@@ -15,6 +15,7 @@ from fp8moe_plugin.untrusted import ADVICE, MAX_SIZE, shown
 
 WEIGHT_BLOCK = [GROUP, GROUP]
 E4M3 = ("e4m3", "float8_e4m3fn")
+MAX_EXPERTS = 2**14  # Kimi-K2 has 384
 MAX_WEIGHTS = 2**40  # of one layer's experts; Kimi-K2 has 2^34
 
 # What vLLM fuses, of what a checkpoint holds and names.
@@ -84,6 +85,8 @@ def _check_sizes(model: Model) -> None:
     experts = model.experts
     if experts.topk > experts.experts:
         raise CheckpointError(f"config.json gives a token {experts.topk} of {experts.experts} experts. {ADVICE}")
+    if experts.experts > MAX_EXPERTS:
+        raise CheckpointError(f"config.json has {experts.experts} experts, more than {MAX_EXPERTS}. {ADVICE}")
     if model.heads % model.kv_heads:
         raise CheckpointError(f"config.json has {model.kv_heads} key and value heads for {model.heads}. {ADVICE}")
     if 2 * experts.experts * experts.intermediate * experts.hidden > MAX_WEIGHTS:

@@ -106,10 +106,8 @@ def _advice(model: Model, parallel: Parallel) -> str:
     ways = " or ".join(str(way) for way in nearest(model, parallel))
     if ways:
         return f"Nearest that is: {ways}."
-    return (
-        f"No other is either; on one GPU, {split_refusal(model, Parallel())}. Serve the checkpoint without "
-        "--quantization fp8moe, or with that layer unquantized."
-    )
+    alone = split_refusal(model, Parallel())
+    return f"No other is either; on one GPU: {alone}. Serve the checkpoint without --quantization fp8moe."
 
 
 def split_refusal(model: Model, parallel: Parallel) -> str | None:

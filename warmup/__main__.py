@@ -1,152 +1,16 @@
-"""`python -m warmup`: what was asked for, as text on standard output and as a report for `--json`."""
+"""`python -m warmup`, and the console script."""
 
-import hashlib
-import shlex
+import signal
 import sys
-import time
-
-from fp8moe_plugin.errors import Fp8MoeError
-from fp8moe_plugin.jit import cache
-from fp8moe_plugin.shapes import Model, rank_shapes
-from warmup import kernels
-from warmup.model import read_checkpoint, warn
-from warmup.options import Options, parse
-from warmup.report import BundleReport, Report, State
-
-GOOD = (State.PRESENT, State.COMPILED)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
-    options = parse(arguments)
-    report = Report(command=options.command, parallel=str(options.parallel))
-    try:
-        done = RUN[options.command](options, report)
-    except Fp8MoeError as error:
-        done, report.error = False, str(error)
-    except KeyboardInterrupt:
-        done, report.error = False, "Interrupted. What is compiled is kept; run the command again to go on."
-    if report.error:
-        print(f"error: {report.error}", file=sys.stderr)
-    if options.json:
-        try:
-            report.write(options.json)
-        except OSError as error:
-            print(f"error: {options.json} cannot be written: {error.strerror}", file=sys.stderr)
-            return 1
-    return 0 if done else 1
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt while this is imported needs no traceback
+    from warmup.cli import run
 
-
-def compile_kernels(options: Options, report: Report) -> bool:
-    plan = kernels.plan_of(_checked_model(options, report))
-    start = time.perf_counter()
-    report.kernels = kernels.compile_missing(plan)
-    report.seconds = round(time.perf_counter() - start, 3)
-    for kernel in report.kernels:
-        if kernel.detail and kernel.state in (State.COMPILED, State.FAILED):
-            warn(report, f"{kernel.kernel}: {kernel.detail}")
-    counts = ", ".join(f"{_count(report, state)} {state}" for state in (*GOOD, State.FAILED))
-    print(f"{len(plan)} kernels: {counts}, in {report.seconds:.1f} s; cache {cache.cache_dir()}")
-    good = all(kernel.state in GOOD for kernel in report.kernels)
-    if good and options.bundle:
-        _write_bundle(options, report, plan)
-    return good
-
-
-def _write_bundle(options: Options, report: Report, plan: kernels.Plan) -> None:
-    assert options.bundle
-    path, size = options.bundle.absolute(), kernels.write_bundle(options.bundle, plan)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    report.bundle = BundleReport(path=str(path), sha256=digest, size=size, kernels=len(plan))
-    print(f"{path}: {len(plan)} kernels, {size / 1e6:.2f} MB, sha256 {digest}")
-    print(f"Serve with FP8MOE_BUNDLE={shlex.quote(str(path))}, and FP8MOE_JIT=forbid to be sure that nothing compiles.")
-
-
-def list_kernels(options: Options, report: Report) -> bool:
-    report.kernels = kernels.look_up(kernels.plan_of(_checked_model(options, report)))
-    print(kernels.table(report.kernels))
-    print(f"{len(report.kernels)} kernels, {_count(report, State.PRESENT)} present; cache {cache.cache_dir()}")
-    return True
-
-
-def verify(options: Options, report: Report) -> bool:
-    report.kernels = kernels.look_up(kernels.plan_of(_checked_model(options, report)))
-    bad = [kernel for kernel in report.kernels if kernel.state != State.PRESENT]
-    for kernel in bad:
-        print(f"{kernel.state} {kernel.kernel}: {kernel.detail}")
-    places = ", ".join(sorted({kernel.place for kernel in report.kernels if kernel.place})) or "nowhere"
-    print(f"{len(report.kernels)} kernels, {len(report.kernels) - len(bad)} present and whole, in {places}")
-    if bad:
-        print(f"Run `{_compile_command(options)}`.")
-    return not bad
-
-
-def explain(options: Options, report: Report) -> bool:
-    from warmup import explain as explanation
-
-    model = _checked_model(options, report)
-    assert model
-    report.explain = explanation.explain(model, options.parallel, options.max_tokens, options.capture_sizes)
-    print(explanation.text(model, report.explain, options.max_tokens))
-    return True
-
-
-def doctor(options: Options, report: Report) -> bool:
-    from warmup import doctor as examination
-
-    report.doctor = examination.findings(options, report)
-    print(examination.text(report.doctor))
-    return all(finding.ok is not False for finding in report.doctor)
-
-
-def bench(options: Options, report: Report) -> bool:
-    from warmup import bench as benchmark
-    from warmup.bench_result import check_plot, plot, table
-
-    model = _checked_model(options, report)
-    assert model
-    if options.plot:
-        check_plot(options.plot)
-    layer = benchmark.rank_layer(model, options.parallel)
-    report.bench = benchmark.bench_layer(layer, options.tokens or benchmark.TOKENS, model.ue8m0, _progress)
-    print(table(report.bench))
-    if options.plot:
-        plot(report.bench, options.plot)
-    return True
-
-
-RUN = {
-    "compile": compile_kernels,
-    "list": list_kernels,
-    "explain": explain,
-    "verify": verify,
-    "bundle": compile_kernels,
-    "doctor": doctor,
-    "bench": bench,
-}
-
-
-def _checked_model(options: Options, report: Report) -> Model | None:
-    """The checkpoint, if one is named and the ranks can share it."""
-    if options.model is None:
-        return None
-    model = read_checkpoint(options.model, report)
-    rank_shapes(model, options.parallel)
-    return model
-
-
-def _compile_command(options: Options) -> str:
-    bundle = f" bundle --bundle {shlex.quote(str(options.bundle))}" if options.bundle else ""
-    model = f" --model {shlex.quote(options.model)} {options.parallel}" if options.model else ""
-    return f"python -m warmup{bundle}{model}"
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _count(report: Report, state: State) -> int:
-    return sum(kernel.state == state for kernel in report.kernels)
+    signal.signal(signal.SIGINT, handler)
+    return run(arguments)
 
 
 if __name__ == "__main__":

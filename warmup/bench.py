@@ -230,4 +230,7 @@ def make_ours(ue8m0: bool, experts: Experts, weights: ExpertWeights, tokens: int
 
 def _driver_version() -> str:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        raise UnsupportedError("nvidia-smi does not tell the driver's version. Put it on the PATH.") from error

@@ -1,13 +1,15 @@
 """`doctor`: where kernels come from on this machine and why not, what is installed, and what would be refused."""
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterator
 
-from fp8moe_plugin.errors import Fp8MoeError
+from fp8moe_plugin.errors import CacheError, Fp8MoeError
 from fp8moe_plugin.jit import cache
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import nvrtc_version
+from fp8moe_plugin.jit.lookup import bundle_path
 from fp8moe_plugin.settings import Settings, settings, variable
 from fp8moe_plugin.shapes import rank_shapes
 from warmup import kernels
@@ -18,24 +20,30 @@ from warmup.report import Finding, Report, State
 
 def findings(options: Options, report: Report) -> list[Finding]:
     """Everything that was looked at; what fails is a finding, not an error."""
-    looks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
-        ("settings", _settings),
-        ("compiler", _compiler),
-        ("cache", _cache),
-        ("bundle", _bundle),
-        ("GPU", _gpu),
-        ("model", lambda: _model(options, report)),
-        ("kernels", lambda: _kernels(options, report)),
-    ]
-    found = [Finding(subject="versions", found=", ".join(f"{name} {v}" for name, v in report.versions.items()))]
-    for subject, look in looks:
-        try:
-            found += look()
-        except Fp8MoeError as error:
-            found.append(Finding(subject=subject, found=str(error), ok=False))
-            if subject == "settings":  # all that follows reads them
-                break
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    found = [Finding(subject="versions", found=versions), *_look("settings", _settings)]
+    if found[-1].ok is False:  # all that follows reads them
+        return found
+    for subject, look in (("compiler", _compiler), ("cache", _cache), ("bundle", _bundle), ("GPU", _gpu)):
+        found += _look(subject, look)
+    found += _look("model", lambda: _model(options, report))
+    found += _look("kernels", lambda: _kernels(report))
+    if report.kernels and all(kernel.state == State.PRESENT for kernel in report.kernels):
+        return [_not_needed(finding) if finding.subject == "cache" else finding for finding in found]
     return found
+
+
+def _look(subject: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    try:
+        return list(look())
+    except Fp8MoeError as error:
+        return [Finding(subject=subject, found=str(error), ok=False)]
+
+
+def _not_needed(cache: Finding) -> Finding:
+    if cache.ok:
+        return cache
+    return Finding(subject="cache", found=f"not needed, as every kernel is there; {cache.found}")
 
 
 def text(found: list[Finding]) -> str:
@@ -56,18 +64,28 @@ def _compiler() -> Iterator[Finding]:
 
 def _cache() -> Iterator[Finding]:
     folder = cache.cache_dir()
-    if not folder.is_dir():
-        yield Finding(subject="cache", found=f"{folder}, not there yet")
+    try:
+        status = folder.stat()
+        entries = [entry.stat().st_size for entry in folder.glob("*.cubin")]
+    except FileNotFoundError:
+        existing = next(parent for parent in folder.parents if parent.exists())
+        good = os.access(existing, os.W_OK | os.X_OK) and existing.is_dir()
+        why = "not there yet" if good else f"not there, and cannot be made in {existing}. {cache.ADVICE}"
+        yield Finding(subject="cache", found=f"{folder}, {why}", ok=None if good else False)
         return
-    status = folder.stat()
-    entries = [entry.stat().st_size for entry in folder.glob("*.cubin")]
-    refusal = cache.folder_refusal(status) or ("" if os.access(folder, os.R_OK | os.X_OK) else "it cannot be read")
+    except OSError as error:
+        yield Finding(subject="cache", found=f"{folder}: {error.strerror}. {cache.ADVICE}", ok=False)
+        return
+    refusal = cache.folder_refusal(status) if stat.S_ISDIR(status.st_mode) else "it is no folder"
+    if not refusal and not os.access(folder, os.R_OK | os.X_OK):
+        refusal = "it cannot be read"
     found = f"{folder}, mode {stat.S_IMODE(status.st_mode):04o}, {len(entries)} kernels, {sum(entries) / 1e6:.2f} MB"
-    yield Finding(subject="cache", found=f"{found}; not used: {refusal}" if refusal else found, ok=not refusal)
+    found += f"; not used: {refusal}. {cache.ADVICE}" if refusal else ""
+    yield Finding(subject="cache", found=found, ok=not refusal)
 
 
 def _bundle() -> Iterator[Finding]:
-    path = settings().bundle
+    path = bundle_path()
     if path is None:
         yield Finding(subject="bundle", found="none (FP8MOE_BUNDLE is not set)")
         return
@@ -101,29 +119,35 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _model(options: Options, report: Report) -> Iterator[Finding]:
+    """The kernels that follow are those of the model, if there is one."""
+    report.kernels = kernels.look_up(kernels.plan_of(None))
     if options.model is None:
         return
     model = read_checkpoint(options.model, report)
+    report.kernels = kernels.look_up(kernels.plan_of(model))
     rank_shapes(model, options.parallel)
     good = f"{options.model} ({model.architecture}) can be spread by {options.parallel}"
     yield Finding(subject="model", found="; ".join([good, *report.warnings]), ok=model.quantized)
 
 
-def _kernels(options: Options, report: Report) -> Iterator[Finding]:
-    model = read_checkpoint(options.model, Report(command="doctor")) if options.model else None
-    report.kernels = kernels.look_up(kernels.plan_of(model))
+def _kernels(report: Report) -> Iterator[Finding]:
     missing = [kernel for kernel in report.kernels if kernel.state != State.PRESENT]
-    found = f"{len(report.kernels) - len(missing)} of {len(report.kernels)} are there"
-    if missing:
-        found += f"; first miss: {missing[0].kernel}: {missing[0].detail}{_others(missing[0].entry)}"
-    forbidden = settings().jit == "forbid"
-    if missing and model:
-        found += "; FP8MOE_JIT=forbid refuses to start" if forbidden else "; they are compiled at start"
-    yield Finding(subject="kernels", found=found, ok=True if not missing else False if model and forbidden else None)
+    if not missing:
+        yield Finding(subject="kernels", found=f"all {len(report.kernels)} are there", ok=True)
+        return
+    first = missing[0]
+    found = f"{len(report.kernels) - len(missing)} of {len(report.kernels)} are there; first miss: {first.kernel}: "
+    found += f"{first.detail}{_others(first.entry)}"
+    forbidden = report.model is not None and settings().jit == "forbid"
+    found += "; FP8MOE_JIT=forbid refuses to start" if forbidden else "; what serving needs is compiled at start"
+    yield Finding(subject="kernels", found=found, ok=False if forbidden else None)
 
 
 def _others(entry: str) -> str:
     """Whether the cache holds the same kernel from other sources or of another compiler."""
     source = entry.partition("-")[0]
-    others = len(list(cache.cache_dir().glob(f"{source}-*.cubin")))
-    return f" ({others} of {source} by another compiler, of other sources or options are there)" if others else ""
+    with contextlib.suppress(CacheError, OSError):
+        others = [path for path in cache.cache_dir().glob(f"{source}-*.cubin") if path.name != entry]
+        if others:
+            return f" ({len(others)} of {source} by another compiler, of other sources or options are there)"
+    return ""

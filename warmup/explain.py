@@ -33,9 +33,8 @@ def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tu
         UnsupportedError: the ranks cannot share the model so.
     """
     rank = rank_shapes(model, parallel)
-    layouts = [
-        _layout(model, way, max_tokens) for way in [Parallel(parallel.ranks), *whole_expert_ways(parallel.ranks)]
-    ]
+    ways = [Parallel(parallel.ranks), *(whole_expert_ways(parallel.ranks) if parallel.ranks > 1 else [])]
+    layouts = [_layout(model, way, max_tokens) for way in ways]
     return ExplainReport(
         parallel=str(parallel),
         shapes=_shapes(model, parallel, rank),

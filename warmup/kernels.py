@@ -1,14 +1,16 @@
 """`list`, `verify` and `compile`: the kernels of a plan, whether they are there, and making those that are not."""
 
+import contextlib
+import ctypes
 import hashlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from fp8moe_plugin.shapes import Model
 from warmup.report import KernelReport, State
 
 Plan = dict[KernelKey, str]  # and why
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 Outcome = dict[str, Any]  # fields of a KernelReport
 
 
@@ -32,15 +35,18 @@ def plan_of(model: Model | None) -> Plan:
 
 def look_up(plan: Plan) -> list[KernelReport]:
     """What serving would find of each kernel, in the bundle or in the cache."""
-    reports = []
-    for key, why in plan.items():
-        try:
-            found = lookup.find(key)
-        except cache.Missing as missing:
-            reports.append(_absent(key, why, missing))
-        else:
-            reports.append(_present(key, why, found.cubin, lookup.place(found.origin).strip()))
-    return reports
+
+    def find(key: KernelKey) -> tuple[bytes, str]:
+        found = lookup.find(key)
+        return found.cubin, lookup.place(found.origin).strip()
+
+    return [_report(key, why, find) for key, why in plan.items()]
+
+
+def look_into(archive: Path, plan: Plan) -> list[KernelReport]:
+    """What a bundle holds of each kernel. Raises `CacheError` if it is none."""
+    kernels = bundle.read_bundle(archive)
+    return [_report(key, why, lambda key: (kernels.cubin(key), str(archive))) for key, why in plan.items()]
 
 
 def compile_missing(plan: Plan) -> list[KernelReport]:
@@ -51,31 +57,50 @@ def compile_missing(plan: Plan) -> list[KernelReport]:
     Raises:
         CacheError: the cache cannot be used.
     """
-    cache.require_usable()
     reports = {key: _in_cache(key, why) for key, why in plan.items()}
     missing = [key for key, report in reports.items() if report.state != State.PRESENT]
     if not missing:
         return list(reports.values())
-    with tqdm(total=len(missing), unit="kernel", desc="compiling", disable=None) as bar:
-        for done, (key, outcome) in enumerate(_compile_all(missing), start=1):
-            reports[key] = reports[key].model_copy(update=outcome)
+    cache.require_usable()
+    progress = tqdm(total=len(missing), unit="kernel", desc="compiling", disable=None)
+    with _pool(len(missing)) as pool, progress as bar:
+        futures = {pool.submit(_compile, key): key for key in missing}
+        for done, future in enumerate(as_completed(futures), start=1):
+            key = futures[future]
+            reports[key] = reports[key].model_copy(update=_outcome(future))
             bar.update()
             if bar.disable:
                 print(f"[{done}/{len(missing)}] {_line(reports[key])}", file=sys.stderr, flush=True)
     return list(reports.values())
 
 
-def _compile_all(keys: list[KernelKey]) -> Iterator[tuple[KernelKey, Outcome]]:
-    """What became of each kernel, as soon as it is known."""
-    workers = min(len(keys), len(os.sched_getaffinity(0)))
-    # Spawned, as NVRTC does not survive a fork. A terminal's interrupt reaches them too, but this process heeds it.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+@contextlib.contextmanager
+def _pool(tasks: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that compile; whatever ends this one, none of them is left over.
+
+    They are spawned, as NVRTC does not survive a fork. Killing them costs nothing: an entry of the cache is whole, or
+    not there.
+    """
+    pool = ProcessPoolExecutor(min(tasks, len(os.sched_getaffinity(0))), get_context("spawn"), _prepare_worker)
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        futures = {pool.submit(_compile, key): key for key in keys}
-        for future in as_completed(futures):
-            yield futures[future], _outcome(future)
+        yield pool
+    except BaseException:
+        for number in (signal.SIGINT, *handlers):
+            signal.signal(number, signal.SIG_IGN)  # a second interrupt must not leave the processes alone
+        for process in active_children():
+            process.kill()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _prepare_worker() -> None:
+    """A terminal's interrupt is for the parent to heed; the parent's death, even by SIGKILL, ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _compile(key: KernelKey) -> Outcome:
@@ -100,20 +125,18 @@ def _outcome(future: Future[Outcome]) -> Outcome:
 
 
 def _in_cache(key: KernelKey, why: str) -> KernelReport:
+    return _report(key, why, lambda key: (cache.read(_entry(key)), str(cache.cache_dir())))
+
+
+def _report(key: KernelKey, why: str, find: Callable[[KernelKey], tuple[bytes, str]]) -> KernelReport:
+    """`find` gives a cubin and where it is, or raises `Missing`."""
+    known = {"kernel": str(key), "why": why, "entry": _entry(key)}
     try:
-        return _present(key, why, cache.read(_entry(key)), str(cache.cache_dir()))
+        cubin, place = find(key)
     except cache.Missing as missing:
-        return _absent(key, why, missing)
-
-
-def _present(key: KernelKey, why: str, cubin: bytes, place: str) -> KernelReport:
-    content = _content(cubin)
-    return KernelReport(kernel=str(key), why=why, entry=_entry(key), state=State.PRESENT, place=place, **content)
-
-
-def _absent(key: KernelKey, why: str, missing: cache.Missing) -> KernelReport:
-    state = State.DAMAGED if isinstance(missing, cache.Damaged) else State.MISSING
-    return KernelReport(kernel=str(key), why=why, entry=_entry(key), state=state, detail=str(missing))
+        state = State.DAMAGED if isinstance(missing, cache.Damaged) else State.MISSING
+        return KernelReport(**known, state=state, detail=str(missing))
+    return KernelReport(**known, state=State.PRESENT, place=place, **_content(cubin))
 
 
 def _content(cubin: bytes) -> dict[str, Any]:
@@ -129,19 +152,16 @@ def _line(report: KernelReport) -> str:
     return f"{report.state:8s} {report.kernel}{took}" + (f": {report.detail}" if report.detail else "")
 
 
-def write_bundle(path: Path, plan: Plan) -> int:
-    """Write the kernels, which the cache has, into an archive; returns its size in bytes.
+def write_bundle(path: Path, plan: Plan) -> bytes:
+    """Write the kernels, which the cache has, into an archive; returns its bytes.
 
     Raises:
         CacheError: a kernel has gone from the cache, or the archive cannot be written.
     """
     try:
-        bundle.write_bundle(path, {key: cache.read(_entry(key)) for key in plan})
-        return path.stat().st_size
+        return bundle.write_bundle(path, {key: cache.read(_entry(key)) for key in plan})
     except cache.Missing as missing:
         raise CacheError(f"A kernel has gone from the cache meanwhile: {missing}. Run the command again.") from missing
-    except OSError as error:
-        raise CacheError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def table(reports: list[KernelReport]) -> str:

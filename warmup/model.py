@@ -57,14 +57,15 @@ def checkpoint_folder(model: str) -> Path:
     if folder.is_dir():
         return folder
     if not HUB_ID.fullmatch(model):
-        raise CheckpointError(f"{model!r} is neither a folder nor the id of a model on the hub (organisation/name).")
+        raise CheckpointError(
+            f"{model!r} is neither a folder nor the id of a model on the hub (organisation/name). Check its spelling."
+        )
     import huggingface_hub
-    from huggingface_hub import errors
 
     try:
         return Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+    except Exception as error:  # its own errors, and those of whichever HTTP library it uses
+        reason = "; ".join(f"{type(e).__name__}: {str(e).strip()[:300]}" for e in (error, error.__cause__) if e)
         raise CheckpointError(
             f"There is no folder {model!r} here, and the hub does not give a model of this name: {reason}. "
             "Check the name, HF_TOKEN and the network, or give the folder of a downloaded checkpoint."

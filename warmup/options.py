@@ -1,6 +1,7 @@
 """The command line."""
 
 import argparse
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,8 @@ examples:
 MAX_TOKENS = 8192  # vLLM's own default for a server on such GPUs
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MAX_COUNT = 1 << 20
+MAX_GPUS = 4096
+TAKE = {"bundle": ("compile", "bundle", "verify"), "plot": ("bench",), "tokens": ("bench",), "dry_run": ("compile",)}
 BUNDLE = Path("fp8moe-kernels.tar")
 
 
@@ -47,12 +50,8 @@ def parse(arguments: list[str] | None) -> Options:
     """The options; leaves the process with status 2 where they are wrong."""
     parser = _parser()
     given = parser.parse_args(arguments)
+    _check(parser, given)
     command = "list" if given.dry_run else given.command
-    if command in ("explain", "bench") and not given.model:
-        parser.error(f"{command} needs --model")
-    for path in (given.json, given.bundle, given.plot):
-        if path and not path.absolute().parent.is_dir():
-            parser.error(f"there is no folder {path.parent} to write {path.name} into")
     return Options(
         command=command,
         model=given.model,
@@ -66,6 +65,17 @@ def parse(arguments: list[str] | None) -> Options:
     )
 
 
+def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    if given.model == "" or (given.model is None and given.command in ("explain", "bench")):
+        parser.error(f"{given.command} needs a --model")
+    for option, commands in TAKE.items():
+        if getattr(given, option) and given.command not in commands:
+            parser.error(f"{given.command} takes no --{option.replace('_', '-')}")
+    for path in (given.json, given.bundle, given.plot):
+        if path and (path.name in ("", "..") or path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+            parser.error(f"{str(path)!r} is no file that can be written")
+
+
 def _parallel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Parallel:
     """vLLM spreads whole experts over all tp x dp ranks; `--ep` alone means as many ranks of tensor parallelism."""
     tp, dp, ep = given.tp, given.dp or 1, given.ep
@@ -73,6 +83,8 @@ def _parallel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Par
         tp = ep if ep and not given.dp else 1
     if ep and ep != tp * dp:
         parser.error(f"--ep {ep} does not fit --tp {tp} --dp {dp}: vLLM spreads the experts over all {tp * dp} ranks")
+    if tp * dp > MAX_GPUS:
+        parser.error(f"--tp {tp} --dp {dp} are more than {MAX_GPUS} GPUs")
     return Parallel(tp, dp, bool(ep) or given.enable_expert_parallel)
 
 

@@ -1,6 +1,7 @@
 """What a command found, as `--json` writes it: one schema for all commands, with a version."""
 
 import datetime
+import json
 import platform
 from enum import StrEnum
 from importlib import metadata
@@ -134,7 +135,7 @@ class Report(Part):
 
     def write(self, path: Path) -> None:
         """Raises `OSError`."""
-        path.write_text(self.model_dump_json(indent=1) + "\n")
+        path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n")  # escapes what is no UTF-8
 
 
 def versions() -> dict[str, str]:

@@ -10,6 +10,7 @@ race to publish uses the bytes it compiled. Nothing depends on the clock. A fold
 import contextlib
 import errno
 import hashlib
+import logging
 import os
 import secrets
 import stat
@@ -18,14 +19,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 import platformdirs
-from filelock import FileLock
+from filelock import BaseFileLock, FileLock, Timeout
 
 from fp8moe_plugin.errors import CacheError
 from fp8moe_plugin.jit.cubin import cubin_fault
 from fp8moe_plugin.settings import settings
 
+logger = logging.getLogger("fp8moe")
+ADVICE = "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700."
 CHECKSUM_BYTES = hashlib.sha256().digest_size
-LOCK_TIMEOUT_S = 60  # many times what the slowest kernel takes to compile
+LOCK_PATIENCE_S, LOCK_TIMEOUT_S = 3, 60  # of saying nothing; many times what the slowest kernel takes to compile
 
 
 class Missing(Exception):
@@ -48,9 +51,7 @@ def cache_dir() -> Path:
         return folder.expanduser().absolute()
     except RuntimeError as error:
         where = chosen or vllm or "the default, ~/.cache"
-        raise CacheError(
-            f"no home folder is known for {where}: set FP8MOE_CACHE_DIR to a folder of your own, without ~"
-        ) from error
+        raise CacheError(f"no home folder is known for {where}. {ADVICE}") from error
 
 
 def read(name: str) -> bytes:
@@ -97,7 +98,7 @@ def publish(name: str, cubin: bytes) -> None:
                     os.unlink(staging, dir_fd=folder)
                 raise
     except OSError as error:
-        raise CacheError(f"{path} cannot be written: {error.strerror}") from error
+        raise CacheError(f"{path} cannot be written: {error.strerror}. {ADVICE}") from error
 
 
 def require_usable() -> None:
@@ -109,7 +110,7 @@ def require_usable() -> None:
             if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise CacheError(f"{path} cannot be written: {error.strerror}") from error
+        raise CacheError(f"{path} cannot be written: {error.strerror}. {ADVICE}") from error
 
 
 @contextlib.contextmanager
@@ -119,8 +120,8 @@ def locked(name: str) -> Iterator[None]:
         path = cache_dir()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _opened(path):
-            lock = FileLock(path / f"{name}.lock", timeout=LOCK_TIMEOUT_S, mode=0o600)
-        lock.acquire()
+            lock = FileLock(path / f"{name}.lock", mode=0o600)
+        _acquire(lock)
     except (OSError, NotImplementedError, CacheError):  # there are no locks; publishing says if more is wrong
         yield
         return
@@ -130,6 +131,14 @@ def locked(name: str) -> Iterator[None]:
             with contextlib.suppress(OSError):  # the folder is only read, or another has done it
                 abandoned.unlink()
         yield
+
+
+def _acquire(lock: BaseFileLock) -> None:
+    try:
+        lock.acquire(timeout=LOCK_PATIENCE_S)
+    except Timeout:
+        logger.warning("fp8moe: waits up to %d s for the process that holds %s", LOCK_TIMEOUT_S, lock.lock_file)
+        lock.acquire(timeout=LOCK_TIMEOUT_S)
 
 
 def seal(name: str, cubin: bytes) -> bytes:
@@ -144,7 +153,7 @@ def _opened(path: Path) -> Iterator[int]:
     try:
         refusal = folder_refusal(os.fstat(folder))
         if refusal:
-            raise CacheError(f"{path} is not used: {refusal}")
+            raise CacheError(f"{path} is not used: {refusal}. {ADVICE}")
         yield folder
     finally:
         os.close(folder)
@@ -155,7 +164,7 @@ def folder_refusal(status: os.stat_result) -> str | None:
     if status.st_uid != os.geteuid():
         return f"it belongs to user {status.st_uid}, this process is user {os.geteuid()}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"its mode {stat.S_IMODE(status.st_mode):04o} lets others write to it; run chmod 700 on it"
+        return f"its mode {stat.S_IMODE(status.st_mode):04o} lets others write to it"
     return None
 
 

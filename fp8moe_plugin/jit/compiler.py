@@ -4,14 +4,14 @@ import functools
 import hashlib
 import io
 import re
-from importlib import resources
+from importlib import metadata, resources
 from typing import NamedTuple
 
 from fp8moe_plugin.errors import CompileError
 from fp8moe_plugin.plan import KernelKey
 
 ARCH = "sm_90a"
-STANDARD = "c++17"
+OPTIONS = {"arch": ARCH, "std": "c++17"}  # all that change what is compiled
 _INCLUDE = re.compile(r'^#include "(.+)"$')
 
 
@@ -29,7 +29,7 @@ def compile_kernel(key: KernelKey) -> Compiled:
     from cuda.core import Program, ProgramOptions
 
     # NVRTC's own cache would leave out ptxas' report
-    options = ProgramOptions(name=f"{key.source}.cu", arch=ARCH, std=STANDARD, ptxas_options=["-v"], no_cache=True)
+    options = ProgramOptions(name=f"{key.source}.cu", ptxas_options=["-v"], no_cache=True, **OPTIONS)
     log = io.StringIO()
     try:
         program = Program(translation_unit(key), "c++", options)
@@ -46,16 +46,16 @@ def entry_name(key: KernelKey, compiler: str) -> str:
     """Names a cubin, by the hash of all that the compiler reads, and of the compiler; no path, no time, no host.
 
     Args:
-        compiler: as `nvrtc_version` gives it; known gap: a patch release of NVRTC keeps the names of the last.
+        compiler: as `nvrtc_version` gives it.
     """
-    parts = (translation_unit(key), ARCH, STANDARD, compiler)
+    parts = (translation_unit(key), *OPTIONS.values(), compiler)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return f"{key.source}-{digest}.cubin"
 
 
 @functools.cache
 def nvrtc_version() -> str:
-    """The compiler's version.
+    """The compiler's version, to the patch where NVRTC is the one of its own package: NVRTC itself tells two numbers.
 
     Raises:
         CompileError: NVRTC does not tell.
@@ -65,7 +65,12 @@ def nvrtc_version() -> str:
     status, major, minor = nvrtc.nvrtcVersion()
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise CompileError(f"NVRTC does not tell its version ({status!r}). Reinstall the package nvidia-cuda-nvrtc.")
-    return f"nvrtc {major}.{minor}"
+    release = f"{major}.{minor}"
+    try:
+        package = metadata.version("nvidia-cuda-nvrtc")
+    except metadata.PackageNotFoundError:
+        package = ""
+    return f"nvrtc {package if package.startswith(f'{release}.') else release}"
 
 
 def translation_unit(key: KernelKey) -> str:

@@ -2,8 +2,10 @@
 
 import functools
 import logging
+import os
 import shlex
 from enum import StrEnum
+from pathlib import Path
 from typing import NamedTuple
 
 from fp8moe_plugin.errors import CacheError, KernelNotPrecompiled
@@ -52,14 +54,14 @@ def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
         why = str(missing)
         if isinstance(missing, cache.Damaged):
             logger.warning("fp8moe: %s", why)
-    jit = settings().jit
+    jit, command = settings().jit, warmup_command(warmup, bundle_path())
     if jit == "forbid":
         raise KernelNotPrecompiled(
-            f"The kernel {key} is not precompiled ({why}), and FP8MOE_JIT=forbid. Run `{_warmup_command(warmup)}` "
+            f"The kernel {key} is not precompiled ({why}), and FP8MOE_JIT=forbid. Run `{command}` "
             "as this user and with the same FP8MOE_* variables, or set FP8MOE_JIT=allow to compile it at every start."
         )
     if jit == "warn":
-        _warn_once(f"kernels are compiled at start; `{_warmup_command(warmup)}` does it before")
+        _warn_once(f"kernels are compiled at start; `{command}` does it before")
     made = compile_into_cache(key)
     if made.compiled:
         logger.log(logging.WARNING if jit == "warn" else logging.INFO, "fp8moe: compiled %s (%s)", key, why)
@@ -77,7 +79,7 @@ def find(key: KernelKey) -> Found:
         Missing: it is neither in the bundle nor in the cache; with a reason for each.
         CompileError: NVRTC, whose version is part of a name in the cache, does not tell it.
     """
-    bundle, reasons = settings().bundle, []
+    bundle, reasons = bundle_path(), []
     if bundle:
         try:
             return Found(read_bundle(bundle).cubin(key), Origin.BUNDLE)
@@ -114,16 +116,20 @@ def place(origin: Origin) -> str:
     """Where kernels of this origin are kept, as the end of a sentence."""
     match origin:
         case Origin.BUNDLE:
-            return f" {settings().bundle}"
+            return f" {bundle_path()}"
         case Origin.CACHE:
             return f" {cache.cache_dir()}"
         case Origin.COMPILER:
             return ""
 
 
-def _warmup_command(warmup: str) -> str:
-    """The command `warmup`, or the one that makes the bundle anew where a bundle is in use."""
+def bundle_path() -> Path | None:
     bundle = settings().bundle
+    return Path(os.path.expanduser(bundle)) if bundle else None  # noqa: PTH111  (Path's raises where there is no home)
+
+
+def warmup_command(warmup: str, bundle: Path | None) -> str:
+    """The command `warmup`, or the one that makes the bundle anew where a bundle is in use."""
     return f"{warmup.replace(WARMUP, f'{WARMUP} bundle')} --bundle {shlex.quote(str(bundle))}" if bundle else warmup
 
 

@@ -90,7 +90,7 @@ def test_a_pipe_in_the_place_of_an_entry_does_not_block(kernels: Path) -> None:
 def test_a_folder_that_others_can_write_to_is_not_used(kernels: Path, cubin: bytes, mode: int) -> None:
     cache.publish(NAME, cubin)
     kernels.chmod(mode)
-    refusal = f"{kernels} is not used: its mode {mode:04o} lets others write to it; run chmod 700 on it"
+    refusal = f"{kernels} is not used: its mode {mode:04o} lets others write to it"
     with pytest.raises(cache.Missing, match=refusal):
         cache.read(NAME)
     with pytest.raises(CacheError, match=refusal):
@@ -152,5 +152,5 @@ def test_the_folder_is_the_first_that_is_named(
 
 def test_a_folder_in_the_home_of_nobody_is_refused(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_variables(monkeypatch, FP8MOE_CACHE_DIR="~nosuchuser/x")
-    with pytest.raises(CacheError, match=r"no home folder is known for ~nosuchuser/x: set .* without ~"):
+    with pytest.raises(CacheError, match=r"no home folder is known for ~nosuchuser/x\. Set FP8MOE_CACHE_DIR to"):
         cache.cache_dir()

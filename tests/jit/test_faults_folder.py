@@ -179,7 +179,7 @@ def test_a_user_without_a_home_is_told_what_to_do(
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     set_variables(monkeypatch)
     served = server.serve_after(become_nobody)
-    warning = "set FP8MOE_CACHE_DIR to a folder of your own, without ~"
+    warning = "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700."
     assert_served(served, cubins, [Origin.COMPILER] * 2, warning)
 
 

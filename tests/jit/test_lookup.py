@@ -124,7 +124,7 @@ def test_forbid_asks_for_a_new_bundle_where_one_is_in_use(
 def test_the_name_changes_with_all_that_the_compiler_reads(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {compiler.entry_name(KEY, "nvrtc 13.0"), compiler.entry_name(OTHER, "nvrtc 13.0")}
     names.add(compiler.entry_name(KEY, "nvrtc 13.1"))
-    monkeypatch.setattr(compiler, "STANDARD", "c++20")
+    monkeypatch.setitem(compiler.OPTIONS, "std", "c++20")
     names.add(compiler.entry_name(KEY, "nvrtc 13.0"))
     monkeypatch.setattr(compiler, "_csrc_text", lambda name: SOURCE + " ")
     names.add(compiler.entry_name(KEY, "nvrtc 13.0"))

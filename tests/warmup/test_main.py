@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8moe_plugin.jit.bundle import write_bundle
 from fp8moe_plugin.plan import KernelKey, all_kernels, model_kernels
 from fp8moe_plugin.shapes import Model
 from tests.jit.conftest import forget, set_variables
@@ -70,7 +71,7 @@ def test_every_model_is_compiled_for_every_split_or_told_the_nearest(
     printed = capsys.readouterr()
     if name == "GLM-4.5-Air":  # its dense layers are 10944 wide, which is no multiple of 128
         assert status == 1
-        assert "No other is either; on one GPU, mlp.gate_up_proj has 10944 output channels" in printed.err
+        assert "No other is either; on one GPU: mlp.gate_up_proj has 10944 output channels" in printed.err
     elif (name, split) in NEAREST:
         assert status == 1
         assert "is not supported: " in printed.err
@@ -135,19 +136,41 @@ def test_a_killed_compiler_is_told(cache: Path) -> None:
     assert report.detail == "a compiling process was killed; run again, what is done is kept"
 
 
-def test_an_interrupt_keeps_what_is_done(cache: Path) -> None:
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def runs(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("to", ["group", "parent"])
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGINT] * 4, [signal.SIGTERM], [signal.SIGKILL]], ids=str)
+def test_whatever_ends_it_keeps_what_is_done_and_leaves_nobody_behind(
+    cache: Path, signals: list[signal.Signals], to: str
+) -> None:
     process = subprocess.Popen(
         command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stderr
-    first = process.stderr.readline()
-    os.killpg(process.pid, signal.SIGINT)
-    _, rest = process.communicate(timeout=60)
+    first, workers = process.stderr.readline(), children(process.pid)
+    for number in signals:
+        if process.poll() is None:
+            (os.killpg if to == "group" else os.kill)(process.pid, number)
+            time.sleep(0.05)
+    _, rest = process.communicate(timeout=10)
     assert first.startswith(f"[1/{ALL}] compiled ")
-    assert rest.endswith("error: Interrupted. What is compiled is kept; run the command again to go on.\n")
     assert "Traceback" not in rest
-    assert process.returncode == 1
-    assert 1 <= len(entries(cache)) < len(all_kernels())
+    assert len(workers) >= 2
+    deadline = time.monotonic() + 5
+    while any(map(runs, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(runs, workers))
+    if signals[0] != signal.SIGKILL:
+        assert rest.endswith("error: Interrupted. What is compiled is kept; run the command again to go on.\n")
+        assert process.returncode == 1
+    assert 1 <= len(entries(cache)) < ALL
 
 
 def test_a_terminal_gets_a_bar_and_not_lines(cache: Path, checkpoint: Folder) -> None:
@@ -217,8 +240,42 @@ def test_a_cache_that_cannot_be_used_is_an_error_before_anything_is_compiled(
     cache.chmod(0o770)
     assert main([]) == 1
     assert capsys.readouterr().err == (
-        f"error: {cache} is not used: its mode 0770 lets others write to it; run chmod 700 on it\n"
+        f"error: {cache} is not used: its mode 0770 lets others write to it. "
+        "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700.\n"
     )
+
+
+def test_verify_with_a_bundle_looks_at_nothing_else(
+    full_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "kernels.tar"
+    write_bundle(bundle, {})
+    set_variables(monkeypatch, FP8MOE_BUNDLE=bundle)
+    for arguments in (["verify"], ["verify", "--bundle", str(bundle)]):
+        assert main(arguments) == 1
+        printed = capsys.readouterr().out
+        assert f"missing combine: {bundle} does not hold it" in printed
+        assert f"Run `python -m warmup bundle --bundle {bundle}`." in printed
+    assert main(["verify", "--bundle", str(tmp_path / "none.tar")]) == 1
+    assert "none.tar cannot be read: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_full_cache_need_not_be_writable(full_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.cache, "require_usable", lambda: pytest.fail("wants to write"))
+    assert main([]) == 0
+
+
+@pytest.mark.parametrize("shell", ["{} list | head -1", "{} list > /dev/full"])
+def test_an_output_that_closes_or_fails_costs_no_traceback(cache: Path, shell: str) -> None:
+    line = shell.format(f"{sys.executable} -m warmup")
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_a_name_that_is_no_text_is_reported(cache: Path, tmp_path: Path) -> None:
+    assert main(["--model", "/tmp/\udcff", "--json", str(tmp_path / "report.json")]) == 1
+    assert "udcff" in json.loads((tmp_path / "report.json").read_text())["error"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["list"], ["verify"], ["explain"], ["doctor"], ["bundle"]])
@@ -248,8 +305,17 @@ def test_a_failure_is_in_the_report_too(cache: Path, tmp_path: Path) -> None:
         (["--tp", "x"], "'x' is no number from 1 to"),
         (["--tp", "2", "--ep", "8"], "--ep 8 does not fit --tp 2 --dp 1: vLLM spreads the experts over all 2 ranks"),
         (["nonsense"], "invalid choice: 'nonsense'"),
-        (["explain"], "explain needs --model"),
-        (["--json", "/nonexistent/report.json"], "there is no folder /nonexistent to write report.json into"),
+        (["explain"], "explain needs a --model"),
+        (["--model", ""], "compile needs a --model"),
+        (["--json", "/nonexistent/report.json"], "'/nonexistent/report.json' is no file that can be written"),
+        (["--json", "/tmp"], "'/tmp' is no file that can be written"),
+        (["bundle", "--bundle", ""], "'.' is no file that can be written"),
+        (["bundle", "--bundle", ".."], "'..' is no file that can be written"),
+        (["--tp", "4096", "--dp", "2"], "--tp 4096 --dp 2 are more than 4096 GPUs"),
+        (["verify", "--plot", "x.svg"], "verify takes no --plot"),
+        (["doctor", "--tokens", "5"], "doctor takes no --tokens"),
+        (["doctor", "--dry-run"], "doctor takes no --dry-run"),
+        (["list", "--bundle", "x.tar"], "list takes no --bundle"),
     ],
 )
 def test_a_wrong_command_line_is_refused(
@@ -293,6 +359,17 @@ def test_explain_shows_what_one_gpu_holds(
     assert "each has 192 of the 1536 intermediate channels" in capsys.readouterr().err
 
 
+def test_doctor_finds_nothing_wrong_where_a_bundle_does(
+    full_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = str(tmp_path / "kernels.tar")
+    assert main(["bundle", "--bundle", bundle]) == 0
+    set_variables(monkeypatch, FP8MOE_BUNDLE=bundle, FP8MOE_JIT="forbid", FP8MOE_CACHE_DIR="~nosuchuser/x")
+    assert main(["doctor"]) == 0
+    assert "cache: not needed, as every kernel is there; no home folder is known" in capsys.readouterr().out
+    assert main(["list"]) == 0
+
+
 def test_doctor_tells_what_is_wrong(
     cache: Path, checkpoint: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -310,6 +387,12 @@ def test_doctor_tells_what_is_wrong(
     assert "WRONG  model: --tp 3 is not supported" in printed
     assert f"WRONG  kernels: 0 of {OF_A_MODEL} are there; first miss: " in printed
     assert "FP8MOE_JIT=forbid refuses to start" in printed
+    for folder, found in {"/dev/null": "it is no folder", "/dev/null/x": "Not a directory"}.items():
+        set_variables(monkeypatch, FP8MOE_CACHE_DIR=folder)
+        assert main(["doctor"]) == 1
+        assert re.search(rf"WRONG  cache: {folder}.*{found}", capsys.readouterr().out)
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR="/" + "x" * 300)
+    assert main(["doctor"]) == 1
     set_variables(monkeypatch, FP8MOE_JIT="maybe")
     assert main(["doctor"]) == 1
     assert "WRONG  settings: FP8MOE_JIT is 'maybe'" in capsys.readouterr().out
