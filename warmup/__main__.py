@@ -6,7 +6,9 @@ import sys
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt while this is imported needs no traceback
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt during the import needs no traceback
     from warmup.cli import run
 
     signal.signal(signal.SIGINT, handler)

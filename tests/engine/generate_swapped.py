@@ -6,9 +6,9 @@ from tests.engine import generate
 
 
 def swap_gate_and_up() -> None:
-    import fp8moe_plugin.ops.fused_moe  # noqa: F401  (`fp8moe_plugin.ops.fused_moe` itself is the function)
+    import fp8moe_plugin.ops.gate_up  # noqa: F401  (`fp8moe_plugin.ops.gate_up` itself is the function)
 
-    module = sys.modules["fp8moe_plugin.ops.fused_moe"]
+    module = sys.modules["fp8moe_plugin.ops.gate_up"]
     correct = module.silu_mul_quant_fp8
     module.silu_mul_quant_fp8 = lambda gate_up, *rest: correct(gate_up.roll(gate_up.shape[-1] // 2, -1), *rest)
 

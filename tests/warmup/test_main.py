@@ -151,7 +151,12 @@ def test_whatever_ends_it_keeps_what_is_done_and_leaves_nobody_behind(
     cache: Path, signals: list[signal.Signals], to: str
 ) -> None:
     process = subprocess.Popen(
-        command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
     assert process.stderr
     first, workers = process.stderr.readline(), children(process.pid)
