@@ -119,7 +119,7 @@ def linear_kernels(ue8m0: bool) -> list[KernelKey]:
 
 def model_kernels(model: Model) -> dict[KernelKey, str]:
     """What serving a checkpoint launches, whichever way ranks share it and however many tokens come; and why."""
-    few = decode_tokens(model.experts)
+    few = decode_tokens(model.experts.topk, model.experts.experts)
     why = {
         swap_ab_key(): f"GEMMs of steps of up to {few} tokens (experts) and {DECODE_BLOCK_M} (dense layers): decode",
         gate_up_key(model.ue8m0): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
@@ -147,14 +147,14 @@ def all_kernels() -> list[KernelKey]:
     return list(dict.fromkeys([*layers, *ops]))
 
 
-def decode_tokens(experts: Experts) -> int:
+def decode_tokens(topk: int, global_experts: int) -> int:
     """The longest step for which an MoE layer takes the tiles that stream the weights."""
-    return DECODE_BLOCK_M * experts.experts // experts.topk
+    return DECODE_BLOCK_M * global_experts // topk
 
 
 def moe_block_m(tokens: int, topk: int, global_experts: int) -> int:
     """Rows a tile of a fused MoE layer: swap-AB tiles as long as an expert has few tokens on average."""
-    return DECODE_BLOCK_M if tokens * topk <= DECODE_BLOCK_M * global_experts else PREFILL_BLOCK_M
+    return DECODE_BLOCK_M if tokens <= decode_tokens(topk, global_experts) else PREFILL_BLOCK_M
 
 
 def masked_block_m(expected_m: int) -> int:

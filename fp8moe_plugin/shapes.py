@@ -74,6 +74,11 @@ class Parallel:
     def ep(self) -> int:
         return self.ranks if self.expert_parallel else 1
 
+    @property
+    def sharing(self) -> int:
+        """Ranks that share each expert."""
+        return self.ranks // self.ep
+
     def __str__(self) -> str:
         """The options that ask for it, of `python -m warmup`."""
         parts = [f"--tp {self.tp}"]
@@ -117,8 +122,7 @@ def split_refusal(model: Model, parallel: Parallel) -> str | None:
         return f"{tp} ranks cannot share {model.heads} attention heads with {model.kv_heads} key and value heads"
     if parallel.ep > experts.experts:
         return f"{parallel.ep} ranks are more than the {experts.experts} experts"
-    sharing = 1 if parallel.expert_parallel else parallel.ranks
-    refusal = experts_refusal(experts.hidden, experts.intermediate, sharing)
+    refusal = experts_refusal(experts.hidden, experts.intermediate, parallel.sharing)
     if refusal:
         return f"experts: {refusal}"
     for layer in model.dense:
@@ -177,10 +181,8 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def _rank_shapes(model: Model, parallel: Parallel) -> RankShapes:
-    experts, sharing = model.experts, 1 if parallel.expert_parallel else parallel.ranks
-    local = replace(
-        experts, experts=ceil_div(experts.experts, parallel.ep), intermediate=experts.intermediate // sharing
-    )
+    experts, intermediate = model.experts, model.experts.intermediate // parallel.sharing
+    local = replace(experts, experts=ceil_div(experts.experts, parallel.ep), intermediate=intermediate)
     return RankShapes(local, tuple(_rank_dense(layer, parallel.tp) for layer in model.dense))
 
 

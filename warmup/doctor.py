@@ -26,8 +26,9 @@ def findings(options: Options, report: Report) -> list[Finding]:
         return found
     for subject, look in (("compiler", _compiler), ("cache", _cache), ("bundle", _bundle), ("GPU", _gpu)):
         found += _look(subject, look)
-    found += _look("model", lambda: _model(options, report))
-    found += _look("kernels", lambda: _kernels(report))
+    plan: kernels.Plan = {}
+    found += _look("model", lambda: _model(options, report, plan))
+    found += _look("kernels", lambda: _kernels(report, plan or kernels.plan_of(None)))
     if report.kernels and all(kernel.state == State.PRESENT for kernel in report.kernels):
         return [_not_needed(finding) if finding.subject == "cache" else finding for finding in found]
     return found
@@ -118,19 +119,19 @@ def _gpu() -> Iterator[Finding]:
         yield Finding(subject=f"GPU {ordinal}", found=what + refused, ok=hopper)
 
 
-def _model(options: Options, report: Report) -> Iterator[Finding]:
-    """The kernels that follow are those of the model, if there is one."""
-    report.kernels = kernels.look_up(kernels.plan_of(None))
+def _model(options: Options, report: Report, plan: kernels.Plan) -> Iterator[Finding]:
+    """`plan` gets the kernels of the model, if there is one that can be read."""
     if options.model is None:
         return
     model = read_checkpoint(options.model, report)
-    report.kernels = kernels.look_up(kernels.plan_of(model))
+    plan |= kernels.plan_of(model)
     rank_shapes(model, options.parallel)
     good = f"{options.model} ({model.architecture}) can be spread by {options.parallel}"
     yield Finding(subject="model", found="; ".join([good, *report.warnings]), ok=model.quantized)
 
 
-def _kernels(report: Report) -> Iterator[Finding]:
+def _kernels(report: Report, plan: kernels.Plan) -> Iterator[Finding]:
+    report.kernels = kernels.look_up(plan)
     missing = [kernel for kernel in report.kernels if kernel.state != State.PRESENT]
     if not missing:
         yield Finding(subject="kernels", found=f"all {len(report.kernels)} are there", ok=True)

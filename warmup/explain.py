@@ -35,12 +35,14 @@ def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tu
     rank = rank_shapes(model, parallel)
     ways = [Parallel(parallel.ranks), *(whole_expert_ways(parallel.ranks) if parallel.ranks > 1 else [])]
     layouts = [_layout(model, way, max_tokens) for way in ways]
+    shapes = _shapes(model, parallel, rank)
+    steps = {tokens: _step(model, parallel, rank.experts, tokens) for tokens in sorted({*capture_sizes, max_tokens})}
     return ExplainReport(
         parallel=str(parallel),
-        shapes=_shapes(model, parallel, rank),
-        weight_bytes=_weight_bytes(model, parallel),
-        workspace_bytes=_step(model, parallel, rank.experts, max_tokens).workspace_bytes,
-        steps=[_step(model, parallel, rank.experts, tokens) for tokens in sorted({*capture_sizes, max_tokens})],
+        shapes=shapes,
+        weight_bytes=_weight_bytes(shapes),
+        workspace_bytes=steps[max_tokens].workspace_bytes,
+        steps=list(steps.values()),
         layouts=layouts,
         best=_best(layouts),
     )
@@ -69,8 +71,8 @@ def _fp8_bytes(shape: list[int]) -> int:
     return int(np.prod(groups, dtype=int)) * (n * k + 4 * ceil_div(n, GROUP) * ceil_div(k, GROUP))
 
 
-def _weight_bytes(model: Model, parallel: Parallel) -> int:
-    return sum(shape.bytes for shape in _shapes(model, parallel, rank_shapes(model, parallel)))
+def _weight_bytes(shapes: list[ShapeReport]) -> int:
+    return sum(shape.bytes for shape in shapes)
 
 
 def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepReport:
@@ -91,8 +93,9 @@ def _layout(model: Model, way: Parallel, tokens: int) -> LayoutReport:
     refusal = split_refusal(model, way)
     if refusal:
         return LayoutReport(options=str(way), refusal=refusal)
+    weight_bytes = _weight_bytes(_shapes(model, way, rank_shapes(model, way)))
     imbalance = _imbalance(model.experts, way, tokens)
-    return LayoutReport(options=str(way), weight_bytes=_weight_bytes(model, way), imbalance=imbalance)
+    return LayoutReport(options=str(way), weight_bytes=weight_bytes, imbalance=imbalance)
 
 
 def _imbalance(experts: Experts, way: Parallel, tokens: int) -> float:

@@ -85,8 +85,7 @@ def publish(name: str, cubin: bytes) -> None:
     """
     path, staging = cache_dir(), f"{name}.{secrets.token_hex(8)}.part"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _opened(path) as folder:
+        with _opened(path, make=True) as folder:
             try:
                 with _file(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder) as file:
                     file.write(seal(name, cubin))
@@ -105,8 +104,7 @@ def require_usable() -> None:
     """Raise `CacheError` unless the folder can be made, or is there, and can be read and written."""
     path = cache_dir()
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _opened(path):
+        with _opened(path, make=True):
             if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
@@ -118,8 +116,7 @@ def locked(name: str) -> Iterator[None]:
     """Keep others from compiling the same entry meanwhile, where locks work."""
     try:
         path = cache_dir()
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _opened(path):
+        with _opened(path, make=True):
             lock = FileLock(path / f"{name}.lock", mode=0o600)
         _acquire(lock)
     except (OSError, NotImplementedError, CacheError):  # there are no locks; publishing says if more is wrong
@@ -147,8 +144,10 @@ def seal(name: str, cubin: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _opened(path: Path, make: bool = False) -> Iterator[int]:
     """The folder as a descriptor, so that what was judged is what is used. Raises `CacheError`, `OSError`."""
+    if make:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         refusal = folder_refusal(os.fstat(folder))

@@ -71,11 +71,14 @@ def _pack(argument: Argument) -> tuple[Any, Any]:
 
 @dataclass
 class LoadCounts:
-    """How many kernels this process loaded, how many of those came from where, and the seconds it took."""
+    """How many kernels this process loaded from where, and the seconds it took."""
 
-    loaded: int = 0
     origins: Counter[Origin] = field(default_factory=Counter)
     seconds: float = 0.0
+
+    @property
+    def loaded(self) -> int:
+        return self.origins.total()
 
 
 counts = LoadCounts()
@@ -116,7 +119,6 @@ def _load(key: KernelKey, device_index: int, warmup: str) -> Any:
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     (status,) = driver.cuFuncSetAttribute(function, attribute, key.smem_bytes)
     _check(status, f"{key.smem_bytes} bytes of shared memory for {key.source}")
-    counts.loaded += 1
     counts.origins[origin] += 1
     counts.seconds += time.perf_counter() - start
     return function

@@ -2,10 +2,10 @@
 
 import torch
 
-from fp8moe_plugin.jit.launcher import launch, multiprocessors, tensor_map
+from fp8moe_plugin.jit.launcher import Argument, TensorMap, launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.quantize import Quantized, empty_scales
 from fp8moe_plugin.ops.route import Tiles
-from fp8moe_plugin.plan import Output, dense_key, gate_up_key, grouped_key
+from fp8moe_plugin.plan import KernelKey, Output, dense_key, gate_up_key, grouped_key
 from fp8moe_plugin.shapes import GROUP
 
 # Rows of a TMA load; the kernels say why.
@@ -15,22 +15,14 @@ DECODE_BOX_M, DECODE_BOX_N = 8, 128
 
 def launch_gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None, tiles: Tiles | None) -> None:
     """Launch the GEMM of these row tiles (None: dense); `a` is `[M, K]` or `[G, max_m, K]`, its scales any strides."""
-    (q, scales), (weights, weight_scales) = a, b
-    rows, k, n = q.numel() // q.shape[-1], q.shape[-1], weights.shape[-2]
+    rows, n = a[0].numel() // a[0].shape[-1], b[0].shape[-2]
     sms = multiprocessors(out.device.index)
     key = grouped_key(tiles.block_m) if tiles else dense_key(rows, n, _output(out, c), sms)
     swap_ab = key.source == "grouped_gemm_swap_ab"
     box_m, box_n = (DECODE_BOX_M, DECODE_BOX_N) if swap_ab else (PREFILL_BOX_M, dict(key.defines)["BLOCK_N"])
-    maps = [
-        tensor_map(q.data_ptr(), rows, k, box_m, 128, 1),
-        tensor_map(weights.data_ptr(), weights.numel() // k, k, box_n, 128, 1),
-    ]
-    if not swap_ab:
-        maps.append(tensor_map(out.data_ptr(), rows, n, 64, 64, 2))
-    table, num_tiles = (tiles.table, tiles.num_tiles) if tiles else (None, None)
+    maps = () if swap_ab else (tensor_map(out.data_ptr(), rows, n, 64, 64, 2),)
     results = (out,) if swap_ab else (out, c, None)
-    args = (*maps, *_k_major(q, scales), weight_scales, *results, table, num_tiles, rows, n, k)
-    launch(key, sms, args, out.device)
+    _launch(key, a, b, box_m, box_n, maps, results, tiles)
 
 
 def launch_gate_up(a: Quantized, w13: Quantized, out: Quantized, tiles: Tiles, ue8m0: bool) -> None:
@@ -38,16 +30,30 @@ def launch_gate_up(a: Quantized, w13: Quantized, out: Quantized, tiles: Tiles, u
 
     `a` is `[M, H]` or `[G, max_m, H]`, `out` e4m3 `[M, I]` or `[G, max_m, I]` with scales from `empty_scales`.
     """
-    (q, scales), (weights, weight_scales), (out_q, out_scales) = a, w13, out
+    q, scales = out
+    maps = (tensor_map(q.data_ptr(), q.numel() // q.shape[-1], q.shape[-1], 64, 128, 1),)
+    _launch(gate_up_key(ue8m0), a, w13, PREFILL_BOX_M, GROUP, maps, (q, None, scales), tiles)
+
+
+def _launch(
+    key: KernelKey,
+    a: Quantized,
+    b: Quantized,
+    box_m: int,
+    box_n: int,
+    result_maps: tuple[TensorMap, ...],
+    results: tuple[Argument, ...],
+    tiles: Tiles | None,
+) -> None:
+    """Launch a GEMM kernel whose tiles of `a` and `b` come in boxes of so many rows."""
+    (q, scales), (weights, weight_scales) = a, b
     rows, k, n = q.numel() // q.shape[-1], q.shape[-1], weights.shape[-2]
-    maps = (
-        tensor_map(q.data_ptr(), rows, k, PREFILL_BOX_M, 128, 1),
-        tensor_map(weights.data_ptr(), weights.numel() // k, k, GROUP, 128, 1),
-        tensor_map(out_q.data_ptr(), rows, n // 2, 64, 128, 1),
-    )
-    results = (out_q, None, out_scales)
-    args = (*maps, *_k_major(q, scales), weight_scales, *results, tiles.table, tiles.num_tiles, rows, n, k)
-    launch(gate_up_key(ue8m0), multiprocessors(out_q.device.index), args, out_q.device)
+    a_map = tensor_map(q.data_ptr(), rows, k, box_m, 128, 1)
+    b_map = tensor_map(weights.data_ptr(), weights.numel() // k, k, box_n, 128, 1)
+    operands: tuple[Argument, ...] = (a_map, b_map, *result_maps, *_k_major(q, scales), weight_scales)
+    table, num_tiles = (tiles.table, tiles.num_tiles) if tiles else (None, None)
+    args: tuple[Argument, ...] = (*operands, *results, table, num_tiles, rows, n, k)
+    launch(key, multiprocessors(q.device.index), args, q.device)
 
 
 def _output(out: torch.Tensor, c: torch.Tensor | None) -> Output:

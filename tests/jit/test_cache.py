@@ -86,15 +86,19 @@ def test_a_pipe_in_the_place_of_an_entry_does_not_block(kernels: Path) -> None:
         cache.read(NAME)
 
 
+def assert_refused(cubin: bytes, refusal: str) -> None:
+    with pytest.raises(cache.Missing, match=refusal):
+        cache.read(NAME)
+    with pytest.raises(CacheError, match=refusal):
+        cache.publish(NAME, cubin)
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o720, 0o702, 0o777])
 def test_a_folder_that_others_can_write_to_is_not_used(kernels: Path, cubin: bytes, mode: int) -> None:
     cache.publish(NAME, cubin)
     kernels.chmod(mode)
     refusal = f"{kernels} is not used: its mode {mode:04o} lets others write to it"
-    with pytest.raises(cache.Missing, match=refusal):
-        cache.read(NAME)
-    with pytest.raises(CacheError, match=refusal):
-        cache.publish(NAME, cubin)
+    assert_refused(cubin, refusal)
 
 
 def test_a_folder_of_another_user_is_not_used(kernels: Path, cubin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +110,7 @@ def test_a_folder_of_another_user_is_not_used(kernels: Path, cubin: bytes, monke
         set_variables(monkeypatch, FP8MOE_CACHE_DIR="/usr")
         owner = 0
     refusal = f"is not used: it belongs to user {owner}, this process is user {os.geteuid()}"
-    with pytest.raises(cache.Missing, match=refusal):
-        cache.read(NAME)
-    with pytest.raises(CacheError, match=refusal):
-        cache.publish(NAME, cubin)
+    assert_refused(cubin, refusal)
 
 
 def test_a_failed_publish_leaves_no_file_behind(kernels: Path, cubin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
