@@ -1,0 +1,190 @@
+"""How fast do vLLM engines with different FP8 backends read prompts? Tokens per second, ours beside vLLM's own.
+
+    python -m benchmarks.engine_prefill --model DIR --out benchmarks/results/engine_prefill-<date>.json
+
+A round is 16 prompts of 2048 random tokens with one token generated for each, from handing them to the engine to its
+last answer; no prefix cache, and one round before those that count. Each engine is a process of its own, with CUDA
+graphs and torch.compile on. It runs the model in that process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that all prompts
+of a round are there before its first step, and every step has the --max-num-batched-tokens it may have. `triton` and
+`deepgemm` are what `--quantization fp8` gives with that MoE backend; dense layers are CUTLASS's and DeepGEMM's then,
+and scales of activations are powers of two where DeepGEMM is on. Beside the report lies a bar plot of the same name.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_agreement import ENGINES as AGREEMENT_ENGINES
+from benchmarks.report import write_report
+from warmup.bench_result import OURS, check_plot
+
+PROMPTS, PROMPT_TOKENS = 16, 2048
+# Not the DeepGEMM warm-up: it compiles for sizes that no round has. What is set already stays.
+DEFAULTS = {"VLLM_DEEP_GEMM_WARMUP": "skip", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+ENGINES = {  # arguments of LLM, environment
+    OURS: AGREEMENT_ENGINES["fp8moe"],
+    "triton": AGREEMENT_ENGINES["triton default"],
+    "deepgemm": AGREEMENT_ENGINES["deep_gemm default"],
+}
+CONFIG_KEYS = ("architectures", "num_hidden_layers", "hidden_size", "vocab_size")  # what a report says of a checkpoint
+
+
+def run_engine(args: argparse.Namespace) -> dict[str, Any]:
+    """The rounds of one engine; in a process of its own."""
+    import torch
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    start = time.monotonic()
+    arguments, _ = ENGINES[args.run]
+    llm = LLM(
+        model=str(args.model),
+        max_model_len=PROMPT_TOKENS + 16,
+        max_num_seqs=PROMPTS,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        enable_prefix_caching=False,
+        **arguments,
+    )
+    ready = time.monotonic() - start
+    generator = torch.Generator().manual_seed(1)
+    vocab = read_config(args.model)["vocab_size"]
+    sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    rounds = []
+    for _ in range(1 + args.rounds):
+        ids = torch.randint(10, vocab, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
+        prompts = [TokensPrompt(prompt_token_ids=i) for i in ids]
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        rounds.append(PROMPTS * PROMPT_TOKENS / (time.perf_counter() - begin))
+        if any(len(o.prompt_token_ids) != PROMPT_TOKENS or len(o.outputs[0].token_ids) != 1 for o in outputs):
+            raise RuntimeError("a prompt was cut, or got no token")
+    warm_up, *timed = [round(r, 1) for r in rounds]
+    median = round(statistics.median(timed), 1)
+    return {"tokens_per_s": median, "rounds": timed, "warm_up_round": warm_up, "ready_s": round(ready, 1)}
+
+
+def read_config(model: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return config
+
+
+def in_own_process(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """The engine's rounds, or `error`; nothing that it started outlives this."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer, log = Path(folder, "answer.json"), Path(folder, "log")
+        command = [sys.executable, "-m", "benchmarks.engine_prefill", "--run", name, "--out", str(answer)]
+        command += ["--model", str(args.model), "--rounds", str(args.rounds)]
+        command += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
+        environment = DEFAULTS | os.environ | ENGINES[name][1]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+        found: dict[str, Any]
+        try:
+            status = process.wait(args.timeout)
+            found = json.loads(answer.read_text()) if answer.exists() else {"error": f"ended with status {status}"}
+        except subprocess.TimeoutExpired:
+            found = {"error": f"not done within {args.timeout:g} s"}
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # raised when the whole group has ended by itself
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if "error" in found:
+            print(log.read_text(errors="replace")[-4000:], flush=True)
+        return found
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    """One row of the table."""
+    if "error" in found:
+        return f"{name:9} {found['error']}"
+    rounds = " ".join(f"{r:.0f}" for r in found["rounds"])
+    return f"{name:9} {found['tokens_per_s']:9.0f} tokens/s, rounds {rounds}, ready after {found['ready_s']:.0f} s"
+
+
+def ours_over_best_peer(engines: dict[str, dict[str, Any]]) -> float | None:
+    speeds = {name: found["tokens_per_s"] for name, found in engines.items() if "error" not in found}
+    ours = speeds.pop(OURS, None)
+    return ours / max(speeds.values()) if ours and speeds else None
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """A bar for each engine's median, a dot for each round."""
+    from matplotlib.figure import Figure  # without pyplot nothing looks for a display
+
+    engines = {name: found for name, found in results["engines"].items() if "error" not in found}
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.add_subplot(ylabel="prompt tokens per second")
+    bars = axes.bar(list(engines), [found["tokens_per_s"] for found in engines.values()], width=0.6)
+    axes.bar_label(bars, fmt="{:,.0f}", label_type="center", color="white")
+    for name, found in engines.items():
+        axes.plot([name] * len(found["rounds"]), found["rounds"], "k.", alpha=0.6)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    work = f"{PROMPTS} prompts of {PROMPT_TOKENS} tokens, steps of up to {results['max_num_batched_tokens']}"
+    axes.set_title(f"{results['checkpoint']['name']}, vLLM {results['vllm']}\n{work}")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="folder of a block-FP8 MoE checkpoint")
+    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=5, help="that are timed")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for all that one engine does")
+    parser.add_argument(
+        "--out", type=Path, help="the report, rewritten after each engine; the plot is an .svg beside it"
+    )
+    parser.add_argument("--run", choices=ENGINES, help="run one engine in this process, and write its rounds to --out")
+    args = parser.parse_args()
+    if args.run:
+        try:
+            found = run_engine(args)
+        except Exception as failure:  # noqa: BLE001 (an engine may fail in any way; the report says how)
+            traceback.print_exc()
+            found = {"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)}
+        args.out.write_text(json.dumps(found))
+        return
+    names = args.engines.split(",")
+    if unknown := set(names) - set(ENGINES):
+        parser.error(f"no such engine: {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}")
+    if args.out:
+        check_plot(args.out.with_suffix(".svg"))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an engine must not outlive us
+    config = read_config(args.model)
+    engines: dict[str, dict[str, Any]] = {}
+    results = {
+        "vllm": metadata.version("vllm"),
+        "fp8moe_plugin": metadata.version("fp8moe-plugin"),
+        "checkpoint": {"name": args.model.resolve().name} | {key: config.get(key) for key in CONFIG_KEYS},
+        "prompts": PROMPTS,
+        "prompt_tokens": PROMPT_TOKENS,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "engines": engines,
+    }
+    for name in names:
+        engines[name] = in_own_process(args, name)
+        print(line(name, engines[name]), flush=True)
+        if args.out:
+            write_report(args.out, results)
+            plot(results, args.out.with_suffix(".svg"))
+    if ratio := ours_over_best_peer(engines):
+        print(f"{OURS} / best peer: x{ratio:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
