@@ -11,8 +11,10 @@ from enum import IntEnum
 from fp8moe_plugin.shapes import GROUP, Experts, Model, ceil_div
 
 SMEM_ALIGNMENT = 1024
-PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm
+PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm, without its tail
+TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M
 DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
+GATHER_UP_TO = 512  # channels of an expert
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 
 
@@ -41,24 +43,39 @@ class Output(IntEnum):
     SWIGLU = 3
 
 
+class Layout(IntEnum):
+    """How quantized tokens are written; the values are those of the macros in csrc/quantize.cu."""
+
+    K_MAJOR = 0
+    ROW_MAJOR = 1
+    PERMUTED = 2
+
+
 @functools.cache
 def grouped_gemm_key(output: Output, block_n: int = 256) -> KernelKey:
-    stages = 4 if block_n == 256 else 5
+    stages = 3 if block_n == 256 else 5
     defines = (("BLOCK_N", block_n), ("OUTPUT", int(output)), ("STAGES", stages))
-    return KernelKey("grouped_gemm", defines, 384, _grouped_gemm_smem(block_n, stages, epilogue=128 * 128 * 2))
+    staging = (PREFILL_BLOCK_M + TAIL_ROWS) * block_n * 2
+    return KernelKey("grouped_gemm", defines, 384, _grouped_gemm_smem(block_n, stages, staging))
 
 
 @functools.cache
-def gate_up_key(ue8m0: bool) -> KernelKey:
-    """The first GEMM of an expert with its activation and the quantization of the result, for many rows an expert."""
-    defines = (("BLOCK_N", 256), ("OUTPUT", int(Output.SWIGLU)), ("STAGES", 4), ("UE8M0", int(ue8m0)))
+def gate_up_key(ue8m0: bool, gather: bool) -> KernelKey:
+    """The first GEMM of an expert with its activation and the quantization of the result, for many rows an expert.
+
+    With `gather` it finds the tokens of an expert among those of the step; else they follow one another.
+    """
+    gathered = (("GATHER", 1),) if gather else ()
+    defines = (("BLOCK_N", 256), *gathered, ("OUTPUT", int(Output.SWIGLU)), ("STAGES", 4), ("UE8M0", int(ue8m0)))
     largest_magnitudes = 2 * 128 * 4  # in two buffers
-    return KernelKey("grouped_gemm", defines, 384, _grouped_gemm_smem(256, 4, epilogue=128 * 128 + largest_magnitudes))
+    epilogue = (PREFILL_BLOCK_M + TAIL_ROWS) * 128 + largest_magnitudes + 16 * gather
+    return KernelKey("grouped_gemm", defines, 384, _grouped_gemm_smem(256, 4, epilogue))
 
 
 def _grouped_gemm_smem(block_n: int, stages: int, epilogue: int) -> int:
-    operands = stages * (128 + block_n) * 128
-    scales_and_barriers = stages * ((PREFILL_BLOCK_M + SCALE_SLACK) * 4 + block_n // 128 * 4 + 16 + 16)
+    rows = PREFILL_BLOCK_M + TAIL_ROWS
+    operands = stages * (rows + block_n) * 128
+    scales_and_barriers = stages * ((rows + SCALE_SLACK) * 4 + block_n // 128 * 4 + 16 + 16)
     return _align(operands + epilogue + scales_and_barriers)
 
 
@@ -73,8 +90,8 @@ def swap_ab_key() -> KernelKey:
 
 
 @functools.cache
-def quantize_key(ue8m0: bool, permute: bool) -> KernelKey:
-    return KernelKey("quantize", (("UE8M0", int(ue8m0)), ("PERMUTE", int(permute))), 256)
+def quantize_key(ue8m0: bool, layout: Layout) -> KernelKey:
+    return KernelKey("quantize", (("UE8M0", int(ue8m0)), ("LAYOUT", int(layout))), 256)
 
 
 @functools.cache
@@ -104,17 +121,18 @@ def tiles_of_indices_key() -> KernelKey:
 
 def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
     """All that a mixture-of-experts layer launches; `batched`: its tokens come quantized and sorted."""
-    gemms = [swap_ab_key(), gate_up_key(ue8m0), grouped_gemm_key(Output.BF16)]
+    gemms = [swap_ab_key(), gate_up_key(ue8m0, gather=False), grouped_gemm_key(Output.BF16)]
     experts = [*gemms, silu_mul_quant_key(ue8m0), tiles_of_counts_key(batched)]
     if batched:
         return experts
-    return [*experts, quantize_key(ue8m0, permute=True), route_key(False), route_key(True), combine_key()]
+    gather = [gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
+    return [*experts, *gather, quantize_key(ue8m0, Layout.PERMUTED), route_key(False), route_key(True), combine_key()]
 
 
 def linear_kernels(ue8m0: bool) -> list[KernelKey]:
     """All that a dense layer launches."""
     gemms = [swap_ab_key(), grouped_gemm_key(Output.BF16, 256), grouped_gemm_key(Output.BF16, 128)]
-    return [*gemms, quantize_key(ue8m0, permute=False)]
+    return [*gemms, quantize_key(ue8m0, Layout.K_MAJOR)]
 
 
 def model_kernels(model: Model) -> dict[KernelKey, str]:
@@ -122,11 +140,13 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
     few = decode_tokens(model.experts.topk, model.experts.experts)
     why = {
         swap_ab_key(): f"GEMMs of steps of up to {few} tokens (experts) and {DECODE_BLOCK_M} (dense layers): decode",
-        gate_up_key(model.ue8m0): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
+        gate_up_key(model.ue8m0, False): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
+        gate_up_key(model.ue8m0, True): "the same for narrow experts, which find their tokens among those of the step",
         grouped_gemm_key(Output.BF16): "the other GEMMs of longer steps",
         grouped_gemm_key(Output.BF16, 128): "dense GEMMs of longer steps too small to fill the GPU with wider tiles",
-        quantize_key(model.ue8m0, permute=False): "activations of dense layers",
-        quantize_key(model.ue8m0, permute=True): "activations of experts, written to the rows that the experts read",
+        quantize_key(model.ue8m0, Layout.K_MAJOR): "activations of dense layers",
+        quantize_key(model.ue8m0, Layout.PERMUTED): "activations of experts, written to the rows that the experts read",
+        quantize_key(model.ue8m0, Layout.ROW_MAJOR): "those of narrow experts in longer steps, once each",
         silu_mul_quant_key(model.ue8m0): "between the two GEMMs of an expert in short steps",
         route_key(False): "rows of each expert, from 32-bit expert ids",
         route_key(True): "rows of each expert, from 64-bit expert ids",
@@ -157,6 +177,14 @@ def moe_block_m(tokens: int, topk: int, global_experts: int) -> int:
     return DECODE_BLOCK_M if tokens <= decode_tokens(topk, global_experts) else PREFILL_BLOCK_M
 
 
+def gathers(intermediate: int, block_m: int) -> bool:
+    """Whether GEMM 1 finds the tokens of an expert among those of the step, instead of reading a copy for each expert.
+
+    The copies cost as many bytes whatever the width; gathering slows each tile by a sixth (benchmarks/NOTES.md).
+    """
+    return block_m == PREFILL_BLOCK_M and intermediate <= GATHER_UP_TO
+
+
 def masked_block_m(expected_m: int) -> int:
     """Rows a tile of a masked GEMM whose groups have about `expected_m` rows."""
     return DECODE_BLOCK_M if expected_m <= DECODE_BLOCK_M else PREFILL_BLOCK_M
@@ -174,11 +202,19 @@ def dense_key(m: int, n: int, output: Output, sms: int) -> KernelKey:
     return grouped_gemm_key(output, 256 if ceil_div(m, PREFILL_BLOCK_M) * ceil_div(n, 256) >= sms else 128)
 
 
+def row_tiles(rows: int, block_m: int) -> list[int]:
+    """How the rows of an expert are cut into tiles; `RowTiles` of csrc/tile_table.cuh does the same and says why."""
+    full, rest = divmod(rows, block_m)
+    tail = TAIL_ROWS if block_m == PREFILL_BLOCK_M else 0
+    if rest > full * tail:
+        return [block_m] * full + [rest]
+    return [block_m + min(tail, max(0, rest - tile * tail)) for tile in range(full)]
+
+
 def computed_rows(rows: int, block_m: int) -> int:
     """How many rows the kernels multiply for an expert that has `rows`."""
-    full, rest = divmod(rows, block_m)
-    widths = (8, 16, 32, 64) if block_m == DECODE_BLOCK_M else (64, 128)
-    return full * block_m + (min(width for width in widths if width >= rest) if rest else 0)
+    widths = (8, 16, 32, 64) if block_m == DECODE_BLOCK_M else (64, 128, PREFILL_BLOCK_M + TAIL_ROWS)
+    return sum(min(width for width in widths if width >= tile) for tile in row_tiles(rows, block_m))
 
 
 def tile_capacity(rows: int, groups: int, block_m: int) -> int:
@@ -196,10 +232,14 @@ def moe_workspace_bytes(local: Experts, tokens: int, global_experts: int) -> int
     """
     rows, block_m = tokens * local.topk, moe_block_m(tokens, local.topk, global_experts)
     tiles = tile_capacity(rows, local.experts, block_m)
-    routing = 4 * (rows + 1 + local.experts + 4 * tiles + 3)
+    routing = 4 * (2 * rows + 1 + local.experts + 4 * tiles + 3)
+    inner, down = _quantized_bytes(rows, local.intermediate), 2 * rows * local.hidden
     gate_up = 0 if block_m == PREFILL_BLOCK_M else 2 * rows * 2 * local.intermediate
-    down = 2 * rows * local.hidden
-    return routing + _quantized_bytes(rows, local.hidden) + gate_up + _quantized_bytes(rows, local.intermediate) + down
+    if gathers(local.intermediate, block_m):
+        x = tokens * (local.hidden + 4 * (local.hidden // GROUP))
+    else:
+        x = _quantized_bytes(rows, local.hidden)
+    return routing + x + gate_up + inner + down
 
 
 def _quantized_bytes(rows: int, k: int) -> int:

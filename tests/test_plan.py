@@ -13,6 +13,7 @@ from fp8moe_plugin.shapes import Experts
 from tests import helpers as h
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 256, 128, 4, 2
+WIDE = 640  # experts that read copies of their tokens
 
 
 def replace_everywhere(monkeypatch: pytest.MonkeyPatch, name: str, fake: object) -> None:
@@ -38,14 +39,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[plan.KernelKey]:
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])
-def test_a_layer_launches_what_its_plan_names_and_nothing_else(launched, ue8m0):
+def test_layers_launch_what_their_plan_names_and_nothing_else(launched, ue8m0):
     gen = h.seeded(0, torch.device("cpu"))
-    layer = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)
-    for tokens in (1, 7, 64, 128, 129, 1000):
-        x = h.random_tokens(gen, tokens, HIDDEN)
-        weights, ids = torch.rand(tokens, TOPK), torch.zeros(tokens, TOPK, dtype=torch.int32)
-        fused_moe(x, *layer, weights, ids, ue8m0=ue8m0)
-        fused_moe(x, *layer, weights, ids.long(), ue8m0=ue8m0)
+    for intermediate in (INTERMEDIATE, WIDE):
+        layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
+        for tokens in (1, 7, 64, 128, 129, 1000):
+            x = h.random_tokens(gen, tokens, HIDDEN)
+            weights, ids = torch.rand(tokens, TOPK), torch.zeros(tokens, TOPK, dtype=torch.int32)
+            fused_moe(x, *layer, weights, ids, ue8m0=ue8m0)
+            fused_moe(x, *layer, weights, ids.long(), ue8m0=ue8m0)
     assert launched == set(plan.moe_kernels(ue8m0, batched=False))
 
 
@@ -70,8 +72,9 @@ def test_a_linear_layer_launches_what_its_plan_names_and_nothing_else(launched, 
     assert launched == set(plan.linear_kernels(ue8m0))
 
 
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
 @pytest.mark.parametrize("tokens", [1, 7, 128, 129, 1000])
-def test_the_scratch_of_a_layer_is_what_the_plan_says(launched, monkeypatch, tokens):
+def test_the_scratch_of_a_layer_is_what_the_plan_says(launched, monkeypatch, tokens, intermediate):
     scratch = []
 
     def recorded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -80,11 +83,11 @@ def test_the_scratch_of_a_layer_is_what_the_plan_says(launched, monkeypatch, tok
 
     replace_everywhere(monkeypatch, "empty", recorded)
     gen = h.seeded(0, torch.device("cpu"))
-    layer = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)
+    layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
     ids = torch.zeros(tokens, TOPK, dtype=torch.int32)
     expert_map = torch.zeros(2 * EXPERTS, dtype=torch.int32)
     for given, global_experts in ((None, EXPERTS), (expert_map, 2 * EXPERTS)):
         scratch.clear()
         fused_moe(h.random_tokens(gen, tokens, HIDDEN), *layer, torch.rand(tokens, TOPK), ids, expert_map=given)
-        local = Experts(layers=1, experts=EXPERTS, topk=TOPK, hidden=HIDDEN, intermediate=INTERMEDIATE)
+        local = Experts(layers=1, experts=EXPERTS, topk=TOPK, hidden=HIDDEN, intermediate=intermediate)
         assert plan.moe_workspace_bytes(local, tokens, global_experts) == sum(t.nbytes for t in scratch)

@@ -22,6 +22,8 @@ DEVICE float2 unpack_bf16x2(u32 pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000));
 }
 
+DEVICE float bf16_value(u16 bits) { return __uint_as_float(u32(bits) << 16); }
+
 DEVICE u32 pack_bf16x2(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

@@ -1,10 +1,10 @@
 // D[rows, N] = A[rows, K] @ B[expert, N, K]^T as grouped_gemm.cu, for few rows an expert: the weights are streamed once.
 //
 // Swap-AB: 128 rows of weights are the 64-row operands of the two math warpgroups, the tokens are the narrow one. A tile
-// is 128 weight rows by up to 64 tokens, multiplied 8, 16, 32 or 64 tokens wide, by the expert's own count. The result
-// stands transposed in the registers and is turned round in shared memory on its way out.
+// is 128 weight rows by up to 64 tokens, multiplied 8, 16, 32 or 64 tokens wide, by the expert's own count.
 #include "ptx.cuh"
 #include "tile_queue.cuh"
+#include "transposed.cuh"
 #include "wgmma.cuh"
 
 constexpr int kStages = STAGES;
@@ -12,6 +12,7 @@ constexpr int kBlockTokens = 64, kBlockN = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kWarpgroupN = kBlockN / kMathWarpgroups;
 constexpr int kThreads = 128 * (kMathWarpgroups + 1);
 static_assert(kThreads == THREADS, "plan.py has the same roles");
+constexpr int kFullArrivals = 2;  // of a stage: the bytes of bulk copies are announced; the small copies have landed
 constexpr int kBoxTokens = 8;  // of one TMA load: one swizzle atom, so that boxes stack
 
 // Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
@@ -109,37 +110,13 @@ DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks
     }
 }
 
-// ---- epilogue: tokens by 64 weight rows of one warpgroup ---------------------------------------------------------
-
-template <int kTokens>
-DEVICE void store_tile(SharedMemory shared, u16* d, int n, const Tile& tile, int warpgroup,
-                       const float (&sum)[kTokens / 2]) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    auto chunk_at = [&](int token, int chunk) {  // 8 weight rows of a token, 16 bytes, swizzled
-        return shared.staging(warpgroup) + token * kWarpgroupN * 2 + (chunk ^ token % 8) * 16;
-    };
-    named_barrier(1 + warpgroup, 128);  // the staging buffer is free
-#pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i)
-        store_matrix_x2_transposed(chunk_at(i * 8 + lane % 8, warp * 2 + lane / 8 % 2),
-                                   pack_bf16x2(sum[4 * i], sum[4 * i + 1]), pack_bf16x2(sum[4 * i + 2], sum[4 * i + 3]));
-    named_barrier(1 + warpgroup, 128);  // the staging buffer is full
-    constexpr int kChunks = kWarpgroupN / 8;
-    int column = tile.column * kBlockN + warpgroup * kWarpgroupN;
-    for (int i = threadIdx.x % 128; i < tile.rows * kChunks; i += 128) {
-        int token = i / kChunks, chunk = i % kChunks;
-        if (column + chunk * 8 < n)
-            *reinterpret_cast<uint4*>(d + i64(tile.row + token) * n + column + chunk * 8) =
-                load_shared_16(chunk_at(token, chunk));
-    }
-}
-
 template <int kTokens>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, u16* d, int n, int k_blocks, const Tile& tile,
                          int warpgroup) {
     float sum[kTokens / 2];
     multiply_tile<kTokens>(shared, ring, k_blocks, tile, warpgroup, sum);
-    store_tile<kTokens>(shared, d, n, tile, warpgroup, sum);
+    store_transposed<kTokens>(shared.staging(warpgroup), warpgroup, d, n, tile.row, tile.rows,
+                              tile.column * kBlockN + warpgroup * kWarpgroupN, sum);
 }
 
 // ---- kernel ----------------------------------------------------------------------------------------------------
@@ -149,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                          const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
                           u16* d, const int4* table, int* num_tiles, int m, int n, int k) {
     SharedMemory shared{dynamic_shared_address()};
-    init_barriers(shared, kStages, 4 * kMathWarpgroups);
+    init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);
 
     int warpgroup = threadIdx.x / 128;
     Operands in{&a_map, &b_map, {a_scales, a_scale_expert_stride, a_scale_k_stride}, b_scales, n, k / kBlockK};
@@ -158,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (threadIdx.x / 32 == 4 * kMathWarpgroups) {
             TileQueue<kBlockTokens> queue(table, num_tiles, m, (n + kBlockN - 1) / kBlockN, in.k_blocks);
             while (queue.index < queue.total) load_tile(shared, ring, in, queue);
-            load_end(shared, ring);
+            load_end(shared, ring, kFullArrivals);
             queue.finish();
         }
     } else {

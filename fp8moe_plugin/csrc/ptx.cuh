@@ -27,6 +27,9 @@ DEVICE void store_shared(u32 address, u32 value) {
 DEVICE void store_shared(u32 address, u16 value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
+DEVICE void store_shared(u32 address, u8 value) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(u32(value)) : "memory");
+}
 DEVICE uint4 load_shared_16(u32 address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address)
@@ -95,6 +98,9 @@ DEVICE void bulk_load(u32 to, const void* from, u32 barrier, u32 bytes) {
 
 DEVICE void copy_async_4(u32 to, const float* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+DEVICE void copy_async_16(u32 to, const uint4* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 // One arrival on the barrier once this thread's copies so far have landed; the barrier's count must include it.
 DEVICE void copy_async_arrive(u32 barrier) {

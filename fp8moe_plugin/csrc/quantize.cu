@@ -1,15 +1,19 @@
 // Quantizes activations to e4m3, one float32 scale per token and group of 128 channels.
 //
 // In:   x       bfloat16 [tokens, K], K = 128 * groups
-//       slots   int32 [tokens, topk] (PERMUTE only), the rows that get a token; -1 for none
-// Out:  q       e4m3 [rows, K];  rows = tokens, with PERMUTE tokens * topk
-//       scales  float32 [groups, rows], at scale_pitch(rows)
+//       slots   int32 [tokens, topk] (LAYOUT_PERMUTED only), the rows that get a token; -1 for none
+// Out:  q       e4m3 [rows, K];  rows = tokens, with LAYOUT_PERMUTED tokens * topk
+//       scales  float32 [groups, rows], at scale_pitch(rows); with LAYOUT_ROW_MAJOR [rows, groups]
 //
-// PERMUTE: 0 writes token t to row t, 1 writes it to the rows slots[t].    UE8M0: 1 rounds scales up to powers of two.
+// UE8M0: 1 rounds scales up to powers of two.
 // A half-warp holds a group in 16 bytes a lane, for four tokens at once: loads in flight, and the eight tokens of
 // a warp fill a 32-byte sector of the scales.
 #include "common.cuh"
 #include "fp8.cuh"
+
+#define LAYOUT_K_MAJOR 0
+#define LAYOUT_ROW_MAJOR 1
+#define LAYOUT_PERMUTED 2  // token t goes to the rows slots[t]; K-major
 
 constexpr int kTokensPerLane = 4;
 constexpr int kTokensPerWarp = kTokensPerLane * (kWarp / kGroupLanes);
@@ -31,7 +35,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void quantize(const uint4* __re
 #pragma unroll
     for (int i = 0; i < kTokensPerLane; ++i)
         values[i] = first + i < tokens ? x[position(first + i)] : make_uint4(0, 0, 0, 0);
-#if PERMUTE
+#if LAYOUT == LAYOUT_PERMUTED
     int slot[kTokensPerLane];  // lane l holds the slot of expert `expert + l` of each token
     const auto load_slots = [&](int expert) {
 #pragma unroll
@@ -56,7 +60,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void quantize(const uint4* __re
     }
 
     // Store.
-#if PERMUTE
+#if LAYOUT == LAYOUT_PERMUTED
     float* const group_scales = scales + group * scale_pitch(tokens * topk);
     for (int expert = 0; expert < topk; expert += kGroupLanes) {
         if (expert > 0) load_slots(expert);
@@ -77,6 +81,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void quantize(const uint4* __re
         if (first + i < tokens) q[position(first + i)] = codes[i];
     }
     if (lane < kTokensPerLane && first + lane < tokens)
-        scales[group * scale_pitch(tokens) + first + lane] = scale_of_lane;
+        scales[LAYOUT == LAYOUT_ROW_MAJOR ? static_cast<size_t>(first + lane) * groups + group
+                         : group * scale_pitch(tokens) + first + lane] = scale_of_lane;
 #endif
 }

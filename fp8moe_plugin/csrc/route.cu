@@ -3,67 +3,114 @@
 // In:   ids         int32 [pairs], global expert ids; an id outside [0, global_experts) gets no row
 //       expert_map  int32 [global_experts], local expert or -1; null: global ids are local
 // Out:  slots       int32 [pairs], the row of each pair; -1 for a pair whose expert is not here
+//       tokens      int32 [pairs], the token of each row, of which there are *num_rows
 //       counts      int32 [num_experts], rows of each expert
 //       num_rows    int32 [1]
 //
-// IDS_64: 1 reads int64 ids.    Grid: num_experts.
+// IDS_64: 1 reads int64 ids.    Grid: num_experts.    ids is aligned to 16 bytes.
 // Every CTA reads all ids (they stay in L2) and owns the pairs of one expert: no atomics, so the order is the same in
-// each run. A warp owns a contiguous part of the ids.
+// each run. A warp owns a contiguous part of the ids, a lane 16 bytes of them at a time.
 #include "common.cuh"
 
 #if IDS_64
+using Ids = longlong2;
 using Id = long long;
 #else
+using Ids = int4;
 using Id = int;
 #endif
 
 constexpr int kWarps = THREADS / kWarp;
+constexpr int kIds = sizeof(Ids) / sizeof(Id);
 constexpr u32 kNoExpert = ~0u;  // above every expert
 
-DEVICE u32 local_expert(Id id, const int* __restrict__ expert_map, int global_experts,
-                          u32 num_experts) {
-    if (id < 0 || id >= global_experts) return kNoExpert;
-    const u32 expert = expert_map == nullptr ? static_cast<int>(id) : expert_map[id];
-    return expert < num_experts ? expert : kNoExpert;
-}
+struct Router {
+    const Ids* ids;
+    const int* expert_map;
+    int pairs;
+    u32 global_experts;
 
-extern "C" __global__ __launch_bounds__(THREADS) void route(const Id* __restrict__ ids,
+    // Above every local expert for one that is not here; -1 becomes kNoExpert.
+    DEVICE u32 local_expert(Id id) const {
+        if (kIds == 2 && id != static_cast<int>(id)) return kNoExpert;
+        if (expert_map == nullptr) return static_cast<u32>(id);
+        return static_cast<u32>(id) < global_experts ? static_cast<u32>(expert_map[id]) : kNoExpert;
+    }
+    // The experts of the pairs from kIds * vector on; kNoExpert past the last pair.
+    DEVICE void experts_of(int vector, u32 (&expert)[kIds]) const {
+        Id id[kIds];
+        if ((vector + 1) * kIds <= pairs) {
+            *reinterpret_cast<Ids*>(id) = ids[vector];
+        } else {
+#pragma unroll
+            for (int i = 0; i < kIds; ++i)
+                id[i] = vector * kIds + i < pairs ? reinterpret_cast<const Id*>(ids)[vector * kIds + i] : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < kIds; ++i) expert[i] = local_expert(id[i]);
+    }
+};
+
+extern "C" __global__ __launch_bounds__(THREADS) void route(const Ids* __restrict__ ids,
                                                              const int* __restrict__ expert_map,
-                                                             int* __restrict__ slots, int* __restrict__ counts,
-                                                             int* __restrict__ num_rows, int pairs,
-                                                             int global_experts) {
-    const u32 own = blockIdx.x;
-    const int warp = threadIdx.x / kWarp, lane = lane_of_warp();
-    const int pairs_per_warp = ceil_div(ceil_div(pairs, kWarps), kWarp) * kWarp;
-    const int begin = min(warp * pairs_per_warp, pairs);
-    const int end = min(begin + pairs_per_warp, pairs);
-    const auto expert_of = [&](int pair) { return local_expert(ids[pair], expert_map, global_experts, gridDim.x); };
+                                                             int* __restrict__ slots, int* __restrict__ tokens,
+                                                             int* __restrict__ counts, int* __restrict__ num_rows,
+                                                             int pairs, int topk, int global_experts) {
+    const Router router{ids, expert_map, pairs, static_cast<u32>(global_experts)};
+    const u32 own = blockIdx.x, num_experts = gridDim.x;
+    const int warp = threadIdx.x / kWarp, lane = lane_of_warp(), vectors = ceil_div(pairs, kIds);
+    const int vectors_per_warp = ceil_div(ceil_div(vectors, kWarps), kWarp) * kWarp;
+    const int begin = min(warp * vectors_per_warp, vectors);
+    const int end = min(begin + vectors_per_warp, vectors);
 
     // Count the pairs of the experts before this one, and of this one.
     int below = 0, equal = 0;
 #pragma unroll 4
-    for (int pair = begin + lane; pair < end; pair += kWarp) {
-        const u32 expert = expert_of(pair);
-        below += expert < own;
-        equal += expert == own;
+    for (int vector = begin + lane; vector < end; vector += kWarp) {
+        u32 expert[kIds];
+        router.experts_of(vector, expert);
+#pragma unroll
+        for (int i = 0; i < kIds; ++i) {
+            below += expert[i] < own;
+            equal += expert[i] == own;
+        }
     }
     int row_begin, count;
     exclusive_scan<THREADS>(below, row_begin);
     const int before = exclusive_scan<THREADS>(equal, count);
     if (threadIdx.x == 0) {
         counts[own] = count;
-        if (own == gridDim.x - 1) *num_rows = row_begin + count;
+        if (own == num_experts - 1) *num_rows = row_begin + count;
     }
 
     // Hand out the rows, starting with what the warps before this one need.
     int row = row_begin + __shfl_sync(kAllLanes, before, 0);
 #pragma unroll 4
     for (int base = begin; base < end; base += kWarp) {
-        const int pair = base + lane;
-        const u32 expert = pair < end ? expert_of(pair) : kNoExpert;
-        const u32 lanes = __ballot_sync(kAllLanes, expert == own);
-        if (expert == own) slots[pair] = row + __popc(lanes & ((1u << lane) - 1));
-        if (own == 0 && expert == kNoExpert && pair < end) slots[pair] = -1;
-        row += __popc(lanes);
+        const int vector = base + lane;
+        u32 expert[kIds];
+        router.experts_of(vector, expert);
+        int mine = 0;
+#pragma unroll
+        for (int i = 0; i < kIds; ++i) mine += expert[i] == own;
+        int next = row, all = 0;  // this lane's first row: its pairs follow those of the lanes before it
+        if (__any_sync(kAllLanes, mine)) {
+#pragma unroll
+            for (int bit = 1; bit <= kIds; bit *= 2) {
+                const u32 lanes = __ballot_sync(kAllLanes, mine & bit);
+                next += bit * __popc(lanes & ((1u << lane) - 1));
+                all += bit * __popc(lanes);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kIds; ++i) {
+            const int pair = vector * kIds + i;
+            if (expert[i] == own) {
+                slots[pair] = next;
+                tokens[next++] = pair / topk;
+            }
+            if (own == 0 && expert[i] >= num_experts && pair < pairs) slots[pair] = -1;
+        }
+        row += all;
     }
 }

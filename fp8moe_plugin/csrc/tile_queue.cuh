@@ -1,6 +1,7 @@
 // Which output tiles a block computes, and in which order. The table of row tiles is described in ops/route.py.
 #pragma once
 #include "ptx.cuh"
+#include "tile_table.cuh"
 
 struct Tile {
     int expert;
@@ -25,7 +26,7 @@ struct TileQueue {
 
     DEVICE TileQueue(const int4* table, int* num_tiles, int m, int column_tiles, int k_blocks)
         : table(table), m(m), column_tiles(column_tiles), k_blocks(k_blocks), index(blockIdx.x) {
-        total = column_tiles * (table ? *num_tiles : (m + kBlockM - 1) / kBlockM);
+        total = column_tiles * (table ? *num_tiles : RowTiles(m, kBlockM).count);
         counters = table && k_blocks > kClaimAhead ? num_tiles + 1 : nullptr;
         fetch();
     }
@@ -42,9 +43,9 @@ struct TileQueue {
     DEVICE Tile tile() const {
         if (index >= total) return {0, 0, 0, 0};
         int begin = entry.y, end = entry.z, first = entry.w;
-        int row_tiles = (end - begin + kBlockM - 1) / kBlockM, local = index - first * column_tiles;
-        int row = begin + local % row_tiles * kBlockM;
-        return {entry.x, row, min(kBlockM, end - row), local / row_tiles};
+        RowTiles tiles(end - begin, kBlockM);
+        int local = index - first * column_tiles, row_tile = local % tiles.count;
+        return {entry.x, begin + tiles.begin(row_tile), tiles.size(row_tile), local / tiles.count};
     }
     // The last block to finish leaves the counters as it found them.
     DEVICE void finish() {
@@ -80,15 +81,13 @@ DEVICE Tile published_tile(u32 address) {
     return tile;
 }
 
-// ---- a ring of stages between one producer thread and the math warps; SharedMemory tells where its barriers are -----
-
-constexpr int kFullArrivals = 2;  // the producer announces the bytes of bulk copies; its small copies have landed
+// ---- a ring of stages between producer and math warps; SharedMemory tells where its barriers are --------------------
 
 template <class SharedMemory>
-DEVICE void init_barriers(SharedMemory shared, int stages, int math_warps) {
+DEVICE void init_barriers(SharedMemory shared, int stages, int full_arrivals, int math_warps) {
     if (threadIdx.x == 0) {
         for (int s = 0; s < stages; ++s) {
-            barrier_init(shared.full(s), kFullArrivals);
+            barrier_init(shared.full(s), full_arrivals);
             barrier_init(shared.empty(s), math_warps);
         }
         barrier_init_fence();
@@ -98,11 +97,11 @@ DEVICE void init_barriers(SharedMemory shared, int stages, int math_warps) {
 
 // The producer's last stage: it holds no tile.
 template <class SharedMemory, int kStages>
-DEVICE void load_end(SharedMemory shared, Ring<kStages>& ring) {
+DEVICE void load_end(SharedMemory shared, Ring<kStages>& ring, int full_arrivals) {
     barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
     if (threadIdx.x % 32 != 0) return;
     publish_tile(shared.tile(ring.stage), Tile{});
-    for (int i = 0; i < kFullArrivals; ++i) barrier_arrive(shared.full(ring.stage));
+    for (int i = 0; i < full_arrivals; ++i) barrier_arrive(shared.full(ring.stage));
 }
 
 // The scales of activations, rows contiguous: (expert, row, k block) is at expert * expert_stride + row + k * k_stride.

@@ -1,7 +1,21 @@
-// Writing a tile table: one entry (expert, row_begin, row_end, first) a tile of block_m rows, where the rows are those
-// of the tile's whole group and `first` is the index of the group's first tile.
+// A tile table: one entry (expert, row_begin, row_end, first) a tile, where the rows are those of the tile's whole group
+// and `first` is the index of the group's first tile. plan.py cuts groups the same way.
 #pragma once
 #include "common.cuh"
+
+// How a group is cut: tiles of block_m rows, the last one shorter; unless what is over fits into tails of the others,
+// up to 16 rows each, which cost far less than a tile that loads the weights once more. Only tiles of 128 rows have tails.
+struct RowTiles {
+    int rows, block_m, tail, over, count;
+
+    DEVICE RowTiles(int rows, int block_m) : rows(rows), block_m(block_m), tail(block_m == 128 ? 16 : 0) {
+        int full = rows / block_m, rest = rows - full * block_m;
+        over = rest <= full * tail ? rest : 0;
+        count = full + (rest > over);
+    }
+    DEVICE int begin(int tile) const { return tile * block_m + min(tile * tail, over); }
+    DEVICE int size(int tile) const { return min(begin(tile + 1), rows) - begin(tile); }
+};
 
 // Appends the tiles of kThreads groups, one a thread, in the order of the threads; an empty group has none.
 // `written` tiles are in the table already; returns how many there are then. All threads of the CTA call it.
@@ -10,7 +24,7 @@ DEVICE int append_tiles(int4* table, int written, int expert, int row_begin, int
     static_assert((kThreads & (kThreads - 1)) == 0, "the search halves its step down to one");
     __shared__ int4 groups[kThreads];
     int tiles;
-    const int before = exclusive_scan<kThreads>(ceil_div(row_end - row_begin, block_m), tiles);
+    const int before = exclusive_scan<kThreads>(RowTiles(row_end - row_begin, block_m).count, tiles);
     groups[threadIdx.x] = make_int4(expert, row_begin, row_end, written + before);
     __syncthreads();
 

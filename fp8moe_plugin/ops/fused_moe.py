@@ -17,10 +17,10 @@ from fp8moe_plugin.ops.checks import (
 from fp8moe_plugin.ops.combine import combine
 from fp8moe_plugin.ops.gate_up import gate_up
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
-from fp8moe_plugin.ops.quantize import Quantized, quantize_rows
+from fp8moe_plugin.ops.quantize import Quantized, quantize_rows, quantize_tokens
 from fp8moe_plugin.ops.route import route, tiles_of_counts
 from fp8moe_plugin.ops.workspace import empty
-from fp8moe_plugin.plan import masked_block_m, moe_block_m
+from fp8moe_plugin.plan import gathers, masked_block_m, moe_block_m
 from fp8moe_plugin.shapes import GROUP
 
 
@@ -140,9 +140,14 @@ def _fused_moe(
     (tokens, topk), device = topk_ids.shape, hidden_states.device
     experts, _, hidden = weights.w13[0].shape
     global_experts = experts if expert_map is None else expert_map.numel()
-    routing = route(topk_ids, experts, moe_block_m(tokens, topk, global_experts), expert_map)
-    q, scales = quantize_rows(hidden_states, routing.slots, ue8m0)
-    q, scales = gate_up((q[None], scales[None]), weights.w13, routing.tiles, routing.num_rows, ue8m0)
+    block_m = moe_block_m(tokens, topk, global_experts)
+    routing = route(topk_ids, experts, block_m, expert_map)
+    if gathers(weights.w2[0].shape[-1], block_m):
+        x, gathered = quantize_tokens(hidden_states, ue8m0), routing.tokens
+    else:
+        q, scales = quantize_rows(hidden_states, routing.slots, ue8m0)
+        x, gathered = (q[None], scales[None]), None
+    q, scales = gate_up(x, weights.w13, routing.tiles, routing.num_rows, ue8m0, gathered)
     down = empty((tokens * topk, hidden), torch.bfloat16, device)
     grouped_gemm((q[0], scales[0]), weights.w2, down, routing.tiles)
     return combine(down, routing.slots, topk_weights, out)

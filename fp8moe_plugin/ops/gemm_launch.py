@@ -5,7 +5,7 @@ import torch
 from fp8moe_plugin.jit.launcher import Argument, TensorMap, launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.quantize import Quantized, empty_scales
 from fp8moe_plugin.ops.route import Tiles
-from fp8moe_plugin.plan import KernelKey, Output, dense_key, gate_up_key, grouped_key
+from fp8moe_plugin.plan import TAIL_ROWS, KernelKey, Output, dense_key, gate_up_key, grouped_key
 from fp8moe_plugin.shapes import GROUP
 
 # Rows of a TMA load; the kernels say why.
@@ -16,44 +16,53 @@ DECODE_BOX_M, DECODE_BOX_N = 8, 128
 def launch_gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None, tiles: Tiles | None) -> None:
     """Launch the GEMM of these row tiles (None: dense); `a` is `[M, K]` or `[G, max_m, K]`, its scales any strides."""
     rows, n = a[0].numel() // a[0].shape[-1], b[0].shape[-2]
-    sms = multiprocessors(out.device.index)
-    key = grouped_key(tiles.block_m) if tiles else dense_key(rows, n, _output(out, c), sms)
-    swap_ab = key.source == "grouped_gemm_swap_ab"
-    box_m, box_n = (DECODE_BOX_M, DECODE_BOX_N) if swap_ab else (PREFILL_BOX_M, dict(key.defines)["BLOCK_N"])
-    maps = () if swap_ab else (tensor_map(out.data_ptr(), rows, n, 64, 64, 2),)
-    results = (out,) if swap_ab else (out, c, None)
-    _launch(key, a, b, box_m, box_n, maps, results, tiles)
+    key = grouped_key(tiles.block_m) if tiles else dense_key(rows, n, _output(out, c), _sms(out))
+    scales = (*_k_major(*a), b[1])
+    if key.source == "grouped_gemm_swap_ab":
+        args = (_map(a[0], DECODE_BOX_M), _map(b[0], DECODE_BOX_N), *scales, out)
+        return _launch(key, args, tiles, rows, b[0])
+    maps = (*_prefill_maps(a[0]), _map(b[0], dict(key.defines)["BLOCK_N"]), _map(out, PREFILL_BOX_M))
+    _launch(key, (*maps, *scales, None, None, out, c, None), tiles, rows, b[0])
 
 
-def launch_gate_up(a: Quantized, w13: Quantized, out: Quantized, tiles: Tiles, ue8m0: bool) -> None:
+def launch_gate_up(
+    a: Quantized, w13: Quantized, out: Quantized, tiles: Tiles, ue8m0: bool, a_rows: torch.Tensor | None
+) -> None:
     """Launch the first GEMM of the experts with its activation, over tiles of `PREFILL_BLOCK_M` rows.
 
-    `a` is `[M, H]` or `[G, max_m, H]`, `out` e4m3 `[M, I]` or `[G, max_m, I]` with scales from `empty_scales`.
+    `a` is `[M, H]` or `[G, max_m, H]`, `out` e4m3 `[M, I]` or `[G, max_m, I]` with scales from `empty_scales`. With
+    `a_rows` int32 `[M]` row i of the tiles is row `a_rows[i]` of `a`, which is `[T, H]` with row-major scales.
     """
-    q, scales = out
-    maps = (tensor_map(q.data_ptr(), q.numel() // q.shape[-1], q.shape[-1], 64, 128, 1),)
-    _launch(gate_up_key(ue8m0), a, w13, PREFILL_BOX_M, GROUP, maps, (q, None, scales), tiles)
+    (q, scales), (a_values, a_scales) = out, a
+    maps = (*_prefill_maps(a_values), _map(w13[0], GROUP), _map(q, PREFILL_BOX_M))
+    operands: tuple[Argument, ...]
+    if a_rows is None:
+        operands = (*_k_major(a_values, a_scales), w13[1], None, None)
+    else:
+        operands = (a_scales, 0, 0, w13[1], a_values, a_rows)
+    key = gate_up_key(ue8m0, gather=a_rows is not None)
+    _launch(key, (*maps, *operands, q, None, scales), tiles, q.numel() // q.shape[-1], w13[0])
 
 
-def _launch(
-    key: KernelKey,
-    a: Quantized,
-    b: Quantized,
-    box_m: int,
-    box_n: int,
-    result_maps: tuple[TensorMap, ...],
-    results: tuple[Argument, ...],
-    tiles: Tiles | None,
-) -> None:
-    """Launch a GEMM kernel whose tiles of `a` and `b` come in boxes of so many rows."""
-    (q, scales), (weights, weight_scales) = a, b
-    rows, k, n = q.numel() // q.shape[-1], q.shape[-1], weights.shape[-2]
-    a_map = tensor_map(q.data_ptr(), rows, k, box_m, 128, 1)
-    b_map = tensor_map(weights.data_ptr(), weights.numel() // k, k, box_n, 128, 1)
-    operands: tuple[Argument, ...] = (a_map, b_map, *result_maps, *_k_major(q, scales), weight_scales)
+def _launch(key: KernelKey, args: tuple[Argument, ...], tiles: Tiles | None, rows: int, b: torch.Tensor) -> None:
+    """Launch a GEMM kernel: its operands and results, then what all of them take last."""
     table, num_tiles = (tiles.table, tiles.num_tiles) if tiles else (None, None)
-    args: tuple[Argument, ...] = (*operands, *results, table, num_tiles, rows, n, k)
-    launch(key, multiprocessors(q.device.index), args, q.device)
+    launch(key, _sms(b), (*args, table, num_tiles, rows, *b.shape[-2:]), b.device)
+
+
+def _map(matrix: torch.Tensor, box_rows: int) -> TensorMap:
+    """A map of all rows of `matrix`, `[.., columns]`; a box is 128 bytes wide."""
+    columns, size = matrix.shape[-1], matrix.element_size()
+    return tensor_map(matrix.data_ptr(), matrix.numel() // columns, columns, box_rows, 128 // size, size)
+
+
+def _prefill_maps(a: torch.Tensor) -> tuple[TensorMap, TensorMap]:
+    """Of the rows of a tile and of its tail."""
+    return _map(a, PREFILL_BOX_M), _map(a, TAIL_ROWS)
+
+
+def _sms(tensor: torch.Tensor) -> int:
+    return multiprocessors(tensor.device.index)
 
 
 def _output(out: torch.Tensor, c: torch.Tensor | None) -> Output:

@@ -7,7 +7,7 @@ from fp8moe_plugin.jit.launcher import launch
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import FP8, check_multiple, check_tensor
-from fp8moe_plugin.plan import quantize_key
+from fp8moe_plugin.plan import Layout, quantize_key
 from fp8moe_plugin.shapes import GROUP, ceil_div
 
 FP8_MAX = 448.0
@@ -41,7 +41,7 @@ def per_token_group_quant_fp8(
         return per_token_group_quant_fp8_reference(x, ue8m0)
     rows, k = x.numel() // x.shape[-1], x.shape[-1]
     q, scales = empty_quantized(rows, k, x.device)
-    _launch_quantize(x, q, scales, None, ue8m0)
+    _launch_quantize(x, q, scales, Layout.K_MAJOR, None, ue8m0)
     return q.view(x.shape), scales.unflatten(0, x.shape[:-1]) if x.dim() > 1 else scales[0]
 
 
@@ -57,7 +57,18 @@ def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> 
     if not uses_sm90(x):
         return quantize_rows_reference(x, slots, ue8m0)
     q, scales = empty_quantized(slots.numel(), x.shape[-1], x.device)
-    _launch_quantize(x, q, scales, slots, ue8m0)
+    _launch_quantize(x, q, scales, Layout.PERMUTED, slots, ue8m0)
+    return q, scales
+
+
+def quantize_tokens(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize bfloat16 `[T, K]` for a GEMM that gathers its rows: e4m3 `[T, K]`, row-major scales `[T, K/128]`."""
+    if not uses_sm90(x):
+        return per_token_group_quant_fp8_reference(x, ue8m0)
+    tokens, k = x.shape
+    q = workspace.empty((tokens, k), FP8, x.device)
+    scales = workspace.empty((tokens, k // GROUP), torch.float32, x.device)
+    _launch_quantize(x, q, scales, Layout.ROW_MAJOR, None, ue8m0)
     return q, scales
 
 
@@ -105,13 +116,13 @@ def dequantize_rows(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _launch_quantize(
-    x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor | None, ue8m0: bool
+    x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, layout: Layout, slots: torch.Tensor | None, ue8m0: bool
 ) -> None:
     k = x.shape[-1]
     tokens, groups = x.numel() // k, k // GROUP
     if tokens == 0:
         return
     topk = 0 if slots is None else slots.shape[1]
-    key = quantize_key(ue8m0, slots is not None)
+    key = quantize_key(ue8m0, layout)
     grid = ceil_div(ceil_div(tokens, TOKENS_PER_WARP) * groups, key.threads // 32)
     launch(key, grid, (x, q, scales, slots, tokens, groups, topk), x.device)

@@ -2,8 +2,8 @@
 
 A tile table is int32 `[capacity, 4]`, one entry a row tile: `(expert, row_begin, row_end, first)`, where the rows are
 those of the tile's whole expert and `first` is the index of that expert's first tile. Entry i is therefore tile
-`i - first` of its expert. Only the first `num_tiles[0]` entries are written; `num_tiles[1:3]` are two counters with
-which a GEMM hands the tiles out, zero before it and after it.
+`i - first` of its expert, as `plan.row_tiles` cuts it. Only the first `num_tiles[0]` entries are written;
+`num_tiles[1:3]` are two counters with which a GEMM hands the tiles out, zero before it and after it.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,7 @@ import torch
 from fp8moe_plugin.jit.launcher import launch
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.plan import route_key, tile_capacity, tiles_of_counts_key, tiles_of_indices_key
-from fp8moe_plugin.shapes import ceil_div
+from fp8moe_plugin.plan import route_key, row_tiles, tile_capacity, tiles_of_counts_key, tiles_of_indices_key
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,14 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where each (token, expert) pair goes: `slots` int32 `[T, k]` (-1: nowhere), `num_rows` int32 `[1]`."""
+    """Where each (token, expert) pair goes.
+
+    `slots` int32 `[T, k]` is its row (-1: nowhere); `tokens` int32 `[T * k]` the token of each of the `num_rows` rows,
+    the rest of it undefined; `num_rows` int32 `[1]`.
+    """
 
     slots: torch.Tensor
+    tokens: torch.Tensor
     num_rows: torch.Tensor
     tiles: Tiles
 
@@ -49,6 +53,7 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: to
     rows, device = topk_ids.numel(), topk_ids.device
     routing = Routing(
         slots=workspace.empty(tuple(topk_ids.shape), torch.int32, device),
+        tokens=workspace.empty((rows,), torch.int32, device),
         num_rows=workspace.empty((1,), torch.int32, device),
         tiles=_empty_tiles(rows, num_experts, block_m, device),
     )
@@ -91,10 +96,12 @@ def route_reference(
     order = torch.sort(torch.where(ids < 0, num_experts, ids), stable=True).indices[: int(counts.sum())]
     slots = torch.full_like(ids, -1, dtype=torch.int32)
     slots[order] = torch.arange(order.numel(), dtype=torch.int32, device=ids.device)
+    tokens = torch.zeros_like(slots)
+    tokens[: order.numel()] = order // topk_ids.shape[1]
     ends = counts.cumsum(0).tolist()
     groups = [(e, end - count, end) for e, (end, count) in enumerate(zip(ends, counts.tolist(), strict=True))]
     num_rows = torch.tensor([order.numel()], dtype=torch.int32, device=ids.device)
-    return Routing(slots.view(topk_ids.shape), num_rows, _tiles_reference(groups, block_m, ids.device))
+    return Routing(slots.view(topk_ids.shape), tokens, num_rows, _tiles_reference(groups, block_m, ids.device))
 
 
 def local_experts(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None) -> torch.Tensor:
@@ -111,7 +118,7 @@ def _tiles_reference(groups: list[tuple[int, int, int]], block_m: int, device: t
     """Tiles of `(expert, row_begin, row_end)` groups."""
     entries: list[tuple[int, int, int, int]] = []
     for expert, begin, end in groups:
-        entries += [(expert, begin, end, len(entries))] * ceil_div(end - begin, block_m)
+        entries += [(expert, begin, end, len(entries))] * len(row_tiles(end - begin, block_m))
     table = torch.tensor(entries or [(0, 0, 0, 0)], dtype=torch.int32, device=device)
     return Tiles(block_m, table, torch.tensor([len(entries), 0, 0], dtype=torch.int32, device=device))
 
@@ -130,7 +137,10 @@ def _launch_route(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Te
     device = topk_ids.device
     global_experts = num_experts if expert_map is None else expert_map.numel()
     counts = workspace.empty((num_experts,), torch.int32, device)
-    args = (topk_ids, expert_map, routing.slots, counts, routing.num_rows, topk_ids.numel(), global_experts)
+    if topk_ids.data_ptr() % 16:  # a slice; the kernel reads 16 bytes at a time
+        topk_ids = topk_ids.clone()
+    results = (routing.slots, routing.tokens, counts, routing.num_rows)
+    args = (topk_ids, expert_map, *results, topk_ids.numel(), topk_ids.shape[1], global_experts)
     launch(route_key(topk_ids.dtype == torch.int64), num_experts, args, device)
     _launch_tiles_of_counts(counts, None, routing.tiles)
 

@@ -42,7 +42,7 @@ def test_a_kernel_that_is_not_precompiled_is_not_compiled_where_that_is_forbidde
     monkeypatch.setattr(launcher, "_functions", {})
     set_variables(monkeypatch, FP8MOE_CACHE_DIR=tmp_path / "cache", FP8MOE_JIT="forbid")
     x = h.random_tokens(h.seeded(0, torch.device("cuda", 0)), 3, 256)
-    with pytest.raises(KernelNotPrecompiled, match="The kernel quantize UE8M0=0 PERMUTE=0 is not precompiled"):
+    with pytest.raises(KernelNotPrecompiled, match="The kernel quantize UE8M0=0 LAYOUT=0 is not precompiled"):
         per_token_group_quant_fp8(x)
     set_variables(monkeypatch, FP8MOE_JIT="allow")
     per_token_group_quant_fp8(x)

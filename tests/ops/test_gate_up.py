@@ -5,13 +5,21 @@ import torch
 
 from fp8moe_plugin.ops.gate_up import gate_up
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
-from fp8moe_plugin.ops.route import tiles_of_counts
+from fp8moe_plugin.ops.quantize import quantize_rows, quantize_tokens
+from fp8moe_plugin.ops.route import route, tiles_of_counts
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 from fp8moe_plugin.plan import PREFILL_BLOCK_M
 from tests import helpers as h
 
 pytestmark = pytest.mark.gpu
-COUNTS = [[300, 1, 64, 65, 128, 0, 130], [7], [256, 256], [0, 0], [63, 2, 3, 4, 64, 64, 1, 9, 127]]
+COUNTS = [
+    [300, 1, 64, 65, 128, 0, 130],
+    [7],
+    [256, 256],
+    [0, 0],
+    [63, 2, 3, 4, 64, 64, 1, 9, 127],
+    [144, 145, 129, 272, 288, 289, 136, 137],
+]
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])
@@ -33,3 +41,22 @@ def test_one_kernel_gives_the_bits_of_three(counts: list[int], hidden: int, inte
             for got, wanted in zip(actual, expected, strict=True):
                 assert h.same_bits(got[group, :count], wanted[group, :count])
                 assert h.untouched(got[group, count:])
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(128, 128), (896, 384), (2048, 640)])
+@pytest.mark.parametrize("tokens", [1, 100, 700])
+def test_rows_found_among_the_tokens_give_the_bits_of_rows_written_for_it(
+    tokens: int, hidden: int, intermediate: int, ue8m0: bool
+) -> None:
+    gen = h.seeded(1, torch.device("cuda", 0))
+    x = h.random_tokens(gen, tokens, hidden)
+    w13 = h.random_weights(gen, 8, 2 * intermediate, hidden)
+    _, ids = h.random_routing(gen, "some_missing", tokens, 4, 8)
+    routing = route(ids, 8, PREFILL_BLOCK_M)
+    rows = int(routing.num_rows)
+    q, scales = quantize_rows(x, routing.slots, ue8m0)
+    expected = gate_up((q[None], scales[None]), w13, routing.tiles, routing.num_rows, ue8m0)
+    actual = gate_up(quantize_tokens(x, ue8m0), w13, routing.tiles, routing.num_rows, ue8m0, routing.tokens)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert h.same_bits(got[0, :rows], wanted[0, :rows])

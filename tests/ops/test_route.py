@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe_plugin.ops.route import Tiles, route, tiles_of_counts, tiles_of_indices
-from fp8moe_plugin.plan import tile_capacity
+from fp8moe_plugin.plan import row_tiles, tile_capacity
 from tests import helpers as h
 
 block_sizes = st.sampled_from((64, 128))
@@ -16,9 +16,9 @@ def rows_of_tiles(tiles: Tiles) -> dict[int, int]:
     assert count <= tiles.table.shape[0]
     owner: dict[int, int] = {}
     for i, (expert, begin, end, first) in enumerate(tiles.table[:count].tolist()):
-        start = begin + (i - first) * tiles.block_m
-        assert begin <= start < end
-        for row in range(start, min(start + tiles.block_m, end)):
+        sizes = row_tiles(end - begin, tiles.block_m)
+        start = begin + sum(sizes[: i - first])
+        for row in range(start, start + sizes[i - first]):
             assert row not in owner
             owner[row] = expert
     return owner
@@ -62,6 +62,8 @@ def test_rows_follow_by_expert_then_by_token_and_tiles_cover_them_once(
     assert routing.slots.flatten().tolist() == slots
     assert routing.slots.shape == ids.shape
     assert int(routing.num_rows) == len(experts_of_rows)
+    rows = torch.arange(len(experts_of_rows), device=device)
+    assert torch.equal((routing.slots[routing.tokens[rows].long()] == rows[:, None]).sum(1), torch.ones_like(rows))
     assert rows_of_tiles(routing.tiles) == dict(enumerate(experts_of_rows))
 
 
@@ -93,4 +95,16 @@ def test_tiles_of_indices_cover_the_rows_with_an_expert(device, runs, block_m):
 
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=20), block_m=block_sizes)
 def test_the_capacity_holds_the_tiles_of_any_runs(lengths, block_m):
-    assert sum(-(-length // block_m) for length in lengths) <= tile_capacity(sum(lengths), len(lengths), block_m)
+    assert sum(len(row_tiles(length, block_m)) for length in lengths) <= tile_capacity(
+        sum(lengths), len(lengths), block_m
+    )
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_tiles_hold_all_rows_and_only_full_ones_have_a_tail(block_m):
+    tail = 16 if block_m == 128 else 0
+    for rows in range(1, 3000):
+        sizes = row_tiles(rows, block_m)
+        assert sum(sizes) == rows
+        assert all(block_m <= size <= block_m + tail for size in sizes[:-1])
+        assert 0 < sizes[-1] <= block_m + tail
