@@ -1,0 +1,71 @@
+// grouped_gemm.cu: its variants, the shape of a tile, the roles of the warps and the layout of shared memory.
+#pragma once
+#include "ptx.cuh"
+#include "tile_queue.cuh"
+
+#define OUTPUT_BF16 0         // staged in shared memory, stored by TMA
+#define OUTPUT_BF16_DIRECT 1  // stored from registers, with an optional addend C
+#define OUTPUT_F32_DIRECT 2
+#define OUTPUT_SWIGLU 3  // activated and quantized; staged, stored by TMA
+#ifndef GATHER
+#define GATHER 0
+#endif
+
+constexpr int kStages = STAGES;
+constexpr int kBlockM = 128, kBlockK = 128, kTailRows = 16;
+constexpr int kHalfN = 128, kHalves = BLOCK_N / kHalfN;
+constexpr bool kSwiglu = OUTPUT == OUTPUT_SWIGLU;
+constexpr int kTileN = kSwiglu ? kHalfN : BLOCK_N;  // from a tile's columns to the next one's
+constexpr int kMathWarpgroups = 2, kWarpgroupM = kBlockM / kMathWarpgroups;
+constexpr int kThreads = 128 * (kMathWarpgroups + 1);
+static_assert(kThreads == THREADS, "plan.py has the same roles");
+constexpr int kFullArrivals = GATHER ? 129 : 2;  // of a stage: who announces the bytes of TMA, and every copying thread
+constexpr int kProducerBarrier = 2 + kMathWarpgroups;
+constexpr int kNarrowBoxes = 2;  // up to 2 x 128 K rows of A come in boxes of 16, which is faster there (NOTES.md)
+constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // together the 168 a thread of the launch
+constexpr int kStoreN = kSwiglu ? 128 : 64;                   // columns of a TMA store: 128 bytes, one swizzle row
+constexpr int kStoreParts = kHalfN / kStoreN, kStagedHalves = kSwiglu ? 1 : kHalves;
+
+// Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
+struct SharedMemory {
+    static constexpr u32 kBytesA = (kBlockM + kTailRows) * kBlockK, kBytesB = kHalfN * kBlockK;
+    static constexpr u32 kBytesStore = kWarpgroupM * 128, kBytesTail = kTailRows * 128;
+    static constexpr u32 kB = kStages * kBytesA;
+    static constexpr u32 kStaging = kB + kStages * kHalves * kBytesB;
+    static constexpr u32 kTail = kStaging + kMathWarpgroups * kStagedHalves * kStoreParts * kBytesStore;
+    static constexpr u32 kScalesA = kTail + (kSwiglu ? 1 : kMathWarpgroups * kHalves) * kBytesTail;
+    static constexpr u32 kBytesScalesA = (kBlockM + kTailRows + ActivationScales::kSlack) * 4;
+    static constexpr u32 kScalesB = kScalesA + kStages * kBytesScalesA;
+    static constexpr u32 kTiles = (kScalesB + kStages * kHalves * 4 + 15) / 16 * 16;
+    static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
+    static constexpr u32 kAmax = kEmpty + kStages * 8;
+    static constexpr u32 kGatheredTile = kAmax + (kSwiglu ? 2 * kMathWarpgroups * kWarpgroupM * 4 : 0);
+    static constexpr u32 kEnd = kGatheredTile + (GATHER ? 16 : 0);
+
+    u32 base;
+    DEVICE u32 a(int stage, int row) const { return base + stage * kBytesA + row * kBlockK; }
+    DEVICE u32 b(int stage, int half) const { return base + kB + (stage * kHalves + half) * kBytesB; }
+    DEVICE u32 staging(int warpgroup, int half, int part) const {
+        return base + kStaging + ((warpgroup * kStagedHalves + half) * kStoreParts + part) * kBytesStore;
+    }
+    DEVICE u32 tail(int warpgroup, int half) const { return base + kTail + (warpgroup * kHalves + half) * kBytesTail; }
+    DEVICE u32 a_scale(int stage, int row) const { return base + kScalesA + stage * kBytesScalesA + row * 4; }
+    DEVICE u32 b_scale(int stage, int half) const { return base + kScalesB + (stage * kHalves + half) * 4; }
+    DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
+    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
+    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
+    DEVICE u32 amax(int buffer, int warpgroup, int row) const {
+        return base + kAmax + ((buffer * kMathWarpgroups + warpgroup) * kWarpgroupM + row) * 4;
+    }
+    DEVICE u32 gathered_tile() const { return base + kGatheredTile; }
+};
+static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "plan.py has the same layout");
+
+struct Operands {
+    const TensorMap *a, *tail, *b;  // the boxes of a tail are narrower than those of the other rows of A
+    const uint4* gathered;
+    const int* a_rows;
+    ActivationScales a_scales;
+    const float* b_scales;  // [experts, ceil(N / 128), K / 128]
+    int n, k_blocks;
+};

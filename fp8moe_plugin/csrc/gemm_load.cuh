@@ -1,0 +1,57 @@
+// grouped_gemm.cu: its producer, one warp that fills the ring by TMA.
+#pragma once
+#include "gemm_layout.cuh"
+
+struct WeightScales {
+    const float* data;
+    int next_half;  // from the scale of one half to that of the next
+
+    DEVICE WeightScales(const Operands& in, const Tile& tile) {
+        int rows = (in.n + kHalfN - 1) / kHalfN, row = tile.column * (kTileN / kHalfN);
+        data = in.b_scales + i64(tile.expert * rows + row) * in.k_blocks;
+        next_half = (kSwiglu ? rows / 2 : row + 1 < rows) * in.k_blocks;  // a tile may pass N
+    }
+    DEVICE void copy(SharedMemory shared, int stage, int k) const {
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) copy_async_4(shared.b_scale(stage, half), data + half * next_half + k);
+    }
+};
+
+DEVICE void load_b(SharedMemory shared, int stage, const Operands& in, const Tile& tile, int k) {
+    int row = tile.expert * in.n + tile.column * kTileN;
+    tma_load(shared.b(stage, 0), in.b, shared.full(stage), k * kBlockK, row);
+    if (kSwiglu) tma_load(shared.b(stage, 1), in.b, shared.full(stage), k * kBlockK, row + in.n / 2);
+}
+
+DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockM>& queue) {
+    const Tile tile = queue.tile();
+    const WeightScales b_scales(in, tile);
+    const bool narrow = in.k_blocks <= kNarrowBoxes;
+    const TensorMap* a = narrow ? in.tail : in.a;
+    int box = narrow ? kTailRows : kWarpgroupM, rows = narrow ? tile.rows : min(tile.rows, kBlockM);
+    rows = (rows + box - 1) / box * box;
+    int tail_rows = !narrow && tile.rows > kBlockM ? kTailRows : 0;
+    const float* a_scale = in.a_scales.of_tile(tile);
+    u32 a_scale_bytes = ActivationScales::bytes(tile);
+    u32 bytes = (rows + tail_rows) * kBlockK + kHalves * SharedMemory::kBytesB + a_scale_bytes;
+#pragma unroll 1
+    for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
+        int s = ring.stage;
+        u32 full = shared.full(s);
+        barrier_wait(shared.empty(s), ring.phase ^ 1);
+        if (threadIdx.x % 32 == 0) {
+            if (k == 0) publish_tile(shared.tile(s), tile);
+            barrier_arrive_expect(full, bytes);
+            load_b(shared, s, in, tile, k);
+#pragma unroll 1
+            for (int row = 0; row < rows; row += box)
+                tma_load(shared.a(s, row), a, full, k * kBlockK, tile.row + row);
+            if (tail_rows > 0) tma_load(shared.a(s, kBlockM), in.tail, full, k * kBlockK, tile.row + kBlockM);
+            bulk_load(shared.a_scale(s, 0), a_scale, full, a_scale_bytes);
+            b_scales.copy(shared, s, k);
+            copy_async_arrive(full);
+        }
+        a_scale += in.a_scales.k_stride;
+        queue.step(k);
+    }
+}
