@@ -14,7 +14,7 @@ SMEM_ALIGNMENT = 1024
 PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm, without its tail
 TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M
 DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
-GATHER_UP_TO = 512  # channels of an expert
+GATHER_UP_TO = 384  # channels of an expert
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 
 

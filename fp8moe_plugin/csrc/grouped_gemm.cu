@@ -63,15 +63,16 @@ DEVICE void compute_swiglu(SharedMemory shared, Ring<kStages>& ring, int k_block
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap tail_map,
-                 const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map, const float* a_scales, int a_scale_expert_stride,
-                 int a_scale_k_stride, const float* b_scales, const uint4* gathered,
-                 const int* a_rows, void* d, const void* c,
-                 float* d_scales, const int4* table, int* num_tiles, int m, int n, int k) {
-    SharedMemory shared{__shfl_sync(kAllLanes, dynamic_shared_address(), 0)};
+                 const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map,
+                 const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
+                 const uint4* gathered, const int* a_rows, void* d, const void* c, float* d_scales, const int4* table,
+                 int* num_tiles, int m, int n, int k) {
+    SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);
 
-    int warpgroup = __shfl_sync(kAllLanes, threadIdx.x / 128, 0), k_blocks = k / kBlockK;
-    Operands in{&a_map, &tail_map, &b_map, gathered, a_rows, {a_scales, a_scale_expert_stride, a_scale_k_stride}, b_scales, n, k_blocks};
+    int warpgroup = warp_uniform(threadIdx.x / 128), k_blocks = k / kBlockK;
+    ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
+    Operands in{&a_map, &tail_map, &b_map, gathered, a_rows, scales, b_scales, n, k_blocks};
     Result out{&d_map, d, c, n};
     Quantized quantized{&d_map, static_cast<u8*>(d), d_scales, n / 2, m};
     Ring<kStages> ring;

@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);
 
-    int warpgroup = threadIdx.x / 128;
+    int warpgroup = warp_uniform(threadIdx.x / 128);
     Operands in{&a_map, &b_map, {a_scales, a_scale_expert_stride, a_scale_k_stride}, b_scales, n, k / kBlockK};
     Ring<kStages> ring;
     if (warpgroup == kMathWarpgroups) {

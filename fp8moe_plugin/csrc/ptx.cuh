@@ -4,12 +4,14 @@
 
 // ---- shared memory: 32-bit addresses throughout, so that no generic pointer is formed in a loop -------------------
 
+// A value that is the same in all lanes, in a form in which the compiler knows it: what is derived from it, descriptors of
+// wgmma above all, then stays in uniform registers and costs no instructions of the warp.
+DEVICE u32 warp_uniform(u32 value) { return __shfl_sync(kAllLanes, value, 0); }
+
 // The address of the block's dynamic shared memory; opaque, or the compiler works it out again at every use.
 DEVICE u32 dynamic_shared_address() {
     extern __shared__ u8 dynamic_shared[];
-    u32 address = static_cast<u32>(__cvta_generic_to_shared(dynamic_shared));
-    asm volatile("" : "+r"(address));
-    return address;
+    return warp_uniform(static_cast<u32>(__cvta_generic_to_shared(dynamic_shared)));
 }
 DEVICE float load_shared_float(u32 address) {
     float value;
