@@ -12,7 +12,7 @@ from fp8moe_plugin.shapes import GROUP, Experts, Model, ceil_div
 
 SMEM_ALIGNMENT = 1024
 PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm, without its tail
-TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M
+TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M; kTailRows of csrc/tile_table.cuh
 DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
 GATHER_UP_TO = 384  # channels of an expert
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
@@ -35,7 +35,7 @@ class KernelKey:
 
 
 class Output(IntEnum):
-    """How grouped_gemm writes its result; the values are those of the macros in csrc/grouped_gemm.cu."""
+    """How grouped_gemm writes its result; the values are those of the macros in csrc/gemm_layout.cuh."""
 
     BF16 = 0
     BF16_DIRECT = 1
@@ -180,7 +180,7 @@ def moe_block_m(tokens: int, topk: int, global_experts: int) -> int:
 def gathers(intermediate: int, block_m: int) -> bool:
     """Whether GEMM 1 finds the tokens of an expert among those of the step, instead of reading a copy for each expert.
 
-    The copies cost as many bytes whatever the width; gathering slows each tile by a sixth (benchmarks/NOTES.md).
+    The copies cost as many bytes whatever the width; gathering slows each tile down (benchmarks/NOTES.md).
     """
     return block_m == PREFILL_BLOCK_M and intermediate <= GATHER_UP_TO
 
@@ -199,16 +199,22 @@ def dense_key(m: int, n: int, output: Output, sms: int) -> KernelKey:
     """The GEMM of a dense `[m, n]` result; 256 columns a tile, or 128 where 256 would leave multiprocessors idle."""
     if m <= DECODE_BLOCK_M and output == Output.BF16:
         return swap_ab_key()
-    return grouped_gemm_key(output, 256 if ceil_div(m, PREFILL_BLOCK_M) * ceil_div(n, 256) >= sms else 128)
+    tiles = count_row_tiles(m, PREFILL_BLOCK_M) * ceil_div(n, 256)
+    return grouped_gemm_key(output, 256 if tiles >= sms else 128)
 
 
 def row_tiles(rows: int, block_m: int) -> list[int]:
     """How the rows of an expert are cut into tiles; `RowTiles` of csrc/tile_table.cuh does the same and says why."""
     full, rest = divmod(rows, block_m)
-    tail = TAIL_ROWS if block_m == PREFILL_BLOCK_M else 0
-    if rest > full * tail:
+    if count_row_tiles(rows, block_m) > full:
         return [block_m] * full + [rest]
-    return [block_m + min(tail, max(0, rest - tile * tail)) for tile in range(full)]
+    return [block_m + min(TAIL_ROWS, max(0, rest - tile * TAIL_ROWS)) for tile in range(full)]
+
+
+def count_row_tiles(rows: int, block_m: int) -> int:
+    full, rest = divmod(rows, block_m)
+    tails = full * TAIL_ROWS if block_m == PREFILL_BLOCK_M else 0
+    return full + (rest > tails)
 
 
 def computed_rows(rows: int, block_m: int) -> int:

@@ -91,3 +91,10 @@ def test_the_scratch_of_a_layer_is_what_the_plan_says(launched, monkeypatch, tok
         fused_moe(h.random_tokens(gen, tokens, HIDDEN), *layer, torch.rand(tokens, TOPK), ids, expert_map=given)
         local = Experts(layers=1, experts=EXPERTS, topk=TOPK, hidden=HIDDEN, intermediate=intermediate)
         assert plan.moe_workspace_bytes(local, tokens, global_experts) == sum(t.nbytes for t in scratch)
+
+
+@pytest.mark.parametrize(("m", "n"), [(129, 24576), (1040, 3840), (4096, 1024), (65, 8)])
+def test_dense_tiles_are_narrow_where_wide_ones_leave_multiprocessors_idle(m, n):
+    wide = len(plan.row_tiles(m, plan.PREFILL_BLOCK_M)) * -(-n // 256)
+    key = plan.dense_key(m, n, plan.Output.BF16, 132)
+    assert dict(key.defines)["BLOCK_N"] == (256 if wide >= 132 else 128)

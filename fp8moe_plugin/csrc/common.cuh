@@ -24,6 +24,12 @@ DEVICE float2 unpack_bf16x2(u32 pair) {
 
 DEVICE float bf16_value(u16 bits) { return __uint_as_float(u32(bits) << 16); }
 
+DEVICE u16 bf16_bits(float value) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
 DEVICE u32 pack_bf16x2(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

@@ -40,9 +40,9 @@ DEVICE u32 group_max(u32 value) {
 
 // ---- scale and values ----
 
-// a / b, correctly rounded, from the correctly rounded 1 / b (Markstein, "Computation of elementary functions on the IBM
-// RISC System/6000 processor", 1990). The exact quotient matters: vLLM divides too, and a product with the inverse gives
-// one code in 3,000 another value. Not kept: the sign of a zero, and 0 where b is infinite (it is NaN).
+// a / b, correctly rounded, from the correctly rounded 1 / b (Markstein, "Computation of elementary functions on the
+// IBM RISC System/6000 processor", 1990). The exact quotient matters: vLLM divides too, and a product with the inverse
+// gives one code in 3,000 another value. Not kept: the sign of a zero, and 0 where b is infinite (it is NaN).
 DEVICE float divide(float a, float b, float inverse) {
     const float quotient = __fmul_rn(a, inverse);
     return fmaf(fmaf(-quotient, b, a), inverse, quotient);

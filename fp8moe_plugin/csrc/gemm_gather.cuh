@@ -1,36 +1,38 @@
-// grouped_gemm.cu: the producers of GATHER. A warp copies 32 rows of A, eight lanes a row; the first warp loads B besides.
+// grouped_gemm.cu: the producers of GATHER. A warp copies 32 rows of A, eight lanes a row; the first warp also loads B.
 #pragma once
 #include "gemm_load.cuh"
 
-constexpr int kChunks = kBlockK / 16, kRowsAtOnce = 32 / kChunks;
+constexpr int kRowChunks = kBlockK / 16, kRowsAtOnce = 32 / kRowChunks;
 constexpr u32 kNoRow = ~0u;
 
-// Where rows of a tile start in `gathered`, in chunks of 16 bytes; kNoRow past the tile. Thread i holds row i for its warp
-// and the row of the tail that it copies a chunk of.
+// Where rows of a tile start in `gathered`, in chunks of 16 bytes; kNoRow past the tile. Thread i holds row i for its
+// warp and the row of the tail that it copies a chunk of.
 struct GatheredRows {
     u32 row, tail;
 
     DEVICE GatheredRows(const Operands& in, const Tile& tile) {
-        auto start_of = [&](int i) { return i < tile.rows ? u32(in.a_rows[tile.row + i]) * in.k_blocks * kChunks : kNoRow; };
+        auto start_of = [&](int i) {
+            return i < tile.rows ? u32(in.a_rows[tile.row + i]) * in.k_blocks * kRowChunks : kNoRow;
+        };
         row = start_of(threadIdx.x % 128);
-        tail = start_of(kBlockM + threadIdx.x % 128 / kChunks);
+        tail = start_of(kBlockM + threadIdx.x % 128 / kRowChunks);
     }
     DEVICE static void copy_chunk(SharedMemory shared, int stage, const Operands& in, int k, int to, u32 from) {
-        int chunk = threadIdx.x % kChunks;
+        int chunk = threadIdx.x % kRowChunks;
         if (from != kNoRow)
-            copy_async_16(shared.a(stage, to) + (chunk ^ to % 8) * 16, in.gathered + (from + k * kChunks + chunk));
+            copy_async_16(shared.a(stage, to) + (chunk ^ to % 8) * 16, in.gathered + (from + k * kRowChunks + chunk));
     }
     DEVICE static void copy_scale(SharedMemory shared, int stage, const Operands& in, int k, int to, u32 from) {
-        if (from != kNoRow) copy_async_4(shared.a_scale(stage, to), in.a_scales.data + (from / kChunks + k));
+        if (from != kNoRow) copy_async_4(shared.a_scale(stage, to), in.a_scales.data + (from / kRowChunks + k));
     }
     DEVICE void copy(SharedMemory shared, int stage, const Operands& in, int k) const {
-        int thread = threadIdx.x % 128, group = thread % 32 / kChunks;
+        int thread = threadIdx.x % 128, group = thread % 32 / kRowChunks;
 #pragma unroll
         for (int i = 0; i < 32; i += kRowsAtOnce)
             copy_chunk(shared, stage, in, k, thread / 32 * 32 + i + group, __shfl_sync(kAllLanes, row, i + group));
-        copy_chunk(shared, stage, in, k, kBlockM + thread / kChunks, tail);
+        copy_chunk(shared, stage, in, k, kBlockM + thread / kRowChunks, tail);
         copy_scale(shared, stage, in, k, thread, row);
-        if (thread % kChunks == 0) copy_scale(shared, stage, in, k, kBlockM + thread / kChunks, tail);
+        if (thread % kRowChunks == 0) copy_scale(shared, stage, in, k, kBlockM + thread / kRowChunks, tail);
     }
 };
 

@@ -12,7 +12,8 @@
 #endif
 
 constexpr int kStages = STAGES;
-constexpr int kBlockM = 128, kBlockK = 128, kTailRows = 16;
+constexpr int kBlockM = 128, kBlockK = 128;
+static_assert(kBlockM == RowTiles::kBlockMOfTails, "these tiles have tails");
 constexpr int kHalfN = 128, kHalves = BLOCK_N / kHalfN;
 constexpr bool kSwiglu = OUTPUT == OUTPUT_SWIGLU;
 constexpr int kTileN = kSwiglu ? kHalfN : BLOCK_N;  // from a tile's columns to the next one's
@@ -21,7 +22,7 @@ constexpr int kThreads = 128 * (kMathWarpgroups + 1);
 static_assert(kThreads == THREADS, "plan.py has the same roles");
 constexpr int kFullArrivals = GATHER ? 129 : 2;  // of a stage: who announces the bytes of TMA, and every copying thread
 constexpr int kProducerBarrier = 2 + kMathWarpgroups;
-constexpr int kNarrowBoxes = 2;  // up to 2 x 128 K rows of A come in boxes of 16, which is faster there (NOTES.md)
+constexpr int kNarrowBoxes = 2;  // where K is at most 2 x 128, rows of A come in boxes of 16: faster there (NOTES.md)
 constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // together the 168 a thread of the launch
 constexpr int kStoreN = kSwiglu ? 128 : 64;                   // columns of a TMA store: 128 bytes, one swizzle row
 constexpr int kStoreParts = kHalfN / kStoreN, kStagedHalves = kSwiglu ? 1 : kHalves;
@@ -32,8 +33,8 @@ struct SharedMemory {
     static constexpr u32 kBytesStore = kWarpgroupM * 128, kBytesTail = kTailRows * 128;
     static constexpr u32 kB = kStages * kBytesA;
     static constexpr u32 kStaging = kB + kStages * kHalves * kBytesB;
-    static constexpr u32 kTail = kStaging + kMathWarpgroups * kStagedHalves * kStoreParts * kBytesStore;
-    static constexpr u32 kScalesA = kTail + (kSwiglu ? 1 : kMathWarpgroups * kHalves) * kBytesTail;
+    static constexpr u32 kTailStaging = kStaging + kMathWarpgroups * kStagedHalves * kStoreParts * kBytesStore;
+    static constexpr u32 kScalesA = kTailStaging + (kSwiglu ? 1 : kMathWarpgroups * kHalves) * kBytesTail;
     static constexpr u32 kBytesScalesA = (kBlockM + kTailRows + ActivationScales::kSlack) * 4;
     static constexpr u32 kScalesB = kScalesA + kStages * kBytesScalesA;
     static constexpr u32 kTiles = (kScalesB + kStages * kHalves * 4 + 15) / 16 * 16;
@@ -48,7 +49,9 @@ struct SharedMemory {
     DEVICE u32 staging(int warpgroup, int half, int part) const {
         return base + kStaging + ((warpgroup * kStagedHalves + half) * kStoreParts + part) * kBytesStore;
     }
-    DEVICE u32 tail(int warpgroup, int half) const { return base + kTail + (warpgroup * kHalves + half) * kBytesTail; }
+    DEVICE u32 tail_staging(int warpgroup, int half) const {
+        return base + kTailStaging + (warpgroup * kHalves + half) * kBytesTail;
+    }
     DEVICE u32 a_scale(int stage, int row) const { return base + kScalesA + stage * kBytesScalesA + row * 4; }
     DEVICE u32 b_scale(int stage, int half) const { return base + kScalesB + (stage * kHalves + half) * 4; }
     DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
@@ -59,10 +62,10 @@ struct SharedMemory {
     }
     DEVICE u32 gathered_tile() const { return base + kGatheredTile; }
 };
-static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "plan.py has the same layout");
+static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
 
 struct Operands {
-    const TensorMap *a, *tail, *b;  // the boxes of a tail are narrower than those of the other rows of A
+    const TensorMap *a, *a_narrow, *b;  // of A in boxes of 64 rows, and of kTailRows
     const uint4* gathered;
     const int* a_rows;
     ActivationScales a_scales;

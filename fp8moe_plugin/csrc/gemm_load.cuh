@@ -13,7 +13,8 @@ struct WeightScales {
     }
     DEVICE void copy(SharedMemory shared, int stage, int k) const {
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) copy_async_4(shared.b_scale(stage, half), data + half * next_half + k);
+        for (int half = 0; half < kHalves; ++half)
+            copy_async_4(shared.b_scale(stage, half), data + half * next_half + k);
     }
 };
 
@@ -27,7 +28,7 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
     const Tile tile = queue.tile();
     const WeightScales b_scales(in, tile);
     const bool narrow = in.k_blocks <= kNarrowBoxes;
-    const TensorMap* a = narrow ? in.tail : in.a;
+    const TensorMap* a = narrow ? in.a_narrow : in.a;
     int box = narrow ? kTailRows : kWarpgroupM, rows = narrow ? tile.rows : min(tile.rows, kBlockM);
     rows = (rows + box - 1) / box * box;
     int tail_rows = !narrow && tile.rows > kBlockM ? kTailRows : 0;
@@ -46,7 +47,7 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
 #pragma unroll 1
             for (int row = 0; row < rows; row += box)
                 tma_load(shared.a(s, row), a, full, k * kBlockK, tile.row + row);
-            if (tail_rows > 0) tma_load(shared.a(s, kBlockM), in.tail, full, k * kBlockK, tile.row + kBlockM);
+            if (tail_rows > 0) tma_load(shared.a(s, kBlockM), in.a_narrow, full, k * kBlockK, tile.row + kBlockM);
             bulk_load(shared.a_scale(s, 0), a_scale, full, a_scale_bytes);
             b_scales.copy(shared, s, k);
             copy_async_arrive(full);

@@ -12,8 +12,8 @@ DEVICE void release(SharedMemory shared, int stage) {
     if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty(stage));
 }
 
-// Of a tail, 64 rows of B of each half by 16 rows of A, transposed: a thread holds rows lane/4 and lane/4 + 8 of B, rows
-// 8i + lane%4*2 and the next of the tail.
+// Of a tail, 64 rows of B of each half by 16 rows of A, transposed: a thread holds rows lane/4 and lane/4 + 8 of B,
+// rows 8i + lane%4*2 and the next of the tail.
 using Tail = float[kTailRows / 2];
 
 DEVICE void add_tail(SharedMemory shared, int s, int row, float b_scale, Tail& product, Tail& sum) {
@@ -24,7 +24,7 @@ DEVICE void add_tail(SharedMemory shared, int s, int row, float b_scale, Tail& p
 }
 
 // 64 rows by kWidth columns of kCount halves, from a block of rows, a half, and a column of each half on; and the tail.
-template <int kCount, int kWidth, bool kTail>
+template <int kCount, int kWidth, bool kHasTail>
 DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Tile& tile, int row_block,
                           int first_half, int column, Columns<kWidth> (&sum)[kCount], Tail (&tail)[kHalves]) {
     int first = GATHER ? 0 : ActivationScales::offset(tile.row), tail_row = first + kBlockM + threadIdx.x % 4 * 2;
@@ -50,7 +50,7 @@ DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks
             wgmma_fence();
             wgmma_issue_k128(product, shared.a(s, row_block * kWarpgroupM),
                              shared.b(s, first_half + half) + column * kBlockK);
-            if (kTail)
+            if (kHasTail)
                 wgmma_issue_k128(tail_product, shared.b(s, half) + row_block * kWarpgroupM * kBlockK,
                                  shared.a(s, kBlockM));
             wgmma_commit();
@@ -58,7 +58,7 @@ DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks
             float scale[2] = {a_scale[0] * b_scale, a_scale[1] * b_scale};
             wgmma_wait();
             wgmma_results_ready(product);
-            if (kTail) add_tail(shared, s, tail_row, b_scale, tail_product, tail[half]);
+            if (kHasTail) add_tail(shared, s, tail_row, b_scale, tail_product, tail[half]);
             if (half == kCount - 1) release(shared, s);
 #pragma unroll
             for (int i = 0; i < kWidth / 2; ++i) sum[half][i] += scale[i / 2 % 2] * product[i];

@@ -75,6 +75,6 @@ DEVICE void store_tail_direct(void* d, const void* c, int n, int row, int rows, 
         if (OUTPUT == OUTPUT_F32_DIRECT)
             static_cast<float*>(d)[at] = sum[i] + (c ? static_cast<const float*>(c)[at] : 0.f);
         else
-            static_cast<u16*>(d)[at] = u16(pack_bf16x2(sum[i] + (c ? bf16_value(static_cast<const u16*>(c)[at]) : 0.f), 0.f));
+            static_cast<u16*>(d)[at] = bf16_bits(sum[i] + (c ? bf16_value(static_cast<const u16*>(c)[at]) : 0.f));
     }
 }

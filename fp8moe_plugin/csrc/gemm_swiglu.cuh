@@ -1,5 +1,5 @@
-// grouped_gemm.cu with OUTPUT_SWIGLU: how a warpgroup activates, quantizes and stores 64 rows by kWidth channels, which are
-// 128 or, of a short tile, the half of a group; and its part of a tail.
+// grouped_gemm.cu with OUTPUT_SWIGLU: how a warpgroup activates, quantizes and stores 64 rows by kWidth channels, which
+// are 128 or, of a short tile, the half of a group; and its part of a tail.
 #pragma once
 #include "fp8.cuh"
 #include "gemm_multiply.cuh"
@@ -93,8 +93,8 @@ DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Til
 }
 
 // The tail: 16 tokens by 64 channels a warpgroup, so that both share every group. Values are pairs of tokens.
-DEVICE void store_quantized_tail(SharedMemory shared, const Quantized& out, const Tile& tile, int warpgroup, int& buffer,
-                                 const Tail& gate, const Tail& up) {
+DEVICE void store_quantized_tail(SharedMemory shared, const Quantized& out, const Tile& tile, int warpgroup,
+                                 int& buffer, const Tail& gate, const Tail& up) {
     constexpr int kMathWarps = 4 * kMathWarpgroups, kBlocks = kTailRows / 8;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = tile.row + kBlockM, rows = tile.rows - kBlockM;
     auto amax_at = [&](int from, int block) { return shared.amax(buffer, 0, (from * kBlocks + block) * 4 + lane % 4); };
@@ -122,7 +122,7 @@ DEVICE void store_quantized_tail(SharedMemory shared, const Quantized& out, cons
         for (int i = 0; i < 2; ++i) {
             float2 v = unpack_bf16x2(value[2 * block + i]);
             u16 q = pack_e4m3x2(divide(v.x, scale[0], inverse[0]), divide(v.y, scale[1], inverse[1]));
-            u32 to = shared.tail(0, 0) + token * 128 + warp * 16 + lane / 4 + i * 8;
+            u32 to = shared.tail_staging(0, 0) + token * 128 + warp * 16 + lane / 4 + i * 8;
             store_shared(to, u8(q));
             store_shared(to + 128, u8(q >> 8));
         }
@@ -135,5 +135,5 @@ DEVICE void store_quantized_tail(SharedMemory shared, const Quantized& out, cons
     int token = threadIdx.x % 128 / 4, chunk = warpgroup * 4 + threadIdx.x % 4;
     if (token < rows)
         *reinterpret_cast<uint4*>(out.q + i64(row + token) * out.channels + tile.column * kHalfN + chunk * 16) =
-            load_shared_16(shared.tail(0, 0) + token * 128 + chunk * 16);
+            load_shared_16(shared.tail_staging(0, 0) + token * 128 + chunk * 16);
 }

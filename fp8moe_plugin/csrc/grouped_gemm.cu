@@ -1,18 +1,19 @@
-// D[rows, N] = A[rows, K] @ B[expert, N, K]^T, e4m3 with scales per 1x128 of A and 128x128 of B. For many rows an expert.
+// D[rows, N] = A[rows, K] @ B[expert, N, K]^T, e4m3 with scales per 1x128 of A and 128x128 of B, for many rows an
+// expert.
 //
-// A tile is 128 rows of A by BLOCK_N rows of B. One producer thread fills a ring of stages, each 128 along K: A and B by
-// TMA, A's scales by a bulk copy, B's by 4-byte copies. Two math warpgroups take 64 rows of A each; the product over 128 K
-// of each half of 128 columns lands in one accumulator, which is scaled and added in float32 before the next (DeepGEMM's
-// two-level accumulation). Rows of a tile that belong to the next expert are computed and not stored.
+// A tile is 128 rows of A by BLOCK_N rows of B. One producer thread fills a ring of stages, each 128 along K: A and B
+// by TMA, A's scales by a bulk copy, B's by 4-byte copies. Two math warpgroups take 64 rows of A each; the product over
+// 128 K of each half of 128 columns lands in one accumulator, which is scaled and added in float32 before the next
+// (DeepGEMM's two-level accumulation). Rows of a tile that belong to the next expert are computed and not stored.
 //
 // Up to 16 rows more, the tail of a tile, are multiplied the other way round: 64 of each 128 rows of B are the 64-row
 // operand of each warpgroup, the tail is the narrow one. A tile of their own would load all of B once more.
 //
-// GATHER: row i of A is row a_rows[i] of the matrix `a`, whose scales are row-major. TMA can not do that (a box a row takes
-// 25 cycles), so the four producer warps copy 16 bytes a lane, swizzled as TMA would have done.
+// GATHER: row i of A is row a_rows[i] of the matrix `gathered`, whose scales are row-major. TMA cannot do that (a box
+// of one row takes 25 cycles), so the four producer warps copy 16 bytes a lane, swizzled as TMA would have done.
 //
-// With OUTPUT_SWIGLU the halves are 128 channels of the gate and the same 128 of the other projection, so that the group of
-// a scale never leaves a warpgroup: D = quantized SiLU(gate) * up, e4m3 [rows, N / 2], as silu_mul_quant.cu has it.
+// With OUTPUT_SWIGLU the halves are 128 channels of the gate and the same 128 of the other projection, so that the
+// group of a scale never leaves a warpgroup: D = quantized SiLU(gate) * up, e4m3 [rows, N / 2], as silu_mul_quant.cu.
 #include "gemm_gather.cuh"
 #include "gemm_load.cuh"
 #include "gemm_store.cuh"
@@ -25,12 +26,12 @@ struct Result {
     int n;
 };
 
-template <int kCount, bool kTail>
+template <int kCount, bool kHasTail>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Result& out, const Tile& tile,
                          int warpgroup, int row_block, int first_half) {
     Accumulator sum[kCount];
     Tail tail[kHalves];
-    multiply_tile<kCount, kHalfN, kTail>(shared, ring, k_blocks, tile, row_block, first_half, 0, sum, tail);
+    multiply_tile<kCount, kHalfN, kHasTail>(shared, ring, k_blocks, tile, row_block, first_half, 0, sum, tail);
     int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
     int column = tile.column * BLOCK_N + first_half * kHalfN;
     if (OUTPUT == OUTPUT_BF16)
@@ -39,30 +40,30 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks,
 #pragma unroll
         for (int half = 0; half < kCount; ++half)
             store_direct(out.d, out.c, out.n, row, rows, column + half * kHalfN, sum[half]);
-    if (!kTail) return;
+    if (!kHasTail) return;
     row = tile.row + kBlockM, rows = tile.rows - kBlockM, column += warpgroup * kWarpgroupM;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
         if (OUTPUT == OUTPUT_BF16)
-            store_transposed<kTailRows>(shared.tail(warpgroup, half), warpgroup, static_cast<u16*>(out.d), out.n, row,
-                                        rows, column + half * kHalfN, tail[half]);
+            store_transposed<kTailRows>(shared.tail_staging(warpgroup, half), warpgroup, static_cast<u16*>(out.d),
+                                        out.n, row, rows, column + half * kHalfN, tail[half]);
         else
             store_tail_direct(out.d, out.c, out.n, row, rows, column + half * kHalfN, tail[half]);
     }
 }
 
-template <int kWidth, bool kTail>
+template <int kWidth, bool kHasTail>
 DEVICE void compute_swiglu(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Quantized& out,
                            const Tile& tile, int warpgroup, int row_block, int column, int& buffer) {
     Columns<kWidth> sum[2];
     Tail tail[kHalves];
-    multiply_tile<2, kWidth, kTail>(shared, ring, k_blocks, tile, row_block, 0, column, sum, tail);
+    multiply_tile<2, kWidth, kHasTail>(shared, ring, k_blocks, tile, row_block, 0, column, sum, tail);
     store_quantized<kWidth>(shared, out, tile, warpgroup, row_block, buffer, sum[0], sum[1]);
-    if (kTail) store_quantized_tail(shared, out, tile, warpgroup, buffer, tail[0], tail[kHalves - 1]);
+    if (kHasTail) store_quantized_tail(shared, out, tile, warpgroup, buffer, tail[0], tail[kHalves - 1]);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap tail_map,
+    grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_narrow_map,
                  const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map,
                  const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
                  const uint4* gathered, const int* a_rows, void* d, const void* c, float* d_scales, const int4* table,
@@ -72,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     int warpgroup = warp_uniform(threadIdx.x / 128), k_blocks = k / kBlockK;
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
-    Operands in{&a_map, &tail_map, &b_map, gathered, a_rows, scales, b_scales, n, k_blocks};
+    Operands in{&a_map, &a_narrow_map, &b_map, gathered, a_rows, scales, b_scales, n, k_blocks};
     Result out{&d_map, d, c, n};
     Quantized quantized{&d_map, static_cast<u8*>(d), d_scales, n / 2, m};
     Ring<kStages> ring;
@@ -91,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     load_tile(shared, ring, in, queue);
                 }
             }
+            if (GATHER) copy_async_wait();  // PTX promises no arrivals of threads that have exited
             if (first_warp) {
                 load_end(shared, ring, kFullArrivals);
                 queue.finish();

@@ -4,8 +4,8 @@
 
 // ---- shared memory: 32-bit addresses throughout, so that no generic pointer is formed in a loop -------------------
 
-// A value that is the same in all lanes, in a form in which the compiler knows it: what is derived from it, descriptors of
-// wgmma above all, then stays in uniform registers and costs no instructions of the warp.
+// A value that is the same in all lanes, in a form in which the compiler knows it: what is derived from it, descriptors
+// of wgmma above all, then stays in uniform registers and costs no instructions of the warp.
 DEVICE u32 warp_uniform(u32 value) { return __shfl_sync(kAllLanes, value, 0); }
 
 // The address of the block's dynamic shared memory; opaque, or the compiler works it out again at every use.
@@ -74,7 +74,8 @@ struct alignas(64) TensorMap {  // as large and as aligned as the driver's CUten
 // Loads the box at (column, row) of a matrix; its bytes count towards the barrier's phase.
 DEVICE void tma_load(u32 to, const TensorMap* map, u32 barrier, int column, int row) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            to),
         "l"(map), "r"(barrier), "r"(column), "r"(row)
         : "memory");
 }
@@ -104,6 +105,7 @@ DEVICE void copy_async_4(u32 to, const float* from) {
 DEVICE void copy_async_16(u32 to, const uint4* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // One arrival on the barrier once this thread's copies so far have landed; the barrier's count must include it.
 DEVICE void copy_async_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

@@ -7,7 +7,7 @@
 //
 // UE8M0: 1 rounds scales up to powers of two.
 // A half-warp holds a group in 16 bytes a lane, for four tokens at once: loads in flight, and the eight tokens of
-// a warp fill a 32-byte sector of the scales.
+// a warp fill a 32-byte sector of K-major scales.
 #include "common.cuh"
 #include "fp8.cuh"
 

@@ -38,7 +38,7 @@ struct Router {
     }
     // The experts of the pairs from kIds * vector on; kNoExpert past the last pair.
     DEVICE void experts_of(int vector, u32 (&expert)[kIds]) const {
-        Id id[kIds];
+        alignas(sizeof(Ids)) Id id[kIds];
         if ((vector + 1) * kIds <= pairs) {
             *reinterpret_cast<Ids*>(id) = ids[vector];
         } else {

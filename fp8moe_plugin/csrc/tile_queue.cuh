@@ -49,7 +49,8 @@ struct TileQueue {
     }
     // The last block to finish leaves the counters as it found them.
     DEVICE void finish() {
-        if (counters && threadIdx.x % 32 == 0 && atomicAdd(counters + 1, 1) == gridDim.x - 1) counters[0] = counters[1] = 0;
+        if (!counters || threadIdx.x % 32 != 0) return;
+        if (atomicAdd(counters + 1, 1) == gridDim.x - 1) counters[0] = counters[1] = 0;
     }
 };
 

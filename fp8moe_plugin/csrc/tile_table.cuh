@@ -1,14 +1,19 @@
-// A tile table: one entry (expert, row_begin, row_end, first) a tile, where the rows are those of the tile's whole group
-// and `first` is the index of the group's first tile. plan.py cuts groups the same way.
+// A tile table: one entry (expert, row_begin, row_end, first) a tile, where the rows are those of the tile's whole
+// group and `first` is the index of the group's first tile. plan.py cuts groups the same way.
 #pragma once
 #include "common.cuh"
 
+constexpr int kTailRows = 16;
+
 // How a group is cut: tiles of block_m rows, the last one shorter; unless what is over fits into tails of the others,
-// up to 16 rows each, which cost far less than a tile that loads the weights once more. Only tiles of 128 rows have tails.
+// up to kTailRows each, which cost far less than a tile that loads the weights once more.
 struct RowTiles {
+    static constexpr int kBlockMOfTails = 128;  // only these tiles have tails
+
     int rows, block_m, tail, over, count;
 
-    DEVICE RowTiles(int rows, int block_m) : rows(rows), block_m(block_m), tail(block_m == 128 ? 16 : 0) {
+    DEVICE RowTiles(int rows, int block_m) : rows(rows), block_m(block_m) {
+        tail = block_m == kBlockMOfTails ? kTailRows : 0;
         int full = rows / block_m, rest = rows - full * block_m;
         over = rest <= full * tail ? rest : 0;
         count = full + (rest > over);

@@ -3,7 +3,7 @@
 #include "ptx.cuh"
 
 // The descriptor of an operand tile of rows of 128 bytes along K, 128-byte swizzled: groups of 8 rows stand 1024 bytes
-// apart (PTX ISA, "matrix descriptor"). Only its low word depends on the address; adding 2 to it steps 32 bytes along K.
+// apart (PTX ISA, "matrix descriptor"). Only its low word depends on the address; 2 added to it are 32 bytes along K.
 constexpr int kDescriptorStepK = 2;
 DEVICE u32 wgmma_descriptor_low(u32 tile) {
     constexpr u32 kLeadingOffset = 1;  // not used by swizzled layouts

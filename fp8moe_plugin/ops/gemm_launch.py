@@ -8,7 +8,7 @@ from fp8moe_plugin.ops.route import Tiles
 from fp8moe_plugin.plan import TAIL_ROWS, KernelKey, Output, dense_key, gate_up_key, grouped_key
 from fp8moe_plugin.shapes import GROUP
 
-# Rows of a TMA load; the kernels say why.
+# Rows of a TMA load: of a warpgroup's part of a tile; of one swizzle atom, so that as many are loaded as there are.
 PREFILL_BOX_M = 64
 DECODE_BOX_M, DECODE_BOX_N = 8, 128
 
@@ -21,7 +21,9 @@ def launch_gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor |
     if key.source == "grouped_gemm_swap_ab":
         args = (_map(a[0], DECODE_BOX_M), _map(b[0], DECODE_BOX_N), *scales, out)
         return _launch(key, args, tiles, rows, b[0])
-    maps = (*_prefill_maps(a[0]), _map(b[0], dict(key.defines)["BLOCK_N"]), _map(out, PREFILL_BOX_M))
+    a_maps = _prefill_maps(a[0])
+    out_map = _map(out, PREFILL_BOX_M) if _output(out, c) == Output.BF16 else a_maps[0]  # the others do without
+    maps = (*a_maps, _map(b[0], dict(key.defines)["BLOCK_N"]), out_map)
     _launch(key, (*maps, *scales, None, None, out, c, None), tiles, rows, b[0])
 
 
@@ -57,7 +59,7 @@ def _map(matrix: torch.Tensor, box_rows: int) -> TensorMap:
 
 
 def _prefill_maps(a: torch.Tensor) -> tuple[TensorMap, TensorMap]:
-    """Of the rows of a tile and of its tail."""
+    """In boxes for whole tiles, and in narrow ones for tails and where K is short."""
     return _map(a, PREFILL_BOX_M), _map(a, TAIL_ROWS)
 
 

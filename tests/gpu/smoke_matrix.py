@@ -15,8 +15,9 @@ from fp8moe_plugin import ops
 from tests import helpers as h
 
 DEVICE = torch.device("cuda", 0)
-ROWS = (0, 1, 65, 129)
+ROWS = (0, 1, 65, 129, 145)
 HIDDEN, INTERMEDIATE, EXPERTS = 1024, 128, 5  # K of both ways to hand out tiles
+WIDE = 640  # experts that read copies of their tokens
 
 
 def check_quantize(gen: torch.Generator, rows: int) -> None:
@@ -86,12 +87,13 @@ def check_batched_experts(gen: torch.Generator, rows: int) -> None:
 
 
 def check_fused_moe(gen: torch.Generator, rows: int) -> None:
-    layer = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)
     x = h.random_tokens(gen, rows, HIDDEN)
-    for kind in h.ROUTINGS:
-        weights, ids = h.random_routing(gen, kind, rows, 3, EXPERTS)
-        expected = h.layer_reference(x, layer, weights, ids, quantized=True)
-        assert h.relative_l2(ops.fused_moe(x, *layer, weights, ids), expected) <= 2e-2
+    for intermediate in (INTERMEDIATE, WIDE):
+        layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
+        for kind in h.ROUTINGS:
+            weights, ids = h.random_routing(gen, kind, rows, 3, EXPERTS)
+            expected = h.layer_reference(x, layer, weights, ids, quantized=True)
+            assert h.relative_l2(ops.fused_moe(x, *layer, weights, ids), expected) <= 2e-2
 
 
 def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:

@@ -54,8 +54,11 @@ def assert_replays_equal_eager(
     assert len(distinct) >= 5, "the steps do not differ, so the replay shows nothing"
 
 
+@pytest.mark.parametrize("intermediate", [256, INTERMEDIATE])  # experts that gather, and that read copies
 @pytest.mark.parametrize("tokens", [1, 16, 512])
-def test_fused_moe_follows_the_routing(gen, layer, tokens):
+def test_fused_moe_follows_the_routing(gen, tokens, intermediate):
+    layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
+
     def draw(step: int) -> tuple[torch.Tensor, ...]:
         kind = h.ROUTINGS[step % len(h.ROUTINGS)]
         x = h.random_tokens(gen, tokens, HIDDEN)

@@ -9,8 +9,10 @@ from fp8moe_plugin.ops.quantize import (
     per_token_group_quant_fp8_reference,
     quantize_rows,
     quantize_rows_reference,
+    quantize_tokens,
 )
 from fp8moe_plugin.ops.route import (
+    Routing,
     Tiles,
     _runs,
     _tiles_reference,
@@ -158,6 +160,15 @@ def test_quantized_rows_equal_the_reference_and_other_rows_are_not_written(token
     assert_same_quantized(quantize_rows(x, slots), quantize_rows_reference(x, slots, False))
 
 
+@tokens_and_hidden
+@both_scale_formats
+def test_tokens_to_be_gathered_equal_the_reference(tokens: int, hidden: int, ue8m0: bool) -> None:
+    x = activations(tokens, hidden)
+    actual = quantize_tokens(x, ue8m0)
+    assert actual[1].is_contiguous()
+    assert_same_quantized(actual, per_token_group_quant_fp8_reference(x, ue8m0))
+
+
 # ---- SiLU-and-mul ----
 
 
@@ -228,17 +239,23 @@ def test_combine_reads_no_row_without_a_slot() -> None:
 # ---- route and the tile tables ----
 
 
+def assert_same_routing(actual: Routing, expected: Routing) -> None:
+    assert torch.equal(actual.slots, expected.slots)
+    assert torch.equal(actual.num_rows, expected.num_rows)
+    rows = int(expected.num_rows)
+    assert torch.equal(actual.tokens[:rows], expected.tokens[:rows])
+    assert_same_tiles(actual.tiles, expected.tiles)
+
+
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("kind", ["uniform", "one_expert", "empty_experts", "missing", "out_of_range", "nowhere"])
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_route_equals_the_reference(tokens: int, experts: int, kind: str, ids_dtype: torch.dtype) -> None:
-    ids = random_ids(kind, tokens, 8, experts).to(ids_dtype)
-    for block_m in BLOCK_M:
-        actual, expected = route(ids, experts, block_m), route_reference(ids, experts, block_m)
-        assert torch.equal(actual.slots, expected.slots)
-        assert torch.equal(actual.num_rows, expected.num_rows)
-        assert_same_tiles(actual.tiles, expected.tiles)
+    for topk in (1, 6, 8):
+        ids = random_ids(kind, tokens, topk, experts).to(ids_dtype)
+        for block_m in BLOCK_M:
+            assert_same_routing(route(ids, experts, block_m), route_reference(ids, experts, block_m))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -248,16 +265,16 @@ def test_route_keeps_the_experts_of_its_map(tokens: int, global_experts: int, lo
     here = torch.randperm(global_experts, generator=seeded(tokens, CUDA), device=CUDA)[:local_experts]
     expert_map[here] = torch.arange(local_experts, dtype=torch.int32, device=CUDA)
     ids = random_ids("out_of_range", tokens, 8, global_experts)
-    actual = route(ids, local_experts, 64, expert_map)
-    expected = route_reference(ids, local_experts, 64, expert_map)
-    assert torch.equal(actual.slots, expected.slots)
-    assert torch.equal(actual.num_rows, expected.num_rows)
-    assert_same_tiles(actual.tiles, expected.tiles)
+    for block_m in BLOCK_M:
+        actual = route(ids, local_experts, block_m, expert_map)
+        assert_same_routing(actual, route_reference(ids, local_experts, block_m, expert_map))
 
 
 def test_int64_ids_are_not_cut_to_32_bits() -> None:
     ids = torch.tensor([[1, 2**32 + 1], [-(2**32), 0]], device=CUDA)
     assert route(ids, 4, 64).slots.tolist() == [[1, -1], [-1, 0]]
+    expert_map = torch.tensor([1, 0, -1, -1], dtype=torch.int32, device=CUDA)
+    assert route(ids, 2, 64, expert_map).slots.tolist() == [[0, -1], [-1, 1]]
 
 
 def test_ids_need_no_alignment_beyond_their_own() -> None:
@@ -274,9 +291,7 @@ def test_route_replays_in_a_graph_on_new_ids() -> None:
     for kind in ("uniform", "one_expert", "nowhere"):
         ids.copy_(random_ids(kind, 64, 8, 256))
         graph.replay()
-        expected = route_reference(ids, 256, 64)
-        assert torch.equal(captured.slots, expected.slots)
-        assert_same_tiles(captured.tiles, expected.tiles)
+        assert_same_routing(captured, route_reference(ids, 256, 64))
 
 
 @pytest.mark.parametrize("block_m", BLOCK_M)

@@ -1,5 +1,7 @@
 """All kernels of the plan compile to sm_90a cubins on a machine without a GPU."""
 
+from importlib import resources
+
 import pytest
 
 from fp8moe_plugin.jit.compiler import compile_kernel
@@ -19,3 +21,8 @@ def test_a_kernel_compiles_without_spills_local_memory_or_warnings(key: KernelKe
 
 def test_the_kernels_fit_a_block_of_a_hopper_gpu() -> None:
     assert all(key.smem_bytes <= 227 * 1024 and key.threads <= 1024 for key in all_kernels())
+
+
+def test_the_lines_of_the_sources_are_no_longer_than_those_of_the_rest() -> None:
+    for path in (resources.files("fp8moe_plugin") / "csrc").iterdir():
+        assert [line for line in path.read_text().splitlines() if len(line) > 120] == [], path.name

@@ -25,12 +25,12 @@ def rows_that_count(counts: torch.Tensor, max_m: int) -> torch.Tensor:
     return torch.arange(max_m, device=counts.device) < counts[:, None]
 
 
-@given(counts=st.lists(h.row_counts, min_size=1, max_size=4), seed=h.seeds)
-def test_rows_that_count_are_close_to_unquantized_and_rows_past_it_are_not_written(device, counts, seed):
+@given(counts=st.lists(h.row_counts, min_size=1, max_size=4), expected_m=st.sampled_from((16, 200)), seed=h.seeds)
+def test_rows_that_count_are_close_to_unquantized_and_rows_past_it_are_not_written(device, counts, expected_m, seed):
     max_m = max(counts) + 1
     call = random_call(h.seeded(seed, device), counts, max_m)
     q, scales, *layer, masked_m = call
-    out = run(*call)
+    out = run(*call, expected_m=expected_m)
     here = rows_that_count(masked_m, max_m)
     gate_up = h.product((q, scales), layer[:2])
     expected = h.swiglu(gate_up) @ h.dequantize_weights(*layer[2:]).mT

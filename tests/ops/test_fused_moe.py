@@ -10,12 +10,15 @@ from fp8moe_plugin.ops.route import route
 from tests import helpers as h
 
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 8, 3, 384, 256
+WIDE = 512  # experts that read copies of their tokens: plan.gathers
 routings = st.sampled_from(h.ROUTINGS)
 
 
-def random_call(gen: torch.Generator, tokens: int, kind: str = "distinct", experts: int = EXPERTS):
+def random_call(
+    gen: torch.Generator, tokens: int, kind: str = "distinct", experts: int = EXPERTS, intermediate: int = INTERMEDIATE
+):
     """Hidden states, layer, router weights and expert ids."""
-    layer = h.random_layer(gen, experts, HIDDEN, INTERMEDIATE)
+    layer = h.random_layer(gen, experts, HIDDEN, intermediate)
     return h.random_tokens(gen, tokens, HIDDEN), layer, *h.random_routing(gen, kind, tokens, TOPK, experts)
 
 
@@ -34,9 +37,15 @@ def assert_accurate(out: torch.Tensor, x: torch.Tensor, layer: h.Layer, weights:
     assert (out[nowhere] == 0).all()
 
 
-@given(tokens=h.row_counts, kind=routings, experts=st.sampled_from((3, 8, 32)), seed=h.seeds)
-def test_every_routing_gives_the_layer(device, tokens, kind, experts, seed):
-    call = random_call(h.seeded(seed, device), tokens, kind, experts)
+@given(
+    tokens=h.row_counts,
+    kind=routings,
+    experts=st.sampled_from((3, 8, 32)),
+    intermediate=st.sampled_from((INTERMEDIATE, WIDE)),
+    seed=h.seeds,
+)
+def test_every_routing_gives_the_layer(device, tokens, kind, experts, intermediate, seed):
+    call = random_call(h.seeded(seed, device), tokens, kind, experts, intermediate)
     assert_accurate(run(*call), *call)
 
 

@@ -45,16 +45,18 @@ def test_one_kernel_gives_the_bits_of_three(counts: list[int], hidden: int, inte
 
 @pytest.mark.parametrize("ue8m0", [False, True])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(128, 128), (896, 384), (2048, 640)])
-@pytest.mark.parametrize("tokens", [1, 100, 700])
-def test_rows_found_among_the_tokens_give_the_bits_of_rows_written_for_it(
-    tokens: int, hidden: int, intermediate: int, ue8m0: bool
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_rows_found_among_the_tokens_give_the_bits_of_copies(
+    counts: list[int], hidden: int, intermediate: int, ue8m0: bool
 ) -> None:
     gen = h.seeded(1, torch.device("cuda", 0))
-    x = h.random_tokens(gen, tokens, hidden)
-    w13 = h.random_weights(gen, 8, 2 * intermediate, hidden)
-    _, ids = h.random_routing(gen, "some_missing", tokens, 4, 8)
-    routing = route(ids, 8, PREFILL_BLOCK_M)
-    rows = int(routing.num_rows)
+    w13 = h.random_weights(gen, len(counts), 2 * intermediate, hidden)
+    rows, device = sum(counts), gen.device
+    ids = torch.arange(len(counts), dtype=torch.int32, device=device)
+    ids = ids.repeat_interleave(torch.tensor(counts, device=device))[torch.randperm(rows, generator=gen, device=device)]
+    ids = torch.nn.functional.pad(ids, (0, -rows % 4), value=-1).view(-1, 4)  # a token may pick an expert twice
+    x = h.random_tokens(gen, len(ids), hidden)
+    routing = route(ids, len(counts), PREFILL_BLOCK_M)
     q, scales = quantize_rows(x, routing.slots, ue8m0)
     expected = gate_up((q[None], scales[None]), w13, routing.tiles, routing.num_rows, ue8m0)
     actual = gate_up(quantize_tokens(x, ue8m0), w13, routing.tiles, routing.num_rows, ue8m0, routing.tokens)

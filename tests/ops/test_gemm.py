@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe_plugin.ops import fp8_gemm_nt
+from fp8moe_plugin.plan import Output, dense_key, grouped_gemm_key
 from tests import helpers as h
 
 dtypes = st.sampled_from((torch.bfloat16, torch.float32))
@@ -45,6 +46,24 @@ def test_model_shapes(shape, dtype):
     gen = torch.Generator("cuda").manual_seed(0)
     a, b = h.random_quantized(gen, m, k), h.random_weights(gen, n, k)
     h.assert_rounded(gemm(a, b, dtype), h.product(a, b))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tails_in_tiles_of_both_widths(dtype, add):
+    gen, keys = torch.Generator("cuda").manual_seed(0), set()
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    output = Output.F32_DIRECT if dtype == torch.float32 else Output.BF16_DIRECT if add else Output.BF16
+    for n in (136, 24576):
+        b = h.random_weights(gen, n, 384)
+        for rows in (130, 136, 137, 144, 145, 272, 288, 289):
+            a = h.random_quantized(gen, rows, 384)
+            c = h.random_tokens(gen, rows, n).to(dtype) if add else None
+            expected = h.product(a, b)
+            h.assert_rounded(gemm(a, b, dtype, c), expected if c is None else expected + c.double())
+            keys.add(dense_key(rows, n, output, sms))
+    assert keys == {grouped_gemm_key(output, block_n) for block_n in (128, 256)}
 
 
 @given(rows=h.row_counts, n=st.sampled_from((64, 576)), seed=h.seeds)
