@@ -63,3 +63,13 @@ DEVICE void gather_tile(SharedMemory shared, Ring<kStages>& ring, const Operands
         if (first_warp) queue.step(k);
     }
 }
+
+DEVICE void gather_tiles(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockM>& queue,
+                         bool first_warp) {
+    while (true) {
+        const Tile tile = share_tile(shared, queue, first_warp);
+        if (tile.rows == 0) break;
+        gather_tile(shared, ring, in, tile, queue, first_warp);
+    }
+    copy_async_wait();  // PTX promises no arrivals of threads that have exited
+}

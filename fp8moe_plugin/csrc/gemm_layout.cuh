@@ -21,7 +21,7 @@ constexpr int kMathWarpgroups = 2, kWarpgroupM = kBlockM / kMathWarpgroups;
 constexpr int kThreads = 128 * (kMathWarpgroups + 1);
 static_assert(kThreads == THREADS, "plan.py has the same roles");
 constexpr int kFullArrivals = GATHER ? 129 : 2;  // of a stage: who announces the bytes of TMA, and every copying thread
-constexpr int kProducerBarrier = 2 + kMathWarpgroups;
+constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 constexpr int kNarrowBoxes = 2;  // where K is at most 2 x 128, rows of A come in boxes of 16: faster there (NOTES.md)
 constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // together the 168 a thread of the launch
 constexpr int kStoreN = kSwiglu ? 128 : 64;                   // columns of a TMA store: 128 bytes, one swizzle row

@@ -32,27 +32,15 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
     int box = narrow ? kTailRows : kWarpgroupM, rows = narrow ? tile.rows : min(tile.rows, kBlockM);
     rows = (rows + box - 1) / box * box;
     int tail_rows = !narrow && tile.rows > kBlockM ? kTailRows : 0;
-    const float* a_scale = in.a_scales.of_tile(tile);
     u32 a_scale_bytes = ActivationScales::bytes(tile);
     u32 bytes = (rows + tail_rows) * kBlockK + kHalves * SharedMemory::kBytesB + a_scale_bytes;
+    auto load = [&](int s, u32 full, int k, const float* a_scale) {
+        load_b(shared, s, in, tile, k);
 #pragma unroll 1
-    for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
-        int s = ring.stage;
-        u32 full = shared.full(s);
-        barrier_wait(shared.empty(s), ring.phase ^ 1);
-        if (threadIdx.x % 32 == 0) {
-            if (k == 0) publish_tile(shared.tile(s), tile);
-            barrier_arrive_expect(full, bytes);
-            load_b(shared, s, in, tile, k);
-#pragma unroll 1
-            for (int row = 0; row < rows; row += box)
-                tma_load(shared.a(s, row), a, full, k * kBlockK, tile.row + row);
-            if (tail_rows > 0) tma_load(shared.a(s, kBlockM), in.a_narrow, full, k * kBlockK, tile.row + kBlockM);
-            bulk_load(shared.a_scale(s, 0), a_scale, full, a_scale_bytes);
-            b_scales.copy(shared, s, k);
-            copy_async_arrive(full);
-        }
-        a_scale += in.a_scales.k_stride;
-        queue.step(k);
-    }
+        for (int row = 0; row < rows; row += box) tma_load(shared.a(s, row), a, full, k * kBlockK, tile.row + row);
+        if (tail_rows > 0) tma_load(shared.a(s, kBlockM), in.a_narrow, full, k * kBlockK, tile.row + kBlockM);
+        bulk_load(shared.a_scale(s, 0), a_scale, full, a_scale_bytes);
+        b_scales.copy(shared, s, k);
+    };
+    fill_stages(shared, ring, queue, tile, in.a_scales, in.k_blocks, bytes, load);
 }

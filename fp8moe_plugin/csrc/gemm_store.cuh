@@ -30,11 +30,11 @@ DEVICE void store_staged(SharedMemory shared, const TensorMap* d_map, u16* d, in
                          int warpgroup, const Accumulator (&sum)[kCount]) {
     bool elected = threadIdx.x % 128 == 0;
     if (elected) tma_store_wait_read();
-    named_barrier(1 + warpgroup, 128);  // the staging buffers are free
+    warpgroup_barrier(warpgroup);  // the staging buffers are free
 #pragma unroll
     for (int half = 0; half < kCount; ++half) stage_half(shared, warpgroup, half, sum[half]);
     fence_proxy_async();
-    named_barrier(1 + warpgroup, 128);  // the staging buffers are full
+    warpgroup_barrier(warpgroup);  // the staging buffers are full
     if (rows < kWarpgroupM) {
 #pragma unroll 1
         for (int half = 0; half < kCount; ++half)

@@ -34,7 +34,7 @@ DEVICE void exchange(SharedMemory shared, int warpgroup, int row, int& buffer, u
 #pragma unroll
     for (int r = 0; r < 2; ++r)
         if (threadIdx.x % 4 == 0) store_shared(shared.amax(buffer, warpgroup, row + 8 * r), amax[r]);
-    named_barrier(1 + kMathWarpgroups, 128 * kMathWarpgroups);
+    named_barrier(kMathBarrier, 128 * kMathWarpgroups);
 #pragma unroll
     for (int r = 0; r < 2; ++r) amax[r] = max(amax[r], load_shared(shared.amax(buffer, warpgroup ^ 1, row + 8 * r)));
     buffer ^= 1;
@@ -79,10 +79,10 @@ DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Til
         if (first + 8 < rows) scales[8] = scale[1];
     }
     if (elected) tma_store_wait_read();
-    named_barrier(1 + warpgroup, 128);  // the staging buffer is free
+    warpgroup_barrier(warpgroup);  // the staging buffer is free
     stage_quantized(staging, first, scale, value);
     fence_proxy_async();
-    named_barrier(1 + warpgroup, 128);  // the staging buffer is full
+    warpgroup_barrier(warpgroup);  // the staging buffer is full
     int column = tile.column * kHalfN + (kShort ? warpgroup * kWidth : 0);
     if (kShort || rows < kWarpgroupM) {
         copy_quantized(staging, out, row, rows, column, kWidth);
@@ -109,7 +109,7 @@ DEVICE void store_quantized_tail(SharedMemory shared, const Quantized& out, cons
         for (int lanes = 4; lanes < 32; lanes *= 2) amax = max_u16x2(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
         if (lane < 4) store_shared(amax_at(warp, block), amax);
     }
-    named_barrier(1 + kMathWarpgroups, 128 * kMathWarpgroups);
+    named_barrier(kMathBarrier, 128 * kMathWarpgroups);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
         u32 amax = 0;
@@ -131,7 +131,7 @@ DEVICE void store_quantized_tail(SharedMemory shared, const Quantized& out, cons
         if (warp == 0 && lane < 4 && token + 1 < rows) scales[1] = scale[1];
     }
     buffer ^= 1;
-    named_barrier(1 + warpgroup, 128);
+    warpgroup_barrier(warpgroup);
     int token = threadIdx.x % 128 / 4, chunk = warpgroup * 4 + threadIdx.x % 4;
     if (token < rows)
         *reinterpret_cast<uint4*>(out.q + i64(row + token) * out.channels + tile.column * kHalfN + chunk * 16) =

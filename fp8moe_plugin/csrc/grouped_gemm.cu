@@ -27,7 +27,7 @@ struct Result {
 };
 
 template <int kCount, bool kHasTail>
-DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Result& out, const Tile& tile,
+DEVICE void compute_rows(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Result& out, const Tile& tile,
                          int warpgroup, int row_block, int first_half) {
     Accumulator sum[kCount];
     Tail tail[kHalves];
@@ -52,6 +52,18 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks,
     }
 }
 
+DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Result& out, const Tile& tile,
+                         int warpgroup) {
+    if (tile.rows > kBlockM)
+        compute_rows<kHalves, true>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0);
+    else if (tile.rows > warpgroup * kWarpgroupM && (kHalves == 1 || tile.rows > kWarpgroupM))
+        compute_rows<kHalves, false>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0);
+    else if (kHalves == 2)  // few rows: each warpgroup takes a half of the columns instead
+        compute_rows<1, false>(shared, ring, k_blocks, out, tile, warpgroup, 0, warpgroup);
+    else
+        skip_tile(shared, ring, k_blocks);
+}
+
 template <int kWidth, bool kHasTail>
 DEVICE void compute_swiglu(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Quantized& out,
                            const Tile& tile, int warpgroup, int row_block, int column, int& buffer) {
@@ -60,6 +72,17 @@ DEVICE void compute_swiglu(SharedMemory shared, Ring<kStages>& ring, int k_block
     multiply_tile<2, kWidth, kHasTail>(shared, ring, k_blocks, tile, row_block, 0, column, sum, tail);
     store_quantized<kWidth>(shared, out, tile, warpgroup, row_block, buffer, sum[0], sum[1]);
     if (kHasTail) store_quantized_tail(shared, out, tile, warpgroup, buffer, tail[0], tail[kHalves - 1]);
+}
+
+DEVICE void compute_swiglu_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Quantized& out,
+                                const Tile& tile, int warpgroup, int& buffer) {
+    if (tile.rows > kBlockM)
+        compute_swiglu<kHalfN, true>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer);
+    else if (tile.rows > kWarpgroupM)
+        compute_swiglu<kHalfN, false>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer);
+    else  // few rows: each warpgroup takes half of the channels instead
+        compute_swiglu<kHalfN / 2, false>(shared, ring, k_blocks, out, tile, warpgroup, 0, warpgroup * kHalfN / 2,
+                                          buffer);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -82,17 +105,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         bool first_warp = threadIdx.x / 32 == 4 * kMathWarpgroups;
         if (GATHER || first_warp) {
             TileQueue<kBlockM> queue(table, num_tiles, m, (n + BLOCK_N - 1) / BLOCK_N, k_blocks);
-            while (true) {
-                if (GATHER) {
-                    Tile tile = share_tile(shared, queue, first_warp);
-                    if (tile.rows == 0) break;
-                    gather_tile(shared, ring, in, tile, queue, first_warp);
-                } else {
-                    if (queue.index >= queue.total) break;
-                    load_tile(shared, ring, in, queue);
-                }
-            }
-            if (GATHER) copy_async_wait();  // PTX promises no arrivals of threads that have exited
+            if (GATHER)
+                gather_tiles(shared, ring, in, queue, first_warp);
+            else
+                while (queue.index < queue.total) load_tile(shared, ring, in, queue);
             if (first_warp) {
                 load_end(shared, ring, kFullArrivals);
                 queue.finish();
@@ -105,21 +121,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             barrier_wait(shared.full(ring.stage), ring.phase);
             Tile tile = published_tile(shared.tile(ring.stage));
             if (tile.rows == 0) break;
-            if (kSwiglu && tile.rows > kBlockM)
-                compute_swiglu<kHalfN, true>(shared, ring, k_blocks, quantized, tile, warpgroup, warpgroup, 0, buffer);
-            else if (kSwiglu && tile.rows > kWarpgroupM)
-                compute_swiglu<kHalfN, false>(shared, ring, k_blocks, quantized, tile, warpgroup, warpgroup, 0, buffer);
-            else if (kSwiglu)  // few rows: each warpgroup takes half of the channels instead
-                compute_swiglu<kHalfN / 2, false>(shared, ring, k_blocks, quantized, tile, warpgroup, 0,
-                                                  warpgroup * kHalfN / 2, buffer);
-            else if (tile.rows > kBlockM)
-                compute_tile<kHalves, true>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0);
-            else if (tile.rows > warpgroup * kWarpgroupM && (kHalves == 1 || tile.rows > kWarpgroupM))
-                compute_tile<kHalves, false>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0);
-            else if (kHalves == 2)  // few rows: each warpgroup takes a half of the columns instead
-                compute_tile<1, false>(shared, ring, k_blocks, out, tile, warpgroup, 0, warpgroup);
+            if (kSwiglu)
+                compute_swiglu_tile(shared, ring, k_blocks, quantized, tile, warpgroup, buffer);
             else
-                skip_tile(shared, ring, k_blocks);
+                compute_tile(shared, ring, k_blocks, out, tile, warpgroup);
         }
         if (threadIdx.x % 128 == 0) tma_store_wait();
     }

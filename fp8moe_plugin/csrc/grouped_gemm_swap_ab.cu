@@ -61,27 +61,16 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
     int scale_rows = (in.n + kBlockN - 1) / kBlockN;
     int weight_row = tile.expert * in.n + tile.column * kBlockN;
     const float* weight_scale = in.weight_scales + i64(tile.expert * scale_rows + tile.column) * in.k_blocks;
-    const float* token_scale = in.token_scales.of_tile(tile);
     u32 scale_bytes = ActivationScales::bytes(tile);
     u32 bytes = SharedMemory::kBytesWeights + boxes * kBoxTokens * kBlockK + scale_bytes;
-#pragma unroll 1
-    for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
-        int s = ring.stage;
-        u32 full = shared.full(s);
-        barrier_wait(shared.empty(s), ring.phase ^ 1);
-        if (threadIdx.x % 32 == 0) {
-            if (k == 0) publish_tile(shared.tile(s), tile);
-            barrier_arrive_expect(full, bytes);
-            tma_load(shared.weights(s, 0), in.weights, full, k * kBlockK, weight_row);
-            for (int box = 0; box < boxes; ++box)
-                tma_load(shared.tokens(s, box * kBoxTokens), in.tokens, full, k * kBlockK, tile.row + box * kBoxTokens);
-            bulk_load(shared.token_scale(s, 0), token_scale, full, scale_bytes);
-            copy_async_4(shared.weight_scale(s), weight_scale + k);
-            copy_async_arrive(full);
-        }
-        token_scale += in.token_scales.k_stride;
-        queue.step(k);
-    }
+    auto load = [&](int s, u32 full, int k, const float* token_scale) {
+        tma_load(shared.weights(s, 0), in.weights, full, k * kBlockK, weight_row);
+        for (int box = 0; box < boxes; ++box)
+            tma_load(shared.tokens(s, box * kBoxTokens), in.tokens, full, k * kBlockK, tile.row + box * kBoxTokens);
+        bulk_load(shared.token_scale(s, 0), token_scale, full, scale_bytes);
+        copy_async_4(shared.weight_scale(s), weight_scale + k);
+    };
+    fill_stages(shared, ring, queue, tile, in.token_scales, in.k_blocks, bytes, load);
 }
 
 // ---- math ------------------------------------------------------------------------------------------------------

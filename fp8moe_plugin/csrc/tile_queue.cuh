@@ -119,3 +119,25 @@ struct ActivationScales {
         return data + i64(tile.expert) * expert_stride + tile.row - offset(tile.row);
     }
 };
+
+// Fills a stage for each 128 K of the queue's tile, by one warp: its first lane announces `bytes` and calls
+// `load(stage, full, k, a_scale)`, which starts the copies; `full` is the stage's barrier, `a_scale` the scales of A.
+template <class SharedMemory, int kStages, int kBlockM, class Load>
+DEVICE void fill_stages(SharedMemory shared, Ring<kStages>& ring, TileQueue<kBlockM>& queue, const Tile& tile,
+                        const ActivationScales& a_scales, int k_blocks, u32 bytes, Load load) {
+    const float* a_scale = a_scales.of_tile(tile);
+#pragma unroll 1
+    for (int k = 0; k < k_blocks; ++k, ring.advance()) {
+        int s = ring.stage;
+        u32 full = shared.full(s);
+        barrier_wait(shared.empty(s), ring.phase ^ 1);
+        if (threadIdx.x % 32 == 0) {
+            if (k == 0) publish_tile(shared.tile(s), tile);
+            barrier_arrive_expect(full, bytes);
+            load(s, full, k, a_scale);
+            copy_async_arrive(full);
+        }
+        a_scale += a_scales.k_stride;
+        queue.step(k);
+    }
+}

@@ -11,13 +11,13 @@ DEVICE void store_transposed(u32 staging, int warpgroup, u16* d, int n, int row,
     constexpr int kChunks = 8;  // of 8 channels, 16 bytes
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     auto chunk_at = [&](int token, int chunk) { return staging + token * 128 + (chunk ^ token % 8) * 16; };
-    named_barrier(1 + warpgroup, 128);  // the staging buffer is free
+    warpgroup_barrier(warpgroup);  // the staging buffer is free
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i)
         store_matrix_x2_transposed(chunk_at(i * 8 + lane % 8, warp * 2 + lane / 8 % 2),
                                    pack_bf16x2(sum[4 * i], sum[4 * i + 1]),
                                    pack_bf16x2(sum[4 * i + 2], sum[4 * i + 3]));
-    named_barrier(1 + warpgroup, 128);  // the staging buffer is full
+    warpgroup_barrier(warpgroup);  // the staging buffer is full
     for (int i = threadIdx.x % 128; i < rows * kChunks; i += 128) {
         int token = i / kChunks, chunk = i % kChunks;
         if (column + chunk * 8 < n)
