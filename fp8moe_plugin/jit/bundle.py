@@ -12,7 +12,6 @@ import functools
 import hashlib
 import io
 import os
-import secrets
 import stat
 import tarfile
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, StringConstraints
 
 from fp8moe_plugin.errors import CacheError
+from fp8moe_plugin.jit.atomic import write_whole
 from fp8moe_plugin.jit.cache import Missing
 from fp8moe_plugin.jit.compiler import ARCH, entry_name, nvrtc_version
 from fp8moe_plugin.jit.cubin import cubin_fault
@@ -174,16 +174,9 @@ def _require_replaceable(path: Path) -> None:
 
 
 def _publish(path: Path, content: bytes) -> None:
-    """Put a file into its place by an atomic rename, and leave nothing behind if that fails. Raises `OSError`."""
-    staging = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
-    handle = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    """Put a file into its place. Raises `OSError`."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # it need not be readable
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(handle)
-        staging.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            staging.unlink()
-        raise
+        write_whole(folder, path.name, content, 0o644)
+    finally:
+        os.close(folder)

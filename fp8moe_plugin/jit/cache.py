@@ -12,7 +12,6 @@ import errno
 import hashlib
 import logging
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import platformdirs
 from filelock import BaseFileLock, FileLock, Timeout
 
 from fp8moe_plugin.errors import CacheError
+from fp8moe_plugin.jit.atomic import write_whole
 from fp8moe_plugin.jit.cubin import cubin_fault
 from fp8moe_plugin.settings import settings
 
@@ -62,7 +62,7 @@ def read(name: str) -> bytes:
     """
     try:
         path = cache_dir()
-        with _opened(path) as folder, _file(name, os.O_RDONLY, folder) as file:
+        with _opened(path) as folder, _file(name, folder) as file:
             entry = file.read()
     except FileNotFoundError as error:
         raise Missing(f"{path} does not hold it") from error
@@ -83,19 +83,10 @@ def publish(name: str, cubin: bytes) -> None:
     Raises:
         CacheError: the folder must not be used, or cannot be written.
     """
-    path, staging = cache_dir(), f"{name}.{secrets.token_hex(8)}.part"
+    path = cache_dir()
     try:
         with _opened(path, make=True) as folder:
-            try:
-                with _file(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder) as file:
-                    file.write(seal(name, cubin))
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(staging, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except BaseException:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(staging, dir_fd=folder)
-                raise
+            write_whole(folder, name, seal(name, cubin), 0o600)
     except OSError as error:
         raise CacheError(f"{path} cannot be written: {error.strerror}. {ADVICE}") from error
 
@@ -167,6 +158,6 @@ def folder_refusal(status: os.stat_result) -> str | None:
     return None
 
 
-def _file(name: str, flags: int, folder: int) -> BinaryIO:
-    handle = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
-    return os.fdopen(handle, "wb" if flags & os.O_WRONLY else "rb")
+def _file(name: str, folder: int) -> BinaryIO:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(os.open(name, flags, dir_fd=folder), "rb")

@@ -193,11 +193,11 @@ def test_who_writes_the_same_path_meanwhile_does_not_matter(
 def test_a_disk_that_is_full_leaves_the_old_bundle_and_nothing_else(
     path: Path, cubins: dict[KernelKey, bytes], monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     before, listing = path.read_bytes(), sorted(path.parent.iterdir())
-    monkeypatch.setattr(*((os, "fsync") if step == "fsync" else (Path, "replace")), full)
+    monkeypatch.setattr(os, "fsync" if step == "fsync" else "replace", full)
     with pytest.raises(CacheError, match=r"out\.tar cannot be written: No space left on device\. Name a file in"):
         bundle.write_bundle(path, {KEYS[0]: cubins[KEYS[0]]})
     assert (path.read_bytes(), sorted(path.parent.iterdir())) == (before, listing)

@@ -117,10 +117,10 @@ def test_without_locks_there_are_more_compiles_and_no_wrong_byte(
 def test_who_sees_an_entry_late_uses_its_own(race: Race, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = cache._file
 
-    def late(name: str, flags: int, folder: int) -> BinaryIO:
-        if flags == os.O_RDONLY and time.time() - os.stat(name, dir_fd=folder).st_ctime < LATE_S:
+    def late(name: str, folder: int) -> BinaryIO:
+        if time.time() - os.stat(name, dir_fd=folder).st_ctime < LATE_S:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory")
-        return opened(name, flags, folder)
+        return opened(name, folder)
 
     monkeypatch.setattr(cache, "_file", late)
     assert race.run(LATE_ROUNDS).total() > LATE_ROUNDS * len(KEYS)
