@@ -48,6 +48,11 @@ def random_scales(shape: tuple[int, ...], k: int) -> torch.Tensor:
     return (torch.rand(shape, device="cuda") + 0.5) / (110 * k**0.25)
 
 
+def random_weights(n: int, k: int) -> Pair:
+    """Of all experts."""
+    return random_fp8((EXPERTS, n, k)), random_scales((EXPERTS, n // 128, k // 128), k)
+
+
 def row_counts(tokens: int, even: bool) -> list[int]:
     """Rows of each expert."""
     if even:
@@ -97,6 +102,13 @@ def time_calls(call: Callable[[], Any]) -> tuple[float, float]:
 
 
 def contiguous(deep_gemm: Any, b: Pair, n: int, k: int, counts: list[int]) -> dict[str, Any]:
+    ours = our_contiguous(b, n, k, counts)
+    peer = time_deepgemm_contiguous(deep_gemm, b, counts)
+    padded = contiguous_case(counts, ALIGNMENT)[0]
+    return ours | {"deepgemm_us": peer[0], "deepgemm_sustained_us": peer[1], "deepgemm_rows": padded}
+
+
+def our_contiguous(b: Pair, n: int, k: int, counts: list[int]) -> dict[str, Any]:
     rows, indices, starts = contiguous_case(counts, 1)
     a = (random_fp8((rows, k)), random_scales((k // 128, rows), k).t())
     out = torch.full((rows, n), float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -105,13 +117,16 @@ def contiguous(deep_gemm: Any, b: Pair, n: int, k: int, counts: list[int]) -> di
     assert not out.isnan().any(), "rows were left unwritten"
     tiles = tiles_of_indices(indices, EXPERTS, PREFILL_BLOCK_M)
     ours = time_calls(lambda: launch_gemm(a, b, out, None, tiles))
-    result = {"us": ours[0], "sustained_us": ours[1], "error": max(errors), "rows": rows}
-    del a, out
-    rows, indices, starts = contiguous_case(counts, ALIGNMENT)
+    return {"us": ours[0], "sustained_us": ours[1], "error": max(errors), "rows": rows}
+
+
+def time_deepgemm_contiguous(deep_gemm: Any, b: Pair, counts: list[int]) -> tuple[float, float]:
+    """Microseconds, burst and sustained, with each expert padded as DeepGEMM wants it."""
+    _, n, k = b[0].shape
+    rows, indices, _ = contiguous_case(counts, ALIGNMENT)
     a = (random_fp8((rows, k)), random_scales((k // 128, rows), k).t())
     out = torch.empty((rows, n), dtype=torch.bfloat16, device="cuda")
-    peer = time_calls(lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, indices))
-    return result | {"deepgemm_us": peer[0], "deepgemm_sustained_us": peer[1], "deepgemm_rows": rows}
+    return time_calls(lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, indices))
 
 
 def masked(deep_gemm: Any, b: Pair, n: int, k: int, counts: list[int]) -> dict[str, Any]:
@@ -145,7 +160,7 @@ def main() -> None:
     cases = [(t, False) for t in tokens] + [(t, True) for t in tokens if t > MASKED_UP_TO]
     rows = []
     for name, (n, k) in SHAPES.items():
-        b = (random_fp8((EXPERTS, n, k)), random_scales((EXPERTS, n // 128, k // 128), k))
+        b = random_weights(n, k)
         for tokens, even in cases:
             case, layout = (masked, "masked") if tokens <= MASKED_UP_TO else (contiguous, "contiguous")
             result = case(deep_gemm, b, n, k, row_counts(tokens, even))

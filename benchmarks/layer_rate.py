@@ -13,19 +13,23 @@ from typing import Any
 
 import torch
 
-from benchmarks.grouped_gemm import EXPERTS, TOPK, random_fp8, random_scales, time_calls
+from benchmarks.grouped_gemm import (
+    ALIGNMENT,
+    EXPERTS,
+    TOPK,
+    Pair,
+    random_weights,
+    row_counts,
+    time_calls,
+    time_deepgemm_contiguous,
+)
 from benchmarks.report import write_report
 from fp8moe_plugin.ops import fused_moe
-from fp8moe_plugin.ops.quantize import Quantized
 
 HIDDEN, INTERMEDIATE = 7168, 2048
 
 
-def random_weights(n: int, k: int) -> Quantized:
-    return random_fp8((EXPERTS, n, k)), random_scales((EXPERTS, n // 128, k // 128), k)
-
-
-def time_layer(tokens: int, w13: Quantized, w2: Quantized) -> tuple[float, float]:
+def time_layer(tokens: int, w13: Pair, w2: Pair) -> tuple[float, float]:
     """Microseconds, burst and sustained."""
     x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
     weights, experts = torch.rand(tokens, EXPERTS, device="cuda").topk(TOPK)
@@ -34,21 +38,11 @@ def time_layer(tokens: int, w13: Quantized, w2: Quantized) -> tuple[float, float
     return time_calls(lambda: fused_moe(x, *w13, *w2, weights, ids, out=out))
 
 
-def time_deepgemm(tokens: int, b: Quantized) -> tuple[float, float]:
-    """Microseconds of one contiguous GEMM, burst and sustained."""
+def measure(tokens: int, w13: Pair, w2: Pair) -> dict[str, Any]:
     import vllm.third_party.deep_gemm as deep_gemm
 
-    _, n, k = b[0].shape
-    rows = tokens * TOPK
-    indices = torch.arange(EXPERTS, dtype=torch.int32, device="cuda").repeat_interleave(rows // EXPERTS)
-    a = random_fp8((rows, k)), random_scales((k // 128, rows), k).t()
-    out = torch.empty((rows, n), dtype=torch.bfloat16, device="cuda")
-    return time_calls(lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, indices))
-
-
-def measure(tokens: int, w13: Quantized, w2: Quantized) -> dict[str, Any]:
     layer = time_layer(tokens, w13, w2)
-    gemms = [time_deepgemm(tokens, b) for b in (w13, w2)]
+    gemms = [time_deepgemm_contiguous(deep_gemm, b, row_counts(tokens, even=True)) for b in (w13, w2)]
     flop = 6 * tokens * TOPK * HIDDEN * INTERMEDIATE
     row: dict[str, Any] = {"tokens": tokens}
     for mode, ours, peers in zip(("burst", "sustained"), layer, zip(*gemms, strict=True), strict=True):
@@ -68,9 +62,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     steps = [int(tokens) for tokens in args.tokens.split(",")]
-    if any(tokens <= 0 or tokens * TOPK % (128 * EXPERTS) for tokens in steps):
+    if any(tokens <= 0 or tokens * TOPK % (ALIGNMENT * EXPERTS) for tokens in steps):
         parser.error(
-            f"--tokens {args.tokens}: needs multiples of {128 * EXPERTS // TOPK}, DeepGEMM's 128 rows an expert"
+            f"--tokens {args.tokens}: needs multiples of {ALIGNMENT * EXPERTS // TOPK}: {ALIGNMENT} rows an expert"
         )
     torch.manual_seed(0)
     w13, w2 = random_weights(2 * INTERMEDIATE, HIDDEN), random_weights(HIDDEN, INTERMEDIATE)
