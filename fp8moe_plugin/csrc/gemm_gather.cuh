@@ -2,37 +2,38 @@
 #pragma once
 #include "gemm_load.cuh"
 
-constexpr int kRowChunks = kBlockK / 16, kRowsAtOnce = 32 / kRowChunks;
+constexpr int kRowChunks = kBlockK / 16, kRowsAtOnce = 32 / kRowChunks, kCopies = 32 / kRowsAtOnce;
 constexpr u32 kNoRow = ~0u;
 
-// Where rows of a tile start in `gathered`, in chunks of 16 bytes; kNoRow past the tile. Thread i holds row i for its
-// warp and the row of the tail that it copies a chunk of.
+// Where in `gathered` the chunks start that a thread copies, in chunks of 16 bytes: of rows i * kRowsAtOnce + lane / 8
+// of its warp's 32, and of a row of the tail; and the row whose scale it copies. kNoRow past the tile.
 struct GatheredRows {
-    u32 row, tail;
+    u32 from[kCopies], tail, scale;
 
     DEVICE GatheredRows(const Operands& in, const Tile& tile) {
-        auto start_of = [&](int i) {
-            return i < tile.rows ? u32(in.a_rows[tile.row + i]) * in.k_blocks * kRowChunks : kNoRow;
-        };
-        row = start_of(threadIdx.x % 128);
-        tail = start_of(kBlockM + threadIdx.x % 128 / kRowChunks);
-    }
-    DEVICE static void copy_chunk(SharedMemory shared, int stage, const Operands& in, int k, int to, u32 from) {
-        int chunk = threadIdx.x % kRowChunks;
-        if (from != kNoRow)
-            copy_async_16(shared.a(stage, to) + (chunk ^ to % 8) * 16, in.gathered + (from + k * kRowChunks + chunk));
-    }
-    DEVICE static void copy_scale(SharedMemory shared, int stage, const Operands& in, int k, int to, u32 from) {
-        if (from != kNoRow) copy_async_4(shared.a_scale(stage, to), in.a_scales.data + (from / kRowChunks + k));
-    }
-    DEVICE void copy(SharedMemory shared, int stage, const Operands& in, int k) const {
-        int thread = threadIdx.x % 128, group = thread % 32 / kRowChunks;
+        int thread = threadIdx.x % 128, lane = thread % 32, chunk = lane % kRowChunks;
+        auto row = [&](int i) { return i < tile.rows ? u32(in.a_rows[tile.row + i]) * in.k_blocks : kNoRow; };
+        auto start = [&](u32 row) { return row == kNoRow ? kNoRow : row * kRowChunks + chunk; };
+        scale = row(thread);
+        tail = start(row(kBlockM + thread / kRowChunks));
 #pragma unroll
-        for (int i = 0; i < 32; i += kRowsAtOnce)
-            copy_chunk(shared, stage, in, k, thread / 32 * 32 + i + group, __shfl_sync(kAllLanes, row, i + group));
-        copy_chunk(shared, stage, in, k, kBlockM + thread / kRowChunks, tail);
-        copy_scale(shared, stage, in, k, thread, row);
-        if (thread % kRowChunks == 0) copy_scale(shared, stage, in, k, kBlockM + thread / kRowChunks, tail);
+        for (int i = 0; i < kCopies; ++i)
+            from[i] = start(__shfl_sync(kAllLanes, scale, i * kRowsAtOnce + lane / kRowChunks));
+    }
+    // Every instruction counts: a step of 128 K is over before a warp has issued a few hundred.
+    DEVICE void copy(SharedMemory shared, int stage, const Operands& in, int k) const {
+        int thread = threadIdx.x % 128, chunk = thread % kRowChunks, row = thread / kRowChunks;
+        const uint4* a = in_registers(in.gathered + k * kRowChunks);
+        u32 to = shared.a(stage, thread / 32 * 32 + row % kRowsAtOnce) + (chunk ^ row % kRowsAtOnce) * 16;
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i)  // every other kRowsAtOnce rows are the second half of a swizzle atom
+            if (from[i] != kNoRow)
+                copy_async_16((i % 2 ? to ^ kRowsAtOnce * 16 : to) + i * kRowsAtOnce * kBlockK, a + from[i]);
+        if (tail != kNoRow) copy_async_16(shared.a(stage, kBlockM + row) + (chunk ^ row % 8) * 16, a + tail);
+        const float* scales = in_registers(in.a_scales.data + k);
+        if (scale != kNoRow) copy_async_4(shared.a_scale(stage, thread), scales + scale);
+        if (tail != kNoRow && chunk == 0)
+            copy_async_4(shared.a_scale(stage, kBlockM + row), scales + tail / kRowChunks);
     }
 };
 

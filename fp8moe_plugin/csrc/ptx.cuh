@@ -13,6 +13,12 @@ DEVICE u32 dynamic_shared_address() {
     extern __shared__ u8 dynamic_shared[];
     return warp_uniform(static_cast<u32>(__cvta_generic_to_shared(dynamic_shared)));
 }
+// The pointer in registers; the compiler would load a parameter of the kernel from constant memory at every use.
+template <class T>
+DEVICE T* in_registers(T* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+}
 DEVICE float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
