@@ -14,7 +14,7 @@ SMEM_ALIGNMENT = 1024
 PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm, without its tail
 TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M; kTailRows of csrc/tile_table.cuh
 DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
-GATHER_UP_TO = 384  # channels of an expert
+GATHER_UP_TO = 1024  # channels of an expert
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 
 
@@ -180,7 +180,7 @@ def moe_block_m(tokens: int, topk: int, global_experts: int) -> int:
 def gathers(intermediate: int, block_m: int) -> bool:
     """Whether GEMM 1 finds the tokens of an expert among those of the step, instead of reading a copy for each expert.
 
-    The copies cost as many bytes whatever the width; gathering slows each tile down (benchmarks/NOTES.md).
+    The copies cost as many bytes whatever the width; gathering costs each tile time and power (benchmarks/NOTES.md).
     """
     return block_m == PREFILL_BLOCK_M and intermediate <= GATHER_UP_TO
 

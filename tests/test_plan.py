@@ -13,7 +13,7 @@ from fp8moe_plugin.shapes import Experts
 from tests import helpers as h
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 256, 128, 4, 2
-WIDE = 640  # experts that read copies of their tokens
+WIDE = plan.GATHER_UP_TO + 128  # experts that read copies of their tokens
 
 
 def replace_everywhere(monkeypatch: pytest.MonkeyPatch, name: str, fake: object) -> None:
@@ -28,7 +28,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[plan.KernelKey]:
     """The keys of all launches, which are recorded in place of being made."""
     keys: set[plan.KernelKey] = set()
     fakes = {
-        "launch": lambda key, *_: keys.add(key),
+        "launch": lambda key, *_, **__: keys.add(key),
         "uses_sm90": lambda _: True,
         "multiprocessors": lambda _: 132,
         "tensor_map": lambda *_: None,

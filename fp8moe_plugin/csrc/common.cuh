@@ -16,6 +16,13 @@ __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / 
 
 DEVICE int lane_of_warp() { return threadIdx.x % kWarp; }
 
+// ---- programmatic dependent launch: a kernel may start while the one before it runs (launch's `early`) ----
+
+// Once all blocks have called this, or are done.
+DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Until the kernel before this one has ended.
+DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- packed conversions; element 0 is in the low half ----
 
 DEVICE float2 unpack_bf16x2(u32 pair) {

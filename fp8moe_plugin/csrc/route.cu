@@ -21,6 +21,7 @@ using Id = int;
 #endif
 
 constexpr int kWarps = THREADS / kWarp;
+constexpr int kBatch = 4;  // loads in flight
 constexpr int kIds = sizeof(Ids) / sizeof(Id);
 constexpr u32 kNoExpert = ~0u;  // above every expert
 
@@ -49,32 +50,48 @@ struct Router {
 #pragma unroll
         for (int i = 0; i < kIds; ++i) expert[i] = local_expert(id[i]);
     }
+    // Calls `visit(vector, experts)` for the vectors of a warp's part, in order.
+    template <class Visit>
+    DEVICE void for_each(int begin, int end, Visit visit) const {
+#pragma unroll 1
+        for (int first = begin + lane_of_warp(); __any_sync(kAllLanes, first < end); first += kBatch * kWarp) {
+            u32 expert[kBatch][kIds];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) experts_of(first + i * kWarp, expert[i]);
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) visit(first + i * kWarp, expert[i]);
+        }
+    }
 };
+
+template <class Visit>
+DEVICE void for_each_bit(u32 bits, Visit visit) {
+#pragma unroll 1
+    for (; bits != 0; bits &= bits - 1) visit(__ffs(bits) - 1);
+}
 
 extern "C" __global__ __launch_bounds__(THREADS) void route(const Ids* __restrict__ ids,
                                                              const int* __restrict__ expert_map,
                                                              int* __restrict__ slots, int* __restrict__ tokens,
                                                              int* __restrict__ counts, int* __restrict__ num_rows,
                                                              int pairs, int topk, int global_experts) {
+    let_next_kernel_start();
     const Router router{ids, expert_map, pairs, static_cast<u32>(global_experts)};
     const u32 own = blockIdx.x, num_experts = gridDim.x;
     const int warp = threadIdx.x / kWarp, lane = lane_of_warp(), vectors = ceil_div(pairs, kIds);
-    const int vectors_per_warp = ceil_div(ceil_div(vectors, kWarps), kWarp) * kWarp;
+    const int vectors_per_warp = ceil_div(vectors, kWarps * kBatch * kWarp) * kBatch * kWarp;
     const int begin = min(warp * vectors_per_warp, vectors);
     const int end = min(begin + vectors_per_warp, vectors);
 
     // Count the pairs of the experts before this one, and of this one.
     int below = 0, equal = 0;
-#pragma unroll 4
-    for (int vector = begin + lane; vector < end; vector += kWarp) {
-        u32 expert[kIds];
-        router.experts_of(vector, expert);
+    router.for_each(begin, end, [&](int, const u32(&expert)[kIds]) {
 #pragma unroll
         for (int i = 0; i < kIds; ++i) {
             below += expert[i] < own;
             equal += expert[i] == own;
         }
-    }
+    });
     int row_begin, count;
     exclusive_scan<THREADS>(below, row_begin);
     const int before = exclusive_scan<THREADS>(equal, count);
@@ -85,32 +102,28 @@ extern "C" __global__ __launch_bounds__(THREADS) void route(const Ids* __restric
 
     // Hand out the rows, starting with what the warps before this one need.
     int row = row_begin + __shfl_sync(kAllLanes, before, 0);
-#pragma unroll 4
-    for (int base = begin; base < end; base += kWarp) {
-        const int vector = base + lane;
-        u32 expert[kIds];
-        router.experts_of(vector, expert);
-        int mine = 0;
-#pragma unroll
-        for (int i = 0; i < kIds; ++i) mine += expert[i] == own;
-        int next = row, all = 0;  // this lane's first row: its pairs follow those of the lanes before it
-        if (__any_sync(kAllLanes, mine)) {
-#pragma unroll
-            for (int bit = 1; bit <= kIds; bit *= 2) {
-                const u32 lanes = __ballot_sync(kAllLanes, mine & bit);
-                next += bit * __popc(lanes & ((1u << lane) - 1));
-                all += bit * __popc(lanes);
-            }
-        }
+    router.for_each(begin, end, [&](int vector, const u32(&expert)[kIds]) {
+        u32 mine = 0, missing = 0;  // a bit for each pair
 #pragma unroll
         for (int i = 0; i < kIds; ++i) {
-            const int pair = vector * kIds + i;
-            if (expert[i] == own) {
-                slots[pair] = next;
-                tokens[next++] = pair / topk;
-            }
-            if (own == 0 && expert[i] >= num_experts && pair < pairs) slots[pair] = -1;
+            mine |= u32(expert[i] == own) << i;
+            missing |= u32(expert[i] >= num_experts) << i;
         }
-        row += all;
-    }
+        if (own == 0)
+            for_each_bit(missing, [&](int i) {
+                if (vector * kIds + i < pairs) slots[vector * kIds + i] = -1;
+            });
+        if (!__any_sync(kAllLanes, mine)) return;
+        int next = row, own_pairs = __popc(mine);  // `next`: this lane's pairs follow those of the lanes before it
+#pragma unroll
+        for (int bit = 1; bit <= kIds; bit *= 2) {
+            const u32 lanes = __ballot_sync(kAllLanes, own_pairs & bit);
+            next += bit * __popc(lanes & ((1u << lane) - 1));
+            row += bit * __popc(lanes);
+        }
+        for_each_bit(mine, [&](int i) {
+            slots[vector * kIds + i] = next;
+            tokens[next++] = (vector * kIds + i) / topk;
+        });
+    });
 }

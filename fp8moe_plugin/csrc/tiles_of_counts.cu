@@ -8,10 +8,12 @@
 #include "common.cuh"
 #include "tile_table.cuh"
 
-extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_counts(const int* __restrict__ counts,
+extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_counts(const int* counts,
                                                                        int4* __restrict__ table,
                                                                        int* __restrict__ num_tiles, int groups,
                                                                        int max_m, int block_m) {
+    let_next_kernel_start();
+    wait_for_previous_kernel();
     int tiles = 0;
 #if !MASKED
     int rows = 0;

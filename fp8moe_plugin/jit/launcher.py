@@ -32,29 +32,54 @@ class TensorMap:
 Argument = torch.Tensor | TensorMap | int | None
 
 
-def launch(key: KernelKey, grid: int | tuple[int, int], args: tuple[Argument, ...], device: torch.device) -> None:
+def launch(
+    key: KernelKey,
+    grid: int | tuple[int, int],
+    args: tuple[Argument, ...],
+    device: torch.device,
+    early: bool = False,
+) -> None:
     """Launch a kernel on the current stream of `device`; it is compiled and loaded the first time.
 
     Args:
         grid: blocks, along x or along (x, y).
         args: tensors and None as pointers, `TensorMap` by value, int as 32 bits.
+        early: it may start when the kernel launched before it lets it, not only when that one has ended (programmatic
+            dependent launch), so that it calls `wait_for_previous_kernel` itself.
     Raises:
         CompileError: the kernel does not compile.
         LaunchError: the driver refuses it, or it is not loaded yet while the stream is being captured.
     """
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(key, grid, args, device)
+            return launch(key, grid, args, device, early)
     from cuda.bindings import driver
 
     _bind_context(device.index)
-    x, y = grid if isinstance(grid, tuple) else (grid, 1)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY = grid if isinstance(grid, tuple) else (grid, 1)
+    config.blockDimX = key.threads
+    config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+    config.sharedMemBytes = key.smem_bytes
+    config.hStream = torch._C._cuda_getCurrentRawStream(device.index)
+    if early:
+        config.attrs, config.numAttrs = [_early_launch()], 1
     function = load(key, device.index)
     packed = tuple(_pack(a) for a in args)
     params = (tuple(value for value, _ in packed), tuple(kind for _, kind in packed))
-    (status,) = driver.cuLaunchKernel(function, x, y, 1, key.threads, 1, 1, key.smem_bytes, stream, params, 0)
-    _check(status, f"launch of {key.source} with grid ({x}, {y})")
+    (status,) = driver.cuLaunchKernelEx(config, function, params, 0)
+    _check(status, f"launch of {key.source} with grid {grid}")
+
+
+@functools.cache
+def _early_launch() -> Any:
+    from cuda.bindings import driver
+
+    attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.value = value
+    return attribute
 
 
 def _pack(argument: Argument) -> tuple[Any, Any]:

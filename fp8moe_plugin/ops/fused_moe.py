@@ -17,7 +17,7 @@ from fp8moe_plugin.ops.checks import (
 from fp8moe_plugin.ops.combine import combine
 from fp8moe_plugin.ops.gate_up import gate_up
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
-from fp8moe_plugin.ops.quantize import Quantized, quantize_rows, quantize_tokens
+from fp8moe_plugin.ops.quantize import Quantized, empty_tokens, quantize_rows, quantize_tokens
 from fp8moe_plugin.ops.route import route, tiles_of_counts
 from fp8moe_plugin.ops.workspace import empty
 from fp8moe_plugin.plan import gathers, masked_block_m, moe_block_m
@@ -141,13 +141,16 @@ def _fused_moe(
     experts, _, hidden = weights.w13[0].shape
     global_experts = experts if expert_map is None else expert_map.numel()
     block_m = moe_block_m(tokens, topk, global_experts)
-    routing = route(topk_ids, experts, block_m, expert_map)
     if gathers(weights.w2[0].shape[-1], block_m):
-        x, gathered = quantize_tokens(hidden_states, ue8m0), routing.tokens
+        x = empty_tokens(tokens, hidden, device)
+        routing = route(topk_ids, experts, block_m, expert_map)
+        quantize_tokens(hidden_states, x, ue8m0)
+        inner = gate_up(x, weights.w13, routing.tiles, routing.num_rows, ue8m0, routing.tokens)
     else:
-        q, scales = quantize_rows(hidden_states, routing.slots, ue8m0)
-        x, gathered = (q[None], scales[None]), None
-    q, scales = gate_up(x, weights.w13, routing.tiles, routing.num_rows, ue8m0, gathered)
+        routing = route(topk_ids, experts, block_m, expert_map)
+        rows, scales = quantize_rows(hidden_states, routing.slots, ue8m0)
+        inner = gate_up((rows[None], scales[None]), weights.w13, routing.tiles, routing.num_rows, ue8m0)
+    q, scales = inner
     down = empty((tokens * topk, hidden), torch.bfloat16, device)
     grouped_gemm((q[0], scales[0]), weights.w2, down, routing.tiles)
     return combine(down, routing.slots, topk_weights, out)

@@ -61,15 +61,25 @@ def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> 
     return q, scales
 
 
-def quantize_tokens(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize bfloat16 `[T, K]` for a GEMM that gathers its rows: e4m3 `[T, K]`, row-major scales `[T, K/128]`."""
+def quantize_tokens(x: torch.Tensor, out: Quantized, ue8m0: bool = False) -> None:
+    """Quantize bfloat16 `[T, K]` for a GEMM that gathers its rows, into `empty_tokens(T, K)`.
+
+    On a GPU this runs beside the kernels of a `route` launched just before it, which need other parts of the GPU.
+    These must not have got memory that `out` has: it is allocated before them.
+    """
     if not uses_sm90(x):
-        return per_token_group_quant_fp8_reference(x, ue8m0)
-    tokens, k = x.shape
-    q = workspace.empty((tokens, k), FP8, x.device)
-    scales = workspace.empty((tokens, k // GROUP), torch.float32, x.device)
-    _launch_quantize(x, q, scales, Layout.ROW_MAJOR, None, ue8m0)
-    return q, scales
+        for result, value in zip(out, per_token_group_quant_fp8_reference(x, ue8m0), strict=True):
+            result.copy_(value)
+        return
+    _launch_quantize(x, *out, Layout.ROW_MAJOR, None, ue8m0)
+
+
+def empty_tokens(tokens: int, k: int, device: torch.device) -> Quantized:
+    """Room for quantized tokens that a GEMM gathers: e4m3 `[tokens, k]` and row-major scales `[tokens, k/128]`."""
+    return (
+        workspace.empty((tokens, k), FP8, device),
+        workspace.empty((tokens, k // GROUP), torch.float32, device),
+    )
 
 
 def empty_quantized(rows: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,4 +135,5 @@ def _launch_quantize(
     topk = 0 if slots is None else slots.shape[1]
     key = quantize_key(ue8m0, layout)
     grid = ceil_div(ceil_div(tokens, TOKENS_PER_WARP) * groups, key.threads // 32)
-    launch(key, grid, (x, q, scales, slots, tokens, groups, topk), x.device)
+    early = layout == Layout.ROW_MAJOR
+    launch(key, grid, (x, q, scales, slots, tokens, groups, topk), x.device, early)

@@ -148,7 +148,7 @@ def _launch_route(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Te
 def _launch_tiles_of_counts(counts: torch.Tensor, max_m: int | None, tiles: Tiles) -> None:
     """`max_m` None: the experts' rows follow one another."""
     args = (counts, tiles.table, tiles.num_tiles, counts.shape[0], max_m or 0, tiles.block_m)
-    launch(tiles_of_counts_key(masked=max_m is not None), 1, args, counts.device)
+    launch(tiles_of_counts_key(masked=max_m is not None), 1, args, counts.device, early=True)
 
 
 def _launch_tiles_of_indices(m_indices: torch.Tensor, num_groups: int, tiles: Tiles) -> None:

@@ -11,13 +11,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fp8moe_plugin import ops
+from fp8moe_plugin import ops, plan
 from tests import helpers as h
 
 DEVICE = torch.device("cuda", 0)
 ROWS = (0, 1, 65, 129, 145)
 HIDDEN, INTERMEDIATE, EXPERTS = 1024, 128, 5  # K of both ways to hand out tiles
-WIDE = 640  # experts that read copies of their tokens
+WIDE = plan.GATHER_UP_TO + 128  # experts that read copies of their tokens
 
 
 def check_quantize(gen: torch.Generator, rows: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp8moe_plugin import ops
+from fp8moe_plugin.plan import GATHER_UP_TO
 from tests import helpers as h
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +55,7 @@ def assert_replays_equal_eager(
     assert len(distinct) >= 5, "the steps do not differ, so the replay shows nothing"
 
 
-@pytest.mark.parametrize("intermediate", [256, INTERMEDIATE])  # experts that gather, and that read copies
+@pytest.mark.parametrize("intermediate", [256, GATHER_UP_TO + 128])  # experts that gather, and that read copies
 @pytest.mark.parametrize("tokens", [1, 16, 512])
 def test_fused_moe_follows_the_routing(gen, tokens, intermediate):
     layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)

@@ -5,7 +5,7 @@ import torch
 
 from fp8moe_plugin.ops.gate_up import gate_up
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
-from fp8moe_plugin.ops.quantize import quantize_rows, quantize_tokens
+from fp8moe_plugin.ops.quantize import empty_tokens, quantize_rows, quantize_tokens
 from fp8moe_plugin.ops.route import route, tiles_of_counts
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 from fp8moe_plugin.plan import PREFILL_BLOCK_M
@@ -45,7 +45,7 @@ def test_one_kernel_gives_the_bits_of_three(counts: list[int], hidden: int, inte
 
 @pytest.mark.parametrize("ue8m0", [False, True])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(128, 128), (896, 384), (2048, 640)])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("counts", [c for c in COUNTS if sum(c)], ids=str)
 def test_rows_found_among_the_tokens_give_the_bits_of_copies(
     counts: list[int], hidden: int, intermediate: int, ue8m0: bool
 ) -> None:
@@ -59,6 +59,9 @@ def test_rows_found_among_the_tokens_give_the_bits_of_copies(
     routing = route(ids, len(counts), PREFILL_BLOCK_M)
     q, scales = quantize_rows(x, routing.slots, ue8m0)
     expected = gate_up((q[None], scales[None]), w13, routing.tiles, routing.num_rows, ue8m0)
-    actual = gate_up(quantize_tokens(x, ue8m0), w13, routing.tiles, routing.num_rows, ue8m0, routing.tokens)
+    quantized = empty_tokens(*x.shape, device)
+    torch.cuda.synchronize()
+    quantize_tokens(x, quantized, ue8m0)
+    actual = gate_up(quantized, w13, routing.tiles, routing.num_rows, ue8m0, routing.tokens)
     for got, wanted in zip(actual, expected, strict=True):
         assert h.same_bits(got[0, :rows], wanted[0, :rows])
