@@ -4,6 +4,7 @@
 // Out:  table      int4 [capacity], see tile_table.cuh; only the first *num_tiles entries are written
 //       num_tiles  int32 [3], see tile_table.cuh
 //
+// Where tiles have tails, experts with a tail come first; else they are in order.
 // MASKED: 1 starts expert g at row g * max_m and clamps its count to [0, max_m]; 0 lets the experts follow one another.
 #include "common.cuh"
 #include "tile_table.cuh"
@@ -14,22 +15,24 @@ extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_counts(const int*
                                                                        int max_m, int block_m) {
     let_next_kernel_start();
     wait_for_previous_kernel();
+    const bool tails = block_m == RowTiles::kBlockMOfTails;
     int tiles = 0;
-#if !MASKED
-    int rows = 0;
-#endif
-    for (int window = 0; window < groups; window += THREADS) {
-        const int group = window + threadIdx.x;
-        int count = group < groups ? counts[group] : 0;
+    for (int tailed = tails; tailed >= 0; --tailed) {  // the longer tiles first, so that blocks finish closer together
+        [[maybe_unused]] int rows = 0;
+        for (int window = 0; window < groups; window += THREADS) {
+            const int group = window + threadIdx.x;
+            int count = group < groups ? counts[group] : 0;
 #if MASKED
-        count = max(0, min(count, max_m));
-        const int row_begin = group * max_m;
+            count = max(0, min(count, max_m));
+            const int row_begin = group * max_m;
 #else
-        int window_rows;
-        const int row_begin = rows + exclusive_scan<THREADS>(count, window_rows);
-        rows += window_rows;
+            int window_rows;
+            const int row_begin = rows + exclusive_scan<THREADS>(count, window_rows);
+            rows += window_rows;
 #endif
-        tiles = append_tiles<THREADS>(table, tiles, group, row_begin, row_begin + count, block_m);
+            const bool now = !tails || (RowTiles(count, block_m).over > 0) == tailed;
+            tiles = append_tiles<THREADS>(table, tiles, group, row_begin, row_begin + (now ? count : 0), block_m);
+        }
     }
     finish_table(num_tiles, tiles);
 }

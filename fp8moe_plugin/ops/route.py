@@ -66,7 +66,8 @@ def tiles_of_counts(masked_m: torch.Tensor, max_m: int, block_m: int) -> Tiles:
     groups = masked_m.shape[0]
     if not uses_sm90(masked_m):
         counts = masked_m.clamp(0, max_m).tolist()
-        return _tiles_reference([(g, g * max_m, g * max_m + c) for g, c in enumerate(counts)], block_m, masked_m.device)
+        groups_of_rows = [(g, g * max_m, g * max_m + c) for g, c in enumerate(counts)]
+        return tiles_of_counts_reference(groups_of_rows, block_m, masked_m.device)
     tiles = _empty_tiles(groups * max_m, groups, block_m, masked_m.device)
     _launch_tiles_of_counts(masked_m, max_m, tiles)
     return tiles
@@ -101,7 +102,8 @@ def route_reference(
     ends = counts.cumsum(0).tolist()
     groups = [(e, end - count, end) for e, (end, count) in enumerate(zip(ends, counts.tolist(), strict=True))]
     num_rows = torch.tensor([order.numel()], dtype=torch.int32, device=ids.device)
-    return Routing(slots.view(topk_ids.shape), tokens, num_rows, _tiles_reference(groups, block_m, ids.device))
+    tiles = tiles_of_counts_reference(groups, block_m, ids.device)
+    return Routing(slots.view(topk_ids.shape), tokens, num_rows, tiles)
 
 
 def local_experts(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None) -> torch.Tensor:
@@ -112,6 +114,12 @@ def local_experts(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Te
     if expert_map is not None:
         ids = torch.where(ids < 0, -1, expert_map.long()[ids.clamp(min=0)])
     return torch.where(ids >= num_experts, -1, ids)
+
+
+def tiles_of_counts_reference(groups: list[tuple[int, int, int]], block_m: int, device: torch.device) -> Tiles:
+    """Tiles of `(expert, row_begin, row_end)` groups, those with tails first: the longest tiles are not the last."""
+    in_order = sorted(groups, key=lambda group: max(row_tiles(group[2] - group[1], block_m), default=0) <= block_m)
+    return _tiles_reference(in_order, block_m, device)
 
 
 def _tiles_reference(groups: list[tuple[int, int, int]], block_m: int, device: torch.device) -> Tiles:

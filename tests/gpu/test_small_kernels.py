@@ -20,6 +20,7 @@ from fp8moe_plugin.ops.route import (
     route,
     route_reference,
     tiles_of_counts,
+    tiles_of_counts_reference,
     tiles_of_indices,
 )
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8, silu_mul_quant_fp8_reference
@@ -302,7 +303,8 @@ def test_route_replays_in_a_graph_on_new_ids() -> None:
 def test_tiles_of_counts_clamp_and_equal_the_reference(max_m: int, experts: int, block_m: int) -> None:
     counts = torch.randint(-5, max_m + 9, (experts,), generator=seeded(experts, CUDA), device=CUDA, dtype=torch.int32)
     clamped = counts.clamp(0, max_m).tolist()
-    expected = _tiles_reference([(g, g * max_m, g * max_m + c) for g, c in enumerate(clamped)], block_m, CUDA)
+    groups = [(g, g * max_m, g * max_m + c) for g, c in enumerate(clamped)]
+    expected = tiles_of_counts_reference(groups, block_m, CUDA)
     assert_same_tiles(tiles_of_counts(counts, max_m, block_m), expected)
 
 
