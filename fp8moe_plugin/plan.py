@@ -15,6 +15,7 @@ PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm, without its tail
 TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M; kTailRows of csrc/tile_table.cuh
 DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
 GATHER_UP_TO = 1024  # channels of an expert
+EARLY_FROM = 768  # channels of an expert
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 
 
@@ -68,7 +69,8 @@ def gate_up_key(ue8m0: bool, gather: bool) -> KernelKey:
     gathered = (("GATHER", 1),) if gather else ()
     defines = (("BLOCK_N", 256), *gathered, ("OUTPUT", int(Output.SWIGLU)), ("STAGES", 4), ("UE8M0", int(ue8m0)))
     largest_magnitudes = 2 * 128 * 4  # in two buffers
-    epilogue = (PREFILL_BLOCK_M + TAIL_ROWS) * 128 + largest_magnitudes + 16 * gather
+    complete_tiles = 2 * 32 * 4  # the lists of two warpgroups
+    epilogue = (PREFILL_BLOCK_M + TAIL_ROWS) * 128 + largest_magnitudes + complete_tiles + 16 * gather
     return KernelKey("grouped_gemm", defines, 384, _grouped_gemm_smem(256, 4, epilogue))
 
 
@@ -185,6 +187,15 @@ def gathers(intermediate: int, block_m: int) -> bool:
     return block_m == PREFILL_BLOCK_M and intermediate <= GATHER_UP_TO
 
 
+def starts_early(intermediate: int, block_m: int) -> bool:
+    """Whether GEMM 2 takes multiprocessors that GEMM 1 has no tiles for any more, instead of waiting for its end.
+
+    That gains where tiles are handed out as blocks come. Tiles of narrow experts are too short for that: their order is
+    fixed, and a block that starts late finishes late (benchmarks/NOTES.md).
+    """
+    return block_m == PREFILL_BLOCK_M and intermediate >= EARLY_FROM
+
+
 def masked_block_m(expected_m: int) -> int:
     """Rows a tile of a masked GEMM whose groups have about `expected_m` rows."""
     return DECODE_BLOCK_M if expected_m <= DECODE_BLOCK_M else PREFILL_BLOCK_M
@@ -238,7 +249,7 @@ def moe_workspace_bytes(local: Experts, tokens: int, global_experts: int) -> int
     """
     rows, block_m = tokens * local.topk, moe_block_m(tokens, local.topk, global_experts)
     tiles = tile_capacity(rows, local.experts, block_m)
-    routing = 4 * (2 * rows + 1 + local.experts + 4 * tiles + 3)
+    routing = 4 * (2 * rows + 1 + local.experts + 5 * tiles + 5)
     inner, down = _quantized_bytes(rows, local.intermediate), 2 * rows * local.hidden
     gate_up = 0 if block_m == PREFILL_BLOCK_M else 2 * rows * 2 * local.intermediate
     if gathers(local.intermediate, block_m):

@@ -24,6 +24,7 @@ constexpr int kFullArrivals = GATHER ? 129 : 2;  // of a stage: who announces th
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 constexpr int kNarrowBoxes = 2;  // where K is at most 2 x 128, rows of A come in boxes of 16: faster there (NOTES.md)
 constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // together the 168 a thread of the launch
+constexpr int kListed = 32;                                   // row tiles whose completion a warpgroup keeps back
 constexpr int kStoreN = kSwiglu ? 128 : 64;                   // columns of a TMA store: 128 bytes, one swizzle row
 constexpr int kStoreParts = kHalfN / kStoreN, kStagedHalves = kSwiglu ? 1 : kHalves;
 
@@ -41,7 +42,8 @@ struct SharedMemory {
     static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
     static constexpr u32 kAmax = kEmpty + kStages * 8;
     static constexpr u32 kGatheredTile = kAmax + (kSwiglu ? 2 * kMathWarpgroups * kWarpgroupM * 4 : 0);
-    static constexpr u32 kEnd = kGatheredTile + (GATHER ? 16 : 0);
+    static constexpr u32 kComplete = kGatheredTile + (GATHER ? 16 : 0);
+    static constexpr u32 kEnd = kComplete + (kSwiglu ? kMathWarpgroups * kListed * 4 : 0);
 
     u32 base;
     DEVICE u32 a(int stage, int row) const { return base + stage * kBytesA + row * kBlockK; }
@@ -61,6 +63,7 @@ struct SharedMemory {
         return base + kAmax + ((buffer * kMathWarpgroups + warpgroup) * kWarpgroupM + row) * 4;
     }
     DEVICE u32 gathered_tile() const { return base + kGatheredTile; }
+    DEVICE u32 complete(int warpgroup, int i) const { return base + kComplete + (warpgroup * kListed + i) * 4; }
 };
 static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
 
@@ -70,5 +73,6 @@ struct Operands {
     const int* a_rows;
     ActivationScales a_scales;
     const float* b_scales;  // [experts, ceil(N / 128), K / 128]
+    const int* ready;       // of the table's rows of A, how much the kernel before has done; null: all
     int n, k_blocks;
 };

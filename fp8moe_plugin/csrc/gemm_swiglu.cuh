@@ -11,6 +11,24 @@ struct Quantized {
     int channels, m;
 };
 
+// What a warpgroup has stored, for the next GEMM, which may have started and waits for its rows. Telling it takes a
+// fence of the whole memory, so that tiles are listed, by the warpgroup's first thread, and told together.
+struct Completion {
+    int* ready;  // of the table's rows, how many warpgroups have stored a tile of them; null: nobody asks
+    int listed = 0;
+
+    DEVICE void add(SharedMemory shared, int warpgroup, const Tile& tile) {
+        store_shared(shared.complete(warpgroup, listed++), u32(tile.index));
+    }
+    // After tma_store_wait, and a barrier of the warpgroup behind fence_proxy_async_global.
+    DEVICE void tell(SharedMemory shared, int warpgroup) {
+        if (ready) __threadfence();
+#pragma unroll 1
+        for (; listed > 0; --listed)
+            if (ready) atomicAdd(ready + load_shared(shared.complete(warpgroup, listed - 1)), 1);
+    }
+};
+
 // Pairs of SiLU(gate) * up, rounded as if the products of the GEMM had been stored; the rows' largest magnitudes.
 template <int kWidth>
 DEVICE void activate(const Columns<kWidth>& gate, const Columns<kWidth>& up, u32 (&value)[kWidth / 4], u32 (&amax)[2]) {
@@ -64,7 +82,8 @@ DEVICE void copy_quantized(u32 staging, const Quantized& out, int row, int rows,
 
 template <int kWidth>
 DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Tile& tile, int warpgroup, int row_block,
-                            int& buffer, const Columns<kWidth>& gate, const Columns<kWidth>& up) {
+                            int& buffer, Completion& complete, const Columns<kWidth>& gate,
+                            const Columns<kWidth>& up) {
     constexpr bool kShort = kWidth < kHalfN;
     bool elected = threadIdx.x % 128 == 0;
     int first = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // this thread's, in the block of rows
@@ -78,8 +97,13 @@ DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Til
         if (first < rows) scales[0] = scale[0];
         if (first + 8 < rows) scales[8] = scale[1];
     }
-    if (elected) tma_store_wait_read();
-    warpgroup_barrier(warpgroup);  // the staging buffer is free
+    if (elected) tma_store_wait();
+    fence_proxy_async_global();
+    warpgroup_barrier(warpgroup);  // the staging buffer is free, the tiles before are stored
+    if (elected) {
+        if (tile.last || complete.listed == kListed) complete.tell(shared, warpgroup);
+        complete.add(shared, warpgroup, tile);
+    }
     stage_quantized(staging, first, scale, value);
     fence_proxy_async();
     warpgroup_barrier(warpgroup);  // the staging buffer is full

@@ -66,37 +66,40 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks,
 
 template <int kWidth, bool kHasTail>
 DEVICE void compute_swiglu(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Quantized& out,
-                           const Tile& tile, int warpgroup, int row_block, int column, int& buffer) {
+                           const Tile& tile, int warpgroup, int row_block, int column, int& buffer,
+                           Completion& complete) {
     Columns<kWidth> sum[2];
     Tail tail[kHalves];
     multiply_tile<2, kWidth, kHasTail>(shared, ring, k_blocks, tile, row_block, 0, column, sum, tail);
-    store_quantized<kWidth>(shared, out, tile, warpgroup, row_block, buffer, sum[0], sum[1]);
+    store_quantized<kWidth>(shared, out, tile, warpgroup, row_block, buffer, complete, sum[0], sum[1]);
     if (kHasTail) store_quantized_tail(shared, out, tile, warpgroup, buffer, tail[0], tail[kHalves - 1]);
 }
 
 DEVICE void compute_swiglu_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Quantized& out,
-                                const Tile& tile, int warpgroup, int& buffer) {
+                                const Tile& tile, int warpgroup, int& buffer, Completion& complete) {
     if (tile.rows > kBlockM)
-        compute_swiglu<kHalfN, true>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer);
+        compute_swiglu<kHalfN, true>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, complete);
     else if (tile.rows > kWarpgroupM)
-        compute_swiglu<kHalfN, false>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer);
+        compute_swiglu<kHalfN, false>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, complete);
     else  // few rows: each warpgroup takes half of the channels instead
         compute_swiglu<kHalfN / 2, false>(shared, ring, k_blocks, out, tile, warpgroup, 0, warpgroup * kHalfN / 2,
-                                          buffer);
+                                          buffer, complete);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_narrow_map,
                  const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map,
                  const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
-                 const uint4* gathered, const int* a_rows, void* d, const void* c, float* d_scales, const int4* table,
-                 int* num_tiles, int m, int n, int k) {
+                 const uint4* gathered, const int* a_rows, void* d, const void* c, float* d_scales, int* ready,
+                 const int4* table, int* num_tiles, int m, int n, int k) {
+    if (kSwiglu) let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);
 
     int warpgroup = warp_uniform(threadIdx.x / 128), k_blocks = k / kBlockK;
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
-    Operands in{&a_map, &a_narrow_map, &b_map, gathered, a_rows, scales, b_scales, n, k_blocks};
+    const int* a_ready = kSwiglu ? nullptr : ready;
+    Operands in{&a_map, &a_narrow_map, &b_map, gathered, a_rows, scales, b_scales, a_ready, n, k_blocks};
     Result out{&d_map, d, c, n};
     Quantized quantized{&d_map, static_cast<u8*>(d), d_scales, n / 2, m};
     Ring<kStages> ring;
@@ -104,28 +107,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         decrease_registers<kProducerRegisters>();
         bool first_warp = threadIdx.x / 32 == 4 * kMathWarpgroups;
         if (GATHER || first_warp) {
-            TileQueue<kBlockM> queue(table, num_tiles, m, (n + BLOCK_N - 1) / BLOCK_N, k_blocks);
+            TileQueue<kBlockM> queue(table, num_tiles, !kSwiglu, m, (n + BLOCK_N - 1) / BLOCK_N, k_blocks);
             if (GATHER)
                 gather_tiles(shared, ring, in, queue, first_warp);
             else
                 while (queue.index < queue.total) load_tile(shared, ring, in, queue);
             if (first_warp) {
                 load_end(shared, ring, kFullArrivals);
+                if (in.ready) wait_for_previous_kernel();  // who follows this one follows both
                 queue.finish();
             }
         }
     } else {
         increase_registers<kMathRegisters>();
         int buffer = 0;
+        Completion complete{ready};
         while (true) {
             barrier_wait(shared.full(ring.stage), ring.phase);
             Tile tile = published_tile(shared.tile(ring.stage));
             if (tile.rows == 0) break;
             if (kSwiglu)
-                compute_swiglu_tile(shared, ring, k_blocks, quantized, tile, warpgroup, buffer);
+                compute_swiglu_tile(shared, ring, k_blocks, quantized, tile, warpgroup, buffer, complete);
             else
                 compute_tile(shared, ring, k_blocks, out, tile, warpgroup);
         }
-        if (threadIdx.x % 128 == 0) tma_store_wait();
+        bool elected = threadIdx.x % 128 == 0;
+        if (elected) tma_store_wait();
+        if (kSwiglu) {
+            fence_proxy_async_global();
+            warpgroup_barrier(warpgroup);
+            if (elected) complete.tell(shared, warpgroup);
+        }
     }
 }

@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Ring<kStages> ring;
     if (warpgroup == kMathWarpgroups) {
         if (threadIdx.x / 32 == 4 * kMathWarpgroups) {
-            TileQueue<kBlockTokens> queue(table, num_tiles, m, (n + kBlockN - 1) / kBlockN, in.k_blocks);
+            TileQueue<kBlockTokens> queue(table, num_tiles, 0, m, (n + kBlockN - 1) / kBlockN, in.k_blocks);
             while (queue.index < queue.total) load_tile(shared, ring, in, queue);
             load_end(shared, ring, kFullArrivals);
             queue.finish();

@@ -97,8 +97,9 @@ DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: 
 DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Makes ordinary writes to shared memory visible to TMA and wgmma.
+// Makes ordinary writes to shared memory visible to TMA and wgmma; orders those to global memory and TMA's.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Copies `bytes`, a multiple of 16 like both addresses; they count towards the barrier's phase.
 DEVICE void bulk_load(u32 to, const void* from, u32 barrier, u32 bytes) {
@@ -117,6 +118,19 @@ DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory");
 // One arrival on the barrier once this thread's copies so far have landed; the barrier's count must include it.
 DEVICE void copy_async_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// ---- counters in global memory, from one kernel to another ----------------------------------------------------------
+
+// Until another kernel has counted so far; what it wrote before counting is then visible, to TMA too.
+DEVICE void wait_for_count(const int* counter, int count) {
+    int value;
+    while (true) {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+        if (value >= count) break;
+        __nanosleep(100);
+    }
+    fence_proxy_async_global();
 }
 
 // ---- warpgroup registers ---------------------------------------------------------------------------------------

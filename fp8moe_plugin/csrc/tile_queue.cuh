@@ -5,9 +5,11 @@
 
 struct Tile {
     int expert;
+    int index;   // of its rows, in the table
     int row;     // first row in A and D
     int rows;    // how many of its rows count; 0: there are no more tiles
     int column;  // index along N, in tiles
+    int last;    // 1: it is among the last few that blocks take
 };
 
 // The tiles of a block, for its producer warp. Row tiles of an expert are neighbours, then its columns follow: blocks
@@ -19,15 +21,15 @@ struct TileQueue {
     static constexpr int kClaimAhead = 6, kFetchAhead = 3;  // 128 K of work before a tile's end
 
     const int4* table;  // null: one group, rows 0 to m
-    int* counters;      // tiles handed out and blocks done, zero between launches; null: no counter
+    int* counters;      // tiles handed out and blocks done, zero between launches; null: none
     int m, column_tiles, total, k_blocks;
     int index, claimed;
     int4 entry;
 
-    DEVICE TileQueue(const int4* table, int* num_tiles, int m, int column_tiles, int k_blocks)
+    DEVICE TileQueue(const int4* table, int* num_tiles, int pair_of_counters, int m, int column_tiles, int k_blocks)
         : table(table), m(m), column_tiles(column_tiles), k_blocks(k_blocks), index(blockIdx.x) {
         total = column_tiles * (table ? *num_tiles : RowTiles(m, kBlockM).count);
-        counters = table && k_blocks > kClaimAhead ? num_tiles + 1 : nullptr;
+        counters = table && k_blocks > kClaimAhead ? num_tiles + 1 + 2 * pair_of_counters : nullptr;
         fetch();
     }
     DEVICE void fetch() {
@@ -41,11 +43,12 @@ struct TileQueue {
         fetch();
     }
     DEVICE Tile tile() const {
-        if (index >= total) return {0, 0, 0, 0};
+        if (index >= total) return {};
         int begin = entry.y, end = entry.z, first = entry.w;
         RowTiles tiles(end - begin, kBlockM);
         int local = index - first * column_tiles, row_tile = local % tiles.count;
-        return {entry.x, begin + tiles.begin(row_tile), tiles.size(row_tile), local / tiles.count};
+        int row = begin + tiles.begin(row_tile), last = index >= total - 2 * int(gridDim.x);
+        return {entry.x, first + row_tile, row, tiles.size(row_tile), local / tiles.count, last};
     }
     // The last block to finish leaves the counters as it found them.
     DEVICE void finish() {
@@ -69,16 +72,19 @@ struct Ring {
 
 // The producer tells the math warpgroups what the stage that starts a tile holds.
 DEVICE void publish_tile(u32 address, const Tile& tile) {
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(tile.expert), "r"(tile.row),
-                 "r"(tile.rows), "r"(tile.column)
+    static_assert(RowTiles::kLongest < 1 << 15, "rows share a word with others");
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(tile.expert), "r"(tile.index),
+                 "r"(tile.row), "r"(tile.rows | tile.last << 15 | tile.column << 16)
                  : "memory");
 }
 DEVICE Tile published_tile(u32 address) {
     Tile tile;
+    u32 rest;
     asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(tile.expert), "=r"(tile.row), "=r"(tile.rows), "=r"(tile.column)
+                 : "=r"(tile.expert), "=r"(tile.index), "=r"(tile.row), "=r"(rest)
                  : "r"(address)
                  : "memory");
+    tile.rows = rest & 0x7fff, tile.last = rest >> 15 & 1, tile.column = rest >> 16;
     return tile;
 }
 

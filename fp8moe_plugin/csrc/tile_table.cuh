@@ -9,6 +9,7 @@ constexpr int kTailRows = 16;
 // up to kTailRows each, which cost far less than a tile that loads the weights once more.
 struct RowTiles {
     static constexpr int kBlockMOfTails = 128;  // only these tiles have tails
+    static constexpr int kLongest = kBlockMOfTails + kTailRows;
 
     int rows, block_m, tail, over, count;
 
@@ -44,10 +45,7 @@ DEVICE int append_tiles(int4* table, int written, int expert, int row_begin, int
     return written + tiles;
 }
 
-// How many tiles there are, and the two counters with which a GEMM hands them out.
+// How many tiles there are, and two pairs of counters with which GEMMs hand them out.
 DEVICE void finish_table(int* num_tiles, int tiles) {
-    if (threadIdx.x == 0) {
-        num_tiles[0] = tiles;
-        num_tiles[1] = num_tiles[2] = 0;
-    }
+    if (threadIdx.x < 5) num_tiles[threadIdx.x] = threadIdx.x == 0 ? tiles : 0;
 }

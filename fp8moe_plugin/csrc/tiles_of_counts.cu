@@ -2,7 +2,8 @@
 //
 // In:   counts     int32 [groups]
 // Out:  table      int4 [capacity], see tile_table.cuh; only the first *num_tiles entries are written
-//       num_tiles  int32 [3], see tile_table.cuh
+//       num_tiles  int32 [5], see tile_table.cuh
+//       ready      int32 [capacity], zero for each tile
 //
 // Where tiles have tails, experts with a tail come first; else they are in order.
 // MASKED: 1 starts expert g at row g * max_m and clamps its count to [0, max_m]; 0 lets the experts follow one another.
@@ -11,7 +12,8 @@
 
 extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_counts(const int* counts,
                                                                        int4* __restrict__ table,
-                                                                       int* __restrict__ num_tiles, int groups,
+                                                                       int* __restrict__ num_tiles,
+                                                                       int* __restrict__ ready, int groups,
                                                                        int max_m, int block_m) {
     let_next_kernel_start();
     wait_for_previous_kernel();
@@ -34,5 +36,6 @@ extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_counts(const int*
             tiles = append_tiles<THREADS>(table, tiles, group, row_begin, row_begin + (now ? count : 0), block_m);
         }
     }
+    for (int tile = threadIdx.x; tile < tiles; tile += THREADS) ready[tile] = 0;
     finish_table(num_tiles, tiles);
 }

@@ -2,7 +2,7 @@
 //
 // In:   ids        int32 [rows], the expert of each row; a run outside [0, num_groups) gets no tile
 // Out:  table      int4 [capacity], see tile_table.cuh; only the first *num_tiles entries are written
-//       num_tiles  int32 [3], see tile_table.cuh
+//       num_tiles  int32 [5], see tile_table.cuh
 // Scratch: run_begins int32 [rows], the first row of each run
 #include "common.cuh"
 #include "tile_table.cuh"

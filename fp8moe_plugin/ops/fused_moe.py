@@ -124,7 +124,7 @@ def batched_experts(
         return out
     tiles = tiles_of_counts(expert_num_tokens, max_m, masked_block_m(expected_m))
     inner = gate_up((hidden_states, hidden_scale), weights.w13, tiles, expert_num_tokens, ue8m0)
-    grouped_gemm(inner, weights.w2, out, tiles)
+    grouped_gemm(inner, weights.w2, out, tiles, after_gate_up=True)
     return out
 
 
@@ -141,6 +141,8 @@ def _fused_moe(
     experts, _, hidden = weights.w13[0].shape
     global_experts = experts if expert_map is None else expert_map.numel()
     block_m = moe_block_m(tokens, topk, global_experts)
+    # Before the GEMMs, as the second one writes it while the first one ends.
+    down = empty((tokens * topk, hidden), torch.bfloat16, device)
     if gathers(weights.w2[0].shape[-1], block_m):
         x = empty_tokens(tokens, hidden, device)
         routing = route(topk_ids, experts, block_m, expert_map)
@@ -150,9 +152,7 @@ def _fused_moe(
         routing = route(topk_ids, experts, block_m, expert_map)
         rows, scales = quantize_rows(hidden_states, routing.slots, ue8m0)
         inner = gate_up((rows[None], scales[None]), weights.w13, routing.tiles, routing.num_rows, ue8m0)
-    q, scales = inner
-    down = empty((tokens * topk, hidden), torch.bfloat16, device)
-    grouped_gemm((q[0], scales[0]), weights.w2, down, routing.tiles)
+    grouped_gemm((inner[0][0], inner[1][0]), weights.w2, down, routing.tiles, after_gate_up=True)
     return combine(down, routing.slots, topk_weights, out)
 
 

@@ -13,18 +13,31 @@ PREFILL_BOX_M = 64
 DECODE_BOX_M, DECODE_BOX_N = 8, 128
 
 
-def launch_gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None, tiles: Tiles | None) -> None:
-    """Launch the GEMM of these row tiles (None: dense); `a` is `[M, K]` or `[G, max_m, K]`, its scales any strides."""
+def launch_gemm(
+    a: Quantized,
+    b: Quantized,
+    out: torch.Tensor,
+    c: torch.Tensor | None,
+    tiles: Tiles | None,
+    after_gate_up: bool = False,
+) -> None:
+    """Launch the GEMM of these row tiles (None: dense); `a` is `[M, K]` or `[G, max_m, K]`, its scales any strides.
+
+    `after_gate_up`: `a` is what `launch_gate_up`, the launch before this one, has made of the same tiles. This one then
+    starts where that one leaves multiprocessors idle, and waits for rows of `a` tile by tile; `out` must have no memory
+    that that one reads.
+    """
     rows, n = a[0].numel() // a[0].shape[-1], b[0].shape[-2]
     key = grouped_key(tiles.block_m) if tiles else dense_key(rows, n, _output(out, c), _sms(out))
     scales = (*_k_major(*a), b[1])
     if key.source == "grouped_gemm_swap_ab":
         args = (_map(a[0], DECODE_BOX_M), _map(b[0], DECODE_BOX_N), *scales, out)
-        return _launch(key, args, tiles, rows, b[0])
+        return _launch(key, args, tiles, rows, b[0], early=False)
     a_maps = _prefill_maps(a[0])
     out_map = _map(out, PREFILL_BOX_M) if _output(out, c) == Output.BF16 else a_maps[0]  # the others do without
     maps = (*a_maps, _map(b[0], dict(key.defines)["BLOCK_N"]), out_map)
-    _launch(key, (*maps, *scales, None, None, out, c, None), tiles, rows, b[0])
+    ready = tiles.ready if tiles and after_gate_up else None
+    _launch(key, (*maps, *scales, None, None, out, c, None, ready), tiles, rows, b[0], early=ready is not None)
 
 
 def launch_gate_up(
@@ -43,13 +56,15 @@ def launch_gate_up(
     else:
         operands = (a_scales, 0, 0, w13[1], a_values, a_rows)
     key = gate_up_key(ue8m0, gather=a_rows is not None)
-    _launch(key, (*maps, *operands, q, None, scales), tiles, q.numel() // q.shape[-1], w13[0])
+    _launch(key, (*maps, *operands, q, None, scales, tiles.ready), tiles, q.numel() // q.shape[-1], w13[0], early=False)
 
 
-def _launch(key: KernelKey, args: tuple[Argument, ...], tiles: Tiles | None, rows: int, b: torch.Tensor) -> None:
+def _launch(
+    key: KernelKey, args: tuple[Argument, ...], tiles: Tiles | None, rows: int, b: torch.Tensor, early: bool
+) -> None:
     """Launch a GEMM kernel: its operands and results, then what all of them take last."""
     table, num_tiles = (tiles.table, tiles.num_tiles) if tiles else (None, None)
-    launch(key, _sms(b), (*args, table, num_tiles, rows, *b.shape[-2:]), b.device)
+    launch(key, _sms(b), (*args, table, num_tiles, rows, *b.shape[-2:]), b.device, early)
 
 
 def _map(matrix: torch.Tensor, box_rows: int) -> TensorMap:

@@ -3,7 +3,10 @@
 A tile table is int32 `[capacity, 4]`, one entry a row tile: `(expert, row_begin, row_end, first)`, where the rows are
 those of the tile's whole expert and `first` is the index of that expert's first tile. Entry i is therefore tile
 `i - first` of its expert, as `plan.row_tiles` cuts it. Only the first `num_tiles[0]` entries are written;
-`num_tiles[1:3]` are two counters with which a GEMM hands the tiles out, zero before it and after it.
+`num_tiles[1:5]` are two pairs of counters with which GEMMs hand the tiles out, zero before one and after it.
+
+`ready` int32 `[capacity]` counts, from zero, what the first GEMM of an expert has done of each row tile, for a second
+one over the same tiles that starts while the first one ends.
 """
 
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ class Tiles:
     block_m: int
     table: torch.Tensor
     num_tiles: torch.Tensor
+    ready: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: to
         slots=workspace.empty(tuple(topk_ids.shape), torch.int32, device),
         tokens=workspace.empty((rows,), torch.int32, device),
         num_rows=workspace.empty((1,), torch.int32, device),
-        tiles=_empty_tiles(rows, num_experts, block_m, device),
+        tiles=_empty_tiles(rows, num_experts, block_m, device, ready=True),
     )
     _launch_route(topk_ids, num_experts, expert_map, routing)
     return routing
@@ -68,7 +72,7 @@ def tiles_of_counts(masked_m: torch.Tensor, max_m: int, block_m: int) -> Tiles:
         counts = masked_m.clamp(0, max_m).tolist()
         groups_of_rows = [(g, g * max_m, g * max_m + c) for g, c in enumerate(counts)]
         return tiles_of_counts_reference(groups_of_rows, block_m, masked_m.device)
-    tiles = _empty_tiles(groups * max_m, groups, block_m, masked_m.device)
+    tiles = _empty_tiles(groups * max_m, groups, block_m, masked_m.device, ready=True)
     _launch_tiles_of_counts(masked_m, max_m, tiles)
     return tiles
 
@@ -78,14 +82,16 @@ def tiles_of_indices(m_indices: torch.Tensor, num_groups: int, block_m: int) -> 
     if not uses_sm90(m_indices):
         return _tiles_reference(_runs(m_indices.tolist(), num_groups), block_m, m_indices.device)
     rows = m_indices.shape[0]
-    tiles = _empty_tiles(rows, rows, block_m, m_indices.device)
+    tiles = _empty_tiles(rows, rows, block_m, m_indices.device, ready=False)
     _launch_tiles_of_indices(m_indices, num_groups, tiles)
     return tiles
 
 
-def _empty_tiles(rows: int, groups: int, block_m: int, device: torch.device) -> Tiles:
-    table = workspace.empty((tile_capacity(rows, groups, block_m), 4), torch.int32, device)
-    return Tiles(block_m, table, workspace.empty((3,), torch.int32, device))
+def _empty_tiles(rows: int, groups: int, block_m: int, device: torch.device, ready: bool) -> Tiles:
+    capacity = tile_capacity(rows, groups, block_m)
+    table = workspace.empty((capacity, 4), torch.int32, device)
+    counts = workspace.empty((capacity,), torch.int32, device) if ready else None
+    return Tiles(block_m, table, workspace.empty((5,), torch.int32, device), counts)
 
 
 def route_reference(
@@ -128,7 +134,7 @@ def _tiles_reference(groups: list[tuple[int, int, int]], block_m: int, device: t
     for expert, begin, end in groups:
         entries += [(expert, begin, end, len(entries))] * len(row_tiles(end - begin, block_m))
     table = torch.tensor(entries or [(0, 0, 0, 0)], dtype=torch.int32, device=device)
-    return Tiles(block_m, table, torch.tensor([len(entries), 0, 0], dtype=torch.int32, device=device))
+    return Tiles(block_m, table, torch.tensor([len(entries), 0, 0, 0, 0], dtype=torch.int32, device=device))
 
 
 def _runs(ids: list[int], num_groups: int) -> list[tuple[int, int, int]]:
@@ -155,7 +161,7 @@ def _launch_route(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Te
 
 def _launch_tiles_of_counts(counts: torch.Tensor, max_m: int | None, tiles: Tiles) -> None:
     """`max_m` None: the experts' rows follow one another."""
-    args = (counts, tiles.table, tiles.num_tiles, counts.shape[0], max_m or 0, tiles.block_m)
+    args = (counts, tiles.table, tiles.num_tiles, tiles.ready, counts.shape[0], max_m or 0, tiles.block_m)
     launch(tiles_of_counts_key(masked=max_m is not None), 1, args, counts.device, early=True)
 
 

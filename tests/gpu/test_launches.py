@@ -12,8 +12,10 @@ import torch
 from fp8moe_plugin.errors import KernelNotPrecompiled
 from fp8moe_plugin.jit import launcher
 from fp8moe_plugin.ops import per_token_group_quant_fp8
-from fp8moe_plugin.ops.gemm_launch import launch_gemm
+from fp8moe_plugin.ops.gemm_launch import launch_gate_up, launch_gemm
+from fp8moe_plugin.ops.quantize import empty_quantized
 from fp8moe_plugin.ops.route import tiles_of_counts
+from fp8moe_plugin.plan import PREFILL_BLOCK_M
 from tests import helpers as h
 from tests.jit.conftest import forget, set_variables
 
@@ -32,8 +34,33 @@ def test_a_gemm_leaves_the_counters_of_its_tiles_at_zero(counts: list[int], bloc
     first, second = (h.poisoned(len(counts), max_m, 512, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
     for out in (first, second):
         launch_gemm(a, b, out, None, tiles)
-        assert tiles.num_tiles[1:].tolist() == [0, 0]
+        assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
     assert h.same_bits(first, second)
+
+
+@pytest.mark.parametrize("intermediate", [128, 384, 1152])  # the second GEMM without and with counters
+@pytest.mark.parametrize("counts", [[0, 0], [1, 0, 64], [700, 3, 900, 144, 16], [270, 130] * 60], ids=str)
+def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(counts: list[int], intermediate: int) -> None:
+    gen = h.seeded(0, torch.device("cuda", 0))
+    groups, max_m = len(counts), max(*counts, 1)
+    a = h.random_quantized(gen, groups, max_m, 2 * K)
+    w13, w2 = h.random_weights(gen, groups, 2 * intermediate, 2 * K), h.random_weights(gen, groups, K, intermediate)
+    masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
+    tiles = tiles_of_counts(masked_m, max_m, PREFILL_BLOCK_M)
+    q, scales = empty_quantized(groups * max_m, intermediate, gen.device)
+    inner = q.view(groups, max_m, -1), scales.unflatten(0, (groups, max_m))
+    expected, actual = (h.poisoned(groups, max_m, K, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
+    launch_gate_up(a, w13, inner, tiles, False, None)
+    launch_gemm(inner, w2, expected, None, tiles)
+    for _ in range(20):
+        for stale in (q.view(torch.uint8), scales, actual):
+            stale.fill_(0x7F if stale.dtype == torch.uint8 else float("nan"))
+        tiles.ready.zero_()
+        launch_gate_up(a, w13, inner, tiles, False, None)
+        launch_gemm(inner, w2, actual, None, tiles, after_gate_up=True)
+        for group, count in enumerate(counts):
+            assert h.same_bits(actual[group, :count], expected[group, :count])
+    assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
 
 
 def test_a_kernel_that_is_not_precompiled_is_not_compiled_where_that_is_forbidden(
