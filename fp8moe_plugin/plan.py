@@ -14,8 +14,8 @@ SMEM_ALIGNMENT = 1024
 PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm, without its tail
 TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M; kTailRows of csrc/tile_table.cuh
 DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
-GATHER_UP_TO = 1024  # channels of an expert
-EARLY_FROM = 768  # channels of an expert
+GATHER_UP_TO = 1024  # channels of an expert; see gathers
+EARLY_FROM = 768  # channels of an expert; see starts_early
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 
 
@@ -69,7 +69,7 @@ def gate_up_key(ue8m0: bool, gather: bool) -> KernelKey:
     gathered = (("GATHER", 1),) if gather else ()
     defines = (("BLOCK_N", 256), *gathered, ("OUTPUT", int(Output.SWIGLU)), ("STAGES", 4), ("UE8M0", int(ue8m0)))
     largest_magnitudes = 2 * 128 * 4  # in two buffers
-    complete_tiles = 2 * 32 * 4  # the lists of two warpgroups
+    complete_tiles = 2 * 32 * 4  # lists of two warpgroups, kListed tiles long
     epilogue = (PREFILL_BLOCK_M + TAIL_ROWS) * 128 + largest_magnitudes + complete_tiles + 16 * gather
     return KernelKey("grouped_gemm", defines, 384, _grouped_gemm_smem(256, 4, epilogue))
 
@@ -190,8 +190,8 @@ def gathers(intermediate: int, block_m: int) -> bool:
 def starts_early(intermediate: int, block_m: int) -> bool:
     """Whether GEMM 2 takes multiprocessors that GEMM 1 has no tiles for any more, instead of waiting for its end.
 
-    That gains where tiles are handed out as blocks come. Tiles of narrow experts are too short for that: their order is
-    fixed, and a block that starts late finishes late (benchmarks/NOTES.md).
+    Measured: that gains with 768 channels and more, and loses with 256, where a block has a hundred short tiles in
+    fixed order, so that one that starts late finishes late (benchmarks/NOTES.md).
     """
     return block_m == PREFILL_BLOCK_M and intermediate >= EARLY_FROM
 

@@ -38,6 +38,53 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[plan.KernelKey]:
     return keys
 
 
+@pytest.fixture
+def steps(launched, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """What an op does, in order: source and `early` of each launch, ("scratch", False) where memory is taken."""
+    done: list[tuple[str, bool]] = []
+
+    def launch(key: plan.KernelKey, grid: object, args: object, device: object, early: bool = False) -> None:
+        name = "gate_up" if dict(key.defines).get("OUTPUT") == plan.Output.SWIGLU else key.source
+        done.append((name, early))
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        done.append(("scratch", False))
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    replace_everywhere(monkeypatch, "launch", launch)
+    replace_everywhere(monkeypatch, "empty", empty)
+    return done
+
+
+def between(steps: list[tuple[str, bool]], first: str, last: str) -> list[str]:
+    names = [name for name, _ in steps]
+    return names[names.index(first) + 1 : names.index(last)]
+
+
+@pytest.mark.parametrize("tokens", [7, 1000])
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, plan.EARLY_FROM, WIDE])
+def test_kernels_that_start_early_follow_those_they_may_run_beside(steps, intermediate, tokens):
+    layer = h.random_layer(h.seeded(0, torch.device("cpu")), EXPERTS, HIDDEN, intermediate)
+    ids = torch.zeros(tokens, TOPK, dtype=torch.int32)
+    fused_moe(torch.zeros(tokens, HIDDEN).bfloat16(), *layer, torch.rand(tokens, TOPK), ids)
+    block_m = plan.moe_block_m(tokens, TOPK, EXPERTS)
+    gathers, early = plan.gathers(intermediate, block_m), plan.starts_early(intermediate, block_m)
+    expected = {"tiles_of_counts"} | ({"quantize"} if gathers else set()) | ({"grouped_gemm"} if early else set())
+    assert {name for name, starts_early in steps if starts_early} == expected
+    if gathers:
+        assert between(steps, "route", "quantize") == ["tiles_of_counts"]
+    if early:
+        assert between(steps, "gate_up", "grouped_gemm") == []
+
+
+@pytest.mark.parametrize("max_m", [1, 3])
+def test_the_second_gemm_of_slabs_starts_right_behind_the_first(steps, max_m):
+    gen = h.seeded(0, torch.device("cpu"))
+    layer, tokens = h.random_layer(gen, EXPERTS, HIDDEN, WIDE), h.random_quantized(gen, EXPERTS, max_m, HIDDEN)
+    batched_experts(*tokens, *layer, torch.ones(EXPERTS, dtype=torch.int32), expected_m=1000)
+    assert steps[-2:] == [("gate_up", False), ("grouped_gemm", True)]
+
+
 @pytest.mark.parametrize("ue8m0", [False, True])
 def test_layers_launch_what_their_plan_names_and_nothing_else(launched, ue8m0):
     gen = h.seeded(0, torch.device("cpu"))

@@ -16,11 +16,14 @@ __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / 
 
 DEVICE int lane_of_warp() { return threadIdx.x % kWarp; }
 
-// ---- programmatic dependent launch: a kernel may start while the one before it runs (launch's `early`) ----
+// ---- programmatic dependent launch: kernels beside one another (launch's `early`) --------------------------------
+//
+// A kernel launched early starts once every block of the kernel before it has called let_next_kernel_start, or has
+// ended; then it runs beside that one, and beside all before that one back to the last kernel launched normally.
+// wait_for_previous_kernel returns when the kernel just before has ended, and what it wrote is visible. At least one
+// block of every kernel launched early calls it before it ends: who is launched normally then follows all of them.
 
-// Once all blocks have called this, or are done.
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// Until the kernel before this one has ended.
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- packed conversions; element 0 is in the low half ----

@@ -3,6 +3,7 @@
 #include "gemm_load.cuh"
 
 constexpr int kRowChunks = kBlockK / 16, kRowsAtOnce = 32 / kRowChunks, kCopies = 32 / kRowsAtOnce;
+static_assert(kRowsAtOnce == 4, "half of a swizzle atom");
 constexpr u32 kNoRow = ~0u;
 
 // Where in `gathered` the chunks start that a thread copies, in chunks of 16 bytes: of rows i * kRowsAtOnce + lane / 8

@@ -73,6 +73,6 @@ struct Operands {
     const int* a_rows;
     ActivationScales a_scales;
     const float* b_scales;  // [experts, ceil(N / 128), K / 128]
-    const int* ready;       // of the table's rows of A, how much the kernel before has done; null: all
+    const int* ready;       // of each row tile, how many (column tile, warpgroup) the GEMM before has stored; null: all
     int n, k_blocks;
 };

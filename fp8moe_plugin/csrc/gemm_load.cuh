@@ -26,7 +26,7 @@ DEVICE void load_b(SharedMemory shared, int stage, const Operands& in, const Til
 
 DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockM>& queue) {
     const Tile tile = queue.tile();
-    if (in.ready) wait_for_count(in.ready + tile.index, kMathWarpgroups * in.k_blocks);  // as many tiles made A's row
+    if (in.ready) wait_for_count(in.ready + tile.row_tile, kMathWarpgroups * in.k_blocks);  // column tiles of A
     const WeightScales b_scales(in, tile);
     const bool narrow = in.k_blocks <= kNarrowBoxes;
     const TensorMap* a = narrow ? in.a_narrow : in.a;

@@ -14,11 +14,11 @@ struct Quantized {
 // What a warpgroup has stored, for the next GEMM, which may have started and waits for its rows. Telling it takes a
 // fence of the whole memory, so that tiles are listed, by the warpgroup's first thread, and told together.
 struct Completion {
-    int* ready;  // of the table's rows, how many warpgroups have stored a tile of them; null: nobody asks
+    int* ready;  // of each row tile, how many (column tile, warpgroup) are stored; null: nobody asks
     int listed = 0;
 
     DEVICE void add(SharedMemory shared, int warpgroup, const Tile& tile) {
-        store_shared(shared.complete(warpgroup, listed++), u32(tile.index));
+        store_shared(shared.complete(warpgroup, listed++), u32(tile.row_tile));
     }
     // After tma_store_wait, and a barrier of the warpgroup behind fence_proxy_async_global.
     DEVICE void tell(SharedMemory shared, int warpgroup) {

@@ -12,6 +12,9 @@
 // GATHER: row i of A is row a_rows[i] of the matrix `gathered`, whose scales are row-major. TMA cannot do that (a box
 // of one row takes 25 cycles), so the four producer warps copy 16 bytes a lane, swizzled as TMA would have done.
 //
+// The two GEMMs of experts share a tile table and `ready`: the first, with OUTPUT_SWIGLU, counts what it has stored of
+// each row tile, and the second may start while the first one ends. With `ready` null it follows as any kernel does.
+//
 // With OUTPUT_SWIGLU the halves are 128 channels of the gate and the same 128 of the other projection, so that the
 // group of a scale never leaves a warpgroup: D = quantized SiLU(gate) * up, e4m3 [rows, N / 2], as silu_mul_quant.cu.
 #include "gemm_gather.cuh"

@@ -6,7 +6,7 @@
 //       scales  float32 [groups, rows], at scale_pitch(rows); with LAYOUT_ROW_MAJOR [rows, groups]
 //
 // UE8M0: 1 rounds scales up to powers of two.
-// With LAYOUT_ROW_MAJOR it runs beside the kernel before it, which must not touch what it reads or writes.
+// With LAYOUT_ROW_MAJOR it is launched early and waits last: no kernel beside it may touch what it reads or writes.
 // A half-warp holds a group in 16 bytes a lane, for four tokens at once: loads in flight, and the eight tokens of
 // a warp fill a 32-byte sector of K-major scales.
 #include "common.cuh"
@@ -89,6 +89,6 @@ extern "C" __global__ __launch_bounds__(THREADS) void quantize(const uint4* __re
                          : group * scale_pitch(tokens) + first + lane] = scale_of_lane;
 #endif
 #if LAYOUT == LAYOUT_ROW_MAJOR
-    if (blockIdx.x == gridDim.x - 1) wait_for_previous_kernel();  // this one ends after it; who follows waits for both
+    if (blockIdx.x == gridDim.x - 1) wait_for_previous_kernel();  // not all: they would keep their places
 #endif
 }

@@ -5,11 +5,11 @@
 
 struct Tile {
     int expert;
-    int index;   // of its rows, in the table
-    int row;     // first row in A and D
-    int rows;    // how many of its rows count; 0: there are no more tiles
-    int column;  // index along N, in tiles
-    int last;    // 1: it is among the last few that blocks take
+    int row_tile;  // index in the table
+    int row;       // first row in A and D
+    int rows;      // how many of its rows count; 0: there are no more tiles
+    int column;    // index along N, in tiles
+    int last;      // 1: it is among the last few that blocks take
 };
 
 // The tiles of a block, for its producer warp. Row tiles of an expert are neighbours, then its columns follow: blocks
@@ -72,19 +72,19 @@ struct Ring {
 
 // The producer tells the math warpgroups what the stage that starts a tile holds.
 DEVICE void publish_tile(u32 address, const Tile& tile) {
-    static_assert(RowTiles::kLongest < 1 << 15, "rows share a word with others");
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(tile.expert), "r"(tile.index),
-                 "r"(tile.row), "r"(tile.rows | tile.last << 15 | tile.column << 16)
+    static_assert(RowTiles::kLongest < 1 << 8, "8 bits for rows, 1 for last, 23 for the column");
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(tile.expert), "r"(tile.row_tile),
+                 "r"(tile.row), "r"(tile.rows | tile.last << 8 | tile.column << 9)
                  : "memory");
 }
 DEVICE Tile published_tile(u32 address) {
     Tile tile;
     u32 rest;
     asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(tile.expert), "=r"(tile.index), "=r"(tile.row), "=r"(rest)
+                 : "=r"(tile.expert), "=r"(tile.row_tile), "=r"(tile.row), "=r"(rest)
                  : "r"(address)
                  : "memory");
-    tile.rows = rest & 0x7fff, tile.last = rest >> 15 & 1, tile.column = rest >> 16;
+    tile.rows = rest & 0xff, tile.last = rest >> 8 & 1, tile.column = rest >> 9;
     return tile;
 }
 

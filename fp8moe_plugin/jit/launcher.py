@@ -45,7 +45,7 @@ def launch(
         grid: blocks, along x or along (x, y).
         args: tensors and None as pointers, `TensorMap` by value, int as 32 bits.
         early: it may start when the kernel launched before it lets it, not only when that one has ended (programmatic
-            dependent launch), so that it calls `wait_for_previous_kernel` itself.
+            dependent launch; csrc/common.cuh says what such a kernel owes the others).
     Raises:
         CompileError: the kernel does not compile.
         LaunchError: the driver refuses it, or it is not loaded yet while the stream is being captured.

@@ -105,7 +105,8 @@ def batched_experts(
         expert_num_tokens: int32 `[E]` on the device.
         expected_m: rows an expert on average; may change the speed, never the result.
         ue8m0: as for `fused_moe`.
-        out: bfloat16 `[E, max_m, H]` to write to, or None; rows past the count are not written.
+        out: bfloat16 `[E, max_m, H]` to write to, or None; rows past the count are not written. It must not share
+            memory with the other arguments, which may still be read while it is written.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device; with FP8MOE_DEBUG=1 also a count out of range.
     """
@@ -141,7 +142,7 @@ def _fused_moe(
     experts, _, hidden = weights.w13[0].shape
     global_experts = experts if expert_map is None else expert_map.numel()
     block_m = moe_block_m(tokens, topk, global_experts)
-    # Before the GEMMs, as the second one writes it while the first one ends.
+    # `down` and `x` come first: they are written beside kernels whose scratch may be freed by then, and taken again.
     down = empty((tokens * topk, hidden), torch.bfloat16, device)
     if gathers(weights.w2[0].shape[-1], block_m):
         x = empty_tokens(tokens, hidden, device)

@@ -5,7 +5,7 @@ import torch
 from fp8moe_plugin.jit.launcher import Argument, TensorMap, launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.quantize import Quantized, empty_scales
 from fp8moe_plugin.ops.route import Tiles
-from fp8moe_plugin.plan import TAIL_ROWS, KernelKey, Output, dense_key, gate_up_key, grouped_key
+from fp8moe_plugin.plan import TAIL_ROWS, KernelKey, Output, dense_key, gate_up_key, grouped_key, starts_early
 from fp8moe_plugin.shapes import GROUP
 
 # Rows of a TMA load: of a warpgroup's part of a tile; of one swizzle atom, so that as many are loaded as there are.
@@ -23,20 +23,23 @@ def launch_gemm(
 ) -> None:
     """Launch the GEMM of these row tiles (None: dense); `a` is `[M, K]` or `[G, max_m, K]`, its scales any strides.
 
-    `after_gate_up`: `a` is what `launch_gate_up`, the launch before this one, has made of the same tiles. This one then
-    starts where that one leaves multiprocessors idle, and waits for rows of `a` tile by tile; `out` must have no memory
-    that that one reads.
+    `after_gate_up`: `a` is what `launch_gate_up`, the launch before this one, has made of the same tiles. This one may
+    then start where that one leaves multiprocessors idle, and wait for rows of `a` tile by tile (`plan.starts_early`);
+    `out` must not overlap with what that one reads.
     """
     rows, n = a[0].numel() // a[0].shape[-1], b[0].shape[-2]
     key = grouped_key(tiles.block_m) if tiles else dense_key(rows, n, _output(out, c), _sms(out))
-    scales = (*_k_major(*a), b[1])
+    a_scales = _k_major(*a)
+    scales = (*a_scales, b[1])
     if key.source == "grouped_gemm_swap_ab":
         args = (_map(a[0], DECODE_BOX_M), _map(b[0], DECODE_BOX_N), *scales, out)
         return _launch(key, args, tiles, rows, b[0], early=False)
     a_maps = _prefill_maps(a[0])
     out_map = _map(out, PREFILL_BOX_M) if _output(out, c) == Output.BF16 else a_maps[0]  # the others do without
     maps = (*a_maps, _map(b[0], dict(key.defines)["BLOCK_N"]), out_map)
-    ready = tiles.ready if tiles and after_gate_up else None
+    ready = None
+    if tiles and after_gate_up and a_scales[0] is a[1]:  # else scales were copied in between
+        ready = _ready(tiles, a[0].shape[-1])
     _launch(key, (*maps, *scales, None, None, out, c, None, ready), tiles, rows, b[0], early=ready is not None)
 
 
@@ -56,7 +59,8 @@ def launch_gate_up(
     else:
         operands = (a_scales, 0, 0, w13[1], a_values, a_rows)
     key = gate_up_key(ue8m0, gather=a_rows is not None)
-    _launch(key, (*maps, *operands, q, None, scales, tiles.ready), tiles, q.numel() // q.shape[-1], w13[0], early=False)
+    args = (*maps, *operands, q, None, scales, _ready(tiles, q.shape[-1]))
+    _launch(key, args, tiles, q.numel() // q.shape[-1], w13[0], early=False)
 
 
 def _launch(
@@ -65,6 +69,11 @@ def _launch(
     """Launch a GEMM kernel: its operands and results, then what all of them take last."""
     table, num_tiles = (tiles.table, tiles.num_tiles) if tiles else (None, None)
     launch(key, _sms(b), (*args, table, num_tiles, rows, *b.shape[-2:]), b.device, early)
+
+
+def _ready(tiles: Tiles, intermediate: int) -> torch.Tensor | None:
+    """The counters by which the second GEMM of experts follows the first one tile by tile; None: it starts later."""
+    return tiles.ready if starts_early(intermediate, tiles.block_m) else None
 
 
 def _map(matrix: torch.Tensor, box_rows: int) -> TensorMap:
@@ -95,7 +104,7 @@ def _k_major(q: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, int, 
     last = sum((size - 1) * stride for size, stride in zip(scales.shape, scales.stride(), strict=True))
     room = scales.untyped_storage().nbytes() // scales.element_size() - scales.storage_offset()
     in_steps_of_16_bytes = scales.data_ptr() % 16 == group % 4 == k_block % 4 == 0 and last // 4 * 4 + 4 <= room
-    if row == 1 and in_steps_of_16_bytes and max(abs(group), k_block) < 2**31:
+    if (row == 1 or q.shape[-2] == 1) and in_steps_of_16_bytes and max(abs(group), k_block) < 2**31:
         return scales, group, k_block
     copy = empty_scales(q.numel() // q.shape[-1], scales.shape[-1], scales.device)
     copy.view(scales.shape).copy_(scales)

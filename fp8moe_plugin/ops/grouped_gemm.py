@@ -15,7 +15,7 @@ from fp8moe_plugin.ops.gemm import gemm_reference
 from fp8moe_plugin.ops.gemm_launch import launch_gemm
 from fp8moe_plugin.ops.quantize import Quantized
 from fp8moe_plugin.ops.route import Tiles, tiles_of_counts, tiles_of_indices
-from fp8moe_plugin.plan import PREFILL_BLOCK_M, masked_block_m, starts_early
+from fp8moe_plugin.plan import PREFILL_BLOCK_M, masked_block_m
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -80,7 +80,7 @@ def grouped_gemm(a: Quantized, b: Quantized, out: torch.Tensor, tiles: Tiles, af
     this one may then start while that one ends (`plan.starts_early`); `out` must not overlap with what that one reads.
     """
     if uses_sm90(out):
-        launch_gemm(a, b, out, None, tiles, after_gate_up and starts_early(a[0].shape[-1], tiles.block_m))
+        launch_gemm(a, b, out, None, tiles, after_gate_up)
         return
     (q, scales), rows_out = (part.flatten(0, -2) for part in a), out.view(-1, out.shape[-1])
     for expert, begin, end, _ in tiles.table[: tiles.num_tiles[0]].unique(dim=0).tolist():

@@ -5,8 +5,9 @@ those of the tile's whole expert and `first` is the index of that expert's first
 `i - first` of its expert, as `plan.row_tiles` cuts it. Only the first `num_tiles[0]` entries are written;
 `num_tiles[1:5]` are two pairs of counters with which GEMMs hand the tiles out, zero before one and after it.
 
-`ready` int32 `[capacity]` counts, from zero, what the first GEMM of an expert has done of each row tile, for a second
-one over the same tiles that starts while the first one ends.
+`ready` int32 `[capacity]` counts what the first GEMM of experts has stored of each row tile, one for each column tile
+and each of its two math warpgroups, for a second GEMM that starts while the first one ends. Making the table zeroes it,
+so that it is good for one `gate_up`.
 """
 
 from dataclasses import dataclass

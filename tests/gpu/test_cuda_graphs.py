@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8moe_plugin import ops
-from fp8moe_plugin.plan import GATHER_UP_TO
+from fp8moe_plugin.plan import EARLY_FROM, GATHER_UP_TO
 from tests import helpers as h
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +55,8 @@ def assert_replays_equal_eager(
     assert len(distinct) >= 5, "the steps do not differ, so the replay shows nothing"
 
 
-@pytest.mark.parametrize("intermediate", [256, GATHER_UP_TO + 128])  # experts that gather, and that read copies
+# Experts that gather, those whose second GEMM starts early too, and those that read copies.
+@pytest.mark.parametrize("intermediate", [256, EARLY_FROM, GATHER_UP_TO + 128])
 @pytest.mark.parametrize("tokens", [1, 16, 512])
 def test_fused_moe_follows_the_routing(gen, tokens, intermediate):
     layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)

@@ -38,28 +38,46 @@ def test_a_gemm_leaves_the_counters_of_its_tiles_at_zero(counts: list[int], bloc
     assert h.same_bits(first, second)
 
 
-@pytest.mark.parametrize("intermediate", [128, 384, 1152])  # the second GEMM without and with counters
-@pytest.mark.parametrize("counts", [[0, 0], [1, 0, 64], [700, 3, 900, 144, 16], [270, 130] * 60], ids=str)
-def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(counts: list[int], intermediate: int) -> None:
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "hidden", "intermediate"),
+    [
+        ([0, 0], K, 768),
+        ([1, 0, 64], K, 768),
+        ([700, 3, 900, 144, 16], 2 * K, 768),
+        ([700, 3, 900, 144, 16], 128, 1024),
+        ([270, 130] * 60, 2 * K, 1152),
+        ([5760] * 4, 128, 4096),  # more tiles a block than it lists
+    ],
+)
+def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
+    counts: list[int], hidden: int, intermediate: int, gathered: bool
+) -> None:
     gen = h.seeded(0, torch.device("cuda", 0))
     groups, max_m = len(counts), max(*counts, 1)
-    a = h.random_quantized(gen, groups, max_m, 2 * K)
-    w13, w2 = h.random_weights(gen, groups, 2 * intermediate, 2 * K), h.random_weights(gen, groups, K, intermediate)
+    a, a_rows = h.random_quantized(gen, groups, max_m, hidden), None
+    if gathered:
+        a_rows = torch.arange(groups * max_m, dtype=torch.int32, device=gen.device)
+        a = a[0].flatten(0, 1), a[1].flatten(0, 1).contiguous()
+    w13 = h.random_weights(gen, groups, 2 * intermediate, hidden)
+    w2 = h.random_weights(gen, groups, 256, intermediate)
     masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
     tiles = tiles_of_counts(masked_m, max_m, PREFILL_BLOCK_M)
+    assert tiles.ready is not None
     q, scales = empty_quantized(groups * max_m, intermediate, gen.device)
     inner = q.view(groups, max_m, -1), scales.unflatten(0, (groups, max_m))
-    expected, actual = (h.poisoned(groups, max_m, K, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
-    launch_gate_up(a, w13, inner, tiles, False, None)
+    expected, actual = (h.poisoned(groups, max_m, 256, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
+    launch_gate_up(a, w13, inner, tiles, False, a_rows)
     launch_gemm(inner, w2, expected, None, tiles)
     for _ in range(20):
         for stale in (q.view(torch.uint8), scales, actual):
             stale.fill_(0x7F if stale.dtype == torch.uint8 else float("nan"))
         tiles.ready.zero_()
-        launch_gate_up(a, w13, inner, tiles, False, None)
+        launch_gate_up(a, w13, inner, tiles, False, a_rows)
         launch_gemm(inner, w2, actual, None, tiles, after_gate_up=True)
         for group, count in enumerate(counts):
             assert h.same_bits(actual[group, :count], expected[group, :count])
+        assert (tiles.ready[: int(tiles.num_tiles[0])] == 2 * intermediate // 128).all()
     assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
 
 

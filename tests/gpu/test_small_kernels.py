@@ -89,6 +89,10 @@ def assert_same_tiles(actual: Tiles, expected: Tiles) -> None:
     assert int(actual.num_tiles[0]) == count <= actual.table.shape[0]
     assert torch.equal(actual.table[:count], expected.table[:count])
     assert untouched(actual.table[count:])
+    assert not actual.num_tiles[1:].any()
+    if actual.ready is not None:
+        assert not actual.ready[:count].any()
+        assert untouched(actual.ready[count:])
 
 
 def ordered(q: torch.Tensor) -> torch.Tensor:

@@ -76,11 +76,18 @@ def test_many_tokens_are_routed_like_few(device, experts):
     assert rows_of_tiles(routing.tiles) == dict(enumerate(experts_of_rows))
 
 
-@given(counts=st.lists(st.integers(-3, 210), min_size=1, max_size=12), max_m=st.sampled_from((1, 64, 129, 200)))
-def test_tiles_of_counts_cover_the_rows_that_count(device, counts, max_m):
-    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device=device), max_m, 64)
+@given(
+    counts=st.lists(st.integers(-3, 210), min_size=1, max_size=12),
+    max_m=st.sampled_from((1, 64, 129, 200)),
+    block_m=block_sizes,
+)
+def test_tiles_of_counts_cover_the_rows_that_count(device, counts, max_m, block_m):
+    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device=device), max_m, block_m)
     clamped = [min(max(count, 0), max_m) for count in counts]
     assert rows_of_tiles(tiles) == {g * max_m + i: g for g, count in enumerate(clamped) for i in range(count)}
+    table = tiles.table[: int(tiles.num_tiles[0])].tolist()
+    tailed = [max(row_tiles(end - begin, block_m)) > block_m for _, begin, end, _ in table]
+    assert tailed == sorted(tailed, reverse=True)
 
 
 @given(
