@@ -10,6 +10,7 @@ from enum import IntEnum
 
 from fp8moe_plugin.shapes import GROUP, Experts, Model, ceil_div
 
+HOPPER = (9, 0)  # the only compute capability with the instructions of the kernels
 SMEM_ALIGNMENT = 1024
 PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm, without its tail
 TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M; kTailRows of csrc/tile_table.cuh

@@ -24,6 +24,7 @@ from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.fused_moe import ExpertWeights
 from fp8moe_plugin.ops.gemm import dequantize_blocks
 from fp8moe_plugin.ops.quantize import Quantized
+from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.shapes import GROUP, Experts, Model, Parallel, rank_shapes
 from warmup.bench_peers import PEERS, Layer, make_peer, set_up_vllm
 from warmup.bench_result import OURS, BenchResult, BenchRow
@@ -100,7 +101,7 @@ def bench_layer(
 def check_machine() -> None:
     """Raise `UnsupportedError` unless this process sees a Hopper GPU and vLLM."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if capability != (9, 0):
+    if capability != HOPPER:
         found = "compute capability {}.{}".format(*capability) if capability else "no GPU that it can use"
         raise UnsupportedError(
             f"The benchmark needs a Hopper GPU (compute capability 9.0: H100, H200, H20), torch finds {found}. "

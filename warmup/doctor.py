@@ -10,6 +10,7 @@ from fp8moe_plugin.jit import cache
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import nvrtc_version
 from fp8moe_plugin.jit.lookup import bundle_path
+from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.settings import Settings, settings, variable
 from fp8moe_plugin.shapes import rank_shapes
 from warmup import kernels
@@ -112,7 +113,7 @@ def _gpu() -> Iterator[Finding]:
         attributes = driver.CUdevice_attribute
         _, major = driver.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
         _, minor = driver.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
-        hopper = (major, minor) == (9, 0)
+        hopper = (major, minor) == HOPPER
         title, cuda = name.split(b"\0")[0].decode(), f"{version // 1000}.{version % 1000 // 10}"
         what = f"{title}, compute capability {major}.{minor}, driver for CUDA {cuda}"
         refused = "" if hopper else "; --quantization fp8moe refuses it, the kernels need 9.0 (H100, H200, H20)"

@@ -6,6 +6,7 @@ import logging
 import torch
 
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")
@@ -32,11 +33,11 @@ def uses_sm90(tensor: torch.Tensor) -> bool:
 def _device_uses_sm90(device: torch.device) -> bool:
     wanted = settings().backend
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if wanted == "reference" or (wanted == "auto" and capability != (9, 0)):
+    if wanted == "reference" or (wanted == "auto" and capability != HOPPER):
         why = "FP8MOE_BACKEND=reference" if wanted == "reference" else f"no Hopper GPU behind device {device}"
         logger.warning("fp8moe: the plain-torch reference serves device %s (%s); it is slow", device, why)
         return False
-    if capability != (9, 0):
+    if capability != HOPPER:
         raise UnsupportedError(
             f"FP8MOE_BACKEND=sm90 needs a Hopper GPU (compute capability 9.0), device {device} has {capability}. "
             "Unset it, or set FP8MOE_BACKEND=reference to run the slow plain-torch reference."

@@ -17,6 +17,7 @@ from fp8moe_plugin.layers.vllm import NAME, compat
 from fp8moe_plugin.layers.vllm.entry import Traits
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
+from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.settings import settings
 from fp8moe_plugin.shapes import Parallel
 
@@ -68,7 +69,7 @@ def check_machine() -> None:
     """Raise `UnsupportedError` where neither our kernels nor, on a CPU or by request, the reference can serve."""
     backend = settings().backend
     capability = current_platform.get_device_capability()
-    hopper = current_platform.is_cuda() and capability is not None and tuple(capability) == (9, 0)
+    hopper = current_platform.is_cuda() and capability is not None and tuple(capability) == HOPPER
     if hopper or backend == "reference" or (backend == "auto" and current_platform.is_cpu()):
         return
     found = f"compute capability {capability[0]}.{capability[1]}" if capability else f"a {current_platform.device_name}"
