@@ -22,10 +22,9 @@ struct Completion {
     }
     // After tma_store_wait, and a barrier of the warpgroup behind fence_proxy_async_global.
     DEVICE void tell(SharedMemory shared, int warpgroup) {
-        if (ready) __threadfence();
+        __threadfence();
 #pragma unroll 1
-        for (; listed > 0; --listed)
-            if (ready) atomicAdd(ready + load_shared(shared.complete(warpgroup, listed - 1)), 1);
+        for (; listed > 0; --listed) atomicAdd(ready + load_shared(shared.complete(warpgroup, listed - 1)), 1);
     }
 };
 
@@ -100,7 +99,7 @@ DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Til
     if (elected) tma_store_wait();
     fence_proxy_async_global();
     warpgroup_barrier(warpgroup);  // the staging buffer is free, the tiles before are stored
-    if (elected) {
+    if (elected && complete.ready) {
         if (tile.last || complete.listed == kListed) complete.tell(shared, warpgroup);
         complete.add(shared, warpgroup, tile);
     }

@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (kSwiglu) {
             fence_proxy_async_global();
             warpgroup_barrier(warpgroup);
-            if (elected) complete.tell(shared, warpgroup);
+            if (elected && ready) complete.tell(shared, warpgroup);
         }
     }
 }

@@ -33,7 +33,7 @@ def launch_gemm(
     scales = (*a_scales, b[1])
     if key.source == "grouped_gemm_swap_ab":
         args = (_map(a[0], DECODE_BOX_M), _map(b[0], DECODE_BOX_N), *scales, out)
-        return _launch(key, args, tiles, rows, b[0], early=False)
+        return _launch(key, args, tiles, rows, b[0])
     a_maps = _prefill_maps(a[0])
     out_map = _map(out, PREFILL_BOX_M) if _output(out, c) == Output.BF16 else a_maps[0]  # the others do without
     maps = (*a_maps, _map(b[0], dict(key.defines)["BLOCK_N"]), out_map)
@@ -60,11 +60,11 @@ def launch_gate_up(
         operands = (a_scales, 0, 0, w13[1], a_values, a_rows)
     key = gate_up_key(ue8m0, gather=a_rows is not None)
     args = (*maps, *operands, q, None, scales, _ready(tiles, q.shape[-1]))
-    _launch(key, args, tiles, q.numel() // q.shape[-1], w13[0], early=False)
+    _launch(key, args, tiles, q.numel() // q.shape[-1], w13[0])
 
 
 def _launch(
-    key: KernelKey, args: tuple[Argument, ...], tiles: Tiles | None, rows: int, b: torch.Tensor, early: bool
+    key: KernelKey, args: tuple[Argument, ...], tiles: Tiles | None, rows: int, b: torch.Tensor, early: bool = False
 ) -> None:
     """Launch a GEMM kernel: its operands and results, then what all of them take last."""
     table, num_tiles = (tiles.table, tiles.num_tiles) if tiles else (None, None)

@@ -38,12 +38,7 @@ def assert_accurate(out: torch.Tensor, x: torch.Tensor, layer: h.Layer, weights:
     assert (out[nowhere] == 0).all()
 
 
-@given(
-    tokens=h.row_counts,
-    kind=routings,
-    experts=st.sampled_from((3, 8, 32)),
-    seed=h.seeds,
-)
+@given(tokens=h.row_counts, kind=routings, experts=st.sampled_from((3, 8, 32)), seed=h.seeds)
 def test_every_routing_gives_the_layer(device, tokens, kind, experts, seed):
     call = random_call(h.seeded(seed, device), tokens, kind, experts)
     assert_accurate(run(*call), *call)
