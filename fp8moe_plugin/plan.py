@@ -16,7 +16,7 @@ PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm, without its tail
 TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M; kTailRows of csrc/tile_table.cuh
 DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
 GATHER_UP_TO = 1024  # channels of an expert; see gathers
-EARLY_FROM = 768  # channels of an expert; see starts_early
+EARLY_FROM, EARLY_BELOW = 768, 192  # channels and rows of an expert; see starts_early
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 
 
@@ -188,13 +188,14 @@ def gathers(intermediate: int, block_m: int) -> bool:
     return block_m == PREFILL_BLOCK_M and intermediate <= GATHER_UP_TO
 
 
-def starts_early(intermediate: int, block_m: int) -> bool:
+def starts_early(rows: int, experts: int, intermediate: int, block_m: int) -> bool:
     """Whether GEMM 2 takes multiprocessors that GEMM 1 has no tiles for any more, instead of waiting for its end.
 
-    Measured: that gains with 768 channels and more, and loses with 256, where a block has a hundred short tiles in
-    fixed order, so that one that starts late finishes late (benchmarks/NOTES.md).
+    With narrow experts GEMM 2 is bound by what it stores, and 5% faster when all blocks start together; that is worth
+    more than the end of GEMM 1 when there are many rows an expert (benchmarks/NOTES.md).
     """
-    return block_m == PREFILL_BLOCK_M and intermediate >= EARLY_FROM
+    narrow_and_many = intermediate < EARLY_FROM and rows >= EARLY_BELOW * experts
+    return block_m == PREFILL_BLOCK_M and not narrow_and_many
 
 
 def masked_block_m(expected_m: int) -> int:
@@ -250,7 +251,7 @@ def moe_workspace_bytes(local: Experts, tokens: int, global_experts: int) -> int
     """
     rows, block_m = tokens * local.topk, moe_block_m(tokens, local.topk, global_experts)
     tiles = tile_capacity(rows, local.experts, block_m)
-    routing = 4 * (2 * rows + 1 + local.experts + 5 * tiles + 5)
+    routing = 4 * (2 * rows + 1 + local.experts + 5 * tiles + 6)
     inner, down = _quantized_bytes(rows, local.intermediate), 2 * rows * local.hidden
     gate_up = 0 if block_m == PREFILL_BLOCK_M else 2 * rows * 2 * local.intermediate
     if gathers(local.intermediate, block_m):

@@ -61,20 +61,29 @@ def between(steps: list[tuple[str, bool]], first: str, last: str) -> list[str]:
     return names[names.index(first) + 1 : names.index(last)]
 
 
-@pytest.mark.parametrize("tokens", [7, 1000])
+@pytest.mark.parametrize("tokens", [7, 383, 384])
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, plan.EARLY_FROM, WIDE])
 def test_kernels_that_start_early_follow_those_they_may_run_beside(steps, intermediate, tokens):
     layer = h.random_layer(h.seeded(0, torch.device("cpu")), EXPERTS, HIDDEN, intermediate)
     ids = torch.zeros(tokens, TOPK, dtype=torch.int32)
     fused_moe(torch.zeros(tokens, HIDDEN).bfloat16(), *layer, torch.rand(tokens, TOPK), ids)
     block_m = plan.moe_block_m(tokens, TOPK, EXPERTS)
-    gathers, early = plan.gathers(intermediate, block_m), plan.starts_early(intermediate, block_m)
+    gathers = plan.gathers(intermediate, block_m)
+    early = plan.starts_early(tokens * TOPK, EXPERTS, intermediate, block_m)
     expected = {"tiles_of_counts"} | ({"quantize"} if gathers else set()) | ({"grouped_gemm"} if early else set())
     assert {name for name, starts_early in steps if starts_early} == expected
     if gathers:
         assert between(steps, "route", "quantize") == ["tiles_of_counts"]
     if early:
         assert between(steps, "gate_up", "grouped_gemm") == []
+
+
+def test_the_second_gemm_starts_early_but_where_narrow_experts_have_many_rows():
+    for intermediate in (128, 256, plan.EARLY_FROM - 128, plan.EARLY_FROM, WIDE):
+        for rows in (1, plan.EARLY_BELOW - 1, plan.EARLY_BELOW, 10_000):
+            early = plan.starts_early(rows * EXPERTS, EXPERTS, intermediate, plan.PREFILL_BLOCK_M)
+            assert early == (intermediate >= plan.EARLY_FROM or rows < plan.EARLY_BELOW)
+            assert not plan.starts_early(rows * EXPERTS, EXPERTS, intermediate, plan.DECODE_BLOCK_M)
 
 
 @pytest.mark.parametrize("max_m", [1, 3])

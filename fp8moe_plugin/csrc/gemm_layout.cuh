@@ -73,6 +73,7 @@ struct Operands {
     const int* a_rows;
     ActivationScales a_scales;
     const float* b_scales;  // [experts, ceil(N / 128), K / 128]
-    const int* ready;       // of each row tile, how many (column tile, warpgroup) the GEMM before has stored; null: all
+    const int* ready;       // by the GEMM before: how many math warpgroups are done, then of each row tile how many
+                            // (column tile, warpgroup) are stored; null: that GEMM has ended
     int n, k_blocks;
 };

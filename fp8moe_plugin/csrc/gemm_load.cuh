@@ -24,9 +24,26 @@ DEVICE void load_b(SharedMemory shared, int stage, const Operands& in, const Til
     if (kSwiglu) tma_load(shared.b(stage, 1), in.b, shared.full(stage), k * kBlockK, row + in.n / 2);
 }
 
-DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockM>& queue) {
+// The rows of A where the GEMM that stores them may not have ended. To look takes a round trip to L2 for each tile, as
+// long as a tile of K 256, and so it is done until that GEMM's blocks, as many as of this one, are seen to be done.
+struct Arrivals {
+    const int* ready;
+    bool all;
+
+    DEVICE explicit Arrivals(const int* ready) : ready(ready), all(!ready) {}
+    DEVICE void wait(const Tile& tile, int k_blocks) {
+        if (all) return;
+        all = load_acquire(ready) == kMathWarpgroups * int(gridDim.x);
+        if (!all)
+            while (load_acquire(ready + 1 + tile.row_tile) < kMathWarpgroups * k_blocks) __nanosleep(100);
+        fence_proxy_async_global();
+    }
+};
+
+DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockM>& queue,
+                      Arrivals& arrivals) {
     const Tile tile = queue.tile();
-    if (in.ready) wait_for_count(in.ready + tile.row_tile, kMathWarpgroups * in.k_blocks);  // column tiles of A
+    arrivals.wait(tile, in.k_blocks);  // column tiles of A
     const WeightScales b_scales(in, tile);
     const bool narrow = in.k_blocks <= kNarrowBoxes;
     const TensorMap* a = narrow ? in.a_narrow : in.a;
@@ -44,4 +61,9 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
         b_scales.copy(shared, s, k);
     };
     fill_stages(shared, ring, queue, tile, in.a_scales, in.k_blocks, bytes, load);
+}
+
+DEVICE void load_tiles(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockM>& queue) {
+    Arrivals arrivals(in.ready);
+    while (queue.index < queue.total) load_tile(shared, ring, in, queue, arrivals);
 }

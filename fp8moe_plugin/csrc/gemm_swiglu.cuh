@@ -12,19 +12,36 @@ struct Quantized {
 };
 
 // What a warpgroup has stored, for the next GEMM, which may have started and waits for its rows. Telling it takes a
-// fence of the whole memory, so that tiles are listed, by the warpgroup's first thread, and told together.
+// fence of the whole memory, so that tiles are listed and told together, when a block has few left.
 struct Completion {
-    int* ready;  // of each row tile, how many (column tile, warpgroup) are stored; null: nobody asks
+    int* ready;  // see gemm_layout.cuh; null: nobody asks
     int listed = 0;
 
+    DEVICE static bool elected() { return threadIdx.x % 128 == 0; }
     DEVICE void add(SharedMemory shared, int warpgroup, const Tile& tile) {
-        store_shared(shared.complete(warpgroup, listed++), u32(tile.row_tile));
+        if (!ready) return;
+        if (elected()) store_shared(shared.complete(warpgroup, listed), u32(tile.row_tile));
+        ++listed;
     }
-    // After tma_store_wait, and a barrier of the warpgroup behind fence_proxy_async_global.
+    // Until all listed tiles are in memory. The warpgroup is to meet at a barrier before it tells.
+    DEVICE static void stored() {
+        if (elected()) tma_store_wait();
+        fence_proxy_async_global();
+    }
     DEVICE void tell(SharedMemory shared, int warpgroup) {
-        __threadfence();
+        if (elected()) {
+            __threadfence();
 #pragma unroll 1
-        for (; listed > 0; --listed) atomicAdd(ready + load_shared(shared.complete(warpgroup, listed - 1)), 1);
+            for (int i = 0; i < listed; ++i) atomicAdd(ready + 1 + load_shared(shared.complete(warpgroup, i)), 1);
+        }
+        listed = 0;
+    }
+    DEVICE void finish(SharedMemory shared, int warpgroup) {
+        stored();
+        warpgroup_barrier(warpgroup);
+        if (!ready) return;
+        tell(shared, warpgroup);
+        if (elected()) atomicAdd(ready, 1);
     }
 };
 
@@ -96,13 +113,12 @@ DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Til
         if (first < rows) scales[0] = scale[0];
         if (first + 8 < rows) scales[8] = scale[1];
     }
-    if (elected) tma_store_wait();
-    fence_proxy_async_global();
-    warpgroup_barrier(warpgroup);  // the staging buffer is free, the tiles before are stored
-    if (elected && complete.ready) {
-        if (tile.last || complete.listed == kListed) complete.tell(shared, warpgroup);
-        complete.add(shared, warpgroup, tile);
-    }
+    bool tell = complete.ready && (tile.last || complete.listed == kListed);
+    if (tell) complete.stored();
+    else if (elected) tma_store_wait_read();
+    warpgroup_barrier(warpgroup);  // the staging buffer is free
+    if (tell) complete.tell(shared, warpgroup);
+    complete.add(shared, warpgroup, tile);
     stage_quantized(staging, first, scale, value);
     fence_proxy_async();
     warpgroup_barrier(warpgroup);  // the staging buffer is full

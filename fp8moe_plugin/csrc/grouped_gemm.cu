@@ -110,11 +110,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         decrease_registers<kProducerRegisters>();
         bool first_warp = threadIdx.x / 32 == 4 * kMathWarpgroups;
         if (GATHER || first_warp) {
-            TileQueue<kBlockM> queue(table, num_tiles, !kSwiglu, m, (n + BLOCK_N - 1) / BLOCK_N, k_blocks);
+            int column_tiles = (n + BLOCK_N - 1) / BLOCK_N;
+            TileQueue<kBlockM> queue(table, num_tiles, !kSwiglu, m, column_tiles, k_blocks, in.ready);
             if (GATHER)
                 gather_tiles(shared, ring, in, queue, first_warp);
             else
-                while (queue.index < queue.total) load_tile(shared, ring, in, queue);
+                load_tiles(shared, ring, in, queue);
             if (first_warp) {
                 load_end(shared, ring, kFullArrivals);
                 if (in.ready) wait_for_previous_kernel();  // who follows this one follows both
@@ -134,12 +135,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             else
                 compute_tile(shared, ring, k_blocks, out, tile, warpgroup);
         }
-        bool elected = threadIdx.x % 128 == 0;
-        if (elected) tma_store_wait();
-        if (kSwiglu) {
-            fence_proxy_async_global();
-            warpgroup_barrier(warpgroup);
-            if (elected && ready) complete.tell(shared, warpgroup);
-        }
+        if (kSwiglu)
+            complete.finish(shared, warpgroup);
+        else if (threadIdx.x % 128 == 0)
+            tma_store_wait();
     }
 }

@@ -123,15 +123,11 @@ DEVICE void copy_async_arrive(u32 barrier) {
 
 // ---- counters in global memory, from one kernel to another ----------------------------------------------------------
 
-// Until another kernel has counted so far; what it wrote before counting is then visible, to TMA too.
-DEVICE void wait_for_count(const int* counter, int count) {
+// What others wrote before they counted is then visible; to TMA after fence_proxy_async_global.
+DEVICE int load_acquire(const int* counter) {
     int value;
-    while (true) {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-        if (value >= count) break;
-        __nanosleep(100);
-    }
-    fence_proxy_async_global();
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    return value;
 }
 
 // ---- warpgroup registers ---------------------------------------------------------------------------------------

@@ -14,41 +14,61 @@ struct Tile {
 
 // The tiles of a block, for its producer warp. Row tiles of an expert are neighbours, then its columns follow: blocks
 // that start neighbours at about the same time read a tile of weights from device memory once, and from L2 after that.
-// To start them together although some tiles are shorter, a block that is done takes the next tile of all, from a
-// counter. Where tiles are too short to hide the counter's latency, each block takes every gridDim.x-th tile instead.
+// Where rows are so many that they would not stay in L2, groups of row tiles take turns with the columns.
+//
+// A block takes every gridDim.x-th tile; or, with counters, the next tile of all when it is done, so that neighbours
+// start together although some tiles are shorter, and blocks that started late have fewer. Short tiles do not hide the
+// counter's latency and are claimed a tile earlier; they are faster in fixed order where nothing speaks against it.
 template <int kBlockM>
 struct TileQueue {
     static constexpr int kClaimAhead = 6, kFetchAhead = 3;  // 128 K of work before a tile's end
+    static constexpr int kGroupBlocks = 1024;               // of 128 rows by 128 K: 16 MB
 
     const int4* table;  // null: one group, rows 0 to m
-    int* counters;      // tiles handed out and blocks done, zero between launches; null: none
-    int m, column_tiles, total, k_blocks;
-    int index, claimed;
+    int* counters;      // tiles claimed and blocks done, zero between launches; null: every gridDim.x-th tile
+    int m, column_tiles, total, k_blocks, group;
+    int index, claimed;  // this tile; the next one or, of short tiles, the one after it (of the first lane)
     int4 entry;
 
-    DEVICE TileQueue(const int4* table, int* num_tiles, int pair_of_counters, int m, int column_tiles, int k_blocks)
-        : table(table), m(m), column_tiles(column_tiles), k_blocks(k_blocks), index(blockIdx.x) {
+    // `balance`: short tiles come from the counter too.
+    DEVICE TileQueue(const int4* table, int* num_tiles, int pair_of_counters, int m, int column_tiles, int k_blocks,
+                     bool balance = false)
+        : table(table), m(m), column_tiles(column_tiles), k_blocks(k_blocks) {
         total = column_tiles * (table ? *num_tiles : RowTiles(m, kBlockM).count);
-        counters = table && k_blocks > kClaimAhead ? num_tiles + 1 + 2 * pair_of_counters : nullptr;
+        counters = table && (balance || !short_tiles()) ? num_tiles + 1 + 2 * pair_of_counters : nullptr;
+        group = max(kGroupBlocks / k_blocks, 1);
+        index = blockIdx.x, claimed = index + gridDim.x;
         fetch();
     }
+    DEVICE bool short_tiles() const { return k_blocks <= kClaimAhead; }
     DEVICE void fetch() {
         if (index < total) entry = table ? table[index / column_tiles] : make_int4(0, 0, m, 0);
     }
+    DEVICE void claim() {
+        int given = short_tiles() ? 2 * gridDim.x : gridDim.x;  // without the counter
+        if (counters && threadIdx.x % 32 == 0) claimed = given + atomicAdd(counters, 1);
+    }
     // To be called in each step of 128 K of the current tile: prepares the next one, waiting for nothing.
     DEVICE void step(int k) {
-        if (counters && k == k_blocks - kClaimAhead && threadIdx.x % 32 == 0) claimed = atomicAdd(counters, 1);
+        if (k == k_blocks - kClaimAhead && !short_tiles()) claim();
         if (k != max(k_blocks - kFetchAhead, 0)) return;
-        index = counters ? gridDim.x + __shfl_sync(~0u, claimed, 0) : index + gridDim.x;
+        index = counters ? __shfl_sync(~0u, claimed, 0) : index + gridDim.x;
         fetch();
+        if (short_tiles()) claim();
     }
     DEVICE Tile tile() const {
         if (index >= total) return {};
         int begin = entry.y, end = entry.z, first = entry.w;
         RowTiles tiles(end - begin, kBlockM);
-        int local = index - first * column_tiles, row_tile = local % tiles.count;
-        int row = begin + tiles.begin(row_tile), last = index >= total - 2 * int(gridDim.x);
-        return {entry.x, first + row_tile, row, tiles.size(row_tile), local / tiles.count, last};
+        int local = index - first * column_tiles, group_begin = 0, group_count = tiles.count;
+        if (kBlockM == 128 && tiles.count > group) {
+            group_begin = local / (group * column_tiles) * group;
+            group_count = min(group, tiles.count - group_begin);
+            local -= group_begin * column_tiles;
+        }
+        int row_tile = group_begin + local % group_count, last = index >= total - 2 * int(gridDim.x);
+        int row = begin + tiles.begin(row_tile);
+        return {entry.x, first + row_tile, row, tiles.size(row_tile), local / group_count, last};
     }
     // The last block to finish leaves the counters as it found them.
     DEVICE void finish() {

@@ -3,7 +3,7 @@
 // In:   counts     int32 [groups]
 // Out:  table      int4 [capacity], see tile_table.cuh; only the first *num_tiles entries are written
 //       num_tiles  int32 [5], see tile_table.cuh
-//       ready      int32 [capacity], zero for each tile
+//       ready      int32 [1 + capacity], zero up to the last tile
 //
 // Where tiles have tails, experts with a tail come first; else they are in order.
 // MASKED: 1 starts expert g at row g * max_m and clamps its count to [0, max_m]; 0 lets the experts follow one another.
@@ -36,6 +36,6 @@ extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_counts(const int*
             tiles = append_tiles<THREADS>(table, tiles, group, row_begin, row_begin + (now ? count : 0), block_m);
         }
     }
-    for (int tile = threadIdx.x; tile < tiles; tile += THREADS) ready[tile] = 0;
+    for (int i = threadIdx.x; i <= tiles; i += THREADS) ready[i] = 0;
     finish_table(num_tiles, tiles);
 }

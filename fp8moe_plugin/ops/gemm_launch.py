@@ -39,7 +39,7 @@ def launch_gemm(
     maps = (*a_maps, _map(b[0], dict(key.defines)["BLOCK_N"]), out_map)
     ready = None
     if tiles and after_gate_up and a_scales[0] is a[1]:  # else scales were copied in between
-        ready = _ready(tiles, a[0].shape[-1])
+        ready = _ready(tiles, rows, b[0].shape[0], a[0].shape[-1])
     _launch(key, (*maps, *scales, None, None, out, c, None, ready), tiles, rows, b[0], early=ready is not None)
 
 
@@ -59,8 +59,9 @@ def launch_gate_up(
     else:
         operands = (a_scales, 0, 0, w13[1], a_values, a_rows)
     key = gate_up_key(ue8m0, gather=a_rows is not None)
-    args = (*maps, *operands, q, None, scales, _ready(tiles, q.shape[-1]))
-    _launch(key, args, tiles, q.numel() // q.shape[-1], w13[0])
+    rows = q.numel() // q.shape[-1]
+    args = (*maps, *operands, q, None, scales, _ready(tiles, rows, w13[0].shape[0], q.shape[-1]))
+    _launch(key, args, tiles, rows, w13[0])
 
 
 def _launch(
@@ -71,9 +72,9 @@ def _launch(
     launch(key, _sms(b), (*args, table, num_tiles, rows, *b.shape[-2:]), b.device, early)
 
 
-def _ready(tiles: Tiles, intermediate: int) -> torch.Tensor | None:
+def _ready(tiles: Tiles, rows: int, experts: int, intermediate: int) -> torch.Tensor | None:
     """The counters by which the second GEMM of experts follows the first one tile by tile; None: it starts later."""
-    return tiles.ready if starts_early(intermediate, tiles.block_m) else None
+    return tiles.ready if starts_early(rows, experts, intermediate, tiles.block_m) else None
 
 
 def _map(matrix: torch.Tensor, box_rows: int) -> TensorMap:

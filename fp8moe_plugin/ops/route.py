@@ -5,9 +5,9 @@ those of the tile's whole expert and `first` is the index of that expert's first
 `i - first` of its expert, as `plan.row_tiles` cuts it. Only the first `num_tiles[0]` entries are written;
 `num_tiles[1:5]` are two pairs of counters with which GEMMs hand the tiles out, zero before one and after it.
 
-`ready` int32 `[capacity]` counts what the first GEMM of experts has stored of each row tile, one for each column tile
-and each of its two math warpgroups, for a second GEMM that starts while the first one ends. Making the table zeroes it,
-so that it is good for one `gate_up`.
+`ready` int32 `[1 + capacity]` is for a second GEMM of experts that starts while the first one ends: how many of that
+one's math warpgroups are done, then of each row tile how many parts it has stored, one for each column tile and each of
+two math warpgroups. Making the table zeroes it, so that it is good for one `gate_up`.
 """
 
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ def tiles_of_indices(m_indices: torch.Tensor, num_groups: int, block_m: int) -> 
 def _empty_tiles(rows: int, groups: int, block_m: int, device: torch.device, ready: bool) -> Tiles:
     capacity = tile_capacity(rows, groups, block_m)
     table = workspace.empty((capacity, 4), torch.int32, device)
-    counts = workspace.empty((capacity,), torch.int32, device) if ready else None
+    counts = workspace.empty((1 + capacity,), torch.int32, device) if ready else None
     return Tiles(block_m, table, workspace.empty((5,), torch.int32, device), counts)
 
 

@@ -91,8 +91,8 @@ def assert_same_tiles(actual: Tiles, expected: Tiles) -> None:
     assert untouched(actual.table[count:])
     assert not actual.num_tiles[1:].any()
     if actual.ready is not None:
-        assert not actual.ready[:count].any()
-        assert untouched(actual.ready[count:])
+        assert not actual.ready[: count + 1].any()
+        assert untouched(actual.ready[count + 1 :])
 
 
 def ordered(q: torch.Tensor) -> torch.Tensor:
