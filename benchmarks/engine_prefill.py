@@ -1,13 +1,14 @@
 """How fast do vLLM engines with different FP8 backends read prompts? Tokens per second, ours beside vLLM's own.
 
     python -m benchmarks.engine_prefill --model DIR --out benchmarks/results/engine_prefill-<date>.json
+    python -m benchmarks.engine_prefill --plot benchmarks/results/engine_prefill-<date>.json  # needs matplotlib, no GPU
 
 A round is 16 prompts of 2048 random tokens with one token generated for each, from handing them to the engine to its
 last answer; no prefix cache, and one round before those that count. Each engine is a process of its own, with CUDA
 graphs and torch.compile on. It runs the model in that process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that all prompts
 of a round are there before its first step, and every step has the --max-num-batched-tokens it may have. `triton` and
 `deepgemm` are what `--quantization fp8` gives with that MoE backend; dense layers are CUTLASS's and DeepGEMM's then,
-and scales of activations are powers of two where DeepGEMM is on. Beside the report lies a bar plot of the same name.
+and scales of activations are powers of two where DeepGEMM is on.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from typing import Any
 
 from benchmarks.engine_agreement import ENGINES as AGREEMENT_ENGINES
 from benchmarks.report import write_report
-from warmup.bench_result import OURS, check_plot
+from warmup.bench_result import OURS
 
 PROMPTS, PROMPT_TOKENS = 16, 2048
 # Not the DeepGEMM warm-up: it compiles for sizes that no round has. What is set already stays.
@@ -120,10 +121,11 @@ def ours_over_best_peer(engines: dict[str, dict[str, Any]]) -> float | None:
     return ours / max(speeds.values()) if ours and speeds else None
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    """A bar for each engine's median, a dot for each round."""
+def plot(report: Path) -> None:
+    """A bar for each engine's median, a dot for each round; as .svg beside the report."""
     from matplotlib.figure import Figure  # without pyplot nothing looks for a display
 
+    results = json.loads(report.read_text())
     engines = {name: found for name, found in results["engines"].items() if "error" not in found}
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.add_subplot(ylabel="prompt tokens per second")
@@ -136,21 +138,23 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes.set_axisbelow(True)
     work = f"{PROMPTS} prompts of {PROMPT_TOKENS} tokens, steps of up to {results['max_num_batched_tokens']}"
     axes.set_title(f"{results['checkpoint']['name']}, vLLM {results['vllm']}\n{work}")
-    figure.savefig(path, dpi=150)
+    figure.savefig(report.with_suffix(".svg"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="folder of a block-FP8 MoE checkpoint")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", type=Path, help="folder of a block-FP8 MoE checkpoint")
+    what.add_argument("--plot", type=Path, metavar="REPORT", help="draw an earlier report, as .svg beside it")
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5, help="that are timed")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for all that one engine does")
-    parser.add_argument(
-        "--out", type=Path, help="the report, rewritten after each engine; the plot is an .svg beside it"
-    )
+    parser.add_argument("--out", type=Path, help="the report, rewritten after each engine")
     parser.add_argument("--run", choices=ENGINES, help="run one engine in this process, and write its rounds to --out")
     args = parser.parse_args()
+    if args.plot:
+        return plot(args.plot)
     if args.run:
         try:
             found = run_engine(args)
@@ -162,8 +166,6 @@ def main() -> None:
     names = args.engines.split(",")
     if unknown := set(names) - set(ENGINES):
         parser.error(f"no such engine: {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}")
-    if args.out:
-        check_plot(args.out.with_suffix(".svg"))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an engine must not outlive us
     config = read_config(args.model)
     engines: dict[str, dict[str, Any]] = {}
@@ -181,7 +183,6 @@ def main() -> None:
         print(line(name, engines[name]), flush=True)
         if args.out:
             write_report(args.out, results)
-            plot(results, args.out.with_suffix(".svg"))
     if ratio := ours_over_best_peer(engines):
         print(f"{OURS} / best peer: x{ratio:.2f}", flush=True)
 
