@@ -17,6 +17,8 @@ TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M; kTailRows of csrc/tile_table.cuh
 DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
 GATHER_UP_TO = 1024  # channels of an expert; see gathers
 EARLY_FROM, EARLY_BELOW = 768, 192  # channels and rows of an expert; see starts_early
+PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
+MAX_LOCAL_EXPERTS = PAIRS_PER_CHUNK  # on one GPU: a thread of route each
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 
 
@@ -108,13 +110,19 @@ def combine_key() -> KernelKey:
 
 
 @functools.cache
-def route_key(ids_64: bool) -> KernelKey:
-    return KernelKey("route", (("IDS_64", int(ids_64)),), 512)
+def count_experts_key() -> KernelKey:
+    return KernelKey("count_experts", (), PAIRS_PER_CHUNK)
 
 
 @functools.cache
-def tiles_of_counts_key(masked: bool) -> KernelKey:
-    return KernelKey("tiles_of_counts", (("MASKED", int(masked)),), 1024)
+def route_key() -> KernelKey:
+    counts_of_warps = PAIRS_PER_CHUNK // 32 * MAX_LOCAL_EXPERTS
+    return KernelKey("route", (), PAIRS_PER_CHUNK, counts_of_warps)
+
+
+@functools.cache
+def tiles_of_counts_key() -> KernelKey:
+    return KernelKey("tiles_of_counts", (), 1024)
 
 
 @functools.cache
@@ -125,11 +133,12 @@ def tiles_of_indices_key() -> KernelKey:
 def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
     """All that a mixture-of-experts layer launches; `batched`: its tokens come quantized and sorted."""
     gemms = [swap_ab_key(), gate_up_key(ue8m0, gather=False), grouped_gemm_key(Output.BF16)]
-    experts = [*gemms, silu_mul_quant_key(ue8m0), tiles_of_counts_key(batched)]
+    experts = [*gemms, silu_mul_quant_key(ue8m0)]
     if batched:
-        return experts
+        return [*experts, tiles_of_counts_key()]
     gather = [gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
-    return [*experts, *gather, quantize_key(ue8m0, Layout.PERMUTED), route_key(False), route_key(True), combine_key()]
+    routing = [count_experts_key(), route_key(), combine_key()]
+    return [*experts, *gather, quantize_key(ue8m0, Layout.PERMUTED), *routing]
 
 
 def linear_kernels(ue8m0: bool) -> list[KernelKey]:
@@ -140,7 +149,8 @@ def linear_kernels(ue8m0: bool) -> list[KernelKey]:
 
 def model_kernels(model: Model) -> dict[KernelKey, str]:
     """What serving a checkpoint launches, whichever way ranks share it and however many tokens come; and why."""
-    few = decode_tokens(model.experts.topk, model.experts.experts)
+    topk = model.experts.topk
+    few = decode_tokens(topk, model.experts.experts)
     why = {
         swap_ab_key(): f"GEMMs of steps of up to {few} tokens (experts) and {DECODE_BLOCK_M} (dense layers): decode",
         gate_up_key(model.ue8m0, False): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
@@ -151,10 +161,9 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
         quantize_key(model.ue8m0, Layout.PERMUTED): "activations of experts, written to the rows that the experts read",
         quantize_key(model.ue8m0, Layout.ROW_MAJOR): "those of narrow experts in longer steps, once each",
         silu_mul_quant_key(model.ue8m0): "between the two GEMMs of an expert in short steps",
-        route_key(False): "rows of each expert, from 32-bit expert ids",
-        route_key(True): "rows of each expert, from 64-bit expert ids",
-        tiles_of_counts_key(False): "tiles of rows that follow one another",
-        tiles_of_counts_key(True): "tiles of slabs, as DeepEP's low-latency mode hands them over",
+        count_experts_key(): f"how many tokens an expert gets in steps of more than {PAIRS_PER_CHUNK // topk} tokens",
+        route_key(): "rows of each expert and their tiles",
+        tiles_of_counts_key(): "tiles of slabs, as DeepEP's low-latency mode hands them over",
         combine_key(): "the weighted sum of each token's rows",
     }
     layers = (moe_kernels(model.ue8m0, batched) for batched in (False, True))
@@ -241,6 +250,11 @@ def tile_capacity(rows: int, groups: int, block_m: int) -> int:
     return max(1, min(rows, rows // block_m + groups))
 
 
+def route_chunks(pairs: int) -> int:
+    """Into how many parts route divides the (token, expert) pairs of a step; more than one are counted first."""
+    return max(1, ceil_div(pairs, PAIRS_PER_CHUNK))
+
+
 def moe_workspace_bytes(local: Experts, tokens: int, global_experts: int) -> int:
     """The scratch of one mixture-of-experts layer on one rank, all of it in use at once, freed after the layer.
 
@@ -251,7 +265,9 @@ def moe_workspace_bytes(local: Experts, tokens: int, global_experts: int) -> int
     """
     rows, block_m = tokens * local.topk, moe_block_m(tokens, local.topk, global_experts)
     tiles = tile_capacity(rows, local.experts, block_m)
-    routing = 4 * (2 * rows + 1 + local.experts + 5 * tiles + 6)
+    chunks = route_chunks(rows)
+    counts = chunks * ceil_div(local.experts, 2) if chunks > 1 else 0
+    routing = 4 * (2 * rows + 1 + 5 * tiles + 6 + counts)
     inner, down = _quantized_bytes(rows, local.intermediate), 2 * rows * local.hidden
     gate_up = 0 if block_m == PREFILL_BLOCK_M else 2 * rows * 2 * local.intermediate
     if gathers(local.intermediate, block_m):

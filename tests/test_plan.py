@@ -9,6 +9,7 @@ from fp8moe_plugin import plan
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.fused_moe import batched_experts
 from fp8moe_plugin.ops.linear import fp8_linear
+from fp8moe_plugin.ops.route import route
 from fp8moe_plugin.shapes import Experts
 from tests import helpers as h
 
@@ -61,7 +62,7 @@ def between(steps: list[tuple[str, bool]], first: str, last: str) -> list[str]:
     return names[names.index(first) + 1 : names.index(last)]
 
 
-@pytest.mark.parametrize("tokens", [7, 383, 384])
+@pytest.mark.parametrize("tokens", [7, 383, 384, 1000])
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, plan.EARLY_FROM, WIDE])
 def test_kernels_that_start_early_follow_those_they_may_run_beside(steps, intermediate, tokens):
     layer = h.random_layer(h.seeded(0, torch.device("cpu")), EXPERTS, HIDDEN, intermediate)
@@ -70,10 +71,13 @@ def test_kernels_that_start_early_follow_those_they_may_run_beside(steps, interm
     block_m = plan.moe_block_m(tokens, TOPK, EXPERTS)
     gathers = plan.gathers(intermediate, block_m)
     early = plan.starts_early(tokens * TOPK, EXPERTS, intermediate, block_m)
-    expected = {"tiles_of_counts"} | ({"quantize"} if gathers else set()) | ({"grouped_gemm"} if early else set())
+    counted = {"route"} if plan.route_chunks(tokens * TOPK) > 1 else set()
+    expected = counted | ({"quantize"} if gathers else set()) | ({"grouped_gemm"} if early else set())
     assert {name for name, starts_early in steps if starts_early} == expected
+    if counted:
+        assert between(steps, "count_experts", "route") == []
     if gathers:
-        assert between(steps, "route", "quantize") == ["tiles_of_counts"]
+        assert between(steps, "route", "quantize") == []
     if early:
         assert between(steps, "gate_up", "grouped_gemm") == []
 
@@ -147,6 +151,13 @@ def test_the_scratch_of_a_layer_is_what_the_plan_says(launched, monkeypatch, tok
         fused_moe(h.random_tokens(gen, tokens, HIDDEN), *layer, torch.rand(tokens, TOPK), ids, expert_map=given)
         local = Experts(layers=1, experts=EXPERTS, topk=TOPK, hidden=HIDDEN, intermediate=intermediate)
         assert plan.moe_workspace_bytes(local, tokens, global_experts) == sum(t.nbytes for t in scratch)
+
+
+@pytest.mark.parametrize(("pairs", "chunks"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (65536, 64), (131072, 128)])
+def test_a_step_of_few_pairs_is_routed_in_one_launch(launched, pairs, chunks):
+    route(torch.zeros(pairs, 1, dtype=torch.int32), EXPERTS, 128)
+    assert plan.route_chunks(pairs) == chunks
+    assert launched == {plan.route_key()} | ({plan.count_experts_key()} if chunks > 1 else set())
 
 
 @pytest.mark.parametrize(("m", "n"), [(129, 24576), (1040, 3840), (4096, 1024), (65, 8)])

@@ -1,129 +1,111 @@
-// Gives each (token, expert) pair a row such that rows of one expert follow one another, in the order of the pairs.
+// Gives each (token, expert) pair a row such that rows of one expert follow one another, in the order of the pairs; and
+// cuts the rows of each expert into tiles.
 //
-// In:   ids         int32 [pairs], global expert ids; an id outside [0, global_experts) gets no row
-//       expert_map  int32 [global_experts], local expert or -1; null: global ids are local
+// In:   ids, expert_map  see expert_ids.cuh
+//       counts           u32 [chunks, ceil(num_experts / 2)], see count_experts.cu; not read if there is one chunk
 // Out:  slots       int32 [pairs], the row of each pair; -1 for a pair whose expert is not here
 //       tokens      int32 [pairs], the token of each row, of which there are *num_rows
-//       counts      int32 [num_experts], rows of each expert
 //       num_rows    int32 [1]
+//       table, num_tiles, ready  see write_table in tile_table.cuh
 //
-// IDS_64: 1 reads int64 ids.    Grid: num_experts.    ids is aligned to 16 bytes.
-// Every CTA reads all ids (they stay in L2) and owns the pairs of one expert: no atomics, so the order is the same in
-// each run. A warp owns a contiguous part of the ids, a lane 16 bytes of them at a time.
-#include "common.cuh"
-
-#if IDS_64
-using Ids = longlong2;
-using Id = long long;
-#else
-using Ids = int4;
-using Id = int;
-#endif
+// Grid: chunks of THREADS pairs, a thread a pair.    num_experts: at most THREADS.
+// Launched early, behind count_experts, if there is more than one chunk.
+// No atomics decide an order, so it is the same in each run: a pair comes behind those of the chunks before its own, of
+// the warps before its own, of the lanes before its own.
+#include "expert_ids.cuh"
+#include "tile_table.cuh"
 
 constexpr int kWarps = THREADS / kWarp;
-constexpr int kBatch = 4;  // loads in flight
-constexpr int kIds = sizeof(Ids) / sizeof(Id);
-constexpr u32 kNoExpert = ~0u;  // above every expert
+constexpr int kBatch = 8;  // loads in flight
+constexpr u32 kOnes = 0x01010101;
+static_assert(kBatch * THREADS < kHigh, "halves of words are added up");
+static_assert(SMEM_BYTES == kWarps * THREADS, "a byte for each warp and expert");
 
-struct Router {
-    const Ids* ids;
-    const int* expert_map;
-    int pairs;
-    u32 global_experts;
+// How many pairs of each expert each warp of the chunk has, at [warp / 4][expert], a byte a warp.
+extern __shared__ u32 warp_counts[];
 
-    // Above every local expert for one that is not here; -1 becomes kNoExpert.
-    DEVICE u32 local_expert(Id id) const {
-        if (kIds == 2 && id != static_cast<int>(id)) return kNoExpert;
-        if (expert_map == nullptr) return static_cast<u32>(id);
-        return static_cast<u32>(id) < global_experts ? static_cast<u32>(expert_map[id]) : kNoExpert;
+// How many pairs of `expert` the warps before `warp` have.
+DEVICE int count_before_warp(int warp, int expert, int num_experts) {
+    u32 count = 0;
+#pragma unroll
+    for (int first = 0; first < kWarps; first += 4) {
+        if (first >= warp) break;
+        const u32 four = warp_counts[first / 4 * num_experts + expert];
+        count = __dp4a(warp - first >= 4 ? four : four & ((1u << (warp - first) * 8) - 1), kOnes, count);
     }
-    // The experts of the pairs from kIds * vector on; kNoExpert past the last pair.
-    DEVICE void experts_of(int vector, u32 (&expert)[kIds]) const {
-        alignas(sizeof(Ids)) Id id[kIds];
-        if ((vector + 1) * kIds <= pairs) {
-            *reinterpret_cast<Ids*>(id) = ids[vector];
-        } else {
-#pragma unroll
-            for (int i = 0; i < kIds; ++i)
-                id[i] = vector * kIds + i < pairs ? reinterpret_cast<const Id*>(ids)[vector * kIds + i] : -1;
-        }
-#pragma unroll
-        for (int i = 0; i < kIds; ++i) expert[i] = local_expert(id[i]);
-    }
-    // Calls `visit(vector, experts)` for the vectors of a warp's part, in order.
-    template <class Visit>
-    DEVICE void for_each(int begin, int end, Visit visit) const {
-#pragma unroll 1
-        for (int first = begin + lane_of_warp(); __any_sync(kAllLanes, first < end); first += kBatch * kWarp) {
-            u32 expert[kBatch][kIds];
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) experts_of(first + i * kWarp, expert[i]);
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) visit(first + i * kWarp, expert[i]);
-        }
-    }
-};
-
-template <class Visit>
-DEVICE void for_each_bit(u32 bits, Visit visit) {
-#pragma unroll 1
-    for (; bits != 0; bits &= bits - 1) visit(__ffs(bits) - 1);
+    return count;
 }
 
-extern "C" __global__ __launch_bounds__(THREADS) void route(const Ids* __restrict__ ids,
-                                                             const int* __restrict__ expert_map,
-                                                             int* __restrict__ slots, int* __restrict__ tokens,
-                                                             int* __restrict__ counts, int* __restrict__ num_rows,
-                                                             int pairs, int topk, int global_experts) {
-    let_next_kernel_start();
-    const Router router{ids, expert_map, pairs, static_cast<u32>(global_experts)};
-    const u32 own = blockIdx.x, num_experts = gridDim.x;
-    const int warp = threadIdx.x / kWarp, lane = lane_of_warp(), vectors = ceil_div(pairs, kIds);
-    const int vectors_per_warp = ceil_div(vectors, kWarps * kBatch * kWarp) * kBatch * kWarp;
-    const int begin = min(warp * vectors_per_warp, vectors);
-    const int end = min(begin + vectors_per_warp, vectors);
-
-    // Count the pairs of the experts before this one, and of this one.
-    int below = 0, equal = 0;
-    router.for_each(begin, end, [&](int, const u32(&expert)[kIds]) {
+// Adds up the pairs of each expert in all chunks, and in those before this one. A thread adds every few chunks.
+DEVICE void add_chunks(const u32* counts, int num_experts, int* all, int* before) {
+    const int words = ceil_div(num_experts, 2), stride = THREADS / words * words, word = threadIdx.x % words;
+    const int own = blockIdx.x * words, end = gridDim.x * words;
+    if (threadIdx.x >= stride) return;
+    int all_low = 0, all_high = 0, before_low = 0, before_high = 0;
+#pragma unroll 1
+    for (int begin = threadIdx.x; begin < end; begin += kBatch * stride) {
+        u32 count[kBatch], sum = 0, sum_before = 0;
 #pragma unroll
-        for (int i = 0; i < kIds; ++i) {
-            below += expert[i] < own;
-            equal += expert[i] == own;
+        for (int i = 0; i < kBatch; ++i)  // loads under a condition would not all be in flight at once
+            count[i] = counts[min(begin + i * stride, end - 1)];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            sum += begin + i * stride < end ? count[i] : 0;
+            sum_before += begin + i * stride < own ? count[i] : 0;
         }
-    });
-    int row_begin, count;
-    exclusive_scan<THREADS>(below, row_begin);
-    const int before = exclusive_scan<THREADS>(equal, count);
-    if (threadIdx.x == 0) {
-        counts[own] = count;
-        if (own == num_experts - 1) *num_rows = row_begin + count;
+        all_low += sum % kHigh, all_high += sum / kHigh;
+        before_low += sum_before % kHigh, before_high += sum_before / kHigh;
     }
+    atomicAdd(&all[word], all_low);
+    atomicAdd(&all[word + words], all_high);
+    atomicAdd(&before[word], before_low);
+    atomicAdd(&before[word + words], before_high);
+}
 
-    // Hand out the rows, starting with what the warps before this one need.
-    int row = row_begin + __shfl_sync(kAllLanes, before, 0);
-    router.for_each(begin, end, [&](int vector, const u32(&expert)[kIds]) {
-        u32 mine = 0, missing = 0;  // a bit for each pair
-#pragma unroll
-        for (int i = 0; i < kIds; ++i) {
-            mine |= u32(expert[i] == own) << i;
-            missing |= u32(expert[i] >= num_experts) << i;
-        }
-        if (own == 0)
-            for_each_bit(missing, [&](int i) {
-                if (vector * kIds + i < pairs) slots[vector * kIds + i] = -1;
-            });
-        if (!__any_sync(kAllLanes, mine)) return;
-        int next = row, own_pairs = __popc(mine);  // `next`: this lane's pairs follow those of the lanes before it
-#pragma unroll
-        for (int bit = 1; bit <= kIds; bit *= 2) {
-            const u32 lanes = __ballot_sync(kAllLanes, own_pairs & bit);
-            next += bit * __popc(lanes & ((1u << lane) - 1));
-            row += bit * __popc(lanes);
-        }
-        for_each_bit(mine, [&](int i) {
-            slots[vector * kIds + i] = next;
-            tokens[next++] = (vector * kIds + i) / topk;
-        });
+// Allowed more registers than two blocks of a multiprocessor would have: else a batch is loaded piece by piece.
+extern "C" __global__ __launch_bounds__(THREADS, 1) void route(
+    const void* __restrict__ ids, const int* __restrict__ expert_map, const u32* counts, int* __restrict__ slots,
+    int* __restrict__ tokens, int* __restrict__ num_rows, int4* __restrict__ table, int* __restrict__ num_tiles,
+    int* __restrict__ ready, int ids_64, int pairs, int topk, int global_experts, int num_experts, int block_m) {
+    let_next_kernel_start();
+    __shared__ int totals[THREADS];     // pairs of each expert in all chunks
+    __shared__ int next_rows[THREADS];  // the row of its first pair in this chunk
+    const ExpertIds router{ids, expert_map, ids_64, pairs, global_experts, num_experts};
+    const int pair = blockIdx.x * THREADS + threadIdx.x, warp = threadIdx.x / kWarp, lane = lane_of_warp();
+
+    // Rank the pairs of the chunk among those of their expert.
+    const int expert = router.expert_of(pair);
+    for (int i = threadIdx.x; i < kWarps / 4 * num_experts; i += THREADS) warp_counts[i] = 0;
+    totals[threadIdx.x] = next_rows[threadIdx.x] = 0;
+    __syncthreads();
+    const u32 same = __match_any_sync(kAllLanes, expert);
+    int rank = __popc(same & ((1u << lane) - 1));
+    if (expert != kNoExpert && rank == 0)
+        reinterpret_cast<u8*>(&warp_counts[warp / 4 * num_experts + expert])[warp % 4] = __popc(same);
+    __syncthreads();
+    if (expert != kNoExpert) rank += count_before_warp(warp, expert, num_experts);
+
+    // Count the pairs of each expert, an expert a thread.
+    int total = 0;
+    if (gridDim.x == 1) {
+        if (threadIdx.x < num_experts) total = count_before_warp(kWarps, threadIdx.x, num_experts);
+    } else {
+        wait_for_previous_kernel();
+        add_chunks(counts, num_experts, totals, next_rows);
+        __syncthreads();
+        total = totals[threadIdx.x];
+    }
+    int rows;
+    const int row_begin = exclusive_scan<THREADS>(total, rows);
+    next_rows[threadIdx.x] += row_begin;
+    __syncthreads();
+
+    // Hand out the rows, and cut them into tiles.
+    if (pair < pairs) slots[pair] = expert == kNoExpert ? -1 : next_rows[expert] + rank;
+    if (expert != kNoExpert) tokens[next_rows[expert] + rank] = pair / topk;
+    if (blockIdx.x > 0) return;
+    if (threadIdx.x == 0) *num_rows = rows;
+    write_table<THREADS>(table, num_tiles, ready, num_experts, block_m, [&](int) {  // one window: a thread's own expert
+        return make_int2(row_begin, row_begin + total);
     });
 }

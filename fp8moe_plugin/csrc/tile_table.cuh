@@ -49,3 +49,25 @@ DEVICE int append_tiles(int4* table, int written, int expert, int row_begin, int
 DEVICE void finish_table(int* num_tiles, int tiles) {
     if (threadIdx.x < 5) num_tiles[threadIdx.x] = threadIdx.x == 0 ? tiles : 0;
 }
+
+// Writes the tiles of `groups` groups in order, those of groups with a tail first; `rows_of(group)` gives a group's
+// first row and the row behind its last one. All threads of the only CTA that does call it.
+//
+// Out:  table      int4 [capacity]; only the first *num_tiles entries are written
+//       num_tiles  int32 [5], see finish_table
+//       ready      int32 [1 + capacity], zero up to the last tile
+template <int kThreads, class RowsOf>
+DEVICE void write_table(int4* table, int* num_tiles, int* ready, int groups, int block_m, RowsOf rows_of) {
+    const bool tails = block_m == RowTiles::kBlockMOfTails;
+    int tiles = 0;
+    for (int tailed = tails; tailed >= 0; --tailed) {  // the longer tiles first, so that blocks finish closer together
+        for (int window = 0; window < groups; window += kThreads) {
+            const int group = window + threadIdx.x;
+            const int2 rows = group < groups ? rows_of(group) : make_int2(0, 0);
+            const bool now = !tails || (RowTiles(rows.y - rows.x, block_m).over > 0) == tailed;
+            tiles = append_tiles<kThreads>(table, tiles, group, rows.x, now ? rows.y : rows.x, block_m);
+        }
+    }
+    for (int i = threadIdx.x; i <= tiles; i += kThreads) ready[i] = 0;
+    finish_table(num_tiles, tiles);
+}

@@ -49,7 +49,7 @@ def fused_moe(
 
     Args:
         hidden_states: bfloat16 `[T, H]`; H a multiple of 128.
-        w13: e4m3 `[E, 2I, H]`, gate rows first; I a multiple of 128.
+        w13: e4m3 `[E, 2I, H]`, gate rows first; I a multiple of 128, E at most 1024.
         w13_scale: float32 `[E, 2I/128, H/128]`.
         w2: e4m3 `[E, H, I]`.
         w2_scale: float32 `[E, H/128, I/128]`.
@@ -62,7 +62,8 @@ def fused_moe(
     Returns:
         bfloat16 `[T, H]`. Captures in a CUDA graph. A token's result does not depend on the other tokens of the call.
     Raises:
-        InvalidInputError: wrong dtype, shape, stride or device; with FP8MOE_DEBUG=1 also an id below -1 or too large.
+        InvalidInputError: wrong dtype, shape, stride or device, too many experts; with FP8MOE_DEBUG=1 also an id below
+            -1 or too large.
     """
     if activation != "silu":
         raise InvalidInputError(f"activation is {activation!r}, needs 'silu', the only one the kernels compute.")

@@ -14,10 +14,21 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launcher import launch
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.plan import route_key, row_tiles, tile_capacity, tiles_of_counts_key, tiles_of_indices_key
+from fp8moe_plugin.plan import (
+    MAX_LOCAL_EXPERTS,
+    count_experts_key,
+    route_chunks,
+    route_key,
+    row_tiles,
+    tile_capacity,
+    tiles_of_counts_key,
+    tiles_of_indices_key,
+)
+from fp8moe_plugin.shapes import ceil_div
 
 
 @dataclass(frozen=True)
@@ -49,10 +60,17 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: to
 
     Args:
         topk_ids: int32 or int64 `[T, k]`, global expert ids; an id out of range (-1) gets no row.
-        num_experts: local experts.
+        num_experts: local experts, at most `MAX_LOCAL_EXPERTS`.
         block_m: rows a tile.
         expert_map: int32 `[global experts]`, local expert or -1; None: global ids are local.
+    Raises:
+        InvalidInputError: too many local experts.
     """
+    if num_experts > MAX_LOCAL_EXPERTS:
+        raise InvalidInputError(
+            f"num_experts is {num_experts}, needs at most {MAX_LOCAL_EXPERTS}: the kernel counts an expert a thread. "
+            "Spread the experts over more GPUs (expert parallel)."
+        )
     if not uses_sm90(topk_ids):
         return route_reference(topk_ids, num_experts, block_m, expert_map)
     rows, device = topk_ids.numel(), topk_ids.device
@@ -149,21 +167,22 @@ def _runs(ids: list[int], num_groups: int) -> list[tuple[int, int, int]]:
 
 
 def _launch_route(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None, routing: Routing) -> None:
-    device = topk_ids.device
+    pairs, topk, device, tiles = topk_ids.numel(), topk_ids.shape[1], topk_ids.device, routing.tiles
+    ids_64 = int(topk_ids.dtype == torch.int64)
     global_experts = num_experts if expert_map is None else expert_map.numel()
-    counts = workspace.empty((num_experts,), torch.int32, device)
-    if topk_ids.data_ptr() % 16:  # a slice; the kernel reads 16 bytes at a time
-        topk_ids = topk_ids.clone()
-    results = (routing.slots, routing.tokens, counts, routing.num_rows)
-    args = (topk_ids, expert_map, *results, topk_ids.numel(), topk_ids.shape[1], global_experts)
-    launch(route_key(topk_ids.dtype == torch.int64), num_experts, args, device)
-    _launch_tiles_of_counts(counts, None, routing.tiles)
+    chunks, counts = route_chunks(pairs), None
+    if chunks > 1:
+        counts = workspace.empty((chunks, ceil_div(num_experts, 2)), torch.int32, device)
+        args = (topk_ids, expert_map, counts, ids_64, pairs, global_experts, num_experts)
+        launch(count_experts_key(), chunks, args, device)
+    results = (routing.slots, routing.tokens, routing.num_rows, tiles.table, tiles.num_tiles, tiles.ready)
+    sizes = (ids_64, pairs, topk, global_experts, num_experts, tiles.block_m)
+    launch(route_key(), chunks, (topk_ids, expert_map, counts, *results, *sizes), device, early=chunks > 1)
 
 
-def _launch_tiles_of_counts(counts: torch.Tensor, max_m: int | None, tiles: Tiles) -> None:
-    """`max_m` None: the experts' rows follow one another."""
-    args = (counts, tiles.table, tiles.num_tiles, tiles.ready, counts.shape[0], max_m or 0, tiles.block_m)
-    launch(tiles_of_counts_key(masked=max_m is not None), 1, args, counts.device, early=True)
+def _launch_tiles_of_counts(counts: torch.Tensor, max_m: int, tiles: Tiles) -> None:
+    args = (counts, tiles.table, tiles.num_tiles, tiles.ready, counts.shape[0], max_m, tiles.block_m)
+    launch(tiles_of_counts_key(), 1, args, counts.device, early=True)
 
 
 def _launch_tiles_of_indices(m_indices: torch.Tensor, num_groups: int, tiles: Tiles) -> None:

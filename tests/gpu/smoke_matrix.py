@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fp8moe_plugin import ops, plan
+from fp8moe_plugin.ops.route import route, route_reference
 from tests import helpers as h
 
 DEVICE = torch.device("cuda", 0)
@@ -30,6 +31,15 @@ def check_silu_mul_quant(gen: torch.Generator, rows: int) -> None:
     gate_up = h.random_tokens(gen, 2, rows + 3, 2 * INTERMEDIATE)
     q, scales = ops.silu_mul_quant_fp8(gate_up, torch.tensor([rows, 0], dtype=torch.int32, device=DEVICE))
     h.assert_quantized((q[0, :rows], scales[0, :rows]), h.swiglu(gate_up[0, :rows]), slack=h.SWIGLU_SLACK)
+
+
+def check_route(gen: torch.Generator, rows: int) -> None:
+    for topk in (3, 40):  # 40: more than one block
+        _, ids = h.random_routing(gen, "some_missing", rows, topk, 64)
+        actual, expected = route(ids, 64, 128), route_reference(ids, 64, 128)
+        count = int(expected.tiles.num_tiles[0])
+        assert torch.equal(actual.slots, expected.slots)
+        assert torch.equal(actual.tiles.table[:count], expected.tiles.table[:count])
 
 
 def check_gemm(gen: torch.Generator, rows: int) -> None:
@@ -100,6 +110,7 @@ def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:
     for check in (
         check_quantize,
         check_silu_mul_quant,
+        check_route,
         check_gemm,
         check_linear,
         check_contiguous,

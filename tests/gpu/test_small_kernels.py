@@ -24,6 +24,7 @@ from fp8moe_plugin.ops.route import (
     tiles_of_indices,
 )
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8, silu_mul_quant_fp8_reference
+from fp8moe_plugin.plan import MAX_LOCAL_EXPERTS, PAIRS_PER_CHUNK
 from tests.helpers import Quantized, poisoned, seeded, untouched
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 TOKENS = (0, 1, 63, 64, 65, 127, 129, 4096)
 HIDDEN = (128, 256, 2048, 7168)
-EXPERTS = (1, 2, 8, 64, 256, 384, 1100)
+EXPERTS = (1, 3, 8, 64, 256, 384, 1023, 1024)
 BLOCK_M = (64, 128)
 UE8M0 = (False, True)
 
@@ -68,6 +69,8 @@ def random_ids(kind: str, tokens: int, topk: int, experts: int) -> torch.Tensor:
             return ids // 3 * 3
         case "missing":
             return torch.where(drawn < 0.3, -1, ids)
+        case "skewed":
+            return (experts * drawn**4).int()
         case "out_of_range":
             return torch.where(drawn < 0.2, experts, torch.where(drawn > 0.8, -7, ids))
         case "nowhere":
@@ -255,9 +258,11 @@ def assert_same_routing(actual: Routing, expected: Routing) -> None:
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("kind", ["uniform", "one_expert", "empty_experts", "missing", "out_of_range", "nowhere"])
+@pytest.mark.parametrize(
+    "kind", ["uniform", "skewed", "one_expert", "empty_experts", "missing", "out_of_range", "nowhere"]
+)
 @pytest.mark.parametrize("experts", EXPERTS)
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", [*TOKENS, 1023, 1024, 1025])
 def test_route_equals_the_reference(tokens: int, experts: int, kind: str, ids_dtype: torch.dtype) -> None:
     for topk in (1, 6, 8):
         ids = random_ids(kind, tokens, topk, experts).to(ids_dtype)
@@ -265,8 +270,19 @@ def test_route_equals_the_reference(tokens: int, experts: int, kind: str, ids_dt
             assert_same_routing(route(ids, experts, block_m), route_reference(ids, experts, block_m))
 
 
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("chunks", [63, 64, 65, 130, 300])
+def test_steps_of_many_chunks_are_routed_as_short_ones(chunks: int, experts: int) -> None:
+    for tokens in (chunks * PAIRS_PER_CHUNK // 8, chunks * PAIRS_PER_CHUNK // 8 - 1):
+        for kind in ("uniform", "skewed", "one_expert", "missing"):
+            ids = random_ids(kind, tokens, 8, experts)
+            assert_same_routing(route(ids, experts, 128), route_reference(ids, experts, 128))
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize(("global_experts", "local_experts"), [(8, 1), (64, 16), (256, 32), (384, 384)])
+@pytest.mark.parametrize(
+    ("global_experts", "local_experts"), [(8, 1), (64, 16), (256, 32), (384, 384), (3000, MAX_LOCAL_EXPERTS)]
+)
 def test_route_keeps_the_experts_of_its_map(tokens: int, global_experts: int, local_experts: int) -> None:
     expert_map = torch.full((global_experts,), -1, dtype=torch.int32, device=CUDA)
     here = torch.randperm(global_experts, generator=seeded(tokens, CUDA), device=CUDA)[:local_experts]
@@ -289,20 +305,21 @@ def test_ids_need_no_alignment_beyond_their_own() -> None:
     assert torch.equal(route(ids, 16, 64).slots, route_reference(ids, 16, 64).slots)
 
 
-def test_route_replays_in_a_graph_on_new_ids() -> None:
-    ids = random_ids("missing", 64, 8, 256)
+@pytest.mark.parametrize("tokens", [64, 1000])
+def test_route_replays_in_a_graph_on_new_ids(tokens: int) -> None:
+    ids = random_ids("missing", tokens, 8, 256)
     route(ids, 256, 64)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = route(ids, 256, 64)
     for kind in ("uniform", "one_expert", "nowhere"):
-        ids.copy_(random_ids(kind, 64, 8, 256))
+        ids.copy_(random_ids(kind, tokens, 8, 256))
         graph.replay()
         assert_same_routing(captured, route_reference(ids, 256, 64))
 
 
 @pytest.mark.parametrize("block_m", BLOCK_M)
-@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("experts", [*EXPERTS, 1100])
 @pytest.mark.parametrize("max_m", [1, 64, 1000])
 def test_tiles_of_counts_clamp_and_equal_the_reference(max_m: int, experts: int, block_m: int) -> None:
     counts = torch.randint(-5, max_m + 9, (experts,), generator=seeded(experts, CUDA), device=CUDA, dtype=torch.int32)

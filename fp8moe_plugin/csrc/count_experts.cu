@@ -1,0 +1,24 @@
+// Counts the (token, expert) pairs of each expert in each chunk of THREADS pairs, for route.cu.
+//
+// In:   ids, expert_map  see expert_ids.cuh
+// Out:  counts           u32 [chunks, words] with words = ceil(num_experts / 2); word w has the pairs of expert w in
+//                        its low half, those of expert w + words in its high half
+//
+// Grid: chunks, a thread a pair.    num_experts: at most THREADS.
+#include "expert_ids.cuh"
+
+extern "C" __global__ __launch_bounds__(THREADS) void count_experts(const void* __restrict__ ids,
+                                                                     const int* __restrict__ expert_map,
+                                                                     u32* __restrict__ counts, int ids_64, int pairs,
+                                                                     int global_experts, int num_experts) {
+    let_next_kernel_start();
+    __shared__ int count[THREADS];  // of each expert
+    const ExpertIds router{ids, expert_map, ids_64, pairs, global_experts, num_experts};
+    const int expert = router.expert_of(blockIdx.x * THREADS + threadIdx.x);
+    count[threadIdx.x] = 0;
+    __syncthreads();
+    if (expert != kNoExpert) atomicAdd(&count[expert], 1);
+    __syncthreads();
+    const int word = threadIdx.x, words = ceil_div(num_experts, 2);
+    if (word < words) counts[blockIdx.x * words + word] = count[word] + count[word + words] * kHigh;
+}

@@ -1,0 +1,22 @@
+// The local experts of (token, expert) pairs, as the router names them. A pair is a thread's, THREADS pairs a chunk.
+#pragma once
+#include "common.cuh"
+
+constexpr int kNoExpert = -1;
+constexpr u32 kHigh = 1 << 16;  // one in the high half of a word of counts
+
+struct ExpertIds {
+    const void* ids;        // int32 or int64 [pairs], global expert ids; none outside [0, global_experts) is here
+    const int* expert_map;  // int32 [global_experts], local expert or -1; null: global ids are local
+    int ids_64;             // 1: ids are int64
+    int pairs, global_experts, num_experts;
+
+    // kNoExpert for a pair whose expert is not here, and past the last pair.
+    DEVICE int expert_of(int pair) const {
+        if (pair >= pairs) return kNoExpert;
+        const i64 id = ids_64 ? static_cast<const i64*>(ids)[pair] : static_cast<const int*>(ids)[pair];
+        if (id < 0 || id >= global_experts) return kNoExpert;
+        const int expert = expert_map ? expert_map[id] : static_cast<int>(id);
+        return expert >= 0 && expert < num_experts ? expert : kNoExpert;
+    }
+};
