@@ -29,7 +29,8 @@ from typing import Any
 
 from benchmarks.engine_agreement import ENGINES as AGREEMENT_ENGINES
 from benchmarks.report import write_report
-from warmup.bench_result import OURS
+from fp8moe_plugin.errors import UnsupportedError
+from warmup.bench_result import OURS, check_plot
 
 PROMPTS, PROMPT_TOKENS = 16, 2048
 # Not the DeepGEMM warm-up: it compiles for sizes that no round has. What is set already stays.
@@ -121,11 +122,29 @@ def ours_over_best_peer(engines: dict[str, dict[str, Any]]) -> float | None:
     return ours / max(speeds.values()) if ours and speeds else None
 
 
+def read_report(path: Path) -> dict[str, Any]:
+    """An earlier report.
+
+    Raises:
+        UnsupportedError: it is none, or none of its engines finished.
+    """
+    try:
+        results: dict[str, Any] = json.loads(path.read_text())
+        done = [name for name, found in results["engines"].items() if "error" not in found]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnsupportedError(f"{path} is no report of benchmarks.engine_prefill: {error!r}.") from None
+    if not done:
+        raise UnsupportedError(f"No engine of {path} finished, so there is nothing to draw.")
+    return results
+
+
 def plot(report: Path) -> None:
     """A bar for each engine's median, a dot for each round; as .svg beside the report."""
+    check_plot(report.with_suffix(".svg"))
+    from matplotlib import rc_context
     from matplotlib.figure import Figure  # without pyplot nothing looks for a display
 
-    results = json.loads(report.read_text())
+    results = read_report(report)
     engines = {name: found for name, found in results["engines"].items() if "error" not in found}
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.add_subplot(ylabel="prompt tokens per second")
@@ -136,9 +155,11 @@ def plot(report: Path) -> None:
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    work = f"{PROMPTS} prompts of {PROMPT_TOKENS} tokens, steps of up to {results['max_num_batched_tokens']}"
+    work = f"{results['prompts']} prompts of {results['prompt_tokens']} tokens"
+    work += f", steps of up to {results['max_num_batched_tokens']}"
     axes.set_title(f"{results['checkpoint']['name']}, vLLM {results['vllm']}\n{work}")
-    figure.savefig(report.with_suffix(".svg"))
+    with rc_context({"svg.hashsalt": report.stem}):  # the same report gives the same file
+        figure.savefig(report.with_suffix(".svg"), metadata={"Date": None})
 
 
 def main() -> None:
@@ -154,7 +175,10 @@ def main() -> None:
     parser.add_argument("--run", choices=ENGINES, help="run one engine in this process, and write its rounds to --out")
     args = parser.parse_args()
     if args.plot:
-        return plot(args.plot)
+        try:
+            return plot(args.plot)
+        except UnsupportedError as error:
+            parser.error(str(error))
     if args.run:
         try:
             found = run_engine(args)

@@ -8,7 +8,7 @@ import itertools
 from dataclasses import dataclass
 from enum import IntEnum
 
-from fp8moe_plugin.shapes import GROUP, Experts, Model, ceil_div
+from fp8moe_plugin.shapes import GROUP, MAX_LOCAL_EXPERTS, Experts, Model, ceil_div
 
 HOPPER = (9, 0)  # the only compute capability with the instructions of the kernels
 SMEM_ALIGNMENT = 1024
@@ -16,9 +16,8 @@ PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm, without its tail
 TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M; kTailRows of csrc/tile_table.cuh
 DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
 GATHER_UP_TO = 1024  # channels of an expert; see gathers
-EARLY_FROM, EARLY_BELOW = 768, 192  # channels and rows of an expert; see starts_early
+EARLY_FROM, EARLY_BELOW = 768, 192  # channels of an expert, rows of an expert; see starts_early
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
-MAX_LOCAL_EXPERTS = PAIRS_PER_CHUNK  # on one GPU: a thread of route each
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 
 
@@ -197,13 +196,13 @@ def gathers(intermediate: int, block_m: int) -> bool:
     return block_m == PREFILL_BLOCK_M and intermediate <= GATHER_UP_TO
 
 
-def starts_early(rows: int, experts: int, intermediate: int, block_m: int) -> bool:
+def starts_early(rows_per_expert: float, intermediate: int, block_m: int) -> bool:
     """Whether GEMM 2 takes multiprocessors that GEMM 1 has no tiles for any more, instead of waiting for its end.
 
-    With narrow experts GEMM 2 is bound by what it stores, and 5% faster when all blocks start together; that is worth
-    more than the end of GEMM 1 when there are many rows an expert (benchmarks/NOTES.md).
+    With narrow experts and many rows GEMM 2 takes its tiles in fixed order instead, which is 5% faster and needs all
+    blocks to start together (benchmarks/NOTES.md). `rows_per_expert` is an average, also over experts of other ranks.
     """
-    narrow_and_many = intermediate < EARLY_FROM and rows >= EARLY_BELOW * experts
+    narrow_and_many = intermediate < EARLY_FROM and rows_per_expert >= EARLY_BELOW
     return block_m == PREFILL_BLOCK_M and not narrow_and_many
 
 
@@ -256,7 +255,7 @@ def route_chunks(pairs: int) -> int:
 
 
 def moe_workspace_bytes(local: Experts, tokens: int, global_experts: int) -> int:
-    """The scratch of one mixture-of-experts layer on one rank, all of it in use at once, freed after the layer.
+    """The scratch of one mixture-of-experts layer on one rank, nearly all of it in use at once, freed after the layer.
 
     Args:
         local: what the rank holds.

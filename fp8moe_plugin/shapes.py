@@ -7,6 +7,7 @@ from enum import StrEnum
 from fp8moe_plugin.errors import UnsupportedError
 
 GROUP = 128  # channels that share one activation scale; also the side of a weight's scale block
+MAX_LOCAL_EXPERTS = 1024  # on one rank: a thread of csrc/route.cu each
 N_MULTIPLE = 8  # of a weight's output channels: the GEMMs store 16 bytes of bfloat16 at a time
 
 
@@ -123,6 +124,7 @@ def split_refusal(model: Model, parallel: Parallel) -> str | None:
     if parallel.ep > experts.experts:
         return f"{parallel.ep} ranks are more than the {experts.experts} experts"
     refusal = experts_refusal(experts.hidden, experts.intermediate, parallel.sharing)
+    refusal = refusal or too_many_experts(ceil_div(experts.experts, parallel.ep))
     if refusal:
         return f"experts: {refusal}"
     for layer in model.dense:
@@ -148,8 +150,15 @@ def whole_expert_ways(ranks: int) -> list[Parallel]:
     return [Parallel(ranks // dp, dp, True) for dp in _divisors(ranks)]
 
 
+def too_many_experts(local_experts: int) -> str | None:
+    """Why the kernels cannot serve so many experts on one rank, or None."""
+    if local_experts <= MAX_LOCAL_EXPERTS:
+        return None
+    return f"a rank has {local_experts} experts, the kernel that routes tokens serves at most {MAX_LOCAL_EXPERTS}"
+
+
 def experts_refusal(hidden: int, intermediate: int, ranks: int) -> str | None:
-    """Why the kernels cannot serve experts that `ranks` ranks share, or None."""
+    """Why the kernels cannot serve experts of this size that `ranks` ranks share, or None."""
     if hidden % GROUP:
         return f"hidden size {hidden} is no multiple of {GROUP}, the scale block"
     if intermediate % (ranks * GROUP):

@@ -70,7 +70,7 @@ def test_kernels_that_start_early_follow_those_they_may_run_beside(steps, interm
     fused_moe(torch.zeros(tokens, HIDDEN).bfloat16(), *layer, torch.rand(tokens, TOPK), ids)
     block_m = plan.moe_block_m(tokens, TOPK, EXPERTS)
     gathers = plan.gathers(intermediate, block_m)
-    early = plan.starts_early(tokens * TOPK, EXPERTS, intermediate, block_m)
+    early = plan.starts_early(tokens * TOPK / EXPERTS, intermediate, block_m)
     counted = {"route"} if plan.route_chunks(tokens * TOPK) > 1 else set()
     expected = counted | ({"quantize"} if gathers else set()) | ({"grouped_gemm"} if early else set())
     assert {name for name, starts_early in steps if starts_early} == expected
@@ -85,9 +85,9 @@ def test_kernels_that_start_early_follow_those_they_may_run_beside(steps, interm
 def test_the_second_gemm_starts_early_but_where_narrow_experts_have_many_rows():
     for intermediate in (128, 256, plan.EARLY_FROM - 128, plan.EARLY_FROM, WIDE):
         for rows in (1, plan.EARLY_BELOW - 1, plan.EARLY_BELOW, 10_000):
-            early = plan.starts_early(rows * EXPERTS, EXPERTS, intermediate, plan.PREFILL_BLOCK_M)
+            early = plan.starts_early(rows, intermediate, plan.PREFILL_BLOCK_M)
             assert early == (intermediate >= plan.EARLY_FROM or rows < plan.EARLY_BELOW)
-            assert not plan.starts_early(rows * EXPERTS, EXPERTS, intermediate, plan.DECODE_BLOCK_M)
+            assert not plan.starts_early(rows, intermediate, plan.DECODE_BLOCK_M)
 
 
 @pytest.mark.parametrize("max_m", [1, 3])

@@ -10,8 +10,6 @@ extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_counts(const int*
                                                                        int* __restrict__ num_tiles,
                                                                        int* __restrict__ ready, int groups,
                                                                        int max_m, int block_m) {
-    let_next_kernel_start();
-    wait_for_previous_kernel();
     write_table<THREADS>(table, num_tiles, ready, groups, block_m, [&](int group) {
         return make_int2(group * max_m, group * max_m + max(0, min(counts[group], max_m)));
     });

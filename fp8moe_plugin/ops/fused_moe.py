@@ -125,6 +125,7 @@ def batched_experts(
     if max_m == 0:
         return out
     tiles = tiles_of_counts(expert_num_tokens, max_m, masked_block_m(expected_m))
+    tiles = tiles.for_experts(expected_m, weights.w2[0].shape[-1])
     inner = gate_up((hidden_states, hidden_scale), weights.w13, tiles, expert_num_tokens, ue8m0)
     grouped_gemm(inner, weights.w2, out, tiles, after_gate_up=True)
     return out
@@ -140,21 +141,21 @@ def _fused_moe(
     out: torch.Tensor,
 ) -> torch.Tensor:
     (tokens, topk), device = topk_ids.shape, hidden_states.device
-    experts, _, hidden = weights.w13[0].shape
+    experts, hidden, intermediate = weights.w2[0].shape
     global_experts = experts if expert_map is None else expert_map.numel()
-    block_m = moe_block_m(tokens, topk, global_experts)
+    block_m, rows_per_expert = moe_block_m(tokens, topk, global_experts), tokens * topk / global_experts
     # `down` and `x` come first: they are written beside kernels whose scratch may be freed by then, and taken again.
     down = empty((tokens * topk, hidden), torch.bfloat16, device)
-    if gathers(weights.w2[0].shape[-1], block_m):
-        x = empty_tokens(tokens, hidden, device)
-        routing = route(topk_ids, experts, block_m, expert_map)
+    x = empty_tokens(tokens, hidden, device) if gathers(intermediate, block_m) else None
+    routing = route(topk_ids, experts, block_m, expert_map)
+    tiles = routing.tiles.for_experts(rows_per_expert, intermediate)
+    if x is not None:
         quantize_tokens(hidden_states, x, ue8m0)
-        inner = gate_up(x, weights.w13, routing.tiles, routing.num_rows, ue8m0, routing.tokens)
+        inner = gate_up(x, weights.w13, tiles, routing.num_rows, ue8m0, routing.tokens)
     else:
-        routing = route(topk_ids, experts, block_m, expert_map)
         rows, scales = quantize_rows(hidden_states, routing.slots, ue8m0)
-        inner = gate_up((rows[None], scales[None]), weights.w13, routing.tiles, routing.num_rows, ue8m0)
-    grouped_gemm((inner[0][0], inner[1][0]), weights.w2, down, routing.tiles, after_gate_up=True)
+        inner = gate_up((rows[None], scales[None]), weights.w13, tiles, routing.num_rows, ue8m0)
+    grouped_gemm((inner[0][0], inner[1][0]), weights.w2, down, tiles, after_gate_up=True)
     return combine(down, routing.slots, topk_weights, out)
 
 

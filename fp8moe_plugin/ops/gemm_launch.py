@@ -5,7 +5,7 @@ import torch
 from fp8moe_plugin.jit.launcher import Argument, TensorMap, launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.quantize import Quantized, empty_scales
 from fp8moe_plugin.ops.route import Tiles
-from fp8moe_plugin.plan import TAIL_ROWS, KernelKey, Output, dense_key, gate_up_key, grouped_key, starts_early
+from fp8moe_plugin.plan import TAIL_ROWS, KernelKey, Output, dense_key, gate_up_key, grouped_key
 from fp8moe_plugin.shapes import GROUP
 
 # Rows of a TMA load: of a warpgroup's part of a tile; of one swizzle atom, so that as many are loaded as there are.
@@ -23,9 +23,9 @@ def launch_gemm(
 ) -> None:
     """Launch the GEMM of these row tiles (None: dense); `a` is `[M, K]` or `[G, max_m, K]`, its scales any strides.
 
-    `after_gate_up`: `a` is what `launch_gate_up`, the launch before this one, has made of the same tiles. This one may
-    then start where that one leaves multiprocessors idle, and wait for rows of `a` tile by tile (`plan.starts_early`);
-    `out` must not overlap with what that one reads.
+    `after_gate_up`: `a` is what `launch_gate_up`, the launch before this one, has made of the same tiles. Tiles with
+    `ready` let this one start where that one leaves multiprocessors idle, and wait for rows of `a` tile by tile; `out`
+    must not overlap with what that one reads.
     """
     rows, n = a[0].numel() // a[0].shape[-1], b[0].shape[-2]
     key = grouped_key(tiles.block_m) if tiles else dense_key(rows, n, _output(out, c), _sms(out))
@@ -39,7 +39,7 @@ def launch_gemm(
     maps = (*a_maps, _map(b[0], dict(key.defines)["BLOCK_N"]), out_map)
     ready = None
     if tiles and after_gate_up and a_scales[0] is a[1]:  # else scales were copied in between
-        ready = _ready(tiles, rows, b[0].shape[0], a[0].shape[-1])
+        ready = tiles.ready
     _launch(key, (*maps, *scales, None, None, out, c, None, ready), tiles, rows, b[0], early=ready is not None)
 
 
@@ -60,8 +60,7 @@ def launch_gate_up(
         operands = (a_scales, 0, 0, w13[1], a_values, a_rows)
     key = gate_up_key(ue8m0, gather=a_rows is not None)
     rows = q.numel() // q.shape[-1]
-    args = (*maps, *operands, q, None, scales, _ready(tiles, rows, w13[0].shape[0], q.shape[-1]))
-    _launch(key, args, tiles, rows, w13[0])
+    _launch(key, (*maps, *operands, q, None, scales, tiles.ready), tiles, rows, w13[0])
 
 
 def _launch(
@@ -70,11 +69,6 @@ def _launch(
     """Launch a GEMM kernel: its operands and results, then what all of them take last."""
     table, num_tiles = (tiles.table, tiles.num_tiles) if tiles else (None, None)
     launch(key, _sms(b), (*args, table, num_tiles, rows, *b.shape[-2:]), b.device, early)
-
-
-def _ready(tiles: Tiles, rows: int, experts: int, intermediate: int) -> torch.Tensor | None:
-    """The counters by which the second GEMM of experts follows the first one tile by tile; None: it starts later."""
-    return tiles.ready if starts_early(rows, experts, intermediate, tiles.block_m) else None
 
 
 def _map(matrix: torch.Tensor, box_rows: int) -> TensorMap:

@@ -76,8 +76,8 @@ def m_grouped_fp8_gemm_nt_masked(
 def grouped_gemm(a: Quantized, b: Quantized, out: torch.Tensor, tiles: Tiles, after_gate_up: bool = False) -> None:
     """Write the rows of `out` that the tiles name, `out[i] = a[i] @ b[expert of the tile].T`; i over all groups.
 
-    `after_gate_up`: `a` is the result of the `gate_up` over the same tiles that was launched just before. On a GPU
-    this one may then start while that one ends (`plan.starts_early`); `out` must not overlap with what that one reads.
+    `after_gate_up`: `a` is the result of the `gate_up` over the same tiles that was launched just before. On a GPU,
+    where the tiles have `ready`, this one starts while that one ends; `out` must not overlap with what that one reads.
     """
     if uses_sm90(out):
         launch_gemm(a, b, out, None, tiles, after_gate_up)

@@ -5,12 +5,12 @@ those of the tile's whole expert and `first` is the index of that expert's first
 `i - first` of its expert, as `plan.row_tiles` cuts it. Only the first `num_tiles[0]` entries are written;
 `num_tiles[1:5]` are two pairs of counters with which GEMMs hand the tiles out, zero before one and after it.
 
-`ready` int32 `[1 + capacity]` is for a second GEMM of experts that starts while the first one ends: how many of that
-one's math warpgroups are done, then of each row tile how many parts it has stored, one for each column tile and each of
-two math warpgroups. Making the table zeroes it, so that it is good for one `gate_up`.
+`ready` int32 `[1 + capacity]`, or None, is for a second GEMM of experts that starts while the first one ends: how many
+of that one's math warpgroups are done, then of each row tile how many parts it has stored, one for each column tile and
+each of two math warpgroups. Making the table zeroes it, so that it is good for one `gate_up`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,16 +19,16 @@ from fp8moe_plugin.jit.launcher import launch
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.plan import (
-    MAX_LOCAL_EXPERTS,
     count_experts_key,
     route_chunks,
     route_key,
     row_tiles,
+    starts_early,
     tile_capacity,
     tiles_of_counts_key,
     tiles_of_indices_key,
 )
-from fp8moe_plugin.shapes import ceil_div
+from fp8moe_plugin.shapes import ceil_div, too_many_experts
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Tiles:
     table: torch.Tensor
     num_tiles: torch.Tensor
     ready: torch.Tensor | None = None
+
+    def for_experts(self, rows_per_expert: float, intermediate: int) -> "Tiles":
+        """The tiles for both GEMMs of experts; without `ready` where the second does not start early."""
+        early = starts_early(rows_per_expert, intermediate, self.block_m)
+        return self if early else replace(self, ready=None)
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,8 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: to
     Raises:
         InvalidInputError: too many local experts.
     """
-    if num_experts > MAX_LOCAL_EXPERTS:
-        raise InvalidInputError(
-            f"num_experts is {num_experts}, needs at most {MAX_LOCAL_EXPERTS}: the kernel counts an expert a thread. "
-            "Spread the experts over more GPUs (expert parallel)."
-        )
+    if refusal := too_many_experts(num_experts):
+        raise InvalidInputError(f"num_experts: {refusal}. Spread the experts over more GPUs (expert parallel).")
     if not uses_sm90(topk_ids):
         return route_reference(topk_ids, num_experts, block_m, expert_map)
     rows, device = topk_ids.numel(), topk_ids.device
@@ -182,7 +184,7 @@ def _launch_route(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Te
 
 def _launch_tiles_of_counts(counts: torch.Tensor, max_m: int, tiles: Tiles) -> None:
     args = (counts, tiles.table, tiles.num_tiles, tiles.ready, counts.shape[0], max_m, tiles.block_m)
-    launch(tiles_of_counts_key(), 1, args, counts.device, early=True)
+    launch(tiles_of_counts_key(), 1, args, counts.device)
 
 
 def _launch_tiles_of_indices(m_indices: torch.Tensor, num_groups: int, tiles: Tiles) -> None:

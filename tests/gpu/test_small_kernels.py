@@ -24,7 +24,8 @@ from fp8moe_plugin.ops.route import (
     tiles_of_indices,
 )
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8, silu_mul_quant_fp8_reference
-from fp8moe_plugin.plan import MAX_LOCAL_EXPERTS, PAIRS_PER_CHUNK
+from fp8moe_plugin.plan import PAIRS_PER_CHUNK
+from fp8moe_plugin.shapes import MAX_LOCAL_EXPERTS
 from tests.helpers import Quantized, poisoned, seeded, untouched
 
 pytestmark = pytest.mark.gpu

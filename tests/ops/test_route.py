@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.ops.route import Tiles, route, tiles_of_counts, tiles_of_indices
-from fp8moe_plugin.plan import MAX_LOCAL_EXPERTS, row_tiles, tile_capacity
+from fp8moe_plugin.plan import row_tiles, tile_capacity
+from fp8moe_plugin.shapes import MAX_LOCAL_EXPERTS
 from tests import helpers as h
 
 block_sizes = st.sampled_from((64, 128))
@@ -80,7 +81,9 @@ def test_many_tokens_are_routed_like_few(device, experts):
 def test_more_experts_than_a_block_counts_are_refused(device):
     ids = torch.tensor([[0, MAX_LOCAL_EXPERTS - 1, MAX_LOCAL_EXPERTS]], dtype=torch.int32, device=device)
     assert route(ids, MAX_LOCAL_EXPERTS, 64).slots.tolist() == [[0, 1, -1]]
-    with pytest.raises(InvalidInputError, match=r"num_experts is 1025, needs at most 1024: .* Spread the experts"):
+    with pytest.raises(
+        InvalidInputError, match=r"num_experts: a rank has 1025 experts, .* serves at most 1024. Spread the experts"
+    ):
         route(ids, MAX_LOCAL_EXPERTS + 1, 64)
 
 

@@ -20,7 +20,7 @@ from fp8moe_plugin.layers.vllm.experts import experts_class
 from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.plan import moe_kernels
-from fp8moe_plugin.shapes import GROUP, experts_refusal
+from fp8moe_plugin.shapes import GROUP, experts_refusal, too_many_experts
 
 logger = logging.getLogger("fp8moe")
 
@@ -160,6 +160,8 @@ def _check_sizes(prefix: str, moe: Any) -> None:
     if refusal:
         advice = "" if moe.hidden_dim % GROUP else _advice_on_ranks(moe)
         raise UnsupportedError(f"{prefix}: {refusal}. {advice or 'Use --quantization fp8.'}")
+    if refusal := too_many_experts(moe.num_local_experts):
+        raise UnsupportedError(f"{prefix}: {refusal}. Use more GPUs and --enable-expert-parallel.")
 
 
 def _advice_on_ranks(moe: Any) -> str:

@@ -179,6 +179,7 @@ def test_a_plain_layer_is_served():
         ),
         ({"intermediate": 768, "ranks": 8, "dp": 2}, "Use --tensor-parallel-size 1, or --enable-expert-parallel"),
         ({"intermediate": 768, "ranks": 4, "dp": 4}, "has 192 of the 768 .*Use --enable-expert-parallel"),
+        ({"num_local_experts": 1025}, "L: a rank has 1025 experts, .* at most 1024. Use more GPUs and --enable-expert"),
         ({"intermediate": 320}, "has 320 of the 320 .*no multiple of 128, the scale block. Use --quantization fp8"),
     ],
 )
