@@ -1,0 +1,177 @@
+// Asynchronous copies: TMA with tensor maps, bulk copies, cp.async. Each completes some time after its instruction.
+#include "state.h"
+#include "tensor_map.h"
+
+namespace emu {
+constexpr u32 kChunk = 16;  // bytes that a swizzle keeps together
+
+static TensorMap map_at(const void* address) {
+    TensorMap map;
+    memcpy(&map, address, sizeof map);
+    if (map.kind != TensorMap::kKind) fail("no tensor map is at %p", address);
+    return map;
+}
+
+// Calls f(global address, shared address) for each chunk of a box; the global address of one outside is null.
+template <class F>
+static void each_chunk(const TensorMap& map, u32 shared, int column, int row, F f) {
+    i64 first = i64(column) * map.element_bytes;
+    for (u32 at = 0; at < map.box_bytes(); at += kChunk) {
+        i64 y = row + i64(at / TensorMap::kBoxRowBytes), x = first + at % TensorMap::kBoxRowBytes;
+        bool inside = y >= 0 && y < i64(map.rows) && x >= 0 && x + kChunk <= map.row_bytes;
+        u32 to = shared + at;
+        f(inside ? map.base + y * map.row_bytes + x : nullptr, to ^ (to >> 7 & 7) << 4);
+    }
+}
+
+static void clear_mark(Cta& cta, u32 address) { cta.unfenced[address / kChunk] = 0; }
+
+void tma_load(u32 to, const void* map_address, int column, int row, u32 barrier) {
+    step();
+    Cta& cta = *self()->cta;
+    TensorMap map = map_at(map_address);
+    if (to % 128 || column * map.element_bytes % kChunk) fail("TMA load of column %d to %u: not aligned", column, to);
+    shared_of(cta, to, map.box_bytes());
+    read_mbarrier(cta, barrier);
+    ++cta.copies;
+    later([=, &cta] {
+        each_chunk(map, to, column, row, [&](const u8* from, u32 address) {
+            clear_mark(cta, address);
+            if (!from) return (void)memset(cta.shared + address, 0, kChunk);
+            check_memory(from, kChunk, "TMA load");
+            memcpy(cta.shared + address, from, kChunk);
+        });
+        --cta.copies;
+        update_mbarrier(cta, barrier, 0, -int(map.box_bytes()));
+        return true;
+    });
+}
+
+void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
+    step();
+    Cta& cta = *self()->cta;
+    if (to % 16 || bytes % 16 || uintptr_t(from) % 16) fail("bulk copy of %u bytes to %u: not aligned", bytes, to);
+    shared_of(cta, to, bytes);
+    check_memory(from, bytes, "bulk copy");
+    read_mbarrier(cta, barrier);
+    ++cta.copies;
+    later([=, &cta] {
+        memcpy(cta.shared + to, from, bytes);
+        for (u32 at = 0; at < bytes; at += kChunk) clear_mark(cta, to + at);
+        --cta.copies;
+        update_mbarrier(cta, barrier, 0, -int(bytes));
+        return true;
+    });
+}
+
+// ---- stores: their box is read first, and written later ----
+
+struct Store {
+    Fiber& fiber;
+    std::shared_ptr<StoreGroup> group;
+    TensorMap map;
+    int column, row;
+    u32 from;
+    std::vector<u8> box;
+
+    bool complete() {
+        bool reads = box.empty();
+        reads ? read() : write();
+        wake(fiber, Wait::kBulkStores);
+        return !reads;
+    }
+    void read() {
+        Cta& cta = *fiber.cta;
+        each_chunk(map, from, column, row, [&](const u8*, u32 address) {
+            check_fenced(cta, address, "a TMA store");
+            box.insert(box.end(), cta.shared + address, cta.shared + address + kChunk);
+        });
+        --cta.copies;
+        --group->reads;
+    }
+    void write() {
+        const u8* chunk = box.data();
+        each_chunk(map, from, column, row, [&](u8* to, u32) {
+            if (to) check_memory(to, kChunk, "TMA store"), memcpy(to, chunk, kChunk);
+            chunk += kChunk;
+        });
+        --group->writes;
+    }
+};
+
+void tma_store(const void* map_address, int column, int row, u32 from) {
+    step();
+    Fiber& fiber = *self();
+    TensorMap map = map_at(map_address);
+    if (from % 128 || column * map.element_bytes % kChunk)
+        fail("TMA store of column %d from %u: not aligned", column, from);
+    shared_of(*fiber.cta, from, map.box_bytes());
+    ++fiber.cta->copies;
+    ++fiber.open_group->reads;
+    ++fiber.open_group->writes;
+    later([store = Store{fiber, fiber.open_group, map, column, row, from, {}}]() mutable { return store.complete(); });
+}
+void bulk_commit() {
+    step();
+    self()->groups.push_back(std::exchange(self()->open_group, std::make_shared<StoreGroup>()));
+}
+void bulk_wait(bool reads_only) {
+    step();
+    auto pending = [&](const std::shared_ptr<StoreGroup>& group) { return reads_only ? group->reads : group->writes; };
+    auto& groups = self()->groups;
+    for (size_t i = 0; i < groups.size(); ++i)
+        while (pending(groups[i])) block(Wait::kBulkStores);
+    std::erase_if(groups, [](const auto& group) { return group->writes == 0; });
+}
+
+// ---- cp.async ----
+
+static CopyBatch& open_batch(Fiber& fiber) {
+    if (fiber.batches.empty() || fiber.batches.back()->closed) fiber.batches.push_back(std::make_shared<CopyBatch>());
+    return *fiber.batches.back();
+}
+static void arrive_for_finished(Fiber& fiber) {
+    while (!fiber.batches.empty() && fiber.batches.front()->closed && fiber.batches.front()->copies == 0) {
+        later([&cta = *fiber.cta, barrier = fiber.batches.front()->barrier] {
+            --cta.copies;
+            update_mbarrier(cta, barrier, 1, 0);
+            return true;
+        });
+        fiber.batches.pop_front();
+    }
+}
+
+void copy_async(u32 to, const void* from, u32 bytes) {
+    step();
+    Fiber& fiber = *self();
+    if (to % bytes || uintptr_t(from) % bytes) fail("cp.async of %u bytes to %u: not aligned", bytes, to);
+    shared_of(*fiber.cta, to, bytes);
+    check_memory(from, bytes, "cp.async");
+    ++open_batch(fiber).copies;
+    ++fiber.copies;
+    ++fiber.cta->copies;
+    later([=, &fiber, batch = fiber.batches.back()] {
+        memcpy(fiber.cta->shared + to, from, bytes);
+        mark_unfenced(*fiber.cta, to, bytes, kCopies);
+        --fiber.cta->copies;
+        --batch->copies;
+        arrive_for_finished(fiber);
+        if (--fiber.copies == 0) wake(fiber, Wait::kCopies);
+        return true;
+    });
+}
+void copy_async_arrive(u32 barrier) {
+    step();
+    Fiber& fiber = *self();
+    read_mbarrier(*fiber.cta, barrier);
+    CopyBatch& batch = open_batch(fiber);
+    batch.closed = true;
+    batch.barrier = barrier;
+    ++fiber.cta->copies;
+    arrive_for_finished(fiber);
+}
+void copy_async_wait() {
+    step();
+    while (self()->copies) block(Wait::kCopies);
+}
+}  // namespace emu

@@ -1,0 +1,72 @@
+// What a kernel's code asks of the runtime. Small: every kernel is compiled with it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+struct uint3 {
+    unsigned x, y, z;
+};
+
+namespace emu {
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned;
+using u64 = unsigned long long;
+
+// Shared memory of a CTA; an address is an offset from its start. What lies below is nobody's.
+constexpr u32 kDynamicShared = 1024, kStaticShared = kDynamicShared + 227 * 1024;
+constexpr u32 kSharedEnd = kStaticShared + 48 * 1024;
+
+struct Thread {
+    uint3 thread_index, block_index, grid;
+    u32 lane;
+    u8* shared;
+};
+extern Thread* current;
+
+[[noreturn]] void fail(const char* format, ...);
+void step();  // here the scheduler may let another thread run
+void poll();  // here it does: the thread waits for memory to change
+
+// ---- warps ----
+enum Collective { kSyncWarp, kShuffle, kBallot, kMatch, kStoreMatrix, kWgmma, kWgmmaFence, kWgmmaCommit, kWgmmaWait };
+const u64* collect(Collective kind, u32 mask, u64 value);  // the values of all lanes, once those of the mask have come
+void store_matrix(u32 row_address, const u32* values, int count, bool transposed);
+void wgmma_issue(float* d, u64 a, u64 b, bool accumulate, int n);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait();
+
+// ---- shared memory ----
+u8* shared_at(u32 address, u32 bytes);      // checked
+void wrote_shared(u32 address, u32 bytes);  // by an ordinary store: TMA and wgmma need a fence after it
+void fence_proxy_async();
+u8* static_shared(const void* variable, u32 bytes);  // the same place for all threads of a CTA
+
+template <class T>
+struct DynamicShared {
+    operator T*() const { return reinterpret_cast<T*>(current->shared + kDynamicShared); }
+};
+
+// ---- barriers ----
+void mbarrier_init(u32 barrier, u32 count);
+void mbarrier_arrive(u32 barrier, u32 expected_bytes);
+void mbarrier_wait(u32 barrier, u32 parity);
+void named_barrier(int id, int threads);
+void sync_threads();
+
+// ---- copies ----
+void tma_load(u32 to, const void* map, int column, int row, u32 barrier);
+void tma_store(const void* map, int column, int row, u32 from);
+void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier);
+void bulk_commit();
+void bulk_wait(bool reads_only);
+void copy_async(u32 to, const void* from, u32 bytes);
+void copy_async_arrive(u32 barrier);
+void copy_async_wait();
+
+// ---- launches ----
+void let_next_kernel_start();
+void wait_for_previous_kernel();
+}  // namespace emu

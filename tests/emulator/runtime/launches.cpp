@@ -1,0 +1,155 @@
+// Kernels in the order of a stream, early ones beside the one before; their CTAs on multiprocessors; the C interface.
+#include <algorithm>
+#include "state.h"
+#include "tensor_map.h"
+
+namespace emu {
+constexpr int kReservedShared = 1024;  // of each CTA
+
+static bool may_start(const Kernel& kernel) {
+    if (kernel.index == 0) return true;
+    if (!kernel.early)
+        return std::all_of(run.kernels.begin(), run.kernels.begin() + kernel.index, [](auto& k) { return k.done(); });
+    const Kernel& previous = run.kernels[kernel.index - 1];
+    return previous.placed == previous.ctas && previous.let_next == previous.ctas;
+}
+
+void let_next_kernel_start() {  // counts once any thread of the CTA has called it
+    step();
+    Cta& cta = *self()->cta;
+    cta.kernel->let_next += !std::exchange(cta.let_next, true);
+}
+void wait_for_previous_kernel() {
+    step();
+    const Kernel& kernel = *self()->cta->kernel;
+    while (kernel.early && kernel.index > 0 && !run.kernels[kernel.index - 1].done()) block(Wait::kPreviousKernel);
+}
+
+static void start_threads(Cta& cta, uint3 block_index) {
+    const Kernel& kernel = *cta.kernel;
+    cta.alive = kernel.threads;
+    for (int i = 0; i < cta.alive; ++i) {
+        if (i % 32 == 0) cta.warps.push_back({.cta = &cta, .index = i / 32});
+        Fiber& fiber = cta.fibers.emplace_back();
+        static_cast<Thread&>(fiber) = {{u32(i), 0, 0}, block_index, kernel.grid, u32(i % 32), cta.shared};
+        fiber.index = i;
+        fiber.cta = &cta;
+        fiber.warp = &cta.warps.back();
+        fiber.warp->fibers[i % 32] = &fiber;
+        start_fiber(fiber);
+    }
+}
+
+static void place(Kernel& kernel, int multiprocessor) {
+    Cta& cta = *run.ctas.emplace_back(std::make_unique<Cta>());
+    u32 index = u32(kernel.placed++), warpgroups = u32(kernel.threads + 127) / 128;
+    cta.kernel = &kernel;
+    cta.index = int(index);
+    cta.multiprocessor = multiprocessor;
+    cta.memory.assign(kSharedEnd + 1024, 0xff);  // NaN
+    cta.shared = cta.memory.data() + (1024 - uintptr_t(cta.memory.data()) % 1024);
+    cta.issued.resize(warpgroups);
+    cta.unfenced.resize(kSharedEnd / 16);
+    cta.unfenced_lists.resize(1 + warpgroups);
+    start_threads(cta, {index % kernel.grid.x, index / kernel.grid.x, 0});
+    run.multiprocessors[multiprocessor].threads -= kernel.threads;
+    run.multiprocessors[multiprocessor].shared -= int(kernel.shared_bytes) + kReservedShared;
+    run.live.push_back(&cta);
+}
+
+static int find_multiprocessor(const Kernel& kernel) {
+    int count = int(run.multiprocessors.size()), first = int(run.random.below(count));
+    for (int i = 0; i < count; ++i) {
+        const Multiprocessor& candidate = run.multiprocessors[(first + i) % count];
+        bool room = candidate.shared >= int(kernel.shared_bytes) + kReservedShared;
+        if (room && candidate.threads >= kernel.threads) return (first + i) % count;
+    }
+    return -1;
+}
+
+void place_ctas() {
+    for (Kernel& kernel : run.kernels) {
+        if (kernel.placed == kernel.ctas) continue;
+        if (!may_start(kernel)) return;
+        while (kernel.placed < kernel.ctas) {
+            int multiprocessor = find_multiprocessor(kernel);
+            if (multiprocessor < 0) return;
+            place(kernel, multiprocessor);
+        }
+    }
+}
+
+void end_cta(Cta& cta) {
+    Kernel& kernel = *cta.kernel;
+    if (cta.copies) fail("CTA %d of kernel %d ended before %d of its copies", cta.index, kernel.index, cta.copies);
+    for (const Warp& warp : cta.warps)
+        if (warp.running || warp.issued != cta.issued[warp.index / 4].size())
+            fail("CTA %d of kernel %d ended before its wgmma", cta.index, kernel.index);
+    for (const Cta::NamedBarrier& barrier : cta.named)
+        if (barrier.arrived) fail("CTA %d of kernel %d ended with threads at a barrier", cta.index, kernel.index);
+    for (Fiber& fiber : cta.fibers) end_fiber(fiber);
+    run.multiprocessors[cta.multiprocessor].threads += kernel.threads;
+    run.multiprocessors[cta.multiprocessor].shared += int(kernel.shared_bytes) + kReservedShared;
+    kernel.let_next += !cta.let_next;
+    ++kernel.ended;
+    std::erase(run.live, &cta);
+    cta.memory = {};
+    if (kernel.done())
+        for (Cta* other : run.live) wake_all(*other, Wait::kPreviousKernel);
+}
+
+static void draw_schedule(u64 seed) {
+    Random& random = run.random;
+    random.state = (seed + 1) * 0x9e3779b97f4a7c15;
+    for (int i = 0; i < 10; ++i) random.next();
+    constexpr double kOperation[] = {0.5, 0.1, 0.02, 0.003}, kLate[] = {0, 0.03, 0.3, 0.6}, kStep[] = {0.02, 0.15};
+    run.operation_chance = kOperation[random.below(4)];
+    run.late_chance = kLate[random.below(4)];
+    run.step_chance = kStep[random.below(2)];
+    run.starve = random.chance(0.7);
+}
+}  // namespace emu
+
+using namespace emu;
+
+extern "C" {
+void emu_tensor_map(void* out, u8* base, i64 rows, i64 columns, int element_bytes, u32 box_rows) {
+    TensorMap map{TensorMap::kKind, base, rows, columns * element_bytes, element_bytes, box_rows};
+    memcpy(out, &map, sizeof map);
+}
+
+// Forgets what is queued.
+void emu_reset() { run = {}; }
+
+// Memory that copies of the next run may touch.
+void emu_memory(const u8* begin, u64 bytes) {
+    u64& known = run.memory[begin];
+    known = std::max(known, bytes);
+}
+
+// Queues a kernel for the next run; args[i] points to its i-th argument until then.
+void emu_launch(void (*entry)(void**), int grid_x, int grid_y, int threads, u32 shared_bytes, void** args, int early) {
+    uint3 grid{u32(grid_x), u32(grid_y), 1};
+    int index = int(run.kernels.size());
+    run.kernels.push_back({entry, args, grid, threads, shared_bytes, early != 0, index, grid_x * grid_y, 0, 0, 0});
+}
+
+// Runs what is queued; an empty string, or what went wrong. Afterwards nothing is queued.
+const char* emu_run(u64 seed, int multiprocessors) {
+    static std::string error;
+    draw_schedule(seed);
+    run.multiprocessors.resize(multiprocessors);
+    try {
+        schedule();
+        for (const Kernel& kernel : run.kernels)
+            if (!kernel.done()) fail("kernel %d cannot start", kernel.index);
+    } catch (Failure&) {
+        for (Cta* cta : run.live)
+            for (Fiber& fiber : cta->fibers) free_stack(fiber);
+    }
+    current = nullptr;
+    error = run.error;
+    emu_reset();
+    return error.c_str();
+}
+}

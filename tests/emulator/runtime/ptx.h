@@ -1,0 +1,140 @@
+// The PTX instructions of the kernels, a function each. translate.py calls the instruction a.b::c as a_b_c, with its
+// operands in their order; those of vectors and addresses one by one.
+#pragma once
+#include <tuple>
+#include "cuda.h"
+
+namespace ptx {
+using emu::u16, emu::u32, emu::u64, emu::u8;
+
+// ---- values ----
+
+template <class T>
+inline void setp_ne_b32(bool& p, T a, T b) {
+    p = a != b;
+}
+inline void mov_b64(u64& to, u32 low, u32 high) { to = u64(high) << 32 | low; }
+
+inline u16 bf16_of(float value) {
+    u32 bits = emu_bits<u32>(value);
+    if (std::isnan(value)) return 0x7fff;
+    return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline float of_bf16(u32 bits) { return emu_bits<float>(bits << 16); }
+inline u32 e4m3_of(float value) {  // to nearest even, saturating
+    u32 sign = emu_bits<u32>(value) >> 24 & 0x80, bits = emu_bits<u32>(value) & 0x7fffffff;
+    if (std::isnan(value)) return 0x7f;
+    if (emu_bits<float>(bits) >= 448.f) return sign | 0x7e;
+    if (emu_bits<float>(bits) < 0x1p-6f) return sign | u32(nearbyintf(emu_bits<float>(bits) * 0x1p9f));
+    bits += 0x7ffff + (bits >> 20 & 1);
+    return sign | min(((bits >> 23) - 120) << 3 | (bits >> 20 & 7), 0x7eu);
+}
+inline void cvt_rn_bf16_f32(u16& to, float value) { to = bf16_of(value); }
+inline void cvt_rn_bf16x2_f32(u32& to, float high, float low) { to = u32(bf16_of(high)) << 16 | bf16_of(low); }
+inline void cvt_rn_satfinite_e4m3x2_f32(u16& to, float high, float low) { to = u16(e4m3_of(high) << 8 | e4m3_of(low)); }
+inline void max_u16x2(u32& to, u32 a, u32 b) { to = max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff); }
+inline void mul_rn_bf16x2(u32& to, u32 a, u32 b) {
+    cvt_rn_bf16x2_f32(to, of_bf16(a >> 16) * of_bf16(b >> 16), of_bf16(a & 0xffff) * of_bf16(b & 0xffff));
+}
+inline void ex2_approx_ftz_f32(float& to, float value) { to = exp2f(value); }
+inline void rcp_approx_ftz_f32(float& to, float value) { to = 1.0f / value; }
+
+// ---- memory ----
+
+template <class... T>
+inline void load_shared(u32 from, T&... to) {
+    const u8* p = emu::shared_at(from, sizeof...(T) * 4);
+    static_assert(((sizeof(T) == 4) && ...));
+    ((memcpy(&to, p, 4), p += 4), ...);
+}
+template <class... T>
+inline void store_shared(u32 to, T... values) {
+    u8* p = emu::shared_at(to, (sizeof(T) + ...));
+    emu::wrote_shared(to, (sizeof(T) + ...));
+    ((memcpy(p, &values, sizeof(T)), p += sizeof(T)), ...);
+}
+inline void ld_shared_f32(float& to, u32 from) { load_shared(from, to); }
+inline void ld_shared_u32(u32& to, u32 from) { load_shared(from, to); }
+inline void ld_shared_v4_u32(u32& a, u32& b, u32& c, u32& d, u32 from) { load_shared(from, a, b, c, d); }
+inline void ld_shared_v4_s32(int& a, int& b, int& c, u32& d, u32 from) { load_shared(from, a, b, c, d); }
+inline void st_shared_u8(u32 to, u32 value) { store_shared(to, u8(value)); }
+inline void st_shared_u16(u32 to, u16 value) { store_shared(to, value); }
+inline void st_shared_u32(u32 to, u32 value) { store_shared(to, value); }
+inline void st_shared_v4_s32(u32 to, int a, int b, int c, int d) { store_shared(to, a, b, c, d); }
+inline void stmatrix_sync_aligned_m8n8_x4_shared_b16(u32 row, u32 a, u32 b, u32 c, u32 d) {
+    const u32 values[] = {a, b, c, d};
+    emu::store_matrix(row, values, 4, false);
+}
+inline void stmatrix_sync_aligned_m8n8_x2_trans_shared_b16(u32 row, u32 a, u32 b) {
+    const u32 values[] = {a, b};
+    emu::store_matrix(row, values, 2, true);
+}
+inline void ld_acquire_gpu_global_s32(int& to, const int* from) {
+    emu::poll();
+    to = *from;
+}
+inline void fence_proxy_async_shared_cta() { emu::fence_proxy_async(); }
+inline void fence_proxy_async_global() { emu::step(); }
+inline void fence_mbarrier_init_release_cluster() { emu::step(); }
+
+// ---- barriers ----
+
+inline void bar_sync(int id, int threads) { emu::named_barrier(id, threads); }
+inline void mbarrier_init_shared_cta_b64(u32 barrier, u32 count) { emu::mbarrier_init(barrier, count); }
+inline void mbarrier_arrive_shared_cta_b64(u32 barrier) { emu::mbarrier_arrive(barrier, 0); }
+inline void mbarrier_arrive_expect_tx_shared_cta_b64(u32 barrier, u32 bytes) { emu::mbarrier_arrive(barrier, bytes); }
+inline void mbarrier_try_wait_parity_shared_cta_b64(bool& done, u32 barrier, u32 parity) {
+    emu::mbarrier_wait(barrier, parity);
+    done = true;
+}
+
+// ---- copies ----
+
+inline void cp_async_bulk_tensor_2d_shared_cluster_global_mbarrier_complete_tx_bytes(u32 to, const void* map,
+                                                                                     int column, int row,
+                                                                                     u32 barrier) {
+    emu::tma_load(to, map, column, row, barrier);
+}
+inline void cp_async_bulk_tensor_2d_global_shared_cta_bulk_group(const void* map, int column, int row, u32 from) {
+    emu::tma_store(map, column, row, from);
+}
+inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 to, const void* from, u32 bytes,
+                                                                           u32 barrier) {
+    emu::bulk_load(to, from, bytes, barrier);
+}
+inline void cp_async_bulk_commit_group() { emu::bulk_commit(); }
+inline void cp_async_bulk_wait_group_read(int) { emu::bulk_wait(true); }
+inline void cp_async_bulk_wait_group(int) { emu::bulk_wait(false); }
+inline void cp_async_ca_shared_global(u32 to, const void* from, u32 bytes) { emu::copy_async(to, from, bytes); }
+inline void cp_async_cg_shared_global(u32 to, const void* from, u32 bytes) { emu::copy_async(to, from, bytes); }
+inline void cp_async_mbarrier_arrive_noinc_shared_cta_b64(u32 barrier) { emu::copy_async_arrive(barrier); }
+inline void cp_async_wait_all() { emu::copy_async_wait(); }
+
+// ---- wgmma ----
+
+// Registers of the accumulator, descriptors of A and B, whether to accumulate, two signs.
+template <int kN, class... T>
+inline void wgmma(float& d, T... operands) {
+    constexpr size_t kOthers = kN / 2 - 1;
+    static_assert(sizeof...(T) == kOthers + 5);
+    auto all = std::tie(operands...);
+    emu::wgmma_issue(&d, std::get<kOthers>(all), std::get<kOthers + 1>(all), std::get<kOthers + 2>(all), kN);
+}
+#define WGMMA(n)                                                                    \
+    template <class... T>                                                           \
+    inline void wgmma_mma_async_sync_aligned_m64n##n##k32_f32_e4m3_e4m3(T&&... x) { \
+        wgmma<n>(x...);                                                             \
+    }
+WGMMA(8) WGMMA(16) WGMMA(32) WGMMA(64) WGMMA(128)
+#undef WGMMA
+inline void wgmma_fence_sync_aligned() { emu::wgmma_fence(); }
+inline void wgmma_commit_group_sync_aligned() { emu::wgmma_commit(); }
+inline void wgmma_wait_group_sync_aligned(int) { emu::wgmma_wait(); }
+
+// ---- launches ----
+
+inline void griddepcontrol_launch_dependents() { emu::let_next_kernel_start(); }
+inline void griddepcontrol_wait() { emu::wait_for_previous_kernel(); }
+inline void setmaxnreg_dec_sync_aligned_u32(int) { emu::step(); }
+inline void setmaxnreg_inc_sync_aligned_u32(int) { emu::step(); }
+}  // namespace ptx

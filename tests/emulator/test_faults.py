@@ -1,0 +1,133 @@
+"""The emulator sees faults: each of these, put into the kernels' sources, fails a run within a few schedules."""
+
+import ctypes
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8moe_plugin.ops.gate_up import gate_up
+from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
+from fp8moe_plugin.ops.route import tiles_of_counts
+from fp8moe_plugin.plan import PREFILL_BLOCK_M, Output, grouped_gemm_key, tiles_of_counts_key
+from tests import helpers as h
+from tests.emulator.build import CSRC, Kernels
+from tests.emulator.conftest import MULTIPROCESSORS
+from tests.emulator.device import Device, EmulatorError
+from tests.emulator.inputs import assert_product, empty_rows, slabs
+
+SCHEDULES = 16
+COUNTS, WIDTH = [144, 130, 64], 256
+
+
+def second_gemm(emulator: Device, seed: int) -> None:
+    gen = h.seeded(0, torch.device("cpu"))
+    rows = slabs(gen, COUNTS, 512)
+    b, out = h.random_weights(gen, len(COUNTS), WIDTH, 512), empty_rows(rows, WIDTH)
+    emulator.execute(
+        seed, lambda: grouped_gemm(rows.a, b, out, tiles_of_counts(rows.masked_m, rows.max_m, PREFILL_BLOCK_M))
+    )
+    assert_product(out, rows, rows.a, b)
+
+
+def both_gemms(emulator: Device, seed: int) -> None:
+    gen = h.seeded(0, torch.device("cpu"))
+    rows = slabs(gen, COUNTS, 256)
+    w13, w2 = h.random_weights(gen, len(COUNTS), 2 * WIDTH, 256), h.random_weights(gen, len(COUNTS), WIDTH, WIDTH)
+    out = empty_rows(rows, WIDTH)
+
+    def ops() -> h.Quantized:
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, PREFILL_BLOCK_M)
+        inner = gate_up(rows.a, w13, tiles, rows.masked_m, False)
+        grouped_gemm(inner, w2, out, tiles, after_gate_up=True)
+        return inner
+
+    assert_product(out, rows, emulator.execute(seed, ops), w2)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` becomes `new` in a source; `seen`: how a run then fails."""
+
+    source: str
+    old: str
+    new: str
+    run: Callable[[Device, int], None]
+    seen: str
+
+    def write_to(self, folder: Path) -> None:
+        shutil.copytree(CSRC, folder)
+        text = (folder / self.source).read_text()
+        assert text.count(self.old) == 1, f"{self.source} has changed: {self.old!r} is not there once"
+        (folder / self.source).write_text(text.replace(self.old, self.new))
+
+
+WRONG_RESULT = "elements are wrong"
+FAULTS = {
+    "a stage is read before it is full": Fault(
+        "gemm_multiply.cuh",
+        "barrier_wait(shared.full(s), ring.phase);\n        if (GATHER)",
+        "if (GATHER)",
+        second_gemm,
+        f"{WRONG_RESULT}|more arrivals",
+    ),
+    "a stage is never released": Fault(
+        "gemm_multiply.cuh", "if (half == kCount - 1) release(shared, s);", "", second_gemm, "deadlock"
+    ),
+    "a product is read before it is there": Fault(
+        "gemm_multiply.cuh",
+        "            wgmma_wait();\n",
+        "",
+        second_gemm,
+        f"{WRONG_RESULT}|without wgmma.fence|ended before its wgmma",
+    ),
+    "TMA reads stores that are not fenced": Fault(
+        "gemm_store.cuh", "    fence_proxy_async();\n", "", second_gemm, "without fence.proxy.async"
+    ),
+    "a block ends before its stores have read": Fault(
+        "grouped_gemm.cu",
+        "            tma_store_wait();\n",
+        "            ;\n",
+        second_gemm,
+        "ended before .* of its copies",
+    ),
+    "the second GEMM does not wait for rows of the first": Fault(
+        "gemm_load.cuh", "__nanosleep(100);", "break;", both_gemms, WRONG_RESULT
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def faulty_kernels(emulator_runtime: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernels]:
+    """The kernels of each fault, by its name."""
+    kernels = {}
+    for name, fault in FAULTS.items():
+        folder = tmp_path_factory.mktemp("fault")
+        fault.write_to(folder / "csrc")
+        kernels[name] = Kernels(folder, folder / "csrc")
+        kernels[name].start(grouped_gemm_key(Output.BF16), tiles_of_counts_key())
+    return kernels
+
+
+def failures(emulator: Device, fault: Fault) -> Iterator[str]:
+    """How the runs fail that do, under one schedule after another."""
+    for seed in range(SCHEDULES):
+        try:
+            fault.run(emulator, seed)
+        except (AssertionError, EmulatorError) as error:
+            yield f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_seen(emulator_runtime: ctypes.CDLL, faulty_kernels: dict[str, Kernels], name: str) -> None:
+    emulator = Device(emulator_runtime, faulty_kernels[name], MULTIPROCESSORS)
+    others = []
+    for text in failures(emulator, FAULTS[name]):
+        if re.search(FAULTS[name].seen, text):
+            return
+        others.append(text)
+    pytest.fail(f"not seen in {SCHEDULES} schedules, but: {others}")

@@ -1,0 +1,130 @@
+"""The GEMM kernels, launched by their ops, on the emulator."""
+
+import pytest
+import torch
+
+from fp8moe_plugin.ops.gate_up import gate_up
+from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
+from fp8moe_plugin.ops.quantize import Quantized, empty_tokens, quantize_rows, quantize_tokens
+from fp8moe_plugin.ops.route import Tiles, route, tiles_of_counts
+from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
+from fp8moe_plugin.plan import DECODE_BLOCK_M, PREFILL_BLOCK_M
+from tests import helpers as h
+from tests.emulator.conftest import MULTIPROCESSORS
+from tests.emulator.device import Device
+from tests.emulator.inputs import Slabs, assert_counters_at_zero, assert_product, empty_rows, slabs
+
+CPU = torch.device("cpu")
+SHORT = [8, 1, 16, 0, 33, 64, 65]
+LONG = [144, 130, 64, 1, 0, 300]
+seeds = pytest.mark.parametrize("seed", [1, 2])
+
+
+def multiply(emulator: Device, rows: Slabs, b: Quantized, block_m: int, seed: int) -> tuple[torch.Tensor, Tiles]:
+    out = empty_rows(rows, b[0].shape[1])
+
+    def ops() -> Tiles:
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, block_m)
+        grouped_gemm(rows.a, b, out, tiles)
+        return tiles
+
+    return out, emulator.execute(seed, ops)
+
+
+@seeds
+@pytest.mark.parametrize(
+    ("counts", "block_m", "n", "k"),
+    [
+        (SHORT, DECODE_BLOCK_M, 200, 128),
+        (SHORT, DECODE_BLOCK_M, 256, 256),
+        (SHORT, DECODE_BLOCK_M, 384, 1024),
+        ([0, 0], DECODE_BLOCK_M, 128, 128),
+        (LONG, PREFILL_BLOCK_M, 512, 128),
+        (LONG, PREFILL_BLOCK_M, 256, 256),
+        (LONG, PREFILL_BLOCK_M, 200, 512),
+        (LONG, PREFILL_BLOCK_M, 384, 1024),
+        ([0, 0], PREFILL_BLOCK_M, 256, 128),
+    ],
+)
+def test_the_product_is_that_of_the_operands(
+    emulator: Device, counts: list[int], block_m: int, n: int, k: int, seed: int
+) -> None:
+    gen = h.seeded(seed, CPU)
+    rows, b = slabs(gen, counts, k), h.random_weights(gen, len(counts), n, k)
+    out, tiles = multiply(emulator, rows, b, block_m, seed)
+    assert_product(out, rows, rows.a, b)
+    assert_counters_at_zero(tiles)
+
+
+@seeds
+@pytest.mark.parametrize(("hidden", "intermediate"), [(256, 128), (1024, 256)])
+def test_one_kernel_gives_the_bits_of_three(emulator: Device, hidden: int, intermediate: int, seed: int) -> None:
+    gen = h.seeded(seed, CPU)
+    rows, w13 = slabs(gen, LONG, hidden), h.random_weights(gen, len(LONG), 2 * intermediate, hidden)
+    products = empty_rows(rows, 2 * intermediate)
+
+    def ops() -> tuple[Quantized, Quantized]:
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, PREFILL_BLOCK_M)
+        grouped_gemm(rows.a, w13, products, tiles)
+        return silu_mul_quant_fp8(products, rows.masked_m), gate_up(rows.a, w13, tiles, rows.masked_m, False)
+
+    expected, actual = emulator.execute(seed, ops)
+    for group, count in enumerate(LONG):
+        for got, wanted in zip(actual, expected, strict=True):
+            assert h.same_bits(got[group, :count], wanted[group, :count])
+            assert h.untouched(got[group, count:])
+
+
+@seeds
+@pytest.mark.parametrize(("hidden", "intermediate"), [(128, 256), (640, 128)])
+def test_rows_found_among_the_tokens_give_the_bits_of_copies(
+    emulator: Device, hidden: int, intermediate: int, seed: int
+) -> None:
+    gen, experts = h.seeded(seed, CPU), 3
+    x, w13 = h.random_tokens(gen, 150, hidden), h.random_weights(gen, experts, 2 * intermediate, hidden)
+    _, ids = h.random_routing(gen, "some_missing", len(x), 2, experts)
+    quantized = empty_tokens(len(x), hidden, CPU)
+
+    def ops() -> tuple[torch.Tensor, Quantized, Quantized]:
+        routing = route(ids, experts, PREFILL_BLOCK_M)
+        quantize_tokens(x, quantized)
+        q, scales = quantize_rows(x, routing.slots)
+        copies = gate_up((q[None], scales[None]), w13, routing.tiles, routing.num_rows, False)
+        found = gate_up(quantized, w13, routing.tiles, routing.num_rows, False, routing.tokens)
+        return routing.num_rows, copies, found
+
+    rows, expected, actual = emulator.execute(seed, ops)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert h.same_bits(got[0, :rows], wanted[0, :rows])
+        assert h.untouched(got[0, rows:])
+
+
+@seeds
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("intermediate", [128, 256, 512, 1024])
+def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
+    emulator: Device, gathered: bool, intermediate: int, seed: int
+) -> None:
+    gen, n = h.seeded(seed, CPU), 384
+    rows = slabs(gen, LONG, 128)
+    w13, w2 = (h.random_weights(gen, len(LONG), *shape) for shape in ((2 * intermediate, 128), (n, intermediate)))
+    out = empty_rows(rows, n)
+    a, tokens = rows.a, None
+    if gathered:
+        tokens = torch.arange(len(LONG) * rows.max_m, dtype=torch.int32)
+        a = a[0].flatten(0, 1), a[1].flatten(0, 1).contiguous()
+
+    def ops() -> tuple[Tiles, Quantized]:
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, PREFILL_BLOCK_M)
+        inner = gate_up(a, w13, tiles, rows.masked_m, False, tokens)
+        q, scales = (part.flatten(0, 1).unflatten(0, out.shape[:2]) for part in inner)
+        grouped_gemm((q, scales), w2, out, tiles, after_gate_up=True)
+        return tiles, (q, scales)
+
+    tiles, inner = emulator.execute(seed, ops)
+    assert_product(out, rows, inner, w2)
+    assert_counters_at_zero(tiles)
+    assert tiles.ready is not None
+    done, *stored = tiles.ready[: 1 + int(tiles.num_tiles[0])].tolist()
+    assert done == 2 * MULTIPROCESSORS
+    assert set(stored) == {2 * intermediate // 128}
