@@ -116,8 +116,12 @@ def line(name: str, found: dict[str, Any]) -> str:
     return f"{name:9} {found['tokens_per_s']:9.0f} tokens/s, rounds {rounds}, ready after {found['ready_s']:.0f} s"
 
 
+def finished(engines: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: found for name, found in engines.items() if "error" not in found}
+
+
 def ours_over_best_peer(engines: dict[str, dict[str, Any]]) -> float | None:
-    speeds = {name: found["tokens_per_s"] for name, found in engines.items() if "error" not in found}
+    speeds = {name: found["tokens_per_s"] for name, found in finished(engines).items()}
     ours = speeds.pop(OURS, None)
     return ours / max(speeds.values()) if ours and speeds else None
 
@@ -130,7 +134,7 @@ def read_report(path: Path) -> dict[str, Any]:
     """
     try:
         results: dict[str, Any] = json.loads(path.read_text())
-        done = [name for name, found in results["engines"].items() if "error" not in found]
+        done = finished(results["engines"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UnsupportedError(f"{path} is no report of benchmarks.engine_prefill: {error!r}.") from None
     if not done:
@@ -145,7 +149,7 @@ def plot(report: Path) -> None:
     from matplotlib.figure import Figure  # without pyplot nothing looks for a display
 
     results = read_report(report)
-    engines = {name: found for name, found in results["engines"].items() if "error" not in found}
+    engines = finished(results["engines"])
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.add_subplot(ylabel="prompt tokens per second")
     bars = axes.bar(list(engines), [found["tokens_per_s"] for found in engines.values()], width=0.6)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from fp8moe_plugin import ops  # noqa: F401  (loads the modules whose scratch is poisoned)
 from fp8moe_plugin.ops import workspace
+from fp8moe_plugin.plan import HOPPER
 
 settings.register_profile(
     "ci", max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -24,7 +25,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def has_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8, per_token_group_quant_fp8_reference
+from fp8moe_plugin.ops.route import Routing, Tiles
 
 GROUP = 128
 FP8 = torch.float8_e4m3fn
@@ -190,3 +191,23 @@ def assert_quantized(pair: Quantized, expected: torch.Tensor, ue8m0: bool = Fals
     half_step = torch.maximum(expected.abs() / 16, wide / 1024)
     allowed = half_step * (1 + 1e-3) + slack * expected.abs()
     assert ((dequantize_tokens(q, scales) - expected).abs() <= allowed).all()
+
+
+def assert_same_tiles(actual: Tiles, expected: Tiles) -> None:
+    """`actual` is from a kernel, on poisoned scratch."""
+    count = int(expected.num_tiles[0])
+    assert int(actual.num_tiles[0]) == count <= actual.table.shape[0]
+    assert torch.equal(actual.table[:count], expected.table[:count])
+    assert untouched(actual.table[count:])
+    assert not actual.num_tiles[1:].any()
+    if actual.ready is not None:
+        assert not actual.ready[: count + 1].any()
+        assert untouched(actual.ready[count + 1 :])
+
+
+def assert_same_routing(actual: Routing, expected: Routing) -> None:
+    assert torch.equal(actual.slots, expected.slots)
+    assert torch.equal(actual.num_rows, expected.num_rows)
+    rows = int(expected.num_rows)
+    assert torch.equal(actual.tokens[:rows], expected.tokens[:rows])
+    assert_same_tiles(actual.tiles, expected.tiles)

@@ -73,11 +73,15 @@ def nvrtc_version() -> str:
     return f"nvrtc {package if package.startswith(f'{release}.') else release}"
 
 
+def macros(key: KernelKey) -> tuple[tuple[str, int], ...]:
+    """What the source of a kernel is compiled under."""
+    return *key.defines, ("THREADS", key.threads), ("SMEM_BYTES", key.smem_bytes)
+
+
 def translation_unit(key: KernelKey) -> str:
     """The text that is compiled: the macros, then the source with its includes in place."""
-    values = (*key.defines, ("THREADS", key.threads), ("SMEM_BYTES", key.smem_bytes))
-    macros = "".join(f"#define {name} {value}\n" for name, value in values)
-    return macros + _expand(f"{key.source}.cu", set())
+    lines = "".join(f"#define {name} {value}\n" for name, value in macros(key))
+    return lines + _expand(f"{key.source}.cu", set())
 
 
 def _expand(name: str, seen: set[str]) -> str:

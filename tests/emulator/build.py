@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import fp8moe_plugin
+from fp8moe_plugin.jit.compiler import macros
 from fp8moe_plugin.plan import KernelKey
 from tests.emulator.translate import translate
 
@@ -43,8 +44,7 @@ class Kernels:
 
     def _compile(self, key: KernelKey, number: int) -> Path:
         source, library = (self._folder / f"{key.source}-{number}{suffix}" for suffix in (".cpp", ".so"))
-        macros = [*key.defines, ("THREADS", key.threads), ("SMEM_BYTES", key.smem_bytes)]
-        defines = [f"-D{name}={value}" for name, value in macros]
+        defines = [f"-D{name}={value}" for name, value in macros(key)]
         preprocessed = _gcc("-E", "-xc++", "-std=c++20", *defines, self._csrc / f"{key.source}.cu")
         source.write_text(f'#include "ptx.h"\n{translate(preprocessed)}{ENTRY.format(name=key.source)}')
         _gcc(*KERNEL_FLAGS, f"-I{RUNTIME}", "-o", library, source)

@@ -13,8 +13,6 @@ from fp8moe_plugin.ops.quantize import (
     quantize_tokens,
 )
 from fp8moe_plugin.ops.route import (
-    Routing,
-    Tiles,
     _runs,
     _tiles_reference,
     route,
@@ -26,7 +24,7 @@ from fp8moe_plugin.ops.route import (
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8, silu_mul_quant_fp8_reference
 from fp8moe_plugin.plan import PAIRS_PER_CHUNK
 from fp8moe_plugin.shapes import MAX_LOCAL_EXPERTS
-from tests.helpers import Quantized, poisoned, seeded, untouched
+from tests.helpers import Quantized, assert_same_routing, assert_same_tiles, poisoned, seeded, untouched
 
 pytestmark = pytest.mark.gpu
 
@@ -86,17 +84,6 @@ def codes(q: torch.Tensor) -> torch.Tensor:
 def assert_same_quantized(actual: Quantized, expected: Quantized) -> None:
     assert torch.equal(codes(actual[0]), codes(expected[0]))
     assert torch.equal(actual[1].view(torch.int32), expected[1].view(torch.int32))
-
-
-def assert_same_tiles(actual: Tiles, expected: Tiles) -> None:
-    count = int(expected.num_tiles[0])
-    assert int(actual.num_tiles[0]) == count <= actual.table.shape[0]
-    assert torch.equal(actual.table[:count], expected.table[:count])
-    assert untouched(actual.table[count:])
-    assert not actual.num_tiles[1:].any()
-    if actual.ready is not None:
-        assert not actual.ready[: count + 1].any()
-        assert untouched(actual.ready[count + 1 :])
 
 
 def ordered(q: torch.Tensor) -> torch.Tensor:
@@ -248,14 +235,6 @@ def test_combine_reads_no_row_without_a_slot() -> None:
 
 
 # ---- route and the tile tables ----
-
-
-def assert_same_routing(actual: Routing, expected: Routing) -> None:
-    assert torch.equal(actual.slots, expected.slots)
-    assert torch.equal(actual.num_rows, expected.num_rows)
-    rows = int(expected.num_rows)
-    assert torch.equal(actual.tokens[:rows], expected.tokens[:rows])
-    assert_same_tiles(actual.tiles, expected.tiles)
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
