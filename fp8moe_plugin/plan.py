@@ -7,6 +7,7 @@ import functools
 import itertools
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from fp8moe_plugin.shapes import GROUP, MAX_LOCAL_EXPERTS, Experts, Model, ceil_div
 
@@ -18,7 +19,21 @@ DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
 GATHER_UP_TO = 1024  # channels of an expert; see gathers
 EARLY_FROM, EARLY_BELOW = 768, 192  # channels of an expert, rows of an expert; see starts_early
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
+PIECE = 256  # bytes; pieces of scratch begin at multiples of it, as torch's tensors at multiples of 512
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
+
+# The parameters of each kernel in order: a tensor map (M), an address (P) or an int (i).
+PARAMETERS = {
+    "combine": "PPPPii",
+    "count_experts": "PPPiiii",
+    "grouped_gemm": "MMMMPiiPPPPPPPPPiii",
+    "grouped_gemm_swap_ab": "MMPiiPPPPiii",
+    "quantize": "PPPPiii",
+    "route": "PPPPPPPPPiiiiii",
+    "silu_mul_quant": "PPPPii",
+    "tiles_of_counts": "PPPPiii",
+    "tiles_of_indices": "PPPPiii",
+}
 
 
 @dataclass(frozen=True)
@@ -254,30 +269,69 @@ def route_chunks(pairs: int) -> int:
     return max(1, ceil_div(pairs, PAIRS_PER_CHUNK))
 
 
+class MoeScratch(NamedTuple):
+    """Where in the scratch of a mixture-of-experts layer each piece begins, in bytes; `rows` are T * k.
+
+    Kernels of the layer run beside one another, so no two pieces share memory. One that a layer does without is empty.
+    """
+
+    x: int  # e4m3 [rows, H], or [T, H] where GEMM 1 gathers
+    x_scales: int  # of the same, K-major, or row-major where GEMM 1 gathers
+    slots: int  # int32 [T, k]
+    tokens: int  # int32 [rows]
+    num_rows: int  # int32 [1]
+    expert_counts: int  # uint32 [chunks, ceil(E / 2)], where the pairs are counted first
+    table: int  # int32 [tiles, 4]
+    num_tiles: int  # int32 [5]
+    ready: int  # int32 [1 + tiles]
+    products: int  # bfloat16 [rows, 2I], where GEMM 1 does not activate
+    inner: int  # e4m3 [rows, I]
+    inner_scales: int  # of the same, K-major
+    down: int  # bfloat16 [rows, H]
+    nbytes: int  # of all pieces
+
+
+@functools.lru_cache(maxsize=1024)
+def moe_scratch(
+    tokens: int, topk: int, hidden: int, intermediate: int, local_experts: int, global_experts: int
+) -> MoeScratch:
+    """The scratch of a mixture-of-experts layer on one rank, nearly all of it in use at once, freed after the layer."""
+    rows, block_m = tokens * topk, moe_block_m(tokens, topk, global_experts)
+    tiles = tile_capacity(rows, local_experts, block_m)
+    chunks = route_chunks(rows)
+    gathered = gathers(intermediate, block_m)
+    sizes = (
+        (tokens if gathered else rows) * hidden,
+        4 * (tokens if gathered else scale_rows(rows)) * (hidden // GROUP),
+        4 * rows,
+        4 * rows,
+        4,
+        4 * chunks * ceil_div(local_experts, 2) if chunks > 1 else 0,
+        16 * tiles,
+        20,
+        4 * (1 + tiles),
+        0 if block_m == PREFILL_BLOCK_M else 4 * rows * intermediate,
+        rows * intermediate,
+        4 * scale_rows(rows) * (intermediate // GROUP),
+        2 * rows * hidden,
+    )
+    return MoeScratch(*itertools.accumulate((ceil_div(size, PIECE) * PIECE for size in sizes), initial=0))
+
+
 def moe_workspace_bytes(local: Experts, tokens: int, global_experts: int) -> int:
-    """The scratch of one mixture-of-experts layer on one rank, nearly all of it in use at once, freed after the layer.
+    """The bytes of `moe_scratch`.
 
     Args:
         local: what the rank holds.
         tokens: of the step.
         global_experts: over all ranks.
     """
-    rows, block_m = tokens * local.topk, moe_block_m(tokens, local.topk, global_experts)
-    tiles = tile_capacity(rows, local.experts, block_m)
-    chunks = route_chunks(rows)
-    counts = chunks * ceil_div(local.experts, 2) if chunks > 1 else 0
-    routing = 4 * (2 * rows + 1 + 5 * tiles + 6 + counts)
-    inner, down = _quantized_bytes(rows, local.intermediate), 2 * rows * local.hidden
-    gate_up = 0 if block_m == PREFILL_BLOCK_M else 2 * rows * 2 * local.intermediate
-    if gathers(local.intermediate, block_m):
-        x = tokens * (local.hidden + 4 * (local.hidden // GROUP))
-    else:
-        x = _quantized_bytes(rows, local.hidden)
-    return routing + x + gate_up + inner + down
+    return moe_scratch(tokens, local.topk, local.hidden, local.intermediate, local.experts, global_experts).nbytes
 
 
-def _quantized_bytes(rows: int, k: int) -> int:
-    return rows * k + 4 * ceil_div(rows, 4) * 4 * (k // GROUP)
+def scale_rows(rows: int) -> int:
+    """How far apart the K-major scales of two k blocks are: a multiple of 16 bytes."""
+    return ceil_div(rows, 4) * 4
 
 
 def _align(size: int) -> int:

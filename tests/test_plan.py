@@ -1,5 +1,7 @@
 """The plan names every kernel that a layer launches, at any number of tokens: what is loaded at start is enough."""
 
+import importlib
+import itertools
 import sys
 
 import pytest
@@ -13,6 +15,7 @@ from fp8moe_plugin.ops.route import route
 from fp8moe_plugin.shapes import Experts
 from tests import helpers as h
 
+layer_ops = importlib.import_module("fp8moe_plugin.ops.fused_moe")  # the op has taken its name
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 256, 128, 4, 2
 WIDE = plan.GATHER_UP_TO + 128  # experts that read copies of their tokens
 
@@ -151,6 +154,65 @@ def test_the_scratch_of_a_layer_is_what_the_plan_says(launched, monkeypatch, tok
         fused_moe(h.random_tokens(gen, tokens, HIDDEN), *layer, torch.rand(tokens, TOPK), ids, expert_map=given)
         local = Experts(layers=1, experts=EXPERTS, topk=TOPK, hidden=HIDDEN, intermediate=intermediate)
         assert plan.moe_workspace_bytes(local, tokens, global_experts) == sum(t.nbytes for t in scratch)
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
+@pytest.mark.parametrize("tokens", [1, 7, 128, 129, 1000])
+def test_a_layer_launches_what_its_ops_launch_one_by_one(
+    launched, monkeypatch, tokens, intermediate, mapped, ids_dtype
+):
+    """In the same order, with the same numbers and the same addresses left out, and with pieces of the same sizes."""
+    launches, scratch = [], []
+
+    def launch(key: plan.KernelKey, grid: object, args: tuple[int, ...], device: int, early: bool = False) -> None:
+        letters = plan.PARAMETERS[key.source]
+        assert len(args) == len(letters)
+        numbers = [bool(a) if x == "P" else a for a, x in zip(args, letters, strict=True)]
+        if key.source == "grouped_gemm":
+            numbers[letters.rindex("P") - 2] = early = False  # its counters: only the layer lets GEMM 2 start early
+        launches.append((key, grid, numbers, early))
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        scratch.append(torch.empty(shape, dtype=dtype))
+        return scratch[-1]
+
+    replace_everywhere(monkeypatch, "launch", launch)
+    replace_everywhere(monkeypatch, "empty", empty)
+    gen = h.seeded(0, torch.device("cpu"))
+    w13, w13_scale, w2, w2_scale = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
+    x, ids = h.random_tokens(gen, tokens, HIDDEN), torch.zeros(tokens, TOPK, dtype=ids_dtype)
+    launches.clear()
+    expert_map = torch.zeros(2 * EXPERTS, dtype=torch.int32) if mapped else None
+    weights = layer_ops.ExpertWeights((w13, w13_scale), (w2, w2_scale))
+    layers = []
+    for layer in (layer_ops._launch_fused_moe, layer_ops._fused_moe):
+        scratch.clear()
+        layer(x, weights, torch.rand(tokens, TOPK), ids, expert_map, True, torch.empty_like(x))
+        layers.append(list(launches))
+        launches.clear()
+    assert layers[0] == layers[1]
+    begins = plan.moe_scratch(tokens, TOPK, HIDDEN, intermediate, EXPERTS, (1 + mapped) * EXPERTS)
+    pieces = [after - begin for begin, after in itertools.pairwise(begins)]
+    in_pieces = [-(-t.nbytes // plan.PIECE) * plan.PIECE for t in scratch]
+    assert sorted(filter(None, pieces)) == sorted(in_pieces)
+
+
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
+@pytest.mark.parametrize("tokens", [1, 129, 1000])
+def test_the_launches_of_a_layer_are_remembered_for_its_addresses_alone(launched, monkeypatch, tokens, intermediate):
+    """Tensors at other addresses, each in its turn, are read and written there."""
+    replace_everywhere(monkeypatch, "tensor_map", lambda address, *_: address)
+    sizes = (tokens, TOPK, HIDDEN, intermediate, EXPERTS, 2 * EXPERTS)
+    first = layer_ops.LayerAddresses(*(2**40 + i * 2**32 for i in range(len(layer_ops.LayerAddresses._fields))))
+    for field in first._fields:
+        moved = first._replace(**{field: 2**45})
+        for addresses in (first, moved, first):
+            launches = layer_ops._layer_launches(addresses, sizes, False, False, -2)
+            used = {arg for launch in launches for arg in launch.args}
+            assert set(addresses) <= used
+            assert (2**45 in used) == (addresses is moved)
 
 
 @pytest.mark.parametrize(("pairs", "chunks"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (65536, 64), (131072, 128)])

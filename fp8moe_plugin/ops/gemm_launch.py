@@ -1,16 +1,73 @@
 """Launch a GEMM on the GPU: dense, contiguous or masked, which to the kernels are lists of row tiles."""
 
+from typing import NamedTuple
+
 import torch
 
-from fp8moe_plugin.jit.launcher import Argument, TensorMap, launch, multiprocessors, tensor_map
+from fp8moe_plugin.jit.launcher import Launch, launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.quantize import Quantized, empty_scales
 from fp8moe_plugin.ops.route import Tiles
-from fp8moe_plugin.plan import TAIL_ROWS, KernelKey, Output, dense_key, gate_up_key, grouped_key
+from fp8moe_plugin.plan import (
+    PREFILL_BLOCK_M,
+    TAIL_ROWS,
+    KernelKey,
+    Output,
+    dense_key,
+    gate_up_key,
+    grouped_key,
+)
 from fp8moe_plugin.shapes import GROUP
 
 # Rows of a TMA load: of a warpgroup's part of a tile; of one swizzle atom, so that as many are loaded as there are.
 PREFILL_BOX_M = 64
 DECODE_BOX_M, DECODE_BOX_N = 8, 128
+
+
+class Rows(NamedTuple):
+    """Where e4m3 `[rows, k]` is and its scales, with the strides of these by group and by k block, in elements."""
+
+    values: int
+    rows: int
+    k: int
+    scales: int
+    scale_group: int
+    scale_k_block: int
+
+    @classmethod
+    def of(cls, values: torch.Tensor, scales: tuple[torch.Tensor, int, int]) -> "Rows":
+        """Rows of `[.., k]` with scales from `_k_major`, which must not be freed before the launch."""
+        k = values.shape[-1]
+        return cls(values.data_ptr(), values.numel() // k, k, scales[0].data_ptr(), *scales[1:])
+
+
+class Weights(NamedTuple):
+    """Where e4m3 `[experts, n, k]` is and its scales; a dense one is of one expert."""
+
+    values: int
+    experts: int
+    n: int
+    k: int
+    scales: int
+
+    @classmethod
+    def of(cls, b: Quantized) -> "Weights":
+        *experts, n, k = b[0].shape
+        return cls(b[0].data_ptr(), experts[0] if experts else 1, n, k, b[1].data_ptr())
+
+
+class TileAddresses(NamedTuple):
+    """Where `Tiles` are, 0 for none of these: without a table the GEMM is dense."""
+
+    table: int = 0
+    num_tiles: int = 0
+    ready: int = 0
+
+    @classmethod
+    def of(cls, tiles: Tiles | None) -> "TileAddresses":
+        if tiles is None:
+            return cls()
+        ready = 0 if tiles.ready is None else tiles.ready.data_ptr()
+        return cls(tiles.table.data_ptr(), tiles.num_tiles.data_ptr(), ready)
 
 
 def launch_gemm(
@@ -27,20 +84,30 @@ def launch_gemm(
     `ready` let this one start where that one leaves multiprocessors idle, and wait for rows of `a` tile by tile; `out`
     must not overlap with what that one reads.
     """
-    rows, n = a[0].numel() // a[0].shape[-1], b[0].shape[-2]
-    key = grouped_key(tiles.block_m) if tiles else dense_key(rows, n, _output(out, c), _sms(out))
-    a_scales = _k_major(*a)
-    scales = (*a_scales, b[1])
+    scales, device_index = _k_major(*a), out.get_device()
+    rows, weights = Rows.of(a[0], scales), Weights.of(b)
+    if tiles:
+        follows = after_gate_up and scales[0] is a[1]  # else scales were copied in between
+        addresses = TileAddresses.of(tiles)
+        launch(*grouped_launch(rows, weights, out.data_ptr(), tiles.block_m, addresses, device_index, follows))
+        return
+    output = _output(out, c)
+    key = dense_key(rows.rows, weights.n, output, multiprocessors(device_index))
     if key.source == "grouped_gemm_swap_ab":
-        args = (_map(a[0], DECODE_BOX_M), _map(b[0], DECODE_BOX_N), *scales, out)
-        return _launch(key, args, tiles, rows, b[0])
-    a_maps = _prefill_maps(a[0])
-    out_map = _map(out, PREFILL_BOX_M) if _output(out, c) == Output.BF16 else a_maps[0]  # the others do without
-    maps = (*a_maps, _map(b[0], dict(key.defines)["BLOCK_N"]), out_map)
-    ready = None
-    if tiles and after_gate_up and a_scales[0] is a[1]:  # else scales were copied in between
-        ready = tiles.ready
-    _launch(key, (*maps, *scales, None, None, out, c, None, ready), tiles, rows, b[0], early=ready is not None)
+        launch(*_swap_ab(key, rows, weights, out.data_ptr(), TileAddresses(), device_index))
+        return
+    addend = 0 if c is None else c.data_ptr()
+    launch(*_wide(key, rows, weights, out.data_ptr(), addend, output, TileAddresses(), device_index, early=False))
+
+
+def grouped_launch(
+    a: Rows, b: Weights, out: int, block_m: int, tiles: TileAddresses, device_index: int, after_gate_up: bool
+) -> Launch:
+    """What `launch_gemm` launches for grouped rows, to bfloat16 `[rows, n]` at `out`."""
+    key = grouped_key(block_m)
+    if block_m != PREFILL_BLOCK_M:
+        return _swap_ab(key, a, b, out, tiles, device_index)
+    return _wide(key, a, b, out, 0, Output.BF16, tiles, device_index, after_gate_up and bool(tiles.ready))
 
 
 def launch_gate_up(
@@ -51,39 +118,61 @@ def launch_gate_up(
     `a` is `[M, H]` or `[G, max_m, H]`, `out` e4m3 `[M, I]` or `[G, max_m, I]` with scales from `empty_scales`. With
     `a_rows` int32 `[M]` row i of the tiles is row `a_rows[i]` of `a`, which is `[T, H]` with row-major scales.
     """
-    (q, scales), (a_values, a_scales) = out, a
-    maps = (*_prefill_maps(a_values), _map(w13[0], GROUP), _map(q, PREFILL_BOX_M))
-    operands: tuple[Argument, ...]
-    if a_rows is None:
-        operands = (*_k_major(a_values, a_scales), w13[1], None, None)
-    else:
-        operands = (a_scales, 0, 0, w13[1], a_values, a_rows)
-    key = gate_up_key(ue8m0, gather=a_rows is not None)
-    rows = q.numel() // q.shape[-1]
-    _launch(key, (*maps, *operands, q, None, scales, tiles.ready), tiles, rows, w13[0])
+    scales = _k_major(*a) if a_rows is None else (a[1], 0, 0)
+    inner = Rows.of(out[0], (out[1], 0, 0))
+    gathered = 0 if a_rows is None else a_rows.data_ptr()
+    addresses = TileAddresses.of(tiles)
+    rows, weights, device_index = Rows.of(a[0], scales), Weights.of(w13), out[0].get_device()
+    launch(*gate_up_launch(rows, gathered, weights, inner, addresses, ue8m0, device_index))
 
 
-def _launch(
-    key: KernelKey, args: tuple[Argument, ...], tiles: Tiles | None, rows: int, b: torch.Tensor, early: bool = False
-) -> None:
-    """Launch a GEMM kernel: its operands and results, then what all of them take last."""
-    table, num_tiles = (tiles.table, tiles.num_tiles) if tiles else (None, None)
-    launch(key, _sms(b), (*args, table, num_tiles, rows, *b.shape[-2:]), b.device, early)
+def gate_up_launch(
+    a: Rows, a_rows: int, w13: Weights, out: Rows, tiles: TileAddresses, ue8m0: bool, device_index: int
+) -> Launch:
+    """What `launch_gate_up` launches; `a_rows` 0 for none. The strides of `out` are those of `empty_scales`."""
+    maps = (_map(a, PREFILL_BOX_M), _map(a, TAIL_ROWS), _weight_map(w13, GROUP), _map(out, PREFILL_BOX_M))
+    gathered = (a.values, a_rows) if a_rows else (0, 0)
+    operands = (a.scales, a.scale_group, a.scale_k_block, w13.scales, *gathered)
+    results = (out.values, 0, out.scales, tiles.ready, tiles.table, tiles.num_tiles)
+    key = gate_up_key(ue8m0, gather=bool(a_rows))
+    args = (*maps, *operands, *results, out.rows, w13.n, w13.k)
+    return Launch(key, multiprocessors(device_index), args, device_index)
 
 
-def _map(matrix: torch.Tensor, box_rows: int) -> TensorMap:
-    """A map of all rows of `matrix`, `[.., columns]`; a box is 128 bytes wide."""
-    columns, size = matrix.shape[-1], matrix.element_size()
-    return tensor_map(matrix.data_ptr(), matrix.numel() // columns, columns, box_rows, 128 // size, size)
+def _wide(
+    key: KernelKey,
+    a: Rows,
+    b: Weights,
+    out: int,
+    c: int,
+    output: Output,
+    tiles: TileAddresses,
+    device_index: int,
+    early: bool,
+) -> Launch:
+    a_map = _map(a, PREFILL_BOX_M)
+    # Other outputs than bfloat16 without addend are written without a map.
+    out_map = tensor_map(out, a.rows, b.n, PREFILL_BOX_M, 64, 2) if output == Output.BF16 else a_map
+    maps = (a_map, _map(a, TAIL_ROWS), _weight_map(b, dict(key.defines)["BLOCK_N"]), out_map)
+    operands = (a.scales, a.scale_group, a.scale_k_block, b.scales, 0, 0)
+    results = (out, c, 0, tiles.ready if early else 0, tiles.table, tiles.num_tiles)
+    args = (*maps, *operands, *results, a.rows, b.n, b.k)
+    return Launch(key, multiprocessors(device_index), args, device_index, early)
 
 
-def _prefill_maps(a: torch.Tensor) -> tuple[TensorMap, TensorMap]:
-    """In boxes for whole tiles, and in narrow ones for tails and where K is short."""
-    return _map(a, PREFILL_BOX_M), _map(a, TAIL_ROWS)
+def _swap_ab(key: KernelKey, a: Rows, b: Weights, out: int, tiles: TileAddresses, device_index: int) -> Launch:
+    scales = (a.scales, a.scale_group, a.scale_k_block, b.scales)
+    maps = (_map(a, DECODE_BOX_M), _weight_map(b, DECODE_BOX_N))
+    args = (*maps, *scales, out, tiles.table, tiles.num_tiles, a.rows, b.n, b.k)
+    return Launch(key, multiprocessors(device_index), args, device_index)
 
 
-def _sms(tensor: torch.Tensor) -> int:
-    return multiprocessors(tensor.device.index)
+def _map(a: Rows, box_rows: int) -> bytes:
+    return tensor_map(a.values, a.rows, a.k, box_rows, GROUP, 1)
+
+
+def _weight_map(b: Weights, box_rows: int) -> bytes:
+    return tensor_map(b.values, b.experts * b.n, b.k, box_rows, GROUP, 1)
 
 
 def _output(out: torch.Tensor, c: torch.Tensor | None) -> Output:

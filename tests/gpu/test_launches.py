@@ -85,10 +85,16 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
     assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
 
 
+def unload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels, as in a new process."""
+    monkeypatch.setattr(launcher, "_functions", {})
+    monkeypatch.setattr(launcher, "_thread", launcher._Thread())
+
+
 def test_a_kernel_that_is_not_precompiled_is_not_compiled_where_that_is_forbidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "_functions", {})
+    unload(monkeypatch)
     set_variables(monkeypatch, FP8MOE_CACHE_DIR=tmp_path / "cache", FP8MOE_JIT="forbid")
     x = h.random_tokens(h.seeded(0, torch.device("cuda", 0)), 3, 256)
     with pytest.raises(KernelNotPrecompiled, match="The kernel quantize UE8M0=0 LAYOUT=0 is not precompiled"):
@@ -96,7 +102,7 @@ def test_a_kernel_that_is_not_precompiled_is_not_compiled_where_that_is_forbidde
     set_variables(monkeypatch, FP8MOE_JIT="allow")
     per_token_group_quant_fp8(x)
     set_variables(monkeypatch, FP8MOE_JIT="forbid")
-    monkeypatch.setattr(launcher, "_functions", {})
+    unload(monkeypatch)
     per_token_group_quant_fp8(x)  # from the cache
     monkeypatch.undo()
     forget()
