@@ -123,6 +123,21 @@ DEVICE void copy_async_arrive(u32 barrier) {
 
 // ---- counters in global memory, from one kernel to another ----------------------------------------------------------
 
+// A lane of the warp, always the same one.
+DEVICE int leader_lane() {
+    int lane;
+    asm volatile("{ .reg .pred p; elect.sync %0|p, 0xffffffff; }" : "=r"(lane));
+    return lane;
+}
+// That lane gets the counter as it was before 1 was added, the others keep `value`. Nothing waits here: atomicAdd under
+// a condition is turned into one for several lanes, which shares out the result at once, a round trip to L2 later.
+DEVICE int atomic_add_by_one_lane(int* counter, int value) {
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; @p atom.relaxed.gpu.global.add.s32 %0, [%1], 1; }"
+                 : "+r"(value)
+                 : "l"(counter)
+                 : "memory");
+    return value;
+}
 // What others wrote before they counted is then visible; to TMA after fence_proxy_async_global.
 DEVICE int load_acquire(const int* counter) {
     int value;
