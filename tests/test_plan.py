@@ -75,7 +75,8 @@ def test_kernels_that_start_early_follow_those_they_may_run_beside(steps, interm
     gathers = plan.gathers(intermediate, block_m)
     early = plan.starts_early(tokens * TOPK / EXPERTS, intermediate, block_m)
     counted = {"route"} if plan.route_chunks(tokens * TOPK) > 1 else set()
-    expected = counted | ({"quantize"} if gathers else set()) | ({"grouped_gemm"} if early else set())
+    follow = {"grouped_gemm_swap_ab", "combine"} if block_m == plan.DECODE_BLOCK_M else set()
+    expected = counted | follow | ({"quantize"} if gathers else set()) | ({"grouped_gemm"} if early else set())
     assert {name for name, starts_early in steps if starts_early} == expected
     if counted:
         assert between(steps, "count_experts", "route") == []

@@ -43,6 +43,8 @@ struct SharedMemory {
 };
 static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
 
+using Queue = TileQueue<kBlockTokens>;
+
 struct Operands {
     const TensorMap *tokens, *weights;
     ActivationScales token_scales;
@@ -50,27 +52,66 @@ struct Operands {
     int n, k_blocks;
 };
 
-// How many tokens wide `rows` rows are multiplied.
-DEVICE int width_of(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
-
 // ---- producer --------------------------------------------------------------------------------------------------
 
-DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockTokens>& queue) {
-    const Tile tile = queue.tile();
-    int boxes = width_of(tile.rows) / kBoxTokens;
-    int scale_rows = (in.n + kBlockN - 1) / kBlockN;
-    int weight_row = tile.expert * in.n + tile.column * kBlockN;
-    const float* weight_scale = in.weight_scales + i64(tile.expert * scale_rows + tile.column) * in.k_blocks;
-    u32 scale_bytes = ActivationScales::bytes(tile);
-    u32 bytes = SharedMemory::kBytesWeights + boxes * kBoxTokens * kBlockK + scale_bytes;
-    auto load = [&](int s, u32 full, int k, const float* token_scale) {
-        tma_load(shared.weights(s, 0), in.weights, full, k * kBlockK, weight_row);
-        for (int box = 0; box < boxes; ++box)
-            tma_load(shared.tokens(s, box * kBoxTokens), in.tokens, full, k * kBlockK, tile.row + box * kBoxTokens);
-        bulk_load(shared.token_scale(s, 0), token_scale, full, scale_bytes);
+// What a step of a tile loads.
+struct TileLoads {
+    Tile tile;
+    int boxes, weight_row;
+    const float *weight_scale, *token_scale;
+    u32 scale_bytes, bytes;
+
+    DEVICE TileLoads(const Operands& in, const Tile& tile) : tile(tile) {
+        boxes = width_of(tile.rows) / kBoxTokens;
+        weight_row = tile.expert * in.n + tile.column * kBlockN;
+        weight_scale = in.weight_scales + i64(tile.expert * ((in.n + kBlockN - 1) / kBlockN) + tile.column) * in.k_blocks;
+        token_scale = in.token_scales.of_tile(tile);
+        scale_bytes = ActivationScales::bytes(tile);
+        bytes = SharedMemory::kBytesWeights + boxes * kBoxTokens * kBlockK + scale_bytes;
+    }
+    DEVICE void weights(SharedMemory shared, int s, const Operands& in, int k) const {
+        barrier_arrive_expect(shared.full(s), bytes);
+        tma_load(shared.weights(s, 0), in.weights, shared.full(s), k * kBlockK, weight_row);
         copy_async_4(shared.weight_scale(s), weight_scale + k);
-    };
-    fill_stages(shared, ring, queue, tile, in.token_scales, in.k_blocks, bytes, load);
+    }
+    DEVICE void tokens(SharedMemory shared, int s, const Operands& in, int k) const {
+        if (k == 0) publish_tile(shared.tile(s), tile);
+        for (int box = 0; box < boxes; ++box)
+            tma_load(shared.tokens(s, box * kBoxTokens), in.tokens, shared.full(s), k * kBlockK,
+                     tile.row + box * kBoxTokens);
+        bulk_load(shared.token_scale(s, 0), token_scale + k * in.token_scales.k_stride, shared.full(s), scale_bytes);
+        copy_async_arrive(shared.full(s));
+    }
+};
+
+// Weights of the first steps, which do not depend on the kernel before; returns of how many.
+DEVICE int load_weights_ahead(SharedMemory shared, const Operands& in, Queue queue) {
+    Ring<kStages> ring;
+    int steps = 0, of_tile = queue.counters ? in.k_blocks - Queue::kClaimAhead : in.k_blocks;
+    while (steps < kStages && queue.index < queue.total) {
+        const TileLoads loads(in, queue.tile());
+        for (int k = 0; k < of_tile && steps < kStages; ++k, ++steps, ring.advance()) {
+            if (threadIdx.x % 32 == 0) loads.weights(shared, ring.stage, in, k);
+            if (!queue.counters) queue.step(k);
+        }
+        if (queue.counters) break;
+    }
+    return steps;
+}
+
+DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue, int& ahead) {
+    const TileLoads loads(in, queue.tile());
+#pragma unroll 1
+    for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
+        int s = ring.stage;
+        barrier_wait(shared.empty(s), ring.phase ^ 1);
+        if (threadIdx.x % 32 == 0) {
+            if (ahead <= 0) loads.weights(shared, s, in, k);
+            loads.tokens(shared, s, in, k);
+        }
+        --ahead;
+        queue.step(k);
+    }
 }
 
 // ---- math ------------------------------------------------------------------------------------------------------
@@ -113,7 +154,8 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, u16* d, int n
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_swap_ab(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                          const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
-                          u16* d, const int4* table, int* num_tiles, int m, int n, int k) {
+                          u16* d, const int4* table, int* num_tiles, int m, int n, int k, int pair_of_counters) {
+    let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);
 
@@ -122,8 +164,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Ring<kStages> ring;
     if (warpgroup == kMathWarpgroups) {
         if (threadIdx.x / 32 == 4 * kMathWarpgroups) {
-            TileQueue<kBlockTokens> queue(table, num_tiles, 0, m, (n + kBlockN - 1) / kBlockN, in.k_blocks);
-            while (queue.index < queue.total) load_tile(shared, ring, in, queue);
+            Queue queue(table, num_tiles, pair_of_counters, m, (n + kBlockN - 1) / kBlockN, in.k_blocks);
+            int ahead = load_weights_ahead(shared, in, queue);
+            wait_for_previous_kernel();
+            while (queue.index < queue.total) load_tile(shared, ring, in, queue, ahead);
             load_end(shared, ring, kFullArrivals);
             queue.finish();
         }

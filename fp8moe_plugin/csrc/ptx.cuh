@@ -87,6 +87,14 @@ DEVICE void tma_load(u32 to, const TensorMap* map, u32 barrier, int column, int 
         "l"(map), "r"(barrier), "r"(column), "r"(row)
         : "memory");
 }
+// The same of a map of four dimensions, innermost first.
+DEVICE void tma_load_4d(u32 to, const TensorMap* map, u32 barrier, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
 // Stores a box; what lies outside the matrix is dropped.
 DEVICE void tma_store(const TensorMap* map, u32 from, int column, int row) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),

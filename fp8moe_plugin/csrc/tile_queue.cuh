@@ -82,6 +82,9 @@ struct TileQueue {
     }
 };
 
+// How many tokens wide the `rows` rows of a swap-AB tile are multiplied.
+DEVICE int width_of(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
+
 // A ring of shared-memory stages: which one is current, and the parity of its barriers' phase.
 template <int kStages>
 struct Ring {

@@ -204,35 +204,39 @@ def _load(key: KernelKey, device_index: int, warmup: str) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def tensor_map(address: int, rows: int, columns: int, box_rows: int, box_columns: int, element_size: int) -> bytes:
-    """A TMA descriptor (`CUtensorMap`) of a dense row-major matrix, 128-byte swizzled, as an argument of `launch`.
+def tensor_map(
+    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], element_size: int
+) -> bytes:
+    """A TMA descriptor (`CUtensorMap`), 128-byte swizzled, as an argument of `launch`.
 
-    A box of it is 128 bytes wide: `box_columns * element_size`.
-
+    Args:
+        sizes: elements along each dimension, the innermost first; its elements follow one another.
+        strides: bytes from one to the next along each dimension but the innermost.
+        box: elements of a load or store along each dimension; 128 bytes along the innermost.
     Raises:
         LaunchError: the driver refuses it.
     """
     from cuda.bindings import driver
 
-    kinds = driver.CUtensorMapDataType
+    dims, kinds = len(sizes), driver.CUtensorMapDataType
     kind = kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8 if element_size == 1 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
     room, offset = _aligned(TENSOR_MAP_BYTES)
     begin = ctypes.addressof(room) + offset
     status = _libcuda().cuTensorMapEncodeTiled(
         ctypes.c_void_p(begin),
         int(kind),
-        2,
+        dims,
         ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(columns * element_size),
-        (ctypes.c_uint32 * 2)(box_columns, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * dims)(*sizes),
+        (ctypes.c_uint64 * (dims - 1))(*strides),
+        (ctypes.c_uint32 * dims)(*box),
+        (ctypes.c_uint32 * dims)(*[1] * dims),
         int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
         int(driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B),
         int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
         int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )
-    _check(status, f"tensor map of a {rows} x {columns} matrix")
+    _check(status, f"tensor map of {' x '.join(map(str, reversed(sizes)))}")
     return ctypes.string_at(begin, TENSOR_MAP_BYTES)
 
 

@@ -23,7 +23,7 @@ def combine(rows: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor,
         addresses = (rows.data_ptr(), slots.data_ptr(), topk_weights.data_ptr(), out.data_ptr())
         tokens, topk = slots.shape
         if tokens:
-            launch(*combine_launch(addresses, tokens, topk, out.shape[1], out.get_device()))
+            launch(*combine_launch(addresses, tokens, topk, out.shape[1], out.get_device(), early=False))
         return out
     return out.copy_(combine_reference(rows, slots, topk_weights))
 
@@ -38,9 +38,9 @@ def combine_reference(rows: torch.Tensor, slots: torch.Tensor, topk_weights: tor
 
 
 def combine_launch(
-    addresses: tuple[int, int, int, int], tokens: int, topk: int, hidden: int, device_index: int
+    addresses: tuple[int, int, int, int], tokens: int, topk: int, hidden: int, device_index: int, early: bool
 ) -> Launch:
-    """`combine` of what is at these addresses, in the order of its arguments."""
+    """`combine` of what is at these addresses, in the order of its arguments; `early` as for `launch`."""
     vectors, key = hidden // CHANNELS_PER_THREAD, combine_key()
     grid = tokens * ceil_div(vectors, key.threads)
-    return Launch(key, grid, (*addresses, vectors, topk), device_index)
+    return Launch(key, grid, (*addresses, vectors, topk), device_index, early)

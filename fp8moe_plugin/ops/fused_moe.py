@@ -21,23 +21,31 @@ from fp8moe_plugin.ops.checks import (
 )
 from fp8moe_plugin.ops.combine import combine, combine_launch
 from fp8moe_plugin.ops.gate_up import gate_up
-from fp8moe_plugin.ops.gemm_launch import Rows, TileAddresses, Weights, gate_up_launch, grouped_launch
+from fp8moe_plugin.ops.gemm_launch import (
+    Rows,
+    TileAddresses,
+    Weights,
+    gate_up_launch,
+    gate_up_swap_ab_launch,
+    grouped_launch,
+)
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
 from fp8moe_plugin.ops.quantize import Quantized, empty_tokens, quantize_launch, quantize_rows, quantize_tokens
 from fp8moe_plugin.ops.route import RoutingAddresses, check_experts, route, route_launches, tiles_of_counts
-from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_launch
 from fp8moe_plugin.ops.workspace import empty
 from fp8moe_plugin.plan import (
     PREFILL_BLOCK_M,
     Layout,
     MoeScratch,
     gathers,
+    layer_splits,
     masked_block_m,
     moe_block_m,
     moe_scratch,
     route_chunks,
     scale_rows,
     starts_early,
+    tile_counters,
 )
 from fp8moe_plugin.shapes import GROUP
 
@@ -240,30 +248,32 @@ def _layer_launches(
     w2 = Weights(tensors.w2, experts, hidden, intermediate, tensors.w2_scale)
     rows, scales = tokens * topk, scale_rows(tokens * topk)
     inner = Rows(at.inner, rows, intermediate, at.inner_scales, 0, scales)
-    early = starts_early(rows / global_experts, intermediate, block_m)
-    tiles = TileAddresses(at.table, at.num_tiles, at.ready if early else 0)
+    splits = layer_splits(rows, experts, hidden, intermediate, block_m)
+    counted = starts_early(rows / global_experts, intermediate, block_m) or splits > 1
+    tiles = TileAddresses(at.table, at.num_tiles, at.ready if counted else 0)
 
     ids = (tensors.topk_ids, tensors.expert_map, at.expert_counts if route_chunks(rows) > 1 else 0)
     routing = RoutingAddresses(at.slots, at.tokens, at.num_rows, at.table, at.num_tiles, at.ready)
-    launches = route_launches(ids, routing, ids_64, (rows, topk, global_experts, experts, block_m), device_index)
+    counts = (rows, topk, global_experts, experts, block_m, tile_counters(intermediate, splits))
+    launches = route_launches(ids, routing, ids_64, counts, device_index)
     quantized = (tensors.hidden_states, at.x, at.x_scales)
     if gathers(intermediate, block_m):
         x = Rows(at.x, tokens, hidden, at.x_scales, 0, 0)
         launches.append(quantize_launch(quantized, tokens, hidden, Layout.ROW_MAJOR, ue8m0, device_index))
-        launches.append(gate_up_launch(x, at.tokens, w13, inner, tiles, ue8m0, device_index))
+        if block_m == PREFILL_BLOCK_M:
+            launches.append(gate_up_launch(x, at.tokens, w13, inner, tiles, ue8m0, device_index))
+        else:
+            shared = (at.partial, splits, ue8m0, device_index)
+            launches.append(gate_up_swap_ab_launch(x, at.tokens, w13, inner, tiles, *shared))
     else:
         x = Rows(at.x, rows, hidden, at.x_scales, 0, scales)
         slots = (at.slots, topk)
         launches.append(quantize_launch(quantized, tokens, hidden, Layout.PERMUTED, ue8m0, device_index, *slots))
-        if block_m == PREFILL_BLOCK_M:
-            launches.append(gate_up_launch(x, 0, w13, inner, tiles, ue8m0, device_index))
-        else:
-            launches.append(grouped_launch(x, w13, at.products, block_m, tiles, device_index, after_gate_up=False))
-            activated = (at.products, at.num_rows, at.inner, at.inner_scales)
-            launches.append(silu_mul_quant_launch(activated, (1, rows, intermediate), ue8m0, device_index))
+        launches.append(gate_up_launch(x, 0, w13, inner, tiles, ue8m0, device_index))
     launches.append(grouped_launch(inner, w2, at.down, block_m, tiles, device_index, after_gate_up=True))
     combined = (at.down, at.slots, tensors.topk_weights, tensors.out)
-    return (*launches, combine_launch(combined, tokens, topk, hidden, device_index))
+    few_blocks = block_m != PREFILL_BLOCK_M  # many would each wait, and take longer than to start later
+    return (*launches, combine_launch(combined, tokens, topk, hidden, device_index, few_blocks))
 
 
 def _check_call(

@@ -14,6 +14,7 @@ from fp8moe_plugin.plan import (
     Output,
     dense_key,
     gate_up_key,
+    gate_up_swap_ab_key,
     grouped_key,
 )
 from fp8moe_plugin.shapes import GROUP
@@ -94,7 +95,7 @@ def launch_gemm(
     output = _output(out, c)
     key = dense_key(rows.rows, weights.n, output, multiprocessors(device_index))
     if key.source == "grouped_gemm_swap_ab":
-        launch(*_swap_ab(key, rows, weights, out.data_ptr(), TileAddresses(), device_index))
+        launch(*_swap_ab(key, rows, weights, out.data_ptr(), TileAddresses(), device_index, early=False))
         return
     addend = 0 if c is None else c.data_ptr()
     launch(*_wide(key, rows, weights, out.data_ptr(), addend, output, TileAddresses(), device_index, early=False))
@@ -106,24 +107,28 @@ def grouped_launch(
     """What `launch_gemm` launches for grouped rows, to bfloat16 `[rows, n]` at `out`."""
     key = grouped_key(block_m)
     if block_m != PREFILL_BLOCK_M:
-        return _swap_ab(key, a, b, out, tiles, device_index)
+        return _swap_ab(key, a, b, out, tiles, device_index, after_gate_up)
     return _wide(key, a, b, out, 0, Output.BF16, tiles, device_index, after_gate_up and bool(tiles.ready))
 
 
 def launch_gate_up(
     a: Quantized, w13: Quantized, out: Quantized, tiles: Tiles, ue8m0: bool, a_rows: torch.Tensor | None
 ) -> None:
-    """Launch the first GEMM of the experts with its activation, over tiles of `PREFILL_BLOCK_M` rows.
+    """Launch the first GEMM of the experts with its activation.
 
     `a` is `[M, H]` or `[G, max_m, H]`, `out` e4m3 `[M, I]` or `[G, max_m, I]` with scales from `empty_scales`. With
-    `a_rows` int32 `[M]` row i of the tiles is row `a_rows[i]` of `a`, which is `[T, H]` with row-major scales.
+    `a_rows` int32 `[M]` row i of the tiles is row `a_rows[i]` of `a`, which is `[T, H]` with row-major scales; tiles of
+    `DECODE_BLOCK_M` need that.
     """
     scales = _k_major(*a) if a_rows is None else (a[1], 0, 0)
     inner = Rows.of(out[0], (out[1], 0, 0))
     gathered = 0 if a_rows is None else a_rows.data_ptr()
     addresses = TileAddresses.of(tiles)
     rows, weights, device_index = Rows.of(a[0], scales), Weights.of(w13), out[0].get_device()
-    launch(*gate_up_launch(rows, gathered, weights, inner, addresses, ue8m0, device_index))
+    if tiles.block_m == PREFILL_BLOCK_M:
+        launch(*gate_up_launch(rows, gathered, weights, inner, addresses, ue8m0, device_index))
+    else:
+        launch(*gate_up_swap_ab_launch(rows, gathered, weights, inner, addresses, 0, 1, ue8m0, device_index))
 
 
 def gate_up_launch(
@@ -139,6 +144,28 @@ def gate_up_launch(
     return Launch(key, multiprocessors(device_index), args, device_index)
 
 
+def gate_up_swap_ab_launch(
+    a: Rows,
+    a_rows: int,
+    w13: Weights,
+    out: Rows,
+    tiles: TileAddresses,
+    partial: int,
+    splits: int,
+    ue8m0: bool,
+    device_index: int,
+) -> Launch:
+    """What `launch_gate_up` launches for tiles of `DECODE_BLOCK_M`, whose `ready` counts splits.
+
+    `partial` and `tiles.ready`, `I / 128` counters a row tile behind the first number, are not used with one split.
+    """
+    counters = tiles.ready + 4 if splits > 1 else 0
+    maps = (_map(a, 1), _gate_up_map(w13))
+    results = (out.values, out.scales, partial, counters, tiles.table, tiles.num_tiles)
+    args = (*maps, a.scales, w13.scales, a_rows, *results, out.rows, out.k, w13.k, splits)
+    return Launch(gate_up_swap_ab_key(ue8m0), multiprocessors(device_index), args, device_index)
+
+
 def _wide(
     key: KernelKey,
     a: Rows,
@@ -152,7 +179,7 @@ def _wide(
 ) -> Launch:
     a_map = _map(a, PREFILL_BOX_M)
     # Other outputs than bfloat16 without addend are written without a map.
-    out_map = tensor_map(out, a.rows, b.n, PREFILL_BOX_M, 64, 2) if output == Output.BF16 else a_map
+    out_map = _matrix_map(out, a.rows, b.n, PREFILL_BOX_M, 2) if output == Output.BF16 else a_map
     maps = (a_map, _map(a, TAIL_ROWS), _weight_map(b, dict(key.defines)["BLOCK_N"]), out_map)
     operands = (a.scales, a.scale_group, a.scale_k_block, b.scales, 0, 0)
     results = (out, c, 0, tiles.ready if early else 0, tiles.table, tiles.num_tiles)
@@ -160,19 +187,34 @@ def _wide(
     return Launch(key, multiprocessors(device_index), args, device_index, early)
 
 
-def _swap_ab(key: KernelKey, a: Rows, b: Weights, out: int, tiles: TileAddresses, device_index: int) -> Launch:
+def _swap_ab(
+    key: KernelKey, a: Rows, b: Weights, out: int, tiles: TileAddresses, device_index: int, early: bool
+) -> Launch:
     scales = (a.scales, a.scale_group, a.scale_k_block, b.scales)
     maps = (_map(a, DECODE_BOX_M), _weight_map(b, DECODE_BOX_N))
-    args = (*maps, *scales, out, tiles.table, tiles.num_tiles, a.rows, b.n, b.k)
-    return Launch(key, multiprocessors(device_index), args, device_index)
+    pair_of_counters = int(early)  # the GEMM before may still use the first pair
+    args = (*maps, *scales, out, tiles.table, tiles.num_tiles, a.rows, b.n, b.k, pair_of_counters)
+    return Launch(key, multiprocessors(device_index), args, device_index, early)
 
 
 def _map(a: Rows, box_rows: int) -> bytes:
-    return tensor_map(a.values, a.rows, a.k, box_rows, GROUP, 1)
+    return _matrix_map(a.values, a.rows, a.k, box_rows)
 
 
 def _weight_map(b: Weights, box_rows: int) -> bytes:
-    return tensor_map(b.values, b.experts * b.n, b.k, box_rows, GROUP, 1)
+    return _matrix_map(b.values, b.experts * b.n, b.k, box_rows)
+
+
+def _matrix_map(address: int, rows: int, columns: int, box_rows: int, element_size: int = 1) -> bytes:
+    pitch = columns * element_size
+    return tensor_map(address, (columns, rows), (pitch,), (128 // element_size, box_rows), element_size)
+
+
+def _gate_up_map(w13: Weights) -> bytes:
+    """Of `[E, 2I, K]` as [K, 8, 2, ..]: a box is 8 rows of the gate, the same 8 of the other half, and 15 such on."""
+    half = w13.n // 2
+    sizes = (w13.k, 8, 2, (w13.experts * w13.n - half) // 8)
+    return tensor_map(w13.values, sizes, (w13.k, half * w13.k, 8 * w13.k), (128, 8, 2, GROUP // 8), 1)
 
 
 def _output(out: torch.Tensor, c: torch.Tensor | None) -> Output:

@@ -101,7 +101,7 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: to
     ids_64, topk = topk_ids.dtype == torch.int64, topk_ids.shape[1]
     mapped = (0, num_experts) if expert_map is None else (expert_map.data_ptr(), expert_map.numel())
     inputs = (topk_ids.data_ptr(), mapped[0], 0 if counts is None else counts.data_ptr())
-    sizes = (rows, topk, mapped[1], num_experts, block_m)
+    sizes = (rows, topk, mapped[1], num_experts, block_m, 1)
     for each in route_launches(inputs, addresses, ids_64, sizes, topk_ids.get_device()):
         launch(*each)
     return routing
@@ -199,7 +199,7 @@ def route_launches(
     inputs: tuple[int, int, int],
     results: RoutingAddresses,
     ids_64: bool,
-    sizes: tuple[int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int, int],
     device_index: int,
 ) -> list[Launch]:
     """The kernels of `route`.
@@ -207,9 +207,9 @@ def route_launches(
     Args:
         inputs: addresses of ids, expert map (0: none) and int32 `[chunks, ceil(num_experts / 2)]`, the latter unused
             for one chunk.
-        sizes: pairs, k, global and local experts, rows a tile.
+        sizes: pairs, k, global and local experts, rows a tile, counters a tile in `results.ready`.
     """
-    pairs, _, global_experts, num_experts, _ = sizes
+    pairs, _, global_experts, num_experts, *_ = sizes
     chunks, launches = route_chunks(pairs), []
     if chunks > 1:
         counted = (*inputs, int(ids_64), pairs, global_experts, num_experts)
