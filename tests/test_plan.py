@@ -1,5 +1,6 @@
 """The plan names every kernel that a layer launches, at any number of tokens: what is loaded at start is enough."""
 
+import functools
 import importlib
 import itertools
 import sys
@@ -157,6 +158,15 @@ def test_the_scratch_of_a_layer_is_what_the_plan_says(launched, monkeypatch, tok
         assert plan.moe_workspace_bytes(local, tokens, global_experts) == sum(t.nbytes for t in scratch)
 
 
+def without_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "k_splits", lambda *_: 1)
+    for module, name in ((plan, "moe_scratch"), (layer_ops, "_layer_launches")):
+        fresh = functools.lru_cache(getattr(module, name).__wrapped__)
+        for user in (plan, layer_ops):
+            if hasattr(user, name):
+                monkeypatch.setattr(user, name, fresh)
+
+
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
@@ -172,7 +182,11 @@ def test_a_layer_launches_what_its_ops_launch_one_by_one(
         assert len(args) == len(letters)
         numbers = [bool(a) if x == "P" else a for a, x in zip(args, letters, strict=True)]
         if key.source == "grouped_gemm":
-            numbers[letters.rindex("P") - 2] = early = False  # its counters: only the layer lets GEMM 2 start early
+            numbers[letters.rindex("P") - 2] = False  # its counters: only the layer lets GEMM 2 start early
+        if key.source == "grouped_gemm_swap_ab":
+            numbers[-1] = 0  # its pair of counters: likewise
+        if "gemm" in key.source or key == plan.combine_key():
+            early = False
         launches.append((key, grid, numbers, early))
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -181,6 +195,7 @@ def test_a_layer_launches_what_its_ops_launch_one_by_one(
 
     replace_everywhere(monkeypatch, "launch", launch)
     replace_everywhere(monkeypatch, "empty", empty)
+    without_splits(monkeypatch)  # only the layer has them
     gen = h.seeded(0, torch.device("cpu"))
     w13, w13_scale, w2, w2_scale = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
     x, ids = h.random_tokens(gen, tokens, HIDDEN), torch.zeros(tokens, TOPK, dtype=ids_dtype)
@@ -214,6 +229,19 @@ def test_the_launches_of_a_layer_are_remembered_for_its_addresses_alone(launched
             used = {arg for launch in launches for arg in launch.args}
             assert set(addresses) <= used
             assert (2**45 in used) == (addresses is moved)
+
+
+@pytest.mark.parametrize("hidden", [128, 2048, 5120, 7168])
+@pytest.mark.parametrize("intermediate", [128, 256, 2048])
+def test_k_is_split_until_tiles_fill_the_gpu_or_sums_are_many_bytes(hidden, intermediate):
+    before = 8
+    for rows in (1, 8, 64, 500, 512, 8192, 16384):
+        splits = plan.k_splits(rows, 256, hidden, intermediate)
+        assert hidden // 128 % splits == 0
+        assert splits == 1 or 8 * rows * intermediate * splits <= plan.SPLIT_BYTES
+        assert splits <= before, "more rows never need more splits"
+        assert splits == 1 or splits // 2 * min(rows, 256) * intermediate // 128 < plan.SPLIT_ROUNDS * 132
+        before = splits
 
 
 @pytest.mark.parametrize(("pairs", "chunks"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (65536, 64), (131072, 128)])

@@ -159,9 +159,9 @@ def gate_up_swap_ab_launch(
 
     `partial` and `tiles.ready`, `I / 128` counters a row tile behind the first number, are not used with one split.
     """
-    counters = tiles.ready + 4 if splits > 1 else 0
+    shared = (partial, tiles.ready + 4) if splits > 1 else (0, 0)
     maps = (_map(a, 1), _gate_up_map(w13))
-    results = (out.values, out.scales, partial, counters, tiles.table, tiles.num_tiles)
+    results = (out.values, out.scales, *shared, tiles.table, tiles.num_tiles)
     args = (*maps, a.scales, w13.scales, a_rows, *results, out.rows, out.k, w13.k, splits)
     return Launch(gate_up_swap_ab_key(ue8m0), multiprocessors(device_index), args, device_index)
 
