@@ -19,6 +19,7 @@ DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
 GATHER_UP_TO = 1024  # channels of an expert; see gathers
 EARLY_FROM, EARLY_BELOW = 768, 192  # channels of an expert, rows of an expert; see starts_early
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
+DENSE_SWAP_AB_UP_TO = 256  # rows; see dense_key
 MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends on it
 SPLIT_ROUNDS, SPLIT_BYTES = 8, 2**23  # see k_splits
 PIECE = 256  # bytes; pieces of scratch begin at multiples of it, as torch's tensors at multiples of 512
@@ -30,8 +31,8 @@ PARAMETERS = {
     "count_experts": "PPPiiii",
     "gate_up_swap_ab": "MMPPPPPPPPPiiii",
     "grouped_gemm": "MMMMPiiPPPPPPPPPiii",
-    "grouped_gemm_swap_ab": "MMPiiPPPPiiii",
-    "quantize": "PPPPiii",
+    "grouped_gemm_swap_ab": "MMPiiPPPPPPiiiii",
+    "quantize": "PPPPiiiPi",
     "route": "PPPPPPPPPiiiiiii",
     "silu_mul_quant": "PPPPii",
     "tiles_of_counts": "PPPPiii",
@@ -106,7 +107,7 @@ def swap_ab_key() -> KernelKey:
     stages = 8
     operands = stages * (128 + DECODE_BLOCK_M) * 128
     staging = DECODE_BLOCK_M * 128 * 2
-    scales_and_barriers = stages * ((DECODE_BLOCK_M + SCALE_SLACK) * 4 + 4 + 16 + 16)
+    scales_and_barriers = stages * ((DECODE_BLOCK_M + SCALE_SLACK) * 4 + 4 + 16 + 16) + 4
     smem = _align(operands + staging + scales_and_barriers)
     return KernelKey("grouped_gemm_swap_ab", (("STAGES", stages),), 384, smem)
 
@@ -227,6 +228,21 @@ def gathers(intermediate: int, block_m: int) -> bool:
     return block_m == DECODE_BLOCK_M or intermediate <= GATHER_UP_TO
 
 
+def dense_splits(m: int, n: int, k: int) -> int:
+    """Into how many parts of K a tile of a dense swap-AB GEMM is divided: until rounds of tiles are nearly full.
+
+    As long as the parts' sums, which go through memory, are few bytes.
+    """
+    tiles, blocks = dense_counters(m, n), k // GROUP
+    fits = [s for s in range(1, 9) if blocks % s == 0 and (s == 1 or 4 * s * m * n <= SPLIT_BYTES)]
+    return min(fits, key=lambda s: (ceil_div(tiles * s, MULTIPROCESSORS) / s, s))
+
+
+def dense_counters(m: int, n: int) -> int:
+    """Tiles of a dense swap-AB GEMM, each of which has a counter where its K is split."""
+    return ceil_div(m, DECODE_BLOCK_M) * ceil_div(n, GROUP)
+
+
 def k_splits(rows: int, experts: int, hidden: int, intermediate: int) -> int:
     """Into how many parts of K a tile of gate_up_swap_ab is divided, for `rows` rows of at most `experts` experts.
 
@@ -259,10 +275,16 @@ def grouped_key(block_m: int) -> KernelKey:
 
 
 def dense_key(m: int, n: int, output: Output, sms: int) -> KernelKey:
-    """The GEMM of a dense `[m, n]` result; 256 columns a tile, or 128 where 256 would leave multiprocessors idle."""
-    if m <= DECODE_BLOCK_M and output == Output.BF16:
+    """The GEMM of a dense `[m, n]` result.
+
+    Few rows, or so few tiles that K is better split: swap-AB. Else tiles of 256 columns, or of 128 where 256 would
+    leave multiprocessors idle.
+    """
+    row_tiles = count_row_tiles(m, PREFILL_BLOCK_M)
+    few = m <= DECODE_BLOCK_M or (m <= DENSE_SWAP_AB_UP_TO and row_tiles * ceil_div(n, 128) < sms)
+    if few and output == Output.BF16:
         return swap_ab_key()
-    tiles = count_row_tiles(m, PREFILL_BLOCK_M) * ceil_div(n, 256)
+    tiles = row_tiles * ceil_div(n, 256)
     return grouped_gemm_key(output, 256 if tiles >= sms else 128)
 
 

@@ -16,6 +16,7 @@
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
 #include "fp8.cuh"
 #include "ptx.cuh"
+#include "split_k.cuh"
 #include "tile_queue.cuh"
 #include "wgmma.cuh"
 
@@ -174,14 +175,8 @@ DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& ou
         if (token < tile.rows)
             *at(tile.column % in.splits, token) = make_float4(sum[0][e], sum[0][e + 2], sum[1][e], sum[1][e + 2]);
     }
-    __threadfence();
-    named_barrier(kMathBarrier, kMathThreads);
-    if (threadIdx.x == 0)
-        store_shared(shared.last(),
-                     u32(atomicAdd(out.arrived + tile.row_tile * in.groups() + group, 1) == in.splits - 1));
-    named_barrier(kMathBarrier, kMathThreads);
-    if (!load_shared(shared.last())) return false;
-    __threadfence();
+    int* arrived = out.arrived + tile.row_tile * in.groups() + group;
+    if (!comes_last(shared.last(), arrived, in.splits, kMathBarrier, kMathThreads)) return false;
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
         int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;

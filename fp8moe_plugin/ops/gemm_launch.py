@@ -7,17 +7,20 @@ import torch
 from fp8moe_plugin.jit.launcher import Launch, launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.quantize import Quantized, empty_scales
 from fp8moe_plugin.ops.route import Tiles
+from fp8moe_plugin.ops.workspace import empty
 from fp8moe_plugin.plan import (
     PREFILL_BLOCK_M,
     TAIL_ROWS,
     KernelKey,
     Output,
+    dense_counters,
     dense_key,
+    dense_splits,
     gate_up_key,
     gate_up_swap_ab_key,
     grouped_key,
 )
-from fp8moe_plugin.shapes import GROUP
+from fp8moe_plugin.shapes import GROUP, ceil_div
 
 # Rows of a TMA load: of a warpgroup's part of a tile; of one swizzle atom, so that as many are loaded as there are.
 PREFILL_BOX_M = 64
@@ -78,8 +81,12 @@ def launch_gemm(
     c: torch.Tensor | None,
     tiles: Tiles | None,
     after_gate_up: bool = False,
+    counters: torch.Tensor | None = None,
 ) -> None:
     """Launch the GEMM of these row tiles (None: dense); `a` is `[M, K]` or `[G, max_m, K]`, its scales any strides.
+
+    `counters`, for a dense one: int32 `[plan.dense_counters]`, zeroed by the `quantize_matrix` of `a`, the launch
+    before this one, beside which this one starts to load weights.
 
     `after_gate_up`: `a` is what `launch_gate_up`, the launch before this one, has made of the same tiles. Tiles with
     `ready` let this one start where that one leaves multiprocessors idle, and wait for rows of `a` tile by tile; `out`
@@ -95,7 +102,14 @@ def launch_gemm(
     output = _output(out, c)
     key = dense_key(rows.rows, weights.n, output, multiprocessors(device_index))
     if key.source == "grouped_gemm_swap_ab":
-        launch(*_swap_ab(key, rows, weights, out.data_ptr(), TileAddresses(), device_index, early=False))
+        splits, early = dense_splits(rows.rows, weights.n, rows.k), counters is not None
+        shared = None
+        if splits > 1:
+            partial = empty((splits, rows.rows, ceil_div(weights.n, GROUP), GROUP), torch.float32, out.device)
+            if counters is None:
+                counters = torch.zeros(dense_counters(rows.rows, weights.n), dtype=torch.int32, device=out.device)
+            shared = (partial.data_ptr(), counters.data_ptr())
+        launch(*_swap_ab(key, rows, weights, out.data_ptr(), TileAddresses(), device_index, early, shared, splits))
         return
     addend = 0 if c is None else c.data_ptr()
     launch(*_wide(key, rows, weights, out.data_ptr(), addend, output, TileAddresses(), device_index, early=False))
@@ -188,12 +202,22 @@ def _wide(
 
 
 def _swap_ab(
-    key: KernelKey, a: Rows, b: Weights, out: int, tiles: TileAddresses, device_index: int, early: bool
+    key: KernelKey,
+    a: Rows,
+    b: Weights,
+    out: int,
+    tiles: TileAddresses,
+    device_index: int,
+    early: bool,
+    shared: tuple[int, int] | None = None,
+    splits: int = 1,
 ) -> Launch:
+    """`shared`: where the `splits` parts of a tile leave their sums, and the counters of those that have."""
     scales = (a.scales, a.scale_group, a.scale_k_block, b.scales)
     maps = (_map(a, DECODE_BOX_M), _weight_map(b, DECODE_BOX_N))
     pair_of_counters = int(early)  # the GEMM before may still use the first pair
-    args = (*maps, *scales, out, tiles.table, tiles.num_tiles, a.rows, b.n, b.k, pair_of_counters)
+    results = (out, *(shared or (0, 0)), tiles.table, tiles.num_tiles)
+    args = (*maps, *scales, *results, a.rows, b.n, b.k, pair_of_counters, splits)
     return Launch(key, multiprocessors(device_index), args, device_index, early)
 
 

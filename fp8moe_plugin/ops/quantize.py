@@ -39,10 +39,16 @@ def per_token_group_quant_fp8(
     check_multiple("x's last dimension", x.shape[-1], GROUP)
     if not uses_sm90(x):
         return per_token_group_quant_fp8_reference(x, ue8m0)
-    rows, k = x.numel() // x.shape[-1], x.shape[-1]
-    q, scales = empty_quantized(rows, k, x.device)
-    _launch_quantize(x, (q, scales), Layout.K_MAJOR, ue8m0)
+    q, scales = quantize_matrix(x.view(-1, x.shape[-1]), ue8m0)
     return q.view(x.shape), scales.unflatten(0, x.shape[:-1]) if x.dim() > 1 else scales[0]
+
+
+def quantize_matrix(x: torch.Tensor, ue8m0: bool, zeroed: torch.Tensor | None = None) -> Quantized:
+    """`per_token_group_quant_fp8` of bfloat16 `[M, K]` on the GPU; and zeros to int32 `zeroed`, for the next kernel."""
+    rows, k = x.shape
+    out = empty_quantized(rows, k, x.device)
+    _launch_quantize(x, out, Layout.K_MAJOR, ue8m0, zeroed=zeroed)
+    return out
 
 
 def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,12 +132,18 @@ def dequantize_rows(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _launch_quantize(
-    x: torch.Tensor, out: Quantized, layout: Layout, ue8m0: bool, slots: torch.Tensor | None = None
+    x: torch.Tensor,
+    out: Quantized,
+    layout: Layout,
+    ue8m0: bool,
+    slots: torch.Tensor | None = None,
+    zeroed: torch.Tensor | None = None,
 ) -> None:
-    k, permuted = x.shape[-1], () if slots is None else (slots.data_ptr(), slots.shape[1])
+    k, permuted = x.shape[-1], (0, 0) if slots is None else (slots.data_ptr(), slots.shape[1])
+    counters = (0, 0) if zeroed is None else (zeroed.data_ptr(), zeroed.numel())
     addresses = (x.data_ptr(), out[0].data_ptr(), out[1].data_ptr())
     if x.numel():
-        launch(*quantize_launch(addresses, x.numel() // k, k, layout, ue8m0, x.get_device(), *permuted))
+        launch(*quantize_launch(addresses, x.numel() // k, k, layout, ue8m0, x.get_device(), *permuted, *counters))
 
 
 def quantize_launch(
@@ -143,12 +155,14 @@ def quantize_launch(
     device_index: int,
     slots: int = 0,
     topk: int = 0,
+    zeroed: int = 0,
+    zeros: int = 0,
 ) -> Launch:
     """The kernel that quantizes bfloat16 `[tokens, k]`; the addresses are those of tokens, values and scales.
 
-    For `Layout.PERMUTED` to the rows named at `slots`, int32 `[tokens, topk]`.
+    For `Layout.PERMUTED` to the rows named at `slots`, int32 `[tokens, topk]`. Sets int32 `[zeros]` at `zeroed` to 0.
     """
     groups, key = k // GROUP, quantize_key(ue8m0, layout)
     grid = ceil_div(ceil_div(tokens, TOKENS_PER_WARP) * groups, key.threads // 32)
     early = layout == Layout.ROW_MAJOR
-    return Launch(key, grid, (*addresses, slots, tokens, groups, topk), device_index, early)
+    return Launch(key, grid, (*addresses, slots, tokens, groups, topk, zeroed, zeros), device_index, early)
