@@ -244,6 +244,17 @@ def test_k_is_split_until_tiles_fill_the_gpu_or_sums_are_many_bytes(hidden, inte
         before = splits
 
 
+@pytest.mark.parametrize(("n", "k"), [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (8, 128)])
+def test_k_of_dense_gemms_is_split_where_rounds_of_tiles_would_be_half_empty(n, k):
+    for m in (1, 17, 64, 65, 256):
+        tiles, splits = plan.dense_counters(m, n), plan.dense_splits(m, n, k)
+        assert k // 128 % splits == 0
+        assert splits == 1 or 4 * splits * m * n <= plan.SPLIT_BYTES
+        rounds = -(-tiles * splits // 132) / splits
+        assert rounds <= -(-tiles // 132)
+    assert (plan.dense_splits(1, 2112, 7168), plan.dense_splits(1, 32768, 512)) == (7, 1)
+
+
 @pytest.mark.parametrize(("pairs", "chunks"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (65536, 64), (131072, 128)])
 def test_a_step_of_few_pairs_is_routed_in_one_launch(launched, pairs, chunks):
     route(torch.zeros(pairs, 1, dtype=torch.int32), EXPERTS, 128)
