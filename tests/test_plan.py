@@ -184,7 +184,7 @@ def test_a_layer_launches_what_its_ops_launch_one_by_one(
         if key.source == "grouped_gemm":
             numbers[letters.rindex("P") - 2] = False  # its counters: only the layer lets GEMM 2 start early
         if key.source == "grouped_gemm_swap_ab":
-            numbers[-1] = 0  # its pair of counters: likewise
+            numbers[-2] = 0  # its pair of counters: likewise
         if "gemm" in key.source or key == plan.combine_key():
             early = False
         launches.append((key, grid, numbers, early))

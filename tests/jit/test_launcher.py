@@ -157,7 +157,7 @@ def test_what_does_not_fit_a_parameter_is_not_launched(launches):
     key = route_key()
     with pytest.raises(struct.error, match="'i' format requires"):
         launcher.launch(key, 1, (*arguments(key, 1)[:-1], 2**31), 0)
-    with pytest.raises(struct.error, match="15 items"):
+    with pytest.raises(struct.error, match="16 items"):
         launcher.launch(key, 1, arguments(key, 1)[:-1], 0)
     assert launches == []
 
