@@ -81,13 +81,15 @@ def read_config(model: Path) -> dict[str, Any]:
     return config
 
 
-def in_own_process(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The engine's rounds, or `error`; nothing that it started outlives this."""
+def in_own_process(module: str, options: dict[str, Any], name: str, timeout: float) -> dict[str, Any]:
+    """What `python -m module --run name` with these options writes to `--out`, or `error`.
+
+    Nothing that it started outlives this.
+    """
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder, "answer.json"), Path(folder, "log")
-        command = [sys.executable, "-m", "benchmarks.engine_prefill", "--run", name, "--out", str(answer)]
-        command += ["--model", str(args.model), "--rounds", str(args.rounds)]
-        command += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
+        command = [sys.executable, "-m", module, "--run", name, "--out", str(answer)]
+        command += [str(part) for option in options.items() for part in option]
         environment = DEFAULTS | os.environ | ENGINES[name][1]
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -95,10 +97,10 @@ def in_own_process(args: argparse.Namespace, name: str) -> dict[str, Any]:
             )
         found: dict[str, Any]
         try:
-            status = process.wait(args.timeout)
+            status = process.wait(timeout)
             found = json.loads(answer.read_text()) if answer.exists() else {"error": f"ended with status {status}"}
         except subprocess.TimeoutExpired:
-            found = {"error": f"not done within {args.timeout:g} s"}
+            found = {"error": f"not done within {timeout:g} s"}
         finally:
             with contextlib.suppress(ProcessLookupError):  # raised when the whole group has ended by itself
                 os.killpg(process.pid, signal.SIGKILL)
@@ -207,7 +209,12 @@ def main() -> None:
         "engines": engines,
     }
     for name in names:
-        engines[name] = in_own_process(args, name)
+        options = {
+            "--model": args.model,
+            "--rounds": args.rounds,
+            "--max-num-batched-tokens": args.max_num_batched_tokens,
+        }
+        engines[name] = in_own_process("benchmarks.engine_prefill", options, name, args.timeout)
         print(line(name, engines[name]), flush=True)
         if args.out:
             write_report(args.out, results)

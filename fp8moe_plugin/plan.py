@@ -7,6 +7,7 @@ import functools
 import itertools
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from fp8moe_plugin.shapes import GROUP, MAX_LOCAL_EXPERTS, Experts, Model, ceil_div
 
@@ -18,7 +19,25 @@ DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
 GATHER_UP_TO = 1024  # channels of an expert; see gathers
 EARLY_FROM, EARLY_BELOW = 768, 192  # channels of an expert, rows of an expert; see starts_early
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
+DENSE_SWAP_AB_UP_TO = 256  # rows; see dense_key
+MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends on it
+SPLIT_ROUNDS, SPLIT_BYTES = 8, 2**23  # see k_splits
+PIECE = 256  # bytes; pieces of scratch begin at multiples of it, as torch's tensors at multiples of 512
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
+
+# The parameters of each kernel in order: a tensor map (M), an address (P) or an int (i).
+PARAMETERS = {
+    "combine": "PPPPii",
+    "count_experts": "PPPiiii",
+    "gate_up_swap_ab": "MMPPPPPPPPPiiii",
+    "grouped_gemm": "MMMMPiiPPPPPPPPPiii",
+    "grouped_gemm_swap_ab": "MMPiiPPPPPPiiiii",
+    "quantize": "PPPPiiiPi",
+    "route": "PPPPPPPPPiiiiiii",
+    "silu_mul_quant": "PPPPii",
+    "tiles_of_counts": "PPPPiii",
+    "tiles_of_indices": "PPPPiii",
+}
 
 
 @dataclass(frozen=True)
@@ -88,9 +107,21 @@ def swap_ab_key() -> KernelKey:
     stages = 8
     operands = stages * (128 + DECODE_BLOCK_M) * 128
     staging = DECODE_BLOCK_M * 128 * 2
-    scales_and_barriers = stages * ((DECODE_BLOCK_M + SCALE_SLACK) * 4 + 4 + 16 + 16)
+    scales_and_barriers = stages * ((DECODE_BLOCK_M + SCALE_SLACK) * 4 + 4 + 16 + 16) + 4
     smem = _align(operands + staging + scales_and_barriers)
     return KernelKey("grouped_gemm_swap_ab", (("STAGES", stages),), 384, smem)
+
+
+@functools.cache
+def gate_up_swap_ab_key(ue8m0: bool) -> KernelKey:
+    """The same for few rows an expert; it finds the tokens of an expert among those of the step."""
+    stages = 5
+    operands = stages * (2 * GROUP + DECODE_BLOCK_M) * 128
+    staging = DECODE_BLOCK_M * GROUP
+    largest_magnitudes = 8 * DECODE_BLOCK_M // 2 * 4  # of eight warps
+    scales_and_barriers = stages * (DECODE_BLOCK_M * 4 + 2 * 4 + 16 + 16)
+    smem = _align(operands + staging + largest_magnitudes + scales_and_barriers + 4)
+    return KernelKey("gate_up_swap_ab", (("STAGES", stages), ("UE8M0", int(ue8m0))), 384, smem)
 
 
 @functools.cache
@@ -132,12 +163,11 @@ def tiles_of_indices_key() -> KernelKey:
 def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
     """All that a mixture-of-experts layer launches; `batched`: its tokens come quantized and sorted."""
     gemms = [swap_ab_key(), gate_up_key(ue8m0, gather=False), grouped_gemm_key(Output.BF16)]
-    experts = [*gemms, silu_mul_quant_key(ue8m0)]
     if batched:
-        return [*experts, tiles_of_counts_key()]
-    gather = [gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
+        return [*gemms, silu_mul_quant_key(ue8m0), tiles_of_counts_key()]
+    gather = [gate_up_swap_ab_key(ue8m0), gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
     routing = [count_experts_key(), route_key(), combine_key()]
-    return [*experts, *gather, quantize_key(ue8m0, Layout.PERMUTED), *routing]
+    return [*gemms, *gather, quantize_key(ue8m0, Layout.PERMUTED), *routing]
 
 
 def linear_kernels(ue8m0: bool) -> list[KernelKey]:
@@ -152,14 +182,15 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
     few = decode_tokens(topk, model.experts.experts)
     why = {
         swap_ab_key(): f"GEMMs of steps of up to {few} tokens (experts) and {DECODE_BLOCK_M} (dense layers): decode",
+        gate_up_swap_ab_key(model.ue8m0): "the first GEMM of experts, activated and quantized, in these steps",
         gate_up_key(model.ue8m0, False): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
         gate_up_key(model.ue8m0, True): "the same for narrow experts, which find their tokens among those of the step",
         grouped_gemm_key(Output.BF16): "the other GEMMs of longer steps",
         grouped_gemm_key(Output.BF16, 128): "dense GEMMs of longer steps too small to fill the GPU with wider tiles",
         quantize_key(model.ue8m0, Layout.K_MAJOR): "activations of dense layers",
         quantize_key(model.ue8m0, Layout.PERMUTED): "activations of experts, written to the rows that the experts read",
-        quantize_key(model.ue8m0, Layout.ROW_MAJOR): "those of narrow experts in longer steps, once each",
-        silu_mul_quant_key(model.ue8m0): "between the two GEMMs of an expert in short steps",
+        quantize_key(model.ue8m0, Layout.ROW_MAJOR): "those of decode and of narrow experts, once each",
+        silu_mul_quant_key(model.ue8m0): "between the two GEMMs of few rows in slabs",
         count_experts_key(): f"how many tokens an expert gets in steps of more than {PAIRS_PER_CHUNK // topk} tokens",
         route_key(): "rows of each expert and their tiles",
         tiles_of_counts_key(): "tiles of slabs, as DeepEP's low-latency mode hands them over",
@@ -192,8 +223,35 @@ def gathers(intermediate: int, block_m: int) -> bool:
     """Whether GEMM 1 finds the tokens of an expert among those of the step, instead of reading a copy for each expert.
 
     The copies cost as many bytes whatever the width; gathering costs each tile time and power (benchmarks/NOTES.md).
+    Where weights are streamed it costs nothing.
     """
-    return block_m == PREFILL_BLOCK_M and intermediate <= GATHER_UP_TO
+    return block_m == DECODE_BLOCK_M or intermediate <= GATHER_UP_TO
+
+
+def dense_splits(m: int, n: int, k: int) -> int:
+    """Into how many parts of K a tile of a dense swap-AB GEMM is divided: until rounds of tiles are nearly full.
+
+    As long as the parts' sums, which go through memory, are few bytes.
+    """
+    tiles, blocks = dense_counters(m, n), k // GROUP
+    fits = [s for s in range(1, 9) if blocks % s == 0 and (s == 1 or 4 * s * m * n <= SPLIT_BYTES)]
+    return min(fits, key=lambda s: (ceil_div(tiles * s, MULTIPROCESSORS) / s, s))
+
+
+def dense_counters(m: int, n: int) -> int:
+    """Tiles of a dense swap-AB GEMM, each of which has a counter where its K is split."""
+    return ceil_div(m, DECODE_BLOCK_M) * ceil_div(n, GROUP)
+
+
+def k_splits(rows: int, experts: int, hidden: int, intermediate: int) -> int:
+    """Into how many parts of K a tile of gate_up_swap_ab is divided, for `rows` rows of at most `experts` experts.
+
+    Enough for `SPLIT_ROUNDS` rounds of tiles on an H200, so that its multiprocessors end closer together; as long as
+    the parts' sums, which go through memory, are few bytes. The number of tokens decides, not where they are routed.
+    """
+    tiles, nbytes = min(rows, experts) * (intermediate // GROUP), 4 * rows * 2 * intermediate
+    fits = [s for s in (1, 2, 4, 8) if hidden // GROUP % s == 0 and (s == 1 or s * nbytes <= SPLIT_BYTES)]
+    return next((s for s in fits if s * tiles >= SPLIT_ROUNDS * MULTIPROCESSORS), fits[-1])
 
 
 def starts_early(rows_per_expert: float, intermediate: int, block_m: int) -> bool:
@@ -217,10 +275,16 @@ def grouped_key(block_m: int) -> KernelKey:
 
 
 def dense_key(m: int, n: int, output: Output, sms: int) -> KernelKey:
-    """The GEMM of a dense `[m, n]` result; 256 columns a tile, or 128 where 256 would leave multiprocessors idle."""
-    if m <= DECODE_BLOCK_M and output == Output.BF16:
+    """The GEMM of a dense `[m, n]` result.
+
+    Few rows, or so few tiles that K is better split: swap-AB. Else tiles of 256 columns, or of 128 where 256 would
+    leave multiprocessors idle.
+    """
+    row_tiles = count_row_tiles(m, PREFILL_BLOCK_M)
+    few = m <= DECODE_BLOCK_M or (m <= DENSE_SWAP_AB_UP_TO and row_tiles * ceil_div(n, 128) < sms)
+    if few and output == Output.BF16:
         return swap_ab_key()
-    tiles = count_row_tiles(m, PREFILL_BLOCK_M) * ceil_div(n, 256)
+    tiles = row_tiles * ceil_div(n, 256)
     return grouped_gemm_key(output, 256 if tiles >= sms else 128)
 
 
@@ -254,30 +318,80 @@ def route_chunks(pairs: int) -> int:
     return max(1, ceil_div(pairs, PAIRS_PER_CHUNK))
 
 
+class MoeScratch(NamedTuple):
+    """Where in the scratch of a mixture-of-experts layer each piece begins, in bytes; `rows` are T * k.
+
+    Kernels of the layer run beside one another, so no two pieces share memory. One that a layer does without is empty.
+    """
+
+    x: int  # e4m3 [rows, H], or [T, H] where GEMM 1 gathers
+    x_scales: int  # of the same, K-major, or row-major where GEMM 1 gathers
+    slots: int  # int32 [T, k]
+    tokens: int  # int32 [rows]
+    num_rows: int  # int32 [1]
+    expert_counts: int  # uint32 [chunks, ceil(E / 2)], where the pairs are counted first
+    table: int  # int32 [tiles, 4]
+    num_tiles: int  # int32 [5]
+    ready: int  # int32 [1 + tiles], or [1 + tiles, I / 128] where splits share a tile
+    partial: int  # float32 [splits, rows, 2I], where splits of K share a tile of GEMM 1
+    inner: int  # e4m3 [rows, I]
+    inner_scales: int  # of the same, K-major
+    down: int  # bfloat16 [rows, H]
+    nbytes: int  # of all pieces
+
+
+def layer_splits(rows: int, local_experts: int, hidden: int, intermediate: int, block_m: int) -> int:
+    """`k_splits` of a layer with tiles of `block_m`."""
+    return k_splits(rows, local_experts, hidden, intermediate) if block_m == DECODE_BLOCK_M else 1
+
+
+def tile_counters(intermediate: int, splits: int) -> int:
+    """How many counters GEMM 1 needs for each row tile."""
+    return intermediate // GROUP if splits > 1 else 1
+
+
+@functools.lru_cache(maxsize=1024)
+def moe_scratch(
+    tokens: int, topk: int, hidden: int, intermediate: int, local_experts: int, global_experts: int
+) -> MoeScratch:
+    """The scratch of a mixture-of-experts layer on one rank, nearly all of it in use at once, freed after the layer."""
+    rows, block_m = tokens * topk, moe_block_m(tokens, topk, global_experts)
+    tiles = tile_capacity(rows, local_experts, block_m)
+    chunks = route_chunks(rows)
+    gathered = gathers(intermediate, block_m)
+    splits = layer_splits(rows, local_experts, hidden, intermediate, block_m)
+    sizes = (
+        (tokens if gathered else rows) * hidden,
+        4 * (tokens if gathered else scale_rows(rows)) * (hidden // GROUP),
+        4 * rows,
+        4 * rows,
+        4,
+        4 * chunks * ceil_div(local_experts, 2) if chunks > 1 else 0,
+        16 * tiles,
+        20,
+        4 * (1 + tiles * tile_counters(intermediate, splits)),
+        8 * splits * rows * intermediate if splits > 1 else 0,
+        rows * intermediate,
+        4 * scale_rows(rows) * (intermediate // GROUP),
+        2 * rows * hidden,
+    )
+    return MoeScratch(*itertools.accumulate((ceil_div(size, PIECE) * PIECE for size in sizes), initial=0))
+
+
 def moe_workspace_bytes(local: Experts, tokens: int, global_experts: int) -> int:
-    """The scratch of one mixture-of-experts layer on one rank, nearly all of it in use at once, freed after the layer.
+    """The bytes of `moe_scratch`.
 
     Args:
         local: what the rank holds.
         tokens: of the step.
         global_experts: over all ranks.
     """
-    rows, block_m = tokens * local.topk, moe_block_m(tokens, local.topk, global_experts)
-    tiles = tile_capacity(rows, local.experts, block_m)
-    chunks = route_chunks(rows)
-    counts = chunks * ceil_div(local.experts, 2) if chunks > 1 else 0
-    routing = 4 * (2 * rows + 1 + 5 * tiles + 6 + counts)
-    inner, down = _quantized_bytes(rows, local.intermediate), 2 * rows * local.hidden
-    gate_up = 0 if block_m == PREFILL_BLOCK_M else 2 * rows * 2 * local.intermediate
-    if gathers(local.intermediate, block_m):
-        x = tokens * (local.hidden + 4 * (local.hidden // GROUP))
-    else:
-        x = _quantized_bytes(rows, local.hidden)
-    return routing + x + gate_up + inner + down
+    return moe_scratch(tokens, local.topk, local.hidden, local.intermediate, local.experts, global_experts).nbytes
 
 
-def _quantized_bytes(rows: int, k: int) -> int:
-    return rows * k + 4 * ceil_div(rows, 4) * 4 * (k // GROUP)
+def scale_rows(rows: int) -> int:
+    """How far apart the K-major scales of two k blocks are: a multiple of 16 bytes."""
+    return ceil_div(rows, 4) * 4
 
 
 def _align(size: int) -> int:

@@ -1,5 +1,8 @@
 """The plan names every kernel that a layer launches, at any number of tokens: what is loaded at start is enough."""
 
+import functools
+import importlib
+import itertools
 import sys
 
 import pytest
@@ -13,6 +16,7 @@ from fp8moe_plugin.ops.route import route
 from fp8moe_plugin.shapes import Experts
 from tests import helpers as h
 
+layer_ops = importlib.import_module("fp8moe_plugin.ops.fused_moe")  # the op has taken its name
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 256, 128, 4, 2
 WIDE = plan.GATHER_UP_TO + 128  # experts that read copies of their tokens
 
@@ -72,7 +76,8 @@ def test_kernels_that_start_early_follow_those_they_may_run_beside(steps, interm
     gathers = plan.gathers(intermediate, block_m)
     early = plan.starts_early(tokens * TOPK / EXPERTS, intermediate, block_m)
     counted = {"route"} if plan.route_chunks(tokens * TOPK) > 1 else set()
-    expected = counted | ({"quantize"} if gathers else set()) | ({"grouped_gemm"} if early else set())
+    follow = {"grouped_gemm_swap_ab", "combine"} if block_m == plan.DECODE_BLOCK_M else set()
+    expected = counted | follow | ({"quantize"} if gathers else set()) | ({"grouped_gemm"} if early else set())
     assert {name for name, starts_early in steps if starts_early} == expected
     if counted:
         assert between(steps, "count_experts", "route") == []
@@ -153,6 +158,103 @@ def test_the_scratch_of_a_layer_is_what_the_plan_says(launched, monkeypatch, tok
         assert plan.moe_workspace_bytes(local, tokens, global_experts) == sum(t.nbytes for t in scratch)
 
 
+def without_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "k_splits", lambda *_: 1)
+    for module, name in ((plan, "moe_scratch"), (layer_ops, "_layer_launches")):
+        fresh = functools.lru_cache(getattr(module, name).__wrapped__)
+        for user in (plan, layer_ops):
+            if hasattr(user, name):
+                monkeypatch.setattr(user, name, fresh)
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
+@pytest.mark.parametrize("tokens", [1, 7, 128, 129, 1000])
+def test_a_layer_launches_what_its_ops_launch_one_by_one(
+    launched, monkeypatch, tokens, intermediate, mapped, ids_dtype
+):
+    """In the same order, with the same numbers and the same addresses left out, and with pieces of the same sizes."""
+    launches, scratch = [], []
+
+    def launch(key: plan.KernelKey, grid: object, args: tuple[int, ...], device: int, early: bool = False) -> None:
+        letters = plan.PARAMETERS[key.source]
+        assert len(args) == len(letters)
+        numbers = [bool(a) if x == "P" else a for a, x in zip(args, letters, strict=True)]
+        if key.source == "grouped_gemm":
+            numbers[letters.rindex("P") - 2] = False  # its counters: only the layer lets GEMM 2 start early
+        if key.source == "grouped_gemm_swap_ab":
+            numbers[-2] = 0  # its pair of counters: likewise
+        if "gemm" in key.source or key == plan.combine_key():
+            early = False
+        launches.append((key, grid, numbers, early))
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        scratch.append(torch.empty(shape, dtype=dtype))
+        return scratch[-1]
+
+    replace_everywhere(monkeypatch, "launch", launch)
+    replace_everywhere(monkeypatch, "empty", empty)
+    without_splits(monkeypatch)  # only the layer has them
+    gen = h.seeded(0, torch.device("cpu"))
+    w13, w13_scale, w2, w2_scale = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
+    x, ids = h.random_tokens(gen, tokens, HIDDEN), torch.zeros(tokens, TOPK, dtype=ids_dtype)
+    launches.clear()
+    expert_map = torch.zeros(2 * EXPERTS, dtype=torch.int32) if mapped else None
+    weights = layer_ops.ExpertWeights((w13, w13_scale), (w2, w2_scale))
+    layers = []
+    for layer in (layer_ops._launch_fused_moe, layer_ops._fused_moe):
+        scratch.clear()
+        layer(x, weights, torch.rand(tokens, TOPK), ids, expert_map, True, torch.empty_like(x))
+        layers.append(list(launches))
+        launches.clear()
+    assert layers[0] == layers[1]
+    begins = plan.moe_scratch(tokens, TOPK, HIDDEN, intermediate, EXPERTS, (1 + mapped) * EXPERTS)
+    pieces = [after - begin for begin, after in itertools.pairwise(begins)]
+    in_pieces = [-(-t.nbytes // plan.PIECE) * plan.PIECE for t in scratch]
+    assert sorted(filter(None, pieces)) == sorted(in_pieces)
+
+
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
+@pytest.mark.parametrize("tokens", [1, 129, 1000])
+def test_the_launches_of_a_layer_are_remembered_for_its_addresses_alone(launched, monkeypatch, tokens, intermediate):
+    """Tensors at other addresses, each in its turn, are read and written there."""
+    replace_everywhere(monkeypatch, "tensor_map", lambda address, *_: address)
+    sizes = (tokens, TOPK, HIDDEN, intermediate, EXPERTS, 2 * EXPERTS)
+    first = layer_ops.LayerAddresses(*(2**40 + i * 2**32 for i in range(len(layer_ops.LayerAddresses._fields))))
+    for field in first._fields:
+        moved = first._replace(**{field: 2**45})
+        for addresses in (first, moved, first):
+            launches = layer_ops._layer_launches(addresses, sizes, False, False, -2)
+            used = {arg for launch in launches for arg in launch.args}
+            assert set(addresses) <= used
+            assert (2**45 in used) == (addresses is moved)
+
+
+@pytest.mark.parametrize("hidden", [128, 2048, 5120, 7168])
+@pytest.mark.parametrize("intermediate", [128, 256, 2048])
+def test_k_is_split_until_tiles_fill_the_gpu_or_sums_are_many_bytes(hidden, intermediate):
+    before = 8
+    for rows in (1, 8, 64, 500, 512, 8192, 16384):
+        splits = plan.k_splits(rows, 256, hidden, intermediate)
+        assert hidden // 128 % splits == 0
+        assert splits == 1 or 8 * rows * intermediate * splits <= plan.SPLIT_BYTES
+        assert splits <= before, "more rows never need more splits"
+        assert splits == 1 or splits // 2 * min(rows, 256) * intermediate // 128 < plan.SPLIT_ROUNDS * 132
+        before = splits
+
+
+@pytest.mark.parametrize(("n", "k"), [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (8, 128)])
+def test_k_of_dense_gemms_is_split_where_rounds_of_tiles_would_be_half_empty(n, k):
+    for m in (1, 17, 64, 65, 256):
+        tiles, splits = plan.dense_counters(m, n), plan.dense_splits(m, n, k)
+        assert k // 128 % splits == 0
+        assert splits == 1 or 4 * splits * m * n <= plan.SPLIT_BYTES
+        rounds = -(-tiles * splits // 132) / splits
+        assert rounds <= -(-tiles // 132)
+    assert (plan.dense_splits(1, 2112, 7168), plan.dense_splits(1, 32768, 512)) == (7, 1)
+
+
 @pytest.mark.parametrize(("pairs", "chunks"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (65536, 64), (131072, 128)])
 def test_a_step_of_few_pairs_is_routed_in_one_launch(launched, pairs, chunks):
     route(torch.zeros(pairs, 1, dtype=torch.int32), EXPERTS, 128)
@@ -160,7 +262,7 @@ def test_a_step_of_few_pairs_is_routed_in_one_launch(launched, pairs, chunks):
     assert launched == {plan.route_key()} | ({plan.count_experts_key()} if chunks > 1 else set())
 
 
-@pytest.mark.parametrize(("m", "n"), [(129, 24576), (1040, 3840), (4096, 1024), (65, 8)])
+@pytest.mark.parametrize(("m", "n"), [(129, 24576), (1040, 3840), (4096, 1024), (300, 8)])
 def test_dense_tiles_are_narrow_where_wide_ones_leave_multiprocessors_idle(m, n):
     wide = len(plan.row_tiles(m, plan.PREFILL_BLOCK_M)) * -(-n // 256)
     key = plan.dense_key(m, n, plan.Output.BF16, 132)

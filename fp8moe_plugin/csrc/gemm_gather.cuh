@@ -41,7 +41,10 @@ struct GatheredRows {
 // The first warp hands the tile to the others through shared memory.
 DEVICE Tile share_tile(SharedMemory shared, const TileQueue<kBlockM>& queue, bool first_warp) {
     named_barrier(kProducerBarrier, 128);  // all have read the tile before
-    if (first_warp && threadIdx.x % 32 == 0) publish_tile(shared.gathered_tile(), queue.tile());
+    if (first_warp) {
+        const Tile tile = queue.tile();
+        if (threadIdx.x % 32 == 0) publish_tile(shared.gathered_tile(), tile);
+    }
     named_barrier(kProducerBarrier, 128);
     return published_tile(shared.gathered_tile());
 }

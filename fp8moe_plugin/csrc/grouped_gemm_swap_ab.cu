@@ -2,7 +2,11 @@
 //
 // Swap-AB: 128 rows of weights are the 64-row operands of the two math warpgroups, the tokens are the narrow one. A
 // tile is 128 weight rows by up to 64 tokens, multiplied 8, 16, 32 or 64 tokens wide, by the expert's own count.
+//
+// With `splits` blocks a tile, each a part of K: `partial` float32 [splits, m, N up to a multiple of 128] in pieces,
+// `arrived` int32 [row tiles, ceil(N / 128)], zero; see split_k.cuh.
 #include "ptx.cuh"
+#include "split_k.cuh"
 #include "tile_queue.cuh"
 #include "transposed.cuh"
 #include "wgmma.cuh"
@@ -12,6 +16,7 @@ constexpr int kBlockTokens = 64, kBlockN = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kWarpgroupN = kBlockN / kMathWarpgroups;
 constexpr int kThreads = 128 * (kMathWarpgroups + 1);
 static_assert(kThreads == THREADS, "plan.py has the same roles");
+constexpr int kMathBarrier = 1 + kMathWarpgroups;
 constexpr int kFullArrivals = 2;  // of a stage: the bytes of bulk copies are announced; the small copies have landed
 constexpr int kBoxTokens = 8;  // of one TMA load: one swizzle atom, so that boxes stack
 
@@ -25,7 +30,8 @@ struct SharedMemory {
     static constexpr u32 kWeightScale = kTokenScales + kStages * kBytesTokenScales;
     static constexpr u32 kTiles = (kWeightScale + kStages * 4 + 15) / 16 * 16;
     static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
-    static constexpr u32 kEnd = kEmpty + kStages * 8;
+    static constexpr u32 kLast = kEmpty + kStages * 8;
+    static constexpr u32 kEnd = kLast + 4;
 
     u32 base;
     DEVICE u32 weights(int stage, int warpgroup) const {
@@ -40,37 +46,90 @@ struct SharedMemory {
     DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
     DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
+    DEVICE u32 last() const { return base + kLast; }
 };
 static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
+
+using Queue = TileQueue<kBlockTokens>;
 
 struct Operands {
     const TensorMap *tokens, *weights;
     ActivationScales token_scales;
     const float* weight_scales;  // [experts, ceil(N / 128), K / 128]
-    int n, k_blocks;
+    int n, k_blocks, splits;
+
+    DEVICE int columns() const { return (n + kBlockN - 1) / kBlockN; }
+    DEVICE int steps() const { return k_blocks / splits; }
 };
 
-// How many tokens wide `rows` rows are multiplied.
-DEVICE int width_of(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
+struct Result {
+    u16* d;
+    float* partial;
+    int* arrived;
+};
 
 // ---- producer --------------------------------------------------------------------------------------------------
 
-DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockTokens>& queue) {
-    const Tile tile = queue.tile();
-    int boxes = width_of(tile.rows) / kBoxTokens;
-    int scale_rows = (in.n + kBlockN - 1) / kBlockN;
-    int weight_row = tile.expert * in.n + tile.column * kBlockN;
-    const float* weight_scale = in.weight_scales + i64(tile.expert * scale_rows + tile.column) * in.k_blocks;
-    u32 scale_bytes = ActivationScales::bytes(tile);
-    u32 bytes = SharedMemory::kBytesWeights + boxes * kBoxTokens * kBlockK + scale_bytes;
-    auto load = [&](int s, u32 full, int k, const float* token_scale) {
-        tma_load(shared.weights(s, 0), in.weights, full, k * kBlockK, weight_row);
-        for (int box = 0; box < boxes; ++box)
-            tma_load(shared.tokens(s, box * kBoxTokens), in.tokens, full, k * kBlockK, tile.row + box * kBoxTokens);
-        bulk_load(shared.token_scale(s, 0), token_scale, full, scale_bytes);
+// What a step of a tile loads.
+struct TileLoads {
+    Tile tile;
+    int boxes, weight_row, k_begin;
+    const float *weight_scale, *token_scale;
+    u32 scale_bytes, bytes;
+
+    DEVICE TileLoads(const Operands& in, const Tile& tile) : tile(tile) {
+        boxes = width_of(tile.rows) / kBoxTokens;
+        int column = tile.column / in.splits;
+        k_begin = tile.column % in.splits * in.steps();
+        weight_row = tile.expert * in.n + column * kBlockN;
+        weight_scale = in.weight_scales + i64(tile.expert * in.columns() + column) * in.k_blocks + k_begin;
+        token_scale = in.token_scales.of_tile(tile) + i64(k_begin) * in.token_scales.k_stride;
+        scale_bytes = ActivationScales::bytes(tile);
+        bytes = SharedMemory::kBytesWeights + boxes * kBoxTokens * kBlockK + scale_bytes;
+    }
+    DEVICE void weights(SharedMemory shared, int s, const Operands& in, int k) const {
+        barrier_arrive_expect(shared.full(s), bytes);
+        tma_load(shared.weights(s, 0), in.weights, shared.full(s), (k_begin + k) * kBlockK, weight_row);
         copy_async_4(shared.weight_scale(s), weight_scale + k);
-    };
-    fill_stages(shared, ring, queue, tile, in.token_scales, in.k_blocks, bytes, load);
+    }
+    DEVICE void tokens(SharedMemory shared, int s, const Operands& in, int k) const {
+        if (k == 0) publish_tile(shared.tile(s), tile);
+        for (int box = 0; box < boxes; ++box)
+            tma_load(shared.tokens(s, box * kBoxTokens), in.tokens, shared.full(s), (k_begin + k) * kBlockK,
+                     tile.row + box * kBoxTokens);
+        bulk_load(shared.token_scale(s, 0), token_scale + k * in.token_scales.k_stride, shared.full(s), scale_bytes);
+        copy_async_arrive(shared.full(s));
+    }
+};
+
+// Weights of the first steps, which do not depend on the kernel before; returns of how many.
+DEVICE int load_weights_ahead(SharedMemory shared, const Operands& in, Queue queue) {
+    Ring<kStages> ring;
+    int steps = 0, of_tile = queue.counters ? in.steps() - Queue::kClaimAhead : in.steps();
+    while (steps < kStages && queue.index < queue.total) {
+        const TileLoads loads(in, queue.tile());
+        for (int k = 0; k < of_tile && steps < kStages; ++k, ++steps, ring.advance()) {
+            if (threadIdx.x % 32 == 0) loads.weights(shared, ring.stage, in, k);
+            if (!queue.counters) queue.step(k);
+        }
+        if (queue.counters) break;
+    }
+    return steps;
+}
+
+DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue, int& ahead) {
+    const TileLoads loads(in, queue.tile());
+#pragma unroll 1
+    for (int k = 0; k < in.steps(); ++k, ring.advance()) {
+        int s = ring.stage;
+        barrier_wait(shared.empty(s), ring.phase ^ 1);
+        if (threadIdx.x % 32 == 0) {
+            if (ahead <= 0) loads.weights(shared, s, in, k);
+            loads.tokens(shared, s, in, k);
+        }
+        --ahead;
+        queue.step(k);
+    }
 }
 
 // ---- math ------------------------------------------------------------------------------------------------------
@@ -99,13 +158,43 @@ DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks
     }
 }
 
+// Adds up the splits of a tile; false for a block that is not the last of them. A token's 128 sums stand together.
 template <int kTokens>
-DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, u16* d, int n, int k_blocks, const Tile& tile,
-                         int warpgroup) {
+DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& out, const Tile& tile, int warpgroup,
+                       float (&sum)[kTokens / 2]) {
+    int lane = threadIdx.x % 32, column = tile.column / in.splits;
+    int row = warpgroup * kWarpgroupN + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    float* all = out.partial + (i64(tile.row) * in.columns() + i64(column) * tile.rows) * in.splits * kBlockN + row;
+    auto at = [&](int split, int token) { return all + (split * tile.rows + token) * kBlockN; };
+#pragma unroll
+    for (int i = 0; i < kTokens / 4; ++i) {
+        int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
+        if (token >= tile.rows) continue;
+        float* own = at(tile.column % in.splits, token);
+        own[0] = sum[e], own[8] = sum[e + 2];
+    }
+    int* arrived = out.arrived + tile.row_tile * in.columns() + column;
+    if (!comes_last(shared.last(), arrived, in.splits, kMathBarrier, 128 * kMathWarpgroups)) return false;
+#pragma unroll
+    for (int i = 0; i < kTokens / 4; ++i) {
+        int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
+        if (token >= tile.rows) continue;
+        sum[e] = __ldcg(at(0, token)), sum[e + 2] = __ldcg(at(0, token) + 8);
+#pragma unroll 1
+        for (int split = 1; split < in.splits; ++split)
+            sum[e] += __ldcg(at(split, token)), sum[e + 2] += __ldcg(at(split, token) + 8);
+    }
+    return true;
+}
+
+template <int kTokens>
+DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Result& out,
+                         const Tile& tile, int warpgroup) {
     float sum[kTokens / 2];
-    multiply_tile<kTokens>(shared, ring, k_blocks, tile, warpgroup, sum);
-    store_transposed<kTokens>(shared.staging(warpgroup), warpgroup, d, n, tile.row, tile.rows,
-                              tile.column * kBlockN + warpgroup * kWarpgroupN, sum);
+    multiply_tile<kTokens>(shared, ring, in.steps(), tile, warpgroup, sum);
+    if (in.splits == 1 || add_splits<kTokens>(shared, in, out, tile, warpgroup, sum))
+        store_transposed<kTokens>(shared.staging(warpgroup), warpgroup, out.d, in.n, tile.row, tile.rows,
+                                  tile.column / in.splits * kBlockN + warpgroup * kWarpgroupN, sum);
 }
 
 // ---- kernel ----------------------------------------------------------------------------------------------------
@@ -113,17 +202,22 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, u16* d, int n
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_swap_ab(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                          const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
-                          u16* d, const int4* table, int* num_tiles, int m, int n, int k) {
+                         u16* d, float* partial, int* arrived, const int4* table, int* num_tiles, int m, int n, int k,
+                         int pair_of_counters, int splits) {
+    let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);
 
     int warpgroup = warp_uniform(threadIdx.x / 128);
-    Operands in{&a_map, &b_map, {a_scales, a_scale_expert_stride, a_scale_k_stride}, b_scales, n, k / kBlockK};
+    Operands in{&a_map, &b_map, {a_scales, a_scale_expert_stride, a_scale_k_stride}, b_scales, n, k / kBlockK, splits};
+    Result out{d, partial, arrived};
     Ring<kStages> ring;
     if (warpgroup == kMathWarpgroups) {
         if (threadIdx.x / 32 == 4 * kMathWarpgroups) {
-            TileQueue<kBlockTokens> queue(table, num_tiles, 0, m, (n + kBlockN - 1) / kBlockN, in.k_blocks);
-            while (queue.index < queue.total) load_tile(shared, ring, in, queue);
+            Queue queue(table, num_tiles, pair_of_counters, m, in.columns() * splits, in.steps());
+            int ahead = load_weights_ahead(shared, in, queue);
+            wait_for_previous_kernel();
+            while (queue.index < queue.total) load_tile(shared, ring, in, queue, ahead);
             load_end(shared, ring, kFullArrivals);
             queue.finish();
         }
@@ -133,10 +227,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             Tile tile = published_tile(shared.tile(ring.stage));
             if (tile.rows == 0) break;
             switch (width_of(tile.rows)) {
-                case 8: compute_tile<8>(shared, ring, d, n, in.k_blocks, tile, warpgroup); break;
-                case 16: compute_tile<16>(shared, ring, d, n, in.k_blocks, tile, warpgroup); break;
-                case 32: compute_tile<32>(shared, ring, d, n, in.k_blocks, tile, warpgroup); break;
-                default: compute_tile<64>(shared, ring, d, n, in.k_blocks, tile, warpgroup);
+                case 8: compute_tile<8>(shared, ring, in, out, tile, warpgroup); break;
+                case 16: compute_tile<16>(shared, ring, in, out, tile, warpgroup); break;
+                case 32: compute_tile<32>(shared, ring, in, out, tile, warpgroup); break;
+                default: compute_tile<64>(shared, ring, in, out, tile, warpgroup);
             }
         }
     }

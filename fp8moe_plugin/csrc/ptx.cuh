@@ -87,6 +87,14 @@ DEVICE void tma_load(u32 to, const TensorMap* map, u32 barrier, int column, int 
         "l"(map), "r"(barrier), "r"(column), "r"(row)
         : "memory");
 }
+// The same of a map of four dimensions, innermost first.
+DEVICE void tma_load_4d(u32 to, const TensorMap* map, u32 barrier, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
 // Stores a box; what lies outside the matrix is dropped.
 DEVICE void tma_store(const TensorMap* map, u32 from, int column, int row) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
@@ -123,6 +131,21 @@ DEVICE void copy_async_arrive(u32 barrier) {
 
 // ---- counters in global memory, from one kernel to another ----------------------------------------------------------
 
+// A lane of the warp, always the same one.
+DEVICE int leader_lane() {
+    int lane;
+    asm volatile("{ .reg .pred p; elect.sync %0|p, 0xffffffff; }" : "=r"(lane));
+    return lane;
+}
+// That lane gets the counter as it was before 1 was added, the others keep `value`. Nothing waits here: atomicAdd under
+// a condition is turned into one for several lanes, which shares out the result at once, a round trip to L2 later.
+DEVICE int atomic_add_by_one_lane(int* counter, int value) {
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; @p atom.relaxed.gpu.global.add.s32 %0, [%1], 1; }"
+                 : "+r"(value)
+                 : "l"(counter)
+                 : "memory");
+    return value;
+}
 // What others wrote before they counted is then visible; to TMA after fence_proxy_async_global.
 DEVICE int load_acquire(const int* counter) {
     int value;

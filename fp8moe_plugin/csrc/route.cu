@@ -66,7 +66,8 @@ DEVICE void add_chunks(const u32* counts, int num_experts, int* all, int* before
 extern "C" __global__ __launch_bounds__(THREADS, 1) void route(
     const void* __restrict__ ids, const int* __restrict__ expert_map, const u32* counts, int* __restrict__ slots,
     int* __restrict__ tokens, int* __restrict__ num_rows, int4* __restrict__ table, int* __restrict__ num_tiles,
-    int* __restrict__ ready, int ids_64, int pairs, int topk, int global_experts, int num_experts, int block_m) {
+    int* __restrict__ ready, int ids_64, int pairs, int topk, int global_experts, int num_experts, int block_m,
+    int tile_counters) {
     let_next_kernel_start();
     __shared__ int totals[THREADS];     // pairs of each expert in all chunks
     __shared__ int next_rows[THREADS];  // the row of its first pair in this chunk
@@ -105,7 +106,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void route(
     if (expert != kNoExpert) tokens[next_rows[expert] + rank] = pair / topk;
     if (blockIdx.x > 0) return;
     if (threadIdx.x == 0) *num_rows = rows;
-    write_table<THREADS>(table, num_tiles, ready, num_experts, block_m, [&](int) {  // one window: a thread's own expert
-        return make_int2(row_begin, row_begin + total);
-    });
+    const auto own_rows = [&](int) { return make_int2(row_begin, row_begin + total); };  // one window
+    write_table<THREADS>(table, num_tiles, ready, tile_counters, num_experts, block_m, own_rows);
 }

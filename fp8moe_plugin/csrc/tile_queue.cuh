@@ -28,7 +28,7 @@ struct TileQueue {
     int* counters;      // tiles claimed and blocks done, zero between launches; null: every gridDim.x-th tile
     int m, column_tiles, total, k_blocks, group;
     int index, claimed;  // this tile; the next one or, of short tiles, the one after it (of the first lane)
-    int4 entry;
+    int part;  // lane i of four has the table entry's i-th number: waited for where the tile is needed, not before
 
     // `balance`: short tiles come from the counter too.
     DEVICE TileQueue(const int4* table, int* num_tiles, int pair_of_counters, int m, int column_tiles, int k_blocks,
@@ -37,28 +37,31 @@ struct TileQueue {
         total = column_tiles * (table ? *num_tiles : RowTiles(m, kBlockM).count);
         counters = table && (balance || !short_tiles()) ? num_tiles + 1 + 2 * pair_of_counters : nullptr;
         group = max(kGroupBlocks / k_blocks, 1);
-        index = blockIdx.x, claimed = index + gridDim.x;
+        index = blockIdx.x, claimed = index - gridDim.x;
         fetch();
     }
     DEVICE bool short_tiles() const { return k_blocks <= kClaimAhead; }
     DEVICE void fetch() {
-        if (index < total) entry = table ? table[index / column_tiles] : make_int4(0, 0, m, 0);
+        int i = threadIdx.x % 4;
+        if (index >= total) return;
+        part = table ? reinterpret_cast<const int*>(table + index / column_tiles)[i] : i == 2 ? m : 0;
     }
+    DEVICE int given() const { return short_tiles() ? 2 * gridDim.x : gridDim.x; }  // without the counter
     DEVICE void claim() {
-        int given = short_tiles() ? 2 * gridDim.x : gridDim.x;  // without the counter
-        if (counters && threadIdx.x % 32 == 0) claimed = given + atomicAdd(counters, 1);
+        if (counters) claimed = atomic_add_by_one_lane(counters, claimed);
     }
     // To be called in each step of 128 K of the current tile: prepares the next one, waiting for nothing.
     DEVICE void step(int k) {
         if (k == k_blocks - kClaimAhead && !short_tiles()) claim();
         if (k != max(k_blocks - kFetchAhead, 0)) return;
-        index = counters ? __shfl_sync(~0u, claimed, 0) : index + gridDim.x;
+        index = counters ? given() + __shfl_sync(~0u, claimed, leader_lane()) : index + gridDim.x;
         fetch();
         if (short_tiles()) claim();
     }
-    DEVICE Tile tile() const {
+    DEVICE Tile tile() const {  // by all lanes
         if (index >= total) return {};
-        int begin = entry.y, end = entry.z, first = entry.w;
+        int expert = __shfl_sync(~0u, part, 0), begin = __shfl_sync(~0u, part, 1);
+        int end = __shfl_sync(~0u, part, 2), first = __shfl_sync(~0u, part, 3);
         RowTiles tiles(end - begin, kBlockM);
         int local = index - first * column_tiles, group_begin = 0, group_count = tiles.count;
         if (kBlockM == 128 && tiles.count > group) {
@@ -68,14 +71,20 @@ struct TileQueue {
         }
         int row_tile = group_begin + local % group_count, last = index >= total - 2 * int(gridDim.x);
         int row = begin + tiles.begin(row_tile);
-        return {entry.x, first + row_tile, row, tiles.size(row_tile), local / group_count, last};
+        return {expert, first + row_tile, row, tiles.size(row_tile), local / group_count, last};
     }
     // The last block to finish leaves the counters as it found them.
     DEVICE void finish() {
-        if (!counters || threadIdx.x % 32 != 0) return;
+        if (!counters) return;
+        __threadfence();  // behind this warp's last claim, which nobody has looked at
+        __syncwarp();
+        if (threadIdx.x % 32 != 0) return;
         if (atomicAdd(counters + 1, 1) == gridDim.x - 1) counters[0] = counters[1] = 0;
     }
 };
+
+// How many tokens wide the `rows` rows of a swap-AB tile are multiplied.
+DEVICE int width_of(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
 
 // A ring of shared-memory stages: which one is current, and the parity of its barriers' phase.
 template <int kStages>

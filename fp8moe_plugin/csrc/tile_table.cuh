@@ -55,9 +55,10 @@ DEVICE void finish_table(int* num_tiles, int tiles) {
 //
 // Out:  table      int4 [capacity]; only the first *num_tiles entries are written
 //       num_tiles  int32 [5], see finish_table
-//       ready      int32 [1 + capacity], zero up to the last tile
+//       ready      int32 [1 + capacity * tile_counters], zero up to the last tile's
 template <int kThreads, class RowsOf>
-DEVICE void write_table(int4* table, int* num_tiles, int* ready, int groups, int block_m, RowsOf rows_of) {
+DEVICE void write_table(int4* table, int* num_tiles, int* ready, int tile_counters, int groups, int block_m,
+                        RowsOf rows_of) {
     const bool tails = block_m == RowTiles::kBlockMOfTails;
     int tiles = 0;
     for (int tailed = tails; tailed >= 0; --tailed) {  // the longer tiles first, so that blocks finish closer together
@@ -68,6 +69,6 @@ DEVICE void write_table(int4* table, int* num_tiles, int* ready, int groups, int
             tiles = append_tiles<kThreads>(table, tiles, group, rows.x, now ? rows.y : rows.x, block_m);
         }
     }
-    for (int i = threadIdx.x; i <= tiles; i += kThreads) ready[i] = 0;
+    for (int i = threadIdx.x; i <= tiles * tile_counters; i += kThreads) ready[i] = 0;
     finish_table(num_tiles, tiles);
 }

@@ -10,7 +10,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_counts(const int*
                                                                        int* __restrict__ num_tiles,
                                                                        int* __restrict__ ready, int groups,
                                                                        int max_m, int block_m) {
-    write_table<THREADS>(table, num_tiles, ready, groups, block_m, [&](int group) {
+    write_table<THREADS>(table, num_tiles, ready, 1, groups, block_m, [&](int group) {
         return make_int2(group * max_m, group * max_m + max(0, min(counts[group], max_m)));
     });
 }

@@ -1,97 +1,151 @@
-"""Launch kernels on torch's current stream through the CUDA driver, with arguments packed once a call."""
+"""Launch kernels on torch's current stream through the CUDA driver; a launch costs the host few microseconds."""
 
 import ctypes
 import functools
+import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fp8moe_plugin.errors import LaunchError
 from fp8moe_plugin.jit.lookup import WARMUP, Origin, find_or_compile
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan import PARAMETERS, KernelKey
 
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
+FORMATS = {"M": f"{TENSOR_MAP_BYTES}s", "P": "P", "i": "i"}  # of a parameter's letter, as `struct` packs it
+
+Argument = bytes | int
 
 
-class TensorMap:
-    """A TMA descriptor of a row-major matrix, as a kernel argument (`CUtensorMap`)."""
+class Launch(NamedTuple):
+    """The arguments of `launch`."""
 
-    def __init__(self) -> None:
-        self._room = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
-        self.address = -(-ctypes.addressof(self._room) // TENSOR_MAP_ALIGNMENT) * TENSOR_MAP_ALIGNMENT
-
-    def getPtr(self) -> int:
-        return self.address
-
-
-Argument = torch.Tensor | TensorMap | int | None
+    key: KernelKey
+    grid: int | tuple[int, int]
+    args: tuple[Argument, ...]
+    device_index: int
+    early: bool = False
 
 
 def launch(
     key: KernelKey,
     grid: int | tuple[int, int],
     args: tuple[Argument, ...],
-    device: torch.device,
+    device_index: int,
     early: bool = False,
 ) -> None:
-    """Launch a kernel on the current stream of `device`; it is compiled and loaded the first time.
+    """Launch a kernel on the current stream of a device; it is compiled and loaded the first time.
 
     Args:
         grid: blocks, along x or along (x, y).
-        args: tensors and None as pointers, `TensorMap` by value, int as 32 bits.
+        args: one for each letter of `plan.PARAMETERS`: a `tensor_map`, an address (0: none), a 32-bit int.
         early: it may start when the kernel launched before it lets it, not only when that one has ended (programmatic
             dependent launch; csrc/common.cuh says what such a kernel owes the others).
     Raises:
         CompileError: the kernel does not compile.
         LaunchError: the driver refuses it, or it is not loaded yet while the stream is being captured.
+        struct.error: the arguments are not those of the kernel, or do not fit.
     """
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return launch(key, grid, args, device, early)
-    from cuda.bindings import driver
-
-    _bind_context(device.index)
-    config = driver.CUlaunchConfig()
+    if device_index != torch._C._cuda_getDevice():
+        with torch.cuda.device(device_index):
+            return launch(key, grid, args, device_index, early)
+    # By identity: to hash a key takes longer than the rest, and `plan` makes each one once.
+    prepared = _thread.prepared.get((id(key), device_index, early)) or _prepare(key, device_index, early)
+    config = prepared.config
     config.gridDimX, config.gridDimY = grid if isinstance(grid, tuple) else (grid, 1)
-    config.blockDimX = key.threads
-    config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-    config.sharedMemBytes = key.smem_bytes
-    config.hStream = torch._C._cuda_getCurrentRawStream(device.index)
+    config.hStream = torch._C._cuda_getCurrentRawStream(device_index)
+    prepared.pack(*args)
+    if status := prepared.call():
+        _check(status, f"launch of {key.source} with grid {grid}")
+
+
+class LaunchAttribute(ctypes.Structure):
+    """`CUlaunchAttribute`, of which the value is a union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_uint), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """`CUlaunchConfig`."""
+
+    _fields_ = [
+        ("gridDimX", ctypes.c_uint),
+        ("gridDimY", ctypes.c_uint),
+        ("gridDimZ", ctypes.c_uint),
+        ("blockDimX", ctypes.c_uint),
+        ("blockDimY", ctypes.c_uint),
+        ("blockDimZ", ctypes.c_uint),
+        ("sharedMemBytes", ctypes.c_uint),
+        ("hStream", ctypes.c_void_p),
+        ("attrs", ctypes.POINTER(LaunchAttribute)),
+        ("numAttrs", ctypes.c_uint),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """All that a thread needs to launch one kernel on one device; what it writes, no other thread does.
+
+    The driver copies the parameters before the launch returns, so the next one may write over them.
+    """
+
+    key: KernelKey  # held, so that no other key gets its id
+    config: LaunchConfig
+    pack: Callable[..., None]  # its arguments to where `call` reads the parameters
+    call: Callable[[], int]  # the driver's launch, which returns its status
+
+
+class _Thread(threading.local):
+    """What each thread has prepared; it has a context as soon as that is anything."""
+
+    def __init__(self) -> None:
+        self.prepared: dict[tuple[int, int, bool], _Prepared] = {}
+
+
+_thread = _Thread()
+
+
+def _prepare(key: KernelKey, device_index: int, early: bool) -> _Prepared:
+    """Get ready to launch a kernel from this thread, on its current device."""
+    _bind_context(device_index)
+    function = ctypes.c_void_p(int(load(key, device_index)))
+    pack, pointers = _parameters(PARAMETERS[key.source])
+    config = LaunchConfig(1, 1, 1, key.threads, 1, 1, key.smem_bytes)
     if early:
-        config.attrs, config.numAttrs = [_early_launch()], 1
-    function = load(key, device.index)
-    packed = tuple(_pack(a) for a in args)
-    params = (tuple(value for value, _ in packed), tuple(kind for _, kind in packed))
-    (status,) = driver.cuLaunchKernelEx(config, function, params, 0)
-    _check(status, f"launch of {key.source} with grid {grid}")
+        config.attrs, config.numAttrs = ctypes.pointer(_early_launch()), 1
+    call = functools.partial(_libcuda().cuLaunchKernelEx, ctypes.byref(config), function, pointers, None)
+    prepared = _thread.prepared[id(key), device_index, early] = _Prepared(key, config, pack, call)
+    return prepared
 
 
-@functools.cache
-def _early_launch() -> Any:
+def _early_launch() -> LaunchAttribute:
     from cuda.bindings import driver
 
-    attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    value.programmaticStreamSerializationAllowed = 1
-    attribute.value = value
-    return attribute
+    kind = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    return LaunchAttribute(int(kind), b"", (ctypes.c_int * 16)(1))
 
 
-def _pack(argument: Argument) -> tuple[Any, Any]:
-    match argument:
-        case torch.Tensor():
-            return argument.data_ptr(), ctypes.c_void_p
-        case None:
-            return 0, ctypes.c_void_p
-        case TensorMap():
-            return argument, None
-        case int():
-            return argument, ctypes.c_int
+def _parameters(letters: str) -> tuple[Callable[..., None], ctypes.Array[ctypes.c_void_p]]:
+    """A function that writes arguments to memory made for them, and the address of each of them there."""
+    formats = [FORMATS[letter] for letter in letters]
+    ends = [struct.calcsize("".join(formats[: i + 1])) for i in range(len(formats))]
+    room, offset = _aligned(ends[-1])
+    begin = ctypes.addressof(room) + offset
+    addresses = [begin + end - struct.calcsize(form) for end, form in zip(ends, formats, strict=True)]
+    pack = functools.partial(struct.Struct("".join(formats)).pack_into, room, offset)
+    return pack, (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+def _aligned(size: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
+    """Memory, and where in it `size` bytes begin that are aligned as a tensor map must be."""
+    room = ctypes.create_string_buffer(size + TENSOR_MAP_ALIGNMENT)
+    return room, -ctypes.addressof(room) % TENSOR_MAP_ALIGNMENT
 
 
 @dataclass
@@ -150,42 +204,44 @@ def _load(key: KernelKey, device_index: int, warmup: str) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def tensor_map(address: int, rows: int, columns: int, box_rows: int, box_columns: int, element_size: int) -> TensorMap:
-    """A map of a dense row-major matrix, 128-byte swizzled; `box_columns * element_size` is 128 bytes.
+def tensor_map(
+    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], element_size: int
+) -> bytes:
+    """A TMA descriptor (`CUtensorMap`), 128-byte swizzled, as an argument of `launch`.
 
+    Args:
+        sizes: elements along each dimension, the innermost first; its elements follow one another.
+        strides: bytes from one to the next along each dimension but the innermost.
+        box: elements of a load or store along each dimension; 128 bytes along the innermost.
     Raises:
         LaunchError: the driver refuses it.
     """
     from cuda.bindings import driver
 
-    kinds = driver.CUtensorMapDataType
+    dims, kinds = len(sizes), driver.CUtensorMapDataType
     kind = kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8 if element_size == 1 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-    result = TensorMap()
+    room, offset = _aligned(TENSOR_MAP_BYTES)
+    begin = ctypes.addressof(room) + offset
     status = _libcuda().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(result.address),
+        ctypes.c_void_p(begin),
         int(kind),
-        2,
+        dims,
         ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(columns * element_size),
-        (ctypes.c_uint32 * 2)(box_columns, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * dims)(*sizes),
+        (ctypes.c_uint64 * (dims - 1))(*strides),
+        (ctypes.c_uint32 * dims)(*box),
+        (ctypes.c_uint32 * dims)(*[1] * dims),
         int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
         int(driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B),
         int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
         int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )
-    _check(driver.CUresult(status), f"tensor map of a {rows} x {columns} matrix")
-    return result
-
-
-_thread = threading.local()
+    _check(status, f"tensor map of {' x '.join(map(str, reversed(sizes)))}")
+    return ctypes.string_at(begin, TENSOR_MAP_BYTES)
 
 
 def _bind_context(device_index: int) -> None:
     """Give the calling thread the context of its current device; it has none before its first CUDA call."""
-    if getattr(_thread, "has_context", False):
-        return
     from cuda.bindings import driver
 
     what = f"context of device {device_index}"
@@ -194,12 +250,11 @@ def _bind_context(device_index: int) -> None:
         context = _check(*driver.cuDevicePrimaryCtxRetain(device), what)
         (status,) = driver.cuCtxSetCurrent(context)
         _check(status, what)
-    _thread.has_context = True
 
 
 @functools.cache
 def _libcuda() -> ctypes.CDLL:
-    # cuda-bindings encodes into a Python object, whose address need not be aligned as the driver asks
+    # cuda-bindings takes 20 us to pack a launch, and encodes tensor maps where they need not be aligned as asked
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -213,6 +268,7 @@ def _check(status: Any, *rest: Any) -> Any:
     from cuda.bindings import driver
 
     *values, what = rest
+    status = driver.CUresult(status)
     if status != driver.CUresult.CUDA_SUCCESS:
         _, text = driver.cuGetErrorString(status)
         raise LaunchError(

@@ -1,5 +1,7 @@
 """Checks of what a caller hands to an op: each failure says what is wrong, what is needed, and what to do."""
 
+from typing import Any
+
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
@@ -7,6 +9,7 @@ from fp8moe_plugin.settings import settings
 from fp8moe_plugin.shapes import GROUP, N_MULTIPLE, ceil_div
 
 FP8 = torch.float8_e4m3fn
+MAX_SIGNATURES = 1024  # to remember; one a length of step and kind of layer
 
 
 def check_tensor(
@@ -35,6 +38,26 @@ def check_tensor(
         raise InvalidInputError(f"{name} has strides {tensor.stride()}, needs a contiguous layout. Call .contiguous().")
     if tensor.element_size() <= 2:  # the kernels read 32-bit values and wider one at a time
         check_aligned(name, tensor)
+
+
+def signature(*tensors: torch.Tensor | None) -> Any:
+    """All that the checks of dense tensors look at: once a call has passed, others with its signature pass too.
+
+    None if there is something else among them.
+    """
+    try:
+        return tuple(
+            [None if t is None else (t.dtype, t.shape, t.device, t.is_contiguous(), t.data_ptr() % 16) for t in tensors]
+        )
+    except AttributeError:
+        return None
+
+
+def remember(passed: set[Any], seen: Any) -> None:
+    """Add the signature of a call that has passed."""
+    if len(passed) >= MAX_SIGNATURES:
+        passed.clear()
+    passed.add(seen)
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from fp8moe_plugin.jit.launcher import launch
+from fp8moe_plugin.jit.launcher import Launch, launch
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.plan import combine_key
 from fp8moe_plugin.shapes import ceil_div
@@ -20,7 +20,10 @@ def combine(rows: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor,
         out: bfloat16 `[T, H]`, written whole; a token with no slot gets zeros.
     """
     if uses_sm90(rows):
-        _launch_combine(rows, slots, topk_weights, out)
+        addresses = (rows.data_ptr(), slots.data_ptr(), topk_weights.data_ptr(), out.data_ptr())
+        tokens, topk = slots.shape
+        if tokens:
+            launch(*combine_launch(addresses, tokens, topk, out.shape[1], out.get_device(), early=False))
         return out
     return out.copy_(combine_reference(rows, slots, topk_weights))
 
@@ -34,11 +37,10 @@ def combine_reference(rows: torch.Tensor, slots: torch.Tensor, topk_weights: tor
     return total.to(rows.dtype)
 
 
-def _launch_combine(rows: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
-    tokens, hidden = out.shape
-    if tokens == 0:
-        return
-    vectors = hidden // CHANNELS_PER_THREAD
-    key = combine_key()
+def combine_launch(
+    addresses: tuple[int, int, int, int], tokens: int, topk: int, hidden: int, device_index: int, early: bool
+) -> Launch:
+    """`combine` of what is at these addresses, in the order of its arguments; `early` as for `launch`."""
+    vectors, key = hidden // CHANNELS_PER_THREAD, combine_key()
     grid = tokens * ceil_div(vectors, key.threads)
-    launch(key, grid, (rows, slots, topk_weights, out, vectors, slots.shape[1]), out.device)
+    return Launch(key, grid, (*addresses, vectors, topk), device_index, early)

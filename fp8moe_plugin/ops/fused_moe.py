@@ -1,10 +1,13 @@
 """One mixture-of-experts layer: route, quantize, GEMM 1 with SiLU-and-mul, GEMM 2, combine."""
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.jit.launcher import Launch, launch
+from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import (
     check_activations,
     check_int,
@@ -13,14 +16,37 @@ from fp8moe_plugin.ops.checks import (
     check_tensor,
     check_values,
     check_weights,
+    remember,
+    signature,
 )
-from fp8moe_plugin.ops.combine import combine
+from fp8moe_plugin.ops.combine import combine, combine_launch
 from fp8moe_plugin.ops.gate_up import gate_up
+from fp8moe_plugin.ops.gemm_launch import (
+    Rows,
+    TileAddresses,
+    Weights,
+    gate_up_launch,
+    gate_up_swap_ab_launch,
+    grouped_launch,
+)
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
-from fp8moe_plugin.ops.quantize import Quantized, empty_tokens, quantize_rows, quantize_tokens
-from fp8moe_plugin.ops.route import route, tiles_of_counts
+from fp8moe_plugin.ops.quantize import Quantized, empty_tokens, quantize_launch, quantize_rows, quantize_tokens
+from fp8moe_plugin.ops.route import RoutingAddresses, check_experts, route, route_launches, tiles_of_counts
 from fp8moe_plugin.ops.workspace import empty
-from fp8moe_plugin.plan import gathers, masked_block_m, moe_block_m
+from fp8moe_plugin.plan import (
+    PREFILL_BLOCK_M,
+    Layout,
+    MoeScratch,
+    gathers,
+    layer_splits,
+    masked_block_m,
+    moe_block_m,
+    moe_scratch,
+    route_chunks,
+    scale_rows,
+    starts_early,
+    tile_counters,
+)
 from fp8moe_plugin.shapes import GROUP
 
 
@@ -67,21 +93,23 @@ def fused_moe(
     """
     if activation != "silu":
         raise InvalidInputError(f"activation is {activation!r}, needs 'silu', the only one the kernels compute.")
-    check_tensor("hidden_states", hidden_states, dtype=torch.bfloat16, shape=(None, None))
-    check_multiple("hidden_states' H", hidden_states.shape[1], GROUP)
-    weights = _checked_weights(hidden_states, w13, w13_scale, w2, w2_scale)
-    tokens, device = hidden_states.shape[0], hidden_states.device
-    check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(tokens, None), device=device)
-    check_tensor("topk_weights", topk_weights, dtype=torch.float32, shape=tuple(topk_ids.shape), device=device)
-    if expert_map is not None:
-        check_tensor("expert_map", expert_map, dtype=torch.int32, shape=(None,), device=device)
+    call = (hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out)
+    seen = signature(*call)
+    if seen not in _passed:
+        _check_call(*call)
+        remember(_passed, seen)
+    check_values("topk_ids", topk_ids, -1, (w13.shape[0] if expert_map is None else expert_map.numel()) - 1)
     if out is None:
         out = torch.empty_like(hidden_states)
-    check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
-    check_values("topk_ids", topk_ids, -1, (w13.shape[0] if expert_map is None else expert_map.numel()) - 1)
     if topk_ids.numel() == 0:
         return out.zero_()
-    return _fused_moe(hidden_states, weights, topk_weights, topk_ids, expert_map, ue8m0, out)
+    layer = _launch_fused_moe if uses_sm90(hidden_states) else _fused_moe
+    return layer(
+        hidden_states, ExpertWeights((w13, w13_scale), (w2, w2_scale)), topk_weights, topk_ids, expert_map, ue8m0, out
+    )
+
+
+_passed: set[Any] = set()  # signatures of calls of fused_moe
 
 
 def batched_experts(
@@ -140,23 +168,137 @@ def _fused_moe(
     ue8m0: bool,
     out: torch.Tensor,
 ) -> torch.Tensor:
+    """The layer by the ops of its steps: in plain torch."""
     (tokens, topk), device = topk_ids.shape, hidden_states.device
     experts, hidden, intermediate = weights.w2[0].shape
-    global_experts = experts if expert_map is None else expert_map.numel()
-    block_m, rows_per_expert = moe_block_m(tokens, topk, global_experts), tokens * topk / global_experts
-    # `down` and `x` come first: they are written beside kernels whose scratch may be freed by then, and taken again.
-    down = empty((tokens * topk, hidden), torch.bfloat16, device)
-    x = empty_tokens(tokens, hidden, device) if gathers(intermediate, block_m) else None
+    block_m = moe_block_m(tokens, topk, experts if expert_map is None else expert_map.numel())
     routing = route(topk_ids, experts, block_m, expert_map)
-    tiles = routing.tiles.for_experts(rows_per_expert, intermediate)
-    if x is not None:
+    if gathers(intermediate, block_m):
+        x = empty_tokens(tokens, hidden, device)
         quantize_tokens(hidden_states, x, ue8m0)
-        inner = gate_up(x, weights.w13, tiles, routing.num_rows, ue8m0, routing.tokens)
+        inner = gate_up(x, weights.w13, routing.tiles, routing.num_rows, ue8m0, routing.tokens)
     else:
         rows, scales = quantize_rows(hidden_states, routing.slots, ue8m0)
-        inner = gate_up((rows[None], scales[None]), weights.w13, tiles, routing.num_rows, ue8m0)
-    grouped_gemm((inner[0][0], inner[1][0]), weights.w2, down, tiles, after_gate_up=True)
+        inner = gate_up((rows[None], scales[None]), weights.w13, routing.tiles, routing.num_rows, ue8m0)
+    down = empty((tokens * topk, hidden), torch.bfloat16, device)
+    grouped_gemm((inner[0][0], inner[1][0]), weights.w2, down, routing.tiles)
     return combine(down, routing.slots, topk_weights, out)
+
+
+def _launch_fused_moe(
+    hidden_states: torch.Tensor,
+    weights: ExpertWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    ue8m0: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The layer on the GPU, whose steps hand each other addresses: to make a tensor takes as long as a launch."""
+    (tokens, topk), device_index = topk_ids.shape, topk_ids.get_device()
+    experts, hidden, intermediate = weights.w2[0].shape
+    mapped = (0, experts) if expert_map is None else (expert_map.data_ptr(), expert_map.numel())
+    sizes = (tokens, topk, hidden, intermediate, experts, mapped[1])
+    scratch = empty((moe_scratch(*sizes).nbytes,), torch.uint8, hidden_states.device)  # freed behind the last launch
+    addresses = LayerAddresses(
+        hidden_states.data_ptr(),
+        weights.w13[0].data_ptr(),
+        weights.w13[1].data_ptr(),
+        weights.w2[0].data_ptr(),
+        weights.w2[1].data_ptr(),
+        topk_weights.data_ptr(),
+        topk_ids.data_ptr(),
+        mapped[0],
+        out.data_ptr(),
+        scratch.data_ptr(),
+    )
+    for each in _layer_launches(addresses, sizes, topk_ids.dtype == torch.int64, ue8m0, device_index):
+        launch(*each)
+    return out
+
+
+class LayerAddresses(NamedTuple):
+    """Where the tensors of a call of `fused_moe` are, and its scratch; 0 for no expert map."""
+
+    hidden_states: int
+    w13: int
+    w13_scale: int
+    w2: int
+    w2_scale: int
+    topk_weights: int
+    topk_ids: int
+    expert_map: int
+    out: int
+    scratch: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _layer_launches(
+    tensors: LayerAddresses, sizes: tuple[int, int, int, int, int, int], ids_64: bool, ue8m0: bool, device_index: int
+) -> tuple[Launch, ...]:
+    """The kernels of a layer, kept because torch gives steps of one length the same few addresses again and again.
+
+    Args:
+        sizes: those of `moe_scratch`.
+    """
+    tokens, topk, hidden, intermediate, experts, global_experts = sizes
+    block_m, offsets = moe_block_m(tokens, topk, global_experts), moe_scratch(*sizes)
+    at = MoeScratch(*(tensors.scratch + offset for offset in offsets))
+    w13 = Weights(tensors.w13, experts, 2 * intermediate, hidden, tensors.w13_scale)
+    w2 = Weights(tensors.w2, experts, hidden, intermediate, tensors.w2_scale)
+    rows, scales = tokens * topk, scale_rows(tokens * topk)
+    inner = Rows(at.inner, rows, intermediate, at.inner_scales, 0, scales)
+    splits = layer_splits(rows, experts, hidden, intermediate, block_m)
+    counted = starts_early(rows / global_experts, intermediate, block_m) or splits > 1
+    tiles = TileAddresses(at.table, at.num_tiles, at.ready if counted else 0)
+
+    ids = (tensors.topk_ids, tensors.expert_map, at.expert_counts if route_chunks(rows) > 1 else 0)
+    routing = RoutingAddresses(at.slots, at.tokens, at.num_rows, at.table, at.num_tiles, at.ready)
+    counts = (rows, topk, global_experts, experts, block_m, tile_counters(intermediate, splits))
+    launches = route_launches(ids, routing, ids_64, counts, device_index)
+    quantized = (tensors.hidden_states, at.x, at.x_scales)
+    if gathers(intermediate, block_m):
+        x = Rows(at.x, tokens, hidden, at.x_scales, 0, 0)
+        launches.append(quantize_launch(quantized, tokens, hidden, Layout.ROW_MAJOR, ue8m0, device_index))
+        if block_m == PREFILL_BLOCK_M:
+            launches.append(gate_up_launch(x, at.tokens, w13, inner, tiles, ue8m0, device_index))
+        else:
+            shared = (at.partial, splits, ue8m0, device_index)
+            launches.append(gate_up_swap_ab_launch(x, at.tokens, w13, inner, tiles, *shared))
+    else:
+        x = Rows(at.x, rows, hidden, at.x_scales, 0, scales)
+        slots = (at.slots, topk)
+        launches.append(quantize_launch(quantized, tokens, hidden, Layout.PERMUTED, ue8m0, device_index, *slots))
+        launches.append(gate_up_launch(x, 0, w13, inner, tiles, ue8m0, device_index))
+    launches.append(grouped_launch(inner, w2, at.down, block_m, tiles, device_index, after_gate_up=True))
+    combined = (at.down, at.slots, tensors.topk_weights, tensors.out)
+    few_blocks = block_m != PREFILL_BLOCK_M  # many would each wait, and take longer than to start later
+    return (*launches, combine_launch(combined, tokens, topk, hidden, device_index, few_blocks))
+
+
+def _check_call(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    """Raise what `fused_moe` raises, but for values."""
+    check_tensor("hidden_states", hidden_states, dtype=torch.bfloat16, shape=(None, None))
+    check_multiple("hidden_states' H", hidden_states.shape[1], GROUP)
+    _checked_weights(hidden_states, w13, w13_scale, w2, w2_scale)
+    check_experts(w13.shape[0])
+    tokens, device = hidden_states.shape[0], hidden_states.device
+    check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(tokens, None), device=device)
+    check_tensor("topk_weights", topk_weights, dtype=torch.float32, shape=tuple(topk_ids.shape), device=device)
+    if expert_map is not None:
+        check_tensor("expert_map", expert_map, dtype=torch.int32, shape=(None,), device=device)
+    if out is not None:
+        check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
 
 
 def _checked_weights(

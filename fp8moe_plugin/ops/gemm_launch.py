@@ -1,16 +1,77 @@
 """Launch a GEMM on the GPU: dense, contiguous or masked, which to the kernels are lists of row tiles."""
 
+from typing import NamedTuple
+
 import torch
 
-from fp8moe_plugin.jit.launcher import Argument, TensorMap, launch, multiprocessors, tensor_map
+from fp8moe_plugin.jit.launcher import Launch, launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.quantize import Quantized, empty_scales
 from fp8moe_plugin.ops.route import Tiles
-from fp8moe_plugin.plan import TAIL_ROWS, KernelKey, Output, dense_key, gate_up_key, grouped_key
-from fp8moe_plugin.shapes import GROUP
+from fp8moe_plugin.ops.workspace import empty
+from fp8moe_plugin.plan import (
+    PREFILL_BLOCK_M,
+    TAIL_ROWS,
+    KernelKey,
+    Output,
+    dense_counters,
+    dense_key,
+    dense_splits,
+    gate_up_key,
+    gate_up_swap_ab_key,
+    grouped_key,
+)
+from fp8moe_plugin.shapes import GROUP, ceil_div
 
 # Rows of a TMA load: of a warpgroup's part of a tile; of one swizzle atom, so that as many are loaded as there are.
 PREFILL_BOX_M = 64
 DECODE_BOX_M, DECODE_BOX_N = 8, 128
+
+
+class Rows(NamedTuple):
+    """Where e4m3 `[rows, k]` is and its scales, with the strides of these by group and by k block, in elements."""
+
+    values: int
+    rows: int
+    k: int
+    scales: int
+    scale_group: int
+    scale_k_block: int
+
+    @classmethod
+    def of(cls, values: torch.Tensor, scales: tuple[torch.Tensor, int, int]) -> "Rows":
+        """Rows of `[.., k]` with scales from `_k_major`, which must not be freed before the launch."""
+        k = values.shape[-1]
+        return cls(values.data_ptr(), values.numel() // k, k, scales[0].data_ptr(), *scales[1:])
+
+
+class Weights(NamedTuple):
+    """Where e4m3 `[experts, n, k]` is and its scales; a dense one is of one expert."""
+
+    values: int
+    experts: int
+    n: int
+    k: int
+    scales: int
+
+    @classmethod
+    def of(cls, b: Quantized) -> "Weights":
+        *experts, n, k = b[0].shape
+        return cls(b[0].data_ptr(), experts[0] if experts else 1, n, k, b[1].data_ptr())
+
+
+class TileAddresses(NamedTuple):
+    """Where `Tiles` are, 0 for none of these: without a table the GEMM is dense."""
+
+    table: int = 0
+    num_tiles: int = 0
+    ready: int = 0
+
+    @classmethod
+    def of(cls, tiles: Tiles | None) -> "TileAddresses":
+        if tiles is None:
+            return cls()
+        ready = 0 if tiles.ready is None else tiles.ready.data_ptr()
+        return cls(tiles.table.data_ptr(), tiles.num_tiles.data_ptr(), ready)
 
 
 def launch_gemm(
@@ -20,70 +81,164 @@ def launch_gemm(
     c: torch.Tensor | None,
     tiles: Tiles | None,
     after_gate_up: bool = False,
+    counters: torch.Tensor | None = None,
 ) -> None:
     """Launch the GEMM of these row tiles (None: dense); `a` is `[M, K]` or `[G, max_m, K]`, its scales any strides.
+
+    `counters`, for a dense one: int32 `[plan.dense_counters]`, zeroed by the `quantize_matrix` of `a`, the launch
+    before this one, beside which this one starts to load weights.
 
     `after_gate_up`: `a` is what `launch_gate_up`, the launch before this one, has made of the same tiles. Tiles with
     `ready` let this one start where that one leaves multiprocessors idle, and wait for rows of `a` tile by tile; `out`
     must not overlap with what that one reads.
     """
-    rows, n = a[0].numel() // a[0].shape[-1], b[0].shape[-2]
-    key = grouped_key(tiles.block_m) if tiles else dense_key(rows, n, _output(out, c), _sms(out))
-    a_scales = _k_major(*a)
-    scales = (*a_scales, b[1])
+    scales, device_index = _k_major(*a), out.get_device()
+    rows, weights = Rows.of(a[0], scales), Weights.of(b)
+    if tiles:
+        follows = after_gate_up and scales[0] is a[1]  # else scales were copied in between
+        addresses = TileAddresses.of(tiles)
+        launch(*grouped_launch(rows, weights, out.data_ptr(), tiles.block_m, addresses, device_index, follows))
+        return
+    output = _output(out, c)
+    key = dense_key(rows.rows, weights.n, output, multiprocessors(device_index))
     if key.source == "grouped_gemm_swap_ab":
-        args = (_map(a[0], DECODE_BOX_M), _map(b[0], DECODE_BOX_N), *scales, out)
-        return _launch(key, args, tiles, rows, b[0])
-    a_maps = _prefill_maps(a[0])
-    out_map = _map(out, PREFILL_BOX_M) if _output(out, c) == Output.BF16 else a_maps[0]  # the others do without
-    maps = (*a_maps, _map(b[0], dict(key.defines)["BLOCK_N"]), out_map)
-    ready = None
-    if tiles and after_gate_up and a_scales[0] is a[1]:  # else scales were copied in between
-        ready = tiles.ready
-    _launch(key, (*maps, *scales, None, None, out, c, None, ready), tiles, rows, b[0], early=ready is not None)
+        splits, early = dense_splits(rows.rows, weights.n, rows.k), counters is not None
+        shared = None
+        if splits > 1:
+            partial = empty((splits, rows.rows, ceil_div(weights.n, GROUP), GROUP), torch.float32, out.device)
+            if counters is None:
+                counters = torch.zeros(dense_counters(rows.rows, weights.n), dtype=torch.int32, device=out.device)
+            shared = (partial.data_ptr(), counters.data_ptr())
+        launch(*_swap_ab(key, rows, weights, out.data_ptr(), TileAddresses(), device_index, early, shared, splits))
+        return
+    addend = 0 if c is None else c.data_ptr()
+    launch(*_wide(key, rows, weights, out.data_ptr(), addend, output, TileAddresses(), device_index, early=False))
+
+
+def grouped_launch(
+    a: Rows, b: Weights, out: int, block_m: int, tiles: TileAddresses, device_index: int, after_gate_up: bool
+) -> Launch:
+    """What `launch_gemm` launches for grouped rows, to bfloat16 `[rows, n]` at `out`."""
+    key = grouped_key(block_m)
+    if block_m != PREFILL_BLOCK_M:
+        return _swap_ab(key, a, b, out, tiles, device_index, after_gate_up)
+    return _wide(key, a, b, out, 0, Output.BF16, tiles, device_index, after_gate_up and bool(tiles.ready))
 
 
 def launch_gate_up(
     a: Quantized, w13: Quantized, out: Quantized, tiles: Tiles, ue8m0: bool, a_rows: torch.Tensor | None
 ) -> None:
-    """Launch the first GEMM of the experts with its activation, over tiles of `PREFILL_BLOCK_M` rows.
+    """Launch the first GEMM of the experts with its activation.
 
     `a` is `[M, H]` or `[G, max_m, H]`, `out` e4m3 `[M, I]` or `[G, max_m, I]` with scales from `empty_scales`. With
-    `a_rows` int32 `[M]` row i of the tiles is row `a_rows[i]` of `a`, which is `[T, H]` with row-major scales.
+    `a_rows` int32 `[M]` row i of the tiles is row `a_rows[i]` of `a`, which is `[T, H]` with row-major scales; tiles of
+    `DECODE_BLOCK_M` need that.
     """
-    (q, scales), (a_values, a_scales) = out, a
-    maps = (*_prefill_maps(a_values), _map(w13[0], GROUP), _map(q, PREFILL_BOX_M))
-    operands: tuple[Argument, ...]
-    if a_rows is None:
-        operands = (*_k_major(a_values, a_scales), w13[1], None, None)
+    scales = _k_major(*a) if a_rows is None else (a[1], 0, 0)
+    inner = Rows.of(out[0], (out[1], 0, 0))
+    gathered = 0 if a_rows is None else a_rows.data_ptr()
+    addresses = TileAddresses.of(tiles)
+    rows, weights, device_index = Rows.of(a[0], scales), Weights.of(w13), out[0].get_device()
+    if tiles.block_m == PREFILL_BLOCK_M:
+        launch(*gate_up_launch(rows, gathered, weights, inner, addresses, ue8m0, device_index))
     else:
-        operands = (a_scales, 0, 0, w13[1], a_values, a_rows)
-    key = gate_up_key(ue8m0, gather=a_rows is not None)
-    rows = q.numel() // q.shape[-1]
-    _launch(key, (*maps, *operands, q, None, scales, tiles.ready), tiles, rows, w13[0])
+        launch(*gate_up_swap_ab_launch(rows, gathered, weights, inner, addresses, 0, 1, ue8m0, device_index))
 
 
-def _launch(
-    key: KernelKey, args: tuple[Argument, ...], tiles: Tiles | None, rows: int, b: torch.Tensor, early: bool = False
-) -> None:
-    """Launch a GEMM kernel: its operands and results, then what all of them take last."""
-    table, num_tiles = (tiles.table, tiles.num_tiles) if tiles else (None, None)
-    launch(key, _sms(b), (*args, table, num_tiles, rows, *b.shape[-2:]), b.device, early)
+def gate_up_launch(
+    a: Rows, a_rows: int, w13: Weights, out: Rows, tiles: TileAddresses, ue8m0: bool, device_index: int
+) -> Launch:
+    """What `launch_gate_up` launches; `a_rows` 0 for none. The strides of `out` are those of `empty_scales`."""
+    maps = (_map(a, PREFILL_BOX_M), _map(a, TAIL_ROWS), _weight_map(w13, GROUP), _map(out, PREFILL_BOX_M))
+    gathered = (a.values, a_rows) if a_rows else (0, 0)
+    operands = (a.scales, a.scale_group, a.scale_k_block, w13.scales, *gathered)
+    results = (out.values, 0, out.scales, tiles.ready, tiles.table, tiles.num_tiles)
+    key = gate_up_key(ue8m0, gather=bool(a_rows))
+    args = (*maps, *operands, *results, out.rows, w13.n, w13.k)
+    return Launch(key, multiprocessors(device_index), args, device_index)
 
 
-def _map(matrix: torch.Tensor, box_rows: int) -> TensorMap:
-    """A map of all rows of `matrix`, `[.., columns]`; a box is 128 bytes wide."""
-    columns, size = matrix.shape[-1], matrix.element_size()
-    return tensor_map(matrix.data_ptr(), matrix.numel() // columns, columns, box_rows, 128 // size, size)
+def gate_up_swap_ab_launch(
+    a: Rows,
+    a_rows: int,
+    w13: Weights,
+    out: Rows,
+    tiles: TileAddresses,
+    partial: int,
+    splits: int,
+    ue8m0: bool,
+    device_index: int,
+) -> Launch:
+    """What `launch_gate_up` launches for tiles of `DECODE_BLOCK_M`, whose `ready` counts splits.
+
+    `partial` and `tiles.ready`, `I / 128` counters a row tile behind the first number, are not used with one split.
+    """
+    shared = (partial, tiles.ready + 4) if splits > 1 else (0, 0)
+    maps = (_map(a, 1), _gate_up_map(w13))
+    results = (out.values, out.scales, *shared, tiles.table, tiles.num_tiles)
+    args = (*maps, a.scales, w13.scales, a_rows, *results, out.rows, out.k, w13.k, splits)
+    return Launch(gate_up_swap_ab_key(ue8m0), multiprocessors(device_index), args, device_index)
 
 
-def _prefill_maps(a: torch.Tensor) -> tuple[TensorMap, TensorMap]:
-    """In boxes for whole tiles, and in narrow ones for tails and where K is short."""
-    return _map(a, PREFILL_BOX_M), _map(a, TAIL_ROWS)
+def _wide(
+    key: KernelKey,
+    a: Rows,
+    b: Weights,
+    out: int,
+    c: int,
+    output: Output,
+    tiles: TileAddresses,
+    device_index: int,
+    early: bool,
+) -> Launch:
+    a_map = _map(a, PREFILL_BOX_M)
+    # Other outputs than bfloat16 without addend are written without a map.
+    out_map = _matrix_map(out, a.rows, b.n, PREFILL_BOX_M, 2) if output == Output.BF16 else a_map
+    maps = (a_map, _map(a, TAIL_ROWS), _weight_map(b, dict(key.defines)["BLOCK_N"]), out_map)
+    operands = (a.scales, a.scale_group, a.scale_k_block, b.scales, 0, 0)
+    results = (out, c, 0, tiles.ready if early else 0, tiles.table, tiles.num_tiles)
+    args = (*maps, *operands, *results, a.rows, b.n, b.k)
+    return Launch(key, multiprocessors(device_index), args, device_index, early)
 
 
-def _sms(tensor: torch.Tensor) -> int:
-    return multiprocessors(tensor.device.index)
+def _swap_ab(
+    key: KernelKey,
+    a: Rows,
+    b: Weights,
+    out: int,
+    tiles: TileAddresses,
+    device_index: int,
+    early: bool,
+    shared: tuple[int, int] | None = None,
+    splits: int = 1,
+) -> Launch:
+    """`shared`: where the `splits` parts of a tile leave their sums, and the counters of those that have."""
+    scales = (a.scales, a.scale_group, a.scale_k_block, b.scales)
+    maps = (_map(a, DECODE_BOX_M), _weight_map(b, DECODE_BOX_N))
+    pair_of_counters = int(early)  # the GEMM before may still use the first pair
+    results = (out, *(shared or (0, 0)), tiles.table, tiles.num_tiles)
+    args = (*maps, *scales, *results, a.rows, b.n, b.k, pair_of_counters, splits)
+    return Launch(key, multiprocessors(device_index), args, device_index, early)
+
+
+def _map(a: Rows, box_rows: int) -> bytes:
+    return _matrix_map(a.values, a.rows, a.k, box_rows)
+
+
+def _weight_map(b: Weights, box_rows: int) -> bytes:
+    return _matrix_map(b.values, b.experts * b.n, b.k, box_rows)
+
+
+def _matrix_map(address: int, rows: int, columns: int, box_rows: int, element_size: int = 1) -> bytes:
+    pitch = columns * element_size
+    return tensor_map(address, (columns, rows), (pitch,), (128 // element_size, box_rows), element_size)
+
+
+def _gate_up_map(w13: Weights) -> bytes:
+    """Of `[E, 2I, K]` as [K, 8, 2, ..]: a box is 8 rows of the gate, the same 8 of the other half, and 15 such on."""
+    half = w13.n // 2
+    sizes = (w13.k, 8, 2, (w13.experts * w13.n - half) // 8)
+    return tensor_map(w13.values, sizes, (w13.k, half * w13.k, 8 * w13.k), (128, 8, 2, GROUP // 8), 1)
 
 
 def _output(out: torch.Tensor, c: torch.Tensor | None) -> Output:

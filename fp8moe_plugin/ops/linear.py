@@ -2,9 +2,13 @@
 
 import torch
 
+from fp8moe_plugin.ops import workspace
+from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor, check_weights
 from fp8moe_plugin.ops.gemm import gemm
-from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
+from fp8moe_plugin.ops.gemm_launch import launch_gemm
+from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8, quantize_matrix
+from fp8moe_plugin.plan import dense_counters
 from fp8moe_plugin.shapes import GROUP
 
 
@@ -35,7 +39,11 @@ def fp8_linear(
         check_tensor("bias", bias, dtype=torch.bfloat16, shape=(weight.shape[0],), device=x.device)
     rows = x.view(-1, x.shape[-1])
     out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
-    gemm(per_token_group_quant_fp8(rows, ue8m0=ue8m0), (weight, weight_scale), out)
+    if uses_sm90(rows) and rows.numel():
+        counters = workspace.empty((dense_counters(*out.shape),), torch.int32, x.device)
+        launch_gemm(quantize_matrix(rows, ue8m0, counters), (weight, weight_scale), out, None, None, counters=counters)
+    else:
+        gemm(per_token_group_quant_fp8(rows, ue8m0=ue8m0), (weight, weight_scale), out)
     if bias is not None:
         out += bias
     return out.view(*x.shape[:-1], weight.shape[0])

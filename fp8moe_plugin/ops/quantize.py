@@ -3,11 +3,11 @@
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.jit.launcher import launch
+from fp8moe_plugin.jit.launcher import Launch, launch
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import FP8, check_multiple, check_tensor
-from fp8moe_plugin.plan import Layout, quantize_key
+from fp8moe_plugin.plan import Layout, quantize_key, scale_rows
 from fp8moe_plugin.shapes import GROUP, ceil_div
 
 FP8_MAX = 448.0
@@ -39,10 +39,16 @@ def per_token_group_quant_fp8(
     check_multiple("x's last dimension", x.shape[-1], GROUP)
     if not uses_sm90(x):
         return per_token_group_quant_fp8_reference(x, ue8m0)
-    rows, k = x.numel() // x.shape[-1], x.shape[-1]
-    q, scales = empty_quantized(rows, k, x.device)
-    _launch_quantize(x, q, scales, Layout.K_MAJOR, None, ue8m0)
+    q, scales = quantize_matrix(x.view(-1, x.shape[-1]), ue8m0)
     return q.view(x.shape), scales.unflatten(0, x.shape[:-1]) if x.dim() > 1 else scales[0]
+
+
+def quantize_matrix(x: torch.Tensor, ue8m0: bool, zeroed: torch.Tensor | None = None) -> Quantized:
+    """`per_token_group_quant_fp8` of bfloat16 `[M, K]` on the GPU; and zeros to int32 `zeroed`, for the next kernel."""
+    rows, k = x.shape
+    out = empty_quantized(rows, k, x.device)
+    _launch_quantize(x, out, Layout.K_MAJOR, ue8m0, zeroed=zeroed)
+    return out
 
 
 def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +63,7 @@ def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> 
     if not uses_sm90(x):
         return quantize_rows_reference(x, slots, ue8m0)
     q, scales = empty_quantized(slots.numel(), x.shape[-1], x.device)
-    _launch_quantize(x, q, scales, Layout.PERMUTED, slots, ue8m0)
+    _launch_quantize(x, (q, scales), Layout.PERMUTED, ue8m0, slots)
     return q, scales
 
 
@@ -71,7 +77,7 @@ def quantize_tokens(x: torch.Tensor, out: Quantized, ue8m0: bool = False) -> Non
         for result, value in zip(out, per_token_group_quant_fp8_reference(x, ue8m0), strict=True):
             result.copy_(value)
         return
-    _launch_quantize(x, *out, Layout.ROW_MAJOR, None, ue8m0)
+    _launch_quantize(x, out, Layout.ROW_MAJOR, ue8m0)
 
 
 def empty_tokens(tokens: int, k: int, device: torch.device) -> Quantized:
@@ -89,7 +95,7 @@ def empty_quantized(rows: int, k: int, device: torch.device) -> tuple[torch.Tens
 
 def empty_scales(rows: int, k_blocks: int, device: torch.device) -> torch.Tensor:
     """Room for float32 scales `[rows, k_blocks]`, K-major: rows contiguous, k blocks a multiple of 16 bytes apart."""
-    return workspace.empty((k_blocks, ceil_div(rows, 4) * 4), torch.float32, device)[:, :rows].t()
+    return workspace.empty((k_blocks, scale_rows(rows)), torch.float32, device)[:, :rows].t()
 
 
 def group_scales(amax: torch.Tensor, ue8m0: bool) -> torch.Tensor:
@@ -126,14 +132,37 @@ def dequantize_rows(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _launch_quantize(
-    x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, layout: Layout, slots: torch.Tensor | None, ue8m0: bool
+    x: torch.Tensor,
+    out: Quantized,
+    layout: Layout,
+    ue8m0: bool,
+    slots: torch.Tensor | None = None,
+    zeroed: torch.Tensor | None = None,
 ) -> None:
-    k = x.shape[-1]
-    tokens, groups = x.numel() // k, k // GROUP
-    if tokens == 0:
-        return
-    topk = 0 if slots is None else slots.shape[1]
-    key = quantize_key(ue8m0, layout)
+    k, permuted = x.shape[-1], (0, 0) if slots is None else (slots.data_ptr(), slots.shape[1])
+    counters = (0, 0) if zeroed is None else (zeroed.data_ptr(), zeroed.numel())
+    addresses = (x.data_ptr(), out[0].data_ptr(), out[1].data_ptr())
+    if x.numel():
+        launch(*quantize_launch(addresses, x.numel() // k, k, layout, ue8m0, x.get_device(), *permuted, *counters))
+
+
+def quantize_launch(
+    addresses: tuple[int, int, int],
+    tokens: int,
+    k: int,
+    layout: Layout,
+    ue8m0: bool,
+    device_index: int,
+    slots: int = 0,
+    topk: int = 0,
+    zeroed: int = 0,
+    zeros: int = 0,
+) -> Launch:
+    """The kernel that quantizes bfloat16 `[tokens, k]`; the addresses are those of tokens, values and scales.
+
+    For `Layout.PERMUTED` to the rows named at `slots`, int32 `[tokens, topk]`. Sets int32 `[zeros]` at `zeroed` to 0.
+    """
+    groups, key = k // GROUP, quantize_key(ue8m0, layout)
     grid = ceil_div(ceil_div(tokens, TOKENS_PER_WARP) * groups, key.threads // 32)
     early = layout == Layout.ROW_MAJOR
-    launch(key, grid, (x, q, scales, slots, tokens, groups, topk), x.device, early)
+    return Launch(key, grid, (*addresses, slots, tokens, groups, topk, zeroed, zeros), device_index, early)

@@ -11,11 +11,12 @@ each of two math warpgroups. Making the table zeroes it, so that it is good for 
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.jit.launcher import launch
+from fp8moe_plugin.jit.launcher import Launch, launch
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.plan import (
@@ -60,6 +61,17 @@ class Routing:
     tiles: Tiles
 
 
+class RoutingAddresses(NamedTuple):
+    """Where `route_launches` write, in the order of the kernel's parameters; see `Routing` and `Tiles`."""
+
+    slots: int
+    tokens: int
+    num_rows: int
+    table: int
+    num_tiles: int
+    ready: int
+
+
 def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: torch.Tensor | None = None) -> Routing:
     """Give each (token, expert) pair a row such that rows of one expert follow one another, in order of the tokens.
 
@@ -71,8 +83,7 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: to
     Raises:
         InvalidInputError: too many local experts.
     """
-    if refusal := too_many_experts(num_experts):
-        raise InvalidInputError(f"num_experts: {refusal}. Spread the experts over more GPUs (expert parallel).")
+    check_experts(num_experts)
     if not uses_sm90(topk_ids):
         return route_reference(topk_ids, num_experts, block_m, expert_map)
     rows, device = topk_ids.numel(), topk_ids.device
@@ -82,8 +93,24 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: to
         num_rows=workspace.empty((1,), torch.int32, device),
         tiles=_empty_tiles(rows, num_experts, block_m, device, ready=True),
     )
-    _launch_route(topk_ids, num_experts, expert_map, routing)
+    tiles, chunks = routing.tiles, route_chunks(rows)
+    counts = workspace.empty((chunks, ceil_div(num_experts, 2)), torch.int32, device) if chunks > 1 else None
+    assert tiles.ready is not None
+    results = (routing.slots, routing.tokens, routing.num_rows, tiles.table, tiles.num_tiles, tiles.ready)
+    addresses = RoutingAddresses(*(result.data_ptr() for result in results))
+    ids_64, topk = topk_ids.dtype == torch.int64, topk_ids.shape[1]
+    mapped = (0, num_experts) if expert_map is None else (expert_map.data_ptr(), expert_map.numel())
+    inputs = (topk_ids.data_ptr(), mapped[0], 0 if counts is None else counts.data_ptr())
+    sizes = (rows, topk, mapped[1], num_experts, block_m, 1)
+    for each in route_launches(inputs, addresses, ids_64, sizes, topk_ids.get_device()):
+        launch(*each)
     return routing
+
+
+def check_experts(num_experts: int) -> None:
+    """Raise `InvalidInputError` unless `route` takes so many local experts."""
+    if refusal := too_many_experts(num_experts):
+        raise InvalidInputError(f"num_experts: {refusal}. Spread the experts over more GPUs (expert parallel).")
 
 
 def tiles_of_counts(masked_m: torch.Tensor, max_m: int, block_m: int) -> Tiles:
@@ -168,27 +195,38 @@ def _runs(ids: list[int], num_groups: int) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _launch_route(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None, routing: Routing) -> None:
-    pairs, topk, device, tiles = topk_ids.numel(), topk_ids.shape[1], topk_ids.device, routing.tiles
-    ids_64 = int(topk_ids.dtype == torch.int64)
-    global_experts = num_experts if expert_map is None else expert_map.numel()
-    chunks, counts = route_chunks(pairs), None
+def route_launches(
+    inputs: tuple[int, int, int],
+    results: RoutingAddresses,
+    ids_64: bool,
+    sizes: tuple[int, int, int, int, int, int],
+    device_index: int,
+) -> list[Launch]:
+    """The kernels of `route`.
+
+    Args:
+        inputs: addresses of ids, expert map (0: none) and int32 `[chunks, ceil(num_experts / 2)]`, the latter unused
+            for one chunk.
+        sizes: pairs, k, global and local experts, rows a tile, counters a tile in `results.ready`.
+    """
+    pairs, _, global_experts, num_experts, *_ = sizes
+    chunks, launches = route_chunks(pairs), []
     if chunks > 1:
-        counts = workspace.empty((chunks, ceil_div(num_experts, 2)), torch.int32, device)
-        args = (topk_ids, expert_map, counts, ids_64, pairs, global_experts, num_experts)
-        launch(count_experts_key(), chunks, args, device)
-    results = (routing.slots, routing.tokens, routing.num_rows, tiles.table, tiles.num_tiles, tiles.ready)
-    sizes = (ids_64, pairs, topk, global_experts, num_experts, tiles.block_m)
-    launch(route_key(), chunks, (topk_ids, expert_map, counts, *results, *sizes), device, early=chunks > 1)
+        counted = (*inputs, int(ids_64), pairs, global_experts, num_experts)
+        launches.append(Launch(count_experts_key(), chunks, counted, device_index))
+    args = (*inputs, *results, int(ids_64), *sizes)
+    return [*launches, Launch(route_key(), chunks, args, device_index, early=chunks > 1)]
 
 
 def _launch_tiles_of_counts(counts: torch.Tensor, max_m: int, tiles: Tiles) -> None:
-    args = (counts, tiles.table, tiles.num_tiles, tiles.ready, counts.shape[0], max_m, tiles.block_m)
-    launch(tiles_of_counts_key(), 1, args, counts.device)
+    assert tiles.ready is not None
+    addresses = (counts.data_ptr(), tiles.table.data_ptr(), tiles.num_tiles.data_ptr(), tiles.ready.data_ptr())
+    args = (*addresses, counts.shape[0], max_m, tiles.block_m)
+    launch(tiles_of_counts_key(), 1, args, counts.get_device())
 
 
 def _launch_tiles_of_indices(m_indices: torch.Tensor, num_groups: int, tiles: Tiles) -> None:
     rows, device = m_indices.shape[0], m_indices.device
     run_begins = workspace.empty((rows,), torch.int32, device)
-    args = (m_indices, run_begins, tiles.table, tiles.num_tiles, rows, num_groups, tiles.block_m)
-    launch(tiles_of_indices_key(), 1, args, device)
+    addresses = (m_indices.data_ptr(), run_begins.data_ptr(), tiles.table.data_ptr(), tiles.num_tiles.data_ptr())
+    launch(tiles_of_indices_key(), 1, (*addresses, rows, num_groups, tiles.block_m), m_indices.get_device())

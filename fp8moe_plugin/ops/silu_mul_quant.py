@@ -3,7 +3,7 @@
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.jit.launcher import launch, multiprocessors
+from fp8moe_plugin.jit.launcher import Launch, launch, multiprocessors
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor
 from fp8moe_plugin.ops.quantize import empty_quantized, per_token_group_quant_fp8_reference
@@ -40,7 +40,9 @@ def silu_mul_quant_fp8(
     q, scales = empty_quantized(groups * max_m, width // 2, gate_up.device)
     q, scales = q.view(groups, max_m, width // 2), scales.unflatten(0, (groups, max_m))
     if uses_sm90(gate_up):
-        _launch_silu_mul_quant(gate_up, counts, q, scales, ue8m0)
+        addresses = (gate_up.data_ptr(), counts.data_ptr(), q.data_ptr(), scales.data_ptr())
+        if groups and max_m:
+            launch(*silu_mul_quant_launch(addresses, (groups, max_m, width // 2), ue8m0, gate_up.get_device()))
     else:
         _write_reference(gate_up, counts, q, scales, ue8m0)
     return q, scales
@@ -61,15 +63,14 @@ def _write_reference(
         scales[group, :count].copy_(rows_scales)
 
 
-def _launch_silu_mul_quant(
-    gate_up: torch.Tensor, counts: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, ue8m0: bool
-) -> None:
-    experts, max_m, channels = q.shape
-    if experts == 0 or max_m == 0:
-        return
+def silu_mul_quant_launch(
+    addresses: tuple[int, int, int, int], shape: tuple[int, int, int], ue8m0: bool, device_index: int
+) -> Launch:
+    """`silu_mul_quant_fp8` of `gate_up` and `counts` to values of `shape` `[G, max_m, I]` and their scales."""
+    experts, max_m, channels = shape
     groups = channels // GROUP
     key = silu_mul_quant_key(ue8m0)
     needed = ceil_div(ceil_div(max_m, ROWS_PER_WARP) * groups, key.threads // 32)
-    at_once = ceil_div(multiprocessors(q.device.index) * CTAS_PER_SM, experts)
+    at_once = ceil_div(multiprocessors(device_index) * CTAS_PER_SM, experts)
     grid = (min(needed, at_once), experts)
-    launch(key, grid, (gate_up, counts, q, scales, max_m, groups), q.device)
+    return Launch(key, grid, (*addresses, max_m, groups), device_index)

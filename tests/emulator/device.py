@@ -1,16 +1,19 @@
 """A device for the ops' launches: kernels are queued as on a stream, and run together when the test says so."""
 
 import ctypes
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from fp8moe_plugin.jit.launcher import TENSOR_MAP_BYTES, Argument, TensorMap
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.jit import launcher
+from fp8moe_plugin.jit.launcher import FORMATS, TENSOR_MAP_BYTES, Argument
+from fp8moe_plugin.plan import PARAMETERS, KernelKey
 from tests.emulator.build import Kernels
 
 MOST_ARGUMENTS = 64
@@ -39,7 +42,7 @@ class Device:
             "multiprocessors": lambda index: self._multiprocessors,
             "uses_sm90": lambda tensor: True,
         }
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, _Addresses(self._lend):
             for module in [module for name, module in sys.modules.items() if name.startswith("fp8moe_plugin.ops.")]:
                 for name in replaced.keys() & vars(module).keys():
                     patch.setattr(module, name, replaced[name])
@@ -57,30 +60,33 @@ class Device:
         key: KernelKey,
         grid: int | tuple[int, int],
         args: tuple[Argument, ...],
-        device: torch.device,
+        device_index: int,
         early: bool = False,
     ) -> None:
-        library = self._kernels.load(key)
+        library, letters = self._kernels.load(key), PARAMETERS[key.source]
         sizes = (ctypes.c_int * MOST_ARGUMENTS)()
         count = library.emu_sizes(sizes)
-        values = [self._pack(argument) for argument in args]
-        assert [ctypes.sizeof(value) for value in values] == sizes[:count], f"arguments of {key}"
-        pointers = (ctypes.c_void_p * count)(*(ctypes.addressof(value) for value in values))
-        self._alive += [args, values, pointers]
+        assert sizes[:count] == [struct.calcsize(FORMATS[letter]) for letter in letters], f"parameters of {key}"
+        pack, pointers = launcher._parameters(letters)
+        pack(*args)
+        self._alive += [pack, pointers]
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         self._runtime.emu_launch(library.emu_entry, x, y, key.threads, key.smem_bytes, pointers, int(early))
 
     def tensor_map(
-        self, address: int, rows: int, columns: int, box_rows: int, box_columns: int, element_size: int
-    ) -> TensorMap:
-        assert address % 16 == columns * element_size % 16 == 0, "TMA needs multiples of 16 bytes"
-        assert box_columns * element_size == 128, "the emulator has 128-byte swizzle only"
-        assert 0 < box_rows <= 256, "as large as a box may be"
-        result = TensorMap()
-        sizes = (ctypes.c_longlong(rows), ctypes.c_longlong(columns), element_size, box_rows)
-        self._runtime.emu_tensor_map(ctypes.c_void_p(result.address), ctypes.c_void_p(address), *sizes)
-        self._allow_copies(address, rows * columns * element_size)
-        return result
+        self, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], element_size: int
+    ) -> bytes:
+        assert box[0] * element_size == 128, "the emulator has 128-byte swizzle only"
+        assert all(0 < elements <= 256 for elements in box), "as large as a box may be"
+        assert not any(n % 16 for n in (address, sizes[0] * element_size, *strides)), "TMA needs multiples of 16 bytes"
+        dims, result = len(sizes), ctypes.create_string_buffer(TENSOR_MAP_BYTES)
+        shape = (
+            (ctypes.c_longlong * dims)(*sizes),
+            (ctypes.c_longlong * dims)(element_size, *strides),
+            (ctypes.c_uint * dims)(*box),
+        )
+        self._runtime.emu_tensor_map(result, ctypes.c_void_p(address), element_size, dims, *shape)
+        return result.raw
 
     def run(self, seed: int) -> None:
         """Run what is queued, in an order that the seed decides.
@@ -93,18 +99,21 @@ class Device:
         if error:
             raise EmulatorError(f"seed {seed}: {error}")
 
-    def _pack(self, argument: Argument) -> ctypes._SimpleCData | ctypes.Array:
-        match argument:
-            case torch.Tensor():
-                storage = argument.untyped_storage()
-                self._allow_copies(storage.data_ptr(), storage.nbytes())
-                return ctypes.c_void_p(argument.data_ptr())
-            case None:
-                return ctypes.c_void_p(None)
-            case TensorMap():
-                return (ctypes.c_char * TENSOR_MAP_BYTES).from_address(argument.address)
-            case int():
-                return ctypes.c_int(argument)
+    def _lend(self, tensor: torch.Tensor) -> None:
+        """Copies of the next run may touch the tensor's memory, which stays until then."""
+        storage = tensor.untyped_storage()
+        self._alive.append(storage)
+        self._runtime.emu_memory(ctypes.c_void_p(storage.data_ptr()), ctypes.c_ulonglong(storage.nbytes()))
 
-    def _allow_copies(self, address: int, size: int) -> None:
-        self._runtime.emu_memory(ctypes.c_void_p(address), ctypes.c_ulonglong(size))
+
+class _Addresses(TorchFunctionMode):
+    """Tells of each tensor whose address is asked for: on a GPU its memory would be kept by the stream."""
+
+    def __init__(self, tell: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.data_ptr:
+            self._tell(args[0])
+        return func(*args, **(kwargs or {}))

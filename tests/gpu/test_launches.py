@@ -15,7 +15,7 @@ from fp8moe_plugin.ops import per_token_group_quant_fp8
 from fp8moe_plugin.ops.gemm_launch import launch_gate_up, launch_gemm
 from fp8moe_plugin.ops.quantize import empty_quantized
 from fp8moe_plugin.ops.route import tiles_of_counts
-from fp8moe_plugin.plan import PREFILL_BLOCK_M
+from fp8moe_plugin.plan import DECODE_BLOCK_M, PREFILL_BLOCK_M
 from tests import helpers as h
 from tests.jit.conftest import forget, set_variables
 
@@ -85,10 +85,41 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
     assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
 
 
+def unload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels, as in a new process."""
+    monkeypatch.setattr(launcher, "_functions", {})
+    monkeypatch.setattr(launcher, "_thread", launcher._Thread())
+
+
+@pytest.mark.parametrize("intermediate", [128, 256, 768, 896, 2048])  # 896: the counter is asked in the first step
+@pytest.mark.parametrize("counts", [[0, 0], [1], [3, 0, 64, 130], [5] * 200], ids=str)
+def test_weights_loaded_ahead_of_the_first_gemm_change_nothing(counts: list[int], intermediate: int) -> None:
+    gen = h.seeded(0, torch.device("cuda", 0))
+    groups, max_m = len(counts), max(*counts, 1)
+    a = h.random_quantized(gen, groups * max_m, K)
+    a = a[0], a[1].contiguous()
+    a_rows = torch.arange(groups * max_m, dtype=torch.int32, device=gen.device)
+    w13, w2 = h.random_weights(gen, groups, 2 * intermediate, K), h.random_weights(gen, groups, 512, intermediate)
+    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device="cuda"), max_m, DECODE_BLOCK_M)
+    q, scales = empty_quantized(groups * max_m, intermediate, gen.device)
+    inner = q.view(groups, max_m, -1), scales.unflatten(0, (groups, max_m))
+    expected, actual = (h.poisoned(groups, max_m, 512, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
+    launch_gate_up(a, w13, inner, tiles, False, a_rows)
+    launch_gemm(inner, w2, expected, None, tiles)
+    for _ in range(20):
+        for stale in (q.view(torch.uint8), scales, actual):
+            stale.fill_(0x7F if stale.dtype == torch.uint8 else float("nan"))
+        launch_gate_up(a, w13, inner, tiles, False, a_rows)
+        launch_gemm(inner, w2, actual, None, tiles, after_gate_up=True)
+        for group, count in enumerate(counts):
+            assert h.same_bits(actual[group, :count], expected[group, :count])
+        assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
+
+
 def test_a_kernel_that_is_not_precompiled_is_not_compiled_where_that_is_forbidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "_functions", {})
+    unload(monkeypatch)
     set_variables(monkeypatch, FP8MOE_CACHE_DIR=tmp_path / "cache", FP8MOE_JIT="forbid")
     x = h.random_tokens(h.seeded(0, torch.device("cuda", 0)), 3, 256)
     with pytest.raises(KernelNotPrecompiled, match="The kernel quantize UE8M0=0 LAYOUT=0 is not precompiled"):
@@ -96,7 +127,7 @@ def test_a_kernel_that_is_not_precompiled_is_not_compiled_where_that_is_forbidde
     set_variables(monkeypatch, FP8MOE_JIT="allow")
     per_token_group_quant_fp8(x)
     set_variables(monkeypatch, FP8MOE_JIT="forbid")
-    monkeypatch.setattr(launcher, "_functions", {})
+    unload(monkeypatch)
     per_token_group_quant_fp8(x)  # from the cache
     monkeypatch.undo()
     forget()

@@ -259,6 +259,13 @@ def test_a_wrong_call_says_what_is_wrong(device, case):
     assert_refused(device, *case)
 
 
+@pytest.mark.parametrize("case", [case for case in WRONG_CALLS.values() if case[0] == MOE], ids=lambda case: case[3])
+def test_a_wrong_call_is_refused_behind_a_right_one(device, case):
+    for _ in range(2):
+        run(MOE, right_calls(device)[MOE])
+        assert_refused(device, *case)
+
+
 @pytest.mark.parametrize("case", WRONG_VALUES.values(), ids=WRONG_VALUES)
 def test_a_wrong_value_says_what_is_wrong_in_debug_mode(device, case, debug):
     assert_refused(device, *case)

@@ -1,14 +1,25 @@
 """GEMM 1 with its activation gives in one kernel the bits of GEMM, SiLU-and-mul and quantization after one another."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from fp8moe_plugin.jit.launcher import launch
 from fp8moe_plugin.ops.gate_up import gate_up
+from fp8moe_plugin.ops.gemm_launch import Rows, TileAddresses, Weights, gate_up_swap_ab_launch
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
-from fp8moe_plugin.ops.quantize import empty_tokens, quantize_rows, quantize_tokens
-from fp8moe_plugin.ops.route import route, tiles_of_counts
+from fp8moe_plugin.ops.quantize import (
+    dequantize_rows,
+    empty_quantized,
+    empty_tokens,
+    quantize_rows,
+    quantize_tokens,
+)
+from fp8moe_plugin.ops.route import Routing, route, tiles_of_counts
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
-from fp8moe_plugin.plan import PREFILL_BLOCK_M
+from fp8moe_plugin.plan import DECODE_BLOCK_M, PREFILL_BLOCK_M
+from fp8moe_plugin.shapes import GROUP
 from tests import helpers as h
 
 pytestmark = pytest.mark.gpu
@@ -46,22 +57,56 @@ def test_one_kernel_gives_the_bits_of_three(counts: list[int], hidden: int, inte
 @pytest.mark.parametrize("ue8m0", [False, True])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(128, 128), (896, 384), (2048, 640)])
 @pytest.mark.parametrize("counts", [c for c in COUNTS if sum(c)], ids=str)
+@pytest.mark.parametrize("block_m", [DECODE_BLOCK_M, PREFILL_BLOCK_M])
 def test_rows_found_among_the_tokens_give_the_bits_of_copies(
-    counts: list[int], hidden: int, intermediate: int, ue8m0: bool
+    block_m: int, counts: list[int], hidden: int, intermediate: int, ue8m0: bool
 ) -> None:
     gen = h.seeded(1, torch.device("cuda", 0))
     w13 = h.random_weights(gen, len(counts), 2 * intermediate, hidden)
-    rows, device = sum(counts), gen.device
-    ids = torch.arange(len(counts), dtype=torch.int32, device=device)
-    ids = ids.repeat_interleave(torch.tensor(counts, device=device))[torch.randperm(rows, generator=gen, device=device)]
-    ids = torch.nn.functional.pad(ids, (0, -rows % 4), value=-1).view(-1, 4)  # a token may pick an expert twice
-    x = h.random_tokens(gen, len(ids), hidden)
-    routing = route(ids, len(counts), PREFILL_BLOCK_M)
+    x, routing = tokens_of(counts, hidden, block_m, gen)
     q, scales = quantize_rows(x, routing.slots, ue8m0)
     expected = gate_up((q[None], scales[None]), w13, routing.tiles, routing.num_rows, ue8m0)
-    quantized = empty_tokens(*x.shape, device)
+    quantized = empty_tokens(*x.shape, x.device)
     torch.cuda.synchronize()
     quantize_tokens(x, quantized, ue8m0)
     actual = gate_up(quantized, w13, routing.tiles, routing.num_rows, ue8m0, routing.tokens)
     for got, wanted in zip(actual, expected, strict=True):
-        assert h.same_bits(got[0, :rows], wanted[0, :rows])
+        assert h.same_bits(got[0, : sum(counts)], wanted[0, : sum(counts)])
+
+
+@pytest.mark.parametrize("splits", [2, 4, 8])
+@pytest.mark.parametrize("counts", [[1], [3, 0, 64, 130], [5] * 200], ids=str)
+def test_splits_of_k_change_the_roundings_of_sums_and_nothing_else(counts: list[int], splits: int) -> None:
+    gen, (hidden, intermediate) = h.seeded(2, torch.device("cuda", 0)), (1024, 384)
+    w13 = h.random_weights(gen, len(counts), 2 * intermediate, hidden)
+    x, routing = tokens_of(counts, hidden, DECODE_BLOCK_M, gen)
+    quantized, rows, device = empty_tokens(*x.shape, x.device), sum(counts), x.device
+    torch.cuda.synchronize()
+    quantize_tokens(x, quantized)
+    expected = gate_up(quantized, w13, routing.tiles, routing.num_rows, False, routing.tokens)
+    first = None
+    for _ in range(10):
+        q, scales = empty_quantized(routing.tokens.numel(), intermediate, device)
+        q.view(torch.uint8).fill_(0x7F), scales.fill_(float("nan"))
+        ready = torch.zeros(
+            1 + routing.tiles.table.shape[0] * (intermediate // GROUP), dtype=torch.int32, device=device
+        )
+        partial = h.poisoned(splits, routing.tokens.numel(), 2 * intermediate, dtype=torch.float32, device=device)
+        tiles = TileAddresses.of(replace(routing.tiles, ready=ready))
+        a, out = Rows.of(quantized[0], (quantized[1], 0, 0)), Rows.of(q, (scales, 0, 0))
+        shared = (partial.data_ptr(), splits, False, 0)
+        launch(*gate_up_swap_ab_launch(a, routing.tokens.data_ptr(), Weights.of(w13), out, tiles, *shared))
+        got, wanted = (dequantize_rows(*(p[:rows] for p in pair)) for pair in ((q, scales), (e[0] for e in expected)))
+        assert h.relative_l2(got, wanted.double()) <= 5e-3
+        first = got if first is None else first
+        assert torch.equal(got, first)
+    assert routing.tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
+
+
+def tokens_of(counts: list[int], hidden: int, block_m: int, gen: torch.Generator) -> tuple[torch.Tensor, Routing]:
+    """Random tokens that give each expert so many rows, and their routing."""
+    rows, device = sum(counts), gen.device
+    ids = torch.arange(len(counts), dtype=torch.int32, device=device)
+    ids = ids.repeat_interleave(torch.tensor(counts, device=device))[torch.randperm(rows, generator=gen, device=device)]
+    ids = torch.nn.functional.pad(ids, (0, -rows % 4), value=-1).view(-1, 4)  # a token may pick an expert twice
+    return h.random_tokens(gen, len(ids), hidden), route(ids, len(counts), block_m)

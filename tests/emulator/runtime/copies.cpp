@@ -5,37 +5,44 @@
 namespace emu {
 constexpr u32 kChunk = 16;  // bytes that a swizzle keeps together
 
-static TensorMap map_at(const void* address) {
+// The map at an address, of a box that begins there and is or comes to be at `shared`.
+static TensorMap map_at(const void* address, const Coordinates& begin, u32 shared) {
     TensorMap map;
     memcpy(&map, address, sizeof map);
     if (map.kind != TensorMap::kKind) fail("no tensor map is at %p", address);
+    if (map.dims != begin.dims) fail("TMA of %d dimensions by a map of %d", begin.dims, map.dims);
+    if (shared % 128 || begin.at[0] * map.element_bytes % kChunk)
+        fail("TMA of column %d, shared memory at %u: not aligned", begin.at[0], shared);
+    shared_of(*self()->cta, shared, map.box_bytes());
     return map;
 }
 
 // Calls f(global address, shared address) for each chunk of a box; the global address of one outside is null.
 template <class F>
-static void each_chunk(const TensorMap& map, u32 shared, int column, int row, F f) {
-    i64 first = i64(column) * map.element_bytes;
+static void each_chunk(const TensorMap& map, u32 shared, const Coordinates& begin, F f) {
     for (u32 at = 0; at < map.box_bytes(); at += kChunk) {
-        i64 y = row + i64(at / TensorMap::kBoxRowBytes), x = first + at % TensorMap::kBoxRowBytes;
-        bool inside = y >= 0 && y < i64(map.rows) && x >= 0 && x + kChunk <= map.row_bytes;
-        u32 to = shared + at;
-        f(inside ? map.base + y * map.row_bytes + x : nullptr, to ^ (to >> 7 & 7) << 4);
+        u32 rest = at / map.element_bytes, to = shared + at;
+        u8* from = map.base;
+        bool inside = true;
+        for (int d = 0; d < map.dims; rest /= map.box[d++]) {
+            i64 index = begin.at[d] + i64(rest % map.box[d]);
+            inside &= index >= 0 && index < map.sizes[d];
+            from += index * map.strides[d];
+        }
+        f(inside ? from : nullptr, to ^ (to >> 7 & 7) << 4);
     }
 }
 
 static void clear_mark(Cta& cta, u32 address) { cta.unfenced[address / kChunk] = 0; }
 
-void tma_load(u32 to, const void* map_address, int column, int row, u32 barrier) {
+void tma_load(u32 to, const void* map_address, Coordinates begin, u32 barrier) {
     step();
     Cta& cta = *self()->cta;
-    TensorMap map = map_at(map_address);
-    if (to % 128 || column * map.element_bytes % kChunk) fail("TMA load of column %d to %u: not aligned", column, to);
-    shared_of(cta, to, map.box_bytes());
+    TensorMap map = map_at(map_address, begin, to);
     read_mbarrier(cta, barrier);
     ++cta.copies;
     later([=, &cta] {
-        each_chunk(map, to, column, row, [&](const u8* from, u32 address) {
+        each_chunk(map, to, begin, [&](const u8* from, u32 address) {
             clear_mark(cta, address);
             if (!from) return (void)memset(cta.shared + address, 0, kChunk);
             check_memory(from, kChunk, "TMA load");
@@ -70,7 +77,7 @@ struct Store {
     Fiber& fiber;
     std::shared_ptr<StoreGroup> group;
     TensorMap map;
-    int column, row;
+    Coordinates begin;
     u32 from;
     std::vector<u8> box;
 
@@ -82,7 +89,7 @@ struct Store {
     }
     void read() {
         Cta& cta = *fiber.cta;
-        each_chunk(map, from, column, row, [&](const u8*, u32 address) {
+        each_chunk(map, from, begin, [&](const u8*, u32 address) {
             check_fenced(cta, address, "a TMA store");
             box.insert(box.end(), cta.shared + address, cta.shared + address + kChunk);
         });
@@ -91,7 +98,7 @@ struct Store {
     }
     void write() {
         const u8* chunk = box.data();
-        each_chunk(map, from, column, row, [&](u8* to, u32) {
+        each_chunk(map, from, begin, [&](u8* to, u32) {
             if (to) check_memory(to, kChunk, "TMA store"), memcpy(to, chunk, kChunk);
             chunk += kChunk;
         });
@@ -99,17 +106,14 @@ struct Store {
     }
 };
 
-void tma_store(const void* map_address, int column, int row, u32 from) {
+void tma_store(const void* map_address, Coordinates begin, u32 from) {
     step();
     Fiber& fiber = *self();
-    TensorMap map = map_at(map_address);
-    if (from % 128 || column * map.element_bytes % kChunk)
-        fail("TMA store of column %d from %u: not aligned", column, from);
-    shared_of(*fiber.cta, from, map.box_bytes());
+    TensorMap map = map_at(map_address, begin, from);
     ++fiber.cta->copies;
     ++fiber.open_group->reads;
     ++fiber.open_group->writes;
-    later([store = Store{fiber, fiber.open_group, map, column, row, from, {}}]() mutable { return store.complete(); });
+    later([store = Store{fiber, fiber.open_group, map, begin, from, {}}]() mutable { return store.complete(); });
 }
 void bulk_commit() {
     step();

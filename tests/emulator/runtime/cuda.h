@@ -32,11 +32,15 @@ struct alignas(16) uint4 {
 struct alignas(8) float2 {
     float x, y;
 };
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
 inline int2 make_int2(int x, int y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 // ---- arithmetic ----
 
@@ -72,6 +76,10 @@ inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
 
 template <class T>
 inline T __ldg(const T* from) {
+    return *from;
+}
+template <class T>
+inline T __ldcg(const T* from) {
     return *from;
 }
 template <class T>

@@ -30,7 +30,18 @@ void step();  // here the scheduler may let another thread run
 void poll();  // here it does: the thread waits for memory to change
 
 // ---- warps ----
-enum Collective { kSyncWarp, kShuffle, kBallot, kMatch, kStoreMatrix, kWgmma, kWgmmaFence, kWgmmaCommit, kWgmmaWait };
+enum Collective {
+    kSyncWarp,
+    kShuffle,
+    kBallot,
+    kMatch,
+    kElect,
+    kStoreMatrix,
+    kWgmma,
+    kWgmmaFence,
+    kWgmmaCommit,
+    kWgmmaWait
+};
 const u64* collect(Collective kind, u32 mask, u64 value);  // the values of all lanes, once those of the mask have come
 void store_matrix(u32 row_address, const u32* values, int count, bool transposed);
 void wgmma_issue(float* d, u64 a, u64 b, bool accumulate, int n);
@@ -57,8 +68,12 @@ void named_barrier(int id, int threads);
 void sync_threads();
 
 // ---- copies ----
-void tma_load(u32 to, const void* map, int column, int row, u32 barrier);
-void tma_store(const void* map, int column, int row, u32 from);
+constexpr int kMostDims = 4;
+struct Coordinates {
+    int dims, at[kMostDims];  // the innermost first
+};
+void tma_load(u32 to, const void* map, Coordinates begin, u32 barrier);
+void tma_store(const void* map, Coordinates begin, u32 from);
 void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier);
 void bulk_commit();
 void bulk_wait(bool reads_only);

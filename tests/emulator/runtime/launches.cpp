@@ -113,8 +113,12 @@ static void draw_schedule(u64 seed) {
 using namespace emu;
 
 extern "C" {
-void emu_tensor_map(void* out, u8* base, i64 rows, i64 columns, int element_bytes, u32 box_rows) {
-    TensorMap map{TensorMap::kKind, base, rows, columns * element_bytes, element_bytes, box_rows};
+void emu_tensor_map(void* out, u8* base, int element_bytes, int dims, const i64* sizes, const i64* strides,
+                    const u32* box) {
+    TensorMap map{TensorMap::kKind, base, dims, element_bytes, {}, {}, {}};
+    std::copy_n(sizes, dims, map.sizes);
+    std::copy_n(strides, dims, map.strides);
+    std::copy_n(box, dims, map.box);
     memcpy(out, &map, sizeof map);
 }
 

@@ -73,6 +73,7 @@ inline void ld_acquire_gpu_global_s32(int& to, const int* from) {
     emu::poll();
     to = *from;
 }
+inline void atom_relaxed_gpu_global_add_s32(int& before, int* to, int value) { before = atomicAdd(to, value); }
 inline void fence_proxy_async_shared_cta() { emu::fence_proxy_async(); }
 inline void fence_proxy_async_global() { emu::step(); }
 inline void fence_mbarrier_init_release_cluster() { emu::step(); }
@@ -88,15 +89,31 @@ inline void mbarrier_try_wait_parity_shared_cta_b64(bool& done, u32 barrier, u32
     done = true;
 }
 
+// ---- one lane of a warp: the last, as code may rely on which one it is as little as on any ----
+
+inline void elect_sync(bool& elected, u32 mask) {
+    emu::collect(emu::kElect, mask, 0);
+    elected = (mask >> emu::current->lane) == 1;
+}
+inline void elect_sync(int& lane, bool& elected, u32 mask) {
+    elect_sync(elected, mask);
+    lane = 31 - __builtin_clz(mask);
+}
+
 // ---- copies ----
 
 inline void cp_async_bulk_tensor_2d_shared_cluster_global_mbarrier_complete_tx_bytes(u32 to, const void* map,
                                                                                      int column, int row,
                                                                                      u32 barrier) {
-    emu::tma_load(to, map, column, row, barrier);
+    emu::tma_load(to, map, {2, {column, row}}, barrier);
+}
+inline void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes(u32 to, const void* map, int x,
+                                                                                     int y, int z, int w,
+                                                                                     u32 barrier) {
+    emu::tma_load(to, map, {4, {x, y, z, w}}, barrier);
 }
 inline void cp_async_bulk_tensor_2d_global_shared_cta_bulk_group(const void* map, int column, int row, u32 from) {
-    emu::tma_store(map, column, row, from);
+    emu::tma_store(map, {2, {column, row}}, from);
 }
 inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 to, const void* from, u32 bytes,
                                                                            u32 barrier) {

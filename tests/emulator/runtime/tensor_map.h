@@ -1,19 +1,22 @@
-// A tensor map of a row-major matrix, 128-byte swizzled, in the 128 bytes of a CUtensorMap.
+// A tensor map, 128-byte swizzled, in the 128 bytes of a CUtensorMap.
 #pragma once
 #include "emulator.h"
 
 namespace emu {
 using i64 = long long;
 
-struct TensorMap {
+struct TensorMap {  // of each dimension, the innermost first
     static constexpr u64 kKind = 0x50414d554d45;
-    static constexpr u32 kBoxRowBytes = 128;
     u64 kind;
     u8* base;
-    i64 rows, row_bytes;
-    int element_bytes;
-    u32 box_rows;
-    u32 box_bytes() const { return box_rows * kBoxRowBytes; }
+    int dims, element_bytes;
+    i64 sizes[kMostDims], strides[kMostDims];  // in elements; in bytes
+    u32 box[kMostDims];
+    u32 box_bytes() const {
+        u32 bytes = element_bytes;
+        for (int d = 0; d < dims; ++d) bytes *= box[d];
+        return bytes;
+    }
 };
 static_assert(sizeof(TensorMap) <= 128);
 }  // namespace emu

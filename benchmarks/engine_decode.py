@@ -1,0 +1,207 @@
+"""How long does a decode step take in vLLM engines with different FP8 backends? Milliseconds, ours beside vLLM's own.
+
+    python -m benchmarks.engine_decode --model DIR --out benchmarks/results/engine_decode-<date>.json
+    python -m benchmarks.engine_decode --plot benchmarks/results/engine_decode-<date>.json  # needs matplotlib, no GPU
+
+A round is two calls with the same prompts of 64 random tokens, which differ by 64 generated tokens: the difference of
+their times is that of 64 decode steps. Engines are those of benchmarks.engine_prefill. `moe_ms` is the part of a step
+from the first kernel of each MoE layer to its last one, from a profile of 16 steps of their own; where it is null, the
+engine's kernels have other names than `MOE` knows (they are in the report, with their time in a step).
+"""
+
+import argparse
+import collections
+import itertools
+import json
+import re
+import signal
+import statistics
+import tempfile
+import textwrap
+import time
+import traceback
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_prefill import CONFIG_KEYS, ENGINES, in_own_process, read_config, read_report
+from benchmarks.report import write_report
+from fp8moe_plugin.errors import UnsupportedError
+from warmup.bench_result import OURS, check_plot
+
+PROMPT_TOKENS, STEPS, PROFILED_STEPS = 64, 64, 16
+MOE = {  # the first and the last kernel of a layer's experts
+    OURS: (r"count_experts|route", r"combine"),
+    "triton": (r"moe_align_block_size", r"moe_sum"),
+    "deepgemm": (r"moe_permute|ep_scatter|permute", r"moe_unpermute|ep_gather|finalize"),
+}
+SHOWN = 25  # kernels of a step, those that take longest
+
+
+def run_engine(args: argparse.Namespace) -> dict[str, Any]:
+    """Steps of each batch size; in a process of its own."""
+    import torch
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    start = time.monotonic()
+    arguments, _ = ENGINES[args.run]
+    batches = [int(batch) for batch in args.batches.split(",")]
+    llm = LLM(
+        model=str(args.model),
+        max_model_len=512,
+        max_num_seqs=max(batches),
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        **arguments,
+    )
+    ready = time.monotonic() - start
+    generator = torch.Generator().manual_seed(1)
+    vocab = read_config(args.model)["vocab_size"]
+
+    def generate(batch: int, tokens: int) -> float:
+        """Seconds until each prompt of a batch has got so many tokens."""
+        ids = torch.randint(10, vocab, (batch, PROMPT_TOKENS), generator=generator).tolist()
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        begin = time.perf_counter()
+        outputs = llm.generate([TokensPrompt(prompt_token_ids=i) for i in ids], sampling, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        if any(len(o.outputs[0].token_ids) != tokens for o in outputs):
+            raise RuntimeError("a prompt got fewer tokens than asked for")
+        return seconds
+
+    found: dict[str, Any] = {"ready_s": round(ready, 1), "batches": {}}
+    for batch in batches:
+        generate(batch, 8)
+        steps = [(generate(batch, 8 + STEPS) - generate(batch, 8)) / STEPS * 1e3 for _ in range(args.rounds)]
+        row = {"ms": round(statistics.median(steps), 4), "rounds": [round(ms, 4) for ms in steps]}
+        found["batches"][str(batch)] = row | profile(args.run, batch, generate)
+    return found
+
+
+def profile(name: str, batch: int, generate: Any) -> dict[str, Any]:
+    """The MoE part of a step, and what its kernels take: the difference of two profiles, as with the times."""
+    traces = [kernels_of(lambda tokens=tokens: generate(batch, tokens)) for tokens in (8, 8 + PROFILED_STEPS)]
+    sums = [collections.Counter[str](), collections.Counter[str]()]
+    for trace, total in zip(traces, sums, strict=True):
+        for kernel in trace:
+            total[kernel["name"]] += kernel["dur"]
+    per_step = {kernel: (sums[1][kernel] - sums[0][kernel]) / PROFILED_STEPS for kernel in sums[1]}
+    longest = sorted(per_step.items(), key=lambda item: -item[1])[:SHOWN]
+    moe = [moe_us(trace, *MOE[name]) for trace in traces]
+    part = None if None in moe else round((moe[1] - moe[0]) / PROFILED_STEPS / 1e3, 4)  # type: ignore[operator]
+    return {"moe_ms": part, "kernels_us": {textwrap.shorten(k, 80): round(us, 2) for k, us in longest}}
+
+
+def kernels_of(call: Any) -> list[dict[str, Any]]:
+    """The kernels that a call runs on the GPU, in order of their start."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
+
+
+def moe_us(kernels: list[dict[str, Any]], first: str, last: str) -> float | None:
+    """From the start of each layer's first kernel to the end of its last one, added up; None if there is none."""
+    total, begin, end = 0.0, None, None
+    for kernel in kernels:
+        if re.search(first, kernel["name"]) and (begin is None or end is not None):
+            if begin is not None and end is not None:
+                total += end - begin
+            begin, end = kernel["ts"], None
+        if begin is not None and re.search(last, kernel["name"]):
+            end = kernel["ts"] + kernel["dur"]
+    return total + end - begin if begin is not None and end is not None else None
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    """One row of the table."""
+    if "error" in found:
+        return f"{name:9} {found['error']}"
+    steps = "  ".join(
+        f"{batch}: {row['ms']:.3f} ms" + (f" (MoE {row['moe_ms']:.3f})" if row["moe_ms"] is not None else "")
+        for batch, row in found["batches"].items()
+    )
+    return f"{name:9} {steps}  ready after {found['ready_s']:.0f} s"
+
+
+def plot(report: Path) -> None:
+    """Milliseconds a step over the batch size, a line for each engine, dashed its MoE part; .svg beside the report."""
+    check_plot(report.with_suffix(".svg"))
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure  # without pyplot nothing looks for a display
+
+    results = read_report(report)
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="sequences in the batch", ylabel="milliseconds a decode step")
+    for color, (name, found) in zip(itertools.cycle(("C0", "C1", "C2")), results["engines"].items()):
+        if "error" in found:
+            continue
+        batches = [int(batch) for batch in found["batches"]]
+        rows = list(found["batches"].values())
+        axes.plot(batches, [row["ms"] for row in rows], "o-", color=color, label=name)
+        if all(row["moe_ms"] is not None for row in rows):
+            axes.plot(batches, [row["moe_ms"] for row in rows], "--", color=color, label=f"{name}, MoE layers")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title(f"{results['checkpoint']['name']}, vLLM {results['vllm']}, CUDA graphs")
+    with rc_context({"svg.hashsalt": report.stem}):  # the same report gives the same file
+        figure.savefig(report.with_suffix(".svg"), metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", type=Path, help="folder of a block-FP8 MoE checkpoint")
+    what.add_argument("--plot", type=Path, metavar="REPORT", help="draw an earlier report, as .svg beside it")
+    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--batches", default="1,8,64,256")
+    parser.add_argument("--rounds", type=int, default=5, help="that are timed")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for all that one engine does")
+    parser.add_argument("--out", type=Path, help="the report, rewritten after each engine")
+    parser.add_argument("--run", choices=ENGINES, help="run one engine in this process, and write its steps to --out")
+    args = parser.parse_args()
+    if args.plot:
+        try:
+            return plot(args.plot)
+        except UnsupportedError as error:
+            parser.error(str(error))
+    if args.run:
+        try:
+            found = run_engine(args)
+        except Exception as failure:  # noqa: BLE001 (an engine may fail in any way; the report says how)
+            traceback.print_exc()
+            found = {"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)}
+        args.out.write_text(json.dumps(found))
+        return
+    names = args.engines.split(",")
+    if unknown := set(names) - set(ENGINES):
+        parser.error(f"no such engine: {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an engine must not outlive us
+    config = read_config(args.model)
+    engines: dict[str, dict[str, Any]] = {}
+    results = {
+        "vllm": metadata.version("vllm"),
+        "fp8moe_plugin": metadata.version("fp8moe-plugin"),
+        "checkpoint": {"name": args.model.resolve().name} | {key: config.get(key) for key in CONFIG_KEYS},
+        "prompt_tokens": PROMPT_TOKENS,
+        "engines": engines,
+    }
+    for name in names:
+        options = {"--model": args.model, "--rounds": args.rounds, "--batches": args.batches}
+        engines[name] = in_own_process("benchmarks.engine_decode", options, name, args.timeout)
+        print(line(name, engines[name]), flush=True)
+        if args.out:
+            write_report(args.out, results)
+
+
+if __name__ == "__main__":
+    main()

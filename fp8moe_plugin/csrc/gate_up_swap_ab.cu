@@ -1,0 +1,289 @@
+// The first GEMM of experts with its activation, for few rows an expert: q = quantized SiLU(gate) * up, with
+// gate, up = x[a_rows[i]] @ w13[expert]^T. Weights are streamed once; e4m3 with scales as in grouped_gemm.cu.
+//
+// Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, multiplied 8, 16, 32 or 64 tokens
+// wide. TMA loads 8 rows of the gate, then the same 8 of the other half, and so on: in wgmma's layout a thread then
+// holds both of a channel, and a tile all of a group of the quantization.
+//
+// `splits` blocks share a tile, each a part of K, where tiles are too few for the GPU. Each leaves its sums in
+// `partial`; the one that comes last (`arrived`) adds them up, in order, and goes on, see split_k.cuh.
+//
+// In:   w_map       of w13 as [K, 8, 2, ..]: boxes of 128 x 8 x 2 x 16; x_map of x, [T, K], in boxes of one row
+//       x_scales    float32 [T, K / 128];    w_scales  float32 [experts, 2 * I / 128, K / 128]
+//       a_rows      int32 [m], the token of each row
+//       partial     float32, 2 * I * m * splits; not used with one split
+//       arrived     int32 [capacity, I / 128], zero; not used with one split
+// Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
+#include "fp8.cuh"
+#include "ptx.cuh"
+#include "split_k.cuh"
+#include "tile_queue.cuh"
+#include "wgmma.cuh"
+
+constexpr int kStages = STAGES;
+constexpr int kBlockTokens = 64, kBlockI = 128, kBlockK = 128;
+constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kMathWarps = kMathThreads / kWarp;
+constexpr int kSlabs = 2;  // of 64 rows of weights, of a warpgroup
+constexpr int kThreads = kMathThreads + 128;
+static_assert(kThreads == THREADS, "plan.py has the same roles");
+constexpr int kFullArrivals = 1 + kWarp;  // who announces the bytes of TMA, and the producer's lanes, which copy scales
+constexpr int kMathBarrier = 1 + kMathWarpgroups;
+
+struct SharedMemory {
+    static constexpr u32 kBytesWeights = 2 * kBlockI * kBlockK, kBytesTokens = kBlockTokens * kBlockK;
+    static constexpr u32 kTokens = kStages * kBytesWeights, kStaging = kTokens + kStages * kBytesTokens;
+    static constexpr u32 kTokenScales = kStaging + kBlockTokens * kBlockI;
+    static constexpr u32 kWeightScales = kTokenScales + kStages * kBlockTokens * 4;
+    static constexpr u32 kAmax = kWeightScales + kStages * 2 * 4;
+    static constexpr u32 kTiles = (kAmax + kMathWarps * kBlockTokens / 2 * 4 + 15) / 16 * 16;
+    static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
+    static constexpr u32 kLast = kEmpty + kStages * 8;
+    static constexpr u32 kEnd = kLast + 4;
+
+    u32 base;
+    DEVICE u32 weights(int stage, int slab) const { return base + stage * kBytesWeights + slab * 64 * kBlockK; }
+    DEVICE u32 tokens(int stage, int token) const { return base + kTokens + stage * kBytesTokens + token * kBlockK; }
+    DEVICE u32 staging(int token) const { return base + kStaging + token * kBlockI; }
+    DEVICE u32 token_scale(int stage, int token) const {
+        return base + kTokenScales + (stage * kBlockTokens + token) * 4;
+    }
+    DEVICE u32 weight_scale(int stage, int half) const { return base + kWeightScales + (stage * 2 + half) * 4; }
+    DEVICE u32 amax(int warp, int pair) const { return base + kAmax + (warp * kBlockTokens / 2 + pair) * 4; }
+    DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
+    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
+    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
+    DEVICE u32 last() const { return base + kLast; }
+};
+static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
+
+struct Operands {
+    const TensorMap *x, *weights;
+    const float *x_scales, *weight_scales;
+    const int* a_rows;
+    int intermediate, k_blocks, splits;
+
+    DEVICE int groups() const { return intermediate / kBlockI; }
+};
+
+struct Result {
+    u8* q;
+    float *scales, *partial;
+    int* arrived;
+    int m;
+};
+
+using Queue = TileQueue<kBlockTokens>;
+
+// ---- producer: one warp ------------------------------------------------------------------------------------------
+
+// A lane has the tokens of two rows and copies their scales; all lanes hand theirs to the first, which loads the rows.
+DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue) {
+    const Tile tile = queue.tile();
+    int lane = threadIdx.x % kWarp, group = tile.column / in.splits, steps = in.k_blocks / in.splits;
+    int k_begin = tile.column % in.splits * steps;
+    int token[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        int row = lane + i * kWarp;
+        token[i] = row < tile.rows ? in.a_rows[tile.row + row] : -1;
+    }
+    const float* weight_scale =
+        in.weight_scales + i64(tile.expert * 2 * in.groups() + group + lane % 2 * in.groups()) * in.k_blocks;
+    int weight_slab = (tile.expert * 2 * in.groups() + group) * (kBlockI / 8);
+    u32 bytes = SharedMemory::kBytesWeights + tile.rows * kBlockK;
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+        int s = ring.stage, k = k_begin + step;
+        u32 full = shared.full(s);
+        barrier_wait(shared.empty(s), ring.phase ^ 1);
+        if (lane == 0) {
+            if (step == 0) publish_tile(shared.tile(s), tile);
+            barrier_arrive_expect(full, bytes);
+            tma_load_4d(shared.weights(s, 0), in.weights, full, k * kBlockK, 0, 0, weight_slab);
+        }
+#pragma unroll 1
+        for (int row = 0; row < tile.rows; ++row) {
+            int from = __shfl_sync(kAllLanes, row < kWarp ? token[0] : token[1], row % kWarp);
+            if (lane == 0) tma_load(shared.tokens(s, row), in.x, full, k * kBlockK, from);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (token[i] >= 0)
+                copy_async_4(shared.token_scale(s, lane + i * kWarp), in.x_scales + i64(token[i]) * in.k_blocks + k);
+        if (lane < 2) copy_async_4(shared.weight_scale(s, lane), weight_scale + k);
+        copy_async_arrive(full);
+        queue.step(step);
+    }
+}
+
+// ---- math --------------------------------------------------------------------------------------------------------
+
+// Of a slab, a thread holds a channel's gate and up, rows lane/4 and lane/4 + 8 of its warp's 16, of tokens
+// 8i + lane%4*2 and the next: [4i], [4i + 1] of the gate, [4i + 2], [4i + 3] of the other.
+template <int kTokens>
+using Sums = float[kSlabs][kTokens / 2];
+
+template <int kTokens>
+DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int warpgroup, Sums<kTokens>& sum) {
+    int token = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab)
+#pragma unroll
+        for (int i = 0; i < kTokens / 2; ++i) sum[slab][i] = 0.f;
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+        int s = ring.stage;
+        barrier_wait(shared.full(s), ring.phase);
+        float half_scale[2] = {load_shared_float(shared.weight_scale(s, 0)),
+                               load_shared_float(shared.weight_scale(s, 1))};
+        float token_scale[kTokens / 4];
+#pragma unroll
+        for (int i = 0; i < kTokens / 4; ++i)
+            token_scale[i] = load_shared_float(shared.token_scale(s, token + i / 2 * 8 + i % 2));
+        Sums<kTokens> product;
+        wgmma_fence();
+#pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab)
+            wgmma_issue_k128(product[slab], shared.weights(s, warpgroup * kSlabs + slab), shared.tokens(s, 0));
+        wgmma_commit();
+        wgmma_wait();
+#pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab) wgmma_results_ready(product[slab]);
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty(s));
+#pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab)
+#pragma unroll
+            for (int i = 0; i < kTokens / 2; ++i)
+                sum[slab][i] += token_scale[i / 4 * 2 + i % 2] * half_scale[i / 2 % 2] * product[slab][i];
+    }
+}
+
+// Adds up the splits of a tile; false for a block that is not the last of them. A token's 256 sums stand together, of
+// each thread 16 bytes: a slab's pair of gate and up, for both slabs.
+template <int kTokens>
+DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& out, const Tile& tile,
+                       Sums<kTokens>& sum) {
+    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = tile.column / in.splits;
+    float4* all = reinterpret_cast<float4*>(out.partial) +
+                  (i64(tile.row) * in.groups() + i64(group) * tile.rows) * in.splits * (2 * kBlockI / 4);
+    auto at = [&](int split, int token) {
+        return all + (split * tile.rows + token) * (2 * kBlockI / 4) + warp * 8 + lane / 4;
+    };
+#pragma unroll
+    for (int i = 0; i < kTokens / 4; ++i) {
+        int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
+        if (token < tile.rows)
+            *at(tile.column % in.splits, token) = make_float4(sum[0][e], sum[0][e + 2], sum[1][e], sum[1][e + 2]);
+    }
+    int* arrived = out.arrived + tile.row_tile * in.groups() + group;
+    if (!comes_last(shared.last(), arrived, in.splits, kMathBarrier, kMathThreads)) return false;
+#pragma unroll
+    for (int i = 0; i < kTokens / 4; ++i) {
+        int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
+        if (token >= tile.rows) continue;
+        float4 total = __ldcg(at(0, token));
+#pragma unroll 1
+        for (int split = 1; split < in.splits; ++split) {
+            float4 part = __ldcg(at(split, token));
+            total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+        }
+        sum[0][e] = total.x, sum[0][e + 2] = total.y, sum[1][e] = total.z, sum[1][e + 2] = total.w;
+    }
+    return true;
+}
+
+// Of each pair of tokens: activation, the group's largest magnitude over all warps, quantization, by way of `staging`.
+template <int kTokens>
+DEVICE void store_quantized(SharedMemory shared, const Operands& in, const Result& out, const Tile& tile,
+                            const Sums<kTokens>& sum) {
+    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = tile.column / in.splits;
+    u32 value[kSlabs][kTokens / 8];
+#pragma unroll
+    for (int i = 0; i < kTokens / 8; ++i) {
+#pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab) {
+            const float* s = sum[slab] + 4 * i;
+            value[slab][i] = silu_mul(pack_bf16x2(s[0], s[1]), pack_bf16x2(s[2], s[3]));
+        }
+        u32 amax = max_u16x2(value[0][i] & kNoSigns, value[1][i] & kNoSigns);
+#pragma unroll
+        for (int lanes = 4; lanes < kWarp; lanes *= 2) amax = max_u16x2(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
+        if (lane < 4) store_shared(shared.amax(warp, i * 4 + lane), amax);
+    }
+    named_barrier(kMathBarrier, kMathThreads);
+#pragma unroll
+    for (int i = 0; i < kTokens / 8; ++i) {
+        u32 amax = 0;
+#pragma unroll
+        for (int from = 0; from < kMathWarps; ++from)
+            amax = max_u16x2(amax, load_shared(shared.amax(from, i * 4 + lane % 4)));
+        float scale[2] = {group_scale(amax << 16), group_scale(amax & 0xFFFF0000)};
+        float inverse[2] = {__frcp_rn(scale[0]), __frcp_rn(scale[1])};
+        int token = i * 8 + lane % 4 * 2;
+#pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab) {
+            float2 v = unpack_bf16x2(value[slab][i]);
+            u16 q = pack_e4m3x2(divide(v.x, scale[0], inverse[0]), divide(v.y, scale[1], inverse[1]));
+            u32 channel = (warp / 4 * kSlabs + slab) * 32 + warp % 4 * 8 + lane / 4;
+            store_shared(shared.staging(token) + channel, u8(q));
+            store_shared(shared.staging(token + 1) + channel, u8(q >> 8));
+        }
+        if (warp == 0 && lane < 4) {
+            float* scales = out.scales + i64(group) * scale_pitch(out.m) + tile.row + token;
+            if (token < tile.rows) scales[0] = scale[0];
+            if (token + 1 < tile.rows) scales[1] = scale[1];
+        }
+    }
+    named_barrier(kMathBarrier, kMathThreads);
+    for (int i = threadIdx.x; i < tile.rows * (kBlockI / 16); i += kMathThreads) {
+        int token = i / (kBlockI / 16), chunk = i % (kBlockI / 16);
+        *reinterpret_cast<uint4*>(out.q + i64(tile.row + token) * in.intermediate + group * kBlockI + chunk * 16) =
+            load_shared_16(shared.staging(token) + chunk * 16);
+    }
+}
+
+template <int kTokens>
+DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Result& out,
+                         const Tile& tile, int warpgroup) {
+    Sums<kTokens> sum;
+    multiply<kTokens>(shared, ring, in.k_blocks / in.splits, warpgroup, sum);
+    if (in.splits == 1 || add_splits<kTokens>(shared, in, out, tile, sum))
+        store_quantized<kTokens>(shared, in, out, tile, sum);
+}
+
+// ---- kernel ------------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    gate_up_swap_ab(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+                    const float* x_scales, const float* w_scales, const int* a_rows, u8* q, float* scales,
+                    float* partial, int* arrived, const int4* table, int* num_tiles, int m, int intermediate, int k,
+                    int splits) {
+    let_next_kernel_start();
+    SharedMemory shared{dynamic_shared_address()};
+    init_barriers(shared, kStages, kFullArrivals, kMathWarps);
+
+    int warpgroup = warp_uniform(threadIdx.x / 128);
+    Operands in{&x_map, &w_map, x_scales, w_scales, a_rows, intermediate, k / kBlockK, splits};
+    Result out{q, scales, partial, arrived, m};
+    Ring<kStages> ring;
+    if (warpgroup == kMathWarpgroups) {
+        if (threadIdx.x / kWarp == kMathWarps) {
+            Queue queue(table, num_tiles, 0, m, in.groups() * splits, in.k_blocks / splits);
+            while (queue.index < queue.total) load_tile(shared, ring, in, queue);
+            load_end(shared, ring, kFullArrivals);
+            queue.finish();
+        }
+    } else {
+        while (true) {
+            barrier_wait(shared.full(ring.stage), ring.phase);
+            Tile tile = published_tile(shared.tile(ring.stage));
+            if (tile.rows == 0) break;
+            switch (width_of(tile.rows)) {
+                case 8: compute_tile<8>(shared, ring, in, out, tile, warpgroup); break;
+                case 16: compute_tile<16>(shared, ring, in, out, tile, warpgroup); break;
+                case 32: compute_tile<32>(shared, ring, in, out, tile, warpgroup); break;
+                default: compute_tile<64>(shared, ring, in, out, tile, warpgroup);
+            }
+        }
+    }
+}
