@@ -32,6 +32,17 @@ def slabs(gen: torch.Generator, counts: list[int], k: int) -> Slabs:
     return Slabs(counts, (q, scales))
 
 
+def exact(gen: torch.Generator, *shape: int, rows_of_scale: int = 1) -> h.Quantized:
+    """e4m3 `[.., N, K]` and float32 `[.., ceil(N / rows_of_scale), K / 128]`, whose products any order sums up alike.
+
+    Small integers, and scales that are powers of two.
+    """
+    *groups, n, k = shape
+    q = torch.randint(-3, 4, shape, generator=gen).float().to(h.FP8)
+    exponents = torch.randint(-4, -1, (*groups, -(-n // rows_of_scale), k // h.GROUP), generator=gen)
+    return q, torch.exp2(exponents)
+
+
 def empty_rows(rows: Slabs, n: int) -> torch.Tensor:
     return h.poisoned(len(rows.counts), rows.max_m, n, dtype=torch.bfloat16, device=torch.device("cpu"))
 
@@ -40,11 +51,11 @@ def assert_product(out: torch.Tensor, rows: Slabs, a: h.Quantized, b: h.Quantize
     """The rows that are there are those of `a @ b.T`, expert by expert, and no others are written."""
     for group, count in enumerate(rows.counts):
         expected = h.product((a[0][group, :count], a[1][group, :count]), (b[0][group], b[1][group]))
-        _assert_close(out[group, :count], expected, f"expert {group}")
+        assert_close(out[group, :count], expected, f"expert {group}")
         assert h.untouched(out[group, count:]), f"expert {group}: rows behind its {count} are written"
 
 
-def _assert_close(out: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def assert_close(out: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     """`out` is `expected`, summed up in float32 and rounded once."""
     size = expected.square().mean(-1, keepdim=True).sqrt()
     close = (out.double() - expected).abs() <= expected.abs() * 2**-8 + size * 1e-5

@@ -12,13 +12,24 @@ import torch
 
 from fp8moe_plugin.ops.gate_up import gate_up
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
+from fp8moe_plugin.ops.linear import fp8_linear
+from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.ops.route import tiles_of_counts
-from fp8moe_plugin.plan import PREFILL_BLOCK_M, Output, grouped_gemm_key, tiles_of_counts_key
+from fp8moe_plugin.plan import (
+    PREFILL_BLOCK_M,
+    Layout,
+    Output,
+    dense_splits,
+    grouped_gemm_key,
+    quantize_key,
+    swap_ab_key,
+    tiles_of_counts_key,
+)
 from tests import helpers as h
 from tests.emulator.build import CSRC, Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import Device, EmulatorError
-from tests.emulator.inputs import assert_product, empty_rows, slabs
+from tests.emulator.inputs import assert_close, assert_product, empty_rows, slabs
 
 SCHEDULES = 16
 COUNTS, WIDTH = [144, 130, 64], 256
@@ -47,6 +58,19 @@ def both_gemms(emulator: Device, seed: int) -> None:
         return inner
 
     assert_product(out, rows, emulator.execute(seed, ops), w2)
+
+
+def dense_layer(emulator: Device, seed: int) -> None:
+    gen, (m, n, k) = h.seeded(0, torch.device("cpu")), (5, 128, 512)
+    assert dense_splits(m, n, k) > 1
+    x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
+    out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
+    assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
+
+
+WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
+NARROW = swap_ab_key(), quantize_key(False, Layout.K_MAJOR)
+KERNELS = {second_gemm: WIDE, both_gemms: WIDE, dense_layer: NARROW}  # to be compiled ahead
 
 
 @dataclass(frozen=True)
@@ -98,6 +122,12 @@ FAULTS = {
     "the second GEMM does not wait for rows of the first": Fault(
         "gemm_load.cuh", "__nanosleep(100);", "break;", both_gemms, WRONG_RESULT
     ),
+    "a block adds up the splits of a tile before all are there": Fault(
+        "split_k.cuh", "== splits - 1)", "== splits - 2)", dense_layer, WRONG_RESULT
+    ),
+    "tokens are loaded beside the kernel that quantizes them": Fault(
+        "grouped_gemm_swap_ab.cu", "            wait_for_previous_kernel();\n", "", dense_layer, WRONG_RESULT
+    ),
 }
 
 
@@ -109,7 +139,7 @@ def faulty_kernels(emulator_runtime: ctypes.CDLL, tmp_path_factory: pytest.TempP
         folder = tmp_path_factory.mktemp("fault")
         fault.write_to(folder / "csrc")
         kernels[name] = Kernels(folder, folder / "csrc")
-        kernels[name].start(grouped_gemm_key(Output.BF16), tiles_of_counts_key())
+        kernels[name].start(*KERNELS[fault.run])
     return kernels
 
 

@@ -37,11 +37,14 @@ def multiply(emulator: Device, rows: Slabs, b: Quantized, block_m: int, seed: in
     [
         (SHORT, DECODE_BLOCK_M, 200, 128),
         (SHORT, DECODE_BLOCK_M, 256, 256),
+        (SHORT, DECODE_BLOCK_M, 200, 768),  # tiles in fixed order
+        (SHORT, DECODE_BLOCK_M, 128, 896),  # claimed, in the first step of the tile before
         (SHORT, DECODE_BLOCK_M, 384, 1024),
         ([0, 0], DECODE_BLOCK_M, 128, 128),
         (LONG, PREFILL_BLOCK_M, 512, 128),
         (LONG, PREFILL_BLOCK_M, 256, 256),
         (LONG, PREFILL_BLOCK_M, 200, 512),
+        (LONG, PREFILL_BLOCK_M, 256, 896),
         (LONG, PREFILL_BLOCK_M, 384, 1024),
         ([0, 0], PREFILL_BLOCK_M, 256, 128),
     ],
@@ -76,9 +79,10 @@ def test_one_kernel_gives_the_bits_of_three(emulator: Device, hidden: int, inter
 
 
 @seeds
+@pytest.mark.parametrize("block_m", [DECODE_BLOCK_M, PREFILL_BLOCK_M])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(128, 256), (640, 128)])
 def test_rows_found_among_the_tokens_give_the_bits_of_copies(
-    emulator: Device, hidden: int, intermediate: int, seed: int
+    emulator: Device, hidden: int, intermediate: int, block_m: int, seed: int
 ) -> None:
     gen, experts = h.seeded(seed, CPU), 3
     x, w13 = h.random_tokens(gen, 150, hidden), h.random_weights(gen, experts, 2 * intermediate, hidden)
@@ -86,7 +90,7 @@ def test_rows_found_among_the_tokens_give_the_bits_of_copies(
     quantized = empty_tokens(len(x), hidden, CPU)
 
     def ops() -> tuple[torch.Tensor, Quantized, Quantized]:
-        routing = route(ids, experts, PREFILL_BLOCK_M)
+        routing = route(ids, experts, block_m)
         quantize_tokens(x, quantized)
         q, scales = quantize_rows(x, routing.slots)
         copies = gate_up((q[None], scales[None]), w13, routing.tiles, routing.num_rows, False)

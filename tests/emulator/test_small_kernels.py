@@ -98,10 +98,13 @@ def test_combine_equals_the_reference(emulator: Device, topk: int, seed: int) ->
 
 
 @seeds
-@pytest.mark.parametrize(("tokens", "intermediate"), [(40, 256), (300, 256), (300, 768), (200, 1152)])
-def test_a_layer_of_experts(emulator: Device, tokens: int, intermediate: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate"),
+    [(40, 256, 256), (7, 1024, 384), (300, 256, 256), (300, 256, 768), (200, 256, 1152)],
+)
+def test_a_layer_of_experts(emulator: Device, tokens: int, hidden: int, intermediate: int, seed: int) -> None:
     gen, experts = h.seeded(seed, CPU), 3
-    x, layer = h.random_tokens(gen, tokens, 256), h.random_layer(gen, experts, 256, intermediate)
+    x, layer = h.random_tokens(gen, tokens, hidden), h.random_layer(gen, experts, hidden, intermediate)
     weights, ids = h.random_routing(gen, "some_missing", tokens, 2, experts)
     out = emulator.execute(seed, lambda: fused_moe(x, *layer, weights, ids))
     assert h.relative_l2(out, h.layer_reference(x, layer, weights, ids, quantized=True)) <= 1e-2

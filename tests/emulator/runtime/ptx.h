@@ -89,7 +89,7 @@ inline void mbarrier_try_wait_parity_shared_cta_b64(bool& done, u32 barrier, u32
     done = true;
 }
 
-// ---- one lane of a warp: the last, as code may rely on which one it is as little as on any ----
+// ---- one lane of a warp: the last, so that code fails that takes it for the first ----
 
 inline void elect_sync(bool& elected, u32 mask) {
     emu::collect(emu::kElect, mask, 0);
