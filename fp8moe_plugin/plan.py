@@ -21,7 +21,8 @@ EARLY_FROM, EARLY_BELOW = 768, 192  # channels of an expert, rows of an expert; 
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
 DENSE_SWAP_AB_UP_TO = 256  # rows; see dense_key
 MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends on it
-SPLIT_ROUNDS, SPLIT_BYTES = 8, 2**23  # see k_splits
+SPLIT_BYTES = 2**23  # see k_splits and dense_splits
+STEPS_AT_ONCE = 8  # see columns_at_once
 PIECE = 256  # bytes; pieces of scratch begin at multiples of it, as torch's tensors at multiples of 512
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 
@@ -29,9 +30,9 @@ SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 PARAMETERS = {
     "combine": "PPPPii",
     "count_experts": "PPPiiii",
-    "gate_up_swap_ab": "MMPPPPPPPPPiiii",
+    "gate_up_swap_ab": "MPPPPPPPPPPiiiii",
     "grouped_gemm": "MMMMPiiPPPPPPPPPiii",
-    "grouped_gemm_swap_ab": "MMPiiPPPPPPiiiii",
+    "grouped_gemm_swap_ab": "MMPiiPPPPPPiiiiiiPi",
     "quantize": "PPPPiiiPi",
     "route": "PPPPPPPPPiiiiiii",
     "silu_mul_quant": "PPPPii",
@@ -120,7 +121,8 @@ def gate_up_swap_ab_key(ue8m0: bool) -> KernelKey:
     staging = DECODE_BLOCK_M * GROUP
     largest_magnitudes = 8 * DECODE_BLOCK_M // 2 * 4  # of eight warps
     scales_and_barriers = stages * (DECODE_BLOCK_M * 4 + 2 * 4 + 16 + 16)
-    smem = _align(operands + staging + largest_magnitudes + scales_and_barriers + 4)
+    tile_and_flag = 16 + 16
+    smem = _align(operands + staging + largest_magnitudes + scales_and_barriers + tile_and_flag)
     return KernelKey("gate_up_swap_ab", (("STAGES", stages), ("UE8M0", int(ue8m0))), 384, smem)
 
 
@@ -246,12 +248,24 @@ def dense_counters(m: int, n: int) -> int:
 def k_splits(rows: int, experts: int, hidden: int, intermediate: int) -> int:
     """Into how many parts of K a tile of gate_up_swap_ab is divided, for `rows` rows of at most `experts` experts.
 
-    Enough for `SPLIT_ROUNDS` rounds of tiles on an H200, so that its multiprocessors end closer together; as long as
-    the parts' sums, which go through memory, are few bytes. The number of tokens decides, not where they are routed.
+    As many as give each multiprocessor of an H200 at most a part, as long as the parts' sums, which go through memory,
+    are few bytes. The number of tokens decides, not where they are routed.
     """
     tiles, nbytes = min(rows, experts) * (intermediate // GROUP), 4 * rows * 2 * intermediate
-    fits = [s for s in (1, 2, 4, 8) if hidden // GROUP % s == 0 and (s == 1 or s * nbytes <= SPLIT_BYTES)]
-    return next((s for s in fits if s * tiles >= SPLIT_ROUNDS * MULTIPROCESSORS), fits[-1])
+    limit = min(MULTIPROCESSORS // tiles, SPLIT_BYTES // nbytes)
+    return max((s for s in (1, 2, 4, 8) if hidden // GROUP % s == 0 and s <= limit), default=1)
+
+
+def columns_at_once(rows: int, experts: int, n: int, k: int) -> int:
+    """How many columns of tiles a block of grouped_gemm_swap_ab takes of `rows` rows of at most `experts` experts.
+
+    Enough that what it does once in a while, which takes as long as a few steps of 128 K, stays beside the loads; while
+    there are tiles for all multiprocessors.
+    """
+    columns, steps = ceil_div(n, GROUP), k // GROUP
+    fits = [c for c in range(1, ceil_div(STEPS_AT_ONCE, steps) + 1) if columns % c == 0]
+    enough = [c for c in fits if min(rows, experts) * (columns // c) >= MULTIPROCESSORS * 3 // 4]
+    return max(enough, default=1)
 
 
 def starts_early(rows_per_expert: float, intermediate: int, block_m: int) -> bool:
@@ -347,7 +361,7 @@ def layer_splits(rows: int, local_experts: int, hidden: int, intermediate: int, 
 
 def tile_counters(intermediate: int, splits: int) -> int:
     """How many counters GEMM 1 needs for each row tile."""
-    return intermediate // GROUP if splits > 1 else 1
+    return 1 + intermediate // GROUP if splits > 1 else 1
 
 
 @functools.lru_cache(maxsize=1024)

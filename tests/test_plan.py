@@ -76,7 +76,7 @@ def test_kernels_that_start_early_follow_those_they_may_run_beside(steps, interm
     gathers = plan.gathers(intermediate, block_m)
     early = plan.starts_early(tokens * TOPK / EXPERTS, intermediate, block_m)
     counted = {"route"} if plan.route_chunks(tokens * TOPK) > 1 else set()
-    follow = {"grouped_gemm_swap_ab", "combine"} if block_m == plan.DECODE_BLOCK_M else set()
+    follow = {"gate_up_swap_ab", "grouped_gemm_swap_ab", "combine"} if block_m == plan.DECODE_BLOCK_M else set()
     expected = counted | follow | ({"quantize"} if gathers else set()) | ({"grouped_gemm"} if early else set())
     assert {name for name, starts_early in steps if starts_early} == expected
     if counted:
@@ -183,9 +183,11 @@ def test_a_layer_launches_what_its_ops_launch_one_by_one(
         numbers = [bool(a) if x == "P" else a for a, x in zip(args, letters, strict=True)]
         if key.source == "grouped_gemm":
             numbers[letters.rindex("P") - 2] = False  # its counters: only the layer lets GEMM 2 start early
-        if key.source == "grouped_gemm_swap_ab":
-            numbers[-2] = 0  # its pair of counters: likewise
-        if "gemm" in key.source or key == plan.combine_key():
+        if key.source == "grouped_gemm_swap_ab":  # its pair of counters and those of rows that are done: likewise
+            numbers[-5], numbers[-2:] = 0, (False, 0)
+        if key.source == "gate_up_swap_ab":
+            numbers[letters.rindex("P") - 2] = False
+        if "gemm" in key.source or "gate_up" in key.source or key == plan.combine_key():
             early = False
         launches.append((key, grid, numbers, early))
 
@@ -233,15 +235,26 @@ def test_the_launches_of_a_layer_are_remembered_for_its_addresses_alone(launched
 
 @pytest.mark.parametrize("hidden", [128, 2048, 5120, 7168])
 @pytest.mark.parametrize("intermediate", [128, 256, 2048])
-def test_k_is_split_until_tiles_fill_the_gpu_or_sums_are_many_bytes(hidden, intermediate):
+def test_k_is_split_while_parts_fit_a_gpu_and_sums_are_few_bytes(hidden, intermediate):
     before = 8
     for rows in (1, 8, 64, 500, 512, 8192, 16384):
         splits = plan.k_splits(rows, 256, hidden, intermediate)
         assert hidden // 128 % splits == 0
         assert splits == 1 or 8 * rows * intermediate * splits <= plan.SPLIT_BYTES
         assert splits <= before, "more rows never need more splits"
-        assert splits == 1 or splits // 2 * min(rows, 256) * intermediate // 128 < plan.SPLIT_ROUNDS * 132
+        assert splits == 1 or splits * min(rows, 256) * intermediate // 128 <= plan.MULTIPROCESSORS
         before = splits
+    assert plan.k_splits(8, 256, 7168, 256) == 8
+
+
+@pytest.mark.parametrize(("n", "k", "columns"), [(7168, 128, 8), (7168, 256, 4), (2048, 768, 2), (7168, 2048, 1)])
+def test_a_block_takes_several_columns_where_k_is_short(n, k, columns):
+    assert plan.columns_at_once(4096, 256, n, k) == columns
+    for rows in (1, 3, 8, 64):
+        fewer = plan.columns_at_once(rows, 256, n, k)
+        assert n // 128 % fewer == 0
+        assert fewer == 1 or rows * (n // 128 // fewer) >= plan.MULTIPROCESSORS * 3 // 4
+    assert plan.columns_at_once(4096, 256, 200, k) <= 2
 
 
 @pytest.mark.parametrize(("n", "k"), [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (8, 128)])

@@ -6,16 +6,18 @@
 // holds both of a channel, and a tile all of a group of the quantization.
 //
 // `splits` blocks share a tile, each a part of K, where tiles are too few for the GPU. Each leaves its sums in
-// `partial`; the one that comes last (`arrived`) adds them up, in order, and goes on, see split_k.cuh.
+// `partial`; the one that comes last adds them up, in order, and goes on, see split_k.cuh.
 //
-// In:   w_map       of w13 as [K, 8, 2, ..]: boxes of 128 x 8 x 2 x 16; x_map of x, [T, K], in boxes of one row
+// In:   w_map       of w13 as [K, 8, 2, ..]: boxes of 128 x 8 x 2 x 16;    x  e4m3 [T, K]
 //       x_scales    float32 [T, K / 128];    w_scales  float32 [experts, 2 * I / 128, K / 128]
 //       a_rows      int32 [m], the token of each row
 //       partial     float32, 2 * I * m * splits; not used with one split
-//       arrived     int32 [capacity, I / 128], zero; not used with one split
+//       ready       int32 [1 + capacity * counters], zero, for blocks and row tiles that are done, see RowsDone; null:
+//                   nobody asks, and there is one split
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
 #include "fp8.cuh"
 #include "ptx.cuh"
+#include "rows_done.cuh"
 #include "split_k.cuh"
 #include "tile_queue.cuh"
 #include "wgmma.cuh"
@@ -26,8 +28,11 @@ constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kMathWa
 constexpr int kSlabs = 2;  // of 64 rows of weights, of a warpgroup
 constexpr int kThreads = kMathThreads + 128;
 static_assert(kThreads == THREADS, "plan.py has the same roles");
-constexpr int kFullArrivals = 1 + kWarp;  // who announces the bytes of TMA, and the producer's lanes, which copy scales
-constexpr int kMathBarrier = 1 + kMathWarpgroups;
+constexpr int kProducers = 128;
+constexpr int kProducerRegisters = 72, kMathRegisters = 216;
+static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * 168, "of the launch");
+constexpr int kFullArrivals = 1 + kProducers;  // who announces the bytes of TMA, and all who copy
+constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 
 struct SharedMemory {
     static constexpr u32 kBytesWeights = 2 * kBlockI * kBlockK, kBytesTokens = kBlockTokens * kBlockK;
@@ -38,7 +43,8 @@ struct SharedMemory {
     static constexpr u32 kTiles = (kAmax + kMathWarps * kBlockTokens / 2 * 4 + 15) / 16 * 16;
     static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
     static constexpr u32 kLast = kEmpty + kStages * 8;
-    static constexpr u32 kEnd = kLast + 4;
+    static constexpr u32 kSharedTile = (kLast + 4 + 15) / 16 * 16;
+    static constexpr u32 kEnd = kSharedTile + 16;
 
     u32 base;
     DEVICE u32 weights(int stage, int slab) const { return base + stage * kBytesWeights + slab * 64 * kBlockK; }
@@ -53,67 +59,125 @@ struct SharedMemory {
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
     DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
     DEVICE u32 last() const { return base + kLast; }
+    DEVICE u32 shared_tile() const { return base + kSharedTile; }  // among the producer's warps
 };
 static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
 
 struct Operands {
-    const TensorMap *x, *weights;
+    const TensorMap* weights;
+    const uint4* x;
     const float *x_scales, *weight_scales;
     const int* a_rows;
-    int intermediate, k_blocks, splits;
+    int intermediate, k_blocks, splits, steps;  // steps of 128 K of a tile
 
     DEVICE int groups() const { return intermediate / kBlockI; }
+    DEVICE int group_of(const Tile& tile) const { return splits == 1 ? tile.column : tile.column / splits; }
+    DEVICE int split_of(const Tile& tile) const { return splits == 1 ? 0 : tile.column % splits; }
 };
 
 struct Result {
     u8* q;
     float *scales, *partial;
-    int* arrived;
+    RowsDone done;
     int m;
 };
 
 using Queue = TileQueue<kBlockTokens>;
 
-// ---- producer: one warp ------------------------------------------------------------------------------------------
+// ---- producer: a warpgroup ------------------------------------------------------------------------------------------
 
-// A lane has the tokens of two rows and copies their scales; all lanes hand theirs to the first, which loads the rows.
-DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue) {
-    const Tile tile = queue.tile();
-    int lane = threadIdx.x % kWarp, group = tile.column / in.splits, steps = in.k_blocks / in.splits;
-    int k_begin = tile.column % in.splits * steps;
-    int token[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        int row = lane + i * kWarp;
-        token[i] = row < tile.rows ? in.a_rows[tile.row + row] : -1;
+// The steps of a tile: one thread loads the weights, two others copy the scales of their halves.
+struct WeightLoads {
+    int first_slab, first_k;  // of boxes of w_map
+    const float* scale;
+
+    DEVICE WeightLoads(const Operands& in, const Tile& tile) {
+        int weight_row = tile.expert * 2 * in.groups() + in.group_of(tile), first_step = in.split_of(tile) * in.steps;
+        first_slab = weight_row * (kBlockI / 8);
+        first_k = first_step * kBlockK;
+        scale = in.weight_scales + i64(weight_row + half() * in.groups()) * in.k_blocks + first_step;
     }
-    const float* weight_scale =
-        in.weight_scales + i64(tile.expert * 2 * in.groups() + group + lane % 2 * in.groups()) * in.k_blocks;
-    int weight_slab = (tile.expert * 2 * in.groups() + group) * (kBlockI / 8);
-    u32 bytes = SharedMemory::kBytesWeights + tile.rows * kBlockK;
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step, ring.advance()) {
-        int s = ring.stage, k = k_begin + step;
+    DEVICE static int half() { return int(threadIdx.x % kProducers) - kBlockTokens; }  // of those that copy scales
+    DEVICE void start(SharedMemory shared, int s, const Operands& in, int step) const {
         u32 full = shared.full(s);
-        barrier_wait(shared.empty(s), ring.phase ^ 1);
-        if (lane == 0) {
-            if (step == 0) publish_tile(shared.tile(s), tile);
-            barrier_arrive_expect(full, bytes);
-            tma_load_4d(shared.weights(s, 0), in.weights, full, k * kBlockK, 0, 0, weight_slab);
+        if (threadIdx.x % kProducers == 0) {
+            barrier_arrive_expect(full, SharedMemory::kBytesWeights);
+            tma_load_4d(shared.weights(s, 0), in.weights, full, first_k + step * kBlockK, 0, 0, first_slab);
         }
-#pragma unroll 1
-        for (int row = 0; row < tile.rows; ++row) {
-            int from = __shfl_sync(kAllLanes, row < kWarp ? token[0] : token[1], row % kWarp);
-            if (lane == 0) tma_load(shared.tokens(s, row), in.x, full, k * kBlockK, from);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            if (token[i] >= 0)
-                copy_async_4(shared.token_scale(s, lane + i * kWarp), in.x_scales + i64(token[i]) * in.k_blocks + k);
-        if (lane < 2) copy_async_4(shared.weight_scale(s, lane), weight_scale + k);
-        copy_async_arrive(full);
-        queue.step(step);
+        if (half() == 0 || half() == 1) copy_async_4(shared.weight_scale(s, half()), scale + step);
     }
+};
+
+// The same of the tokens: a thread copies 16 bytes of a few, and the scale of one.
+struct TokenCopies {
+    static constexpr int kChunks = kBlockK / 16, kRowsAtOnce = kProducers / kChunks;
+    static constexpr int kCount = kBlockTokens / kRowsAtOnce;
+    const uint4* from[kCount];  // null for none
+    const float* scale;
+
+    DEVICE TokenCopies(const Operands& in, const Tile& tile) {
+        int thread = threadIdx.x % kProducers, first_step = in.split_of(tile) * in.steps;
+        auto block_of = [&](int row) { return i64(in.a_rows[tile.row + row]) * in.k_blocks + first_step; };
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            int row = thread / kChunks + i * kRowsAtOnce;
+            from[i] = row < tile.rows ? in.x + block_of(row) * kChunks + thread % kChunks : nullptr;
+        }
+        scale = thread < tile.rows ? in.x_scales + block_of(thread) : nullptr;
+    }
+    DEVICE void start(SharedMemory shared, int s, int step) const {
+        int thread = threadIdx.x % kProducers, row = thread / kChunks, chunk = thread % kChunks;
+        u32 to = shared.tokens(s, row) + (chunk ^ row % 8) * 16;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            if (from[i]) copy_async_16(to + i * kRowsAtOnce * kBlockK, from[i] + step * kChunks);
+        if (scale) copy_async_4(shared.token_scale(s, thread), scale + step);
+    }
+};
+
+DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Tile& tile, Queue& queue,
+                      bool first_warp) {
+    const WeightLoads weights(in, tile);
+    const TokenCopies tokens(in, tile);
+#pragma unroll 1
+    for (int step = 0; step < in.steps; ++step, ring.advance()) {
+        int s = ring.stage;
+        barrier_wait(shared.empty(s), ring.phase ^ 1);
+        if (step == 0 && threadIdx.x % kProducers == 0) publish_tile(shared.tile(s), tile);
+        weights.start(shared, s, in, step);
+        tokens.start(shared, s, step);
+        copy_async_arrive(shared.full(s));
+        if (first_warp) queue.step(step);
+    }
+}
+
+// The first warp hands its next tile to the others through shared memory.
+DEVICE Tile share_tile(SharedMemory shared, const Queue& queue, bool first_warp) {
+    if (first_warp) {
+        const Tile tile = queue.tile();
+        if (threadIdx.x % kWarp == 0) publish_tile(shared.shared_tile(), tile);
+    }
+    named_barrier(kProducerBarrier, kProducers);
+    const Tile tile = published_tile(shared.shared_tile());
+    named_barrier(kProducerBarrier, kProducers);  // all have read it
+    return tile;
+}
+
+DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
+    bool first_warp = threadIdx.x / kWarp == kMathWarps;
+    Ring<kStages> ring;
+    Tile tile = queue.tile();
+    for (; tile.rows > 0; tile = share_tile(shared, queue, first_warp))
+        load_tile(shared, ring, in, tile, queue, first_warp);
+    // The last stage holds no tile.
+    barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+    if (threadIdx.x % kProducers == 0) {
+        publish_tile(shared.tile(ring.stage), tile);
+        barrier_arrive(shared.full(ring.stage));
+    }
+    copy_async_arrive(shared.full(ring.stage));
+    copy_async_wait();  // PTX promises no arrivals of threads that have exited
+    if (first_warp) queue.finish();
 }
 
 // ---- math --------------------------------------------------------------------------------------------------------
@@ -133,6 +197,7 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int wa
     for (int step = 0; step < steps; ++step, ring.advance()) {
         int s = ring.stage;
         barrier_wait(shared.full(s), ring.phase);
+        fence_proxy_async();  // the copies of tokens are ordinary writes
         float half_scale[2] = {load_shared_float(shared.weight_scale(s, 0)),
                                load_shared_float(shared.weight_scale(s, 1))};
         float token_scale[kTokens / 4];
@@ -163,7 +228,7 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int wa
 template <int kTokens>
 DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& out, const Tile& tile,
                        Sums<kTokens>& sum) {
-    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = tile.column / in.splits;
+    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = in.group_of(tile);
     float4* all = reinterpret_cast<float4*>(out.partial) +
                   (i64(tile.row) * in.groups() + i64(group) * tile.rows) * in.splits * (2 * kBlockI / 4);
     auto at = [&](int split, int token) {
@@ -173,19 +238,27 @@ DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& ou
     for (int i = 0; i < kTokens / 4; ++i) {
         int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
         if (token < tile.rows)
-            *at(tile.column % in.splits, token) = make_float4(sum[0][e], sum[0][e + 2], sum[1][e], sum[1][e + 2]);
+            *at(in.split_of(tile), token) = make_float4(sum[0][e], sum[0][e + 2], sum[1][e], sum[1][e + 2]);
     }
-    int* arrived = out.arrived + tile.row_tile * in.groups() + group;
+    int* arrived = out.done.of_tile(tile) + 1 + group;
     if (!comes_last(shared.last(), arrived, in.splits, kMathBarrier, kMathThreads)) return false;
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
         int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
         if (token >= tile.rows) continue;
-        float4 total = __ldcg(at(0, token));
+        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+        auto add = [&](float4 part) { total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w; };
+        if (kTokens == 8) {
+            float4 part[kMaxSplits];
+#pragma unroll
+            for (int split = 0; split < kMaxSplits; ++split)  // all in flight at once
+                if (split < in.splits) part[split] = __ldcg(at(split, token));
+#pragma unroll
+            for (int split = 0; split < kMaxSplits; ++split)
+                if (split < in.splits) add(part[split]);
+        } else {  // for want of registers
 #pragma unroll 1
-        for (int split = 1; split < in.splits; ++split) {
-            float4 part = __ldcg(at(split, token));
-            total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+            for (int split = 0; split < in.splits; ++split) add(__ldcg(at(split, token)));
         }
         sum[0][e] = total.x, sum[0][e + 2] = total.y, sum[1][e] = total.z, sum[1][e + 2] = total.w;
     }
@@ -196,7 +269,7 @@ DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& ou
 template <int kTokens>
 DEVICE void store_quantized(SharedMemory shared, const Operands& in, const Result& out, const Tile& tile,
                             const Sums<kTokens>& sum) {
-    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = tile.column / in.splits;
+    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = in.group_of(tile);
     u32 value[kSlabs][kTokens / 8];
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) {
@@ -240,13 +313,17 @@ DEVICE void store_quantized(SharedMemory shared, const Operands& in, const Resul
         *reinterpret_cast<uint4*>(out.q + i64(tile.row + token) * in.intermediate + group * kBlockI + chunk * 16) =
             load_shared_16(shared.staging(token) + chunk * 16);
     }
+    if (!out.done.ready) return;
+    __threadfence();
+    named_barrier(kMathBarrier, kMathThreads);
+    if (threadIdx.x == 0) atomicAdd(out.done.of_tile(tile), 1);
 }
 
 template <int kTokens>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Result& out,
                          const Tile& tile, int warpgroup) {
     Sums<kTokens> sum;
-    multiply<kTokens>(shared, ring, in.k_blocks / in.splits, warpgroup, sum);
+    multiply<kTokens>(shared, ring, in.steps, warpgroup, sum);
     if (in.splits == 1 || add_splits<kTokens>(shared, in, out, tile, sum))
         store_quantized<kTokens>(shared, in, out, tile, sum);
 }
@@ -254,26 +331,24 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 // ---- kernel ------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    gate_up_swap_ab(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-                    const float* x_scales, const float* w_scales, const int* a_rows, u8* q, float* scales,
-                    float* partial, int* arrived, const int4* table, int* num_tiles, int m, int intermediate, int k,
-                    int splits) {
-    let_next_kernel_start();
+    gate_up_swap_ab(const __grid_constant__ TensorMap w_map, const uint4* x, const float* x_scales,
+                    const float* w_scales, const int* a_rows, u8* q, float* scales, float* partial, int* ready,
+                    const int4* table, int* num_tiles, int m, int intermediate, int k, int splits, int counters) {
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
     int warpgroup = warp_uniform(threadIdx.x / 128);
-    Operands in{&x_map, &w_map, x_scales, w_scales, a_rows, intermediate, k / kBlockK, splits};
-    Result out{q, scales, partial, arrived, m};
-    Ring<kStages> ring;
+    Operands in{&w_map, x, x_scales, w_scales, a_rows, intermediate, k / kBlockK, splits, k / kBlockK / splits};
     if (warpgroup == kMathWarpgroups) {
-        if (threadIdx.x / kWarp == kMathWarps) {
-            Queue queue(table, num_tiles, 0, m, in.groups() * splits, in.k_blocks / splits);
-            while (queue.index < queue.total) load_tile(shared, ring, in, queue);
-            load_end(shared, ring, kFullArrivals);
-            queue.finish();
-        }
+        decrease_registers<kProducerRegisters>();
+        wait_for_previous_kernel();
+        let_next_kernel_start();  // not before: that kernel reads what route wrote without waiting
+        Queue queue(table, num_tiles, 0, m, in.groups() * splits, in.steps);
+        load_tiles(shared, in, queue);
     } else {
+        increase_registers<kMathRegisters>();
+        Result out{q, scales, partial, {ready, counters}, m};
+        Ring<kStages> ring;
         while (true) {
             barrier_wait(shared.full(ring.stage), ring.phase);
             Tile tile = published_tile(shared.tile(ring.stage));
@@ -285,5 +360,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 default: compute_tile<64>(shared, ring, in, out, tile, warpgroup);
             }
         }
+        if (threadIdx.x == 0) out.done.block();
     }
 }

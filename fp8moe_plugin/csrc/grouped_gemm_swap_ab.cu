@@ -3,9 +3,13 @@
 // Swap-AB: 128 rows of weights are the 64-row operands of the two math warpgroups, the tokens are the narrow one. A
 // tile is 128 weight rows by up to 64 tokens, multiplied 8, 16, 32 or 64 tokens wide, by the expert's own count.
 //
-// With `splits` blocks a tile, each a part of K: `partial` float32 [splits, m, N up to a multiple of 128] in pieces,
-// `arrived` int32 [row tiles, ceil(N / 128)], zero; see split_k.cuh.
+// A block takes `run` columns of tiles at once, so that where K is short what comes once in a while stays cheap. Or
+// `splits` blocks share a tile, each a part of K: `partial` float32 [splits, m, N up to a multiple of 128] in
+// pieces, `arrived` int32 [row tiles, ceil(N / 128)], zero; see split_k.cuh.
+//
+// With `ready` A is what gate_up_swap_ab makes, beside which this kernel runs; see rows_done.cuh.
 #include "ptx.cuh"
+#include "rows_done.cuh"
 #include "split_k.cuh"
 #include "tile_queue.cuh"
 #include "transposed.cuh"
@@ -56,10 +60,11 @@ struct Operands {
     const TensorMap *tokens, *weights;
     ActivationScales token_scales;
     const float* weight_scales;  // [experts, ceil(N / 128), K / 128]
-    int n, k_blocks, splits;
+    int n, k_blocks, splits, run, steps;  // steps of 128 K of a column
 
     DEVICE int columns() const { return (n + kBlockN - 1) / kBlockN; }
-    DEVICE int steps() const { return k_blocks / splits; }
+    DEVICE int column_of(const Tile& tile) const { return splits == 1 ? tile.column * run : tile.column / splits; }
+    DEVICE int split_of(const Tile& tile) const { return splits == 1 ? 0 : tile.column % splits; }
 };
 
 struct Result {
@@ -70,7 +75,7 @@ struct Result {
 
 // ---- producer --------------------------------------------------------------------------------------------------
 
-// What a step of a tile loads.
+// What the steps of a tile load.
 struct TileLoads {
     Tile tile;
     int boxes, weight_row, k_begin;
@@ -79,21 +84,22 @@ struct TileLoads {
 
     DEVICE TileLoads(const Operands& in, const Tile& tile) : tile(tile) {
         boxes = width_of(tile.rows) / kBoxTokens;
-        int column = tile.column / in.splits;
-        k_begin = tile.column % in.splits * in.steps();
+        int column = in.column_of(tile);
+        k_begin = in.split_of(tile) * in.steps;
         weight_row = tile.expert * in.n + column * kBlockN;
         weight_scale = in.weight_scales + i64(tile.expert * in.columns() + column) * in.k_blocks + k_begin;
         token_scale = in.token_scales.of_tile(tile) + i64(k_begin) * in.token_scales.k_stride;
         scale_bytes = ActivationScales::bytes(tile);
         bytes = SharedMemory::kBytesWeights + boxes * kBoxTokens * kBlockK + scale_bytes;
     }
-    DEVICE void weights(SharedMemory shared, int s, const Operands& in, int k) const {
+    // Step k of the tile's `column`th.
+    DEVICE void weights(SharedMemory shared, int s, const Operands& in, int column, int k) const {
         barrier_arrive_expect(shared.full(s), bytes);
-        tma_load(shared.weights(s, 0), in.weights, shared.full(s), (k_begin + k) * kBlockK, weight_row);
-        copy_async_4(shared.weight_scale(s), weight_scale + k);
+        tma_load(shared.weights(s, 0), in.weights, shared.full(s), (k_begin + k) * kBlockK,
+                 weight_row + column * kBlockN);
+        copy_async_4(shared.weight_scale(s), weight_scale + column * in.steps + k);
     }
     DEVICE void tokens(SharedMemory shared, int s, const Operands& in, int k) const {
-        if (k == 0) publish_tile(shared.tile(s), tile);
         for (int box = 0; box < boxes; ++box)
             tma_load(shared.tokens(s, box * kBoxTokens), in.tokens, shared.full(s), (k_begin + k) * kBlockK,
                      tile.row + box * kBoxTokens);
@@ -102,33 +108,38 @@ struct TileLoads {
     }
 };
 
-// Weights of the first steps, which do not depend on the kernel before; returns of how many.
-DEVICE int load_weights_ahead(SharedMemory shared, const Operands& in, Queue queue) {
-    Ring<kStages> ring;
-    int steps = 0, of_tile = queue.counters ? in.steps() - Queue::kClaimAhead : in.steps();
-    while (steps < kStages && queue.index < queue.total) {
-        const TileLoads loads(in, queue.tile());
-        for (int k = 0; k < of_tile && steps < kStages; ++k, ++steps, ring.advance()) {
-            if (threadIdx.x % 32 == 0) loads.weights(shared, ring.stage, in, k);
-            if (!queue.counters) queue.step(k);
-        }
-        if (queue.counters) break;
+// The first tile's weights, as many as there is room for: they do not depend on the kernel before. Returns of how many
+// steps.
+DEVICE int load_weights_ahead(SharedMemory shared, const Operands& in, const Queue& queue) {
+    if (queue.index >= queue.total) return 0;
+    const TileLoads loads(in, queue.tile());
+    int ahead = min(kStages, in.run * in.steps);
+    for (int step = 0, column = 0, k = 0; step < ahead; ++step) {
+        if (threadIdx.x % 32 == 0) loads.weights(shared, step, in, column, k);
+        if (++k == in.steps) k = 0, ++column;
     }
-    return steps;
+    return ahead;
 }
 
-DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue, int& ahead) {
+DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue, RowsAwaited& rows,
+                      int& ahead) {
     const TileLoads loads(in, queue.tile());
+    rows.wait(loads.tile);
+    int step = 0;
 #pragma unroll 1
-    for (int k = 0; k < in.steps(); ++k, ring.advance()) {
-        int s = ring.stage;
-        barrier_wait(shared.empty(s), ring.phase ^ 1);
-        if (threadIdx.x % 32 == 0) {
-            if (ahead <= 0) loads.weights(shared, s, in, k);
-            loads.tokens(shared, s, in, k);
+    for (int column = 0; column < in.run; ++column) {
+#pragma unroll 1
+        for (int k = 0; k < in.steps; ++k, ring.advance()) {
+            int s = ring.stage;
+            barrier_wait(shared.empty(s), ring.phase ^ 1);
+            if (threadIdx.x % 32 == 0) {
+                if (step == 0) publish_tile(shared.tile(s), loads.tile);
+                if (ahead <= 0) loads.weights(shared, s, in, column, k);
+                loads.tokens(shared, s, in, k);
+            }
+            --ahead;
+            queue.step(step++);
         }
-        --ahead;
-        queue.step(k);
     }
 }
 
@@ -162,7 +173,7 @@ DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks
 template <int kTokens>
 DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& out, const Tile& tile, int warpgroup,
                        float (&sum)[kTokens / 2]) {
-    int lane = threadIdx.x % 32, column = tile.column / in.splits;
+    int lane = threadIdx.x % 32, column = in.column_of(tile);
     int row = warpgroup * kWarpgroupN + threadIdx.x / 32 % 4 * 16 + lane / 4;
     float* all = out.partial + (i64(tile.row) * in.columns() + i64(column) * tile.rows) * in.splits * kBlockN + row;
     auto at = [&](int split, int token) { return all + (split * tile.rows + token) * kBlockN; };
@@ -170,7 +181,7 @@ DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& ou
     for (int i = 0; i < kTokens / 4; ++i) {
         int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
         if (token >= tile.rows) continue;
-        float* own = at(tile.column % in.splits, token);
+        float* own = at(in.split_of(tile), token);
         own[0] = sum[e], own[8] = sum[e + 2];
     }
     int* arrived = out.arrived + tile.row_tile * in.columns() + column;
@@ -179,10 +190,15 @@ DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& ou
     for (int i = 0; i < kTokens / 4; ++i) {
         int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
         if (token >= tile.rows) continue;
-        sum[e] = __ldcg(at(0, token)), sum[e + 2] = __ldcg(at(0, token) + 8);
-#pragma unroll 1
-        for (int split = 1; split < in.splits; ++split)
-            sum[e] += __ldcg(at(split, token)), sum[e + 2] += __ldcg(at(split, token) + 8);
+        float part[kMaxSplits][2];
+#pragma unroll
+        for (int split = 0; split < kMaxSplits; ++split)  // all in flight at once
+            if (split < in.splits)
+                part[split][0] = __ldcg(at(split, token)), part[split][1] = __ldcg(at(split, token) + 8);
+        sum[e] = sum[e + 2] = 0.f;
+#pragma unroll
+        for (int split = 0; split < kMaxSplits; ++split)
+            if (split < in.splits) sum[e] += part[split][0], sum[e + 2] += part[split][1];
     }
     return true;
 }
@@ -191,10 +207,13 @@ template <int kTokens>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Result& out,
                          const Tile& tile, int warpgroup) {
     float sum[kTokens / 2];
-    multiply_tile<kTokens>(shared, ring, in.steps(), tile, warpgroup, sum);
-    if (in.splits == 1 || add_splits<kTokens>(shared, in, out, tile, warpgroup, sum))
-        store_transposed<kTokens>(shared.staging(warpgroup), warpgroup, out.d, in.n, tile.row, tile.rows,
-                                  tile.column / in.splits * kBlockN + warpgroup * kWarpgroupN, sum);
+#pragma unroll 1
+    for (int column = in.column_of(tile), end = column + in.run; column < end; ++column) {
+        multiply_tile<kTokens>(shared, ring, in.steps, tile, warpgroup, sum);
+        if (in.splits == 1 || add_splits<kTokens>(shared, in, out, tile, warpgroup, sum))
+            store_transposed<kTokens>(shared.staging(warpgroup), warpgroup, out.d, in.n, tile.row, tile.rows,
+                                      column * kBlockN + warpgroup * kWarpgroupN, sum);
+    }
 }
 
 // ---- kernel ----------------------------------------------------------------------------------------------------
@@ -202,23 +221,26 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_swap_ab(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                          const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
-                         u16* d, float* partial, int* arrived, const int4* table, int* num_tiles, int m, int n, int k,
-                         int pair_of_counters, int splits) {
+                          u16* d, float* partial, int* arrived, const int4* table, int* num_tiles, int m, int n, int k,
+                         int pair_of_counters, int splits, int run, int* ready, int counters) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);
 
     int warpgroup = warp_uniform(threadIdx.x / 128);
-    Operands in{&a_map, &b_map, {a_scales, a_scale_expert_stride, a_scale_k_stride}, b_scales, n, k / kBlockK, splits};
+    ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
+    Operands in{&a_map, &b_map, scales, b_scales, n, k / kBlockK, splits, run, k / kBlockK / splits};
     Result out{d, partial, arrived};
     Ring<kStages> ring;
     if (warpgroup == kMathWarpgroups) {
         if (threadIdx.x / 32 == 4 * kMathWarpgroups) {
-            Queue queue(table, num_tiles, pair_of_counters, m, in.columns() * splits, in.steps());
+            Queue queue(table, num_tiles, pair_of_counters, m, in.columns() * splits / run, in.steps * run);
             int ahead = load_weights_ahead(shared, in, queue);
-            wait_for_previous_kernel();
-            while (queue.index < queue.total) load_tile(shared, ring, in, queue, ahead);
+            if (!ready) wait_for_previous_kernel();
+            RowsAwaited rows({ready, counters}, in.k_blocks);
+            while (queue.index < queue.total) load_tile(shared, ring, in, queue, rows, ahead);
             load_end(shared, ring, kFullArrivals);
+            if (ready) wait_for_previous_kernel();  // who follows this one follows both
             queue.finish();
         }
     } else {

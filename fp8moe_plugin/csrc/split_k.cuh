@@ -3,6 +3,8 @@
 #pragma once
 #include "ptx.cuh"
 
+constexpr int kMaxSplits = 8;
+
 // True in the last of `splits` blocks to call this for a counter, zero at first; what the others wrote before is then
 // visible past L1. By `threads` threads, which meet at a barrier; `flag` is 4 bytes of shared memory for them alone.
 DEVICE bool comes_last(u32 flag, int* arrived, int splits, int barrier, int threads) {

@@ -249,7 +249,7 @@ def _layer_launches(
     rows, scales = tokens * topk, scale_rows(tokens * topk)
     inner = Rows(at.inner, rows, intermediate, at.inner_scales, 0, scales)
     splits = layer_splits(rows, experts, hidden, intermediate, block_m)
-    counted = starts_early(rows / global_experts, intermediate, block_m) or splits > 1
+    counted = starts_early(rows / global_experts, intermediate, block_m) or block_m != PREFILL_BLOCK_M
     tiles = TileAddresses(at.table, at.num_tiles, at.ready if counted else 0)
 
     ids = (tensors.topk_ids, tensors.expert_map, at.expert_counts if route_chunks(rows) > 1 else 0)
@@ -263,14 +263,16 @@ def _layer_launches(
         if block_m == PREFILL_BLOCK_M:
             launches.append(gate_up_launch(x, at.tokens, w13, inner, tiles, ue8m0, device_index))
         else:
-            shared = (at.partial, splits, ue8m0, device_index)
-            launches.append(gate_up_swap_ab_launch(x, at.tokens, w13, inner, tiles, *shared))
+            split = (at.partial, splits)
+            first = gate_up_swap_ab_launch(x, at.tokens, w13, inner, tiles, split, ue8m0, device_index, early=True)
+            launches.append(first)
     else:
         x = Rows(at.x, rows, hidden, at.x_scales, 0, scales)
         slots = (at.slots, topk)
         launches.append(quantize_launch(quantized, tokens, hidden, Layout.PERMUTED, ue8m0, device_index, *slots))
         launches.append(gate_up_launch(x, 0, w13, inner, tiles, ue8m0, device_index))
-    launches.append(grouped_launch(inner, w2, at.down, block_m, tiles, device_index, after_gate_up=True))
+    per_tile = tile_counters(intermediate, splits) if block_m != PREFILL_BLOCK_M else 0
+    launches.append(grouped_launch(inner, w2, at.down, block_m, tiles, device_index, True, per_tile))
     combined = (at.down, at.slots, tensors.topk_weights, tensors.out)
     few_blocks = block_m != PREFILL_BLOCK_M  # many would each wait, and take longer than to start later
     return (*launches, combine_launch(combined, tokens, topk, hidden, device_index, few_blocks))

@@ -13,12 +13,14 @@ from fp8moe_plugin.plan import (
     TAIL_ROWS,
     KernelKey,
     Output,
+    columns_at_once,
     dense_counters,
     dense_key,
     dense_splits,
     gate_up_key,
     gate_up_swap_ab_key,
     grouped_key,
+    tile_counters,
 )
 from fp8moe_plugin.shapes import GROUP, ceil_div
 
@@ -116,12 +118,22 @@ def launch_gemm(
 
 
 def grouped_launch(
-    a: Rows, b: Weights, out: int, block_m: int, tiles: TileAddresses, device_index: int, after_gate_up: bool
+    a: Rows,
+    b: Weights,
+    out: int,
+    block_m: int,
+    tiles: TileAddresses,
+    device_index: int,
+    after_gate_up: bool,
+    counters: int = 0,
 ) -> Launch:
-    """What `launch_gemm` launches for grouped rows, to bfloat16 `[rows, n]` at `out`."""
+    """What `launch_gemm` launches for grouped rows, to bfloat16 `[rows, n]` at `out`.
+
+    `counters`, for tiles of `DECODE_BLOCK_M`: how many `tiles.ready` has of each row tile, 0 where nothing tells there.
+    """
     key = grouped_key(block_m)
     if block_m != PREFILL_BLOCK_M:
-        return _swap_ab(key, a, b, out, tiles, device_index, after_gate_up)
+        return _swap_ab(key, a, b, out, tiles, device_index, after_gate_up, counters=counters)
     return _wide(key, a, b, out, 0, Output.BF16, tiles, device_index, after_gate_up and bool(tiles.ready))
 
 
@@ -142,7 +154,8 @@ def launch_gate_up(
     if tiles.block_m == PREFILL_BLOCK_M:
         launch(*gate_up_launch(rows, gathered, weights, inner, addresses, ue8m0, device_index))
     else:
-        launch(*gate_up_swap_ab_launch(rows, gathered, weights, inner, addresses, 0, 1, ue8m0, device_index))
+        uncounted, unsplit = addresses._replace(ready=0), (0, 1)
+        launch(*gate_up_swap_ab_launch(rows, gathered, weights, inner, uncounted, unsplit, ue8m0, device_index))
 
 
 def gate_up_launch(
@@ -164,20 +177,22 @@ def gate_up_swap_ab_launch(
     w13: Weights,
     out: Rows,
     tiles: TileAddresses,
-    partial: int,
-    splits: int,
+    split: tuple[int, int],
     ue8m0: bool,
     device_index: int,
+    early: bool = False,
 ) -> Launch:
-    """What `launch_gate_up` launches for tiles of `DECODE_BLOCK_M`, whose `ready` counts splits.
+    """What `launch_gate_up` launches for tiles of `DECODE_BLOCK_M`; into `tiles.ready` it tells what is done.
 
-    `partial` and `tiles.ready`, `I / 128` counters a row tile behind the first number, are not used with one split.
+    Args:
+        split: where the parts of a tile leave their sums, and how many they are; more than one need `tiles.ready`.
+        early: right behind `quantize_tokens`, whose end it awaits.
     """
-    shared = (partial, tiles.ready + 4) if splits > 1 else (0, 0)
-    maps = (_map(a, 1), _gate_up_map(w13))
-    results = (out.values, out.scales, *shared, tiles.table, tiles.num_tiles)
-    args = (*maps, a.scales, w13.scales, a_rows, *results, out.rows, out.k, w13.k, splits)
-    return Launch(gate_up_swap_ab_key(ue8m0), multiprocessors(device_index), args, device_index)
+    partial, splits = split
+    results = (out.values, out.scales, partial if splits > 1 else 0, tiles.ready, tiles.table, tiles.num_tiles)
+    operands = (_gate_up_map(w13), a.values, a.scales, w13.scales, a_rows)
+    args = (*operands, *results, out.rows, out.k, w13.k, splits, tile_counters(out.k, splits))
+    return Launch(gate_up_swap_ab_key(ue8m0), multiprocessors(device_index), args, device_index, early)
 
 
 def _wide(
@@ -211,13 +226,19 @@ def _swap_ab(
     early: bool,
     shared: tuple[int, int] | None = None,
     splits: int = 1,
+    counters: int = 0,
 ) -> Launch:
-    """`shared`: where the `splits` parts of a tile leave their sums, and the counters of those that have."""
+    """`shared`: where the `splits` parts of a tile leave their sums, and the counters of those that have.
+
+    `counters`: as for `grouped_launch`.
+    """
     scales = (a.scales, a.scale_group, a.scale_k_block, b.scales)
     maps = (_map(a, DECODE_BOX_M), _weight_map(b, DECODE_BOX_N))
     pair_of_counters = int(early)  # the GEMM before may still use the first pair
     results = (out, *(shared or (0, 0)), tiles.table, tiles.num_tiles)
-    args = (*maps, *scales, *results, a.rows, b.n, b.k, pair_of_counters, splits)
+    run = columns_at_once(a.rows, b.experts, b.n, b.k) if splits == 1 else 1
+    told = (tiles.ready, counters) if counters else (0, 0)
+    args = (*maps, *scales, *results, a.rows, b.n, b.k, pair_of_counters, splits, run, *told)
     return Launch(key, multiprocessors(device_index), args, device_index, early)
 
 

@@ -8,11 +8,10 @@ import torch
 from fp8moe_plugin.ops import gemm_launch
 from fp8moe_plugin.ops.gate_up import gate_up
 from fp8moe_plugin.ops.gemm_launch import Rows, TileAddresses, Weights
-from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.quantize import Quantized, empty_quantized, per_token_group_quant_fp8
 from fp8moe_plugin.ops.route import Tiles, tiles_of_counts
-from fp8moe_plugin.plan import DECODE_BLOCK_M, swap_ab_key
+from fp8moe_plugin.plan import DECODE_BLOCK_M, swap_ab_key, tile_counters
 from fp8moe_plugin.shapes import GROUP, ceil_div
 from tests import helpers as h
 from tests.emulator.device import Device
@@ -44,26 +43,23 @@ def some_tokens(gen: torch.Generator, rows: Slabs) -> torch.Tensor:
 def split_gate_up(
     emulator: Device, x: Quantized, w13: Quantized, tiles: Tiles, tokens: torch.Tensor, splits: int
 ) -> tuple[Quantized, torch.Tensor]:
-    """`gate_up` of these tokens by `splits` blocks a tile; and how many came, int32 `[row tiles, I / 128]`."""
+    """`gate_up` of these tokens by `splits` blocks a tile; and its counters, int32 `[1 + row tiles * counters]`."""
     width, (groups, max_m) = w13[0].shape[1], tokens.shape
     q, scales = empty_quantized(tokens.numel(), width // 2, CPU)
     partial = h.poisoned(splits, tokens.numel(), width, dtype=torch.float32, device=CPU)
-    ready = torch.zeros(1 + len(tiles.table) * (width // 2 // GROUP), dtype=torch.int32)
+    ready = torch.zeros(1 + len(tiles.table) * tile_counters(width // 2, splits), dtype=torch.int32)
     launched = gemm_launch.gate_up_swap_ab_launch(
         Rows.of(x[0], (x[1], 0, 0)),
         tokens.data_ptr(),
         Weights.of(w13),
         Rows.of(q, (scales, 0, 0)),
         TileAddresses.of(replace(tiles, ready=ready)),
-        partial.data_ptr(),
-        splits,
+        (partial.data_ptr(), splits),
         ue8m0=False,
         device_index=0,
     )
     emulator.launch(*launched)
-    return (q.view(groups, max_m, -1), scales.unflatten(0, (groups, max_m))), ready[1:].unflatten(
-        0, (len(tiles.table), -1)
-    )
+    return (q.view(groups, max_m, -1), scales.unflatten(0, (groups, max_m))), ready
 
 
 @seeds
@@ -86,12 +82,14 @@ def test_gathered_rows_and_splits_of_k_give_the_bits_of_copies(
         expected = gate_up(copies, w13, tiles, rows.masked_m, False)
         return tiles, expected, *split_gate_up(emulator, x, w13, tiles, tokens, splits)
 
-    tiles, expected, actual, arrived = emulator.execute(seed, ops)
+    tiles, expected, actual, ready = emulator.execute(seed, ops)
     for group, count in enumerate(counts):
         for got, wanted in zip(actual, expected, strict=True):
             assert h.same_bits(got[group, :count], wanted[group, :count]), f"expert {group}"
             assert h.untouched(got[group, count:]), f"expert {group}"
-    assert set(arrived[: int(tiles.num_tiles[0])].flatten().tolist()) <= {splits if splits > 1 else 0}
+    counters = ready[1:].unflatten(0, (len(tiles.table), -1))[: int(tiles.num_tiles[0])]
+    assert set(counters[:, 0].tolist()) <= {intermediate // GROUP}  # columns that are done
+    assert set(counters[:, 1:].flatten().tolist()) <= {splits}
     assert_counters_at_zero(tiles)
 
 
@@ -108,8 +106,10 @@ def test_the_second_gemm_may_load_weights_while_the_first_one_runs(
 
     def ops() -> tuple[Tiles, Quantized]:
         tiles = tiles_of_counts(rows.masked_m, rows.max_m, DECODE_BLOCK_M)
-        inner, _ = split_gate_up(emulator, x, w13, tiles, tokens, splits)
-        grouped_gemm(inner, w2, out, tiles, after_gate_up=True)
+        inner, ready = split_gate_up(emulator, x, w13, tiles, tokens, splits)
+        operands = Rows.of(inner[0], gemm_launch._k_major(*inner)), Weights.of(w2), out.data_ptr()
+        told = TileAddresses.of(replace(tiles, ready=ready)), 0, True, tile_counters(intermediate, splits)
+        emulator.launch(*gemm_launch.grouped_launch(*operands, DECODE_BLOCK_M, *told))
         return tiles, inner
 
     tiles, inner = emulator.execute(seed, ops)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.gate_up import gate_up
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
 from fp8moe_plugin.ops.linear import fp8_linear
@@ -19,9 +20,12 @@ from fp8moe_plugin.plan import (
     PREFILL_BLOCK_M,
     Layout,
     Output,
+    combine_key,
     dense_splits,
+    gate_up_swap_ab_key,
     grouped_gemm_key,
     quantize_key,
+    route_key,
     swap_ab_key,
     tiles_of_counts_key,
 )
@@ -32,6 +36,7 @@ from tests.emulator.device import Device, EmulatorError
 from tests.emulator.inputs import assert_close, assert_product, empty_rows, slabs
 
 SCHEDULES = 16
+WRONG_RESULT = "elements are wrong"
 COUNTS, WIDTH = [144, 130, 64], 256
 
 
@@ -68,9 +73,19 @@ def dense_layer(emulator: Device, seed: int) -> None:
     assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
 
 
+def layer_of_few_tokens(emulator: Device, seed: int) -> None:
+    gen, tokens = h.seeded(0, torch.device("cpu")), 9
+    x, layer = h.random_tokens(gen, tokens, 256), h.random_layer(gen, 3, 256, 256)
+    weights, ids = h.random_routing(gen, "some_missing", tokens, 2, 3)
+    out = emulator.execute(seed, lambda: fused_moe(x, *layer, weights, ids))
+    error = h.relative_l2(out, h.layer_reference(x, layer, weights, ids, quantized=True))
+    assert error <= 1e-2, f"{WRONG_RESULT}: relative L2 {error}"
+
+
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
 NARROW = swap_ab_key(), quantize_key(False, Layout.K_MAJOR)
-KERNELS = {second_gemm: WIDE, both_gemms: WIDE, dense_layer: NARROW}  # to be compiled ahead
+FEW = swap_ab_key(), gate_up_swap_ab_key(False), quantize_key(False, Layout.ROW_MAJOR), route_key(), combine_key()
+KERNELS = {second_gemm: WIDE, both_gemms: WIDE, dense_layer: NARROW, layer_of_few_tokens: FEW}  # to be compiled ahead
 
 
 @dataclass(frozen=True)
@@ -90,7 +105,6 @@ class Fault:
         (folder / self.source).write_text(text.replace(self.old, self.new))
 
 
-WRONG_RESULT = "elements are wrong"
 FAULTS = {
     "a stage is read before it is full": Fault(
         "gemm_multiply.cuh",
@@ -126,7 +140,21 @@ FAULTS = {
         "split_k.cuh", "== splits - 1)", "== splits - 2)", dense_layer, WRONG_RESULT
     ),
     "tokens are loaded beside the kernel that quantizes them": Fault(
-        "grouped_gemm_swap_ab.cu", "            wait_for_previous_kernel();\n", "", dense_layer, WRONG_RESULT
+        "grouped_gemm_swap_ab.cu",
+        "            if (!ready) wait_for_previous_kernel();\n",
+        "",
+        dense_layer,
+        WRONG_RESULT,
+    ),
+    "the second GEMM of few rows does not wait for rows of the first": Fault(
+        "rows_done.cuh", "__nanosleep(100);", "break;", layer_of_few_tokens, WRONG_RESULT
+    ),
+    "wgmma reads gathered tokens that are not fenced": Fault(
+        "gate_up_swap_ab.cu",
+        "        fence_proxy_async();  // the copies of tokens are ordinary writes\n",
+        "",
+        layer_of_few_tokens,
+        "without fence.proxy.async",
     ),
 }
 

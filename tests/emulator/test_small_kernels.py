@@ -100,7 +100,15 @@ def test_combine_equals_the_reference(emulator: Device, topk: int, seed: int) ->
 @seeds
 @pytest.mark.parametrize(
     ("tokens", "hidden", "intermediate"),
-    [(40, 256, 256), (7, 1024, 384), (300, 256, 256), (300, 256, 768), (200, 256, 1152)],
+    [
+        (1, 1024, 128),
+        (32, 2048, 256),
+        (40, 256, 256),
+        (7, 1024, 384),
+        (300, 256, 256),
+        (300, 256, 768),
+        (200, 256, 1152),
+    ],
 )
 def test_a_layer_of_experts(emulator: Device, tokens: int, hidden: int, intermediate: int, seed: int) -> None:
     gen, experts = h.seeded(seed, CPU), 3

@@ -1,0 +1,33 @@
+// Counters between two GEMMs that run beside one another: how far the first one is, whose rows the second one reads.
+#pragma once
+#include "ptx.cuh"
+#include "tile_queue.cuh"
+
+struct RowsDone {
+    int* ready;    // [1 + row tiles * counters]: blocks that are done; of a row tile, columns that are done, and more
+    int counters;  // of a row tile
+
+    DEVICE int* of_tile(const Tile& tile) const { return ready + 1 + tile.row_tile * counters; }
+    // By a thread that has told of all tiles of its block.
+    DEVICE void block() const {
+        if (!ready) return;
+        __threadfence();
+        atomicAdd(ready, 1);
+    }
+};
+
+// The second one's producer waits for its rows, until it has seen that all blocks, as many as its own, are done.
+struct RowsAwaited {
+    RowsDone of;
+    int columns;
+    bool all;
+
+    DEVICE RowsAwaited(const RowsDone& of, int columns) : of(of), columns(columns), all(!of.ready) {}
+    DEVICE void wait(const Tile& tile) {
+        if (all) return;
+        all = load_acquire(of.ready) == int(gridDim.x);
+        if (!all)
+            while (load_acquire(of.of_tile(tile)) < columns) __nanosleep(100);
+        fence_proxy_async_global();
+    }
+};
