@@ -18,6 +18,7 @@ TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M; kTailRows of csrc/tile_table.cuh
 DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
 GATHER_UP_TO = 1024  # channels of an expert; see gathers
 EARLY_FROM, EARLY_BELOW = 768, 192  # channels of an expert, rows of an expert; see starts_early
+KEEP_B_UP_TO = 256  # channels of an expert; see keeps_b
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
 DENSE_SWAP_AB_UP_TO = 256  # rows; see dense_key
 MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends on it
@@ -75,9 +76,10 @@ class Layout(IntEnum):
 
 
 @functools.cache
-def grouped_gemm_key(output: Output, block_n: int = 256) -> KernelKey:
+def grouped_gemm_key(output: Output, block_n: int = 256, keep_b: bool = False) -> KernelKey:
     stages = 3 if block_n == 256 else 5
-    defines = (("BLOCK_N", block_n), ("OUTPUT", int(output)), ("STAGES", stages))
+    kept = (("KEEP_B", 1),) if keep_b else ()
+    defines = (("BLOCK_N", block_n), *kept, ("OUTPUT", int(output)), ("STAGES", stages))
     staging = (PREFILL_BLOCK_M + TAIL_ROWS) * block_n * 2
     return KernelKey("grouped_gemm", defines, 384, _grouped_gemm_smem(block_n, stages, staging))
 
@@ -165,6 +167,7 @@ def tiles_of_indices_key() -> KernelKey:
 def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
     """All that a mixture-of-experts layer launches; `batched`: its tokens come quantized and sorted."""
     gemms = [swap_ab_key(), gate_up_key(ue8m0, gather=False), grouped_gemm_key(Output.BF16)]
+    gemms.append(grouped_gemm_key(Output.BF16, keep_b=True))
     if batched:
         return [*gemms, silu_mul_quant_key(ue8m0), tiles_of_counts_key()]
     gather = [gate_up_swap_ab_key(ue8m0), gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
@@ -188,6 +191,8 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
         gate_up_key(model.ue8m0, False): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
         gate_up_key(model.ue8m0, True): "the same for narrow experts, which find their tokens among those of the step",
         grouped_gemm_key(Output.BF16): "the other GEMMs of longer steps",
+        grouped_gemm_key(Output.BF16, keep_b=True): f"the second GEMM of experts of up to {KEEP_B_UP_TO} channels, in "
+        f"steps of {EARLY_BELOW} or more tokens an expert",
         grouped_gemm_key(Output.BF16, 128): "dense GEMMs of longer steps too small to fill the GPU with wider tiles",
         quantize_key(model.ue8m0, Layout.K_MAJOR): "activations of dense layers",
         quantize_key(model.ue8m0, Layout.PERMUTED): "activations of experts, written to the rows that the experts read",
@@ -272,10 +277,22 @@ def starts_early(rows_per_expert: float, intermediate: int, block_m: int) -> boo
     """Whether GEMM 2 takes multiprocessors that GEMM 1 has no tiles for any more, instead of waiting for its end.
 
     With narrow experts and many rows GEMM 2 takes its tiles in fixed order instead, which is 5% faster and needs all
-    blocks to start together (benchmarks/NOTES.md). `rows_per_expert` is an average, also over experts of other ranks.
+    blocks to start together (benchmarks/NOTES.md); unless it `keeps_b`. `rows_per_expert` is an average, also over
+    experts of other ranks.
     """
     narrow_and_many = intermediate < EARLY_FROM and rows_per_expert >= EARLY_BELOW
-    return block_m == PREFILL_BLOCK_M and not narrow_and_many
+    fixed_order = narrow_and_many and not keeps_b(rows_per_expert, intermediate, block_m)
+    return block_m == PREFILL_BLOCK_M and not fixed_order
+
+
+def keeps_b(rows_per_expert: float, intermediate: int, block_m: int) -> bool:
+    """Whether blocks of GEMM 2 take runs of row tiles under the same columns, and load the weights of a run once.
+
+    Runs come from the counter. That pays where K is short, so that weights are most of what a tile loads, and where an
+    expert has so many rows that runs are long (benchmarks/NOTES.md).
+    """
+    many = rows_per_expert >= EARLY_BELOW
+    return block_m == PREFILL_BLOCK_M and intermediate <= KEEP_B_UP_TO and many
 
 
 def masked_block_m(expected_m: int) -> int:
@@ -283,9 +300,9 @@ def masked_block_m(expected_m: int) -> int:
     return DECODE_BLOCK_M if expected_m <= DECODE_BLOCK_M else PREFILL_BLOCK_M
 
 
-def grouped_key(block_m: int) -> KernelKey:
-    """The GEMM of grouped rows in tiles of `block_m`."""
-    return swap_ab_key() if block_m == DECODE_BLOCK_M else grouped_gemm_key(Output.BF16)
+def grouped_key(block_m: int, keep_b: bool = False) -> KernelKey:
+    """The GEMM of grouped rows in tiles of `block_m`; `keep_b`: see `keeps_b`."""
+    return swap_ab_key() if block_m == DECODE_BLOCK_M else grouped_gemm_key(Output.BF16, keep_b=keep_b)
 
 
 def dense_key(m: int, n: int, output: Output, sms: int) -> KernelKey:

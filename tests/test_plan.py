@@ -91,8 +91,27 @@ def test_the_second_gemm_starts_early_but_where_narrow_experts_have_many_rows():
     for intermediate in (128, 256, plan.EARLY_FROM - 128, plan.EARLY_FROM, WIDE):
         for rows in (1, plan.EARLY_BELOW - 1, plan.EARLY_BELOW, 10_000):
             early = plan.starts_early(rows, intermediate, plan.PREFILL_BLOCK_M)
-            assert early == (intermediate >= plan.EARLY_FROM or rows < plan.EARLY_BELOW)
+            keeps_b = plan.keeps_b(rows, intermediate, plan.PREFILL_BLOCK_M)
+            assert keeps_b == (intermediate <= 256 and rows >= plan.EARLY_BELOW)
+            assert early == (intermediate >= plan.EARLY_FROM or rows < plan.EARLY_BELOW or keeps_b)
             assert not plan.starts_early(rows, intermediate, plan.DECODE_BLOCK_M)
+            assert not plan.keeps_b(rows, intermediate, plan.DECODE_BLOCK_M)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("intermediate", [128, 256, 384, plan.EARLY_FROM])
+def test_the_second_gemm_keeps_weights_of_narrow_experts_with_many_rows_over_all_ranks(launched, intermediate, ranks):
+    gen = h.seeded(0, torch.device("cpu"))
+    layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
+    expert_map = torch.zeros(ranks * EXPERTS, dtype=torch.int32)
+    enough = plan.EARLY_BELOW * ranks * EXPERTS // TOPK
+    for tokens in (enough - 1, enough):
+        launched.clear()
+        routing = torch.rand(tokens, TOPK), torch.zeros(tokens, TOPK, dtype=torch.int32)
+        fused_moe(torch.zeros(tokens, HIDDEN).bfloat16(), *layer, *routing, expert_map=expert_map)
+        keeps_b = intermediate <= plan.KEEP_B_UP_TO and tokens == enough
+        second = {key for key in launched if dict(key.defines).get("OUTPUT") == plan.Output.BF16}
+        assert second == {plan.grouped_gemm_key(plan.Output.BF16, keep_b=keeps_b)}
 
 
 @pytest.mark.parametrize("max_m", [1, 3])

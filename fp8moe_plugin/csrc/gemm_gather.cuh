@@ -39,7 +39,7 @@ struct GatheredRows {
 };
 
 // The first warp hands the tile to the others through shared memory.
-DEVICE Tile share_tile(SharedMemory shared, const TileQueue<kBlockM>& queue, bool first_warp) {
+DEVICE Tile share_tile(SharedMemory shared, const Queue& queue, bool first_warp) {
     named_barrier(kProducerBarrier, 128);  // all have read the tile before
     if (first_warp) {
         const Tile tile = queue.tile();
@@ -50,7 +50,7 @@ DEVICE Tile share_tile(SharedMemory shared, const TileQueue<kBlockM>& queue, boo
 }
 
 DEVICE void gather_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Tile& tile,
-                        TileQueue<kBlockM>& queue, bool first_warp) {
+                        Queue& queue, bool first_warp) {
     const WeightScales b_scales(in, tile);
     const GatheredRows rows(in, tile);
 #pragma unroll 1
@@ -60,7 +60,7 @@ DEVICE void gather_tile(SharedMemory shared, Ring<kStages>& ring, const Operands
         if (first_warp && threadIdx.x % 32 == 0) {
             if (k == 0) publish_tile(shared.tile(s), tile);
             barrier_arrive_expect(shared.full(s), kHalves * SharedMemory::kBytesB);
-            load_b(shared, s, in, tile, k);
+            load_b(shared, s, shared.full(s), in, tile, k);
             b_scales.copy(shared, s, k);
         }
         rows.copy(shared, s, in, k);
@@ -69,7 +69,7 @@ DEVICE void gather_tile(SharedMemory shared, Ring<kStages>& ring, const Operands
     }
 }
 
-DEVICE void gather_tiles(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockM>& queue,
+DEVICE void gather_tiles(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue,
                          bool first_warp) {
     while (true) {
         const Tile tile = share_tile(shared, queue, first_warp);

@@ -10,6 +10,9 @@
 #ifndef GATHER
 #define GATHER 0
 #endif
+#ifndef KEEP_B
+#define KEEP_B 0
+#endif
 
 constexpr int kStages = STAGES;
 constexpr int kBlockM = 128, kBlockK = 128;
@@ -17,6 +20,7 @@ static_assert(kBlockM == RowTiles::kBlockMOfTails, "these tiles have tails");
 constexpr int kHalfN = 128, kHalves = BLOCK_N / kHalfN;
 constexpr bool kSwiglu = OUTPUT == OUTPUT_SWIGLU;
 constexpr int kTileN = kSwiglu ? kHalfN : BLOCK_N;  // from a tile's columns to the next one's
+using Queue = TileQueue<kBlockM, KEEP_B ? 4 : 1>;
 constexpr int kMathWarpgroups = 2, kWarpgroupM = kBlockM / kMathWarpgroups;
 constexpr int kThreads = 128 * (kMathWarpgroups + 1);
 static_assert(kThreads == THREADS, "plan.py has the same roles");
@@ -66,6 +70,23 @@ struct SharedMemory {
     DEVICE u32 complete(int warpgroup, int i) const { return base + kComplete + (warpgroup * kListed + i) * 4; }
 };
 static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
+
+// The stages of a step. B's are A's; but with KEEP_B a tile of the same B as the tile before finds it where that one
+// did. What is loaded later still replaces what was last read at least kStages steps before, as long as K is at most
+// kStages steps: the barriers of A's stages guard both.
+struct Rings {
+    Ring<kStages> a, b;
+    int expert = -1, column = 0;  // of the tile before
+
+    // To be called for each tile by those who load it and those who multiply it; whether its B is there already.
+    DEVICE bool keep_b(const Tile& tile, int k_blocks) {
+        if (!KEEP_B) return false;
+        bool kept = tile.expert == expert && tile.column == column;
+        if (kept) b.go_back(k_blocks);
+        expert = tile.expert, column = tile.column;
+        return kept;
+    }
+};
 
 struct Operands {
     const TensorMap *a, *a_narrow, *b;  // of A in boxes of 64 rows, and of kTailRows

@@ -18,10 +18,10 @@ struct WeightScales {
     }
 };
 
-DEVICE void load_b(SharedMemory shared, int stage, const Operands& in, const Tile& tile, int k) {
+DEVICE void load_b(SharedMemory shared, int stage, u32 full, const Operands& in, const Tile& tile, int k) {
     int row = tile.expert * in.n + tile.column * kTileN;
-    tma_load(shared.b(stage, 0), in.b, shared.full(stage), k * kBlockK, row);
-    if (kSwiglu) tma_load(shared.b(stage, 1), in.b, shared.full(stage), k * kBlockK, row + in.n / 2);
+    tma_load(shared.b(stage, 0), in.b, full, k * kBlockK, row);
+    if (kSwiglu) tma_load(shared.b(stage, 1), in.b, full, k * kBlockK, row + in.n / 2);
 }
 
 // The rows of A where the GEMM that stores them may not have ended. To look takes a round trip to L2 for each tile, as
@@ -40,30 +40,32 @@ struct Arrivals {
     }
 };
 
-DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockM>& queue,
-                      Arrivals& arrivals) {
+DEVICE void load_tile(SharedMemory shared, Rings& rings, const Operands& in, Queue& queue, Arrivals& arrivals) {
     const Tile tile = queue.tile();
     arrivals.wait(tile, in.k_blocks);  // column tiles of A
     const WeightScales b_scales(in, tile);
-    const bool narrow = in.k_blocks <= kNarrowBoxes;
+    const bool kept = rings.keep_b(tile, in.k_blocks);
+    const bool narrow = KEEP_B || in.k_blocks <= kNarrowBoxes;
     const TensorMap* a = narrow ? in.a_narrow : in.a;
     int box = narrow ? kTailRows : kWarpgroupM, rows = narrow ? tile.rows : min(tile.rows, kBlockM);
     rows = (rows + box - 1) / box * box;
     int tail_rows = !narrow && tile.rows > kBlockM ? kTailRows : 0;
     u32 a_scale_bytes = ActivationScales::bytes(tile);
-    u32 bytes = (rows + tail_rows) * kBlockK + kHalves * SharedMemory::kBytesB + a_scale_bytes;
+    u32 bytes = (rows + tail_rows) * kBlockK + (kept ? 0 : kHalves * SharedMemory::kBytesB) + a_scale_bytes;
     auto load = [&](int s, u32 full, int k, const float* a_scale) {
-        load_b(shared, s, in, tile, k);
+        int b = KEEP_B ? rings.b.stage : s;  // in the lane that loads
+        if (!kept) load_b(shared, b, full, in, tile, k);
 #pragma unroll 1
         for (int row = 0; row < rows; row += box) tma_load(shared.a(s, row), a, full, k * kBlockK, tile.row + row);
         if (tail_rows > 0) tma_load(shared.a(s, kBlockM), in.a_narrow, full, k * kBlockK, tile.row + kBlockM);
         bulk_load(shared.a_scale(s, 0), a_scale, full, a_scale_bytes);
-        b_scales.copy(shared, s, k);
+        if (!kept) b_scales.copy(shared, b, k);
+        rings.b.advance();
     };
-    fill_stages(shared, ring, queue, tile, in.a_scales, in.k_blocks, bytes, load);
+    fill_stages(shared, rings.a, queue, tile, in.a_scales, in.k_blocks, bytes, load);
 }
 
-DEVICE void load_tiles(SharedMemory shared, Ring<kStages>& ring, const Operands& in, TileQueue<kBlockM>& queue) {
+DEVICE void load_tiles(SharedMemory shared, Rings& rings, const Operands& in, Queue& queue) {
     Arrivals arrivals(in.ready);
-    while (queue.index < queue.total) load_tile(shared, ring, in, queue, arrivals);
+    while (queue.index < queue.total) load_tile(shared, rings, in, queue, arrivals);
 }

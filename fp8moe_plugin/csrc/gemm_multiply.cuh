@@ -25,7 +25,7 @@ DEVICE void add_tail(SharedMemory shared, int s, int row, float b_scale, Tail& p
 
 // 64 rows by kWidth columns of kCount halves, from a block of rows, a half, and a column of each half on; and the tail.
 template <int kCount, int kWidth, bool kHasTail>
-DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Tile& tile, int row_block,
+DEVICE void multiply_tile(SharedMemory shared, Rings& rings, int k_blocks, const Tile& tile, int row_block,
                           int first_half, int column, Columns<kWidth> (&sum)[kCount], Tail (&tail)[kHalves]) {
     int first = GATHER ? 0 : ActivationScales::offset(tile.row), tail_row = first + kBlockM + threadIdx.x % 4 * 2;
     int row = first + row_block * kWarpgroupM + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
@@ -38,9 +38,10 @@ DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks
 #pragma unroll
         for (int i = 0; i < kTailRows / 2; ++i) tail[half][i] = 0.f;
 
-    for (int k = 0; k < k_blocks; ++k, ring.advance()) {
-        int s = ring.stage;
-        barrier_wait(shared.full(s), ring.phase);
+    rings.keep_b(tile, k_blocks);
+    for (int k = 0; k < k_blocks; ++k, rings.a.advance(), rings.b.advance()) {
+        int s = rings.a.stage, b = KEEP_B ? rings.b.stage : s;
+        barrier_wait(shared.full(s), rings.a.phase);
         if (GATHER) fence_proxy_async();  // the copies of A are ordinary writes
         float a_scale[2] = {load_shared_float(shared.a_scale(s, row)), load_shared_float(shared.a_scale(s, row + 8))};
 #pragma unroll
@@ -49,12 +50,12 @@ DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks
             Tail tail_product;
             wgmma_fence();
             wgmma_issue_k128(product, shared.a(s, row_block * kWarpgroupM),
-                             shared.b(s, first_half + half) + column * kBlockK);
+                             shared.b(b, first_half + half) + column * kBlockK);
             if (kHasTail)
-                wgmma_issue_k128(tail_product, shared.b(s, half) + row_block * kWarpgroupM * kBlockK,
+                wgmma_issue_k128(tail_product, shared.b(b, half) + row_block * kWarpgroupM * kBlockK,
                                  shared.a(s, kBlockM));
             wgmma_commit();
-            float b_scale = load_shared_float(shared.b_scale(s, first_half + half));
+            float b_scale = load_shared_float(shared.b_scale(b, first_half + half));
             float scale[2] = {a_scale[0] * b_scale, a_scale[1] * b_scale};
             wgmma_wait();
             wgmma_results_ready(product);

@@ -12,6 +12,8 @@
 // GATHER: row i of A is row a_rows[i] of the matrix `gathered`, whose scales are row-major. TMA cannot do that (a box
 // of one row takes 25 cycles), so the four producer warps copy 16 bytes a lane, swizzled as TMA would have done.
 //
+// KEEP_B, for K of one or two steps: tiles come in runs, most of them of the same columns, whose B stays where it is.
+//
 // The two GEMMs of experts share a tile table and `ready`: the first, with OUTPUT_SWIGLU, counts what it has stored of
 // each row tile, and the second may start while the first one ends. With `ready` null it follows as any kernel does.
 //
@@ -30,11 +32,11 @@ struct Result {
 };
 
 template <int kCount, bool kHasTail>
-DEVICE void compute_rows(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Result& out, const Tile& tile,
+DEVICE void compute_rows(SharedMemory shared, Rings& rings, int k_blocks, const Result& out, const Tile& tile,
                          int warpgroup, int row_block, int first_half) {
     Accumulator sum[kCount];
     Tail tail[kHalves];
-    multiply_tile<kCount, kHalfN, kHasTail>(shared, ring, k_blocks, tile, row_block, first_half, 0, sum, tail);
+    multiply_tile<kCount, kHalfN, kHasTail>(shared, rings, k_blocks, tile, row_block, first_half, 0, sum, tail);
     int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
     int column = tile.column * BLOCK_N + first_half * kHalfN;
     if (OUTPUT == OUTPUT_BF16)
@@ -55,37 +57,37 @@ DEVICE void compute_rows(SharedMemory shared, Ring<kStages>& ring, int k_blocks,
     }
 }
 
-DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Result& out, const Tile& tile,
+DEVICE void compute_tile(SharedMemory shared, Rings& rings, int k_blocks, const Result& out, const Tile& tile,
                          int warpgroup) {
     if (tile.rows > kBlockM)
-        compute_rows<kHalves, true>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0);
+        compute_rows<kHalves, true>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0);
     else if (tile.rows > warpgroup * kWarpgroupM && (kHalves == 1 || tile.rows > kWarpgroupM))
-        compute_rows<kHalves, false>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0);
+        compute_rows<kHalves, false>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0);
     else if (kHalves == 2)  // few rows: each warpgroup takes a half of the columns instead
-        compute_rows<1, false>(shared, ring, k_blocks, out, tile, warpgroup, 0, warpgroup);
+        compute_rows<1, false>(shared, rings, k_blocks, out, tile, warpgroup, 0, warpgroup);
     else
-        skip_tile(shared, ring, k_blocks);
+        skip_tile(shared, rings.a, k_blocks);
 }
 
 template <int kWidth, bool kHasTail>
-DEVICE void compute_swiglu(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Quantized& out,
+DEVICE void compute_swiglu(SharedMemory shared, Rings& rings, int k_blocks, const Quantized& out,
                            const Tile& tile, int warpgroup, int row_block, int column, int& buffer,
                            Completion& complete) {
     Columns<kWidth> sum[2];
     Tail tail[kHalves];
-    multiply_tile<2, kWidth, kHasTail>(shared, ring, k_blocks, tile, row_block, 0, column, sum, tail);
+    multiply_tile<2, kWidth, kHasTail>(shared, rings, k_blocks, tile, row_block, 0, column, sum, tail);
     store_quantized<kWidth>(shared, out, tile, warpgroup, row_block, buffer, complete, sum[0], sum[1]);
     if (kHasTail) store_quantized_tail(shared, out, tile, warpgroup, buffer, tail[0], tail[kHalves - 1]);
 }
 
-DEVICE void compute_swiglu_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Quantized& out,
+DEVICE void compute_swiglu_tile(SharedMemory shared, Rings& rings, int k_blocks, const Quantized& out,
                                 const Tile& tile, int warpgroup, int& buffer, Completion& complete) {
     if (tile.rows > kBlockM)
-        compute_swiglu<kHalfN, true>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, complete);
+        compute_swiglu<kHalfN, true>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, complete);
     else if (tile.rows > kWarpgroupM)
-        compute_swiglu<kHalfN, false>(shared, ring, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, complete);
+        compute_swiglu<kHalfN, false>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, complete);
     else  // few rows: each warpgroup takes half of the channels instead
-        compute_swiglu<kHalfN / 2, false>(shared, ring, k_blocks, out, tile, warpgroup, 0, warpgroup * kHalfN / 2,
+        compute_swiglu<kHalfN / 2, false>(shared, rings, k_blocks, out, tile, warpgroup, 0, warpgroup * kHalfN / 2,
                                           buffer, complete);
 }
 
@@ -105,19 +107,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Operands in{&a_map, &a_narrow_map, &b_map, gathered, a_rows, scales, b_scales, a_ready, n, k_blocks};
     Result out{&d_map, d, c, n};
     Quantized quantized{&d_map, static_cast<u8*>(d), d_scales, n / 2, m};
-    Ring<kStages> ring;
+    Rings rings;
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
         bool first_warp = threadIdx.x / 32 == 4 * kMathWarpgroups;
         if (GATHER || first_warp) {
             int column_tiles = (n + BLOCK_N - 1) / BLOCK_N;
-            TileQueue<kBlockM> queue(table, num_tiles, !kSwiglu, m, column_tiles, k_blocks, in.ready);
+            Queue queue(table, num_tiles, !kSwiglu, m, column_tiles, k_blocks, in.ready);
             if (GATHER)
-                gather_tiles(shared, ring, in, queue, first_warp);
+                gather_tiles(shared, rings.a, in, queue, first_warp);
             else
-                load_tiles(shared, ring, in, queue);
+                load_tiles(shared, rings, in, queue);
             if (first_warp) {
-                load_end(shared, ring, kFullArrivals);
+                load_end(shared, rings.a, kFullArrivals);
                 if (in.ready) wait_for_previous_kernel();  // who follows this one follows both
                 queue.finish();
             }
@@ -127,13 +129,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         int buffer = 0;
         Completion complete{ready};
         while (true) {
-            barrier_wait(shared.full(ring.stage), ring.phase);
-            Tile tile = published_tile(shared.tile(ring.stage));
+            barrier_wait(shared.full(rings.a.stage), rings.a.phase);
+            Tile tile = published_tile(shared.tile(rings.a.stage));
             if (tile.rows == 0) break;
             if (kSwiglu)
-                compute_swiglu_tile(shared, ring, k_blocks, quantized, tile, warpgroup, buffer, complete);
+                compute_swiglu_tile(shared, rings, k_blocks, quantized, tile, warpgroup, buffer, complete);
             else
-                compute_tile(shared, ring, k_blocks, out, tile, warpgroup);
+                compute_tile(shared, rings, k_blocks, out, tile, warpgroup);
         }
         if (kSwiglu)
             complete.finish(shared, warpgroup);

@@ -19,7 +19,8 @@ struct Tile {
 // A block takes every gridDim.x-th tile; or, with counters, the next tile of all when it is done, so that neighbours
 // start together although some tiles are shorter, and blocks that started late have fewer. Short tiles do not hide the
 // counter's latency and are claimed a tile earlier; they are faster in fixed order where nothing speaks against it.
-template <int kBlockM>
+// Instead of a tile it takes a run of kRun, each time.
+template <int kBlockM, int kRun = 1>
 struct TileQueue {
     static constexpr int kClaimAhead = 6, kFetchAhead = 3;  // 128 K of work before a tile's end
     static constexpr int kGroupBlocks = 1024;               // of 128 rows by 128 K: 16 MB
@@ -27,7 +28,7 @@ struct TileQueue {
     const int4* table;  // null: one group, rows 0 to m
     int* counters;      // tiles claimed and blocks done, zero between launches; null: every gridDim.x-th tile
     int m, column_tiles, total, k_blocks, group;
-    int index, claimed;  // this tile; the next one or, of short tiles, the one after it (of the first lane)
+    int index, claimed;  // this tile; the next run or, of short tiles, the one after it (of the first lane)
     int part;  // lane i of four has the table entry's i-th number: waited for where the tile is needed, not before
 
     // `balance`: short tiles come from the counter too.
@@ -37,10 +38,11 @@ struct TileQueue {
         total = column_tiles * (table ? *num_tiles : RowTiles(m, kBlockM).count);
         counters = table && (balance || !short_tiles()) ? num_tiles + 1 + 2 * pair_of_counters : nullptr;
         group = max(kGroupBlocks / k_blocks, 1);
-        index = blockIdx.x, claimed = index - gridDim.x;
+        index = blockIdx.x * kRun, claimed = blockIdx.x - gridDim.x;
         fetch();
     }
     DEVICE bool short_tiles() const { return k_blocks <= kClaimAhead; }
+    DEVICE bool run_ends() const { return index % kRun == kRun - 1; }
     DEVICE void fetch() {
         int i = threadIdx.x % 4;
         if (index >= total) return;
@@ -52,11 +54,17 @@ struct TileQueue {
     }
     // To be called in each step of 128 K of the current tile: prepares the next one, waiting for nothing.
     DEVICE void step(int k) {
-        if (k == k_blocks - kClaimAhead && !short_tiles()) claim();
+        if (k == k_blocks - kClaimAhead && !short_tiles() && run_ends()) claim();
         if (k != max(k_blocks - kFetchAhead, 0)) return;
-        index = counters ? given() + __shfl_sync(~0u, claimed, leader_lane()) : index + gridDim.x;
+        bool next_run = run_ends();
+        if (!next_run)
+            ++index;
+        else if (counters)
+            index = (given() + __shfl_sync(~0u, claimed, leader_lane())) * kRun;
+        else
+            index += (gridDim.x - 1) * kRun + 1;
         fetch();
-        if (short_tiles()) claim();
+        if (next_run && short_tiles()) claim();
     }
     DEVICE Tile tile() const {  // by all lanes
         if (index >= total) return {};
@@ -64,7 +72,7 @@ struct TileQueue {
         int end = __shfl_sync(~0u, part, 2), first = __shfl_sync(~0u, part, 3);
         RowTiles tiles(end - begin, kBlockM);
         int local = index - first * column_tiles, group_begin = 0, group_count = tiles.count;
-        if (kBlockM == 128 && tiles.count > group) {
+        if (kBlockM == 128 && kRun == 1 && tiles.count > group) {
             group_begin = local / (group * column_tiles) * group;
             group_count = min(group, tiles.count - group_begin);
             local -= group_begin * column_tiles;
@@ -94,6 +102,13 @@ struct Ring {
     DEVICE void advance() {
         if (++stage == kStages) {
             stage = 0;
+            phase ^= 1;
+        }
+    }
+    DEVICE void go_back(int steps) {  // at most kStages
+        stage -= steps;
+        if (stage < 0) {
+            stage += kStages;
             phase ^= 1;
         }
     }
@@ -157,8 +172,8 @@ struct ActivationScales {
 
 // Fills a stage for each 128 K of the queue's tile, by one warp: its first lane announces `bytes` and calls
 // `load(stage, full, k, a_scale)`, which starts the copies; `full` is the stage's barrier, `a_scale` the scales of A.
-template <class SharedMemory, int kStages, int kBlockM, class Load>
-DEVICE void fill_stages(SharedMemory shared, Ring<kStages>& ring, TileQueue<kBlockM>& queue, const Tile& tile,
+template <class SharedMemory, int kStages, class Queue, class Load>
+DEVICE void fill_stages(SharedMemory shared, Ring<kStages>& ring, Queue& queue, const Tile& tile,
                         const ActivationScales& a_scales, int k_blocks, u32 bytes, Load load) {
     const float* a_scale = a_scales.of_tile(tile);
 #pragma unroll 1

@@ -38,6 +38,7 @@ from fp8moe_plugin.plan import (
     Layout,
     MoeScratch,
     gathers,
+    keeps_b,
     layer_splits,
     masked_block_m,
     moe_block_m,
@@ -171,17 +172,19 @@ def _fused_moe(
     """The layer by the ops of its steps: in plain torch."""
     (tokens, topk), device = topk_ids.shape, hidden_states.device
     experts, hidden, intermediate = weights.w2[0].shape
-    block_m = moe_block_m(tokens, topk, experts if expert_map is None else expert_map.numel())
+    global_experts = experts if expert_map is None else expert_map.numel()
+    block_m = moe_block_m(tokens, topk, global_experts)
     routing = route(topk_ids, experts, block_m, expert_map)
+    tiles = routing.tiles.for_experts(tokens * topk / global_experts, intermediate)
     if gathers(intermediate, block_m):
         x = empty_tokens(tokens, hidden, device)
         quantize_tokens(hidden_states, x, ue8m0)
-        inner = gate_up(x, weights.w13, routing.tiles, routing.num_rows, ue8m0, routing.tokens)
+        inner = gate_up(x, weights.w13, tiles, routing.num_rows, ue8m0, routing.tokens)
     else:
         rows, scales = quantize_rows(hidden_states, routing.slots, ue8m0)
-        inner = gate_up((rows[None], scales[None]), weights.w13, routing.tiles, routing.num_rows, ue8m0)
+        inner = gate_up((rows[None], scales[None]), weights.w13, tiles, routing.num_rows, ue8m0)
     down = empty((tokens * topk, hidden), torch.bfloat16, device)
-    grouped_gemm((inner[0][0], inner[1][0]), weights.w2, down, routing.tiles)
+    grouped_gemm((inner[0][0], inner[1][0]), weights.w2, down, tiles)
     return combine(down, routing.slots, topk_weights, out)
 
 
@@ -249,8 +252,9 @@ def _layer_launches(
     rows, scales = tokens * topk, scale_rows(tokens * topk)
     inner = Rows(at.inner, rows, intermediate, at.inner_scales, 0, scales)
     splits = layer_splits(rows, experts, hidden, intermediate, block_m)
-    counted = starts_early(rows / global_experts, intermediate, block_m) or block_m != PREFILL_BLOCK_M
-    tiles = TileAddresses(at.table, at.num_tiles, at.ready if counted else 0)
+    layer = (rows / global_experts, intermediate, block_m)
+    counted = starts_early(*layer) or block_m != PREFILL_BLOCK_M
+    tiles = TileAddresses(at.table, at.num_tiles, at.ready if counted else 0, keeps_b(*layer))
 
     ids = (tensors.topk_ids, tensors.expert_map, at.expert_counts if route_chunks(rows) > 1 else 0)
     routing = RoutingAddresses(at.slots, at.tokens, at.num_rows, at.table, at.num_tiles, at.ready)

@@ -62,18 +62,19 @@ class Weights(NamedTuple):
 
 
 class TileAddresses(NamedTuple):
-    """Where `Tiles` are, 0 for none of these: without a table the GEMM is dense."""
+    """Where `Tiles` are, 0 for none of these: without a table the GEMM is dense; and their `keep_b`."""
 
     table: int = 0
     num_tiles: int = 0
     ready: int = 0
+    keep_b: bool = False
 
     @classmethod
     def of(cls, tiles: Tiles | None) -> "TileAddresses":
         if tiles is None:
             return cls()
         ready = 0 if tiles.ready is None else tiles.ready.data_ptr()
-        return cls(tiles.table.data_ptr(), tiles.num_tiles.data_ptr(), ready)
+        return cls(tiles.table.data_ptr(), tiles.num_tiles.data_ptr(), ready, tiles.keep_b)
 
 
 def launch_gemm(
@@ -131,7 +132,7 @@ def grouped_launch(
 
     `counters`, for tiles of `DECODE_BLOCK_M`: how many `tiles.ready` has of each row tile, 0 where nothing tells there.
     """
-    key = grouped_key(block_m)
+    key = grouped_key(block_m, tiles.keep_b)
     if block_m != PREFILL_BLOCK_M:
         return _swap_ab(key, a, b, out, tiles, device_index, after_gate_up, counters=counters)
     return _wide(key, a, b, out, 0, Output.BF16, tiles, device_index, after_gate_up and bool(tiles.ready))

@@ -21,6 +21,7 @@ from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.plan import (
     count_experts_key,
+    keeps_b,
     route_chunks,
     route_key,
     row_tiles,
@@ -40,11 +41,12 @@ class Tiles:
     table: torch.Tensor
     num_tiles: torch.Tensor
     ready: torch.Tensor | None = None
+    keep_b: bool = False  # for GEMM 2; see plan.keeps_b
 
     def for_experts(self, rows_per_expert: float, intermediate: int) -> "Tiles":
         """The tiles for both GEMMs of experts; without `ready` where the second does not start early."""
-        early = starts_early(rows_per_expert, intermediate, self.block_m)
-        return self if early else replace(self, ready=None)
+        layer = (rows_per_expert, intermediate, self.block_m)
+        return replace(self, ready=self.ready if starts_early(*layer) else None, keep_b=keeps_b(*layer))
 
 
 @dataclass(frozen=True)

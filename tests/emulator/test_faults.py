@@ -17,6 +17,7 @@ from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.ops.route import tiles_of_counts
 from fp8moe_plugin.plan import (
+    EARLY_BELOW,
     PREFILL_BLOCK_M,
     Layout,
     Output,
@@ -38,6 +39,7 @@ from tests.emulator.inputs import assert_close, assert_product, empty_rows, slab
 SCHEDULES = 16
 WRONG_RESULT = "elements are wrong"
 COUNTS, WIDTH = [144, 130, 64], 256
+MANY = [650, 300]
 
 
 def second_gemm(emulator: Device, seed: int) -> None:
@@ -65,6 +67,19 @@ def both_gemms(emulator: Device, seed: int) -> None:
     assert_product(out, rows, emulator.execute(seed, ops), w2)
 
 
+def second_gemm_that_keeps_weights(emulator: Device, seed: int) -> None:
+    gen = h.seeded(0, torch.device("cpu"))
+    rows = slabs(gen, MANY, WIDTH)
+    b, out = h.random_weights(gen, len(MANY), 2 * WIDTH, WIDTH), empty_rows(rows, 2 * WIDTH)
+
+    def op() -> None:
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, PREFILL_BLOCK_M)
+        grouped_gemm(rows.a, b, out, tiles.for_experts(EARLY_BELOW, WIDTH))
+
+    emulator.execute(seed, op)
+    assert_product(out, rows, rows.a, b)
+
+
 def dense_layer(emulator: Device, seed: int) -> None:
     gen, (m, n, k) = h.seeded(0, torch.device("cpu")), (5, 128, 512)
     assert dense_splits(m, n, k) > 1
@@ -85,7 +100,14 @@ def layer_of_few_tokens(emulator: Device, seed: int) -> None:
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
 NARROW = swap_ab_key(), quantize_key(False, Layout.K_MAJOR)
 FEW = swap_ab_key(), gate_up_swap_ab_key(False), quantize_key(False, Layout.ROW_MAJOR), route_key(), combine_key()
-KERNELS = {second_gemm: WIDE, both_gemms: WIDE, dense_layer: NARROW, layer_of_few_tokens: FEW}  # to be compiled ahead
+KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
+KERNELS = {  # to be compiled ahead
+    second_gemm: WIDE,
+    both_gemms: WIDE,
+    second_gemm_that_keeps_weights: KEEPS,
+    dense_layer: NARROW,
+    layer_of_few_tokens: FEW,
+}
 
 
 @dataclass(frozen=True)
@@ -108,7 +130,7 @@ class Fault:
 FAULTS = {
     "a stage is read before it is full": Fault(
         "gemm_multiply.cuh",
-        "barrier_wait(shared.full(s), ring.phase);\n        if (GATHER)",
+        "barrier_wait(shared.full(s), rings.a.phase);\n        if (GATHER)",
         "if (GATHER)",
         second_gemm,
         f"{WRONG_RESULT}|more arrivals",
@@ -135,6 +157,12 @@ FAULTS = {
     ),
     "the second GEMM does not wait for rows of the first": Fault(
         "gemm_load.cuh", "__nanosleep(100);", "break;", both_gemms, WRONG_RESULT
+    ),
+    "weights are not found where the tile before has left them": Fault(
+        "gemm_layout.cuh", "if (kept) b.go_back(k_blocks);", "", second_gemm_that_keeps_weights, WRONG_RESULT
+    ),
+    "weights of other columns are taken for a tile's": Fault(
+        "gemm_layout.cuh", " && tile.column == column", "", second_gemm_that_keeps_weights, WRONG_RESULT
     ),
     "a block adds up the splits of a tile before all are there": Fault(
         "split_k.cuh", "== splits - 1)", "== splits - 2)", dense_layer, WRONG_RESULT

@@ -1,5 +1,7 @@
 """The GEMM kernels, launched by their ops, on the emulator."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
 from fp8moe_plugin.ops.quantize import Quantized, empty_tokens, quantize_rows, quantize_tokens
 from fp8moe_plugin.ops.route import Tiles, route, tiles_of_counts
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
-from fp8moe_plugin.plan import DECODE_BLOCK_M, PREFILL_BLOCK_M
+from fp8moe_plugin.plan import DECODE_BLOCK_M, EARLY_BELOW, PREFILL_BLOCK_M
 from tests import helpers as h
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import Device
@@ -17,6 +19,7 @@ from tests.emulator.inputs import Slabs, assert_counters_at_zero, assert_product
 CPU = torch.device("cpu")
 SHORT = [8, 1, 16, 0, 33, 64, 65]
 LONG = [144, 130, 64, 1, 0, 300]
+MANY = [520, 130, 0, 64, 721, 1]  # 4, 1, 0, 1, 6 and 1 row tiles
 seeds = pytest.mark.parametrize("seed", [1, 2])
 
 
@@ -132,3 +135,30 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
     done, *stored = tiles.ready[: 1 + int(tiles.num_tiles[0])].tolist()
     assert done == 2 * MULTIPROCESSORS
     assert set(stored) == {2 * intermediate // 128}
+
+
+@seeds
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("intermediate", [128, 256])
+def test_the_second_gemm_of_narrow_experts_keeps_weights(
+    emulator: Device, intermediate: int, early: bool, seed: int
+) -> None:
+    """13 row tiles under 3 columns: some runs of 4 are of one column, some of two, and of the last 3 are there."""
+    gen, n = h.seeded(seed, CPU), 600
+    rows = slabs(gen, MANY, 128)
+    w13, w2 = (h.random_weights(gen, len(MANY), *shape) for shape in ((2 * intermediate, 128), (n, intermediate)))
+    out = empty_rows(rows, n)
+
+    def ops() -> tuple[Tiles, Quantized]:
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, PREFILL_BLOCK_M).for_experts(EARLY_BELOW, intermediate)
+        assert tiles.keep_b
+        if not early:  # then in fixed order
+            tiles = replace(tiles, ready=None)
+        inner = gate_up(rows.a, w13, tiles, rows.masked_m, False)
+        grouped_gemm(inner, w2, out, tiles, after_gate_up=True)
+        return tiles, inner
+
+    tiles, inner = emulator.execute(seed, ops)
+    assert tiles.num_tiles[0] == 13
+    assert_product(out, rows, inner, w2)
+    assert_counters_at_zero(tiles)

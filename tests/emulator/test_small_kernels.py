@@ -105,6 +105,7 @@ def test_combine_equals_the_reference(emulator: Device, topk: int, seed: int) ->
         (32, 2048, 256),
         (40, 256, 256),
         (7, 1024, 384),
+        (150, 256, 256),
         (300, 256, 256),
         (300, 256, 768),
         (200, 256, 1152),

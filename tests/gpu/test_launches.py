@@ -21,6 +21,7 @@ from tests.jit.conftest import forget, set_variables
 
 pytestmark = pytest.mark.gpu
 K = 1024  # deep enough that tiles are handed out from counters
+N = 640  # three columns of tiles, of which the last is half as wide
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
@@ -45,6 +46,8 @@ def test_a_gemm_leaves_the_counters_of_its_tiles_at_zero(counts: list[int], bloc
         ([0, 0], K, 768),
         ([150, 20] * 60, 2 * K, 256),  # short tiles, handed out from the counter
         ([1, 128, 0], K, 128),
+        ([700, 3, 900, 144, 16], K, 128),  # short tiles that keep weights
+        ([530, 270] * 60, 2 * K, 256),
         ([1, 0, 64], K, 768),
         ([700, 3, 900, 144, 16], 2 * K, 768),
         ([700, 3, 900, 144, 16], 128, 1024),
@@ -62,24 +65,25 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
         a_rows = torch.arange(groups * max_m, dtype=torch.int32, device=gen.device)
         a = a[0].flatten(0, 1), a[1].flatten(0, 1).contiguous()
     w13 = h.random_weights(gen, groups, 2 * intermediate, hidden)
-    w2 = h.random_weights(gen, groups, 256, intermediate)
+    w2 = h.random_weights(gen, groups, N, intermediate)
     masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
     tiles = tiles_of_counts(masked_m, max_m, PREFILL_BLOCK_M)
-    assert tiles.ready is not None
+    early = tiles.for_experts(sum(counts) / groups, intermediate)
+    assert early.ready is not None
     q, scales = empty_quantized(groups * max_m, intermediate, gen.device)
     inner = q.view(groups, max_m, -1), scales.unflatten(0, (groups, max_m))
-    expected, actual = (h.poisoned(groups, max_m, 256, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
+    expected, actual = (h.poisoned(groups, max_m, N, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
     launch_gate_up(a, w13, inner, tiles, False, a_rows)
     launch_gemm(inner, w2, expected, None, tiles)
     for _ in range(20):
         for stale in (q.view(torch.uint8), scales, actual):
             stale.fill_(0x7F if stale.dtype == torch.uint8 else float("nan"))
-        tiles.ready.zero_()
-        launch_gate_up(a, w13, inner, tiles, False, a_rows)
-        launch_gemm(inner, w2, actual, None, tiles, after_gate_up=True)
+        early.ready.zero_()
+        launch_gate_up(a, w13, inner, early, False, a_rows)
+        launch_gemm(inner, w2, actual, None, early, after_gate_up=True)
         for group, count in enumerate(counts):
             assert h.same_bits(actual[group, :count], expected[group, :count])
-        done, *stored = tiles.ready[: 1 + int(tiles.num_tiles[0])].tolist()
+        done, *stored = early.ready[: 1 + int(tiles.num_tiles[0])].tolist()
         assert done == 2 * launcher.multiprocessors(0)
         assert set(stored) <= {2 * intermediate // 128}
     assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]

@@ -183,7 +183,7 @@ def test_out_is_made_where_none_is_given(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("intermediate", "tokens"), [(2048, 8), (256, 64), (256, 1024)])
+@pytest.mark.parametrize(("intermediate", "tokens"), [(2048, 8), (256, 64), (256, 1024), (256, 2048), (128, 2048)])
 def test_model_shapes(intermediate, tokens):
     gen = torch.Generator("cuda").manual_seed(0)
     layer = h.random_layer(gen, 64, 7168, intermediate)

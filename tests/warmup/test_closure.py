@@ -27,7 +27,8 @@ def expert_gemms(topk: int, experts: int) -> set[KernelKey]:
     """Of every step up to the longest, in rows that follow one another and in slabs."""
     steps = range(1, LONGEST + 1)
     blocks = {moe_block_m(tokens, topk, experts) for tokens in steps}
-    return {grouped_key(block_m) for block_m in blocks | {masked_block_m(ceil_div(t * topk, experts)) for t in steps}}
+    blocks |= {masked_block_m(ceil_div(tokens * topk, experts)) for tokens in steps}
+    return {grouped_key(block_m, keep_b) for block_m in blocks for keep_b in (False, True)}
 
 
 def dense_gemms(n: int) -> set[KernelKey]:
