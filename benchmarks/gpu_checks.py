@@ -20,7 +20,7 @@ CHECKS = {
     "tests": "python -m pytest -q -m gpu tests/ops tests/layers tests/gpu",
     "memcheck": f"{MEMCHECK} python tests/gpu/smoke_matrix.py",
 }
-SUMMARY = re.compile(r"\d+ passed.*|\d+ cases, .*|ERROR SUMMARY: .*")
+SUMMARY = re.compile(r"^FAILED .*|(?:\d+ failed, )?\d+ passed.*|\d+ cases, .*|ERROR SUMMARY: .*", re.MULTILINE)
 
 
 def run(command: str) -> dict[str, object]:

@@ -186,7 +186,7 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
     topk = model.experts.topk
     few = decode_tokens(topk, model.experts.experts)
     why = {
-        swap_ab_key(): f"GEMMs of steps of up to {few} tokens (experts) and {DECODE_BLOCK_M} (dense layers): decode",
+        swap_ab_key(): f"GEMMs of steps of up to {few} tokens (experts), {DENSE_SWAP_AB_UP_TO} (dense layers): decode",
         gate_up_swap_ab_key(model.ue8m0): "the first GEMM of experts, activated and quantized, in these steps",
         gate_up_key(model.ue8m0, False): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
         gate_up_key(model.ue8m0, True): "the same for narrow experts, which find their tokens among those of the step",
@@ -363,7 +363,7 @@ class MoeScratch(NamedTuple):
     expert_counts: int  # uint32 [chunks, ceil(E / 2)], where the pairs are counted first
     table: int  # int32 [tiles, 4]
     num_tiles: int  # int32 [5]
-    ready: int  # int32 [1 + tiles], or [1 + tiles, I / 128] where splits share a tile
+    ready: int  # int32 [1 + tiles * tile_counters]
     partial: int  # float32 [splits, rows, 2I], where splits of K share a tile of GEMM 1
     inner: int  # e4m3 [rows, I]
     inner_scales: int  # of the same, K-major
@@ -377,7 +377,7 @@ def layer_splits(rows: int, local_experts: int, hidden: int, intermediate: int, 
 
 
 def tile_counters(intermediate: int, splits: int) -> int:
-    """How many counters GEMM 1 needs for each row tile."""
+    """How many counters GEMM 1 needs for each row tile: of columns that are done, and of splits of each."""
     return 1 + intermediate // GROUP if splits > 1 else 1
 
 

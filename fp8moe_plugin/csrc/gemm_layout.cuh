@@ -94,7 +94,6 @@ struct Operands {
     const int* a_rows;
     ActivationScales a_scales;
     const float* b_scales;  // [experts, ceil(N / 128), K / 128]
-    const int* ready;       // by the GEMM before: how many math warpgroups are done, then of each row tile how many
-                            // (column tile, warpgroup) are stored; null: that GEMM has ended
+    int* ready;             // see rows_done.cuh; the GEMM before tells by warpgroups. null: that GEMM has ended
     int n, k_blocks;
 };

@@ -1,6 +1,7 @@
 // grouped_gemm.cu: its producer, one warp that fills the ring by TMA.
 #pragma once
 #include "gemm_layout.cuh"
+#include "rows_done.cuh"
 
 struct WeightScales {
     const float* data;
@@ -24,25 +25,9 @@ DEVICE void load_b(SharedMemory shared, int stage, u32 full, const Operands& in,
     if (kSwiglu) tma_load(shared.b(stage, 1), in.b, full, k * kBlockK, row + in.n / 2);
 }
 
-// The rows of A where the GEMM that stores them may not have ended. To look takes a round trip to L2 for each tile, as
-// long as a tile of K 256, and so it is done until that GEMM's blocks, as many as of this one, are seen to be done.
-struct Arrivals {
-    const int* ready;
-    bool all;
-
-    DEVICE explicit Arrivals(const int* ready) : ready(ready), all(!ready) {}
-    DEVICE void wait(const Tile& tile, int k_blocks) {
-        if (all) return;
-        all = load_acquire(ready) == kMathWarpgroups * int(gridDim.x);
-        if (!all)
-            while (load_acquire(ready + 1 + tile.row_tile) < kMathWarpgroups * k_blocks) __nanosleep(100);
-        fence_proxy_async_global();
-    }
-};
-
-DEVICE void load_tile(SharedMemory shared, Rings& rings, const Operands& in, Queue& queue, Arrivals& arrivals) {
+DEVICE void load_tile(SharedMemory shared, Rings& rings, const Operands& in, Queue& queue, RowsAwaited& a_rows) {
     const Tile tile = queue.tile();
-    arrivals.wait(tile, in.k_blocks);  // column tiles of A
+    a_rows.wait(tile);
     const WeightScales b_scales(in, tile);
     const bool kept = rings.keep_b(tile, in.k_blocks);
     const bool narrow = KEEP_B || in.k_blocks <= kNarrowBoxes;
@@ -66,6 +51,6 @@ DEVICE void load_tile(SharedMemory shared, Rings& rings, const Operands& in, Que
 }
 
 DEVICE void load_tiles(SharedMemory shared, Rings& rings, const Operands& in, Queue& queue) {
-    Arrivals arrivals(in.ready);
-    while (queue.index < queue.total) load_tile(shared, rings, in, queue, arrivals);
+    RowsAwaited a_rows({in.ready, 1}, kMathWarpgroups * in.k_blocks, kMathWarpgroups);  // of a column, of a block
+    while (queue.index < queue.total) load_tile(shared, rings, in, queue, a_rows);
 }

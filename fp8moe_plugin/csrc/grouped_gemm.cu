@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     int warpgroup = warp_uniform(threadIdx.x / 128), k_blocks = k / kBlockK;
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
-    const int* a_ready = kSwiglu ? nullptr : ready;
+    int* a_ready = kSwiglu ? nullptr : ready;
     Operands in{&a_map, &a_narrow_map, &b_map, gathered, a_rows, scales, b_scales, a_ready, n, k_blocks};
     Result out{&d_map, d, c, n};
     Quantized quantized{&d_map, static_cast<u8*>(d), d_scales, n / 2, m};

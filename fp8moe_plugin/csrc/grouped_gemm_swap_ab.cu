@@ -221,7 +221,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_swap_ab(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                          const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
-                          u16* d, float* partial, int* arrived, const int4* table, int* num_tiles, int m, int n, int k,
+                         u16* d, float* partial, int* arrived, const int4* table, int* num_tiles, int m, int n, int k,
                          int pair_of_counters, int splits, int run, int* ready, int counters) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};

@@ -16,18 +16,20 @@ struct RowsDone {
     }
 };
 
-// The second one's producer waits for its rows, until it has seen that all blocks, as many as its own, are done.
+// The second one's producer waits for the rows of a tile: for `parts` of it. To look takes a round trip to L2, as long
+// as a tile of K 256, and so it is done until all blocks, as many as its own, are seen to be done.
 struct RowsAwaited {
     RowsDone of;
-    int columns;
+    int parts, parts_of_a_block;  // who tells: of a row tile, of a block
     bool all;
 
-    DEVICE RowsAwaited(const RowsDone& of, int columns) : of(of), columns(columns), all(!of.ready) {}
+    DEVICE RowsAwaited(const RowsDone& of, int parts, int parts_of_a_block = 1)
+        : of(of), parts(parts), parts_of_a_block(parts_of_a_block), all(!of.ready) {}
     DEVICE void wait(const Tile& tile) {
         if (all) return;
-        all = load_acquire(of.ready) == int(gridDim.x);
+        all = load_acquire(of.ready) == parts_of_a_block * int(gridDim.x);
         if (!all)
-            while (load_acquire(of.of_tile(tile)) < columns) __nanosleep(100);
+            while (load_acquire(of.of_tile(tile)) < parts) __nanosleep(100);
         fence_proxy_async_global();
     }
 };

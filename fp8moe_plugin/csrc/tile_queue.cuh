@@ -146,13 +146,14 @@ DEVICE void init_barriers(SharedMemory shared, int stages, int full_arrivals, in
     __syncthreads();
 }
 
-// The producer's last stage: it holds no tile.
+// The producer's last stage: it holds no tile. PTX promises no arrivals of threads that have exited.
 template <class SharedMemory, int kStages>
 DEVICE void load_end(SharedMemory shared, Ring<kStages>& ring, int full_arrivals) {
     barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
     if (threadIdx.x % 32 != 0) return;
     publish_tile(shared.tile(ring.stage), Tile{});
     for (int i = 0; i < full_arrivals; ++i) barrier_arrive(shared.full(ring.stage));
+    copy_async_wait();
 }
 
 // The scales of activations, rows contiguous: (expert, row, k block) is at expert * expert_stride + row + k * k_stride.

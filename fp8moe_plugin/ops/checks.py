@@ -49,7 +49,7 @@ def signature(*tensors: torch.Tensor | None) -> Any:
         return tuple(
             [None if t is None else (t.dtype, t.shape, t.device, t.is_contiguous(), t.data_ptr() % 16) for t in tensors]
         )
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # no tensor, or one without storage
         return None
 
 

@@ -87,7 +87,8 @@ def fused_moe(
         ue8m0: round the scales of activations up to powers of two, for checkpoints with `scale_fmt: ue8m0`.
         out: bfloat16 `[T, H]` to write to, or None.
     Returns:
-        bfloat16 `[T, H]`. Captures in a CUDA graph. A token's result does not depend on the other tokens of the call.
+        bfloat16 `[T, H]`. Captures in a CUDA graph. A token's result does not depend on the other tokens of the call,
+        but for their number: sums of few tokens are made of parts, and of how many (`plan.k_splits`) it decides.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device, too many experts; with FP8MOE_DEBUG=1 also an id below
             -1 or too large.

@@ -8,7 +8,7 @@ from fp8moe_plugin.ops.checks import check_multiple, check_tensor, check_weights
 from fp8moe_plugin.ops.gemm import gemm
 from fp8moe_plugin.ops.gemm_launch import launch_gemm
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8, quantize_matrix
-from fp8moe_plugin.plan import dense_counters
+from fp8moe_plugin.plan import DENSE_SWAP_AB_UP_TO, dense_counters
 from fp8moe_plugin.shapes import GROUP
 
 
@@ -40,7 +40,8 @@ def fp8_linear(
     rows = x.view(-1, x.shape[-1])
     out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
     if uses_sm90(rows) and rows.numel():
-        counters = workspace.empty((dense_counters(*out.shape),), torch.int32, x.device)
+        few = out.shape[0] <= DENSE_SWAP_AB_UP_TO
+        counters = workspace.empty((dense_counters(*out.shape),), torch.int32, x.device) if few else None
         launch_gemm(quantize_matrix(rows, ue8m0, counters), (weight, weight_scale), out, None, None, counters=counters)
     else:
         gemm(per_token_group_quant_fp8(rows, ue8m0=ue8m0), (weight, weight_scale), out)

@@ -5,9 +5,10 @@ those of the tile's whole expert and `first` is the index of that expert's first
 `i - first` of its expert, as `plan.row_tiles` cuts it. Only the first `num_tiles[0]` entries are written;
 `num_tiles[1:5]` are two pairs of counters with which GEMMs hand the tiles out, zero before one and after it.
 
-`ready` int32 `[1 + capacity]`, or None, is for a second GEMM of experts that starts while the first one ends: how many
-of that one's math warpgroups are done, then of each row tile how many parts it has stored, one for each column tile and
-each of two math warpgroups. Making the table zeroes it, so that it is good for one `gate_up`.
+`ready` int32 `[1 + capacity * n]`, or None, is for a second GEMM of experts that starts while the first one ends: how
+many of that one's blocks are done, then n counters of each row tile (`plan.tile_counters`), the first of which counts
+the columns it has stored. In tiles of `PREFILL_BLOCK_M` each of two math warpgroups counts for itself. Making the
+table zeroes it, so that it is good for one `gate_up`.
 """
 
 from dataclasses import dataclass, replace

@@ -156,7 +156,7 @@ FAULTS = {
         "ended before .* of its copies",
     ),
     "the second GEMM does not wait for rows of the first": Fault(
-        "gemm_load.cuh", "__nanosleep(100);", "break;", both_gemms, WRONG_RESULT
+        "rows_done.cuh", "__nanosleep(100);", "break;", both_gemms, WRONG_RESULT
     ),
     "weights are not found where the tile before has left them": Fault(
         "gemm_layout.cuh", "if (kept) b.go_back(k_blocks);", "", second_gemm_that_keeps_weights, WRONG_RESULT

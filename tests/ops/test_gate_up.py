@@ -18,8 +18,7 @@ from fp8moe_plugin.ops.quantize import (
 )
 from fp8moe_plugin.ops.route import Routing, route, tiles_of_counts
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
-from fp8moe_plugin.plan import DECODE_BLOCK_M, PREFILL_BLOCK_M
-from fp8moe_plugin.shapes import GROUP
+from fp8moe_plugin.plan import DECODE_BLOCK_M, PREFILL_BLOCK_M, tile_counters
 from tests import helpers as h
 
 pytestmark = pytest.mark.gpu
@@ -88,14 +87,13 @@ def test_splits_of_k_change_the_roundings_of_sums_and_nothing_else(counts: list[
     for _ in range(10):
         q, scales = empty_quantized(routing.tokens.numel(), intermediate, device)
         q.view(torch.uint8).fill_(0x7F), scales.fill_(float("nan"))
-        ready = torch.zeros(
-            1 + routing.tiles.table.shape[0] * (intermediate // GROUP), dtype=torch.int32, device=device
-        )
+        counters = routing.tiles.table.shape[0] * tile_counters(intermediate, splits)
+        ready = torch.zeros(1 + counters, dtype=torch.int32, device=device)
         partial = h.poisoned(splits, routing.tokens.numel(), 2 * intermediate, dtype=torch.float32, device=device)
         tiles = TileAddresses.of(replace(routing.tiles, ready=ready))
         a, out = Rows.of(quantized[0], (quantized[1], 0, 0)), Rows.of(q, (scales, 0, 0))
-        shared = (partial.data_ptr(), splits, False, 0)
-        launch(*gate_up_swap_ab_launch(a, routing.tokens.data_ptr(), Weights.of(w13), out, tiles, *shared))
+        split = (partial.data_ptr(), splits)
+        launch(*gate_up_swap_ab_launch(a, routing.tokens.data_ptr(), Weights.of(w13), out, tiles, split, False, 0))
         got, wanted = (dequantize_rows(*(p[:rows] for p in pair)) for pair in ((q, scales), (e[0] for e in expected)))
         assert h.relative_l2(got, wanted.double()) <= 5e-3
         first = got if first is None else first
