@@ -31,9 +31,9 @@ from warmup.bench_result import OURS, check_plot
 
 PROMPT_TOKENS, STEPS, PROFILED_STEPS = 64, 64, 16
 MOE = {  # the first and the last kernel of a layer's experts
-    OURS: (r"count_experts|route", r"combine"),
+    OURS: (r"^(count_experts|route)$", r"^combine$"),
     "triton": (r"moe_align_block_size", r"moe_sum"),
-    "deepgemm": (r"moe_permute|ep_scatter|permute", r"moe_unpermute|ep_gather|finalize"),
+    "deepgemm": (r"ep_scatter|(?<!un)permute", r"moe_unpermute|ep_gather|finalize"),
 }
 SHOWN = 25  # kernels of a step, those that take longest
 
@@ -108,16 +108,18 @@ def kernels_of(call: Any) -> list[dict[str, Any]]:
 
 
 def moe_us(kernels: list[dict[str, Any]], first: str, last: str) -> float | None:
-    """From the start of each layer's first kernel to the end of its last one, added up; None if there is none."""
-    total, begin, end = 0.0, None, None
+    """From the start of each layer's first kernel to the end of its last one, added up; None if there is none.
+
+    The first `last` behind a `first` ends its layer.
+    """
+    spans, begin = [], None
     for kernel in kernels:
-        if re.search(first, kernel["name"]) and (begin is None or end is not None):
-            if begin is not None and end is not None:
-                total += end - begin
-            begin, end = kernel["ts"], None
-        if begin is not None and re.search(last, kernel["name"]):
-            end = kernel["ts"] + kernel["dur"]
-    return total + end - begin if begin is not None and end is not None else None
+        if begin is None and re.search(first, kernel["name"]):
+            begin = kernel["ts"]
+        elif begin is not None and re.search(last, kernel["name"]):
+            spans.append(kernel["ts"] + kernel["dur"] - begin)
+            begin = None
+    return sum(spans) if spans and begin is None else None
 
 
 def line(name: str, found: dict[str, Any]) -> str:

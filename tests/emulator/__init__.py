@@ -13,6 +13,7 @@ What is modelled, and fails where it is used wrongly:
 - A block may not end before its copies have used its shared memory. Shared memory is NaN at first; accesses to it and
   asynchronous copies are checked for bounds and alignment.
 - Blocks take multiprocessors by threads and shared memory; a kernel launched early runs beside the one before it.
+  One launched normally follows that one, and others only if that one has waited for them.
 
 What it cannot see:
 

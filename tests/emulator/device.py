@@ -17,6 +17,7 @@ from fp8moe_plugin.plan import PARAMETERS, KernelKey
 from tests.emulator.build import Kernels
 
 MOST_ARGUMENTS = 64
+SHARED_BYTES = 228 * 1024  # of an SM of an H200
 Result = TypeVar("Result")
 
 
@@ -27,8 +28,12 @@ class EmulatorError(Exception):
 class Device:
     """What `fp8moe_plugin.jit.launcher` is to a GPU, on tensors of the CPU."""
 
-    def __init__(self, runtime: ctypes.CDLL, kernels: Kernels, multiprocessors: int) -> None:
-        self._runtime, self._kernels, self._multiprocessors = runtime, kernels, multiprocessors
+    def __init__(
+        self, runtime: ctypes.CDLL, kernels: Kernels, multiprocessors: int, shared_bytes: int = SHARED_BYTES
+    ) -> None:
+        """`shared_bytes`: shared memory of a multiprocessor, which decides whose blocks run on it together."""
+        self._runtime, self._kernels = runtime, kernels
+        self._multiprocessors, self._shared_bytes = multiprocessors, shared_bytes
         self._runtime.emu_run.restype = ctypes.c_char_p
         self._runtime.emu_reset()
         self._alive: list[object] = []  # what queued kernels refer to
@@ -42,6 +47,8 @@ class Device:
             "multiprocessors": lambda index: self._multiprocessors,
             "uses_sm90": lambda tensor: True,
         }
+        # What a layer launches is kept from call to call, also what it has asked another device.
+        sys.modules["fp8moe_plugin.ops.fused_moe"]._layer_launches.cache_clear()
         with pytest.MonkeyPatch.context() as patch, _Addresses(self._lend):
             for module in [module for name, module in sys.modules.items() if name.startswith("fp8moe_plugin.ops.")]:
                 for name in replaced.keys() & vars(module).keys():
@@ -94,7 +101,7 @@ class Device:
         Raises:
             EmulatorError: what went wrong, and what each warp was waiting for.
         """
-        error = self._runtime.emu_run(ctypes.c_ulonglong(seed), self._multiprocessors).decode()
+        error = self._runtime.emu_run(ctypes.c_ulonglong(seed), self._multiprocessors, self._shared_bytes).decode()
         self._alive.clear()
         if error:
             raise EmulatorError(f"seed {seed}: {error}")

@@ -33,8 +33,9 @@ from fp8moe_plugin.plan import (
 from tests import helpers as h
 from tests.emulator.build import CSRC, Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
-from tests.emulator.device import Device, EmulatorError
+from tests.emulator.device import SHARED_BYTES, Device, EmulatorError
 from tests.emulator.inputs import assert_close, assert_product, empty_rows, slabs
+from tests.emulator.layers import MOST_ERROR, run_layers
 
 SCHEDULES = 16
 WRONG_RESULT = "elements are wrong"
@@ -97,6 +98,11 @@ def layer_of_few_tokens(emulator: Device, seed: int) -> None:
     assert error <= 1e-2, f"{WRONG_RESULT}: relative L2 {error}"
 
 
+def layers_in_a_row(emulator: Device, seed: int) -> None:
+    errors = run_layers(emulator, seed, 1, 1024, 128, layers=6, inputs=0)
+    assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
+
+
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
 NARROW = swap_ab_key(), quantize_key(False, Layout.K_MAJOR)
 FEW = swap_ab_key(), gate_up_swap_ab_key(False), quantize_key(False, Layout.ROW_MAJOR), route_key(), combine_key()
@@ -107,6 +113,7 @@ KERNELS = {  # to be compiled ahead
     second_gemm_that_keeps_weights: KEEPS,
     dense_layer: NARROW,
     layer_of_few_tokens: FEW,
+    layers_in_a_row: FEW,
 }
 
 
@@ -119,6 +126,7 @@ class Fault:
     new: str
     run: Callable[[Device, int], None]
     seen: str
+    shared_bytes: int = SHARED_BYTES  # of a multiprocessor
 
     def write_to(self, folder: Path) -> None:
         shutil.copytree(CSRC, folder)
@@ -184,6 +192,21 @@ FAULTS = {
         layer_of_few_tokens,
         "without fence.proxy.async",
     ),
+    "the second GEMM of few rows ends before the first one": Fault(
+        "grouped_gemm_swap_ab.cu",
+        "            if (ready) wait_for_previous_kernel();  // who follows this one follows both\n",
+        "",
+        layers_in_a_row,
+        f"{WRONG_RESULT}|deadlock|livelock",
+    ),
+    "the second GEMM of few rows starts before its tiles are there": Fault(
+        "gate_up_swap_ab.cu",
+        "        wait_for_previous_kernel();\n        let_next_kernel_start();",
+        "        let_next_kernel_start();\n        wait_for_previous_kernel();",
+        layers_in_a_row,
+        f"{WRONG_RESULT}|deadlock|livelock",
+        shared_bytes=2 * SHARED_BYTES,  # where both GEMMs have room at once, which no GPU has today
+    ),
 }
 
 
@@ -210,7 +233,7 @@ def failures(emulator: Device, fault: Fault) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen(emulator_runtime: ctypes.CDLL, faulty_kernels: dict[str, Kernels], name: str) -> None:
-    emulator = Device(emulator_runtime, faulty_kernels[name], MULTIPROCESSORS)
+    emulator = Device(emulator_runtime, faulty_kernels[name], MULTIPROCESSORS, FAULTS[name].shared_bytes)
     others = []
     for text in failures(emulator, FAULTS[name]):
         if re.search(FAULTS[name].seen, text):

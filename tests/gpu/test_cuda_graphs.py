@@ -69,6 +69,23 @@ def test_fused_moe_follows_the_routing(gen, tokens, intermediate):
     assert_replays_equal_eager(lambda x, weights, ids: ops.fused_moe(x, *layer, weights, ids), draw)
 
 
+# Each layer has the scratch of the one before, whose kernels may still run.
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_layers_of_decode_in_a_row_follow_their_routings(gen, tokens):
+    layers = [h.random_layer(gen, EXPERTS, HIDDEN, 256) for _ in range(4)]
+
+    def draw(step: int) -> tuple[torch.Tensor, ...]:
+        kinds = [h.ROUTINGS[(step + i) % len(h.ROUTINGS)] for i in range(len(layers))]
+        routings = [h.random_routing(gen, kind, tokens, TOPK, EXPERTS) for kind in kinds]
+        return h.random_tokens(gen, tokens, HIDDEN), *(tensor for routing in routings for tensor in routing)
+
+    def run(x: torch.Tensor, *routings: torch.Tensor) -> torch.Tensor:
+        calls = zip(layers, routings[::2], routings[1::2], strict=True)
+        return torch.stack([ops.fused_moe(x, *layer, *routing) for layer, *routing in calls])
+
+    assert_replays_equal_eager(run, draw)
+
+
 @pytest.mark.parametrize("expected_m", [16, 200])
 def test_batched_experts_follow_the_counts(gen, layer, expected_m):
     max_m = 256

@@ -12,10 +12,18 @@ import torch
 from fp8moe_plugin.errors import KernelNotPrecompiled
 from fp8moe_plugin.jit import launcher
 from fp8moe_plugin.ops import per_token_group_quant_fp8
-from fp8moe_plugin.ops.gemm_launch import launch_gate_up, launch_gemm
+from fp8moe_plugin.ops.gemm_launch import (
+    Rows,
+    TileAddresses,
+    Weights,
+    gate_up_swap_ab_launch,
+    grouped_launch,
+    launch_gate_up,
+    launch_gemm,
+)
 from fp8moe_plugin.ops.quantize import empty_quantized
 from fp8moe_plugin.ops.route import tiles_of_counts
-from fp8moe_plugin.plan import DECODE_BLOCK_M, PREFILL_BLOCK_M
+from fp8moe_plugin.plan import DECODE_BLOCK_M, PREFILL_BLOCK_M, tile_counters
 from tests import helpers as h
 from tests.jit.conftest import forget, set_variables
 
@@ -95,9 +103,15 @@ def unload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "_thread", launcher._Thread())
 
 
-@pytest.mark.parametrize("intermediate", [128, 256, 768, 896, 2048])  # 896: the counter is asked in the first step
-@pytest.mark.parametrize("counts", [[0, 0], [1], [3, 0, 64, 130], [5] * 200], ids=str)
-def test_weights_loaded_ahead_of_the_first_gemm_change_nothing(counts: list[int], intermediate: int) -> None:
+widths = pytest.mark.parametrize("intermediate", [128, 256, 768, 896, 2048])  # 896: asks the counter in its first step
+few_rows = pytest.mark.parametrize("counts", [[0, 0], [1], [3, 0, 64, 130], [5] * 200], ids=str)
+
+
+@widths
+@few_rows
+def test_weights_that_the_second_gemm_of_few_rows_loads_ahead_change_nothing(
+    counts: list[int], intermediate: int
+) -> None:
     gen = h.seeded(0, torch.device("cuda", 0))
     groups, max_m = len(counts), max(*counts, 1)
     a = h.random_quantized(gen, groups * max_m, K)
@@ -117,6 +131,52 @@ def test_weights_loaded_ahead_of_the_first_gemm_change_nothing(counts: list[int]
         launch_gemm(inner, w2, actual, None, tiles, after_gate_up=True)
         for group, count in enumerate(counts):
             assert h.same_bits(actual[group, :count], expected[group, :count])
+        assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
+
+
+@widths
+@few_rows
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_the_second_gemm_of_few_rows_may_run_beside_the_first_one(
+    counts: list[int], intermediate: int, splits: int
+) -> None:
+    gen, n = h.seeded(0, torch.device("cuda", 0)), 512
+    groups, max_m = len(counts), max(*counts, 1)
+    rows, device = groups * max_m, gen.device
+    x, x_scales = h.random_quantized(gen, rows, K)
+    x_scales = x_scales.contiguous()
+    a_rows = torch.arange(rows, dtype=torch.int32, device=device)
+    w13, w2 = h.random_weights(gen, groups, 2 * intermediate, K), h.random_weights(gen, groups, n, intermediate)
+    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device=device), max_m, DECODE_BLOCK_M)
+    q, scales = empty_quantized(rows, intermediate, device)
+    partial = torch.empty(splits * rows * 2 * intermediate, device=device)
+    per_tile = tile_counters(intermediate, splits)
+    ready = torch.zeros(1 + len(tiles.table) * per_tile, dtype=torch.int32, device=device)
+    told = TileAddresses.of(tiles)._replace(ready=ready.data_ptr())
+    tokens, inner = Rows.of(x, (x_scales, 0, 0)), Rows.of(q, (scales, 0, scales.stride(1)))
+    expected, actual = (h.poisoned(groups, max_m, n, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+    def both_gemms(out: torch.Tensor, beside: bool) -> None:
+        for stale in (q.view(torch.uint8), scales, partial, out):
+            stale.fill_(0x7F if stale.dtype == torch.uint8 else float("nan"))
+        ready.zero_()
+        split = partial.data_ptr(), splits
+        weights = Weights.of(w13), Weights.of(w2)
+        launcher.launch(
+            *gate_up_swap_ab_launch(tokens, a_rows.data_ptr(), weights[0], inner, told, split, False, device.index)
+        )
+        second = inner, weights[1], out.data_ptr(), DECODE_BLOCK_M, told, device.index
+        launcher.launch(*grouped_launch(*second, after_gate_up=beside, counters=per_tile if beside else 0))
+
+    both_gemms(expected, beside=False)
+    for _ in range(20):
+        both_gemms(actual, beside=True)
+        for group, count in enumerate(counts):
+            assert h.same_bits(actual[group, :count], expected[group, :count])
+            assert actual[group, count:].isnan().all()
+        assert ready[0].item() == launcher.multiprocessors(0)
+        done = ready[1:].view(len(tiles.table), per_tile)[: int(tiles.num_tiles[0]), 0]
+        assert set(done.tolist()) <= {intermediate // 128}
         assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
 
 

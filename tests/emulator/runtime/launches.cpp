@@ -8,9 +8,8 @@ constexpr int kReservedShared = 1024;  // of each CTA
 
 static bool may_start(const Kernel& kernel) {
     if (kernel.index == 0) return true;
-    if (!kernel.early)
-        return std::all_of(run.kernels.begin(), run.kernels.begin() + kernel.index, [](auto& k) { return k.done(); });
     const Kernel& previous = run.kernels[kernel.index - 1];
+    if (!kernel.early) return previous.done();  // those before that one have ended only if it has waited for them
     return previous.placed == previous.ctas && previous.let_next == previous.ctas;
 }
 
@@ -139,10 +138,10 @@ void emu_launch(void (*entry)(void**), int grid_x, int grid_y, int threads, u32 
 }
 
 // Runs what is queued; an empty string, or what went wrong. Afterwards nothing is queued.
-const char* emu_run(u64 seed, int multiprocessors) {
+const char* emu_run(u64 seed, int multiprocessors, int shared_bytes) {
     static std::string error;
     draw_schedule(seed);
-    run.multiprocessors.resize(multiprocessors);
+    run.multiprocessors.resize(multiprocessors, {.shared = shared_bytes});
     try {
         schedule();
         for (const Kernel& kernel : run.kernels)

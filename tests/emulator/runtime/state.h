@@ -109,7 +109,7 @@ struct Cta {
 };
 
 struct Multiprocessor {
-    int threads = 2048, shared = 228 * 1024;
+    int threads = 2048, shared = 0;
 };
 struct Operation {
     std::function<bool()> complete;  // a part of it; true: it was the last

@@ -1,0 +1,45 @@
+"""Layers of experts one behind the other, as a model runs them."""
+
+import importlib
+
+import pytest
+import torch
+
+from fp8moe_plugin.ops import fused_moe
+from tests import helpers as h
+from tests.emulator.device import Device
+
+layer_ops = importlib.import_module("fp8moe_plugin.ops.fused_moe")  # the op has taken its name
+KINDS = ("some_missing", "one_expert", "distinct")  # of the layers' routings, in turn
+MOST_ERROR = 1e-2  # relative L2
+
+
+def run_layers(
+    emulator: Device, seed: int, tokens: int, hidden: int, intermediate: int, layers: int = 3, inputs: int | None = None
+) -> list[float]:
+    """The relative L2 error of each of these layers, of which each reads what the one before has written.
+
+    All have the same scratch, as torch's allocator gives it: what the layer before has left there is not NaN.
+
+    Args:
+        inputs: seed of tokens, weights and ids; None: `seed`.
+    """
+    gen, experts = h.seeded(seed if inputs is None else inputs, torch.device("cpu")), 3
+    outs: list[torch.Tensor] = []
+    x, layer = h.random_tokens(gen, tokens, hidden), h.random_layer(gen, experts, hidden, intermediate)
+    routings = [h.random_routing(gen, KINDS[i % len(KINDS)], tokens, 2, experts) for i in range(layers)]
+    scratch = torch.zeros(2**24, dtype=torch.uint8)
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        assert dtype == torch.uint8, "the layer's only scratch"
+        return scratch[: shape[0]]
+
+    def ops() -> None:
+        for weights, ids in routings:
+            outs.append(fused_moe(outs[-1] if outs else x, *layer, weights, ids))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_ops, "empty", empty)
+        emulator.execute(seed, ops)
+    calls = zip([x, *outs[:-1]], outs, routings, strict=True)
+    return [h.relative_l2(y, h.layer_reference(x, layer, *routing, quantized=True)) for x, y, routing in calls]

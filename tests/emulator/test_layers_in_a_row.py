@@ -1,0 +1,47 @@
+"""Layers that are queued together with one scratch: kernels of one must be done with it before the next one's begin."""
+
+import ctypes
+
+import pytest
+
+from tests.emulator.build import Kernels
+from tests.emulator.conftest import MULTIPROCESSORS
+from tests.emulator.device import SHARED_BYTES, Device
+from tests.emulator.layers import MOST_ERROR, layer_ops, run_layers
+
+seeds = pytest.mark.parametrize("seed", [1, 2, 3])
+
+
+@seeds
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate"),
+    [
+        (1, 1024, 128),  # decode: splits of K
+        (9, 256, 256),
+        (40, 1024, 256),  # tiles from the counter
+        (150, 256, 256),  # prefill
+        (300, 256, 256),  # that keeps weights
+    ],
+)
+def test_layers_that_share_their_scratch(
+    emulator: Device, tokens: int, hidden: int, intermediate: int, seed: int
+) -> None:
+    errors = run_layers(emulator, seed, tokens, hidden, intermediate)
+    assert max(errors) <= MOST_ERROR, f"relative L2 of each layer: {errors}"
+
+
+@seeds
+@pytest.mark.parametrize(("tokens", "hidden", "intermediate"), [(1, 1024, 128), (9, 256, 256), (150, 256, 256)])
+def test_layers_where_both_gemms_have_room_on_a_multiprocessor(
+    emulator_runtime: ctypes.CDLL, kernels: Kernels, tokens: int, hidden: int, intermediate: int, seed: int
+) -> None:
+    emulator = Device(emulator_runtime, kernels, MULTIPROCESSORS, 2 * SHARED_BYTES)
+    errors = run_layers(emulator, seed, tokens, hidden, intermediate)
+    assert max(errors) <= MOST_ERROR, f"relative L2 of each layer: {errors}"
+
+
+def test_ops_do_not_launch_what_they_have_kept_of_another_device(emulator: Device) -> None:
+    run_layers(emulator, 1, 1, 128, 128, layers=1)
+    assert layer_ops._layer_launches.cache_info().currsize == 1
+    with emulator.serves_ops():
+        assert layer_ops._layer_launches.cache_info().currsize == 0
