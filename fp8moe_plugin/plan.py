@@ -23,6 +23,7 @@ PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread ea
 DENSE_SWAP_AB_UP_TO = 256  # rows; see dense_key
 MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends on it
 SPLIT_BYTES = 2**23  # see k_splits and dense_splits
+MAX_SPLITS = 8  # kMaxSplits of csrc/split_k.cuh
 STEPS_AT_ONCE = 8  # see columns_at_once
 PIECE = 256  # bytes; pieces of scratch begin at multiples of it, as torch's tensors at multiples of 512
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
@@ -241,7 +242,7 @@ def dense_splits(m: int, n: int, k: int) -> int:
     As long as the parts' sums, which go through memory, are few bytes.
     """
     tiles, blocks = dense_counters(m, n), k // GROUP
-    fits = [s for s in range(1, 9) if blocks % s == 0 and (s == 1 or 4 * s * m * n <= SPLIT_BYTES)]
+    fits = [s for s in range(1, MAX_SPLITS + 1) if blocks % s == 0 and (s == 1 or 4 * s * m * n <= SPLIT_BYTES)]
     return min(fits, key=lambda s: (ceil_div(tiles * s, MULTIPROCESSORS) / s, s))
 
 
@@ -258,7 +259,7 @@ def k_splits(rows: int, experts: int, hidden: int, intermediate: int) -> int:
     """
     tiles, nbytes = min(rows, experts) * (intermediate // GROUP), 4 * rows * 2 * intermediate
     limit = min(MULTIPROCESSORS // tiles, SPLIT_BYTES // nbytes)
-    return max((s for s in (1, 2, 4, 8) if hidden // GROUP % s == 0 and s <= limit), default=1)
+    return max((s for s in (1, 2, 4, MAX_SPLITS) if hidden // GROUP % s == 0 and s <= limit), default=1)
 
 
 def columns_at_once(rows: int, experts: int, n: int, k: int) -> int:

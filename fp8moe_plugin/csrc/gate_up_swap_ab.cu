@@ -151,23 +151,11 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
     }
 }
 
-// The first warp hands its next tile to the others through shared memory.
-DEVICE Tile share_tile(SharedMemory shared, const Queue& queue, bool first_warp) {
-    if (first_warp) {
-        const Tile tile = queue.tile();
-        if (threadIdx.x % kWarp == 0) publish_tile(shared.shared_tile(), tile);
-    }
-    named_barrier(kProducerBarrier, kProducers);
-    const Tile tile = published_tile(shared.shared_tile());
-    named_barrier(kProducerBarrier, kProducers);  // all have read it
-    return tile;
-}
-
 DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
     bool first_warp = threadIdx.x / kWarp == kMathWarps;
     Ring<kStages> ring;
     Tile tile = queue.tile();
-    for (; tile.rows > 0; tile = share_tile(shared, queue, first_warp))
+    for (; tile.rows > 0; tile = share_tile(shared.shared_tile(), kProducerBarrier, queue, first_warp))
         load_tile(shared, ring, in, tile, queue, first_warp);
     // The last stage holds no tile.
     barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);

@@ -38,17 +38,6 @@ struct GatheredRows {
     }
 };
 
-// The first warp hands the tile to the others through shared memory.
-DEVICE Tile share_tile(SharedMemory shared, const Queue& queue, bool first_warp) {
-    named_barrier(kProducerBarrier, 128);  // all have read the tile before
-    if (first_warp) {
-        const Tile tile = queue.tile();
-        if (threadIdx.x % 32 == 0) publish_tile(shared.gathered_tile(), tile);
-    }
-    named_barrier(kProducerBarrier, 128);
-    return published_tile(shared.gathered_tile());
-}
-
 DEVICE void gather_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Tile& tile,
                         Queue& queue, bool first_warp) {
     const WeightScales b_scales(in, tile);
@@ -72,7 +61,7 @@ DEVICE void gather_tile(SharedMemory shared, Ring<kStages>& ring, const Operands
 DEVICE void gather_tiles(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue,
                          bool first_warp) {
     while (true) {
-        const Tile tile = share_tile(shared, queue, first_warp);
+        const Tile tile = share_tile(shared.gathered_tile(), kProducerBarrier, queue, first_warp);
         if (tile.rows == 0) break;
         gather_tile(shared, ring, in, tile, queue, first_warp);
     }

@@ -3,7 +3,7 @@
 #pragma once
 #include "ptx.cuh"
 
-constexpr int kMaxSplits = 8;
+constexpr int kMaxSplits = 8;  // MAX_SPLITS of plan.py
 
 // True in the last of `splits` blocks to call this for a counter, zero at first; what the others wrote before is then
 // visible past L1. By `threads` threads, which meet at a barrier; `flag` is 4 bytes of shared memory for them alone.

@@ -132,6 +132,20 @@ DEVICE Tile published_tile(u32 address) {
     return tile;
 }
 
+// Among the four warps of a producer: the first one, which has the queue, hands its tile to the others through 16 bytes
+// of shared memory.
+template <class Queue>
+DEVICE Tile share_tile(u32 address, int barrier, const Queue& queue, bool first_warp) {
+    constexpr int kProducers = 128;
+    named_barrier(barrier, kProducers);  // all have read the tile before
+    if (first_warp) {
+        const Tile tile = queue.tile();
+        if (threadIdx.x % 32 == 0) publish_tile(address, tile);
+    }
+    named_barrier(barrier, kProducers);
+    return published_tile(address);
+}
+
 // ---- a ring of stages between producer and math warps; SharedMemory tells where its barriers are --------------------
 
 template <class SharedMemory>
