@@ -5,6 +5,7 @@ No shape of a model and no number of tokens is in a key: a handful of kernels se
 
 import functools
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -19,12 +20,18 @@ DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
 GATHER_UP_TO = 1024  # channels of an expert; see gathers
 EARLY_FROM, EARLY_BELOW = 768, 192  # channels of an expert, rows of an expert; see starts_early
 KEEP_B_UP_TO = 256  # channels of an expert; see keeps_b
+SMALL_BATCHES = (8, 16)  # tokens; see small_batch
+SMALL_BATCH_BYTES = 3 * 2**28  # of weights; see small_batch
+SMALL_BATCH_PAIRS = 256  # kMaxPairs of csrc/expert_list.cuh
+SMALL_BATCH_HIDDEN = 8192  # kMostSteps of each block of a cluster of csrc/gate_up_small_batch.cu
+GATE_UP_CLUSTER, DOWN_CLUSTER = 8, 4  # blocks
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
 DENSE_SWAP_AB_UP_TO = 256  # rows; see dense_key
 MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends on it
 SPLIT_BYTES = 2**23  # see k_splits and dense_splits
 MAX_SPLITS = 8  # kMaxSplits of csrc/split_k.cuh
 STEPS_AT_ONCE = 8  # see columns_at_once
+EXPERT_LIST = 32 * 4 + SMALL_BATCH_PAIRS * 2 + 4  # bytes of ExpertList of csrc/expert_list.cuh
 PIECE = 256  # bytes; pieces of scratch begin at multiples of it, as torch's tensors at multiples of 512
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 
@@ -32,6 +39,8 @@ SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 PARAMETERS = {
     "combine": "PPPPii",
     "count_experts": "PPPiiii",
+    "down_small_batch": "MMPPPPPiiiiiiii",
+    "gate_up_small_batch": "MPPPPPPPiiiiiii",
     "gate_up_swap_ab": "MPPPPPPPPPPiiiii",
     "grouped_gemm": "MMMMPiiPPPPPPPPPiii",
     "grouped_gemm_swap_ab": "MMPiiPPPPPPiiiiiiPi",
@@ -130,6 +139,30 @@ def gate_up_swap_ab_key(ue8m0: bool) -> KernelKey:
 
 
 @functools.cache
+def gate_up_small_batch_key(ue8m0: bool, width: int) -> KernelKey:
+    """The first GEMM of the experts of up to `width` tokens, with their routing and quantization."""
+    stages, finished = 3, width // GATE_UP_CLUSTER
+    steps = SMALL_BATCH_HIDDEN // GROUP // GATE_UP_CLUSTER
+    operands = stages * 2 * GROUP * 128 + steps * width * 128
+    received = width * 2 * GROUP * 4
+    scales_and_barriers = steps * width * 4 + stages * (2 * 4 + 16) + finished * 8 + 8 + 8
+    smem = _align(operands + received + scales_and_barriers + EXPERT_LIST)
+    defines = (("CLUSTER", GATE_UP_CLUSTER), ("STAGES", stages), ("TOKENS", width), ("UE8M0", int(ue8m0)))
+    return KernelKey("gate_up_small_batch", defines, 32 * (8 + 1 + finished), smem)
+
+
+@functools.cache
+def down_small_batch_key(width: int) -> KernelKey:
+    """The second GEMM of the experts of up to `width` tokens, with the weighted sum of each token's."""
+    stages, units = {8: 5, 16: 3}[width], 2  # on a multiprocessor there is room for both kernels
+    operands = stages * units * (64 + width) * 128
+    parts = DOWN_CLUSTER * units * width * 64 * 4
+    scales_and_barriers = stages * (units * (width * 4 + 4) + 16) + 8
+    smem = _align(operands + parts + scales_and_barriers + EXPERT_LIST)
+    return KernelKey("down_small_batch", (("CLUSTER", DOWN_CLUSTER), ("STAGES", stages), ("TOKENS", width)), 320, smem)
+
+
+@functools.cache
 def quantize_key(ue8m0: bool, layout: Layout) -> KernelKey:
     return KernelKey("quantize", (("UE8M0", int(ue8m0)), ("LAYOUT", int(layout))), 256)
 
@@ -173,6 +206,8 @@ def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
         return [*gemms, silu_mul_quant_key(ue8m0), tiles_of_counts_key()]
     gather = [gate_up_swap_ab_key(ue8m0), gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
     routing = [count_experts_key(), route_key(), combine_key()]
+    gather += [gate_up_small_batch_key(ue8m0, width) for width in SMALL_BATCHES]
+    gather += [down_small_batch_key(width) for width in SMALL_BATCHES]
     return [*gemms, *gather, quantize_key(ue8m0, Layout.PERMUTED), *routing]
 
 
@@ -189,6 +224,13 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
     why = {
         swap_ab_key(): f"GEMMs of steps of up to {few} tokens (experts), {DENSE_SWAP_AB_UP_TO} (dense layers): decode",
         gate_up_swap_ab_key(model.ue8m0): "the first GEMM of experts, activated and quantized, in these steps",
+        **{
+            gate_up_small_batch_key(
+                model.ue8m0, width
+            ): f"all up to the second GEMM of the experts of up to {width} tokens"
+            for width in SMALL_BATCHES
+        },
+        **{down_small_batch_key(width): "that one with the weighted sum of each token's" for width in SMALL_BATCHES},
         gate_up_key(model.ue8m0, False): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
         gate_up_key(model.ue8m0, True): "the same for narrow experts, which find their tokens among those of the step",
         grouped_gemm_key(Output.BF16): "the other GEMMs of longer steps",
@@ -220,6 +262,36 @@ def all_kernels() -> list[KernelKey]:
 def decode_tokens(topk: int, global_experts: int) -> int:
     """The longest step for which an MoE layer takes the tiles that stream the weights."""
     return DECODE_BLOCK_M * global_experts // topk
+
+
+def small_batch(tokens: int, topk: int, hidden: int, intermediate: int) -> int:
+    """How wide the kernels of a small batch multiply the tokens of a step; 0: it is not small.
+
+    Every tile multiplies all tokens, of which an expert has few: that costs nothing as long as weights are what takes
+    the time, and saves the launches that sort the tokens. With many weights the other kernels stream them 3% faster;
+    with more tokens the blocks of a cluster need longer parts of K than `hidden` of some models has for them.
+    """
+    pairs, steps = tokens * topk, hidden // GROUP // GATE_UP_CLUSTER
+    fits = pairs <= SMALL_BATCH_PAIRS and topk <= 32 and hidden <= SMALL_BATCH_HIDDEN
+    if not fits or 3 * pairs * hidden * intermediate > SMALL_BATCH_BYTES:
+        return 0
+    narrow, wide = SMALL_BATCHES
+    return narrow if tokens <= narrow else wide if tokens <= wide and steps >= 4 else 0
+
+
+def gate_up_clusters(tiles: int, multiprocessors: int) -> int:
+    """How many clusters of gate_up_small_batch share at most `tiles` tiles.
+
+    One fewer than would fill the GPU: where its parts have no multiples of a cluster of multiprocessors, two clusters
+    have to share theirs. With few tiles each that is the lesser evil than one round of tiles more.
+    """
+    clusters = max(multiprocessors // GATE_UP_CLUSTER, 2)
+    return min(tiles, clusters if tiles <= 3 * clusters else clusters - 1)
+
+
+def down_splits(hidden: int) -> int:
+    """How many blocks share 64 channels of down_small_batch: two for each multiprocessor of an H200 at most."""
+    return max(s for s in (1, 2, DOWN_CLUSTER) if s == 1 or hidden // 64 * s <= 2 * MULTIPROCESSORS)
 
 
 def moe_block_m(tokens: int, topk: int, global_experts: int) -> int:
@@ -372,6 +444,20 @@ class MoeScratch(NamedTuple):
     nbytes: int  # of all pieces
 
 
+class SmallBatchScratch(NamedTuple):
+    """The same of a small batch; `experts` are min(rows, E)."""
+
+    inner: int  # e4m3 [experts, width, I]
+    inner_scales: int  # float32 [experts, I / 128, width]
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=1024)
+def small_batch_scratch(rows: int, width: int, intermediate: int, local_experts: int) -> SmallBatchScratch:
+    slots = min(rows, local_experts) * width
+    return SmallBatchScratch(*_offsets(slots * intermediate, 4 * slots * (intermediate // GROUP)))
+
+
 def layer_splits(rows: int, local_experts: int, hidden: int, intermediate: int, block_m: int) -> int:
     """`k_splits` of a layer with tiles of `block_m`."""
     return k_splits(rows, local_experts, hidden, intermediate) if block_m == DECODE_BLOCK_M else 1
@@ -407,18 +493,32 @@ def moe_scratch(
         4 * scale_rows(rows) * (intermediate // GROUP),
         2 * rows * hidden,
     )
-    return MoeScratch(*itertools.accumulate((ceil_div(size, PIECE) * PIECE for size in sizes), initial=0))
+    return MoeScratch(*_offsets(*sizes))
+
+
+def _offsets(*sizes: int) -> Iterable[int]:
+    """Where pieces of these sizes begin one behind the other, and the end."""
+    return itertools.accumulate((ceil_div(size, PIECE) * PIECE for size in sizes), initial=0)
+
+
+def moe_scratch_bytes(
+    tokens: int, topk: int, hidden: int, intermediate: int, local_experts: int, global_experts: int
+) -> int:
+    """How much scratch a layer takes for this step."""
+    if width := small_batch(tokens, topk, hidden, intermediate):
+        return small_batch_scratch(tokens * topk, width, intermediate, local_experts).nbytes
+    return moe_scratch(tokens, topk, hidden, intermediate, local_experts, global_experts).nbytes
 
 
 def moe_workspace_bytes(local: Experts, tokens: int, global_experts: int) -> int:
-    """The bytes of `moe_scratch`.
+    """The same.
 
     Args:
         local: what the rank holds.
         tokens: of the step.
         global_experts: over all ranks.
     """
-    return moe_scratch(tokens, local.topk, local.hidden, local.intermediate, local.experts, global_experts).nbytes
+    return moe_scratch_bytes(tokens, local.topk, local.hidden, local.intermediate, local.experts, global_experts)
 
 
 def scale_rows(rows: int) -> int:

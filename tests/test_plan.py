@@ -66,9 +66,15 @@ def between(steps: list[tuple[str, bool]], first: str, last: str) -> list[str]:
     return names[names.index(first) + 1 : names.index(last)]
 
 
+@pytest.fixture
+def no_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (plan, layer_ops):
+        monkeypatch.setattr(module, "small_batch", lambda *_: 0)
+
+
 @pytest.mark.parametrize("tokens", [7, 383, 384, 1000])
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, plan.EARLY_FROM, WIDE])
-def test_kernels_that_start_early_follow_those_they_may_run_beside(steps, intermediate, tokens):
+def test_kernels_that_start_early_follow_those_they_may_run_beside(steps, no_small_batches, intermediate, tokens):
     layer = h.random_layer(h.seeded(0, torch.device("cpu")), EXPERTS, HIDDEN, intermediate)
     ids = torch.zeros(tokens, TOPK, dtype=torch.int32)
     fused_moe(torch.zeros(tokens, HIDDEN).bfloat16(), *layer, torch.rand(tokens, TOPK), ids)
@@ -125,10 +131,10 @@ def test_the_second_gemm_of_slabs_starts_right_behind_the_first(steps, max_m):
 @pytest.mark.parametrize("ue8m0", [False, True])
 def test_layers_launch_what_their_plan_names_and_nothing_else(launched, ue8m0):
     gen = h.seeded(0, torch.device("cpu"))
-    for intermediate in (INTERMEDIATE, WIDE):
-        layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
-        for tokens in (1, 7, 64, 128, 129, 1000):
-            x = h.random_tokens(gen, tokens, HIDDEN)
+    for hidden, intermediate in ((HIDDEN, INTERMEDIATE), (HIDDEN, WIDE), (4096, INTERMEDIATE)):
+        layer = h.random_layer(gen, EXPERTS, hidden, intermediate)
+        for tokens in (1, 7, 9, 16, 64, 128, 129, 1000):
+            x = h.random_tokens(gen, tokens, hidden)
             weights, ids = torch.rand(tokens, TOPK), torch.zeros(tokens, TOPK, dtype=torch.int32)
             fused_moe(x, *layer, weights, ids, ue8m0=ue8m0)
             fused_moe(x, *layer, weights, ids.long(), ue8m0=ue8m0)
@@ -191,7 +197,7 @@ def without_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
 @pytest.mark.parametrize("tokens", [1, 7, 128, 129, 1000])
 def test_a_layer_launches_what_its_ops_launch_one_by_one(
-    launched, monkeypatch, tokens, intermediate, mapped, ids_dtype
+    launched, monkeypatch, no_small_batches, tokens, intermediate, mapped, ids_dtype
 ):
     """In the same order, with the same numbers and the same addresses left out, and with pieces of the same sizes."""
     launches, scratch = [], []
@@ -250,6 +256,32 @@ def test_the_launches_of_a_layer_are_remembered_for_its_addresses_alone(launched
             used = {arg for launch in launches for arg in launch.args}
             assert set(addresses) <= used
             assert (2**45 in used) == (addresses is moved)
+
+
+def test_a_small_batch_is_one_of_few_tokens_and_few_bytes():
+    deepseek_v3, tp8, qwen3_30b = (7168, 2048), (7168, 256), (2048, 768)
+    assert [plan.small_batch(tokens, 8, *tp8) for tokens in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 0]
+    assert [plan.small_batch(tokens, 8, *qwen3_30b) for tokens in (1, 8, 9)] == [8, 8, 0]
+    assert [plan.small_batch(tokens, 8, *deepseek_v3) for tokens in (1, 2, 3)] == [8, 8, 0]
+    assert plan.small_batch(8, 33, 128, 128) == plan.small_batch(1, 8, 8192 + 128, 128) == 0
+
+
+@pytest.mark.parametrize("width", plan.SMALL_BATCHES)
+def test_on_a_multiprocessor_is_room_for_both_kernels_of_a_small_batch(width):
+    keys = plan.gate_up_small_batch_key(False, width), plan.down_small_batch_key(width)
+    assert sum(key.smem_bytes + 1024 for key in keys) <= 228 * 1024
+    assert sum(key.threads for key in keys) <= 2048
+
+
+@pytest.mark.parametrize("hidden", [128, 2048, 4096, 5120, 7168, 8192])
+def test_blocks_that_share_channels_are_of_one_cluster(hidden):
+    splits = plan.down_splits(hidden)
+    assert plan.DOWN_CLUSTER % splits == 0
+    assert splits == 1 or hidden // 64 * splits <= 2 * plan.MULTIPROCESSORS
+
+
+def test_few_tiles_go_to_one_cluster_more():
+    assert [plan.gate_up_clusters(tiles, 132) for tiles in (1, 15, 16, 48, 49, 500)] == [1, 15, 16, 16, 15, 15]
 
 
 @pytest.mark.parametrize("hidden", [128, 2048, 5120, 7168])

@@ -12,11 +12,18 @@ struct ExpertIds {
     int pairs, global_experts, num_experts;
 
     // kNoExpert for a pair whose expert is not here, and past the last pair.
-    DEVICE int expert_of(int pair) const {
+    DEVICE int expert_of(int pair) const { return here(id_of(pair)); }
+
+    // The same in two steps, each a load, so that those of several pairs can be in flight together.
+    DEVICE int id_of(int pair) const {
         if (pair >= pairs) return kNoExpert;
-        const i64 id = ids_64 ? static_cast<const i64*>(ids)[pair] : static_cast<const int*>(ids)[pair];
-        if (id < 0 || id >= global_experts) return kNoExpert;
-        const int expert = expert_map ? expert_map[id] : static_cast<int>(id);
+        const int* words = static_cast<const int*>(ids) + (ids_64 ? 2 * i64(pair) : pair);
+        const int id = words[0], high = ids_64 ? words[1] : 0;  // of 64 bits
+        return high == 0 && id >= 0 && id < global_experts ? id : kNoExpert;
+    }
+    DEVICE int here(int id) const {
+        if (id == kNoExpert) return kNoExpert;
+        const int expert = expert_map ? expert_map[id] : id;
         return expert >= 0 && expert < num_experts ? expert : kNoExpert;
     }
 };

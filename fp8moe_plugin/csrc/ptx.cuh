@@ -38,6 +38,20 @@ DEVICE void store_shared(u32 address, u16 value) {
 DEVICE void store_shared(u32 address, u8 value) {
     asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(u32(value)) : "memory");
 }
+DEVICE void store_shared(u32 address, uint2 value) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(value.x), "r"(value.y) : "memory");
+}
+DEVICE float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+DEVICE float4 load_shared_float4(u32 address) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address)
+                 : "memory");
+    return v;
+}
 DEVICE uint4 load_shared_16(u32 address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address)
@@ -79,6 +93,8 @@ struct alignas(64) TensorMap {  // as large and as aligned as the driver's CUten
     u8 opaque[128];
 };
 
+// So that the first copy does not wait for the map.
+DEVICE void prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 // Loads the box at (column, row) of a matrix; its bytes count towards the barrier's phase.
 DEVICE void tma_load(u32 to, const TensorMap* map, u32 barrier, int column, int row) {
     asm volatile(
@@ -127,6 +143,34 @@ DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory");
 // One arrival on the barrier once this thread's copies so far have landed; the barrier's count must include it.
 DEVICE void copy_async_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// ---- clusters: blocks that reach one another's shared memory --------------------------------------------------------
+
+// The address in the shared memory of a block of the cluster that in this block is `address`.
+DEVICE u32 in_block(u32 address, int rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+// All threads of all blocks arrive, and then wait for one another. Nothing but barriers that were initialized before
+// barrier_init_fence is made visible: a release would wait for all memory.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+DEVICE void barrier_arrive_in_cluster(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Stores; the bytes count towards the phase of a barrier of the block they go to.
+DEVICE void store_async(u32 to, float2 v, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                 "f"(v.x), "f"(v.y), "r"(barrier)
+                 : "memory");
+}
+DEVICE void store_async(u32 to, float4 v, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+                 : "memory");
 }
 
 // ---- counters in global memory, from one kernel to another ----------------------------------------------------------

@@ -1,6 +1,6 @@
 // Which output tiles a block computes, and in which order. The table of row tiles is described in ops/route.py.
 #pragma once
-#include "ptx.cuh"
+#include "ring.cuh"
 #include "tile_table.cuh"
 
 struct Tile {
@@ -94,26 +94,6 @@ struct TileQueue {
 // How many tokens wide the `rows` rows of a swap-AB tile are multiplied.
 DEVICE int width_of(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
 
-// A ring of shared-memory stages: which one is current, and the parity of its barriers' phase.
-template <int kStages>
-struct Ring {
-    int stage = 0;
-    u32 phase = 0;
-    DEVICE void advance() {
-        if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-    DEVICE void go_back(int steps) {  // at most kStages
-        stage -= steps;
-        if (stage < 0) {
-            stage += kStages;
-            phase ^= 1;
-        }
-    }
-};
-
 // The producer tells the math warpgroups what the stage that starts a tile holds.
 DEVICE void publish_tile(u32 address, const Tile& tile) {
     static_assert(RowTiles::kLongest < 1 << 8, "8 bits for rows, 1 for last, 23 for the column");
@@ -146,19 +126,7 @@ DEVICE Tile share_tile(u32 address, int barrier, const Queue& queue, bool first_
     return published_tile(address);
 }
 
-// ---- a ring of stages between producer and math warps; SharedMemory tells where its barriers are --------------------
-
-template <class SharedMemory>
-DEVICE void init_barriers(SharedMemory shared, int stages, int full_arrivals, int math_warps) {
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < stages; ++s) {
-            barrier_init(shared.full(s), full_arrivals);
-            barrier_init(shared.empty(s), math_warps);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
-}
+// ---- the producer's loop -------------------------------------------------------------------------------------------
 
 // The producer's last stage: it holds no tile. PTX promises no arrivals of threads that have exited.
 template <class SharedMemory, int kStages>

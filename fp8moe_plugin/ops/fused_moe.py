@@ -22,6 +22,7 @@ from fp8moe_plugin.ops.checks import (
 from fp8moe_plugin.ops.combine import combine, combine_launch
 from fp8moe_plugin.ops.gate_up import gate_up
 from fp8moe_plugin.ops.gemm_launch import (
+    LayerAddresses,
     Rows,
     TileAddresses,
     Weights,
@@ -32,6 +33,7 @@ from fp8moe_plugin.ops.gemm_launch import (
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
 from fp8moe_plugin.ops.quantize import Quantized, empty_tokens, quantize_launch, quantize_rows, quantize_tokens
 from fp8moe_plugin.ops.route import RoutingAddresses, check_experts, route, route_launches, tiles_of_counts
+from fp8moe_plugin.ops.small_batch import small_batch_launches
 from fp8moe_plugin.ops.workspace import empty
 from fp8moe_plugin.plan import (
     PREFILL_BLOCK_M,
@@ -43,8 +45,10 @@ from fp8moe_plugin.plan import (
     masked_block_m,
     moe_block_m,
     moe_scratch,
+    moe_scratch_bytes,
     route_chunks,
     scale_rows,
+    small_batch,
     starts_early,
     tile_counters,
 )
@@ -203,7 +207,7 @@ def _launch_fused_moe(
     experts, hidden, intermediate = weights.w2[0].shape
     mapped = (0, experts) if expert_map is None else (expert_map.data_ptr(), expert_map.numel())
     sizes = (tokens, topk, hidden, intermediate, experts, mapped[1])
-    scratch = empty((moe_scratch(*sizes).nbytes,), torch.uint8, hidden_states.device)  # freed behind the last launch
+    scratch = empty((moe_scratch_bytes(*sizes),), torch.uint8, hidden_states.device)  # freed behind the last launch
     addresses = LayerAddresses(
         hidden_states.data_ptr(),
         weights.w13[0].data_ptr(),
@@ -221,21 +225,6 @@ def _launch_fused_moe(
     return out
 
 
-class LayerAddresses(NamedTuple):
-    """Where the tensors of a call of `fused_moe` are, and its scratch; 0 for no expert map."""
-
-    hidden_states: int
-    w13: int
-    w13_scale: int
-    w2: int
-    w2_scale: int
-    topk_weights: int
-    topk_ids: int
-    expert_map: int
-    out: int
-    scratch: int
-
-
 @functools.lru_cache(maxsize=1024)
 def _layer_launches(
     tensors: LayerAddresses, sizes: tuple[int, int, int, int, int, int], ids_64: bool, ue8m0: bool, device_index: int
@@ -246,6 +235,8 @@ def _layer_launches(
         sizes: those of `moe_scratch`.
     """
     tokens, topk, hidden, intermediate, experts, global_experts = sizes
+    if width := small_batch(tokens, topk, hidden, intermediate):
+        return small_batch_launches(tensors, sizes, width, ids_64, ue8m0, device_index)
     block_m, offsets = moe_block_m(tokens, topk, global_experts), moe_scratch(*sizes)
     at = MoeScratch(*(tensors.scratch + offset for offset in offsets))
     w13 = Weights(tensors.w13, experts, 2 * intermediate, hidden, tensors.w13_scale)

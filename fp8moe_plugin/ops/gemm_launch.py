@@ -77,6 +77,21 @@ class TileAddresses(NamedTuple):
         return cls(tiles.table.data_ptr(), tiles.num_tiles.data_ptr(), ready, tiles.keep_b)
 
 
+class LayerAddresses(NamedTuple):
+    """Where the tensors of a call of `fused_moe` are, and its scratch; 0 for no expert map."""
+
+    hidden_states: int
+    w13: int
+    w13_scale: int
+    w2: int
+    w2_scale: int
+    topk_weights: int
+    topk_ids: int
+    expert_map: int
+    out: int
+    scratch: int
+
+
 def launch_gemm(
     a: Quantized,
     b: Quantized,

@@ -78,7 +78,8 @@ class Device:
         pack(*args)
         self._alive += [pack, pointers]
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
-        self._runtime.emu_launch(library.emu_entry, x, y, key.threads, key.smem_bytes, pointers, int(early))
+        cluster = dict(key.defines).get("CLUSTER", 1)
+        self._runtime.emu_launch(library.emu_entry, x, y, key.threads, key.smem_bytes, pointers, int(early), cluster)
 
     def tensor_map(
         self, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], element_size: int

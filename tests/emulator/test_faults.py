@@ -23,6 +23,8 @@ from fp8moe_plugin.plan import (
     Output,
     combine_key,
     dense_splits,
+    down_small_batch_key,
+    gate_up_small_batch_key,
     gate_up_swap_ab_key,
     grouped_gemm_key,
     quantize_key,
@@ -38,6 +40,7 @@ from tests.emulator.inputs import assert_close, assert_product, empty_rows, slab
 from tests.emulator.layers import MOST_ERROR, run_layers
 
 SCHEDULES = 16
+CLUSTERS = 24  # multiprocessors, for kernels of clusters
 WRONG_RESULT = "elements are wrong"
 COUNTS, WIDTH = [144, 130, 64], 256
 MANY = [650, 300]
@@ -98,6 +101,15 @@ def layer_of_few_tokens(emulator: Device, seed: int) -> None:
     assert error <= 1e-2, f"{WRONG_RESULT}: relative L2 {error}"
 
 
+def small_batch(emulator: Device, seed: int) -> None:
+    errors = run_layers(emulator, seed, 5, 384, 256, layers=2, inputs=0, small_batch=8)
+    assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
+
+
+def one_token(emulator: Device, seed: int) -> None:
+    run_layers(emulator, seed, 1, 256, 768, layers=2, inputs=0, small_batch=8)
+
+
 def layers_in_a_row(emulator: Device, seed: int) -> None:
     errors = run_layers(emulator, seed, 1, 1024, 128, layers=6, inputs=0)
     assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
@@ -106,6 +118,7 @@ def layers_in_a_row(emulator: Device, seed: int) -> None:
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
 NARROW = swap_ab_key(), quantize_key(False, Layout.K_MAJOR)
 FEW = swap_ab_key(), gate_up_swap_ab_key(False), quantize_key(False, Layout.ROW_MAJOR), route_key(), combine_key()
+SMALL_BATCH = gate_up_small_batch_key(False, 8), down_small_batch_key(8)
 KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
 KERNELS = {  # to be compiled ahead
     second_gemm: WIDE,
@@ -114,6 +127,8 @@ KERNELS = {  # to be compiled ahead
     dense_layer: NARROW,
     layer_of_few_tokens: FEW,
     layers_in_a_row: FEW,
+    small_batch: SMALL_BATCH,
+    one_token: SMALL_BATCH,
 }
 
 
@@ -127,6 +142,7 @@ class Fault:
     run: Callable[[Device, int], None]
     seen: str
     shared_bytes: int = SHARED_BYTES  # of a multiprocessor
+    multiprocessors: int = MULTIPROCESSORS
 
     def write_to(self, folder: Path) -> None:
         shutil.copytree(CSRC, folder)
@@ -207,6 +223,46 @@ FAULTS = {
         f"{WRONG_RESULT}|deadlock|livelock",
         shared_bytes=2 * SHARED_BYTES,  # where both GEMMs have room at once, which no GPU has today
     ),
+    "sums of a tile are sent before those of the tile before are taken": Fault(
+        "gate_up_small_batch.cu",
+        "        barrier_wait(shared.taken(), phase);\n",
+        "",
+        small_batch,
+        f"{WRONG_RESULT}|deadlock|has ended",
+        multiprocessors=CLUSTERS,
+    ),
+    "a lane that sends nothing falls a phase behind": Fault(
+        "gate_up_small_batch.cu",
+        "        __syncwarp();  // a lane that sends nothing would not keep the phase from going on\n",
+        "",
+        one_token,
+        "deadlock",
+        multiprocessors=CLUSTERS,
+    ),
+    "sums are sent to blocks that have not begun": Fault(
+        "gate_up_small_batch.cu",
+        "        cluster_wait();  // the others' barriers are there\n        compute",
+        "        compute",
+        small_batch,
+        "no mbarrier|ended without waiting",
+        multiprocessors=CLUSTERS,
+    ),
+    "blocks that have ended are told that their sums are taken": Fault(
+        "gate_up_small_batch.cu",
+        " && tile + share.tile_stride < tiles",
+        "",
+        small_batch,
+        "has ended",
+        multiprocessors=CLUSTERS,
+    ),
+    "the second GEMM of a small batch reads what the first one has not written": Fault(
+        "down_small_batch.cu",
+        "    wait_for_previous_kernel();\n",
+        "",
+        small_batch,
+        f"{WRONG_RESULT}|deadlock|cannot start",
+        multiprocessors=CLUSTERS,
+    ),
 }
 
 
@@ -233,10 +289,11 @@ def failures(emulator: Device, fault: Fault) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen(emulator_runtime: ctypes.CDLL, faulty_kernels: dict[str, Kernels], name: str) -> None:
-    emulator = Device(emulator_runtime, faulty_kernels[name], MULTIPROCESSORS, FAULTS[name].shared_bytes)
+    fault = FAULTS[name]
+    emulator = Device(emulator_runtime, faulty_kernels[name], fault.multiprocessors, fault.shared_bytes)
     others = []
-    for text in failures(emulator, FAULTS[name]):
-        if re.search(FAULTS[name].seen, text):
+    for text in failures(emulator, fault):
+        if re.search(fault.seen, text):
             return
         others.append(text)
     pytest.fail(f"not seen in {SCHEDULES} schedules, but: {others}")

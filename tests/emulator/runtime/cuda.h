@@ -10,6 +10,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __restrict__
 
@@ -66,6 +67,7 @@ inline unsigned __float_as_uint(float value) { return emu_bits<unsigned>(value);
 inline float __fmul_rn(float a, float b) { return a * b; }  // compiled without contraction
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
+inline int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
     for (int shift = 0; shift < 32; shift += 8) sum += (a >> shift & 255) * (b >> shift & 255);
@@ -94,6 +96,14 @@ inline T atomicAdd(T* to, std::type_identity_t<T> value) {
     emu::step();
     T before = *to;
     *to = before + value;
+    emu::step();
+    return before;
+}
+
+inline unsigned atomicOr(unsigned* to, unsigned bits) {
+    emu::step();
+    unsigned before = *to;
+    *to = before | bits;
     emu::step();
     return before;
 }

@@ -67,6 +67,13 @@ void mbarrier_wait(u32 barrier, u32 parity);
 void named_barrier(int id, int threads);
 void sync_threads();
 
+// ---- clusters: an address in another CTA's shared memory has that CTA's rank in its high bits ----
+u32 in_cluster(u32 address, u32 rank);
+void cluster_arrive();
+void cluster_wait();
+void mbarrier_arrive_in_cluster(u32 barrier);
+void store_async(u32 to, const void* values, u32 bytes, u32 barrier);
+
 // ---- copies ----
 constexpr int kMostDims = 4;
 struct Coordinates {

@@ -39,42 +39,55 @@ static void start_threads(Cta& cta, uint3 block_index) {
     }
 }
 
-static void place(Kernel& kernel, int multiprocessor) {
+static void place(Kernel& kernel, int multiprocessor, const std::shared_ptr<Cluster>& cluster) {
     Cta& cta = *run.ctas.emplace_back(std::make_unique<Cta>());
     u32 index = u32(kernel.placed++), warpgroups = u32(kernel.threads + 127) / 128;
     cta.kernel = &kernel;
     cta.index = int(index);
     cta.multiprocessor = multiprocessor;
+    cta.cluster = cluster;
+    cluster->ctas.push_back(&cta);
     cta.memory.assign(kSharedEnd + 1024, 0xff);  // NaN
     cta.shared = cta.memory.data() + (1024 - uintptr_t(cta.memory.data()) % 1024);
     cta.issued.resize(warpgroups);
     cta.unfenced.resize(kSharedEnd / 16);
     cta.unfenced_lists.resize(1 + warpgroups);
     start_threads(cta, {index % kernel.grid.x, index / kernel.grid.x, 0});
-    run.multiprocessors[multiprocessor].threads -= kernel.threads;
-    run.multiprocessors[multiprocessor].shared -= int(kernel.shared_bytes) + kReservedShared;
     run.live.push_back(&cta);
 }
 
-static int find_multiprocessor(const Kernel& kernel) {
+static int take_multiprocessor(const Kernel& kernel) {
     int count = int(run.multiprocessors.size()), first = int(run.random.below(count));
     for (int i = 0; i < count; ++i) {
-        const Multiprocessor& candidate = run.multiprocessors[(first + i) % count];
-        bool room = candidate.shared >= int(kernel.shared_bytes) + kReservedShared;
-        if (room && candidate.threads >= kernel.threads) return (first + i) % count;
+        Multiprocessor& candidate = run.multiprocessors[(first + i) % count];
+        int shared = int(kernel.shared_bytes) + kReservedShared;
+        if (candidate.shared < shared || candidate.threads < kernel.threads) continue;
+        candidate.threads -= kernel.threads;
+        candidate.shared -= shared;
+        return (first + i) % count;
     }
     return -1;
+}
+
+// The CTAs of a cluster start together or not at all.
+static bool place_cluster(Kernel& kernel) {
+    std::vector<Multiprocessor> before = run.multiprocessors;
+    std::vector<int> taken;
+    for (int i = 0; i < kernel.cluster; ++i) {
+        taken.push_back(take_multiprocessor(kernel));
+        if (taken.back() < 0) return run.multiprocessors = before, false;
+    }
+    auto cluster = std::make_shared<Cluster>();
+    for (int multiprocessor : taken) place(kernel, multiprocessor, cluster);
+    return true;
 }
 
 void place_ctas() {
     for (Kernel& kernel : run.kernels) {
         if (kernel.placed == kernel.ctas) continue;
         if (!may_start(kernel)) return;
-        while (kernel.placed < kernel.ctas) {
-            int multiprocessor = find_multiprocessor(kernel);
-            if (multiprocessor < 0) return;
-            place(kernel, multiprocessor);
-        }
+        while (kernel.placed < kernel.ctas)
+            if (!place_cluster(kernel)) return;
     }
 }
 
@@ -86,7 +99,10 @@ void end_cta(Cta& cta) {
             fail("CTA %d of kernel %d ended before its wgmma", cta.index, kernel.index);
     for (const Cta::NamedBarrier& barrier : cta.named)
         if (barrier.arrived) fail("CTA %d of kernel %d ended with threads at a barrier", cta.index, kernel.index);
+    for (const Fiber& fiber : cta.fibers)
+        if (fiber.cluster_phase >= 0) fail("CTA %d of kernel %d ended without waiting", cta.index, kernel.index);
     for (Fiber& fiber : cta.fibers) end_fiber(fiber);
+    cta.ended = true;
     run.multiprocessors[cta.multiprocessor].threads += kernel.threads;
     run.multiprocessors[cta.multiprocessor].shared += int(kernel.shared_bytes) + kReservedShared;
     kernel.let_next += !cta.let_next;
@@ -131,10 +147,12 @@ void emu_memory(const u8* begin, u64 bytes) {
 }
 
 // Queues a kernel for the next run; args[i] points to its i-th argument until then.
-void emu_launch(void (*entry)(void**), int grid_x, int grid_y, int threads, u32 shared_bytes, void** args, int early) {
+void emu_launch(void (*entry)(void**), int grid_x, int grid_y, int threads, u32 shared_bytes, void** args, int early,
+                int cluster) {
     uint3 grid{u32(grid_x), u32(grid_y), 1};
     int index = int(run.kernels.size());
-    run.kernels.push_back({entry, args, grid, threads, shared_bytes, early != 0, index, grid_x * grid_y, 0, 0, 0});
+    if (grid_x % cluster) fail("a grid of %d CTAs in clusters of %d", grid_x, cluster);
+    run.kernels.push_back({entry, args, grid, threads, shared_bytes, early != 0, cluster, index, grid_x * grid_y, 0, 0, 0});
 }
 
 // Runs what is queued; an empty string, or what went wrong. Afterwards nothing is queued.

@@ -56,10 +56,13 @@ inline void store_shared(u32 to, T... values) {
 inline void ld_shared_f32(float& to, u32 from) { load_shared(from, to); }
 inline void ld_shared_u32(u32& to, u32 from) { load_shared(from, to); }
 inline void ld_shared_v4_u32(u32& a, u32& b, u32& c, u32& d, u32 from) { load_shared(from, a, b, c, d); }
+inline void ld_shared_v2_f32(float& a, float& b, u32 from) { load_shared(from, a, b); }
+inline void ld_shared_v4_f32(float& a, float& b, float& c, float& d, u32 from) { load_shared(from, a, b, c, d); }
 inline void ld_shared_v4_s32(int& a, int& b, int& c, u32& d, u32 from) { load_shared(from, a, b, c, d); }
 inline void st_shared_u8(u32 to, u32 value) { store_shared(to, u8(value)); }
 inline void st_shared_u16(u32 to, u16 value) { store_shared(to, value); }
 inline void st_shared_u32(u32 to, u32 value) { store_shared(to, value); }
+inline void st_shared_v2_u32(u32 to, u32 a, u32 b) { store_shared(to, a, b); }
 inline void st_shared_v4_s32(u32 to, int a, int b, int c, int d) { store_shared(to, a, b, c, d); }
 inline void stmatrix_sync_aligned_m8n8_x4_shared_b16(u32 row, u32 a, u32 b, u32 c, u32 d) {
     const u32 values[] = {a, b, c, d};
@@ -87,6 +90,22 @@ inline void mbarrier_arrive_expect_tx_shared_cta_b64(u32 barrier, u32 bytes) { e
 inline void mbarrier_try_wait_parity_shared_cta_b64(bool& done, u32 barrier, u32 parity) {
     emu::mbarrier_wait(barrier, parity);
     done = true;
+}
+
+// ---- clusters ----
+
+inline void mapa_shared_cluster_u32(u32& there, u32 address, u32 rank) { there = emu::in_cluster(address, rank); }
+inline void barrier_cluster_arrive_relaxed() { emu::cluster_arrive(); }
+inline void barrier_cluster_wait_acquire() { emu::cluster_wait(); }
+inline void mbarrier_arrive_shared_cluster_b64(u32 barrier) { emu::mbarrier_arrive_in_cluster(barrier); }
+inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_v2_f32(u32 to, float a, float b, u32 barrier) {
+    const float values[] = {a, b};
+    emu::store_async(to, values, sizeof values, barrier);
+}
+inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_v4_f32(u32 to, float a, float b, float c, float d,
+                                                                      u32 barrier) {
+    const float values[] = {a, b, c, d};
+    emu::store_async(to, values, sizeof values, barrier);
 }
 
 // ---- one lane of a warp: the last, so that code fails that takes it for the first ----
@@ -119,6 +138,7 @@ inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 t
                                                                            u32 barrier) {
     emu::bulk_load(to, from, bytes, barrier);
 }
+inline void prefetch_tensormap(const void*) { emu::step(); }
 inline void cp_async_bulk_commit_group() { emu::bulk_commit(); }
 inline void cp_async_bulk_wait_group_read(int) { emu::bulk_wait(true); }
 inline void cp_async_bulk_wait_group(int) { emu::bulk_wait(false); }

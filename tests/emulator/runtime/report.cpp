@@ -4,7 +4,7 @@
 
 namespace emu {
 static const char* const kNames[] = {"ready",       "mbarrier", "named barrier",   "collective", "wgmma",
-                                     "bulk stores", "copies",   "previous kernel", "ended"};
+                                     "bulk stores", "copies",   "previous kernel", "cluster",    "ended"};
 
 template <class... Values>
 static std::string text(const char* format, Values... values) {

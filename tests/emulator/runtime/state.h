@@ -11,6 +11,7 @@
 
 namespace emu {
 struct Cta;
+struct Cluster;
 struct Warp;
 
 enum class Wait {  // report.cpp names them
@@ -22,6 +23,7 @@ enum class Wait {  // report.cpp names them
     kBulkStores,
     kCopies,
     kPreviousKernel,
+    kCluster,
     kEnded
 };
 
@@ -47,6 +49,7 @@ struct Fiber : Thread {
     std::vector<std::shared_ptr<StoreGroup>> groups;
     std::deque<std::shared_ptr<CopyBatch>> batches;
     int copies = 0;
+    int cluster_phase = -1;  // of the barrier at which it has arrived and not waited
 };
 
 struct Rendezvous {
@@ -83,19 +86,26 @@ struct Kernel {
     int threads;
     u32 shared_bytes;
     bool early;
+    int cluster;  // CTAs
     int index, ctas, placed, ended, let_next;
     bool done() const { return ended == ctas; }
 };
 
+struct Cluster {
+    std::vector<Cta*> ctas;
+    int arrived = 0, phase = 0;
+};
+
 struct Cta {
     Kernel* kernel;
+    std::shared_ptr<Cluster> cluster;
     int index, multiprocessor, alive;
     std::vector<u8> memory;
     u8* shared;
     std::deque<Fiber> fibers;
     std::deque<Warp> warps;
     std::vector<Fiber*> ready;
-    bool slow = false, let_next = false;
+    bool slow = false, let_next = false, ended = false;
     u32 slow_warps = 0;
     int copies = 0;  // that still read or write its shared memory
     struct NamedBarrier {

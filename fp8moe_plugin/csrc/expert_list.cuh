@@ -1,0 +1,40 @@
+// The experts that the tokens of a small batch have, each once, in the order of their numbers.
+#pragma once
+#include "expert_ids.cuh"
+
+constexpr int kMaxPairs = 256;          // SMALL_BATCH_PAIRS of plan.py
+
+struct ExpertList {
+    u32 present[kWarp];  // a bit an expert; at most MAX_LOCAL_EXPERTS of plan.py
+    u16 experts[kMaxPairs];
+    int count;
+};
+
+// Makes the list; by one warp.
+DEVICE void list_experts(const ExpertIds& router, ExpertList& list) {
+    u32* present = list.present;
+    int lane = lane_of_warp();
+    present[lane] = 0;
+    __syncwarp();
+#pragma unroll 1
+    for (int first = 0; first < router.pairs; first += 2 * kWarp) {
+        int id[2] = {router.id_of(first + lane), router.id_of(first + kWarp + lane)};
+        int expert[2] = {router.here(id[0]), router.here(id[1])};
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (expert[i] != kNoExpert) atomicOr(&present[expert[i] / kWarp], 1u << expert[i] % kWarp);
+    }
+    __syncwarp();
+
+    u32 word = present[lane];
+    int end = __popc(word);
+#pragma unroll
+    for (int lanes = 1; lanes < kWarp; lanes *= 2) {
+        int before = __shfl_up_sync(kAllLanes, end, lanes);
+        end += lane >= lanes ? before : 0;
+    }
+#pragma unroll 1
+    for (int at = end - __popc(word); word; word &= word - 1) list.experts[at++] = lane * kWarp + __ffs(word) - 1;
+    if (lane == kWarp - 1) list.count = end;
+    __syncwarp();
+}

@@ -1,0 +1,306 @@
+// The first GEMM of experts with all that comes before it, for a step of a few tokens: finds their experts, quantizes
+// the tokens, and for each of these experts writes quantized SiLU(gate) * up of each of its tokens.
+//
+// A tile is 128 channels of an expert, their 256 rows of weights, by all tokens of the step: whose they are matters
+// only at the end. A cluster of blocks shares a tile, each block a part of K. Each sends its sums to the block that
+// finishes the token, into that block's shared memory, where they are added up in the order of the blocks.
+//
+// Roles: two math warpgroups, of the gate's and the other half's rows; a warp that loads the weights; for each token
+// that the block finishes, a warp for that.
+//
+// In:   w_map       of w13: boxes of 64 rows as interleaved_map makes them, four neighbours in one thread's sums
+//       x           bfloat16 [tokens, K];    w_scales  float32 [experts, 2 * I / 128, K / 128]
+//       ids, expert_map  see expert_ids.cuh;    topk_weights  float32 [tokens, topk]
+// Out:  q           e4m3 [experts found, TOKENS, I]; zeros for a token that does not have the expert; nothing for
+//                   tokens that there are not
+//       scales      float32 [experts found, I / 128, TOKENS], times the router's weight; 0, nothing as above
+// UE8M0: 1 rounds scales up to powers of two, before the router's weight comes in.
+//
+// Grid: any number of clusters. The next kernel may start at once, see common.cuh.
+#include "expert_list.cuh"
+#include "fp8.cuh"
+#include "ring.cuh"
+#include "wgmma.cuh"
+
+constexpr int kTokens = TOKENS, kCluster = CLUSTER, kStages = STAGES;
+constexpr int kBlockI = 128, kBlockK = 128;
+constexpr int kMathWarpgroups = 2, kMathWarps = 8, kMathThreads = kMathWarps * kWarp;
+constexpr int kSlabs = 2;                      // of 64 rows of weights, of a warpgroup
+constexpr int kFinished = kTokens / kCluster;  // tokens a block finishes
+constexpr int kLoadWarp = kMathWarps, kFinishWarp = kLoadWarp + 1, kWarps = kFinishWarp + kFinished;
+static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
+constexpr int kMostSteps = 8;     // of 128 K, of a block
+constexpr int kFullArrivals = 3;  // who announces the bytes of TMA, and two who copy scales
+constexpr int kMathBarrier = 1;
+
+struct SharedMemory {
+    static constexpr u32 kBytesSlab = 64 * kBlockK, kBytesWeights = kMathWarpgroups * kSlabs * kBytesSlab;
+    static constexpr u32 kX = kStages * kBytesWeights, kSums = kX + kMostSteps * kTokens * kBlockK;
+    static constexpr u32 kBytesSums = 2 * kBlockI * 4;  // of a token
+    static constexpr u32 kXScales = kSums + kFinished * kCluster * kBytesSums;
+    static constexpr u32 kWeightScales = kXScales + kMostSteps * kTokens * 4;
+    static constexpr u32 kFull = (kWeightScales + kStages * 2 * 4 + 7) / 8 * 8, kEmpty = kFull + kStages * 8;
+    static constexpr u32 kReceived = kEmpty + kStages * 8, kTaken = kReceived + kFinished * 8;
+    static constexpr u32 kList = kTaken + 8, kEnd = kList + sizeof(ExpertList);
+
+    u32 base;
+    DEVICE u32 weights(int stage, int slab) const { return base + stage * kBytesWeights + slab * kBytesSlab; }
+    DEVICE u32 x(int step, int token) const { return base + kX + (step * kTokens + token) * kBlockK; }
+    DEVICE u32 x_scale(int step, int token) const { return base + kXScales + (step * kTokens + token) * 4; }
+    DEVICE u32 weight_scale(int stage, int half) const { return base + kWeightScales + (stage * 2 + half) * 4; }
+    // What block `from` of the cluster sends of a half of a token: of 128 channels.
+    DEVICE u32 sums(int finished, int from, int half) const {
+        return base + kSums + (finished * kCluster + from) * kBytesSums + half * (kBytesSums / 2);
+    }
+    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
+    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }
+    // All sums of a token have come; all who finish tokens, in whichever block, have taken theirs.
+    DEVICE u32 received(int finished) const { return base + kReceived + finished * 8; }
+    DEVICE u32 taken() const { return base + kTaken; }
+    DEVICE ExpertList& list() const {
+        extern __shared__ u8 dynamic_shared[];
+        return *reinterpret_cast<ExpertList*>(dynamic_shared + kList);
+    }
+};
+static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
+
+struct Step {
+    int tokens, topk, hidden, intermediate;
+    DEVICE int k_blocks() const { return hidden / kBlockK; }
+    DEVICE int groups() const { return intermediate / kBlockI; }
+};
+
+// Which part of K is the block's, and which tiles are the cluster's; tile t is group t % groups of the list's expert
+// t / groups.
+struct Share {
+    int rank, first_step, steps, first_tile, tile_stride;
+    DEVICE explicit Share(const Step& step) {
+        rank = blockIdx.x % kCluster;
+        first_step = rank * step.k_blocks() / kCluster;
+        steps = (rank + 1) * step.k_blocks() / kCluster - first_step;
+        first_tile = blockIdx.x / kCluster, tile_stride = gridDim.x / kCluster;
+    }
+};
+
+// ---- weights: a warp ------------------------------------------------------------------------------------------------
+
+DEVICE void load_weights(SharedMemory shared, const Step& step, const Share& share, const TensorMap* w_map,
+                         const float* w_scales, const ExpertList& list) {
+    int lane = lane_of_warp(), groups = step.groups();
+    Ring<kStages> ring;
+    for (int tile = share.first_tile; tile < list.count * groups; tile += share.tile_stride) {
+        int block_row = list.experts[tile / groups] * 2 * groups + tile % groups;  // of 128 rows of the gate
+        int slab_row = (block_row + lane / kSlabs * groups) * 4;  // of the lane's slab
+        const float* scale = w_scales + i64(block_row + lane % 2 * groups) * step.k_blocks() + share.first_step;
+#pragma unroll 1
+        for (int i = 0; i < share.steps; ++i, ring.advance()) {
+            int s = ring.stage, k = (share.first_step + i) * kBlockK;
+            u32 full = shared.full(s);
+            barrier_wait(shared.empty(s), ring.phase ^ 1);
+            if (lane == 0) barrier_arrive_expect(full, SharedMemory::kBytesWeights);
+            if (lane < 2 * kSlabs)
+                tma_load_4d(shared.weights(s, lane), w_map, full, k, 0, lane % kSlabs * 2, slab_row);
+            if (lane < 2) {
+                copy_async_4(shared.weight_scale(s, lane), scale + i);
+                copy_async_arrive(full);
+            }
+        }
+    }
+    copy_async_wait();  // PTX promises no arrivals of threads that have exited
+}
+
+// ---- math -----------------------------------------------------------------------------------------------------------
+
+// The block's part of K of all tokens, by half-warps: a group of 128 channels in 16 bytes a lane.
+struct Tokens {
+    static constexpr int kAtOnce = kMathThreads / kGroupLanes / kMostSteps, kRounds = kTokens / kAtOnce;
+    uint4 values[kRounds];
+
+    DEVICE static int lane() { return threadIdx.x % kGroupLanes; }
+    DEVICE static int step_of() { return threadIdx.x / kGroupLanes % kMostSteps; }
+    DEVICE static int first_token() { return threadIdx.x / kGroupLanes / kMostSteps; }
+
+    DEVICE Tokens(const Step& step, const Share& share, const uint4* x) {
+        if (!x || step_of() >= share.steps) return;
+        x += (i64(first_token()) * step.k_blocks() + share.first_step + step_of()) * kGroupLanes + lane();
+#pragma unroll
+        for (int round = 0; round < kRounds; ++round)
+            if (first_token() + round * kAtOnce < step.tokens)
+                values[round] = x[round * kAtOnce * step.k_blocks() * kGroupLanes];
+    }
+    DEVICE void quantize(SharedMemory shared, const Step& step, const Share& share) const {
+#pragma unroll
+        for (int round = 0; round < kRounds; ++round) {
+            int token = first_token() + round * kAtOnce;
+            if (round * kAtOnce >= step.tokens) break;  // for all lanes of the warp
+            float scale = group_scale(group_max(magnitude_bits(values[round]))), v[8];
+            unpack_eight(values[round], v);
+            if (token >= step.tokens || step_of() >= share.steps) continue;
+            u32 to = shared.x(step_of(), token) + (lane() / 2 ^ token % 8) * 16 + lane() % 2 * 8;
+            store_shared(to, quantize_eight(v, scale));
+            if (lane() == 0) store_shared(shared.x_scale(step_of(), token), __float_as_uint(scale));
+        }
+        fence_proxy_async();
+        named_barrier(kMathBarrier, kMathThreads);
+    }
+};
+
+// Of a slab, a thread holds rows lane/4 and lane/4 + 8 of its warp's 16, of tokens 8i + lane%4*2 and the next, at [4i]
+// and [4i + 1], the second row's 2 behind. In the interleaved order these and those of the other slab are neighbours.
+using Sums = float[kSlabs][kTokens / 2];
+
+DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int half, Sums& sum) {
+    int token = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab)
+#pragma unroll
+        for (int i = 0; i < kTokens / 2; ++i) sum[slab][i] = 0.f;
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+        int s = ring.stage;
+        barrier_wait(shared.full(s), ring.phase);
+        Sums product;
+        wgmma_fence();
+#pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab)
+            wgmma_issue_k128(product[slab], shared.weights(s, half * kSlabs + slab), shared.x(step, 0));
+        wgmma_commit();
+        float scale[kTokens / 4], half_scale = load_shared_float(shared.weight_scale(s, half));
+#pragma unroll
+        for (int i = 0; i < kTokens / 4; ++i)
+            scale[i] = half_scale * load_shared_float(shared.x_scale(step, token + i / 2 * 8 + i % 2));
+        wgmma_wait();
+#pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab) wgmma_results_ready(product[slab]);
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty(s));
+#pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab)
+#pragma unroll
+            for (int i = 0; i < kTokens / 2; ++i) sum[slab][i] += scale[i / 4 * 2 + i % 2] * product[slab][i];
+    }
+}
+
+// To the blocks that finish the tokens: a token's sums of a thread are 16 bytes.
+DEVICE void send(SharedMemory shared, const Step& step, const Share& share, int half, const Sums& sum) {
+    int lane = threadIdx.x % kWarp, at = (threadIdx.x / kWarp % 4 * 8 + lane / 4) * 16;
+#pragma unroll
+    for (int i = 0; i < kTokens / 4; ++i) {
+        int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
+        int to = token % kCluster, finished = token / kCluster;
+        if (token < step.tokens)
+            store_async(in_block(shared.sums(finished, share.rank, half) + at, to),
+                        make_float4(sum[0][e], sum[0][e + 2], sum[1][e], sum[1][e + 2]),
+                        in_block(shared.received(finished), to));
+    }
+}
+
+DEVICE void compute_tiles(SharedMemory shared, const Step& step, const Share& share, int tiles, int half) {
+    Ring<kStages> ring;
+    u32 phase = 1;
+    for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
+        Sums sum;
+        multiply(shared, ring, share.steps, half, sum);
+        barrier_wait(shared.taken(), phase);
+        __syncwarp();  // a lane that sends nothing would not keep the phase from going on
+        send(shared, step, share, half, sum);
+    }
+}
+
+// ---- a token's results: a warp --------------------------------------------------------------------------------------
+
+struct Result {
+    u8* q;
+    float* scales;
+};
+
+// SiLU(gate) * up of the lane's four channels as bfloat16, from what all blocks have sent.
+DEVICE uint2 activated(SharedMemory shared, int finished) {
+    float4 half[2] = {};
+#pragma unroll
+    for (int from = 0; from < kCluster; ++from)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float4 part = load_shared_float4(shared.sums(finished, from, h) + lane_of_warp() * 16);
+            half[h].x += part.x, half[h].y += part.y, half[h].z += part.z, half[h].w += part.w;
+        }
+    return make_uint2(silu_mul(pack_bf16x2(half[0].x, half[0].y), pack_bf16x2(half[1].x, half[1].y)),
+                      silu_mul(pack_bf16x2(half[0].z, half[0].w), pack_bf16x2(half[1].z, half[1].w)));
+}
+
+DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& share, int finished,
+                         const ExpertIds& router, const float* topk_weights, const ExpertList& list,
+                         const Result& out) {
+    int lane = lane_of_warp(), groups = step.groups(), token = finished * kCluster + share.rank;
+    int pair = token * step.topk + lane, tiles = list.count * groups;
+    int own_expert = lane < step.topk ? router.expert_of(pair) : kNoExpert;  // a column of topk a lane
+    float own_weight = lane < step.topk ? topk_weights[pair] : 0.f;
+    u32 received = shared.received(finished), phase = 0;
+    for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
+        if (lane == 0) barrier_arrive_expect(received, kCluster * SharedMemory::kBytesSums);
+        barrier_wait(received, phase);
+        uint2 value = activated(shared, finished);
+        __syncwarp();
+        // Told to those only who are going to wait for it: others may have ended.
+        if (lane < kCluster && tile + share.tile_stride < tiles)
+            barrier_arrive_in_cluster(in_block(shared.taken(), lane));
+
+        u32 amax = larger_of(max_u16x2(value.x & kNoSigns, value.y & kNoSigns));
+        bool own = own_expert == list.experts[tile / groups];
+        float weight = own ? own_weight : 0.f;
+#pragma unroll
+        for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+            amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
+            weight += __shfl_xor_sync(kAllLanes, weight, lanes);
+        }
+        bool any = __ballot_sync(kAllLanes, own);
+        float scale = group_scale(amax), inverse = __frcp_rn(scale);
+        float2 low = unpack_bf16x2(value.x), high = unpack_bf16x2(value.y);
+        u32 codes = pack_e4m3x4(divide(low.x, scale, inverse), divide(low.y, scale, inverse),
+                                divide(high.x, scale, inverse), divide(high.y, scale, inverse));
+        int row = tile / groups * kTokens + token;
+        reinterpret_cast<u32*>(out.q + i64(row) * step.intermediate + tile % groups * kBlockI)[lane] = any ? codes : 0;
+        if (lane == 0) out.scales[i64(tile) * kTokens + token] = any ? scale * weight : 0.f;
+    }
+}
+
+// ---- kernel ---------------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(THREADS, 2)
+    gate_up_small_batch(const __grid_constant__ TensorMap w_map, const uint4* x, const float* w_scales,
+                        const void* ids, const int* expert_map, const float* topk_weights, u8* q, float* scales,
+                        int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden,
+                        int intermediate) {
+    SharedMemory shared{dynamic_shared_address()};
+    const Step step{tokens, topk, hidden, intermediate};
+    const Share share(step);
+    const ExpertIds router{ids, expert_map, ids_64, tokens * topk, global_experts, num_experts};
+    ExpertList& list = shared.list();
+    let_next_kernel_start();
+    int warp = warp_uniform(threadIdx.x / kWarp);
+    bool math = warp < kMathWarps;
+    const Tokens own_part(step, share, math ? x : nullptr);
+    if (warp == kLoadWarp) {
+        if (lane_of_warp() == 0) prefetch(&w_map);
+        list_experts(router, list);
+    }
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kFinished; ++i) barrier_init(shared.received(i), 1);
+        barrier_init(shared.taken(), tokens);
+    }
+    init_barriers(shared, kStages, kFullArrivals, kMathWarps);
+    cluster_arrive();
+
+    if (math) {
+        own_part.quantize(shared, step, share);
+        cluster_wait();  // the others' barriers are there
+        compute_tiles(shared, step, share, list.count * step.groups(), warp / 4);
+    } else if (warp == kLoadWarp) {
+        load_weights(shared, step, share, &w_map, w_scales, list);
+        cluster_wait();
+    } else {
+        cluster_wait();
+        int finished = warp - kFinishWarp;
+        if (finished * kCluster + share.rank < tokens)
+            finish_token(shared, step, share, finished, router, topk_weights, list, {q, scales});
+    }
+}
