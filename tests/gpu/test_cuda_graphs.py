@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks import graph_replays
 from fp8moe_plugin import ops
 from fp8moe_plugin.plan import EARLY_FROM, GATHER_UP_TO
 from tests import helpers as h
@@ -84,6 +85,13 @@ def test_layers_of_decode_in_a_row_follow_their_routings(gen, tokens):
         return torch.stack([ops.fused_moe(x, *layer, *routing) for layer, *routing in calls])
 
     assert_replays_equal_eager(run, draw)
+
+
+# All have the scratch of the one pool; the last does not stream the weights.
+def test_graphs_of_several_sizes_take_turns(gen):
+    shape = graph_replays.Shape(EXPERTS, HIDDEN, 256, TOPK)
+    graphs = graph_replays.capture_all(gen, {"small": shape}, (1, 5, 16, 64, 200, 300))
+    assert graph_replays.faults(graph_replays.replay(graphs, 3 * STEPS, seed=0)) == []
 
 
 @pytest.mark.parametrize("expected_m", [16, 200])
