@@ -3,10 +3,12 @@
     python -m benchmarks.engine_decode --model DIR --out benchmarks/results/engine_decode-<date>.json
     python -m benchmarks.engine_decode --plot benchmarks/results/engine_decode-<date>.json  # needs matplotlib, no GPU
 
-A round is two calls with the same prompts of 64 random tokens, which differ by 64 generated tokens: the difference of
-their times is that of 64 decode steps. Engines are those of benchmarks.engine_prefill. `moe_ms` is the part of a step
-from the first kernel of each MoE layer to its last one, from a profile of 16 steps of their own; where it is null, the
-engine's kernels have other names than `MOE` knows (they are in the report, with their time in a step).
+A round is two calls with the same number of prompts of 32 random tokens, all read in one step, which differ by 64
+generated tokens: the difference of their times is that of 64 decode steps. Engines are those of
+benchmarks.engine_prefill, with CUDA graphs of the batch sizes alone: the others would only delay them. `moe_ms` is the
+part of a step from the end of each router's top-k to the end of the last kernel of the layer's experts, from a profile
+of 16 steps of their own, in which kernels are further apart than without one; shared experts run beside it. Where it is
+null, kernels have other names than `ROUTER` and `LAST` know (they are in the report, with their time in a step).
 """
 
 import argparse
@@ -29,12 +31,9 @@ from benchmarks.report import write_report
 from fp8moe_plugin.errors import UnsupportedError
 from warmup.bench_result import OURS, check_plot
 
-PROMPT_TOKENS, STEPS, PROFILED_STEPS = 64, 64, 16
-MOE = {  # the first and the last kernel of a layer's experts
-    OURS: (r"^(count_experts|route)$", r"^combine$"),
-    "triton": (r"moe_align_block_size", r"moe_sum"),
-    "deepgemm": (r"ep_scatter|(?<!un)permute", r"moe_unpermute|ep_gather|finalize"),
-}
+PROMPT_TOKENS, STEPS, PROFILED_STEPS = 32, 64, 16
+ROUTER = r"grouped_topk|topkGating"  # vLLM's, in all engines
+LAST = {OURS: r"^combine$", "triton": r"moe_sum", "deepgemm": r"ep_gather"}  # kernel of the experts
 SHOWN = 25  # kernels of a step, those that take longest
 
 
@@ -52,6 +51,7 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
         max_num_seqs=max(batches),
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
+        compilation_config={"cudagraph_capture_sizes": batches},
         **arguments,
     )
     ready = time.monotonic() - start
@@ -87,9 +87,9 @@ def profile(name: str, batch: int, generate: Any) -> dict[str, Any]:
             total[kernel["name"]] += kernel["dur"]
     per_step = {kernel: (sums[1][kernel] - sums[0][kernel]) / PROFILED_STEPS for kernel in sums[1]}
     longest = sorted(per_step.items(), key=lambda item: -item[1])[:SHOWN]
-    moe = [moe_us(trace, *MOE[name]) for trace in traces]
+    moe = [moe_us(trace, LAST[name]) for trace in traces]
     part = None if None in moe else round((moe[1] - moe[0]) / PROFILED_STEPS / 1e3, 4)  # type: ignore[operator]
-    return {"moe_ms": part, "kernels_us": {textwrap.shorten(k, 80): round(us, 2) for k, us in longest}}
+    return {"moe_ms": part, "kernels_us": {kernel[:120]: round(us, 2) for kernel, us in longest}}
 
 
 def kernels_of(call: Any) -> list[dict[str, Any]]:
@@ -107,17 +107,15 @@ def kernels_of(call: Any) -> list[dict[str, Any]]:
     return sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
 
 
-def moe_us(kernels: list[dict[str, Any]], first: str, last: str) -> float | None:
-    """From the start of each layer's first kernel to the end of its last one, added up; None if there is none.
-
-    The first `last` behind a `first` ends its layer.
-    """
+def moe_us(kernels: list[dict[str, Any]], last: str) -> float | None:
+    """From the end of each router's kernel to the end of the next `last`, added up; None if a layer has no end."""
     spans, begin = [], None
     for kernel in kernels:
-        if begin is None and re.search(first, kernel["name"]):
-            begin = kernel["ts"]
+        end = kernel["ts"] + kernel["dur"]
+        if re.search(ROUTER, kernel["name"]):
+            begin = end
         elif begin is not None and re.search(last, kernel["name"]):
-            spans.append(kernel["ts"] + kernel["dur"] - begin)
+            spans.append(end - begin)
             begin = None
     return sum(spans) if spans and begin is None else None
 
@@ -167,7 +165,7 @@ def main() -> None:
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--batches", default="1,8,64,256")
     parser.add_argument("--rounds", type=int, default=5, help="that are timed")
-    parser.add_argument("--timeout", type=float, default=400, help="seconds for all that one engine does")
+    parser.add_argument("--timeout", type=float, default=200, help="seconds for all that one engine does")
     parser.add_argument("--out", type=Path, help="the report, rewritten after each engine")
     parser.add_argument("--run", choices=ENGINES, help="run one engine in this process, and write its steps to --out")
     args = parser.parse_args()

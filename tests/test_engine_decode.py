@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine_decode import MOE, moe_us
+from benchmarks.engine_decode import LAST, moe_us
 from warmup.bench_result import OURS
 
-ROUTER = "void vllm::moe::router_gemm_kernel_bf16_output<256>(float*)"
+ROUTER_GEMM = "void vllm::moe::router_gemm_kernel_bf16_output<256>(float*)"
+TOPK = "void vllm::moe::grouped_topk_fused_small_expert_count_kernel<float, float, int>(float*)"
 ATTENTION = (
     "void flash::flash_fwd_splitkv_combine_kernel<Traits>",
     "void flash::FlashAttnFwdCombine<64>::combine",
@@ -22,25 +23,31 @@ def trace(*names: str) -> list[dict[str, Any]]:
 
 DECODE = ("route", "quantize", "gate_up_swap_ab", "grouped_gemm_swap_ab", "combine")
 PREFILL = ("count_experts", *DECODE)
+FEW_TRITON = ("per_token_group_quant_8bit", "FillFunctor<int>", "fused_moe_kernel", "act_and_mul", "quant")
+FEW_TRITON += ("fused_moe_kernel", "void vllm::moe::moe_sum_vec_dynamic_kernel<c10::BFloat16>()")
+TRITON = ("per_token_group_quant_8bit", "moe_align_block_size_kernel", "count_and_sort", *FEW_TRITON[2:])
+DEEPGEMM = ("quant", "_fwd_kernel_ep_scatter_1", "_fwd_kernel_ep_scatter_2", "gemm", "gemm", "_fwd_kernel_ep_gather")
 
 
-@pytest.mark.parametrize("layer", [DECODE, PREFILL])
-def test_our_layer_is_told_from_the_kernels_around_it(layer):
-    around = trace(ATTENTION[0], ROUTER, *layer, "rms_norm", *ATTENTION, ROUTER, *layer, ATTENTION[1], "sample")
-    assert moe_us(around, *MOE[OURS]) == 2 * (STEPS * (len(layer) - 1) + 7)
+@pytest.mark.parametrize(
+    ("engine", "layer"),
+    [(OURS, DECODE), (OURS, PREFILL), ("triton", FEW_TRITON), ("triton", TRITON), ("deepgemm", DEEPGEMM)],
+)
+def test_a_layer_is_told_from_the_kernels_around_it(engine, layer):
+    once = (ROUTER_GEMM, TOPK, *layer)
+    around = trace(ATTENTION[0], *once, "rms_norm", *ATTENTION, *once, ATTENTION[1], "sample")
+    assert moe_us(around, LAST[engine]) == 2 * STEPS * len(layer)
 
 
 def test_a_layer_ends_with_the_first_last_kernel():
-    kernels = trace("moe_align_block_size_kernel", "fused_moe_kernel", "moe_sum", "other", "moe_sum")
-    assert moe_us(kernels, *MOE["triton"]) == 2 * STEPS + 7
+    kernels = trace(TOPK, "fused_moe_kernel", "moe_sum", "other", "moe_sum")
+    assert moe_us(kernels, LAST["triton"]) == 2 * STEPS
 
 
-def test_unpermute_begins_no_layer():
-    first, second = ("moe_permute", "gemm", "moe_unpermute"), ("ep_scatter", "ep_gather")
-    kernels = trace(*first, "moe_unpermute_again", "other", *second)
-    assert moe_us(kernels, *MOE["deepgemm"]) == 2 * STEPS + 7 + STEPS + 7
+def test_a_router_of_several_kernels_ends_with_the_last_of_them():
+    assert moe_us(trace(TOPK, TOPK, *DECODE), LAST[OURS]) == STEPS * len(DECODE)
 
 
-@pytest.mark.parametrize("names", [(), (ROUTER, *ATTENTION), DECODE[:-1], (*DECODE, "route"), DECODE[1:]])
+@pytest.mark.parametrize("names", [(), (ROUTER_GEMM, *ATTENTION), (TOPK, *DECODE[:-1]), (TOPK, *DECODE, TOPK), DECODE])
 def test_without_whole_layers_there_is_no_time(names):
-    assert moe_us(trace(*names), *MOE[OURS]) is None
+    assert moe_us(trace(*names), LAST[OURS]) is None
