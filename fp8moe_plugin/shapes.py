@@ -161,12 +161,23 @@ def experts_refusal(hidden: int, intermediate: int, ranks: int) -> str | None:
     """Why the kernels cannot serve experts of this size that `ranks` ranks share, or None."""
     if hidden % GROUP:
         return f"hidden size {hidden} is no multiple of {GROUP}, the scale block"
-    if intermediate % (ranks * GROUP):
-        return (
-            f"split over {ranks} ranks, each has {intermediate / ranks:g} of the {intermediate} intermediate "
-            f"channels, no multiple of {GROUP}, the scale block"
-        )
+    if intermediate % ranks:  # vLLM asserts it, although the shares here need not be equal
+        return f"{ranks} ranks cannot share {intermediate} intermediate channels equally"
     return None
+
+
+def local_intermediate(intermediate: int, ranks: int) -> int:
+    """How many of an expert's intermediate channels a rank holds where `ranks` ranks share it: whole scale blocks.
+
+    Rank r holds the channels from r times as many on. No block is cut, so each keeps the checkpoint's scale, and
+    activations are quantized in the same groups as on one rank. What lies beyond the last channel is zero.
+    """
+    return ceil_div(intermediate, ranks * GROUP) * GROUP
+
+
+def padding_share(intermediate: int, ranks: int) -> float:
+    """What `local_intermediate` adds to an equal share of the channels, as a part of that share."""
+    return local_intermediate(intermediate, ranks) * ranks / intermediate - 1
 
 
 def dense_refusal(inputs: int, outputs: Sequence[int], split: bool) -> str | None:
@@ -190,7 +201,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def _rank_shapes(model: Model, parallel: Parallel) -> RankShapes:
-    experts, intermediate = model.experts, model.experts.intermediate // parallel.sharing
+    experts, intermediate = model.experts, local_intermediate(model.experts.intermediate, parallel.sharing)
     local = replace(experts, experts=ceil_div(experts.experts, parallel.ep), intermediate=intermediate)
     return RankShapes(local, tuple(_rank_dense(layer, parallel.tp) for layer in model.dense))
 

@@ -55,7 +55,8 @@ def rank_layer(model: Model, parallel: Parallel) -> Experts:
     """What one rank computes of a model's MoE layer: its experts, and how many of them a token is routed to.
 
     With expert parallelism a token's experts are spread over the ranks, so `topk` is the model's times the share of
-    experts on this rank, rounded, at least 1: the tokens of a measurement are those that reach the rank.
+    experts on this rank, rounded, at least 1: the tokens of a measurement are those that reach the rank. Experts that
+    ranks cannot share equally have the size that our layer holds, whole scale blocks; a peer may do with less.
 
     Raises:
         UnsupportedError: the ranks cannot share the model so.

@@ -14,11 +14,13 @@ from fp8moe_plugin.shapes import (
     Parallel,
     RankShapes,
     ceil_div,
+    local_intermediate,
+    padding_share,
     rank_shapes,
     split_refusal,
     whole_expert_ways,
 )
-from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
+from warmup.report import ExplainReport, LayoutReport, PaddingReport, ShapeReport, StepReport
 
 SAMPLES = 20_000  # experts whose rows are drawn
 STEPS = 200  # of which the busiest rank is looked for
@@ -41,6 +43,7 @@ def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tu
         parallel=str(parallel),
         shapes=shapes,
         weight_bytes=_weight_bytes(shapes),
+        padding=_padding(shapes, model.experts, parallel),
         workspace_bytes=steps[max_tokens].workspace_bytes,
         steps=list(steps.values()),
         layouts=layouts,
@@ -73,6 +76,19 @@ def _fp8_bytes(shape: list[int]) -> int:
 
 def _weight_bytes(shapes: list[ShapeReport]) -> int:
     return sum(shape.bytes for shape in shapes)
+
+
+def _padding(shapes: list[ShapeReport], whole: Experts, parallel: Parallel) -> PaddingReport | None:
+    overhead = padding_share(whole.intermediate, parallel.sharing)
+    if not overhead:
+        return None
+    held = sum(shape.bytes for shape in shapes if shape.name.startswith("experts."))
+    return PaddingReport(
+        channels=local_intermediate(whole.intermediate, parallel.sharing),
+        share=whole.intermediate / parallel.sharing,
+        overhead=round(overhead, 3),
+        bytes=round(held * overhead / (1 + overhead)),
+    )
 
 
 def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepReport:
@@ -120,6 +136,7 @@ def text(model: Model, found: ExplainReport, max_tokens: int) -> str:
         f"One GPU of {found.parallel}: {_size(found.weight_bytes)} of weights, "
         f"{_size(found.workspace_bytes)} of scratch in a step of {max_tokens} tokens",
         *(f"  {s.name:32s} {s.layers:4d} x {s.shape!s:20s} {_size(s.bytes):>10s}" for s in found.shapes),
+        *([_padding_text(found.padding)] if found.padding else []),
         "",
         "  tokens  rows/expert  padding    scratch  GEMMs of the experts",
         *(
@@ -140,6 +157,13 @@ def text(model: Model, found: ExplainReport, max_tokens: int) -> str:
         f"Best: {found.best}, by the least weights, then the most even work.",
     ]
     return "\n".join(lines)
+
+
+def _padding_text(padding: PaddingReport) -> str:
+    return (
+        f"  {_size(padding.bytes)} is padding: it holds {padding.channels} channels of an expert, whole scale blocks, "
+        f"not {padding.share:g}: {padding.overhead:.1%} more memory and work of the experts"
+    )
 
 
 def _size(count: int) -> str:

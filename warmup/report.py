@@ -91,10 +91,20 @@ class ShapeReport(Part):
     bytes: int  # of all its layers, with scales
 
 
+class PaddingReport(Part):
+    """What whole scale blocks cost a rank, where ranks cannot share those of each expert equally."""
+
+    channels: int  # of an expert's intermediate ones, that the rank holds
+    share: float  # what an equal share would be
+    overhead: float  # more memory and work than for that share
+    bytes: int  # of all its experts
+
+
 class ExplainReport(Part):
     parallel: str
     shapes: list[ShapeReport]  # of one rank
     weight_bytes: int
+    padding: PaddingReport | None = None  # of weight_bytes
     workspace_bytes: int
     steps: list[StepReport]
     layouts: list[LayoutReport]

@@ -19,7 +19,10 @@ from benchmarks.synthetic import PRESETS, write_checkpoint
 from tests.conftest import has_hopper
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = ("deepseek_v3", "qwen3_moe")
+# The experts write to the last layer's output: what is wrong with them shows, and no later router amplifies what FP8
+# rounds. Scales that differ from block to block show where one is taken for another.
+SHAPES = {f: replace(PRESETS[f, "tiny"], moe_layers=1, block_spread=1.0) for f in ("deepseek_v3", "qwen3_moe")}
+SHAPES["qwen3_moe_odd"] = replace(SHAPES["qwen3_moe"], moe_intermediate=384)  # 192 channels for each of two ranks
 # Around two faults of vLLM 0.32 on CPUs, which its BF16 models have too: the C++ kernel of rotary embeddings turns
 # DeepSeek's slices wrongly, and inductor moves a linear layer (onednn_mm) behind the first reader of its output.
 EAGER = {"enforce_eager": True, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
@@ -57,10 +60,7 @@ def _why_no_engine() -> str | None:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `<family>-fp8`, and its unquantized twin `<family>-bf16`."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    for family in FAMILIES:
-        # The experts write to the last layer's output: what is wrong with them shows, and no later router amplifies
-        # what FP8 rounds. Scales that differ from block to block show where one is taken for another.
-        shape = replace(PRESETS[family, "tiny"], moe_layers=1, block_spread=1.0)
+    for family, shape in SHAPES.items():
         for kind in ("fp8", "bf16"):
             write_checkpoint(folder / f"{family}-{kind}", shape, fp8=kind == "fp8")
     return folder

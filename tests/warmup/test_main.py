@@ -30,16 +30,10 @@ ALL, OF_A_MODEL = 33, 19  # kernels
 SPLITS = ("--tp 1", "--tp 2", "--tp 4", "--tp 8", "--ep 8")
 # What is not supported, and the nearest that is.
 NEAREST = {
-    ("ERNIE-4.5-300B-A47B-PT", "--tp 8"): "--tp 8 --ep 8 or --tp 4",
     ("GLM-4.5", "--tp 8"): "--tp 4 --dp 2 --ep 8 or --tp 4",
     ("GLM-4.5", "--ep 8"): "--tp 4 --dp 2 --ep 8 or --tp 4",
     ("GLM-4.6", "--tp 8"): "--tp 4 --dp 2 --ep 8 or --tp 4",
     ("GLM-4.6", "--ep 8"): "--tp 4 --dp 2 --ep 8 or --tp 4",
-    ("MiniMax-M2", "--tp 8"): "--tp 8 --ep 8 or --tp 4",
-    ("Qwen3-235B-A22B-FP8", "--tp 8"): "--tp 8 --ep 8 or --tp 4",
-    ("Qwen3-30B-A3B-FP8", "--tp 4"): "--tp 4 --ep 4 or --tp 2",
-    ("Qwen3-30B-A3B-FP8", "--tp 8"): "--tp 8 --ep 8 or --tp 2",
-    ("Qwen3-Coder-480B-A35B-Instruct-FP8", "--tp 8"): "--tp 8 --ep 8 or --tp 4",
 }
 Folder = Callable[[str], Path]
 
@@ -359,9 +353,43 @@ def test_explain_shows_what_one_gpu_holds(
     assert steps[1].padding == pytest.approx(1 - 1 / 8, abs=0.01)  # one row in a tile 8 wide
     assert steps[8192].rows_per_expert == 256
     assert found.best == "--tp 8"
-    refused = main(["explain", "--model", str(checkpoint("Qwen3-235B-A22B-FP8")), "--tp", "8"])
-    assert refused == 1
-    assert "each has 192 of the 1536 intermediate channels" in capsys.readouterr().err
+    assert found.padding is None
+    assert "is padding" not in capsys.readouterr().out
+
+
+# Channels that a rank holds of each expert, an equal share, and what the former takes beyond the latter.
+PADDED = {
+    ("Qwen3-235B-A22B-FP8", 8): (256, 192, 0.333),
+    ("Qwen3-30B-A3B-FP8", 4): (256, 192, 0.333),
+    ("Qwen3-30B-A3B-FP8", 8): (128, 96, 0.333),
+    ("Qwen3-Coder-480B-A35B-Instruct-FP8", 8): (384, 320, 0.2),
+    ("ERNIE-4.5-300B-A47B-PT", 8): (512, 448, 0.143),
+    ("MiniMax-M2", 8): (256, 192, 0.333),
+}
+
+
+@pytest.mark.parametrize(("name", "tp"), PADDED)
+def test_explain_shows_what_whole_scale_blocks_cost(
+    checkpoint: Folder,
+    models: dict[str, Model],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    cache: Path,
+    name: str,
+    tp: int,
+) -> None:
+    json_file, (channels, share, overhead) = tmp_path / "report.json", PADDED[name, tp]
+    assert main(["explain", "--model", str(checkpoint(name)), "--tp", str(tp), "--json", str(json_file)]) == 0
+    found = Report.model_validate_json(json_file.read_text()).explain
+    assert found
+    assert found.padding
+    assert (found.padding.channels, found.padding.share, found.padding.overhead) == (channels, share, overhead)
+    e = models[name].experts
+    padding = 3 * e.layers * e.experts * e.hidden * (channels - share)
+    assert found.padding.bytes == pytest.approx(padding * (1 + 4 / 128**2))
+    held = f"is padding: it holds {channels} channels of an expert, whole scale blocks, not {share}: {overhead:.1%} "
+    assert held in capsys.readouterr().out
+    assert found.best == f"--tp {tp} --ep {tp}"  # whole experts need no padding
 
 
 def test_doctor_finds_nothing_wrong_where_a_bundle_does(

@@ -1,6 +1,7 @@
 """Mixture-of-experts layers of a vLLM model: their parameters, and the modular kernel that runs them."""
 
 import logging
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,14 +18,14 @@ from fp8moe_plugin.jit.lookup import place
 from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.experts import experts_class
-from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
+from fp8moe_plugin.layers.vllm.loading import check_loaded, load_whole_blocks, poison
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.plan import moe_kernels
-from fp8moe_plugin.shapes import GROUP, experts_refusal, too_many_experts
+from fp8moe_plugin.shapes import GROUP, experts_refusal, local_intermediate, padding_share, too_many_experts
 
 logger = logging.getLogger("fp8moe")
 
-_announced: set[tuple[str, str]] = set()  # one line is enough
+_announced: set[tuple[object, object]] = set()  # one line of each kind is enough
 
 PARAMETERS = ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv")
 
@@ -47,6 +48,11 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
+        """The hidden size as it is, and this rank's intermediate channels: where they are decided for all that follows.
+
+        Raises:
+            UnsupportedError: vLLM's dispatch takes no tokens of this hidden size.
+        """
         sizes = hidden_size, intermediate_size_per_partition
         wanted = super().maybe_roundup_sizes(*sizes, act_dtype, moe_parallel_config)
         if tuple(wanted) != sizes:
@@ -54,7 +60,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
                 f"{self.prefix}: hidden size {hidden_size} is none that {moe_parallel_config.all2all_backend} takes, "
                 "and padding it is not supported. Choose another --all2all-backend."
             )
-        return sizes
+        return hidden_size, local_intermediate(self.moe.intermediate_size, self.moe.tp_size)
 
     def create_weights(
         self,
@@ -69,6 +75,9 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         layer.orig_dtype = params_dtype
         layer.weight_block_size = [GROUP, GROUP]
         layer.w13_input_scale = layer.w2_input_scale = None
+        if intermediate_size_per_partition * self.moe.tp_size != self.moe.intermediate_size:
+            _announce_padding(self.moe.intermediate_size, self.moe.tp_size)
+            extra_weight_attrs["weight_loader"] = MethodType(load_whole_blocks, layer)
         block_attrs = {**extra_weight_attrs, "quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
         rows, hidden, inner = 2 * intermediate_size_per_partition, hidden_size, intermediate_size_per_partition
         for name, n, k in (("w13", rows, hidden), ("w2", hidden, inner)):
@@ -156,25 +165,10 @@ def check_layer(prefix: str, moe: Any, experts_cls: Any) -> None:
 
 
 def _check_sizes(prefix: str, moe: Any) -> None:
-    refusal = experts_refusal(moe.hidden_dim, moe.intermediate_size, moe.tp_size)
-    if refusal:
-        advice = "" if moe.hidden_dim % GROUP else _advice_on_ranks(moe)
-        raise UnsupportedError(f"{prefix}: {refusal}. {advice or 'Use --quantization fp8.'}")
+    if refusal := experts_refusal(moe.hidden_dim, moe.intermediate_size, moe.tp_size):
+        raise UnsupportedError(f"{prefix}: {refusal}. Use --quantization fp8.")
     if refusal := too_many_experts(moe.num_local_experts):
         raise UnsupportedError(f"{prefix}: {refusal}. Use more GPUs and --enable-expert-parallel.")
-
-
-def _advice_on_ranks(moe: Any) -> str:
-    """What to start with instead, where `moe.tp_size` ranks (tensor parallel times its replicas) split each expert."""
-    if moe.intermediate_size % GROUP:
-        return ""
-    replicas = moe.dp_size * moe.pcp_size
-    tp = moe.tp_size // replicas
-    # A divisor of the size in use divides the model's attention heads too.
-    ways = [t for t in range(1, tp) if tp % t == 0]
-    fits = [t for t in ways if not experts_refusal(moe.hidden_dim, moe.intermediate_size, t * replicas)]
-    smaller = f"--tensor-parallel-size {max(fits)}, or " if fits else ""
-    return f"Use {smaller}--enable-expert-parallel to keep each expert whole."
 
 
 def _register(layer: Any, name: str, data: torch.Tensor, attrs: dict[str, Any]) -> None:
@@ -182,6 +176,19 @@ def _register(layer: Any, name: str, data: torch.Tensor, attrs: dict[str, Any]) 
     parameter = torch.nn.Parameter(data, requires_grad=False)
     set_weight_attrs(parameter, attrs)
     layer.register_parameter(name, parameter)
+
+
+def _announce_padding(intermediate: int, ranks: int) -> None:
+    if (intermediate, ranks) in _announced:
+        return
+    _announced.add((intermediate, ranks))
+    cost, whole = padding_share(intermediate, ranks), padding_share(intermediate, 1)
+    logger.warning(
+        "fp8moe holds the %d intermediate channels of an expert in whole scale blocks of %d: a rank's share of 1/%d is "
+        "%d channels instead of %g, so that its experts take %.1f%% more memory and work.%s",
+        *(intermediate, GROUP, ranks, local_intermediate(intermediate, ranks), intermediate / ranks, 100 * cost),
+        f" With --enable-expert-parallel it is {whole:.1%}." if whole < cost else "",
+    )
 
 
 def _announce(backend: str, layout: str, kernels: LoadCounts) -> None:

@@ -1,0 +1,213 @@
+"""How ranks share experts of any size: in whole scale blocks, loaded by vLLM's own loader; no engine is started."""
+
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+from vllm.model_executor.model_loader.reload import meta
+
+from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.layers.vllm import moe as seam
+from fp8moe_plugin.layers.vllm.loading import check_loaded
+from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
+from fp8moe_plugin.ops.fused_moe import fused_moe
+from fp8moe_plugin.ops.gemm import dequantize_blocks
+from fp8moe_plugin.shapes import GROUP, ceil_div
+from tests.test_shapes import SHARES
+
+EXPERTS, HIDDEN, TOKENS, TOPK = 3, 256, 9, 2
+Checkpoint = dict[str, list[torch.Tensor]]
+
+
+def make_checkpoint(intermediate: int) -> Checkpoint:
+    """Of each expert, as vLLM names them: weights and scales of w1 (gate), w3 (up) and w2 (down)."""
+    gen = torch.Generator().manual_seed(intermediate)
+    found: Checkpoint = {}
+    for name, n, k in (("w1", intermediate, HIDDEN), ("w3", intermediate, HIDDEN), ("w2", HIDDEN, intermediate)):
+        # Blocks differ in magnitude, so that a scale taken for another shows.
+        magnitude = torch.rand(EXPERTS, ceil_div(n, GROUP), ceil_div(k, GROUP), generator=gen) + 0.1
+        spread = magnitude.repeat_interleave(GROUP, 1).repeat_interleave(GROUP, 2)[:, :n, :k]
+        q, scale = per_block_cast_to_fp8(torch.randn(EXPERTS, n, k, generator=gen) * spread / k**0.5)
+        found[f"{name}_weight"], found[f"{name}_weight_scale_inv"] = list(q), list(scale)
+    return found
+
+
+class Layer(RoutedExperts):
+    """A layer of experts on one rank, with vLLM's loader, our method and no engine around it."""
+
+    def __init__(self, intermediate: int, ranks: int, rank: int) -> None:
+        torch.nn.Module.__init__(self)
+        self.quant_config = self._fused_shared_expert_quantizer = None
+        parallel = FusedMoEParallelConfig.make_no_parallel()
+        parallel = dataclasses.replace(parallel, tp_size=ranks, tp_rank=rank)
+        self.moe_config = FusedMoEConfig(
+            num_experts=EXPERTS,
+            experts_per_token=TOPK,
+            hidden_dim=HIDDEN,
+            intermediate_size=intermediate,
+            num_local_experts=EXPERTS,
+            num_logical_experts=EXPERTS,
+            activation=MoEActivation.SILU,
+            device="cpu",
+            routing_method=RoutingMethodType.Renormalize,
+            moe_parallel_config=parallel,
+            in_dtype=torch.bfloat16,
+        )
+        self.quant_method = seam.Fp8MoeMethod(self.moe_config, False, "L", "warmup")
+        part = self.moe_config.intermediate_size_per_partition
+        sizes = self.quant_method.maybe_roundup_sizes(HIDDEN, part, torch.bfloat16, parallel)
+        self.quant_method.create_weights(self, EXPERTS, *sizes, torch.bfloat16, weight_loader=self.weight_loader)
+
+    def _map_global_expert_id_to_local_expert_id(self, expert: int) -> int:
+        return expert
+
+    def load(self, checkpoint: Checkpoint) -> "Layer":
+        for name, tensors in checkpoint.items():
+            shard, _, kind = name.partition("_")
+            param = getattr(self, f"{'w2' if shard == 'w2' else 'w13'}_{kind}")
+            for i, tensor in enumerate(tensors):
+                assert param.weight_loader(param, tensor, f"L.{kind}", shard_id=shard, expert_id=i, return_success=True)
+        return self
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Like a checkpoint, of this rank's channels."""
+        found = {}
+        for kind in ("weight", "weight_scale_inv"):
+            gate_up = getattr(self, f"w13_{kind}").data
+            found[f"w1_{kind}"], found[f"w3_{kind}"] = gate_up.chunk(2, 1)
+            found[f"w2_{kind}"] = getattr(self, f"w2_{kind}").data
+        return found
+
+
+def loaded(intermediate: int, ranks: int, checkpoint: Checkpoint) -> Iterator[Layer]:
+    return (Layer(intermediate, ranks, rank).load(checkpoint) for rank in range(ranks))
+
+
+@pytest.mark.parametrize(("intermediate", "ranks"), [(2048, 8), (1536, 4), (256, 1)])
+def test_shares_that_are_whole_blocks_are_loaded_by_vllm_alone(intermediate, ranks):
+    layer = Layer(intermediate, ranks, 0)
+    assert layer.w13_weight.shape == (EXPERTS, 2 * intermediate // ranks, HIDDEN)
+    assert layer.w13_weight.weight_loader == layer.weight_loader
+
+
+@pytest.mark.parametrize(("intermediate", "ranks", "channels"), SHARES)
+def test_the_ranks_parts_are_the_checkpoint_bit_by_bit_and_zeros_after_it(intermediate, ranks, channels):
+    checkpoint = make_checkpoint(intermediate)
+    parts = [layer.parts() for layer in loaded(intermediate, ranks, checkpoint)]
+    for name, tensors in checkpoint.items():
+        dim = 2 if name.startswith("w2") else 1
+        whole, assembled = torch.stack(tensors), torch.cat([part[name] for part in parts], dim)
+        size = whole.shape[dim]
+        assert assembled.shape[dim] == ranks * channels // (GROUP if "scale" in name else 1)
+        assert torch.equal(assembled.narrow(dim, 0, size).float(), whole.float())
+        assert not assembled.narrow(dim, size, assembled.shape[dim] - size).float().any()
+
+
+def experts_in_float64(x: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
+    """`[E, T, H]`: every expert of every token, on dequantized weights."""
+    w1, w3, w2 = (dequantize_blocks(w[f"{n}_weight"], w[f"{n}_weight_scale_inv"]).double() for n in ("w1", "w3", "w2"))
+    gate, up = x @ w1.mT, x @ w3.mT
+    return (torch.nn.functional.silu(gate) * up) @ w2.mT
+
+
+@pytest.mark.parametrize(("intermediate", "ranks", "channels"), SHARES)
+def test_the_ranks_together_compute_what_one_does(intermediate, ranks, channels):
+    checkpoint = make_checkpoint(intermediate)
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole = experts_in_float64(x, {name: torch.stack(tensors) for name, tensors in checkpoint.items()})
+    shared = sum(experts_in_float64(x, layer.parts()) for layer in loaded(intermediate, ranks, checkpoint))
+    torch.testing.assert_close(shared, whole, rtol=1e-12, atol=1e-12)
+
+
+def run(layer: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    w13 = layer.w13_weight.data, layer.w13_weight_scale_inv.data
+    return fused_moe(x, *w13, layer.w2_weight.data, layer.w2_weight_scale_inv.data, weights, ids).double()
+
+
+@pytest.mark.parametrize(("intermediate", "ranks", "channels"), SHARES)
+def test_ranks_quantize_activations_as_one_does(intermediate, ranks, channels):
+    """In the same groups: sums differ by the bfloat16 of each rank's. Other groups would differ by 0.03."""
+    checkpoint = make_checkpoint(intermediate)
+    gen = torch.Generator().manual_seed(1)
+    x = torch.randn(TOKENS, HIDDEN, generator=gen).bfloat16()
+    weights, ids = torch.rand(TOKENS, EXPERTS, generator=gen).topk(TOPK)
+    (alone,) = loaded(intermediate, 1, checkpoint)
+    whole = run(alone, x, weights, ids)
+    parts = [run(layer, x, weights, ids) for layer in loaded(intermediate, ranks, checkpoint)]
+    assert (sum(parts) - whole).norm() < 0.005 * whole.norm()
+
+
+def test_loading_again_replaces_everything_and_is_counted_as_whole():
+    first, second = make_checkpoint(1536), {name: t[::-1] for name, t in make_checkpoint(1536).items()}
+    layer, fresh = Layer(1536, 8, 6), Layer(1536, 8, 6).load(second)  # a rank of padding alone
+    with meta.CopyCounter() as counter:  # by which vLLM knows when a layer is complete
+        layer.load(first)
+    assert counter.copied_numel == sum(param.numel() for param in layer.parameters())
+    layer.load(second)
+    for mine, wanted in zip(layer.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(mine.float(), wanted.float())
+
+
+def test_vllm_finds_the_loader_of_a_layer_that_it_reloads():
+    layer = Layer(768, 8, 1)
+    params, _ = meta.capture_layer_to_meta(layer)
+    restored = meta.restore_layer_refs(params["w2_weight"], layer)
+    assert restored.weight_loader == layer.w2_weight.weight_loader
+    assert restored.weight_loader.__self__ is layer
+    assert restored.weight_loader.supports_moe_loading
+
+
+@pytest.mark.parametrize("name", ["w1_weight", "w3_weight_scale_inv", "w2_weight", "w2_weight_scale_inv"])
+@pytest.mark.parametrize("rank", [0, 7])
+def test_a_missing_tensor_is_noticed_on_ranks_of_padding_too(name, rank):
+    checkpoint = make_checkpoint(1536)
+    checkpoint[name].pop()
+    layer = Layer(1536, 8, rank).load(checkpoint)
+    shard, _, kind = name.partition("_")
+    param = f"{'w2' if shard == 'w2' else 'w13'}_{kind}"
+    with pytest.raises(CheckpointError, match=f"L.{param} of local expert 2: a tensor is missing"):
+        check_loaded("L", param, getattr(layer, param))
+
+
+@pytest.mark.parametrize("name", ["w1_weight", "w3_weight_scale_inv", "w2_weight", "w2_weight_scale_inv"])
+def test_a_tensor_of_another_size_is_refused(name):
+    other = {name: make_checkpoint(768)[name]}
+    with pytest.raises(
+        CheckpointError, match=r"w. of expert 0 has shape .*, an intermediate size of 1536 makes .*Check that config"
+    ):
+        Layer(1536, 8, 0).load(other)
+
+
+@pytest.mark.parametrize(
+    ("intermediate", "ranks", "line"),
+    [
+        (
+            1536,
+            8,
+            r"1/8 is 256 channels instead of 192, .* 33\.3% more memory and work\. With --en.* is 0\.0%\.$",
+        ),
+        (
+            320,
+            2,
+            r"1/2 is 256 channels instead of 160, .* 60\.0% more memory and work\. With --en.* is 20\.0%\.$",
+        ),
+        (320, 1, r"1/1 is 384 channels instead of 320, .* 20\.0% more memory and work\.$"),
+    ],
+)
+def test_one_line_says_what_padding_costs(monkeypatch, caplog, intermediate, ranks, line):
+    monkeypatch.setattr(logging.getLogger("fp8moe"), "parent", logging.getLogger())  # where caplog listens
+    monkeypatch.setattr(seam, "_announced", set())
+    for rank in range(ranks):
+        Layer(intermediate, ranks, rank)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert re.search(line, record.getMessage())

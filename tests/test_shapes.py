@@ -1,0 +1,65 @@
+"""How ranks share experts."""
+
+from dataclasses import replace
+
+import pytest
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.shapes import (
+    GROUP,
+    Experts,
+    Model,
+    Parallel,
+    experts_refusal,
+    local_intermediate,
+    padding_share,
+    rank_shapes,
+)
+
+# Intermediate size, ranks, and the channels that each holds: Qwen3-235B and GLM-4.5; Qwen3-30B; Qwen3-Coder-480B;
+# GLM-4.5-Air; ERNIE-4.5. Then a last block that is not full, alone and shared, and ranks without any channel.
+SHARES = [
+    (1536, 8, 256),
+    (768, 4, 256),
+    (768, 8, 128),
+    (2560, 8, 384),
+    (1408, 4, 384),
+    (1408, 8, 256),
+    (3584, 8, 512),
+    (320, 1, 384),
+    (320, 2, 256),
+    (64, 2, 128),
+]
+EXPERTS = Experts(layers=1, experts=16, topk=4, hidden=1024, intermediate=1536)
+MODEL = Model("M", EXPERTS, dense=(), heads=48, kv_heads=48, vocab=512, ue8m0=False, quantized=True)
+
+
+@pytest.mark.parametrize(("intermediate", "ranks", "channels"), SHARES)
+def test_a_rank_holds_whole_blocks_and_no_more_than_it_must(intermediate: int, ranks: int, channels: int) -> None:
+    assert local_intermediate(intermediate, ranks) == channels
+    assert channels % GROUP == 0
+    assert channels * ranks >= intermediate
+    assert (channels - GROUP) * ranks < intermediate  # whichever way whole blocks are shared, some rank has as many
+    assert padding_share(intermediate, ranks) == pytest.approx(channels / (intermediate / ranks) - 1)
+
+
+@pytest.mark.parametrize(("intermediate", "ranks"), [(2048, 1), (2048, 8), (2048, 16), (1536, 4), (128, 1)])
+def test_whole_blocks_for_every_rank_are_not_padded(intermediate: int, ranks: int) -> None:
+    assert local_intermediate(intermediate, ranks) == intermediate // ranks
+    assert padding_share(intermediate, ranks) == 0
+
+
+def test_a_rank_of_a_model_holds_whole_blocks() -> None:
+    assert rank_shapes(MODEL, Parallel(8)).experts == replace(EXPERTS, intermediate=256)
+    assert rank_shapes(MODEL, Parallel(2, 4)).experts == replace(EXPERTS, intermediate=256)  # replicas share them too
+    assert rank_shapes(MODEL, Parallel(8, expert_parallel=True)).experts == replace(EXPERTS, experts=2)
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    assert experts_refusal(320, 1536, 1) == "hidden size 320 is no multiple of 128, the scale block"
+    assert experts_refusal(256, 1000, 16) == "16 ranks cannot share 1000 intermediate channels equally"
+    uneven = replace(MODEL, experts=replace(EXPERTS, intermediate=1000))
+    with pytest.raises(
+        UnsupportedError, match=r"--tp 16 is not supported: experts: 16 ranks cannot share 1000 .*: .*--ep 16 or --tp 8"
+    ):
+        rank_shapes(uneven, Parallel(16))
