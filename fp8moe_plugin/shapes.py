@@ -167,12 +167,24 @@ def experts_refusal(hidden: int, intermediate: int, ranks: int) -> str | None:
 
 
 def local_intermediate(intermediate: int, ranks: int) -> int:
-    """How many of an expert's intermediate channels a rank holds where `ranks` ranks share it: whole scale blocks.
+    """How many intermediate channels of an expert or an MLP a rank holds that `ranks` ranks share: whole scale blocks.
 
     Rank r holds the channels from r times as many on. No block is cut, so each keeps the checkpoint's scale, and
     activations are quantized in the same groups as on one rank. What lies beyond the last channel is zero.
     """
     return ceil_div(intermediate, ranks * GROUP) * GROUP
+
+
+def is_gate_up(name: str) -> bool:
+    """Whether a dense layer is the first half of an MLP, by its name in vLLM; `is_down`: the second half.
+
+    Only the other half sees which rank has which of the channels between them.
+    """
+    return name.rpartition(".")[2] == "gate_up_proj"
+
+
+def is_down(name: str) -> bool:
+    return name.rpartition(".")[2] == "down_proj"
 
 
 def padding_share(intermediate: int, ranks: int) -> float:
@@ -208,8 +220,12 @@ def _rank_shapes(model: Model, parallel: Parallel) -> RankShapes:
 
 def _rank_dense(layer: Dense, tp: int) -> Dense:
     match layer.split:
+        case Split.OUTPUTS if is_gate_up(layer.name):
+            return replace(layer, outputs=tuple(local_intermediate(width, tp) for width in layer.outputs))
         case Split.OUTPUTS:
             return replace(layer, outputs=tuple(max(width // tp, layer.smallest) for width in layer.outputs))
+        case Split.INPUTS if is_down(layer.name):
+            return replace(layer, inputs=local_intermediate(layer.inputs, tp))
         case Split.INPUTS:
             return replace(layer, inputs=layer.inputs // tp)
         case Split.NONE:

@@ -1,4 +1,4 @@
-"""How ranks share experts."""
+"""How ranks share experts and MLPs."""
 
 from dataclasses import replace
 
@@ -7,9 +7,11 @@ import pytest
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.shapes import (
     GROUP,
+    Dense,
     Experts,
     Model,
     Parallel,
+    Split,
     experts_refusal,
     local_intermediate,
     padding_share,
@@ -31,7 +33,11 @@ SHARES = [
     (64, 2, 128),
 ]
 EXPERTS = Experts(layers=1, experts=16, topk=4, hidden=1024, intermediate=1536)
-MODEL = Model("M", EXPERTS, dense=(), heads=48, kv_heads=48, vocab=512, ue8m0=False, quantized=True)
+MLP = (  # of GLM-4.5's shared expert
+    Dense("mlp.shared_experts.gate_up_proj", 1, 1024, (1536, 1536), Split.OUTPUTS),
+    Dense("mlp.shared_experts.down_proj", 1, 1536, (1024,), Split.INPUTS),
+)
+MODEL = Model("M", EXPERTS, dense=MLP, heads=48, kv_heads=48, vocab=512, ue8m0=False, quantized=True)
 
 
 @pytest.mark.parametrize(("intermediate", "ranks", "channels"), SHARES)
@@ -55,6 +61,20 @@ def test_a_rank_of_a_model_holds_whole_blocks() -> None:
     assert rank_shapes(MODEL, Parallel(8, expert_parallel=True)).experts == replace(EXPERTS, experts=2)
 
 
+def test_both_halves_of_an_mlp_hold_the_same_whole_blocks() -> None:
+    for tp, width in ((1, 1536), (4, 384), (8, 256)):
+        up, down = rank_shapes(MODEL, Parallel(tp)).dense
+        assert (up.outputs, down.inputs) == ((width, width), width)
+    half_a_block = tuple(replace(half, outputs=(320, 320)) if half.inputs == 1024 else half for half in MLP)
+    assert rank_shapes(replace(MODEL, dense=half_a_block), Parallel(2)).dense[0].outputs == (256, 256)
+
+
+def test_other_layers_are_cut_where_vllm_cuts_them() -> None:
+    attention = Dense("self_attn.o_proj", 1, 1536, (1024,), Split.INPUTS)
+    with pytest.raises(UnsupportedError, match=r"self_attn.o_proj has 192 input channels on this rank.*--tp 4\.$"):
+        rank_shapes(replace(MODEL, dense=(attention,)), Parallel(8))
+
+
 def test_what_cannot_be_shared_is_refused() -> None:
     assert experts_refusal(320, 1536, 1) == "hidden size 320 is no multiple of 128, the scale block"
     assert experts_refusal(256, 1000, 16) == "16 ranks cannot share 1000 intermediate channels equally"
@@ -63,3 +83,6 @@ def test_what_cannot_be_shared_is_refused() -> None:
         UnsupportedError, match=r"--tp 16 is not supported: experts: 16 ranks cannot share 1000 .*: .*--ep 16 or --tp 8"
     ):
         rank_shapes(uneven, Parallel(16))
+    odd = replace(MODEL, experts=replace(EXPERTS, hidden=320))
+    with pytest.raises(UnsupportedError, match="No other is either; on one GPU: experts: hidden size 320 is"):
+        rank_shapes(odd, Parallel(2))

@@ -14,13 +14,14 @@ from fp8moe_plugin.shapes import (
     Parallel,
     RankShapes,
     ceil_div,
-    local_intermediate,
+    is_down,
+    is_gate_up,
     padding_share,
     rank_shapes,
     split_refusal,
     whole_expert_ways,
 )
-from warmup.report import ExplainReport, LayoutReport, PaddingReport, ShapeReport, StepReport
+from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
 
 SAMPLES = 20_000  # experts whose rows are drawn
 STEPS = 200  # of which the busiest rank is looked for
@@ -43,7 +44,7 @@ def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tu
         parallel=str(parallel),
         shapes=shapes,
         weight_bytes=_weight_bytes(shapes),
-        padding=_padding(shapes, model.experts, parallel),
+        padding_bytes=sum(shape.padding_bytes for shape in shapes),
         workspace_bytes=steps[max_tokens].workspace_bytes,
         steps=list(steps.values()),
         layouts=layouts,
@@ -52,20 +53,29 @@ def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tu
 
 
 def _shapes(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
-    e = rank.experts
+    e, share = rank.experts, padding_share(model.experts.intermediate, parallel.sharing)
     w13, w2 = [e.experts, 2 * e.intermediate, e.hidden], [e.experts, e.hidden, e.intermediate]
-    experts = [
-        ShapeReport(name=f"experts.{name}", layers=e.layers, shape=shape, bytes=e.layers * _fp8_bytes(shape))
-        for name, shape in (("w13", w13), ("w2", w2))
+    experts = [_shape(f"experts.{name}", e.layers, shape, share) for name, shape in (("w13", w13), ("w2", w2))]
+    dense = [
+        _shape(part.name, part.layers, [sum(part.outputs), part.inputs], _mlp_padding(whole, parallel.tp))
+        for whole, part in zip(model.dense, rank.dense, strict=True)
     ]
     vocabulary = [2 * ceil_div(model.vocab, parallel.tp), e.hidden]
     embeddings = ShapeReport(name="embeddings (BF16)", layers=1, shape=vocabulary, bytes=2 * vocabulary[0] * e.hidden)
-    return [*experts, *map(_dense_shape, rank.dense), embeddings]
+    return [*experts, *dense, embeddings]
 
 
-def _dense_shape(layer: Dense) -> ShapeReport:
-    shape = [sum(layer.outputs), layer.inputs]
-    return ShapeReport(name=layer.name, layers=layer.layers, shape=shape, bytes=layer.layers * _fp8_bytes(shape))
+def _shape(name: str, layers: int, shape: list[int], padding: float) -> ShapeReport:
+    """`padding`: as `padding_share` gives it."""
+    nbytes = layers * _fp8_bytes(shape)
+    of_it = round(nbytes * padding / (1 + padding))
+    return ShapeReport(name=name, layers=layers, shape=shape, bytes=nbytes, padding_bytes=of_it)
+
+
+def _mlp_padding(whole: Dense, tp: int) -> float:
+    if is_gate_up(whole.name):
+        return padding_share(whole.outputs[0], tp)
+    return padding_share(whole.inputs, tp) if is_down(whole.name) else 0.0
 
 
 def _fp8_bytes(shape: list[int]) -> int:
@@ -76,19 +86,6 @@ def _fp8_bytes(shape: list[int]) -> int:
 
 def _weight_bytes(shapes: list[ShapeReport]) -> int:
     return sum(shape.bytes for shape in shapes)
-
-
-def _padding(shapes: list[ShapeReport], whole: Experts, parallel: Parallel) -> PaddingReport | None:
-    overhead = padding_share(whole.intermediate, parallel.sharing)
-    if not overhead:
-        return None
-    held = sum(shape.bytes for shape in shapes if shape.name.startswith("experts."))
-    return PaddingReport(
-        channels=local_intermediate(whole.intermediate, parallel.sharing),
-        share=whole.intermediate / parallel.sharing,
-        overhead=round(overhead, 3),
-        bytes=round(held * overhead / (1 + overhead)),
-    )
 
 
 def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepReport:
@@ -135,8 +132,7 @@ def text(model: Model, found: ExplainReport, max_tokens: int) -> str:
         "",
         f"One GPU of {found.parallel}: {_size(found.weight_bytes)} of weights, "
         f"{_size(found.workspace_bytes)} of scratch in a step of {max_tokens} tokens",
-        *(f"  {s.name:32s} {s.layers:4d} x {s.shape!s:20s} {_size(s.bytes):>10s}" for s in found.shapes),
-        *([_padding_text(found.padding)] if found.padding else []),
+        *(f"  {s.name:32s} {s.layers:4d} x {s.shape!s:20s} {_size(s.bytes):>10s}{_padding(s)}" for s in found.shapes),
         "",
         "  tokens  rows/expert  padding    scratch  GEMMs of the experts",
         *(
@@ -159,11 +155,11 @@ def text(model: Model, found: ExplainReport, max_tokens: int) -> str:
     return "\n".join(lines)
 
 
-def _padding_text(padding: PaddingReport) -> str:
-    return (
-        f"  {_size(padding.bytes)} is padding: it holds {padding.channels} channels of an expert, whole scale blocks, "
-        f"not {padding.share:g}: {padding.overhead:.1%} more memory and work of the experts"
-    )
+def _padding(shape: ShapeReport) -> str:
+    if not shape.padding_bytes:
+        return ""
+    more = shape.padding_bytes / (shape.bytes - shape.padding_bytes)
+    return f"  {_size(shape.padding_bytes)} of it padding to whole scale blocks (+{more:.1%})"
 
 
 def _size(count: int) -> str:

@@ -89,22 +89,14 @@ class ShapeReport(Part):
     layers: int
     shape: list[int]
     bytes: int  # of all its layers, with scales
-
-
-class PaddingReport(Part):
-    """What whole scale blocks cost a rank, where ranks cannot share those of each expert equally."""
-
-    channels: int  # of an expert's intermediate ones, that the rank holds
-    share: float  # what an equal share would be
-    overhead: float  # more memory and work than for that share
-    bytes: int  # of all its experts
+    padding_bytes: int = 0  # of bytes, what whole scale blocks take beyond an equal share of the channels
 
 
 class ExplainReport(Part):
     parallel: str
     shapes: list[ShapeReport]  # of one rank
     weight_bytes: int
-    padding: PaddingReport | None = None  # of weight_bytes
+    padding_bytes: int = 0  # of weight_bytes
     workspace_bytes: int
     steps: list[StepReport]
     layouts: list[LayoutReport]

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 # The experts write to the last layer's output: what is wrong with them shows, and no later router amplifies what FP8
 # rounds. Scales that differ from block to block show where one is taken for another.
 SHAPES = {f: replace(PRESETS[f, "tiny"], moe_layers=1, block_spread=1.0) for f in ("deepseek_v3", "qwen3_moe")}
-SHAPES["qwen3_moe_odd"] = replace(SHAPES["qwen3_moe"], moe_intermediate=384)  # 192 channels for each of two ranks
+# Two ranks have 192 channels each of an expert, shared ones too, and 288 of the dense layer's 576, 4.5 scale blocks.
+SHAPES["deepseek_v3_odd"] = replace(SHAPES["deepseek_v3"], moe_intermediate=384, dense_intermediate=576)
 # Around two faults of vLLM 0.32 on CPUs, which its BF16 models have too: the C++ kernel of rotary embeddings turns
 # DeepSeek's slices wrongly, and inductor moves a linear layer (onednn_mm) behind the first reader of its output.
 EAGER = {"enforce_eager": True, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}

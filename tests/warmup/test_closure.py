@@ -40,8 +40,7 @@ def splits(model: Model) -> Iterator[Parallel]:
 
 
 def test_every_step_of_every_split_of_every_model_is_in_its_plan(models: dict[str, Model]) -> None:
-    served = [name for name, model in models.items() if any(splits(model))]
-    assert set(MODELS) - set(served) == {"GLM-4.5-Air"}
+    assert all(any(splits(model)) for model in models.values())
     widths = {sum(layer.outputs) for m in models.values() for way in splits(m) for layer in rank_shapes(m, way).dense}
     dense = {n: dense_gemms(n) for n in widths}
     experts = {pair: expert_gemms(*pair) for pair in {(m.experts.topk, m.experts.experts) for m in models.values()}}

@@ -1,5 +1,7 @@
 """Dense block-FP8 layers of a vLLM model on our GEMM."""
 
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,10 +14,13 @@ from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.kernels import prepare_kernels
+from fp8moe_plugin.layers.vllm.blocks import announce_padding, load_down, load_gate_up
 from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.plan import linear_kernels
-from fp8moe_plugin.shapes import GROUP, dense_refusal
+from fp8moe_plugin.shapes import GROUP, dense_refusal, is_down, is_gate_up, local_intermediate
+
+Loader = Callable[..., Any]
 
 
 @register_weight_loader_v2_supported_method
@@ -38,17 +43,18 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         split = output_size != sum(output_partition_sizes)
-        check_shape(self.prefix, input_size_per_partition, output_partition_sizes, split)
-        block, loader = [GROUP, GROUP], extra_weight_attrs["weight_loader"]
-        layer.logical_widths = output_partition_sizes
-        layer.input_size_per_partition = input_size_per_partition
-        layer.output_size_per_partition = sum(output_partition_sizes)
+        inputs, outputs, loader = whole_blocks(
+            self.prefix, layer, input_size_per_partition, output_partition_sizes, extra_weight_attrs["weight_loader"]
+        )
+        check_shape(self.prefix, inputs, outputs, split)
+        block = [GROUP, GROUP]
+        layer.logical_widths = outputs
+        layer.input_size_per_partition = inputs
+        layer.output_size_per_partition = sum(outputs)
         layer.orig_dtype = params_dtype
         layer.weight_block_size = block
-        weight = create_fp8_weight_parameter(sum(output_partition_sizes), input_size_per_partition, loader)
-        scale = create_fp8_scale_parameter(
-            BlockQuantScaleParameter, output_partition_sizes, input_size_per_partition, block, loader
-        )
+        weight = create_fp8_weight_parameter(sum(outputs), inputs, loader)
+        scale = create_fp8_scale_parameter(BlockQuantScaleParameter, outputs, inputs, block, loader)
         for name, parameter in (("weight", weight), ("weight_scale_inv", scale)):
             poison(parameter)
             layer.register_parameter(name, parameter)
@@ -60,6 +66,25 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch_ops.linear(x, layer.weight, layer.weight_scale_inv, bias, self.ue8m0)
+
+
+def whole_blocks(
+    prefix: str, layer: Any, inputs: int, outputs: list[int], loader: Loader
+) -> tuple[int, list[int], Loader]:
+    """A rank's channels of a layer and their loader: vLLM's own, unless an MLP's ranks hold whole scale blocks of them.
+
+    Both halves of an MLP come here, and hold the same channels of those between them. The halves' names say which they
+    are; where only one of them is quantized, the other's channels do not fit it, and the first step says so.
+    """
+    ranks = layer.tp_size
+    if is_gate_up(prefix) and outputs == outputs[:1] * 2 and outputs[0] % GROUP:
+        width = local_intermediate(outputs[0] * ranks, ranks)
+        announce_padding("MLP", outputs[0] * ranks, ranks)
+        layer.output_sizes = [width * ranks] * 2  # from which vLLM's loader cuts
+        return inputs, [width] * 2, MethodType(load_gate_up, layer)
+    if is_down(prefix) and inputs % GROUP:
+        return local_intermediate(inputs * ranks, ranks), outputs, MethodType(load_down, layer)
+    return inputs, outputs, loader
 
 
 def check_shape(prefix: str, inputs: int, outputs: list[int], split: bool) -> None:

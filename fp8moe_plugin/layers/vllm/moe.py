@@ -17,15 +17,16 @@ from fp8moe_plugin.jit.launcher import LoadCounts
 from fp8moe_plugin.jit.lookup import place
 from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm import compat
+from fp8moe_plugin.layers.vllm.blocks import announce_padding, load_experts
 from fp8moe_plugin.layers.vllm.experts import experts_class
-from fp8moe_plugin.layers.vllm.loading import check_loaded, load_whole_blocks, poison
+from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.plan import moe_kernels
-from fp8moe_plugin.shapes import GROUP, experts_refusal, local_intermediate, padding_share, too_many_experts
+from fp8moe_plugin.shapes import GROUP, experts_refusal, local_intermediate, too_many_experts
 
 logger = logging.getLogger("fp8moe")
 
-_announced: set[tuple[object, object]] = set()  # one line of each kind is enough
+_announced: set[tuple[str, str]] = set()  # one line is enough
 
 PARAMETERS = ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv")
 
@@ -76,8 +77,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         layer.weight_block_size = [GROUP, GROUP]
         layer.w13_input_scale = layer.w2_input_scale = None
         if intermediate_size_per_partition * self.moe.tp_size != self.moe.intermediate_size:
-            _announce_padding(self.moe.intermediate_size, self.moe.tp_size)
-            extra_weight_attrs["weight_loader"] = MethodType(load_whole_blocks, layer)
+            announce_padding("expert", self.moe.intermediate_size, self.moe.tp_size)
+            extra_weight_attrs["weight_loader"] = MethodType(load_experts, layer)
         block_attrs = {**extra_weight_attrs, "quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
         rows, hidden, inner = 2 * intermediate_size_per_partition, hidden_size, intermediate_size_per_partition
         for name, n, k in (("w13", rows, hidden), ("w2", hidden, inner)):
@@ -176,19 +177,6 @@ def _register(layer: Any, name: str, data: torch.Tensor, attrs: dict[str, Any]) 
     parameter = torch.nn.Parameter(data, requires_grad=False)
     set_weight_attrs(parameter, attrs)
     layer.register_parameter(name, parameter)
-
-
-def _announce_padding(intermediate: int, ranks: int) -> None:
-    if (intermediate, ranks) in _announced:
-        return
-    _announced.add((intermediate, ranks))
-    cost, whole = padding_share(intermediate, ranks), padding_share(intermediate, 1)
-    logger.warning(
-        "fp8moe holds the %d intermediate channels of an expert in whole scale blocks of %d: a rank's share of 1/%d is "
-        "%d channels instead of %g, so that its experts take %.1f%% more memory and work.%s",
-        *(intermediate, GROUP, ranks, local_intermediate(intermediate, ranks), intermediate / ranks, 100 * cost),
-        f" With --enable-expert-parallel it is {whole:.1%}." if whole < cost else "",
-    )
 
 
 def _announce(backend: str, layout: str, kernels: LoadCounts) -> None:

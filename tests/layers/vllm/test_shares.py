@@ -1,23 +1,30 @@
-"""How ranks share experts of any size: in whole scale blocks, loaded by vLLM's own loader; no engine is started."""
+"""How ranks share experts and MLPs of any size: in whole scale blocks, loaded by vLLM's loader; without an engine."""
 
 import dataclasses
+import itertools
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor import parameter
+from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.model_loader.reload import meta
 
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.layers.vllm import moe as seam
+from fp8moe_plugin.layers.vllm import blocks
+from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
+from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.loading import check_loaded
+from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from fp8moe_plugin.ops.fused_moe import fused_moe
 from fp8moe_plugin.ops.gemm import dequantize_blocks
@@ -62,7 +69,7 @@ class Layer(RoutedExperts):
             moe_parallel_config=parallel,
             in_dtype=torch.bfloat16,
         )
-        self.quant_method = seam.Fp8MoeMethod(self.moe_config, False, "L", "warmup")
+        self.quant_method = Fp8MoeMethod(self.moe_config, False, "L", "warmup")
         part = self.moe_config.intermediate_size_per_partition
         sizes = self.quant_method.maybe_roundup_sizes(HIDDEN, part, torch.bfloat16, parallel)
         self.quant_method.create_weights(self, EXPERTS, *sizes, torch.bfloat16, weight_loader=self.weight_loader)
@@ -182,7 +189,7 @@ def test_a_missing_tensor_is_noticed_on_ranks_of_padding_too(name, rank):
 def test_a_tensor_of_another_size_is_refused(name):
     other = {name: make_checkpoint(768)[name]}
     with pytest.raises(
-        CheckpointError, match=r"w. of expert 0 has shape .*, an intermediate size of 1536 makes .*Check that config"
+        CheckpointError, match=r"\(w. of expert 0\) has shape .*, 1536 intermediate channels make .*Check that config"
     ):
         Layer(1536, 8, 0).load(other)
 
@@ -205,9 +212,98 @@ def test_a_tensor_of_another_size_is_refused(name):
 )
 def test_one_line_says_what_padding_costs(monkeypatch, caplog, intermediate, ranks, line):
     monkeypatch.setattr(logging.getLogger("fp8moe"), "parent", logging.getLogger())  # where caplog listens
-    monkeypatch.setattr(seam, "_announced", set())
+    blocks.announce_padding.cache_clear()
     for rank in range(ranks):
         Layer(intermediate, ranks, rank)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert re.search(line, record.getMessage())
+
+
+@pytest.fixture
+def on_rank(monkeypatch) -> Callable[[int, int], None]:
+    """Makes vLLM's dense layers those of one rank of several."""
+
+    def set_rank(ranks: int, rank: int) -> None:
+        for module in (linear, parameter):
+            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: ranks)
+            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
+
+    return set_rank
+
+
+class Quantized(Fp8MoeConfig):
+    """A checkpoint's configuration, for layers outside of a model."""
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Fp8MoeLinearMethod:
+        return Fp8MoeLinearMethod(self.ue8m0, prefix, "warmup")
+
+
+def make_mlp(intermediate: int) -> tuple[torch.nn.Module, torch.nn.Module]:
+    quantized = {"quant_config": Quantized(None, ue8m0=False), "bias": False}
+    sizes = [intermediate, intermediate]
+    with set_current_vllm_config(VllmConfig()):
+        gate_up = linear.MergedColumnParallelLinear(HIDDEN, sizes, prefix="mlp.gate_up_proj", **quantized)
+        return gate_up, linear.RowParallelLinear(intermediate, HIDDEN, prefix="mlp.down_proj", **quantized)
+
+
+def load_mlp(mlp: tuple[torch.nn.Module, torch.nn.Module], checkpoint: Checkpoint) -> None:
+    """Expert 0 of a checkpoint, as the MLP."""
+    for kind in ("weight", "weight_scale_inv"):
+        up, down = (getattr(half, kind) for half in mlp)
+        up.weight_loader(up, checkpoint[f"w1_{kind}"][0], 0)
+        up.weight_loader(up, checkpoint[f"w3_{kind}"][0], 1)
+        down.weight_loader(down, checkpoint[f"w2_{kind}"][0])
+
+
+@pytest.mark.parametrize(("intermediate", "ranks", "channels"), SHARES)
+def test_the_ranks_of_an_mlp_hold_the_checkpoint_bit_by_bit_and_zeros_after_it(on_rank, intermediate, ranks, channels):
+    checkpoint, parts = make_checkpoint(intermediate), {name: [] for name in make_checkpoint(128)}
+    for rank in range(ranks):
+        on_rank(ranks, rank)
+        mlp = make_mlp(intermediate)
+        for source in (make_checkpoint(intermediate), checkpoint):  # the second time it is loaded again
+            load_mlp(mlp, source)
+        for half, kind in itertools.product(mlp, ("weight", "weight_scale_inv")):
+            check_loaded("mlp", kind, getattr(half, kind))
+        assert mlp[0].output_size_per_partition == 2 * channels
+        assert mlp[1].input_size_per_partition == channels
+        for kind in ("weight", "weight_scale_inv"):
+            gate, up = getattr(mlp[0], kind).data.chunk(2)
+            for name, part in (("w1", gate), ("w3", up), ("w2", getattr(mlp[1], kind).data)):
+                parts[f"{name}_{kind}"].append(part)
+    for name, found in parts.items():
+        dim = 1 if name.startswith("w2") else 0
+        whole, assembled = checkpoint[name][0], torch.cat(found, dim)
+        size = whole.shape[dim]
+        assert torch.equal(assembled.narrow(dim, 0, size).float(), whole.float())
+        assert not assembled.narrow(dim, size, assembled.shape[dim] - size).float().any()
+
+
+def test_an_mlp_of_whole_blocks_is_loaded_by_vllm_alone(on_rank):
+    on_rank(4, 1)
+    for half in make_mlp(1536):
+        assert half.weight.weight_loader == half.weight_loader_v2
+
+
+def test_the_ranks_of_an_mlp_together_compute_what_one_does(on_rank):
+    checkpoint, outputs = make_checkpoint(576), []
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for ranks in (1, 2):
+        for rank in range(ranks):
+            on_rank(ranks, rank)
+            gate_up, down = make_mlp(576)
+            load_mlp((gate_up, down), checkpoint)
+            gate, up = gate_up.quant_method.apply(gate_up, x).chunk(2, -1)
+            outputs.append(down.quant_method.apply(down, torch.nn.functional.silu(gate) * up).double())
+    whole, *parts = outputs
+    assert (sum(parts) - whole).norm() < 0.005 * whole.norm()
+
+
+@pytest.mark.parametrize("shard", [0, None])
+def test_an_mlp_of_another_size_or_stored_as_one_tensor_is_refused(on_rank, shard):
+    on_rank(8, 0)
+    gate_up, _ = make_mlp(1536)
+    other = torch.zeros(2 * 1536, HIDDEN, dtype=torch.float8_e4m3fn)
+    with pytest.raises(CheckpointError, match=r"mlp\.gate_up_proj has shape \[3072, 256\], 1536 intermediate channels"):
+        gate_up.weight.weight_loader(gate_up.weight, other, shard)
