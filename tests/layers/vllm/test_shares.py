@@ -17,9 +17,9 @@ from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
-from vllm.model_executor.model_loader.reload import meta
+from vllm.model_executor.model_loader.reload import layerwise
 
-from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.errors import CheckpointError, InvalidInputError
 from fp8moe_plugin.layers.vllm import blocks
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
@@ -153,24 +153,20 @@ def test_ranks_quantize_activations_as_one_does(intermediate, ranks, channels):
     assert (sum(parts) - whole).norm() < 0.005 * whole.norm()
 
 
-def test_loading_again_replaces_everything_and_is_counted_as_whole():
-    first, second = make_checkpoint(1536), {name: t[::-1] for name, t in make_checkpoint(1536).items()}
-    layer, fresh = Layer(1536, 8, 6), Layer(1536, 8, 6).load(second)  # a rank of padding alone
-    with meta.CopyCounter() as counter:  # by which vLLM knows when a layer is complete
-        layer.load(first)
-    assert counter.copied_numel == sum(param.numel() for param in layer.parameters())
-    layer.load(second)
-    for mine, wanted in zip(layer.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(mine.float(), wanted.float())
-
-
-def test_vllm_finds_the_loader_of_a_layer_that_it_reloads():
-    layer = Layer(768, 8, 1)
-    params, _ = meta.capture_layer_to_meta(layer)
-    restored = meta.restore_layer_refs(params["w2_weight"], layer)
-    assert restored.weight_loader == layer.w2_weight.weight_loader
-    assert restored.weight_loader.__self__ is layer
-    assert restored.weight_loader.supports_moe_loading
+@pytest.mark.parametrize("rank", [1, 6])
+def test_vllm_reloads_a_layer_in_place(monkeypatch, rank):
+    """As in reinforcement learning; rank 6 holds padding alone."""
+    first, second = make_checkpoint(1536), {name: tensors[::-1] for name, tensors in make_checkpoint(1536).items()}
+    monkeypatch.setattr(Fp8MoeMethod, "_make_kernel", lambda *_: None)
+    layer, fresh = Layer(1536, 8, rank), Layer(1536, 8, rank).load(second)
+    layerwise.record_metadata_for_reloading(layer)
+    layer.load(first)
+    served = dict(layer.named_parameters())
+    layerwise.initialize_layerwise_reload(layer)
+    assert layer.load(second).w2_weight is served["w2_weight"]  # it was complete, and put where graphs look for it
+    for name, wanted in fresh.named_parameters():
+        assert torch.equal(served[name].float(), wanted.float())
+        assert getattr(layer, name).weight_loader.supports_moe_loading
 
 
 @pytest.mark.parametrize("name", ["w1_weight", "w3_weight_scale_inv", "w2_weight", "w2_weight_scale_inv"])
@@ -307,3 +303,10 @@ def test_an_mlp_of_another_size_or_stored_as_one_tensor_is_refused(on_rank, shar
     other = torch.zeros(2 * 1536, HIDDEN, dtype=torch.float8_e4m3fn)
     with pytest.raises(CheckpointError, match=r"mlp\.gate_up_proj has shape \[3072, 256\], 1536 intermediate channels"):
         gate_up.weight.weight_loader(gate_up.weight, other, shard)
+
+
+def test_an_mlp_of_which_one_half_is_quantized_fails_at_its_first_step(on_rank):
+    on_rank(8, 0)
+    _, down = make_mlp(1536)
+    with pytest.raises(InvalidInputError, match="192"):
+        down.quant_method.apply(down, torch.zeros(1, 192, dtype=torch.bfloat16))
