@@ -261,7 +261,7 @@ def draw(t: Tensor, s: Shape, seed: int, device: torch.device) -> torch.Tensor:
         name = "lm_head.weight"
     elif name.endswith("embed_tokens.weight"):
         name = "model.embed_tokens.weight"
-    generator = torch.Generator(device).manual_seed((seed << 32) | zlib.crc32(name.encode()))
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode(), seed))  # it takes 32 bits on a CPU
     gain = s.residual_gain if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
     values = torch.randn(t.shape, generator=generator, device=device) * (t.std * gain)
     if t.quantized and s.block_spread:

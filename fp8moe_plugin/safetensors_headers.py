@@ -70,6 +70,18 @@ def check_shards(folder: Path, experts: Experts, layer: int, quantized: Collecti
                     raise _contradiction(path, tensor, entry, dtypes, shape, experts)
 
 
+def weight_files(folder: Path) -> list[str]:
+    """The names of a checkpoint's safetensors files, sorted.
+
+    Raises:
+        CheckpointError: one of the index is missing, or there is none at all.
+    """
+    names, _ = _file_names(folder, 0)
+    if not names or not _all_there(folder, names):
+        raise CheckpointError(f"{shown(str(folder))} has no weights. Download the whole checkpoint.")
+    return names
+
+
 def _file_names(folder: Path, layer: int) -> tuple[list[str], list[str]]:
     """The names of all weight files, and of those that hold experts of the layer; without an index, of all twice."""
     index = folder / INDEX_NAME

@@ -56,7 +56,7 @@ class Model:
     kv_heads: int  # as many as `heads` where attention keeps no heads in its cache (MLA)
     vocab: int
     ue8m0: bool  # the scales of activations are powers of two
-    quantized: bool  # false: the checkpoint is not FP8, so that serving refuses it as it is
+    quantized: bool  # false: the checkpoint is not FP8, so that serving quantizes it as it loads
 
 
 @dataclass(frozen=True)

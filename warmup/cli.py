@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import time
+from pathlib import Path
 
 from fp8moe_plugin.errors import Fp8MoeError
 from fp8moe_plugin.jit import cache, lookup
@@ -36,7 +37,7 @@ def run(arguments: list[str] | None) -> int:
     except OSError as error:
         report.error = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}. Check the disk."
     except KeyboardInterrupt:
-        report.error = "Interrupted. What is compiled is kept; run the command again to go on."
+        report.error = "Interrupted. What is done is kept; run the command again to go on."
     if options.json:
         try:
             report.write(options.json)
@@ -134,6 +135,21 @@ def bench(options: Options, report: Report) -> bool:
     return True
 
 
+def convert(options: Options, report: Report) -> bool:
+    from warmup.convert import convert_checkpoint
+
+    model = _checked_model(options, report)
+    assert model
+    assert options.model
+    assert options.out
+    report.convert = done = convert_checkpoint(model, Path(options.model), options.out)
+    print(
+        f"{done.path}: {done.quantized} of {done.tensors} tensors quantized, {done.source_bytes / 1e9:.2f} GB became "
+        f"{done.bytes / 1e9:.2f} GB in {done.files} files"
+    )
+    return True
+
+
 RUN = {
     "compile": compile_kernels,
     "list": list_kernels,
@@ -142,6 +158,7 @@ RUN = {
     "bundle": compile_kernels,
     "doctor": doctor,
     "bench": bench,
+    "convert": convert,
 }
 
 

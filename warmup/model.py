@@ -10,8 +10,8 @@ from fp8moe_plugin.shapes import Model
 from warmup.report import ModelReport, Report
 
 NOT_QUANTIZED = (
-    "the checkpoint is not FP8, and --quantization fp8moe refuses it as it is; the kernels are those of a version with "
-    "FP8 weights and 128x128 scale blocks"
+    "the checkpoint is not FP8: --quantization fp8moe quantizes it whenever it is loaded; "
+    "`python -m warmup convert` does so once"
 )
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
@@ -35,7 +35,7 @@ def read_checkpoint(source: str, report: Report) -> Model:
         ue8m0=model.ue8m0,
         quantized=model.quantized,
     )
-    if not model.quantized:
+    if not model.quantized and report.command != "convert":
         warn(report, NOT_QUANTIZED)
     return model
 

@@ -15,6 +15,7 @@ COMMANDS = {
     "bundle": "compile what is missing, and write all into one archive for FP8MOE_BUNDLE",
     "doctor": "show the cache, versions, settings and GPU, and what would be refused",
     "bench": "time the layer beside vLLM's backends; needs a Hopper GPU and vLLM",
+    "convert": "write an unquantized checkpoint as a block-FP8 one, with the bytes that loading it would give",
 }
 EPILOG = """
 exit status: 0 all is well, 1 something failed or is refused, 2 the command line is wrong
@@ -23,13 +24,20 @@ examples:
   python -m warmup --model deepseek-ai/DeepSeek-V3 --tp 8
   python -m warmup bundle --model /models/DeepSeek-V3 --tp 8 --bundle kernels.tar
   FP8MOE_BUNDLE=kernels.tar FP8MOE_JIT=forbid vllm serve /models/DeepSeek-V3 --quantization fp8moe
+  python -m warmup convert --model /models/Qwen3-30B-A3B --out /models/Qwen3-30B-A3B-fp8
   python -m warmup explain --model Qwen/Qwen3-235B-A22B-FP8 --tp 8 --ep 8
 """
 MAX_TOKENS = 8192  # vLLM's own default for a server on such GPUs
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MAX_COUNT = 1 << 20
 MAX_GPUS = 4096
-TAKE = {"bundle": ("compile", "bundle", "verify"), "plot": ("bench",), "tokens": ("bench",), "dry_run": ("compile",)}
+TAKE = {
+    "bundle": ("compile", "bundle", "verify"),
+    "plot": ("bench",),
+    "tokens": ("bench",),
+    "dry_run": ("compile",),
+    "out": ("convert",),
+}
 BUNDLE = Path("fp8moe-kernels.tar")
 
 
@@ -44,6 +52,7 @@ class Options:
     json: Path | None
     tokens: tuple[int, ...] | None
     plot: Path | None
+    out: Path | None
 
 
 def parse(arguments: list[str] | None) -> Options:
@@ -62,18 +71,30 @@ def parse(arguments: list[str] | None) -> Options:
         json=given.json,
         tokens=tuple(given.tokens) if given.tokens else None,
         plot=given.plot,
+        out=given.out,
     )
 
 
 def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    if given.model == "" or (given.model is None and given.command in ("explain", "bench")):
+    if given.model == "" or (given.model is None and given.command in ("explain", "bench", "convert")):
         parser.error(f"{given.command} needs a --model")
+    if given.command == "convert":
+        _check_convert(parser, given)
     for option, commands in TAKE.items():
         if getattr(given, option) and given.command not in commands:
             parser.error(f"{given.command} takes no --{option.replace('_', '-')}")
     for path in (given.json, given.bundle, given.plot):
         if path and (path.name in ("", "..") or path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
             parser.error(f"{str(path)!r} is no file that can be written")
+
+
+def _check_convert(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    if not given.out:
+        parser.error("convert needs an --out, the folder to write")
+    if not Path(given.model).is_dir():
+        parser.error(f"convert needs the weights: {given.model!r} is no folder. Download it: hf download {given.model}")
+    if given.out.name in ("", "..") or not os.access(given.out.absolute().parent, os.W_OK):
+        parser.error(f"{str(given.out)!r} is no folder that can be made: its parent has to be there, and writable")
 
 
 def _parallel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Parallel:
@@ -117,6 +138,12 @@ def _parser() -> argparse.ArgumentParser:
     as_in_vllm.add_argument(
         "--cudagraph-capture-sizes", type=_count, nargs="+", default=CAPTURE_SIZES, metavar="N", help="explain: steps"
     )
+    convert = parser.add_argument_group(
+        "convert",
+        "quantizes the projections of attention, dense layers and experts, in 128x128 blocks, and keeps the rest.\n"
+        "Works in OUT.partial, renamed at the end; run again, it goes on where it was interrupted.",
+    )
+    convert.add_argument("--out", type=Path, metavar="OUT", help="folder to write; must not be there yet")
     bench = parser.add_argument_group("bench")
     bench.add_argument("--tokens", type=_count, nargs="+", metavar="N", help="tokens of a step")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (.png or .svg)")

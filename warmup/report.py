@@ -110,6 +110,17 @@ class BundleReport(Part):
     kernels: int
 
 
+class ConvertReport(Part):
+    """A checkpoint that was written, of `tensors` of which `quantized` got FP8 weights and scales."""
+
+    path: str
+    files: int
+    tensors: int
+    quantized: int
+    source_bytes: int
+    bytes: int
+
+
 class Finding(Part):
     """One thing the doctor looked at; `ok` is None where there is nothing to judge."""
 
@@ -130,6 +141,7 @@ class Report(Part):
     seconds: float | None = None
     explain: ExplainReport | None = None
     bundle: BundleReport | None = None
+    convert: ConvertReport | None = None
     doctor: list[Finding] = []
     bench: BenchResult | None = None
     warnings: list[str] = []

@@ -4,7 +4,7 @@ import torch
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.ops.checks import FP8
-from fp8moe_plugin.ops.quantize import FP8_MAX, SMALLEST_AMAX
+from fp8moe_plugin.ops.quantize import FP8_MAX, group_scales
 from fp8moe_plugin.shapes import GROUP, ceil_div
 
 
@@ -21,7 +21,7 @@ def per_block_cast_to_fp8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     n, k = w.shape[-2:]
     padded = torch.nn.functional.pad(w.float(), (0, -k % GROUP, 0, -n % GROUP))
     blocks = padded.unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))
-    scales = blocks.abs().amax((-3, -1)).clamp(min=SMALLEST_AMAX) / FP8_MAX
+    scales = group_scales(blocks.abs().amax((-3, -1)), ue8m0=False)
     if not scales.isfinite().all():
         raise CheckpointError("The weight to quantize holds NaN or infinity: it is damaged or was not loaded whole.")
     q = (blocks / scales[..., :, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)

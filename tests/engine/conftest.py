@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.synthetic import PRESETS, write_checkpoint
 from tests.conftest import has_hopper
+from warmup.__main__ import main as warmup
 
 ROOT = Path(__file__).parents[2]
 # The experts write to the last layer's output: what is wrong with them shows, and no later router amplifies what FP8
@@ -59,11 +60,15 @@ def _why_no_engine() -> str | None:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `<family>-fp8`, and its unquantized twin `<family>-bf16`."""
+    """A folder with `<family>-fp8`, its unquantized twin `<family>-bf16`, what `convert` makes of that one, and
+    `<family>-other`, unquantized with other weights."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for family, shape in SHAPES.items():
         for kind in ("fp8", "bf16"):
             write_checkpoint(folder / f"{family}-{kind}", shape, fp8=kind == "fp8")
+        write_checkpoint(folder / f"{family}-other", shape, fp8=False, seed=1)
+        converted = ["convert", "--model", str(folder / f"{family}-bf16"), "--out", str(folder / f"{family}-converted")]
+        assert warmup(converted) == 0
     return folder
 
 
@@ -90,13 +95,19 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
 def engines(
     request: pytest.FixtureRequest, checkpoints: Path, start: Start
 ) -> Iterator[Callable[[str, str], Future[Done]]]:
-    """Our engine on the FP8 checkpoint, or the plain "twin" on the BF16 one. The selected tests' run two at a time."""
+    """Our engine on the FP8 checkpoint, or the plain "twin" on the BF16 one. The selected tests' run two at a time.
+
+    Mode "tp2_online" is ours on the BF16 one, over which it loads the other weights, and then the first again.
+    """
     with ThreadPoolExecutor(2) as pool:
 
         @functools.cache
         def engine(family: str, mode: str) -> Future[Done]:
             if mode == "twin":
                 return pool.submit(start, checkpoints / f"{family}-bf16", "eager")
+            if mode == "tp2_online":
+                reload = [str(checkpoints / f"{family}-{kind}") for kind in ("other", "bf16")]
+                return pool.submit(start, checkpoints / f"{family}-bf16", "tp2", quantization="fp8moe", reload=reload)
             return pool.submit(start, checkpoints / f"{family}-fp8", mode, quantization="fp8moe")
 
         for item in request.session.items:

@@ -1,6 +1,9 @@
 """One engine's greedy answers, with log-probabilities of the whole vocabulary, as a line of JSON.
 
 python -m tests.engine.generate MODEL ARGUMENTS_AS_JSON
+
+ARGUMENTS may have `reload`, the folders of further checkpoints of the same model: each is loaded over the one before,
+and answers in a line of its own.
 """
 
 import json
@@ -20,9 +23,21 @@ LIMITS = {
 
 
 def main() -> None:
-    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm import LLM
 
-    llm = LLM(model=sys.argv[1], dtype="bfloat16", skip_tokenizer_init=True, **LIMITS, **json.loads(sys.argv[2]))
+    arguments = json.loads(sys.argv[2])
+    others = arguments.pop("reload", [])
+    llm = LLM(model=sys.argv[1], dtype="bfloat16", skip_tokenizer_init=True, **LIMITS, **arguments)
+    answer(llm)
+    for other in others:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": other})
+        llm.reset_prefix_cache()
+        answer(llm)
+
+
+def answer(llm) -> None:
+    from vllm import SamplingParams, TokensPrompt
+
     ids = torch.randint(10, 512, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)).tolist()
     greedy = SamplingParams(
         temperature=0, max_tokens=GENERATED, ignore_eos=True, detokenize=False, logprobs=ALL, prompt_logprobs=ALL

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from fp8moe_plugin.layers.unquantized import is_quantized
 from fp8moe_plugin.plan import (
     KernelKey,
     Output,
@@ -37,6 +38,11 @@ def dense_gemms(n: int) -> set[KernelKey]:
 
 def splits(model: Model) -> Iterator[Parallel]:
     return (way for way in PARALLEL if split_refusal(model, way) is None)
+
+
+def test_what_is_planned_is_what_loading_an_unquantized_checkpoint_quantizes(models: dict[str, Model]) -> None:
+    names = {layer.name for model in models.values() for layer in model.dense}
+    assert all(is_quantized(f"model.layers.0.{name}") for name in (*names, "mlp.experts"))
 
 
 def test_every_step_of_every_split_of_every_model_is_in_its_plan(models: dict[str, Model]) -> None:

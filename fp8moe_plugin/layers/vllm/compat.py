@@ -17,6 +17,11 @@ def is_layer_skipped(config: Any, prefix: str) -> bool:
     return quant_utils.is_layer_skipped(prefix, config.ignored_layers, config.packed_modules_mapping, **extra)
 
 
+def holds_expert(layer: Any, expert: int) -> bool:
+    """Whether this rank holds an expert, by its number in the model, of a `RoutedExperts` layer."""
+    return layer._map_global_expert_id_to_local_expert_id(expert) != -1
+
+
 def make_prepare_finalize(moe: Any, quant_config: Any, routing_tables: Any) -> Any:
     """vLLM's dispatch and combine for this parallel configuration. Newer versions ask for the dtype of the inputs."""
     accepted = inspect.signature(maybe_make_prepare_finalize).parameters

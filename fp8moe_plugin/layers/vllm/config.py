@@ -1,5 +1,8 @@
 """`Fp8MoeConfig`: which checkpoints and machines are served, and which method each layer gets."""
 
+import functools
+import logging
+import re
 import shlex
 from typing import Any
 
@@ -13,19 +16,26 @@ from vllm.platforms import current_platform
 from fp8moe_plugin.checkpoint import WEIGHT_BLOCK, check_quantization, unquantized_layers
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.lookup import WARMUP
+from fp8moe_plugin.layers.unquantized import is_quantized
 from fp8moe_plugin.layers.vllm import NAME, compat
 from fp8moe_plugin.layers.vllm.entry import Traits
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
+from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.settings import settings
 from fp8moe_plugin.shapes import Parallel
 
+logger = logging.getLogger("fp8moe")
+
 
 class Fp8MoeConfig(Traits, Fp8Config):
-    """A block-FP8 checkpoint served by this plugin. A `Fp8Config` to the places in vLLM that look for one."""
+    """A checkpoint served by this plugin, block FP8 or made so when it loads (`online`).
 
-    def __init__(self, ignored_layers: list[str] | None, ue8m0: bool) -> None:
+    A `Fp8Config` to the places in vLLM that look for one.
+    """
+
+    def __init__(self, ignored_layers: list[str] | None, ue8m0: bool, online: bool = False) -> None:
         super().__init__(
             is_checkpoint_fp8_serialized=True,
             activation_scheme="dynamic",
@@ -33,6 +43,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
             weight_block_size=list(WEIGHT_BLOCK),
         )
         self.ue8m0 = ue8m0
+        self.online = online
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Fp8MoeConfig":
@@ -46,15 +57,41 @@ class Fp8MoeConfig(Traits, Fp8Config):
         names = unquantized_layers(config)
         return cls(names, ue8m0=config.get("scale_fmt") == "ue8m0")
 
+    @classmethod
+    def for_unquantized(cls) -> "Fp8MoeConfig":
+        """For a checkpoint without `quantization_config`: its weights are quantized as they arrive.
+
+        Raises:
+            UnsupportedError: this machine cannot serve.
+        """
+        check_machine()
+        return cls(None, ue8m0=False, online=True)
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if not isinstance(layer, LinearBase | RoutedExperts):
             return super().get_quant_method(layer, prefix)
-        skipped = compat.is_layer_skipped(self, prefix)
-        if isinstance(layer, LinearBase):
-            return UnquantizedLinearMethod() if skipped else Fp8MoeLinearMethod(self.ue8m0, prefix, warmup_command())
-        if skipped:
-            return UnquantizedFusedMoEMethod(layer.moe_config)
-        return Fp8MoeMethod(layer.moe_config, self.ue8m0, prefix, warmup_command())
+        linear = isinstance(layer, LinearBase)
+        if self._is_skipped(prefix):
+            if self.online and not linear:
+                announce_unquantized(re.sub(r"\d+", "N", prefix))
+            return UnquantizedLinearMethod() if linear else UnquantizedFusedMoEMethod(layer.moe_config)
+        if linear:
+            return (OnlineLinearMethod if self.online else Fp8MoeLinearMethod)(self.ue8m0, prefix, warmup_command())
+        experts = OnlineMoeMethod if self.online else Fp8MoeMethod
+        return experts(layer.moe_config, self.ue8m0, prefix, warmup_command())
+
+    def _is_skipped(self, prefix: str) -> bool:
+        return not is_quantized(prefix) if self.online else compat.is_layer_skipped(self, prefix)
+
+
+@functools.cache  # one line for all layers of a kind
+def announce_unquantized(experts: str) -> None:
+    """Say that the experts of that name are not served: a block-FP8 checkpoint would list them, this one cannot."""
+    logger.warning(
+        "fp8moe leaves the experts %s unquantized, to vLLM's own kernels: it quantizes those of a language model's "
+        "layers, model.layers.N. A checkpoint that is block FP8 already is served under any name.",
+        experts,
+    )
 
 
 def warmup_command() -> str:

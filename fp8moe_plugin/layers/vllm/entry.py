@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.vllm import NAME
 
 
@@ -27,15 +26,13 @@ class Traits:
 
 
 class Entry(Traits, QuantizationConfig):
-    """The class registered with vLLM. `from_config` gives an `Fp8MoeConfig`; an `Entry` itself is never built."""
+    """The class registered with vLLM. Both ways to make one give an `Fp8MoeConfig`; no `Entry` is ever built."""
 
-    def __init__(self) -> None:
+    def __new__(cls) -> Any:
         """vLLM calls this, without arguments, for a checkpoint that has no `quantization_config`."""
-        raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint's config.json has no quantization_config, so its weights are not "
-            "block FP8, and this plugin does not quantize at load time. Serve a block-FP8 checkpoint "
-            "(quant_method fp8, weight_block_size [128, 128]), or leave out --quantization."
-        )
+        from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
+
+        return Fp8MoeConfig.for_unquantized()
 
     @classmethod
     def override_quantization_method(

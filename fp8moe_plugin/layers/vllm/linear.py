@@ -92,6 +92,6 @@ def check_shape(prefix: str, inputs: int, outputs: list[int], split: bool) -> No
     refusal = dense_refusal(inputs, outputs, split)
     if refusal:
         raise UnsupportedError(
-            f"{prefix} {refusal}. Use a smaller --tensor-parallel-size, or list the layer in the checkpoint's "
-            "modules_to_not_convert and store it in BF16."
+            f"{prefix} {refusal}. Use a smaller --tensor-parallel-size, or a block-FP8 checkpoint that keeps the layer "
+            "in BF16 and lists it in modules_to_not_convert."
         )

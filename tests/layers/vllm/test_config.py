@@ -83,11 +83,14 @@ def test_other_checkpoints_are_refused(change, message):
         Entry.from_config(CHECKPOINT | change)
 
 
-def test_a_checkpoint_without_quantization_config_is_refused():
-    with pytest.raises(
-        UnsupportedError, match=r"config\.json has no quantization_config.*Serve a block-FP8 checkpoint"
-    ):
-        Entry()
+def test_a_checkpoint_without_quantization_config_is_quantized_as_it_loads():
+    config = Entry()
+    assert type(config) is Fp8MoeConfig
+    assert config.online
+    assert config.weight_block_size == [128, 128]
+    assert not config.ue8m0
+    assert vars(pickle.loads(pickle.dumps(config))) == vars(config)
+    assert not Entry.from_config(CHECKPOINT).online
 
 
 class Machine:
@@ -117,6 +120,8 @@ def test_another_machine_is_refused(monkeypatch, machine, backend, found, eager)
         UnsupportedError, match=rf"need a Hopper GPU.*has {found}.*FP8MOE_BACKEND=reference .*reference{eager}\.$"
     ):
         Entry.from_config(CHECKPOINT)
+    with pytest.raises(UnsupportedError, match="need a Hopper GPU"):
+        Entry()
 
 
 @pytest.mark.parametrize(

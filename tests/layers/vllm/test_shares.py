@@ -1,98 +1,39 @@
 """How ranks share experts and MLPs of any size: in whole scale blocks, loaded by vLLM's loader; without an engine."""
 
-import dataclasses
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor import parameter
-from vllm.model_executor.layers import linear
-from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.model_loader.reload import layerwise
 
 from fp8moe_plugin.errors import CheckpointError, InvalidInputError
 from fp8moe_plugin.layers.vllm import blocks
-from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
-from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.loading import check_loaded
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
-from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from fp8moe_plugin.ops.fused_moe import fused_moe
 from fp8moe_plugin.ops.gemm import dequantize_blocks
-from fp8moe_plugin.shapes import GROUP, ceil_div
+from fp8moe_plugin.shapes import GROUP
+from tests.helpers import same_bits
+from tests.layers.vllm.one_rank import (
+    EXPERTS,
+    HIDDEN,
+    TOPK,
+    Checkpoint,
+    Layer,
+    load_mlp,
+    make_checkpoint,
+    make_mlp,
+    make_unquantized,
+)
 from tests.test_shapes import SHARES
 
-EXPERTS, HIDDEN, TOKENS, TOPK = 3, 256, 9, 2
-Checkpoint = dict[str, list[torch.Tensor]]
-
-
-def make_checkpoint(intermediate: int) -> Checkpoint:
-    """Of each expert, as vLLM names them: weights and scales of w1 (gate), w3 (up) and w2 (down)."""
-    gen = torch.Generator().manual_seed(intermediate)
-    found: Checkpoint = {}
-    for name, n, k in (("w1", intermediate, HIDDEN), ("w3", intermediate, HIDDEN), ("w2", HIDDEN, intermediate)):
-        # Blocks differ in magnitude, so that a scale taken for another shows.
-        magnitude = torch.rand(EXPERTS, ceil_div(n, GROUP), ceil_div(k, GROUP), generator=gen) + 0.1
-        spread = magnitude.repeat_interleave(GROUP, 1).repeat_interleave(GROUP, 2)[:, :n, :k]
-        q, scale = per_block_cast_to_fp8(torch.randn(EXPERTS, n, k, generator=gen) * spread / k**0.5)
-        found[f"{name}_weight"], found[f"{name}_weight_scale_inv"] = list(q), list(scale)
-    return found
-
-
-class Layer(RoutedExperts):
-    """A layer of experts on one rank, with vLLM's loader, our method and no engine around it."""
-
-    def __init__(self, intermediate: int, ranks: int, rank: int) -> None:
-        torch.nn.Module.__init__(self)
-        self.quant_config = self._fused_shared_expert_quantizer = None
-        parallel = FusedMoEParallelConfig.make_no_parallel()
-        parallel = dataclasses.replace(parallel, tp_size=ranks, tp_rank=rank)
-        self.moe_config = FusedMoEConfig(
-            num_experts=EXPERTS,
-            experts_per_token=TOPK,
-            hidden_dim=HIDDEN,
-            intermediate_size=intermediate,
-            num_local_experts=EXPERTS,
-            num_logical_experts=EXPERTS,
-            activation=MoEActivation.SILU,
-            device="cpu",
-            routing_method=RoutingMethodType.Renormalize,
-            moe_parallel_config=parallel,
-            in_dtype=torch.bfloat16,
-        )
-        self.quant_method = Fp8MoeMethod(self.moe_config, False, "L", "warmup")
-        part = self.moe_config.intermediate_size_per_partition
-        sizes = self.quant_method.maybe_roundup_sizes(HIDDEN, part, torch.bfloat16, parallel)
-        self.quant_method.create_weights(self, EXPERTS, *sizes, torch.bfloat16, weight_loader=self.weight_loader)
-
-    def _map_global_expert_id_to_local_expert_id(self, expert: int) -> int:
-        return expert
-
-    def load(self, checkpoint: Checkpoint) -> "Layer":
-        for name, tensors in checkpoint.items():
-            shard, _, kind = name.partition("_")
-            param = getattr(self, f"{'w2' if shard == 'w2' else 'w13'}_{kind}")
-            for i, tensor in enumerate(tensors):
-                assert param.weight_loader(param, tensor, f"L.{kind}", shard_id=shard, expert_id=i, return_success=True)
-        return self
-
-    def parts(self) -> dict[str, torch.Tensor]:
-        """Like a checkpoint, of this rank's channels."""
-        found = {}
-        for kind in ("weight", "weight_scale_inv"):
-            gate_up = getattr(self, f"w13_{kind}").data
-            found[f"w1_{kind}"], found[f"w3_{kind}"] = gate_up.chunk(2, 1)
-            found[f"w2_{kind}"] = getattr(self, f"w2_{kind}").data
-        return found
+TOKENS = 9
 
 
 def loaded(intermediate: int, ranks: int, checkpoint: Checkpoint) -> Iterator[Layer]:
@@ -153,12 +94,14 @@ def test_ranks_quantize_activations_as_one_does(intermediate, ranks, channels):
     assert (sum(parts) - whole).norm() < 0.005 * whole.norm()
 
 
+@pytest.mark.parametrize("online", [False, True])
 @pytest.mark.parametrize("rank", [1, 6])
-def test_vllm_reloads_a_layer_in_place(monkeypatch, rank):
+def test_vllm_reloads_a_layer_in_place(monkeypatch, rank, online):
     """As in reinforcement learning; rank 6 holds padding alone."""
-    first, second = make_checkpoint(1536), {name: tensors[::-1] for name, tensors in make_checkpoint(1536).items()}
+    first = (make_unquantized if online else make_checkpoint)(1536)
+    second = {name: tensors[::-1] for name, tensors in first.items()}
     monkeypatch.setattr(Fp8MoeMethod, "_make_kernel", lambda *_: None)
-    layer, fresh = Layer(1536, 8, rank), Layer(1536, 8, rank).load(second)
+    layer, fresh = Layer(1536, 8, rank, online), Layer(1536, 8, rank, online).load(second)
     layerwise.record_metadata_for_reloading(layer)
     layer.load(first)
     served = dict(layer.named_parameters())
@@ -169,6 +112,15 @@ def test_vllm_reloads_a_layer_in_place(monkeypatch, rank):
         assert getattr(layer, name).weight_loader.supports_moe_loading
 
 
+@pytest.mark.parametrize(("intermediate", "ranks", "channels"), SHARES)
+def test_experts_that_are_quantized_as_they_load_are_those_of_a_quantized_checkpoint(intermediate, ranks, channels):
+    unquantized, checkpoint = make_unquantized(intermediate), make_checkpoint(intermediate)
+    for rank in range(ranks):
+        online = Layer(intermediate, ranks, rank, online=True).load(unquantized).parts()
+        for name, wanted in Layer(intermediate, ranks, rank).load(checkpoint).parts().items():
+            assert same_bits(online[name], wanted)
+
+
 @pytest.mark.parametrize("name", ["w1_weight", "w3_weight_scale_inv", "w2_weight", "w2_weight_scale_inv"])
 @pytest.mark.parametrize("rank", [0, 7])
 def test_a_missing_tensor_is_noticed_on_ranks_of_padding_too(name, rank):
@@ -177,6 +129,17 @@ def test_a_missing_tensor_is_noticed_on_ranks_of_padding_too(name, rank):
     layer = Layer(1536, 8, rank).load(checkpoint)
     shard, _, kind = name.partition("_")
     param = f"{'w2' if shard == 'w2' else 'w13'}_{kind}"
+    with pytest.raises(CheckpointError, match=f"L.{param} of local expert 2: a tensor is missing"):
+        check_loaded("L", param, getattr(layer, param))
+
+
+@pytest.mark.parametrize("shard", ["w1", "w3", "w2"])
+@pytest.mark.parametrize("rank", [0, 7])
+def test_a_missing_tensor_of_an_unquantized_checkpoint_is_noticed(shard, rank):
+    checkpoint = make_unquantized(1536)
+    checkpoint[f"{shard}_weight"].pop()
+    layer = Layer(1536, 8, rank, online=True).load(checkpoint)
+    param = f"{'w2' if shard == 'w2' else 'w13'}_weight"
     with pytest.raises(CheckpointError, match=f"L.{param} of local expert 2: a tensor is missing"):
         check_loaded("L", param, getattr(layer, param))
 
@@ -216,50 +179,14 @@ def test_one_line_says_what_padding_costs(monkeypatch, caplog, intermediate, ran
     assert re.search(line, record.getMessage())
 
 
-@pytest.fixture
-def on_rank(monkeypatch) -> Callable[[int, int], None]:
-    """Makes vLLM's dense layers those of one rank of several."""
-
-    def set_rank(ranks: int, rank: int) -> None:
-        for module in (linear, parameter):
-            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: ranks)
-            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
-
-    return set_rank
-
-
-class Quantized(Fp8MoeConfig):
-    """A checkpoint's configuration, for layers outside of a model."""
-
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Fp8MoeLinearMethod:
-        return Fp8MoeLinearMethod(self.ue8m0, prefix, "warmup")
-
-
-def make_mlp(intermediate: int) -> tuple[torch.nn.Module, torch.nn.Module]:
-    quantized = {"quant_config": Quantized(None, ue8m0=False), "bias": False}
-    sizes = [intermediate, intermediate]
-    with set_current_vllm_config(VllmConfig()):
-        gate_up = linear.MergedColumnParallelLinear(HIDDEN, sizes, prefix="mlp.gate_up_proj", **quantized)
-        return gate_up, linear.RowParallelLinear(intermediate, HIDDEN, prefix="mlp.down_proj", **quantized)
-
-
-def load_mlp(mlp: tuple[torch.nn.Module, torch.nn.Module], checkpoint: Checkpoint) -> None:
-    """Expert 0 of a checkpoint, as the MLP."""
-    for kind in ("weight", "weight_scale_inv"):
-        up, down = (getattr(half, kind) for half in mlp)
-        up.weight_loader(up, checkpoint[f"w1_{kind}"][0], 0)
-        up.weight_loader(up, checkpoint[f"w3_{kind}"][0], 1)
-        down.weight_loader(down, checkpoint[f"w2_{kind}"][0])
-
-
 @pytest.mark.parametrize(("intermediate", "ranks", "channels"), SHARES)
 def test_the_ranks_of_an_mlp_hold_the_checkpoint_bit_by_bit_and_zeros_after_it(on_rank, intermediate, ranks, channels):
     checkpoint, parts = make_checkpoint(intermediate), {name: [] for name in make_checkpoint(128)}
     for rank in range(ranks):
         on_rank(ranks, rank)
         mlp = make_mlp(intermediate)
-        for source in (make_checkpoint(intermediate), checkpoint):  # the second time it is loaded again
-            load_mlp(mlp, source)
+        for _ in range(2):  # the second time it is loaded again
+            load_mlp(mlp, checkpoint)
         for half, kind in itertools.product(mlp, ("weight", "weight_scale_inv")):
             check_loaded("mlp", kind, getattr(half, kind))
         assert mlp[0].output_size_per_partition == 2 * channels
@@ -276,6 +203,17 @@ def test_the_ranks_of_an_mlp_hold_the_checkpoint_bit_by_bit_and_zeros_after_it(o
         assert not assembled.narrow(dim, size, assembled.shape[dim] - size).float().any()
 
 
+@pytest.mark.parametrize(("intermediate", "ranks", "channels"), [*SHARES, (2048, 8, 256)])
+def test_an_mlp_that_is_quantized_as_it_loads_is_that_of_a_quantized_checkpoint(on_rank, intermediate, ranks, channels):
+    unquantized, checkpoint = make_unquantized(intermediate), make_checkpoint(intermediate)
+    for rank in range(ranks):
+        on_rank(ranks, rank)
+        online = load_mlp(make_mlp(intermediate, online=True), unquantized)
+        wanted = load_mlp(make_mlp(intermediate), checkpoint)
+        for (half, other), kind in itertools.product(zip(online, wanted, strict=True), ("weight", "weight_scale_inv")):
+            assert same_bits(getattr(half, kind).data, getattr(other, kind).data)
+
+
 def test_an_mlp_of_whole_blocks_is_loaded_by_vllm_alone(on_rank):
     on_rank(4, 1)
     for half in make_mlp(1536):
@@ -288,8 +226,7 @@ def test_the_ranks_of_an_mlp_together_compute_what_one_does(on_rank):
     for ranks in (1, 2):
         for rank in range(ranks):
             on_rank(ranks, rank)
-            gate_up, down = make_mlp(576)
-            load_mlp((gate_up, down), checkpoint)
+            gate_up, down = load_mlp(make_mlp(576), checkpoint)
             gate, up = gate_up.quant_method.apply(gate_up, x).chunk(2, -1)
             outputs.append(down.quant_method.apply(down, torch.nn.functional.silu(gate) * up).double())
     whole, *parts = outputs

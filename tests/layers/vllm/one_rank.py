@@ -1,0 +1,121 @@
+"""vLLM's layers on one rank of several, with their own loaders, our methods and no engine around them."""
+
+import dataclasses
+import functools
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+
+from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
+from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
+from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
+from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
+from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
+from fp8moe_plugin.shapes import GROUP, ceil_div
+
+EXPERTS, HIDDEN, TOPK = 3, 256, 2
+Checkpoint = dict[str, list[torch.Tensor]]
+Mlp = tuple[torch.nn.Module, torch.nn.Module]
+
+
+def make_unquantized(intermediate: int) -> Checkpoint:
+    """Of each expert, as vLLM names them: bfloat16 w1 (gate), w3 (up) and w2 (down)."""
+    gen = torch.Generator().manual_seed(intermediate)
+    found: Checkpoint = {}
+    for name, n, k in (("w1", intermediate, HIDDEN), ("w3", intermediate, HIDDEN), ("w2", HIDDEN, intermediate)):
+        # Blocks differ in magnitude, so that a scale taken for another shows.
+        magnitude = torch.rand(EXPERTS, ceil_div(n, GROUP), ceil_div(k, GROUP), generator=gen) + 0.1
+        spread = magnitude.repeat_interleave(GROUP, 1).repeat_interleave(GROUP, 2)[:, :n, :k]
+        found[f"{name}_weight"] = list((torch.randn(EXPERTS, n, k, generator=gen) * spread / k**0.5).bfloat16())
+    return found
+
+
+def make_checkpoint(intermediate: int) -> Checkpoint:
+    """The same in block FP8: weights and scales."""
+    found: Checkpoint = {}
+    for name, tensors in make_unquantized(intermediate).items():
+        q, scale = per_block_cast_to_fp8(torch.stack(tensors))
+        found[name], found[f"{name}_scale_inv"] = list(q), list(scale)
+    return found
+
+
+class Layer(RoutedExperts):
+    """A layer of experts on one rank; `online`: of an unquantized checkpoint."""
+
+    def __init__(self, intermediate: int, ranks: int, rank: int, online: bool = False) -> None:
+        torch.nn.Module.__init__(self)
+        self.quant_config = self._fused_shared_expert_quantizer = None
+        parallel = FusedMoEParallelConfig.make_no_parallel()
+        parallel = dataclasses.replace(parallel, tp_size=ranks, tp_rank=rank)
+        self.moe_config = FusedMoEConfig(
+            num_experts=EXPERTS,
+            experts_per_token=TOPK,
+            hidden_dim=HIDDEN,
+            intermediate_size=intermediate,
+            num_local_experts=EXPERTS,
+            num_logical_experts=EXPERTS,
+            activation=MoEActivation.SILU,
+            device="cpu",
+            routing_method=RoutingMethodType.Renormalize,
+            moe_parallel_config=parallel,
+            in_dtype=torch.bfloat16,
+        )
+        self.quant_method = (OnlineMoeMethod if online else Fp8MoeMethod)(self.moe_config, False, "L", "warmup")
+        part = self.moe_config.intermediate_size_per_partition
+        sizes = self.quant_method.maybe_roundup_sizes(HIDDEN, part, torch.bfloat16, parallel)
+        self.quant_method.create_weights(self, EXPERTS, *sizes, torch.bfloat16, weight_loader=self.weight_loader)
+
+    def _map_global_expert_id_to_local_expert_id(self, expert: int) -> int:
+        return expert
+
+    def load(self, checkpoint: Checkpoint) -> "Layer":
+        for name, tensors in checkpoint.items():
+            shard, _, kind = name.partition("_")
+            param = getattr(self, f"{'w2' if shard == 'w2' else 'w13'}_{kind}")
+            for i, tensor in enumerate(tensors):
+                assert param.weight_loader(param, tensor, f"L.{kind}", shard_id=shard, expert_id=i, return_success=True)
+        return self
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Like a checkpoint, of this rank's channels."""
+        found = {}
+        for kind in ("weight", "weight_scale_inv"):
+            gate_up = getattr(self, f"w13_{kind}").data
+            found[f"w1_{kind}"], found[f"w3_{kind}"] = gate_up.chunk(2, 1)
+            found[f"w2_{kind}"] = getattr(self, f"w2_{kind}").data
+        return found
+
+
+class Quantized(Fp8MoeConfig):
+    """A checkpoint's configuration, for layers outside of a model."""
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Fp8MoeLinearMethod:
+        return (OnlineLinearMethod if self.online else Fp8MoeLinearMethod)(self.ue8m0, prefix, "warmup")
+
+
+@functools.cache  # making one takes longer than all else
+def default_config() -> VllmConfig:
+    return VllmConfig()
+
+
+def make_mlp(intermediate: int, online: bool = False) -> Mlp:
+    """`gate_up_proj` and `down_proj` on the rank that the fixture `on_rank` has set."""
+    quantized = {"quant_config": Quantized(None, ue8m0=False, online=online), "bias": False}
+    sizes = [intermediate, intermediate]
+    with set_current_vllm_config(default_config()):
+        gate_up = linear.MergedColumnParallelLinear(HIDDEN, sizes, prefix="mlp.gate_up_proj", **quantized)
+        return gate_up, linear.RowParallelLinear(intermediate, HIDDEN, prefix="mlp.down_proj", **quantized)
+
+
+def load_mlp(mlp: Mlp, checkpoint: Checkpoint) -> Mlp:
+    """Expert 0 of a checkpoint, as the MLP."""
+    gate_up, down = mlp
+    for name, tensors in checkpoint.items():
+        shard, _, kind = name.partition("_")
+        param = getattr(down if shard == "w2" else gate_up, kind)
+        param.weight_loader(param, tensors[0], *{"w1": [0], "w3": [1], "w2": []}[shard])
+    return mlp

@@ -1,0 +1,261 @@
+"""`python -m warmup convert`: the bytes it writes, what it refuses, and what an interruption leaves."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.synthetic import PRESETS, write_checkpoint
+from fp8moe_plugin.checkpoint import read_model
+from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
+from tests import helpers as h
+from warmup import convert
+from warmup.__main__ import main
+from warmup.report import Report
+
+FAMILIES = ("qwen3_moe", "deepseek_v3")
+QWEN = replace(PRESETS["qwen3_moe", "tiny"], moe_layers=1, experts=4, topk=2)
+SHAPES = {"qwen3_moe": QWEN, "deepseek_v3": replace(PRESETS["deepseek_v3", "tiny"], moe_layers=1)}
+EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Unquantized checkpoints, each in several files."""
+    folder = tmp_path_factory.mktemp("sources")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.synthetic.SHARD_BYTES", 1 << 20)
+        for family, shape in SHAPES.items():
+            write_checkpoint(folder / family, shape, fp8=False)
+    return folder
+
+
+@pytest.fixture
+def source(sources: Path, tmp_path: Path) -> Path:
+    """A checkpoint of the test's own."""
+    return shutil.copytree(sources / "qwen3_moe", tmp_path / "bf16")
+
+
+def run(source: Path, out: Path) -> int:
+    return main(["convert", "--model", str(source), "--out", str(out)])
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def change(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    file = folder / index[name]
+    save_file(found := load_file(file) | {name: edit(load_file(file)[name])}, file, metadata={"format": "pt"})
+    assert name in found
+
+
+def refused(capsys: pytest.CaptureFixture[str], source: Path, out: Path) -> str:
+    assert run(source, out) == 1
+    assert not out.exists()
+    return capsys.readouterr().err.rpartition("error: ")[2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_converted_checkpoint_is_the_quantized_one(sources: Path, tmp_path: Path, family: str) -> None:
+    source, out = sources / family, tmp_path / "fp8"
+    assert run(source, out) == 0
+    before, after = tensors(source), tensors(out)
+    scales = {name for name in after if name.endswith("_scale_inv")}
+    assert after.keys() - scales == before.keys()
+    for name, tensor in before.items():
+        if f"{name}_scale_inv" in scales:
+            q, scale = per_block_cast_to_fp8(tensor)
+            assert h.same_bits(after[name], q)
+            assert h.same_bits(after[f"{name}_scale_inv"], scale)
+        else:
+            assert h.same_bits(after[name], tensor)
+    write_checkpoint(tmp_path / "wanted", SHAPES[family])
+    assert {n: (t.dtype, t.shape) for n, t in after.items()} == {
+        n: (t.dtype, t.shape) for n, t in tensors(tmp_path / "wanted").items()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_index_and_tokenizer_come_along(sources: Path, tmp_path: Path, family: str) -> None:
+    source, out = sources / family, tmp_path / "fp8"
+    assert run(source, out) == 0
+    config = json.loads((out / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    assert config == json.loads((source / "config.json").read_text())
+    kept = quantization.pop("modules_to_not_convert")
+    assert {"lm_head", "model.embed_tokens", f"model.layers.{SHAPES[family].dense_layers}.mlp.gate"} <= set(kept)
+    assert not [name for name in kept if name.endswith("_proj") and "eh_proj" not in name]
+    assert quantization == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    found = tensors(out)
+    assert index["weight_map"].keys() == found.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()}
+    assert {oct(path.stat().st_mode & 0o777) for path in out.glob("*.safetensors")} == {
+        oct(path.stat().st_mode & 0o777) for path in source.glob("*.safetensors")
+    }
+    model = read_model(out)
+    assert model.quantized
+    assert replace(model, quantized=False) == read_model(source)
+
+
+def test_a_checkpoint_of_one_file_without_an_index_is_converted(source: Path, tmp_path: Path) -> None:
+    whole = tensors(source)
+    for path in [*source.glob("*.safetensors"), source / "model.safetensors.index.json"]:
+        path.unlink()
+    save_file(whole, source / "model.safetensors", metadata={"format": "pt"})
+    assert run(source, tmp_path / "fp8") == 0
+    assert read_model(tmp_path / "fp8").quantized
+
+
+def test_the_report_counts(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, file = tmp_path / "fp8", tmp_path / "report.json"
+    assert main(["convert", "--model", str(source), "--out", str(out), "--json", str(file)]) == 0
+    found = Report.model_validate_json(file.read_text()).convert
+    assert found
+    assert (found.path, found.tensors, found.quantized) == (str(out), len(tensors(source)), 16)
+    assert found.bytes == sum(tensor.nbytes for tensor in tensors(out).values())
+    printed = capsys.readouterr()
+    assert f"{out}: 16 of {found.tensors} tensors quantized" in printed.out
+    assert "warning" not in printed.err
+
+
+def test_nothing_that_is_there_is_overwritten(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "fp8"
+    out.mkdir()
+    assert run(source, out) == 1
+    assert f"{str(out)!r} is already there. Delete it, or give another --out." in capsys.readouterr().err
+    assert not list(out.iterdir())
+
+
+def test_a_quantized_checkpoint_is_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(source, tmp_path / "fp8") == 0
+    assert "is block FP8 already. Serve it as it is." in refused(capsys, tmp_path / "fp8", tmp_path / "again")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float
+) -> None:
+    change(source, EXPERT, lambda tensor: tensor.index_fill(0, torch.tensor([7]), value))
+    assert f"{EXPERT}: The weight to quantize holds NaN or infinity" in refused(capsys, source, tmp_path / "fp8")
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage._replace(free=convert.SPARE_BYTES))
+    assert "GB are free. Make room, or give an --out on another disk." in refused(capsys, source, tmp_path / "fp8")
+    assert not (tmp_path / "fp8.partial").exists()
+
+
+def test_experts_in_one_tensor_are_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = sorted(source.glob("*.safetensors"))[0]
+    together = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 512, 256, dtype=torch.bfloat16)}
+    save_file(load_file(file) | together, file, metadata={"format": "pt"})
+    assert "has shape [4, 512, 256]: converted are checkpoints with one matrix" in refused(
+        capsys, source, tmp_path / "fp8"
+    )
+
+
+def test_a_last_block_that_is_not_full_gets_its_scale(tmp_path: Path) -> None:
+    """Ranks hold zeros behind it; the checkpoint does not."""
+    write_checkpoint(tmp_path / "bf16", replace(QWEN, moe_intermediate=192), fp8=False)
+    assert run(tmp_path / "bf16", tmp_path / "fp8") == 0
+    after = tensors(tmp_path / "fp8")
+    assert (after[EXPERT].shape, after[f"{EXPERT}_scale_inv"].shape) == ((192, 256), (2, 2))
+
+
+def test_sizes_that_the_kernels_do_not_take_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path / "bf16", replace(QWEN, hidden=320), fp8=False)
+    message = refused(capsys, tmp_path / "bf16", tmp_path / "fp8")
+    assert "no multiple of 128, the scale block" in message
+
+
+def test_weights_of_unknown_names_are_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in source.glob("*.safetensors"):
+        renamed = {f"tower.{name}": tensor for name, tensor in load_file(file).items()}
+        save_file(renamed, file, metadata={"format": "pt"})
+    assert "has no weights under the names of a language model's layers" in refused(capsys, source, tmp_path / "fp8")
+
+
+def test_missing_weights_are_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = sorted(source.glob("*.safetensors"))
+    files[0].unlink()
+    assert "lacks 1 of its" in refused(capsys, source, tmp_path / "fp8")
+    for file in files[1:]:
+        file.unlink()
+    assert "has no weights. Download the whole checkpoint." in refused(capsys, source, tmp_path / "fp8")
+
+
+def test_an_interrupted_conversion_is_gone_on_with(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, partial = tmp_path / "fp8", tmp_path / "fp8.partial"
+    converted, done = convert._converted, []
+
+    def interrupted(path: Path, *arguments: object) -> dict[str, torch.Tensor]:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(path.name)
+        return converted(path, *arguments)
+
+    monkeypatch.setattr(convert, "_converted", interrupted)
+    assert "Interrupted. What is done is kept; run the command again" in refused(capsys, source, out)
+    assert {path.name for path in partial.glob("*")} == {convert.SOURCE, *done}
+    first = done.copy()
+    monkeypatch.setattr(convert, "_converted", lambda path, *rest: done.append(path.name) or converted(path, *rest))
+    assert run(source, out) == 0
+    assert sorted(done) == sorted(path.name for path in source.glob("*.safetensors"))  # none of them twice
+    assert done[:2] == first
+    assert not partial.exists()
+    assert run(source, tmp_path / "at_once") == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "at_once").iterdir()
+    }
+
+
+def test_the_rest_of_another_conversion_is_not_gone_on_with(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "_write_weights", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+    refused(capsys, source, tmp_path / "fp8")
+    monkeypatch.undo()
+    change(source, EXPERT, torch.zeros_like)
+    assert "is not from an interrupted conversion of these files. Delete it" in refused(
+        capsys, source, tmp_path / "fp8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "convert needs a --model"),
+        (["--model", "{source}"], "convert needs an --out, the folder to write"),
+        (["--model", "Qwen/Qwen3-30B-A3B", "--out", "{out}"], "is no folder. Download it: hf download Qwen/Qwen3-30B"),
+        (["--model", "{source}", "--out", "{out}/deep/fp8"], "its parent has to be there, and writable"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    places = {"source": sources / "qwen3_moe", "out": tmp_path / "fp8"}
+    with pytest.raises(SystemExit) as caught:
+        main(["convert", *(argument.format(**places) for argument in arguments)])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
