@@ -33,7 +33,8 @@ from warmup.bench_result import OURS, check_plot
 
 PROMPT_TOKENS, STEPS, PROFILED_STEPS = 32, 64, 16
 ROUTER = r"grouped_topk|topkGating"  # vLLM's, in all engines
-LAST = {OURS: r"^combine$", "triton": r"moe_sum", "deepgemm": r"ep_gather"}  # kernel of the experts
+# The last kernel of the experts; ours are two, the latter that of small batches.
+LAST = {OURS: r"^(combine|down_small_batch)$", "triton": r"moe_sum", "deepgemm": r"ep_gather"}
 SHOWN = 25  # kernels of a step, those that take longest
 
 

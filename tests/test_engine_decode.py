@@ -23,6 +23,7 @@ def trace(*names: str) -> list[dict[str, Any]]:
 
 DECODE = ("route", "quantize", "gate_up_swap_ab", "grouped_gemm_swap_ab", "combine")
 PREFILL = ("count_experts", *DECODE)
+SMALL_BATCH = ("gate_up_small_batch", "down_small_batch")
 FEW_TRITON = ("per_token_group_quant_8bit", "FillFunctor<int>", "fused_moe_kernel", "act_and_mul", "quant")
 FEW_TRITON += ("fused_moe_kernel", "void vllm::moe::moe_sum_vec_dynamic_kernel<c10::BFloat16>()")
 TRITON = ("per_token_group_quant_8bit", "moe_align_block_size_kernel", "count_and_sort", *FEW_TRITON[2:])
@@ -31,7 +32,14 @@ DEEPGEMM = ("quant", "_fwd_kernel_ep_scatter_1", "_fwd_kernel_ep_scatter_2", "ge
 
 @pytest.mark.parametrize(
     ("engine", "layer"),
-    [(OURS, DECODE), (OURS, PREFILL), ("triton", FEW_TRITON), ("triton", TRITON), ("deepgemm", DEEPGEMM)],
+    [
+        (OURS, DECODE),
+        (OURS, PREFILL),
+        (OURS, SMALL_BATCH),
+        ("triton", FEW_TRITON),
+        ("triton", TRITON),
+        ("deepgemm", DEEPGEMM),
+    ],
 )
 def test_a_layer_is_told_from_the_kernels_around_it(engine, layer):
     once = (ROUTER_GEMM, TOPK, *layer)
