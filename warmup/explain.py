@@ -5,7 +5,14 @@ Routing is taken to be even: each token picks its experts at random.
 
 import numpy as np
 
-from fp8moe_plugin.plan import computed_rows, grouped_key, moe_block_m, moe_workspace_bytes
+from fp8moe_plugin.plan import (
+    computed_rows,
+    down_small_batch_key,
+    grouped_key,
+    moe_block_m,
+    moe_workspace_bytes,
+    small_batch,
+)
 from fp8moe_plugin.shapes import (
     GROUP,
     Dense,
@@ -91,11 +98,13 @@ def _weight_bytes(shapes: list[ShapeReport]) -> int:
 def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepReport:
     whole, arriving = model.experts, tokens * parallel.dp
     block_m = moe_block_m(arriving, whole.topk, whole.experts)
+    width = small_batch(arriving, whole.topk, local.hidden, local.intermediate)
+    key = down_small_batch_key(width) if width else grouped_key(block_m)
     rows = np.random.default_rng(0).binomial(arriving, whole.topk / whole.experts, SAMPLES)
-    multiplied = sum(computed_rows(int(count), block_m) for count in rows)
+    multiplied = sum(width if width and count else computed_rows(int(count), block_m) for count in rows)
     return StepReport(
         tokens=tokens,
-        kernel=grouped_key(block_m).source,
+        kernel=key.source,
         rows_per_expert=round(arriving * whole.topk / whole.experts, 2),
         padding=round(1 - int(rows.sum()) / multiplied, 3) if multiplied else 0.0,
         workspace_bytes=moe_workspace_bytes(local, arriving, whole.experts),
