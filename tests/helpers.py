@@ -133,12 +133,18 @@ def swiglu(gate_up: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
 
 
 def layer_reference(
-    x: torch.Tensor, layer: Layer, topk_weights: torch.Tensor, ids: torch.Tensor, *, quantized: bool
+    x: torch.Tensor,
+    layer: Layer,
+    topk_weights: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    quantized: bool,
+    ue8m0: bool = False,
 ) -> torch.Tensor:
     """The layer in float64, expert by expert; `quantized`: rounded wherever the ops round, else nowhere."""
 
     def as_fp8(values: torch.Tensor) -> torch.Tensor:
-        return dequantize_tokens(*per_token_group_quant_fp8_reference(values)) if quantized else values.double()
+        return dequantize_tokens(*per_token_group_quant_fp8_reference(values, ue8m0)) if quantized else values.double()
 
     def as_bf16(values: torch.Tensor) -> torch.Tensor:
         return values.bfloat16().double() if quantized else values

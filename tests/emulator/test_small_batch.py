@@ -1,6 +1,7 @@
 """Layers of a few tokens on the emulator: two kernels of clusters, the second one beside the first."""
 
 import ctypes
+import importlib
 
 import pytest
 import torch
@@ -15,12 +16,20 @@ from tests.emulator.layers import MOST_ERROR, layer_ops, run_layers
 MULTIPROCESSORS = 24  # two or three clusters of the first GEMM
 TOPK = 3
 CPU = torch.device("cpu")
+launches = importlib.import_module("fp8moe_plugin.ops.small_batch")
 seeds = pytest.mark.parametrize("seed", [1, 2])
 
 
 @pytest.fixture
 def emulator(emulator_runtime: ctypes.CDLL, kernels: Kernels) -> Device:
     return Device(emulator_runtime, kernels, MULTIPROCESSORS, SHARED_BYTES)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers are small batches of up to 8 tokens, whatever is fastest for their shape."""
+    for module in (plan, layer_ops):
+        monkeypatch.setattr(module, "small_batch", lambda *_: 8)
 
 
 @seeds
@@ -68,3 +77,82 @@ def test_where_no_multiprocessor_has_room_for_both_kernels(
 ) -> None:
     emulator = Device(emulator_runtime, kernels, MULTIPROCESSORS, 130 * 1024)
     assert max(run_layers(emulator, seed, 3, 256, 128, small_batch=8)) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("hidden", [128, 384])  # fewer blocks of channels than whole clusters have
+@pytest.mark.parametrize("splits", [1, 2])
+def test_channels_are_shared_by_any_number_of_blocks(
+    emulator: Device, narrow: None, monkeypatch: pytest.MonkeyPatch, hidden: int, splits: int
+) -> None:
+    monkeypatch.setattr(launches, "down_splits", lambda _: splits)
+    gen, experts = h.seeded(splits, CPU), 5
+    x, layer = h.random_tokens(gen, 3, hidden), h.random_layer(gen, experts, hidden, 384)
+    routing = h.random_routing(gen, "some_missing", 3, TOPK, experts)
+    out = emulator.execute(1, lambda: fused_moe(x, *layer, *routing))
+    assert h.relative_l2(out, h.layer_reference(x, layer, *routing, quantized=True)) <= MOST_ERROR
+
+
+def test_as_many_experts_and_pairs_as_the_list_holds(emulator: Device, narrow: None) -> None:
+    gen, experts, tokens = h.seeded(0, CPU), 70, 8
+    x, layer = h.random_tokens(gen, tokens, 128), h.random_layer(gen, experts, 128, 128)
+    routing = h.random_routing(gen, "distinct", tokens, plan.SMALL_BATCH_PAIRS // tokens, experts)
+    out = emulator.execute(1, lambda: fused_moe(x, *layer, *routing))
+    assert h.relative_l2(out, h.layer_reference(x, layer, *routing, quantized=True)) <= MOST_ERROR
+
+
+def test_power_of_two_scales(emulator: Device, narrow: None) -> None:
+    gen, experts = h.seeded(0, CPU), 5
+    x, layer = h.random_tokens(gen, 5, 256), h.random_layer(gen, experts, 256, 128)
+    routing = h.random_routing(gen, "distinct", 5, TOPK, experts)
+    out = emulator.execute(1, lambda: fused_moe(x, *layer, *routing, ue8m0=True))
+    expected = h.layer_reference(x, layer, *routing, quantized=True, ue8m0=True)
+    assert h.relative_l2(out, expected) <= MOST_ERROR
+    assert h.relative_l2(out, h.layer_reference(x, layer, *routing, quantized=True)) > MOST_ERROR
+
+
+def test_nan_in_one_token_stays_in_that_token(emulator: Device, narrow: None) -> None:
+    gen, experts, row = h.seeded(0, CPU), 5, 2
+    x, layer = h.random_tokens(gen, 5, 256), h.random_layer(gen, experts, 256, 256)
+    routing = h.random_routing(gen, "distinct", 5, TOPK, experts)
+    clean = emulator.execute(1, lambda: fused_moe(x, *layer, *routing))
+    x[row, 200] = float("nan")
+    broken = emulator.execute(2, lambda: fused_moe(x, *layer, *routing))
+    assert broken[row].isnan().all()
+    broken[row] = clean[row]
+    assert h.same_bits(broken, clean)
+
+
+def test_ids_of_64_bits_are_mapped_to_local_experts(emulator: Device, narrow: None) -> None:
+    """Two ids may be of one local expert; none is taken for another that has the same lower half, or lower bits."""
+    gen, tokens = h.seeded(0, CPU), 6
+    expert_map = torch.tensor([-1, 2, 0, -1, 1, 2, 9], dtype=torch.int32)  # 9: there is none
+    ids = torch.randint(0, 7, (tokens, TOPK), generator=gen)
+    ids[0], ids[1] = torch.tensor([1, 5, 2]), torch.tensor([2**32 + 1, -(2**32) + 4, 2**63 - 1])
+    ids[2] = torch.tensor([-1, 7, 4])
+    here = (ids >= 0) & (ids < len(expert_map))
+    local = torch.where(here, expert_map[ids.where(here, 0)], -1)
+    assert (local[1] == -1).all()
+    x, layer = h.random_tokens(gen, tokens, 256), h.random_layer(gen, 3, 256, 128)
+    weights = torch.rand(tokens, TOPK, generator=gen)
+    weights[(local < 0) | (local >= 3)] = float("nan")  # not read
+    mapped = emulator.execute(1, lambda: fused_moe(x, *layer, weights, ids, expert_map=expert_map))
+    plain = emulator.execute(2, lambda: fused_moe(x, *layer, weights, local.int()))
+    assert h.same_bits(mapped, plain)
+    assert h.relative_l2(plain, h.layer_reference(x, layer, weights, local, quantized=True)) <= MOST_ERROR
+
+
+def test_whole_rounds_of_units_are_added_up_in_the_same_order_whoever_else_is_there(
+    emulator: Device, narrow: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each warpgroup of each block has the same part of K of every expert."""
+    monkeypatch.setattr(launches, "down_splits", lambda _: 1)
+    gen, experts = h.seeded(0, CPU), 5
+    x, layer = h.random_tokens(gen, 2, 256), h.random_layer(gen, experts, 256, 256)
+    for weight in layer:
+        h.bits(weight)[4] = h.bits(weight)[0]
+    weights = torch.tensor([[1, 1024, -1024], [1, 1, 1]]).float()  # what cancels shows the order
+    outs = []
+    for others in ([2, 0, 4], [1, 3, 2], [-1, 1, -1]):
+        ids = torch.tensor([[2, 0, 4], others], dtype=torch.int32)
+        outs.append(emulator.execute(1, lambda ids=ids: fused_moe(x, *layer, weights, ids))[0])
+    assert all(h.same_bits(out, outs[0]) for out in outs)

@@ -9,12 +9,15 @@ from fp8moe_plugin.plan import (
     KernelKey,
     Output,
     dense_key,
+    down_small_batch_key,
+    gate_up_small_batch_key,
     grouped_key,
     linear_kernels,
     masked_block_m,
     model_kernels,
     moe_block_m,
     moe_kernels,
+    small_batch,
 )
 from fp8moe_plugin.shapes import Model, Parallel, ceil_div, rank_shapes, split_refusal
 from tests.warmup.conftest import MODELS
@@ -30,6 +33,14 @@ def expert_gemms(topk: int, experts: int) -> set[KernelKey]:
     blocks = {moe_block_m(tokens, topk, experts) for tokens in steps}
     blocks |= {masked_block_m(ceil_div(tokens * topk, experts)) for tokens in steps}
     return {grouped_key(block_m, keep_b) for block_m in blocks for keep_b in (False, True)}
+
+
+def small_batches(model: Model, way: Parallel) -> set[KernelKey]:
+    local = rank_shapes(model, way).experts
+    widths = {small_batch(tokens, local.topk, local.hidden, local.intermediate) for tokens in range(1, 257)} - {0}
+    assert widths, "no model is without"
+    kernels = ((gate_up_small_batch_key(model.ue8m0, width), down_small_batch_key(width)) for width in widths)
+    return {key for pair in kernels for key in pair}
 
 
 def dense_gemms(n: int) -> set[KernelKey]:
@@ -54,6 +65,7 @@ def test_every_step_of_every_split_of_every_model_is_in_its_plan(models: dict[st
         plan = set(model_kernels(model))
         assert experts[model.experts.topk, model.experts.experts] <= plan
         for way in splits(model):
+            assert small_batches(model, way) <= plan
             for layer in rank_shapes(model, way).dense:
                 assert dense[sum(layer.outputs)] <= plan
 
