@@ -13,6 +13,7 @@ from tests import helpers as h
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 8, 3, 384, 256
 WIDE = GATHER_UP_TO + 128  # experts that read copies of their tokens
 routings = st.sampled_from(h.ROUTINGS)
+few_and_more = pytest.mark.parametrize("tokens", [7, 65])  # a small batch has kernels of its own
 
 
 def random_call(
@@ -110,34 +111,39 @@ def test_the_ranks_of_an_expert_map_add_up_to_the_layer(device, tokens, ranks, s
     assert_accurate(total, x, layer, weights, ids)
 
 
-def test_ids_of_both_widths_give_the_same_result(device):
-    x, layer, weights, ids = random_call(h.seeded(0, device), 65, "out_of_range")
+@few_and_more
+def test_ids_of_both_widths_give_the_same_result(device, tokens):
+    x, layer, weights, ids = random_call(h.seeded(0, device), tokens, "out_of_range")
     assert h.same_bits(run(x, layer, weights, ids), run(x, layer, weights, ids.long()))
 
 
-def test_the_router_weight_of_no_expert_is_not_read(device):
-    x, layer, weights, ids = random_call(h.seeded(0, device), 65, "out_of_range")
+@few_and_more
+def test_the_router_weight_of_no_expert_is_not_read(device, tokens):
+    x, layer, weights, ids = random_call(h.seeded(0, device), tokens, "out_of_range")
     clean = run(x, layer, weights, ids)
     weights[(ids < 0) | (ids >= EXPERTS)] = float("nan")
     assert h.same_bits(run(x, layer, weights, ids), clean)
 
 
-def test_power_of_two_scales_are_as_accurate(device):
-    call = random_call(h.seeded(0, device), 129)
-    exact = h.layer_reference(*call, quantized=False)
+@few_and_more
+def test_power_of_two_scales_are_as_accurate(device, tokens):
+    call = random_call(h.seeded(0, device), tokens)
     rounded = run(*call, ue8m0=True)
     assert not h.same_bits(rounded, run(*call))
-    assert h.relative_l2(rounded, exact) <= 0.05
+    assert h.relative_l2(rounded, h.layer_reference(*call, quantized=True, ue8m0=True)) <= 1e-2
+    assert h.relative_l2(rounded, h.layer_reference(*call, quantized=False)) <= 0.06  # up to a bit less of e4m3
 
 
-def test_outliers_keep_the_layer_accurate(device):
-    x, layer, weights, ids = random_call(h.seeded(0, device), 65)
+@few_and_more
+def test_outliers_keep_the_layer_accurate(device, tokens):
+    x, layer, weights, ids = random_call(h.seeded(0, device), tokens)
     x[::3, ::100] *= 1e4
     assert_accurate(run(x, layer, weights, ids), x, layer, weights, ids)
 
 
-def test_zero_rows_give_exact_zeros(device):
-    x, layer, weights, ids = random_call(h.seeded(0, device), 65)
+@few_and_more
+def test_zero_rows_give_exact_zeros(device, tokens):
+    x, layer, weights, ids = random_call(h.seeded(0, device), tokens)
     x[::2] = 0
     assert (run(x, layer, weights, ids)[::2] == 0).all()
 
@@ -183,7 +189,10 @@ def test_out_is_made_where_none_is_given(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("intermediate", "tokens"), [(2048, 8), (256, 64), (256, 1024), (256, 2048), (128, 2048)])
+@pytest.mark.parametrize(
+    ("intermediate", "tokens"),
+    [(2048, 2), (2048, 8), (256, 1), (256, 8), (256, 16), (256, 64), (256, 1024), (256, 2048), (128, 2048)],
+)
 def test_model_shapes(intermediate, tokens):
     gen = torch.Generator("cuda").manual_seed(0)
     layer = h.random_layer(gen, 64, 7168, intermediate)
