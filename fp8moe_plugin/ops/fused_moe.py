@@ -1,4 +1,4 @@
-"""One mixture-of-experts layer: route, quantize, GEMM 1 with SiLU-and-mul, GEMM 2, combine."""
+"""One mixture-of-experts layer: route, quantize, GEMM 1 with SiLU-and-mul, GEMM 2, combine; few tokens: small_batch."""
 
 import functools
 from typing import Any, NamedTuple
@@ -92,7 +92,8 @@ def fused_moe(
         out: bfloat16 `[T, H]` to write to, or None.
     Returns:
         bfloat16 `[T, H]`. Captures in a CUDA graph. A token's result does not depend on the other tokens of the call,
-        but for their number: sums of few tokens are made of parts, and of how many (`plan.k_splits`) it decides.
+        but for their number, which decides of how many parts sums are made (`plan.k_splits`), and in a small batch
+        (`plan.small_batch`) for the experts they have, which decide in what order a token's are added up.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device, too many experts; with FP8MOE_DEBUG=1 also an id below
             -1 or too large.
