@@ -264,16 +264,17 @@ def decode_tokens(topk: int, global_experts: int) -> int:
     return DECODE_BLOCK_M * global_experts // topk
 
 
-def small_batch(tokens: int, topk: int, hidden: int, intermediate: int) -> int:
+def small_batch(tokens: int, topk: int, hidden: int, intermediate: int, local_experts: int, global_experts: int) -> int:
     """How wide the kernels of a small batch multiply the tokens of a step; 0: it is not small.
 
     Every tile multiplies all tokens, of which an expert has few: that costs nothing as long as weights are what takes
-    the time, and saves the launches that sort the tokens. With many weights the other kernels stream them 3% faster;
-    with more tokens the blocks of a cluster need longer parts of K than `hidden` of some models has for them.
+    the time, and saves the launches that sort the tokens. Where a rank is likely to read many weights, the other
+    kernels stream them 3% faster; with more tokens the blocks of a cluster need longer parts of K than `hidden` of
+    some models has for them.
     """
     pairs, steps = tokens * topk, hidden // GROUP // GATE_UP_CLUSTER
     fits = pairs <= SMALL_BATCH_PAIRS and topk <= 32 and hidden <= SMALL_BATCH_HIDDEN
-    if not fits or 3 * pairs * hidden * intermediate > SMALL_BATCH_BYTES:
+    if not fits or 3 * hidden * intermediate * pairs * local_experts / global_experts > SMALL_BATCH_BYTES:
         return 0
     narrow, wide = SMALL_BATCHES
     return narrow if tokens <= narrow else wide if tokens <= wide and steps >= 4 else 0
@@ -505,13 +506,13 @@ def moe_scratch_bytes(
     tokens: int, topk: int, hidden: int, intermediate: int, local_experts: int, global_experts: int
 ) -> int:
     """How much scratch a layer takes for this step."""
-    if width := small_batch(tokens, topk, hidden, intermediate):
+    if width := small_batch(tokens, topk, hidden, intermediate, local_experts, global_experts):
         return small_batch_scratch(tokens * topk, width, intermediate, local_experts).nbytes
     return moe_scratch(tokens, topk, hidden, intermediate, local_experts, global_experts).nbytes
 
 
 def moe_workspace_bytes(local: Experts, tokens: int, global_experts: int) -> int:
-    """The same.
+    """How much scratch a layer of these experts takes for a step.
 
     Args:
         local: what the rank holds.

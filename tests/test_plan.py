@@ -259,11 +259,13 @@ def test_the_launches_of_a_layer_are_remembered_for_its_addresses_alone(launched
 
 
 def test_a_small_batch_is_one_of_few_tokens_and_few_bytes():
-    deepseek_v3, tp8, qwen3_30b = (7168, 2048), (7168, 256), (2048, 768)
+    deepseek_v3, tp8, qwen3_30b = (7168, 2048, 256, 256), (7168, 256, 256, 256), (2048, 768, 128, 128)
     assert [plan.small_batch(tokens, 8, *tp8) for tokens in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 0]
     assert [plan.small_batch(tokens, 8, *qwen3_30b) for tokens in (1, 8, 9)] == [8, 8, 0]
     assert [plan.small_batch(tokens, 8, *deepseek_v3) for tokens in (1, 2, 3)] == [8, 8, 0]
-    assert plan.small_batch(8, 33, 128, 128) == plan.small_batch(1, 8, 8192 + 128, 128) == 0
+    ep8 = (7168, 2048, 32, 256)
+    assert [plan.small_batch(tokens, 8, *ep8) for tokens in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 0]
+    assert plan.small_batch(8, 33, 128, 128, 4, 4) == plan.small_batch(1, 8, 8192 + 128, 128, 4, 4) == 0
 
 
 @pytest.mark.parametrize("width", plan.SMALL_BATCHES)

@@ -98,7 +98,7 @@ def _weight_bytes(shapes: list[ShapeReport]) -> int:
 def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepReport:
     whole, arriving = model.experts, tokens * parallel.dp
     block_m = moe_block_m(arriving, whole.topk, whole.experts)
-    width = small_batch(arriving, whole.topk, local.hidden, local.intermediate)
+    width = small_batch(arriving, whole.topk, local.hidden, local.intermediate, local.experts, whole.experts)
     key = down_small_batch_key(width) if width else grouped_key(block_m)
     rows = np.random.default_rng(0).binomial(arriving, whole.topk / whole.experts, SAMPLES)
     multiplied = sum(width if width and count else computed_rows(int(count), block_m) for count in rows)

@@ -236,7 +236,7 @@ def _layer_launches(
         sizes: those of `moe_scratch`.
     """
     tokens, topk, hidden, intermediate, experts, global_experts = sizes
-    if width := small_batch(tokens, topk, hidden, intermediate):
+    if width := small_batch(*sizes):
         return small_batch_launches(tensors, sizes, width, ids_64, ue8m0, device_index)
     block_m, offsets = moe_block_m(tokens, topk, global_experts), moe_scratch(*sizes)
     at = MoeScratch(*(tensors.scratch + offset for offset in offsets))

@@ -171,7 +171,7 @@ def test_a_token_depends_on_no_other_token(device, tokens, kind, seed):
         other[row] = kept[row]
     assert h.same_bits(run(other_x, layer, weights, ids)[row], own)
     rerouted = run(other_x, layer, other_weights, other_ids)[row]
-    if device.type == "cuda" and not small_batch(tokens, TOPK, HIDDEN, INTERMEDIATE):
+    if device.type == "cuda" and not small_batch(tokens, TOPK, HIDDEN, INTERMEDIATE, EXPERTS, EXPERTS):
         assert h.same_bits(rerouted, own)
     else:  # which experts there are decides in what order sums are added up, and so does torch's CPU matmul
         assert h.relative_l2(rerouted, own) <= 1e-2

@@ -37,7 +37,8 @@ def expert_gemms(topk: int, experts: int) -> set[KernelKey]:
 
 def small_batches(model: Model, way: Parallel) -> set[KernelKey]:
     local = rank_shapes(model, way).experts
-    widths = {small_batch(tokens, local.topk, local.hidden, local.intermediate) for tokens in range(1, 257)} - {0}
+    sizes = local.topk, local.hidden, local.intermediate, local.experts, model.experts.experts
+    widths = {small_batch(tokens, *sizes) for tokens in range(1, 257)} - {0}
     assert widths, "no model is without"
     kernels = ((gate_up_small_batch_key(model.ue8m0, width), down_small_batch_key(width)) for width in widths)
     return {key for pair in kernels for key in pair}
