@@ -16,21 +16,20 @@ the dequantized slabs and weights, without any rounding in between.
 
 import argparse
 import math
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.dense_gemm import installed
 from benchmarks.gpu_checks import sources_sha256
 from benchmarks.grouped_gemm import Pair, time_calls
-from benchmarks.report import write_report
+from benchmarks.report import installed, results_or_errors, write_report
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from fp8moe_plugin.ops import batched_experts, per_token_group_quant_fp8
 from fp8moe_plugin.ops.gemm import dequantize_blocks, gemm_reference
-from fp8moe_plugin.shapes import GROUP, ceil_div
+from fp8moe_plugin.shapes import GROUP, Experts, ceil_div
+from warmup.bench_peers import vllm_layer
 
 
 class Shape(NamedTuple):
@@ -81,7 +80,8 @@ def deepgemm(shape: Shape, slab: Pair, layers: list[Layer], expected_m: int) -> 
 
     max_m, device = slab[0].shape[1], slab[0].device
     estimate = engine_estimate(expected_m, max_m)
-    config = moe_config(shape, max_m)
+    whole = Experts(1, shape.experts, shape.topk, shape.hidden, shape.intermediate)
+    config = vllm_layer(whole, shape.local_experts, max_m)
     experts = []
     for layer in layers:
         quantized = fp8_w8a8_moe_quant_config(layer.w13_scale, layer.w2_scale, block_shape=[GROUP, GROUP])
@@ -125,26 +125,6 @@ BACKENDS = {"fp8moe": ours, "deepgemm": deepgemm}
 def engine_estimate(expected_m: int, max_m: int) -> int:
     """What vLLM's `estimate_expected_m` gives in an engine whose tokens make so many rows an expert on average."""
     return min(max_m, max(16, ceil_div(expected_m, 16) * 16))
-
-
-def moe_config(shape: Shape, max_m: int) -> Any:
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
-
-    return FusedMoEConfig(
-        num_experts=shape.experts,
-        experts_per_token=shape.topk,
-        hidden_dim=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_local_experts=shape.local_experts,
-        num_logical_experts=shape.experts,
-        activation=MoEActivation.SILU,
-        device="cuda",
-        routing_method=RoutingMethodType.DeepSeekV3,
-        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
-        in_dtype=torch.bfloat16,
-        max_num_tokens=max_m,
-    )
 
 
 def random_layers(generator: torch.Generator, shape: Shape) -> list[Layer]:
@@ -208,14 +188,7 @@ def measure(backend: Backend, slab: Pair, layers: list[Layer], drawn: list[torch
 def measure_all(
     shape: Shape, slab: Pair, layers: list[Layer], drawn: list[torch.Tensor], expected_m: int
 ) -> dict[str, dict[str, Any]]:
-    """A result of each backend, or its `error`."""
-    results: dict[str, dict[str, Any]] = {}
-    for name, make in BACKENDS.items():
-        try:
-            results[name] = measure(make(shape, slab, layers, expected_m), slab, layers, drawn)
-        except Exception as failure:  # noqa: BLE001 (a peer may be absent or fail in any way; the others count)
-            results[name] = {"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)}
-    return results
+    return results_or_errors(BACKENDS, lambda make: measure(make(shape, slab, layers, expected_m), slab, layers, drawn))
 
 
 def line(result: dict[str, Any]) -> str:

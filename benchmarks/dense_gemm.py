@@ -14,16 +14,14 @@ that of one call, from the median of CUDA-graph replays after a pause (`burst`, 
 
 import argparse
 import math
-import textwrap
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.grouped_gemm import Pair, random_fp8, random_scales, time_calls
-from benchmarks.report import write_report
+from benchmarks.report import installed, results_or_errors, write_report
 from fp8moe_plugin.ops import fp8_gemm_nt, fp8_linear, per_token_group_quant_fp8
 from fp8moe_plugin.ops.gemm import gemm_reference
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8_reference
@@ -137,14 +135,7 @@ def random_weights(n: int, k: int) -> list[Pair]:
 
 
 def measure_all(x: torch.Tensor, weights: list[Pair]) -> dict[str, dict[str, Any]]:
-    """A result of each backend, or its `error`."""
-    results: dict[str, dict[str, Any]] = {}
-    for name, make in BACKENDS.items():
-        try:
-            results[name] = measure(make(), x, weights)
-        except Exception as failure:  # noqa: BLE001 (a peer may be absent or fail in any way; the others count)
-            results[name] = {"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)}
-    return results
+    return results_or_errors(BACKENDS, lambda make: measure(make(), x, weights))
 
 
 def line(result: dict[str, Any]) -> str:
@@ -162,13 +153,6 @@ def best_peer_over_ours(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     if "error" in results["fp8moe"] or not peers:
         return {}
     return {time: min(result[time] for result in peers) / results["fp8moe"][time] for time in TIMES}
-
-
-def installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def main() -> None:

@@ -224,13 +224,6 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
     why = {
         swap_ab_key(): f"GEMMs of steps of up to {few} tokens (experts), {DENSE_SWAP_AB_UP_TO} (dense layers): decode",
         gate_up_swap_ab_key(model.ue8m0): "the first GEMM of experts, activated and quantized, in these steps",
-        **{
-            gate_up_small_batch_key(
-                model.ue8m0, width
-            ): f"all up to the second GEMM of the experts of up to {width} tokens"
-            for width in SMALL_BATCHES
-        },
-        **{down_small_batch_key(width): "that one with the weighted sum of each token's" for width in SMALL_BATCHES},
         gate_up_key(model.ue8m0, False): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
         gate_up_key(model.ue8m0, True): "the same for narrow experts, which find their tokens among those of the step",
         grouped_gemm_key(Output.BF16): "the other GEMMs of longer steps",
@@ -246,6 +239,10 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
         tiles_of_counts_key(): "tiles of slabs, as DeepEP's low-latency mode hands them over",
         combine_key(): "the weighted sum of each token's rows",
     }
+    for width in SMALL_BATCHES:
+        first = gate_up_small_batch_key(model.ue8m0, width)
+        why[first] = f"all up to the second GEMM of the experts of up to {width} tokens"
+        why[down_small_batch_key(width)] = "that one with the weighted sum of each token's"
     layers = (moe_kernels(model.ue8m0, batched) for batched in (False, True))
     return {key: why[key] for key in dict.fromkeys([*linear_kernels(model.ue8m0), *itertools.chain(*layers)])}
 

@@ -1,11 +1,14 @@
 """Inputs of the ops, and the float64 math that their results are held against."""
 
+import importlib
 import os
 from typing import NamedTuple
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
+from fp8moe_plugin import plan
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8, per_token_group_quant_fp8_reference
 from fp8moe_plugin.ops.route import Routing, Tiles
 
@@ -130,6 +133,12 @@ def swiglu(gate_up: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
     gate, up = gate_up.double().chunk(2, -1)
     silu = gate * torch.sigmoid(gate)
     return (silu.bfloat16() * up.bfloat16()).double() if rounded else silu * up
+
+
+def force_small_batch(patch: pytest.MonkeyPatch, width: int) -> None:
+    """Layers take the kernels of a small batch of up to `width` tokens, whatever is fastest for them; 0: others."""
+    for module in (plan, importlib.import_module("fp8moe_plugin.ops.fused_moe")):  # the op has taken its name
+        patch.setattr(module, "small_batch", lambda *_: width)
 
 
 def layer_reference(

@@ -68,8 +68,7 @@ def between(steps: list[tuple[str, bool]], first: str, last: str) -> list[str]:
 
 @pytest.fixture
 def no_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (plan, layer_ops):
-        monkeypatch.setattr(module, "small_batch", lambda *_: 0)
+    h.force_small_batch(monkeypatch, 0)
 
 
 @pytest.mark.parametrize("tokens", [7, 383, 384, 1000])

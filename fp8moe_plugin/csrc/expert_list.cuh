@@ -2,7 +2,7 @@
 #pragma once
 #include "expert_ids.cuh"
 
-constexpr int kMaxPairs = 256;          // SMALL_BATCH_PAIRS of plan.py
+constexpr int kMaxPairs = 256;  // SMALL_BATCH_PAIRS of plan.py
 
 struct ExpertList {
     u32 present[kWarp];  // a bit an expert; at most MAX_LOCAL_EXPERTS of plan.py

@@ -5,7 +5,6 @@ import importlib
 import pytest
 import torch
 
-from fp8moe_plugin import plan
 from fp8moe_plugin.ops import fused_moe
 from tests import helpers as h
 from tests.emulator.device import Device
@@ -49,8 +48,7 @@ def run_layers(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer_ops, "empty", empty)
-        for module in (plan, layer_ops):  # whatever is fastest for this shape
-            patch.setattr(module, "small_batch", lambda *_: small_batch)
+        h.force_small_batch(patch, small_batch)
         emulator.execute(seed, ops)
     calls = zip([x, *outs[:-1]], outs, routings, strict=True)
     return [h.relative_l2(y, h.layer_reference(x, layer, *routing, quantized=True)) for x, y, routing in calls]

@@ -11,7 +11,7 @@ from fp8moe_plugin.ops import fused_moe
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import SHARED_BYTES, Device
-from tests.emulator.layers import MOST_ERROR, layer_ops, run_layers
+from tests.emulator.layers import MOST_ERROR, run_layers
 
 MULTIPROCESSORS = 24  # two or three clusters of the first GEMM
 TOPK = 3
@@ -27,9 +27,7 @@ def emulator(emulator_runtime: ctypes.CDLL, kernels: Kernels) -> Device:
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers are small batches of up to 8 tokens, whatever is fastest for their shape."""
-    for module in (plan, layer_ops):
-        monkeypatch.setattr(module, "small_batch", lambda *_: 8)
+    h.force_small_batch(monkeypatch, 8)
 
 
 @seeds
@@ -47,8 +45,7 @@ def test_the_layer(
     kind: str,
     seed: int,
 ) -> None:
-    for module in (plan, layer_ops):  # whatever is fastest for this shape
-        monkeypatch.setattr(module, "small_batch", lambda *_: 8 if tokens <= 8 else 16)
+    h.force_small_batch(monkeypatch, 8 if tokens <= 8 else 16)
     gen, experts = h.seeded(seed, CPU), 5
     x, layer = h.random_tokens(gen, tokens, hidden), h.random_layer(gen, experts, hidden, intermediate)
     weights, ids = h.random_routing(gen, kind, tokens, TOPK, experts)
