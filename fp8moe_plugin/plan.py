@@ -200,11 +200,12 @@ def tiles_of_indices_key() -> KernelKey:
 
 def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
     """All that a mixture-of-experts layer launches; `batched`: its tokens come quantized and sorted."""
-    gemms = [swap_ab_key(), gate_up_key(ue8m0, gather=False), grouped_gemm_key(Output.BF16)]
+    gemms = [gate_up_key(ue8m0, gather=False), grouped_gemm_key(Output.BF16)]
     gemms.append(grouped_gemm_key(Output.BF16, keep_b=True))
     if batched:
-        return [*gemms, silu_mul_quant_key(ue8m0), tiles_of_counts_key()]
-    gather = [gate_up_swap_ab_key(ue8m0), gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
+        return [*gemms, tiles_of_counts_key()]
+    gemms += [swap_ab_key(), gate_up_swap_ab_key(ue8m0)]
+    gather = [gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
     routing = [count_experts_key(), route_key(), combine_key()]
     gather += [gate_up_small_batch_key(ue8m0, width) for width in SMALL_BATCHES]
     gather += [down_small_batch_key(width) for width in SMALL_BATCHES]
@@ -233,7 +234,6 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
         quantize_key(model.ue8m0, Layout.K_MAJOR): "activations of dense layers",
         quantize_key(model.ue8m0, Layout.PERMUTED): "activations of experts, written to the rows that the experts read",
         quantize_key(model.ue8m0, Layout.ROW_MAJOR): "those of decode and of narrow experts, once each",
-        silu_mul_quant_key(model.ue8m0): "between the two GEMMs of few rows in slabs",
         count_experts_key(): f"how many tokens an expert gets in steps of more than {PAIRS_PER_CHUNK // topk} tokens",
         route_key(): "rows of each expert and their tiles",
         tiles_of_counts_key(): "tiles of slabs, as DeepEP's low-latency mode hands them over",
@@ -252,7 +252,8 @@ def all_kernels() -> list[KernelKey]:
     layers = [k for ue8m0 in (False, True) for k in (*moe_kernels(ue8m0, False), *moe_kernels(ue8m0, True))]
     outputs = (Output.BF16, Output.BF16_DIRECT, Output.F32_DIRECT)
     dense = [grouped_gemm_key(output, block_n) for output in outputs for block_n in (128, 256)]
-    ops = [*linear_kernels(False), *linear_kernels(True), *dense, tiles_of_indices_key()]
+    silu = [silu_mul_quant_key(ue8m0) for ue8m0 in (False, True)]
+    ops = [*linear_kernels(False), *linear_kernels(True), *dense, *silu, tiles_of_indices_key()]
     return list(dict.fromkeys([*layers, *ops]))
 
 

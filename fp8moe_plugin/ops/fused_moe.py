@@ -42,7 +42,6 @@ from fp8moe_plugin.plan import (
     gathers,
     keeps_b,
     layer_splits,
-    masked_block_m,
     moe_block_m,
     moe_scratch,
     moe_scratch_bytes,
@@ -159,7 +158,7 @@ def batched_experts(
     check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
     if max_m == 0:
         return out
-    tiles = tiles_of_counts(expert_num_tokens, max_m, masked_block_m(expected_m))
+    tiles = tiles_of_counts(expert_num_tokens, max_m, PREFILL_BLOCK_M)
     tiles = tiles.for_experts(expected_m, weights.w2[0].shape[-1])
     inner = gate_up((hidden_states, hidden_scale), weights.w13, tiles, expert_num_tokens, ue8m0)
     grouped_gemm(inner, weights.w2, out, tiles, after_gate_up=True)

@@ -1,4 +1,4 @@
-"""The first half of an expert: GEMM 1, SiLU(gate) * up, quantized again; in one kernel where rows are many."""
+"""The first half of an expert: GEMM 1, SiLU(gate) * up, quantized again; in one kernel on the GPU."""
 
 import torch
 
@@ -9,7 +9,6 @@ from fp8moe_plugin.ops.quantize import Quantized, empty_quantized
 from fp8moe_plugin.ops.route import Tiles
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 from fp8moe_plugin.ops.workspace import empty
-from fp8moe_plugin.plan import PREFILL_BLOCK_M
 
 
 def gate_up(
@@ -28,13 +27,14 @@ def gate_up(
         a: e4m3 `[G, max_m, H]` and its scales; with `tokens` `[T, H]`, as `quantize_tokens` gives it.
         w13: e4m3 `[E, 2I, H]`, gate rows first, and its scales.
         counts: int32 `[G]`, the rows of each group that count.
-        tokens: int32 `[max_m]`, the row of `a` that each row is, for one group; or None.
+        tokens: int32 `[max_m]`, the row of `a` that each row is, for one group; or None. Tiles of `DECODE_BLOCK_M` need
+            it.
     Returns:
         e4m3 `[G, max_m, I]` and float32 scales `[G, max_m, I/128]`, K-major over all rows.
     """
     groups, max_m = a[0].shape[:2] if tokens is None else (1, tokens.shape[0])
     width = w13[0].shape[1]
-    if uses_sm90(a[0]) and (tiles.block_m == PREFILL_BLOCK_M or tokens is not None):
+    if uses_sm90(a[0]):
         q, scales = empty_quantized(groups * max_m, width // 2, a[0].device)
         out = q.view(groups, max_m, width // 2), scales.unflatten(0, (groups, max_m))
         launch_gate_up(a, w13, out, tiles, ue8m0, tokens)

@@ -91,12 +91,14 @@ def test_rows_found_among_the_tokens_give_the_bits_of_copies(
     x, w13 = h.random_tokens(gen, 150, hidden), h.random_weights(gen, experts, 2 * intermediate, hidden)
     _, ids = h.random_routing(gen, "some_missing", len(x), 2, experts)
     quantized = empty_tokens(len(x), hidden, CPU)
+    products = h.poisoned(1, ids.numel(), 2 * intermediate, dtype=torch.bfloat16, device=CPU)
 
     def ops() -> tuple[torch.Tensor, Quantized, Quantized]:
         routing = route(ids, experts, block_m)
         quantize_tokens(x, quantized)
         q, scales = quantize_rows(x, routing.slots)
-        copies = gate_up((q[None], scales[None]), w13, routing.tiles, routing.num_rows, False)
+        grouped_gemm((q[None], scales[None]), w13, products, routing.tiles)
+        copies = silu_mul_quant_fp8(products, routing.num_rows)
         found = gate_up(quantized, w13, routing.tiles, routing.num_rows, False, routing.tokens)
         return routing.num_rows, copies, found
 

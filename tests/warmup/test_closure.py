@@ -13,13 +13,12 @@ from fp8moe_plugin.plan import (
     gate_up_small_batch_key,
     grouped_key,
     linear_kernels,
-    masked_block_m,
     model_kernels,
     moe_block_m,
     moe_kernels,
     small_batch,
 )
-from fp8moe_plugin.shapes import Model, Parallel, ceil_div, rank_shapes, split_refusal
+from fp8moe_plugin.shapes import Model, Parallel, rank_shapes, split_refusal
 from tests.warmup.conftest import MODELS
 
 LONGEST = 65_536
@@ -28,10 +27,8 @@ SMS = (132, 114, 78)  # of an H100 or H200, an H100 PCIe, an H20
 
 
 def expert_gemms(topk: int, experts: int) -> set[KernelKey]:
-    """Of every step up to the longest, in rows that follow one another and in slabs."""
-    steps = range(1, LONGEST + 1)
-    blocks = {moe_block_m(tokens, topk, experts) for tokens in steps}
-    blocks |= {masked_block_m(ceil_div(tokens * topk, experts)) for tokens in steps}
+    """Of every step up to the longest."""
+    blocks = {moe_block_m(tokens, topk, experts) for tokens in range(1, LONGEST + 1)}
     return {grouped_key(block_m, keep_b) for block_m in blocks for keep_b in (False, True)}
 
 
