@@ -17,6 +17,7 @@ SMEM_ALIGNMENT = 1024
 PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm, without its tail
 TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M; kTailRows of csrc/tile_table.cuh
 DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
+DECODE_ROWS = 24  # of an expert on average; see decode_tokens
 GATHER_UP_TO = 1024  # channels of an expert; see gathers
 EARLY_FROM, EARLY_BELOW = 768, 192  # channels of an expert, rows of an expert; see starts_early
 KEEP_B_UP_TO = 256  # channels of an expert; see keeps_b
@@ -258,8 +259,11 @@ def all_kernels() -> list[KernelKey]:
 
 
 def decode_tokens(topk: int, global_experts: int) -> int:
-    """The longest step for which an MoE layer takes the tiles that stream the weights."""
-    return DECODE_BLOCK_M * global_experts // topk
+    """The longest step for which an MoE layer takes the tiles that stream the weights.
+
+    With 16 rows an expert they are up to 4% faster than those of prefill, with 32 up to 17% slower.
+    """
+    return DECODE_ROWS * global_experts // topk
 
 
 def small_batch(tokens: int, topk: int, hidden: int, intermediate: int, local_experts: int, global_experts: int) -> int:
