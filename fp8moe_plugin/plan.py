@@ -23,7 +23,7 @@ EARLY_FROM, EARLY_BELOW = 768, 192  # channels of an expert, rows of an expert; 
 KEEP_B_UP_TO = 256  # channels of an expert; see keeps_b
 SMALL_BATCHES = (8, 16)  # tokens; see small_batch
 SMALL_BATCH_BYTES = 3 * 2**28  # of weights; see small_batch
-SMALL_BATCH_PAIRS = 256  # kMaxPairs of csrc/expert_list.cuh
+SMALL_BATCH_PAIRS = 176  # kMaxPairs of csrc/expert_list.cuh; 11 for each of 16 tokens
 SMALL_BATCH_HIDDEN = 8192  # kMostSteps of each block of a cluster of csrc/gate_up_small_batch.cu
 GATE_UP_CLUSTER, DOWN_CLUSTER = 8, 4  # blocks
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
@@ -32,7 +32,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends
 SPLIT_BYTES = 2**23  # see k_splits and dense_splits
 MAX_SPLITS = 8  # kMaxSplits of csrc/split_k.cuh
 STEPS_AT_ONCE = 8  # see columns_at_once
-EXPERT_LIST = 32 * 4 + SMALL_BATCH_PAIRS * 2 + 4  # bytes of ExpertList of csrc/expert_list.cuh
+EXPERT_LIST = SMALL_BATCH_PAIRS * 2 + 4  # bytes of ExpertList of csrc/expert_list.cuh
 PIECE = 256  # bytes; pieces of scratch begin at multiples of it, as torch's tensors at multiples of 512
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 
@@ -142,11 +142,12 @@ def gate_up_swap_ab_key(ue8m0: bool) -> KernelKey:
 @functools.cache
 def gate_up_small_batch_key(ue8m0: bool, width: int) -> KernelKey:
     """The first GEMM of the experts of up to `width` tokens, with their routing and quantization."""
-    stages, finished = 3, width // GATE_UP_CLUSTER
+    stages = {8: 5, 16: 4}[width]  # as many as leave room for two blocks on a multiprocessor
+    buffers, finished = 2, width // GATE_UP_CLUSTER
     steps = SMALL_BATCH_HIDDEN // GROUP // GATE_UP_CLUSTER
-    operands = stages * 2 * GROUP * 128 + steps * width * 128
-    received = width * 2 * GROUP * 4
-    scales_and_barriers = steps * width * 4 + stages * (2 * 4 + 16) + finished * 8 + 8 + 8
+    operands = stages * GROUP * 128 + steps * width * 128
+    received = buffers * width * 2 * GROUP * 4
+    scales_and_barriers = steps * width * 4 + stages * (4 + 16) + 4 + buffers * (finished * 8 + 8)
     smem = _align(operands + received + scales_and_barriers + EXPERT_LIST)
     defines = (("CLUSTER", GATE_UP_CLUSTER), ("STAGES", stages), ("TOKENS", width), ("UE8M0", int(ue8m0)))
     return KernelKey("gate_up_small_batch", defines, 32 * (8 + 1 + finished), smem)

@@ -2,11 +2,13 @@
 #pragma once
 #include "expert_ids.cuh"
 
-constexpr int kMaxPairs = 256;  // SMALL_BATCH_PAIRS of plan.py
+constexpr int kMaxPairs = 176;  // SMALL_BATCH_PAIRS of plan.py
 
 struct ExpertList {
-    u32 present[kWarp];  // a bit an expert; at most MAX_LOCAL_EXPERTS of plan.py
-    u16 experts[kMaxPairs];
+    union {
+        u32 present[kWarp];  // before the list is made: a bit an expert, at most MAX_LOCAL_EXPERTS of plan.py
+        u16 experts[kMaxPairs];
+    };
     int count;
 };
 
@@ -27,6 +29,7 @@ DEVICE void list_experts(const ExpertIds& router, ExpertList& list) {
     __syncwarp();
 
     u32 word = present[lane];
+    __syncwarp();
     int end = __popc(word);
 #pragma unroll
     for (int lanes = 1; lanes < kWarp; lanes *= 2) {

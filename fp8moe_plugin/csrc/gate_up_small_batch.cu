@@ -3,7 +3,8 @@
 //
 // A tile is 128 channels of an expert, their 256 rows of weights, by all tokens of the step: whose they are matters
 // only at the end. A cluster of blocks shares a tile, each block a part of K. Each sends its sums to the block that
-// finishes the token, into that block's shared memory, where they are added up in the order of the blocks.
+// finishes the token, into one of two buffers in that block's shared memory, where they are added up in the order of
+// the blocks while the next tile is multiplied.
 //
 // Roles: two math warpgroups, of the gate's and the other half's rows; a warp that loads the weights; for each token
 // that the block finishes, a warp for that.
@@ -16,7 +17,8 @@
 //       scales      float32 [experts found, I / 128, TOKENS], times the router's weight; 0, nothing as above
 // UE8M0: 1 rounds scales up to powers of two, before the router's weight comes in.
 //
-// Grid: any number of clusters. The next kernel may start at once, see common.cuh.
+// Grid: any number of clusters; a multiprocessor has room for two blocks. The next kernel may start at once, see
+// common.cuh.
 #include "expert_list.cuh"
 #include "fp8.cuh"
 #include "ring.cuh"
@@ -25,38 +27,42 @@
 constexpr int kTokens = TOKENS, kCluster = CLUSTER, kStages = STAGES;
 constexpr int kBlockI = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathWarps = 8, kMathThreads = kMathWarps * kWarp;
-constexpr int kSlabs = 2;                      // of 64 rows of weights, of a warpgroup
+constexpr int kSlabs = 2;                      // of 64 rows of weights, of a stage: 128 K of one warpgroup's rows
+constexpr int kBuffers = 2;                    // for the exchange of sums
 constexpr int kFinished = kTokens / kCluster;  // tokens a block finishes
 constexpr int kLoadWarp = kMathWarps, kFinishWarp = kLoadWarp + 1, kWarps = kFinishWarp + kFinished;
 static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
 constexpr int kMostSteps = 8;     // of 128 K, of a block
-constexpr int kFullArrivals = 3;  // who announces the bytes of TMA, and two who copy scales
+constexpr int kFullArrivals = 2;  // who announces the bytes of TMA, who copies the scale
 constexpr int kMathBarrier = 1;
 
 struct SharedMemory {
-    static constexpr u32 kBytesSlab = 64 * kBlockK, kBytesWeights = kMathWarpgroups * kSlabs * kBytesSlab;
+    static constexpr u32 kBytesSlab = 64 * kBlockK, kBytesWeights = kSlabs * kBytesSlab;  // of a stage
     static constexpr u32 kX = kStages * kBytesWeights, kSums = kX + kMostSteps * kTokens * kBlockK;
     static constexpr u32 kBytesSums = 2 * kBlockI * 4;  // of a token
-    static constexpr u32 kXScales = kSums + kFinished * kCluster * kBytesSums;
+    static constexpr u32 kXScales = kSums + kBuffers * kFinished * kCluster * kBytesSums;
     static constexpr u32 kWeightScales = kXScales + kMostSteps * kTokens * 4;
-    static constexpr u32 kFull = (kWeightScales + kStages * 2 * 4 + 7) / 8 * 8, kEmpty = kFull + kStages * 8;
-    static constexpr u32 kReceived = kEmpty + kStages * 8, kTaken = kReceived + kFinished * 8;
-    static constexpr u32 kList = kTaken + 8, kEnd = kList + sizeof(ExpertList);
+    static constexpr u32 kFull = (kWeightScales + kStages * 4 + 7) / 8 * 8, kEmpty = kFull + kStages * 8;
+    static constexpr u32 kReceived = kEmpty + kStages * 8, kTaken = kReceived + kBuffers * kFinished * 8;
+    static constexpr u32 kList = kTaken + kBuffers * 8, kEnd = kList + sizeof(ExpertList);
 
     u32 base;
     DEVICE u32 weights(int stage, int slab) const { return base + stage * kBytesWeights + slab * kBytesSlab; }
     DEVICE u32 x(int step, int token) const { return base + kX + (step * kTokens + token) * kBlockK; }
     DEVICE u32 x_scale(int step, int token) const { return base + kXScales + (step * kTokens + token) * 4; }
-    DEVICE u32 weight_scale(int stage, int half) const { return base + kWeightScales + (stage * 2 + half) * 4; }
+    DEVICE u32 weight_scale(int stage) const { return base + kWeightScales + stage * 4; }
     // What block `from` of the cluster sends of a half of a token: of 128 channels.
-    DEVICE u32 sums(int finished, int from, int half) const {
-        return base + kSums + (finished * kCluster + from) * kBytesSums + half * (kBytesSums / 2);
+    DEVICE u32 sums(int buffer, int finished, int from, int half) const {
+        int place = (buffer * kFinished + finished) * kCluster + from;
+        return base + kSums + place * kBytesSums + half * (kBytesSums / 2);
     }
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
     DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }
     // All sums of a token have come; all who finish tokens, in whichever block, have taken theirs.
-    DEVICE u32 received(int finished) const { return base + kReceived + finished * 8; }
-    DEVICE u32 taken() const { return base + kTaken; }
+    DEVICE u32 received(int buffer, int finished) const {
+        return base + kReceived + (buffer * kFinished + finished) * 8;
+    }
+    DEVICE u32 taken(int buffer) const { return base + kTaken + buffer * 8; }
     DEVICE ExpertList& list() const {
         extern __shared__ u8 dynamic_shared[];
         return *reinterpret_cast<ExpertList*>(dynamic_shared + kList);
@@ -84,26 +90,25 @@ struct Share {
 
 // ---- weights: a warp ------------------------------------------------------------------------------------------------
 
+// Stages are filled with the gate's rows and the other half's by turns.
 DEVICE void load_weights(SharedMemory shared, const Step& step, const Share& share, const TensorMap* w_map,
                          const float* w_scales, const ExpertList& list) {
     int lane = lane_of_warp(), groups = step.groups();
     Ring<kStages> ring;
     for (int tile = share.first_tile; tile < list.count * groups; tile += share.tile_stride) {
         int block_row = list.experts[tile / groups] * 2 * groups + tile % groups;  // of 128 rows of the gate
-        int slab_row = (block_row + lane / kSlabs * groups) * 4;  // of the lane's slab
-        const float* scale = w_scales + i64(block_row + lane % 2 * groups) * step.k_blocks() + share.first_step;
 #pragma unroll 1
-        for (int i = 0; i < share.steps; ++i, ring.advance()) {
-            int s = ring.stage, k = (share.first_step + i) * kBlockK;
+        for (int i = 0; i < 2 * share.steps; ++i, ring.advance()) {
+            int s = ring.stage, row = block_row + i % 2 * groups, k = share.first_step + i / 2;
             u32 full = shared.full(s);
             barrier_wait(shared.empty(s), ring.phase ^ 1);
-            if (lane == 0) barrier_arrive_expect(full, SharedMemory::kBytesWeights);
-            if (lane < 2 * kSlabs)
-                tma_load_4d(shared.weights(s, lane), w_map, full, k, 0, lane % kSlabs * 2, slab_row);
-            if (lane < 2) {
-                copy_async_4(shared.weight_scale(s, lane), scale + i);
+            __syncwarp();  // a lane that loads nothing would not keep the phase from going on
+            if (lane == 0) {
+                barrier_arrive_expect(full, SharedMemory::kBytesWeights);
+                copy_async_4(shared.weight_scale(s), w_scales + i64(row) * step.k_blocks() + k);
                 copy_async_arrive(full);
             }
+            if (lane < kSlabs) tma_load_4d(shared.weights(s, lane), w_map, full, k * kBlockK, 0, lane * 2, row * 4);
         }
     }
     copy_async_wait();  // PTX promises no arrivals of threads that have exited
@@ -149,25 +154,25 @@ struct Tokens {
 // and [4i + 1], the second row's 2 behind. In the interleaved order these and those of the other slab are neighbours.
 using Sums = float[kSlabs][kTokens / 2];
 
-DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int half, Sums& sum) {
+DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, Sums& sum) {
     int token = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab)
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) sum[slab][i] = 0.f;
-    for (int step = 0; step < steps; ++step, ring.advance()) {
+    for (int step = 0; step < steps; ++step, ring.advance(kMathWarpgroups)) {
         int s = ring.stage;
         barrier_wait(shared.full(s), ring.phase);
         Sums product;
         wgmma_fence();
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab)
-            wgmma_issue_k128(product[slab], shared.weights(s, half * kSlabs + slab), shared.x(step, 0));
+            wgmma_issue_k128(product[slab], shared.weights(s, slab), shared.x(step, 0));
         wgmma_commit();
-        float scale[kTokens / 4], half_scale = load_shared_float(shared.weight_scale(s, half));
+        float scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s));
 #pragma unroll
         for (int i = 0; i < kTokens / 4; ++i)
-            scale[i] = half_scale * load_shared_float(shared.x_scale(step, token + i / 2 * 8 + i % 2));
+            scale[i] = weight_scale * load_shared_float(shared.x_scale(step, token + i / 2 * 8 + i % 2));
         wgmma_wait();
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) wgmma_results_ready(product[slab]);
@@ -181,28 +186,28 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int ha
 }
 
 // To the blocks that finish the tokens: a token's sums of a thread are 16 bytes.
-DEVICE void send(SharedMemory shared, const Step& step, const Share& share, int half, const Sums& sum) {
+DEVICE void send(SharedMemory shared, const Step& step, const Share& share, int half, int buffer, const Sums& sum) {
     int lane = threadIdx.x % kWarp, at = (threadIdx.x / kWarp % 4 * 8 + lane / 4) * 16;
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
         int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
         int to = token % kCluster, finished = token / kCluster;
         if (token < step.tokens)
-            store_async(in_block(shared.sums(finished, share.rank, half) + at, to),
+            store_async(in_block(shared.sums(buffer, finished, share.rank, half) + at, to),
                         make_float4(sum[0][e], sum[0][e + 2], sum[1][e], sum[1][e + 2]),
-                        in_block(shared.received(finished), to));
+                        in_block(shared.received(buffer, finished), to));
     }
 }
 
 DEVICE void compute_tiles(SharedMemory shared, const Step& step, const Share& share, int tiles, int half) {
-    Ring<kStages> ring;
-    u32 phase = 1;
-    for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
+    Ring<kStages> ring{half};
+    Ring<kBuffers> buffer;
+    for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, buffer.advance()) {
         Sums sum;
-        multiply(shared, ring, share.steps, half, sum);
-        barrier_wait(shared.taken(), phase);
+        multiply(shared, ring, share.steps, sum);
+        barrier_wait(shared.taken(buffer.stage), buffer.phase ^ 1);
         __syncwarp();  // a lane that sends nothing would not keep the phase from going on
-        send(shared, step, share, half, sum);
+        send(shared, step, share, half, buffer.stage, sum);
     }
 }
 
@@ -214,13 +219,13 @@ struct Result {
 };
 
 // SiLU(gate) * up of the lane's four channels as bfloat16, from what all blocks have sent.
-DEVICE uint2 activated(SharedMemory shared, int finished) {
+DEVICE uint2 activated(SharedMemory shared, int buffer, int finished) {
     float4 half[2] = {};
 #pragma unroll
     for (int from = 0; from < kCluster; ++from)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float4 part = load_shared_float4(shared.sums(finished, from, h) + lane_of_warp() * 16);
+            float4 part = load_shared_float4(shared.sums(buffer, finished, from, h) + lane_of_warp() * 16);
             half[h].x += part.x, half[h].y += part.y, half[h].z += part.z, half[h].w += part.w;
         }
     return make_uint2(silu_mul(pack_bf16x2(half[0].x, half[0].y), pack_bf16x2(half[1].x, half[1].y)),
@@ -234,15 +239,16 @@ DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& sha
     int pair = token * step.topk + lane, tiles = list.count * groups;
     int own_expert = lane < step.topk ? router.expert_of(pair) : kNoExpert;  // a column of topk a lane
     float own_weight = lane < step.topk ? topk_weights[pair] : 0.f;
-    u32 received = shared.received(finished), phase = 0;
-    for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
+    Ring<kBuffers> buffer;
+    for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, buffer.advance()) {
+        u32 received = shared.received(buffer.stage, finished);
         if (lane == 0) barrier_arrive_expect(received, kCluster * SharedMemory::kBytesSums);
-        barrier_wait(received, phase);
-        uint2 value = activated(shared, finished);
+        barrier_wait(received, buffer.phase);
+        uint2 value = activated(shared, buffer.stage, finished);
         __syncwarp();
         // Told to those only who are going to wait for it: others may have ended.
-        if (lane < kCluster && tile + share.tile_stride < tiles)
-            barrier_arrive_in_cluster(in_block(shared.taken(), lane));
+        if (lane < kCluster && tile + kBuffers * share.tile_stride < tiles)
+            barrier_arrive_in_cluster(in_block(shared.taken(buffer.stage), lane));
 
         u32 amax = larger_of(max_u16x2(value.x & kNoSigns, value.y & kNoSigns));
         bool own = own_expert == list.experts[tile / groups];
@@ -284,10 +290,12 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
         list_experts(router, list);
     }
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kFinished; ++i) barrier_init(shared.received(i), 1);
-        barrier_init(shared.taken(), tokens);
+        for (int i = 0; i < kBuffers; ++i) {
+            for (int finished = 0; finished < kFinished; ++finished) barrier_init(shared.received(i, finished), 1);
+            barrier_init(shared.taken(i), tokens);
+        }
     }
-    init_barriers(shared, kStages, kFullArrivals, kMathWarps);
+    init_barriers(shared, kStages, kFullArrivals, kMathWarps / kMathWarpgroups);
     cluster_arrive();
 
     if (math) {
