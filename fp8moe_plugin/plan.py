@@ -25,7 +25,7 @@ SMALL_BATCHES = (8, 16)  # tokens; see small_batch
 SMALL_BATCH_BYTES = 3 * 2**28  # of weights; see small_batch
 SMALL_BATCH_PAIRS = 176  # kMaxPairs of csrc/expert_list.cuh; 11 for each of 16 tokens
 SMALL_BATCH_HIDDEN = 8192  # kMostSteps of each block of a cluster of csrc/gate_up_small_batch.cu
-GATE_UP_CLUSTER, DOWN_CLUSTER = 8, 4  # blocks
+GATE_UP_CLUSTER, DOWN_CLUSTERS = 8, {8: 8, 16: 4}  # blocks; the latter by width
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
 DENSE_SWAP_AB_UP_TO = 256  # rows; see dense_key
 MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends on it
@@ -156,12 +156,13 @@ def gate_up_small_batch_key(ue8m0: bool, width: int) -> KernelKey:
 @functools.cache
 def down_small_batch_key(width: int) -> KernelKey:
     """The second GEMM of the experts of up to `width` tokens, with the weighted sum of each token's."""
-    stages, units = {8: 5, 16: 3}[width], 2  # on a multiprocessor there is room for both kernels
-    operands = stages * units * (64 + width) * 128
-    parts = DOWN_CLUSTER * units * width * 64 * 4
-    scales_and_barriers = stages * (units * (width * 4 + 4) + 16) + 8
+    stages = 5  # on a multiprocessor there is room for both kernels
+    operands = stages * (GROUP + width) * 128
+    parts = width * GROUP * 4
+    scales_and_barriers = stages * (width * 4 + 4 + 16) + 4 + 8
     smem = _align(operands + parts + scales_and_barriers + EXPERT_LIST)
-    return KernelKey("down_small_batch", (("CLUSTER", DOWN_CLUSTER), ("STAGES", stages), ("TOKENS", width)), 320, smem)
+    defines = (("CLUSTER", DOWN_CLUSTERS[width]), ("STAGES", stages), ("TOKENS", width))
+    return KernelKey("down_small_batch", defines, 320, smem)
 
 
 @functools.cache
@@ -293,9 +294,15 @@ def gate_up_clusters(tiles: int, multiprocessors: int) -> int:
     return min(tiles, clusters if tiles <= 3 * clusters else clusters - 1)
 
 
-def down_splits(hidden: int) -> int:
-    """How many blocks share 64 channels of down_small_batch: two for each multiprocessor of an H200 at most."""
-    return max(s for s in (1, 2, DOWN_CLUSTER) if s == 1 or hidden // 64 * s <= 2 * MULTIPROCESSORS)
+def down_splits(hidden: int, width: int) -> int:
+    """How many blocks share 128 channels of down_small_batch: as many as run at once on an H200, in whole clusters.
+
+    Two have room on a multiprocessor; of clusters there are a pair fewer than would fill it, as in gate_up_clusters. An
+    expert with few blocks of K leaves some without work; that costs less than fewer blocks, of which each has more.
+    """
+    cluster = DOWN_CLUSTERS[width]
+    blocks = 2 * (MULTIPROCESSORS // cluster - 1) * cluster
+    return max(s for s in (1, 2, 4, 8) if s == 1 or (s <= cluster and hidden // GROUP * s <= blocks))
 
 
 def moe_block_m(tokens: int, topk: int, global_experts: int) -> int:

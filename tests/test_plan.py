@@ -276,10 +276,17 @@ def test_a_multiprocessor_has_room_for_any_two_blocks_of_a_small_batch(width):
 
 
 @pytest.mark.parametrize("hidden", [128, 2048, 4096, 5120, 7168, 8192])
-def test_blocks_that_share_channels_are_of_one_cluster(hidden):
-    splits = plan.down_splits(hidden)
-    assert plan.DOWN_CLUSTER % splits == 0
-    assert splits == 1 or hidden // 64 * splits <= 2 * plan.MULTIPROCESSORS
+@pytest.mark.parametrize("width", plan.SMALL_BATCHES)
+def test_blocks_that_share_channels_are_of_one_cluster_and_run_at_once(hidden, width):
+    splits, cluster = plan.down_splits(hidden, width), plan.DOWN_CLUSTERS[width]
+    assert cluster % splits == 0
+    assert width % splits == 0
+    assert splits == 1 or hidden // 128 * splits <= 2 * plan.MULTIPROCESSORS - cluster
+
+
+def test_channels_of_models_are_shared_by():
+    assert [plan.down_splits(hidden, 8) for hidden in (2048, 3072, 4096, 7168, 8192)] == [8, 8, 4, 4, 2]
+    assert [plan.down_splits(hidden, 16) for hidden in (4096, 7168, 8192)] == [4, 4, 4]
 
 
 def test_few_tiles_go_to_one_cluster_more():

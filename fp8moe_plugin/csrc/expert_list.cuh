@@ -12,6 +12,17 @@ struct ExpertList {
     int count;
 };
 
+// The list that begins `offset` bytes into the block's dynamic shared memory.
+DEVICE ExpertList& list_at(u32 offset) {
+    extern __shared__ u8 dynamic_shared[];
+    return *reinterpret_cast<ExpertList*>(dynamic_shared + offset);
+}
+
+// Stands for the scale of a token that does not have the expert. The scale of one that has it may be 0, but not this 0.
+constexpr float kAbsent = -0.f;
+DEVICE bool is_absent(float scale) { return __float_as_uint(scale) == __float_as_uint(kAbsent); }
+DEVICE float present_scale(float scale) { return scale == 0.f ? 0.f : scale; }
+
 // Makes the list; by one warp.
 DEVICE void list_experts(const ExpertIds& router, ExpertList& list) {
     u32* present = list.present;

@@ -12,9 +12,9 @@
 // In:   w_map       of w13: boxes of 64 rows as interleaved_map makes them, four neighbours in one thread's sums
 //       x           bfloat16 [tokens, K];    w_scales  float32 [experts, 2 * I / 128, K / 128]
 //       ids, expert_map  see expert_ids.cuh;    topk_weights  float32 [tokens, topk]
-// Out:  q           e4m3 [experts found, TOKENS, I]; zeros for a token that does not have the expert; nothing for
-//                   tokens that there are not
-//       scales      float32 [experts found, I / 128, TOKENS], times the router's weight; 0, nothing as above
+// Out:  q           e4m3 [experts found, TOKENS, I]; nothing for a token that does not have the expert
+//       scales      float32 [experts found, I / 128, TOKENS], times the router's weight; kAbsent for a token that does
+//                   not have the expert, nothing for one that there is not
 // UE8M0: 1 rounds scales up to powers of two, before the router's weight comes in.
 //
 // Grid: any number of clusters; a multiprocessor has room for two blocks. The next kernel may start at once, see
@@ -63,10 +63,7 @@ struct SharedMemory {
         return base + kReceived + (buffer * kFinished + finished) * 8;
     }
     DEVICE u32 taken(int buffer) const { return base + kTaken + buffer * 8; }
-    DEVICE ExpertList& list() const {
-        extern __shared__ u8 dynamic_shared[];
-        return *reinterpret_cast<ExpertList*>(dynamic_shared + kList);
-    }
+    DEVICE ExpertList& list() const { return list_at(kList); }
 };
 static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
 
@@ -232,6 +229,18 @@ DEVICE uint2 activated(SharedMemory shared, int buffer, int finished) {
                       silu_mul(pack_bf16x2(half[0].z, half[0].w), pack_bf16x2(half[1].z, half[1].w)));
 }
 
+// Quantizes the lane's four channels of the group, and tells the scale of all.
+DEVICE float store_quantized(uint2 value, u32* q) {
+    u32 amax = larger_of(max_u16x2(value.x & kNoSigns, value.y & kNoSigns));
+#pragma unroll
+    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
+    float scale = group_scale(amax), inverse = __frcp_rn(scale);
+    float2 low = unpack_bf16x2(value.x), high = unpack_bf16x2(value.y);
+    *q = pack_e4m3x4(divide(low.x, scale, inverse), divide(low.y, scale, inverse), divide(high.x, scale, inverse),
+                     divide(high.y, scale, inverse));
+    return scale;
+}
+
 DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& share, int finished,
                          const ExpertIds& router, const float* topk_weights, const ExpertList& list,
                          const Result& out) {
@@ -241,31 +250,26 @@ DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& sha
     float own_weight = lane < step.topk ? topk_weights[pair] : 0.f;
     Ring<kBuffers> buffer;
     for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, buffer.advance()) {
+        bool own = own_expert == list.experts[tile / groups], any = __ballot_sync(kAllLanes, own);
         u32 received = shared.received(buffer.stage, finished);
         if (lane == 0) barrier_arrive_expect(received, kCluster * SharedMemory::kBytesSums);
         barrier_wait(received, buffer.phase);
-        uint2 value = activated(shared, buffer.stage, finished);
+        uint2 value = any ? activated(shared, buffer.stage, finished) : make_uint2(0, 0);
         __syncwarp();
         // Told to those only who are going to wait for it: others may have ended.
         if (lane < kCluster && tile + kBuffers * share.tile_stride < tiles)
             barrier_arrive_in_cluster(in_block(shared.taken(buffer.stage), lane));
 
-        u32 amax = larger_of(max_u16x2(value.x & kNoSigns, value.y & kNoSigns));
-        bool own = own_expert == list.experts[tile / groups];
-        float weight = own ? own_weight : 0.f;
+        float scale = kAbsent;
+        if (any) {
+            float weight = own ? own_weight : 0.f;
 #pragma unroll
-        for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
-            amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
-            weight += __shfl_xor_sync(kAllLanes, weight, lanes);
+            for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) weight += __shfl_xor_sync(kAllLanes, weight, lanes);
+            i64 row = tile / groups * kTokens + token;
+            u8* q = out.q + row * step.intermediate + tile % groups * kBlockI;
+            scale = present_scale(weight * store_quantized(value, reinterpret_cast<u32*>(q) + lane));
         }
-        bool any = __ballot_sync(kAllLanes, own);
-        float scale = group_scale(amax), inverse = __frcp_rn(scale);
-        float2 low = unpack_bf16x2(value.x), high = unpack_bf16x2(value.y);
-        u32 codes = pack_e4m3x4(divide(low.x, scale, inverse), divide(low.y, scale, inverse),
-                                divide(high.x, scale, inverse), divide(high.y, scale, inverse));
-        int row = tile / groups * kTokens + token;
-        reinterpret_cast<u32*>(out.q + i64(row) * step.intermediate + tile % groups * kBlockI)[lane] = any ? codes : 0;
-        if (lane == 0) out.scales[i64(tile) * kTokens + token] = any ? scale * weight : 0.f;
+        if (lane == 0) out.scales[i64(tile) * kTokens + token] = scale;
     }
 }
 

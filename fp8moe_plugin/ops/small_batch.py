@@ -3,7 +3,7 @@
 from fp8moe_plugin.jit.launcher import Launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.gemm_launch import LayerAddresses
 from fp8moe_plugin.plan import (
-    DOWN_CLUSTER,
+    DOWN_CLUSTERS,
     GATE_UP_CLUSTER,
     down_small_batch_key,
     down_splits,
@@ -12,9 +12,6 @@ from fp8moe_plugin.plan import (
     small_batch_scratch,
 )
 from fp8moe_plugin.shapes import GROUP, ceil_div
-
-BOX = (128, 8, 2, 4)  # of weights: 64 rows
-DOWN_ROWS = 64  # channels of a block of down_small_batch
 
 
 def small_batch_launches(
@@ -38,24 +35,24 @@ def small_batch_launches(
     found, groups = min(pairs, experts), intermediate // GROUP
 
     clusters = gate_up_clusters(found * groups, multiprocessors(device_index))
-    w13 = interleaved_map(tensors.w13, experts * 2 * intermediate, hidden, 4)
+    w13 = interleaved_map(tensors.w13, experts * 2 * intermediate, hidden, 4, 64)
     operands = (w13, tensors.hidden_states, tensors.w13_scale, *ids, tensors.topk_weights)
     first_key = gate_up_small_batch_key(ue8m0, width)
     first = Launch(first_key, clusters * GATE_UP_CLUSTER, (*operands, inner, inner_scales, *counts), device_index)
 
-    splits = down_splits(hidden)
-    blocks = ceil_div(hidden // DOWN_ROWS * splits, DOWN_CLUSTER) * DOWN_CLUSTER
-    w2 = interleaved_map(tensors.w2, experts * hidden, intermediate, 2)
+    splits, cluster = down_splits(hidden, width), DOWN_CLUSTERS[width]
+    blocks = ceil_div(hidden // GROUP * splits, cluster) * cluster
+    w2 = interleaved_map(tensors.w2, experts * hidden, intermediate, 2, GROUP)
     q = tensor_map(inner, (intermediate, found * width), (intermediate,), (128, width), 1)
     args = (w2, q, tensors.w2_scale, inner_scales, *ids, tensors.out, *counts, splits)
     return first, Launch(down_small_batch_key(width), blocks, args, device_index, early=True)
 
 
-def interleaved_map(weights: int, rows: int, k: int, neighbors: int) -> bytes:
-    """Of e4m3 `[rows, k]`, in boxes of 64 rows in the order in which wgmma's sums lie in threads.
+def interleaved_map(weights: int, rows: int, k: int, neighbors: int, box_rows: int) -> bytes:
+    """Of e4m3 `[rows, k]`, in boxes of `box_rows` rows in the order in which wgmma's sums lie in threads.
 
-    Of a box a thread has two rows 8 apart, and there are `neighbors` / 2 boxes; with them a thread's rows are
-    `neighbors` that follow one another in memory. Box i begins at row 2i of the third dimension.
+    Of 64 rows a thread has two 8 apart, and there are `neighbors` / 2 boxes; with them a thread's rows are `neighbors`
+    that follow one another in memory. Box i begins at row 2i of the third dimension.
     """
     sizes = (k, 8, neighbors, rows // (8 * neighbors))
-    return tensor_map(weights, sizes, (neighbors * k, k, 8 * neighbors * k), BOX, 1)
+    return tensor_map(weights, sizes, (neighbors * k, k, 8 * neighbors * k), (128, 8, 2, box_rows // 16), 1)

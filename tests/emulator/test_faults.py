@@ -1,6 +1,7 @@
 """The emulator sees faults: each of these, put into the kernels' sources, fails a run within a few schedules."""
 
 import ctypes
+import importlib
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ from tests.emulator.device import SHARED_BYTES, Device, EmulatorError
 from tests.emulator.inputs import assert_close, assert_product, empty_rows, slabs
 from tests.emulator.layers import MOST_ERROR, run_layers
 
+small_batch_ops = importlib.import_module("fp8moe_plugin.ops.small_batch")
 SCHEDULES = 16
 CLUSTERS = 24  # multiprocessors, for kernels of clusters
 WRONG_RESULT = "elements are wrong"
@@ -110,6 +112,23 @@ def one_token(emulator: Device, seed: int) -> None:
     run_layers(emulator, seed, 1, 256, 768, layers=2, inputs=0, small_batch=8)
 
 
+def token_among_others(emulator: Device, seed: int) -> None:
+    """Its result beside a token that has no experts, and beside one with others, of which one is NaN."""
+    gen = h.seeded(0, torch.device("cpu"))
+    x, layer = h.random_tokens(gen, 2, 256), h.random_layer(gen, 9, 256, 128)
+    for weight in layer:
+        h.bits(weight)[7] = h.bits(weight)[3]
+    h.bits(layer.w2)[1] = 0x7F
+    weights, outs = torch.tensor([[1, 1024, -1024], [1, 1, 1]]).float(), []  # what cancels shows the order
+    with pytest.MonkeyPatch.context() as patch:
+        h.force_small_batch(patch, 8)
+        patch.setattr(small_batch_ops, "down_splits", lambda *_: 2)
+        for others in ([-1, -1, -1], [0, 1, 6]):
+            ids = torch.tensor([[5, 3, 7], others], dtype=torch.int32)
+            outs.append(emulator.execute(seed, lambda ids=ids: fused_moe(x, *layer, weights, ids))[0])
+    assert h.same_bits(*outs), f"{WRONG_RESULT}: {(outs[0] != outs[1]).sum()} of {outs[0].numel()}"
+
+
 def layers_in_a_row(emulator: Device, seed: int) -> None:
     errors = run_layers(emulator, seed, 1, 1024, 128, layers=6, inputs=0)
     assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
@@ -129,6 +148,7 @@ KERNELS = {  # to be compiled ahead
     layers_in_a_row: FEW,
     small_batch: SMALL_BATCH,
     one_token: SMALL_BATCH,
+    token_among_others: SMALL_BATCH,
 }
 
 
@@ -261,6 +281,30 @@ FAULTS = {
         "",
         small_batch,
         f"{WRONG_RESULT}|deadlock|cannot start",
+        multiprocessors=CLUSTERS,
+    ),
+    "parts of sums are sent to blocks that have not begun": Fault(
+        "down_small_batch.cu",
+        "        cluster_wait();  // the others' barriers are there\n",
+        "",
+        small_batch,
+        "no mbarrier|ended without waiting",
+        multiprocessors=CLUSTERS,
+    ),
+    "who adds up an expert's part depends on the other experts": Fault(
+        "down_small_batch.cu",
+        "share.first_k(list.experts[unit.i])",
+        "share.first_k(unit.i)",
+        token_among_others,
+        WRONG_RESULT,
+        multiprocessors=CLUSTERS,
+    ),
+    "products of experts that a token does not have are added": Fault(
+        "down_small_batch.cu",
+        "if (!is_absent(token_scale)) ",
+        "",
+        token_among_others,
+        WRONG_RESULT,
         multiprocessors=CLUSTERS,
     ),
 }

@@ -11,7 +11,7 @@ from fp8moe_plugin.ops import fused_moe
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import SHARED_BYTES, Device
-from tests.emulator.layers import MOST_ERROR, run_layers
+from tests.emulator.layers import MOST_ERROR, layer_ops, run_layers
 
 MULTIPROCESSORS = 24  # two or three clusters of the first GEMM
 TOPK = 3
@@ -77,11 +77,11 @@ def test_where_no_multiprocessor_has_room_for_both_kernels(
 
 
 @pytest.mark.parametrize("hidden", [128, 384])  # fewer blocks of channels than whole clusters have
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
 def test_channels_are_shared_by_any_number_of_blocks(
     emulator: Device, narrow: None, monkeypatch: pytest.MonkeyPatch, hidden: int, splits: int
 ) -> None:
-    monkeypatch.setattr(launches, "down_splits", lambda _: splits)
+    monkeypatch.setattr(launches, "down_splits", lambda *_: splits)
     gen, experts = h.seeded(splits, CPU), 5
     x, layer = h.random_tokens(gen, 3, hidden), h.random_layer(gen, experts, hidden, 384)
     routing = h.random_routing(gen, "some_missing", 3, TOPK, experts)
@@ -138,18 +138,58 @@ def test_ids_of_64_bits_are_mapped_to_local_experts(emulator: Device, narrow: No
     assert h.relative_l2(plain, h.layer_reference(x, layer, weights, local, quantized=True)) <= MOST_ERROR
 
 
-def test_whole_rounds_of_units_are_added_up_in_the_same_order_whoever_else_is_there(
+@pytest.mark.parametrize(("tokens", "intermediate", "splits"), [(2, 128, 8), (8, 384, 2), (9, 128, 2), (16, 384, 4)])
+def test_a_token_depends_on_no_other_token(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, tokens: int, intermediate: int, splits: int
+) -> None:
+    h.force_small_batch(monkeypatch, 8 if tokens <= 8 else 16)
+    monkeypatch.setattr(launches, "down_splits", lambda *_: splits)
+    gen, experts, row = h.seeded(tokens, CPU), 9, tokens - 1
+    x, layer = h.random_tokens(gen, tokens, 256), h.random_layer(gen, experts, 256, intermediate)
+    for weight in layer:
+        h.bits(weight)[7] = h.bits(weight)[3]
+    outs = []
+    for kind in ("nowhere", "distinct", "some_missing", "one_expert"):
+        weights, ids = h.random_routing(gen, kind, tokens, TOPK, experts)
+        ids[row], weights[row] = torch.tensor([5, 3, 7]), torch.tensor([1, 1024, -1024])  # what cancels shows the order
+        x = h.random_tokens(gen, tokens, 256).index_copy(0, torch.tensor([row]), x[row:])
+        outs.append(emulator.execute(1, lambda call=(x, *layer, weights, ids): fused_moe(*call))[row])
+    assert all(h.same_bits(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize(
+    ("broken", "weight"),
+    [("w13", 0.5), ("w13_scale", 0.0), ("w2", 0.5), ("w2", 0.0), ("w2_scale", -0.0), ("router", 0.5)],
+)
+def test_nan_of_an_expert_stays_with_the_tokens_that_have_it(
+    emulator: Device, narrow: None, broken: str, weight: float
+) -> None:
+    """Also where the router's weight is 0, of either sign: 0 times NaN is NaN."""
+    gen, experts, tokens = h.seeded(0, CPU), 5, 6
+    x, layer = h.random_tokens(gen, tokens, 256), h.random_layer(gen, experts, 256, 256)
+    weights, ids = h.random_routing(gen, "distinct", tokens, TOPK, experts)
+    own = ids == 1
+    has = own.any(-1)
+    assert 0 < has.sum() < tokens
+    weights[own] = weight
+    clean = emulator.execute(1, lambda: fused_moe(x, *layer, weights, ids))
+    if broken == "router":
+        weights[own] = float("nan")
+    else:
+        h.bits(getattr(layer, broken))[1] = h.bits(torch.full((), float("nan")).to(getattr(layer, broken).dtype))
+    spoiled = emulator.execute(2, lambda: fused_moe(x, *layer, weights, ids))
+    assert spoiled[has].isnan().all()
+    assert h.same_bits(spoiled[~has], clean[~has])
+
+
+def test_what_is_left_in_the_scratch_is_not_read(
     emulator: Device, narrow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where each warpgroup of each block has the same part of K of every expert."""
-    monkeypatch.setattr(launches, "down_splits", lambda _: 1)
     gen, experts = h.seeded(0, CPU), 5
-    x, layer = h.random_tokens(gen, 2, 256), h.random_layer(gen, experts, 256, 256)
-    for weight in layer:
-        h.bits(weight)[4] = h.bits(weight)[0]
-    weights = torch.tensor([[1, 1024, -1024], [1, 1, 1]]).float()  # what cancels shows the order
+    x, layer = h.random_tokens(gen, 6, 256), h.random_layer(gen, experts, 256, 256)
+    routing = h.random_routing(gen, "some_missing", 6, TOPK, experts)
     outs = []
-    for others in ([2, 0, 4], [1, 3, 2], [-1, 1, -1]):
-        ids = torch.tensor([[2, 0, 4], others], dtype=torch.int32)
-        outs.append(emulator.execute(1, lambda ids=ids: fused_moe(x, *layer, weights, ids))[0])
-    assert all(h.same_bits(out, outs[0]) for out in outs)
+    for left in (0, 0xFF):  # the latter: NaN
+        monkeypatch.setattr(layer_ops, "empty", lambda shape, dtype, _, left=left: torch.full(shape, left, dtype=dtype))
+        outs.append(emulator.execute(1, lambda: fused_moe(x, *layer, *routing)))
+    assert h.same_bits(*outs)
