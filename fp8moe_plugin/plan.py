@@ -147,7 +147,7 @@ def gate_up_small_batch_key(ue8m0: bool, width: int) -> KernelKey:
     steps = SMALL_BATCH_HIDDEN // GROUP // GATE_UP_CLUSTER
     operands = stages * GROUP * 128 + steps * width * 128
     received = buffers * width * 2 * GROUP * 4
-    scales_and_barriers = steps * width * 4 + stages * (4 + 16) + 4 + buffers * (finished * 8 + 8)
+    scales_and_barriers = steps * width * 4 + stages * (2 * 4 + 16) + 4 + buffers * (finished * 8 + 8)
     smem = _align(operands + received + scales_and_barriers + EXPERT_LIST)
     defines = (("CLUSTER", GATE_UP_CLUSTER), ("STAGES", stages), ("TOKENS", width), ("UE8M0", int(ue8m0)))
     return KernelKey("gate_up_small_batch", defines, 32 * (8 + 1 + finished), smem)

@@ -27,30 +27,30 @@
 constexpr int kTokens = TOKENS, kCluster = CLUSTER, kStages = STAGES;
 constexpr int kBlockI = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathWarps = 8, kMathThreads = kMathWarps * kWarp;
-constexpr int kSlabs = 2;                      // of 64 rows of weights, of a stage: 128 K of one warpgroup's rows
+constexpr int kSlabs = 2;                      // of 64 rows of weights, of a warpgroup; a stage has one of each
 constexpr int kBuffers = 2;                    // for the exchange of sums
 constexpr int kFinished = kTokens / kCluster;  // tokens a block finishes
 constexpr int kLoadWarp = kMathWarps, kFinishWarp = kLoadWarp + 1, kWarps = kFinishWarp + kFinished;
 static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
 constexpr int kMostSteps = 8;     // of 128 K, of a block
-constexpr int kFullArrivals = 2;  // who announces the bytes of TMA, who copies the scale
+constexpr int kFullArrivals = 3;  // who announces the bytes of TMA, and two who copy scales
 constexpr int kMathBarrier = 1;
 
 struct SharedMemory {
-    static constexpr u32 kBytesSlab = 64 * kBlockK, kBytesWeights = kSlabs * kBytesSlab;  // of a stage
+    static constexpr u32 kBytesSlab = 64 * kBlockK, kBytesWeights = kMathWarpgroups * kBytesSlab;  // of a stage
     static constexpr u32 kX = kStages * kBytesWeights, kSums = kX + kMostSteps * kTokens * kBlockK;
     static constexpr u32 kBytesSums = 2 * kBlockI * 4;  // of a token
     static constexpr u32 kXScales = kSums + kBuffers * kFinished * kCluster * kBytesSums;
     static constexpr u32 kWeightScales = kXScales + kMostSteps * kTokens * 4;
-    static constexpr u32 kFull = (kWeightScales + kStages * 4 + 7) / 8 * 8, kEmpty = kFull + kStages * 8;
+    static constexpr u32 kFull = (kWeightScales + kStages * 2 * 4 + 7) / 8 * 8, kEmpty = kFull + kStages * 8;
     static constexpr u32 kReceived = kEmpty + kStages * 8, kTaken = kReceived + kBuffers * kFinished * 8;
     static constexpr u32 kList = kTaken + kBuffers * 8, kEnd = kList + sizeof(ExpertList);
 
     u32 base;
-    DEVICE u32 weights(int stage, int slab) const { return base + stage * kBytesWeights + slab * kBytesSlab; }
+    DEVICE u32 weights(int stage, int half) const { return base + stage * kBytesWeights + half * kBytesSlab; }
     DEVICE u32 x(int step, int token) const { return base + kX + (step * kTokens + token) * kBlockK; }
     DEVICE u32 x_scale(int step, int token) const { return base + kXScales + (step * kTokens + token) * 4; }
-    DEVICE u32 weight_scale(int stage) const { return base + kWeightScales + stage * 4; }
+    DEVICE u32 weight_scale(int stage, int half) const { return base + kWeightScales + (stage * 2 + half) * 4; }
     // What block `from` of the cluster sends of a half of a token: of 128 channels.
     DEVICE u32 sums(int buffer, int finished, int from, int half) const {
         int place = (buffer * kFinished + finished) * kCluster + from;
@@ -87,25 +87,26 @@ struct Share {
 
 // ---- weights: a warp ------------------------------------------------------------------------------------------------
 
-// Stages are filled with the gate's rows and the other half's by turns.
 DEVICE void load_weights(SharedMemory shared, const Step& step, const Share& share, const TensorMap* w_map,
                          const float* w_scales, const ExpertList& list) {
-    int lane = lane_of_warp(), groups = step.groups();
+    int half = lane_of_warp(), groups = step.groups();  // of a lane that loads
     Ring<kStages> ring;
     for (int tile = share.first_tile; tile < list.count * groups; tile += share.tile_stride) {
-        int block_row = list.experts[tile / groups] * 2 * groups + tile % groups;  // of 128 rows of the gate
+        int row = list.experts[tile / groups] * 2 * groups + tile % groups + half * groups;  // of blocks of 128
+        const float* scale = w_scales + i64(row) * step.k_blocks() + share.first_step;
 #pragma unroll 1
-        for (int i = 0; i < 2 * share.steps; ++i, ring.advance()) {
-            int s = ring.stage, row = block_row + i % 2 * groups, k = share.first_step + i / 2;
+        for (int i = 0; i < kSlabs * share.steps; ++i, ring.advance()) {
+            int s = ring.stage, k = i / kSlabs, slab = i % kSlabs;
             u32 full = shared.full(s);
             barrier_wait(shared.empty(s), ring.phase ^ 1);
             __syncwarp();  // a lane that loads nothing would not keep the phase from going on
-            if (lane == 0) {
-                barrier_arrive_expect(full, SharedMemory::kBytesWeights);
-                copy_async_4(shared.weight_scale(s), w_scales + i64(row) * step.k_blocks() + k);
+            if (half == 0) barrier_arrive_expect(full, SharedMemory::kBytesWeights);
+            if (half < kMathWarpgroups) {
+                tma_load_4d(shared.weights(s, half), w_map, full, (share.first_step + k) * kBlockK, 0, slab * 2,
+                            row * 4);
+                copy_async_4(shared.weight_scale(s, half), scale + k);
                 copy_async_arrive(full);
             }
-            if (lane < kSlabs) tma_load_4d(shared.weights(s, lane), w_map, full, k * kBlockK, 0, lane * 2, row * 4);
         }
     }
     copy_async_wait();  // PTX promises no arrivals of threads that have exited
@@ -151,35 +152,32 @@ struct Tokens {
 // and [4i + 1], the second row's 2 behind. In the interleaved order these and those of the other slab are neighbours.
 using Sums = float[kSlabs][kTokens / 2];
 
-DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, Sums& sum) {
+DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int half, Sums& sum) {
     int token = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab)
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) sum[slab][i] = 0.f;
-    for (int step = 0; step < steps; ++step, ring.advance(kMathWarpgroups)) {
-        int s = ring.stage;
-        barrier_wait(shared.full(s), ring.phase);
-        Sums product;
-        wgmma_fence();
+    for (int step = 0; step < steps; ++step)
 #pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab)
-            wgmma_issue_k128(product[slab], shared.weights(s, slab), shared.x(step, 0));
-        wgmma_commit();
-        float scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s));
+        for (int slab = 0; slab < kSlabs; ++slab, ring.advance()) {
+            int s = ring.stage;
+            barrier_wait(shared.full(s), ring.phase);
+            float product[kTokens / 2], scale[kTokens / 4];
+            wgmma_fence();
+            wgmma_issue_k128(product, shared.weights(s, half), shared.x(step, 0));
+            wgmma_commit();
+            float half_scale = load_shared_float(shared.weight_scale(s, half));
 #pragma unroll
-        for (int i = 0; i < kTokens / 4; ++i)
-            scale[i] = weight_scale * load_shared_float(shared.x_scale(step, token + i / 2 * 8 + i % 2));
-        wgmma_wait();
+            for (int i = 0; i < kTokens / 4; ++i)
+                scale[i] = half_scale * load_shared_float(shared.x_scale(step, token + i / 2 * 8 + i % 2));
+            wgmma_wait();
+            wgmma_results_ready(product);
+            __syncwarp();
+            if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty(s));
 #pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) wgmma_results_ready(product[slab]);
-        __syncwarp();
-        if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty(s));
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab)
-#pragma unroll
-            for (int i = 0; i < kTokens / 2; ++i) sum[slab][i] += scale[i / 4 * 2 + i % 2] * product[slab][i];
-    }
+            for (int i = 0; i < kTokens / 2; ++i) sum[slab][i] += scale[i / 4 * 2 + i % 2] * product[i];
+        }
 }
 
 // To the blocks that finish the tokens: a token's sums of a thread are 16 bytes.
@@ -197,11 +195,11 @@ DEVICE void send(SharedMemory shared, const Step& step, const Share& share, int 
 }
 
 DEVICE void compute_tiles(SharedMemory shared, const Step& step, const Share& share, int tiles, int half) {
-    Ring<kStages> ring{half};
+    Ring<kStages> ring;
     Ring<kBuffers> buffer;
     for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, buffer.advance()) {
         Sums sum;
-        multiply(shared, ring, share.steps, sum);
+        multiply(shared, ring, share.steps, half, sum);
         barrier_wait(shared.taken(buffer.stage), buffer.phase ^ 1);
         __syncwarp();  // a lane that sends nothing would not keep the phase from going on
         send(shared, step, share, half, buffer.stage, sum);
@@ -299,7 +297,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
             barrier_init(shared.taken(i), tokens);
         }
     }
-    init_barriers(shared, kStages, kFullArrivals, kMathWarps / kMathWarpgroups);
+    init_barriers(shared, kStages, kFullArrivals, kMathWarps);
     cluster_arrive();
 
     if (math) {

@@ -6,10 +6,9 @@ template <int kStages>
 struct Ring {
     int stage = 0;
     u32 phase = 0;
-    DEVICE void advance(int steps = 1) {  // at most kStages
-        stage += steps;
-        if (stage >= kStages) {
-            stage -= kStages;
+    DEVICE void advance() {
+        if (++stage == kStages) {
+            stage = 0;
             phase ^= 1;
         }
     }
