@@ -28,8 +28,11 @@ SMALL_BATCH_HIDDEN = 8192  # kMostSteps of each block of a cluster of csrc/gate_
 GATE_UP_CLUSTER, DOWN_CLUSTERS = 8, {8: 8, 16: 4}  # blocks; the latter by width
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
 DENSE_SWAP_AB_UP_TO = 256  # rows; see dense_key
+DENSE_WIDTHS = (8, 16, 32, 64, 128)  # rows of a tile of dense_gemm_swap_ab
+DENSE_SPLITS = 8  # see dense_share
+SMEM_BYTES = 227 * 1024  # of a block, the most there is
 MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends on it
-SPLIT_BYTES = 2**23  # see k_splits and dense_splits
+SPLIT_BYTES = 2**23  # see k_splits
 MAX_SPLITS = 8  # kMaxSplits of csrc/split_k.cuh
 STEPS_AT_ONCE = 8  # see columns_at_once
 EXPERT_LIST = SMALL_BATCH_PAIRS * 2 + 4  # bytes of ExpertList of csrc/expert_list.cuh
@@ -40,11 +43,12 @@ SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 PARAMETERS = {
     "combine": "PPPPii",
     "count_experts": "PPPiiii",
+    "dense_gemm_swap_ab": "MMPiPPPPiiiii",
     "down_small_batch": "MMPPPPPiiiiiiii",
     "gate_up_small_batch": "MPPPPPPPiiiiiii",
     "gate_up_swap_ab": "MPPPPPPPPPPiiiii",
     "grouped_gemm": "MMMMPiiPPPPPPPPPiii",
-    "grouped_gemm_swap_ab": "MMPiiPPPPPPiiiiiiPi",
+    "grouped_gemm_swap_ab": "MMPiiPPPPiiiiiPi",
     "quantize": "PPPPiiiPi",
     "route": "PPPPPPPPPiiiiiii",
     "silu_mul_quant": "PPPPii",
@@ -121,9 +125,15 @@ def swap_ab_key() -> KernelKey:
     stages = 8
     operands = stages * (128 + DECODE_BLOCK_M) * 128
     staging = DECODE_BLOCK_M * 128 * 2
-    scales_and_barriers = stages * ((DECODE_BLOCK_M + SCALE_SLACK) * 4 + 4 + 16 + 16) + 4
+    scales_and_barriers = stages * ((DECODE_BLOCK_M + SCALE_SLACK) * 4 + 4 + 16 + 16)
     smem = _align(operands + staging + scales_and_barriers)
     return KernelKey("grouped_gemm_swap_ab", (("STAGES", stages),), 384, smem)
+
+
+@functools.cache
+def dense_swap_ab_key() -> KernelKey:
+    """A dense GEMM of few rows, in tiles of `dense_width` rows; it has as many stages as there is room for."""
+    return KernelKey("dense_gemm_swap_ab", (), 384, SMEM_BYTES)
 
 
 @functools.cache
@@ -217,7 +227,7 @@ def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
 
 def linear_kernels(ue8m0: bool) -> list[KernelKey]:
     """All that a dense layer launches."""
-    gemms = [swap_ab_key(), grouped_gemm_key(Output.BF16, 256), grouped_gemm_key(Output.BF16, 128)]
+    gemms = [dense_swap_ab_key(), grouped_gemm_key(Output.BF16, 256), grouped_gemm_key(Output.BF16, 128)]
     return [*gemms, quantize_key(ue8m0, Layout.K_MAJOR)]
 
 
@@ -226,7 +236,8 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
     topk = model.experts.topk
     few = decode_tokens(topk, model.experts.experts)
     why = {
-        swap_ab_key(): f"GEMMs of steps of up to {few} tokens (experts), {DENSE_SWAP_AB_UP_TO} (dense layers): decode",
+        swap_ab_key(): f"GEMMs of experts in steps of up to {few} tokens: decode",
+        dense_swap_ab_key(): f"dense GEMMs of steps of up to {DENSE_SWAP_AB_UP_TO} tokens",
         gate_up_swap_ab_key(model.ue8m0): "the first GEMM of experts, activated and quantized, in these steps",
         gate_up_key(model.ue8m0, False): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
         gate_up_key(model.ue8m0, True): "the same for narrow experts, which find their tokens among those of the step",
@@ -319,19 +330,24 @@ def gathers(intermediate: int, block_m: int) -> bool:
     return block_m == DECODE_BLOCK_M or intermediate <= GATHER_UP_TO
 
 
-def dense_splits(m: int, n: int, k: int) -> int:
-    """Into how many parts of K a tile of a dense swap-AB GEMM is divided: until rounds of tiles are nearly full.
+def dense_width(m: int) -> int:
+    """Rows of a tile of dense_gemm_swap_ab: of the only one, or of each where there are more."""
+    return next((width for width in DENSE_WIDTHS if m <= width), DENSE_WIDTHS[-1])
 
-    As long as the parts' sums, which go through memory, are few bytes.
+
+def dense_share(n: int, k: int, sms: int) -> int:
+    """How many units of 128 weight rows by 128 K a block of dense_gemm_swap_ab streams: all the same, in one round.
+
+    At least so many that `DENSE_SPLITS` blocks share a tile at most. The number of tokens does not matter, so that the
+    sums of a row, down to the last bit, depend on no other row.
     """
-    tiles, blocks = dense_counters(m, n), k // GROUP
-    fits = [s for s in range(1, MAX_SPLITS + 1) if blocks % s == 0 and (s == 1 or 4 * s * m * n <= SPLIT_BYTES)]
-    return min(fits, key=lambda s: (ceil_div(tiles * s, MULTIPROCESSORS) / s, s))
+    steps = k // GROUP
+    return max(ceil_div(ceil_div(n, GROUP) * steps, sms), ceil_div(steps - 1, DENSE_SPLITS - 1), 1)
 
 
 def dense_counters(m: int, n: int) -> int:
-    """Tiles of a dense swap-AB GEMM, each of which has a counter where its K is split."""
-    return ceil_div(m, DECODE_BLOCK_M) * ceil_div(n, GROUP)
+    """Of tiles of dense_gemm_swap_ab, two each."""
+    return 2 * ceil_div(m, dense_width(m)) * ceil_div(n, GROUP)
 
 
 def k_splits(rows: int, experts: int, hidden: int, intermediate: int) -> int:
@@ -392,13 +408,13 @@ def grouped_key(block_m: int, keep_b: bool = False) -> KernelKey:
 def dense_key(m: int, n: int, output: Output, sms: int) -> KernelKey:
     """The GEMM of a dense `[m, n]` result.
 
-    Few rows, or so few tiles that K is better split: swap-AB. Else tiles of 256 columns, or of 128 where 256 would
+    Few rows, or so few tiles that K is better shared: swap-AB. Else tiles of 256 columns, or of 128 where 256 would
     leave multiprocessors idle.
     """
     row_tiles = count_row_tiles(m, PREFILL_BLOCK_M)
-    few = m <= DECODE_BLOCK_M or (m <= DENSE_SWAP_AB_UP_TO and row_tiles * ceil_div(n, 128) < sms)
+    few = m <= DENSE_WIDTHS[-1] or (m <= DENSE_SWAP_AB_UP_TO and row_tiles * ceil_div(n, 128) < sms)
     if few and output == Output.BF16:
-        return swap_ab_key()
+        return dense_swap_ab_key()
     tiles = row_tiles * ceil_div(n, 256)
     return grouped_gemm_key(output, 256 if tiles >= sms else 128)
 

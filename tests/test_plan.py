@@ -208,7 +208,7 @@ def test_a_layer_launches_what_its_ops_launch_one_by_one(
         if key.source == "grouped_gemm":
             numbers[letters.rindex("P") - 2] = False  # its counters: only the layer lets GEMM 2 start early
         if key.source == "grouped_gemm_swap_ab":  # its pair of counters and those of rows that are done: likewise
-            numbers[-5], numbers[-2:] = 0, (False, 0)
+            numbers[-4], numbers[-2:] = 0, (False, 0)
         if key.source == "gate_up_swap_ab":
             numbers[letters.rindex("P") - 2] = False
         if "gemm" in key.source or "gate_up" in key.source or key == plan.combine_key():
@@ -317,15 +317,22 @@ def test_a_block_takes_several_columns_where_k_is_short(n, k, columns):
     assert plan.columns_at_once(4096, 256, 200, k) <= 2
 
 
-@pytest.mark.parametrize(("n", "k"), [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (8, 128)])
-def test_k_of_dense_gemms_is_split_where_rounds_of_tiles_would_be_half_empty(n, k):
-    for m in (1, 17, 64, 65, 256):
-        tiles, splits = plan.dense_counters(m, n), plan.dense_splits(m, n, k)
-        assert k // 128 % splits == 0
-        assert splits == 1 or 4 * splits * m * n <= plan.SPLIT_BYTES
-        rounds = -(-tiles * splits // 132) / splits
-        assert rounds <= -(-tiles // 132)
-    assert (plan.dense_splits(1, 2112, 7168), plan.dense_splits(1, 32768, 512)) == (7, 1)
+SHAPES = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (8, 128), (128, 18432), (320, 2944)]
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("sms", [1, 78, 132])
+def test_blocks_of_dense_gemms_stream_equal_shares_in_one_round_and_few_share_a_tile(n, k, sms):
+    share, steps, columns = plan.dense_share(n, k, sms), k // 128, -(-n // 128)
+    assert -(-columns * steps // share) <= sms
+    for column in range(columns):
+        first, last = column * steps // share, ((column + 1) * steps - 1) // share
+        assert last - first < plan.DENSE_SPLITS
+
+
+def test_dense_gemms_that_fill_a_gpu_evenly_need_no_more_blocks_a_tile_than_that():
+    assert [plan.dense_share(n, k, 132) for n, k in SHAPES[:4]] == [8, 18, 8, 55]
+    assert [plan.dense_width(m) for m in (1, 8, 9, 17, 33, 64, 65, 128, 129, 256)] == [8, 8, 16, 32, 64, 64, *[128] * 4]
 
 
 @pytest.mark.parametrize(("pairs", "chunks"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (65536, 64), (131072, 128)])

@@ -1,27 +1,19 @@
 // D[rows, N] = A[rows, K] @ B[expert, N, K]^T as grouped_gemm.cu, for few rows an expert: weights are streamed once.
 //
-// Swap-AB: 128 rows of weights are the 64-row operands of the two math warpgroups, the tokens are the narrow one. A
-// tile is 128 weight rows by up to 64 tokens, multiplied 8, 16, 32 or 64 tokens wide, by the expert's own count.
+// Swap-AB: a tile is 128 weight rows by up to 64 tokens, multiplied 8, 16, 32 or 64 tokens wide, by the expert's own
+// count.
 //
-// A block takes `run` columns of tiles at once, so that where K is short what comes once in a while stays cheap. Or
-// `splits` blocks share a tile, each a part of K: `partial` float32 [splits, m, N up to a multiple of 128] in
-// pieces, `arrived` int32 [row tiles, ceil(N / 128)], zero; see split_k.cuh.
+// A block takes `run` columns of tiles at once, so that where K is short what comes once in a while stays cheap.
 //
 // With `ready` A is what gate_up_swap_ab makes, beside which this kernel runs; see rows_done.cuh.
 #include "ptx.cuh"
 #include "rows_done.cuh"
-#include "split_k.cuh"
+#include "swap_ab.cuh"
 #include "tile_queue.cuh"
 #include "transposed.cuh"
-#include "wgmma.cuh"
 
 constexpr int kStages = STAGES;
-constexpr int kBlockTokens = 64, kBlockN = 128, kBlockK = 128;
-constexpr int kMathWarpgroups = 2, kWarpgroupN = kBlockN / kMathWarpgroups;
-constexpr int kThreads = 128 * (kMathWarpgroups + 1);
-static_assert(kThreads == THREADS, "plan.py has the same roles");
-constexpr int kMathBarrier = 1 + kMathWarpgroups;
-constexpr int kFullArrivals = 2;  // of a stage: the bytes of bulk copies are announced; the small copies have landed
+constexpr int kBlockTokens = 64;
 constexpr int kBoxTokens = 8;  // of one TMA load: one swizzle atom, so that boxes stack
 
 // Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
@@ -34,8 +26,7 @@ struct SharedMemory {
     static constexpr u32 kWeightScale = kTokenScales + kStages * kBytesTokenScales;
     static constexpr u32 kTiles = (kWeightScale + kStages * 4 + 15) / 16 * 16;
     static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
-    static constexpr u32 kLast = kEmpty + kStages * 8;
-    static constexpr u32 kEnd = kLast + 4;
+    static constexpr u32 kEnd = kEmpty + kStages * 8;
 
     u32 base;
     DEVICE u32 weights(int stage, int warpgroup) const {
@@ -50,7 +41,6 @@ struct SharedMemory {
     DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
     DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
-    DEVICE u32 last() const { return base + kLast; }
 };
 static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
 
@@ -60,17 +50,9 @@ struct Operands {
     const TensorMap *tokens, *weights;
     ActivationScales token_scales;
     const float* weight_scales;  // [experts, ceil(N / 128), K / 128]
-    int n, k_blocks, splits, run, steps;  // steps of 128 K of a column
+    int n, k_blocks, run;
 
     DEVICE int columns() const { return (n + kBlockN - 1) / kBlockN; }
-    DEVICE int column_of(const Tile& tile) const { return splits == 1 ? tile.column * run : tile.column / splits; }
-    DEVICE int split_of(const Tile& tile) const { return splits == 1 ? 0 : tile.column % splits; }
-};
-
-struct Result {
-    u16* d;
-    float* partial;
-    int* arrived;
 };
 
 // ---- producer --------------------------------------------------------------------------------------------------
@@ -78,30 +60,28 @@ struct Result {
 // What the steps of a tile load.
 struct TileLoads {
     Tile tile;
-    int boxes, weight_row, k_begin;
+    int boxes, weight_row;
     const float *weight_scale, *token_scale;
     u32 scale_bytes, bytes;
 
     DEVICE TileLoads(const Operands& in, const Tile& tile) : tile(tile) {
         boxes = width_of(tile.rows) / kBoxTokens;
-        int column = in.column_of(tile);
-        k_begin = in.split_of(tile) * in.steps;
+        int column = tile.column * in.run;
         weight_row = tile.expert * in.n + column * kBlockN;
-        weight_scale = in.weight_scales + i64(tile.expert * in.columns() + column) * in.k_blocks + k_begin;
-        token_scale = in.token_scales.of_tile(tile) + i64(k_begin) * in.token_scales.k_stride;
+        weight_scale = in.weight_scales + i64(tile.expert * in.columns() + column) * in.k_blocks;
+        token_scale = in.token_scales.of_tile(tile);
         scale_bytes = ActivationScales::bytes(tile);
         bytes = SharedMemory::kBytesWeights + boxes * kBoxTokens * kBlockK + scale_bytes;
     }
     // Step k of the tile's `column`th.
     DEVICE void weights(SharedMemory shared, int s, const Operands& in, int column, int k) const {
         barrier_arrive_expect(shared.full(s), bytes);
-        tma_load(shared.weights(s, 0), in.weights, shared.full(s), (k_begin + k) * kBlockK,
-                 weight_row + column * kBlockN);
-        copy_async_4(shared.weight_scale(s), weight_scale + column * in.steps + k);
+        tma_load(shared.weights(s, 0), in.weights, shared.full(s), k * kBlockK, weight_row + column * kBlockN);
+        copy_async_4(shared.weight_scale(s), weight_scale + column * in.k_blocks + k);
     }
     DEVICE void tokens(SharedMemory shared, int s, const Operands& in, int k) const {
         for (int box = 0; box < boxes; ++box)
-            tma_load(shared.tokens(s, box * kBoxTokens), in.tokens, shared.full(s), (k_begin + k) * kBlockK,
+            tma_load(shared.tokens(s, box * kBoxTokens), in.tokens, shared.full(s), k * kBlockK,
                      tile.row + box * kBoxTokens);
         bulk_load(shared.token_scale(s, 0), token_scale + k * in.token_scales.k_stride, shared.full(s), scale_bytes);
         copy_async_arrive(shared.full(s));
@@ -113,10 +93,10 @@ struct TileLoads {
 DEVICE int load_weights_ahead(SharedMemory shared, const Operands& in, const Queue& queue) {
     if (queue.index >= queue.total) return 0;
     const TileLoads loads(in, queue.tile());
-    int ahead = min(kStages, in.run * in.steps);
+    int ahead = min(kStages, in.run * in.k_blocks);
     for (int step = 0, column = 0, k = 0; step < ahead; ++step) {
         if (threadIdx.x % 32 == 0) loads.weights(shared, step, in, column, k);
-        if (++k == in.steps) k = 0, ++column;
+        if (++k == in.k_blocks) k = 0, ++column;
     }
     return ahead;
 }
@@ -129,7 +109,7 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
 #pragma unroll 1
     for (int column = 0; column < in.run; ++column) {
 #pragma unroll 1
-        for (int k = 0; k < in.steps; ++k, ring.advance()) {
+        for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
             int s = ring.stage;
             barrier_wait(shared.empty(s), ring.phase ^ 1);
             if (threadIdx.x % 32 == 0) {
@@ -145,74 +125,15 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
 
 // ---- math ------------------------------------------------------------------------------------------------------
 
-// A thread holds weight rows lane/4 and lane/4 + 8 of its warp's 16, tokens 8i + lane%4*2 and the next.
 template <int kTokens>
-DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks, const Tile& tile, int warpgroup,
-                          float (&sum)[kTokens / 2]) {
-    int lane = threadIdx.x % 32, token = ActivationScales::offset(tile.row) + lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.f;
-
-    for (int k = 0; k < k_blocks; ++k, ring.advance()) {
-        int s = ring.stage;
-        barrier_wait(shared.full(s), ring.phase);
-        float weight_scale = load_shared_float(shared.weight_scale(s)), scale[kTokens / 4];
-#pragma unroll
-        for (int i = 0; i < kTokens / 4; ++i)
-            scale[i] = load_shared_float(shared.token_scale(s, token + i / 2 * 8 + i % 2)) * weight_scale;
-        float product[kTokens / 2];
-        wgmma_k128(product, shared.weights(s, warpgroup), shared.tokens(s, 0));
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared.empty(s));
-#pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) sum[i] += scale[i / 4 * 2 + i % 2] * product[i];
-    }
-}
-
-// Adds up the splits of a tile; false for a block that is not the last of them. A token's 128 sums stand together.
-template <int kTokens>
-DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& out, const Tile& tile, int warpgroup,
-                       float (&sum)[kTokens / 2]) {
-    int lane = threadIdx.x % 32, column = in.column_of(tile);
-    int row = warpgroup * kWarpgroupN + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    float* all = out.partial + (i64(tile.row) * in.columns() + i64(column) * tile.rows) * in.splits * kBlockN + row;
-    auto at = [&](int split, int token) { return all + (split * tile.rows + token) * kBlockN; };
-#pragma unroll
-    for (int i = 0; i < kTokens / 4; ++i) {
-        int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
-        if (token >= tile.rows) continue;
-        float* own = at(in.split_of(tile), token);
-        own[0] = sum[e], own[8] = sum[e + 2];
-    }
-    int* arrived = out.arrived + tile.row_tile * in.columns() + column;
-    if (!comes_last(shared.last(), arrived, in.splits, kMathBarrier, 128 * kMathWarpgroups)) return false;
-#pragma unroll
-    for (int i = 0; i < kTokens / 4; ++i) {
-        int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
-        if (token >= tile.rows) continue;
-        float part[kMaxSplits][2];
-#pragma unroll
-        for (int split = 0; split < kMaxSplits; ++split)  // all in flight at once
-            if (split < in.splits)
-                part[split][0] = __ldcg(at(split, token)), part[split][1] = __ldcg(at(split, token) + 8);
-        sum[e] = sum[e + 2] = 0.f;
-#pragma unroll
-        for (int split = 0; split < kMaxSplits; ++split)
-            if (split < in.splits) sum[e] += part[split][0], sum[e + 2] += part[split][1];
-    }
-    return true;
-}
-
-template <int kTokens>
-DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Result& out,
-                         const Tile& tile, int warpgroup) {
+DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, u16* d, const Tile& tile,
+                         int warpgroup) {
     float sum[kTokens / 2];
 #pragma unroll 1
-    for (int column = in.column_of(tile), end = column + in.run; column < end; ++column) {
-        multiply_tile<kTokens>(shared, ring, in.steps, tile, warpgroup, sum);
-        if (in.splits == 1 || add_splits<kTokens>(shared, in, out, tile, warpgroup, sum))
-            store_transposed<kTokens>(shared.staging(warpgroup), warpgroup, out.d, in.n, tile.row, tile.rows,
-                                      column * kBlockN + warpgroup * kWarpgroupN, sum);
+    for (int column = tile.column * in.run, end = column + in.run; column < end; ++column) {
+        multiply_tile<kTokens>(shared, ring, in.k_blocks, ActivationScales::offset(tile.row), warpgroup, sum);
+        store_transposed<kTokens>(shared.staging(warpgroup), warpgroup, d, in.n, tile.row, tile.rows,
+                                  column * kBlockN + warpgroup * kWarpgroupN, sum);
     }
 }
 
@@ -221,20 +142,19 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_swap_ab(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                          const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
-                         u16* d, float* partial, int* arrived, const int4* table, int* num_tiles, int m, int n, int k,
-                         int pair_of_counters, int splits, int run, int* ready, int counters) {
+                         u16* d, const int4* table, int* num_tiles, int m, int n, int k, int pair_of_counters, int run,
+                         int* ready, int counters) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);
 
     int warpgroup = warp_uniform(threadIdx.x / 128);
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
-    Operands in{&a_map, &b_map, scales, b_scales, n, k / kBlockK, splits, run, k / kBlockK / splits};
-    Result out{d, partial, arrived};
+    Operands in{&a_map, &b_map, scales, b_scales, n, k / kBlockK, run};
     Ring<kStages> ring;
     if (warpgroup == kMathWarpgroups) {
         if (threadIdx.x / 32 == 4 * kMathWarpgroups) {
-            Queue queue(table, num_tiles, pair_of_counters, m, in.columns() * splits / run, in.steps * run);
+            Queue queue(table, num_tiles, pair_of_counters, m, in.columns() / run, in.k_blocks * run);
             int ahead = load_weights_ahead(shared, in, queue);
             if (!ready) wait_for_previous_kernel();
             RowsAwaited rows({ready, counters}, in.k_blocks);
@@ -249,10 +169,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             Tile tile = published_tile(shared.tile(ring.stage));
             if (tile.rows == 0) break;
             switch (width_of(tile.rows)) {
-                case 8: compute_tile<8>(shared, ring, in, out, tile, warpgroup); break;
-                case 16: compute_tile<16>(shared, ring, in, out, tile, warpgroup); break;
-                case 32: compute_tile<32>(shared, ring, in, out, tile, warpgroup); break;
-                default: compute_tile<64>(shared, ring, in, out, tile, warpgroup);
+                case 8: compute_tile<8>(shared, ring, in, d, tile, warpgroup); break;
+                case 16: compute_tile<16>(shared, ring, in, d, tile, warpgroup); break;
+                case 32: compute_tile<32>(shared, ring, in, d, tile, warpgroup); break;
+                default: compute_tile<64>(shared, ring, in, d, tile, warpgroup);
             }
         }
     }

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fp8moe_plugin.jit.launcher import Launch, launch, multiprocessors, tensor_map
-from fp8moe_plugin.ops.quantize import Quantized, empty_scales
+from fp8moe_plugin.ops.quantize import Quantized, empty_scales, zero_counters
 from fp8moe_plugin.ops.route import Tiles
 from fp8moe_plugin.ops.workspace import empty
 from fp8moe_plugin.plan import (
@@ -16,7 +16,8 @@ from fp8moe_plugin.plan import (
     columns_at_once,
     dense_counters,
     dense_key,
-    dense_splits,
+    dense_share,
+    dense_width,
     gate_up_key,
     gate_up_swap_ab_key,
     grouped_key,
@@ -119,18 +120,30 @@ def launch_gemm(
         return
     output = _output(out, c)
     key = dense_key(rows.rows, weights.n, output, multiprocessors(device_index))
-    if key.source == "grouped_gemm_swap_ab":
-        splits, early = dense_splits(rows.rows, weights.n, rows.k), counters is not None
-        shared = None
-        if splits > 1:
-            partial = empty((splits, rows.rows, ceil_div(weights.n, GROUP), GROUP), torch.float32, out.device)
-            if counters is None:
-                counters = torch.zeros(dense_counters(rows.rows, weights.n), dtype=torch.int32, device=out.device)
-            shared = (partial.data_ptr(), counters.data_ptr())
-        launch(*_swap_ab(key, rows, weights, out.data_ptr(), TileAddresses(), device_index, early, shared, splits))
+    if key.source == "dense_gemm_swap_ab":
+        _launch_dense(key, rows, weights, out, counters)
         return
     addend = 0 if c is None else c.data_ptr()
     launch(*_wide(key, rows, weights, out.data_ptr(), addend, output, TileAddresses(), device_index, early=False))
+
+
+def _launch_dense(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, counters: torch.Tensor | None) -> None:
+    """`launch_gemm` of few rows, by blocks with equal shares of the weights."""
+    device_index = out.get_device()
+    width, share = dense_width(a.rows), dense_share(b.n, b.k, multiprocessors(device_index))
+    columns, steps = ceil_div(b.n, GROUP), b.k // GROUP
+    blocks = ceil_div(columns * steps, share)
+    arrived, partial = 0, None
+    if share % steps:  # blocks share tiles
+        partial = empty((ceil_div(a.rows, width), 2 * blocks, width, GROUP), torch.float32, out.device)
+        if counters is None:
+            counters = empty((dense_counters(a.rows, b.n),), torch.int32, out.device)
+            zero_counters(counters)
+        arrived = counters.data_ptr()
+    maps = (_map(a, width), _weight_map(b, DECODE_BOX_N))
+    results = (out.data_ptr(), 0 if partial is None else partial.data_ptr(), arrived)
+    args = (*maps, a.scales, a.scale_k_block, b.scales, *results, a.rows, b.n, b.k, width, share)
+    launch(key, blocks, args, device_index, early=counters is not None)
 
 
 def grouped_launch(
@@ -149,7 +162,7 @@ def grouped_launch(
     """
     key = grouped_key(block_m, tiles.keep_b)
     if block_m != PREFILL_BLOCK_M:
-        return _swap_ab(key, a, b, out, tiles, device_index, after_gate_up, counters=counters)
+        return _swap_ab(key, a, b, out, tiles, device_index, after_gate_up, counters)
     return _wide(key, a, b, out, 0, Output.BF16, tiles, device_index, after_gate_up and bool(tiles.ready))
 
 
@@ -240,21 +253,15 @@ def _swap_ab(
     tiles: TileAddresses,
     device_index: int,
     early: bool,
-    shared: tuple[int, int] | None = None,
-    splits: int = 1,
-    counters: int = 0,
+    counters: int,
 ) -> Launch:
-    """`shared`: where the `splits` parts of a tile leave their sums, and the counters of those that have.
-
-    `counters`: as for `grouped_launch`.
-    """
     scales = (a.scales, a.scale_group, a.scale_k_block, b.scales)
     maps = (_map(a, DECODE_BOX_M), _weight_map(b, DECODE_BOX_N))
     pair_of_counters = int(early)  # the GEMM before may still use the first pair
-    results = (out, *(shared or (0, 0)), tiles.table, tiles.num_tiles)
-    run = columns_at_once(a.rows, b.experts, b.n, b.k) if splits == 1 else 1
+    results = (out, tiles.table, tiles.num_tiles)
+    run = columns_at_once(a.rows, b.experts, b.n, b.k)
     told = (tiles.ready, counters) if counters else (0, 0)
-    args = (*maps, *scales, *results, a.rows, b.n, b.k, pair_of_counters, splits, run, *told)
+    args = (*maps, *scales, *results, a.rows, b.n, b.k, pair_of_counters, run, *told)
     return Launch(key, multiprocessors(device_index), args, device_index, early)
 
 

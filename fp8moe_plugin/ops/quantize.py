@@ -51,6 +51,13 @@ def quantize_matrix(x: torch.Tensor, ue8m0: bool, zeroed: torch.Tensor | None = 
     return out
 
 
+def zero_counters(counters: torch.Tensor) -> None:
+    """Zeros to int32 `counters`, for the next kernel, which may start beside this: `quantize_matrix` without tokens."""
+    zeroed = counters.data_ptr(), counters.numel()
+    addresses, device_index = (0, 0, 0), counters.get_device()
+    launch(*quantize_launch(addresses, 0, GROUP, Layout.K_MAJOR, False, device_index, 0, 0, *zeroed))
+
+
 def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize each token once and write it to the rows its experts read.
 
@@ -163,6 +170,6 @@ def quantize_launch(
     For `Layout.PERMUTED` to the rows named at `slots`, int32 `[tokens, topk]`. Sets int32 `[zeros]` at `zeroed` to 0.
     """
     groups, key = k // GROUP, quantize_key(ue8m0, layout)
-    grid = ceil_div(ceil_div(tokens, TOKENS_PER_WARP) * groups, key.threads // 32)
+    grid = max(1, ceil_div(ceil_div(tokens, TOKENS_PER_WARP) * groups, key.threads // 32))
     early = layout == Layout.ROW_MAJOR
     return Launch(key, grid, (*addresses, slots, tokens, groups, topk, zeroed, zeros), device_index, early)

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from fp8moe_plugin.plan import Layout, moe_kernels, quantize_key, tiles_of_indices_key
+from fp8moe_plugin.plan import linear_kernels, moe_kernels, tiles_of_indices_key
 from tests.emulator.build import Kernels, can_compile, runtime
 from tests.emulator.device import Device
 
@@ -24,7 +24,7 @@ def kernels(emulator_runtime: ctypes.CDLL, tmp_path_factory: pytest.TempPathFact
     """All that the tests run; those of the first tests first."""
     kernels = Kernels(tmp_path_factory.mktemp("kernels"))
     layers = (moe_kernels(False, batched) for batched in (False, True))
-    kernels.start(*itertools.chain(*layers), quantize_key(False, Layout.K_MAJOR), tiles_of_indices_key())
+    kernels.start(*itertools.chain(*layers), *linear_kernels(False), tiles_of_indices_key())
     return kernels
 
 

@@ -8,16 +8,14 @@ import torch
 from fp8moe_plugin.ops import gemm_launch
 from fp8moe_plugin.ops.gate_up import gate_up
 from fp8moe_plugin.ops.gemm_launch import Rows, TileAddresses, Weights
-from fp8moe_plugin.ops.linear import fp8_linear
-from fp8moe_plugin.ops.quantize import Quantized, empty_quantized, per_token_group_quant_fp8
+from fp8moe_plugin.ops.quantize import Quantized, empty_quantized
 from fp8moe_plugin.ops.route import Tiles, tiles_of_counts
-from fp8moe_plugin.plan import DECODE_BLOCK_M, swap_ab_key, tile_counters
-from fp8moe_plugin.shapes import GROUP, ceil_div
+from fp8moe_plugin.plan import DECODE_BLOCK_M, tile_counters
+from fp8moe_plugin.shapes import GROUP
 from tests import helpers as h
 from tests.emulator.device import Device
 from tests.emulator.inputs import (
     Slabs,
-    assert_close,
     assert_counters_at_zero,
     assert_product,
     empty_rows,
@@ -115,43 +113,3 @@ def test_the_second_gemm_may_load_weights_while_the_first_one_runs(
     tiles, inner = emulator.execute(seed, ops)
     assert_product(out, rows, inner, w2)
     assert_counters_at_zero(tiles)
-
-
-@seeds
-@some_counts
-@pytest.mark.parametrize(("n", "k", "splits"), [(200, 256, 2), (128, 1024, 2), (200, 512, 4)])
-def test_splits_of_k_add_up_to_the_product(
-    emulator: Device, counts: list[int], n: int, k: int, splits: int, seed: int
-) -> None:
-    gen = h.seeded(seed, CPU)
-    rows, b = slabs(gen, counts, k), h.random_weights(gen, len(counts), n, k)
-    out, columns = empty_rows(rows, n), ceil_div(n, GROUP)
-
-    def ops() -> tuple[Tiles, torch.Tensor]:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, DECODE_BLOCK_M)
-        partial = h.poisoned(splits, len(counts) * rows.max_m, columns * GROUP, dtype=torch.float32, device=CPU)
-        arrived = torch.zeros(len(tiles.table), columns, dtype=torch.int32)
-        scales = gemm_launch._k_major(*rows.a)
-        operands = Rows.of(rows.a[0], scales), Weights.of(b), out.data_ptr(), TileAddresses.of(tiles)
-        shared = partial.data_ptr(), arrived.data_ptr()
-        launched = gemm_launch._swap_ab(swap_ab_key(), *operands, 0, early=False, shared=shared, splits=splits)
-        emulator.launch(*launched)
-        return tiles, arrived
-
-    tiles, arrived = emulator.execute(seed, ops)
-    assert_product(out, rows, rows.a, b)
-    assert set(arrived[: int(tiles.num_tiles[0])].flatten().tolist()) <= {splits}
-    assert_counters_at_zero(tiles)
-
-
-@seeds
-@pytest.mark.parametrize("splits", [1, 2, 4])
-@pytest.mark.parametrize(("m", "n"), [(1, 200), (50, 392), (150, 72), (256, 128)])
-def test_a_dense_layer_of_few_rows(
-    emulator: Device, monkeypatch: pytest.MonkeyPatch, m: int, n: int, splits: int, seed: int
-) -> None:
-    monkeypatch.setattr(gemm_launch, "dense_splits", lambda m, n, k: splits)
-    gen = h.seeded(seed, CPU)
-    x, weight = h.random_tokens(gen, m, 1024), h.random_weights(gen, n, 1024)
-    out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
-    assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
