@@ -1,6 +1,11 @@
 """Which kernels there are, and which one a call takes. Pure Python: the runtime and any precompilation ask here.
 
 No shape of a model and no number of tokens is in a key: a handful of kernels serves every checkpoint.
+
+Where `settings.batch_invariant`, layers make each sum in one order, whatever the number of tokens: by the swap-AB
+kernels alone, whose tiles multiply weights by tokens however many these are, and without dividing K. The wide tiles of
+long steps do not qualify by themselves: they multiply tokens by weights, but the last few of an expert the other way
+round. These are kernels that a model loads in any case.
 """
 
 import functools
@@ -10,6 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+from fp8moe_plugin.settings import batch_invariant
 from fp8moe_plugin.shapes import GROUP, MAX_LOCAL_EXPERTS, Experts, Model, ceil_div
 
 HOPPER = (9, 0)  # the only compute capability with the instructions of the kernels
@@ -288,7 +294,7 @@ def small_batch(tokens: int, topk: int, hidden: int, intermediate: int, local_ex
     some models has for them.
     """
     pairs, steps = tokens * topk, hidden // GROUP // GATE_UP_CLUSTER
-    fits = pairs <= SMALL_BATCH_PAIRS and topk <= 32 and hidden <= SMALL_BATCH_HIDDEN
+    fits = not batch_invariant() and pairs <= SMALL_BATCH_PAIRS and topk <= 32 and hidden <= SMALL_BATCH_HIDDEN
     if not fits or 3 * hidden * intermediate * pairs * local_experts / global_experts > SMALL_BATCH_BYTES:
         return 0
     narrow, wide = SMALL_BATCHES
@@ -318,7 +324,8 @@ def down_splits(hidden: int, width: int) -> int:
 
 def moe_block_m(tokens: int, topk: int, global_experts: int) -> int:
     """Rows a tile of a fused MoE layer: swap-AB tiles as long as an expert has few tokens on average."""
-    return DECODE_BLOCK_M if tokens <= decode_tokens(topk, global_experts) else PREFILL_BLOCK_M
+    few = batch_invariant() or tokens <= decode_tokens(topk, global_experts)
+    return DECODE_BLOCK_M if few else PREFILL_BLOCK_M
 
 
 def gathers(intermediate: int, block_m: int) -> bool:
@@ -341,8 +348,10 @@ def dense_share(n: int, k: int, sms: int) -> int:
     At least so many that `DENSE_SPLITS` blocks share a tile at most. The number of tokens does not matter, so that the
     sums of a row, down to the last bit, depend on no other row.
     """
-    steps = k // GROUP
-    return max(ceil_div(ceil_div(n, GROUP) * steps, sms), ceil_div(steps - 1, DENSE_SPLITS - 1), 1)
+    steps, tiles = k // GROUP, ceil_div(n, GROUP)
+    if batch_invariant():
+        return ceil_div(tiles, sms) * steps
+    return max(ceil_div(tiles * steps, sms), ceil_div(steps - 1, DENSE_SPLITS - 1), 1)
 
 
 def dense_counters(m: int, n: int) -> int:
@@ -356,6 +365,8 @@ def k_splits(rows: int, experts: int, hidden: int, intermediate: int) -> int:
     As many as give each multiprocessor of an H200 at most a part, as long as the parts' sums, which go through memory,
     are few bytes. The number of tokens decides, not where they are routed.
     """
+    if batch_invariant():
+        return 1
     tiles, nbytes = min(rows, experts) * (intermediate // GROUP), 4 * rows * 2 * intermediate
     limit = min(MULTIPROCESSORS // tiles, SPLIT_BYTES // nbytes)
     return max((s for s in (1, 2, 4, MAX_SPLITS) if hidden // GROUP % s == 0 and s <= limit), default=1)
@@ -397,7 +408,7 @@ def keeps_b(rows_per_expert: float, intermediate: int, block_m: int) -> bool:
 
 def masked_block_m(expected_m: int) -> int:
     """Rows a tile of a masked GEMM whose groups have about `expected_m` rows."""
-    return DECODE_BLOCK_M if expected_m <= DECODE_BLOCK_M else PREFILL_BLOCK_M
+    return DECODE_BLOCK_M if batch_invariant() or expected_m <= DECODE_BLOCK_M else PREFILL_BLOCK_M
 
 
 def grouped_key(block_m: int, keep_b: bool = False) -> KernelKey:
@@ -413,7 +424,7 @@ def dense_key(m: int, n: int, output: Output, sms: int) -> KernelKey:
     """
     row_tiles = count_row_tiles(m, PREFILL_BLOCK_M)
     few = m <= DENSE_WIDTHS[-1] or (m <= DENSE_SWAP_AB_UP_TO and row_tiles * ceil_div(n, 128) < sms)
-    if few and output == Output.BF16:
+    if output == Output.BF16 and (few or batch_invariant()):
         return dense_swap_ab_key()
     tiles = row_tiles * ceil_div(n, 256)
     return grouped_gemm_key(output, 256 if tiles >= sms else 128)

@@ -12,6 +12,7 @@ from fp8moe_plugin.errors import UnsupportedError
 
 logger = logging.getLogger("fp8moe")
 PREFIX = "FP8MOE_"
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
 class Settings(BaseModel):
@@ -59,6 +60,22 @@ def settings() -> Settings:
         field = str(first["loc"][0])
         allowed = "Input should be 0 or 1" if Settings.model_fields[field].annotation is bool else first["msg"]
         raise UnsupportedError(f"{variable(field)} is {first['input']!r}. {allowed}. Change or unset it.") from error
+
+
+@functools.cache
+def batch_invariant() -> bool:
+    """Whether a token's result may not depend on the other tokens, nor on how many they are.
+
+    vLLM's own variable, read from the environment as vLLM reads it, but once; what it changes is in `plan.py`.
+
+    Raises:
+        UnsupportedError: the variable is no number.
+    """
+    given = os.environ.get(BATCH_INVARIANT, "0")
+    try:
+        return bool(int(given))
+    except ValueError:
+        raise UnsupportedError(f"{BATCH_INVARIANT} is {given!r}. It should be 0 or 1. Change or unset it.") from None
 
 
 def variable(field: str) -> str:

@@ -23,7 +23,7 @@ from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.plan import HOPPER
-from fp8moe_plugin.settings import settings
+from fp8moe_plugin.settings import BATCH_INVARIANT, batch_invariant, settings
 from fp8moe_plugin.shapes import Parallel
 
 logger = logging.getLogger("fp8moe")
@@ -107,6 +107,11 @@ def check_machine() -> None:
     backend = settings().backend
     capability = current_platform.get_device_capability()
     hopper = current_platform.is_cuda() and capability is not None and tuple(capability) == HOPPER
+    if batch_invariant() and (backend == "reference" or (backend == "auto" and current_platform.is_cpu())):
+        raise UnsupportedError(
+            f"{BATCH_INVARIANT}=1: the plain-torch reference multiplies as torch does, whose sums depend on the number "
+            "of tokens. Unset it, or serve on a Hopper GPU with our kernels."
+        )
     if hopper or backend == "reference" or (backend == "auto" and current_platform.is_cpu()):
         return
     found = f"compute capability {capability[0]}.{capability[1]}" if capability else f"a {current_platform.device_name}"

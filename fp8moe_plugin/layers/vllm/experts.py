@@ -49,6 +49,10 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
         # vLLM asks "passthrough" of the experts even where no all2all takes place.
         return backend in ALL2ALL or not (moe_parallel_config.use_all2all_kernels or backend == "passthrough")
 
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True  # of the kernels, see plan.py; `config.check_machine` has refused the reference
+
     def workspace_shapes(
         self,
         M: int,

@@ -17,11 +17,12 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 import fp8moe_plugin
+from benchmarks.batch_invariance import invariance
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.vllm import config as seam
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.entry import Entry
-from fp8moe_plugin.layers.vllm.experts import experts_class
+from fp8moe_plugin.layers.vllm.experts import Fp8MoeExperts, experts_class
 from fp8moe_plugin.layers.vllm.linear import check_shape
 from fp8moe_plugin.layers.vllm.moe import check_layer
 from fp8moe_plugin.settings import Settings
@@ -137,6 +138,42 @@ def test_a_hopper_gpu_or_the_reference_serves(monkeypatch, machine, backend):
     monkeypatch.setattr(seam, "current_platform", machine)
     monkeypatch.setattr(seam, "settings", lambda: Settings(backend=backend))
     assert Entry.from_config(CHECKPOINT).get_name() == "fp8moe"
+
+
+@pytest.mark.parametrize(
+    ("machine", "backend"),
+    [
+        (Machine("cuda", (9, 0)), "reference"),
+        (Machine("cuda", (8, 0)), "reference"),
+        (Machine("cpu", None), "auto"),
+        (Machine("cpu", None), "reference"),
+    ],
+)
+def test_the_reference_is_refused_where_results_must_not_depend_on_the_batch(monkeypatch, machine, backend):
+    monkeypatch.setattr(seam, "current_platform", machine)
+    monkeypatch.setattr(seam, "settings", lambda: Settings(backend=backend))
+    with (
+        invariance(True),
+        pytest.raises(
+            UnsupportedError, match=r"VLLM_BATCH_INVARIANT=1: the plain-torch reference .* Unset it, or serve on"
+        ),
+    ):
+        Entry.from_config(CHECKPOINT)
+
+
+def test_our_kernels_serve_where_results_must_not_depend_on_the_batch(monkeypatch):
+    """vLLM asks each kind of experts whether it can."""
+    monkeypatch.setattr(seam, "current_platform", Machine("cuda", (9, 0)))
+    with invariance(True):
+        assert Entry.from_config(CHECKPOINT).get_name() == "fp8moe"
+        for batched in (False, True):
+            check_layer("L", moe_layer(), experts_class(batched, ue8m0=False))
+
+
+def test_vllm_refuses_experts_that_do_not_say_so(monkeypatch):
+    monkeypatch.setattr(Fp8MoeExperts, "_supports_batch_invariance", staticmethod(lambda: False))
+    with invariance(True), pytest.raises(UnsupportedError, match="batch invariance"):
+        check_layer("L", moe_layer(), experts_class(batched=False, ue8m0=False))
 
 
 def moe_layer(ranks: int = 1, dp: int = 1, intermediate: int = 256, **changes: object) -> FusedMoEConfig:
