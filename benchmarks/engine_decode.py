@@ -15,6 +15,7 @@ import argparse
 import collections
 import itertools
 import json
+import os
 import re
 import signal
 import statistics
@@ -26,7 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_prefill import CONFIG_KEYS, ENGINES, in_own_process, read_config, read_report
+from benchmarks.engine_prefill import CONFIG_KEYS, DEFAULTS, ENGINES, in_own_process, read_config, read_report
 from benchmarks.report import write_report
 from fp8moe_plugin.errors import UnsupportedError
 from warmup.bench_result import OURS, check_plot
@@ -198,7 +199,9 @@ def main() -> None:
     }
     for name in names:
         options = {"--model": args.model, "--rounds": args.rounds, "--batches": args.batches}
-        engines[name] = in_own_process("benchmarks.engine_decode", options, name, args.timeout)
+        engines[name] = in_own_process(
+            "benchmarks.engine_decode", options, name, args.timeout, DEFAULTS | os.environ | ENGINES[name][1]
+        )
         print(line(name, engines[name]), flush=True)
         if args.out:
             write_report(args.out, results)

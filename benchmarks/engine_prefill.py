@@ -81,7 +81,9 @@ def read_config(model: Path) -> dict[str, Any]:
     return config
 
 
-def in_own_process(module: str, options: dict[str, Any], name: str, timeout: float) -> dict[str, Any]:
+def in_own_process(
+    module: str, options: dict[str, Any], name: str, timeout: float, environment: dict[str, str]
+) -> dict[str, Any]:
     """What `python -m module --run name` with these options writes to `--out`, or `error`.
 
     Nothing that it started outlives this.
@@ -90,7 +92,6 @@ def in_own_process(module: str, options: dict[str, Any], name: str, timeout: flo
         answer, log = Path(folder, "answer.json"), Path(folder, "log")
         command = [sys.executable, "-m", module, "--run", name, "--out", str(answer)]
         command += [str(part) for option in options.items() for part in option]
-        environment = DEFAULTS | os.environ | ENGINES[name][1]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -214,7 +215,9 @@ def main() -> None:
             "--rounds": args.rounds,
             "--max-num-batched-tokens": args.max_num_batched_tokens,
         }
-        engines[name] = in_own_process("benchmarks.engine_prefill", options, name, args.timeout)
+        engines[name] = in_own_process(
+            "benchmarks.engine_prefill", options, name, args.timeout, DEFAULTS | os.environ | ENGINES[name][1]
+        )
         print(line(name, engines[name]), flush=True)
         if args.out:
             write_report(args.out, results)

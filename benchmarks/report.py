@@ -36,7 +36,7 @@ def installed(name: str) -> str | None:
 def write_report(path: Path, results: dict[str, Any]) -> None:
     about = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
     }
     path.write_text(json.dumps(about | results, indent=1) + "\n")
