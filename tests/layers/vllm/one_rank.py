@@ -49,6 +49,7 @@ class Layer(RoutedExperts):
     def __init__(self, intermediate: int, ranks: int, rank: int, online: bool = False) -> None:
         torch.nn.Module.__init__(self)
         self.quant_config = self._fused_shared_expert_quantizer = None
+        self.local_num_experts = EXPERTS
         parallel = FusedMoEParallelConfig.make_no_parallel()
         parallel = dataclasses.replace(parallel, tp_size=ranks, tp_rank=rank)
         self.moe_config = FusedMoEConfig(
