@@ -68,7 +68,7 @@ WORSE = 1.1  # times the reference's distance from the unquantized twin
 REDUNDANT = 4  # experts
 EPLB = {"window_size": 16, "step_interval": 24, "num_redundant_experts": REDUNDANT}
 ROUNDS_OF_MOVES = 8  # at most
-# What vLLM says of what it does not offer, such as DeepSeek's multi-token prediction over a pipeline before 0.26.
+# What vLLM says of what it does not offer, such as DeepSeek's multi-token prediction over a pipeline in 0.25.1.
 REFUSALS = ("Pipeline parallelism is not supported for this model", "load balancing is only supported on")
 # vLLM's own FP8 needs instructions that few CPUs have; vLLM 0.32's first rank of a pipeline on CPUs lacks its drafter.
 NOT_ON_CPUS = ("converted", "pp2-mtp", "eplb", "eplb-greedy")
