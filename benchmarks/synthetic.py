@@ -46,6 +46,7 @@ class Shape:
     moe_intermediate: int
     residual_gain: float = 1 / 8  # of the layers that write to the residual stream
     block_spread: float = 0  # standard deviation of log2 of a weight's 128x128 blocks; 0: scales hardly differ
+    ue8m0: bool = False  # scales are powers of two, as in DeepSeek-V3.1
 
     dense_layers: int = 0
     mtp_layers: int = 0
@@ -71,6 +72,10 @@ PRESETS = {
         family="deepseek_v3", hidden=256, vocab=512, heads=4, moe_layers=2, experts=16, topk=4, moe_intermediate=256,
         dense_layers=1, mtp_layers=1, dense_intermediate=512, groups=4, topk_groups=2, q_lora=256,
     ),
+    ("deepseek_v3", "small"): Shape(
+        family="deepseek_v3", hidden=1024, vocab=512, heads=32, moe_layers=1, experts=32, topk=4, moe_intermediate=512,
+        dense_layers=1, mtp_layers=1, dense_intermediate=1024, groups=4, topk_groups=2, q_lora=512,
+    ),
     ("deepseek_v3", "dsv3-3layer"): Shape(
         family="deepseek_v3", hidden=7168, vocab=129280, heads=128, moe_layers=2, experts=256, topk=8,
         moe_intermediate=2048, dense_layers=1, dense_intermediate=18432, groups=8, topk_groups=4, q_lora=1536,
@@ -78,6 +83,10 @@ PRESETS = {
     ("qwen3_moe", "tiny"): Shape(
         family="qwen3_moe", hidden=256, vocab=512, heads=4, moe_layers=2, experts=16, topk=4, moe_intermediate=256,
         kv_heads=2,
+    ),
+    ("qwen3_moe", "small"): Shape(
+        family="qwen3_moe", hidden=1024, vocab=512, heads=16, moe_layers=1, experts=32, topk=4, moe_intermediate=512,
+        kv_heads=4,
     ),
 }  # fmt: skip
 
@@ -247,6 +256,8 @@ def quantization_config(s: Shape) -> dict[str, Any]:
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
     }
+    if s.ue8m0:
+        quantization["scale_fmt"] = "ue8m0"
     if s.family == "qwen3_moe":  # its routers are linear layers to an engine
         quantization["modules_to_not_convert"] = ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(s.layers))]
     return quantization
@@ -272,11 +283,20 @@ def draw(t: Tensor, s: Shape, seed: int, device: torch.device) -> torch.Tensor:
     return values
 
 
-def stored(t: Tensor, values: torch.Tensor, fp8: bool) -> dict[str, torch.Tensor]:
+def with_powers_of_two(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 and scales as `per_block_cast_to_fp8` gives them, but each scale the next power of two."""
+    scales = per_block_cast_to_fp8(values)[1]
+    mantissa, exponent = scales.frexp()
+    scales = torch.ones_like(scales).ldexp(exponent - (mantissa == 0.5).int())
+    wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: values.shape[0], : values.shape[1]]
+    return (values / wide).to(torch.float8_e4m3fn), scales
+
+
+def stored(t: Tensor, values: torch.Tensor, s: Shape, fp8: bool) -> dict[str, torch.Tensor]:
     """What the checkpoint holds for this weight."""
     if not t.quantized:
         return {t.name: values.to(t.dtype)}
-    q, scales = per_block_cast_to_fp8(values)
+    q, scales = with_powers_of_two(values) if s.ue8m0 else per_block_cast_to_fp8(values)
     if fp8:
         return {t.name: q, f"{t.name}_scale_inv": scales}
     return {t.name: dequantize_blocks(q, scales).to(t.dtype)}
@@ -321,7 +341,7 @@ def write_checkpoint(folder: Path, shape: Shape, fp8: bool = True, seed: int = 0
     folder.mkdir(parents=True, exist_ok=True)
     writer = ShardWriter(folder)
     for t in tensors(shape):
-        for name, tensor in stored(t, draw(t, shape, seed, device), fp8).items():
+        for name, tensor in stored(t, draw(t, shape, seed, device), shape, fp8).items():
             writer.add(name, tensor)
     writer.finish()
     (folder / "config.json").write_text(json.dumps(config(shape, fp8), indent=2))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.small_engines import EAGER
 from benchmarks.synthetic import PRESETS, write_checkpoint
 from tests.conftest import has_hopper
 from warmup.__main__ import main as warmup
@@ -25,17 +26,17 @@ ROOT = Path(__file__).parents[2]
 SHAPES = {f: replace(PRESETS[f, "tiny"], moe_layers=1, block_spread=1.0) for f in ("deepseek_v3", "qwen3_moe")}
 # Two ranks have 192 channels each of an expert, shared ones too, and 288 of the dense layer's 576, 4.5 scale blocks.
 SHAPES["deepseek_v3_odd"] = replace(SHAPES["deepseek_v3"], moe_intermediate=384, dense_intermediate=576)
-# Around two faults of vLLM 0.32 on CPUs, which its BF16 models have too: the C++ kernel of rotary embeddings turns
-# DeepSeek's slices wrongly, and inductor moves a linear layer (onednn_mm) behind the first reader of its output.
-EAGER = {"enforce_eager": True, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+SHAPES["deepseek_v3_ue8m0"] = replace(SHAPES["deepseek_v3"], ue8m0=True)
 MODES: dict[str, dict[str, Any]] = {
     "eager": EAGER,
     "compile": {"compilation_config": {"inductor_compile_config": {"reorder_for_peak_memory": False}}},
     "multiprocess": EAGER,
     "tp2": EAGER | {"tensor_parallel_size": 2},
+    "ep2": EAGER | {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "mtp": EAGER | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
 }
-ENVIRONMENTS = {"multiprocess": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "tp2": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+ENVIRONMENTS = {"multiprocess": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "tp2": TWO_RANKS, "ep2": TWO_RANKS}
 
 Done = subprocess.CompletedProcess[str]
 Start = Callable[..., Done]

@@ -9,10 +9,9 @@ and answers in a line of its own.
 import json
 import sys
 
-import torch
+from benchmarks.small_engines import ALL, ask, random_prompts
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 4, 24, 8
-ALL = -1  # log-probabilities
 LIMITS = {
     "max_model_len": 128,
     "max_num_seqs": PROMPTS,
@@ -36,23 +35,7 @@ def main() -> None:
 
 
 def answer(llm) -> None:
-    from vllm import SamplingParams, TokensPrompt
-
-    ids = torch.randint(10, 512, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)).tolist()
-    greedy = SamplingParams(
-        temperature=0, max_tokens=GENERATED, ignore_eos=True, detokenize=False, logprobs=ALL, prompt_logprobs=ALL
-    )
-    outputs = llm.generate([TokensPrompt(prompt_token_ids=i) for i in ids], greedy, use_tqdm=False)
-    answers = {
-        "prompts": [[logprobs(p) for p in o.prompt_logprobs[1:]] for o in outputs],
-        "generated": [[logprobs(p) for p in o.outputs[0].logprobs] for o in outputs],
-        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
-    }
-    print("\n" + json.dumps(answers), flush=True)
-
-
-def logprobs(position) -> list[float]:
-    return [position[token].logprob for token in range(len(position))]
+    print("\n" + json.dumps(ask(llm, random_prompts(PROMPTS, PROMPT_TOKENS), GENERATED)), flush=True)
 
 
 if __name__ == "__main__":

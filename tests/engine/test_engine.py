@@ -6,13 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.small_engines import LARGEST_DIFFERENCE, compare
+
 SERVES = "fp8moe serves the experts: backend "
 BACKEND = "sm90" if torch.cuda.is_available() else "reference"
-# Of the log-probabilities at a position, as vectors: rounding activations to FP8 moves them by 0.01 to 0.03 of their
-# length, a mistake in the experts by 0.08 and more. 9 of 10 positions must be nearer: rounding may change an expert.
-LARGEST_DIFFERENCE = 0.05
-# In log-probability: below it, rounding decides which token is the likeliest.
-CLEAR_LEAD = 0.5
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="tensor parallelism needs two GPUs")
 needs_compiler = pytest.mark.skipif(
     not (os.environ.get("CXX") or shutil.which("g++")), reason="torch.compile on a CPU needs a C++ compiler"
@@ -29,37 +26,16 @@ def answers(done):
     return results(done)[0]
 
 
-def same_history(ours, twin):
-    """Our log-probabilities and the twin's after the same tokens: of an answer, up to the first difference."""
-    pairs = []
-    for mine, other in zip(ours["prompts"], twin["prompts"], strict=True):
-        pairs += zip(mine, other, strict=True)
-    for i, (mine, other) in enumerate(zip(ours["generated"], twin["generated"], strict=True)):
-        tokens = list(zip(ours["tokens"][i], twin["tokens"][i], strict=True))
-        equal = next((n for n, (token, wanted) in enumerate(tokens) if token != wanted), len(tokens))
-        pairs += list(zip(mine, other, strict=True))[: equal + 1]
-    return torch.tensor(pairs).unbind(1)
-
-
-def compare(ours, twin):
-    """How far apart 9 of 10 positions are at most, and of those where the twin's best token leads clearly:
-    the share of all, and the share where ours is the same."""
-    mine, other = (x - x.mean(1, keepdim=True) for x in same_history(ours, twin))
-    difference = ((mine - other).norm(dim=1) / other.norm(dim=1)).quantile(0.9)
-    first, second = other.topk(2).values.unbind(1)
-    clear = first - second > CLEAR_LEAD
-    same = mine.argmax(1) == other.argmax(1)
-    return difference.item(), clear.float().mean().item(), same[clear].float().mean().item()
-
-
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
         ("deepseek_v3", "eager"),
         ("deepseek_v3", "multiprocess"),
         ("deepseek_v3", "mtp"),
+        ("deepseek_v3_ue8m0", "eager"),
         ("qwen3_moe", "eager"),
         pytest.param("qwen3_moe", "tp2", marks=needs_two_gpus),
+        pytest.param("qwen3_moe", "ep2", marks=needs_two_gpus),
         pytest.param("deepseek_v3_odd", "tp2", marks=needs_two_gpus),
         pytest.param("deepseek_v3_odd", "tp2_online", marks=needs_two_gpus),
         pytest.param("deepseek_v3", "compile", marks=needs_compiler),

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.engine.test_engine import LARGEST_DIFFERENCE, answers, compare, needs_two_gpus, results
+from benchmarks.small_engines import LARGEST_DIFFERENCE, compare
+from tests.engine.test_engine import answers, needs_two_gpus, results
 
 FAMILIES = ("deepseek_v3", "qwen3_moe")
 LOADS = [("fp8moe", "bf16"), ("fp8moe", "converted"), ("fp8", "converted")]
