@@ -1,6 +1,7 @@
-"""A small byte-level tokenizer for synthetic checkpoints: real text goes in, any generated id comes out as text."""
+"""A byte-level BPE tokenizer for our own checkpoints: real text goes in, any generated id comes out as text."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -13,8 +14,10 @@ TEXT = (
 )
 
 
-def write_tokenizer(folder: Path, vocab_size: int) -> None:
+def write_tokenizer(folder: Path, vocab_size: int, text: Iterable[str] = TEXT) -> None:
     """Write tokenizer.json and tokenizer_config.json with exactly `vocab_size` ids; 0 is `<s>`, 1 is `</s>`.
+
+    The others are the bytes and what the text has most often.
 
     Raises:
         ValueError: fewer ids than the 256 bytes and the two specials need.
@@ -28,10 +31,10 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.train_from_iterator(text, trainer)
     data = json.loads(tokenizer.to_str())
     vocab = data["model"]["vocab"]
-    # Ids that no merge makes: the text never encodes to them, but a random model generates them.
+    # Where so little text makes fewer: text never encodes to these ids, but a random model generates them.
     vocab.update({f"Ġw{i}": i for i in range(len(vocab), vocab_size)})
     (folder / "tokenizer.json").write_text(json.dumps(data, ensure_ascii=False))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}

@@ -74,9 +74,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+def environment_of_engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     cache = str(tmp_path_factory.mktemp("vllm_cache"))  # what earlier versions of the plugin compiled proves nothing
+    return {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": cache}
 
+
+@pytest.fixture(scope="session")
+def start(environment_of_engines: dict[str, str]) -> Start:
     def start(
         model: Path,
         mode: str,
@@ -85,8 +89,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
         **arguments: object,
     ) -> Done:
         command = [sys.executable, "-m", f"tests.engine.{script}", str(model), json.dumps(MODES[mode] | arguments)]
-        common = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        own = common | {"VLLM_CACHE_ROOT": cache} | ENVIRONMENTS.get(mode, {}) | (environment or {})
+        common = environment_of_engines | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        own = common | ENVIRONMENTS.get(mode, {}) | (environment or {})
         return subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=300)
 
     return start
