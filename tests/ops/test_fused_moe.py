@@ -159,7 +159,19 @@ def test_nan_in_one_token_stays_in_that_token(device, tokens, kind, seed):
     assert h.same_bits(broken, clean)
 
 
-@given(tokens=st.sampled_from((2, 65, 129, 200)), kind=routings, seed=h.seeds)
+@pytest.mark.parametrize(("tokens", "small_batch"), [(7, 8), (16, 16), (65, 0)])
+def test_nan_of_an_expert_stays_with_the_tokens_that_have_it(device, monkeypatch, tokens, small_batch):
+    h.force_small_batch(monkeypatch, small_batch)
+    x, layer, weights, ids = random_call(h.seeded(0, device), tokens, "some_missing")
+    clean, has = run(x, layer, weights, ids), (ids == 1).any(-1)
+    assert 0 < has.sum() < tokens
+    h.bits(layer.w2)[1] = 0x7F
+    broken = run(x, layer, weights, ids)
+    assert broken[has].isnan().all()
+    assert h.same_bits(broken[~has], clean[~has])
+
+
+@given(tokens=st.sampled_from((2, 8, 65, 129, 200)), kind=routings, seed=h.seeds)
 def test_a_token_depends_on_no_other_token(device, tokens, kind, seed):
     gen = h.seeded(seed, device)
     x, layer, weights, ids = random_call(gen, tokens)
