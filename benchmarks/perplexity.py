@@ -37,6 +37,7 @@ from benchmarks.engine_prefill import CONFIG_KEYS, DEFAULTS, in_own_process, rea
 from benchmarks.report import installed, write_report
 from benchmarks.text import windows
 from benchmarks.train_small_moe import HELD_OUT_TEXT, WINDOW
+from fp8moe_plugin.errors import UnsupportedError
 from warmup.bench_result import OURS
 
 TWIN = "bf16"
@@ -209,7 +210,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--twin", type=Path, required=True, help="the same model unquantized, for the engine `bf16`")
     parser.add_argument("--text", type=Path, help=f"default: {HELD_OUT_TEXT} in the checkpoint's folder")
     parser.add_argument("--engines", default=",".join((TWIN, OURS, *BUILT_IN)), help="default: %(default)s")
-    parser.add_argument("--windows", type=int, default=640, help="at most (default: %(default)s)")
+    parser.add_argument("--windows", type=int, default=1000, help="at most (default: %(default)s)")
     parser.add_argument("--window", type=int, default=WINDOW, help="tokens of each (default: %(default)s)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192, help="default: %(default)s")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for all that one engine does")
@@ -223,7 +224,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"{args.text} is not there. Name a text with --text.")
     try:
         args.ids = read_windows(args)
-    except ValueError as error:
+    except UnsupportedError as error:
         parser.error(str(error))
     if args.window < 2 or len(args.ids) < 2:
         parser.error("two windows of two tokens are the least that can be compared")

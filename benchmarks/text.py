@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from fp8moe_plugin.errors import UnsupportedError
+
 SUFFIXES = {".md", ".py", ".rst", ".txt"}
 PIECE = 1 << 14  # characters
 HELD_OUT = 1 / 20
@@ -23,15 +25,15 @@ def read_text(paths: list[Path]) -> str:
     """All text of these files, `.xz` too, and of those in these folders that have a suffix of `SUFFIXES`.
 
     Raises:
-        ValueError: there is none.
+        UnsupportedError: there is none, or a `.xz` is damaged.
         OSError: a file cannot be read.
-        lzma.LZMAError: a `.xz` is damaged.
     """
     files = [file for path in paths for file in _files(path)]
     text = "\n\n".join(_read(file) for file in files)
     if not text.strip():
         names = ", ".join(map(str, paths))
-        raise ValueError(f"{names}: no text in {len(files)} files. Give files, or folders with {sorted(SUFFIXES)}.")
+        suffixes = ", ".join(sorted(SUFFIXES))
+        raise UnsupportedError(f"{names}: no text in {len(files)} files. Give files, or folders with {suffixes}.")
     return text
 
 
@@ -47,7 +49,11 @@ def _files(path: Path) -> Iterator[Path]:
 
 def _read(file: Path) -> str:
     data = file.read_bytes()
-    return (lzma.decompress(data) if file.suffix == ".xz" else data).decode(errors="replace")
+    try:
+        plain = lzma.decompress(data) if file.suffix == ".xz" else data
+    except lzma.LZMAError as error:
+        raise UnsupportedError(f"{file} is damaged: {error}. Get it again.") from None
+    return plain.decode(errors="replace")
 
 
 def split(text: str, seed: int) -> tuple[list[str], list[str]]:
@@ -64,10 +70,10 @@ def windows(tokenizer: Path, text: str, length: int) -> torch.Tensor:
     Args:
         tokenizer: a tokenizer.json.
     Raises:
-        ValueError: the text is shorter than one window.
+        UnsupportedError: the text is shorter than one window.
     """
     ids = Tokenizer.from_file(str(tokenizer)).encode(text).ids
     whole = len(ids) // length
     if not whole:
-        raise ValueError(f"The text has {len(ids)} tokens, a window has {length}. Give more text.")
+        raise UnsupportedError(f"The text has {len(ids)} tokens, a window has {length}. Give more text.")
     return torch.tensor(ids[: whole * length]).view(whole, length)

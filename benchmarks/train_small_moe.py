@@ -30,6 +30,7 @@ from benchmarks.small_moe import SmallMoE
 from benchmarks.synthetic import Shape, ShardWriter, config, tensors
 from benchmarks.text import default_text, read_text, split, windows
 from benchmarks.tokenizer import write_tokenizer
+from fp8moe_plugin.errors import UnsupportedError
 
 WINDOW = 512  # tokens
 BETAS, WEIGHT_DECAY, LARGEST_GRADIENT = (0.9, 0.95), 0.1, 1.0
@@ -166,7 +167,7 @@ def make_tokens(folder: Path, text: str, vocab: int, seed: int) -> tuple[torch.T
     encoded = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch_fast(pieces)
     tokens = torch.tensor([token for piece in encoded for token in piece.ids])
     if len(tokens) <= WINDOW:
-        raise ValueError(f"The text has {len(tokens)} tokens to train on, a window has {WINDOW}. Give more text.")
+        raise UnsupportedError(f"The text has {len(tokens)} tokens to train on, a window has {WINDOW}. Give more text.")
     return tokens, windows(folder / "tokenizer.json", "".join(held_out), WINDOW)
 
 
@@ -228,7 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         text = read_text(args.text or [default_text()])
         report = run(args.out, RECIPES[args.recipe], text, args.minutes, args.seed)
-    except (ValueError, OSError) as error:
+    except (UnsupportedError, OSError) as error:
         parser.error(str(error))
     write_report(args.out / "training.json", report.model_dump())
     print(

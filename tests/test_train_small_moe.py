@@ -16,6 +16,7 @@ from benchmarks.synthetic import Shape, tensors
 from benchmarks.text import PIECE, SUFFIXES, default_text, read_text, split, windows
 from benchmarks.tokenizer import write_tokenizer
 from benchmarks.train_small_moe import RECIPES, WINDOW, Recipe, main, rate, run, token_losses, write_checkpoint
+from fp8moe_plugin.errors import UnsupportedError
 
 SHAPE = Shape(
     family="deepseek_v3", hidden=128, vocab=384, heads=2, moe_layers=1, experts=8, topk=2, moe_intermediate=128,
@@ -155,8 +156,11 @@ def test_text_is_found_in_folders_and_archives(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert read_text([tmp_path, archive]) == "one\n\ntwo\n\ndrei äöü"
-    with pytest.raises(ValueError, match="no text in 0 files"):
+    with pytest.raises(UnsupportedError, match="no text in 0 files"):
         read_text([empty])
+    archive.write_bytes(archive.read_bytes()[:-3])
+    with pytest.raises(UnsupportedError, match="is damaged"):
+        read_text([archive])
 
 
 def test_the_default_text_is_there():
@@ -168,7 +172,7 @@ def test_windows_do_not_overlap_and_a_short_text_is_refused(tmp_path):
     found = windows(tmp_path / "tokenizer.json", "abcdefg", 3)
     assert found.shape == (2, 3)
     assert len(set(found.flatten().tolist())) == 6
-    with pytest.raises(ValueError, match="has 7 tokens, a window has 8"):
+    with pytest.raises(UnsupportedError, match="has 7 tokens, a window has 8"):
         windows(tmp_path / "tokenizer.json", "abcdefg", 8)
 
 
