@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from fp8moe_plugin.ops import gemm_launch
-from fp8moe_plugin.ops.gate_up import gate_up
 from fp8moe_plugin.ops.gemm_launch import Rows, TileAddresses, Weights
+from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
 from fp8moe_plugin.ops.quantize import Quantized, empty_quantized
 from fp8moe_plugin.ops.route import Tiles, tiles_of_counts
+from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 from fp8moe_plugin.plan import DECODE_BLOCK_M, tile_counters
 from fp8moe_plugin.shapes import GROUP
 from tests import helpers as h
@@ -74,10 +75,12 @@ def test_gathered_rows_and_splits_of_k_give_the_bits_of_copies(
     w13 = exact(gen, len(counts), 2 * intermediate, hidden, rows_of_scale=GROUP)
     tokens = some_tokens(gen, rows)
     copies = x[0][tokens.long() % TOKENS], x[1][tokens.long() % TOKENS]
+    products = empty_rows(rows, 2 * intermediate)
 
     def ops() -> tuple[Tiles, Quantized, Quantized, torch.Tensor]:
         tiles = tiles_of_counts(rows.masked_m, rows.max_m, DECODE_BLOCK_M)
-        expected = gate_up(copies, w13, tiles, rows.masked_m, False)
+        grouped_gemm(copies, w13, products, tiles)
+        expected = silu_mul_quant_fp8(products, rows.masked_m)
         return tiles, expected, *split_gate_up(emulator, x, w13, tiles, tokens, splits)
 
     tiles, expected, actual, ready = emulator.execute(seed, ops)
