@@ -74,6 +74,20 @@ struct Share {
     DEVICE int unit(int i) const { return begin + (i < tail ? count - tail + i : i - tail); }
 };
 
+// Goes through the units of a block without dividing for each, which would take as long as its bytes.
+struct Units {
+    const Share& share;
+    int k_blocks, i, index, column, k;
+
+    DEVICE Units(const Operands& in, const Share& share) : share(share), k_blocks(in.k_blocks), i(0) { look_up(); }
+    DEVICE void look_up() { index = share.unit(i), column = index / k_blocks, k = index - column * k_blocks; }
+    DEVICE void advance() {
+        ++i, ++index;
+        if (++k == k_blocks) k = 0, ++column;
+        if (i == share.tail) look_up();
+    }
+};
+
 // ---- producer: one thread ----------------------------------------------------------------------------------------
 
 template <int kTokens>
@@ -83,17 +97,15 @@ struct Loads {
     int row, rows;  // of the tile
 
     DEVICE u32 scale_bytes() const { return (rows + 3) / 4 * 16; }
-    DEVICE void weights(int s, int unit) const {
+    DEVICE void weights(int s, const Units& unit) const {
         barrier_arrive_expect(shared.full(s), shared.kBytesWeights + shared.kBytesTokens + scale_bytes());
-        tma_load(shared.weights(s, 0), in.weights, shared.full(s), unit % in.k_blocks * kBlockK,
-                 unit / in.k_blocks * kBlockN);
-        copy_async_4(shared.weight_scale(s), in.weight_scales + unit);
+        tma_load(shared.weights(s, 0), in.weights, shared.full(s), unit.k * kBlockK, unit.column * kBlockN);
+        copy_async_4(shared.weight_scale(s), in.weight_scales + unit.index);
     }
-    DEVICE void tokens(int s, int unit) const {
-        int k = unit % in.k_blocks;
-        tma_load(shared.tokens(s, 0), in.tokens, shared.full(s), k * kBlockK, row);
-        bulk_load(shared.token_scale(s, 0), in.token_scales + i64(k) * in.token_scale_k_stride + row, shared.full(s),
-                  scale_bytes());
+    DEVICE void tokens(int s, const Units& unit) const {
+        tma_load(shared.tokens(s, 0), in.tokens, shared.full(s), unit.k * kBlockK, row);
+        bulk_load(shared.token_scale(s, 0), in.token_scales + i64(unit.k) * in.token_scale_k_stride + row,
+                  shared.full(s), scale_bytes());
         copy_async_arrive(shared.full(s));
     }
 };
@@ -104,13 +116,13 @@ DEVICE void load_share(SharedMemory<kTokens> shared, const Operands& in, const S
     Ring<SharedMemory<kTokens>::kStages> ring;
     Loads<kTokens> loads{shared, in, 0, min(kTokens, in.m)};
     int ahead = min(SharedMemory<kTokens>::kStages, share.count);
-    for (int i = 0; i < ahead; ++i) loads.weights(i, share.unit(i));
+    for (Units unit(in, share); unit.i < ahead; unit.advance()) loads.weights(unit.i, unit);
     wait_for_previous_kernel();
     for (; loads.row < in.m; loads.row += kTokens) {
         loads.rows = min(kTokens, in.m - loads.row);
 #pragma unroll 1
-        for (int i = 0; i < share.count; ++i, --ahead, ring.advance()) {
-            int s = ring.stage, unit = share.unit(i);
+        for (Units unit(in, share); unit.i < share.count; unit.advance(), --ahead, ring.advance()) {
+            int s = ring.stage;
             barrier_wait(shared.empty(s), ring.phase ^ 1);
             if (ahead <= 0) loads.weights(s, unit);
             loads.tokens(s, unit);

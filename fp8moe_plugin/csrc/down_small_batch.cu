@@ -6,8 +6,8 @@
 // them. What a block has added up for a token goes to the shared memory of the one that finishes the token, where it is
 // added up in the order of the blocks.
 //
-// A token's result depends on no other token: an expert's number and k alone decide which block adds up a unit, and to
-// the sums of a token that does not have the expert nothing is added, not even 0 times a product, which may be NaN.
+// A token's result depends on no other token: an expert's number and k alone decide which block adds up a unit (of the
+// only token of a step its place in the list, which gives blocks equally many), and to the sums of a token that does not have the expert nothing is added, not even 0 times a product, which may be NaN.
 //
 // Launched early, behind gate_up_small_batch: weights are loaded beside it.
 //
@@ -59,9 +59,10 @@ static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEn
 // What a block has of the work: its channels, and of the blocks that share them the number `split`.
 struct Share {
     int hidden, k_blocks, splits, split, channel;
+    bool one_token;
 
-    DEVICE Share(int hidden, int intermediate, int splits)
-        : hidden(hidden), k_blocks(intermediate / kBlockK), splits(splits) {
+    DEVICE Share(int hidden, int intermediate, int splits, int tokens)
+        : hidden(hidden), k_blocks(intermediate / kBlockK), splits(splits), one_token(tokens == 1) {
         split = split_of(blockIdx.x);
         channel = blockIdx.x / splits * kBlockH;
     }
@@ -93,7 +94,8 @@ struct Units {
     DEVICE bool left() const { return unit.i < count; }
     DEVICE void advance() {
         unit.k += share.splits;
-        while (unit.k >= share.k_blocks && ++unit.i < count) unit.k = share.first_k(list.experts[unit.i]);
+        while (unit.k >= share.k_blocks && ++unit.i < count)
+            unit.k = share.first_k(share.one_token ? unit.i : list.experts[unit.i]);
     }
 };
 
@@ -211,7 +213,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
                      int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden,
                      int intermediate, int splits) {
     SharedMemory shared{dynamic_shared_address()};
-    const Share share(hidden, intermediate, splits);
+    const Share share(hidden, intermediate, splits, tokens);
     ExpertList& list = shared.list();
     int warp = warp_uniform(threadIdx.x / kWarp);
     if (warp == kWeightWarp) {
