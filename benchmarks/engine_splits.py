@@ -5,11 +5,12 @@
 
 Each case holds one engine against another, both on small synthetic checkpoints, which are written first. `bits`: all
 tokens and all log-probabilities are equal. `greedy`: where the reference's best token leads clearly, it is the engine's
-too, and 9 of 10 positions are near: ranks add their parts up in another order than one GPU does, which may decide
-between tokens that are equally likely, so how many are equal in all is reported and not asserted. `twin`: the same,
-held against the model unquantized. Each engine is a process of its own, on GPUs with CUDA graphs for decode and without
-torch.compile, on CPUs eager. Cases that need more GPUs than there are, are left out; what vLLM itself does not offer is
-reported as refused. The exit status is 1 if a case failed.
+too, and 9 of 10 positions are near. Ranks add their parts up in another order than one GPU does, and FP8 makes of a
+last bit a rounding of a whole activation, which may decide between likely tokens: how many are equal in all is reported
+and not asserted, but from the model unquantized no split may be further than one GPU is. `twin`: held against that
+model. Each engine is a process of its own, on GPUs with CUDA graphs for decode and without torch.compile, on CPUs
+eager. Cases that need more GPUs than there are, are left out; what vLLM itself does not offer is reported as refused.
+The exit status is 1 if a case failed.
 """
 
 import argparse
@@ -60,11 +61,12 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_si
 # Without a fixed size of the KV cache, vLLM would measure the memory that engines beside it take.
 DEVICE = {"compilation_config": GRAPHS, "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.2}
 COMMON: dict[str, Any] = LIMITS | (DEVICE if ON_GPU else EAGER) | {"enable_prefix_caching": False}
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+# This module asks for GPUs when it is imported, after which a forked process could not use one.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
 
-SAME = {"bits": 1.0, "greedy": 0.99, "twin": 0.95}  # of the positions with a clear lead
+SAME = {"bits": 1.0, "greedy": 0.97, "twin": 0.95}  # of the positions with a clear lead
 CLEAR = 0.5  # of all positions
-WORSE = 1.1  # times the reference's distance from the unquantized twin
+WORSE = 1.2  # times the reference's distance from the unquantized twin
 REDUNDANT = 4  # experts
 EPLB = {"window_size": 16, "step_interval": 24, "num_redundant_experts": REDUNDANT}
 ROUNDS_OF_MOVES = 8  # at most
@@ -110,13 +112,13 @@ DP2 = OURS | {"enable_expert_parallel": True, "all2all_backend": "allgather_redu
 PP2 = OURS | {"pipeline_parallel_size": 2}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 BALANCED = EP2 | {"enable_eplb": True, "worker_extension_cls": "benchmarks.placement.Placement"}
-TWIN = {"moe_backend": "triton"} if ON_GPU else {}
+UNQUANTIZED = {"moe_backend": "triton"} if ON_GPU else {}
 OWN_FP8, OWN_FP8_ENVIRONMENT = PEERS["triton"]  # FP32 scales of activations, as ours
 ENGINES = {
     "deepseek": Engine("deepseek-fp8", OURS),
-    "deepseek twin": Engine("deepseek-bf16", TWIN),
+    "deepseek twin": Engine("deepseek-bf16", UNQUANTIZED),
     "ue8m0": Engine("deepseek_ue8m0-fp8", OURS),
-    "ue8m0 twin": Engine("deepseek_ue8m0-bf16", TWIN),
+    "ue8m0 twin": Engine("deepseek_ue8m0-bf16", UNQUANTIZED),
     "online": Engine("deepseek-bf16", OURS),
     "converted": Engine("deepseek-converted", OURS),
     "vllm fp8": Engine("deepseek-converted", {"moe_backend": OWN_FP8["moe_backend"]}, environment=OWN_FP8_ENVIRONMENT),
@@ -132,10 +134,10 @@ ENGINES = {
     ),
     "deepseek odd": Engine("deepseek_odd-fp8", OURS),
     "deepseek odd tp2": Engine("deepseek_odd-fp8", TP2, gpus=2),
-    "deepseek odd twin": Engine("deepseek_odd-bf16", TWIN),
+    "deepseek odd twin": Engine("deepseek_odd-bf16", UNQUANTIZED),
     "qwen odd": Engine("qwen_odd-fp8", OURS),
     "qwen odd tp2": Engine("qwen_odd-fp8", TP2, gpus=2),
-    "qwen odd twin": Engine("qwen_odd-bf16", TWIN),
+    "qwen odd twin": Engine("qwen_odd-bf16", UNQUANTIZED),
 }
 
 
@@ -157,14 +159,18 @@ CASES = {
     "ue8m0": Case("scale_fmt ue8m0, beside the model unquantized", "ue8m0", "ue8m0 twin", "twin"),
     "online": Case("quantized as it arrives, beside what convert wrote", "online", "converted", "bits"),
     "converted": Case("what convert wrote under vLLM's own fp8, beside ours", "vllm fp8", "converted"),
-    "mtp": Case("multi-token prediction, beside one token a step", "mtp", "deepseek"),
-    "tp2": Case("tensor parallel, beside one GPU", "tp2", "deepseek"),
-    "ep2": Case("expert parallel, beside one GPU", "ep2", "deepseek"),
-    "dp2": Case("data and expert parallel by all-gather and reduce-scatter, beside one GPU", "dp2", "deepseek"),
-    "pp2": Case("a pipeline, beside one GPU", "pp2", "deepseek"),
-    "pp2-mtp": Case("a pipeline with multi-token prediction, beside one GPU", "pp2 mtp", "deepseek"),
+    "mtp": Case("multi-token prediction, beside one token a step", "mtp", "deepseek", twin="deepseek twin"),
+    "tp2": Case("tensor parallel, beside one GPU", "tp2", "deepseek", twin="deepseek twin"),
+    "ep2": Case("expert parallel, beside one GPU", "ep2", "deepseek", twin="deepseek twin"),
+    "dp2": Case(
+        "data and expert parallel (all-gather, reduce-scatter), beside one GPU", "dp2", "deepseek", twin="deepseek twin"
+    ),
+    "pp2": Case("a pipeline, beside one GPU", "pp2", "deepseek", twin="deepseek twin"),
+    "pp2-mtp": Case(
+        "a pipeline with multi-token prediction, beside one GPU", "pp2 mtp", "deepseek", twin="deepseek twin"
+    ),
     "eplb": Case("experts moved under CUDA graphs, beside loaded where they ended", "placed", "moved", "bits"),
-    "eplb-greedy": Case("experts moved under CUDA graphs, beside one GPU", "moved", "deepseek"),
+    "eplb-greedy": Case("experts moved under CUDA graphs, beside one GPU", "moved", "deepseek", twin="deepseek twin"),
     "odd-deepseek": Case(
         "192 of 384 channels a rank, beside one GPU", "deepseek odd tp2", "deepseek odd", twin="deepseek odd twin"
     ),

@@ -20,7 +20,7 @@ if START_PLACED in os.environ:
 
     placed = json.loads(os.environ[START_PLACED])
     # vLLM loads by this map and routes by it, until it moves experts.
-    EplbState.build_initial_global_physical_to_logical_map = staticmethod(lambda *_: list(placed))
+    EplbState.build_initial_global_physical_to_logical_map = staticmethod(lambda *_, **__: list(placed))
 
 
 class Placement:

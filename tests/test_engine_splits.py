@@ -26,7 +26,9 @@ def answers(noise: float = 0, seed: int = 0) -> dict:
 
 
 def found(case, **of_engines):
-    return {name: of_engines.get(name.replace(" ", "_"), {"answers": answers()}) for name in case.engines()}
+    """`answers()` of all engines but those given here; an unquantized twin's are a little apart."""
+    default = {name: {"answers": answers(0.03 if name == case.twin else 0, seed=9)} for name in case.engines()}
+    return default | {name.replace("_", " "): told for name, told in of_engines.items()}
 
 
 def test_equal_answers_pass_every_check():
@@ -56,7 +58,7 @@ def test_ranks_may_not_be_further_from_the_unquantized_model_than_one_gpu():
     case = CASES["odd-qwen"]
     ours, alone = {"answers": answers(0.06, seed=1)}, {"answers": answers(0.02, seed=2)}
     report = check(case, found(case, qwen_odd_tp2=ours, qwen_odd=alone))
-    assert report.from_twin > 2 * report.reference_from_twin
+    assert report.from_twin > 1.5 * report.reference_from_twin
     assert [p for p in report.problems if "further from the unquantized model" in p]
 
 
