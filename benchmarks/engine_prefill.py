@@ -107,7 +107,7 @@ def in_own_process(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if "error" in found:
-            print(log.read_text(errors="replace")[-4000:], flush=True)
+            print(log.read_text(errors="replace")[-12000:], flush=True)
         return found
 
 

@@ -70,15 +70,10 @@ WORSE = 1.2  # times the reference's distance from the unquantized twin
 REDUNDANT = 4  # experts
 EPLB = {"window_size": 16, "step_interval": 24, "num_redundant_experts": REDUNDANT}
 ROUNDS_OF_MOVES = 8  # at most
-<<<<<<< HEAD
 # What vLLM says of what it does not offer, such as DeepSeek's multi-token prediction over a pipeline in 0.25.1.
 REFUSALS = ("Pipeline parallelism is not supported for this model", "load balancing is only supported on")
-# vLLM's own FP8 needs instructions that few CPUs have; vLLM 0.32's first rank of a pipeline on CPUs lacks its drafter.
-NOT_ON_CPUS = ("converted", "pp2-mtp", "eplb", "eplb-greedy")
-=======
-# What vLLM says of what it does not offer, such as DeepSeek's multi-token prediction over a pipeline before 0.26.
-REFUSALS = ("Pipeline parallelism is not supported for this model", "load balancing is only supported on")
->>>>>>> 458b951 (engine_splits: engines on checkpoints stored and spread in different ways say the same, also after experts moved; not yet run on a GPU)
+# Where vLLM 0.32 on CPUs lacks a part: kernels of its own FP8 on most, a collective, the drafter of a pipeline, EPLB.
+NOT_ON_CPUS = ("converted", "dp2", "pp2-mtp", "eplb", "eplb-greedy")
 
 
 def shapes() -> dict[str, Shape]:
@@ -406,26 +401,16 @@ def row(name: str, report: CaseReport) -> str:
 
 
 def selected(names: str | None) -> dict[str, Case]:
-<<<<<<< HEAD
     """The cases asked for; of all, those that this machine has the GPUs for, or that vLLM can do on CPUs."""
-=======
-    """The cases asked for; of all, those for which there are GPUs. On a CPU, not vLLM's own FP8."""
->>>>>>> 458b951 (engine_splits: engines on checkpoints stored and spread in different ways say the same, also after experts moved; not yet run on a GPU)
     if names:
         return {name: CASES[name] for name in names.split(",")}
     gpus = torch.cuda.device_count() if ON_GPU else 2
     fit = {n: c for n, c in CASES.items() if all(ENGINES[e].gpus <= gpus for e in c.engines())}
     if not ON_GPU:
-<<<<<<< HEAD
         for name in NOT_ON_CPUS:
             del fit[name]
     if left_out := [n for n in CASES if n not in fit]:
         print(f"left out, this machine lacks the GPUs: {', '.join(left_out)}", flush=True)
-=======
-        del fit["converted"]
-    if left_out := [n for n in CASES if n not in fit]:
-        print(f"left out, for this machine lacks the GPUs: {', '.join(left_out)}", flush=True)
->>>>>>> 458b951 (engine_splits: engines on checkpoints stored and spread in different ways say the same, also after experts moved; not yet run on a GPU)
     return fit
 
 
