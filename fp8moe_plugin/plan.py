@@ -2,10 +2,10 @@
 
 No shape of a model and no number of tokens is in a key: a handful of kernels serves every checkpoint.
 
-Where `settings.batch_invariant`, layers make each sum in one order, whatever the number of tokens: by the swap-AB
-kernels alone, whose tiles multiply weights by tokens however many these are, and without dividing K. The wide tiles of
-long steps do not qualify by themselves: they multiply tokens by weights, but the last few of an expert the other way
-round. These are kernels that a model loads in any case.
+Where `settings.batch_invariant`, layers make each sum in one order, whatever the number of tokens: K is never divided,
+and small batches have no kernels of their own. Kinds of tiles may change with the number of tokens as ever: a tensor
+core rounds a product of weights and tokens as one of tokens and weights, which PTX does not promise and
+tests/gpu/test_batch_invariance.py asks of every kind and width.
 """
 
 import functools
@@ -324,8 +324,7 @@ def down_splits(hidden: int, width: int) -> int:
 
 def moe_block_m(tokens: int, topk: int, global_experts: int) -> int:
     """Rows a tile of a fused MoE layer: swap-AB tiles as long as an expert has few tokens on average."""
-    few = batch_invariant() or tokens <= decode_tokens(topk, global_experts)
-    return DECODE_BLOCK_M if few else PREFILL_BLOCK_M
+    return DECODE_BLOCK_M if tokens <= decode_tokens(topk, global_experts) else PREFILL_BLOCK_M
 
 
 def gathers(intermediate: int, block_m: int) -> bool:
@@ -408,7 +407,7 @@ def keeps_b(rows_per_expert: float, intermediate: int, block_m: int) -> bool:
 
 def masked_block_m(expected_m: int) -> int:
     """Rows a tile of a masked GEMM whose groups have about `expected_m` rows."""
-    return DECODE_BLOCK_M if batch_invariant() or expected_m <= DECODE_BLOCK_M else PREFILL_BLOCK_M
+    return DECODE_BLOCK_M if expected_m <= DECODE_BLOCK_M else PREFILL_BLOCK_M
 
 
 def grouped_key(block_m: int, keep_b: bool = False) -> KernelKey:
@@ -424,7 +423,7 @@ def dense_key(m: int, n: int, output: Output, sms: int) -> KernelKey:
     """
     row_tiles = count_row_tiles(m, PREFILL_BLOCK_M)
     few = m <= DENSE_WIDTHS[-1] or (m <= DENSE_SWAP_AB_UP_TO and row_tiles * ceil_div(n, 128) < sms)
-    if output == Output.BF16 and (few or batch_invariant()):
+    if few and output == Output.BF16:
         return dense_swap_ab_key()
     tiles = row_tiles * ceil_div(n, 256)
     return grouped_gemm_key(output, 256 if tiles >= sms else 128)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.batch_invariance import invariance
 from fp8moe_plugin import plan
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.jit.launcher import Launch
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.settings import BATCH_INVARIANT, batch_invariant
 from tests import helpers as h
@@ -19,7 +20,7 @@ from tests.test_plan import replace_everywhere
 
 layer_ops = importlib.import_module("fp8moe_plugin.ops.fused_moe")  # the op has taken its name
 ADDRESSES = layer_ops.LayerAddresses(*range(1024, 1024 * (len(layer_ops.LayerAddresses._fields) + 1), 1024))
-SPLITS = {"gate_up_swap_ab": -2, "grouped_gemm_swap_ab": -4}  # where these kernels are told how K is divided
+SPLITS = -2  # where gate_up_swap_ab is told into how many parts K is divided
 # topk, hidden, intermediate, local and global experts: DeepSeek-V3 whole, of 8 ranks, Qwen3-30B, and a rank with few
 SHAPES = [
     (8, 7168, 2048, 256, 256),
@@ -43,41 +44,30 @@ def launched() -> Iterator[list[plan.KernelKey]]:
         yield keys
 
 
-def layer_kernels(tokens: int, shape: tuple[int, int, int, int, int]) -> list[tuple[str, int]]:
-    """Of each kernel of a layer that computes with tokens, in order: its name, and into how many parts K is divided."""
-    launches = layer_ops._layer_launches.__wrapped__(ADDRESSES, (tokens, *shape), False, False, -2)
-    kernels = [(launch.key.source, launch.args) for launch in launches]
-    splits = [(name, args[SPLITS[name]] if name in SPLITS else 1) for name, args in kernels]
-    return [kernel for kernel in splits if kernel[0] != "count_experts"]
+def launches_of(tokens: int, shape: tuple[int, int, int, int, int]) -> list[Launch]:
+    return layer_ops._layer_launches.__wrapped__(ADDRESSES, (tokens, *shape), False, False, -2)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @given(tokens=token_counts)
-def test_a_layer_has_the_same_kernels_and_whole_sums_at_any_number_of_tokens(shape, tokens):
+def test_a_layer_makes_whole_sums_at_any_number_of_tokens(shape, tokens):
     with invariance(True):
-        kernels = layer_kernels(tokens, shape)
-    names = ["route", "quantize", "gate_up_swap_ab", "grouped_gemm_swap_ab", "combine"]
-    assert kernels == [(name, 1) for name in names]
+        launches = launches_of(tokens, shape)
+    assert not any("small_batch" in launch.key.source for launch in launches)
+    assert all(launch.args[SPLITS] == 1 for launch in launches if launch.key.source == "gate_up_swap_ab")
 
 
-@given(m=token_counts, n=st.sampled_from((8, 576, 2112, 24576)), k=st.sampled_from((128, 1536, 7168, 18432)))
-def test_a_dense_layer_has_one_kernel_and_whole_sums_at_any_number_of_tokens(m, n, k):
+@given(n=st.sampled_from((8, 576, 2112, 24576)), k=st.sampled_from((128, 1536, 7168, 18432)))
+def test_blocks_of_a_dense_layer_have_whole_tiles(n, k):
     with invariance(True):
-        assert plan.dense_key(m, n, plan.Output.BF16, 132) == plan.swap_ab_key()
-        assert plan.dense_splits(m, n, k) == 1
+        assert plan.dense_share(n, k, 132) % (k // h.GROUP) == 0
 
 
-@given(expected_m=token_counts)
-def test_slabs_have_one_kind_of_tiles_whatever_is_expected(expected_m):
-    with invariance(True):
-        assert plan.masked_block_m(expected_m) == plan.DECODE_BLOCK_M
-
-
-def test_by_default_the_number_of_tokens_decides():
+def test_by_default_sums_are_divided():
     with invariance(False):
-        assert len({tuple(layer_kernels(tokens, SHAPES[1])) for tokens in (1, 100, 8192)}) == 3
-        assert len({tuple(layer_kernels(tokens, SHAPES[4])) for tokens in (3, 100)}) == 2
-        assert plan.masked_block_m(65) != plan.masked_block_m(64)
+        assert "small_batch" in launches_of(1, SHAPES[1])[0].key.source
+        assert max(launch.args[SPLITS] for launch in launches_of(20, SHAPES[4]) if "gate_up" in launch.key.source) > 1
+        assert plan.dense_share(2112, 7168, 132) % 56
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 64, 300, 2000])
@@ -87,7 +77,7 @@ def test_the_kernels_are_among_those_that_a_model_loads(launched, tokens):
     launched.clear()
     with invariance(True):
         fp8_linear(torch.zeros(tokens, 128).bfloat16(), *weight)
-        launches = layer_ops._layer_launches.__wrapped__(ADDRESSES, (tokens, *SHAPES[1]), False, False, -2)
+        launches = launches_of(tokens, SHAPES[1])
     assert len(launched) == 2
     assert loaded >= {*launched, *(launch.key for launch in launches)}
 

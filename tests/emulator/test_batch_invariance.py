@@ -12,7 +12,7 @@ from tests.emulator.device import Device
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 3, 2, 384, 128
 
 
-@pytest.mark.parametrize("tokens", [30, 140])  # tiles of 32 and 64 rows; alone of 8
+@pytest.mark.parametrize("tokens", [30, 140])  # tiles of 32 and 128 rows; alone of 8
 def test_a_layer(emulator: Device, tokens: int) -> None:
     gen = h.seeded(tokens, torch.device("cpu"))
     layer = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)
