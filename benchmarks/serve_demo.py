@@ -28,6 +28,7 @@ REQUEST_TIMEOUT_S = 300
 STOP_TIMEOUT_S = 20
 PROMPT = "The capital of France is"
 IN_USE = "fp8moe serves the experts"  # logged when a layer's weights are ready
+METRICS = "fp8moe_"
 # Frames of tracebacks, and what a binding library says about itself at exit: they would push the causes out of a tail.
 HEAD = r"(\(\w+ pid=\d+\) ?)?((ERROR|WARNING|INFO) [-\d :]+\[[^]]+\] ?)?"  # what vLLM puts before a line
 FRAME = re.compile(rf'^{HEAD}  File ".*\n({HEAD}    .*\n)*', re.MULTILINE)
@@ -64,6 +65,7 @@ def demonstrate(checkpoint: Path) -> None:
         print(f"answer: {answer!r}")
         print("        (the weights of this checkpoint are random, so the text means nothing)")
         print(f"log:    {line_in_use()}")
+        print("".join(f"metric: {line}\n" for line in our_metrics(address)), end="")
     print("The server is stopped.")
 
 
@@ -173,6 +175,15 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     with HTTP.open(request, timeout=REQUEST_TIMEOUT_S) as reply:
         answer: dict[str, Any] = json.load(reply)
         return answer
+
+
+def our_metrics(address: str) -> list[str]:
+    """What the server's metrics say of the plugin."""
+    with HTTP.open(f"{address}/metrics", timeout=REQUEST_TIMEOUT_S) as reply:
+        lines = [line for line in reply.read().decode().splitlines() if line.startswith(METRICS)]
+    if not lines:
+        raise DemoError(f"the server answered, but its metrics have none that begins with {METRICS!r}.")
+    return lines
 
 
 def line_in_use() -> str:

@@ -29,5 +29,9 @@ class KernelNotPrecompiled(Fp8MoeError, RuntimeError):
     """A kernel would have to be compiled, and `FP8MOE_JIT=forbid` says not to."""
 
 
+class WrongResultError(Fp8MoeError, RuntimeError):
+    """With FP8MOE_DEBUG=1: a layer has left a row of its result unwritten, or read what nothing has written."""
+
+
 class LaunchError(Fp8MoeError, RuntimeError):
     """The CUDA driver refused a module, a tensor map or a launch."""

@@ -32,13 +32,16 @@ class Settings(BaseModel):
         "folder (`XDG_CACHE_HOME`, `~/.cache`).",
     )
     debug: bool = Field(
-        False, description="Check device-side values (expert ids, counts) before each call; costs a sync."
+        False,
+        description="Check device-side values (expert ids, counts) before each call, and after a layer that each row "
+        "of its result is written, from nothing but what was written; costs syncs.",
     )
     jit: Literal["allow", "warn", "forbid"] = Field(
         "allow",
         description="A kernel that is in neither the bundle nor the cache: `allow` compiles it, `warn` too and says "
         "so, `forbid` refuses to start.",
     )
+    nvtx: bool = Field(False, description="NVTX ranges around each layer, named by its op and sizes.")
 
 
 @functools.cache

@@ -54,6 +54,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
+        if self.path == "/metrics":
+            self.wfile.write(os.environ.get("METRICS", 'fp8moe_layers{backend="reference"} 2.0').encode())
 
     def do_POST(self):
         self.do_GET()
@@ -66,7 +68,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 DEMO = "from benchmarks import serve_demo; serve_demo.STOP_TIMEOUT_S = 1; serve_demo.main()"
 
 
-def start(folder: Path, how: str, answer: str = "an answer") -> subprocess.Popen[str]:
+def start(folder: Path, how: str, answer: str = "an answer", **more: str) -> subprocess.Popen[str]:
     package = folder / "vllm/entrypoints/openai"
     package.mkdir(parents=True)
     for level in (package, *package.parents[:2]):  # or an installed vLLM comes first
@@ -75,7 +77,8 @@ def start(folder: Path, how: str, answer: str = "an answer") -> subprocess.Popen
     return subprocess.Popen(
         [sys.executable, "-c", DEMO, "checkpoint"],
         cwd=folder,
-        env={"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PATH": "", "HOW": how, "ANSWER": answer},
+        env={"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PATH": "", "HOW": how, "ANSWER": answer}
+        | {name.upper(): value for name, value in more.items()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -93,7 +96,15 @@ def test_shows_the_answer_and_stops_every_process(tmp_path: Path) -> None:
     assert demo.returncode == 0, output
     assert "an answer" in output
     assert "fp8moe serves the experts: backend reference" in output
+    assert 'metric: fp8moe_layers{backend="reference"} 2.0' in output
     assert not worker_runs(tmp_path)
+
+
+def test_a_server_that_does_not_count_the_layers_is_a_failure(tmp_path: Path) -> None:
+    demo = start(tmp_path, "answers", metrics="vllm:num_requests_running 0.0")
+    output, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert "its metrics have none that begins with 'fp8moe_'" in output
 
 
 def test_an_answer_without_text_is_a_failure(tmp_path: Path) -> None:

@@ -56,5 +56,5 @@ def test_a_misspelt_variable_costs_one_warning(
     monkeypatch.setenv("FP8MOE_DEBUG", "1")
     settings()
     settings()
-    known = "FP8MOE_BACKEND, FP8MOE_BUNDLE, FP8MOE_CACHE_DIR, FP8MOE_DEBUG, FP8MOE_JIT"
+    known = "FP8MOE_BACKEND, FP8MOE_BUNDLE, FP8MOE_CACHE_DIR, FP8MOE_DEBUG, FP8MOE_JIT, FP8MOE_NVTX"
     assert caplog.messages == [f"fp8moe: ignores FP8MOE_BACKED; its variables are {known}"]

@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import shlex
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")
 WARMUP = "python -m warmup"  # compiles every kernel there is
+
+compile_times: list[float] = []  # seconds, of each kernel that this process has compiled
 
 
 class Origin(StrEnum):
@@ -103,7 +106,9 @@ def compile_into_cache(key: KernelKey) -> Made:
         try:
             return Made(cache.read(name), False, [], None)
         except cache.Missing:
+            start = time.perf_counter()
             cubin, faults = compile_kernel(key)
+            compile_times.append(time.perf_counter() - start)
         try:
             cache.publish(name, cubin)
             not_kept = None

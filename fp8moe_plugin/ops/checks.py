@@ -1,12 +1,17 @@
 """Checks of what a caller hands to an op: each failure says what is wrong, what is needed, and what to do."""
 
+import functools
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.errors import InvalidInputError, WrongResultError
 from fp8moe_plugin.settings import settings
 from fp8moe_plugin.shapes import GROUP, N_MULTIPLE, ceil_div
+
+logger = logging.getLogger("fp8moe")
 
 FP8 = torch.float8_e4m3fn
 MAX_SIGNATURES = 1024  # to remember; one a length of step and kind of layer
@@ -92,11 +97,59 @@ def check_int(name: str, value: int) -> None:
 
 def check_values(name: str, tensor: torch.Tensor, lowest: int, highest: int) -> None:
     """With FP8MOE_DEBUG=1, wait for the device and check what the tensor holds; not while a CUDA graph is captured."""
-    if not settings().debug or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not debugs(tensor.is_cuda):
         return
     bad = tensor[(tensor < lowest) | (tensor > highest)]
     if bad.numel():
         raise InvalidInputError(f"{name} holds {bad[0].item()}, needs {lowest} to {highest}. Check who computes it.")
+
+
+def debugs(on_gpu: bool) -> bool:
+    """Whether values on the device are looked at: with FP8MOE_DEBUG=1, but not while a CUDA graph is captured."""
+    if not settings().debug:
+        return False
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        _say_that_graphs_are_not_checked()
+        return False
+    return True
+
+
+@functools.cache  # one line is enough
+def _say_that_graphs_are_not_checked() -> None:
+    logger.warning(
+        "fp8moe: FP8MOE_DEBUG=1 checks nothing in CUDA graphs, which cannot wait for the device. "
+        "Run with --enforce-eager to check every step."
+    )
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill with bytes 0xFF, NaN in every float dtype."""
+    tensor.view(torch.uint8).fill_(0xFF)
+    return tensor
+
+
+def watch_rows(
+    op: str, out: torch.Tensor, finite: torch.Tensor, describe: Callable[..., str], run: Callable[[], object]
+) -> None:
+    """Call `run`, which writes `out`, and check that rows are written, from nothing but what was written.
+
+    Args:
+        op: for the message.
+        out: bfloat16 `[.., N]`; its rows are poisoned first, as is scratch where `debugs`.
+        finite: bool `[..]`, the rows that `run` makes of finite values.
+        describe: names a row, by its indices.
+    Raises:
+        WrongResultError: one of these rows holds NaN.
+    """
+    out.masked_fill_(finite.unsqueeze(-1), float("nan"))
+    run()
+    bad = (out.isnan().any(-1) & finite).nonzero()
+    if len(bad):
+        raise WrongResultError(
+            f"{op}: {describe(*bad[0].tolist())} comes out as NaN, one of {len(bad)} rows of {finite.numel()}, though "
+            "what went in is finite: weights hold NaN, or a kernel has read or left what nothing has written. Run "
+            "again with FP8MOE_BACKEND=reference; if that is right, report this with the shapes of the layer."
+        )
 
 
 def check_activations(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: int) -> None:

@@ -16,8 +16,10 @@ from fp8moe_plugin.ops.checks import (
     check_tensor,
     check_values,
     check_weights,
+    debugs,
     remember,
     signature,
+    watch_rows,
 )
 from fp8moe_plugin.ops.combine import combine, combine_launch
 from fp8moe_plugin.ops.gate_up import gate_up
@@ -96,6 +98,7 @@ def fused_moe(
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device, too many experts; with FP8MOE_DEBUG=1 also an id below
             -1 or too large.
+        WrongResultError: with FP8MOE_DEBUG=1, a token of finite values has NaN in its result.
     """
     if activation != "silu":
         raise InvalidInputError(f"activation is {activation!r}, needs 'silu', the only one the kernels compute.")
@@ -110,9 +113,13 @@ def fused_moe(
     if topk_ids.numel() == 0:
         return out.zero_()
     layer = _launch_fused_moe if uses_sm90(hidden_states) else _fused_moe
-    return layer(
-        hidden_states, ExpertWeights((w13, w13_scale), (w2, w2_scale)), topk_weights, topk_ids, expert_map, ue8m0, out
-    )
+    weights = ExpertWeights((w13, w13_scale), (w2, w2_scale))
+    args = (hidden_states, weights, topk_weights, topk_ids, expert_map, ue8m0, out)
+    if not debugs(out.is_cuda) or out.data_ptr() == hidden_states.data_ptr():  # whose rows cannot be poisoned
+        return layer(*args)
+    finite = hidden_states.isfinite().all(1) & topk_weights.isfinite().all(1)
+    watch_rows("fused_moe", out, finite, lambda t: f"token {t} (experts {topk_ids[t].tolist()})", lambda: layer(*args))
+    return out
 
 
 _passed: set[Any] = set()  # signatures of calls of fused_moe
@@ -144,6 +151,7 @@ def batched_experts(
             memory with the other arguments, which may still be read while it is written.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device; with FP8MOE_DEBUG=1 also a count out of range.
+        WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its result.
     """
     check_activations("hidden_states", (hidden_states, hidden_scale), dims=3)
     weights = _checked_weights(hidden_states, w13, w13_scale, w2, w2_scale)
@@ -158,11 +166,30 @@ def batched_experts(
     check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
     if max_m == 0:
         return out
-    tiles = tiles_of_counts(expert_num_tokens, max_m, PREFILL_BLOCK_M)
-    tiles = tiles.for_experts(expected_m, weights.w2[0].shape[-1])
-    inner = gate_up((hidden_states, hidden_scale), weights.w13, tiles, expert_num_tokens, ue8m0)
-    grouped_gemm(inner, weights.w2, out, tiles, after_gate_up=True)
+    args = ((hidden_states, hidden_scale), weights, expert_num_tokens, expected_m, ue8m0, out)
+    if not debugs(out.is_cuda):
+        _batched_experts(*args)
+        return out
+    counted = torch.arange(max_m, device=device) < expert_num_tokens[:, None]
+    finite = counted & (hidden_states.view(torch.uint8) & 0x7F != 0x7F).all(-1) & hidden_scale.isfinite().all(-1)
+    describe = "row {1} of expert {0}".format
+    watch_rows("batched_experts", out, finite, describe, lambda: _batched_experts(*args))
     return out
+
+
+def _batched_experts(
+    x: Quantized,
+    weights: ExpertWeights,
+    expert_num_tokens: torch.Tensor,
+    expected_m: int,
+    ue8m0: bool,
+    out: torch.Tensor,
+) -> None:
+    """`batched_experts` of arguments that have been checked."""
+    tiles = tiles_of_counts(expert_num_tokens, x[0].shape[1], PREFILL_BLOCK_M)
+    tiles = tiles.for_experts(expected_m, weights.w2[0].shape[-1])
+    inner = gate_up(x, weights.w13, tiles, expert_num_tokens, ue8m0)
+    grouped_gemm(inner, weights.w2, out, tiles, after_gate_up=True)
 
 
 def _fused_moe(

@@ -4,10 +4,10 @@ import torch
 
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.checks import check_multiple, check_tensor, check_weights
+from fp8moe_plugin.ops.checks import check_multiple, check_tensor, check_weights, debugs, watch_rows
 from fp8moe_plugin.ops.gemm import gemm
 from fp8moe_plugin.ops.gemm_launch import launch_gemm
-from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8, quantize_matrix
+from fp8moe_plugin.ops.quantize import Quantized, per_token_group_quant_fp8, quantize_matrix
 from fp8moe_plugin.plan import DENSE_SWAP_AB_UP_TO, dense_counters
 from fp8moe_plugin.shapes import GROUP
 
@@ -31,6 +31,7 @@ def fp8_linear(
         bfloat16 `[.., N]`.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device.
+        WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its result.
     """
     check_tensor("x", x, dtype=torch.bfloat16)
     check_multiple("x's last dimension", x.shape[-1], GROUP)
@@ -39,12 +40,21 @@ def fp8_linear(
         check_tensor("bias", bias, dtype=torch.bfloat16, shape=(weight.shape[0],), device=x.device)
     rows = x.view(-1, x.shape[-1])
     out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
-    if uses_sm90(rows) and rows.numel():
-        few = out.shape[0] <= DENSE_SWAP_AB_UP_TO
-        counters = workspace.empty((dense_counters(*out.shape),), torch.int32, x.device) if few else None
-        launch_gemm(quantize_matrix(rows, ue8m0, counters), (weight, weight_scale), out, None, None, counters=counters)
+    product = (rows, (weight, weight_scale), ue8m0, out)
+    if debugs(out.is_cuda):
+        finite = rows.isfinite().all(1)
+        watch_rows("fp8_linear", out, finite, "row {}".format, lambda: _multiply(*product))
     else:
-        gemm(per_token_group_quant_fp8(rows, ue8m0=ue8m0), (weight, weight_scale), out)
+        _multiply(*product)
     if bias is not None:
         out += bias
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _multiply(rows: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor) -> None:
+    if uses_sm90(rows) and rows.numel():
+        few = out.shape[0] <= DENSE_SWAP_AB_UP_TO
+        counters = workspace.empty((dense_counters(*out.shape),), torch.int32, rows.device) if few else None
+        launch_gemm(quantize_matrix(rows, ue8m0, counters), weight, out, None, None, counters=counters)
+    else:
+        gemm(per_token_group_quant_fp8(rows, ue8m0=ue8m0), weight, out)

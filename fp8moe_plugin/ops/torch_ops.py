@@ -1,5 +1,8 @@
 """The ops as torch sees them, `torch.ops.fp8moe.*`: one a layer, opaque to torch.compile."""
 
+import functools
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +10,9 @@ import torch
 from fp8moe_plugin.ops.fused_moe import batched_experts as _batched_experts
 from fp8moe_plugin.ops.fused_moe import fused_moe as _fused_moe
 from fp8moe_plugin.ops.linear import fp8_linear
+from fp8moe_plugin.settings import settings
+
+logger = logging.getLogger("fp8moe")
 
 FUSED_MOE = (
     "fused_moe(Tensor hidden_states, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor topk_weights, "
@@ -41,6 +47,28 @@ def _writes_out(*_: object) -> None:
     """Fake of an op that only writes its last argument."""
 
 
+def in_range(op: str, impl: Callable[..., Any]) -> Callable[..., Any]:
+    """`impl`, with FP8MOE_NVTX=1 in an NVTX range named by the op and the sizes of its first two tensors."""
+    if not settings().nvtx:
+        return impl
+    if torch.version.cuda is None:
+        _say_that_there_are_no_ranges()
+        return impl
+
+    @functools.wraps(impl)
+    def ranged(*args: Any) -> Any:
+        sizes = ", ".join("x".join(map(str, tensor.shape)) for tensor in args[:2])
+        with torch.cuda.nvtx.range(f"fp8moe.{op} {sizes}"):
+            return impl(*args)
+
+    return ranged
+
+
+@functools.cache  # one line is enough
+def _say_that_there_are_no_ranges() -> None:
+    logger.warning("fp8moe: FP8MOE_NVTX=1 is ignored, this torch is built without CUDA and NVTX")
+
+
 def _register() -> None:
     namespace = torch.ops.fp8moe
     if hasattr(namespace, "library"):  # a second import of this module
@@ -51,6 +79,7 @@ def _register() -> None:
         (BATCHED_EXPERTS, _batched_experts_impl, _writes_out),
         (LINEAR, _linear_impl, _linear_fake),
     ):
+        impl = in_range(schema.partition("(")[0], impl)
         name = library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
         library.impl(name, impl, "CompositeExplicitAutograd")
         library._register_fake(name, fake)

@@ -17,7 +17,7 @@ from fp8moe_plugin.checkpoint import WEIGHT_BLOCK, check_quantization, unquantiz
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers.unquantized import is_quantized
-from fp8moe_plugin.layers.vllm import NAME, compat
+from fp8moe_plugin.layers.vllm import NAME, compat, metrics
 from fp8moe_plugin.layers.vllm.entry import Traits
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
@@ -44,6 +44,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         )
         self.ue8m0 = ue8m0
         self.online = online
+        metrics.expose()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Fp8MoeConfig":

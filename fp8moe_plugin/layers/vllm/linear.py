@@ -14,6 +14,7 @@ from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.kernels import prepare_kernels
+from fp8moe_plugin.layers.vllm import metrics
 from fp8moe_plugin.layers.vllm.blocks import announce_padding, load_down, load_gate_up
 from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
 from fp8moe_plugin.ops import torch_ops
@@ -62,7 +63,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         check_loaded(self.prefix, "weight", layer.weight)
         check_loaded(self.prefix, "weight_scale_inv", layer.weight_scale_inv)
-        prepare_kernels(linear_kernels(self.ue8m0), layer.weight, self.warmup)
+        metrics.tell(prepare_kernels(linear_kernels(self.ue8m0), layer.weight, self.warmup))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch_ops.linear(x, layer.weight, layer.weight_scale_inv, bias, self.ue8m0)

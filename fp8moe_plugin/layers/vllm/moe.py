@@ -16,7 +16,7 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.launcher import LoadCounts
 from fp8moe_plugin.jit.lookup import place
 from fp8moe_plugin.layers.kernels import prepare_kernels
-from fp8moe_plugin.layers.vllm import compat
+from fp8moe_plugin.layers.vllm import compat, metrics
 from fp8moe_plugin.layers.vllm.blocks import announce_padding, load_experts
 from fp8moe_plugin.layers.vllm.experts import experts_class
 from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
@@ -94,8 +94,13 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         kernels = prepare_kernels(keys, layer.w2_weight, self.warmup)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = self._make_kernel(layer)
-        backend = "sm90" if uses_sm90(layer.w2_weight) else "reference"
-        _announce(backend, "masked" if self.batched else "contiguous", kernels)
+        backend, layout = (
+            "sm90" if uses_sm90(layer.w2_weight) else "reference",
+            "masked" if self.batched else "contiguous",
+        )
+        _announce(backend, layout, kernels)
+        metrics.count_layer(self.prefix, backend, layout)
+        metrics.tell(kernels)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         return fp8_w8a8_moe_quant_config(

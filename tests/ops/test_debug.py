@@ -1,0 +1,157 @@
+"""FP8MOE_DEBUG=1 notices rows that a layer does not write, or makes of what nothing has written."""
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from fp8moe_plugin import ops
+from fp8moe_plugin.errors import WrongResultError
+from fp8moe_plugin.ops import checks, workspace
+from fp8moe_plugin.settings import settings
+from tests import helpers as h
+
+EXPERTS, TOPK, HIDDEN, INTERMEDIATE, TOKENS = 4, 2, 256, 128, 5
+layer_ops = importlib.import_module("fp8moe_plugin.ops.fused_moe")  # the op has taken its name
+linear_ops = importlib.import_module("fp8moe_plugin.ops.linear")
+
+
+@pytest.fixture
+def debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FP8MOE_DEBUG", "1")
+    settings.cache_clear()
+    yield
+    monkeypatch.undo()
+    settings.cache_clear()
+
+
+@pytest.fixture
+def gen(device: torch.device) -> torch.Generator:
+    return h.seeded(0, device)
+
+
+def call_of_layer(gen: torch.Generator) -> list[torch.Tensor]:
+    x, layer = h.random_tokens(gen, TOKENS, HIDDEN), h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)
+    return [x, *layer, *h.random_routing(gen, "distinct", TOKENS, TOPK, EXPERTS)]
+
+
+def call_of_slabs(gen: torch.Generator) -> list[torch.Tensor]:
+    counts = torch.tensor([3, 0, 5, 1], dtype=torch.int32, device=gen.device)
+    return [*h.random_quantized(gen, EXPERTS, 6, HIDDEN), *h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE), counts]
+
+
+def call_of_linear(gen: torch.Generator) -> list[torch.Tensor]:
+    return [h.random_tokens(gen, 2, 3, HIDDEN), *h.random_weights(gen, 64, HIDDEN)]
+
+
+def batched_experts(*call: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows past the count, which are not written, are zeros unless they are in `out`."""
+    zeros = torch.zeros(call[0].shape, dtype=torch.bfloat16, device=call[0].device)
+    return ops.batched_experts(*call, expected_m=3, out=zeros if out is None else out)
+
+
+OPS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., list[torch.Tensor]]]] = {
+    "fused_moe": (ops.fused_moe, call_of_layer),
+    "batched_experts": (batched_experts, call_of_slabs),
+    "fp8_linear": (ops.fp8_linear, call_of_linear),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_right_result_is_the_same(gen, monkeypatch, op):
+    run, make = OPS[op]
+    call = make(gen)
+    plain = run(*call)
+    monkeypatch.setenv("FP8MOE_DEBUG", "1")
+    settings.cache_clear()
+    watched = run(*call)
+    monkeypatch.undo()
+    settings.cache_clear()
+    assert plain.isfinite().all()
+    assert h.same_bits(watched, plain)
+
+
+def skips_rows(monkeypatch: pytest.MonkeyPatch, module: object, name: str, out_at: int, row: tuple[int, ...]) -> None:
+    """Let a step of a layer leave a row of its result as it found it."""
+    step = getattr(module, name)
+
+    def faulty(*args: torch.Tensor, **kwargs: object) -> object:
+        out = args[out_at]
+        before = out[row].clone()
+        result = step(*args, **kwargs)
+        out[row] = before
+        return result
+
+    monkeypatch.setattr(module, name, faulty)
+
+
+def test_a_token_that_is_not_written_is_named_with_its_experts(debug, monkeypatch):
+    call = call_of_layer(h.seeded(0, torch.device("cpu")))
+    skips_rows(monkeypatch, layer_ops, "combine", 3, (3,))
+    experts = call[-1][3].tolist()
+    with pytest.raises(WrongResultError) as caught:
+        ops.fused_moe(*call)
+    assert str(caught.value).startswith(f"fused_moe: token 3 (experts {experts}) comes out as NaN, one of 1 rows of 5,")
+
+
+def test_what_is_made_of_unwritten_scratch_is_noticed(debug, monkeypatch):
+    call = call_of_layer(h.seeded(0, torch.device("cpu")))
+    skips_rows(monkeypatch, layer_ops, "grouped_gemm", 2, (0,))  # a row of an expert, in scratch
+    with pytest.raises(WrongResultError, match=r"fused_moe: token \d"):
+        ops.fused_moe(*call)
+
+
+def test_a_row_of_a_slab_is_named_with_its_expert(debug, monkeypatch):
+    call = call_of_slabs(h.seeded(0, torch.device("cpu")))
+    skips_rows(monkeypatch, layer_ops, "grouped_gemm", 2, (2, 4))
+    with pytest.raises(WrongResultError, match="batched_experts: row 4 of expert 2 comes out as NaN"):
+        batched_experts(*call)
+
+
+def test_a_row_of_a_dense_layer_is_named(debug, monkeypatch):
+    call = call_of_linear(h.seeded(0, torch.device("cpu")))
+    skips_rows(monkeypatch, linear_ops, "gemm", 2, (5,))
+    with pytest.raises(WrongResultError, match="fp8_linear: row 5 comes out as NaN"):
+        ops.fp8_linear(*call)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_nan_that_went_in_may_come_out(gen, debug, op):
+    run, make = OPS[op]
+    call = make(gen)
+    h.bits(call[0]).view(-1)[3] = -1  # e4m3, or bfloat16: NaN
+    assert run(*call).isnan().any()
+
+
+def test_rows_past_the_count_are_not_touched(gen, debug):
+    call = call_of_slabs(gen)
+    out = torch.full((EXPERTS, 6, HIDDEN), 7.0, dtype=torch.bfloat16, device=gen.device)
+    batched_experts(*call, out=out)
+    past = torch.arange(6, device=gen.device) >= call[-1][:, None]
+    assert (out[past] == 7).all()
+
+
+def test_a_layer_may_write_where_its_tokens_are(gen, debug):
+    call = call_of_layer(gen)
+    expected = ops.fused_moe(*call)
+    ops.fused_moe(*call, out=call[0])
+    assert h.same_bits(call[0], expected)
+
+
+def test_scratch_is_poisoned_in_debug_mode_alone(debug):
+    scratch = functools.partial(workspace.empty, (3, 128), torch.bfloat16, torch.device("cpu"))
+    assert h.untouched(scratch())
+
+
+def test_graphs_are_not_checked_and_one_line_says_so(debug, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("fp8moe"), "parent", logging.getLogger())  # where caplog listens
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    checks._say_that_graphs_are_not_checked.cache_clear()
+    assert not checks.debugs(on_gpu=True)
+    assert not checks.debugs(on_gpu=True)
+    assert checks.debugs(on_gpu=False)
+    (line,) = caplog.messages
+    assert "FP8MOE_DEBUG=1 checks nothing in CUDA graphs" in line

@@ -1,0 +1,53 @@
+"""FP8MOE_NVTX=1 puts a range around each layer; without it an op is what it was."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.settings import settings
+
+
+@pytest.fixture
+def nvtx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FP8MOE_NVTX", "1")
+    settings.cache_clear()
+    yield
+    monkeypatch.undo()
+    settings.cache_clear()
+
+
+def impl(*args: object) -> int:
+    return len(args)
+
+
+def test_an_op_is_itself_by_default() -> None:
+    assert torch_ops.in_range("linear", impl) is impl
+
+
+def test_a_range_has_the_name_and_the_sizes_of_its_op(nvtx: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges: list[str] = []
+
+    @contextlib.contextmanager
+    def record(name: str) -> Iterator[None]:
+        ranges.append(name)
+        yield
+        ranges.append("end")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nvtx, "range", record)
+    assert torch_ops.in_range("fused_moe", impl)(torch.empty(5, 256), torch.empty(4, 512, 256), None, True) == 4
+    assert ranges == ["fp8moe.fused_moe 5x256, 4x512x256", "end"]
+
+
+def test_without_cuda_a_line_says_that_there_are_no_ranges(
+    nvtx: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("fp8moe"), "parent", logging.getLogger())  # where caplog listens
+    monkeypatch.setattr(torch.version, "cuda", None)
+    torch_ops._say_that_there_are_no_ranges.cache_clear()
+    assert [torch_ops.in_range(op, impl) for op in ("linear", "fused_moe")] == [impl, impl]
+    assert caplog.messages == ["fp8moe: FP8MOE_NVTX=1 is ignored, this torch is built without CUDA and NVTX"]
