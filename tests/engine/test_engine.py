@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+from importlib.metadata import entry_points
 
 import pytest
 import torch
@@ -66,6 +67,7 @@ def test_experts_with_gate_and_up_swapped_do_not_pass_for_the_twin(checkpoints, 
 
 
 def test_an_installed_plugin_changes_nothing_for_other_models(checkpoints, start, engines):
+    assert entry_points(group="vllm.general_plugins", name="fp8moe")  # each vLLM loads it, but one with VLLM_PLUGINS
     twin = engines("qwen3_moe", "twin").result()
     assert answers(twin) == answers(start(checkpoints / "qwen3_moe-bf16", "eager", {"VLLM_PLUGINS": ""}))
 
