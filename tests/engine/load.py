@@ -46,23 +46,28 @@ def replaced(method: str) -> Iterator[None]:
         yield
 
 
-def main() -> None:
+def load(model: Path, method: str, **arguments: object) -> torch.nn.Module:
+    """A checkpoint as vLLM loads it under `--quantization METHOD`, on one rank: this process."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
     from vllm.platforms import current_platform
 
+    own = {"model": str(model), "quantization": method, "dtype": "bfloat16", "skip_tokenizer_init": True}
+    config = EngineArgs(**own, **LIMITS, **arguments).create_engine_config()
+    with set_current_vllm_config(config), replaced(method):
+        if not model_parallel_is_initialized():
+            ranks_meet = f"file://{model.parent}/ranks-meet"
+            init_distributed_environment(1, 0, ranks_meet, 0, current_platform.dist_backend)
+            initialize_model_parallel()
+        return get_model(vllm_config=config)
+
+
+def main() -> None:
     folder, arguments = Path(sys.argv[1]), json.loads(sys.argv[2])
     for method, name in arguments.pop("loads"):
-        model = {"model": str(folder / name), "quantization": method, "dtype": "bfloat16", "skip_tokenizer_init": True}
-        config = EngineArgs(**model, **LIMITS, **arguments).create_engine_config()
-        with set_current_vllm_config(config), replaced(method):
-            if not model_parallel_is_initialized():
-                ranks_meet = f"file://{folder}/ranks-meet"
-                init_distributed_environment(1, 0, ranks_meet, 0, current_platform.dist_backend)
-                initialize_model_parallel()
-            print("\n" + json.dumps(digests(get_model(vllm_config=config))), flush=True)
+        print("\n" + json.dumps(digests(load(folder / name, method, **arguments))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,20 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+
+from tests.engine.load import replaced
+
+
+@pytest.fixture(scope="module")
+def workspaces() -> Iterator[None]:
+    """What a worker makes ready for vLLM's modular kernel, on the CPU."""
+    from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
+
+    with replaced("fp8moe"):
+        init_workspace_manager(torch.device("cpu"))
+        yield
+        reset_workspace_manager()
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ from fp8moe_plugin.layers.vllm.linear import check_shape
 from fp8moe_plugin.layers.vllm.moe import check_layer
 from fp8moe_plugin.settings import Settings
 
+pytestmark = pytest.mark.seam
+
 CHECKPOINT = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 

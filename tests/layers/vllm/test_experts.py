@@ -11,11 +11,21 @@ pytest.importorskip("vllm", reason="needs vLLM")
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig, fp8_w8a8_moe_quant_config
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
+from fp8moe_plugin.layers.vllm.entry import Entry
 from fp8moe_plugin.layers.vllm.experts import experts_class
+from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
+from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
+from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.ops import batched_experts, fused_moe
 from tests import helpers as h
 from tests.layers.vllm.test_config import moe_layer
+
+pytestmark = pytest.mark.seam
 
 EXPERTS, TOKENS, TOPK, SIZE = 16, 5, 4, 256  # as moe_layer() says
 UNUSED = torch.empty(0)
@@ -57,6 +67,80 @@ def test_the_batched_experts_are_the_batched_op():
     out = apply(build(layer, True), layer, rows[0], a1q_scale=rows[1], topk_ids=ids, expert_tokens_meta=meta)
     expected = batched_experts(*rows, *layer, counts, expected_m=1, out=torch.zeros_like(out))
     assert h.same_bits(out, expected)
+
+
+class Slabs(mk.FusedMoEPrepareAndFinalizeModular):
+    """A dispatch and combine as DeepEP's low-latency mode is one: hands over slabs, keeps what the experts make."""
+
+    def __init__(self, rows: h.Quantized, counts: torch.Tensor) -> None:
+        super().__init__()
+        self.rows = rows
+        self.meta = mk.ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=None)
+
+    @property
+    def activation_format(self) -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    def topk_indices_dtype(self) -> None:
+        return None
+
+    def max_num_tokens_per_rank(self) -> int:
+        return TOKENS
+
+    def num_dispatchers(self) -> int:
+        return 2
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+    def prepare(self, *_: object, defer_input_quant: bool) -> tuple[object, ...]:
+        assert not defer_input_quant  # DeepEP quantizes the tokens
+        return *self.rows, self.meta, None, None
+
+    def finalize(self, output: torch.Tensor, fused_expert_output: torch.Tensor, *_: object) -> None:
+        self.combined = fused_expert_output.clone()
+
+
+def test_vllms_kernel_calls_the_batched_experts(workspaces):
+    gen = h.seeded(0, torch.device("cpu"))
+    layer, rows = h.random_layer(gen, EXPERTS, SIZE, SIZE), h.random_quantized(gen, EXPERTS, 2 * TOKENS, SIZE)
+    counts = torch.arange(EXPERTS, dtype=torch.int32) % (2 * TOKENS)
+    dispatch = Slabs(rows, counts)
+    mk.FusedMoEKernel(dispatch, build(layer, batched=True)).apply(
+        *(h.random_tokens(gen, TOKENS, SIZE), layer.w13, layer.w2),
+        *h.random_routing(gen, "distinct", TOKENS, TOPK, EXPERTS),
+        activation=MoEActivation.SILU,
+        global_num_experts=EXPERTS,
+        expert_map=None,
+        apply_router_weight_on_input=False,
+    )
+    expected = batched_experts(*rows, *layer, counts, expected_m=1)
+    for expert, count in enumerate(counts):
+        assert h.same_bits(dispatch.combined[expert, :count], expected[expert, :count])
+
+
+@pytest.mark.parametrize(
+    ("ours", "base"),
+    [
+        (experts_class(batched=False, ue8m0=False), mk.FusedMoEExpertsModular),
+        (experts_class(batched=True, ue8m0=False), mk.FusedMoEExpertsModular),
+        (Fp8MoeMethod, FusedMoEMethodBase),
+        (OnlineMoeMethod, FusedMoEMethodBase),
+        (Fp8MoeLinearMethod, LinearMethodBase),
+        (OnlineLinearMethod, LinearMethodBase),
+        (Fp8MoeConfig, QuantizationConfig),
+        (Entry, QuantizationConfig),
+    ],
+)
+def test_what_vllm_calls_is_there_and_takes_what_vllm_declares(ours, base):
+    assert not inspect.isabstract(ours)
+    for name, declared in inspect.getmembers(base, inspect.isroutine):
+        own = getattr(ours, name)
+        if name.startswith("__") or own in (declared, getattr(declared, "__func__", None)):
+            continue
+        named = {p.name for p in inspect.signature(declared).parameters.values() if p.kind < p.VAR_POSITIONAL}
+        takes = inspect.signature(own)
+        takes.bind(**dict.fromkeys(named - {"self"} | takes.parameters.keys() & {"self"}))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from tests import helpers as h
 from tests.layers.vllm import one_rank
 
+pytestmark = pytest.mark.seam
+
 
 class Layer(SimpleNamespace):
     """Of experts 4 to 7 of 8; `loaded` has the arguments of each call."""

@@ -40,6 +40,7 @@ def loaded(intermediate: int, ranks: int, checkpoint: Checkpoint) -> Iterator[La
     return (Layer(intermediate, ranks, rank).load(checkpoint) for rank in range(ranks))
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(("intermediate", "ranks"), [(2048, 8), (1536, 4), (256, 1)])
 def test_shares_that_are_whole_blocks_are_loaded_by_vllm_alone(intermediate, ranks):
     layer = Layer(intermediate, ranks, 0)
@@ -94,6 +95,7 @@ def test_ranks_quantize_activations_as_one_does(intermediate, ranks, channels):
     assert (sum(parts) - whole).norm() < 0.005 * whole.norm()
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("online", [False, True])
 @pytest.mark.parametrize("rank", [1, 6])
 def test_vllm_reloads_a_layer_in_place(monkeypatch, rank, online):
@@ -214,12 +216,14 @@ def test_an_mlp_that_is_quantized_as_it_loads_is_that_of_a_quantized_checkpoint(
             assert same_bits(getattr(half, kind).data, getattr(other, kind).data)
 
 
+@pytest.mark.seam
 def test_an_mlp_of_whole_blocks_is_loaded_by_vllm_alone(on_rank):
     on_rank(4, 1)
     for half in make_mlp(1536):
         assert half.weight.weight_loader == half.weight_loader_v2
 
 
+@pytest.mark.seam
 def test_the_ranks_of_an_mlp_together_compute_what_one_does(on_rank):
     checkpoint, outputs = make_checkpoint(576), []
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()

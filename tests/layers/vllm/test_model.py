@@ -1,0 +1,95 @@
+"""vLLM builds a model, loads a checkpoint into it and calls its layers, all by itself; only the engine is missing."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+from benchmarks.synthetic import PRESETS, write_checkpoint
+from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
+from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
+from fp8moe_plugin.ops import fp8_linear, fused_moe
+from tests import helpers as h
+from tests.engine.load import load
+
+pytestmark = pytest.mark.seam
+
+SHAPE = replace(PRESETS["qwen3_moe", "tiny"], moe_layers=1, block_spread=1.0)
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+ATTENTION, EXPERTS = "model.layers.0.self_attn", "model.layers.0.mlp.experts"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "qwen3_moe-fp8"
+    write_checkpoint(folder, SHAPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tensors(checkpoint: Path) -> Tensors:
+    (shard,) = checkpoint.glob("*.safetensors")
+    return load_file(shard)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path, workspaces: None) -> Iterator[torch.nn.Module]:
+    ModelRegistry.register_model("Qwen3MoeForCausalLM", Qwen3MoeForCausalLM)  # else a process of its own looks at it
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, ENVIRONMENT))  # vLLM sets more, not for the tests that follow
+        # Where there are AMX tiles, vLLM takes a kernel for the router that its builds for GPUs lack.
+        stack.enter_context(mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=False))
+        yield load(checkpoint, "fp8moe", enforce_eager=True)
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+def both(tensors: Tensors, *names: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of these layers, one below the other: weights and scales."""
+    return tuple(torch.cat([tensors[f"{name}.{kind}"] for name in names]) for kind in ("weight", "weight_scale_inv"))
+
+
+def test_the_experts_compute_what_the_checkpoint_says(model, tensors):
+    (layer,) = (module for module in model.modules() if isinstance(module, RoutedExperts))
+    assert type(layer.quant_method) is Fp8MoeMethod
+    parts = []
+    for projections in (("gate_proj", "up_proj"), ("down_proj",)):
+        experts = [both(tensors, *(f"{EXPERTS}.{e}.{name}" for name in projections)) for e in range(SHAPE.experts)]
+        parts += [torch.stack(part) for part in zip(*experts, strict=True)]
+    gen = h.seeded(0, torch.device("cpu"))
+    x = h.random_tokens(gen, 5, SHAPE.hidden)
+    routing = h.random_routing(gen, "distinct", 5, SHAPE.topk, SHAPE.experts)
+    assert h.same_bits(layer.forward_modular(x, *routing), fused_moe(x, *parts, *routing))
+
+
+@pytest.mark.parametrize(("layer", "parts"), [("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("o_proj", ("o_proj",))])
+def test_the_projections_compute_what_the_checkpoint_says(model, tensors, layer, parts):
+    module = model.get_submodule(f"{ATTENTION}.{layer}")
+    assert isinstance(module, LinearBase)
+    assert type(module.quant_method) is Fp8MoeLinearMethod
+    weight, scale = both(tensors, *(f"{ATTENTION}.{part}" for part in parts))
+    x = h.random_tokens(h.seeded(1, torch.device("cpu")), 5, weight.shape[1])
+    out, _ = module(x)
+    assert h.same_bits(out, fp8_linear(x, weight, scale))
+
+
+def test_a_router_stays_as_it_is(model):
+    """It is a layer of the quantized model too, that the checkpoint lists as none."""
+    gate = model.get_submodule("model.layers.0.mlp.gate")
+    assert gate.weight.dtype == torch.bfloat16
+    assert not isinstance(gate.quant_method, Fp8MoeLinearMethod)
