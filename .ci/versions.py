@@ -87,7 +87,8 @@ def broken_tests(report: Path) -> list[str]:
     for test in ElementTree.parse(report).iter("testcase"):
         for failure in (*test.findall("failure"), *test.findall("error")):
             raised = re.findall(r"^E +((?:\w+\.)*\w*(?:Error|Exception)\b.*)", failure.text or "", re.MULTILINE)
-            name = "::".join(filter(None, (test.get("classname", "").replace(".", "/"), test.get("name"))))
+            where = test.get("classname", "").replace(".", "/")  # empty if the file itself cannot be imported
+            name = f"{where}.py::{test.get('name')}" if where else test.get("name")
             found.append(f"{name}: {raised[-1] if raised else ' '.join(failure.get('message', '').split())}")
     return found
 
