@@ -33,7 +33,10 @@ def replaced(method: str) -> Iterator[None]:
     from vllm.model_executor.layers.quantization import fp8
     from vllm.model_executor.model_loader import base_loader
 
-    functions = [] if torch.accelerator.is_available() else [(torch.accelerator, "empty_cache", None)]
+    # With AMX tiles, vLLM rearranges more weights, by kernels that its builds for GPUs lack.
+    functions: list[tuple[object, str, object]] = [(torch.cpu, "_is_amx_tile_supported", False)]
+    if not torch.accelerator.is_available():
+        functions += [(torch.accelerator, "empty_cache", None)]
     if method == "fp8":
         functions += [
             (fp8, "init_fp8_linear_kernel", SimpleNamespace()),

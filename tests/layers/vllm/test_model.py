@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -50,10 +49,7 @@ def tensors(checkpoint: Path) -> Tensors:
 @pytest.fixture(scope="module")
 def model(checkpoint: Path, workspaces: None) -> Iterator[torch.nn.Module]:
     ModelRegistry.register_model("Qwen3MoeForCausalLM", Qwen3MoeForCausalLM)  # else a process of its own looks at it
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, ENVIRONMENT))  # vLLM sets more, not for the tests that follow
-        # Where there are AMX tiles, vLLM takes a kernel for the router that its builds for GPUs lack.
-        stack.enter_context(mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=False))
+    with mock.patch.dict(os.environ, ENVIRONMENT):  # vLLM sets more, which the tests that follow shall not see
         yield load(checkpoint, "fp8moe", enforce_eager=True)
         destroy_model_parallel()
         destroy_distributed_environment()
