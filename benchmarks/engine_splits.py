@@ -27,7 +27,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -421,7 +421,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="engines at a time; those on one GPU are spread")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for all that one engine does")
     parser.add_argument("--checkpoints", type=Path, help="folder for the checkpoints; default: a temporary one")
-    parser.add_argument("--out", type=Path, help="the report")
+    parser.add_argument("--out", type=Path, help="the report, rewritten whenever an engine is done")
     parser.add_argument(
         "--run", choices=ENGINES, help="run one engine in this process, and write what it says to --out"
     )
@@ -441,25 +441,30 @@ def main() -> int:
     if unknown := set((args.cases or "").split(",")) - set(CASES) - {""}:
         parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an engine must not outlive us
-    cases = selected(args.cases)
+    cases, reports = selected(args.cases), dict[str, CaseReport]()
     with tempfile.TemporaryDirectory() as folder:
-        found = run_engines(cases, args.checkpoints or Path(folder), args.jobs, args.timeout)
-    reports = {name: check(case, found) for name, case in cases.items()}
-    for name, report in reports.items():
-        print(row(name, report), flush=True)
-    if args.out:
-        write_report(args.out, results(reports, found))
+        for found in run_engines(cases, args.checkpoints or Path(folder), args.jobs, args.timeout):
+            for name, case in cases.items():
+                if name not in reports and found.keys() >= set(case.engines()):
+                    reports[name] = check(case, found)
+                    print(row(name, reports[name]), flush=True)
+            if args.out:
+                write_report(args.out, results(reports, found))
     return int(any(report.state == "failed" for report in reports.values()))
 
 
-def run_engines(cases: dict[str, Case], checkpoints: Path, jobs: int, timeout: float) -> dict[str, dict[str, Any]]:
+def run_engines(
+    cases: dict[str, Case], checkpoints: Path, jobs: int, timeout: float
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """What the engines have found so far, each time that one is done."""
     names = list(dict.fromkeys(itertools.chain.from_iterable(case.engines() for case in cases.values())))
     write_checkpoints(checkpoints, {ENGINES[name].checkpoint for name in names})
     futures: dict[str, Future[Any]] = {}
     with ThreadPoolExecutor(jobs) as pool:  # an engine placed as another comes after it in the queue
         for number, name in enumerate(names):
             futures[name] = pool.submit(start_engine, name, number, checkpoints, timeout, futures)
-    return {name: future.result() for name, future in futures.items()}
+        for _ in as_completed(futures.values()):
+            yield {name: future.result() for name, future in futures.items() if future.done()}
 
 
 def results(reports: dict[str, CaseReport], found: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -33,7 +33,8 @@ SMALL_BATCH_PAIRS = 176  # kMaxPairs of csrc/expert_list.cuh; 11 for each of 16 
 SMALL_BATCH_HIDDEN = 8192  # kMostSteps of each block of a cluster of csrc/gate_up_small_batch.cu
 GATE_UP_CLUSTER, DOWN_CLUSTERS = 8, {8: 8, 16: 4}  # blocks; the latter by width
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
-DENSE_SWAP_AB_UP_TO = 256  # rows; see dense_key
+DENSE_SWAP_AB_UP_TO, DENSE_SHORT_K_UP_TO = 128, 32  # rows; see dense_key
+DENSE_LONG_K = 4096  # channels; see dense_key
 DENSE_WIDTHS = (8, 16, 32, 64, 128)  # rows of a tile of dense_gemm_swap_ab
 DENSE_SPLITS = 8  # see dense_share
 SMEM_BYTES = 227 * 1024  # of a block, the most there is
@@ -415,17 +416,17 @@ def grouped_key(block_m: int, keep_b: bool = False) -> KernelKey:
     return swap_ab_key() if block_m == DECODE_BLOCK_M else grouped_gemm_key(Output.BF16, keep_b=keep_b)
 
 
-def dense_key(m: int, n: int, output: Output, sms: int) -> KernelKey:
-    """The GEMM of a dense `[m, n]` result.
+def dense_key(m: int, n: int, k: int, output: Output, sms: int) -> KernelKey:
+    """The GEMM of a dense `[m, n]` result of `k` channels.
 
-    Few rows, or so few tiles that K is better shared: swap-AB. Else tiles of 256 columns, or of 128 where 256 would
-    leave multiprocessors idle.
+    Few rows: swap-AB, whose blocks share K; longer ones too where K is so long and columns so few that wide tiles would
+    take their time (benchmarks/NOTES.md). Else tiles of 256 columns, or of 128 where 256 would leave multiprocessors
+    idle.
     """
-    row_tiles = count_row_tiles(m, PREFILL_BLOCK_M)
-    few = m <= DENSE_WIDTHS[-1] or (m <= DENSE_SWAP_AB_UP_TO and row_tiles * ceil_div(n, 128) < sms)
-    if few and output == Output.BF16:
+    long_tiles = k >= DENSE_LONG_K and (m <= DECODE_BLOCK_M or ceil_div(n, 128) < sms)
+    if output == Output.BF16 and m <= (DENSE_SWAP_AB_UP_TO if long_tiles else DENSE_SHORT_K_UP_TO):
         return dense_swap_ab_key()
-    tiles = row_tiles * ceil_div(n, 256)
+    tiles = count_row_tiles(m, PREFILL_BLOCK_M) * ceil_div(n, 256)
     return grouped_gemm_key(output, 256 if tiles >= sms else 128)
 
 

@@ -345,5 +345,5 @@ def test_a_step_of_few_pairs_is_routed_in_one_launch(launched, pairs, chunks):
 @pytest.mark.parametrize(("m", "n"), [(129, 24576), (1040, 3840), (4096, 1024), (300, 8)])
 def test_dense_tiles_are_narrow_where_wide_ones_leave_multiprocessors_idle(m, n):
     wide = len(plan.row_tiles(m, plan.PREFILL_BLOCK_M)) * -(-n // 256)
-    key = plan.dense_key(m, n, plan.Output.BF16, 132)
+    key = plan.dense_key(m, n, 7168, plan.Output.BF16, 132)
     assert dict(key.defines)["BLOCK_N"] == (256 if wide >= 132 else 128)

@@ -119,7 +119,7 @@ def launch_gemm(
         launch(*grouped_launch(rows, weights, out.data_ptr(), tiles.block_m, addresses, device_index, follows))
         return
     output = _output(out, c)
-    key = dense_key(rows.rows, weights.n, output, multiprocessors(device_index))
+    key = dense_key(rows.rows, weights.n, rows.k, output, multiprocessors(device_index))
     if key.source == "dense_gemm_swap_ab":
         _launch_dense(key, rows, weights, out, counters)
         return

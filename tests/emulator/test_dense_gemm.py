@@ -5,10 +5,10 @@ import ctypes
 import pytest
 import torch
 
-from fp8moe_plugin.ops import fp8_gemm_nt
+from fp8moe_plugin.ops import fp8_gemm_nt, gemm_launch
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
-from fp8moe_plugin.plan import DENSE_SPLITS, Output, dense_key, dense_share, dense_swap_ab_key
+from fp8moe_plugin.plan import DENSE_SPLITS, dense_share, dense_swap_ab_key
 from fp8moe_plugin.shapes import GROUP, ceil_div
 from tests import helpers as h
 from tests.emulator.build import Kernels
@@ -27,6 +27,12 @@ SHARES = {
     "more than a tile, and the end of one": (520, 640, 3, ["0", "01", "1", "12", "2"]),
     "three or four blocks a tile": (384, 1024, 8, ["012", "2345", "567"]),
 }
+
+
+@pytest.fixture(autouse=True)
+def at_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where K is short, layers take this kernel for a few rows only."""
+    monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: dense_swap_ab_key())
 
 
 @pytest.mark.parametrize("name", SHARES)
@@ -76,8 +82,3 @@ def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int, Device]
     for seed, rows in enumerate((slice(0, 1), slice(60, 77), slice(3, 64), slice(0, 127))):
         some = device.execute(seed, lambda rows=rows: fp8_linear(x[rows].contiguous(), *weight))
         assert h.same_bits(some, all_rows[rows])
-
-
-def test_these_tests_run_the_kernel_that_they_are_for() -> None:
-    for m in (1, 64, 65, 128):
-        assert dense_key(m, 640, Output.BF16, 4) == dense_swap_ab_key()

@@ -63,7 +63,7 @@ def test_tails_in_tiles_of_both_widths(dtype, add):
             c = h.random_tokens(gen, rows, n).to(dtype) if add else None
             expected = h.product(a, b)
             h.assert_rounded(gemm(a, b, dtype, c), expected if c is None else expected + c.double())
-            keys.add(dense_key(rows, n, output, sms))
+            keys.add(dense_key(rows, n, 384, output, sms))
     assert keys == {grouped_gemm_key(output, block_n) for block_n in (128, 256)}
 
 

@@ -42,7 +42,7 @@ def small_batches(model: Model, way: Parallel) -> set[KernelKey]:
 
 
 def dense_gemms(n: int) -> set[KernelKey]:
-    return {dense_key(m, n, Output.BF16, sms) for sms in SMS for m in range(1, LONGEST + 1)}
+    return {dense_key(m, n, k, Output.BF16, sms) for sms in SMS for k in (128, 7168) for m in range(1, LONGEST + 1)}
 
 
 def splits(model: Model) -> Iterator[Parallel]:
