@@ -62,7 +62,7 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_si
 DEVICE = {"compilation_config": GRAPHS, "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.2}
 COMMON: dict[str, Any] = LIMITS | (DEVICE if ON_GPU else EAGER) | {"enable_prefix_caching": False}
 # This module asks for GPUs when it is imported, after which a forked process could not use one.
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 SAME = {"bits": 1.0, "greedy": 0.97, "twin": 0.95}  # of the positions with a clear lead
 CLEAR = 0.5  # of all positions
