@@ -7,7 +7,8 @@
 // added up in the order of the blocks.
 //
 // A token's result depends on no other token: an expert's number and k alone decide which block adds up a unit (of the
-// only token of a step its place in the list, which gives blocks equally many), and to the sums of a token that does not have the expert nothing is added, not even 0 times a product, which may be NaN.
+// only token of a step its place in the list, which gives blocks equally many). To the sums of a token that does not
+// have the expert nothing is added, not even 0 times a product, which may be NaN.
 //
 // Launched early, behind gate_up_small_batch: weights are loaded beside it.
 //

@@ -37,6 +37,9 @@ MODES: dict[str, dict[str, Any]] = {
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 ENVIRONMENTS = {"multiprocess": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "tp2": TWO_RANKS, "ep2": TWO_RANKS}
 
+# On CPUs with AMX tiles vLLM's attention frees kv_b_proj when it has rearranged it: nothing can be loaded over it.
+RELOADABLE: dict[str, Any] = {} if has_hopper() else {"attention_config": {"backend": "CPU_MLA"}}
+
 Done = subprocess.CompletedProcess[str]
 Start = Callable[..., Done]
 
@@ -110,7 +113,8 @@ def engines(
                 return pool.submit(start, checkpoints / f"{family}-bf16", "eager")
             if mode == "tp2_online":
                 reload = [str(checkpoints / f"{family}-{kind}") for kind in ("other", "bf16")]
-                return pool.submit(start, checkpoints / f"{family}-bf16", "tp2", quantization="fp8moe", reload=reload)
+                arguments = RELOADABLE | {"quantization": "fp8moe", "reload": reload}
+                return pool.submit(start, checkpoints / f"{family}-bf16", "tp2", **arguments)
             return pool.submit(start, checkpoints / f"{family}-fp8", mode, quantization="fp8moe")
 
         for item in request.session.items:
