@@ -410,7 +410,8 @@ def selected(names: str | None) -> dict[str, Case]:
         for name in NOT_ON_CPUS:
             del fit[name]
     if left_out := [n for n in CASES if n not in fit]:
-        print(f"left out, this machine lacks the GPUs: {', '.join(left_out)}", flush=True)
+        why = "this machine lacks the GPUs" if ON_GPU else "vLLM on CPUs lacks a part"
+        print(f"left out, {why}: {', '.join(left_out)}", flush=True)
     return fit
 
 

@@ -35,6 +35,7 @@ from pydantic import BaseModel, ConfigDict
 from benchmarks.engine_agreement import ENGINES
 from benchmarks.engine_prefill import CONFIG_KEYS, DEFAULTS, in_own_process, read_config
 from benchmarks.report import installed, write_report
+from benchmarks.small_engines import EAGER
 from benchmarks.text import windows
 from benchmarks.train_small_moe import HELD_OUT_TEXT, WINDOW
 from fp8moe_plugin.errors import UnsupportedError
@@ -44,8 +45,6 @@ TWIN = "bf16"
 BUILT_IN = ("triton default", "deep_gemm default")
 LARGEST_DIFFERENCE = 0.5  # percent of the twin's perplexity
 DRAWS = 10_000
-# Around two faults of vLLM 0.32 on CPUs, which its BF16 models have too (tests/engine/conftest.py).
-ON_CPU = {"enforce_eager": True, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 class Part(BaseModel):
@@ -101,7 +100,7 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
         max_num_seqs=min(256, args.max_num_batched_tokens),
         max_num_batched_tokens=args.max_num_batched_tokens,
         enable_prefix_caching=False,
-        **(arguments if torch.cuda.is_available() else arguments | ON_CPU),
+        **(arguments if torch.cuda.is_available() else arguments | EAGER),
     )
     ready = time.monotonic() - start
     sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0)

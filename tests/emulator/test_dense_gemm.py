@@ -56,10 +56,7 @@ def shape(request: pytest.FixtureRequest, emulator_runtime: ctypes.CDLL, kernels
 
 @seeds
 @pytest.mark.parametrize("m", [1, 5, 16, 33, 64, 65, 128, 200])
-def test_a_dense_layer_of_few_rows(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, Device], m: int, seed: int
-) -> None:
-    monkeypatch.setattr("fp8moe_plugin.ops.gemm_launch.dense_key", lambda *_: dense_swap_ab_key())
+def test_a_dense_layer_of_few_rows(shape: tuple[int, int, Device], m: int, seed: int) -> None:
     (n, k, device), gen = shape, h.seeded(seed, CPU)
     x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
     out = device.execute(seed, lambda: fp8_linear(x, *weight))
