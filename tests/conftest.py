@@ -1,5 +1,6 @@
 """What every test shares: the devices, poisoned scratch memory, and the hypothesis profiles."""
 
+import functools
 import importlib.metadata
 import os
 import sys
@@ -59,6 +60,7 @@ def poisoned_workspace() -> Iterator[None]:
     """Scratch starts as 0xFF bytes, NaN in every float dtype, so that reading what nobody wrote shows."""
     plain = workspace.empty
 
+    @functools.wraps(plain)
     def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         scratch = plain(shape, dtype, device)
         scratch.view(torch.uint8).fill_(0xFF)

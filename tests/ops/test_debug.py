@@ -1,7 +1,7 @@
 """FP8MOE_DEBUG=1 notices rows that a layer does not write, or makes of what nothing has written."""
 
-import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 
@@ -13,10 +13,18 @@ from fp8moe_plugin.errors import WrongResultError
 from fp8moe_plugin.ops import checks, workspace
 from fp8moe_plugin.settings import settings
 from tests import helpers as h
+from tests.test_plan import replace_everywhere
 
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE, TOKENS = 4, 2, 256, 128, 5
 layer_ops = importlib.import_module("fp8moe_plugin.ops.fused_moe")  # the op has taken its name
 linear_ops = importlib.import_module("fp8moe_plugin.ops.linear")
+
+
+@pytest.fixture(autouse=True)
+def scratch_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not poisoned by the tests, so that it is FP8MOE_DEBUG that notices."""
+    replace_everywhere(monkeypatch, "empty", inspect.unwrap(workspace.empty))
+    monkeypatch.setattr(torch, "empty", torch.zeros)
 
 
 @pytest.fixture
@@ -141,9 +149,12 @@ def test_a_layer_may_write_where_its_tokens_are(gen, debug):
     assert h.same_bits(call[0], expected)
 
 
-def test_scratch_is_poisoned_in_debug_mode_alone(debug):
-    scratch = functools.partial(workspace.empty, (3, 128), torch.bfloat16, torch.device("cpu"))
-    assert h.untouched(scratch())
+@pytest.mark.parametrize("mode", ["0", "1"])
+def test_scratch_is_poisoned_in_debug_mode_alone(debug, monkeypatch, mode):
+    monkeypatch.setenv("FP8MOE_DEBUG", mode)
+    settings.cache_clear()
+    scratch = workspace.empty((3, 128), torch.bfloat16, torch.device("cpu"))
+    assert h.untouched(scratch) if mode == "1" else (scratch == 0).all()
 
 
 def test_graphs_are_not_checked_and_one_line_says_so(debug, monkeypatch, caplog):
