@@ -8,6 +8,7 @@ folder of the server, which adds them up when it is asked.
 
 import functools
 import logging
+import multiprocessing
 import os
 import tempfile
 from collections import defaultdict
@@ -63,7 +64,7 @@ def tell(kernels: LoadCounts) -> None:
         return
     folder = os.environ.get(FOLDER)
     if folder is None:
-        _log_once(logging.INFO, "the kernels of this process are not counted at /metrics: it is of another machine")
+        _log_once(logging.INFO, "the kernels of this process are not counted at /metrics: no server here shows them")
         return
     try:
         prometheus_client.write_to_textfile(str(Path(folder, f"{os.getpid()}.prom")), REGISTRY)
@@ -71,12 +72,14 @@ def tell(kernels: LoadCounts) -> None:
         _log_once(logging.WARNING, f"the kernels of this process are not counted at /metrics: {error}")
 
 
+@functools.cache  # once is enough
 def expose() -> None:
     """Show, beside the metrics of this process, those of the workers that it will start.
 
-    Called wherever a config is made, the first of which is the server's.
+    Called wherever a config is made, which workers do too, of a draft model. vLLM starts them by `multiprocessing`; a
+    process started in another way is a server of its own, also below one that has a folder.
     """
-    if FOLDER in os.environ or BY_PROMETHEUS in os.environ:
+    if BY_PROMETHEUS in os.environ or (FOLDER in os.environ and multiprocessing.parent_process()):
         return
     try:
         folder = tempfile.TemporaryDirectory(prefix="fp8moe-metrics-")

@@ -63,6 +63,14 @@ def test_workers_are_added_up(servers: str) -> None:
         assert shown.count(f"# TYPE fp8moe_{name} {kind}\n") == 1
 
 
+def test_a_server_below_another_one_shows_its_own_workers_alone(tmp_path: Path) -> None:
+    (tmp_path / "1.prom").write_text("# TYPE fp8moe_kernel_misses counter\nfp8moe_kernel_misses_total 7.0\n")
+    command = [sys.executable, "-c", SERVER, WORKER, '["a"]', '{"compiler": 1}', "one"]
+    environment = clean_environment() | {metrics.FOLDER: str(tmp_path)}
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    assert "fp8moe_kernel_misses_total 1.0\n" in shown
+
+
 def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in (metrics.FOLDER, metrics.BY_PROMETHEUS)}
 
@@ -82,7 +90,7 @@ def test_a_process_without_a_server_on_its_machine_says_so(monkeypatch: pytest.M
     for name in (metrics.FOLDER, metrics.BY_PROMETHEUS):
         monkeypatch.delenv(name, raising=False)
     tell()
-    assert logged == ["the kernels of this process are not counted at /metrics: it is of another machine"]
+    assert logged == ["the kernels of this process are not counted at /metrics: no server here shows them"]
 
 
 def test_a_folder_that_is_gone_costs_a_line_and_no_more(
@@ -103,6 +111,6 @@ def test_where_no_folder_can_be_made_the_server_starts_all_the_same(
     for name in (metrics.FOLDER, metrics.BY_PROMETHEUS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(metrics.tempfile, "TemporaryDirectory", refuse)
-    metrics.expose()
+    metrics.expose.__wrapped__()
     assert logged == ["kernels are not counted at /metrics: read-only"]
     assert metrics.FOLDER not in os.environ
