@@ -147,8 +147,9 @@ def watch_rows(
     if len(bad):
         raise WrongResultError(
             f"{op}: {describe(*bad[0].tolist())} comes out as NaN, one of {len(bad)} rows of {finite.numel()}, though "
-            "what went in is finite: weights hold NaN, or a kernel has read or left what nothing has written. Run "
-            "again with FP8MOE_BACKEND=reference; if that is right, report this with the shapes of the layer."
+            "what went in is finite: weights hold NaN, the layer overflows, or a kernel has read or left what nothing "
+            "has written. Run again with FP8MOE_BACKEND=reference; if that is right, report this with the layer's "
+            "shapes."
         )
 
 

@@ -98,7 +98,8 @@ def fused_moe(
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device, too many experts; with FP8MOE_DEBUG=1 also an id below
             -1 or too large.
-        WrongResultError: with FP8MOE_DEBUG=1, a token of finite values has NaN in its result.
+        WrongResultError: with FP8MOE_DEBUG=1, a token of finite values has NaN in its result. Not looked for where
+            `out` is `hidden_states`.
     """
     if activation != "silu":
         raise InvalidInputError(f"activation is {activation!r}, needs 'silu', the only one the kernels compute.")

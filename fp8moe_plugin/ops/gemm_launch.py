@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launcher import Launch, launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.quantize import Quantized, empty_scales, zero_counters
 from fp8moe_plugin.ops.route import Tiles
@@ -173,7 +174,7 @@ def launch_gate_up(
 
     `a` is `[M, H]` or `[G, max_m, H]`, `out` e4m3 `[M, I]` or `[G, max_m, I]` with scales from `empty_scales`. With
     `a_rows` int32 `[M]` row i of the tiles is row `a_rows[i]` of `a`, which is `[T, H]` with row-major scales; tiles of
-    `DECODE_BLOCK_M` need that.
+    `DECODE_BLOCK_M` need that, or raise `InvalidInputError`.
     """
     scales = _k_major(*a) if a_rows is None else (a[1], 0, 0)
     inner = Rows.of(out[0], (out[1], 0, 0))
@@ -182,6 +183,8 @@ def launch_gate_up(
     rows, weights, device_index = Rows.of(a[0], scales), Weights.of(w13), out[0].get_device()
     if tiles.block_m == PREFILL_BLOCK_M:
         launch(*gate_up_launch(rows, gathered, weights, inner, addresses, ue8m0, device_index))
+    elif a_rows is None:
+        raise InvalidInputError("tiles of DECODE_BLOCK_M need `a_rows`, the tokens that their rows are.")
     else:
         uncounted, unsplit = addresses._replace(ready=0), (0, 1)
         launch(*gate_up_swap_ab_launch(rows, gathered, weights, inner, uncounted, unsplit, ue8m0, device_index))
