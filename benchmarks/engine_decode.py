@@ -20,14 +20,20 @@ import re
 import signal
 import statistics
 import tempfile
-import textwrap
 import time
-import traceback
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_prefill import CONFIG_KEYS, DEFAULTS, ENGINES, in_own_process, read_config, read_report
+from benchmarks.engine_prefill import (
+    CONFIG_KEYS,
+    DEFAULTS,
+    ENGINES,
+    in_own_process,
+    read_config,
+    read_report,
+    run_and_answer,
+)
 from benchmarks.report import write_report
 from fp8moe_plugin.errors import UnsupportedError
 from warmup.bench_result import OURS, check_plot
@@ -177,12 +183,7 @@ def main() -> None:
         except UnsupportedError as error:
             parser.error(str(error))
     if args.run:
-        try:
-            found = run_engine(args)
-        except Exception as failure:  # noqa: BLE001 (an engine may fail in any way; the report says how)
-            traceback.print_exc()
-            found = {"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)}
-        args.out.write_text(json.dumps(found))
+        run_and_answer(lambda: run_engine(args), args.out)
         return
     names = args.engines.split(",")
     if unknown := set(names) - set(ENGINES):

@@ -23,6 +23,7 @@ import tempfile
 import textwrap
 import time
 import traceback
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,8 @@ def in_own_process(
     Nothing that it started outlives this.
     """
     with tempfile.TemporaryDirectory() as folder:
-        answer, log = Path(folder, "answer.json"), Path(folder, "log")
-        command = [sys.executable, "-m", module, "--run", name, "--out", str(answer)]
+        out, log = Path(folder, "answer.json"), Path(folder, "log")
+        command = [sys.executable, "-m", module, "--run", name, "--out", str(out)]
         command += [str(part) for option in options.items() for part in option]
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -99,7 +100,7 @@ def in_own_process(
         found: dict[str, Any]
         try:
             status = process.wait(timeout)
-            found = json.loads(answer.read_text()) if answer.exists() else {"error": f"ended with status {status}"}
+            found = json.loads(out.read_text()) if out.exists() else {"error": f"ended with status {status}"}
         except subprocess.TimeoutExpired:
             found = {"error": f"not done within {timeout:g} s"}
         finally:
@@ -109,6 +110,16 @@ def in_own_process(
         if "error" in found:
             print(log.read_text(errors="replace")[-12000:], flush=True)
         return found
+
+
+def run_and_answer(run: Callable[[], dict[str, Any]], out: Path) -> None:
+    """In that process: write what an engine has found, or its `error`."""
+    try:
+        found = run()
+    except Exception as failure:  # noqa: BLE001 (an engine may fail in any way; the report says how)
+        traceback.print_exc()
+        found = {"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)}
+    out.write_text(json.dumps(found))
 
 
 def line(name: str, found: dict[str, Any]) -> str:
@@ -187,12 +198,7 @@ def main() -> None:
         except UnsupportedError as error:
             parser.error(str(error))
     if args.run:
-        try:
-            found = run_engine(args)
-        except Exception as failure:  # noqa: BLE001 (an engine may fail in any way; the report says how)
-            traceback.print_exc()
-            found = {"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)}
-        args.out.write_text(json.dumps(found))
+        run_and_answer(lambda: run_engine(args), args.out)
         return
     names = args.engines.split(",")
     if unknown := set(names) - set(ENGINES):

@@ -17,14 +17,11 @@ kernels for few tokens answer.
 
 import argparse
 import hashlib
-import json
 import math
 import os
 import signal
 import sys
-import textwrap
 import time
-import traceback
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from benchmarks.engine_agreement import ENGINES
-from benchmarks.engine_prefill import CONFIG_KEYS, DEFAULTS, in_own_process, read_config
+from benchmarks.engine_prefill import CONFIG_KEYS, DEFAULTS, in_own_process, read_config, run_and_answer
 from benchmarks.report import installed, write_report
 from benchmarks.small_engines import EAGER
 from benchmarks.text import windows
@@ -234,12 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
     args = parse(arguments)
     if args.run:
-        try:
-            answer = run_engine(args)
-        except Exception as failure:  # noqa: BLE001 (an engine may fail in any way; the report says how)
-            traceback.print_exc()
-            answer = {"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)}
-        args.out.write_text(json.dumps(answer))
+        run_and_answer(lambda: run_engine(args), args.out)
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an engine must not outlive us
     report = about(args)

@@ -2,6 +2,8 @@
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from fp8moe_plugin import plan
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8, per_token_group_quant_fp8_reference
 from fp8moe_plugin.ops.route import Routing, Tiles
+from fp8moe_plugin.settings import settings
 
 GROUP = 128
 FP8 = torch.float8_e4m3fn
@@ -226,3 +229,15 @@ def assert_same_routing(actual: Routing, expected: Routing) -> None:
     rows = int(expected.num_rows)
     assert torch.equal(actual.tokens[:rows], expected.tokens[:rows])
     assert_same_tiles(actual.tiles, expected.tiles)
+
+
+@contextmanager
+def environment(variable: str, value: str) -> Iterator[None]:
+    """With a variable of `settings`, which a process else reads once."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(variable, value)
+            settings.cache_clear()
+            yield
+    finally:
+        settings.cache_clear()

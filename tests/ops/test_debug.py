@@ -28,12 +28,9 @@ def scratch_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("FP8MOE_DEBUG", "1")
-    settings.cache_clear()
-    yield
-    monkeypatch.undo()
-    settings.cache_clear()
+def debug() -> Iterator[None]:
+    with h.environment("FP8MOE_DEBUG", "1"):
+        yield
 
 
 @pytest.fixture
@@ -69,15 +66,12 @@ OPS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., list[torch.Tenso
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_right_result_is_the_same(gen, monkeypatch, op):
+def test_a_right_result_is_the_same(gen, op):
     run, make = OPS[op]
     call = make(gen)
     plain = run(*call)
-    monkeypatch.setenv("FP8MOE_DEBUG", "1")
-    settings.cache_clear()
-    watched = run(*call)
-    monkeypatch.undo()
-    settings.cache_clear()
+    with h.environment("FP8MOE_DEBUG", "1"):
+        watched = run(*call)
     assert plain.isfinite().all()
     assert h.same_bits(watched, plain)
 

@@ -8,16 +8,13 @@ import pytest
 import torch
 
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.settings import settings
+from tests import helpers as h
 
 
 @pytest.fixture
-def nvtx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("FP8MOE_NVTX", "1")
-    settings.cache_clear()
-    yield
-    monkeypatch.undo()
-    settings.cache_clear()
+def nvtx() -> Iterator[None]:
+    with h.environment("FP8MOE_NVTX", "1"):
+        yield
 
 
 def impl(*args: object) -> int:

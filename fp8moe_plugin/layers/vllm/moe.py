@@ -94,10 +94,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         kernels = prepare_kernels(keys, layer.w2_weight, self.warmup)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = self._make_kernel(layer)
-        backend, layout = (
-            "sm90" if uses_sm90(layer.w2_weight) else "reference",
-            "masked" if self.batched else "contiguous",
-        )
+        backend = "sm90" if uses_sm90(layer.w2_weight) else "reference"
+        layout = "masked" if self.batched else "contiguous"
         _announce(backend, layout, kernels)
         metrics.count_layer(self.prefix, backend, layout)
         metrics.tell(kernels)
