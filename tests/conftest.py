@@ -6,19 +6,21 @@ import os
 import sys
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 
 from fp8moe_plugin import ops  # noqa: F401  (loads the modules whose scratch is poisoned)
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.plan import HOPPER
+from fp8moe_plugin.settings import settings
 
-settings.register_profile(
+hypothesis.settings.register_profile(
     "ci", max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile("full", settings.get_profile("ci"), max_examples=200, derandomize=False)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+hypothesis.settings.register_profile("full", hypothesis.settings.get_profile("ci"), max_examples=200, derandomize=False)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,6 +55,14 @@ def has_hopper() -> bool:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The plain-torch reference ("cpu") and our kernels ("cuda") under one test body."""
     return torch.empty(0, device=request.param).device
+
+
+@pytest.fixture(autouse=True)
+def no_setting_left_behind() -> Iterator[None]:
+    """A variable that a test leaves set fails that test, not one that comes after it."""
+    before = settings()
+    yield
+    assert settings() == before
 
 
 @pytest.fixture(scope="session", autouse=True)

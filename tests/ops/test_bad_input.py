@@ -8,7 +8,6 @@ import torch
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.settings import settings
 from tests import helpers as h
 
 EXPERTS, ROWS, HIDDEN, INTERMEDIATE = 4, 6, 256, 128
@@ -229,12 +228,9 @@ OPS = sorted({case[0] for case in WRONG_CALLS.values()})
 
 
 @pytest.fixture
-def debug(monkeypatch):
-    monkeypatch.setenv("FP8MOE_DEBUG", "1")
-    settings.cache_clear()
-    yield
-    monkeypatch.undo()
-    settings.cache_clear()
+def debug():
+    with h.environment("FP8MOE_DEBUG", "1"):
+        yield
 
 
 def run(op: str, call: Call) -> None:

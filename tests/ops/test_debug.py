@@ -11,7 +11,6 @@ import torch
 from fp8moe_plugin import ops
 from fp8moe_plugin.errors import WrongResultError
 from fp8moe_plugin.ops import checks, workspace
-from fp8moe_plugin.settings import settings
 from tests import helpers as h
 from tests.test_plan import replace_everywhere
 
@@ -144,10 +143,9 @@ def test_a_layer_may_write_where_its_tokens_are(gen, debug):
 
 
 @pytest.mark.parametrize("mode", ["0", "1"])
-def test_scratch_is_poisoned_in_debug_mode_alone(debug, monkeypatch, mode):
-    monkeypatch.setenv("FP8MOE_DEBUG", mode)
-    settings.cache_clear()
-    scratch = workspace.empty((3, 128), torch.bfloat16, torch.device("cpu"))
+def test_scratch_is_poisoned_in_debug_mode_alone(mode):
+    with h.environment("FP8MOE_DEBUG", mode):
+        scratch = workspace.empty((3, 128), torch.bfloat16, torch.device("cpu"))
     assert h.untouched(scratch) if mode == "1" else (scratch == 0).all()
 
 
