@@ -9,6 +9,8 @@ benchmarks.engine_prefill, with CUDA graphs of the batch sizes alone: the others
 part of a step from the end of each router's top-k to the end of the last kernel of the layer's experts, from a profile
 of 16 steps of their own, in which kernels are further apart than without one; shared experts run beside it. Where it is
 null, kernels have other names than `ROUTER` and `LAST` know (they are in the report, with their time in a step).
+`gpu_ms`, from the same profile, is for how long in a step at least one kernel runs: what a host that keeps up with the
+GPU would make of the step.
 """
 
 import argparse
@@ -97,7 +99,12 @@ def profile(name: str, batch: int, generate: Any) -> dict[str, Any]:
     longest = sorted(per_step.items(), key=lambda item: -item[1])[:SHOWN]
     moe = [moe_us(trace, LAST[name]) for trace in traces]
     part = None if None in moe else round((moe[1] - moe[0]) / PROFILED_STEPS / 1e3, 4)  # type: ignore[operator]
-    return {"moe_ms": part, "kernels_us": {kernel[:120]: round(us, 2) for kernel, us in longest}}
+    busy = (busy_us(traces[1]) - busy_us(traces[0])) / PROFILED_STEPS / 1e3
+    return {
+        "gpu_ms": round(busy, 4),
+        "moe_ms": part,
+        "kernels_us": {kernel[:120]: round(us, 2) for kernel, us in longest},
+    }
 
 
 def kernels_of(call: Any) -> list[dict[str, Any]]:
@@ -113,6 +120,16 @@ def kernels_of(call: Any) -> list[dict[str, Any]]:
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     return sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
+
+
+def busy_us(kernels: list[dict[str, Any]]) -> float:
+    """For how long at least one of them runs, in order of their start."""
+    busy, until = 0.0, 0.0
+    for kernel in kernels:
+        end = kernel["ts"] + kernel["dur"]
+        busy += max(0.0, end - max(kernel["ts"], until))
+        until = max(until, end)
+    return busy
 
 
 def moe_us(kernels: list[dict[str, Any]], last: str) -> float | None:
@@ -133,7 +150,8 @@ def line(name: str, found: dict[str, Any]) -> str:
     if "error" in found:
         return f"{name:9} {found['error']}"
     steps = "  ".join(
-        f"{batch}: {row['ms']:.3f} ms" + (f" (MoE {row['moe_ms']:.3f})" if row["moe_ms"] is not None else "")
+        f"{batch}: {row['ms']:.3f} ms (GPU {row['gpu_ms']:.3f}"
+        + (f", MoE {row['moe_ms']:.3f})" if row["moe_ms"] is not None else ")")
         for batch, row in found["batches"].items()
     )
     return f"{name:9} {steps}  ready after {found['ready_s']:.0f} s"

@@ -112,13 +112,13 @@ def in_own_process(
         return found
 
 
-def run_and_answer(run: Callable[[], dict[str, Any]], out: Path) -> None:
-    """In that process: write what an engine has found, or its `error`."""
+def run_and_answer(run: Callable[[], dict[str, Any]], out: Path, longest: int = 300) -> None:
+    """In that process: write what an engine has found, or its `error` in at most `longest` characters."""
     try:
         found = run()
     except Exception as failure:  # noqa: BLE001 (an engine may fail in any way; the report says how)
         traceback.print_exc()
-        found = {"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)}
+        found = {"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", longest)}
     out.write_text(json.dumps(found))
 
 

@@ -25,7 +25,6 @@ import sys
 import tempfile
 import textwrap
 import time
-import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
@@ -38,7 +37,7 @@ import torch
 from pydantic import BaseModel
 
 from benchmarks.engine_agreement import ENGINES as PEERS
-from benchmarks.engine_prefill import in_own_process
+from benchmarks.engine_prefill import in_own_process, run_and_answer
 from benchmarks.placement import START_PLACED
 from benchmarks.report import installed, write_report
 from benchmarks.small_engines import (
@@ -432,12 +431,7 @@ def main() -> int:
             print(f"{name:13} {max(ENGINES[e].gpus for e in case.engines())} GPU  {case.check:6}  {case.what}")
         return 0
     if args.run:
-        try:
-            found = run_engine(args.run, args.checkpoints)
-        except Exception as failure:  # noqa: BLE001 (an engine may fail in any way; the report says how)
-            traceback.print_exc()
-            found = {"error": f"{type(failure).__name__}: {failure}"[:2000]}
-        args.out.write_text(json.dumps(found))
+        run_and_answer(lambda: run_engine(args.run, args.checkpoints), args.out, longest=2000)  # `REFUSALS` are sought
         return 0
     if unknown := set((args.cases or "").split(",")) - set(CASES) - {""}:
         parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")

@@ -10,9 +10,9 @@ default` and `deep_gemm default` are what `--quantization fp8` gives with that M
 windows, so differences are taken window by window; the intervals hold 95% of 10,000 draws of as many windows (paired
 bootstrap).
 
-The exit status is 1 if an engine fails, if ours differs from BF16 by more than 0.5%, or if it is worse than one of
-vLLM's own, which it is if the whole interval of their difference says so. With a small --max-num-batched-tokens the
-kernels for few tokens answer.
+The exit status is 1 if an engine fails, if ours differs from BF16 by more than 0.5%, if it is worse than one of
+vLLM's own, which it is if the whole interval of their difference says so, or if there is neither to hold it against.
+With a small --max-num-batched-tokens the kernels for few tokens answer.
 """
 
 import argparse
@@ -152,6 +152,8 @@ def faults(report: PerplexityReport) -> list[str]:
     """What keeps ours from passing, a sentence each."""
     found = [f"{name} failed: {engine.error}" for name, engine in report.engines.items() if engine.error]
     ours = report.engines.get(OURS)
+    if ours and not ours.error and not ours.against_bf16 and not report.ours_against_built_in:
+        found.append(f"{OURS} is held against nothing, neither {TWIN} nor {', '.join(BUILT_IN)}")
     if ours and ours.against_bf16 and abs(ours.against_bf16.percent) > LARGEST_DIFFERENCE:
         found.append(f"{OURS} is {ours.against_bf16} off BF16, more than {LARGEST_DIFFERENCE}%")
     for name, off in report.ours_against_built_in.items():

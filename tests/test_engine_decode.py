@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine_decode import LAST, moe_us
+from benchmarks.engine_decode import LAST, busy_us, moe_us
 from warmup.bench_result import OURS
 
 ROUTER_GEMM = "void vllm::moe::router_gemm_kernel_bf16_output<256>(float*)"
@@ -59,3 +59,9 @@ def test_a_router_of_several_kernels_ends_with_the_last_of_them():
 @pytest.mark.parametrize("names", [(), (ROUTER_GEMM, *ATTENTION), (TOPK, *DECODE[:-1]), (TOPK, *DECODE, TOPK), DECODE])
 def test_without_whole_layers_there_is_no_time(names):
     assert moe_us(trace(*names), LAST[OURS]) is None
+
+
+def test_the_gpu_is_busy_while_any_kernel_runs():
+    spans = [(0, 10), (3, 4), (8, 6), (20, 5), (25, 5), (26, 1)]
+    assert busy_us([{"ts": start, "dur": dur} for start, dur in spans]) == 14 + 10
+    assert busy_us([]) == 0

@@ -88,6 +88,11 @@ def test_an_engine_that_fails_is_a_fault_and_the_others_are_compared(summary):
     assert summary(bf16={"error": "no memory"}, ours=answer()).engines[perplexity.OURS].against_bf16 is None
 
 
+def test_ours_alone_is_a_fault(summary):
+    assert summary(ours=answer()).faults == [f"fp8moe is held against nothing, neither bf16 nor {TRITON}, {DEEP_GEMM}"]
+    assert summary(ours=answer(), triton=answer()).faults == []
+
+
 @pytest.fixture
 def model(tmp_path):
     write_tokenizer(tmp_path, 258)
