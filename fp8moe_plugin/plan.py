@@ -30,15 +30,13 @@ KEEP_B_UP_TO = 256  # channels of an expert; see keeps_b
 SMALL_BATCHES = (8, 16)  # tokens; see small_batch
 SMALL_BATCH_BYTES = 3 * 2**28  # of weights; see small_batch
 SMALL_BATCH_PAIRS = 176  # kMaxPairs of csrc/expert_list.cuh; 11 for each of 16 tokens
-SMALL_BATCH_STEPS = 8  # of 128 K, of a block: kMostSteps of csrc/gate_up_small_batch.cu
-GATE_UP_CLUSTERS = {8: (8,), 16: (8, 4)}  # blocks, by width; see gate_up_cluster
-SPARE_MULTIPROCESSORS = 8  # see gate_up_clusters
-CLUSTER_CHANNELS, CLUSTER_SPLITS = 64, 8  # kBlockN, kMaxSplits of csrc/cluster_sum.cuh
+SMALL_BATCH_HIDDEN = 8192  # kMostSteps of each block of a cluster of csrc/gate_up_small_batch.cu
+GATE_UP_CLUSTER, DOWN_CLUSTERS = 8, {8: 8, 16: 4}  # blocks; the latter by width
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
 DENSE_SWAP_AB_UP_TO, DENSE_SHORT_K_UP_TO = 128, 32  # rows; see dense_key
 DENSE_LONG_K = 4096  # channels; see dense_key
-DENSE_WIDTHS = (8, 16, 32, 64, 128)  # rows that dense_gemm_swap_ab multiplies
-DENSE_START = 4  # steps of 128 K; see dense_splits
+DENSE_WIDTHS = (8, 16, 32, 64, 128)  # rows of a tile of dense_gemm_swap_ab
+DENSE_SPLITS = 8  # see dense_share
 SMEM_BYTES = 227 * 1024  # of a block, the most there is
 MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends on it
 SPLIT_BYTES = 2**23  # see k_splits
@@ -52,13 +50,13 @@ SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 PARAMETERS = {
     "combine": "PPPPii",
     "count_experts": "PPPiiii",
-    "dense_gemm_swap_ab": "MMPiPPiiiii",
+    "dense_gemm_swap_ab": "MMPiPPPPiiiii",
     "down_small_batch": "MMPPPPPiiiiiiii",
     "gate_up_small_batch": "MPPPPPPPiiiiiii",
     "gate_up_swap_ab": "MPPPPPPPPPPiiiii",
     "grouped_gemm": "MMMMPiiPPPPPPPPPiii",
     "grouped_gemm_swap_ab": "MMPiiPPPPiiiiiPi",
-    "quantize": "PPPPiii",
+    "quantize": "PPPPiiiPi",
     "route": "PPPPPPPPPiiiiiii",
     "silu_mul_quant": "PPPPii",
     "tiles_of_counts": "PPPPiii",
@@ -141,8 +139,8 @@ def swap_ab_key() -> KernelKey:
 
 @functools.cache
 def dense_swap_ab_key() -> KernelKey:
-    """A dense GEMM of few rows; it has as many stages as leave room for two blocks on a multiprocessor."""
-    return KernelKey("dense_gemm_swap_ab", (), 160, SMEM_BYTES // 2 - 512)
+    """A dense GEMM of few rows, in tiles of `dense_width` rows; it has as many stages as there is room for."""
+    return KernelKey("dense_gemm_swap_ab", (), 384, SMEM_BYTES)
 
 
 @functools.cache
@@ -159,29 +157,28 @@ def gate_up_swap_ab_key(ue8m0: bool) -> KernelKey:
 
 
 @functools.cache
-def gate_up_small_batch_key(ue8m0: bool, width: int, cluster: int) -> KernelKey:
+def gate_up_small_batch_key(ue8m0: bool, width: int) -> KernelKey:
     """The first GEMM of the experts of up to `width` tokens, with their routing and quantization."""
-    stages = {(8, 8): 6, (16, 8): 5, (16, 4): 4}[
-        width, cluster
-    ]  # as many as leave room for two blocks on a multiprocessor
-    buffers, finished, steps = 1, width // cluster, SMALL_BATCH_STEPS
+    stages = {8: 5, 16: 4}[width]  # as many as leave room for two blocks on a multiprocessor
+    buffers, finished = 2, width // GATE_UP_CLUSTER
+    steps = SMALL_BATCH_HIDDEN // GROUP // GATE_UP_CLUSTER
     operands = stages * GROUP * 128 + steps * width * 128
     received = buffers * width * 2 * GROUP * 4
     scales_and_barriers = steps * width * 4 + stages * (2 * 4 + 16) + 4 + buffers * (finished * 8 + 8)
     smem = _align(operands + received + scales_and_barriers + EXPERT_LIST)
-    defines = (("CLUSTER", cluster), ("STAGES", stages), ("TOKENS", width), ("UE8M0", int(ue8m0)))
+    defines = (("CLUSTER", GATE_UP_CLUSTER), ("STAGES", stages), ("TOKENS", width), ("UE8M0", int(ue8m0)))
     return KernelKey("gate_up_small_batch", defines, 32 * (8 + 1 + finished), smem)
 
 
 @functools.cache
 def down_small_batch_key(width: int) -> KernelKey:
     """The second GEMM of the experts of up to `width` tokens, with the weighted sum of each token's."""
-    stages = {8: 10, 16: 9}[width]  # on a multiprocessor there is room for both kernels
-    operands = stages * (CLUSTER_CHANNELS + width) * 128
-    parts = 2 * (width + CLUSTER_SPLITS - 1) * CLUSTER_CHANNELS * 4
+    stages = 5  # on a multiprocessor there is room for both kernels
+    operands = stages * (GROUP + width) * 128
+    parts = width * GROUP * 4
     scales_and_barriers = stages * (width * 4 + 4 + 16) + 4 + 8
     smem = _align(operands + parts + scales_and_barriers + EXPERT_LIST)
-    defines = (("STAGES", stages), ("TOKENS", width))
+    defines = (("CLUSTER", DOWN_CLUSTERS[width]), ("STAGES", stages), ("TOKENS", width))
     return KernelKey("down_small_batch", defines, 320, smem)
 
 
@@ -230,7 +227,7 @@ def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
     gemms += [swap_ab_key(), gate_up_swap_ab_key(ue8m0)]
     gather = [gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
     routing = [count_experts_key(), route_key(), combine_key()]
-    gather += [gate_up_small_batch_key(ue8m0, width, c) for width, some in GATE_UP_CLUSTERS.items() for c in some]
+    gather += [gate_up_small_batch_key(ue8m0, width) for width in SMALL_BATCHES]
     gather += [down_small_batch_key(width) for width in SMALL_BATCHES]
     return [*gemms, *gather, quantize_key(ue8m0, Layout.PERMUTED), *routing]
 
@@ -264,9 +261,8 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
         combine_key(): "the weighted sum of each token's rows",
     }
     for width in SMALL_BATCHES:
-        for cluster in GATE_UP_CLUSTERS[width]:
-            first = gate_up_small_batch_key(model.ue8m0, width, cluster)
-            why[first] = f"all up to the second GEMM of the experts of up to {width} tokens"
+        first = gate_up_small_batch_key(model.ue8m0, width)
+        why[first] = f"all up to the second GEMM of the experts of up to {width} tokens"
         why[down_small_batch_key(width)] = "that one with the weighted sum of each token's"
     layers = (moe_kernels(model.ue8m0, batched) for batched in (False, True))
     return {key: why[key] for key in dict.fromkeys([*linear_kernels(model.ue8m0), *itertools.chain(*layers)])}
@@ -298,48 +294,33 @@ def small_batch(tokens: int, topk: int, hidden: int, intermediate: int, local_ex
     kernels stream them 3% faster; with more tokens the blocks of a cluster need longer parts of K than `hidden` of
     some models has for them.
     """
-    pairs, most_hidden = tokens * topk, SMALL_BATCH_STEPS * GROUP * GATE_UP_CLUSTERS[8][0]
-    fits = not batch_invariant() and pairs <= SMALL_BATCH_PAIRS and topk <= 32 and hidden <= most_hidden
+    pairs, steps = tokens * topk, hidden // GROUP // GATE_UP_CLUSTER
+    fits = not batch_invariant() and pairs <= SMALL_BATCH_PAIRS and topk <= 32 and hidden <= SMALL_BATCH_HIDDEN
     if not fits or 3 * hidden * intermediate * pairs * local_experts / global_experts > SMALL_BATCH_BYTES:
         return 0
     narrow, wide = SMALL_BATCHES
-    steps = hidden // GROUP // gate_up_cluster(wide, hidden)
     return narrow if tokens <= narrow else wide if tokens <= wide and steps >= 4 else 0
 
 
-def gate_up_cluster(width: int, hidden: int) -> int:
-    """How many blocks of a cluster share a tile of gate_up_small_batch, and divide K: as few as have room for it."""
-    return min(cluster for cluster in GATE_UP_CLUSTERS[width] if hidden <= SMALL_BATCH_STEPS * GROUP * cluster)
-
-
-def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
+def gate_up_clusters(tiles: int, multiprocessors: int) -> int:
     """How many clusters of gate_up_small_batch share at most `tiles` tiles.
 
-    Fewer than would fill the GPU: where its parts have no multiples of a cluster of multiprocessors, two clusters have
-    to share theirs. With few tiles each that is the lesser evil than one round of tiles more.
+    One fewer than would fill the GPU: where its parts have no multiples of a cluster of multiprocessors, two clusters
+    have to share theirs. With few tiles each that is the lesser evil than one round of tiles more.
     """
-    clusters = max(multiprocessors // cluster, 2)
-    fewer = max(clusters - SPARE_MULTIPROCESSORS // cluster, 1)
-    return min(tiles, clusters if tiles <= 3 * clusters else fewer)
+    clusters = max(multiprocessors // GATE_UP_CLUSTER, 2)
+    return min(tiles, clusters if tiles <= 3 * clusters else clusters - 1)
 
 
-def clusters_at_once(blocks: int) -> int:
-    """How many clusters of `blocks` blocks, two of which fit a multiprocessor, run at once on an H200.
+def down_splits(hidden: int, width: int) -> int:
+    """How many blocks share 128 channels of down_small_batch: as many as run at once on an H200, in whole clusters.
 
-    A pair fewer than would fill it, as in gate_up_clusters.
+    Two have room on a multiprocessor; of clusters there are a pair fewer than would fill it, as in gate_up_clusters. An
+    expert with few blocks of K leaves some without work; that costs less than fewer blocks, of which each has more.
     """
-    return 2 * (MULTIPROCESSORS // blocks - (blocks > 1))
-
-
-def down_splits(hidden: int, intermediate: int) -> int:
-    """How many blocks of a cluster share 64 channels of down_small_batch, and divide K.
-
-    As many as run at once on an H200 and get equal parts; where that makes few blocks, as many as run at once.
-    """
-    columns, steps = hidden // CLUSTER_CHANNELS, intermediate // GROUP
-    fit = [s for s in range(1, CLUSTER_SPLITS + 1) if s == 1 or columns <= clusters_at_once(s)]
-    even = max(s for s in fit if steps % s == 0)
-    return even if columns * even >= MULTIPROCESSORS * 3 // 4 else max(fit)
+    cluster = DOWN_CLUSTERS[width]
+    blocks = 2 * (MULTIPROCESSORS // cluster - 1) * cluster
+    return max(s for s in (1, 2, 4, 8) if s == 1 or (s <= cluster and hidden // GROUP * s <= blocks))
 
 
 def moe_block_m(tokens: int, topk: int, global_experts: int) -> int:
@@ -357,27 +338,25 @@ def gathers(intermediate: int, block_m: int) -> bool:
 
 
 def dense_width(m: int) -> int:
-    """How many rows dense_gemm_swap_ab multiplies for `m`."""
-    return next(width for width in DENSE_WIDTHS if m <= width)
+    """Rows of a tile of dense_gemm_swap_ab: of the only one, or of each where there are more."""
+    return next((width for width in DENSE_WIDTHS if m <= width), DENSE_WIDTHS[-1])
 
 
-def dense_splits(n: int, k: int) -> int:
-    """How many blocks of a cluster share 64 columns of dense_gemm_swap_ab, and divide K.
+def dense_share(n: int, k: int, sms: int) -> int:
+    """How many units of 128 weight rows by 128 K a block of dense_gemm_swap_ab streams: all the same, in one round.
 
-    The number of tokens does not matter, so that the sums of a row, down to the last bit, depend on no other row.
+    At least so many that `DENSE_SPLITS` blocks share a tile at most. The number of tokens does not matter, so that the
+    sums of a row, down to the last bit, depend on no other row.
     """
-    return 1 if batch_invariant() else _dense_splits(n, k)
+    steps, tiles = k // GROUP, ceil_div(n, GROUP)
+    if batch_invariant():
+        return ceil_div(tiles, sms) * steps
+    return max(ceil_div(tiles * steps, sms), ceil_div(steps - 1, DENSE_SPLITS - 1), 1)
 
 
-@functools.cache
-def _dense_splits(n: int, k: int) -> int:
-    """The number for which rounds of clusters, as long as the longest part of K and a start, are the fewest steps."""
-    columns, steps = ceil_div(n, CLUSTER_CHANNELS), k // GROUP
-
-    def time(splits: int) -> int:
-        return ceil_div(columns, clusters_at_once(splits)) * (ceil_div(steps, splits) + DENSE_START)
-
-    return min(range(1, min(CLUSTER_SPLITS, steps) + 1), key=time)
+def dense_counters(m: int, n: int) -> int:
+    """Of tiles of dense_gemm_swap_ab, two each."""
+    return 2 * ceil_div(m, dense_width(m)) * ceil_div(n, GROUP)
 
 
 def k_splits(rows: int, experts: int, hidden: int, intermediate: int) -> int:

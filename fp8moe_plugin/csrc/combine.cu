@@ -14,7 +14,6 @@ extern "C" __global__ __launch_bounds__(THREADS) void combine(const uint4* __res
                                                                const int* __restrict__ slots,
                                                                const float* __restrict__ weights,
                                                                uint4* __restrict__ out, int vectors, int topk) {
-    let_next_kernel_start();
     wait_for_previous_kernel();
     const int blocks_per_token = ceil_div(vectors, THREADS);
     const int token = blockIdx.x / blocks_per_token;

@@ -22,8 +22,6 @@ DEVICE int lane_of_warp() { return threadIdx.x % kWarp; }
 // ended; then it runs beside that one, and beside all before that one back to the last kernel launched normally.
 // wait_for_previous_kernel returns when the kernel just before has ended, and what it wrote is visible. At least one
 // block of every kernel launched early calls it before it ends: who is launched normally then follows all of them.
-// The first kernel of a layer, behind one of somebody else, lets the next one start only when it has waited: then what
-// is before the layer has ended for all of them. The last one lets somebody else's start, who waits if launched early.
 
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -14,12 +14,11 @@ struct ExpertIds {
     // kNoExpert for a pair whose expert is not here, and past the last pair.
     DEVICE int expert_of(int pair) const { return here(id_of(pair)); }
 
-    // The same in two steps, each a load, so that those of several pairs can be in flight together. Past L1: a kernel
-    // that does not wait itself before it reads ids may run where an older line of them is left.
+    // The same in two steps, each a load, so that those of several pairs can be in flight together.
     DEVICE int id_of(int pair) const {
         if (pair >= pairs) return kNoExpert;
         const int* words = static_cast<const int*>(ids) + (ids_64 ? 2 * i64(pair) : pair);
-        const int id = __ldcg(words), high = ids_64 ? __ldcg(words + 1) : 0;  // of 64 bits
+        const int id = words[0], high = ids_64 ? words[1] : 0;  // of 64 bits
         return high == 0 && id >= 0 && id < global_experts ? id : kNoExpert;
     }
     DEVICE int here(int id) const {

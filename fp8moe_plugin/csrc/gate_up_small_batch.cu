@@ -3,7 +3,7 @@
 //
 // A tile is 128 channels of an expert, their 256 rows of weights, by all tokens of the step: whose they are matters
 // only at the end. A cluster of blocks shares a tile, each block a part of K. Each sends its sums to the block that
-// finishes the token, into a buffer in that block's shared memory, where they are added up in the order of
+// finishes the token, into one of two buffers in that block's shared memory, where they are added up in the order of
 // the blocks while the next tile is multiplied.
 //
 // Roles: two math warpgroups, of the gate's and the other half's rows; a warp that loads the weights; for each token
@@ -17,7 +17,8 @@
 //                   not have the expert, nothing for one that there is not
 // UE8M0: 1 rounds scales up to powers of two, before the router's weight comes in.
 //
-// Grid: any number of clusters; a multiprocessor has room for two blocks. Launched early, as the first of a layer.
+// Grid: any number of clusters; a multiprocessor has room for two blocks. The next kernel may start at once, see
+// common.cuh.
 #include "expert_list.cuh"
 #include "fp8.cuh"
 #include "ring.cuh"
@@ -27,7 +28,7 @@ constexpr int kTokens = TOKENS, kCluster = CLUSTER, kStages = STAGES;
 constexpr int kBlockI = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathWarps = 8, kMathThreads = kMathWarps * kWarp;
 constexpr int kSlabs = 2;                      // of 64 rows of weights, of a warpgroup; a stage has one of each
-constexpr int kBuffers = 1;                    // for the exchange of sums
+constexpr int kBuffers = 2;                    // for the exchange of sums
 constexpr int kFinished = kTokens / kCluster;  // tokens a block finishes
 constexpr int kLoadWarp = kMathWarps, kFinishWarp = kLoadWarp + 1, kWarps = kFinishWarp + kFinished;
 static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
@@ -164,7 +165,7 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int ha
             barrier_wait(shared.full(s), ring.phase);
             float product[kTokens / 2], scale[kTokens / 4];
             wgmma_fence();
-            wgmma_issue(product, shared.weights(s, half), shared.x(step, 0));
+            wgmma_issue_k128(product, shared.weights(s, half), shared.x(step, 0));
             wgmma_commit();
             float half_scale = load_shared_float(shared.weight_scale(s, half));
 #pragma unroll
@@ -282,13 +283,14 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
     const Share share(step);
     const ExpertIds router{ids, expert_map, ids_64, tokens * topk, global_experts, num_experts};
     ExpertList& list = shared.list();
+    let_next_kernel_start();
     int warp = warp_uniform(threadIdx.x / kWarp);
     bool math = warp < kMathWarps;
-    if (warp == kLoadWarp && lane_of_warp() == 0) prefetch(&w_map);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
     const Tokens own_part(step, share, math ? x : nullptr);
-    if (warp == kLoadWarp) list_experts(router, list);
+    if (warp == kLoadWarp) {
+        if (lane_of_warp() == 0) prefetch(&w_map);
+        list_experts(router, list);
+    }
     if (threadIdx.x == 0) {
         for (int i = 0; i < kBuffers; ++i) {
             for (int finished = 0; finished < kFinished; ++finished) barrier_init(shared.received(i, finished), 1);

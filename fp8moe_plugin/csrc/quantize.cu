@@ -4,10 +4,10 @@
 //       slots   int32 [tokens, topk] (LAYOUT_PERMUTED only), the rows that get a token; -1 for none
 // Out:  q       e4m3 [rows, K];  rows = tokens, with LAYOUT_PERMUTED tokens * topk
 //       scales  float32 [groups, rows], at scale_pitch(rows); with LAYOUT_ROW_MAJOR [rows, groups]
+//       zeroed  int32 [zeros], counters that the next kernel needs at zero
 //
 // UE8M0: 1 rounds scales up to powers of two.
-// Launched early with LAYOUT_ROW_MAJOR, when it waits last: no kernel beside it may touch what it reads or writes; and
-// for few tokens of a dense layer, whose first kernel it is.
+// With LAYOUT_ROW_MAJOR it is launched early and waits last: no kernel beside it may touch what it reads or writes.
 // A half-warp holds a group in 16 bytes a lane, for four tokens at once: loads in flight, and the eight tokens of
 // a warp fill a 32-byte sector of K-major scales.
 #include "common.cuh"
@@ -20,18 +20,16 @@
 constexpr int kTokensPerLane = 4;
 constexpr int kTokensPerWarp = kTokensPerLane * (kWarp / kGroupLanes);
 
-// With LAYOUT_PERMUTED L2 is better used by what is written: a fifth faster at 8192 tokens. With LAYOUT_ROW_MAJOR it is
-// past L1, where an older line may be left: only the kernel before this one has waited for who writes x.
-DEVICE uint4 load_token(const uint4* x) {
-    return LAYOUT == LAYOUT_PERMUTED ? __ldcs(x) : LAYOUT == LAYOUT_ROW_MAJOR ? __ldcg(x) : __ldg(x);
-}
+// With LAYOUT_PERMUTED L2 is better used by what is written: a fifth faster at 8192 tokens. Else the plain load is.
+DEVICE uint4 load_token(const uint4* x) { return LAYOUT == LAYOUT_PERMUTED ? __ldcs(x) : __ldg(x); }
 
 extern "C" __global__ __launch_bounds__(THREADS) void quantize(const uint4* __restrict__ x, uint2* __restrict__ q,
                                                                 float* __restrict__ scales,
                                                                 const int* __restrict__ slots, int tokens, int groups,
-                                                                int topk) {
-    if (LAYOUT == LAYOUT_K_MAJOR) wait_for_previous_kernel();
+                                                                int topk, int* __restrict__ zeroed, int zeros) {
     let_next_kernel_start();
+    if (blockIdx.x == 0)
+        for (int i = threadIdx.x; i < zeros; i += THREADS) zeroed[i] = 0;
     const int warp = blockIdx.x * (THREADS / kWarp) + threadIdx.x / kWarp;
     const int group = warp % groups;
     const int warp_token = warp / groups * kTokensPerWarp;

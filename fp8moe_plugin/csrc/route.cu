@@ -9,7 +9,7 @@
 //       table, num_tiles, ready  see write_table in tile_table.cuh
 //
 // Grid: chunks of THREADS pairs, a thread a pair.    num_experts: at most THREADS.
-// Launched early, as the first of a layer; behind count_experts, if there is more than one chunk.
+// Launched early, behind count_experts, if there is more than one chunk.
 // No atomics decide an order, so it is the same in each run: a pair comes behind those of the chunks before its own, of
 // the warps before its own, of the lanes before its own.
 #include "expert_ids.cuh"
@@ -68,7 +68,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void route(
     int* __restrict__ tokens, int* __restrict__ num_rows, int4* __restrict__ table, int* __restrict__ num_tiles,
     int* __restrict__ ready, int ids_64, int pairs, int topk, int global_experts, int num_experts, int block_m,
     int tile_counters) {
-    if (gridDim.x == 1) wait_for_previous_kernel();
     let_next_kernel_start();
     __shared__ int totals[THREADS];     // pairs of each expert in all chunks
     __shared__ int next_rows[THREADS];  // the row of its first pair in this chunk

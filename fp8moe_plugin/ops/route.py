@@ -216,9 +216,9 @@ def route_launches(
     chunks, launches = route_chunks(pairs), []
     if chunks > 1:
         counted = (*inputs, int(ids_64), pairs, global_experts, num_experts)
-        launches.append(Launch(count_experts_key(), chunks, counted, device_index, early=True))
+        launches.append(Launch(count_experts_key(), chunks, counted, device_index))
     args = (*inputs, *results, int(ids_64), *sizes)
-    return [*launches, Launch(route_key(), chunks, args, device_index, early=True)]
+    return [*launches, Launch(route_key(), chunks, args, device_index, early=chunks > 1)]
 
 
 def _launch_tiles_of_counts(counts: torch.Tensor, max_m: int, tiles: Tiles) -> None:

@@ -23,7 +23,7 @@ from fp8moe_plugin.plan import (
     Layout,
     Output,
     combine_key,
-    dense_splits,
+    dense_share,
     dense_swap_ab_key,
     down_small_batch_key,
     gate_up_small_batch_key,
@@ -34,6 +34,7 @@ from fp8moe_plugin.plan import (
     swap_ab_key,
     tiles_of_counts_key,
 )
+from fp8moe_plugin.shapes import GROUP
 from tests import helpers as h
 from tests.emulator.build import CSRC, Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
@@ -89,7 +90,7 @@ def second_gemm_that_keeps_weights(emulator: Device, seed: int) -> None:
 
 def dense_layer(emulator: Device, seed: int) -> None:
     gen, (m, n, k) = h.seeded(0, torch.device("cpu")), (5, 128, 512)
-    assert dense_splits(n, k) > 1, "blocks share columns"
+    assert dense_share(n, k, MULTIPROCESSORS) < k // GROUP, "blocks share the tile"
     x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
     out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
     assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
@@ -138,7 +139,7 @@ def layers_in_a_row(emulator: Device, seed: int) -> None:
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
 NARROW = dense_swap_ab_key(), quantize_key(False, Layout.K_MAJOR)
 FEW = swap_ab_key(), gate_up_swap_ab_key(False), quantize_key(False, Layout.ROW_MAJOR), route_key(), combine_key()
-SMALL_BATCH = gate_up_small_batch_key(False, 8, 8), down_small_batch_key(8)
+SMALL_BATCH = gate_up_small_batch_key(False, 8), down_small_batch_key(8)
 KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
 KERNELS = {  # to be compiled ahead
     second_gemm: WIDE,
@@ -210,7 +211,7 @@ FAULTS = {
         "gemm_layout.cuh", " && tile.column == column", "", second_gemm_that_keeps_weights, WRONG_RESULT
     ),
     "a block adds up the splits of a tile before all are there": Fault(
-        "split_k.cuh", "== splits - 1)", "== splits - 2)", layers_in_a_row, WRONG_RESULT
+        "split_k.cuh", "== splits - 1)", "== splits - 2)", dense_layer, WRONG_RESULT
     ),
     "tokens are loaded beside the kernel that quantizes them": Fault(
         "dense_gemm_swap_ab.cu",
@@ -294,8 +295,8 @@ FAULTS = {
     ),
     "who adds up an expert's part depends on the other experts": Fault(
         "down_small_batch.cu",
-        "share.first_k(list.experts[unit.i])",
-        "share.first_k(unit.i)",
+        "share.one_token ? unit.i : list.experts[unit.i]",
+        "unit.i",
         token_among_others,
         WRONG_RESULT,
         multiprocessors=CLUSTERS,

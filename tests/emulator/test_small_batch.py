@@ -76,8 +76,8 @@ def test_where_no_multiprocessor_has_room_for_both_kernels(
     assert max(run_layers(emulator, seed, 3, 256, 128, small_batch=8)) <= MOST_ERROR
 
 
-@pytest.mark.parametrize("hidden", [128, 384])
-@pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("hidden", [128, 384])  # fewer blocks of channels than whole clusters have
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
 def test_channels_are_shared_by_any_number_of_blocks(
     emulator: Device, narrow: None, monkeypatch: pytest.MonkeyPatch, hidden: int, splits: int
 ) -> None:
@@ -138,7 +138,7 @@ def test_ids_of_64_bits_are_mapped_to_local_experts(emulator: Device, narrow: No
     assert h.relative_l2(plain, h.layer_reference(x, layer, weights, local, quantized=True)) <= MOST_ERROR
 
 
-@pytest.mark.parametrize(("tokens", "intermediate", "splits"), [(2, 128, 8), (8, 384, 2), (9, 128, 7), (16, 384, 3)])
+@pytest.mark.parametrize(("tokens", "intermediate", "splits"), [(2, 128, 8), (8, 384, 2), (9, 128, 2), (16, 384, 4)])
 def test_a_token_depends_on_no_other_token(
     emulator: Device, monkeypatch: pytest.MonkeyPatch, tokens: int, intermediate: int, splits: int
 ) -> None:

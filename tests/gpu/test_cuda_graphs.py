@@ -87,50 +87,6 @@ def test_layers_of_decode_in_a_row_follow_their_routings(gen, tokens):
     assert_replays_equal_eager(run, draw)
 
 
-# The first kernel of a layer is launched early, beside whoever writes what it reads.
-@pytest.mark.parametrize("before", ["kernel", "copy", "other_stream"])
-@pytest.mark.parametrize("tokens", [1, 16, 200, 600])
-def test_a_layer_follows_who_writes_what_it_reads(gen, tokens, before):
-    layer, weight = h.random_layer(gen, EXPERTS, HIDDEN, 256), h.random_weights(gen, 256, HIDDEN)
-    slow, side = torch.zeros(4096, 4096, dtype=torch.bfloat16, device="cuda"), torch.cuda.Stream()
-
-    def draw() -> tuple[torch.Tensor, ...]:
-        return h.random_tokens(gen, tokens, HIDDEN), *h.random_routing(gen, "distinct", tokens, TOPK, EXPERTS)
-
-    given = draw()
-    own = [torch.empty_like(tensor) for tensor in given]
-
-    def write() -> None:
-        slow @ slow
-        for mine, tensor in zip(own, given, strict=True):
-            if before == "kernel":
-                torch.bitwise_or(h.bits(tensor), 0, out=h.bits(mine))
-            else:
-                mine.copy_(tensor)
-
-    def run() -> torch.Tensor:
-        results = []
-        for layer_of in (lambda: ops.fused_moe(own[0], *layer, *own[1:]), lambda: ops.fp8_linear(own[0], *weight)):
-            for mine in own:
-                h.bits(mine).fill_(-1)
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side if before == "other_stream" else torch.cuda.current_stream()):
-                write()
-            torch.cuda.current_stream().wait_stream(side)
-            results.append(layer_of())
-        return torch.cat(results, dim=1)
-
-    graph, result = capture(run)
-    for _ in range(20):
-        for tensor, fresh in zip(given, draw(), strict=True):  # what L1 still has of an earlier step is wrong now
-            tensor.copy_(fresh)
-        expected = torch.cat([ops.fused_moe(given[0], *layer, *given[1:]), ops.fp8_linear(given[0], *weight)], dim=1)
-        assert h.same_bits(run(), expected)
-        h.bits(result).fill_(-1)
-        graph.replay()
-        assert h.same_bits(result, expected)
-
-
 # All have the scratch of the one pool; the last does not stream the weights.
 def test_graphs_of_several_sizes_take_turns(gen):
     shape = graph_replays.Shape(EXPERTS, HIDDEN, 256, TOPK)

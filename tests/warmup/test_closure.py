@@ -10,7 +10,6 @@ from fp8moe_plugin.plan import (
     Output,
     dense_key,
     down_small_batch_key,
-    gate_up_cluster,
     gate_up_small_batch_key,
     grouped_key,
     linear_kernels,
@@ -38,8 +37,8 @@ def small_batches(model: Model, way: Parallel) -> set[KernelKey]:
     sizes = local.topk, local.hidden, local.intermediate, local.experts, model.experts.experts
     widths = {small_batch(tokens, *sizes) for tokens in range(1, 257)} - {0}
     assert widths, "no model is without"
-    first = {gate_up_small_batch_key(model.ue8m0, width, gate_up_cluster(width, local.hidden)) for width in widths}
-    return first | {down_small_batch_key(width) for width in widths}
+    kernels = ((gate_up_small_batch_key(model.ue8m0, width), down_small_batch_key(width)) for width in widths)
+    return {key for pair in kernels for key in pair}
 
 
 def dense_gemms(n: int) -> set[KernelKey]:
