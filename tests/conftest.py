@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ import torch
 from hypothesis import HealthCheck
 
 from fp8moe_plugin import ops  # noqa: F401  (loads the modules whose scratch is poisoned)
+from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops import workspace
+from fp8moe_plugin.ops.checks import poison
 from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.settings import settings
 
@@ -65,6 +68,14 @@ def no_setting_left_behind() -> Iterator[None]:
     assert settings() == before
 
 
+@pytest.fixture
+def plugin_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What the plugin logs, also where vLLM keeps its lines from the root logger, at which `caplog` listens."""
+    monkeypatch.setattr(logging.getLogger("fp8moe"), "parent", logging.getLogger())
+    log_once.cache_clear()
+    return caplog
+
+
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_workspace() -> Iterator[None]:
     """Scratch starts as 0xFF bytes, NaN in every float dtype, so that reading what nobody wrote shows."""
@@ -72,9 +83,7 @@ def poisoned_workspace() -> Iterator[None]:
 
     @functools.wraps(plain)
     def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        scratch = plain(shape, dtype, device)
-        scratch.view(torch.uint8).fill_(0xFF)
-        return scratch
+        return poison(plain(shape, dtype, device))
 
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):

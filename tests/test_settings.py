@@ -1,13 +1,12 @@
 """The README's table of settings says what settings.py says, no more and no less; other values and names are told."""
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.settings import Settings, settings
+from tests import helpers as h
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -29,32 +28,19 @@ def environment_value(default: object) -> str:
     return f"`{int(default)}`" if isinstance(default, bool) else f"`{default}`"
 
 
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    settings.cache_clear()
-    yield
-    settings.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [("FP8MOE_BACKEND", "cuda", "'auto', 'sm90' or 'reference'"), ("FP8MOE_DEBUG", "maybe", "0 or 1")],
 )
-def test_a_value_that_is_not_allowed_is_refused(
-    fresh: None, monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(UnsupportedError, match=f"{name} is '{value}'. Input should be {allowed}. Change or unset"):
+def test_a_value_that_is_not_allowed_is_refused(name: str, value: str, allowed: str) -> None:
+    refused = pytest.raises(UnsupportedError, match=f"{name} is '{value}'. Input should be {allowed}. Change or unset")
+    with h.environment(name, value), refused:
         settings()
 
 
-def test_a_misspelt_variable_costs_one_warning(
-    fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(logging.getLogger("fp8moe"), "parent", logging.getLogger())  # where caplog listens
-    monkeypatch.setenv("FP8MOE_BACKED", "reference")
-    monkeypatch.setenv("FP8MOE_DEBUG", "1")
-    settings()
-    settings()
+def test_a_misspelt_variable_costs_one_warning(plugin_log: pytest.LogCaptureFixture) -> None:
+    with h.environment("FP8MOE_BACKED", "reference"), h.environment("FP8MOE_DEBUG", "1"):
+        settings()
+        settings()
     known = "FP8MOE_BACKEND, FP8MOE_BUNDLE, FP8MOE_CACHE_DIR, FP8MOE_DEBUG, FP8MOE_JIT, FP8MOE_NVTX"
-    assert caplog.messages == [f"fp8moe: ignores FP8MOE_BACKED; its variables are {known}"]
+    assert plugin_log.messages == [f"fp8moe: ignores FP8MOE_BACKED; its variables are {known}"]

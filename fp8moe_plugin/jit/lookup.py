@@ -1,6 +1,5 @@
 """Where does the cubin of this key come from: the bundle, the cache, or the compiler?"""
 
-import functools
 import logging
 import os
 import shlex
@@ -13,6 +12,7 @@ from fp8moe_plugin.errors import CacheError, KernelNotPrecompiled
 from fp8moe_plugin.jit import cache
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import compile_kernel, entry_name, nvrtc_version
+from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.settings import settings
 
@@ -64,14 +64,14 @@ def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
             "as this user and with the same FP8MOE_* variables, or set FP8MOE_JIT=allow to compile it at every start."
         )
     if jit == "warn":
-        _warn_once(f"kernels are compiled at start; `{command}` does it before")
+        log_once(logging.WARNING, f"kernels are compiled at start; `{command}` does it before")
     made = compile_into_cache(key)
     if made.compiled:
         logger.log(logging.WARNING if jit == "warn" else logging.INFO, "fp8moe: compiled %s (%s)", key, why)
     if made.faults:
         logger.warning("fp8moe: %s may be slow, %s compiled it with: %s", key, nvrtc_version(), "; ".join(made.faults))
     if made.not_kept:
-        _warn_once(f"compiled kernels serve this process and are not kept: {made.not_kept}")
+        log_once(logging.WARNING, f"compiled kernels serve this process and are not kept: {made.not_kept}")
     return Found(made.cubin, Origin.COMPILER if made.compiled else Origin.CACHE)
 
 
@@ -88,7 +88,7 @@ def find(key: KernelKey) -> Found:
             return Found(read_bundle(bundle).cubin(key), Origin.BUNDLE)
         except (CacheError, cache.Missing) as error:
             reasons.append(str(error))
-            _warn_once(f"the bundle does not serve all kernels: {error}")
+            log_once(logging.WARNING, f"the bundle does not serve all kernels: {error}")
     try:
         return Found(cache.read(entry_name(key, nvrtc_version())), Origin.CACHE)
     except cache.Missing as error:
@@ -136,8 +136,3 @@ def bundle_path() -> Path | None:
 def warmup_command(warmup: str, bundle: Path | None) -> str:
     """The command `warmup`, or the one that makes the bundle anew where a bundle is in use."""
     return f"{warmup.replace(WARMUP, f'{WARMUP} bundle')} --bundle {shlex.quote(str(bundle))}" if bundle else warmup
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning("fp8moe: %s", text)

@@ -1,6 +1,5 @@
 """Checks of what a caller hands to an op: each failure says what is wrong, what is needed, and what to do."""
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +7,9 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError, WrongResultError
+from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.settings import settings
 from fp8moe_plugin.shapes import GROUP, N_MULTIPLE, ceil_div
-
-logger = logging.getLogger("fp8moe")
 
 FP8 = torch.float8_e4m3fn
 MAX_SIGNATURES = 1024  # to remember; one a length of step and kind of layer
@@ -109,22 +107,18 @@ def debugs(on_gpu: bool) -> bool:
     if not settings().debug:
         return False
     if on_gpu and torch.cuda.is_current_stream_capturing():
-        _say_that_graphs_are_not_checked()
+        log_once(
+            logging.WARNING,
+            "FP8MOE_DEBUG=1 checks nothing in CUDA graphs, which cannot wait for the device. "
+            "Run with --enforce-eager to check every step.",
+        )
         return False
     return True
 
 
-@functools.cache  # one line is enough
-def _say_that_graphs_are_not_checked() -> None:
-    logger.warning(
-        "fp8moe: FP8MOE_DEBUG=1 checks nothing in CUDA graphs, which cannot wait for the device. "
-        "Run with --enforce-eager to check every step."
-    )
-
-
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill with bytes 0xFF, NaN in every float dtype."""
-    tensor.view(torch.uint8).fill_(0xFF)
+    tensor.data.view(torch.uint8).fill_(0xFF)
     return tensor
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
+from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops.fused_moe import batched_experts as _batched_experts
 from fp8moe_plugin.ops.fused_moe import fused_moe as _fused_moe
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.settings import settings
-
-logger = logging.getLogger("fp8moe")
 
 FUSED_MOE = (
     "fused_moe(Tensor hidden_states, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor topk_weights, "
@@ -52,7 +51,7 @@ def in_range(op: str, impl: Callable[..., Any]) -> Callable[..., Any]:
     if not settings().nvtx:
         return impl
     if torch.version.cuda is None:
-        _say_that_there_are_no_ranges()
+        log_once(logging.WARNING, "FP8MOE_NVTX=1 is ignored, this torch is built without CUDA and NVTX")
         return impl
 
     @functools.wraps(impl)
@@ -62,11 +61,6 @@ def in_range(op: str, impl: Callable[..., Any]) -> Callable[..., Any]:
             return impl(*args)
 
     return ranged
-
-
-@functools.cache  # one line is enough
-def _say_that_there_are_no_ranges() -> None:
-    logger.warning("fp8moe: FP8MOE_NVTX=1 is ignored, this torch is built without CUDA and NVTX")
 
 
 def _register() -> None:

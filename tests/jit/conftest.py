@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8moe_plugin.jit import bundle, compiler, lookup
+from fp8moe_plugin.jit import bundle, compiler
+from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.settings import settings
 
 SOURCE = 'extern "C" __global__ void tiny(int* out) { *out = VALUE; }'
@@ -30,4 +31,4 @@ def set_variables(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
 def forget() -> None:
     settings.cache_clear()
     bundle.read_bundle.cache_clear()
-    lookup._warn_once.cache_clear()
+    log_once.cache_clear()

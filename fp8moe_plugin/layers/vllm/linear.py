@@ -16,8 +16,9 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm import metrics
 from fp8moe_plugin.layers.vllm.blocks import announce_padding, load_down, load_gate_up
-from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
+from fp8moe_plugin.layers.vllm.loading import check_loaded
 from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.ops.checks import poison
 from fp8moe_plugin.plan import linear_kernels
 from fp8moe_plugin.shapes import GROUP, dense_refusal, is_down, is_gate_up, local_intermediate
 

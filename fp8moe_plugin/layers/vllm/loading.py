@@ -8,16 +8,11 @@ E4M3_NAN = 0x7F  # with the sign bit cleared
 BYTES_AT_ONCE = 1 << 26  # of a weight: bounds the memory that looking at it takes
 
 
-def poison(parameter: torch.Tensor) -> None:
-    """Fill an e4m3 or float32 parameter with NaN, for `check_loaded` to find what no tensor was loaded into."""
-    if parameter.dtype == torch.float32:
-        parameter.data.fill_(float("nan"))
-    else:
-        parameter.data.view(torch.uint8).fill_(E4M3_NAN)
-
-
 def check_loaded(layer: str, name: str, parameter: torch.Tensor) -> None:
-    """Raise `CheckpointError` if a poisoned parameter still holds NaN anywhere (or a scale infinity)."""
+    """Raise `CheckpointError` if an e4m3 or float32 parameter still holds NaN anywhere (or a scale infinity).
+
+    Before anything was loaded into it, `checks.poison` has filled it with NaN.
+    """
     if not holds_nan(parameter):
         return
     where = ""

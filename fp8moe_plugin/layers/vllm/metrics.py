@@ -22,8 +22,7 @@ from prometheus_client.registry import Collector
 
 from fp8moe_plugin.jit.launcher import LoadCounts
 from fp8moe_plugin.jit.lookup import Origin, compile_times
-
-logger = logging.getLogger("fp8moe")
+from fp8moe_plugin.logs import log_once
 
 FOLDER = "_FP8MOE_METRICS"  # names the folder to the processes that the server starts; no setting
 BY_PROMETHEUS = "PROMETHEUS_MULTIPROC_DIR"
@@ -64,12 +63,12 @@ def tell(kernels: LoadCounts) -> None:
         return
     folder = os.environ.get(FOLDER)
     if folder is None:
-        _log_once(logging.INFO, "the kernels of this process are not counted at /metrics: no server here shows them")
+        log_once(logging.INFO, "the kernels of this process are not counted at /metrics: no server here shows them")
         return
     try:
         prometheus_client.write_to_textfile(str(Path(folder, f"{os.getpid()}.prom")), REGISTRY)
     except OSError as error:
-        _log_once(logging.WARNING, f"the kernels of this process are not counted at /metrics: {error}")
+        log_once(logging.WARNING, f"the kernels of this process are not counted at /metrics: {error}")
 
 
 @functools.cache  # once is enough
@@ -84,7 +83,7 @@ def expose() -> None:
     try:
         folder = tempfile.TemporaryDirectory(prefix="fp8moe-metrics-")
     except OSError as error:
-        _log_once(logging.WARNING, f"kernels are not counted at /metrics: {error}")
+        log_once(logging.WARNING, f"kernels are not counted at /metrics: {error}")
         return
     os.environ[FOLDER] = folder.name
     prometheus_client.REGISTRY.register(Workers(folder))
@@ -109,8 +108,3 @@ class Workers(Collector):
         for (name, sample_name, labels), value in totals.items():
             families[name].add_sample(sample_name, dict(labels), value)
         return families.values()
-
-
-@functools.cache
-def _log_once(level: int, text: str) -> None:
-    logger.log(level, "fp8moe: %s", text)

@@ -19,8 +19,9 @@ from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm import compat, metrics
 from fp8moe_plugin.layers.vllm.blocks import announce_padding, load_experts
 from fp8moe_plugin.layers.vllm.experts import experts_class
-from fp8moe_plugin.layers.vllm.loading import check_loaded, poison
+from fp8moe_plugin.layers.vllm.loading import check_loaded
 from fp8moe_plugin.ops.backend import uses_sm90
+from fp8moe_plugin.ops.checks import poison
 from fp8moe_plugin.plan import moe_kernels
 from fp8moe_plugin.shapes import GROUP, experts_refusal, local_intermediate, too_many_experts
 

@@ -3,11 +3,12 @@ import torch
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers.vllm import loading
+from fp8moe_plugin.ops.checks import poison
 
 
 def loaded_weight() -> torch.Tensor:
     weight = torch.empty(3, 256, 384, dtype=torch.float8_e4m3fn)
-    loading.poison(weight)
+    poison(weight)
     weight.copy_(torch.randn(weight.shape))
     return weight
 
@@ -29,7 +30,7 @@ def test_one_nan_anywhere_is_found_and_its_expert_named(monkeypatch, code, at, b
 
 def test_a_scale_that_was_not_loaded_is_found():
     scale = torch.empty(4, 2, 2)
-    loading.poison(scale)
+    poison(scale)
     scale[:3] = 1.0
     with pytest.raises(CheckpointError, match=r"layer\.w2_scale of local expert 3: a tensor is missing"):
         loading.check_loaded("layer", "w2_scale", scale)

@@ -78,7 +78,7 @@ def clean_environment() -> dict[str, str]:
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(metrics, "_log_once", lambda level, text: lines.append(text))
+    monkeypatch.setattr(metrics, "log_once", lambda level, text: lines.append(text))
     return lines
 
 

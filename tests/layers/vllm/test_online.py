@@ -1,7 +1,6 @@
 """The loaders that quantize, on layers that only note what is loaded into them."""
 
 import inspect
-import logging
 import weakref
 from types import MethodType, SimpleNamespace
 
@@ -116,13 +115,12 @@ def test_vllm_can_tell_the_arguments_and_whose_method_a_loader_is():
     assert bound.__self__ is layer
 
 
-def test_experts_that_are_not_quantized_cost_one_line(monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("fp8moe"), "parent", logging.getLogger())  # where caplog listens
+def test_experts_that_are_not_quantized_cost_one_line(plugin_log):
     config.announce_unquantized.cache_clear()
     online_config, experts = config.Fp8MoeConfig(None, ue8m0=False, online=True), one_rank.Layer(256, 1, 0)
     with set_current_vllm_config(VllmConfig()):
         for layer in range(2):
             method = online_config.get_quant_method(experts, f"mtp.layers.{layer}.mlp.experts")
             assert type(method) is UnquantizedFusedMoEMethod
-    (record,) = (record for record in caplog.records if record.name == "fp8moe")
+    (record,) = (record for record in plugin_log.records if record.name == "fp8moe")
     assert "leaves the experts mtp.layers.N.mlp.experts unquantized, to vLLM's own kernels" in record.getMessage()

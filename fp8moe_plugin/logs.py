@@ -1,0 +1,11 @@
+"""Lines of the log that are worth saying once, however often there is cause."""
+
+import functools
+import logging
+
+logger = logging.getLogger("fp8moe")
+
+
+@functools.cache
+def log_once(level: int, text: str) -> None:
+    logger.log(level, "fp8moe: %s", text)
