@@ -68,7 +68,7 @@ def launch_us() -> tuple[float, float]:
     addresses = tuple(tensor.data_ptr() for tensor in (rows, slots, weights, out))
     key, device = combine_key(), rows.get_device()
     whole = host_us(lambda: launcher.launch(key, 1, (*addresses, HIDDEN // 8, 1), device))
-    return whole, host_us(launcher._thread.prepared[id(key), device, False].call)
+    return whole, host_us(launcher._thread.prepared[id(key), device, False, 1].call)
 
 
 def main() -> None:

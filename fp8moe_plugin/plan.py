@@ -30,14 +30,21 @@ KEEP_B_UP_TO = 256  # channels of an expert; see keeps_b
 SMALL_BATCHES = (8, 16)  # tokens; see small_batch
 SMALL_BATCH_BYTES = 3 * 2**28  # of weights; see small_batch
 SMALL_BATCH_PAIRS = 176  # kMaxPairs of csrc/expert_list.cuh; 11 for each of 16 tokens
-SMALL_BATCH_HIDDEN = 8192  # kMostSteps of each block of a cluster of csrc/gate_up_small_batch.cu
-GATE_UP_CLUSTER, DOWN_CLUSTERS = 8, {8: 8, 16: 4}  # blocks; the latter by width
+SMALL_BATCH_STEPS = 8  # of 128 K, of a block: kMostSteps of csrc/gate_up_small_batch.cu
+GATE_UP_CLUSTERS = {8: (8,), 16: (8, 4)}  # blocks, by width; see gate_up_cluster
+SPARE_MULTIPROCESSORS = 8  # see gate_up_clusters
+CLUSTER_SPLITS = 8  # kMaxSplits of csrc/cluster_sum.cuh
+# Clusters of so many blocks that run at once on an H200, two blocks a multiprocessor; of odd sizes fewer blocks do.
+CLUSTERS_AT_ONCE = {1: 264, 2: 132, 4: 62, 6: 39, 8: 30}
+DOWN_CHANNELS = (128, 64)  # of a block; see down_share
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
-DENSE_SWAP_AB_UP_TO, DENSE_SHORT_K_UP_TO = 128, 32  # rows; see dense_key
-DENSE_LONG_K = 4096  # channels; see dense_key
-DENSE_WIDTHS = (8, 16, 32, 64, 128)  # rows of a tile of dense_gemm_swap_ab
-DENSE_SPLITS = 8  # see dense_share
+DENSE_LONG_K = 4096  # channels; see dense_key and dense_splits
+# Rows, by whether columns are few and whether K is long; see dense_key.
+DENSE_SWAP_AB_UP_TO = {(True, True): 128, (True, False): 32, (False, True): 64, (False, False): 16}
+DENSE_WIDTHS, DENSE_BLOCK_N = (8, 16, 32, 64, 128), 64  # rows and columns of a tile of dense_gemm_swap_ab
+DENSE_BLOCKS = (1, 2)  # of it on a multiprocessor
 SMEM_BYTES = 227 * 1024  # of a block, the most there is
+TWO_BLOCKS_BYTES = 113 * 1024  # the most that leaves room for another of as many
 MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends on it
 SPLIT_BYTES = 2**23  # see k_splits
 MAX_SPLITS = 8  # kMaxSplits of csrc/split_k.cuh
@@ -50,13 +57,13 @@ SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 PARAMETERS = {
     "combine": "PPPPii",
     "count_experts": "PPPiiii",
-    "dense_gemm_swap_ab": "MMPiPPPPiiiii",
+    "dense_gemm_swap_ab": "MMPiPPiiiii",
     "down_small_batch": "MMPPPPPiiiiiiii",
     "gate_up_small_batch": "MPPPPPPPiiiiiii",
     "gate_up_swap_ab": "MPPPPPPPPPPiiiii",
     "grouped_gemm": "MMMMPiiPPPPPPPPPiii",
     "grouped_gemm_swap_ab": "MMPiiPPPPiiiiiPi",
-    "quantize": "PPPPiiiPi",
+    "quantize": "PPPPiii",
     "route": "PPPPPPPPPiiiiiii",
     "silu_mul_quant": "PPPPii",
     "tiles_of_counts": "PPPPiii",
@@ -138,9 +145,10 @@ def swap_ab_key() -> KernelKey:
 
 
 @functools.cache
-def dense_swap_ab_key() -> KernelKey:
-    """A dense GEMM of few rows, in tiles of `dense_width` rows; it has as many stages as there is room for."""
-    return KernelKey("dense_gemm_swap_ab", (), 384, SMEM_BYTES)
+def dense_swap_ab_key(blocks: int) -> KernelKey:
+    """A dense GEMM of few rows; it has as many stages as leave room for 1 or 2 blocks on a multiprocessor."""
+    smem = {1: SMEM_BYTES, 2: TWO_BLOCKS_BYTES}[blocks]
+    return KernelKey("dense_gemm_swap_ab", (("BLOCKS", blocks),), 160, smem)
 
 
 @functools.cache
@@ -157,28 +165,27 @@ def gate_up_swap_ab_key(ue8m0: bool) -> KernelKey:
 
 
 @functools.cache
-def gate_up_small_batch_key(ue8m0: bool, width: int) -> KernelKey:
+def gate_up_small_batch_key(ue8m0: bool, width: int, cluster: int) -> KernelKey:
     """The first GEMM of the experts of up to `width` tokens, with their routing and quantization."""
-    stages = {8: 5, 16: 4}[width]  # as many as leave room for two blocks on a multiprocessor
-    buffers, finished = 2, width // GATE_UP_CLUSTER
-    steps = SMALL_BATCH_HIDDEN // GROUP // GATE_UP_CLUSTER
+    stages = {(8, 8): 6, (16, 8): 5, (16, 4): 4}[width, cluster]  # room for two blocks on a multiprocessor
+    finished, steps = width // cluster, SMALL_BATCH_STEPS
     operands = stages * GROUP * 128 + steps * width * 128
-    received = buffers * width * 2 * GROUP * 4
-    scales_and_barriers = steps * width * 4 + stages * (2 * 4 + 16) + 4 + buffers * (finished * 8 + 8)
+    received = width * 2 * GROUP * 4
+    scales_and_barriers = steps * width * 4 + stages * (2 * 4 + 16) + 4 + finished * 8 + 8
     smem = _align(operands + received + scales_and_barriers + EXPERT_LIST)
-    defines = (("CLUSTER", GATE_UP_CLUSTER), ("STAGES", stages), ("TOKENS", width), ("UE8M0", int(ue8m0)))
+    defines = (("CLUSTER", cluster), ("STAGES", stages), ("TOKENS", width), ("UE8M0", int(ue8m0)))
     return KernelKey("gate_up_small_batch", defines, 32 * (8 + 1 + finished), smem)
 
 
 @functools.cache
-def down_small_batch_key(width: int) -> KernelKey:
+def down_small_batch_key(width: int, channels: int) -> KernelKey:
     """The second GEMM of the experts of up to `width` tokens, with the weighted sum of each token's."""
-    stages = 5  # on a multiprocessor there is room for both kernels
-    operands = stages * (GROUP + width) * 128
-    parts = width * GROUP * 4
+    stages = {(8, 128): 6, (16, 128): 5, (8, 64): 10, (16, 64): 9}[width, channels]  # as in gate_up_small_batch_key
+    operands = stages * (channels + width) * 128
+    parts = (width + CLUSTER_SPLITS - 1) * GROUP * 4
     scales_and_barriers = stages * (width * 4 + 4 + 16) + 4 + 8
     smem = _align(operands + parts + scales_and_barriers + EXPERT_LIST)
-    defines = (("CLUSTER", DOWN_CLUSTERS[width]), ("STAGES", stages), ("TOKENS", width))
+    defines = (("CHANNELS", channels), ("STAGES", stages), ("TOKENS", width))
     return KernelKey("down_small_batch", defines, 320, smem)
 
 
@@ -227,15 +234,15 @@ def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
     gemms += [swap_ab_key(), gate_up_swap_ab_key(ue8m0)]
     gather = [gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
     routing = [count_experts_key(), route_key(), combine_key()]
-    gather += [gate_up_small_batch_key(ue8m0, width) for width in SMALL_BATCHES]
-    gather += [down_small_batch_key(width) for width in SMALL_BATCHES]
+    gather += [gate_up_small_batch_key(ue8m0, width, c) for width, some in GATE_UP_CLUSTERS.items() for c in some]
+    gather += [down_small_batch_key(width, channels) for width in SMALL_BATCHES for channels in DOWN_CHANNELS]
     return [*gemms, *gather, quantize_key(ue8m0, Layout.PERMUTED), *routing]
 
 
 def linear_kernels(ue8m0: bool) -> list[KernelKey]:
     """All that a dense layer launches."""
-    gemms = [dense_swap_ab_key(), grouped_gemm_key(Output.BF16, 256), grouped_gemm_key(Output.BF16, 128)]
-    return [*gemms, quantize_key(ue8m0, Layout.K_MAJOR)]
+    few_rows, wide = map(dense_swap_ab_key, DENSE_BLOCKS), (grouped_gemm_key(Output.BF16, n) for n in (256, 128))
+    return [*few_rows, *wide, quantize_key(ue8m0, Layout.K_MAJOR)]
 
 
 def model_kernels(model: Model) -> dict[KernelKey, str]:
@@ -244,7 +251,7 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
     few = decode_tokens(topk, model.experts.experts)
     why = {
         swap_ab_key(): f"GEMMs of experts in steps of up to {few} tokens: decode",
-        dense_swap_ab_key(): f"dense GEMMs of steps of up to {DENSE_SWAP_AB_UP_TO} tokens",
+        **{dense_swap_ab_key(blocks): "dense GEMMs of steps of few tokens" for blocks in DENSE_BLOCKS},
         gate_up_swap_ab_key(model.ue8m0): "the first GEMM of experts, activated and quantized, in these steps",
         gate_up_key(model.ue8m0, False): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
         gate_up_key(model.ue8m0, True): "the same for narrow experts, which find their tokens among those of the step",
@@ -261,9 +268,11 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
         combine_key(): "the weighted sum of each token's rows",
     }
     for width in SMALL_BATCHES:
-        first = gate_up_small_batch_key(model.ue8m0, width)
-        why[first] = f"all up to the second GEMM of the experts of up to {width} tokens"
-        why[down_small_batch_key(width)] = "that one with the weighted sum of each token's"
+        for cluster in GATE_UP_CLUSTERS[width]:
+            first = gate_up_small_batch_key(model.ue8m0, width, cluster)
+            why[first] = f"all up to the second GEMM of the experts of up to {width} tokens"
+        for channels in DOWN_CHANNELS:
+            why[down_small_batch_key(width, channels)] = "that one with the weighted sum of each token's"
     layers = (moe_kernels(model.ue8m0, batched) for batched in (False, True))
     return {key: why[key] for key in dict.fromkeys([*linear_kernels(model.ue8m0), *itertools.chain(*layers)])}
 
@@ -294,33 +303,43 @@ def small_batch(tokens: int, topk: int, hidden: int, intermediate: int, local_ex
     kernels stream them 3% faster; with more tokens the blocks of a cluster need longer parts of K than `hidden` of
     some models has for them.
     """
-    pairs, steps = tokens * topk, hidden // GROUP // GATE_UP_CLUSTER
-    fits = not batch_invariant() and pairs <= SMALL_BATCH_PAIRS and topk <= 32 and hidden <= SMALL_BATCH_HIDDEN
+    pairs, most_hidden = tokens * topk, SMALL_BATCH_STEPS * GROUP * GATE_UP_CLUSTERS[8][0]
+    fits = not batch_invariant() and pairs <= SMALL_BATCH_PAIRS and topk <= 32 and hidden <= most_hidden
     if not fits or 3 * hidden * intermediate * pairs * local_experts / global_experts > SMALL_BATCH_BYTES:
         return 0
     narrow, wide = SMALL_BATCHES
+    steps = hidden // GROUP // gate_up_cluster(wide, hidden)
     return narrow if tokens <= narrow else wide if tokens <= wide and steps >= 4 else 0
 
 
-def gate_up_clusters(tiles: int, multiprocessors: int) -> int:
+def gate_up_cluster(width: int, hidden: int) -> int:
+    """How many blocks of a cluster share a tile of gate_up_small_batch, and divide K: as few as have room for it."""
+    return min(cluster for cluster in GATE_UP_CLUSTERS[width] if hidden <= SMALL_BATCH_STEPS * GROUP * cluster)
+
+
+def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
     """How many clusters of gate_up_small_batch share at most `tiles` tiles.
 
-    One fewer than would fill the GPU: where its parts have no multiples of a cluster of multiprocessors, two clusters
-    have to share theirs. With few tiles each that is the lesser evil than one round of tiles more.
+    Fewer than would fill the GPU: where its parts have no multiples of a cluster of multiprocessors, two clusters have
+    to share theirs. With few tiles each that is the lesser evil than one round of tiles more.
     """
-    clusters = max(multiprocessors // GATE_UP_CLUSTER, 2)
-    return min(tiles, clusters if tiles <= 3 * clusters else clusters - 1)
+    clusters = max(multiprocessors // cluster, 2)
+    fewer = max(clusters - SPARE_MULTIPROCESSORS // cluster, 1)
+    return min(tiles, clusters if tiles <= 3 * clusters else fewer)
 
 
-def down_splits(hidden: int, width: int) -> int:
-    """How many blocks share 128 channels of down_small_batch: as many as run at once on an H200, in whole clusters.
+@functools.cache
+def down_share(hidden: int) -> tuple[int, int]:
+    """How many channels a block of down_small_batch has, and how many blocks of a cluster share these and divide K.
 
-    Two have room on a multiprocessor; of clusters there are a pair fewer than would fill it, as in gate_up_clusters. An
-    expert with few blocks of K leaves some without work; that costs less than fewer blocks, of which each has more.
+    As many blocks as run at once; with half as many channels where there were fewer than multiprocessors.
     """
-    cluster = DOWN_CLUSTERS[width]
-    blocks = 2 * (MULTIPROCESSORS // cluster - 1) * cluster
-    return max(s for s in (1, 2, 4, 8) if s == 1 or (s <= cluster and hidden // GROUP * s <= blocks))
+    for channels in DOWN_CHANNELS:
+        clusters = hidden // channels
+        splits = max(splits for splits, most in CLUSTERS_AT_ONCE.items() if splits == 1 or clusters <= most)
+        if clusters * splits > MULTIPROCESSORS:
+            break
+    return channels, splits
 
 
 def moe_block_m(tokens: int, topk: int, global_experts: int) -> int:
@@ -338,25 +357,24 @@ def gathers(intermediate: int, block_m: int) -> bool:
 
 
 def dense_width(m: int) -> int:
-    """Rows of a tile of dense_gemm_swap_ab: of the only one, or of each where there are more."""
+    """How many rows a tile of dense_gemm_swap_ab has: the only one, or each where there are more."""
     return next((width for width in DENSE_WIDTHS if m <= width), DENSE_WIDTHS[-1])
 
 
-def dense_share(n: int, k: int, sms: int) -> int:
-    """How many units of 128 weight rows by 128 K a block of dense_gemm_swap_ab streams: all the same, in one round.
+def dense_splits(n: int, k: int) -> int:
+    """How many blocks of a cluster share 64 columns of dense_gemm_swap_ab, and divide K.
 
-    At least so many that `DENSE_SPLITS` blocks share a tile at most. The number of tokens does not matter, so that the
-    sums of a row, down to the last bit, depend on no other row.
+    More do not pay (benchmarks/NOTES.md). The number of tokens does not matter, so that the sums of a row, down to the
+    last bit, depend on no other row.
     """
-    steps, tiles = k // GROUP, ceil_div(n, GROUP)
-    if batch_invariant():
-        return ceil_div(tiles, sms) * steps
-    return max(ceil_div(tiles * steps, sms), ceil_div(steps - 1, DENSE_SPLITS - 1), 1)
+    if batch_invariant() or k < DENSE_LONG_K:
+        return 1
+    return 3 if _few_columns(n) else 2
 
 
-def dense_counters(m: int, n: int) -> int:
-    """Of tiles of dense_gemm_swap_ab, two each."""
-    return 2 * ceil_div(m, dense_width(m)) * ceil_div(n, GROUP)
+def _few_columns(n: int) -> bool:
+    """Whether clusters of three blocks of dense_gemm_swap_ab leave each a multiprocessor of its own."""
+    return 3 * ceil_div(n, DENSE_BLOCK_N) <= MULTIPROCESSORS
 
 
 def k_splits(rows: int, experts: int, hidden: int, intermediate: int) -> int:
@@ -419,13 +437,14 @@ def grouped_key(block_m: int, keep_b: bool = False) -> KernelKey:
 def dense_key(m: int, n: int, k: int, output: Output, sms: int) -> KernelKey:
     """The GEMM of a dense `[m, n]` result of `k` channels.
 
-    Few rows: swap-AB, whose blocks share K; longer ones too where K is so long and columns so few that wide tiles would
-    take their time (benchmarks/NOTES.md). Else tiles of 256 columns, or of 128 where 256 would leave multiprocessors
-    idle.
+    Few rows: swap-AB, whose blocks share K, up to where it was the slower one with the quantization before it
+    (benchmarks/NOTES.md). Else tiles of 256 columns, or of 128 where 256 would leave multiprocessors idle.
     """
-    long_tiles = k >= DENSE_LONG_K and (m <= DECODE_BLOCK_M or ceil_div(n, 128) < sms)
-    if output == Output.BF16 and m <= (DENSE_SWAP_AB_UP_TO if long_tiles else DENSE_SHORT_K_UP_TO):
-        return dense_swap_ab_key()
+    one_round, long_k = ceil_div(n, DENSE_BLOCK_N) <= 2 * MULTIPROCESSORS, k >= DENSE_LONG_K
+    tiles = 2 if long_k and _few_columns(n) else 1  # of most rows
+    if output == Output.BF16 and m <= tiles * DENSE_SWAP_AB_UP_TO[one_round, long_k]:
+        blocks = dense_splits(n, k) * ceil_div(n, DENSE_BLOCK_N) * ceil_div(m, dense_width(m))
+        return dense_swap_ab_key(1 if blocks <= MULTIPROCESSORS else 2)
     tiles = count_row_tiles(m, PREFILL_BLOCK_M) * ceil_div(n, 256)
     return grouped_gemm_key(output, 256 if tiles >= sms else 128)
 

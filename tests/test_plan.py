@@ -48,7 +48,9 @@ def steps(launched, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """What an op does, in order: source and `early` of each launch, ("scratch", False) where memory is taken."""
     done: list[tuple[str, bool]] = []
 
-    def launch(key: plan.KernelKey, grid: object, args: object, device: object, early: bool = False) -> None:
+    def launch(
+        key: plan.KernelKey, grid: object, args: object, device: object, early: bool = False, cluster: int = 1
+    ) -> None:
         name = "gate_up" if dict(key.defines).get("OUTPUT") == plan.Output.SWIGLU else key.source
         done.append((name, early))
 
@@ -130,7 +132,8 @@ def test_the_second_gemm_of_slabs_starts_right_behind_the_first(steps, max_m):
 @pytest.mark.parametrize("ue8m0", [False, True])
 def test_layers_launch_what_their_plan_names_and_nothing_else(launched, ue8m0):
     gen = h.seeded(0, torch.device("cpu"))
-    for hidden, intermediate in ((HIDDEN, INTERMEDIATE), (HIDDEN, WIDE), (4096, INTERMEDIATE)):
+    hiddens = (HIDDEN, 2048, 4096, 4224)  # one for each kernel of a small batch
+    for hidden, intermediate in (*((hidden, INTERMEDIATE) for hidden in hiddens), (HIDDEN, WIDE)):
         layer = h.random_layer(gen, EXPERTS, hidden, intermediate)
         for tokens in (1, 7, 9, 16, 64, 128, 129, 1000):
             x = h.random_tokens(gen, tokens, hidden)
@@ -155,9 +158,10 @@ def test_batched_experts_launch_what_their_plan_names_and_nothing_else(launched,
 @pytest.mark.parametrize("ue8m0", [False, True])
 def test_a_linear_layer_launches_what_its_plan_names_and_nothing_else(launched, ue8m0):
     gen = h.seeded(0, torch.device("cpu"))
-    weight = h.random_weights(gen, 4096, 128)
-    for tokens in (1, 64, 65, 1024, 4096):
-        fp8_linear(h.random_tokens(gen, tokens, 128), *weight, ue8m0=ue8m0)
+    for n in (4096, 16384):
+        weight = h.random_weights(gen, n, 128)
+        for tokens in (1, 64, 65, 1024):
+            fp8_linear(h.random_tokens(gen, tokens, 128), *weight, ue8m0=ue8m0)
     assert launched == set(plan.linear_kernels(ue8m0))
 
 
@@ -201,7 +205,9 @@ def test_a_layer_launches_what_its_ops_launch_one_by_one(
     """In the same order, with the same numbers and the same addresses left out, and with pieces of the same sizes."""
     launches, scratch = [], []
 
-    def launch(key: plan.KernelKey, grid: object, args: tuple[int, ...], device: int, early: bool = False) -> None:
+    def launch(
+        key: plan.KernelKey, grid: object, args: tuple[int, ...], device: int, early: bool = False, cluster: int = 1
+    ) -> None:
         letters = plan.PARAMETERS[key.source]
         assert len(args) == len(letters)
         numbers = [bool(a) if x == "P" else a for a, x in zip(args, letters, strict=True)]
@@ -260,7 +266,7 @@ def test_the_launches_of_a_layer_are_remembered_for_its_addresses_alone(launched
 def test_a_small_batch_is_one_of_few_tokens_and_few_bytes():
     deepseek_v3, tp8, qwen3_30b = (7168, 2048, 256, 256), (7168, 256, 256, 256), (2048, 768, 128, 128)
     assert [plan.small_batch(tokens, 8, *tp8) for tokens in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 0]
-    assert [plan.small_batch(tokens, 8, *qwen3_30b) for tokens in (1, 8, 9)] == [8, 8, 0]
+    assert [plan.small_batch(tokens, 8, *qwen3_30b) for tokens in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 0]
     assert [plan.small_batch(tokens, 8, *deepseek_v3) for tokens in (1, 2, 3)] == [8, 8, 0]
     ep8 = (7168, 2048, 32, 256)
     assert [plan.small_batch(tokens, 8, *ep8) for tokens in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 0]
@@ -269,28 +275,28 @@ def test_a_small_batch_is_one_of_few_tokens_and_few_bytes():
 
 @pytest.mark.parametrize("width", plan.SMALL_BATCHES)
 def test_a_multiprocessor_has_room_for_any_two_blocks_of_a_small_batch(width):
-    keys = plan.gate_up_small_batch_key(False, width), plan.down_small_batch_key(width)
+    first = [plan.gate_up_small_batch_key(False, width, cluster) for cluster in plan.GATE_UP_CLUSTERS[width]]
+    keys = *first, *(plan.down_small_batch_key(width, channels) for channels in plan.DOWN_CHANNELS)
     for pair in itertools.combinations_with_replacement(keys, 2):
         assert sum(key.smem_bytes + 1024 for key in pair) <= 228 * 1024
         assert sum(key.threads for key in pair) <= 2048
 
 
-@pytest.mark.parametrize("hidden", [128, 2048, 4096, 5120, 7168, 8192])
-@pytest.mark.parametrize("width", plan.SMALL_BATCHES)
-def test_blocks_that_share_channels_are_of_one_cluster_and_run_at_once(hidden, width):
-    splits, cluster = plan.down_splits(hidden, width), plan.DOWN_CLUSTERS[width]
-    assert cluster % splits == 0
-    assert width % splits == 0
-    assert splits == 1 or hidden // 128 * splits <= 2 * plan.MULTIPROCESSORS - cluster
+@pytest.mark.parametrize("hidden", [128, 1024, 2048, 3072, 4096, 5120, 7168, 8192])
+def test_blocks_that_share_channels_run_at_once_and_are_not_few(hidden):
+    channels, splits = plan.down_share(hidden)
+    assert hidden // channels <= plan.CLUSTERS_AT_ONCE[splits]
+    assert splits == plan.CLUSTER_SPLITS or hidden // channels * splits > plan.MULTIPROCESSORS
 
 
 def test_channels_of_models_are_shared_by():
-    assert [plan.down_splits(hidden, 8) for hidden in (2048, 3072, 4096, 7168, 8192)] == [8, 8, 4, 4, 2]
-    assert [plan.down_splits(hidden, 16) for hidden in (4096, 7168, 8192)] == [4, 4, 4]
+    shares = {2048: (64, 6), 3072: (128, 8), 4096: (128, 6), 5120: (128, 4), 7168: (128, 4), 8192: (64, 2)}
+    assert {hidden: plan.down_share(hidden) for hidden in shares} == shares
 
 
 def test_few_tiles_go_to_one_cluster_more():
-    assert [plan.gate_up_clusters(tiles, 132) for tiles in (1, 15, 16, 48, 49, 500)] == [1, 15, 16, 16, 15, 15]
+    assert [plan.gate_up_clusters(tiles, 132, 4) for tiles in (1, 33, 99, 100)] == [1, 33, 33, 31]
+    assert [plan.gate_up_clusters(tiles, 132, 8) for tiles in (1, 15, 16, 48, 49, 500)] == [1, 15, 16, 16, 15, 15]
 
 
 @pytest.mark.parametrize("hidden", [128, 2048, 5120, 7168])
@@ -321,18 +327,27 @@ SHAPES = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168)
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("sms", [1, 78, 132])
-def test_blocks_of_dense_gemms_stream_equal_shares_in_one_round_and_few_share_a_tile(n, k, sms):
-    share, steps, columns = plan.dense_share(n, k, sms), k // 128, -(-n // 128)
-    assert -(-columns * steps // share) <= sms
-    for column in range(columns):
-        first, last = column * steps // share, ((column + 1) * steps - 1) // share
-        assert last - first < plan.DENSE_SPLITS
+def test_each_block_of_a_dense_gemm_has_a_part_of_k(n, k):
+    assert 1 <= plan.dense_splits(n, k) <= min(plan.CLUSTER_SPLITS, k // 128)
 
 
-def test_dense_gemms_that_fill_a_gpu_evenly_need_no_more_blocks_a_tile_than_that():
-    assert [plan.dense_share(n, k, 132) for n, k in SHAPES[:4]] == [8, 18, 8, 55]
-    assert [plan.dense_width(m) for m in (1, 8, 9, 17, 33, 64, 65, 128, 129, 256)] == [8, 8, 16, 32, 64, 64, *[128] * 4]
+def test_dense_gemms_of_few_rows_share_k_where_it_is_long():
+    assert [plan.dense_splits(n, k) for n, k in SHAPES] == [3, 1, 1, 2, 2, 1, 3, 1]
+    assert [plan.dense_width(m) for m in (1, 8, 9, 17, 33, 64, 65, 128, 256)] == [8, 8, 16, 32, 64, 64, 128, 128, 128]
+
+
+def test_dense_gemms_stream_weights_as_far_as_that_was_faster():
+    def rows(n: int, k: int) -> list[int]:
+        keys = {m: plan.dense_key(m, n, k, plan.Output.BF16, 132) for m in (1, 16, 32, 64, 128, 256)}
+        return [key.source == "dense_gemm_swap_ab" and dict(key.defines)["BLOCKS"] for key in keys.values()]
+
+    assert [rows(n, k) for n, k in SHAPES[:5]] == [
+        [1, 1, 1, 1, 1, 2],
+        [2, 2, False, False, False, False],
+        [2, 2, False, False, False, False],
+        [2, 2, 2, 2, 2, False],
+        [1, 1, 1, 1, 1, False],
+    ]
 
 
 @pytest.mark.parametrize(("pairs", "chunks"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (65536, 64), (131072, 128)])

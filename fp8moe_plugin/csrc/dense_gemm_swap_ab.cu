@@ -1,110 +1,89 @@
-// D[m, N] = A[m, K] @ B[N, K]^T, for few rows: every multiprocessor streams the same number of bytes of weights, once.
+// D[m, N] = A[m, K] @ B[N, K]^T, for few rows: a stream of weights.
 //
-// Stream-K (Osama et al., arXiv 2301.03598), swap-AB: a unit is 128 rows of weights by 128 K. All units, K fastest, are
-// dealt to the blocks in runs of `share`, so that a block may begin within a tile and leave another one unfinished.
-// Those that share a tile leave their sums in memory, and the one that comes last adds them up in the order of K. The
-// units of a block depend on N, K and `share` alone: neither does how a row's result is summed up depend on m.
+// Swap-AB: a block owns 64 columns of the result, whose weights are the 64-row operand of its math warpgroup; up to
+// 128 rows of A are the narrow one. The `splits` blocks of a cluster share 64 columns, each has a part of K, see
+// cluster_sum.cuh. How a row's result is summed up does not depend on m.
 //
-// In:   a_map     boxes of `width` rows, as many as a tile: 8, 16, 32, 64 or 128, the least that hold m or else 128
+// In:   a_map     boxes of `width` rows: 8, 16, 32, 64 or 128, the least that hold m, or 128
+//       b_map     boxes of 64 rows
 //       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
-//       partial   float4 [row tiles, 2 * blocks, width / 8, math threads], and
-//       arrived   int32 [row tiles, ceil(N / 128), 2], zero: of both warpgroups; where blocks share tiles
 // Out:  d         bfloat16 [m, N]
 //
+// Grid: ceil(N / 64) clusters of `splits` blocks, at most K / 128, by tiles of `width` rows; a multiprocessor has room
+// for BLOCKS of them, 1 or 2.
 // Launched early it loads weights beside the kernel that quantizes A.
-#include "ptx.cuh"
-#include "split_k.cuh"
-#include "swap_ab.cuh"
-#include "transposed.cuh"
+#include "cluster_sum.cuh"
+#include "ring.cuh"
+#include "wgmma.cuh"
 
-constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // together the 168 a thread of the launch
+constexpr int kBlockN = 64, kBlockK = 128;
+constexpr int kMathWarps = 4, kMathThreads = kMathWarps * kWarp, kThreads = kMathThreads + kWarp;
+static_assert(kThreads == THREADS, "plan.py has the same roles");
+constexpr int kFullArrivals = 2;  // the bytes of bulk copies are announced; the weights' scale has landed
 
 // Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
 template <int kTokens>
 struct SharedMemory {
     static constexpr u32 kBytesWeights = kBlockN * kBlockK, kBytesTokens = kTokens * kBlockK;
-    static constexpr u32 kBytesScales = kTokens * 4, kBytesStaging = kTokens * kWarpgroupN * 2;
+    static constexpr u32 kBytesScales = kTokens * 4, kBytesParts = ClusterSum<kTokens, kBlockN, kMathThreads>::kBytes;
     static constexpr u32 kBytesStage = kBytesWeights + kBytesTokens + kBytesScales + 4 + 2 * 8;
-    static constexpr int kStages = (SMEM_BYTES - kMathWarpgroups * (kBytesStaging + 4)) / kBytesStage;
-    static constexpr u32 kTokenTiles = kStages * kBytesWeights, kStaging = kTokenTiles + kStages * kBytesTokens;
-    static constexpr u32 kScales = kStaging + kMathWarpgroups * kBytesStaging;
-    static constexpr u32 kFull = kScales + kStages * kBytesScales, kEmpty = kFull + kStages * 8;
-    static constexpr u32 kWeightScales = kEmpty + kStages * 8, kLast = kWeightScales + kStages * 4;
-    static_assert(kLast + kMathWarpgroups * 4 <= SMEM_BYTES, "as many stages as there is room for");
+    static constexpr int kStages = (SMEM_BYTES - kBytesParts - 8) / kBytesStage;
+    static constexpr u32 kTokenTiles = kStages * kBytesWeights, kParts = kTokenTiles + kStages * kBytesTokens;
+    static constexpr u32 kScales = kParts + kBytesParts, kFull = kScales + kStages * kBytesScales;
+    static constexpr u32 kEmpty = kFull + kStages * 8, kReceived = kEmpty + kStages * 8;
+    static constexpr u32 kWeightScales = kReceived + 8;
+    static_assert(kWeightScales + kStages * 4 <= SMEM_BYTES, "as many stages as there is room for");
 
     u32 base;
-    DEVICE u32 weights(int stage, int warpgroup) const {
-        return base + stage * kBytesWeights + warpgroup * kWarpgroupN * kBlockK;
-    }
-    DEVICE u32 tokens(int stage, int token) const {
-        return base + kTokenTiles + stage * kBytesTokens + token * kBlockK;
-    }
-    DEVICE u32 staging(int warpgroup) const { return base + kStaging + warpgroup * kBytesStaging; }
+    DEVICE u32 weights(int stage) const { return base + stage * kBytesWeights; }
+    DEVICE u32 tokens(int stage) const { return base + kTokenTiles + stage * kBytesTokens; }
     DEVICE u32 token_scale(int stage, int token) const { return base + kScales + stage * kBytesScales + token * 4; }
     DEVICE u32 weight_scale(int stage) const { return base + kWeightScales + stage * 4; }
+    DEVICE u32 parts() const { return base + kParts; }
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
     DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
-    DEVICE u32 last(int warpgroup) const { return base + kLast + warpgroup * 4; }
+    DEVICE u32 received() const { return base + kReceived; }
 };
 
 struct Operands {
     const TensorMap *tokens, *weights;
     const float *token_scales, *weight_scales;
-    int token_scale_k_stride, m, n, k_blocks, share;
-
-    DEVICE int columns() const { return (n + kBlockN - 1) / kBlockN; }
+    int token_scale_k_stride, m, n, k_blocks;
 };
 
-struct Result {
-    u16* d;
-    float4* partial;
-    int* arrived;
-};
-
-// The units of this block. Those of the tile that it leaves unfinished come first, so that what it shares with other
-// blocks is added up while it streams and not at its end.
+// What a block has of the work: its rows and columns, and of K the steps of 128 from `first` on.
 struct Share {
-    int begin, count, tail;
+    int row, rows, split, column, first, steps;
 
-    DEVICE Share(const Operands& in) {
-        begin = blockIdx.x * in.share;
-        count = min(in.share, in.columns() * in.k_blocks - begin);
-        tail = min((begin + count) % in.k_blocks, count);
-    }
-    DEVICE int unit(int i) const { return begin + (i < tail ? count - tail + i : i - tail); }
-};
-
-// Goes through the units of a block without dividing for each, which would take as long as its bytes.
-struct Units {
-    const Share& share;
-    int k_blocks, i, index, column, k;
-
-    DEVICE Units(const Operands& in, const Share& share) : share(share), k_blocks(in.k_blocks), i(0) { look_up(); }
-    DEVICE void look_up() { index = share.unit(i), column = index / k_blocks, k = index - column * k_blocks; }
-    DEVICE void advance() {
-        ++i, ++index;
-        if (++k == k_blocks) k = 0, ++column;
-        if (i == share.tail) look_up();
+    DEVICE Share(const Operands& in, int splits, int width) {
+        row = blockIdx.y * width;
+        rows = min(width, in.m - row);
+        split = blockIdx.x % splits;
+        column = blockIdx.x / splits * kBlockN;
+        first = split * in.k_blocks / splits;
+        steps = (split + 1) * in.k_blocks / splits - first;
     }
 };
 
-// ---- producer: one thread ----------------------------------------------------------------------------------------
+// ---- producer: one thread -------------------------------------------------------------------------------------------
 
 template <int kTokens>
 struct Loads {
     SharedMemory<kTokens> shared;
     const Operands& in;
-    int row, rows;  // of the tile
+    const Share& share;
 
-    DEVICE u32 scale_bytes() const { return (rows + 3) / 4 * 16; }
-    DEVICE void weights(int s, const Units& unit) const {
+    DEVICE u32 scale_bytes() const { return (share.rows + 3) / 4 * 16; }
+    DEVICE void weights(int s, int step) const {
+        int k = share.first + step;
         barrier_arrive_expect(shared.full(s), shared.kBytesWeights + shared.kBytesTokens + scale_bytes());
-        tma_load(shared.weights(s, 0), in.weights, shared.full(s), unit.k * kBlockK, unit.column * kBlockN);
-        copy_async_4(shared.weight_scale(s), in.weight_scales + unit.index);
+        tma_load(shared.weights(s), in.weights, shared.full(s), k * kBlockK, share.column);
+        copy_async_4(shared.weight_scale(s), in.weight_scales + share.column / 128 * in.k_blocks + k);
     }
-    DEVICE void tokens(int s, const Units& unit) const {
-        tma_load(shared.tokens(s, 0), in.tokens, shared.full(s), unit.k * kBlockK, row);
-        bulk_load(shared.token_scale(s, 0), in.token_scales + i64(unit.k) * in.token_scale_k_stride + row,
+    DEVICE void tokens(int s, int step) const {
+        int k = share.first + step;
+        tma_load(shared.tokens(s), in.tokens, shared.full(s), k * kBlockK, share.row);
+        bulk_load(shared.token_scale(s, 0), in.token_scales + i64(k) * in.token_scale_k_stride + share.row,
                   shared.full(s), scale_bytes());
         copy_async_arrive(shared.full(s));
     }
@@ -114,112 +93,83 @@ struct Loads {
 template <int kTokens>
 DEVICE void load_share(SharedMemory<kTokens> shared, const Operands& in, const Share& share) {
     Ring<SharedMemory<kTokens>::kStages> ring;
-    Loads<kTokens> loads{shared, in, 0, min(kTokens, in.m)};
-    int ahead = min(SharedMemory<kTokens>::kStages, share.count);
-    for (Units unit(in, share); unit.i < ahead; unit.advance()) loads.weights(unit.i, unit);
+    Loads<kTokens> loads{shared, in, share};
+    int ahead = min(SharedMemory<kTokens>::kStages, share.steps);
+    for (int step = 0; step < ahead; ++step) loads.weights(step, step);
     wait_for_previous_kernel();
-    for (; loads.row < in.m; loads.row += kTokens) {
-        loads.rows = min(kTokens, in.m - loads.row);
+    fence_proxy_async_global();
 #pragma unroll 1
-        for (Units unit(in, share); unit.i < share.count; unit.advance(), --ahead, ring.advance()) {
-            int s = ring.stage;
-            barrier_wait(shared.empty(s), ring.phase ^ 1);
-            if (ahead <= 0) loads.weights(s, unit);
-            loads.tokens(s, unit);
-        }
+    for (int step = 0; step < share.steps; ++step, ring.advance()) {
+        barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+        if (step >= ahead) loads.weights(ring.stage, step);
+        loads.tokens(ring.stage, step);
     }
     copy_async_wait();  // PTX promises no arrivals of threads that have exited
 }
 
-// ---- math --------------------------------------------------------------------------------------------------------
+// ---- math -----------------------------------------------------------------------------------------------------------
 
-// Adds up the parts of a tile; false for a block that is not the last of those that share it. A block has two places
-// for parts, of the tile that it begins within and of the one that it leaves unfinished: there each thread has 16 bytes
-// for 8 tokens.
+// A thread holds sums as ClusterSum has them.
 template <int kTokens>
-DEVICE bool add_parts(SharedMemory<kTokens> shared, const Operands& in, const Result& out, int row, int column,
-                      int warpgroup, float (&sum)[kTokens / 2]) {
-    constexpr int kOctets = kTokens / 8, kAtOnce = kTokens <= 32 ? 8 : kTokens == 64 ? 4 : 1;
-    int first = column * in.k_blocks / in.share, last = ((column + 1) * in.k_blocks - 1) / in.share;
-    int row_tile = row / kTokens;
-    float4* parts = out.partial + i64(row_tile) * 2 * gridDim.x * kOctets * kMathThreads + threadIdx.x;
-    auto of_block = [&](int block) { return parts + (2 * block + (block == first)) * kOctets * kMathThreads; };
-    float4* own = of_block(blockIdx.x);
-#pragma unroll
-    for (int i = 0; i < kOctets; ++i)
-        own[i * kMathThreads] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
-
-    int* arrived = out.arrived + (row_tile * in.columns() + column) * kMathWarpgroups + warpgroup;
-    if (!comes_last(shared.last(warpgroup), arrived, last - first + 1, 1 + warpgroup, 128)) return false;
+DEVICE void multiply(SharedMemory<kTokens> shared, int steps, float (&sum)[kTokens / 2]) {
+    int token = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.f;
-    for (int begin = first; begin <= last; begin += kAtOnce) {
-        float4 part[kAtOnce][kOctets];
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j)  // in flight at once, as many as there are registers for
-#pragma unroll
-            for (int i = 0; i < kOctets; ++i)
-                if (begin + j <= last) part[j][i] = __ldcg(of_block(begin + j) + i * kMathThreads);
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j)
-#pragma unroll
-            for (int i = 0; i < kOctets; ++i)
-                if (begin + j <= last) {
-                    sum[4 * i] += part[j][i].x, sum[4 * i + 1] += part[j][i].y;
-                    sum[4 * i + 2] += part[j][i].z, sum[4 * i + 3] += part[j][i].w;
-                }
-    }
-    return true;
-}
-
-template <int kTokens>
-DEVICE void multiply_share(SharedMemory<kTokens> shared, const Operands& in, const Result& out, const Share& share,
-                           int warpgroup) {
     Ring<SharedMemory<kTokens>::kStages> ring;
-    float sum[kTokens / 2];
-#pragma unroll 1
-    for (int row = 0; row < in.m; row += kTokens) {
-#pragma unroll 1
-        for (int i = 0, steps; i < share.count; i += steps) {
-            int unit = share.unit(i), column = unit / in.k_blocks;
-            steps = min((column + 1) * in.k_blocks, share.begin + share.count) - unit;
-            multiply_tile<kTokens>(shared, ring, steps, 0, warpgroup, sum);
-            if (steps == in.k_blocks || add_parts<kTokens>(shared, in, out, row, column, warpgroup, sum))
-                store_transposed<kTokens>(shared.staging(warpgroup), warpgroup, out.d, in.n, row,
-                                          min(kTokens, in.m - row), column * kBlockN + warpgroup * kWarpgroupN, sum);
-        }
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+        int s = ring.stage;
+        barrier_wait(shared.full(s), ring.phase);
+        float product[kTokens / 2], scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s));
+        wgmma_fence();
+        wgmma_issue(product, shared.weights(s), shared.tokens(s));
+        wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < kTokens / 4; ++i)
+            scale[i] = load_shared_float(shared.token_scale(s, token + i / 2 * 8 + i % 2)) * weight_scale;
+        wgmma_wait();
+        wgmma_results_ready(product);
+        __syncwarp();
+        if (lane_of_warp() == 0) barrier_arrive(shared.empty(s));
+#pragma unroll
+        for (int i = 0; i < kTokens / 2; ++i) sum[i] += scale[i / 4 * 2 + i % 2] * product[i];
     }
 }
 
-// ---- kernel ------------------------------------------------------------------------------------------------------
+// ---- kernel ---------------------------------------------------------------------------------------------------------
 
 template <int kTokens>
-DEVICE void run(const Operands& in, const Result& out) {
+DEVICE void run(const Operands& in, u16* d, int splits) {
     SharedMemory<kTokens> shared{dynamic_shared_address()};
-    init_barriers(shared, shared.kStages, kFullArrivals, 4 * kMathWarpgroups);
-    int warpgroup = warp_uniform(threadIdx.x / 128);
-    const Share share(in);
-    if (warpgroup == kMathWarpgroups) {
-        decrease_registers<kProducerRegisters>();
-        if (threadIdx.x == kMathThreads) load_share(shared, in, share);
+    const Share share(in, splits, kTokens);
+    const ClusterSum<kTokens, kBlockN, kMathThreads> cluster{shared.parts(), shared.received(), splits, share.split,
+                                                             share.rows};
+    if (threadIdx.x == 0) cluster.init();
+    init_barriers(shared, shared.kStages, kFullArrivals, kMathWarps);
+    cluster_arrive();
+    if (warp_uniform(threadIdx.x / kWarp) == kMathWarps) {
+        if (lane_of_warp() == 0) load_share(shared, in, share);
+        __syncwarp();
+        cluster_wait();
     } else {
-        increase_registers<kMathRegisters>();
-        multiply_share(shared, in, out, share, warpgroup);
+        float sum[kTokens / 2];
+        multiply(shared, share.steps, sum);
+        cluster_wait();  // the others' barriers are there
+        cluster.send(sum);
+        cluster.store(d + i64(share.row) * in.n, in.n, share.column);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     dense_gemm_swap_ab(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                       const float* a_scales, int a_scale_k_stride, const float* b_scales, u16* d, float4* partial,
-                       int* arrived, int m, int n, int k, int width, int share) {
+                       const float* a_scales, int a_scale_k_stride, const float* b_scales, u16* d, int m, int n, int k,
+                       int width, int splits) {
     let_next_kernel_start();
-    const Operands in{&a_map, &b_map, a_scales, b_scales, a_scale_k_stride, m, n, k / kBlockK, share};
-    const Result out{d, partial, arrived};
+    const Operands in{&a_map, &b_map, a_scales, b_scales, a_scale_k_stride, m, n, k / kBlockK};
     switch (width) {
-        case 8: run<8>(in, out); break;
-        case 16: run<16>(in, out); break;
-        case 32: run<32>(in, out); break;
-        case 64: run<64>(in, out); break;
-        default: run<128>(in, out);
+        case 8: run<8>(in, d, splits); break;
+        case 16: run<16>(in, d, splits); break;
+        case 32: run<32>(in, d, splits); break;
+        case 64: run<64>(in, d, splits); break;
+        default: run<128>(in, d, splits);
     }
 }

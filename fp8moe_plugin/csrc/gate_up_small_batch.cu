@@ -3,8 +3,8 @@
 //
 // A tile is 128 channels of an expert, their 256 rows of weights, by all tokens of the step: whose they are matters
 // only at the end. A cluster of blocks shares a tile, each block a part of K. Each sends its sums to the block that
-// finishes the token, into one of two buffers in that block's shared memory, where they are added up in the order of
-// the blocks while the next tile is multiplied.
+// finishes the token, into that block's shared memory, where they are added up in the order of the blocks while the
+// next tile is multiplied.
 //
 // Roles: two math warpgroups, of the gate's and the other half's rows; a warp that loads the weights; for each token
 // that the block finishes, a warp for that.
@@ -28,7 +28,6 @@ constexpr int kTokens = TOKENS, kCluster = CLUSTER, kStages = STAGES;
 constexpr int kBlockI = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathWarps = 8, kMathThreads = kMathWarps * kWarp;
 constexpr int kSlabs = 2;                      // of 64 rows of weights, of a warpgroup; a stage has one of each
-constexpr int kBuffers = 2;                    // for the exchange of sums
 constexpr int kFinished = kTokens / kCluster;  // tokens a block finishes
 constexpr int kLoadWarp = kMathWarps, kFinishWarp = kLoadWarp + 1, kWarps = kFinishWarp + kFinished;
 static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
@@ -40,11 +39,11 @@ struct SharedMemory {
     static constexpr u32 kBytesSlab = 64 * kBlockK, kBytesWeights = kMathWarpgroups * kBytesSlab;  // of a stage
     static constexpr u32 kX = kStages * kBytesWeights, kSums = kX + kMostSteps * kTokens * kBlockK;
     static constexpr u32 kBytesSums = 2 * kBlockI * 4;  // of a token
-    static constexpr u32 kXScales = kSums + kBuffers * kFinished * kCluster * kBytesSums;
+    static constexpr u32 kXScales = kSums + kFinished * kCluster * kBytesSums;
     static constexpr u32 kWeightScales = kXScales + kMostSteps * kTokens * 4;
     static constexpr u32 kFull = (kWeightScales + kStages * 2 * 4 + 7) / 8 * 8, kEmpty = kFull + kStages * 8;
-    static constexpr u32 kReceived = kEmpty + kStages * 8, kTaken = kReceived + kBuffers * kFinished * 8;
-    static constexpr u32 kList = kTaken + kBuffers * 8, kEnd = kList + sizeof(ExpertList);
+    static constexpr u32 kReceived = kEmpty + kStages * 8, kTaken = kReceived + kFinished * 8;
+    static constexpr u32 kList = kTaken + 8, kEnd = kList + sizeof(ExpertList);
 
     u32 base;
     DEVICE u32 weights(int stage, int half) const { return base + stage * kBytesWeights + half * kBytesSlab; }
@@ -52,17 +51,14 @@ struct SharedMemory {
     DEVICE u32 x_scale(int step, int token) const { return base + kXScales + (step * kTokens + token) * 4; }
     DEVICE u32 weight_scale(int stage, int half) const { return base + kWeightScales + (stage * 2 + half) * 4; }
     // What block `from` of the cluster sends of a half of a token: of 128 channels.
-    DEVICE u32 sums(int buffer, int finished, int from, int half) const {
-        int place = (buffer * kFinished + finished) * kCluster + from;
-        return base + kSums + place * kBytesSums + half * (kBytesSums / 2);
+    DEVICE u32 sums(int finished, int from, int half) const {
+        return base + kSums + (finished * kCluster + from) * kBytesSums + half * (kBytesSums / 2);
     }
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
     DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }
     // All sums of a token have come; all who finish tokens, in whichever block, have taken theirs.
-    DEVICE u32 received(int buffer, int finished) const {
-        return base + kReceived + (buffer * kFinished + finished) * 8;
-    }
-    DEVICE u32 taken(int buffer) const { return base + kTaken + buffer * 8; }
+    DEVICE u32 received(int finished) const { return base + kReceived + finished * 8; }
+    DEVICE u32 taken() const { return base + kTaken; }
     DEVICE ExpertList& list() const { return list_at(kList); }
 };
 static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
@@ -165,7 +161,7 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int ha
             barrier_wait(shared.full(s), ring.phase);
             float product[kTokens / 2], scale[kTokens / 4];
             wgmma_fence();
-            wgmma_issue_k128(product, shared.weights(s, half), shared.x(step, 0));
+            wgmma_issue(product, shared.weights(s, half), shared.x(step, 0));
             wgmma_commit();
             float half_scale = load_shared_float(shared.weight_scale(s, half));
 #pragma unroll
@@ -181,28 +177,28 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int ha
 }
 
 // To the blocks that finish the tokens: a token's sums of a thread are 16 bytes.
-DEVICE void send(SharedMemory shared, const Step& step, const Share& share, int half, int buffer, const Sums& sum) {
+DEVICE void send(SharedMemory shared, const Step& step, const Share& share, int half, const Sums& sum) {
     int lane = threadIdx.x % kWarp, at = (threadIdx.x / kWarp % 4 * 8 + lane / 4) * 16;
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
         int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
         int to = token % kCluster, finished = token / kCluster;
         if (token < step.tokens)
-            store_async(in_block(shared.sums(buffer, finished, share.rank, half) + at, to),
+            store_async(in_block(shared.sums(finished, share.rank, half) + at, to),
                         make_float4(sum[0][e], sum[0][e + 2], sum[1][e], sum[1][e + 2]),
-                        in_block(shared.received(buffer, finished), to));
+                        in_block(shared.received(finished), to));
     }
 }
 
 DEVICE void compute_tiles(SharedMemory shared, const Step& step, const Share& share, int tiles, int half) {
     Ring<kStages> ring;
-    Ring<kBuffers> buffer;
-    for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, buffer.advance()) {
+    u32 phase = 1;
+    for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
         Sums sum;
         multiply(shared, ring, share.steps, half, sum);
-        barrier_wait(shared.taken(buffer.stage), buffer.phase ^ 1);
+        barrier_wait(shared.taken(), phase);
         __syncwarp();  // a lane that sends nothing would not keep the phase from going on
-        send(shared, step, share, half, buffer.stage, sum);
+        send(shared, step, share, half, sum);
     }
 }
 
@@ -214,13 +210,13 @@ struct Result {
 };
 
 // SiLU(gate) * up of the lane's four channels as bfloat16, from what all blocks have sent.
-DEVICE uint2 activated(SharedMemory shared, int buffer, int finished) {
+DEVICE uint2 activated(SharedMemory shared, int finished) {
     float4 half[2] = {};
 #pragma unroll
     for (int from = 0; from < kCluster; ++from)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float4 part = load_shared_float4(shared.sums(buffer, finished, from, h) + lane_of_warp() * 16);
+            float4 part = load_shared_float4(shared.sums(finished, from, h) + lane_of_warp() * 16);
             half[h].x += part.x, half[h].y += part.y, half[h].z += part.z, half[h].w += part.w;
         }
     return make_uint2(silu_mul(pack_bf16x2(half[0].x, half[0].y), pack_bf16x2(half[1].x, half[1].y)),
@@ -246,17 +242,16 @@ DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& sha
     int pair = token * step.topk + lane, tiles = list.count * groups;
     int own_expert = lane < step.topk ? router.expert_of(pair) : kNoExpert;  // a column of topk a lane
     float own_weight = lane < step.topk ? topk_weights[pair] : 0.f;
-    Ring<kBuffers> buffer;
-    for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, buffer.advance()) {
+    u32 received = shared.received(finished), phase = 0;
+    for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
         bool own = own_expert == list.experts[tile / groups], any = __ballot_sync(kAllLanes, own);
-        u32 received = shared.received(buffer.stage, finished);
         if (lane == 0) barrier_arrive_expect(received, kCluster * SharedMemory::kBytesSums);
-        barrier_wait(received, buffer.phase);
-        uint2 value = any ? activated(shared, buffer.stage, finished) : make_uint2(0, 0);
+        barrier_wait(received, phase);
+        uint2 value = any ? activated(shared, finished) : make_uint2(0, 0);
         __syncwarp();
         // Told to those only who are going to wait for it: others may have ended.
-        if (lane < kCluster && tile + kBuffers * share.tile_stride < tiles)
-            barrier_arrive_in_cluster(in_block(shared.taken(buffer.stage), lane));
+        if (lane < kCluster && tile + share.tile_stride < tiles)
+            barrier_arrive_in_cluster(in_block(shared.taken(), lane));
 
         float scale = kAbsent;
         if (any) {
@@ -292,10 +287,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
         list_experts(router, list);
     }
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kBuffers; ++i) {
-            for (int finished = 0; finished < kFinished; ++finished) barrier_init(shared.received(i, finished), 1);
-            barrier_init(shared.taken(i), tokens);
-        }
+        for (int finished = 0; finished < kFinished; ++finished) barrier_init(shared.received(finished), 1);
+        barrier_init(shared.taken(), tokens);
     }
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
     cluster_arrive();

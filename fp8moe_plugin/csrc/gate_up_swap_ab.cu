@@ -196,7 +196,7 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int wa
         wgmma_fence();
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab)
-            wgmma_issue_k128(product[slab], shared.weights(s, warpgroup * kSlabs + slab), shared.tokens(s, 0));
+            wgmma_issue(product[slab], shared.weights(s, warpgroup * kSlabs + slab), shared.tokens(s, 0));
         wgmma_commit();
         wgmma_wait();
 #pragma unroll

@@ -49,10 +49,10 @@ DEVICE void multiply_tile(SharedMemory shared, Rings& rings, int k_blocks, const
             Columns<kWidth> product;
             Tail tail_product;
             wgmma_fence();
-            wgmma_issue_k128(product, shared.a(s, row_block * kWarpgroupM),
+            wgmma_issue(product, shared.a(s, row_block * kWarpgroupM),
                              shared.b(b, first_half + half) + column * kBlockK);
             if (kHasTail)
-                wgmma_issue_k128(tail_product, shared.b(b, half) + row_block * kWarpgroupM * kBlockK,
+                wgmma_issue(tail_product, shared.b(b, half) + row_block * kWarpgroupM * kBlockK,
                                  shared.a(s, kBlockM));
             wgmma_commit();
             float b_scale = load_shared_float(shared.b_scale(b, first_half + half));

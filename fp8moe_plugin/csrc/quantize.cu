@@ -4,7 +4,6 @@
 //       slots   int32 [tokens, topk] (LAYOUT_PERMUTED only), the rows that get a token; -1 for none
 // Out:  q       e4m3 [rows, K];  rows = tokens, with LAYOUT_PERMUTED tokens * topk
 //       scales  float32 [groups, rows], at scale_pitch(rows); with LAYOUT_ROW_MAJOR [rows, groups]
-//       zeroed  int32 [zeros], counters that the next kernel needs at zero
 //
 // UE8M0: 1 rounds scales up to powers of two.
 // With LAYOUT_ROW_MAJOR it is launched early and waits last: no kernel beside it may touch what it reads or writes.
@@ -26,10 +25,8 @@ DEVICE uint4 load_token(const uint4* x) { return LAYOUT == LAYOUT_PERMUTED ? __l
 extern "C" __global__ __launch_bounds__(THREADS) void quantize(const uint4* __restrict__ x, uint2* __restrict__ q,
                                                                 float* __restrict__ scales,
                                                                 const int* __restrict__ slots, int tokens, int groups,
-                                                                int topk, int* __restrict__ zeroed, int zeros) {
+                                                                int topk) {
     let_next_kernel_start();
-    if (blockIdx.x == 0)
-        for (int i = threadIdx.x; i < zeros; i += THREADS) zeroed[i] = 0;
     const int warp = blockIdx.x * (THREADS / kWarp) + threadIdx.x / kWarp;
     const int group = warp % groups;
     const int warp_token = warp / groups * kTokensPerWarp;

@@ -31,6 +31,7 @@ class Launch(NamedTuple):
     args: tuple[Argument, ...]
     device_index: int
     early: bool = False
+    cluster: int = 1
 
 
 def launch(
@@ -39,6 +40,7 @@ def launch(
     args: tuple[Argument, ...],
     device_index: int,
     early: bool = False,
+    cluster: int = 1,
 ) -> None:
     """Launch a kernel on the current stream of a device; it is compiled and loaded the first time.
 
@@ -47,6 +49,7 @@ def launch(
         args: one for each letter of `plan.PARAMETERS`: a `tensor_map`, an address (0: none), a 32-bit int.
         early: it may start when the kernel launched before it lets it, not only when that one has ended (programmatic
             dependent launch; csrc/common.cuh says what such a kernel owes the others).
+        cluster: blocks of a cluster along x, of a kernel that leaves that to its launch.
     Raises:
         CompileError: the kernel does not compile.
         LaunchError: the driver refuses it, or it is not loaded yet while the stream is being captured.
@@ -54,9 +57,10 @@ def launch(
     """
     if device_index != torch._C._cuda_getDevice():
         with torch.cuda.device(device_index):
-            return launch(key, grid, args, device_index, early)
+            return launch(key, grid, args, device_index, early, cluster)
     # By identity: to hash a key takes longer than the rest, and `plan` makes each one once.
-    prepared = _thread.prepared.get((id(key), device_index, early)) or _prepare(key, device_index, early)
+    how = (id(key), device_index, early, cluster)
+    prepared = _thread.prepared.get(how) or _thread.prepared.setdefault(how, _prepare(key, *how[1:]))
     config = prepared.config
     config.gridDimX, config.gridDimY = grid if isinstance(grid, tuple) else (grid, 1)
     config.hStream = torch._C._cuda_getCurrentRawStream(device_index)
@@ -105,23 +109,22 @@ class _Thread(threading.local):
     """What each thread has prepared; it has a context as soon as that is anything."""
 
     def __init__(self) -> None:
-        self.prepared: dict[tuple[int, int, bool], _Prepared] = {}
+        self.prepared: dict[tuple[int, int, bool, int], _Prepared] = {}
 
 
 _thread = _Thread()
 
 
-def _prepare(key: KernelKey, device_index: int, early: bool) -> _Prepared:
+def _prepare(key: KernelKey, device_index: int, early: bool, cluster: int) -> _Prepared:
     """Get ready to launch a kernel from this thread, on its current device."""
     _bind_context(device_index)
     function = ctypes.c_void_p(int(load(key, device_index)))
     pack, pointers = _parameters(PARAMETERS[key.source])
     config = LaunchConfig(1, 1, 1, key.threads, 1, 1, key.smem_bytes)
-    if early:
-        config.attrs, config.numAttrs = ctypes.pointer(_early_launch()), 1
+    attributes = [_early_launch()] * early + [_of_clusters(cluster)] * (cluster > 1)
+    config.attrs, config.numAttrs = (LaunchAttribute * len(attributes))(*attributes), len(attributes)
     call = functools.partial(_libcuda().cuLaunchKernelEx, ctypes.byref(config), function, pointers, None)
-    prepared = _thread.prepared[id(key), device_index, early] = _Prepared(key, config, pack, call)
-    return prepared
+    return _Prepared(key, config, pack, call)
 
 
 def _early_launch() -> LaunchAttribute:
@@ -129,6 +132,13 @@ def _early_launch() -> LaunchAttribute:
 
     kind = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     return LaunchAttribute(int(kind), b"", (ctypes.c_int * 16)(1))
+
+
+def _of_clusters(blocks: int) -> LaunchAttribute:
+    from cuda.bindings import driver
+
+    kind = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    return LaunchAttribute(int(kind), b"", (ctypes.c_int * 16)(blocks, 1, 1))
 
 
 def _parameters(letters: str) -> tuple[Callable[..., None], ctypes.Array[ctypes.c_void_p]]:

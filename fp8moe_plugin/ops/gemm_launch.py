@@ -6,18 +6,17 @@ import torch
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launcher import Launch, launch, multiprocessors, tensor_map
-from fp8moe_plugin.ops.quantize import Quantized, empty_scales, zero_counters
+from fp8moe_plugin.ops.quantize import Quantized, empty_scales
 from fp8moe_plugin.ops.route import Tiles
-from fp8moe_plugin.ops.workspace import empty
 from fp8moe_plugin.plan import (
+    DENSE_BLOCK_N,
     PREFILL_BLOCK_M,
     TAIL_ROWS,
     KernelKey,
     Output,
     columns_at_once,
-    dense_counters,
     dense_key,
-    dense_share,
+    dense_splits,
     dense_width,
     gate_up_key,
     gate_up_swap_ab_key,
@@ -101,12 +100,12 @@ def launch_gemm(
     c: torch.Tensor | None,
     tiles: Tiles | None,
     after_gate_up: bool = False,
-    counters: torch.Tensor | None = None,
+    after_quantize: bool = False,
 ) -> None:
     """Launch the GEMM of these row tiles (None: dense); `a` is `[M, K]` or `[G, max_m, K]`, its scales any strides.
 
-    `counters`, for a dense one: int32 `[plan.dense_counters]`, zeroed by the `quantize_matrix` of `a`, the launch
-    before this one, beside which this one starts to load weights.
+    `after_quantize`, for a dense one: `a` is what `quantize_matrix`, the launch before this one, has made. Beside it
+    this one may start to load weights.
 
     `after_gate_up`: `a` is what `launch_gate_up`, the launch before this one, has made of the same tiles. Tiles with
     `ready` let this one start where that one leaves multiprocessors idle, and wait for rows of `a` tile by tile; `out`
@@ -122,29 +121,20 @@ def launch_gemm(
     output = _output(out, c)
     key = dense_key(rows.rows, weights.n, rows.k, output, multiprocessors(device_index))
     if key.source == "dense_gemm_swap_ab":
-        _launch_dense(key, rows, weights, out, counters)
+        follows = after_quantize and scales[0] is a[1]  # else scales were copied in between
+        _launch_dense(key, rows, weights, out, follows)
         return
     addend = 0 if c is None else c.data_ptr()
     launch(*_wide(key, rows, weights, out.data_ptr(), addend, output, TileAddresses(), device_index, early=False))
 
 
-def _launch_dense(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, counters: torch.Tensor | None) -> None:
-    """`launch_gemm` of few rows, by blocks with equal shares of the weights."""
-    device_index = out.get_device()
-    width, share = dense_width(a.rows), dense_share(b.n, b.k, multiprocessors(device_index))
-    columns, steps = ceil_div(b.n, GROUP), b.k // GROUP
-    blocks = ceil_div(columns * steps, share)
-    arrived, partial = 0, None
-    if share % steps:  # blocks share tiles
-        partial = empty((ceil_div(a.rows, width), 2 * blocks, width, GROUP), torch.float32, out.device)
-        if counters is None:
-            counters = empty((dense_counters(a.rows, b.n),), torch.int32, out.device)
-            zero_counters(counters)
-        arrived = counters.data_ptr()
-    maps = (_map(a, width), _weight_map(b, DECODE_BOX_N))
-    results = (out.data_ptr(), 0 if partial is None else partial.data_ptr(), arrived)
-    args = (*maps, a.scales, a.scale_k_block, b.scales, *results, a.rows, b.n, b.k, width, share)
-    launch(key, blocks, args, device_index, early=counters is not None)
+def _launch_dense(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, early: bool) -> None:
+    """`launch_gemm` of few rows."""
+    width, splits = dense_width(a.rows), dense_splits(b.n, b.k)
+    grid = (ceil_div(b.n, DENSE_BLOCK_N) * splits, ceil_div(a.rows, width))
+    maps = (_map(a, width), _weight_map(b, DENSE_BLOCK_N))
+    args = (*maps, a.scales, a.scale_k_block, b.scales, out.data_ptr(), a.rows, b.n, b.k, width, splits)
+    launch(key, grid, args, out.get_device(), early, splits)
 
 
 def grouped_launch(
@@ -240,7 +230,7 @@ def _wide(
 ) -> Launch:
     a_map = _map(a, PREFILL_BOX_M)
     # Other outputs than bfloat16 without addend are written without a map.
-    out_map = _matrix_map(out, a.rows, b.n, PREFILL_BOX_M, 2) if output == Output.BF16 else a_map
+    out_map = matrix_map(out, a.rows, b.n, PREFILL_BOX_M, 2) if output == Output.BF16 else a_map
     maps = (a_map, _map(a, TAIL_ROWS), _weight_map(b, dict(key.defines)["BLOCK_N"]), out_map)
     operands = (a.scales, a.scale_group, a.scale_k_block, b.scales, 0, 0)
     results = (out, c, 0, tiles.ready if early else 0, tiles.table, tiles.num_tiles)
@@ -269,14 +259,14 @@ def _swap_ab(
 
 
 def _map(a: Rows, box_rows: int) -> bytes:
-    return _matrix_map(a.values, a.rows, a.k, box_rows)
+    return matrix_map(a.values, a.rows, a.k, box_rows)
 
 
 def _weight_map(b: Weights, box_rows: int) -> bytes:
-    return _matrix_map(b.values, b.experts * b.n, b.k, box_rows)
+    return matrix_map(b.values, b.experts * b.n, b.k, box_rows)
 
 
-def _matrix_map(address: int, rows: int, columns: int, box_rows: int, element_size: int = 1) -> bytes:
+def matrix_map(address: int, rows: int, columns: int, box_rows: int, element_size: int = 1) -> bytes:
     pitch = columns * element_size
     return tensor_map(address, (columns, rows), (pitch,), (128 // element_size, box_rows), element_size)
 

@@ -2,13 +2,11 @@
 
 import torch
 
-from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor, check_weights, debugs, watch_rows
 from fp8moe_plugin.ops.gemm import gemm
 from fp8moe_plugin.ops.gemm_launch import launch_gemm
 from fp8moe_plugin.ops.quantize import Quantized, per_token_group_quant_fp8, quantize_matrix
-from fp8moe_plugin.plan import DENSE_SWAP_AB_UP_TO, dense_counters
 from fp8moe_plugin.shapes import GROUP
 
 
@@ -53,8 +51,6 @@ def fp8_linear(
 
 def _multiply(rows: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor) -> None:
     if uses_sm90(rows) and rows.numel():
-        few = out.shape[0] <= DENSE_SWAP_AB_UP_TO
-        counters = workspace.empty((dense_counters(*out.shape),), torch.int32, rows.device) if few else None
-        launch_gemm(quantize_matrix(rows, ue8m0, counters), weight, out, None, None, counters=counters)
+        launch_gemm(quantize_matrix(rows, ue8m0), weight, out, None, None, after_quantize=True)
     else:
         gemm(per_token_group_quant_fp8(rows, ue8m0=ue8m0), weight, out)

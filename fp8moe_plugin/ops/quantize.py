@@ -43,19 +43,12 @@ def per_token_group_quant_fp8(
     return q.view(x.shape), scales.unflatten(0, x.shape[:-1]) if x.dim() > 1 else scales[0]
 
 
-def quantize_matrix(x: torch.Tensor, ue8m0: bool, zeroed: torch.Tensor | None = None) -> Quantized:
-    """`per_token_group_quant_fp8` of bfloat16 `[M, K]` on the GPU; and zeros to int32 `zeroed`, for the next kernel."""
+def quantize_matrix(x: torch.Tensor, ue8m0: bool) -> Quantized:
+    """`per_token_group_quant_fp8` of bfloat16 `[M, K]` on the GPU."""
     rows, k = x.shape
     out = empty_quantized(rows, k, x.device)
-    _launch_quantize(x, out, Layout.K_MAJOR, ue8m0, zeroed=zeroed)
+    _launch_quantize(x, out, Layout.K_MAJOR, ue8m0)
     return out
-
-
-def zero_counters(counters: torch.Tensor) -> None:
-    """Zeros to int32 `counters`, for the next kernel, which may start beside this: `quantize_matrix` without tokens."""
-    zeroed = counters.data_ptr(), counters.numel()
-    addresses, device_index = (0, 0, 0), counters.get_device()
-    launch(*quantize_launch(addresses, 0, GROUP, Layout.K_MAJOR, False, device_index, 0, 0, *zeroed))
 
 
 def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,13 +137,11 @@ def _launch_quantize(
     layout: Layout,
     ue8m0: bool,
     slots: torch.Tensor | None = None,
-    zeroed: torch.Tensor | None = None,
 ) -> None:
     k, permuted = x.shape[-1], (0, 0) if slots is None else (slots.data_ptr(), slots.shape[1])
-    counters = (0, 0) if zeroed is None else (zeroed.data_ptr(), zeroed.numel())
     addresses = (x.data_ptr(), out[0].data_ptr(), out[1].data_ptr())
     if x.numel():
-        launch(*quantize_launch(addresses, x.numel() // k, k, layout, ue8m0, x.get_device(), *permuted, *counters))
+        launch(*quantize_launch(addresses, x.numel() // k, k, layout, ue8m0, x.get_device(), *permuted))
 
 
 def quantize_launch(
@@ -162,14 +153,12 @@ def quantize_launch(
     device_index: int,
     slots: int = 0,
     topk: int = 0,
-    zeroed: int = 0,
-    zeros: int = 0,
 ) -> Launch:
     """The kernel that quantizes bfloat16 `[tokens, k]`; the addresses are those of tokens, values and scales.
 
-    For `Layout.PERMUTED` to the rows named at `slots`, int32 `[tokens, topk]`. Sets int32 `[zeros]` at `zeroed` to 0.
+    For `Layout.PERMUTED` to the rows named at `slots`, int32 `[tokens, topk]`.
     """
     groups, key = k // GROUP, quantize_key(ue8m0, layout)
-    grid = max(1, ceil_div(ceil_div(tokens, TOKENS_PER_WARP) * groups, key.threads // 32))
+    grid = ceil_div(ceil_div(tokens, TOKENS_PER_WARP) * groups, key.threads // 32)
     early = layout == Layout.ROW_MAJOR
-    return Launch(key, grid, (*addresses, slots, tokens, groups, topk, zeroed, zeros), device_index, early)
+    return Launch(key, grid, (*addresses, slots, tokens, groups, topk), device_index, early)

@@ -1,17 +1,16 @@
 """A mixture-of-experts layer of a step of few tokens: two launches, which find out by themselves who goes where."""
 
 from fp8moe_plugin.jit.launcher import Launch, multiprocessors, tensor_map
-from fp8moe_plugin.ops.gemm_launch import LayerAddresses
+from fp8moe_plugin.ops.gemm_launch import LayerAddresses, matrix_map
 from fp8moe_plugin.plan import (
-    DOWN_CLUSTERS,
-    GATE_UP_CLUSTER,
+    down_share,
     down_small_batch_key,
-    down_splits,
+    gate_up_cluster,
     gate_up_clusters,
     gate_up_small_batch_key,
     small_batch_scratch,
 )
-from fp8moe_plugin.shapes import GROUP, ceil_div
+from fp8moe_plugin.shapes import GROUP
 
 
 def small_batch_launches(
@@ -34,25 +33,26 @@ def small_batch_launches(
     counts = (int(ids_64), global_experts, experts, tokens, topk, hidden, intermediate)
     found, groups = min(pairs, experts), intermediate // GROUP
 
-    clusters = gate_up_clusters(found * groups, multiprocessors(device_index))
-    w13 = interleaved_map(tensors.w13, experts * 2 * intermediate, hidden, 4, 64)
+    cluster = gate_up_cluster(width, hidden)
+    clusters = gate_up_clusters(found * groups, multiprocessors(device_index), cluster)
+    w13 = interleaved_map(tensors.w13, experts * 2 * intermediate, hidden)
     operands = (w13, tensors.hidden_states, tensors.w13_scale, *ids, tensors.topk_weights)
-    first_key = gate_up_small_batch_key(ue8m0, width)
-    first = Launch(first_key, clusters * GATE_UP_CLUSTER, (*operands, inner, inner_scales, *counts), device_index)
+    first_key = gate_up_small_batch_key(ue8m0, width, cluster)
+    first = Launch(first_key, clusters * cluster, (*operands, inner, inner_scales, *counts), device_index)
 
-    splits, cluster = down_splits(hidden, width), DOWN_CLUSTERS[width]
-    blocks = ceil_div(hidden // GROUP * splits, cluster) * cluster
-    w2 = interleaved_map(tensors.w2, experts * hidden, intermediate, 2, GROUP)
-    q = tensor_map(inner, (intermediate, found * width), (intermediate,), (128, width), 1)
+    channels, splits = down_share(hidden)
+    blocks = hidden // channels * splits
+    w2 = matrix_map(tensors.w2, experts * hidden, intermediate, channels)
+    q = matrix_map(inner, found * width, intermediate, width)
     args = (w2, q, tensors.w2_scale, inner_scales, *ids, tensors.out, *counts, splits)
-    return first, Launch(down_small_batch_key(width), blocks, args, device_index, early=True)
+    second_key = down_small_batch_key(width, channels)
+    return first, Launch(second_key, blocks, args, device_index, early=True, cluster=splits)
 
 
-def interleaved_map(weights: int, rows: int, k: int, neighbors: int, box_rows: int) -> bytes:
-    """Of e4m3 `[rows, k]`, in boxes of `box_rows` rows in the order in which wgmma's sums lie in threads.
+def interleaved_map(weights: int, rows: int, k: int) -> bytes:
+    """Of e4m3 `[rows, k]`, in boxes of 64 rows in the order in which wgmma's sums lie in threads.
 
-    Of 64 rows a thread has two 8 apart, and there are `neighbors` / 2 boxes; with them a thread's rows are `neighbors`
-    that follow one another in memory. Box i begins at row 2i of the third dimension.
+    Of 64 rows a thread has two 8 apart. With those of another box they are four that follow one another in memory. Box
+    i begins at row 2i of the third dimension.
     """
-    sizes = (k, 8, neighbors, rows // (8 * neighbors))
-    return tensor_map(weights, sizes, (neighbors * k, k, 8 * neighbors * k), (128, 8, 2, box_rows // 16), 1)
+    return tensor_map(weights, (k, 8, 4, rows // 32), (4 * k, k, 32 * k), (128, 8, 2, 4), 1)

@@ -69,6 +69,7 @@ class Device:
         args: tuple[Argument, ...],
         device_index: int,
         early: bool = False,
+        cluster: int = 1,
     ) -> None:
         library, letters = self._kernels.load(key), PARAMETERS[key.source]
         sizes = (ctypes.c_int * MOST_ARGUMENTS)()
@@ -78,7 +79,7 @@ class Device:
         pack(*args)
         self._alive += [pack, pointers]
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
-        cluster = dict(key.defines).get("CLUSTER", 1)
+        cluster = dict(key.defines).get("CLUSTER", cluster)
         self._runtime.emu_launch(library.emu_entry, x, y, key.threads, key.smem_bytes, pointers, int(early), cluster)
 
     def tensor_map(

@@ -1,4 +1,4 @@
-"""Dense layers of few rows on the emulator: blocks take equal shares of the weights, and share tiles."""
+"""Dense layers of few rows on the emulator: a cluster of blocks shares columns, each a part of K."""
 
 import ctypes
 
@@ -8,74 +8,75 @@ import torch
 from fp8moe_plugin.ops import fp8_gemm_nt, gemm_launch
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
-from fp8moe_plugin.plan import DENSE_SPLITS, dense_share, dense_swap_ab_key
-from fp8moe_plugin.shapes import GROUP, ceil_div
+from fp8moe_plugin.plan import DENSE_WIDTHS, dense_swap_ab_key
 from tests import helpers as h
 from tests.emulator.build import Kernels
-from tests.emulator.device import Device
+from tests.emulator.device import SHARED_BYTES, Device
 from tests.emulator.inputs import assert_close
 
 CPU = torch.device("cpu")
+MULTIPROCESSORS = 6
 seeds = pytest.mark.parametrize("seed", [1, 2])
-# Weights [N, K], multiprocessors; and which blocks share each tile.
-SHARES = {
-    "one block": (200, 384, 1, ["0", "0"]),
-    "whole tiles": (512, 256, 2, ["0", "0", "1", "1"]),
-    "less than a tile": (128, 1024, 4, ["0123"]),
-    "as many blocks as may share a tile": (72, 1920, 16, ["01234567"]),
-    "shares that end within tiles": (640, 384, 4, ["0", "01", "12", "2", "3"]),
-    "more than a tile, and the end of one": (520, 640, 3, ["0", "01", "1", "12", "2"]),
-    "three or four blocks a tile": (384, 1024, 8, ["012", "2345", "567"]),
-}
 
 
-@pytest.fixture(autouse=True)
-def at_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where K is short, layers take this kernel for a few rows only."""
-    monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: dense_swap_ab_key())
+@pytest.fixture
+def emulator(emulator_runtime: ctypes.CDLL, kernels: Kernels) -> Device:
+    return Device(emulator_runtime, kernels, MULTIPROCESSORS, SHARED_BYTES)
 
 
-@pytest.mark.parametrize("name", SHARES)
-def test_blocks_share_tiles_as_these_tests_need_it(name: str) -> None:
-    n, k, multiprocessors, expected = SHARES[name]
-    steps, share = k // GROUP, dense_share(n, k, multiprocessors)
-    blocks = [
-        "".join(map(str, sorted({unit // share for unit in range(column * steps, (column + 1) * steps)})))
-        for column in range(ceil_div(n, GROUP))
+# Weights [N, K], blocks of a cluster, blocks of a multiprocessor: parts of K of one length and of several, fewer steps
+# than stages and more, columns past the last, more clusters than run at once.
+@pytest.fixture(
+    params=[
+        *[(8, 128, 1, 2), (200, 1920, 1, 2), (1024, 256, 2, 2), (640, 384, 3, 2)],
+        *[(72, 1152, 5, 1), (128, 1920, 7, 2), (320, 1024, 8, 2), (64, 3584, 1, 1)],
     ]
-    assert blocks == expected
-    assert max(map(len, blocks)) <= DENSE_SPLITS
-
-
-@pytest.fixture(params=SHARES)
-def shape(request: pytest.FixtureRequest, emulator_runtime: ctypes.CDLL, kernels: Kernels) -> tuple[int, int, Device]:
-    """N, K, and a device on which blocks share tiles as `SHARES` says."""
-    n, k, multiprocessors, _ = SHARES[request.param]
-    return n, k, Device(emulator_runtime, kernels, multiprocessors)
+)
+def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    n, k, splits, blocks = request.param
+    monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: dense_swap_ab_key(blocks))  # at any number of rows
+    monkeypatch.setattr(gemm_launch, "dense_splits", lambda *_: splits)
+    return n, k
 
 
 @seeds
-@pytest.mark.parametrize("m", [1, 5, 16, 33, 64, 65, 128, 200])
-def test_a_dense_layer_of_few_rows(shape: tuple[int, int, Device], m: int, seed: int) -> None:
-    (n, k, device), gen = shape, h.seeded(seed, CPU)
+@pytest.mark.parametrize("m", [1, 5, 16, 17, 33, 64, 65, 128, 129, 250])
+def test_a_dense_layer_of_few_rows(emulator: Device, shape: tuple[int, int], m: int, seed: int) -> None:
+    (n, k), gen = shape, h.seeded(seed, CPU)
     x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
-    out = device.execute(seed, lambda: fp8_linear(x, *weight))
+    out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
     assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
 
 
 @seeds
-def test_rows_that_are_quantized_already(shape: tuple[int, int, Device], seed: int) -> None:
-    (n, k, device), gen = shape, h.seeded(seed, CPU)
+def test_rows_that_are_quantized_already(emulator: Device, shape: tuple[int, int], seed: int) -> None:
+    (n, k), gen = shape, h.seeded(seed, CPU)
     a, b = h.random_quantized(gen, 9, k), h.random_weights(gen, n, k)
     out = h.poisoned(9, n, dtype=torch.bfloat16, device=CPU)
-    device.execute(seed, lambda: fp8_gemm_nt(a, b, out))
+    emulator.execute(seed, lambda: fp8_gemm_nt(a, b, out))
     assert_close(out, h.product(a, b), "the product")
 
 
-def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int, Device]) -> None:
-    (n, k, device), gen = shape, h.seeded(0, CPU)
-    x, weight = h.random_tokens(gen, 128, k), h.random_weights(gen, n, k)
-    all_rows = device.execute(0, lambda: fp8_linear(x, *weight))
-    for seed, rows in enumerate((slice(0, 1), slice(60, 77), slice(3, 64), slice(0, 127))):
-        some = device.execute(seed, lambda rows=rows: fp8_linear(x[rows].contiguous(), *weight))
+def test_a_row_has_the_same_bits_among_any_others(emulator: Device, shape: tuple[int, int]) -> None:
+    (n, k), gen = shape, h.seeded(0, CPU)
+    x, weight = h.random_tokens(gen, 2 * DENSE_WIDTHS[-1], k), h.random_weights(gen, n, k)
+    all_rows = emulator.execute(0, lambda: fp8_linear(x, *weight))
+    for seed, rows in enumerate((slice(0, 1), slice(60, 77), slice(3, 64), slice(100, 256))):
+        some = emulator.execute(seed, lambda rows=rows: fp8_linear(x[rows].contiguous(), *weight))
         assert h.same_bits(some, all_rows[rows])
+
+
+@seeds
+def test_layers_in_a_row(emulator: Device, seed: int) -> None:
+    """Each reads what the one before has written; their first kernels start while that one runs."""
+    gen, m = h.seeded(0, CPU), 9
+    x, weights = h.random_tokens(gen, m, 256), [h.random_weights(gen, n, k) for n, k in ((640, 256), (256, 640)) * 2]
+    outs: list[torch.Tensor] = []
+
+    def ops() -> None:
+        for weight in weights:
+            outs.append(fp8_linear(outs[-1] if outs else x, *weight))
+
+    emulator.execute(seed, ops)
+    for given, weight, out in zip([x, *outs[:-1]], weights, outs, strict=True):
+        assert_close(out, h.product(per_token_group_quant_fp8(given), weight), "a layer")

@@ -15,7 +15,7 @@ from cuda.bindings import driver
 
 from fp8moe_plugin.errors import LaunchError
 from fp8moe_plugin.jit import launcher
-from fp8moe_plugin.plan import PARAMETERS, KernelKey, all_kernels, route_key, swap_ab_key
+from fp8moe_plugin.plan import PARAMETERS, KernelKey, all_kernels, dense_swap_ab_key, route_key, swap_ab_key
 
 STREAM, FUNCTION = 0x7F00_0000_1000, 0x5500_0000_2000
 TYPES = {"M": ctypes.c_char * launcher.TENSOR_MAP_BYTES, "P": ctypes.c_void_p, "i": ctypes.c_int}
@@ -124,6 +124,20 @@ def test_early_launches_have_the_attribute_and_others_of_the_kernel_do_not(launc
     assert [[a[used] for a in seen.attributes] for seen in launches] == [[expected[used]], [], [expected[used]]]
 
 
+def test_blocks_of_a_cluster_are_an_attribute_beside_that_of_an_early_launch(launches):
+    key = dense_swap_ab_key(2)
+    for cluster in (1, 6):
+        launcher.launch(key, 12, arguments(key, 1), 0, True, cluster)
+    attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = 6, 1, 1
+    attribute.value = value
+    used = slice(0, 20)  # the id, padding and three ints in the union
+    alone, beside = (seen.attributes for seen in launches)
+    assert beside[0] == alone[0]
+    assert [a[used] for a in beside[1:]] == [ctypes.string_at(int(attribute.getPtr()), 20)]
+
+
 def test_the_configuration_is_laid_out_as_the_driver_s():
     ours = launcher.LaunchConfig(1, 2, 3, 4, 5, 6, 7, 8)
     theirs = driver.CUlaunchConfig()
@@ -144,7 +158,7 @@ def test_a_launch_for_another_device_is_made_there(launches, device):
 def test_threads_do_not_write_over_each_other_s_parameters(launches, monkeypatch):
     key = swap_ab_key()
     launcher.launch(key, 1, arguments(key, 1), 0)
-    mine = launcher._thread.prepared[id(key), 0, False]
+    mine = launcher._thread.prepared[id(key), 0, False, 1]
     packed = mine.call  # of this thread, whose parameters another thread must leave alone
     thread = threading.Thread(target=launcher.launch, args=(key, 1, arguments(key, 90), 0))
     thread.start()

@@ -9,7 +9,9 @@ from fp8moe_plugin.plan import (
     KernelKey,
     Output,
     dense_key,
+    down_share,
     down_small_batch_key,
+    gate_up_cluster,
     gate_up_small_batch_key,
     grouped_key,
     linear_kernels,
@@ -37,8 +39,8 @@ def small_batches(model: Model, way: Parallel) -> set[KernelKey]:
     sizes = local.topk, local.hidden, local.intermediate, local.experts, model.experts.experts
     widths = {small_batch(tokens, *sizes) for tokens in range(1, 257)} - {0}
     assert widths, "no model is without"
-    kernels = ((gate_up_small_batch_key(model.ue8m0, width), down_small_batch_key(width)) for width in widths)
-    return {key for pair in kernels for key in pair}
+    first = {gate_up_small_batch_key(model.ue8m0, width, gate_up_cluster(width, local.hidden)) for width in widths}
+    return first | {down_small_batch_key(width, down_share(local.hidden)[0]) for width in widths}
 
 
 def dense_gemms(n: int) -> set[KernelKey]:
