@@ -148,7 +148,7 @@ def swap_ab_key() -> KernelKey:
 def dense_swap_ab_key(blocks: int) -> KernelKey:
     """A dense GEMM of few rows; it has as many stages as leave room for 1 or 2 blocks on a multiprocessor."""
     smem = {1: SMEM_BYTES, 2: TWO_BLOCKS_BYTES}[blocks]
-    return KernelKey("dense_gemm_swap_ab", (("BLOCKS", blocks),), 160, smem)
+    return KernelKey("dense_gemm_swap_ab", (("BLOCKS", blocks),), 192, smem)
 
 
 @functools.cache

@@ -17,9 +17,10 @@
 #include "wgmma.cuh"
 
 constexpr int kBlockN = 64, kBlockK = 128;
-constexpr int kMathWarps = 4, kMathThreads = kMathWarps * kWarp, kThreads = kMathThreads + kWarp;
-static_assert(kThreads == THREADS, "plan.py has the same roles");
-constexpr int kFullArrivals = 2;  // the bytes of bulk copies are announced; the weights' scale has landed
+constexpr int kMathWarps = 4, kMathThreads = kMathWarps * kWarp;
+constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = kTokenWarp + 1;
+static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
+constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scale
 
 // Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
 template <int kTokens>
@@ -65,46 +66,40 @@ struct Share {
     }
 };
 
-// ---- producer: one thread -------------------------------------------------------------------------------------------
+// ---- producers: a thread each ---------------------------------------------------------------------------------------
 
 template <int kTokens>
-struct Loads {
-    SharedMemory<kTokens> shared;
-    const Operands& in;
-    const Share& share;
-
-    DEVICE u32 scale_bytes() const { return (share.rows + 3) / 4 * 16; }
-    DEVICE void weights(int s, int step) const {
-        int k = share.first + step;
-        barrier_arrive_expect(shared.full(s), shared.kBytesWeights + shared.kBytesTokens + scale_bytes());
-        tma_load(shared.weights(s), in.weights, shared.full(s), k * kBlockK, share.column);
-        copy_async_4(shared.weight_scale(s), in.weight_scales + share.column / 128 * in.k_blocks + k);
-    }
-    DEVICE void tokens(int s, int step) const {
-        int k = share.first + step;
-        tma_load(shared.tokens(s), in.tokens, shared.full(s), k * kBlockK, share.row);
-        bulk_load(shared.token_scale(s, 0), in.token_scales + i64(k) * in.token_scale_k_stride + share.row,
-                  shared.full(s), scale_bytes());
-        copy_async_arrive(shared.full(s));
-    }
-};
-
-// Weights of the first stages do not depend on the kernel before.
-template <int kTokens>
-DEVICE void load_share(SharedMemory<kTokens> shared, const Operands& in, const Share& share) {
+DEVICE void load_weights(SharedMemory<kTokens> shared, const Operands& in, const Share& share) {
+    const float* scales = in.weight_scales + share.column / 128 * in.k_blocks + share.first;
     Ring<SharedMemory<kTokens>::kStages> ring;
-    Loads<kTokens> loads{shared, in, share};
-    int ahead = min(SharedMemory<kTokens>::kStages, share.steps);
-    for (int step = 0; step < ahead; ++step) loads.weights(step, step);
-    wait_for_previous_kernel();
-    fence_proxy_async_global();
 #pragma unroll 1
     for (int step = 0; step < share.steps; ++step, ring.advance()) {
+        u32 full = shared.full(ring.stage);
         barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
-        if (step >= ahead) loads.weights(ring.stage, step);
-        loads.tokens(ring.stage, step);
+        barrier_arrive_expect(full, shared.kBytesWeights);
+        tma_load(shared.weights(ring.stage), in.weights, full, (share.first + step) * kBlockK, share.column);
+        copy_async_4(shared.weight_scale(ring.stage), scales + step);
+        copy_async_arrive(full);
     }
     copy_async_wait();  // PTX promises no arrivals of threads that have exited
+}
+
+template <int kTokens>
+DEVICE void load_tokens(SharedMemory<kTokens> shared, const Operands& in, const Share& share) {
+    wait_for_previous_kernel();
+    fence_proxy_async_global();
+    u32 scale_bytes = (share.rows + 3) / 4 * 16;
+    Ring<SharedMemory<kTokens>::kStages> ring;
+#pragma unroll 1
+    for (int step = 0; step < share.steps; ++step, ring.advance()) {
+        int k = share.first + step;
+        u32 full = shared.full(ring.stage);
+        barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+        barrier_arrive_expect(full, shared.kBytesTokens + scale_bytes);
+        tma_load(shared.tokens(ring.stage), in.tokens, full, k * kBlockK, share.row);
+        bulk_load(shared.token_scale(ring.stage, 0), in.token_scales + i64(k) * in.token_scale_k_stride + share.row,
+                  full, scale_bytes);
+    }
 }
 
 // ---- math -----------------------------------------------------------------------------------------------------------
@@ -146,8 +141,9 @@ DEVICE void run(const Operands& in, u16* d, int splits) {
     if (threadIdx.x == 0) cluster.init();
     init_barriers(shared, shared.kStages, kFullArrivals, kMathWarps);
     cluster_arrive();
-    if (warp_uniform(threadIdx.x / kWarp) == kMathWarps) {
-        if (lane_of_warp() == 0) load_share(shared, in, share);
+    int warp = warp_uniform(threadIdx.x / kWarp);
+    if (warp >= kMathWarps) {
+        if (lane_of_warp() == 0) warp == kWeightWarp ? load_weights(shared, in, share) : load_tokens(shared, in, share);
         __syncwarp();
         cluster_wait();
     } else {
@@ -159,7 +155,7 @@ DEVICE void run(const Operands& in, u16* d, int splits) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     dense_gemm_swap_ab(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                        const float* a_scales, int a_scale_k_stride, const float* b_scales, u16* d, int m, int n, int k,
                        int width, int splits) {
