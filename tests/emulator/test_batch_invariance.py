@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.batch_invariance import invariance
+from fp8moe_plugin import plan
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.linear import fp8_linear
 from tests import helpers as h
@@ -28,8 +29,9 @@ def test_a_layer(emulator: Device, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [9, 300])
-def test_a_dense_layer(emulator: Device, tokens: int) -> None:
+def test_a_dense_layer(emulator: Device, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     gen = h.seeded(tokens, torch.device("cpu"))
+    monkeypatch.setattr(plan, "DENSE_LONG_K", 9 * h.GROUP)
     x, (weight, scales) = h.random_tokens(gen, tokens, 9 * h.GROUP), h.random_weights(gen, 200, 9 * h.GROUP)
     blocks, columns = x.unflatten(1, (9, -1)), h.bits(weight).unflatten(1, (9, -1))
     blocks[:, 2] *= 2**16  # what cancels shows the order
