@@ -33,7 +33,7 @@ SMALL_BATCH_PAIRS = 176  # kMaxPairs of csrc/expert_list.cuh; 11 for each of 16 
 SMALL_BATCH_STEPS = 8  # of 128 K, of a block: kMostSteps of csrc/gate_up_small_batch.cu
 GATE_UP_CLUSTERS = {8: (8,), 16: (8, 4)}  # blocks, by width; see gate_up_cluster
 SPARE_MULTIPROCESSORS = 8  # see gate_up_clusters
-CLUSTER_SPLITS = 8  # kMaxSplits of csrc/cluster_sum.cuh
+CLUSTER_SPLITS = 8  # kMostSplits of csrc/cluster_sum.cuh
 # Clusters of so many blocks that run at once on an H200, two blocks a multiprocessor; of odd sizes fewer blocks do.
 CLUSTERS_AT_ONCE = {1: 264, 2: 132, 4: 62, 6: 39, 8: 30}
 DOWN_CHANNELS = (128, 64)  # of a block; see down_share

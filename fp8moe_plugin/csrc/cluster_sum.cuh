@@ -3,7 +3,7 @@
 #pragma once
 #include "ptx.cuh"
 
-constexpr int kMaxSplits = 8;  // CLUSTER_SPLITS of plan.py
+constexpr int kMostSplits = 8;  // CLUSTER_SPLITS of plan.py
 
 // Of `kChannels` channels, 64 a warpgroup. Where there are more warpgroups than that takes, several have sums of the
 // same channels, of parts of K: parts come in the order of blocks, then of warpgroups.
@@ -11,7 +11,7 @@ template <int kTokens, int kChannels, int kMathThreads>
 struct ClusterSum {
     static constexpr int kSlabs = kChannels / 64, kParts = kMathThreads / 128 / kSlabs;
     static constexpr u32 kBytesPart = kChannels * 4;  // of a token
-    static constexpr u32 kBytes = (kTokens + kMaxSplits - 1) * kParts * kBytesPart;
+    static constexpr u32 kBytes = (kTokens + kMostSplits - 1) * kParts * kBytesPart;
 
     u32 parts, received;  // shared memory: of `kBytes`, and a barrier
     int splits, split, tokens, reciprocal;

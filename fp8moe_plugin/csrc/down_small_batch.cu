@@ -20,7 +20,6 @@
 // Grid: H / CHANNELS clusters of `splits` blocks.
 #include "cluster_sum.cuh"
 #include "expert_list.cuh"
-#include "fp8.cuh"
 #include "ring.cuh"
 #include "wgmma.cuh"
 

@@ -50,10 +50,9 @@ DEVICE void multiply_tile(SharedMemory shared, Rings& rings, int k_blocks, const
             Tail tail_product;
             wgmma_fence();
             wgmma_issue(product, shared.a(s, row_block * kWarpgroupM),
-                             shared.b(b, first_half + half) + column * kBlockK);
+                        shared.b(b, first_half + half) + column * kBlockK);
             if (kHasTail)
-                wgmma_issue(tail_product, shared.b(b, half) + row_block * kWarpgroupM * kBlockK,
-                                 shared.a(s, kBlockM));
+                wgmma_issue(tail_product, shared.b(b, half) + row_block * kWarpgroupM * kBlockK, shared.a(s, kBlockM));
             wgmma_commit();
             float b_scale = load_shared_float(shared.b_scale(b, first_half + half));
             float scale[2] = {a_scale[0] * b_scale, a_scale[1] * b_scale};

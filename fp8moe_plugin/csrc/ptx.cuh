@@ -77,7 +77,7 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// A barrier among `threads` threads of the block; 0 is __syncthreads, 1 and 2 are the math warpgroups' own.
+// A barrier among `threads` threads of the block; 0 is __syncthreads; 1 and 2 are the math warps'.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 DEVICE void warpgroup_barrier(int math_warpgroup) { named_barrier(1 + math_warpgroup, 128); }

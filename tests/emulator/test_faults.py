@@ -220,6 +220,9 @@ FAULTS = {
     "a block that has no cluster reads sums before all are there": Fault(
         "cluster_sum.cuh", "named_barrier(1, kMathThreads);", ";", dense_layer_of_whole_sums, WRONG_RESULT
     ),
+    "a block reads sums before those of its cluster have come": Fault(
+        "cluster_sum.cuh", "barrier_wait(received, 0);", ";", dense_layer, f"{WRONG_RESULT}|ended before"
+    ),
     "the second GEMM of few rows does not wait for rows of the first": Fault(
         "rows_done.cuh", "__nanosleep(100);", "break;", layer_of_few_tokens, WRONG_RESULT
     ),
