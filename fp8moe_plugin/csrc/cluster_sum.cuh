@@ -5,17 +5,12 @@
 
 constexpr int kMostSplits = 8;  // CLUSTER_SPLITS of plan.py
 
-DEVICE float2 pair_of(float a, float b) { return make_float2(a, b); }
-DEVICE double2 pair_of(double a, double b) { return make_double2(a, b); }
-DEVICE void load_part(u32 address, float& part) { part = load_shared_float(address); }
-DEVICE void load_part(u32 address, double& part) { part = load_shared_double(address); }
-
 // Of `kChannels` channels, 64 a warpgroup. Where there are more warpgroups than that takes, several have sums of the
 // same channels, of parts of K: parts come in the order of blocks, then of warpgroups.
-template <class Sum, int kTokens, int kChannels, int kMathThreads>
+template <int kTokens, int kChannels, int kMathThreads>
 struct ClusterSum {
     static constexpr int kSlabs = kChannels / 64, kParts = kMathThreads / 128 / kSlabs;
-    static constexpr u32 kBytesPart = kChannels * sizeof(Sum);  // of a token
+    static constexpr u32 kBytesPart = kChannels * 4;  // of a token
     static constexpr u32 kBytes = (kTokens + kMostSplits - 1) * kParts * kBytesPart;
 
     u32 parts, received;  // shared memory: of `kBytes`, and a barrier
@@ -39,19 +34,19 @@ struct ClusterSum {
 
     // Of a thread as wgmma leaves them: channels lane/4 and lane/4 + 8 of its warp's 16, of tokens 8i + lane%4*2 and
     // the next, at [4i] and [4i + 1], the second channel's 2 behind. A thread's two channels go side by side.
-    DEVICE void send(const Sum (&sum)[kTokens / 2]) const {
+    DEVICE void send(const float (&sum)[kTokens / 2]) const {
         int lane = lane_of_warp(), warpgroup = threadIdx.x / 128, number = split * kParts + warpgroup / kSlabs;
-        int at = (warpgroup % kSlabs * 32 + threadIdx.x / kWarp % 4 * 8 + lane / 4) * 2 * sizeof(Sum);
+        int at = (warpgroup % kSlabs * 32 + threadIdx.x / kWarp % 4 * 8 + lane / 4) * 8;
 #pragma unroll
         for (int i = 0; i < kTokens / 4; ++i) {
             int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
             if (token >= tokens) continue;
             int round = round_of(token), to = token - round * splits;
-            auto pair = pair_of(sum[e], sum[e + 2]);
+            float2 pair = make_float2(sum[e], sum[e + 2]);
             if (splits > 1)
                 store_async(in_block(part(round, number) + at, to), pair, in_block(received, to));
             else  // no cluster: the GPU refuses
-                store_shared(part(round, number) + at, pair);
+                store_shared(part(round, number) + at, make_uint2(__float_as_uint(pair.x), __float_as_uint(pair.y)));
         }
     }
 
@@ -64,16 +59,15 @@ struct ClusterSum {
             named_barrier(1, kMathThreads);
         for (int i = threadIdx.x; i < stored() * kPairs; i += kMathThreads) {
             int round = i / kPairs, token = round * splits + split, pair = i % kPairs;
-            u32 at = ((pair / 8 * 8 + pair % 4 * 2) * 2 + pair / 4 % 2) * sizeof(Sum);  // the next is 2 on
-            Sum first = 0, second = 0, part_of_first, part_of_second;
+            u32 at = (pair / 8 * 8 + pair % 4 * 2) * 8 + pair / 4 % 2 * 4;  // of the first; that of the next is 8 on
+            float first = 0.f, second = 0.f;
 #pragma unroll 4
             for (int number = 0; number < splits * kParts; ++number) {
-                load_part(part(round, number) + at, part_of_first);
-                load_part(part(round, number) + at + 2 * sizeof(Sum), part_of_second);
-                first += part_of_first, second += part_of_second;
+                first += load_shared_float(part(round, number) + at);
+                second += load_shared_float(part(round, number) + at + 8);
             }
-            u16* to = out + i64(token) * n + channel + pair * 2;
-            if (channel + pair * 2 < n) *reinterpret_cast<u32*>(to) = pack_bf16x2(float(first), float(second));
+            if (channel + pair * 2 < n)
+                *reinterpret_cast<u32*>(out + i64(token) * n + channel + pair * 2) = pack_bf16x2(first, second);
         }
     }
 };

@@ -22,14 +22,11 @@ constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = k
 static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
 constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scale
 
-template <int kTokens>
-using Cluster = ClusterSum<float, kTokens, kBlockN, kMathThreads>;
-
 // Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
 template <int kTokens>
 struct SharedMemory {
     static constexpr u32 kBytesWeights = kBlockN * kBlockK, kBytesTokens = kTokens * kBlockK;
-    static constexpr u32 kBytesScales = kTokens * 4, kBytesParts = Cluster<kTokens>::kBytes;
+    static constexpr u32 kBytesScales = kTokens * 4, kBytesParts = ClusterSum<kTokens, kBlockN, kMathThreads>::kBytes;
     static constexpr u32 kBytesStage = kBytesWeights + kBytesTokens + kBytesScales + 4 + 2 * 8;
     static constexpr int kStages = (SMEM_BYTES - kBytesParts - 8) / kBytesStage;
     static constexpr u32 kTokenTiles = kStages * kBytesWeights, kParts = kTokenTiles + kStages * kBytesTokens;
@@ -139,7 +136,8 @@ template <int kTokens>
 DEVICE void run(const Operands& in, u16* d, int splits) {
     SharedMemory<kTokens> shared{dynamic_shared_address()};
     const Share share(in, splits, kTokens);
-    const Cluster<kTokens> cluster{shared.parts(), shared.received(), splits, share.split, share.rows};
+    const ClusterSum<kTokens, kBlockN, kMathThreads> cluster{shared.parts(), shared.received(), splits, share.split,
+                                                             share.rows};
     if (threadIdx.x == 0) cluster.init();
     init_barriers(shared, shared.kStages, kFullArrivals, kMathWarps);
     cluster_arrive();

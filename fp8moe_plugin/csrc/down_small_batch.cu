@@ -1,11 +1,10 @@
 // The second GEMM of experts for a step of a few tokens, and their sum, weighted by the router: out[t] = the sum of
-// w2[expert] @ q[expert, t] over the experts of token t, to float64.
+// w2[expert] @ q[expert, t] over the experts of token t, in float32.
 //
 // A block owns CHANNELS channels of the result and goes through the experts in the order of their numbers, 128 of K at
 // a time, each a unit, which takes a stage. Of two warpgroups each has half of 128 channels, or of 64 channels half of
 // the unit's K. The `splits` blocks of a cluster share their channels and deal out the units in turn, see
-// cluster_sum.cuh: in which order a token's products are added up depends on the experts that all tokens have. Sums are
-// double, so that this shows in none of the result's bits, but for one element in 2^40.
+// cluster_sum.cuh: of which parts a token's sum is made depends on the experts that all tokens have.
 //
 // To the sums of a token that does not have the expert nothing is added, not even 0 times a product, which may be NaN.
 //
@@ -31,7 +30,7 @@ constexpr int kMathWarps = 8, kMathThreads = kMathWarps * kWarp;
 constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = kTokenWarp + 1;
 static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
 constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scale
-using Cluster = ClusterSum<double, kTokens, kBlockN, kMathThreads>;
+using Cluster = ClusterSum<kTokens, kBlockN, kMathThreads>;
 
 struct SharedMemory {
     static constexpr u32 kBytesWeights = kBlockN * kBlockK, kBytesTokens = kTokens * kBlockK;
@@ -142,17 +141,17 @@ DEVICE void load_tokens(SharedMemory shared, const Share& share, const TensorMap
 // ---- math -----------------------------------------------------------------------------------------------------------
 
 // As Cluster has them.
-using Sums = double[kTokens / 2];
+using Sums = float[kTokens / 2];
 
 DEVICE void multiply(SharedMemory shared, Units units, int warpgroup, Sums& sum) {
     int token = threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0;
+    for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.f;
     Ring<kStages> ring;
     for (; units.left(); units.advance(), ring.advance()) {
         int s = ring.stage;
         barrier_wait(shared.full(s), ring.phase);
-        float product[kTokens / 2];
+        Sums product;
         wgmma_fence();
         wgmma_issue<kPartK>(product, shared.weights(s, warpgroup), shared.tokens(s, warpgroup));
         wgmma_commit();
@@ -166,7 +165,7 @@ DEVICE void multiply(SharedMemory shared, Units units, int warpgroup, Sums& sum)
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) {
             float token_scale = scale[i / 4 * 2 + i % 2];
-            if (!is_absent(token_scale)) sum[i] += double(weight_scale * token_scale) * product[i];
+            if (!is_absent(token_scale)) sum[i] += weight_scale * token_scale * product[i];
         }
     }
 }

@@ -135,18 +135,8 @@ struct TokenCopies {
     }
 };
 
-// The first tile's weights, as many as there is room for, before it is known where its tokens are. Returns of how many
-// steps.
-DEVICE int load_weights_ahead(SharedMemory shared, const Operands& in, const Tile& tile) {
-    if (tile.rows <= 0) return 0;
-    const WeightLoads weights(in, tile);
-    int ahead = min(kStages, in.steps);
-    for (int step = 0; step < ahead; ++step) weights.start(shared, step, in, step);
-    return ahead;
-}
-
 DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Tile& tile, Queue& queue,
-                      bool first_warp, int& ahead) {
+                      bool first_warp) {
     const WeightLoads weights(in, tile);
     const TokenCopies tokens(in, tile);
 #pragma unroll 1
@@ -154,10 +144,7 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
         int s = ring.stage;
         barrier_wait(shared.empty(s), ring.phase ^ 1);
         if (step == 0 && threadIdx.x % kProducers == 0) publish_tile(shared.tile(s), tile);
-        if (ahead > 0)
-            --ahead;
-        else
-            weights.start(shared, s, in, step);
+        weights.start(shared, s, in, step);
         tokens.start(shared, s, step);
         copy_async_arrive(shared.full(s));
         if (first_warp) queue.step(step);
@@ -168,9 +155,8 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
     bool first_warp = threadIdx.x / kWarp == kMathWarps;
     Ring<kStages> ring;
     Tile tile = queue.tile();
-    int ahead = load_weights_ahead(shared, in, tile);
     for (; tile.rows > 0; tile = share_tile(shared.shared_tile(), kProducerBarrier, queue, first_warp))
-        load_tile(shared, ring, in, tile, queue, first_warp, ahead);
+        load_tile(shared, ring, in, tile, queue, first_warp);
     // The last stage holds no tile.
     barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
     if (threadIdx.x % kProducers == 0) {

@@ -24,11 +24,6 @@ DEVICE float load_shared_float(u32 address) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
     return value;
 }
-DEVICE double load_shared_double(u32 address) {
-    double value;
-    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(value) : "r"(address) : "memory");
-    return value;
-}
 DEVICE u32 load_shared(u32 address) {
     u32 value;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
@@ -45,12 +40,6 @@ DEVICE void store_shared(u32 address, u8 value) {
 }
 DEVICE void store_shared(u32 address, uint2 value) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(value.x), "r"(value.y) : "memory");
-}
-DEVICE void store_shared(u32 address, float2 value) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
-}
-DEVICE void store_shared(u32 address, double2 value) {
-    asm volatile("st.shared.v2.f64 [%0], {%1, %2};" ::"r"(address), "d"(value.x), "d"(value.y) : "memory");
 }
 DEVICE float4 load_shared_float4(u32 address) {
     float4 v;
@@ -171,11 +160,6 @@ DEVICE void barrier_arrive_in_cluster(u32 barrier) {
 DEVICE void store_async(u32 to, float2 v, u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
                  "f"(v.x), "f"(v.y), "r"(barrier)
-                 : "memory");
-}
-DEVICE void store_async(u32 to, double2 v, u32 barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];" ::"r"(to),
-                 "d"(v.x), "d"(v.y), "r"(barrier)
                  : "memory");
 }
 DEVICE void store_async(u32 to, float4 v, u32 barrier) {

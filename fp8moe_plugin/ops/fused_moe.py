@@ -93,8 +93,9 @@ def fused_moe(
         out: bfloat16 `[T, H]` to write to, or None.
     Returns:
         bfloat16 `[T, H]`. Captures in a CUDA graph. A token's result does not depend on the other tokens of the call,
-        but for their number: sums of few tokens are made of parts, and of how many (`plan.k_splits`) it decides. On a
-        GPU with VLLM_BATCH_INVARIANT=1 it does not depend on that either.
+        but for their number, which decides of how many parts sums are made (`plan.k_splits`), and where these are few
+        (`plan.small_batch`) for their experts, which decide of which parts. On a GPU with VLLM_BATCH_INVARIANT=1 it
+        depends on neither.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device, too many experts; with FP8MOE_DEBUG=1 also an id below
             -1 or too large.

@@ -140,25 +140,6 @@ def test_ids_of_64_bits_are_mapped_to_local_experts(emulator: Device, narrow: No
     assert h.relative_l2(plain, h.layer_reference(x, layer, weights, local, quantized=True)) <= MOST_ERROR
 
 
-@pytest.mark.parametrize(("tokens", "intermediate", "splits"), [(2, 128, 8), (8, 384, 2), (9, 128, 3), (16, 384, 4)])
-def test_a_token_depends_on_no_other_token(
-    emulator: Device, monkeypatch: pytest.MonkeyPatch, tokens: int, intermediate: int, splits: int
-) -> None:
-    h.force_small_batch(monkeypatch, 8 if tokens <= 8 else 16)
-    monkeypatch.setattr(launches, "down_share", lambda _: (64, splits))
-    gen, experts, row = h.seeded(tokens, CPU), 9, tokens - 1
-    x, layer = h.random_tokens(gen, tokens, 256), h.random_layer(gen, experts, 256, intermediate)
-    for weight in layer:
-        h.bits(weight)[7] = h.bits(weight)[3]
-    outs = []
-    for kind in ("nowhere", "distinct", "some_missing", "one_expert"):
-        weights, ids = h.random_routing(gen, kind, tokens, TOPK, experts)
-        ids[row], weights[row] = torch.tensor([5, 3, 7]), torch.tensor([1, 1024, -1024])  # what cancels shows the order
-        x = h.random_tokens(gen, tokens, 256).index_copy(0, torch.tensor([row]), x[row:])
-        outs.append(emulator.execute(1, lambda call=(x, *layer, weights, ids): fused_moe(*call))[row])
-    assert all(h.same_bits(out, outs[0]) for out in outs)
-
-
 @pytest.mark.parametrize(
     ("broken", "weight"),
     [("w13", 0.5), ("w13_scale", 0.0), ("w2", 0.5), ("w2", 0.0), ("w2_scale", -0.0), ("router", 0.5)],

@@ -7,7 +7,7 @@ from fp8moe_plugin.ops import fused_moe, m_grouped_fp8_gemm_nt_contiguous, silu_
 from fp8moe_plugin.ops.combine import combine
 from fp8moe_plugin.ops.quantize import quantize_rows
 from fp8moe_plugin.ops.route import route
-from fp8moe_plugin.plan import EARLY_FROM, GATHER_UP_TO
+from fp8moe_plugin.plan import EARLY_FROM, GATHER_UP_TO, SMALL_BATCHES
 from tests import helpers as h
 
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 8, 3, 384, 256
@@ -183,9 +183,9 @@ def test_a_token_depends_on_no_other_token(device, tokens, kind, seed):
         other[row] = kept[row]
     assert h.same_bits(run(other_x, layer, weights, ids)[row], own)
     rerouted = run(other_x, layer, other_weights, other_ids)[row]
-    if device.type == "cuda":
+    if device.type == "cuda" and tokens > SMALL_BATCHES[-1]:
         assert h.same_bits(rerouted, own)
-    else:  # torch's CPU matmul sums in an order that depends on how many rows an expert got
+    else:  # the order of sums depends on how many rows an expert got (CPU), on which experts there are (few tokens)
         assert h.relative_l2(rerouted, own) <= 1e-2
 
 

@@ -43,8 +43,9 @@ inline void rcp_approx_ftz_f32(float& to, float value) { to = 1.0f / value; }
 
 template <class... T>
 inline void load_shared(u32 from, T&... to) {
-    const u8* p = emu::shared_at(from, (sizeof(T) + ...));
-    ((memcpy(&to, p, sizeof(T)), p += sizeof(T)), ...);
+    const u8* p = emu::shared_at(from, sizeof...(T) * 4);
+    static_assert(((sizeof(T) == 4) && ...));
+    ((memcpy(&to, p, 4), p += 4), ...);
 }
 template <class... T>
 inline void store_shared(u32 to, T... values) {
@@ -62,9 +63,6 @@ inline void st_shared_u8(u32 to, u32 value) { store_shared(to, u8(value)); }
 inline void st_shared_u16(u32 to, u16 value) { store_shared(to, value); }
 inline void st_shared_u32(u32 to, u32 value) { store_shared(to, value); }
 inline void st_shared_v2_u32(u32 to, u32 a, u32 b) { store_shared(to, a, b); }
-inline void ld_shared_f64(double& value, u32 from) { load_shared(from, value); }
-inline void st_shared_v2_f32(u32 to, float a, float b) { store_shared(to, a, b); }
-inline void st_shared_v2_f64(u32 to, double a, double b) { store_shared(to, a, b); }
 inline void st_shared_v4_s32(u32 to, int a, int b, int c, int d) { store_shared(to, a, b, c, d); }
 inline void stmatrix_sync_aligned_m8n8_x4_shared_b16(u32 row, u32 a, u32 b, u32 c, u32 d) {
     const u32 values[] = {a, b, c, d};
@@ -102,10 +100,6 @@ inline void barrier_cluster_wait_acquire() { emu::cluster_wait(); }
 inline void mbarrier_arrive_shared_cluster_b64(u32 barrier) { emu::mbarrier_arrive_in_cluster(barrier); }
 inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_v2_f32(u32 to, float a, float b, u32 barrier) {
     const float values[] = {a, b};
-    emu::store_async(to, values, sizeof values, barrier);
-}
-inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_v2_f64(u32 to, double a, double b, u32 barrier) {
-    const double values[] = {a, b};
     emu::store_async(to, values, sizeof values, barrier);
 }
 inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_v4_f32(u32 to, float a, float b, float c, float d,
