@@ -38,13 +38,12 @@ CLUSTER_SPLITS = 8  # kMostSplits of csrc/cluster_sum.cuh
 CLUSTERS_AT_ONCE = {1: 264, 2: 132, 4: 62, 6: 39, 8: 30}
 DOWN_CHANNELS = (128, 64)  # of a block; see down_share
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
-DENSE_LONG_K = 4096  # channels; see dense_key and dense_splits
-# Rows, by whether columns are few and whether K is long; see dense_key.
+DENSE_LONG_K = 4096  # channels; see dense_few_rows and dense_splits
+# Rows, by whether columns are few and whether K is long; see dense_few_rows.
 DENSE_SWAP_AB_UP_TO = {(True, True): 128, (True, False): 32, (False, True): 64, (False, False): 16}
 DENSE_WIDTHS, DENSE_BLOCK_N = (8, 16, 32, 64, 128), 64  # rows and columns of a tile of dense_gemm_swap_ab
-DENSE_BLOCKS = (1, 2)  # of it on a multiprocessor
 SMEM_BYTES = 227 * 1024  # of a block, the most there is
-TWO_BLOCKS_BYTES = 113 * 1024  # the most that leaves room for another of as many
+DENSE_BLOCKS = {1: SMEM_BYTES, 2: 113 * 1024}  # of dense_gemm_swap_ab on a multiprocessor; the most bytes of each
 MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends on it
 SPLIT_BYTES = 2**23  # see k_splits
 MAX_SPLITS = 8  # kMaxSplits of csrc/split_k.cuh
@@ -147,8 +146,7 @@ def swap_ab_key() -> KernelKey:
 @functools.cache
 def dense_swap_ab_key(blocks: int) -> KernelKey:
     """A dense GEMM of few rows; it has as many stages as leave room for 1 or 2 blocks on a multiprocessor."""
-    smem = {1: SMEM_BYTES, 2: TWO_BLOCKS_BYTES}[blocks]
-    return KernelKey("dense_gemm_swap_ab", (("BLOCKS", blocks),), 192, smem)
+    return KernelKey("dense_gemm_swap_ab", (("BLOCKS", blocks),), 192, DENSE_BLOCKS[blocks])
 
 
 @functools.cache
@@ -437,16 +435,21 @@ def grouped_key(block_m: int, keep_b: bool = False) -> KernelKey:
 def dense_key(m: int, n: int, k: int, output: Output, sms: int) -> KernelKey:
     """The GEMM of a dense `[m, n]` result of `k` channels.
 
-    Few rows: swap-AB, whose blocks share K, up to where it was the slower one with the quantization before it
-    (benchmarks/NOTES.md). Else tiles of 256 columns, or of 128 where 256 would leave multiprocessors idle.
+    Few rows: swap-AB, whose blocks share K. Else tiles of 256 columns, or of 128 where 256 would leave multiprocessors
+    idle.
     """
-    one_round, long_k = ceil_div(n, DENSE_BLOCK_N) <= 2 * MULTIPROCESSORS, k >= DENSE_LONG_K
-    tiles = 2 if long_k and _few_columns(n) else 1  # of most rows
-    if output == Output.BF16 and m <= tiles * DENSE_SWAP_AB_UP_TO[one_round, long_k]:
+    if output == Output.BF16 and m <= dense_few_rows(n, k):
         blocks = dense_splits(n, k) * ceil_div(n, DENSE_BLOCK_N) * ceil_div(m, dense_width(m))
         return dense_swap_ab_key(1 if blocks <= MULTIPROCESSORS else 2)
     tiles = count_row_tiles(m, PREFILL_BLOCK_M) * ceil_div(n, 256)
     return grouped_gemm_key(output, 256 if tiles >= sms else 128)
+
+
+def dense_few_rows(n: int, k: int) -> int:
+    """Up to how many rows swap-AB was the faster one, with the quantization before it (benchmarks/NOTES.md)."""
+    one_round, long_k = ceil_div(n, DENSE_BLOCK_N) <= 2 * MULTIPROCESSORS, k >= DENSE_LONG_K
+    most = DENSE_SWAP_AB_UP_TO[one_round, long_k]
+    return 2 * most if long_k and _few_columns(n) else most
 
 
 def row_tiles(rows: int, block_m: int) -> list[int]:

@@ -143,7 +143,12 @@ DEVICE void run(const Operands& in, u16* d, int splits) {
     cluster_arrive();
     int warp = warp_uniform(threadIdx.x / kWarp);
     if (warp >= kMathWarps) {
-        if (lane_of_warp() == 0) warp == kWeightWarp ? load_weights(shared, in, share) : load_tokens(shared, in, share);
+        if (lane_of_warp() == 0) {
+            if (warp == kWeightWarp)
+                load_weights(shared, in, share);
+            else
+                load_tokens(shared, in, share);
+        }
         __syncwarp();
         cluster_wait();
     } else {

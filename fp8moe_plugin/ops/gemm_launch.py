@@ -99,29 +99,24 @@ def launch_gemm(
     out: torch.Tensor,
     c: torch.Tensor | None,
     tiles: Tiles | None,
-    after_gate_up: bool = False,
-    after_quantize: bool = False,
+    after_a: bool = False,
 ) -> None:
     """Launch the GEMM of these row tiles (None: dense); `a` is `[M, K]` or `[G, max_m, K]`, its scales any strides.
 
-    `after_quantize`, for a dense one: `a` is what `quantize_matrix`, the launch before this one, has made. Beside it
-    this one may start to load weights.
-
-    `after_gate_up`: `a` is what `launch_gate_up`, the launch before this one, has made of the same tiles. Tiles with
-    `ready` let this one start where that one leaves multiprocessors idle, and wait for rows of `a` tile by tile; `out`
-    must not overlap with what that one reads.
+    `after_a`: the launch before this one has made `a`. For a dense one that is `quantize_matrix`, beside which it may
+    start to load weights; else `launch_gate_up` of the same tiles. Tiles with `ready` let this one start where that one
+    leaves multiprocessors idle, and wait for rows of `a` tile by tile; `out` must not overlap with what that one reads.
     """
     scales, device_index = _k_major(*a), out.get_device()
+    follows = after_a and scales[0] is a[1]  # else scales were copied in between
     rows, weights = Rows.of(a[0], scales), Weights.of(b)
     if tiles:
-        follows = after_gate_up and scales[0] is a[1]  # else scales were copied in between
         addresses = TileAddresses.of(tiles)
         launch(*grouped_launch(rows, weights, out.data_ptr(), tiles.block_m, addresses, device_index, follows))
         return
     output = _output(out, c)
     key = dense_key(rows.rows, weights.n, rows.k, output, multiprocessors(device_index))
     if key.source == "dense_gemm_swap_ab":
-        follows = after_quantize and scales[0] is a[1]  # else scales were copied in between
         _launch_dense(key, rows, weights, out, follows)
         return
     addend = 0 if c is None else c.data_ptr()

@@ -51,6 +51,6 @@ def fp8_linear(
 
 def _multiply(rows: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor) -> None:
     if uses_sm90(rows) and rows.numel():
-        launch_gemm(quantize_matrix(rows, ue8m0), weight, out, None, None, after_quantize=True)
+        launch_gemm(quantize_matrix(rows, ue8m0), weight, out, None, None, after_a=True)
     else:
         gemm(per_token_group_quant_fp8(rows, ue8m0=ue8m0), weight, out)

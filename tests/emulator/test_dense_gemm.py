@@ -68,7 +68,7 @@ def test_a_row_has_the_same_bits_among_any_others(emulator: Device, shape: tuple
 
 @seeds
 def test_layers_in_a_row(emulator: Device, seed: int) -> None:
-    """Each reads what the one before has written; their first kernels start while that one runs."""
+    """Each reads what the one before has written."""
     gen, m = h.seeded(0, CPU), 9
     x, weights = h.random_tokens(gen, m, 256), [h.random_weights(gen, n, k) for n, k in ((640, 256), (256, 640)) * 2]
     outs: list[torch.Tensor] = []

@@ -88,7 +88,7 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
             stale.fill_(0x7F if stale.dtype == torch.uint8 else float("nan"))
         early.ready.zero_()
         launch_gate_up(a, w13, inner, early, False, a_rows)
-        launch_gemm(inner, w2, actual, None, early, after_gate_up=True)
+        launch_gemm(inner, w2, actual, None, early, after_a=True)
         for group, count in enumerate(counts):
             assert h.same_bits(actual[group, :count], expected[group, :count])
         done, *stored = early.ready[: 1 + int(tiles.num_tiles[0])].tolist()
@@ -128,7 +128,7 @@ def test_weights_that_the_second_gemm_of_few_rows_loads_ahead_change_nothing(
         for stale in (q.view(torch.uint8), scales, actual):
             stale.fill_(0x7F if stale.dtype == torch.uint8 else float("nan"))
         launch_gate_up(a, w13, inner, tiles, False, a_rows)
-        launch_gemm(inner, w2, actual, None, tiles, after_gate_up=True)
+        launch_gemm(inner, w2, actual, None, tiles, after_a=True)
         for group, count in enumerate(counts):
             assert h.same_bits(actual[group, :count], expected[group, :count])
         assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
