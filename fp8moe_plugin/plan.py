@@ -48,6 +48,9 @@ MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends
 SPLIT_BYTES = 2**23  # see k_splits
 MAX_SPLITS = 8  # kMaxSplits of csrc/split_k.cuh
 STEPS_AT_ONCE = 8  # see columns_at_once
+# What L2 fetches from memory for 128 bytes of a row, in tiles of prefill; and of weights that are read once, where the
+# 128 bytes beside them, which another block wants, come in time by themselves: 6 to 9% faster (benchmarks/NOTES.md).
+L2_FETCH, STREAMED_L2_FETCH = 256, 128
 EXPERT_LIST = SMALL_BATCH_PAIRS * 2 + 4  # bytes of ExpertList of csrc/expert_list.cuh
 PIECE = 256  # bytes; pieces of scratch begin at multiples of it, as torch's tensors at multiples of 512
 SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
@@ -324,6 +327,11 @@ def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
     clusters = max(multiprocessors // cluster, 2)
     fewer = max(clusters - SPARE_MULTIPROCESSORS // cluster, 1)
     return min(tiles, clusters if tiles <= 3 * clusters else fewer)
+
+
+def gate_up_l2_fetch(hidden: int) -> int:
+    """Of gate_up_swap_ab's weights, of which a block reads whole rows: the next 128 bytes of a long one are its own."""
+    return L2_FETCH if hidden >= DENSE_LONG_K else STREAMED_L2_FETCH
 
 
 @functools.cache

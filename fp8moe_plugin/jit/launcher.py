@@ -215,7 +215,12 @@ def _load(key: KernelKey, device_index: int, warmup: str) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def tensor_map(
-    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], element_size: int
+    address: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    element_size: int,
+    l2_fetch: int,
 ) -> bytes:
     """A TMA descriptor (`CUtensorMap`), 128-byte swizzled, as an argument of `launch`.
 
@@ -223,12 +228,14 @@ def tensor_map(
         sizes: elements along each dimension, the innermost first; its elements follow one another.
         strides: bytes from one to the next along each dimension but the innermost.
         box: elements of a load or store along each dimension; 128 bytes along the innermost.
+        l2_fetch: bytes that L2 fetches where a load finds nothing there, 128 or 256.
     Raises:
         LaunchError: the driver refuses it.
     """
     from cuda.bindings import driver
 
-    dims, kinds = len(sizes), driver.CUtensorMapDataType
+    dims, kinds, promotions = len(sizes), driver.CUtensorMapDataType, driver.CUtensorMapL2promotion
+    promotion = {128: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B, 256: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B}
     kind = kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8 if element_size == 1 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
     room, offset = _aligned(TENSOR_MAP_BYTES)
     begin = ctypes.addressof(room) + offset
@@ -243,7 +250,7 @@ def tensor_map(
         (ctypes.c_uint32 * dims)(*[1] * dims),
         int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
         int(driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B),
-        int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
+        int(promotion[l2_fetch]),
         int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )
     _check(status, f"tensor map of {' x '.join(map(str, reversed(sizes)))}")

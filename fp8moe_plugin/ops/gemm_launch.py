@@ -10,7 +10,9 @@ from fp8moe_plugin.ops.quantize import Quantized, empty_scales
 from fp8moe_plugin.ops.route import Tiles
 from fp8moe_plugin.plan import (
     DENSE_BLOCK_N,
+    L2_FETCH,
     PREFILL_BLOCK_M,
+    STREAMED_L2_FETCH,
     TAIL_ROWS,
     KernelKey,
     Output,
@@ -19,6 +21,7 @@ from fp8moe_plugin.plan import (
     dense_splits,
     dense_width,
     gate_up_key,
+    gate_up_l2_fetch,
     gate_up_swap_ab_key,
     grouped_key,
     tile_counters,
@@ -127,7 +130,7 @@ def _launch_dense(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, early:
     """`launch_gemm` of few rows."""
     width, splits = dense_width(a.rows), dense_splits(b.n, b.k)
     grid = (ceil_div(b.n, DENSE_BLOCK_N) * splits, ceil_div(a.rows, width))
-    maps = (_map(a, width), _weight_map(b, DENSE_BLOCK_N))
+    maps = (_map(a, width), _weight_map(b, DENSE_BLOCK_N, STREAMED_L2_FETCH))
     args = (*maps, a.scales, a.scale_k_block, b.scales, out.data_ptr(), a.rows, b.n, b.k, width, splits)
     launch(key, grid, args, out.get_device(), early, splits)
 
@@ -179,7 +182,7 @@ def gate_up_launch(
     a: Rows, a_rows: int, w13: Weights, out: Rows, tiles: TileAddresses, ue8m0: bool, device_index: int
 ) -> Launch:
     """What `launch_gate_up` launches; `a_rows` 0 for none. The strides of `out` are those of `empty_scales`."""
-    maps = (_map(a, PREFILL_BOX_M), _map(a, TAIL_ROWS), _weight_map(w13, GROUP), _map(out, PREFILL_BOX_M))
+    maps = (_map(a, PREFILL_BOX_M), _map(a, TAIL_ROWS), _weight_map(w13, GROUP, L2_FETCH), _map(out, PREFILL_BOX_M))
     gathered = (a.values, a_rows) if a_rows else (0, 0)
     operands = (a.scales, a.scale_group, a.scale_k_block, w13.scales, *gathered)
     results = (out.values, 0, out.scales, tiles.ready, tiles.table, tiles.num_tiles)
@@ -226,7 +229,7 @@ def _wide(
     a_map = _map(a, PREFILL_BOX_M)
     # Other outputs than bfloat16 without addend are written without a map.
     out_map = matrix_map(out, a.rows, b.n, PREFILL_BOX_M, 2) if output == Output.BF16 else a_map
-    maps = (a_map, _map(a, TAIL_ROWS), _weight_map(b, dict(key.defines)["BLOCK_N"]), out_map)
+    maps = (a_map, _map(a, TAIL_ROWS), _weight_map(b, dict(key.defines)["BLOCK_N"], L2_FETCH), out_map)
     operands = (a.scales, a.scale_group, a.scale_k_block, b.scales, 0, 0)
     results = (out, c, 0, tiles.ready if early else 0, tiles.table, tiles.num_tiles)
     args = (*maps, *operands, *results, a.rows, b.n, b.k)
@@ -244,7 +247,7 @@ def _swap_ab(
     counters: int,
 ) -> Launch:
     scales = (a.scales, a.scale_group, a.scale_k_block, b.scales)
-    maps = (_map(a, DECODE_BOX_M), _weight_map(b, DECODE_BOX_N))
+    maps = (_map(a, DECODE_BOX_M), _weight_map(b, DECODE_BOX_N, STREAMED_L2_FETCH))
     pair_of_counters = int(early)  # the GEMM before may still use the first pair
     results = (out, tiles.table, tiles.num_tiles)
     run = columns_at_once(a.rows, b.experts, b.n, b.k)
@@ -257,20 +260,23 @@ def _map(a: Rows, box_rows: int) -> bytes:
     return matrix_map(a.values, a.rows, a.k, box_rows)
 
 
-def _weight_map(b: Weights, box_rows: int) -> bytes:
-    return matrix_map(b.values, b.experts * b.n, b.k, box_rows)
+def _weight_map(b: Weights, box_rows: int, l2_fetch: int) -> bytes:
+    return matrix_map(b.values, b.experts * b.n, b.k, box_rows, l2_fetch=l2_fetch)
 
 
-def matrix_map(address: int, rows: int, columns: int, box_rows: int, element_size: int = 1) -> bytes:
-    pitch = columns * element_size
-    return tensor_map(address, (columns, rows), (pitch,), (128 // element_size, box_rows), element_size)
+def matrix_map(
+    address: int, rows: int, columns: int, box_rows: int, element_size: int = 1, l2_fetch: int = L2_FETCH
+) -> bytes:
+    box = (128 // element_size, box_rows)
+    return tensor_map(address, (columns, rows), (columns * element_size,), box, element_size, l2_fetch)
 
 
 def _gate_up_map(w13: Weights) -> bytes:
     """Of `[E, 2I, K]` as [K, 8, 2, ..]: a box is 8 rows of the gate, the same 8 of the other half, and 15 such on."""
     half = w13.n // 2
     sizes = (w13.k, 8, 2, (w13.experts * w13.n - half) // 8)
-    return tensor_map(w13.values, sizes, (w13.k, half * w13.k, 8 * w13.k), (128, 8, 2, GROUP // 8), 1)
+    strides, box = (w13.k, half * w13.k, 8 * w13.k), (128, 8, 2, GROUP // 8)
+    return tensor_map(w13.values, sizes, strides, box, 1, gate_up_l2_fetch(w13.k))
 
 
 def _output(out: torch.Tensor, c: torch.Tensor | None) -> Output:

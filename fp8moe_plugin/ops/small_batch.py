@@ -3,6 +3,7 @@
 from fp8moe_plugin.jit.launcher import Launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.gemm_launch import LayerAddresses, matrix_map
 from fp8moe_plugin.plan import (
+    STREAMED_L2_FETCH,
     down_share,
     down_small_batch_key,
     gate_up_cluster,
@@ -42,7 +43,7 @@ def small_batch_launches(
 
     channels, splits = down_share(hidden)
     blocks = hidden // channels * splits
-    w2 = matrix_map(tensors.w2, experts * hidden, intermediate, channels)
+    w2 = matrix_map(tensors.w2, experts * hidden, intermediate, channels, l2_fetch=STREAMED_L2_FETCH)
     q = matrix_map(inner, found * width, intermediate, width)
     args = (w2, q, tensors.w2_scale, inner_scales, *ids, tensors.out, *counts, splits)
     second_key = down_small_batch_key(width, channels)
@@ -55,4 +56,4 @@ def interleaved_map(weights: int, rows: int, k: int) -> bytes:
     Of 64 rows a thread has two 8 apart. With those of another box they are four that follow one another in memory. Box
     i begins at row 2i of the third dimension.
     """
-    return tensor_map(weights, (k, 8, 4, rows // 32), (4 * k, k, 32 * k), (128, 8, 2, 4), 1)
+    return tensor_map(weights, (k, 8, 4, rows // 32), (4 * k, k, 32 * k), (128, 8, 2, 4), 1, STREAMED_L2_FETCH)

@@ -83,8 +83,15 @@ class Device:
         self._runtime.emu_launch(library.emu_entry, x, y, key.threads, key.smem_bytes, pointers, int(early), cluster)
 
     def tensor_map(
-        self, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], element_size: int
+        self,
+        address: int,
+        sizes: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+        element_size: int,
+        l2_fetch: int,
     ) -> bytes:
+        assert l2_fetch in (128, 256)
         assert box[0] * element_size == 128, "the emulator has 128-byte swizzle only"
         assert all(0 < elements <= 256 for elements in box), "as large as a box may be"
         assert not any(n % 16 for n in (address, sizes[0] * element_size, *strides)), "TMA needs multiples of 16 bytes"
