@@ -34,9 +34,7 @@ SMALL_BATCH_STEPS = 8  # of 128 K, of a block: kMostSteps of csrc/gate_up_small_
 GATE_UP_CLUSTERS = {8: (8,), 16: (8, 4)}  # blocks, by width; see gate_up_cluster
 SPARE_MULTIPROCESSORS = 8  # see gate_up_clusters
 CLUSTER_SPLITS = 8  # kMostSplits of csrc/cluster_sum.cuh
-# Clusters of so many blocks that run at once on an H200, two blocks a multiprocessor; of odd sizes fewer blocks do.
-CLUSTERS_AT_ONCE = {1: 264, 2: 132, 4: 62, 6: 39, 8: 30}
-DOWN_CHANNELS = (128, 64)  # of a block; see down_share
+DOWN_BLOCKS = {8: 64, 16: 80}  # by width; see down_splits
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
 DENSE_LONG_K = 4096  # channels; see dense_few_rows and dense_splits
 # Rows, by whether columns are few and whether K is long; see dense_few_rows.
@@ -60,8 +58,8 @@ PARAMETERS = {
     "combine": "PPPPii",
     "count_experts": "PPPiiii",
     "dense_gemm_swap_ab": "MMPiPPiiiii",
-    "down_small_batch": "MMPPPPPiiiiiiii",
-    "gate_up_small_batch": "MPPPPPPPiiiiiii",
+    "down_small_batch": "MMPPPPPPiiiiiiii",
+    "gate_up_small_batch": "MPPPPPPPPiiiiiii",
     "gate_up_swap_ab": "MPPPPPPPPPPiiiii",
     "grouped_gemm": "MMMMPiiPPPPPPPPPiii",
     "grouped_gemm_swap_ab": "MMPiiPPPPiiiiiPi",
@@ -179,14 +177,18 @@ def gate_up_small_batch_key(ue8m0: bool, width: int, cluster: int) -> KernelKey:
 
 
 @functools.cache
-def down_small_batch_key(width: int, channels: int) -> KernelKey:
-    """The second GEMM of the experts of up to `width` tokens, with the weighted sum of each token's."""
-    stages = {(8, 128): 6, (16, 128): 5, (8, 64): 10, (16, 64): 9}[width, channels]  # as in gate_up_small_batch_key
-    operands = stages * (channels + width) * 128
+def down_small_batch_key(width: int, cluster: int) -> KernelKey:
+    """The second GEMM of the experts of up to `width` tokens, with the weighted sum of each token's.
+
+    Args:
+        cluster: blocks of a cluster of the first one, beside which it runs.
+    """
+    stages = {(8, 8): 6, (16, 8): 5, (16, 4): 6}[width, cluster]  # room beside a block of the first one
+    operands = stages * (GROUP + width) * 128
     parts = (width + CLUSTER_SPLITS - 1) * GROUP * 4
     scales_and_barriers = stages * (width * 4 + 4 + 16) + 4 + 8
     smem = _align(operands + parts + scales_and_barriers + EXPERT_LIST)
-    defines = (("CHANNELS", channels), ("STAGES", stages), ("TOKENS", width))
+    defines = (("STAGES", stages), ("TOKENS", width))
     return KernelKey("down_small_batch", defines, 320, smem)
 
 
@@ -235,8 +237,9 @@ def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
     gemms += [swap_ab_key(), gate_up_swap_ab_key(ue8m0)]
     gather = [gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
     routing = [count_experts_key(), route_key(), combine_key()]
-    gather += [gate_up_small_batch_key(ue8m0, width, c) for width, some in GATE_UP_CLUSTERS.items() for c in some]
-    gather += [down_small_batch_key(width, channels) for width in SMALL_BATCHES for channels in DOWN_CHANNELS]
+    small = [(width, cluster) for width, clusters in GATE_UP_CLUSTERS.items() for cluster in clusters]
+    gather += [gate_up_small_batch_key(ue8m0, *each) for each in small]
+    gather += [down_small_batch_key(*each) for each in small]
     return [*gemms, *gather, quantize_key(ue8m0, Layout.PERMUTED), *routing]
 
 
@@ -272,8 +275,7 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
         for cluster in GATE_UP_CLUSTERS[width]:
             first = gate_up_small_batch_key(model.ue8m0, width, cluster)
             why[first] = f"all up to the second GEMM of the experts of up to {width} tokens"
-        for channels in DOWN_CHANNELS:
-            why[down_small_batch_key(width, channels)] = "that one with the weighted sum of each token's"
+            why[down_small_batch_key(width, cluster)] = "that one with the weighted sum of each token's"
     layers = (moe_kernels(model.ue8m0, batched) for batched in (False, True))
     return {key: why[key] for key in dict.fromkeys([*linear_kernels(model.ue8m0), *itertools.chain(*layers)])}
 
@@ -334,18 +336,12 @@ def gate_up_l2_fetch(hidden: int) -> int:
     return L2_FETCH if hidden >= DENSE_LONG_K else STREAMED_L2_FETCH
 
 
-@functools.cache
-def down_share(hidden: int) -> tuple[int, int]:
-    """How many channels a block of down_small_batch has, and how many blocks of a cluster share these and divide K.
+def down_splits(hidden: int, width: int) -> int:
+    """How many blocks of a cluster share 128 channels of down_small_batch, and divide K.
 
-    As many blocks as run at once; with half as many channels where there were fewer than multiprocessors.
+    As few as keep up with the first GEMM, beside which all of them run: more take from it what the memory gives.
     """
-    for channels in DOWN_CHANNELS:
-        clusters = hidden // channels
-        splits = max(splits for splits, most in CLUSTERS_AT_ONCE.items() if splits == 1 or clusters <= most)
-        if clusters * splits > MULTIPROCESSORS:
-            break
-    return channels, splits
+    return min(ceil_div(DOWN_BLOCKS[width], hidden // GROUP), CLUSTER_SPLITS)
 
 
 def moe_block_m(tokens: int, topk: int, global_experts: int) -> int:
@@ -517,13 +513,15 @@ class SmallBatchScratch(NamedTuple):
 
     inner: int  # e4m3 [experts, width, I]
     inner_scales: int  # float32 [experts, I / 128, width]
+    told: int  # int32 [experts, I / 128]
     nbytes: int
 
 
 @functools.lru_cache(maxsize=1024)
 def small_batch_scratch(rows: int, width: int, intermediate: int, local_experts: int) -> SmallBatchScratch:
-    slots = min(rows, local_experts) * width
-    return SmallBatchScratch(*_offsets(slots * intermediate, 4 * slots * (intermediate // GROUP)))
+    experts, groups = min(rows, local_experts), intermediate // GROUP
+    slots = experts * width
+    return SmallBatchScratch(*_offsets(slots * intermediate, 4 * slots * groups, 4 * experts * groups))
 
 
 def layer_splits(rows: int, local_experts: int, hidden: int, intermediate: int, block_m: int) -> int:

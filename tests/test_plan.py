@@ -274,24 +274,24 @@ def test_a_small_batch_is_one_of_few_tokens_and_few_bytes():
 
 
 @pytest.mark.parametrize("width", plan.SMALL_BATCHES)
-def test_a_multiprocessor_has_room_for_any_two_blocks_of_a_small_batch(width):
-    first = [plan.gate_up_small_batch_key(False, width, cluster) for cluster in plan.GATE_UP_CLUSTERS[width]]
-    keys = *first, *(plan.down_small_batch_key(width, channels) for channels in plan.DOWN_CHANNELS)
-    for pair in itertools.combinations_with_replacement(keys, 2):
+def test_a_multiprocessor_has_room_for_a_block_of_each_gemm_of_a_small_batch(width):
+    for cluster in plan.GATE_UP_CLUSTERS[width]:
+        pair = plan.gate_up_small_batch_key(False, width, cluster), plan.down_small_batch_key(width, cluster)
         assert sum(key.smem_bytes + 1024 for key in pair) <= 228 * 1024
         assert sum(key.threads for key in pair) <= 2048
 
 
+@pytest.mark.parametrize("width", plan.SMALL_BATCHES)
 @pytest.mark.parametrize("hidden", [128, 1024, 2048, 3072, 4096, 5120, 7168, 8192])
-def test_blocks_that_share_channels_run_at_once_and_are_not_few(hidden):
-    channels, splits = plan.down_share(hidden)
-    assert hidden // channels <= plan.CLUSTERS_AT_ONCE[splits]
-    assert splits == plan.CLUSTER_SPLITS or hidden // channels * splits > plan.MULTIPROCESSORS
+def test_all_blocks_of_the_second_gemm_run_beside_the_first(hidden, width):
+    splits = plan.down_splits(hidden, width)
+    assert hidden // 128 * splits <= plan.MULTIPROCESSORS
+    assert splits == plan.CLUSTER_SPLITS or hidden // 128 * splits >= plan.DOWN_BLOCKS[width]
 
 
 def test_channels_of_models_are_shared_by():
-    shares = {2048: (64, 6), 3072: (128, 8), 4096: (128, 6), 5120: (128, 4), 7168: (128, 4), 8192: (64, 2)}
-    assert {hidden: plan.down_share(hidden) for hidden in shares} == shares
+    shares = {2048: (4, 5), 3072: (3, 4), 4096: (2, 3), 5120: (2, 2), 7168: (2, 2), 8192: (1, 2)}
+    assert {hidden: (plan.down_splits(hidden, 8), plan.down_splits(hidden, 16)) for hidden in shares} == shares
 
 
 def test_few_tiles_go_to_one_cluster_more():

@@ -7,8 +7,8 @@ import numpy as np
 
 from fp8moe_plugin.plan import (
     computed_rows,
-    down_share,
     down_small_batch_key,
+    gate_up_cluster,
     grouped_key,
     moe_block_m,
     moe_workspace_bytes,
@@ -100,7 +100,7 @@ def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> Step
     whole, arriving = model.experts, tokens * parallel.dp
     block_m = moe_block_m(arriving, whole.topk, whole.experts)
     width = small_batch(arriving, whole.topk, local.hidden, local.intermediate, local.experts, whole.experts)
-    key = down_small_batch_key(width, down_share(local.hidden)[0]) if width else grouped_key(block_m)
+    key = down_small_batch_key(width, gate_up_cluster(width, local.hidden)) if width else grouped_key(block_m)
     rows = np.random.default_rng(0).binomial(arriving, whole.topk / whole.experts, SAMPLES)
     multiplied = sum(width if width and count else computed_rows(int(count), block_m) for count in rows)
     return StepReport(

@@ -5,13 +5,12 @@
 
 constexpr int kMostSplits = 8;  // CLUSTER_SPLITS of plan.py
 
-// Of `kChannels` channels, 64 a warpgroup. Where there are more warpgroups than that takes, several have sums of the
-// same channels, of parts of K: parts come in the order of blocks, then of warpgroups.
-template <int kTokens, int kChannels, int kMathThreads>
+// Of `kChannels` channels, 64 a warpgroup.
+template <int kTokens, int kChannels>
 struct ClusterSum {
-    static constexpr int kSlabs = kChannels / 64, kParts = kMathThreads / 128 / kSlabs;
+    static constexpr int kMathThreads = kChannels * 2;
     static constexpr u32 kBytesPart = kChannels * 4;  // of a token
-    static constexpr u32 kBytes = (kTokens + kMostSplits - 1) * kParts * kBytesPart;
+    static constexpr u32 kBytes = (kTokens + kMostSplits - 1) * kBytesPart;
 
     u32 parts, received;  // shared memory: of `kBytes`, and a barrier
     int splits, split, tokens, reciprocal;
@@ -23,20 +22,19 @@ struct ClusterSum {
     // Token t is the t / splits th that block t % splits stores. Exact for 128 tokens and 8 splits, without a division.
     DEVICE int round_of(int token) const { return token * reciprocal >> 11; }
     DEVICE int stored() const { return (tokens - split + splits - 1) / splits; }
-    DEVICE u32 part(int round, int number) const { return parts + (round * splits * kParts + number) * kBytesPart; }
+    DEVICE u32 part(int round, int from) const { return parts + (round * splits + from) * kBytesPart; }
 
     // By one thread, before the cluster's blocks meet.
     DEVICE void init() const {
         barrier_init(received, 1);
         barrier_init_fence();
-        barrier_arrive_expect(received, stored() * splits * kParts * kBytesPart);
+        barrier_arrive_expect(received, stored() * splits * kBytesPart);
     }
 
     // Of a thread as wgmma leaves them: channels lane/4 and lane/4 + 8 of its warp's 16, of tokens 8i + lane%4*2 and
     // the next, at [4i] and [4i + 1], the second channel's 2 behind. A thread's two channels go side by side.
     DEVICE void send(const float (&sum)[kTokens / 2]) const {
-        int lane = lane_of_warp(), warpgroup = threadIdx.x / 128, number = split * kParts + warpgroup / kSlabs;
-        int at = (warpgroup % kSlabs * 32 + threadIdx.x / kWarp % 4 * 8 + lane / 4) * 8;
+        int lane = lane_of_warp(), at = (threadIdx.x / kWarp * 8 + lane / 4) * 8;
 #pragma unroll
         for (int i = 0; i < kTokens / 4; ++i) {
             int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
@@ -44,9 +42,9 @@ struct ClusterSum {
             int round = round_of(token), to = token - round * splits;
             float2 pair = make_float2(sum[e], sum[e + 2]);
             if (splits > 1)
-                store_async(in_block(part(round, number) + at, to), pair, in_block(received, to));
+                store_async(in_block(part(round, split) + at, to), pair, in_block(received, to));
             else  // no cluster: the GPU refuses
-                store_shared(part(round, number) + at, make_uint2(__float_as_uint(pair.x), __float_as_uint(pair.y)));
+                store_shared(part(round, split) + at, make_uint2(__float_as_uint(pair.x), __float_as_uint(pair.y)));
         }
     }
 
@@ -62,9 +60,9 @@ struct ClusterSum {
             u32 at = (pair / 8 * 8 + pair % 4 * 2) * 8 + pair / 4 % 2 * 4;  // of the first; that of the next is 8 on
             float first = 0.f, second = 0.f;
 #pragma unroll 4
-            for (int number = 0; number < splits * kParts; ++number) {
-                first += load_shared_float(part(round, number) + at);
-                second += load_shared_float(part(round, number) + at + 8);
+            for (int from = 0; from < splits; ++from) {
+                first += load_shared_float(part(round, from) + at);
+                second += load_shared_float(part(round, from) + at + 8);
             }
             if (channel + pair * 2 < n)
                 *reinterpret_cast<u32*>(out + i64(token) * n + channel + pair * 2) = pack_bf16x2(first, second);

@@ -10,11 +10,9 @@
 
 constexpr int kRowsInFlight = 8;
 
-extern "C" __global__ __launch_bounds__(THREADS) void combine(const uint4* __restrict__ rows,
-                                                               const int* __restrict__ slots,
-                                                               const float* __restrict__ weights,
+// Not __restrict__: loads stay on their side of the wait.
+extern "C" __global__ __launch_bounds__(THREADS) void combine(const uint4* rows, const int* slots, const float* weights,
                                                                uint4* __restrict__ out, int vectors, int topk) {
-    wait_for_previous_kernel();
     const int blocks_per_token = ceil_div(vectors, THREADS);
     const int token = blockIdx.x / blocks_per_token;
     const int vector = blockIdx.x % blocks_per_token * THREADS + threadIdx.x;
@@ -32,6 +30,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void combine(const uint4* __res
             slot[j] = begin + j < topk ? slots[begin + j] : -1;
             weight[j] = begin + j < topk ? weights[begin + j] : 0.0f;
         }
+        wait_for_previous_kernel();  // not before: that kernel writes rows alone, and starts when the others are there
 #pragma unroll
         for (int j = 0; j < kRowsInFlight; ++j)
             if (slot[j] >= 0) row[j] = rows[static_cast<size_t>(slot[j]) * vectors + vector];

@@ -58,36 +58,33 @@ DEVICE void unpack_eight(uint4 bf16, float (&v)[8]) {
 
 // ---- scan ----
 
-// Sum of `value` over the threads before this one; `total` gets the sum over all. All threads of the CTA call it.
-template <int kThreads>
-DEVICE int exclusive_scan(int value, int& total) {
-    constexpr int kWarps = kThreads / kWarp;
-    static_assert(kThreads % kWarp == 0 && kWarps <= kWarp, "one warp scans the sums of all");
-    __shared__ int warp_ends[kWarps];
+// Sums over the threads before this one, of several values at once; `all` gets those over all threads. Only the first
+// `warps` warps have values, and get sums. All threads of the CTA call it, and meet before they call it again.
+template <int kValues>
+DEVICE void exclusive_scan(const int (&value)[kValues], int warps, int (&before)[kValues], int (&all)[kValues]) {
+    constexpr int kSums = kValues * kWarp;
+    __shared__ int sums[kSums];  // of warps
     const int warp = threadIdx.x / kWarp, lane = lane_of_warp();
-
-    int inclusive = value;
+    int inclusive[kValues];
+    if (warp < warps) {
 #pragma unroll
-    for (int offset = 1; offset < kWarp; offset *= 2) {
-        const int before = __shfl_up_sync(kAllLanes, inclusive, offset);
-        inclusive += lane >= offset ? before : 0;
-    }
-    if (lane == kWarp - 1) warp_ends[warp] = inclusive;
-    __syncthreads();
-
-    if (warp == 0) {
-        int end = lane < kWarps ? warp_ends[lane] : 0;
+        for (int i = 0; i < kValues; ++i) {
+            inclusive[i] = value[i];
 #pragma unroll
-        for (int offset = 1; offset < kWarp; offset *= 2) {
-            const int before = __shfl_up_sync(kAllLanes, end, offset);
-            end += lane >= offset ? before : 0;
+            for (int offset = 1; offset < kWarp; offset *= 2) {
+                const int other = __shfl_up_sync(kAllLanes, inclusive[i], offset);
+                inclusive[i] += lane >= offset ? other : 0;
+            }
+            if (lane == kWarp - 1) sums[i * kWarp + warp] = inclusive[i];
         }
-        if (lane < kWarps) warp_ends[lane] = end;
     }
     __syncthreads();
-
-    total = warp_ends[kWarps - 1];
-    const int exclusive = inclusive - value + (warp == 0 ? 0 : warp_ends[warp - 1]);
-    __syncthreads();  // the next call overwrites warp_ends
-    return exclusive;
+    if (warp < warps) {
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) {  // each warp adds up for itself: a barrier less than if one did for all
+            const int sum = lane < warps ? sums[i * kWarp + lane] : 0;
+            before[i] = inclusive[i] - value[i] + __reduce_add_sync(kAllLanes, lane < warp ? sum : 0);
+            all[i] = __reduce_add_sync(kAllLanes, sum);
+        }
+    }
 }

@@ -26,7 +26,7 @@ constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens
 template <int kTokens>
 struct SharedMemory {
     static constexpr u32 kBytesWeights = kBlockN * kBlockK, kBytesTokens = kTokens * kBlockK;
-    static constexpr u32 kBytesScales = kTokens * 4, kBytesParts = ClusterSum<kTokens, kBlockN, kMathThreads>::kBytes;
+    static constexpr u32 kBytesScales = kTokens * 4, kBytesParts = ClusterSum<kTokens, kBlockN>::kBytes;
     static constexpr u32 kBytesStage = kBytesWeights + kBytesTokens + kBytesScales + 4 + 2 * 8;
     static constexpr int kStages = (SMEM_BYTES - kBytesParts - 8) / kBytesStage;
     static constexpr u32 kTokenTiles = kStages * kBytesWeights, kParts = kTokenTiles + kStages * kBytesTokens;
@@ -136,7 +136,7 @@ template <int kTokens>
 DEVICE void run(const Operands& in, u16* d, int splits) {
     SharedMemory<kTokens> shared{dynamic_shared_address()};
     const Share share(in, splits, kTokens);
-    const ClusterSum<kTokens, kBlockN, kMathThreads> cluster{shared.parts(), shared.received(), splits, share.split,
+    const ClusterSum<kTokens, kBlockN> cluster{shared.parts(), shared.received(), splits, share.split,
                                                              share.rows};
     if (threadIdx.x == 0) cluster.init();
     init_barriers(shared, shared.kStages, kFullArrivals, kMathWarps);

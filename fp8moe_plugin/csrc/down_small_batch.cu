@@ -1,36 +1,37 @@
 // The second GEMM of experts for a step of a few tokens, and their sum, weighted by the router: out[t] = the sum of
 // w2[expert] @ q[expert, t] over the experts of token t, in float32.
 //
-// A block owns CHANNELS channels of the result and goes through the experts in the order of their numbers, 128 of K at
-// a time, each a unit, which takes a stage. Of two warpgroups each has half of 128 channels, or of 64 channels half of
-// the unit's K. The `splits` blocks of a cluster share their channels and deal out the units in turn, see
-// cluster_sum.cuh: of which parts a token's sum is made depends on the experts that all tokens have.
+// A block owns 128 channels of the result, a warpgroup half of them, and goes through the experts in the order of their
+// numbers, 128 of K at a time, each a unit, which takes a stage. The `splits` blocks of a cluster share their channels
+// and deal out the units in turn, see cluster_sum.cuh: of which parts a token's sum is made depends on the experts that
+// all tokens have.
 //
 // To the sums of a token that does not have the expert nothing is added, not even 0 times a product, which may be NaN.
 //
-// Launched early, behind gate_up_small_batch: weights are loaded beside it.
+// Launched early, behind gate_up_small_batch: weights are loaded beside it, and multiplied as soon as it has told that
+// the tokens of their unit are written.
 //
-// In:   w_map     of w2: boxes of CHANNELS rows
+// In:   w_map     of w2: boxes of 128 rows
 //       q_map     of q, e4m3 [experts found * TOKENS, I]: boxes of TOKENS rows
 //       w_scales  float32 [experts, H / 128, I / 128]
 //       scales    float32 [experts found, I / 128, TOKENS]; kAbsent where the token does not have the expert
+//       told      int32 [experts found, I / 128], how many tokens of a unit are written
 //       ids, expert_map  see expert_ids.cuh
 // Out:  out       bfloat16 [tokens, H]
 //
-// Grid: H / CHANNELS clusters of `splits` blocks.
+// Grid: H / 128 clusters of `splits` blocks.
 #include "cluster_sum.cuh"
 #include "expert_list.cuh"
 #include "ring.cuh"
 #include "wgmma.cuh"
 
-constexpr int kTokens = TOKENS, kBlockN = CHANNELS, kStages = STAGES;
-constexpr int kBlockK = 128, kSlabs = kBlockN / 64;
-constexpr int kPartK = kBlockK / 2 * kSlabs;  // a warpgroup's of a unit
+constexpr int kTokens = TOKENS, kStages = STAGES;
+constexpr int kBlockN = 128, kBlockK = 128;
 constexpr int kMathWarps = 8, kMathThreads = kMathWarps * kWarp;
 constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = kTokenWarp + 1;
 static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
 constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scale
-using Cluster = ClusterSum<kTokens, kBlockN, kMathThreads>;
+using Cluster = ClusterSum<kTokens, kBlockN>;
 
 struct SharedMemory {
     static constexpr u32 kBytesWeights = kBlockN * kBlockK, kBytesTokens = kTokens * kBlockK;
@@ -43,11 +44,9 @@ struct SharedMemory {
 
     u32 base;
     DEVICE u32 weights(int stage, int warpgroup) const {
-        return base + stage * kBytesWeights + warpgroup % kSlabs * (64 * kBlockK) + warpgroup / kSlabs * kPartK;
+        return base + stage * kBytesWeights + warpgroup * (64 * kBlockK);
     }
-    DEVICE u32 tokens(int stage, int warpgroup) const {
-        return base + kTokensAt + stage * kBytesTokens + warpgroup / kSlabs * kPartK;
-    }
+    DEVICE u32 tokens(int stage) const { return base + kTokensAt + stage * kBytesTokens; }
     DEVICE u32 scale(int stage, int token) const { return base + kScales + (stage * kTokens + token) * 4; }
     DEVICE u32 weight_scale(int stage) const { return base + kWeightScales + stage * 4; }
     DEVICE u32 parts() const { return base + kParts; }
@@ -94,22 +93,24 @@ struct Units {
 
 // ---- producers: a warp each -----------------------------------------------------------------------------------------
 
-// Calls load(stage, unit) by one lane for each unit, when the stage is free and `bytes` are announced. At first all
-// stages are free, and filled at once, each by a lane.
-template <class Load>
-DEVICE void fill_stages(SharedMemory shared, Units units, u32 bytes, Load load) {
+// Calls load(stage, unit) by one lane for each unit, when the stage is free and `bytes` are announced, behind
+// wait(count) by all lanes for the next `count` units. At first all stages are free, and filled at once, each by a lane.
+template <class Wait, class Load>
+DEVICE void fill_stages(SharedMemory shared, Units units, u32 bytes, Wait wait, Load load) {
     auto fill = [&](int stage, Unit unit) {
         barrier_arrive_expect(shared.full(stage), bytes);
         load(stage, unit);
     };
-    int lane = lane_of_warp();
+    int lane = lane_of_warp(), count = 0;
     Unit first{-1, 0};  // of the lane
-    for (int stage = 0; stage < kStages && units.left(); ++stage, units.advance())
-        if (lane == stage) first = units.unit;
+    for (; count < kStages && units.left(); ++count, units.advance())
+        if (lane == count) first = units.unit;
+    wait(count);
     if (first.i >= 0) fill(lane, first);
     Ring<kStages> ring;
 #pragma unroll 1
     for (; units.left(); units.advance(), ring.advance()) {
+        wait(1);
         barrier_wait(shared.empty(ring.stage), ring.phase);
         __syncwarp();  // a lane that loads nothing would not keep the phase from going on
         if (lane == 0) fill(ring.stage, units.unit);
@@ -119,7 +120,8 @@ DEVICE void fill_stages(SharedMemory shared, Units units, u32 bytes, Load load) 
 
 DEVICE void load_weights(SharedMemory shared, const Share& share, const TensorMap* w_map, const float* w_scales,
                          const ExpertList& list) {
-    fill_stages(shared, {share, list}, SharedMemory::kBytesWeights, [&](int s, Unit unit) {
+    auto nothing = [](int) {};
+    fill_stages(shared, {share, list}, SharedMemory::kBytesWeights, nothing, [&](int s, Unit unit) {
         i64 row = i64(list.experts[unit.i]) * share.hidden + share.channel;
         tma_load(shared.weights(s, 0), w_map, shared.full(s), unit.k * kBlockK, row);
         copy_async_4(shared.weight_scale(s), w_scales + row / 128 * share.k_blocks + unit.k);
@@ -127,15 +129,36 @@ DEVICE void load_weights(SharedMemory shared, const Share& share, const TensorMa
     });
 }
 
+// Waits for the tokens of a block's units, one behind the other. To look takes a round trip to L2, and so a lane looks
+// for each of the next units.
+struct TokensAwaited {
+    const int* told;  // of the block's next unit
+    int tokens, splits, left, seen;
+
+    DEVICE TokensAwaited(const int* told, int tokens, const Share& share, const ExpertList& list)
+        : told(told + share.split), tokens(tokens), splits(share.splits), seen(0) {
+        left = (list.count * share.k_blocks - share.split + splits - 1) / splits;
+    }
+    DEVICE void wait(int count) {
+        int lane = lane_of_warp();
+        while (seen < count) {
+            int missing = __ffs(__ballot_sync(kAllLanes, lane < left && load_acquire(told + lane * splits) < tokens));
+            seen = missing ? missing - 1 : kWarp;
+            fence_proxy_async_global();
+        }
+        told += count * splits, left -= count, seen -= count;
+    }
+};
+
 DEVICE void load_tokens(SharedMemory shared, const Share& share, const TensorMap* q_map, const float* scales,
-                        const ExpertList& list) {
-    wait_for_previous_kernel();
-    fence_proxy_async_global();
-    fill_stages(shared, {share, list}, SharedMemory::kBytesTokens + kTokens * 4, [&](int s, Unit unit) {
-        tma_load(shared.tokens(s, 0), q_map, shared.full(s), unit.k * kBlockK, unit.i * kTokens);
+                        TokensAwaited awaited, const ExpertList& list) {
+    auto wait = [&](int count) { awaited.wait(count); };
+    fill_stages(shared, {share, list}, SharedMemory::kBytesTokens + kTokens * 4, wait, [&](int s, Unit unit) {
+        tma_load(shared.tokens(s), q_map, shared.full(s), unit.k * kBlockK, unit.i * kTokens);
         const float* unit_scales = scales + (i64(unit.i) * share.k_blocks + unit.k) * kTokens;
         bulk_load(shared.scale(s, 0), unit_scales, shared.full(s), kTokens * 4);
     });
+    wait_for_previous_kernel();  // who follows this one follows both
 }
 
 // ---- math -----------------------------------------------------------------------------------------------------------
@@ -153,7 +176,7 @@ DEVICE void multiply(SharedMemory shared, Units units, int warpgroup, Sums& sum)
         barrier_wait(shared.full(s), ring.phase);
         Sums product;
         wgmma_fence();
-        wgmma_issue<kPartK>(product, shared.weights(s, warpgroup), shared.tokens(s, warpgroup));
+        wgmma_issue(product, shared.weights(s, warpgroup), shared.tokens(s));
         wgmma_commit();
         float scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s));
 #pragma unroll
@@ -174,8 +197,8 @@ DEVICE void multiply(SharedMemory shared, Units units, int warpgroup, Sums& sum)
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     down_small_batch(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap q_map,
-                     const float* w_scales, const float* scales, const void* ids, const int* expert_map, u16* out,
-                     int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden,
+                     const float* w_scales, const float* scales, const int* told, const void* ids,
+                     const int* expert_map, u16* out, int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden,
                      int intermediate, int splits) {
     SharedMemory shared{dynamic_shared_address()};
     const Share share(hidden, intermediate, splits);
@@ -194,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         load_weights(shared, share, &w_map, w_scales, list);
         cluster_wait();
     } else if (warp == kTokenWarp) {
-        load_tokens(shared, share, &q_map, scales, list);
+        load_tokens(shared, share, &q_map, scales, {told, tokens, share, list}, list);
         cluster_wait();
     } else {
         Sums sum;

@@ -14,11 +14,11 @@
 //       ids, expert_map  see expert_ids.cuh;    topk_weights  float32 [tokens, topk]
 // Out:  q           e4m3 [experts found, TOKENS, I]; nothing for a token that does not have the expert
 //       scales      float32 [experts found, I / 128, TOKENS], times the router's weight; kAbsent for a token that does
-//                   not have the expert, nothing for one that there is not
+//                   not have the expert
+//       told        int32 [experts found, I / 128], of how many tokens a tile's results are written, see down_small_batch
 // UE8M0: 1 rounds scales up to powers of two, before the router's weight comes in.
 //
-// Grid: any number of clusters; a multiprocessor has room for two blocks. The next kernel may start at once, see
-// common.cuh.
+// Grid: any number of clusters; a multiprocessor has room for two blocks. The next kernel starts beside this one.
 #include "expert_list.cuh"
 #include "fp8.cuh"
 #include "ring.cuh"
@@ -207,6 +207,20 @@ DEVICE void compute_tiles(SharedMemory shared, const Step& step, const Share& sh
 struct Result {
     u8* q;
     float* scales;
+    int* told;
+
+    // Before the cluster's blocks meet and the next kernel starts, by a warp of the first block: nobody has told of the
+    // cluster's tiles, and no token has their experts. `most_tiles`: as many as the step may have.
+    DEVICE void clear(const Share& share, int most_tiles) const {
+        for (int i = lane_of_warp();; i += kWarp) {
+            int tile = share.first_tile + i / kTokens * share.tile_stride;
+            if (tile >= most_tiles) break;
+            scales[i64(tile) * kTokens + i % kTokens] = kAbsent;
+            if (i % kTokens == 0) told[tile] = 0;
+        }
+        __threadfence();
+        __syncwarp();
+    }
 };
 
 // SiLU(gate) * up of the lane's four channels as bfloat16, from what all blocks have sent.
@@ -253,16 +267,18 @@ DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& sha
         if (lane < kCluster && tile + share.tile_stride < tiles)
             barrier_arrive_in_cluster(in_block(shared.taken(), lane));
 
-        float scale = kAbsent;
         if (any) {
             float weight = own ? own_weight : 0.f;
 #pragma unroll
             for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) weight += __shfl_xor_sync(kAllLanes, weight, lanes);
             i64 row = tile / groups * kTokens + token;
             u8* q = out.q + row * step.intermediate + tile % groups * kBlockI;
-            scale = present_scale(weight * store_quantized(value, reinterpret_cast<u32*>(q) + lane));
+            float scale = present_scale(weight * store_quantized(value, reinterpret_cast<u32*>(q) + lane));
+            if (lane == 0) out.scales[i64(tile) * kTokens + token] = scale;
+            __syncwarp();
+            if (lane == 0) __threadfence();  // takes longer than a short tile, hence only where something was written
         }
-        if (lane == 0) out.scales[i64(tile) * kTokens + token] = scale;
+        if (lane == 0) atomicAdd(out.told + tile, 1);
     }
 }
 
@@ -271,20 +287,23 @@ DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& sha
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(THREADS, 2)
     gate_up_small_batch(const __grid_constant__ TensorMap w_map, const uint4* x, const float* w_scales,
                         const void* ids, const int* expert_map, const float* topk_weights, u8* q, float* scales,
-                        int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden,
+                        int* told, int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden,
                         int intermediate) {
     SharedMemory shared{dynamic_shared_address()};
     const Step step{tokens, topk, hidden, intermediate};
     const Share share(step);
     const ExpertIds router{ids, expert_map, ids_64, tokens * topk, global_experts, num_experts};
+    const Result result{q, scales, told};
     ExpertList& list = shared.list();
-    let_next_kernel_start();
     int warp = warp_uniform(threadIdx.x / kWarp);
     bool math = warp < kMathWarps;
     const Tokens own_part(step, share, math ? x : nullptr);
     if (warp == kLoadWarp) {
         if (lane_of_warp() == 0) prefetch(&w_map);
         list_experts(router, list);
+    } else if (warp == kFinishWarp) {
+        if (share.rank == 0) result.clear(share, min(router.pairs, num_experts) * step.groups());
+        let_next_kernel_start();
     }
     if (threadIdx.x == 0) {
         for (int finished = 0; finished < kFinished; ++finished) barrier_init(shared.received(finished), 1);
@@ -304,6 +323,6 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
         cluster_wait();
         int finished = warp - kFinishWarp;
         if (finished * kCluster + share.rank < tokens)
-            finish_token(shared, step, share, finished, router, topk_weights, list, {q, scales});
+            finish_token(shared, step, share, finished, router, topk_weights, list, result);
     }
 }

@@ -6,7 +6,7 @@
 // Out:  slots       int32 [pairs], the row of each pair; -1 for a pair whose expert is not here
 //       tokens      int32 [pairs], the token of each row, of which there are *num_rows
 //       num_rows    int32 [1]
-//       table, num_tiles, ready  see write_table in tile_table.cuh
+//       table, num_tiles, ready  see tile_table.cuh
 //
 // Grid: chunks of THREADS pairs, a thread a pair.    num_experts: at most THREADS.
 // Launched early, behind count_experts, if there is more than one chunk.
@@ -16,25 +16,14 @@
 #include "tile_table.cuh"
 
 constexpr int kWarps = THREADS / kWarp;
-constexpr int kBatch = 8;  // loads in flight
-constexpr u32 kOnes = 0x01010101;
+constexpr int kQuads = kWarps / 4;  // of warps
+constexpr int kBatch = 8;           // loads in flight
+constexpr int kOnes = 0x01010101;
 static_assert(kBatch * THREADS < kHigh, "halves of words are added up");
-static_assert(SMEM_BYTES == kWarps * THREADS, "a byte for each warp and expert");
+static_assert(SMEM_BYTES == kQuads * THREADS * 4, "a word for each quad and expert");
 
-// How many pairs of each expert each warp of the chunk has, at [warp / 4][expert], a byte a warp.
-extern __shared__ u32 warp_counts[];
-
-// How many pairs of `expert` the warps before `warp` have.
-DEVICE int count_before_warp(int warp, int expert, int num_experts) {
-    u32 count = 0;
-#pragma unroll
-    for (int first = 0; first < kWarps; first += 4) {
-        if (first >= warp) break;
-        const u32 four = warp_counts[first / 4 * num_experts + expert];
-        count = __dp4a(warp - first >= 4 ? four : four & ((1u << (warp - first) * 8) - 1), kOnes, count);
-    }
-    return count;
-}
+// At [quad][expert]: how many pairs of the expert each warp of the quad has, a byte a warp; later the row of the first.
+extern __shared__ int quads[];
 
 // Adds up the pairs of each expert in all chunks, and in those before this one. A thread adds every few chunks.
 DEVICE void add_chunks(const u32* counts, int num_experts, int* all, int* before) {
@@ -69,43 +58,66 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void route(
     int* __restrict__ ready, int ids_64, int pairs, int topk, int global_experts, int num_experts, int block_m,
     int tile_counters) {
     let_next_kernel_start();
-    __shared__ int totals[THREADS];     // pairs of each expert in all chunks
-    __shared__ int next_rows[THREADS];  // the row of its first pair in this chunk
+    __shared__ int totals[THREADS];   // pairs of each expert in all chunks
+    __shared__ int earlier[THREADS];  // and in the chunks before this one
     const ExpertIds router{ids, expert_map, ids_64, pairs, global_experts, num_experts};
     const int pair = blockIdx.x * THREADS + threadIdx.x, warp = threadIdx.x / kWarp, lane = lane_of_warp();
+    const int quad = warp / 4 * THREADS, byte = warp % 4;
+    int* const own_expert = &quads[threadIdx.x];  // of the first num_experts threads
 
-    // Rank the pairs of the chunk among those of their expert.
-    const int expert = router.expert_of(pair);
-    for (int i = threadIdx.x; i < kWarps / 4 * num_experts; i += THREADS) warp_counts[i] = 0;
-    totals[threadIdx.x] = next_rows[threadIdx.x] = 0;
+    // Rank the pairs of the chunk among those of their expert in the same quad of warps.
+    const int id = router.id_of(pair);
+    if (threadIdx.x < num_experts) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) own_expert[i * THREADS] = 0;
+    }
+    if (gridDim.x > 1) totals[threadIdx.x] = earlier[threadIdx.x] = 0;
     __syncthreads();
+    const int expert = router.here(id);
     const u32 same = __match_any_sync(kAllLanes, expert);
     int rank = __popc(same & ((1u << lane) - 1));
-    if (expert != kNoExpert && rank == 0)
-        reinterpret_cast<u8*>(&warp_counts[warp / 4 * num_experts + expert])[warp % 4] = __popc(same);
+    if (expert != kNoExpert && rank == 0) reinterpret_cast<u8*>(&quads[quad + expert])[byte] = __popc(same);
     __syncthreads();
-    if (expert != kNoExpert) rank += count_before_warp(warp, expert, num_experts);
+    if (expert != kNoExpert) rank = __dp4a(quads[quad + expert] & ((1 << byte * 8) - 1), kOnes, rank);
 
     // Count the pairs of each expert, an expert a thread.
-    int total = 0;
-    if (gridDim.x == 1) {
-        if (threadIdx.x < num_experts) total = count_before_warp(kWarps, threadIdx.x, num_experts);
-    } else {
-        wait_for_previous_kernel();
-        add_chunks(counts, num_experts, totals, next_rows);
-        __syncthreads();
-        total = totals[threadIdx.x];
+    int total = 0, before_quad[kQuads];
+    if (threadIdx.x < num_experts) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            before_quad[i] = total;
+            total = __dp4a(own_expert[i * THREADS], kOnes, total);
+        }
     }
-    int rows;
-    const int row_begin = exclusive_scan<THREADS>(total, rows);
-    next_rows[threadIdx.x] += row_begin;
-    __syncthreads();
+    int in_earlier = 0;
+    if (gridDim.x > 1) {
+        wait_for_previous_kernel();
+        add_chunks(counts, num_experts, totals, earlier);
+        __syncthreads();
+        total = totals[threadIdx.x], in_earlier = earlier[threadIdx.x];
+    }
 
-    // Hand out the rows, and cut them into tiles.
-    if (pair < pairs) slots[pair] = expert == kNoExpert ? -1 : next_rows[expert] + rank;
-    if (expert != kNoExpert) tokens[next_rows[expert] + rank] = pair / topk;
-    if (blockIdx.x > 0) return;
-    if (threadIdx.x == 0) *num_rows = rows;
-    const auto own_rows = [&](int) { return make_int2(row_begin, row_begin + total); };  // one window
-    write_table<THREADS>(table, num_tiles, ready, tile_counters, num_experts, block_m, own_rows);
+    // Hand out the rows.
+    const RowTiles tiles(total, block_m);
+    const bool tailed = tiles.over > 0;  // then the expert's tiles are among the first
+    int before[3], all[3];  // of rows, of tiles of experts with a tail, of the other tiles
+    exclusive_scan({total, tailed ? tiles.count : 0, tailed ? 0 : tiles.count}, ceil_div(num_experts, kWarp), before,
+                   all);
+    if (threadIdx.x < num_experts) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) own_expert[i * THREADS] = before[0] + in_earlier + before_quad[i];
+    }
+    __syncthreads();
+    const int row = expert == kNoExpert ? -1 : quads[quad + expert] + rank;
+    if (pair < pairs) slots[pair] = row;
+    if (expert != kNoExpert) tokens[row] = u32(pair) / u32(topk);
+
+    // Cut them into tiles, an expert a thread.
+    if (blockIdx.x > 0 || threadIdx.x >= num_experts) return;
+    const int first = tailed ? before[1] : all[1] + before[2], num = all[1] + all[2];
+    write_group(table, first, tiles.count, threadIdx.x, before[0], before[0] + total);
+    for (int i = threadIdx.x; i <= num * tile_counters; i += num_experts) ready[i] = 0;
+    if (threadIdx.x > 0) return;
+    write_num_tiles(num_tiles, num);
+    *num_rows = all[0];
 }

@@ -1,7 +1,7 @@
 // Cuts the rows of slabs into tiles, given how many rows of each count. One CTA.
 //
 // In:   counts     int32 [groups]; group g starts at row g * max_m, and its count is clamped to [0, max_m]
-// Out:  table, num_tiles, ready  see write_table in tile_table.cuh
+// Out:  table, num_tiles, ready  see tile_table.cuh; a counter a tile
 #include "common.cuh"
 #include "tile_table.cuh"
 
@@ -10,7 +10,16 @@ extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_counts(const int*
                                                                        int* __restrict__ num_tiles,
                                                                        int* __restrict__ ready, int groups,
                                                                        int max_m, int block_m) {
-    write_table<THREADS>(table, num_tiles, ready, 1, groups, block_m, [&](int group) {
-        return make_int2(group * max_m, group * max_m + max(0, min(counts[group], max_m)));
-    });
+    int tiles = 0;
+    for (int tailed = block_m == RowTiles::kBlockMOfTails; tailed >= 0; --tailed) {
+        for (int window = 0; window < groups; window += THREADS) {
+            const int group = window + threadIdx.x;
+            const int rows = group < groups ? max(0, min(counts[group], max_m)) : 0;
+            const bool now = (RowTiles(rows, block_m).over > 0) == tailed;
+            const int begin = rows > 0 ? group * max_m : 0;
+            tiles = append_tiles<THREADS>(table, tiles, group, begin, begin + (now ? rows : 0), block_m);
+        }
+    }
+    for (int i = threadIdx.x; i <= tiles; i += THREADS) ready[i] = 0;
+    if (threadIdx.x == 0) write_num_tiles(num_tiles, tiles);
 }

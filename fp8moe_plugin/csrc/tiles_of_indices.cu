@@ -1,8 +1,7 @@
 // Cuts each run of equal expert ids into tiles. One CTA.
 //
 // In:   ids        int32 [rows], the expert of each row; a run outside [0, num_groups) gets no tile
-// Out:  table      int4 [capacity], see tile_table.cuh; only the first *num_tiles entries are written
-//       num_tiles  int32 [5], see tile_table.cuh
+// Out:  table, num_tiles  see tile_table.cuh
 // Scratch: run_begins int32 [rows], the first row of each run
 #include "common.cuh"
 #include "tile_table.cuh"
@@ -23,11 +22,12 @@ extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_indices(const int
     int begun = 0;
 #pragma unroll 4
     for (int row = begin + lane; row < end; row += kWarp) begun += begins_run(row);
-    int runs;
-    const int before = exclusive_scan<THREADS>(begun, runs);
+    int before[1], all[1];
+    exclusive_scan({begun}, kWarps, before, all);
+    const int runs = all[0];
 
     // List them.
-    int run = __shfl_sync(kAllLanes, before, 0);
+    int run = __shfl_sync(kAllLanes, before[0], 0);
 #pragma unroll 4
     for (int base = begin; base < end; base += kWarp) {
         const int row = base + lane;
@@ -51,5 +51,5 @@ extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_indices(const int
         }
         tiles = append_tiles<THREADS>(table, tiles, expert, row_begin, row_end, block_m);
     }
-    finish_table(num_tiles, tiles);
+    if (threadIdx.x == 0) write_num_tiles(num_tiles, tiles);
 }

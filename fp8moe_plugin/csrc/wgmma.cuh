@@ -82,16 +82,16 @@ DEVICE void wgmma(float (&d)[64], u64 a, u64 b, bool accumulate) {
 #undef OUT16
 #undef OUT4
 
-// d = A[64, kK] @ B[N, kK]^T, between wgmma_fence and wgmma_commit.
-template <int kK = 128, int kCount>
+// d = A[64, 128] @ B[N, 128]^T, between wgmma_fence and wgmma_commit.
+template <int kCount>
 DEVICE void wgmma_issue(float (&d)[kCount], u32 a_tile, u32 b_tile) {
     u32 a = wgmma_descriptor_low(a_tile), b = wgmma_descriptor_low(b_tile);
 #pragma unroll
-    for (int step = 0; step < kK / 32 * kDescriptorStepK; step += kDescriptorStepK)
+    for (int step = 0; step < 4 * kDescriptorStepK; step += kDescriptorStepK)
         wgmma(d, wgmma_descriptor(a + step), wgmma_descriptor(b + step), step > 0);
 }
 
-// The same of 128 K, complete when this returns.
+// The same, complete when this returns.
 template <int kCount>
 DEVICE void wgmma_k128(float (&d)[kCount], u32 a_tile, u32 b_tile) {
     wgmma_fence();

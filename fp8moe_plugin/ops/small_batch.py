@@ -4,8 +4,8 @@ from fp8moe_plugin.jit.launcher import Launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.gemm_launch import LayerAddresses, matrix_map
 from fp8moe_plugin.plan import (
     STREAMED_L2_FETCH,
-    down_share,
     down_small_batch_key,
+    down_splits,
     gate_up_cluster,
     gate_up_clusters,
     gate_up_small_batch_key,
@@ -29,7 +29,7 @@ def small_batch_launches(
     """
     tokens, topk, hidden, intermediate, experts, global_experts = sizes
     pairs, offsets = tokens * topk, small_batch_scratch(tokens * topk, width, intermediate, experts)
-    inner, inner_scales, _ = (tensors.scratch + offset for offset in offsets)
+    inner, inner_scales, told, _ = (tensors.scratch + offset for offset in offsets)
     ids = (tensors.topk_ids, tensors.expert_map)
     counts = (int(ids_64), global_experts, experts, tokens, topk, hidden, intermediate)
     found, groups = min(pairs, experts), intermediate // GROUP
@@ -39,14 +39,14 @@ def small_batch_launches(
     w13 = interleaved_map(tensors.w13, experts * 2 * intermediate, hidden)
     operands = (w13, tensors.hidden_states, tensors.w13_scale, *ids, tensors.topk_weights)
     first_key = gate_up_small_batch_key(ue8m0, width, cluster)
-    first = Launch(first_key, clusters * cluster, (*operands, inner, inner_scales, *counts), device_index)
+    first = Launch(first_key, clusters * cluster, (*operands, inner, inner_scales, told, *counts), device_index)
 
-    channels, splits = down_share(hidden)
-    blocks = hidden // channels * splits
-    w2 = matrix_map(tensors.w2, experts * hidden, intermediate, channels, l2_fetch=STREAMED_L2_FETCH)
+    splits = down_splits(hidden, width)
+    blocks = hidden // GROUP * splits
+    w2 = matrix_map(tensors.w2, experts * hidden, intermediate, GROUP, l2_fetch=STREAMED_L2_FETCH)
     q = matrix_map(inner, found * width, intermediate, width)
-    args = (w2, q, tensors.w2_scale, inner_scales, *ids, tensors.out, *counts, splits)
-    second_key = down_small_batch_key(width, channels)
+    args = (w2, q, tensors.w2_scale, inner_scales, told, *ids, tensors.out, *counts, splits)
+    second_key = down_small_batch_key(width, cluster)
     return first, Launch(second_key, blocks, args, device_index, early=True, cluster=splits)
 
 

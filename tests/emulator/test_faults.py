@@ -135,7 +135,7 @@ def layers_in_a_row(emulator: Device, seed: int) -> None:
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
 NARROW = dense_swap_ab_key(1), quantize_key(False, Layout.K_MAJOR)
 FEW = swap_ab_key(), gate_up_swap_ab_key(False), quantize_key(False, Layout.ROW_MAJOR), route_key(), combine_key()
-SMALL_BATCH = gate_up_small_batch_key(False, 8, 8), down_small_batch_key(8, 64)
+SMALL_BATCH = gate_up_small_batch_key(False, 8, 8), down_small_batch_key(8, 8)
 KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
 KERNELS = {  # to be compiled ahead
     second_gemm: WIDE,
@@ -248,6 +248,20 @@ FAULTS = {
         f"{WRONG_RESULT}|deadlock|livelock",
         shared_bytes=2 * SHARED_BYTES,  # where both GEMMs have room at once, which no GPU has today
     ),
+    "pairs take their rows before these are handed out": Fault(
+        "route.cu",
+        "    __syncthreads();\n    const int row =",
+        "    const int row =",
+        layer_of_few_tokens,
+        f"{WRONG_RESULT}|bytes",
+    ),
+    "rows are added up before the second GEMM of few rows has written them": Fault(
+        "combine.cu",
+        "        wait_for_previous_kernel();",
+        "        ;",
+        layers_in_a_row,
+        f"{WRONG_RESULT}|deadlock|livelock",
+    ),
     "sums of a tile are sent before those of the last one are taken": Fault(
         "gate_up_small_batch.cu",
         "        barrier_wait(shared.taken(), phase);\n",
@@ -261,7 +275,7 @@ FAULTS = {
         "        __syncwarp();  // a lane that sends nothing would not keep the phase from going on\n",
         "",
         one_token,
-        "deadlock",
+        "deadlock|livelock",
         multiprocessors=CLUSTERS,
     ),
     "sums are sent to blocks that have not begun": Fault(
@@ -282,10 +296,26 @@ FAULTS = {
     ),
     "the second GEMM of a small batch reads what the first one has not written": Fault(
         "down_small_batch.cu",
-        "    wait_for_previous_kernel();\n",
-        "",
+        "load_acquire(told + lane * splits) < tokens",
+        "false",
         small_batch,
-        f"{WRONG_RESULT}|deadlock|cannot start",
+        WRONG_RESULT,
+        multiprocessors=CLUSTERS,
+    ),
+    "the first GEMM of a small batch tells what has not been written": Fault(
+        "gate_up_small_batch.cu",
+        "        barrier_wait(received, phase);\n",
+        "        barrier_wait(received, phase);\n        if (lane == 0) atomicAdd(out.told + tile, 1);\n",
+        small_batch,
+        WRONG_RESULT,
+        multiprocessors=CLUSTERS,
+    ),
+    "what an earlier layer has told is taken for this one's": Fault(
+        "gate_up_small_batch.cu",
+        "told[tile] = 0;",
+        ";",
+        small_batch,
+        f"{WRONG_RESULT}|livelock",
         multiprocessors=CLUSTERS,
     ),
     "parts of sums are sent to blocks that have not begun": Fault(

@@ -9,7 +9,6 @@ from fp8moe_plugin.plan import (
     KernelKey,
     Output,
     dense_key,
-    down_share,
     down_small_batch_key,
     gate_up_cluster,
     gate_up_small_batch_key,
@@ -39,8 +38,8 @@ def small_batches(model: Model, way: Parallel) -> set[KernelKey]:
     sizes = local.topk, local.hidden, local.intermediate, local.experts, model.experts.experts
     widths = {small_batch(tokens, *sizes) for tokens in range(1, 257)} - {0}
     assert widths, "no model is without"
-    first = {gate_up_small_batch_key(model.ue8m0, width, gate_up_cluster(width, local.hidden)) for width in widths}
-    return first | {down_small_batch_key(width, down_share(local.hidden)[0]) for width in widths}
+    kinds = [(width, gate_up_cluster(width, local.hidden)) for width in widths]
+    return {gate_up_small_batch_key(model.ue8m0, *kind) for kind in kinds} | {down_small_batch_key(*k) for k in kinds}
 
 
 def dense_gemms(n: int) -> set[KernelKey]:

@@ -136,6 +136,12 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
     for (int lane = 0; lane < 32; ++lane) lanes |= unsigned((mask >> lane & 1) && votes[lane]) << lane;
     return lanes;
 }
+inline int __reduce_add_sync(unsigned mask, int value) {
+    const emu::u64* values = emu::collect(emu::kReduceAdd, mask, unsigned(value));
+    unsigned sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += mask >> lane & 1 ? unsigned(values[lane]) : 0;
+    return int(sum);
+}
 inline unsigned __match_any_sync(unsigned mask, int value) {
     const emu::u64* values = emu::collect(emu::kMatch, mask, unsigned(value));
     unsigned lanes = 0;

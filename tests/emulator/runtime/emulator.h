@@ -35,6 +35,7 @@ enum Collective {
     kShuffle,
     kBallot,
     kMatch,
+    kReduceAdd,
     kElect,
     kStoreMatrix,
     kWgmma,
