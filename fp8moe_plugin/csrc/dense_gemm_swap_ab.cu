@@ -17,7 +17,7 @@
 #include "wgmma.cuh"
 
 constexpr int kBlockN = 64, kBlockK = 128;
-constexpr int kMathWarps = 4, kMathThreads = kMathWarps * kWarp;
+constexpr int kMathWarps = 4;
 constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = kTokenWarp + 1;
 static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
 constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scale

@@ -27,7 +27,7 @@
 
 constexpr int kTokens = TOKENS, kStages = STAGES;
 constexpr int kBlockN = 128, kBlockK = 128;
-constexpr int kMathWarps = 8, kMathThreads = kMathWarps * kWarp;
+constexpr int kMathWarps = 8;
 constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = kTokenWarp + 1;
 static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
 constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scale
@@ -94,7 +94,7 @@ struct Units {
 // ---- producers: a warp each -----------------------------------------------------------------------------------------
 
 // Calls load(stage, unit) by one lane for each unit, when the stage is free and `bytes` are announced, behind
-// wait(count) by all lanes for the next `count` units. At first all stages are free, and filled at once, each by a lane.
+// wait(count) by all lanes for the next `count` units. At first all stages are free and filled at once, each by a lane.
 template <class Wait, class Load>
 DEVICE void fill_stages(SharedMemory shared, Units units, u32 bytes, Wait wait, Load load) {
     auto fill = [&](int stage, Unit unit) {
@@ -198,8 +198,8 @@ DEVICE void multiply(SharedMemory shared, Units units, int warpgroup, Sums& sum)
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     down_small_batch(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap q_map,
                      const float* w_scales, const float* scales, const int* told, const void* ids,
-                     const int* expert_map, u16* out, int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden,
-                     int intermediate, int splits) {
+                     const int* expert_map, u16* out, int ids_64, int global_experts, int num_experts, int tokens,
+                     int topk, int hidden, int intermediate, int splits) {
     SharedMemory shared{dynamic_shared_address()};
     const Share share(hidden, intermediate, splits);
     const Cluster cluster{shared.parts(), shared.received(), splits, share.split, tokens};

@@ -15,7 +15,7 @@
 // Out:  q           e4m3 [experts found, TOKENS, I]; nothing for a token that does not have the expert
 //       scales      float32 [experts found, I / 128, TOKENS], times the router's weight; kAbsent for a token that does
 //                   not have the expert
-//       told        int32 [experts found, I / 128], of how many tokens a tile's results are written, see down_small_batch
+//       told        int32 [experts found, I / 128], of how many tokens the results of a tile are written
 // UE8M0: 1 rounds scales up to powers of two, before the router's weight comes in.
 //
 // Grid: any number of clusters; a multiprocessor has room for two blocks. The next kernel starts beside this one.
