@@ -22,7 +22,7 @@ HOPPER = (9, 0)  # the only compute capability with the instructions of the kern
 SMEM_ALIGNMENT = 1024
 PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm, without its tail
 TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M; kTailRows of csrc/tile_table.cuh
-DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab
+DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab; kOtherBlockM of csrc/tile_table.cuh
 DECODE_ROWS = 24  # of an expert on average; see decode_tokens
 GATHER_UP_TO = 1024  # channels of an expert; see gathers
 EARLY_FROM, EARLY_BELOW = 768, 192  # channels of an expert, rows of an expert; see starts_early
@@ -36,7 +36,7 @@ SPARE_MULTIPROCESSORS = 8  # see gate_up_clusters
 CLUSTER_SPLITS = 8  # kMostSplits of csrc/cluster_sum.cuh
 DOWN_BLOCKS = {8: 64, 16: 80}  # by width; see down_splits
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
-DENSE_LONG_K = 4096  # channels; see dense_few_rows and dense_splits
+LONG_K = 4096  # channels; see dense_few_rows, dense_splits and gate_up_l2_fetch
 # Rows, by whether columns are few and whether K is long; see dense_few_rows.
 DENSE_SWAP_AB_UP_TO = {(True, True): 128, (True, False): 32, (False, True): 64, (False, False): 16}
 DENSE_WIDTHS, DENSE_BLOCK_N = (8, 16, 32, 64, 128), 64  # rows and columns of a tile of dense_gemm_swap_ab
@@ -47,7 +47,7 @@ SPLIT_BYTES = 2**23  # see k_splits
 MAX_SPLITS = 8  # kMaxSplits of csrc/split_k.cuh
 STEPS_AT_ONCE = 8  # see columns_at_once
 # What L2 fetches from memory for 128 bytes of a row, in tiles of prefill; and of weights that are read once, where the
-# 128 bytes beside them, which another block wants, come in time by themselves: 6 to 9% faster (benchmarks/NOTES.md).
+# 128 bytes beside them, which another block wants, come in time by themselves (benchmarks/NOTES.md).
 L2_FETCH, STREAMED_L2_FETCH = 256, 128
 EXPERT_LIST = SMALL_BATCH_PAIRS * 2 + 4  # bytes of ExpertList of csrc/expert_list.cuh
 PIECE = 256  # bytes; pieces of scratch begin at multiples of it, as torch's tensors at multiples of 512
@@ -166,7 +166,7 @@ def gate_up_swap_ab_key(ue8m0: bool) -> KernelKey:
 @functools.cache
 def gate_up_small_batch_key(ue8m0: bool, width: int, cluster: int) -> KernelKey:
     """The first GEMM of the experts of up to `width` tokens, with their routing and quantization."""
-    stages = {(8, 8): 6, (16, 8): 5, (16, 4): 4}[width, cluster]  # room for two blocks on a multiprocessor
+    stages = {(8, 8): 6, (16, 8): 5, (16, 4): 4}[width, cluster]  # room beside a block of the second one
     finished, steps = width // cluster, SMALL_BATCH_STEPS
     operands = stages * GROUP * 128 + steps * width * 128
     received = width * 2 * GROUP * 4
@@ -333,7 +333,7 @@ def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
 
 def gate_up_l2_fetch(hidden: int) -> int:
     """Of gate_up_swap_ab's weights, of which a block reads whole rows: the next 128 bytes of a long one are its own."""
-    return L2_FETCH if hidden >= DENSE_LONG_K else STREAMED_L2_FETCH
+    return L2_FETCH if hidden >= LONG_K else STREAMED_L2_FETCH
 
 
 def down_splits(hidden: int, width: int) -> int:
@@ -369,7 +369,7 @@ def dense_splits(n: int, k: int) -> int:
     More do not pay (benchmarks/NOTES.md). The number of tokens does not matter, so that the sums of a row, down to the
     last bit, depend on no other row.
     """
-    if batch_invariant() or k < DENSE_LONG_K:
+    if batch_invariant() or k < LONG_K:
         return 1
     return 3 if _few_columns(n) else 2
 
@@ -451,7 +451,7 @@ def dense_key(m: int, n: int, k: int, output: Output, sms: int) -> KernelKey:
 
 def dense_few_rows(n: int, k: int) -> int:
     """Up to how many rows swap-AB was the faster one, with the quantization before it (benchmarks/NOTES.md)."""
-    one_round, long_k = ceil_div(n, DENSE_BLOCK_N) <= 2 * MULTIPROCESSORS, k >= DENSE_LONG_K
+    one_round, long_k = ceil_div(n, DENSE_BLOCK_N) <= 2 * MULTIPROCESSORS, k >= LONG_K
     most = DENSE_SWAP_AB_UP_TO[one_round, long_k]
     return 2 * most if long_k and _few_columns(n) else most
 

@@ -247,6 +247,21 @@ def test_a_layer_launches_what_its_ops_launch_one_by_one(
     assert sorted(filter(None, pieces)) == sorted(in_pieces)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "fetched"),
+    [(1, 7168, (128, 128)), (64, 2048, (128, 128)), (64, 7168, (256, 128)), (8192, 2048, (256, 256))],
+)
+def test_l2_fetches_single_lines_of_weights_that_are_read_once(launched, monkeypatch, tokens, hidden, fetched):
+    """But for long rows of which a block reads all."""
+    by_address = {}
+    replace_everywhere(monkeypatch, "tensor_map", lambda *args: by_address.__setitem__(args[0], args[-1]))
+    addresses = layer_ops.LayerAddresses(*(2**40 + i * 2**36 for i in range(len(layer_ops.LayerAddresses._fields))))
+    layer_ops._layer_launches.cache_clear()
+    layer_ops._layer_launches(addresses, (tokens, 8, hidden, 256, 128, 128), False, False, -3)
+    layer_ops._layer_launches.cache_clear()
+    assert (by_address[addresses.w13], by_address[addresses.w2]) == fetched
+
+
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
 @pytest.mark.parametrize("tokens", [1, 129, 1000])
 def test_the_launches_of_a_layer_are_remembered_for_its_addresses_alone(launched, monkeypatch, tokens, intermediate):
@@ -274,16 +289,17 @@ def test_a_small_batch_is_one_of_few_tokens_and_few_bytes():
 
 
 @pytest.mark.parametrize("width", plan.SMALL_BATCHES)
-def test_a_multiprocessor_has_room_for_a_block_of_each_gemm_of_a_small_batch(width):
+def test_a_multiprocessor_has_room_for_a_block_of_the_first_gemm_of_a_small_batch_and_another(width):
     for cluster in plan.GATE_UP_CLUSTERS[width]:
-        pair = plan.gate_up_small_batch_key(False, width, cluster), plan.down_small_batch_key(width, cluster)
-        assert sum(key.smem_bytes + 1024 for key in pair) <= 228 * 1024
-        assert sum(key.threads for key in pair) <= 2048
+        first, second = plan.gate_up_small_batch_key(False, width, cluster), plan.down_small_batch_key(width, cluster)
+        for pair in (first, first), (first, second):
+            assert sum(key.smem_bytes + 1024 for key in pair) <= 228 * 1024
+            assert sum(key.threads for key in pair) <= 2048
 
 
 @pytest.mark.parametrize("width", plan.SMALL_BATCHES)
 @pytest.mark.parametrize("hidden", [128, 1024, 2048, 3072, 4096, 5120, 7168, 8192])
-def test_all_blocks_of_the_second_gemm_run_beside_the_first(hidden, width):
+def test_the_second_gemm_has_enough_blocks_and_no_more_than_multiprocessors(hidden, width):
     splits = plan.down_splits(hidden, width)
     assert hidden // 128 * splits <= plan.MULTIPROCESSORS
     assert splits == plan.CLUSTER_SPLITS or hidden // 128 * splits >= plan.DOWN_BLOCKS[width]

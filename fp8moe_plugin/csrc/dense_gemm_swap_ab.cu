@@ -136,8 +136,9 @@ template <int kTokens>
 DEVICE void run(const Operands& in, u16* d, int splits) {
     SharedMemory<kTokens> shared{dynamic_shared_address()};
     const Share share(in, splits, kTokens);
-    const ClusterSum<kTokens, kBlockN> cluster{shared.parts(), shared.received(), splits, share.split,
-                                                             share.rows};
+    using Cluster = ClusterSum<kTokens, kBlockN>;
+    static_assert(Cluster::kMathThreads == kMathWarps * kWarp, "who sends and stores");
+    const Cluster cluster{shared.parts(), shared.received(), splits, share.split, share.rows};
     if (threadIdx.x == 0) cluster.init();
     init_barriers(shared, shared.kStages, kFullArrivals, kMathWarps);
     cluster_arrive();

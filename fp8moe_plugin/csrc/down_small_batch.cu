@@ -32,6 +32,7 @@ constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = k
 static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
 constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scale
 using Cluster = ClusterSum<kTokens, kBlockN>;
+static_assert(Cluster::kMathThreads == kMathWarps * kWarp, "who sends and stores");
 
 struct SharedMemory {
     static constexpr u32 kBytesWeights = kBlockN * kBlockK, kBytesTokens = kTokens * kBlockK;

@@ -210,7 +210,8 @@ struct Result {
     int* told;
 
     // Before the cluster's blocks meet and the next kernel starts, by a warp of the first block: nobody has told of the
-    // cluster's tiles, and no token has their experts. `most_tiles`: as many as the step may have.
+    // cluster's tiles, and no token has their experts. `most_tiles`: as many as the step may have. Behind the fence all
+    // that is in L2, where the next kernel looks.
     DEVICE void clear(const Share& share, int most_tiles) const {
         for (int i = lane_of_warp();; i += kWarp) {
             int tile = share.first_tile + i / kTokens * share.tile_stride;

@@ -330,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
         wait_for_previous_kernel();
-        let_next_kernel_start();  // not before: that kernel reads what route wrote without waiting
+        let_next_kernel_start();  // not before: the next, and combine behind it, read what route wrote without waiting
         Queue queue(table, num_tiles, 0, m, in.groups() * splits, in.steps);
         load_tiles(shared, in, queue);
     } else {

@@ -81,7 +81,7 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: to
     Args:
         topk_ids: int32 or int64 `[T, k]`, global expert ids; an id out of range (-1) gets no row.
         num_experts: local experts, at most `MAX_LOCAL_EXPERTS`.
-        block_m: rows a tile.
+        block_m: rows a tile, 64 or 128.
         expert_map: int32 `[global experts]`, local expert or -1; None: global ids are local.
     Raises:
         InvalidInputError: too many local experts.

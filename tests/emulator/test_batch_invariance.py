@@ -31,7 +31,7 @@ def test_a_layer(emulator: Device, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [9, 300])
 def test_a_dense_layer(emulator: Device, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     gen = h.seeded(tokens, torch.device("cpu"))
-    monkeypatch.setattr(plan, "DENSE_LONG_K", 9 * h.GROUP)
+    monkeypatch.setattr(plan, "LONG_K", 9 * h.GROUP)
     x, (weight, scales) = h.random_tokens(gen, tokens, 9 * h.GROUP), h.random_weights(gen, 200, 9 * h.GROUP)
     blocks, columns = x.unflatten(1, (9, -1)), h.bits(weight).unflatten(1, (9, -1))
     blocks[:, 2] *= 2**16  # what cancels shows the order

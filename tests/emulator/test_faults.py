@@ -17,8 +17,8 @@ from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.ops.route import tiles_of_counts
 from fp8moe_plugin.plan import (
-    DENSE_LONG_K,
     EARLY_BELOW,
+    LONG_K,
     PREFILL_BLOCK_M,
     Layout,
     Output,
@@ -86,9 +86,9 @@ def second_gemm_that_keeps_weights(emulator: Device, seed: int) -> None:
     assert_product(out, rows, rows.a, b)
 
 
-def dense_layer(emulator: Device, seed: int, k: int = DENSE_LONG_K) -> None:
+def dense_layer(emulator: Device, seed: int, k: int = LONG_K) -> None:
     gen, m, n = h.seeded(0, torch.device("cpu")), 5, 128
-    assert (dense_splits(n, k) > 1) == (k >= DENSE_LONG_K), "blocks share columns"
+    assert (dense_splits(n, k) > 1) == (k >= LONG_K), "blocks share columns"
     x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
     out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
     assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
