@@ -65,7 +65,6 @@ PARAMETERS = {
     "grouped_gemm_swap_ab": "MMPiiPPPPiiiiiPi",
     "quantize": "PPPPiii",
     "route": "PPPPPPPPPiiiiiii",
-    "route_and_quantize": "PPPPPPPPPPPiiiiiiii",
     "silu_mul_quant": "PPPPii",
     "tiles_of_counts": "PPPPiii",
     "tiles_of_indices": "PPPPiii",
@@ -98,7 +97,7 @@ class Output(IntEnum):
 
 
 class Layout(IntEnum):
-    """How quantized tokens are written; the values are those of the macros in csrc/quantize.cuh."""
+    """How quantized tokens are written; the values are those of the macros in csrc/quantize.cu."""
 
     K_MAJOR = 0
     ROW_MAJOR = 1
@@ -220,13 +219,6 @@ def route_key() -> KernelKey:
 
 
 @functools.cache
-def route_and_quantize_key(ue8m0: bool) -> KernelKey:
-    """Both for a step of one chunk of pairs, whose experts gather their tokens."""
-    defines = (("UE8M0", int(ue8m0)), ("LAYOUT", int(Layout.ROW_MAJOR)))
-    return KernelKey("route_and_quantize", defines, PAIRS_PER_CHUNK, route_key().smem_bytes)
-
-
-@functools.cache
 def tiles_of_counts_key() -> KernelKey:
     return KernelKey("tiles_of_counts", (), 1024)
 
@@ -244,7 +236,7 @@ def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
         return [*gemms, tiles_of_counts_key()]
     gemms += [swap_ab_key(), gate_up_swap_ab_key(ue8m0)]
     gather = [gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
-    routing = [count_experts_key(), route_key(), route_and_quantize_key(ue8m0), combine_key()]
+    routing = [count_experts_key(), route_key(), combine_key()]
     small = [(width, cluster) for width, clusters in GATE_UP_CLUSTERS.items() for cluster in clusters]
     gather += [gate_up_small_batch_key(ue8m0, *each) for each in small]
     gather += [down_small_batch_key(*each) for each in small]
@@ -276,7 +268,6 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
         quantize_key(model.ue8m0, Layout.ROW_MAJOR): "those of decode and of narrow experts, once each",
         count_experts_key(): f"how many tokens an expert gets in steps of more than {PAIRS_PER_CHUNK // topk} tokens",
         route_key(): "rows of each expert and their tiles",
-        route_and_quantize_key(model.ue8m0): f"both in steps of up to {PAIRS_PER_CHUNK // topk} tokens",
         tiles_of_counts_key(): "tiles of slabs, as DeepEP's low-latency mode hands them over",
         combine_key(): "the weighted sum of each token's rows",
     }

@@ -7,7 +7,7 @@ from enum import StrEnum
 from fp8moe_plugin.errors import UnsupportedError
 
 GROUP = 128  # channels that share one activation scale; also the side of a weight's scale block
-MAX_LOCAL_EXPERTS = 1024  # on one rank: a thread of csrc/route.cuh each
+MAX_LOCAL_EXPERTS = 1024  # on one rank: a thread of csrc/route.cu each
 N_MULTIPLE = 8  # of a weight's output channels: the GEMMs store 16 bytes of bfloat16 at a time
 
 

@@ -21,8 +21,8 @@ def trace(*names: str) -> list[dict[str, Any]]:
     return [{"name": name, "ts": STEPS * i, "dur": 7} for i, name in enumerate(names)]
 
 
-DECODE = ("route_and_quantize", "gate_up_swap_ab", "grouped_gemm_swap_ab", "combine")
-PREFILL = ("count_experts", "route", "quantize", *DECODE[1:])
+DECODE = ("route", "quantize", "gate_up_swap_ab", "grouped_gemm_swap_ab", "combine")
+PREFILL = ("count_experts", *DECODE)
 SMALL_BATCH = ("gate_up_small_batch", "down_small_batch")
 FEW_TRITON = ("per_token_group_quant_8bit", "FillFunctor<int>", "fused_moe_kernel", "act_and_mul", "quant")
 FEW_TRITON += ("fused_moe_kernel", "void vllm::moe::moe_sum_vec_dynamic_kernel<c10::BFloat16>()")

@@ -83,15 +83,13 @@ def test_kernels_that_start_early_follow_those_they_may_run_beside(steps, no_sma
     gathers = plan.gathers(intermediate, block_m)
     early = plan.starts_early(tokens * TOPK / EXPERTS, intermediate, block_m)
     counted = {"route"} if plan.route_chunks(tokens * TOPK) > 1 else set()
-    quantized = {"quantize"} if gathers and counted else set()  # else in one kernel with the routing
     follow = {"gate_up_swap_ab", "grouped_gemm_swap_ab", "combine"} if block_m == plan.DECODE_BLOCK_M else set()
-    expected = counted | follow | quantized | ({"grouped_gemm"} if early else set())
+    expected = counted | follow | ({"quantize"} if gathers else set()) | ({"grouped_gemm"} if early else set())
     assert {name for name, starts_early in steps if starts_early} == expected
     if counted:
         assert between(steps, "count_experts", "route") == []
-    if quantized:
+    if gathers:
         assert between(steps, "route", "quantize") == []
-    assert (("route_and_quantize", False) in steps) == (gathers and not counted)
     if early:
         assert between(steps, "gate_up", "grouped_gemm") == []
 
@@ -221,14 +219,6 @@ def test_a_layer_launches_what_its_ops_launch_one_by_one(
             numbers[letters.rindex("P") - 2] = False
         if "gemm" in key.source or "gate_up" in key.source or key == plan.combine_key():
             early = False
-        if key.source == "route_and_quantize":  # the ops launch each by itself
-            rows = (numbers[12] // TOPK, HIDDEN // h.GROUP, 0)
-            quantize = plan.quantize_key(True, plan.Layout.ROW_MAJOR)
-            warps = -(-rows[0] // 8) * rows[1]
-            assert (grid, numbers[18]) == (1 + -(-warps // 32), rows[1])
-            launches.append((plan.route_key(), 1, [*numbers[:2], False, *numbers[2:8], *numbers[11:18]], early))
-            launches.append((quantize, -(-warps // 8), [*numbers[8:11], False, *rows], True))
-            return
         launches.append((key, grid, numbers, early))
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

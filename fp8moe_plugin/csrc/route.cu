@@ -1,10 +1,55 @@
-// Routes all chunks of pairs, see route.cuh.
+// Gives each (token, expert) pair a row such that rows of one expert follow one another, in the order of the pairs; and
+// cuts the rows of each expert into tiles.
 //
-// In:   ids, expert_map  see expert_ids.cuh;    counts  see route_chunk
-// Out:  slots, tokens, num_rows, table, num_tiles, ready  see Routed
+// In:   ids, expert_map  see expert_ids.cuh
+//       counts           u32 [chunks, ceil(num_experts / 2)], see count_experts.cu; not read if there is one chunk
+// Out:  slots       int32 [pairs], the row of each pair; -1 for a pair whose expert is not here
+//       tokens      int32 [pairs], the token of each row, of which there are *num_rows
+//       num_rows    int32 [1]
+//       table, num_tiles, ready  see tile_table.cuh
 //
-// Grid: chunks. Launched early, behind count_experts, if there is more than one.
-#include "route.cuh"
+// Grid: chunks of THREADS pairs, a thread a pair.    num_experts: at most THREADS.
+// Launched early, behind count_experts, if there is more than one chunk.
+// No atomics decide an order, so it is the same in each run: a pair comes behind those of the chunks before its own, of
+// the warps before its own, of the lanes before its own.
+#include "expert_ids.cuh"
+#include "tile_table.cuh"
+
+constexpr int kWarps = THREADS / kWarp;
+constexpr int kQuads = kWarps / 4;  // of warps
+constexpr int kBatch = 8;           // loads in flight
+constexpr int kOnes = 0x01010101;
+static_assert(kBatch * THREADS < kHigh, "halves of words are added up");
+static_assert(SMEM_BYTES == kQuads * THREADS * 4, "a word for each quad and expert");
+
+// At [quad][expert]: how many pairs of the expert each warp of the quad has, a byte a warp; later the row of the first.
+extern __shared__ int quads[];
+
+// Adds up the pairs of each expert in all chunks, and in those before this one. A thread adds every few chunks.
+DEVICE void add_chunks(const u32* counts, int num_experts, int* all, int* before) {
+    const int words = ceil_div(num_experts, 2), stride = THREADS / words * words, word = threadIdx.x % words;
+    const int own = blockIdx.x * words, end = gridDim.x * words;
+    if (threadIdx.x >= stride) return;
+    int all_low = 0, all_high = 0, before_low = 0, before_high = 0;
+#pragma unroll 1
+    for (int begin = threadIdx.x; begin < end; begin += kBatch * stride) {
+        u32 count[kBatch], sum = 0, sum_before = 0;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)  // loads under a condition would not all be in flight at once
+            count[i] = counts[min(begin + i * stride, end - 1)];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            sum += begin + i * stride < end ? count[i] : 0;
+            sum_before += begin + i * stride < own ? count[i] : 0;
+        }
+        all_low += sum % kHigh, all_high += sum / kHigh;
+        before_low += sum_before % kHigh, before_high += sum_before / kHigh;
+    }
+    atomicAdd(&all[word], all_low);
+    atomicAdd(&all[word + words], all_high);
+    atomicAdd(&before[word], before_low);
+    atomicAdd(&before[word + words], before_high);
+}
 
 // Allowed more registers than two blocks of a multiprocessor would have: else a batch is loaded piece by piece.
 extern "C" __global__ __launch_bounds__(THREADS, 1) void route(
@@ -13,6 +58,66 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void route(
     int* __restrict__ ready, int ids_64, int pairs, int topk, int global_experts, int num_experts, int block_m,
     int tile_counters) {
     let_next_kernel_start();
-    route_chunk({ids, expert_map, ids_64, pairs, global_experts, num_experts}, counts, blockIdx.x, gridDim.x, topk,
-                block_m, tile_counters, {slots, tokens, num_rows, table, num_tiles, ready});
+    __shared__ int totals[THREADS];   // pairs of each expert in all chunks
+    __shared__ int earlier[THREADS];  // and in the chunks before this one
+    const ExpertIds router{ids, expert_map, ids_64, pairs, global_experts, num_experts};
+    const int pair = blockIdx.x * THREADS + threadIdx.x, warp = threadIdx.x / kWarp, lane = lane_of_warp();
+    const int quad = warp / 4 * THREADS, byte = warp % 4;
+    int* const own_expert = &quads[threadIdx.x];  // of the first num_experts threads
+
+    // Rank the pairs of the chunk among those of their expert in the same quad of warps.
+    const int id = router.id_of(pair);
+    if (threadIdx.x < num_experts) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) own_expert[i * THREADS] = 0;
+    }
+    if (gridDim.x > 1) totals[threadIdx.x] = earlier[threadIdx.x] = 0;
+    __syncthreads();
+    const int expert = router.here(id);
+    const u32 same = __match_any_sync(kAllLanes, expert);
+    int rank = __popc(same & ((1u << lane) - 1));
+    if (expert != kNoExpert && rank == 0) reinterpret_cast<u8*>(&quads[quad + expert])[byte] = __popc(same);
+    __syncthreads();
+    if (expert != kNoExpert) rank = __dp4a(quads[quad + expert] & ((1 << byte * 8) - 1), kOnes, rank);
+
+    // Count the pairs of each expert, an expert a thread.
+    int total = 0, before_quad[kQuads];
+    if (threadIdx.x < num_experts) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            before_quad[i] = total;
+            total = __dp4a(own_expert[i * THREADS], kOnes, total);
+        }
+    }
+    int in_earlier = 0;
+    if (gridDim.x > 1) {
+        wait_for_previous_kernel();
+        add_chunks(counts, num_experts, totals, earlier);
+        __syncthreads();
+        total = totals[threadIdx.x], in_earlier = earlier[threadIdx.x];
+    }
+
+    // Hand out the rows.
+    const RowTiles tiles(total, block_m);
+    const bool tailed = tiles.over > 0;  // then the expert's tiles are among the first
+    int before[3], all[3];  // of rows, of tiles of experts with a tail, of the other tiles
+    exclusive_scan({total, tailed ? tiles.count : 0, tailed ? 0 : tiles.count}, ceil_div(num_experts, kWarp), before,
+                   all);
+    if (threadIdx.x < num_experts) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) own_expert[i * THREADS] = before[0] + in_earlier + before_quad[i];
+    }
+    __syncthreads();
+    const int row = expert == kNoExpert ? -1 : quads[quad + expert] + rank;
+    if (pair < pairs) slots[pair] = row;
+    if (expert != kNoExpert) tokens[row] = u32(pair) / u32(topk);
+
+    // Cut them into tiles, an expert a thread.
+    if (blockIdx.x > 0 || threadIdx.x >= num_experts) return;
+    const int first = tailed ? before[1] : all[1] + before[2], num = all[1] + all[2];
+    write_group(table, first, tiles.count, threadIdx.x, before[0], before[0] + total);
+    for (int i = threadIdx.x; i <= num * tile_counters; i += num_experts) ready[i] = 0;
+    if (threadIdx.x > 0) return;
+    write_num_tiles(num_tiles, num);
+    *num_rows = all[0];
 }

@@ -7,7 +7,7 @@
 //       scales   float32 [groups, G * max_m], at scale_pitch(G * max_m)
 //
 // UE8M0: 1 rounds scales up to powers of two.    Grid: (any, G); the CTAs of an expert share its rows.
-// A half-warp holds a group in 16 bytes a lane, for four rows at once, as in quantize.cuh.
+// A half-warp holds a group in 16 bytes a lane, for four rows at once, as in quantize.cu.
 #include "common.cuh"
 #include "fp8.cuh"
 

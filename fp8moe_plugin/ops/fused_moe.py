@@ -34,14 +34,7 @@ from fp8moe_plugin.ops.gemm_launch import (
 )
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
 from fp8moe_plugin.ops.quantize import Quantized, empty_tokens, quantize_launch, quantize_rows, quantize_tokens
-from fp8moe_plugin.ops.route import (
-    RoutingAddresses,
-    check_experts,
-    route,
-    route_and_quantize_launch,
-    route_launches,
-    tiles_of_counts,
-)
+from fp8moe_plugin.ops.route import RoutingAddresses, check_experts, route, route_launches, tiles_of_counts
 from fp8moe_plugin.ops.small_batch import small_batch_launches
 from fp8moe_plugin.ops.workspace import empty
 from fp8moe_plugin.plan import (
@@ -284,20 +277,14 @@ def _layer_launches(
     counted = starts_early(*layer) or block_m != PREFILL_BLOCK_M
     tiles = TileAddresses(at.table, at.num_tiles, at.ready if counted else 0, keeps_b(*layer))
 
-    ids, chunks = (tensors.topk_ids, tensors.expert_map), route_chunks(rows)
+    ids = (tensors.topk_ids, tensors.expert_map, at.expert_counts if route_chunks(rows) > 1 else 0)
     routing = RoutingAddresses(at.slots, at.tokens, at.num_rows, at.table, at.num_tiles, at.ready)
     counts = (rows, topk, global_experts, experts, block_m, tile_counters(intermediate, splits))
-    quantized, gathered = (tensors.hidden_states, at.x, at.x_scales), gathers(intermediate, block_m)
-    if gathered and chunks == 1:
-        both = (ids, routing, quantized, ids_64, counts, hidden // GROUP, ue8m0)
-        launches = [route_and_quantize_launch(*both, device_index)]
-    else:
-        inputs = (*ids, at.expert_counts if chunks > 1 else 0)
-        launches = route_launches(inputs, routing, ids_64, counts, device_index)
-        if gathered:
-            launches.append(quantize_launch(quantized, tokens, hidden, Layout.ROW_MAJOR, ue8m0, device_index))
-    if gathered:
+    launches = route_launches(ids, routing, ids_64, counts, device_index)
+    quantized = (tensors.hidden_states, at.x, at.x_scales)
+    if gathers(intermediate, block_m):
         x = Rows(at.x, tokens, hidden, at.x_scales, 0, 0)
+        launches.append(quantize_launch(quantized, tokens, hidden, Layout.ROW_MAJOR, ue8m0, device_index))
         if block_m == PREFILL_BLOCK_M:
             launches.append(gate_up_launch(x, at.tokens, w13, inner, tiles, ue8m0, device_index))
         else:

@@ -206,7 +206,7 @@ def gate_up_swap_ab_launch(
 
     Args:
         split: where the parts of a tile leave their sums, and how many they are; more than one need `tiles.ready`.
-        early: right behind the kernel that quantizes the tokens, whose end it awaits.
+        early: right behind `quantize_tokens`, whose end it awaits.
     """
     partial, splits = split
     results = (out.values, out.scales, partial if splits > 1 else 0, tiles.ready, tiles.table, tiles.num_tiles)

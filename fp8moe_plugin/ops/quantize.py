@@ -15,7 +15,7 @@ SMALLEST_AMAX = 1e-10  # keeps the scale of an all-zero group finite
 
 Quantized = tuple[torch.Tensor, torch.Tensor]  # values and scales
 
-TOKENS_PER_WARP = 8  # as in csrc/quantize.cuh
+TOKENS_PER_WARP = 8  # as in csrc/quantize.cu
 
 
 def per_token_group_quant_fp8(

@@ -20,11 +20,9 @@ from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launcher import Launch, launch
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.quantize import TOKENS_PER_WARP
 from fp8moe_plugin.plan import (
     count_experts_key,
     keeps_b,
-    route_and_quantize_key,
     route_chunks,
     route_key,
     row_tiles,
@@ -221,30 +219,6 @@ def route_launches(
         launches.append(Launch(count_experts_key(), chunks, counted, device_index))
     args = (*inputs, *results, int(ids_64), *sizes)
     return [*launches, Launch(route_key(), chunks, args, device_index, early=chunks > 1)]
-
-
-def route_and_quantize_launch(
-    inputs: tuple[int, int],
-    results: RoutingAddresses,
-    quantized: tuple[int, int, int],
-    ids_64: bool,
-    sizes: tuple[int, int, int, int, int, int],
-    groups: int,
-    ue8m0: bool,
-    device_index: int,
-) -> Launch:
-    """`route_launches` of one chunk and `quantize_launch` of the rows of its tokens, in one kernel.
-
-    Args:
-        inputs: addresses of ids and expert map (0: none).
-        quantized: those of tokens, values and scales.
-        sizes: as for `route_launches`.
-        groups: of 128 channels of a token.
-    """
-    pairs, topk, *_ = sizes
-    key = route_and_quantize_key(ue8m0)
-    blocks = 1 + ceil_div(ceil_div(pairs // topk, TOKENS_PER_WARP) * groups, key.threads // 32)
-    return Launch(key, blocks, (*inputs, *results, *quantized, int(ids_64), *sizes, groups), device_index)
 
 
 def _launch_tiles_of_counts(counts: torch.Tensor, max_m: int, tiles: Tiles) -> None:

@@ -30,7 +30,7 @@ from fp8moe_plugin.plan import (
     gate_up_swap_ab_key,
     grouped_gemm_key,
     quantize_key,
-    route_and_quantize_key,
+    route_key,
     swap_ab_key,
     tiles_of_counts_key,
 )
@@ -134,7 +134,7 @@ def layers_in_a_row(emulator: Device, seed: int) -> None:
 
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
 NARROW = dense_swap_ab_key(1), quantize_key(False, Layout.K_MAJOR)
-FEW = swap_ab_key(), gate_up_swap_ab_key(False), route_and_quantize_key(False), combine_key()
+FEW = swap_ab_key(), gate_up_swap_ab_key(False), quantize_key(False, Layout.ROW_MAJOR), route_key(), combine_key()
 SMALL_BATCH = gate_up_small_batch_key(False, 8, 8), down_small_batch_key(8, 8)
 KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
 KERNELS = {  # to be compiled ahead
@@ -249,7 +249,7 @@ FAULTS = {
         shared_bytes=2 * SHARED_BYTES,  # where both GEMMs have room at once, which no GPU has today
     ),
     "pairs take their rows before these are handed out": Fault(
-        "route.cuh",
+        "route.cu",
         "    __syncthreads();\n    const int row =",
         "    const int row =",
         layer_of_few_tokens,
