@@ -140,11 +140,15 @@ struct TokensAwaited {
         : told(told + share.split), tokens(tokens), splits(share.splits), seen(0) {
         left = (list.count * share.k_blocks - share.split + splits - 1) / splits;
     }
-    DEVICE void wait(int count) {
+    DEVICE void look() {
         int lane = lane_of_warp();
-        while (seen < count) {
-            int missing = __ffs(__ballot_sync(kAllLanes, lane < left && load_acquire(told + lane * splits) < tokens));
-            seen = missing ? missing - 1 : kWarp;
+        int missing = __ffs(__ballot_sync(kAllLanes, lane < left && load_acquire(told + lane * splits) < tokens));
+        seen = missing ? missing - 1 : kWarp;
+    }
+    DEVICE void wait(int count) {
+        if (seen < count) {
+            look();
+            for (; seen < count; look()) __nanosleep(100);
             fence_proxy_async_global();
         }
         told += count * splits, left -= count, seen -= count;
