@@ -140,15 +140,11 @@ struct TokensAwaited {
         : told(told + share.split), tokens(tokens), splits(share.splits), seen(0) {
         left = (list.count * share.k_blocks - share.split + splits - 1) / splits;
     }
-    DEVICE void look() {
-        int lane = lane_of_warp();
-        int missing = __ffs(__ballot_sync(kAllLanes, lane < left && load_acquire(told + lane * splits) < tokens));
-        seen = missing ? missing - 1 : kWarp;
-    }
     DEVICE void wait(int count) {
-        if (seen < count) {
-            look();
-            for (; seen < count; look()) __nanosleep(100);
+        int lane = lane_of_warp();
+        while (seen < count) {
+            int missing = __ffs(__ballot_sync(kAllLanes, lane < left && load_acquire(told + lane * splits) < tokens));
+            seen = missing ? missing - 1 : kWarp;
             fence_proxy_async_global();
         }
         told += count * splits, left -= count, seen -= count;

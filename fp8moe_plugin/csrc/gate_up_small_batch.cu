@@ -322,7 +322,6 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
         cluster_wait();
     } else {
         cluster_wait();
-        __threadfence();  // what another block has cleared comes before what this warp tells, to who sees that
         int finished = warp - kFinishWarp;
         if (finished * kCluster + share.rank < tokens)
             finish_token(shared, step, share, finished, router, topk_weights, list, result);
