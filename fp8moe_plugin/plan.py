@@ -31,7 +31,10 @@ SMALL_BATCHES = (8, 16)  # tokens; see small_batch
 SMALL_BATCH_BYTES = 3 * 2**28  # of weights; see small_batch
 SMALL_BATCH_PAIRS = 176  # kMaxPairs of csrc/expert_list.cuh; 11 for each of 16 tokens
 SMALL_BATCH_STEPS = 8  # of 128 K, of a block: kMostSteps of csrc/gate_up_small_batch.cu
-GATE_UP_CLUSTERS = {8: (8,), 16: (8, 4)}  # blocks, by width; see gate_up_cluster
+# By width and blocks of a cluster of gate_up_small_batch: its stages and those of down_small_batch. A multiprocessor
+# has room for a block of each.
+SMALL_BATCH_STAGES = {(8, 8): (6, 6), (16, 8): (5, 5), (16, 4): (4, 6)}
+SMALL_BATCH_HIDDEN = SMALL_BATCH_STEPS * GROUP * max(cluster for _, cluster in SMALL_BATCH_STAGES)
 SPARE_MULTIPROCESSORS = 8  # see gate_up_clusters
 CLUSTER_SPLITS = 8  # kMostSplits of csrc/cluster_sum.cuh
 DOWN_BLOCKS = {8: 64, 16: 80}  # by width; see down_splits
@@ -166,7 +169,7 @@ def gate_up_swap_ab_key(ue8m0: bool) -> KernelKey:
 @functools.cache
 def gate_up_small_batch_key(ue8m0: bool, width: int, cluster: int) -> KernelKey:
     """The first GEMM of the experts of up to `width` tokens, with their routing and quantization."""
-    stages = {(8, 8): 6, (16, 8): 5, (16, 4): 4}[width, cluster]  # room beside a block of the second one
+    stages, _ = SMALL_BATCH_STAGES[width, cluster]
     finished, steps = width // cluster, SMALL_BATCH_STEPS
     operands = stages * GROUP * 128 + steps * width * 128
     received = width * 2 * GROUP * 4
@@ -183,7 +186,7 @@ def down_small_batch_key(width: int, cluster: int) -> KernelKey:
     Args:
         cluster: blocks of a cluster of the first one, beside which it runs.
     """
-    stages = {(8, 8): 6, (16, 8): 5, (16, 4): 6}[width, cluster]  # room beside a block of the first one
+    _, stages = SMALL_BATCH_STAGES[width, cluster]
     operands = stages * (GROUP + width) * 128
     parts = (width + CLUSTER_SPLITS - 1) * GROUP * 4
     scales_and_barriers = stages * (width * 4 + 4 + 16) + 4 + 8
@@ -237,9 +240,8 @@ def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
     gemms += [swap_ab_key(), gate_up_swap_ab_key(ue8m0)]
     gather = [gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
     routing = [count_experts_key(), route_key(), combine_key()]
-    small = [(width, cluster) for width, clusters in GATE_UP_CLUSTERS.items() for cluster in clusters]
-    gather += [gate_up_small_batch_key(ue8m0, *each) for each in small]
-    gather += [down_small_batch_key(*each) for each in small]
+    gather += [gate_up_small_batch_key(ue8m0, *kind) for kind in SMALL_BATCH_STAGES]
+    gather += [down_small_batch_key(*kind) for kind in SMALL_BATCH_STAGES]
     return [*gemms, *gather, quantize_key(ue8m0, Layout.PERMUTED), *routing]
 
 
@@ -271,11 +273,10 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
         tiles_of_counts_key(): "tiles of slabs, as DeepEP's low-latency mode hands them over",
         combine_key(): "the weighted sum of each token's rows",
     }
-    for width in SMALL_BATCHES:
-        for cluster in GATE_UP_CLUSTERS[width]:
-            first = gate_up_small_batch_key(model.ue8m0, width, cluster)
-            why[first] = f"all up to the second GEMM of the experts of up to {width} tokens"
-            why[down_small_batch_key(width, cluster)] = "that one with the weighted sum of each token's"
+    for width, cluster in SMALL_BATCH_STAGES:
+        first = gate_up_small_batch_key(model.ue8m0, width, cluster)
+        why[first] = f"all up to the second GEMM of the experts of up to {width} tokens"
+        why[down_small_batch_key(width, cluster)] = "that one with the weighted sum of each token's"
     layers = (moe_kernels(model.ue8m0, batched) for batched in (False, True))
     return {key: why[key] for key in dict.fromkeys([*linear_kernels(model.ue8m0), *itertools.chain(*layers)])}
 
@@ -306,8 +307,8 @@ def small_batch(tokens: int, topk: int, hidden: int, intermediate: int, local_ex
     kernels stream them 3% faster; with more tokens the blocks of a cluster need longer parts of K than `hidden` of
     some models has for them.
     """
-    pairs, most_hidden = tokens * topk, SMALL_BATCH_STEPS * GROUP * GATE_UP_CLUSTERS[8][0]
-    fits = not batch_invariant() and pairs <= SMALL_BATCH_PAIRS and topk <= 32 and hidden <= most_hidden
+    pairs = tokens * topk
+    fits = not batch_invariant() and pairs <= SMALL_BATCH_PAIRS and topk <= 32 and hidden <= SMALL_BATCH_HIDDEN
     if not fits or 3 * hidden * intermediate * pairs * local_experts / global_experts > SMALL_BATCH_BYTES:
         return 0
     narrow, wide = SMALL_BATCHES
@@ -315,9 +316,11 @@ def small_batch(tokens: int, topk: int, hidden: int, intermediate: int, local_ex
     return narrow if tokens <= narrow else wide if tokens <= wide and steps >= 4 else 0
 
 
+@functools.cache
 def gate_up_cluster(width: int, hidden: int) -> int:
     """How many blocks of a cluster share a tile of gate_up_small_batch, and divide K: as few as have room for it."""
-    return min(cluster for cluster in GATE_UP_CLUSTERS[width] if hidden <= SMALL_BATCH_STEPS * GROUP * cluster)
+    kinds = (kind for kind in SMALL_BATCH_STAGES if kind[0] == width)
+    return min(cluster for _, cluster in kinds if hidden <= SMALL_BATCH_STEPS * GROUP * cluster)
 
 
 def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:

@@ -256,9 +256,7 @@ def test_l2_fetches_single_lines_of_weights_that_are_read_once(launched, monkeyp
     by_address = {}
     replace_everywhere(monkeypatch, "tensor_map", lambda *args: by_address.__setitem__(args[0], args[-1]))
     addresses = layer_ops.LayerAddresses(*(2**40 + i * 2**36 for i in range(len(layer_ops.LayerAddresses._fields))))
-    layer_ops._layer_launches.cache_clear()
     layer_ops._layer_launches(addresses, (tokens, 8, hidden, 256, 128, 128), False, False, -3)
-    layer_ops._layer_launches.cache_clear()
     assert (by_address[addresses.w13], by_address[addresses.w2]) == fetched
 
 
@@ -288,13 +286,12 @@ def test_a_small_batch_is_one_of_few_tokens_and_few_bytes():
     assert plan.small_batch(8, 33, 128, 128, 4, 4) == plan.small_batch(1, 8, 8192 + 128, 128, 4, 4) == 0
 
 
-@pytest.mark.parametrize("width", plan.SMALL_BATCHES)
-def test_a_multiprocessor_has_room_for_a_block_of_the_first_gemm_of_a_small_batch_and_another(width):
-    for cluster in plan.GATE_UP_CLUSTERS[width]:
-        first, second = plan.gate_up_small_batch_key(False, width, cluster), plan.down_small_batch_key(width, cluster)
-        for pair in (first, first), (first, second):
-            assert sum(key.smem_bytes + 1024 for key in pair) <= 228 * 1024
-            assert sum(key.threads for key in pair) <= 2048
+@pytest.mark.parametrize("kind", plan.SMALL_BATCH_STAGES)
+def test_a_multiprocessor_has_room_for_a_block_of_the_first_gemm_of_a_small_batch_and_another(kind):
+    first, second = plan.gate_up_small_batch_key(False, *kind), plan.down_small_batch_key(*kind)
+    for pair in (first, first), (first, second):
+        assert sum(key.smem_bytes + 1024 for key in pair) <= 228 * 1024
+        assert sum(key.threads for key in pair) <= 2048
 
 
 @pytest.mark.parametrize("width", plan.SMALL_BATCHES)

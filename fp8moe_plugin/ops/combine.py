@@ -40,8 +40,10 @@ def combine_reference(rows: torch.Tensor, slots: torch.Tensor, topk_weights: tor
 def combine_launch(
     addresses: tuple[int, int, int, int], tokens: int, topk: int, hidden: int, device_index: int, early: bool
 ) -> Launch:
-    """`combine` of what is at these addresses, in the order of its arguments; `early` as for `launch`:
-    what it reads but `rows` must have been written before the kernel right before it could start."""
+    """`combine` of what is at these addresses, in the order of its arguments.
+
+    `early` as for `launch`; all that it reads but the rows has been written before the kernel before it could start.
+    """
     vectors, key = hidden // CHANNELS_PER_THREAD, combine_key()
     grid = tokens * ceil_div(vectors, key.threads)
     return Launch(key, grid, (*addresses, vectors, topk), device_index, early)
