@@ -42,8 +42,7 @@ PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread ea
 LONG_K = 4096  # channels; see dense_few_rows, dense_splits and gate_up_l2_fetch
 # Rows, by whether columns are few and whether K is long; see dense_few_rows.
 DENSE_SWAP_AB_UP_TO = {(True, True): 128, (True, False): 32, (False, True): 64, (False, False): 16}
-DENSE_WIDTHS = (8, 16, 32, 64, 128)  # rows of a tile of dense_gemm_swap_ab
-DENSE_COLUMNS = {1: (64, 128), 2: (64,)}  # of a tile, by blocks on a multiprocessor; see dense_columns
+DENSE_WIDTHS, DENSE_BLOCK_N = (8, 16, 32, 64, 128), 64  # rows and columns of a tile of dense_gemm_swap_ab
 SMEM_BYTES = 227 * 1024  # of a block, the most there is
 DENSE_BLOCKS = {1: SMEM_BYTES, 2: 113 * 1024}  # of dense_gemm_swap_ab on a multiprocessor; the most bytes of each
 MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends on it
@@ -149,10 +148,9 @@ def swap_ab_key() -> KernelKey:
 
 
 @functools.cache
-def dense_swap_ab_key(blocks: int, columns: int) -> KernelKey:
+def dense_swap_ab_key(blocks: int) -> KernelKey:
     """A dense GEMM of few rows; it has as many stages as leave room for 1 or 2 blocks on a multiprocessor."""
-    defines = (("BLOCKS", blocks), ("COLUMNS", columns))
-    return KernelKey("dense_gemm_swap_ab", defines, 2 * columns + 64, DENSE_BLOCKS[blocks])
+    return KernelKey("dense_gemm_swap_ab", (("BLOCKS", blocks),), 192, DENSE_BLOCKS[blocks])
 
 
 @functools.cache
@@ -249,12 +247,8 @@ def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
 
 def linear_kernels(ue8m0: bool) -> list[KernelKey]:
     """All that a dense layer launches."""
-    wide = (grouped_gemm_key(Output.BF16, n) for n in (256, 128))
-    return [*_dense_swap_ab_keys(), *wide, quantize_key(ue8m0, Layout.K_MAJOR)]
-
-
-def _dense_swap_ab_keys() -> list[KernelKey]:
-    return [dense_swap_ab_key(blocks, n) for blocks, columns in DENSE_COLUMNS.items() for n in columns]
+    few_rows, wide = map(dense_swap_ab_key, DENSE_BLOCKS), (grouped_gemm_key(Output.BF16, n) for n in (256, 128))
+    return [*few_rows, *wide, quantize_key(ue8m0, Layout.K_MAJOR)]
 
 
 def model_kernels(model: Model) -> dict[KernelKey, str]:
@@ -263,7 +257,7 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
     few = decode_tokens(topk, model.experts.experts)
     why = {
         swap_ab_key(): f"GEMMs of experts in steps of up to {few} tokens: decode",
-        **dict.fromkeys(_dense_swap_ab_keys(), "dense GEMMs of steps of few tokens"),
+        **{dense_swap_ab_key(blocks): "dense GEMMs of steps of few tokens" for blocks in DENSE_BLOCKS},
         gate_up_swap_ab_key(model.ue8m0): "the first GEMM of experts, activated and quantized, in these steps",
         gate_up_key(model.ue8m0, False): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
         gate_up_key(model.ue8m0, True): "the same for narrow experts, which find their tokens among those of the step",
@@ -372,29 +366,20 @@ def dense_width(m: int) -> int:
     return next((width for width in DENSE_WIDTHS if m <= width), DENSE_WIDTHS[-1])
 
 
-def dense_columns(m: int, n: int, k: int) -> int:
-    """How many columns a block of dense_gemm_swap_ab has.
+def dense_splits(n: int, k: int) -> int:
+    """How many blocks of a cluster share 64 columns of dense_gemm_swap_ab, and divide K.
 
-    The more, the less often A is read; that counts where it has many rows and K is divided among many blocks.
-    """
-    return 128 if m > 32 and k >= LONG_K and _few_columns(n) and not batch_invariant() else 64
-
-
-def dense_splits(m: int, n: int, k: int) -> int:
-    """How many blocks of a cluster share columns of dense_gemm_swap_ab, and divide K.
-
-    More do not pay (benchmarks/NOTES.md).
+    More do not pay (benchmarks/NOTES.md). The number of tokens does not matter, so that the sums of a row, down to the
+    last bit, depend on no other row.
     """
     if batch_invariant() or k < LONG_K:
         return 1
-    if dense_columns(m, n, k) == 128:
-        return 6 if m <= 128 else 3
     return 3 if _few_columns(n) else 2
 
 
 def _few_columns(n: int) -> bool:
     """Whether clusters of three blocks of dense_gemm_swap_ab leave each a multiprocessor of its own."""
-    return 3 * ceil_div(n, 64) <= MULTIPROCESSORS
+    return 3 * ceil_div(n, DENSE_BLOCK_N) <= MULTIPROCESSORS
 
 
 def k_splits(rows: int, experts: int, hidden: int, intermediate: int) -> int:
@@ -461,16 +446,15 @@ def dense_key(m: int, n: int, k: int, output: Output, sms: int) -> KernelKey:
     idle.
     """
     if output == Output.BF16 and m <= dense_few_rows(n, k):
-        columns = dense_columns(m, n, k)
-        blocks = dense_splits(m, n, k) * ceil_div(n, columns) * ceil_div(m, dense_width(m))
-        return dense_swap_ab_key(1 if blocks <= MULTIPROCESSORS else 2, columns)
+        blocks = dense_splits(n, k) * ceil_div(n, DENSE_BLOCK_N) * ceil_div(m, dense_width(m))
+        return dense_swap_ab_key(1 if blocks <= MULTIPROCESSORS else 2)
     tiles = count_row_tiles(m, PREFILL_BLOCK_M) * ceil_div(n, 256)
     return grouped_gemm_key(output, 256 if tiles >= sms else 128)
 
 
 def dense_few_rows(n: int, k: int) -> int:
     """Up to how many rows swap-AB was the faster one, with the quantization before it (benchmarks/NOTES.md)."""
-    one_round, long_k = ceil_div(n, 64) <= 2 * MULTIPROCESSORS, k >= LONG_K
+    one_round, long_k = ceil_div(n, DENSE_BLOCK_N) <= 2 * MULTIPROCESSORS, k >= LONG_K
     most = DENSE_SWAP_AB_UP_TO[one_round, long_k]
     return 2 * most if long_k and _few_columns(n) else most
 

@@ -158,10 +158,10 @@ def test_batched_experts_launch_what_their_plan_names_and_nothing_else(launched,
 @pytest.mark.parametrize("ue8m0", [False, True])
 def test_a_linear_layer_launches_what_its_plan_names_and_nothing_else(launched, ue8m0):
     gen = h.seeded(0, torch.device("cpu"))
-    for n, k in (4096, 128), (16384, 128), (128, plan.LONG_K):
-        weight = h.random_weights(gen, n, k)
+    for n in (4096, 16384):
+        weight = h.random_weights(gen, n, 128)
         for tokens in (1, 64, 65, 1024):
-            fp8_linear(h.random_tokens(gen, tokens, k), *weight, ue8m0=ue8m0)
+            fp8_linear(h.random_tokens(gen, tokens, 128), *weight, ue8m0=ue8m0)
     assert launched == set(plan.linear_kernels(ue8m0))
 
 
@@ -339,16 +339,13 @@ def test_a_block_takes_several_columns_where_k_is_short(n, k, columns):
 SHAPES = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (8, 128), (128, 18432), (320, 2944)]
 
 
-@pytest.mark.parametrize("m", [1, 64, 128, 256])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_each_block_of_a_dense_gemm_has_a_part_of_k(n, k, m):
-    assert 1 <= plan.dense_splits(m, n, k) <= min(plan.CLUSTER_SPLITS, k // 128)
+def test_each_block_of_a_dense_gemm_has_a_part_of_k(n, k):
+    assert 1 <= plan.dense_splits(n, k) <= min(plan.CLUSTER_SPLITS, k // 128)
 
 
 def test_dense_gemms_of_few_rows_share_k_where_it_is_long():
-    assert [plan.dense_splits(1, n, k) for n, k in SHAPES] == [3, 1, 1, 2, 2, 1, 3, 1]
-    assert [plan.dense_splits(m, 2112, 7168) for m in (32, 33, 128, 129)] == [3, 6, 6, 3]
-    assert [plan.dense_columns(m, 2112, 7168) for m in (32, 33, 256)] == [64, 128, 128]
+    assert [plan.dense_splits(n, k) for n, k in SHAPES] == [3, 1, 1, 2, 2, 1, 3, 1]
     assert [plan.dense_width(m) for m in (1, 8, 9, 17, 33, 64, 65, 128, 256)] == [8, 8, 16, 32, 64, 64, 128, 128, 128]
 
 
@@ -358,7 +355,7 @@ def test_dense_gemms_stream_weights_as_far_as_that_was_faster():
         return [key.source == "dense_gemm_swap_ab" and dict(key.defines)["BLOCKS"] for key in keys.values()]
 
     assert [rows(n, k) for n, k in SHAPES[:5]] == [
-        [1, 1, 1, 1, 1, 1],
+        [1, 1, 1, 1, 1, 2],
         [2, 2, False, False, False, False],
         [2, 2, False, False, False, False],
         [2, 2, 2, 2, 2, False],

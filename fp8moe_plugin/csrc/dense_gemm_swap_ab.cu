@@ -1,23 +1,23 @@
 // D[m, N] = A[m, K] @ B[N, K]^T, for few rows: a stream of weights.
 //
-// Swap-AB: a block owns COLUMNS columns of the result, 64 a math warpgroup, whose weights are its 64-row operand; up to
-// 128 rows of A are the narrow one. The `splits` blocks of a cluster share the columns, each has a part of K, see
-// cluster_sum.cuh.
+// Swap-AB: a block owns 64 columns of the result, whose weights are the 64-row operand of its math warpgroup; up to
+// 128 rows of A are the narrow one. The `splits` blocks of a cluster share 64 columns, each has a part of K, see
+// cluster_sum.cuh. How a row's result is summed up does not depend on m.
 //
 // In:   a_map     boxes of `width` rows: 8, 16, 32, 64 or 128, the least that hold m, or 128
-//       b_map     boxes of COLUMNS rows
+//       b_map     boxes of 64 rows
 //       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
 // Out:  d         bfloat16 [m, N]
 //
-// Grid: ceil(N / COLUMNS) clusters of `splits` blocks, at most K / 128, by tiles of `width` rows; a multiprocessor has
-// room for BLOCKS of them, 1 or 2.
+// Grid: ceil(N / 64) clusters of `splits` blocks, at most K / 128, by tiles of `width` rows; a multiprocessor has room
+// for BLOCKS of them, 1 or 2.
 // Launched early it loads weights beside the kernel that quantizes A.
 #include "cluster_sum.cuh"
 #include "ring.cuh"
 #include "wgmma.cuh"
 
-constexpr int kBlockN = COLUMNS, kBlockK = 128;
-constexpr int kMathWarps = kBlockN / 16;
+constexpr int kBlockN = 64, kBlockK = 128;
+constexpr int kMathWarps = 4;
 constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = kTokenWarp + 1;
 static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
 constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scale
@@ -36,9 +36,7 @@ struct SharedMemory {
     static_assert(kWeightScales + kStages * 4 <= SMEM_BYTES, "as many stages as there is room for");
 
     u32 base;
-    DEVICE u32 weights(int stage, int warpgroup) const {
-        return base + stage * kBytesWeights + warpgroup * (64 * kBlockK);
-    }
+    DEVICE u32 weights(int stage) const { return base + stage * kBytesWeights; }
     DEVICE u32 tokens(int stage) const { return base + kTokenTiles + stage * kBytesTokens; }
     DEVICE u32 token_scale(int stage, int token) const { return base + kScales + stage * kBytesScales + token * 4; }
     DEVICE u32 weight_scale(int stage) const { return base + kWeightScales + stage * 4; }
@@ -79,7 +77,7 @@ DEVICE void load_weights(SharedMemory<kTokens> shared, const Operands& in, const
         u32 full = shared.full(ring.stage);
         barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
         barrier_arrive_expect(full, shared.kBytesWeights);
-        tma_load(shared.weights(ring.stage, 0), in.weights, full, (share.first + step) * kBlockK, share.column);
+        tma_load(shared.weights(ring.stage), in.weights, full, (share.first + step) * kBlockK, share.column);
         copy_async_4(shared.weight_scale(ring.stage), scales + step);
         copy_async_arrive(full);
     }
@@ -108,7 +106,7 @@ DEVICE void load_tokens(SharedMemory<kTokens> shared, const Operands& in, const 
 
 // A thread holds sums as ClusterSum has them.
 template <int kTokens>
-DEVICE void multiply(SharedMemory<kTokens> shared, int steps, int warpgroup, float (&sum)[kTokens / 2]) {
+DEVICE void multiply(SharedMemory<kTokens> shared, int steps, float (&sum)[kTokens / 2]) {
     int token = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.f;
@@ -118,7 +116,7 @@ DEVICE void multiply(SharedMemory<kTokens> shared, int steps, int warpgroup, flo
         barrier_wait(shared.full(s), ring.phase);
         float product[kTokens / 2], scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s));
         wgmma_fence();
-        wgmma_issue(product, shared.weights(s, warpgroup), shared.tokens(s));
+        wgmma_issue(product, shared.weights(s), shared.tokens(s));
         wgmma_commit();
 #pragma unroll
         for (int i = 0; i < kTokens / 4; ++i)
@@ -156,7 +154,7 @@ DEVICE void run(const Operands& in, u16* d, int splits) {
         cluster_wait();
     } else {
         float sum[kTokens / 2];
-        multiply(shared, share.steps, warp / 4, sum);
+        multiply(shared, share.steps, sum);
         cluster_wait();  // the others' barriers are there
         cluster.send(sum);
         cluster.store(d + i64(share.row) * in.n, in.n, share.column);

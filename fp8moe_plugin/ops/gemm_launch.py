@@ -9,6 +9,7 @@ from fp8moe_plugin.jit.launcher import Launch, launch, multiprocessors, tensor_m
 from fp8moe_plugin.ops.quantize import Quantized, empty_scales
 from fp8moe_plugin.ops.route import Tiles
 from fp8moe_plugin.plan import (
+    DENSE_BLOCK_N,
     L2_FETCH,
     PREFILL_BLOCK_M,
     STREAMED_L2_FETCH,
@@ -127,9 +128,9 @@ def launch_gemm(
 
 def _launch_dense(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, early: bool) -> None:
     """`launch_gemm` of few rows."""
-    width, splits, columns = dense_width(a.rows), dense_splits(a.rows, b.n, b.k), dict(key.defines)["COLUMNS"]
-    grid = (ceil_div(b.n, columns) * splits, ceil_div(a.rows, width))
-    maps = (_map(a, width), _weight_map(b, columns, STREAMED_L2_FETCH))
+    width, splits = dense_width(a.rows), dense_splits(b.n, b.k)
+    grid = (ceil_div(b.n, DENSE_BLOCK_N) * splits, ceil_div(a.rows, width))
+    maps = (_map(a, width), _weight_map(b, DENSE_BLOCK_N, STREAMED_L2_FETCH))
     args = (*maps, a.scales, a.scale_k_block, b.scales, out.data_ptr(), a.rows, b.n, b.k, width, splits)
     launch(key, grid, args, out.get_device(), early, splits)
 

@@ -24,18 +24,17 @@ def emulator(emulator_runtime: ctypes.CDLL, kernels: Kernels) -> Device:
     return Device(emulator_runtime, kernels, MULTIPROCESSORS, SHARED_BYTES)
 
 
-# Weights [N, K], blocks of a cluster, blocks of a multiprocessor, columns of a block: parts of K of one length and of
-# several, fewer steps than stages and more, columns past the last, more clusters than run at once.
+# Weights [N, K], blocks of a cluster, blocks of a multiprocessor: parts of K of one length and of several, fewer steps
+# than stages and more, columns past the last, more clusters than run at once.
 @pytest.fixture(
     params=[
-        *[(8, 128, 1, 2, 64), (200, 1920, 1, 2, 64), (1024, 256, 2, 2, 64), (640, 384, 3, 2, 64)],
-        *[(72, 1152, 5, 1, 64), (128, 1920, 7, 2, 64), (320, 1024, 8, 2, 64), (64, 3584, 1, 1, 64)],
-        *[(72, 1152, 5, 1, 128), (320, 1024, 6, 1, 128)],
+        *[(8, 128, 1, 2), (200, 1920, 1, 2), (1024, 256, 2, 2), (640, 384, 3, 2)],
+        *[(72, 1152, 5, 1), (128, 1920, 7, 2), (320, 1024, 8, 2), (64, 3584, 1, 1)],
     ]
 )
 def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    n, k, splits, *kind = request.param
-    monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: dense_swap_ab_key(*kind))  # at any number of rows
+    n, k, splits, blocks = request.param
+    monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: dense_swap_ab_key(blocks))  # at any number of rows
     monkeypatch.setattr(gemm_launch, "dense_splits", lambda *_: splits)
     return n, k
 

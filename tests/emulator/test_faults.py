@@ -88,7 +88,7 @@ def second_gemm_that_keeps_weights(emulator: Device, seed: int) -> None:
 
 def dense_layer(emulator: Device, seed: int, k: int = LONG_K) -> None:
     gen, m, n = h.seeded(0, torch.device("cpu")), 5, 128
-    assert (dense_splits(m, n, k) > 1) == (k >= LONG_K), "blocks share columns"
+    assert (dense_splits(n, k) > 1) == (k >= LONG_K), "blocks share columns"
     x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
     out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
     assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
@@ -133,7 +133,7 @@ def layers_in_a_row(emulator: Device, seed: int) -> None:
 
 
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
-NARROW = dense_swap_ab_key(1, 64), quantize_key(False, Layout.K_MAJOR)
+NARROW = dense_swap_ab_key(1), quantize_key(False, Layout.K_MAJOR)
 FEW = swap_ab_key(), gate_up_swap_ab_key(False), quantize_key(False, Layout.ROW_MAJOR), route_key(), combine_key()
 SMALL_BATCH = gate_up_small_batch_key(False, 8, 8), down_small_batch_key(8, 8)
 KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
