@@ -31,6 +31,15 @@ struct ClusterSum {
         barrier_arrive_expect(received, stored() * splits * kBytesPart);
     }
 
+    // The blocks of a cluster meet: all threads `arrive`, all `wait`. Of a block alone they would wait for one another
+    // instead, those who compute for those who load.
+    DEVICE void arrive() const {
+        if (splits > 1) cluster_arrive();
+    }
+    DEVICE void wait() const {
+        if (splits > 1) cluster_wait();
+    }
+
     // Of a thread as wgmma leaves them: channels lane/4 and lane/4 + 8 of its warp's 16, of tokens 8i + lane%4*2 and
     // the next, at [4i] and [4i + 1], the second channel's 2 behind. A thread's two channels go side by side.
     DEVICE void send(const float (&sum)[kTokens / 2]) const {

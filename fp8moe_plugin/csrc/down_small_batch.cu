@@ -212,18 +212,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     if (threadIdx.x == 0) cluster.init();
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
-    cluster_arrive();
+    cluster.arrive();
 
     if (warp == kWeightWarp) {
         load_weights(shared, share, &w_map, w_scales, list);
-        cluster_wait();
+        cluster.wait();
     } else if (warp == kTokenWarp) {
         load_tokens(shared, share, &q_map, scales, {told, tokens, share, list}, list);
-        cluster_wait();
+        cluster.wait();
     } else {
         Sums sum;
         multiply(shared, {share, list}, warp / 4, sum);
-        cluster_wait();  // the others' barriers are there
+        cluster.wait();  // the others' barriers are there
         cluster.send(sum);
         cluster.store(out, hidden, share.channel);
     }

@@ -10,6 +10,7 @@ from fp8moe_plugin.ops.quantize import Quantized, empty_scales
 from fp8moe_plugin.ops.route import Tiles
 from fp8moe_plugin.plan import (
     DENSE_BLOCK_N,
+    DENSE_WIDTHS,
     L2_FETCH,
     PREFILL_BLOCK_M,
     STREAMED_L2_FETCH,
@@ -129,7 +130,10 @@ def launch_gemm(
 def _launch_dense(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, early: bool) -> None:
     """`launch_gemm` of few rows."""
     width, splits = dense_width(a.rows), dense_splits(b.n, b.k)
-    grid = (ceil_div(b.n, DENSE_BLOCK_N) * splits, ceil_div(a.rows, width))
+    clusters = ceil_div(b.n, DENSE_BLOCK_N)
+    if splits == 1 and width < DENSE_WIDTHS[-1]:  # as many as run at once, which take the rest in turn
+        clusters = min(clusters, dict(key.defines)["BLOCKS"] * multiprocessors(out.get_device()))
+    grid = (clusters * splits, ceil_div(a.rows, width))
     maps = (_map(a, width), _weight_map(b, DENSE_BLOCK_N, STREAMED_L2_FETCH))
     args = (*maps, a.scales, a.scale_k_block, b.scales, out.data_ptr(), a.rows, b.n, b.k, width, splits)
     launch(key, grid, args, out.get_device(), early, splits)

@@ -25,11 +25,11 @@ def emulator(emulator_runtime: ctypes.CDLL, kernels: Kernels) -> Device:
 
 
 # Weights [N, K], blocks of a cluster, blocks of a multiprocessor: parts of K of one length and of several, fewer steps
-# than stages and more, columns past the last, more clusters than run at once.
+# than stages and more, columns past the last, more tiles or clusters than run at once.
 @pytest.fixture(
     params=[
-        *[(8, 128, 1, 2), (200, 1920, 1, 2), (1024, 256, 2, 2), (640, 384, 3, 2)],
-        *[(72, 1152, 5, 1), (128, 1920, 7, 2), (320, 1024, 8, 2), (64, 3584, 1, 1)],
+        *[(8, 128, 1, 2), (200, 1920, 1, 2), (1024, 256, 2, 2), (640, 384, 3, 2), (2120, 256, 1, 2)],
+        *[(72, 1152, 5, 1), (128, 1920, 7, 2), (320, 1024, 8, 2), (64, 3584, 1, 1), (776, 1920, 1, 1)],
     ]
 )
 def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:

@@ -86,8 +86,8 @@ def second_gemm_that_keeps_weights(emulator: Device, seed: int) -> None:
     assert_product(out, rows, rows.a, b)
 
 
-def dense_layer(emulator: Device, seed: int, k: int = LONG_K) -> None:
-    gen, m, n = h.seeded(0, torch.device("cpu")), 5, 128
+def dense_layer(emulator: Device, seed: int, n: int = 128, k: int = LONG_K) -> None:
+    gen, m = h.seeded(0, torch.device("cpu")), 5
     assert (dense_splits(n, k) > 1) == (k >= LONG_K), "blocks share columns"
     x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
     out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
@@ -95,7 +95,11 @@ def dense_layer(emulator: Device, seed: int, k: int = LONG_K) -> None:
 
 
 def dense_layer_of_whole_sums(emulator: Device, seed: int) -> None:
-    dense_layer(emulator, seed, 256)
+    dense_layer(emulator, seed, 1024, 256)
+
+
+def dense_layer_of_more_steps_than_stages(emulator: Device, seed: int) -> None:
+    dense_layer(emulator, seed, 128, LONG_K - 128)
 
 
 def layer_of_few_tokens(emulator: Device, seed: int) -> None:
@@ -143,6 +147,7 @@ KERNELS = {  # to be compiled ahead
     second_gemm_that_keeps_weights: KEEPS,
     dense_layer: NARROW,
     dense_layer_of_whole_sums: NARROW,
+    dense_layer_of_more_steps_than_stages: NARROW,
     layer_of_few_tokens: FEW,
     layers_in_a_row: FEW,
     small_batch: SMALL_BATCH,
@@ -219,6 +224,20 @@ FAULTS = {
     ),
     "a block that has no cluster reads sums before all are there": Fault(
         "cluster_sum.cuh", "named_barrier(1, kMathThreads);", ";", dense_layer_of_whole_sums, WRONG_RESULT
+    ),
+    "sums of a tile are sent over those of the one before": Fault(
+        "dense_gemm_swap_ab.cu",
+        "if (column > share.column) named_barrier(1, Cluster::kMathThreads);",
+        "",
+        dense_layer_of_whole_sums,
+        WRONG_RESULT,
+    ),
+    "blocks without clusters meet as those of one do": Fault(
+        "cluster_sum.cuh",
+        "if (splits > 1) cluster_wait();",
+        "cluster_wait();",
+        dense_layer_of_more_steps_than_stages,
+        "deadlock",
     ),
     "a block reads sums before those of its cluster have come": Fault(
         "cluster_sum.cuh", "barrier_wait(received, 0);", ";", dense_layer, f"{WRONG_RESULT}|ended before"
@@ -320,7 +339,7 @@ FAULTS = {
     ),
     "parts of sums are sent to blocks that have not begun": Fault(
         "down_small_batch.cu",
-        "        cluster_wait();  // the others' barriers are there\n",
+        "        cluster.wait();  // the others' barriers are there\n",
         "",
         small_batch,
         "no mbarrier|ended without waiting",

@@ -19,10 +19,12 @@ static Cta& cta_of(u32& address) {
     return cta;
 }
 
+// Launched without clusters, as a GPU does it: nothing, and then __syncthreads.
 void cluster_arrive() {
     step();
     Fiber& fiber = *self();
     Cluster& cluster = *fiber.cta->cluster;
+    if (cluster.ctas.size() == 1) return;
     if (fiber.cluster_phase >= 0) fail("a thread arrives twice at the barrier of its cluster");
     fiber.cluster_phase = cluster.phase;
     if (++cluster.arrived < int(cluster.ctas.size()) * fiber.cta->kernel->threads) return;
@@ -33,6 +35,7 @@ void cluster_arrive() {
 void cluster_wait() {
     step();
     Fiber& fiber = *self();
+    if (fiber.cta->cluster->ctas.size() == 1) return sync_threads();
     if (fiber.cluster_phase < 0) fail("a thread waits for its cluster where it has not arrived");
     while (fiber.cta->cluster->phase == fiber.cluster_phase) block(Wait::kCluster);
     fiber.cluster_phase = -1;
