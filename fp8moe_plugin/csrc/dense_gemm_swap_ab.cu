@@ -10,8 +10,8 @@
 // Out:  d         bfloat16 [m, N]
 //
 // Grid: clusters of `splits` blocks, at most K / 128, by tiles of `width` rows; a multiprocessor has room for BLOCKS of
-// them, 1 or 2. ceil(N / 64) clusters; but any number where `splits` is 1 and `width` below 128, as a block then goes on
-// to columns that no other has. Launched early it loads weights beside the kernel that quantizes A.
+// them, 1 or 2. ceil(N / 64) clusters; but any number where `splits` is 1 and `width` below 128, as a block then goes
+// on to columns that no other has. Launched early it loads weights beside the kernel that quantizes A.
 #include "cluster_sum.cuh"
 #include "ring.cuh"
 #include "wgmma.cuh"
