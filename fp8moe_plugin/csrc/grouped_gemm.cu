@@ -113,7 +113,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         bool first_warp = threadIdx.x / 32 == 4 * kMathWarpgroups;
         if (GATHER || first_warp) {
             int column_tiles = (n + BLOCK_N - 1) / BLOCK_N;
-            if (!in.ready) wait_for_previous_kernel();
             Queue queue(table, num_tiles, !kSwiglu, m, column_tiles, k_blocks, in.ready);
             if (GATHER)
                 gather_tiles(shared, rings.a, in, queue, first_warp);

@@ -124,7 +124,7 @@ def launch_gemm(
         _launch_dense(key, rows, weights, out, follows)
         return
     addend = 0 if c is None else c.data_ptr()
-    launch(*_wide(key, rows, weights, out.data_ptr(), addend, output, TileAddresses(), device_index, follows))
+    launch(*_wide(key, rows, weights, out.data_ptr(), addend, output, TileAddresses(), device_index, early=False))
 
 
 def _launch_dense(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, early: bool) -> None:

@@ -49,14 +49,6 @@ def test_a_dense_layer_of_few_rows(emulator: Device, shape: tuple[int, int], m: 
 
 
 @seeds
-def test_a_dense_layer_of_many_rows(emulator: Device, seed: int) -> None:
-    gen = h.seeded(seed, CPU)
-    x, weight = h.random_tokens(gen, 300, 384), h.random_weights(gen, 200, 384)
-    out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
-    assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
-
-
-@seeds
 def test_rows_that_are_quantized_already(emulator: Device, shape: tuple[int, int], seed: int) -> None:
     (n, k), gen = shape, h.seeded(seed, CPU)
     a, b = h.random_quantized(gen, 9, k), h.random_weights(gen, n, k)

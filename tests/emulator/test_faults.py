@@ -102,13 +102,6 @@ def dense_layer_of_more_steps_than_stages(emulator: Device, seed: int) -> None:
     dense_layer(emulator, seed, 128, LONG_K - 128)
 
 
-def dense_layer_of_many_rows(emulator: Device, seed: int) -> None:
-    gen = h.seeded(0, torch.device("cpu"))
-    x, weight = h.random_tokens(gen, 300, 384), h.random_weights(gen, 200, 384)
-    out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
-    assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
-
-
 def layer_of_few_tokens(emulator: Device, seed: int) -> None:
     gen, tokens = h.seeded(0, torch.device("cpu")), 9
     x, layer = h.random_tokens(gen, tokens, 256), h.random_layer(gen, 3, 256, 256)
@@ -155,7 +148,6 @@ KERNELS = {  # to be compiled ahead
     dense_layer: NARROW,
     dense_layer_of_whole_sums: NARROW,
     dense_layer_of_more_steps_than_stages: NARROW,
-    dense_layer_of_many_rows: (grouped_gemm_key(Output.BF16, 128), quantize_key(False, Layout.K_MAJOR)),
     layer_of_few_tokens: FEW,
     layers_in_a_row: FEW,
     small_batch: SMALL_BATCH,
@@ -238,13 +230,6 @@ FAULTS = {
         "if (column > share.column) named_barrier(1, Cluster::kMathThreads);",
         "",
         dense_layer_of_whole_sums,
-        WRONG_RESULT,
-    ),
-    "a dense layer does not wait for its quantized rows": Fault(
-        "grouped_gemm.cu",
-        "if (!in.ready) wait_for_previous_kernel();",
-        "",
-        dense_layer_of_many_rows,
         WRONG_RESULT,
     ),
     "a dense layer's product is added before it is there": Fault(
