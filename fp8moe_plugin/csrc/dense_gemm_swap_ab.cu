@@ -111,67 +111,28 @@ DEVICE void load_tokens(SharedMemory<kTokens> shared, const Operands& in, const 
 
 // ---- math -----------------------------------------------------------------------------------------------------------
 
-// A product is that of a step, or of a step and half of 128 tokens. While one is multiplied, the one before is added.
-template <int kTokens>
-struct Products {
-    static constexpr int kWidth = kTokens < 64 ? kTokens : 64, kParts = kTokens / kWidth, kLast = kParts - 1;
-    using Product = float[kWidth / 2];
-
-    SharedMemory<kTokens> shared;
-    Ring<SharedMemory<kTokens>::kStages>& ring;  // of the next to be multiplied
-    int stage;                                   // of the next to be added
-
-    // The one before is complete then.
-    DEVICE void multiply(int part, Product& product) {
-        if (part == 0) barrier_wait(shared.full(ring.stage), ring.phase);
-        wgmma_wait();
-        wgmma_fence();
-        wgmma_issue(product, shared.weights(ring.stage), shared.tokens(ring.stage) + part * kWidth * kBlockK);
-        wgmma_commit();
-        if (part == kLast) ring.advance();
-    }
-    DEVICE void add(int part, Product& product, float (&sum)[kTokens / 2]) {
-        wgmma_results_ready(product);
-        int token = part * kWidth + threadIdx.x % 4 * 2;
-        float scale[kWidth / 4], weight_scale = load_shared_float(shared.weight_scale(stage));
-#pragma unroll
-        for (int i = 0; i < kWidth / 4; ++i)
-            scale[i] = load_shared_float(shared.token_scale(stage, token + i / 2 * 8 + i % 2)) * weight_scale;
-        if (part == kLast) {
-            __syncwarp();
-            if (lane_of_warp() == 0) barrier_arrive(shared.empty(stage));
-            if (++stage == shared.kStages) stage = 0;
-        }
-#pragma unroll
-        for (int i = 0; i < kWidth / 2; ++i) sum[part * kWidth / 2 + i] += scale[i / 4 * 2 + i % 2] * product[i];
-    }
-};
-
 // A thread holds sums as ClusterSum has them.
 template <int kTokens, int kStages>
 DEVICE void multiply(SharedMemory<kTokens> shared, Ring<kStages>& ring, int steps, float (&sum)[kTokens / 2]) {
+    int token = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.f;
-    Products<kTokens> products{shared, ring, ring.stage};
-    typename Products<kTokens>::Product one, other;
-    constexpr int kOther = products.kLast;
-    products.multiply(0, one);
-    int left = steps * products.kParts;
-#pragma unroll 1
-    for (; left > 2; left -= 2) {
-        products.multiply(kOther, other);
-        products.add(0, one, sum);
-        products.multiply(0, one);
-        products.add(kOther, other, sum);
-    }
-    if (left == 2) {
-        products.multiply(kOther, other);
-        products.add(0, one, sum);
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+        int s = ring.stage;
+        barrier_wait(shared.full(s), ring.phase);
+        float product[kTokens / 2], scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s));
+        wgmma_fence();
+        wgmma_issue(product, shared.weights(s), shared.tokens(s));
+        wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < kTokens / 4; ++i)
+            scale[i] = load_shared_float(shared.token_scale(s, token + i / 2 * 8 + i % 2)) * weight_scale;
         wgmma_wait();
-        products.add(kOther, other, sum);
-    } else {
-        wgmma_wait();
-        products.add(0, one, sum);
+        wgmma_results_ready(product);
+        __syncwarp();
+        if (lane_of_warp() == 0) barrier_arrive(shared.empty(s));
+#pragma unroll
+        for (int i = 0; i < kTokens / 2; ++i) sum[i] += scale[i / 4 * 2 + i % 2] * product[i];
     }
 }
 

@@ -232,13 +232,6 @@ FAULTS = {
         dense_layer_of_whole_sums,
         WRONG_RESULT,
     ),
-    "a dense layer's product is added before it is there": Fault(
-        "dense_gemm_swap_ab.cu",
-        "        wgmma_wait();\n        wgmma_fence();\n",
-        "        wgmma_fence();\n",
-        dense_layer,
-        f"{WRONG_RESULT}|without wgmma.fence",
-    ),
     "blocks without clusters meet as those of one do": Fault(
         "cluster_sum.cuh",
         "if (splits > 1) cluster_wait();",
