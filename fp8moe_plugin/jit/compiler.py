@@ -105,9 +105,13 @@ def _csrc_text(name: str) -> str:
 
 
 def _faults(report: str) -> list[str]:
-    """The lines of ptxas' report that show local memory in use (an array, or spilled registers) or a warning."""
+    """The lines of ptxas' report that show local memory in use, a warning, or lost speed.
+
+    Local memory is an array or spilled registers. Speed is lost where ptxas cannot follow the registers of wgmma: each
+    then waits for the one before.
+    """
     lines = [line.strip() for line in report.splitlines()]
     usage = [line for line in lines if "bytes stack frame" in line]
     used = [line for line in usage if any(int(n) for n in re.findall(r"(\d+) bytes", line))]
-    warnings = [line for line in lines if re.search(r"\bwarning\b", line, re.IGNORECASE)]
+    warnings = [line for line in lines if re.search(r"\bwarning\b|\bPerformance Loss\b", line, re.IGNORECASE)]
     return [*used, *warnings] if usage else ["ptxas reported nothing", *warnings]

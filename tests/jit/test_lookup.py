@@ -1,6 +1,7 @@
 """A kernel comes from the bundle, else from the cache, else from the compiler; each fallback says why."""
 
 import logging
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,39 @@ def test_a_kernel_that_needs_local_memory_costs_a_warning(
     monkeypatch.setattr(compiler, "_csrc_text", lambda name: source)
     assert find_or_compile(KEY).cubin
     assert "2048 bytes stack frame" in caplog.text
+
+
+PIPELINE = """#include "wgmma.cuh"
+DEVICE void start(float (&product)[8]) {
+    wgmma_fence();
+    wgmma_issue(product, dynamic_shared_address(), dynamic_shared_address() + 8192);
+    wgmma_commit();
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+}
+DEVICE void add(float (&product)[8], float (&sum)[8]) {
+    wgmma_results_ready(product);
+    for (int i = 0; i < 8; ++i) sum[i] += product[i];
+}
+extern "C" __global__ void tiny(float* out, int n) {
+    float one[8], other[8], sum[8] = {};
+    start(one);
+    for (int i = 0; i < n; ++i) {
+        start(other);
+        add(one, sum);
+        start(one);
+        add(other, sum);
+    }
+    wgmma_wait();
+    add(one, sum);
+    for (int i = 0; i < 8; ++i) out[threadIdx.x * 8 + i] = sum[i];
+}
+"""
+
+
+def test_a_kernel_whose_wgmma_wait_for_one_another_costs_a_warning(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = (resources.files("fp8moe_plugin") / "csrc").joinpath
+    monkeypatch.setattr(compiler, "_csrc_text", lambda name: PIPELINE if name == "tiny.cu" else real(name).read_text())
+    assert find_or_compile(KEY).cubin
+    assert "wgmma.mma_async instructions are serialized" in caplog.text
