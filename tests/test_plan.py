@@ -356,8 +356,8 @@ def test_dense_gemms_stream_weights_as_far_as_that_was_faster():
 
     assert [rows(n, k) for n, k in SHAPES[:5]] == [
         [1, 1, 1, 1, 1, 2],
-        [2, 2, False, False, False, False],
-        [2, 2, False, False, False, False],
+        [2, 2, 2, False, False, False],
+        [2, 2, 2, False, False, False],
         [2, 2, 2, 2, 2, False],
         [1, 1, 1, 1, 1, False],
     ]

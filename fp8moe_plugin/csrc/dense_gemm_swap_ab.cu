@@ -1,8 +1,8 @@
 // D[m, N] = A[m, K] @ B[N, K]^T, for few rows: a stream of weights.
 //
-// Swap-AB: a block owns 64 columns of the result, whose weights are the 64-row operand of its math warpgroup; up to
-// 128 rows of A are the narrow one. The `splits` blocks of a cluster share 64 columns, each has a part of K, see
-// cluster_sum.cuh. How a row's result is summed up does not depend on m.
+// Swap-AB: a block takes 64 columns of the result at a time, whose weights are the 64-row operand of its math
+// warpgroup; up to 128 rows of A are the narrow one. The `splits` blocks of a cluster share 64 columns, each has a part
+// of K, see cluster_sum.cuh. How a row's result is summed up does not depend on m.
 //
 // In:   a_map     boxes of `width` rows: 8, 16, 32, 64 or 128, the least that hold m, or 128
 //       b_map     boxes of 64 rows

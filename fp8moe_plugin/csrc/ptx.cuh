@@ -150,7 +150,7 @@ DEVICE u32 in_block(u32 address, int rank) {
 }
 // All threads of all blocks arrive, and then wait for one another. Nothing but barriers that were initialized before
 // barrier_init_fence is made visible: a release would wait for all memory.
-// Of a kernel launched without clusters ptxas makes of the first nothing, and __syncthreads of the second.
+// Launched without clusters the first does nothing, and the second is __syncthreads (SASS).
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 

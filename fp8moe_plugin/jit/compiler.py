@@ -17,7 +17,7 @@ _INCLUDE = re.compile(r'^#include "(.+)"$')
 
 class Compiled(NamedTuple):
     cubin: bytes
-    faults: list[str]  # what ptxas reports and a kernel should not have: local memory, warnings
+    faults: list[str]  # what ptxas reports and a kernel should not have, see _faults
 
 
 def compile_kernel(key: KernelKey) -> Compiled:

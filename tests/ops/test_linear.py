@@ -55,7 +55,8 @@ def test_zero_rows_give_exact_zeros_and_nan_stays_in_its_row(device):
     assert h.same_bits(broken[others], clean[others])
 
 
-def test_more_columns_than_the_gpu_has_blocks_for(device):
+@pytest.mark.parametrize("rows", [5, 32])
+def test_more_columns_than_the_gpu_has_blocks_for(device, rows):
     gen = h.seeded(0, device)
-    x, weight = h.random_tokens(gen, 5, 1664), h.random_weights(gen, 40000 if device.type == "cuda" else 4000, 1664)
+    x, weight = h.random_tokens(gen, rows, 1664), h.random_weights(gen, 40008 if device.type == "cuda" else 4008, 1664)
     h.assert_rounded(fp8_linear(x, *weight), h.product(per_token_group_quant_fp8_reference(x), weight))
