@@ -40,8 +40,6 @@ CLUSTER_SPLITS = 8  # kMostSplits of csrc/cluster_sum.cuh
 DOWN_BLOCKS = {8: 64, 16: 80}  # by width; see down_splits
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
 LONG_K = 4096  # channels; see dense_few_rows, dense_splits and gate_up_l2_fetch
-# Rows, by whether columns are few and whether K is long; see dense_few_rows.
-DENSE_SWAP_AB_UP_TO = {(True, True): 128, (True, False): 32, (False, True): 64, (False, False): 32}
 DENSE_WIDTHS, DENSE_BLOCK_N = (8, 16, 32, 64, 128), 64  # rows and columns of a tile of dense_gemm_swap_ab
 SMEM_BYTES = 227 * 1024  # of a block, the most there is
 DENSE_BLOCKS = {1: SMEM_BYTES, 2: 113 * 1024}  # of dense_gemm_swap_ab on a multiprocessor; the most bytes of each
@@ -454,9 +452,11 @@ def dense_key(m: int, n: int, k: int, output: Output, sms: int) -> KernelKey:
 
 def dense_few_rows(n: int, k: int) -> int:
     """Up to how many rows swap-AB was the faster one, with the quantization before it (benchmarks/NOTES.md)."""
-    one_round, long_k = ceil_div(n, DENSE_BLOCK_N) <= 2 * MULTIPROCESSORS, k >= LONG_K
-    most = DENSE_SWAP_AB_UP_TO[one_round, long_k]
-    return 2 * most if long_k and _few_columns(n) else most
+    if k < LONG_K:
+        return 32
+    if _few_columns(n):
+        return 256
+    return 128 if ceil_div(n, DENSE_BLOCK_N) <= 2 * MULTIPROCESSORS else 64
 
 
 def row_tiles(rows: int, block_m: int) -> list[int]:

@@ -99,7 +99,7 @@ def dense_layer_of_whole_sums(emulator: Device, seed: int) -> None:
 
 
 def dense_layer_of_more_steps_than_stages(emulator: Device, seed: int) -> None:
-    dense_layer(emulator, seed, 128, LONG_K - 128)
+    dense_layer(emulator, seed, k=LONG_K - 128)
 
 
 def layer_of_few_tokens(emulator: Device, seed: int) -> None:

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.gpu
 BATCHES, LONGEST, KEPT = 500, 4096, 16  # batches, tokens of one, rows that each of them holds if it has as many
 # Experts, hidden, intermediate and topk: narrow experts with a long K as in DeepSeek-V3 on 8 ranks, wide ones, Qwen3.
 LAYERS = {"dsv3-tp8": (64, 7168, 256, 8), "wide": (16, 1024, 2048, 4), "qwen3": (128, 2048, 768, 8)}
-DENSE = [(2112, 7168), (7168, 2048), (576, 16384), (24576, 1536), (17416, 4096)]  # the latter two in turn
+# Of the last two a block of few rows goes on to further columns.
+DENSE = [(2112, 7168), (7168, 2048), (576, 16384), (24576, 1536), (17416, 4096)]
 Inputs = tuple[torch.Tensor, ...]
 
 

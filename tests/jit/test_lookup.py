@@ -1,7 +1,6 @@
 """A kernel comes from the bundle, else from the cache, else from the compiler; each fallback says why."""
 
 import logging
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tests.jit.conftest import SOURCE, set_variables
 
 KEY = KernelKey("tiny", (("VALUE", 3),))
 OTHER = KernelKey("tiny", (("VALUE", 4),))
+SHIPPED = compiler._csrc_text  # which the fixture `kernels` replaces
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,6 @@ extern "C" __global__ void tiny(float* out, int n) {
 def test_a_kernel_whose_wgmma_wait_for_one_another_costs_a_warning(
     kernels: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = (resources.files("fp8moe_plugin") / "csrc").joinpath
-    monkeypatch.setattr(compiler, "_csrc_text", lambda name: PIPELINE if name == "tiny.cu" else real(name).read_text())
+    monkeypatch.setattr(compiler, "_csrc_text", lambda name: PIPELINE if name == "tiny.cu" else SHIPPED(name))
     assert find_or_compile(KEY).cubin
     assert "wgmma.mma_async instructions are serialized" in caplog.text

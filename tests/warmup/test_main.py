@@ -104,7 +104,7 @@ def test_deepseek_v3_takes_seconds_from_an_empty_cache_and_less_than_one_from_a_
         return seconds_of_a_machine_that_is_not_slow()
 
     assert cold() < COLD_S or cold() < COLD_S, "also at the second try, should others have used the machine"
-    assert min(seconds_of_a_machine_that_is_not_slow() for _ in range(5)) < WARM_S
+    assert any(seconds_of_a_machine_that_is_not_slow() < WARM_S for _ in range(5))
 
 
 def test_without_a_model_every_kernel_there_is_gets_compiled(filled: Path) -> None:
