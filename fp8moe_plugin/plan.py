@@ -39,10 +39,14 @@ SPARE_MULTIPROCESSORS = 8  # see gate_up_clusters
 CLUSTER_SPLITS = 8  # kMostSplits of csrc/cluster_sum.cuh
 DOWN_BLOCKS = {8: 64, 16: 80}  # by width; see down_splits
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
-LONG_K = 4096  # channels; see dense_few_rows, dense_splits and gate_up_l2_fetch
-DENSE_WIDTHS, DENSE_BLOCK_N = (8, 16, 32, 64, 128), 64  # rows and columns of a tile of dense_gemm_swap_ab
+LONG_K = 4096  # channels; see dense_streams and whole_rows_l2_fetch
+DENSE_WIDTHS, DENSE_BLOCK_N = (8, 16, 32), 64  # rows and columns of a tile of dense_gemm_swap_ab
+DENSE_SPLITS = 3  # blocks of a cluster that share a tile of dense_gemm_swap_ab, and divide K
 SMEM_BYTES = 227 * 1024  # of a block, the most there is
-DENSE_BLOCKS = {1: SMEM_BYTES, 2: 113 * 1024}  # of dense_gemm_swap_ab on a multiprocessor; the most bytes of each
+DENSE_TILE_M, DENSE_TILE_N = (64, 128), (16, 32, 64, 96, 112, 128, 144, 192)  # of dense_gemm
+DENSE_ROWS = 384  # see dense_key
+DENSE_STORE = 16  # results that are stored in the time in which 128 K of a row are loaded; see dense_tile
+L2_BYTES = 2**25  # of weights that stay in L2 for a while; see dense_tile
 MULTIPROCESSORS = 132  # of an H100 or H200, where nothing but the speed depends on it
 SPLIT_BYTES = 2**23  # see k_splits
 MAX_SPLITS = 8  # kMaxSplits of csrc/split_k.cuh
@@ -58,6 +62,7 @@ SCALE_SLACK = 4  # ActivationScales::kSlack of csrc/tile_queue.cuh
 PARAMETERS = {
     "combine": "PPPPii",
     "count_experts": "PPPiiii",
+    "dense_gemm": "MMMPiPPiiii",
     "dense_gemm_swap_ab": "MMPiPPiiiii",
     "down_small_batch": "MMPPPPPPiiiiiiii",
     "gate_up_small_batch": "MPPPPPPPPiiiiiii",
@@ -146,9 +151,15 @@ def swap_ab_key() -> KernelKey:
 
 
 @functools.cache
-def dense_swap_ab_key(blocks: int) -> KernelKey:
-    """A dense GEMM of few rows; it has as many stages as leave room for 1 or 2 blocks on a multiprocessor."""
-    return KernelKey("dense_gemm_swap_ab", (("BLOCKS", blocks),), 192, DENSE_BLOCKS[blocks])
+def dense_swap_ab_key() -> KernelKey:
+    """A dense GEMM of few rows and few columns; it has as many stages as there is room for."""
+    return KernelKey("dense_gemm_swap_ab", (), 192, SMEM_BYTES)
+
+
+@functools.cache
+def dense_gemm_key(block_m: int) -> KernelKey:
+    """A dense GEMM of up to a few hundred rows, in tiles of `block_m`; it has as many stages as there is room for."""
+    return KernelKey("dense_gemm", (("BLOCK_M", block_m),), block_m * 2 + 128, SMEM_BYTES)
 
 
 @functools.cache
@@ -245,8 +256,8 @@ def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
 
 def linear_kernels(ue8m0: bool) -> list[KernelKey]:
     """All that a dense layer launches."""
-    few_rows, wide = map(dense_swap_ab_key, DENSE_BLOCKS), (grouped_gemm_key(Output.BF16, n) for n in (256, 128))
-    return [*few_rows, *wide, quantize_key(ue8m0, Layout.K_MAJOR)]
+    few_rows = dense_swap_ab_key(), *map(dense_gemm_key, DENSE_TILE_M)
+    return [*few_rows, grouped_gemm_key(Output.BF16), quantize_key(ue8m0, Layout.K_MAJOR)]
 
 
 def model_kernels(model: Model) -> dict[KernelKey, str]:
@@ -255,14 +266,15 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
     few = decode_tokens(topk, model.experts.experts)
     why = {
         swap_ab_key(): f"GEMMs of experts in steps of up to {few} tokens: decode",
-        **{dense_swap_ab_key(blocks): "dense GEMMs of steps of few tokens" for blocks in DENSE_BLOCKS},
+        dense_swap_ab_key(): f"dense GEMMs of few columns in steps of up to {DENSE_WIDTHS[-1]} tokens",
+        dense_gemm_key(64): f"other dense GEMMs in steps of up to {DENSE_ROWS} tokens, or more where columns are few",
+        dense_gemm_key(128): "the same in higher tiles",
         gate_up_swap_ab_key(model.ue8m0): "the first GEMM of experts, activated and quantized, in these steps",
         gate_up_key(model.ue8m0, False): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
         gate_up_key(model.ue8m0, True): "the same for narrow experts, which find their tokens among those of the step",
         grouped_gemm_key(Output.BF16): "the other GEMMs of longer steps",
         grouped_gemm_key(Output.BF16, keep_b=True): f"the second GEMM of experts of up to {KEEP_B_UP_TO} channels, in "
         f"steps of {EARLY_BELOW} or more tokens an expert",
-        grouped_gemm_key(Output.BF16, 128): "dense GEMMs of longer steps too small to fill the GPU with wider tiles",
         quantize_key(model.ue8m0, Layout.K_MAJOR): "activations of dense layers",
         quantize_key(model.ue8m0, Layout.PERMUTED): "activations of experts, written to the rows that the experts read",
         quantize_key(model.ue8m0, Layout.ROW_MAJOR): "those of decode and of narrow experts, once each",
@@ -282,7 +294,7 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
 def all_kernels() -> list[KernelKey]:
     """Every kernel there is: those of the layers, and those that only direct callers of the ops reach."""
     layers = [k for ue8m0 in (False, True) for k in (*moe_kernels(ue8m0, False), *moe_kernels(ue8m0, True))]
-    outputs = (Output.BF16, Output.BF16_DIRECT, Output.F32_DIRECT)
+    outputs = (Output.BF16_DIRECT, Output.F32_DIRECT)
     dense = [grouped_gemm_key(output, block_n) for output in outputs for block_n in (128, 256)]
     silu = [silu_mul_quant_key(ue8m0) for ue8m0 in (False, True)]
     ops = [*linear_kernels(False), *linear_kernels(True), *dense, *silu, tiles_of_indices_key()]
@@ -332,9 +344,9 @@ def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
     return min(tiles, clusters if tiles <= 3 * clusters else fewer)
 
 
-def gate_up_l2_fetch(hidden: int) -> int:
-    """Of gate_up_swap_ab's weights, of which a block reads whole rows: the next 128 bytes of a long one are its own."""
-    return L2_FETCH if hidden >= LONG_K else STREAMED_L2_FETCH
+def whole_rows_l2_fetch(k: int) -> int:
+    """Of weights of which a block reads whole rows: the next 128 bytes of a long one are its own."""
+    return L2_FETCH if k >= LONG_K else STREAMED_L2_FETCH
 
 
 def down_splits(hidden: int, width: int) -> int:
@@ -360,24 +372,8 @@ def gathers(intermediate: int, block_m: int) -> bool:
 
 
 def dense_width(m: int) -> int:
-    """How many rows a tile of dense_gemm_swap_ab has: the only one, or each where there are more."""
-    return next((width for width in DENSE_WIDTHS if m <= width), DENSE_WIDTHS[-1])
-
-
-def dense_splits(n: int, k: int) -> int:
-    """How many blocks of a cluster share 64 columns of dense_gemm_swap_ab, and divide K.
-
-    More do not pay (benchmarks/NOTES.md). The number of tokens does not matter, so that the sums of a row, down to the
-    last bit, depend on no other row.
-    """
-    if batch_invariant() or k < LONG_K:
-        return 1
-    return 3 if _few_columns(n) else 2
-
-
-def _few_columns(n: int) -> bool:
-    """Whether clusters of three blocks of dense_gemm_swap_ab leave each a multiprocessor of its own."""
-    return 3 * ceil_div(n, DENSE_BLOCK_N) <= MULTIPROCESSORS
+    """How many rows dense_gemm_swap_ab multiplies `m` as."""
+    return next(width for width in DENSE_WIDTHS if m <= width)
 
 
 def k_splits(rows: int, experts: int, hidden: int, intermediate: int) -> int:
@@ -440,23 +436,46 @@ def grouped_key(block_m: int, keep_b: bool = False) -> KernelKey:
 def dense_key(m: int, n: int, k: int, output: Output, sms: int) -> KernelKey:
     """The GEMM of a dense `[m, n]` result of `k` channels.
 
-    Few rows: swap-AB, whose blocks share K. Else tiles of 256 columns, or of 128 where 256 would leave multiprocessors
-    idle.
+    To bfloat16, up to a few hundred rows, or where that is one round of tiles: dense_gemm_swap_ab, or tiles that make
+    all multiprocessors load the same. Else tiles of 256 columns, or of 128 where that is one round.
     """
-    if output == Output.BF16 and m <= dense_few_rows(n, k):
-        blocks = dense_splits(n, k) * ceil_div(n, DENSE_BLOCK_N) * ceil_div(m, dense_width(m))
-        return dense_swap_ab_key(1 if blocks <= MULTIPROCESSORS else 2)
-    tiles = count_row_tiles(m, PREFILL_BLOCK_M) * ceil_div(n, 256)
-    return grouped_gemm_key(output, 256 if tiles >= sms else 128)
+    if output == Output.BF16:
+        if m <= DENSE_WIDTHS[-1] and dense_streams(n, k):
+            return dense_swap_ab_key()
+        block_m, block_n = dense_tile(m, n, k)
+        if m <= DENSE_ROWS or ceil_div(m, block_m) * ceil_div(n, block_n) <= MULTIPROCESSORS:
+            return dense_gemm_key(block_m)
+        return grouped_gemm_key(output)
+    narrow = count_row_tiles(m, PREFILL_BLOCK_M) * ceil_div(n, 128)
+    return grouped_gemm_key(output, 128 if narrow <= sms else 256)
 
 
-def dense_few_rows(n: int, k: int) -> int:
-    """Up to how many rows swap-AB was the faster one, with the quantization before it (benchmarks/NOTES.md)."""
-    if k < LONG_K:
-        return 32
-    if _few_columns(n):
-        return 256
-    return 128 if ceil_div(n, DENSE_BLOCK_N) <= 2 * MULTIPROCESSORS else 64
+def dense_streams(n: int, k: int) -> bool:
+    """Whether few rows go to dense_gemm_swap_ab: where each of a cluster's blocks has a multiprocessor of its own.
+
+    There columns are so few that blocks with all of K would take many steps. The number of tokens does not matter, so
+    that the sums of a row, down to the last bit, depend on no other row.
+    """
+    return not batch_invariant() and k >= LONG_K and DENSE_SPLITS * ceil_div(n, DENSE_BLOCK_N) <= MULTIPROCESSORS
+
+
+@functools.cache
+def dense_tile(m: int, n: int, k: int) -> tuple[int, int]:
+    """Rows and columns of a tile of dense_gemm: those with which the busiest multiprocessor is done first.
+
+    A tile takes as long as its loads, and then its stores. Tiles that share columns do not keep step, so that weights
+    which do not stay in L2 may be read for each of them: those are in as few tiles of rows as there can be
+    (benchmarks/NOTES.md).
+    """
+
+    def time(tile: tuple[int, int]) -> tuple[int, int]:
+        rows, columns = tile
+        rounds = ceil_div(ceil_div(m, rows) * ceil_div(n, columns), MULTIPROCESSORS)
+        return rounds * ((rows + columns) * k // GROUP + rows * columns // DENSE_STORE), -rows
+
+    low, high = DENSE_TILE_M
+    heights = (low,) if m <= low else (high,) if n * k > L2_BYTES else DENSE_TILE_M
+    return min(itertools.product(heights, DENSE_TILE_N), key=time)
 
 
 def row_tiles(rows: int, block_m: int) -> list[int]:

@@ -60,14 +60,14 @@ def test_a_layer_makes_whole_sums_at_any_number_of_tokens(shape, tokens):
 @given(n=st.sampled_from((8, 576, 2112, 24576)), k=st.sampled_from((128, 1536, 7168, 18432)))
 def test_blocks_of_a_dense_layer_make_whole_sums(n, k):
     with invariance(True):
-        assert plan.dense_splits(n, k) == 1
+        assert plan.dense_key(1, n, k, plan.Output.BF16, 132) in map(plan.dense_gemm_key, plan.DENSE_TILE_M)
 
 
 def test_by_default_sums_are_divided():
     with invariance(False):
         assert "small_batch" in launches_of(1, SHAPES[1])[0].key.source
         assert max(launch.args[SPLITS] for launch in launches_of(20, SHAPES[4]) if "gate_up" in launch.key.source) > 1
-        assert plan.dense_splits(2112, 7168) > 1
+        assert plan.dense_key(1, 2112, 7168, plan.Output.BF16, 132) == plan.dense_swap_ab_key()
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 64, 300, 2000])

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fp8moe_plugin import plan
 from fp8moe_plugin.ops import fused_moe
@@ -158,10 +160,10 @@ def test_batched_experts_launch_what_their_plan_names_and_nothing_else(launched,
 @pytest.mark.parametrize("ue8m0", [False, True])
 def test_a_linear_layer_launches_what_its_plan_names_and_nothing_else(launched, ue8m0):
     gen = h.seeded(0, torch.device("cpu"))
-    for n in (4096, 16384):
-        weight = h.random_weights(gen, n, 128)
+    for n, k in ((64, plan.LONG_K), (4096, 128), (16384, 128)):
+        weight = h.random_weights(gen, n, k)
         for tokens in (1, 64, 65, 1024):
-            fp8_linear(h.random_tokens(gen, tokens, 128), *weight, ue8m0=ue8m0)
+            fp8_linear(h.random_tokens(gen, tokens, k), *weight, ue8m0=ue8m0)
     assert launched == set(plan.linear_kernels(ue8m0))
 
 
@@ -179,9 +181,9 @@ def test_the_scratch_of_a_layer_is_what_the_plan_says(launched, monkeypatch, tok
     layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
     ids = torch.zeros(tokens, TOPK, dtype=torch.int32)
     expert_map = torch.zeros(2 * EXPERTS, dtype=torch.int32)
-    for given, global_experts in ((None, EXPERTS), (expert_map, 2 * EXPERTS)):
+    for experts, global_experts in ((None, EXPERTS), (expert_map, 2 * EXPERTS)):
         scratch.clear()
-        fused_moe(h.random_tokens(gen, tokens, HIDDEN), *layer, torch.rand(tokens, TOPK), ids, expert_map=given)
+        fused_moe(h.random_tokens(gen, tokens, HIDDEN), *layer, torch.rand(tokens, TOPK), ids, expert_map=experts)
         local = Experts(layers=1, experts=EXPERTS, topk=TOPK, hidden=HIDDEN, intermediate=intermediate)
         assert plan.moe_workspace_bytes(local, tokens, global_experts) == sum(t.nbytes for t in scratch)
 
@@ -339,28 +341,42 @@ def test_a_block_takes_several_columns_where_k_is_short(n, k, columns):
 SHAPES = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (8, 128), (128, 18432), (320, 2944)]
 
 
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_each_block_of_a_dense_gemm_has_a_part_of_k(n, k):
-    assert 1 <= plan.dense_splits(n, k) <= min(plan.CLUSTER_SPLITS, k // 128)
+def test_few_rows_stream_weights_where_columns_are_few_and_k_is_long():
+    keys = {shape: plan.dense_key(32, *shape, plan.Output.BF16, 132) for shape in SHAPES}
+    streamed = [shape for shape, key in keys.items() if key == plan.dense_swap_ab_key()]
+    assert streamed == [(2112, 7168), (128, 18432)]
+    assert all(plan.dense_key(33, *shape, plan.Output.BF16, 132) != plan.dense_swap_ab_key() for shape in SHAPES)
+    assert [plan.dense_width(m) for m in (1, 8, 9, 17, 32)] == [8, 8, 16, 32, 32]
+    assert min(plan.CLUSTER_SPLITS, plan.LONG_K // 128) >= plan.DENSE_SPLITS
 
 
-def test_dense_gemms_of_few_rows_share_k_where_it_is_long():
-    assert [plan.dense_splits(n, k) for n, k in SHAPES] == [3, 1, 1, 2, 2, 1, 3, 1]
-    assert [plan.dense_width(m) for m in (1, 8, 9, 17, 33, 64, 65, 128, 256)] == [8, 8, 16, 32, 64, 64, 128, 128, 128]
-
-
-def test_dense_gemms_stream_weights_as_far_as_that_was_faster():
-    def rows(n: int, k: int) -> list[int]:
-        keys = {m: plan.dense_key(m, n, k, plan.Output.BF16, 132) for m in (1, 16, 32, 64, 128, 256)}
-        return [key.source == "dense_gemm_swap_ab" and dict(key.defines)["BLOCKS"] for key in keys.values()]
-
-    assert [rows(n, k) for n, k in SHAPES[:5]] == [
-        [1, 1, 1, 1, 1, 2],
-        [2, 2, 2, False, False, False],
-        [2, 2, 2, False, False, False],
-        [2, 2, 2, 2, 2, False],
-        [1, 1, 1, 1, 1, False],
+def test_dense_tiles_are_as_fast_as_any_were():
+    """Of those timed on an H200 (benchmarks/NOTES.md)."""
+    rows = (1, 64, 128, 192, 256)
+    assert [[plan.dense_tile(m, n, k) for m in rows] for n, k in SHAPES[:5]] == [
+        [(64, 16), (64, 16), (64, 32), (64, 64), (64, 64)],
+        [(64, 192), (64, 192), (128, 192), (128, 192), (128, 192)],
+        [(64, 128), (64, 128), (128, 128), (64, 192), (128, 128)],
+        [(64, 64), (64, 64), (128, 64), (128, 112), (128, 112)],
+        [(64, 32), (64, 32), (64, 64), (64, 96), (128, 64)],
     ]
+
+
+@given(m=st.integers(1, 4096), n=st.sampled_from((8, 512, 2112, 7168, 36864)), k=st.sampled_from((128, 1536, 7168)))
+def test_weights_that_do_not_stay_in_l2_are_not_read_for_more_tiles_of_rows_than_need_be(m, n, k):
+    block_m, block_n = plan.dense_tile(m, n, k)
+    assert (block_m, block_n) in itertools.product(plan.DENSE_TILE_M, plan.DENSE_TILE_N)
+    if n * k > plan.L2_BYTES:
+        assert block_m == (64 if m <= 64 else 128)
+
+
+def test_dense_gemms_of_many_rows_stay_with_one_round_of_tiles():
+    def source(m: int, n: int, output: plan.Output = plan.Output.BF16) -> str:
+        return plan.dense_key(m, n, 7168, output, 132).source
+
+    assert [source(m, 2112) for m in (257, 512, 1024)] == ["dense_gemm"] * 3
+    assert [source(m, 36864) for m in (384, 385)] == ["dense_gemm", "grouped_gemm"]
+    assert source(64, 2112, plan.Output.F32_DIRECT) == source(64, 2112, plan.Output.BF16_DIRECT) == "grouped_gemm"
 
 
 @pytest.mark.parametrize(("pairs", "chunks"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (65536, 64), (131072, 128)])
@@ -370,8 +386,8 @@ def test_a_step_of_few_pairs_is_routed_in_one_launch(launched, pairs, chunks):
     assert launched == {plan.route_key()} | ({plan.count_experts_key()} if chunks > 1 else set())
 
 
-@pytest.mark.parametrize(("m", "n"), [(129, 24576), (1040, 3840), (4096, 1024), (300, 8)])
-def test_dense_tiles_are_narrow_where_wide_ones_leave_multiprocessors_idle(m, n):
-    wide = len(plan.row_tiles(m, plan.PREFILL_BLOCK_M)) * -(-n // 256)
-    key = plan.dense_key(m, n, 7168, plan.Output.BF16, 132)
-    assert dict(key.defines)["BLOCK_N"] == (256 if wide >= 132 else 128)
+@pytest.mark.parametrize(("m", "n"), [(129, 8448), (129, 8456), (1040, 2112), (1040, 2120), (1, 24576)])
+def test_tiles_of_other_results_are_narrow_where_these_are_one_round(m, n):
+    narrow = len(plan.row_tiles(m, plan.PREFILL_BLOCK_M)) * -(-n // 128)
+    key = plan.dense_key(m, n, 7168, plan.Output.F32_DIRECT, 132)
+    assert dict(key.defines)["BLOCK_N"] == (128 if narrow <= 132 else 256)

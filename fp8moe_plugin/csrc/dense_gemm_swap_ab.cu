@@ -1,17 +1,16 @@
-// D[m, N] = A[m, K] @ B[N, K]^T, for few rows: a stream of weights.
+// D[m, N] = A[m, K] @ B[N, K]^T, for few rows and few columns: a stream of weights.
 //
-// Swap-AB: a block takes 64 columns of the result at a time, whose weights are the 64-row operand of its math
-// warpgroup; up to 128 rows of A are the narrow one. The `splits` blocks of a cluster share 64 columns, each has a part
-// of K, see cluster_sum.cuh. How a row's result is summed up does not depend on m.
+// Swap-AB: 64 columns of the result are the 64-row operand of a block's math warpgroup, up to 32 rows of A are the
+// narrow one. The `splits` blocks of a cluster share 64 columns, each has a part of K, see cluster_sum.cuh. How a row's
+// result is summed up does not depend on m.
 //
-// In:   a_map     boxes of `width` rows: 8, 16, 32, 64 or 128, the least that hold m, or 128
+// In:   a_map     boxes of `width` rows: 8, 16 or 32, the least that hold m
 //       b_map     boxes of 64 rows
 //       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
 // Out:  d         bfloat16 [m, N]
 //
-// Grid: clusters of `splits` blocks, at most K / 128, by tiles of `width` rows; a multiprocessor has room for BLOCKS of
-// them, 1 or 2. ceil(N / 64) clusters; but any number where `splits` is 1 and `width` below 128, as a block then goes
-// on to columns that no other has. Launched early it loads weights beside the kernel that quantizes A.
+// Grid: ceil(N / 64) clusters of `splits` blocks, at most K / 128. Launched early it loads weights beside the kernel
+// that quantizes A.
 #include "cluster_sum.cuh"
 #include "ring.cuh"
 #include "wgmma.cuh"
@@ -52,69 +51,60 @@ struct Operands {
     int token_scale_k_stride, m, n, k_blocks;
 };
 
-// What a block has of the work: its rows, its first columns, and of K the steps of 128 from `first` on.
-template <int kTokens>
+// What a block has of the work: its columns, and of K the steps of 128 from `first` on.
 struct Share {
-    int row, rows, split, column, first, steps;
+    int split, column, first, steps;
 
     DEVICE Share(const Operands& in, int splits) {
-        row = blockIdx.y * kTokens;
-        rows = min(kTokens, in.m - row);
         split = blockIdx.x % splits;
         column = blockIdx.x / splits * kBlockN;
         first = split * in.k_blocks / splits;
         steps = (split + 1) * in.k_blocks / splits - first;
     }
-    // The columns after these; there are none with 128 tokens, whose sums leave no registers for that.
-    DEVICE int next(int column, int n) const { return kTokens < 128 ? column + gridDim.x * kBlockN : n; }
 };
 
 // ---- producers: a thread each ---------------------------------------------------------------------------------------
 
 template <int kTokens>
-DEVICE void load_weights(SharedMemory<kTokens> shared, const Operands& in, const Share<kTokens>& share) {
+DEVICE void load_weights(SharedMemory<kTokens> shared, const Operands& in, const Share& share) {
+    const float* scales = in.weight_scales + share.column / 128 * in.k_blocks;
     Ring<SharedMemory<kTokens>::kStages> ring;
 #pragma unroll 1
-    for (int column = share.column; column < in.n; column = share.next(column, in.n)) {
-        const float* scales = in.weight_scales + column / 128 * in.k_blocks;
-#pragma unroll 1
-        for (int k = share.first; k < share.first + share.steps; ++k, ring.advance()) {
-            u32 full = shared.full(ring.stage);
-            barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
-            barrier_arrive_expect(full, shared.kBytesWeights);
-            tma_load(shared.weights(ring.stage), in.weights, full, k * kBlockK, column);
-            copy_async_4(shared.weight_scale(ring.stage), scales + k);
-            copy_async_arrive(full);
-        }
+    for (int k = share.first; k < share.first + share.steps; ++k, ring.advance()) {
+        u32 full = shared.full(ring.stage);
+        barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+        barrier_arrive_expect(full, shared.kBytesWeights);
+        tma_load(shared.weights(ring.stage), in.weights, full, k * kBlockK, share.column);
+        copy_async_4(shared.weight_scale(ring.stage), scales + k);
+        copy_async_arrive(full);
     }
     copy_async_wait();  // PTX promises no arrivals of threads that have exited
 }
 
 template <int kTokens>
-DEVICE void load_tokens(SharedMemory<kTokens> shared, const Operands& in, const Share<kTokens>& share) {
+DEVICE void load_tokens(SharedMemory<kTokens> shared, const Operands& in, const Share& share) {
     wait_for_previous_kernel();
     fence_proxy_async_global();
-    const float* scales = in.token_scales + share.row;
-    u32 scale_bytes = (share.rows + 3) / 4 * 16;
+    u32 scale_bytes = (in.m + 3) / 4 * 16;
     Ring<SharedMemory<kTokens>::kStages> ring;
 #pragma unroll 1
-    for (int column = share.column; column < in.n; column = share.next(column, in.n))
-#pragma unroll 1
-        for (int k = share.first; k < share.first + share.steps; ++k, ring.advance()) {
-            u32 full = shared.full(ring.stage);
-            barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
-            barrier_arrive_expect(full, shared.kBytesTokens + scale_bytes);
-            tma_load(shared.tokens(ring.stage), in.tokens, full, k * kBlockK, share.row);
-            bulk_load(shared.token_scale(ring.stage, 0), scales + i64(k) * in.token_scale_k_stride, full, scale_bytes);
-        }
+    for (int k = share.first; k < share.first + share.steps; ++k, ring.advance()) {
+        u32 full = shared.full(ring.stage);
+        barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+        barrier_arrive_expect(full, shared.kBytesTokens + scale_bytes);
+        tma_load(shared.tokens(ring.stage), in.tokens, full, k * kBlockK, 0);
+        bulk_load(shared.token_scale(ring.stage, 0), in.token_scales + i64(k) * in.token_scale_k_stride, full,
+                  scale_bytes);
+    }
 }
 
 // ---- math -----------------------------------------------------------------------------------------------------------
 
 // A thread holds sums as ClusterSum has them.
-template <int kTokens, int kStages>
-DEVICE void multiply(SharedMemory<kTokens> shared, Ring<kStages>& ring, int steps, float (&sum)[kTokens / 2]) {
+template <int kTokens>
+DEVICE void multiply(SharedMemory<kTokens> shared, int steps, float (&sum)[kTokens / 2]) {
     int token = threadIdx.x % 4 * 2;
+    Ring<SharedMemory<kTokens>::kStages> ring;
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.f;
     for (int step = 0; step < steps; ++step, ring.advance()) {
@@ -141,10 +131,10 @@ DEVICE void multiply(SharedMemory<kTokens> shared, Ring<kStages>& ring, int step
 template <int kTokens>
 DEVICE void run(const Operands& in, u16* d, int splits) {
     SharedMemory<kTokens> shared{dynamic_shared_address()};
-    const Share<kTokens> share(in, splits);
+    const Share share(in, splits);
     using Cluster = ClusterSum<kTokens, kBlockN>;
     static_assert(Cluster::kMathThreads == kMathWarps * kWarp, "who sends and stores");
-    const Cluster cluster{shared.parts(), shared.received(), splits, share.split, share.rows};
+    const Cluster cluster{shared.parts(), shared.received(), splits, share.split, in.m};
     if (threadIdx.x == 0) cluster.init();
     init_barriers(shared, shared.kStages, kFullArrivals, kMathWarps);
     cluster.arrive();
@@ -160,19 +150,14 @@ DEVICE void run(const Operands& in, u16* d, int splits) {
         cluster.wait();
     } else {
         cluster.wait();  // the others' barriers are there
-        Ring<SharedMemory<kTokens>::kStages> ring;
-#pragma unroll 1
-        for (int column = share.column; column < in.n; column = share.next(column, in.n)) {
-            float sum[kTokens / 2];
-            multiply(shared, ring, share.steps, sum);
-            if (column > share.column) named_barrier(1, Cluster::kMathThreads);  // the tile before has been stored
-            cluster.send(sum);
-            cluster.store(d + i64(share.row) * in.n, in.n, column);
-        }
+        float sum[kTokens / 2];
+        multiply(shared, share.steps, sum);
+        cluster.send(sum);
+        cluster.store(d, in.n, share.column);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_gemm_swap_ab(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                        const float* a_scales, int a_scale_k_stride, const float* b_scales, u16* d, int m, int n, int k,
                        int width, int splits) {
@@ -181,8 +166,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     switch (width) {
         case 8: run<8>(in, d, splits); break;
         case 16: run<16>(in, d, splits); break;
-        case 32: run<32>(in, d, splits); break;
-        case 64: run<64>(in, d, splits); break;
-        default: run<128>(in, d, splits);
+        default: run<32>(in, d, splits);
     }
 }

@@ -27,60 +27,53 @@ DEVICE void wgmma_results_ready(float (&d)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// The first registers of an accumulator: their names in PTX, and the operands.
 #define OUT4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define OUT16(i) OUT4(i), OUT4(i + 4), OUT4(i + 8), OUT4(i + 12)
+#define OUT8(i) OUT4(i), OUT4(i + 4)
+#define NAMES_8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define NAMES_16 NAMES_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define NAMES_24 NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define NAMES_32 NAMES_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES_40 NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define NAMES_48 NAMES_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define NAMES_56 NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define NAMES_64 NAMES_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define NAMES_72 NAMES_64 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define NAMES_80 NAMES_72 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define NAMES_88 NAMES_80 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define NAMES_96 NAMES_88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define OUTS_8 OUT8(0)
+#define OUTS_16 OUTS_8, OUT8(8)
+#define OUTS_24 OUTS_16, OUT8(16)
+#define OUTS_32 OUTS_24, OUT8(24)
+#define OUTS_40 OUTS_32, OUT8(32)
+#define OUTS_48 OUTS_40, OUT8(40)
+#define OUTS_56 OUTS_48, OUT8(48)
+#define OUTS_64 OUTS_56, OUT8(56)
+#define OUTS_72 OUTS_64, OUT8(64)
+#define OUTS_80 OUTS_72, OUT8(72)
+#define OUTS_88 OUTS_80, OUT8(80)
+#define OUTS_96 OUTS_88, OUT8(88)
 
-DEVICE void wgmma(float (&d)[4], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {"
-        "%0,%1,%2,%3"
-        "}, %4, %5, p, 1, 1; }"
-        : OUT4(0)
-        : "l"(a), "l"(b), "r"(int(accumulate)));
-}
-DEVICE void wgmma(float (&d)[8], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %10, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7"
-        "}, %8, %9, p, 1, 1; }"
-        : OUT4(0), OUT4(4)
-        : "l"(a), "l"(b), "r"(int(accumulate)));
-}
-DEVICE void wgmma(float (&d)[16], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-        "}, %16, %17, p, 1, 1; }"
-        : OUT16(0)
-        : "l"(a), "l"(b), "r"(int(accumulate)));
-}
-DEVICE void wgmma(float (&d)[32], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-        "}, %32, %33, p, 1, 1; }"
-        : OUT16(0), OUT16(16)
-        : "l"(a), "l"(b), "r"(int(accumulate)));
-}
-DEVICE void wgmma(float (&d)[64], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-        "}, %64, %65, p, 1, 1; }"
-        : OUT16(0), OUT16(16), OUT16(32), OUT16(48)
-        : "l"(a), "l"(b), "r"(int(accumulate)));
-}
-#undef OUT16
-#undef OUT4
+// For n columns: the accumulator, and the names of what follows it, two descriptors and whether to accumulate.
+#define WGMMA(n, names, outs, a_name, b_name, accumulate_name)                                                 \
+    DEVICE void wgmma(float (&d)[n / 2], u64 a, u64 b, bool accumulate) {                                      \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, " accumulate_name ", 0;\n"                                \
+                     "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" names "}, " a_name ", " b_name \
+                     ", p, 1, 1; }"                                                                            \
+                     : outs                                                                                    \
+                     : "l"(a), "l"(b), "r"(int(accumulate)));                                                  \
+    }
+WGMMA(8, "%0,%1,%2,%3", OUT4(0), "%4", "%5", "%6")
+WGMMA(16, NAMES_8, OUTS_8, "%8", "%9", "%10")
+WGMMA(32, NAMES_16, OUTS_16, "%16", "%17", "%18")
+WGMMA(64, NAMES_32, OUTS_32, "%32", "%33", "%34")
+WGMMA(96, NAMES_48, OUTS_48, "%48", "%49", "%50")
+WGMMA(112, NAMES_56, OUTS_56, "%56", "%57", "%58")
+WGMMA(128, NAMES_64, OUTS_64, "%64", "%65", "%66")
+WGMMA(144, NAMES_72, OUTS_72, "%72", "%73", "%74")
+WGMMA(192, NAMES_96, OUTS_96, "%96", "%97", "%98")
+#undef WGMMA
 
 // d = A[64, 128] @ B[N, 128]^T, between wgmma_fence and wgmma_commit.
 template <int kCount>

@@ -10,7 +10,7 @@ from fp8moe_plugin.ops.quantize import Quantized, empty_scales
 from fp8moe_plugin.ops.route import Tiles
 from fp8moe_plugin.plan import (
     DENSE_BLOCK_N,
-    DENSE_WIDTHS,
+    DENSE_SPLITS,
     L2_FETCH,
     PREFILL_BLOCK_M,
     STREAMED_L2_FETCH,
@@ -19,19 +19,20 @@ from fp8moe_plugin.plan import (
     Output,
     columns_at_once,
     dense_key,
-    dense_splits,
+    dense_tile,
     dense_width,
     gate_up_key,
-    gate_up_l2_fetch,
     gate_up_swap_ab_key,
     grouped_key,
     tile_counters,
+    whole_rows_l2_fetch,
 )
 from fp8moe_plugin.shapes import GROUP, ceil_div
 
 # Rows of a TMA load: of a warpgroup's part of a tile; of one swizzle atom, so that as many are loaded as there are.
 PREFILL_BOX_M = 64
 DECODE_BOX_M, DECODE_BOX_N = 8, 128
+DENSE_TAIL_STEP = 8
 
 
 class Rows(NamedTuple):
@@ -121,6 +122,9 @@ def launch_gemm(
     output = _output(out, c)
     key = dense_key(rows.rows, weights.n, rows.k, output, multiprocessors(device_index))
     if key.source == "dense_gemm_swap_ab":
+        _launch_dense_swap_ab(key, rows, weights, out, follows)
+        return
+    if key.source == "dense_gemm":
         _launch_dense(key, rows, weights, out, follows)
         return
     addend = 0 if c is None else c.data_ptr()
@@ -128,15 +132,21 @@ def launch_gemm(
 
 
 def _launch_dense(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, early: bool) -> None:
-    """`launch_gemm` of few rows."""
-    width, splits = dense_width(a.rows), dense_splits(b.n, b.k)
-    clusters = ceil_div(b.n, DENSE_BLOCK_N)
-    if splits == 1 and width < DENSE_WIDTHS[-1]:  # as many as run at once, which take the rest in turn
-        clusters = min(clusters, dict(key.defines)["BLOCKS"] * multiprocessors(out.get_device()))
-    grid = (clusters * splits, ceil_div(a.rows, width))
+    """`launch_gemm` of up to a few hundred rows."""
+    block_m, block_n = dense_tile(a.rows, b.n, b.k)
+    tiles = ceil_div(a.rows, block_m) * ceil_div(b.n, block_n)
+    tail = ceil_div(a.rows % block_m, DENSE_TAIL_STEP) * DENSE_TAIL_STEP or block_m
+    maps = (_map(a, block_m), _map(a, tail), _weight_map(b, block_n, whole_rows_l2_fetch(b.k)))
+    args = (*maps, a.scales, a.scale_k_block, b.scales, out.data_ptr(), a.rows, b.n, b.k, block_n)
+    launch(key, min(tiles, multiprocessors(out.get_device())), args, out.get_device(), early)
+
+
+def _launch_dense_swap_ab(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, early: bool) -> None:
+    """`launch_gemm` of few rows and few columns."""
+    width = dense_width(a.rows)
     maps = (_map(a, width), _weight_map(b, DENSE_BLOCK_N, STREAMED_L2_FETCH))
-    args = (*maps, a.scales, a.scale_k_block, b.scales, out.data_ptr(), a.rows, b.n, b.k, width, splits)
-    launch(key, grid, args, out.get_device(), early, splits)
+    args = (*maps, a.scales, a.scale_k_block, b.scales, out.data_ptr(), a.rows, b.n, b.k, width, DENSE_SPLITS)
+    launch(key, ceil_div(b.n, DENSE_BLOCK_N) * DENSE_SPLITS, args, out.get_device(), early, DENSE_SPLITS)
 
 
 def grouped_launch(
@@ -280,7 +290,7 @@ def _gate_up_map(w13: Weights) -> bytes:
     half = w13.n // 2
     sizes = (w13.k, 8, 2, (w13.experts * w13.n - half) // 8)
     strides, box = (w13.k, half * w13.k, 8 * w13.k), (128, 8, 2, GROUP // 8)
-    return tensor_map(w13.values, sizes, strides, box, 1, gate_up_l2_fetch(w13.k))
+    return tensor_map(w13.values, sizes, strides, box, 1, whole_rows_l2_fetch(w13.k))
 
 
 def _output(out: torch.Tensor, c: torch.Tensor | None) -> Output:

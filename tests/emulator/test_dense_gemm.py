@@ -1,4 +1,4 @@
-"""Dense layers of few rows on the emulator: a cluster of blocks shares columns, each a part of K."""
+"""Dense layers on the emulator."""
 
 import ctypes
 
@@ -8,7 +8,7 @@ import torch
 from fp8moe_plugin.ops import fp8_gemm_nt, gemm_launch
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
-from fp8moe_plugin.plan import DENSE_WIDTHS, dense_swap_ab_key
+from fp8moe_plugin.plan import DENSE_WIDTHS, Output, dense_gemm_key, dense_swap_ab_key, grouped_gemm_key
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import SHARED_BYTES, Device
@@ -24,23 +24,23 @@ def emulator(emulator_runtime: ctypes.CDLL, kernels: Kernels) -> Device:
     return Device(emulator_runtime, kernels, MULTIPROCESSORS, SHARED_BYTES)
 
 
-# Weights [N, K], blocks of a cluster, blocks of a multiprocessor: parts of K of one length and of several, fewer steps
-# than stages and more, columns past the last, more tiles or clusters than run at once.
+# Weights [N, K], blocks of a cluster that share columns, each a part of K: parts of one length and of several, fewer
+# steps than stages and more, columns past the last, more clusters than run at once.
 @pytest.fixture(
     params=[
-        *[(8, 128, 1, 2), (200, 1920, 1, 2), (1024, 256, 2, 2), (640, 384, 3, 2), (2120, 256, 1, 2)],
-        *[(72, 1152, 5, 1), (128, 1920, 7, 2), (320, 1024, 8, 2), (64, 3584, 1, 1), (776, 1920, 1, 1)],
+        *[(8, 384, 2), (200, 1920, 3), (1024, 256, 2), (640, 384, 3), (2120, 384, 3)],
+        *[(72, 1152, 5), (128, 1920, 6), (64, 7168, 2)],
     ]
 )
 def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    n, k, splits, blocks = request.param
-    monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: dense_swap_ab_key(blocks))  # at any number of rows
-    monkeypatch.setattr(gemm_launch, "dense_splits", lambda *_: splits)
+    n, k, splits = request.param
+    monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: dense_swap_ab_key())
+    monkeypatch.setattr(gemm_launch, "DENSE_SPLITS", splits)
     return n, k
 
 
 @seeds
-@pytest.mark.parametrize("m", [1, 5, 16, 17, 33, 64, 65, 128, 129, 250])
+@pytest.mark.parametrize("m", [1, 5, 8, 16, 17, 32])
 def test_a_dense_layer_of_few_rows(emulator: Device, shape: tuple[int, int], m: int, seed: int) -> None:
     (n, k), gen = shape, h.seeded(seed, CPU)
     x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
@@ -59,9 +59,9 @@ def test_rows_that_are_quantized_already(emulator: Device, shape: tuple[int, int
 
 def test_a_row_has_the_same_bits_among_any_others(emulator: Device, shape: tuple[int, int]) -> None:
     (n, k), gen = shape, h.seeded(0, CPU)
-    x, weight = h.random_tokens(gen, 2 * DENSE_WIDTHS[-1], k), h.random_weights(gen, n, k)
+    x, weight = h.random_tokens(gen, DENSE_WIDTHS[-1], k), h.random_weights(gen, n, k)
     all_rows = emulator.execute(0, lambda: fp8_linear(x, *weight))
-    for seed, rows in enumerate((slice(0, 1), slice(60, 77), slice(3, 64), slice(100, 256))):
+    for seed, rows in enumerate((slice(0, 1), slice(9, 26), slice(24, 32))):
         some = emulator.execute(seed, lambda rows=rows: fp8_linear(x[rows].contiguous(), *weight))
         assert h.same_bits(some, all_rows[rows])
 
@@ -80,3 +80,38 @@ def test_layers_in_a_row(emulator: Device, seed: int) -> None:
     emulator.execute(seed, ops)
     for given, weight, out in zip([x, *outs[:-1]], weights, outs, strict=True):
         assert_close(out, h.product(per_token_group_quant_fp8(given), weight), "a layer")
+
+
+# Rows and columns of a tile, weights [N, K]: more tiles than multiprocessors and fewer, blocks of scales that end in a
+# tile and that hold several, columns past the last.
+@pytest.fixture(
+    params=[
+        *[(64, 16, 40, 1920), (64, 32, 264, 256), (64, 64, 72, 128), (64, 96, 1000, 384), (64, 112, 2112, 128)],
+        *[(64, 128, 520, 256), (64, 144, 584, 1152), (64, 192, 2120, 256), (128, 16, 200, 128), (128, 32, 8, 256)],
+        *[(128, 64, 640, 384), (128, 96, 296, 1152), (128, 112, 560, 256), (128, 128, 136, 640), (128, 144, 1160, 256)],
+        *[(128, 192, 1544, 128), (128, 192, 200, 1920)],
+    ]
+)
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    block_m, block_n, n, k = request.param
+    monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: dense_gemm_key(block_m))  # at any number of rows
+    monkeypatch.setattr(gemm_launch, "dense_tile", lambda *_: (block_m, block_n))
+    return n, k
+
+
+@seeds
+@pytest.mark.parametrize("m", [1, 5, 33, 64, 65, 129, 250])
+def test_a_dense_layer_of_some_rows(emulator: Device, tile: tuple[int, int], m: int, seed: int) -> None:
+    (n, k), gen = tile, h.seeded(seed, CPU)
+    x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
+    out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
+    assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
+
+
+@seeds
+def test_a_dense_layer_of_many_rows(emulator: Device, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: grouped_gemm_key(Output.BF16))
+    gen = h.seeded(seed, CPU)
+    x, weight = h.random_tokens(gen, 300, 384), h.random_weights(gen, 200, 384)
+    out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
+    assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin import plan
+from fp8moe_plugin.ops import fused_moe, gemm_launch
 from fp8moe_plugin.ops.gate_up import gate_up
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
 from fp8moe_plugin.ops.linear import fp8_linear
@@ -23,7 +24,8 @@ from fp8moe_plugin.plan import (
     Layout,
     Output,
     combine_key,
-    dense_splits,
+    dense_gemm_key,
+    dense_streams,
     dense_swap_ab_key,
     down_small_batch_key,
     gate_up_small_batch_key,
@@ -88,18 +90,16 @@ def second_gemm_that_keeps_weights(emulator: Device, seed: int) -> None:
 
 def dense_layer(emulator: Device, seed: int, n: int = 128, k: int = LONG_K) -> None:
     gen, m = h.seeded(0, torch.device("cpu")), 5
-    assert (dense_splits(n, k) > 1) == (k >= LONG_K), "blocks share columns"
+    assert dense_streams(n, k) == (k >= LONG_K), "blocks of a cluster share columns"
     x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
     out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
     assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
 
 
-def dense_layer_of_whole_sums(emulator: Device, seed: int) -> None:
-    dense_layer(emulator, seed, 1024, 256)
-
-
-def dense_layer_of_more_steps_than_stages(emulator: Device, seed: int) -> None:
-    dense_layer(emulator, seed, k=LONG_K - 128)
+def dense_tiles(emulator: Device, seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm_launch, "dense_tile", lambda *_: (64, 112))
+        dense_layer(emulator, seed, 2112, 384)
 
 
 def layer_of_few_tokens(emulator: Device, seed: int) -> None:
@@ -114,6 +114,12 @@ def layer_of_few_tokens(emulator: Device, seed: int) -> None:
 def small_batch(emulator: Device, seed: int) -> None:
     errors = run_layers(emulator, seed, 5, 384, 512, layers=2, inputs=0, small_batch=8)
     assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
+
+
+def small_batch_of_whole_sums(emulator: Device, seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "DOWN_BLOCKS", {8: 1, 16: 1})
+        small_batch(emulator, seed)
 
 
 def one_token(emulator: Device, seed: int) -> None:
@@ -137,7 +143,7 @@ def layers_in_a_row(emulator: Device, seed: int) -> None:
 
 
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
-NARROW = dense_swap_ab_key(1), quantize_key(False, Layout.K_MAJOR)
+NARROW = dense_swap_ab_key(), quantize_key(False, Layout.K_MAJOR)
 FEW = swap_ab_key(), gate_up_swap_ab_key(False), quantize_key(False, Layout.ROW_MAJOR), route_key(), combine_key()
 SMALL_BATCH = gate_up_small_batch_key(False, 8, 8), down_small_batch_key(8, 8)
 KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
@@ -146,11 +152,11 @@ KERNELS = {  # to be compiled ahead
     both_gemms: WIDE,
     second_gemm_that_keeps_weights: KEEPS,
     dense_layer: NARROW,
-    dense_layer_of_whole_sums: NARROW,
-    dense_layer_of_more_steps_than_stages: NARROW,
+    dense_tiles: (dense_gemm_key(64), quantize_key(False, Layout.K_MAJOR)),
     layer_of_few_tokens: FEW,
     layers_in_a_row: FEW,
     small_batch: SMALL_BATCH,
+    small_batch_of_whole_sums: SMALL_BATCH,
     one_token: SMALL_BATCH,
     token_beside_nan: SMALL_BATCH,
 }
@@ -222,22 +228,31 @@ FAULTS = {
         dense_layer,
         WRONG_RESULT,
     ),
-    "a block that has no cluster reads sums before all are there": Fault(
-        "cluster_sum.cuh", "named_barrier(1, kMathThreads);", ";", dense_layer_of_whole_sums, WRONG_RESULT
+    "tiles take rows that are being quantized": Fault(
+        "dense_gemm.cu", "    wait_for_previous_kernel();\n", "", dense_tiles, WRONG_RESULT
     ),
-    "sums of a tile are sent over those of the one before": Fault(
-        "dense_gemm_swap_ab.cu",
-        "if (column > share.column) named_barrier(1, Cluster::kMathThreads);",
+    "columns of a tile are scaled as those of the block of scales before": Fault(
+        "dense_gemm.cu", " && i / 8 * 16 >= scales.boundary", " && false", dense_tiles, WRONG_RESULT
+    ),
+    "a tile is written over the one before": Fault(
+        "dense_gemm.cu",
+        "warpgroup_barrier(warpgroup);  // the tile before has been stored",
         "",
-        dense_layer_of_whole_sums,
+        dense_tiles,
         WRONG_RESULT,
     ),
-    "blocks without clusters meet as those of one do": Fault(
-        "cluster_sum.cuh",
-        "if (splits > 1) cluster_wait();",
-        "cluster_wait();",
-        dense_layer_of_more_steps_than_stages,
-        "deadlock",
+    "a tile is stored before it is there": Fault(
+        "dense_gemm.cu", "warpgroup_barrier(warpgroup);  // this one is there", "", dense_tiles, WRONG_RESULT
+    ),
+    "a stage of a tile is given back before it is multiplied": Fault(
+        "dense_gemm.cu",
+        "    wgmma_wait();\n    __syncwarp();\n",
+        "    __syncwarp();\n",
+        dense_tiles,
+        f"{WRONG_RESULT}|wgmma",
+    ),
+    "a block that has no cluster reads sums before all are there": Fault(
+        "cluster_sum.cuh", "named_barrier(1, kMathThreads);", ";", small_batch_of_whole_sums, WRONG_RESULT
     ),
     "a block reads sums before those of its cluster have come": Fault(
         "cluster_sum.cuh", "barrier_wait(received, 0);", ";", dense_layer, f"{WRONG_RESULT}|ended before"

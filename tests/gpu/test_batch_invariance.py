@@ -1,6 +1,7 @@
 """Under VLLM_BATCH_INVARIANT=1 a row has the same bits alone and in any batch; and whether kinds of tiles differ."""
 
 import importlib
+import itertools
 import random
 from collections.abc import Callable, Iterator
 
@@ -159,11 +160,13 @@ def test_dense_kernels_give_the_same_bits(gen, monkeypatch, n, k):
     gemm_launch = importlib.import_module("fp8moe_plugin.ops.gemm_launch")
     weight = h.random_weights(gen, n, k)
     keys = [plan.grouped_gemm_key(plan.Output.BF16, block_n) for block_n in (128, 256)]
-    keys += map(plan.dense_swap_ab_key, plan.DENSE_BLOCKS)
+    kinds = [(key, None) for key in keys]
+    kinds += [(plan.dense_gemm_key(tile[0]), tile) for tile in itertools.product(plan.DENSE_TILE_M, plan.DENSE_TILE_N)]
     with invariance(True):
         for m in (1, 8, 17, 64, 65, 128, 140, 145, 300, 1000):
             x, results = uneven_tokens(gen, m, k), []
-            for key in keys:
+            for key, tile in kinds:
                 monkeypatch.setattr(gemm_launch, "dense_key", lambda *_, key=key: key)
+                monkeypatch.setattr(gemm_launch, "dense_tile", lambda *_, tile=tile: tile)
                 results.append(ops.fp8_linear(x, *weight))
             assert all(h.same_bits(results[0], other) for other in results[1:]), f"{m} rows"

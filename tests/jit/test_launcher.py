@@ -125,7 +125,7 @@ def test_early_launches_have_the_attribute_and_others_of_the_kernel_do_not(launc
 
 
 def test_blocks_of_a_cluster_are_an_attribute_beside_that_of_an_early_launch(launches):
-    key = dense_swap_ab_key(2)
+    key = dense_swap_ab_key()
     for cluster in (1, 6):
         launcher.launch(key, 12, arguments(key, 1), 0, True, cluster)
     attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()

@@ -1,0 +1,264 @@
+// D[m, N] = A[m, K] @ B[N, K]^T for up to a few hundred rows, e4m3 with scales per 1x128 of A and 128x128 of B.
+//
+// With so few rows the GEMM takes as long as the multiprocessor that loads most: a tile has as many columns as make all
+// multiprocessors load about the same, whether that divides a block of scales or not.
+//
+// A tile is BLOCK_M rows, 64 of each math warpgroup, by `width` columns, with all of K. One producer thread fills a
+// ring of stages, each 128 along K, with weights, another one with A. The product over 128 K lands in an accumulator,
+// which is scaled and added in float32 before the next (DeepGEMM's two-level accumulation).
+//
+// In:   a_map     boxes of BLOCK_M rows; a_tail_map  of as many as the last tile has, rounded up to 8: a step in which
+//                 TMA fills in for rows that are not there, or loads several boxes, takes longer
+//       b_map     boxes of `width` rows: 16, 32, 64, 96, 112, 128, 144 or 192
+//       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
+// Out:  d         bfloat16 [m, N]
+//
+// Grid: any number of blocks, one a multiprocessor; each takes every gridDim.x-th tile. Launched early it loads weights
+// beside the kernel that quantizes A.
+#include "ring.cuh"
+#include "wgmma.cuh"
+
+constexpr int kBlockK = 128, kWarpgroupM = 64;
+constexpr int kMathWarpgroups = BLOCK_M / kWarpgroupM, kMathWarps = 4 * kMathWarpgroups;
+constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1;  // of a warpgroup that does nothing else
+static_assert((kMathWarps + 4) * kWarp == THREADS, "plan.py has the same roles");
+constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // with two math warpgroups, together the 168 a thread
+constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scales
+
+// Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
+template <int kWidth>
+struct SharedMemory {
+    static constexpr int kScaleBlocks = 128 % kWidth == 0 ? 1 : 2;  // that the columns of a tile are in
+    static constexpr u32 kBytesWeights = kWidth * kBlockK, kBytesTokens = BLOCK_M * kBlockK;
+    static constexpr u32 kBytesScales = BLOCK_M * 4, kBytesWeightScales = kScaleBlocks * 4;
+    static constexpr u32 kRow = kWidth * 2 + 16;  // of the result: 8 rows are in as many different banks
+    static constexpr u32 kBytesResult = BLOCK_M * kRow;
+    static constexpr u32 kBytesStage = kBytesWeights + kBytesTokens + kBytesScales + kBytesWeightScales + 2 * 8;
+    static constexpr int kStages = (SMEM_BYTES - kBytesResult) / kBytesStage;
+    static constexpr u32 kTokenTiles = kStages * kBytesWeights, kResult = kTokenTiles + kStages * kBytesTokens;
+    static constexpr u32 kScales = kResult + kBytesResult, kFull = kScales + kStages * kBytesScales;
+    static constexpr u32 kEmpty = kFull + kStages * 8, kWeightScales = kEmpty + kStages * 8;
+    static constexpr int kStepsAtOnce = kWidth <= 128 && kStages >= 6 ? 2 : 1;  // as registers and stages allow
+    static_assert(kWeightScales + kStages * kBytesWeightScales <= SMEM_BYTES, "as many stages as there is room for");
+
+    u32 base;
+    DEVICE u32 weights(int stage, int column) const { return base + stage * kBytesWeights + column * kBlockK; }
+    DEVICE u32 tokens(int stage, int row) const { return base + kTokenTiles + stage * kBytesTokens + row * kBlockK; }
+    DEVICE u32 token_scale(int stage, int row) const { return base + kScales + stage * kBytesScales + row * 4; }
+    DEVICE u32 weight_scale(int stage, int block) const {
+        return base + kWeightScales + stage * kBytesWeightScales + block * 4;
+    }
+    DEVICE u32 result(int row, int column) const { return base + kResult + row * kRow + column * 2; }
+    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
+    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
+};
+
+struct Operands {
+    const TensorMap *tokens, *tail_tokens, *weights;
+    const float *token_scales, *weight_scales;
+    int token_scale_k_stride, m, n, k_blocks;
+};
+
+// The tiles of a block, by their first rows and columns. Those of the same columns are neighbours, which run at once:
+// weights come from device memory once.
+template <int kWidth>
+struct Tiles {
+    int row_tiles, count, index = blockIdx.x;
+
+    DEVICE Tiles(const Operands& in) {
+        row_tiles = (in.m + BLOCK_M - 1) / BLOCK_M;
+        count = row_tiles * ((in.n + kWidth - 1) / kWidth);
+    }
+    DEVICE bool more() const { return index < count; }
+    DEVICE void advance() { index += gridDim.x; }
+    DEVICE int row() const { return index % row_tiles * BLOCK_M; }
+    DEVICE int column() const { return index / row_tiles * kWidth; }
+};
+
+// ---- producers: a thread each ---------------------------------------------------------------------------------------
+
+template <int kWidth>
+DEVICE void load_weights(SharedMemory<kWidth> shared, const Operands& in) {
+    Ring<SharedMemory<kWidth>::kStages> ring;
+    int last_block = (in.n - 1) / 128;
+    for (Tiles<kWidth> tiles(in); tiles.more(); tiles.advance()) {
+        int column = tiles.column(), block = column / 128;
+        const float* scales = in.weight_scales + block * in.k_blocks;
+        int next_block = block < last_block ? in.k_blocks : 0;  // a tile may pass N
+#pragma unroll 1
+        for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
+            u32 full = shared.full(ring.stage);
+            barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+            barrier_arrive_expect(full, shared.kBytesWeights);
+            tma_load(shared.weights(ring.stage, 0), in.weights, full, k * kBlockK, column);
+#pragma unroll
+            for (int i = 0; i < shared.kScaleBlocks; ++i)
+                copy_async_4(shared.weight_scale(ring.stage, i), scales + i * next_block + k);
+            copy_async_arrive(full);
+        }
+    }
+    copy_async_wait();  // PTX promises no arrivals of threads that have exited
+}
+
+template <int kWidth>
+DEVICE void load_tokens(SharedMemory<kWidth> shared, const Operands& in) {
+    wait_for_previous_kernel();
+    fence_proxy_async_global();
+    Ring<SharedMemory<kWidth>::kStages> ring;
+    for (Tiles<kWidth> tiles(in); tiles.more(); tiles.advance()) {
+        int row = tiles.row(), rows = min(BLOCK_M, in.m - row);
+        const TensorMap* tokens = rows == BLOCK_M ? in.tokens : in.tail_tokens;
+        const float* scales = in.token_scales + row;
+        u32 scale_bytes = (rows + 3) / 4 * 16, bytes = (rows + 7) / 8 * 8 * kBlockK + scale_bytes;
+#pragma unroll 1
+        for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
+            u32 full = shared.full(ring.stage);
+            barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+            barrier_arrive_expect(full, bytes);
+            tma_load(shared.tokens(ring.stage, 0), tokens, full, k * kBlockK, row);
+            bulk_load(shared.token_scale(ring.stage, 0), scales, full, scale_bytes);
+            scales += in.token_scale_k_stride;
+        }
+    }
+}
+
+// ---- math -----------------------------------------------------------------------------------------------------------
+
+// Of a thread, of some columns: rows lane/4 and lane/4 + 8 of its warp's 16, columns 8i + lane%4*2 and the next.
+template <int kColumns>
+using Columns = float[kColumns / 2];
+
+// The scales of a thread's two rows times those of the weights, of the columns before `boundary` and the others.
+struct Scales {
+    float of[2][2];
+    int boundary;
+};
+
+template <int kWidth>
+DEVICE Scales load_scales(SharedMemory<kWidth> shared, int stage, int row, int boundary) {
+    Scales scales;
+    scales.boundary = boundary;
+    float of_row[2] = {load_shared_float(shared.token_scale(stage, row)),
+                       load_shared_float(shared.token_scale(stage, row + 8))};
+#pragma unroll
+    for (int block = 0; block < shared.kScaleBlocks; ++block) {
+        float of_block = load_shared_float(shared.weight_scale(stage, block));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) scales.of[block][i] = of_row[i] * of_block;
+    }
+    return scales;
+}
+
+// Widths and boundaries are multiples of 16.
+template <int kWidth>
+DEVICE void add(const Columns<kWidth>& product, const Scales& scales, Columns<kWidth>& sum) {
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) {
+        bool next = 128 % kWidth != 0 && i / 8 * 16 >= scales.boundary;
+        sum[i] += (next ? scales.of[1][i / 2 % 2] : scales.of[0][i / 2 % 2]) * product[i];
+    }
+}
+
+// kSteps steps of 128 K, one behind the other in the tensor cores.
+template <int kSteps, int kWidth, int kStages>
+DEVICE void multiply_steps(SharedMemory<kWidth> shared, Ring<kStages>& ring, int warpgroup, int boundary,
+                           Columns<kWidth>& sum) {
+    int rows = warpgroup * kWarpgroupM, row = rows + threadIdx.x / kWarp % 4 * 16 + lane_of_warp() / 4;
+    int stages[kSteps];
+    Columns<kWidth> products[kSteps];
+    Scales scales[kSteps];
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i, ring.advance()) {
+        stages[i] = ring.stage;
+        barrier_wait(shared.full(stages[i]), ring.phase);
+        wgmma_issue(products[i], shared.tokens(stages[i], rows), shared.weights(stages[i], 0));
+    }
+    wgmma_commit();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) scales[i] = load_scales(shared, stages[i], row, boundary);
+    wgmma_wait();
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+        wgmma_results_ready(products[i]);
+        if (lane_of_warp() == 0) barrier_arrive(shared.empty(stages[i]));
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) add<kWidth>(products[i], scales[i], sum);
+}
+
+template <int kWidth, int kStages>
+DEVICE void multiply(SharedMemory<kWidth> shared, Ring<kStages>& ring, int k_blocks, int warpgroup, int boundary,
+                     Columns<kWidth>& sum) {
+    constexpr int kSteps = SharedMemory<kWidth>::kStepsAtOnce;  // each wait for products takes time
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) sum[i] = 0.f;
+    int k = 0;
+#pragma unroll 1
+    for (; k <= k_blocks - kSteps; k += kSteps) multiply_steps<kSteps>(shared, ring, warpgroup, boundary, sum);
+    if (k < k_blocks) multiply_steps<1>(shared, ring, warpgroup, boundary, sum);
+}
+
+// Through shared memory, so that 8 columns of a row are stored at once.
+template <int kWidth>
+DEVICE void store(SharedMemory<kWidth> shared, int warpgroup, u16* d, const Operands& in, int row, int column,
+                  const Columns<kWidth>& sum) {
+    constexpr int kChunks = kWidth / 8;
+    int first = warpgroup * kWarpgroupM, rows = min(kWarpgroupM, in.m - row - first), lane = lane_of_warp();
+    warpgroup_barrier(warpgroup);  // the tile before has been stored
+#pragma unroll
+    for (int i = 0; i < kChunks; i += 2)
+        store_matrix_x4(shared.result(first + threadIdx.x / kWarp % 4 * 16 + lane % 16, (i + lane / 16) * 8),
+                        pack_bf16x2(sum[4 * i], sum[4 * i + 1]), pack_bf16x2(sum[4 * i + 2], sum[4 * i + 3]),
+                        pack_bf16x2(sum[4 * i + 4], sum[4 * i + 5]), pack_bf16x2(sum[4 * i + 6], sum[4 * i + 7]));
+    warpgroup_barrier(warpgroup);  // this one is there
+#pragma unroll 1
+    for (int i = threadIdx.x % 128; i < rows * kChunks; i += 128) {
+        int r = first + i / kChunks, x = i % kChunks * 8;
+        if (column + x < in.n)
+            *reinterpret_cast<uint4*>(d + i64(row + r) * in.n + column + x) = load_shared_16(shared.result(r, x));
+    }
+}
+
+// ---- kernel ---------------------------------------------------------------------------------------------------------
+
+template <int kWidth>
+DEVICE void run(const Operands& in, u16* d) {
+    SharedMemory<kWidth> shared{dynamic_shared_address()};
+    init_barriers(shared, shared.kStages, kFullArrivals, kMathWarps);
+    int warp = warp_uniform(threadIdx.x / kWarp);
+    if (warp >= kMathWarps) {
+        if (kMathWarpgroups == 2) decrease_registers<kProducerRegisters>();
+        if (lane_of_warp() != 0) return;
+        if (warp == kWeightWarp) load_weights(shared, in);
+        if (warp == kTokenWarp) load_tokens(shared, in);
+        return;
+    }
+    if (kMathWarpgroups == 2) increase_registers<kMathRegisters>();
+    Ring<SharedMemory<kWidth>::kStages> ring;
+    for (Tiles<kWidth> tiles(in); tiles.more(); tiles.advance()) {
+        int row = tiles.row(), column = tiles.column();
+        Columns<kWidth> sum;
+        multiply(shared, ring, in.k_blocks, warp / 4, 128 - column % 128, sum);
+        store(shared, warp / 4, d, in, row, column, sum);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    dense_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_tail_map,
+               const __grid_constant__ TensorMap b_map, const float* a_scales, int a_scale_k_stride,
+               const float* b_scales, u16* d, int m, int n, int k, int width) {
+    let_next_kernel_start();
+    const Operands in{&a_map, &a_tail_map, &b_map, a_scales, b_scales, a_scale_k_stride, m, n, k / kBlockK};
+    switch (width) {
+        case 16: run<16>(in, d); break;
+        case 32: run<32>(in, d); break;
+        case 64: run<64>(in, d); break;
+        case 96: run<96>(in, d); break;
+        case 112: run<112>(in, d); break;
+        case 128: run<128>(in, d); break;
+        case 144: run<144>(in, d); break;
+        default: run<192>(in, d);
+    }
+}
