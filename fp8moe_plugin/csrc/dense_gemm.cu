@@ -42,7 +42,7 @@ struct SharedMemory {
     static_assert(kWeightScales + kStages * kBytesWeightScales <= SMEM_BYTES, "as many stages as there is room for");
 
     u32 base;
-    DEVICE u32 weights(int stage, int column) const { return base + stage * kBytesWeights + column * kBlockK; }
+    DEVICE u32 weights(int stage) const { return base + stage * kBytesWeights; }
     DEVICE u32 tokens(int stage, int row) const { return base + kTokenTiles + stage * kBytesTokens + row * kBlockK; }
     DEVICE u32 token_scale(int stage, int row) const { return base + kScales + stage * kBytesScales + row * 4; }
     DEVICE u32 weight_scale(int stage, int block) const {
@@ -66,8 +66,8 @@ struct Tiles {
     int row_tiles, count, index = blockIdx.x;
 
     DEVICE Tiles(const Operands& in) {
-        row_tiles = (in.m + BLOCK_M - 1) / BLOCK_M;
-        count = row_tiles * ((in.n + kWidth - 1) / kWidth);
+        row_tiles = ceil_div(in.m, BLOCK_M);
+        count = row_tiles * ceil_div(in.n, kWidth);
     }
     DEVICE bool more() const { return index < count; }
     DEVICE void advance() { index += gridDim.x; }
@@ -90,7 +90,7 @@ DEVICE void load_weights(SharedMemory<kWidth> shared, const Operands& in) {
             u32 full = shared.full(ring.stage);
             barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
             barrier_arrive_expect(full, shared.kBytesWeights);
-            tma_load(shared.weights(ring.stage, 0), in.weights, full, k * kBlockK, column);
+            tma_load(shared.weights(ring.stage), in.weights, full, k * kBlockK, column);
 #pragma unroll
             for (int i = 0; i < shared.kScaleBlocks; ++i)
                 copy_async_4(shared.weight_scale(ring.stage, i), scales + i * next_block + k);
@@ -109,7 +109,7 @@ DEVICE void load_tokens(SharedMemory<kWidth> shared, const Operands& in) {
         int row = tiles.row(), rows = min(BLOCK_M, in.m - row);
         const TensorMap* tokens = rows == BLOCK_M ? in.tokens : in.tail_tokens;
         const float* scales = in.token_scales + row;
-        u32 scale_bytes = (rows + 3) / 4 * 16, bytes = (rows + 7) / 8 * 8 * kBlockK + scale_bytes;
+        u32 scale_bytes = ceil_div(rows, 4) * 16, bytes = ceil_div(rows, 8) * 8 * kBlockK + scale_bytes;
 #pragma unroll 1
         for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
             u32 full = shared.full(ring.stage);
@@ -172,7 +172,7 @@ DEVICE void multiply_steps(SharedMemory<kWidth> shared, Ring<kStages>& ring, int
     for (int i = 0; i < kSteps; ++i, ring.advance()) {
         stages[i] = ring.stage;
         barrier_wait(shared.full(stages[i]), ring.phase);
-        wgmma_issue(products[i], shared.tokens(stages[i], rows), shared.weights(stages[i], 0));
+        wgmma_issue(products[i], shared.tokens(stages[i], rows), shared.weights(stages[i]));
     }
     wgmma_commit();
 #pragma unroll

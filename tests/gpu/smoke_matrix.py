@@ -3,15 +3,18 @@
 compute-sanitizer --tool memcheck python tests/gpu/smoke_matrix.py
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fp8moe_plugin import ops, plan
+from fp8moe_plugin.ops import gemm_launch
 from fp8moe_plugin.ops.route import route, route_reference
 from tests import helpers as h
 
@@ -54,8 +57,19 @@ def check_gemm(gen: torch.Generator, rows: int) -> None:
 
 
 def check_linear(gen: torch.Generator, rows: int) -> None:
-    x, weight = h.random_tokens(gen, rows, 384), h.random_weights(gen, 136, 384)
-    h.assert_rounded(ops.fp8_linear(x, *weight), h.product(ops.per_token_group_quant_fp8(x), weight))
+    for k in (384, plan.LONG_K):
+        x, weight = h.random_tokens(gen, rows, k), h.random_weights(gen, 136, k)
+        h.assert_rounded(ops.fp8_linear(x, *weight), h.product(ops.per_token_group_quant_fp8(x), weight))
+
+
+def check_dense_tiles(gen: torch.Generator, rows: int) -> None:
+    x, weight = h.random_tokens(gen, rows, 384), h.random_weights(gen, 392, 384)
+    expected = h.product(ops.per_token_group_quant_fp8(x), weight)
+    for tile in itertools.product(plan.DENSE_TILE_M, plan.DENSE_TILE_N):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gemm_launch, "dense_key", lambda *_, tile=tile: plan.dense_gemm_key(tile[0]))
+            patch.setattr(gemm_launch, "dense_tile", lambda *_, tile=tile: tile)
+            h.assert_rounded(ops.fp8_linear(x, *weight), expected)
 
 
 def check_contiguous(gen: torch.Generator, rows: int) -> None:
@@ -113,6 +127,7 @@ def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:
         check_route,
         check_gemm,
         check_linear,
+        check_dense_tiles,
         check_contiguous,
         check_masked,
         check_batched_experts,
