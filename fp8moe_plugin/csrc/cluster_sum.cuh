@@ -1,4 +1,4 @@
-// Sums of some channels of up to 128 tokens, over the blocks of a cluster, of which each has a part of K: each sends
+// Sums of some channels of a few tokens, over the blocks of a cluster, of which each has a part of K: each sends
 // what it has of a token to the shared memory of the block that stores it, where the parts are added up in their order.
 #pragma once
 #include "ptx.cuh"
@@ -40,7 +40,7 @@ struct ClusterSum {
         if (splits > 1) cluster_wait();
     }
 
-    // Once; by a block alone again, as soon as all of its threads have stored.
+    // Once.
     // Of a thread as wgmma leaves them: channels lane/4 and lane/4 + 8 of its warp's 16, of tokens 8i + lane%4*2 and
     // the next, at [4i] and [4i + 1], the second channel's 2 behind. A thread's two channels go side by side.
     DEVICE void send(const float (&sum)[kTokens / 2]) const {
