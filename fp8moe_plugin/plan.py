@@ -436,15 +436,16 @@ def grouped_key(block_m: int, keep_b: bool = False) -> KernelKey:
 def dense_key(m: int, n: int, k: int, output: Output, sms: int) -> KernelKey:
     """The GEMM of a dense `[m, n]` result of `k` channels.
 
-    To bfloat16, up to a few hundred rows, or where that is one round of tiles: dense_gemm_swap_ab, or tiles that make
-    all multiprocessors load the same. Else tiles of 256 columns, or of 128 where that is one round.
+    To bfloat16: dense_gemm_swap_ab; or, up to a few hundred rows and where one round of the largest tiles does, tiles
+    that make all multiprocessors load the same; or tiles of 256 columns. To others: tiles of 256 columns, or of 128
+    where that is one round.
     """
     if output == Output.BF16:
         if m <= DENSE_WIDTHS[-1] and dense_streams(n, k):
             return dense_swap_ab_key()
-        block_m, block_n = dense_tile(m, n, k)
-        if m <= DENSE_ROWS or ceil_div(m, block_m) * ceil_div(n, block_n) <= MULTIPROCESSORS:
-            return dense_gemm_key(block_m)
+        one_round = ceil_div(m, DENSE_TILE_M[-1]) * ceil_div(n, DENSE_TILE_N[-1]) <= sms
+        if m <= DENSE_ROWS or one_round:
+            return dense_gemm_key(dense_tile(m, n, k, sms)[0])
         return grouped_gemm_key(output)
     narrow = count_row_tiles(m, PREFILL_BLOCK_M) * ceil_div(n, 128)
     return grouped_gemm_key(output, 128 if narrow <= sms else 256)
@@ -453,14 +454,13 @@ def dense_key(m: int, n: int, k: int, output: Output, sms: int) -> KernelKey:
 def dense_streams(n: int, k: int) -> bool:
     """Whether few rows go to dense_gemm_swap_ab: where each of a cluster's blocks has a multiprocessor of its own.
 
-    There columns are so few that blocks with all of K would take many steps. The number of tokens does not matter, so
-    that the sums of a row, down to the last bit, depend on no other row.
+    There columns are so few that blocks with all of K would take many steps.
     """
     return not batch_invariant() and k >= LONG_K and DENSE_SPLITS * ceil_div(n, DENSE_BLOCK_N) <= MULTIPROCESSORS
 
 
-@functools.cache
-def dense_tile(m: int, n: int, k: int) -> tuple[int, int]:
+@functools.lru_cache(4096)
+def dense_tile(m: int, n: int, k: int, sms: int) -> tuple[int, int]:
     """Rows and columns of a tile of dense_gemm: those with which the busiest multiprocessor is done first.
 
     A tile takes as long as its loads, and then its stores. Tiles that share columns do not keep step, so that weights
@@ -470,7 +470,7 @@ def dense_tile(m: int, n: int, k: int) -> tuple[int, int]:
 
     def time(tile: tuple[int, int]) -> tuple[int, int]:
         rows, columns = tile
-        rounds = ceil_div(ceil_div(m, rows) * ceil_div(n, columns), MULTIPROCESSORS)
+        rounds = ceil_div(ceil_div(m, rows) * ceil_div(n, columns), sms)
         return rounds * ((rows + columns) * k // GROUP + rows * columns // DENSE_STORE), -rows
 
     low, high = DENSE_TILE_M

@@ -353,7 +353,7 @@ def test_few_rows_stream_weights_where_columns_are_few_and_k_is_long():
 def test_dense_tiles_are_as_fast_as_any_were():
     """Of those timed on an H200 (benchmarks/NOTES.md)."""
     rows = (1, 64, 128, 192, 256)
-    assert [[plan.dense_tile(m, n, k) for m in rows] for n, k in SHAPES[:5]] == [
+    assert [[plan.dense_tile(m, n, k, 132) for m in rows] for n, k in SHAPES[:5]] == [
         [(64, 16), (64, 16), (64, 32), (64, 64), (64, 64)],
         [(64, 192), (64, 192), (128, 192), (128, 192), (128, 192)],
         [(64, 128), (64, 128), (128, 128), (64, 192), (128, 128)],
@@ -364,7 +364,7 @@ def test_dense_tiles_are_as_fast_as_any_were():
 
 @given(m=st.integers(1, 4096), n=st.sampled_from((8, 512, 2112, 7168, 36864)), k=st.sampled_from((128, 1536, 7168)))
 def test_weights_that_do_not_stay_in_l2_are_not_read_for_more_tiles_of_rows_than_need_be(m, n, k):
-    block_m, block_n = plan.dense_tile(m, n, k)
+    block_m, block_n = plan.dense_tile(m, n, k, 132)
     assert (block_m, block_n) in itertools.product(plan.DENSE_TILE_M, plan.DENSE_TILE_N)
     if n * k > plan.L2_BYTES:
         assert block_m == (64 if m <= 64 else 128)

@@ -56,13 +56,13 @@ DEVICE void wgmma_results_ready(float (&d)[kCount]) {
 #define OUTS_96 OUTS_88, OUT8(88)
 
 // For n columns: the accumulator, and the names of what follows it, two descriptors and whether to accumulate.
-#define WGMMA(n, names, outs, a_name, b_name, accumulate_name)                                                 \
-    DEVICE void wgmma(float (&d)[n / 2], u64 a, u64 b, bool accumulate) {                                      \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, " accumulate_name ", 0;\n"                                \
+#define WGMMA(n, names, outs, a_name, b_name, accumulate_name)                                                   \
+    DEVICE void wgmma(float (&d)[n / 2], u64 a, u64 b, bool accumulate) {                                        \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, " accumulate_name ", 0;\n"                                  \
                      "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" names "}, " a_name ", " b_name \
-                     ", p, 1, 1; }"                                                                            \
-                     : outs                                                                                    \
-                     : "l"(a), "l"(b), "r"(int(accumulate)));                                                  \
+                     ", p, 1, 1; }"                                                                              \
+                     : outs                                                                                      \
+                     : "l"(a), "l"(b), "r"(int(accumulate)));                                                    \
     }
 WGMMA(8, "%0,%1,%2,%3", OUT4(0), "%4", "%5", "%6")
 WGMMA(16, NAMES_8, OUTS_8, "%8", "%9", "%10")
@@ -74,6 +74,8 @@ WGMMA(128, NAMES_64, OUTS_64, "%64", "%65", "%66")
 WGMMA(144, NAMES_72, OUTS_72, "%72", "%73", "%74")
 WGMMA(192, NAMES_96, OUTS_96, "%96", "%97", "%98")
 #undef WGMMA
+#undef OUT8
+#undef OUT4
 
 // d = A[64, 128] @ B[N, 128]^T, between wgmma_fence and wgmma_commit.
 template <int kCount>

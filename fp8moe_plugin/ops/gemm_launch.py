@@ -133,12 +133,13 @@ def launch_gemm(
 
 def _launch_dense(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, early: bool) -> None:
     """`launch_gemm` of up to a few hundred rows."""
-    block_m, block_n = dense_tile(a.rows, b.n, b.k)
+    sms = multiprocessors(out.get_device())
+    block_m, block_n = dense_tile(a.rows, b.n, b.k, sms)
     tiles = ceil_div(a.rows, block_m) * ceil_div(b.n, block_n)
     tail = ceil_div(a.rows % block_m, DENSE_TAIL_STEP) * DENSE_TAIL_STEP or block_m
     maps = (_map(a, block_m), _map(a, tail), _weight_map(b, block_n, whole_rows_l2_fetch(b.k)))
     args = (*maps, a.scales, a.scale_k_block, b.scales, out.data_ptr(), a.rows, b.n, b.k, block_n)
-    launch(key, min(tiles, multiprocessors(out.get_device())), args, out.get_device(), early)
+    launch(key, min(tiles, sms), args, out.get_device(), early)
 
 
 def _launch_dense_swap_ab(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, early: bool) -> None:

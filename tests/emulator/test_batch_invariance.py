@@ -5,12 +5,13 @@ import torch
 
 from benchmarks.batch_invariance import invariance
 from fp8moe_plugin import plan
-from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.ops import fused_moe, gemm_launch
 from fp8moe_plugin.ops.linear import fp8_linear
 from tests import helpers as h
 from tests.emulator.device import Device
 
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 3, 2, 384, 128
+TOGETHER = {9: plan.dense_gemm_key(128), 300: plan.grouped_gemm_key(plan.Output.BF16)}  # other kernels than alone
 
 
 @pytest.mark.parametrize("tokens", [30, 140])  # tiles of 32 and 128 rows; alone of 8
@@ -37,7 +38,10 @@ def test_a_dense_layer(emulator: Device, monkeypatch: pytest.MonkeyPatch, tokens
     blocks[:, 2] *= 2**16  # what cancels shows the order
     blocks[:, 3], columns[:, 3], scales[:, 3] = -blocks[:, 2], columns[:, 2], scales[:, 2]
     with invariance(True):
-        together = emulator.execute(1, lambda: fp8_linear(x, weight, scales))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gemm_launch, "dense_key", lambda *_: TOGETHER[tokens])
+            patch.setattr(gemm_launch, "dense_tile", lambda *_: (128, 144))
+            together = emulator.execute(1, lambda: fp8_linear(x, weight, scales))
         for row in (0, tokens - 1):
             one = x[row : row + 1].clone()
             alone = emulator.execute(2, lambda one=one: fp8_linear(one, weight, scales))
