@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from fp8moe_plugin import plan
+from fp8moe_plugin.ops import gemm_launch
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8, per_token_group_quant_fp8_reference
 from fp8moe_plugin.ops.route import Routing, Tiles
 from fp8moe_plugin.settings import settings
@@ -142,6 +143,12 @@ def force_small_batch(patch: pytest.MonkeyPatch, width: int) -> None:
     """Layers take the kernels of a small batch of up to `width` tokens, whatever is fastest for them; 0: others."""
     for module in (plan, importlib.import_module("fp8moe_plugin.ops.fused_moe")):  # the op has taken its name
         patch.setattr(module, "small_batch", lambda *_: width)
+
+
+def force_dense_tile(patch: pytest.MonkeyPatch, block_m: int, block_n: int) -> None:
+    """Dense layers take tiles of dense_gemm of so many rows and columns, whatever is fastest for them."""
+    patch.setattr(gemm_launch, "dense_key", lambda *_: plan.dense_gemm_key(block_m))
+    patch.setattr(gemm_launch, "dense_tile", lambda *_: (block_m, block_n))
 
 
 def layer_reference(

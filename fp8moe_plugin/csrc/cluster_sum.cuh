@@ -40,9 +40,8 @@ struct ClusterSum {
         if (splits > 1) cluster_wait();
     }
 
-    // Once.
-    // Of a thread as wgmma leaves them: channels lane/4 and lane/4 + 8 of its warp's 16, of tokens 8i + lane%4*2 and
-    // the next, at [4i] and [4i + 1], the second channel's 2 behind. A thread's two channels go side by side.
+    // Once. Of a thread as wgmma leaves them: channels lane/4 and lane/4 + 8 of its warp's 16, of tokens 8i + lane%4*2
+    // and the next, at [4i] and [4i + 1], the second channel's 2 behind. A thread's two channels go side by side.
     DEVICE void send(const float (&sum)[kTokens / 2]) const {
         int lane = lane_of_warp(), at = (threadIdx.x / kWarp * 8 + lane / 4) * 8;
 #pragma unroll

@@ -124,10 +124,6 @@ DEVICE void load_tokens(SharedMemory<kWidth> shared, const Operands& in) {
 
 // ---- math -----------------------------------------------------------------------------------------------------------
 
-// Of a thread, of some columns: rows lane/4 and lane/4 + 8 of its warp's 16, columns 8i + lane%4*2 and the next.
-template <int kColumns>
-using Columns = float[kColumns / 2];
-
 // The scales of a thread's two rows times those of the weights, of the columns before `boundary` and the others.
 struct Scales {
     float of[2][2];
@@ -178,7 +174,7 @@ DEVICE void multiply_steps(SharedMemory<kWidth> shared, Ring<kStages>& ring, int
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) scales[i] = load_scales(shared, stages[i], row, boundary);
     wgmma_wait();
-    __syncwarp();
+    __syncwarp();  // as `release` does, once for all of them
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
         wgmma_results_ready(products[i]);

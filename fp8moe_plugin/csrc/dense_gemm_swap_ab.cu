@@ -119,8 +119,7 @@ DEVICE void multiply(SharedMemory<kTokens> shared, int steps, float (&sum)[kToke
             scale[i] = load_shared_float(shared.token_scale(s, token + i / 2 * 8 + i % 2)) * weight_scale;
         wgmma_wait();
         wgmma_results_ready(product);
-        __syncwarp();
-        if (lane_of_warp() == 0) barrier_arrive(shared.empty(s));
+        release(shared, s);
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) sum[i] += scale[i / 4 * 2 + i % 2] * product[i];
     }

@@ -184,8 +184,7 @@ DEVICE void multiply(SharedMemory shared, Units units, int warpgroup, Sums& sum)
         for (int i = 0; i < kTokens / 4; ++i) scale[i] = load_shared_float(shared.scale(s, token + i / 2 * 8 + i % 2));
         wgmma_wait();
         wgmma_results_ready(product);
-        __syncwarp();
-        if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty(s));
+        release(shared, s);
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) {
             float token_scale = scale[i / 4 * 2 + i % 2];

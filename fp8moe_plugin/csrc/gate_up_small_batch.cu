@@ -169,8 +169,7 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int ha
                 scale[i] = half_scale * load_shared_float(shared.x_scale(step, token + i / 2 * 8 + i % 2));
             wgmma_wait();
             wgmma_results_ready(product);
-            __syncwarp();
-            if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty(s));
+            release(shared, s);
 #pragma unroll
             for (int i = 0; i < kTokens / 2; ++i) sum[slab][i] += scale[i / 4 * 2 + i % 2] * product[i];
         }

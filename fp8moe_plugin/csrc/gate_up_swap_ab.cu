@@ -201,8 +201,7 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int wa
         wgmma_wait();
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) wgmma_results_ready(product[slab]);
-        __syncwarp();
-        if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty(s));
+        release(shared, s);
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab)
 #pragma unroll

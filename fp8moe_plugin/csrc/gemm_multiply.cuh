@@ -3,14 +3,7 @@
 #include "gemm_layout.cuh"
 #include "wgmma.cuh"
 
-template <int kWidth>
-using Columns = float[kWidth / 2];  // of a thread: rows lane/4 and lane/4 + 8, columns 8i + lane%4*2 and the next
 using Accumulator = Columns<kHalfN>;
-
-DEVICE void release(SharedMemory shared, int stage) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty(stage));
-}
 
 // Of a tail, 64 rows of B of each half by 16 rows of A, transposed: a thread holds rows lane/4 and lane/4 + 8 of B,
 // rows 8i + lane%4*2 and the next of the tail.

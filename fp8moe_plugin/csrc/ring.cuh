@@ -21,6 +21,13 @@ struct Ring {
     }
 };
 
+// By the math warps, each when it has used a stage.
+template <class SharedMemory>
+DEVICE void release(SharedMemory shared, int stage) {
+    __syncwarp();
+    if (lane_of_warp() == 0) barrier_arrive(shared.empty(stage));
+}
+
 // All threads of the block call it. `full` takes one arrival of each who fills a stage, `empty` one a math warp.
 template <class SharedMemory>
 DEVICE void init_barriers(SharedMemory shared, int stages, int full_arrivals, int math_warps) {

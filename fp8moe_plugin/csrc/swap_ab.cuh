@@ -28,8 +28,7 @@ DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int steps, i
             scale[i] = load_shared_float(shared.token_scale(s, token + i / 2 * 8 + i % 2)) * weight_scale;
         float product[kTokens / 2];
         wgmma_k128(product, shared.weights(s, warpgroup), shared.tokens(s, 0));
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared.empty(s));
+        release(shared, s);
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) sum[i] += scale[i / 4 * 2 + i % 2] * product[i];
     }

@@ -20,6 +20,11 @@ DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
+// What a thread has of 64 rows by kWidth columns: rows lane/4 and lane/4 + 8 of its warp's 16, columns 8i + lane%4*2
+// and the next.
+template <int kWidth>
+using Columns = float[kWidth / 2];
+
 // Keeps the compiler from moving reads of an accumulator above the wait.
 template <int kCount>
 DEVICE void wgmma_results_ready(float (&d)[kCount]) {

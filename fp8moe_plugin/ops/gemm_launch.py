@@ -30,9 +30,8 @@ from fp8moe_plugin.plan import (
 from fp8moe_plugin.shapes import GROUP, ceil_div
 
 # Rows of a TMA load: of a warpgroup's part of a tile; of one swizzle atom, so that as many are loaded as there are.
-PREFILL_BOX_M = 64
-DECODE_BOX_M, DECODE_BOX_N = 8, 128
-DENSE_TAIL_STEP = 8
+PREFILL_BOX_M, SWIZZLE_ROWS = 64, 8
+DECODE_BOX_N = 128
 
 
 class Rows(NamedTuple):
@@ -136,7 +135,7 @@ def _launch_dense(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, early:
     sms = multiprocessors(out.get_device())
     block_m, block_n = dense_tile(a.rows, b.n, b.k, sms)
     tiles = ceil_div(a.rows, block_m) * ceil_div(b.n, block_n)
-    tail = ceil_div(a.rows % block_m, DENSE_TAIL_STEP) * DENSE_TAIL_STEP or block_m
+    tail = ceil_div(a.rows % block_m, SWIZZLE_ROWS) * SWIZZLE_ROWS or block_m
     maps = (_map(a, block_m), _map(a, tail), _weight_map(b, block_n, whole_rows_l2_fetch(b.k)))
     args = (*maps, a.scales, a.scale_k_block, b.scales, out.data_ptr(), a.rows, b.n, b.k, block_n)
     launch(key, min(tiles, sms), args, out.get_device(), early)
@@ -262,7 +261,7 @@ def _swap_ab(
     counters: int,
 ) -> Launch:
     scales = (a.scales, a.scale_group, a.scale_k_block, b.scales)
-    maps = (_map(a, DECODE_BOX_M), _weight_map(b, DECODE_BOX_N, STREAMED_L2_FETCH))
+    maps = (_map(a, SWIZZLE_ROWS), _weight_map(b, DECODE_BOX_N, STREAMED_L2_FETCH))
     pair_of_counters = int(early)  # the GEMM before may still use the first pair
     results = (out, tiles.table, tiles.num_tiles)
     run = columns_at_once(a.rows, b.experts, b.n, b.k)

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.ops.linear import fp8_linear
+from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from tests import helpers as h
 from tests.emulator.device import Device
+from tests.emulator.inputs import assert_close
 
 layer_ops = importlib.import_module("fp8moe_plugin.ops.fused_moe")  # the op has taken its name
 KINDS = ("some_missing", "one_expert", "distinct")  # of the layers' routings, in turn
@@ -52,3 +55,10 @@ def run_layers(
         emulator.execute(seed, ops)
     calls = zip([x, *outs[:-1]], outs, routings, strict=True)
     return [h.relative_l2(y, h.layer_reference(x, layer, *routing, quantized=True)) for x, y, routing in calls]
+
+
+def run_dense_layer(emulator: Device, seed: int, gen: torch.Generator, m: int, n: int, k: int) -> None:
+    """A dense layer of `m` random tokens, held against the product of the quantized ones."""
+    x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
+    out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
+    assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")

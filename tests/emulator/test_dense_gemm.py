@@ -8,11 +8,12 @@ import torch
 from fp8moe_plugin.ops import fp8_gemm_nt, gemm_launch
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
-from fp8moe_plugin.plan import DENSE_WIDTHS, Output, dense_gemm_key, dense_swap_ab_key, grouped_gemm_key
+from fp8moe_plugin.plan import DENSE_WIDTHS, Output, dense_swap_ab_key, grouped_gemm_key
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import SHARED_BYTES, Device
 from tests.emulator.inputs import assert_close
+from tests.emulator.layers import run_dense_layer
 
 CPU = torch.device("cpu")
 MULTIPROCESSORS = 6
@@ -42,10 +43,7 @@ def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
 @seeds
 @pytest.mark.parametrize("m", [1, 5, 8, 16, 17, 32])
 def test_a_dense_layer_of_few_rows(emulator: Device, shape: tuple[int, int], m: int, seed: int) -> None:
-    (n, k), gen = shape, h.seeded(seed, CPU)
-    x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
-    out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
-    assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
+    run_dense_layer(emulator, seed, h.seeded(seed, CPU), m, *shape)
 
 
 @seeds
@@ -94,24 +92,17 @@ def test_layers_in_a_row(emulator: Device, seed: int) -> None:
 )
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     block_m, block_n, n, k = request.param
-    monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: dense_gemm_key(block_m))  # at any number of rows
-    monkeypatch.setattr(gemm_launch, "dense_tile", lambda *_: (block_m, block_n))
+    h.force_dense_tile(monkeypatch, block_m, block_n)
     return n, k
 
 
 @seeds
 @pytest.mark.parametrize("m", [1, 5, 33, 64, 65, 129, 250])
 def test_a_dense_layer_of_some_rows(emulator: Device, tile: tuple[int, int], m: int, seed: int) -> None:
-    (n, k), gen = tile, h.seeded(seed, CPU)
-    x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
-    out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
-    assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
+    run_dense_layer(emulator, seed, h.seeded(seed, CPU), m, *tile)
 
 
 @seeds
 def test_a_dense_layer_of_many_rows(emulator: Device, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: grouped_gemm_key(Output.BF16))
-    gen = h.seeded(seed, CPU)
-    x, weight = h.random_tokens(gen, 300, 384), h.random_weights(gen, 200, 384)
-    out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
-    assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
+    run_dense_layer(emulator, seed, h.seeded(seed, CPU), 300, 200, 384)

@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from fp8moe_plugin import plan
-from fp8moe_plugin.ops import fused_moe, gemm_launch
+from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.gate_up import gate_up
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
-from fp8moe_plugin.ops.linear import fp8_linear
-from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.ops.route import tiles_of_counts
 from fp8moe_plugin.plan import (
     EARLY_BELOW,
@@ -40,8 +38,8 @@ from tests import helpers as h
 from tests.emulator.build import CSRC, Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import SHARED_BYTES, Device, EmulatorError
-from tests.emulator.inputs import assert_close, assert_product, empty_rows, slabs
-from tests.emulator.layers import MOST_ERROR, run_layers
+from tests.emulator.inputs import assert_product, empty_rows, slabs
+from tests.emulator.layers import MOST_ERROR, run_dense_layer, run_layers
 
 SCHEDULES = 16
 CLUSTERS = 24  # multiprocessors, for kernels of clusters
@@ -91,14 +89,12 @@ def second_gemm_that_keeps_weights(emulator: Device, seed: int) -> None:
 def dense_layer(emulator: Device, seed: int, n: int = 128, k: int = LONG_K) -> None:
     gen, m = h.seeded(0, torch.device("cpu")), 5
     assert dense_streams(n, k) == (k >= LONG_K), "blocks of a cluster share columns"
-    x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
-    out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
-    assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
+    run_dense_layer(emulator, seed, gen, m, n, k)
 
 
 def dense_tiles(emulator: Device, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm_launch, "dense_tile", lambda *_: (64, 112))
+        h.force_dense_tile(patch, 64, 112)
         dense_layer(emulator, seed, 2112, 384)
 
 
@@ -246,8 +242,8 @@ FAULTS = {
     ),
     "a stage of a tile is given back before it is multiplied": Fault(
         "dense_gemm.cu",
-        "    wgmma_wait();\n    __syncwarp();\n",
-        "    __syncwarp();\n",
+        "    wgmma_wait();\n    __syncwarp();",
+        "    __syncwarp();",
         dense_tiles,
         f"{WRONG_RESULT}|wgmma",
     ),

@@ -14,7 +14,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fp8moe_plugin import ops, plan
-from fp8moe_plugin.ops import gemm_launch
 from fp8moe_plugin.ops.route import route, route_reference
 from tests import helpers as h
 
@@ -67,8 +66,7 @@ def check_dense_tiles(gen: torch.Generator, rows: int) -> None:
     expected = h.product(ops.per_token_group_quant_fp8(x), weight)
     for tile in itertools.product(plan.DENSE_TILE_M, plan.DENSE_TILE_N):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gemm_launch, "dense_key", lambda *_, tile=tile: plan.dense_gemm_key(tile[0]))
-            patch.setattr(gemm_launch, "dense_tile", lambda *_, tile=tile: tile)
+            h.force_dense_tile(patch, *tile)
             h.assert_rounded(ops.fp8_linear(x, *weight), expected)
 
 

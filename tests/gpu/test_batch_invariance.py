@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.batch_invariance import invariance
 from fp8moe_plugin import ops, plan
+from fp8moe_plugin.ops import gemm_launch
 from fp8moe_plugin.plan import DECODE_BLOCK_M, PREFILL_BLOCK_M
 from tests import helpers as h
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.gpu
 BATCHES, LONGEST, KEPT = 500, 4096, 16  # batches, tokens of one, rows that each of them holds if it has as many
 # Experts, hidden, intermediate and topk: narrow experts with a long K as in DeepSeek-V3 on 8 ranks, wide ones, Qwen3.
 LAYERS = {"dsv3-tp8": (64, 7168, 256, 8), "wide": (16, 1024, 2048, 4), "qwen3": (128, 2048, 768, 8)}
-# Of the last two a block of few rows goes on to further columns.
+# The last two have more tiles than there are multiprocessors.
 DENSE = [(2112, 7168), (7168, 2048), (576, 16384), (24576, 1536), (17416, 4096)]
 Inputs = tuple[torch.Tensor, ...]
 
@@ -157,16 +158,14 @@ def test_layers_of_both_kinds_of_tiles_give_the_same_bits(gen, name, tokens):
 
 @pytest.mark.parametrize(("n", "k"), DENSE)
 def test_dense_kernels_give_the_same_bits(gen, monkeypatch, n, k):
-    gemm_launch = importlib.import_module("fp8moe_plugin.ops.gemm_launch")
     weight = h.random_weights(gen, n, k)
-    tiles = itertools.product(plan.DENSE_TILE_M, plan.DENSE_TILE_N)
-    kinds = [(plan.grouped_gemm_key(plan.Output.BF16), None)]
-    kinds += [(plan.dense_gemm_key(tile[0]), tile) for tile in tiles]
+    tiles = list(itertools.product(plan.DENSE_TILE_M, plan.DENSE_TILE_N))
     with invariance(True):
         for m in (1, 8, 17, 64, 65, 128, 140, 145, 300, 1000):
-            x, results = uneven_tokens(gen, m, k), []
-            for key, tile in kinds:
-                monkeypatch.setattr(gemm_launch, "dense_key", lambda *_, key=key: key)
-                monkeypatch.setattr(gemm_launch, "dense_tile", lambda *_, tile=tile: tile)
+            x = uneven_tokens(gen, m, k)
+            monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: plan.grouped_gemm_key(plan.Output.BF16))
+            results = [ops.fp8_linear(x, *weight)]
+            for tile in tiles:
+                h.force_dense_tile(monkeypatch, *tile)
                 results.append(ops.fp8_linear(x, *weight))
             assert all(h.same_bits(results[0], other) for other in results[1:]), f"{m} rows"
