@@ -92,7 +92,7 @@ def start(environment_of_engines: dict[str, str]) -> Start:
         command = [sys.executable, "-m", f"tests.engine.{script}", str(model), json.dumps(MODES[mode] | arguments)]
         common = environment_of_engines | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         own = common | ENVIRONMENTS.get(mode, {}) | (environment or {})
-        return subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=900)
 
     return start
 

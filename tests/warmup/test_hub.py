@@ -58,7 +58,7 @@ def list_kernels(model: str, hub: str, home: Path, offline: bool = False) -> sub
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "FP8MOE_"))}
     environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(home), "NO_PROXY": "*", "HF_HUB_OFFLINE": str(int(offline))}
     command = [sys.executable, "-m", "warmup", "list", "--model", model]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_only_the_description_of_a_model_is_fetched(hub: str, tmp_path: Path) -> None:

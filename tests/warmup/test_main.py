@@ -37,7 +37,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=600)
 
 
 def entries(folder: Path) -> set[str]:
