@@ -4,17 +4,19 @@
     python -m benchmarks.engine_decode --plot benchmarks/results/engine_decode-<date>.json  # needs matplotlib, no GPU
 
 A round is two calls with the same number of prompts of 32 random tokens, all read in one step, which differ by 64
-generated tokens: the difference of their times is that of 64 decode steps. Engines are those of
+generated tokens: the difference of their times is that of 64 decode steps. All engines are there at once and take
+turns, a round of each before the next, since a host may be slow for seconds. They are those of
 benchmarks.engine_prefill, with CUDA graphs of the batch sizes alone: the others would only delay them. `moe_ms` is the
 part of a step from the end of each router's top-k to the end of the last kernel of the layer's experts, from a profile
 of 16 steps of their own, in which kernels are further apart than without one; shared experts run beside it. Where it is
 null, kernels have other names than `ROUTER` and `LAST` know (they are in the report, with their time in a step).
 `gpu_ms`, from the same profile, is for how long in a step at least one kernel runs: what a host that keeps up with the
-GPU would make of the step.
+GPU would make of the step. The table goes to stdout, what the engines say to stderr.
 """
 
 import argparse
 import collections
+import contextlib
 import itertools
 import json
 import os
@@ -23,88 +25,86 @@ import signal
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_prefill import (
-    CONFIG_KEYS,
-    DEFAULTS,
-    ENGINES,
-    in_own_process,
-    read_config,
-    read_report,
-    run_and_answer,
-)
+from benchmarks.engine_prefill import CONFIG_KEYS, DEFAULTS, ENGINES, read_config, read_report
+from benchmarks.engine_process import EngineError, EngineProcess
 from benchmarks.report import write_report
 from fp8moe_plugin.errors import UnsupportedError
 from warmup.bench_result import OURS, check_plot
 
 PROMPT_TOKENS, STEPS, PROFILED_STEPS = 32, 64, 16
+SHORT = 8  # tokens of the shorter call
+MEMORY = 0.9  # of the GPU, for all engines together
 ROUTER = r"grouped_topk|topkGating"  # vLLM's, in all engines
 # The last kernel of the experts; ours are two, the latter that of small batches.
 LAST = {OURS: r"^(combine|down_small_batch)$", "triton": r"moe_sum", "deepgemm": r"ep_gather"}
 SHOWN = 25  # kernels of a step, those that take longest
 
 
-def run_engine(args: argparse.Namespace) -> dict[str, Any]:
-    """Steps of each batch size; in a process of its own."""
-    import torch
-    from vllm import LLM, SamplingParams, TokensPrompt
+class DecodeEngine:
+    """One engine, which has run each batch size once."""
 
-    start = time.monotonic()
-    arguments, _ = ENGINES[args.run]
-    batches = [int(batch) for batch in args.batches.split(",")]
-    llm = LLM(
-        model=str(args.model),
-        max_model_len=512,
-        max_num_seqs=max(batches),
-        max_num_batched_tokens=8192,
-        enable_prefix_caching=False,
-        compilation_config={"cudagraph_capture_sizes": batches},
-        **arguments,
-    )
-    ready = time.monotonic() - start
-    generator = torch.Generator().manual_seed(1)
-    vocab = read_config(args.model)["vocab_size"]
+    def __init__(self, name: str, model: Path, batches: list[int], memory: float) -> None:
+        import torch
+        from vllm import LLM
 
-    def generate(batch: int, tokens: int) -> float:
+        self.name = name
+        self.llm = LLM(
+            model=str(model),
+            max_model_len=512,
+            max_num_seqs=max(batches),
+            max_num_batched_tokens=8192,
+            enable_prefix_caching=False,
+            gpu_memory_utilization=memory,
+            compilation_config={"cudagraph_capture_sizes": batches},
+            **ENGINES[name][0],
+        )
+        self.vocab = read_config(model)["vocab_size"]
+        self.generator = torch.Generator().manual_seed(1)
+        for batch in batches:
+            self.generate(batch, SHORT)
+
+    def generate(self, batch: int, tokens: int) -> float:
         """Seconds until each prompt of a batch has got so many tokens."""
-        ids = torch.randint(10, vocab, (batch, PROMPT_TOKENS), generator=generator).tolist()
+        import torch
+        from vllm import SamplingParams, TokensPrompt
+
+        ids = torch.randint(10, self.vocab, (batch, PROMPT_TOKENS), generator=self.generator).tolist()
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
-        outputs = llm.generate([TokensPrompt(prompt_token_ids=i) for i in ids], sampling, use_tqdm=False)
+        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=i) for i in ids], sampling, use_tqdm=False)
         seconds = time.perf_counter() - begin
         if any(len(o.outputs[0].token_ids) != tokens for o in outputs):
             raise RuntimeError("a prompt got fewer tokens than asked for")
         return seconds
 
-    found: dict[str, Any] = {"ready_s": round(ready, 1), "batches": {}}
-    for batch in batches:
-        generate(batch, 8)
-        steps = [(generate(batch, 8 + STEPS) - generate(batch, 8)) / STEPS * 1e3 for _ in range(args.rounds)]
-        row = {"ms": round(statistics.median(steps), 4), "rounds": [round(ms, 4) for ms in steps]}
-        found["batches"][str(batch)] = row | profile(args.run, batch, generate)
-    return found
+    def step_ms(self, batch: int) -> float:
+        return (self.generate(batch, SHORT + STEPS) - self.generate(batch, SHORT)) / STEPS * 1e3
 
-
-def profile(name: str, batch: int, generate: Any) -> dict[str, Any]:
-    """The MoE part of a step, and what its kernels take: the difference of two profiles, as with the times."""
-    traces = [kernels_of(lambda tokens=tokens: generate(batch, tokens)) for tokens in (8, 8 + PROFILED_STEPS)]
-    sums = [collections.Counter[str](), collections.Counter[str]()]
-    for trace, total in zip(traces, sums, strict=True):
-        for kernel in trace:
-            total[kernel["name"]] += kernel["dur"]
-    per_step = {kernel: (sums[1][kernel] - sums[0][kernel]) / PROFILED_STEPS for kernel in sums[1]}
-    longest = sorted(per_step.items(), key=lambda item: -item[1])[:SHOWN]
-    moe = [moe_us(trace, LAST[name]) for trace in traces]
-    part = None if None in moe else round((moe[1] - moe[0]) / PROFILED_STEPS / 1e3, 4)  # type: ignore[operator]
-    busy = (busy_us(traces[1]) - busy_us(traces[0])) / PROFILED_STEPS / 1e3
-    return {
-        "gpu_ms": round(busy, 4),
-        "moe_ms": part,
-        "kernels_us": {kernel[:120]: round(us, 2) for kernel, us in longest},
-    }
+    def profile(self, batch: int) -> dict[str, Any]:
+        """The MoE part of a step, and what its kernels take: the difference of two profiles, as with the times."""
+        traces = [
+            kernels_of(lambda tokens=tokens: self.generate(batch, tokens)) for tokens in (SHORT, SHORT + PROFILED_STEPS)
+        ]
+        sums = [collections.Counter[str](), collections.Counter[str]()]
+        for trace, total in zip(traces, sums, strict=True):
+            for kernel in trace:
+                total[kernel["name"]] += kernel["dur"]
+        per_step = {kernel: (sums[1][kernel] - sums[0][kernel]) / PROFILED_STEPS for kernel in sums[1]}
+        longest = sorted(per_step.items(), key=lambda item: -item[1])[:SHOWN]
+        moe = [moe_us(trace, LAST[self.name]) for trace in traces]
+        part = None if None in moe else round((moe[1] - moe[0]) / PROFILED_STEPS / 1e3, 4)  # type: ignore[operator]
+        busy = (busy_us(traces[1]) - busy_us(traces[0])) / PROFILED_STEPS / 1e3
+        return {
+            "gpu_ms": round(busy, 4),
+            "moe_ms": part,
+            "kernels_us": {kernel[:120]: round(us, 2) for kernel, us in longest},
+        }
 
 
 def kernels_of(call: Any) -> list[dict[str, Any]]:
@@ -183,6 +183,57 @@ def plot(report: Path) -> None:
         figure.savefig(report.with_suffix(".svg"), metadata={"Date": None})
 
 
+class Engines:
+    """Those that are compared, each in a process of its own, on one GPU; `found` is what is known of each."""
+
+    def __init__(self, args: argparse.Namespace, names: list[str]) -> None:
+        self.args, self.names = args, names
+        self.batches = [int(batch) for batch in args.batches.split(",")]
+        self.found: dict[str, dict[str, Any]] = {}
+        self.processes: dict[str, EngineProcess] = {}
+
+    def start(self, name: str) -> None:
+        begin = time.monotonic()
+        self.found[name] = {}
+        make = partial(DecodeEngine, name, self.args.model, self.batches, MEMORY / len(self.names))
+        self.processes[name] = EngineProcess(make, DEFAULTS | os.environ | ENGINES[name][1])
+        with self.errors(name):
+            self.processes[name].wait_until_made(self.args.timeout)
+            self.found[name] |= {"ready_s": round(time.monotonic() - begin, 1), "batches": {}}
+
+    def measure(self, batch: int) -> None:
+        """Time each engine's steps in turn, a round of each before the next, then profile them."""
+        rounds: dict[str, list[float]] = {name: [] for name in self.finished()}
+        for _ in range(self.args.rounds):
+            for name in self.finished():
+                with self.errors(name):
+                    rounds[name].append(round(self.call(name, "step_ms", batch), 4))
+        for name in self.finished():
+            row = {"ms": round(statistics.median(rounds[name]), 4), "rounds": rounds[name]}
+            with self.errors(name):
+                self.found[name]["batches"][str(batch)] = row | self.call(name, "profile", batch)
+
+    def call(self, name: str, method: str, batch: int) -> Any:
+        return self.processes[name].call(method, batch, timeout=self.args.timeout)
+
+    def finished(self) -> list[str]:
+        """Those that have done all that was asked of them."""
+        return [name for name, found in self.found.items() if "error" not in found]
+
+    @contextlib.contextmanager
+    def errors(self, name: str) -> Iterator[None]:
+        """An engine that fails is asked nothing more; the others go on."""
+        try:
+            yield
+        except EngineError as error:
+            self.found[name]["error"] = str(error)
+            self.processes[name].kill()
+
+    def kill(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
@@ -190,40 +241,39 @@ def main() -> None:
     what.add_argument("--plot", type=Path, metavar="REPORT", help="draw an earlier report, as .svg beside it")
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--batches", default="1,8,64,256")
-    parser.add_argument("--rounds", type=int, default=5, help="that are timed")
-    parser.add_argument("--timeout", type=float, default=200, help="seconds for all that one engine does")
-    parser.add_argument("--out", type=Path, help="the report, rewritten after each engine")
-    parser.add_argument("--run", choices=ENGINES, help="run one engine in this process, and write its steps to --out")
+    parser.add_argument("--rounds", type=int, default=11, help="that are timed")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for an engine's start")
+    parser.add_argument("--out", type=Path, help="the report, rewritten after each batch size")
     args = parser.parse_args()
     if args.plot:
         try:
             return plot(args.plot)
         except UnsupportedError as error:
             parser.error(str(error))
-    if args.run:
-        run_and_answer(lambda: run_engine(args), args.out)
-        return
     names = args.engines.split(",")
     if unknown := set(names) - set(ENGINES):
         parser.error(f"no such engine: {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an engine must not outlive us
     config = read_config(args.model)
-    engines: dict[str, dict[str, Any]] = {}
+    engines = Engines(args, names)
     results = {
         "vllm": metadata.version("vllm"),
         "fp8moe_plugin": metadata.version("fp8moe-plugin"),
         "checkpoint": {"name": args.model.resolve().name} | {key: config.get(key) for key in CONFIG_KEYS},
         "prompt_tokens": PROMPT_TOKENS,
-        "engines": engines,
+        "engines": engines.found,
     }
-    for name in names:
-        options = {"--model": args.model, "--rounds": args.rounds, "--batches": args.batches}
-        engines[name] = in_own_process(
-            "benchmarks.engine_decode", options, name, args.timeout, DEFAULTS | os.environ | ENGINES[name][1]
-        )
-        print(line(name, engines[name]), flush=True)
-        if args.out:
-            write_report(args.out, results)
+    try:
+        for name in names:
+            engines.start(name)
+        for batch in engines.batches:
+            engines.measure(batch)
+            if args.out:
+                write_report(args.out, results)
+    finally:
+        engines.kill()
+    for name, found in engines.found.items():
+        print(line(name, found), flush=True)
 
 
 if __name__ == "__main__":
