@@ -3,6 +3,7 @@
 Full count: 200 processes killed at random points of a compile of a kernel of ours.
 """
 
+import math
 import multiprocessing
 import os
 import random
@@ -65,21 +66,22 @@ def test_after_a_kill_at_any_time_the_next_run_does_not_wait_and_leaves_only_the
     folder: Path, compiling: list[float]
 ) -> None:
     cubin = compile_kernel(KEY).cubin
-    began = time.perf_counter()
-    assert run() == 0
-    usual = time.perf_counter() - began
-    draw, exit_codes = random.Random(0), []
-    for _ in range(full_or_tenth(200)):
-        shutil.rmtree(folder)
-        exit_codes.append(run(draw.uniform(0, 1.2 * usual)))
+    draw, killed, shortest = random.Random(0), 0, math.inf
+    while killed < full_or_tenth(200):
+        shutil.rmtree(folder, ignore_errors=True)
+        began = time.perf_counter()
+        exit_code = run(None if shortest == math.inf else draw.uniform(0, 1.2 * shortest))
+        assert exit_code in (0, -signal.SIGKILL)
+        if exit_code == 0:
+            shortest = min(shortest, time.perf_counter() - began)  # a run may be slow beside other work
+        else:
+            killed += 1
         compiling.clear()
         began = time.perf_counter()
         assert find_or_compile(KEY).cubin == cubin
         assert time.perf_counter() - began - sum(compiling) < LONGEST_WAIT_S
         assert {path.name for path in folder.iterdir()} == {NAME, f"{NAME}.lock"}
         assert find_or_compile(KEY) == (cubin, Origin.CACHE)
-    assert set(exit_codes) <= {0, -signal.SIGKILL}
-    assert exit_codes.count(-signal.SIGKILL) > len(exit_codes) / 4
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
