@@ -5,8 +5,10 @@
 
 A round is two calls with the same number of prompts of 32 random tokens, all read in one step, which differ by 64
 generated tokens: the difference of their times is that of 64 decode steps. All engines are there at once and take
-turns, a round of each before the next, since a host may be slow for seconds. They are those of
-benchmarks.engine_prefill, with CUDA graphs of the batch sizes alone: the others would only delay them. `moe_ms` is the
+turns, a round of each before the next, since a host may be slow for seconds; an equal share of the GPU's memory must
+hold the checkpoint. They are those of benchmarks.engine_prefill, with CUDA graphs of the batch sizes alone: the others
+would only delay them. `ready_s` is from the start of an engine's process until it has run each batch size once, with
+the engines named before it on the GPU already. `moe_ms` is the
 part of a step from the end of each router's top-k to the end of the last kernel of the layer's experts, from a profile
 of 16 steps of their own, in which kernels are further apart than without one; shared experts run beside it. Where it is
 null, kernels have other names than `ROUTER` and `LAST` know (they are in the report, with their time in a step).
@@ -44,6 +46,7 @@ ROUTER = r"grouped_topk|topkGating"  # vLLM's, in all engines
 # The last kernel of the experts; ours are two, the latter that of small batches.
 LAST = {OURS: r"^(combine|down_small_batch)$", "triton": r"moe_sum", "deepgemm": r"ep_gather"}
 SHOWN = 25  # kernels of a step, those that take longest
+PARTS = {"GPU": "gpu_ms", "MoE": "moe_ms"}  # of a step, in the table
 
 
 class DecodeEngine:
@@ -147,14 +150,15 @@ def moe_us(kernels: list[dict[str, Any]], last: str) -> float | None:
 
 def line(name: str, found: dict[str, Any]) -> str:
     """One row of the table."""
+    parts = [name.ljust(9)]
+    for batch, row in found.get("batches", {}).items():
+        profiled = [f"{part} {row[key]:.3f}" for part, key in PARTS.items() if row.get(key) is not None]
+        parts.append(f"{batch}: {row['ms']:.3f} ms" + (f" ({', '.join(profiled)})" if profiled else ""))
     if "error" in found:
-        return f"{name:9} {found['error']}"
-    steps = "  ".join(
-        f"{batch}: {row['ms']:.3f} ms (GPU {row['gpu_ms']:.3f}"
-        + (f", MoE {row['moe_ms']:.3f})" if row["moe_ms"] is not None else ")")
-        for batch, row in found["batches"].items()
-    )
-    return f"{name:9} {steps}  ready after {found['ready_s']:.0f} s"
+        parts.append(found["error"])
+    elif "ready_s" in found:
+        parts.append(f"ready after {found['ready_s']:.0f} s")
+    return "  ".join(parts)
 
 
 def plot(report: Path) -> None:
@@ -186,39 +190,43 @@ def plot(report: Path) -> None:
 class Engines:
     """Those that are compared, each in a process of its own, on one GPU; `found` is what is known of each."""
 
-    def __init__(self, args: argparse.Namespace, names: list[str]) -> None:
-        self.args, self.names = args, names
-        self.batches = [int(batch) for batch in args.batches.split(",")]
+    def __init__(self, names: list[str], model: Path, batches: list[int], rounds: int, timeout: float) -> None:
+        self.names = list(names)  # in the order of their turns
+        self.model, self.batches, self.rounds, self.timeout = model, batches, rounds, timeout
         self.found: dict[str, dict[str, Any]] = {}
         self.processes: dict[str, EngineProcess] = {}
 
     def start(self, name: str) -> None:
         begin = time.monotonic()
+        make = partial(DecodeEngine, name, self.model, self.batches, MEMORY / len(self.names))
+        defaults = {key: value for key, value in DEFAULTS.items() if key not in os.environ}
         self.found[name] = {}
-        make = partial(DecodeEngine, name, self.args.model, self.batches, MEMORY / len(self.names))
-        self.processes[name] = EngineProcess(make, DEFAULTS | os.environ | ENGINES[name][1])
+        self.processes[name] = EngineProcess(make, defaults | ENGINES[name][1])
         with self.errors(name):
-            self.processes[name].wait_until_made(self.args.timeout)
+            self.processes[name].start()
+            self.processes[name].wait_until_made(self.timeout)
             self.found[name] |= {"ready_s": round(time.monotonic() - begin, 1), "batches": {}}
 
     def measure(self, batch: int) -> None:
         """Time each engine's steps in turn, a round of each before the next, then profile them."""
         rounds: dict[str, list[float]] = {name: [] for name in self.finished()}
-        for _ in range(self.args.rounds):
+        for _ in range(self.rounds):
             for name in self.finished():
                 with self.errors(name):
                     rounds[name].append(round(self.call(name, "step_ms", batch), 4))
+            self.names.append(self.names.pop(0))  # each comes first in turn
         for name in self.finished():
             row = {"ms": round(statistics.median(rounds[name]), 4), "rounds": rounds[name]}
+            self.found[name]["batches"][str(batch)] = row
             with self.errors(name):
-                self.found[name]["batches"][str(batch)] = row | self.call(name, "profile", batch)
+                row |= self.call(name, "profile", batch)
 
     def call(self, name: str, method: str, batch: int) -> Any:
-        return self.processes[name].call(method, batch, timeout=self.args.timeout)
+        return self.processes[name].call(method, batch, timeout=self.timeout)
 
     def finished(self) -> list[str]:
         """Those that have done all that was asked of them."""
-        return [name for name, found in self.found.items() if "error" not in found]
+        return [name for name in self.names if "error" not in self.found[name]]
 
     @contextlib.contextmanager
     def errors(self, name: str) -> Iterator[None]:
@@ -234,15 +242,38 @@ class Engines:
             process.kill()
 
 
+def engine_names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(ENGINES):
+        raise argparse.ArgumentTypeError(
+            f"no such engine: {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}"
+        )
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"an engine twice: {text}")
+    return names
+
+
+def positive(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"not a number from 1 on: {text}")
+    return int(text)
+
+
+def batch_sizes(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", type=Path, help="folder of a block-FP8 MoE checkpoint")
     what.add_argument("--plot", type=Path, metavar="REPORT", help="draw an earlier report, as .svg beside it")
-    parser.add_argument("--engines", default=",".join(ENGINES))
-    parser.add_argument("--batches", default="1,8,64,256")
-    parser.add_argument("--rounds", type=int, default=11, help="that are timed")
-    parser.add_argument("--timeout", type=float, default=400, help="seconds for an engine's start")
+    parser.add_argument("--engines", type=engine_names, default=",".join(ENGINES), help="%(default)s")
+    parser.add_argument("--batches", type=batch_sizes, default="1,8,64,256", help="sequences; %(default)s")
+    parser.add_argument("--rounds", type=positive, default=11, help="that are timed, of each engine; %(default)s")
+    parser.add_argument(
+        "--timeout", type=float, default=400, help="seconds for an engine's start, and for each round; %(default)s"
+    )
     parser.add_argument("--out", type=Path, help="the report, rewritten after each batch size")
     args = parser.parse_args()
     if args.plot:
@@ -250,12 +281,9 @@ def main() -> None:
             return plot(args.plot)
         except UnsupportedError as error:
             parser.error(str(error))
-    names = args.engines.split(",")
-    if unknown := set(names) - set(ENGINES):
-        parser.error(f"no such engine: {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an engine must not outlive us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is found so far is printed
     config = read_config(args.model)
-    engines = Engines(args, names)
+    engines = Engines(args.engines, args.model, args.batches, args.rounds, args.timeout)
     results = {
         "vllm": metadata.version("vllm"),
         "fp8moe_plugin": metadata.version("fp8moe-plugin"),
@@ -264,16 +292,18 @@ def main() -> None:
         "engines": engines.found,
     }
     try:
-        for name in names:
+        for name in args.engines:
             engines.start(name)
-        for batch in engines.batches:
+        for batch in args.batches:
             engines.measure(batch)
             if args.out:
                 write_report(args.out, results)
     finally:
+        for stop in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(stop, signal.SIG_IGN)
         engines.kill()
-    for name, found in engines.found.items():
-        print(line(name, found), flush=True)
+        for name, found in engines.found.items():
+            print(line(name, found), flush=True)
 
 
 if __name__ == "__main__":

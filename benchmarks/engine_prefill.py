@@ -150,7 +150,7 @@ def read_report(path: Path) -> dict[str, Any]:
         results: dict[str, Any] = json.loads(path.read_text())
         done = finished(results["engines"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UnsupportedError(f"{path} is no report of benchmarks.engine_prefill: {error!r}.") from None
+        raise UnsupportedError(f"{path} is no report on engines: {error!r}.") from None
     if not done:
         raise UnsupportedError(f"No engine of {path} finished, so there is nothing to draw.")
     return results

@@ -4,25 +4,33 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import textwrap
+import threading
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
+
+LONGEST_ERROR = 300  # characters; the whole of it is on stderr
+LONGEST_END_S = 10
 
 
 class EngineProcess:
     """Makes an engine in a process of its own, and calls its methods there. What it prints goes to stderr.
 
     `make` and all arguments and answers are pickled; `environment` is added to that of the process before `make`.
+    The process ends, with all that it started, at the first failure and when this process ends.
     """
 
     def __init__(self, make: Callable[[], Any], environment: dict[str, str]) -> None:
         context = multiprocessing.get_context("spawn")  # a fork could not use CUDA
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, make, environment))
+        self._connection, self._other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(self._other, make, environment))
+        self._killed = False
+
+    def start(self) -> None:
+        """Begin to make the engine."""
         self._process.start()
-        other.close()
+        self._other.close()
 
     def wait_until_made(self, timeout: float) -> None:
         """
@@ -37,29 +45,42 @@ class EngineProcess:
         Raises:
             EngineError: it failed, its process ended, or it took longer than `timeout` seconds.
         """
-        with contextlib.suppress(BrokenPipeError):  # the process has ended, which _answer says
+        if self._killed:
+            raise EngineError(self._end())
+        with contextlib.suppress(ConnectionError):  # the process has ended, which _answer says
             self._connection.send((method, arguments))
         return self._answer(timeout)
 
     def kill(self) -> None:
-        """End the process and all that it started."""
-        assert self._process.pid is not None  # it was started
+        """End the process, if it was started, and all that it started."""
+        if self._process.pid is None or self._killed:
+            return
         with contextlib.suppress(ProcessLookupError):  # the group has ended by itself, or has not begun
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
+        self._killed = True  # from now on others may get its number
 
     def _answer(self, timeout: float) -> Any:
-        if not self._connection.poll(timeout):
+        if not wait([self._connection, self._process.sentinel], timeout):
+            self.kill()
             raise EngineError(f"not done within {timeout:g} s")
         try:
+            if not self._connection.poll():
+                raise EOFError
             done, answer = self._connection.recv()
-        except (EOFError, ConnectionResetError):
-            self._process.join()
-            raise EngineError(f"ended with status {self._process.exitcode}") from None
+        except (EOFError, OSError):  # it ended, perhaps in the middle of an answer
+            raise EngineError(self._end()) from None
         if not done:
+            self.kill()
             raise EngineError(answer)
         return answer
+
+    def _end(self) -> str:
+        self._process.join(LONGEST_END_S)
+        status = self._process.exitcode
+        self.kill()
+        return f"ended with status {status}"
 
 
 class EngineError(Exception):
@@ -67,18 +88,30 @@ class EngineError(Exception):
 
 
 def _serve(connection: Connection, make: Callable[[], Any], environment: dict[str, str]) -> None:
-    """Make the engine, then do what comes, until the other end is closed."""
+    """Make the engine, then do what comes, until the other side kills this process or ends."""
     os.setsid()  # a group of its own: see kill
     os.dup2(2, 1)
+    end = threading.Thread(target=_end_with_parent, daemon=True)
+    end.start()
     os.environ |= environment
     try:
         engine = make()
-        connection.send((True, None))
+        answer = None
         while True:
+            connection.send((True, answer))
             method, arguments = connection.recv()
-            connection.send((True, getattr(engine, method)(*arguments)))
-    except EOFError:
-        return
+            answer = getattr(engine, method)(*arguments)
     except Exception as failure:  # noqa: BLE001 (an engine may fail in any way; the other side is told how)
         traceback.print_exc()
-        connection.send((False, textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)))
+        text = " ".join(f"{type(failure).__name__}: {failure}".split())
+        with contextlib.suppress(ConnectionError):
+            connection.send((False, text[:LONGEST_ERROR]))
+    end.join()  # not by itself, which would leave what the engine has started
+
+
+def _end_with_parent() -> None:
+    """A process that was killed can end nothing itself, and an engine holds its memory of the GPU."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)

@@ -37,11 +37,12 @@ class Engine:
     def end(self) -> None:
         os._exit(3)
 
-    def start_child(self, started: Path) -> None:
+    def start_child(self) -> int:
         print("a line that belongs to the engine", flush=True)
-        child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({LONG})"])
-        started.write_text(str(child.pid))
-        time.sleep(LONG)
+        return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({2 * LONG})"]).pid
+
+    def sleep(self) -> None:
+        time.sleep(2 * LONG)
 
 
 Start = Callable[..., EngineProcess]
@@ -53,6 +54,7 @@ def start() -> Iterator[Start]:
 
     def start(make: Callable[[], Any] = Engine, environment: dict[str, str] | None = None) -> EngineProcess:
         processes.append(EngineProcess(make, environment or {}))
+        processes[-1].start()
         return processes[-1]
 
     yield start
@@ -63,7 +65,7 @@ def start() -> Iterator[Start]:
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter when it ends between opening and reading
         return False
 
 
@@ -85,18 +87,29 @@ def test_an_engine_keeps_its_state_and_has_an_environment_of_its_own(start: Star
 
 
 def test_an_engine_that_cannot_be_made_says_why(start: Start) -> None:
-    process = start(partial(Engine, "no such checkpoint"))
+    process = start(partial(Engine, "no such\ncheckpoint"))
     with pytest.raises(EngineError, match=r"^ValueError: no such checkpoint$"):
         process.wait_until_made(LONG)
-    with pytest.raises(EngineError, match=r"^ended with status 0$"):
+    with pytest.raises(EngineError, match=r"^ended with status -9$"):
         process.call("add", 1, timeout=LONG)
 
 
-def test_a_call_that_fails_says_why(start: Start) -> None:
+def test_a_call_that_fails_says_why_and_ends_the_engine(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
     process = start()
     process.wait_until_made(LONG)
     with pytest.raises(EngineError, match=r"^RuntimeError: out of memory$"):
         process.call("fail", timeout=LONG)
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"^ended with status -9$"):
+            process.call("add", 1, timeout=LONG)
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_long_error_is_cut(start: Start) -> None:
+    process = start(partial(Engine, "x" * 1000))
+    with pytest.raises(EngineError) as error:
+        process.wait_until_made(LONG)
+    assert str(error.value) == ("ValueError: " + "x" * 1000)[:300]
 
 
 def test_a_process_that_ends_is_noticed(start: Start) -> None:
@@ -107,17 +120,50 @@ def test_a_process_that_ends_is_noticed(start: Start) -> None:
 
 
 def test_an_engine_that_takes_too_long_is_killed_with_all_it_has_started(
-    start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    start: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    process, started = start(), tmp_path / "pid"
+    process = start()
     process.wait_until_made(LONG)
-    with pytest.raises(EngineError, match=r"^not done within 0\.2 s$"):
-        process.call("start_child", started, timeout=0.2)
-    wait_until(lambda: started.exists() and bool(started.read_text()))
-    child = int(started.read_text())
+    child = process.call("start_child", timeout=LONG)
     assert is_running(child)
-    process.kill()
+    with pytest.raises(EngineError, match=r"^not done within 0\.2 s$"):
+        process.call("sleep", timeout=0.2)
     wait_until(lambda: not is_running(child))
+    with pytest.raises(EngineError, match=r"^ended with status -9$"):
+        process.call("add", 1, timeout=LONG)
     out, err = capfd.readouterr()
     assert out == ""
     assert "a line that belongs to the engine" in err
+
+
+def test_kill_ends_an_engine_at_any_time_and_more_than_once(start: Start) -> None:
+    EngineProcess(Engine, {}).kill()  # not started
+    process = start()
+    process.kill()
+    process.kill()
+    with pytest.raises(EngineError, match=r"^ended with status -9$"):
+        process.call("add", 1, timeout=LONG)
+
+
+PARENT = """
+from benchmarks.engine_process import EngineProcess
+from tests.test_engine_process import LONG, Engine
+if __name__ == "__main__":
+    process = EngineProcess(Engine, {})
+    process.start()
+    process.wait_until_made(LONG)
+    print(process.call("start_child", timeout=LONG), flush=True)
+    process.call("sleep", timeout=2 * LONG)
+"""
+
+
+def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert is_running(child)
+        parent.kill()
+    wait_until(lambda: not is_running(child))
