@@ -8,12 +8,12 @@ generated tokens: the difference of their times is that of 64 decode steps. All 
 turns, a round of each before the next, since a host may be slow for seconds; an equal share of the GPU's memory must
 hold the checkpoint. They are those of benchmarks.engine_prefill, with CUDA graphs of the batch sizes alone: the others
 would only delay them. `ready_s` is from the start of an engine's process until it has run each batch size once, with
-the engines named before it on the GPU already. `moe_ms` is the
-part of a step from the end of each router's top-k to the end of the last kernel of the layer's experts, from a profile
-of 16 steps of their own, in which kernels are further apart than without one; shared experts run beside it. Where it is
-null, kernels have other names than `ROUTER` and `LAST` know (they are in the report, with their time in a step).
-`gpu_ms`, from the same profile, is for how long in a step at least one kernel runs: what a host that keeps up with the
-GPU would make of the step. The table goes to stdout, what the engines say to stderr.
+the engines named before it on the GPU already. `moe_ms` is the part of a step from the end of each router's top-k to
+the end of the last kernel of the layer's experts, from a profile of 16 steps of their own, in which kernels are further
+apart than without one; shared experts run beside it. Where it is null, kernels have other names than `ROUTER` and
+`LAST` know (they are in the report, with their time in a step). `gpu_ms`, from the same profile, is for how long in a
+step at least one kernel runs: what a host that keeps up with the GPU would make of the step, or some percent more. The
+table goes to stdout, what the engines say to stderr.
 """
 
 import argparse
@@ -191,14 +191,15 @@ class Engines:
     """Those that are compared, each in a process of its own, on one GPU; `found` is what is known of each."""
 
     def __init__(self, names: list[str], model: Path, batches: list[int], rounds: int, timeout: float) -> None:
-        self.names = list(names)  # in the order of their turns
+        self.names = list(names)  # those that have not failed, in the order of their turns
+        self.memory = MEMORY / len(names)
         self.model, self.batches, self.rounds, self.timeout = model, batches, rounds, timeout
         self.found: dict[str, dict[str, Any]] = {}
         self.processes: dict[str, EngineProcess] = {}
 
     def start(self, name: str) -> None:
         begin = time.monotonic()
-        make = partial(DecodeEngine, name, self.model, self.batches, MEMORY / len(self.names))
+        make = partial(DecodeEngine, name, self.model, self.batches, self.memory)
         defaults = {key: value for key, value in DEFAULTS.items() if key not in os.environ}
         self.found[name] = {}
         self.processes[name] = EngineProcess(make, defaults | ENGINES[name][1])
@@ -209,24 +210,23 @@ class Engines:
 
     def measure(self, batch: int) -> None:
         """Time each engine's steps in turn, a round of each before the next, then profile them."""
-        rounds: dict[str, list[float]] = {name: [] for name in self.finished()}
         for _ in range(self.rounds):
-            for name in self.finished():
+            for name in list(self.names):
                 with self.errors(name):
-                    rounds[name].append(round(self.call(name, "step_ms", batch), 4))
-            self.names.append(self.names.pop(0))  # each comes first in turn
-        for name in self.finished():
-            row = {"ms": round(statistics.median(rounds[name]), 4), "rounds": rounds[name]}
-            self.found[name]["batches"][str(batch)] = row
+                    self.time_steps(name, batch)
+            self.names = self.names[1:] + self.names[:1]  # each comes first in turn
+        for name in list(self.names):
             with self.errors(name):
-                row |= self.call(name, "profile", batch)
+                self.found[name]["batches"][str(batch)] |= self.call(name, "profile", batch)
+
+    def time_steps(self, name: str, batch: int) -> None:
+        ms = self.call(name, "step_ms", batch)
+        row = self.found[name]["batches"].setdefault(str(batch), {"ms": ms, "rounds": []})
+        row["rounds"].append(round(ms, 4))
+        row["ms"] = round(statistics.median(row["rounds"]), 4)
 
     def call(self, name: str, method: str, batch: int) -> Any:
         return self.processes[name].call(method, batch, timeout=self.timeout)
-
-    def finished(self) -> list[str]:
-        """Those that have done all that was asked of them."""
-        return [name for name in self.names if "error" not in self.found[name]]
 
     @contextlib.contextmanager
     def errors(self, name: str) -> Iterator[None]:
@@ -235,6 +235,7 @@ class Engines:
             yield
         except EngineError as error:
             self.found[name]["error"] = str(error)
+            self.names.remove(name)
             self.processes[name].kill()
 
     def kill(self) -> None:

@@ -1,5 +1,6 @@
 """Engines in processes of their own that do one call after another, so that several can take turns on one GPU."""
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -25,11 +26,15 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")  # a fork could not use CUDA
         self._connection, self._other = context.Pipe()
         self._process = context.Process(target=_serve, args=(self._other, make, environment))
+        self._ended: int | None = None
         self._killed = False
 
     def start(self) -> None:
         """Begin to make the engine."""
+        atexit.register(self.kill)  # or multiprocessing would wait there for the process to end by itself
         self._process.start()
+        assert self._process.pid is not None
+        self._ended = os.pidfd_open(self._process.pid)  # a process that the engine forked keeps the sentinel open
         self._other.close()
 
     def wait_until_made(self, timeout: float) -> None:
@@ -45,8 +50,6 @@ class EngineProcess:
         Raises:
             EngineError: it failed, its process ended, or it took longer than `timeout` seconds.
         """
-        if self._killed:
-            raise EngineError(self._end())
         with contextlib.suppress(ConnectionError):  # the process has ended, which _answer says
             self._connection.send((method, arguments))
         return self._answer(timeout)
@@ -59,10 +62,14 @@ class EngineProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
-        self._killed = True  # from now on others may get its number
+        if self._ended is not None:
+            os.close(self._ended)
+        self._killed = True  # from now on another process may get its number
 
     def _answer(self, timeout: float) -> Any:
-        if not wait([self._connection, self._process.sentinel], timeout):
+        if self._killed or self._ended is None:
+            raise EngineError(f"ended with status {self._process.exitcode}")
+        if not wait([self._connection, self._ended], timeout):
             self.kill()
             raise EngineError(f"not done within {timeout:g} s")
         try:
@@ -70,17 +77,14 @@ class EngineProcess:
                 raise EOFError
             done, answer = self._connection.recv()
         except (EOFError, OSError):  # it ended, perhaps in the middle of an answer
-            raise EngineError(self._end()) from None
+            wait([self._ended], LONGEST_END_S)
+            status = self._process.exitcode
+            self.kill()
+            raise EngineError(f"ended with status {status}") from None
         if not done:
             self.kill()
             raise EngineError(answer)
         return answer
-
-    def _end(self) -> str:
-        self._process.join(LONGEST_END_S)
-        status = self._process.exitcode
-        self.kill()
-        return f"ended with status {status}"
 
 
 class EngineError(Exception):
@@ -101,16 +105,19 @@ def _serve(connection: Connection, make: Callable[[], Any], environment: dict[st
             connection.send((True, answer))
             method, arguments = connection.recv()
             answer = getattr(engine, method)(*arguments)
-    except Exception as failure:  # noqa: BLE001 (an engine may fail in any way; the other side is told how)
-        traceback.print_exc()
+    except BaseException as failure:  # noqa: BLE001 (an engine may fail in any way; the other side is told how)
+        with contextlib.suppress(OSError):  # stderr may be gone
+            traceback.print_exc()
         text = " ".join(f"{type(failure).__name__}: {failure}".split())
         with contextlib.suppress(ConnectionError):
             connection.send((False, text[:LONGEST_ERROR]))
-    end.join()  # not by itself, which would leave what the engine has started
+    finally:
+        end.join()  # not by itself, which would leave what the engine has started
 
 
 def _end_with_parent() -> None:
-    """A process that was killed can end nothing itself, and an engine holds its memory of the GPU."""
+    """A process that was killed can end nothing itself, and an engine holds its memory of the GPU. (A call that never
+    lets another thread run delays this.)"""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,6 +1,7 @@
 """benchmarks.engine_process: engines in processes of their own, here ones that need no GPU."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from benchmarks.engine_process import EngineError, EngineProcess
 
-LONG = 600  # seconds: only against a hang
+LONG = 120  # seconds: only against a hang
 
 
 class Engine:
@@ -34,12 +35,25 @@ class Engine:
     def fail(self) -> None:
         raise RuntimeError("out of memory")
 
+    def fail_without_stderr(self) -> None:
+        os.close(2)
+        raise RuntimeError("out of memory")
+
     def end(self) -> None:
         os._exit(3)
+
+    def fork_and_end(self) -> None:
+        if os.fork():
+            os._exit(3)
+        time.sleep(2 * LONG)
 
     def start_child(self) -> int:
         print("a line that belongs to the engine", flush=True)
         return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({2 * LONG})"]).pid
+
+    def kill_parent(self) -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(2 * LONG)
 
     def sleep(self) -> None:
         time.sleep(2 * LONG)
@@ -105,6 +119,13 @@ def test_a_call_that_fails_says_why_and_ends_the_engine(start: Start, capfd: pyt
     assert "Traceback" in capfd.readouterr().err
 
 
+def test_a_call_that_fails_says_why_even_where_nobody_reads_stderr(start: Start) -> None:
+    process = start()
+    process.wait_until_made(LONG)
+    with pytest.raises(EngineError, match=r"^RuntimeError: out of memory$"):
+        process.call("fail_without_stderr", timeout=LONG)
+
+
 def test_a_long_error_is_cut(start: Start) -> None:
     process = start(partial(Engine, "x" * 1000))
     with pytest.raises(EngineError) as error:
@@ -112,11 +133,22 @@ def test_a_long_error_is_cut(start: Start) -> None:
     assert str(error.value) == ("ValueError: " + "x" * 1000)[:300]
 
 
-def test_a_process_that_ends_is_noticed(start: Start) -> None:
+@pytest.mark.parametrize("end", ["end", "fork_and_end"])
+def test_a_process_that_ends_is_noticed_and_leaves_nothing(start: Start, end: str) -> None:
     process = start()
     process.wait_until_made(LONG)
-    with pytest.raises(EngineError, match=r"^ended with status 3$"):
-        process.call("end", timeout=LONG)
+    child = process.call("start_child", timeout=LONG)
+    assert is_running(child)
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"^ended with status 3$"):
+            process.call(end, timeout=LONG)
+    wait_until(lambda: not is_running(child))
+
+
+def test_an_engine_that_exits_is_a_failure(start: Start) -> None:
+    process = start(partial(sys.exit, "no GPU"))
+    with pytest.raises(EngineError, match=r"^SystemExit: no GPU$"):
+        process.wait_until_made(LONG)
 
 
 def test_an_engine_that_takes_too_long_is_killed_with_all_it_has_started(
@@ -146,6 +178,8 @@ def test_kill_ends_an_engine_at_any_time_and_more_than_once(start: Start) -> Non
 
 
 PARENT = """
+import os
+import signal
 from benchmarks.engine_process import EngineProcess
 from tests.test_engine_process import LONG, Engine
 if __name__ == "__main__":
@@ -153,17 +187,31 @@ if __name__ == "__main__":
     process.start()
     process.wait_until_made(LONG)
     print(process.call("start_child", timeout=LONG), flush=True)
-    process.call("sleep", timeout=2 * LONG)
+    input()
+    END
 """
 
 
-def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "end", ["raise ValueError", "os.kill(os.getpid(), signal.SIGKILL)", "process.call('kill_parent', timeout=LONG)"]
+)
+@pytest.mark.parametrize("stderr", [None, subprocess.PIPE])
+def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path, end: str, stderr: int | None) -> None:
     script = tmp_path / "parent.py"
-    script.write_text(PARENT)
+    script.write_text(PARENT.replace("END", end))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    with subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE) as parent:
+    pipe = subprocess.PIPE
+    command = [sys.executable, script]
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=stderr) as parent:
+        assert parent.stdin is not None
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        assert is_running(child)
-        parent.kill()
+        if parent.stderr is not None:
+            parent.stderr.close()  # nobody reads what the engine says any more
+        parent.stdin.write(b"go on\n")
+        parent.stdin.close()
+        try:
+            parent.wait(LONG)
+        finally:
+            parent.kill()
     wait_until(lambda: not is_running(child))
