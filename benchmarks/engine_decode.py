@@ -33,11 +33,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_prefill import CONFIG_KEYS, DEFAULTS, ENGINES, read_config, read_report
+from benchmarks.engine_prefill import CONFIG_KEYS, DEFAULTS, ENGINES, engine_names, read_config, read_report
 from benchmarks.engine_process import EngineError, EngineProcess
 from benchmarks.report import write_report
 from fp8moe_plugin.errors import UnsupportedError
 from warmup.bench_result import OURS, check_plot
+from warmup.options import count
 
 PROMPT_TOKENS, STEPS, PROFILED_STEPS = 32, 64, 16
 SHORT = 8  # tokens of the shorter call
@@ -243,25 +244,8 @@ class Engines:
             process.kill()
 
 
-def engine_names(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := set(names) - set(ENGINES):
-        raise argparse.ArgumentTypeError(
-            f"no such engine: {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}"
-        )
-    if len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"an engine twice: {text}")
-    return names
-
-
-def positive(text: str) -> int:
-    if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"not a number from 1 on: {text}")
-    return int(text)
-
-
 def batch_sizes(text: str) -> list[int]:
-    return [positive(part) for part in text.split(",")]
+    return [count(part) for part in text.split(",")]
 
 
 def main() -> None:
@@ -271,7 +255,7 @@ def main() -> None:
     what.add_argument("--plot", type=Path, metavar="REPORT", help="draw an earlier report, as .svg beside it")
     parser.add_argument("--engines", type=engine_names, default=",".join(ENGINES), help="%(default)s")
     parser.add_argument("--batches", type=batch_sizes, default="1,8,64,256", help="sequences; %(default)s")
-    parser.add_argument("--rounds", type=positive, default=11, help="that are timed, of each engine; %(default)s")
+    parser.add_argument("--rounds", type=count, default=11, help="that are timed, of each engine; %(default)s")
     parser.add_argument(
         "--timeout", type=float, default=400, help="seconds for an engine's start, and for each round; %(default)s"
     )

@@ -180,12 +180,28 @@ def plot(report: Path) -> None:
         figure.savefig(report.with_suffix(".svg"), metadata={"Date": None})
 
 
+def engine_names(text: str) -> list[str]:
+    """Those of `ENGINES` to run, as an argument.
+
+    Raises:
+        ArgumentTypeError: one is none of them, or is there twice.
+    """
+    names = text.split(",")
+    if unknown := set(names) - set(ENGINES):
+        raise argparse.ArgumentTypeError(
+            f"no such engine: {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}"
+        )
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"an engine twice: {text}")
+    return names
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", type=Path, help="folder of a block-FP8 MoE checkpoint")
     what.add_argument("--plot", type=Path, metavar="REPORT", help="draw an earlier report, as .svg beside it")
-    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--engines", type=engine_names, default=",".join(ENGINES))
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5, help="that are timed")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for all that one engine does")
@@ -200,9 +216,6 @@ def main() -> None:
     if args.run:
         run_and_answer(lambda: run_engine(args), args.out)
         return
-    names = args.engines.split(",")
-    if unknown := set(names) - set(ENGINES):
-        parser.error(f"no such engine: {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an engine must not outlive us
     config = read_config(args.model)
     engines: dict[str, dict[str, Any]] = {}
@@ -215,7 +228,7 @@ def main() -> None:
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "engines": engines,
     }
-    for name in names:
+    for name in args.engines:
         options = {
             "--model": args.model,
             "--rounds": args.rounds,

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from benchmarks import engine_decode
-from benchmarks.engine_decode import ENGINES, Engines, batch_sizes, engine_names, line, main, positive
+from benchmarks.engine_decode import Engines, batch_sizes, line, main
+from benchmarks.engine_prefill import ENGINES, engine_names
 from benchmarks.engine_process import EngineError
+from warmup.options import count
 
 NAMES = ["fp8moe", "triton", "deepgemm"]
 ROUNDS, TIMEOUT = 3, 7
@@ -129,28 +131,27 @@ def test_an_engine_has_defaults_but_what_is_set_stays(process: type[Process], mo
 
 
 @pytest.fixture
-def handlers() -> Iterator[None]:
-    """What signals did before, again."""
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that main takes for one, without vLLM; what signals did before, they do again after."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(engine_decode.metadata, "version", lambda name: "1")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
+    yield tmp_path
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("failure", [None, KeyboardInterrupt(), ValueError("a fault of ours")])
 def test_no_engine_is_left(
     process: type[Process],
     failure: BaseException | None,
-    tmp_path: Path,
+    checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    out = tmp_path / "report.json"
-    options = f"--model {tmp_path} --batches 1,8 --rounds {ROUNDS} --timeout {TIMEOUT} --out {out}"
+    out = checkpoint / "report.json"
+    options = f"--model {checkpoint} --batches 1,8 --rounds {ROUNDS} --timeout {TIMEOUT} --out {out}"
     monkeypatch.setattr(sys, "argv", ["engine_decode", *options.split()])
-    monkeypatch.setattr(engine_decode.metadata, "version", lambda name: "1")
     if failure:
         process.failing["triton", "step_ms", ROUNDS + 1] = failure
         with pytest.raises(type(failure)):
@@ -169,13 +170,10 @@ def report(path: Path) -> dict[str, Any]:
     return engines
 
 
-@pytest.mark.usefixtures("handlers")
 def test_sigterm_ends_engines_and_a_second_one_does_not_stop_that(
-    process: type[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    process: type[Process], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["engine_decode", "--model", str(tmp_path), "--timeout", str(TIMEOUT)])
-    monkeypatch.setattr(engine_decode.metadata, "version", lambda name: "1")
+    monkeypatch.setattr(sys, "argv", ["engine_decode", "--model", str(checkpoint), "--timeout", str(TIMEOUT)])
     monkeypatch.setattr(process, "start", lambda self: signal.raise_signal(signal.SIGTERM))
     kill = process.kill
 
@@ -200,9 +198,9 @@ def test_arguments_become_names_and_numbers() -> None:
     [
         (engine_names, "fp8moe,vllm", "no such engine: vllm; there are fp8moe, triton, deepgemm"),
         (engine_names, "fp8moe,fp8moe", "an engine twice: fp8moe,fp8moe"),
-        (positive, "0", "not a number from 1 on: 0"),
-        (positive, "-1", "not a number from 1 on: -1"),
-        (batch_sizes, "1,x", "not a number from 1 on: x"),
+        (count, "0", "'0' is no number from 1 to 1048576"),
+        (count, "-1", "'-1' is no number from 1 to 1048576"),
+        (batch_sizes, "1,x", "'x' is no number from 1 to 1048576"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(check: Callable[[str], Any], text: str, why: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engine_process import EngineError, EngineProcess
+from tests.processes import is_running
 
 LONG = 120  # seconds: only against a hang
 
@@ -74,13 +75,6 @@ def start() -> Iterator[Start]:
     yield start
     for process in processes:
         process.kill()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter when it ends between opening and reading
-        return False
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -128,15 +128,15 @@ def _parser() -> argparse.ArgumentParser:
         "--bundle", type=Path, metavar="FILE", help=f"write the archive here (bundle: {BUNDLE} if not given)"
     )
     as_in_vllm = parser.add_argument_group("as for vllm serve")
-    as_in_vllm.add_argument("--tp", "--tensor-parallel-size", type=_count, help="default: 1")
-    as_in_vllm.add_argument("--dp", "--data-parallel-size", type=_count, help="default: 1")
-    as_in_vllm.add_argument("--ep", type=_count, help="GPUs that share whole experts: tp x dp, else no expert is whole")
+    as_in_vllm.add_argument("--tp", "--tensor-parallel-size", type=count, help="default: 1")
+    as_in_vllm.add_argument("--dp", "--data-parallel-size", type=count, help="default: 1")
+    as_in_vllm.add_argument("--ep", type=count, help="GPUs that share whole experts: tp x dp, else no expert is whole")
     as_in_vllm.add_argument("--enable-expert-parallel", action="store_true", help="the same as --ep TPxDP")
     as_in_vllm.add_argument(
-        "--max-num-batched-tokens", type=_count, default=MAX_TOKENS, metavar="N", help="explain: the longest step"
+        "--max-num-batched-tokens", type=count, default=MAX_TOKENS, metavar="N", help="explain: the longest step"
     )
     as_in_vllm.add_argument(
-        "--cudagraph-capture-sizes", type=_count, nargs="+", default=CAPTURE_SIZES, metavar="N", help="explain: steps"
+        "--cudagraph-capture-sizes", type=count, nargs="+", default=CAPTURE_SIZES, metavar="N", help="explain: steps"
     )
     convert = parser.add_argument_group(
         "convert",
@@ -145,12 +145,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("--out", type=Path, metavar="OUT", help="folder to write; must not be there yet")
     bench = parser.add_argument_group("bench")
-    bench.add_argument("--tokens", type=_count, nargs="+", metavar="N", help="tokens of a step")
+    bench.add_argument("--tokens", type=count, nargs="+", metavar="N", help="tokens of a step")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (.png or .svg)")
     return parser
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A number of tokens, rounds and the like, as an argument.
+
+    Raises:
+        ArgumentTypeError: it is none from 1 to `MAX_COUNT`.
+    """
     if not text.isdecimal() or not 1 <= int(text) <= MAX_COUNT:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {MAX_COUNT}")
     return int(text)

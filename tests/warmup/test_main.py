@@ -21,6 +21,7 @@ from fp8moe_plugin.jit.bundle import write_bundle
 from fp8moe_plugin.plan import KernelKey, all_kernels, model_kernels
 from fp8moe_plugin.shapes import Model
 from tests.jit.conftest import forget, set_variables
+from tests.processes import is_running
 from tests.warmup.conftest import MODELS
 from warmup import kernels
 from warmup.__main__ import main
@@ -129,11 +130,6 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def runs(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.mark.parametrize("to", ["group", "parent"])
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGINT] * 4, [signal.SIGTERM], [signal.SIGKILL]], ids=str)
 def test_whatever_ends_it_keeps_what_is_done_and_leaves_nobody_behind(
@@ -158,9 +154,9 @@ def test_whatever_ends_it_keeps_what_is_done_and_leaves_nobody_behind(
     assert "Traceback" not in rest
     assert len(workers) >= 2
     deadline = time.monotonic() + 5
-    while any(map(runs, workers)) and time.monotonic() < deadline:
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(runs, workers))
+    assert not any(map(is_running, workers))
     if signals[0] != signal.SIGKILL:
         assert rest.endswith("error: Interrupted. What is done is kept; run the command again to go on.\n")
         assert process.returncode == 1

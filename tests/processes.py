@@ -1,0 +1,11 @@
+"""Whether a process that a test has started or killed still runs."""
+
+from pathlib import Path
+
+
+def is_running(pid: int) -> bool:
+    """Not when it has ended and nobody has asked for its status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the latter when it ends between opening and reading
+        return False
