@@ -1,11 +1,15 @@
 """Block-FP8 weights: quantizing them, and checking those that a checkpoint brings."""
 
+import math
+
 import torch
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.quantize import FP8_MAX, group_scales
 from fp8moe_plugin.shapes import GROUP, ceil_div
+
+LARGEST_SCALE = torch.finfo(torch.float32).max / FP8_MAX  # beyond it, weights overflow
 
 
 def per_block_cast_to_fp8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,9 +66,20 @@ def check_fp8_weight(name: str, weight: torch.Tensor, scale: torch.Tensor | None
         )
     if scale.dtype != torch.float32:
         raise CheckpointError(f"{name}'s scales have dtype {scale.dtype}, needed is float32. Convert them.")
-    if not scale.isfinite().all():
+    check_scale_values(f"{name}'s scales", scale)
+
+
+def check_scale_values(what: str, scales: torch.Tensor) -> None:
+    """Raise `CheckpointError` for scales, called `what` (plural), that no quantization makes."""
+    low, high = (value.item() for value in scales.aminmax()) if scales.numel() else (0.0, 0.0)
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise CheckpointError(
-            f"{name}'s scales hold NaN or infinity: the checkpoint is damaged or was not loaded whole. Load it again."
+            f"{what} hold NaN or infinity: the checkpoint is damaged or was not loaded whole. Load it again."
+        )
+    if low < 0 or high > LARGEST_SCALE:
+        raise CheckpointError(
+            f"{what} are between {low:g} and {high:g}, needed is 0 to {LARGEST_SCALE:.3g}: the checkpoint is damaged. "
+            "Download it again."
         )
 
 

@@ -20,6 +20,7 @@ from fp8moe_plugin.layers.unquantized import is_quantized
 from fp8moe_plugin.layers.vllm import NAME, compat, metrics
 from fp8moe_plugin.layers.vllm.entry import Traits
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
+from fp8moe_plugin.layers.vllm.loading import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.plan import HOPPER
@@ -44,6 +45,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         )
         self.ue8m0 = ue8m0
         self.online = online
+        self.model = ModelState()
         metrics.expose()
 
     @classmethod
@@ -77,9 +79,10 @@ class Fp8MoeConfig(Traits, Fp8Config):
                 announce_unquantized(re.sub(r"\d+", "N", prefix))
             return UnquantizedLinearMethod() if linear else UnquantizedFusedMoEMethod(layer.moe_config)
         if linear:
-            return (OnlineLinearMethod if self.online else Fp8MoeLinearMethod)(self.ue8m0, prefix, warmup_command())
+            dense = OnlineLinearMethod if self.online else Fp8MoeLinearMethod
+            return dense(self.ue8m0, prefix, warmup_command(), self.model)
         experts = OnlineMoeMethod if self.online else Fp8MoeMethod
-        return experts(layer.moe_config, self.ue8m0, prefix, warmup_command())
+        return experts(layer.moe_config, self.ue8m0, prefix, warmup_command(), self.model)
 
     def _is_skipped(self, prefix: str) -> bool:
         return not is_quantized(prefix) if self.online else compat.is_layer_skipped(self, prefix)

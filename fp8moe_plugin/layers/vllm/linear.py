@@ -1,6 +1,5 @@
 """Dense block-FP8 layers of a vLLM model on our GEMM."""
 
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -16,23 +15,22 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm import metrics
 from fp8moe_plugin.layers.vllm.blocks import announce_padding, load_down, load_gate_up
-from fp8moe_plugin.layers.vllm.loading import check_loaded
+from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.ops.checks import poison
+from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.plan import linear_kernels
 from fp8moe_plugin.shapes import GROUP, dense_refusal, is_down, is_gate_up, local_intermediate
-
-Loader = Callable[..., Any]
 
 
 @register_weight_loader_v2_supported_method
 class Fp8MoeLinearMethod(LinearMethodBase):
     """The weights stay as the checkpoint has them: `weight` e4m3 `[N, K]`, `weight_scale_inv` float32 per block."""
 
-    def __init__(self, ue8m0: bool, prefix: str, warmup: str) -> None:
+    def __init__(self, ue8m0: bool, prefix: str, warmup: str, model: ModelState) -> None:
         self.ue8m0 = ue8m0
         self.prefix = prefix
         self.warmup = warmup
+        self.loading = LayerLoading(prefix, model)
 
     def create_weights(
         self,
@@ -55,15 +53,25 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         layer.output_size_per_partition = sum(outputs)
         layer.orig_dtype = params_dtype
         layer.weight_block_size = block
-        weight = create_fp8_weight_parameter(sum(outputs), inputs, loader)
+        weight = create_fp8_weight_parameter(sum(outputs), inputs, self.weight_loader(loader))
         scale = create_fp8_scale_parameter(BlockQuantScaleParameter, outputs, inputs, block, loader)
-        for name, parameter in (("weight", weight), ("weight_scale_inv", scale)):
-            poison(parameter)
-            layer.register_parameter(name, parameter)
+        self.loading.register(layer, {"weight": weight, "weight_scale_inv": scale}, self.check_tensor)
+
+    def weight_loader(self, loader: MethodType) -> MethodType:
+        """The loader of the weight, made of vLLM's."""
+        return loader
+
+    @staticmethod
+    def check_tensor(
+        layer: Any, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: object = None
+    ) -> None:
+        """Raise `CheckpointError` for a tensor of the checkpoint that cannot serve. vLLM checks its shape."""
+        name = "weight" if param.dtype == FP8 else "weight_scale_inv"
+        part = "" if loaded_shard_id is None else f" ({loaded_shard_id})"
+        layer.fp8moe_loading.check(f"{layer.prefix}.{name}{part}", param, loaded_weight)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        check_loaded(self.prefix, "weight", layer.weight)
-        check_loaded(self.prefix, "weight_scale_inv", layer.weight_scale_inv)
+        self.loading.finish(layer)
         metrics.tell(prepare_kernels(linear_kernels(self.ue8m0), layer.weight, self.warmup))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -71,8 +79,8 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 
 
 def whole_blocks(
-    prefix: str, layer: Any, inputs: int, outputs: list[int], loader: Loader
-) -> tuple[int, list[int], Loader]:
+    prefix: str, layer: Any, inputs: int, outputs: list[int], loader: MethodType
+) -> tuple[int, list[int], MethodType]:
     """A rank's channels of a layer and their loader: vLLM's own, unless an MLP's ranks hold whole scale blocks of them.
 
     Both halves of an MLP come here, and hold the same channels of those between them. The halves' names say which they

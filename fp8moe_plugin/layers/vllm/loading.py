@@ -1,11 +1,160 @@
-"""Notice tensors that a checkpoint lacks, which vLLM's loader does not for layers with a quantization method."""
+"""A layer's weights as they arrive: those that cannot serve are refused, at the start and when a model is reloaded."""
+
+import functools
+import logging
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, NoReturn
 
 import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.layers.weights import check_scale_values
+from fp8moe_plugin.ops.checks import FP8, poison
+
+logger = logging.getLogger("fp8moe")
 
 E4M3_NAN = 0x7F  # with the sign bit cleared
 BYTES_AT_ONCE = 1 << 26  # of a weight: bounds the memory that looking at it takes
+SCALE_DTYPES = (torch.float32, torch.bfloat16)  # as in safetensors_headers.py
+
+Check = Callable[..., None]  # takes the arguments of a weight loader
+
+
+@dataclass
+class ModelState:
+    """Shared by all layers of a model."""
+
+    failure: str | None = None  # why the model must not serve any more
+
+    def check(self) -> None:
+        """Raise `CheckpointError` if a reload has failed."""
+        if self.failure:
+            raise CheckpointError(self.failure)
+
+    def end(self, cause: Exception) -> NoReturn:
+        """End an engine whose reload failed: some layers hold the old weights by now, others the new ones.
+
+        vLLM reports an exception of a worker process to whoever asked for the reload, and goes on serving. So a worker
+        process ends, which ends the engine. In the user's own process every later call raises.
+
+        Raises:
+            CheckpointError: in the user's own process.
+            SystemExit: in any other.
+        """
+        self.failure = (
+            f"{cause} This stopped a reload halfway: the model holds old and new weights and cannot serve. "
+            "Restart the engine."
+        )
+        if multiprocessing.parent_process() is not None:
+            logger.critical("fp8moe: %s", self.failure)
+            raise SystemExit(1) from cause
+        CUDAGraphWrapper.clear_all_graphs()  # a replay would serve without asking `check`
+        raise CheckpointError(self.failure) from cause
+
+
+class LayerLoading:
+    """Watches what is loaded into the parameters of one layer.
+
+    To reload a layer, vLLM registers parameters on the meta device and buffers the tensors that arrive. It then
+    registers parameters with uninitialized memory, loads the tensors into them and has the layer processed. At last it
+    copies the result into the parameters that served before, and registers these again. If no tensor arrived, it goes
+    straight to the last step.
+    """
+
+    def __init__(self, prefix: str, model: ModelState) -> None:
+        self.prefix = prefix
+        self.model = model
+        self.parameters: dict[str, torch.nn.Parameter] = {}  # what kernels and CUDA graphs read, after a reload too
+        self.serving = False
+        self.reloading = False
+
+    def register(self, layer: Any, parameters: dict[str, Any], check: Check) -> None:
+        """Register the parameters of a new layer, poisoned.
+
+        Args:
+            parameters: `torch.nn.Parameter`s, each with its `weight_loader` as vLLM sets it, a method of the layer.
+            check: called before each call of these loaders; raises `CheckpointError` for a tensor that cannot serve.
+        """
+        self.parameters = parameters
+        layer.fp8moe_loading = self
+        layer.register_parameter = functools.partial(self._register, layer)
+        for name, parameter in parameters.items():
+            poison(parameter)
+            parameter.weight_loader = MethodType(_checked(parameter.weight_loader.__func__, check), layer)
+            layer.register_parameter(name, parameter)
+
+    def _register(self, layer: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
+        torch.nn.Module.register_parameter(layer, name, parameter)
+        if parameter is None or name not in self.parameters:
+            return
+        if parameter.is_meta:
+            self.reloading = True
+        elif parameter is not self.parameters[name]:
+            poison(parameter)
+        elif self.reloading:
+            with self.refusing():
+                raise CheckpointError(f"{self.prefix}: the checkpoint lacks all tensors of this layer.")
+
+    def finish(self, layer: Any) -> None:
+        """The layer's tensors have arrived.
+
+        Raises:
+            CheckpointError: one is missing or holds NaN.
+        """
+        with self.refusing():
+            for name in self.parameters:
+                check_loaded(self.prefix, name, getattr(layer, name))
+        self.serving, self.reloading = True, False
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """What fails inside ends an engine that serves: see `ModelState.end`."""
+        self.model.check()
+        try:
+            yield
+        except Exception as error:
+            if not self.serving:
+                raise
+            self.model.end(error)
+
+    def check(self, what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Raise `CheckpointError` for a tensor that `parameter` cannot take as it is."""
+        wanted = (FP8,) if parameter.dtype == FP8 else SCALE_DTYPES
+        if tensor.dtype not in wanted:
+            raise CheckpointError(
+                f"{what} has dtype {tensor.dtype}, a block-FP8 checkpoint holds {' or '.join(map(str, wanted))} there. "
+                "Download the checkpoint again, or serve the unquantized one: --quantization fp8moe quantizes it."
+            )
+        if tensor.dim() < 2:
+            raise CheckpointError(
+                f"{what} has shape {list(tensor.shape)}, needed is a matrix: a weight, or one scale for each of its "
+                "128x128 blocks. Use a block-FP8 checkpoint."
+            )
+        if tensor.is_meta:
+            return
+        if parameter.dtype != FP8:
+            check_scale_values(f"the scales {what}", tensor)
+        elif self.serving and not self.reloading and holds_nan(tensor):  # else `finish` looks at all at once
+            raise CheckpointError(f"{what} holds NaN: it is damaged.")
+
+
+def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
+    """A loader that checks first. It finds what it needs at the layer: vLLM keeps loaders longer than layers."""
+
+    @functools.wraps(load)
+    def check_and_load(
+        layer: Any, param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        with layer.fp8moe_loading.refusing():
+            check(layer, param, loaded_weight, *args, **kwargs)
+            return load(layer, param, loaded_weight, *args, **kwargs)
+
+    return check_and_load
 
 
 def check_loaded(layer: str, name: str, parameter: torch.Tensor) -> None:

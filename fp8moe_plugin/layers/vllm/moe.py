@@ -12,33 +12,32 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 from vllm.model_executor.utils import set_weight_attrs
 
-from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.jit.launcher import LoadCounts
 from fp8moe_plugin.jit.lookup import place
 from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm import compat, metrics
 from fp8moe_plugin.layers.vllm.blocks import announce_padding, load_experts
 from fp8moe_plugin.layers.vllm.experts import experts_class
-from fp8moe_plugin.layers.vllm.loading import check_loaded
+from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.checks import poison
+from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.plan import moe_kernels
-from fp8moe_plugin.shapes import GROUP, experts_refusal, local_intermediate, too_many_experts
+from fp8moe_plugin.shapes import GROUP, ceil_div, experts_refusal, local_intermediate, too_many_experts
 
 logger = logging.getLogger("fp8moe")
 
 _announced: set[tuple[str, str]] = set()  # one line is enough
 
-PARAMETERS = ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv")
-
 
 class Fp8MoeMethod(FusedMoEMethodBase):
     """Every parameter keeps the checkpoint's layout, contiguous, with dim 0 = expert, so that EPLB can move experts."""
 
-    def __init__(self, moe: Any, ue8m0: bool, prefix: str, warmup: str) -> None:
+    def __init__(self, moe: Any, ue8m0: bool, prefix: str, warmup: str, model: ModelState) -> None:
         super().__init__(moe)
         self.prefix = prefix
         self.warmup = warmup
+        self.loading = LayerLoading(prefix, model)
         self.batched = moe.moe_parallel_config.use_batched_activation_format
         self.experts_cls = experts_class(self.batched, ue8m0)
         check_layer(prefix, moe, self.experts_cls)
@@ -81,16 +80,50 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             announce_padding("expert", self.moe.intermediate_size, self.moe.tp_size)
             extra_weight_attrs["weight_loader"] = MethodType(load_experts, layer)
         block_attrs = {**extra_weight_attrs, "quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
+        weight_attrs = {**extra_weight_attrs, "weight_loader": self.weight_loader(extra_weight_attrs["weight_loader"])}
         rows, hidden, inner = 2 * intermediate_size_per_partition, hidden_size, intermediate_size_per_partition
+        parameters = {}
         for name, n, k in (("w13", rows, hidden), ("w2", hidden, inner)):
             weight = torch.empty(num_experts, n, k, dtype=torch.float8_e4m3fn)
             scale = torch.empty(num_experts, n // GROUP, k // GROUP, dtype=torch.float32)
-            _register(layer, f"{name}_weight", weight, extra_weight_attrs)
-            _register(layer, f"{name}_weight_scale_inv", scale, block_attrs)
+            parameters[f"{name}_weight"] = _parameter(weight, weight_attrs)
+            parameters[f"{name}_weight_scale_inv"] = _parameter(scale, block_attrs)
+        self.loading.register(layer, parameters, self.check_tensor)
+
+    def weight_loader(self, loader: MethodType) -> MethodType:
+        """The loader of the weights, made of vLLM's."""
+        return loader
+
+    @staticmethod
+    def check_tensor(
+        layer: Any,
+        param: torch.Tensor,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> None:
+        """Raise `CheckpointError` for a tensor of an expert on this rank that cannot serve."""
+        if not compat.holds_expert(layer, expert_id):
+            return
+        what, moe = f"{weight_name} ({shard_id} of expert {expert_id})", layer.moe_config
+        layer.fp8moe_loading.check(what, param, loaded_weight)
+        unit = 1 if param.dtype == FP8 else GROUP  # channels along the side of an element
+        sizes = [ceil_div(size, unit) for size in (moe.intermediate_size, moe.hidden_dim)]
+        wanted = sizes[::-1] if shard_id == "w2" else sizes
+        if list(loaded_weight.shape[-2:]) != wanted:
+            raise CheckpointError(
+                f"{what} has shape {list(loaded_weight.shape)}, {moe.intermediate_size} intermediate channels make "
+                f"{wanted}. Check that config.json belongs to the weights."
+            )
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        for name in PARAMETERS:
-            check_loaded(self.prefix, name, getattr(layer, name))
+        self.loading.finish(layer)
+        if self.moe_kernel is None:  # a reload keeps the parameters of the start, which the kernel knows
+            self._set_up(layer)
+
+    def _set_up(self, layer: Any) -> None:
         keys = moe_kernels(self.experts_cls.ue8m0, self.batched)
         kernels = prepare_kernels(keys, layer.w2_weight, self.warmup)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
@@ -127,6 +160,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.moe_kernel is not None
+        self.loading.model.check()
         return self.moe_kernel.apply(
             x,
             layer.w13_weight,
@@ -176,11 +210,10 @@ def _check_sizes(prefix: str, moe: Any) -> None:
         raise UnsupportedError(f"{prefix}: {refusal}. Use more GPUs and --enable-expert-parallel.")
 
 
-def _register(layer: Any, name: str, data: torch.Tensor, attrs: dict[str, Any]) -> None:
-    poison(data)
+def _parameter(data: torch.Tensor, attrs: dict[str, Any]) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(data, requires_grad=False)
     set_weight_attrs(parameter, attrs)
-    layer.register_parameter(name, parameter)
+    return parameter
 
 
 def _announce(backend: str, layout: str, kernels: LoadCounts) -> None:

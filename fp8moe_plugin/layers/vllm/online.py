@@ -26,19 +26,20 @@ class Online:
     # Else vLLM, where it is asked to track weights, misses the scales. What is missing indeed, `check_loaded` finds.
     uses_meta_device = True
 
+    @staticmethod
+    def check_tensor(*_: object, **__: object) -> None:
+        """Nothing: `quantize_weight` refuses what it cannot take."""
+
 
 @register_weight_loader_v2_supported_method
 class OnlineLinearMethod(Online, Fp8MoeLinearMethod):
-    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        super().create_weights(layer, *args, **kwargs)
-        layer.weight.weight_loader = MethodType(_of_linear(self.prefix, layer.weight.weight_loader.__func__), layer)
+    def weight_loader(self, loader: MethodType) -> MethodType:
+        return MethodType(_of_linear(self.prefix, loader.__func__), loader.__self__)
 
 
 class OnlineMoeMethod(Online, Fp8MoeMethod):
-    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        super().create_weights(layer, *args, **kwargs)
-        for weight in (layer.w13_weight, layer.w2_weight):
-            weight.weight_loader = MethodType(_of_experts(self.prefix, weight.weight_loader.__func__), layer)
+    def weight_loader(self, loader: MethodType) -> MethodType:
+        return MethodType(_of_experts(self.prefix, loader.__func__), loader.__self__)
 
 
 # Loaders are methods bound to their layer: so vLLM, which keeps them for reloading, can tell and loosen what they hold.

@@ -12,13 +12,14 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
+from fp8moe_plugin.layers.vllm.loading import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from fp8moe_plugin.shapes import GROUP, ceil_div
 
 EXPERTS, HIDDEN, TOPK = 3, 256, 2
-Checkpoint = dict[str, list[torch.Tensor]]
+Checkpoint = dict[str, list[torch.Tensor | None]]  # None: the tensor is missing
 Mlp = tuple[torch.nn.Module, torch.nn.Module]
 
 
@@ -65,7 +66,9 @@ class Layer(RoutedExperts):
             moe_parallel_config=parallel,
             in_dtype=torch.bfloat16,
         )
-        self.quant_method = (OnlineMoeMethod if online else Fp8MoeMethod)(self.moe_config, False, "L", "warmup")
+        self.quant_method = (OnlineMoeMethod if online else Fp8MoeMethod)(
+            self.moe_config, False, "L", "warmup", ModelState()
+        )
         part = self.moe_config.intermediate_size_per_partition
         sizes = self.quant_method.maybe_roundup_sizes(HIDDEN, part, torch.bfloat16, parallel)
         self.quant_method.create_weights(self, EXPERTS, *sizes, torch.bfloat16, weight_loader=self.weight_loader)
@@ -78,7 +81,8 @@ class Layer(RoutedExperts):
             shard, _, kind = name.partition("_")
             param = getattr(self, f"{'w2' if shard == 'w2' else 'w13'}_{kind}")
             for i, tensor in enumerate(tensors):
-                assert param.weight_loader(param, tensor, f"L.{kind}", shard_id=shard, expert_id=i, return_success=True)
+                named = {"shard_id": shard, "expert_id": i, "return_success": True}
+                assert tensor is None or param.weight_loader(param, tensor, f"L.{kind}", **named)
         return self
 
     def parts(self) -> dict[str, torch.Tensor]:
@@ -95,7 +99,7 @@ class Quantized(Fp8MoeConfig):
     """A checkpoint's configuration, for layers outside of a model."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Fp8MoeLinearMethod:
-        return (OnlineLinearMethod if self.online else Fp8MoeLinearMethod)(self.ue8m0, prefix, "warmup")
+        return (OnlineLinearMethod if self.online else Fp8MoeLinearMethod)(self.ue8m0, prefix, "warmup", self.model)
 
 
 @functools.cache  # making one takes longer than all else
@@ -118,5 +122,6 @@ def load_mlp(mlp: Mlp, checkpoint: Checkpoint) -> Mlp:
     for name, tensors in checkpoint.items():
         shard, _, kind = name.partition("_")
         param = getattr(down if shard == "w2" else gate_up, kind)
-        param.weight_loader(param, tensors[0], *{"w1": [0], "w3": [1], "w2": []}[shard])
+        if tensors[0] is not None:
+            param.weight_loader(param, tensors[0], *{"w1": [0], "w3": [1], "w2": []}[shard])
     return mlp

@@ -1,0 +1,201 @@
+"""Weights that are loaded again, by vLLM's reload or in place: a model then serves what was loaded, or not at all."""
+
+import multiprocessing
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.model_executor.model_loader.reload import layerwise
+
+from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
+from tests.helpers import same_bits
+from tests.layers.vllm.one_rank import Checkpoint, Layer, load_mlp, make_checkpoint, make_mlp, make_unquantized
+
+pytestmark = pytest.mark.seam
+
+INTERMEDIATE = 256
+RESTART = "This stopped a reload halfway: .* Restart the engine"
+KINDS = ("fp8", "online")
+TENSORS = [("fp8", name) for name in make_checkpoint(INTERMEDIATE)]
+TENSORS += [("online", name) for name in make_unquantized(INTERMEDIATE)]
+
+
+class Model(torch.nn.Module):
+    """Experts and an MLP, filled and prepared as by vLLM's loader."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.experts = Layer(INTERMEDIATE, 1, 0, kind == "online")
+        self.gate_up, self.down = make_mlp(INTERMEDIATE, kind == "online")
+        for layer in (self.gate_up, self.down):  # layers of one model share its state
+            layer.quant_method.loading.model = self.experts.quant_method.loading.model
+        self.lacking: tuple[str, ...] = ()  # what the next checkpoints have no tensor of
+        layerwise.record_metadata_for_reloading(self)
+
+    def start(self, checkpoint: Checkpoint) -> "Model":
+        self.load(checkpoint)
+        for layer in self.children():
+            layer.quant_method.process_weights_after_loading(layer)
+        return self
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        parts = {"w1": "gate_up", "w3": "gate_up", "w2": "down"}
+        if "experts" not in self.lacking:
+            self.experts.load(checkpoint)
+        there = {name: tensors for name, tensors in checkpoint.items() if parts[name[:2]] not in self.lacking}
+        load_mlp((self.gate_up, self.down), there)
+
+    def reload(self, checkpoint: Checkpoint) -> None:
+        layerwise.initialize_layerwise_reload(self)
+        self.load(checkpoint)
+        layerwise.finalize_layerwise_reload(self, None)
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch, on_rank: Callable[[int, int], None]) -> None:
+    """One rank, and no modular kernel, which needs an engine: its configuration tells which scales it reads."""
+    monkeypatch.setattr(Fp8MoeMethod, "_make_kernel", lambda *_: SimpleNamespace())
+    on_rank(1, 0)
+
+
+def first(kind: str) -> Checkpoint:
+    return (make_unquantized if kind == "online" else make_checkpoint)(INTERMEDIATE)
+
+
+def second(kind: str) -> Checkpoint:
+    """Other weights and, as blocks differ in magnitude, other scales."""
+    return {name: [tensor.roll(1, 0) for tensor in tensors[::-1]] for name, tensors in first(kind).items()}
+
+
+def equal(model: Model, other: Model) -> bool:
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return all(same_bits(mine.data, its.data) for mine, its in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_serves_what_was_loaded_last(kind):
+    model = Model(kind).start(first(kind))
+    before, after = Model(kind).start(first(kind)), Model(kind).start(second(kind))
+    assert not equal(before, after)
+    served = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    steps = [(model.reload, second, after), (model.load, first, before), (model.reload, second, after)]
+    for load, checkpoint, wanted in [*steps, *steps[1:]]:
+        load(checkpoint(kind))
+        assert equal(model, wanted)
+        assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == served
+        scales = model.experts.quant_method.moe_quant_config
+        assert scales.w1_scale is model.experts.w13_weight_scale_inv
+        assert scales.w2_scale is model.experts.w2_weight_scale_inv
+
+
+def assert_refused(kind: str, load: Callable[[Checkpoint], None], checkpoint: Checkpoint, why: str) -> None:
+    """By this load, and by all that is asked of the model afterwards."""
+    model: Model = load.__self__
+    with pytest.raises(CheckpointError, match=f"{why}.*{RESTART}"):
+        load(checkpoint)
+    for again in (model.reload, model.load):
+        with pytest.raises(CheckpointError, match=f"{why}.*{RESTART}"):
+            again(first(kind))
+    with pytest.raises(CheckpointError, match=f"{why}.*{RESTART}"):
+        model.experts.quant_method.apply(model.experts, *[None] * 5)
+
+
+@pytest.mark.parametrize("expert", [0, 2])
+@pytest.mark.parametrize(("kind", "name"), TENSORS)
+def test_a_reload_that_lacks_a_tensor_of_an_expert_is_refused(kind, name, expert):
+    checkpoint = second(kind)
+    checkpoint[name][expert] = None
+    why = "a tensor is missing" if expert else "a tensor is missing|the checkpoint lacks all tensors of this layer"
+    assert_refused(kind, Model(kind).start(first(kind)).reload, checkpoint, why)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layer", ["experts", "gate_up", "down"])
+def test_a_reload_that_lacks_a_layer_is_refused(kind, layer):
+    """vLLM keeps the layer's old weights and only warns."""
+    model = Model(kind).start(first(kind))
+    model.lacking = (layer,)
+    assert_refused(kind, model.reload, second(kind), "the checkpoint lacks all tensors of this layer")
+
+
+@pytest.mark.parametrize(("kind", "name"), TENSORS)
+@pytest.mark.parametrize("way", ["reload", "load"])
+def test_a_tensor_with_nan_is_refused(kind, name, way):
+    checkpoint = second(kind)
+    checkpoint[name][1] = checkpoint[name][1].clone()
+    checkpoint[name][1].view(torch.uint8).view(-1)[-4:] = 0xFF
+    assert_refused(kind, getattr(Model(kind).start(first(kind)), way), checkpoint, "hold.* NaN")
+
+
+def test_a_worker_process_ends(monkeypatch, plugin_log):
+    """vLLM would report an exception to whoever asked for the reload, and go on serving."""
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "the engine")
+    checkpoint = second("fp8")
+    checkpoint["w2_weight"][1] = None
+    with pytest.raises(SystemExit) as ended:
+        Model("fp8").start(first("fp8")).reload(checkpoint)
+    assert ended.value.code == 1
+    (record,) = (record for record in plugin_log.records if record.levelname == "CRITICAL")
+    assert "L.w2_weight of local expert 1: a tensor is missing" in record.getMessage()
+
+
+@pytest.mark.parametrize(("kind", "name"), TENSORS)
+def test_a_start_that_fails_says_nothing_of_reloading(kind, name):
+    checkpoint = first(kind)
+    checkpoint[name][1] = None
+    with pytest.raises(CheckpointError, match="a tensor is missing") as error:
+        Model(kind).start(checkpoint)
+    assert "reload" not in str(error.value)
+
+
+WRONG = {
+    "a weight as bytes": ("w1_weight", lambda w: w.view(torch.uint8), r"has dtype torch\.uint8"),
+    "a weight as numbers": ("w2_weight", lambda w: w.bfloat16(), r"has dtype torch\.bfloat16"),
+    "scales as bytes": ("w2_weight_scale_inv", lambda s: s.to(torch.uint8), r"has dtype torch\.uint8"),
+    "scales in half precision": ("w2_weight_scale_inv", lambda s: s.half(), r"has dtype torch\.float16"),
+    "a scale without dimensions": ("w1_weight_scale_inv", lambda s: s[0, 0], r"has shape \[\]"),
+    "a scale for each row": ("w3_weight_scale_inv", lambda s: s[:, 0], r"has shape \[2\]"),
+    "a negative scale": ("w2_weight_scale_inv", lambda s: -s, "are between -"),
+    "a scale that overflows": ("w2_weight_scale_inv", lambda s: s * 0 + 3e38, r"are between 3e\+38 and 3e\+38"),
+    "an infinite scale": ("w1_weight_scale_inv", lambda s: s * float("inf"), "hold NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize("layer", ["experts", "mlp"])
+@pytest.mark.parametrize("way", ["start", "reload", "load"])
+def test_a_tensor_that_cannot_serve_is_refused(fault, layer, way):
+    name, damage, why = WRONG[fault]
+    checkpoint = first("fp8")
+    tensors = checkpoint[name] = checkpoint[name][:]
+    tensors[0] = damage(tensors[0])
+    model = Model("fp8")
+    if way != "start":
+        model.start(first("fp8"))
+    model.lacking = ("gate_up", "down") if layer == "experts" else ("experts",)
+    if way != "start":
+        assert_refused("fp8", getattr(model, way), checkpoint, why)
+        return
+    with pytest.raises(CheckpointError, match=why):
+        model.start(checkpoint)
+
+
+@pytest.mark.parametrize("part", ["w1_weight_scale_inv", "w2_weight_scale_inv", "w2_weight"])
+def test_a_tensor_that_would_be_repeated_is_refused(part):
+    """One row of scales, say, which copying would use for all rows."""
+    checkpoint = first("fp8")
+    checkpoint[part] = [tensor[:, :1] for tensor in checkpoint[part]]
+    with pytest.raises(CheckpointError, match=r"has shape .*, 256 intermediate channels make"):
+        Model("fp8").start(checkpoint)
+
+
+def test_scales_in_bfloat16_are_those_in_float32():
+    checkpoint = first("fp8")
+    rounded = {name: [t.bfloat16() if "scale" in name else t for t in ts] for name, ts in checkpoint.items()}
+    wanted = {name: [t.bfloat16().float() if "scale" in name else t for t in ts] for name, ts in checkpoint.items()}
+    assert equal(Model("fp8").start(rounded), Model("fp8").start(wanted))
