@@ -1,0 +1,217 @@
+"""Any sequence of loads: an engine says and holds what one started on the last checkpoint would, or it refuses."""
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from safetensors.torch import load_file, save_file
+
+from fp8moe_plugin.layers.unquantized import is_quantized
+from tests.engine.conftest import MODES, ROOT, Start
+from tests.engine.test_engine import needs_compiler, needs_two_gpus
+
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[str, torch.Tensor], torch.Tensor | None]
+
+ANSWER_S = 600
+SEQUENCES = 125 if os.environ.get("FULL_COUNTS") else 5  # of each of four kinds of engines
+STEPS = 5
+ARGUMENTS = {mode: MODES[mode] | {"quantization": "fp8moe"} for mode in ("eager", "compile")}
+EXPERT = "model.layers.0.mlp.experts.11.down_proj"
+DENSE = "model.layers.0.self_attn.o_proj"
+SCALE = "weight_scale_inv"
+
+
+def poisoned(tensor: torch.Tensor) -> torch.Tensor:
+    damaged = tensor.clone()
+    damaged.view(torch.uint8)[-1, -2:] = 0xFF
+    return damaged
+
+
+def only(target: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Change:
+    """A change of the tensors whose names begin so."""
+    return lambda name, tensor: change(tensor) if name.startswith(target) else tensor
+
+
+def lacking(target: str) -> Change:
+    return only(target, lambda _: None)
+
+
+def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Other weights and, where the checkpoint has them, other scales."""
+    return tensor.roll(1, 0) if is_quantized(name.rpartition(".weight")[0]) else tensor
+
+
+def rescaled(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The same e4m3 weights under other scales; an unquantized checkpoint has the scales in its weights."""
+    if not is_quantized(name.rpartition(".weight")[0]) or tensor.dtype == torch.float8_e4m3fn:
+        return tensor
+    return tensor * 2
+
+
+GOOD: dict[str, Change] = {"first": lambda _, tensor: tensor, "moved": moved, "rescaled": rescaled}
+MISSING = {
+    "lacks an expert's weight": lacking(f"{EXPERT}.weight"),
+    "lacks a dense weight": lacking(f"{DENSE}.weight"),
+    "lacks all experts": lacking("model.layers.0.mlp.experts."),
+}
+MISSING_SCALES = {
+    "lacks an expert's scales": lacking(f"{EXPERT}.{SCALE}"),
+    "lacks dense scales": lacking(f"{DENSE}.{SCALE}"),
+}
+DAMAGED = {
+    "NaN in an expert": only(f"{EXPERT}.weight", poisoned),
+    "NaN in a dense layer": only(f"{DENSE}.weight", poisoned),
+}
+DAMAGED_SCALES = {
+    "NaN in scales": only(f"{EXPERT}.{SCALE}", poisoned),
+    "negative scales": only(f"{DENSE}.{SCALE}", torch.neg),
+    "scales that overflow": only(f"{EXPERT}.{SCALE}", lambda scales: scales * 0 + 3e38),
+    "a weight as bytes": only(f"{EXPERT}.weight", lambda weight: weight.view(torch.uint8)),
+}
+BAD = {
+    "fp8": {"reload": MISSING | MISSING_SCALES | DAMAGED | DAMAGED_SCALES, "load": DAMAGED | DAMAGED_SCALES},
+    "bf16": {"reload": MISSING | DAMAGED, "load": DAMAGED},
+}
+
+
+def write_variant(source: Path, folder: Path, change: Change) -> None:
+    shutil.copytree(source, folder)
+    (shard,) = folder.glob("*.safetensors")
+    changed = {name: change(name, tensor) for name, tensor in load_file(shard).items()}
+    kept: Tensors = {name: tensor.contiguous() for name, tensor in changed.items() if tensor is not None}
+    save_file(kept, shard, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(kept, shard.name)}))
+
+
+@pytest.fixture(scope="module")
+def variants(checkpoints: Path) -> Path:
+    """A folder with `<kind>-<name>` for each kind of checkpoint and each name of `GOOD` and `BAD`."""
+    folder = checkpoints / "variants"
+    for kind, bad in BAD.items():
+        for name, change in (GOOD | bad["reload"]).items():
+            write_variant(checkpoints / f"qwen3_moe-{kind}", folder / f"{kind}-{name}", change)
+    return folder
+
+
+class Engines:
+    """One engine at a time in a process of `tests.engine.reloads`, started anew once it has refused."""
+
+    def __init__(self, variants: Path, mode: str, kind: str, environment: dict[str, str]) -> None:
+        self.variants, self.mode, self.kind = variants, mode, kind
+        own = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        command = [sys.executable, "-m", "tests.engine.reloads"]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.fresh: dict[str, Any] = {}  # what an engine said that was started on the checkpoint
+        self.seen: list[tuple[str, Any]] = []  # what engines said after they had loaded it
+        self.runs = False
+
+    def do(self, command: str, name: str | None = None) -> dict[str, Any]:
+        path = name and str(self.variants / f"{self.kind}-{name}")
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps({command: path, "arguments": ARGUMENTS[self.mode]}) + "\n")
+        self.process.stdin.flush()
+        assert select.select([self.process.stdout], [], [], ANSWER_S)[0], f"no answer to {command} {name}"
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline() or '{"refused": "the process ended"}')
+        return answer
+
+    def start(self) -> None:
+        """On the checkpoint that no engine was started on yet, or else on the first."""
+        name = next((name for name in GOOD if name not in self.fresh), "first")
+        answer = self.do("start", name)
+        assert "refused" not in answer, answer
+        assert self.fresh.setdefault(name, answer) == answer
+        self.runs = True
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Loads(RuleBasedStateMachine):
+    engines: Engines
+
+    def __init__(self) -> None:
+        super().__init__()
+        if not self.engines.runs:
+            self.engines.start()
+
+    @precondition(lambda self: self.engines.runs)
+    @rule(way=st.sampled_from(("reload", "load")), name=st.sampled_from(tuple(GOOD)))
+    def load(self, way: str, name: str) -> None:
+        answer = self.engines.do(way, name)
+        assert "refused" not in answer, answer
+        self.engines.seen.append((f"{way} {name}", answer))
+
+    @precondition(lambda self: self.engines.runs)
+    @rule(data=st.data(), way=st.sampled_from(("reload", "load")))
+    def refuse(self, data: st.DataObject, way: str) -> None:
+        bad = data.draw(st.sampled_from(tuple(BAD[self.engines.kind][way])))
+        self.engines.runs = False
+        refused = self.engines.do(way, bad).get("refused", "")
+        assert "Restart the engine" in refused, f"{way} of a checkpoint with {bad}: {refused or 'accepted'}"
+        for command in (("ask", None), ("reload", "first"), ("load", "moved"), ("ask", None)):
+            assert self.engines.do(*command) == {"refused": refused}
+
+
+@pytest.fixture
+def engines(
+    request: pytest.FixtureRequest, variants: Path, environment_of_engines: dict[str, str]
+) -> Iterator[Engines]:
+    engines = Engines(variants, *request.param, environment_of_engines)
+    yield engines
+    engines.end()
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        pytest.param((mode, kind), id=f"{mode}-{kind}", marks=[needs_compiler] * (mode == "compile"))
+        for mode in ARGUMENTS
+        for kind in BAD
+    ],
+    indirect=True,
+)
+def test_an_engine_serves_the_last_checkpoint_or_refuses(engines):
+    class Machine(Loads):
+        pass
+
+    Machine.engines = engines
+    profile = hypothesis.settings(
+        hypothesis.settings.get_profile("ci"),
+        max_examples=SEQUENCES,
+        stateful_step_count=STEPS,
+        phases=[hypothesis.Phase.generate],  # to shrink a failure would start hundreds of engines
+    )
+    run_state_machine_as_test(Machine, settings=profile)
+    while len(engines.fresh) < len(GOOD):
+        engines.start()
+    assert len({json.dumps(answer) for answer in engines.fresh.values()}) == len(GOOD)
+    assert engines.seen
+    for step, answer in engines.seen:
+        assert answer == engines.fresh[step.partition(" ")[2]], step
+
+
+@pytest.mark.parametrize("mode", ["multiprocess", pytest.param("ep2", marks=needs_two_gpus)])
+def test_an_engine_in_processes_of_its_own_ends_with_the_reason(variants: Path, start: Start, mode: str):
+    """Under `ep2` the expert is one of the second rank alone: the first must not wait for it."""
+    reload = [str(variants / "fp8-lacks an expert's weight")]
+    done = start(variants / "fp8-first", mode, quantization="fp8moe", reload=reload)
+    assert done.returncode != 0
+    printed = done.stdout + done.stderr
+    assert "a tensor is missing" in printed
+    assert "This stopped a reload halfway: the model holds old and new weights" in printed
