@@ -1,5 +1,6 @@
 """Checks of what a caller hands to an op: each failure says what is wrong, what is needed, and what to do."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,11 @@ def check_tensor(
     """Raise `InvalidInputError` unless `tensor` has this dtype, shape (None: any size), device and a dense layout."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor. Pass a tensor.")
+    if not has_strided_storage(tensor):
+        raise InvalidInputError(
+            f"{name} has no strided storage: it is sparse or nested, or belongs to a transform such as torch.vmap or "
+            "torch.func.grad. Pass a dense tensor, and call the op outside the transform."
+        )
     if tensor.dim() == 0:
         raise InvalidInputError(f"{name} has no dimension, needs at least one. Check the layout of the call.")
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
@@ -37,30 +43,62 @@ def check_tensor(
         check_shape(name, tensor, shape)
     if device is not None and tensor.device != device:
         raise InvalidInputError(f"{name} is on {tensor.device}, the other tensors on {device}. Move it to {device}.")
+    if tensor.numel() and not tensor.data_ptr():
+        raise InvalidInputError(f"{name} holds no data: it is a meta or fake tensor. Pass a tensor with data.")
     if contiguous and not tensor.is_contiguous():
         raise InvalidInputError(f"{name} has strides {tensor.stride()}, needs a contiguous layout. Call .contiguous().")
     if tensor.element_size() <= 2:  # the kernels read 32-bit values and wider one at a time
         check_aligned(name, tensor)
 
 
-def signature(*tensors: torch.Tensor | None) -> Any:
-    """All that the checks of dense tensors look at: once a call has passed, others with its signature pass too.
-
-    None if there is something else among them.
-    """
+def has_strided_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has an address and strides, which sparse ones and those inside `torch.vmap` do not."""
     try:
-        return tuple(
-            [None if t is None else (t.dtype, t.shape, t.device, t.is_contiguous(), t.data_ptr() % 16) for t in tensors]
-        )
-    except (AttributeError, RuntimeError):  # no tensor, or one without storage
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return not tensor.is_nested
+
+
+class CheckedOnce:
+    """Checks of tensors that run once per signature, as a decorator: all of them take the host longer than a launch.
+
+    The signature is all that `check_tensor` looks at, so calls that share it pass or fail alike. A call without one
+    is checked each time.
+    """
+
+    def __init__(self, check: Callable[..., None]) -> None:
+        functools.update_wrapper(self, check)
+        self._check = check
+        self._passed: set[Any] = set()
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        """Raise what the checks raise for these arguments."""
+        signature = _signature(tensors)
+        if signature is not None and signature in self._passed:
+            return
+        self._check(*tensors)
+        if signature is None:
+            return
+        if len(self._passed) >= MAX_SIGNATURES:
+            self._passed.clear()
+        self._passed.add(signature)
+
+
+def _signature(tensors: tuple[torch.Tensor | None, ...]) -> Any:
+    """What the checks look at; None if an argument is not a tensor or has no storage."""
+    parts: list[Any] = []
+    try:
+        for t in tensors:
+            if t is None:
+                parts.append(None)
+                continue
+            address = t.data_ptr()
+            offset = address % 16 if address else None  # a fake tensor has no address
+            parts.append((t.dtype, t.shape, t.device, t.is_contiguous(), offset))
+    except (AttributeError, RuntimeError):
         return None
-
-
-def remember(passed: set[Any], seen: Any) -> None:
-    """Add the signature of a call that has passed."""
-    if len(passed) >= MAX_SIGNATURES:
-        passed.clear()
-    passed.add(seen)
+    return tuple(parts)
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:

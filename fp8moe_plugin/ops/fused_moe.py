@@ -1,27 +1,16 @@
 """One mixture-of-experts layer: route, quantize, GEMM 1 with SiLU-and-mul, GEMM 2, combine; few tokens: small_batch."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launcher import Launch, launch
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.checks import (
-    check_activations,
-    check_int,
-    check_multiple,
-    check_shape,
-    check_tensor,
-    check_values,
-    check_weights,
-    debugs,
-    remember,
-    signature,
-    watch_rows,
-)
+from fp8moe_plugin.ops.checks import check_int, check_values, debugs, watch_rows
 from fp8moe_plugin.ops.combine import combine, combine_launch
+from fp8moe_plugin.ops.expert_checks import check_batched_call, check_layer_call
 from fp8moe_plugin.ops.gate_up import gate_up
 from fp8moe_plugin.ops.gemm_launch import (
     LayerAddresses,
@@ -34,7 +23,7 @@ from fp8moe_plugin.ops.gemm_launch import (
 )
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
 from fp8moe_plugin.ops.quantize import Quantized, empty_tokens, quantize_launch, quantize_rows, quantize_tokens
-from fp8moe_plugin.ops.route import RoutingAddresses, check_experts, route, route_launches, tiles_of_counts
+from fp8moe_plugin.ops.route import RoutingAddresses, route, route_launches, tiles_of_counts
 from fp8moe_plugin.ops.small_batch import small_batch_launches
 from fp8moe_plugin.ops.workspace import empty
 from fp8moe_plugin.plan import (
@@ -53,7 +42,6 @@ from fp8moe_plugin.plan import (
     starts_early,
     tile_counters,
 )
-from fp8moe_plugin.shapes import GROUP
 
 
 class ExpertWeights(NamedTuple):
@@ -87,7 +75,8 @@ def fused_moe(
         w2_scale: float32 `[E, H/128, I/128]`.
         topk_weights: float32 `[T, k]`.
         topk_ids: int32 or int64 `[T, k]`; an id out of range (-1) contributes nothing.
-        expert_map: int32 `[global experts]` giving the local expert or -1, or None.
+        expert_map: int32 `[global experts]` giving the local expert or -1, or None. It is not empty; ids beyond its end
+            are out of range.
         activation: "silu".
         ue8m0: round the scales of activations up to powers of two, for checkpoints with `scale_fmt: ue8m0`.
         out: bfloat16 `[T, H]` to write to, or None.
@@ -97,18 +86,14 @@ def fused_moe(
         (`plan.small_batch`) for their experts, which decide of which parts. On a GPU with VLLM_BATCH_INVARIANT=1 it
         depends on neither.
     Raises:
-        InvalidInputError: wrong dtype, shape, stride or device, too many experts; with FP8MOE_DEBUG=1 also an id below
-            -1 or too large.
+        InvalidInputError: wrong dtype, shape, stride or device, too many experts;
+            with FP8MOE_DEBUG=1 also an id below -1 or too large.
         WrongResultError: with FP8MOE_DEBUG=1, a token of finite values has NaN in its result. Not looked for where
             `out` is `hidden_states`.
     """
     if activation != "silu":
         raise InvalidInputError(f"activation is {activation!r}, needs 'silu', the only one the kernels compute.")
-    call = (hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out)
-    seen = signature(*call)
-    if seen not in _passed:
-        _check_call(*call)
-        remember(_passed, seen)
+    check_layer_call(hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out)
     check_values("topk_ids", topk_ids, -1, (w13.shape[0] if expert_map is None else expert_map.numel()) - 1)
     if out is None:
         out = torch.empty_like(hidden_states)
@@ -122,9 +107,6 @@ def fused_moe(
     finite = hidden_states.isfinite().all(1) & topk_weights.isfinite().all(1)
     watch_rows("fused_moe", out, finite, lambda t: f"token {t} (experts {topk_ids[t].tolist()})", lambda: layer(*args))
     return out
-
-
-_passed: set[Any] = set()  # signatures of calls of fused_moe
 
 
 def batched_experts(
@@ -152,22 +134,19 @@ def batched_experts(
         out: bfloat16 `[E, max_m, H]` to write to, or None; rows past the count are not written. It must not share
             memory with the other arguments, which may still be read while it is written.
     Raises:
-        InvalidInputError: wrong dtype, shape, stride or device; with FP8MOE_DEBUG=1 also a count out of range.
+        InvalidInputError: wrong dtype, shape, stride or device; with FP8MOE_DEBUG=1
+            also a count out of range.
         WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its result.
     """
-    check_activations("hidden_states", (hidden_states, hidden_scale), dims=3)
-    weights = _checked_weights(hidden_states, w13, w13_scale, w2, w2_scale)
-    experts, max_m, _ = hidden_states.shape
-    device = hidden_states.device
-    check_shape("hidden_states", hidden_states, (w13.shape[0], None, None))
-    check_tensor("expert_num_tokens", expert_num_tokens, dtype=torch.int32, shape=(experts,), device=device)
+    check_batched_call(hidden_states, hidden_scale, w13, w13_scale, w2, w2_scale, expert_num_tokens, out)
+    max_m, device = hidden_states.shape[1], hidden_states.device
     check_values("expert_num_tokens", expert_num_tokens, 0, max_m)
     check_int("expected_m", expected_m)
     if out is None:
         out = torch.empty(hidden_states.shape, dtype=torch.bfloat16, device=device)
-    check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
     if max_m == 0:
         return out
+    weights = ExpertWeights((w13, w13_scale), (w2, w2_scale))
     args = ((hidden_states, hidden_scale), weights, expert_num_tokens, expected_m, ue8m0, out)
     if not debugs(out.is_cuda):
         _batched_experts(*args)
@@ -301,39 +280,3 @@ def _layer_launches(
     combined = (at.down, at.slots, tensors.topk_weights, tensors.out)
     few_blocks = block_m != PREFILL_BLOCK_M  # many would each wait, and take longer than to start later
     return (*launches, combine_launch(combined, tokens, topk, hidden, device_index, few_blocks))
-
-
-def _check_call(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> None:
-    """Raise what `fused_moe` raises, but for values."""
-    check_tensor("hidden_states", hidden_states, dtype=torch.bfloat16, shape=(None, None))
-    check_multiple("hidden_states' H", hidden_states.shape[1], GROUP)
-    _checked_weights(hidden_states, w13, w13_scale, w2, w2_scale)
-    check_experts(w13.shape[0])
-    tokens, device = hidden_states.shape[0], hidden_states.device
-    check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(tokens, None), device=device)
-    check_tensor("topk_weights", topk_weights, dtype=torch.float32, shape=tuple(topk_ids.shape), device=device)
-    if expert_map is not None:
-        check_tensor("expert_map", expert_map, dtype=torch.int32, shape=(None,), device=device)
-    if out is not None:
-        check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
-
-
-def _checked_weights(
-    hidden_states: torch.Tensor, w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor
-) -> ExpertWeights:
-    hidden, device = hidden_states.shape[-1], hidden_states.device
-    check_weights("w13", (w13, w13_scale), 3, hidden, device)
-    check_multiple("w13's second dimension", w13.shape[1], 2 * GROUP)
-    check_weights("w2", (w2, w2_scale), 3, w13.shape[1] // 2, device)
-    check_shape("w2", w2, (w13.shape[0], hidden, None))
-    return ExpertWeights((w13, w13_scale), (w2, w2_scale))

@@ -3,7 +3,7 @@
 import torch
 
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.checks import check_multiple, check_tensor, check_weights, debugs, watch_rows
+from fp8moe_plugin.ops.checks import CheckedOnce, check_multiple, check_tensor, check_weights, debugs, watch_rows
 from fp8moe_plugin.ops.gemm import gemm
 from fp8moe_plugin.ops.gemm_launch import launch_gemm
 from fp8moe_plugin.ops.quantize import Quantized, per_token_group_quant_fp8, quantize_matrix
@@ -31,11 +31,7 @@ def fp8_linear(
         InvalidInputError: wrong dtype, shape, stride or device.
         WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its result.
     """
-    check_tensor("x", x, dtype=torch.bfloat16)
-    check_multiple("x's last dimension", x.shape[-1], GROUP)
-    check_weights("weight", (weight, weight_scale), 2, x.shape[-1], x.device)
-    if bias is not None:
-        check_tensor("bias", bias, dtype=torch.bfloat16, shape=(weight.shape[0],), device=x.device)
+    _check_call(x, weight, weight_scale, bias)
     rows = x.view(-1, x.shape[-1])
     out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
     product = (rows, (weight, weight_scale), ue8m0, out)
@@ -47,6 +43,16 @@ def fp8_linear(
     if bias is not None:
         out += bias
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+@CheckedOnce
+def _check_call(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise `InvalidInputError` unless `fp8_linear` takes these."""
+    check_tensor("x", x, dtype=torch.bfloat16)
+    check_multiple("x's last dimension", x.shape[-1], GROUP)
+    check_weights("weight", (weight, weight_scale), 2, x.shape[-1], x.device)
+    if bias is not None:
+        check_tensor("bias", bias, dtype=torch.bfloat16, shape=(weight.shape[0],), device=x.device)
 
 
 def _multiply(rows: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor) -> None:

@@ -100,6 +100,10 @@ def meta(t: torch.Tensor) -> torch.Tensor:
     return t.to("meta")
 
 
+def jagged(t: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([t[:1], t[1:]], layout=torch.jagged)
+
+
 QUANT, SILU, LINEAR, GEMM = "per_token_group_quant_fp8", "silu_mul_quant_fp8", "fp8_linear", "fp8_gemm_nt"
 CONTIGUOUS, MASKED = "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"
 MOE, BATCHED = "fused_moe", "batched_experts"
@@ -113,6 +117,7 @@ WRONG_CALLS = {
     "quantize-no-k": (QUANT, "x", with_k(0), "x's last dimension is 0, needs a positive multiple of 128"),
     "quantize-strided": (QUANT, "x", strided, "x has strides (512, 2), needs a contiguous layout"),
     "quantize-misaligned": (QUANT, "x", misaligned, "x starts at an address that is no multiple of 16"),
+    "quantize-meta": (QUANT, "x", meta, "x holds no data"),
     "quantize-group-64": (QUANT, "group_size", lambda _: 64, "group_size is 64, needs 128"),
     "silu-two-dimensions": (SILU, "gate_up", lambda t: t[0], "gate_up has shape [6, 256], needs [any, any, any]"),
     "silu-odd-width": (
@@ -130,6 +135,7 @@ WRONG_CALLS = {
     "silu-counts-int64": (SILU, "counts", torch.Tensor.long, "counts has dtype torch.int64, needs torch.int32"),
     "silu-counts-elsewhere": (SILU, "counts", meta, "counts is on meta, the other tensors on"),
     "linear-float16": (LINEAR, "x", torch.Tensor.half, "x has dtype torch.float16"),
+    "linear-nested": (LINEAR, "x", jagged, "x has no strided storage"),
     "linear-no-tensor": (LINEAR, "x", lambda _: None, "x is a NoneType, not a torch.Tensor"),
     "linear-strided": (LINEAR, "x", strided, "x has strides (512, 2), needs a contiguous layout"),
     "linear-other-k": (LINEAR, "x", with_k(384), "weight has shape [136, 256], needs [any, 384]"),
@@ -189,6 +195,13 @@ WRONG_CALLS = {
     "moe-ids-elsewhere": (MOE, "topk_ids", meta, "topk_ids is on meta"),
     "moe-map-int64": (MOE, "expert_map", torch.Tensor.long, "expert_map has dtype torch.int64"),
     "moe-map-elsewhere": (MOE, "expert_map", meta, "expert_map is on meta"),
+    "moe-map-empty": (
+        MOE,
+        "expert_map",
+        lambda t: t[:0],
+        "expert_map is empty, needs one entry for each global expert",
+    ),
+    "moe-weights-sparse": (MOE, "topk_weights", torch.Tensor.to_sparse, "topk_weights has no strided storage"),
     "moe-gelu": (MOE, "activation", lambda _: "gelu", "activation is 'gelu', needs 'silu'"),
     "moe-out-float32": (MOE, "out", torch.Tensor.float, "out has dtype torch.float32"),
     "moe-out-shape": (MOE, "out", short, "out has shape [5, 256], needs [6, 256]"),

@@ -1,0 +1,76 @@
+"""Checks of the calls of `fused_moe` and `batched_experts`, but for values."""
+
+import torch
+
+from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.ops.checks import (
+    CheckedOnce,
+    check_activations,
+    check_multiple,
+    check_shape,
+    check_tensor,
+    check_weights,
+)
+from fp8moe_plugin.ops.route import check_experts
+from fp8moe_plugin.shapes import GROUP
+
+
+@CheckedOnce
+def check_layer_call(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    """Raise `InvalidInputError` unless `fused_moe` takes these."""
+    check_tensor("hidden_states", hidden_states, dtype=torch.bfloat16, shape=(None, None))
+    check_multiple("hidden_states' H", hidden_states.shape[1], GROUP)
+    _check_layer(hidden_states, w13, w13_scale, w2, w2_scale)
+    check_experts(w13.shape[0])
+    tokens, device = hidden_states.shape[0], hidden_states.device
+    check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(tokens, None), device=device)
+    check_tensor("topk_weights", topk_weights, dtype=torch.float32, shape=tuple(topk_ids.shape), device=device)
+    if expert_map is not None:
+        check_tensor("expert_map", expert_map, dtype=torch.int32, shape=(None,), device=device)
+        if not expert_map.numel():
+            raise InvalidInputError(
+                "expert_map is empty, needs one entry for each global expert. Pass None if topk_ids are local."
+            )
+    if out is not None:
+        check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
+
+
+@CheckedOnce
+def check_batched_call(
+    hidden_states: torch.Tensor,
+    hidden_scale: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    expert_num_tokens: torch.Tensor,
+    out: torch.Tensor | None,
+) -> None:
+    """Raise `InvalidInputError` unless `batched_experts` takes these."""
+    check_activations("hidden_states", (hidden_states, hidden_scale), dims=3)
+    _check_layer(hidden_states, w13, w13_scale, w2, w2_scale)
+    device = hidden_states.device
+    check_shape("hidden_states", hidden_states, (w13.shape[0], None, None))
+    check_tensor("expert_num_tokens", expert_num_tokens, dtype=torch.int32, shape=(w13.shape[0],), device=device)
+    if out is not None:
+        check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
+
+
+def _check_layer(
+    hidden_states: torch.Tensor, w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor
+) -> None:
+    hidden, device = hidden_states.shape[-1], hidden_states.device
+    check_weights("w13", (w13, w13_scale), 3, hidden, device)
+    check_multiple("w13's second dimension", w13.shape[1], 2 * GROUP)
+    check_weights("w2", (w2, w2_scale), 3, w13.shape[1] // 2, device)
+    check_shape("w2", w2, (w13.shape[0], hidden, None))

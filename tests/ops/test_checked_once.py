@@ -1,0 +1,103 @@
+"""Checks that passed are not run again for calls that share a signature, and for those alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8moe_plugin import ops
+from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.ops import checks
+from fp8moe_plugin.ops.checks import CheckedOnce
+from tests.ops.test_bad_input import BATCHED, LINEAR, MOE, right_calls
+
+TENSORS = [
+    (op, name)
+    for op, call in right_calls(torch.device("cpu")).items()
+    for name, value in call.items()
+    if isinstance(value, torch.Tensor)
+]
+
+
+@pytest.fixture
+def counted() -> tuple[Callable[..., None], list[Any]]:
+    """Checks that refuse float16, and the arguments that they were run for."""
+    seen: list[Any] = []
+
+    @CheckedOnce
+    def check(*tensors: torch.Tensor | None) -> None:
+        seen.append(tensors)
+        if any(isinstance(t, torch.Tensor) and t.dtype == torch.float16 for t in tensors):
+            raise InvalidInputError("float16")
+
+    return check, seen
+
+
+def test_checks_run_once_for_a_signature(counted):
+    check, seen = counted
+    for _ in range(3):
+        check(torch.zeros(4), None)
+    assert len(seen) == 1
+    check(torch.zeros(5), None)
+    check(torch.zeros(4), torch.zeros(4))
+    assert len(seen) == 3
+
+
+def test_checks_that_failed_run_again(counted):
+    check, seen = counted
+    for _ in range(2):
+        with pytest.raises(InvalidInputError):
+            check(torch.zeros(4).half())
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("argument", [[1.0], torch.eye(2).to_sparse()], ids=["list", "sparse"])
+def test_checks_of_a_call_without_signature_run_each_time(counted, argument):
+    check, seen = counted
+    check(argument, torch.zeros(2))
+    with pytest.raises(InvalidInputError):
+        check(argument, torch.zeros(2).half())
+    assert len(seen) == 2
+
+
+def test_signatures_are_bounded(counted, monkeypatch):
+    monkeypatch.setattr(checks, "MAX_SIGNATURES", 4)
+    check, seen = counted
+    for size in range(9):
+        check(torch.zeros(size))
+    assert len(check._passed) <= 4
+    check(torch.zeros(8))
+    assert len(seen) == 9
+
+
+@pytest.mark.parametrize(("op", "argument"), TENSORS)
+def test_a_tensor_inside_vmap_is_refused_each_time(device, op, argument):
+    call = right_calls(device)[op]
+    getattr(ops, op)(**call)
+    for _ in range(2):
+        with pytest.raises(InvalidInputError, match="has no strided storage"):
+            torch.vmap(lambda each: getattr(ops, op)(**call | {argument: each}))(call[argument][None])
+
+
+def test_after_a_refused_call_inside_vmap_others_are_still_checked(device):
+    call = right_calls(device)[MOE]
+    for dtype in (torch.bfloat16, torch.float16):
+        wrong = call | {"hidden_states": call["hidden_states"].to(dtype)}
+        with pytest.raises(InvalidInputError):
+            torch.vmap(lambda each, wrong=wrong: ops.fused_moe(**wrong | {"topk_weights": each}))(
+                call["topk_weights"][None]
+            )
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize(
+    ("op", "argument"), [(MOE, "hidden_states"), (BATCHED, "hidden_states"), (LINEAR, "x"), (MOE, "topk_weights")]
+)
+def test_a_fake_tensor_is_refused_behind_a_right_call(device, op, argument):
+    call = right_calls(device)[op]
+    getattr(ops, op)(**call)
+    call[argument] = FakeTensorMode().from_tensor(call[argument])
+    with pytest.raises(InvalidInputError, match="holds no data"):
+        getattr(ops, op)(**call)
