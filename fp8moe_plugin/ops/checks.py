@@ -25,9 +25,13 @@ def check_tensor(
     device: torch.device | None = None,
     contiguous: bool = True,
 ) -> None:
-    """Raise `InvalidInputError` unless `tensor` has this dtype, shape (None: any size), device and a dense layout."""
+    """Raise `InvalidInputError` unless `tensor` has this dtype, shape (None: any size), device and a dense layout.
+
+    Also if it requires a gradient: no op computes one.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor. Pass a tensor.")
+    check_no_grad(name, tensor)
     if not has_strided_storage(tensor):
         raise InvalidInputError(
             f"{name} has no strided storage: it is sparse or nested, or belongs to a transform such as torch.vmap or "
@@ -60,6 +64,15 @@ def has_strided_storage(tensor: torch.Tensor) -> bool:
     return not tensor.is_nested
 
 
+def check_no_grad(name: str, tensor: torch.Tensor) -> None:
+    """Raise `InvalidInputError` if autograd would expect a gradient for `tensor`."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InvalidInputError(
+            f"{name} requires a gradient, which this op does not compute. Call it under torch.inference_mode() or "
+            f"torch.no_grad(), or pass {name}.detach()."
+        )
+
+
 class CheckedOnce:
     """Checks of tensors that run once per signature, as a decorator: all of them take the host longer than a launch.
 
@@ -87,6 +100,7 @@ class CheckedOnce:
 
 def _signature(tensors: tuple[torch.Tensor | None, ...]) -> Any:
     """What the checks look at; None if an argument is not a tensor or has no storage."""
+    grad = torch.is_grad_enabled()
     parts: list[Any] = []
     try:
         for t in tensors:
@@ -95,7 +109,7 @@ def _signature(tensors: tuple[torch.Tensor | None, ...]) -> Any:
                 continue
             address = t.data_ptr()
             offset = address % 16 if address else None  # a fake tensor has no address
-            parts.append((t.dtype, t.shape, t.device, t.is_contiguous(), offset))
+            parts.append((t.dtype, t.shape, t.device, t.is_contiguous(), offset, grad and t.requires_grad))
     except (AttributeError, RuntimeError):
         return None
     return tuple(parts)

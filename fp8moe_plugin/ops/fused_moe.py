@@ -86,7 +86,7 @@ def fused_moe(
         (`plan.small_batch`) for their experts, which decide of which parts. On a GPU with VLLM_BATCH_INVARIANT=1 it
         depends on neither.
     Raises:
-        InvalidInputError: wrong dtype, shape, stride or device, too many experts;
+        InvalidInputError: wrong dtype, shape, stride or device, too many experts, a tensor that requires a gradient;
             with FP8MOE_DEBUG=1 also an id below -1 or too large.
         WrongResultError: with FP8MOE_DEBUG=1, a token of finite values has NaN in its result. Not looked for where
             `out` is `hidden_states`.
@@ -134,7 +134,7 @@ def batched_experts(
         out: bfloat16 `[E, max_m, H]` to write to, or None; rows past the count are not written. It must not share
             memory with the other arguments, which may still be read while it is written.
     Raises:
-        InvalidInputError: wrong dtype, shape, stride or device; with FP8MOE_DEBUG=1
+        InvalidInputError: wrong dtype, shape, stride or device, a tensor that requires a gradient; with FP8MOE_DEBUG=1
             also a count out of range.
         WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its result.
     """

@@ -28,7 +28,7 @@ def fp8_linear(
     Returns:
         bfloat16 `[.., N]`.
     Raises:
-        InvalidInputError: wrong dtype, shape, stride or device.
+        InvalidInputError: wrong dtype, shape, stride or device, or a tensor that requires a gradient.
         WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its result.
     """
     _check_call(x, weight, weight_scale, bias)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.logs import log_once
+from fp8moe_plugin.ops.checks import check_no_grad
 from fp8moe_plugin.ops.fused_moe import batched_experts as _batched_experts
 from fp8moe_plugin.ops.fused_moe import fused_moe as _fused_moe
 from fp8moe_plugin.ops.linear import fp8_linear
@@ -46,6 +47,20 @@ def _writes_out(*_: object) -> None:
     """Fake of an op that only writes its last argument."""
 
 
+def refuses_grad(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What autograd calls in the place of `op`, also while torch.compile traces. Inference mode does not come here."""
+    names = [argument.name for argument in op._schema.arguments]
+
+    def refuse(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if torch.is_grad_enabled():
+            for name, value in zip(names, args, strict=True):
+                if isinstance(value, torch.Tensor):
+                    check_no_grad(name, value)
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    return refuse
+
+
 def in_range(op: str, impl: Callable[..., Any]) -> Callable[..., Any]:
     """`impl`, with FP8MOE_NVTX=1 in an NVTX range named by the op and the sizes of its first two tensors."""
     if not settings().nvtx:
@@ -73,9 +88,9 @@ def _register() -> None:
         (BATCHED_EXPERTS, _batched_experts_impl, _writes_out),
         (LINEAR, _linear_impl, _linear_fake),
     ):
-        impl = in_range(schema.partition("(")[0], impl)
         name = library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-        library.impl(name, impl, "CompositeExplicitAutograd")
+        library.impl(name, in_range(name, impl), "CompositeExplicitAutograd")
+        library.impl(name, refuses_grad(getattr(namespace, name).default), "Autograd", with_keyset=True)
         library._register_fake(name, fake)
     # The ops live as long as their library, so it lives with torch's namespace and not with this module.
     vars(namespace)["library"] = library
