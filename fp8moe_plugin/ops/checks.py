@@ -130,6 +130,26 @@ def check_aligned(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_apart(name: str, tensor: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raise `InvalidInputError` if `tensor` shares memory with one of the others, by the ranges they span."""
+    begin, end = _span(tensor)
+    for other_name, other in others.items():
+        other_begin, other_end = (0, 0) if other is None else _span(other)
+        if max(begin, other_begin) < min(end, other_end):
+            raise InvalidInputError(
+                f"{name} shares memory with {other_name}, which is still read while {name} is written. "
+                f"Pass {name} memory of its own."
+            )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and of the one behind its last."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
 def check_multiple(name: str, value: int, of: int) -> None:
     """Raise `InvalidInputError` unless `value` is a positive multiple of `of`."""
     if value <= 0 or value % of:

@@ -8,7 +8,7 @@ import torch
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launcher import Launch, launch
 from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.checks import check_int, check_values, debugs, watch_rows
+from fp8moe_plugin.ops.checks import check_apart, check_int, check_values, debugs, watch_rows
 from fp8moe_plugin.ops.combine import combine, combine_launch
 from fp8moe_plugin.ops.expert_checks import check_batched_call, check_layer_call
 from fp8moe_plugin.ops.gate_up import gate_up
@@ -79,7 +79,7 @@ def fused_moe(
             are out of range.
         activation: "silu".
         ue8m0: round the scales of activations up to powers of two, for checkpoints with `scale_fmt: ue8m0`.
-        out: bfloat16 `[T, H]` to write to, or None.
+        out: bfloat16 `[T, H]` to write to, or None. It may overlap with `hidden_states`, but with no other argument.
     Returns:
         bfloat16 `[T, H]`. Captures in a CUDA graph. A token's result does not depend on the other tokens of the call,
         but for their number, which decides of how many parts sums are made (`plan.k_splits`), and where these are few
@@ -87,9 +87,8 @@ def fused_moe(
         depends on neither.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device, too many experts, a tensor that requires a gradient;
-            with FP8MOE_DEBUG=1 also an id below -1 or too large.
-        WrongResultError: with FP8MOE_DEBUG=1, a token of finite values has NaN in its result. Not looked for where
-            `out` is `hidden_states`.
+            with FP8MOE_DEBUG=1 also an id below -1 or too large, or an `out` that overlaps with another argument.
+        WrongResultError: with FP8MOE_DEBUG=1, a token of finite values has NaN in its result.
     """
     if activation != "silu":
         raise InvalidInputError(f"activation is {activation!r}, needs 'silu', the only one the kernels compute.")
@@ -101,11 +100,20 @@ def fused_moe(
         return out.zero_()
     layer = _launch_fused_moe if uses_sm90(hidden_states) else _fused_moe
     weights = ExpertWeights((w13, w13_scale), (w2, w2_scale))
-    args = (hidden_states, weights, topk_weights, topk_ids, expert_map, ue8m0, out)
-    if not debugs(out.is_cuda) or out.data_ptr() == hidden_states.data_ptr():  # whose rows cannot be poisoned
-        return layer(*args)
+    args = (weights, topk_weights, topk_ids, expert_map, ue8m0, out)
+    if not debugs(out.is_cuda):
+        return layer(hidden_states, *args)
+    read = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
+    check_apart("out", out, **read, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map)
     finite = hidden_states.isfinite().all(1) & topk_weights.isfinite().all(1)
-    watch_rows("fused_moe", out, finite, lambda t: f"token {t} (experts {topk_ids[t].tolist()})", lambda: layer(*args))
+    tokens = hidden_states.clone()  # `out`, which is poisoned first, may overlap with the original
+    watch_rows(
+        "fused_moe",
+        out,
+        finite,
+        describe=lambda t: f"token {t} (experts {topk_ids[t].tolist()})",
+        run=lambda: layer(tokens, *args),
+    )
     return out
 
 
@@ -135,7 +143,7 @@ def batched_experts(
             memory with the other arguments, which may still be read while it is written.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device, a tensor that requires a gradient; with FP8MOE_DEBUG=1
-            also a count out of range.
+            also a count out of range, or an `out` that overlaps with another argument.
         WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its result.
     """
     check_batched_call(hidden_states, hidden_scale, w13, w13_scale, w2, w2_scale, expert_num_tokens, out)
@@ -151,6 +159,8 @@ def batched_experts(
     if not debugs(out.is_cuda):
         _batched_experts(*args)
         return out
+    read = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale, "expert_num_tokens": expert_num_tokens}
+    check_apart("out", out, hidden_states=hidden_states, hidden_scale=hidden_scale, **read)
     counted = torch.arange(max_m, device=device) < expert_num_tokens[:, None]
     finite = counted & (hidden_states.view(torch.uint8) & 0x7F != 0x7F).all(-1) & hidden_scale.isfinite().all(-1)
     describe = "row {1} of expert {0}".format

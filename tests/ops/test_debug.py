@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8moe_plugin import ops
-from fp8moe_plugin.errors import WrongResultError
+from fp8moe_plugin.errors import InvalidInputError, WrongResultError
 from fp8moe_plugin.ops import checks, workspace
 from tests import helpers as h
 from tests.test_plan import replace_everywhere
@@ -139,6 +139,59 @@ def test_a_layer_may_write_where_its_tokens_are(gen, debug):
     expected = ops.fused_moe(*call)
     ops.fused_moe(*call, out=call[0])
     assert h.same_bits(call[0], expected)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, TOKENS])
+@pytest.mark.parametrize("mode", ["0", "1"])
+def test_a_layer_may_write_partly_where_its_tokens_are(gen, mode, rows):
+    x, *others = call_of_layer(gen)
+    expected = ops.fused_moe(x, *others)
+    memory = torch.cat([x, x])  # the result begins `rows` rows behind the first token
+    with h.environment("FP8MOE_DEBUG", mode):
+        actual = ops.fused_moe(memory[:TOKENS], *others, out=memory[rows : rows + TOKENS])
+    assert h.same_bits(actual, expected)
+
+
+def test_a_token_that_is_not_written_in_place_is_noticed(debug, monkeypatch):
+    call = call_of_layer(h.seeded(0, torch.device("cpu")))
+    skips_rows(monkeypatch, layer_ops, "combine", 3, (3,))
+    with pytest.raises(WrongResultError, match="fused_moe: token 3"):
+        ops.fused_moe(*call, out=call[0])
+
+
+@pytest.mark.parametrize("argument", range(1, 7))
+def test_an_out_that_overlaps_with_another_argument_is_refused(gen, debug, argument):
+    call = call_of_layer(gen)
+    call[argument], out = overlapping(call[argument], call[0].shape)
+    name = ("w13", "w13_scale", "w2", "w2_scale", "topk_weights", "topk_ids")[argument - 1]
+    with pytest.raises(InvalidInputError, match=f"out shares memory with {name}, which is still read"):
+        ops.fused_moe(*call, out=out)
+
+
+@pytest.mark.parametrize("argument", range(7))
+def test_an_out_of_slabs_that_overlaps_with_an_argument_is_refused(gen, debug, argument):
+    call = call_of_slabs(gen)
+    shape = call[0].shape
+    call[argument], out = overlapping(call[argument], shape)
+    with pytest.raises(InvalidInputError, match=r"out shares memory with .*, which is still read"):
+        batched_experts(*call, out=out)
+
+
+def overlapping(tensor: torch.Tensor, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+    """A contiguous copy of a tensor, and bfloat16 of this shape whose memory ends 16 bytes into the copy."""
+    before = 2 * shape.numel() - 16
+    memory = torch.empty(before + tensor.nbytes, dtype=torch.uint8, device=tensor.device)
+    copy = memory[before:].view(tensor.dtype).view(tensor.shape)
+    copy.copy_(tensor)
+    return copy, memory[: before + 16].view(torch.bfloat16).view(shape)
+
+
+def test_an_out_beside_its_arguments_is_taken(gen, debug):
+    call = call_of_layer(gen)
+    memory = torch.empty(2, TOKENS, HIDDEN, dtype=torch.bfloat16, device=gen.device)
+    memory[0] = call[0]
+    expected = ops.fused_moe(*call)
+    assert h.same_bits(ops.fused_moe(memory[0], *call[1:], out=memory[1]), expected)
 
 
 @pytest.mark.parametrize("mode", ["0", "1"])
