@@ -44,8 +44,9 @@ def gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None =
 
 
 def gemm_reference(a: Quantized, b: Quantized) -> torch.Tensor:
-    """float32 `a @ b.T` of the dequantized operands."""
-    return dequantize_rows(*a) @ dequantize_blocks(*b).T
+    """float32 `a @ b.T` of the dequantized operands, also under `torch.autocast`, which would round them."""
+    with torch.autocast(a[0].device.type, enabled=False):
+        return dequantize_rows(*a) @ dequantize_blocks(*b).T
 
 
 def dequantize_blocks(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
