@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from fp8moe_plugin.jit.launcher import LoadCounts
 from fp8moe_plugin.jit.lookup import Origin, compile_times
+from fp8moe_plugin.layers.vllm.metrics_folder import PREFIX, hold_lock, remove_stale_folders
 from fp8moe_plugin.logs import log_once
 
 FOLDER = "_FP8MOE_METRICS"  # names the folder to the processes that the server starts; no setting
@@ -81,19 +82,22 @@ def expose() -> None:
     if BY_PROMETHEUS in os.environ or (FOLDER in os.environ and multiprocessing.parent_process()):
         return
     try:
-        folder = tempfile.TemporaryDirectory(prefix="fp8moe-metrics-")
+        remove_stale_folders()
+        folder = tempfile.TemporaryDirectory(prefix=PREFIX)
+        lock = hold_lock(Path(folder.name))
     except OSError as error:
         log_once(logging.WARNING, f"kernels are not counted at /metrics: {error}")
         return
     os.environ[FOLDER] = folder.name
-    prometheus_client.REGISTRY.register(Workers(folder))
+    prometheus_client.REGISTRY.register(Workers(folder, lock))
 
 
 class Workers(Collector):
     """The metrics in a folder's files, added up; the folder goes with the process."""
 
-    def __init__(self, folder: tempfile.TemporaryDirectory[str]) -> None:
+    def __init__(self, folder: tempfile.TemporaryDirectory[str], lock: int) -> None:
         self.folder = folder
+        self.lock = lock  # open until the process ends, which is how other servers know that it runs
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
