@@ -3,12 +3,13 @@
 import torch
 
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.layers.scale_format import ScaleFormat
 from fp8moe_plugin.layers.weights import check_fp8_weight, check_sizes, frozen, per_block_cast_to_fp8
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.shapes import GROUP
 
 
-class FP8MoE(torch.nn.Module):
+class FP8MoE(ScaleFormat):
     """The weighted sum of each token's experts, `w2[e] @ (silu(gate) * up)` with `gate, up = w13[e] @ token`.
 
     Attributes:
@@ -16,7 +17,7 @@ class FP8MoE(torch.nn.Module):
         w13_scale: float32 `[E, 2I/128, H/128]`.
         w2: e4m3 `[E, H, I]`.
         w2_scale: float32 `[E, H/128, I/128]`.
-        ue8m0: the scales of activations are powers of two.
+        ue8m0: the scales of activations are powers of two. Saved in the state dict, see `ScaleFormat`.
     """
 
     def __init__(

@@ -3,19 +3,20 @@
 import torch
 
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.layers.scale_format import ScaleFormat
 from fp8moe_plugin.layers.weights import check_fp8_weight, check_sizes, frozen, per_block_cast_to_fp8
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.shapes import N_MULTIPLE
 
 
-class FP8Linear(torch.nn.Module):
+class FP8Linear(ScaleFormat):
     """`x @ weight.T + bias`, with x quantized per token and 128 channels.
 
     Attributes:
         weight: e4m3 `[N, K]`; N a multiple of 8, K of 128.
         weight_scale: float32 `[ceil(N/128), K/128]`.
         bias: bfloat16 `[N]` or None.
-        ue8m0: the scales of activations are powers of two.
+        ue8m0: the scales of activations are powers of two. Saved in the state dict, see `ScaleFormat`.
     """
 
     bias: torch.nn.Parameter | None
