@@ -3,16 +3,20 @@
 import functools
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.untrusted import shown
 
 logger = logging.getLogger("fp8moe")
 PREFIX = "FP8MOE_"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+LISTED_NAMES = 10  # of unknown variables
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 
 
 class Settings(BaseModel):
@@ -54,7 +58,7 @@ def settings() -> Settings:
     known = {variable(field): field for field in Settings.model_fields}
     unknown = sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known)
     if unknown:
-        logger.warning("fp8moe: ignores %s; its variables are %s", ", ".join(unknown), ", ".join(known))
+        logger.warning("fp8moe: ignores %s; its variables are %s", _listed(unknown), ", ".join(known))
     given = {known[name.upper()]: value for name, value in os.environ.items() if value and name.upper() in known}
     try:
         return Settings.model_validate(given)
@@ -62,7 +66,9 @@ def settings() -> Settings:
         first = error.errors()[0]
         field = str(first["loc"][0])
         allowed = "Input should be 0 or 1" if Settings.model_fields[field].annotation is bool else first["msg"]
-        raise UnsupportedError(f"{variable(field)} is {first['input']!r}. {allowed}. Change or unset it.") from error
+        raise UnsupportedError(
+            f"{variable(field)} is {shown(first['input'])}. {allowed}. Change or unset it."
+        ) from error
 
 
 @functools.cache
@@ -78,7 +84,16 @@ def batch_invariant() -> bool:
     try:
         return bool(int(given))
     except ValueError:
-        raise UnsupportedError(f"{BATCH_INVARIANT} is {given!r}. It should be 0 or 1. Change or unset it.") from None
+        raise UnsupportedError(
+            f"{BATCH_INVARIANT} is {shown(given)}. It should be 0 or 1. Change or unset it."
+        ) from None
+
+
+def _listed(names: list[str]) -> str:
+    """Names of variables for a message: quoted and cut where they are not plain, and only the first of many."""
+    listed = [name if PLAIN_NAME.fullmatch(name) else shown(name) for name in names[:LISTED_NAMES]]
+    more = len(names) - len(listed)
+    return ", ".join(listed) + (f" and {more} more" if more else "")
 
 
 def variable(field: str) -> str:

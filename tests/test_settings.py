@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.settings import Settings, settings
+from fp8moe_plugin.settings import Settings, batch_invariant, settings
 from tests import helpers as h
 
 README = Path(__file__).parents[1] / "README.md"
@@ -44,3 +44,39 @@ def test_a_misspelt_variable_costs_one_warning(plugin_log: pytest.LogCaptureFixt
         settings()
     known = "FP8MOE_BACKEND, FP8MOE_BUNDLE, FP8MOE_CACHE_DIR, FP8MOE_DEBUG, FP8MOE_JIT, FP8MOE_NVTX"
     assert plugin_log.messages == [f"fp8moe: ignores FP8MOE_BACKED; its variables are {known}"]
+
+
+LONG = "x" * 100_000 + "\x1b[31m\n"
+
+
+@pytest.mark.parametrize("name", ["FP8MOE_BACKEND", "FP8MOE_DEBUG", "FP8MOE_JIT"])
+def test_a_long_value_is_shown_cut_and_quoted(name: str) -> None:
+    with h.environment(name, LONG), pytest.raises(UnsupportedError) as caught:
+        settings()
+    assert_short(str(caught.value), name, "Change or unset it.")
+
+
+@pytest.mark.parametrize("value", [LONG, "9" * 100_000])
+def test_a_long_value_of_batch_invariance_is_shown_cut_and_quoted(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    with pytest.raises(UnsupportedError) as caught:
+        batch_invariant.__wrapped__()
+    assert_short(str(caught.value), "VLLM_BATCH_INVARIANT", "Change or unset it.")
+
+
+def test_unknown_names_are_shown_cut_and_quoted(
+    monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
+) -> None:
+    for i in range(500):
+        monkeypatch.setenv(f"FP8MOE_{i:03}{LONG[-1000:]}", "1")
+    with h.environment("FP8MOE_DEBUG", "1"):
+        settings()
+    (line,) = plugin_log.messages
+    assert_short(line, "FP8MOE_000", "its variables are FP8MOE_BACKEND")
+    assert "and 490 more" in line
+
+
+def assert_short(message: str, *words: str) -> None:
+    assert len(message) < 5000
+    assert message.isprintable()
+    assert all(word in message for word in words)
