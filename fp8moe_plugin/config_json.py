@@ -77,6 +77,19 @@ class Config(BaseModel):
         return (not self.kv_lora_rank and self.num_key_value_heads) or self.num_attention_heads
 
 
+def load_config(folder: Path) -> dict[str, Any]:
+    """The JSON object in a checkpoint's config.json, its fields unchecked.
+
+    Raises:
+        CheckpointError: it is damaged.
+        OSError: it is missing or cannot be opened.
+    """
+    path = folder / "config.json"
+    with opened(path) as file:
+        found, _ = read_json(file, LIMITS.size + 1, LIMITS, shown(str(path)))
+    return found
+
+
 def read_config(folder: Path) -> Config:
     """A checkpoint's config.json; its `text_config`, if the experts are in there.
 
@@ -85,10 +98,7 @@ def read_config(folder: Path) -> Config:
         UnsupportedError: it has no experts.
         OSError: it is missing or cannot be opened.
     """
-    path = folder / "config.json"
-    what = shown(str(path))
-    with opened(path) as file:
-        found, _ = read_json(file, LIMITS.size + 1, LIMITS, what)
+    found, what = load_config(folder), shown(str(folder / "config.json"))
     if not _has_experts(found):
         found = _text_config(found, what)
     try:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.shapes import GROUP, Experts, ceil_div
@@ -40,6 +40,14 @@ EXPERT = re.compile(
 )
 
 
+class Header(NamedTuple):
+    """The header of a safetensors file."""
+
+    tensors: dict[str, Any]  # dtype, shape and data_offsets of each, which fit together
+    begin: int  # offset in the file that data_offsets count from
+    spent: Limits
+
+
 def check_shards(folder: Path, experts: Experts, layer: int, quantized: Collection[int]) -> None:
     """Hold the safetensors files that are in `folder` against what config.json says.
 
@@ -57,10 +65,10 @@ def check_shards(folder: Path, experts: Experts, layer: int, quantized: Collecti
     spent, wanted = Limits(0, 0, 0), _wanted(experts)
     for name in holding if _all_there(folder, names) else []:
         path = folder / name
-        header, used = _read_header(path)
-        spent = Limits(*map(operator.add, spent, used))
-        HEADERS.check(spent, f"the headers of all files in {shown(str(folder))}")
-        for tensor, entry in header.items():
+        with opened(path) as file:
+            header = read_header(file, path)
+        spent = add_header(spent, header, folder)
+        for tensor, entry in header.tensors.items():
             match = EXPERT.search(tensor)
             if match:
                 where, expert, weight = match.groups()
@@ -84,9 +92,8 @@ def weight_files(folder: Path) -> list[str]:
 
 def _file_names(folder: Path, layer: int) -> tuple[list[str], list[str]]:
     """The names of all weight files, and of those that hold experts of the layer; without an index, of all twice."""
-    index = folder / INDEX_NAME
-    if os.path.lexists(index):
-        files, mark = _indexed(index), f"layers.{layer}."
+    files, mark = weight_map(folder), f"layers.{layer}."
+    if files is not None:
         names = set(files.values())
         holding = {name for tensor, name in files.items() if mark in tensor and ".experts." in tensor}
     else:
@@ -102,15 +109,22 @@ def _file_names(folder: Path, layer: int) -> tuple[list[str], list[str]]:
     return sorted(names), sorted(holding)
 
 
-def _indexed(path: Path) -> dict[str, str]:
-    """The file of each tensor."""
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor by the checkpoint's index; None if it has no index.
+
+    Raises:
+        CheckpointError: the index is damaged.
+    """
+    path = folder / INDEX_NAME
+    if not os.path.lexists(path):
+        return None
     what = shown(str(path))
     with opened(path) as file:
         index, _ = read_json(file, INDEX.size + 1, INDEX, what, plain=True)
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or set(map(type, weight_map.values())) != {str}:
+    files = index.get("weight_map")
+    if not isinstance(files, dict) or set(map(type, files.values())) != {str}:
         raise CheckpointError(f"{what} has no weight_map that names the file of each tensor. {ADVICE}")
-    return weight_map
+    return files
 
 
 def _all_there(folder: Path, names: list[str]) -> bool:
@@ -125,22 +139,36 @@ def _all_there(folder: Path, names: list[str]) -> bool:
     return not missing
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], Limits]:
-    """The tensors of a file, each sound by itself, and what the header has of what `Limits` limit."""
-    what = shown(str(path))
-    with opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if length > HEADER.size:
-            raise CheckpointError(f"{what} has a header of {length} bytes, more than {HEADER.size}. {ADVICE}")
-        if 8 + length > size:
-            raise CheckpointError(f"{what} ends within its header: it has {size} bytes of {8 + length}. {ADVICE}")
-        header, spent = read_json(file, length, HEADER, f"the header of {what}")
-    metadata = header.pop("__metadata__", {})
+def read_header(file: BinaryIO, path: Path) -> Header:
+    """The header of an open safetensors file, which the file's size has to fit.
+
+    Args:
+        file: at its beginning.
+        path: names the file in messages.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    what, size = shown(str(path)), os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    begin = 8 + length
+    if length > HEADER.size:
+        raise CheckpointError(f"{what} has a header of {length} bytes, more than {HEADER.size}. {ADVICE}")
+    if begin > size:
+        raise CheckpointError(f"{what} ends within its header: it has {size} bytes of {begin}. {ADVICE}")
+    tensors, spent = read_json(file, length, HEADER, f"the header of {what}")
+    metadata = tensors.pop("__metadata__", {})
     if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
         raise CheckpointError(f"{what} has the __metadata__ {shown(metadata)}. {ADVICE}")
-    _check_offsets([_span(what, *item) for item in header.items()], size - 8 - length, what)
-    return header, spent
+    _check_offsets([_span(what, *item) for item in tensors.items()], size - begin, what)
+    return Header(tensors, begin, spent)
+
+
+def add_header(spent: Limits, header: Header, folder: Path) -> Limits:
+    """`spent` on the headers of `folder` so far, with one more. Raises `CheckpointError` if that is too much."""
+    spent = Limits(*map(operator.add, spent, header.spent))
+    HEADERS.check(spent, f"the headers of all files in {shown(str(folder))}")
+    return spent
 
 
 def _span(what: str, tensor: str, entry: Any) -> tuple[int, int]:

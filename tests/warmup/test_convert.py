@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,24 +13,21 @@ from benchmarks.synthetic import PRESETS, write_checkpoint
 from fp8moe_plugin.checkpoint import read_model
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from tests import helpers as h
+from tests.warmup.conversion import EXPERT, QWEN, change, refused, run, tensors, write_source
 from warmup import convert
 from warmup.__main__ import main
 from warmup.report import Report
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
-QWEN = replace(PRESETS["qwen3_moe", "tiny"], moe_layers=1, experts=4, topk=2)
 SHAPES = {"qwen3_moe": QWEN, "deepseek_v3": replace(PRESETS["deepseek_v3", "tiny"], moe_layers=1)}
-EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Unquantized checkpoints, each in several files."""
     folder = tmp_path_factory.mktemp("sources")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.synthetic.SHARD_BYTES", 1 << 20)
-        for family, shape in SHAPES.items():
-            write_checkpoint(folder / family, shape, fp8=False)
+    for family, shape in SHAPES.items():
+        write_source(folder / family, shape)
     return folder
 
 
@@ -39,27 +35,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def source(sources: Path, tmp_path: Path) -> Path:
     """A checkpoint of the test's own."""
     return shutil.copytree(sources / "qwen3_moe", tmp_path / "bf16")
-
-
-def run(source: Path, out: Path) -> int:
-    return main(["convert", "--model", str(source), "--out", str(out)])
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-
-
-def change(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    file = folder / index[name]
-    save_file(found := load_file(file) | {name: edit(load_file(file)[name])}, file, metadata={"format": "pt"})
-    assert name in found
-
-
-def refused(capsys: pytest.CaptureFixture[str], source: Path, out: Path) -> str:
-    assert run(source, out) == 1
-    assert not out.exists()
-    return capsys.readouterr().err.rpartition("error: ")[2]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

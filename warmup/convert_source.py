@@ -1,0 +1,182 @@
+"""The unquantized checkpoint that `convert` reads. Tensors are read, not mapped: a file may shrink meanwhile."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.layers.unquantized import is_quantized
+from fp8moe_plugin.safetensors_headers import INDEX_NAME, add_header, read_header, weight_files, weight_map
+from fp8moe_plugin.shapes import GROUP, ceil_div
+from fp8moe_plugin.untrusted import ADVICE, Limits, opened, shown
+
+WEIGHT = ".weight"
+SCALE = "_scale_inv"
+# Without the types of less than a byte: torch has none whose shape is the one in the file.
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the unquantized checkpoint."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int  # offset in its file
+    bytes: int
+
+    @property
+    def layer(self) -> str:
+        return self.name.removesuffix(WEIGHT)
+
+    @property
+    def quantized(self) -> bool:
+        return self.name.endswith(WEIGHT) and is_quantized(self.layer)
+
+    @property
+    def converted_names(self) -> tuple[str, ...]:
+        """The names of what it becomes."""
+        return (self.name, self.name + SCALE) if self.quantized else (self.name,)
+
+    @property
+    def converted_bytes(self) -> int:
+        if not self.quantized:
+            return self.bytes
+        n, k = self.shape
+        return n * k + 4 * ceil_div(n, GROUP) * ceil_div(k, GROUP)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A safetensors file of the unquantized checkpoint, as it was when its header was read."""
+
+    path: Path
+    size: int
+    modified_ns: int
+    tensors: tuple[Stored, ...]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+def read_source(folder: Path) -> list[SourceFile]:
+    """The weight files of a checkpoint, by their headers, in the order of their names.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+        UnsupportedError: a tensor has a dtype that torch cannot hold.
+        OSError: a file cannot be opened.
+    """
+    spent, files = Limits(0, 0, 0), []
+    for name in weight_files(folder):
+        path = folder / name
+        with opened(path) as file:
+            found = os.fstat(file.fileno())
+            header = read_header(file, path)
+        spent = add_header(spent, header, folder)
+        tensors = tuple(_stored(tensor, entry, header.begin) for tensor, entry in sorted(header.tensors.items()))
+        files.append(SourceFile(path, found.st_size, found.st_mtime_ns, tensors))
+    return files
+
+
+def _stored(name: str, entry: dict[str, Any], offset: int) -> Stored:
+    dtype = DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise UnsupportedError(
+            f"Tensor {shown(name)} has dtype {entry['dtype']}, which convert cannot copy. Convert a checkpoint that "
+            "stores its weights in bfloat16, float16 or float32."
+        )
+    begin, end = entry["data_offsets"]
+    return Stored(name, dtype, tuple(entry["shape"]), offset + begin, end - begin)
+
+
+def check_names(folder: Path, files: list[SourceFile]) -> None:
+    """Check that each tensor of the result comes from one file, the one that the index names.
+
+    A tensor that is in a file but not in the index is converted: vLLM loads all tensors of a file.
+
+    Raises:
+        CheckpointError: the files contradict each other or the index.
+    """
+    where: dict[str, str] = {}
+    for file in files:
+        for name in (name for tensor in file.tensors for name in tensor.converted_names):
+            if name in where:
+                raise CheckpointError(
+                    f"The result would hold tensor {shown(name)} twice, from {shown(where[name])} and from "
+                    f"{shown(file.name)}. {ADVICE}"
+                )
+            where[name] = file.name
+    for name, wanted in (weight_map(folder) or {}).items():
+        if where.get(name) != wanted:
+            found = f"it is in {shown(where[name])}" if name in where else "no file has it"
+            raise CheckpointError(
+                f"{shown(str(folder / INDEX_NAME))} says that {shown(wanted)} holds tensor {shown(name)}, but {found}. "
+                f"{ADVICE}"
+            )
+
+
+def read_tensors(source: SourceFile) -> Iterator[tuple[Stored, torch.Tensor]]:
+    """Each tensor of a file, one at a time.
+
+    Raises:
+        CheckpointError: the file cannot be read, or has changed since its header was read.
+    """
+    try:
+        with opened(source.path) as file:
+            _check_unchanged(source, file)
+            for tensor in source.tensors:
+                yield tensor, _read(source, file, tensor)
+            _check_unchanged(source, file)
+    except OSError as error:
+        raise CheckpointError(
+            f"{shown(str(source.path))} cannot be read: {error.strerror}. Check the file and the disk it is on."
+        ) from error
+
+
+def _read(source: SourceFile, file: BufferedReader, tensor: Stored) -> torch.Tensor:
+    data = torch.empty(tensor.bytes, dtype=torch.uint8)
+    file.seek(tensor.begin)
+    if file.readinto(data.numpy().data) < tensor.bytes:
+        raise _changed(source)
+    return data.view(tensor.dtype).reshape(tensor.shape)
+
+
+def _check_unchanged(source: SourceFile, file: BufferedReader) -> None:
+    found = os.fstat(file.fileno())
+    if (found.st_size, found.st_mtime_ns) != (source.size, source.modified_ns):
+        raise _changed(source)
+
+
+def _changed(source: SourceFile) -> CheckpointError:
+    return CheckpointError(
+        f"{shown(str(source.path))} has changed while it was converted. Wait until nothing writes to the checkpoint, "
+        "then run the command again."
+    )
