@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.shapes import GROUP, Experts, ceil_div
-from fp8moe_plugin.untrusted import ADVICE, MAX_SIZE, Limits, opened, read_json, shown
+from fp8moe_plugin.untrusted import ADVICE, MAX_SIZE, Limits, is_hub_snapshot, opened, read_json, shown
 
 INDEX_NAME = "model.safetensors.index.json"
 # Kimi-K2, of the most tensors, has 141 thousand: 14 MB in the index, 18 MB in the headers of 61 files, and for each an
@@ -51,8 +51,9 @@ class Header(NamedTuple):
 def check_shards(folder: Path, experts: Experts, layer: int, quantized: Collection[int]) -> None:
     """Hold the safetensors files that are in `folder` against what config.json says.
 
-    All files of the index have to be there. Read are the headers of those that hold the experts of `layer`, which takes
-    milliseconds, where all headers of DeepSeek-V3 take a second; without an index, of all files.
+    The files of the index have to be there, all or none; a snapshot of huggingface_hub may hold any of them. Read are
+    the headers of those that hold the experts of `layer`, which takes milliseconds, where all headers of DeepSeek-V3
+    take a second; without an index, of all files.
 
     Args:
         quantized: the layers whose experts are FP8.
@@ -63,7 +64,10 @@ def check_shards(folder: Path, experts: Experts, layer: int, quantized: Collecti
     """
     names, holding = _file_names(folder, layer)
     spent, wanted = Limits(0, 0, 0), _wanted(experts)
-    for name in holding if _all_there(folder, names) else []:
+    missing = _missing(folder, names)
+    if missing and len(missing) < len(names) and not is_hub_snapshot(folder):
+        raise _incomplete(folder, names, missing)
+    for name in (name for name in holding if name not in missing):
         path = folder / name
         with opened(path) as file:
             header = read_header(file, path)
@@ -85,8 +89,11 @@ def weight_files(folder: Path) -> list[str]:
         CheckpointError: one of the index is missing, or there is none at all.
     """
     names, _ = _file_names(folder, 0)
-    if not names or not _all_there(folder, names):
+    missing = _missing(folder, names)
+    if len(missing) == len(names):
         raise CheckpointError(f"{shown(str(folder))} has no weights. Download the whole checkpoint.")
+    if missing:
+        raise _incomplete(folder, names, missing)
     return names
 
 
@@ -127,16 +134,16 @@ def weight_map(folder: Path) -> dict[str, str] | None:
     return files
 
 
-def _all_there(folder: Path, names: list[str]) -> bool:
-    """True or, where a folder holds a checkpoint's description alone, false. Raises `CheckpointError` if some are."""
-    missing = [name for name in names if not os.path.lexists(folder / name)]
-    if missing and len(missing) < len(names):
-        first = ", ".join(shown(name) for name in missing[:MAX_NAMED])
-        raise CheckpointError(
-            f"{shown(str(folder))} lacks {len(missing)} of its {len(names)} weight files: {first}"
-            f"{', ...' if len(missing) > MAX_NAMED else ''}. Complete the download."
-        )
-    return not missing
+def _missing(folder: Path, names: list[str]) -> list[str]:
+    return [name for name in names if not os.path.lexists(folder / name)]
+
+
+def _incomplete(folder: Path, names: list[str], missing: list[str]) -> CheckpointError:
+    first = ", ".join(shown(name) for name in missing[:MAX_NAMED])
+    return CheckpointError(
+        f"{shown(str(folder))} lacks {len(missing)} of its {len(names)} weight files: {first}"
+        f"{', ...' if len(missing) > MAX_NAMED else ''}. Complete the download."
+    )
 
 
 def read_header(file: BinaryIO, path: Path) -> Header:

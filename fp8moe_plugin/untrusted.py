@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import reprlib
 import stat
 from collections import Counter
@@ -16,6 +17,8 @@ from fp8moe_plugin.errors import CheckpointError
 ADVICE = "Download the checkpoint again, from a source you trust."
 MAX_SIZE = 2**31 - 1  # of anything that is counted: products of two fit 64 bits
 SHOWN_LENGTH = 300  # of untrusted text in a message: enough to recognize a path or a list
+
+SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 _repr = reprlib.Repr()
 _repr.maxstring, _repr.maxother, _repr.maxlong, _repr.maxlevel = 200, 80, 40, 3
@@ -45,27 +48,56 @@ def shown(value: object) -> str:
 def opened(path: Path) -> Iterator[BufferedReader]:
     """A file of a checkpoint, open for reading.
 
+    What is judged is what is read, also if someone exchanges the file meanwhile.
+
     Raises:
         CheckpointError: it is no regular file, or a link out of the checkpoint.
         OSError: it is missing or cannot be opened.
     """
-    folder, target = (Path(os.path.realpath(p, strict=True)) for p in (path.parent, path))
-    if not _belongs(target, folder):
-        raise CheckpointError(
-            f"{shown(str(path))} links to {shown(str(target))}, outside of the checkpoint's folder: a link could lead "
-            f"to anything. Put a copy of the file in its place."
-        )
-    # Without O_NONBLOCK, opening a named pipe would wait for its writer.
-    with open(target, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    folder = Path(os.path.realpath(path.parent, strict=True))
+    handle = os.open(str(path), os.O_PATH | os.O_CLOEXEC)  # only finds the file: to open a device may have effects
+    try:
+        target = Path(f"/proc/self/fd/{handle}").readlink()
+        if not _belongs(target, folder):
+            raise CheckpointError(
+                f"{shown(str(path))} links to {shown(str(target))}, outside of the checkpoint's folder: a link could "
+                "lead to anything. Put a copy of the file in its place."
+            )
+        file = open(path, "rb", opener=lambda name, flags: _reopen(handle, name, flags))  # noqa: SIM115
+    finally:
+        os.close(handle)
+    with file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise CheckpointError(f"{shown(str(path))} is no regular file. {ADVICE}")
         yield file
 
 
+def _reopen(handle: int, name: str, flags: int) -> int:
+    """The file behind a descriptor, opened with other flags; errors name it."""
+    try:
+        # Without O_NONBLOCK, opening a named pipe would wait for its writer.
+        return os.open(f"/proc/self/fd/{handle}", flags | os.O_NONBLOCK)
+    except OSError as error:
+        error.filename = str(name)
+        raise
+
+
 def _belongs(target: Path, folder: Path) -> bool:
-    """A file in the checkpoint's folder; or in huggingface_hub's cache, where `snapshots/X/f` links to `blobs/hash`."""
-    in_cache = folder.parent.name == "snapshots" and target.parent == folder.parent.parent / "blobs"
-    return in_cache or target.is_relative_to(folder)
+    """A file in the checkpoint's folder; or in huggingface_hub's cache, where `snapshots/X/f` links to `blobs/hash`.
+
+    That may link on to a blob that several models share, `<cache>/blobs/<first two digits>/<hash>`.
+    """
+    if target.is_relative_to(folder):
+        return True
+    model = folder.parent.parent
+    shared = SHARED_BLOB.fullmatch(target.name) and target.parent == model.parent / "blobs" / target.name[:2]
+    return folder.parent.name == "snapshots" and (target.parent == model / "blobs" or bool(shared))
+
+
+def is_hub_snapshot(folder: Path) -> bool:
+    """Whether a folder is in huggingface_hub's cache, which fetches file by file what is asked for."""
+    folder = folder.resolve()
+    return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
 
 
 def read_json(file: BinaryIO, size: int, limits: Limits, what: str, plain: bool = False) -> tuple[dict, Limits]:

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from benchmarks.synthetic import PRESETS, write_checkpoint
 from fp8moe_plugin.checkpoint import Unquantized, read_model
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
-from fp8moe_plugin.safetensors_headers import HEADER, INDEX_NAME, MAX_SHARDS
+from fp8moe_plugin.safetensors_headers import HEADER, INDEX_NAME, MAX_SHARDS, weight_files
 from fp8moe_plugin.shapes import Dense, Experts, Model, Split
+from fp8moe_plugin.untrusted import opened
 
 PUBLISHED = Path(__file__).parent / "checkpoints"
 V3 = json.loads((PUBLISHED / "DeepSeek-V3.json").read_text())
@@ -636,6 +638,65 @@ def test_the_cache_of_hugging_face(tmp_path):
     assert read_model(snapshot).quantized
     (tmp_path / "link").symlink_to(snapshot)
     assert read_model(tmp_path / "link").quantized
+
+
+def test_a_snapshot_of_the_hub_needs_no_weights_but_holds_those_that_are_there_against_the_config(tmp_path):
+    names = [f"model-0000{i}.safetensors" for i in (1, 2, 3)]
+    snapshot = hub_cache(tmp_path, "config.json", INDEX_NAME, names[1])
+    describe(snapshot, V3)
+    (snapshot / INDEX_NAME).write_text(json.dumps({"weight_map": dict(zip([W13, W2, "w"], names, strict=True))}))
+    write_shard(snapshot / names[1], header({W2: SOUND[W2]}))
+    assert read_model(snapshot).quantized
+    (tmp_path / "link").symlink_to(snapshot)
+    assert read_model(tmp_path / "link").quantized
+    with pytest.raises(CheckpointError, match="lacks 2 of its 3 weight files: 'model-00001"):
+        weight_files(snapshot)
+    write_shard(snapshot / names[1], header({W2: ("F8_E4M3", [2048, 7168])}))
+    assert "wanted by config.json" in refusal(snapshot)
+
+
+def test_blobs_that_models_of_the_cache_share(tmp_path):
+    """Since version 2, huggingface_hub links equal files of all models to one."""
+    snapshot = describe(hub_cache(tmp_path, "model.safetensors"), V3)
+    digest = "0123456789abcdef" * 4
+    shared = tmp_path / "hub" / "blobs" / digest[:2]
+    shared.mkdir(parents=True)
+    write_shard(shared / digest, header(SOUND))
+    blob = snapshot.parents[1] / "blobs" / f"{0:040x}"
+    blob.symlink_to(f"../../blobs/{digest[:2]}/{digest}")
+    assert read_model(snapshot).quantized
+    for name in (digest[:-1], digest[::-1], f"{digest}.refs"):
+        write_shard(shared / name, header(SOUND))
+        blob.unlink()
+        blob.symlink_to(f"../../blobs/{digest[:2]}/{name}")
+        assert "outside of the checkpoint's folder" in refusal(snapshot)
+
+
+@pytest.mark.parametrize("step", ["realpath", "open", "readlink", "fstat"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_file_that_is_exchanged_for_a_link_while_it_is_opened(tmp_path, monkeypatch, step, call):
+    """After any step of opening: read is the file that was judged, or nothing."""
+    path, secret = tmp_path / "checkpoint" / "config.json", tmp_path / "secret"
+    path.parent.mkdir()
+    path.write_bytes(b"public")
+    secret.write_bytes(b"secret")
+    module = os.path if step == "realpath" else os
+    ask, calls = getattr(module, step), []
+
+    def exchanged(*args, **kwargs):
+        found = ask(*args, **kwargs)
+        calls.append(args)
+        if len(calls) == call:
+            path.unlink()
+            path.symlink_to(secret)
+        return found
+
+    monkeypatch.setattr(module, step, exchanged)
+    found = b"public"
+    with suppress(CheckpointError), opened(path) as file:
+        found = file.read()
+    assert found == b"public"
+    assert calls
 
 
 def test_links_within_the_folder(tmp_path):
