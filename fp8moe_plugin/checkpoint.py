@@ -228,7 +228,7 @@ class Unquantized:
 def check_quantization(config: dict[str, Any]) -> None:
     """Raise `UnsupportedError` unless this `quantization_config` describes dynamic block FP8 with 128x128 blocks."""
     method, block = config.get("quant_method"), config.get("weight_block_size")
-    if method != "fp8":
+    if not isinstance(method, str) or method.lower() != "fp8":  # vLLM, too, takes capitals
         raise UnsupportedError(
             f"--quantization {NAME}: the checkpoint's quant_method is {shown(method)}, only 'fp8' is served. "
             "Leave out --quantization to let vLLM pick its own method."

@@ -1,9 +1,13 @@
 """config.json of a checkpoint, checked field by field: what the shapes of its layers follow from."""
 
+import json
+import math
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.layers.vllm import NAME
@@ -11,6 +15,7 @@ from fp8moe_plugin.untrusted import ADVICE, MAX_SIZE, Limits, opened, read_json,
 
 # The largest published config.json names every unquantized layer, in 50 kB.
 LIMITS = Limits(size=4 << 20, containers=10_000, values=100_000)
+MODELOPT = "hf_quant_config.json"  # older versions of NVIDIA's ModelOpt describe the quantization there
 MAX_LAYERS = 4096  # bounds the time: layers are counted one by one
 
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
@@ -77,6 +82,14 @@ class Config(BaseModel):
         return (not self.kv_lora_rank and self.num_key_value_heads) or self.num_attention_heads
 
 
+def _names(name: str, field: FieldInfo) -> list[str]:
+    alias = field.validation_alias
+    return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name]
+
+
+FIELDS = {name for field in Config.model_fields.items() for name in _names(*field)}
+
+
 def load_config(folder: Path) -> dict[str, Any]:
     """The JSON object in a checkpoint's config.json, its fields unchecked.
 
@@ -84,10 +97,34 @@ def load_config(folder: Path) -> dict[str, Any]:
         CheckpointError: it is damaged.
         OSError: it is missing or cannot be opened.
     """
-    path = folder / "config.json"
+    return _load(folder / "config.json")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """With NaN and infinities, which are no JSON: Python writes them, and vLLM reads them."""
     with opened(path) as file:
-        found, _ = read_json(file, LIMITS.size + 1, LIMITS, shown(str(path)))
+        found, _ = read_json(file, LIMITS.size + 1, LIMITS, shown(str(path)), constants=True)
     return found
+
+
+def quantization_config(folder: Path, config: dict[str, Any]) -> Any:
+    """What a checkpoint says of its quantization, unchecked; looked for in the order of vLLM's `get_quant_config`.
+
+    Args:
+        config: of `load_config`.
+    Returns:
+        None for an unquantized checkpoint.
+    Raises:
+        CheckpointError: ModelOpt's file is damaged.
+        OSError: it cannot be opened.
+    """
+    modelopt, text = folder / MODELOPT, config.get("text_config")
+    found = config.get("quantization_config")
+    if found is None and os.path.lexists(modelopt):
+        found = _load(modelopt)
+    if found is None and isinstance(text, dict):
+        found = text.get("quantization_config")
+    return config.get("compression_config") if found is None else found
 
 
 def read_config(folder: Path) -> Config:
@@ -98,15 +135,25 @@ def read_config(folder: Path) -> Config:
         UnsupportedError: it has no experts.
         OSError: it is missing or cannot be opened.
     """
-    found, what = load_config(folder), shown(str(folder / "config.json"))
-    if not _has_experts(found):
-        found = _text_config(found, what)
+    config, what = load_config(folder), shown(str(folder / "config.json"))
+    _check_constants(config, what)
+    found = config if _has_experts(config) else _text_config(config, what)
+    found = found | {"quantization_config": quantization_config(folder, config)}
     try:
         return Config.model_validate({key: value for key, value in found.items() if value is not None})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         problem = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}: {first['msg']}"
         raise CheckpointError(f"{what}: {first['loc'][0]} {problem}. {ADVICE}") from None
+
+
+def _check_constants(config: dict[str, Any], what: str) -> None:
+    """Raise `CheckpointError` for NaN or an infinity in a field that shapes follow from."""
+    for part in (config, config.get("text_config")):
+        for key, value in part.items() if isinstance(part, dict) else ():
+            if key in FIELDS and isinstance(value, float) and not math.isfinite(value):
+                name = json.dumps(value)
+                raise CheckpointError(f"{what}: {key} is {name}, and {name} is no number of JSON. {ADVICE}")
 
 
 def _has_experts(config: dict[str, Any]) -> bool:
@@ -120,5 +167,5 @@ def _text_config(config: dict[str, Any], what: str) -> dict[str, Any]:
             f"{what} describes no mixture-of-experts model: it gives no {', '.join(EXPERT_COUNTS[:-1])} or "
             f"{EXPERT_COUNTS[-1]}. Serve it without --quantization {NAME}."
         )
-    whole = {key: config[key] for key in ("architectures", "quantization_config") if config.get(key) is not None}
-    return text | whole
+    architectures = config.get("architectures")
+    return text if architectures is None else text | {"architectures": architectures}

@@ -100,19 +100,22 @@ def is_hub_snapshot(folder: Path) -> bool:
     return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
 
 
-def read_json(file: BinaryIO, size: int, limits: Limits, what: str, plain: bool = False) -> tuple[dict, Limits]:
+def read_json(
+    file: BinaryIO, size: int, limits: Limits, what: str, plain: bool = False, constants: bool = False
+) -> tuple[dict, Limits]:
     """The JSON object in the next `size` bytes of a file, and what it has of what the limits limit.
 
     Args:
         what: names the file in messages.
         plain: it holds nothing but names, so ASCII without escapes.
+        constants: it may hold NaN and infinities.
 
     Raises:
         CheckpointError: it is no JSON object, or exceeds the limits.
     """
     text, spent = _read_text(file, size, limits, what, plain)
     try:
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        found = json.loads(text, object_pairs_hook=_unique, parse_constant=float if constants else _refuse_constant)
     except RecursionError:
         raise CheckpointError(f"{what} nests lists or objects too deep. {ADVICE}") from None
     except ValueError as error:

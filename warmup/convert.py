@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from fp8moe_plugin.checkpoint import WEIGHT_BLOCK
-from fp8moe_plugin.config_json import load_config
+from fp8moe_plugin.config_json import load_config, quantization_config
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.unquantized import quantize_weight
 from fp8moe_plugin.safetensors_headers import INDEX_NAME
@@ -42,9 +42,10 @@ def convert_checkpoint(model: Model, source: Path, out: Path) -> ConvertReport:
             is there, another conversion makes it, the disk is too small, or a file of the result cannot be written.
         OSError: a file cannot be read, or a folder not made.
     """
-    if model.quantized:
+    config = load_config(source)
+    if model.quantized or quantization_config(source, config) is not None:  # the latter if it has just changed
         raise UnsupportedError(f"{shown(str(source))} is block FP8 already. Serve it as it is.")
-    config, files, copied = load_config(source), read_source(source), _copied(source)
+    files, copied = read_source(source), _copied(source)
     made_from = Source(folder=str(source.resolve()), files={file.name: (file.size, file.modified_ns) for file in files})
     if is_made_from(out, made_from):  # by a process that was killed when all was done
         tidy(out)

@@ -7,9 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fp8moe_plugin.checkpoint import read_model
+from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.safetensors_headers import BITS, INDEX_NAME
 from tests import helpers as h
 from tests.warmup.conversion import EXPERT, refused, run, tensors, weight_files, write_source
+from warmup.convert import convert_checkpoint
 from warmup.convert_source import DTYPES, read_source, read_tensors
 
 NORM = "model.norm.weight"
@@ -118,3 +121,28 @@ def test_tensors_are_read_as_safetensors_reads_them(source: Path) -> None:
     wanted = tensors(source)
     assert found.keys() == wanted.keys()
     assert all(h.same_bits(found[name], wanted[name]) for name in wanted)
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_checkpoint_that_is_quantized_under_another_key_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM reads `compression_config`, too."""
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    change_config(source, compression_config={"quant_method": "compressed-tensors"})
+    message = refused(capsys, source, tmp_path / "fp8")
+    assert "quant_method is 'compressed-tensors', only 'fp8' is served" in message
+    model = read_model(write_source(tmp_path / "unquantized"))
+    change_config(source, compression_config=fp8)
+    with pytest.raises(UnsupportedError, match="is block FP8 already"):
+        convert_checkpoint(model, source, tmp_path / "fp8")  # of a config.json that has changed since it was read
+
+
+def test_infinity_in_a_field_that_is_not_used_is_kept(source: Path, tmp_path: Path) -> None:
+    change_config(source, time_step_limit=[0.0, float("inf")])
+    assert run(source, tmp_path / "fp8") == 0
+    assert json.loads((tmp_path / "fp8" / "config.json").read_text())["time_step_limit"] == [0.0, float("inf")]
