@@ -1,12 +1,14 @@
 """The checkpoint that a command is about: a folder, or a model on the hub, of which only config.json is fetched."""
 
 import re
+import stat
 import sys
 from pathlib import Path
 
 from fp8moe_plugin.checkpoint import read_model
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.shapes import Model
+from fp8moe_plugin.untrusted import shown
 from warmup.report import ModelReport, Report
 
 NOT_QUANTIZED = (
@@ -45,20 +47,33 @@ def warn(report: Report, text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
+def is_folder(name: str) -> bool:
+    """Whether there is a folder of this name; raise `CheckpointError` if that cannot be known."""
+    try:
+        return stat.S_ISDIR(Path(name).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last for a null character
+        return False
+    except OSError as error:
+        raise CheckpointError(
+            f"{shown(name)} cannot be opened: {error.strerror}. Check the name, and the permissions of the folders "
+            "above it."
+        ) from error
+
+
 def checkpoint_folder(model: str) -> Path:
     """The folder that holds the checkpoint's config.json.
 
     Args:
         model: a folder, or the id of a model on the hub, whose config.json goes into huggingface_hub's cache.
     Raises:
-        CheckpointError: there is no such folder, and no such model or no way to the hub.
+        CheckpointError: there is no such folder, and no such model or no way to the hub; or the folder is out of reach.
     """
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
+    if is_folder(model):
+        return Path(model)
     if not HUB_ID.fullmatch(model):
         raise CheckpointError(
-            f"{model!r} is neither a folder nor the id of a model on the hub (organisation/name). Check its spelling."
+            f"{shown(model)} is neither a folder nor the id of a model on the hub (organisation/name). "
+            "Check its spelling."
         )
     import huggingface_hub
 
@@ -67,6 +82,6 @@ def checkpoint_folder(model: str) -> Path:
     except Exception as error:  # its own errors, and those of whichever HTTP library it uses
         reason = "; ".join(f"{type(e).__name__}: {str(e).strip()[:300]}" for e in (error, error.__cause__) if e)
         raise CheckpointError(
-            f"There is no folder {model!r} here, and the hub does not give a model of this name: {reason}. "
+            f"There is no folder {shown(model)} here, and the hub does not give a model of this name: {reason}. "
             "Check the name, HF_TOKEN and the network, or give the folder of a downloaded checkpoint."
         ) from error

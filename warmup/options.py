@@ -5,7 +5,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.shapes import Parallel
+from fp8moe_plugin.untrusted import shown
+from warmup.model import is_folder
 
 COMMANDS = {
     "compile": "compile what the cache lacks (the default)",
@@ -91,10 +94,21 @@ def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 def _check_convert(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     if not given.out:
         parser.error("convert needs an --out, the folder to write")
-    if not Path(given.model).is_dir():
-        parser.error(f"convert needs the weights: {given.model!r} is no folder. Download it: hf download {given.model}")
+    try:
+        if not is_folder(given.model):
+            parser.error(
+                f"convert needs the weights: {given.model!r} is no folder. Download it: hf download {given.model}"
+            )
+    except CheckpointError as error:
+        parser.error(str(error))
     if given.out.name in ("", "..") or not os.access(given.out.absolute().parent, os.W_OK):
         parser.error(f"{str(given.out)!r} is no folder that can be made: its parent has to be there, and writable")
+    try:
+        given.out.with_name(f"{given.out.name}.partial").lstat()  # the longest name that is needed
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        parser.error(f"{shown(str(given.out))} is no folder that can be made: {error.strerror}")
 
 
 def _parallel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Parallel:

@@ -1,9 +1,12 @@
 """`python -m warmup convert`: the bytes it writes, what it refuses, and what an interruption leaves."""
 
+import errno
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -224,6 +227,9 @@ def test_the_rest_of_another_conversion_is_not_gone_on_with(
         (["--model", "{source}"], "convert needs an --out, the folder to write"),
         (["--model", "Qwen/Qwen3-30B-A3B", "--out", "{out}"], "is no folder. Download it: hf download Qwen/Qwen3-30B"),
         (["--model", "{source}", "--out", "{out}/deep/fp8"], "its parent has to be there, and writable"),
+        (["--model", "x" * 300, "--out", "{out}"], "xxx' cannot be opened: File name too long. Check the name"),
+        (["--model", "{source}", "--out", "{out}" + "x" * 300], "no folder that can be made: File name too long"),
+        (["--model", "{source}", "--out", "{out}" + "x" * 245], "no folder that can be made: File name too long"),
     ],
 )
 def test_a_wrong_command_line_is_refused(
@@ -233,4 +239,25 @@ def test_a_wrong_command_line_is_refused(
     with pytest.raises(SystemExit) as caught:
         main(["convert", *(argument.format(**places) for argument in arguments)])
     assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_out_of_reach_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Played: the tests may run as root, to whom all folders are open."""
+    ask = os.stat
+
+    def closed(path: object, **arguments: Any) -> os.stat_result:
+        if str(path) == str(source):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return ask(path, **arguments)
+
+    monkeypatch.setattr(os, "stat", closed)
+    message = f"'{source}' cannot be opened: Permission denied. Check the name, and the permissions of the folders"
+    with pytest.raises(SystemExit) as caught:
+        run(source, tmp_path / "fp8")
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+    assert main(["list", "--model", str(source)]) == 1
     assert message in capsys.readouterr().err
