@@ -53,6 +53,11 @@ def working_folder(partial: Path, expected: Collection[str]) -> Iterator[FileLoc
         raise UnsupportedError(
             f"Another conversion is writing to {shown(str(partial))}. Wait for it to end, or give another --out."
         ) from None
+    except NotImplementedError:  # of older versions of filelock
+        raise UnsupportedError(
+            f"The file system of {shown(str(partial))} has no locks, which keep two conversions apart. Give an --out "
+            "on another one."
+        ) from None
     try:
         for path in staging.iterdir():  # of a process that was killed while it wrote
             if path.name != LOCK:

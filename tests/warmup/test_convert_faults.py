@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError
 
 from fp8moe_plugin.checkpoint import read_model
@@ -134,6 +135,16 @@ def test_a_second_conversion_into_the_same_folder_is_told_so(
     message = second[0].stderr
     assert f"error: Another conversion is writing to '{out}.partial'. Wait for it to end, or give" in message
     assert content(out) == whole
+
+
+def test_a_file_system_without_locks_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(_: FileLock) -> None:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(FileLock, "acquire", missing)
+    assert "fp8.partial' has no locks, which keep two" in refused(capsys, source, tmp_path / "fp8")
 
 
 def test_conversions_that_start_together_leave_one_result(
