@@ -44,6 +44,12 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 3] + "..."
 
 
+def shown_text(text: object) -> str:
+    """Text for a message: unchanged if it is short and printable, as a path usually is, else as `shown`."""
+    plain = str(text)
+    return plain if len(plain) <= SHOWN_LENGTH and plain.isprintable() else shown(plain)
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
     """A file of a checkpoint, open for reading.

@@ -25,9 +25,12 @@ from fp8moe_plugin.jit.cache import Missing
 from fp8moe_plugin.jit.compiler import ARCH, entry_name, nvrtc_version
 from fp8moe_plugin.jit.cubin import cubin_fault
 from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.untrusted import Limits, read_json, shown, shown_text
 
 MANIFEST = "manifest.json"
 MAX_BYTES = 1 << 26  # a bundle of every kernel there is has less than a megabyte
+MAX_KERNELS = 4096  # a hundred times as many as there are
+MANIFEST_LIMITS = Limits(size=512 * MAX_KERNELS, containers=MAX_KERNELS + 2, values=4 * MAX_KERNELS + 4)
 
 
 class Entry(BaseModel):
@@ -52,7 +55,7 @@ class Bundle:
     """A bundle in memory."""
 
     def __init__(self, path: Path, manifest: Manifest, cubins: dict[str, bytes]) -> None:
-        self.path = path
+        self._shown = shown_text(path)
         self.manifest = manifest
         self._entries = {entry.name: entry for entry in manifest.kernels}
         self._cubins = cubins
@@ -63,34 +66,43 @@ class Bundle:
         entry, cubin = self._entries.get(name), self._cubins.get(name)
         if entry is None:
             raise Missing(
-                f"{self.path} {'was made for other kernel sources' if self._holds_other(key) else 'does not hold it'}"
+                f"{self._shown} {'was made for other kernel sources' if self._holds_other(key) else 'does not hold it'}"
             )
         if cubin is None or hashlib.sha256(cubin).hexdigest() != entry.sha256:
-            raise Missing(f"{self.path} is damaged: the checksum of {name} differs")
+            raise Missing(f"{self._shown} is damaged: the checksum of {name} differs")
         fault = cubin_fault(cubin)
         if fault:
-            raise Missing(f"{self.path} is damaged: {name} is {fault}")
+            raise Missing(f"{self._shown} is damaged: {name} is {fault}")
         return cubin
 
     def _holds_other(self, key: KernelKey) -> bool:
         return any(entry.kernel == str(key) for entry in self._entries.values())
 
 
-@functools.cache
 def read_bundle(path: Path) -> Bundle:
-    """A bundle, its members read but not judged yet.
+    """A bundle, its members read but not judged yet. A process reads a path once, even if that fails.
 
     Raises:
         CacheError: there is no such file, or it is no bundle.
     """
+    bundle = _read_once(path)
+    if isinstance(bundle, str):
+        raise CacheError(bundle)
+    return bundle
+
+
+@functools.cache
+def _read_once(path: Path) -> Bundle | str:
+    """A bundle, or why the file cannot be used."""
     try:
         files = _members(_content(path))
-        manifest = Manifest.model_validate_json(files.pop(MANIFEST))
+        return Bundle(path, _manifest(files.pop(MANIFEST)), files)
+    except CacheError as error:
+        return str(error)
     except OSError as error:
-        raise CacheError(f"the bundle {path} cannot be read: {error.strerror or error}") from error
-    except (tarfile.TarError, KeyError, ValueError) as error:
-        raise CacheError(f"{path} is no bundle, or damaged: make it again with python -m warmup bundle") from error
-    return Bundle(path, manifest, files)
+        return f"the bundle {shown_text(path)} cannot be read: {error.strerror or error}"
+    except (tarfile.TarError, KeyError, ValueError):
+        return f"{shown_text(path)} is no bundle, or damaged: make it again with python -m warmup bundle"
 
 
 def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> bytes:
@@ -105,7 +117,8 @@ def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> bytes:
         _publish(path, content)
     except OSError as error:
         raise CacheError(
-            f"{path} cannot be written: {error.strerror}. Name a file in a folder that can be, and has room."
+            f"{shown_text(path)} cannot be written: {error.strerror}. "
+            "Name a file in a folder that can be, and has room."
         ) from error
     return content
 
@@ -116,9 +129,9 @@ def _content(path: Path) -> bytes:
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise CacheError(f"the bundle {path} cannot be read: it is no regular file")
+            raise CacheError(f"the bundle {shown_text(path)} cannot be read: it is no regular file")
         if status.st_size > MAX_BYTES:
-            raise CacheError(f"{path} is no bundle: it holds more than {MAX_BYTES >> 20} MiB")
+            raise CacheError(f"{shown_text(path)} is no bundle: it holds more than {MAX_BYTES >> 20} MiB")
         with os.fdopen(handle, "rb", closefd=False) as file:
             return file.read(status.st_size)
     finally:
@@ -131,17 +144,26 @@ def _members(archive: bytes) -> dict[str, bytes]:
     `tarfile` itself would follow long names, pax records and sparse maps, which take any memory and time they ask for.
 
     Raises:
-        TarError, ValueError: it is damaged, or holds anything else than plain files.
+        TarError, ValueError: it is damaged, or holds anything but plain files, too many of them or two of one name.
     """
-    files, at = {}, 0
+    files: dict[str, bytes] = {}
+    at = 0
     while (block := archive[at : at + tarfile.BLOCKSIZE]) != bytes(tarfile.BLOCKSIZE):
         member = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
         at += tarfile.BLOCKSIZE
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or not 0 <= member.size <= len(archive) - at:
-            raise tarfile.ReadError(f"{member.name} is no plain file, or not whole")
+            raise tarfile.ReadError(f"{shown(member.name)} is no plain file, or not whole")
+        if member.name in files or len(files) > MAX_KERNELS:
+            raise tarfile.ReadError(f"{shown(member.name)} is there twice, or one file too many")
         files[member.name] = archive[at : at + member.size]
         at += -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
     return files
+
+
+def _manifest(text: bytes) -> Manifest:
+    """Raises `ValueError` if it is no manifest. Its size is bounded first: Pydantic takes 600 bytes for each `{}`."""
+    content, _ = read_json(io.BytesIO(text), len(text), MANIFEST_LIMITS, "the manifest", plain=True)
+    return Manifest.model_validate(content)
 
 
 def _archive(kernels: dict[KernelKey, bytes]) -> bytes:
@@ -170,7 +192,9 @@ def _require_replaceable(path: Path) -> None:
     """Raise `CacheError` if there is anything but a file of its own: no link, device, pipe or folder. Or `OSError`."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise CacheError(f"{path} is no regular file, so it is not replaced: name another file, or remove it first")
+            raise CacheError(
+                f"{shown_text(path)} is no regular file, so it is not replaced: name another file, or remove it first"
+            )
 
 
 def _publish(path: Path, content: bytes) -> None:

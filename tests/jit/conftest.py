@@ -30,5 +30,5 @@ def set_variables(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
 
 def forget() -> None:
     settings.cache_clear()
-    bundle.read_bundle.cache_clear()
+    bundle._read_once.cache_clear()
     log_once.cache_clear()
