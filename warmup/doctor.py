@@ -31,7 +31,7 @@ def findings(options: Options, report: Report) -> list[Finding]:
     found += _look("model", lambda: _model(options, report, plan))
     found += _look("kernels", lambda: _kernels(report, plan or kernels.plan_of(None)))
     if report.kernels and all(kernel.state == State.PRESENT for kernel in report.kernels):
-        return [_not_needed(finding) if finding.subject == "cache" else finding for finding in found]
+        return [_not_needed(finding) if finding.subject in ("compiler", "cache") else finding for finding in found]
     return found
 
 
@@ -42,10 +42,10 @@ def _look(subject: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
         return [Finding(subject=subject, found=str(error), ok=False)]
 
 
-def _not_needed(cache: Finding) -> Finding:
-    if cache.ok:
-        return cache
-    return Finding(subject="cache", found=f"not needed, as every kernel is there; {cache.found}")
+def _not_needed(finding: Finding) -> Finding:
+    if finding.ok:
+        return finding
+    return Finding(subject=finding.subject, found=f"not needed, as every kernel is there; {finding.found}")
 
 
 def text(found: list[Finding]) -> str:

@@ -46,7 +46,8 @@ def look_up(plan: Plan) -> list[KernelReport]:
 def look_into(archive: Path, plan: Plan) -> list[KernelReport]:
     """What a bundle holds of each kernel. Raises `CacheError` if it is none."""
     kernels = bundle.read_bundle(archive)
-    return [_report(key, why, lambda key: (kernels.cubin(key), str(archive))) for key, why in plan.items()]
+    compiler = kernels.manifest.compiler
+    return [_report(key, why, lambda key: (kernels.cubin(key), str(archive)), compiler) for key, why in plan.items()]
 
 
 def compile_missing(plan: Plan) -> list[KernelReport]:
@@ -128,9 +129,11 @@ def _in_cache(key: KernelKey, why: str) -> KernelReport:
     return _report(key, why, lambda key: (cache.read(_entry(key)), str(cache.cache_dir())))
 
 
-def _report(key: KernelKey, why: str, find: Callable[[KernelKey], tuple[bytes, str]]) -> KernelReport:
-    """`find` gives a cubin and where it is, or raises `Missing`."""
-    known = {"kernel": str(key), "why": why, "entry": _entry(key)}
+def _report(
+    key: KernelKey, why: str, find: Callable[[KernelKey], tuple[bytes, str]], compiler: str | None = None
+) -> KernelReport:
+    """`find` gives a cubin and where it is, or raises `Missing`; `compiler` names the entry."""
+    known = {"kernel": str(key), "why": why, "entry": entry_name(key, compiler or _compiler())}
     try:
         cubin, place = find(key)
     except cache.Missing as missing:
@@ -145,6 +148,17 @@ def _content(cubin: bytes) -> dict[str, Any]:
 
 def _entry(key: KernelKey) -> str:
     return entry_name(key, nvrtc_version())
+
+
+def _compiler() -> str:
+    """NVRTC or, where it cannot be loaded, the compiler of the bundle in use. Raises `CompileError`, `CacheError`."""
+    try:
+        return nvrtc_version()
+    except CompileError:
+        archive = lookup.bundle_path()
+        if archive is None:
+            raise
+        return bundle.read_bundle(archive).manifest.compiler
 
 
 def _line(report: KernelReport) -> str:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from fp8moe_plugin.errors import CompileError
 from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.untrusted import shown
 
 ARCH = "sm_90a"
 OPTIONS = {"arch": ARCH, "std": "c++17"}  # all that change what is compiled
@@ -24,10 +25,11 @@ def compile_kernel(key: KernelKey) -> Compiled:
     """Compile a kernel.
 
     Raises:
-        CompileError: NVRTC refuses the source.
+        CompileError: NVRTC cannot be loaded, or refuses the source.
     """
     from cuda.core import Program, ProgramOptions
 
+    compiler = nvrtc_version()
     # NVRTC's own cache would leave out ptxas' report
     options = ProgramOptions(name=f"{key.source}.cu", ptxas_options=["-v"], no_cache=True, **OPTIONS)
     log = io.StringIO()
@@ -36,7 +38,7 @@ def compile_kernel(key: KernelKey) -> Compiled:
         cubin = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda-core raises its own types, which carry NVRTC's log
         raise CompileError(
-            f"{key.source} does not compile: {error}\n{log.getvalue()}\n"
+            f"{key.source} does not compile with {compiler}: {error}\n{log.getvalue()}\n"
             "Upgrade the package nvidia-cuda-nvrtc; if that does not help, report this with the text above."
         ) from error
     return Compiled(cubin, _faults(log.getvalue()))
@@ -58,11 +60,17 @@ def nvrtc_version() -> str:
     """The compiler's version, to the patch where NVRTC is the one of its own package: NVRTC itself tells two numbers.
 
     Raises:
-        CompileError: NVRTC does not tell.
+        CompileError: NVRTC cannot be loaded, or does not tell.
     """
     from cuda.bindings import nvrtc
 
-    status, major, minor = nvrtc.nvrtcVersion()
+    try:
+        status, major, minor = nvrtc.nvrtcVersion()
+    except (RuntimeError, OSError) as error:  # cuda-bindings loads libnvrtc with the first call
+        raise CompileError(
+            f"NVRTC cannot be loaded ({shown(str(error))}). Install the package nvidia-cuda-nvrtc 13 for this Python. "
+            "Only serving from a bundle, FP8MOE_BUNDLE, works without it."
+        ) from error
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise CompileError(f"NVRTC does not tell its version ({status!r}). Reinstall the package nvidia-cuda-nvrtc.")
     release = f"{major}.{minor}"

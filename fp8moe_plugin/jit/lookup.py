@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8moe_plugin.errors import CacheError, KernelNotPrecompiled
+from fp8moe_plugin.errors import CacheError, CompileError, KernelNotPrecompiled
 from fp8moe_plugin.jit import cache
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import compile_kernel, entry_name, nvrtc_version
@@ -80,7 +80,6 @@ def find(key: KernelKey) -> Found:
 
     Raises:
         Missing: it is neither in the bundle nor in the cache; with a reason for each.
-        CompileError: NVRTC, whose version is part of a name in the cache, does not tell it.
     """
     bundle, reasons = bundle_path(), []
     if bundle:
@@ -91,6 +90,8 @@ def find(key: KernelKey) -> Found:
             log_once(logging.WARNING, f"the bundle does not serve all kernels: {error}")
     try:
         return Found(cache.read(entry_name(key, nvrtc_version())), Origin.CACHE)
+    except CompileError as error:  # its version is part of each name in the cache
+        raise cache.Missing("; ".join([*reasons, f"the cache cannot be searched: {error}"])) from error
     except cache.Missing as error:
         raise type(error)("; ".join([*reasons, str(error)])) from None
 
