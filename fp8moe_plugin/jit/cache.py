@@ -21,13 +21,16 @@ import platformdirs
 from filelock import BaseFileLock, FileLock, Timeout
 
 from fp8moe_plugin.errors import CacheError
-from fp8moe_plugin.jit.atomic import write_whole
+from fp8moe_plugin.jit.atomic import make_folder, write_whole
 from fp8moe_plugin.jit.cubin import cubin_fault
 from fp8moe_plugin.settings import settings
+from fp8moe_plugin.untrusted import shown_text
 
 logger = logging.getLogger("fp8moe")
 ADVICE = "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700."
+LEADS_NOWHERE = "it is a symbolic link that leads nowhere"
 CHECKSUM_BYTES = hashlib.sha256().digest_size
+MAX_BYTES = 1 << 24  # of an entry; a kernel has less than 100 KB
 LOCK_PATIENCE_S, LOCK_TIMEOUT_S = 3, 60  # of saying nothing; many times what the slowest kernel takes to compile
 
 
@@ -43,15 +46,18 @@ def cache_dir() -> Path:
     """The folder of the compiled kernels, which need not exist.
 
     Raises:
-        CacheError: no home folder is known to put it into.
+        CacheError: no home folder is known to put it into, or it is relative to a current folder that is gone.
     """
     chosen, vllm = settings().cache_dir, os.environ.get("VLLM_CACHE_ROOT")
     try:
         folder = chosen or (Path(vllm, "fp8moe") if vllm else platformdirs.user_cache_path("fp8moe"))
-        return folder.expanduser().absolute()
+        folder = folder.expanduser()
+        return folder.absolute()
     except RuntimeError as error:
-        where = chosen or vllm or "the default, ~/.cache"
+        where = shown_text(chosen or vllm or "the default, ~/.cache")
         raise CacheError(f"no home folder is known for {where}. {ADVICE}") from error
+    except OSError as error:
+        raise CacheError(f"{shown_text(folder)} cannot be found: {error.strerror}. {ADVICE}") from error
 
 
 def read(name: str) -> bytes:
@@ -63,17 +69,20 @@ def read(name: str) -> bytes:
     try:
         path = cache_dir()
         with _opened(path) as folder, _file(name, folder) as file:
-            entry = file.read()
+            size = os.fstat(file.fileno()).st_size  # 0 of a pipe and of a device
+            entry = file.read(size) if size <= MAX_BYTES else None
     except FileNotFoundError as error:
-        raise Missing(f"{path} does not hold it") from error
+        raise Missing(f"{shown_text(path)} does not hold it") from error
     except OSError as error:
-        raise Missing(f"{path} cannot be read: {error.strerror}") from error
+        raise Missing(f"{_culprit(path, name, error)} cannot be read: {error.strerror}") from error
     except CacheError as error:
         raise Missing(str(error)) from error
+    if entry is None:
+        raise Damaged(f"{shown_text(path / name)} is damaged: it is larger than {MAX_BYTES >> 20} MiB")
     cubin = entry[CHECKSUM_BYTES:]
     fault = "its checksum differs" if seal(name, cubin) != entry else cubin_fault(cubin)
     if fault:
-        raise Damaged(f"{path / name} is damaged: {fault}")
+        raise Damaged(f"{shown_text(path / name)} is damaged: {fault}")
     return cubin
 
 
@@ -88,7 +97,12 @@ def publish(name: str, cubin: bytes) -> None:
         with _opened(path, make=True) as folder:
             write_whole(folder, name, seal(name, cubin), 0o600)
     except OSError as error:
-        raise CacheError(f"{path} cannot be written: {error.strerror}. {ADVICE}") from error
+        raise CacheError(f"{_culprit(path, name, error)} cannot be written: {error.strerror}. {ADVICE}") from error
+
+
+def _culprit(path: Path, name: str, error: OSError) -> str:
+    """What an error is about, for a message: the entry, or the folder."""
+    return shown_text(path / name if name in (error.filename, error.filename2) else path)
 
 
 def require_usable() -> None:
@@ -99,7 +113,7 @@ def require_usable() -> None:
             if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise CacheError(f"{path} cannot be written: {error.strerror}. {ADVICE}") from error
+        raise CacheError(f"{shown_text(path)} cannot be written: {error.strerror}. {ADVICE}") from error
 
 
 @contextlib.contextmanager
@@ -115,9 +129,10 @@ def locked(name: str) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
-        for abandoned in path.glob(f"{name}.*.part"):  # by a process that died with the lock
-            with contextlib.suppress(OSError):  # the folder is only read, or another has done it
-                abandoned.unlink()
+        with contextlib.suppress(OSError):  # the folder cannot be listed
+            for abandoned in path.glob(f"{name}.*.part"):  # by a process that died with the lock
+                with contextlib.suppress(OSError):  # the folder is only read, or another has done it
+                    abandoned.unlink()
         yield
 
 
@@ -125,7 +140,8 @@ def _acquire(lock: BaseFileLock) -> None:
     try:
         lock.acquire(timeout=LOCK_PATIENCE_S)
     except Timeout:
-        logger.warning("fp8moe: waits up to %d s for the process that holds %s", LOCK_TIMEOUT_S, lock.lock_file)
+        file = shown_text(lock.lock_file)
+        logger.warning("fp8moe: waits up to %d s for the process that holds %s", LOCK_TIMEOUT_S, file)
         lock.acquire(timeout=LOCK_TIMEOUT_S)
 
 
@@ -137,16 +153,23 @@ def seal(name: str, cubin: bytes) -> bytes:
 @contextlib.contextmanager
 def _opened(path: Path, make: bool = False) -> Iterator[int]:
     """The folder as a descriptor, so that what was judged is what is used. Raises `CacheError`, `OSError`."""
+    if leads_nowhere(path):
+        raise CacheError(f"{shown_text(path)} is not used: {LEADS_NOWHERE}. {ADVICE}")
     if make:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(path, 0o700)
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         refusal = folder_refusal(os.fstat(folder))
         if refusal:
-            raise CacheError(f"{path} is not used: {refusal}. {ADVICE}")
+            raise CacheError(f"{shown_text(path)} is not used: {refusal}. {ADVICE}")
         yield folder
     finally:
         os.close(folder)
+
+
+def leads_nowhere(path: Path) -> bool:
+    """Whether it is a symbolic link to nothing, or to itself. Raises `OSError`."""
+    return path.is_symlink() and not path.exists()
 
 
 def folder_refusal(status: os.stat_result) -> str | None:
@@ -159,5 +182,5 @@ def folder_refusal(status: os.stat_result) -> str | None:
 
 
 def _file(name: str, folder: int) -> BinaryIO:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return os.fdopen(os.open(name, flags, dir_fd=folder), "rb")
+    more = os.O_NOFOLLOW | os.O_NONBLOCK
+    return open(name, "rb", opener=lambda name, flags: os.open(name, flags | more, dir_fd=folder))

@@ -168,6 +168,24 @@ def test_a_folder_that_cannot_be_made_costs_one_warning(
     assert_served(served, cubins, [Origin.COMPILER] * 2, f"{folder} cannot be written: Permission denied")
 
 
+@pytest.mark.parametrize("there", [True, False], ids=["there", "new"])
+def test_a_umask_without_any_permission_costs_nothing(
+    home: Path, cubins: list[bytes], server: Server, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    folder = home / "new" / "cache"
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR=folder)
+
+    def mask() -> None:
+        become_nobody()
+        if there:
+            folder.mkdir(mode=0o700, parents=True)
+        os.umask(0o777)
+
+    compiled, kept = [[(cubin, origin) for cubin in cubins] for origin in (Origin.COMPILER, Origin.CACHE)]
+    assert server.serve_after(mask) == (compiled, [])
+    assert server.serve_after(become_nobody) == (kept, [])
+
+
 def test_a_user_without_a_home_is_told_what_to_do(
     cubins: list[bytes], server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
