@@ -4,6 +4,7 @@ import json
 import os
 import re
 import reprlib
+import shlex
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -48,6 +49,14 @@ def shown_text(text: object) -> str:
     """Text for a message: unchanged if it is short and printable, as a path usually is, else as `shown`."""
     plain = str(text)
     return plain if len(plain) <= SHOWN_LENGTH and plain.isprintable() else shown(plain)
+
+
+def shell_word(text: str) -> str:
+    """Text as one word of a command in a message: quoted as bash reads it, and so that a terminal does not obey it."""
+    if text.isprintable():
+        return shlex.quote(text)
+    plain = (chr(byte) if 32 <= byte < 127 and byte not in b"\\'" else f"\\x{byte:02x}" for byte in os.fsencode(text))
+    return f"$'{''.join(plain)}'"
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from fp8moe_plugin.errors import CacheError, Fp8MoeError
 from fp8moe_plugin.jit import cache
@@ -13,6 +14,7 @@ from fp8moe_plugin.jit.lookup import bundle_path
 from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.settings import Settings, settings, variable
 from fp8moe_plugin.shapes import rank_shapes
+from fp8moe_plugin.untrusted import shown_text
 from warmup import kernels
 from warmup.model import read_checkpoint
 from warmup.options import Options
@@ -55,8 +57,9 @@ def text(found: list[Finding]) -> str:
 
 def _settings() -> Iterator[Finding]:
     chosen = settings()
-    given = [f"{variable(field)}={getattr(chosen, field)}" for field in Settings.model_fields]
-    folders = [f"{name}={os.environ.get(name)}" for name in ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "HOME")]
+    given = [f"{variable(field)}={shown_text(getattr(chosen, field))}" for field in Settings.model_fields]
+    names = ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "HOME")
+    folders = [f"{name}={shown_text(os.environ.get(name))}" for name in names]
     yield Finding(subject="settings", found=", ".join([*given, *folders]), ok=True)
 
 
@@ -66,24 +69,34 @@ def _compiler() -> Iterator[Finding]:
 
 def _cache() -> Iterator[Finding]:
     folder = cache.cache_dir()
+    shown = shown_text(folder)
     try:
+        if cache.leads_nowhere(folder):
+            yield Finding(subject="cache", found=f"{shown}: {cache.LEADS_NOWHERE}. {cache.ADVICE}", ok=False)
+            return
         status = folder.stat()
-        entries = [entry.stat().st_size for entry in folder.glob("*.cubin")]
+        entries = [entry.lstat().st_size for entry in folder.glob("*.cubin")]
     except FileNotFoundError:
-        existing = next(parent for parent in folder.parents if parent.exists())
-        good = os.access(existing, os.W_OK | os.X_OK) and existing.is_dir()
-        why = "not there yet" if good else f"not there, and cannot be made in {existing}. {cache.ADVICE}"
-        yield Finding(subject="cache", found=f"{folder}, {why}", ok=None if good else False)
+        yield _no_cache(folder)
         return
     except OSError as error:
-        yield Finding(subject="cache", found=f"{folder}: {error.strerror}. {cache.ADVICE}", ok=False)
+        yield Finding(subject="cache", found=f"{shown}: {error.strerror}. {cache.ADVICE}", ok=False)
         return
     refusal = cache.folder_refusal(status) if stat.S_ISDIR(status.st_mode) else "it is no folder"
     if not refusal and not os.access(folder, os.R_OK | os.X_OK):
         refusal = "it cannot be read"
-    found = f"{folder}, mode {stat.S_IMODE(status.st_mode):04o}, {len(entries)} kernels, {sum(entries) / 1e6:.2f} MB"
+    found = f"{shown}, mode {stat.S_IMODE(status.st_mode):04o}, {len(entries)} kernels, {sum(entries) / 1e6:.2f} MB"
     found += f"; not used: {refusal}. {cache.ADVICE}" if refusal else ""
     yield Finding(subject="cache", found=found, ok=not refusal)
+
+
+def _no_cache(folder: Path) -> Finding:
+    """Whether it can be made."""
+    existing = next(parent for parent in folder.parents if parent.exists() or parent.is_symlink())
+    if os.access(existing, os.W_OK | os.X_OK) and existing.is_dir():
+        return Finding(subject="cache", found=f"{shown_text(folder)}, not there yet")
+    why = f"not there, and cannot be made in {shown_text(existing)}. {cache.ADVICE}"
+    return Finding(subject="cache", found=f"{shown_text(folder)}, {why}", ok=False)
 
 
 def _bundle() -> Iterator[Finding]:
@@ -92,7 +105,8 @@ def _bundle() -> Iterator[Finding]:
         yield Finding(subject="bundle", found="none (FP8MOE_BUNDLE is not set)")
         return
     manifest = read_bundle(path).manifest
-    yield Finding(subject="bundle", found=f"{path}, {len(manifest.kernels)} kernels by {manifest.compiler}", ok=True)
+    found = f"{shown_text(path)}, {len(manifest.kernels)} kernels by {shown_text(manifest.compiler)}"
+    yield Finding(subject="bundle", found=found, ok=True)
 
 
 def _gpu() -> Iterator[Finding]:
@@ -127,7 +141,7 @@ def _model(options: Options, report: Report, plan: kernels.Plan) -> Iterator[Fin
     model = read_checkpoint(options.model, report)
     plan |= kernels.plan_of(model)
     rank_shapes(model, options.parallel)
-    good = f"{options.model} ({model.architecture}) can be spread by {options.parallel}"
+    good = f"{shown_text(options.model)} ({shown_text(model.architecture)}) can be spread by {options.parallel}"
     yield Finding(subject="model", found="; ".join([good, *report.warnings]), ok=True)
 
 

@@ -21,6 +21,7 @@ from fp8moe_plugin.jit import bundle, cache, lookup
 from fp8moe_plugin.jit.compiler import entry_name, nvrtc_version
 from fp8moe_plugin.plan import KernelKey, all_kernels, model_kernels
 from fp8moe_plugin.shapes import Model
+from fp8moe_plugin.untrusted import shown_text
 from warmup.report import KernelReport, State
 
 Plan = dict[KernelKey, str]  # and why
@@ -46,8 +47,8 @@ def look_up(plan: Plan) -> list[KernelReport]:
 def look_into(archive: Path, plan: Plan) -> list[KernelReport]:
     """What a bundle holds of each kernel. Raises `CacheError` if it is none."""
     kernels = bundle.read_bundle(archive)
-    compiler = kernels.manifest.compiler
-    return [_report(key, why, lambda key: (kernels.cubin(key), str(archive)), compiler) for key, why in plan.items()]
+    place, compiler = shown_text(archive), kernels.manifest.compiler
+    return [_report(key, why, lambda key: (kernels.cubin(key), place), compiler) for key, why in plan.items()]
 
 
 def compile_missing(plan: Plan) -> list[KernelReport]:
@@ -126,7 +127,7 @@ def _outcome(future: Future[Outcome]) -> Outcome:
 
 
 def _in_cache(key: KernelKey, why: str) -> KernelReport:
-    return _report(key, why, lambda key: (cache.read(_entry(key)), str(cache.cache_dir())))
+    return _report(key, why, lambda key: (cache.read(_entry(key)), shown_text(cache.cache_dir())))
 
 
 def _report(

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shlex
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +14,7 @@ from fp8moe_plugin.jit.compiler import compile_kernel, entry_name, nvrtc_version
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.settings import settings
+from fp8moe_plugin.untrusted import shell_word, shown_text
 
 logger = logging.getLogger("fp8moe")
 WARMUP = "python -m warmup"  # compiles every kernel there is
@@ -122,9 +122,9 @@ def place(origin: Origin) -> str:
     """Where kernels of this origin are kept, as the end of a sentence."""
     match origin:
         case Origin.BUNDLE:
-            return f" {bundle_path()}"
+            return f" {shown_text(bundle_path())}"
         case Origin.CACHE:
-            return f" {cache.cache_dir()}"
+            return f" {shown_text(cache.cache_dir())}"
         case Origin.COMPILER:
             return ""
 
@@ -136,4 +136,4 @@ def bundle_path() -> Path | None:
 
 def warmup_command(warmup: str, bundle: Path | None) -> str:
     """The command `warmup`, or the one that makes the bundle anew where a bundle is in use."""
-    return f"{warmup.replace(WARMUP, f'{WARMUP} bundle')} --bundle {shlex.quote(str(bundle))}" if bundle else warmup
+    return f"{warmup.replace(WARMUP, f'{WARMUP} bundle')} --bundle {shell_word(str(bundle))}" if bundle else warmup

@@ -1,0 +1,145 @@
+"""`doctor` and the other commands on names and manifests that hold terminal escapes, and on an odd cache."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8moe_plugin.errors import KernelNotPrecompiled
+from fp8moe_plugin.jit import bundle
+from fp8moe_plugin.jit.compiler import compile_kernel
+from fp8moe_plugin.jit.lookup import find_or_compile, warmup_command
+from fp8moe_plugin.plan import KernelKey
+from tests.jit.conftest import set_variables
+from tests.jit.test_bundle import rewrite
+from warmup import kernels
+from warmup.__main__ import main
+
+COMBINE = KernelKey("combine")
+ESCAPE = "\x1b]0;owned\x07\x1b[31m\u202e\n"
+
+
+@pytest.fixture(autouse=True)
+def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "plan_of", lambda model: {COMBINE: "why"})
+
+
+@pytest.fixture
+def evil(tmp_path: Path, cache: Path) -> Path:
+    """A folder whose name holds escapes."""
+    folder = tmp_path / f"evil{ESCAPE}'"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def assert_harmless(text: str) -> None:
+    assert all(character.isprintable() for line in text.split("\n") for character in line), ascii(text)
+    assert not any(line.startswith("'") for line in text.split("\n")), "the line feed of a name"
+
+
+def doctor(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = main(["doctor"])
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert_harmless(printed.out)
+    return status, printed.out
+
+
+def test_a_manifest_reaches_no_terminal_raw(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "b.tar"
+    bundle.write_bundle(path, {COMBINE: compile_kernel(COMBINE).cubin})
+    set_variables(monkeypatch, FP8MOE_BUNDLE=path)
+    assert doctor(capsys)[0] == 0
+    evil = {"compiler": "nvrtc\x7f 13'", "arch": "\x7f"}  # JSON's escapes have a backslash, which no manifest has
+
+    def change(name: str, content: bytes) -> bytes:
+        return json.dumps(json.loads(content) | evil, ensure_ascii=False).encode() if "manifest" in name else content
+
+    rewrite(path, change)
+    status, printed = doctor(capsys)
+    assert status == 0
+    assert f'bundle: {path}, 1 kernels by "nvrtc\\x7f 13\'"' in printed
+    assert "b.tar was made for other kernel sources" in printed
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["there", "not there"])
+def test_names_of_folders_reach_no_terminal_raw(
+    evil: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], there: bool
+) -> None:
+    if there:
+        find_or_compile(COMBINE)
+        bundle.write_bundle(evil / "b.tar", {COMBINE: compile_kernel(COMBINE).cubin})
+    for variable in ("FP8MOE_CACHE_DIR", "FP8MOE_BUNDLE"):
+        monkeypatch.setenv(variable, "")
+    for name in ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "HOME"):
+        set_variables(monkeypatch, **{name: evil})
+        assert "evil\\x1b]0;owned" in doctor(capsys)[1]
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR=evil / "cache", FP8MOE_BUNDLE=evil / "b.tar")
+    assert doctor(capsys)[0] == (0 if there else 1)
+    assert main(["list"]) == 0
+    assert_harmless(capsys.readouterr().out)
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR=f"~{ESCAPE}/x")
+    doctor(capsys)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o000], ids=oct)
+def test_the_name_of_a_cache_that_cannot_be_used_reaches_no_terminal_raw(
+    evil: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: int
+) -> None:
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR=evil)
+    find_or_compile(COMBINE)
+    (entry,) = evil.glob("*.cubin")
+    entry.write_bytes(b"damaged")
+    doctor(capsys)
+    evil.chmod(mode)
+    doctor(capsys)
+
+
+def test_an_error_of_a_serving_process_is_harmless(evil: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR=evil, FP8MOE_BUNDLE=evil / "b.tar", FP8MOE_JIT="forbid")
+    with pytest.raises(KernelNotPrecompiled) as caught:
+        find_or_compile(COMBINE)
+    assert_harmless(str(caught.value))
+
+
+@pytest.mark.parametrize("name", ["b.tar", "a b'.tar", f"{ESCAPE}\\'é.tar", os.fsdecode(b"\xff\x1b.tar")])
+def test_a_shell_reads_the_path_of_a_bundle_back_from_the_command(tmp_path: Path, name: str) -> None:
+    command = warmup_command("python -m warmup", tmp_path / name)
+    assert_harmless(command)
+    script = command.replace("python -m warmup bundle --bundle", 'printf "%s"')
+    assert subprocess.run(["bash", "-c", script], capture_output=True).stdout == os.fsencode(tmp_path / name)
+
+
+def test_a_cache_that_leads_nowhere_is_wrong_and_an_odd_entry_is_not(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.symlink_to("nowhere")
+    status, printed = doctor(capsys)
+    assert status == 1
+    assert f"WRONG  cache: {cache}: it is a symbolic link that leads nowhere. Set FP8MOE_CACHE_DIR" in printed
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR=cache / "cache")
+    status, printed = doctor(capsys)
+    assert status == 1
+    assert f"WRONG  cache: {cache}/cache, not there, and cannot be made in {cache}. Set FP8MOE_CACHE_DIR" in printed
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR=tmp_path / "odd")
+    (tmp_path / "odd").mkdir(mode=0o700)
+    (tmp_path / "odd" / "link-0.cubin").symlink_to("nowhere")
+    (tmp_path / "odd" / "folder-0.cubin").mkdir()
+    status, printed = doctor(capsys)
+    assert status == 0
+    assert f"ok     cache: {tmp_path}/odd, mode 0700, 2 kernels" in printed
+
+
+def test_a_current_folder_that_is_gone_is_a_finding(tmp_path: Path, cache: Path) -> None:
+    script = "import os, sys; os.mkdir('x'); os.chdir('x'); os.rmdir('../x'); from warmup.__main__ import main; main()"
+    environment = os.environ | {"FP8MOE_CACHE_DIR": "relative", "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        [sys.executable, "-c", script, "doctor"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert "WRONG  cache: relative cannot be found: No such file or directory" in done.stdout
+    assert "Traceback" not in done.stderr
