@@ -27,7 +27,9 @@ Change = Callable[[str, torch.Tensor], torch.Tensor | None]
 ANSWER_S = 600
 SEQUENCES = 125 if os.environ.get("FULL_COUNTS") else 5  # of each of four kinds of engines
 STEPS = 5
-ARGUMENTS = {mode: MODES[mode] | {"quantization": "fp8moe"} for mode in ("eager", "compile")}
+GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}}
+ON_GPU = {"graphs": GRAPHS, "eager": MODES["eager"]}
+ARGUMENTS = ON_GPU if torch.cuda.is_available() else {mode: MODES[mode] for mode in ("eager", "compile")}
 EXPERT = "model.layers.0.mlp.experts.11.down_proj"
 DENSE = "model.layers.0.self_attn.o_proj"
 SCALE = "weight_scale_inv"
@@ -109,7 +111,8 @@ class Engines:
     """One engine at a time in a process of `tests.engine.reloads`, started anew once it has refused."""
 
     def __init__(self, variants: Path, mode: str, kind: str, environment: dict[str, str]) -> None:
-        self.variants, self.mode, self.kind = variants, mode, kind
+        self.variants, self.kind = variants, kind
+        self.arguments = ARGUMENTS[mode] | {"quantization": "fp8moe", "kv_cache_memory_bytes": 1 << 28}
         own = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         command = [sys.executable, "-m", "tests.engine.reloads"]
         self.process = subprocess.Popen(
@@ -123,7 +126,7 @@ class Engines:
         path = name and str(self.variants / f"{self.kind}-{name}")
         assert self.process.stdin
         assert self.process.stdout
-        self.process.stdin.write(json.dumps({command: path, "arguments": ARGUMENTS[self.mode]}) + "\n")
+        self.process.stdin.write(json.dumps({command: path, "arguments": self.arguments}) + "\n")
         self.process.stdin.flush()
         assert select.select([self.process.stdout], [], [], ANSWER_S)[0], f"no answer to {command} {name}"
         answer: dict[str, Any] = json.loads(self.process.stdout.readline() or '{"refused": "the process ended"}')
