@@ -32,6 +32,7 @@ from fp8moe_plugin.shapes import (
 from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
 
 SAMPLES = 20_000  # experts whose rows are drawn
+REPEATS_FROM = 8  # tiles of an expert: from here on, `block_m` more rows are one more tile without padding
 STEPS = 200  # of which the busiest rank is looked for
 
 
@@ -102,7 +103,7 @@ def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> Step
     width = small_batch(arriving, whole.topk, local.hidden, local.intermediate, local.experts, whole.experts)
     key = down_small_batch_key(width, gate_up_cluster(width, local.hidden)) if width else grouped_key(block_m)
     rows = np.random.default_rng(0).binomial(arriving, whole.topk / whole.experts, SAMPLES)
-    multiplied = sum(width if width and count else computed_rows(int(count), block_m) for count in rows)
+    multiplied = width * int(np.count_nonzero(rows)) if width else _multiplied(rows, block_m)
     return StepReport(
         tokens=tokens,
         kernel=key.source,
@@ -110,6 +111,14 @@ def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> Step
         padding=round(1 - int(rows.sum()) / multiplied, 3) if multiplied else 0.0,
         workspace_bytes=moe_workspace_bytes(local, arriving, whole.experts),
     )
+
+
+def _multiplied(rows: np.ndarray, block_m: int) -> int:
+    """The sum of `computed_rows` over experts with so many rows, in a time that does not grow with the rows."""
+    repeated = np.maximum(rows // block_m - REPEATS_FROM, 0)
+    rest, experts = np.unique(rows - repeated * block_m, return_counts=True)
+    of_rest = sum(computed_rows(int(r), block_m) * int(n) for r, n in zip(rest, experts, strict=True))
+    return int(repeated.sum()) * block_m + of_rest
 
 
 def _layout(model: Model, way: Parallel, tokens: int) -> LayoutReport:

@@ -1,0 +1,36 @@
+"""`explain`: the figures of long steps are those of adding up every tile, and do not take longer than short steps."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8moe_plugin import plan
+from fp8moe_plugin.shapes import Model, Parallel
+from warmup import explain as explanation
+from warmup.options import MAX_COUNT
+
+BLOCKS = (plan.DECODE_BLOCK_M, plan.PREFILL_BLOCK_M)
+
+
+@given(st.lists(st.integers(0, 4000), max_size=40), st.sampled_from(BLOCKS))
+def test_the_rows_of_all_experts_are_those_of_each_added_up(rows: list[int], block_m: int) -> None:
+    added_up = sum(plan.computed_rows(count, block_m) for count in rows)
+    assert explanation._multiplied(np.array(rows, dtype=int), block_m) == added_up
+
+
+@pytest.mark.parametrize("parallel", [Parallel(8), Parallel(1, 8, expert_parallel=True)], ids=str)
+def test_the_longest_step_takes_no_longer_than_a_short_one(
+    models: dict[str, Model], monkeypatch: pytest.MonkeyPatch, parallel: Parallel
+) -> None:
+    """Counts the tiles that are looked at instead of the time it takes."""
+    tiles = []
+
+    def counted(rows: int, block_m: int) -> int:
+        tiles.append(rows // block_m + 1)
+        return plan.computed_rows(rows, block_m)
+
+    monkeypatch.setattr(explanation, "computed_rows", counted)
+    found = explanation.explain(models["DeepSeek-V3"], parallel, MAX_COUNT, (MAX_COUNT - 1,))
+    assert 0 < sum(tiles) < 50_000
+    assert [step.padding for step in found.steps] == pytest.approx([0, 0], abs=0.01)
