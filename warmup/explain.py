@@ -46,7 +46,7 @@ def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tu
     """
     rank = rank_shapes(model, parallel)
     ways = [Parallel(parallel.ranks), *(whole_expert_ways(parallel.ranks) if parallel.ranks > 1 else [])]
-    layouts = [_layout(model, way, max_tokens) for way in ways]
+    layouts = [_layout(model, way, max_tokens) for way in dict.fromkeys([*ways, parallel])]
     shapes = _shapes(model, parallel, rank)
     steps = {tokens: _step(model, parallel, rank.experts, tokens) for tokens in sorted({*capture_sizes, max_tokens})}
     return ExplainReport(

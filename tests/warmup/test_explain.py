@@ -34,3 +34,10 @@ def test_the_longest_step_takes_no_longer_than_a_short_one(
     found = explanation.explain(models["DeepSeek-V3"], parallel, MAX_COUNT, (MAX_COUNT - 1,))
     assert 0 < sum(tiles) < 50_000
     assert [step.padding for step in found.steps] == pytest.approx([0, 0], abs=0.01)
+
+
+def test_a_split_that_no_other_replaces_is_the_best(models: dict[str, Model]) -> None:
+    """Neither tensor parallelism alone nor whole experts can use as many GPUs."""
+    found = explanation.explain(models["DeepSeek-V3"], Parallel(1, 2048), 1, (1,))
+    assert found.best == "--tp 1 --dp 2048"
+    assert [way.options for way in found.layouts if way.refusal is None] == [found.best]
