@@ -1,20 +1,30 @@
 """`python -m warmup`, and the console script."""
 
 import os
-import signal
 import sys
+
+from warmup import interrupts, streams
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status."""
-    os.umask(os.umask(0o077) & 0o077)  # whatever it is, what this process makes is its owner's to read and write
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt during the import needs no traceback
-    from warmup.cli import run
+    """Run a command; returns the exit status.
 
-    signal.signal(signal.SIGINT, handler)
-    return run(arguments)
+    Args:
+        arguments: None for the command line of this process, whose standard streams and interrupts are then taken
+            over for good.
+    """
+    os.umask(os.umask(0o077) & 0o077)  # whatever it is, what this process makes is its owner's to read and write
+    from_command_line = arguments is None
+    if from_command_line:
+        interrupts.exit_at_once()
+        streams.take_over()
+    try:
+        from warmup.cli import run
+
+        return run(arguments)
+    finally:
+        if from_command_line:
+            interrupts.ignore()
 
 
 if __name__ == "__main__":

@@ -1,51 +1,93 @@
 """What was asked for, as text on standard output and as a report for `--json`."""
 
+import contextlib
+import errno
 import hashlib
-import io
 import os
 import shlex
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from fp8moe_plugin.errors import Fp8MoeError
+from fp8moe_plugin.errors import Fp8MoeError, UnsupportedError
 from fp8moe_plugin.jit import cache, lookup
 from fp8moe_plugin.shapes import Model, rank_shapes
-from warmup import kernels
+from fp8moe_plugin.untrusted import shown
+from warmup import interrupts, kernels, streams
 from warmup.model import read_checkpoint, warn
 from warmup.options import Options, parse
 from warmup.report import BundleReport, Report, State
 
 GOOD = (State.PRESENT, State.COMPILED)
+DISK_ADVICE = "Check the disk."
+ACCESS_ADVICE = "Check the permissions of the file and its folder."
+FILES_ADVICE = "Raise the limit of open files (ulimit -n)."
+PROCESS_ADVICE = "Raise the limits of memory and processes (ulimit -v, ulimit -u), or stop other programs."
+OTHER_ADVICE = "Check the file system, and the limits of this process (ulimit -a)."
+ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS), DISK_ADVICE),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), ACCESS_ADVICE),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), FILES_ADVICE),
+    **dict.fromkeys((errno.ENOMEM, errno.EAGAIN), PROCESS_ADVICE),
+}
 
 
 def run(arguments: list[str] | None) -> int:
     """Returns the exit status."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        _print_error(f"The current folder cannot be used: {error.strerror}. Change to another folder.")
+        return 1
     options = parse(arguments)
     report = Report(command=options.command, parallel=str(options.parallel))
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show
     done = False
-    try:
+    with _failure_reported(report):
         done = RUN[options.command](options, report)
-        sys.stdout.flush()
-    except Fp8MoeError as error:
-        report.error = str(error)
-    except BrokenPipeError:  # whoever reads the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        report.error = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}. Check the disk."
-    except KeyboardInterrupt:
-        report.error = "Interrupted. What is done is kept; run the command again to go on."
+        streams.require_output()
     if options.json:
-        try:
-            report.write(options.json)
-        except OSError as error:
-            report.error, done = f"{options.json} cannot be written: {error.strerror}. Choose another file.", False
-    if report.error:
-        print(f"error: {report.error}", file=sys.stderr)
-    return 0 if done else 1
+        with _failure_reported(report):
+            _write_report(report, options.json)
+    return 0 if done and report.error is None else 1
+
+
+@contextlib.contextmanager
+def _failure_reported(report: Report) -> Iterator[None]:
+    """An error or an interrupt ends the block, not the process; it is printed, and the first one is in the report."""
+    try:
+        with interrupts.raised(signal.SIGINT):
+            yield
+        return
+    except Fp8MoeError as error:
+        message = str(error)
+    except KeyboardInterrupt:
+        message = interrupts.MESSAGE
+    except OSError as error:
+        place = f": {as_text(error.filename)}" if error.filename else ""
+        message = f"{error.strerror or error}{place}. {ADVICE.get(error.errno or 0, OTHER_ADVICE)}"
+    except (ImportError, MemoryError) as error:  # a memory limit makes either of them
+        message = f"{type(error).__name__}: {error}. Raise the memory limit (ulimit -v), or install the package again."
+    report.error = report.error or message
+    _print_error(message)
+
+
+def _print_error(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+
+
+def _write_report(report: Report, path: Path) -> None:
+    try:
+        report.write(path)
+    except OSError as error:
+        raise UnsupportedError(f"{as_text(path)} cannot be written: {error.strerror}. Choose another file.") from error
+
+
+def as_text(name: str | bytes | Path) -> str:
+    """The name of a file as it is, or quoted where a terminal would not show it but obey it."""
+    text = os.fsdecode(name)
+    return text if text.isprintable() else shown(text)
 
 
 def compile_kernels(options: Options, report: Report) -> bool:
@@ -57,7 +99,7 @@ def compile_kernels(options: Options, report: Report) -> bool:
         if kernel.detail and kernel.state in (State.COMPILED, State.FAILED):
             warn(report, f"{kernel.kernel}: {kernel.detail}")
     counts = ", ".join(f"{_count(report, state)} {state}" for state in (*GOOD, State.FAILED))
-    print(f"{len(plan)} kernels: {counts}, in {report.seconds:.1f} s; cache {cache.cache_dir()}")
+    print(f"{len(plan)} kernels: {counts}, in {report.seconds:.1f} s; cache {as_text(cache.cache_dir())}")
     good = all(kernel.state in GOOD for kernel in report.kernels)
     if good and options.bundle:
         _write_bundle(options, report, plan)
@@ -69,8 +111,9 @@ def _write_bundle(options: Options, report: Report, plan: kernels.Plan) -> None:
     path, content = options.bundle.absolute(), kernels.write_bundle(options.bundle.absolute(), plan)
     digest = hashlib.sha256(content).hexdigest()
     report.bundle = BundleReport(path=str(path), sha256=digest, size=len(content), kernels=len(plan))
-    print(f"{path}: {len(plan)} kernels, {len(content) / 1e6:.2f} MB, sha256 {digest}")
-    print(f"Serve with FP8MOE_BUNDLE={shlex.quote(str(path))}, and FP8MOE_JIT=forbid to be sure that nothing compiles.")
+    print(f"{as_text(path)}: {len(plan)} kernels, {len(content) / 1e6:.2f} MB, sha256 {digest}")
+    variable = f"FP8MOE_BUNDLE={as_text(shlex.quote(str(path)))}"
+    print(f"Serve with {variable}, and FP8MOE_JIT=forbid to be sure that nothing compiles.")
 
 
 def list_kernels(options: Options, report: Report) -> bool:
@@ -87,16 +130,16 @@ def verify(options: Options, report: Report) -> bool:
     report.kernels = kernels.look_into(bundle, plan) if bundle else kernels.look_up(plan)
     bad = [kernel for kernel in report.kernels if kernel.state != State.PRESENT]
     for kernel in bad:
-        print(f"{kernel.state} {kernel.kernel}: {kernel.detail}")
+        print(f"{kernel.state} {kernel.kernel}: {as_text(kernel.detail or '')}")
     print(_summary(report))
     if bad:
         model = f" --model {shlex.quote(options.model)} {options.parallel}" if options.model else ""
-        print(f"Run `{lookup.warmup_command(lookup.WARMUP + model, bundle)}`.")
+        print(f"Run `{as_text(lookup.warmup_command(lookup.WARMUP + model, bundle))}`.")
     return not bad
 
 
 def _summary(report: Report) -> str:
-    places = ", ".join(sorted({kernel.place for kernel in report.kernels if kernel.place}))
+    places = ", ".join(sorted({as_text(kernel.place) for kernel in report.kernels if kernel.place}))
     where = f", in {places}" if places else ""
     return f"{len(report.kernels)} kernels, {_count(report, State.PRESENT)} present and whole{where}"
 
@@ -144,8 +187,8 @@ def convert(options: Options, report: Report) -> bool:
     assert options.out
     report.convert = done = convert_checkpoint(model, Path(options.model), options.out)
     print(
-        f"{done.path}: {done.quantized} of {done.tensors} tensors quantized, {done.source_bytes / 1e9:.2f} GB became "
-        f"{done.bytes / 1e9:.2f} GB in {done.files} files"
+        f"{as_text(done.path)}: {done.quantized} of {done.tensors} tensors quantized, "
+        f"{done.source_bytes / 1e9:.2f} GB became {done.bytes / 1e9:.2f} GB in {done.files} files"
     )
     return True
 
