@@ -2,30 +2,34 @@
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, resource_tracker
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from fp8moe_plugin.errors import CacheError, CompileError
+from fp8moe_plugin.errors import CacheError, CompileError, UnsupportedError
 from fp8moe_plugin.jit import bundle, cache, lookup
 from fp8moe_plugin.jit.compiler import entry_name, nvrtc_version
 from fp8moe_plugin.plan import KernelKey, all_kernels, model_kernels
 from fp8moe_plugin.shapes import Model
 from fp8moe_plugin.untrusted import shown_text
+from warmup import interrupts
 from warmup.report import KernelReport, State
 
 Plan = dict[KernelKey, str]  # and why
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what a user or a system ends a command with
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+PATIENCE_S = 180  # 60 times what the slowest kernel takes, and longer than any wait for another process's lock
 Outcome = dict[str, Any]  # fields of a KernelReport
 
 
@@ -58,6 +62,8 @@ def compile_missing(plan: Plan) -> list[KernelReport]:
 
     Raises:
         CacheError: the cache cannot be used.
+        CompileError: the compiling processes do nothing any more.
+        UnsupportedError: this machine cannot run them.
     """
     reports = {key: _in_cache(key, why) for key, why in plan.items()}
     missing = [key for key, report in reports.items() if report.state != State.PRESENT]
@@ -66,8 +72,9 @@ def compile_missing(plan: Plan) -> list[KernelReport]:
     cache.require_usable()
     progress = tqdm(total=len(missing), unit="kernel", desc="compiling", disable=None)
     with _pool(len(missing)) as pool, progress as bar:
-        futures = {pool.submit(_compile, key): key for key in missing}
-        for done, future in enumerate(as_completed(futures), start=1):
+        with interrupts.held_back(*ENDING):  # a process that is only half started would print a traceback
+            futures = {pool.submit(_compile, key): key for key in missing}
+        for done, future in enumerate(_as_completed(futures), start=1):
             key = futures[future]
             reports[key] = reports[key].model_copy(update=_outcome(future))
             bar.update()
@@ -83,26 +90,51 @@ def _pool(tasks: int) -> Iterator[ProcessPoolExecutor]:
     They are spawned, as NVRTC does not survive a fork. Killing them costs nothing: an entry of the cache is whole, or
     not there.
     """
-    pool = ProcessPoolExecutor(min(tasks, len(os.sched_getaffinity(0))), get_context("spawn"), _prepare_worker)
-    handlers = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    pool = _new_pool(tasks)
+    with interrupts.raised(*ENDING):
+        try:
+            yield pool
+        except BaseException:
+            for process in active_children():
+                process.kill()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _new_pool(tasks: int) -> ProcessPoolExecutor:
+    resource_tracker.ensure_running()  # it removes the pool's semaphores, so it has to be there before them
+    processes = min(tasks, len(os.sched_getaffinity(0)))
     try:
-        yield pool
-    except BaseException:
-        for number in (signal.SIGINT, *handlers):
-            signal.signal(number, signal.SIG_IGN)  # a second interrupt must not leave the processes alone
-        for process in active_children():
-            process.kill()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        return ProcessPoolExecutor(processes, get_context("spawn"), _prepare_worker, (os.getpid(),))
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise UnsupportedError(
+            f"The compiling processes need semaphores in /dev/shm, which cannot be made: {error.strerror}. "
+            "Mount /dev/shm as a tmpfs that can be written and has room."
+        ) from error
 
 
-def _prepare_worker() -> None:
+def _prepare_worker(parent: int) -> None:
     """A terminal's interrupt is for the parent to heed; the parent's death, even by SIGKILL, ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before prctl, which then sends no signal
+        os._exit(1)
+
+
+def _as_completed(futures: Collection[Future[Outcome]]) -> Iterator[Future[Outcome]]:
+    """The futures in the order in which they finish. Raises `CompileError` if none finishes within PATIENCE_S."""
+    waiting = set(futures)
+    while waiting:
+        done, waiting = wait(waiting, PATIENCE_S, FIRST_COMPLETED)
+        if not done:
+            raise CompileError(
+                f"No kernel was compiled for {PATIENCE_S} s, so the compiling processes were stopped. The compiler "
+                "may need more memory than it gets: raise the limit (ulimit -v), and run the command again to go on."
+            )
+        yield from done
 
 
 def _compile(key: KernelKey) -> Outcome:
@@ -112,6 +144,8 @@ def _compile(key: KernelKey) -> Outcome:
         made = lookup.compile_into_cache(key)
     except CompileError as error:
         return {"state": State.FAILED, "detail": str(error)}
+    except (ImportError, MemoryError, OSError) as error:
+        return {"state": State.FAILED, "detail": f"the compiler could not run: {type(error).__name__}: {error}"}
     if made.not_kept:
         return {"state": State.FAILED, "detail": f"compiled, but {made.not_kept}"}
     seconds = round(time.perf_counter() - start, 3)
