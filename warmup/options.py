@@ -86,9 +86,41 @@ def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     for option, commands in TAKE.items():
         if getattr(given, option) and given.command not in commands:
             parser.error(f"{given.command} takes no --{option.replace('_', '-')}")
-    for path in (given.json, given.bundle, given.plot):
-        if path and (path.name in ("", "..") or path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-            parser.error(f"{str(path)!r} is no file that can be written")
+    _check_files(parser, given)
+
+
+def _check_files(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    read = given.command == "verify"
+    for path in (given.json, None if read else given.bundle, given.plot):
+        refusal = _refusal(path) if path else None
+        if refusal:
+            parser.error(f"{str(path)!r} is no file that can be written: {refusal}")
+    bundle = given.bundle or (BUNDLE if given.command == "bundle" else None)
+    for option, path in (("--bundle", bundle), ("--plot", given.plot)):
+        if given.json and path and _same_file(given.json, path):
+            parser.error(f"--json and {option} are the same file, {str(given.json)!r}")
+
+
+def _refusal(path: Path) -> str | None:
+    """Why no file can be written there."""
+    try:
+        if path.name in ("", "..") or path.is_dir():
+            return "it is a folder"
+        if not path.parent.is_dir():
+            return "its folder is not there"
+        os.lstat(path)  # its name may be too long
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        return error.strerror
+    return None if os.access(path.parent, os.W_OK) else "its folder cannot be written"
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:  # one of them is not there yet
+        return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _check_convert(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:

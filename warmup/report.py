@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 from enum import StrEnum
 from importlib import metadata
@@ -10,6 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fp8moe_plugin.jit.atomic import write_whole
 from fp8moe_plugin.jit.compiler import ARCH
 from warmup.bench_result import BenchResult
 
@@ -148,8 +150,17 @@ class Report(Part):
     error: str | None = None
 
     def write(self, path: Path) -> None:
-        """Raises `OSError`."""
-        path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n")  # escapes what is no UTF-8
+        """Write the report whole or not at all; a pipe or a device takes it as it comes. Raises `OSError`."""
+        content = (json.dumps(self.model_dump(mode="json"), indent=1) + "\n").encode()  # escapes what is no UTF-8
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
+        target = Path(os.path.realpath(path))
+        folder = os.open(target.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # it need not be readable
+        try:
+            write_whole(folder, target.name, content, 0o666)
+        finally:
+            os.close(folder)
 
 
 def versions() -> dict[str, str]:
