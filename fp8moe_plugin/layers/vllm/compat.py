@@ -1,10 +1,16 @@
 """Where vLLM 0.24 to 0.33 differ from each other. Nothing else in this package knows a vLLM version."""
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.quantization.utils import quant_utils
+
+MLA_WEIGHTS = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")  # attributes of vLLM's MLAAttention
 
 
 def is_layer_skipped(config: Any, prefix: str) -> bool:
@@ -34,3 +40,23 @@ def make_prepare_finalize(moe: Any, quant_config: Any, routing_tables: Any) -> A
         use_monolithic=False,
         **extra,
     )
+
+
+def keep_mla_weights(kv_b_proj: Any) -> None:
+    """Keep what MLA derives from this layer's weight in one place, so that CUDA graphs read it after a reload too.
+
+    vLLM allocates it anew each time, and its graphs go on reading the memory that it has freed.
+    """
+    for attention in get_current_vllm_config().compilation_config.static_forward_context.values():
+        if getattr(attention, "kv_b_proj", None) is kv_b_proj:
+            process = attention.process_weights_after_loading
+            attention.process_weights_after_loading = functools.partial(_derive_in_place, attention, process)
+
+
+def _derive_in_place(attention: Any, process: Callable[[torch.dtype], None], dtype: torch.dtype) -> None:
+    served = {name: getattr(attention, name, None) for name in MLA_WEIGHTS}
+    process(dtype)
+    for name, tensor in served.items():
+        if tensor is not None:
+            tensor.data.copy_(getattr(attention, name))
+            setattr(attention, name, tensor)

@@ -13,7 +13,7 @@ from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.kernels import prepare_kernels
-from fp8moe_plugin.layers.vllm import metrics
+from fp8moe_plugin.layers.vllm import compat, metrics
 from fp8moe_plugin.layers.vllm.blocks import announce_padding, load_down, load_gate_up
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
 from fp8moe_plugin.ops import torch_ops
@@ -71,6 +71,8 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         layer.fp8moe_loading.check(f"{layer.prefix}.{name}{part}", param, loaded_weight)
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        if not self.loading.serving and self.prefix.endswith(".kv_b_proj"):
+            compat.keep_mla_weights(layer)
         self.loading.finish(layer)
         metrics.tell(prepare_kernels(linear_kernels(self.ue8m0), layer.weight, self.warmup))
 

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ Check = Callable[..., None]  # takes the arguments of a weight loader
 class ModelState:
     """Shared by all layers of a model."""
 
+    in_worker: bool = False  # this process only runs a part of the model, for an engine in another process
     failure: str | None = None  # why the model must not serve any more
 
     def check(self) -> None:
@@ -39,19 +39,19 @@ class ModelState:
     def end(self, cause: Exception) -> NoReturn:
         """End an engine whose reload failed: some layers hold the old weights by now, others the new ones.
 
-        vLLM reports an exception of a worker process to whoever asked for the reload, and goes on serving. So a worker
-        process ends, which ends the engine. In the user's own process every later call raises.
+        vLLM reports an exception of a worker to whoever asked for the reload, and goes on serving with all ranks. So
+        a worker process ends, which ends the engine. Elsewhere every later step and load raises.
 
         Raises:
-            CheckpointError: in the user's own process.
-            SystemExit: in any other.
+            SystemExit: in a worker process.
+            CheckpointError: in any other.
         """
         self.failure = (
             f"{cause} This stopped a reload halfway: the model holds old and new weights and cannot serve. "
             "Restart the engine."
         )
-        if multiprocessing.parent_process() is not None:
-            logger.critical("fp8moe: %s", self.failure)
+        logger.critical("fp8moe: %s", self.failure)
+        if self.in_worker:
             raise SystemExit(1) from cause
         CUDAGraphWrapper.clear_all_graphs()  # a replay would serve without asking `check`
         raise CheckpointError(self.failure) from cause

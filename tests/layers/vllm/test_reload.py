@@ -1,6 +1,5 @@
 """Weights that are loaded again, by vLLM's reload or in place: a model then serves what was loaded, or not at all."""
 
-import multiprocessing
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 from vllm.model_executor.model_loader.reload import layerwise
 
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from tests.helpers import same_bits
 from tests.layers.vllm.one_rank import Checkpoint, Layer, load_mlp, make_checkpoint, make_mlp, make_unquantized
@@ -132,16 +132,52 @@ def test_a_tensor_with_nan_is_refused(kind, name, way):
     assert_refused(kind, getattr(Model(kind).start(first(kind)), way), checkpoint, "hold.* NaN")
 
 
-def test_a_worker_process_ends(monkeypatch, plugin_log):
+def test_a_worker_process_ends(plugin_log):
     """vLLM would report an exception to whoever asked for the reload, and go on serving."""
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "the engine")
-    checkpoint = second("fp8")
+    model, checkpoint = Model("fp8").start(first("fp8")), second("fp8")
+    model.experts.quant_method.loading.model.in_worker = True
     checkpoint["w2_weight"][1] = None
     with pytest.raises(SystemExit) as ended:
-        Model("fp8").start(first("fp8")).reload(checkpoint)
+        model.reload(checkpoint)
     assert ended.value.code == 1
     (record,) = (record for record in plugin_log.records if record.levelname == "CRITICAL")
     assert "L.w2_weight of local expert 1: a tensor is missing" in record.getMessage()
+
+
+class Attention(torch.nn.Module):
+    """As vLLM's MLA: what it derives is allocated anew, as a plain attribute or as a parameter."""
+
+    def __init__(self, kv_b_proj: torch.nn.Module, parameters: bool) -> None:
+        super().__init__()
+        self.kv_b_proj = kv_b_proj
+        self.make = torch.nn.Parameter if parameters else lambda tensor, requires_grad: tensor
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        weight = self.kv_b_proj.weight.to(dtype)
+        if hasattr(self, "W_UV"):
+            del self.W_UV
+        self.W_UV = self.make(weight[:128], requires_grad=False)
+        self.W_UK_T = self.make(weight[128:].T, requires_grad=False)
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_what_mla_derives_stays_where_graphs_read_it(monkeypatch, parameters):
+    down = make_mlp(INTERMEDIATE)[1]
+    attention, other = Attention(down, parameters), Attention(make_mlp(INTERMEDIATE)[1], parameters)
+    context = {"attention": attention, "other": other, "experts": torch.nn.Module()}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    monkeypatch.setattr(compat, "get_current_vllm_config", lambda: config)
+    compat.keep_mla_weights(down)
+    assert "process_weights_after_loading" not in vars(other)
+    served = []
+    for value in (1.0, 2.0, 3.0):
+        down.weight.data.fill_(value)
+        attention.process_weights_after_loading(torch.bfloat16)
+        for tensor in (attention.W_UV, attention.W_UK_T):
+            assert (tensor == value).all()
+            assert isinstance(tensor, torch.nn.Parameter) == parameters
+        served.append((attention.W_UV.data_ptr(), attention.W_UK_T.data_ptr()))
+    assert len(set(served)) == 1
 
 
 @pytest.mark.parametrize(("kind", "name"), TENSORS)
