@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
@@ -60,3 +61,20 @@ def _derive_in_place(attention: Any, process: Callable[[torch.dtype], None], dty
         if tensor is not None:
             tensor.data.copy_(getattr(attention, name))
             setattr(attention, name, tensor)
+
+
+def eplb_state(experts: Any) -> Any:
+    """Of expert load balancing, for a `RoutedExperts` layer: where vLLM's router sends the tokens of each expert."""
+    runners = get_current_vllm_config().compilation_config.static_forward_context.values()
+    (found,) = (runner.router.eplb_state for runner in runners if getattr(runner, "routed_experts", None) is experts)
+    return found
+
+
+def moved_experts(state: Any, places: int) -> bool:
+    """Whether load balancing has moved experts from where weights are loaded, among so many places of all ranks."""
+    if state.logical_to_physical_map is None:  # the model is still being loaded
+        return False
+    routed = state.logical_to_physical_map.tolist()
+    now = {place: expert for expert, where in enumerate(routed) for place in where if place >= 0}
+    start = EplbState.build_initial_global_physical_to_logical_map(len(routed), places - len(routed))
+    return now != dict(enumerate(start))

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,8 +44,7 @@ class ModelState:
         a worker process ends, which ends the engine. Elsewhere every later step and load raises.
 
         Raises:
-            SystemExit: in a worker process.
-            CheckpointError: in any other.
+            CheckpointError: in a process that is no worker.
         """
         self.failure = (
             f"{cause} This stopped a reload halfway: the model holds old and new weights and cannot serve. "
@@ -52,7 +52,7 @@ class ModelState:
         )
         logger.critical("fp8moe: %s", self.failure)
         if self.in_worker:
-            raise SystemExit(1) from cause
+            os._exit(1)  # an orderly exit would leave the communicators first, and wait for the other ranks there
         CUDAGraphWrapper.clear_all_graphs()  # a replay would serve without asking `check`
         raise CheckpointError(self.failure) from cause
 
@@ -70,6 +70,7 @@ class LayerLoading:
         self.prefix = prefix
         self.model = model
         self.parameters: dict[str, torch.nn.Parameter] = {}  # what kernels and CUDA graphs read, after a reload too
+        self.check_reloadable: Callable[[], None] | None = None  # raises `CheckpointError`
         self.serving = False
         self.reloading = False
 
@@ -116,6 +117,8 @@ class LayerLoading:
         """What fails inside ends an engine that serves: see `ModelState.end`."""
         self.model.check()
         try:
+            if self.serving and self.check_reloadable:
+                self.check_reloadable()
             yield
         except Exception as error:
             if not self.serving:

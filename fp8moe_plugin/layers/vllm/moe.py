@@ -1,5 +1,6 @@
 """Mixture-of-experts layers of a vLLM model: their parameters, and the modular kernel that runs them."""
 
+import functools
 import logging
 from types import MethodType
 from typing import Any
@@ -124,6 +125,10 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             self._set_up(layer)
 
     def _set_up(self, layer: Any) -> None:
+        if self.moe.moe_parallel_config.enable_eplb:
+            self.loading.check_reloadable = functools.partial(
+                check_places, self.prefix, compat.eplb_state(layer), layer.global_num_experts
+            )
         keys = moe_kernels(self.experts_cls.ue8m0, self.batched)
         kernels = prepare_kernels(keys, layer.w2_weight, self.warmup)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
@@ -173,6 +178,15 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
             shared_experts=shared_experts,
             shared_experts_input=shared_experts_input,
+        )
+
+
+def check_places(prefix: str, eplb_state: Any, places: int) -> None:
+    """Raise `CheckpointError` if experts are not where vLLM loads their weights, whatever the quantization."""
+    if compat.moved_experts(eplb_state, places):
+        raise CheckpointError(
+            f"{prefix}: expert load balancing has moved experts, and vLLM loads weights to where they were at the "
+            "start. Leave out --enable-eplb to reload weights."
         )
 
 

@@ -1,5 +1,7 @@
 """Weights that are loaded again, by vLLM's reload or in place: a model then serves what was loaded, or not at all."""
 
+import functools
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers.vllm import compat
-from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
+from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod, check_places
 from tests.helpers import same_bits
 from tests.layers.vllm.one_rank import Checkpoint, Layer, load_mlp, make_checkpoint, make_mlp, make_unquantized
 
@@ -132,16 +134,31 @@ def test_a_tensor_with_nan_is_refused(kind, name, way):
     assert_refused(kind, getattr(Model(kind).start(first(kind)), way), checkpoint, "hold.* NaN")
 
 
-def test_a_worker_process_ends(plugin_log):
+def test_a_worker_process_ends(monkeypatch, plugin_log):
     """vLLM would report an exception to whoever asked for the reload, and go on serving."""
-    model, checkpoint = Model("fp8").start(first("fp8")), second("fp8")
+    model, checkpoint, ended = Model("fp8").start(first("fp8")), second("fp8"), []
     model.experts.quant_method.loading.model.in_worker = True
+    monkeypatch.setattr(os, "_exit", ended.append)
     checkpoint["w2_weight"][1] = None
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(CheckpointError):  # where the process would have ended
         model.reload(checkpoint)
-    assert ended.value.code == 1
+    assert ended == [1]
     (record,) = (record for record in plugin_log.records if record.levelname == "CRITICAL")
     assert "L.w2_weight of local expert 1: a tensor is missing" in record.getMessage()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["reload", "load"])
+def test_experts_that_were_moved_are_not_loaded_where_they_were(kind, way):
+    """By vLLM's load balancing: its router follows them, its loader does not."""
+    state, model = SimpleNamespace(logical_to_physical_map=None), Model(kind)
+    model.experts.quant_method.loading.check_reloadable = functools.partial(check_places, "L", state, 5)
+    load = getattr(model.start(first(kind)), way)
+    load(second(kind))
+    state.logical_to_physical_map = torch.tensor([[0, 3], [1, 4], [2, -1]])  # as at the start: expert 0 twice, 1 twice
+    load(first(kind))
+    state.logical_to_physical_map = torch.tensor([[0, 3], [2, 4], [1, -1]])
+    assert_refused(kind, load, second(kind), "load balancing has moved experts")
 
 
 class Attention(torch.nn.Module):
