@@ -72,7 +72,7 @@ ROUNDS_OF_MOVES = 8  # at most
 # What vLLM says of what it does not offer, such as DeepSeek's multi-token prediction over a pipeline in 0.25.1.
 REFUSALS = ("Pipeline parallelism is not supported for this model", "load balancing is only supported on")
 # Where vLLM 0.32 on CPUs lacks a part: kernels of its own FP8 on most, a collective, the drafter of a pipeline, EPLB.
-NOT_ON_CPUS = ("converted", "dp2", "pp2-mtp", "eplb", "eplb-greedy", "reload-eplb", "eplb-reload")
+NOT_ON_CPUS = ("converted", "dp2", "pp2-mtp", "eplb", "eplb-greedy", "reload-eplb")
 
 
 def shapes() -> dict[str, Shape]:
@@ -97,7 +97,7 @@ class Engine:
     replicas: int = 1  # of data parallelism, a process each
     moves: bool = False  # experts, before it answers
     placed_as: str | None = None  # an engine that moved them
-    reloads: Literal["first", "last"] | None = None  # the same checkpoint, before or after it moves experts
+    reloads: bool = False  # the same checkpoint, before it moves experts
 
 
 OURS = {"quantization": "fp8moe"}
@@ -127,15 +127,14 @@ ENGINES = {
     "placed": Engine(
         "deepseek-fp8", BALANCED | {"eplb_config": EPLB | {"step_interval": 10**6}}, gpus=2, placed_as="moved"
     ),
-    "reloaded, moved": Engine("deepseek-fp8", BALANCED | {"eplb_config": EPLB}, gpus=2, moves=True, reloads="first"),
+    "reloaded, moved": Engine("deepseek-fp8", BALANCED | {"eplb_config": EPLB}, gpus=2, moves=True, reloads=True),
     "placed after reload": Engine(
         "deepseek-fp8",
         BALANCED | {"eplb_config": EPLB | {"step_interval": 10**6}},
         gpus=2,
         placed_as="reloaded, moved",
     ),
-    "moved, reloaded": Engine("deepseek-fp8", BALANCED | {"eplb_config": EPLB}, gpus=2, moves=True, reloads="last"),
-    "reloaded": Engine("deepseek-fp8", OURS, reloads="last"),
+    "reloaded": Engine("deepseek-fp8", OURS, reloads=True),
     "deepseek odd": Engine("deepseek_odd-fp8", OURS),
     "deepseek odd tp2": Engine("deepseek_odd-fp8", TP2, gpus=2),
     "deepseek odd twin": Engine("deepseek_odd-bf16", UNQUANTIZED),
@@ -178,9 +177,6 @@ CASES = {
     "reload": Case("reloaded under CUDA graphs, beside loaded once", "reloaded", "deepseek", "bits"),
     "reload-eplb": Case(
         "reloaded, then experts moved, beside loaded where they ended", "placed after reload", "reloaded, moved", "bits"
-    ),
-    "eplb-reload": Case(
-        "experts moved, then reloaded, beside one GPU", "moved, reloaded", "deepseek", twin="deepseek twin"
     ),
     "odd-deepseek": Case(
         "192 of 384 channels a rank, beside one GPU", "deepseek odd tp2", "deepseek odd", twin="deepseek odd twin"
@@ -235,14 +231,12 @@ def run_engine(name: str, checkpoints: Path) -> dict[str, Any]:
             **COMMON, **engine.arguments,
         )  # fmt: skip
     found["ready_s"] = round(time.monotonic() - start, 1)
-    if engine.reloads == "first":
+    if engine.reloads:
         llm.collective_rpc("reload_weights")
     if engine.moves:
         found |= move_experts(llm)
     elif engine.placed_as:
         llm.collective_rpc("stop_moving")
-    if engine.reloads == "last":
-        llm.collective_rpc("reload_weights")
     mine = slice(int(os.environ.get("VLLM_DP_RANK", 0)), None, engine.replicas)
     found["answers"] = ask(llm, random_prompts(PROMPTS, PROMPT_TOKENS)[mine], GENERATED)
     if engine.moves or engine.placed_as:
