@@ -6,8 +6,10 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.layers.weights import check_scale_values
 
 KEY = "ue8m0"
+SCALE = "_scale"  # after the name of the weight
 MARK_IT = " If the weights are of a ue8m0 layer all the same, set state_dict[{!r}] = torch.tensor(True) first."
 
 
@@ -36,4 +38,20 @@ class ScaleFormat(torch.nn.Module):
                 + (MARK_IT.format(key) if self.ue8m0 else "")
             )
         others = {name: value for name, value in state_dict.items() if name != key}
+        self._check_tensors({n: others[prefix + n] for n in self._parameters if prefix + n in others}, prefix)
         super()._load_from_state_dict(others, prefix, *args)
+
+    def _check_tensors(self, tensors: dict[str, torch.Tensor], prefix: str) -> None:
+        """Raise `CheckpointError` for what torch would convert by value, and for a weight without its scales."""
+        for name, tensor in tensors.items():
+            dtype = self.get_parameter(name).dtype
+            if tensor.dtype != dtype:
+                raise CheckpointError(
+                    f"{prefix}{name} is {tensor.dtype} in the state dict, the layer holds {dtype}. Build the layer "
+                    "with from_fp8 or from_bf16."
+                )
+            partner = name.removesuffix(SCALE) if name.endswith(SCALE) else name + SCALE
+            if partner in self._parameters and partner not in tensors:
+                raise CheckpointError(f"The state dict has {prefix}{name} and lacks {prefix}{partner}. Load both.")
+            if name.endswith(SCALE):
+                check_scale_values(f"the scales {prefix}{name}", tensor)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fp8moe_plugin.errors import InvalidInputError, WrongResultError
 from fp8moe_plugin.logs import log_once
@@ -65,12 +66,17 @@ def has_strided_storage(tensor: torch.Tensor) -> bool:
 
 
 def check_no_grad(name: str, tensor: torch.Tensor) -> None:
-    """Raise `InvalidInputError` if autograd would expect a gradient for `tensor`."""
-    if tensor.requires_grad and torch.is_grad_enabled():
+    """Raise `InvalidInputError` if autograd would expect a gradient for `tensor`, or a tangent of it."""
+    if (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor):
         raise InvalidInputError(
             f"{name} requires a gradient, which this op does not compute. Call it under torch.inference_mode() or "
             f"torch.no_grad(), or pass {name}.detach()."
         )
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation is under way and goes through `tensor`."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 class CheckedOnce:
@@ -99,7 +105,9 @@ class CheckedOnce:
 
 
 def _signature(tensors: tuple[torch.Tensor | None, ...]) -> Any:
-    """What the checks look at; None if an argument is not a tensor or has no storage."""
+    """What the checks look at; None if an argument is not a tensor, has no storage, or may have a tangent."""
+    if forward_ad._current_level >= 0:
+        return None
     grad = torch.is_grad_enabled()
     parts: list[Any] = []
     try:

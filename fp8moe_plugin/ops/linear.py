@@ -29,7 +29,7 @@ def fp8_linear(
         bfloat16 `[.., N]`.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device, or a tensor that requires a gradient.
-        WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its result.
+        WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its product.
     """
     _check_call(x, weight, weight_scale, bias)
     rows = x.view(-1, x.shape[-1])

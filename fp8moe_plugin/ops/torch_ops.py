@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
+from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops.checks import check_no_grad
 from fp8moe_plugin.ops.fused_moe import batched_experts as _batched_experts
@@ -39,12 +41,24 @@ def _linear_impl(x: torch.Tensor, *args: Any) -> torch.Tensor:
     return fp8_linear(x.contiguous(), *args)  # engines hand over slices of fused projections
 
 
-def _linear_fake(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+def _linear_fake(x: torch.Tensor, weight: torch.Tensor, *rest: object) -> torch.Tensor:
+    _check_device(x, weight, *rest)
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.bfloat16)
 
 
-def _writes_out(*_: object) -> None:
+def _writes_out(*args: object) -> None:
     """Fake of an op that only writes its last argument."""
+    _check_device(*args)
+
+
+def _check_device(*args: object) -> None:
+    """Raise `InvalidInputError` for tensors on several devices: torch calls a fake if only one of them is on meta."""
+    devices = {tensor.device for tensor in args if isinstance(tensor, torch.Tensor)}
+    if len(devices) > 1:
+        raise InvalidInputError(
+            f"The tensors are on {', '.join(sorted(map(str, devices)))}. Move all to one device; what is on meta has "
+            "no values yet."
+        )
 
 
 def refuses_grad(op: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -52,7 +66,7 @@ def refuses_grad(op: torch._ops.OpOverload) -> Callable[..., Any]:
     names = [argument.name for argument in op._schema.arguments]
 
     def refuse(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             for name, value in zip(names, args, strict=True):
                 if isinstance(value, torch.Tensor):
                     check_no_grad(name, value)

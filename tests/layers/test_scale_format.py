@@ -78,3 +78,24 @@ def test_other_wrong_entries_are_still_named(kind: str) -> None:
     layer = layer_of(kind, ue8m0=True)
     with pytest.raises(RuntimeError, match=r'Unexpected key.*: "other"'):
         layer.load_state_dict(layer.state_dict() | {"other": torch.zeros(1)})
+
+
+WRONG = {
+    "bytes": lambda state, weight: state | {weight: state[weight].view(torch.uint8)},
+    "another float8": lambda state, weight: state | {weight: state[weight].to(torch.float8_e5m2)},
+    "unquantized": lambda state, weight: state | {weight: state[weight].bfloat16()},
+    "scales in half precision": lambda state, weight: state | {f"{weight}_scale": state[f"{weight}_scale"].half()},
+    "negative scales": lambda state, weight: state | {f"{weight}_scale": -state[f"{weight}_scale"]},
+    "no scales": lambda state, weight: {name: tensor for name, tensor in state.items() if name != f"{weight}_scale"},
+    "no weight": lambda state, weight: {name: tensor for name, tensor in state.items() if name != weight},
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize(("kind", "weight"), [("linear", "weight"), ("experts", "w13"), ("experts", "w2")])
+def test_tensors_that_torch_would_convert_or_leave_out_are_refused(kind: str, weight: str, fault: str) -> None:
+    layer, state = layer_of(kind, ue8m0=False), layer_of(kind, ue8m0=False, seed=1).state_dict()
+    before = copy.deepcopy(layer)
+    with pytest.raises(CheckpointError, match=weight):
+        layer.load_state_dict(WRONG[fault](state, weight), strict=False)
+    assert same_parameters(layer, before)

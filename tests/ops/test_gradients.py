@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.errors import InvalidInputError
@@ -123,3 +124,17 @@ def test_a_slice_that_requires_a_gradient_is_refused(device):
     x = h.random_tokens(gen, 6, 512).requires_grad_()
     with pytest.raises(InvalidInputError, match=REFUSED):
         torch_ops.linear(x[:, :256], *h.random_weights(gen, 64, 256), None, False)
+
+
+def test_forward_mode_differentiation_is_refused():
+    gen = h.seeded(0, CPU)
+    x, (weight, scale) = h.random_tokens(gen, 4, 256), h.random_weights(gen, 128, 256)
+    layer = FP8Linear.from_fp8(weight, scale)
+    for call in (lambda x: ops.fp8_linear(x, weight, scale), layer):
+        call(x)
+        with forward_ad.dual_level(), pytest.raises(InvalidInputError, match="x requires a gradient"):
+            call(forward_ad.make_dual(x, torch.ones_like(x)))
+        with forward_ad.dual_level():
+            assert h.same_bits(call(x), call(x))
+        with pytest.raises(InvalidInputError, match="x requires a gradient"):
+            torch.func.jvp(call, (x,), (torch.ones_like(x),))

@@ -112,6 +112,12 @@ class LayerLoading:
                 check_loaded(self.prefix, name, getattr(layer, name))
         self.serving, self.reloading = True, False
 
+    def check_serves(self) -> None:
+        """Raise `CheckpointError` if the layer must not serve: a reload has failed, or never came to its end."""
+        self.model.check()
+        if self.reloading:
+            raise CheckpointError(f"{self.prefix}: a reload of its weights has not ended. Restart the engine.")
+
     @contextmanager
     def refusing(self) -> Iterator[None]:
         """What fails inside ends an engine that serves: see `ModelState.end`."""
@@ -155,7 +161,13 @@ def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
     ) -> Any:
         with layer.fp8moe_loading.refusing():
             check(layer, param, loaded_weight, *args, **kwargs)
-            return load(layer, param, loaded_weight, *args, **kwargs)
+            try:
+                return load(layer, param, loaded_weight, *args, **kwargs)
+            except (AssertionError, IndexError, RuntimeError) as error:  # vLLM cuts and copies what does not fit
+                raise CheckpointError(
+                    f"{layer.fp8moe_loading.prefix}: a tensor of shape {list(loaded_weight.shape)} does not fit the "
+                    f"layer: {error or type(error).__name__}. Check that config.json belongs to the weights."
+                ) from error
 
     return check_and_load
 

@@ -165,7 +165,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.moe_kernel is not None
-        self.loading.model.check()
+        self.loading.check_serves()
         return self.moe_kernel.apply(
             x,
             layer.w13_weight,

@@ -252,3 +252,23 @@ def test_scales_in_bfloat16_are_those_in_float32():
     rounded = {name: [t.bfloat16() if "scale" in name else t for t in ts] for name, ts in checkpoint.items()}
     wanted = {name: [t.bfloat16().float() if "scale" in name else t for t in ts] for name, ts in checkpoint.items()}
     assert equal(Model("fp8").start(rounded), Model("fp8").start(wanted))
+
+
+def test_a_reload_that_vllm_breaks_off_leaves_no_layer_that_serves():
+    """For a file that cannot be read, say: vLLM raises, and the layer's parameters have no memory."""
+    model = Model("fp8").start(first("fp8"))
+    layerwise.initialize_layerwise_reload(model)
+    with pytest.raises(CheckpointError, match="a reload of its weights has not ended"):
+        model.experts.quant_method.apply(model.experts, *[None] * 5)
+
+
+@pytest.mark.parametrize("name", ["w1_weight", "w2_weight_scale_inv"])
+def test_a_dense_tensor_of_another_shape_is_named(name):
+    checkpoint = first("fp8")
+    checkpoint[name] = [tensor[:1, :1] for tensor in checkpoint[name]]
+    model = Model("fp8")
+    model.lacking = ("experts",)
+    with pytest.raises(
+        CheckpointError, match=r"mlp\.\w+: a tensor of shape \[1, 1\] does not fit the layer: .*Check that"
+    ):
+        model.start(checkpoint)
