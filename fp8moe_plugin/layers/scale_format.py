@@ -1,4 +1,4 @@
-"""State dicts that tell the format of activation scales, which decides a layer's results and is not in its weights."""
+"""State dicts that record the format of activation scales: it decides a layer's results, and no weight shows it."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -29,7 +29,7 @@ class ScaleFormat(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         key = prefix + KEY
-        saved = key in state_dict
+        saved = bool(state_dict.get(key, False))
         if saved != self.ue8m0 and any(prefix + name in state_dict for name in self._parameters):
             name = prefix.removesuffix(".") or type(self).__name__
             raise CheckpointError(

@@ -78,8 +78,8 @@ def check_scale_values(what: str, scales: torch.Tensor) -> None:
         )
     if low < 0 or high > LARGEST_SCALE:
         raise CheckpointError(
-            f"{what} are between {low:g} and {high:g}, needed is 0 to {LARGEST_SCALE:.3g}: the checkpoint is damaged. "
-            "Download it again."
+            f"{what} are between {low:g} and {high:g}, but must be from 0 to {LARGEST_SCALE:.3g}: the checkpoint is "
+            "damaged. Download it again."
         )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import get_current_vllm_config
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
@@ -43,6 +45,12 @@ def make_prepare_finalize(moe: Any, quant_config: Any, routing_tables: Any) -> A
     )
 
 
+def runs_in_workers(ranks: Any) -> bool:
+    """Whether the model runs in processes that belong to the engine. An external launcher's are the user's own."""
+    backend = ranks.distributed_executor_backend
+    return backend == "mp" or ranks.use_ray or (ranks.world_size > 1 and backend != "external_launcher")
+
+
 def keep_mla_weights(kv_b_proj: Any) -> None:
     """Keep what MLA derives from this layer's weight in one place, so that CUDA graphs read it after a reload too.
 
@@ -64,7 +72,7 @@ def _derive_in_place(attention: Any, process: Callable[[torch.dtype], None], dty
 
 
 def eplb_state(experts: Any) -> Any:
-    """Of expert load balancing, for a `RoutedExperts` layer: where vLLM's router sends the tokens of each expert."""
+    """The load-balancing state of a `RoutedExperts` layer: where vLLM's router sends the tokens of each expert."""
     runners = get_current_vllm_config().compilation_config.static_forward_context.values()
     (found,) = (runner.router.eplb_state for runner in runners if getattr(runner, "routed_experts", None) is experts)
     return found
@@ -78,3 +86,9 @@ def moved_experts(state: Any, places: int) -> bool:
     now = {place: expert for expert, where in enumerate(routed) for place in where if place >= 0}
     start = EplbState.build_initial_global_physical_to_logical_map(len(routed), places - len(routed))
     return now != dict(enumerate(start))
+
+
+def forget_cuda_graphs() -> None:
+    """Let no captured graph of this process be replayed. Those of vLLM's second model runner are out of reach."""
+    for wrapper in (CUDAGraphWrapper, BreakableCUDAGraphWrapper):
+        wrapper.clear_all_graphs()

@@ -75,7 +75,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
             return super().get_quant_method(layer, prefix)
         linear = isinstance(layer, LinearBase)
         ranks = get_current_vllm_config().parallel_config
-        self.model.in_worker = ranks.use_ray or ranks.distributed_executor_backend == "mp"
+        self.model.in_worker = compat.runs_in_workers(ranks)
         if self._is_skipped(prefix):
             if self.online and not linear:
                 announce_unquantized(re.sub(r"\d+", "N", prefix))

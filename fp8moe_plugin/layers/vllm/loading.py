@@ -2,17 +2,20 @@
 
 import functools
 import logging
+import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, NoReturn
 
 import torch
-from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
+from fp8moe_plugin import safetensors_headers
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.weights import check_scale_values
 from fp8moe_plugin.ops.checks import FP8, poison
 
@@ -20,7 +23,7 @@ logger = logging.getLogger("fp8moe")
 
 E4M3_NAN = 0x7F  # with the sign bit cleared
 BYTES_AT_ONCE = 1 << 26  # of a weight: bounds the memory that looking at it takes
-SCALE_DTYPES = (torch.float32, torch.bfloat16)  # as in safetensors_headers.py
+SCALE_DTYPES = tuple({"F32": torch.float32, "BF16": torch.bfloat16}[name] for name in safetensors_headers.SCALE_DTYPES)
 
 Check = Callable[..., None]  # takes the arguments of a weight loader
 
@@ -29,31 +32,59 @@ Check = Callable[..., None]  # takes the arguments of a weight loader
 class ModelState:
     """Shared by all layers of a model."""
 
-    in_worker: bool = False  # this process only runs a part of the model, for an engine in another process
+    in_worker: bool = False  # this process is one of several that run the model for an engine
     failure: str | None = None  # why the model must not serve any more
+    reloading: set[str] = field(default_factory=set)  # layers that wait for their tensors
+    reloaded: bool = False  # a layer has got its tensors in the reload under way
+    without_tensors: list[str] = field(default_factory=list)  # layers that got none
 
     def check(self) -> None:
         """Raise `CheckpointError` if a reload has failed."""
         if self.failure:
             raise CheckpointError(self.failure)
 
+    def begin(self, layer: str) -> None:
+        """vLLM begins to reload a layer."""
+        if not self.reloading:
+            self.reloaded, self.without_tensors = False, []
+        self.reloading.add(layer)
+
+    def finish(self, layer: str, got_tensors: bool) -> None:
+        """vLLM has reloaded a layer, or given it back as it was, for want of tensors.
+
+        Raises:
+            CheckpointError: some layers got tensors and others got none. If no layer got any, nothing was reloaded.
+        """
+        self.reloading.discard(layer)
+        self.reloaded |= got_tensors
+        if not got_tensors:
+            self.without_tensors.append(layer)
+        if self.reloaded and self.without_tensors:
+            raise CheckpointError(
+                f"{self.without_tensors[0]}: no tensor of this layer has arrived, and a reload must bring every "
+                "quantized layer."
+            )
+
     def end(self, cause: Exception) -> NoReturn:
         """End an engine whose reload failed: some layers hold the old weights by now, others the new ones.
 
-        vLLM reports an exception of a worker to whoever asked for the reload, and goes on serving with all ranks. So
-        a worker process ends, which ends the engine. Elsewhere every later step and load raises.
+        vLLM reports an exception to whoever asked for the reload, and goes on serving. So worker processes end, which
+        ends the engine, and an engine core that runs the model itself shuts down once it has reported the exception.
+        In the user's own process every later load raises, and every step that runs a layer of experts.
 
         Raises:
-            CheckpointError: in a process that is no worker.
+            CheckpointError: unless this process ends.
         """
         self.failure = (
             f"{cause} This stopped a reload halfway: the model holds old and new weights and cannot serve. "
-            "Restart the engine."
+            "Restart the engine in a new process."
         )
         logger.critical("fp8moe: %s", self.failure)
         if self.in_worker:
             os._exit(1)  # an orderly exit would leave the communicators first, and wait for the other ranks there
-        CUDAGraphWrapper.clear_all_graphs()  # a replay would serve without asking `check`
+        if multiprocessing.current_process().name.startswith("EngineCore"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        compat.forget_cuda_graphs()  # a replay would serve without asking `check`
         raise CheckpointError(self.failure) from cause
 
 
@@ -70,9 +101,10 @@ class LayerLoading:
         self.prefix = prefix
         self.model = model
         self.parameters: dict[str, torch.nn.Parameter] = {}  # what kernels and CUDA graphs read, after a reload too
-        self.check_reloadable: Callable[[], None] | None = None  # raises `CheckpointError`
+        self.check_reloadable: Callable[[], None] = lambda: None  # raises `CheckpointError`
         self.serving = False
         self.reloading = False
+        self.checked = False  # by `check_reloadable`, in the reload under way
 
     def register(self, layer: Any, parameters: dict[str, Any], check: Check) -> None:
         """Register the parameters of a new layer, poisoned.
@@ -91,18 +123,26 @@ class LayerLoading:
 
     def _register(self, layer: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
         torch.nn.Module.register_parameter(layer, name, parameter)
-        if parameter is None or name not in self.parameters:
+        if parameter is None or name not in self.parameters or not self.serving:
             return
         if parameter.is_meta:
-            self.reloading = True
-        elif parameter is not self.parameters[name]:
+            self.reloading, self.checked = True, False
+            self.model.begin(self.prefix)
+        elif self.reloading and parameter is not self.parameters[name]:
             poison(parameter)
-        elif self.reloading:
+        elif self.reloading and name == list(self.parameters)[-1]:  # with which the layer is whole again
             with self.refusing():
-                raise CheckpointError(f"{self.prefix}: the checkpoint lacks all tensors of this layer.")
+                self.reloading = False
+                self.model.finish(self.prefix, got_tensors=False)
+
+    def check_once(self) -> None:
+        """Raise `CheckpointError` if the layer cannot be loaded again; looked at once a reload."""
+        if self.serving and not (self.reloading and self.checked):
+            self.check_reloadable()
+            self.checked = True
 
     def finish(self, layer: Any) -> None:
-        """The layer's tensors have arrived.
+        """Call when all tensors of the layer have arrived.
 
         Raises:
             CheckpointError: one is missing or holds NaN.
@@ -110,7 +150,12 @@ class LayerLoading:
         with self.refusing():
             for name in self.parameters:
                 check_loaded(self.prefix, name, getattr(layer, name))
-        self.serving, self.reloading = True, False
+            if self.reloading:
+                self.reloading = False
+                self.model.finish(self.prefix, got_tensors=True)
+        if not self.serving:
+            self.parameters = {name: getattr(layer, name) for name in self.parameters}
+            self.serving = True
 
     def check_serves(self) -> None:
         """Raise `CheckpointError` if the layer must not serve: a reload has failed, or never came to its end."""
@@ -123,8 +168,6 @@ class LayerLoading:
         """What fails inside ends an engine that serves: see `ModelState.end`."""
         self.model.check()
         try:
-            if self.serving and self.check_reloadable:
-                self.check_reloadable()
             yield
         except Exception as error:
             if not self.serving:
@@ -141,10 +184,10 @@ class LayerLoading:
             )
         if tensor.dim() < 2:
             raise CheckpointError(
-                f"{what} has shape {list(tensor.shape)}, needed is a matrix: a weight, or one scale for each of its "
-                "128x128 blocks. Use a block-FP8 checkpoint."
+                f"{what} has shape {list(tensor.shape)}, but must be a matrix: a weight, or one scale for each of "
+                "its 128x128 blocks. Use a block-FP8 checkpoint."
             )
-        if tensor.is_meta:
+        if tensor.is_meta or parameter.is_meta:  # vLLM only counts what arrives
             return
         if parameter.dtype != FP8:
             check_scale_values(f"the scales {what}", tensor)
@@ -153,19 +196,21 @@ class LayerLoading:
 
 
 def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
-    """A loader that checks first. It finds what it needs at the layer: vLLM keeps loaders longer than layers."""
+    """A loader that checks first. It gets what it needs from the layer: vLLM keeps loaders longer than layers."""
 
     @functools.wraps(load)
     def check_and_load(
         layer: Any, param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        with layer.fp8moe_loading.refusing():
+        loading = layer.fp8moe_loading
+        with loading.refusing():
+            loading.check_once()
             check(layer, param, loaded_weight, *args, **kwargs)
             try:
                 return load(layer, param, loaded_weight, *args, **kwargs)
             except (AssertionError, IndexError, RuntimeError) as error:  # vLLM cuts and copies what does not fit
                 raise CheckpointError(
-                    f"{layer.fp8moe_loading.prefix}: a tensor of shape {list(loaded_weight.shape)} does not fit the "
+                    f"{loading.prefix}: a tensor of shape {list(loaded_weight.shape)} does not fit the "
                     f"layer: {error or type(error).__name__}. Check that config.json belongs to the weights."
                 ) from error
 

@@ -185,8 +185,8 @@ def check_places(prefix: str, eplb_state: Any, places: int) -> None:
     """Raise `CheckpointError` if experts are not where vLLM loads their weights, whatever the quantization."""
     if compat.moved_experts(eplb_state, places):
         raise CheckpointError(
-            f"{prefix}: expert load balancing has moved experts, and vLLM loads weights to where they were at the "
-            "start. Leave out --enable-eplb to reload weights."
+            f"{prefix}: expert load balancing has moved experts, and vLLM loads weights into their original "
+            "places. Restart without --enable-eplb to be able to reload weights."
         )
 
 

@@ -1,7 +1,9 @@
 """Weights that are loaded again, by vLLM's reload or in place: a model then serves what was loaded, or not at all."""
 
 import functools
+import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -21,7 +23,7 @@ from tests.layers.vllm.one_rank import Checkpoint, Layer, load_mlp, make_checkpo
 pytestmark = pytest.mark.seam
 
 INTERMEDIATE = 256
-RESTART = "This stopped a reload halfway: .* Restart the engine"
+RESTART = "This stopped a reload halfway: .* Restart the engine in a new process"
 KINDS = ("fp8", "online")
 TENSORS = [("fp8", name) for name in make_checkpoint(INTERMEDIATE)]
 TENSORS += [("online", name) for name in make_unquantized(INTERMEDIATE)]
@@ -112,7 +114,7 @@ def assert_refused(kind: str, load: Callable[[Checkpoint], None], checkpoint: Ch
 def test_a_reload_that_lacks_a_tensor_of_an_expert_is_refused(kind, name, expert):
     checkpoint = second(kind)
     checkpoint[name][expert] = None
-    why = "a tensor is missing" if expert else "a tensor is missing|the checkpoint lacks all tensors of this layer"
+    why = "a tensor is missing" if expert else "a tensor is missing|no tensor of this layer has arrived"
     assert_refused(kind, Model(kind).start(first(kind)).reload, checkpoint, why)
 
 
@@ -122,7 +124,7 @@ def test_a_reload_that_lacks_a_layer_is_refused(kind, layer):
     """vLLM keeps the layer's old weights and only warns."""
     model = Model(kind).start(first(kind))
     model.lacking = (layer,)
-    assert_refused(kind, model.reload, second(kind), "the checkpoint lacks all tensors of this layer")
+    assert_refused(kind, model.reload, second(kind), "no tensor of this layer has arrived")
 
 
 @pytest.mark.parametrize(("kind", "name"), TENSORS)
@@ -159,6 +161,35 @@ def test_experts_that_were_moved_are_not_loaded_where_they_were(kind, way):
     load(first(kind))
     state.logical_to_physical_map = torch.tensor([[0, 3], [2, 4], [1, -1]])
     assert_refused(kind, load, second(kind), "load balancing has moved experts")
+
+
+def test_an_engine_core_reports_the_failure_and_shuts_down(monkeypatch):
+    """Had it ended at once, vLLM's client would wait for the report for ever."""
+    model, checkpoint, sent = Model("fp8").start(first("fp8")), second("fp8"), []
+    monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore_DP0")
+    monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
+    checkpoint["w2_weight"][1] = None
+    assert_refused("fp8", model.reload, checkpoint, "a tensor is missing")
+    assert sent == [(os.getpid(), signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reload_that_brings_nothing_leaves_what_served(kind):
+    """vLLM puts the old weights back, after a dry run of its weight transfer for one."""
+    model, wanted = Model(kind).start(first(kind)), Model(kind).start(first(kind))
+    for _ in range(2):
+        model.reload({})
+        model.experts.quant_method.loading.check_serves()
+        assert equal(model, wanted)
+    model.reload(second(kind))
+    assert equal(model, Model(kind).start(second(kind)))
+
+
+def test_a_parameter_that_is_exchanged_without_a_reload_keeps_its_values():
+    model = Model("fp8").start(first("fp8"))
+    weight = torch.nn.Parameter(model.down.weight.data.clone(), requires_grad=False)
+    model.down.register_parameter("weight", weight)
+    assert same_bits(weight.data, Model("fp8").start(first("fp8")).down.weight.data)
 
 
 class Attention(torch.nn.Module):
