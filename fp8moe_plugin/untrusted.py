@@ -36,7 +36,7 @@ class Limits(NamedTuple):
         """Raise `CheckpointError` if more is spent than these limits."""
         for noun, limit, used in zip(("bytes", "lists and objects", "values"), self, spent, strict=True):
             if used > limit:
-                raise CheckpointError(f"{what} has more than {limit} {noun}, no real checkpoint has as many. {ADVICE}")
+                raise CheckpointError(f"{what} has more than {limit} {noun}, more than any real file has. {ADVICE}")
 
 
 def shown(value: object) -> str:

@@ -73,7 +73,7 @@ def compile_missing(plan: Plan) -> list[KernelReport]:
     progress = tqdm(total=len(missing), unit="kernel", desc="compiling", disable=None)
     with _pool(len(missing)) as pool, progress as bar:
         with interrupts.held_back(*ENDING):  # a process that is only half started would print a traceback
-            futures = {pool.submit(_compile, key): key for key in missing}
+            futures = {_submit(pool, key): key for key in missing}
         for done, future in enumerate(_as_completed(futures), start=1):
             key = futures[future]
             reports[key] = reports[key].model_copy(update=_outcome(future))
@@ -81,6 +81,16 @@ def compile_missing(plan: Plan) -> list[KernelReport]:
             if bar.disable:
                 print(f"[{done}/{len(missing)}] {_line(reports[key])}", file=sys.stderr, flush=True)
     return list(reports.values())
+
+
+def _submit(pool: ProcessPoolExecutor, key: KernelKey) -> Future[Outcome]:
+    """A process that dies while others are being started breaks the pool already here."""
+    try:
+        return pool.submit(_compile, key)
+    except BrokenProcessPool as error:
+        broken: Future[Outcome] = Future()
+        broken.set_exception(error)
+        return broken
 
 
 @contextlib.contextmanager

@@ -3,8 +3,9 @@
     manifest.json                 what the kernels are, which compiler made them, the sha256 of each
     <source>-<digest>.cubin       ...
 
-The same kernels make the same bytes. The manifest names the compiler, so that who reads a bundle needs none. A bundle
-is a tar archive of plain files alone: reading one takes the memory of what is there, not of what its headers claim.
+The same kernels make the same bytes. The manifest names the compiler, so that reading a bundle needs no
+compiler. A bundle is a tar archive of plain files alone: reading one takes the memory of what is there, not of what its
+headers claim.
 """
 
 import contextlib

@@ -72,7 +72,7 @@ def nvrtc_version() -> str:
             "Only serving from a bundle, FP8MOE_BUNDLE, works without it."
         ) from error
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise CompileError(f"NVRTC does not tell its version ({status!r}). Reinstall the package nvidia-cuda-nvrtc.")
+        raise CompileError(f"NVRTC does not report its version ({status!r}). Reinstall the package nvidia-cuda-nvrtc.")
     release = f"{major}.{minor}"
     try:
         package = metadata.version("nvidia-cuda-nvrtc")

@@ -151,7 +151,7 @@ def check_apart(name: str, tensor: torch.Tensor, **others: torch.Tensor | None) 
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and of the one behind its last."""
+    """The addresses of a tensor's first byte and of the byte after its last."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

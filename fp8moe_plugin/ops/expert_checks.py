@@ -1,4 +1,4 @@
-"""Checks of the calls of `fused_moe` and `batched_experts`, but for values."""
+"""Checks of the calls of `fused_moe` and `batched_experts`, except their values."""
 
 import torch
 

@@ -21,7 +21,7 @@ sys.exit(main())
 
 
 def as_a_plain_user(command: list[str]) -> list[str]:
-    """A command for whom permissions count, which root else overrides."""
+    """A command run as a user who is bound by permissions, which root is not."""
     if os.geteuid():
         return command
     setpriv = shutil.which("setpriv")
