@@ -18,7 +18,16 @@ from fp8moe_plugin.safetensors_headers import INDEX_NAME
 from fp8moe_plugin.shapes import Model
 from fp8moe_plugin.untrusted import opened, shown
 from warmup.convert_folder import SOURCE, STAGING, Source, claim, is_made_from, publish, tidy, working_folder, writing
-from warmup.convert_source import SCALE, WEIGHT, SourceFile, Stored, check_names, read_source, read_tensors
+from warmup.convert_source import (
+    SCALE,
+    WEIGHT,
+    SourceFile,
+    Stored,
+    check_names,
+    check_unchanged,
+    read_source,
+    read_tensors,
+)
 from warmup.report import ConvertReport
 
 CPU = torch.device("cpu")
@@ -46,7 +55,7 @@ def convert_checkpoint(model: Model, source: Path, out: Path) -> ConvertReport:
     if model.quantized or quantization_config(source, config) is not None:  # the latter if it has just changed
         raise UnsupportedError(f"{shown(str(source))} is block FP8 already. Serve it as it is.")
     files, copied = read_source(source), _copied(source)
-    made_from = Source(folder=str(source.resolve()), files={file.name: (file.size, file.modified_ns) for file in files})
+    made_from = Source(folder=str(source.resolve()), files={file.name: file.state for file in files})
     if is_made_from(out, made_from):  # by a process that was killed when all was done
         tidy(out)
         return _report(out, files)
@@ -60,6 +69,7 @@ def convert_checkpoint(model: Model, source: Path, out: Path) -> ConvertReport:
         claim(partial, made_from)
         _write_weights(partial, files)
         _write_description(source, partial, files, config, copied)
+        check_unchanged(files)
         publish(partial, out, lock)
     return _report(out, files)
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.untrusted import shown
+from warmup.convert_source import FileState
 
 SOURCE = "converted-from.json"
 STAGING = "staging.part"
@@ -27,7 +28,7 @@ class Source(BaseModel):
     """What an incomplete folder is made from: it is gone on with only from the same files."""
 
     folder: str
-    files: dict[str, tuple[int, int]]  # size, and when it was last written, in ns
+    files: dict[str, FileState]
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,13 +73,22 @@ class Stored:
         return n * k + 4 * ceil_div(n, GROUP) * ceil_div(k, GROUP)
 
 
+class FileState(NamedTuple):
+    """What tells one content of a file from another. `touch` and `rsync -t` set `modified_ns`, not `changed_ns`."""
+
+    size: int
+    modified_ns: int
+    changed_ns: int
+    inode: int
+    device: int
+
+
 @dataclass(frozen=True)
 class SourceFile:
     """A safetensors file of the unquantized checkpoint, as it was when its header was read."""
 
     path: Path
-    size: int
-    modified_ns: int
+    state: FileState
     tensors: tuple[Stored, ...]
 
     @property
@@ -98,12 +108,17 @@ def read_source(folder: Path) -> list[SourceFile]:
     for name in weight_files(folder):
         path = folder / name
         with opened(path) as file:
-            found = os.fstat(file.fileno())
+            state = _state(file)
             header = read_header(file, path)
         spent = add_header(spent, header, folder)
         tensors = tuple(_stored(tensor, entry, header.begin) for tensor, entry in sorted(header.tensors.items()))
-        files.append(SourceFile(path, found.st_size, found.st_mtime_ns, tensors))
+        files.append(SourceFile(path, state, tensors))
     return files
+
+
+def _state(file: BufferedReader) -> FileState:
+    found = os.fstat(file.fileno())
+    return FileState(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
 
 def _stored(name: str, entry: dict[str, Any], offset: int) -> Stored:
@@ -149,12 +164,30 @@ def read_tensors(source: SourceFile) -> Iterator[tuple[Stored, torch.Tensor]]:
     Raises:
         CheckpointError: the file cannot be read, or has changed since its header was read.
     """
+    with _unchanged(source) as file:
+        for tensor in source.tensors:
+            yield tensor, _read(source, file, tensor)
+
+
+def check_unchanged(files: list[SourceFile]) -> None:
+    """Check all files once more after the last one was read.
+
+    Raises:
+        CheckpointError: a file cannot be read, or has changed since its header was read.
+    """
+    for source in files:
+        with _unchanged(source):
+            pass
+
+
+@contextmanager
+def _unchanged(source: SourceFile) -> Iterator[BufferedReader]:
+    """The open file, checked before and after it is used."""
     try:
         with opened(source.path) as file:
-            _check_unchanged(source, file)
-            for tensor in source.tensors:
-                yield tensor, _read(source, file, tensor)
-            _check_unchanged(source, file)
+            _check_state(source, file)
+            yield file
+            _check_state(source, file)
     except OSError as error:
         raise CheckpointError(
             f"{shown(str(source.path))} cannot be read: {error.strerror}. Check the file and the disk it is on."
@@ -169,9 +202,8 @@ def _read(source: SourceFile, file: BufferedReader, tensor: Stored) -> torch.Ten
     return data.view(tensor.dtype).reshape(tensor.shape)
 
 
-def _check_unchanged(source: SourceFile, file: BufferedReader) -> None:
-    found = os.fstat(file.fileno())
-    if (found.st_size, found.st_mtime_ns) != (source.size, source.modified_ns):
+def _check_state(source: SourceFile, file: BufferedReader) -> None:
+    if _state(file) != source.state:
         raise _changed(source)
 
 

@@ -2,11 +2,13 @@
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,3 +227,73 @@ def test_a_config_that_is_garbled_meanwhile_does_not_matter(
     in_work(monkeypatch, lambda: (source / "config.json").write_text("garbled"))
     assert run(source, tmp_path / "fp8") == 0
     assert content(tmp_path / "fp8") == whole
+
+
+def rewrite_unnoticed(path: Path) -> None:
+    """Other weights, in place, with the size and the modification time of the old ones."""
+    before = path.stat()
+    content = path.read_bytes()
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # the clock of file systems ticks every few milliseconds
+        path.write_bytes(content[:-64] + bytes(64))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def replace_unnoticed(path: Path) -> None:
+    """The same with another file, as `rsync -t` does it."""
+    copy = path.with_name(f".{path.name}")
+    shutil.copy2(path, copy)
+    rewrite_unnoticed(copy)
+    copy.replace(path)
+
+
+CHANGES = pytest.mark.parametrize("rewrite", [rewrite_unnoticed, replace_unnoticed])
+
+
+@CHANGES
+@pytest.mark.parametrize("index", [0, -1], ids=["the file that is read", "a file that is read later"])
+def test_a_rewritten_source_is_refused_even_with_its_old_modification_time(
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    index: int,
+    rewrite: Callable[[Path], None],
+) -> None:
+    file = weight_files(source)[index]
+    in_work(monkeypatch, lambda: rewrite(file))
+    assert f"'{file}' has changed while it was converted." in refused(capsys, source, tmp_path / "fp8")
+
+
+@CHANGES
+def test_a_conversion_does_not_resume_from_a_rewritten_source(
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rewrite: Callable[[Path], None],
+) -> None:
+    monkeypatch.setattr(convert, "_write_description", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    refused(capsys, source, tmp_path / "fp8")
+    monkeypatch.undo()
+    rewrite(weight_files(source)[0])
+    assert "is not from an interrupted conversion of these files" in refused(capsys, source, tmp_path / "fp8")
+
+
+@pytest.mark.parametrize("change", [touch_later, rewrite_unnoticed, replace_unnoticed])
+def test_a_source_that_changes_after_it_was_read_is_refused(
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], None],
+) -> None:
+    write, file = convert._write_description, weight_files(source)[0]
+
+    def changing(*arguments: Any) -> None:
+        write(*arguments)
+        change(file)
+
+    monkeypatch.setattr(convert, "_write_description", changing)
+    assert f"'{file}' has changed while it was converted." in refused(capsys, source, tmp_path / "fp8")
