@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from fp8moe_plugin.checkpoint import WEIGHT_BLOCK
 from fp8moe_plugin.config_json import load_config, quantization_config
-from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.layers.unquantized import quantize_weight
 from fp8moe_plugin.safetensors_headers import INDEX_NAME
 from fp8moe_plugin.shapes import Model
@@ -46,7 +46,8 @@ def convert_checkpoint(model: Model, source: Path, out: Path) -> ConvertReport:
     Args:
         model: what `read_model` says of the folder `source`.
     Raises:
-        CheckpointError: weights are missing, damaged or not finite, contradict the index, or change meanwhile.
+        CheckpointError: weights are missing, damaged or not finite, contradict the index, or change meanwhile; or a
+            file beside them cannot be copied.
         UnsupportedError: the checkpoint is quantized already, or stores experts in a way that block FP8 has not; `out`
             is there, another conversion makes it, the disk is too small, or a file of the result cannot be written.
         OSError: a file cannot be read, or a folder not made.
@@ -54,7 +55,7 @@ def convert_checkpoint(model: Model, source: Path, out: Path) -> ConvertReport:
     config = load_config(source)
     if model.quantized or quantization_config(source, config) is not None:  # the latter if it has just changed
         raise UnsupportedError(f"{shown(str(source))} is block FP8 already. Serve it as it is.")
-    files, copied = read_source(source), _copied(source)
+    copied, files = _copied(source), read_source(source)
     made_from = Source(folder=str(source.resolve()), files={file.name: file.state for file in files})
     if is_made_from(out, made_from):  # by a process that was killed when all was done
         tidy(out)
@@ -80,15 +81,33 @@ def _check_not_there(out: Path) -> None:
 
 
 def _copied(source: Path) -> list[str]:
-    """The names of the files that are no weights, such as the tokenizer's."""
-    return sorted(
-        path.name
+    """The names of the files that are no weights, such as the tokenizer's; each can be opened.
+
+    Raises:
+        CheckpointError: one cannot be opened, is no regular file, or is a link out of the checkpoint.
+    """
+    found = sorted(
+        path
         for path in source.iterdir()
         if path.name not in (*WRITTEN, SOURCE)
         and path.suffix not in NOT_COPIED
         and not path.name.startswith(".")
-        and path.is_file()
+        and not path.is_dir()
     )
+    for path in found:
+        _check_readable(path)
+    return [path.name for path in found]
+
+
+def _check_readable(path: Path) -> None:
+    try:
+        with opened(path):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"{shown(str(path))} cannot be copied: {error.strerror}. Restore it, or remove it if serving does not need "
+            "it, then run the command again."
+        ) from error
 
 
 def _check_layout(files: list[SourceFile]) -> None:

@@ -3,6 +3,7 @@
 import os
 import resource
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -297,3 +298,37 @@ def test_a_source_that_changes_after_it_was_read_is_refused(
 
     monkeypatch.setattr(convert, "_write_description", changing)
     assert f"'{file}' has changed while it was converted." in refused(capsys, source, tmp_path / "fp8")
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (lambda path: path.symlink_to("missing"), "cannot be copied: No such file or directory. Restore it, or remove"),
+        (lambda path: path.symlink_to(path), "cannot be copied: Too many levels of symbolic links. Restore it, or"),
+        (lambda path: path.symlink_to("/etc/hostname"), "outside of the checkpoint's folder"),
+        (os.mkfifo, "is no regular file"),
+        (lambda path: os.mknod(path, stat.S_IFSOCK), "cannot be copied: No such device or address. Restore it, or"),
+    ],
+    ids=["dangling link", "link to itself", "link out of the checkpoint", "FIFO", "socket"],
+)
+def test_a_tokenizer_that_cannot_be_copied_is_refused_before_weights_are_converted(
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    place: Callable[[Path], None],
+    message: str,
+) -> None:
+    tokenizer = source / "tokenizer.json"
+    tokenizer.unlink()
+    place(tokenizer)
+    found = refused(capsys, source, tmp_path / "fp8")
+    assert f"'{tokenizer}' " in found
+    assert message in found
+    assert not (tmp_path / "fp8.partial").exists()
+
+
+def test_folders_in_the_source_are_not_copied(source: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
+    (source / "original").mkdir()
+    (source / "link").symlink_to("original")
+    assert run(source, tmp_path / "fp8") == 0
+    assert content(tmp_path / "fp8") == whole
