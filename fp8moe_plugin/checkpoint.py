@@ -54,6 +54,7 @@ def _model(config: Config) -> tuple[Model, set[int]]:
     quantization = config.quantization_config
     if quantization is not None:
         check_quantization(quantization)
+    _check_activation(config)
     unquantized = Unquantized(unquantized_layers(quantization) if quantization else None)
     moe = moe_layers(config)
     served = {layer for layer in moe if not unquantized.has(layer, "mlp.experts")}
@@ -79,6 +80,16 @@ def _model(config: Config) -> tuple[Model, set[int]]:
     )
     _check_sizes(model)
     return model, served
+
+
+def _check_activation(config: Config) -> None:
+    for field in ("hidden_act", "hidden_activation"):
+        activation = getattr(config, field)
+        if activation != "silu":  # vLLM, too, knows it by this name only
+            raise UnsupportedError(
+                f"The checkpoint's {field} is {shown(activation)}; the kernels compute silu(gate) * up. "
+                f"Serve it without --quantization {NAME}."
+            )
 
 
 def _check_sizes(model: Model) -> None:

@@ -29,7 +29,7 @@ Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,100}$")]
 
 
 class Config(BaseModel):
-    """The fields of config.json that shapes follow from, under the names of all model families."""
+    """The fields of config.json that shapes and refusals follow from, under the names of all model families."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -68,6 +68,9 @@ class Config(BaseModel):
     v_head_dim: Count = 0
     index_n_heads: Count = 0
     index_head_dim: Count = 0
+
+    hidden_act: str = "silu"
+    hidden_activation: str = "silu"
 
     quantization_config: dict[str, Any] | None = None
 

@@ -445,6 +445,22 @@ def write_shard(path: Path, entries: Any, data: int | None = None) -> None:
         file.truncate(8 + len(text) + data)
 
 
+@pytest.mark.parametrize("field", ["hidden_act", "hidden_activation"])
+def test_another_activation_than_silu(tmp_path, field):
+    for config in (V3, without(V3, "hidden_act")):
+        wanted = rf"{field} is 'gelu'; the kernels compute silu\(gate\) \* up\. Serve it without --quantization"
+        with pytest.raises(UnsupportedError, match=wanted):
+            read_model(describe(tmp_path, config, **{field: "gelu"}))
+    assert f"{field} is 5: Input should be a valid string" in refusal(describe(tmp_path, V3, **{field: 5}))
+
+
+@pytest.mark.parametrize("field", ["hidden_act", "hidden_activation"])
+def test_silu_is_the_activation_that_a_config_need_not_name(tmp_path, field):
+    config = without(V3, "hidden_act")
+    assert read_model(describe(tmp_path, config)) == read_model(describe(tmp_path, config, **{field: "silu"}))
+    assert read_model(describe(tmp_path, config)) == read_model(describe(tmp_path, config, **{field: None}))
+
+
 def test_sound_headers(tmp_path):
     write_shard(tmp_path / "model.safetensors", header(SOUND) | {"__metadata__": {"format": "pt"}})
     assert read_model(describe(tmp_path, V3)).quantized
