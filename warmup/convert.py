@@ -140,9 +140,13 @@ def _check_disk(partial: Path, files: list[SourceFile]) -> None:
     free = shutil.disk_usage(partial).free
     if needed > free:
         raise UnsupportedError(
-            f"The converted checkpoint needs {needed / 1e9:.1f} GB more at {shown(str(partial))}, where "
-            f"{free / 1e9:.1f} GB are free. Make room, or give an --out on another disk."
+            f"The converted checkpoint needs {_size(needed)} more at {shown(str(partial))}, where "
+            f"{_size(free)} are free. Make room, or give an --out on another disk."
         )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _write_weights(partial: Path, files: list[SourceFile]) -> None:

@@ -136,10 +136,17 @@ def test_weights_that_are_not_finite_are_refused_by_name(
 def test_a_full_disk_is_noticed_before_anything_is_written(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)
+    usage, wanted = shutil.disk_usage(tmp_path), "are free. Make room, or give an --out on another disk."
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage._replace(free=convert.SPARE_BYTES))
-    assert "GB are free. Make room, or give an --out on another disk." in refused(capsys, source, tmp_path / "fp8")
+    message = refused(capsys, source, tmp_path / "fp8")
+    assert "The converted checkpoint needs 68.8 MB more at" in message
+    assert f"where 67.1 MB {wanted}" in message
     assert not (tmp_path / "fp8.partial").exists()
+    monkeypatch.setattr(convert, "SPARE_BYTES", 10**12)
+    monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage._replace(free=10**9))
+    message = refused(capsys, source, tmp_path / "fp8")
+    assert "The converted checkpoint needs 1000.0 GB more at" in message
+    assert f"where 1.0 GB {wanted}" in message
 
 
 def test_experts_in_one_tensor_are_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
