@@ -1,11 +1,15 @@
 """The command line."""
 
 import argparse
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
+from fp8moe_plugin.jit.cache import cache_dir
+from fp8moe_plugin.jit.lookup import bundle_path
 from fp8moe_plugin.shapes import Parallel
 from fp8moe_plugin.untrusted import shown
 from warmup.model import is_folder
@@ -95,10 +99,27 @@ def _check_files(parser: argparse.ArgumentParser, given: argparse.Namespace) -> 
         refusal = _refusal(path) if path else None
         if refusal:
             parser.error(f"{str(path)!r} is no file that can be written: {refusal}")
+    for name, path in _other_files(given) if given.json else ():
+        if _same_file(given.json, path):
+            parser.error(f"--json and {name} are the same file, {str(given.json)!r}: choose another report file")
+
+
+def _other_files(given: argparse.Namespace) -> Iterator[tuple[str, Path]]:
+    """What a report must not overwrite: what the command writes besides it, and what is read or may be read."""
     bundle = given.bundle or (BUNDLE if given.command == "bundle" else None)
-    for option, path in (("--bundle", bundle), ("--plot", given.plot)):
-        if given.json and path and _same_file(given.json, path):
-            parser.error(f"--json and {option} are the same file, {str(given.json)!r}")
+    for name, path in (("--bundle", bundle), ("--plot", given.plot)):
+        if path:
+            yield name, path
+    # The command itself reports settings, folders and checkpoints that cannot be used.
+    with contextlib.suppress(Fp8MoeError):
+        in_use = bundle_path()
+        if in_use:
+            yield "FP8MOE_BUNDLE", in_use
+    with contextlib.suppress(Fp8MoeError, OSError):
+        yield from (("a file in the kernel cache", path) for path in cache_dir().iterdir())
+    with contextlib.suppress(Fp8MoeError, OSError):
+        if given.model and is_folder(given.model):
+            yield from (("a file of the checkpoint", path) for path in Path(given.model).iterdir())
 
 
 def _refusal(path: Path) -> str | None:

@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,43 @@ def test_two_files_at_one_place_are_refused(
     with pytest.raises(SystemExit):
         main(["bench", "--model", "x", "--json", "x.svg", "--plot", "x.svg"])
     assert not bundle.exists()
+
+
+@pytest.mark.parametrize("link", [None, "symlink_to", "hardlink_to"])
+@pytest.mark.parametrize("victim", ["bundle", "checkpoint", "cache"])
+def test_a_report_does_not_overwrite_what_is_read(
+    full_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    victim: str,
+    link: str | None,
+) -> None:
+    bundle, model, report = tmp_path / "kernels.tar", tmp_path / "model", tmp_path / "report.json"
+    bundle.write_bytes(b"bundle")
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    set_variables(monkeypatch, FP8MOE_BUNDLE=bundle)
+    path, name = {
+        "bundle": (bundle, "FP8MOE_BUNDLE"),
+        "checkpoint": (model / "model.safetensors", "a file of the checkpoint"),
+        "cache": (min(full_cache.glob("*.cubin")), "a file in the kernel cache"),
+    }[victim]
+    before = path.read_bytes()
+    if link:
+        getattr(report, link)(path)
+        path = report
+    with pytest.raises(SystemExit) as caught:
+        main(["list", "--model", str(model), "--json", str(path)])
+    assert caught.value.code == 2
+    assert f"--json and {name} are the same file, {str(path)!r}" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_a_new_report_may_go_beside_what_is_read(full_cache: Path, checkpoint: Callable[[str], Path]) -> None:
+    report = full_cache / "report.json"
+    assert main(["list", "--model", str(checkpoint("DeepSeek-V3")), "--json", str(report)]) == 0
+    assert Report.model_validate_json(report.read_text()).command == "list"
 
 
 def test_a_report_that_does_not_fit_leaves_the_old_one(full_cache: Path, tmp_path: Path) -> None:
