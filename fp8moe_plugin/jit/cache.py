@@ -97,7 +97,8 @@ def publish(name: str, cubin: bytes) -> None:
         with _opened(path, make=True) as folder:
             write_whole(folder, name, seal(name, cubin), 0o600)
     except OSError as error:
-        raise CacheError(f"{_culprit(path, name, error)} cannot be written: {error.strerror}. {ADVICE}") from error
+        advice = "Delete it." if isinstance(error, IsADirectoryError) else ADVICE  # a folder in the entry's place
+        raise CacheError(f"{_culprit(path, name, error)} cannot be written: {error.strerror}. {advice}") from error
 
 
 def _culprit(path: Path, name: str, error: OSError) -> str:

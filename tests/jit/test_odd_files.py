@@ -86,7 +86,7 @@ def test_an_odd_entry_is_replaced(folder: Path, kind: str) -> None:
 
 def test_a_folder_in_the_place_of_an_entry_is_told(folder: Path) -> None:
     (folder / NAME).mkdir()
-    with pytest.raises(CacheError, match=rf"/{NAME} cannot be written: Is a directory"):
+    with pytest.raises(CacheError, match=rf"/{NAME} cannot be written: Is a directory\. Delete it\.$"):
         cache.publish(NAME, compile_kernel(KEY).cubin)
     assert [path.name for path in folder.iterdir()] == [NAME]
 
