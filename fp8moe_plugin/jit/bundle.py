@@ -18,7 +18,7 @@ import tarfile
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import BaseModel, ConfigDict, StringConstraints, field_validator
 
 from fp8moe_plugin.errors import CacheError
 from fp8moe_plugin.jit.atomic import write_whole
@@ -29,6 +29,7 @@ from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.untrusted import Limits, read_json, shown, shown_text
 
 MANIFEST = "manifest.json"
+REMEDY = "make it again with python -m warmup bundle"
 MAX_BYTES = 1 << 26  # a bundle of every kernel there is has less than a megabyte
 MAX_KERNELS = 4096  # a hundred times as many as there are
 MANIFEST_LIMITS = Limits(size=512 * MAX_KERNELS, containers=MAX_KERNELS + 2, values=4 * MAX_KERNELS + 4)
@@ -51,6 +52,13 @@ class Manifest(BaseModel):
     compiler: str
     kernels: list[Entry]
 
+    @field_validator("kernels")
+    @classmethod
+    def _names_are_unique(cls, kernels: list[Entry]) -> list[Entry]:
+        if len({entry.name for entry in kernels}) < len(kernels):
+            raise ValueError("an entry is listed twice")
+        return kernels
+
 
 class Bundle:
     """A bundle in memory."""
@@ -71,6 +79,8 @@ class Bundle:
             )
         if cubin is None or hashlib.sha256(cubin).hexdigest() != entry.sha256:
             raise Missing(f"{self._shown} is damaged: the checksum of {name} differs")
+        if len(cubin) != entry.bytes:
+            raise Missing(f"{self._shown} is damaged: the size of {name} differs")
         fault = cubin_fault(cubin)
         if fault:
             raise Missing(f"{self._shown} is damaged: {name} is {fault}")
@@ -84,7 +94,7 @@ def read_bundle(path: Path) -> Bundle:
     """A bundle, its members read but not judged yet. A process reads a path once, even if that fails.
 
     Raises:
-        CacheError: there is no such file, or it is no bundle.
+        CacheError: there is no such file, or it is no bundle, or a bundle for other GPUs.
     """
     bundle = _read_once(path)
     if isinstance(bundle, str):
@@ -97,13 +107,16 @@ def _read_once(path: Path) -> Bundle | str:
     """A bundle, or why the file cannot be used."""
     try:
         files = _members(_content(path))
-        return Bundle(path, _manifest(files.pop(MANIFEST)), files)
+        manifest = _manifest(files.pop(MANIFEST))
+        if manifest.arch != ARCH:
+            return f"{shown_text(path)} holds kernels for {shown(manifest.arch)}, not for {ARCH}: {REMEDY}"
+        return Bundle(path, manifest, files)
     except CacheError as error:
         return str(error)
     except OSError as error:
         return f"the bundle {shown_text(path)} cannot be read: {error.strerror or error}"
     except (tarfile.TarError, KeyError, ValueError):
-        return f"{shown_text(path)} is no bundle, or damaged: make it again with python -m warmup bundle"
+        return f"{shown_text(path)} is no bundle, or damaged: {REMEDY}"
 
 
 def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> bytes:

@@ -54,7 +54,7 @@ def test_a_manifest_reaches_no_terminal_raw(
     bundle.write_bundle(path, {COMBINE: compile_kernel(COMBINE).cubin})
     set_variables(monkeypatch, FP8MOE_BUNDLE=path)
     assert doctor(capsys)[0] == 0
-    evil = {"compiler": "nvrtc\x7f 13'", "arch": "\x7f"}  # JSON's escapes have a backslash, which no manifest has
+    evil = {"compiler": "nvrtc\x7f 13'"}  # JSON's escapes have a backslash, which no manifest has
 
     def change(name: str, content: bytes) -> bytes:
         return json.dumps(json.loads(content) | evil, ensure_ascii=False).encode() if "manifest" in name else content
