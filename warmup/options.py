@@ -38,6 +38,7 @@ MAX_TOKENS = 8192  # vLLM's own default for a server on such GPUs
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MAX_COUNT = 1 << 20
 MAX_GPUS = 4096
+MAX_CAPTURE_SIZES = 1024  # ten times as many as vLLM captures by default
 TAKE = {
     "bundle": ("compile", "bundle", "verify"),
     "plot": ("bench",),
@@ -90,6 +91,9 @@ def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     for option, commands in TAKE.items():
         if getattr(given, option) and given.command not in commands:
             parser.error(f"{given.command} takes no --{option.replace('_', '-')}")
+    if len(given.cudagraph_capture_sizes) > MAX_CAPTURE_SIZES:
+        sizes = len(given.cudagraph_capture_sizes)
+        parser.error(f"--cudagraph-capture-sizes takes at most {MAX_CAPTURE_SIZES} sizes, not {sizes}")
     _check_files(parser, given)
 
 

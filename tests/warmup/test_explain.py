@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fp8moe_plugin import plan
 from fp8moe_plugin.shapes import Model, Parallel
 from warmup import explain as explanation
-from warmup.options import MAX_COUNT
+from warmup.options import MAX_CAPTURE_SIZES, MAX_COUNT, parse
 
 BLOCKS = (plan.DECODE_BLOCK_M, plan.PREFILL_BLOCK_M)
 
@@ -41,3 +41,16 @@ def test_a_split_that_no_other_replaces_is_the_best(models: dict[str, Model]) ->
     found = explanation.explain(models["DeepSeek-V3"], Parallel(1, 2048), 1, (1,))
     assert found.best == "--tp 1 --dp 2048"
     assert [way.options for way in found.layouts if way.refusal is None] == [found.best]
+
+
+def test_too_many_capture_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each size is a step to compute, so their number bounds the time."""
+
+    def arguments(count: int) -> list[str]:
+        return ["explain", "--model", "x", "--cudagraph-capture-sizes", *map(str, range(1, count + 1))]
+
+    assert len(parse(arguments(MAX_CAPTURE_SIZES)).capture_sizes) == MAX_CAPTURE_SIZES
+    with pytest.raises(SystemExit) as caught:
+        parse(arguments(MAX_CAPTURE_SIZES + 1))
+    assert caught.value.code == 2
+    assert "--cudagraph-capture-sizes takes at most 1024 sizes, not 1025" in capsys.readouterr().err
