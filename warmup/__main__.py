@@ -16,6 +16,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.umask(os.umask(0o077) & 0o077)  # whatever it is, what this process makes is its owner's to read and write
     from_command_line = arguments is None
     if from_command_line:
+        # Before torch is imported: OpenMP threads that spin while they wait slow `convert` down on a busy machine.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         interrupts.exit_at_once()
         streams.take_over()
     try:

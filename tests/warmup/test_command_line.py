@@ -1,0 +1,38 @@
+"""The process of the command line: its environment, and how it refuses what it does not understand."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from warmup.__main__ import main
+
+POLICY = "OMP_WAIT_POLICY"
+SHOW_POLICY = f"""
+import os, sys
+from warmup.__main__ import main
+sys.argv = ["warmup", "--help"]
+try:
+    main()
+except SystemExit:
+    print(os.environ["{POLICY}"], "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("given", "policy"), [(None, "passive"), ("active", "active")])
+def test_idle_threads_do_not_spin_unless_the_user_wants_it(given: str | None, policy: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != POLICY}
+    if given:
+        environment[POLICY] = given
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW_POLICY], capture_output=True, text=True, timeout=60, env=environment, check=True
+    )
+    assert done.stdout.splitlines()[-1] == f"{policy} False"
+
+
+def test_a_call_from_python_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(POLICY, raising=False)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert POLICY not in os.environ
