@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
 from fp8moe_plugin.jit.cache import cache_dir
@@ -61,6 +62,12 @@ class Options:
     tokens: tuple[int, ...] | None
     plot: Path | None
     out: Path | None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Leave the process with status 2; a terminal does not obey what the message quotes from the command line."""
+        super().error("".join(char if char.isprintable() else ascii(char)[1:-1] for char in message))
 
 
 def parse(arguments: list[str] | None) -> Options:
@@ -181,7 +188,7 @@ def _parallel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Par
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m warmup",
         description="Compile every kernel that serving a checkpoint with --quantization fp8moe needs, before it is\n"
         "deployed. Needs neither a GPU nor the weights nor a CUDA toolkit.\n\ncommands:\n"

@@ -36,3 +36,13 @@ def test_a_call_from_python_leaves_the_environment_alone(monkeypatch: pytest.Mon
     with pytest.raises(SystemExit):
         main(["--help"])
     assert POLICY not in os.environ
+
+
+@pytest.mark.parametrize("argument", ["--\x1b[31mred\x07", "--t\x1b]0;title\n", "--\udcff\u202e"], ids=ascii)
+def test_an_unknown_option_reaches_no_terminal_raw(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["list", argument])
+    assert caught.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.replace("\n", "").isprintable()
+    assert f"unrecognized arguments: {ascii(argument)[1:-1]}\n" in printed
