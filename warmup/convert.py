@@ -40,7 +40,7 @@ SPARE_BYTES = 64 << 20  # of disk: index, config.json, tokenizer
 def convert_checkpoint(model: Model, source: Path, out: Path) -> ConvertReport:
     """Write an unquantized checkpoint to the new folder `out`, in block FP8.
 
-    Work is done beside it in `<out>.partial`, a file at a time, which a later call goes on with; `out` is whole or not
+    Work is done beside it in `<out>.partial`, a file at a time, which a later call resumes; `out` is whole or not
     there. Memory is needed for one file of the result, disk for all of them.
 
     Args:

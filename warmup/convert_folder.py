@@ -1,4 +1,4 @@
-"""`OUT.partial`, where `convert` works: for one process at a time, and gone on with after an interruption.
+"""`OUT.partial`, where `convert` works: used by one process at a time, and resumed after an interruption.
 
 OUT.partial/converted-from.json     the source; written first, removed last
 OUT.partial/staging.part/           the lock, and the file that is being written; nothing in it is kept
@@ -25,7 +25,7 @@ LOCK = "lock"
 
 
 class Source(BaseModel):
-    """What an incomplete folder is made from: it is gone on with only from the same files."""
+    """What an incomplete folder is made from: work resumes only if the source files are the same."""
 
     folder: str
     files: dict[str, FileState]
