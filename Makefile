@@ -25,7 +25,7 @@ test: $(installed)
 
 faults: $(installed)
 	FULL_COUNTS=1 $(BIN)/python -m pytest --durations=20 tests/jit/test_faults*.py tests/test_checkpoint_fuzz.py \
-		tests/engine/test_reload.py
+		tests/engine/test_reload.py tests/warmup/test_convert_kill.py tests/warmup/test_interrupts.py
 
 versions: $(installed)
 	$(BIN)/python .ci/versions.py $(versions)
