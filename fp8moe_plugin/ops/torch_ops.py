@@ -52,9 +52,9 @@ def _writes_out(*args: object) -> None:
 
 
 def _check_device(*args: object) -> None:
-    """Raise `InvalidInputError` for tensors on several devices: torch calls a fake if only one of them is on meta."""
+    """Raise `InvalidInputError` if some tensors are on meta and others are not: torch then calls only the fake."""
     devices = {tensor.device for tensor in args if isinstance(tensor, torch.Tensor)}
-    if len(devices) > 1:
+    if len(devices) > 1 and any(device.type == "meta" for device in devices):
         raise InvalidInputError(
             f"The tensors are on {', '.join(sorted(map(str, devices)))}. Move all to one device; what is on meta has "
             "no values yet."
