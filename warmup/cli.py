@@ -4,7 +4,6 @@ import contextlib
 import errno
 import hashlib
 import os
-import shlex
 import signal
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from fp8moe_plugin.errors import Fp8MoeError, UnsupportedError
 from fp8moe_plugin.jit import cache, lookup
 from fp8moe_plugin.shapes import Model, rank_shapes
-from fp8moe_plugin.untrusted import shown
+from fp8moe_plugin.untrusted import shell_word, shown
 from warmup import interrupts, kernels, streams
 from warmup.model import read_checkpoint, warn
 from warmup.options import Options, parse
@@ -112,7 +111,7 @@ def _write_bundle(options: Options, report: Report, plan: kernels.Plan) -> None:
     digest = hashlib.sha256(content).hexdigest()
     report.bundle = BundleReport(path=str(path), sha256=digest, size=len(content), kernels=len(plan))
     print(f"{as_text(path)}: {len(plan)} kernels, {len(content) / 1e6:.2f} MB, sha256 {digest}")
-    variable = f"FP8MOE_BUNDLE={as_text(shlex.quote(str(path)))}"
+    variable = f"FP8MOE_BUNDLE={shell_word(str(path))}"
     print(f"Serve with {variable}, and FP8MOE_JIT=forbid to be sure that nothing compiles.")
 
 
@@ -133,8 +132,8 @@ def verify(options: Options, report: Report) -> bool:
         print(f"{kernel.state} {kernel.kernel}: {as_text(kernel.detail or '')}")
     print(_summary(report))
     if bad:
-        model = f" --model {shlex.quote(options.model)} {options.parallel}" if options.model else ""
-        print(f"Run `{as_text(lookup.warmup_command(lookup.WARMUP + model, bundle))}`.")
+        model = f" --model {shell_word(options.model)} {options.parallel}" if options.model else ""
+        print(f"Run `{lookup.warmup_command(lookup.WARMUP + model, bundle)}`.")
     return not bad
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fp8moe_plugin.jit.atomic import write_whole
+from fp8moe_plugin.jit.atomic import write_file
 from fp8moe_plugin.jit.compiler import ARCH
 from warmup.bench_result import BenchResult
 
@@ -155,12 +155,7 @@ class Report(Part):
         if path.exists() and not path.is_file():
             path.write_bytes(content)
             return
-        target = Path(os.path.realpath(path))
-        folder = os.open(target.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # it need not be readable
-        try:
-            write_whole(folder, target.name, content, 0o666)
-        finally:
-            os.close(folder)
+        write_file(Path(os.path.realpath(path)), content, 0o666)
 
 
 def versions() -> dict[str, str]:

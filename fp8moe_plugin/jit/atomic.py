@@ -33,6 +33,15 @@ def write_whole(folder: int, name: str, content: bytes, mode: int) -> None:
         raise
 
 
+def write_file(path: Path, content: bytes, mode: int) -> None:
+    """`write_whole` for a path. Its folder need not be readable. Raises `OSError`."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        write_whole(folder, path.name, content, mode)
+    finally:
+        os.close(folder)
+
+
 def make_folder(path: Path, mode: int) -> None:
     """Make a folder, and its parents, unless it is there.
 

@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, StringConstraints, field_validator
 
 from fp8moe_plugin.errors import CacheError
-from fp8moe_plugin.jit.atomic import write_whole
+from fp8moe_plugin.jit.atomic import write_file
 from fp8moe_plugin.jit.cache import Missing
 from fp8moe_plugin.jit.compiler import ARCH, entry_name, nvrtc_version
 from fp8moe_plugin.jit.cubin import cubin_fault
@@ -128,7 +128,7 @@ def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> bytes:
     content = _archive(kernels)
     try:
         _require_replaceable(path)
-        _publish(path, content)
+        write_file(path, content, 0o644)
     except OSError as error:
         raise CacheError(
             f"{shown_text(path)} cannot be written: {error.strerror}. "
@@ -209,12 +209,3 @@ def _require_replaceable(path: Path) -> None:
             raise CacheError(
                 f"{shown_text(path)} is no regular file, so it is not replaced: name another file, or remove it first"
             )
-
-
-def _publish(path: Path, content: bytes) -> None:
-    """Put a file into its place. Raises `OSError`."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # it need not be readable
-    try:
-        write_whole(folder, path.name, content, 0o644)
-    finally:
-        os.close(folder)

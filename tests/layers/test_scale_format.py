@@ -1,4 +1,4 @@
-"""A state dict says of which scale format its layer is, and loads into no layer of the other one."""
+"""A state dict records the scale format of its layer, and does not load into a layer of the other format."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Where vLLM 0.24 to 0.33 differ from each other. Nothing else in this package knows a vLLM version."""
+"""Where vLLM 0.24 to 0.33 differ from each other, and what is read of vLLM's internals when weights are reloaded.
+
+Nothing else in this package knows a vLLM version.
+"""
 
 import functools
 import inspect

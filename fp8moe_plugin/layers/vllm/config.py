@@ -3,7 +3,6 @@
 import functools
 import logging
 import re
-import shlex
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.settings import BATCH_INVARIANT, batch_invariant, settings
 from fp8moe_plugin.shapes import Parallel
+from fp8moe_plugin.untrusted import shell_word
 
 logger = logging.getLogger("fp8moe")
 
@@ -74,12 +74,11 @@ class Fp8MoeConfig(Traits, Fp8Config):
         if not isinstance(layer, LinearBase | RoutedExperts):
             return super().get_quant_method(layer, prefix)
         linear = isinstance(layer, LinearBase)
-        ranks = get_current_vllm_config().parallel_config
-        self.model.in_worker = compat.runs_in_workers(ranks)
         if self._is_skipped(prefix):
             if self.online and not linear:
                 announce_unquantized(re.sub(r"\d+", "N", prefix))
             return UnquantizedLinearMethod() if linear else UnquantizedFusedMoEMethod(layer.moe_config)
+        self.model.in_worker = compat.runs_in_workers(get_current_vllm_config().parallel_config)
         if linear:
             dense = OnlineLinearMethod if self.online else Fp8MoeLinearMethod
             return dense(self.ue8m0, prefix, warmup_command(), self.model)
@@ -105,7 +104,7 @@ def warmup_command() -> str:
     engine = get_current_vllm_config()
     ranks = engine.parallel_config
     parallel = Parallel(ranks.tensor_parallel_size, ranks.data_parallel_size, ranks.enable_expert_parallel)
-    return f"{WARMUP} --model {shlex.quote(engine.model_config.model)} {parallel}"
+    return f"{WARMUP} --model {shell_word(engine.model_config.model)} {parallel}"
 
 
 def check_machine() -> None:

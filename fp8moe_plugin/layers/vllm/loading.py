@@ -103,8 +103,12 @@ class LayerLoading:
         self.parameters: dict[str, torch.nn.Parameter] = {}  # what kernels and CUDA graphs read, after a reload too
         self.check_reloadable: Callable[[], None] = lambda: None  # raises `CheckpointError`
         self.serving = False
-        self.reloading = False
         self.checked = False  # by `check_reloadable`, in the reload under way
+
+    @property
+    def reloading(self) -> bool:
+        """Whether vLLM has begun to reload the layer, and not ended."""
+        return self.prefix in self.model.reloading
 
     def register(self, layer: Any, parameters: dict[str, Any], check: Check) -> None:
         """Register the parameters of a new layer, poisoned.
@@ -126,13 +130,12 @@ class LayerLoading:
         if parameter is None or name not in self.parameters or not self.serving:
             return
         if parameter.is_meta:
-            self.reloading, self.checked = True, False
+            self.checked = False
             self.model.begin(self.prefix)
         elif self.reloading and parameter is not self.parameters[name]:
             poison(parameter)
         elif self.reloading and name == list(self.parameters)[-1]:  # with which the layer is whole again
             with self.refusing():
-                self.reloading = False
                 self.model.finish(self.prefix, got_tensors=False)
 
     def check_once(self) -> None:
@@ -151,7 +154,6 @@ class LayerLoading:
             for name in self.parameters:
                 check_loaded(self.prefix, name, getattr(layer, name))
             if self.reloading:
-                self.reloading = False
                 self.model.finish(self.prefix, got_tensors=True)
         if not self.serving:
             self.parameters = {name: getattr(layer, name) for name in self.parameters}
