@@ -34,7 +34,8 @@ class ModelState:
 
     in_worker: bool = False  # this process is one of several that run the model for an engine
     failure: str | None = None  # why the model must not serve any more
-    reloading: set[str] = field(default_factory=set)  # layers that wait for their tensors
+    # Layers that wait for their tensors; each with a function that restores the parameters that served before.
+    reloading: dict[str, Callable[[], None]] = field(default_factory=dict)
     reloaded: bool = False  # a layer has got its tensors in the reload under way
     without_tensors: list[str] = field(default_factory=list)  # layers that got none
 
@@ -43,11 +44,11 @@ class ModelState:
         if self.failure:
             raise CheckpointError(self.failure)
 
-    def begin(self, layer: str) -> None:
+    def begin(self, layer: str, restore: Callable[[], None]) -> None:
         """vLLM begins to reload a layer."""
         if not self.reloading:
             self.reloaded, self.without_tensors = False, []
-        self.reloading.add(layer)
+        self.reloading[layer] = restore
 
     def finish(self, layer: str, got_tensors: bool) -> None:
         """vLLM has reloaded a layer, or given it back as it was, for want of tensors.
@@ -55,7 +56,7 @@ class ModelState:
         Raises:
             CheckpointError: some layers got tensors and others got none. If no layer got any, nothing was reloaded.
         """
-        self.reloading.discard(layer)
+        self.reloading.pop(layer, None)
         self.reloaded |= got_tensors
         if not got_tensors:
             self.without_tensors.append(layer)
@@ -85,6 +86,8 @@ class ModelState:
         if multiprocessing.current_process().name.startswith("EngineCore"):
             os.kill(os.getpid(), signal.SIGTERM)
         compat.forget_cuda_graphs()  # a replay would serve without asking `check`
+        for restore in self.reloading.values():  # an op's complaint about meta tensors would hide this error
+            restore()
         raise CheckpointError(self.failure) from cause
 
 
@@ -131,12 +134,16 @@ class LayerLoading:
             return
         if parameter.is_meta:
             self.checked = False
-            self.model.begin(self.prefix)
+            self.model.begin(self.prefix, functools.partial(self._restore, layer))
         elif self.reloading and parameter is not self.parameters[name]:
             poison(parameter)
         elif self.reloading and name == list(self.parameters)[-1]:  # with which the layer is whole again
             with self.refusing():
                 self.model.finish(self.prefix, got_tensors=False)
+
+    def _restore(self, layer: Any) -> None:
+        for name, parameter in self.parameters.items():
+            torch.nn.Module.register_parameter(layer, name, parameter)
 
     def check_once(self) -> None:
         """Raise `CheckpointError` if the layer cannot be loaded again; looked at once a reload."""
