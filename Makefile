@@ -24,7 +24,7 @@ test: $(installed)
 	$(BIN)/python -m pytest
 
 faults: $(installed)
-	FULL_COUNTS=1 $(BIN)/python -m pytest --durations=20 tests/jit/test_faults*.py tests/test_checkpoint_fuzz.py \
+	FULL_COUNTS=1 $(BIN)/python -m pytest --durations=20 tests/jit/test_faults*.py tests/checkpoint/test_fuzz.py \
 		tests/engine/test_reload.py tests/warmup/test_convert_kill.py tests/warmup/test_interrupts.py
 
 versions: $(installed)

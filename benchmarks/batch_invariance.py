@@ -24,9 +24,9 @@ from benchmarks.dense_gemm import random_weights
 from benchmarks.graph_replays import SHAPES, Shape, draw, random_layer
 from benchmarks.report import write_report
 from fp8moe_plugin import plan
+from fp8moe_plugin.bench.layer import time_calls
 from fp8moe_plugin.ops import fp8_linear, fused_moe
 from fp8moe_plugin.settings import BATCH_INVARIANT, batch_invariant
-from warmup.bench import time_calls
 
 TOKENS = (1, 2, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
 DENSE_TOKENS = (1, 64, 256, 1024, 4096)

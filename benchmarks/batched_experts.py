@@ -25,11 +25,11 @@ import torch
 from benchmarks.gpu_checks import sources_sha256
 from benchmarks.grouped_gemm import Pair, time_calls
 from benchmarks.report import installed, results_or_errors, write_report
+from fp8moe_plugin.bench.peers import vllm_layer
+from fp8moe_plugin.checkpoint.shapes import GROUP, Experts, ceil_div
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from fp8moe_plugin.ops import batched_experts, per_token_group_quant_fp8
 from fp8moe_plugin.ops.gemm import dequantize_blocks, gemm_reference
-from fp8moe_plugin.shapes import GROUP, Experts, ceil_div
-from warmup.bench_peers import vllm_layer
 
 
 class Shape(NamedTuple):

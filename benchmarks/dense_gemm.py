@@ -22,10 +22,10 @@ import torch
 
 from benchmarks.grouped_gemm import Pair, random_fp8, random_scales, time_calls
 from benchmarks.report import installed, results_or_errors, write_report
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.ops import fp8_gemm_nt, fp8_linear, per_token_group_quant_fp8
 from fp8moe_plugin.ops.gemm import gemm_reference
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8_reference
-from fp8moe_plugin.shapes import GROUP, ceil_div
 
 SHAPES = {  # of DeepSeek-V3: weights [N, K]
     "q_a and kv_a": (2112, 7168),

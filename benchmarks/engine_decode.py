@@ -36,8 +36,8 @@ from typing import Any
 from benchmarks.engine_prefill import CONFIG_KEYS, DEFAULTS, ENGINES, engine_names, read_config, read_report
 from benchmarks.engine_process import EngineError, EngineProcess
 from benchmarks.report import write_report
+from fp8moe_plugin.bench.result import OURS, check_plot
 from fp8moe_plugin.errors import UnsupportedError
-from warmup.bench_result import OURS, check_plot
 from warmup.options import count
 
 PROMPT_TOKENS, STEPS, PROFILED_STEPS = 32, 64, 16

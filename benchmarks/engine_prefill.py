@@ -30,8 +30,8 @@ from typing import Any
 
 from benchmarks.engine_agreement import ENGINES as AGREEMENT_ENGINES
 from benchmarks.report import write_report
+from fp8moe_plugin.bench.result import OURS, check_plot
 from fp8moe_plugin.errors import UnsupportedError
-from warmup.bench_result import OURS, check_plot
 
 PROMPTS, PROMPT_TOKENS = 16, 2048
 # Not the DeepGEMM warm-up: it compiles for sizes that no round has. What is set already stays.

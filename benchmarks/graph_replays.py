@@ -30,8 +30,8 @@ import torch
 from benchmarks.gpu_checks import sources_sha256
 from benchmarks.grouped_gemm import random_fp8, random_scales
 from benchmarks.report import write_report
+from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.ops import fused_moe
-from fp8moe_plugin.shapes import GROUP
 
 
 class Shape(NamedTuple):

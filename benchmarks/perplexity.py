@@ -35,8 +35,8 @@ from benchmarks.report import installed, write_report
 from benchmarks.small_engines import EAGER
 from benchmarks.text import windows
 from benchmarks.train_small_moe import HELD_OUT_TEXT, WINDOW
+from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.errors import UnsupportedError
-from warmup.bench_result import OURS
 
 TWIN = "bf16"
 BUILT_IN = ("triton default", "deep_gemm default")

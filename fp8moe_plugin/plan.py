@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+from fp8moe_plugin.checkpoint.shapes import GROUP, MAX_LOCAL_EXPERTS, Experts, Model, ceil_div
 from fp8moe_plugin.settings import batch_invariant
-from fp8moe_plugin.shapes import GROUP, MAX_LOCAL_EXPERTS, Experts, Model, ceil_div
 
 HOPPER = (9, 0)  # the only compute capability with the instructions of the kernels
 SMEM_ALIGNMENT = 1024

@@ -1,4 +1,4 @@
-"""Every FP8MOE_* environment variable, typed, with its default and one sentence."""
+"""The plugin's name, and every FP8MOE_* environment variable, typed, with its default and one sentence."""
 
 import functools
 import logging
@@ -9,10 +9,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.untrusted import shown
 
-logger = logging.getLogger("fp8moe")
+NAME = "fp8moe"  # of the quantization method: --quantization fp8moe
+logger = logging.getLogger(NAME)
 PREFIX = "FP8MOE_"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 LISTED_NAMES = 10  # of unknown variables

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engine_decode import LAST, busy_us, moe_us
-from warmup.bench_result import OURS
+from fp8moe_plugin.bench.result import OURS
 
 ROUTER_GEMM = "void vllm::moe::router_gemm_kernel_bf16_output<256>(float*)"
 TOPK = "void vllm::moe::grouped_topk_fused_small_expert_count_kernel<float, float, int>(float*)"

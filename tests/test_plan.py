@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe_plugin import plan
+from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.fused_moe import batched_experts
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.route import route
-from fp8moe_plugin.shapes import Experts
 from tests import helpers as h
 
 layer_ops = importlib.import_module("fp8moe_plugin.ops.fused_moe")  # the op has taken its name

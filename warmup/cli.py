@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fp8moe_plugin.checkpoint.shapes import Model, rank_shapes
+from fp8moe_plugin.checkpoint.untrusted import shell_word, shown
 from fp8moe_plugin.errors import Fp8MoeError, UnsupportedError
 from fp8moe_plugin.jit import cache, lookup
-from fp8moe_plugin.shapes import Model, rank_shapes
-from fp8moe_plugin.untrusted import shell_word, shown
 from warmup import interrupts, kernels, streams
 from warmup.model import read_checkpoint, warn
 from warmup.options import Options, parse
@@ -162,8 +162,8 @@ def doctor(options: Options, report: Report) -> bool:
 
 
 def bench(options: Options, report: Report) -> bool:
-    from warmup import bench as benchmark
-    from warmup.bench_result import check_plot, plot, table
+    from fp8moe_plugin.bench import layer as benchmark
+    from fp8moe_plugin.bench.result import check_plot, plot, table
 
     model = _checked_model(options, report)
     assert model

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from fp8moe_plugin.checkpoint import WEIGHT_BLOCK
-from fp8moe_plugin.config_json import load_config, quantization_config
+from fp8moe_plugin.checkpoint.config_json import load_config, quantization_config
+from fp8moe_plugin.checkpoint.headers import INDEX_NAME
+from fp8moe_plugin.checkpoint.model import WEIGHT_BLOCK
+from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.checkpoint.untrusted import opened, shown
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.layers.unquantized import quantize_weight
-from fp8moe_plugin.safetensors_headers import INDEX_NAME
-from fp8moe_plugin.shapes import Model
-from fp8moe_plugin.untrusted import opened, shown
 from warmup.convert_folder import SOURCE, STAGING, Source, claim, is_made_from, publish, tidy, working_folder, writing
 from warmup.convert_source import (
     SCALE,

@@ -15,8 +15,8 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 
+from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.untrusted import shown
 from warmup.convert_source import FileState
 
 SOURCE = "converted-from.json"

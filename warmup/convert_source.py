@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fp8moe_plugin.checkpoint.headers import INDEX_NAME, add_header, read_header, weight_files, weight_map
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.checkpoint.untrusted import ADVICE, Limits, opened, shown
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.layers.unquantized import is_quantized
-from fp8moe_plugin.safetensors_headers import INDEX_NAME, add_header, read_header, weight_files, weight_map
-from fp8moe_plugin.shapes import GROUP, ceil_div
-from fp8moe_plugin.untrusted import ADVICE, Limits, opened, shown
 
 WEIGHT = ".weight"
 SCALE = "_scale_inv"

@@ -6,6 +6,8 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from fp8moe_plugin.checkpoint.shapes import rank_shapes
+from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.errors import CacheError, Fp8MoeError
 from fp8moe_plugin.jit import cache
 from fp8moe_plugin.jit.bundle import read_bundle
@@ -13,8 +15,6 @@ from fp8moe_plugin.jit.compiler import nvrtc_version
 from fp8moe_plugin.jit.lookup import bundle_path
 from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.settings import Settings, settings, variable
-from fp8moe_plugin.shapes import rank_shapes
-from fp8moe_plugin.untrusted import shown_text
 from warmup import kernels
 from warmup.model import read_checkpoint
 from warmup.options import Options

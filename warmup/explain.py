@@ -5,16 +5,7 @@ Routing is taken to be even: each token picks its experts at random.
 
 import numpy as np
 
-from fp8moe_plugin.plan import (
-    computed_rows,
-    down_small_batch_key,
-    gate_up_cluster,
-    grouped_key,
-    moe_block_m,
-    moe_workspace_bytes,
-    small_batch,
-)
-from fp8moe_plugin.shapes import (
+from fp8moe_plugin.checkpoint.shapes import (
     GROUP,
     Dense,
     Experts,
@@ -28,6 +19,15 @@ from fp8moe_plugin.shapes import (
     rank_shapes,
     split_refusal,
     whole_expert_ways,
+)
+from fp8moe_plugin.plan import (
+    computed_rows,
+    down_small_batch_key,
+    gate_up_cluster,
+    grouped_key,
+    moe_block_m,
+    moe_workspace_bytes,
+    small_batch,
 )
 from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
 

@@ -17,12 +17,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.errors import CacheError, CompileError, UnsupportedError
 from fp8moe_plugin.jit import bundle, cache, lookup
 from fp8moe_plugin.jit.compiler import entry_name, nvrtc_version
 from fp8moe_plugin.plan import KernelKey, all_kernels, model_kernels
-from fp8moe_plugin.shapes import Model
-from fp8moe_plugin.untrusted import shown_text
 from warmup import interrupts
 from warmup.report import KernelReport, State
 

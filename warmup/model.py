@@ -5,10 +5,10 @@ import stat
 import sys
 from pathlib import Path
 
-from fp8moe_plugin.checkpoint import read_model
+from fp8moe_plugin.checkpoint.model import read_model
+from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.shapes import Model
-from fp8moe_plugin.untrusted import shown
 from warmup.report import ModelReport, Report
 
 NOT_QUANTIZED = (

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from fp8moe_plugin.checkpoint.shapes import Parallel
+from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
 from fp8moe_plugin.jit.cache import cache_dir
 from fp8moe_plugin.jit.lookup import bundle_path
-from fp8moe_plugin.shapes import Parallel
-from fp8moe_plugin.untrusted import shown
 from warmup.model import is_folder
 
 COMMANDS = {

@@ -11,9 +11,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fp8moe_plugin.bench.result import BenchResult
 from fp8moe_plugin.jit.atomic import write_file
 from fp8moe_plugin.jit.compiler import ARCH
-from warmup.bench_result import BenchResult
 
 PACKAGES = (
     "fp8moe-plugin",

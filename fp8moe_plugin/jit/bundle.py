@@ -20,13 +20,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, field_validator
 
+from fp8moe_plugin.checkpoint.untrusted import Limits, read_json, shown, shown_text
 from fp8moe_plugin.errors import CacheError
 from fp8moe_plugin.jit.atomic import write_file
 from fp8moe_plugin.jit.cache import Missing
 from fp8moe_plugin.jit.compiler import ARCH, entry_name, nvrtc_version
 from fp8moe_plugin.jit.cubin import cubin_fault
 from fp8moe_plugin.plan import KernelKey
-from fp8moe_plugin.untrusted import Limits, read_json, shown, shown_text
 
 MANIFEST = "manifest.json"
 REMEDY = "make it again with python -m warmup bundle"

@@ -7,9 +7,9 @@ import re
 from importlib import metadata, resources
 from typing import NamedTuple
 
+from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import CompileError
 from fp8moe_plugin.plan import KernelKey
-from fp8moe_plugin.untrusted import shown
 
 ARCH = "sm_90a"
 OPTIONS = {"arch": ARCH, "std": "c++17"}  # all that change what is compiled

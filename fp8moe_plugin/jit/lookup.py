@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from fp8moe_plugin.checkpoint.untrusted import shell_word, shown_text
 from fp8moe_plugin.errors import CacheError, CompileError, KernelNotPrecompiled
 from fp8moe_plugin.jit import cache
 from fp8moe_plugin.jit.bundle import read_bundle
@@ -14,7 +15,6 @@ from fp8moe_plugin.jit.compiler import compile_kernel, entry_name, nvrtc_version
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.settings import settings
-from fp8moe_plugin.untrusted import shell_word, shown_text
 
 logger = logging.getLogger("fp8moe")
 WARMUP = "python -m warmup"  # compiles every kernel there is

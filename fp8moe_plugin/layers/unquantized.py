@@ -5,10 +5,10 @@ Loading such a checkpoint and `python -m warmup convert` both ask here, so that 
 
 import torch
 
-from fp8moe_plugin.checkpoint import FUSED, LAYER_NAME
+from fp8moe_plugin.checkpoint.model import FUSED, LAYER_NAME
+from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
-from fp8moe_plugin.shapes import GROUP
 
 # The layers that published block-FP8 checkpoints quantize, by the last part of their names: projections in attention,
 # in dense layers and in experts. All else stays: routers, the output head, embeddings, norms, towers for images.

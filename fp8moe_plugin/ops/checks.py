@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from fp8moe_plugin.checkpoint.shapes import GROUP, N_MULTIPLE, ceil_div
 from fp8moe_plugin.errors import InvalidInputError, WrongResultError
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.settings import settings
-from fp8moe_plugin.shapes import GROUP, N_MULTIPLE, ceil_div
 
 FP8 = torch.float8_e4m3fn
 MAX_SIGNATURES = 1024  # to remember; one a length of step and kind of layer

@@ -2,10 +2,10 @@
 
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import ceil_div
 from fp8moe_plugin.jit.launcher import Launch, launch
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.plan import combine_key
-from fp8moe_plugin.shapes import ceil_div
 
 CHANNELS_PER_THREAD = 8  # 16 bytes of bfloat16
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.ops.checks import (
     CheckedOnce,
@@ -12,7 +13,6 @@ from fp8moe_plugin.ops.checks import (
     check_weights,
 )
 from fp8moe_plugin.ops.route import check_experts
-from fp8moe_plugin.shapes import GROUP
 
 
 @CheckedOnce

@@ -2,11 +2,11 @@
 
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import check_activations, check_aligned, check_tensor, check_weights
 from fp8moe_plugin.ops.gemm_launch import launch_gemm
 from fp8moe_plugin.ops.quantize import Quantized, dequantize_rows
-from fp8moe_plugin.shapes import GROUP
 
 
 def fp8_gemm_nt(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launcher import Launch, launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.quantize import Quantized, empty_scales
@@ -27,7 +28,6 @@ from fp8moe_plugin.plan import (
     tile_counters,
     whole_rows_l2_fetch,
 )
-from fp8moe_plugin.shapes import GROUP, ceil_div
 
 # Rows of a TMA load: of a warpgroup's part of a tile; of one swizzle atom, so that as many are loaded as there are.
 PREFILL_BOX_M, SWIZZLE_ROWS = 64, 8

@@ -2,12 +2,12 @@
 
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import CheckedOnce, check_multiple, check_tensor, check_weights, debugs, watch_rows
 from fp8moe_plugin.ops.gemm import gemm
 from fp8moe_plugin.ops.gemm_launch import launch_gemm
 from fp8moe_plugin.ops.quantize import Quantized, per_token_group_quant_fp8, quantize_matrix
-from fp8moe_plugin.shapes import GROUP
 
 
 def fp8_linear(

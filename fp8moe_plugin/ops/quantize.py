@@ -2,13 +2,13 @@
 
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launcher import Launch, launch
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import FP8, check_multiple, check_tensor
 from fp8moe_plugin.plan import Layout, quantize_key, scale_rows
-from fp8moe_plugin.shapes import GROUP, ceil_div
 
 FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10  # keeps the scale of an all-zero group finite

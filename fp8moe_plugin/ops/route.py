@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import ceil_div, too_many_experts
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launcher import Launch, launch
 from fp8moe_plugin.ops import workspace
@@ -31,7 +32,6 @@ from fp8moe_plugin.plan import (
     tiles_of_counts_key,
     tiles_of_indices_key,
 )
-from fp8moe_plugin.shapes import ceil_div, too_many_experts
 
 
 @dataclass(frozen=True)

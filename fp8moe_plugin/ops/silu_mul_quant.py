@@ -2,13 +2,13 @@
 
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launcher import Launch, launch, multiprocessors
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor
 from fp8moe_plugin.ops.quantize import empty_quantized, per_token_group_quant_fp8_reference
 from fp8moe_plugin.plan import silu_mul_quant_key
-from fp8moe_plugin.shapes import GROUP, ceil_div
 
 ROWS_PER_WARP = 8  # as in csrc/silu_mul_quant.cu
 MAX_GROUPS = 65535  # blocks of a CUDA grid along y

@@ -1,5 +1,6 @@
 """A mixture-of-experts layer of a step of few tokens: two launches, which find out by themselves who goes where."""
 
+from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.jit.launcher import Launch, multiprocessors, tensor_map
 from fp8moe_plugin.ops.gemm_launch import LayerAddresses, matrix_map
 from fp8moe_plugin.plan import (
@@ -11,7 +12,6 @@ from fp8moe_plugin.plan import (
     gate_up_small_batch_key,
     small_batch_scratch,
 )
-from fp8moe_plugin.shapes import GROUP
 
 
 def small_batch_launches(

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.ops import gemm_launch
 from fp8moe_plugin.ops.gemm_launch import Rows, TileAddresses, Weights
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
@@ -12,7 +13,6 @@ from fp8moe_plugin.ops.quantize import Quantized, empty_quantized
 from fp8moe_plugin.ops.route import Tiles, tiles_of_counts
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 from fp8moe_plugin.plan import DECODE_BLOCK_M, tile_counters
-from fp8moe_plugin.shapes import GROUP
 from tests import helpers as h
 from tests.emulator.device import Device
 from tests.emulator.inputs import (

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.ops.combine import combine, combine_reference
 from fp8moe_plugin.ops.quantize import (
     empty_tokens,
@@ -23,7 +24,6 @@ from fp8moe_plugin.ops.route import (
 )
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8, silu_mul_quant_fp8_reference
 from fp8moe_plugin.plan import PAIRS_PER_CHUNK
-from fp8moe_plugin.shapes import MAX_LOCAL_EXPERTS
 from tests.helpers import Quantized, assert_same_routing, assert_same_tiles, poisoned, seeded, untouched
 
 pytestmark = pytest.mark.gpu

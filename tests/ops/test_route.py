@@ -3,10 +3,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.ops.route import Tiles, route, tiles_of_counts, tiles_of_indices
 from fp8moe_plugin.plan import row_tiles, tile_capacity
-from fp8moe_plugin.shapes import MAX_LOCAL_EXPERTS
 from tests import helpers as h
 
 block_sizes = st.sampled_from((64, 128))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fp8moe_plugin.checkpoint import read_model
-from fp8moe_plugin.shapes import Model
+from fp8moe_plugin.checkpoint.model import read_model
+from fp8moe_plugin.checkpoint.shapes import Model
 from tests.jit.conftest import forget, set_variables
 
-CONFIGS = Path(__file__).parents[1] / "checkpoints"
+CONFIGS = Path(__file__).parents[1] / "checkpoint" / "configs"
 MODELS = sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from fp8moe_plugin.checkpoint.shapes import Model, Parallel, rank_shapes, split_refusal
 from fp8moe_plugin.layers.unquantized import is_quantized
 from fp8moe_plugin.plan import (
     KernelKey,
@@ -19,7 +20,6 @@ from fp8moe_plugin.plan import (
     moe_kernels,
     small_batch,
 )
-from fp8moe_plugin.shapes import Model, Parallel, rank_shapes, split_refusal
 from tests.warmup.conftest import MODELS
 
 LONGEST = 65_536

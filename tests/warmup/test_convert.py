@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.synthetic import PRESETS, write_checkpoint
-from fp8moe_plugin.checkpoint import read_model
+from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from tests import helpers as h
 from tests.warmup.conversion import EXPERT, QWEN, change, refused, run, tensors, write_source

@@ -16,7 +16,7 @@ import torch
 from filelock import FileLock
 from safetensors import SafetensorError
 
-from fp8moe_plugin.checkpoint import read_model
+from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.errors import CheckpointError
 from tests.warmup.conversion import content, refused, run, weight_files, write_source
 from warmup import convert

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8moe_plugin.checkpoint import read_model
+from fp8moe_plugin.checkpoint.headers import BITS, INDEX_NAME
+from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.safetensors_headers import BITS, INDEX_NAME
 from tests import helpers as h
 from tests.warmup.conversion import EXPERT, refused, run, tensors, weight_files, write_source
 from warmup.convert import convert_checkpoint

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe_plugin import plan
-from fp8moe_plugin.shapes import Model, Parallel
+from fp8moe_plugin.checkpoint.shapes import Model, Parallel
 from warmup import explain as explanation
 from warmup.options import MAX_CAPTURE_SIZES, MAX_COUNT, parse
 

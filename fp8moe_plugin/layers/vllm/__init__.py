@@ -3,9 +3,9 @@
 import importlib.util
 import logging
 
-logger = logging.getLogger("fp8moe")
+from fp8moe_plugin.settings import NAME
 
-NAME = "fp8moe"
+logger = logging.getLogger("fp8moe")
 
 
 def register_quantization() -> None:

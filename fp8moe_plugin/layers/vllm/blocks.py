@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div, local_intermediate, padding_share
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.shapes import GROUP, ceil_div, local_intermediate, padding_share
 
 logger = logging.getLogger("fp8moe")
 

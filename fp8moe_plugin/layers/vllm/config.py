@@ -12,20 +12,20 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import current_platform
 
-from fp8moe_plugin.checkpoint import WEIGHT_BLOCK, check_quantization, unquantized_layers
+from fp8moe_plugin.checkpoint.model import WEIGHT_BLOCK, check_quantization, unquantized_layers
+from fp8moe_plugin.checkpoint.shapes import Parallel
+from fp8moe_plugin.checkpoint.untrusted import shell_word
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers.unquantized import is_quantized
-from fp8moe_plugin.layers.vllm import NAME, compat, metrics
+from fp8moe_plugin.layers.vllm import compat, metrics
 from fp8moe_plugin.layers.vllm.entry import Traits
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.loading import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.plan import HOPPER
-from fp8moe_plugin.settings import BATCH_INVARIANT, batch_invariant, settings
-from fp8moe_plugin.shapes import Parallel
-from fp8moe_plugin.untrusted import shell_word
+from fp8moe_plugin.settings import BATCH_INVARIANT, NAME, batch_invariant, settings
 
 logger = logging.getLogger("fp8moe")
 

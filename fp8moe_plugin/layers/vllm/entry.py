@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from fp8moe_plugin.layers.vllm import NAME
+from fp8moe_plugin.settings import NAME
 
 
 class Traits:

@@ -11,8 +11,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
+from fp8moe_plugin.checkpoint.shapes import ceil_div
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.shapes import ceil_div
 
 # Others are of AMD (MoRI), hand out their own weights (MoonEP), leave dispatching to the experts (passthrough), or are
 # refused by vLLM's own experts too (FlashInfer).

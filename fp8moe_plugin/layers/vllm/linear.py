@@ -11,6 +11,7 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 )
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
+from fp8moe_plugin.checkpoint.shapes import GROUP, dense_refusal, is_down, is_gate_up, local_intermediate
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm import compat, metrics
@@ -19,7 +20,6 @@ from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.plan import linear_kernels
-from fp8moe_plugin.shapes import GROUP, dense_refusal, is_down, is_gate_up, local_intermediate
 
 
 @register_weight_loader_v2_supported_method

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fp8moe_plugin import safetensors_headers
+from fp8moe_plugin.checkpoint import headers
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.weights import check_scale_values
@@ -23,7 +23,7 @@ logger = logging.getLogger("fp8moe")
 
 E4M3_NAN = 0x7F  # with the sign bit cleared
 BYTES_AT_ONCE = 1 << 26  # of a weight: bounds the memory that looking at it takes
-SCALE_DTYPES = tuple({"F32": torch.float32, "BF16": torch.bfloat16}[name] for name in safetensors_headers.SCALE_DTYPES)
+SCALE_DTYPES = tuple({"F32": torch.float32, "BF16": torch.bfloat16}[name] for name in headers.SCALE_DTYPES)
 
 Check = Callable[..., None]  # takes the arguments of a weight loader
 

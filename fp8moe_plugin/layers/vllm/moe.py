@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 from vllm.model_executor.utils import set_weight_attrs
 
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div, experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.jit.launcher import LoadCounts
 from fp8moe_plugin.jit.lookup import place
@@ -24,7 +25,6 @@ from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.plan import moe_kernels
-from fp8moe_plugin.shapes import GROUP, ceil_div, experts_refusal, local_intermediate, too_many_experts
 
 logger = logging.getLogger("fp8moe")
 

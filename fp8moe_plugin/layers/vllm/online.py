@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.layers.unquantized import quantize_weight
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.ops.checks import FP8
-from fp8moe_plugin.shapes import GROUP, ceil_div
 
 
 class Online:

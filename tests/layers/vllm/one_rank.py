@@ -10,13 +10,13 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.loading import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
-from fp8moe_plugin.shapes import GROUP, ceil_div
 
 EXPERTS, HIDDEN, TOPK = 3, 256, 2
 Checkpoint = dict[str, list[torch.Tensor | None]]  # None: the tensor is missing

@@ -11,13 +11,13 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 from vllm.model_executor.model_loader.reload import layerwise
 
+from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import CheckpointError, InvalidInputError
 from fp8moe_plugin.layers.vllm import blocks
 from fp8moe_plugin.layers.vllm.loading import check_loaded
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.ops.fused_moe import fused_moe
 from fp8moe_plugin.ops.gemm import dequantize_blocks
-from fp8moe_plugin.shapes import GROUP
 from tests.helpers import same_bits
 from tests.layers.vllm.one_rank import (
     EXPERTS,

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, Limits, opened, read_json, shown
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
-from fp8moe_plugin.layers.vllm import NAME
-from fp8moe_plugin.untrusted import ADVICE, MAX_SIZE, Limits, opened, read_json, shown
+from fp8moe_plugin.settings import NAME
 
 # The largest published config.json names every unquantized layer, in 50 kB.
 LIMITS = Limits(size=4 << 20, containers=10_000, values=100_000)

@@ -13,7 +13,7 @@ def test_damaged_checkpoints_are_read_or_refused(tmp_path):
     shape = replace(PRESETS["deepseek_v3", "tiny"], experts=4, moe_layers=1, mtp_layers=0, groups=1, topk_groups=1)
     write_checkpoint(tmp_path, shape)
     count = full_or_tenth(100_000)
-    command = [sys.executable, "-m", "tests.checkpoint_fuzzer", str(tmp_path), str(count)]
+    command = [sys.executable, "-m", "tests.checkpoint.fuzzer", str(tmp_path), str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fp8moe_plugin.config_json import Config, read_config
+from fp8moe_plugin.checkpoint.config_json import Config, read_config
+from fp8moe_plugin.checkpoint.headers import check_shards
+from fp8moe_plugin.checkpoint.shapes import GROUP, Dense, Experts, Model, Split
+from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, shown
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
-from fp8moe_plugin.layers.vllm import NAME
-from fp8moe_plugin.safetensors_headers import check_shards
-from fp8moe_plugin.shapes import GROUP, Dense, Experts, Model, Split
-from fp8moe_plugin.untrusted import ADVICE, MAX_SIZE, shown
+from fp8moe_plugin.settings import NAME
 
 WEIGHT_BLOCK = [GROUP, GROUP]
 E4M3 = ("e4m3", "float8_e4m3fn")

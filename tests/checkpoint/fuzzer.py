@@ -1,4 +1,4 @@
-"""Damage a checkpoint's description in many ways and read each: `python -m tests.checkpoint_fuzzer FOLDER COUNT`.
+"""Damage a checkpoint's description in many ways and read each: `python -m tests.checkpoint.fuzzer FOLDER COUNT`.
 
 FOLDER holds a small whole checkpoint. Its own process, since it measures its memory. Prints as JSON what came out.
 """
@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fp8moe_plugin.checkpoint import read_model
+from fp8moe_plugin.checkpoint.headers import INDEX_NAME
+from fp8moe_plugin.checkpoint.model import read_model
+from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
-from fp8moe_plugin.safetensors_headers import INDEX_NAME
-from fp8moe_plugin.shapes import Model
 
-PUBLISHED = Path(__file__).parent / "checkpoints"
+PUBLISHED = Path(__file__).parent / "configs"
 SHARD = "model-00001.safetensors"
 BOMBS = 1000  # one case of so many is as large as the limits allow
 

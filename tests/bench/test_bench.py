@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from fp8moe_plugin import ops
+from fp8moe_plugin.bench import layer as bench
+from fp8moe_plugin.bench import result as bench_result
+from fp8moe_plugin.bench.result import BenchResult, BenchRow
+from fp8moe_plugin.checkpoint.shapes import Experts, Model, Parallel
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.ops.fused_moe import ExpertWeights
-from fp8moe_plugin.shapes import Experts, Model, Parallel
 from tests import helpers as h
-from warmup import bench, bench_result
-from warmup.bench_result import BenchResult, BenchRow
 
 CPU = torch.device("cpu")
 TINY = Experts(layers=1, experts=8, topk=2, hidden=256, intermediate=128)

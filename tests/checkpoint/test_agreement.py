@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from fp8moe_plugin.checkpoint import check_quantization, read_model
+from fp8moe_plugin.checkpoint.model import check_quantization, read_model
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from tests.helpers import environment
 
 pytest.importorskip("vllm")
-PUBLISHED = json.loads((Path(__file__).parent / "checkpoints" / "Qwen3-30B-A3B-FP8.json").read_text())
+PUBLISHED = json.loads((Path(__file__).parent / "configs" / "Qwen3-30B-A3B-FP8.json").read_text())
 QWEN = {key: value for key, value in PUBLISHED.items() if key != "quantization_config"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 OTHER = {"quant_method": "compressed-tensors"}

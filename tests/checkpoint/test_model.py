@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from benchmarks.synthetic import PRESETS, write_checkpoint
-from fp8moe_plugin.checkpoint import Unquantized, read_model
+from fp8moe_plugin.checkpoint.headers import HEADER, INDEX_NAME, MAX_SHARDS, weight_files
+from fp8moe_plugin.checkpoint.model import Unquantized, read_model
+from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Model, Split
+from fp8moe_plugin.checkpoint.untrusted import opened
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
-from fp8moe_plugin.safetensors_headers import HEADER, INDEX_NAME, MAX_SHARDS, weight_files
-from fp8moe_plugin.shapes import Dense, Experts, Model, Split
-from fp8moe_plugin.untrusted import opened
 
-PUBLISHED = Path(__file__).parent / "checkpoints"
+PUBLISHED = Path(__file__).parent / "configs"
 V3 = json.loads((PUBLISHED / "DeepSeek-V3.json").read_text())
 QWEN = json.loads((PUBLISHED / "Qwen3-30B-A3B-FP8.json").read_text())
 
@@ -177,7 +177,7 @@ def test_whole_checkpoints(tmp_path, family, fp8):
 
 
 def test_the_module_loads_neither_torch_nor_an_engine():
-    code = "import sys, fp8moe_plugin.checkpoint; print({'torch', 'vllm', 'transformers'} & set(sys.modules))"
+    code = "import sys, fp8moe_plugin.checkpoint.model; print({'torch', 'vllm', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "set()\n", done.stderr
 

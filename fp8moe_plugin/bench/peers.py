@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import GROUP, Experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.ops.fused_moe import ExpertWeights
-from fp8moe_plugin.shapes import GROUP, Experts
 
 # Of vllm.model_executor.layers.fused_moe.experts.
 PEERS = {

@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fp8moe_plugin.bench.peers import PEERS, Layer, make_peer, set_up_vllm
+from fp8moe_plugin.bench.result import OURS, BenchResult, BenchRow
+from fp8moe_plugin.checkpoint.shapes import GROUP, Experts, Model, Parallel, rank_shapes
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from fp8moe_plugin.ops import fused_moe
@@ -25,9 +28,6 @@ from fp8moe_plugin.ops.fused_moe import ExpertWeights
 from fp8moe_plugin.ops.gemm import dequantize_blocks
 from fp8moe_plugin.ops.quantize import Quantized
 from fp8moe_plugin.plan import HOPPER
-from fp8moe_plugin.shapes import GROUP, Experts, Model, Parallel, rank_shapes
-from warmup.bench_peers import PEERS, Layer, make_peer, set_up_vllm
-from warmup.bench_result import OURS, BenchResult, BenchRow
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 8192)
 REFERENCE_TOKENS = 16  # whose results are held against float32 math

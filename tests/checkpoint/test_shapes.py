@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.shapes import (
+from fp8moe_plugin.checkpoint.shapes import (
     GROUP,
     Dense,
     Experts,
@@ -17,6 +16,7 @@ from fp8moe_plugin.shapes import (
     padding_share,
     rank_shapes,
 )
+from fp8moe_plugin.errors import UnsupportedError
 
 # Intermediate size, ranks, and the channels that each holds: Qwen3-235B and GLM-4.5; Qwen3-30B; Qwen3-Coder-480B;
 # GLM-4.5-Air; ERNIE-4.5. Then a last block that is not full, alone and shared, and ranks without any channel.

@@ -10,9 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from fp8moe_plugin.checkpoint.shapes import GROUP, Experts, ceil_div
+from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, Limits, is_hub_snapshot, opened, read_json, shown
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.shapes import GROUP, Experts, ceil_div
-from fp8moe_plugin.untrusted import ADVICE, MAX_SIZE, Limits, is_hub_snapshot, opened, read_json, shown
 
 INDEX_NAME = "model.safetensors.index.json"
 # Kimi-K2, of the most tensors, has 141 thousand: 14 MB in the index, 18 MB in the headers of 61 files, and for each an

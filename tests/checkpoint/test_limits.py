@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from fp8moe_plugin.config_json import LIMITS as CONFIG
-from fp8moe_plugin.safetensors_headers import HEADER, INDEX, INDEX_NAME
+from fp8moe_plugin.checkpoint.config_json import LIMITS as CONFIG
+from fp8moe_plugin.checkpoint.headers import HEADER, INDEX, INDEX_NAME
 
-V3 = json.loads((Path(__file__).parent / "checkpoints" / "DeepSeek-V3.json").read_text())
+V3 = json.loads((Path(__file__).parent / "configs" / "DeepSeek-V3.json").read_text())
 SHARD = "model.safetensors"
 
 # The peak by the kernel's count of this process alone; ru_maxrss would start at the peak of the parent.
 READ = """
 import sys, time
 from pathlib import Path
-from fp8moe_plugin.checkpoint import read_model
+from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 
 def peak():
