@@ -22,7 +22,7 @@ HOPPER = (9, 0)  # the only compute capability with the instructions of the kern
 SMEM_ALIGNMENT = 1024
 PREFILL_BLOCK_M = 128  # tokens of a tile of grouped_gemm, without its tail
 TAIL_ROWS = 16  # of a tile of PREFILL_BLOCK_M; kTailRows of csrc/tile_table.cuh
-DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_swap_ab; kOtherBlockM of csrc/tile_table.cuh
+DECODE_BLOCK_M = 64  # tokens of a tile of grouped_gemm_few_rows; kOtherBlockM of csrc/tile_table.cuh
 DECODE_ROWS = 24  # of an expert on average; see decode_tokens
 GATHER_UP_TO = 1024  # channels of an expert; see gathers
 EARLY_FROM, EARLY_BELOW = 768, 192  # channels of an expert, rows of an expert; see starts_early
@@ -40,8 +40,8 @@ CLUSTER_SPLITS = 8  # kMostSplits of csrc/cluster_sum.cuh
 DOWN_BLOCKS = {8: 64, 16: 80}  # by width; see down_splits
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, a thread each
 LONG_K = 4096  # channels; see dense_streams and whole_rows_l2_fetch
-DENSE_WIDTHS, DENSE_BLOCK_N = (8, 16, 32), 64  # rows and columns of a tile of dense_gemm_swap_ab
-DENSE_SPLITS = 3  # blocks of a cluster that share a tile of dense_gemm_swap_ab, and divide K
+DENSE_WIDTHS, DENSE_BLOCK_N = (8, 16, 32), 64  # rows and columns of a tile of dense_gemm_few_rows
+DENSE_SPLITS = 3  # blocks of a cluster that share a tile of dense_gemm_few_rows, and divide K
 SMEM_BYTES = 227 * 1024  # of a block, the most there is
 DENSE_TILE_M, DENSE_TILE_N = (64, 128), (16, 32, 64, 96, 112, 128, 144, 192)  # of dense_gemm
 DENSE_ROWS = 384  # see dense_key
@@ -63,12 +63,12 @@ PARAMETERS = {
     "combine": "PPPPii",
     "count_experts": "PPPiiii",
     "dense_gemm": "MMMPiPPiiii",
-    "dense_gemm_swap_ab": "MMPiPPiiiii",
+    "dense_gemm_few_rows": "MMPiPPiiiii",
     "down_small_batch": "MMPPPPPPiiiiiiii",
     "gate_up_small_batch": "MPPPPPPPPiiiiiii",
-    "gate_up_swap_ab": "MPPPPPPPPPPiiiii",
+    "gate_up_few_rows": "MPPPPPPPPPPiiiii",
     "grouped_gemm": "MMMMPiiPPPPPPPPPiii",
-    "grouped_gemm_swap_ab": "MMPiiPPPPiiiiiPi",
+    "grouped_gemm_few_rows": "MMPiiPPPPiiiiiPi",
     "quantize": "PPPPiii",
     "route": "PPPPPPPPPiiiiiii",
     "silu_mul_quant": "PPPPii",
@@ -141,19 +141,19 @@ def _grouped_gemm_smem(block_n: int, stages: int, epilogue: int) -> int:
 
 
 @functools.cache
-def swap_ab_key() -> KernelKey:
+def grouped_gemm_few_rows_key() -> KernelKey:
     stages = 8
     operands = stages * (128 + DECODE_BLOCK_M) * 128
     staging = DECODE_BLOCK_M * 128 * 2
     scales_and_barriers = stages * ((DECODE_BLOCK_M + SCALE_SLACK) * 4 + 4 + 16 + 16)
     smem = _align(operands + staging + scales_and_barriers)
-    return KernelKey("grouped_gemm_swap_ab", (("STAGES", stages),), 384, smem)
+    return KernelKey("grouped_gemm_few_rows", (("STAGES", stages),), 384, smem)
 
 
 @functools.cache
-def dense_swap_ab_key() -> KernelKey:
+def dense_gemm_few_rows_key() -> KernelKey:
     """A dense GEMM of few rows and few columns; it has as many stages as there is room for."""
-    return KernelKey("dense_gemm_swap_ab", (), 192, SMEM_BYTES)
+    return KernelKey("dense_gemm_few_rows", (), 192, SMEM_BYTES)
 
 
 @functools.cache
@@ -163,7 +163,7 @@ def dense_gemm_key(block_m: int) -> KernelKey:
 
 
 @functools.cache
-def gate_up_swap_ab_key(ue8m0: bool) -> KernelKey:
+def gate_up_few_rows_key(ue8m0: bool) -> KernelKey:
     """The same for few rows an expert; it finds the tokens of an expert among those of the step."""
     stages = 5
     operands = stages * (2 * GROUP + DECODE_BLOCK_M) * 128
@@ -172,7 +172,7 @@ def gate_up_swap_ab_key(ue8m0: bool) -> KernelKey:
     scales_and_barriers = stages * (DECODE_BLOCK_M * 4 + 2 * 4 + 16 + 16)
     tile_and_flag = 16 + 16
     smem = _align(operands + staging + largest_magnitudes + scales_and_barriers + tile_and_flag)
-    return KernelKey("gate_up_swap_ab", (("STAGES", stages), ("UE8M0", int(ue8m0))), 384, smem)
+    return KernelKey("gate_up_few_rows", (("STAGES", stages), ("UE8M0", int(ue8m0))), 384, smem)
 
 
 @functools.cache
@@ -246,7 +246,7 @@ def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
     gemms.append(grouped_gemm_key(Output.BF16, keep_b=True))
     if batched:
         return [*gemms, tiles_of_counts_key()]
-    gemms += [swap_ab_key(), gate_up_swap_ab_key(ue8m0)]
+    gemms += [grouped_gemm_few_rows_key(), gate_up_few_rows_key(ue8m0)]
     gather = [gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
     routing = [count_experts_key(), route_key(), combine_key()]
     gather += [gate_up_small_batch_key(ue8m0, *kind) for kind in SMALL_BATCH_STAGES]
@@ -256,7 +256,7 @@ def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
 
 def linear_kernels(ue8m0: bool) -> list[KernelKey]:
     """All that a dense layer launches."""
-    few_rows = dense_swap_ab_key(), *map(dense_gemm_key, DENSE_TILE_M)
+    few_rows = dense_gemm_few_rows_key(), *map(dense_gemm_key, DENSE_TILE_M)
     return [*few_rows, grouped_gemm_key(Output.BF16), quantize_key(ue8m0, Layout.K_MAJOR)]
 
 
@@ -265,11 +265,11 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
     topk = model.experts.topk
     few = decode_tokens(topk, model.experts.experts)
     why = {
-        swap_ab_key(): f"GEMMs of experts in steps of up to {few} tokens: decode",
-        dense_swap_ab_key(): f"dense GEMMs of few columns in steps of up to {DENSE_WIDTHS[-1]} tokens",
+        grouped_gemm_few_rows_key(): f"GEMMs of experts in steps of up to {few} tokens: decode",
+        dense_gemm_few_rows_key(): f"dense GEMMs of few columns in steps of up to {DENSE_WIDTHS[-1]} tokens",
         dense_gemm_key(64): f"other dense GEMMs in steps of up to {DENSE_ROWS} tokens, or more where columns are few",
         dense_gemm_key(128): "the same in higher tiles",
-        gate_up_swap_ab_key(model.ue8m0): "the first GEMM of experts, activated and quantized, in these steps",
+        gate_up_few_rows_key(model.ue8m0): "the first GEMM of experts, activated and quantized, in these steps",
         gate_up_key(model.ue8m0, False): "the first GEMM of experts, activated and quantized, in longer steps: prefill",
         gate_up_key(model.ue8m0, True): "the same for narrow experts, which find their tokens among those of the step",
         grouped_gemm_key(Output.BF16): "the other GEMMs of longer steps",
@@ -372,12 +372,12 @@ def gathers(intermediate: int, block_m: int) -> bool:
 
 
 def dense_width(m: int) -> int:
-    """How many rows dense_gemm_swap_ab multiplies `m` as."""
+    """How many rows dense_gemm_few_rows multiplies `m` as."""
     return next(width for width in DENSE_WIDTHS if m <= width)
 
 
 def k_splits(rows: int, experts: int, hidden: int, intermediate: int) -> int:
-    """Into how many parts of K a tile of gate_up_swap_ab is divided, for `rows` rows of at most `experts` experts.
+    """Into how many parts of K a tile of gate_up_few_rows is divided, for `rows` rows of at most `experts` experts.
 
     As many as give each multiprocessor of an H200 at most a part, as long as the parts' sums, which go through memory,
     are few bytes. The number of tokens decides, not where they are routed.
@@ -390,7 +390,7 @@ def k_splits(rows: int, experts: int, hidden: int, intermediate: int) -> int:
 
 
 def columns_at_once(rows: int, experts: int, n: int, k: int) -> int:
-    """How many columns of tiles a block of grouped_gemm_swap_ab takes of `rows` rows of at most `experts` experts.
+    """How many columns of tiles a block of grouped_gemm_few_rows takes of `rows` rows of at most `experts` experts.
 
     Enough that what it does once in a while, which takes as long as a few steps of 128 K, stays beside the loads; while
     there are tiles for all multiprocessors.
@@ -430,19 +430,19 @@ def masked_block_m(expected_m: int) -> int:
 
 def grouped_key(block_m: int, keep_b: bool = False) -> KernelKey:
     """The GEMM of grouped rows in tiles of `block_m`; `keep_b`: see `keeps_b`."""
-    return swap_ab_key() if block_m == DECODE_BLOCK_M else grouped_gemm_key(Output.BF16, keep_b=keep_b)
+    return grouped_gemm_few_rows_key() if block_m == DECODE_BLOCK_M else grouped_gemm_key(Output.BF16, keep_b=keep_b)
 
 
 def dense_key(m: int, n: int, k: int, output: Output, sms: int) -> KernelKey:
     """The GEMM of a dense `[m, n]` result of `k` channels.
 
-    To bfloat16: dense_gemm_swap_ab; or, up to a few hundred rows and where one round of the largest tiles does, tiles
+    To bfloat16: dense_gemm_few_rows; or, up to a few hundred rows and where one round of the largest tiles does, tiles
     that make all multiprocessors load the same; or tiles of 256 columns. To others: tiles of 256 columns, or of 128
     where that is one round.
     """
     if output == Output.BF16:
         if m <= DENSE_WIDTHS[-1] and dense_streams(n, k):
-            return dense_swap_ab_key()
+            return dense_gemm_few_rows_key()
         one_round = ceil_div(m, DENSE_TILE_M[-1]) * ceil_div(n, DENSE_TILE_N[-1]) <= sms
         if m <= DENSE_ROWS or one_round:
             return dense_gemm_key(dense_tile(m, n, k, sms)[0])
@@ -452,7 +452,7 @@ def dense_key(m: int, n: int, k: int, output: Output, sms: int) -> KernelKey:
 
 
 def dense_streams(n: int, k: int) -> bool:
-    """Whether few rows go to dense_gemm_swap_ab: where each of a cluster's blocks has a multiprocessor of its own.
+    """Whether few rows go to dense_gemm_few_rows: where each of a cluster's blocks has a multiprocessor of its own.
 
     There columns are so few that blocks with all of K would take many steps.
     """

@@ -20,7 +20,7 @@ from tests.test_plan import replace_everywhere
 
 layer_ops = importlib.import_module("fp8moe_plugin.ops.fused_moe")  # the op has taken its name
 ADDRESSES = layer_ops.LayerAddresses(*range(1024, 1024 * (len(layer_ops.LayerAddresses._fields) + 1), 1024))
-SPLITS = -2  # where gate_up_swap_ab is told into how many parts K is divided
+SPLITS = -2  # where gate_up_few_rows is told into how many parts K is divided
 # topk, hidden, intermediate, local and global experts: DeepSeek-V3 whole, of 8 ranks, Qwen3-30B, and a rank with few
 SHAPES = [
     (8, 7168, 2048, 256, 256),
@@ -54,7 +54,7 @@ def test_a_layer_makes_whole_sums_at_any_number_of_tokens(shape, tokens):
     with invariance(True):
         launches = launches_of(tokens, shape)
     assert not any("small_batch" in launch.key.source for launch in launches)
-    assert all(launch.args[SPLITS] == 1 for launch in launches if launch.key.source == "gate_up_swap_ab")
+    assert all(launch.args[SPLITS] == 1 for launch in launches if launch.key.source == "gate_up_few_rows")
 
 
 @given(n=st.sampled_from((8, 576, 2112, 24576)), k=st.sampled_from((128, 1536, 7168, 18432)))
@@ -67,7 +67,7 @@ def test_by_default_sums_are_divided():
     with invariance(False):
         assert "small_batch" in launches_of(1, SHAPES[1])[0].key.source
         assert max(launch.args[SPLITS] for launch in launches_of(20, SHAPES[4]) if "gate_up" in launch.key.source) > 1
-        assert plan.dense_key(1, 2112, 7168, plan.Output.BF16, 132) == plan.dense_swap_ab_key()
+        assert plan.dense_key(1, 2112, 7168, plan.Output.BF16, 132) == plan.dense_gemm_few_rows_key()
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 64, 300, 2000])

@@ -21,7 +21,7 @@ def trace(*names: str) -> list[dict[str, Any]]:
     return [{"name": name, "ts": STEPS * i, "dur": 7} for i, name in enumerate(names)]
 
 
-DECODE = ("route", "quantize", "gate_up_swap_ab", "grouped_gemm_swap_ab", "combine")
+DECODE = ("route", "quantize", "gate_up_few_rows", "grouped_gemm_few_rows", "combine")
 PREFILL = ("count_experts", *DECODE)
 SMALL_BATCH = ("gate_up_small_batch", "down_small_batch")
 FEW_TRITON = ("per_token_group_quant_8bit", "FillFunctor<int>", "fused_moe_kernel", "act_and_mul", "quant")

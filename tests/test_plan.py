@@ -85,7 +85,7 @@ def test_kernels_that_start_early_follow_those_they_may_run_beside(steps, no_sma
     gathers = plan.gathers(intermediate, block_m)
     early = plan.starts_early(tokens * TOPK / EXPERTS, intermediate, block_m)
     counted = {"route"} if plan.route_chunks(tokens * TOPK) > 1 else set()
-    follow = {"gate_up_swap_ab", "grouped_gemm_swap_ab", "combine"} if block_m == plan.DECODE_BLOCK_M else set()
+    follow = {"gate_up_few_rows", "grouped_gemm_few_rows", "combine"} if block_m == plan.DECODE_BLOCK_M else set()
     expected = counted | follow | ({"quantize"} if gathers else set()) | ({"grouped_gemm"} if early else set())
     assert {name for name, starts_early in steps if starts_early} == expected
     if counted:
@@ -215,9 +215,9 @@ def test_a_layer_launches_what_its_ops_launch_one_by_one(
         numbers = [bool(a) if x == "P" else a for a, x in zip(args, letters, strict=True)]
         if key.source == "grouped_gemm":
             numbers[letters.rindex("P") - 2] = False  # its counters: only the layer lets GEMM 2 start early
-        if key.source == "grouped_gemm_swap_ab":  # its pair of counters and those of rows that are done: likewise
+        if key.source == "grouped_gemm_few_rows":  # its pair of counters and those of rows that are done: likewise
             numbers[-4], numbers[-2:] = 0, (False, 0)
-        if key.source == "gate_up_swap_ab":
+        if key.source == "gate_up_few_rows":
             numbers[letters.rindex("P") - 2] = False
         if "gemm" in key.source or "gate_up" in key.source or key == plan.combine_key():
             early = False
@@ -343,9 +343,9 @@ SHAPES = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168)
 
 def test_few_rows_stream_weights_where_columns_are_few_and_k_is_long():
     keys = {shape: plan.dense_key(32, *shape, plan.Output.BF16, 132) for shape in SHAPES}
-    streamed = [shape for shape, key in keys.items() if key == plan.dense_swap_ab_key()]
+    streamed = [shape for shape, key in keys.items() if key == plan.dense_gemm_few_rows_key()]
     assert streamed == [(2112, 7168), (128, 18432)]
-    assert all(plan.dense_key(33, *shape, plan.Output.BF16, 132) != plan.dense_swap_ab_key() for shape in SHAPES)
+    assert all(plan.dense_key(33, *shape, plan.Output.BF16, 132) != plan.dense_gemm_few_rows_key() for shape in SHAPES)
     assert [plan.dense_width(m) for m in (1, 8, 9, 17, 32)] == [8, 8, 16, 32, 32]
     assert min(plan.CLUSTER_SPLITS, plan.LONG_K // 128) >= plan.DENSE_SPLITS
 

@@ -17,8 +17,8 @@ from fp8moe_plugin.ops.gemm_launch import (
     Rows,
     TileAddresses,
     Weights,
+    gate_up_few_rows_launch,
     gate_up_launch,
-    gate_up_swap_ab_launch,
     grouped_launch,
 )
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
@@ -278,7 +278,7 @@ def _layer_launches(
             launches.append(gate_up_launch(x, at.tokens, w13, inner, tiles, ue8m0, device_index))
         else:
             split = (at.partial, splits)
-            first = gate_up_swap_ab_launch(x, at.tokens, w13, inner, tiles, split, ue8m0, device_index, early=True)
+            first = gate_up_few_rows_launch(x, at.tokens, w13, inner, tiles, split, ue8m0, device_index, early=True)
             launches.append(first)
     else:
         x = Rows(at.x, rows, hidden, at.x_scales, 0, scales)

@@ -22,8 +22,8 @@ from fp8moe_plugin.plan import (
     dense_key,
     dense_tile,
     dense_width,
+    gate_up_few_rows_key,
     gate_up_key,
-    gate_up_swap_ab_key,
     grouped_key,
     tile_counters,
     whole_rows_l2_fetch,
@@ -120,8 +120,8 @@ def launch_gemm(
         return
     output = _output(out, c)
     key = dense_key(rows.rows, weights.n, rows.k, output, multiprocessors(device_index))
-    if key.source == "dense_gemm_swap_ab":
-        _launch_dense_swap_ab(key, rows, weights, out, follows)
+    if key.source == "dense_gemm_few_rows":
+        _launch_dense_few_rows(key, rows, weights, out, follows)
         return
     if key.source == "dense_gemm":
         _launch_dense(key, rows, weights, out, follows)
@@ -141,7 +141,7 @@ def _launch_dense(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, early:
     launch(key, min(tiles, sms), args, out.get_device(), early)
 
 
-def _launch_dense_swap_ab(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, early: bool) -> None:
+def _launch_dense_few_rows(key: KernelKey, a: Rows, b: Weights, out: torch.Tensor, early: bool) -> None:
     """`launch_gemm` of few rows and few columns."""
     width = dense_width(a.rows)
     maps = (_map(a, width), _weight_map(b, DENSE_BLOCK_N, STREAMED_L2_FETCH))
@@ -165,7 +165,7 @@ def grouped_launch(
     """
     key = grouped_key(block_m, tiles.keep_b)
     if block_m != PREFILL_BLOCK_M:
-        return _swap_ab(key, a, b, out, tiles, device_index, after_gate_up, counters)
+        return _few_rows(key, a, b, out, tiles, device_index, after_gate_up, counters)
     return _wide(key, a, b, out, 0, Output.BF16, tiles, device_index, after_gate_up and bool(tiles.ready))
 
 
@@ -189,7 +189,7 @@ def launch_gate_up(
         raise InvalidInputError("tiles of DECODE_BLOCK_M need `a_rows`, the tokens that their rows are.")
     else:
         uncounted, unsplit = addresses._replace(ready=0), (0, 1)
-        launch(*gate_up_swap_ab_launch(rows, gathered, weights, inner, uncounted, unsplit, ue8m0, device_index))
+        launch(*gate_up_few_rows_launch(rows, gathered, weights, inner, uncounted, unsplit, ue8m0, device_index))
 
 
 def gate_up_launch(
@@ -205,7 +205,7 @@ def gate_up_launch(
     return Launch(key, multiprocessors(device_index), args, device_index)
 
 
-def gate_up_swap_ab_launch(
+def gate_up_few_rows_launch(
     a: Rows,
     a_rows: int,
     w13: Weights,
@@ -226,7 +226,7 @@ def gate_up_swap_ab_launch(
     results = (out.values, out.scales, partial if splits > 1 else 0, tiles.ready, tiles.table, tiles.num_tiles)
     operands = (_gate_up_map(w13), a.values, a.scales, w13.scales, a_rows)
     args = (*operands, *results, out.rows, out.k, w13.k, splits, tile_counters(out.k, splits))
-    return Launch(gate_up_swap_ab_key(ue8m0), multiprocessors(device_index), args, device_index, early)
+    return Launch(gate_up_few_rows_key(ue8m0), multiprocessors(device_index), args, device_index, early)
 
 
 def _wide(
@@ -250,7 +250,7 @@ def _wide(
     return Launch(key, multiprocessors(device_index), args, device_index, early)
 
 
-def _swap_ab(
+def _few_rows(
     key: KernelKey,
     a: Rows,
     b: Weights,

@@ -47,7 +47,7 @@ def split_gate_up(
     q, scales = empty_quantized(tokens.numel(), width // 2, CPU)
     partial = h.poisoned(splits, tokens.numel(), width, dtype=torch.float32, device=CPU)
     ready = torch.zeros(1 + len(tiles.table) * tile_counters(width // 2, splits), dtype=torch.int32)
-    launched = gemm_launch.gate_up_swap_ab_launch(
+    launched = gemm_launch.gate_up_few_rows_launch(
         Rows.of(x[0], (x[1], 0, 0)),
         tokens.data_ptr(),
         Weights.of(w13),

@@ -8,7 +8,7 @@ import torch
 from fp8moe_plugin.ops import fp8_gemm_nt, gemm_launch
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
-from fp8moe_plugin.plan import DENSE_WIDTHS, Output, dense_swap_ab_key, grouped_gemm_key
+from fp8moe_plugin.plan import DENSE_WIDTHS, Output, dense_gemm_few_rows_key, grouped_gemm_key
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import SHARED_BYTES, Device
@@ -35,7 +35,7 @@ def emulator(emulator_runtime: ctypes.CDLL, kernels: Kernels) -> Device:
 )
 def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     n, k, splits = request.param
-    monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: dense_swap_ab_key())
+    monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: dense_gemm_few_rows_key())
     monkeypatch.setattr(gemm_launch, "DENSE_SPLITS", splits)
     return n, k
 

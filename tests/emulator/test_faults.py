@@ -22,16 +22,16 @@ from fp8moe_plugin.plan import (
     Layout,
     Output,
     combine_key,
+    dense_gemm_few_rows_key,
     dense_gemm_key,
     dense_streams,
-    dense_swap_ab_key,
     down_small_batch_key,
+    gate_up_few_rows_key,
     gate_up_small_batch_key,
-    gate_up_swap_ab_key,
+    grouped_gemm_few_rows_key,
     grouped_gemm_key,
     quantize_key,
     route_key,
-    swap_ab_key,
     tiles_of_counts_key,
 )
 from tests import helpers as h
@@ -139,8 +139,14 @@ def layers_in_a_row(emulator: Device, seed: int) -> None:
 
 
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
-NARROW = dense_swap_ab_key(), quantize_key(False, Layout.K_MAJOR)
-FEW = swap_ab_key(), gate_up_swap_ab_key(False), quantize_key(False, Layout.ROW_MAJOR), route_key(), combine_key()
+NARROW = dense_gemm_few_rows_key(), quantize_key(False, Layout.K_MAJOR)
+FEW = (
+    grouped_gemm_few_rows_key(),
+    gate_up_few_rows_key(False),
+    quantize_key(False, Layout.ROW_MAJOR),
+    route_key(),
+    combine_key(),
+)
 SMALL_BATCH = gate_up_small_batch_key(False, 8, 8), down_small_batch_key(8, 8)
 KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
 KERNELS = {  # to be compiled ahead
@@ -218,7 +224,7 @@ FAULTS = {
         "split_k.cuh", "== splits - 1)", "== splits - 2)", layers_in_a_row, WRONG_RESULT
     ),
     "tokens are loaded beside the kernel that quantizes them": Fault(
-        "dense_gemm_swap_ab.cu",
+        "dense_gemm_few_rows.cu",
         "    wait_for_previous_kernel();\n",
         "",
         dense_layer,
@@ -257,21 +263,21 @@ FAULTS = {
         "rows_done.cuh", "__nanosleep(100);", "break;", layer_of_few_tokens, WRONG_RESULT
     ),
     "wgmma reads gathered tokens that are not fenced": Fault(
-        "gate_up_swap_ab.cu",
+        "gate_up_few_rows.cu",
         "        fence_proxy_async();  // the copies of tokens are ordinary writes\n",
         "",
         layer_of_few_tokens,
         "without fence.proxy.async",
     ),
     "the second GEMM of few rows ends before the first one": Fault(
-        "grouped_gemm_swap_ab.cu",
+        "grouped_gemm_few_rows.cu",
         "            if (ready) wait_for_previous_kernel();  // who follows this one follows both\n",
         "",
         layers_in_a_row,
         f"{WRONG_RESULT}|deadlock|livelock",
     ),
     "the second GEMM of few rows starts before its tiles are there": Fault(
-        "gate_up_swap_ab.cu",
+        "gate_up_few_rows.cu",
         "        wait_for_previous_kernel();\n        let_next_kernel_start();",
         "        let_next_kernel_start();\n        wait_for_previous_kernel();",
         layers_in_a_row,

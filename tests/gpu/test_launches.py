@@ -16,7 +16,7 @@ from fp8moe_plugin.ops.gemm_launch import (
     Rows,
     TileAddresses,
     Weights,
-    gate_up_swap_ab_launch,
+    gate_up_few_rows_launch,
     grouped_launch,
     launch_gate_up,
     launch_gemm,
@@ -163,7 +163,7 @@ def test_the_second_gemm_of_few_rows_may_run_beside_the_first_one(
         split = partial.data_ptr(), splits
         weights = Weights.of(w13), Weights.of(w2)
         launcher.launch(
-            *gate_up_swap_ab_launch(tokens, a_rows.data_ptr(), weights[0], inner, told, split, False, device.index)
+            *gate_up_few_rows_launch(tokens, a_rows.data_ptr(), weights[0], inner, told, split, False, device.index)
         )
         second = inner, weights[1], out.data_ptr(), DECODE_BLOCK_M, told, device.index
         launcher.launch(*grouped_launch(*second, after_gate_up=beside, counters=per_tile if beside else 0))

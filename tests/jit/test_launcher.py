@@ -15,7 +15,14 @@ from cuda.bindings import driver
 
 from fp8moe_plugin.errors import LaunchError
 from fp8moe_plugin.jit import launcher
-from fp8moe_plugin.plan import PARAMETERS, KernelKey, all_kernels, dense_swap_ab_key, route_key, swap_ab_key
+from fp8moe_plugin.plan import (
+    PARAMETERS,
+    KernelKey,
+    all_kernels,
+    dense_gemm_few_rows_key,
+    grouped_gemm_few_rows_key,
+    route_key,
+)
 
 STREAM, FUNCTION = 0x7F00_0000_1000, 0x5500_0000_2000
 TYPES = {"M": ctypes.c_char * launcher.TENSOR_MAP_BYTES, "P": ctypes.c_void_p, "i": ctypes.c_int}
@@ -125,7 +132,7 @@ def test_early_launches_have_the_attribute_and_others_of_the_kernel_do_not(launc
 
 
 def test_blocks_of_a_cluster_are_an_attribute_beside_that_of_an_early_launch(launches):
-    key = dense_swap_ab_key()
+    key = dense_gemm_few_rows_key()
     for cluster in (1, 6):
         launcher.launch(key, 12, arguments(key, 1), 0, True, cluster)
     attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
@@ -156,7 +163,7 @@ def test_a_launch_for_another_device_is_made_there(launches, device):
 
 
 def test_threads_do_not_write_over_each_other_s_parameters(launches, monkeypatch):
-    key = swap_ab_key()
+    key = grouped_gemm_few_rows_key()
     launcher.launch(key, 1, arguments(key, 1), 0)
     mine = launcher._thread.prepared[id(key), 0, False, 1]
     packed = mine.call  # of this thread, whose parameters another thread must leave alone

@@ -7,7 +7,7 @@ import torch
 
 from fp8moe_plugin.jit.launcher import launch
 from fp8moe_plugin.ops.gate_up import gate_up
-from fp8moe_plugin.ops.gemm_launch import Rows, TileAddresses, Weights, gate_up_swap_ab_launch
+from fp8moe_plugin.ops.gemm_launch import Rows, TileAddresses, Weights, gate_up_few_rows_launch
 from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
 from fp8moe_plugin.ops.quantize import (
     dequantize_rows,
@@ -95,7 +95,7 @@ def test_splits_of_k_change_the_roundings_of_sums_and_nothing_else(counts: list[
         tiles = TileAddresses.of(replace(routing.tiles, ready=ready))
         a, out = Rows.of(quantized[0], (quantized[1], 0, 0)), Rows.of(q, (scales, 0, 0))
         split = (partial.data_ptr(), splits)
-        launch(*gate_up_swap_ab_launch(a, routing.tokens.data_ptr(), Weights.of(w13), out, tiles, split, False, 0))
+        launch(*gate_up_few_rows_launch(a, routing.tokens.data_ptr(), Weights.of(w13), out, tiles, split, False, 0))
         got, wanted = (dequantize_rows(*(p[:rows] for p in pair)) for pair in ((q, scales), (e[0] for e in expected)))
         assert h.relative_l2(got, wanted.double()) <= 5e-3
         first = got if first is None else first

@@ -103,12 +103,12 @@ def test_what_is_compiled_is_kept_and_only_the_rest_compiled(full_cache: Path) -
 def test_a_kernel_that_does_not_compile_fails_alone(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good, bad = KernelKey("combine"), KernelKey("grouped_gemm_swap_ab", (("STAGES", "nonsense"),))  # type: ignore[arg-type]
+    good, bad = KernelKey("combine"), KernelKey("grouped_gemm_few_rows", (("STAGES", "nonsense"),))  # type: ignore[arg-type]
     monkeypatch.setattr(kernels, "plan_of", lambda model: {bad: "bad", good: "good"})
     assert main([]) == 1
     printed = capsys.readouterr()
     assert "2 kernels: 0 present, 1 compiled, 1 failed" in printed.out
-    assert "grouped_gemm_swap_ab STAGES=nonsense" in printed.err
+    assert "grouped_gemm_few_rows STAGES=nonsense" in printed.err
     assert "does not compile" in printed.err
     assert len(entries(cache)) == 1
 
@@ -185,7 +185,7 @@ def test_list_and_dry_run_compile_nothing(cache: Path, capsys: pytest.CaptureFix
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
     assert re.search(
-        r"^missing   grouped_gemm_swap_ab STAGES=8 +GEMMs of experts in steps of up to 384 tokens", printed[0], re.M
+        r"^missing   grouped_gemm_few_rows STAGES=8 +GEMMs of experts in steps of up to 384 tokens", printed[0], re.M
     )
     assert f"{OF_A_MODEL} kernels, 0 present" in printed[0]
     assert not cache.exists()
@@ -197,13 +197,13 @@ def test_verify_names_what_is_missing_or_damaged_and_the_remedy(
     arguments = ["verify", "--model", str(checkpoint("DeepSeek-V3")), "--tp", "8"]
     assert main(arguments) == 0
     assert f"{OF_A_MODEL} kernels, {OF_A_MODEL} present and whole, in {full_cache}" in capsys.readouterr().out
-    (combine,), (swap_ab,) = full_cache.glob("combine-*.cubin"), full_cache.glob("grouped_gemm_swap_ab-*.cubin")
+    (combine,), (swap_ab,) = full_cache.glob("combine-*.cubin"), full_cache.glob("grouped_gemm_few_rows-*.cubin")
     combine.unlink()
     swap_ab.write_bytes(swap_ab.read_bytes()[:-1])
     assert main(arguments) == 1
     printed = capsys.readouterr().out
     assert f"missing combine: {full_cache} does not hold it" in printed
-    assert f"damaged grouped_gemm_swap_ab STAGES=8: {swap_ab} is damaged: its checksum differs" in printed
+    assert f"damaged grouped_gemm_few_rows STAGES=8: {swap_ab} is damaged: its checksum differs" in printed
     assert f"Run `python -m warmup --model {checkpoint('DeepSeek-V3')} --tp 8`." in printed
 
 
@@ -341,7 +341,7 @@ def test_explain_shows_what_one_gpu_holds(
     assert sum(s.bytes for s in found.shapes if s.name.startswith("experts")) == experts + experts // 4096
     steps = {step.tokens: step for step in found.steps}
     kernels = [steps[tokens].kernel for tokens in (1, 16, 32, 8192)]
-    assert kernels == ["down_small_batch", "down_small_batch", "grouped_gemm_swap_ab", "grouped_gemm"]
+    assert kernels == ["down_small_batch", "down_small_batch", "grouped_gemm_few_rows", "grouped_gemm"]
     assert steps[1].padding == pytest.approx(1 - 1 / 8, abs=0.01)  # one row in a tile 8 wide
     assert steps[16].padding > 0.9  # one or two rows in one 16 wide
     assert steps[8192].rows_per_expert == 256

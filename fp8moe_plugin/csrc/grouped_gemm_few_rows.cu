@@ -5,7 +5,7 @@
 //
 // A block takes `run` columns of tiles at once, so that where K is short what comes once in a while stays cheap.
 //
-// With `ready` A is what gate_up_swap_ab makes, beside which this kernel runs; see rows_done.cuh.
+// With `ready` A is what gate_up_few_rows makes, beside which this kernel runs; see rows_done.cuh.
 #include "ptx.cuh"
 #include "rows_done.cuh"
 #include "swap_ab.cuh"
@@ -140,7 +140,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 // ---- kernel ----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    grouped_gemm_swap_ab(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+    grouped_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                          const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
                          u16* d, const int4* table, int* num_tiles, int m, int n, int k, int pair_of_counters, int run,
                          int* ready, int counters) {

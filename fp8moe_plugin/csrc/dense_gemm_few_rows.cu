@@ -157,7 +157,7 @@ DEVICE void run(const Operands& in, u16* d, int splits) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    dense_gemm_swap_ab(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+    dense_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                        const float* a_scales, int a_scale_k_stride, const float* b_scales, u16* d, int m, int n, int k,
                        int width, int splits) {
     let_next_kernel_start();

@@ -318,7 +318,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 // ---- kernel ------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    gate_up_swap_ab(const __grid_constant__ TensorMap w_map, const uint4* x, const float* x_scales,
+    gate_up_few_rows(const __grid_constant__ TensorMap w_map, const uint4* x, const float* x_scales,
                     const float* w_scales, const int* a_rows, u8* q, float* scales, float* partial, int* ready,
                     const int4* table, int* num_tiles, int m, int intermediate, int k, int splits, int counters) {
     SharedMemory shared{dynamic_shared_address()};
