@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ class Engines:
         )
         self.fresh: dict[str, Any] = {}  # what an engine said that was started on the checkpoint
         self.seen: list[tuple[str, Any]] = []  # what engines said after they had loaded it
+        self.failures: list[Exception] = []
         self.runs = False
 
     def do(self, command: str, name: str | None = None) -> dict[str, Any]:
@@ -140,10 +142,16 @@ class Engines:
         assert self.fresh.setdefault(name, answer) == answer
         self.runs = True
 
-    def running(self) -> "Engines":
-        if not self.runs:
-            self.start()
-        return self
+    @contextmanager
+    def step(self) -> Iterator["Engines"]:
+        """One of a sequence. Hypothesis repeats a sequence that fails, on engines in another state by then."""
+        try:
+            if not self.runs:
+                self.start()
+            yield self
+        except Exception as error:
+            self.failures.append(error)
+            raise
 
     def end(self) -> None:
         self.process.kill()
@@ -157,14 +165,18 @@ class Loads(RuleBasedStateMachine):
 
     @rule(way=st.sampled_from(("reload", "load")), name=st.sampled_from(tuple(GOOD)))
     def load(self, way: str, name: str) -> None:
-        answer = self.engines.running().do(way, name)
-        assert "refused" not in answer, answer
-        self.engines.seen.append((f"{way} {name}", answer))
+        with self.engines.step() as engines:
+            answer = engines.do(way, name)
+            assert "refused" not in answer, answer
+            engines.seen.append((f"{way} {name}", answer))
 
     @rule(data=st.data(), way=st.sampled_from(("reload", "load")))
     def refuse(self, data: st.DataObject, way: str) -> None:
         bad = data.draw(st.sampled_from(tuple(BAD[self.engines.kind][way])))
-        engines = self.engines.running()
+        with self.engines.step() as engines:
+            self.check_refused(engines, way, bad)
+
+    def check_refused(self, engines: Engines, way: str, bad: str) -> None:
         engines.runs = False
         refused = engines.do(way, bad).get("refused", "")
         assert "Restart the engine" in refused, f"{way} of a checkpoint with {bad}: {refused or 'accepted'}"
@@ -204,7 +216,10 @@ def test_an_engine_serves_the_last_checkpoint_or_refuses(engines):
         stateful_step_count=STEPS,
         phases=[hypothesis.Phase.generate],  # to shrink a failure would start hundreds of engines
     )
-    run_state_machine_as_test(Machine, settings=profile)
+    try:
+        run_state_machine_as_test(Machine, settings=profile)
+    except hypothesis.errors.HypothesisException:
+        raise engines.failures[0] from None
     while len(engines.fresh) < len(GOOD):
         engines.start()
     assert len({json.dumps(answer) for answer in engines.fresh.values()}) == len(GOOD)

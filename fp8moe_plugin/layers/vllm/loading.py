@@ -129,8 +129,11 @@ class LayerLoading:
             layer.register_parameter(name, parameter)
 
     def _register(self, layer: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
+        watched = self.serving and name in self.parameters
+        if watched and self.model.failure and parameter is not None and parameter.is_meta:
+            parameter = self.parameters[name]  # else steps would run on meta from end to end, and no op refuse them
         torch.nn.Module.register_parameter(layer, name, parameter)
-        if parameter is None or name not in self.parameters or not self.serving:
+        if not watched or parameter is None:
             return
         if parameter.is_meta:
             self.checked = False

@@ -302,6 +302,9 @@ def test_a_refused_reload_leaves_no_layer_without_memory():
     with pytest.raises(CheckpointError, match=RESTART):
         model.reload(checkpoint)
     assert not any(parameter.is_meta for parameter in model.parameters())
+    with pytest.raises(CheckpointError, match=RESTART):
+        model.reload(first("fp8"))
+    assert not any(parameter.is_meta for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["w1_weight", "w2_weight_scale_inv"])
