@@ -1,4 +1,4 @@
-// grouped_gemm.cu: the producers of GATHER. A warp copies 32 rows of A, eight lanes a row; the first warp also loads B.
+// gate_up.cu: the producers of GATHER. A warp copies 32 rows of A, eight lanes a row; the first warp also loads B.
 #pragma once
 #include "gemm_load.cuh"
 

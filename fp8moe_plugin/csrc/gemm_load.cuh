@@ -1,4 +1,4 @@
-// grouped_gemm.cu: its producer, one warp that fills the ring by TMA.
+// grouped_gemm.cu and gate_up.cu: their producer, one warp that fills the ring by TMA.
 #pragma once
 #include "gemm_layout.cuh"
 #include "rows_done.cuh"

@@ -1,4 +1,4 @@
-// grouped_gemm.cu: its math warpgroups.
+// grouped_gemm.cu and gate_up.cu: their math warpgroups.
 #pragma once
 #include "gemm_layout.cuh"
 #include "wgmma.cuh"

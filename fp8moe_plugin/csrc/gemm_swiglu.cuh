@@ -1,4 +1,4 @@
-// grouped_gemm.cu with OUTPUT_SWIGLU: how a warpgroup activates, quantizes and stores 64 rows by kWidth channels, which
+// gate_up.cu: how a warpgroup activates, quantizes and stores 64 rows by kWidth channels, which
 // are 128 or, of a short tile, the half of a group; and its part of a tail.
 #pragma once
 #include "fp8.cuh"
