@@ -6,7 +6,7 @@
 // Out:  out      bfloat16 [T, H]; zeros for a token without rows
 //
 // A thread owns 16 bytes of one token; blocks_per_token CTAs own a token. Grid: T * blocks_per_token.
-#include "common.cuh"
+#include "device/common.cuh"
 
 constexpr int kRowsInFlight = 8;
 

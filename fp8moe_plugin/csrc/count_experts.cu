@@ -5,7 +5,7 @@
 //                        its low half, those of expert w + words in its high half
 //
 // Grid: chunks, a thread a pair.    num_experts: at most THREADS.
-#include "expert_ids.cuh"
+#include "routing/expert_ids.cuh"
 
 extern "C" __global__ __launch_bounds__(THREADS) void count_experts(const void* __restrict__ ids,
                                                                      const int* __restrict__ expert_map,

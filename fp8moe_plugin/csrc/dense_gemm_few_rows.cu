@@ -11,9 +11,9 @@
 //
 // Grid: ceil(N / 64) clusters of `splits` blocks, at most K / 128. Launched early it loads weights beside the kernel
 // that quantizes A.
-#include "cluster_sum.cuh"
-#include "ring.cuh"
-#include "wgmma.cuh"
+#include "pipeline/cluster_sum.cuh"
+#include "pipeline/ring.cuh"
+#include "device/wgmma.cuh"
 
 constexpr int kBlockN = 64, kBlockK = 128;
 constexpr int kMathWarps = 4;

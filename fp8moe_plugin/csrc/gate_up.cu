@@ -12,9 +12,9 @@
 // null nobody asks.
 #define BLOCK_N 256
 #define SWIGLU 1
-#include "gemm_gather.cuh"
-#include "gemm_load.cuh"
-#include "gemm_swiglu.cuh"
+#include "pipeline/gather_row_tile.cuh"
+#include "pipeline/load_row_tile.cuh"
+#include "epilogue/swiglu_rows.cuh"
 
 template <int kWidth, bool kHasTail>
 DEVICE void compute_rows(SharedMemory shared, Rings& rings, int k_blocks, const Quantized& out,

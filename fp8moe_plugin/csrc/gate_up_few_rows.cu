@@ -15,12 +15,12 @@
 //       ready       int32 [1 + capacity * counters], zero, for blocks and row tiles that are done, see RowsDone; null:
 //                   nobody asks, and there is one split
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
-#include "fp8.cuh"
-#include "ptx.cuh"
-#include "rows_done.cuh"
-#include "split_k.cuh"
-#include "tile_queue.cuh"
-#include "wgmma.cuh"
+#include "device/fp8.cuh"
+#include "device/ptx.cuh"
+#include "pipeline/rows_done.cuh"
+#include "pipeline/split_k.cuh"
+#include "pipeline/tile_queue.cuh"
+#include "device/wgmma.cuh"
 
 constexpr int kStages = STAGES;
 constexpr int kBlockTokens = 64, kBlockI = 128, kBlockK = 128;

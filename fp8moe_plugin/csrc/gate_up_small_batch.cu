@@ -19,10 +19,10 @@
 // UE8M0: 1 rounds scales up to powers of two, before the router's weight comes in.
 //
 // Grid: any number of clusters; a multiprocessor has room for two blocks. The next kernel starts beside this one.
-#include "expert_list.cuh"
-#include "fp8.cuh"
-#include "ring.cuh"
-#include "wgmma.cuh"
+#include "routing/expert_list.cuh"
+#include "device/fp8.cuh"
+#include "pipeline/ring.cuh"
+#include "device/wgmma.cuh"
 
 constexpr int kTokens = TOKENS, kCluster = CLUSTER, kStages = STAGES;
 constexpr int kBlockI = 128, kBlockK = 128;

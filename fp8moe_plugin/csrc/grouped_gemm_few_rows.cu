@@ -6,11 +6,11 @@
 // A block takes `run` columns of tiles at once, so that where K is short what comes once in a while stays cheap.
 //
 // With `ready` A is what gate_up_few_rows makes, beside which this kernel runs; see rows_done.cuh.
-#include "ptx.cuh"
-#include "rows_done.cuh"
-#include "swap_ab.cuh"
-#include "tile_queue.cuh"
-#include "transposed.cuh"
+#include "device/ptx.cuh"
+#include "pipeline/rows_done.cuh"
+#include "mma/swap_ab.cuh"
+#include "pipeline/tile_queue.cuh"
+#include "epilogue/store_transposed.cuh"
 
 constexpr int kStages = STAGES;
 constexpr int kBlockTokens = 64;

@@ -9,8 +9,8 @@
 // With LAYOUT_ROW_MAJOR it is launched early and waits last: no kernel beside it may touch what it reads or writes.
 // A half-warp holds a group in 16 bytes a lane, for four tokens at once: loads in flight, and the eight tokens of
 // a warp fill a 32-byte sector of K-major scales.
-#include "common.cuh"
-#include "fp8.cuh"
+#include "device/common.cuh"
+#include "device/fp8.cuh"
 
 #define LAYOUT_K_MAJOR 0
 #define LAYOUT_ROW_MAJOR 1

@@ -12,8 +12,8 @@
 // Launched early, behind count_experts, if there is more than one chunk.
 // No atomics decide an order, so it is the same in each run: a pair comes behind those of the chunks before its own, of
 // the warps before its own, of the lanes before its own.
-#include "expert_ids.cuh"
-#include "tile_table.cuh"
+#include "routing/expert_ids.cuh"
+#include "pipeline/tile_table.cuh"
 
 constexpr int kWarps = THREADS / kWarp;
 constexpr int kQuads = kWarps / 4;  // of warps

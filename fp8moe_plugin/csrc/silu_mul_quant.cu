@@ -8,8 +8,8 @@
 //
 // UE8M0: 1 rounds scales up to powers of two.    Grid: (any, G); the CTAs of an expert share its rows.
 // A half-warp holds a group in 16 bytes a lane, for four rows at once, as in quantize.cu.
-#include "common.cuh"
-#include "fp8.cuh"
+#include "device/common.cuh"
+#include "device/fp8.cuh"
 
 constexpr int kRowsPerLane = 4;
 constexpr int kRowsPerWarp = kRowsPerLane * (kWarp / kGroupLanes);

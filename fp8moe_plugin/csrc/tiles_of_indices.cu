@@ -3,8 +3,8 @@
 // In:   ids        int32 [rows], the expert of each row; a run outside [0, num_groups) gets no tile
 // Out:  table, num_tiles  see tile_table.cuh
 // Scratch: run_begins int32 [rows], the first row of each run
-#include "common.cuh"
-#include "tile_table.cuh"
+#include "device/common.cuh"
+#include "pipeline/tile_table.cuh"
 
 constexpr int kWarps = THREADS / kWarp;
 

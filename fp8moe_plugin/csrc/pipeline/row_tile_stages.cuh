@@ -1,8 +1,8 @@
 // grouped_gemm.cu and gate_up.cu: their variants, the shape of a tile, the roles of the warps and the layout of shared
 // memory.
 #pragma once
-#include "ptx.cuh"
-#include "tile_queue.cuh"
+#include "device/ptx.cuh"
+#include "pipeline/tile_queue.cuh"
 
 #define OUTPUT_BF16 0         // of grouped_gemm.cu: staged in shared memory, stored by TMA
 #define OUTPUT_BF16_DIRECT 1  // stored from registers, with an optional addend C

@@ -1,6 +1,6 @@
 // Instructions of sm_90a as C++ functions, one each, in the order a tile meets them. Needs no CUDA header.
 #pragma once
-#include "common.cuh"
+#include "device/common.cuh"
 
 // ---- shared memory: 32-bit addresses throughout, so that no generic pointer is formed in a loop -------------------
 

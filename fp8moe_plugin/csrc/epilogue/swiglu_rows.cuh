@@ -1,8 +1,8 @@
 // gate_up.cu: how a warpgroup activates, quantizes and stores 64 rows by kWidth channels, which
 // are 128 or, of a short tile, the half of a group; and its part of a tail.
 #pragma once
-#include "fp8.cuh"
-#include "gemm_multiply.cuh"
+#include "device/fp8.cuh"
+#include "mma/row_tile.cuh"
 
 struct Quantized {
     const TensorMap* map;

@@ -1,6 +1,6 @@
 // wgmma.mma_async m64nNk32, e4m3 x e4m3 into float32: D[64, N] (+)= A[64, 32] @ B[N, 32]^T, both from shared memory.
 #pragma once
-#include "ptx.cuh"
+#include "device/ptx.cuh"
 
 // The descriptor of an operand tile of rows of 128 bytes along K, 128-byte swizzled: groups of 8 rows stand 1024 bytes
 // apart (PTX ISA, "matrix descriptor"). Only its low word depends on the address; 2 added to it are 32 bytes along K.

@@ -1,6 +1,6 @@
 // gate_up.cu: the producers of GATHER. A warp copies 32 rows of A, eight lanes a row; the first warp also loads B.
 #pragma once
-#include "gemm_load.cuh"
+#include "pipeline/load_row_tile.cuh"
 
 constexpr int kRowChunks = kBlockK / 16, kRowsAtOnce = 32 / kRowChunks, kCopies = 32 / kRowsAtOnce;
 static_assert(kRowsAtOnce == 4, "half of a swizzle atom");
