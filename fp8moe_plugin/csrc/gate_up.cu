@@ -12,14 +12,13 @@
 // null nobody asks.
 #define BLOCK_N 256
 #define SWIGLU 1
+#include "epilogue/swiglu_rows.cuh"
 #include "pipeline/gather_row_tile.cuh"
 #include "pipeline/load_row_tile.cuh"
-#include "epilogue/swiglu_rows.cuh"
 
 template <int kWidth, bool kHasTail>
-DEVICE void compute_rows(SharedMemory shared, Rings& rings, int k_blocks, const Quantized& out,
-                           const Tile& tile, int warpgroup, int row_block, int column, int& buffer,
-                           Completion& complete) {
+DEVICE void compute_rows(SharedMemory shared, Rings& rings, int k_blocks, const Quantized& out, const Tile& tile,
+                         int warpgroup, int row_block, int column, int& buffer, Completion& complete) {
     Columns<kWidth> sum[2];
     Tail tail[kHalves];
     multiply_tile<2, kWidth, kHasTail>(shared, rings, k_blocks, tile, row_block, 0, column, sum, tail);
@@ -27,15 +26,15 @@ DEVICE void compute_rows(SharedMemory shared, Rings& rings, int k_blocks, const 
     if (kHasTail) store_quantized_tail(shared, out, tile, warpgroup, buffer, tail[0], tail[kHalves - 1]);
 }
 
-DEVICE void compute_tile(SharedMemory shared, Rings& rings, int k_blocks, const Quantized& out,
-                                const Tile& tile, int warpgroup, int& buffer, Completion& complete) {
+DEVICE void compute_tile(SharedMemory shared, Rings& rings, int k_blocks, const Quantized& out, const Tile& tile,
+                         int warpgroup, int& buffer, Completion& complete) {
     if (tile.rows > kBlockM)
         compute_rows<kHalfN, true>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, complete);
     else if (tile.rows > kWarpgroupM)
         compute_rows<kHalfN, false>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, complete);
     else  // few rows: each warpgroup takes half of the channels instead
         compute_rows<kHalfN / 2, false>(shared, rings, k_blocks, out, tile, warpgroup, 0, warpgroup * kHalfN / 2,
-                                          buffer, complete);
+                                        buffer, complete);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

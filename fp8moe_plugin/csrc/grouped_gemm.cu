@@ -13,8 +13,8 @@
 //
 // As the second GEMM of experts it shares a tile table and `ready` with the first one, gate_up.cu, and may start while
 // that one ends. With `ready` null it follows as any kernel does.
-#include "pipeline/load_row_tile.cuh"
 #include "epilogue/store_rows.cuh"
+#include "pipeline/load_row_tile.cuh"
 
 struct Result {
     const TensorMap* map;

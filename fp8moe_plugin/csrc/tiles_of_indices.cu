@@ -8,10 +8,9 @@
 
 constexpr int kWarps = THREADS / kWarp;
 
-extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_indices(const int* __restrict__ ids, int* run_begins,
-                                                                        int4* __restrict__ table,
-                                                                        int* __restrict__ num_tiles, int rows,
-                                                                        int num_groups, int block_m) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    tiles_of_indices(const int* __restrict__ ids, int* run_begins, int4* __restrict__ table,
+                     int* __restrict__ num_tiles, int rows, int num_groups, int block_m) {
     const int warp = threadIdx.x / kWarp, lane = lane_of_warp();
     const int rows_per_warp = ceil_div(ceil_div(rows, kWarps), kWarp) * kWarp;
     const int begin = min(warp * rows_per_warp, rows);

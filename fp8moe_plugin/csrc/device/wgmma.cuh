@@ -63,7 +63,8 @@ DEVICE void wgmma_results_ready(float (&d)[kCount]) {
 // For n columns: the accumulator, and the names of what follows it, two descriptors and whether to accumulate.
 #define WGMMA(n, names, outs, a_name, b_name, accumulate_name)                                                   \
     DEVICE void wgmma(float (&d)[n / 2], u64 a, u64 b, bool accumulate) {                                        \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, " accumulate_name ", 0;\n"                                  \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, " accumulate_name                                           \
+                     ", 0;\n"                                                                                    \
                      "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" names "}, " a_name ", " b_name \
                      ", p, 1, 1; }"                                                                              \
                      : outs                                                                                      \
