@@ -1,9 +1,9 @@
-"""What benchmarks.batched_experts makes and measures, but for the times and the peer."""
+"""What benchmarks.layer.batched_experts makes and measures, but for the times and the peer."""
 
 import pytest
 import torch
 
-from benchmarks.batched_experts import (
+from benchmarks.layer.batched_experts import (
     MAX_M,
     ROOM,
     SHAPES,
@@ -46,7 +46,7 @@ def test_the_peer_is_told_a_multiple_of_16_that_the_slab_holds():
 
 
 def test_errors_are_those_of_quantization_alone(gen, monkeypatch):
-    monkeypatch.setattr("benchmarks.batched_experts.COLD_BYTES", 400_000)
+    monkeypatch.setattr("benchmarks.layer.batched_experts.COLD_BYTES", 400_000)
     layers, slab = random_layers(gen, SMALL), random_slab(gen, SMALL, 64)
     assert len(layers) == 2
     assert not torch.equal(layers[0].w13_scale, layers[1].w13_scale)

@@ -1,10 +1,10 @@
-"""What benchmarks.engine_decode takes for the MoE layers of a step, in made-up traces."""
+"""What benchmarks.engine.decode takes for the MoE layers of a step, in made-up traces."""
 
 from typing import Any
 
 import pytest
 
-from benchmarks.engine_decode import LAST, busy_us, moe_us
+from benchmarks.engine.decode import LAST, busy_us, moe_us
 from fp8moe_plugin.bench.result import OURS
 
 ROUTER_GEMM = "void vllm::moe::router_gemm_kernel_bf16_output<256>(float*)"

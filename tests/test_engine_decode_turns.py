@@ -1,4 +1,4 @@
-"""benchmarks.engine_decode: whose turn it is, what is kept when an engine fails, and that none is left; engines that
+"""benchmarks.engine.decode: whose turn it is, what is kept when an engine fails, and that none is left; engines that
 are none."""
 
 import json
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import engine_decode
-from benchmarks.engine_decode import Engines, batch_sizes, line, main
-from benchmarks.engine_prefill import ENGINES, engine_names
-from benchmarks.engine_process import EngineError
+from benchmarks.engine import decode as engine_decode
+from benchmarks.engine.decode import Engines, batch_sizes, line, main
+from benchmarks.engine.prefill import ENGINES, engine_names
+from benchmarks.engine.process import EngineError
 from warmup.options import count
 
 NAMES = ["fp8moe", "triton", "deepgemm"]

@@ -1,4 +1,4 @@
-"""benchmarks.engine_process: engines in processes of their own, here ones that need no GPU."""
+"""benchmarks.engine.process: engines in processes of their own, here ones that need no GPU."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine_process import EngineError, EngineProcess
+from benchmarks.engine.process import EngineError, EngineProcess
 from tests.processes import is_running
 
 LONG = 120  # seconds: only against a hang
@@ -174,7 +174,7 @@ def test_kill_ends_an_engine_at_any_time_and_more_than_once(start: Start) -> Non
 PARENT = """
 import os
 import signal
-from benchmarks.engine_process import EngineProcess
+from benchmarks.engine.process import EngineProcess
 from tests.test_engine_process import LONG, Engine
 if __name__ == "__main__":
     process = EngineProcess(Engine, {})

@@ -1,14 +1,14 @@
-"""What benchmarks.engine_splits makes of answers, and of experts in places; no engine is started."""
+"""What benchmarks.engine.splits makes of answers, and of experts in places; no engine is started."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import engine_splits
-from benchmarks.engine_splits import CASES, ENGINES, check, joined
-from benchmarks.placement import CheckpointExperts, Placement
-from benchmarks.synthetic import PRESETS, write_checkpoint
+from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
+from benchmarks.engine import splits as engine_splits
+from benchmarks.engine.placement import CheckpointExperts, Placement
+from benchmarks.engine.splits import CASES, ENGINES, check, joined
 
 PROMPTS, PROMPT, ANSWER, VOCAB = 4, 20, 5, 64
 

@@ -1,4 +1,4 @@
-"""What benchmarks.graph_replays draws, in which order, and what it calls a fault."""
+"""What benchmarks.layer.graph_replays draws, in which order, and what it calls a fault."""
 
 import itertools
 import random
@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from benchmarks.graph_replays import KINDS, Shape, draw, faults, turns
+from benchmarks.layer.graph_replays import KINDS, Shape, draw, faults, turns
 
 SHAPE = Shape(experts=32, hidden=256, intermediate=128, topk=4)
 CLEAN = {

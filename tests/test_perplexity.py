@@ -1,13 +1,13 @@
-"""What benchmarks.perplexity makes of what engines said; the engines themselves: tests/engine/test_small_moe.py."""
+"""Perplexities and their differences from the answers of engines; tests/engine/test_small_moe.py runs engines."""
 
 import json
 
 import pytest
 import torch
 
-from benchmarks import perplexity
-from benchmarks.perplexity import Difference, difference, main, summarize
-from benchmarks.tokenizer import write_tokenizer
+from benchmarks.accuracy import perplexity
+from benchmarks.accuracy.perplexity import Difference, difference, main, summarize
+from benchmarks.checkpoints.tokenizer import write_tokenizer
 
 WINDOWS, WINDOW = 50, 9
 TRITON, DEEP_GEMM = perplexity.BUILT_IN

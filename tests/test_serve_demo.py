@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
 
-DEMO = "from benchmarks import serve_demo; serve_demo.STOP_TIMEOUT_S = 1; serve_demo.main()"
+DEMO = "from benchmarks.engine import serve_demo; serve_demo.STOP_TIMEOUT_S = 1; serve_demo.main()"
 
 
 def start(folder: Path, how: str, answer: str = "an answer", **more: str) -> subprocess.Popen[str]:

@@ -11,11 +11,20 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from benchmarks.small_moe import MLP, Router, SmallMoE
-from benchmarks.synthetic import Shape, tensors
-from benchmarks.text import PIECE, SUFFIXES, default_text, read_text, split, windows
-from benchmarks.tokenizer import write_tokenizer
-from benchmarks.train_small_moe import RECIPES, WINDOW, Recipe, main, rate, run, token_losses, write_checkpoint
+from benchmarks.checkpoints.small_moe import MLP, Router, SmallMoE
+from benchmarks.checkpoints.synthetic import Shape, tensors
+from benchmarks.checkpoints.text import PIECE, SUFFIXES, default_text, read_text, split, windows
+from benchmarks.checkpoints.tokenizer import write_tokenizer
+from benchmarks.checkpoints.train_small_moe import (
+    RECIPES,
+    WINDOW,
+    Recipe,
+    main,
+    rate,
+    run,
+    token_losses,
+    write_checkpoint,
+)
 from fp8moe_plugin.errors import UnsupportedError
 
 SHAPE = Shape(

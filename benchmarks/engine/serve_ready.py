@@ -1,7 +1,7 @@
 """How long until `vllm serve` is ready, from empty caches and from full ones; and does a bundle spare all compiling?
 
-python -m benchmarks.serve_ready CHECKPOINT --bundle kernels.tar --out benchmarks/results/serve_ready-<date>.json
-python -m benchmarks.serve_ready CHECKPOINT --bundle kernels.tar --engines bundle --requests --out ...
+python -m benchmarks.engine.serve_ready CHECKPOINT --bundle kernels.tar --out benchmarks/results/serve_ready-<date>.json
+python -m benchmarks.engine.serve_ready CHECKPOINT --bundle kernels.tar --engines bundle --requests --out ...
 
 The plugin serves from the bundle under FP8MOE_JIT=forbid, without HOME or a cache folder; beside it, vLLM's own
 fp8. Every cache of vLLM, Triton, torch and DeepGEMM is empty at a cold start and full at a warm one. With `--requests`,
@@ -16,8 +16,17 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks.engine.serve_demo import (
+    IN_USE,
+    DemoError,
+    free_port,
+    log_lines,
+    log_text,
+    post,
+    server,
+    wait_until_ready,
+)
 from benchmarks.report import write_report
-from benchmarks.serve_demo import IN_USE, DemoError, free_port, log_lines, log_text, post, server, wait_until_ready
 
 MAX_TOKENS = 8192
 LENGTHS = range(1, MAX_TOKENS + 1)

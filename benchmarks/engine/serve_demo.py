@@ -1,4 +1,6 @@
-"""`python -m benchmarks.serve_demo CHECKPOINT`: does `vllm serve --quantization fp8moe` answer a completion request?
+"""Does `vllm serve --quantization fp8moe` answer a completion request?
+
+    python -m benchmarks.engine.serve_demo CHECKPOINT
 
 Starts the server on a free loopback port, waits until it is ready, sends one request, shows the log line that says what
 served it, and stops the server, whatever happens on the way.

@@ -1,6 +1,6 @@
 """Run what a GPU must show before a change is good, and keep the results: the GPU tests, and memcheck on the ops.
 
-python -m benchmarks.gpu_checks --out benchmarks/results/gpu_checks-<date>.json
+python -m benchmarks.layer.gpu_checks --out benchmarks/results/gpu_checks-<date>.json
 """
 
 import argparse

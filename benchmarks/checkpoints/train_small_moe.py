@@ -1,8 +1,8 @@
 """Train a small DeepSeek-V3 on real text, on one GPU in minutes, and write it as a BF16 checkpoint that vLLM loads.
 
-    python -m benchmarks.train_small_moe --text english.txt.xz --out DIR
+    python -m benchmarks.checkpoints.train_small_moe --text english.txt.xz --out DIR
     python -m warmup convert --model DIR --out DIR-fp8                      # the same model in block FP8
-    python -m benchmarks.perplexity --model DIR-fp8 --twin DIR --out benchmarks/results/perplexity-<date>.json
+    python -m benchmarks.accuracy.perplexity --model DIR-fp8 --twin DIR --out benchmarks/results/perplexity-<date>.json
 
 `DIR` gets the weights, config.json, a tokenizer made from the same text, `held_out.txt`, the twentieth of the text
 that was not trained on, and `training.json`, what was seen. Without `--text` it is the sources of Python's standard
@@ -25,11 +25,11 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from benchmarks.checkpoints.small_moe import SmallMoE
+from benchmarks.checkpoints.synthetic import Shape, ShardWriter, config, tensors
+from benchmarks.checkpoints.text import default_text, read_text, split, windows
+from benchmarks.checkpoints.tokenizer import write_tokenizer
 from benchmarks.report import write_report
-from benchmarks.small_moe import SmallMoE
-from benchmarks.synthetic import Shape, ShardWriter, config, tensors
-from benchmarks.text import default_text, read_text, split, windows
-from benchmarks.tokenizer import write_tokenizer
 from fp8moe_plugin.errors import UnsupportedError
 
 WINDOW = 512  # tokens
@@ -148,7 +148,7 @@ def train(model: SmallMoE, recipe: Recipe, tokens: torch.Tensor, minutes: float,
 
 
 def write_checkpoint(folder: Path, model: SmallMoE) -> None:
-    """The weights in BF16, as `benchmarks.synthetic` lists them, and config.json."""
+    """The weights in BF16, as `benchmarks.checkpoints.synthetic` lists them, and config.json."""
     writer = ShardWriter(folder)
     for tensor in tensors(model.shape):
         value = model.weight(tensor.name).to(tensor.dtype).contiguous()

@@ -1,6 +1,6 @@
 """Write synthetic mixture-of-experts checkpoints that a real engine loads: safetensors, config.json, tokenizer.
 
-    python -m benchmarks.synthetic --family deepseek_v3 --preset tiny --out DIR [--bf16]
+    python -m benchmarks.checkpoints.synthetic --family deepseek_v3 --preset tiny --out DIR [--bf16]
 
 The scale of the weights, chosen so that a forward pass behaves like a trained model's:
 - linear layers: standard deviation 1.5 / sqrt(inputs), 0.018 at 7168 inputs, which keeps activations near 1; those that
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.tokenizer import write_tokenizer
+from benchmarks.checkpoints.tokenizer import write_tokenizer
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from fp8moe_plugin.ops.gemm import dequantize_blocks
 

@@ -1,7 +1,7 @@
 """How fast do vLLM engines with different FP8 backends read prompts? Tokens per second, ours beside vLLM's own.
 
-    python -m benchmarks.engine_prefill --model DIR --out benchmarks/results/engine_prefill-<date>.json
-    python -m benchmarks.engine_prefill --plot benchmarks/results/engine_prefill-<date>.json  # needs matplotlib, no GPU
+    python -m benchmarks.engine.prefill --model DIR --out benchmarks/results/engine_prefill-<date>.json
+    python -m benchmarks.engine.prefill --plot benchmarks/results/engine_prefill-<date>.json  # needs matplotlib, no GPU
 
 A round is 16 prompts of 2048 random tokens with one token generated for each, from handing them to the engine to its
 last answer; no prefix cache, and one round before those that count. Each engine is a process of its own, with CUDA
@@ -28,7 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_agreement import ENGINES as AGREEMENT_ENGINES
+from benchmarks.accuracy.agreement import ENGINES as AGREEMENT_ENGINES
 from benchmarks.report import write_report
 from fp8moe_plugin.bench.result import OURS, check_plot
 from fp8moe_plugin.errors import UnsupportedError
@@ -235,7 +235,7 @@ def main() -> None:
             "--max-num-batched-tokens": args.max_num_batched_tokens,
         }
         engines[name] = in_own_process(
-            "benchmarks.engine_prefill", options, name, args.timeout, DEFAULTS | os.environ | ENGINES[name][1]
+            "benchmarks.engine.prefill", options, name, args.timeout, DEFAULTS | os.environ | ENGINES[name][1]
         )
         print(line(name, engines[name]), flush=True)
         if args.out:

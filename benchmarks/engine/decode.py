@@ -1,12 +1,12 @@
 """How long does a decode step take in vLLM engines with different FP8 backends? Milliseconds, ours beside vLLM's own.
 
-    python -m benchmarks.engine_decode --model DIR --out benchmarks/results/engine_decode-<date>.json
-    python -m benchmarks.engine_decode --plot benchmarks/results/engine_decode-<date>.json  # needs matplotlib, no GPU
+    python -m benchmarks.engine.decode --model DIR --out benchmarks/results/engine_decode-<date>.json
+    python -m benchmarks.engine.decode --plot benchmarks/results/engine_decode-<date>.json  # needs matplotlib, no GPU
 
 A round is two calls with the same number of prompts of 32 random tokens, all read in one step, which differ by 64
 generated tokens: the difference of their times is that of 64 decode steps. All engines are there at once and take
 turns, a round of each before the next, since a host may be slow for seconds; an equal share of the GPU's memory must
-hold the checkpoint. They are those of benchmarks.engine_prefill, with CUDA graphs of the batch sizes alone: the others
+hold the checkpoint. They are those of benchmarks.engine.prefill, with CUDA graphs of the batch sizes alone: the others
 would only delay them. `ready_s` is from the start of an engine's process until it has run each batch size once, with
 the engines named before it on the GPU already. `moe_ms` is the part of a step from the end of each router's top-k to
 the end of the last kernel of the layer's experts, from a profile of 16 steps of their own, in which kernels are further
@@ -33,8 +33,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_prefill import CONFIG_KEYS, DEFAULTS, ENGINES, engine_names, read_config, read_report
-from benchmarks.engine_process import EngineError, EngineProcess
+from benchmarks.engine.prefill import CONFIG_KEYS, DEFAULTS, ENGINES, engine_names, read_config, read_report
+from benchmarks.engine.process import EngineError, EngineProcess
 from benchmarks.report import write_report
 from fp8moe_plugin.bench.result import OURS, check_plot
 from fp8moe_plugin.errors import UnsupportedError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.synthetic import Shape, config
+from benchmarks.checkpoints.synthetic import Shape, config
 
 INIT_STD = 0.02
 

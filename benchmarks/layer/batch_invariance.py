@@ -1,11 +1,11 @@
 """Time layers with and without batch invariance, on one GPU, in one run.
 
-    python -m benchmarks.batch_invariance --out benchmarks/results/batch_invariance-<date>.json
+    python -m benchmarks.layer.batch_invariance --out benchmarks/results/batch_invariance-<date>.json
 
 `us` is as by default, `invariant_us` under VLLM_BATCH_INVARIANT=1, `cost` the second over the first. MoE layers are
-those of `benchmarks.graph_replays`, uniformly routed, dense ones `fp8_linear` with weights of DeepSeek-V3. A time is
-that of one call, the median of CUDA-graph replays after a pause. `same_bits`: both give the same result, which where
-splits of K and small batches differ they do not.
+those of `graph_replays`, uniformly routed; dense layers are `fp8_linear` with weights of DeepSeek-V3. A time is the
+median of CUDA-graph replays after a pause. `same_bits`: both modes give the same result; false where the default
+divides K or takes the small-batch kernels.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.dense_gemm import SHAPES as DENSE_SHAPES
-from benchmarks.dense_gemm import random_weights
-from benchmarks.graph_replays import SHAPES, Shape, draw, random_layer
+from benchmarks.layer.dense_gemm import SHAPES as DENSE_SHAPES
+from benchmarks.layer.dense_gemm import random_weights
+from benchmarks.layer.graph_replays import SHAPES, Shape, draw, random_layer
 from benchmarks.report import write_report
 from fp8moe_plugin import plan
 from fp8moe_plugin.bench.layer import time_calls

@@ -1,11 +1,11 @@
 """Perplexity of held-out text in vLLM engines: a model in BF16, and in block FP8 through ours and vLLM's own backends.
 
-    python -m benchmarks.train_small_moe --text english.txt.xz --out DIR      # a model to be asked
+    python -m benchmarks.checkpoints.train_small_moe --text english.txt.xz --out DIR      # a model to be asked
     python -m warmup convert --model DIR --out DIR-fp8                        # the same weights for all FP8 engines
-    python -m benchmarks.perplexity --model DIR-fp8 --twin DIR --out benchmarks/results/perplexity-<date>.json
+    python -m benchmarks.accuracy.perplexity --model DIR-fp8 --twin DIR --out benchmarks/results/perplexity-<date>.json
 
 Each engine is a process of its own and says what every token of the text costs (`prompt_logprobs`), in windows that
-do not overlap; the first token of each is not counted. Engines are those of `benchmarks.engine_agreement`: `triton
+do not overlap; the first token of each is not counted. Engines are those of `benchmarks.accuracy.agreement`: `triton
 default` and `deep_gemm default` are what `--quantization fp8` gives with that MoE backend. All engines read the same
 windows, so differences are taken window by window; the intervals hold 95% of 10,000 draws of as many windows (paired
 bootstrap).
@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from benchmarks.engine_agreement import ENGINES
-from benchmarks.engine_prefill import CONFIG_KEYS, DEFAULTS, in_own_process, read_config, run_and_answer
+from benchmarks.accuracy.agreement import ENGINES
+from benchmarks.checkpoints.text import windows
+from benchmarks.checkpoints.train_small_moe import HELD_OUT_TEXT, WINDOW
+from benchmarks.engine.prefill import CONFIG_KEYS, DEFAULTS, in_own_process, read_config, run_and_answer
+from benchmarks.engine.small_engines import EAGER
 from benchmarks.report import installed, write_report
-from benchmarks.small_engines import EAGER
-from benchmarks.text import windows
-from benchmarks.train_small_moe import HELD_OUT_TEXT, WINDOW
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.errors import UnsupportedError
 
@@ -199,7 +199,7 @@ def ask(args: argparse.Namespace, name: str) -> dict[str, Any]:
         "--max-num-batched-tokens": args.max_num_batched_tokens,
     }
     environment = DEFAULTS | os.environ | ENGINES[name][1]
-    return in_own_process("benchmarks.perplexity", options, name, args.timeout, environment)
+    return in_own_process("benchmarks.accuracy.perplexity", options, name, args.timeout, environment)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

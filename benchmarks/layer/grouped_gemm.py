@@ -1,6 +1,6 @@
 """Time the grouped GEMMs alone beside DeepGEMM's, on one GPU, in one run.
 
-    python -m benchmarks.grouped_gemm --out benchmarks/results/grouped_gemm-<date>.json
+    python -m benchmarks.layer.grouped_gemm --out benchmarks/results/grouped_gemm-<date>.json
 
 Routing is drawn uniformly at random; `even` gives each expert the same number of rows instead. Contiguous: rows of an
 expert follow one another, ours without padding, DeepGEMM's with each expert padded to its 128 rows (its contract); the

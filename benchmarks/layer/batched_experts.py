@@ -1,6 +1,6 @@
 """Time the experts on tokens that DeepEP has quantized and sorted, beside vLLM's batched DeepGEMM, on one GPU.
 
-    python -m benchmarks.batched_experts --out benchmarks/results/batched_experts-<date>.json
+    python -m benchmarks.layer.batched_experts --out benchmarks/results/batched_experts-<date>.json
 
 Ours is `batched_experts`, the peer is the `apply` of vLLM's `BatchedDeepGemmExperts`. Both get the same weights and the
 slabs of DeepEP's low-latency mode: `max_m` rows for each local expert, scales with the rows contiguous, counts on the
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu_checks import sources_sha256
-from benchmarks.grouped_gemm import Pair, time_calls
+from benchmarks.layer.gpu_checks import sources_sha256
+from benchmarks.layer.grouped_gemm import Pair, time_calls
 from benchmarks.report import installed, results_or_errors, write_report
 from fp8moe_plugin.bench.peers import vllm_layer
 from fp8moe_plugin.checkpoint.shapes import GROUP, Experts, ceil_div

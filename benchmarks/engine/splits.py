@@ -1,7 +1,7 @@
 """Does a model say the same however it is stored and spread? Greedy tokens and log-probabilities of vLLM engines.
 
-    python -m benchmarks.engine_splits --out benchmarks/results/engine_splits-<date>.json [--jobs 3]
-    python -m benchmarks.engine_splits --list
+    python -m benchmarks.engine.splits --out benchmarks/results/engine_splits-<date>.json [--jobs 3]
+    python -m benchmarks.engine.splits --list
 
 Each case holds one engine against another, both on small synthetic checkpoints, which are written first. `bits`: all
 tokens and all log-probabilities are equal. `greedy`: where the reference's best token leads clearly, it is the engine's
@@ -36,11 +36,11 @@ from unittest import mock
 import torch
 from pydantic import BaseModel
 
-from benchmarks.engine_agreement import ENGINES as PEERS
-from benchmarks.engine_prefill import in_own_process, run_and_answer
-from benchmarks.placement import START_PLACED
-from benchmarks.report import installed, write_report
-from benchmarks.small_engines import (
+from benchmarks.accuracy.agreement import ENGINES as PEERS
+from benchmarks.checkpoints.synthetic import PRESETS, Shape, write_checkpoint
+from benchmarks.engine.placement import START_PLACED
+from benchmarks.engine.prefill import in_own_process, run_and_answer
+from benchmarks.engine.small_engines import (
     ALL,
     EAGER,
     LARGEST_DIFFERENCE,
@@ -50,7 +50,7 @@ from benchmarks.small_engines import (
     equal_prefix,
     random_prompts,
 )
-from benchmarks.synthetic import PRESETS, Shape, write_checkpoint
+from benchmarks.report import installed, write_report
 from warmup.__main__ import main as warmup
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 16, 48, 16
@@ -106,7 +106,7 @@ EP2 = TP2 | {"enable_expert_parallel": True}
 DP2 = OURS | {"enable_expert_parallel": True, "all2all_backend": "allgather_reducescatter"}
 PP2 = OURS | {"pipeline_parallel_size": 2}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
-BALANCED = EP2 | {"enable_eplb": True, "worker_extension_cls": "benchmarks.placement.Placement"}
+BALANCED = EP2 | {"enable_eplb": True, "worker_extension_cls": "benchmarks.engine.placement.Placement"}
 UNQUANTIZED = {"moe_backend": "triton"} if ON_GPU else {}
 OWN_FP8, OWN_FP8_ENVIRONMENT = PEERS["triton"]  # FP32 scales of activations, as ours
 ENGINES = {
@@ -197,7 +197,7 @@ class EngineReport(BaseModel):
 
 
 class CaseReport(BaseModel):
-    """`difference`, `clear`, `same`: see `benchmarks.small_engines.Comparison`."""
+    """`difference`, `clear`, `same`: see `benchmarks.engine.small_engines.Comparison`."""
 
     what: str
     engine: str
@@ -301,7 +301,7 @@ def start_engine(name: str, number: int, checkpoints: Path, timeout: float, othe
         environment["CUDA_VISIBLE_DEVICES"] = visible[number % len(visible)]
     elif not ON_GPU:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "auto" if engine.gpus == 1 else "0|1"
-    start = functools.partial(in_own_process, "benchmarks.engine_splits", {"--checkpoints": checkpoints}, name, timeout)
+    start = functools.partial(in_own_process, "benchmarks.engine.splits", {"--checkpoints": checkpoints}, name, timeout)
     if engine.replicas == 1:
         found = start(environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     else:

@@ -1,6 +1,6 @@
 """Time what an eager call costs the host, on one GPU: the whole layer, and one launch that is prepared.
 
-    python -m benchmarks.host_cost --out benchmarks/results/host_cost-<date>.json
+    python -m benchmarks.layer.host_cost --out benchmarks/results/host_cost-<date>.json
 
 The layers are so small that the GPU keeps up: a host that has filled the queue of launches waits, and that is not its
 cost. A figure is the median of single calls, 200 of them between two synchronizations. `again`: the tensors are those

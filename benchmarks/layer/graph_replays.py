@@ -1,6 +1,6 @@
 """Replay CUDA graphs of the layer with other tokens and other routing at each step, and compare each result with eager.
 
-    python -m benchmarks.graph_replays --out benchmarks/results/graph_replays-<date>.json
+    python -m benchmarks.layer.graph_replays --out benchmarks/results/graph_replays-<date>.json
 
 One graph for each shape and number of tokens, all from one memory pool, so that they have the same scratch. The steps
 go round over the graphs, in an order drawn anew each round. A step draws tokens, router weights and ids, copies them
@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu_checks import sources_sha256
-from benchmarks.grouped_gemm import random_fp8, random_scales
+from benchmarks.layer.gpu_checks import sources_sha256
+from benchmarks.layer.grouped_gemm import random_fp8, random_scales
 from benchmarks.report import write_report
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.ops import fused_moe

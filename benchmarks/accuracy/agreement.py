@@ -1,6 +1,6 @@
 """Do vLLM engines with different FP8 backends say the same? Greedy tokens of one checkpoint, ours beside vLLM's own.
 
-    python -m benchmarks.engine_agreement --model DIR --out benchmarks/results/engine_agreement-<date>.json
+    python -m benchmarks.accuracy.agreement --model DIR --out benchmarks/results/engine_agreement-<date>.json
 
 Each engine is a process of its own, with CUDA graphs and torch.compile on. `next_token`: the share of prompt positions
 at which two engines hold the same token for the most likely next one (each position is given the same prefix, so one
@@ -76,7 +76,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
 
 def in_own_process(model: str, name: str) -> dict[str, Any]:
     """The engine's answers; `seconds` is the whole life of its process up to them."""
-    command = [sys.executable, "-m", "benchmarks.engine_agreement", "--model", model, "--run", name]
+    command = [sys.executable, "-m", "benchmarks.accuracy.agreement", "--model", model, "--run", name]
     start = time.monotonic()
     done = subprocess.run(command, env=os.environ | ENGINES[name][1], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1]) | {"seconds": time.monotonic() - start}

@@ -1,6 +1,6 @@
 """Time the dense FP8 linear layer beside vLLM's CUTLASS GEMM and DeepGEMM, on one GPU, in one run.
 
-    python -m benchmarks.dense_gemm --out benchmarks/results/dense_gemm-<date>.json
+    python -m benchmarks.layer.dense_gemm --out benchmarks/results/dense_gemm-<date>.json
 
 `gemm` is the GEMM alone on quantized activations, `linear` quantizes BF16 activations first: ours is `fp8_linear`, the
 peers' is vLLM's own quantization and then their GEMM. The scales of activations are FP32 for all, one a token and 128
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.grouped_gemm import Pair, random_fp8, random_scales, time_calls
+from benchmarks.layer.grouped_gemm import Pair, random_fp8, random_scales, time_calls
 from benchmarks.report import installed, results_or_errors, write_report
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.ops import fp8_gemm_nt, fp8_linear, per_token_group_quant_fp8

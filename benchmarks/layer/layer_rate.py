@@ -1,6 +1,6 @@
 """Time a whole prefill layer beside DeepGEMM's two grouped GEMMs alone, on one GPU, in one run.
 
-    python -m benchmarks.layer_rate --out benchmarks/results/layer_rate-<date>.json
+    python -m benchmarks.layer.layer_rate --out benchmarks/results/layer_rate-<date>.json
 
 DeepSeek-V3's experts on one GPU. Our layer is `fused_moe` with uniform random routing, from BF16 tokens to BF16 tokens.
 DeepGEMM gets what suits it best: the same number of rows for every expert, a multiple of its 128, quantized and sorted
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.grouped_gemm import (
+from benchmarks.layer.grouped_gemm import (
     ALIGNMENT,
     EXPERTS,
     TOPK,
