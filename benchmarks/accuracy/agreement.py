@@ -20,22 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines import ENGINES
 from benchmarks.report import write_report
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 768, 96, 32
-FP32_SCALES = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
-UNFUSED = {"compilation_config": {"pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}}}
-TRITON = {"VLLM_USE_DEEP_GEMM": "0"}  # dense layers too
-DEEP_GEMM = {"VLLM_DEEP_GEMM_WARMUP": "skip"}
-ENGINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # arguments of LLM, environment
-    "fp8moe": ({"quantization": "fp8moe"}, {}),
-    "triton": ({"moe_backend": "triton"} | UNFUSED, TRITON | FP32_SCALES),
-    "deep_gemm": ({"moe_backend": "deep_gemm"} | UNFUSED, DEEP_GEMM | FP32_SCALES),
-    "triton default": ({"moe_backend": "triton"}, TRITON),
-    "deep_gemm default": ({"moe_backend": "deep_gemm"}, DEEP_GEMM),
-    "reference": ({"quantization": "fp8moe", "enforce_eager": True}, {"FP8MOE_BACKEND": "reference"}),
-    "bf16": ({}, {}),  # of the twin checkpoint
-}
 
 
 def run_engine(model: str, name: str) -> dict[str, Any]:

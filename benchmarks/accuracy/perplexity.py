@@ -29,11 +29,10 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from benchmarks.accuracy.agreement import ENGINES
 from benchmarks.checkpoints.text import windows
 from benchmarks.checkpoints.train_small_moe import HELD_OUT_TEXT, WINDOW
-from benchmarks.engine.prefill import CONFIG_KEYS, DEFAULTS, in_own_process, read_config, run_and_answer
 from benchmarks.engine.small_engines import EAGER
+from benchmarks.engines import CONFIG_KEYS, DEFAULTS, ENGINES, in_own_process, read_config, run_and_answer
 from benchmarks.report import installed, write_report
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.errors import UnsupportedError

@@ -33,8 +33,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.prefill import CONFIG_KEYS, DEFAULTS, ENGINES, engine_names, read_config, read_report
+from benchmarks.engine.prefill import ENGINES, engine_names, read_report
 from benchmarks.engine.process import EngineError, EngineProcess
+from benchmarks.engines import CONFIG_KEYS, DEFAULTS, read_config
 from benchmarks.report import write_report
 from fp8moe_plugin.bench.result import OURS, check_plot
 from fp8moe_plugin.errors import UnsupportedError

@@ -12,36 +12,27 @@ and scales of activations are powers of two where DeepGEMM is on.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
-import tempfile
-import textwrap
 import time
-import traceback
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.agreement import ENGINES as AGREEMENT_ENGINES
+from benchmarks.engines import CONFIG_KEYS, DEFAULTS, in_own_process, read_config, run_and_answer
+from benchmarks.engines import ENGINES as ALL_ENGINES
 from benchmarks.report import write_report
 from fp8moe_plugin.bench.result import OURS, check_plot
 from fp8moe_plugin.errors import UnsupportedError
 
 PROMPTS, PROMPT_TOKENS = 16, 2048
-# Not the DeepGEMM warm-up: it compiles for sizes that no round has. What is set already stays.
-DEFAULTS = {"VLLM_DEEP_GEMM_WARMUP": "skip", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 ENGINES = {  # arguments of LLM, environment
-    OURS: AGREEMENT_ENGINES["fp8moe"],
-    "triton": AGREEMENT_ENGINES["triton default"],
-    "deepgemm": AGREEMENT_ENGINES["deep_gemm default"],
+    OURS: ALL_ENGINES["fp8moe"],
+    "triton": ALL_ENGINES["triton default"],
+    "deepgemm": ALL_ENGINES["deep_gemm default"],
 }
-CONFIG_KEYS = ("architectures", "num_hidden_layers", "hidden_size", "vocab_size")  # what a report says of a checkpoint
 
 
 def run_engine(args: argparse.Namespace) -> dict[str, Any]:
@@ -75,51 +66,6 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
     warm_up, *timed = [round(r, 1) for r in rounds]
     median = round(statistics.median(timed), 1)
     return {"tokens_per_s": median, "rounds": timed, "warm_up_round": warm_up, "ready_s": round(ready, 1)}
-
-
-def read_config(model: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((model / "config.json").read_text())
-    return config
-
-
-def in_own_process(
-    module: str, options: dict[str, Any], name: str, timeout: float, environment: dict[str, str]
-) -> dict[str, Any]:
-    """What `python -m module --run name` with these options writes to `--out`, or `error`.
-
-    Nothing that it started outlives this.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        out, log = Path(folder, "answer.json"), Path(folder, "log")
-        command = [sys.executable, "-m", module, "--run", name, "--out", str(out)]
-        command += [str(part) for option in options.items() for part in option]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
-        found: dict[str, Any]
-        try:
-            status = process.wait(timeout)
-            found = json.loads(out.read_text()) if out.exists() else {"error": f"ended with status {status}"}
-        except subprocess.TimeoutExpired:
-            found = {"error": f"not done within {timeout:g} s"}
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # raised when the whole group has ended by itself
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if "error" in found:
-            print(log.read_text(errors="replace")[-12000:], flush=True)
-        return found
-
-
-def run_and_answer(run: Callable[[], dict[str, Any]], out: Path, longest: int = 300) -> None:
-    """In that process: write what an engine has found, or its `error` in at most `longest` characters."""
-    try:
-        found = run()
-    except Exception as failure:  # noqa: BLE001 (an engine may fail in any way; the report says how)
-        traceback.print_exc()
-        found = {"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", longest)}
-    out.write_text(json.dumps(found))
 
 
 def line(name: str, found: dict[str, Any]) -> str:

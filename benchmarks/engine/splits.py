@@ -36,10 +36,8 @@ from unittest import mock
 import torch
 from pydantic import BaseModel
 
-from benchmarks.accuracy.agreement import ENGINES as PEERS
 from benchmarks.checkpoints.synthetic import PRESETS, Shape, write_checkpoint
 from benchmarks.engine.placement import START_PLACED
-from benchmarks.engine.prefill import in_own_process, run_and_answer
 from benchmarks.engine.small_engines import (
     ALL,
     EAGER,
@@ -50,6 +48,8 @@ from benchmarks.engine.small_engines import (
     equal_prefix,
     random_prompts,
 )
+from benchmarks.engines import ENGINES as PEERS
+from benchmarks.engines import in_own_process, run_and_answer
 from benchmarks.report import installed, write_report
 from warmup.__main__ import main as warmup
 

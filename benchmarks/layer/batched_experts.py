@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.layer.gpu_checks import sources_sha256
-from benchmarks.layer.grouped_gemm import Pair, time_calls
-from benchmarks.report import installed, results_or_errors, write_report
+from benchmarks.layer.timing import Pair, time_calls
+from benchmarks.report import installed, results_or_errors, sources_sha256, write_report
 from fp8moe_plugin.bench.peers import vllm_layer
 from fp8moe_plugin.checkpoint.shapes import GROUP, Experts, ceil_div
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8

@@ -4,15 +4,13 @@ python -m benchmarks.layer.gpu_checks --out benchmarks/results/gpu_checks-<date>
 """
 
 import argparse
-import hashlib
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import fp8moe_plugin
-from benchmarks.report import write_report
+from benchmarks.report import sources_sha256, write_report
 
 # Without --report-api-errors no, memcheck counts cuda-bindings' look-ups of functions newer than the driver.
 MEMCHECK = "compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9"
@@ -30,13 +28,6 @@ def run(command: str) -> dict[str, object]:
     if done.returncode:
         print(done.stdout[-4000:])
     return {"command": command, "status": done.returncode, "summary": SUMMARY.findall(done.stdout)}
-
-
-def sources_sha256() -> str:
-    """Names what was checked: the hash of the package's files."""
-    package = Path(fp8moe_plugin.__file__).parent
-    files = sorted(p for p in package.rglob("*") if p.suffix in (".py", ".cu", ".cuh"))
-    return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()
 
 
 def main() -> None:

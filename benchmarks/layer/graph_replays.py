@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.layer.gpu_checks import sources_sha256
-from benchmarks.layer.grouped_gemm import random_fp8, random_scales
-from benchmarks.report import write_report
+from benchmarks.layer.timing import random_fp8, random_scales
+from benchmarks.report import sources_sha256, write_report
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.ops import fused_moe
 

@@ -10,15 +10,13 @@ device; ours includes the kernel that makes the tile table. A time is the median
 """
 
 import argparse
-import itertools
 import math
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.layer.timing import Pair, random_fp8, random_scales, time_calls
 from benchmarks.report import write_report
 from fp8moe_plugin.ops import m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
 from fp8moe_plugin.ops.gemm_launch import launch_gemm
@@ -34,18 +32,6 @@ SHAPES = {  # of DeepSeek-V3: weights [N, K]
 }
 MASKED_UP_TO = 1024  # tokens
 ALIGNMENT = 128  # of DeepGEMM's contiguous layout
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def random_fp8(shape: tuple[int, ...]) -> torch.Tensor:
-    out = torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
-    for part in out.view(-1).split(1 << 27):
-        part.copy_((torch.randn(part.numel(), device="cuda") * 110).clamp_(-448, 448))
-    return out
-
-
-def random_scales(shape: tuple[int, ...], k: int) -> torch.Tensor:
-    return (torch.rand(shape, device="cuda") + 0.5) / (110 * k**0.25)
 
 
 def random_weights(n: int, k: int) -> Pair:
@@ -74,31 +60,6 @@ def relative_error(a: Pair, b: Pair, out: torch.Tensor, rows: slice, expert: int
     scale = b[1][expert].repeat_interleave(128, 0).repeat_interleave(128, 1)
     want = x.flatten(-2) @ (b[0][expert].float() * scale).T
     return ((out[rows].float() - want).norm() / want.norm()).item()
-
-
-def time_calls(call: Callable[[], Any]) -> tuple[float, float]:
-    """Microseconds of a call: burst and sustained."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    torch.cuda.synchronize()
-
-    def replays(count: int) -> list[float]:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        torch.cuda.synchronize()
-        return sorted(a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events))
-
-    time.sleep(0.25)
-    burst = replays(7)[3]
-    sustained = replays(max(9, int(0.4e6 / burst)))
-    return burst, sustained[len(sustained) // 2]
 
 
 def contiguous(deep_gemm: Any, b: Pair, n: int, k: int, counts: list[int]) -> dict[str, Any]:

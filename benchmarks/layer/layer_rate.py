@@ -17,12 +17,11 @@ from benchmarks.layer.grouped_gemm import (
     ALIGNMENT,
     EXPERTS,
     TOPK,
-    Pair,
     random_weights,
     row_counts,
-    time_calls,
     time_deepgemm_contiguous,
 )
+from benchmarks.layer.timing import Pair, time_calls
 from benchmarks.report import write_report
 from fp8moe_plugin.ops import fused_moe
 
