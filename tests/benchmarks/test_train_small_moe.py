@@ -1,8 +1,6 @@
 """A small DeepSeek-V3 in plain PyTorch: what it computes, that it learns, and the checkpoint it becomes."""
 
 import dataclasses
-import itertools
-import json
 import lzma
 import random
 
@@ -13,14 +11,12 @@ from torch.nn import functional as F
 
 from benchmarks.checkpoints.small_moe import MLP, Router, SmallMoE
 from benchmarks.checkpoints.synthetic import Shape, tensors
-from benchmarks.checkpoints.text import PIECE, SUFFIXES, default_text, read_text, split, windows
+from benchmarks.checkpoints.text import PIECE, read_text, split, windows
 from benchmarks.checkpoints.tokenizer import write_tokenizer
 from benchmarks.checkpoints.train_small_moe import (
     RECIPES,
     WINDOW,
     Recipe,
-    main,
-    rate,
     run,
     token_losses,
     write_checkpoint,
@@ -45,14 +41,7 @@ def sentences(count: int) -> str:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "model"
-    return folder, run(folder, Recipe(SHAPE, steps=40, batch=2, learning_rate=3e-3), sentences(12_000))
-
-
-def test_it_learns_more_than_frequencies(trained):
-    _, report = trained
-    assert report.steps == 40
-    assert report.held_out_loss < report.unigram_loss - 0.5
-    assert report.train_loss < report.unigram_loss
+    return folder, run(folder, Recipe(SHAPE, steps=1, batch=1, learning_rate=3e-3), sentences(6000))
 
 
 def test_the_checkpoint_is_what_was_trained(trained):
@@ -67,21 +56,6 @@ def test_the_checkpoint_is_what_was_trained(trained):
         model.weight(name).copy_(tensor)
     held_out = windows(folder / "tokenizer.json", (folder / "held_out.txt").read_text(), WINDOW)
     assert token_losses(model, held_out).mean().item() == pytest.approx(report.held_out_loss, abs=0.01)
-
-
-def test_time_that_is_up_ends_the_training(tmp_path, capsys):
-    recipe = Recipe(SHAPE, steps=1000, batch=1, learning_rate=1e-3)
-    report = run(tmp_path / "model", recipe, sentences(6000), minutes=0.02)
-    assert 0 < report.steps < 1000
-    assert f"after {report.steps} of 1000 steps" in capsys.readouterr().out
-
-
-def test_the_rate_rises_then_falls():
-    rates = [rate(i / 100) for i in range(101)]
-    assert rates[4] == max(rates) == 1
-    assert 0 < rates[0] < 0.1
-    assert all(a > b for a, b in itertools.pairwise(rates[4:]))
-    assert rates[-1] == pytest.approx(0.05)
 
 
 def router(bias: list[float]) -> Router:
@@ -103,14 +77,6 @@ def test_experts_come_from_the_best_groups_and_the_bias_does_not_weight_them():
     expected = torch.zeros(8)
     expected[[2, 6]] = torch.tensor([0.6, 0.8]) / 1.4 * 2.5
     torch.testing.assert_close(biased, expected)
-
-
-def test_balance_lowers_what_is_chosen_too_often():
-    found = router([0.0] * 8)
-    found(torch.tensor([[5.0, 4, 0, 0, 0, 0, 0, 0]] * 3))
-    assert found.load.tolist() == [3, 3, 0, 0, 0, 0, 0, 0]
-    found.balance(0.25)
-    assert found.e_score_correction_bias.tolist() == [-0.25] * 2 + [0.25] * 6
 
 
 def test_the_wide_mlp_is_the_weighted_sum_of_its_experts():
@@ -172,10 +138,6 @@ def test_text_is_found_in_folders_and_archives(tmp_path):
         read_text([archive])
 
 
-def test_the_default_text_is_there():
-    assert any(file.suffix in SUFFIXES for file in default_text().iterdir())
-
-
 def test_windows_do_not_overlap_and_a_short_text_is_refused(tmp_path):
     write_tokenizer(tmp_path, 258)  # bytes
     found = windows(tmp_path / "tokenizer.json", "abcdefg", 3)
@@ -197,22 +159,3 @@ def test_recipes_have_shapes_that_are_served_by_the_kernels():
         s = recipe.shape
         assert all(size % 128 == 0 for size in (s.hidden, s.moe_intermediate, s.dense_intermediate, s.q_lora))
         assert (s.kv_lora, s.nope_dim, s.rope_dim, s.v_dim) == (512, 128, 64, 128)
-
-
-def test_what_is_wrong_with_the_arguments_is_said(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["--out", str(tmp_path)])
-    assert "already there" in capsys.readouterr().err
-    (tmp_path / "short.txt").write_text("Too short.")
-    with pytest.raises(SystemExit):
-        main(["--out", str(tmp_path / "model"), "--text", str(tmp_path / "short.txt")])
-    assert "Give more text" in capsys.readouterr().err
-
-
-def test_the_report_stays_beside_the_checkpoint(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(RECIPES, "tiny", Recipe(SHAPE, steps=1, batch=1, learning_rate=1e-3))
-    (tmp_path / "text.txt").write_text(sentences(6000))
-    main(["--out", str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"), "--recipe", "tiny"])
-    report = json.loads((tmp_path / "model" / "training.json").read_text())
-    assert report["steps"] == 1
-    assert f"{report['held_out_loss']:.4f}" in capsys.readouterr().out

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # Starts a worker that ignores SIGINT, as a stuck engine would, then does what HOW says.
 SERVER = """

@@ -116,18 +116,3 @@ def test_the_exit_status_and_the_report(model, monkeypatch, capsys, above, statu
     off = Difference(**report["ours_against_built_in"][TRITON])
     assert off.percent == pytest.approx(100 * torch.tensor(above - 0.2).expm1().item(), abs=1e-3)
     assert f"fp8moe against {TRITON}: {off}" in printed
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--engines", "bf16,marlin"], "no such engine: marlin"),
-        (["--windows", "1"], "two windows"),
-        (["--text", "none.txt"], "none.txt is not there"),
-        (["--window", "1001"], "has 1000 tokens, a window has 1001"),
-    ],
-)
-def test_what_is_wrong_with_the_arguments_is_said(model, capsys, options, said):
-    with pytest.raises(SystemExit):
-        main(["--model", str(model), "--twin", str(model), *options])
-    assert said in capsys.readouterr().err

@@ -1,21 +1,15 @@
 """benchmarks.engine.decode: whose turn it is, what is kept when an engine fails, and that none is left; engines that
 are none."""
 
-import json
-import signal
-import sys
-from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.engine import decode as engine_decode
-from benchmarks.engine.decode import Engines, batch_sizes, line, main
-from benchmarks.engine.prefill import ENGINES, engine_names
+from benchmarks.engine.decode import Engines, line
+from benchmarks.engine.prefill import ENGINES
 from benchmarks.engine.process import EngineError
-from warmup.options import count
 
 NAMES = ["fp8moe", "triton", "deepgemm"]
 ROUNDS, TIMEOUT = 3, 7
@@ -116,11 +110,6 @@ def test_an_engine_that_fails_is_asked_nothing_more_and_keeps_what_it_found(
     assert all(len(other["batches"]["8"]["rounds"]) == ROUNDS for other in engines.found.values())
 
 
-def test_all_engines_may_fail(process: type[Process]) -> None:
-    engines = measured(process, *((name, "step_ms", 1) for name in NAMES))
-    assert all(found["error"] == "step_ms failed" for found in engines.found.values())
-
-
 def test_an_engine_has_defaults_but_what_is_set_stays(process: type[Process], monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"TEST_OF_TRITON": "1"}
     monkeypatch.setattr(engine_decode, "DEFAULTS", {"TEST_SET": "default", "TEST_NOT_SET": "default"})
@@ -128,82 +117,3 @@ def test_an_engine_has_defaults_but_what_is_set_stays(process: type[Process], mo
     monkeypatch.setenv("TEST_SET", "by hand")
     measured(process)
     assert process.environments["triton"] == {"TEST_NOT_SET": "default"} | own
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that main takes for one, without vLLM; what signals did before, they do again after."""
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(engine_decode.metadata, "version", lambda name: "1")
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield tmp_path
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("failure", [None, KeyboardInterrupt(), ValueError("a fault of ours")])
-def test_no_engine_is_left(
-    process: type[Process],
-    failure: BaseException | None,
-    checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out = checkpoint / "report.json"
-    options = f"--model {checkpoint} --batches 1,8 --rounds {ROUNDS} --timeout {TIMEOUT} --out {out}"
-    monkeypatch.setattr(sys, "argv", ["engine_decode", *options.split()])
-    if failure:
-        process.failing["triton", "step_ms", ROUNDS + 1] = failure
-        with pytest.raises(type(failure)):
-            main()
-    else:
-        main()
-    assert sorted(process.killed) == sorted(NAMES)
-    rounds = {name: [len(row["rounds"]) for row in found["batches"].values()] for name, found in report(out).items()}
-    assert rounds == {name: [ROUNDS] if failure else [ROUNDS, ROUNDS] for name in NAMES}
-    table = capsys.readouterr().out.splitlines()
-    assert [row.split()[:2] for row in table] == [[name, "1:"] for name in NAMES]
-
-
-def report(path: Path) -> dict[str, Any]:
-    engines: dict[str, Any] = json.loads(path.read_text())["engines"]
-    return engines
-
-
-def test_sigterm_ends_engines_and_a_second_one_does_not_stop_that(
-    process: type[Process], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["engine_decode", "--model", str(checkpoint), "--timeout", str(TIMEOUT)])
-    monkeypatch.setattr(process, "start", lambda self: signal.raise_signal(signal.SIGTERM))
-    kill = process.kill
-
-    def killed_meanwhile(self: Process) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.raise_signal(number)
-        kill(self)
-
-    monkeypatch.setattr(process, "kill", killed_meanwhile)
-    with pytest.raises(KeyboardInterrupt):
-        main()
-    assert process.killed == NAMES[:1]
-
-
-def test_arguments_become_names_and_numbers() -> None:
-    assert engine_names(",".join(ENGINES)) == list(ENGINES)
-    assert batch_sizes("1,64") == [1, 64]
-
-
-@pytest.mark.parametrize(
-    ("check", "text", "why"),
-    [
-        (engine_names, "fp8moe,vllm", "no such engine: vllm; there are fp8moe, triton, deepgemm"),
-        (engine_names, "fp8moe,fp8moe", "an engine twice: fp8moe,fp8moe"),
-        (count, "0", "'0' is no number from 1 to 1048576"),
-        (count, "-1", "'-1' is no number from 1 to 1048576"),
-        (batch_sizes, "1,x", "'x' is no number from 1 to 1048576"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused(check: Callable[[str], Any], text: str, why: str) -> None:
-    with pytest.raises(ArgumentTypeError) as error:
-        check(text)
-    assert str(error.value) == why
