@@ -4,17 +4,17 @@ Nothing else in this package knows a vLLM version.
 """
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
-from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import get_current_vllm_config
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.quantization.utils import quant_utils
+from vllm.v1.worker.worker_base import WorkerBase
 
 MLA_WEIGHTS = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")  # attributes of vLLM's MLAAttention
 
@@ -91,7 +91,19 @@ def moved_experts(state: Any, places: int) -> bool:
     return now != dict(enumerate(start))
 
 
-def forget_cuda_graphs() -> None:
-    """Let no captured graph of this process be replayed. Those of vLLM's second model runner are out of reach."""
-    for wrapper in (CUDAGraphWrapper, BreakableCUDAGraphWrapper):
-        wrapper.clear_all_graphs()
+def check_steps(model: Any, check: Callable[[], None]) -> None:
+    """Have the worker that runs a model call `check` before each step.
+
+    Replayed CUDA graphs and compiled code ask no layer, and compute without an error on parameters without memory.
+
+    Args:
+        model: the `ModelState` of the worker's quantization config.
+    """
+    for worker in gc.get_objects():  # vLLM hands a layer no way to its worker
+        if issubclass(type(worker), WorkerBase) and getattr(worker.vllm_config.quant_config, "model", None) is model:
+            worker.execute_model = functools.partial(_check_and_step, check, worker.execute_model)
+
+
+def _check_and_step(check: Callable[[], None], step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    check()
+    return step(*args, **kwargs)
