@@ -4,9 +4,10 @@ Nothing else in this package knows a vLLM version.
 """
 
 import functools
-import gc
 import inspect
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -91,17 +92,18 @@ def moved_experts(state: Any, places: int) -> bool:
     return now != dict(enumerate(start))
 
 
-def check_steps(model: Any, check: Callable[[], None]) -> None:
-    """Have the worker that runs a model call `check` before each step.
+def check_steps(check: Callable[[], None]) -> None:
+    """Have the worker that is loading a model call `check` before each step.
 
     Replayed CUDA graphs and compiled code ask no layer, and compute without an error on parameters without memory.
-
-    Args:
-        model: the `ModelState` of the worker's quantization config.
     """
-    for worker in gc.get_objects():  # vLLM hands a layer no way to its worker
-        if issubclass(type(worker), WorkerBase) and getattr(worker.vllm_config.quant_config, "model", None) is model:
+    frame: FrameType | None = sys._getframe()  # vLLM gives a layer no other way to its worker
+    while frame:
+        worker = frame.f_locals.get("self")
+        if isinstance(worker, WorkerBase):
             worker.execute_model = functools.partial(_check_and_step, check, worker.execute_model)
+            return
+        frame = frame.f_back
 
 
 def _check_and_step(check: Callable[[], None], step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,6 @@ import torch
 
 from fp8moe_plugin.checkpoint import headers
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.weights import check_scale_values
 from fp8moe_plugin.ops.checks import FP8, poison
 
@@ -30,14 +29,13 @@ Check = Callable[..., None]  # takes the arguments of a weight loader
 
 @dataclass
 class ModelState:
-    """Shared by all layers of a model."""
+    """Shared by all layers of a model. The worker calls `check_serves` before each step."""
 
     in_worker: bool = False  # this process is one of several that run the model for an engine
     failure: str | None = None  # why the model must not serve any more
     reloading: set[str] = field(default_factory=set)  # layers that wait for their tensors
     reloaded: bool = False  # a layer has got its tensors in the reload under way
     without_tensors: list[str] = field(default_factory=list)  # layers that got none
-    steps_checked: bool = False  # steps of this process call `check_serves`
 
     def check(self) -> None:
         """Raise `CheckpointError` if a reload has failed."""
@@ -50,15 +48,8 @@ class ModelState:
         if self.reloading:
             raise CheckpointError(f"{min(self.reloading)}: a reload of its weights has not ended. Restart the engine.")
 
-    def check_steps(self) -> None:
-        """Have each step of this process call `check_serves`, from the first reload on."""
-        if not self.steps_checked:
-            compat.check_steps(self, self.check_serves)
-            self.steps_checked = True
-
     def begin(self, layer: str) -> None:
         """vLLM begins to reload a layer."""
-        self.check_steps()
         if not self.reloading:
             self.reloaded, self.without_tensors = False, []
         self.reloading.add(layer)
@@ -98,7 +89,6 @@ class ModelState:
             os._exit(1)  # an orderly exit would leave the communicators first, and wait for the other ranks there
         if multiprocessing.current_process().name.startswith("EngineCore"):
             os.kill(os.getpid(), signal.SIGTERM)
-        self.check_steps()  # a load in place has not begun a reload
         raise CheckpointError(self.failure) from cause
 
 
