@@ -19,11 +19,11 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers.unquantized import is_quantized
 from fp8moe_plugin.layers.vllm import compat, metrics
-from fp8moe_plugin.layers.vllm.entry import Traits
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.loading import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
+from fp8moe_plugin.layers.vllm.traits import Traits
 from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.settings import BATCH_INVARIANT, NAME, batch_invariant, settings
 

@@ -245,7 +245,7 @@ WRONG = {
     "a scale without dimensions": ("w1_weight_scale_inv", lambda s: s[0, 0], r"has shape \[\]"),
     "a scale for each row": ("w3_weight_scale_inv", lambda s: s[:, 0], r"has shape \[2\]"),
     "a negative scale": ("w2_weight_scale_inv", lambda s: -s, "are between -"),
-    "a scale that overflows": ("w2_weight_scale_inv", lambda s: s * 0 + 3e38, r"are between 3e\+38 and 3e\+38"),
+    "a scale that overflows": ("w2_weight_scale_inv", lambda s: s * 0 + 3e38, r"range from 3e\+38 to 3e\+38"),
     "an infinite scale": ("w1_weight_scale_inv", lambda s: s * float("inf"), "hold NaN or infinity"),
 }
 
