@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from benchmarks.small_engines import random_prompts
+from benchmarks.engine.small_engines import random_prompts
 from fp8moe_plugin.errors import Fp8MoeError
 from fp8moe_plugin.layers.unquantized import is_quantized
 from tests.engine.generate import LIMITS
