@@ -161,7 +161,8 @@ inline void wgmma(float& d, T... operands) {
         wgmma<n>(x...);                                                             \
     }
 WGMMA(8)
-WGMMA(16) WGMMA(32) WGMMA(64) WGMMA(96) WGMMA(112) WGMMA(128) WGMMA(144) WGMMA(192)
+WGMMA(16)
+WGMMA(32) WGMMA(64) WGMMA(96) WGMMA(112) WGMMA(128) WGMMA(144) WGMMA(192)
 #undef WGMMA
     inline void wgmma_fence_sync_aligned() {
     emu::wgmma_fence();
