@@ -15,8 +15,8 @@
 //
 // Grid: any number of blocks, one a multiprocessor; each takes every gridDim.x-th tile. Launched early it loads weights
 // beside the kernel that quantizes A.
-#include "ring.cuh"
-#include "wgmma.cuh"
+#include "device/wgmma.cuh"
+#include "pipeline/ring.cuh"
 
 constexpr int kBlockK = 128, kWarpgroupM = 64;
 constexpr int kMathWarpgroups = BLOCK_M / kWarpgroupM, kMathWarps = 4 * kMathWarpgroups;

@@ -11,9 +11,9 @@
 //
 // Grid: ceil(N / 64) clusters of `splits` blocks, at most K / 128. Launched early it loads weights beside the kernel
 // that quantizes A.
-#include "cluster_sum.cuh"
-#include "ring.cuh"
-#include "wgmma.cuh"
+#include "device/wgmma.cuh"
+#include "pipeline/cluster_sum.cuh"
+#include "pipeline/ring.cuh"
 
 constexpr int kBlockN = 64, kBlockK = 128;
 constexpr int kMathWarps = 4;
@@ -158,8 +158,8 @@ DEVICE void run(const Operands& in, u16* d, int splits) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                       const float* a_scales, int a_scale_k_stride, const float* b_scales, u16* d, int m, int n, int k,
-                       int width, int splits) {
+                        const float* a_scales, int a_scale_k_stride, const float* b_scales, u16* d, int m, int n, int k,
+                        int width, int splits) {
     let_next_kernel_start();
     const Operands in{&a_map, &b_map, a_scales, b_scales, a_scale_k_stride, m, n, k / kBlockK};
     switch (width) {

@@ -20,10 +20,10 @@
 // Out:  out       bfloat16 [tokens, H]
 //
 // Grid: H / 128 clusters of `splits` blocks.
-#include "cluster_sum.cuh"
-#include "expert_list.cuh"
-#include "ring.cuh"
-#include "wgmma.cuh"
+#include "device/wgmma.cuh"
+#include "pipeline/cluster_sum.cuh"
+#include "pipeline/ring.cuh"
+#include "routing/expert_list.cuh"
 
 constexpr int kTokens = TOKENS, kStages = STAGES;
 constexpr int kBlockN = 128, kBlockK = 128;

@@ -15,12 +15,12 @@
 //       ready       int32 [1 + capacity * counters], zero, for blocks and row tiles that are done, see RowsDone; null:
 //                   nobody asks, and there is one split
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
-#include "fp8.cuh"
-#include "ptx.cuh"
-#include "rows_done.cuh"
-#include "split_k.cuh"
-#include "tile_queue.cuh"
-#include "wgmma.cuh"
+#include "device/fp8.cuh"
+#include "device/ptx.cuh"
+#include "device/wgmma.cuh"
+#include "pipeline/rows_done.cuh"
+#include "pipeline/split_k.cuh"
+#include "pipeline/tile_queue.cuh"
 
 constexpr int kStages = STAGES;
 constexpr int kBlockTokens = 64, kBlockI = 128, kBlockK = 128;
@@ -319,8 +319,8 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gate_up_few_rows(const __grid_constant__ TensorMap w_map, const uint4* x, const float* x_scales,
-                    const float* w_scales, const int* a_rows, u8* q, float* scales, float* partial, int* ready,
-                    const int4* table, int* num_tiles, int m, int intermediate, int k, int splits, int counters) {
+                     const float* w_scales, const int* a_rows, u8* q, float* scales, float* partial, int* ready,
+                     const int4* table, int* num_tiles, int m, int intermediate, int k, int splits, int counters) {
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 

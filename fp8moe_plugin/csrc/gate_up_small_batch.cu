@@ -19,10 +19,10 @@
 // UE8M0: 1 rounds scales up to powers of two, before the router's weight comes in.
 //
 // Grid: any number of clusters; a multiprocessor has room for two blocks. The next kernel starts beside this one.
-#include "expert_list.cuh"
-#include "fp8.cuh"
-#include "ring.cuh"
-#include "wgmma.cuh"
+#include "device/fp8.cuh"
+#include "device/wgmma.cuh"
+#include "pipeline/ring.cuh"
+#include "routing/expert_list.cuh"
 
 constexpr int kTokens = TOKENS, kCluster = CLUSTER, kStages = STAGES;
 constexpr int kBlockI = 128, kBlockK = 128;
@@ -285,10 +285,9 @@ DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& sha
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(THREADS, 2)
-    gate_up_small_batch(const __grid_constant__ TensorMap w_map, const uint4* x, const float* w_scales,
-                        const void* ids, const int* expert_map, const float* topk_weights, u8* q, float* scales,
-                        int* told, int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden,
-                        int intermediate) {
+    gate_up_small_batch(const __grid_constant__ TensorMap w_map, const uint4* x, const float* w_scales, const void* ids,
+                        const int* expert_map, const float* topk_weights, u8* q, float* scales, int* told, int ids_64,
+                        int global_experts, int num_experts, int tokens, int topk, int hidden, int intermediate) {
     SharedMemory shared{dynamic_shared_address()};
     const Step step{tokens, topk, hidden, intermediate};
     const Share share(step);

@@ -6,11 +6,11 @@
 // A block takes `run` columns of tiles at once, so that where K is short what comes once in a while stays cheap.
 //
 // With `ready` A is what gate_up_few_rows makes, beside which this kernel runs; see rows_done.cuh.
-#include "ptx.cuh"
-#include "rows_done.cuh"
-#include "swap_ab.cuh"
-#include "tile_queue.cuh"
-#include "transposed.cuh"
+#include "device/ptx.cuh"
+#include "epilogue/store_transposed.cuh"
+#include "mma/swap_ab.cuh"
+#include "pipeline/rows_done.cuh"
+#include "pipeline/tile_queue.cuh"
 
 constexpr int kStages = STAGES;
 constexpr int kBlockTokens = 64;
@@ -141,9 +141,9 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                         const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
-                         u16* d, const int4* table, int* num_tiles, int m, int n, int k, int pair_of_counters, int run,
-                         int* ready, int counters) {
+                          const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
+                          u16* d, const int4* table, int* num_tiles, int m, int n, int k, int pair_of_counters, int run,
+                          int* ready, int counters) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);

@@ -1,7 +1,7 @@
 // Quantization of one group of 128 channels to e4m3: its scale, and eight of its values.
 // UE8M0: 1 rounds scales up to powers of two.
 #pragma once
-#include "common.cuh"
+#include "device/common.cuh"
 
 constexpr int kGroupLanes = 16;  // lanes that share a group: 16 x 8 bfloat16 = 128 channels
 constexpr float kFp8Max = 448.0f;

@@ -1,6 +1,6 @@
 // Stages of shared memory that a producer fills and math warps use, in turn.
 #pragma once
-#include "ptx.cuh"
+#include "device/ptx.cuh"
 
 template <int kStages>
 struct Ring {

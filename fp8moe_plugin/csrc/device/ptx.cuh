@@ -1,6 +1,6 @@
 // Instructions of sm_90a as C++ functions, one each, in the order a tile meets them. Needs no CUDA header.
 #pragma once
-#include "common.cuh"
+#include "device/common.cuh"
 
 // ---- shared memory: 32-bit addresses throughout, so that no generic pointer is formed in a loop -------------------
 
@@ -43,13 +43,17 @@ DEVICE void store_shared(u32 address, uint2 value) {
 }
 DEVICE float4 load_shared_float4(u32 address) {
     float4 v;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address)
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
                  : "memory");
     return v;
 }
 DEVICE uint4 load_shared_16(u32 address) {
     uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address)
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
                  : "memory");
     return v;
 }
@@ -65,8 +69,7 @@ DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 DEVICE void barrier_arrive_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
@@ -108,8 +111,8 @@ DEVICE void tma_load_4d(u32 to, const TensorMap* map, u32 barrier, int x, int y,
 }
 // Stores a box; what lies outside the matrix is dropped.
 DEVICE void tma_store(const TensorMap* map, u32 from, int column, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-                 "r"(from), "r"(column), "r"(row)
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
+                 "r"(column), "r"(row)
                  : "memory");
 }
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

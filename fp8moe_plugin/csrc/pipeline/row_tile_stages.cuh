@@ -1,12 +1,15 @@
-// grouped_gemm.cu: its variants, the shape of a tile, the roles of the warps and the layout of shared memory.
+// grouped_gemm.cu and gate_up.cu: their variants, the shape of a tile, the roles of the warps and the layout of shared
+// memory.
 #pragma once
-#include "ptx.cuh"
-#include "tile_queue.cuh"
+#include "device/ptx.cuh"
+#include "pipeline/tile_queue.cuh"
 
-#define OUTPUT_BF16 0         // staged in shared memory, stored by TMA
+#define OUTPUT_BF16 0         // of grouped_gemm.cu: staged in shared memory, stored by TMA
 #define OUTPUT_BF16_DIRECT 1  // stored from registers, with an optional addend C
 #define OUTPUT_F32_DIRECT 2
-#define OUTPUT_SWIGLU 3  // activated and quantized; staged, stored by TMA
+#ifndef SWIGLU
+#define SWIGLU 0  // 1 in gate_up.cu: activated and quantized; staged, stored by TMA
+#endif
 #ifndef GATHER
 #define GATHER 0
 #endif
@@ -18,7 +21,7 @@ constexpr int kStages = STAGES;
 constexpr int kBlockM = 128, kBlockK = 128;
 static_assert(kBlockM == RowTiles::kBlockMOfTails, "these tiles have tails");
 constexpr int kHalfN = 128, kHalves = BLOCK_N / kHalfN;
-constexpr bool kSwiglu = OUTPUT == OUTPUT_SWIGLU;
+constexpr bool kSwiglu = SWIGLU;
 constexpr int kTileN = kSwiglu ? kHalfN : BLOCK_N;  // from a tile's columns to the next one's
 using Queue = TileQueue<kBlockM, KEEP_B ? 4 : 1>;
 constexpr int kMathWarpgroups = 2, kWarpgroupM = kBlockM / kMathWarpgroups;

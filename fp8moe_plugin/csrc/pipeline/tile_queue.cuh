@@ -1,7 +1,7 @@
 // Which output tiles a block computes, and in which order. The table of row tiles is described in ops/route.py.
 #pragma once
-#include "ring.cuh"
-#include "tile_table.cuh"
+#include "pipeline/ring.cuh"
+#include "pipeline/tile_table.cuh"
 
 struct Tile {
     int expert;

@@ -1,7 +1,7 @@
 // grouped_gemm.cu: how a warpgroup stores its 64 rows by halves of 128 columns, and its part of a tail.
 #pragma once
-#include "gemm_multiply.cuh"
-#include "transposed.cuh"
+#include "epilogue/store_transposed.cuh"
+#include "mma/row_tile.cuh"
 
 DEVICE void stage_half(SharedMemory shared, int warpgroup, int half, const Accumulator& sum) {
     int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;

@@ -9,7 +9,7 @@
 //
 // With `ready`, groups with a tail come first: the longer tiles, so that blocks of a GEMM finish closer together.
 #pragma once
-#include "common.cuh"
+#include "device/common.cuh"
 
 constexpr int kTailRows = 16;
 

@@ -1,6 +1,6 @@
 // The local experts of (token, expert) pairs, as the router names them. A pair is a thread's, THREADS pairs a chunk.
 #pragma once
-#include "common.cuh"
+#include "device/common.cuh"
 
 constexpr int kNoExpert = -1;
 constexpr u32 kHigh = 1 << 16;  // one in the high half of a word of counts

@@ -1,7 +1,7 @@
 // Results that stand transposed in the registers: 64 channels by a few tokens of one warpgroup, turned round in shared
 // memory on their way out.
 #pragma once
-#include "ptx.cuh"
+#include "device/ptx.cuh"
 
 // A thread holds channels lane/4 and lane/4 + 8 of its warp's 16, tokens 8i + lane%4*2 and the next. `staging` has room
 // for kTokens rows of 128 bytes, swizzled, and is read and written by this warpgroup alone.

@@ -1,8 +1,8 @@
-// grouped_gemm.cu with OUTPUT_SWIGLU: how a warpgroup activates, quantizes and stores 64 rows by kWidth channels, which
+// gate_up.cu: how a warpgroup activates, quantizes and stores 64 rows by kWidth channels, which
 // are 128 or, of a short tile, the half of a group; and its part of a tail.
 #pragma once
-#include "fp8.cuh"
-#include "gemm_multiply.cuh"
+#include "device/fp8.cuh"
+#include "mma/row_tile.cuh"
 
 struct Quantized {
     const TensorMap* map;
@@ -98,8 +98,7 @@ DEVICE void copy_quantized(u32 staging, const Quantized& out, int row, int rows,
 
 template <int kWidth>
 DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Tile& tile, int warpgroup, int row_block,
-                            int& buffer, Completion& complete, const Columns<kWidth>& gate,
-                            const Columns<kWidth>& up) {
+                            int& buffer, Completion& complete, const Columns<kWidth>& gate, const Columns<kWidth>& up) {
     constexpr bool kShort = kWidth < kHalfN;
     bool elected = threadIdx.x % 128 == 0;
     int first = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // this thread's, in the block of rows
@@ -114,8 +113,10 @@ DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Til
         if (first + 8 < rows) scales[8] = scale[1];
     }
     bool tell = complete.ready && (tile.last || complete.listed == kListed);
-    if (tell) complete.stored();
-    else if (elected) tma_store_wait_read();
+    if (tell)
+        complete.stored();
+    else if (elected)
+        tma_store_wait_read();
     warpgroup_barrier(warpgroup);  // the staging buffer is free
     if (tell) complete.tell(shared, warpgroup);
     complete.add(shared, warpgroup, tile);

@@ -1,7 +1,7 @@
-// grouped_gemm.cu: its math warpgroups.
+// grouped_gemm.cu and gate_up.cu: their math warpgroups.
 #pragma once
-#include "gemm_layout.cuh"
-#include "wgmma.cuh"
+#include "device/wgmma.cuh"
+#include "pipeline/row_tile_stages.cuh"
 
 using Accumulator = Columns<kHalfN>;
 

@@ -1,6 +1,6 @@
-// grouped_gemm.cu: the producers of GATHER. A warp copies 32 rows of A, eight lanes a row; the first warp also loads B.
+// gate_up.cu: the producers of GATHER. A warp copies 32 rows of A, eight lanes a row; the first warp also loads B.
 #pragma once
-#include "gemm_load.cuh"
+#include "pipeline/load_row_tile.cuh"
 
 constexpr int kRowChunks = kBlockK / 16, kRowsAtOnce = 32 / kRowChunks, kCopies = 32 / kRowsAtOnce;
 static_assert(kRowsAtOnce == 4, "half of a swizzle atom");
@@ -38,8 +38,8 @@ struct GatheredRows {
     }
 };
 
-DEVICE void gather_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Tile& tile,
-                        Queue& queue, bool first_warp) {
+DEVICE void gather_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Tile& tile, Queue& queue,
+                        bool first_warp) {
     const WeightScales b_scales(in, tile);
     const GatheredRows rows(in, tile);
 #pragma unroll 1
@@ -58,8 +58,7 @@ DEVICE void gather_tile(SharedMemory shared, Ring<kStages>& ring, const Operands
     }
 }
 
-DEVICE void gather_tiles(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue,
-                         bool first_warp) {
+DEVICE void gather_tiles(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue, bool first_warp) {
     while (true) {
         const Tile tile = share_tile(shared.gathered_tile(), kProducerBarrier, queue, first_warp);
         if (tile.rows == 0) break;

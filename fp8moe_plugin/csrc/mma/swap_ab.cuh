@@ -1,8 +1,8 @@
 // Swap-AB: 128 rows of weights are the 64-row operands of the two math warpgroups, tokens are the narrow operand. What
 // kernels of few tokens share, whichever way they find their tiles.
 #pragma once
-#include "ring.cuh"
-#include "wgmma.cuh"
+#include "device/wgmma.cuh"
+#include "pipeline/ring.cuh"
 
 constexpr int kBlockN = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kWarpgroupN = kBlockN / kMathWarpgroups;

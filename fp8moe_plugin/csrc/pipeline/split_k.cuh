@@ -1,7 +1,7 @@
 // Blocks that share a tile, each a part of K. Each leaves its sums in memory, and the one that comes last adds them up,
 // in order, so that the result does not depend on which one that is.
 #pragma once
-#include "ptx.cuh"
+#include "device/ptx.cuh"
 
 constexpr int kMaxSplits = 8;  // MAX_SPLITS of plan.py
 

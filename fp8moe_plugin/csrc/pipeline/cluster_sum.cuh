@@ -1,7 +1,7 @@
 // Sums of some channels of a few tokens, over the blocks of a cluster, of which each has a part of K: each sends
 // what it has of a token to the shared memory of the block that stores it, where the parts are added up in their order.
 #pragma once
-#include "ptx.cuh"
+#include "device/ptx.cuh"
 
 constexpr int kMostSplits = 8;  // CLUSTER_SPLITS of plan.py
 

@@ -1,6 +1,6 @@
 // The experts that the tokens of a small batch have, each once, in the order of their numbers.
 #pragma once
-#include "expert_ids.cuh"
+#include "routing/expert_ids.cuh"
 
 constexpr int kMaxPairs = 176;  // SMALL_BATCH_PAIRS of plan.py
 

@@ -1,6 +1,6 @@
 // wgmma.mma_async m64nNk32, e4m3 x e4m3 into float32: D[64, N] (+)= A[64, 32] @ B[N, 32]^T, both from shared memory.
 #pragma once
-#include "ptx.cuh"
+#include "device/ptx.cuh"
 
 // The descriptor of an operand tile of rows of 128 bytes along K, 128-byte swizzled: groups of 8 rows stand 1024 bytes
 // apart (PTX ISA, "matrix descriptor"). Only its low word depends on the address; 2 added to it are 32 bytes along K.
@@ -63,7 +63,8 @@ DEVICE void wgmma_results_ready(float (&d)[kCount]) {
 // For n columns: the accumulator, and the names of what follows it, two descriptors and whether to accumulate.
 #define WGMMA(n, names, outs, a_name, b_name, accumulate_name)                                                   \
     DEVICE void wgmma(float (&d)[n / 2], u64 a, u64 b, bool accumulate) {                                        \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, " accumulate_name ", 0;\n"                                  \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, " accumulate_name                                           \
+                     ", 0;\n"                                                                                    \
                      "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" names "}, " a_name ", " b_name \
                      ", p, 1, 1; }"                                                                              \
                      : outs                                                                                      \

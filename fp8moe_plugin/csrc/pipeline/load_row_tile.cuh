@@ -1,7 +1,7 @@
-// grouped_gemm.cu: its producer, one warp that fills the ring by TMA.
+// grouped_gemm.cu and gate_up.cu: their producer, one warp that fills the ring by TMA.
 #pragma once
-#include "gemm_layout.cuh"
-#include "rows_done.cuh"
+#include "pipeline/row_tile_stages.cuh"
+#include "pipeline/rows_done.cuh"
 
 struct WeightScales {
     const float* data;

@@ -1,7 +1,7 @@
 // Counters between two GEMMs that run beside one another: how far the first one is, whose rows the second one reads.
 #pragma once
-#include "ptx.cuh"
-#include "tile_queue.cuh"
+#include "device/ptx.cuh"
+#include "pipeline/tile_queue.cuh"
 
 struct RowsDone {
     int* ready;    // [1 + row tiles * counters]: blocks that are done; of a row tile, columns that are done, and more
