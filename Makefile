@@ -19,7 +19,7 @@ checkpoint := demo/deepseek_v3-tiny
 .DELETE_ON_ERROR:
 
 serve: $(checkpoint)/written
-	$(BIN)/python -m benchmarks.serve_demo $(checkpoint)
+	$(BIN)/python -m benchmarks.engine.serve_demo $(checkpoint)
 
 test: $(installed)
 	$(BIN)/python -m pytest
@@ -40,8 +40,8 @@ lint: $(installed)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(cxx)
 
-$(checkpoint)/written: benchmarks/synthetic.py benchmarks/tokenizer.py | $(installed)
-	$(BIN)/python -m benchmarks.synthetic --family deepseek_v3 --preset tiny --out $(checkpoint)
+$(checkpoint)/written: benchmarks/checkpoints/synthetic.py benchmarks/checkpoints/tokenizer.py | $(installed)
+	$(BIN)/python -m benchmarks.checkpoints.synthetic --family deepseek_v3 --preset tiny --out $(checkpoint)
 	@touch $@
 
 $(installed):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.synthetic import PRESETS, write_checkpoint
+from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
 from fp8moe_plugin.checkpoint.headers import HEADER, INDEX_NAME, MAX_SHARDS, weight_files
 from fp8moe_plugin.checkpoint.model import Unquantized, read_model
 from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Model, Split

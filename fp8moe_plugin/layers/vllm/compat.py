@@ -5,16 +5,17 @@ Nothing else in this package knows a vLLM version.
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
-from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
-from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import get_current_vllm_config
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.quantization.utils import quant_utils
+from vllm.v1.worker.worker_base import WorkerBase
 
 MLA_WEIGHTS = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")  # attributes of vLLM's MLAAttention
 
@@ -91,7 +92,20 @@ def moved_experts(state: Any, places: int) -> bool:
     return now != dict(enumerate(start))
 
 
-def forget_cuda_graphs() -> None:
-    """Let no captured graph of this process be replayed. Those of vLLM's second model runner are out of reach."""
-    for wrapper in (CUDAGraphWrapper, BreakableCUDAGraphWrapper):
-        wrapper.clear_all_graphs()
+def check_steps(check: Callable[[], None]) -> None:
+    """Have the worker that is loading a model call `check` before each step.
+
+    Replayed CUDA graphs and compiled code ask no layer, and compute without an error on parameters without memory.
+    """
+    frame: FrameType | None = sys._getframe()  # vLLM gives a layer no other way to its worker
+    while frame:
+        worker = frame.f_locals.get("self")
+        if isinstance(worker, WorkerBase):
+            worker.execute_model = functools.partial(_check_and_step, check, worker.execute_model)
+            return
+        frame = frame.f_back
+
+
+def _check_and_step(check: Callable[[], None], step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    check()
+    return step(*args, **kwargs)

@@ -77,8 +77,6 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         metrics.tell(prepare_kernels(linear_kernels(self.ue8m0), layer.weight, self.warmup))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if x.is_meta or layer.weight.is_meta:  # vLLM has begun a reload, and not ended it
-            self.loading.check_serves()
         return torch_ops.linear(x, layer.weight, layer.weight_scale_inv, bias, self.ue8m0)
 
 

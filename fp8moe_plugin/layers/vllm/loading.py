@@ -15,7 +15,6 @@ import torch
 
 from fp8moe_plugin.checkpoint import headers
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.weights import check_scale_values
 from fp8moe_plugin.ops.checks import FP8, poison
 
@@ -30,12 +29,11 @@ Check = Callable[..., None]  # takes the arguments of a weight loader
 
 @dataclass
 class ModelState:
-    """Shared by all layers of a model."""
+    """Shared by all layers of a model. The worker calls `check_serves` before each step."""
 
     in_worker: bool = False  # this process is one of several that run the model for an engine
     failure: str | None = None  # why the model must not serve any more
-    # Layers that wait for their tensors; each with a function that restores the parameters that served before.
-    reloading: dict[str, Callable[[], None]] = field(default_factory=dict)
+    reloading: set[str] = field(default_factory=set)  # layers that wait for their tensors
     reloaded: bool = False  # a layer has got its tensors in the reload under way
     without_tensors: list[str] = field(default_factory=list)  # layers that got none
 
@@ -44,11 +42,17 @@ class ModelState:
         if self.failure:
             raise CheckpointError(self.failure)
 
-    def begin(self, layer: str, restore: Callable[[], None]) -> None:
+    def check_serves(self) -> None:
+        """Raise `CheckpointError` if the model must not serve: a reload has failed, or never came to its end."""
+        self.check()
+        if self.reloading:
+            raise CheckpointError(f"{min(self.reloading)}: a reload of its weights has not ended. Restart the engine.")
+
+    def begin(self, layer: str) -> None:
         """vLLM begins to reload a layer."""
         if not self.reloading:
             self.reloaded, self.without_tensors = False, []
-        self.reloading[layer] = restore
+        self.reloading.add(layer)
 
     def finish(self, layer: str, got_tensors: bool) -> None:
         """vLLM has reloaded a layer, or given it back as it was, for want of tensors.
@@ -56,7 +60,7 @@ class ModelState:
         Raises:
             CheckpointError: some layers got tensors and others got none. If no layer got any, nothing was reloaded.
         """
-        self.reloading.pop(layer, None)
+        self.reloading.discard(layer)
         self.reloaded |= got_tensors
         if not got_tensors:
             self.without_tensors.append(layer)
@@ -71,7 +75,7 @@ class ModelState:
 
         vLLM reports an exception to whoever asked for the reload, and goes on serving. So worker processes end, which
         ends the engine, and an engine core that runs the model itself shuts down once it has reported the exception.
-        In the user's own process every later load raises, and every step that runs a layer of experts.
+        In the user's own process every later load and every step raises.
 
         Raises:
             CheckpointError: unless this process ends.
@@ -85,9 +89,6 @@ class ModelState:
             os._exit(1)  # an orderly exit would leave the communicators first, and wait for the other ranks there
         if multiprocessing.current_process().name.startswith("EngineCore"):
             os.kill(os.getpid(), signal.SIGTERM)
-        compat.forget_cuda_graphs()  # a replay would serve without asking `check`
-        for restore in self.reloading.values():  # an op's complaint about meta tensors would hide this error
-            restore()
         raise CheckpointError(self.failure) from cause
 
 
@@ -129,24 +130,17 @@ class LayerLoading:
             layer.register_parameter(name, parameter)
 
     def _register(self, layer: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
-        watched = self.serving and name in self.parameters
-        if watched and self.model.failure and parameter is not None and parameter.is_meta:
-            parameter = self.parameters[name]  # else steps would run on meta from end to end, and no op refuse them
         torch.nn.Module.register_parameter(layer, name, parameter)
-        if not watched or parameter is None:
+        if parameter is None or name not in self.parameters or not self.serving:
             return
         if parameter.is_meta:
             self.checked = False
-            self.model.begin(self.prefix, functools.partial(self._restore, layer))
+            self.model.begin(self.prefix)
         elif self.reloading and parameter is not self.parameters[name]:
             poison(parameter)
         elif self.reloading and name == list(self.parameters)[-1]:  # with which the layer is whole again
             with self.refusing():
                 self.model.finish(self.prefix, got_tensors=False)
-
-    def _restore(self, layer: Any) -> None:
-        for name, parameter in self.parameters.items():
-            torch.nn.Module.register_parameter(layer, name, parameter)
 
     def check_once(self) -> None:
         """Raise `CheckpointError` if the layer cannot be loaded again; looked at once a reload."""
@@ -168,12 +162,6 @@ class LayerLoading:
         if not self.serving:
             self.parameters = {name: getattr(layer, name) for name in self.parameters}
             self.serving = True
-
-    def check_serves(self) -> None:
-        """Raise `CheckpointError` if the layer must not serve: a reload has failed, or never came to its end."""
-        self.model.check()
-        if self.reloading:
-            raise CheckpointError(f"{self.prefix}: a reload of its weights has not ended. Restart the engine.")
 
     @contextmanager
     def refusing(self) -> Iterator[None]:

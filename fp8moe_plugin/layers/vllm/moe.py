@@ -165,7 +165,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.moe_kernel is not None
-        self.loading.check_serves()
+        self.loading.model.check_serves()
         return self.moe_kernel.apply(
             x,
             layer.w13_weight,

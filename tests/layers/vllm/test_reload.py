@@ -179,7 +179,7 @@ def test_a_reload_that_brings_nothing_leaves_what_served(kind):
     model, wanted = Model(kind).start(first(kind)), Model(kind).start(first(kind))
     for _ in range(2):
         model.reload({})
-        model.experts.quant_method.loading.check_serves()
+        model.experts.quant_method.loading.model.check_serves()
         assert equal(model, wanted)
     model.reload(second(kind))
     assert equal(model, Model(kind).start(second(kind)))
@@ -245,7 +245,7 @@ WRONG = {
     "a scale without dimensions": ("w1_weight_scale_inv", lambda s: s[0, 0], r"has shape \[\]"),
     "a scale for each row": ("w3_weight_scale_inv", lambda s: s[:, 0], r"has shape \[2\]"),
     "a negative scale": ("w2_weight_scale_inv", lambda s: -s, "are between -"),
-    "a scale that overflows": ("w2_weight_scale_inv", lambda s: s * 0 + 3e38, r"are between 3e\+38 and 3e\+38"),
+    "a scale that overflows": ("w2_weight_scale_inv", lambda s: s * 0 + 3e38, r"range from 3e\+38 to 3e\+38"),
     "an infinite scale": ("w1_weight_scale_inv", lambda s: s * float("inf"), "hold NaN or infinity"),
 }
 
@@ -291,20 +291,6 @@ def test_a_reload_that_vllm_breaks_off_leaves_no_layer_that_serves():
     layerwise.initialize_layerwise_reload(model)
     with pytest.raises(CheckpointError, match="a reload of its weights has not ended"):
         model.experts.quant_method.apply(model.experts, *[None] * 5)
-    with pytest.raises(CheckpointError, match="a reload of its weights has not ended"):
-        model.down.quant_method.apply(model.down, torch.zeros(1, INTERMEDIATE, dtype=torch.bfloat16))
-
-
-def test_a_refused_reload_leaves_no_layer_without_memory():
-    """Or an op of compiled code would complain about that, and not say why."""
-    model, checkpoint = Model("fp8").start(first("fp8")), second("fp8")
-    checkpoint["w2_weight"][2].view(torch.uint8)[0, 0] = 0x7F  # NaN; the other layers wait for their tensors
-    with pytest.raises(CheckpointError, match=RESTART):
-        model.reload(checkpoint)
-    assert not any(parameter.is_meta for parameter in model.parameters())
-    with pytest.raises(CheckpointError, match=RESTART):
-        model.reload(first("fp8"))
-    assert not any(parameter.is_meta for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["w1_weight", "w2_weight_scale_inv"])
