@@ -24,11 +24,16 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # arguments of LL
     "triton default": ({"moe_backend": "triton"}, TRITON),
     "deep_gemm default": ({"moe_backend": "deep_gemm"}, DEEP_GEMM),
     "reference": ({"quantization": "fp8moe", "enforce_eager": True}, {"FP8MOE_BACKEND": "reference"}),
-    "bf16": ({}, {}),  # of the twin checkpoint
+    "bf16": ({}, {}),  # runs the unquantized twin of the checkpoint
 }
 # The DeepGEMM warm-up compiles for sizes that no round has. Variables that are already set keep their values.
 DEFAULTS = {"VLLM_DEEP_GEMM_WARMUP": "skip", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-CONFIG_KEYS = ("architectures", "num_hidden_layers", "hidden_size", "vocab_size")  # what a report says of a checkpoint
+CONFIG_KEYS = (
+    "architectures",
+    "num_hidden_layers",
+    "hidden_size",
+    "vocab_size",
+)  # entries of config.json that a report has
 
 
 def read_config(model: Path) -> dict[str, Any]:
@@ -39,9 +44,9 @@ def read_config(model: Path) -> dict[str, Any]:
 def in_own_process(
     module: str, options: dict[str, Any], name: str, timeout: float, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """What `python -m module --run name` with these options writes to `--out`, or `error`.
+    """The JSON that `python -m module --run name` with these options writes to `--out`, or an `error`.
 
-    Nothing that it started outlives this.
+    All processes that it started have ended on return.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "answer.json"), Path(folder, "log")
@@ -58,7 +63,7 @@ def in_own_process(
         except subprocess.TimeoutExpired:
             found = {"error": f"not done within {timeout:g} s"}
         finally:
-            with contextlib.suppress(ProcessLookupError):  # raised when the whole group has ended by itself
+            with contextlib.suppress(ProcessLookupError):  # the whole group has ended by itself
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if "error" in found:
@@ -67,7 +72,7 @@ def in_own_process(
 
 
 def run_and_answer(run: Callable[[], dict[str, Any]], out: Path, longest: int = 300) -> None:
-    """In that process: write what an engine has found, or its `error` in at most `longest` characters."""
+    """In that process: write the result of `run`, or its `error` in at most `longest` characters."""
     try:
         found = run()
     except Exception as failure:  # noqa: BLE001 (an engine may fail in any way; the report says how)

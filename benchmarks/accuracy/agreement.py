@@ -1,13 +1,13 @@
-"""Do vLLM engines with different FP8 backends say the same? Greedy tokens of one checkpoint, ours beside vLLM's own.
+"""Greedy agreement of vLLM engines with different FP8 backends on one checkpoint.
 
     python -m benchmarks.accuracy.agreement --model DIR --out benchmarks/results/engine_agreement-<date>.json
 
-Each engine is a process of its own, with CUDA graphs and torch.compile on. `next_token`: the share of prompt positions
-at which two engines hold the same token for the most likely next one (each position is given the same prefix, so one
-early difference does not spoil the rest). `prefix`: how many generated tokens agree before the first difference.
-`triton` and `deep_gemm` are vLLM's own backends made comparable: FP32 scales of activations, as ours has for a
-checkpoint that does not ask for `scale_fmt: ue8m0`, and no fusion of norms and activations into the quantization, which
-spares these a rounding to BF16. `triton default` and `deep_gemm default` are what `--quantization fp8` gives.
+Each engine runs in its own process, with CUDA graphs and torch.compile. `next_token` is the share of prompt positions
+at which two engines predict the same most likely next token; every position has the same prefix, so one early
+difference does not spoil the rest. `prefix` is the number of generated tokens that agree before the first difference.
+`triton` and `deep_gemm` are vLLM's backends made comparable with ours: FP32 scales of activations, as a checkpoint
+without `scale_fmt: ue8m0` has them, and no fusion of norms and activations into the quantization, which would save a
+rounding to BF16. `triton default` and `deep_gemm default` run as `--quantization fp8` does.
 """
 
 import argparse
@@ -27,7 +27,7 @@ PROMPTS, PROMPT_TOKENS, GENERATED = 768, 96, 32
 
 
 def run_engine(model: str, name: str) -> dict[str, Any]:
-    """What one engine says; in a process of its own."""
+    """The answers of one engine, in this process."""
     import torch
     from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -63,7 +63,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
 
 
 def in_own_process(model: str, name: str) -> dict[str, Any]:
-    """The engine's answers; `seconds` is the whole life of its process up to them."""
+    """The answers of an engine in its own process; `seconds` is the lifetime of that process."""
     command = [sys.executable, "-m", "benchmarks.accuracy.agreement", "--model", model, "--run", name]
     start = time.monotonic()
     done = subprocess.run(command, env=os.environ | ENGINES[name][1], stdout=subprocess.PIPE, text=True, check=True)

@@ -1,18 +1,17 @@
-"""Perplexity of held-out text in vLLM engines: a model in BF16, and in block FP8 through ours and vLLM's own backends.
+"""Perplexity of held-out text in vLLM engines: a model in BF16, and in block FP8 with our backend and vLLM's own.
 
-    python -m benchmarks.checkpoints.train_small_moe --text english.txt.xz --out DIR      # a model to be asked
-    python -m warmup convert --model DIR --out DIR-fp8                        # the same weights for all FP8 engines
+    python -m benchmarks.checkpoints.train_small_moe --text english.txt.xz --out DIR
+    python -m warmup convert --model DIR --out DIR-fp8
     python -m benchmarks.accuracy.perplexity --model DIR-fp8 --twin DIR --out benchmarks/results/perplexity-<date>.json
 
-Each engine is a process of its own and says what every token of the text costs (`prompt_logprobs`), in windows that
-do not overlap; the first token of each is not counted. Engines are those of `benchmarks.accuracy.agreement`: `triton
-default` and `deep_gemm default` are what `--quantization fp8` gives with that MoE backend. All engines read the same
-windows, so differences are taken window by window; the intervals hold 95% of 10,000 draws of as many windows (paired
-bootstrap).
+Each engine runs in its own process and returns the loss of every token (`prompt_logprobs`), in windows that do not
+overlap; the first token of each window is not counted. The engines are those of `benchmarks.engines`: `triton default`
+and `deep_gemm default` run as `--quantization fp8` does with that MoE backend. All engines read the same windows, so
+differences are paired by window; the intervals cover 95% of 10,000 bootstrap samples.
 
-The exit status is 1 if an engine fails, if ours differs from BF16 by more than 0.5%, if it is worse than one of
-vLLM's own, which it is if the whole interval of their difference says so, or if there is neither to hold it against.
-With a small --max-num-batched-tokens the kernels for few tokens answer.
+The exit status is 1 if an engine fails, if ours differs from BF16 by more than 0.5%, if it is worse than one of vLLM's
+own (the whole interval of the difference is above zero), or if there is nothing to compare it with. A small
+--max-num-batched-tokens measures the kernels for few tokens.
 """
 
 import argparse
@@ -48,7 +47,7 @@ class Part(BaseModel):
 
 
 class Difference(Part):
-    """By how many percent a perplexity is above another one; 95% of paired draws are from `low` to `high`."""
+    """How much higher one perplexity is than another, in percent, with a 95% interval."""
 
     percent: float
     low: float
@@ -59,7 +58,7 @@ class Difference(Part):
 
 
 class Engine(Part):
-    """What one engine said, or its `error`."""
+    """The result of one engine, or its `error`."""
 
     perplexity: float | None = None
     against_bf16: Difference | None = None
@@ -76,7 +75,7 @@ class PerplexityReport(Part):
     windows: int
     window_tokens: int
     tokens: int  # that are counted
-    unigram_perplexity: float  # by the frequencies of these windows, without any context
+    unigram_perplexity: float  # from the token frequencies of these windows, without context
     max_num_batched_tokens: int
     engines: dict[str, Engine] = {}
     ours_against_built_in: dict[str, Difference] = {}
@@ -84,7 +83,7 @@ class PerplexityReport(Part):
 
 
 def run_engine(args: argparse.Namespace) -> dict[str, Any]:
-    """What every counted token costs, in nats, window by window; in a process of its own."""
+    """The loss of each counted token in nats, by window; in this process."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     start = time.monotonic()
@@ -109,17 +108,17 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
         for o in outputs
     ]
     if not torch.tensor(losses).isfinite().all():
-        raise RuntimeError("the engine gave a token of the text no finite log-probability")
+        raise RuntimeError("the engine returned a log-probability that is not finite")
     return {"losses": losses, "ready_s": round(ready, 1), "reading_s": round(time.monotonic() - start - ready, 1)}
 
 
 def read_windows(args: argparse.Namespace) -> torch.Tensor:
-    """The windows [n, window] that all engines are asked."""
+    """The windows [n, window] that all engines read."""
     return windows(args.model / "tokenizer.json", args.text.read_bytes().decode(), args.window)[: args.windows]
 
 
 def difference(losses: torch.Tensor, others: torch.Tensor) -> Difference:
-    """Of the perplexities of two engines, from the means of each window's losses, float64 [windows]."""
+    """The difference of two engines' perplexities, from their mean losses per window, float64 [windows]."""
     offs = losses - others
     generator = torch.Generator().manual_seed(0)
     draws = torch.randint(len(offs), (DRAWS, len(offs)), generator=generator)
@@ -129,7 +128,7 @@ def difference(losses: torch.Tensor, others: torch.Tensor) -> Difference:
 
 
 def summarize(report: PerplexityReport, found: dict[str, dict[str, Any]]) -> None:
-    """Put into the report what the engines said, and what is wrong with it."""
+    """Add the results of the engines and the faults to the report."""
     losses = {n: torch.tensor(f["losses"]).double().mean(1) for n, f in found.items() if "error" not in f}
     for name, answer in found.items():
         if name not in losses:
@@ -148,7 +147,7 @@ def summarize(report: PerplexityReport, found: dict[str, dict[str, Any]]) -> Non
 
 
 def faults(report: PerplexityReport) -> list[str]:
-    """What keeps ours from passing, a sentence each."""
+    """Why ours does not pass, one sentence per reason."""
     found = [f"{name} failed: {engine.error}" for name, engine in report.engines.items() if engine.error]
     ours = report.engines.get(OURS)
     if ours and not ours.error and not ours.against_bf16 and not report.ours_against_built_in:
@@ -162,7 +161,7 @@ def faults(report: PerplexityReport) -> list[str]:
 
 
 def line(name: str, engine: Engine) -> str:
-    """One row of the table."""
+    """A row of the table."""
     if engine.error:
         return f"{name:18} {engine.error}"
     against = f", {engine.against_bf16} against BF16" if engine.against_bf16 else ""
@@ -188,7 +187,7 @@ def about(args: argparse.Namespace) -> PerplexityReport:
 
 
 def ask(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """What `run_engine` says in a process of its own, or its `error`."""
+    """The result of `run_engine` in its own process, or its `error`."""
     options = {
         "--model": args.model,
         "--twin": args.twin,
@@ -224,7 +223,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     except UnsupportedError as error:
         parser.error(str(error))
     if args.window < 2 or len(args.ids) < 2:
-        parser.error("two windows of two tokens are the least that can be compared")
+        parser.error("at least two windows of two tokens are needed")
     return args
 
 
@@ -234,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.run:
         run_and_answer(lambda: run_engine(args), args.out)
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an engine must not outlive us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no engine outlives this process
     report = about(args)
     print(f"{report.tokens:,} tokens in {report.windows} windows, unigram perplexity {report.unigram_perplexity:.1f}")
     found: dict[str, dict[str, Any]] = {}
@@ -247,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, off in report.ours_against_built_in.items():
         print(f"{OURS} against {name}: {off}")
     if not report.ours_against_built_in:
-        print(f"{OURS} is compared with none of vLLM's own: {', '.join(BUILT_IN)}")
+        print(f"{OURS} is not compared with vLLM's own backends: {', '.join(BUILT_IN)}")
     for fault in report.faults:
         print(f"fault: {fault}")
     return 1 if report.faults else 0

@@ -1,9 +1,9 @@
-"""DeepSeek-V3's architecture in plain PyTorch, to be trained: parameters have the names that checkpoints have.
+"""DeepSeek-V3's architecture in plain PyTorch, for training; parameters are named as in checkpoints.
 
-Multi-head latent attention without YaRN, and experts chosen by sigmoid scores within the best groups (arXiv
-2412.19437). All experts of a layer are one wide MLP, whose channels the router weights: zero for the experts that a
-token does not have, so values and gradients are those of the sparse layer. It multiplies experts / topk times as much
-as a sparse layer would, in three large GEMMs.
+Multi-head latent attention without YaRN; experts are chosen by sigmoid scores within the best groups (arXiv
+2412.19437). All experts of a layer form one wide MLP whose channels are weighted by the router. The weights are zero
+for experts that a token does not have, so values and gradients are those of the sparse layer. This takes experts / topk
+times the arithmetic of a sparse layer, in three large GEMMs.
 """
 
 import re
@@ -23,7 +23,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.float())  # as its weights are, also under autocast
+        return super().forward(x.float())  # in the dtype of the weights, also under autocast
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:
@@ -74,7 +74,7 @@ class MLP(nn.Module):
         self.down_proj = linear(intermediate, hidden)
 
     def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """With `weights` [..., experts] each expert is as many of the channels, and its part of the sum is weighted."""
+        """With `weights` [..., experts], equal shares of the channels are experts, whose outputs are weighted."""
         inner = F.silu(self.gate_proj(x)) * self.up_proj(x)
         if weights is not None:
             by_expert = inner.unflatten(-1, (weights.shape[-1], -1))
@@ -83,7 +83,7 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """Top-k of the experts in the best groups; a bias, which no gradient moves, keeps their loads even (2408.15664)."""
+    """Top-k experts of the best groups; a bias that is not trained balances their load (arXiv 2408.15664)."""
 
     e_score_correction_bias: Tensor
     load: Tensor
@@ -93,10 +93,10 @@ class Router(nn.Module):
         self.shape, self.scaling_factor = s, scaling_factor
         self.weight = nn.Parameter(torch.empty(s.experts, s.hidden))
         self.register_buffer("e_score_correction_bias", torch.zeros(s.experts))
-        self.register_buffer("load", torch.zeros(s.experts), persistent=False)  # tokens of the last call
+        self.register_buffer("load", torch.zeros(s.experts), persistent=False)  # tokens per expert in the last call
 
     def forward(self, x: Tensor) -> Tensor:
-        """The experts' weights for each token, [..., experts], float32: zero for all but the chosen ones."""
+        """The weight of each expert for each token, float32 [..., experts]; zero for experts that are not chosen."""
         s = self.shape
         scores = F.linear(x, self.weight).float().sigmoid()
         groups = (scores + self.e_score_correction_bias).unflatten(-1, (s.groups, -1))
@@ -110,7 +110,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate: float) -> None:
-        """After a step: experts that had more tokens than the average get a lower bias, the others a higher one."""
+        """After a step, lower the bias of experts with more tokens than average and raise the others'."""
         load = self.load.float()
         self.e_score_correction_bias += rate * torch.sign(load.mean() - load)
 
@@ -162,7 +162,7 @@ class SmallMoE(nn.Module):
                 nn.init.normal_(parameter, std=INIT_STD / (2 * s.layers) ** 0.5 if writes else INIT_STD)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits [batch, tokens, vocab] of the tokens that follow each of ids [batch, tokens]."""
+        """Next-token logits [batch, tokens, vocab] for ids [batch, tokens]."""
         x = self.model["embed_tokens"](ids)
         for layer in self.model["layers"]:
             x = layer(x)
@@ -172,10 +172,10 @@ class SmallMoE(nn.Module):
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def weight(self, name: str) -> Tensor:
-        """The tensor that a checkpoint has under this name.
+        """The tensor with this name in a checkpoint.
 
         Raises:
-            KeyError: it has none.
+            KeyError: there is no such tensor.
         """
         state = self.state_dict()
         if not (found := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name)):

@@ -3,14 +3,14 @@
     python -m benchmarks.checkpoints.synthetic --family deepseek_v3 --preset tiny --out DIR [--bf16]
 
 The scale of the weights, chosen so that a forward pass behaves like a trained model's:
-- linear layers: standard deviation 1.5 / sqrt(inputs), 0.018 at 7168 inputs, which keeps activations near 1; those that
-  write to the residual stream an eighth of that, so that a block changes the stream by about a third;
-- routers: 2 / sqrt(hidden), so logits have a standard deviation of about 2: tokens differ clearly in their experts,
-  and experts in their load; DeepSeek's correction bias has 0.1;
-- embeddings: 1; output head: 3 / sqrt(hidden), so that the best token stands out of the logits; norms: all ones.
+- linear layers: standard deviation 1.5 / sqrt(inputs), 0.018 at 7168 inputs, which keeps activations near 1; an eighth
+  of that for layers that write to the residual stream, so that a block changes the stream by about a third;
+- routers: 2 / sqrt(hidden), so that logits have a standard deviation of about 2, tokens differ clearly in their experts
+  and experts in their load; 0.1 for DeepSeek's correction bias;
+- embeddings: 1; output head: 3 / sqrt(hidden), so that the best token stands out; norms: all ones.
 
-Each tensor's random numbers depend on the seed and its name alone. With `--bf16` the same weights are drawn, quantized,
-and written dequantized: the two checkpoints are the same model, up to BF16's rounding of weights.
+The random numbers of a tensor depend only on the seed and its name. `--bf16` draws and quantizes the same weights and
+writes them dequantized: the two checkpoints are the same model, up to the rounding of weights to BF16.
 """
 
 import argparse
@@ -44,8 +44,10 @@ class Shape:
     experts: int
     topk: int
     moe_intermediate: int
-    residual_gain: float = 1 / 8  # of the layers that write to the residual stream
-    block_spread: float = 0  # standard deviation of log2 of a weight's 128x128 blocks; 0: scales hardly differ
+    residual_gain: float = 1 / 8  # gain of the layers that write to the residual stream
+    block_spread: float = (
+        0  # standard deviation of log2 of the magnitude of 128x128 blocks; with 0, scales hardly differ
+    )
     ue8m0: bool = False  # scales are powers of two, as in DeepSeek-V3.1
 
     dense_layers: int = 0
@@ -93,11 +95,11 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """One weight to draw: `quantized` weights are FP8 with scales beside them, the others stay as `dtype`."""
+    """One weight to draw; `quantized` weights are stored as FP8 with scales, others as `dtype`."""
 
     name: str
     shape: tuple[int, ...]
-    std: float | None = None  # None: all ones
+    std: float | None = None  # all ones if None
     quantized: bool = False
     dtype: torch.dtype = torch.bfloat16
 
@@ -189,7 +191,7 @@ def tensors(s: Shape) -> Iterator[Tensor]:
 
 
 def config(s: Shape, fp8: bool) -> dict[str, Any]:
-    """config.json as the model's family has it."""
+    """The config.json of the model's family."""
     common = {
         "hidden_size": s.hidden,
         "vocab_size": s.vocab,
@@ -258,7 +260,7 @@ def quantization_config(s: Shape) -> dict[str, Any]:
     }
     if s.ue8m0:
         quantization["scale_fmt"] = "ue8m0"
-    if s.family == "qwen3_moe":  # its routers are linear layers to an engine
+    if s.family == "qwen3_moe":  # an engine treats its routers as linear layers
         quantization["modules_to_not_convert"] = ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(s.layers))]
     return quantization
 
@@ -284,7 +286,7 @@ def draw(t: Tensor, s: Shape, seed: int, device: torch.device) -> torch.Tensor:
 
 
 def with_powers_of_two(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 and scales as `per_block_cast_to_fp8` gives them, but each scale the next power of two."""
+    """As `per_block_cast_to_fp8`, with each scale rounded up to a power of two."""
     scales = per_block_cast_to_fp8(values)[1]
     mantissa, exponent = scales.frexp()
     scales = torch.ones_like(scales).ldexp(exponent - (mantissa == 0.5).int())
@@ -293,7 +295,7 @@ def with_powers_of_two(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def stored(t: Tensor, values: torch.Tensor, s: Shape, fp8: bool) -> dict[str, torch.Tensor]:
-    """What the checkpoint holds for this weight."""
+    """The tensors that the checkpoint stores for this weight."""
     if not t.quantized:
         return {t.name: values.to(t.dtype)}
     q, scales = with_powers_of_two(values) if s.ue8m0 else per_block_cast_to_fp8(values)
@@ -332,7 +334,7 @@ class ShardWriter:
 
 
 def write_checkpoint(folder: Path, shape: Shape, fp8: bool = True, seed: int = 0) -> int:
-    """Write a whole checkpoint into `folder`, made if missing; a GPU does the arithmetic where there is one.
+    """Write a whole checkpoint into `folder`, which is made if missing; the arithmetic runs on a GPU if there is one.
 
     Returns:
         The bytes of its weights.

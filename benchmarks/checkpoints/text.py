@@ -1,4 +1,4 @@
-"""Text to train on and to be asked about: read from files, split into two parts, cut into windows of tokens."""
+"""Text for training and evaluation: read from files, split into two parts, cut into windows of tokens."""
 
 import lzma
 import random
@@ -22,10 +22,10 @@ def default_text() -> Path:
 
 
 def read_text(paths: list[Path]) -> str:
-    """All text of these files, `.xz` too, and of those in these folders that have a suffix of `SUFFIXES`.
+    """The text of these files (also `.xz`), and of files in these folders with a suffix in `SUFFIXES`.
 
     Raises:
-        UnsupportedError: there is none, or a `.xz` is damaged.
+        UnsupportedError: there is no text, or a `.xz` is damaged.
         OSError: a file cannot be read.
     """
     files = [file for path in paths for file in _files(path)]
@@ -57,7 +57,7 @@ def _read(file: Path) -> str:
 
 
 def split(text: str, seed: int) -> tuple[list[str], list[str]]:
-    """Pieces to train on, and the twentieth of all pieces that is held out, both in the text's order."""
+    """Pieces to train on, and held-out pieces (one in 20), both in the order of the text."""
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
     held_out = set(random.Random(seed).sample(range(len(pieces)), max(1, round(len(pieces) * HELD_OUT))))
     train = [piece for i, piece in enumerate(pieces) if i not in held_out]
@@ -65,7 +65,7 @@ def split(text: str, seed: int) -> tuple[list[str], list[str]]:
 
 
 def windows(tokenizer: Path, text: str, length: int) -> torch.Tensor:
-    """The text's tokens [windows, length], int64, without what is left at its end.
+    """The tokens of the text, int64 [windows, length], without the incomplete window at the end.
 
     Args:
         tokenizer: a tokenizer.json.

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer for our own checkpoints: real text goes in, any generated id comes out as text."""
+"""A byte-level BPE tokenizer for our checkpoints: it encodes real text, and decodes any generated id to text."""
 
 import json
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ TEXT = (
 def write_tokenizer(folder: Path, vocab_size: int, text: Iterable[str] = TEXT) -> None:
     """Write tokenizer.json and tokenizer_config.json with exactly `vocab_size` ids; 0 is `<s>`, 1 is `</s>`.
 
-    The others are the bytes and what the text has most often.
+    The other ids are the bytes and the most frequent merges of the text.
 
     Raises:
         ValueError: fewer ids than the 256 bytes and the two specials need.
@@ -34,7 +34,7 @@ def write_tokenizer(folder: Path, vocab_size: int, text: Iterable[str] = TEXT) -
     tokenizer.train_from_iterator(text, trainer)
     data = json.loads(tokenizer.to_str())
     vocab = data["model"]["vocab"]
-    # Where so little text makes fewer: text never encodes to these ids, but a random model generates them.
+    # A short text yields fewer merges: fill up with ids that no text encodes to, but a random model may generate.
     vocab.update({f"Ġw{i}": i for i in range(len(vocab), vocab_size)})
     (folder / "tokenizer.json").write_text(json.dumps(data, ensure_ascii=False))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}

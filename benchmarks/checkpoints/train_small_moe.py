@@ -1,13 +1,13 @@
 """Train a small DeepSeek-V3 on real text, on one GPU in minutes, and write it as a BF16 checkpoint that vLLM loads.
 
     python -m benchmarks.checkpoints.train_small_moe --text english.txt.xz --out DIR
-    python -m warmup convert --model DIR --out DIR-fp8                      # the same model in block FP8
+    python -m warmup convert --model DIR --out DIR-fp8
     python -m benchmarks.accuracy.perplexity --model DIR-fp8 --twin DIR --out benchmarks/results/perplexity-<date>.json
 
-`DIR` gets the weights, config.json, a tokenizer made from the same text, `held_out.txt`, the twentieth of the text
-that was not trained on, and `training.json`, what was seen. Without `--text` it is the sources of Python's standard
-library, which any machine has. Steps draw windows of the text at random; the learning rate falls along a cosine.
-Weights are kept in float32 and multiplied in BF16; loads are balanced without an auxiliary loss (arXiv 2408.15664).
+`DIR` receives the weights, config.json, a tokenizer trained on the same text, `held_out.txt` (a twentieth of the text
+that is not trained on), and the report `training.json`. Without `--text` the text is Python's standard library, which
+every machine has. Steps draw windows of the text at random; the learning rate follows a cosine. Weights are float32 and
+products BF16; the load of the experts is balanced without an auxiliary loss (arXiv 2408.15664).
 """
 
 import argparse
@@ -67,7 +67,7 @@ RECIPES = {
 
 
 class TrainingReport(BaseModel):
-    """Losses are in nats a token; `unigram_loss` is that of the training text's frequencies, without any context."""
+    """Losses are in nats per token; `unigram_loss` uses the token frequencies of the training text, without context."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -75,21 +75,21 @@ class TrainingReport(BaseModel):
     text_bytes: int
     train_tokens: int
     parameters: int
-    parameters_of_a_token: int  # without the experts that it does not have
+    parameters_of_a_token: int  # without experts that the token does not have
     steps: int
     tokens_seen: int
     seconds: float
     tokens_per_s: float
-    train_loss: float  # of the last steps
+    train_loss: float  # mean of the last steps
     held_out_tokens: int
     held_out_loss: float
     held_out_perplexity: float
     unigram_loss: float
-    largest_load: float  # of an expert in the last step, over the average
+    largest_load: float  # largest load of an expert in the last step, over the average
 
 
 def token_losses(model: SmallMoE, ids: torch.Tensor) -> torch.Tensor:
-    """What each token after the first of its window costs: nats, float32 [windows, length - 1]."""
+    """The loss of each token after the first of its window in nats, float32 [windows, length - 1]."""
     device = model.lm_head.weight.device
     losses = []
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
@@ -101,7 +101,7 @@ def token_losses(model: SmallMoE, ids: torch.Tensor) -> torch.Tensor:
 
 
 def unigram_loss(train: torch.Tensor, held_out: torch.Tensor, vocab: int) -> float:
-    """Nats a token of the held-out windows by how often each is in the training text, plus one."""
+    """Nats per token of the held-out windows from the counts in the training text plus one."""
     counts = train.cpu().bincount(minlength=vocab) + 1
     return -(counts / counts.sum()).log()[held_out[:, 1:]].mean().item()
 
@@ -114,7 +114,7 @@ def optimizer(model: SmallMoE, learning_rate: float) -> torch.optim.AdamW:
 
 
 def rate(progress: float) -> float:
-    """The learning rate over its largest, for `progress` from 0 to 1."""
+    """The learning rate over its maximum, for `progress` from 0 to 1."""
     if progress < WARM_UP:
         return (progress + 1e-3) / WARM_UP
     cosine = (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP))) / 2
@@ -122,7 +122,7 @@ def rate(progress: float) -> float:
 
 
 def train(model: SmallMoE, recipe: Recipe, tokens: torch.Tensor, minutes: float, seed: int) -> Iterator[float]:
-    """Train on tokens [n]; yields each step's loss. When the time is up it ends, with the learning rate at its end."""
+    """Train on tokens [n] and yield the loss of each step; when the time is up, the schedule ends early."""
     generator = torch.Generator().manual_seed(seed)
     adam = optimizer(model, recipe.learning_rate)
     offsets = torch.arange(WINDOW + 1)
@@ -148,7 +148,7 @@ def train(model: SmallMoE, recipe: Recipe, tokens: torch.Tensor, minutes: float,
 
 
 def write_checkpoint(folder: Path, model: SmallMoE) -> None:
-    """The weights in BF16, as `benchmarks.checkpoints.synthetic` lists them, and config.json."""
+    """Write config.json and the weights in BF16, named as in `benchmarks.checkpoints.synthetic`."""
     writer = ShardWriter(folder)
     for tensor in tensors(model.shape):
         value = model.weight(tensor.name).to(tensor.dtype).contiguous()
@@ -160,7 +160,7 @@ def write_checkpoint(folder: Path, model: SmallMoE) -> None:
 
 
 def make_tokens(folder: Path, text: str, vocab: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens [n] to train on and the windows held out, of which the text is kept beside their tokenizer."""
+    """The tokens [n] to train on, and the held-out windows; writes tokenizer and held-out text to the folder."""
     pieces, held_out = split(text, seed)
     write_tokenizer(folder, vocab, pieces)
     (folder / HELD_OUT_TEXT).write_bytes("".join(held_out).encode())
@@ -172,7 +172,7 @@ def make_tokens(folder: Path, text: str, vocab: int, seed: int) -> tuple[torch.T
 
 
 def run(folder: Path, recipe: Recipe, text: str, minutes: float = 4, seed: int = 0) -> TrainingReport:
-    """Tokenize, train, write the checkpoint into the new `folder`, and say what was seen."""
+    """Tokenize, train, and write the checkpoint into the new `folder`; returns the report."""
     folder.mkdir(parents=True)
     shape = recipe.shape
     tokens, held_out = make_tokens(folder, text, shape.vocab, seed)
@@ -190,7 +190,7 @@ def run(folder: Path, recipe: Recipe, text: str, minutes: float = 4, seed: int =
             progress.update()
     seconds = time.monotonic() - start
     if len(losses) < recipe.steps:
-        print(f"after {len(losses)} of {recipe.steps} steps the {minutes:g} minutes were over", flush=True)
+        print(f"after {len(losses)} of {recipe.steps} steps {minutes:g} minutes had passed", flush=True)
     loads = max((router.load.max() / router.load.float().mean()).item() for router in model.routers())
     write_checkpoint(folder, model)
     held_out_loss = token_losses(model, held_out).double().mean().item()
@@ -219,9 +219,9 @@ def run(folder: Path, recipe: Recipe, text: str, minutes: float = 4, seed: int =
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, nargs="+", help="files, .xz too, or folders of .md, .py, .rst, .txt")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint, which must not be there")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint, which must not exist")
     parser.add_argument("--recipe", choices=RECIPES, default="small", help="tiny: minutes on a CPU, learns little")
-    parser.add_argument("--minutes", type=float, default=4, help="that the steps may take (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=4, help="time limit of the steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     if args.out.exists():

@@ -1,19 +1,20 @@
-"""How long does a decode step take in vLLM engines with different FP8 backends? Milliseconds, ours beside vLLM's own.
+"""Milliseconds per decode step in vLLM engines with different FP8 backends, ours and vLLM's own.
 
     python -m benchmarks.engine.decode --model DIR --out benchmarks/results/engine_decode-<date>.json
     python -m benchmarks.engine.decode --plot benchmarks/results/engine_decode-<date>.json  # needs matplotlib, no GPU
 
-A round is two calls with the same number of prompts of 32 random tokens, all read in one step, which differ by 64
-generated tokens: the difference of their times is that of 64 decode steps. All engines are there at once and take
-turns, a round of each before the next, since a host may be slow for seconds; an equal share of the GPU's memory must
-hold the checkpoint. They are those of benchmarks.engine.prefill, with CUDA graphs of the batch sizes alone: the others
-would only delay them. `ready_s` is from the start of an engine's process until it has run each batch size once, with
-the engines named before it on the GPU already. `moe_ms` is the part of a step from the end of each router's top-k to
-the end of the last kernel of the layer's experts, from a profile of 16 steps of their own, in which kernels are further
-apart than without one; shared experts run beside it. Where it is null, kernels have other names than `ROUTER` and
-`LAST` know (they are in the report, with their time in a step). `gpu_ms`, from the same profile, is for how long in a
-step at least one kernel runs: what a host that keeps up with the GPU would make of the step, or some percent more. The
-table goes to stdout, what the engines say to stderr.
+A round is two calls with the same number of prompts of 32 random tokens, all of them read in one step. The calls differ
+by 64 generated tokens, so the difference of their times is the time of 64 decode steps. All engines exist at once and
+take turns, one round each, since a host may be slow for seconds; an equal share of the GPU's memory must hold the
+checkpoint. The engines are those of `benchmarks.engine.prefill`, with CUDA graphs for the measured batch sizes only.
+
+`ready_s` counts from the start of an engine's process until it has run each batch size once, with the engines named
+before it already on the GPU. `moe_ms` and `gpu_ms` come from a profile of 16 other steps, whose kernels are further
+apart than without a profiler. `moe_ms` is the part of a step from the end of each router's top-k to the end of the last
+kernel of the layer's experts; shared experts run during that time. It is null if kernels do not have the names in
+`ROUTER` and `LAST`; the report lists the names with their times. `gpu_ms` is how long at least one kernel runs in a
+step: within a few percent, the time of a step whose host keeps up with the GPU. The table is written to stdout, the
+output of the engines to stderr.
 """
 
 import argparse
@@ -45,7 +46,7 @@ PROMPT_TOKENS, STEPS, PROFILED_STEPS = 32, 64, 16
 SHORT = 8  # tokens of the shorter call
 MEMORY = 0.9  # of the GPU, for all engines together
 ROUTER = r"grouped_topk|topkGating"  # vLLM's, in all engines
-# The last kernel of the experts; ours are two, the latter that of small batches.
+# The last kernel of the experts; ours has two, the second one for small batches.
 LAST = {OURS: r"^(combine|down_small_batch)$", "triton": r"moe_sum", "deepgemm": r"ep_gather"}
 SHOWN = 25  # kernels of a step, those that take longest
 PARTS = {"GPU": "gpu_ms", "MoE": "moe_ms"}  # of a step, in the table
@@ -75,7 +76,7 @@ class DecodeEngine:
             self.generate(batch, SHORT)
 
     def generate(self, batch: int, tokens: int) -> float:
-        """Seconds until each prompt of a batch has got so many tokens."""
+        """Seconds until each prompt of a batch has so many tokens."""
         import torch
         from vllm import SamplingParams, TokensPrompt
 
@@ -85,14 +86,14 @@ class DecodeEngine:
         outputs = self.llm.generate([TokensPrompt(prompt_token_ids=i) for i in ids], sampling, use_tqdm=False)
         seconds = time.perf_counter() - begin
         if any(len(o.outputs[0].token_ids) != tokens for o in outputs):
-            raise RuntimeError("a prompt got fewer tokens than asked for")
+            raise RuntimeError("a prompt got fewer tokens than requested")
         return seconds
 
     def step_ms(self, batch: int) -> float:
         return (self.generate(batch, SHORT + STEPS) - self.generate(batch, SHORT)) / STEPS * 1e3
 
     def profile(self, batch: int) -> dict[str, Any]:
-        """The MoE part of a step, and what its kernels take: the difference of two profiles, as with the times."""
+        """The MoE part of a step and the times of its kernels, from the difference of two profiles."""
         traces = [
             kernels_of(lambda tokens=tokens: self.generate(batch, tokens)) for tokens in (SHORT, SHORT + PROFILED_STEPS)
         ]
@@ -128,7 +129,7 @@ def kernels_of(call: Any) -> list[dict[str, Any]]:
 
 
 def busy_us(kernels: list[dict[str, Any]]) -> float:
-    """For how long at least one of them runs, in order of their start."""
+    """How long at least one of the kernels runs; they are sorted by their start."""
     busy, until = 0.0, 0.0
     for kernel in kernels:
         end = kernel["ts"] + kernel["dur"]
@@ -138,7 +139,7 @@ def busy_us(kernels: list[dict[str, Any]]) -> float:
 
 
 def moe_us(kernels: list[dict[str, Any]], last: str) -> float | None:
-    """From the end of each router's kernel to the end of the next `last`, added up; None if a layer has no end."""
+    """Time from the end of each router's kernel to the end of the next `last`, summed; None if a layer has no end."""
     spans, begin = [], None
     for kernel in kernels:
         end = kernel["ts"] + kernel["dur"]
@@ -151,7 +152,7 @@ def moe_us(kernels: list[dict[str, Any]], last: str) -> float | None:
 
 
 def line(name: str, found: dict[str, Any]) -> str:
-    """One row of the table."""
+    """A row of the table."""
     parts = [name.ljust(9)]
     for batch, row in found.get("batches", {}).items():
         profiled = [f"{part} {row[key]:.3f}" for part, key in PARTS.items() if row.get(key) is not None]
@@ -164,7 +165,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 
 
 def plot(report: Path) -> None:
-    """Milliseconds a step over the batch size, a line for each engine, dashed its MoE part; .svg beside the report."""
+    """Plot milliseconds per step and, dashed, its MoE part by batch size, to an .svg next to the report."""
     check_plot(report.with_suffix(".svg"))
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # without pyplot nothing looks for a display
@@ -185,15 +186,15 @@ def plot(report: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     axes.set_title(f"{results['checkpoint']['name']}, vLLM {results['vllm']}, CUDA graphs")
-    with rc_context({"svg.hashsalt": report.stem}):  # the same report gives the same file
+    with rc_context({"svg.hashsalt": report.stem}):  # so that the same report gives the same file
         figure.savefig(report.with_suffix(".svg"), metadata={"Date": None})
 
 
 class Engines:
-    """Those that are compared, each in a process of its own, on one GPU; `found` is what is known of each."""
+    """The engines that are compared, each in its own process, on one GPU; `found` holds their results."""
 
     def __init__(self, names: list[str], model: Path, batches: list[int], rounds: int, timeout: float) -> None:
-        self.names = list(names)  # those that have not failed, in the order of their turns
+        self.names = list(names)  # engines that have not failed, in the order of their turns
         self.memory = MEMORY / len(names)
         self.model, self.batches, self.rounds, self.timeout = model, batches, rounds, timeout
         self.found: dict[str, dict[str, Any]] = {}
@@ -211,12 +212,12 @@ class Engines:
             self.found[name] |= {"ready_s": round(time.monotonic() - begin, 1), "batches": {}}
 
     def measure(self, batch: int) -> None:
-        """Time each engine's steps in turn, a round of each before the next, then profile them."""
+        """Time the steps of the engines in turn, one round each, then profile them."""
         for _ in range(self.rounds):
             for name in list(self.names):
                 with self.errors(name):
                     self.time_steps(name, batch)
-            self.names = self.names[1:] + self.names[:1]  # each comes first in turn
+            self.names = self.names[1:] + self.names[:1]  # so that each engine comes first in turn
         for name in list(self.names):
             with self.errors(name):
                 self.found[name]["batches"][str(batch)] |= self.call(name, "profile", batch)
@@ -232,7 +233,7 @@ class Engines:
 
     @contextlib.contextmanager
     def errors(self, name: str) -> Iterator[None]:
-        """An engine that fails is asked nothing more; the others go on."""
+        """Drop an engine that fails; the others continue."""
         try:
             yield
         except EngineError as error:
@@ -253,10 +254,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", type=Path, help="folder of a block-FP8 MoE checkpoint")
-    what.add_argument("--plot", type=Path, metavar="REPORT", help="draw an earlier report, as .svg beside it")
+    what.add_argument("--plot", type=Path, metavar="REPORT", help="draw an earlier report, as .svg next to it")
     parser.add_argument("--engines", type=engine_names, default=",".join(ENGINES), help="%(default)s")
     parser.add_argument("--batches", type=batch_sizes, default="1,8,64,256", help="sequences; %(default)s")
-    parser.add_argument("--rounds", type=count, default=11, help="that are timed, of each engine; %(default)s")
+    parser.add_argument("--rounds", type=count, default=11, help="timed rounds of each engine; %(default)s")
     parser.add_argument(
         "--timeout", type=float, default=400, help="seconds for an engine's start, and for each round; %(default)s"
     )
@@ -267,7 +268,7 @@ def main() -> None:
             return plot(args.plot)
         except UnsupportedError as error:
             parser.error(str(error))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is found so far is printed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the results so far are printed
     config = read_config(args.model)
     engines = Engines(args.engines, args.model, args.batches, args.rounds, args.timeout)
     results = {

@@ -1,7 +1,7 @@
-"""What a vLLM worker says of its experts' places under expert load balancing; a `worker_extension_cls` of an engine.
+"""A vLLM worker extension that reports where expert load balancing has placed the experts (`worker_extension_cls`).
 
-With `START_PLACED`, a list in JSON of the expert in each place, the environment decides where experts are loaded,
-in the model's only mixture-of-experts layer.
+The environment variable `START_PLACED`, a JSON list with the expert in each place, decides where experts are loaded in
+the model's only mixture-of-experts layer.
 """
 
 import json
@@ -19,17 +19,17 @@ if START_PLACED in os.environ:
     from vllm.distributed.eplb.eplb_state import EplbState
 
     placed = json.loads(os.environ[START_PLACED])
-    # vLLM loads by this map and routes by it, until it moves experts.
+    # vLLM loads and routes by this map until it moves experts.
     EplbState.build_initial_global_physical_to_logical_map = staticmethod(lambda *_, **__: list(placed))
 
 
 class Placement:
-    """Its methods are called on each rank, by `collective_rpc`."""
+    """Methods for `collective_rpc`, which calls them on each rank."""
 
     model_runner: Any
 
     def stop_moving(self) -> list[int]:
-        """The expert in each place, of all ranks one after the other; from now on they stay there."""
+        """Stop the balancing, and return the expert in each place, rank by rank."""
         self.model_runner.eep_eplb_suppressed = True
         return self.experts_in_places()
 
@@ -39,7 +39,7 @@ class Placement:
         return layer
 
     def misplaced(self) -> list[str]:
-        """The tensors of this rank's places that are not, byte for byte, those of the expert that should be there."""
+        """Tensors on this rank that differ from those of the expert that should be in their place, byte for byte."""
         from vllm.distributed import get_ep_group
 
         runner = self.model_runner
@@ -58,7 +58,7 @@ class Placement:
 
 
 class CheckpointExperts:
-    """The tensors of a layer's experts as an FP8 checkpoint has them, put together as vLLM does."""
+    """The experts' tensors of an FP8 checkpoint, stacked as vLLM does."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self.prefix = prefix

@@ -1,14 +1,14 @@
-"""How fast do vLLM engines with different FP8 backends read prompts? Tokens per second, ours beside vLLM's own.
+"""Prompt tokens per second in vLLM engines with different FP8 backends, ours and vLLM's own.
 
     python -m benchmarks.engine.prefill --model DIR --out benchmarks/results/engine_prefill-<date>.json
     python -m benchmarks.engine.prefill --plot benchmarks/results/engine_prefill-<date>.json  # needs matplotlib, no GPU
 
-A round is 16 prompts of 2048 random tokens with one token generated for each, from handing them to the engine to its
-last answer; no prefix cache, and one round before those that count. Each engine is a process of its own, with CUDA
-graphs and torch.compile on. It runs the model in that process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that all prompts
-of a round are there before its first step, and every step has the --max-num-batched-tokens it may have. `triton` and
-`deepgemm` are what `--quantization fp8` gives with that MoE backend; dense layers are CUTLASS's and DeepGEMM's then,
-and scales of activations are powers of two where DeepGEMM is on.
+A round is 16 prompts of 2048 random tokens with one generated token each, timed from handing them to the engine to its
+last answer, without a prefix cache and after one round of warm-up. Each engine has its own process, with CUDA graphs
+and torch.compile, and runs the model in that process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that all prompts of a round
+are there before its first step and every step has --max-num-batched-tokens tokens. `triton` and `deepgemm` run as
+`--quantization fp8` does with that MoE backend: dense layers are CUTLASS's and DeepGEMM's, and DeepGEMM's scales of
+activations are powers of two.
 """
 
 import argparse
@@ -36,7 +36,7 @@ ENGINES = {  # arguments of LLM, environment
 
 
 def run_engine(args: argparse.Namespace) -> dict[str, Any]:
-    """The rounds of one engine; in a process of its own."""
+    """The rounds of one engine, in this process."""
     import torch
     from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -62,14 +62,14 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         rounds.append(PROMPTS * PROMPT_TOKENS / (time.perf_counter() - begin))
         if any(len(o.prompt_token_ids) != PROMPT_TOKENS or len(o.outputs[0].token_ids) != 1 for o in outputs):
-            raise RuntimeError("a prompt was cut, or got no token")
+            raise RuntimeError("a prompt was truncated, or got no token")
     warm_up, *timed = [round(r, 1) for r in rounds]
     median = round(statistics.median(timed), 1)
     return {"tokens_per_s": median, "rounds": timed, "warm_up_round": warm_up, "ready_s": round(ready, 1)}
 
 
 def line(name: str, found: dict[str, Any]) -> str:
-    """One row of the table."""
+    """A row of the table."""
     if "error" in found:
         return f"{name:9} {found['error']}"
     rounds = " ".join(f"{r:.0f}" for r in found["rounds"])
@@ -87,23 +87,23 @@ def ours_over_best_peer(engines: dict[str, dict[str, Any]]) -> float | None:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """An earlier report.
+    """Read an earlier report.
 
     Raises:
-        UnsupportedError: it is none, or none of its engines finished.
+        UnsupportedError: this is not a report, or no engine of it finished.
     """
     try:
         results: dict[str, Any] = json.loads(path.read_text())
         done = finished(results["engines"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UnsupportedError(f"{path} is no report on engines: {error!r}.") from None
+        raise UnsupportedError(f"{path} is not a report on engines: {error!r}.") from None
     if not done:
         raise UnsupportedError(f"No engine of {path} finished, so there is nothing to draw.")
     return results
 
 
 def plot(report: Path) -> None:
-    """A bar for each engine's median, a dot for each round; as .svg beside the report."""
+    """Plot a bar for the median of each engine and a dot for each round, to an .svg next to the report."""
     check_plot(report.with_suffix(".svg"))
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # without pyplot nothing looks for a display
@@ -122,15 +122,15 @@ def plot(report: Path) -> None:
     work = f"{results['prompts']} prompts of {results['prompt_tokens']} tokens"
     work += f", steps of up to {results['max_num_batched_tokens']}"
     axes.set_title(f"{results['checkpoint']['name']}, vLLM {results['vllm']}\n{work}")
-    with rc_context({"svg.hashsalt": report.stem}):  # the same report gives the same file
+    with rc_context({"svg.hashsalt": report.stem}):  # so that the same report gives the same file
         figure.savefig(report.with_suffix(".svg"), metadata={"Date": None})
 
 
 def engine_names(text: str) -> list[str]:
-    """Those of `ENGINES` to run, as an argument.
+    """Parse the argument that names engines of `ENGINES`.
 
     Raises:
-        ArgumentTypeError: one is none of them, or is there twice.
+        ArgumentTypeError: a name is unknown, or occurs twice.
     """
     names = text.split(",")
     if unknown := set(names) - set(ENGINES):
@@ -138,7 +138,7 @@ def engine_names(text: str) -> list[str]:
             f"no such engine: {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}"
         )
     if len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"an engine twice: {text}")
+        raise argparse.ArgumentTypeError(f"an engine occurs twice: {text}")
     return names
 
 
@@ -146,10 +146,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", type=Path, help="folder of a block-FP8 MoE checkpoint")
-    what.add_argument("--plot", type=Path, metavar="REPORT", help="draw an earlier report, as .svg beside it")
+    what.add_argument("--plot", type=Path, metavar="REPORT", help="draw an earlier report, as .svg next to it")
     parser.add_argument("--engines", type=engine_names, default=",".join(ENGINES))
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=5, help="that are timed")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for all that one engine does")
     parser.add_argument("--out", type=Path, help="the report, rewritten after each engine")
     parser.add_argument("--run", choices=ENGINES, help="run one engine in this process, and write its rounds to --out")
@@ -162,7 +162,7 @@ def main() -> None:
     if args.run:
         run_and_answer(lambda: run_engine(args), args.out)
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an engine must not outlive us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no engine outlives this process
     config = read_config(args.model)
     engines: dict[str, dict[str, Any]] = {}
     results = {

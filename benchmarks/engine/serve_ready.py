@@ -1,11 +1,11 @@
-"""How long until `vllm serve` is ready, from empty caches and from full ones; and does a bundle spare all compiling?
+"""Seconds until `vllm serve` is ready with empty and with full caches, and whether a bundle avoids compilation.
 
 python -m benchmarks.engine.serve_ready CHECKPOINT --bundle kernels.tar --out benchmarks/results/serve_ready-<date>.json
 python -m benchmarks.engine.serve_ready CHECKPOINT --bundle kernels.tar --engines bundle --requests --out ...
 
-The plugin serves from the bundle under FP8MOE_JIT=forbid, without HOME or a cache folder; beside it, vLLM's own
-fp8. Every cache of vLLM, Triton, torch and DeepGEMM is empty at a cold start and full at a warm one. With `--requests`,
-the cold server is asked for prefills of every length up to the longest step, and for every size of CUDA graph.
+The plugin serves from the bundle under FP8MOE_JIT=forbid, without HOME or a cache folder, and is compared with vLLM's
+own fp8. All caches of vLLM, Triton, torch and DeepGEMM are empty at a cold start and full at a warm one. `--requests`
+sends the cold server a prefill of every length up to the longest step, and a batch of every CUDA graph size.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def measure(engine: str, args: argparse.Namespace, caches: Path, busy: bool) -> dict[str, object]:
-    """Start a server and stop it; with `busy`, send all requests meanwhile."""
+    """Start a server and stop it; with `busy`, send all requests in between."""
     address = f"http://127.0.0.1:{free_port()}"
     quantization = "fp8" if engine == "fp8" else "fp8moe"
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(args.checkpoint), *OPTIONS]
@@ -73,7 +73,7 @@ def measure(engine: str, args: argparse.Namespace, caches: Path, busy: bool) -> 
         if busy:
             result |= send_all(address, str(args.checkpoint))
         if process.poll() is not None:
-            raise DemoError("the server ended under the requests")
+            raise DemoError("the server ended while it was answering requests")
     if engine == "bundle":
         result["log"] = [line[line.index(IN_USE) :] for line in log_lines() if IN_USE in line]
         result["compiled"] = log_text().count("fp8moe: compiled ")
@@ -81,7 +81,7 @@ def measure(engine: str, args: argparse.Namespace, caches: Path, busy: bool) -> 
 
 
 def environment(engine: str, bundle: Path, caches: Path) -> dict[str, str]:
-    """Every cache in one folder; for the plugin a bundle, which must do."""
+    """Environment with every cache in one folder, and for the plugin only the bundle."""
     folders = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
     folders |= {"DG_JIT_CACHE_DIR": "deep_gemm", "CUDA_CACHE_PATH": "cuda"}
     found = {name: str(caches / folder) for name, folder in folders.items()}

@@ -1,4 +1,4 @@
-"""What engines of small checkpoints are asked, and how far apart their answers are.
+"""Prompts for engines of small checkpoints, and the distance between their answers.
 
 An answer is greedy tokens and, at each position of prompts and answers, the log-probabilities of the whole vocabulary.
 """
@@ -10,22 +10,22 @@ import torch
 Answers = dict[str, Any]
 
 ALL = -1  # log-probabilities
-# Of the log-probabilities at a position, as vectors: rounding activations to FP8 moves them by 0.01 to 0.03 of their
-# length, a mistake in the experts by 0.08 and more. 9 of 10 positions must be nearer: rounding may change an expert.
+# Relative distance of the log-probability vectors at a position: rounding activations to FP8 causes 0.01 to 0.03, a
+# mistake in the experts 0.08 and more. 9 of 10 positions must be below; rounding may also change a token's expert.
 LARGEST_DIFFERENCE = 0.05
-# In log-probability: below it, rounding decides which token is the likeliest.
+# Lead in log-probability below which rounding decides which token is most likely.
 CLEAR_LEAD = 0.5
-# Around two faults of vLLM 0.32 on CPUs, which its BF16 models have too: the C++ kernel of rotary embeddings turns
-# DeepSeek's slices wrongly, and inductor moves a linear layer (onednn_mm) behind the first reader of its output.
+# Works around two faults of vLLM 0.32 on CPUs, in BF16 models, too: the C++ kernel of rotary embeddings rotates
+# DeepSeek's slices wrongly, and inductor moves a linear layer (onednn_mm) after the first reader of its output.
 EAGER: dict[str, Any] = {"enforce_eager": True, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 class Comparison(NamedTuple):
-    """Of one engine's answers with another's, over positions after the same tokens."""
+    """One engine's answers compared with a reference's, at positions with the same preceding tokens."""
 
-    difference: float  # how far apart 9 of 10 positions are at most, relative
-    clear: float  # the share of positions where the other's best token leads clearly
-    same: float  # of these, the share where the best token is the same
+    difference: float  # relative distance, 90th percentile of the positions
+    clear: float  # share of positions where the reference's best token leads clearly
+    same: float  # share of these where the best token is the same
 
 
 def random_prompts(count: int, tokens: int, vocab: int = 512, seed: int = 0) -> list[list[int]]:
@@ -35,7 +35,7 @@ def random_prompts(count: int, tokens: int, vocab: int = 512, seed: int = 0) -> 
 
 
 def ask(llm: Any, prompts: list[list[int]], generated: int) -> Answers:
-    """What a vLLM engine answers to these prompts."""
+    """The answers of a vLLM engine to these prompts."""
     from vllm import SamplingParams, TokensPrompt
 
     greedy = SamplingParams(
@@ -54,7 +54,7 @@ def _logprobs(position: Any) -> list[float]:
 
 
 def same_history(ours: Answers, other: Answers) -> tuple[torch.Tensor, ...]:
-    """Both engines' log-probabilities after the same tokens: of an answer, up to the first difference."""
+    """Both engines' log-probabilities at positions with the same preceding tokens."""
     pairs: list[Any] = []
     for mine, theirs in zip(ours["prompts"], other["prompts"], strict=True):
         pairs += zip(mine, theirs, strict=True)
@@ -65,7 +65,7 @@ def same_history(ours: Answers, other: Answers) -> tuple[torch.Tensor, ...]:
 
 
 def equal_prefix(ours: list[int], other: list[int]) -> int:
-    """How many tokens are equal before the first that differs."""
+    """The number of equal tokens before the first difference."""
     tokens = zip(ours, other, strict=True)
     return next((n for n, (mine, theirs) in enumerate(tokens) if mine != theirs), len(ours))
 

@@ -1,16 +1,19 @@
-"""Does a model say the same however it is stored and spread? Greedy tokens and log-probabilities of vLLM engines.
+"""Checks that a model gives the same answers however it is stored and split, with vLLM engines of small checkpoints.
 
     python -m benchmarks.engine.splits --out benchmarks/results/engine_splits-<date>.json [--jobs 3]
     python -m benchmarks.engine.splits --list
 
-Each case holds one engine against another, both on small synthetic checkpoints, which are written first. `bits`: all
-tokens and all log-probabilities are equal. `greedy`: where the reference's best token leads clearly, it is the engine's
-too, and 9 of 10 positions are near. Ranks add their parts up in another order than one GPU does, and FP8 makes of a
-last bit a rounding of a whole activation, which may decide between likely tokens: how many are equal in all is reported
-and not asserted, but from the model unquantized no split may be further than one GPU is. `twin`: held against that
-model. Each engine is a process of its own, on GPUs with CUDA graphs for decode and without torch.compile, on CPUs
-eager. Cases that need more GPUs than there are, are left out; what vLLM itself does not offer is reported as refused.
-The exit status is 1 if a case failed.
+Each case compares one engine with a reference engine, on small synthetic checkpoints that are written first.
+
+- `bits`: all tokens and all log-probabilities are equal.
+- `greedy`: where the reference's best token leads clearly, it is the engine's best token, too, and 9 of 10 positions
+  are near. Ranks sum in another order than one GPU, and FP8 turns a low-order bit into a rounding of a whole
+  activation, which may decide between likely tokens. The number of equal tokens is reported and not asserted, but no
+  split may be further from the unquantized model (`twin`) than one GPU is.
+
+Each engine has its own process: on GPUs with CUDA graphs for decode and without torch.compile, on CPUs eager. Cases
+that need more GPUs than there are, are skipped; features that vLLM does not offer are reported as refused. The exit
+status is 1 if a case failed.
 """
 
 import argparse
@@ -57,10 +60,10 @@ PROMPTS, PROMPT_TOKENS, GENERATED = 16, 48, 16
 ON_GPU = torch.cuda.is_available()
 LIMITS = {"max_model_len": 256, "max_num_seqs": PROMPTS, "max_num_batched_tokens": 1024, "max_logprobs": ALL}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
-# Without a fixed size of the KV cache, vLLM would measure the memory that engines beside it take.
+# With a KV cache of fixed size vLLM does not measure the memory that other engines take.
 DEVICE = {"compilation_config": GRAPHS, "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.2}
 COMMON: dict[str, Any] = LIMITS | (DEVICE if ON_GPU else EAGER) | {"enable_prefix_caching": False}
-# This module asks for GPUs when it is imported, after which a forked process could not use one.
+# Importing this module initializes CUDA, after which a forked process cannot use it.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 SAME = {"bits": 1.0, "greedy": 0.97, "twin": 0.95}  # of the positions with a clear lead
@@ -69,17 +72,17 @@ WORSE = 1.2  # times the reference's distance from the unquantized twin
 REDUNDANT = 4  # experts
 EPLB = {"window_size": 16, "step_interval": 24, "num_redundant_experts": REDUNDANT}
 ROUNDS_OF_MOVES = 8  # at most
-# What vLLM says of what it does not offer, such as DeepSeek's multi-token prediction over a pipeline in 0.25.1.
+# vLLM's messages for features that it lacks, such as DeepSeek's multi-token prediction over a pipeline in 0.25.1.
 REFUSALS = ("Pipeline parallelism is not supported for this model", "load balancing is only supported on")
-# Where vLLM 0.32 on CPUs lacks a part: kernels of its own FP8 on most, a collective, the drafter of a pipeline, EPLB.
+# Cases for which vLLM 0.32 on CPUs lacks FP8 kernels, a collective, the drafter of a pipeline, or EPLB.
 NOT_ON_CPUS = ("converted", "dp2", "pp2-mtp", "eplb", "eplb-greedy", "reload-eplb")
 
 
 def shapes() -> dict[str, Shape]:
-    """By the checkpoint's name. The experts write to the last layer's output, and scales differ from block to block."""
+    """Shapes by the checkpoint's name. The experts are in the last layer, and scales differ between blocks."""
     preset = "small" if ON_GPU else "tiny"
     deepseek, qwen = (replace(PRESETS[f, preset], moe_layers=1, block_spread=1.0) for f in ("deepseek_v3", "qwen3_moe"))
-    dense = deepseek.dense_intermediate + 128  # two ranks have a half of that, which ends within a scale block
+    dense = deepseek.dense_intermediate + 128  # half of it, on two ranks, ends within a scale block
     return {
         "deepseek": deepseek,
         "deepseek_odd": replace(deepseek, moe_intermediate=384, dense_intermediate=dense),
@@ -95,8 +98,8 @@ class Engine:
     gpus: int = 1
     environment: dict[str, str] = field(default_factory=dict)
     replicas: int = 1  # of data parallelism, a process each
-    moves: bool = False  # experts, before it answers
-    placed_as: str | None = None  # an engine that moved them
+    moves: bool = False  # moves experts before it answers
+    placed_as: str | None = None  # the engine whose final placement it starts with
     reloads: bool = False  # the same checkpoint, before it moves experts
 
 
@@ -150,7 +153,7 @@ class Case:
     engine: str
     reference: str
     check: Literal["bits", "greedy", "twin"] = "greedy"
-    twin: str | None = None  # from which the engine must not be further than the reference
+    twin: str | None = None  # the engine must not be further from it than the reference is
 
     def engines(self) -> list[str]:
         names = [self.reference, self.engine] + ([self.twin] if self.twin else [])
@@ -186,14 +189,14 @@ CASES = {
 
 
 class EngineReport(BaseModel):
-    """`weights_bytes`, `loading_peak_bytes`: on the GPU after and while it loads, of engines on one GPU."""
+    """`weights_bytes`, `loading_peak_bytes`: GPU memory after and during loading, for engines on one GPU."""
 
     error: str | None = None
     ready_s: float | None = None
     weights_bytes: int | None = None
     loading_peak_bytes: int | None = None
-    moved: int | None = None  # places that hold another expert than at the start
-    misplaced: list[str] | None = None  # tensors that are not the checkpoint's
+    moved: int | None = None  # places whose expert has changed since the start
+    misplaced: list[str] | None = None  # tensors that differ from the checkpoint's
 
 
 class CaseReport(BaseModel):
@@ -206,9 +209,9 @@ class CaseReport(BaseModel):
     state: Literal["passed", "failed", "refused"] = "failed"
     problems: list[str] = []
     tokens: int | None = None
-    equal_tokens: int | None = None  # before the first of an answer that differs
+    equal_tokens: int | None = None  # before the first difference of an answer
     positions: int | None = None
-    equal_positions: int | None = None  # all bits of the log-probabilities, whatever came before
+    equal_positions: int | None = None  # all bits of the log-probabilities are equal, whatever precedes
     difference: float | None = None
     clear: float | None = None
     same: float | None = None
@@ -216,11 +219,11 @@ class CaseReport(BaseModel):
     reference_from_twin: float | None = None
 
 
-# One engine, in a process of its own
+# One engine, in its own process
 
 
 def run_engine(name: str, checkpoints: Path) -> dict[str, Any]:
-    """What one engine says, or its replica of the environment's rank."""
+    """The answers of one engine, or of its replica with the rank in the environment."""
     from vllm import LLM
 
     engine = ENGINES[name]
@@ -242,13 +245,13 @@ def run_engine(name: str, checkpoints: Path) -> dict[str, Any]:
     if engine.moves or engine.placed_as:
         found["misplaced"] = list(itertools.chain.from_iterable(llm.collective_rpc("misplaced")))
     if engine.replicas > 1:
-        time.sleep(2)  # the others' last steps need this one's engine
+        time.sleep(2)  # the last steps of the other ranks need this engine
     return found
 
 
 @contextlib.contextmanager
 def loading_measured(found: dict[str, Any]) -> Iterator[None]:
-    """Adds the bytes on the GPU after and while the model is loaded; the worker runs in this process."""
+    """Record GPU memory after and during loading; the worker runs in this process."""
     from vllm.v1.worker.gpu_worker import Worker
 
     load = Worker.load_model
@@ -265,7 +268,7 @@ def loading_measured(found: dict[str, Any]) -> Iterator[None]:
 
 
 def move_experts(llm: Any) -> dict[str, Any]:
-    """Generate until vLLM has moved experts, and to where it could load them: not twice the same one on a rank."""
+    """Generate until vLLM has moved experts to places it could also load: no expert twice on a rank."""
     from vllm import SamplingParams, TokensPrompt
 
     experts = shapes()["deepseek"].experts
@@ -286,7 +289,7 @@ def move_experts(llm: Any) -> dict[str, Any]:
 
 
 def start_engine(name: str, number: int, checkpoints: Path, timeout: float, others: dict[str, Future[Any]]) -> Any:
-    """What `run_engine` found, or its `error`; of several replicas, together."""
+    """The result of `run_engine`, or its `error`; replicas are joined."""
     engine = ENGINES[name]
     environment = os.environ | ENVIRONMENT | engine.environment
     if engine.placed_as:
@@ -312,7 +315,7 @@ def start_engine(name: str, number: int, checkpoints: Path, timeout: float, othe
 
 
 def joined(replicas: int, environment: dict[str, str], start: Any) -> dict[str, Any]:
-    """What all replicas found, with their answers in the prompts' order."""
+    """The results of all replicas, with answers in the order of the prompts."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -328,7 +331,7 @@ def joined(replicas: int, environment: dict[str, str], start: Any) -> dict[str, 
 
 
 def write_checkpoints(folder: Path, names: set[str]) -> None:
-    """Those of `<shape>-<kind>` that are asked for; their kernels are compiled, so that no two engines do it."""
+    """Write the checkpoints `<shape>-<kind>`, and compile their kernels, so that engines need not."""
     for name in sorted(names):
         shape, _, kind = name.rpartition("-")
         begin = time.monotonic()
@@ -391,7 +394,7 @@ def count_equal(report: CaseReport, ours: Answers, reference: Answers) -> None:
 
 
 def memory_problem(name: str, found: dict[str, Any]) -> str | None:
-    """Loading an unquantized checkpoint takes less memory beside the FP8 model than one layer of it."""
+    """A complaint if loading an unquantized checkpoint took more memory than the FP8 model plus one layer."""
     engine = ENGINES[name]
     if engine.arguments.get("quantization") != "fp8moe" or not engine.checkpoint.endswith("-bf16") or not ON_GPU:
         return None
@@ -402,7 +405,7 @@ def memory_problem(name: str, found: dict[str, Any]) -> str | None:
 
 
 def row(name: str, report: CaseReport) -> str:
-    """One of the table."""
+    """A row of the table."""
     text = f"{name:13} {report.state:8}"
     if report.difference is not None:
         text += (
@@ -415,7 +418,7 @@ def row(name: str, report: CaseReport) -> str:
 
 
 def selected(names: str | None) -> dict[str, Case]:
-    """The cases asked for; of all, those that this machine has the GPUs for, or that vLLM can do on CPUs."""
+    """The requested cases, by default all that this machine has the GPUs for, or that vLLM supports on CPUs."""
     if names:
         return {name: CASES[name] for name in names.split(",")}
     gpus = torch.cuda.device_count() if ON_GPU else 2
@@ -425,32 +428,32 @@ def selected(names: str | None) -> dict[str, Case]:
             del fit[name]
     if left_out := [n for n in CASES if n not in fit]:
         why = "this machine lacks the GPUs" if ON_GPU else "vLLM on CPUs lacks a part"
-        print(f"left out, {why}: {', '.join(left_out)}", flush=True)
+        print(f"skipped, {why}: {', '.join(left_out)}", flush=True)
     return fit
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", help="comma-separated; default: all that this machine has the GPUs for")
+    parser.add_argument("--cases", help="comma-separated; default: all that this machine has GPUs for")
     parser.add_argument("--list", action="store_true", help="the cases, and how many GPUs each needs")
-    parser.add_argument("--jobs", type=int, default=1, help="engines at a time; those on one GPU are spread")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds for all that one engine does")
+    parser.add_argument("--jobs", type=int, default=1, help="engines at a time, spread over the GPUs")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for each engine")
     parser.add_argument("--checkpoints", type=Path, help="folder for the checkpoints; default: a temporary one")
     parser.add_argument("--out", type=Path, help="the report, rewritten whenever an engine is done")
-    parser.add_argument(
-        "--run", choices=ENGINES, help="run one engine in this process, and write what it says to --out"
-    )
+    parser.add_argument("--run", choices=ENGINES, help="run one engine in this process, and write its answers to --out")
     args = parser.parse_args()
     if args.list:
         for name, case in CASES.items():
             print(f"{name:13} {max(ENGINES[e].gpus for e in case.engines())} GPU  {case.check:6}  {case.what}")
         return 0
     if args.run:
-        run_and_answer(lambda: run_engine(args.run, args.checkpoints), args.out, longest=2000)  # `REFUSALS` are sought
+        run_and_answer(
+            lambda: run_engine(args.run, args.checkpoints), args.out, longest=2000
+        )  # long enough for the search for `REFUSALS`
         return 0
     if unknown := set((args.cases or "").split(",")) - set(CASES) - {""}:
         parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an engine must not outlive us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no engine outlives this process
     cases, reports = selected(args.cases), dict[str, CaseReport]()
     with tempfile.TemporaryDirectory() as folder:
         for found in run_engines(cases, args.checkpoints or Path(folder), args.jobs, args.timeout):
@@ -466,11 +469,11 @@ def main() -> int:
 def run_engines(
     cases: dict[str, Case], checkpoints: Path, jobs: int, timeout: float
 ) -> Iterator[dict[str, dict[str, Any]]]:
-    """What the engines have found so far, each time that one is done."""
+    """Run the engines, and yield the results so far whenever one is done."""
     names = list(dict.fromkeys(itertools.chain.from_iterable(case.engines() for case in cases.values())))
     write_checkpoints(checkpoints, {ENGINES[name].checkpoint for name in names})
     futures: dict[str, Future[Any]] = {}
-    with ThreadPoolExecutor(jobs) as pool:  # an engine placed as another comes after it in the queue
+    with ThreadPoolExecutor(jobs) as pool:  # an engine that starts with the placement of another one comes after it
         for number, name in enumerate(names):
             futures[name] = pool.submit(start_engine, name, number, checkpoints, timeout, futures)
         for _ in as_completed(futures.values()):

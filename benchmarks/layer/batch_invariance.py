@@ -2,10 +2,10 @@
 
     python -m benchmarks.layer.batch_invariance --out benchmarks/results/batch_invariance-<date>.json
 
-`us` is as by default, `invariant_us` under VLLM_BATCH_INVARIANT=1, `cost` the second over the first. MoE layers are
-those of `graph_replays`, uniformly routed; dense layers are `fp8_linear` with weights of DeepSeek-V3. A time is the
-median of CUDA-graph replays after a pause. `same_bits`: both modes give the same result; false where the default
-divides K or takes the small-batch kernels.
+`us` is the default mode, `invariant_us` VLLM_BATCH_INVARIANT=1, `cost` the second over the first. MoE layers are those
+of `graph_replays`, uniformly routed; dense layers are `fp8_linear` with weights of DeepSeek-V3. A time is the median of
+CUDA-graph replays after a pause. `same_bits`: both modes give the same result; false where the default divides K or
+takes the small-batch kernels.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Call = Callable[[], torch.Tensor]
 
 @contextmanager
 def invariance(wanted: bool) -> Iterator[None]:
-    """Layers are batch-invariant or not, whatever this process has read from its environment."""
+    """Make layers batch-invariant or not, whatever the environment says."""
     before = os.environ.get(BATCH_INVARIANT)
     os.environ[BATCH_INVARIANT] = str(int(wanted))
     _forget()
@@ -58,7 +58,7 @@ def _forget() -> None:
 
 
 def moe_calls(generator: torch.Generator, shape: Shape, layer: Any, tokens: int) -> list[Call]:
-    """Each routed anew, so that few weights are found in L2."""
+    """Calls with different routing, so that few weights are found in L2."""
     calls = 16 if tokens <= 128 else 4 if tokens <= 1024 else 1
     steps = [draw(generator, shape, tokens, "uniform") for _ in range(calls)]
     return [partial(fused_moe, x, *layer, weights, ids) for x, weights, ids in steps]

@@ -1,17 +1,17 @@
-"""Time the experts on tokens that DeepEP has quantized and sorted, beside vLLM's batched DeepGEMM, on one GPU.
+"""Time the experts on tokens that DeepEP has quantized and sorted, compared with vLLM's batched DeepGEMM, on one GPU.
 
     python -m benchmarks.layer.batched_experts --out benchmarks/results/batched_experts-<date>.json
 
-Ours is `batched_experts`, the peer is the `apply` of vLLM's `BatchedDeepGemmExperts`. Both get the same weights and the
-slabs of DeepEP's low-latency mode: `max_m` rows for each local expert, scales with the rows contiguous, counts on the
-device, which are those of tokens routed uniformly at random over the experts of all ranks. Both are told how many rows
-an expert gets on average (`expected_m`), the peer as an engine estimates it: rounded up to a multiple of 16. The peer
-rounds scales between its GEMMs up to powers of two, as vLLM does by default; not with VLLM_USE_DEEP_GEMM_E8M0=0.
+Ours is `batched_experts`, the peer is `apply` of vLLM's `BatchedDeepGemmExperts`. Both get the same weights and the
+slabs of DeepEP's low-latency mode: `max_m` rows for each local expert, scales with contiguous rows, and counts on the
+device, drawn as for tokens routed uniformly over the experts of all ranks. Both get the average rows per expert
+(`expected_m`), the peer rounded up to a multiple of 16 as in an engine. Between its GEMMs the peer rounds scales up to
+powers of two, vLLM's default; VLLM_USE_DEEP_GEMM_E8M0=0 turns that off.
 
-A time is that of one call, from the median of replays of a CUDA graph that holds a call for each of several counts,
-after a pause (`burst`, the plain `us`) and in steady state (`sustained`). Weights of less than 150 MB have copies that
-together exceed it, called in turn, so that none is found in L2. Errors are relative L2 distances from float32 math on
-the dequantized slabs and weights, without any rounding in between.
+A time is that of one call: the median of replays of a CUDA graph with a call for each of several counts, after a pause
+(`burst`, the plain `us`) and in steady state (`sustained`). Weights of less than 150 MB have copies that together
+exceed it, called in turn, so that none is found in L2. Errors are relative L2 distances from float32 arithmetic on the
+dequantized slabs and weights, without rounding in between.
 """
 
 import argparse
@@ -54,11 +54,11 @@ SHAPES = {
     "qwen3-30b-ep8": Shape(16, 128, 2048, 768, 8),
 }
 MAX_M = (256, 1024)
-ROOM = 4  # times the average that a slab must hold
+ROOM = 4  # a slab must hold this many times the average
 COLD_BYTES = 150e6  # three times the L2 of an H200
 CHECKED_EXPERTS, CHECKED_ROWS = 8, 8
-WRONG = 0.06  # relative L2; rounding to FP8 between the GEMMs costs about half of it
-Backend = Callable[[int, torch.Tensor], torch.Tensor]  # of a copy of the weights and the counts
+WRONG = 0.06  # relative L2; rounding to FP8 between the GEMMs causes about half of it
+Backend = Callable[[int, torch.Tensor], torch.Tensor]  # calls, each with a copy of the weights and counts
 
 
 def ours(shape: Shape, slab: Pair, layers: list[Layer], expected_m: int) -> Backend:
@@ -71,7 +71,7 @@ def ours(shape: Shape, slab: Pair, layers: list[Layer], expected_m: int) -> Back
 
 
 def deepgemm(shape: Shape, slab: Pair, layers: list[Layer], expected_m: int) -> Backend:
-    """As vLLM's modular kernel calls it: the result has the memory of the first workspace."""
+    """The peer, called as by vLLM's modular kernel: the result is in the memory of the first workspace."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
     from vllm.model_executor.layers.fused_moe.experts.batched_deep_gemm_moe import BatchedDeepGemmExperts
@@ -85,14 +85,14 @@ def deepgemm(shape: Shape, slab: Pair, layers: list[Layer], expected_m: int) -> 
     for layer in layers:
         quantized = fp8_w8a8_moe_quant_config(layer.w13_scale, layer.w2_scale, block_shape=[GROUP, GROUP])
         experts.append(BatchedDeepGemmExperts(config, quantized, max_num_tokens=max_m, num_dispatchers=1))
-        experts[-1].estimate_expected_m = lambda **_: estimate  # without an engine it takes max_m
+        experts[-1].estimate_expected_m = lambda **_: estimate  # without an engine it would use max_m
     sizes = (max_m, 2 * shape.intermediate, shape.hidden, shape.topk, shape.experts, shape.local_experts)
     shapes = experts[0].workspace_shapes(*sizes, None, MoEActivation.SILU)
     numels = [math.prod(each) for each in shapes]
     common = torch.empty(max(numels[0], numels[2]), dtype=torch.bfloat16, device=device)
     workspace13, output = common[: numels[0]].view(shapes[0]), common[: numels[2]].view(shapes[2])
     workspace2 = torch.empty(shapes[1], dtype=torch.bfloat16, device=device)
-    topk_ids = torch.zeros(1, shape.topk, dtype=torch.int64, device=device)  # of which only the width is read
+    topk_ids = torch.zeros(1, shape.topk, dtype=torch.int64, device=device)  # only its width is read
     topk_weights = topk_ids.float()
 
     def call(copy: int, counts: torch.Tensor) -> torch.Tensor:
@@ -122,12 +122,12 @@ BACKENDS = {"fp8moe": ours, "deepgemm": deepgemm}
 
 
 def engine_estimate(expected_m: int, max_m: int) -> int:
-    """What vLLM's `estimate_expected_m` gives in an engine whose tokens make so many rows an expert on average."""
+    """The result of vLLM's `estimate_expected_m` in an engine with so many rows per expert on average."""
     return min(max_m, max(16, ceil_div(expected_m, 16) * 16))
 
 
 def random_layers(generator: torch.Generator, shape: Shape) -> list[Layer]:
-    """Copies of a layer that together are not found in L2, each drawn by itself."""
+    """Copies of a layer, drawn independently, that together do not fit into L2."""
 
     def weight(n: int, k: int) -> Pair:
         options: dict[str, Any] = {"generator": generator, "device": generator.device}
@@ -157,7 +157,7 @@ def random_counts(generator: torch.Generator, shape: Shape, expected_m: int) -> 
 
 
 def relative_l2(out: torch.Tensor, slab: Pair, layer: Layer, counts: list[int]) -> float:
-    """Of some rows of some experts."""
+    """Relative L2 distance from float32 arithmetic, for some rows of some experts."""
     busy = [e for e, count in enumerate(counts) if count]
     found, wanted = [], []
     for e in busy[:: ceil_div(len(busy), CHECKED_EXPERTS)]:
@@ -171,9 +171,9 @@ def relative_l2(out: torch.Tensor, slab: Pair, layer: Layer, counts: list[int]) 
 
 
 def measure(backend: Backend, slab: Pair, layers: list[Layer], drawn: list[torch.Tensor]) -> dict[str, Any]:
-    """The times and the error of one backend; `drawn` are the counts to take in turn."""
+    """The times and the error of one backend; `drawn` are the counts, used in turn."""
     error = relative_l2(backend(0, drawn[0]), slab, layers[0], drawn[0].tolist())
-    if not error < WRONG:  # also where it is NaN
+    if not error < WRONG:  # true for NaN, too
         raise ArithmeticError(f"its results are wrong: relative L2 {error}")
 
     def calls() -> None:

@@ -1,15 +1,15 @@
-"""Time the dense FP8 linear layer beside vLLM's CUTLASS GEMM and DeepGEMM, on one GPU, in one run.
+"""Time the dense FP8 linear layer, compared with vLLM's CUTLASS GEMM and DeepGEMM, on one GPU, in one run.
 
     python -m benchmarks.layer.dense_gemm --out benchmarks/results/dense_gemm-<date>.json
 
-`gemm` is the GEMM alone on quantized activations, `linear` quantizes BF16 activations first: ours is `fp8_linear`, the
-peers' is vLLM's own quantization and then their GEMM. The scales of activations are FP32 for all, one a token and 128
-channels, with the tokens contiguous (MN-major); from one 128 channels to the next it is M floats for CUTLASS, and M
-rounded up to 16 bytes for ours and DeepGEMM. The scales of weights are `[N/128, K/128]`, as in a checkpoint, for all.
+`gemm` is the GEMM alone on quantized activations; `linear` quantizes BF16 activations first. Ours is `fp8_linear`, the
+peers' is vLLM's quantization followed by their GEMM. Scales of activations are FP32 for all, one per token and 128
+channels, with contiguous tokens (MN-major); the stride between groups is M floats for CUTLASS, and M rounded up to 16
+bytes for ours and DeepGEMM. Scales of weights are `[N/128, K/128]` for all, as in a checkpoint.
 
 A weight of less than 150 MB has copies that together exceed it, called in turn, so that none is found in L2. A time is
-that of one call, from the median of CUDA-graph replays after a pause (`burst`, the plain `_us`) and in steady state
-(`sustained`). Results are held against float32 math on the quantized operands, as a relative L2 distance.
+that of one call: the median of CUDA-graph replays after a pause (`burst`, the plain `_us`) and in steady state
+(`sustained`). Results are compared with float32 arithmetic on the quantized operands, as a relative L2 distance.
 """
 
 import argparse
@@ -39,7 +39,7 @@ SHAPES = {  # of DeepSeek-V3: weights [N, K]
 }
 COLD_BYTES = 150e6  # three times the L2 of an H200
 CHECKED_ROWS = 64
-WRONG = 0.01  # relative L2; rounding results to BF16 costs 0.002
+WRONG = 0.01  # relative L2; rounding results to BF16 causes 0.002
 TIMES = ("gemm_us", "gemm_sustained_us", "linear_us", "linear_sustained_us")
 
 
@@ -79,7 +79,7 @@ def deepgemm() -> Backend:
 
 
 def peer(gemm: Callable[[Pair, Pair], torch.Tensor], tma_aligned_scales: bool) -> Backend:
-    """vLLM's own quantization, then this GEMM, as vLLM's linear layers call them."""
+    """vLLM's quantization, then this GEMM, called as by vLLM's linear layers."""
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 
     def quantize(x: torch.Tensor) -> Pair:
@@ -98,15 +98,15 @@ def empty_result(a: Pair, b: Pair) -> torch.Tensor:
 
 
 def measure(backend: Backend, x: torch.Tensor, weights: list[Pair]) -> dict[str, Any]:
-    """The times and errors of one backend; `weights` are the copies to take in turn."""
+    """The times and errors of one backend; `weights` are the copies, used in turn."""
     a, b = backend.quantize(x), weights[0]
     rows = slice(None, None, max(1, len(x) // CHECKED_ROWS))
     errors = {
         "gemm_relative_l2": relative_l2(backend.gemm(a, b)[rows], (a[0][rows], a[1][rows]), b),
         "linear_relative_l2": relative_l2(backend.linear(x, b)[rows], per_token_group_quant_fp8_reference(x[rows]), b),
     }
-    if not all(error < WRONG for error in errors.values()):  # also where it is NaN
-        raise ArithmeticError(f"its results are wrong: {errors}")
+    if not all(error < WRONG for error in errors.values()):  # true for NaN, too
+        raise ArithmeticError(f"wrong results: {errors}")
     gemm = time_in_turn(lambda copy: backend.gemm(a, copy), weights)
     linear = time_in_turn(lambda copy: backend.linear(x, copy), weights)
     return dict(zip(TIMES, gemm + linear, strict=True)) | errors | {"scale_strides": list(a[1].stride())}
@@ -118,7 +118,7 @@ def relative_l2(out: torch.Tensor, a: Pair, b: Pair) -> float:
 
 
 def time_in_turn(call: Callable[[Pair], Any], weights: list[Pair]) -> tuple[float, float]:
-    """Microseconds of a call, burst and sustained, in graphs that hold one for each copy of the weight."""
+    """Microseconds of a call, burst and sustained, in graphs with one call per copy of the weight."""
 
     def calls() -> None:
         for copy in weights:

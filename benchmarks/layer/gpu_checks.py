@@ -1,4 +1,4 @@
-"""Run what a GPU must show before a change is good, and keep the results: the GPU tests, and memcheck on the ops.
+"""Run the GPU tests, and memcheck on the ops, and keep the results: required before a change of kernels is merged.
 
 python -m benchmarks.layer.gpu_checks --out benchmarks/results/gpu_checks-<date>.json
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.report import sources_sha256, write_report
 
-# Without --report-api-errors no, memcheck counts cuda-bindings' look-ups of functions newer than the driver.
+# Otherwise memcheck counts look-ups by cuda-bindings of functions that are newer than the driver.
 MEMCHECK = "compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9"
 CHECKS = {
     "tests": "python -m pytest -q -m gpu tests/ops tests/layers tests/gpu",
@@ -22,7 +22,7 @@ SUMMARY = re.compile(r"^FAILED .*|(?:\d+ failed, )?\d+ passed.*|\d+ cases, .*|ER
 
 
 def run(command: str) -> dict[str, object]:
-    """The command's exit status, and the lines of its output that count what it did."""
+    """The exit status of the command, and the summary lines of its output."""
     parts = [sys.executable if part == "python" else part for part in command.split()]
     done = subprocess.run(parts, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:

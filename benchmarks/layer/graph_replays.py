@@ -1,19 +1,18 @@
-"""Replay CUDA graphs of the layer with other tokens and other routing at each step, and compare each result with eager.
+"""Replay CUDA graphs of the layer with changing tokens and routing, and compare each result with an eager call.
 
     python -m benchmarks.layer.graph_replays --out benchmarks/results/graph_replays-<date>.json
 
-One graph for each shape and number of tokens, all from one memory pool, so that they have the same scratch. The steps
-go round over the graphs, in an order drawn anew each round. A step draws tokens, router weights and ids, copies them
-into the inputs of its graph, fills the graph's result with NaN, replays, and calls `fused_moe` on what was drawn: every
-bit of the two results must be the same, and another than at the graph's step before. Kinds of routing take turns:
-uniform, skewed (few experts get most tokens), ids of -1 here and there, and the second half of the tokens without any
-expert, as where a step is padded to the size of a graph.
+There is one graph per shape and number of tokens, all from one memory pool, so that they share scratch. The steps take
+the graphs in turn, in an order that is drawn anew for each round. A step draws tokens, router weights and ids, copies
+them into the inputs of its graph, fills the graph's result with NaN, replays, and calls `fused_moe` on the same
+tensors: the two results must be equal in every bit, and must differ from the graph's previous result. The kinds of
+routing take turns: uniform; skewed (few experts get most tokens); ids of -1 here and there; and no experts for the
+second half of the tokens, as in a step that is padded to the size of a graph.
 
-Of memory, this must not happen: a node of a graph that is no kernel (a copy, an allocation); an allocation from torch
-between the begin and the end of a replay (`allocation.all.allocated` of `torch.cuda.memory_stats`, read around each);
-from the end of rounds that warm up to the last step, more bytes that torch has handed out (`allocated_bytes`), or more
-memory in use on the device (`torch.cuda.mem_get_info`) than torch has reserved in that time. What it has reserved, for
-eager calls and for what is drawn, is in the report.
+Graphs must contain only kernels, no copies or allocations; torch must not allocate during a replay
+(`allocation.all.allocated` of `torch.cuda.memory_stats`); and from the end of the warm-up rounds to the last step,
+neither the bytes that torch has handed out (`allocated_bytes`) may grow, nor the memory in use on the device
+(`torch.cuda.mem_get_info`) by more than torch has reserved in that time for eager calls and inputs, which is reported.
 """
 
 import argparse
@@ -40,19 +39,19 @@ class Shape(NamedTuple):
     topk: int
 
 
-SHAPES = {  # Qwen3-30B-A3B on one GPU, DeepSeek-V3 on one of eight that share its experts' channels
+SHAPES = {  # Qwen3-30B-A3B on one GPU, DeepSeek-V3 on one of eight tensor-parallel GPUs
     "qwen3-30b": Shape(128, 2048, 768, 8),
     "dsv3-tp8": Shape(256, 7168, 256, 8),
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 KINDS = ("uniform", "skewed", "some_missing", "padded")
-SKEW = 1.5  # standard deviation of what an expert's logits have in common; those of a token have 1
+SKEW = 1.5  # standard deviation of an expert's common logit, where a token's logits have 1
 SHOWN_EVERY = 2000  # steps
 Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def draw(generator: torch.Generator, shape: Shape, tokens: int, kind: str) -> tuple[torch.Tensor, ...]:
-    """Tokens, router weights and ids of a step, as `fused_moe` takes them."""
+    """Tokens, router weights and ids of a step, for `fused_moe`."""
     options: dict[str, Any] = {"generator": generator, "device": generator.device}
     x = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, **options)
     logits = torch.randn(tokens, shape.experts, **options)
@@ -67,7 +66,7 @@ def draw(generator: torch.Generator, shape: Shape, tokens: int, kind: str) -> tu
 
 
 class CapturedLayer:
-    """A graph of one call of `fused_moe`, and what its steps have shown, counted on the device."""
+    """A graph of one call of `fused_moe`, and the results of its steps, counted on the device."""
 
     def __init__(self, name: str, shape: Shape, layer: Layer, tokens: int, generator: torch.Generator, pool: Any):
         self.name, self.shape, self.layer, self.tokens = name, shape, layer, tokens
@@ -101,7 +100,7 @@ class CapturedLayer:
         self.steps += 1
 
     def found(self) -> dict[str, Any]:
-        """What the steps have shown; waits for the device."""
+        """The results of the steps; waits for the device."""
         return {
             "shape": self.name,
             "tokens": self.tokens,
@@ -125,19 +124,19 @@ def node_types(graph: torch.cuda.CUDAGraph) -> dict[str, int]:
 
 
 def checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What the driver answered, unless it is an error."""
+    """The driver's answer; raises if it is an error."""
     if int(answer[0]):
         raise RuntimeError(f"the CUDA driver answers {answer[0]!r}")
     return answer
 
 
 def allocations() -> int:
-    """How often torch has handed out device memory so far."""
+    """The number of allocations by torch so far."""
     return torch.cuda.memory_stats_as_nested_dict()["allocation"]["all"]["allocated"]
 
 
 def memory() -> dict[str, int]:
-    """Bytes that are in use now, and how often torch has asked the driver for more."""
+    """Bytes in use, and how often torch has requested more from the driver."""
     torch.cuda.synchronize()
     stats = torch.cuda.memory_stats()
     free, total = torch.cuda.mem_get_info()
@@ -150,7 +149,7 @@ def memory() -> dict[str, int]:
 
 
 def turns(graphs: int, order: random.Random) -> Iterator[tuple[int, str]]:
-    """Without end: which graph is next, and the kind of its routing."""
+    """Endless: the next graph and its kind of routing."""
     for kind in itertools.cycle(KINDS):
         yield from ((graph, kind) for graph in order.sample(range(graphs), graphs))
 
@@ -173,7 +172,7 @@ def random_layer(shape: Shape) -> Layer:
 
 
 def replay(graphs: list[CapturedLayer], steps: int, seed: int) -> dict[str, Any]:
-    """What so many steps show, behind two rounds of each kind that warm up."""
+    """The results of so many steps, after two rounds of each kind as warm-up."""
     generator, order = torch.Generator("cuda").manual_seed(seed), turns(len(graphs), random.Random(seed))
     for index, kind in itertools.islice(order, 2 * len(KINDS) * len(graphs)):
         graphs[index].step(generator, kind)
@@ -199,7 +198,7 @@ def replay(graphs: list[CapturedLayer], steps: int, seed: int) -> dict[str, Any]
 
 
 def faults(results: dict[str, Any]) -> list[str]:
-    """What must not be, in words."""
+    """The faults, as messages."""
     found = []
     for graph in results["graphs"]:
         where = f"{graph['shape']}, {graph['tokens']} tokens"

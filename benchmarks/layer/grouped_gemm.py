@@ -1,12 +1,12 @@
-"""Time the grouped GEMMs alone beside DeepGEMM's, on one GPU, in one run.
+"""Time the grouped GEMMs alone, compared with DeepGEMM's, on one GPU, in one run.
 
     python -m benchmarks.layer.grouped_gemm --out benchmarks/results/grouped_gemm-<date>.json
 
-Routing is drawn uniformly at random; `even` gives each expert the same number of rows instead. Contiguous: rows of an
-expert follow one another, ours without padding, DeepGEMM's with each expert padded to its 128 rows (its contract); the
-tile table is made beforehand, as the GEMMs of a layer share it. Masked: one slab of rows an expert, counts on the
-device; ours includes the kernel that makes the tile table. A time is the median of CUDA-graph replays after a pause
-(`burst`: before the card reaches its power limit) and of 0.4 s of replays without one (`sustained`).
+Routing is uniformly random; with `even` each expert has the same number of rows. Contiguous: the rows of an expert are
+consecutive, ours without padding, DeepGEMM's with each expert padded to 128 rows, as its contract requires; the tile
+table is made beforehand, as the GEMMs of a layer share it. Masked: one slab of rows per expert, counts on the device;
+ours includes the kernel that makes the tile table. A time is the median of CUDA-graph replays after a pause (`burst`,
+before the card reaches its power limit) and of 0.4 s of replays without one (`sustained`).
 """
 
 import argparse
@@ -35,7 +35,7 @@ ALIGNMENT = 128  # of DeepGEMM's contiguous layout
 
 
 def random_weights(n: int, k: int) -> Pair:
-    """Of all experts."""
+    """The weights of all experts."""
     return random_fp8((EXPERTS, n, k)), random_scales((EXPERTS, n // 128, k // 128), k)
 
 
@@ -48,7 +48,7 @@ def row_counts(tokens: int, even: bool) -> list[int]:
 
 
 def contiguous_case(counts: list[int], alignment: int) -> tuple[int, torch.Tensor, list[int]]:
-    """Rows in all, the expert of each row, and where each expert's rows begin."""
+    """The number of rows, the expert of each row, and where the rows of each expert begin."""
     padded = [math.ceil(c / alignment) * alignment for c in counts]
     starts = [sum(padded[:e]) for e in range(EXPERTS)]
     indices = torch.arange(EXPERTS, dtype=torch.int32).repeat_interleave(torch.tensor(padded))
@@ -82,7 +82,7 @@ def our_contiguous(b: Pair, n: int, k: int, counts: list[int]) -> dict[str, Any]
 
 
 def time_deepgemm_contiguous(deep_gemm: Any, b: Pair, counts: list[int]) -> tuple[float, float]:
-    """Microseconds, burst and sustained, with each expert padded as DeepGEMM wants it."""
+    """Microseconds, burst and sustained, with each expert padded as DeepGEMM requires."""
     _, n, k = b[0].shape
     rows, indices, _ = contiguous_case(counts, ALIGNMENT)
     a = (random_fp8((rows, k)), random_scales((k // 128, rows), k).t())
@@ -110,7 +110,7 @@ def masked(deep_gemm: Any, b: Pair, n: int, k: int, counts: list[int]) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--tokens", default="64,256,8192", help="masked up to 1024, contiguous above, there also with even counts"
+        "--tokens", default="64,256,8192", help="masked up to 1024; contiguous above, also with even counts"
     )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

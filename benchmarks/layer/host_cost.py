@@ -1,11 +1,11 @@
-"""Time what an eager call costs the host, on one GPU: the whole layer, and one launch that is prepared.
+"""Time the host cost of eager calls on one GPU: of the whole layer, and of one prepared launch.
 
     python -m benchmarks.layer.host_cost --out benchmarks/results/host_cost-<date>.json
 
-The layers are so small that the GPU keeps up: a host that has filled the queue of launches waits, and that is not its
-cost. A figure is the median of single calls, 200 of them between two synchronizations. `again`: the tensors are those
-of the call before; `elsewhere`: the result goes to an address that the op does not remember. The launch is that of a
-kernel of one block which has been launched before; of it, `driver` is the call of `cuLaunchKernelEx`.
+The layers are small enough for the GPU to keep up; otherwise the launch queue fills and the host waits, which is not
+its cost. A figure is the median of 200 single calls between two synchronizations. `again`: the tensors are those of the
+previous call. `elsewhere`: the result goes to an address that the op does not remember. The launch is that of a kernel
+with one block that has been launched before; `driver` is the part in `cuLaunchKernelEx`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from fp8moe_plugin.plan import combine_key
 HIDDEN, INTERMEDIATE, TOPK = 256, 128, 8
 STEPS = ((1, 256), (512, 256), (4096, 64))  # tokens, experts: decode, decode with counted experts, prefill
 CALLS, ROUNDS = 200, 15
-MORE_THAN_REMEMBERED = 1100  # calls; see _layer_launches of ops/fused_moe.py
+MORE_THAN_REMEMBERED = 1100  # calls; more than ops.moe_launches.layer_launches caches
 
 
 def host_us(call: Callable[[], Any]) -> float:
@@ -62,7 +62,7 @@ def layer_us(tokens: int, experts: int) -> dict[str, float]:
 
 
 def launch_us() -> tuple[float, float]:
-    """Microseconds of a launch, and of the driver's part in it."""
+    """Microseconds of a launch, and of the driver's part of it."""
     rows, out = (torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     slots, weights = torch.zeros(1, 1, dtype=torch.int32, device="cuda"), torch.zeros(1, 1, device="cuda")
     addresses = tuple(tensor.data_ptr() for tensor in (rows, slots, weights, out))

@@ -1,10 +1,10 @@
-"""Time a whole prefill layer beside DeepGEMM's two grouped GEMMs alone, on one GPU, in one run.
+"""Time a whole prefill layer, compared with DeepGEMM's two grouped GEMMs alone, on one GPU, in one run.
 
     python -m benchmarks.layer.layer_rate --out benchmarks/results/layer_rate-<date>.json
 
-DeepSeek-V3's experts on one GPU. Our layer is `fused_moe` with uniform random routing, from BF16 tokens to BF16 tokens.
-DeepGEMM gets what suits it best: the same number of rows for every expert, a multiple of its 128, quantized and sorted
-beforehand; no activation, no combine. `rate` is useful arithmetic, 6 x tokens x topk x hidden x intermediate.
+DeepSeek-V3's experts on one GPU. Our layer is `fused_moe` with uniformly random routing, from BF16 tokens to BF16
+tokens. DeepGEMM gets its best case: the same number of rows for every expert, a multiple of 128, quantized and sorted
+beforehand; no activation and no combine. `rate` is useful arithmetic, 6 x tokens x topk x hidden x intermediate.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main() -> None:
     steps = [int(tokens) for tokens in args.tokens.split(",")]
     if any(tokens <= 0 or tokens * TOPK % (ALIGNMENT * EXPERTS) for tokens in steps):
         parser.error(
-            f"--tokens {args.tokens}: needs multiples of {ALIGNMENT * EXPERTS // TOPK}: {ALIGNMENT} rows an expert"
+            f"--tokens {args.tokens}: must be multiples of {ALIGNMENT * EXPERTS // TOPK}: {ALIGNMENT} rows per expert"
         )
     torch.manual_seed(0)
     w13, w2 = random_weights(2 * INTERMEDIATE, HIDDEN), random_weights(HIDDEN, INTERMEDIATE)

@@ -1,4 +1,4 @@
-"""What benchmarks.layer.batched_experts makes and measures, but for the times and the peer."""
+"""Inputs and errors of benchmarks.layer.batched_experts, without times and without the peer."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_a_slab_has_the_strides_of_deepep(gen):
     assert (scales.shape, scales.dtype, scales.stride()) == ((3, 64, 2), torch.float32, (64 * 2, 1, 64))
 
 
-def test_the_peer_is_told_a_multiple_of_16_that_the_slab_holds():
+def test_the_peer_gets_a_multiple_of_16_that_fits_the_slab():
     assert [engine_estimate(m, 256) for m in (1, 16, 17, 256)] == [16, 16, 32, 256]
     assert engine_estimate(40, 40) == 40
 

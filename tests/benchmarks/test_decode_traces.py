@@ -1,4 +1,4 @@
-"""What benchmarks.engine.decode takes for the MoE layers of a step, in made-up traces."""
+"""The MoE part of a step that benchmarks.engine.decode finds in made-up traces."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ ATTENTION = (
     "void flash::flash_fwd_splitkv_combine_kernel<Traits>",
     "void flash::FlashAttnFwdCombine<64>::combine",
 )
-STEPS = 10  # of time: each kernel begins so long after the one before
+STEPS = 10  # time from the start of a kernel to that of the next
 
 
 def trace(*names: str) -> list[dict[str, Any]]:
-    """Kernels one behind the other, each 7 long."""
+    """Consecutive kernels, each of length 7."""
     return [{"name": name, "ts": STEPS * i, "dur": 7} for i, name in enumerate(names)]
 
 
@@ -41,7 +41,7 @@ DEEPGEMM = ("quant", "_fwd_kernel_ep_scatter_1", "_fwd_kernel_ep_scatter_2", "ge
         ("deepgemm", DEEPGEMM),
     ],
 )
-def test_a_layer_is_told_from_the_kernels_around_it(engine, layer):
+def test_a_layer_is_distinguished_from_the_kernels_around_it(engine, layer):
     once = (ROUTER_GEMM, TOPK, *layer)
     around = trace(ATTENTION[0], *once, "rms_norm", *ATTENTION, *once, ATTENTION[1], "sample")
     assert moe_us(around, LAST[engine]) == 2 * STEPS * len(layer)

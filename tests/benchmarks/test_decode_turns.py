@@ -1,5 +1,4 @@
-"""benchmarks.engine.decode: whose turn it is, what is kept when an engine fails, and that none is left; engines that
-are none."""
+"""benchmarks.engine.decode with stand-ins for engines: their turns, and what remains when one fails."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from benchmarks.engine.process import EngineError
 NAMES = ["fp8moe", "triton", "deepgemm"]
 ROUNDS, TIMEOUT = 3, 7
 PROFILE = {"gpu_ms": 0.5, "moe_ms": None}
-Failure = tuple[str, str, int]  # engine, what it does, how often it did that before
+Failure = tuple[str, str, int]  # engine, call, how many such calls succeed first
 
 
 class Process:
@@ -61,7 +60,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> type[Process]:
 
 
 def measured(process: type[Process], *failures: Failure) -> Engines:
-    """All three, started, and batch 8 measured."""
+    """Three engines, started, with batch 8 measured."""
     process.failing |= {failure: EngineError(f"{failure[1]} failed") for failure in failures}
     names = list(NAMES)
     engines = Engines(names, Path("model"), [8], ROUNDS, TIMEOUT)

@@ -1,4 +1,4 @@
-"""What benchmarks.layer.graph_replays draws, in which order, and what it calls a fault."""
+"""Inputs, order and verdicts of benchmarks.layer.graph_replays."""
 
 import itertools
 import random
@@ -63,7 +63,7 @@ def test_clean_steps_have_no_fault():
     "change",
     [{"wrong": 1}, {"repeated": 1}, {"allocations_in_replays": 1}, {"nodes": {"kernel": 5, "mem_alloc": 1}}],
 )
-def test_a_fault_of_a_graph_is_told_with_its_size(change):
+def test_a_fault_of_a_graph_is_reported_with_its_size(change):
     (fault,) = faults(CLEAN | {"graphs": [CLEAN["graphs"][0] | change]})
     assert "a, 3 tokens" in fault
 

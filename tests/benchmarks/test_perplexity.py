@@ -14,7 +14,7 @@ TRITON, DEEP_GEMM = perplexity.BUILT_IN
 
 
 def losses(above: float = 0.0, noise: float = 0.0) -> torch.Tensor:
-    """Of BF16's tokens, which differ much from one to the next; so much above them, give or take the noise."""
+    """Losses that are `above` those of BF16, plus noise; BF16's own differ widely from token to token."""
     generator = torch.Generator().manual_seed(0)
     bf16 = 3 + torch.randn(WINDOWS, WINDOW - 1, generator=generator)
     off = torch.randn(bf16.shape, generator=generator)
@@ -27,7 +27,7 @@ def answer(above: float = 0.0, noise: float = 0.0) -> dict[str, object]:
 
 @pytest.fixture
 def summary():
-    """The report of what engines said, by their names."""
+    """Makes a report from the answers of engines, by name."""
 
     def summary(**found):
         report = perplexity.PerplexityReport(

@@ -1,4 +1,4 @@
-"""benchmarks.engine.process: engines in processes of their own, here ones that need no GPU."""
+"""benchmarks.engine.process: engines in their own processes; these need no GPU."""
 
 import os
 import signal
@@ -15,11 +15,11 @@ import pytest
 from benchmarks.engine.process import EngineError, EngineProcess
 from tests.processes import is_running
 
-LONG = 120  # seconds: only against a hang
+LONG = 120  # seconds, only to end a hang
 
 
 class Engine:
-    """Counts, or fails as it is told to."""
+    """Counts, or fails on demand."""
 
     def __init__(self, failure: str = "") -> None:
         if failure:
@@ -172,7 +172,7 @@ def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path, end: st
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         if parent.stderr is not None:
-            parent.stderr.close()  # nobody reads what the engine says any more
+            parent.stderr.close()  # nobody reads the engine's output any more
         parent.stdin.write(b"go on\n")
         parent.stdin.close()
         try:

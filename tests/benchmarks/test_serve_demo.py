@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Starts a worker that ignores SIGINT, as a stuck engine would, then does what HOW says.
+# Starts a worker that ignores SIGINT, as a stuck engine would, then acts as HOW says.
 SERVER = """
 import json, os, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -71,7 +71,7 @@ DEMO = "from benchmarks.engine import serve_demo; serve_demo.STOP_TIMEOUT_S = 1;
 def start(folder: Path, how: str, answer: str = "an answer", **more: str) -> subprocess.Popen[str]:
     package = folder / "vllm/entrypoints/openai"
     package.mkdir(parents=True)
-    for level in (package, *package.parents[:2]):  # or an installed vLLM comes first
+    for level in (package, *package.parents[:2]):  # so that an installed vLLM does not come first
         (level / "__init__.py").touch()
     (package / "api_server.py").write_text(SERVER)
     return subprocess.Popen(
@@ -104,7 +104,7 @@ def test_a_server_that_does_not_count_the_layers_is_a_failure(tmp_path: Path) ->
     demo = start(tmp_path, "answers", metrics="vllm:num_requests_running 0.0")
     output, _ = demo.communicate(timeout=60)
     assert demo.returncode == 1
-    assert "its metrics have none that begins with 'fp8moe_'" in output
+    assert "none of its metrics begins with 'fp8moe_'" in output
 
 
 def test_an_answer_without_text_is_a_failure(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What benchmarks.engine.splits makes of answers, and of experts in places; no engine is started."""
+"""Verdicts of benchmarks.engine.splits on answers and on placements of experts; no engine is started."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ PROMPTS, PROMPT, ANSWER, VOCAB = 4, 20, 5, 64
 
 
 def answers(noise: float = 0, seed: int = 0) -> dict:
-    """Log-probabilities at random, with some noise, and the tokens that lead."""
+    """Random log-probabilities with some noise, and the best tokens."""
     gen = torch.Generator().manual_seed(0)
     other = torch.Generator().manual_seed(seed)
     found = {}
@@ -26,9 +26,9 @@ def answers(noise: float = 0, seed: int = 0) -> dict:
 
 
 def found(case, **of_engines):
-    """`answers()` of all engines but those given here; an unquantized twin's are a little apart."""
+    """`answers()` for all engines that are not given here, with some noise for the unquantized twin."""
     default = {name: {"answers": answers(0.03 if name == case.twin else 0, seed=9)} for name in case.engines()}
-    return default | {name.replace("_", " "): told for name, told in of_engines.items()}
+    return default | {name.replace("_", " "): answer for name, answer in of_engines.items()}
 
 
 def test_equal_answers_pass_every_check():

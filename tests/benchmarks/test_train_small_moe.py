@@ -31,7 +31,7 @@ SHAPE = Shape(
 
 
 def sentences(count: int) -> str:
-    """Text whose next words follow from the ones before, better than from their frequencies."""
+    """Text whose words follow from the previous ones."""
     words = ["router", "expert", "token", "weight", "kernel", "block", "scale", "tile", "gate", "norm", "head", "layer"]
     draw = random.Random(0)
     starts = [draw.randrange(len(words)) for _ in range(count)]
@@ -45,7 +45,7 @@ def trained(tmp_path_factory):
 
 
 def test_the_checkpoint_is_what_was_trained(trained):
-    """The evaluation of its BF16 weights, read from the files by name, is that of the trainer's."""
+    """Evaluating the BF16 weights of the files gives the loss that the trainer reported."""
     folder, report = trained
     stored = load_file(folder / "model-00001.safetensors")
     assert {(name, tuple(t.shape), t.dtype) for name, t in stored.items()} == {
@@ -59,7 +59,7 @@ def test_the_checkpoint_is_what_was_trained(trained):
 
 
 def router(bias: list[float]) -> Router:
-    """Of tokens that are the logits of the eight experts themselves."""
+    """A router whose input tokens are the logits of its eight experts."""
     found = Router(dataclasses.replace(SHAPE, hidden=8), scaling_factor=2.5)
     found.weight.data = torch.eye(8)
     found.e_score_correction_bias.copy_(torch.tensor(bias))
@@ -67,7 +67,7 @@ def router(bias: list[float]) -> Router:
 
 
 def test_experts_come_from_the_best_groups_and_the_bias_does_not_weight_them():
-    """Groups are 2 experts each: by their sums the second and the fourth, though expert 0 alone scores highest."""
+    """With groups of two experts, the second and the fourth have the best sums, though expert 0 scores highest."""
     scores = torch.tensor([0.9, 0.1, 0.6, 0.7, 0.2, 0.3, 0.8, 0.4])
     weights = router([0.0] * 8)(scores.logit()[None])[0]
     expected = torch.zeros(8)
