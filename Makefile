@@ -1,6 +1,6 @@
 # `make serve`: set up, serve a small DeepSeek-V3 checkpoint, ask it for a completion. `make test`: set up, run the tests.
 # `make faults`: the fault tests in full. `make test` runs a part of their rounds and cases, another one each day; pytest's
-# header shows its seed, and `make test FAULT_SEED=<seed>` repeats that part.
+# header shows its seed, and `FAULT_SEED=<seed> make test` repeats that part.
 # `make versions`: tests of the seam under the oldest vLLM that is served, the one that is measured, and the newest, each
 # in an environment of its own in .versions; on the CPU. `make newest`: the same under the newest release there is.
 # None asks anything. What is installed is kept in .venv and reused until what it was made from changes.
