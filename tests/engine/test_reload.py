@@ -19,18 +19,17 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from safetensors.torch import load_file, save_file
 
 from fp8moe_plugin.layers.unquantized import is_quantized
-from tests.engine.conftest import MODES, ROOT, Start
-from tests.engine.test_engine import needs_compiler, needs_two_gpus
+from tests import faults
+from tests.engine.conftest import COMPILED, EAGER, ROOT, needs_compiler
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 ANSWER_S = 600
-SEQUENCES = 125 if os.environ.get("FULL_COUNTS") else 5  # of each of four kinds of engines
+SEQUENCES = 125 if faults.FULL else 5  # of each of four kinds of engines
 STEPS = 5
 GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}}
-ON_GPU = {"graphs": GRAPHS, "eager": MODES["eager"]}
-ARGUMENTS = ON_GPU if torch.cuda.is_available() else {mode: MODES[mode] for mode in ("eager", "compile")}
+ARGUMENTS = {"eager": EAGER} | ({"graphs": GRAPHS} if torch.cuda.is_available() else {"compile": COMPILED})
 EXPERT = "model.layers.0.mlp.experts.11.down_proj"
 DENSE = "model.layers.0.self_attn.o_proj"
 SCALE = "weight_scale_inv"
@@ -117,14 +116,9 @@ def variants(checkpoints: Path) -> Path:
 class Engines:
     """One engine at a time in a process of `tests.engine.reloads`, started anew once it has refused."""
 
-    def __init__(self, variants: Path, mode: str, kind: str, environment: dict[str, str]) -> None:
-        self.variants, self.kind = variants, kind
+    def __init__(self, process: subprocess.Popen[str], variants: Path, mode: str, kind: str) -> None:
+        self.process, self.variants, self.kind = process, variants, kind
         self.arguments = ARGUMENTS[mode] | {"quantization": "fp8moe", "kv_cache_memory_bytes": 1 << 28}
-        own = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        command = [sys.executable, "-m", "tests.engine.reloads"]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
         self.fresh: dict[str, Any] = {}  # what an engine said that was started on the checkpoint
         self.seen: list[tuple[str, Any]] = []  # what engines said after they had loaded it
         self.failures: list[Exception] = []
@@ -158,10 +152,6 @@ class Engines:
         except Exception as error:
             self.failures.append(error)
             raise
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 class Loads(RuleBasedStateMachine):
@@ -202,13 +192,20 @@ class Loads(RuleBasedStateMachine):
         assert "a reload of its weights has not ended" in self.engines.do("ask").get("refused", "")
 
 
+@pytest.fixture(scope="module")
+def process(environment_of_engines: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """One for all engines of all kinds: to import vLLM takes longer than to start an engine."""
+    command, environment = [sys.executable, "-m", "tests.engine.reloads"], os.environ | environment_of_engines
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.kill()
+
+
 @pytest.fixture
-def engines(
-    request: pytest.FixtureRequest, variants: Path, environment_of_engines: dict[str, str]
-) -> Iterator[Engines]:
-    engines = Engines(variants, *request.param, environment_of_engines)
-    yield engines
-    engines.end()
+def engines(request: pytest.FixtureRequest, process: subprocess.Popen[str], variants: Path) -> Engines:
+    return Engines(process, variants, *request.param)
 
 
 @pytest.mark.parametrize(
@@ -241,14 +238,3 @@ def test_an_engine_serves_the_last_checkpoint_or_refuses(engines):
     assert engines.seen
     for step, answer in engines.seen:
         assert answer == engines.fresh[step.partition(" ")[2]], step
-
-
-@pytest.mark.parametrize("mode", ["multiprocess", pytest.param("ep2", marks=needs_two_gpus)])
-def test_an_engine_in_processes_of_its_own_ends_with_the_reason(variants: Path, start: Start, mode: str):
-    """Under `ep2` the expert is one of the second rank alone: the first must not wait for it."""
-    reload = [str(variants / "fp8-lacks an expert's weight")]
-    done = start(variants / "fp8-first", mode, quantization="fp8moe", reload=reload)
-    assert done.returncode != 0
-    printed = done.stdout + done.stderr
-    assert "a tensor is missing" in printed
-    assert "This stopped a reload halfway: the model holds old and new weights" in printed
