@@ -233,4 +233,4 @@ def test_an_engine_in_processes_of_its_own_ends_with_the_reason(variants: Path, 
     assert done.returncode != 0
     printed = done.stdout + done.stderr
     assert "a tensor is missing" in printed
-    assert "This stopped a reload halfway: the model holds old and new weights" in printed
+    assert "The failed reload left a mixture of old and new weights" in printed
