@@ -198,9 +198,9 @@ def test_arguments_become_names_and_numbers() -> None:
     [
         (engine_names, "fp8moe,vllm", "no such engine: vllm; there are fp8moe, triton, deepgemm"),
         (engine_names, "fp8moe,fp8moe", "an engine twice: fp8moe,fp8moe"),
-        (count, "0", "'0' is no number from 1 to 1048576"),
-        (count, "-1", "'-1' is no number from 1 to 1048576"),
-        (batch_sizes, "1,x", "'x' is no number from 1 to 1048576"),
+        (count, "0", "'0' is not a number from 1 to 1048576"),
+        (count, "-1", "'-1' is not a number from 1 to 1048576"),
+        (batch_sizes, "1,x", "'x' is not a number from 1 to 1048576"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(check: Callable[[str], Any], text: str, why: str) -> None:
