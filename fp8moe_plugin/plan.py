@@ -65,9 +65,10 @@ PARAMETERS = {
     "dense_gemm": "MMMPiPPiiii",
     "dense_gemm_few_rows": "MMPiPPiiiii",
     "down_small_batch": "MMPPPPPPiiiiiiii",
+    "gate_up": "MMMMPiiPPPPPPPPiii",
     "gate_up_small_batch": "MPPPPPPPPiiiiiii",
     "gate_up_few_rows": "MPPPPPPPPPPiiiii",
-    "grouped_gemm": "MMMMPiiPPPPPPPPPiii",
+    "grouped_gemm": "MMMMPiiPPPPPPiii",
     "grouped_gemm_few_rows": "MMPiiPPPPiiiiiPi",
     "quantize": "PPPPiii",
     "route": "PPPPPPPPPiiiiiii",
@@ -99,7 +100,6 @@ class Output(IntEnum):
     BF16 = 0
     BF16_DIRECT = 1
     F32_DIRECT = 2
-    SWIGLU = 3
 
 
 class Layout(IntEnum):
@@ -125,12 +125,11 @@ def gate_up_key(ue8m0: bool, gather: bool) -> KernelKey:
 
     With `gather` it finds the tokens of an expert among those of the step; else they follow one another.
     """
-    gathered = (("GATHER", 1),) if gather else ()
-    defines = (("BLOCK_N", 256), *gathered, ("OUTPUT", int(Output.SWIGLU)), ("STAGES", 4), ("UE8M0", int(ue8m0)))
+    defines = (("GATHER", int(gather)), ("STAGES", 4), ("UE8M0", int(ue8m0)))
     largest_magnitudes = 2 * 128 * 4  # in two buffers
     complete_tiles = 2 * 32 * 4  # lists of two warpgroups, kListed tiles long
     epilogue = (PREFILL_BLOCK_M + TAIL_ROWS) * 128 + largest_magnitudes + complete_tiles + 16 * gather
-    return KernelKey("grouped_gemm", defines, 384, _grouped_gemm_smem(256, 4, epilogue))
+    return KernelKey("gate_up", defines, 384, _grouped_gemm_smem(256, 4, epilogue))
 
 
 def _grouped_gemm_smem(block_n: int, stages: int, epilogue: int) -> int:

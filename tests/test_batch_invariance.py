@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.batch_invariance import invariance
+from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin import plan
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.launcher import Launch

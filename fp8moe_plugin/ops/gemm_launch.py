@@ -199,7 +199,7 @@ def gate_up_launch(
     maps = (_map(a, PREFILL_BOX_M), _map(a, TAIL_ROWS), _weight_map(w13, GROUP, L2_FETCH), _map(out, PREFILL_BOX_M))
     gathered = (a.values, a_rows) if a_rows else (0, 0)
     operands = (a.scales, a.scale_group, a.scale_k_block, w13.scales, *gathered)
-    results = (out.values, 0, out.scales, tiles.ready, tiles.table, tiles.num_tiles)
+    results = (out.values, out.scales, tiles.ready, tiles.table, tiles.num_tiles)
     key = gate_up_key(ue8m0, gather=bool(a_rows))
     args = (*maps, *operands, *results, out.rows, w13.n, w13.k)
     return Launch(key, multiprocessors(device_index), args, device_index)
@@ -244,8 +244,8 @@ def _wide(
     # Other outputs than bfloat16 without addend are written without a map.
     out_map = matrix_map(out, a.rows, b.n, PREFILL_BOX_M, 2) if output == Output.BF16 else a_map
     maps = (a_map, _map(a, TAIL_ROWS), _weight_map(b, dict(key.defines)["BLOCK_N"], L2_FETCH), out_map)
-    operands = (a.scales, a.scale_group, a.scale_k_block, b.scales, 0, 0)
-    results = (out, c, 0, tiles.ready if early else 0, tiles.table, tiles.num_tiles)
+    operands = (a.scales, a.scale_group, a.scale_k_block, b.scales)
+    results = (out, c, tiles.ready if early else 0, tiles.table, tiles.num_tiles)
     args = (*maps, *operands, *results, a.rows, b.n, b.k)
     return Launch(key, multiprocessors(device_index), args, device_index, early)
 

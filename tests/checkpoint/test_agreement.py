@@ -123,7 +123,7 @@ def test_a_used_field_that_is_no_number_is_named(tmp_path: Path, name: str) -> N
 def test_a_damaged_file_of_modelopt_is_named(tmp_path: Path) -> None:
     write(tmp_path, QWEN, None)
     (tmp_path / "hf_quant_config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json' holds \[\] instead of a JSON object"):
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json' contains \[\] instead of a JSON object"):
         read_model(tmp_path)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.synthetic import PRESETS, write_checkpoint
+from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
 from fp8moe_plugin.checkpoint.headers import HEADER, INDEX_NAME, MAX_SHARDS, weight_files
 from fp8moe_plugin.checkpoint.model import Unquantized, read_model
 from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Model, Split
@@ -353,12 +353,12 @@ def test_fields_out_of_bounds(tmp_path, change, message):
     [
         (b"", "is not valid JSON: Expecting value"),
         (b"{", "is not valid JSON: Expecting property name"),
-        (b"[]", r"holds \[\] instead of a JSON object"),
+        (b"[]", r"contains \[\] instead of a JSON object"),
         (b'"n_routed_experts"', "instead of a JSON object"),
         (b'{"n_routed_experts": 1, "n_routed_experts": 2}', "the key 'n_routed_experts' more than once"),
         (b'{"a": {"\\u001b[2J": 1, "\\u001b[2J": 2}}', r"the key '\\x1b\[2J' more than once"),
-        (b'{"hidden_size": NaN}', "NaN is not a JSON number"),
-        (b'{"hidden_size": -Infinity}', "-Infinity is not a JSON number"),
+        (b'{"hidden_size": NaN}', "is NaN, which is not a JSON number"),
+        (b'{"hidden_size": -Infinity}', "is -Infinity, which is not a JSON number"),
         (b'{"hidden_size": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
         (b'{"a": "\xff"}', "is not UTF-8 text: byte 7 is not valid"),
         (b'{"a": "\xed\xa0\x80"}', "is not UTF-8 text"),
@@ -451,7 +451,7 @@ def write_shard(path: Path, entries: Any, data: int | None = None) -> None:
 @pytest.mark.parametrize("field", ["hidden_act", "hidden_activation"])
 def test_another_activation_than_silu(tmp_path, field):
     for config in (V3, without(V3, "hidden_act")):
-        wanted = rf"{field} is 'gelu'; the kernels compute silu\(gate\) \* up\. Serve it without --quantization"
+        wanted = rf"{field} is 'gelu', but the kernels compute silu\(gate\) \* up\. Serve it without --quantization"
         with pytest.raises(UnsupportedError, match=wanted):
             read_model(describe(tmp_path, config, **{field: "gelu"}))
     assert f"{field} is 5: Input should be a valid string" in refusal(describe(tmp_path, V3, **{field: 5}))
@@ -474,7 +474,7 @@ def test_sound_headers(tmp_path):
     [
         (W13, ("F8_E4M3", [7168, 2048]), r"is F8_E4M3 \[7168, 2048\], but config.json requires F8_E4M3 \[2048, 7168\]"),
         (W13, ("BF16", [2048, 7168]), "is BF16 .* config.json requires F8_E4M3 "),
-        (W13.replace("gate_proj", "w2"), ("F8_E4M3", [2048, 7168]), r"wanted .* F8_E4M3 \[7168, 2048\]"),
+        (W13.replace("gate_proj", "w2"), ("F8_E4M3", [2048, 7168]), r"requires F8_E4M3 \[7168, 2048\]"),
         (f"{W13}_scale_inv", ("F32", [2048, 56]), r"config.json requires F32 or BF16 \[16, 56\]"),
         (f"{W13}_scale_inv", ("F8_E4M3", [16, 56]), "is F8_E4M3 .* config.json requires F32 or BF16"),
         (W2.replace("255", "256"), ("F8_E4M3", [7168, 2048]), "experts.256.* of experts 0 to 255"),
@@ -525,9 +525,9 @@ ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         ({"a": {}}, 0, "do not match: {}"),
         ({"a": []}, 0, r"do not match: \[\]"),
         ({"\x1b[2J": None}, 0, r"of tensor '\\x1b\[2J' do not match: None"),
-        ({"__metadata__": []}, 0, r"has invalid __metadata__ \[\]"),
+        ({"__metadata__": []}, 0, r"has invalid __metadata__: \[\]"),
         ({"__metadata__": {str(i): "" for i in range(101)}}, 0, "has invalid __metadata__"),
-        (b"[]", 0, r"the header of .* holds \[\] instead"),
+        (b"[]", 0, r"the header of .* contains \[\] instead"),
         (b'{"a": 1, "a": 2}', 0, "the key 'a' more than once"),
         (b'{"a": "\xff"}', 0, "is not UTF-8 text"),
         (b'{"a":' + b"[" * 100_000, 0, "nests lists or objects too deeply"),

@@ -45,7 +45,7 @@ class Kernels:
     def _compile(self, key: KernelKey, number: int) -> Path:
         source, library = (self._folder / f"{key.source}-{number}{suffix}" for suffix in (".cpp", ".so"))
         defines = [f"-D{name}={value}" for name, value in macros(key)]
-        preprocessed = _gcc("-E", "-xc++", "-std=c++20", *defines, self._csrc / f"{key.source}.cu")
+        preprocessed = _gcc("-E", "-xc++", "-std=c++20", f"-I{self._csrc}", *defines, self._csrc / f"{key.source}.cu")
         source.write_text(f'#include "ptx.h"\n{translate(preprocessed)}{ENTRY.format(name=key.source)}')
         _gcc(*KERNEL_FLAGS, f"-I{RUNTIME}", "-o", library, source)
         return library

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.batch_invariance import invariance
+from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin import plan
 from fp8moe_plugin.ops import fused_moe, gemm_launch
 from fp8moe_plugin.ops.linear import fp8_linear

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.small_engines import LARGEST_DIFFERENCE, compare
+from benchmarks.engine.small_engines import LARGEST_DIFFERENCE, compare
 
 SERVES = "fp8moe serves the experts: backend "
 BACKEND = "sm90" if torch.cuda.is_available() else "reference"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from benchmarks.batch_invariance import invariance
+from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin import ops, plan
 from fp8moe_plugin.ops import gemm_launch
 from fp8moe_plugin.plan import DECODE_BLOCK_M, PREFILL_BLOCK_M

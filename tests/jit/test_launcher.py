@@ -5,7 +5,7 @@ import re
 import struct
 import threading
 from collections.abc import Callable
-from importlib import resources
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from cuda.bindings import driver
 
+import fp8moe_plugin
 from fp8moe_plugin.errors import LaunchError
 from fp8moe_plugin.jit import launcher
 from fp8moe_plugin.plan import (
@@ -186,7 +187,7 @@ def test_what_does_not_fit_a_parameter_is_not_launched(launches):
 def test_the_parameters_are_those_of_the_sources():
     letter = {"TensorMap": "M", "int": "i"}
     found = {}
-    for path in (resources.files("fp8moe_plugin") / "csrc").iterdir():
+    for path in (Path(fp8moe_plugin.__file__).parent / "csrc").glob("*.cu"):
         for name, text in re.findall(r'extern "C" __global__ [^;{]*?(\w+)\(([^()]*)\) \{', path.read_text()):
             kinds = ["P" if "*" in p else letter[p.split()[-2]] for p in text.split(",")]
             found[name] = "".join(kinds)

@@ -156,7 +156,7 @@ def test_a_kernel_that_needs_local_memory_costs_a_warning(
     assert "2048 bytes stack frame" in caplog.text
 
 
-PIPELINE = """#include "wgmma.cuh"
+PIPELINE = """#include "device/wgmma.cuh"
 DEVICE void start(float (&product)[8]) {
     wgmma_fence();
     wgmma_issue(product, dynamic_shared_address(), dynamic_shared_address() + 8192);

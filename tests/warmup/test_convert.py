@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.synthetic import PRESETS, write_checkpoint
+from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from tests import helpers as h
@@ -140,13 +140,13 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage._replace(free=convert.SPARE_BYTES))
     message = refused(capsys, source, tmp_path / "fp8")
     assert "The converted checkpoint needs another 68.8 MB for" in message
-    assert f"where 67.1 MB {wanted}" in message
+    assert f"but only 67.1 MB {wanted}" in message
     assert not (tmp_path / "fp8.partial").exists()
     monkeypatch.setattr(convert, "SPARE_BYTES", 10**12)
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage._replace(free=10**9))
     message = refused(capsys, source, tmp_path / "fp8")
     assert "The converted checkpoint needs another 1000.0 GB for" in message
-    assert f"where 1.0 GB {wanted}" in message
+    assert f"but only 1.0 GB {wanted}" in message
 
 
 def test_experts_in_one_tensor_are_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

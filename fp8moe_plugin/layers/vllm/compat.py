@@ -4,9 +4,10 @@ No other module of this package depends on a vLLM version.
 """
 
 import functools
-import gc
 import inspect
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -96,17 +97,18 @@ def experts_have_moved(state: Any, slots: int) -> bool:
     return current != dict(enumerate(initial))
 
 
-def check_steps(model: Any, check: Callable[[], None]) -> None:
-    """Make the worker that runs a model call `check` before each step.
+def check_steps(check: Callable[[], None]) -> None:
+    """Make the worker that is loading a model call `check` before each step.
 
     Checks in the layers do not suffice: CUDA graphs and compiled code bypass them and would run on invalid parameters.
-
-    Args:
-        model: the `ModelState` of the worker's quantization config.
     """
-    for worker in gc.get_objects():  # vLLM gives a layer no reference to its worker
-        if issubclass(type(worker), WorkerBase) and getattr(worker.vllm_config.quant_config, "model", None) is model:
+    frame: FrameType | None = sys._getframe()  # vLLM gives a layer no other reference to its worker
+    while frame:
+        worker = frame.f_locals.get("self")
+        if isinstance(worker, WorkerBase):
             worker.execute_model = functools.partial(_check_and_step, check, worker.execute_model)
+            return
+        frame = frame.f_back
 
 
 def _check_and_step(check: Callable[[], None], step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

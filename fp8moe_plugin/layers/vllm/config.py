@@ -46,6 +46,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         self.ue8m0 = ue8m0
         self.online = online
         self.model = ModelState()
+        self.watches_worker = False
         metrics.expose()
 
     @classmethod
@@ -70,6 +71,13 @@ class Fp8MoeConfig(Traits, Fp8Config):
         check_machine()
         return cls(None, ue8m0=False, online=True)
 
+    def _watch_worker(self) -> None:
+        """Let the model's state know its worker, once: it exists by the time the first layer is made."""
+        if not self.watches_worker:
+            self.model.in_worker = compat.runs_in_workers(get_current_vllm_config().parallel_config)
+            compat.check_steps(self.model.check_usable)
+            self.watches_worker = True
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if not isinstance(layer, LinearBase | RoutedExperts):
             return super().get_quant_method(layer, prefix)
@@ -78,7 +86,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
             if self.online and not linear:
                 announce_unquantized(re.sub(r"\d+", "N", prefix))
             return UnquantizedLinearMethod() if linear else UnquantizedFusedMoEMethod(layer.moe_config)
-        self.model.in_worker = compat.runs_in_workers(get_current_vllm_config().parallel_config)
+        self._watch_worker()
         if linear:
             dense = OnlineLinearMethod if self.online else Fp8MoeLinearMethod
             return dense(self.ue8m0, prefix, warmup_command(), self.model)

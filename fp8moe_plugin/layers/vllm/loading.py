@@ -15,7 +15,6 @@ import torch
 
 from fp8moe_plugin.checkpoint import headers
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.weights import check_scale_values
 from fp8moe_plugin.ops.checks import FP8, poison
 
@@ -30,14 +29,13 @@ Check = Callable[..., None]  # takes the arguments of a weight loader
 
 @dataclass
 class ModelState:
-    """What the layers of a model share about loading its weights."""
+    """The loading state that all layers of a model share. Its worker calls `check_usable` before each step."""
 
     in_worker: bool = False  # whether this process is a worker that runs the model for an engine
     failure: str | None = None  # why the model must not be used any more
     reloading: set[str] = field(default_factory=set)  # layers whose reload has begun but not finished
     reloaded: bool = False  # whether a layer has received its tensors in the current reload
     without_tensors: list[str] = field(default_factory=list)  # layers that received none in the current reload
-    steps_checked: bool = False  # whether the steps of this process call `check_usable`
 
     def check_not_failed(self) -> None:
         """Raise `CheckpointError` if a reload has failed."""
@@ -52,15 +50,8 @@ class ModelState:
                 f"{min(self.reloading)}: the reload of its weights is unfinished. Restart the engine."
             )
 
-    def check_steps(self) -> None:
-        """Make every further step of this process call `check_usable`; needed from the first reload on."""
-        if not self.steps_checked:
-            compat.check_steps(self, self.check_usable)
-            self.steps_checked = True
-
     def begin_layer(self, layer: str) -> None:
         """Note that vLLM begins to reload a layer."""
-        self.check_steps()
         if not self.reloading:
             self.reloaded, self.without_tensors = False, []
         self.reloading.add(layer)
@@ -100,7 +91,6 @@ class ModelState:
             os._exit(1)  # an orderly exit would close the communicators first, and wait for the other ranks
         if multiprocessing.current_process().name.startswith("EngineCore"):
             os.kill(os.getpid(), signal.SIGTERM)
-        self.check_steps()  # `begin_layer` has not done it if weights were loaded in place
         raise CheckpointError(self.failure) from cause
 
 

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 import fp8moe_plugin
-from benchmarks.batch_invariance import invariance
+from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.vllm import config as seam
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
