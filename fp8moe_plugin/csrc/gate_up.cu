@@ -19,7 +19,7 @@
 template <int kWidth, bool kHasTail>
 DEVICE void compute_rows(SharedMemory shared, Rings& rings, int k_blocks, const Quantized& out, const Tile& tile,
                          int warpgroup, int row_block, int column, int& buffer, Completion& complete) {
-    Columns<kWidth> sum[2];
+    Fragment<kWidth> sum[2];
     Tail tail[kHalves];
     multiply_tile<2, kWidth, kHasTail>(shared, rings, k_blocks, tile, row_block, 0, column, sum, tail);
     store_quantized<kWidth>(shared, out, tile, warpgroup, row_block, buffer, complete, sum[0], sum[1]);

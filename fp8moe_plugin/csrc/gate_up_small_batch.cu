@@ -20,7 +20,7 @@
 //
 // Grid: any number of clusters; a multiprocessor has room for two blocks. The next kernel starts beside this one.
 #include "device/fp8.cuh"
-#include "device/wgmma.cuh"
+#include "mma/swap_ab.cuh"
 #include "pipeline/ring.cuh"
 #include "routing/expert_list.cuh"
 
@@ -144,34 +144,26 @@ struct Tokens {
     }
 };
 
-// Of a slab, a thread holds rows lane/4 and lane/4 + 8 of its warp's 16, of tokens 8i + lane%4*2 and the next, at [4i]
-// and [4i + 1], the second row's 2 behind. In the interleaved order these and those of the other slab are neighbours.
-using Sums = float[kSlabs][kTokens / 2];
+// The thread's two rows of each slab are four neighbouring channels of the warpgroup's half, in the interleaved order
+// of w_map; its columns are tokens.
+using Sums = Fragment<kTokens>[kSlabs];
 
 DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int half, Sums& sum) {
-    int token = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab)
-#pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) sum[slab][i] = 0.f;
+    int token = fragment_column();
+    clear(sum);
     for (int step = 0; step < steps; ++step)
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab, ring.advance()) {
             int s = ring.stage;
             barrier_wait(shared.full(s), ring.phase);
-            float product[kTokens / 2], scale[kTokens / 4];
-            wgmma_fence();
-            wgmma_issue(product, shared.weights(s, half), shared.x(step, 0));
-            wgmma_commit();
-            float half_scale = load_shared_float(shared.weight_scale(s, half));
-#pragma unroll
-            for (int i = 0; i < kTokens / 4; ++i)
-                scale[i] = half_scale * load_shared_float(shared.x_scale(step, token + i / 2 * 8 + i % 2));
-            wgmma_wait();
-            wgmma_results_ready(product);
+            Fragment<kTokens> product;
+            float scale[kTokens / 4];
+            wgmma_start(product, shared.weights(s, half), shared.x(step, 0));
+            read_scales<kTokens>(scale, load_shared_float(shared.weight_scale(s, half)),
+                                 [&](int offset) { return shared.x_scale(step, token + offset); });
+            wgmma_finish(product);
             release(shared, s);
-#pragma unroll
-            for (int i = 0; i < kTokens / 2; ++i) sum[slab][i] += scale[i / 4 * 2 + i % 2] * product[i];
+            add_scaled<kTokens>(product, scale, sum[slab]);
         }
 }
 
@@ -180,7 +172,7 @@ DEVICE void send(SharedMemory shared, const Step& step, const Share& share, int 
     int lane = threadIdx.x % kWarp, at = (threadIdx.x / kWarp % 4 * 8 + lane / 4) * 16;
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
-        int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
+        int token = fragment_column(lane) + column_offset(i), e = element_at(0, i);
         int to = token % kCluster, finished = token / kCluster;
         if (token < step.tokens)
             store_async(in_block(shared.sums(finished, share.rank, half) + at, to),

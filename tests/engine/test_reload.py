@@ -199,7 +199,7 @@ class Loads(RuleBasedStateMachine):
         """vLLM raises, and the layers wait for their tensors."""
         self.ended, self.engines.runs = True, False
         assert "SafetensorError" in self.engines.do(way, unreadable).get("raised", "")
-        assert "a reload of its weights has not ended" in self.engines.do("ask").get("refused", "")
+        assert "the reload of its weights is unfinished" in self.engines.do("ask").get("refused", "")
 
 
 @pytest.fixture
@@ -251,4 +251,4 @@ def test_an_engine_in_processes_of_its_own_ends_with_the_reason(variants: Path, 
     assert done.returncode != 0
     printed = done.stdout + done.stderr
     assert "a tensor is missing" in printed
-    assert "This stopped a reload halfway: the model holds old and new weights" in printed
+    assert "The failed reload left a mixture of old and new weights" in printed

@@ -1,5 +1,6 @@
 // wgmma.mma_async m64nNk32, e4m3 x e4m3 into float32: D[64, N] (+)= A[64, 32] @ B[N, 32]^T, both from shared memory.
 #pragma once
+#include "device/fragment.cuh"
 #include "device/ptx.cuh"
 
 // The descriptor of an operand tile of rows of 128 bytes along K, 128-byte swizzled: groups of 8 rows stand 1024 bytes
@@ -20,16 +21,16 @@ DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
-// What a thread has of 64 rows by kWidth columns: rows lane/4 and lane/4 + 8 of its warp's 16, columns 8i + lane%4*2
-// and the next.
-template <int kWidth>
-using Columns = float[kWidth / 2];
-
 // Keeps the compiler from moving reads of an accumulator above the wait.
 template <int kCount>
 DEVICE void wgmma_results_ready(float (&d)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int kBlocks, int kCount>
+DEVICE void wgmma_results_ready(float (&d)[kBlocks][kCount]) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) wgmma_results_ready(d[i]);
 }
 
 // The first registers of an accumulator: their names in PTX, and the operands.
@@ -92,12 +93,17 @@ DEVICE void wgmma_issue(float (&d)[kCount], u32 a_tile, u32 b_tile) {
         wgmma(d, wgmma_descriptor(a + step), wgmma_descriptor(b + step), step > 0);
 }
 
-// The same, complete when this returns.
+// Product `d` of one step, for a main loop that does something else while the tensor cores work:
+//
+//       wgmma_start(d, a_tile, b_tile);  ...  wgmma_finish(d);
 template <int kCount>
-DEVICE void wgmma_k128(float (&d)[kCount], u32 a_tile, u32 b_tile) {
+DEVICE void wgmma_start(float (&d)[kCount], u32 a_tile, u32 b_tile) {
     wgmma_fence();
     wgmma_issue(d, a_tile, b_tile);
     wgmma_commit();
+}
+template <class Product>
+DEVICE void wgmma_finish(Product& d) {
     wgmma_wait();
     wgmma_results_ready(d);
 }

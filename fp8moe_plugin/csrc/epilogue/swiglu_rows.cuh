@@ -47,7 +47,8 @@ struct Completion {
 
 // Pairs of SiLU(gate) * up, rounded as if the products of the GEMM had been stored; the rows' largest magnitudes.
 template <int kWidth>
-DEVICE void activate(const Columns<kWidth>& gate, const Columns<kWidth>& up, u32 (&value)[kWidth / 4], u32 (&amax)[2]) {
+DEVICE void activate(const Fragment<kWidth>& gate, const Fragment<kWidth>& up, u32 (&value)[kWidth / 4],
+                     u32 (&amax)[2]) {
     u32 larger[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kWidth / 4; ++i) {
@@ -98,7 +99,8 @@ DEVICE void copy_quantized(u32 staging, const Quantized& out, int row, int rows,
 
 template <int kWidth>
 DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Tile& tile, int warpgroup, int row_block,
-                            int& buffer, Completion& complete, const Columns<kWidth>& gate, const Columns<kWidth>& up) {
+                            int& buffer, Completion& complete, const Fragment<kWidth>& gate,
+                            const Fragment<kWidth>& up) {
     constexpr bool kShort = kWidth < kHalfN;
     bool elected = threadIdx.x % 128 == 0;
     int first = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // this thread's, in the block of rows

@@ -3,7 +3,7 @@
 #include "device/wgmma.cuh"
 #include "pipeline/row_tile_stages.cuh"
 
-using Accumulator = Columns<kHalfN>;
+using Accumulator = Fragment<kHalfN>;
 
 // Of a tail, 64 rows of B of each half by 16 rows of A, transposed: a thread holds rows lane/4 and lane/4 + 8 of B,
 // rows 8i + lane%4*2 and the next of the tail.
@@ -19,7 +19,7 @@ DEVICE void add_tail(SharedMemory shared, int s, int row, float b_scale, Tail& p
 // 64 rows by kWidth columns of kCount halves, from a block of rows, a half, and a column of each half on; and the tail.
 template <int kCount, int kWidth, bool kHasTail>
 DEVICE void multiply_tile(SharedMemory shared, Rings& rings, int k_blocks, const Tile& tile, int row_block,
-                          int first_half, int column, Columns<kWidth> (&sum)[kCount], Tail (&tail)[kHalves]) {
+                          int first_half, int column, Fragment<kWidth> (&sum)[kCount], Tail (&tail)[kHalves]) {
     int first = GATHER ? 0 : ActivationScales::offset(tile.row), tail_row = first + kBlockM + threadIdx.x % 4 * 2;
     int row = first + row_block * kWarpgroupM + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
@@ -39,7 +39,7 @@ DEVICE void multiply_tile(SharedMemory shared, Rings& rings, int k_blocks, const
         float a_scale[2] = {load_shared_float(shared.a_scale(s, row)), load_shared_float(shared.a_scale(s, row + 8))};
 #pragma unroll
         for (int half = 0; half < kCount; ++half) {
-            Columns<kWidth> product;
+            Fragment<kWidth> product;
             Tail tail_product;
             wgmma_fence();
             wgmma_issue(product, shared.a(s, row_block * kWarpgroupM),

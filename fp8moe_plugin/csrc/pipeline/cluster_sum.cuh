@@ -1,6 +1,7 @@
 // Sums of some channels of a few tokens, over the blocks of a cluster, of which each has a part of K: each sends
 // what it has of a token to the shared memory of the block that stores it, where the parts are added up in their order.
 #pragma once
+#include "device/fragment.cuh"
 #include "device/ptx.cuh"
 
 constexpr int kMostSplits = 8;  // CLUSTER_SPLITS of plan.py
@@ -40,13 +41,12 @@ struct ClusterSum {
         if (splits > 1) cluster_wait();
     }
 
-    // Once. Of a thread as wgmma leaves them: channels lane/4 and lane/4 + 8 of its warp's 16, of tokens 8i + lane%4*2
-    // and the next, at [4i] and [4i + 1], the second channel's 2 behind. A thread's two channels go side by side.
-    DEVICE void send(const float (&sum)[kTokens / 2]) const {
+    // Once. Rows of the fragment are channels, columns are tokens; a thread's two channels go side by side.
+    DEVICE void send(const Fragment<kTokens>& sum) const {
         int lane = lane_of_warp(), at = (threadIdx.x / kWarp * 8 + lane / 4) * 8;
 #pragma unroll
         for (int i = 0; i < kTokens / 4; ++i) {
-            int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
+            int token = fragment_column(lane) + column_offset(i), e = element_at(0, i);
             if (token >= tokens) continue;
             int round = round_of(token), to = token - round * splits;
             float2 pair = make_float2(sum[e], sum[e + 2]);

@@ -160,11 +160,17 @@ inline void wgmma(float& d, T... operands) {
     inline void wgmma_mma_async_sync_aligned_m64n##n##k32_f32_e4m3_e4m3(T&&... x) { \
         wgmma<n>(x...);                                                             \
     }
-// clang-format off
-WGMMA(8) WGMMA(16) WGMMA(32) WGMMA(64) WGMMA(96) WGMMA(112) WGMMA(128) WGMMA(144) WGMMA(192)
+WGMMA(8)
+WGMMA(16)
+WGMMA(32)
+WGMMA(64)
+WGMMA(96)
+WGMMA(112)
+WGMMA(128)
+WGMMA(144)
+WGMMA(192)
 #undef WGMMA
 inline void wgmma_fence_sync_aligned() { emu::wgmma_fence(); }
-// clang-format on
 inline void wgmma_commit_group_sync_aligned() { emu::wgmma_commit(); }
 inline void wgmma_wait_group_sync_aligned(int) { emu::wgmma_wait(); }
 
