@@ -29,7 +29,9 @@ constexpr int kThreads = 128 * (kMathWarpgroups + 1);
 static_assert(kThreads == THREADS, "plan.py has the same roles");
 constexpr int kFullArrivals = GATHER ? 129 : 2;  // of a stage: who announces the bytes of TMA, and every copying thread
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
-constexpr int kNarrowBoxes = 2;  // where K is at most 2 x 128, rows of A come in boxes of 16: faster there (NOTES.md)
+// Where K is at most this many times 128, rows of A are loaded in boxes of 16, which is faster there:
+// docs/experiments/008-staging-and-boxes.md.
+constexpr int kNarrowBoxes = 2;
 constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // together the 168 a thread of the launch
 constexpr int kListed = 32;                                   // row tiles whose completion a warpgroup keeps back
 constexpr int kStoreN = kSwiglu ? 128 : 64;                   // columns of a TMA store: 128 bytes, one swizzle row
