@@ -384,7 +384,7 @@ def faulty_kernels(emulator_runtime: ctypes.CDLL, tmp_path_factory: pytest.TempP
     for name, fault in FAULTS.items():
         folder = tmp_path_factory.mktemp("fault")
         fault.write_to(folder / "csrc")
-        kernels[name] = Kernels(folder, folder / "csrc")
+        kernels[name] = Kernels(folder / "csrc")
         kernels[name].start(*KERNELS[fault.run])
     return kernels
 
