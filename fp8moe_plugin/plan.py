@@ -95,7 +95,7 @@ class KernelKey:
 
 
 class Output(IntEnum):
-    """How grouped_gemm writes its result; the values are those of the macros in csrc/gemm_layout.cuh."""
+    """How grouped_gemm writes its result; the values are those of the macros in csrc/grouped_gemm.cu."""
 
     BF16 = 0
     BF16_DIRECT = 1

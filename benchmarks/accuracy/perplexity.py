@@ -209,7 +209,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=1000, help="at most (default: %(default)s)")
     parser.add_argument("--window", type=int, default=WINDOW, help="tokens of each (default: %(default)s)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192, help="default: %(default)s")
-    parser.add_argument("--timeout", type=float, default=400, help="seconds for all that one engine does")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds per engine")
     parser.add_argument("--out", type=Path, help="the report, rewritten after each engine")
     parser.add_argument("--run", choices=ENGINES, help="run one engine in this process, and write its losses to --out")
     args = parser.parse_args(arguments)

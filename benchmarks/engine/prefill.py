@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--engines", type=engine_names, default=",".join(ENGINES))
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
-    parser.add_argument("--timeout", type=float, default=400, help="seconds for all that one engine does")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds per engine")
     parser.add_argument("--out", type=Path, help="the report, rewritten after each engine")
     parser.add_argument("--run", choices=ENGINES, help="run one engine in this process, and write its rounds to --out")
     args = parser.parse_args()

@@ -214,7 +214,7 @@ def faults(results: dict[str, Any]) -> list[str]:
     if growth["allocated"] > 0:
         found.append(f"{growth['allocated']} bytes more are allocated than before the steps")
     if growth["device"] > max(growth["reserved"], 0):
-        found.append(f"{growth['device']} bytes more are used on the device, of which torch has {growth['reserved']}")
+        found.append(f"{growth['device']} bytes more are in use on the device, torch has reserved {growth['reserved']}")
     return found
 
 

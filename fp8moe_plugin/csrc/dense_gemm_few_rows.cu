@@ -103,7 +103,7 @@ DEVICE void load_tokens(SharedMemory<kTokens> shared, const Operands& in, const 
 // A thread holds sums as ClusterSum has them.
 template <int kTokens>
 DEVICE void multiply(SharedMemory<kTokens> shared, int steps, float (&sum)[kTokens / 2]) {
-    int token = fragment_column();
+    int token = fragment_column(threadIdx.x);
     Ring<SharedMemory<kTokens>::kStages> ring;
     clear(sum);
     for (int step = 0; step < steps; ++step, ring.advance()) {

@@ -167,7 +167,7 @@ DEVICE void load_tokens(SharedMemory shared, const Share& share, const TensorMap
 using Sums = Fragment<kTokens>;
 
 DEVICE void multiply(SharedMemory shared, Units units, int warpgroup, Sums& sum) {
-    int token = fragment_column();
+    int token = fragment_column(threadIdx.x);
     clear(sum);
     Ring<kStages> ring;
     for (; units.left(); units.advance(), ring.advance()) {

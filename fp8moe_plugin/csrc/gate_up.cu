@@ -1,41 +1,108 @@
 // The first GEMM of experts with its activation, for many rows an expert: D = quantized SiLU(gate) * up, e4m3
 // [rows, I] with a scale per row and 128 channels, as silu_mul_quant.cu, where [gate, up] is A[rows, K] @
-// B[expert, N, K]^T and N = 2I, gate rows first.
+// B[expert, N, K]^T and N = 2I, gate rows first. A are tokens, B weights.
 //
-// It is the GEMM of grouped_gemm.cu; the halves of a tile are 128 channels of the gate and the same 128 of the other
+// It is the GEMM of grouped_gemm.cu; the halves of a tile are 128 channels of the gate and the same 128 of the up
 // projection, so that the group of a scale never leaves a warpgroup.
 //
-// GATHER: row i of A is row a_rows[i] of the matrix `gathered`, whose scales are row-major. TMA cannot do that (a box
-// of one row takes 25 cycles), so the four producer warps copy 16 bytes a lane, swizzled as TMA would have done.
+// GATHER: row i of A is row a_rows[i] of the matrix `gathered`, whose scales are row-major.
 //
 // It counts in `ready` what it has stored of each row tile; the second GEMM may start while this one ends. With `ready`
-// null nobody asks.
-#define BLOCK_N 256
-#define SWIGLU 1
+// null nobody reads these counters.
 #include "epilogue/swiglu_rows.cuh"
+#include "mma/row_tile.cuh"
 #include "pipeline/gather_row_tile.cuh"
 #include "pipeline/load_row_tile.cuh"
 
-template <int kWidth, bool kHasTail>
-DEVICE void compute_rows(SharedMemory shared, Rings& rings, int k_blocks, const Quantized& out, const Tile& tile,
-                         int warpgroup, int row_block, int column, int& buffer, Completion& complete) {
-    Fragment<kWidth> sum[2];
-    Tail tail[kHalves];
-    multiply_tile<2, kWidth, kHasTail>(shared, rings, k_blocks, tile, row_block, 0, column, sum, tail);
-    store_quantized<kWidth>(shared, out, tile, warpgroup, row_block, buffer, complete, sum[0], sum[1]);
-    if (kHasTail) store_quantized_tail(shared, out, tile, warpgroup, buffer, tail[0], tail[kHalves - 1]);
+constexpr int kStages = STAGES, kHalves = 2;                // of a tile: gate and up
+constexpr int kFullArrivals = GATHER ? 1 + kWarpgroup : 2;  // of a stage: announced bytes, and every copying thread
+constexpr u32 kBytesStore = kWarpgroupM * 128, kBytesTail = kTailRows * 128;
+using Queue = TileQueue<kBlockM>;
+using TileRings = Rings<kStages, false>;
+
+// In the staging area 64 rows of each warpgroup, then the tail, which they share.
+struct SharedMemory : RowTileStages<kStages, kHalves, kMathWarpgroups * kBytesStore + kBytesTail> {
+    static constexpr u32 kTailStaging = kStaging + kMathWarpgroups * kBytesStore;
+    static constexpr u32 kAmax = kStagesEnd, kGatheredTile = kAmax + 2 * kMathWarpgroups * kWarpgroupM * 4;
+    static constexpr u32 kListed = kGatheredTile + (GATHER ? 16 : 0);
+    static constexpr u32 kEnd = kListed + kMathWarpgroups * StoredTiles::kMost * 4;
+
+    DEVICE u32 staging(int warpgroup) const { return base + kStaging + warpgroup * kBytesStore; }
+    DEVICE u32 tail_staging() const { return base + kTailStaging; }
+    DEVICE u32 amax(int buffer, int warpgroup, int row) const {
+        return base + kAmax + ((buffer * kMathWarpgroups + warpgroup) * kWarpgroupM + row) * 4;
+    }
+    DEVICE u32 gathered_tile() const { return base + kGatheredTile; }
+    DEVICE u32 listed(int warpgroup, int i) const { return base + kListed + (warpgroup * StoredTiles::kMost + i) * 4; }
+};
+static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "the launch has as much");
+
+// ---- producer: a warp; with GATHER a warpgroup ----------------------------------------------------------------------
+
+struct Weights {
+    const TensorMap* map;
+    const float* scales;
+    int expert_row, column, n, scales_to_up;  // the last: from the scales of the gate to those of the up projection
+
+    DEVICE Weights(const Operands& in, const Tile& tile)
+        : map(in.weights), expert_row(tile.expert * in.n), column(tile.column), n(in.n) {
+        int scale_rows = (in.n + kHalfN - 1) / kHalfN;
+        scales = in.weight_scales + i64(tile.expert * scale_rows + tile.column) * in.k_blocks;
+        scales_to_up = scale_rows / 2 * in.k_blocks;
+    }
+    DEVICE void load(SharedMemory shared, int stage, u32 full, int k) const {
+        int row = expert_row + column * kHalfN;
+        tma_load(shared.weights(stage, 0), map, full, k * kBlockK, row);
+        tma_load(shared.weights(stage, 1), map, full, k * kBlockK, row + n / 2);
+    }
+    DEVICE void load_scales(SharedMemory shared, int stage, int k) const {
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half)
+            copy_async_4(shared.weight_scale(stage, half), scales + half * scales_to_up + k);
+    }
+};
+
+DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in, Queue& queue) {
+    while (queue.index < queue.total) {
+        const Tile tile = queue.tile();
+        load_row_tile(shared, rings, in, queue, tile, Weights(in, tile));
+    }
 }
 
-DEVICE void compute_tile(SharedMemory shared, Rings& rings, int k_blocks, const Quantized& out, const Tile& tile,
-                         int warpgroup, int& buffer, Completion& complete) {
+DEVICE void gather_tiles(SharedMemory shared, TileRings& rings, const Operands& in, const GatheredOperand& gathered,
+                         Queue& queue, bool first_warp) {
+    while (true) {
+        const Tile tile = share_tile(shared.gathered_tile(), kProducerBarrier, queue, first_warp);
+        if (tile.rows == 0) break;
+        gather_row_tile(shared, rings.tokens, gathered, tile, queue, first_warp, Weights(in, tile));
+    }
+    copy_async_wait();  // PTX promises no arrivals of threads that have exited
+}
+
+// ---- math: two warpgroups -------------------------------------------------------------------------------------------
+
+template <int kWidth, bool kHasTail>
+DEVICE void compute_rows(SharedMemory shared, TileRings& rings, int k_blocks, const Quantized& out, const Tile& tile,
+                         int warpgroup, int row_block, int column, int& buffer, StoredTiles& stored) {
+    Fragment<kWidth> sum[2];
+    Tail tail[kHalves];
+    multiply_row_tile<2, kWidth, kHasTail, GATHER>(shared, rings, k_blocks, tile, row_block, 0, column, sum, tail);
+    store_quantized<kWidth>(shared, out, tile, warpgroup, row_block, buffer, stored, sum[0], sum[1]);
+    if (kHasTail) store_quantized_tail(shared, out, tile, warpgroup, buffer, tail[0], tail[1]);
+}
+
+DEVICE void compute_tile(SharedMemory shared, TileRings& rings, int k_blocks, const Quantized& out, const Tile& tile,
+                         int warpgroup, int& buffer, StoredTiles& stored) {
     if (tile.rows > kBlockM)
-        compute_rows<kHalfN, true>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, complete);
+        compute_rows<kHalfN, true>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, stored);
     else if (tile.rows > kWarpgroupM)
-        compute_rows<kHalfN, false>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, complete);
+        compute_rows<kHalfN, false>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, stored);
     else  // few rows: each warpgroup takes half of the channels instead
         compute_rows<kHalfN / 2, false>(shared, rings, k_blocks, out, tile, warpgroup, 0, warpgroup * kHalfN / 2,
-                                        buffer, complete);
+                                        buffer, stored);
 }
+
+// ---- kernel ---------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gate_up(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_narrow_map,
@@ -45,37 +112,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             int k) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
-    init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);
+    init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
-    int warpgroup = warp_uniform(threadIdx.x / 128), k_blocks = k / kBlockK;
+    int warpgroup = warp_uniform(threadIdx.x / kWarpgroup), k_blocks = k / kBlockK;
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
-    Operands in{&a_map, &a_narrow_map, &b_map, gathered, a_rows, scales, b_scales, nullptr, n, k_blocks};
+    Operands in{&a_map, &a_narrow_map, &b_map, scales, b_scales, n, k_blocks};
     Quantized out{&d_map, d, d_scales, n / 2, m};
-    Rings rings;
+    TileRings rings;
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
-        bool first_warp = threadIdx.x / 32 == 4 * kMathWarpgroups;
+        bool first_warp = threadIdx.x / kWarp == kMathWarps;
         if (GATHER || first_warp) {
-            Queue queue(table, num_tiles, 0, m, (n + BLOCK_N - 1) / BLOCK_N, k_blocks);
+            Queue queue(table, num_tiles, 0, m, (n + kHalves * kHalfN - 1) / (kHalves * kHalfN), k_blocks);
             if (GATHER)
-                gather_tiles(shared, rings.a, in, queue, first_warp);
+                gather_tiles(shared, rings, in, {gathered, a_scales, a_rows, k_blocks}, queue, first_warp);
             else
                 load_tiles(shared, rings, in, queue);
             if (first_warp) {
-                load_end(shared, rings.a, kFullArrivals);
+                load_end(shared, rings.tokens, kFullArrivals);
                 queue.finish();
             }
         }
     } else {
         increase_registers<kMathRegisters>();
         int buffer = 0;
-        Completion complete{ready};
+        StoredTiles stored{ready};
         while (true) {
-            barrier_wait(shared.full(rings.a.stage), rings.a.phase);
-            Tile tile = published_tile(shared.tile(rings.a.stage));
+            barrier_wait(shared.full(rings.tokens.stage), rings.tokens.phase);
+            Tile tile = published_tile(shared.tile(rings.tokens.stage));
             if (tile.rows == 0) break;
-            compute_tile(shared, rings, k_blocks, out, tile, warpgroup, buffer, complete);
+            compute_tile(shared, rings, k_blocks, out, tile, warpgroup, buffer, stored);
         }
-        complete.finish(shared, warpgroup);
+        stored.finish(shared, warpgroup);
     }
 }

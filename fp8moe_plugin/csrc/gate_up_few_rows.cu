@@ -175,7 +175,7 @@ using Sums = Fragment<kTokens>[kSlabs];
 
 template <int kTokens>
 DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int warpgroup, Sums<kTokens>& sum) {
-    int token = fragment_column();
+    int token = fragment_column(threadIdx.x);
     clear(sum);
     for (int step = 0; step < steps; ++step, ring.advance()) {
         int s = ring.stage;
@@ -216,7 +216,7 @@ DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& ou
     };
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
-        int token = fragment_column() + column_offset(i), e = element_at(0, i);
+        int token = fragment_column(threadIdx.x) + column_offset(i), e = element_at(0, i);
         if (token < tile.rows)
             *at(in.split_of(tile), token) = make_float4(sum[0][e], sum[0][e + 2], sum[1][e], sum[1][e + 2]);
     }
@@ -224,7 +224,7 @@ DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& ou
     if (!comes_last(shared.last(), arrived, in.splits, kMathBarrier, kMathThreads)) return false;
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
-        int token = fragment_column() + column_offset(i), e = element_at(0, i);
+        int token = fragment_column(threadIdx.x) + column_offset(i), e = element_at(0, i);
         if (token >= tile.rows) continue;
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
         auto add = [&](float4 part) { total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w; };
@@ -272,7 +272,7 @@ DEVICE void store_quantized(SharedMemory shared, const Operands& in, const Resul
             amax = max_u16x2(amax, load_shared(shared.amax(from, i * 4 + lane % 4)));
         float scale[2] = {group_scale(amax << 16), group_scale(amax & 0xFFFF0000)};
         float inverse[2] = {__frcp_rn(scale[0]), __frcp_rn(scale[1])};
-        int token = i * 8 + fragment_column();
+        int token = i * 8 + fragment_column(threadIdx.x);
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
             float2 v = unpack_bf16x2(value[slab][i]);

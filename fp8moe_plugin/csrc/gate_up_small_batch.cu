@@ -149,7 +149,7 @@ struct Tokens {
 using Sums = Fragment<kTokens>[kSlabs];
 
 DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int half, Sums& sum) {
-    int token = fragment_column();
+    int token = fragment_column(threadIdx.x);
     clear(sum);
     for (int step = 0; step < steps; ++step)
 #pragma unroll

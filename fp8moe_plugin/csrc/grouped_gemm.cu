@@ -1,20 +1,51 @@
 // D[rows, N] = A[rows, K] @ B[expert, N, K]^T, e4m3 with scales per 1x128 of A and 128x128 of B, for many rows an
-// expert.
+// expert. A are tokens, B weights.
 //
-// A tile is 128 rows of A by BLOCK_N rows of B. One producer thread fills a ring of stages, each 128 along K: A and B
-// by TMA, A's scales by a bulk copy, B's by 4-byte copies. Two math warpgroups take 64 rows of A each; the product over
-// 128 K of each half of 128 columns lands in one accumulator, which is scaled and added in float32 before the next
-// (DeepGEMM's two-level accumulation). Rows of a tile that belong to the next expert are computed and not stored.
+// A tile is 128 rows of tokens by BLOCK_N rows of weights. One producer warp fills a ring of stages, each 128 along K:
+// operands by TMA, the tokens' scales by a bulk copy, the weights' by 4-byte copies. Two math warpgroups take 64 rows
+// each; the product over 128 K of each half of 128 columns lands in one accumulator, which is scaled and added in
+// float32 before the next (DeepGEMM's two-level accumulation). Rows of a tile that belong to the next expert are
+// computed and not stored. Up to 16 more rows are a tile's tail, see mma/row_tile.cuh.
 //
-// Up to 16 rows more, the tail of a tile, are multiplied the other way round: 64 of each 128 rows of B are the 64-row
-// operand of each warpgroup, the tail is the narrow one. A tile of their own would load all of B once more.
-//
-// KEEP_B, for K of one or two steps: tiles come in runs, most of them of the same columns, whose B stays where it is.
+// KEEP_B, for K of one or two steps: tiles come in runs, most of them of the same columns, whose weights stay where
+// they are.
 //
 // As the second GEMM of experts it shares a tile table and `ready` with the first one, gate_up.cu, and may start while
 // that one ends. With `ready` null it follows as any kernel does.
 #include "epilogue/store_rows.cuh"
+#include "epilogue/store_transposed.cuh"
+#include "mma/row_tile.cuh"
 #include "pipeline/load_row_tile.cuh"
+#include "pipeline/rows_done.cuh"
+
+#define OUTPUT_BF16 0         // staged in shared memory, stored by TMA
+#define OUTPUT_BF16_DIRECT 1  // stored from registers, with an optional addend C
+#define OUTPUT_F32_DIRECT 2
+#ifndef KEEP_B
+#define KEEP_B 0
+#endif
+
+constexpr int kStages = STAGES, kHalves = BLOCK_N / kHalfN;
+constexpr int kFullArrivals = 2;               // of a stage: announced bytes, and the copies of the weights' scales
+constexpr int kStoreParts = kHalfN / kStoreN;  // of a half
+constexpr u32 kBytesStore = kWarpgroupM * 128, kBytesTail = kTailRows * 128;
+using Queue = TileQueue<kBlockM, KEEP_B ? 4 : 1>;
+using Accumulator = Fragment<kHalfN>;
+
+// In the staging area 64 rows of each warpgroup, then its tails.
+struct SharedMemory
+    : RowTileStages<kStages, kHalves, kMathWarpgroups * kHalves*(kStoreParts* kBytesStore + kBytesTail)> {
+    static constexpr u32 kTailStaging = kStaging + kMathWarpgroups * kHalves * kStoreParts * kBytesStore;
+    static constexpr u32 kEnd = kStagesEnd;
+
+    DEVICE u32 staging(int warpgroup, int half, int part) const {
+        return base + kStaging + ((warpgroup * kHalves + half) * kStoreParts + part) * kBytesStore;
+    }
+    DEVICE u32 tail_staging(int warpgroup, int half) const {
+        return base + kTailStaging + (warpgroup * kHalves + half) * kBytesTail;
+    }
+};
+static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "the launch has as much");
 
 struct Result {
     const TensorMap* map;
@@ -23,20 +54,58 @@ struct Result {
     int n;
 };
 
+// ---- producer: a warp -----------------------------------------------------------------------------------------------
+
+struct Weights {
+    const TensorMap* map;
+    const float* scales;
+    int expert_row, column, next_half;  // from the scale of one half to that of the next
+
+    DEVICE Weights(const Operands& in, const Tile& tile)
+        : map(in.weights), expert_row(tile.expert * in.n), column(tile.column) {
+        int rows = (in.n + kHalfN - 1) / kHalfN, row = tile.column * kHalves;  // of scales
+        scales = in.weight_scales + i64(tile.expert * rows + row) * in.k_blocks;
+        next_half = (row + 1 < rows) * in.k_blocks;  // a tile may pass N
+    }
+    DEVICE void load(SharedMemory shared, int stage, u32 full, int k) const {
+        tma_load(shared.weights(stage, 0), map, full, k * kBlockK, expert_row + column * BLOCK_N);
+    }
+    DEVICE void load_scales(SharedMemory shared, int stage, int k) const {
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half)
+            copy_async_4(shared.weight_scale(stage, half), scales + half * next_half + k);
+    }
+};
+
+using TileRings = Rings<kStages, KEEP_B>;
+
+DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in, Queue& queue, int* ready) {
+    RowsAwaited rows({ready, 1}, kMathWarpgroups * in.k_blocks, kMathWarpgroups);  // of a column, of a block
+    while (queue.index < queue.total) {
+        const Tile tile = queue.tile();
+        rows.wait(tile);
+        load_row_tile(shared, rings, in, queue, tile, Weights(in, tile));
+    }
+}
+
+// ---- math: two warpgroups -------------------------------------------------------------------------------------------
+
 template <int kCount, bool kHasTail>
-DEVICE void compute_rows(SharedMemory shared, Rings& rings, int k_blocks, const Result& out, const Tile& tile,
+DEVICE void compute_rows(SharedMemory shared, TileRings& rings, int k_blocks, const Result& out, const Tile& tile,
                          int warpgroup, int row_block, int first_half) {
     Accumulator sum[kCount];
     Tail tail[kHalves];
-    multiply_tile<kCount, kHalfN, kHasTail>(shared, rings, k_blocks, tile, row_block, first_half, 0, sum, tail);
+    multiply_row_tile<kCount, kHalfN, kHasTail, false>(shared, rings, k_blocks, tile, row_block, first_half, 0, sum,
+                                                       tail);
     int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
     int column = tile.column * BLOCK_N + first_half * kHalfN;
+    constexpr bool kFloat = OUTPUT == OUTPUT_F32_DIRECT;
     if (OUTPUT == OUTPUT_BF16)
         store_staged<kCount>(shared, out.map, static_cast<u16*>(out.d), out.n, row, rows, column, warpgroup, sum);
     else
 #pragma unroll
         for (int half = 0; half < kCount; ++half)
-            store_direct(out.d, out.c, out.n, row, rows, column + half * kHalfN, sum[half]);
+            store_direct<kFloat>(out.d, out.c, out.n, row, rows, column + half * kHalfN, sum[half]);
     if (!kHasTail) return;
     row = tile.row + kBlockM, rows = tile.rows - kBlockM, column += warpgroup * kWarpgroupM;
 #pragma unroll
@@ -45,11 +114,11 @@ DEVICE void compute_rows(SharedMemory shared, Rings& rings, int k_blocks, const 
             store_transposed<kTailRows>(shared.tail_staging(warpgroup, half), warpgroup, static_cast<u16*>(out.d),
                                         out.n, row, rows, column + half * kHalfN, tail[half]);
         else
-            store_tail_direct(out.d, out.c, out.n, row, rows, column + half * kHalfN, tail[half]);
+            store_tail_direct<kFloat>(out.d, out.c, out.n, row, rows, column + half * kHalfN, tail[half]);
     }
 }
 
-DEVICE void compute_tile(SharedMemory shared, Rings& rings, int k_blocks, const Result& out, const Tile& tile,
+DEVICE void compute_tile(SharedMemory shared, TileRings& rings, int k_blocks, const Result& out, const Tile& tile,
                          int warpgroup) {
     if (tile.rows > kBlockM)
         compute_rows<kHalves, true>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0);
@@ -58,8 +127,10 @@ DEVICE void compute_tile(SharedMemory shared, Rings& rings, int k_blocks, const 
     else if (kHalves == 2)  // few rows: each warpgroup takes a half of the columns instead
         compute_rows<1, false>(shared, rings, k_blocks, out, tile, warpgroup, 0, warpgroup);
     else
-        skip_tile(shared, rings.a, k_blocks);
+        skip_row_tile(shared, rings.tokens, k_blocks);
 }
+
+// ---- kernel ---------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_narrow_map,
@@ -67,31 +138,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                  const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales, void* d,
                  const void* c, int* ready, const int4* table, int* num_tiles, int m, int n, int k) {
     SharedMemory shared{dynamic_shared_address()};
-    init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);
+    init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
-    int warpgroup = warp_uniform(threadIdx.x / 128), k_blocks = k / kBlockK;
+    int warpgroup = warp_uniform(threadIdx.x / kWarpgroup), k_blocks = k / kBlockK;
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
-    Operands in{&a_map, &a_narrow_map, &b_map, nullptr, nullptr, scales, b_scales, ready, n, k_blocks};
-    Result out{&d_map, d, c, n};
-    Rings rings;
+    Operands in{&a_map, &a_narrow_map, &b_map, scales, b_scales, n, k_blocks};
+    TileRings rings;
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
-        if (threadIdx.x / 32 == 4 * kMathWarpgroups) {
-            int column_tiles = (n + BLOCK_N - 1) / BLOCK_N;
-            Queue queue(table, num_tiles, 1, m, column_tiles, k_blocks, ready);
-            load_tiles(shared, rings, in, queue);
-            load_end(shared, rings.a, kFullArrivals);
+        if (threadIdx.x / kWarp == kMathWarps) {
+            Queue queue(table, num_tiles, 1, m, (n + BLOCK_N - 1) / BLOCK_N, k_blocks, ready);
+            load_tiles(shared, rings, in, queue, ready);
+            load_end(shared, rings.tokens, kFullArrivals);
             if (ready) wait_for_previous_kernel();  // who follows this one follows both
             queue.finish();
         }
     } else {
         increase_registers<kMathRegisters>();
+        Result out{&d_map, d, c, n};
         while (true) {
-            barrier_wait(shared.full(rings.a.stage), rings.a.phase);
-            Tile tile = published_tile(shared.tile(rings.a.stage));
+            barrier_wait(shared.full(rings.tokens.stage), rings.tokens.phase);
+            Tile tile = published_tile(shared.tile(rings.tokens.stage));
             if (tile.rows == 0) break;
             compute_tile(shared, rings, k_blocks, out, tile, warpgroup);
         }
-        if (threadIdx.x % 128 == 0) tma_store_wait();
+        if (threadIdx.x % kWarpgroup == 0) tma_store_wait();
     }
 }

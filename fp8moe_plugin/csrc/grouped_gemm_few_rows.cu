@@ -133,7 +133,7 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
 template <int kTokens>
 DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int steps, int first_scale, int warpgroup,
                           Fragment<kTokens>& sum) {
-    int token = first_scale + fragment_column();
+    int token = first_scale + fragment_column(threadIdx.x);
     clear(sum);
     for (int step = 0; step < steps; ++step, ring.advance()) {
         int s = ring.stage;

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
-from benchmarks.engine import splits as engine_splits
 from benchmarks.engine.placement import CheckpointExperts, Placement
-from benchmarks.engine.splits import CASES, ENGINES, check, joined
+from benchmarks.engine.split_cases import CASES, ENGINES, shapes
+from benchmarks.engine.splits import check, joined
 
 PROMPTS, PROMPT, ANSWER, VOCAB = 4, 20, 5, 64
 
@@ -97,7 +97,7 @@ def test_each_case_has_its_engines_and_each_engine_a_case():
     for case in CASES.values():
         names = case.engines()
         assert all(names.index(ENGINES[name].placed_as or name) <= names.index(name) for name in names)
-    assert {engine.checkpoint.rpartition("-")[0] for engine in ENGINES.values()} == set(engine_splits.shapes())
+    assert {engine.checkpoint.rpartition("-")[0] for engine in ENGINES.values()} == set(shapes())
 
 
 def test_tensors_that_are_not_those_of_the_expert_in_a_place_are_named(tmp_path, monkeypatch):

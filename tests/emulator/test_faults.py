@@ -186,8 +186,8 @@ class Fault:
 FAULTS = {
     "a stage is read before it is full": Fault(
         "mma/row_tile.cuh",
-        "barrier_wait(shared.full(s), rings.a.phase);\n        if (GATHER)",
-        "if (GATHER)",
+        "barrier_wait(shared.full(s), rings.tokens.phase);\n        if (kGathered)",
+        "if (kGathered)",
         second_gemm,
         f"{WRONG_RESULT}|more arrivals",
     ),
@@ -196,7 +196,7 @@ FAULTS = {
     ),
     "a product is read before it is there": Fault(
         "mma/row_tile.cuh",
-        "            wgmma_wait();\n",
+        "            wgmma_finish(product);\n",
         "",
         second_gemm,
         f"{WRONG_RESULT}|without wgmma.fence|ended before its wgmma",
@@ -206,7 +206,7 @@ FAULTS = {
     ),
     "a block ends before its stores have read": Fault(
         "grouped_gemm.cu",
-        "if (threadIdx.x % 128 == 0) tma_store_wait();",
+        "if (threadIdx.x % kWarpgroup == 0) tma_store_wait();",
         ";",
         second_gemm,
         "ended before .* of its copies",
@@ -215,14 +215,14 @@ FAULTS = {
         "pipeline/rows_done.cuh", "__nanosleep(100);", "break;", both_gemms, WRONG_RESULT
     ),
     "weights are not found where the tile before has left them": Fault(
-        "pipeline/row_tile_stages.cuh",
-        "if (kept) b.go_back(k_blocks);",
+        "pipeline/row_tile.cuh",
+        "if (kept) weights.go_back(k_blocks);",
         "",
         second_gemm_that_keeps_weights,
         WRONG_RESULT,
     ),
     "weights of other columns are taken for a tile's": Fault(
-        "pipeline/row_tile_stages.cuh", " && tile.column == column", "", second_gemm_that_keeps_weights, WRONG_RESULT
+        "pipeline/row_tile.cuh", " && tile.column == column", "", second_gemm_that_keeps_weights, WRONG_RESULT
     ),
     "a block adds up the splits of a tile before all are there": Fault(
         "pipeline/split_k.cuh", "== splits - 1)", "== splits - 2)", layers_in_a_row, WRONG_RESULT

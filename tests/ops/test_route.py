@@ -82,7 +82,7 @@ def test_more_experts_than_a_block_counts_are_refused(device):
     ids = torch.tensor([[0, MAX_LOCAL_EXPERTS - 1, MAX_LOCAL_EXPERTS]], dtype=torch.int32, device=device)
     assert route(ids, MAX_LOCAL_EXPERTS, 64).slots.tolist() == [[0, 1, -1]]
     with pytest.raises(
-        InvalidInputError, match=r"num_experts: a rank has 1025 experts, .* serves at most 1024. Spread the experts"
+        InvalidInputError, match=r"num_experts: a rank has 1025 experts, .* supports at most 1024. Spread the experts"
     ):
         route(ids, MAX_LOCAL_EXPERTS + 1, 64)
 

@@ -15,9 +15,10 @@ constexpr int kWarpgroup = 128, kFragmentRows = 64;
 template <int kColumns>
 using Fragment = float[kColumns / 2];
 
-DEVICE int fragment_row() { return threadIdx.x / kWarp % 4 * 16 + lane_of_warp() / 4; }
-DEVICE constexpr int fragment_column(int lane) { return lane % 4 * 2; }
-DEVICE int fragment_column() { return threadIdx.x % 4 * 2; }
+// The first row of the thread's warp, the thread's first row among those, and its first column (a lane will do, too).
+DEVICE constexpr u32 warp_row(u32 thread) { return thread / kWarp % 4 * 16; }
+DEVICE constexpr u32 lane_row(u32 thread) { return thread % kWarp / 4; }
+DEVICE constexpr int fragment_column(u32 thread) { return thread % 4 * 2; }
 
 // Row and column of element e: which of the thread's 2 rows, which of its kColumns / 4 columns.
 DEVICE constexpr int row_index(int e) { return e / 2 % 2; }

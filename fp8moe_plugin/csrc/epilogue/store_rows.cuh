@@ -1,9 +1,12 @@
-// grouped_gemm.cu: how a warpgroup stores its 64 rows by halves of 128 columns, and its part of a tail.
+// How a warpgroup stores 64 rows by halves of 128 columns: as bfloat16 by way of shared memory and TMA; or from its
+// registers, as bfloat16 or float32 with an optional addend, and so its part of a tail.
 #pragma once
-#include "epilogue/store_transposed.cuh"
 #include "mma/row_tile.cuh"
 
-DEVICE void stage_half(SharedMemory shared, int warpgroup, int half, const Accumulator& sum) {
+constexpr int kStoreN = 64;  // columns of a TMA store of bfloat16: 128 bytes, one swizzle row
+
+template <class SharedMemory>
+DEVICE void stage_half(SharedMemory shared, int warpgroup, int half, const Fragment<kHalfN>& sum) {
     int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
     for (int i = 0; i < kHalfN / 8; i += 2) {
@@ -15,6 +18,7 @@ DEVICE void stage_half(SharedMemory shared, int warpgroup, int half, const Accum
 }
 
 // The last rows of an expert: the rows below them are the next expert's, so TMA cannot store the box.
+template <class SharedMemory>
 DEVICE void copy_half(SharedMemory shared, int warpgroup, int half, u16* d, int n, int row, int rows, int column) {
     constexpr int kChunks = kHalfN / 8;
     for (int i = threadIdx.x % 128; i < rows * kChunks; i += 128) {
@@ -25,9 +29,9 @@ DEVICE void copy_half(SharedMemory shared, int warpgroup, int half, u16* d, int 
     }
 }
 
-template <int kCount>
+template <int kCount, class SharedMemory>
 DEVICE void store_staged(SharedMemory shared, const TensorMap* d_map, u16* d, int n, int row, int rows, int column,
-                         int warpgroup, const Accumulator (&sum)[kCount]) {
+                         int warpgroup, const Fragment<kHalfN> (&sum)[kCount]) {
     bool elected = threadIdx.x % 128 == 0;
     if (elected) tma_store_wait_read();
     warpgroup_barrier(warpgroup);  // the staging buffers are free
@@ -41,13 +45,14 @@ DEVICE void store_staged(SharedMemory shared, const TensorMap* d_map, u16* d, in
             copy_half(shared, warpgroup, half, d, n, row, rows, column + half * kHalfN);
     } else if (elected) {
 #pragma unroll
-        for (int part = 0; part < kCount * kStoreParts; ++part)
+        for (int part = 0; part < kCount * (kHalfN / kStoreN); ++part)
             tma_store(d_map, shared.staging(warpgroup, 0, part), column + part * kStoreN, row);
         tma_store_commit();
     }
 }
 
-DEVICE void store_direct(void* d, const void* c, int n, int row, int rows, int column, const Accumulator& sum) {
+template <bool kFloat>
+DEVICE void store_direct(void* d, const void* c, int n, int row, int rows, int column, const Fragment<kHalfN>& sum) {
     int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < kHalfN / 2; i += 2) {
@@ -55,7 +60,7 @@ DEVICE void store_direct(void* d, const void* c, int n, int row, int rows, int c
         if (r >= rows || x >= n) continue;
         i64 at = (i64(row + r) * n + x) / 2;
         float2 value = make_float2(sum[i], sum[i + 1]);
-        if (OUTPUT == OUTPUT_F32_DIRECT) {
+        if (kFloat) {
             float2 addend = c ? static_cast<const float2*>(c)[at] : make_float2(0.f, 0.f);
             static_cast<float2*>(d)[at] = make_float2(value.x + addend.x, value.y + addend.y);
         } else {
@@ -65,6 +70,7 @@ DEVICE void store_direct(void* d, const void* c, int n, int row, int rows, int c
     }
 }
 
+template <bool kFloat>
 DEVICE void store_tail_direct(void* d, const void* c, int n, int row, int rows, int column, const Tail& sum) {
     int lane = threadIdx.x % 32, first = column + threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
@@ -72,7 +78,7 @@ DEVICE void store_tail_direct(void* d, const void* c, int n, int row, int rows, 
         int r = i / 4 * 8 + lane % 4 * 2 + i % 2, x = first + i / 2 % 2 * 8;
         if (r >= rows || x >= n) continue;
         i64 at = i64(row + r) * n + x;
-        if (OUTPUT == OUTPUT_F32_DIRECT)
+        if (kFloat)
             static_cast<float*>(d)[at] = sum[i] + (c ? static_cast<const float*>(c)[at] : 0.f);
         else
             static_cast<u16*>(d)[at] = bf16_bits(sum[i] + (c ? bf16_value(static_cast<const u16*>(c)[at]) : 0.f));

@@ -1,5 +1,5 @@
-// gate_up.cu: how a warpgroup activates, quantizes and stores 64 rows by kWidth channels, which
-// are 128 or, of a short tile, the half of a group; and its part of a tail.
+// How a warpgroup of gate_up.cu activates, quantizes and stores 64 rows by kWidth channels, which are 128 or, of a
+// short tile, the half of a group; and its part of a tail.
 #pragma once
 #include "device/fp8.cuh"
 #include "mma/row_tile.cuh"
@@ -11,36 +11,41 @@ struct Quantized {
     int channels, m;
 };
 
-// What a warpgroup has stored, for the next GEMM, which may have started and waits for its rows. Telling it takes a
-// fence of the whole memory, so that tiles are listed and told together, when a block has few left.
-struct Completion {
-    int* ready;  // see gemm_layout.cuh; null: nobody asks
+// The tiles that a warpgroup has stored, which it reports to the next GEMM: that may have started and waits for rows.
+// A report takes a fence of the whole memory, so that tiles are listed and reported together, or when a block has few
+// left.
+struct StoredTiles {
+    static constexpr int kMost = 32;  // in the list
+    int* ready;                       // see rows_done.cuh; null: nobody waits
     int listed = 0;
 
-    DEVICE static bool elected() { return threadIdx.x % 128 == 0; }
+    DEVICE static bool elected() { return threadIdx.x % kWarpgroup == 0; }
+    template <class SharedMemory>
     DEVICE void add(SharedMemory shared, int warpgroup, const Tile& tile) {
         if (!ready) return;
-        if (elected()) store_shared(shared.complete(warpgroup, listed), u32(tile.row_tile));
+        if (elected()) store_shared(shared.listed(warpgroup, listed), u32(tile.row_tile));
         ++listed;
     }
-    // Until all listed tiles are in memory. The warpgroup is to meet at a barrier before it tells.
-    DEVICE static void stored() {
+    // Until all listed tiles are in memory. The warpgroup is to meet at a barrier before the report.
+    DEVICE static void wait() {
         if (elected()) tma_store_wait();
         fence_proxy_async_global();
     }
-    DEVICE void tell(SharedMemory shared, int warpgroup) {
+    template <class SharedMemory>
+    DEVICE void report(SharedMemory shared, int warpgroup) {
         if (elected()) {
             __threadfence();
 #pragma unroll 1
-            for (int i = 0; i < listed; ++i) atomicAdd(ready + 1 + load_shared(shared.complete(warpgroup, i)), 1);
+            for (int i = 0; i < listed; ++i) atomicAdd(ready + 1 + load_shared(shared.listed(warpgroup, i)), 1);
         }
         listed = 0;
     }
+    template <class SharedMemory>
     DEVICE void finish(SharedMemory shared, int warpgroup) {
-        stored();
+        wait();
         warpgroup_barrier(warpgroup);
         if (!ready) return;
-        tell(shared, warpgroup);
+        report(shared, warpgroup);
         if (elected()) atomicAdd(ready, 1);
     }
 };
@@ -65,6 +70,7 @@ DEVICE void activate(const Fragment<kWidth>& gate, const Fragment<kWidth>& up, u
 
 // Of a short tile each warpgroup has half of every group. Two buffers, taken in turn: who writes one again has met the
 // other warpgroup at the barrier in between, which has then read it.
+template <class SharedMemory>
 DEVICE void exchange(SharedMemory shared, int warpgroup, int row, int& buffer, u32 (&amax)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
@@ -97,15 +103,15 @@ DEVICE void copy_quantized(u32 staging, const Quantized& out, int row, int rows,
     }
 }
 
-template <int kWidth>
+template <int kWidth, class SharedMemory>
 DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Tile& tile, int warpgroup, int row_block,
-                            int& buffer, Completion& complete, const Fragment<kWidth>& gate,
+                            int& buffer, StoredTiles& stored, const Fragment<kWidth>& gate,
                             const Fragment<kWidth>& up) {
     constexpr bool kShort = kWidth < kHalfN;
     bool elected = threadIdx.x % 128 == 0;
-    int first = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // this thread's, in the block of rows
+    int first = warp_row(threadIdx.x) + lane_row(threadIdx.x);  // this thread's, in the block of rows
     int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
-    u32 value[kWidth / 4], amax[2], staging = shared.staging(warpgroup, 0, 0);
+    u32 value[kWidth / 4], amax[2], staging = shared.staging(warpgroup);
     activate<kWidth>(gate, up, value, amax);
     if (kShort) exchange(shared, warpgroup, first, buffer, amax);
     float scale[2] = {group_scale(amax[0]), group_scale(amax[1])};
@@ -114,14 +120,14 @@ DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Til
         if (first < rows) scales[0] = scale[0];
         if (first + 8 < rows) scales[8] = scale[1];
     }
-    bool tell = complete.ready && (tile.last || complete.listed == kListed);
-    if (tell)
-        complete.stored();
+    bool report = stored.ready && (tile.last || stored.listed == stored.kMost);
+    if (report)
+        stored.wait();
     else if (elected)
         tma_store_wait_read();
     warpgroup_barrier(warpgroup);  // the staging buffer is free
-    if (tell) complete.tell(shared, warpgroup);
-    complete.add(shared, warpgroup, tile);
+    if (report) stored.report(shared, warpgroup);
+    stored.add(shared, warpgroup, tile);
     stage_quantized(staging, first, scale, value);
     fence_proxy_async();
     warpgroup_barrier(warpgroup);  // the staging buffer is full
@@ -135,9 +141,10 @@ DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Til
 }
 
 // The tail: 16 tokens by 64 channels a warpgroup, so that both share every group. Values are pairs of tokens.
+template <class SharedMemory>
 DEVICE void store_quantized_tail(SharedMemory shared, const Quantized& out, const Tile& tile, int warpgroup,
                                  int& buffer, const Tail& gate, const Tail& up) {
-    constexpr int kMathWarps = 4 * kMathWarpgroups, kBlocks = kTailRows / 8;
+    constexpr int kBlocks = kTailRows / 8;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = tile.row + kBlockM, rows = tile.rows - kBlockM;
     auto amax_at = [&](int from, int block) { return shared.amax(buffer, 0, (from * kBlocks + block) * 4 + lane % 4); };
     u32 value[kTailRows / 4];
@@ -164,7 +171,7 @@ DEVICE void store_quantized_tail(SharedMemory shared, const Quantized& out, cons
         for (int i = 0; i < 2; ++i) {
             float2 v = unpack_bf16x2(value[2 * block + i]);
             u16 q = pack_e4m3x2(divide(v.x, scale[0], inverse[0]), divide(v.y, scale[1], inverse[1]));
-            u32 to = shared.tail_staging(0, 0) + token * 128 + warp * 16 + lane / 4 + i * 8;
+            u32 to = shared.tail_staging() + token * 128 + warp * 16 + lane / 4 + i * 8;
             store_shared(to, u8(q));
             store_shared(to + 128, u8(q >> 8));
         }
@@ -177,5 +184,5 @@ DEVICE void store_quantized_tail(SharedMemory shared, const Quantized& out, cons
     int token = threadIdx.x % 128 / 4, chunk = warpgroup * 4 + threadIdx.x % 4;
     if (token < rows)
         *reinterpret_cast<uint4*>(out.q + i64(row + token) * out.channels + tile.column * kHalfN + chunk * 16) =
-            load_shared_16(shared.tail_staging(0, 0) + token * 128 + chunk * 16);
+            load_shared_16(shared.tail_staging() + token * 128 + chunk * 16);
 }

@@ -1,66 +1,66 @@
-// grouped_gemm.cu and gate_up.cu: their math warpgroups.
+// The math warpgroups of row tiles: rows of a fragment are rows of tokens, its columns rows of weights.
+//
+// A tail is multiplied the other way round (swap-AB): 64 of each 128 rows of weights are the M operand of each
+// warpgroup, the 16 rows of the tail the N operand. A tile of their own would load all of the weights once more.
 #pragma once
 #include "device/wgmma.cuh"
-#include "pipeline/row_tile_stages.cuh"
+#include "pipeline/row_tile.cuh"
 
-using Accumulator = Fragment<kHalfN>;
+using Tail = Fragment<kTailRows>;
 
-// Of a tail, 64 rows of B of each half by 16 rows of A, transposed: a thread holds rows lane/4 and lane/4 + 8 of B,
-// rows 8i + lane%4*2 and the next of the tail.
-using Tail = float[kTailRows / 2];
-
-DEVICE void add_tail(SharedMemory shared, int s, int row, float b_scale, Tail& product, Tail& sum) {
+template <class SharedMemory>
+DEVICE void add_tail(SharedMemory shared, int s, int row, float weight_scale, Tail& product, Tail& sum) {
     wgmma_results_ready(product);
 #pragma unroll
-    for (int i = 0; i < kTailRows / 2; ++i)  // scales read here and not before: registers are scarce while wgmma runs
-        sum[i] += load_shared_float(shared.a_scale(s, row + i / 4 * 8 + i % 2)) * b_scale * product[i];
+    for (int e = 0; e < kTailRows / 2; ++e)  // scales read here and not before: registers are scarce while wgmma runs
+        sum[e] +=
+            load_shared_float(shared.token_scale(s, row + column_offset(column_index(e)))) * weight_scale * product[e];
 }
 
 // 64 rows by kWidth columns of kCount halves, from a block of rows, a half, and a column of each half on; and the tail.
-template <int kCount, int kWidth, bool kHasTail>
-DEVICE void multiply_tile(SharedMemory shared, Rings& rings, int k_blocks, const Tile& tile, int row_block,
-                          int first_half, int column, Fragment<kWidth> (&sum)[kCount], Tail (&tail)[kHalves]) {
-    int first = GATHER ? 0 : ActivationScales::offset(tile.row), tail_row = first + kBlockM + threadIdx.x % 4 * 2;
-    int row = first + row_block * kWarpgroupM + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int half = 0; half < kCount; ++half)
-#pragma unroll
-        for (int i = 0; i < kWidth / 2; ++i) sum[half][i] = 0.f;
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half)
-#pragma unroll
-        for (int i = 0; i < kTailRows / 2; ++i) tail[half][i] = 0.f;
+// With kGathered tokens were copied by ordinary writes, and their scales begin with the tile's first.
+template <int kCount, int kWidth, bool kHasTail, bool kGathered, class SharedMemory, class Rings>
+DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, const Tile& tile, int row_block,
+                              int first_half, int column, Fragment<kWidth> (&sum)[kCount],
+                              Tail (&tail)[SharedMemory::kHalves]) {
+    int first = kGathered ? 0 : ActivationScales::offset(tile.row),
+        tail_row = first + kBlockM + fragment_column(threadIdx.x);
+    int row = first + row_block * kWarpgroupM + warp_row(threadIdx.x) + lane_row(threadIdx.x);
+    clear(sum);
+    clear(tail);
 
-    rings.keep_b(tile, k_blocks);
-    for (int k = 0; k < k_blocks; ++k, rings.a.advance(), rings.b.advance()) {
-        int s = rings.a.stage, b = KEEP_B ? rings.b.stage : s;
-        barrier_wait(shared.full(s), rings.a.phase);
-        if (GATHER) fence_proxy_async();  // the copies of A are ordinary writes
-        float a_scale[2] = {load_shared_float(shared.a_scale(s, row)), load_shared_float(shared.a_scale(s, row + 8))};
+    rings.keep_weights(tile, k_blocks);
+    for (int k = 0; k < k_blocks; ++k, rings.advance()) {
+        int s = rings.tokens.stage, weights = rings.weights_stage();
+        barrier_wait(shared.full(s), rings.tokens.phase);
+        if (kGathered) fence_proxy_async();
+        float token_scale[2] = {load_shared_float(shared.token_scale(s, row)),
+                                load_shared_float(shared.token_scale(s, row + 8))};
 #pragma unroll
         for (int half = 0; half < kCount; ++half) {
             Fragment<kWidth> product;
             Tail tail_product;
             wgmma_fence();
-            wgmma_issue(product, shared.a(s, row_block * kWarpgroupM),
-                        shared.b(b, first_half + half) + column * kBlockK);
+            wgmma_issue(product, shared.tokens(s, row_block * kWarpgroupM),
+                        shared.weights(weights, first_half + half) + column * kBlockK);
             if (kHasTail)
-                wgmma_issue(tail_product, shared.b(b, half) + row_block * kWarpgroupM * kBlockK, shared.a(s, kBlockM));
+                wgmma_issue(tail_product, shared.weights(weights, half) + row_block * kWarpgroupM * kBlockK,
+                            shared.tokens(s, kBlockM));
             wgmma_commit();
-            float b_scale = load_shared_float(shared.b_scale(b, first_half + half));
-            float scale[2] = {a_scale[0] * b_scale, a_scale[1] * b_scale};
-            wgmma_wait();
-            wgmma_results_ready(product);
-            if (kHasTail) add_tail(shared, s, tail_row, b_scale, tail_product, tail[half]);
+            float weight_scale = load_shared_float(shared.weight_scale(weights, first_half + half));
+            float scale[2] = {token_scale[0] * weight_scale, token_scale[1] * weight_scale};
+            wgmma_finish(product);
+            if (kHasTail) add_tail(shared, s, tail_row, weight_scale, tail_product, tail[half]);
             if (half == kCount - 1) release(shared, s);
 #pragma unroll
-            for (int i = 0; i < kWidth / 2; ++i) sum[half][i] += scale[i / 2 % 2] * product[i];
+            for (int e = 0; e < kWidth / 2; ++e) sum[half][e] += scale[row_index(e)] * product[e];
         }
     }
 }
 
 // A warpgroup without rows only keeps the ring turning.
-DEVICE void skip_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks) {
+template <class SharedMemory, int kStages>
+DEVICE void skip_row_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks) {
     for (int k = 0; k < k_blocks; ++k, ring.advance()) {
         barrier_wait(shared.full(ring.stage), ring.phase);
         release(shared, ring.stage);

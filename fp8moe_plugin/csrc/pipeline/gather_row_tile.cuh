@@ -1,19 +1,28 @@
-// gate_up.cu: the producers of GATHER. A warp copies 32 rows of A, eight lanes a row; the first warp also loads B.
+// The producer of row tiles whose rows are gathered. TMA cannot do that (a box of one row takes 25 cycles), so the four
+// producer warps copy 16 bytes a lane, swizzled as TMA would have done: a warp copies 32 rows, eight lanes a row. The
+// first warp also loads the weights.
 #pragma once
-#include "pipeline/load_row_tile.cuh"
+#include "pipeline/row_tile.cuh"
 
-constexpr int kRowChunks = kBlockK / 16, kRowsAtOnce = 32 / kRowChunks, kCopies = 32 / kRowsAtOnce;
+constexpr int kRowChunks = kBlockK / 16, kRowsAtOnce = kWarp / kRowChunks, kCopies = kWarp / kRowsAtOnce;
 static_assert(kRowsAtOnce == 4, "half of a swizzle atom");
 constexpr u32 kNoRow = ~0u;
 
-// Where in `gathered` the chunks start that a thread copies, in chunks of 16 bytes: of rows i * kRowsAtOnce + lane / 8
+struct GatheredOperand {
+    const uint4* values;  // e4m3 [T, K]
+    const float* scales;  // [T, K / 128]
+    const int* rows;      // the row of these that each row of a tile is
+    int k_blocks;
+};
+
+// Where in the values the chunks start that a thread copies, in chunks of 16 bytes: of rows i * kRowsAtOnce + lane / 8
 // of its warp's 32, and of a row of the tail; and the row whose scale it copies. kNoRow past the tile.
 struct GatheredRows {
     u32 from[kCopies], tail, scale;
 
-    DEVICE GatheredRows(const Operands& in, const Tile& tile) {
-        int thread = threadIdx.x % 128, lane = thread % 32, chunk = lane % kRowChunks;
-        auto row = [&](int i) { return i < tile.rows ? u32(in.a_rows[tile.row + i]) * in.k_blocks : kNoRow; };
+    DEVICE GatheredRows(const GatheredOperand& in, const Tile& tile) {
+        int thread = threadIdx.x % kWarpgroup, lane = thread % kWarp, chunk = lane % kRowChunks;
+        auto row = [&](int i) { return i < tile.rows ? u32(in.rows[tile.row + i]) * in.k_blocks : kNoRow; };
         auto start = [&](u32 row) { return row == kNoRow ? kNoRow : row * kRowChunks + chunk; };
         scale = row(thread);
         tail = start(row(kBlockM + thread / kRowChunks));
@@ -22,47 +31,40 @@ struct GatheredRows {
             from[i] = start(__shfl_sync(kAllLanes, scale, i * kRowsAtOnce + lane / kRowChunks));
     }
     // Every instruction counts: a step of 128 K is over before a warp has issued a few hundred.
-    DEVICE void copy(SharedMemory shared, int stage, const Operands& in, int k) const {
-        int thread = threadIdx.x % 128, chunk = thread % kRowChunks, row = thread / kRowChunks;
-        const uint4* a = in_registers(in.gathered + k * kRowChunks);
-        u32 to = shared.a(stage, thread / 32 * 32 + row % kRowsAtOnce) + (chunk ^ row % kRowsAtOnce) * 16;
+    template <class SharedMemory>
+    DEVICE void copy(SharedMemory shared, int stage, const GatheredOperand& in, int k) const {
+        int thread = threadIdx.x % kWarpgroup, chunk = thread % kRowChunks, row = thread / kRowChunks;
+        const uint4* values = in_registers(in.values + k * kRowChunks);
+        u32 to = shared.tokens(stage, thread / kWarp * kWarp + row % kRowsAtOnce) + (chunk ^ row % kRowsAtOnce) * 16;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i)  // every other kRowsAtOnce rows are the second half of a swizzle atom
             if (from[i] != kNoRow)
-                copy_async_16((i % 2 ? to ^ kRowsAtOnce * 16 : to) + i * kRowsAtOnce * kBlockK, a + from[i]);
-        if (tail != kNoRow) copy_async_16(shared.a(stage, kBlockM + row) + (chunk ^ row % 8) * 16, a + tail);
-        const float* scales = in_registers(in.a_scales.data + k);
-        if (scale != kNoRow) copy_async_4(shared.a_scale(stage, thread), scales + scale);
+                copy_async_16((i % 2 ? to ^ kRowsAtOnce * 16 : to) + i * kRowsAtOnce * kBlockK, values + from[i]);
+        if (tail != kNoRow) copy_async_16(shared.tokens(stage, kBlockM + row) + (chunk ^ row % 8) * 16, values + tail);
+        const float* scales = in_registers(in.scales + k);
+        if (scale != kNoRow) copy_async_4(shared.token_scale(stage, thread), scales + scale);
         if (tail != kNoRow && chunk == 0)
-            copy_async_4(shared.a_scale(stage, kBlockM + row), scales + tail / kRowChunks);
+            copy_async_4(shared.token_scale(stage, kBlockM + row), scales + tail / kRowChunks);
     }
 };
 
-DEVICE void gather_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Tile& tile, Queue& queue,
-                        bool first_warp) {
-    const WeightScales b_scales(in, tile);
+// As load_row_tile, by the four warps of the producer; the queue is the first one's.
+template <class SharedMemory, int kStages, class Queue, class Weights>
+DEVICE void gather_row_tile(SharedMemory shared, Ring<kStages>& ring, const GatheredOperand& in, const Tile& tile,
+                            Queue& queue, bool first_warp, const Weights& weights) {
     const GatheredRows rows(in, tile);
 #pragma unroll 1
     for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
         int s = ring.stage;
         barrier_wait(shared.empty(s), ring.phase ^ 1);
-        if (first_warp && threadIdx.x % 32 == 0) {
+        if (first_warp && threadIdx.x % kWarp == 0) {
             if (k == 0) publish_tile(shared.tile(s), tile);
-            barrier_arrive_expect(shared.full(s), kHalves * SharedMemory::kBytesB);
-            load_b(shared, s, shared.full(s), in, tile, k);
-            b_scales.copy(shared, s, k);
+            barrier_arrive_expect(shared.full(s), SharedMemory::kHalves * SharedMemory::kBytesHalf);
+            weights.load(shared, s, shared.full(s), k);
+            weights.load_scales(shared, s, k);
         }
         rows.copy(shared, s, in, k);
         copy_async_arrive(shared.full(s));
         if (first_warp) queue.step(k);
     }
-}
-
-DEVICE void gather_tiles(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue, bool first_warp) {
-    while (true) {
-        const Tile tile = share_tile(shared.gathered_tile(), kProducerBarrier, queue, first_warp);
-        if (tile.rows == 0) break;
-        gather_tile(shared, ring, in, tile, queue, first_warp);
-    }
-    copy_async_wait();  // PTX promises no arrivals of threads that have exited
 }

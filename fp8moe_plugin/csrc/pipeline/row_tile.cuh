@@ -1,0 +1,69 @@
+// Tiles of 128 rows of tokens and up to 16 more, their tail, by one or two halves of 128 rows of weights: the shape of
+// a tile, the roles of the warps and the stages in shared memory that gate_up.cu and grouped_gemm.cu have in common.
+#pragma once
+#include "device/fragment.cuh"
+#include "pipeline/tile_queue.cuh"
+
+constexpr int kBlockM = 128, kBlockK = 128, kHalfN = 128;
+static_assert(kBlockM == RowTiles::kBlockMOfTails, "these tiles have tails");
+constexpr int kMathWarpgroups = 2, kMathWarps = 4 * kMathWarpgroups, kWarpgroupM = kBlockM / kMathWarpgroups;
+constexpr int kThreads = kWarpgroup * (kMathWarpgroups + 1);
+static_assert(kThreads == THREADS, "the launch has the same roles");
+constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // together the 168 a thread of the launch
+constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
+
+struct Operands {
+    const TensorMap *tokens, *narrow_tokens, *weights;  // of tokens in boxes of 64 rows, and of kTailRows
+    ActivationScales token_scales;
+    const float* weight_scales;  // [experts, ceil(N / 128), K / 128]
+    int n, k_blocks;
+};
+
+// Where the stages are in shared memory: operands, kStagingBytes for the epilogue at kStaging, then scales, tiles and
+// barriers up to kStagesEnd. Operand tiles and staging are at multiples of 1024 bytes, which their swizzle needs.
+template <int kStageCount, int kHalfCount, u32 kStagingBytes>
+struct RowTileStages {
+    static constexpr int kStages = kStageCount, kHalves = kHalfCount;
+    static constexpr u32 kBytesTokens = (kBlockM + kTailRows) * kBlockK, kBytesHalf = kHalfN * kBlockK;
+    static constexpr u32 kWeights = kStages * kBytesTokens, kStaging = kWeights + kStages * kHalves * kBytesHalf;
+    static constexpr u32 kTokenScales = kStaging + kStagingBytes;
+    static constexpr u32 kBytesTokenScales = (kBlockM + kTailRows + ActivationScales::kSlack) * 4;
+    static constexpr u32 kWeightScales = kTokenScales + kStages * kBytesTokenScales;
+    static constexpr u32 kTiles = (kWeightScales + kStages * kHalves * 4 + 15) / 16 * 16;
+    static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
+    static constexpr u32 kStagesEnd = kEmpty + kStages * 8;
+
+    u32 base;
+    DEVICE u32 tokens(int stage, int row) const { return base + stage * kBytesTokens + row * kBlockK; }
+    DEVICE u32 weights(int stage, int half) const { return base + kWeights + (stage * kHalves + half) * kBytesHalf; }
+    DEVICE u32 token_scale(int stage, int row) const {
+        return base + kTokenScales + stage * kBytesTokenScales + row * 4;
+    }
+    DEVICE u32 weight_scale(int stage, int half) const { return base + kWeightScales + (stage * kHalves + half) * 4; }
+    DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
+    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
+    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
+};
+
+// The stages of a step. Those of weights are those of tokens; but with kKeepWeights a tile of the same weights as the
+// tile before finds them where that one did. What is loaded later still replaces what was last read at least kStages
+// steps before, as long as K is at most kStages steps: the barriers of the tokens' stages guard both.
+template <int kStages, bool kKeepWeights>
+struct Rings {
+    Ring<kStages> tokens, weights;
+    int expert = -1, column = 0;  // of the tile before
+
+    DEVICE int weights_stage() const { return kKeepWeights ? weights.stage : tokens.stage; }
+    DEVICE void advance() {
+        tokens.advance();
+        weights.advance();
+    }
+    // To be called for each tile by those who load it and those who multiply it; whether its weights are there already.
+    DEVICE bool keep_weights(const Tile& tile, int k_blocks) {
+        if (!kKeepWeights) return false;
+        bool kept = tile.expert == expert && tile.column == column;
+        if (kept) weights.go_back(k_blocks);
+        expert = tile.expert, column = tile.column;
+        return kept;
+    }
+};
