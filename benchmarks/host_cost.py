@@ -26,7 +26,7 @@ from fp8moe_plugin.plan import combine_key
 HIDDEN, INTERMEDIATE, TOPK = 256, 128, 8
 STEPS = ((1, 256), (512, 256), (4096, 64))  # tokens, experts: decode, decode with counted experts, prefill
 CALLS, ROUNDS = 200, 15
-MORE_THAN_REMEMBERED = 1100  # calls; see _layer_launches of ops/fused_moe.py
+MORE_THAN_REMEMBERED = 1100  # calls; see layer_launches of ops/moe_launches.py
 
 
 def host_us(call: Callable[[], Any]) -> float:

@@ -76,7 +76,7 @@ def settings() -> Settings:
 def batch_invariant() -> bool:
     """Whether a token's result may not depend on the other tokens, nor on how many they are.
 
-    vLLM's own variable, read from the environment as vLLM reads it, but once; what it changes is in `plan.py`.
+    vLLM's own variable, read from the environment as vLLM reads it, but once; what it changes is in `plan.step`.
 
     Raises:
         UnsupportedError: the variable is no number.

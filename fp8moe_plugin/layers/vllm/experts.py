@@ -51,7 +51,7 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_batch_invariance() -> bool:
-        return True  # of the kernels, see plan.py; `config.check_machine` has refused the reference
+        return True  # of the kernels, see plan/step.py; `config.check_machine` has refused the reference
 
     def workspace_shapes(
         self,
