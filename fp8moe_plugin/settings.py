@@ -1,4 +1,4 @@
-"""The plugin's name, and every FP8MOE_* environment variable, typed, with its default and one sentence."""
+"""The plugin's name, and its FP8MOE_* environment variables: the type, default and meaning of each."""
 
 import functools
 import logging
@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import UnsupportedError
 
-NAME = "fp8moe"  # of the quantization method: --quantization fp8moe
+NAME = "fp8moe"  # the quantization method: --quantization fp8moe
 logger = logging.getLogger(NAME)
 PREFIX = "FP8MOE_"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-LISTED_NAMES = 10  # of unknown variables
+LISTED_NAMES = 10  # unknown variables named in the warning about them
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 
 
@@ -25,28 +25,29 @@ class Settings(BaseModel):
 
     backend: Literal["auto", "sm90", "reference"] = Field(
         "auto",
-        description="`sm90`: our kernels; `reference`: plain torch; "
-        "`auto`: our kernels on a Hopper GPU, else torch; under vLLM other GPUs are refused.",
+        description="`sm90`: our kernels. `reference`: plain PyTorch. `auto`: our kernels on a Hopper GPU, PyTorch "
+        "elsewhere, except that under vLLM other GPUs are refused.",
     )
     bundle: Path | None = Field(
-        None, description="Archive of compiled kernels from `python -m warmup bundle`, looked at first; only read."
+        None,
+        description="Archive of compiled kernels from `python -m warmup bundle`. Searched before the cache; read-only.",
     )
     cache_dir: Path | None = Field(
         None,
-        description="Folder of the compiled kernels; default: `fp8moe` in `VLLM_CACHE_ROOT`, else in the user's cache "
-        "folder (`XDG_CACHE_HOME`, `~/.cache`).",
+        description="Folder for compiled kernels (the cache). Default: `fp8moe` in `VLLM_CACHE_ROOT` if that is set, "
+        "otherwise in the user's cache folder (`XDG_CACHE_HOME`, `~/.cache`).",
     )
     debug: bool = Field(
         False,
-        description="Check device-side values (expert ids, counts) before each call, and after a layer that each row "
-        "of its result is written, from nothing but what was written; costs syncs.",
+        description="Check device-side values (expert ids, counts) before each call, and after each layer that every "
+        "row of the result was written and no uninitialized memory was read. Synchronizes with the GPU, so it is slow.",
     )
     jit: Literal["allow", "warn", "forbid"] = Field(
         "allow",
-        description="A kernel that is in neither the bundle nor the cache: `allow` compiles it, `warn` too and says "
-        "so, `forbid` refuses to start.",
+        description="What to do if a kernel is in neither the bundle nor the cache. `allow`: compile it. `warn`: "
+        "compile it and log a warning. `forbid`: refuse to start.",
     )
-    nvtx: bool = Field(False, description="NVTX ranges around each layer, named by its op and sizes.")
+    nvtx: bool = Field(False, description="Put an NVTX range around each layer, named after its op and sizes.")
 
 
 @functools.cache
@@ -54,12 +55,12 @@ def settings() -> Settings:
     """The settings of this process, read from the environment once.
 
     Raises:
-        UnsupportedError: a variable has a value that it cannot have.
+        UnsupportedError: a variable has an invalid value.
     """
     known = {variable(field): field for field in Settings.model_fields}
     unknown = sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known)
     if unknown:
-        logger.warning("fp8moe: ignores %s; its variables are %s", _listed(unknown), ", ".join(known))
+        logger.warning("fp8moe: unknown variables are ignored: %s. Known are %s", _listed(unknown), ", ".join(known))
     given = {known[name.upper()]: value for name, value in os.environ.items() if value and name.upper() in known}
     try:
         return Settings.model_validate(given)
@@ -74,12 +75,12 @@ def settings() -> Settings:
 
 @functools.cache
 def batch_invariant() -> bool:
-    """Whether a token's result may not depend on the other tokens, nor on how many they are.
+    """Whether a token's result must not depend on the other tokens of the batch or on their number.
 
-    vLLM's own variable, read from the environment as vLLM reads it, but once; what it changes is in `plan.step`.
+    This is vLLM's own variable, parsed as vLLM parses it, but read only once. `plan` decides what follows from it.
 
     Raises:
-        UnsupportedError: the variable is no number.
+        UnsupportedError: the variable is not a number.
     """
     given = os.environ.get(BATCH_INVARIANT, "0")
     try:
@@ -91,7 +92,7 @@ def batch_invariant() -> bool:
 
 
 def _listed(names: list[str]) -> str:
-    """Names of variables for a message: quoted and cut where they are not plain, and only the first of many."""
+    """Variable names for a message: at most LISTED_NAMES, quoted and truncated unless they are plain."""
     listed = [name if PLAIN_NAME.fullmatch(name) else shown(name) for name in names[:LISTED_NAMES]]
     more = len(names) - len(listed)
     return ", ".join(listed) + (f" and {more} more" if more else "")

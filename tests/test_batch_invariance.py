@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.batch_invariance import invariance
+from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.ops import fp8_linear
 from fp8moe_plugin.ops.moe_launches import layer_launches

@@ -1,1 +1,1 @@
-"""`python -m warmup`: every kernel that a checkpoint needs, compiled before it is deployed, without a GPU."""
+"""`python -m warmup`: compiles every kernel that a checkpoint needs before deployment, without a GPU."""

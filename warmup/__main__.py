@@ -1,4 +1,4 @@
-"""`python -m warmup`, and the console script."""
+"""The entry point of `python -m warmup` and of the console script."""
 
 import os
 import sys
@@ -7,16 +7,16 @@ from warmup import interrupts, streams
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit status.
+    """Run a command. Returns the exit status.
 
     Args:
-        arguments: None for the command line of this process, whose standard streams and interrupts are then taken
-            over for good.
+        arguments: None for the command line of this process, whose standard streams and interrupt handlers are then
+            replaced permanently.
     """
-    os.umask(os.umask(0o077) & 0o077)  # whatever it is, what this process makes is its owner's to read and write
+    os.umask(os.umask(0o077) & 0o077)  # files of this process are always readable and writable by their owner
     from_command_line = arguments is None
     if from_command_line:
-        # Before torch is imported: OpenMP threads that spin while they wait slow `convert` down on a busy machine.
+        # Must precede the import of torch: spinning OpenMP threads slow `convert` down on a busy machine.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         interrupts.exit_at_once()
         streams.take_over()

@@ -1,4 +1,4 @@
-"""What was asked for, as text on standard output and as a report for `--json`."""
+"""Runs the commands, with text on standard output and a report for `--json`."""
 
 import contextlib
 import errno
@@ -34,7 +34,7 @@ ADVICE = {
 
 
 def run(arguments: list[str] | None) -> int:
-    """Returns the exit status."""
+    """Parse the command line and run its command. Returns the exit status."""
     try:
         Path.cwd()
     except OSError as error:
@@ -54,7 +54,7 @@ def run(arguments: list[str] | None) -> int:
 
 @contextlib.contextmanager
 def _failure_reported(report: Report) -> Iterator[None]:
-    """An error or an interrupt ends the block, not the process; it is printed, and the first one is in the report."""
+    """Print an error or interrupt in the block instead of passing it on, and put the first one into the report."""
     try:
         with interrupts.raised(signal.SIGINT):
             yield
@@ -66,8 +66,8 @@ def _failure_reported(report: Report) -> Iterator[None]:
     except OSError as error:
         place = f": {as_text(error.filename)}" if error.filename else ""
         message = f"{error.strerror or error}{place}. {ADVICE.get(error.errno or 0, OTHER_ADVICE)}"
-    except (ImportError, MemoryError) as error:  # a memory limit makes either of them
-        message = f"{type(error).__name__}: {error}. Raise the memory limit (ulimit -v), or install the package again."
+    except (ImportError, MemoryError) as error:  # a memory limit may cause either of them
+        message = f"{type(error).__name__}: {error}. Raise the memory limit (ulimit -v), or reinstall the package."
     report.error = report.error or message
     _print_error(message)
 
@@ -84,7 +84,7 @@ def _write_report(report: Report, path: Path) -> None:
 
 
 def as_text(name: str | bytes | Path) -> str:
-    """The name of a file as it is, or quoted where a terminal would not show it but obey it."""
+    """A file name unchanged if it is printable, otherwise quoted to neutralize terminal control sequences."""
     text = os.fsdecode(name)
     return text if text.isprintable() else shown(text)
 
@@ -112,7 +112,7 @@ def _write_bundle(options: Options, report: Report, plan: kernels.Plan) -> None:
     report.bundle = BundleReport(path=str(path), sha256=digest, size=len(content), kernels=len(plan))
     print(f"{as_text(path)}: {len(plan)} kernels, {len(content) / 1e6:.2f} MB, sha256 {digest}")
     variable = f"FP8MOE_BUNDLE={shell_word(str(path))}"
-    print(f"Serve with {variable}, and FP8MOE_JIT=forbid to be sure that nothing compiles.")
+    print(f"Serve with {variable}, and with FP8MOE_JIT=forbid to make sure that nothing is compiled.")
 
 
 def list_kernels(options: Options, report: Report) -> bool:
@@ -123,7 +123,7 @@ def list_kernels(options: Options, report: Report) -> bool:
 
 
 def verify(options: Options, report: Report) -> bool:
-    """With a bundle, the bundle alone: whoever serves from it may have nothing else."""
+    """With a bundle, check only the bundle: the machine that serves from it may have no cache."""
     plan = kernels.plan_of(_checked_model(options, report))
     bundle = options.bundle or lookup.bundle_path()
     report.kernels = kernels.look_into(bundle, plan) if bundle else kernels.look_up(plan)
@@ -140,7 +140,7 @@ def verify(options: Options, report: Report) -> bool:
 def _summary(report: Report) -> str:
     places = ", ".join(sorted({as_text(kernel.place) for kernel in report.kernels if kernel.place}))
     where = f", in {places}" if places else ""
-    return f"{len(report.kernels)} kernels, {_count(report, State.PRESENT)} present and whole{where}"
+    return f"{len(report.kernels)} kernels, {_count(report, State.PRESENT)} present and intact{where}"
 
 
 def explain(options: Options, report: Report) -> bool:
@@ -205,7 +205,7 @@ RUN = {
 
 
 def _checked_model(options: Options, report: Report) -> Model | None:
-    """The checkpoint, if one is named and the ranks can share it."""
+    """The checkpoint's model, or None without --model. Raises `UnsupportedError` if it cannot be split as requested."""
     if options.model is None:
         return None
     model = read_checkpoint(options.model, report)

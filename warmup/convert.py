@@ -1,4 +1,4 @@
-"""`python -m warmup convert`: an unquantized checkpoint as the block-FP8 one that loading it would make of it."""
+"""`python -m warmup convert`: writes an unquantized checkpoint as block FP8, with the bytes of online quantization."""
 
 import json
 import os
@@ -31,33 +31,33 @@ from warmup.convert_source import (
 from warmup.report import ConvertReport
 
 CPU = torch.device("cpu")
-# Weights in other formats would be copies of what is converted here.
+# Weights in other formats would duplicate those converted here.
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".part"}
 WRITTEN = ("config.json", INDEX_NAME)
-SPARE_BYTES = 64 << 20  # of disk: index, config.json, tokenizer
+SPARE_BYTES = 64 << 20  # disk space for the index, config.json and tokenizer
 
 
 def convert_checkpoint(model: Model, source: Path, out: Path) -> ConvertReport:
-    """Write an unquantized checkpoint to the new folder `out`, in block FP8.
+    """Convert an unquantized checkpoint to block FP8, in the new folder `out`.
 
-    Work is done beside it in `<out>.partial`, a file at a time, which a later call resumes; `out` is whole or not
-    there. Memory is needed for one file of the result, disk for all of them.
+    Files are written one by one to `<out>.partial`, which is renamed at the end, so `out` is complete or does not
+    exist. A later call resumes an interrupted one. Needs memory for one file of the result, and disk space for all.
 
     Args:
-        model: what `read_model` says of the folder `source`.
+        model: the result of `read_model` for the folder `source`.
     Raises:
-        CheckpointError: weights are missing, damaged or not finite, contradict the index, or change meanwhile; or a
-            file beside them cannot be copied.
-        UnsupportedError: the checkpoint is quantized already, or stores experts in a way that block FP8 has not; `out`
-            is there, another conversion makes it, the disk is too small, or a file of the result cannot be written.
-        OSError: a file cannot be read, or a folder not made.
+        CheckpointError: weights are missing, damaged, not finite, inconsistent with the index, or modified during the
+            conversion; or another file of the checkpoint cannot be copied.
+        UnsupportedError: the checkpoint is already quantized, or stores experts in a layout that block FP8 does not
+            have; `out` exists, or another conversion is writing it; or the disk is full.
+        OSError: a file cannot be read, or a folder cannot be created.
     """
     config = load_config(source)
-    if model.quantized or quantization_config(source, config) is not None:  # the latter if it has just changed
-        raise UnsupportedError(f"{shown(str(source))} is block FP8 already. Serve it as it is.")
+    if model.quantized or quantization_config(source, config) is not None:  # the latter if it changed since
+        raise UnsupportedError(f"{shown(str(source))} is already quantized. Serve it as it is.")
     copied, files = _copied(source), read_source(source)
     made_from = Source(folder=str(source.resolve()), files={file.name: file.state for file in files})
-    if is_made_from(out, made_from):  # by a process that was killed when all was done
+    if is_made_from(out, made_from):  # by a process that was killed when only the cleanup was left
         tidy(out)
         return _report(out, files)
     _check_not_there(out)
@@ -65,7 +65,7 @@ def convert_checkpoint(model: Model, source: Path, out: Path) -> ConvertReport:
     check_names(source, files)
     partial = out.with_name(f"{out.name}.partial")
     with working_folder(partial, [*WRITTEN, *copied, *(file.name for file in files)]) as lock:
-        _check_not_there(out)  # another conversion may have finished before this one got the folder
+        _check_not_there(out)  # another conversion may have finished before this one got the lock
         _check_disk(partial, files)
         claim(partial, made_from)
         _write_weights(partial, files)
@@ -77,14 +77,14 @@ def convert_checkpoint(model: Model, source: Path, out: Path) -> ConvertReport:
 
 def _check_not_there(out: Path) -> None:
     if os.path.lexists(out):
-        raise UnsupportedError(f"{shown(str(out))} is already there. Delete it, or give another --out.")
+        raise UnsupportedError(f"{shown(str(out))} already exists. Delete it, or choose another --out.")
 
 
 def _copied(source: Path) -> list[str]:
-    """The names of the files that are no weights, such as the tokenizer's; each can be opened.
+    """The names of the files other than weights, such as the tokenizer's, which are copied.
 
     Raises:
-        CheckpointError: one cannot be opened, is no regular file, or is a link out of the checkpoint.
+        CheckpointError: a file cannot be opened, is not a regular file, or is a link out of the checkpoint.
     """
     found = sorted(
         path
@@ -105,27 +105,27 @@ def _check_readable(path: Path) -> None:
             pass
     except OSError as error:
         raise CheckpointError(
-            f"{shown(str(path))} cannot be copied: {error.strerror}. Restore it, or remove it if serving does not need "
-            "it, then run the command again."
+            f"{shown(str(path))} cannot be copied: {error.strerror}. Restore it, or remove it if it is not needed for "
+            "serving, then run the command again."
         ) from error
 
 
 def _check_layout(files: list[SourceFile]) -> None:
-    """Raise `UnsupportedError` for experts that are not stored each by itself, as block-FP8 checkpoints have them.
+    """Raise `UnsupportedError` if experts are not stored separately, as in block-FP8 checkpoints.
 
-    Also if nothing would be quantized.
+    Raise it, too, if there is no weight to quantize.
     """
     tensors = _tensors(files)
     for tensor in tensors:
         together = ".experts." in tensor.name and len(tensor.shape) == 3
         if together or (tensor.quantized and len(tensor.shape) != 2):
             raise UnsupportedError(
-                f"Tensor {shown(tensor.name)} has shape {list(tensor.shape)}: converted are checkpoints with one "
-                "matrix for each projection of each expert. Serve this one with --quantization fp8moe as it is."
+                f"Tensor {shown(tensor.name)} has shape {list(tensor.shape)}, but only checkpoints with one matrix "
+                "for each projection of each expert can be converted. Serve this one with --quantization fp8moe."
             )
     if not any(tensor.quantized for tensor in tensors):
         raise UnsupportedError(
-            "The checkpoint has no weights under the names of a language model's layers, such as "
+            "The checkpoint has no weights to quantize: none is named like those of a language model's layers, such as "
             "model.layers.0.self_attn.o_proj.weight. Serve it without --quantization fp8moe."
         )
 
@@ -140,8 +140,8 @@ def _check_disk(partial: Path, files: list[SourceFile]) -> None:
     free = shutil.disk_usage(partial).free
     if needed > free:
         raise UnsupportedError(
-            f"The converted checkpoint needs {_size(needed)} more at {shown(str(partial))}, where "
-            f"{_size(free)} are free. Make room, or give an --out on another disk."
+            f"The converted checkpoint needs another {_size(needed)} for {shown(str(partial))}, but only "
+            f"{_size(free)} are free. Free some space, or choose an --out on another disk."
         )
 
 
@@ -154,7 +154,7 @@ def _write_weights(partial: Path, files: list[SourceFile]) -> None:
     with tqdm(total=total, unit="B", unit_scale=True, desc="quantized") as progress:
         for file in files:
             path, staged = partial / file.name, partial / STAGING / file.name
-            if path.exists():  # an earlier run wrote it, whole
+            if path.exists():  # an earlier run completed it
                 progress.update(sum(tensor.bytes for tensor in file.tensors))
                 continue
             tensors = _converted(file, progress)
@@ -162,7 +162,7 @@ def _write_weights(partial: Path, files: list[SourceFile]) -> None:
                 save_file(tensors, staged, metadata={"format": "pt"})
                 with staged.open("rb") as written:
                     os.fsync(written.fileno())
-                shutil.copymode(file.path, staged)  # else only the user could read it
+                shutil.copymode(file.path, staged)  # otherwise only the user could read it
                 staged.replace(path)
 
 
@@ -180,7 +180,7 @@ def _converted(file: SourceFile, progress: tqdm) -> dict[str, torch.Tensor]:
 def _write_description(
     source: Path, partial: Path, files: list[SourceFile], config: dict[str, Any], copied: list[str]
 ) -> None:
-    """The index, config.json, and copies of the files that are no weights."""
+    """Write the index and config.json, and copy the files other than weights."""
     weight_map = {name: file.name for file in files for tensor in file.tensors for name in tensor.converted_names}
     total = sum(tensor.converted_bytes for tensor in _tensors(files))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

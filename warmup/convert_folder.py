@@ -1,8 +1,8 @@
-"""`OUT.partial`, where `convert` works: used by one process at a time, and resumed after an interruption.
+"""`convert`'s working folder `OUT.partial`: used by one process at a time, and resumed after an interruption.
 
 OUT.partial/converted-from.json     the source; written first, removed last
-OUT.partial/staging.part/           the lock, and the file that is being written; nothing in it is kept
-OUT.partial/...                     what is done; weight files are whole
+OUT.partial/staging.part/           the lock, and the file being written; temporary
+OUT.partial/...                     finished files; weight files are always complete
 """
 
 import os
@@ -25,7 +25,7 @@ LOCK = "lock"
 
 
 class Source(BaseModel):
-    """What an incomplete folder is made from: work resumes only if the source files are the same."""
+    """The source of an incomplete folder: work resumes only if the source files are the same."""
 
     folder: str
     files: dict[str, FileState]
@@ -33,15 +33,15 @@ class Source(BaseModel):
 
 @contextmanager
 def working_folder(partial: Path, expected: Collection[str]) -> Iterator[FileLock]:
-    """Make the folder, or take over the one that an interrupted conversion left; no other process uses it meanwhile.
+    """Create the folder or take over that of an interrupted conversion, and lock it against other processes.
 
     Args:
-        expected: names of the files that a conversion puts there.
+        expected: names of the files that a conversion creates there.
     Returns:
         The lock on the folder, which `publish` releases.
     Raises:
-        UnsupportedError: another conversion uses the folder, or it holds something else.
-        OSError: it cannot be made.
+        UnsupportedError: another conversion uses the folder, or it contains anything else.
+        OSError: it cannot be created.
     """
     staging = partial / STAGING
     lock = FileLock(staging / LOCK, timeout=0)
@@ -52,21 +52,21 @@ def working_folder(partial: Path, expected: Collection[str]) -> Iterator[FileLoc
         lock.acquire()
     except (Timeout, FileNotFoundError):  # the latter when another process has just finished
         raise UnsupportedError(
-            f"Another conversion is writing to {shown(str(partial))}. Wait for it to end, or give another --out."
+            f"Another conversion is writing to {shown(str(partial))}. Wait for it to finish, or choose another --out."
         ) from None
-    except NotImplementedError:  # of older versions of filelock
+    except NotImplementedError:  # raised by older versions of filelock
         raise UnsupportedError(
-            f"The file system of {shown(str(partial))} has no locks, which keep two conversions apart. Give an --out "
-            "on another one."
+            f"The file system of {shown(str(partial))} does not support locks, which keep two conversions "
+            "apart. Choose an --out on another file system."
         ) from None
     try:
-        for path in staging.iterdir():  # of a process that was killed while it wrote
+        for path in staging.iterdir():  # left by a process that was killed while writing
             if path.name != LOCK:
                 path.unlink()
         yield lock
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)  # the next run removes what is left
-        with suppress(OSError):  # it is not empty: what is done is kept
+        shutil.rmtree(staging, ignore_errors=True)  # the next run removes the rest
+        with suppress(OSError):  # fails if there are finished files, which are kept
             partial.rmdir()
         raise
     finally:
@@ -84,13 +84,13 @@ def _check_content(partial: Path, expected: Collection[str]) -> None:
     strange = sorted(found - {SOURCE, *expected})
     if strange:
         raise UnsupportedError(
-            f"{shown(str(partial))} holds {shown(strange[0])}, which is not a part of this conversion. Move it away, "
-            "or delete the folder, or give another --out."
+            f"{shown(str(partial))} contains {shown(strange[0])}, which is not a part of this conversion. Move it "
+            "away, delete the folder, or choose another --out."
         )
 
 
 def claim(partial: Path, source: Source) -> None:
-    """Note in a new folder what is converted there; raise `UnsupportedError` if an old one is of other files."""
+    """Record the source in a new folder, or raise `UnsupportedError` if an existing one has another source."""
     if os.path.lexists(partial / SOURCE):
         if not is_made_from(partial, source):
             raise _not_ours(partial)
@@ -111,33 +111,33 @@ def is_made_from(folder: Path, source: Source) -> bool:
 
 def _not_ours(partial: Path) -> UnsupportedError:
     return UnsupportedError(
-        f"{shown(str(partial))} is there, and is not from an interrupted conversion of these files. Delete it, or "
-        "give another --out."
+        f"{shown(str(partial))} exists, but is not from an interrupted conversion of these files. Delete it, or "
+        "choose another --out."
     )
 
 
 def publish(partial: Path, out: Path, lock: FileLock) -> None:
-    """Give the finished folder its name."""
+    """Give the finished folder its final name."""
     partial.rename(out)
     lock.release()  # on NFS a folder with an open file cannot be removed
     tidy(out)
 
 
 def tidy(out: Path) -> None:
-    """Remove from the result what only an incomplete folder needs."""
+    """Remove the files that only an incomplete folder needs."""
     shutil.rmtree(out / STAGING, ignore_errors=True)  # another process may be doing the same
     (out / SOURCE).unlink(missing_ok=True)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise `UnsupportedError`, which says what to do, if what is written to the file `path` does not get there."""
+    """Turn errors of writing the file `path` into an `UnsupportedError` that says what to do."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        # Of safetensors' own: "Error while serializing: I/O error: No space left on device (os error 28)".
+        # safetensors: "Error while serializing: I/O error: No space left on device (os error 28)".
         reason = error.strerror if isinstance(error, OSError) else str(error).rpartition("error: ")[2]
         raise UnsupportedError(
-            f"{shown(str(path))} cannot be written: {reason}. Check the space on the disk and the limit on the size of "
-            "a file (ulimit -f), then run the command again: it goes on where it stopped."
+            f"{shown(str(path))} cannot be written: {reason}. Check the free disk space and the limit on file sizes "
+            "(ulimit -f), then run the command again: it continues where it stopped."
         ) from error

@@ -1,4 +1,4 @@
-"""The unquantized checkpoint that `convert` reads. Tensors are read, not mapped: a file may shrink meanwhile."""
+"""Reading the unquantized checkpoint for `convert`. Tensors are read, not mapped, in case a file is truncated."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from fp8moe_plugin.layers.unquantized import is_quantized
 
 WEIGHT = ".weight"
 SCALE = "_scale_inv"
-# Without the types of less than a byte: torch has none whose shape is the one in the file.
+# Types smaller than a byte are missing: torch has none with the same shape as in the file.
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -62,7 +62,7 @@ class Stored:
 
     @property
     def converted_names(self) -> tuple[str, ...]:
-        """The names of what it becomes."""
+        """The names of the tensors that it is converted to."""
         return (self.name, self.name + SCALE) if self.quantized else (self.name,)
 
     @property
@@ -74,7 +74,7 @@ class Stored:
 
 
 class FileState(NamedTuple):
-    """What tells one content of a file from another. `touch` and `rsync -t` set `modified_ns`, not `changed_ns`."""
+    """Identifies the content of a file. `touch` and `rsync -t` can set `modified_ns`, but not `changed_ns`."""
 
     size: int
     modified_ns: int
@@ -85,7 +85,7 @@ class FileState(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A safetensors file of the unquantized checkpoint, as it was when its header was read."""
+    """A safetensors file of the unquantized checkpoint, in the state in which its header was read."""
 
     path: Path
     state: FileState
@@ -97,7 +97,7 @@ class SourceFile:
 
 
 def read_source(folder: Path) -> list[SourceFile]:
-    """The weight files of a checkpoint, by their headers, in the order of their names.
+    """Read the headers of a checkpoint's weight files, in the order of their names.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -125,7 +125,7 @@ def _stored(name: str, entry: dict[str, Any], offset: int) -> Stored:
     dtype = DTYPES.get(entry["dtype"])
     if dtype is None:
         raise UnsupportedError(
-            f"Tensor {shown(name)} has dtype {entry['dtype']}, which convert cannot copy. Convert a checkpoint that "
+            f"Tensor {shown(name)} has dtype {entry['dtype']}, which convert cannot copy. Use a checkpoint that "
             "stores its weights in bfloat16, float16 or float32."
         )
     begin, end = entry["data_offsets"]
@@ -133,33 +133,33 @@ def _stored(name: str, entry: dict[str, Any], offset: int) -> Stored:
 
 
 def check_names(folder: Path, files: list[SourceFile]) -> None:
-    """Check that each tensor of the result comes from one file, the one that the index names.
+    """Check that each tensor of the result comes from only one file, as named in the index.
 
-    A tensor that is in a file but not in the index is converted: vLLM loads all tensors of a file.
+    A tensor in a file may be missing from the index. It is converted, because vLLM loads all tensors of a file.
 
     Raises:
-        CheckpointError: the files contradict each other or the index.
+        CheckpointError: the files are inconsistent with each other or with the index.
     """
     where: dict[str, str] = {}
     for file in files:
         for name in (name for tensor in file.tensors for name in tensor.converted_names):
             if name in where:
                 raise CheckpointError(
-                    f"The result would hold tensor {shown(name)} twice, from {shown(where[name])} and from "
+                    f"The result would contain tensor {shown(name)} twice, from {shown(where[name])} and from "
                     f"{shown(file.name)}. {ADVICE}"
                 )
             where[name] = file.name
     for name, wanted in (weight_map(folder) or {}).items():
         if where.get(name) != wanted:
-            found = f"it is in {shown(where[name])}" if name in where else "no file has it"
+            found = f"it is in {shown(where[name])}" if name in where else "no file contains it"
             raise CheckpointError(
-                f"{shown(str(folder / INDEX_NAME))} says that {shown(wanted)} holds tensor {shown(name)}, but {found}. "
-                f"{ADVICE}"
+                f"{shown(str(folder / INDEX_NAME))} says that {shown(wanted)} contains tensor {shown(name)}, but "
+                f"{found}. {ADVICE}"
             )
 
 
 def read_tensors(source: SourceFile) -> Iterator[tuple[Stored, torch.Tensor]]:
-    """Each tensor of a file, one at a time.
+    """Read the tensors of a file one at a time.
 
     Raises:
         CheckpointError: the file cannot be read, or has changed since its header was read.
@@ -182,7 +182,7 @@ def check_unchanged(files: list[SourceFile]) -> None:
 
 @contextmanager
 def _unchanged(source: SourceFile) -> Iterator[BufferedReader]:
-    """The open file, checked before and after it is used."""
+    """Open a file, and check before and after the block that it has not changed."""
     try:
         with opened(source.path) as file:
             _check_state(source, file)
@@ -190,7 +190,7 @@ def _unchanged(source: SourceFile) -> Iterator[BufferedReader]:
             _check_state(source, file)
     except OSError as error:
         raise CheckpointError(
-            f"{shown(str(source.path))} cannot be read: {error.strerror}. Check the file and the disk it is on."
+            f"{shown(str(source.path))} cannot be read: {error.strerror}. Check the file and the disk."
         ) from error
 
 
@@ -209,6 +209,6 @@ def _check_state(source: SourceFile, file: BufferedReader) -> None:
 
 def _changed(source: SourceFile) -> CheckpointError:
     return CheckpointError(
-        f"{shown(str(source.path))} has changed while it was converted. Wait until nothing writes to the checkpoint, "
-        "then run the command again."
+        f"{shown(str(source.path))} has changed during the conversion. Make sure that nothing writes to the "
+        "checkpoint, then run the command again."
     )

@@ -1,4 +1,4 @@
-"""`doctor`: where kernels come from on this machine and why not, what is installed, and what would be refused."""
+"""`doctor`: which kernels this machine has and where, what is installed, and what serving would refuse."""
 
 import contextlib
 import os
@@ -22,10 +22,10 @@ from warmup.report import Finding, Report, State
 
 
 def findings(options: Options, report: Report) -> list[Finding]:
-    """Everything that was looked at; what fails is a finding, not an error."""
+    """Run all checks. A failed check is a finding, not an error."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     found = [Finding(subject="versions", found=versions), *_look("settings", _settings)]
-    if found[-1].ok is False:  # all that follows reads them
+    if found[-1].ok is False:  # all other checks need the settings
         return found
     for subject, look in (("compiler", _compiler), ("cache", _cache), ("bundle", _bundle), ("GPU", _gpu)):
         found += _look(subject, look)
@@ -47,7 +47,7 @@ def _look(subject: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
 def _not_needed(finding: Finding) -> Finding:
     if finding.ok:
         return finding
-    return Finding(subject=finding.subject, found=f"not needed, as every kernel is there; {finding.found}")
+    return Finding(subject=finding.subject, found=f"not needed, because all kernels are available; {finding.found}")
 
 
 def text(found: list[Finding]) -> str:
@@ -71,8 +71,8 @@ def _cache() -> Iterator[Finding]:
     folder = cache.cache_dir()
     shown = shown_text(folder)
     try:
-        if cache.leads_nowhere(folder):
-            yield Finding(subject="cache", found=f"{shown}: {cache.LEADS_NOWHERE}. {cache.ADVICE}", ok=False)
+        if cache.is_dangling_link(folder):
+            yield Finding(subject="cache", found=f"{shown}: {cache.DANGLING_LINK}. {cache.ADVICE}", ok=False)
             return
         status = folder.stat()
         entries = [entry.lstat().st_size for entry in folder.glob("*.cubin")]
@@ -82,7 +82,7 @@ def _cache() -> Iterator[Finding]:
     except OSError as error:
         yield Finding(subject="cache", found=f"{shown}: {error.strerror}. {cache.ADVICE}", ok=False)
         return
-    refusal = cache.folder_refusal(status) if stat.S_ISDIR(status.st_mode) else "it is no folder"
+    refusal = cache.folder_refusal(status) if stat.S_ISDIR(status.st_mode) else "it is not a folder"
     if not refusal and not os.access(folder, os.R_OK | os.X_OK):
         refusal = "it cannot be read"
     found = f"{shown}, mode {stat.S_IMODE(status.st_mode):04o}, {len(entries)} kernels, {sum(entries) / 1e6:.2f} MB"
@@ -91,11 +91,11 @@ def _cache() -> Iterator[Finding]:
 
 
 def _no_cache(folder: Path) -> Finding:
-    """Whether it can be made."""
+    """The finding for a cache folder that does not exist: whether it can be created."""
     existing = next(parent for parent in folder.parents if parent.exists() or parent.is_symlink())
     if os.access(existing, os.W_OK | os.X_OK) and existing.is_dir():
-        return Finding(subject="cache", found=f"{shown_text(folder)}, not there yet")
-    why = f"not there, and cannot be made in {shown_text(existing)}. {cache.ADVICE}"
+        return Finding(subject="cache", found=f"{shown_text(folder)}, does not exist yet")
+    why = f"does not exist, and cannot be created in {shown_text(existing)}. {cache.ADVICE}"
     return Finding(subject="cache", found=f"{shown_text(folder)}, {why}", ok=False)
 
 
@@ -105,7 +105,7 @@ def _bundle() -> Iterator[Finding]:
         yield Finding(subject="bundle", found="none (FP8MOE_BUNDLE is not set)")
         return
     manifest = read_bundle(path).manifest
-    found = f"{shown_text(path)}, {len(manifest.kernels)} kernels by {shown_text(manifest.compiler)}"
+    found = f"{shown_text(path)}, {len(manifest.kernels)} kernels compiled by {shown_text(manifest.compiler)}"
     yield Finding(subject="bundle", found=found, ok=True)
 
 
@@ -117,7 +117,9 @@ def _gpu() -> Iterator[Finding]:
     except RuntimeError:  # there is no libcuda
         status = driver.CUresult.CUDA_ERROR_NO_DEVICE
     if status != driver.CUresult.CUDA_SUCCESS:
-        yield Finding(subject="GPU", found=f"none ({status.name}): enough to compile, not to serve with the kernels")
+        yield Finding(
+            subject="GPU", found=f"none ({status.name}): not needed to compile kernels, but to serve with them"
+        )
         return
     _, version = driver.cuDriverGetVersion()
     _, count = driver.cuDeviceGetCount()
@@ -130,18 +132,18 @@ def _gpu() -> Iterator[Finding]:
         hopper = (major, minor) == HOPPER
         title, cuda = name.split(b"\0")[0].decode(), f"{version // 1000}.{version % 1000 // 10}"
         what = f"{title}, compute capability {major}.{minor}, driver for CUDA {cuda}"
-        refused = "" if hopper else "; --quantization fp8moe refuses it, the kernels need 9.0 (H100, H200, H20)"
+        refused = "" if hopper else "; refused by --quantization fp8moe, whose kernels need 9.0 (H100, H200, H20)"
         yield Finding(subject=f"GPU {ordinal}", found=what + refused, ok=hopper)
 
 
 def _model(options: Options, report: Report, plan: kernels.Plan) -> Iterator[Finding]:
-    """`plan` gets the kernels of the model, if there is one that can be read."""
+    """Check the model, if one is given, and add its kernels to `plan`."""
     if options.model is None:
         return
     model = read_checkpoint(options.model, report)
     plan |= kernels.plan_of(model)
     rank_shapes(model, options.parallel)
-    good = f"{shown_text(options.model)} ({shown_text(model.architecture)}) can be spread by {options.parallel}"
+    good = f"{shown_text(options.model)} ({shown_text(model.architecture)}) can be split by {options.parallel}"
     yield Finding(subject="model", found="; ".join([good, *report.warnings]), ok=True)
 
 
@@ -149,21 +151,25 @@ def _kernels(report: Report, plan: kernels.Plan) -> Iterator[Finding]:
     report.kernels = kernels.look_up(plan)
     missing = [kernel for kernel in report.kernels if kernel.state != State.PRESENT]
     if not missing:
-        yield Finding(subject="kernels", found=f"all {len(report.kernels)} are there", ok=True)
+        yield Finding(subject="kernels", found=f"all {len(report.kernels)} are available", ok=True)
         return
     first = missing[0]
-    found = f"{len(report.kernels) - len(missing)} of {len(report.kernels)} are there; first miss: {first.kernel}: "
+    found = (
+        f"{len(report.kernels) - len(missing)} of {len(report.kernels)} are available; first missing: {first.kernel}: "
+    )
     found += f"{first.detail}{_others(first.entry)}"
     forbidden = report.model is not None and settings().jit == "forbid"
-    found += "; FP8MOE_JIT=forbid refuses to start" if forbidden else "; what serving needs is compiled at start"
+    found += (
+        "; FP8MOE_JIT=forbid refuses to start" if forbidden else "; missing kernels are compiled at startup if needed"
+    )
     yield Finding(subject="kernels", found=found, ok=False if forbidden else None)
 
 
 def _others(entry: str) -> str:
-    """Whether the cache holds the same kernel from other sources or of another compiler."""
+    """Note other versions of the kernel in the cache, if there are any."""
     source = entry.partition("-")[0]
     with contextlib.suppress(CacheError, OSError):
         others = [path for path in cache.cache_dir().glob(f"{source}-*.cubin") if path.name != entry]
         if others:
-            return f" ({len(others)} of {source} by another compiler, of other sources or options are there)"
+            return f" ({len(others)} of {source} exist from another compiler, other sources or options)"
     return ""

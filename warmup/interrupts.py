@@ -1,6 +1,6 @@
-"""What an interrupt (Ctrl-C) does, so that it ends a command with one line and never with a traceback.
+"""Handling of interrupts (Ctrl-C), so that they end a command with one line instead of a traceback.
 
-Where a process ignores a signal from its start, as under `nohup`, it keeps ignoring it.
+A signal that was ignored when the process started, as under `nohup`, stays ignored.
 """
 
 import contextlib
@@ -9,26 +9,26 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-MESSAGE = "Interrupted. What is done is kept; run the command again to go on."
+MESSAGE = "Interrupted. Finished work is kept; run the command again to continue."
 
 
 def exit_at_once() -> None:
-    """From now on an interrupt ends the process at once: there is nothing to clean up yet.
+    """From now on, an interrupt ends the process immediately; used while there is nothing to clean up.
 
-    The handler does not raise, because code that is being imported could swallow an exception.
+    The handler does not raise, because imported modules might swallow the exception.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _exit)
 
 
 def ignore() -> None:
-    """From now on interrupts do nothing: only the end of the process follows."""
+    """From now on, ignore interrupts; used just before the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def raised(*numbers: signal.Signals) -> Iterator[None]:
-    """The first of these signals raises `KeyboardInterrupt`; later ones do not disturb the cleanup that follows."""
+    """Turn the first of these signals into a `KeyboardInterrupt`, and ignore later ones to protect the cleanup."""
     handlers = {number: signal.getsignal(number) for number in numbers}
     heeded = [number for number, handler in handlers.items() if handler is not signal.SIG_IGN]
 
@@ -48,10 +48,10 @@ def raised(*numbers: signal.Signals) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_back(*numbers: signal.Signals) -> Iterator[None]:
-    """These signals wait until the end of the block. Processes that start in it never see an interrupt."""
+    """Delay these signals until the end of the block. Processes started in the block ignore interrupts forever."""
     handlers = {number: signal.getsignal(number) for number in numbers}
     arrived: list[int] = []
-    # A mask is inherited, but does not keep other threads of this process from taking a signal.
+    # Child processes inherit the mask, but other threads of this process can still receive the signal.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for number, handler in handlers.items():
@@ -67,6 +67,6 @@ def held_back(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
-    with contextlib.suppress(OSError):  # nobody can be told
+    with contextlib.suppress(OSError):  # standard error is closed
         os.write(2, f"error: {MESSAGE}\n".encode())
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The checkpoint that a command is about: a folder, or a model on the hub, of which only config.json is fetched."""
+"""Reading a command's checkpoint: from a folder, or from the hub, where only config.json is downloaded."""
 
 import re
 import stat
@@ -12,17 +12,17 @@ from fp8moe_plugin.errors import CheckpointError
 from warmup.report import ModelReport, Report
 
 NOT_QUANTIZED = (
-    "the checkpoint is not FP8: --quantization fp8moe quantizes it whenever it is loaded; "
-    "`python -m warmup convert` does so once"
+    "the checkpoint is not FP8: --quantization fp8moe quantizes it every time it is loaded; "
+    "`python -m warmup convert` does it once"
 )
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 def read_checkpoint(source: str, report: Report) -> Model:
-    """The model in a folder or on the hub, which the report then describes.
+    """Read the model in a folder or on the hub, and describe it in the report.
 
     Raises:
-        CheckpointError, UnsupportedError: there is none, or none that can be served.
+        CheckpointError, UnsupportedError: there is no such model, or it is not supported.
     """
     model = read_model(checkpoint_folder(source))
     experts = model.experts
@@ -48,10 +48,10 @@ def warn(report: Report, text: str) -> None:
 
 
 def is_folder(name: str) -> bool:
-    """Whether there is a folder of this name; raise `CheckpointError` if that cannot be known."""
+    """Whether there is a folder of this name. Raises `CheckpointError` if this cannot be determined."""
     try:
         return stat.S_ISDIR(Path(name).stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last for a null character
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError for a null character
         return False
     except OSError as error:
         raise CheckpointError(
@@ -61,12 +61,12 @@ def is_folder(name: str) -> bool:
 
 
 def checkpoint_folder(model: str) -> Path:
-    """The folder that holds the checkpoint's config.json.
+    """The folder that contains the checkpoint's config.json.
 
     Args:
-        model: a folder, or the id of a model on the hub, whose config.json goes into huggingface_hub's cache.
+        model: a folder, or the id of a model on the hub, whose config.json is downloaded to huggingface_hub's cache.
     Raises:
-        CheckpointError: there is no such folder, and no such model or no way to the hub; or the folder is out of reach.
+        CheckpointError: the folder is not accessible, or there is neither such a folder nor such a model on the hub.
     """
     if is_folder(model):
         return Path(model)
@@ -79,9 +79,9 @@ def checkpoint_folder(model: str) -> Path:
 
     try:
         return Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
-    except Exception as error:  # its own errors, and those of whichever HTTP library it uses
+    except Exception as error:  # its own errors, or those of the HTTP library it uses
         reason = "; ".join(f"{type(e).__name__}: {str(e).strip()[:300]}" for e in (error, error.__cause__) if e)
         raise CheckpointError(
-            f"There is no folder {shown(model)} here, and the hub does not give a model of this name: {reason}. "
+            f"There is no folder {shown(model)}, and its config.json cannot be downloaded from the hub: {reason}. "
             "Check the name, HF_TOKEN and the network, or give the folder of a downloaded checkpoint."
         ) from error

@@ -1,4 +1,4 @@
-"""The command line."""
+"""Parsing of the command line."""
 
 import argparse
 import contextlib
@@ -17,16 +17,16 @@ from warmup.model import is_folder
 
 COMMANDS = {
     "compile": "compile what the cache lacks (the default)",
-    "list": "show the kernels, why each is needed and whether it is there; the same as --dry-run",
-    "explain": "show the shapes on each GPU, padding, memory, and the ways to spread the model",
-    "verify": "check that every kernel is there and whole",
-    "bundle": "compile what is missing, and write all into one archive for FP8MOE_BUNDLE",
-    "doctor": "show the cache, versions, settings and GPU, and what would be refused",
-    "bench": "time the layer beside vLLM's backends; needs a Hopper GPU and vLLM",
-    "convert": "write an unquantized checkpoint as a block-FP8 one, with the bytes that loading it would give",
+    "list": "list the kernels, why each is needed and whether it is available; same as --dry-run",
+    "explain": "show the shapes on each GPU, padding, memory, and other ways to split the model",
+    "verify": "check that every kernel is available and intact",
+    "bundle": "compile what is missing, and write all kernels to one archive for FP8MOE_BUNDLE",
+    "doctor": "check the cache, versions, settings, GPU and model, and show what serving would refuse",
+    "bench": "time the layer against vLLM's backends; needs a Hopper GPU and vLLM",
+    "convert": "convert an unquantized checkpoint to block FP8, with the bytes of quantizing it at load time",
 }
 EPILOG = """
-exit status: 0 all is well, 1 something failed or is refused, 2 the command line is wrong
+exit status: 0 success, 1 something failed or is not supported, 2 invalid command line
 
 examples:
   python -m warmup --model deepseek-ai/DeepSeek-V3 --tp 8
@@ -35,12 +35,12 @@ examples:
   python -m warmup convert --model /models/Qwen3-30B-A3B --out /models/Qwen3-30B-A3B-fp8
   python -m warmup explain --model Qwen/Qwen3-235B-A22B-FP8 --tp 8 --ep 8
 """
-MAX_TOKENS = 8192  # vLLM's own default for a server on such GPUs
+MAX_TOKENS = 8192  # vLLM's default for a server on Hopper GPUs
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MAX_COUNT = 1 << 20
 MAX_GPUS = 4096
-MAX_CAPTURE_SIZES = 1024  # ten times as many as vLLM captures by default
-TAKE = {
+MAX_CAPTURE_SIZES = 1024  # about ten times as many as vLLM captures by default
+ACCEPTED_BY = {
     "bundle": ("compile", "bundle", "verify"),
     "plot": ("bench",),
     "tokens": ("bench",),
@@ -66,12 +66,12 @@ class Options:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Leave the process with status 2; a terminal does not obey what the message quotes from the command line."""
+        """Exit with status 2. Non-printable characters from the command line are escaped in the message."""
         super().error("".join(char if char.isprintable() else ascii(char)[1:-1] for char in message))
 
 
 def parse(arguments: list[str] | None) -> Options:
-    """The options; leaves the process with status 2 where they are wrong."""
+    """Parse the command line; exits with status 2 if it is invalid."""
     parser = _parser()
     given = parser.parse_args(arguments)
     _check(parser, given)
@@ -95,12 +95,12 @@ def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         parser.error(f"{given.command} needs a --model")
     if given.command == "convert":
         _check_convert(parser, given)
-    for option, commands in TAKE.items():
+    for option, commands in ACCEPTED_BY.items():
         if getattr(given, option) and given.command not in commands:
-            parser.error(f"{given.command} takes no --{option.replace('_', '-')}")
+            parser.error(f"{given.command} does not accept --{option.replace('_', '-')}")
     if len(given.cudagraph_capture_sizes) > MAX_CAPTURE_SIZES:
         sizes = len(given.cudagraph_capture_sizes)
-        parser.error(f"--cudagraph-capture-sizes takes at most {MAX_CAPTURE_SIZES} sizes, not {sizes}")
+        parser.error(f"--cudagraph-capture-sizes accepts at most {MAX_CAPTURE_SIZES} sizes, not {sizes}")
     _check_files(parser, given)
 
 
@@ -109,19 +109,19 @@ def _check_files(parser: argparse.ArgumentParser, given: argparse.Namespace) -> 
     for path in (given.json, None if read else given.bundle, given.plot):
         refusal = _refusal(path) if path else None
         if refusal:
-            parser.error(f"{str(path)!r} is no file that can be written: {refusal}")
+            parser.error(f"{str(path)!r} cannot be written: {refusal}")
     for name, path in _other_files(given) if given.json else ():
         if _same_file(given.json, path):
             parser.error(f"--json and {name} are the same file, {str(given.json)!r}: choose another report file")
 
 
 def _other_files(given: argparse.Namespace) -> Iterator[tuple[str, Path]]:
-    """What a report must not overwrite: what the command writes besides it, and what is read or may be read."""
+    """Files that a report must not overwrite: other outputs of the command, and its possible inputs."""
     bundle = given.bundle or (BUNDLE if given.command == "bundle" else None)
     for name, path in (("--bundle", bundle), ("--plot", given.plot)):
         if path:
             yield name, path
-    # The command itself reports settings, folders and checkpoints that cannot be used.
+    # Unusable settings, folders and checkpoints are reported later by the command itself.
     with contextlib.suppress(Fp8MoeError):
         in_use = bundle_path()
         if in_use:
@@ -134,106 +134,122 @@ def _other_files(given: argparse.Namespace) -> Iterator[tuple[str, Path]]:
 
 
 def _refusal(path: Path) -> str | None:
-    """Why no file can be written there."""
+    """Why a file cannot be written to this path, or None if it can."""
     try:
         if path.name in ("", "..") or path.is_dir():
             return "it is a folder"
         if not path.parent.is_dir():
-            return "its folder is not there"
-        os.lstat(path)  # its name may be too long
+            return "its folder does not exist"
+        os.lstat(path)  # fails if the name is too long
     except FileNotFoundError:
         pass
     except OSError as error:
         return error.strerror
-    return None if os.access(path.parent, os.W_OK) else "its folder cannot be written"
+    return None if os.access(path.parent, os.W_OK) else "its folder is not writable"
 
 
 def _same_file(one: Path, other: Path) -> bool:
     try:
         return one.samefile(other)
-    except OSError:  # one of them is not there yet
+    except OSError:  # one of them does not exist yet
         return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _check_convert(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     if not given.out:
-        parser.error("convert needs an --out, the folder to write")
+        parser.error("convert needs an --out, the folder to create")
     try:
         if not is_folder(given.model):
             parser.error(
-                f"convert needs the weights: {given.model!r} is no folder. Download it: hf download {given.model}"
+                f"convert needs the weights, but {given.model!r} is not a folder. Run: hf download {given.model}"
             )
     except CheckpointError as error:
         parser.error(str(error))
     if given.out.name in ("", "..") or not os.access(given.out.absolute().parent, os.W_OK):
-        parser.error(f"{str(given.out)!r} is no folder that can be made: its parent has to be there, and writable")
+        parser.error(f"{str(given.out)!r} cannot be created: its parent folder must exist and be writable")
     try:
-        given.out.with_name(f"{given.out.name}.partial").lstat()  # the longest name that is needed
+        given.out.with_name(f"{given.out.name}.partial").lstat()  # fails if the longest name needed is too long
     except FileNotFoundError:
         return
     except OSError as error:
-        parser.error(f"{shown(str(given.out))} is no folder that can be made: {error.strerror}")
+        parser.error(f"{shown(str(given.out))} cannot be created: {error.strerror}")
 
 
 def _parallel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Parallel:
-    """vLLM spreads whole experts over all tp x dp ranks; `--ep` alone means as many ranks of tensor parallelism."""
+    """vLLM distributes whole experts over all tp x dp ranks. `--ep` without `--tp` and `--dp` implies `--tp`."""
     tp, dp, ep = given.tp, given.dp or 1, given.ep
     if tp is None:
         tp = ep if ep and not given.dp else 1
     if ep and ep != tp * dp:
-        parser.error(f"--ep {ep} does not fit --tp {tp} --dp {dp}: vLLM spreads the experts over all {tp * dp} ranks")
+        parser.error(
+            f"--ep {ep} contradicts --tp {tp} --dp {dp}: vLLM distributes the experts over all {tp * dp} ranks"
+        )
     if tp * dp > MAX_GPUS:
-        parser.error(f"--tp {tp} --dp {dp} are more than {MAX_GPUS} GPUs")
+        parser.error(f"--tp {tp} --dp {dp} needs more than {MAX_GPUS} GPUs")
     return Parallel(tp, dp, bool(ep) or given.enable_expert_parallel)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m warmup",
-        description="Compile every kernel that serving a checkpoint with --quantization fp8moe needs, before it is\n"
-        "deployed. Needs neither a GPU nor the weights nor a CUDA toolkit.\n\ncommands:\n"
+        description="Compile all kernels needed to serve a checkpoint with --quantization fp8moe, before deployment.\n"
+        "Needs neither a GPU, nor the weights, nor a CUDA toolkit.\n\ncommands:\n"
         + "\n".join(f"  {name:8s} {what}" for name, what in COMMANDS.items()),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", nargs="?", choices=COMMANDS, default="compile", metavar="command")
     parser.add_argument(
-        "--model", help="folder of a checkpoint, or its id on the Hugging Face hub; without it, every kernel there is"
+        "--model", help="folder of a checkpoint, or its id on the Hugging Face hub (default: all existing kernels)"
     )
     parser.add_argument("--dry-run", action="store_true", help="only list the kernels")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a report too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report")
     parser.add_argument(
-        "--bundle", type=Path, metavar="FILE", help=f"write the archive here (bundle: {BUNDLE} if not given)"
+        "--bundle",
+        type=Path,
+        metavar="FILE",
+        help=f"archive to write or, for verify, to check (default for bundle: {BUNDLE})",
     )
-    as_in_vllm = parser.add_argument_group("as for vllm serve")
+    as_in_vllm = parser.add_argument_group("options of vllm serve")
     as_in_vllm.add_argument("--tp", "--tensor-parallel-size", type=count, help="default: 1")
     as_in_vllm.add_argument("--dp", "--data-parallel-size", type=count, help="default: 1")
-    as_in_vllm.add_argument("--ep", type=count, help="GPUs that share whole experts: tp x dp, else no expert is whole")
+    as_in_vllm.add_argument(
+        "--ep", type=count, help="GPUs with whole experts, tp x dp; without it, GPUs share each expert"
+    )
     as_in_vllm.add_argument("--enable-expert-parallel", action="store_true", help="the same as --ep TPxDP")
     as_in_vllm.add_argument(
-        "--max-num-batched-tokens", type=count, default=MAX_TOKENS, metavar="N", help="explain: the longest step"
+        "--max-num-batched-tokens",
+        type=count,
+        default=MAX_TOKENS,
+        metavar="N",
+        help="explain: tokens of the longest step",
     )
     as_in_vllm.add_argument(
-        "--cudagraph-capture-sizes", type=count, nargs="+", default=CAPTURE_SIZES, metavar="N", help="explain: steps"
+        "--cudagraph-capture-sizes",
+        type=count,
+        nargs="+",
+        default=CAPTURE_SIZES,
+        metavar="N",
+        help="explain: tokens of further steps",
     )
     convert = parser.add_argument_group(
         "convert",
-        "quantizes the projections of attention, dense layers and experts, in 128x128 blocks, and keeps the rest.\n"
-        "Works in OUT.partial, renamed at the end; run again, it goes on where it was interrupted.",
+        "quantizes the projections of attention, MLPs and experts in 128x128 blocks, and copies the rest.\n"
+        "Works in OUT.partial, which is renamed at the end; run again, it continues where it was interrupted.",
     )
-    convert.add_argument("--out", type=Path, metavar="OUT", help="folder to write; must not be there yet")
+    convert.add_argument("--out", type=Path, metavar="OUT", help="folder to create; must not exist")
     bench = parser.add_argument_group("bench")
-    bench.add_argument("--tokens", type=count, nargs="+", metavar="N", help="tokens of a step")
+    bench.add_argument("--tokens", type=count, nargs="+", metavar="N", help="numbers of tokens to measure")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (.png or .svg)")
     return parser
 
 
 def count(text: str) -> int:
-    """A number of tokens, rounds and the like, as an argument.
+    """Parse a count, such as a number of tokens or GPUs.
 
     Raises:
-        ArgumentTypeError: it is none from 1 to `MAX_COUNT`.
+        ArgumentTypeError: it is not a number from 1 to `MAX_COUNT`.
     """
     if not text.isdecimal() or not 1 <= int(text) <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {MAX_COUNT}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_COUNT}")
     return int(text)

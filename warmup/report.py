@@ -1,4 +1,4 @@
-"""What a command found, as `--json` writes it: one schema for all commands, with a version."""
+"""The report that `--json` writes, in one versioned schema for all commands."""
 
 import datetime
 import json
@@ -34,9 +34,9 @@ class Part(BaseModel):
 
 
 class State(StrEnum):
-    """Of a kernel, when the command ended."""
+    """The state of a kernel at the end of the command."""
 
-    PRESENT = "present"  # it was there, and whole
+    PRESENT = "present"  # it was already available, and intact
     COMPILED = "compiled"
     MISSING = "missing"
     DAMAGED = "damaged"
@@ -46,13 +46,13 @@ class State(StrEnum):
 class KernelReport(Part):
     kernel: str
     why: str
-    entry: str  # its file in the cache or in a bundle
+    entry: str  # file name in the cache or in a bundle
     state: State
-    place: str | None = None  # the cache or the bundle that holds it
-    detail: str | None = None  # why it is not there
+    place: str | None = None  # the cache or bundle that contains it
+    detail: str | None = None  # why it is missing, damaged or failed, or what ptxas reported
     size: int | None = None  # bytes
     sha256: str | None = None
-    seconds: float | None = None  # of compiling
+    seconds: float | None = None  # compile time
 
 
 class ModelReport(Part):
@@ -68,21 +68,21 @@ class ModelReport(Part):
 
 
 class LayoutReport(Part):
-    """One way to spread the model over as many GPUs."""
+    """One way to split the model over the same number of GPUs."""
 
     options: str
     refusal: str | None = None
-    weight_bytes: int | None = None  # of a GPU
-    imbalance: float | None = None  # rows of the busiest rank over those of the average one, in the longest step
+    weight_bytes: int | None = None  # on each GPU
+    imbalance: float | None = None  # rows of the busiest rank relative to the average, in the longest step
 
 
 class StepReport(Part):
-    """The experts of one layer on one rank, in a step of so many tokens, routed at random."""
+    """The experts of one layer on one rank, in a step with this many tokens and random routing."""
 
     tokens: int
     kernel: str
     rows_per_expert: float
-    padding: float  # share of the multiplied rows that are padding
+    padding: float  # the fraction of computed rows that is padding
     workspace_bytes: int
 
 
@@ -90,15 +90,15 @@ class ShapeReport(Part):
     name: str
     layers: int
     shape: list[int]
-    bytes: int  # of all its layers, with scales
-    padding_bytes: int = 0  # of bytes, what whole scale blocks take beyond an equal share of the channels
+    bytes: int  # of all layers, including scales
+    padding_bytes: int = 0  # the part of `bytes` that pads the channels to whole scale blocks
 
 
 class ExplainReport(Part):
     parallel: str
-    shapes: list[ShapeReport]  # of one rank
+    shapes: list[ShapeReport]  # on one rank
     weight_bytes: int
-    padding_bytes: int = 0  # of weight_bytes
+    padding_bytes: int = 0  # part of weight_bytes
     workspace_bytes: int
     steps: list[StepReport]
     layouts: list[LayoutReport]
@@ -113,7 +113,7 @@ class BundleReport(Part):
 
 
 class ConvertReport(Part):
-    """A checkpoint that was written, of `tensors` of which `quantized` got FP8 weights and scales."""
+    """A converted checkpoint. `tensors` counts those of the source, `quantized` those that became FP8 with scales."""
 
     path: str
     files: int
@@ -124,7 +124,7 @@ class ConvertReport(Part):
 
 
 class Finding(Part):
-    """One thing the doctor looked at; `ok` is None where there is nothing to judge."""
+    """A result of one of the doctor's checks; `ok` is None if it is only informative."""
 
     subject: str
     found: str
@@ -150,8 +150,10 @@ class Report(Part):
     error: str | None = None
 
     def write(self, path: Path) -> None:
-        """Write the report whole or not at all; a pipe or a device takes it as it comes. Raises `OSError`."""
-        content = (json.dumps(self.model_dump(mode="json"), indent=1) + "\n").encode()  # escapes what is no UTF-8
+        """Write the report, atomically unless `path` is a pipe or device. Raises `OSError`."""
+        content = (
+            json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
+        ).encode()  # escapes non-ASCII text, which may not be valid UTF-8
         if path.exists() and not path.is_file():
             path.write_bytes(content)
             return
@@ -159,7 +161,7 @@ class Report(Part):
 
 
 def versions() -> dict[str, str]:
-    """What is installed here of all that decides what a kernel is and who runs it."""
+    """The installed versions of Python and of packages that affect kernels or their use."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -1,1 +1,1 @@
-"""This project's fused-MoE layer, timed beside vLLM's own backends: `python -m warmup bench`."""
+"""A benchmark of the fused-MoE layer against vLLM's own backends: `python -m warmup bench`."""

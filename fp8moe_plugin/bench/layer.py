@@ -1,7 +1,7 @@
-"""Time this project's fused-MoE layer beside vLLM's own backends, in one run on one Hopper GPU.
+"""Times our fused-MoE layer and vLLM's own backends in one run on one Hopper GPU.
 
-The same weights, activations and routing go to every backend. The peers run as vLLM runs them by default, activation
-scales rounded up to powers of two; with VLLM_USE_DEEP_GEMM_E8M0=0 in the environment they keep FP32 scales.
+All backends get the same weights, activations and routing. The peers run with vLLM's defaults, where activation scales
+are rounded up to powers of two; with VLLM_USE_DEEP_GEMM_E8M0=0 in the environment they keep FP32 scales.
 """
 
 import datetime
@@ -29,36 +29,36 @@ from fp8moe_plugin.ops.reference import dequantize_blocks
 from fp8moe_plugin.plan import HOPPER
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 8192)
-REFERENCE_TOKENS = 16  # whose results are held against float32 math
+REFERENCE_TOKENS = 16  # tokens whose results are compared with float32 math
 WRONG = 0.1  # relative L2; rounding activations to e4m3 costs 0.05
 WARM_REPLAYS, REPLAYS = 3, 15
-PAUSE_S = 0.25  # before the replays: no backend starts at the power limit into which the one before it ran
+PAUSE_S = 0.25  # before the replays, so that the previous backend does not leave the GPU at its power limit
 
-# What an H200 reaches, measured: reading memory, and FP8 products of random data before the card's power limit.
+# Measured on an H200: memory reads, and FP8 products of random data below the power limit.
 BYTES_PER_S = 4.3e12
 FLOP_PER_S = 1.25e15
 
-Maker = Callable[[Experts, ExpertWeights, int], Layer]  # the int: tokens of a call
+Maker = Callable[[Experts, ExpertWeights, int], Layer]  # the int is the number of tokens per call
 
 
 class Case(NamedTuple):
-    """The inputs at one number of tokens T, and what is known of the answer."""
+    """The inputs for T tokens, the expected result, and a lower bound of the time."""
 
     hidden_states: torch.Tensor  # bfloat16 [T, H]
-    routings: list[tuple[torch.Tensor, torch.Tensor]]  # of successive calls: float32 and int32 [T, k]
-    expected: torch.Tensor  # float32 [min(T, REFERENCE_TOKENS), H], with the first routing
+    routings: list[tuple[torch.Tensor, torch.Tensor]]  # for successive calls: float32 and int32 [T, k]
+    expected: torch.Tensor  # float32 [min(T, REFERENCE_TOKENS), H], for the first routing
     floor_us: float
 
 
 def rank_layer(model: Model, parallel: Parallel) -> Experts:
-    """What one rank computes of a model's MoE layer: its experts, and how many of them a token is routed to.
+    """The part of a model's MoE layer on one rank: its experts, and how many of them a token is routed to.
 
-    With expert parallelism a token's experts are spread over the ranks, so `topk` is the model's times the share of
-    experts on this rank, rounded, at least 1: the tokens of a measurement are those that reach the rank. Experts that
-    ranks cannot share equally have the size that our layer holds, whole scale blocks; a peer may do with less.
+    With expert parallelism, a token's experts are distributed over the ranks. `topk` is then the model's times the
+    fraction of experts on this rank, rounded, but at least 1, and a measurement's tokens are those that reach the rank.
+    Experts that ranks cannot share equally are padded to whole scale blocks, as in our layer; a peer may need less.
 
     Raises:
-        UnsupportedError: the ranks cannot share the model so.
+        UnsupportedError: the model cannot be split this way.
     """
     experts = rank_shapes(model, parallel).experts
     share = experts.experts / model.experts.experts
@@ -68,17 +68,17 @@ def rank_layer(model: Model, parallel: Parallel) -> Experts:
 def bench_layer(
     experts: Experts, tokens: Sequence[int], ue8m0: bool, report_progress: Callable[[str], None]
 ) -> BenchResult:
-    """Time one layer of random weights, random routing and every backend, on the current GPU.
+    """Time one layer with random weights and routing on every backend, on the current GPU.
 
     Args:
-        experts: what one rank computes, from `rank_layer`.
+        experts: the layer on one rank, from `rank_layer`.
         tokens: the numbers of tokens to measure.
-        ue8m0: our layer rounds the scales of activations up to powers of two.
-        report_progress: called with one line for each row.
+        ue8m0: whether our layer rounds activation scales up to powers of two.
+        report_progress: called with one line per row.
     Returns:
-        A row for each backend and number of tokens; a backend that fails has rows that say why.
+        A row for each backend and number of tokens; if a backend fails, its rows say why.
     Raises:
-        UnsupportedError: no Hopper GPU, or no vLLM to compare with.
+        UnsupportedError: there is no Hopper GPU, or vLLM is not installed.
     """
     check_machine()
     driver = _driver_version()
@@ -102,10 +102,10 @@ def check_machine() -> None:
     """Raise `UnsupportedError` unless this process sees a Hopper GPU and vLLM."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability != HOPPER:
-        found = "compute capability {}.{}".format(*capability) if capability else "no GPU that it can use"
+        found = "compute capability {}.{}".format(*capability) if capability else "no usable GPU"
         raise UnsupportedError(
-            f"The benchmark needs a Hopper GPU (compute capability 9.0: H100, H200, H20), torch finds {found}. "
-            "Run it on the machine that serves, with a torch built for CUDA."
+            f"The benchmark needs a Hopper GPU (compute capability 9.0: H100, H200, H20), but torch found {found}. "
+            "Run it on the machine that serves, with a CUDA build of torch."
         )
     if importlib.util.find_spec("vllm") is None:
         raise UnsupportedError(
@@ -121,7 +121,7 @@ def measure(
     tokens: Sequence[int],
     report_progress: Callable[[str], None],
 ) -> list[BenchRow]:
-    """The rows of every backend, token count by token count."""
+    """The rows of all backends, one number of tokens after the other."""
     rows = []
     for count in tokens:
         case = make_case(experts, weights, count)
@@ -129,7 +129,7 @@ def measure(
             row = _row(name, make, experts, weights, case)
             rows.append(row)
             report_progress(f"{count} tokens, {name}: " + (row.error or f"{row.us:.1f} us"))
-        torch.cuda.empty_cache()  # else the graphs' memory of this case stays beside that of the next
+        torch.cuda.empty_cache()  # otherwise memory of this case's graphs stays allocated during the next
     return rows
 
 
@@ -142,15 +142,15 @@ def _row(name: str, make: Maker, experts: Experts, weights: ExpertWeights, case:
         error = ((out - case.expected).norm() / case.expected.norm()).item()  # waits for the GPU
         first_call_s = time.perf_counter() - start
         if not error < WRONG:
-            raise ArithmeticError(f"its result is wrong: relative L2 distance {error:.2g} from float32 math")
+            raise ArithmeticError(f"the result is wrong: relative L2 distance {error:.2g} from float32 math")
         us = time_calls([partial(layer, case.hidden_states, *routing) for routing in case.routings])
-    except Exception as failure:  # noqa: BLE001 (a peer may fail in any way; the others are measured all the same)
+    except Exception as failure:  # noqa: BLE001 (a peer may fail in any way, and the others must still be measured)
         return row.model_copy(update={"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)})
     return row.model_copy(update={"us": us, "relative_l2": error, "first_call_s": first_call_s})
 
 
 def random_weights(experts: Experts, device: torch.device) -> ExpertWeights:
-    """Normal weights that keep activations near 1, quantized in 128x128 blocks; an expert at a time, to save memory."""
+    """Normal weights that keep activations near 1, quantized in 128x128 blocks, one expert at a time to save memory."""
     gen = torch.Generator(device).manual_seed(0)
 
     def draw(n: int, k: int) -> Quantized:
@@ -164,7 +164,7 @@ def random_weights(experts: Experts, device: torch.device) -> ExpertWeights:
 
 
 def make_case(experts: Experts, weights: ExpertWeights, tokens: int) -> Case:
-    """Random tokens; each call of a graph is routed anew, so that few weights are found in L2."""
+    """Random tokens, with another routing for each call in a graph, so that few weights are still in L2."""
     device = weights.w13[0].device
     gen = torch.Generator(device).manual_seed(tokens)
     x = torch.randn(tokens, experts.hidden, generator=gen, device=device).bfloat16()
@@ -198,8 +198,8 @@ def float32_layer(
 
 
 def floor_us(experts: Experts, tokens: int, busy: float) -> float:
-    """Microseconds that moving the bytes or the arithmetic takes at least; `busy`: experts that get a token."""
-    weights = 3 * experts.hidden * experts.intermediate  # of one expert: bytes, and multiply-adds a token
+    """A lower bound in microseconds, from memory traffic and arithmetic. `busy`: the experts that get tokens."""
+    weights = 3 * experts.hidden * experts.intermediate  # per expert: bytes, and multiply-adds per token
     activations = 2 * 2 * tokens * experts.hidden  # bfloat16 in and out
     memory_s = (busy * weights + activations) / BYTES_PER_S
     return max(memory_s, 2 * weights * tokens * experts.topk / FLOP_PER_S) * 1e6
@@ -234,4 +234,6 @@ def _driver_version() -> str:
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError) as error:
-        raise UnsupportedError("nvidia-smi does not tell the driver's version. Put it on the PATH.") from error
+        raise UnsupportedError(
+            "nvidia-smi, which reports the driver version, cannot be run. Make sure it is on the PATH and works."
+        ) from error

@@ -1,6 +1,6 @@
-"""vLLM's own backends of a fused-MoE layer, each as a function of what our `fused_moe` takes.
+"""vLLM's own backends of a fused-MoE layer, as functions with the arguments of our `fused_moe`.
 
-vLLM is imported inside the functions: a version that has moved or dropped a backend then fails that backend only.
+vLLM is imported inside the functions, so that if a version has moved or removed a backend, only that backend fails.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from fp8moe_plugin.checkpoint.shapes import GROUP, Experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.ops.operands import ExpertWeights
 
-# Of vllm.model_executor.layers.fused_moe.experts.
+# Modules and classes in vllm.model_executor.layers.fused_moe.experts.
 PEERS = {
     "triton": ("triton_moe", "TritonExperts"),
     "deepgemm": ("deep_gemm_moe", "DeepGemmExperts"),
@@ -27,7 +27,7 @@ Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hi
 
 
 def make_peer(name: str, experts: Experts, weights: ExpertWeights, tokens: int) -> Layer:
-    """One of vLLM's implementations of the experts, between the dispatch and combine of a single rank."""
+    """One of vLLM's implementations of the experts, with the dispatch and combine for a single rank."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
@@ -46,7 +46,7 @@ def make_peer(name: str, experts: Experts, weights: ExpertWeights, tokens: int) 
 
 
 def vllm_layer(experts: Experts, local_experts: int, tokens: int) -> Any:
-    """vLLM's `FusedMoEConfig` of a layer, of whose experts a rank has `local_experts`, for at most so many tokens."""
+    """vLLM's `FusedMoEConfig` for a layer with `local_experts` experts on this rank, and at most `tokens` tokens."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
@@ -67,7 +67,7 @@ def vllm_layer(experts: Experts, local_experts: int, tokens: int) -> Any:
 
 
 def _peer_class(name: str, config: Any) -> Any:
-    """vLLM's class, once vLLM itself agrees that it serves such a layer here."""
+    """vLLM's class for a peer. Raises `UnsupportedError` if vLLM says that it does not support the layer here."""
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
     from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
     from vllm.utils.flashinfer import has_flashinfer_cutlass_fused_moe
@@ -75,7 +75,7 @@ def _peer_class(name: str, config: Any) -> Any:
     module, class_name = PEERS[name]
     found = getattr(importlib.import_module(f"vllm.model_executor.layers.fused_moe.experts.{module}"), class_name)
     if name == "flashinfer" and not has_flashinfer_cutlass_fused_moe():
-        raise UnsupportedError("vLLM cannot use FlashInfer here: it needs the package flashinfer-python, and nvcc")
+        raise UnsupportedError("vLLM cannot use FlashInfer here: it needs the package flashinfer-python and nvcc")
     layout = FusedMoEActivationFormat.Standard
     supported, why = found.is_supported_config(found, config, kFp8Static128BlockSym, kFp8Dynamic128Sym, layout)
     if not supported:
@@ -84,7 +84,7 @@ def _peer_class(name: str, config: Any) -> Any:
 
 
 def _gate_last(weights: ExpertWeights) -> ExpertWeights:
-    """FlashInfer's order of w13: the rows of up before those of gate."""
+    """FlashInfer's order of w13: the up rows, then the gate rows."""
     from vllm.model_executor.layers.quantization.utils.flashinfer_utils import swap_w13_to_w31
 
     q, scales = weights.w13
@@ -93,8 +93,8 @@ def _gate_last(weights: ExpertWeights) -> ExpertWeights:
 
 @contextlib.contextmanager
 def set_up_vllm() -> Iterator[None]:
-    """The configuration and the scratch memory that vLLM's kernels find in an engine."""
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the table
+    """Provide the config and workspace that vLLM's kernels expect from an engine."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is reserved for the table
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 

@@ -1,4 +1,4 @@
-"""What `python -m warmup bench` found: the rows, and the views of them. Needs neither torch nor vLLM."""
+"""The result of `python -m warmup bench`, as a table and as a plot. Needs neither torch nor vLLM."""
 
 import importlib.util
 import textwrap
@@ -14,7 +14,7 @@ from fp8moe_plugin.errors import UnsupportedError
 T = TypeVar("T")
 
 OURS = "fp8moe"
-WIDTH = 120  # characters of a line of the table
+WIDTH = 120  # characters per line below the table
 PLOT_SUFFIXES = (".png", ".svg")
 
 
@@ -24,19 +24,19 @@ class BenchRow(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     backend: str
-    tokens: int  # that reach this rank
-    floor_us: float  # below which no kernel on an H200 can be
-    us: float | None = None  # of one layer: the median of CUDA-graph replays
+    tokens: int  # tokens that reach this rank
+    floor_us: float  # a lower bound for any kernel on an H200
+    us: float | None = None  # microseconds of one layer, the median of CUDA graph replays
     relative_l2: float | None = None  # distance of the first tokens' results from float32 math
-    first_call_s: float | None = None  # of the first call with so many tokens, in which a backend may compile
+    first_call_s: float | None = None  # seconds of the first call, which may include compilation
     error: str | None = None  # one line: why there is no time
 
 
 class BenchResult(BaseModel):
-    """One layer on one machine, every backend at every number of tokens.
+    """One layer on one machine, with every backend at every number of tokens.
 
-    `shape` is what one rank computes: `rank_layer` says what its `topk` is with expert parallelism.
-    `ue8m0` says how our layer rounds the scales of activations; the peers follow vLLM's setting.
+    `shape` is the layer on one rank; `rank_layer` explains its `topk` under expert parallelism.
+    `ue8m0` says how our layer rounds activation scales; the peers follow vLLM's setting.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,7 +52,7 @@ class BenchResult(BaseModel):
 
 
 def table(result: BenchResult) -> str:
-    """Microseconds by tokens and backend, at most 120 columns wide; below, why backends have no time."""
+    """A table of microseconds by tokens and backend, at most 120 columns wide, followed by the errors of backends."""
     names = _unique(row.backend for row in result.rows)
     header = ["tokens", *names, "floor", f"best peer / {OURS}", "error"]
     counts = _unique(row.tokens for row in result.rows)
@@ -65,21 +65,21 @@ def table(result: BenchResult) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Raise `UnsupportedError` unless `plot` can write such a file: worth asking before minutes of measurement."""
+    """Raise `UnsupportedError` unless `plot` can write such a file; called before minutes of measurement."""
     if path.suffix not in PLOT_SUFFIXES:
-        raise UnsupportedError(f"A plot is written as .png or .svg, not as {path.name}. Change the name's end.")
+        raise UnsupportedError(f"A plot must be a .png or .svg file, not {path.name}. Change the suffix.")
     if importlib.util.find_spec("matplotlib") is None:
         raise UnsupportedError("A plot needs matplotlib, which is not installed here. Run: pip install matplotlib")
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Draw microseconds over tokens, a line for each backend and a dashed one for the floor, as PNG or SVG.
+    """Plot microseconds over tokens, with a line per backend and a dashed one for the floor, as PNG or SVG.
 
     Raises:
-        UnsupportedError: matplotlib is not installed, or `path` ends neither in .png nor in .svg.
+        UnsupportedError: matplotlib is not installed, or `path` is neither .png nor .svg.
     """
     check_plot(path)
-    from matplotlib.figure import Figure  # without pyplot nothing looks for a display
+    from matplotlib.figure import Figure  # unlike pyplot, it does not need a display
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds of one layer")
@@ -100,7 +100,7 @@ def plot(result: BenchResult, path: Path) -> None:
 
 def _title(shape: Experts) -> str:
     return (
-        f"MoE layer of one rank: {shape.experts} experts, {shape.topk} a token, "
+        f"MoE layer of one rank: {shape.experts} experts, {shape.topk} per token, "
         f"hidden {shape.hidden}, intermediate {shape.intermediate}"
     )
 
@@ -132,5 +132,5 @@ def _failures(result: BenchResult, names: list[str]) -> list[str]:
 
 
 def _unique(values: Iterable[T]) -> list[T]:
-    """Each value once, in the order of its first appearance."""
+    """Each distinct value, in order of first appearance."""
     return list(dict.fromkeys(values))

@@ -1,1 +1,1 @@
-"""A checkpoint's description, read as untrusted input, and the shapes of its layers on each rank."""
+"""A checkpoint's metadata, read as untrusted input, and the shapes of its layers on each rank."""

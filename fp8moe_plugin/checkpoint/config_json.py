@@ -1,4 +1,4 @@
-"""config.json of a checkpoint, checked field by field: what the shapes of its layers follow from."""
+"""A checkpoint's config.json: reading and validating the fields that determine the shapes of its layers."""
 
 import json
 import math
@@ -16,20 +16,20 @@ from fp8moe_plugin.settings import NAME
 # The largest published config.json names every unquantized layer, in 50 kB.
 LIMITS = Limits(size=4 << 20, containers=10_000, values=100_000)
 MODELOPT = "hf_quant_config.json"  # older versions of NVIDIA's ModelOpt describe the quantization there
-MAX_LAYERS = 4096  # bounds the time: layers are counted one by one
+MAX_LAYERS = 4096  # bounds the time, because layers are processed one by one
 
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
 Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
 Count = Annotated[int, Field(ge=0, le=MAX_SIZE)]
 Layers = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
-Sizes = Annotated[list[Size], Field(min_length=1, max_length=MAX_LAYERS)]  # one for each layer, as Hunyuan has it
+Sizes = Annotated[list[Size], Field(min_length=1, max_length=MAX_LAYERS)]  # one per layer, as in Hunyuan
 Counts = Annotated[list[Count], Field(min_length=1, max_length=MAX_LAYERS)]
 Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,100}$")]
 
 
 class Config(BaseModel):
-    """The fields of config.json that shapes and refusals follow from, under the names of all model families."""
+    """The fields of config.json that shapes and refusals depend on, under the names of all model families."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -76,12 +76,12 @@ class Config(BaseModel):
 
     @property
     def layers(self) -> range:
-        """All layers: those that predict further tokens (MTP) follow the others."""
+        """All layers; those for multi-token prediction (MTP) come last."""
         return range(self.num_hidden_layers + self.num_nextn_predict_layers)
 
     @property
     def kv_heads(self) -> int:
-        """As many as `num_attention_heads` where attention keeps no heads in its cache (MLA)."""
+        """Key/value heads. Without the field, and for MLA, whose cache has no heads, as many as attention heads."""
         return (not self.kv_lora_rank and self.num_key_value_heads) or self.num_attention_heads
 
 
@@ -94,32 +94,32 @@ FIELDS = {name for field in Config.model_fields.items() for name in _names(*fiel
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """The JSON object in a checkpoint's config.json, its fields unchecked.
+    """The JSON object in a checkpoint's config.json; its fields are not checked.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the file is damaged.
         OSError: it is missing or cannot be opened.
     """
     return _load(folder / "config.json")
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """With NaN and infinities, which are no JSON: Python writes them, and vLLM reads them."""
+    """Read JSON that may contain NaN and infinities: not standard, but written by Python and read by vLLM."""
     with opened(path) as file:
         found, _ = read_json(file, LIMITS.size + 1, LIMITS, shown(str(path)), constants=True)
     return found
 
 
 def quantization_config(folder: Path, config: dict[str, Any]) -> Any:
-    """What a checkpoint says of its quantization, unchecked; looked for in the order of vLLM's `get_quant_config`.
+    """A checkpoint's quantization config, unchecked, searched for in the same order as by vLLM's `get_quant_config`.
 
     Args:
-        config: of `load_config`.
+        config: the result of `load_config`.
     Returns:
         None for an unquantized checkpoint.
     Raises:
         CheckpointError: ModelOpt's file is damaged.
-        OSError: it cannot be opened.
+        OSError: ModelOpt's file cannot be opened.
     """
     modelopt, text = folder / MODELOPT, config.get("text_config")
     found = config.get("quantization_config")
@@ -131,12 +131,12 @@ def quantization_config(folder: Path, config: dict[str, Any]) -> Any:
 
 
 def read_config(folder: Path) -> Config:
-    """A checkpoint's config.json; its `text_config`, if the experts are in there.
+    """Read and validate a checkpoint's config.json, or the `text_config` in it if that describes the experts.
 
     Raises:
-        CheckpointError: it is damaged, or a field is missing or out of bounds.
-        UnsupportedError: it has no experts.
-        OSError: it is missing or cannot be opened.
+        CheckpointError: the file is damaged, or a field is missing or out of range.
+        UnsupportedError: the model has no experts.
+        OSError: the file is missing or cannot be opened.
     """
     config, what = load_config(folder), shown(str(folder / "config.json"))
     _check_constants(config, what)
@@ -151,12 +151,12 @@ def read_config(folder: Path) -> Config:
 
 
 def _check_constants(config: dict[str, Any], what: str) -> None:
-    """Raise `CheckpointError` for NaN or an infinity in a field that shapes follow from."""
+    """Raise `CheckpointError` for NaN or an infinity in a field that shapes depend on."""
     for part in (config, config.get("text_config")):
         for key, value in part.items() if isinstance(part, dict) else ():
             if key in FIELDS and isinstance(value, float) and not math.isfinite(value):
                 name = json.dumps(value)
-                raise CheckpointError(f"{what}: {key} is {name}, and {name} is no number of JSON. {ADVICE}")
+                raise CheckpointError(f"{what}: {key} is {name}, which is not a JSON number. {ADVICE}")
 
 
 def _has_experts(config: dict[str, Any]) -> bool:
@@ -167,7 +167,7 @@ def _text_config(config: dict[str, Any], what: str) -> dict[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, dict) or not _has_experts(text):
         raise UnsupportedError(
-            f"{what} describes no mixture-of-experts model: it gives no {', '.join(EXPERT_COUNTS[:-1])} or "
+            f"{what} does not describe a mixture-of-experts model: it has no {', '.join(EXPERT_COUNTS[:-1])} or "
             f"{EXPERT_COUNTS[-1]}. Serve it without --quantization {NAME}."
         )
     architectures = config.get("architectures")

@@ -1,4 +1,4 @@
-"""What the headers of a checkpoint's safetensors files say, held against its config.json. No weight is read."""
+"""Checks of a checkpoint's safetensors headers against its config.json. No weights are read."""
 
 import math
 import operator
@@ -15,15 +15,15 @@ from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, Limits, is_hub_
 from fp8moe_plugin.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
-# Kimi-K2, of the most tensors, has 141 thousand: 14 MB in the index, 18 MB in the headers of 61 files, and for each an
-# object with the lists of its shape and its offsets. All limits bound the memory, HEADERS (of all files) the time.
+# Kimi-K2 has the most tensors, 141 thousand: 14 MB in the index, 18 MB in the headers of 61 files, with an object and
+# two lists for each tensor. All limits bound the memory; HEADERS, for all files together, also bounds the time.
 INDEX = Limits(size=32 << 20, containers=64, values=200_000)
 HEADER = Limits(size=16 << 20, containers=180_000, values=400_000)
 HEADERS = Limits(size=32 << 20, containers=450_000, values=900_000)
 MAX_SHARDS = 1000  # each takes some tens of microseconds to open
-MAX_METADATA = 100  # entries beside the tensors, commonly one
-MAX_DIMENSIONS = 8  # more than any tensor has: the product of a list's numbers could have megabytes
-MAX_NAMED = 3  # of missing files in a message
+MAX_METADATA = 100  # entries of __metadata__, commonly one
+MAX_DIMENSIONS = 8  # more than any tensor has; without a limit, the product of the sizes could take megabytes
+MAX_NAMED = 3  # missing files named in a message
 
 BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -43,24 +43,26 @@ EXPERT = re.compile(
 class Header(NamedTuple):
     """The header of a safetensors file."""
 
-    tensors: dict[str, Any]  # dtype, shape and data_offsets of each, which fit together
-    begin: int  # offset in the file that data_offsets count from
+    tensors: dict[str, Any]  # dtype, shape and data_offsets by name, known to be consistent
+    begin: int  # where the data begins in the file, which data_offsets are relative to
     spent: Limits
 
 
 def check_shards(folder: Path, experts: Experts, layer: int, quantized: Collection[int]) -> None:
-    """Hold the safetensors files that are in `folder` against what config.json says.
+    """Check the safetensors files in `folder` against config.json.
 
-    The files of the index have to be there, all or none; a snapshot of huggingface_hub may hold any of them. Read are
-    the headers of those that hold the experts of `layer`, which takes milliseconds, where all headers of DeepSeek-V3
-    take a second; without an index, of all files.
+    Either all or none of the files in the index must exist, except in a snapshot of huggingface_hub, which may have any
+    of them. Only the headers of files with experts of `layer` are read, which takes milliseconds; reading all headers
+    of DeepSeek-V3 would take a second. Without an index, all headers are read.
 
     Args:
+        experts: the experts that config.json describes.
+        layer: the layer to check.
         quantized: the layers whose experts are FP8.
 
     Raises:
-        CheckpointError: a file is missing beside others, or one that is read is damaged or holds experts of another
-            shape or dtype.
+        CheckpointError: only some of the files exist, or a file is damaged or contains experts of another shape or
+            dtype.
     """
     names, holding = _file_names(folder, layer)
     spent, wanted = Limits(0, 0, 0), _wanted(experts)
@@ -86,7 +88,7 @@ def weight_files(folder: Path) -> list[str]:
     """The names of a checkpoint's safetensors files, sorted.
 
     Raises:
-        CheckpointError: one of the index is missing, or there is none at all.
+        CheckpointError: a file of the index is missing, or there are no weights at all.
     """
     names, _ = _file_names(folder, 0)
     missing = _missing(folder, names)
@@ -98,7 +100,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _file_names(folder: Path, layer: int) -> tuple[list[str], list[str]]:
-    """The names of all weight files, and of those that hold experts of the layer; without an index, of all twice."""
+    """The names of all weight files, and of those with experts of the layer: without an index, all files."""
     files, mark = weight_map(folder), f"layers.{layer}."
     if files is not None:
         names = set(files.values())
@@ -108,8 +110,8 @@ def _file_names(folder: Path, layer: int) -> tuple[list[str], list[str]]:
     for name in names:
         if not (name.isprintable() and name.endswith(".safetensors")) or re.search(r"[/\\]|\.\.", name):
             raise CheckpointError(
-                f"{shown(str(folder))}: {shown(name)} is no plain name of a .safetensors file, it could lead out of "
-                f"the folder. {ADVICE}"
+                f"{shown(str(folder))}: {shown(name)} is not a plain .safetensors file name, and might lead out of the "
+                f"folder. {ADVICE}"
             )
     if len(names) > MAX_SHARDS:
         raise CheckpointError(f"{shown(str(folder))} has {len(names)} weight files, more than {MAX_SHARDS}. {ADVICE}")
@@ -117,7 +119,7 @@ def _file_names(folder: Path, layer: int) -> tuple[list[str], list[str]]:
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor by the checkpoint's index; None if it has no index.
+    """The file of each tensor according to the checkpoint's index; None if there is no index.
 
     Raises:
         CheckpointError: the index is damaged.
@@ -147,11 +149,11 @@ def _incomplete(folder: Path, names: list[str], missing: list[str]) -> Checkpoin
 
 
 def read_header(file: BinaryIO, path: Path) -> Header:
-    """The header of an open safetensors file, which the file's size has to fit.
+    """Read the header of an open safetensors file, and check that it matches the file's size.
 
     Args:
-        file: at its beginning.
-        path: names the file in messages.
+        file: positioned at its beginning.
+        path: the file's path, for messages.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -162,17 +164,17 @@ def read_header(file: BinaryIO, path: Path) -> Header:
     if length > HEADER.size:
         raise CheckpointError(f"{what} has a header of {length} bytes, more than {HEADER.size}. {ADVICE}")
     if begin > size:
-        raise CheckpointError(f"{what} ends within its header: it has {size} bytes of {begin}. {ADVICE}")
+        raise CheckpointError(f"{what} ends within its header: it has only {size} of {begin} bytes. {ADVICE}")
     tensors, spent = read_json(file, length, HEADER, f"the header of {what}")
     metadata = tensors.pop("__metadata__", {})
     if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
-        raise CheckpointError(f"{what} has the __metadata__ {shown(metadata)}. {ADVICE}")
+        raise CheckpointError(f"{what} has invalid __metadata__: {shown(metadata)}. {ADVICE}")
     _check_offsets([_span(what, *item) for item in tensors.items()], size - begin, what)
     return Header(tensors, begin, spent)
 
 
 def add_header(spent: Limits, header: Header, folder: Path) -> Limits:
-    """`spent` on the headers of `folder` so far, with one more. Raises `CheckpointError` if that is too much."""
+    """Add a header to what those of `folder` have used so far. Raises `CheckpointError` above the limits."""
     spent = Limits(*map(operator.add, spent, header.spent))
     HEADERS.check(spent, f"the headers of all files in {shown(str(folder))}")
     return spent
@@ -186,11 +188,11 @@ def _span(what: str, tensor: str, entry: Any) -> tuple[int, int]:
         if type(entry["shape"]) is list and type(begin) is type(end) is int and 0 <= begin == end - size:
             return begin, end
     raise CheckpointError(
-        f"{what}: the dtype, shape and data_offsets of tensor {shown(tensor)} do not fit: {shown(entry)}. {ADVICE}"
+        f"{what}: the dtype, shape and data_offsets of tensor {shown(tensor)} do not match: {shown(entry)}. {ADVICE}"
     )
 
 
-@lru_cache(maxsize=1024, typed=True)  # the experts of a model have few shapes, and there are a hundred thousand experts
+@lru_cache(maxsize=1024, typed=True)  # a model can have 100,000 expert tensors, but only of a few shapes
 def _size(dtype: str, *shape: int) -> int:
     if len(shape) > MAX_DIMENSIONS or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape):
         raise ValueError
@@ -207,11 +209,11 @@ def _check_offsets(spans: list[tuple[int, int]], data_size: int, what: str) -> N
             raise CheckpointError(f"{what} has tensors that overlap or leave a gap at byte {min(begin, end)}. {ADVICE}")
         end = stop
     if end != data_size:
-        raise CheckpointError(f"{what} holds {data_size} bytes of weights, its header describes {end}. {ADVICE}")
+        raise CheckpointError(f"{what} holds {data_size} bytes of weights, but its header describes {end}. {ADVICE}")
 
 
 def _wanted(experts: Experts) -> dict[str, tuple[Collection[str], list[int]]]:
-    """The dtypes and the shape of each weight of an FP8 expert, and of its scales."""
+    """The permitted dtypes and the shape of each weight and scale of an FP8 expert."""
     n, k = experts.intermediate, experts.hidden
     found: dict[str, tuple[Collection[str], list[int]]] = {}
     for names, shape in (("gate_proj", "up_proj", "w1", "w3"), [n, k]), (("down_proj", "w2"), [k, n]):
@@ -226,6 +228,6 @@ def _contradiction(
 ) -> CheckpointError:
     wanted = f"{'any dtype' if dtypes is BITS else ' or '.join(dtypes)} {shape}, of experts 0 to {experts.experts - 1}"
     return CheckpointError(
-        f"{shown(str(path))}: tensor {shown(tensor)} is {entry['dtype']} {entry['shape']}, wanted by config.json is "
-        f"{wanted}. The two are of different checkpoints, or damaged: download both again."
+        f"{shown(str(path))}: tensor {shown(tensor)} is {entry['dtype']} {entry['shape']}, but config.json "
+        f"requires {wanted}. The two belong to different checkpoints, or one is damaged: download both again."
     )

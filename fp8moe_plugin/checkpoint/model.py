@@ -1,4 +1,4 @@
-"""A checkpoint's description, as the shapes of its layers; whatever it holds, only this package's errors come out."""
+"""The shapes of a checkpoint's layers, from its config.json. Invalid input only ever raises this package's errors."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ from fp8moe_plugin.settings import NAME
 WEIGHT_BLOCK = [GROUP, GROUP]
 E4M3 = ("e4m3", "float8_e4m3fn")
 MAX_EXPERTS = 2**14  # Kimi-K2 has 384
-MAX_WEIGHTS = 2**40  # of one layer's experts; Kimi-K2 has 2^34
+MAX_WEIGHTS = 2**40  # in the experts of one layer; Kimi-K2 has 2^34
 
-# What vLLM fuses, of what a checkpoint holds and names.
+# The layers that vLLM fuses, each with the projections that a checkpoint has instead.
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -28,14 +28,14 @@ LAYER_NAME = re.compile(r"(?:language_model\.model|model\.language_model|model)\
 
 
 def read_model(folder: Path) -> Model:
-    """The model that a checkpoint's config.json describes, held against its safetensors files where they are there.
+    """Read the model that a checkpoint's config.json describes, and check its safetensors files, if any, against it.
 
     Raises:
-        CheckpointError: something is missing, damaged or not what a checkpoint may hold.
-        UnsupportedError: the checkpoint is sound, but not served.
+        CheckpointError: a file is missing or damaged, or its content is not valid.
+        UnsupportedError: the checkpoint is valid, but not supported.
     """
     if "\0" in str(folder):
-        raise CheckpointError(f"{shown(str(folder))} is no name of a folder. Give the folder of a checkpoint.")
+        raise CheckpointError(f"{shown(str(folder))} is not a valid folder name. Give the folder of a checkpoint.")
     try:
         config = read_config(folder)
         model, served = _model(config)
@@ -50,7 +50,7 @@ def read_model(folder: Path) -> Model:
 
 
 def _model(config: Config) -> tuple[Model, set[int]]:
-    """The model, and the layers whose experts are served."""
+    """The model, and the layers whose experts the plugin serves."""
     quantization = config.quantization_config
     if quantization is not None:
         check_quantization(quantization)
@@ -85,9 +85,9 @@ def _model(config: Config) -> tuple[Model, set[int]]:
 def _check_activation(config: Config) -> None:
     for field in ("hidden_act", "hidden_activation"):
         activation = getattr(config, field)
-        if activation != "silu":  # vLLM, too, knows it by this name only
+        if activation != "silu":  # vLLM, too, accepts only this name
             raise UnsupportedError(
-                f"The checkpoint's {field} is {shown(activation)}; the kernels compute silu(gate) * up. "
+                f"The checkpoint's {field} is {shown(activation)}, but the kernels compute silu(gate) * up. "
                 f"Serve it without --quantization {NAME}."
             )
 
@@ -95,32 +95,32 @@ def _check_activation(config: Config) -> None:
 def _check_sizes(model: Model) -> None:
     experts = model.experts
     if experts.topk > experts.experts:
-        raise CheckpointError(f"config.json gives a token {experts.topk} of {experts.experts} experts. {ADVICE}")
+        raise CheckpointError(f"config.json routes a token to {experts.topk} of {experts.experts} experts. {ADVICE}")
     if experts.experts > MAX_EXPERTS:
         raise CheckpointError(f"config.json has {experts.experts} experts, more than {MAX_EXPERTS}. {ADVICE}")
     if model.heads % model.kv_heads:
-        raise CheckpointError(f"config.json has {model.kv_heads} key and value heads for {model.heads}. {ADVICE}")
+        raise CheckpointError(f"config.json has {model.kv_heads} key/value heads for {model.heads} heads. {ADVICE}")
     if 2 * experts.experts * experts.intermediate * experts.hidden > MAX_WEIGHTS:
         raise CheckpointError(f"config.json describes experts of more than {MAX_WEIGHTS} weights. {ADVICE}")
     for layer in model.dense:
         if not all(1 <= size <= MAX_SIZE for size in (layer.inputs, *layer.outputs, sum(layer.outputs))):
             sizes = f"{layer.inputs} x {layer.outputs}"
-            raise CheckpointError(f"config.json gives {layer.name} the size {sizes}. {ADVICE}")
+            raise CheckpointError(f"config.json gives {layer.name} an invalid size, {sizes}. {ADVICE}")
 
 
 def _same(value: int | Sequence[int], what: str) -> int:
-    """The one value of a field that some families give for each layer."""
+    """The common value of a field that some model families give per layer."""
     values = {value} if isinstance(value, int) else set(value)
     if len(values) > 1:
         raise UnsupportedError(
-            f"The checkpoint's layers differ in their {what}: {shown(sorted(values))}. All layers with experts have "
-            f"to be equal. Serve it without --quantization {NAME}."
+            f"The checkpoint's layers differ in their {what}: {shown(sorted(values))}. All layers with experts must "
+            f"be the same. Serve it without --quantization {NAME}."
         )
     return values.pop()
 
 
 def _experts_width(config: Config) -> int:
-    """Mixtral and MiniMax-M2 have no width beside that of their experts."""
+    """Without `moe_intermediate_size`, as in Mixtral and MiniMax-M2, `intermediate_size` is that of the experts."""
     return _width(config.intermediate_size if config.moe_intermediate_size is None else config.moe_intermediate_size)
 
 
@@ -131,7 +131,7 @@ def _width(value: int | Sequence[int] | None) -> int:
 
 
 def moe_layers(config: Config) -> list[int]:
-    """The layers with experts, by the rules of all families together: a rule that is not given holds everywhere."""
+    """The layers with experts. The rules of all model families apply; those that config.json omits have no effect."""
     start = _same(config.moe_layer_start_index, "first layer with experts")
     end = config.layers[-1]
     if config.moe_layer_end_index is not None:
@@ -150,9 +150,9 @@ def moe_layers(config: Config) -> list[int]:
 
 
 def _dense(config: Config, moe: list[int], unquantized: "Unquantized") -> Iterator[Dense]:
-    """The kinds of dense layers; without a kind that the checkpoint keeps unquantized in all its layers.
+    """The kinds of dense layers, except those that the checkpoint keeps unquantized in all layers.
 
-    Names, fusion and splits are those of vLLM's models. Routers are left out: no published checkpoint quantizes them.
+    Names, fusion and splits follow vLLM's models. Routers are omitted: no published checkpoint quantizes them.
     """
     plain = sorted(set(config.layers) - set(moe))
     kinds: list[tuple[Dense, Sequence[int]]] = [
@@ -188,7 +188,7 @@ def _mla(config: Config) -> Iterator[Dense]:
     kv_b = heads * (config.qk_nope_head_dim + config.v_head_dim)
     yield Dense("self_attn.kv_b_proj", 0, kv_rank, (kv_b,), Split.OUTPUTS)
     yield Dense("self_attn.o_proj", 0, heads * config.v_head_dim, (hidden,), Split.INPUTS)
-    if q_rank is not None and config.index_n_heads:  # DeepSeek-V3.2 attends to the tokens that this chooses
+    if q_rank is not None and config.index_n_heads:  # selects the tokens that DeepSeek-V3.2 attends to
         index = config.index_n_heads * config.index_head_dim
         yield Dense("self_attn.indexer.wq_b", 0, q_rank, (index,), Split.NONE)
 
@@ -199,7 +199,7 @@ def _mlp(name: str, hidden: int, width: int) -> Iterator[Dense]:
 
 
 def _shared(config: Config) -> Iterator[Dense]:
-    """The experts that every token takes: of DeepSeek, GLM and ERNIE, of Hunyuan, of Qwen."""
+    """The shared experts, under the names of DeepSeek, GLM and ERNIE, of Hunyuan, and of Qwen."""
     shared = _same(config.n_shared_experts, "number of shared experts")
     if shared:
         yield from _mlp("mlp.shared_experts", config.hidden_size, shared * _experts_width(config))
@@ -213,8 +213,9 @@ def _shared(config: Config) -> Iterator[Dense]:
 class Unquantized:
     """The layers that a checkpoint keeps unquantized, by the rules of vLLM's `is_layer_skipped`.
 
-    A layer is unquantized if its own full name is listed. One that vLLM fuses is also if all the projections in it are.
-    One with "experts" in its name is if a listed name begins with it, so that one listed expert stands for all.
+    A layer is unquantized if its full name is listed. A fused layer is also unquantized if all its projections are
+    listed. A layer with "experts" in its name is also unquantized if a listed name starts with its own, so that one
+    listed expert stands for all.
     """
 
     def __init__(self, names: list[str] | None) -> None:
@@ -230,8 +231,8 @@ class Unquantized:
             return True
         if any(parts):
             raise UnsupportedError(
-                f"The checkpoint keeps a part of layer {layer}'s {name} unquantized, and the rest not. It has to "
-                "be all or none: correct quantization_config in its config.json."
+                f"The checkpoint keeps only a part of layer {layer}'s {name} unquantized, but vLLM fuses its parts. "
+                "Correct quantization_config in its config.json so that all of them are unquantized, or none."
             )
         return not parts and "experts" in name and any(other.startswith(name) for other in listed)
 
@@ -239,32 +240,32 @@ class Unquantized:
 def check_quantization(config: dict[str, Any]) -> None:
     """Raise `UnsupportedError` unless this `quantization_config` describes dynamic block FP8 with 128x128 blocks."""
     method, block = config.get("quant_method"), config.get("weight_block_size")
-    if not isinstance(method, str) or method.lower() != "fp8":  # vLLM, too, takes capitals
+    if not isinstance(method, str) or method.lower() != "fp8":  # vLLM ignores the case, too
         raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint's quant_method is {shown(method)}, only 'fp8' is served. "
-            "Leave out --quantization to let vLLM pick its own method."
+            f"--quantization {NAME}: the checkpoint's quant_method is {shown(method)}, but only 'fp8' is supported. "
+            "Remove --quantization to let vLLM choose the method."
         )
     scheme = config.get("activation_scheme")
     if scheme != "dynamic":
         raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint's activation_scheme is {shown(scheme)}; the kernels quantize "
-            "activations by their own largest value ('dynamic'). Use --quantization fp8 for this checkpoint."
+            f"--quantization {NAME}: the checkpoint's activation_scheme is {shown(scheme)}, but the kernels "
+            "need 'dynamic': activation scales are computed at run time. Use --quantization fp8 for this checkpoint."
         )
     if not isinstance(block, list | tuple) or list(block) != WEIGHT_BLOCK:
         raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint's weight_block_size is {shown(block)}; the kernels take one scale "
-            f"for each {GROUP}x{GROUP} block. Use --quantization fp8 for this checkpoint."
+            f"--quantization {NAME}: the checkpoint's weight_block_size is {shown(block)}, but the kernels need one "
+            f"scale per {GROUP}x{GROUP} block. Use --quantization fp8 for this checkpoint."
         )
     if config.get("store_dtype") is not None or config.get("fmt", "e4m3") not in E4M3:
         stored = shown(config.get("store_dtype") or config.get("fmt")).strip("'")
         raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint stores its weights as {stored}; the kernels take e4m3. "
-            "Leave out --quantization."
+            f"--quantization {NAME}: the checkpoint stores its weights as {stored}, but the kernels need e4m3. "
+            "Remove --quantization to let vLLM choose the method."
         )
 
 
 def unquantized_layers(config: dict[str, Any]) -> list[str] | None:
-    """The names of the layers that a `quantization_config` keeps unquantized, under either of its keys."""
+    """The names of the layers that a `quantization_config` keeps unquantized, under either of the two keys in use."""
     return layer_names(config, "ignored_layers") or layer_names(config, "modules_to_not_convert")
 
 
@@ -274,6 +275,6 @@ def layer_names(config: dict[str, Any], key: str) -> list[str] | None:
     if names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         return names
     raise UnsupportedError(
-        f"--quantization {NAME}: the checkpoint's {key} is {shown(names)}, it must be a list of the names of layers. "
+        f"--quantization {NAME}: the checkpoint's {key} is {shown(names)}, but must be a list of layer names. "
         "Correct quantization_config in its config.json."
     )

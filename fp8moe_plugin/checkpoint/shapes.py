@@ -1,4 +1,4 @@
-"""The shapes of a checkpoint's layers, whole and on one rank. Pure Python: the layers and warmup ask here."""
+"""The shapes of a checkpoint's layers, whole and on one rank. Pure Python, used by the layers and by warmup."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,12 +7,12 @@ from enum import StrEnum
 from fp8moe_plugin.errors import UnsupportedError
 
 GROUP = 128  # channels that share one activation scale; also the side of a weight's scale block
-MAX_LOCAL_EXPERTS = 1024  # on one rank: a thread of csrc/route.cu each
-N_MULTIPLE = 8  # of a weight's output channels: the GEMMs store 16 bytes of bfloat16 at a time
+MAX_LOCAL_EXPERTS = 1024  # on one rank: the routing kernel uses one thread per expert
+N_MULTIPLE = 8  # output channels must be a multiple: the GEMMs store 16 bytes of bfloat16 at a time
 
 
 class Split(StrEnum):
-    """Along what tensor parallelism divides a dense layer."""
+    """The dimension along which tensor parallelism splits a dense layer."""
 
     NONE = "none"
     OUTPUTS = "outputs"
@@ -21,9 +21,9 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class Dense:
-    """Dense layers of one kind, as vLLM fuses them: `outputs` are the widths of the fused projections.
+    """Dense layers of one kind, fused as in vLLM: `outputs` are the widths of the fused projections.
 
-    A rank holds no fewer than `smallest` outputs of a projection: key and value heads are replicated, not cut.
+    A rank holds at least `smallest` outputs of a projection, because key/value heads are replicated, not split.
     """
 
     name: str
@@ -36,7 +36,10 @@ class Dense:
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed experts of `layers` equal layers: w13 `[experts, 2 * intermediate, hidden]`, w2 transposed to it."""
+    """The routed experts of `layers` identical layers.
+
+    w13 is `[experts, 2 * intermediate, hidden]`, w2 `[experts, hidden, intermediate]`.
+    """
 
     layers: int
     experts: int
@@ -47,21 +50,21 @@ class Experts:
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint, of which the plugin serves `experts` and `dense`."""
+    """A checkpoint's model: the layers that the plugin serves, and what splitting them depends on."""
 
     architecture: str
     experts: Experts
     dense: tuple[Dense, ...]
     heads: int
-    kv_heads: int  # as many as `heads` where attention keeps no heads in its cache (MLA)
+    kv_heads: int  # equal to `heads` for MLA, whose cache has no heads
     vocab: int
-    ue8m0: bool  # the scales of activations are powers of two
-    quantized: bool  # false: the checkpoint is not FP8, so that serving quantizes it as it loads
+    ue8m0: bool  # whether activation scales are powers of two
+    quantized: bool  # false if the checkpoint is not FP8 and is quantized while it is loaded
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """How vLLM spreads a model; with `expert_parallel` each expert stays whole, else all ranks share each expert."""
+    """How vLLM distributes a model. With `expert_parallel`, experts stay whole; otherwise all ranks share each one."""
 
     tp: int = 1
     dp: int = 1
@@ -77,11 +80,11 @@ class Parallel:
 
     @property
     def sharing(self) -> int:
-        """Ranks that share each expert."""
+        """The number of ranks that share each expert."""
         return self.ranks // self.ep
 
     def __str__(self) -> str:
-        """The options that ask for it, of `python -m warmup`."""
+        """The command-line options of `python -m warmup` for it."""
         parts = [f"--tp {self.tp}"]
         parts += [f"--dp {self.dp}"] if self.dp > 1 else []
         parts += [f"--ep {self.ep}"] if self.expert_parallel else []
@@ -90,7 +93,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class RankShapes:
-    """What the busiest rank holds of a model: its experts, and each kind of dense layer."""
+    """The part of a model that the rank with the most weights holds: its experts, and each kind of dense layer."""
 
     experts: Experts
     dense: tuple[Dense, ...]
@@ -100,7 +103,7 @@ def rank_shapes(model: Model, parallel: Parallel) -> RankShapes:
     """One rank's part of a model.
 
     Raises:
-        UnsupportedError: the ranks cannot share the model so; names the nearest way in which they can.
+        UnsupportedError: the model cannot be split this way; the message names the nearest supported options.
     """
     refusal = split_refusal(model, parallel)
     if refusal:
@@ -111,18 +114,20 @@ def rank_shapes(model: Model, parallel: Parallel) -> RankShapes:
 def _advice(model: Model, parallel: Parallel) -> str:
     ways = " or ".join(str(way) for way in nearest(model, parallel))
     if ways:
-        return f"Nearest that is: {ways}."
+        return f"The nearest supported options are: {ways}."
     alone = split_refusal(model, Parallel())
-    return f"No other is either; on one GPU: {alone}. Serve the checkpoint without --quantization fp8moe."
+    return (
+        f"No other split is supported either; on one GPU: {alone}. Serve the checkpoint without --quantization fp8moe."
+    )
 
 
 def split_refusal(model: Model, parallel: Parallel) -> str | None:
-    """Why the ranks cannot share a model so, or None."""
+    """Why a model cannot be split this way, or None if it can."""
     tp, experts = parallel.tp, model.experts
     if model.heads % tp or (model.kv_heads % tp and tp % model.kv_heads):
-        return f"{tp} ranks cannot share {model.heads} attention heads with {model.kv_heads} key and value heads"
+        return f"{tp} ranks cannot share {model.heads} attention heads with {model.kv_heads} key/value heads"
     if parallel.ep > experts.experts:
-        return f"{parallel.ep} ranks are more than the {experts.experts} experts"
+        return f"{parallel.ep} ranks cannot share {experts.experts} experts"
     refusal = experts_refusal(experts.hidden, experts.intermediate, parallel.sharing)
     refusal = refusal or too_many_experts(ceil_div(experts.experts, parallel.ep))
     if refusal:
@@ -136,7 +141,7 @@ def split_refusal(model: Model, parallel: Parallel) -> str | None:
 
 
 def nearest(model: Model, parallel: Parallel) -> list[Parallel]:
-    """The supported ways closest to one that is not: on as many ranks with whole experts, and on fewer without."""
+    """The supported ways closest to an unsupported one: as many ranks with whole experts, and fewer ranks without."""
     fewer = [Parallel(tp, parallel.dp) for tp in reversed(_divisors(parallel.tp))]
     found = [
         next((way for way in ways if split_refusal(model, way) is None), None)
@@ -146,65 +151,66 @@ def nearest(model: Model, parallel: Parallel) -> list[Parallel]:
 
 
 def whole_expert_ways(ranks: int) -> list[Parallel]:
-    """The ways to spread a model over so many ranks that keep each expert whole, those that replicate least first."""
+    """The ways to distribute a model over `ranks` ranks with whole experts, those with the least replication first."""
     return [Parallel(ranks // dp, dp, True) for dp in _divisors(ranks)]
 
 
 def too_many_experts(local_experts: int) -> str | None:
-    """Why the kernels cannot serve so many experts on one rank, or None."""
+    """Why the kernels cannot serve this many experts on one rank, or None if they can."""
     if local_experts <= MAX_LOCAL_EXPERTS:
         return None
-    return f"a rank has {local_experts} experts, the kernel that routes tokens serves at most {MAX_LOCAL_EXPERTS}"
+    return f"a rank has {local_experts} experts, but the routing kernel supports at most {MAX_LOCAL_EXPERTS}"
 
 
 def experts_refusal(hidden: int, intermediate: int, ranks: int) -> str | None:
-    """Why the kernels cannot serve experts of this size that `ranks` ranks share, or None."""
+    """Why the kernels cannot serve experts of this size shared by `ranks` ranks, or None if they can."""
     if hidden % GROUP:
-        return f"hidden size {hidden} is no multiple of {GROUP}, the scale block"
-    if intermediate % ranks:  # vLLM asserts it, although the shares here need not be equal
+        return f"hidden size {hidden} is not a multiple of {GROUP}, the size of a scale block"
+    if intermediate % ranks:  # asserted by vLLM, although the parts here may differ
         return f"{ranks} ranks cannot share {intermediate} intermediate channels equally"
     return None
 
 
 def local_intermediate(intermediate: int, ranks: int) -> int:
-    """How many intermediate channels of an expert or an MLP a rank holds that `ranks` ranks share: whole scale blocks.
+    """The intermediate channels on each of `ranks` ranks that share an expert or MLP, rounded up to whole scale blocks.
 
-    Rank r holds the channels from r times as many on. No block is cut, so each keeps the checkpoint's scale, and
-    activations are quantized in the same groups as on one rank. What lies beyond the last channel is zero.
+    Rank r holds this many channels, starting at r times as many. No block is split, so each keeps the checkpoint's
+    scale, and activations are quantized in the same groups as on one rank. The last ranks are zero-padded.
     """
     return ceil_div(intermediate, ranks * GROUP) * GROUP
 
 
 def is_gate_up(name: str) -> bool:
-    """Whether a dense layer is the first half of an MLP, by its name in vLLM; `is_down`: the second half.
+    """Whether a dense layer is the first half of an MLP, by its name in vLLM.
 
-    Only the other half sees which rank has which of the channels between them.
+    Its output channels may be padded, because only the second half (`is_down`) depends on their distribution.
     """
     return name.rpartition(".")[2] == "gate_up_proj"
 
 
 def is_down(name: str) -> bool:
+    """Whether a dense layer is the second half of an MLP, by its name in vLLM."""
     return name.rpartition(".")[2] == "down_proj"
 
 
 def padding_share(intermediate: int, ranks: int) -> float:
-    """What `local_intermediate` adds to an equal share of the channels, as a part of that share."""
+    """The padding in `local_intermediate`, relative to an equal share of the channels."""
     return local_intermediate(intermediate, ranks) * ranks / intermediate - 1
 
 
 def dense_refusal(inputs: int, outputs: Sequence[int], split: bool) -> str | None:
-    """Why the kernels cannot serve a rank's part of a dense layer, or None: it must consist of whole scale blocks.
+    """Why the kernels cannot serve a rank's part of a dense layer, which needs whole scale blocks, or None if they can.
 
     Args:
-        inputs: input channels of this rank.
-        outputs: output channels of each fused projection on this rank; the last may end within a block...
-        split: ...unless the outputs are split over ranks.
+        inputs: input channels on this rank.
+        outputs: output channels of each fused projection on this rank.
+        split: whether the outputs are split over ranks. If not, the last projection may end within a block.
     """
     for what, size in [("input", inputs), *(("output", size) for size in (outputs if split else outputs[:-1]))]:
         if size % GROUP:
-            return f"has {size} {what} channels on this rank, the scales are given for blocks of {GROUP}"
+            return f"has {size} {what} channels on this rank, not a multiple of the scale block of {GROUP}"
     if sum(outputs) % N_MULTIPLE:
-        return f"has {sum(outputs)} output channels, the kernels need a multiple of {N_MULTIPLE}"
+        return f"has {sum(outputs)} output channels, but the kernels need a multiple of {N_MULTIPLE}"
     return None
 
 
@@ -235,7 +241,7 @@ def _rank_dense(layer: Dense, tp: int) -> Dense:
 def _uneven(layer: Dense, tp: int) -> str | None:
     widths = layer.outputs if layer.split == Split.OUTPUTS else [layer.inputs] if layer.split == Split.INPUTS else []
     size = next((width for width in widths if width % tp and width // tp >= layer.smallest), None)
-    return None if size is None else f"has {size} channels, which {tp} ranks cannot share"
+    return None if size is None else f"has {size} channels, which {tp} ranks cannot share equally"
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Files of a checkpoint, read as if an attacker wrote them: bounded in bytes and in memory, shown cut and quoted."""
+"""Untrusted input: reads a checkpoint's files with bounds on bytes and memory, and quotes them safely in messages."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, NamedTuple
 from fp8moe_plugin.errors import CheckpointError
 
 ADVICE = "Download the checkpoint again, from a source you trust."
-MAX_SIZE = 2**31 - 1  # of anything that is counted: products of two fit 64 bits
-SHOWN_LENGTH = 300  # of untrusted text in a message: enough to recognize a path or a list
+MAX_SIZE = 2**31 - 1  # for all sizes and counts, so that products of two fit in 64 bits
+SHOWN_LENGTH = 300  # characters of untrusted text in a message, enough to recognize a path or a list
 
 SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
@@ -26,33 +26,33 @@ _repr.maxstring, _repr.maxother, _repr.maxlong, _repr.maxlevel = 200, 80, 40, 3
 
 
 class Limits(NamedTuple):
-    """What a JSON text may have, or has. Beside bytes, what takes memory and time: `[],` is 3 bytes, in Python 64."""
+    """The limits of a JSON text, or what it uses of them. Bytes alone do not bound memory: `[],` takes 64 in Python."""
 
     size: int
     containers: int  # lists and objects
-    values: int  # of lists and objects
+    values: int  # in lists and objects
 
     def check(self, spent: "Limits", what: str) -> None:
-        """Raise `CheckpointError` if more is spent than these limits."""
+        """Raise `CheckpointError` if `spent` exceeds these limits."""
         for noun, limit, used in zip(("bytes", "lists and objects", "values"), self, spent, strict=True):
             if used > limit:
                 raise CheckpointError(f"{what} has more than {limit} {noun}, more than any real file has. {ADVICE}")
 
 
 def shown(value: object) -> str:
-    """An untrusted value for a message: quoted, so that a terminal does not obey it, and cut."""
+    """An untrusted value for a message: truncated, and quoted so that it cannot contain terminal control sequences."""
     text = _repr.repr(value)
     return text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 3] + "..."
 
 
 def shown_text(text: object) -> str:
-    """Text for a message: unchanged if it is short and printable, as a path usually is, else as `shown`."""
+    """Text for a message: unchanged if it is short and printable, as most paths are, otherwise as by `shown`."""
     plain = str(text)
     return plain if len(plain) <= SHOWN_LENGTH and plain.isprintable() else shown(plain)
 
 
 def shell_word(text: str) -> str:
-    """Text as one word of a command in a message: quoted as bash reads it, and so that a terminal does not obey it."""
+    """Text as one word of a shell command in a message: quoted for bash, without terminal control sequences."""
     if text.isprintable():
         return shlex.quote(text)
     plain = (chr(byte) if 32 <= byte < 127 and byte not in b"\\'" else f"\\x{byte:02x}" for byte in os.fsencode(text))
@@ -61,34 +61,36 @@ def shell_word(text: str) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """A file of a checkpoint, open for reading.
+    """Open a file of a checkpoint for reading.
 
-    What is judged is what is read, also if someone exchanges the file meanwhile.
+    The file that is checked is the one that is read, even if someone replaces it in between.
 
     Raises:
-        CheckpointError: it is no regular file, or a link out of the checkpoint.
+        CheckpointError: it is not a regular file, or it is a link to a file outside of the checkpoint.
         OSError: it is missing or cannot be opened.
     """
     folder = Path(os.path.realpath(path.parent, strict=True))
-    handle = os.open(str(path), os.O_PATH | os.O_CLOEXEC)  # only finds the file: to open a device may have effects
+    handle = os.open(
+        str(path), os.O_PATH | os.O_CLOEXEC
+    )  # does not open it yet: opening a device may have side effects
     try:
         target = Path(f"/proc/self/fd/{handle}").readlink()
         if not _belongs(target, folder):
             raise CheckpointError(
-                f"{shown(str(path))} links to {shown(str(target))}, outside of the checkpoint's folder: a link could "
-                "lead to anything. Put a copy of the file in its place."
+                f"{shown(str(path))} links to {shown(str(target))}, outside of the checkpoint's folder. Such links "
+                "are not followed, as they may lead anywhere. Replace it with a copy of the file."
             )
         file = open(path, "rb", opener=lambda name, flags: _reopen(handle, name, flags))  # noqa: SIM115
     finally:
         os.close(handle)
     with file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise CheckpointError(f"{shown(str(path))} is no regular file. {ADVICE}")
+            raise CheckpointError(f"{shown(str(path))} is not a regular file. {ADVICE}")
         yield file
 
 
 def _reopen(handle: int, name: str, flags: int) -> int:
-    """The file behind a descriptor, opened with other flags; errors name it."""
+    """Open the file behind a descriptor with other flags; errors have its original name."""
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for its writer.
         return os.open(f"/proc/self/fd/{handle}", flags | os.O_NONBLOCK)
@@ -98,9 +100,10 @@ def _reopen(handle: int, name: str, flags: int) -> int:
 
 
 def _belongs(target: Path, folder: Path) -> bool:
-    """A file in the checkpoint's folder; or in huggingface_hub's cache, where `snapshots/X/f` links to `blobs/hash`.
+    """Whether a file is in the checkpoint's folder, or a blob of huggingface_hub's cache that a snapshot may link to.
 
-    That may link on to a blob that several models share, `<cache>/blobs/<first two digits>/<hash>`.
+    There, `snapshots/X/f` links to `blobs/hash`, which may in turn link to a blob that several models share,
+    `<cache>/blobs/<first two digits>/<hash>`.
     """
     if target.is_relative_to(folder):
         return True
@@ -110,7 +113,7 @@ def _belongs(target: Path, folder: Path) -> bool:
 
 
 def is_hub_snapshot(folder: Path) -> bool:
-    """Whether a folder is in huggingface_hub's cache, which fetches file by file what is asked for."""
+    """Whether a folder is in huggingface_hub's cache, which downloads single files on demand."""
     folder = folder.resolve()
     return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
 
@@ -118,25 +121,25 @@ def is_hub_snapshot(folder: Path) -> bool:
 def read_json(
     file: BinaryIO, size: int, limits: Limits, what: str, plain: bool = False, constants: bool = False
 ) -> tuple[dict, Limits]:
-    """The JSON object in the next `size` bytes of a file, and what it has of what the limits limit.
+    """Read the JSON object in the next `size` bytes of a file. Returns it, and what it uses of the limits.
 
     Args:
-        what: names the file in messages.
-        plain: it holds nothing but names, so ASCII without escapes.
-        constants: it may hold NaN and infinities.
+        what: the file's name, for messages.
+        plain: whether only ASCII without escapes is allowed, enough for plain names.
+        constants: whether NaN and infinities are allowed.
 
     Raises:
-        CheckpointError: it is no JSON object, or exceeds the limits.
+        CheckpointError: it is not a JSON object, or exceeds the limits.
     """
     text, spent = _read_text(file, size, limits, what, plain)
     try:
         found = json.loads(text, object_pairs_hook=_unique, parse_constant=float if constants else _refuse_constant)
     except RecursionError:
-        raise CheckpointError(f"{what} nests lists or objects too deep. {ADVICE}") from None
+        raise CheckpointError(f"{what} nests lists or objects too deeply. {ADVICE}") from None
     except ValueError as error:
-        raise CheckpointError(f"{what} is no JSON: {str(error)[:SHOWN_LENGTH]}. {ADVICE}") from None
+        raise CheckpointError(f"{what} is not valid JSON: {str(error)[:SHOWN_LENGTH]}. {ADVICE}") from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{what} holds {shown(found)} instead of a JSON object. {ADVICE}")
+        raise CheckpointError(f"{what} contains {shown(found)} instead of a JSON object. {ADVICE}")
     return found, spent
 
 
@@ -145,11 +148,13 @@ def _read_text(file: BinaryIO, size: int, limits: Limits, what: str, plain: bool
     spent = Limits(len(data), data.count(b"[") + data.count(b"{"), data.count(b","))
     limits.check(spent, what)
     if plain and (not data.isascii() or b"\\" in data):
-        raise CheckpointError(f"{what} has a backslash or other characters that no name in it needs. {ADVICE}")
+        raise CheckpointError(
+            f"{what} contains a backslash or non-ASCII characters, which its names do not need. {ADVICE}"
+        )
     try:
         return data.decode(), spent
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{what} is no UTF-8 text: byte {error.start} cannot be. {ADVICE}") from None
+        raise CheckpointError(f"{what} is not UTF-8 text: byte {error.start} is not valid. {ADVICE}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -161,4 +166,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

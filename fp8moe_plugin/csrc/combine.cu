@@ -6,13 +6,13 @@
 // Out:  out      bfloat16 [T, H]; zeros for a token without rows
 //
 // A thread owns 16 bytes of one token; blocks_per_token CTAs own a token. Grid: T * blocks_per_token.
-#include "common.cuh"
+#include "device/common.cuh"
 
 constexpr int kRowsInFlight = 8;
 
 // Not __restrict__: loads stay on their side of the wait.
-extern "C" __global__ __launch_bounds__(THREADS) void combine(const uint4* rows, const int* slots, const float* weights,
-                                                               uint4* __restrict__ out, int vectors, int topk) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    combine(const uint4* rows, const int* slots, const float* weights, uint4* __restrict__ out, int vectors, int topk) {
     const int blocks_per_token = ceil_div(vectors, THREADS);
     const int token = blockIdx.x / blocks_per_token;
     const int vector = blockIdx.x % blocks_per_token * THREADS + threadIdx.x;

@@ -5,12 +5,11 @@
 //                        its low half, those of expert w + words in its high half
 //
 // Grid: chunks, a thread a pair.    num_experts: at most THREADS.
-#include "expert_ids.cuh"
+#include "routing/expert_ids.cuh"
 
-extern "C" __global__ __launch_bounds__(THREADS) void count_experts(const void* __restrict__ ids,
-                                                                     const int* __restrict__ expert_map,
-                                                                     u32* __restrict__ counts, int ids_64, int pairs,
-                                                                     int global_experts, int num_experts) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    count_experts(const void* __restrict__ ids, const int* __restrict__ expert_map, u32* __restrict__ counts,
+                  int ids_64, int pairs, int global_experts, int num_experts) {
     let_next_kernel_start();
     __shared__ int count[THREADS];  // of each expert
     const ExpertIds router{ids, expert_map, ids_64, pairs, global_experts, num_experts};

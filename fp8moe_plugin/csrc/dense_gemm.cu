@@ -15,8 +15,8 @@
 //
 // Grid: any number of blocks, one a multiprocessor; each takes every gridDim.x-th tile. Launched early it loads weights
 // beside the kernel that quantizes A.
-#include "ring.cuh"
-#include "wgmma.cuh"
+#include "device/wgmma.cuh"
+#include "pipeline/ring.cuh"
 
 constexpr int kBlockK = 128, kWarpgroupM = 64;
 constexpr int kMathWarpgroups = BLOCK_M / kWarpgroupM, kMathWarps = 4 * kMathWarpgroups;
@@ -147,7 +147,7 @@ DEVICE Scales load_scales(SharedMemory<kWidth> shared, int stage, int row, int b
 
 // Widths and boundaries are multiples of 16.
 template <int kWidth>
-DEVICE void add(const Columns<kWidth>& product, const Scales& scales, Columns<kWidth>& sum) {
+DEVICE void add(const Fragment<kWidth>& product, const Scales& scales, Fragment<kWidth>& sum) {
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) {
         bool next = 128 % kWidth != 0 && i / 8 * 16 >= scales.boundary;
@@ -158,10 +158,10 @@ DEVICE void add(const Columns<kWidth>& product, const Scales& scales, Columns<kW
 // kSteps steps of 128 K, one behind the other in the tensor cores.
 template <int kSteps, int kWidth, int kStages>
 DEVICE void multiply_steps(SharedMemory<kWidth> shared, Ring<kStages>& ring, int warpgroup, int boundary,
-                           Columns<kWidth>& sum) {
+                           Fragment<kWidth>& sum) {
     int rows = warpgroup * kWarpgroupM, row = rows + threadIdx.x / kWarp % 4 * 16 + lane_of_warp() / 4;
     int stages[kSteps];
-    Columns<kWidth> products[kSteps];
+    Fragment<kWidth> products[kSteps];
     Scales scales[kSteps];
     wgmma_fence();
 #pragma unroll
@@ -186,7 +186,7 @@ DEVICE void multiply_steps(SharedMemory<kWidth> shared, Ring<kStages>& ring, int
 
 template <int kWidth, int kStages>
 DEVICE void multiply(SharedMemory<kWidth> shared, Ring<kStages>& ring, int k_blocks, int warpgroup, int boundary,
-                     Columns<kWidth>& sum) {
+                     Fragment<kWidth>& sum) {
     constexpr int kSteps = SharedMemory<kWidth>::kStepsAtOnce;  // each wait for products takes time
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) sum[i] = 0.f;
@@ -199,7 +199,7 @@ DEVICE void multiply(SharedMemory<kWidth> shared, Ring<kStages>& ring, int k_blo
 // Through shared memory, so that 8 columns of a row are stored at once.
 template <int kWidth>
 DEVICE void store(SharedMemory<kWidth> shared, int warpgroup, u16* d, const Operands& in, int row, int column,
-                  const Columns<kWidth>& sum) {
+                  const Fragment<kWidth>& sum) {
     constexpr int kChunks = kWidth / 8;
     int first = warpgroup * kWarpgroupM, rows = min(kWarpgroupM, in.m - row - first), lane = lane_of_warp();
     warpgroup_barrier(warpgroup);  // the tile before has been stored
@@ -235,7 +235,7 @@ DEVICE void run(const Operands& in, u16* d) {
     Ring<SharedMemory<kWidth>::kStages> ring;
     for (Tiles<kWidth> tiles(in); tiles.more(); tiles.advance()) {
         int row = tiles.row(), column = tiles.column();
-        Columns<kWidth> sum;
+        Fragment<kWidth> sum;
         multiply(shared, ring, in.k_blocks, warp / 4, 128 - column % 128, sum);
         store(shared, warp / 4, d, in, row, column, sum);
     }

@@ -11,9 +11,9 @@
 //
 // Grid: ceil(N / 64) clusters of `splits` blocks, at most K / 128. Launched early it loads weights beside the kernel
 // that quantizes A.
-#include "cluster_sum.cuh"
-#include "ring.cuh"
-#include "wgmma.cuh"
+#include "mma/swap_ab.cuh"
+#include "pipeline/cluster_sum.cuh"
+#include "pipeline/ring.cuh"
 
 constexpr int kBlockN = 64, kBlockK = 128;
 constexpr int kMathWarps = 4;
@@ -103,25 +103,19 @@ DEVICE void load_tokens(SharedMemory<kTokens> shared, const Operands& in, const 
 // A thread holds sums as ClusterSum has them.
 template <int kTokens>
 DEVICE void multiply(SharedMemory<kTokens> shared, int steps, float (&sum)[kTokens / 2]) {
-    int token = threadIdx.x % 4 * 2;
+    int token = fragment_column();
     Ring<SharedMemory<kTokens>::kStages> ring;
-#pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.f;
+    clear(sum);
     for (int step = 0; step < steps; ++step, ring.advance()) {
         int s = ring.stage;
         barrier_wait(shared.full(s), ring.phase);
-        float product[kTokens / 2], scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s));
-        wgmma_fence();
-        wgmma_issue(product, shared.weights(s), shared.tokens(s));
-        wgmma_commit();
-#pragma unroll
-        for (int i = 0; i < kTokens / 4; ++i)
-            scale[i] = load_shared_float(shared.token_scale(s, token + i / 2 * 8 + i % 2)) * weight_scale;
-        wgmma_wait();
-        wgmma_results_ready(product);
+        Fragment<kTokens> product;
+        float scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s));
+        wgmma_start(product, shared.weights(s), shared.tokens(s));
+        read_scales<kTokens>(scale, weight_scale, [&](int offset) { return shared.token_scale(s, token + offset); });
+        wgmma_finish(product);
         release(shared, s);
-#pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) sum[i] += scale[i / 4 * 2 + i % 2] * product[i];
+        add_scaled<kTokens>(product, scale, sum);
     }
 }
 
@@ -158,8 +152,8 @@ DEVICE void run(const Operands& in, u16* d, int splits) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                       const float* a_scales, int a_scale_k_stride, const float* b_scales, u16* d, int m, int n, int k,
-                       int width, int splits) {
+                        const float* a_scales, int a_scale_k_stride, const float* b_scales, u16* d, int m, int n, int k,
+                        int width, int splits) {
     let_next_kernel_start();
     const Operands in{&a_map, &b_map, a_scales, b_scales, a_scale_k_stride, m, n, k / kBlockK};
     switch (width) {

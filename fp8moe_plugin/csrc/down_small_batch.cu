@@ -20,10 +20,10 @@
 // Out:  out       bfloat16 [tokens, H]
 //
 // Grid: H / 128 clusters of `splits` blocks.
-#include "cluster_sum.cuh"
-#include "expert_list.cuh"
-#include "ring.cuh"
-#include "wgmma.cuh"
+#include "mma/swap_ab.cuh"
+#include "pipeline/cluster_sum.cuh"
+#include "pipeline/ring.cuh"
+#include "routing/expert_list.cuh"
 
 constexpr int kTokens = TOKENS, kStages = STAGES;
 constexpr int kBlockN = 128, kBlockK = 128;
@@ -164,31 +164,26 @@ DEVICE void load_tokens(SharedMemory shared, const Share& share, const TensorMap
 
 // ---- math -----------------------------------------------------------------------------------------------------------
 
-// As Cluster has them.
-using Sums = float[kTokens / 2];
+using Sums = Fragment<kTokens>;
 
 DEVICE void multiply(SharedMemory shared, Units units, int warpgroup, Sums& sum) {
-    int token = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.f;
+    int token = fragment_column();
+    clear(sum);
     Ring<kStages> ring;
     for (; units.left(); units.advance(), ring.advance()) {
         int s = ring.stage;
         barrier_wait(shared.full(s), ring.phase);
         Sums product;
-        wgmma_fence();
-        wgmma_issue(product, shared.weights(s, warpgroup), shared.tokens(s));
-        wgmma_commit();
+        wgmma_start(product, shared.weights(s, warpgroup), shared.tokens(s));
         float scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s));
 #pragma unroll
-        for (int i = 0; i < kTokens / 4; ++i) scale[i] = load_shared_float(shared.scale(s, token + i / 2 * 8 + i % 2));
-        wgmma_wait();
-        wgmma_results_ready(product);
+        for (int i = 0; i < kTokens / 4; ++i) scale[i] = load_shared_float(shared.scale(s, token + column_offset(i)));
+        wgmma_finish(product);
         release(shared, s);
 #pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) {
-            float token_scale = scale[i / 4 * 2 + i % 2];
-            if (!is_absent(token_scale)) sum[i] += weight_scale * token_scale * product[i];
+        for (int e = 0; e < kTokens / 2; ++e) {
+            float token_scale = scale[column_index(e)];
+            if (!is_absent(token_scale)) sum[e] += weight_scale * token_scale * product[e];
         }
     }
 }

@@ -15,12 +15,11 @@
 //       ready       int32 [1 + capacity * counters], zero, for blocks and row tiles that are done, see RowsDone; null:
 //                   nobody asks, and there is one split
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
-#include "fp8.cuh"
-#include "ptx.cuh"
-#include "rows_done.cuh"
-#include "split_k.cuh"
-#include "tile_queue.cuh"
-#include "wgmma.cuh"
+#include "device/fp8.cuh"
+#include "device/wgmma.cuh"
+#include "pipeline/rows_done.cuh"
+#include "pipeline/split_k.cuh"
+#include "pipeline/tile_queue.cuh"
 
 constexpr int kStages = STAGES;
 constexpr int kBlockTokens = 64, kBlockI = 128, kBlockK = 128;
@@ -170,18 +169,14 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
 
 // ---- math --------------------------------------------------------------------------------------------------------
 
-// Of a slab, a thread holds a channel's gate and up, rows lane/4 and lane/4 + 8 of its warp's 16, of tokens
-// 8i + lane%4*2 and the next: [4i], [4i + 1] of the gate, [4i + 2], [4i + 3] of the other.
+// The thread's two rows of a slab are the gate and the up projection of one channel, its columns are tokens.
 template <int kTokens>
-using Sums = float[kSlabs][kTokens / 2];
+using Sums = Fragment<kTokens>[kSlabs];
 
 template <int kTokens>
 DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int warpgroup, Sums<kTokens>& sum) {
-    int token = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab)
-#pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) sum[slab][i] = 0.f;
+    int token = fragment_column();
+    clear(sum);
     for (int step = 0; step < steps; ++step, ring.advance()) {
         int s = ring.stage;
         barrier_wait(shared.full(s), ring.phase);
@@ -191,22 +186,20 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int wa
         float token_scale[kTokens / 4];
 #pragma unroll
         for (int i = 0; i < kTokens / 4; ++i)
-            token_scale[i] = load_shared_float(shared.token_scale(s, token + i / 2 * 8 + i % 2));
+            token_scale[i] = load_shared_float(shared.token_scale(s, token + column_offset(i)));
         Sums<kTokens> product;
         wgmma_fence();
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab)
             wgmma_issue(product[slab], shared.weights(s, warpgroup * kSlabs + slab), shared.tokens(s, 0));
         wgmma_commit();
-        wgmma_wait();
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) wgmma_results_ready(product[slab]);
+        wgmma_finish(product);
         release(shared, s);
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab)
 #pragma unroll
-            for (int i = 0; i < kTokens / 2; ++i)
-                sum[slab][i] += token_scale[i / 4 * 2 + i % 2] * half_scale[i / 2 % 2] * product[slab][i];
+            for (int e = 0; e < kTokens / 2; ++e)
+                sum[slab][e] += token_scale[column_index(e)] * half_scale[row_index(e)] * product[slab][e];
     }
 }
 
@@ -223,7 +216,7 @@ DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& ou
     };
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
-        int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
+        int token = fragment_column() + column_offset(i), e = element_at(0, i);
         if (token < tile.rows)
             *at(in.split_of(tile), token) = make_float4(sum[0][e], sum[0][e + 2], sum[1][e], sum[1][e + 2]);
     }
@@ -231,7 +224,7 @@ DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& ou
     if (!comes_last(shared.last(), arrived, in.splits, kMathBarrier, kMathThreads)) return false;
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
-        int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
+        int token = fragment_column() + column_offset(i), e = element_at(0, i);
         if (token >= tile.rows) continue;
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
         auto add = [&](float4 part) { total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w; };
@@ -279,7 +272,7 @@ DEVICE void store_quantized(SharedMemory shared, const Operands& in, const Resul
             amax = max_u16x2(amax, load_shared(shared.amax(from, i * 4 + lane % 4)));
         float scale[2] = {group_scale(amax << 16), group_scale(amax & 0xFFFF0000)};
         float inverse[2] = {__frcp_rn(scale[0]), __frcp_rn(scale[1])};
-        int token = i * 8 + lane % 4 * 2;
+        int token = i * 8 + fragment_column();
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
             float2 v = unpack_bf16x2(value[slab][i]);
@@ -319,8 +312,8 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gate_up_few_rows(const __grid_constant__ TensorMap w_map, const uint4* x, const float* x_scales,
-                    const float* w_scales, const int* a_rows, u8* q, float* scales, float* partial, int* ready,
-                    const int4* table, int* num_tiles, int m, int intermediate, int k, int splits, int counters) {
+                     const float* w_scales, const int* a_rows, u8* q, float* scales, float* partial, int* ready,
+                     const int4* table, int* num_tiles, int m, int intermediate, int k, int splits, int counters) {
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 

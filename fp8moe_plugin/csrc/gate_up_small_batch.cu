@@ -19,10 +19,10 @@
 // UE8M0: 1 rounds scales up to powers of two, before the router's weight comes in.
 //
 // Grid: any number of clusters; a multiprocessor has room for two blocks. The next kernel starts beside this one.
-#include "expert_list.cuh"
-#include "fp8.cuh"
-#include "ring.cuh"
-#include "wgmma.cuh"
+#include "device/fp8.cuh"
+#include "mma/swap_ab.cuh"
+#include "pipeline/ring.cuh"
+#include "routing/expert_list.cuh"
 
 constexpr int kTokens = TOKENS, kCluster = CLUSTER, kStages = STAGES;
 constexpr int kBlockI = 128, kBlockK = 128;
@@ -144,34 +144,26 @@ struct Tokens {
     }
 };
 
-// Of a slab, a thread holds rows lane/4 and lane/4 + 8 of its warp's 16, of tokens 8i + lane%4*2 and the next, at [4i]
-// and [4i + 1], the second row's 2 behind. In the interleaved order these and those of the other slab are neighbours.
-using Sums = float[kSlabs][kTokens / 2];
+// The thread's two rows of each slab are four neighbouring channels of the warpgroup's half, in the interleaved order
+// of w_map; its columns are tokens.
+using Sums = Fragment<kTokens>[kSlabs];
 
 DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int half, Sums& sum) {
-    int token = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab)
-#pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) sum[slab][i] = 0.f;
+    int token = fragment_column();
+    clear(sum);
     for (int step = 0; step < steps; ++step)
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab, ring.advance()) {
             int s = ring.stage;
             barrier_wait(shared.full(s), ring.phase);
-            float product[kTokens / 2], scale[kTokens / 4];
-            wgmma_fence();
-            wgmma_issue(product, shared.weights(s, half), shared.x(step, 0));
-            wgmma_commit();
-            float half_scale = load_shared_float(shared.weight_scale(s, half));
-#pragma unroll
-            for (int i = 0; i < kTokens / 4; ++i)
-                scale[i] = half_scale * load_shared_float(shared.x_scale(step, token + i / 2 * 8 + i % 2));
-            wgmma_wait();
-            wgmma_results_ready(product);
+            Fragment<kTokens> product;
+            float scale[kTokens / 4];
+            wgmma_start(product, shared.weights(s, half), shared.x(step, 0));
+            read_scales<kTokens>(scale, load_shared_float(shared.weight_scale(s, half)),
+                                 [&](int offset) { return shared.x_scale(step, token + offset); });
+            wgmma_finish(product);
             release(shared, s);
-#pragma unroll
-            for (int i = 0; i < kTokens / 2; ++i) sum[slab][i] += scale[i / 4 * 2 + i % 2] * product[i];
+            add_scaled<kTokens>(product, scale, sum[slab]);
         }
 }
 
@@ -180,7 +172,7 @@ DEVICE void send(SharedMemory shared, const Step& step, const Share& share, int 
     int lane = threadIdx.x % kWarp, at = (threadIdx.x / kWarp % 4 * 8 + lane / 4) * 16;
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
-        int token = i / 2 * 8 + lane % 4 * 2 + i % 2, e = i / 2 * 4 + i % 2;
+        int token = fragment_column(lane) + column_offset(i), e = element_at(0, i);
         int to = token % kCluster, finished = token / kCluster;
         if (token < step.tokens)
             store_async(in_block(shared.sums(finished, share.rank, half) + at, to),
@@ -285,10 +277,9 @@ DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& sha
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(THREADS, 2)
-    gate_up_small_batch(const __grid_constant__ TensorMap w_map, const uint4* x, const float* w_scales,
-                        const void* ids, const int* expert_map, const float* topk_weights, u8* q, float* scales,
-                        int* told, int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden,
-                        int intermediate) {
+    gate_up_small_batch(const __grid_constant__ TensorMap w_map, const uint4* x, const float* w_scales, const void* ids,
+                        const int* expert_map, const float* topk_weights, u8* q, float* scales, int* told, int ids_64,
+                        int global_experts, int num_experts, int tokens, int topk, int hidden, int intermediate) {
     SharedMemory shared{dynamic_shared_address()};
     const Step step{tokens, topk, hidden, intermediate};
     const Share share(step);

@@ -9,20 +9,12 @@
 // Up to 16 rows more, the tail of a tile, are multiplied the other way round: 64 of each 128 rows of B are the 64-row
 // operand of each warpgroup, the tail is the narrow one. A tile of their own would load all of B once more.
 //
-// GATHER: row i of A is row a_rows[i] of the matrix `gathered`, whose scales are row-major. TMA cannot do that (a box
-// of one row takes 25 cycles), so the four producer warps copy 16 bytes a lane, swizzled as TMA would have done.
-//
 // KEEP_B, for K of one or two steps: tiles come in runs, most of them of the same columns, whose B stays where it is.
 //
-// The two GEMMs of experts share a tile table and `ready`: the first, with OUTPUT_SWIGLU, counts what it has stored of
-// each row tile, and the second may start while the first one ends. With `ready` null it follows as any kernel does.
-//
-// With OUTPUT_SWIGLU the halves are 128 channels of the gate and the same 128 of the other projection, so that the
-// group of a scale never leaves a warpgroup: D = quantized SiLU(gate) * up, e4m3 [rows, N / 2], as silu_mul_quant.cu.
-#include "gemm_gather.cuh"
-#include "gemm_load.cuh"
-#include "gemm_store.cuh"
-#include "gemm_swiglu.cuh"
+// As the second GEMM of experts it shares a tile table and `ready` with the first one, gate_up.cu, and may start while
+// that one ends. With `ready` null it follows as any kernel does.
+#include "epilogue/store_rows.cuh"
+#include "pipeline/load_row_tile.cuh"
 
 struct Result {
     const TensorMap* map;
@@ -69,77 +61,37 @@ DEVICE void compute_tile(SharedMemory shared, Rings& rings, int k_blocks, const 
         skip_tile(shared, rings.a, k_blocks);
 }
 
-template <int kWidth, bool kHasTail>
-DEVICE void compute_swiglu(SharedMemory shared, Rings& rings, int k_blocks, const Quantized& out,
-                           const Tile& tile, int warpgroup, int row_block, int column, int& buffer,
-                           Completion& complete) {
-    Columns<kWidth> sum[2];
-    Tail tail[kHalves];
-    multiply_tile<2, kWidth, kHasTail>(shared, rings, k_blocks, tile, row_block, 0, column, sum, tail);
-    store_quantized<kWidth>(shared, out, tile, warpgroup, row_block, buffer, complete, sum[0], sum[1]);
-    if (kHasTail) store_quantized_tail(shared, out, tile, warpgroup, buffer, tail[0], tail[kHalves - 1]);
-}
-
-DEVICE void compute_swiglu_tile(SharedMemory shared, Rings& rings, int k_blocks, const Quantized& out,
-                                const Tile& tile, int warpgroup, int& buffer, Completion& complete) {
-    if (tile.rows > kBlockM)
-        compute_swiglu<kHalfN, true>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, complete);
-    else if (tile.rows > kWarpgroupM)
-        compute_swiglu<kHalfN, false>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, complete);
-    else  // few rows: each warpgroup takes half of the channels instead
-        compute_swiglu<kHalfN / 2, false>(shared, rings, k_blocks, out, tile, warpgroup, 0, warpgroup * kHalfN / 2,
-                                          buffer, complete);
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_narrow_map,
                  const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map,
-                 const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
-                 const uint4* gathered, const int* a_rows, void* d, const void* c, float* d_scales, int* ready,
-                 const int4* table, int* num_tiles, int m, int n, int k) {
-    if (kSwiglu) let_next_kernel_start();
+                 const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales, void* d,
+                 const void* c, int* ready, const int4* table, int* num_tiles, int m, int n, int k) {
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);
 
     int warpgroup = warp_uniform(threadIdx.x / 128), k_blocks = k / kBlockK;
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
-    int* a_ready = kSwiglu ? nullptr : ready;
-    Operands in{&a_map, &a_narrow_map, &b_map, gathered, a_rows, scales, b_scales, a_ready, n, k_blocks};
+    Operands in{&a_map, &a_narrow_map, &b_map, nullptr, nullptr, scales, b_scales, ready, n, k_blocks};
     Result out{&d_map, d, c, n};
-    Quantized quantized{&d_map, static_cast<u8*>(d), d_scales, n / 2, m};
     Rings rings;
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
-        bool first_warp = threadIdx.x / 32 == 4 * kMathWarpgroups;
-        if (GATHER || first_warp) {
+        if (threadIdx.x / 32 == 4 * kMathWarpgroups) {
             int column_tiles = (n + BLOCK_N - 1) / BLOCK_N;
-            Queue queue(table, num_tiles, !kSwiglu, m, column_tiles, k_blocks, in.ready);
-            if (GATHER)
-                gather_tiles(shared, rings.a, in, queue, first_warp);
-            else
-                load_tiles(shared, rings, in, queue);
-            if (first_warp) {
-                load_end(shared, rings.a, kFullArrivals);
-                if (in.ready) wait_for_previous_kernel();  // who follows this one follows both
-                queue.finish();
-            }
+            Queue queue(table, num_tiles, 1, m, column_tiles, k_blocks, ready);
+            load_tiles(shared, rings, in, queue);
+            load_end(shared, rings.a, kFullArrivals);
+            if (ready) wait_for_previous_kernel();  // who follows this one follows both
+            queue.finish();
         }
     } else {
         increase_registers<kMathRegisters>();
-        int buffer = 0;
-        Completion complete{ready};
         while (true) {
             barrier_wait(shared.full(rings.a.stage), rings.a.phase);
             Tile tile = published_tile(shared.tile(rings.a.stage));
             if (tile.rows == 0) break;
-            if (kSwiglu)
-                compute_swiglu_tile(shared, rings, k_blocks, quantized, tile, warpgroup, buffer, complete);
-            else
-                compute_tile(shared, rings, k_blocks, out, tile, warpgroup);
+            compute_tile(shared, rings, k_blocks, out, tile, warpgroup);
         }
-        if (kSwiglu)
-            complete.finish(shared, warpgroup);
-        else if (threadIdx.x % 128 == 0)
-            tma_store_wait();
+        if (threadIdx.x % 128 == 0) tma_store_wait();
     }
 }

@@ -6,13 +6,18 @@
 // A block takes `run` columns of tiles at once, so that where K is short what comes once in a while stays cheap.
 //
 // With `ready` A is what gate_up_few_rows makes, beside which this kernel runs; see rows_done.cuh.
-#include "ptx.cuh"
-#include "rows_done.cuh"
-#include "swap_ab.cuh"
-#include "tile_queue.cuh"
-#include "transposed.cuh"
+#include "device/ptx.cuh"
+#include "epilogue/store_transposed.cuh"
+#include "mma/swap_ab.cuh"
+#include "pipeline/rows_done.cuh"
+#include "pipeline/tile_queue.cuh"
 
 constexpr int kStages = STAGES;
+constexpr int kBlockN = 128, kBlockK = 128;
+constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kWarpgroupN = kBlockN / kMathWarpgroups;
+constexpr int kThreads = kMathThreads + 128;
+static_assert(kThreads == THREADS, "plan.py has the same roles");
+constexpr int kFullArrivals = 2;  // of a stage: the bytes of bulk copies are announced; the small copies have landed
 constexpr int kBlockTokens = 64;
 constexpr int kBoxTokens = 8;  // of one TMA load: one swizzle atom, so that boxes stack
 
@@ -126,9 +131,28 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
 // ---- math ------------------------------------------------------------------------------------------------------
 
 template <int kTokens>
+DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int steps, int first_scale, int warpgroup,
+                          Fragment<kTokens>& sum) {
+    int token = first_scale + fragment_column();
+    clear(sum);
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+        int s = ring.stage;
+        barrier_wait(shared.full(s), ring.phase);
+        Fragment<kTokens> product;
+        float scale[kTokens / 4];
+        read_scales<kTokens>(scale, load_shared_float(shared.weight_scale(s)),
+                             [&](int offset) { return shared.token_scale(s, token + offset); });
+        wgmma_start(product, shared.weights(s, warpgroup), shared.tokens(s, 0));
+        wgmma_finish(product);
+        release(shared, s);
+        add_scaled<kTokens>(product, scale, sum);
+    }
+}
+
+template <int kTokens>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, u16* d, const Tile& tile,
                          int warpgroup) {
-    float sum[kTokens / 2];
+    Fragment<kTokens> sum;
 #pragma unroll 1
     for (int column = tile.column * in.run, end = column + in.run; column < end; ++column) {
         multiply_tile<kTokens>(shared, ring, in.k_blocks, ActivationScales::offset(tile.row), warpgroup, sum);
@@ -141,9 +165,9 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                         const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
-                         u16* d, const int4* table, int* num_tiles, int m, int n, int k, int pair_of_counters, int run,
-                         int* ready, int counters) {
+                          const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
+                          u16* d, const int4* table, int* num_tiles, int m, int n, int k, int pair_of_counters, int run,
+                          int* ready, int counters) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);

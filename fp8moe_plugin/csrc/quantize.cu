@@ -9,8 +9,8 @@
 // With LAYOUT_ROW_MAJOR it is launched early and waits last: no kernel beside it may touch what it reads or writes.
 // A half-warp holds a group in 16 bytes a lane, for four tokens at once: loads in flight, and the eight tokens of
 // a warp fill a 32-byte sector of K-major scales.
-#include "common.cuh"
-#include "fp8.cuh"
+#include "device/common.cuh"
+#include "device/fp8.cuh"
 
 #define LAYOUT_K_MAJOR 0
 #define LAYOUT_ROW_MAJOR 1
@@ -22,10 +22,9 @@ constexpr int kTokensPerWarp = kTokensPerLane * (kWarp / kGroupLanes);
 // With LAYOUT_PERMUTED L2 is better used by what is written: a fifth faster at 8192 tokens. Else the plain load is.
 DEVICE uint4 load_token(const uint4* x) { return LAYOUT == LAYOUT_PERMUTED ? __ldcs(x) : __ldg(x); }
 
-extern "C" __global__ __launch_bounds__(THREADS) void quantize(const uint4* __restrict__ x, uint2* __restrict__ q,
-                                                                float* __restrict__ scales,
-                                                                const int* __restrict__ slots, int tokens, int groups,
-                                                                int topk) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    quantize(const uint4* __restrict__ x, uint2* __restrict__ q, float* __restrict__ scales,
+             const int* __restrict__ slots, int tokens, int groups, int topk) {
     let_next_kernel_start();
     const int warp = blockIdx.x * (THREADS / kWarp) + threadIdx.x / kWarp;
     const int group = warp % groups;
@@ -87,7 +86,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void quantize(const uint4* __re
     }
     if (lane < kTokensPerLane && first + lane < tokens)
         scales[LAYOUT == LAYOUT_ROW_MAJOR ? static_cast<size_t>(first + lane) * groups + group
-                         : group * scale_pitch(tokens) + first + lane] = scale_of_lane;
+                                          : group * scale_pitch(tokens) + first + lane] = scale_of_lane;
 #endif
 #if LAYOUT == LAYOUT_ROW_MAJOR
     if (blockIdx.x == gridDim.x - 1) wait_for_previous_kernel();  // not all: they would keep their places

@@ -12,8 +12,8 @@
 // Launched early, behind count_experts, if there is more than one chunk.
 // No atomics decide an order, so it is the same in each run: a pair comes behind those of the chunks before its own, of
 // the warps before its own, of the lanes before its own.
-#include "expert_ids.cuh"
-#include "tile_table.cuh"
+#include "pipeline/tile_table.cuh"
+#include "routing/expert_ids.cuh"
 
 constexpr int kWarps = THREADS / kWarp;
 constexpr int kQuads = kWarps / 4;  // of warps
@@ -52,11 +52,11 @@ DEVICE void add_chunks(const u32* counts, int num_experts, int* all, int* before
 }
 
 // Allowed more registers than two blocks of a multiprocessor would have: else a batch is loaded piece by piece.
-extern "C" __global__ __launch_bounds__(THREADS, 1) void route(
-    const void* __restrict__ ids, const int* __restrict__ expert_map, const u32* counts, int* __restrict__ slots,
-    int* __restrict__ tokens, int* __restrict__ num_rows, int4* __restrict__ table, int* __restrict__ num_tiles,
-    int* __restrict__ ready, int ids_64, int pairs, int topk, int global_experts, int num_experts, int block_m,
-    int tile_counters) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    route(const void* __restrict__ ids, const int* __restrict__ expert_map, const u32* counts, int* __restrict__ slots,
+          int* __restrict__ tokens, int* __restrict__ num_rows, int4* __restrict__ table, int* __restrict__ num_tiles,
+          int* __restrict__ ready, int ids_64, int pairs, int topk, int global_experts, int num_experts, int block_m,
+          int tile_counters) {
     let_next_kernel_start();
     __shared__ int totals[THREADS];   // pairs of each expert in all chunks
     __shared__ int earlier[THREADS];  // and in the chunks before this one
@@ -100,7 +100,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void route(
     // Hand out the rows.
     const RowTiles tiles(total, block_m);
     const bool tailed = tiles.over > 0;  // then the expert's tiles are among the first
-    int before[3], all[3];  // of rows, of tiles of experts with a tail, of the other tiles
+    int before[3], all[3];               // of rows, of tiles of experts with a tail, of the other tiles
     exclusive_scan({total, tailed ? tiles.count : 0, tailed ? 0 : tiles.count}, ceil_div(num_experts, kWarp), before,
                    all);
     if (threadIdx.x < num_experts) {

@@ -8,17 +8,16 @@
 //
 // UE8M0: 1 rounds scales up to powers of two.    Grid: (any, G); the CTAs of an expert share its rows.
 // A half-warp holds a group in 16 bytes a lane, for four rows at once, as in quantize.cu.
-#include "common.cuh"
-#include "fp8.cuh"
+#include "device/common.cuh"
+#include "device/fp8.cuh"
 
 constexpr int kRowsPerLane = 4;
 constexpr int kRowsPerWarp = kRowsPerLane * (kWarp / kGroupLanes);
 constexpr int kWarps = THREADS / kWarp;
 
-extern "C" __global__ __launch_bounds__(THREADS) void silu_mul_quant(const uint4* __restrict__ gate_up,
-                                                                      const int* __restrict__ counts,
-                                                                      uint2* __restrict__ q, float* __restrict__ scales,
-                                                                      int max_m, int groups) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    silu_mul_quant(const uint4* __restrict__ gate_up, const int* __restrict__ counts, uint2* __restrict__ q,
+                   float* __restrict__ scales, int max_m, int groups) {
     const int count = min(counts[blockIdx.y], max_m);
     const int row_begin = blockIdx.y * max_m;
     const int row_end = row_begin + count;
@@ -27,8 +26,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void silu_mul_quant(const uint4
 
     for (int unit = blockIdx.x * kWarps + threadIdx.x / kWarp; unit < units; unit += gridDim.x * kWarps) {
         const int group = unit % groups;
-        const int first =
-            row_begin + unit / groups * kRowsPerWarp + lane_of_warp() / kGroupLanes * kRowsPerLane;
+        const int first = row_begin + unit / groups * kRowsPerWarp + lane_of_warp() / kGroupLanes * kRowsPerLane;
 
         // Load.
         uint4 gate[kRowsPerLane], up[kRowsPerLane];

@@ -2,14 +2,12 @@
 //
 // In:   counts     int32 [groups]; group g starts at row g * max_m, and its count is clamped to [0, max_m]
 // Out:  table, num_tiles, ready  see tile_table.cuh; a counter a tile
-#include "common.cuh"
-#include "tile_table.cuh"
+#include "device/common.cuh"
+#include "pipeline/tile_table.cuh"
 
-extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_counts(const int* counts,
-                                                                       int4* __restrict__ table,
-                                                                       int* __restrict__ num_tiles,
-                                                                       int* __restrict__ ready, int groups,
-                                                                       int max_m, int block_m) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    tiles_of_counts(const int* counts, int4* __restrict__ table, int* __restrict__ num_tiles, int* __restrict__ ready,
+                    int groups, int max_m, int block_m) {
     int tiles = 0;
     for (int tailed = block_m == RowTiles::kBlockMOfTails; tailed >= 0; --tailed) {
         for (int window = 0; window < groups; window += THREADS) {

@@ -3,15 +3,14 @@
 // In:   ids        int32 [rows], the expert of each row; a run outside [0, num_groups) gets no tile
 // Out:  table, num_tiles  see tile_table.cuh
 // Scratch: run_begins int32 [rows], the first row of each run
-#include "common.cuh"
-#include "tile_table.cuh"
+#include "device/common.cuh"
+#include "pipeline/tile_table.cuh"
 
 constexpr int kWarps = THREADS / kWarp;
 
-extern "C" __global__ __launch_bounds__(THREADS) void tiles_of_indices(const int* __restrict__ ids, int* run_begins,
-                                                                        int4* __restrict__ table,
-                                                                        int* __restrict__ num_tiles, int rows,
-                                                                        int num_groups, int block_m) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    tiles_of_indices(const int* __restrict__ ids, int* run_begins, int4* __restrict__ table,
+                     int* __restrict__ num_tiles, int rows, int num_groups, int block_m) {
     const int warp = threadIdx.x / kWarp, lane = lane_of_warp();
     const int rows_per_warp = ceil_div(ceil_div(rows, kWarps), kWarp) * kWarp;
     const int begin = min(warp * rows_per_warp, rows);

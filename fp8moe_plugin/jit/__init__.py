@@ -1,1 +1,1 @@
-"""From CUDA C++ sources to launched kernels: compile, cache, launch."""
+"""From CUDA C++ sources to launched kernels: compilation, bundle and cache, launch."""

@@ -1,4 +1,4 @@
-"""Making folders, and writing a file whole or not at all, whatever the umask."""
+"""Creating folders, and writing files atomically, whatever the umask."""
 
 import contextlib
 import errno
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def write_whole(folder: int, name: str, content: bytes, mode: int) -> None:
-    """Put a file into its place by an atomic rename, over whatever is there, and leave nothing behind if that fails.
+    """Create or replace a file by an atomic rename. If that fails, no temporary file remains.
 
     Args:
-        folder: descriptor of the folder.
-        mode: permissions. The umask takes its part, but the owner can always read and write the file.
+        folder: a descriptor of the folder.
+        mode: permissions; the umask applies, but the owner can always read and write the file.
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     staging = f"{name}.{secrets.token_hex(8)}.part"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -34,7 +34,7 @@ def write_whole(folder: int, name: str, content: bytes, mode: int) -> None:
 
 
 def write_file(path: Path, content: bytes, mode: int) -> None:
-    """`write_whole` for a path. Its folder need not be readable. Raises `OSError`."""
+    """Call `write_whole` for a path, whose folder need not be readable. Raises `OSError`."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         write_whole(folder, path.name, content, mode)
@@ -43,12 +43,12 @@ def write_file(path: Path, content: bytes, mode: int) -> None:
 
 
 def make_folder(path: Path, mode: int) -> None:
-    """Make a folder, and its parents, unless it is there.
+    """Create a folder and its parents if they do not exist.
 
     Args:
-        mode: permissions; those of parents are 0o777. The umask takes its part, but not the owner's.
+        mode: permissions; parents get 0o777. The umask applies, but the owner always has full access.
     Raises:
-        OSError: it cannot be made.
+        OSError: a folder cannot be created.
     """
     if path.is_dir():
         return
@@ -56,7 +56,7 @@ def make_folder(path: Path, mode: int) -> None:
         make_folder(path.parent, 0o777)
     try:
         path.mkdir(mode)
-    except FileExistsError:  # made meanwhile, or no folder
+    except FileExistsError:  # another process was faster, or it is not a folder
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
         return
@@ -64,7 +64,7 @@ def make_folder(path: Path, mode: int) -> None:
 
 
 def allow_owner(made: int | Path, permissions: int) -> None:
-    """Give back what the umask has taken from the owner of a file or folder that was just made. Raises `OSError`."""
-    mode = stat.S_IMODE(os.stat(made).st_mode)  # noqa: PTH116  (Path's takes no descriptor)
+    """Restore the owner's permissions on a new file or folder if the umask removed them. Raises `OSError`."""
+    mode = stat.S_IMODE(os.stat(made).st_mode)  # noqa: PTH116  (Path.stat does not take a descriptor)
     if permissions & ~mode:
         os.chmod(made, mode | permissions)  # noqa: PTH101

@@ -1,11 +1,11 @@
-"""An archive of compiled kernels for a container image, made by warmup and only read at serving.
+"""An archive of compiled kernels for a container image, written by warmup and only read when serving.
 
-    manifest.json                 what the kernels are, which compiler made them, the sha256 of each
-    <source>-<digest>.cubin       ...
+    manifest.json                 the kernels, the compiler they were made with, and the sha256 of each
+    <source>-<digest>.cubin       one per kernel
 
-The same kernels make the same bytes. The manifest names the compiler, so that reading a bundle needs no
-compiler. A bundle is a tar archive of plain files alone: reading one takes the memory of what is there, not of what its
-headers claim.
+Bundles are reproducible: the same kernels give the same bytes. The manifest names the compiler, so that reading a
+bundle does not require one. A bundle is a tar archive of regular files only, so the memory needed to read it is bounded
+by its size, whatever its headers claim.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from fp8moe_plugin.jit.cubin import cubin_fault
 from fp8moe_plugin.plan import KernelKey
 
 MANIFEST = "manifest.json"
-REMEDY = "make it again with python -m warmup bundle"
-MAX_BYTES = 1 << 26  # a bundle of every kernel there is has less than a megabyte
-MAX_KERNELS = 4096  # a hundred times as many as there are
+REMEDY = "create it again with python -m warmup bundle"
+MAX_BYTES = 1 << 26  # a bundle of all existing kernels is smaller than a megabyte
+MAX_KERNELS = 4096  # about a hundred times the number of existing kernels
 MANIFEST_LIMITS = Limits(size=512 * MAX_KERNELS, containers=MAX_KERNELS + 2, values=4 * MAX_KERNELS + 4)
 
 
@@ -61,7 +61,7 @@ class Manifest(BaseModel):
 
 
 class Bundle:
-    """A bundle in memory."""
+    """A bundle that was read into memory."""
 
     def __init__(self, path: Path, manifest: Manifest, cubins: dict[str, bytes]) -> None:
         self._shown = shown_text(path)
@@ -70,12 +70,13 @@ class Bundle:
         self._cubins = cubins
 
     def cubin(self, key: KernelKey) -> bytes:
-        """The cubin of a kernel. Raises `Missing` if it is not in the bundle, or damaged."""
+        """The cubin of a kernel. Raises `Missing` if the bundle does not contain it or it is damaged."""
         name = entry_name(key, self.manifest.compiler)
         entry, cubin = self._entries.get(name), self._cubins.get(name)
         if entry is None:
             raise Missing(
-                f"{self._shown} {'was made for other kernel sources' if self._holds_other(key) else 'does not hold it'}"
+                f"{self._shown} "
+                + ("was made from other kernel sources" if self._has_other_version(key) else "does not contain it")
             )
         if cubin is None or hashlib.sha256(cubin).hexdigest() != entry.sha256:
             raise Missing(f"{self._shown} is damaged: the checksum of {name} differs")
@@ -86,15 +87,15 @@ class Bundle:
             raise Missing(f"{self._shown} is damaged: {name} is {fault}")
         return cubin
 
-    def _holds_other(self, key: KernelKey) -> bool:
+    def _has_other_version(self, key: KernelKey) -> bool:
         return any(entry.kernel == str(key) for entry in self._entries.values())
 
 
 def read_bundle(path: Path) -> Bundle:
-    """A bundle, its members read but not judged yet. A process reads a path once, even if that fails.
+    """Read a bundle; its cubins are checked when they are used. A process reads each path once, even if that fails.
 
     Raises:
-        CacheError: there is no such file, or it is no bundle, or a bundle for other GPUs.
+        CacheError: there is no such file, it is not a bundle, or it is one for other GPUs.
     """
     bundle = _read_once(path)
     if isinstance(bundle, str):
@@ -104,26 +105,26 @@ def read_bundle(path: Path) -> Bundle:
 
 @functools.cache
 def _read_once(path: Path) -> Bundle | str:
-    """A bundle, or why the file cannot be used."""
+    """A bundle, or the reason why the file cannot be used."""
     try:
         files = _members(_content(path))
         manifest = _manifest(files.pop(MANIFEST))
         if manifest.arch != ARCH:
-            return f"{shown_text(path)} holds kernels for {shown(manifest.arch)}, not for {ARCH}: {REMEDY}"
+            return f"{shown_text(path)} contains kernels for {shown(manifest.arch)}, not for {ARCH}: {REMEDY}"
         return Bundle(path, manifest, files)
     except CacheError as error:
         return str(error)
     except OSError as error:
         return f"the bundle {shown_text(path)} cannot be read: {error.strerror or error}"
     except (tarfile.TarError, KeyError, ValueError):
-        return f"{shown_text(path)} is no bundle, or damaged: {REMEDY}"
+        return f"{shown_text(path)} is not a bundle, or it is damaged: {REMEDY}"
 
 
 def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> bytes:
-    """Write a bundle of these cubins, which this machine's NVRTC has made, whole or not at all; returns its bytes.
+    """Atomically write a bundle of cubins that this machine's NVRTC compiled. Returns its bytes.
 
     Raises:
-        CacheError: there is something else than a file in its place, or it cannot be written.
+        CacheError: the path exists and is not a regular file, or it cannot be written.
     """
     content = _archive(kernels)
     try:
@@ -132,20 +133,20 @@ def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> bytes:
     except OSError as error:
         raise CacheError(
             f"{shown_text(path)} cannot be written: {error.strerror}. "
-            "Name a file in a folder that can be, and has room."
+            "Choose a file in a writable folder on a disk with free space."
         ) from error
     return content
 
 
 def _content(path: Path) -> bytes:
     """The bytes of a file. Raises `CacheError`, `OSError`."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would block
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe without a writer would block
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise CacheError(f"the bundle {shown_text(path)} cannot be read: it is no regular file")
+            raise CacheError(f"the bundle {shown_text(path)} cannot be read: it is not a regular file")
         if status.st_size > MAX_BYTES:
-            raise CacheError(f"{shown_text(path)} is no bundle: it holds more than {MAX_BYTES >> 20} MiB")
+            raise CacheError(f"{shown_text(path)} is not a bundle: it is larger than {MAX_BYTES >> 20} MiB")
         with os.fdopen(handle, "rb", closefd=False) as file:
             return file.read(status.st_size)
     finally:
@@ -155,10 +156,10 @@ def _content(path: Path) -> bytes:
 def _members(archive: bytes) -> dict[str, bytes]:
     """The files of an archive, by name.
 
-    `tarfile` itself would follow long names, pax records and sparse maps, which take any memory and time they ask for.
+    Parsed here because `tarfile` supports long names, pax records and sparse maps, whose cost has no bound.
 
     Raises:
-        TarError, ValueError: it is damaged, or holds anything but plain files, too many of them or two of one name.
+        TarError, ValueError: the archive is damaged, or contains anything but regular files, too many, or duplicates.
     """
     files: dict[str, bytes] = {}
     at = 0
@@ -166,16 +167,16 @@ def _members(archive: bytes) -> dict[str, bytes]:
         member = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
         at += tarfile.BLOCKSIZE
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or not 0 <= member.size <= len(archive) - at:
-            raise tarfile.ReadError(f"{shown(member.name)} is no plain file, or not whole")
+            raise tarfile.ReadError(f"{shown(member.name)} is not a regular file, or it is truncated")
         if member.name in files or len(files) > MAX_KERNELS:
-            raise tarfile.ReadError(f"{shown(member.name)} is there twice, or one file too many")
+            raise tarfile.ReadError(f"{shown(member.name)} is a duplicate, or there are too many files")
         files[member.name] = archive[at : at + member.size]
         at += -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
     return files
 
 
 def _manifest(text: bytes) -> Manifest:
-    """Raises `ValueError` if it is no manifest. Its size is bounded first: Pydantic takes 600 bytes for each `{}`."""
+    """Parse the manifest. Raises `ValueError`. Its size is limited first: Pydantic needs 600 bytes for each `{}`."""
     content, _ = read_json(io.BytesIO(text), len(text), MANIFEST_LIMITS, "the manifest", plain=True)
     return Manifest.model_validate(content)
 
@@ -197,15 +198,15 @@ def _archive(kernels: dict[KernelKey, bytes]) -> bytes:
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)  # of nobody, at no time, so that the same content makes the same bytes
+    member = tarfile.TarInfo(name)  # without owner and time, so that bundles are reproducible
     member.size = len(content)
     archive.addfile(member, io.BytesIO(content))
 
 
 def _require_replaceable(path: Path) -> None:
-    """Raise `CacheError` if there is anything but a file of its own: no link, device, pipe or folder. Or `OSError`."""
+    """Raise `CacheError` if the path exists and is a link, device, pipe or folder. May raise `OSError`."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise CacheError(
-                f"{shown_text(path)} is no regular file, so it is not replaced: name another file, or remove it first"
+                f"{shown_text(path)} is not a regular file, so it is not replaced: choose another file, or remove it"
             )

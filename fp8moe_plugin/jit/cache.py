@@ -1,10 +1,10 @@
-"""The folder of compiled kernels: is the cubin of this name there, and is it whole?
+"""The kernel cache on disk: finding, checking and adding compiled kernels.
 
-    <cache_dir>/<source>-<digest>.cubin     32 bytes of sha256 over name and cubin, then the cubin
+    <cache_dir>/<source>-<digest>.cubin     the sha256 of name and cubin (32 bytes), then the cubin
 
-An entry appears whole, by an atomic rename, or not at all; the checksum catches what happens to it later, also if two
-entries are exchanged. Reading never writes. Locks save work only: who cannot get one compiles too, and whoever loses a
-race to publish uses the bytes it compiled. Nothing depends on the clock. A folder that others can write to is not used.
+Entries are written atomically. The checksum detects later damage, and entries that were swapped. Reading never writes.
+Locks only avoid duplicate work: a process that cannot get one compiles anyway, and whoever loses the race to publish
+uses the bytes it compiled. Nothing depends on the clock. A folder that other users can write to is not used.
 """
 
 import contextlib
@@ -28,25 +28,26 @@ from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")
 ADVICE = "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700."
-LEADS_NOWHERE = "it is a symbolic link that leads nowhere"
+DANGLING_LINK = "it is a dangling symbolic link"
 CHECKSUM_BYTES = hashlib.sha256().digest_size
-MAX_BYTES = 1 << 24  # of an entry; a kernel has less than 100 KB
-LOCK_PATIENCE_S, LOCK_TIMEOUT_S = 3, 60  # of saying nothing; many times what the slowest kernel takes to compile
+MAX_BYTES = 1 << 24  # per entry; kernels are smaller than 100 KB
+LOCK_PATIENCE_S = 3  # before a warning is logged
+LOCK_TIMEOUT_S = 60  # many times what the slowest kernel takes to compile
 
 
 class Missing(Exception):
-    """There is no good entry of this name; the message says where and why."""
+    """There is no valid entry of this name; the message says where and why."""
 
 
 class Damaged(Missing):
-    """There is an entry, whose bytes are not what was written."""
+    """There is an entry, but its content has changed since it was written."""
 
 
 def cache_dir() -> Path:
-    """The folder of the compiled kernels, which need not exist.
+    """The folder of the kernel cache, which need not exist.
 
     Raises:
-        CacheError: no home folder is known to put it into, or it is relative to a current folder that is gone.
+        CacheError: the home folder is unknown, or the path is relative and the current folder was removed.
     """
     chosen, vllm = settings().cache_dir, os.environ.get("VLLM_CACHE_ROOT")
     try:
@@ -55,24 +56,24 @@ def cache_dir() -> Path:
         return folder.absolute()
     except RuntimeError as error:
         where = shown_text(chosen or vllm or "the default, ~/.cache")
-        raise CacheError(f"no home folder is known for {where}. {ADVICE}") from error
+        raise CacheError(f"the home folder is unknown, but needed for {where}. {ADVICE}") from error
     except OSError as error:
-        raise CacheError(f"{shown_text(folder)} cannot be found: {error.strerror}. {ADVICE}") from error
+        raise CacheError(f"{shown_text(folder)} cannot be resolved: {error.strerror}. {ADVICE}") from error
 
 
 def read(name: str) -> bytes:
     """The cubin of an entry.
 
     Raises:
-        Missing: there is no good one (`Damaged`: but a bad one), or the folder must not be used.
+        Missing: there is no such entry, or the folder must not be used. `Damaged`: the entry is not valid.
     """
     try:
         path = cache_dir()
         with _opened(path) as folder, _file(name, folder) as file:
-            size = os.fstat(file.fileno()).st_size  # 0 of a pipe and of a device
+            size = os.fstat(file.fileno()).st_size  # 0 for pipes and devices
             entry = file.read(size) if size <= MAX_BYTES else None
     except FileNotFoundError as error:
-        raise Missing(f"{shown_text(path)} does not hold it") from error
+        raise Missing(f"{shown_text(path)} does not contain it") from error
     except OSError as error:
         raise Missing(f"{_culprit(path, name, error)} cannot be read: {error.strerror}") from error
     except CacheError as error:
@@ -87,27 +88,27 @@ def read(name: str) -> bytes:
 
 
 def publish(name: str, cubin: bytes) -> None:
-    """Put an entry into the folder, whole or not at all, over whatever is there.
+    """Atomically add or replace an entry.
 
     Raises:
-        CacheError: the folder must not be used, or cannot be written.
+        CacheError: the folder must not be used, or cannot be written to.
     """
     path = cache_dir()
     try:
         with _opened(path, make=True) as folder:
             write_whole(folder, name, seal(name, cubin), 0o600)
     except OSError as error:
-        advice = "Delete it." if isinstance(error, IsADirectoryError) else ADVICE  # a folder in the entry's place
+        advice = "Delete it." if isinstance(error, IsADirectoryError) else ADVICE  # a folder has the entry's name
         raise CacheError(f"{_culprit(path, name, error)} cannot be written: {error.strerror}. {advice}") from error
 
 
 def _culprit(path: Path, name: str, error: OSError) -> str:
-    """What an error is about, for a message: the entry, or the folder."""
+    """The path that an error is about, for a message: the entry or the folder."""
     return shown_text(path / name if name in (error.filename, error.filename2) else path)
 
 
 def require_usable() -> None:
-    """Raise `CacheError` unless the folder can be made, or is there, and can be read and written."""
+    """Raise `CacheError` unless the folder exists or can be created, and can be read and written."""
     path = cache_dir()
     try:
         with _opened(path, make=True):
@@ -119,20 +120,20 @@ def require_usable() -> None:
 
 @contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Keep others from compiling the same entry meanwhile, where locks work."""
+    """Keep other processes from compiling the same entry, if the file system supports locks."""
     try:
         path = cache_dir()
         with _opened(path, make=True):
             lock = FileLock(path / f"{name}.lock", mode=0o600)
         _acquire(lock)
-    except (OSError, NotImplementedError, CacheError):  # there are no locks; publishing says if more is wrong
+    except (OSError, NotImplementedError, CacheError):  # work without a lock; `publish` reports an unusable folder
         yield
         return
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
         with contextlib.suppress(OSError):  # the folder cannot be listed
-            for abandoned in path.glob(f"{name}.*.part"):  # by a process that died with the lock
-                with contextlib.suppress(OSError):  # the folder is only read, or another has done it
+            for abandoned in path.glob(f"{name}.*.part"):  # left by a process that died while it held the lock
+                with contextlib.suppress(OSError):  # the folder is read-only, or another process was faster
                     abandoned.unlink()
         yield
 
@@ -142,20 +143,20 @@ def _acquire(lock: BaseFileLock) -> None:
         lock.acquire(timeout=LOCK_PATIENCE_S)
     except Timeout:
         file = shown_text(lock.lock_file)
-        logger.warning("fp8moe: waits up to %d s for the process that holds %s", LOCK_TIMEOUT_S, file)
+        logger.warning("fp8moe: waiting up to %d s for the process that holds %s", LOCK_TIMEOUT_S, file)
         lock.acquire(timeout=LOCK_TIMEOUT_S)
 
 
 def seal(name: str, cubin: bytes) -> bytes:
-    """An entry's bytes: the checksum covers the name too, so that no entry passes for another."""
+    """The bytes of an entry. The checksum covers the name, so that an entry under another name is not valid."""
     return hashlib.sha256(name.encode() + b"\0" + cubin).digest() + cubin
 
 
 @contextlib.contextmanager
 def _opened(path: Path, make: bool = False) -> Iterator[int]:
-    """The folder as a descriptor, so that what was judged is what is used. Raises `CacheError`, `OSError`."""
-    if leads_nowhere(path):
-        raise CacheError(f"{shown_text(path)} is not used: {LEADS_NOWHERE}. {ADVICE}")
+    """A descriptor of the folder, so that the folder used is the one checked. Raises `CacheError`, `OSError`."""
+    if is_dangling_link(path):
+        raise CacheError(f"{shown_text(path)} is not used: {DANGLING_LINK}. {ADVICE}")
     if make:
         make_folder(path, 0o700)
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -168,17 +169,17 @@ def _opened(path: Path, make: bool = False) -> Iterator[int]:
         os.close(folder)
 
 
-def leads_nowhere(path: Path) -> bool:
-    """Whether it is a symbolic link to nothing, or to itself. Raises `OSError`."""
+def is_dangling_link(path: Path) -> bool:
+    """Whether this is a symbolic link without a target, or to itself. Raises `OSError`."""
     return path.is_symlink() and not path.exists()
 
 
 def folder_refusal(status: os.stat_result) -> str | None:
-    """Why a folder could hold kernels that another user has put there, or None."""
+    """Why a folder may contain kernels from other users, or None if it cannot."""
     if status.st_uid != os.geteuid():
-        return f"it belongs to user {status.st_uid}, this process is user {os.geteuid()}"
+        return f"it belongs to user {status.st_uid}, but this process runs as user {os.geteuid()}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"its mode {stat.S_IMODE(status.st_mode):04o} lets others write to it"
+        return f"its mode {stat.S_IMODE(status.st_mode):04o} lets other users write to it"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What a compiled kernel must look like before it goes to the driver: an ELF file of code for Hopper GPUs."""
+"""A check of compiled kernels before they are given to the driver: they must be ELF files with code for Hopper GPUs."""
 
 ELF = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 HEADER_BYTES = 64
@@ -7,10 +7,10 @@ SM = 90
 
 
 def cubin_fault(cubin: bytes) -> str | None:
-    """Why these bytes are no cubin for `sm_90`, or None. The `a` of sm_90a leaves no mark in the header."""
+    """Why these bytes are not a cubin for `sm_90`, or None. The header does not record the `a` of sm_90a."""
     if len(cubin) < HEADER_BYTES or not cubin.startswith(ELF):
-        return "no 64-bit ELF file"
+        return "not a 64-bit ELF file"
     if int.from_bytes(cubin[18:20], "little") != EM_CUDA:
-        return "no machine code for CUDA"
+        return "not machine code for CUDA"
     arch = cubin[49]  # the second byte of e_flags
     return None if arch == SM else f"machine code for sm_{arch}, not for sm_{SM}"

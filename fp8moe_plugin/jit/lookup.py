@@ -1,4 +1,4 @@
-"""Where does the cubin of this key come from: the bundle, the cache, or the compiler?"""
+"""Finding the cubin of a kernel: in the bundle, in the cache, or by compiling it."""
 
 import logging
 import os
@@ -17,9 +17,9 @@ from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")
-WARMUP = "python -m warmup"  # compiles every kernel there is
+WARMUP = "python -m warmup"  # without further options, it compiles every kernel
 
-compile_times: list[float] = []  # seconds, of each kernel that this process has compiled
+compile_times: list[float] = []  # seconds for each kernel that this process has compiled
 
 
 class Origin(StrEnum):
@@ -34,22 +34,22 @@ class Found(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What `compile_into_cache` did."""
+    """The result of `compile_into_cache`."""
 
     cubin: bytes
-    compiled: bool  # false: another process has put it into the cache meanwhile
+    compiled: bool  # false if another process added it to the cache in the meantime
     faults: list[str]  # of the compiled code, see `Compiled`
-    not_kept: str | None  # why it is in no cache
+    not_kept: str | None  # why it is not in the cache
 
 
 def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
     """The cubin of a kernel, for serving.
 
     Args:
-        warmup: the command that would have compiled it.
+        warmup: the command that precompiles it, for messages.
     Raises:
-        CompileError: it was not there and does not compile.
-        KernelNotPrecompiled: it was not there, and `FP8MOE_JIT=forbid`.
+        CompileError: it was not found, and does not compile.
+        KernelNotPrecompiled: it was not found, and `FP8MOE_JIT=forbid` is set.
     """
     try:
         return find(key)
@@ -60,26 +60,26 @@ def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
     jit, command = settings().jit, warmup_command(warmup, bundle_path())
     if jit == "forbid":
         raise KernelNotPrecompiled(
-            f"The kernel {key} is not precompiled ({why}), and FP8MOE_JIT=forbid. Run `{command}` "
-            "as this user and with the same FP8MOE_* variables, or set FP8MOE_JIT=allow to compile it at every start."
+            f"The kernel {key} is not precompiled ({why}), and FP8MOE_JIT=forbid is set. Run `{command}` as this "
+            "user and with the same FP8MOE_* variables, or set FP8MOE_JIT=allow to compile kernels at startup."
         )
     if jit == "warn":
-        log_once(logging.WARNING, f"kernels are compiled at start; `{command}` does it before")
+        log_once(logging.WARNING, f"kernels are compiled at startup; to compile them in advance, run `{command}`")
     made = compile_into_cache(key)
     if made.compiled:
         logger.log(logging.WARNING if jit == "warn" else logging.INFO, "fp8moe: compiled %s (%s)", key, why)
     if made.faults:
-        logger.warning("fp8moe: %s may be slow, %s compiled it with: %s", key, nvrtc_version(), "; ".join(made.faults))
+        logger.warning("fp8moe: %s may be slow, as %s reported: %s", key, nvrtc_version(), "; ".join(made.faults))
     if made.not_kept:
-        log_once(logging.WARNING, f"compiled kernels serve this process and are not kept: {made.not_kept}")
+        log_once(logging.WARNING, f"compiled kernels are used by this process, but not cached: {made.not_kept}")
     return Found(made.cubin, Origin.COMPILER if made.compiled else Origin.CACHE)
 
 
 def find(key: KernelKey) -> Found:
-    """The cubin of a kernel, if it need not be compiled.
+    """The cubin of a kernel from the bundle or the cache.
 
     Raises:
-        Missing: it is neither in the bundle nor in the cache; with a reason for each.
+        Missing: it is in neither; the message gives the reason for each.
     """
     bundle, reasons = bundle_path(), []
     if bundle:
@@ -87,20 +87,20 @@ def find(key: KernelKey) -> Found:
             return Found(read_bundle(bundle).cubin(key), Origin.BUNDLE)
         except (CacheError, cache.Missing) as error:
             reasons.append(str(error))
-            log_once(logging.WARNING, f"the bundle does not serve all kernels: {error}")
+            log_once(logging.WARNING, f"the bundle does not provide all kernels: {error}")
     try:
         return Found(cache.read(entry_name(key, nvrtc_version())), Origin.CACHE)
-    except CompileError as error:  # its version is part of each name in the cache
+    except CompileError as error:  # names in the cache include the compiler's version
         raise cache.Missing("; ".join([*reasons, f"the cache cannot be searched: {error}"])) from error
     except cache.Missing as error:
         raise type(error)("; ".join([*reasons, str(error)])) from None
 
 
 def compile_into_cache(key: KernelKey) -> Made:
-    """Compile a kernel and keep it, unless another process is doing so: then wait for its result.
+    """Compile a kernel and add it to the cache. If another process is compiling it, wait and use its result.
 
     Raises:
-        CompileError: it does not compile.
+        CompileError: the kernel does not compile.
     """
     name = entry_name(key, nvrtc_version())
     with cache.locked(name):
@@ -119,7 +119,7 @@ def compile_into_cache(key: KernelKey) -> Made:
 
 
 def place(origin: Origin) -> str:
-    """Where kernels of this origin are kept, as the end of a sentence."""
+    """The path where kernels of this origin are stored, to be appended to a message after its name."""
     match origin:
         case Origin.BUNDLE:
             return f" {shown_text(bundle_path())}"
@@ -131,9 +131,9 @@ def place(origin: Origin) -> str:
 
 def bundle_path() -> Path | None:
     bundle = settings().bundle
-    return Path(os.path.expanduser(bundle)) if bundle else None  # noqa: PTH111  (Path's raises where there is no home)
+    return Path(os.path.expanduser(bundle)) if bundle else None  # noqa: PTH111  (Path.expanduser raises without a home)
 
 
 def warmup_command(warmup: str, bundle: Path | None) -> str:
-    """The command `warmup`, or the one that makes the bundle anew where a bundle is in use."""
+    """The command `warmup`, changed to write this bundle if one is in use."""
     return f"{warmup.replace(WARMUP, f'{WARMUP} bundle')} --bundle {shell_word(str(bundle))}" if bundle else warmup

@@ -1,1 +1,1 @@
-"""Layers that quantize their activations and call the ops: engine-neutral here, vLLM's in `vllm/`."""
+"""Layers that call the ops on their weights: engine-neutral ones here, the integration with vLLM in `vllm/`."""

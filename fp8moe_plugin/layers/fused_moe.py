@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer in block FP8, for any engine; the router is the engine's."""
+"""The experts of a mixture-of-experts layer in block FP8, for any engine. Routing is left to the engine."""
 
 import torch
 
@@ -10,14 +10,14 @@ from fp8moe_plugin.ops import torch_ops
 
 
 class FP8MoE(ScaleFormat):
-    """The weighted sum of each token's experts, `w2[e] @ (silu(gate) * up)` with `gate, up = w13[e] @ token`.
+    """For each token, the weighted sum over its experts e of `w2[e] @ (silu(gate) * up)`, `gate, up = w13[e] @ token`.
 
     Attributes:
-        w13: e4m3 `[E, 2I, H]`, gate rows first; H and I multiples of 128.
+        w13: e4m3 `[E, 2I, H]`, the gate rows, then the up rows; H and I are multiples of 128.
         w13_scale: float32 `[E, 2I/128, H/128]`.
         w2: e4m3 `[E, H, I]`.
         w2_scale: float32 `[E, H/128, I/128]`.
-        ue8m0: the scales of activations are powers of two. Saved in the state dict, see `ScaleFormat`.
+        ue8m0: whether activation scales are rounded up to powers of two. Part of the state dict, see `ScaleFormat`.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class FP8MoE(ScaleFormat):
         w2_scale: torch.Tensor | None,
         ue8m0: bool = False,
     ) -> "FP8MoE":
-        """From a block-FP8 checkpoint's tensors, stacked over the experts and shaped as the attributes.
+        """Build the layer from a block-FP8 checkpoint's tensors, stacked over the experts; shapes as above.
 
         Raises:
-            CheckpointError: scales are missing, not finite, or do not fit; w13 and w2 do not fit each other, or their
-                sizes are not served.
+            CheckpointError: scales are missing, not finite, or of the wrong shape; w13 and w2 do not match; or their
+                sizes are not supported.
         """
         _check_pair(w13, w2)
         check_fp8_weight("w13", w13, w13_scale)
@@ -52,10 +52,10 @@ class FP8MoE(ScaleFormat):
 
     @classmethod
     def from_bf16(cls, w13: torch.Tensor, w2: torch.Tensor) -> "FP8MoE":
-        """From unquantized `[E, 2I, H]` and `[E, H, I]` of any float dtype, quantized here per 128x128 block.
+        """Build the layer from `[E, 2I, H]` and `[E, H, I]` of any float dtype, quantizing them per 128x128 block.
 
         Raises:
-            CheckpointError: w13 and w2 do not fit each other, are of sizes that are not served, or not finite.
+            CheckpointError: w13 and w2 do not match, their sizes are not supported, or they are not finite.
         """
         _check_pair(w13, w2)
         return cls(*per_block_cast_to_fp8(w13), *per_block_cast_to_fp8(w2), ue8m0=False)
@@ -67,13 +67,13 @@ class FP8MoE(ScaleFormat):
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """bfloat16 `[T, H]` -> bfloat16 `[T, H]`.
+        """Apply the experts; returns bfloat16 `[T, H]`.
 
         Args:
             hidden_states: bfloat16 `[T, H]`.
             topk_weights: float32 `[T, k]`.
-            topk_ids: int32 or int64 `[T, k]`; -1 contributes nothing.
-            expert_map: int32 `[global experts]` giving the local expert or -1, or None.
+            topk_ids: int32 or int64 `[T, k]`; entries of -1 contribute nothing.
+            expert_map: int32 `[global experts]`, the local index of each expert or -1; None if `topk_ids` are local.
         Raises:
             InvalidInputError: wrong dtype, shape, stride or device.
         """
@@ -88,6 +88,6 @@ def _check_pair(w13: torch.Tensor, w2: torch.Tensor) -> None:
     experts, hidden, intermediate = w2.shape
     if tuple(w13.shape) != (experts, 2 * intermediate, hidden):
         raise CheckpointError(
-            f"w13 has shape {list(w13.shape)}, beside w2 {list(w2.shape)} it must be "
+            f"w13 has shape {list(w13.shape)}, but w2 of shape {list(w2.shape)} requires "
             f"{[experts, 2 * intermediate, hidden]}: gate rows, then up rows. Check that both come from one layer."
         )

@@ -10,13 +10,13 @@ from fp8moe_plugin.ops import torch_ops
 
 
 class FP8Linear(ScaleFormat):
-    """`x @ weight.T + bias`, with x quantized per token and 128 channels.
+    """`x @ weight.T + bias`, where x is quantized per token and group of 128 channels.
 
     Attributes:
-        weight: e4m3 `[N, K]`; N a multiple of 8, K of 128.
+        weight: e4m3 `[N, K]`; N is a multiple of 8, K of 128.
         weight_scale: float32 `[ceil(N/128), K/128]`.
         bias: bfloat16 `[N]` or None.
-        ue8m0: the scales of activations are powers of two. Saved in the state dict, see `ScaleFormat`.
+        ue8m0: whether activation scales are rounded up to powers of two. Part of the state dict, see `ScaleFormat`.
     """
 
     bias: torch.nn.Parameter | None
@@ -27,7 +27,7 @@ class FP8Linear(ScaleFormat):
         super().__init__()
         if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != torch.bfloat16):
             raise CheckpointError(
-                f"bias is {bias.dtype} {list(bias.shape)}, beside a weight {list(weight.shape)} it must be "
+                f"bias is {bias.dtype} {list(bias.shape)}, but a weight of shape {list(weight.shape)} requires "
                 f"torch.bfloat16 {[weight.shape[0]]}. Convert it, or check that both come from one layer."
             )
         self.weight = frozen(weight)
@@ -43,11 +43,11 @@ class FP8Linear(ScaleFormat):
         bias: torch.Tensor | None = None,
         ue8m0: bool = False,
     ) -> "FP8Linear":
-        """From a block-FP8 checkpoint's tensors, shaped as the attributes.
+        """Build the layer from a block-FP8 checkpoint's tensors; shapes as above.
 
         Raises:
-            CheckpointError: the scales are missing, not finite, or do not fit the weight; its sizes are not served, or
-                the bias does not fit.
+            CheckpointError: scales are missing, not finite, or of the wrong shape; the weight's sizes are not
+                supported; or the bias does not match.
         """
         check_sizes("weight", weight, 2, N_MULTIPLE)
         check_fp8_weight("weight", weight, weight_scale)
@@ -56,14 +56,14 @@ class FP8Linear(ScaleFormat):
 
     @classmethod
     def from_bf16(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> "FP8Linear":
-        """From an unquantized weight `[N, K]` of any float dtype, quantized here per 128x128 block.
+        """Build the layer from a weight `[N, K]` of any float dtype, quantizing it per 128x128 block.
 
         Raises:
-            CheckpointError: the weight's sizes are not served, it is not finite, or the bias does not fit.
+            CheckpointError: the weight's sizes are not supported, it is not finite, or the bias does not match.
         """
         check_sizes("weight", weight, 2, N_MULTIPLE)
         return cls(*per_block_cast_to_fp8(weight), bias, ue8m0=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """bfloat16 `[.., K]` -> bfloat16 `[.., N]`. Raises `InvalidInputError` for other dtypes and shapes."""
+        """Map bfloat16 `[.., K]` to bfloat16 `[.., N]`. Raises `InvalidInputError` for other dtypes and shapes."""
         return torch_ops.linear(x, self.weight, self.weight_scale, self.bias, self.ue8m0)

@@ -1,4 +1,4 @@
-"""Block-FP8 weights: quantizing them, and checking those that a checkpoint brings."""
+"""Block-FP8 weights: quantizing them, and checking those of a checkpoint."""
 
 import math
 
@@ -9,16 +9,16 @@ from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.reference import FP8_MAX, group_scales
 
-LARGEST_SCALE = torch.finfo(torch.float32).max / FP8_MAX  # beyond it, weights overflow
+LARGEST_SCALE = torch.finfo(torch.float32).max / FP8_MAX  # with larger ones, dequantized weights may overflow
 
 
 def per_block_cast_to_fp8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize each 128x128 block of a weight by its own largest magnitude.
+    """Quantize each 128x128 block of a weight with a scale of its own, its largest magnitude / 448.
 
     Args:
-        w: any float dtype `[.., N, K]`; blocks at the right and lower edges may be smaller.
+        w: any float dtype `[.., N, K]`; blocks at the right and bottom edges may be smaller.
     Returns:
-        e4m3 `[.., N, K]` and float32 scales `[.., ceil(N/128), ceil(K/128)]`; `w` is about `q * scale`.
+        q, e4m3 `[.., N, K]`, and float32 scales `[.., ceil(N/128), ceil(K/128)]`, such that `w` is about `q * scale`.
     Raises:
         CheckpointError: `w` holds NaN or infinity.
     """
@@ -27,62 +27,64 @@ def per_block_cast_to_fp8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = padded.unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))
     scales = group_scales(blocks.abs().amax((-3, -1)), ue8m0=False)
     if not scales.isfinite().all():
-        raise CheckpointError("The weight to quantize holds NaN or infinity: it is damaged or was not loaded whole.")
+        raise CheckpointError(
+            "The weight to quantize holds NaN or infinity: it is damaged or incomplete. Download it again."
+        )
     q = (blocks / scales[..., :, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     return q.flatten(-2).flatten(-3, -2)[..., :n, :k].contiguous(), scales
 
 
 def check_sizes(name: str, weight: torch.Tensor, dims: int, n_multiple: int) -> None:
-    """Raise `CheckpointError` unless `weight` is a `dims`-dimensional `[.., N, K]` of sizes that the kernels take."""
+    """Raise `CheckpointError` unless `weight` has `dims` dimensions `[.., N, K]` of sizes that the kernels support."""
     if weight.dim() != dims:
         raise CheckpointError(
-            f"{name} has shape {list(weight.shape)}, needs {dims} dimensions. Check the layer's layout."
+            f"{name} has shape {list(weight.shape)}, but must have {dims} dimensions. Check the layer's layout."
         )
     n, k = weight.shape[-2:]
     if 0 in weight.shape or n % n_multiple or k % GROUP:
         raise CheckpointError(
-            f"{name} has shape {list(weight.shape)}, the kernels take N a multiple of {n_multiple} and K of {GROUP}. "
-            "Pad the weight with zeros, or keep the layer unquantized."
+            f"{name} has shape {list(weight.shape)}, but the kernels need N > 0 to be a multiple of {n_multiple} and "
+            f"K > 0 a multiple of {GROUP}. Pad the weight with zeros, or keep the layer unquantized."
         )
 
 
 def check_fp8_weight(name: str, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
-    """Raise `CheckpointError` unless this is an e4m3 `[.., N, K]` with finite float32 scales, one a 128x128 block."""
+    """Raise `CheckpointError` unless this is an e4m3 `[.., N, K]` with a valid float32 scale per 128x128 block."""
     if weight.dtype != FP8:
         raise CheckpointError(
-            f"{name} has dtype {weight.dtype}, a block-FP8 checkpoint holds {FP8}. "
-            "Build the layer with from_bf16 to quantize it here."
+            f"{name} has dtype {weight.dtype}, but block-FP8 weights are {FP8}. "
+            "To quantize it, build the layer with from_bf16."
         )
     if scale is None:
         raise CheckpointError(
-            f"{name} has no scales: an FP8 weight means nothing without them. Pass the checkpoint's weight_scale_inv."
+            f"{name} has no scales, which an FP8 weight needs. Pass the checkpoint's weight_scale_inv."
         )
     n, k = weight.shape[-2:]
     wanted = (*weight.shape[:-2], ceil_div(n, GROUP), ceil_div(k, GROUP))
     if tuple(scale.shape) != wanted:
         raise CheckpointError(
-            f"{name}'s scales have shape {list(scale.shape)}, one a 128x128 block of {list(weight.shape)} makes "
-            f"{list(wanted)}. Check that weight and scales come from the same layer, and the checkpoint's block size."
+            f"{name}'s scales have shape {list(scale.shape)}, but one per 128x128 block of {list(weight.shape)} makes "
+            f"{list(wanted)}. Check that weight and scales come from the same layer, and check the block size."
         )
     if scale.dtype != torch.float32:
-        raise CheckpointError(f"{name}'s scales have dtype {scale.dtype}, needed is float32. Convert them.")
+        raise CheckpointError(f"{name}'s scales have dtype {scale.dtype}, but must be float32. Convert them.")
     check_scale_values(f"{name}'s scales", scale)
 
 
 def check_scale_values(what: str, scales: torch.Tensor) -> None:
-    """Raise `CheckpointError` for scales, called `what` (plural), that no quantization makes."""
+    """Raise `CheckpointError` for scales that are not finite, negative or too large. `what`: a plural noun for them."""
     low, high = (value.item() for value in scales.aminmax()) if scales.numel() else (0.0, 0.0)
     if not (math.isfinite(low) and math.isfinite(high)):
         raise CheckpointError(
-            f"{what} hold NaN or infinity: the checkpoint is damaged or was not loaded whole. Load it again."
+            f"{what} hold NaN or infinity: the checkpoint is damaged, or was loaded only in part. Load it again."
         )
     if low < 0 or high > LARGEST_SCALE:
         raise CheckpointError(
-            f"{what} are between {low:g} and {high:g}, but must be from 0 to {LARGEST_SCALE:.3g}: the checkpoint is "
+            f"{what} range from {low:g} to {high:g}, but must be between 0 and {LARGEST_SCALE:.3g}: the checkpoint is "
             "damaged. Download it again."
         )
 
 
 def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
-    """A parameter that serves and is not trained."""
+    """A contiguous parameter without gradients."""
     return torch.nn.Parameter(tensor.contiguous(), requires_grad=False)

@@ -59,7 +59,6 @@ class Output(IntEnum):
     BF16 = 0
     BF16_DIRECT = 1
     F32_DIRECT = 2
-    SWIGLU = 3
 
 
 class Layout(IntEnum):
@@ -118,12 +117,11 @@ def gate_up_key(ue8m0: bool, gather: bool) -> KernelKey:
 
     With `gather` it looks up the tokens of an expert among those of the step; else they are consecutive rows.
     """
-    gathered = (("GATHER", 1),) if gather else ()
-    defines = (("BLOCK_N", 256), *gathered, ("OUTPUT", int(Output.SWIGLU)), ("STAGES", 4), ("UE8M0", int(ue8m0)))
+    defines = (("GATHER", int(gather)), ("STAGES", 4), ("UE8M0", int(ue8m0)))
     largest_magnitudes = 2 * 128 * 4  # in two buffers
     complete_tiles = 2 * 32 * 4  # lists of two warpgroups, kListed tiles each
     epilogue = (MANY_ROWS_TILE + TAIL_ROWS) * 128 + largest_magnitudes + complete_tiles + 16 * gather
-    return KernelKey("grouped_gemm", defines, 384, _grouped_gemm_smem(256, 4, epilogue))
+    return KernelKey("gate_up", defines, 384, _grouped_gemm_smem(256, 4, epilogue))
 
 
 @functools.cache

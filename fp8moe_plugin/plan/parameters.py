@@ -45,6 +45,11 @@ PARAMETERS = {
         "pointer out, int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden, "
         "int intermediate, int splits"
     ),
+    "gate_up": _signature(
+        "map a_map, map a_narrow_map, map b_map, map d_map, pointer a_scales, int a_scale_expert_stride, "
+        "int a_scale_k_stride, pointer b_scales, pointer gathered, pointer a_rows, pointer d, pointer d_scales, "
+        "pointer ready, pointer table, pointer num_tiles, int m, int n, int k"
+    ),
     "gate_up_small_batch": _signature(
         "map w_map, pointer x, pointer w_scales, pointer ids, pointer expert_map, pointer topk_weights, pointer q, "
         "pointer scales, pointer told, int ids_64, int global_experts, int num_experts, int tokens, int topk, "
@@ -57,8 +62,8 @@ PARAMETERS = {
     ),
     "grouped_gemm": _signature(
         "map a_map, map a_narrow_map, map b_map, map d_map, pointer a_scales, int a_scale_expert_stride, "
-        "int a_scale_k_stride, pointer b_scales, pointer gathered, pointer a_rows, pointer d, pointer c, "
-        "pointer d_scales, pointer ready, pointer table, pointer num_tiles, int m, int n, int k"
+        "int a_scale_k_stride, pointer b_scales, pointer d, pointer c, pointer ready, pointer table, "
+        "pointer num_tiles, int m, int n, int k"
     ),
     "grouped_gemm_few_rows": _signature(
         "map a_map, map b_map, pointer a_scales, int a_scale_expert_stride, int a_scale_k_stride, pointer b_scales, "

@@ -91,7 +91,7 @@ def test_a_plot_is_drawn_without_a_display(tmp_path, suffix, start):
 
 
 def test_a_plot_of_another_kind_is_refused_before_the_measurement(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"as \.png or \.svg, not as plot\.pdf"):
+    with pytest.raises(UnsupportedError, match=r"must be a \.png or \.svg file, not plot\.pdf"):
         bench_result.check_plot(tmp_path / "plot.pdf")
 
 
@@ -176,7 +176,7 @@ def test_a_backend_that_fails_leaves_the_others_measured(monkeypatch, weights):
     assert [row.error for row in rows[:4]] == [
         "ImportError: no module named deep_gemm",
         "AssertionError:",
-        "ArithmeticError: its result is wrong: relative L2 distance nan from float32 math",
+        "ArithmeticError: the result is wrong: relative L2 distance nan from float32 math",
         None,
     ]
     assert [row.us for row in rows] == [None, None, None, 16, None, None, None, 4]
@@ -190,8 +190,8 @@ def test_a_backend_that_fails_leaves_the_others_measured(monkeypatch, weights):
 @pytest.mark.parametrize(
     ("capability", "vllm", "message"),
     [
-        (None, True, r"needs a Hopper GPU.*torch finds no GPU that it can use\. Run it on the machine that serves"),
-        ((8, 0), True, r"needs a Hopper GPU.*torch finds compute capability 8\.0\. Run it"),
+        (None, True, r"needs a Hopper GPU.*torch found no usable GPU\. Run it on the machine that serves"),
+        ((8, 0), True, r"needs a Hopper GPU.*torch found compute capability 8\.0\. Run it"),
         ((9, 0), False, "vLLM is not installed here.*pip install vllm"),
     ],
 )

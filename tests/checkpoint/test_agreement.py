@@ -116,14 +116,14 @@ def test_the_cases_are_of_all_outcomes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity"])
 def test_a_used_field_that_is_no_number_is_named(tmp_path: Path, name: str) -> None:
     write(tmp_path, sees({"hidden_size": float(name)}), None)
-    with pytest.raises(CheckpointError, match=f"hidden_size is {name}, and {name} is no number of JSON"):
+    with pytest.raises(CheckpointError, match=f"hidden_size is {name}, and {name} is not a JSON number"):
         read_model(tmp_path)
 
 
 def test_a_damaged_file_of_modelopt_is_named(tmp_path: Path) -> None:
     write(tmp_path, QWEN, None)
     (tmp_path / "hf_quant_config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json' holds \[\] instead of a JSON object"):
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json' contains \[\] instead of a JSON object"):
         read_model(tmp_path)
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from benchmarks.synthetic import PRESETS, write_checkpoint
+from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
 from tests.helpers import full_or_tenth
 
 

@@ -76,7 +76,7 @@ def test_other_layers_are_cut_where_vllm_cuts_them() -> None:
 
 
 def test_what_cannot_be_shared_is_refused() -> None:
-    assert experts_refusal(320, 1536, 1) == "hidden size 320 is no multiple of 128, the scale block"
+    assert experts_refusal(320, 1536, 1) == "hidden size 320 is not a multiple of 128, the size of a scale block"
     assert experts_refusal(256, 1000, 16) == "16 ranks cannot share 1000 intermediate channels equally"
     uneven = replace(MODEL, experts=replace(EXPERTS, intermediate=1000))
     with pytest.raises(
@@ -84,5 +84,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
     ):
         rank_shapes(uneven, Parallel(16))
     odd = replace(MODEL, experts=replace(EXPERTS, hidden=320))
-    with pytest.raises(UnsupportedError, match="No other is either; on one GPU: experts: hidden size 320 is"):
+    with pytest.raises(
+        UnsupportedError, match="No other split is supported either; on one GPU: experts: hidden size 320 is"
+    ):
         rank_shapes(odd, Parallel(2))

@@ -14,16 +14,16 @@ MULTIPROCESSORS = 4  # fewer than a GPU has: each works on several tiles
 
 
 @pytest.fixture(scope="session")
-def emulator_runtime(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def emulator_runtime() -> ctypes.CDLL:
     if not can_compile():
         pytest.skip("the emulator needs an x86-64 with a g++ that knows C++20")
-    return runtime(tmp_path_factory.mktemp("runtime"))
+    return runtime()
 
 
 @pytest.fixture(scope="session")
-def kernels(emulator_runtime: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+def kernels(emulator_runtime: ctypes.CDLL) -> Kernels:
     """All that the tests run; those of the first tests first."""
-    kernels = Kernels(tmp_path_factory.mktemp("kernels"))
+    kernels = Kernels()
     layers = (moe_kernels(False, batched) for batched in (False, True))
     kernels.start(*itertools.chain(*layers), *linear_kernels(False), tiles_of_indices_key())
     return kernels

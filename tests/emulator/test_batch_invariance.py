@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.batch_invariance import invariance
+from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin.ops import fp8_linear, fused_moe
 from fp8moe_plugin.plan import DensePlan, Output, dense
 from tests import helpers as h

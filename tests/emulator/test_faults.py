@@ -180,43 +180,47 @@ class Fault:
 
 FAULTS = {
     "a stage is read before it is full": Fault(
-        "gemm_multiply.cuh",
+        "mma/row_tile.cuh",
         "barrier_wait(shared.full(s), rings.a.phase);\n        if (GATHER)",
         "if (GATHER)",
         second_gemm,
         f"{WRONG_RESULT}|more arrivals",
     ),
     "a stage is never released": Fault(
-        "gemm_multiply.cuh", "if (half == kCount - 1) release(shared, s);", "", second_gemm, "deadlock"
+        "mma/row_tile.cuh", "if (half == kCount - 1) release(shared, s);", "", second_gemm, "deadlock"
     ),
     "a product is read before it is there": Fault(
-        "gemm_multiply.cuh",
+        "mma/row_tile.cuh",
         "            wgmma_wait();\n",
         "",
         second_gemm,
         f"{WRONG_RESULT}|without wgmma.fence|ended before its wgmma",
     ),
     "TMA reads stores that are not fenced": Fault(
-        "gemm_store.cuh", "    fence_proxy_async();\n", "", second_gemm, "without fence.proxy.async"
+        "epilogue/store_rows.cuh", "    fence_proxy_async();\n", "", second_gemm, "without fence.proxy.async"
     ),
     "a block ends before its stores have read": Fault(
         "grouped_gemm.cu",
-        "            tma_store_wait();\n",
-        "            ;\n",
+        "if (threadIdx.x % 128 == 0) tma_store_wait();",
+        ";",
         second_gemm,
         "ended before .* of its copies",
     ),
     "the second GEMM does not wait for rows of the first": Fault(
-        "rows_done.cuh", "__nanosleep(100);", "break;", both_gemms, WRONG_RESULT
+        "pipeline/rows_done.cuh", "__nanosleep(100);", "break;", both_gemms, WRONG_RESULT
     ),
     "weights are not found where the tile before has left them": Fault(
-        "gemm_layout.cuh", "if (kept) b.go_back(k_blocks);", "", second_gemm_that_keeps_weights, WRONG_RESULT
+        "pipeline/row_tile_stages.cuh",
+        "if (kept) b.go_back(k_blocks);",
+        "",
+        second_gemm_that_keeps_weights,
+        WRONG_RESULT,
     ),
     "weights of other columns are taken for a tile's": Fault(
-        "gemm_layout.cuh", " && tile.column == column", "", second_gemm_that_keeps_weights, WRONG_RESULT
+        "pipeline/row_tile_stages.cuh", " && tile.column == column", "", second_gemm_that_keeps_weights, WRONG_RESULT
     ),
     "a block adds up the splits of a tile before all are there": Fault(
-        "split_k.cuh", "== splits - 1)", "== splits - 2)", layers_in_a_row, WRONG_RESULT
+        "pipeline/split_k.cuh", "== splits - 1)", "== splits - 2)", layers_in_a_row, WRONG_RESULT
     ),
     "tokens are loaded beside the kernel that quantizes them": Fault(
         "dense_gemm_few_rows.cu",
@@ -249,13 +253,13 @@ FAULTS = {
         f"{WRONG_RESULT}|wgmma",
     ),
     "a block that has no cluster reads sums before all are there": Fault(
-        "cluster_sum.cuh", "named_barrier(1, kMathThreads);", ";", small_batch_of_whole_sums, WRONG_RESULT
+        "pipeline/cluster_sum.cuh", "named_barrier(1, kMathThreads);", ";", small_batch_of_whole_sums, WRONG_RESULT
     ),
     "a block reads sums before those of its cluster have come": Fault(
-        "cluster_sum.cuh", "barrier_wait(received, 0);", ";", dense_layer, f"{WRONG_RESULT}|ended before"
+        "pipeline/cluster_sum.cuh", "barrier_wait(received, 0);", ";", dense_layer, f"{WRONG_RESULT}|ended before"
     ),
     "the second GEMM of few rows does not wait for rows of the first": Fault(
-        "rows_done.cuh", "__nanosleep(100);", "break;", layer_of_few_tokens, WRONG_RESULT
+        "pipeline/rows_done.cuh", "__nanosleep(100);", "break;", layer_of_few_tokens, WRONG_RESULT
     ),
     "wgmma reads gathered tokens that are not fenced": Fault(
         "gate_up_few_rows.cu",
@@ -375,7 +379,7 @@ def faulty_kernels(emulator_runtime: ctypes.CDLL, tmp_path_factory: pytest.TempP
     for name, fault in FAULTS.items():
         folder = tmp_path_factory.mktemp("fault")
         fault.write_to(folder / "csrc")
-        kernels[name] = Kernels(folder, folder / "csrc")
+        kernels[name] = Kernels(folder / "csrc")
         kernels[name].start(*KERNELS[fault.run])
     return kernels
 

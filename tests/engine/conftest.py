@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.small_engines import EAGER
-from benchmarks.synthetic import PRESETS, write_checkpoint
+from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
+from benchmarks.engine.small_engines import EAGER
 from tests.conftest import has_hopper, vllm_builds
 from warmup.__main__ import main as warmup
 

@@ -9,7 +9,7 @@ and answers in a line of its own.
 import json
 import sys
 
-from benchmarks.small_engines import ALL, ask, random_prompts
+from benchmarks.engine.small_engines import ALL, ask, random_prompts
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 4, 24, 8
 LIMITS = {

@@ -4,7 +4,7 @@ python -m tests.engine.reloads
 
 Commands are `{"start": MODEL, "arguments": {...}}`, `{"reload": MODEL}` (vLLM's `reload_weights`), `{"load": MODEL}`
 (the model's own `load_weights`, in place) and `{"ask": null}`. Each is answered by a line of JSON with `tokens` and
-`parameters`, or with `refused` and the error.
+`parameters`, or with `refused` and the plugin's error, or with `raised` and the error of another library.
 """
 
 import gc
@@ -13,7 +13,9 @@ import os
 import sys
 from typing import Any
 
-from benchmarks.small_engines import random_prompts
+from safetensors import SafetensorError
+
+from benchmarks.engine.small_engines import random_prompts
 from fp8moe_plugin.errors import Fp8MoeError
 from fp8moe_plugin.layers.unquantized import is_quantized
 from tests.engine.generate import LIMITS
@@ -86,6 +88,8 @@ def main() -> None:
             answer = engine.ask()
         except Fp8MoeError as error:
             answer = {"refused": str(error)}
+        except SafetensorError as error:
+            answer = {"raised": repr(error)}
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.small_engines import LARGEST_DIFFERENCE, compare
+from benchmarks.engine.small_engines import LARGEST_DIFFERENCE, compare
 
 SERVES = "fp8moe serves the experts: backend "
 BACKEND = "sm90" if torch.cuda.is_available() else "reference"
@@ -56,7 +56,7 @@ def test_the_engine_says_what_its_unquantized_twin_says(engines, family, mode):
 def test_ranks_that_cannot_share_blocks_equally_say_what_it_costs(engines):
     done = engines("deepseek_v3_odd", "tp2").result()
     answers(done)
-    for cost in ("is 256 channels instead of 192, so that it takes 33.3%", "is 384 channels instead of 288"):
+    for cost in ("holds 256 channels instead of 192, which takes 33.3%", "holds 384 channels instead of 288"):
         assert cost in done.stdout + done.stderr
 
 

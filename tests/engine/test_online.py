@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.small_engines import LARGEST_DIFFERENCE, compare
+from benchmarks.engine.small_engines import LARGEST_DIFFERENCE, compare
 from tests.engine.test_engine import answers, needs_two_gpus, results
 
 FAMILIES = ("deepseek_v3", "qwen3_moe")

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import perplexity, small_moe
-from benchmarks.small_moe import SmallMoE
-from benchmarks.synthetic import draw, tensors
-from benchmarks.text import windows
-from benchmarks.train_small_moe import RECIPES, make_tokens, token_losses, write_checkpoint
+from benchmarks.accuracy import perplexity
+from benchmarks.checkpoints import small_moe
+from benchmarks.checkpoints.small_moe import SmallMoE
+from benchmarks.checkpoints.synthetic import draw, tensors
+from benchmarks.checkpoints.text import windows
+from benchmarks.checkpoints.train_small_moe import RECIPES, make_tokens, token_losses, write_checkpoint
 from warmup.__main__ import main as warmup
 
 SHAPE = replace(RECIPES["tiny"].shape, moe_layers=1)

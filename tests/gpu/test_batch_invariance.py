@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from benchmarks.batch_invariance import invariance
+from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin import ops
 from fp8moe_plugin.plan import Output, dense
 from fp8moe_plugin.plan.catalog import DENSE_TILE_M, DENSE_TILE_N

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks import graph_replays
+from benchmarks.layer import graph_replays
 from fp8moe_plugin import ops
 from fp8moe_plugin.plan.tuning import EARLY_FROM, GATHER_UP_TO
 from tests import helpers as h

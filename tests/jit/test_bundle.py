@@ -74,13 +74,13 @@ def test_the_compiler_of_the_reading_machine_does_not_matter(path: Path, monkeyp
 
 
 def test_a_kernel_that_is_not_in_it_is_missing(path: Path) -> None:
-    with pytest.raises(Missing, match=r"out\.tar does not hold it$"):
+    with pytest.raises(Missing, match=r"out\.tar does not contain it$"):
         bundle.read_bundle(path).cubin(KernelKey("tiny", (("VALUE", 5),)))
 
 
 def test_a_bundle_of_other_sources_is_missing_and_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_csrc_text", lambda name: SOURCE + " ")
-    with pytest.raises(Missing, match=r"out\.tar was made for other kernel sources"):
+    with pytest.raises(Missing, match=r"out\.tar was made from other kernel sources"):
         bundle.read_bundle(path).cubin(KEYS[0])
 
 
@@ -102,7 +102,7 @@ def test_a_member_that_is_no_cubin_is_missing_even_if_the_manifest_vouches_for_i
     kernels: Path, tmp_path: Path
 ) -> None:
     bundle.write_bundle(tmp_path / "out.tar", {KEYS[0]: b"#!/bin/sh\n" + bytes(100)})
-    with pytest.raises(Missing, match="is no 64-bit ELF file"):
+    with pytest.raises(Missing, match="is not a 64-bit ELF file"):
         bundle.read_bundle(tmp_path / "out.tar").cubin(KEYS[0])
 
 
@@ -123,7 +123,9 @@ def newer(name: str, content: bytes) -> bytes:
 )
 def test_what_is_no_bundle_is_refused(path: Path, spoil: Callable[[Path], None]) -> None:
     spoil(path)
-    with pytest.raises(CacheError, match=r"out\.tar is no bundle, or damaged: make it again with python -m warmup"):
+    with pytest.raises(
+        CacheError, match=r"out\.tar is not a bundle, or it is damaged: create it again with python -m warmup"
+    ):
         bundle.read_bundle(path)
 
 
@@ -136,13 +138,13 @@ def test_a_bundle_that_is_not_there_is_refused(kernels: Path, tmp_path: Path) ->
 @pytest.mark.usefixtures("promptly")
 def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "b.tar")
-    with pytest.raises(CacheError, match=r"the bundle .*/b\.tar cannot be read: it is no regular file"):
+    with pytest.raises(CacheError, match=r"the bundle .*/b\.tar cannot be read: it is not a regular file"):
         bundle.read_bundle(tmp_path / "b.tar")
 
 
 def test_a_huge_archive_is_refused_before_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle, "MAX_BYTES", 1000)
-    with pytest.raises(CacheError, match="is no bundle: it holds more than"):
+    with pytest.raises(CacheError, match="is not a bundle: it is larger than"):
         bundle.read_bundle(path)
 
 
@@ -160,7 +162,7 @@ def test_only_a_file_is_replaced(
         (tmp_path / "of_another").write_bytes(b"theirs")
     make(tmp_path / "b.tar")
     before = (tmp_path / "b.tar").lstat()
-    with pytest.raises(CacheError, match=r"b\.tar is no regular file, so it is not replaced: name another file"):
+    with pytest.raises(CacheError, match=r"b\.tar is not a regular file, so it is not replaced: choose another file"):
         bundle.write_bundle(tmp_path / "b.tar", cubins)
     assert os.path.samestat((tmp_path / "b.tar").lstat(), before)
     assert not linked or (tmp_path / "of_another").read_bytes() == b"theirs"
@@ -198,13 +200,15 @@ def test_a_disk_that_is_full_leaves_the_old_bundle_and_nothing_else(
 
     before, listing = path.read_bytes(), sorted(path.parent.iterdir())
     monkeypatch.setattr(os, "fsync" if step == "fsync" else "replace", full)
-    with pytest.raises(CacheError, match=r"out\.tar cannot be written: No space left on device\. Name a file in"):
+    with pytest.raises(CacheError, match=r"out\.tar cannot be written: No space left on device\. Choose a file in"):
         bundle.write_bundle(path, {KEYS[0]: cubins[KEYS[0]]})
     assert (path.read_bytes(), sorted(path.parent.iterdir())) == (before, listing)
 
 
 def test_a_folder_that_is_not_there_is_told(cubins: dict[KernelKey, bytes], tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match=r"none/b\.tar cannot be written: No such file or directory\. Name a file in"):
+    with pytest.raises(
+        CacheError, match=r"none/b\.tar cannot be written: No such file or directory\. Choose a file in"
+    ):
         bundle.write_bundle(tmp_path / "none" / "b.tar", cubins)
 
 
@@ -249,7 +253,7 @@ CRAFTED = {
 @pytest.mark.usefixtures("promptly")
 def test_an_archive_of_anything_but_files_is_refused(path: Path, crafted: bytes) -> None:
     path.write_bytes(crafted + path.read_bytes())
-    with pytest.raises(CacheError, match=r"out\.tar is no bundle, or damaged"):
+    with pytest.raises(CacheError, match=r"out\.tar is not a bundle, or it is damaged"):
         bundle.read_bundle(path)
 
 

@@ -72,7 +72,9 @@ def refuse_within(path: Path, memory: int, cpu_seconds: int) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     end = int(used.ru_utime + used.ru_stime) + cpu_seconds
     resource.setrlimit(resource.RLIMIT_CPU, (end, end))
-    with pytest.raises(CacheError, match=r"b\.tar is no bundle, or damaged: make it again with python -m warmup"):
+    with pytest.raises(
+        CacheError, match=r"b\.tar is not a bundle, or it is damaged: create it again with python -m warmup"
+    ):
         bundle.read_bundle(path)
 
 
@@ -108,10 +110,10 @@ def test_a_bundle_that_cannot_be_used_is_read_once_and_costs_one_line(
     set_variables(monkeypatch, FP8MOE_BUNDLE=path)
     assert {find_or_compile(key).origin for key in KEYS} == {Origin.COMPILER}
     for _ in range(3):
-        with pytest.raises(CacheError, match=r"b\.tar (is no bundle|cannot be read)"):
+        with pytest.raises(CacheError, match=r"b\.tar (is not a bundle|cannot be read)"):
             bundle.read_bundle(path)
     assert reads == [path]
-    assert caplog.text.count("the bundle does not serve all kernels") == 1
+    assert caplog.text.count("the bundle does not provide all kernels") == 1
 
 
 def test_a_bundle_that_is_made_again_is_read_by_the_next_process(

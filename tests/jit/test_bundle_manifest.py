@@ -37,13 +37,15 @@ def change_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> N
 @pytest.mark.parametrize(("arch", "printed"), [("sm_100a", "sm_100a"), ("", ""), ("\x7f", r"'\\x7f'")])
 def test_a_bundle_for_another_gpu_is_refused(path: Path, arch: str, printed: str) -> None:
     change_manifest(path, lambda manifest: manifest.update(arch=arch))
-    with pytest.raises(CacheError, match=rf"out\.tar holds kernels for '?{printed}'?, not for sm_90a: make it again"):
+    with pytest.raises(
+        CacheError, match=rf"out\.tar contains kernels for '?{printed}'?, not for sm_90a: create it again"
+    ):
         bundle.read_bundle(path)
 
 
 def test_an_entry_that_is_listed_twice_is_refused(path: Path) -> None:
     change_manifest(path, lambda manifest: manifest["kernels"].append(manifest["kernels"][0] | {"bytes": 1}))
-    with pytest.raises(CacheError, match=r"out\.tar is no bundle, or damaged: make it again"):
+    with pytest.raises(CacheError, match=r"out\.tar is not a bundle, or it is damaged: create it again"):
         bundle.read_bundle(path)
 
 

@@ -31,7 +31,7 @@ def test_what_was_published_is_read(kernels: Path, cubin: bytes) -> None:
 
 
 def test_reading_writes_nothing(kernels: Path, cubin: bytes) -> None:
-    with pytest.raises(cache.Missing, match=f"^{kernels} does not hold it$"):
+    with pytest.raises(cache.Missing, match=f"^{kernels} does not contain it$"):
         cache.read(NAME)
     assert not kernels.exists()
     cache.publish(NAME, cubin)
@@ -53,9 +53,9 @@ def test_entries_are_private(kernels: Path, cubin: bytes) -> None:
         (b"", "its checksum differs"),
         (b"short", "its checksum differs"),
         (cache.seal("other", b"\x7fELF"), "its checksum differs"),
-        (cache.seal(NAME, b""), "no 64-bit ELF file"),
-        (cache.seal(NAME, b"#!/bin/sh\n" + bytes(100)), "no 64-bit ELF file"),
-        (cache.seal(NAME, b"\x7fELF\x02\x01" + bytes(100)), "no machine code for CUDA"),
+        (cache.seal(NAME, b""), "not a 64-bit ELF file"),
+        (cache.seal(NAME, b"#!/bin/sh\n" + bytes(100)), "not a 64-bit ELF file"),
+        (cache.seal(NAME, b"\x7fELF\x02\x01" + bytes(100)), "not machine code for CUDA"),
     ],
 )
 def test_an_entry_that_is_no_cubin_of_this_name_is_damaged(kernels: Path, entry: bytes, fault: str) -> None:
@@ -97,7 +97,7 @@ def assert_refused(cubin: bytes, refusal: str) -> None:
 def test_a_folder_that_others_can_write_to_is_not_used(kernels: Path, cubin: bytes, mode: int) -> None:
     cache.publish(NAME, cubin)
     kernels.chmod(mode)
-    refusal = f"{kernels} is not used: its mode {mode:04o} lets others write to it"
+    refusal = f"{kernels} is not used: its mode {mode:04o} lets other users write to it"
     assert_refused(cubin, refusal)
 
 
@@ -109,7 +109,7 @@ def test_a_folder_of_another_user_is_not_used(kernels: Path, cubin: bytes, monke
     else:
         set_variables(monkeypatch, FP8MOE_CACHE_DIR="/usr")
         owner = 0
-    refusal = f"is not used: it belongs to user {owner}, this process is user {os.geteuid()}"
+    refusal = f"is not used: it belongs to user {owner}, but this process runs as user {os.geteuid()}"
     assert_refused(cubin, refusal)
 
 
@@ -153,5 +153,7 @@ def test_the_folder_is_the_first_that_is_named(
 
 def test_a_folder_in_the_home_of_nobody_is_refused(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_variables(monkeypatch, FP8MOE_CACHE_DIR="~nosuchuser/x")
-    with pytest.raises(CacheError, match=r"no home folder is known for ~nosuchuser/x\. Set FP8MOE_CACHE_DIR to"):
+    with pytest.raises(
+        CacheError, match=r"the home folder is unknown, but needed for ~nosuchuser/x\. Set FP8MOE_CACHE_DIR to"
+    ):
         cache.cache_dir()

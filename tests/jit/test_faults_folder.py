@@ -111,7 +111,7 @@ def assert_served(served: Served, cubins: list[bytes], origins: list[Origin], wa
 def test_a_write_that_is_cut_short_leaves_no_entry(kernels: Path, cubins: list[bytes], server: Server) -> None:
     limit = len(cubins[0]) // 2
     served = server.serve_after(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    assert_served(served, cubins, [Origin.COMPILER] * 2, f"are not kept: {kernels} cannot be written: File too large")
+    assert_served(served, cubins, [Origin.COMPILER] * 2, f"but not cached: {kernels} cannot be written: File too large")
     assert {path.name for path in kernels.iterdir()} == {f"{name(key)}.lock" for key in KEYS}
 
 

@@ -5,7 +5,7 @@ import re
 import struct
 import threading
 from collections.abc import Callable
-from importlib import resources
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from cuda.bindings import driver
 
+import fp8moe_plugin
 from fp8moe_plugin.errors import LaunchError
 from fp8moe_plugin.jit import launcher
 from fp8moe_plugin.plan import KernelKey, all_kernels
@@ -186,9 +187,7 @@ def signatures() -> dict[str, list[tuple[Kind, str]]]:
     """The kind and the name of each parameter of the kernels in csrc."""
     kinds = {"TensorMap": Kind.MAP, "int": Kind.INT}
     found = {}
-    for path in (resources.files("fp8moe_plugin") / "csrc").iterdir():
-        if not path.name.endswith(".cu"):
-            continue
+    for path in (Path(fp8moe_plugin.__file__).parent / "csrc").glob("*.cu"):
         for kernel, text in re.findall(r'extern "C" __global__ [^;{]*?(\w+)\(([^()]*)\) \{', path.read_text()):
             parameters = [parameter.split() for parameter in text.split(",")]
             found[kernel] = [(Kind.POINTER if "*" in "".join(p) else kinds[p[-2]], p[-1]) for p in parameters]

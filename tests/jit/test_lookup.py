@@ -54,7 +54,7 @@ def test_a_kernel_that_the_bundle_lacks_comes_from_the_cache_and_one_line_says_s
     make_bundle(tmp_path / "b.tar")
     set_variables(monkeypatch, FP8MOE_BUNDLE=tmp_path / "b.tar")
     assert [find_or_compile(key).origin for key in (KEY, OTHER)] == [Origin.CACHE, Origin.CACHE]
-    assert caplog.text.count("the bundle does not serve all kernels: ") == 1
+    assert caplog.text.count("the bundle does not provide all kernels: ") == 1
 
 
 def test_a_bundle_that_cannot_be_read_costs_one_line(
@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_used_costs_one_line_not_the_kernels(
     (tmp_path / "file").write_text("in the way")
     set_variables(monkeypatch, FP8MOE_CACHE_DIR=tmp_path / "file" / "cache")
     assert [find_or_compile(key).origin for key in (KEY, OTHER)] == [Origin.COMPILER, Origin.COMPILER]
-    assert caplog.text.count("are not kept: ") == 1
+    assert caplog.text.count("but not cached: ") == 1
     assert f"{tmp_path}/file/cache cannot be written: Not a directory" in caplog.text
 
 
@@ -98,8 +98,8 @@ def test_what_is_compiled_at_serving_is_told(
     find_or_compile(OTHER, "python -m warmup --model M --tp 8")
     told = [record.levelname for record in caplog.records if "compiled tiny VALUE=3 (" in record.message]
     assert told == [level]
-    assert f"{kernels} does not hold it" in caplog.text
-    assert caplog.text.count("`python -m warmup --model M --tp 8` does it before") == advice
+    assert f"{kernels} does not contain it" in caplog.text
+    assert caplog.text.count("to compile them in advance, run `python -m warmup --model M --tp 8`") == advice
 
 
 def test_forbid_names_the_kernel_the_reason_and_the_command(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,9 +107,9 @@ def test_forbid_names_the_kernel_the_reason_and_the_command(kernels: Path, monke
     with pytest.raises(KernelNotPrecompiled) as caught:
         find_or_compile(KEY, "python -m warmup --model M --tp 8")
     assert str(caught.value) == (
-        f"The kernel tiny VALUE=3 is not precompiled ({kernels} does not hold it), and FP8MOE_JIT=forbid. "
+        f"The kernel tiny VALUE=3 is not precompiled ({kernels} does not contain it), and FP8MOE_JIT=forbid is set. "
         "Run `python -m warmup --model M --tp 8` as this user and with the same FP8MOE_* variables, "
-        "or set FP8MOE_JIT=allow to compile it at every start."
+        "or set FP8MOE_JIT=allow to compile kernels at startup."
     )
 
 
@@ -156,7 +156,7 @@ def test_a_kernel_that_needs_local_memory_costs_a_warning(
     assert "2048 bytes stack frame" in caplog.text
 
 
-PIPELINE = """#include "wgmma.cuh"
+PIPELINE = """#include "device/wgmma.cuh"
 DEVICE void start(float (&product)[8]) {
     wgmma_fence();
     wgmma_issue(product, dynamic_shared_address(), dynamic_shared_address() + 8192);

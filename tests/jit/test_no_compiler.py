@@ -86,7 +86,7 @@ def test_a_miss_under_forbid_names_the_kernel_and_the_command(
     assert str(caught.value).startswith("The kernel tiny VALUE=4 is not precompiled (")
     assert CANNOT in str(caught.value)
     assert f"Run `{command}` as this user" in str(caught.value)
-    assert (f"{path} does not hold it" in str(caught.value)) == given
+    assert (f"{path} does not contain it" in str(caught.value)) == given
 
 
 def test_list_looks_at_the_bundle(path: Path, monkeypatch: pytest.MonkeyPatch, hidden: None) -> None:
@@ -118,8 +118,8 @@ def test_doctor_goes_on_and_needs_no_compiler_where_a_bundle_has_every_kernel(
     set_variables(monkeypatch, FP8MOE_BUNDLE=path, FP8MOE_JIT="forbid")
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert f"compiler: not needed, as every kernel is there; {CANNOT}" in printed
-    assert "ok     kernels: all 1 are there" in printed
+    assert f"compiler: not needed, because all kernels are available; {CANNOT}" in printed
+    assert "ok     kernels: all 1 are available" in printed
 
 
 def test_commands_of_a_process_that_never_had_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

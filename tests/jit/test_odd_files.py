@@ -18,7 +18,7 @@ from tests.jit.conftest import set_variables
 
 KEY = KernelKey("tiny", (("VALUE", 3),))
 NAME = "tiny-0123.cubin"
-NOWHERE = "it is a symbolic link that leads nowhere"
+NOWHERE = "it is a dangling symbolic link"
 
 
 @pytest.fixture
@@ -141,6 +141,8 @@ def test_a_relative_folder_in_one_that_is_gone_is_told(
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     set_variables(monkeypatch, FP8MOE_CACHE_DIR="relative")
-    with pytest.raises(CacheError, match=r"relative cannot be found: No such file or directory\. Set FP8MOE_CACHE_DIR"):
+    with pytest.raises(
+        CacheError, match=r"relative cannot be resolved: No such file or directory\. Set FP8MOE_CACHE_DIR"
+    ):
         cache.cache_dir()
     assert find_or_compile(KEY).origin == Origin.COMPILER

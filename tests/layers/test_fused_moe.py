@@ -72,7 +72,7 @@ WRONG = {
     "w2 has dtype torch.bfloat16.*from_bf16": lambda w13, s13, w2, s2: (w13, s13, w2.bfloat16(), s2),
     "w13's scales have shape .*Check that weight and scales": lambda w13, s13, w2, s2: (w13, s13[:-1], w2, s2),
     "w2's scales hold NaN": lambda w13, s13, w2, s2: (w13, s13, w2, s2 * float("nan")),
-    "beside w2 .*gate rows, then up rows": lambda w13, s13, w2, s2: (w13[:, :256], s13[:, :2], w2, s2),
+    "w2 .* requires .*gate rows, then up rows": lambda w13, s13, w2, s2: (w13[:, :256], s13[:, :2], w2, s2),
 }
 
 
@@ -92,8 +92,8 @@ def test_unquantized_weights_that_do_not_fit_each_other_are_refused(device):
 @pytest.mark.parametrize(
     ("w13", "w2", "message"),
     [
-        (torch.zeros(256, 128), torch.zeros(128, 128), "needs 3 dimensions"),
-        (torch.zeros(2, 128, 128), torch.zeros(2, 128, 64), "K of 128"),
+        (torch.zeros(256, 128), torch.zeros(128, 128), "must have 3 dimensions"),
+        (torch.zeros(2, 128, 128), torch.zeros(2, 128, 64), "K > 0 a multiple of 128"),
         (torch.zeros(0, 256, 128), torch.zeros(0, 128, 128), "multiple of 128"),
     ],
 )

@@ -42,10 +42,10 @@ def test_nothing_is_trained_and_everything_is_saved(device):
 
 
 WRONG = {
-    "no scales: an FP8 weight means nothing": lambda w, s: (w, None),
+    "no scales, which an FP8 weight needs": lambda w, s: (w, None),
     "has dtype torch.bfloat16.*from_bf16": lambda w, s: (w.bfloat16(), s),
     r"scales have shape \[2, 2\].*makes \[2, 3\]": lambda w, s: (w, s[:, :2]),
-    "scales have dtype torch.bfloat16, needed is float32": lambda w, s: (w, s.bfloat16()),
+    "scales have dtype torch.bfloat16, but must be float32": lambda w, s: (w, s.bfloat16()),
     "scales hold NaN or infinity": lambda w, s: (w, s * float("inf")),
 }
 
@@ -60,11 +60,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused(device, message):
 @pytest.mark.parametrize(
     ("weight", "bias", "message"),
     [
-        (torch.zeros(128), None, "needs 2 dimensions"),
-        (torch.zeros(128, 100), None, "K of 128"),
-        (torch.zeros(4, 128), None, "N a multiple of 8"),
+        (torch.zeros(128), None, "must have 2 dimensions"),
+        (torch.zeros(128, 100), None, "K > 0 a multiple of 128"),
+        (torch.zeros(4, 128), None, "N > 0 to be a multiple of 8"),
         (torch.full((8, 128), torch.inf), None, "NaN or infinity"),
-        (torch.zeros(8, 128), torch.zeros(9, dtype=torch.bfloat16), r"it must be torch.bfloat16 \[8\]"),
+        (torch.zeros(8, 128), torch.zeros(9, dtype=torch.bfloat16), r"requires torch.bfloat16 \[8\]"),
         (torch.zeros(8, 128), torch.zeros(8), "bias is torch.float32"),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_state_dict_of_the_other_format_is_refused(kind: str, ue8m0: bool, str
 def test_weights_alone_load_into_a_ue8m0_layer_once_they_are_marked(kind: str) -> None:
     saved, loaded = layer_of(kind, ue8m0=True), layer_of(kind, ue8m0=True, seed=1)
     state = {name: saved.state_dict()[name] for name in WEIGHTS[kind]}
-    with pytest.raises(CheckpointError, match=r"set state_dict\['ue8m0'\] = torch.tensor\(True\) first"):
+    with pytest.raises(CheckpointError, match=r"set state_dict\['ue8m0'\] = torch.tensor\(True\) before loading"):
         loaded.load_state_dict(state)
     state["ue8m0"] = torch.tensor(True)
     loaded.load_state_dict(state)

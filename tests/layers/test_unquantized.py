@@ -52,7 +52,7 @@ def test_what_is_not_finite_is_refused_by_name(device, value):
     ],
 )
 def test_other_tensors_are_refused(weight):
-    with pytest.raises(CheckpointError, match=r"some\.name is torch\..*matrices of bfloat16, float16 or float32"):
+    with pytest.raises(CheckpointError, match=r"some\.name is torch\..*only bfloat16, float16 or float32 matrices"):
         quantize_weight("some.name", weight, torch.device("cpu"))
 
 

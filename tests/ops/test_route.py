@@ -89,7 +89,7 @@ def test_more_experts_than_a_block_counts_are_refused(device):
     layer = h.Layer(*(part.expand(MAX_LOCAL_EXPERTS + 1, -1, -1).contiguous() for part in one_expert(device)))
     tokens = torch.zeros(1, 128, dtype=torch.bfloat16, device=device)
     with pytest.raises(
-        InvalidInputError, match=r"w13: a rank has 1025 experts, .* serves at most 1024. Spread the experts"
+        InvalidInputError, match=r"w13: a rank has 1025 experts, .* supports at most 1024. Spread the experts"
     ):
         fused_moe(tokens, *layer, torch.ones(1, 3, device=device), ids)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.synthetic import PRESETS, Shape, write_checkpoint
+from benchmarks.checkpoints.synthetic import PRESETS, Shape, write_checkpoint
 from warmup.__main__ import main
 
 QWEN = replace(PRESETS["qwen3_moe", "tiny"], moe_layers=1, experts=4, topk=2)
@@ -19,7 +19,7 @@ EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
 def write_source(folder: Path, shape: Shape = QWEN) -> Path:
     """An unquantized checkpoint in several files."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.synthetic.SHARD_BYTES", 1 << 20)
+        patch.setattr("benchmarks.checkpoints.synthetic.SHARD_BYTES", 1 << 20)
         write_checkpoint(folder, shape, fp8=False)
     return folder
 

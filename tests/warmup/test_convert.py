@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.synthetic import PRESETS, write_checkpoint
+from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from tests import helpers as h
@@ -116,13 +116,13 @@ def test_nothing_that_is_there_is_overwritten(source: Path, tmp_path: Path, caps
     out = tmp_path / "fp8"
     out.mkdir()
     assert run(source, out) == 1
-    assert f"{str(out)!r} is already there. Delete it, or give another --out." in capsys.readouterr().err
+    assert f"{str(out)!r} already exists. Delete it, or choose another --out." in capsys.readouterr().err
     assert not list(out.iterdir())
 
 
 def test_a_quantized_checkpoint_is_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(source, tmp_path / "fp8") == 0
-    assert "is block FP8 already. Serve it as it is." in refused(capsys, tmp_path / "fp8", tmp_path / "again")
+    assert "is already quantized. Serve it as it is." in refused(capsys, tmp_path / "fp8", tmp_path / "again")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -136,26 +136,24 @@ def test_weights_that_are_not_finite_are_refused_by_name(
 def test_a_full_disk_is_noticed_before_anything_is_written(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage, wanted = shutil.disk_usage(tmp_path), "are free. Make room, or give an --out on another disk."
+    usage, wanted = shutil.disk_usage(tmp_path), "are free. Free some space, or choose an --out on another disk."
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage._replace(free=convert.SPARE_BYTES))
     message = refused(capsys, source, tmp_path / "fp8")
-    assert "The converted checkpoint needs 68.8 MB more at" in message
-    assert f"where 67.1 MB {wanted}" in message
+    assert "The converted checkpoint needs another 68.8 MB for" in message
+    assert f"but only 67.1 MB {wanted}" in message
     assert not (tmp_path / "fp8.partial").exists()
     monkeypatch.setattr(convert, "SPARE_BYTES", 10**12)
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage._replace(free=10**9))
     message = refused(capsys, source, tmp_path / "fp8")
-    assert "The converted checkpoint needs 1000.0 GB more at" in message
-    assert f"where 1.0 GB {wanted}" in message
+    assert "The converted checkpoint needs another 1000.0 GB for" in message
+    assert f"but only 1.0 GB {wanted}" in message
 
 
 def test_experts_in_one_tensor_are_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = sorted(source.glob("*.safetensors"))[0]
     together = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 512, 256, dtype=torch.bfloat16)}
     save_file(load_file(file) | together, file, metadata={"format": "pt"})
-    assert "has shape [4, 512, 256]: converted are checkpoints with one matrix" in refused(
-        capsys, source, tmp_path / "fp8"
-    )
+    assert "has shape [4, 512, 256], but only checkpoints with one matrix" in refused(capsys, source, tmp_path / "fp8")
 
 
 def test_a_last_block_that_is_not_full_gets_its_scale(tmp_path: Path) -> None:
@@ -169,14 +167,16 @@ def test_a_last_block_that_is_not_full_gets_its_scale(tmp_path: Path) -> None:
 def test_sizes_that_the_kernels_do_not_take_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path / "bf16", replace(QWEN, hidden=320), fp8=False)
     message = refused(capsys, tmp_path / "bf16", tmp_path / "fp8")
-    assert "no multiple of 128, the scale block" in message
+    assert "not a multiple of 128, the size of a scale block" in message
 
 
 def test_weights_of_unknown_names_are_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for file in source.glob("*.safetensors"):
         renamed = {f"tower.{name}": tensor for name, tensor in load_file(file).items()}
         save_file(renamed, file, metadata={"format": "pt"})
-    assert "has no weights under the names of a language model's layers" in refused(capsys, source, tmp_path / "fp8")
+    assert "has no weights to quantize: none is named like those of a language model's layers" in refused(
+        capsys, source, tmp_path / "fp8"
+    )
 
 
 def test_missing_weights_are_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +201,7 @@ def test_an_interrupted_conversion_is_gone_on_with(
         return converted(path, *arguments)
 
     monkeypatch.setattr(convert, "_converted", interrupted)
-    assert "Interrupted. What is done is kept; run the command again" in refused(capsys, source, out)
+    assert "Interrupted. Finished work is kept; run the command again" in refused(capsys, source, out)
     assert {path.name for path in partial.glob("*")} == {convert.SOURCE, *done}
     first = done.copy()
     monkeypatch.setattr(convert, "_converted", lambda path, *rest: done.append(path.name) or converted(path, *rest))
@@ -231,12 +231,12 @@ def test_the_rest_of_another_conversion_is_not_gone_on_with(
     ("arguments", "message"),
     [
         ([], "convert needs a --model"),
-        (["--model", "{source}"], "convert needs an --out, the folder to write"),
-        (["--model", "Qwen/Qwen3-30B-A3B", "--out", "{out}"], "is no folder. Download it: hf download Qwen/Qwen3-30B"),
-        (["--model", "{source}", "--out", "{out}/deep/fp8"], "its parent has to be there, and writable"),
+        (["--model", "{source}"], "convert needs an --out, the folder to create"),
+        (["--model", "Qwen/Qwen3-30B-A3B", "--out", "{out}"], "is not a folder. Run: hf download Qwen/Qwen3-30B"),
+        (["--model", "{source}", "--out", "{out}/deep/fp8"], "its parent folder must exist and be writable"),
         (["--model", "x" * 300, "--out", "{out}"], "xxx' cannot be opened: File name too long. Check the name"),
-        (["--model", "{source}", "--out", "{out}" + "x" * 300], "no folder that can be made: File name too long"),
-        (["--model", "{source}", "--out", "{out}" + "x" * 245], "no folder that can be made: File name too long"),
+        (["--model", "{source}", "--out", "{out}" + "x" * 300], "cannot be created: File name too long"),
+        (["--model", "{source}", "--out", "{out}" + "x" * 245], "cannot be created: File name too long"),
     ],
 )
 def test_a_wrong_command_line_is_refused(

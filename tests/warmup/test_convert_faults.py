@@ -21,7 +21,7 @@ from fp8moe_plugin.errors import CheckpointError
 from tests.warmup.conversion import content, refused, run, weight_files, write_source
 from warmup import convert
 
-GO_ON = "then run the command again: it goes on where it stopped."
+GO_ON = "then run the command again: it continues where it stopped."
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_a_limit_on_the_size_of_files_is_named(
         message = refused(capsys, source, out)
     assert f"{tmp_path}/fp8.partial/{name}" in message
     assert "File too large" in message
-    assert "the limit on the size of a file (ulimit -f)" in message
+    assert "the limit on file sizes (ulimit -f)" in message
     assert message.endswith(f"{GO_ON}\n")
     assert run(source, out) == 0
     assert content(out) == whole
@@ -136,7 +136,7 @@ def test_a_second_conversion_into_the_same_folder_is_told_so(
     assert run(source, out) == 0
     assert second[0].returncode == 1
     message = second[0].stderr
-    assert f"error: Another conversion is writing to '{out}.partial'. Wait for it to end, or give" in message
+    assert f"error: Another conversion is writing to '{out}.partial'. Wait for it to finish, or choose" in message
     assert content(out) == whole
 
 
@@ -147,7 +147,7 @@ def test_a_file_system_without_locks_is_refused(
         raise NotImplementedError("FileSystem does not appear to support flock")
 
     monkeypatch.setattr(FileLock, "acquire", missing)
-    assert "fp8.partial' has no locks, which keep two" in refused(capsys, source, tmp_path / "fp8")
+    assert "fp8.partial' does not support locks, which keep two" in refused(capsys, source, tmp_path / "fp8")
 
 
 def test_conversions_that_start_together_leave_one_result(
@@ -160,7 +160,7 @@ def test_conversions_that_start_together_leave_one_result(
     errors = [process.communicate(timeout=120)[1] for process in both]
     assert 0 in [process.returncode for process in both]
     for process, error in zip(both, errors, strict=True):
-        assert process.returncode == 0 or "Another conversion is writing" in error or "is already there" in error
+        assert process.returncode == 0 or "Another conversion is writing" in error or "already exists" in error
     assert content(out) == whole
     assert list(out.parent.iterdir()) == [out]
 
@@ -188,7 +188,7 @@ def test_a_source_that_shrinks_is_refused(source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SHRINK, str(source), str(tmp_path / "fp8")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
-    assert f"error: '{weight_files(source)[0]}' has changed while it was converted. Wait until" in done.stderr
+    assert f"error: '{weight_files(source)[0]}' has changed during the conversion. Make sure that" in done.stderr
     assert not (tmp_path / "fp8").exists()
 
 
@@ -202,7 +202,7 @@ def test_a_source_that_is_rewritten_is_refused(
 ) -> None:
     file = weight_files(source)[index]
     in_work(monkeypatch, lambda: touch_later(file))
-    assert f"'{file}' has changed while it was converted." in refused(capsys, source, tmp_path / "fp8")
+    assert f"'{file}' has changed during the conversion." in refused(capsys, source, tmp_path / "fp8")
     assert not (tmp_path / "fp8.partial" / file.name).exists()
 
 
@@ -218,7 +218,7 @@ def test_a_source_that_vanishes_is_refused(
 def test_a_config_that_is_garbled_before_the_conversion_reads_it_is_refused(source: Path, tmp_path: Path) -> None:
     model = read_model(source)
     (source / "config.json").write_text('{"architectures": [')
-    with pytest.raises(CheckpointError, match=r"config\.json' is no JSON"):
+    with pytest.raises(CheckpointError, match=r"config\.json' is not valid JSON"):
         convert.convert_checkpoint(model, source, tmp_path / "fp8")
 
 
@@ -264,7 +264,7 @@ def test_a_rewritten_source_is_refused_even_with_its_old_modification_time(
 ) -> None:
     file = weight_files(source)[index]
     in_work(monkeypatch, lambda: rewrite(file))
-    assert f"'{file}' has changed while it was converted." in refused(capsys, source, tmp_path / "fp8")
+    assert f"'{file}' has changed during the conversion." in refused(capsys, source, tmp_path / "fp8")
 
 
 @CHANGES
@@ -297,7 +297,7 @@ def test_a_source_that_changes_after_it_was_read_is_refused(
         change(file)
 
     monkeypatch.setattr(convert, "_write_description", changing)
-    assert f"'{file}' has changed while it was converted." in refused(capsys, source, tmp_path / "fp8")
+    assert f"'{file}' has changed during the conversion." in refused(capsys, source, tmp_path / "fp8")
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_a_source_that_changes_after_it_was_read_is_refused(
         (lambda path: path.symlink_to("missing"), "cannot be copied: No such file or directory. Restore it, or remove"),
         (lambda path: path.symlink_to(path), "cannot be copied: Too many levels of symbolic links. Restore it, or"),
         (lambda path: path.symlink_to("/etc/hostname"), "outside of the checkpoint's folder"),
-        (os.mkfifo, "is no regular file"),
+        (os.mkfifo, "is not a regular file"),
         (lambda path: os.mknod(path, stat.S_IFSOCK), "cannot be copied: No such device or address. Restore it, or"),
     ],
     ids=["dangling link", "link to itself", "link out of the checkpoint", "FIFO", "socket"],

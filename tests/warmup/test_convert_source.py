@@ -42,7 +42,7 @@ def test_a_tensor_that_its_file_lacks_is_named(
     file = source / index_of(source)[name]
     save(file, {other: tensor for other, tensor in load_file(file).items() if other != name})
     message = refused(capsys, source, tmp_path / "fp8")
-    assert f"says that '{file.name}' holds tensor '{name}', but no file has it. Download" in message
+    assert f"says that '{file.name}' contains tensor '{name}', but no file contains it. Download" in message
     assert not (tmp_path / "fp8.partial").exists()
 
 
@@ -53,7 +53,7 @@ def test_a_tensor_in_another_file_than_the_index_says_is_named(
     other = next(name for name in weight_map.values() if name != weight_map[EXPERT])
     write_index(source, weight_map | {EXPERT: other})
     message = refused(capsys, source, tmp_path / "fp8")
-    assert f"says that '{other}' holds tensor '{EXPERT}', but it is in '{weight_map[EXPERT]}'" in message
+    assert f"says that '{other}' contains tensor '{EXPERT}', but it is in '{weight_map[EXPERT]}'" in message
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -67,7 +67,7 @@ def test_a_tensor_in_two_files_is_named(
     if not indexed:
         (source / INDEX_NAME).unlink()
     message = refused(capsys, source, tmp_path / "fp8")
-    assert f"The result would hold tensor '{copied}' twice, from '{first.name}' and from '{second.name}'." in message
+    assert f"The result would contain tensor '{copied}' twice, from '{first.name}' and from '{second.name}'." in message
 
 
 def test_scales_that_are_there_already_are_not_written_over(
@@ -76,7 +76,7 @@ def test_scales_that_are_there_already_are_not_written_over(
     file = weight_files(source)[0]
     save(file, load_file(file) | {f"{EXPERT}_scale_inv": torch.ones(2, 2)})
     message = refused(capsys, source, tmp_path / "fp8")
-    assert f"The result would hold tensor '{EXPERT}_scale_inv' twice" in message
+    assert f"The result would contain tensor '{EXPERT}_scale_inv' twice" in message
 
 
 def test_a_tensor_that_the_index_does_not_list_is_converted(source: Path, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_every_dtype_is_copied_or_refused(
         assert found == {"extra": (DTYPES[dtype], list(range(1, 25)))}
     else:
         message = refused(capsys, source, tmp_path / "fp8")
-        assert f"Tensor 'extra' has dtype {dtype}, which convert cannot copy. Convert a checkpoint that" in message
+        assert f"Tensor 'extra' has dtype {dtype}, which convert cannot copy. Use a checkpoint that" in message
 
 
 def test_tensors_are_read_as_safetensors_reads_them(source: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_is_quantized_under_another_key_is_refused(
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     change_config(source, compression_config={"quant_method": "compressed-tensors"})
     message = refused(capsys, source, tmp_path / "fp8")
-    assert "quant_method is 'compressed-tensors', only 'fp8' is served" in message
+    assert "quant_method is 'compressed-tensors', but only 'fp8' is supported" in message
     model = read_model(write_source(tmp_path / "unquantized"))
     change_config(source, compression_config=fp8)
     with pytest.raises(UnsupportedError, match="is block FP8 already"):

@@ -62,8 +62,8 @@ def test_a_manifest_reaches_no_terminal_raw(
     rewrite(path, change)
     status, printed = doctor(capsys)
     assert status == 0
-    assert f'bundle: {path}, 1 kernels by "nvrtc\\x7f 13\'"' in printed
-    assert "b.tar was made for other kernel sources" in printed
+    assert f'bundle: {path}, 1 kernels compiled by "nvrtc\\x7f 13\'"' in printed
+    assert "b.tar was made from other kernel sources" in printed
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "not there"])
@@ -120,11 +120,14 @@ def test_a_cache_that_leads_nowhere_is_wrong_and_an_odd_entry_is_not(
     cache.symlink_to("nowhere")
     status, printed = doctor(capsys)
     assert status == 1
-    assert f"WRONG  cache: {cache}: it is a symbolic link that leads nowhere. Set FP8MOE_CACHE_DIR" in printed
+    assert f"WRONG  cache: {cache}: it is a dangling symbolic link. Set FP8MOE_CACHE_DIR" in printed
     set_variables(monkeypatch, FP8MOE_CACHE_DIR=cache / "cache")
     status, printed = doctor(capsys)
     assert status == 1
-    assert f"WRONG  cache: {cache}/cache, not there, and cannot be made in {cache}. Set FP8MOE_CACHE_DIR" in printed
+    assert (
+        f"WRONG  cache: {cache}/cache, does not exist, and cannot be created in {cache}. Set FP8MOE_CACHE_DIR"
+        in printed
+    )
     set_variables(monkeypatch, FP8MOE_CACHE_DIR=tmp_path / "odd")
     (tmp_path / "odd").mkdir(mode=0o700)
     (tmp_path / "odd" / "link-0.cubin").symlink_to("nowhere")

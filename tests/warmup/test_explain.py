@@ -53,4 +53,4 @@ def test_too_many_capture_sizes_are_refused(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as caught:
         parse(arguments(MAX_CAPTURE_SIZES + 1))
     assert caught.value.code == 2
-    assert "--cudagraph-capture-sizes takes at most 1024 sizes, not 1025" in capsys.readouterr().err
+    assert "--cudagraph-capture-sizes accepts at most 1024 sizes, not 1025" in capsys.readouterr().err

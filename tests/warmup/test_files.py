@@ -26,9 +26,9 @@ LONG = "x" * 300
     [
         (f"/tmp/{LONG}.json", "File name too long"),
         (f"/tmp/{LONG}/report.json", "File name too long"),
-        ("/dev/null/report.json", "its folder is not there"),
+        ("/dev/null/report.json", "its folder does not exist"),
         ("{}", "it is a folder"),
-        ("{}/missing/report.json", "its folder is not there"),
+        ("{}/missing/report.json", "its folder does not exist"),
     ],
 )
 @pytest.mark.parametrize("option", ["--json", "--bundle"])
@@ -39,7 +39,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
     with pytest.raises(SystemExit) as caught:
         main(["compile", option, path])
     assert caught.value.code == 2
-    assert f"{path!r} is no file that can be written: {reason}" in capsys.readouterr().err
+    assert f"{path!r} cannot be written: {reason}" in capsys.readouterr().err
     assert not cache.exists()
 
 

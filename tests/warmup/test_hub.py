@@ -78,6 +78,6 @@ def test_what_was_fetched_before_needs_no_hub(hub: str, tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_had_is_told(hub: str, tmp_path: Path, offline: bool) -> None:
     done = list_kernels("maker/other", hub, tmp_path, offline)
     assert done.returncode == 1
-    assert "error: There is no folder 'maker/other' here, and the hub does not give a model" in done.stderr
+    assert "error: There is no folder 'maker/other', and its config.json cannot be downloaded" in done.stderr
     assert "Check the name, HF_TOKEN and the network, or give the folder" in done.stderr
     assert "Traceback" not in done.stderr

@@ -68,8 +68,8 @@ def test_a_split_that_is_not_supported_is_told_the_nearest(
 ) -> None:
     assert main(["--model", str(checkpoint("GLM-4.5")), "--tp", "6"]) == 1
     printed = capsys.readouterr().err
-    assert "6 ranks cannot share 96 attention heads with 8 key and value heads" in printed
-    assert printed.endswith("Nearest that is: --tp 2 --dp 3 --ep 6 or --tp 2.\n")
+    assert "6 ranks cannot share 96 attention heads with 8 key/value heads" in printed
+    assert printed.endswith("The nearest supported options are: --tp 2 --dp 3 --ep 6 or --tp 2.\n")
 
 
 def test_deepseek_v3_takes_seconds_from_an_empty_cache_and_less_than_one_from_a_full_one(
@@ -158,7 +158,7 @@ def test_whatever_ends_it_keeps_what_is_done_and_leaves_nobody_behind(
         time.sleep(0.05)
     assert not any(map(is_running, workers))
     if signals[0] != signal.SIGKILL:
-        assert rest.endswith("error: Interrupted. What is done is kept; run the command again to go on.\n")
+        assert rest.endswith("error: Interrupted. Finished work is kept; run the command again to continue.\n")
         assert process.returncode == 1
     assert 1 <= len(entries(cache)) < ALL
 
@@ -196,13 +196,13 @@ def test_verify_names_what_is_missing_or_damaged_and_the_remedy(
 ) -> None:
     arguments = ["verify", "--model", str(checkpoint("DeepSeek-V3")), "--tp", "8"]
     assert main(arguments) == 0
-    assert f"{OF_A_MODEL} kernels, {OF_A_MODEL} present and whole, in {full_cache}" in capsys.readouterr().out
+    assert f"{OF_A_MODEL} kernels, {OF_A_MODEL} present and intact, in {full_cache}" in capsys.readouterr().out
     (combine,), (swap_ab,) = full_cache.glob("combine-*.cubin"), full_cache.glob("grouped_gemm_few_rows-*.cubin")
     combine.unlink()
     swap_ab.write_bytes(swap_ab.read_bytes()[:-1])
     assert main(arguments) == 1
     printed = capsys.readouterr().out
-    assert f"missing combine: {full_cache} does not hold it" in printed
+    assert f"missing combine: {full_cache} does not contain it" in printed
     assert f"damaged grouped_gemm_few_rows STAGES=8: {swap_ab} is damaged: its checksum differs" in printed
     assert f"Run `python -m warmup --model {checkpoint('DeepSeek-V3')} --tp 8`." in printed
 
@@ -222,7 +222,7 @@ def test_a_bundle_is_the_same_bytes_wherever_it_is_made_and_verify_takes_it(
     set_variables(monkeypatch, FP8MOE_CACHE_DIR="/nonexistent", FP8MOE_BUNDLE=tmp_path / "a.tar", FP8MOE_JIT="forbid")
     capsys.readouterr()
     assert main(["verify", *arguments[1:]]) == 0
-    assert f"{OF_A_MODEL} kernels, {OF_A_MODEL} present and whole, in {tmp_path}/a.tar" in capsys.readouterr().out
+    assert f"{OF_A_MODEL} kernels, {OF_A_MODEL} present and intact, in {tmp_path}/a.tar" in capsys.readouterr().out
 
 
 def test_a_cache_that_cannot_be_used_is_an_error_before_anything_is_compiled(
@@ -232,7 +232,7 @@ def test_a_cache_that_cannot_be_used_is_an_error_before_anything_is_compiled(
     cache.chmod(0o770)
     assert main([]) == 1
     assert capsys.readouterr().err == (
-        f"error: {cache} is not used: its mode 0770 lets others write to it. "
+        f"error: {cache} is not used: its mode 0770 lets other users write to it. "
         "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700.\n"
     )
 
@@ -246,7 +246,7 @@ def test_verify_with_a_bundle_looks_at_nothing_else(
     for arguments in (["verify"], ["verify", "--bundle", str(bundle)]):
         assert main(arguments) == 1
         printed = capsys.readouterr().out
-        assert f"missing combine: {bundle} does not hold it" in printed
+        assert f"missing combine: {bundle} does not contain it" in printed
         assert f"Run `python -m warmup bundle --bundle {bundle}`." in printed
     assert main(["verify", "--bundle", str(tmp_path / "none.tar")]) == 1
     assert "none.tar cannot be read: No such file or directory" in capsys.readouterr().err
@@ -293,21 +293,21 @@ def test_a_failure_is_in_the_report_too(cache: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tp", "0"], "argument --tp/--tensor-parallel-size: '0' is no number from 1 to"),
-        (["--tp", "x"], "'x' is no number from 1 to"),
-        (["--tp", "2", "--ep", "8"], "--ep 8 does not fit --tp 2 --dp 1: vLLM spreads the experts over all 2 ranks"),
+        (["--tp", "0"], "argument --tp/--tensor-parallel-size: '0' is not a number from 1 to"),
+        (["--tp", "x"], "'x' is not a number from 1 to"),
+        (["--tp", "2", "--ep", "8"], "--ep 8 contradicts --tp 2 --dp 1: vLLM distributes the experts over all 2 ranks"),
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["explain"], "explain needs a --model"),
         (["--model", ""], "compile needs a --model"),
-        (["--json", "/nonexistent/report.json"], "'/nonexistent/report.json' is no file that can be written"),
-        (["--json", "/tmp"], "'/tmp' is no file that can be written"),
-        (["bundle", "--bundle", ""], "'.' is no file that can be written"),
-        (["bundle", "--bundle", ".."], "'..' is no file that can be written"),
-        (["--tp", "4096", "--dp", "2"], "--tp 4096 --dp 2 are more than 4096 GPUs"),
-        (["verify", "--plot", "x.svg"], "verify takes no --plot"),
-        (["doctor", "--tokens", "5"], "doctor takes no --tokens"),
-        (["doctor", "--dry-run"], "doctor takes no --dry-run"),
-        (["list", "--bundle", "x.tar"], "list takes no --bundle"),
+        (["--json", "/nonexistent/report.json"], "'/nonexistent/report.json' cannot be written"),
+        (["--json", "/tmp"], "'/tmp' cannot be written"),
+        (["bundle", "--bundle", ""], "'.' cannot be written"),
+        (["bundle", "--bundle", ".."], "'..' cannot be written"),
+        (["--tp", "4096", "--dp", "2"], "--tp 4096 --dp 2 needs more than 4096 GPUs"),
+        (["verify", "--plot", "x.svg"], "verify does not accept --plot"),
+        (["doctor", "--tokens", "5"], "doctor does not accept --tokens"),
+        (["doctor", "--dry-run"], "doctor does not accept --dry-run"),
+        (["list", "--bundle", "x.tar"], "list does not accept --bundle"),
     ],
 )
 def test_a_wrong_command_line_is_refused(
@@ -397,7 +397,7 @@ def test_doctor_finds_nothing_wrong_where_a_bundle_does(
     assert main(["bundle", "--bundle", bundle]) == 0
     set_variables(monkeypatch, FP8MOE_BUNDLE=bundle, FP8MOE_JIT="forbid", FP8MOE_CACHE_DIR="~nosuchuser/x")
     assert main(["doctor"]) == 0
-    assert "cache: not needed, as every kernel is there; no home folder is known" in capsys.readouterr().out
+    assert "cache: not needed, because all kernels are available; the home folder is unknown" in capsys.readouterr().out
     assert main(["list"]) == 0
 
 
@@ -406,19 +406,19 @@ def test_doctor_tells_what_is_wrong(
 ) -> None:
     model = ["--model", str(checkpoint("DeepSeek-V3"))]
     assert main(["doctor", *model]) == 0
-    assert f"cache: {cache}, not there yet" in capsys.readouterr().out
+    assert f"cache: {cache}, does not exist yet" in capsys.readouterr().out
     assert not cache.exists()
     set_variables(monkeypatch, FP8MOE_JIT="forbid", FP8MOE_BUNDLE=tmp_path / "none.tar")
     cache.mkdir(mode=0o755)
     cache.chmod(0o775)
     assert main(["doctor", "--tp", "3", *model]) == 1
     printed = capsys.readouterr().out
-    assert f"WRONG  cache: {cache}, mode 0775, 0 kernels, 0.00 MB; not used: its mode 0775 lets others" in printed
+    assert f"WRONG  cache: {cache}, mode 0775, 0 kernels, 0.00 MB; not used: its mode 0775 lets other users" in printed
     assert f"WRONG  bundle: the bundle {tmp_path}/none.tar cannot be read: No such file or directory" in printed
     assert "WRONG  model: --tp 3 is not supported" in printed
-    assert f"WRONG  kernels: 0 of {OF_A_MODEL} are there; first miss: " in printed
+    assert f"WRONG  kernels: 0 of {OF_A_MODEL} are available; first missing: " in printed
     assert "FP8MOE_JIT=forbid refuses to start" in printed
-    for folder, found in {"/dev/null": "it is no folder", "/dev/null/x": "Not a directory"}.items():
+    for folder, found in {"/dev/null": "it is not a folder", "/dev/null/x": "Not a directory"}.items():
         set_variables(monkeypatch, FP8MOE_CACHE_DIR=folder)
         assert main(["doctor"]) == 1
         assert re.search(rf"WRONG  cache: {folder}.*{found}", capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""The way into vLLM: `--quantization fp8moe`."""
+"""The integration with vLLM: `--quantization fp8moe`."""
 
 import importlib.util
 import logging
@@ -9,18 +9,18 @@ logger = logging.getLogger("fp8moe")
 
 
 def register_quantization() -> None:
-    """Make `--quantization fp8moe` known to the vLLM of this process, if there is one.
+    """Register `--quantization fp8moe` with vLLM, if vLLM is installed.
 
-    Called in every vLLM process and more than once. Loads nothing but what vLLM has loaded already, touches no GPU,
-    and never raises: a plugin that fails must not take down an engine that does not use it.
+    Called in every vLLM process, possibly more than once. It imports only modules that vLLM has already imported and
+    touches no GPU. It never raises, because a broken plugin must not take down an engine that does not use it.
     """
     try:
         if importlib.util.find_spec("vllm") is None:
-            logger.info("vLLM is not installed: nothing to register --quantization %s with", NAME)
+            logger.info("vLLM is not installed, so --quantization %s is not registered", NAME)
         else:
             _register()
     except Exception:
-        logger.exception("--quantization %s is not available: registering it with vLLM failed", NAME)
+        logger.exception("--quantization %s is not available, because registering it with vLLM failed", NAME)
 
 
 def _register() -> None:
@@ -35,5 +35,5 @@ def _register() -> None:
 
 
 def _log_like_vllm() -> None:
-    """Put our logger below vLLM's, which vLLM sets up for itself alone, in some versions after this call."""
+    """Make our logger a child of vLLM's, the only one vLLM configures; some versions do so only after this call."""
     logger.parent = logging.getLogger("vllm")

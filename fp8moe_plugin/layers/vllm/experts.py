@@ -1,4 +1,4 @@
-"""The experts of a layer as vLLM's modular kernel calls them, between its dispatch and its combine."""
+"""The experts of a layer, as called by vLLM's modular kernel between dispatch and combine."""
 
 from typing import Any
 
@@ -14,22 +14,22 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 from fp8moe_plugin.checkpoint.shapes import ceil_div
 from fp8moe_plugin.ops import torch_ops
 
-# Others are of AMD (MoRI), hand out their own weights (MoonEP), leave dispatching to the experts (passthrough), or are
-# refused by vLLM's own experts too (FlashInfer).
+# Not supported: MoRI (AMD only), MoonEP (supplies weights of its own), passthrough (leaves dispatch to the experts) and
+# FlashInfer (vLLM's own FP8 experts refuse it too).
 ALL2ALL = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "deepep_v2", "nixl_ep")
 
 
 class Fp8MoeExperts(mk.FusedMoEExpertsModular):
-    """What both kinds of experts can do. Holds no state between calls and no copy of a weight or a scale.
+    """What both layouts of tokens have in common. Keeps no state between calls, and no copies of weights or scales.
 
-    vLLM calls `apply` with keywords; each kind names those that it needs.
+    vLLM passes keyword arguments to `apply`; each subclass names those that it uses.
     """
 
-    ue8m0 = False  # of the class: vLLM builds further instances by itself (elastic expert parallelism)
+    ue8m0 = False  # a class attribute, because vLLM creates further instances itself (elastic expert parallelism)
 
     @staticmethod
     def _supports_current_device() -> bool:
-        return True  # `config.check_machine` has refused the others
+        return True  # `config.check_machine` has already refused unsupported devices
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
@@ -46,12 +46,12 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         backend = moe_parallel_config.all2all_backend
-        # vLLM asks "passthrough" of the experts even where no all2all takes place.
+        # With "passthrough", vLLM leaves dispatch to the experts even if there is no all-to-all.
         return backend in ALL2ALL or not (moe_parallel_config.use_all2all_kernels or backend == "passthrough")
 
     @staticmethod
     def _supports_batch_invariance() -> bool:
-        return True  # of the kernels, see plan/step.py; `config.check_machine` has refused the reference
+        return True  # `plan` sees to it for the kernels; `config.check_machine` has refused the reference
 
     def workspace_shapes(
         self,
@@ -64,14 +64,14 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
         expert_tokens_meta: Any,
         activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        return (0,), (0,), self.output_shape(M, K, local_num_experts)  # the ops take their scratch from torch
+        return (0,), (0,), self.output_shape(M, K, local_num_experts)  # the ops allocate their own scratch memory
 
     def output_shape(self, tokens: int, hidden: int, local_experts: int) -> tuple[int, ...]:
         raise NotImplementedError
 
 
 class StandardExperts(Fp8MoeExperts):
-    """Tokens in any order, with the experts each one goes to: the whole layer in one op, from BF16 to BF16."""
+    """BF16 tokens in any order, with the ids of their experts. One op computes the whole layer."""
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -79,7 +79,7 @@ class StandardExperts(Fp8MoeExperts):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        return True  # the op quantizes each token straight into the rows of its experts
+        return True  # the op quantizes tokens itself, directly into the rows of their experts
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return TopKWeightAndReduceNoOP()
@@ -100,15 +100,15 @@ class StandardExperts(Fp8MoeExperts):
         apply_router_weight_on_input: bool,
         **_: Any,
     ) -> None:
-        """`output`, `hidden_states`: bfloat16 `[M, K]`; `topk_ids`: global, -1 for none. Writes all of `output`."""
-        if apply_router_weight_on_input:  # vLLM's dispatch has multiplied the tokens
+        """Write all of `output`, bfloat16 `[M, K]` like `hidden_states`. `topk_ids` are global; -1 means no expert."""
+        if apply_router_weight_on_input:  # vLLM's dispatch has already multiplied the tokens by them
             topk_weights = torch.ones_like(topk_weights)
         weights = (w1, self.w1_scale, w2, self.w2_scale)
         torch_ops.fused_moe(hidden_states, *weights, topk_weights, topk_ids, expert_map, self.ue8m0, output)
 
 
 class BatchedExperts(Fp8MoeExperts):
-    """FP8 rows already sorted by expert (DeepEP low latency, NIXL); vLLM's combine weights and sums them."""
+    """FP8 rows grouped by expert (DeepEP low latency, NIXL). vLLM's combine computes their weighted sums."""
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -133,8 +133,8 @@ class BatchedExperts(Fp8MoeExperts):
         expert_tokens_meta: Any,
         **_: Any,
     ) -> None:
-        """`hidden_states`: e4m3 `[E, max_m, K]` with float32 `a1q_scale`. Writes each expert's rows up to its count."""
-        # Every dispatched token goes to topk of all experts; this only steers the tile size.
+        """Write the valid rows of each expert, given e4m3 `hidden_states` `[E, max_m, K]` and float32 `a1q_scale`."""
+        # Assumes uniform routing of all dispatched tokens; affects only the choice of tile size.
         expected_m = ceil_div(hidden_states.shape[1] * topk_ids.shape[1], global_num_experts)
         weights = (w1, self.w1_scale, w2, self.w2_scale)
         counts = expert_tokens_meta.expert_num_tokens

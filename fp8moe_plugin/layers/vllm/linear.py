@@ -1,4 +1,4 @@
-"""Dense block-FP8 layers of a vLLM model on our GEMM."""
+"""Dense block-FP8 layers of a vLLM model, computed by our GEMM."""
 
 from types import MethodType
 from typing import Any
@@ -24,7 +24,7 @@ from fp8moe_plugin.plan import linear_kernels
 
 @register_weight_loader_v2_supported_method
 class Fp8MoeLinearMethod(LinearMethodBase):
-    """The weights stay as the checkpoint has them: `weight` e4m3 `[N, K]`, `weight_scale_inv` float32 per block."""
+    """Keeps the checkpoint's layout: `weight` e4m3 `[N, K]`, and `weight_scale_inv` float32, one scale per block."""
 
     def __init__(self, ue8m0: bool, prefix: str, warmup: str, model: ModelState) -> None:
         self.ue8m0 = ue8m0
@@ -58,43 +58,44 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         self.loading.register(layer, {"weight": weight, "weight_scale_inv": scale}, self.check_tensor)
 
     def weight_loader(self, loader: MethodType) -> MethodType:
-        """The loader of the weight, made of vLLM's."""
+        """The loader for the weight, derived from vLLM's."""
         return loader
 
     @staticmethod
     def check_tensor(
         layer: Any, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: object = None
     ) -> None:
-        """Raise `CheckpointError` for a tensor of the checkpoint that cannot serve. vLLM checks its shape."""
+        """Raise `CheckpointError` for an unusable tensor of the checkpoint; its shape is left to vLLM's loader."""
         name = "weight" if param.dtype == FP8 else "weight_scale_inv"
         part = "" if loaded_shard_id is None else f" ({loaded_shard_id})"
-        layer.fp8moe_loading.check(f"{layer.prefix}.{name}{part}", param, loaded_weight)
+        layer.fp8moe_loading.check_tensor(f"{layer.prefix}.{name}{part}", param, loaded_weight)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if not self.loading.serving and self.prefix.endswith(".kv_b_proj"):
             compat.keep_mla_weights(layer)
         self.loading.finish(layer)
-        metrics.tell(prepare_kernels(linear_kernels(self.ue8m0), layer.weight, self.warmup))
+        metrics.update(prepare_kernels(linear_kernels(self.ue8m0), layer.weight, self.warmup))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if x.is_meta or layer.weight.is_meta:  # vLLM has begun a reload, and not ended it
-            self.loading.check_serves()
         return torch_ops.linear(x, layer.weight, layer.weight_scale_inv, bias, self.ue8m0)
 
 
 def whole_blocks(
     prefix: str, layer: Any, inputs: int, outputs: list[int], loader: MethodType
 ) -> tuple[int, list[int], MethodType]:
-    """A rank's channels of a layer and their loader: vLLM's own, unless an MLP's ranks hold whole scale blocks of them.
+    """This rank's input channels, output channels and loader of a layer, with those of an MLP padded to whole blocks.
 
-    Both halves of an MLP come here, and hold the same channels of those between them. The halves' names say which they
-    are; where only one of them is quantized, the other's channels do not fit it, and the first step says so.
+    Called for gate_up_proj and down_proj of an MLP, recognized by name, which must agree on the channels between them.
+    If only one of the two is quantized, their channels differ and the first step fails with an error.
+
+    Args:
+        inputs, outputs, loader: those of vLLM, returned unchanged unless padding is needed.
     """
     ranks = layer.tp_size
     if is_gate_up(prefix) and outputs == outputs[:1] * 2 and outputs[0] % GROUP:
         width = local_intermediate(outputs[0] * ranks, ranks)
         announce_padding("MLP", outputs[0] * ranks, ranks)
-        layer.output_sizes = [width * ranks] * 2  # from which vLLM's loader cuts
+        layer.output_sizes = [width * ranks] * 2  # vLLM's loader divides these among the ranks
         return inputs, [width] * 2, MethodType(load_gate_up, layer)
     if is_down(prefix) and inputs % GROUP:
         return local_intermediate(inputs * ranks, ranks), outputs, MethodType(load_down, layer)
@@ -102,7 +103,7 @@ def whole_blocks(
 
 
 def check_shape(prefix: str, inputs: int, outputs: list[int], split: bool) -> None:
-    """Raise `UnsupportedError` for a rank's part of a layer, described as for `dense_refusal`, that is not served."""
+    """Raise `UnsupportedError` if a rank's part of a layer is not supported; arguments as for `dense_refusal`."""
     refusal = dense_refusal(inputs, outputs, split)
     if refusal:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""A layer's weights as they arrive: those that cannot serve are refused, at the start and when a model is reloaded."""
+"""Checks of a layer's weights while they are loaded, both at startup and when a running model is reloaded."""
 
 import functools
 import logging
@@ -15,14 +15,13 @@ import torch
 
 from fp8moe_plugin.checkpoint import headers
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.weights import check_scale_values
 from fp8moe_plugin.ops.checks import FP8, poison
 
 logger = logging.getLogger("fp8moe")
 
 E4M3_NAN = 0x7F  # with the sign bit cleared
-BYTES_AT_ONCE = 1 << 26  # of a weight: bounds the memory that looking at it takes
+CHUNK_BYTES = 1 << 26  # bounds the temporary memory of checking a weight
 SCALE_DTYPES = tuple({"F32": torch.float32, "BF16": torch.bfloat16}[name] for name in headers.SCALE_DTYPES)
 
 Check = Callable[..., None]  # takes the arguments of a weight loader
@@ -30,95 +29,99 @@ Check = Callable[..., None]  # takes the arguments of a weight loader
 
 @dataclass
 class ModelState:
-    """Shared by all layers of a model."""
+    """The loading state that all layers of a model share. Its worker calls `check_usable` before each step."""
 
-    in_worker: bool = False  # this process is one of several that run the model for an engine
-    failure: str | None = None  # why the model must not serve any more
-    # Layers that wait for their tensors; each with a function that restores the parameters that served before.
-    reloading: dict[str, Callable[[], None]] = field(default_factory=dict)
-    reloaded: bool = False  # a layer has got its tensors in the reload under way
-    without_tensors: list[str] = field(default_factory=list)  # layers that got none
+    in_worker: bool = False  # whether this process is a worker that runs the model for an engine
+    failure: str | None = None  # why the model must not be used any more
+    reloading: set[str] = field(default_factory=set)  # layers whose reload has begun but not finished
+    reloaded: bool = False  # whether a layer has received its tensors in the current reload
+    without_tensors: list[str] = field(default_factory=list)  # layers that received none in the current reload
 
-    def check(self) -> None:
+    def check_not_failed(self) -> None:
         """Raise `CheckpointError` if a reload has failed."""
         if self.failure:
             raise CheckpointError(self.failure)
 
-    def begin(self, layer: str, restore: Callable[[], None]) -> None:
-        """vLLM begins to reload a layer."""
+    def check_usable(self) -> None:
+        """Raise `CheckpointError` if a reload has failed or is unfinished."""
+        self.check_not_failed()
+        if self.reloading:
+            raise CheckpointError(
+                f"{min(self.reloading)}: the reload of its weights is unfinished. Restart the engine."
+            )
+
+    def begin_layer(self, layer: str) -> None:
+        """Note that vLLM begins to reload a layer."""
         if not self.reloading:
             self.reloaded, self.without_tensors = False, []
-        self.reloading[layer] = restore
+        self.reloading.add(layer)
 
-    def finish(self, layer: str, got_tensors: bool) -> None:
-        """vLLM has reloaded a layer, or given it back as it was, for want of tensors.
+    def finish_layer(self, layer: str, got_tensors: bool) -> None:
+        """Note that vLLM has reloaded a layer or, if no tensors arrived for it, restored it.
 
         Raises:
-            CheckpointError: some layers got tensors and others got none. If no layer got any, nothing was reloaded.
+            CheckpointError: some layers got tensors and others did not. If none did, nothing was reloaded.
         """
-        self.reloading.pop(layer, None)
+        self.reloading.discard(layer)
         self.reloaded |= got_tensors
         if not got_tensors:
             self.without_tensors.append(layer)
         if self.reloaded and self.without_tensors:
             raise CheckpointError(
-                f"{self.without_tensors[0]}: no tensor of this layer has arrived, and a reload must bring every "
+                f"{self.without_tensors[0]}: no tensor of this layer has arrived, but a reload must include every "
                 "quantized layer."
             )
 
-    def end(self, cause: Exception) -> NoReturn:
-        """End an engine whose reload failed: some layers hold the old weights by now, others the new ones.
+    def fail(self, cause: Exception) -> NoReturn:
+        """Take the model out of service after a failed reload, which leaves old weights in some layers, new in others.
 
-        vLLM reports an exception to whoever asked for the reload, and goes on serving. So worker processes end, which
-        ends the engine, and an engine core that runs the model itself shuts down once it has reported the exception.
-        In the user's own process every later load raises, and every step that runs a layer of experts.
+        vLLM reports an exception to the caller of the reload, but keeps serving. Therefore worker processes exit, which
+        ends the engine, and an engine core that runs the model itself is told to shut down after it has reported the
+        exception. In the user's own process, every later load and every step raises.
 
         Raises:
-            CheckpointError: unless this process ends.
+            CheckpointError: unless this process exits.
         """
         self.failure = (
-            f"{cause} This stopped a reload halfway: the model holds old and new weights and cannot serve. "
+            f"{cause} The failed reload left a mixture of old and new weights, which cannot be used. "
             "Restart the engine in a new process."
         )
         logger.critical("fp8moe: %s", self.failure)
         if self.in_worker:
-            os._exit(1)  # an orderly exit would leave the communicators first, and wait for the other ranks there
+            os._exit(1)  # an orderly exit would close the communicators first, and wait for the other ranks
         if multiprocessing.current_process().name.startswith("EngineCore"):
             os.kill(os.getpid(), signal.SIGTERM)
-        compat.forget_cuda_graphs()  # a replay would serve without asking `check`
-        for restore in self.reloading.values():  # an op's complaint about meta tensors would hide this error
-            restore()
         raise CheckpointError(self.failure) from cause
 
 
 class LayerLoading:
-    """Watches what is loaded into the parameters of one layer.
+    """Follows the loading and reloading of one layer's parameters.
 
     To reload a layer, vLLM registers parameters on the meta device and buffers the tensors that arrive. It then
-    registers parameters with uninitialized memory, loads the tensors into them and has the layer processed. At last it
-    copies the result into the parameters that served before, and registers these again. If no tensor arrived, it goes
-    straight to the last step.
+    registers uninitialized parameters, loads the tensors into them and calls `process_weights_after_loading`. Finally
+    it copies the result into the original parameters and registers these again. If no tensor arrived, it only
+    registers the original parameters again.
     """
 
     def __init__(self, prefix: str, model: ModelState) -> None:
         self.prefix = prefix
         self.model = model
-        self.parameters: dict[str, torch.nn.Parameter] = {}  # what kernels and CUDA graphs read, after a reload too
+        self.parameters: dict[str, torch.nn.Parameter] = {}  # the originals, which kernels and CUDA graphs always read
         self.check_reloadable: Callable[[], None] = lambda: None  # raises `CheckpointError`
-        self.serving = False
-        self.checked = False  # by `check_reloadable`, in the reload under way
+        self.serving = False  # whether all weights were loaded once
+        self.checked = False  # whether `check_reloadable` has passed in the current reload
 
     @property
     def reloading(self) -> bool:
-        """Whether vLLM has begun to reload the layer, and not ended."""
+        """Whether vLLM has begun to reload the layer and has not finished."""
         return self.prefix in self.model.reloading
 
     def register(self, layer: Any, parameters: dict[str, Any], check: Check) -> None:
-        """Register the parameters of a new layer, poisoned.
+        """Register the parameters of a new layer, filled with NaN by `poison` to detect missing tensors.
 
         Args:
-            parameters: `torch.nn.Parameter`s, each with its `weight_loader` as vLLM sets it, a method of the layer.
-            check: called before each call of these loaders; raises `CheckpointError` for a tensor that cannot serve.
+            parameters: `torch.nn.Parameter`s with a `weight_loader`, a bound method of the layer, as vLLM sets it.
+            check: called before each call of these loaders; raises `CheckpointError` for an unusable tensor.
         """
         self.parameters = parameters
         layer.fp8moe_loading = self
@@ -129,98 +132,85 @@ class LayerLoading:
             layer.register_parameter(name, parameter)
 
     def _register(self, layer: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
-        watched = self.serving and name in self.parameters
-        if watched and self.model.failure and parameter is not None and parameter.is_meta:
-            parameter = self.parameters[name]  # else steps would run on meta from end to end, and no op refuse them
         torch.nn.Module.register_parameter(layer, name, parameter)
-        if not watched or parameter is None:
+        if parameter is None or name not in self.parameters or not self.serving:
             return
         if parameter.is_meta:
             self.checked = False
-            self.model.begin(self.prefix, functools.partial(self._restore, layer))
+            self.model.begin_layer(self.prefix)
         elif self.reloading and parameter is not self.parameters[name]:
             poison(parameter)
-        elif self.reloading and name == list(self.parameters)[-1]:  # with which the layer is whole again
-            with self.refusing():
-                self.model.finish(self.prefix, got_tensors=False)
+        elif self.reloading and name == list(self.parameters)[-1]:  # all originals are registered again
+            with self.errors_fail_model():
+                self.model.finish_layer(self.prefix, got_tensors=False)
 
-    def _restore(self, layer: Any) -> None:
-        for name, parameter in self.parameters.items():
-            torch.nn.Module.register_parameter(layer, name, parameter)
-
-    def check_once(self) -> None:
-        """Raise `CheckpointError` if the layer cannot be loaded again; looked at once a reload."""
+    def check_reloadable_once(self) -> None:
+        """Raise `CheckpointError` if the layer cannot be reloaded; checked only once per reload."""
         if self.serving and not (self.reloading and self.checked):
             self.check_reloadable()
             self.checked = True
 
     def finish(self, layer: Any) -> None:
-        """Call when all tensors of the layer have arrived.
+        """Check the parameters after vLLM has loaded all tensors of the layer.
 
         Raises:
-            CheckpointError: one is missing or holds NaN.
+            CheckpointError: a tensor is missing or holds NaN.
         """
-        with self.refusing():
+        with self.errors_fail_model():
             for name in self.parameters:
                 check_loaded(self.prefix, name, getattr(layer, name))
             if self.reloading:
-                self.model.finish(self.prefix, got_tensors=True)
+                self.model.finish_layer(self.prefix, got_tensors=True)
         if not self.serving:
             self.parameters = {name: getattr(layer, name) for name in self.parameters}
             self.serving = True
 
-    def check_serves(self) -> None:
-        """Raise `CheckpointError` if the layer must not serve: a reload has failed, or never came to its end."""
-        self.model.check()
-        if self.reloading:
-            raise CheckpointError(f"{self.prefix}: a reload of its weights has not ended. Restart the engine.")
-
     @contextmanager
-    def refusing(self) -> Iterator[None]:
-        """What fails inside ends an engine that serves: see `ModelState.end`."""
-        self.model.check()
+    def errors_fail_model(self) -> Iterator[None]:
+        """Turn an exception in the block into `ModelState.fail` if the layer was serving, and let it pass otherwise."""
+        self.model.check_not_failed()
         try:
             yield
         except Exception as error:
             if not self.serving:
                 raise
-            self.model.end(error)
+            self.model.fail(error)
 
-    def check(self, what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Raise `CheckpointError` for a tensor that `parameter` cannot take as it is."""
+    def check_tensor(self, what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Raise `CheckpointError` for a tensor that `parameter` cannot hold unchanged; `what` names it in messages."""
         wanted = (FP8,) if parameter.dtype == FP8 else SCALE_DTYPES
         if tensor.dtype not in wanted:
             raise CheckpointError(
-                f"{what} has dtype {tensor.dtype}, a block-FP8 checkpoint holds {' or '.join(map(str, wanted))} there. "
+                f"{what} has dtype {tensor.dtype}, but a block-FP8 checkpoint has {' or '.join(map(str, wanted))}. "
                 "Download the checkpoint again, or serve the unquantized one: --quantization fp8moe quantizes it."
             )
         if tensor.dim() < 2:
             raise CheckpointError(
-                f"{what} has shape {list(tensor.shape)}, but must be a matrix: a weight, or one scale for each of "
-                "its 128x128 blocks. Use a block-FP8 checkpoint."
+                f"{what} has shape {list(tensor.shape)}, but must be a matrix: either a weight, or one scale for each "
+                "of its 128x128 blocks. Use a block-FP8 checkpoint."
             )
-        if tensor.is_meta or parameter.is_meta:  # vLLM only counts what arrives
+        if tensor.is_meta or parameter.is_meta:  # there are no values yet
             return
         if parameter.dtype != FP8:
             check_scale_values(f"the scales {what}", tensor)
-        elif self.serving and not self.reloading and holds_nan(tensor):  # else `finish` looks at all at once
-            raise CheckpointError(f"{what} holds NaN: it is damaged.")
+        elif self.serving and not self.reloading and holds_nan(tensor):  # otherwise `finish` checks the whole parameter
+            raise CheckpointError(f"{what} holds NaN, so it is damaged. Download the checkpoint again.")
 
 
 def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
-    """A loader that checks first. It gets what it needs from the layer: vLLM keeps loaders longer than layers."""
+    """A loader that calls `check` first. It keeps no reference to the layer, because vLLM keeps loaders longer."""
 
     @functools.wraps(load)
     def check_and_load(
         layer: Any, param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         loading = layer.fp8moe_loading
-        with loading.refusing():
-            loading.check_once()
+        with loading.errors_fail_model():
+            loading.check_reloadable_once()
             check(layer, param, loaded_weight, *args, **kwargs)
             try:
                 return load(layer, param, loaded_weight, *args, **kwargs)
-            except (AssertionError, IndexError, RuntimeError) as error:  # vLLM cuts and copies what does not fit
+            except (AssertionError, IndexError, RuntimeError) as error:  # vLLM's code fails on a wrong shape
                 raise CheckpointError(
                     f"{loading.prefix}: a tensor of shape {list(loaded_weight.shape)} does not fit the "
                     f"layer: {error or type(error).__name__}. Check that config.json belongs to the weights."
@@ -230,9 +220,9 @@ def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
 
 
 def check_loaded(layer: str, name: str, parameter: torch.Tensor) -> None:
-    """Raise `CheckpointError` if an e4m3 or float32 parameter still holds NaN anywhere (or a scale infinity).
+    """Raise `CheckpointError` if a parameter holds NaN (or a float32 one, infinity).
 
-    Before anything was loaded into it, `checks.poison` has filled it with NaN.
+    `checks.poison` filled it with NaN before loading, so NaN also means that a tensor did not arrive.
     """
     if not holds_nan(parameter):
         return
@@ -240,13 +230,13 @@ def check_loaded(layer: str, name: str, parameter: torch.Tensor) -> None:
     if parameter.dim() == 3:
         where = f" of local expert {next(e for e, part in enumerate(parameter) if holds_nan(part))}"
     raise CheckpointError(
-        f"{layer}.{name}{where}: a tensor is missing from the checkpoint, or holds NaN. "
-        "Check that every shard listed in model.safetensors.index.json is there and whole, and download it again."
+        f"{layer}.{name}{where}: a tensor is missing from the checkpoint, or holds NaN. Check that every file in "
+        "model.safetensors.index.json is present and complete, or download the checkpoint again."
     )
 
 
 def holds_nan(parameter: torch.Tensor) -> bool:
     if parameter.dtype == torch.float32:
         return not bool(parameter.isfinite().all())
-    parts = parameter.data.view(torch.uint8).flatten().split(BYTES_AT_ONCE)
+    parts = parameter.data.view(torch.uint8).flatten().split(CHUNK_BYTES)
     return any(bool(((part & 0x7F) == E4M3_NAN).any()) for part in parts)

@@ -1,9 +1,9 @@
-"""What workers have loaded, as Prometheus metrics beside vLLM's at the server's /metrics.
+"""Prometheus metrics of the workers' kernels and layers, exported next to vLLM's own at the server's /metrics.
 
-Each worker counts for itself, in another process than the server. With several API servers vLLM sets up the way in
-which prometheus_client adds up processes (PROMETHEUS_MULTIPROC_DIR), and these counters take part in it. With one, the
-default, it does not; to do it in its place would change vLLM's own metrics. There each worker writes a text file into a
-folder of the server, which adds them up when it is asked.
+Workers count in processes of their own. With several API servers, vLLM enables the multiprocess mode of
+prometheus_client (PROMETHEUS_MULTIPROC_DIR), which aggregates these counters too. With one, the default, it does not,
+and enabling it here would change vLLM's own metrics. Instead, each worker then writes a text file into a folder of the
+server, which adds the files up whenever it is scraped.
 """
 
 import functools
@@ -25,10 +25,10 @@ from fp8moe_plugin.jit.lookup import Origin, compile_times
 from fp8moe_plugin.layers.vllm.metrics_folder import PREFIX, hold_lock, remove_stale_folders
 from fp8moe_plugin.logs import log_once
 
-FOLDER = "_FP8MOE_METRICS"  # names the folder to the processes that the server starts; no setting
+FOLDER = "_FP8MOE_METRICS"  # passes the folder to the processes that the server starts; not a user setting
 BY_PROMETHEUS = "PROMETHEUS_MULTIPROC_DIR"
 
-REGISTRY = CollectorRegistry()  # of this process alone
+REGISTRY = CollectorRegistry()  # the metrics of this process only
 HITS = Counter("fp8moe_kernel_hits", "Kernels that workers did not have to compile", ["source"], registry=REGISTRY)
 MISSES = Counter("fp8moe_kernel_misses", "Kernels that workers compiled", registry=REGISTRY)
 SECONDS = Counter("fp8moe_compile_seconds", "Seconds that workers took to compile kernels", registry=REGISTRY)
@@ -40,31 +40,33 @@ LAYERS = Gauge(
     multiprocess_mode="sum",
 )
 for _source in (Origin.BUNDLE, Origin.CACHE):
-    HITS.labels(_source.value)  # is 0 before it is anything else
+    HITS.labels(_source.value)  # exports 0 before the first hit
 
-_told = LoadCounts()  # what the counters hold; the seconds are those of the compiler
-_layers: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # a layer loaded again is no other layer
+_exported = LoadCounts()  # what the counters hold; `seconds` counts compilation only
+_layers: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # by name, so that a reload does not count twice
 
 
 def count_layer(name: str, backend: str, layout: str) -> None:
-    """A layer of experts of this process is ready; to be told by `tell`."""
+    """Count a layer of experts that is ready; the next `update` exports the count."""
     layers = _layers[backend, layout]
     layers.add(name)
     LAYERS.labels(backend, layout).set(len(layers))
 
 
-def tell(kernels: LoadCounts) -> None:
-    """Bring the counters up to what this process has loaded, and show them to the server."""
+def update(kernels: LoadCounts) -> None:
+    """Set the counters to what this process has loaded so far, and export them to the server."""
     for source in (Origin.BUNDLE, Origin.CACHE):
-        HITS.labels(source.value).inc(kernels.origins[source] - _told.origins[source])
-    MISSES.inc(kernels.origins[Origin.COMPILER] - _told.origins[Origin.COMPILER])
-    SECONDS.inc(sum(compile_times) - _told.seconds)
-    _told.origins, _told.seconds = kernels.origins.copy(), sum(compile_times)
+        HITS.labels(source.value).inc(kernels.origins[source] - _exported.origins[source])
+    MISSES.inc(kernels.origins[Origin.COMPILER] - _exported.origins[Origin.COMPILER])
+    SECONDS.inc(sum(compile_times) - _exported.seconds)
+    _exported.origins, _exported.seconds = kernels.origins.copy(), sum(compile_times)
     if BY_PROMETHEUS in os.environ:
         return
     folder = os.environ.get(FOLDER)
     if folder is None:
-        log_once(logging.INFO, "the kernels of this process are not counted at /metrics: no server here shows them")
+        log_once(
+            logging.INFO, "the kernels of this process are not counted at /metrics: it was not started by a server"
+        )
         return
     try:
         prometheus_client.write_to_textfile(str(Path(folder, f"{os.getpid()}.prom")), REGISTRY)
@@ -72,12 +74,12 @@ def tell(kernels: LoadCounts) -> None:
         log_once(logging.WARNING, f"the kernels of this process are not counted at /metrics: {error}")
 
 
-@functools.cache  # once is enough
+@functools.cache  # only the first call has an effect
 def expose() -> None:
-    """Show, beside the metrics of this process, those of the workers that it will start.
+    """Add the metrics of this process's future workers to its own registry.
 
-    Called wherever a config is made, which workers do too, of a draft model. vLLM starts them by `multiprocessing`; a
-    process started in another way is a server of its own, also below one that has a folder.
+    Called whenever a config is created. Workers do that too, for a draft model, and must not become servers. vLLM
+    starts them with `multiprocessing`; a process started in any other way is a server, even if its parent is one.
     """
     if BY_PROMETHEUS in os.environ or (FOLDER in os.environ and multiprocessing.parent_process()):
         return
@@ -93,18 +95,18 @@ def expose() -> None:
 
 
 class Workers(Collector):
-    """The metrics in a folder's files, added up; the folder goes with the process."""
+    """The sums of the metrics in the folder's files. The folder is removed when the process exits."""
 
     def __init__(self, folder: tempfile.TemporaryDirectory[str], lock: int) -> None:
         self.folder = folder
-        self.lock = lock  # open until the process ends, which is how other servers know that it runs
+        self.lock = lock  # stays open until the process ends, which tells other servers that it is running
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
         totals: defaultdict[tuple[str, str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
         for file in sorted(Path(self.folder.name).glob("*.prom")):
             for family in text_string_to_metric_families(file.read_text()):
-                if family.name.endswith("_created"):  # of one process
+                if family.name.endswith("_created"):  # timestamps cannot be added up
                     continue
                 families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:

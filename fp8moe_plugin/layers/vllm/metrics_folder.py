@@ -1,8 +1,8 @@
-"""The folders in which workers leave their metrics for the server, and what is left of those of killed servers.
+"""The folders through which workers pass metrics to their server, and removal of those that killed servers left behind.
 
-A server keeps a lock in its folder until it ends, in whatever way. The kernel of the system drops the lock then, so a
-lock that can be taken means that the server is gone, whoever has its process id now. The next server of the same user
-removes such a folder. A folder without a lock file is never touched: it is not known to be one of these.
+A server holds a lock in its folder as long as it runs. The operating system releases the lock when the process ends in
+any way, so a lock that can be acquired means that the server is gone, even if its process id was reused. The next
+server of the same user then removes the folder. A folder without a lock file may be something else and is left alone.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ LOCK = "server.lock"
 def hold_lock(folder: Path) -> int:
     """Lock a new folder for this process.
 
-    The lock file gets its name once it is locked, so that no other server finds it unlocked.
+    The lock file gets its final name only after it is locked, so that no other server ever finds it unlocked.
 
     Returns:
-        A descriptor that holds the lock while it is open.
+        A file descriptor that holds the lock while it is open.
     Raises:
-        OSError: the file cannot be made or locked.
+        OSError: the file cannot be created or locked.
     """
     new = folder / f"{LOCK}.new"
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -39,21 +39,21 @@ def hold_lock(folder: Path) -> int:
 
 
 def remove_stale_folders() -> None:
-    """Remove the folders of servers that have ended, if they belong to this user."""
+    """Remove this user's folders of servers that no longer run."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             status = path.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
                 _remove_if_stale(path)
         except FileNotFoundError:
-            continue  # no lock file, or another server has removed it first
+            continue  # there is no lock file, or another server was faster
         except OSError as error:
             reason = f"{shown(str(path))}: {error.strerror}"
-            log_once(logging.WARNING, f"metrics that a killed server has left are not removed from {reason}")
+            log_once(logging.WARNING, f"the metrics of a killed server could not be removed from {reason}")
 
 
 def _remove_if_stale(path: Path) -> None:
-    """Remove a folder of files, and the lock file last, unless its server runs. Follows no links."""
+    """Remove a folder unless its server runs, with the lock file last. Follows no symbolic links."""
     with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as folder, _opened(LOCK, os.O_RDWR, folder) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

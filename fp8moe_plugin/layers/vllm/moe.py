@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers of a vLLM model: their parameters, and the modular kernel that runs them."""
+"""Mixture-of-experts layers of a vLLM model: creating and loading their parameters, and running the modular kernel."""
 
 import functools
 import logging
@@ -28,11 +28,11 @@ from fp8moe_plugin.plan import moe_kernels
 
 logger = logging.getLogger("fp8moe")
 
-_announced: set[tuple[str, str]] = set()  # one line is enough
+_announced: set[tuple[str, str]] = set()  # backends and layouts that were logged
 
 
 class Fp8MoeMethod(FusedMoEMethodBase):
-    """Every parameter keeps the checkpoint's layout, contiguous, with dim 0 = expert, so that EPLB can move experts."""
+    """Keeps the checkpoint's layout: contiguous parameters with one expert per index of dim 0, as EPLB needs them."""
 
     def __init__(self, moe: Any, ue8m0: bool, prefix: str, warmup: str, model: ModelState) -> None:
         super().__init__(moe)
@@ -50,17 +50,19 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
-        """The hidden size as it is, and this rank's intermediate channels: where they are decided for all that follows.
+        """Return the unchanged hidden size, and this rank's intermediate channels rounded up to whole scale blocks.
+
+        vLLM uses these sizes for everything that follows.
 
         Raises:
-            UnsupportedError: vLLM's dispatch takes no tokens of this hidden size.
+            UnsupportedError: vLLM's dispatch does not support this hidden size.
         """
         sizes = hidden_size, intermediate_size_per_partition
         wanted = super().maybe_roundup_sizes(*sizes, act_dtype, moe_parallel_config)
         if tuple(wanted) != sizes:
             raise UnsupportedError(
-                f"{self.prefix}: hidden size {hidden_size} is none that {moe_parallel_config.all2all_backend} takes, "
-                "and padding it is not supported. Choose another --all2all-backend."
+                f"{self.prefix}: {moe_parallel_config.all2all_backend} does not support hidden size {hidden_size}, "
+                "and fp8moe cannot pad it. Choose another --all2all-backend."
             )
         return hidden_size, local_intermediate(self.moe.intermediate_size, self.moe.tp_size)
 
@@ -92,7 +94,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.loading.register(layer, parameters, self.check_tensor)
 
     def weight_loader(self, loader: MethodType) -> MethodType:
-        """The loader of the weights, made of vLLM's."""
+        """The loader for the weights, derived from vLLM's."""
         return loader
 
     @staticmethod
@@ -105,29 +107,29 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         expert_id: int,
         return_success: bool = False,
     ) -> None:
-        """Raise `CheckpointError` for a tensor of an expert on this rank that cannot serve."""
+        """Raise `CheckpointError` for an unusable tensor of an expert on this rank."""
         if not compat.holds_expert(layer, expert_id):
             return
         what, moe = f"{weight_name} ({shard_id} of expert {expert_id})", layer.moe_config
-        layer.fp8moe_loading.check(what, param, loaded_weight)
-        unit = 1 if param.dtype == FP8 else GROUP  # channels along the side of an element
+        layer.fp8moe_loading.check_tensor(what, param, loaded_weight)
+        unit = 1 if param.dtype == FP8 else GROUP  # channels per element, in both dimensions
         sizes = [ceil_div(size, unit) for size in (moe.intermediate_size, moe.hidden_dim)]
         wanted = sizes[::-1] if shard_id == "w2" else sizes
         if list(loaded_weight.shape[-2:]) != wanted:
             raise CheckpointError(
-                f"{what} has shape {list(loaded_weight.shape)}, {moe.intermediate_size} intermediate channels make "
-                f"{wanted}. Check that config.json belongs to the weights."
+                f"{what} has shape {list(loaded_weight.shape)}, but must have {wanted} for {moe.intermediate_size} "
+                "intermediate channels. Check that config.json belongs to the weights."
             )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.loading.finish(layer)
-        if self.moe_kernel is None:  # a reload keeps the parameters of the start, which the kernel knows
+        if self.moe_kernel is None:  # after a reload, the kernel still has the original parameters
             self._set_up(layer)
 
     def _set_up(self, layer: Any) -> None:
         if self.moe.moe_parallel_config.enable_eplb:
             self.loading.check_reloadable = functools.partial(
-                check_places, self.prefix, compat.eplb_state(layer), layer.global_num_experts
+                check_experts_not_moved, self.prefix, compat.eplb_state(layer), layer.global_num_experts
             )
         keys = moe_kernels(self.experts_cls.ue8m0, self.batched)
         kernels = prepare_kernels(keys, layer.w2_weight, self.warmup)
@@ -137,7 +139,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         layout = "masked" if self.batched else "contiguous"
         _announce(backend, layout, kernels)
         metrics.count_layer(self.prefix, backend, layout)
-        metrics.tell(kernels)
+        metrics.update(kernels)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         return fp8_w8a8_moe_quant_config(
@@ -165,7 +167,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.moe_kernel is not None
-        self.loading.check_serves()
+        self.loading.model.check_usable()
         return self.moe_kernel.apply(
             x,
             layer.w13_weight,
@@ -181,31 +183,31 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         )
 
 
-def check_places(prefix: str, eplb_state: Any, places: int) -> None:
-    """Raise `CheckpointError` if experts are not where vLLM loads their weights, whatever the quantization."""
-    if compat.moved_experts(eplb_state, places):
+def check_experts_not_moved(prefix: str, eplb_state: Any, slots: int) -> None:
+    """Raise `CheckpointError` if load balancing has moved experts: vLLM would reload weights into the wrong slots."""
+    if compat.experts_have_moved(eplb_state, slots):
         raise CheckpointError(
-            f"{prefix}: expert load balancing has moved experts, and vLLM loads weights into their original "
-            "places. Restart without --enable-eplb to be able to reload weights."
+            f"{prefix}: expert load balancing has moved experts, but vLLM would load weights into their original "
+            "places. To be able to reload weights, restart without --enable-eplb."
         )
 
 
 def check_layer(prefix: str, moe: Any, experts_cls: Any) -> None:
-    """Raise `UnsupportedError` for what a model or a command line asks for and the kernels do not do."""
+    """Raise `UnsupportedError` for a model or a command line that requires what the kernels do not support."""
     if moe.moe_backend != "auto":
         raise UnsupportedError(
-            f"--moe-backend {moe.moe_backend} and --quantization fp8moe exclude each other: the plugin brings its own "
-            "kernels. Leave out one of the two."
+            f"--moe-backend {moe.moe_backend} cannot be combined with --quantization fp8moe, which has a backend of "
+            "its own. Remove one of the two options."
         )
     if moe.is_lora_enabled:
         raise UnsupportedError(
             f"{prefix}: LoRA on a mixture-of-experts model is not supported by --quantization fp8moe. "
-            "Leave out --enable-lora, or use --quantization fp8."
+            "Remove --enable-lora, or use --quantization fp8."
         )
     if moe.has_bias or any(x is not None for x in (moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)):
         raise UnsupportedError(
-            f"{prefix}: the model's experts have a bias or a modified SwiGLU, the kernels compute silu(gate) * up. "
-            "Use --quantization fp8."
+            f"{prefix}: the model's experts have a bias or a modified SwiGLU, but the kernels only support "
+            "silu(gate) * up without bias. Use --quantization fp8."
         )
     _check_sizes(prefix, moe)
     supported, why = experts_cls.is_supported_config(
@@ -213,7 +215,8 @@ def check_layer(prefix: str, moe: Any, experts_cls: Any) -> None:
     )
     if not supported:
         raise UnsupportedError(
-            f"{prefix}: {why}: the plugin's experts do not support it. Change it, or use --quantization fp8."
+            f"{prefix}: the plugin's experts do not support this configuration ({why}). Change it, or use "
+            "--quantization fp8."
         )
 
 
@@ -236,5 +239,5 @@ def _announce(backend: str, layout: str, kernels: LoadCounts) -> None:
         origins = [f"{number} from the {origin}{place(origin)}" for origin, number in kernels.origins.items()]
         logger.info(
             "fp8moe serves the experts: backend %s, layout %s, %d kernels loaded in %.2f s (%s)",
-            *(backend, layout, kernels.loaded, kernels.seconds, ", ".join(origins) or "none is needed"),
+            *(backend, layout, kernels.loaded, kernels.seconds, ", ".join(origins) or "none needed"),
         )

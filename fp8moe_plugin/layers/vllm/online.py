@@ -1,7 +1,7 @@
-"""Layers of an unquantized checkpoint: each tensor is quantized as it arrives, then loaded as if it came as FP8.
+"""Online quantization: each tensor of an unquantized checkpoint is quantized as it arrives, then loaded as FP8.
 
-A weight arrives whole on every rank, and is quantized before the rank takes its part: the blocks are the same for any
-number of ranks. Nothing is kept between two tensors, so weights may be loaded again at any time, in any order.
+Every rank receives the whole weight and quantizes it before taking its part, so the scale blocks do not depend on the
+number of ranks. No state is kept between tensors, so weights can be reloaded at any time and in any order.
 """
 
 import functools
@@ -21,34 +21,34 @@ from fp8moe_plugin.ops.checks import FP8
 
 
 class Online:
-    """What vLLM asks of a method for whose parameters no checkpoint has tensors of the same names."""
+    """What vLLM's weight tracking needs to know: the checkpoint has no tensors for some parameters, the scales."""
 
-    # Else vLLM, where it is asked to track weights, misses the scales. What is missing indeed, `check_loaded` finds.
+    # Otherwise vLLM, if told to track weights, reports the scales as missing. `check_loaded` finds missing weights.
     uses_meta_device = True
 
     @staticmethod
     def check_tensor(*_: object, **__: object) -> None:
-        """Nothing: `quantize_weight` refuses what it cannot take."""
+        """No check is needed here: `quantize_weight` rejects unusable tensors."""
 
 
 @register_weight_loader_v2_supported_method
 class OnlineLinearMethod(Online, Fp8MoeLinearMethod):
     def weight_loader(self, loader: MethodType) -> MethodType:
-        return MethodType(_of_linear(self.prefix, loader.__func__), loader.__self__)
+        return MethodType(_linear_loader(self.prefix, loader.__func__), loader.__self__)
 
 
 class OnlineMoeMethod(Online, Fp8MoeMethod):
     def weight_loader(self, loader: MethodType) -> MethodType:
-        return MethodType(_of_experts(self.prefix, loader.__func__), loader.__self__)
+        return MethodType(_experts_loader(self.prefix, loader.__func__), loader.__self__)
 
 
-# Loaders are methods bound to their layer: so vLLM, which keeps them for reloading, can tell and loosen what they hold.
+# Loaders must be methods bound to their layer: vLLM keeps loaders for reloading, and unbinds them to free the layer.
 
 
-def _of_linear(prefix: str, load: Callable) -> Callable:
-    """A dense layer's loader of unquantized `[N, K]`; `load` takes the e4m3 weight, then its float32 scales.
+def _linear_loader(prefix: str, load: Callable) -> Callable:
+    """A loader for the unquantized `[N, K]` of a dense layer; calls `load` for the e4m3 weight, then for its scales.
 
-    The loader raises `CheckpointError` for what `quantize_weight` refuses.
+    It raises `CheckpointError` for tensors that `quantize_weight` rejects.
     """
 
     @functools.wraps(load)
@@ -62,8 +62,8 @@ def _of_linear(prefix: str, load: Callable) -> Callable:
     return quantize_and_load
 
 
-def _of_experts(prefix: str, load: Callable) -> Callable:
-    """The same for w1, w2 and w3 of one expert; those of other ranks' experts are not looked at."""
+def _experts_loader(prefix: str, load: Callable) -> Callable:
+    """The same for w1, w2 and w3 of an expert; tensors of experts on other ranks are skipped."""
 
     @functools.wraps(load)
     def quantize_and_load(
@@ -86,7 +86,7 @@ def _of_experts(prefix: str, load: Callable) -> Callable:
 
 
 def _quantized(name: str, weight: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """To reload, vLLM first loads into parameters without memory, to count what arrives: sizes are enough there."""
+    """Quantize a weight, or only give the shapes if vLLM, to count the tensors of a reload, loads into meta tensors."""
     if device.type != "meta":
         return quantize_weight(name, weight, device)
     blocks = [ceil_div(size, GROUP) for size in weight.shape]

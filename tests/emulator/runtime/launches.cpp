@@ -152,7 +152,8 @@ void emu_launch(void (*entry)(void**), int grid_x, int grid_y, int threads, u32 
     uint3 grid{u32(grid_x), u32(grid_y), 1};
     int index = int(run.kernels.size());
     if (grid_x % cluster) fail("a grid of %d CTAs in clusters of %d", grid_x, cluster);
-    run.kernels.push_back({entry, args, grid, threads, shared_bytes, early != 0, cluster, index, grid_x * grid_y, 0, 0, 0});
+    run.kernels.push_back(
+        {entry, args, grid, threads, shared_bytes, early != 0, cluster, index, grid_x * grid_y, 0, 0, 0});
 }
 
 // Runs what is queued; an empty string, or what went wrong. Afterwards nothing is queued.

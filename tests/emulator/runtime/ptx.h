@@ -122,13 +122,11 @@ inline void elect_sync(int& lane, bool& elected, u32 mask) {
 // ---- copies ----
 
 inline void cp_async_bulk_tensor_2d_shared_cluster_global_mbarrier_complete_tx_bytes(u32 to, const void* map,
-                                                                                     int column, int row,
-                                                                                     u32 barrier) {
+                                                                                     int column, int row, u32 barrier) {
     emu::tma_load(to, map, {2, {column, row}}, barrier);
 }
 inline void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes(u32 to, const void* map, int x,
-                                                                                     int y, int z, int w,
-                                                                                     u32 barrier) {
+                                                                                     int y, int z, int w, u32 barrier) {
     emu::tma_load(to, map, {4, {x, y, z, w}}, barrier);
 }
 inline void cp_async_bulk_tensor_2d_global_shared_cta_bulk_group(const void* map, int column, int row, u32 from) {
@@ -162,7 +160,15 @@ inline void wgmma(float& d, T... operands) {
     inline void wgmma_mma_async_sync_aligned_m64n##n##k32_f32_e4m3_e4m3(T&&... x) { \
         wgmma<n>(x...);                                                             \
     }
-WGMMA(8) WGMMA(16) WGMMA(32) WGMMA(64) WGMMA(96) WGMMA(112) WGMMA(128) WGMMA(144) WGMMA(192)
+WGMMA(8)
+WGMMA(16)
+WGMMA(32)
+WGMMA(64)
+WGMMA(96)
+WGMMA(112)
+WGMMA(128)
+WGMMA(144)
+WGMMA(192)
 #undef WGMMA
 inline void wgmma_fence_sync_aligned() { emu::wgmma_fence(); }
 inline void wgmma_commit_group_sync_aligned() { emu::wgmma_commit(); }

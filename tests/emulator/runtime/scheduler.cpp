@@ -62,8 +62,8 @@ static void run_kernel() {
 
 void start_fiber(Fiber& fiber) {
     if (free_stacks.empty())
-        free_stacks.push_back(static_cast<u8*>(
-            mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)));
+        free_stacks.push_back(
+            static_cast<u8*>(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)));
     fiber.stack = free_stacks.back();
     free_stacks.pop_back();
     memset(fiber.stack, kGuardByte, kStackGuard);

@@ -47,8 +47,9 @@ void fence_proxy_async() {  // counts for the stores of the thread's warpgroup, 
 }
 void check_fenced(Cta& cta, u32 address, const char* reader) {
     u8 writer = cta.unfenced[address / kGranule];
-    if (writer) fail("%s reads shared memory at %u, written by %s without fence.proxy.async", reader, address,
-                     writer == kCopies + 1 ? "cp.async" : "ordinary stores");
+    if (writer)
+        fail("%s reads shared memory at %u, written by %s without fence.proxy.async", reader, address,
+             writer == kCopies + 1 ? "cp.async" : "ordinary stores");
 }
 
 void check_memory(const void* address, u64 bytes, const char* what) {

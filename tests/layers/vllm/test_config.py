@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 import fp8moe_plugin
-from benchmarks.batch_invariance import invariance
+from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.vllm import config as seam
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
@@ -64,20 +64,20 @@ def test_the_config_survives_pickling():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "awq"}, "quant_method is 'awq', only 'fp8' is served. Leave out --quantization"),
+        ({"quant_method": "awq"}, "quant_method is 'awq', but only 'fp8' is supported. Remove --quantization"),
         ({"activation_scheme": "static"}, "activation_scheme is 'static'.*Use --quantization fp8"),
         ({"weight_block_size": [64, 128]}, r"weight_block_size is \[64, 128\].*128x128 block. Use --quantization fp8"),
-        ({"quant_method": None}, "quant_method is None, only 'fp8' is served"),
+        ({"quant_method": None}, "quant_method is None, but only 'fp8' is supported"),
         ({"activation_scheme": 3}, r"activation_scheme is 3.*\('dynamic'\)"),
         ({"weight_block_size": 128}, "weight_block_size is 128;.*128x128 block. Use --quantization fp8"),
         ({"weight_block_size": "128"}, "weight_block_size is '128';"),
-        ({"ignored_layers": "lm_head"}, "ignored_layers is 'lm_head', it must be a list.*Correct quantization_config"),
-        ({"ignored_layers": {"lm_head": 1}}, "ignored_layers is {'lm_head': 1}, it must be a list"),
-        ({"modules_to_not_convert": [3]}, r"modules_to_not_convert is \[3\], it must be a list of the names"),
-        ({"fmt": 3}, "stores its weights as 3; the kernels take e4m3"),
+        ({"ignored_layers": "lm_head"}, "ignored_layers is 'lm_head', but must be a list.*Correct quantization_config"),
+        ({"ignored_layers": {"lm_head": 1}}, "ignored_layers is {'lm_head': 1}, but must be a list"),
+        ({"modules_to_not_convert": [3]}, r"modules_to_not_convert is \[3\], but must be a list of layer names"),
+        ({"fmt": 3}, "stores its weights as 3, but the kernels need e4m3"),
         ({"weight_block_size": None}, "weight_block_size is None.*Use --quantization fp8"),
-        ({"fmt": "e5m2"}, "stores its weights as e5m2; the kernels take e4m3"),
-        ({"store_dtype": "int4"}, "stores its weights as int4; the kernels take e4m3"),
+        ({"fmt": "e5m2"}, "stores its weights as e5m2, but the kernels need e4m3"),
+        ({"store_dtype": "int4"}, "stores its weights as int4, but the kernels need e4m3"),
     ],
 )
 def test_other_checkpoints_are_refused(change, message):
@@ -156,7 +156,7 @@ def test_the_reference_is_refused_where_results_must_not_depend_on_the_batch(mon
     with (
         invariance(True),
         pytest.raises(
-            UnsupportedError, match=r"VLLM_BATCH_INVARIANT=1: the plain-torch reference .* Unset it, or serve on"
+            UnsupportedError, match=r"VLLM_BATCH_INVARIANT=1 .* the plain-torch reference.* Unset it, or serve on"
         ),
     ):
         Entry.from_config(CHECKPOINT)
@@ -207,14 +207,17 @@ def test_a_plain_layer_is_served():
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        ({"moe_backend": "triton"}, "--moe-backend triton and --quantization fp8moe exclude each other"),
-        ({"is_lora_enabled": True}, "L: LoRA .* is not supported.*Leave out --enable-lora"),
+        ({"moe_backend": "triton"}, "--moe-backend triton cannot be combined with --quantization fp8moe"),
+        ({"is_lora_enabled": True}, "L: LoRA .* is not supported.*Remove --enable-lora"),
         ({"has_bias": True}, "L: the model's experts have a bias or a modified SwiGLU"),
         ({"swiglu_limit": 7.0}, "L: the model's experts have a bias or a modified SwiGLU"),
         ({"swiglu_alpha": 1.7}, "L: the model's experts have a bias or a modified SwiGLU"),
         ({"swiglu_beta": 1.0}, "L: the model's experts have a bias or a modified SwiGLU"),
-        ({"activation": MoEActivation.GELU}, "L: .*GELU activation.*experts do not support it. Change it, or"),
-        ({"hidden_dim": 320}, "L: hidden size 320 is no multiple of 128, the scale block. Use --quantization fp8"),
+        ({"activation": MoEActivation.GELU}, "L: .*experts do not support .*GELU activation.* Change it, or"),
+        (
+            {"hidden_dim": 320},
+            "L: hidden size 320 is not a multiple of 128, the size of a scale block. Use --quantization fp8",
+        ),
         ({"num_local_experts": 1025}, "L: a rank has 1025 experts, .* at most 1024. Use more GPUs and --enable-expert"),
     ],
 )
@@ -229,7 +232,7 @@ def test_other_layers_are_refused(layer, message):
         (192, [256], False, "L has 192 input channels on this rank.*smaller --tensor-parallel-size"),
         (256, [192, 256], False, "L has 192 output channels on this rank"),
         (256, [192], True, "L has 192 output channels on this rank"),
-        (256, [260], False, "L has 260 output channels, the kernels need a multiple of 8"),
+        (256, [260], False, "L has 260 output channels, but the kernels need a multiple of 8"),
     ],
 )
 def test_dense_layers_that_end_within_a_scale_block_are_refused(inputs, outputs, split, message):

@@ -21,7 +21,7 @@ def test_a_loaded_weight_passes():
 @pytest.mark.parametrize("at", [(0, 0, 0), (1, 5, 7), (2, 255, 383)])
 @pytest.mark.parametrize("bytes_at_once", [1 << 26, 100])
 def test_one_nan_anywhere_is_found_and_its_expert_named(monkeypatch, code, at, bytes_at_once):
-    monkeypatch.setattr(loading, "BYTES_AT_ONCE", bytes_at_once)
+    monkeypatch.setattr(loading, "CHUNK_BYTES", bytes_at_once)
     weight = loaded_weight()
     weight.view(torch.uint8)[at] = code
     with pytest.raises(CheckpointError, match=f"layer.w13 of local expert {at[0]}: a tensor is missing"):

@@ -26,7 +26,7 @@ for name in names:
         counts.origins[Origin(origin)] += number
         lookup.compile_times.extend([0.5] * number * (origin == "compiler"))
     metrics.count_layer(name, "sm90", "contiguous")
-    metrics.tell(counts)
+    metrics.update(counts)
 """
 # A server: its metrics are asked for after each worker has ended.
 SERVER = """
@@ -83,14 +83,14 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def tell() -> None:
-    metrics.tell(metrics._told)  # nothing new
+    metrics.update(metrics._exported)  # nothing new
 
 
 def test_a_process_without_a_server_on_its_machine_says_so(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
     for name in (metrics.FOLDER, metrics.BY_PROMETHEUS):
         monkeypatch.delenv(name, raising=False)
     tell()
-    assert logged == ["the kernels of this process are not counted at /metrics: no server here shows them"]
+    assert logged == ["the kernels of this process are not counted at /metrics: it was not started by a server"]
 
 
 def test_a_folder_that_is_gone_costs_a_line_and_no_more(

@@ -134,6 +134,6 @@ def test_a_folder_that_cannot_be_removed_costs_a_line(temp: Path, plugin_log: py
     remove_stale_folders()
     assert (folder / LOCK).exists()
     (line,) = plugin_log.messages
-    assert "metrics that a killed server has left are not removed from" in line
+    assert "the metrics of a killed server could not be removed from" in line
     assert "\x1b" not in line
     assert "directory" in line.lower()

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
-from benchmarks.synthetic import PRESETS, write_checkpoint
+from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.ops import fp8_linear, fused_moe

@@ -46,7 +46,7 @@ def loader(layer, make):
 def test_an_expert_is_loaded_as_if_it_came_with_its_scales(part, shard):
     layer, weight = parameters("cpu"), torch.randn(256, 384).bfloat16()
     param, name = getattr(layer, f"{part}_weight"), f"experts.{part}_weight"
-    done = loader(layer, online._of_experts)(
+    done = loader(layer, online._experts_loader)(
         param=param, loaded_weight=weight, weight_name=name, shard_id=shard, expert_id=5, return_success=True
     )
     q, scales = per_block_cast_to_fp8(weight)
@@ -63,14 +63,14 @@ def test_an_expert_is_loaded_as_if_it_came_with_its_scales(part, shard):
 def test_an_expert_of_another_rank_is_not_even_looked_at():
     layer = parameters("cpu")
     damaged = torch.full((128, 128), float("nan"))
-    assert loader(layer, online._of_experts)(layer.w2_weight, damaged, "w2_weight", "w2", 3, True) is False
-    assert loader(layer, online._of_experts)(layer.w2_weight, damaged, "w2_weight", "w2", 3) is None
+    assert loader(layer, online._experts_loader)(layer.w2_weight, damaged, "w2_weight", "w2", 3, True) is False
+    assert loader(layer, online._experts_loader)(layer.w2_weight, damaged, "w2_weight", "w2", 3) is None
     assert not layer.loaded
 
 
 def test_a_dense_layer_gets_its_scales_under_the_same_shard():
     layer, weight = parameters("cpu"), torch.randn(300, 256).bfloat16()
-    loader(layer, online._of_linear)(layer.weight, weight, "k")
+    loader(layer, online._linear_loader)(layer.weight, weight, "k")
     q, scales = per_block_cast_to_fp8(weight)
     (param, loaded, shard), (scale_param, loaded_scales, scale_shard) = layer.loaded
     assert param is layer.weight
@@ -83,7 +83,7 @@ def test_a_dense_layer_gets_its_scales_under_the_same_shard():
 def test_parameters_without_memory_get_sizes():
     """Into these vLLM loads first when it reloads, to count what arrives."""
     layer, weight = parameters("meta"), torch.full((300, 256), float("nan"))
-    loader(layer, online._of_linear)(layer.weight, weight)
+    loader(layer, online._linear_loader)(layer.weight, weight)
     (_, q), (_, scales) = layer.loaded
     assert (q.device.type, q.dtype, q.shape) == ("meta", h.FP8, (300, 256))
     assert (scales.device.type, scales.dtype, scales.shape) == ("meta", torch.float32, (3, 2))
@@ -92,16 +92,16 @@ def test_parameters_without_memory_get_sizes():
 def test_no_weight_is_kept():
     layer, weight = parameters("cpu"), torch.randn(128, 128).bfloat16()
     seen = weakref.ref(weight)
-    loader(layer, online._of_linear)(layer.weight, weight)
+    loader(layer, online._linear_loader)(layer.weight, weight)
     del weight
     assert seen() is None
 
 
-@pytest.mark.parametrize("make", [online._of_linear, online._of_experts])
+@pytest.mark.parametrize("make", [online._linear_loader, online._experts_loader])
 def test_damaged_weights_are_refused_by_name(make):
     layer, damaged = parameters("cpu"), torch.full((128, 128), float("inf"))
-    arguments = ("w1_weight", "w1", 4) if make is online._of_experts else ()
-    name = r"prefix\.4\.w1\.weight" if make is online._of_experts else r"prefix\.weight"
+    arguments = ("w1_weight", "w1", 4) if make is online._experts_loader else ()
+    name = r"prefix\.4\.w1\.weight" if make is online._experts_loader else r"prefix\.weight"
     with pytest.raises(CheckpointError, match=f"{name}: .* holds NaN or infinity"):
         loader(layer, make)(layer.weight, damaged, *arguments)
     assert not layer.loaded
@@ -110,7 +110,7 @@ def test_damaged_weights_are_refused_by_name(make):
 def test_vllm_can_tell_the_arguments_and_whose_method_a_loader_is():
     """As its reloading does: it binds the arguments by name, and loosens methods of a layer."""
     layer = parameters("cpu")
-    bound = loader(layer, online._of_linear)
+    bound = loader(layer, online._linear_loader)
     assert list(inspect.signature(bound).parameters)[:2] == ["param", "loaded_weight"]
     assert bound.__self__ is layer
 
@@ -123,4 +123,4 @@ def test_experts_that_are_not_quantized_cost_one_line(plugin_log):
             method = online_config.get_quant_method(experts, f"mtp.layers.{layer}.mlp.experts")
             assert type(method) is UnquantizedFusedMoEMethod
     (record,) = (record for record in plugin_log.records if record.name == "fp8moe")
-    assert "leaves the experts mtp.layers.N.mlp.experts unquantized, to vLLM's own kernels" in record.getMessage()
+    assert "does not quantize the experts mtp.layers.N.mlp.experts, which run on vLLM" in record.getMessage()

@@ -18,6 +18,7 @@ from fp8moe_plugin.layers.vllm.loading import check_loaded
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.reference import dequantize_blocks
+from tests.checkpoint.test_shapes import SHARES
 from tests.helpers import same_bits
 from tests.layers.vllm.one_rank import (
     EXPERTS,
@@ -30,7 +31,6 @@ from tests.layers.vllm.one_rank import (
     make_mlp,
     make_unquantized,
 )
-from tests.test_shapes import SHARES
 
 TOKENS = 9
 
@@ -149,7 +149,8 @@ def test_a_missing_tensor_of_an_unquantized_checkpoint_is_noticed(shard, rank):
 def test_a_tensor_of_another_size_is_refused(name):
     other = {name: make_checkpoint(768)[name]}
     with pytest.raises(
-        CheckpointError, match=r"\(w. of expert 0\) has shape .*, 1536 intermediate channels make .*Check that config"
+        CheckpointError,
+        match=r"\(w. of expert 0\) has shape .* must have .* for 1536 intermediate channels.*Check that config",
     ):
         Layer(1536, 8, 0).load(other)
 
@@ -160,14 +161,14 @@ def test_a_tensor_of_another_size_is_refused(name):
         (
             1536,
             8,
-            r"1/8 is 256 channels instead of 192, .* 33\.3% more memory and work\. With --en.* is 0\.0%\.$",
+            r"\(8-way split\): a rank .* 192, .* 33\.3% more memory and compute\. With --en.* would be 0\.0%\.$",
         ),
         (
             320,
             2,
-            r"1/2 is 256 channels instead of 160, .* 60\.0% more memory and work\. With --en.* is 20\.0%\.$",
+            r"\(2-way split\): a rank .* 160, .* 60\.0% more memory and compute\. With --en.* would be 20\.0%\.$",
         ),
-        (320, 1, r"1/1 is 384 channels instead of 320, .* 20\.0% more memory and work\.$"),
+        (320, 1, r"\(1-way split\): a rank holds 384 channels instead of 320, .* 20\.0% more memory and compute\.$"),
     ],
 )
 def test_one_line_says_what_padding_costs(plugin_log, intermediate, ranks, line):
@@ -240,7 +241,7 @@ def test_an_mlp_of_another_size_or_stored_as_one_tensor_is_refused(on_rank, shar
     on_rank(8, 0)
     gate_up, _ = make_mlp(1536)
     other = torch.zeros(2 * 1536, HIDDEN, dtype=torch.float8_e4m3fn)
-    with pytest.raises(CheckpointError, match=r"mlp\.gate_up_proj has shape \[3072, 256\], 1536 intermediate channels"):
+    with pytest.raises(CheckpointError, match=r"mlp\.gate_up_proj has shape \[3072, 256\], .* must be 1536 for 1536"):
         gate_up.weight.weight_loader(gate_up.weight, other, shard)
 
 

@@ -1,0 +1,105 @@
+"""Greedy agreement of vLLM engines with different FP8 backends on one checkpoint.
+
+    python -m benchmarks.accuracy.agreement --model DIR --out benchmarks/results/engine_agreement-<date>.json
+
+Each engine runs in its own process, with CUDA graphs and torch.compile. `next_token` is the share of prompt positions
+at which two engines predict the same most likely next token; every position has the same prefix, so one early
+difference does not spoil the rest. `prefix` is the number of generated tokens that agree before the first difference.
+`triton` and `deep_gemm` are vLLM's backends made comparable with ours: FP32 scales of activations, as a checkpoint
+without `scale_fmt: ue8m0` has them, and no fusion of norms and activations into the quantization, which would save a
+rounding to BF16. `triton default` and `deep_gemm default` run as `--quantization fp8` does.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines import ENGINES
+from benchmarks.report import write_report
+
+PROMPTS, PROMPT_TOKENS, GENERATED = 768, 96, 32
+
+
+def run_engine(model: str, name: str) -> dict[str, Any]:
+    """The answers of one engine, in this process."""
+    import torch
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    start = time.monotonic()
+    arguments, _ = ENGINES[name]
+    llm = LLM(model=model, max_model_len=512, max_num_seqs=256, max_num_batched_tokens=8192, **arguments)
+    ready = time.monotonic() - start
+    generator = torch.Generator().manual_seed(1)
+    vocab = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    ids = torch.randint(10, vocab, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
+    prompts = [TokensPrompt(prompt_token_ids=i) for i in ids]
+    sampling = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, prompt_logprobs=1, detokenize=False)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    best = [[max(p, key=lambda t: p[t].logprob) for p in o.prompt_logprobs[1:]] for o in outputs]
+    logprobs = [[max(v.logprob for v in p.values()) for p in o.prompt_logprobs[1:]] for o in outputs]
+    generated = [list(o.outputs[0].token_ids) for o in outputs]
+    return {"ready_s": ready, "next_token": best, "logprob": logprobs, "generated": generated}
+
+
+def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
+    pairs = [(x, y) for p, q in zip(a["next_token"], b["next_token"], strict=True) for x, y in zip(p, q, strict=True)]
+    prefixes = [
+        sum(1 for _ in itertools.takewhile(lambda t: t[0] == t[1], zip(p, q, strict=True)))
+        for p, q in zip(a["generated"], b["generated"], strict=True)
+    ]
+    offs = [abs(x - y) for p, q in zip(a["logprob"], b["logprob"], strict=True) for x, y in zip(p, q, strict=True)]
+    return {
+        "logprob": sum(offs) / len(offs),
+        "next_token": sum(x == y for x, y in pairs) / len(pairs),
+        "prefix": sum(prefixes) / len(prefixes),
+        "first_token": sum(n > 0 for n in prefixes) / len(prefixes),
+    }
+
+
+def in_own_process(model: str, name: str) -> dict[str, Any]:
+    """The answers of an engine in its own process; `seconds` is the lifetime of that process."""
+    command = [sys.executable, "-m", "benchmarks.accuracy.agreement", "--model", model, "--run", name]
+    start = time.monotonic()
+    done = subprocess.run(command, env=os.environ | ENGINES[name][1], stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1]) | {"seconds": time.monotonic() - start}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--twin", help="the same model unquantized, for the engine `bf16`")
+    parser.add_argument("--engines", default="fp8moe,triton,deep_gemm")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--run", choices=ENGINES, help="run one engine and print its answers as JSON")
+    args = parser.parse_args()
+    if args.run:
+        print(json.dumps(run_engine(args.model, args.run)))
+        return
+    said: dict[str, dict[str, Any]] = {}
+    pairs: dict[str, dict[str, float]] = {}
+    for name in args.engines.split(","):
+        new = in_own_process(args.twin if name == "bf16" else args.model, name)
+        print(f"{name}: engine ready after {new['ready_s']:.0f} s", flush=True)
+        for other, answers in said.items():
+            result = pairs[f"{other} ~ {name}"] = compare(answers, new)
+            print(
+                f"{other} ~ {name}: next token {result['next_token']:.4f}, "
+                f"prefix {result['prefix']:.2f} of {GENERATED}, logprob off by {result['logprob']:.4f}",
+                flush=True,
+            )
+        said[name] = new
+    if args.out:
+        import vllm
+
+        ready = {n: s["ready_s"] for n, s in said.items()}
+        write_report(args.out, {"vllm": vllm.__version__, "prompts": PROMPTS, "ready_s": ready, "pairs": pairs})
+
+
+if __name__ == "__main__":
+    main()

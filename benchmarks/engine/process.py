@@ -1,0 +1,126 @@
+"""Engines in their own processes that answer one call after another, so that several can take turns on one GPU."""
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+LONGEST_ERROR = 300  # characters; stderr has the whole error
+LONGEST_END_S = 10
+
+
+class EngineProcess:
+    """Makes an engine in its own process, and calls its methods there. Its output goes to stderr.
+
+    `make`, arguments and answers are pickled; `environment` is added to the process's before `make`. The process and
+    all its children end at the first failure, and when this process ends.
+    """
+
+    def __init__(self, make: Callable[[], Any], environment: dict[str, str]) -> None:
+        context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
+        self._connection, self._other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(self._other, make, environment))
+        self._ended: int | None = None
+        self._killed = False
+
+    def start(self) -> None:
+        """Begin to make the engine."""
+        atexit.register(self.kill)  # otherwise multiprocessing would wait at exit for the process to end by itself
+        self._process.start()
+        assert self._process.pid is not None
+        self._ended = os.pidfd_open(
+            self._process.pid
+        )  # the sentinel stays open in processes that the engine has forked
+        self._other.close()
+
+    def wait_until_made(self, timeout: float) -> None:
+        """
+        Raises:
+            EngineError: `make` failed, its process ended, or it took longer than `timeout` seconds.
+        """
+        self._answer(timeout)
+
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        """The method's result.
+
+        Raises:
+            EngineError: it failed, its process ended, or it took longer than `timeout` seconds.
+        """
+        with contextlib.suppress(ConnectionError):  # the process has ended; _answer reports it
+            self._connection.send((method, arguments))
+        return self._answer(timeout)
+
+    def kill(self) -> None:
+        """End the process, if it was started, and all its children."""
+        if self._process.pid is None or self._killed:
+            return
+        with contextlib.suppress(ProcessLookupError):  # the group has ended by itself, or does not exist yet
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        if self._ended is not None:
+            os.close(self._ended)
+        self._killed = True  # its process id may be reused from now on
+
+    def _answer(self, timeout: float) -> Any:
+        if self._killed or self._ended is None:
+            raise EngineError(f"ended with status {self._process.exitcode}")
+        if not wait([self._connection, self._ended], timeout):
+            self.kill()
+            raise EngineError(f"not done within {timeout:g} s")
+        try:
+            if not self._connection.poll():
+                raise EOFError
+            done, answer = self._connection.recv()
+        except (EOFError, OSError):  # the process ended, perhaps in the middle of an answer
+            wait([self._ended], LONGEST_END_S)
+            status = self._process.exitcode
+            self.kill()
+            raise EngineError(f"ended with status {status}") from None
+        if not done:
+            self.kill()
+            raise EngineError(answer)
+        return answer
+
+
+class EngineError(Exception):
+    """An engine failed; the message says why."""
+
+
+def _serve(connection: Connection, make: Callable[[], Any], environment: dict[str, str]) -> None:
+    """Make the engine, then answer calls until the other side ends or kills this process."""
+    os.setsid()  # its own process group, for kill
+    os.dup2(2, 1)
+    end = threading.Thread(target=_end_with_parent, daemon=True)
+    end.start()
+    os.environ |= environment
+    try:
+        engine = make()
+        answer = None
+        while True:
+            connection.send((True, answer))
+            method, arguments = connection.recv()
+            answer = getattr(engine, method)(*arguments)
+    except BaseException as failure:  # noqa: BLE001 (an engine may fail in any way; the other side gets the error)
+        with contextlib.suppress(OSError):  # stderr may be gone
+            traceback.print_exc()
+        text = " ".join(f"{type(failure).__name__}: {failure}".split())
+        with contextlib.suppress(ConnectionError):
+            connection.send((False, text[:LONGEST_ERROR]))
+    finally:
+        end.join()  # ending by itself would leave the children of the engine
+
+
+def _end_with_parent() -> None:
+    """End this process group when the parent ends: a killed parent cannot, and an engine would keep its GPU memory.
+    (A call that never releases the GIL delays this.)"""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)

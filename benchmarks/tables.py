@@ -1,0 +1,199 @@
+"""Write the tables of docs/performance.md from the files in benchmarks/results.
+
+python -m benchmarks.tables            # rewrites the text between the markers
+python -m benchmarks.tables --check    # exits with 1 if a table is stale
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs" / "performance.md"
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+OURS = "fp8moe"
+LAYERS = {"dsv3-ep1": "EP1", "dsv3-tp8": "TP8", "qwen3-30b": "Qwen3"}
+Row = dict[str, Any]
+
+
+def results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    return found
+
+
+def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    head = [str(cell) for cell in header]
+    lines = [head, ["---"] * len(head), *([str(cell) for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def best(rows: Iterable[Row], backend: str, time: str) -> tuple[float, float]:
+    """Our time, and that of the fastest peer that finished."""
+    times = {row[backend]: row[time] for row in rows if time in row}
+    ours = times.pop(OURS)
+    return ours, min(times.values())
+
+
+def layers(*names: str) -> str:
+    """Whole layers: the best peer's time over ours, and ours in microseconds."""
+    rows = [row for name in names for row in results(name)["rows"]]
+
+    def cell(tokens: int, shape: str) -> str:
+        ours, peer = best((r for r in rows if (r["T"], r["shape"]) == (tokens, shape)), "peer", "us")
+        return f"{peer / ours:.2f} ({ours:.0f})"
+
+    steps = sorted({row["T"] for row in rows})
+    return table(["tokens", *LAYERS.values()], ([t, *(cell(t, shape) for shape in LAYERS)] for t in steps))
+
+
+def dense(name: str, time: str, cell: Callable[[float, float], str]) -> str:
+    """Dense layers, by shape and number of rows."""
+    rows = results(name)["rows"]
+    shapes = list(dict.fromkeys((row["n"], row["k"]) for row in rows))
+    steps = sorted({row["tokens"] for row in rows})
+
+    def cells(n: int, k: int) -> list[str]:
+        of_shape = [row for row in rows if (row["n"], row["k"]) == (n, k)]
+        return [cell(*best((r for r in of_shape if r["tokens"] == t), "backend", time)) for t in steps]
+
+    return table(
+        ["N x K", *("1 row" if t == 1 else f"{t} rows" for t in steps)],
+        ([f"{n} x {k}", *cells(n, k)] for n, k in shapes),
+    )
+
+
+def times(ours: float, peer: float) -> str:
+    return f"{ours:.1f} / {peer:.1f}"
+
+
+def ratio(ours: float, peer: float) -> str:
+    return f"{peer / ours:.2f}"
+
+
+def grouped_gemms() -> str:
+    """DeepGEMM's time over ours, after a pause / sustained."""
+    rows = results("grouped_gemm-2026-11-21")["rows"]
+    cases = list(dict.fromkeys((r["layout"], r["tokens"], r["even"]) for r in rows))
+    header = [f"{layout}, {tokens} tokens{', even counts' if even else ''}" for layout, tokens, even in cases]
+
+    def cell(row: Row) -> str:
+        return f"{row['deepgemm_us'] / row['us']:.2f} / {row['deepgemm_sustained_us'] / row['sustained_us']:.2f}"
+
+    cells = {(r["gemm"], (r["layout"], r["tokens"], r["even"])): cell(r) for r in rows}
+    gemms = dict.fromkeys(r["gemm"] for r in rows)
+    return table(["GEMM", *header], ([gemm, *(cells[gemm, case] for case in cases)] for gemm in gemms))
+
+
+def batch_invariance() -> str:
+    """The sizes at which the mode changes the kernels."""
+    rows = results("batch_invariance-2026-11-23")["rows"]
+    changed = [row for row in rows if not row["same_bits"] or row["cost"] > 1.1]
+    return table(
+        ["layer", "tokens", "us", "batch-invariant, us", "cost"],
+        ([r["layer"], r["tokens"], r["us"], r["invariant_us"], f"{r['cost']:.2f}"] for r in changed),
+    )
+
+
+def engine_decode() -> str:
+    engines = results("engine_decode-2026-11-23")["engines"]
+    batches = engines[OURS]["batches"]
+
+    def cells(batch: str) -> list[str]:
+        rows = [engine["batches"][batch] for engine in engines.values()]
+        step, busy = (" / ".join(f"{row[key]:.2f}" for row in rows) for key in ("ms", "gpu_ms"))
+        return [step, busy, " / ".join(f"{row['moe_ms']:.3f}" for row in rows)]
+
+    return table(["batch", "step", "GPU busy", "MoE layers"], ([batch, *cells(batch)] for batch in batches))
+
+
+def engine_prefill() -> str:
+    engines = results("engine_prefill-2026-11-21")["engines"]
+    return table(
+        ["engine", "prompt tokens per second"],
+        ([name, f"{engine['tokens_per_s']:,.0f}"] for name, engine in engines.items()),
+    )
+
+
+def serve_ready() -> str:
+    found = results("serve_ready-2026-11-21")
+    names = {"bundle": "`fp8moe` with a bundle, `FP8MOE_JIT=forbid`", "fp8": "`fp8` of vLLM, with its warm-up"}
+
+    def seconds(name: str) -> list[str]:
+        return [f"{found[f'{name} {start}']['ready_s']:.0f}" for start in ("cold", "warm")]
+
+    rows = ([text, *seconds(name)] for name, text in names.items())
+    return table(["quantization", "cold, s", "warm, s"], rows)
+
+
+def agreement() -> str:
+    files = ("engine_agreement-2026-11-21", "engine_agreement-default-2026-11-21")
+    pairs = {name: pair for file in files for name, pair in results(file)["pairs"].items()}
+    return table(
+        ["engines", "next token", "prefix", "log-probability differs by"],
+        (
+            [name, f"{pair['next_token']:.3f}", f"{pair['prefix']:.1f}", f"{pair['logprob']:.3f}"]
+            for name, pair in pairs.items()
+        ),
+    )
+
+
+def perplexity() -> str:
+    def row(name: str, engine: Row) -> list[str]:
+        off = engine["against_bf16"]
+        against = f"{off['percent']:+.3f}% ({off['low']:.3f} to {off['high']:.3f})" if off else ""
+        return [name, f"{engine['perplexity']:.3f}", against]
+
+    engines = results("perplexity-2026-11-22")["engines"]
+    return table(["engine", "perplexity", "over BF16 (95% interval)"], (row(*item) for item in engines.items()))
+
+
+def checks() -> str:
+    found = results("gpu_checks-2026-11-24")
+    return table(["check", "result"], ([name, ", ".join(found[name]["summary"])] for name in ("tests", "memcheck")))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "layer": lambda: layers("moe_layer-2026-11-22", "moe_layer-other_sizes-2026-11-22"),
+    "layer-skewed": lambda: layers("moe_layer-skew-2026-11-23"),
+    "dense-decode-gemm": lambda: dense("dense_gemm-decode-2026-11-23", "gemm_us", times),
+    "dense-decode-linear": lambda: dense("dense_gemm-decode-2026-11-23", "linear_us", times),
+    "dense-prefill-gemm": lambda: dense("dense_gemm-prefill-2026-11-23", "gemm_us", ratio),
+    "dense-prefill-linear": lambda: dense("dense_gemm-prefill-2026-11-23", "linear_us", ratio),
+    "grouped-gemms": grouped_gemms,
+    "batch-invariance": batch_invariance,
+    "engine-decode": engine_decode,
+    "engine-prefill": engine_prefill,
+    "serve-ready": serve_ready,
+    "agreement": agreement,
+    "perplexity": perplexity,
+    "checks": checks,
+}
+
+
+def rendered(document: str) -> str:
+    """The document with each table as the results have it.
+
+    Raises:
+        KeyError: a marker names a table that does not exist.
+    """
+    return MARKED.sub(lambda marked: f"{marked[1]}\n{TABLES[marked[2]]()}\n{marked[3]}", document)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a table is stale")
+    args = parser.parse_args()
+    before = DOCUMENT.read_text()
+    after = rendered(before)
+    if not args.check:
+        DOCUMENT.write_text(after)
+    elif after != before:
+        sys.exit(f"{DOCUMENT.relative_to(ROOT)} is stale: run python -m benchmarks.tables")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+// What a thread holds of a wgmma accumulator, 64 rows by kColumns columns of a warpgroup.
+//
+// Warp w of the warpgroup has rows 16w to 16w + 15. Of these a thread has two rows, fragment_row() and the one 8 below,
+// and in each a pair of neighbouring columns out of every 8, the first of all at fragment_column(). Elements are in
+// this order, for columns 0 to 15 of the accumulator:
+//
+//       element      0    1    2    3    4    5    6    7
+//       row (of 2)   0    0    1    1    0    0    1    1
+//       column       +0   +1   +0   +1   +8   +9   +8   +9
+#pragma once
+#include "device/common.cuh"
+
+constexpr int kWarpgroup = 128, kFragmentRows = 64;
+
+template <int kColumns>
+using Fragment = float[kColumns / 2];
+
+DEVICE int fragment_row() { return threadIdx.x / kWarp % 4 * 16 + lane_of_warp() / 4; }
+DEVICE constexpr int fragment_column(int lane) { return lane % 4 * 2; }
+DEVICE int fragment_column() { return threadIdx.x % 4 * 2; }
+
+// Row and column of element e: which of the thread's 2 rows, which of its kColumns / 4 columns.
+DEVICE constexpr int row_index(int e) { return e / 2 % 2; }
+DEVICE constexpr int column_index(int e) { return e / 4 * 2 + e % 2; }
+// The element in these.
+DEVICE constexpr int element_at(int row_index, int column_index) {
+    return column_index / 2 * 4 + row_index * 2 + column_index % 2;
+}
+// Distance of the thread's rows, and of its columns, from its first.
+DEVICE constexpr int row_offset(int row_index) { return row_index * 8; }
+DEVICE constexpr int column_offset(int column_index) { return column_index / 2 * 8 + column_index % 2; }
+
+template <int kCount>
+DEVICE void clear(float (&sum)[kCount]) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) sum[e] = 0.f;
+}
+template <int kCount, int kElements>
+DEVICE void clear(float (&sum)[kCount][kElements]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) clear(sum[i]);
+}

@@ -1,0 +1,80 @@
+// grouped_gemm.cu: how a warpgroup stores its 64 rows by halves of 128 columns, and its part of a tail.
+#pragma once
+#include "epilogue/store_transposed.cuh"
+#include "mma/row_tile.cuh"
+
+DEVICE void stage_half(SharedMemory shared, int warpgroup, int half, const Accumulator& sum) {
+    int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int i = 0; i < kHalfN / 8; i += 2) {
+        int chunk = i + lane / 16;  // of 8 columns, 16 bytes
+        u32 to = shared.staging(warpgroup, half, chunk / 8) + row * 128 + (chunk % 8 ^ row % 8) * 16;
+        store_matrix_x4(to, pack_bf16x2(sum[4 * i], sum[4 * i + 1]), pack_bf16x2(sum[4 * i + 2], sum[4 * i + 3]),
+                        pack_bf16x2(sum[4 * i + 4], sum[4 * i + 5]), pack_bf16x2(sum[4 * i + 6], sum[4 * i + 7]));
+    }
+}
+
+// The last rows of an expert: the rows below them are the next expert's, so TMA cannot store the box.
+DEVICE void copy_half(SharedMemory shared, int warpgroup, int half, u16* d, int n, int row, int rows, int column) {
+    constexpr int kChunks = kHalfN / 8;
+    for (int i = threadIdx.x % 128; i < rows * kChunks; i += 128) {
+        int r = i / kChunks, chunk = i % kChunks;
+        if (column + chunk * 8 < n)
+            *reinterpret_cast<uint4*>(d + i64(row + r) * n + column + chunk * 8) =
+                load_shared_16(shared.staging(warpgroup, half, chunk / 8) + r * 128 + (chunk % 8 ^ r % 8) * 16);
+    }
+}
+
+template <int kCount>
+DEVICE void store_staged(SharedMemory shared, const TensorMap* d_map, u16* d, int n, int row, int rows, int column,
+                         int warpgroup, const Accumulator (&sum)[kCount]) {
+    bool elected = threadIdx.x % 128 == 0;
+    if (elected) tma_store_wait_read();
+    warpgroup_barrier(warpgroup);  // the staging buffers are free
+#pragma unroll
+    for (int half = 0; half < kCount; ++half) stage_half(shared, warpgroup, half, sum[half]);
+    fence_proxy_async();
+    warpgroup_barrier(warpgroup);  // the staging buffers are full
+    if (rows < kWarpgroupM) {
+#pragma unroll 1
+        for (int half = 0; half < kCount; ++half)
+            copy_half(shared, warpgroup, half, d, n, row, rows, column + half * kHalfN);
+    } else if (elected) {
+#pragma unroll
+        for (int part = 0; part < kCount * kStoreParts; ++part)
+            tma_store(d_map, shared.staging(warpgroup, 0, part), column + part * kStoreN, row);
+        tma_store_commit();
+    }
+}
+
+DEVICE void store_direct(void* d, const void* c, int n, int row, int rows, int column, const Accumulator& sum) {
+    int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kHalfN / 2; i += 2) {
+        int r = first + i / 2 % 2 * 8, x = column + i / 4 * 8 + lane % 4 * 2;
+        if (r >= rows || x >= n) continue;
+        i64 at = (i64(row + r) * n + x) / 2;
+        float2 value = make_float2(sum[i], sum[i + 1]);
+        if (OUTPUT == OUTPUT_F32_DIRECT) {
+            float2 addend = c ? static_cast<const float2*>(c)[at] : make_float2(0.f, 0.f);
+            static_cast<float2*>(d)[at] = make_float2(value.x + addend.x, value.y + addend.y);
+        } else {
+            float2 addend = unpack_bf16x2(c ? static_cast<const u32*>(c)[at] : 0);
+            static_cast<u32*>(d)[at] = pack_bf16x2(value.x + addend.x, value.y + addend.y);
+        }
+    }
+}
+
+DEVICE void store_tail_direct(void* d, const void* c, int n, int row, int rows, int column, const Tail& sum) {
+    int lane = threadIdx.x % 32, first = column + threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kTailRows / 2; ++i) {
+        int r = i / 4 * 8 + lane % 4 * 2 + i % 2, x = first + i / 2 % 2 * 8;
+        if (r >= rows || x >= n) continue;
+        i64 at = i64(row + r) * n + x;
+        if (OUTPUT == OUTPUT_F32_DIRECT)
+            static_cast<float*>(d)[at] = sum[i] + (c ? static_cast<const float*>(c)[at] : 0.f);
+        else
+            static_cast<u16*>(d)[at] = bf16_bits(sum[i] + (c ? bf16_value(static_cast<const u16*>(c)[at]) : 0.f));
+    }
+}

@@ -1,0 +1,181 @@
+// gate_up.cu: how a warpgroup activates, quantizes and stores 64 rows by kWidth channels, which
+// are 128 or, of a short tile, the half of a group; and its part of a tail.
+#pragma once
+#include "device/fp8.cuh"
+#include "mma/row_tile.cuh"
+
+struct Quantized {
+    const TensorMap* map;
+    u8* q;
+    float* scales;  // [N / 256, m] at scale_pitch(m)
+    int channels, m;
+};
+
+// What a warpgroup has stored, for the next GEMM, which may have started and waits for its rows. Telling it takes a
+// fence of the whole memory, so that tiles are listed and told together, when a block has few left.
+struct Completion {
+    int* ready;  // see gemm_layout.cuh; null: nobody asks
+    int listed = 0;
+
+    DEVICE static bool elected() { return threadIdx.x % 128 == 0; }
+    DEVICE void add(SharedMemory shared, int warpgroup, const Tile& tile) {
+        if (!ready) return;
+        if (elected()) store_shared(shared.complete(warpgroup, listed), u32(tile.row_tile));
+        ++listed;
+    }
+    // Until all listed tiles are in memory. The warpgroup is to meet at a barrier before it tells.
+    DEVICE static void stored() {
+        if (elected()) tma_store_wait();
+        fence_proxy_async_global();
+    }
+    DEVICE void tell(SharedMemory shared, int warpgroup) {
+        if (elected()) {
+            __threadfence();
+#pragma unroll 1
+            for (int i = 0; i < listed; ++i) atomicAdd(ready + 1 + load_shared(shared.complete(warpgroup, i)), 1);
+        }
+        listed = 0;
+    }
+    DEVICE void finish(SharedMemory shared, int warpgroup) {
+        stored();
+        warpgroup_barrier(warpgroup);
+        if (!ready) return;
+        tell(shared, warpgroup);
+        if (elected()) atomicAdd(ready, 1);
+    }
+};
+
+// Pairs of SiLU(gate) * up, rounded as if the products of the GEMM had been stored; the rows' largest magnitudes.
+template <int kWidth>
+DEVICE void activate(const Fragment<kWidth>& gate, const Fragment<kWidth>& up, u32 (&value)[kWidth / 4],
+                     u32 (&amax)[2]) {
+    u32 larger[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kWidth / 4; ++i) {
+        value[i] = silu_mul(pack_bf16x2(gate[2 * i], gate[2 * i + 1]), pack_bf16x2(up[2 * i], up[2 * i + 1]));
+        larger[i % 2] = max_u16x2(larger[i % 2], value[i] & kNoSigns);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        amax[r] = larger_of(larger[r]);
+#pragma unroll
+        for (int lanes = 1; lanes < 4; lanes *= 2) amax[r] = max(amax[r], __shfl_xor_sync(kAllLanes, amax[r], lanes));
+    }
+}
+
+// Of a short tile each warpgroup has half of every group. Two buffers, taken in turn: who writes one again has met the
+// other warpgroup at the barrier in between, which has then read it.
+DEVICE void exchange(SharedMemory shared, int warpgroup, int row, int& buffer, u32 (&amax)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+        if (threadIdx.x % 4 == 0) store_shared(shared.amax(buffer, warpgroup, row + 8 * r), amax[r]);
+    named_barrier(kMathBarrier, 128 * kMathWarpgroups);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) amax[r] = max(amax[r], load_shared(shared.amax(buffer, warpgroup ^ 1, row + 8 * r)));
+    buffer ^= 1;
+}
+
+template <int kPairs>
+DEVICE void stage_quantized(u32 staging, int row, const float (&scale)[2], const u32 (&value)[kPairs]) {
+    float inverse[2] = {__frcp_rn(scale[0]), __frcp_rn(scale[1])};
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+        int r = i % 2, column = i / 2 * 8 + threadIdx.x % 4 * 2;
+        float2 v = unpack_bf16x2(value[i]);
+        u32 to = staging + (row + 8 * r) * 128 + (column / 16 ^ row % 8) * 16 + column % 16;  // row + 8 swizzles alike
+        store_shared(to, pack_e4m3x2(divide(v.x, scale[r], inverse[r]), divide(v.y, scale[r], inverse[r])));
+    }
+}
+
+DEVICE void copy_quantized(u32 staging, const Quantized& out, int row, int rows, int column, int width) {
+    int chunks = width / 16;
+#pragma unroll 1
+    for (int i = threadIdx.x % 128; i < rows * chunks; i += 128) {
+        int r = i / chunks, chunk = i % chunks;
+        *reinterpret_cast<uint4*>(out.q + i64(row + r) * out.channels + column + chunk * 16) =
+            load_shared_16(staging + r * 128 + (chunk ^ r % 8) * 16);
+    }
+}
+
+template <int kWidth>
+DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Tile& tile, int warpgroup, int row_block,
+                            int& buffer, Completion& complete, const Fragment<kWidth>& gate,
+                            const Fragment<kWidth>& up) {
+    constexpr bool kShort = kWidth < kHalfN;
+    bool elected = threadIdx.x % 128 == 0;
+    int first = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // this thread's, in the block of rows
+    int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
+    u32 value[kWidth / 4], amax[2], staging = shared.staging(warpgroup, 0, 0);
+    activate<kWidth>(gate, up, value, amax);
+    if (kShort) exchange(shared, warpgroup, first, buffer, amax);
+    float scale[2] = {group_scale(amax[0]), group_scale(amax[1])};
+    if (threadIdx.x % 4 == 0 && !(kShort && warpgroup == 1)) {
+        float* scales = out.scales + i64(tile.column) * scale_pitch(out.m) + row + first;
+        if (first < rows) scales[0] = scale[0];
+        if (first + 8 < rows) scales[8] = scale[1];
+    }
+    bool tell = complete.ready && (tile.last || complete.listed == kListed);
+    if (tell)
+        complete.stored();
+    else if (elected)
+        tma_store_wait_read();
+    warpgroup_barrier(warpgroup);  // the staging buffer is free
+    if (tell) complete.tell(shared, warpgroup);
+    complete.add(shared, warpgroup, tile);
+    stage_quantized(staging, first, scale, value);
+    fence_proxy_async();
+    warpgroup_barrier(warpgroup);  // the staging buffer is full
+    int column = tile.column * kHalfN + (kShort ? warpgroup * kWidth : 0);
+    if (kShort || rows < kWarpgroupM) {
+        copy_quantized(staging, out, row, rows, column, kWidth);
+    } else if (elected) {
+        tma_store(out.map, staging, column, row);
+        tma_store_commit();
+    }
+}
+
+// The tail: 16 tokens by 64 channels a warpgroup, so that both share every group. Values are pairs of tokens.
+DEVICE void store_quantized_tail(SharedMemory shared, const Quantized& out, const Tile& tile, int warpgroup,
+                                 int& buffer, const Tail& gate, const Tail& up) {
+    constexpr int kMathWarps = 4 * kMathWarpgroups, kBlocks = kTailRows / 8;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = tile.row + kBlockM, rows = tile.rows - kBlockM;
+    auto amax_at = [&](int from, int block) { return shared.amax(buffer, 0, (from * kBlocks + block) * 4 + lane % 4); };
+    u32 value[kTailRows / 4];
+#pragma unroll
+    for (int i = 0; i < kTailRows / 4; ++i)
+        value[i] = silu_mul(pack_bf16x2(gate[2 * i], gate[2 * i + 1]), pack_bf16x2(up[2 * i], up[2 * i + 1]));
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+        u32 amax = max_u16x2(value[2 * block] & kNoSigns, value[2 * block + 1] & kNoSigns);
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) amax = max_u16x2(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
+        if (lane < 4) store_shared(amax_at(warp, block), amax);
+    }
+    named_barrier(kMathBarrier, 128 * kMathWarpgroups);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+        u32 amax = 0;
+#pragma unroll
+        for (int from = 0; from < kMathWarps; ++from) amax = max_u16x2(amax, load_shared(amax_at(from, block)));
+        float scale[2] = {group_scale(amax << 16), group_scale(amax & 0xFFFF0000)};
+        float inverse[2] = {__frcp_rn(scale[0]), __frcp_rn(scale[1])};
+        int token = block * 8 + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float2 v = unpack_bf16x2(value[2 * block + i]);
+            u16 q = pack_e4m3x2(divide(v.x, scale[0], inverse[0]), divide(v.y, scale[1], inverse[1]));
+            u32 to = shared.tail_staging(0, 0) + token * 128 + warp * 16 + lane / 4 + i * 8;
+            store_shared(to, u8(q));
+            store_shared(to + 128, u8(q >> 8));
+        }
+        float* scales = out.scales + i64(tile.column) * scale_pitch(out.m) + row + token;
+        if (warp == 0 && lane < 4 && token < rows) scales[0] = scale[0];
+        if (warp == 0 && lane < 4 && token + 1 < rows) scales[1] = scale[1];
+    }
+    buffer ^= 1;
+    warpgroup_barrier(warpgroup);
+    int token = threadIdx.x % 128 / 4, chunk = warpgroup * 4 + threadIdx.x % 4;
+    if (token < rows)
+        *reinterpret_cast<uint4*>(out.q + i64(row + token) * out.channels + tile.column * kHalfN + chunk * 16) =
+            load_shared_16(shared.tail_staging(0, 0) + token * 128 + chunk * 16);
+}

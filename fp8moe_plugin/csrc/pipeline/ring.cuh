@@ -1,0 +1,42 @@
+// Stages of shared memory that a producer fills and math warps use, in turn.
+#pragma once
+#include "device/ptx.cuh"
+
+template <int kStages>
+struct Ring {
+    int stage = 0;
+    u32 phase = 0;
+    DEVICE void advance() {
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+    DEVICE void go_back(int steps) {  // at most kStages
+        stage -= steps;
+        if (stage < 0) {
+            stage += kStages;
+            phase ^= 1;
+        }
+    }
+};
+
+// By the math warps, each when it has used a stage.
+template <class SharedMemory>
+DEVICE void release(SharedMemory shared, int stage) {
+    __syncwarp();
+    if (lane_of_warp() == 0) barrier_arrive(shared.empty(stage));
+}
+
+// All threads of the block call it. `full` takes one arrival of each who fills a stage, `empty` one a math warp.
+template <class SharedMemory>
+DEVICE void init_barriers(SharedMemory shared, int stages, int full_arrivals, int math_warps) {
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < stages; ++s) {
+            barrier_init(shared.full(s), full_arrivals);
+            barrier_init(shared.empty(s), math_warps);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+}

@@ -1,0 +1,57 @@
+// A tile table: one entry (expert, row_begin, row_end, first) a tile, where the rows are those of the tile's whole
+// group and `first` is the index of the group's first tile. plan.py cuts groups the same way.
+//
+// What kernels write that make one:
+//
+//       table      int4 [capacity]; only the first *num_tiles entries
+//       num_tiles  int32 [5], see write_num_tiles
+//       ready      int32 [1 + capacity * tile_counters], zero up to the last tile's
+//
+// With `ready`, groups with a tail come first: the longer tiles, so that blocks of a GEMM finish closer together.
+#pragma once
+#include "device/common.cuh"
+
+constexpr int kTailRows = 16;
+
+// How a group is cut: tiles of block_m rows, the last one shorter; unless what is over fits into tails of the others,
+// up to kTailRows each, which cost far less than a tile that loads the weights once more.
+struct RowTiles {
+    static constexpr int kBlockMOfTails = 128, kOtherBlockM = 64;  // only the longer tiles have tails
+    static constexpr int kLongest = kBlockMOfTails + kTailRows;
+
+    int rows, block_m, tail, over, count;
+
+    DEVICE RowTiles(int rows, int block_m) : rows(rows), block_m(block_m) {
+        const bool tails = block_m == kBlockMOfTails;
+        tail = tails ? kTailRows : 0;
+        int full = u32(rows) / (tails ? kBlockMOfTails : kOtherBlockM), rest = rows - full * block_m;
+        over = rest <= full * tail ? rest : 0;
+        count = full + (rest > over);
+    }
+    DEVICE int begin(int tile) const { return tile * block_m + min(tile * tail, over); }
+    DEVICE int size(int tile) const { return min(begin(tile + 1), rows) - begin(tile); }
+};
+
+// Writes the `tiles` entries of a group from `first` on; by one thread, as most groups have one or a few.
+DEVICE void write_group(int4* table, int first, int tiles, int expert, int row_begin, int row_end) {
+#pragma unroll 1
+    for (int i = first; i < first + tiles; ++i) table[i] = make_int4(expert, row_begin, row_end, first);
+}
+
+// Appends the tiles of a window of groups, one a thread, in the order of the threads; an empty group has none.
+// `written` tiles are in the table already; returns how many there are then. All threads of the CTA call it.
+template <int kThreads>
+DEVICE int append_tiles(int4* table, int written, int expert, int row_begin, int row_end, int block_m) {
+    const int count = RowTiles(row_end - row_begin, block_m).count;
+    int before[1], tiles[1];
+    exclusive_scan({count}, kThreads / kWarp, before, tiles);
+    write_group(table, written + before[0], count, expert, row_begin, row_end);
+    __syncthreads();  // between scans
+    return written + tiles[0];
+}
+
+// How many tiles there are, and two pairs of counters with which GEMMs hand them out; by one thread.
+DEVICE void write_num_tiles(int* num_tiles, int tiles) {
+#pragma unroll
+    for (int i = 0; i < 5; ++i) num_tiles[i] = i == 0 ? tiles : 0;
+}

@@ -1,0 +1,29 @@
+// The local experts of (token, expert) pairs, as the router names them. A pair is a thread's, THREADS pairs a chunk.
+#pragma once
+#include "device/common.cuh"
+
+constexpr int kNoExpert = -1;
+constexpr u32 kHigh = 1 << 16;  // one in the high half of a word of counts
+
+struct ExpertIds {
+    const void* ids;        // int32 or int64 [pairs], global expert ids; none outside [0, global_experts) is here
+    const int* expert_map;  // int32 [global_experts], local expert or -1; null: global ids are local
+    int ids_64;             // 1: ids are int64
+    int pairs, global_experts, num_experts;
+
+    // kNoExpert for a pair whose expert is not here, and past the last pair.
+    DEVICE int expert_of(int pair) const { return here(id_of(pair)); }
+
+    // The same in two steps, each a load, so that those of several pairs can be in flight together.
+    DEVICE int id_of(int pair) const {
+        if (pair >= pairs) return kNoExpert;
+        const int* words = static_cast<const int*>(ids) + (ids_64 ? 2 * i64(pair) : pair);
+        const int id = words[0], high = ids_64 ? words[1] : 0;  // of 64 bits
+        return high == 0 && id >= 0 && id < global_experts ? id : kNoExpert;
+    }
+    DEVICE int here(int id) const {
+        if (id == kNoExpert) return kNoExpert;
+        const int expert = expert_map ? expert_map[id] : id;
+        return expert >= 0 && expert < num_experts ? expert : kNoExpert;
+    }
+};
