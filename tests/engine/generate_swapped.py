@@ -4,10 +4,10 @@ from tests.engine import generate
 
 
 def swap_gate_and_up() -> None:
-    from fp8moe_plugin.ops import gate_up as module
+    from fp8moe_plugin.ops import reference
 
-    correct = module.silu_mul_quant_fp8
-    module.silu_mul_quant_fp8 = lambda gate_up, *rest: correct(gate_up.roll(gate_up.shape[-1] // 2, -1), *rest)
+    correct = reference.silu_mul_quant
+    reference.silu_mul_quant = lambda gate_up, *rest: correct(gate_up.roll(gate_up.shape[-1] // 2, -1), *rest)
 
 
 if __name__ == "__main__":
