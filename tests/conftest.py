@@ -18,6 +18,7 @@ from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.checks import poison
 from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.settings import settings
+from tests import faults
 
 hypothesis.settings.register_profile(
     "ci", max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -34,11 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted, found = config.getoption("vllm"), [build.version for build in vllm_builds()]
     if wanted and found != [wanted]:
         raise pytest.UsageError(f"--vllm {wanted}: this environment has {found or 'no vLLM'}")
+    if config.getoption("numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of workers, which share the cores, and of what they start
 
 
-def pytest_report_header() -> str:
+def pytest_report_header() -> list[str]:
     found = ", ".join(f"{build.name} {build.version}" for build in vllm_builds())
-    return f"with {found or 'no vLLM'}, torch {torch.__version__}"
+    rounds = "all" if faults.FULL else "some"
+    seed = f"fault tests: {rounds} rounds, FAULT_SEED={faults.SEED}"
+    return [f"with {found or 'no vLLM'}, torch {torch.__version__}", seed]
 
 
 def vllm_builds() -> list[importlib.metadata.Distribution]:

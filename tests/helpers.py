@@ -1,5 +1,6 @@
 """Inputs of the ops, and the float64 math that their results are held against."""
 
+import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,11 +27,6 @@ Quantized = tuple[torch.Tensor, torch.Tensor]
 
 row_counts = st.sampled_from((0, 1, 2, 7, 63, 64, 65, 127, 128, 129, 144, 200, 281))
 seeds = st.integers(0, 2**16)
-
-
-def full_or_tenth(full: int) -> int:
-    """How many times a fault test repeats: as often as its docstring says with FULL_COUNTS=1, else a tenth of it."""
-    return full if os.environ.get("FULL_COUNTS") else full // 10
 
 
 class Layer(NamedTuple):

@@ -1,6 +1,7 @@
-"""Damage a checkpoint's description in many ways and read each: `python -m tests.checkpoint.fuzzer FOLDER COUNT`.
+"""Damage a checkpoint's description in many ways and read each: `python -m tests.checkpoint.fuzzer FOLDER FIRST COUNT`.
 
-FOLDER holds a small whole checkpoint. Its own process, since it measures its memory. Prints as JSON what came out.
+FOLDER holds a small whole checkpoint. The number of a case decides its damage; the first is FIRST. Runs in its own
+process, since it measures its memory. Prints as JSON what came out.
 """
 
 import copy
@@ -149,7 +150,7 @@ def peak_mib() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
-def main(source: Path, count: int) -> dict[str, Any]:
+def main(source: Path, first: int, count: int) -> dict[str, Any]:
     with (source / SHARD).open("rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
     weights = (source / SHARD).stat().st_size - 8 - len(header)
@@ -158,7 +159,7 @@ def main(source: Path, count: int) -> dict[str, Any]:
     assert read(source) == "Model"
     outcomes, slowest, before = Counter[str](), 0.0, peak_mib()
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(count):
+        for number in range(first, first + count):
             write_case(number, Path(folder), sound, configs, weights)
             start = time.process_time()
             try:
@@ -170,4 +171,4 @@ def main(source: Path, count: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]))))
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

@@ -15,7 +15,7 @@ from fp8moe_plugin.jit.bundle import write_bundle
 from fp8moe_plugin.jit.compiler import compile_kernel, entry_name, nvrtc_version
 from fp8moe_plugin.jit.lookup import Origin, find_or_compile
 from fp8moe_plugin.plan import KernelKey
-from tests.helpers import full_or_tenth
+from tests import faults
 from tests.jit.conftest import forget, set_variables
 from tests.jit.test_bundle import rewrite
 
@@ -33,7 +33,7 @@ def cubins(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> dict[KernelKey, by
 
 @pytest.fixture
 def draw() -> random.Random:
-    return random.Random(0)
+    return faults.draw()
 
 
 def flip(content: bytes, draw: random.Random) -> bytes:
@@ -61,7 +61,7 @@ def test_a_damaged_entry_is_never_a_hit_and_is_healed_by_one_compile(
     for key in KEYS:
         find_or_compile(key)
     entries = {name: (kernels / name).read_bytes() for name in names}
-    for _ in range(full_or_tenth(10_000)):
+    for _ in range(faults.rounds(10_000)):
         changed = damaged(entries, draw)
         for name, content in changed.items():
             (kernels / name).write_bytes(content)
@@ -80,7 +80,7 @@ def test_a_damaged_member_of_a_bundle_is_never_a_hit_and_the_cache_serves_it(
     for key in KEYS:
         find_or_compile(key)
     set_variables(monkeypatch, FP8MOE_BUNDLE=path)
-    for _ in range(full_or_tenth(10_000)):
+    for _ in range(faults.rounds(10_000)):
         changed = damaged({name: cubins[key] for name, key in names.items()}, draw)
         path.write_bytes(whole)
         rewrite(path, lambda name, content, changed=changed: changed.get(name, content))
@@ -95,7 +95,7 @@ def test_whatever_byte_of_a_bundle_changes_every_kernel_is_found(
     write_bundle(path, cubins)
     whole = path.read_bytes()
     set_variables(monkeypatch, FP8MOE_BUNDLE=path)
-    for _ in range(full_or_tenth(10_000)):
+    for _ in range(faults.rounds(10_000)):
         path.write_bytes(flip(whole, draw))
         forget()
         assert {key: find_or_compile(key).cubin for key in KEYS} == cubins

@@ -6,7 +6,6 @@ Full count: 200 processes killed at random points of a compile of a kernel of ou
 import math
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import time
@@ -19,7 +18,7 @@ from fp8moe_plugin.jit import lookup
 from fp8moe_plugin.jit.compiler import Compiled, compile_kernel, entry_name, nvrtc_version
 from fp8moe_plugin.jit.lookup import Origin, find_or_compile
 from fp8moe_plugin.plan import KernelKey, combine_key
-from tests.helpers import full_or_tenth
+from tests import faults
 from tests.jit.conftest import forget, set_variables
 
 FORK = multiprocessing.get_context("fork")  # from a process that has loaded NVRTC: all of a run's time is compiling
@@ -66,7 +65,7 @@ def test_after_a_kill_at_any_time_the_next_run_does_not_wait_and_leaves_only_the
     folder: Path, compiling: list[float]
 ) -> None:
     cubin = compile_kernel(KEY).cubin
-    draw, count, killed, shortest = random.Random(0), full_or_tenth(200), 0, math.inf
+    draw, count, killed, shortest = faults.draw(), faults.rounds(200), 0, math.inf
     for attempt in range(20 * count):
         if killed == count:
             break

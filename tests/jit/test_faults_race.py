@@ -23,13 +23,13 @@ from fp8moe_plugin.jit import cache, lookup
 from fp8moe_plugin.jit.compiler import Compiled, compile_kernel
 from fp8moe_plugin.jit.lookup import Origin, find_or_compile
 from fp8moe_plugin.plan import KernelKey
-from tests.helpers import full_or_tenth
+from tests import faults
 
 FORK = multiprocessing.get_context("fork")
 PROCESSES = 16
-ROUNDS = full_or_tenth(1000)
-LOCKLESS_ROUNDS = full_or_tenth(500)
-LATE_ROUNDS = full_or_tenth(100)
+ROUNDS = faults.rounds(1000)
+LOCKLESS_ROUNDS = faults.rounds(500)
+LATE_ROUNDS = faults.rounds(100)
 KEYS = [KernelKey("tiny", (("VALUE", value),)) for value in (3, 4, 5)]
 PIECES = 1 << 13  # of 32 bytes: many pages, so that a torn read shows
 LATE_S = 0.05
@@ -64,7 +64,7 @@ class Race:
         return Counter(self.compiled.read_text().splitlines())
 
     def race(self, barrier: Barrier, rounds: int) -> None:
-        draw = random.Random(os.getpid())
+        draw = random.Random(faults.SEED + os.getpid())
         try:
             for _ in range(rounds):
                 barrier.wait()

@@ -6,7 +6,6 @@ killed at which kind of moment; fails if a finished conversion differs from one 
 
 import json
 import os
-import random
 import shutil
 import signal
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tests import faults
 from tests.warmup.conversion import content
 from warmup import convert
 from warmup.__main__ import main
@@ -98,7 +98,7 @@ def kill_at_each_change(source: Path, out: Path, wanted: dict[str, bytes]) -> in
 
 def kill_at_random(source: Path, out: Path, wanted: dict[str, bytes], count: int, seconds: float) -> Counter[str]:
     """Some conversions are killed several times before they may finish."""
-    draw, killed = random.Random(0), Counter[str]()
+    draw, killed = faults.draw(), Counter[str]()
     while killed.total() < count:
         pid = start(source, out, lambda: None)
         time.sleep(draw.uniform(0, 1.2 * seconds))

@@ -1,4 +1,4 @@
-"""A conversion killed at 200 random moments (a tenth without FULL_COUNTS=1), and before each change of a file.
+"""A conversion killed at random moments, and before each change of a file. Full count: 200 random moments.
 
 Run again it gives the same bytes, and nothing else is left: no file, no folder, no process.
 """
@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers import full_or_tenth
+from tests import faults
 from tests.warmup.conversion import write_source
 
 
 def test_a_killed_conversion_is_finished_by_the_next_run(tmp_path: Path) -> None:
-    source, count = write_source(tmp_path / "bf16"), full_or_tenth(200)
+    source, count = write_source(tmp_path / "bf16"), faults.rounds(200)
     command = [sys.executable, "-m", "tests.warmup.convert_killer", str(source), str(tmp_path / "work"), str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr

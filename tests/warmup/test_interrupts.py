@@ -5,7 +5,6 @@ Full count: 200 random moments for each kind.
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import full_or_tenth
+from tests import faults
 from tests.processes import is_running
 from warmup import interrupts
 
@@ -53,8 +52,8 @@ def wait_for_the_end(session: int) -> list[int]:
 
 def test_a_kill_at_any_time_leaves_no_process_behind(cache: Path) -> None:
     command = [sys.executable, "-m", "warmup"]
-    draw, until_compiling = random.Random(0), None
-    for _ in range(1 + full_or_tenth(200)):
+    draw, until_compiling = faults.draw(), None
+    for _ in range(1 + faults.rounds(200)):
         shutil.rmtree(cache, ignore_errors=True)
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -111,8 +110,8 @@ def test_an_interrupt_at_any_time_ends_with_one_line(
     folder, arguments = tmp_path / "work", [command, "--model", str(checkpoint("DeepSeek-V3"))]
     folder.mkdir()
     report = folder / "report.json"
-    draw, interrupted, duration = random.Random(0), 0, 0.0
-    for attempt in range(1 + full_or_tenth(200)):
+    draw, interrupted, duration = faults.draw(), 0, 0.0
+    for attempt in range(1 + faults.rounds(200)):
         report.unlink(missing_ok=True)
         kernel.unlink(missing_ok=True)
         process, began = start(folder, arguments), time.monotonic()

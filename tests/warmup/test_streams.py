@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.helpers import full_or_tenth
+from tests import faults
 
 LOST = "error: Standard output cannot be written: No space left on device. "
 STREAMS = {"stdout": [1], "stderr": [2], "all": [0, 1, 2], "both": [1, 2], "stdin": [0]}
@@ -93,7 +93,7 @@ def test_a_command_does_the_same_whatever_its_streams_are(
     state: str,
 ) -> None:
     """Full count: every set of streams."""
-    names = list(STREAMS)[: max(3, full_or_tenth(len(STREAMS)))]
+    names = faults.cases_of_today(STREAMS, 3)
     for name in names:
         (tmp_path / name).mkdir()
     runs = {name: Run(tmp_path / name, filled, arguments(command, checkpoint), STREAMS[name], state) for name in names}
