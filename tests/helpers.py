@@ -1,7 +1,5 @@
 """Inputs of the ops, and the float64 math that their results are held against."""
 
-import importlib
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple

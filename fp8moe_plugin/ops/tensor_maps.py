@@ -27,11 +27,11 @@ def whole_rows_l2_fetch(k: int) -> int:
 
 
 def rows_map(device: Device, a: Rows, box_rows: int) -> bytes:
-    return matrix_map(device, a.values, a.rows, a.k, box_rows)
+    return device.tensor_map(a.values, (a.k, a.rows), (a.k,), (128, box_rows), 1, L2_FETCH)
 
 
 def weights_map(device: Device, b: Weights, box_rows: int, l2_fetch: int) -> bytes:
-    return matrix_map(device, b.values, b.experts * b.n, b.k, box_rows, l2_fetch=l2_fetch)
+    return device.tensor_map(b.values, (b.k, b.experts * b.n), (b.k,), (128, box_rows), 1, l2_fetch)
 
 
 def gate_up_map(device: Device, w13: Weights) -> bytes:

@@ -12,7 +12,7 @@ _PADDED_ROWS = {FEW_ROWS_TILE: (8, 16, 32, 64), MANY_ROWS_TILE: (64, 128, MANY_R
 
 
 def row_tiles(rows: int, tile_rows: int) -> list[int]:
-    """The sizes of the tiles of an expert's rows; `RowTiles` of csrc/pipeline/tile_table.cuh does the same and says why."""
+    """The sizes of the tiles of an expert's rows; must match `RowTiles` of csrc/pipeline/tile_table.cuh."""
     full, rest = divmod(rows, tile_rows)
     if count_row_tiles(rows, tile_rows) > full:
         return [tile_rows] * full + [rest]
