@@ -1,7 +1,6 @@
 """Inputs of the ops, and the float64 math that their results are held against."""
 
-import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -9,11 +8,16 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from fp8moe_plugin import plan
-from fp8moe_plugin.ops import gemm_launch
-from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8, per_token_group_quant_fp8_reference
-from fp8moe_plugin.ops.route import Routing, Tiles
-from fp8moe_plugin.settings import settings
+from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.ops import backend, gemm_launches, moe, reference
+from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
+from fp8moe_plugin.plan import DensePlan, KernelKey, MoeShape, StepPlan
+from fp8moe_plugin.plan.dense import tiled
+from fp8moe_plugin.plan.parameters import ARGUMENTS
+from fp8moe_plugin.plan.step import few_rows_tokens, small_batch_step, sorted_step
+from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.settings import batch_invariant, settings
+from tests.steps import Routing, Tiles
 
 GROUP = 128
 FP8 = torch.float8_e4m3fn
@@ -133,16 +137,60 @@ def swiglu(gate_up: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
     return (silu.bfloat16() * up.bfloat16()).double() if rounded else silu * up
 
 
-def force_small_batch(patch: pytest.MonkeyPatch, width: int) -> None:
-    """Layers take the kernels of a small batch of up to `width` tokens, whatever is fastest for them; 0: others."""
-    for module in (plan, importlib.import_module("fp8moe_plugin.ops.fused_moe")):  # the op has taken its name
-        patch.setattr(module, "small_batch", lambda *_: width)
+class Recorder:
+    """A device that keeps launches instead of making them; a tensor map is the arguments that would make it."""
+
+    def __init__(self, multiprocessors: int = 132) -> None:
+        self.multiprocessors = multiprocessors
+        self.launches: list[Launch] = []
+
+    def launch(self, launches: Iterable[Launch]) -> None:
+        for launch in launches:
+            assert isinstance(launch.args, ARGUMENTS[launch.key.source])
+            self.launches.append(launch)
+
+    def tensor_map(self, *args: object) -> tuple[object, ...]:
+        return args
+
+    @property
+    def keys(self) -> set[KernelKey]:
+        return {launch.key for launch in self.launches}
+
+    def clear(self) -> None:
+        self.launches.clear()
 
 
-def force_dense_tile(patch: pytest.MonkeyPatch, block_m: int, block_n: int) -> None:
-    """Dense layers take tiles of dense_gemm of so many rows and columns, whatever is fastest for them."""
-    patch.setattr(gemm_launch, "dense_key", lambda *_: plan.dense_gemm_key(block_m))
-    patch.setattr(gemm_launch, "dense_tile", lambda *_: (block_m, block_n))
+def serve(patch: pytest.MonkeyPatch, device: backend.Device) -> None:
+    """Ops on any tensor launch on this device."""
+    patch.setattr(backend, "device_of", lambda tensor: device)
+
+
+def force_step(patch: pytest.MonkeyPatch, *, width: int = 0, tile_rows: int | None = None) -> None:
+    """Layers take other plans than the fastest.
+
+    Args:
+        width: the small-batch kernels of up to so many tokens; 0: none of them.
+        tile_rows: rows of a tile otherwise; None: as ever.
+    """
+
+    def plan(shape: MoeShape, tokens: int, ue8m0: bool, multiprocessors: int) -> StepPlan:
+        if width:
+            return small_batch_step(shape, tokens, width, ue8m0, multiprocessors)
+        few = tokens <= few_rows_tokens(shape.topk, shape.global_experts)
+        rows = tile_rows or (FEW_ROWS_TILE if few else MANY_ROWS_TILE)
+        return sorted_step(shape, tokens, rows, ue8m0, batch_invariant())
+
+    patch.setattr(moe, "plan_step", plan)
+
+
+def force_dense(patch: pytest.MonkeyPatch, plan: Callable[[int, int, int], DensePlan]) -> None:
+    """Dense GEMMs of `[m, n]` results take such plans, from m, n and the number of multiprocessors."""
+    patch.setattr(gemm_launches, "plan_dense", lambda m, n, k, output, multiprocessors: plan(m, n, multiprocessors))
+
+
+def force_dense_tile(patch: pytest.MonkeyPatch, tile_m: int, tile_n: int) -> None:
+    """Dense GEMMs are those of dense_gemm in such tiles."""
+    force_dense(patch, lambda m, n, multiprocessors: tiled(m, n, tile_m, tile_n, multiprocessors))
 
 
 def layer_reference(
@@ -157,7 +205,7 @@ def layer_reference(
     """The layer in float64, expert by expert; `quantized`: rounded wherever the ops round, else nowhere."""
 
     def as_fp8(values: torch.Tensor) -> torch.Tensor:
-        return dequantize_tokens(*per_token_group_quant_fp8_reference(values, ue8m0)) if quantized else values.double()
+        return dequantize_tokens(*reference.quantize(values, ue8m0)) if quantized else values.double()
 
     def as_bf16(values: torch.Tensor) -> torch.Tensor:
         return values.bfloat16().double() if quantized else values

@@ -20,19 +20,12 @@ from fp8moe_plugin.checkpoint.shapes import (
     split_refusal,
     whole_expert_ways,
 )
-from fp8moe_plugin.plan import (
-    computed_rows,
-    down_small_batch_key,
-    gate_up_cluster,
-    grouped_key,
-    moe_block_m,
-    moe_workspace_bytes,
-    small_batch,
-)
+from fp8moe_plugin.plan import MoeShape, SmallBatchStep, plan_step
+from fp8moe_plugin.plan.tiles import computed_rows
 from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
 
 SAMPLES = 20_000  # experts whose rows are drawn
-REPEATS_FROM = 8  # tiles of an expert: from here on, `block_m` more rows are one more tile without padding
+REPEATS_FROM = 8  # tiles of an expert: from here on, `tile_rows` more rows are one more tile without padding
 STEPS = 200  # of which the busiest rank is looked for
 
 
@@ -99,26 +92,27 @@ def _weight_bytes(shapes: list[ShapeReport]) -> int:
 
 def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepReport:
     whole, arriving = model.experts, tokens * parallel.dp
-    block_m = moe_block_m(arriving, whole.topk, whole.experts)
-    width = small_batch(arriving, whole.topk, local.hidden, local.intermediate, local.experts, whole.experts)
-    key = down_small_batch_key(width, gate_up_cluster(width, local.hidden)) if width else grouped_key(block_m)
+    step = plan_step(MoeShape.of(local, whole.experts), arriving, model.ue8m0)
     rows = np.random.default_rng(0).binomial(arriving, whole.topk / whole.experts, SAMPLES)
-    multiplied = width * int(np.count_nonzero(rows)) if width else _multiplied(rows, block_m)
+    if isinstance(step, SmallBatchStep):
+        multiplied = step.width * int(np.count_nonzero(rows))
+    else:
+        multiplied = _multiplied(rows, step.tile_rows)
     return StepReport(
         tokens=tokens,
-        kernel=key.source,
+        kernel=step.down.source,
         rows_per_expert=round(arriving * whole.topk / whole.experts, 2),
         padding=round(1 - int(rows.sum()) / multiplied, 3) if multiplied else 0.0,
-        workspace_bytes=moe_workspace_bytes(local, arriving, whole.experts),
+        workspace_bytes=step.scratch.nbytes,
     )
 
 
-def _multiplied(rows: np.ndarray, block_m: int) -> int:
+def _multiplied(rows: np.ndarray, tile_rows: int) -> int:
     """The sum of `computed_rows` over experts with so many rows, in a time that does not grow with the rows."""
-    repeated = np.maximum(rows // block_m - REPEATS_FROM, 0)
-    rest, experts = np.unique(rows - repeated * block_m, return_counts=True)
-    of_rest = sum(computed_rows(int(r), block_m) * int(n) for r, n in zip(rest, experts, strict=True))
-    return int(repeated.sum()) * block_m + of_rest
+    repeated = np.maximum(rows // tile_rows - REPEATS_FROM, 0)
+    rest, experts = np.unique(rows - repeated * tile_rows, return_counts=True)
+    of_rest = sum(computed_rows(int(r), tile_rows) * int(n) for r, n in zip(rest, experts, strict=True))
+    return int(repeated.sum()) * tile_rows + of_rest
 
 
 def _layout(model: Model, way: Parallel, tokens: int) -> LayoutReport:

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from benchmarks.checkpoints.tokenizer import write_tokenizer
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
-from fp8moe_plugin.ops.gemm import dequantize_blocks
+from fp8moe_plugin.ops.reference import dequantize_blocks
 
 SHARD_BYTES = 4 << 30
 

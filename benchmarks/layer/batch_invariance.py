@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from benchmarks.layer.dense_gemm import SHAPES as DENSE_SHAPES
 from benchmarks.layer.dense_gemm import random_weights
 from benchmarks.layer.graph_replays import SHAPES, Shape, draw, random_layer
 from benchmarks.report import write_report
-from fp8moe_plugin import plan
 from fp8moe_plugin.bench.layer import time_calls
 from fp8moe_plugin.ops import fp8_linear, fused_moe
 from fp8moe_plugin.settings import BATCH_INVARIANT, batch_invariant
@@ -39,7 +37,7 @@ def invariance(wanted: bool) -> Iterator[None]:
     """Make layers batch-invariant or not, whatever the environment says."""
     before = os.environ.get(BATCH_INVARIANT)
     os.environ[BATCH_INVARIANT] = str(int(wanted))
-    _forget()
+    batch_invariant.cache_clear()
     try:
         yield
     finally:
@@ -47,14 +45,7 @@ def invariance(wanted: bool) -> Iterator[None]:
             del os.environ[BATCH_INVARIANT]
         else:
             os.environ[BATCH_INVARIANT] = before
-        _forget()
-
-
-def _forget() -> None:
-    """What is remembered of the mode; modules of ops by their names, which ops have taken."""
-    batch_invariant.cache_clear()
-    plan.moe_scratch.cache_clear()
-    import_module("fp8moe_plugin.ops.fused_moe")._layer_launches.cache_clear()
+        batch_invariant.cache_clear()
 
 
 def moe_calls(generator: torch.Generator, shape: Shape, layer: Any, tokens: int) -> list[Call]:

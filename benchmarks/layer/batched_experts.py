@@ -27,8 +27,7 @@ from benchmarks.report import installed, results_or_errors, sources_sha256, writ
 from fp8moe_plugin.bench.peers import vllm_layer
 from fp8moe_plugin.checkpoint.shapes import GROUP, Experts, ceil_div
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
-from fp8moe_plugin.ops import batched_experts, per_token_group_quant_fp8
-from fp8moe_plugin.ops.gemm import dequantize_blocks, gemm_reference
+from fp8moe_plugin.ops import batched_experts, per_token_group_quant_fp8, reference
 
 
 class Shape(NamedTuple):
@@ -162,9 +161,9 @@ def relative_l2(out: torch.Tensor, slab: Pair, layer: Layer, counts: list[int]) 
     found, wanted = [], []
     for e in busy[:: ceil_div(len(busy), CHECKED_EXPERTS)]:
         rows = slice(0, counts[e], ceil_div(counts[e], CHECKED_ROWS))
-        gate, up = gemm_reference((slab[0][e, rows], slab[1][e, rows]), (layer.w13[e], layer.w13_scale[e])).chunk(2, -1)
+        gate, up = reference.gemm((slab[0][e, rows], slab[1][e, rows]), (layer.w13[e], layer.w13_scale[e])).chunk(2, -1)
         inner = torch.nn.functional.silu(gate) * up
-        wanted.append(inner @ dequantize_blocks(layer.w2[e], layer.w2_scale[e]).T)
+        wanted.append(inner @ reference.dequantize_blocks(layer.w2[e], layer.w2_scale[e]).T)
         found.append(out[e, rows].float())
     want = torch.cat(wanted)
     return ((torch.cat(found) - want).norm() / want.norm()).item()

@@ -23,9 +23,7 @@ import torch
 from benchmarks.layer.timing import Pair, random_fp8, random_scales, time_calls
 from benchmarks.report import installed, results_or_errors, write_report
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
-from fp8moe_plugin.ops import fp8_gemm_nt, fp8_linear, per_token_group_quant_fp8
-from fp8moe_plugin.ops.gemm import gemm_reference
-from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8_reference
+from fp8moe_plugin.ops import fp8_gemm_nt, fp8_linear, per_token_group_quant_fp8, reference
 
 SHAPES = {  # of DeepSeek-V3: weights [N, K]
     "q_a and kv_a": (2112, 7168),
@@ -103,7 +101,7 @@ def measure(backend: Backend, x: torch.Tensor, weights: list[Pair]) -> dict[str,
     rows = slice(None, None, max(1, len(x) // CHECKED_ROWS))
     errors = {
         "gemm_relative_l2": relative_l2(backend.gemm(a, b)[rows], (a[0][rows], a[1][rows]), b),
-        "linear_relative_l2": relative_l2(backend.linear(x, b)[rows], per_token_group_quant_fp8_reference(x[rows]), b),
+        "linear_relative_l2": relative_l2(backend.linear(x, b)[rows], reference.quantize(x[rows]), b),
     }
     if not all(error < WRONG for error in errors.values()):  # true for NaN, too
         raise ArithmeticError(f"wrong results: {errors}")
@@ -113,7 +111,7 @@ def measure(backend: Backend, x: torch.Tensor, weights: list[Pair]) -> dict[str,
 
 
 def relative_l2(out: torch.Tensor, a: Pair, b: Pair) -> float:
-    want = gemm_reference(a, b)
+    want = reference.gemm(a, b)
     return ((out.float() - want).norm() / want.norm()).item()
 
 

@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.layer.timing import Pair, random_fp8, random_scales, time_calls
 from benchmarks.report import write_report
-from fp8moe_plugin.ops import m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
-from fp8moe_plugin.ops.gemm_launch import launch_gemm
-from fp8moe_plugin.ops.route import tiles_of_indices
-from fp8moe_plugin.plan import PREFILL_BLOCK_M
+from fp8moe_plugin.ops import backend, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
+from fp8moe_plugin.ops.grouped_gemm import contiguous_launches
+from fp8moe_plugin.ops.operands import Rows, Weights, k_major
+from fp8moe_plugin.plan import plan_contiguous
 
 EXPERTS, TOPK = 256, 8
 SHAPES = {  # of DeepSeek-V3: weights [N, K]
@@ -76,8 +76,13 @@ def our_contiguous(b: Pair, n: int, k: int, counts: list[int]) -> dict[str, Any]
     m_grouped_fp8_gemm_nt_contiguous(a, b, out, indices)
     errors = [relative_error(a, b, out, slice(starts[e], starts[e] + counts[e]), e) for e in (0, 7, EXPERTS - 1)]
     assert not out.isnan().any(), "rows were left unwritten"
-    tiles = tiles_of_indices(indices, EXPERTS, PREFILL_BLOCK_M)
-    ours = time_calls(lambda: launch_gemm(a, b, out, None, tiles))
+    device, plan = backend.device_of(out), plan_contiguous(rows)
+    assert device is not None, "needs a Hopper GPU"
+    scratch = torch.empty(plan.scratch.nbytes, dtype=torch.uint8, device="cuda")
+    operands, addresses = (Rows.of(a[0], k_major(*a)), Weights.of(b)), (out, indices, scratch)
+    tiles, gemm = contiguous_launches(device, plan, *operands, *(tensor.data_ptr() for tensor in addresses))
+    device.launch([tiles])
+    ours = time_calls(lambda: device.launch([gemm]))
     return {"us": ours[0], "sustained_us": ours[1], "error": max(errors), "rows": rows}
 
 

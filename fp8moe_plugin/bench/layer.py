@@ -24,9 +24,8 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.checks import FP8
-from fp8moe_plugin.ops.fused_moe import ExpertWeights
-from fp8moe_plugin.ops.gemm import dequantize_blocks
-from fp8moe_plugin.ops.quantize import Quantized
+from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
+from fp8moe_plugin.ops.reference import dequantize_blocks
 from fp8moe_plugin.plan import HOPPER
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 8192)

@@ -13,7 +13,7 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, Experts
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.ops.fused_moe import ExpertWeights
+from fp8moe_plugin.ops.operands import ExpertWeights
 
 # Modules and classes in vllm.model_executor.layers.fused_moe.experts.
 PEERS = {

@@ -21,7 +21,7 @@
 constexpr int kBlockK = 128, kWarpgroupM = 64;
 constexpr int kMathWarpgroups = BLOCK_M / kWarpgroupM, kMathWarps = 4 * kMathWarpgroups;
 constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1;  // of a warpgroup that does nothing else
-static_assert((kMathWarps + 4) * kWarp == THREADS, "plan.py has the same roles");
+static_assert((kMathWarps + 4) * kWarp == THREADS, "the launch has a thread for each role");
 constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // with two math warpgroups, together the 168 a thread
 constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scales
 

@@ -18,7 +18,7 @@
 constexpr int kBlockN = 64, kBlockK = 128;
 constexpr int kMathWarps = 4;
 constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = kTokenWarp + 1;
-static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
+static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
 constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scale
 
 // Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.

@@ -8,8 +8,8 @@
 //
 // To the sums of a token that does not have the expert nothing is added, not even 0 times a product, which may be NaN.
 //
-// Launched early, behind gate_up_small_batch: weights are loaded beside it, and multiplied as soon as it has told that
-// the tokens of their unit are written.
+// Launched early, behind gate_up_small_batch: weights are loaded beside it, and multiplied as soon as the
+// tokens of their unit have been written, which `told` counts.
 //
 // In:   w_map     of w2: boxes of 128 rows
 //       q_map     of q, e4m3 [experts found * TOKENS, I]: boxes of TOKENS rows
@@ -29,7 +29,7 @@ constexpr int kTokens = TOKENS, kStages = STAGES;
 constexpr int kBlockN = 128, kBlockK = 128;
 constexpr int kMathWarps = 8;
 constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = kTokenWarp + 1;
-static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
+static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
 constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scale
 using Cluster = ClusterSum<kTokens, kBlockN>;
 static_assert(Cluster::kMathThreads == kMathWarps * kWarp, "who sends and stores");
@@ -56,7 +56,8 @@ struct SharedMemory {
     DEVICE u32 received() const { return base + kReceived; }
     DEVICE ExpertList& list() const { return list_at(kList); }
 };
-static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
+static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024,
+              "the launch has as much shared memory");
 
 // What a block has of the work: its channels, and its number among the blocks that share them.
 struct Share {

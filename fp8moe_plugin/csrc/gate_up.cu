@@ -35,7 +35,8 @@ struct SharedMemory : RowTileStages<kStages, kHalves, kMathWarpgroups * kBytesSt
     DEVICE u32 gathered_tile() const { return base + kGatheredTile; }
     DEVICE u32 listed(int warpgroup, int i) const { return base + kListed + (warpgroup * StoredTiles::kMost + i) * 4; }
 };
-static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "the launch has as much");
+static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024,
+              "the launch has as much shared memory");
 
 // ---- producer: a warp; with GATHER a warpgroup ----------------------------------------------------------------------
 

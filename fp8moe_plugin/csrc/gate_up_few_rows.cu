@@ -26,7 +26,7 @@ constexpr int kBlockTokens = 64, kBlockI = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kMathWarps = kMathThreads / kWarp;
 constexpr int kSlabs = 2;  // of 64 rows of weights, of a warpgroup
 constexpr int kThreads = kMathThreads + 128;
-static_assert(kThreads == THREADS, "plan.py has the same roles");
+static_assert(kThreads == THREADS, "the launch has a thread for each role");
 constexpr int kProducers = 128;
 constexpr int kProducerRegisters = 72, kMathRegisters = 216;
 static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * 168, "of the launch");
@@ -60,7 +60,8 @@ struct SharedMemory {
     DEVICE u32 last() const { return base + kLast; }
     DEVICE u32 shared_tile() const { return base + kSharedTile; }  // among the producer's warps
 };
-static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
+static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024,
+              "the launch has as much shared memory");
 
 struct Operands {
     const TensorMap* weights;

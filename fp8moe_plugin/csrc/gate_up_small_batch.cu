@@ -30,7 +30,7 @@ constexpr int kMathWarpgroups = 2, kMathWarps = 8, kMathThreads = kMathWarps * k
 constexpr int kSlabs = 2;                      // of 64 rows of weights, of a warpgroup; a stage has one of each
 constexpr int kFinished = kTokens / kCluster;  // tokens a block finishes
 constexpr int kLoadWarp = kMathWarps, kFinishWarp = kLoadWarp + 1, kWarps = kFinishWarp + kFinished;
-static_assert(kWarps * kWarp == THREADS, "plan.py has the same roles");
+static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
 constexpr int kMostSteps = 8;     // of 128 K, of a block
 constexpr int kFullArrivals = 3;  // who announces the bytes of TMA, and two who copy scales
 constexpr int kMathBarrier = 1;
@@ -61,7 +61,8 @@ struct SharedMemory {
     DEVICE u32 taken() const { return base + kTaken; }
     DEVICE ExpertList& list() const { return list_at(kList); }
 };
-static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
+static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024,
+              "the launch has as much shared memory");
 
 struct Step {
     int tokens, topk, hidden, intermediate;
@@ -229,7 +230,7 @@ DEVICE uint2 activated(SharedMemory shared, int finished) {
                       silu_mul(pack_bf16x2(half[0].z, half[0].w), pack_bf16x2(half[1].z, half[1].w)));
 }
 
-// Quantizes the lane's four channels of the group, and tells the scale of all.
+// Quantizes the lane's four channels of the group; returns the scale of the group.
 DEVICE float store_quantized(uint2 value, u32* q) {
     u32 amax = larger_of(max_u16x2(value.x & kNoSigns, value.y & kNoSigns));
 #pragma unroll
@@ -255,7 +256,7 @@ DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& sha
         barrier_wait(received, phase);
         uint2 value = any ? activated(shared, finished) : make_uint2(0, 0);
         __syncwarp();
-        // Told to those only who are going to wait for it: others may have ended.
+        // Signalled only to blocks that will wait for it: others may have exited.
         if (lane < kCluster && tile + share.tile_stride < tiles)
             barrier_arrive_in_cluster(in_block(shared.taken(), lane));
 

@@ -45,7 +45,8 @@ struct SharedMemory
         return base + kTailStaging + (warpgroup * kHalves + half) * kBytesTail;
     }
 };
-static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "the launch has as much");
+static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024,
+              "the launch has as much shared memory");
 
 struct Result {
     const TensorMap* map;

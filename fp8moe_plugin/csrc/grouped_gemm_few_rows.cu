@@ -16,7 +16,7 @@ constexpr int kStages = STAGES;
 constexpr int kBlockN = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kWarpgroupN = kBlockN / kMathWarpgroups;
 constexpr int kThreads = kMathThreads + 128;
-static_assert(kThreads == THREADS, "plan.py has the same roles");
+static_assert(kThreads == THREADS, "the launch has a thread for each role");
 constexpr int kFullArrivals = 2;  // of a stage: the bytes of bulk copies are announced; the small copies have landed
 constexpr int kBlockTokens = 64;
 constexpr int kBoxTokens = 8;  // of one TMA load: one swizzle atom, so that boxes stack
@@ -47,7 +47,8 @@ struct SharedMemory {
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
     DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
 };
-static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024, "as in plan.py");
+static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024,
+              "the launch has as much shared memory");
 
 using Queue = TileQueue<kBlockTokens>;
 

@@ -14,22 +14,22 @@ import torch
 
 from fp8moe_plugin.errors import LaunchError
 from fp8moe_plugin.jit.lookup import WARMUP, Origin, find_or_compile
-from fp8moe_plugin.plan import PARAMETERS, KernelKey
+from fp8moe_plugin.plan.catalog import KernelKey
+from fp8moe_plugin.plan.parameters import PARAMETERS, Kind
 
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
-FORMATS = {"M": f"{TENSOR_MAP_BYTES}s", "P": "P", "i": "i"}  # of a parameter's letter, as `struct` packs it
+FORMATS = {Kind.MAP: f"{TENSOR_MAP_BYTES}s", Kind.POINTER: "P", Kind.INT: "i"}  # as `struct` packs a parameter
 
 Argument = bytes | int
 
 
 class Launch(NamedTuple):
-    """The arguments of `launch`."""
+    """A kernel with its arguments, ready for `launch` on any stream of the device that the arguments belong to."""
 
     key: KernelKey
     grid: int | tuple[int, int]
-    args: tuple[Argument, ...]
-    device_index: int
+    args: tuple[Argument, ...]  # from `key.arguments`
     early: bool = False
     cluster: int = 1
 
@@ -46,19 +46,19 @@ def launch(
 
     Args:
         grid: blocks, along x or along (x, y).
-        args: one for each letter of `plan.PARAMETERS`: a `tensor_map`, an address (0: none), a 32-bit int.
+        args: in the order of `plan.parameters.PARAMETERS`: a `tensor_map`, an address (0: none) or a 32-bit int each.
         early: it may start when the kernel launched before it lets it, not only when that one has ended (programmatic
             dependent launch; csrc/common.cuh says what such a kernel owes the others).
         cluster: blocks of a cluster along x, of a kernel that leaves that to its launch.
     Raises:
         CompileError: the kernel does not compile.
         LaunchError: the driver refuses it, or it is not loaded yet while the stream is being captured.
-        struct.error: the arguments are not those of the kernel, or do not fit.
+        struct.error: the arguments are not of the kinds of the kernel's parameters, or do not fit.
     """
     if device_index != torch._C._cuda_getDevice():
         with torch.cuda.device(device_index):
             return launch(key, grid, args, device_index, early, cluster)
-    # By identity: to hash a key takes longer than the rest, and `plan` makes each one once.
+    # By identity: hashing a key takes longer than the rest, and `plan` makes each key once.
     how = (id(key), device_index, early, cluster)
     prepared = _thread.prepared.get(how) or _thread.prepared.setdefault(how, _prepare(key, *how[1:]))
     config = prepared.config
@@ -119,7 +119,7 @@ def _prepare(key: KernelKey, device_index: int, early: bool, cluster: int) -> _P
     """Get ready to launch a kernel from this thread, on its current device."""
     _bind_context(device_index)
     function = ctypes.c_void_p(int(load(key, device_index)))
-    pack, pointers = _parameters(PARAMETERS[key.source])
+    pack, pointers = packer(key)
     config = LaunchConfig(1, 1, 1, key.threads, 1, 1, key.smem_bytes)
     attributes = [_early_launch()] * early + [_of_clusters(cluster)] * (cluster > 1)
     config.attrs, config.numAttrs = (LaunchAttribute * len(attributes))(*attributes), len(attributes)
@@ -141,9 +141,9 @@ def _of_clusters(blocks: int) -> LaunchAttribute:
     return LaunchAttribute(int(kind), b"", (ctypes.c_int * 16)(blocks, 1, 1))
 
 
-def _parameters(letters: str) -> tuple[Callable[..., None], ctypes.Array[ctypes.c_void_p]]:
-    """A function that writes arguments to memory made for them, and the address of each of them there."""
-    formats = [FORMATS[letter] for letter in letters]
+def packer(key: KernelKey) -> tuple[Callable[..., None], ctypes.Array[ctypes.c_void_p]]:
+    """A function that writes a kernel's arguments to memory of its own, and the address of each of them there."""
+    formats = [FORMATS[parameter.kind] for parameter in PARAMETERS[key.source]]
     ends = [struct.calcsize("".join(formats[: i + 1])) for i in range(len(formats))]
     room, offset = _aligned(ends[-1])
     begin = ctypes.addressof(room) + offset
@@ -273,11 +273,6 @@ def _bind_context(device_index: int) -> None:
 def _libcuda() -> ctypes.CDLL:
     # cuda-bindings takes 20 us to pack a launch, and encodes tensor maps where they need not be aligned as asked
     return ctypes.CDLL("libcuda.so.1")
-
-
-@functools.cache
-def multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 def _check(status: Any, *rest: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.ops.checks import FP8
-from fp8moe_plugin.ops.quantize import FP8_MAX, group_scales
+from fp8moe_plugin.ops.reference import FP8_MAX, group_scales
 
 LARGEST_SCALE = torch.finfo(torch.float32).max / FP8_MAX  # with larger ones, dequantized weights may overflow
 

@@ -1,9 +1,9 @@
 """The public ops: torch tensors in, torch tensors out."""
 
-from fp8moe_plugin.ops.fused_moe import batched_experts, fused_moe
 from fp8moe_plugin.ops.gemm import fp8_gemm_nt
 from fp8moe_plugin.ops.grouped_gemm import m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
 from fp8moe_plugin.ops.linear import fp8_linear
+from fp8moe_plugin.ops.moe import batched_experts, fused_moe
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 

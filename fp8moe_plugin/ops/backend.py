@@ -1,45 +1,98 @@
-"""Which implementation serves a tensor: our SM90 kernels, or the plain-torch reference."""
+"""Which implementation serves a tensor: our SM90 kernels on a `Device`, or the plain-torch reference.
+
+All that ops know of the device they launch on goes through `device_of`: tests replace it to record launches, and to run
+them on an emulator. In the modules of the ops `x_launch` and `x_launches` return launches; only `Device.launch` acts.
+"""
 
 import functools
 import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.jit import launcher
+from fp8moe_plugin.jit.launcher import Launch
 from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")
 
 
-def uses_sm90(tensor: torch.Tensor) -> bool:
-    """True if an op on this tensor runs our kernels.
+class Device(Protocol):
+    """What runs the kernels. Devices are compared by identity: launches that are kept belong to one of them."""
+
+    @property
+    def multiprocessors(self) -> int: ...
+
+    def __hash__(self) -> int: ...
+
+    def launch(self, launches: Iterable[Launch]) -> None:
+        """Launch kernels on the current stream, in this order."""
+        ...
+
+    def tensor_map(
+        self,
+        address: int,
+        sizes: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+        element_size: int,
+        l2_fetch: int,
+    ) -> bytes:
+        """A TMA descriptor; see `launcher.tensor_map`."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Gpu:
+    """A Hopper GPU."""
+
+    index: int
+    multiprocessors: int
+
+    tensor_map = staticmethod(launcher.tensor_map)
+
+    def launch(self, launches: Iterable[Launch]) -> None:
+        """Launch kernels on the current stream. Raises what `launcher.launch` raises."""
+        for key, grid, args, early, cluster in launches:
+            launcher.launch(key, grid, args, self.index, early, cluster)
+
+
+def device_of(tensor: torch.Tensor) -> Device | None:
+    """The device whose kernels serve an op on this tensor; None: the reference does.
 
     Raises:
-        UnsupportedError: `FP8MOE_BACKEND=sm90`, and this is no Hopper GPU; or the reference is to be captured in a
+        UnsupportedError: `FP8MOE_BACKEND=sm90`, but this is not a Hopper GPU; or the reference is to be captured in a
             CUDA graph.
     """
-    if _device_uses_sm90(tensor.device):
-        return True
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+    gpu = _gpu(tensor.device)
+    if gpu is None and tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "The plain-torch reference reads values back to the host, which no CUDA graph can hold. "
             "Run without graphs: --enforce-eager in vLLM."
         )
-    return False
+    return gpu
+
+
+def uses_sm90(tensor: torch.Tensor) -> bool:
+    """Whether an op on this tensor runs our kernels. Raises what `device_of` raises."""
+    return device_of(tensor) is not None
 
 
 @functools.cache
-def _device_uses_sm90(device: torch.device) -> bool:
+def _gpu(device: torch.device) -> Gpu | None:
     wanted = settings().backend
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if wanted == "reference" or (wanted == "auto" and capability != HOPPER):
         why = "FP8MOE_BACKEND=reference" if wanted == "reference" else f"no Hopper GPU behind device {device}"
         logger.warning("fp8moe: the plain-torch reference serves device %s (%s); it is slow", device, why)
-        return False
+        return None
     if capability != HOPPER:
         raise UnsupportedError(
             f"FP8MOE_BACKEND=sm90 needs a Hopper GPU (compute capability 9.0), device {device} has {capability}. "
             "Unset it, or set FP8MOE_BACKEND=reference to run the slow plain-torch reference."
         )
-    return True
+    return Gpu(device.index, torch.cuda.get_device_properties(device).multi_processor_count)

@@ -2,7 +2,7 @@
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.checkpoint.shapes import GROUP, too_many_experts
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.ops.checks import (
     CheckedOnce,
@@ -12,7 +12,6 @@ from fp8moe_plugin.ops.checks import (
     check_tensor,
     check_weights,
 )
-from fp8moe_plugin.ops.route import check_experts
 
 
 @CheckedOnce
@@ -31,7 +30,8 @@ def check_layer_call(
     check_tensor("hidden_states", hidden_states, dtype=torch.bfloat16, shape=(None, None))
     check_multiple("hidden_states' H", hidden_states.shape[1], GROUP)
     _check_layer(hidden_states, w13, w13_scale, w2, w2_scale)
-    check_experts(w13.shape[0])
+    if refusal := too_many_experts(w13.shape[0]):
+        raise InvalidInputError(f"w13: {refusal}. Spread the experts over more GPUs (expert parallel).")
     tokens, device = hidden_states.shape[0], hidden_states.device
     check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(tokens, None), device=device)
     check_tensor("topk_weights", topk_weights, dtype=torch.float32, shape=tuple(topk_ids.shape), device=device)

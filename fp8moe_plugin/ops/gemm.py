@@ -2,11 +2,11 @@
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
-from fp8moe_plugin.ops.backend import uses_sm90
+from fp8moe_plugin.ops import backend, reference
 from fp8moe_plugin.ops.checks import check_activations, check_aligned, check_tensor, check_weights
-from fp8moe_plugin.ops.gemm_launch import launch_gemm
-from fp8moe_plugin.ops.quantize import Quantized, dequantize_rows
+from fp8moe_plugin.ops.gemm_launches import dense_launch
+from fp8moe_plugin.ops.operands import Quantized, Rows, Weights, k_major
+from fp8moe_plugin.plan import Output
 
 
 def fp8_gemm_nt(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,28 +29,14 @@ def fp8_gemm_nt(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor |
     if c is not None:
         check_tensor("c", c, dtype=out.dtype, shape=(m, n), device=a[0].device)
         check_aligned("c", c)
-    return gemm(a, b, out, c)
-
-
-def gemm(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
-    """`fp8_gemm_nt` for operands that have been checked."""
-    if out.shape[0] == 0:
+    device = backend.device_of(out)
+    if m == 0:
         return out
-    if uses_sm90(out):
-        launch_gemm(a, b, out, c, None)
-        return out
-    product = gemm_reference(a, b)
-    return out.copy_(product if c is None else product + c.float())
-
-
-def gemm_reference(a: Quantized, b: Quantized) -> torch.Tensor:
-    """float32 `a @ b.T` of the dequantized operands, also under `torch.autocast`, which would round them."""
-    with torch.autocast(a[0].device.type, enabled=False):
-        return dequantize_rows(*a) @ dequantize_blocks(*b).T
-
-
-def dequantize_blocks(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 `[.., N, K]` from e4m3 `[.., N, K]` and scales `[.., ceil(N/128), ceil(K/128)]`."""
-    n, k = w.shape[-2:]
-    wide = scales.repeat_interleave(GROUP, -2)[..., :n, :].repeat_interleave(GROUP, -1)[..., :k]
-    return w.float() * wide
+    if device is None:
+        product = reference.gemm(a, b)
+        return out.copy_(product if c is None else product + c.float())
+    output = Output.F32_DIRECT if out.dtype != torch.bfloat16 else Output.BF16 if c is None else Output.BF16_DIRECT
+    scales, addend = k_major(*a), 0 if c is None else c.data_ptr()
+    rows = Rows.of(a[0], scales)
+    device.launch([dense_launch(device, rows, Weights.of(b), out.data_ptr(), output, c=addend)])
+    return out

@@ -2,7 +2,9 @@
 
 import torch
 
-from fp8moe_plugin.ops.backend import uses_sm90
+from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.ops import backend, reference, workspace
+from fp8moe_plugin.ops.backend import Device
 from fp8moe_plugin.ops.checks import (
     check_activations,
     check_int,
@@ -11,11 +13,11 @@ from fp8moe_plugin.ops.checks import (
     check_values,
     check_weights,
 )
-from fp8moe_plugin.ops.gemm import gemm_reference
-from fp8moe_plugin.ops.gemm_launch import launch_gemm
-from fp8moe_plugin.ops.quantize import Quantized
-from fp8moe_plugin.ops.route import Tiles, tiles_of_counts, tiles_of_indices
-from fp8moe_plugin.plan import PREFILL_BLOCK_M, masked_block_m
+from fp8moe_plugin.ops.gemm_launches import grouped_launch
+from fp8moe_plugin.ops.operands import Quantized, Rows, Tiles, Weights, k_major
+from fp8moe_plugin.ops.route import tiles_of_counts_launch, tiles_of_indices_launch
+from fp8moe_plugin.plan import GroupedPlan, plan_contiguous, plan_masked
+from fp8moe_plugin.plan.scratch import GroupedScratch
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -35,12 +37,21 @@ def m_grouped_fp8_gemm_nt_contiguous(
     check_activations("a", a, dims=2)
     m, k = a[0].shape
     check_weights("b", b, 3, k, a[0].device)
-    check_tensor("out", out, dtype=torch.bfloat16, shape=(m, b[0].shape[1]), device=a[0].device)
+    groups, n = b[0].shape[:2]
+    check_tensor("out", out, dtype=torch.bfloat16, shape=(m, n), device=a[0].device)
     check_tensor("m_indices", m_indices, dtype=torch.int32, shape=(m,), device=a[0].device)
-    check_values("m_indices", m_indices, -1, b[0].shape[0] - 1)
+    check_values("m_indices", m_indices, -1, groups - 1)
     if m == 0:
         return out
-    grouped_gemm(a, b, out, tiles_of_indices(m_indices, b[0].shape[0], PREFILL_BLOCK_M))
+    device = backend.device_of(out)
+    if device is None:
+        reference.contiguous_gemm(a, b, out, m_indices)
+        return out
+    plan, scales = plan_contiguous(m), k_major(*a)
+    scratch = workspace.empty((plan.scratch.nbytes,), torch.uint8, out.device)  # freed after the last launch
+    operands = Rows.of(a[0], scales), Weights.of(b)
+    addresses = out.data_ptr(), m_indices.data_ptr(), scratch.data_ptr()
+    device.launch(contiguous_launches(device, plan, *operands, *addresses))
     return out
 
 
@@ -63,26 +74,44 @@ def m_grouped_fp8_gemm_nt_masked(
     groups, max_m, k = a[0].shape
     check_weights("b", b, 3, k, a[0].device)
     check_shape("b", b[0], (groups, None, k))
-    check_tensor("out", out, dtype=torch.bfloat16, shape=(groups, max_m, b[0].shape[1]), device=a[0].device)
+    n = b[0].shape[1]
+    check_tensor("out", out, dtype=torch.bfloat16, shape=(groups, max_m, n), device=a[0].device)
     check_tensor("masked_m", masked_m, dtype=torch.int32, shape=(groups,), device=a[0].device)
     check_values("masked_m", masked_m, 0, max_m)
     check_int("expected_m", expected_m)
     if groups * max_m == 0:
         return out
-    grouped_gemm(a, b, out, tiles_of_counts(masked_m, max_m, masked_block_m(expected_m)))
+    device = backend.device_of(out)
+    if device is None:
+        reference.masked_gemm(a, b, out, masked_m)
+        return out
+    plan, scales = plan_masked(groups, max_m, n, k, expected_m), k_major(*a)
+    scratch = workspace.empty((plan.scratch.nbytes,), torch.uint8, out.device)  # freed after the last launch
+    operands = Rows.of(a[0], scales), Weights.of(b)
+    addresses = out.data_ptr(), masked_m.data_ptr(), scratch.data_ptr()
+    device.launch(masked_launches(device, plan, *operands, *addresses))
     return out
 
 
-def grouped_gemm(a: Quantized, b: Quantized, out: torch.Tensor, tiles: Tiles, after_gate_up: bool = False) -> None:
-    """Write the rows of `out` that the tiles name, `out[i] = a[i] @ b[expert of the tile].T`; i over all groups.
+def contiguous_launches(
+    device: Device, plan: GroupedPlan, a: Rows, b: Weights, out: int, m_indices: int, scratch: int
+) -> list[Launch]:
+    """The kernels of `m_grouped_fp8_gemm_nt_contiguous`."""
+    at = GroupedScratch(*(scratch + offset for offset in plan.scratch))
+    tiles = Tiles(at.table, at.num_tiles)
+    return [
+        tiles_of_indices_launch(m_indices, a.rows, b.experts, at.run_begins, tiles, plan.tile_rows),
+        grouped_launch(device, plan, a, b, out, tiles),
+    ]
 
-    `after_gate_up`: `a` is the result of the `gate_up` over the same tiles that was launched just before. On a GPU,
-    where the tiles have `ready`, this one starts while that one ends; `out` must not overlap with what that one reads.
-    """
-    if uses_sm90(out):
-        launch_gemm(a, b, out, None, tiles, after_gate_up)
-        return
-    (q, scales), rows_out = (part.flatten(0, -2) for part in a), out.view(-1, out.shape[-1])
-    for expert, begin, end, _ in tiles.table[: tiles.num_tiles[0]].unique(dim=0).tolist():
-        rows = q[begin:end], scales[begin:end]
-        rows_out[begin:end] = gemm_reference(rows, (b[0][expert], b[1][expert])).to(out.dtype)
+
+def masked_launches(
+    device: Device, plan: GroupedPlan, a: Rows, b: Weights, out: int, masked_m: int, scratch: int
+) -> list[Launch]:
+    """The kernels of `m_grouped_fp8_gemm_nt_masked`."""
+    at = GroupedScratch(*(scratch + offset for offset in plan.scratch))
+    tiles = Tiles(at.table, at.num_tiles, at.ready)
+    return [
+        tiles_of_counts_launch(masked_m, b.experts, a.rows // b.experts, tiles, plan.tile_rows),
+        grouped_launch(device, plan, a, b, out, tiles),
+    ]

@@ -3,11 +3,16 @@
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
-from fp8moe_plugin.ops.backend import uses_sm90
+from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.ops import backend, reference, workspace
+from fp8moe_plugin.ops.backend import Device
 from fp8moe_plugin.ops.checks import CheckedOnce, check_multiple, check_tensor, check_weights, debugs, watch_rows
-from fp8moe_plugin.ops.gemm import gemm
-from fp8moe_plugin.ops.gemm_launch import launch_gemm
-from fp8moe_plugin.ops.quantize import Quantized, per_token_group_quant_fp8, quantize_matrix
+from fp8moe_plugin.ops.gemm_launches import dense_launch
+from fp8moe_plugin.ops.operands import Quantized, Rows, Weights
+from fp8moe_plugin.ops.quantize import quantize_launch
+from fp8moe_plugin.plan import Layout, Output
+from fp8moe_plugin.plan.catalog import quantize_key
+from fp8moe_plugin.plan.scratch import quantized_scratch
 
 
 def fp8_linear(
@@ -55,8 +60,27 @@ def _check_call(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tenso
         check_tensor("bias", bias, dtype=torch.bfloat16, shape=(weight.shape[0],), device=x.device)
 
 
-def _multiply(rows: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor) -> None:
-    if uses_sm90(rows) and rows.numel():
-        launch_gemm(quantize_matrix(rows, ue8m0), weight, out, None, None, after_a=True)
-    else:
-        gemm(per_token_group_quant_fp8(rows, ue8m0=ue8m0), weight, out)
+def _multiply(x: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor) -> None:
+    device = backend.device_of(x)
+    if x.numel() == 0:
+        return
+    if device is None:
+        out.copy_(reference.gemm(reference.quantize(x, ue8m0), weight))
+        return
+    nbytes = quantized_scratch(*x.shape).nbytes
+    scratch = workspace.empty((nbytes,), torch.uint8, x.device)  # freed after the last launch
+    weights, addresses = Weights.of(weight), (x.data_ptr(), out.data_ptr(), scratch.data_ptr())
+    device.launch(linear_launches(device, x.shape[0], weights, *addresses, ue8m0))
+
+
+def linear_launches(
+    device: Device, tokens: int, weight: Weights, x: int, out: int, scratch: int, ue8m0: bool
+) -> tuple[Launch, Launch]:
+    """The kernels of `fp8_linear` without a bias, whose scratch is a `QuantizedScratch`."""
+    at = quantized_scratch(tokens, weight.k)
+    q, scales = scratch + at.values, scratch + at.scales
+    rows = Rows.k_major(q, scales, tokens, weight.k)
+    return (
+        quantize_launch(quantize_key(ue8m0, Layout.K_MAJOR), x, q, scales, tokens, weight.k),
+        dense_launch(device, rows, weight, out, Output.BF16, after_quantize=True),
+    )

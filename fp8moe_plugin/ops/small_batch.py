@@ -1,59 +1,62 @@
-"""A mixture-of-experts layer of a step of few tokens: two launches, which find out by themselves who goes where."""
+"""A mixture-of-experts layer of a few tokens: two launches, which find the tokens of each expert by themselves."""
+
+from typing import Any
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
-from fp8moe_plugin.jit.launcher import Launch, multiprocessors, tensor_map
-from fp8moe_plugin.ops.gemm_launch import LayerAddresses, matrix_map
-from fp8moe_plugin.plan import (
-    STREAMED_L2_FETCH,
-    down_small_batch_key,
-    down_splits,
-    gate_up_cluster,
-    gate_up_clusters,
-    gate_up_small_batch_key,
-    small_batch_scratch,
-)
+from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.ops.backend import Device
+from fp8moe_plugin.ops.operands import LayerAddresses
+from fp8moe_plugin.ops.tensor_maps import interleaved_map, matrix_map
+from fp8moe_plugin.plan import SmallBatchStep
+from fp8moe_plugin.plan.scratch import SmallBatchScratch
+from fp8moe_plugin.plan.tuning import STREAMED_L2_FETCH
 
 
 def small_batch_launches(
-    tensors: LayerAddresses,
-    sizes: tuple[int, int, int, int, int, int],
-    width: int,
-    ids_64: bool,
-    ue8m0: bool,
-    device_index: int,
+    device: Device, tensors: LayerAddresses, step: SmallBatchStep, ids_64: bool
 ) -> tuple[Launch, Launch]:
-    """The kernels of a layer of at most `width` tokens, whose scratch is a `SmallBatchScratch`.
-
-    Args:
-        sizes: those of `moe_scratch`.
-    """
-    tokens, topk, hidden, intermediate, experts, global_experts = sizes
-    pairs, offsets = tokens * topk, small_batch_scratch(tokens * topk, width, intermediate, experts)
-    inner, inner_scales, told, _ = (tensors.scratch + offset for offset in offsets)
-    ids = (tensors.topk_ids, tensors.expert_map)
-    counts = (int(ids_64), global_experts, experts, tokens, topk, hidden, intermediate)
-    found, groups = min(pairs, experts), intermediate // GROUP
-
-    cluster = gate_up_cluster(width, hidden)
-    clusters = gate_up_clusters(found * groups, multiprocessors(device_index), cluster)
-    w13 = interleaved_map(tensors.w13, experts * 2 * intermediate, hidden)
-    operands = (w13, tensors.hidden_states, tensors.w13_scale, *ids, tensors.topk_weights)
-    first_key = gate_up_small_batch_key(ue8m0, width, cluster)
-    first = Launch(first_key, clusters * cluster, (*operands, inner, inner_scales, told, *counts), device_index)
-
-    splits = down_splits(hidden, width)
-    blocks = hidden // GROUP * splits
-    w2 = matrix_map(tensors.w2, experts * hidden, intermediate, GROUP, l2_fetch=STREAMED_L2_FETCH)
-    q = matrix_map(inner, found * width, intermediate, width)
-    args = (w2, q, tensors.w2_scale, inner_scales, told, *ids, tensors.out, *counts, splits)
-    second_key = down_small_batch_key(width, cluster)
-    return first, Launch(second_key, blocks, args, device_index, early=True, cluster=splits)
-
-
-def interleaved_map(weights: int, rows: int, k: int) -> bytes:
-    """Of e4m3 `[rows, k]`, in boxes of 64 rows in the order in which wgmma's sums lie in threads.
-
-    Of 64 rows a thread has two 8 apart. With those of another box they are four that follow one another in memory. Box
-    i begins at row 2i of the third dimension.
-    """
-    return tensor_map(weights, (k, 8, 4, rows // 32), (4 * k, k, 32 * k), (128, 8, 2, 4), 1, STREAMED_L2_FETCH)
+    """The kernels of a layer of at most `step.width` tokens, whose scratch is a `SmallBatchScratch`."""
+    topk, hidden, intermediate, experts, global_experts = step.shape
+    at = SmallBatchScratch(*(tensors.scratch + offset for offset in step.scratch))
+    slots = min(step.tokens * topk, experts) * step.width
+    shared: dict[str, Any] = {
+        "told": at.told,
+        "ids": tensors.topk_ids,
+        "expert_map": tensors.expert_map,
+        "ids_64": int(ids_64),
+        "global_experts": global_experts,
+        "num_experts": experts,
+        "tokens": step.tokens,
+        "topk": topk,
+        "hidden": hidden,
+        "intermediate": intermediate,
+    }
+    first = Launch(
+        step.gate_up,
+        step.clusters * step.cluster,
+        step.gate_up.arguments(
+            w_map=interleaved_map(device, tensors.w13, experts * 2 * intermediate, hidden),
+            x=tensors.hidden_states,
+            w_scales=tensors.w13_scale,
+            topk_weights=tensors.topk_weights,
+            q=at.inner,
+            scales=at.inner_scales,
+            **shared,
+        ),
+    )
+    second = Launch(
+        step.down,
+        hidden // GROUP * step.down_splits,
+        step.down.arguments(
+            w_map=matrix_map(device, tensors.w2, experts * hidden, intermediate, GROUP, l2_fetch=STREAMED_L2_FETCH),
+            q_map=matrix_map(device, at.inner, slots, intermediate, step.width),
+            w_scales=tensors.w2_scale,
+            scales=at.inner_scales,
+            out=tensors.out,
+            splits=step.down_splits,
+            **shared,
+        ),
+        early=True,
+        cluster=step.down_splits,
+    )
+    return first, second

@@ -11,9 +11,9 @@ from torch.autograd import forward_ad
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops.checks import check_no_grad
-from fp8moe_plugin.ops.fused_moe import batched_experts as _batched_experts
-from fp8moe_plugin.ops.fused_moe import fused_moe as _fused_moe
 from fp8moe_plugin.ops.linear import fp8_linear
+from fp8moe_plugin.ops.moe import batched_experts as _batched_experts
+from fp8moe_plugin.ops.moe import fused_moe as _fused_moe
 from fp8moe_plugin.settings import settings
 
 FUSED_MOE = (

@@ -10,7 +10,7 @@ from fp8moe_plugin.bench import result as bench_result
 from fp8moe_plugin.bench.result import BenchResult, BenchRow
 from fp8moe_plugin.checkpoint.shapes import Experts, Model, Parallel
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.ops.fused_moe import ExpertWeights
+from fp8moe_plugin.ops.operands import ExpertWeights
 from tests import helpers as h
 
 CPU = torch.device("cpu")

@@ -1,5 +1,6 @@
 """The documents are current, and what refers to them refers to something that exists."""
 
+import ast
 import re
 import subprocess
 from functools import cache
@@ -10,6 +11,9 @@ import pytest
 from benchmarks.tables import DOCUMENT, TABLES, rendered
 
 ROOT = Path(__file__).parents[2]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+TUNING = ROOT / "docs" / "tuning.md"
+PLAN = ROOT / "fp8moe_plugin" / "plan"
 LONGEST_LINE = 120
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CITED = re.compile(r"\bdocs/[\w./-]+\.md(?:#[\w-]+)?")
@@ -80,8 +84,55 @@ def test_results_are_cited_by_a_document() -> None:
     assert [path for path in set(RESULTS.findall(documents)) if "<" not in path and not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("path", tracked("docs/*.md"), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", tracked("*.md"), ids=lambda path: str(path.relative_to(ROOT)))
 def test_lines_are_at_most_120_characters(path: Path) -> None:
     """Table rows, which cannot be broken, are exempt."""
     lines = enumerate(path.read_text().splitlines(), 1)
     assert [f"{path.name}:{n}" for n, line in lines if len(line) > LONGEST_LINE and not line.startswith("|")] == []
+
+
+def test_files_that_documents_name_exist() -> None:
+    documents = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(path.read_text() for path in documents)
+    named = set(re.findall(r"(?<![\w/.-])((?:[\w-]+/)+[\w-]+\.(?:py|cuh?|toml))\b", text))
+    assert named
+    roots = ROOT, ROOT / "fp8moe_plugin"
+    assert {name for name in named if not any((root / name).exists() for root in roots)} == {"csrc/NAME.cu"}
+
+
+def test_the_example_of_a_plan_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", ARCHITECTURE.read_text(), re.DOTALL)
+    exec(compile(example, str(ARCHITECTURE), "exec"), {})
+    assert "gate_up_small_batch" in capsys.readouterr().out
+
+
+def constants(path: Path) -> dict[str, str]:
+    """Upper-case names that a module assigns, and their values as source text."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign):
+            (target,) = node.targets
+            pairs = (
+                zip(target.elts, node.value.elts, strict=True)
+                if isinstance(target, ast.Tuple)
+                else [(target, node.value)]
+            )
+            found |= {name.id: ast.unparse(value) for name, value in pairs if name.id.isupper()}
+    return found
+
+
+def documented_constants() -> dict[str, str]:
+    sections = re.findall(r"^## ([A-Z_0-9]+)\n\n- Value: `(.*)`$", TUNING.read_text(), re.MULTILINE)
+    return {name: ast.unparse(ast.parse(value)) for name, value in sections}
+
+
+def test_each_tuning_constant_has_a_section_with_its_value() -> None:
+    documented = documented_constants()
+    tuning = constants(PLAN / "tuning.py")
+    assert tuning
+    assert {name: documented.get(name) for name in tuning} == tuning
+
+
+def test_no_section_is_about_a_constant_that_is_gone() -> None:
+    found = {name: value for path in PLAN.glob("*.py") for name, value in constants(path).items()}
+    assert {name: found.get(name) for name in documented_constants()} == documented_constants()

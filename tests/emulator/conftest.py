@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 
-from fp8moe_plugin.plan import linear_kernels, moe_kernels, tiles_of_indices_key
+from fp8moe_plugin.plan import linear_kernels, moe_kernels
+from fp8moe_plugin.plan.catalog import tiles_of_indices_key
 from tests.emulator.build import Kernels, can_compile, runtime
 from tests.emulator.device import Device
 

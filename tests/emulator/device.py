@@ -2,8 +2,7 @@
 
 import ctypes
 import struct
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -11,9 +10,10 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fp8moe_plugin.jit import launcher
-from fp8moe_plugin.jit.launcher import FORMATS, TENSOR_MAP_BYTES, Argument
-from fp8moe_plugin.plan import PARAMETERS, KernelKey
+from fp8moe_plugin.jit.launcher import FORMATS, TENSOR_MAP_BYTES, Launch, packer
+from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.parameters import ARGUMENTS, PARAMETERS
+from tests import helpers as h
 from tests.emulator.build import Kernels
 
 MOST_ARGUMENTS = 64
@@ -26,14 +26,14 @@ class EmulatorError(Exception):
 
 
 class Device:
-    """What `fp8moe_plugin.jit.launcher` is to a GPU, on tensors of the CPU."""
+    """A device of the ops, `fp8moe_plugin.ops.backend.Device`, on tensors of the CPU."""
 
     def __init__(
         self, runtime: ctypes.CDLL, kernels: Kernels, multiprocessors: int, shared_bytes: int = SHARED_BYTES
     ) -> None:
         """`shared_bytes`: shared memory of a multiprocessor, which decides whose blocks run on it together."""
         self._runtime, self._kernels = runtime, kernels
-        self._multiprocessors, self._shared_bytes = multiprocessors, shared_bytes
+        self.multiprocessors, self._shared_bytes = multiprocessors, shared_bytes
         self._runtime.emu_run.restype = ctypes.c_char_p
         self._runtime.emu_reset()
         self._alive: list[object] = []  # what queued kernels refer to
@@ -41,18 +41,8 @@ class Device:
     @contextmanager
     def serves_ops(self) -> Iterator[None]:
         """Ops on CPU tensors queue kernels here instead of calling their references."""
-        replaced = {
-            "launch": self.launch,
-            "tensor_map": self.tensor_map,
-            "multiprocessors": lambda index: self._multiprocessors,
-            "uses_sm90": lambda tensor: True,
-        }
-        # What a layer launches is kept from call to call, also what it has asked another device.
-        sys.modules["fp8moe_plugin.ops.fused_moe"]._layer_launches.cache_clear()
         with pytest.MonkeyPatch.context() as patch, _Addresses(self._lend):
-            for module in [module for name, module in sys.modules.items() if name.startswith("fp8moe_plugin.ops.")]:
-                for name in replaced.keys() & vars(module).keys():
-                    patch.setattr(module, name, replaced[name])
+            h.serve(patch, self)
             yield
 
     def execute(self, seed: int, ops: Callable[[], Result]) -> Result:
@@ -62,20 +52,19 @@ class Device:
         self.run(seed)
         return result
 
-    def launch(
-        self,
-        key: KernelKey,
-        grid: int | tuple[int, int],
-        args: tuple[Argument, ...],
-        device_index: int,
-        early: bool = False,
-        cluster: int = 1,
+    def launch(self, launches: Iterable[Launch]) -> None:
+        for launch in launches:
+            self._queue(*launch)
+
+    def _queue(
+        self, key: KernelKey, grid: int | tuple[int, int], args: tuple[bytes | int, ...], early: bool, cluster: int
     ) -> None:
-        library, letters = self._kernels.load(key), PARAMETERS[key.source]
+        library, expected = self._kernels.load(key), PARAMETERS[key.source]
+        assert isinstance(args, ARGUMENTS[key.source])
         sizes = (ctypes.c_int * MOST_ARGUMENTS)()
         count = library.emu_sizes(sizes)
-        assert sizes[:count] == [struct.calcsize(FORMATS[letter]) for letter in letters], f"parameters of {key}"
-        pack, pointers = launcher._parameters(letters)
+        assert sizes[:count] == [struct.calcsize(FORMATS[p.kind]) for p in expected], f"parameters of {key}"
+        pack, pointers = packer(key)
         pack(*args)
         self._alive += [pack, pointers]
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
@@ -110,7 +99,7 @@ class Device:
         Raises:
             EmulatorError: what went wrong, and what each warp was waiting for.
         """
-        error = self._runtime.emu_run(ctypes.c_ulonglong(seed), self._multiprocessors, self._shared_bytes).decode()
+        error = self._runtime.emu_run(ctypes.c_ulonglong(seed), self.multiprocessors, self._shared_bytes).decode()
         self._alive.clear()
         if error:
             raise EmulatorError(f"seed {seed}: {error}")

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8moe_plugin.ops.route import Tiles
 from tests import helpers as h
+from tests.steps import Tiles
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,15 @@
 """Layers of experts one behind the other, as a model runs them."""
 
-import importlib
-
 import pytest
 import torch
 
-from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.ops import fused_moe, workspace
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from tests import helpers as h
 from tests.emulator.device import Device
 from tests.emulator.inputs import assert_close
 
-layer_ops = importlib.import_module("fp8moe_plugin.ops.fused_moe")  # the op has taken its name
 KINDS = ("some_missing", "one_expert", "distinct")  # of the layers' routings, in turn
 MOST_ERROR = 1e-2  # relative L2
 
@@ -50,8 +47,8 @@ def run_layers(
             outs.append(fused_moe(outs[-1] if outs else x, *layer, weights, ids))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_ops, "empty", empty)
-        h.force_small_batch(patch, small_batch)
+        patch.setattr(workspace, "empty", empty)
+        h.force_step(patch, width=small_batch)
         emulator.execute(seed, ops)
     calls = zip([x, *outs[:-1]], outs, routings, strict=True)
     return [h.relative_l2(y, h.layer_reference(x, layer, *routing, quantized=True)) for x, y, routing in calls]

@@ -1,17 +1,34 @@
 """Batch invariance on the emulator: a token's result is the same alone and among others."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from benchmarks.layer.batch_invariance import invariance
-from fp8moe_plugin import plan
-from fp8moe_plugin.ops import fused_moe, gemm_launch
-from fp8moe_plugin.ops.linear import fp8_linear
+from fp8moe_plugin.ops import fp8_linear, fused_moe
+from fp8moe_plugin.plan import DensePlan, Output, dense
 from tests import helpers as h
 from tests.emulator.device import Device
 
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 3, 2, 384, 128
-TOGETHER = {9: plan.dense_gemm_key(128), 300: plan.grouped_gemm_key(plan.Output.BF16)}  # other kernels than alone
+
+
+def together(m: int, n: int, multiprocessors: int) -> DensePlan:
+    """Other kernels than alone."""
+    if m == 9:
+        return dense.tiled(m, n, 128, 144, multiprocessors)
+    return dense.grouped(m, n, Output.BF16, multiprocessors)
+
+
+@pytest.fixture
+def long_k(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """K that dense layers split, much shorter than for models."""
+    k = 9 * h.GROUP
+    monkeypatch.setattr(dense, "LONG_K", k)
+    dense._plan_dense.cache_clear()
+    yield k
+    dense._plan_dense.cache_clear()
 
 
 @pytest.mark.parametrize("tokens", [30, 140])  # tiles of 32 and 128 rows; alone of 8
@@ -30,22 +47,20 @@ def test_a_layer(emulator: Device, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [9, 300])
-def test_a_dense_layer(emulator: Device, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+def test_a_dense_layer(emulator: Device, long_k: int, tokens: int) -> None:
     gen = h.seeded(tokens, torch.device("cpu"))
-    monkeypatch.setattr(plan, "LONG_K", 9 * h.GROUP)
-    x, (weight, scales) = h.random_tokens(gen, tokens, 9 * h.GROUP), h.random_weights(gen, 200, 9 * h.GROUP)
+    x, (weight, scales) = h.random_tokens(gen, tokens, long_k), h.random_weights(gen, 200, long_k)
     blocks, columns = x.unflatten(1, (9, -1)), h.bits(weight).unflatten(1, (9, -1))
     blocks[:, 2] *= 2**16  # what cancels shows the order
     blocks[:, 3], columns[:, 3], scales[:, 3] = -blocks[:, 2], columns[:, 2], scales[:, 2]
     with invariance(True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gemm_launch, "dense_key", lambda *_: TOGETHER[tokens])
-            patch.setattr(gemm_launch, "dense_tile", lambda *_: (128, 144))
-            together = emulator.execute(1, lambda: fp8_linear(x, weight, scales))
+            h.force_dense(patch, together)
+            all_tokens = emulator.execute(1, lambda: fp8_linear(x, weight, scales))
         for row in (0, tokens - 1):
             one = x[row : row + 1].clone()
             alone = emulator.execute(2, lambda one=one: fp8_linear(one, weight, scales))
-            assert h.same_bits(together[row : row + 1], alone)
+            assert h.same_bits(all_tokens[row : row + 1], alone)
     with invariance(False):
         divided = emulator.execute(3, lambda: fp8_linear(one, weight, scales))
     assert not h.same_bits(alone, divided)

@@ -1,18 +1,12 @@
 """The kernels of few rows an expert on the emulator: GEMM 1 gathers, blocks share a tile, weights are loaded ahead."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
-from fp8moe_plugin.ops import gemm_launch
-from fp8moe_plugin.ops.gemm_launch import Rows, TileAddresses, Weights
-from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
-from fp8moe_plugin.ops.quantize import Quantized, empty_quantized
-from fp8moe_plugin.ops.route import Tiles, tiles_of_counts
+from fp8moe_plugin.ops.operands import Quantized
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
-from fp8moe_plugin.plan import DECODE_BLOCK_M, tile_counters
+from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE
 from tests import helpers as h
 from tests.emulator.device import Device
 from tests.emulator.inputs import (
@@ -23,6 +17,7 @@ from tests.emulator.inputs import (
     exact,
     slabs,
 )
+from tests.steps import SplitK, Tiles, gate_up, grouped_gemm, split_k, tiles_of_counts
 
 CPU = torch.device("cpu")
 TOKENS = 40
@@ -40,25 +35,11 @@ def some_tokens(gen: torch.Generator, rows: Slabs) -> torch.Tensor:
 
 
 def split_gate_up(
-    emulator: Device, x: Quantized, w13: Quantized, tiles: Tiles, tokens: torch.Tensor, splits: int
-) -> tuple[Quantized, torch.Tensor]:
-    """`gate_up` of these tokens by `splits` blocks a tile; and its counters, int32 `[1 + row tiles * counters]`."""
-    width, (groups, max_m) = w13[0].shape[1], tokens.shape
-    q, scales = empty_quantized(tokens.numel(), width // 2, CPU)
-    partial = h.poisoned(splits, tokens.numel(), width, dtype=torch.float32, device=CPU)
-    ready = torch.zeros(1 + len(tiles.table) * tile_counters(width // 2, splits), dtype=torch.int32)
-    launched = gemm_launch.gate_up_few_rows_launch(
-        Rows.of(x[0], (x[1], 0, 0)),
-        tokens.data_ptr(),
-        Weights.of(w13),
-        Rows.of(q, (scales, 0, 0)),
-        TileAddresses.of(replace(tiles, ready=ready)),
-        (partial.data_ptr(), splits),
-        ue8m0=False,
-        device_index=0,
-    )
-    emulator.launch(*launched)
-    return (q.view(groups, max_m, -1), scales.unflatten(0, (groups, max_m))), ready
+    x: Quantized, w13: Quantized, tiles: Tiles, tokens: torch.Tensor, splits: int
+) -> tuple[Quantized, Tiles, SplitK]:
+    """`gate_up` of these tokens by `splits` blocks a tile; and the tiles with its counters."""
+    split, counted = split_k(splits, tiles, tokens.numel(), w13[0].shape[1] // 2)
+    return gate_up(x, w13, counted, tokens=tokens, split=split), counted, split
 
 
 @seeds
@@ -77,18 +58,19 @@ def test_gathered_rows_and_splits_of_k_give_the_bits_of_copies(
     copies = x[0][tokens.long() % TOKENS], x[1][tokens.long() % TOKENS]
     products = empty_rows(rows, 2 * intermediate)
 
-    def ops() -> tuple[Tiles, Quantized, Quantized, torch.Tensor]:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, DECODE_BLOCK_M)
+    def ops() -> tuple[Quantized, Quantized, Tiles, SplitK]:
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, FEW_ROWS_TILE)
         grouped_gemm(copies, w13, products, tiles)
         expected = silu_mul_quant_fp8(products, rows.masked_m)
-        return tiles, expected, *split_gate_up(emulator, x, w13, tiles, tokens, splits)
+        return expected, *split_gate_up(x, w13, tiles, tokens, splits)
 
-    tiles, expected, actual, ready = emulator.execute(seed, ops)
+    expected, actual, tiles, _ = emulator.execute(seed, ops)
     for group, count in enumerate(counts):
         for got, wanted in zip(actual, expected, strict=True):
             assert h.same_bits(got[group, :count], wanted[group, :count]), f"expert {group}"
             assert h.untouched(got[group, count:]), f"expert {group}"
-    counters = ready[1:].unflatten(0, (len(tiles.table), -1))[: int(tiles.num_tiles[0])]
+    assert tiles.ready is not None
+    counters = tiles.ready[1:].unflatten(0, (len(tiles.table), -1))[: int(tiles.num_tiles[0])]
     assert set(counters[:, 0].tolist()) <= {intermediate // GROUP}  # columns that are done
     assert set(counters[:, 1:].flatten().tolist()) <= {splits}
     assert_counters_at_zero(tiles)
@@ -106,11 +88,9 @@ def test_the_second_gemm_may_load_weights_while_the_first_one_runs(
     w2, out, tokens = h.random_weights(gen, len(RAGGED), n, intermediate), empty_rows(rows, n), some_tokens(gen, rows)
 
     def ops() -> tuple[Tiles, Quantized]:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, DECODE_BLOCK_M)
-        inner, ready = split_gate_up(emulator, x, w13, tiles, tokens, splits)
-        operands = Rows.of(inner[0], gemm_launch._k_major(*inner)), Weights.of(w2), out.data_ptr()
-        told = TileAddresses.of(replace(tiles, ready=ready)), 0, True, tile_counters(intermediate, splits)
-        emulator.launch(*gemm_launch.grouped_launch(*operands, DECODE_BLOCK_M, *told))
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, FEW_ROWS_TILE)
+        inner, tiles, split = split_gate_up(x, w13, tiles, tokens, splits)
+        grouped_gemm(inner, w2, out, tiles, after_gate_up=True, row_counters=split.counters)
         return tiles, inner
 
     tiles, inner = emulator.execute(seed, ops)

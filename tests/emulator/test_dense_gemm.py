@@ -5,10 +5,9 @@ import ctypes
 import pytest
 import torch
 
-from fp8moe_plugin.ops import fp8_gemm_nt, gemm_launch
-from fp8moe_plugin.ops.linear import fp8_linear
-from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
-from fp8moe_plugin.plan import DENSE_WIDTHS, Output, dense_gemm_few_rows_key, grouped_gemm_key
+from fp8moe_plugin.ops import fp8_gemm_nt, fp8_linear, per_token_group_quant_fp8
+from fp8moe_plugin.plan import Output, dense
+from fp8moe_plugin.plan.catalog import DENSE_WIDTHS
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import SHARED_BYTES, Device
@@ -35,8 +34,7 @@ def emulator(emulator_runtime: ctypes.CDLL, kernels: Kernels) -> Device:
 )
 def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     n, k, splits = request.param
-    monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: dense_gemm_few_rows_key())
-    monkeypatch.setattr(gemm_launch, "DENSE_SPLITS", splits)
+    h.force_dense(monkeypatch, lambda m, n, _: dense.few_rows(m, n, splits))
     return n, k
 
 
@@ -104,5 +102,5 @@ def test_a_dense_layer_of_some_rows(emulator: Device, tile: tuple[int, int], m: 
 
 @seeds
 def test_a_dense_layer_of_many_rows(emulator: Device, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: grouped_gemm_key(Output.BF16))
+    h.force_dense(monkeypatch, lambda m, n, multiprocessors: dense.grouped(m, n, Output.BF16, multiprocessors))
     run_dense_layer(emulator, seed, h.seeded(seed, CPU), 300, 200, 384)

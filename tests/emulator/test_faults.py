@@ -10,21 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8moe_plugin import plan
 from fp8moe_plugin.ops import fused_moe
-from fp8moe_plugin.ops.gate_up import gate_up
-from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
-from fp8moe_plugin.ops.route import tiles_of_counts
-from fp8moe_plugin.plan import (
-    EARLY_BELOW,
-    LONG_K,
-    PREFILL_BLOCK_M,
-    Layout,
-    Output,
+from fp8moe_plugin.plan import Layout, Output, step
+from fp8moe_plugin.plan.catalog import (
     combine_key,
     dense_gemm_few_rows_key,
     dense_gemm_key,
-    dense_streams,
     down_small_batch_key,
     gate_up_few_rows_key,
     gate_up_small_batch_key,
@@ -34,12 +25,16 @@ from fp8moe_plugin.plan import (
     route_key,
     tiles_of_counts_key,
 )
+from fp8moe_plugin.plan.dense import splits_k
+from fp8moe_plugin.plan.tiles import MANY_ROWS_TILE
+from fp8moe_plugin.plan.tuning import EARLY_BELOW, LONG_K
 from tests import helpers as h
 from tests.emulator.build import CSRC, Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import SHARED_BYTES, Device, EmulatorError
 from tests.emulator.inputs import assert_product, empty_rows, slabs
 from tests.emulator.layers import MOST_ERROR, run_dense_layer, run_layers
+from tests.steps import gate_up, grouped_gemm, tiles_of_counts
 
 SCHEDULES = 16
 CLUSTERS = 24  # multiprocessors, for kernels of clusters
@@ -53,7 +48,7 @@ def second_gemm(emulator: Device, seed: int) -> None:
     rows = slabs(gen, COUNTS, 512)
     b, out = h.random_weights(gen, len(COUNTS), WIDTH, 512), empty_rows(rows, WIDTH)
     emulator.execute(
-        seed, lambda: grouped_gemm(rows.a, b, out, tiles_of_counts(rows.masked_m, rows.max_m, PREFILL_BLOCK_M))
+        seed, lambda: grouped_gemm(rows.a, b, out, tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE))
     )
     assert_product(out, rows, rows.a, b)
 
@@ -65,8 +60,8 @@ def both_gemms(emulator: Device, seed: int) -> None:
     out = empty_rows(rows, WIDTH)
 
     def ops() -> h.Quantized:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, PREFILL_BLOCK_M)
-        inner = gate_up(rows.a, w13, tiles, rows.masked_m, False)
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE)
+        inner = gate_up(rows.a, w13, tiles)
         grouped_gemm(inner, w2, out, tiles, after_gate_up=True)
         return inner
 
@@ -79,7 +74,7 @@ def second_gemm_that_keeps_weights(emulator: Device, seed: int) -> None:
     b, out = h.random_weights(gen, len(MANY), 2 * WIDTH, WIDTH), empty_rows(rows, 2 * WIDTH)
 
     def op() -> None:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, PREFILL_BLOCK_M)
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE)
         grouped_gemm(rows.a, b, out, tiles.for_experts(EARLY_BELOW, WIDTH))
 
     emulator.execute(seed, op)
@@ -88,7 +83,7 @@ def second_gemm_that_keeps_weights(emulator: Device, seed: int) -> None:
 
 def dense_layer(emulator: Device, seed: int, n: int = 128, k: int = LONG_K) -> None:
     gen, m = h.seeded(0, torch.device("cpu")), 5
-    assert dense_streams(n, k) == (k >= LONG_K), "blocks of a cluster share columns"
+    assert splits_k(n, k) == (k >= LONG_K), "blocks of a cluster share columns"
     run_dense_layer(emulator, seed, gen, m, n, k)
 
 
@@ -114,7 +109,7 @@ def small_batch(emulator: Device, seed: int) -> None:
 
 def small_batch_of_whole_sums(emulator: Device, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "DOWN_BLOCKS", {8: 1, 16: 1})
+        patch.setattr(step, "DOWN_BLOCKS", {8: 1, 16: 1})
         small_batch(emulator, seed)
 
 
@@ -128,7 +123,7 @@ def token_beside_nan(emulator: Device, seed: int) -> None:
     h.bits(layer.w2)[1] = 0x7F
     weights, ids = torch.ones(2, 3), torch.tensor([[5, 3, 7], [0, 1, 6]], dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
-        h.force_small_batch(patch, 8)
+        h.force_step(patch, width=8)
         out = emulator.execute(seed, lambda: fused_moe(x, *layer, weights, ids))
     assert out[0].isfinite().all(), f"{WRONG_RESULT}: NaN of another token's expert"
 

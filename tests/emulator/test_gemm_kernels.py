@@ -5,16 +5,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8moe_plugin.ops.gate_up import gate_up
-from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
-from fp8moe_plugin.ops.quantize import Quantized, empty_tokens, quantize_rows, quantize_tokens
-from fp8moe_plugin.ops.route import Tiles, route, tiles_of_counts
+from fp8moe_plugin.ops.operands import Quantized
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
-from fp8moe_plugin.plan import DECODE_BLOCK_M, EARLY_BELOW, PREFILL_BLOCK_M
+from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.tuning import EARLY_BELOW
 from tests import helpers as h
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import Device
 from tests.emulator.inputs import Slabs, assert_counters_at_zero, assert_product, empty_rows, slabs
+from tests.steps import (
+    Tiles,
+    empty_tokens,
+    gate_up,
+    grouped_gemm,
+    quantize_rows,
+    quantize_tokens,
+    route,
+    tiles_of_counts,
+)
 
 CPU = torch.device("cpu")
 SHORT = [8, 1, 16, 0, 33, 64, 65]
@@ -38,18 +46,18 @@ def multiply(emulator: Device, rows: Slabs, b: Quantized, block_m: int, seed: in
 @pytest.mark.parametrize(
     ("counts", "block_m", "n", "k"),
     [
-        (SHORT, DECODE_BLOCK_M, 200, 128),
-        (SHORT, DECODE_BLOCK_M, 256, 256),
-        (SHORT, DECODE_BLOCK_M, 200, 768),  # tiles in fixed order
-        (SHORT, DECODE_BLOCK_M, 128, 896),  # claimed, in the first step of the tile before
-        (SHORT, DECODE_BLOCK_M, 384, 1024),
-        ([0, 0], DECODE_BLOCK_M, 128, 128),
-        (LONG, PREFILL_BLOCK_M, 512, 128),
-        (LONG, PREFILL_BLOCK_M, 256, 256),
-        (LONG, PREFILL_BLOCK_M, 200, 512),
-        (LONG, PREFILL_BLOCK_M, 256, 896),
-        (LONG, PREFILL_BLOCK_M, 384, 1024),
-        ([0, 0], PREFILL_BLOCK_M, 256, 128),
+        (SHORT, FEW_ROWS_TILE, 200, 128),
+        (SHORT, FEW_ROWS_TILE, 256, 256),
+        (SHORT, FEW_ROWS_TILE, 200, 768),  # tiles in fixed order
+        (SHORT, FEW_ROWS_TILE, 128, 896),  # claimed, in the first step of the tile before
+        (SHORT, FEW_ROWS_TILE, 384, 1024),
+        ([0, 0], FEW_ROWS_TILE, 128, 128),
+        (LONG, MANY_ROWS_TILE, 512, 128),
+        (LONG, MANY_ROWS_TILE, 256, 256),
+        (LONG, MANY_ROWS_TILE, 200, 512),
+        (LONG, MANY_ROWS_TILE, 256, 896),
+        (LONG, MANY_ROWS_TILE, 384, 1024),
+        ([0, 0], MANY_ROWS_TILE, 256, 128),
     ],
 )
 def test_the_product_is_that_of_the_operands(
@@ -70,9 +78,9 @@ def test_one_kernel_gives_the_bits_of_three(emulator: Device, hidden: int, inter
     products = empty_rows(rows, 2 * intermediate)
 
     def ops() -> tuple[Quantized, Quantized]:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, PREFILL_BLOCK_M)
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE)
         grouped_gemm(rows.a, w13, products, tiles)
-        return silu_mul_quant_fp8(products, rows.masked_m), gate_up(rows.a, w13, tiles, rows.masked_m, False)
+        return silu_mul_quant_fp8(products, rows.masked_m), gate_up(rows.a, w13, tiles)
 
     expected, actual = emulator.execute(seed, ops)
     for group, count in enumerate(LONG):
@@ -82,7 +90,7 @@ def test_one_kernel_gives_the_bits_of_three(emulator: Device, hidden: int, inter
 
 
 @seeds
-@pytest.mark.parametrize("block_m", [DECODE_BLOCK_M, PREFILL_BLOCK_M])
+@pytest.mark.parametrize("block_m", [FEW_ROWS_TILE, MANY_ROWS_TILE])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(128, 256), (640, 128)])
 def test_rows_found_among_the_tokens_give_the_bits_of_copies(
     emulator: Device, hidden: int, intermediate: int, block_m: int, seed: int
@@ -99,7 +107,7 @@ def test_rows_found_among_the_tokens_give_the_bits_of_copies(
         q, scales = quantize_rows(x, routing.slots)
         grouped_gemm((q[None], scales[None]), w13, products, routing.tiles)
         copies = silu_mul_quant_fp8(products, routing.num_rows)
-        found = gate_up(quantized, w13, routing.tiles, routing.num_rows, False, routing.tokens)
+        found = gate_up(quantized, w13, routing.tiles, tokens=routing.tokens)
         return routing.num_rows, copies, found
 
     rows, expected, actual = emulator.execute(seed, ops)
@@ -124,8 +132,8 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
         a = a[0].flatten(0, 1), a[1].flatten(0, 1).contiguous()
 
     def ops() -> tuple[Tiles, Quantized]:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, PREFILL_BLOCK_M)
-        inner = gate_up(a, w13, tiles, rows.masked_m, False, tokens)
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE)
+        inner = gate_up(a, w13, tiles, tokens=tokens)
         q, scales = (part.flatten(0, 1).unflatten(0, out.shape[:2]) for part in inner)
         grouped_gemm((q, scales), w2, out, tiles, after_gate_up=True)
         return tiles, (q, scales)
@@ -152,11 +160,11 @@ def test_the_second_gemm_of_narrow_experts_keeps_weights(
     out = empty_rows(rows, n)
 
     def ops() -> tuple[Tiles, Quantized]:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, PREFILL_BLOCK_M).for_experts(EARLY_BELOW, intermediate)
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE).for_experts(EARLY_BELOW, intermediate)
         assert tiles.keep_b
         if not early:  # then in fixed order
             tiles = replace(tiles, ready=None)
-        inner = gate_up(rows.a, w13, tiles, rows.masked_m, False)
+        inner = gate_up(rows.a, w13, tiles)
         grouped_gemm(inner, w2, out, tiles, after_gate_up=True)
         return tiles, inner
 

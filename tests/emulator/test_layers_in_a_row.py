@@ -3,11 +3,15 @@
 import ctypes
 
 import pytest
+import torch
 
+from fp8moe_plugin.ops import fused_moe, workspace
+from fp8moe_plugin.ops.moe_launches import layer_launches
+from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import SHARED_BYTES, Device
-from tests.emulator.layers import MOST_ERROR, layer_ops, run_layers
+from tests.emulator.layers import MOST_ERROR, run_layers
 
 seeds = pytest.mark.parametrize("seed", [1, 2, 3])
 
@@ -40,8 +44,13 @@ def test_layers_where_both_gemms_have_room_on_a_multiprocessor(
     assert max(errors) <= MOST_ERROR, f"relative L2 of each layer: {errors}"
 
 
-def test_ops_do_not_launch_what_they_have_kept_of_another_device(emulator: Device) -> None:
-    run_layers(emulator, 1, 1, 128, 128, layers=1)
-    assert layer_ops._layer_launches.cache_info().currsize == 1
-    with emulator.serves_ops():
-        assert layer_ops._layer_launches.cache_info().currsize == 0
+def test_ops_do_not_launch_what_they_have_kept_of_another_device(
+    emulator_runtime: ctypes.CDLL, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = h.random_layer(h.seeded(0, torch.device("cpu")), 3, 128, 128), torch.zeros(1, 128).bfloat16()
+    call, scratch = (x, *layer, torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int32)), torch.zeros(2**20).byte()
+    monkeypatch.setattr(workspace, "empty", lambda shape, dtype, device: scratch[: shape[0]])
+    layer_launches.cache_clear()
+    for devices in (1, 2):
+        Device(emulator_runtime, kernels, MULTIPROCESSORS).execute(1, lambda: fused_moe(*call, out=x))
+        assert layer_launches.cache_info().currsize == devices

@@ -1,22 +1,22 @@
 """Layers of a few tokens on the emulator: two kernels of clusters, the second one beside the first."""
 
 import ctypes
-import importlib
+from dataclasses import replace
 
 import pytest
 import torch
 
-from fp8moe_plugin import plan
-from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.ops import fused_moe, moe, workspace
+from fp8moe_plugin.plan import StepPlan
+from fp8moe_plugin.plan.catalog import SMALL_BATCH_PAIRS
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import SHARED_BYTES, Device
-from tests.emulator.layers import MOST_ERROR, layer_ops, run_layers
+from tests.emulator.layers import MOST_ERROR, run_layers
 
 MULTIPROCESSORS = 24  # two or three clusters of the first GEMM
 TOPK = 3
 CPU = torch.device("cpu")
-launches = importlib.import_module("fp8moe_plugin.ops.small_batch")
 seeds = pytest.mark.parametrize("seed", [1, 2])
 
 
@@ -27,7 +27,17 @@ def emulator(emulator_runtime: ctypes.CDLL, kernels: Kernels) -> Device:
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    h.force_small_batch(monkeypatch, 8)
+    h.force_step(monkeypatch, width=8)
+
+
+def force_down_splits(patch: pytest.MonkeyPatch, splits: int) -> None:
+    """So many blocks share channels of GEMM 2, whatever is fastest for them."""
+    plan = moe.plan_step
+
+    def changed(*args: object) -> StepPlan:
+        return replace(plan(*args), down_splits=splits)
+
+    patch.setattr(moe, "plan_step", changed)
 
 
 @seeds
@@ -45,7 +55,7 @@ def test_the_layer(
     kind: str,
     seed: int,
 ) -> None:
-    h.force_small_batch(monkeypatch, 8 if tokens <= 8 else 16)
+    h.force_step(monkeypatch, width=8 if tokens <= 8 else 16)
     gen, experts = h.seeded(seed, CPU), 5
     x, layer = h.random_tokens(gen, tokens, hidden), h.random_layer(gen, experts, hidden, intermediate)
     weights, ids = h.random_routing(gen, kind, tokens, TOPK, experts)
@@ -82,8 +92,8 @@ def test_where_no_multiprocessor_has_room_for_both_kernels(
 def test_channels_are_shared_by_any_number_of_blocks(
     emulator: Device, monkeypatch: pytest.MonkeyPatch, hidden: int, splits: int, tokens: int
 ) -> None:
-    h.force_small_batch(monkeypatch, 8 if tokens <= 8 else 16)
-    monkeypatch.setattr(launches, "down_splits", lambda *_: splits)
+    h.force_step(monkeypatch, width=8 if tokens <= 8 else 16)
+    force_down_splits(monkeypatch, splits)
     gen, experts = h.seeded(splits, CPU), 5
     x, layer = h.random_tokens(gen, tokens, hidden), h.random_layer(gen, experts, hidden, 384)
     routing = h.random_routing(gen, "some_missing", tokens, TOPK, experts)
@@ -94,7 +104,7 @@ def test_channels_are_shared_by_any_number_of_blocks(
 def test_as_many_experts_and_pairs_as_the_list_holds(emulator: Device, narrow: None) -> None:
     gen, experts, tokens = h.seeded(0, CPU), 70, 8
     x, layer = h.random_tokens(gen, tokens, 128), h.random_layer(gen, experts, 128, 128)
-    routing = h.random_routing(gen, "distinct", tokens, plan.SMALL_BATCH_PAIRS // tokens, experts)
+    routing = h.random_routing(gen, "distinct", tokens, SMALL_BATCH_PAIRS // tokens, experts)
     out = emulator.execute(1, lambda: fused_moe(x, *layer, *routing))
     assert h.relative_l2(out, h.layer_reference(x, layer, *routing, quantized=True)) <= MOST_ERROR
 
@@ -173,6 +183,6 @@ def test_what_is_left_in_the_scratch_is_not_read(
     routing = h.random_routing(gen, "some_missing", 6, TOPK, experts)
     outs = []
     for left in (0, 0xFF):  # the latter: NaN
-        monkeypatch.setattr(layer_ops, "empty", lambda shape, dtype, _, left=left: torch.full(shape, left, dtype=dtype))
+        monkeypatch.setattr(workspace, "empty", lambda shape, dtype, _, left=left: torch.full(shape, left, dtype=dtype))
         outs.append(emulator.execute(1, lambda: fused_moe(x, *layer, *routing)))
     assert h.same_bits(*outs)

@@ -6,18 +6,18 @@ Called outside the emulator, an op on CPU tensors is its reference.
 import pytest
 import torch
 
-from fp8moe_plugin.ops import fused_moe
-from fp8moe_plugin.ops.combine import combine
-from fp8moe_plugin.ops.quantize import (
-    empty_tokens,
-    per_token_group_quant_fp8,
-    quantize_rows,
-    quantize_tokens,
-)
-from fp8moe_plugin.ops.route import route, tiles_of_counts, tiles_of_indices
-from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
+from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8, silu_mul_quant_fp8
 from tests import helpers as h
 from tests.emulator.device import Device
+from tests.steps import (
+    combine,
+    empty_tokens,
+    quantize_rows,
+    quantize_tokens,
+    route,
+    tiles_of_counts,
+    tiles_of_indices,
+)
 
 CPU = torch.device("cpu")
 seeds = pytest.mark.parametrize("seed", [1, 2])

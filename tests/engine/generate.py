@@ -43,14 +43,14 @@ def answers(LLM: Any, folder: Path, engine: dict[str, Any]) -> Iterator[dict[str
 @contextmanager
 def gate_and_up_swapped() -> Iterator[None]:
     """A bug: every expert takes its gate for its up projection. The tests have to notice."""
-    from fp8moe_plugin.ops import gate_up as module
+    from fp8moe_plugin.ops import reference
 
-    correct = module.silu_mul_quant_fp8
+    correct = reference.silu_mul_quant
 
     def swapped(gate_up: Any, *rest: Any) -> Any:
         return correct(gate_up.roll(gate_up.shape[-1] // 2, -1), *rest)
 
-    with mock.patch.object(module, "silu_mul_quant_fp8", swapped):
+    with mock.patch.object(reference, "silu_mul_quant", swapped):
         yield
 
 
@@ -59,6 +59,7 @@ def main() -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from fp8moe_plugin.errors import Fp8MoeError
+    from fp8moe_plugin.layers.vllm import moe
     from fp8moe_plugin.logs import log_once
 
     folder, engines = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -67,6 +68,7 @@ def main() -> None:
     gc.freeze()  # what is imported: vLLM collects garbage often
     for name, engine in engines.items():
         log_once.cache_clear()
+        moe._announced.clear()
         print(f"\n{BEGINS}{name}", file=sys.stderr, flush=True)
         with gate_and_up_swapped() if engine["swapped"] else nullcontext():
             try:

@@ -13,14 +13,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fp8moe_plugin import ops, plan
-from fp8moe_plugin.ops.route import route, route_reference
+from fp8moe_plugin import ops
+from fp8moe_plugin.plan.catalog import DENSE_TILE_M, DENSE_TILE_N
+from fp8moe_plugin.plan.tuning import GATHER_UP_TO, LONG_K
 from tests import helpers as h
+from tests.steps import route, route_reference
 
 DEVICE = torch.device("cuda", 0)
 ROWS = (0, 1, 65, 129, 145)
 HIDDEN, INTERMEDIATE, EXPERTS = 1024, 128, 5  # K of both ways to hand out tiles
-WIDE = plan.GATHER_UP_TO + 128  # experts that read copies of their tokens
+WIDE = GATHER_UP_TO + 128  # experts that read copies of their tokens
 
 
 def check_quantize(gen: torch.Generator, rows: int) -> None:
@@ -56,7 +58,7 @@ def check_gemm(gen: torch.Generator, rows: int) -> None:
 
 
 def check_linear(gen: torch.Generator, rows: int) -> None:
-    for k in (384, plan.LONG_K):
+    for k in (384, LONG_K):
         x, weight = h.random_tokens(gen, rows, k), h.random_weights(gen, 136, k)
         h.assert_rounded(ops.fp8_linear(x, *weight), h.product(ops.per_token_group_quant_fp8(x), weight))
 
@@ -64,7 +66,7 @@ def check_linear(gen: torch.Generator, rows: int) -> None:
 def check_dense_tiles(gen: torch.Generator, rows: int) -> None:
     x, weight = h.random_tokens(gen, rows, 384), h.random_weights(gen, 392, 384)
     expected = h.product(ops.per_token_group_quant_fp8(x), weight)
-    for tile in itertools.product(plan.DENSE_TILE_M, plan.DENSE_TILE_N):
+    for tile in itertools.product(DENSE_TILE_M, DENSE_TILE_N):
         with pytest.MonkeyPatch.context() as patch:
             h.force_dense_tile(patch, *tile)
             h.assert_rounded(ops.fp8_linear(x, *weight), expected)

@@ -1,6 +1,5 @@
 """Under VLLM_BATCH_INVARIANT=1 a row has the same bits alone and in any batch; and whether kinds of tiles differ."""
 
-import importlib
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -9,9 +8,10 @@ import pytest
 import torch
 
 from benchmarks.layer.batch_invariance import invariance
-from fp8moe_plugin import ops, plan
-from fp8moe_plugin.ops import gemm_launch
-from fp8moe_plugin.plan import DECODE_BLOCK_M, PREFILL_BLOCK_M
+from fp8moe_plugin import ops
+from fp8moe_plugin.plan import Output, dense
+from fp8moe_plugin.plan.catalog import DENSE_TILE_M, DENSE_TILE_N
+from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, MANY_ROWS_TILE
 from tests import helpers as h
 
 pytestmark = pytest.mark.gpu
@@ -134,7 +134,7 @@ def test_both_kinds_of_tiles_give_the_same_bits(gen, n, k):
     here = torch.arange(max_m, device="cuda") < counts[:, None]
     results = []
     with invariance(False):
-        for expected_m in (DECODE_BLOCK_M, PREFILL_BLOCK_M):
+        for expected_m in (FEW_ROWS_TILE, MANY_ROWS_TILE):
             out = torch.zeros(groups, max_m, n, dtype=torch.bfloat16, device="cuda")
             results.append(ops.m_grouped_fp8_gemm_nt_masked((q, scales), b, out, counts, expected_m)[here])
     assert h.same_bits(*results)
@@ -148,10 +148,9 @@ def test_layers_of_both_kinds_of_tiles_give_the_same_bits(gen, name, tokens):
     weights = h.random_layer(gen, experts, hidden, intermediate)
     call = draw_batch(gen, tokens, hidden, topk, experts, "distinct")
     results = []
-    for block_m in (DECODE_BLOCK_M, PREFILL_BLOCK_M):
+    for tile_rows in (FEW_ROWS_TILE, MANY_ROWS_TILE):
         with invariance(True), pytest.MonkeyPatch.context() as patch:
-            for module in (plan, importlib.import_module("fp8moe_plugin.ops.fused_moe")):
-                patch.setattr(module, "moe_block_m", lambda *_, block_m=block_m: block_m)
+            h.force_step(patch, tile_rows=tile_rows)
             results.append(ops.fused_moe(call[0], *weights, *call[1:]))
     assert h.same_bits(*results)
 
@@ -159,11 +158,11 @@ def test_layers_of_both_kinds_of_tiles_give_the_same_bits(gen, name, tokens):
 @pytest.mark.parametrize(("n", "k"), DENSE)
 def test_dense_kernels_give_the_same_bits(gen, monkeypatch, n, k):
     weight = h.random_weights(gen, n, k)
-    tiles = list(itertools.product(plan.DENSE_TILE_M, plan.DENSE_TILE_N))
+    tiles = list(itertools.product(DENSE_TILE_M, DENSE_TILE_N))
     with invariance(True):
         for m in (1, 8, 17, 64, 65, 128, 140, 145, 300, 1000):
             x = uneven_tokens(gen, m, k)
-            monkeypatch.setattr(gemm_launch, "dense_key", lambda *_: plan.grouped_gemm_key(plan.Output.BF16))
+            h.force_dense(monkeypatch, lambda m, n, sms: dense.grouped(m, n, Output.BF16, sms))
             results = [ops.fp8_linear(x, *weight)]
             for tile in tiles:
                 h.force_dense_tile(monkeypatch, *tile)

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.layer import graph_replays
 from fp8moe_plugin import ops
-from fp8moe_plugin.plan import EARLY_FROM, GATHER_UP_TO
+from fp8moe_plugin.plan.tuning import EARLY_FROM, GATHER_UP_TO
 from tests import helpers as h
 
 pytestmark = pytest.mark.gpu

@@ -12,37 +12,28 @@ import torch
 from fp8moe_plugin.errors import KernelNotPrecompiled
 from fp8moe_plugin.jit import launcher
 from fp8moe_plugin.ops import per_token_group_quant_fp8
-from fp8moe_plugin.ops.gemm_launch import (
-    Rows,
-    TileAddresses,
-    Weights,
-    gate_up_few_rows_launch,
-    grouped_launch,
-    launch_gate_up,
-    launch_gemm,
-)
-from fp8moe_plugin.ops.quantize import empty_quantized
-from fp8moe_plugin.ops.route import tiles_of_counts
-from fp8moe_plugin.plan import DECODE_BLOCK_M, PREFILL_BLOCK_M, tile_counters
+from fp8moe_plugin.ops.operands import empty_quantized
+from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, MANY_ROWS_TILE
 from tests import helpers as h
 from tests.jit.conftest import forget, set_variables
+from tests.steps import device_of, gate_up, grouped_gemm, split_k, tiles_of_counts
 
 pytestmark = pytest.mark.gpu
 K = 1024  # deep enough that tiles are handed out from counters
 N = 640  # three columns of tiles, of which the last is half as wide
 
 
-@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("tile_rows", [64, 128])
 @pytest.mark.parametrize("counts", [[0, 0, 0], [1, 0, 0], [64, 65, 128], [700, 3, 900]])
-def test_a_gemm_leaves_the_counters_of_its_tiles_at_zero(counts: list[int], block_m: int) -> None:
+def test_a_gemm_leaves_the_counters_of_its_tiles_at_zero(counts: list[int], tile_rows: int) -> None:
     gen = h.seeded(0, torch.device("cuda", 0))
     max_m = max(*counts, 1)
     a, b = h.random_quantized(gen, len(counts), max_m, K), h.random_weights(gen, len(counts), 512, K)
     masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
-    tiles = tiles_of_counts(masked_m, max_m, block_m)
+    tiles = tiles_of_counts(masked_m, max_m, tile_rows)
     first, second = (h.poisoned(len(counts), max_m, 512, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
     for out in (first, second):
-        launch_gemm(a, b, out, None, tiles)
+        grouped_gemm(a, b, out, tiles)
         assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
     assert h.same_bits(first, second)
 
@@ -75,24 +66,24 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
     w13 = h.random_weights(gen, groups, 2 * intermediate, hidden)
     w2 = h.random_weights(gen, groups, N, intermediate)
     masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
-    tiles = tiles_of_counts(masked_m, max_m, PREFILL_BLOCK_M)
+    tiles = tiles_of_counts(masked_m, max_m, MANY_ROWS_TILE)
     early = tiles.for_experts(sum(counts) / groups, intermediate)
     assert early.ready is not None
     q, scales = empty_quantized(groups * max_m, intermediate, gen.device)
     inner = q.view(groups, max_m, -1), scales.unflatten(0, (groups, max_m))
     expected, actual = (h.poisoned(groups, max_m, N, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
-    launch_gate_up(a, w13, inner, tiles, False, a_rows)
-    launch_gemm(inner, w2, expected, None, tiles)
+    gate_up(a, w13, tiles, tokens=a_rows, out=(q, scales))
+    grouped_gemm(inner, w2, expected, tiles)
     for _ in range(20):
         for stale in (q.view(torch.uint8), scales, actual):
             stale.fill_(0x7F if stale.dtype == torch.uint8 else float("nan"))
         early.ready.zero_()
-        launch_gate_up(a, w13, inner, early, False, a_rows)
-        launch_gemm(inner, w2, actual, None, early, after_a=True)
+        gate_up(a, w13, early, tokens=a_rows, out=(q, scales))
+        grouped_gemm(inner, w2, actual, early, after_gate_up=True)
         for group, count in enumerate(counts):
             assert h.same_bits(actual[group, :count], expected[group, :count])
         done, *stored = early.ready[: 1 + int(tiles.num_tiles[0])].tolist()
-        assert done == 2 * launcher.multiprocessors(0)
+        assert done == 2 * device_of(q).multiprocessors
         assert set(stored) <= {2 * intermediate // 128}
     assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
 
@@ -118,17 +109,17 @@ def test_weights_that_the_second_gemm_of_few_rows_loads_ahead_change_nothing(
     a = a[0], a[1].contiguous()
     a_rows = torch.arange(groups * max_m, dtype=torch.int32, device=gen.device)
     w13, w2 = h.random_weights(gen, groups, 2 * intermediate, K), h.random_weights(gen, groups, 512, intermediate)
-    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device="cuda"), max_m, DECODE_BLOCK_M)
+    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device="cuda"), max_m, FEW_ROWS_TILE)
     q, scales = empty_quantized(groups * max_m, intermediate, gen.device)
     inner = q.view(groups, max_m, -1), scales.unflatten(0, (groups, max_m))
     expected, actual = (h.poisoned(groups, max_m, 512, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
-    launch_gate_up(a, w13, inner, tiles, False, a_rows)
-    launch_gemm(inner, w2, expected, None, tiles)
+    gate_up(a, w13, tiles, tokens=a_rows, out=(q, scales))
+    grouped_gemm(inner, w2, expected, tiles)
     for _ in range(20):
         for stale in (q.view(torch.uint8), scales, actual):
             stale.fill_(0x7F if stale.dtype == torch.uint8 else float("nan"))
-        launch_gate_up(a, w13, inner, tiles, False, a_rows)
-        launch_gemm(inner, w2, actual, None, tiles, after_a=True)
+        gate_up(a, w13, tiles, tokens=a_rows, out=(q, scales))
+        grouped_gemm(inner, w2, actual, tiles, after_gate_up=True)
         for group, count in enumerate(counts):
             assert h.same_bits(actual[group, :count], expected[group, :count])
         assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
@@ -143,30 +134,23 @@ def test_the_second_gemm_of_few_rows_may_run_beside_the_first_one(
     gen, n = h.seeded(0, torch.device("cuda", 0)), 512
     groups, max_m = len(counts), max(*counts, 1)
     rows, device = groups * max_m, gen.device
-    x, x_scales = h.random_quantized(gen, rows, K)
-    x_scales = x_scales.contiguous()
-    a_rows = torch.arange(rows, dtype=torch.int32, device=device)
+    x = h.random_quantized(gen, rows, K)
+    x = x[0], x[1].contiguous()
+    tokens = torch.arange(rows, dtype=torch.int32, device=device).view(groups, max_m)
     w13, w2 = h.random_weights(gen, groups, 2 * intermediate, K), h.random_weights(gen, groups, n, intermediate)
-    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device=device), max_m, DECODE_BLOCK_M)
+    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device=device), max_m, FEW_ROWS_TILE)
     q, scales = empty_quantized(rows, intermediate, device)
-    partial = torch.empty(splits * rows * 2 * intermediate, device=device)
-    per_tile = tile_counters(intermediate, splits)
-    ready = torch.zeros(1 + len(tiles.table) * per_tile, dtype=torch.int32, device=device)
-    told = TileAddresses.of(tiles)._replace(ready=ready.data_ptr())
-    tokens, inner = Rows.of(x, (x_scales, 0, 0)), Rows.of(q, (scales, 0, scales.stride(1)))
+    split, counted = split_k(splits, tiles, rows, intermediate)
+    assert counted.ready is not None
     expected, actual = (h.poisoned(groups, max_m, n, dtype=torch.bfloat16, device=device) for _ in range(2))
 
     def both_gemms(out: torch.Tensor, beside: bool) -> None:
-        for stale in (q.view(torch.uint8), scales, partial, out):
+        for stale in (q.view(torch.uint8), scales, split.partial, out):
             stale.fill_(0x7F if stale.dtype == torch.uint8 else float("nan"))
-        ready.zero_()
-        split = partial.data_ptr(), splits
-        weights = Weights.of(w13), Weights.of(w2)
-        launcher.launch(
-            *gate_up_few_rows_launch(tokens, a_rows.data_ptr(), weights[0], inner, told, split, False, device.index)
-        )
-        second = inner, weights[1], out.data_ptr(), DECODE_BLOCK_M, told, device.index
-        launcher.launch(*grouped_launch(*second, after_gate_up=beside, counters=per_tile if beside else 0))
+        counted.ready.zero_()
+        inner = gate_up(x, w13, counted, tokens=tokens, split=split, out=(q, scales))
+        second = {"after_gate_up": beside, "row_counters": split.counters if beside else 0}
+        grouped_gemm(inner, w2, out, counted, **second)
 
     both_gemms(expected, beside=False)
     for _ in range(20):
@@ -174,8 +158,8 @@ def test_the_second_gemm_of_few_rows_may_run_beside_the_first_one(
         for group, count in enumerate(counts):
             assert h.same_bits(actual[group, :count], expected[group, :count])
             assert actual[group, count:].isnan().all()
-        assert ready[0].item() == launcher.multiprocessors(0)
-        done = ready[1:].view(len(tiles.table), per_tile)[: int(tiles.num_tiles[0]), 0]
+        assert counted.ready[0].item() == device_of(q).multiprocessors
+        done = counted.ready[1:].view(len(tiles.table), split.counters)[: int(tiles.num_tiles[0]), 0]
         assert set(done.tolist()) <= {intermediate // 128}
         assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
 

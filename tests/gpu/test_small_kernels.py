@@ -4,27 +4,22 @@ import pytest
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
-from fp8moe_plugin.ops.combine import combine, combine_reference
-from fp8moe_plugin.ops.quantize import (
+from fp8moe_plugin.ops import per_token_group_quant_fp8, reference, silu_mul_quant_fp8
+from fp8moe_plugin.plan.tiles import PAIRS_PER_CHUNK
+from tests.helpers import Quantized, assert_same_routing, assert_same_tiles, poisoned, seeded, untouched
+from tests.steps import (
+    combine,
     empty_tokens,
-    per_token_group_quant_fp8,
-    per_token_group_quant_fp8_reference,
     quantize_rows,
     quantize_rows_reference,
     quantize_tokens,
-)
-from fp8moe_plugin.ops.route import (
-    _runs,
-    _tiles_reference,
     route,
     route_reference,
     tiles_of_counts,
-    tiles_of_counts_reference,
+    tiles_of_groups,
     tiles_of_indices,
+    tiles_of_runs,
 )
-from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8, silu_mul_quant_fp8_reference
-from fp8moe_plugin.plan import PAIRS_PER_CHUNK
-from tests.helpers import Quantized, assert_same_routing, assert_same_tiles, poisoned, seeded, untouched
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +27,7 @@ CUDA = torch.device("cuda", 0)
 TOKENS = (0, 1, 63, 64, 65, 127, 129, 4096)
 HIDDEN = (128, 256, 2048, 7168)
 EXPERTS = (1, 3, 8, 64, 256, 384, 1023, 1024)
-BLOCK_M = (64, 128)
+TILE_ROWS = (64, 128)
 UE8M0 = (False, True)
 
 tokens_and_hidden = pytest.mark.parametrize(("tokens", "hidden"), [(t, h) for t in TOKENS for h in HIDDEN])
@@ -101,13 +96,13 @@ def ordered(q: torch.Tensor) -> torch.Tensor:
 def test_quantize_equals_the_reference_bit_by_bit(tokens: int, hidden: int, ue8m0: bool) -> None:
     x = activations(tokens, hidden)
     q, scales = per_token_group_quant_fp8(x, ue8m0=ue8m0)
-    assert_same_quantized((q, scales), per_token_group_quant_fp8_reference(x, ue8m0))
+    assert_same_quantized((q, scales), reference.quantize(x, ue8m0))
     assert tokens == 1 or scales.stride(0) == 1  # tokens are contiguous
 
 
 def test_quantize_takes_more_than_two_dimensions() -> None:
     x = activations(3, 5, 384)
-    assert_same_quantized(per_token_group_quant_fp8(x), per_token_group_quant_fp8_reference(x))
+    assert_same_quantized(per_token_group_quant_fp8(x), reference.quantize(x))
 
 
 @pytest.mark.parametrize("position", [0, 7, 8, 127])
@@ -115,7 +110,7 @@ def test_nan_spoils_its_own_group_only(position: int) -> None:
     x = activations(65, 384)
     x[3, 128 + position] = float("nan")
     q, scales = per_token_group_quant_fp8(x)
-    expected_q, expected_scales = per_token_group_quant_fp8_reference(x)
+    expected_q, expected_scales = reference.quantize(x)
     assert torch.equal(q.isnan(), expected_q.isnan())
     assert torch.equal(scales.isnan(), expected_scales.isnan())
     assert int(scales.isnan().sum()) == 1
@@ -137,7 +132,7 @@ def test_the_ends_of_the_bfloat16_range_equal_the_reference(ue8m0: bool) -> None
     for row, value in enumerate((limits.max, -limits.max, limits.tiny, 2.0**-133, 1e-10, 448.0, 449.0, -0.0)):
         x[row] = x[row].clamp(-abs(value), abs(value))
         x[row, row] = value
-    assert_same_quantized(per_token_group_quant_fp8(x, ue8m0=ue8m0), per_token_group_quant_fp8_reference(x, ue8m0))
+    assert_same_quantized(per_token_group_quant_fp8(x, ue8m0=ue8m0), reference.quantize(x, ue8m0))
 
 
 def test_quantize_addresses_more_than_two_to_the_31_elements() -> None:
@@ -145,7 +140,7 @@ def test_quantize_addresses_more_than_two_to_the_31_elements() -> None:
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=CUDA)
     x[-edge:] = activations(edge, hidden)
     q, scales = per_token_group_quant_fp8(x)
-    expected_q, expected_scales = per_token_group_quant_fp8_reference(x[-edge:])
+    expected_q, expected_scales = reference.quantize(x[-edge:])
     assert_same_quantized((q[-edge:], scales[-edge:]), (expected_q, expected_scales))
     assert not q[:-edge].view(torch.uint8).any()
 
@@ -154,7 +149,7 @@ def test_quantize_addresses_more_than_two_to_the_31_elements() -> None:
 @pytest.mark.parametrize("topk", [1, 8, 17])
 def test_quantized_rows_equal_the_reference_and_other_rows_are_not_written(tokens: int, hidden: int, topk: int) -> None:
     x, slots = activations(tokens, hidden), random_slots(tokens, topk, missing=0.2)
-    assert_same_quantized(quantize_rows(x, slots), quantize_rows_reference(x, slots, False))
+    assert_same_quantized(quantize_rows(x, slots), quantize_rows_reference(x, slots))
 
 
 @tokens_and_hidden
@@ -164,7 +159,7 @@ def test_tokens_to_be_gathered_equal_the_reference(tokens: int, hidden: int, ue8
     actual = empty_tokens(tokens, hidden, CUDA)
     torch.cuda.synchronize()
     quantize_tokens(x, actual, ue8m0)
-    assert_same_quantized(actual, per_token_group_quant_fp8_reference(x, ue8m0))
+    assert_same_quantized(actual, reference.quantize(x, ue8m0))
 
 
 # ---- SiLU-and-mul ----
@@ -179,7 +174,7 @@ def test_tokens_to_be_gathered_equal_the_reference(tokens: int, hidden: int, ue8
 def test_silu_mul_quant_is_close_to_the_reference(max_m: int, counts: list[int], width: int, ue8m0: bool) -> None:
     gate_up = activations(len(counts), max_m, 2 * width).clamp(-1e3, 1e3)
     q, scales = silu_mul_quant_fp8(gate_up, torch.tensor(counts, dtype=torch.int32, device=CUDA), ue8m0)
-    expected_q, expected_scales = silu_mul_quant_fp8_reference(gate_up, ue8m0)
+    expected_q, expected_scales = reference.silu_mul_quant(gate_up, ue8m0)
     for group, count in enumerate(counts):
         written = (group, slice(0, count))
         torch.testing.assert_close(scales[written], expected_scales[written], rtol=1e-6, atol=0)
@@ -204,7 +199,7 @@ def test_silu_of_large_gates_is_finite(gate: float) -> None:
     gate_up = torch.ones(1, 8, 256, dtype=torch.bfloat16, device=CUDA)
     gate_up[..., :128] = gate
     q, scales = silu_mul_quant_fp8(gate_up, torch.tensor([8], dtype=torch.int32, device=CUDA))
-    expected = silu_mul_quant_fp8_reference(gate_up)
+    expected = reference.silu_mul_quant(gate_up)
     assert torch.equal(q.float(), expected[0].float())
     torch.testing.assert_close(scales, expected[1], rtol=1e-6, atol=0)
 
@@ -221,7 +216,8 @@ def test_combine_equals_the_reference(tokens: int, hidden: int, topk: int) -> No
     weights = torch.rand(tokens, topk, generator=seeded(1, CUDA), device=CUDA)
     out = poisoned(tokens, hidden, dtype=torch.bfloat16, device=CUDA)
     combine(rows, slots, weights, out)
-    assert torch.equal(out, combine_reference(rows, slots, weights))
+    expected = reference.combine(rows[slots.clamp(min=0).long()], slots >= 0, weights, torch.empty_like(out))
+    assert torch.equal(out, expected)
 
 
 def test_combine_reads_no_row_without_a_slot() -> None:
@@ -246,8 +242,8 @@ def test_combine_reads_no_row_without_a_slot() -> None:
 def test_route_equals_the_reference(tokens: int, experts: int, kind: str, ids_dtype: torch.dtype) -> None:
     for topk in (1, 6, 8):
         ids = random_ids(kind, tokens, topk, experts).to(ids_dtype)
-        for block_m in BLOCK_M:
-            assert_same_routing(route(ids, experts, block_m), route_reference(ids, experts, block_m))
+        for tile_rows in TILE_ROWS:
+            assert_same_routing(route(ids, experts, tile_rows), route_reference(ids, experts, tile_rows))
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
@@ -268,9 +264,9 @@ def test_route_keeps_the_experts_of_its_map(tokens: int, global_experts: int, lo
     here = torch.randperm(global_experts, generator=seeded(tokens, CUDA), device=CUDA)[:local_experts]
     expert_map[here] = torch.arange(local_experts, dtype=torch.int32, device=CUDA)
     ids = random_ids("out_of_range", tokens, 8, global_experts)
-    for block_m in BLOCK_M:
-        actual = route(ids, local_experts, block_m, expert_map)
-        assert_same_routing(actual, route_reference(ids, local_experts, block_m, expert_map))
+    for tile_rows in TILE_ROWS:
+        actual = route(ids, local_experts, tile_rows, expert_map)
+        assert_same_routing(actual, route_reference(ids, local_experts, tile_rows, expert_map))
 
 
 def test_int64_ids_are_not_cut_to_32_bits() -> None:
@@ -298,15 +294,15 @@ def test_route_replays_in_a_graph_on_new_ids(tokens: int) -> None:
         assert_same_routing(captured, route_reference(ids, 256, 64))
 
 
-@pytest.mark.parametrize("block_m", BLOCK_M)
+@pytest.mark.parametrize("tile_rows", TILE_ROWS)
 @pytest.mark.parametrize("experts", [*EXPERTS, 1100])
 @pytest.mark.parametrize("max_m", [1, 64, 1000])
-def test_tiles_of_counts_clamp_and_equal_the_reference(max_m: int, experts: int, block_m: int) -> None:
+def test_tiles_of_counts_clamp_and_equal_the_reference(max_m: int, experts: int, tile_rows: int) -> None:
     counts = torch.randint(-5, max_m + 9, (experts,), generator=seeded(experts, CUDA), device=CUDA, dtype=torch.int32)
     clamped = counts.clamp(0, max_m).tolist()
     groups = [(g, g * max_m, g * max_m + c) for g, c in enumerate(clamped)]
-    expected = tiles_of_counts_reference(groups, block_m, CUDA)
-    assert_same_tiles(tiles_of_counts(counts, max_m, block_m), expected)
+    expected = tiles_of_groups(groups, tile_rows, CUDA)
+    assert_same_tiles(tiles_of_counts(counts, max_m, tile_rows), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 31, 63, 64, 65, 1023, 1024, 1025, 4096, 2**20 - 1, 2**20])
@@ -316,5 +312,5 @@ def test_tiles_of_indices_equal_the_reference(rows: int, longest: int) -> None:
     lengths = torch.randint(1, longest + 1, (2 * rows // longest + 2,), generator=gen, device=CUDA)
     ids = torch.randint(-2, num_groups + 2, lengths.shape, generator=gen, device=CUDA, dtype=torch.int32)
     m_indices = torch.cat([ids.repeat_interleave(lengths), ids.new_full((rows,), 3)])[:rows].contiguous()
-    expected = _tiles_reference(_runs(m_indices.tolist(), num_groups), 128, CUDA)
+    expected = tiles_of_runs(m_indices, num_groups, 128)
     assert_same_tiles(tiles_of_indices(m_indices, num_groups, 128), expected)

@@ -16,17 +16,16 @@ from cuda.bindings import driver
 import fp8moe_plugin
 from fp8moe_plugin.errors import LaunchError
 from fp8moe_plugin.jit import launcher
-from fp8moe_plugin.plan import (
-    PARAMETERS,
-    KernelKey,
-    all_kernels,
-    dense_gemm_few_rows_key,
-    grouped_gemm_few_rows_key,
-    route_key,
-)
+from fp8moe_plugin.plan import KernelKey, all_kernels
+from fp8moe_plugin.plan.catalog import dense_gemm_few_rows_key, grouped_gemm_few_rows_key, route_key
+from fp8moe_plugin.plan.parameters import ARGUMENTS, PARAMETERS, Kind
 
 STREAM, FUNCTION = 0x7F00_0000_1000, 0x5500_0000_2000
-TYPES = {"M": ctypes.c_char * launcher.TENSOR_MAP_BYTES, "P": ctypes.c_void_p, "i": ctypes.c_int}
+TYPES = {
+    Kind.MAP: ctypes.c_char * launcher.TENSOR_MAP_BYTES,
+    Kind.POINTER: ctypes.c_void_p,
+    Kind.INT: ctypes.c_int,
+}
 CALL = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.POINTER(launcher.LaunchConfig),
@@ -77,8 +76,8 @@ def launches(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[S
     def read(config: Any, function: int, parameters: Any, extra: object) -> int:
         c = config.contents
         key = next(key for key in all_kernels() if launcher.load(key, 0) == function)
-        letters = PARAMETERS[key.source]
-        values = [ctypes.cast(parameters[i], ctypes.POINTER(TYPES[x])).contents for i, x in enumerate(letters)]
+        kinds = [parameter.kind for parameter in PARAMETERS[key.source]]
+        values = [ctypes.cast(parameters[i], ctypes.POINTER(TYPES[x])).contents for i, x in enumerate(kinds)]
         args = tuple(v.raw if isinstance(v, ctypes.Array) else v.value or 0 for v in values)
         grid, block = (c.gridDimX, c.gridDimY, c.gridDimZ), (c.blockDimX, c.blockDimY, c.blockDimZ)
         attributes = [bytes(c.attrs[i]) for i in range(c.numAttrs)]
@@ -98,11 +97,11 @@ def launches(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[S
 def arguments(key: KernelKey, first: int) -> tuple[launcher.Argument, ...]:
     """Another value for each parameter, so that an exchange shows; the second address is none."""
     kinds: dict[str, Callable[[int], launcher.Argument]] = {
-        "M": lambda i: bytes([first + i]) * launcher.TENSOR_MAP_BYTES,
-        "P": lambda i: 0 if i == 1 else 2**47 + (first + i) * 16,
-        "i": lambda i: (-1) ** i * (2**31 - 1 - first - i),
+        Kind.MAP: lambda i: bytes([first + i]) * launcher.TENSOR_MAP_BYTES,
+        Kind.POINTER: lambda i: 0 if i == 1 else 2**47 + (first + i) * 16,
+        Kind.INT: lambda i: (-1) ** i * (2**31 - 1 - first - i),
     }
-    return tuple(kinds[letter](i) for i, letter in enumerate(PARAMETERS[key.source]))
+    return tuple(kinds[parameter.kind](i) for i, parameter in enumerate(PARAMETERS[key.source]))
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -184,14 +183,27 @@ def test_what_does_not_fit_a_parameter_is_not_launched(launches):
     assert launches == []
 
 
-def test_the_parameters_are_those_of_the_sources():
-    letter = {"TensorMap": "M", "int": "i"}
+def signatures() -> dict[str, list[tuple[Kind, str]]]:
+    """The kind and the name of each parameter of the kernels in csrc."""
+    kinds = {"TensorMap": Kind.MAP, "int": Kind.INT}
     found = {}
     for path in (Path(fp8moe_plugin.__file__).parent / "csrc").glob("*.cu"):
-        for name, text in re.findall(r'extern "C" __global__ [^;{]*?(\w+)\(([^()]*)\) \{', path.read_text()):
-            kinds = ["P" if "*" in p else letter[p.split()[-2]] for p in text.split(",")]
-            found[name] = "".join(kinds)
-    assert found == PARAMETERS
+        for kernel, text in re.findall(r'extern "C" __global__ [^;{]*?(\w+)\(([^()]*)\) \{', path.read_text()):
+            parameters = [parameter.split() for parameter in text.split(",")]
+            found[kernel] = [(Kind.POINTER if "*" in "".join(p) else kinds[p[-2]], p[-1]) for p in parameters]
+    return found
+
+
+def test_the_parameters_are_those_of_the_sources():
+    """Their names, too, so that two pointers that are swapped in a launch are seen there."""
+    assert {kernel: list(map(tuple, parameters)) for kernel, parameters in PARAMETERS.items()} == signatures()
+
+
+def test_every_kernel_has_named_arguments():
+    assert {key.source for key in all_kernels()} == PARAMETERS.keys() == ARGUMENTS.keys()
+    for key in all_kernels():
+        names = [parameter.name for parameter in PARAMETERS[key.source]]
+        assert key.arguments(**{name: i for i, name in enumerate(names)}) == tuple(range(len(names)))
 
 
 def test_a_refused_launch_names_the_kernel_and_the_grid(launches, monkeypatch):

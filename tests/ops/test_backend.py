@@ -8,7 +8,7 @@ from fp8moe_plugin.ops import backend
 
 
 def test_the_reference_refuses_to_be_captured(monkeypatch):
-    monkeypatch.setattr(backend, "_device_uses_sm90", lambda device: False)
+    monkeypatch.setattr(backend, "_gpu", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnsupportedError, match="--enforce-eager"):
         backend.uses_sm90(SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True))

@@ -2,8 +2,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe_plugin.ops.combine import combine
 from tests import helpers as h
+from tests.steps import combine
 
 
 def random_call(gen: torch.Generator, tokens: int, topk: int, hidden: int) -> tuple[torch.Tensor, ...]:

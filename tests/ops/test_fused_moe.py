@@ -4,11 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe_plugin.ops import fused_moe, m_grouped_fp8_gemm_nt_contiguous, silu_mul_quant_fp8
-from fp8moe_plugin.ops.combine import combine
-from fp8moe_plugin.ops.quantize import quantize_rows
-from fp8moe_plugin.ops.route import route
-from fp8moe_plugin.plan import EARLY_FROM, GATHER_UP_TO, SMALL_BATCHES
+from fp8moe_plugin.plan.catalog import SMALL_BATCH_WIDTHS
+from fp8moe_plugin.plan.tuning import EARLY_FROM, GATHER_UP_TO
 from tests import helpers as h
+from tests.steps import combine, quantize_rows, route
 
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 8, 3, 384, 256
 WIDE = GATHER_UP_TO + 128  # experts that read copies of their tokens
@@ -161,7 +160,7 @@ def test_nan_in_one_token_stays_in_that_token(device, tokens, kind, seed):
 
 @pytest.mark.parametrize(("tokens", "small_batch"), [(7, 8), (16, 16), (65, 0)])
 def test_nan_of_an_expert_stays_with_the_tokens_that_have_it(device, monkeypatch, tokens, small_batch):
-    h.force_small_batch(monkeypatch, small_batch)
+    h.force_step(monkeypatch, width=small_batch)
     x, layer, weights, ids = random_call(h.seeded(0, device), tokens, "some_missing")
     clean, has = run(x, layer, weights, ids), (ids == 1).any(-1)
     assert 0 < has.sum() < tokens
@@ -183,7 +182,7 @@ def test_a_token_depends_on_no_other_token(device, tokens, kind, seed):
         other[row] = kept[row]
     assert h.same_bits(run(other_x, layer, weights, ids)[row], own)
     rerouted = run(other_x, layer, other_weights, other_ids)[row]
-    if device.type == "cuda" and tokens > SMALL_BATCHES[-1]:
+    if device.type == "cuda" and tokens > SMALL_BATCH_WIDTHS[-1]:
         assert h.same_bits(rerouted, own)
     else:  # the order of sums depends on how many rows an expert got (CPU), on which experts there are (few tokens)
         assert h.relative_l2(rerouted, own) <= 1e-2

@@ -1,25 +1,24 @@
-"""GEMM 1 with its activation gives in one kernel the bits of GEMM, SiLU-and-mul and quantization after one another."""
-
-from dataclasses import replace
+"""GEMM 1 with its activation gives in one kernel the bits of GEMM, SiLU-and-mul and quantization, one by one."""
 
 import pytest
 import torch
 
-from fp8moe_plugin.jit.launcher import launch
-from fp8moe_plugin.ops.gate_up import gate_up
-from fp8moe_plugin.ops.gemm_launch import Rows, TileAddresses, Weights, gate_up_few_rows_launch
-from fp8moe_plugin.ops.grouped_gemm import grouped_gemm
-from fp8moe_plugin.ops.quantize import (
-    dequantize_rows,
-    empty_quantized,
+from fp8moe_plugin.ops.operands import empty_quantized
+from fp8moe_plugin.ops.reference import dequantize_rows
+from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
+from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, MANY_ROWS_TILE
+from tests import helpers as h
+from tests.steps import (
+    Routing,
     empty_tokens,
+    gate_up,
+    grouped_gemm,
     quantize_rows,
     quantize_tokens,
+    route,
+    split_k,
+    tiles_of_counts,
 )
-from fp8moe_plugin.ops.route import Routing, route, tiles_of_counts
-from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
-from fp8moe_plugin.plan import DECODE_BLOCK_M, PREFILL_BLOCK_M, tile_counters
-from tests import helpers as h
 
 pytestmark = pytest.mark.gpu
 COUNTS = [
@@ -41,12 +40,12 @@ def test_one_kernel_gives_the_bits_of_three(counts: list[int], hidden: int, inte
     a = h.random_quantized(gen, len(counts), max_m, hidden)
     w13 = h.random_weights(gen, len(counts), 2 * intermediate, hidden)
     masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
-    tiles = tiles_of_counts(masked_m, max_m, PREFILL_BLOCK_M)
+    tiles = tiles_of_counts(masked_m, max_m, MANY_ROWS_TILE)
     products = h.poisoned(len(counts), max_m, 2 * intermediate, dtype=torch.bfloat16, device=gen.device)
     grouped_gemm(a, w13, products, tiles)
     expected = silu_mul_quant_fp8(products, masked_m, ue8m0)
     for _ in range(2):
-        actual = gate_up(a, w13, tiles, masked_m, ue8m0)
+        actual = gate_up(a, w13, tiles, ue8m0=ue8m0)
         for group, count in enumerate(counts):
             for got, wanted in zip(actual, expected, strict=True):
                 assert h.same_bits(got[group, :count], wanted[group, :count])
@@ -56,13 +55,13 @@ def test_one_kernel_gives_the_bits_of_three(counts: list[int], hidden: int, inte
 @pytest.mark.parametrize("ue8m0", [False, True])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(128, 128), (896, 384), (2048, 640)])
 @pytest.mark.parametrize("counts", [c for c in COUNTS if sum(c)], ids=str)
-@pytest.mark.parametrize("block_m", [DECODE_BLOCK_M, PREFILL_BLOCK_M])
+@pytest.mark.parametrize("tile_rows", [FEW_ROWS_TILE, MANY_ROWS_TILE])
 def test_rows_found_among_the_tokens_give_the_bits_of_copies(
-    block_m: int, counts: list[int], hidden: int, intermediate: int, ue8m0: bool
+    tile_rows: int, counts: list[int], hidden: int, intermediate: int, ue8m0: bool
 ) -> None:
     gen = h.seeded(1, torch.device("cuda", 0))
     w13 = h.random_weights(gen, len(counts), 2 * intermediate, hidden)
-    x, routing = tokens_of(counts, hidden, block_m, gen)
+    x, routing = tokens_of(counts, hidden, tile_rows, gen)
     q, scales = quantize_rows(x, routing.slots, ue8m0)
     products = h.poisoned(1, len(q), 2 * intermediate, dtype=torch.bfloat16, device=gen.device)
     grouped_gemm((q[None], scales[None]), w13, products, routing.tiles)
@@ -70,7 +69,7 @@ def test_rows_found_among_the_tokens_give_the_bits_of_copies(
     quantized = empty_tokens(*x.shape, x.device)
     torch.cuda.synchronize()
     quantize_tokens(x, quantized, ue8m0)
-    actual = gate_up(quantized, w13, routing.tiles, routing.num_rows, ue8m0, routing.tokens)
+    actual = gate_up(quantized, w13, routing.tiles, ue8m0=ue8m0, tokens=routing.tokens)
     for got, wanted in zip(actual, expected, strict=True):
         assert h.same_bits(got[0, : sum(counts)], wanted[0, : sum(counts)])
 
@@ -80,22 +79,17 @@ def test_rows_found_among_the_tokens_give_the_bits_of_copies(
 def test_splits_of_k_change_the_roundings_of_sums_and_nothing_else(counts: list[int], splits: int) -> None:
     gen, (hidden, intermediate) = h.seeded(2, torch.device("cuda", 0)), (1024, 384)
     w13 = h.random_weights(gen, len(counts), 2 * intermediate, hidden)
-    x, routing = tokens_of(counts, hidden, DECODE_BLOCK_M, gen)
+    x, routing = tokens_of(counts, hidden, FEW_ROWS_TILE, gen)
     quantized, rows, device = empty_tokens(*x.shape, x.device), sum(counts), x.device
     torch.cuda.synchronize()
     quantize_tokens(x, quantized)
-    expected = gate_up(quantized, w13, routing.tiles, routing.num_rows, False, routing.tokens)
+    expected = gate_up(quantized, w13, routing.tiles, tokens=routing.tokens)
     first = None
     for _ in range(10):
         q, scales = empty_quantized(routing.tokens.numel(), intermediate, device)
         q.view(torch.uint8).fill_(0x7F), scales.fill_(float("nan"))
-        counters = routing.tiles.table.shape[0] * tile_counters(intermediate, splits)
-        ready = torch.zeros(1 + counters, dtype=torch.int32, device=device)
-        partial = h.poisoned(splits, routing.tokens.numel(), 2 * intermediate, dtype=torch.float32, device=device)
-        tiles = TileAddresses.of(replace(routing.tiles, ready=ready))
-        a, out = Rows.of(quantized[0], (quantized[1], 0, 0)), Rows.of(q, (scales, 0, 0))
-        split = (partial.data_ptr(), splits)
-        launch(*gate_up_few_rows_launch(a, routing.tokens.data_ptr(), Weights.of(w13), out, tiles, split, False, 0))
+        split, tiles = split_k(splits, routing.tiles, routing.tokens.numel(), intermediate)
+        gate_up(quantized, w13, tiles, tokens=routing.tokens, split=split, out=(q, scales))
         got, wanted = (dequantize_rows(*(p[:rows] for p in pair)) for pair in ((q, scales), (e[0] for e in expected)))
         assert h.relative_l2(got, wanted.double()) <= 5e-3
         first = got if first is None else first
@@ -103,10 +97,10 @@ def test_splits_of_k_change_the_roundings_of_sums_and_nothing_else(counts: list[
     assert routing.tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
 
 
-def tokens_of(counts: list[int], hidden: int, block_m: int, gen: torch.Generator) -> tuple[torch.Tensor, Routing]:
+def tokens_of(counts: list[int], hidden: int, tile_rows: int, gen: torch.Generator) -> tuple[torch.Tensor, Routing]:
     """Random tokens that give each expert so many rows, and their routing."""
     rows, device = sum(counts), gen.device
     ids = torch.arange(len(counts), dtype=torch.int32, device=device)
     ids = ids.repeat_interleave(torch.tensor(counts, device=device))[torch.randperm(rows, generator=gen, device=device)]
     ids = torch.nn.functional.pad(ids, (0, -rows % 4), value=-1).view(-1, 4)  # a token may pick an expert twice
-    return h.random_tokens(gen, len(ids), hidden), route(ids, len(counts), block_m)
+    return h.random_tokens(gen, len(ids), hidden), route(ids, len(counts), tile_rows)

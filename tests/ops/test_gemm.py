@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe_plugin.ops import fp8_gemm_nt
-from fp8moe_plugin.plan import Output, dense_gemm_key, dense_key, grouped_gemm_key
+from fp8moe_plugin.plan import Output, plan_dense
+from fp8moe_plugin.plan.catalog import dense_gemm_key, grouped_gemm_key
 from tests import helpers as h
 
 dtypes = st.sampled_from((torch.bfloat16, torch.float32))
@@ -62,7 +63,7 @@ def test_tails_in_tiles_of_both_widths(dtype, add):
             c = h.random_tokens(gen, rows, n).to(dtype) if add else None
             expected = h.product(a, b)
             h.assert_rounded(gemm(a, b, dtype, c), expected if c is None else expected + c.double())
-            keys.add(dense_key(rows, n, 384, output, sms))
+            keys.add(plan_dense(rows, n, 384, output, sms).kernel)
     first = dense_gemm_key(64) if output == Output.BF16 else grouped_gemm_key(output, 128)
     assert keys == {first, grouped_gemm_key(output, 256)}
 

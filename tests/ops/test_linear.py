@@ -3,8 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe_plugin.ops import fp8_linear
-from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8_reference
+from fp8moe_plugin.ops import fp8_linear, reference
 from tests import helpers as h
 
 
@@ -18,7 +17,7 @@ def test_it_is_the_product_of_the_quantized_tokens(device, rows, n, ue8m0, seed)
     gen = h.seeded(seed, device)
     x, weight = h.random_tokens(gen, rows, 384), h.random_weights(gen, n, 384)
     plain = fp8_linear(x, *weight, ue8m0=ue8m0)
-    h.assert_rounded(plain, h.product(per_token_group_quant_fp8_reference(x, ue8m0), weight))
+    h.assert_rounded(plain, h.product(reference.quantize(x, ue8m0), weight))
     bias = h.random_tokens(gen, n)
     assert h.same_bits(fp8_linear(x, *weight, bias, ue8m0), plain + bias)
 
@@ -59,4 +58,4 @@ def test_zero_rows_give_exact_zeros_and_nan_stays_in_its_row(device):
 def test_more_columns_than_the_gpu_has_blocks_for(device, rows):
     gen = h.seeded(0, device)
     x, weight = h.random_tokens(gen, rows, 1664), h.random_weights(gen, 40008 if device.type == "cuda" else 4008, 1664)
-    h.assert_rounded(fp8_linear(x, *weight), h.product(per_token_group_quant_fp8_reference(x), weight))
+    h.assert_rounded(fp8_linear(x, *weight), h.product(reference.quantize(x), weight))

@@ -5,9 +5,10 @@ from hypothesis import strategies as st
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.ops.route import Tiles, route, tiles_of_counts, tiles_of_indices
-from fp8moe_plugin.plan import row_tiles, tile_capacity
+from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.plan.tiles import row_tiles, tile_capacity
 from tests import helpers as h
+from tests.steps import Tiles, route, tiles_of_counts, tiles_of_indices
 
 block_sizes = st.sampled_from((64, 128))
 
@@ -18,7 +19,7 @@ def rows_of_tiles(tiles: Tiles) -> dict[int, int]:
     assert count <= tiles.table.shape[0]
     owner: dict[int, int] = {}
     for i, (expert, begin, end, first) in enumerate(tiles.table[:count].tolist()):
-        sizes = row_tiles(end - begin, tiles.block_m)
+        sizes = row_tiles(end - begin, tiles.tile_rows)
         start = begin + sum(sizes[: i - first])
         for row in range(start, start + sizes[i - first]):
             assert row not in owner
@@ -43,13 +44,13 @@ def expected_slots(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | N
     tokens=h.row_counts,
     topk=st.integers(1, 8),
     kind=st.sampled_from(h.ROUTINGS),
-    block_m=block_sizes,
+    tile_rows=block_sizes,
     wide=st.booleans(),
     mapped=st.booleans(),
     seed=h.seeds,
 )
 def test_rows_follow_by_expert_then_by_token_and_tiles_cover_them_once(
-    device, tokens, topk, kind, block_m, wide, mapped, seed
+    device, tokens, topk, kind, tile_rows, wide, mapped, seed
 ):
     gen = h.seeded(seed, device)
     _, ids = h.random_routing(gen, kind, tokens, topk, 16)
@@ -59,7 +60,7 @@ def test_rows_follow_by_expert_then_by_token_and_tiles_cover_them_once(
         experts = 5
         expert_map = torch.full((16,), -1, dtype=torch.int32, device=device)
         expert_map[torch.randperm(16, generator=gen, device=device)[:5]] = torch.arange(5, device=device).int()
-    routing = route(ids, experts, block_m, expert_map)
+    routing = route(ids, experts, tile_rows, expert_map)
     slots, experts_of_rows = expected_slots(ids, experts, expert_map)
     assert routing.slots.flatten().tolist() == slots
     assert routing.slots.shape == ids.shape
@@ -78,51 +79,57 @@ def test_many_tokens_are_routed_like_few(device, experts):
     assert rows_of_tiles(routing.tiles) == dict(enumerate(experts_of_rows))
 
 
+def one_expert(device: torch.device) -> h.Layer:
+    return h.random_layer(h.seeded(0, device), 1, 128, 128)
+
+
 def test_more_experts_than_a_block_counts_are_refused(device):
     ids = torch.tensor([[0, MAX_LOCAL_EXPERTS - 1, MAX_LOCAL_EXPERTS]], dtype=torch.int32, device=device)
     assert route(ids, MAX_LOCAL_EXPERTS, 64).slots.tolist() == [[0, 1, -1]]
+    layer = h.Layer(*(part.expand(MAX_LOCAL_EXPERTS + 1, -1, -1).contiguous() for part in one_expert(device)))
+    tokens = torch.zeros(1, 128, dtype=torch.bfloat16, device=device)
     with pytest.raises(
-        InvalidInputError, match=r"num_experts: a rank has 1025 experts, .* supports at most 1024. Spread the experts"
+        InvalidInputError, match=r"w13: a rank has 1025 experts, .* supports at most 1024. Spread the experts"
     ):
-        route(ids, MAX_LOCAL_EXPERTS + 1, 64)
+        fused_moe(tokens, *layer, torch.ones(1, 3, device=device), ids)
 
 
 @given(
     counts=st.lists(st.integers(-3, 210), min_size=1, max_size=12),
     max_m=st.sampled_from((1, 64, 129, 200)),
-    block_m=block_sizes,
+    tile_rows=block_sizes,
 )
-def test_tiles_of_counts_cover_the_rows_that_count(device, counts, max_m, block_m):
-    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device=device), max_m, block_m)
+def test_tiles_of_counts_cover_the_rows_that_count(device, counts, max_m, tile_rows):
+    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device=device), max_m, tile_rows)
     clamped = [min(max(count, 0), max_m) for count in counts]
     assert rows_of_tiles(tiles) == {g * max_m + i: g for g, count in enumerate(clamped) for i in range(count)}
     table = tiles.table[: int(tiles.num_tiles[0])].tolist()
-    tailed = [max(row_tiles(end - begin, block_m)) > block_m for _, begin, end, _ in table]
+    tailed = [max(row_tiles(end - begin, tile_rows)) > tile_rows for _, begin, end, _ in table]
     assert tailed == sorted(tailed, reverse=True)
 
 
 @given(
     runs=st.lists(st.tuples(st.integers(-2, 6), st.sampled_from((1, 2, 63, 64, 65, 130))), min_size=1, max_size=10),
-    block_m=block_sizes,
+    tile_rows=block_sizes,
 )
-def test_tiles_of_indices_cover_the_rows_with_an_expert(device, runs, block_m):
+def test_tiles_of_indices_cover_the_rows_with_an_expert(device, runs, tile_rows):
     indices = [expert for expert, length in runs for _ in range(length)]
-    tiles = tiles_of_indices(torch.tensor(indices, dtype=torch.int32, device=device), 5, block_m)
+    tiles = tiles_of_indices(torch.tensor(indices, dtype=torch.int32, device=device), 5, tile_rows)
     assert rows_of_tiles(tiles) == {row: e for row, e in enumerate(indices) if 0 <= e < 5}
 
 
-@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=20), block_m=block_sizes)
-def test_the_capacity_holds_the_tiles_of_any_runs(lengths, block_m):
-    assert sum(len(row_tiles(length, block_m)) for length in lengths) <= tile_capacity(
-        sum(lengths), len(lengths), block_m
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=20), tile_rows=block_sizes)
+def test_the_capacity_holds_the_tiles_of_any_runs(lengths, tile_rows):
+    assert sum(len(row_tiles(length, tile_rows)) for length in lengths) <= tile_capacity(
+        sum(lengths), len(lengths), tile_rows
     )
 
 
-@pytest.mark.parametrize("block_m", [64, 128])
-def test_tiles_hold_all_rows_and_only_full_ones_have_a_tail(block_m):
-    tail = 16 if block_m == 128 else 0
+@pytest.mark.parametrize("tile_rows", [64, 128])
+def test_tiles_hold_all_rows_and_only_full_ones_have_a_tail(tile_rows):
+    tail = 16 if tile_rows == 128 else 0
     for rows in range(1, 3000):
-        sizes = row_tiles(rows, block_m)
+        sizes = row_tiles(rows, tile_rows)
         assert sum(sizes) == rows
-        assert all(block_m <= size <= block_m + tail for size in sizes[:-1])
-        assert 0 < sizes[-1] <= block_m + tail
+        assert all(tile_rows <= size <= tile_rows + tail for size in sizes[:-1])
+        assert 0 < sizes[-1] <= tile_rows + tail

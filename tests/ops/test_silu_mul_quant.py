@@ -2,8 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe_plugin.ops import silu_mul_quant_fp8
-from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8_reference
+from fp8moe_plugin.ops import reference, silu_mul_quant_fp8
 from tests import helpers as h
 
 
@@ -31,7 +30,7 @@ def test_rows_that_count_hold_the_product_and_rows_past_the_count_are_not_writte
 def test_the_codes_are_those_of_the_reference(device, rows, ue8m0, seed):
     gate_up = h.random_tokens(h.seeded(seed, device), 1, rows, 1024)
     actual = h.dequantize_tokens(*silu_mul_quant_fp8(gate_up, all_rows(gate_up), ue8m0))
-    expected = h.dequantize_tokens(*silu_mul_quant_fp8_reference(gate_up.cpu(), ue8m0))
+    expected = h.dequantize_tokens(*reference.silu_mul_quant(gate_up.cpu(), ue8m0))
     assert h.relative_l2(actual.cpu(), expected) <= 2e-3
 
 

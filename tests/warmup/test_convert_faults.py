@@ -114,7 +114,7 @@ def test_a_file_that_no_conversion_writes_is_not_published(
     monkeypatch.undo()
     (tmp_path / "fp8.partial" / "notes.txt").touch()
     message = refused(capsys, source, tmp_path / "fp8")
-    assert "fp8.partial' holds 'notes.txt', which is not a part of this conversion. Move it away" in message
+    assert "fp8.partial' contains 'notes.txt', which is not a part of this conversion. Move it away" in message
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(

@@ -138,7 +138,7 @@ def test_a_checkpoint_that_is_quantized_under_another_key_is_refused(
     assert "quant_method is 'compressed-tensors', but only 'fp8' is supported" in message
     model = read_model(write_source(tmp_path / "unquantized"))
     change_config(source, compression_config=fp8)
-    with pytest.raises(UnsupportedError, match="is block FP8 already"):
+    with pytest.raises(UnsupportedError, match="is already quantized"):
         convert_checkpoint(model, source, tmp_path / "fp8")  # of a config.json that has changed since it was read
 
 

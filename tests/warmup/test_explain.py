@@ -5,18 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe_plugin import plan
 from fp8moe_plugin.checkpoint.shapes import Model, Parallel
+from fp8moe_plugin.plan import tiles
 from warmup import explain as explanation
 from warmup.options import MAX_CAPTURE_SIZES, MAX_COUNT, parse
 
-BLOCKS = (plan.DECODE_BLOCK_M, plan.PREFILL_BLOCK_M)
+TILE_ROWS = (tiles.FEW_ROWS_TILE, tiles.MANY_ROWS_TILE)
 
 
-@given(st.lists(st.integers(0, 4000), max_size=40), st.sampled_from(BLOCKS))
-def test_the_rows_of_all_experts_are_those_of_each_added_up(rows: list[int], block_m: int) -> None:
-    added_up = sum(plan.computed_rows(count, block_m) for count in rows)
-    assert explanation._multiplied(np.array(rows, dtype=int), block_m) == added_up
+@given(st.lists(st.integers(0, 4000), max_size=40), st.sampled_from(TILE_ROWS))
+def test_the_rows_of_all_experts_are_those_of_each_added_up(rows: list[int], tile_rows: int) -> None:
+    added_up = sum(tiles.computed_rows(count, tile_rows) for count in rows)
+    assert explanation._multiplied(np.array(rows, dtype=int), tile_rows) == added_up
 
 
 @pytest.mark.parametrize("parallel", [Parallel(8), Parallel(1, 8, expert_parallel=True)], ids=str)
@@ -24,15 +24,15 @@ def test_the_longest_step_takes_no_longer_than_a_short_one(
     models: dict[str, Model], monkeypatch: pytest.MonkeyPatch, parallel: Parallel
 ) -> None:
     """Counts the tiles that are looked at instead of the time it takes."""
-    tiles = []
+    looked_at = []
 
-    def counted(rows: int, block_m: int) -> int:
-        tiles.append(rows // block_m + 1)
-        return plan.computed_rows(rows, block_m)
+    def counted(rows: int, tile_rows: int) -> int:
+        looked_at.append(rows // tile_rows + 1)
+        return tiles.computed_rows(rows, tile_rows)
 
     monkeypatch.setattr(explanation, "computed_rows", counted)
     found = explanation.explain(models["DeepSeek-V3"], parallel, MAX_COUNT, (MAX_COUNT - 1,))
-    assert 0 < sum(tiles) < 50_000
+    assert 0 < sum(looked_at) < 50_000
     assert [step.padding for step in found.steps] == pytest.approx([0, 0], abs=0.01)
 
 

@@ -1,8 +1,8 @@
 // What a thread holds of a wgmma accumulator, 64 rows by kColumns columns of a warpgroup.
 //
-// Warp w of the warpgroup has rows 16w to 16w + 15. Of these a thread has two rows, fragment_row() and the one 8 below,
-// and in each a pair of neighbouring columns out of every 8, the first of all at fragment_column(). Elements are in
-// this order, for columns 0 to 15 of the accumulator:
+// Warp w of the warpgroup has 16 rows from warp_row on, 16w. Of these a thread has two, lane_row and the one 8 below,
+// and in each row a pair of neighbouring columns out of every 8, the first at fragment_column. The order of the
+// elements, for columns 0 to 15 of the accumulator:
 //
 //       element      0    1    2    3    4    5    6    7
 //       row (of 2)   0    0    1    1    0    0    1    1

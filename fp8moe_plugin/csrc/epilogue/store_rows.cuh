@@ -7,7 +7,7 @@ constexpr int kStoreN = 64;  // columns of a TMA store of bfloat16: 128 bytes, o
 
 template <class SharedMemory>
 DEVICE void stage_half(SharedMemory shared, int warpgroup, int half, const Fragment<kHalfN>& sum) {
-    int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    int lane = threadIdx.x % 32, row = warp_row(threadIdx.x) + lane % 16;
 #pragma unroll
     for (int i = 0; i < kHalfN / 8; i += 2) {
         int chunk = i + lane / 16;  // of 8 columns, 16 bytes

@@ -1,10 +1,9 @@
-// Results that stand transposed in the registers: 64 channels by a few tokens of one warpgroup, turned round in shared
-// memory on their way out.
+// Stores a transposed (swap-AB) result: 64 channels by a few tokens of a warpgroup, transposed by way of shared memory.
 #pragma once
 #include "device/ptx.cuh"
 
-// A thread holds channels lane/4 and lane/4 + 8 of its warp's 16, tokens 8i + lane%4*2 and the next. `staging` has room
-// for kTokens rows of 128 bytes, swizzled, and is read and written by this warpgroup alone.
+// Rows of the fragment are channels, columns are tokens. `staging` has room for kTokens rows of 128 bytes, swizzled,
+// and is used by this warpgroup alone.
 template <int kTokens>
 DEVICE void store_transposed(u32 staging, int warpgroup, u16* d, int n, int row, int rows, int column,
                              const float (&sum)[kTokens / 2]) {

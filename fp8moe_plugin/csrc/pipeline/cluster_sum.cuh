@@ -1,10 +1,10 @@
-// Sums of some channels of a few tokens, over the blocks of a cluster, of which each has a part of K: each sends
-// what it has of a token to the shared memory of the block that stores it, where the parts are added up in their order.
+// Split K over the blocks of a cluster, for some channels of a few tokens: each block sends its part of a token's sums
+// to the shared memory of the block that stores that token, which adds the parts up in the order of the blocks.
 #pragma once
 #include "device/fragment.cuh"
 #include "device/ptx.cuh"
 
-constexpr int kMostSplits = 8;  // CLUSTER_SPLITS of plan.py
+constexpr int kMostSplits = 8;  // CLUSTER_SPLITS of fp8moe_plugin/plan
 
 // Of `kChannels` channels, 64 a warpgroup.
 template <int kTokens, int kChannels>

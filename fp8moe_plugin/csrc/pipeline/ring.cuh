@@ -1,4 +1,4 @@
-// Stages of shared memory that a producer fills and math warps use, in turn.
+// A ring of stages in shared memory, which producers fill and math warps consume.
 #pragma once
 #include "device/ptx.cuh"
 
@@ -21,7 +21,7 @@ struct Ring {
     }
 };
 
-// By the math warps, each when it has used a stage.
+// Called by each math warp when it has consumed a stage.
 template <class SharedMemory>
 DEVICE void release(SharedMemory shared, int stage) {
     __syncwarp();

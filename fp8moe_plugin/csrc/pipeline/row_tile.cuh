@@ -8,7 +8,7 @@ constexpr int kBlockM = 128, kBlockK = 128, kHalfN = 128;
 static_assert(kBlockM == RowTiles::kBlockMOfTails, "these tiles have tails");
 constexpr int kMathWarpgroups = 2, kMathWarps = 4 * kMathWarpgroups, kWarpgroupM = kBlockM / kMathWarpgroups;
 constexpr int kThreads = kWarpgroup * (kMathWarpgroups + 1);
-static_assert(kThreads == THREADS, "the launch has the same roles");
+static_assert(kThreads == THREADS, "the launch has a thread for each role");
 constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // together the 168 a thread of the launch
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 

@@ -1,4 +1,4 @@
-// Counters between two GEMMs that run beside one another: how far the first one is, whose rows the second one reads.
+// Counters between two GEMMs that overlap: the first one counts the rows it has stored, which the second one reads.
 #pragma once
 #include "device/ptx.cuh"
 #include "pipeline/tile_queue.cuh"
@@ -8,7 +8,7 @@ struct RowsDone {
     int counters;  // of a row tile
 
     DEVICE int* of_tile(const Tile& tile) const { return ready + 1 + tile.row_tile * counters; }
-    // By a thread that has told of all tiles of its block.
+    // Called by one thread, when all tiles of its block have been counted.
     DEVICE void block() const {
         if (!ready) return;
         __threadfence();
@@ -16,11 +16,11 @@ struct RowsDone {
     }
 };
 
-// The second one's producer waits for the rows of a tile: for `parts` of it. To look takes a round trip to L2, as long
-// as a tile of K 256, and so it is done until all blocks, as many as its own, are seen to be done.
+// The second one's producer waits until `parts` parts of a tile's rows are stored. A look takes a round trip to L2, as
+// long as a tile of K 256, so that it stops looking once all blocks of the first one, as many as its own, are done.
 struct RowsAwaited {
     RowsDone of;
-    int parts, parts_of_a_block;  // who tells: of a row tile, of a block
+    int parts, parts_of_a_block;  // expected counts: of a row tile, of a block
     bool all;
 
     DEVICE RowsAwaited(const RowsDone& of, int parts, int parts_of_a_block = 1)

@@ -1,9 +1,9 @@
-// Blocks that share a tile, each a part of K. Each leaves its sums in memory, and the one that comes last adds them up,
-// in order, so that the result does not depend on which one that is.
+// Split K: blocks share a tile, each with a part of K. Each stores its sums to global memory; the last one to arrive
+// adds them up in the order of the splits, so that the result does not depend on which block that is.
 #pragma once
 #include "device/ptx.cuh"
 
-constexpr int kMaxSplits = 8;  // MAX_SPLITS of plan.py
+constexpr int kMaxSplits = 8;  // MAX_SPLITS of fp8moe_plugin/plan
 
 // True in the last of `splits` blocks to call this for a counter, zero at first; what the others wrote before is then
 // visible past L1. By `threads` threads, the first at a multiple of that, which meet at a barrier; `flag` is 4 bytes of

@@ -81,20 +81,20 @@ struct TileQueue {
         int row = begin + tiles.begin(row_tile);
         return {expert, first + row_tile, row, tiles.size(row_tile), local / group_count, last};
     }
-    // The last block to finish leaves the counters as it found them.
+    // The last block to finish resets the counters for the next launch.
     DEVICE void finish() {
         if (!counters) return;
-        __threadfence();  // behind this warp's last claim, which nobody has looked at
+        __threadfence();  // after this warp's last claim, whose result is never read
         __syncwarp();
         if (threadIdx.x % 32 != 0) return;
         if (atomicAdd(counters + 1, 1) == gridDim.x - 1) counters[0] = counters[1] = 0;
     }
 };
 
-// How many tokens wide the `rows` rows of a swap-AB tile are multiplied.
+// The N of wgmma for a swap-AB tile of `rows` tokens.
 DEVICE int width_of(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
 
-// The producer tells the math warpgroups what the stage that starts a tile holds.
+// The producer passes the tile to the math warpgroups with the first stage of it.
 DEVICE void publish_tile(u32 address, const Tile& tile) {
     static_assert(RowTiles::kLongest < 1 << 8, "8 bits for rows, 1 for last, 23 for the column");
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(tile.expert), "r"(tile.row_tile),

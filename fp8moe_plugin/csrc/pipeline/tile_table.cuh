@@ -1,5 +1,5 @@
 // A tile table: one entry (expert, row_begin, row_end, first) a tile, where the rows are those of the tile's whole
-// group and `first` is the index of the group's first tile. plan.py cuts groups the same way.
+// group and `first` is the index of the group's first tile. fp8moe_plugin/plan cuts groups the same way.
 //
 // What kernels write that make one:
 //

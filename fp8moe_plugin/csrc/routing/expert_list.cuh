@@ -2,11 +2,12 @@
 #pragma once
 #include "routing/expert_ids.cuh"
 
-constexpr int kMaxPairs = 176;  // SMALL_BATCH_PAIRS of plan.py
+constexpr int kMaxPairs = 176;  // SMALL_BATCH_PAIRS of fp8moe_plugin/plan
 
 struct ExpertList {
     union {
-        u32 present[kWarp];  // before the list is made: a bit an expert, at most MAX_LOCAL_EXPERTS of plan.py
+        u32 present[kWarp];  // before the list is made: a bit an expert, at most MAX_LOCAL_EXPERTS of
+                             // checkpoint/shapes.py
         u16 experts[kMaxPairs];
     };
     int count;

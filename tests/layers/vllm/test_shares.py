@@ -16,8 +16,8 @@ from fp8moe_plugin.errors import CheckpointError, InvalidInputError
 from fp8moe_plugin.layers.vllm import blocks
 from fp8moe_plugin.layers.vllm.loading import check_loaded
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
-from fp8moe_plugin.ops.fused_moe import fused_moe
-from fp8moe_plugin.ops.gemm import dequantize_blocks
+from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.ops.reference import dequantize_blocks
 from tests.checkpoint.test_shapes import SHARES
 from tests.helpers import same_bits
 from tests.layers.vllm.one_rank import (

@@ -1,0 +1,259 @@
+"""The launches of the GEMMs: dense ones, and those over row tiles of groups."""
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.ops.backend import Device
+from fp8moe_plugin.ops.operands import Rows, Tiles, Weights
+from fp8moe_plugin.ops.tensor_maps import gate_up_map, matrix_map, rows_map, weights_map, whole_rows_l2_fetch
+from fp8moe_plugin.plan import DensePlan, GroupedPlan, KernelKey, Output, plan_dense
+from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, TAIL_ROWS
+from fp8moe_plugin.plan.tuning import L2_FETCH, STREAMED_L2_FETCH
+
+# Rows of a TMA load: of the part of a tile that one warpgroup multiplies; of one swizzle atom, so that no more rows are
+# loaded than there are.
+BOX_ROWS, SWIZZLE_ROWS = 64, 8
+FEW_ROWS_BOX_N = 128  # columns of a tile of grouped_gemm_few_rows
+
+
+# ---- dense ---------------------------------------------------------------------------------------------------------
+
+
+def dense_launch(
+    device: Device, a: Rows, b: Weights, out: int, output: Output, *, c: int = 0, after_quantize: bool = False
+) -> Launch:
+    """`out = a @ b.T (+ c)`; the output's kind says whether there is a `c`.
+
+    `after_quantize`: the launch before this one quantizes `a`, so this one may start to load weights before that ends.
+    """
+    plan = plan_dense(a.rows, b.n, b.k, output, device.multiprocessors)
+    early = after_quantize and plan.overlaps_quantize
+    match plan.kernel.source:
+        case "dense_gemm_few_rows":
+            return _dense_few_rows_launch(device, plan, a, b, out, early)
+        case "dense_gemm":
+            return _dense_launch(device, plan, a, b, out, early)
+    return grouped_gemm_launch(device, plan.kernel, a, b, out, Tiles(), c=c)
+
+
+def _dense_launch(device: Device, plan: DensePlan, a: Rows, b: Weights, out: int, early: bool) -> Launch:
+    tail_rows = ceil_div(a.rows % plan.tile_m, SWIZZLE_ROWS) * SWIZZLE_ROWS or plan.tile_m
+    return Launch(
+        plan.kernel,
+        plan.blocks,
+        plan.kernel.arguments(
+            a_map=rows_map(device, a, plan.tile_m),
+            a_tail_map=rows_map(device, a, tail_rows),
+            b_map=weights_map(device, b, plan.tile_n, whole_rows_l2_fetch(b.k)),
+            a_scales=a.scales,
+            a_scale_k_stride=a.scale_k_block,
+            b_scales=b.scales,
+            d=out,
+            m=a.rows,
+            n=b.n,
+            k=b.k,
+            width=plan.tile_n,
+        ),
+        early=early,
+    )
+
+
+def _dense_few_rows_launch(device: Device, plan: DensePlan, a: Rows, b: Weights, out: int, early: bool) -> Launch:
+    return Launch(
+        plan.kernel,
+        plan.blocks,
+        plan.kernel.arguments(
+            a_map=rows_map(device, a, plan.tile_m),
+            b_map=weights_map(device, b, plan.tile_n, STREAMED_L2_FETCH),
+            a_scales=a.scales,
+            a_scale_k_stride=a.scale_k_block,
+            b_scales=b.scales,
+            d=out,
+            m=a.rows,
+            n=b.n,
+            k=b.k,
+            width=plan.tile_m,
+            splits=plan.cluster,
+        ),
+        early=early,
+        cluster=plan.cluster,
+    )
+
+
+# ---- row tiles of groups -------------------------------------------------------------------------------------------
+
+
+def gate_up_launch(
+    device: Device, key: KernelKey, a: Rows, w13: Weights, out: Rows, tiles: Tiles, *, a_rows: int = 0
+) -> Launch:
+    """GEMM 1 of the experts with its activation, to quantized rows with K-major scales.
+
+    With `a_rows`, the address of int32 `[out.rows]`, row i of the tiles is row `a_rows[i]` of `a`, whose scales are
+    row-major. Where `tiles.ready`, the kernel counts there what is done.
+    """
+    return Launch(
+        key,
+        device.multiprocessors,
+        key.arguments(
+            a_map=rows_map(device, a, BOX_ROWS),
+            a_narrow_map=rows_map(device, a, TAIL_ROWS),
+            b_map=weights_map(device, w13, GROUP, L2_FETCH),
+            d_map=rows_map(device, out, BOX_ROWS),
+            a_scales=a.scales,
+            a_scale_expert_stride=a.scale_group,
+            a_scale_k_stride=a.scale_k_block,
+            b_scales=w13.scales,
+            gathered=a.values if a_rows else 0,
+            a_rows=a_rows,
+            d=out.values,
+            d_scales=out.scales,
+            ready=tiles.ready,
+            table=tiles.table,
+            num_tiles=tiles.num_tiles,
+            m=out.rows,
+            n=w13.n,
+            k=w13.k,
+        ),
+    )
+
+
+def gate_up_few_rows_launch(
+    device: Device,
+    key: KernelKey,
+    a: Rows,
+    w13: Weights,
+    out: Rows,
+    tiles: Tiles,
+    *,
+    a_rows: int,
+    partial: int = 0,
+    k_splits: int = 1,
+    row_counters: int = 1,
+    early: bool = False,
+) -> Launch:
+    """`gate_up_launch` for few rows an expert.
+
+    Args:
+        partial: where blocks that split K leave their sums, float32 `[k_splits, out.rows, 2 * out.k]`.
+        k_splits: parts of K; several need `tiles.ready`.
+        row_counters: counters of each row tile in `tiles.ready`.
+        early: it may start before the launch before it ends: one that quantizes `a`.
+    """
+    return Launch(
+        key,
+        device.multiprocessors,
+        key.arguments(
+            w_map=gate_up_map(device, w13),
+            x=a.values,
+            x_scales=a.scales,
+            w_scales=w13.scales,
+            a_rows=a_rows,
+            q=out.values,
+            scales=out.scales,
+            partial=partial if k_splits > 1 else 0,
+            ready=tiles.ready,
+            table=tiles.table,
+            num_tiles=tiles.num_tiles,
+            m=out.rows,
+            intermediate=out.k,
+            k=w13.k,
+            splits=k_splits,
+            counters=row_counters,
+        ),
+        early=early,
+    )
+
+
+def grouped_launch(device: Device, plan: GroupedPlan, a: Rows, b: Weights, out: int, tiles: Tiles) -> Launch:
+    """`out[i] = a[i] @ b[expert of the tile].T` for the rows of the tiles, to bfloat16 `[rows, n]`."""
+    if plan.tile_rows == FEW_ROWS_TILE:
+        return grouped_gemm_few_rows_launch(device, plan.kernel, a, b, out, tiles, columns=plan.columns_at_once)
+    return grouped_gemm_launch(device, plan.kernel, a, b, out, tiles)
+
+
+def grouped_gemm_launch(
+    device: Device,
+    key: KernelKey,
+    a: Rows,
+    b: Weights,
+    out: int,
+    tiles: Tiles,
+    *,
+    c: int = 0,
+    early: bool = False,
+) -> Launch:
+    """The same by the kernel for many rows; without tiles of one group, where `c` may be added.
+
+    `early`: it starts before the launch before it ends, the GEMM 1 that makes `a`, and waits for each tile's rows in
+    `tiles.ready`; `out` must not overlap with what that one reads.
+    """
+    defines = dict(key.defines)
+    a_map = rows_map(device, a, BOX_ROWS)
+    # Only bfloat16 without an addend is stored through a map.
+    stored = defines["OUTPUT"] == Output.BF16
+    return Launch(
+        key,
+        device.multiprocessors,
+        key.arguments(
+            a_map=a_map,
+            a_narrow_map=rows_map(device, a, TAIL_ROWS),
+            b_map=weights_map(device, b, defines["BLOCK_N"], L2_FETCH),
+            d_map=matrix_map(device, out, a.rows, b.n, BOX_ROWS, element_size=2) if stored else a_map,
+            a_scales=a.scales,
+            a_scale_expert_stride=a.scale_group,
+            a_scale_k_stride=a.scale_k_block,
+            b_scales=b.scales,
+            d=out,
+            c=c,
+            ready=tiles.ready if early else 0,
+            table=tiles.table,
+            num_tiles=tiles.num_tiles,
+            m=a.rows,
+            n=b.n,
+            k=b.k,
+        ),
+        early=early,
+    )
+
+
+def grouped_gemm_few_rows_launch(
+    device: Device,
+    key: KernelKey,
+    a: Rows,
+    b: Weights,
+    out: int,
+    tiles: Tiles,
+    *,
+    columns: int,
+    row_counters: int = 0,
+    early: bool = False,
+) -> Launch:
+    """`grouped_launch` by the kernel for few rows.
+
+    Args:
+        columns: columns of tiles that a block takes at once.
+        row_counters: counters of each row tile in `tiles.ready`; 0: nothing counts there.
+        early: it starts before the launch before it ends, the GEMM 1 that makes `a`.
+    """
+    return Launch(
+        key,
+        device.multiprocessors,
+        key.arguments(
+            a_map=rows_map(device, a, SWIZZLE_ROWS),
+            b_map=weights_map(device, b, FEW_ROWS_BOX_N, STREAMED_L2_FETCH),
+            a_scales=a.scales,
+            a_scale_expert_stride=a.scale_group,
+            a_scale_k_stride=a.scale_k_block,
+            b_scales=b.scales,
+            d=out,
+            table=tiles.table,
+            num_tiles=tiles.num_tiles,
+            m=a.rows,
+            n=b.n,
+            k=b.k,
+            pair_of_counters=int(early),
+            run=columns,
+            ready=tiles.ready if row_counters else 0,
+            counters=row_counters,
+        ),
+        early=early,
+    )

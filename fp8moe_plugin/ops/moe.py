@@ -1,0 +1,201 @@
+"""The mixture-of-experts ops: check a call, plan its step, and launch the kernels or run the reference."""
+
+import torch
+
+from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.ops import backend, reference, workspace
+from fp8moe_plugin.ops.checks import check_apart, check_int, check_values, debugs, watch_rows
+from fp8moe_plugin.ops.expert_checks import check_batched_call, check_layer_call
+from fp8moe_plugin.ops.moe_launches import batched_launches, layer_launches
+from fp8moe_plugin.ops.operands import ExpertWeights, LayerAddresses, Quantized, Rows, Weights, k_major
+from fp8moe_plugin.plan import MoeShape, plan_batched, plan_step
+
+
+def fused_moe(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    expert_map: torch.Tensor | None = None,
+    activation: str = "silu",
+    ue8m0: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, `w2[e] @ (silu(gate) * up)` with `gate, up = w13[e] @ token`.
+
+    Args:
+        hidden_states: bfloat16 `[T, H]`; H a multiple of 128.
+        w13: e4m3 `[E, 2I, H]`, gate rows first; I a multiple of 128, E at most 1024.
+        w13_scale: float32 `[E, 2I/128, H/128]`.
+        w2: e4m3 `[E, H, I]`.
+        w2_scale: float32 `[E, H/128, I/128]`.
+        topk_weights: float32 `[T, k]`.
+        topk_ids: int32 or int64 `[T, k]`; an id out of range (-1) contributes nothing.
+        expert_map: int32 `[global experts]` giving the local expert or -1, or None. It is not empty; ids beyond its end
+            are out of range.
+        activation: "silu".
+        ue8m0: round the scales of activations up to powers of two, for checkpoints with `scale_fmt: ue8m0`.
+        out: bfloat16 `[T, H]` to write to, or None. It may overlap with `hidden_states`, but with no other argument.
+    Returns:
+        bfloat16 `[T, H]`. Captures in a CUDA graph. A token's result does not depend on the values of other tokens. Its
+        low-order bits may depend on how many there are, as K may be split, and in a small batch on their experts. On a
+        GPU with VLLM_BATCH_INVARIANT=1 they depend on neither.
+    Raises:
+        InvalidInputError: wrong dtype, shape, stride or device, too many experts, a tensor that requires a gradient;
+            with FP8MOE_DEBUG=1 also an id below -1 or too large, or an `out` that overlaps with another argument.
+        WrongResultError: with FP8MOE_DEBUG=1, a token of finite values has NaN in its result.
+    """
+    if activation != "silu":
+        raise InvalidInputError(f"activation is {activation!r}, needs 'silu', the only one the kernels compute.")
+    check_layer_call(hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out)
+    check_values("topk_ids", topk_ids, -1, (w13.shape[0] if expert_map is None else expert_map.numel()) - 1)
+    if out is None:
+        out = torch.empty_like(hidden_states)
+    if topk_ids.numel() == 0:
+        return out.zero_()
+    weights = ExpertWeights((w13, w13_scale), (w2, w2_scale))
+    args = (weights, topk_weights, topk_ids, expert_map, ue8m0, out)
+    if debugs(out.is_cuda):
+        return _watched_layer(hidden_states, *args)
+    return _layer(hidden_states, *args)
+
+
+def _layer(
+    hidden_states: torch.Tensor,
+    weights: ExpertWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    ue8m0: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`fused_moe` of arguments that have been checked."""
+    device = backend.device_of(hidden_states)
+    if device is None:
+        return reference.fused_moe(hidden_states, weights, topk_weights, topk_ids, expert_map, ue8m0, out)
+    (tokens, topk), (experts, hidden, intermediate) = topk_ids.shape, weights.w2[0].shape
+    global_experts = experts if expert_map is None else expert_map.numel()
+    shape = MoeShape(topk, hidden, intermediate, experts, global_experts)
+    step = plan_step(shape, tokens, ue8m0, device.multiprocessors)
+    scratch = workspace.empty((step.scratch.nbytes,), torch.uint8, hidden_states.device)  # freed after the last launch
+    addresses = LayerAddresses(
+        hidden_states.data_ptr(),
+        weights.w13[0].data_ptr(),
+        weights.w13[1].data_ptr(),
+        weights.w2[0].data_ptr(),
+        weights.w2[1].data_ptr(),
+        topk_weights.data_ptr(),
+        topk_ids.data_ptr(),
+        0 if expert_map is None else expert_map.data_ptr(),
+        out.data_ptr(),
+        scratch.data_ptr(),
+    )
+    device.launch(layer_launches(device, addresses, step, topk_ids.dtype == torch.int64))
+    return out
+
+
+def _watched_layer(
+    hidden_states: torch.Tensor,
+    weights: ExpertWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    ue8m0: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`_layer` that raises `WrongResultError` for a token of finite values whose result is NaN."""
+    (w13, w13_scale), (w2, w2_scale) = weights
+    read = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
+    check_apart("out", out, **read, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map)
+    tokens = hidden_states.clone()  # `out`, which is poisoned first, may overlap with the original
+    watch_rows(
+        "fused_moe",
+        out,
+        hidden_states.isfinite().all(1) & topk_weights.isfinite().all(1),
+        describe=lambda t: f"token {t} (experts {topk_ids[t].tolist()})",
+        run=lambda: _layer(tokens, weights, topk_weights, topk_ids, expert_map, ue8m0, out),
+    )
+    return out
+
+
+def batched_experts(
+    hidden_states: torch.Tensor,
+    hidden_scale: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    expert_num_tokens: torch.Tensor,
+    *,
+    expected_m: int,
+    ue8m0: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The experts alone, on tokens that an all-to-all has already quantized and sorted (DeepEP low latency).
+
+    Args:
+        hidden_states: e4m3 `[E, max_m, H]`, of which the first `expert_num_tokens[e]` rows count.
+        hidden_scale: float32 `[E, max_m, H/128]` of any strides.
+        w13, w13_scale, w2, w2_scale: as for `fused_moe`.
+        expert_num_tokens: int32 `[E]` on the device.
+        expected_m: rows an expert on average; may change the speed, never the result.
+        ue8m0: as for `fused_moe`.
+        out: bfloat16 `[E, max_m, H]` to write to, or None; rows past the count are not written. It must not share
+            memory with the other arguments, which may still be read while it is written.
+    Raises:
+        InvalidInputError: wrong dtype, shape, stride or device, a tensor that requires a gradient; with FP8MOE_DEBUG=1
+            also a count out of range, or an `out` that overlaps with another argument.
+        WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its result.
+    """
+    check_batched_call(hidden_states, hidden_scale, w13, w13_scale, w2, w2_scale, expert_num_tokens, out)
+    max_m, device = hidden_states.shape[1], hidden_states.device
+    check_values("expert_num_tokens", expert_num_tokens, 0, max_m)
+    check_int("expected_m", expected_m)
+    if out is None:
+        out = torch.empty(hidden_states.shape, dtype=torch.bfloat16, device=device)
+    if max_m == 0:
+        return out
+    weights = ExpertWeights((w13, w13_scale), (w2, w2_scale))
+    args = ((hidden_states, hidden_scale), weights, expert_num_tokens, expected_m, ue8m0, out)
+    if debugs(out.is_cuda):
+        _watched_experts(*args)
+    else:
+        _experts(*args)
+    return out
+
+
+def _experts(
+    x: Quantized, weights: ExpertWeights, counts: torch.Tensor, expected_m: int, ue8m0: bool, out: torch.Tensor
+) -> None:
+    """`batched_experts` of arguments that have been checked."""
+    device = backend.device_of(out)
+    if device is None:
+        reference.batched_experts(x, weights, counts, ue8m0, out)
+        return
+    experts, max_m, _ = x[0].shape
+    plan, scales = plan_batched(experts, max_m, weights.w2[0].shape[-1], expected_m, ue8m0), k_major(*x)
+    scratch = workspace.empty((plan.scratch.nbytes,), torch.uint8, out.device)  # freed after the last launch
+    operands = Rows.of(x[0], scales), Weights.of(weights.w13), Weights.of(weights.w2)
+    addresses = counts.data_ptr(), out.data_ptr(), scratch.data_ptr()
+    device.launch(batched_launches(device, plan, *operands, *addresses))
+
+
+def _watched_experts(
+    x: Quantized, weights: ExpertWeights, counts: torch.Tensor, expected_m: int, ue8m0: bool, out: torch.Tensor
+) -> None:
+    """`_experts` that raises `WrongResultError` for a row of finite values whose result is NaN."""
+    (q, scales), (w13, w2) = x, weights
+    read = {"hidden_states": q, "hidden_scale": scales, "w13": w13[0], "w13_scale": w13[1]}
+    check_apart("out", out, **read, w2=w2[0], w2_scale=w2[1], expert_num_tokens=counts)
+    counted = torch.arange(q.shape[1], device=out.device) < counts[:, None]
+    watch_rows(
+        "batched_experts",
+        out,
+        counted & (q.view(torch.uint8) & 0x7F != 0x7F).all(-1) & scales.isfinite().all(-1),
+        describe="row {1} of expert {0}".format,
+        run=lambda: _experts(x, weights, counts, expected_m, ue8m0, out),
+    )

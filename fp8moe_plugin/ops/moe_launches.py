@@ -1,0 +1,126 @@
+"""The launches of a mixture-of-experts layer: route, quantize, GEMM 1 with SwiGLU, GEMM 2, combine."""
+
+import functools
+
+from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.ops.backend import Device
+from fp8moe_plugin.ops.combine import combine_launch
+from fp8moe_plugin.ops.gemm_launches import (
+    gate_up_few_rows_launch,
+    gate_up_launch,
+    grouped_gemm_few_rows_launch,
+    grouped_gemm_launch,
+)
+from fp8moe_plugin.ops.operands import LayerAddresses, Rows, Tiles, Weights
+from fp8moe_plugin.ops.quantize import quantize_launch
+from fp8moe_plugin.ops.route import Ids, Routing, route_launches, tiles_of_counts_launch
+from fp8moe_plugin.ops.small_batch import small_batch_launches
+from fp8moe_plugin.plan import BatchedPlan, SmallBatchStep, SortedStep, StepPlan
+from fp8moe_plugin.plan.scratch import BatchedScratch, SortedScratch
+from fp8moe_plugin.plan.tiles import MANY_ROWS_TILE
+
+
+@functools.lru_cache(maxsize=1024)
+def layer_launches(device: Device, tensors: LayerAddresses, step: StepPlan, ids_64: bool) -> tuple[Launch, ...]:
+    """The kernels of `fused_moe`; kept, as torch gives steps of one length the same few addresses again and again.
+
+    Args:
+        step: from `plan_step`; the scratch has `step.scratch.nbytes` bytes.
+        ids_64: the expert ids are int64.
+    """
+    if isinstance(step, SmallBatchStep):
+        return small_batch_launches(device, tensors, step, ids_64)
+    return _sorted_launches(device, tensors, step, ids_64)
+
+
+def _sorted_launches(device: Device, tensors: LayerAddresses, step: SortedStep, ids_64: bool) -> tuple[Launch, ...]:
+    topk, hidden, intermediate, experts, _ = step.shape
+    at = SortedScratch(*(tensors.scratch + offset for offset in step.scratch))
+    ids = Ids(tensors.topk_ids, ids_64, tensors.expert_map)
+    routing, routed = Routing(at.slots, at.tokens, at.num_rows), Tiles(at.table, at.num_tiles, at.ready)
+    route = route_launches(
+        ids, step.shape, step.tokens, at.expert_counts, routing, routed, step.tile_rows, step.row_counters
+    )
+    tiles = routed if step.early_down else Tiles(at.table, at.num_tiles)
+    permuted = {} if step.gathers else {"slots": at.slots, "topk": topk}
+    quantize = quantize_launch(
+        step.quantize, tensors.hidden_states, at.x, at.x_scales, step.tokens, hidden, early=step.gathers, **permuted
+    )
+    w2 = Weights(tensors.w2, experts, hidden, intermediate, tensors.w2_scale)
+    inner = Rows.k_major(at.inner, at.inner_scales, step.rows, intermediate)
+    down = _down_launch(device, step, inner, w2, at.down, tiles)
+    combine = combine_launch(
+        at.down,
+        at.slots,
+        tensors.topk_weights,
+        tensors.out,
+        tokens=step.tokens,
+        topk=topk,
+        hidden=hidden,
+        early=step.few_rows,  # the many blocks of a long step would each wait, and take longer than to start later
+    )
+    return *route, quantize, _gate_up_launch(device, tensors, step, at, inner, tiles), down, combine
+
+
+def _gate_up_launch(
+    device: Device, tensors: LayerAddresses, step: SortedStep, at: SortedScratch, inner: Rows, tiles: Tiles
+) -> Launch:
+    _, hidden, intermediate, experts, _ = step.shape
+    w13 = Weights(tensors.w13, experts, 2 * intermediate, hidden, tensors.w13_scale)
+    if not step.gathers:
+        x = Rows.k_major(at.x, at.x_scales, step.rows, hidden)
+        return gate_up_launch(device, step.gate_up, x, w13, inner, tiles)
+    x = Rows.row_major(at.x, at.x_scales, step.tokens, hidden)
+    if not step.few_rows:
+        return gate_up_launch(device, step.gate_up, x, w13, inner, tiles, a_rows=at.tokens)
+    return gate_up_few_rows_launch(
+        device,
+        step.gate_up,
+        x,
+        w13,
+        inner,
+        tiles,
+        a_rows=at.tokens,
+        partial=at.partial,
+        k_splits=step.k_splits,
+        row_counters=step.row_counters,
+        early=True,
+    )
+
+
+def _down_launch(device: Device, step: SortedStep, inner: Rows, w2: Weights, out: int, tiles: Tiles) -> Launch:
+    if not step.few_rows:
+        return grouped_gemm_launch(device, step.down, inner, w2, out, tiles, early=step.early_down)
+    return grouped_gemm_few_rows_launch(
+        device,
+        step.down,
+        inner,
+        w2,
+        out,
+        tiles,
+        columns=step.columns_at_once,
+        row_counters=step.row_counters,
+        early=step.early_down,
+    )
+
+
+def batched_launches(
+    device: Device,
+    plan: BatchedPlan,
+    x: Rows,
+    w13: Weights,
+    w2: Weights,
+    counts: int,
+    out: int,
+    scratch: int,
+) -> list[Launch]:
+    """The kernels of `batched_experts`, on the rows of `[experts, max_m]` that `counts` says; to `out`."""
+    at = BatchedScratch(*(scratch + offset for offset in plan.scratch))
+    tiles = Tiles(at.table, at.num_tiles, at.ready)
+    shared = tiles if plan.early_down else Tiles(at.table, at.num_tiles)
+    inner = Rows.k_major(at.inner, at.inner_scales, x.rows, w2.k)
+    return [
+        tiles_of_counts_launch(counts, w2.experts, x.rows // w2.experts, tiles, MANY_ROWS_TILE),
+        gate_up_launch(device, plan.gate_up, x, w13, inner, shared),
+        grouped_gemm_launch(device, plan.down, inner, w2, out, shared, early=plan.early_down),
+    ]

@@ -1,0 +1,125 @@
+"""What kernels read and write, as addresses: making a tensor costs the host as much as a launch.
+
+A tile table is int32 `[capacity, 4]` with one entry `(expert, row_begin, row_end, first)` for each row tile. The rows
+are those of the tile's whole expert, and `first` is the index of that expert's first tile: entry i is tile `i - first`
+of its expert, as `plan.tiles.row_tiles` cuts it. Only the first `num_tiles[0]` entries are written. `num_tiles[1:5]`
+are two pairs of counters with which GEMMs hand out tiles; they are zero before and after each GEMM.
+
+`ready`, int32 `[1 + capacity * n]`, lets GEMM 2 of the experts start before GEMM 1 ends: it holds the number of
+finished blocks of GEMM 1, then n counters for each row tile (`plan.scratch.row_counters`), the first of which counts
+stored columns. In tiles of `MANY_ROWS_TILE` rows each of two math warpgroups counts for itself. Whatever writes the
+table zeroes `ready`, so it serves one GEMM 1.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.ops import workspace
+from fp8moe_plugin.plan.tiles import scale_rows
+
+Quantized = tuple[torch.Tensor, torch.Tensor]  # e4m3 values and their float32 scales
+ScalesAndStrides = tuple[torch.Tensor, int, int]  # scales; their strides by group and by k block, in elements
+
+
+class ExpertWeights(NamedTuple):
+    """The values and the scales of a layer's two weights, as `fused_moe` takes them."""
+
+    w13: Quantized
+    w2: Quantized
+
+    def of_expert(self, e: int) -> "ExpertWeights":
+        return ExpertWeights((self.w13[0][e], self.w13[1][e]), (self.w2[0][e], self.w2[1][e]))
+
+
+class Rows(NamedTuple):
+    """e4m3 `[rows, k]` and its scales, with the strides of these by group and by k block, in elements."""
+
+    values: int
+    rows: int
+    k: int
+    scales: int
+    scale_group: int
+    scale_k_block: int
+
+    @classmethod
+    def of(cls, values: torch.Tensor, scales: ScalesAndStrides) -> "Rows":
+        """Rows of `[.., k]` with scales from `k_major`, which must stay alive until the launch."""
+        k = values.shape[-1]
+        return cls(values.data_ptr(), values.numel() // k, k, scales[0].data_ptr(), *scales[1:])
+
+    @classmethod
+    def k_major(cls, values: int, scales: int, rows: int, k: int) -> "Rows":
+        """Rows with scales as `empty_scales` lays them out."""
+        return cls(values, rows, k, scales, 0, scale_rows(rows))
+
+    @classmethod
+    def row_major(cls, values: int, scales: int, rows: int, k: int) -> "Rows":
+        """Rows that a GEMM gathers: their scales are contiguous `[rows, k / 128]`."""
+        return cls(values, rows, k, scales, 0, 0)
+
+
+class Weights(NamedTuple):
+    """e4m3 `[experts, n, k]` and its scales; a dense weight is one expert."""
+
+    values: int
+    experts: int
+    n: int
+    k: int
+    scales: int
+
+    @classmethod
+    def of(cls, weight: Quantized) -> "Weights":
+        *experts, n, k = weight[0].shape
+        return cls(weight[0].data_ptr(), experts[0] if experts else 1, n, k, weight[1].data_ptr())
+
+
+class Tiles(NamedTuple):
+    """A tile table, see the module's docstring; without one (0) a GEMM is dense."""
+
+    table: int = 0
+    num_tiles: int = 0
+    ready: int = 0  # 0: GEMM 2 of the experts waits for the end of GEMM 1
+
+
+class LayerAddresses(NamedTuple):
+    """The tensors of a call of `fused_moe`, and its scratch; 0 for no expert map."""
+
+    hidden_states: int
+    w13: int
+    w13_scale: int
+    w2: int
+    w2_scale: int
+    topk_weights: int
+    topk_ids: int
+    expert_map: int
+    out: int
+    scratch: int
+
+
+def k_major(q: torch.Tensor, scales: torch.Tensor) -> ScalesAndStrides:
+    """The scales of `[rows, k]` or `[groups, max_m, k]` as the kernels read them: in place if possible, else a copy.
+
+    Rows are numbered across all groups.
+    """
+    row, k_block = scales.stride()[-2:]
+    group = scales.stride(0) - q.shape[1] if q.dim() == 3 else 0
+    last = sum((size - 1) * stride for size, stride in zip(scales.shape, scales.stride(), strict=True))
+    room = scales.untyped_storage().nbytes() // scales.element_size() - scales.storage_offset()
+    in_steps_of_16_bytes = scales.data_ptr() % 16 == group % 4 == k_block % 4 == 0 and last // 4 * 4 + 4 <= room
+    if (row == 1 or q.shape[-2] == 1) and in_steps_of_16_bytes and max(abs(group), k_block) < 2**31:
+        return scales, group, k_block
+    copy = empty_scales(q.numel() // q.shape[-1], scales.shape[-1], scales.device)
+    copy.view(scales.shape).copy_(scales)
+    return copy, 0, copy.stride(1)
+
+
+def empty_quantized(rows: int, k: int, device: torch.device) -> Quantized:
+    """Uninitialized e4m3 `[rows, k]` and its scales."""
+    return workspace.empty((rows, k), torch.float8_e4m3fn, device), empty_scales(rows, k // GROUP, device)
+
+
+def empty_scales(rows: int, k_blocks: int, device: torch.device) -> torch.Tensor:
+    """Uninitialized float32 scales `[rows, k_blocks]`, K-major: k blocks are a multiple of 16 bytes apart."""
+    return workspace.empty((k_blocks, scale_rows(rows)), torch.float32, device)[:, :rows].t()

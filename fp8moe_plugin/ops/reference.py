@@ -1,0 +1,138 @@
+"""The arithmetic of the ops in plain torch: it serves machines without a Hopper GPU, and kernels are tested against it.
+
+Tensors in, tensors out, with the layouts of the ops; every rounding is where the kernels round.
+"""
+
+import torch
+
+from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.ops import workspace
+from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+SMALLEST_AMAX = 1e-10  # keeps the scale of an all-zero group finite
+
+
+# ---- the layer -----------------------------------------------------------------------------------------------------
+
+
+def fused_moe(
+    hidden_states: torch.Tensor,
+    weights: ExpertWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    ue8m0: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`ops.fused_moe` of arguments that have been checked."""
+    ids = local_experts(topk_ids, len(weights.w2[0]), expert_map)
+    q, scales = quantize(hidden_states, ue8m0)
+    products = workspace.empty((*ids.shape, hidden_states.shape[1]), torch.bfloat16, out.device)
+    for e in ids[ids >= 0].unique().tolist():
+        token, choice = (ids == e).nonzero(as_tuple=True)
+        rows = q.view(torch.uint8)[token].view(FP8), scales[token]
+        products[token, choice] = expert(rows, weights.of_expert(e), ue8m0)
+    return combine(products, ids >= 0, topk_weights, out)
+
+
+def batched_experts(x: Quantized, weights: ExpertWeights, counts: torch.Tensor, ue8m0: bool, out: torch.Tensor) -> None:
+    """`ops.batched_experts` of arguments that have been checked."""
+    for e, count in enumerate(counts.clamp(0, x[0].shape[1]).tolist()):
+        rows = x[0][e, :count], x[1][e, :count]
+        out[e, :count] = expert(rows, weights.of_expert(e), ue8m0)
+
+
+def expert(rows: Quantized, weights: ExpertWeights, ue8m0: bool) -> torch.Tensor:
+    """bfloat16 `w2 @ (silu(gate) * up)` with `gate, up = w13 @ row`, for each row of one expert."""
+    inner = silu_mul_quant(gemm(rows, weights.w13).bfloat16(), ue8m0)
+    return gemm(inner, weights.w2).bfloat16()
+
+
+def local_experts(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """int64 local expert of each (token, expert) pair, -1 where it is not here."""
+    ids = topk_ids.long()
+    limit = num_experts if expert_map is None else expert_map.numel()
+    ids = torch.where((ids < 0) | (ids >= limit), -1, ids)
+    if expert_map is not None:
+        ids = torch.where(ids < 0, -1, expert_map.long()[ids.clamp(min=0)])
+    return torch.where((ids < 0) | (ids >= num_experts), -1, ids)
+
+
+def combine(products: torch.Tensor, here: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The weighted sum over j of `products[t, j]` where `here[t, j]`, in float32 and the order of j; to `out`."""
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for j in range(here.shape[1]):
+        tokens = here[:, j].nonzero().flatten()
+        total[tokens] += topk_weights[tokens, j, None].float() * products[tokens, j].float()
+    return out.copy_(total)
+
+
+# ---- quantization --------------------------------------------------------------------------------------------------
+
+
+def quantize(x: torch.Tensor, ue8m0: bool = False) -> Quantized:
+    """`ops.per_token_group_quant_fp8` of any float dtype."""
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    scales = group_scales(groups.abs().amax(-1), ue8m0)
+    q = (groups / scales.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return q.view(x.shape), scales
+
+
+def group_scales(amax: torch.Tensor, ue8m0: bool) -> torch.Tensor:
+    """The scale of a group from its largest magnitude."""
+    # By a tensor: torch divides by a number by multiplying with its inverse, which rounds twice.
+    scales = amax.clamp(min=SMALLEST_AMAX) / torch.full_like(amax, FP8_MAX)
+    if not ue8m0:
+        return scales
+    return ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def silu_mul_quant(gate_up: torch.Tensor, ue8m0: bool = False) -> Quantized:
+    """`ops.silu_mul_quant_fp8` of dense rows: bfloat16 `[.., 2I]` to e4m3 `[.., I]` and scales `[.., I/128]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return quantize(torch.nn.functional.silu(gate) * up, ue8m0)
+
+
+def write(out: Quantized, result: Quantized) -> None:
+    """Copy quantized rows, whatever their layouts."""
+    out[0].view(torch.uint8).copy_(result[0].view(torch.uint8))
+    out[1].copy_(result[1])
+
+
+# ---- GEMMs ---------------------------------------------------------------------------------------------------------
+
+
+def gemm(a: Quantized, b: Quantized) -> torch.Tensor:
+    """float32 `a @ b.T` of the dequantized operands, also under `torch.autocast`, which would round them."""
+    with torch.autocast(a[0].device.type, enabled=False):
+        return dequantize_rows(*a) @ dequantize_blocks(*b).T
+
+
+def contiguous_gemm(a: Quantized, b: Quantized, out: torch.Tensor, m_indices: torch.Tensor) -> None:
+    """`ops.m_grouped_fp8_gemm_nt_contiguous` of arguments that have been checked."""
+    ids, lengths = m_indices.unique_consecutive(return_counts=True)
+    ends = lengths.cumsum(0).tolist()
+    for group, length, end in zip(ids.tolist(), lengths.tolist(), ends, strict=True):
+        if 0 <= group < b[0].shape[0]:
+            rows = slice(end - length, end)
+            out[rows] = gemm((a[0][rows], a[1][rows]), (b[0][group], b[1][group]))
+
+
+def masked_gemm(a: Quantized, b: Quantized, out: torch.Tensor, masked_m: torch.Tensor) -> None:
+    """`ops.m_grouped_fp8_gemm_nt_masked` of arguments that have been checked."""
+    for group, count in enumerate(masked_m.clamp(0, a[0].shape[1]).tolist()):
+        out[group, :count] = gemm((a[0][group, :count], a[1][group, :count]), (b[0][group], b[1][group]))
+
+
+def dequantize_rows(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 `[.., K]` from e4m3 `[.., K]` and scales `[.., K/128]`."""
+    return (q.float().unflatten(-1, (-1, GROUP)) * scales.unsqueeze(-1)).flatten(-2)
+
+
+def dequantize_blocks(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 `[.., N, K]` from e4m3 `[.., N, K]` and scales `[.., ceil(N/128), ceil(K/128)]`."""
+    n, k = w.shape[-2:]
+    wide = scales.repeat_interleave(GROUP, -2)[..., :n, :].repeat_interleave(GROUP, -1)[..., :k]
+    return w.float() * wide

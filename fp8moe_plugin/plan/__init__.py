@@ -1,0 +1,37 @@
+"""Which kernels there are, and which of them a call takes. Pure Python: the runtime and the warm-up both ask here.
+
+`catalog` names every kernel and `parameters` its arguments; `step`, `grouped` and `dense` make the plan of a call, with
+every choice a field; `tiles` cuts rows, `scratch` lays out memory, `tuning` holds the constants that were measured, and
+`closure` lists the kernels that a layer or a model may launch.
+"""
+
+from fp8moe_plugin.plan.catalog import HOPPER, KernelKey, Layout, Output, combine_key
+from fp8moe_plugin.plan.closure import all_kernels, linear_kernels, model_kernels, moe_kernels
+from fp8moe_plugin.plan.dense import DensePlan, plan_dense
+from fp8moe_plugin.plan.grouped import BatchedPlan, GroupedPlan, plan_batched, plan_contiguous, plan_masked
+from fp8moe_plugin.plan.shape import MoeShape
+from fp8moe_plugin.plan.step import SmallBatchStep, SortedStep, StepPlan, plan_step
+
+__all__ = [
+    "HOPPER",
+    "BatchedPlan",
+    "DensePlan",
+    "GroupedPlan",
+    "KernelKey",
+    "Layout",
+    "MoeShape",
+    "Output",
+    "SmallBatchStep",
+    "SortedStep",
+    "StepPlan",
+    "all_kernels",
+    "combine_key",
+    "linear_kernels",
+    "model_kernels",
+    "moe_kernels",
+    "plan_batched",
+    "plan_contiguous",
+    "plan_dense",
+    "plan_masked",
+    "plan_step",
+]

@@ -1,0 +1,93 @@
+"""Which kernels a layer or a model may launch at any number of tokens: nothing else is loaded when serving starts."""
+
+import itertools
+
+from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.plan.catalog import (
+    DENSE_TILE_M,
+    DENSE_WIDTHS,
+    GROUPED_TILE_N,
+    SMALL_BATCH_STAGES,
+    KernelKey,
+    Layout,
+    Output,
+    combine_key,
+    count_experts_key,
+    dense_gemm_few_rows_key,
+    dense_gemm_key,
+    down_small_batch_key,
+    gate_up_few_rows_key,
+    gate_up_key,
+    gate_up_small_batch_key,
+    grouped_gemm_few_rows_key,
+    grouped_gemm_key,
+    quantize_key,
+    route_key,
+    silu_mul_quant_key,
+    tiles_of_counts_key,
+    tiles_of_indices_key,
+)
+from fp8moe_plugin.plan.step import few_rows_tokens
+from fp8moe_plugin.plan.tiles import PAIRS_PER_CHUNK
+from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, KEEP_B_UP_TO
+
+
+def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
+    """All that a mixture-of-experts layer launches; `batched`: its tokens arrive quantized and sorted."""
+    gemms = [gate_up_key(ue8m0, gather=False), grouped_gemm_key(Output.BF16)]
+    gemms.append(grouped_gemm_key(Output.BF16, keep_b=True))
+    if batched:
+        return [*gemms, tiles_of_counts_key()]
+    gemms += [grouped_gemm_few_rows_key(), gate_up_few_rows_key(ue8m0)]
+    gather = [gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
+    small_batch = [gate_up_small_batch_key(ue8m0, *kind) for kind in SMALL_BATCH_STAGES]
+    small_batch += [down_small_batch_key(*kind) for kind in SMALL_BATCH_STAGES]
+    routing = [count_experts_key(), route_key(), combine_key()]
+    return [*gemms, *gather, *small_batch, quantize_key(ue8m0, Layout.PERMUTED), *routing]
+
+
+def linear_kernels(ue8m0: bool) -> list[KernelKey]:
+    """All that a dense layer launches."""
+    few_rows = dense_gemm_few_rows_key(), *map(dense_gemm_key, DENSE_TILE_M)
+    return [*few_rows, grouped_gemm_key(Output.BF16), quantize_key(ue8m0, Layout.K_MAJOR)]
+
+
+def model_kernels(model: Model) -> dict[KernelKey, str]:
+    """All that serving a checkpoint launches, however ranks share it and however many tokens arrive; and why."""
+    ue8m0, topk = model.ue8m0, model.experts.topk
+    few = few_rows_tokens(topk, model.experts.experts)
+    why = {
+        grouped_gemm_few_rows_key(): f"GEMM 2 of the experts in steps of up to {few} tokens: decode",
+        dense_gemm_few_rows_key(): f"dense GEMMs of few columns in steps of up to {DENSE_WIDTHS[-1]} tokens",
+        dense_gemm_key(64): f"other dense GEMMs in steps of up to {DENSE_ROWS} tokens, or more if columns are few",
+        dense_gemm_key(128): "the same in tiles of 128 rows",
+        gate_up_few_rows_key(ue8m0): f"GEMM 1 of the experts and SwiGLU in steps of up to {few} tokens: decode",
+        gate_up_key(ue8m0, False): "GEMM 1 of the experts and SwiGLU in longer steps: prefill",
+        gate_up_key(ue8m0, True): "the same for narrow experts, whose tokens are gathered",
+        grouped_gemm_key(Output.BF16): "GEMM 2 of the experts and dense GEMMs in longer steps",
+        grouped_gemm_key(Output.BF16, keep_b=True): f"GEMM 2 of experts of up to {KEEP_B_UP_TO} channels, in steps of "
+        f"{EARLY_BELOW} or more tokens an expert",
+        quantize_key(ue8m0, Layout.K_MAJOR): "quantization of the activations of dense layers",
+        quantize_key(ue8m0, Layout.PERMUTED): "quantization of the tokens, with a copy for each of their experts",
+        quantize_key(ue8m0, Layout.ROW_MAJOR): "quantization of the tokens where GEMM 1 gathers them",
+        count_experts_key(): f"tokens of each expert, in steps of more than {PAIRS_PER_CHUNK // topk} tokens",
+        route_key(): "rows of each expert and their tiles",
+        tiles_of_counts_key(): "tiles of batched experts, as DeepEP's low-latency mode hands them over",
+        combine_key(): "the weighted sum of each token's experts",
+    }
+    for width, cluster in SMALL_BATCH_STAGES:
+        first = gate_up_small_batch_key(ue8m0, width, cluster)
+        why[first] = f"routing, quantization, GEMM 1 and SwiGLU in steps of up to {width} tokens"
+        why[down_small_batch_key(width, cluster)] = f"GEMM 2 and the weighted sum in steps of up to {width} tokens"
+    layers = (moe_kernels(ue8m0, batched) for batched in (False, True))
+    return {key: why[key] for key in dict.fromkeys([*linear_kernels(ue8m0), *itertools.chain(*layers)])}
+
+
+def all_kernels() -> list[KernelKey]:
+    """Every kernel there is: those of the layers, and those that only direct callers of the ops reach."""
+    layers = [k for ue8m0 in (False, True) for k in (*moe_kernels(ue8m0, False), *moe_kernels(ue8m0, True))]
+    outputs = (Output.BF16_DIRECT, Output.F32_DIRECT)
+    dense = [grouped_gemm_key(output, tile_n) for output in outputs for tile_n in GROUPED_TILE_N]
+    silu = [silu_mul_quant_key(ue8m0) for ue8m0 in (False, True)]
+    ops = [*linear_kernels(False), *linear_kernels(True), *dense, *silu, tiles_of_indices_key()]
+    return list(dict.fromkeys([*layers, *ops]))

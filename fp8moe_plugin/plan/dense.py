@@ -1,0 +1,100 @@
+"""The plan of a dense GEMM."""
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.plan.catalog import (
+    DENSE_FEW_ROWS_TILE_N,
+    DENSE_TILE_M,
+    DENSE_TILE_N,
+    DENSE_WIDTHS,
+    GROUPED_TILE_N,
+    KernelKey,
+    Output,
+    dense_gemm_few_rows_key,
+    dense_gemm_key,
+    grouped_gemm_key,
+)
+from fp8moe_plugin.plan.tiles import MANY_ROWS_TILE, count_row_tiles
+from fp8moe_plugin.plan.tuning import DENSE_ROWS, DENSE_SPLITS, DENSE_STORE, L2_BYTES, LONG_K, MULTIPROCESSORS
+from fp8moe_plugin.settings import batch_invariant
+
+
+@dataclass(frozen=True)
+class DensePlan:
+    """One dense GEMM."""
+
+    kernel: KernelKey
+    output: Output
+    tile_m: int
+    tile_n: int
+    blocks: int  # of the grid
+    cluster: int = 1  # blocks that share a tile by splitting K
+    overlaps_quantize: bool = False  # it may start before the kernel that quantizes its rows ends
+
+
+def plan_dense(m: int, n: int, k: int, output: Output, multiprocessors: int = MULTIPROCESSORS) -> DensePlan:
+    """The plan of `[m, k]` rows against `[n, k]` weights.
+
+    To bfloat16: dense_gemm_few_rows; or dense_gemm, up to DENSE_ROWS rows and where its largest tiles are one round; or
+    grouped_gemm with one group. To other outputs: grouped_gemm.
+    """
+    return _plan_dense(m, n, k, output, multiprocessors, batch_invariant())
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_dense(m: int, n: int, k: int, output: Output, multiprocessors: int, invariant: bool) -> DensePlan:
+    if output != Output.BF16:
+        return grouped(m, n, output, multiprocessors)
+    if m <= DENSE_WIDTHS[-1] and splits_k(n, k) and not invariant:
+        return few_rows(m, n)
+    one_round = ceil_div(m, DENSE_TILE_M[-1]) * ceil_div(n, DENSE_TILE_N[-1]) <= multiprocessors
+    if m <= DENSE_ROWS or one_round:
+        return tiled(m, n, *fastest_tile(m, n, k, multiprocessors), multiprocessors)
+    return grouped(m, n, output, multiprocessors)
+
+
+def few_rows(m: int, n: int, cluster: int = DENSE_SPLITS) -> DensePlan:
+    """The plan of few rows and few columns, whose blocks would take many steps if each had all of K."""
+    width = next(width for width in DENSE_WIDTHS if m <= width)
+    blocks = ceil_div(n, DENSE_FEW_ROWS_TILE_N) * cluster
+    kernel = dense_gemm_few_rows_key()
+    return DensePlan(kernel, Output.BF16, width, DENSE_FEW_ROWS_TILE_N, blocks, cluster, overlaps_quantize=True)
+
+
+def tiled(m: int, n: int, tile_m: int, tile_n: int, multiprocessors: int) -> DensePlan:
+    """The plan of dense_gemm in such tiles."""
+    blocks = min(ceil_div(m, tile_m) * ceil_div(n, tile_n), multiprocessors)
+    return DensePlan(dense_gemm_key(tile_m), Output.BF16, tile_m, tile_n, blocks, overlaps_quantize=True)
+
+
+def grouped(m: int, n: int, output: Output, multiprocessors: int) -> DensePlan:
+    """The plan of grouped_gemm with one group: in wide tiles; for other outputs than BF16 narrow if one round does."""
+    narrow, wide = GROUPED_TILE_N
+    one_round = count_row_tiles(m, MANY_ROWS_TILE) * ceil_div(n, narrow) <= multiprocessors
+    tile_n = narrow if output != Output.BF16 and one_round else wide
+    return DensePlan(grouped_gemm_key(output, tile_n), output, MANY_ROWS_TILE, tile_n, multiprocessors)
+
+
+def splits_k(n: int, k: int) -> bool:
+    """Whether few rows split K: where each block of a cluster has a multiprocessor of its own."""
+    return k >= LONG_K and DENSE_SPLITS * ceil_div(n, DENSE_FEW_ROWS_TILE_N) <= MULTIPROCESSORS
+
+
+def fastest_tile(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int]:
+    """Rows and columns of the tiles of dense_gemm with which the busiest multiprocessor finishes first.
+
+    A tile takes as long as its loads, and then its stores. Tiles of the same columns do not run in step, so weights
+    that do not stay in L2 may be read once for each of them: those get as few rows of tiles as there can be.
+    """
+
+    def time(tile: tuple[int, int]) -> tuple[int, int]:
+        rows, columns = tile
+        rounds = ceil_div(ceil_div(m, rows) * ceil_div(n, columns), multiprocessors)
+        return rounds * ((rows + columns) * k // GROUP + rows * columns // DENSE_STORE), -rows
+
+    low, high = DENSE_TILE_M
+    heights = (low,) if m <= low else (high,) if n * k > L2_BYTES else DENSE_TILE_M
+    return min(itertools.product(heights, DENSE_TILE_N), key=time)

@@ -1,0 +1,93 @@
+"""The parameters of each kernel: their names, kinds and order are those of the kernel's signature in csrc.
+
+A launch names its arguments. One that is missing, or that the kernel does not have, is a TypeError.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Kind(StrEnum):
+    """The type of a parameter."""
+
+    MAP = "map"  # a TMA descriptor, passed by value
+    POINTER = "pointer"  # a device address; 0 for none
+    INT = "int"  # 32 bits, signed
+
+
+class Parameter(NamedTuple):
+    kind: Kind
+    name: str
+
+
+def _signature(text: str) -> tuple[Parameter, ...]:
+    kinds_and_names = (parameter.split() for parameter in text.split(","))
+    return tuple(Parameter(Kind(kind), name) for kind, name in kinds_and_names)
+
+
+PARAMETERS = {
+    "combine": _signature("pointer rows, pointer slots, pointer weights, pointer out, int vectors, int topk"),
+    "count_experts": _signature(
+        "pointer ids, pointer expert_map, pointer counts, int ids_64, int pairs, int global_experts, int num_experts"
+    ),
+    "dense_gemm": _signature(
+        "map a_map, map a_tail_map, map b_map, pointer a_scales, int a_scale_k_stride, pointer b_scales, pointer d, "
+        "int m, int n, int k, int width"
+    ),
+    "dense_gemm_few_rows": _signature(
+        "map a_map, map b_map, pointer a_scales, int a_scale_k_stride, pointer b_scales, pointer d, "
+        "int m, int n, int k, int width, int splits"
+    ),
+    "down_small_batch": _signature(
+        "map w_map, map q_map, pointer w_scales, pointer scales, pointer told, pointer ids, pointer expert_map, "
+        "pointer out, int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden, "
+        "int intermediate, int splits"
+    ),
+    "gate_up": _signature(
+        "map a_map, map a_narrow_map, map b_map, map d_map, pointer a_scales, int a_scale_expert_stride, "
+        "int a_scale_k_stride, pointer b_scales, pointer gathered, pointer a_rows, pointer d, pointer d_scales, "
+        "pointer ready, pointer table, pointer num_tiles, int m, int n, int k"
+    ),
+    "gate_up_small_batch": _signature(
+        "map w_map, pointer x, pointer w_scales, pointer ids, pointer expert_map, pointer topk_weights, pointer q, "
+        "pointer scales, pointer told, int ids_64, int global_experts, int num_experts, int tokens, int topk, "
+        "int hidden, int intermediate"
+    ),
+    "gate_up_few_rows": _signature(
+        "map w_map, pointer x, pointer x_scales, pointer w_scales, pointer a_rows, pointer q, pointer scales, "
+        "pointer partial, pointer ready, pointer table, pointer num_tiles, int m, int intermediate, int k, "
+        "int splits, int counters"
+    ),
+    "grouped_gemm": _signature(
+        "map a_map, map a_narrow_map, map b_map, map d_map, pointer a_scales, int a_scale_expert_stride, "
+        "int a_scale_k_stride, pointer b_scales, pointer d, pointer c, pointer ready, pointer table, "
+        "pointer num_tiles, int m, int n, int k"
+    ),
+    "grouped_gemm_few_rows": _signature(
+        "map a_map, map b_map, pointer a_scales, int a_scale_expert_stride, int a_scale_k_stride, pointer b_scales, "
+        "pointer d, pointer table, pointer num_tiles, int m, int n, int k, int pair_of_counters, int run, "
+        "pointer ready, int counters"
+    ),
+    "quantize": _signature("pointer x, pointer q, pointer scales, pointer slots, int tokens, int groups, int topk"),
+    "route": _signature(
+        "pointer ids, pointer expert_map, pointer counts, pointer slots, pointer tokens, pointer num_rows, "
+        "pointer table, pointer num_tiles, pointer ready, int ids_64, int pairs, int topk, int global_experts, "
+        "int num_experts, int block_m, int tile_counters"
+    ),
+    "silu_mul_quant": _signature("pointer gate_up, pointer counts, pointer q, pointer scales, int max_m, int groups"),
+    "tiles_of_counts": _signature(
+        "pointer counts, pointer table, pointer num_tiles, pointer ready, int groups, int max_m, int block_m"
+    ),
+    "tiles_of_indices": _signature(
+        "pointer ids, pointer run_begins, pointer table, pointer num_tiles, int rows, int num_groups, int block_m"
+    ),
+}
+
+
+# What launches are made of: `ARGUMENTS["combine"](rows=.., slots=.., ..)` is a tuple in the order of the signature.
+ARGUMENTS: dict[str, Callable[..., tuple[bytes | int, ...]]] = {
+    kernel: namedtuple(kernel, (parameter.name for parameter in parameters))
+    for kernel, parameters in PARAMETERS.items()
+}

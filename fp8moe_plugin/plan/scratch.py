@@ -1,0 +1,134 @@
+"""Where the pieces of an op's scratch memory begin, which is one allocation.
+
+Kernels of a layer overlap in time, so pieces never share memory. A piece that a call does without is empty. Offsets are
+in bytes.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.plan.shape import MoeShape
+from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, route_chunks, scale_rows, tile_capacity
+
+PIECE = 256  # bytes; every piece begins at a multiple of it
+NUM_TILES_BYTES = 20  # the number of tiles, and two pairs of counters with which GEMMs hand tiles out
+
+
+class SortedScratch(NamedTuple):
+    """Scratch of a layer whose rows are sorted by expert; `rows` are T * topk."""
+
+    x: int  # e4m3 [rows, H], or [T, H] where GEMM 1 gathers
+    x_scales: int  # float32, of x; K-major, or row-major where GEMM 1 gathers
+    slots: int  # int32 [T, topk]: the row of each (token, expert) pair, -1 for none
+    tokens: int  # int32 [rows]: the token of each row
+    num_rows: int  # int32 [1]
+    expert_counts: int  # uint32 [chunks, ceil(E / 2)], where the pairs are counted first
+    table: int  # int32 [tiles, 4]
+    num_tiles: int  # int32 [5]
+    ready: int  # int32 [1 + tiles * row_counters]
+    partial: int  # float32 [splits, rows, 2I], where blocks of GEMM 1 split K
+    inner: int  # e4m3 [rows, I]
+    inner_scales: int  # float32, of inner, K-major
+    down: int  # bfloat16 [rows, H]
+    nbytes: int  # of all pieces
+
+
+class SmallBatchScratch(NamedTuple):
+    """Scratch of a small batch of which at most min(T * topk, E) experts get tokens."""
+
+    inner: int  # e4m3 [experts, width, I]
+    inner_scales: int  # float32 [experts, I / 128, width]
+    told: int  # int32 [experts, I / 128]: tokens whose results GEMM 1 has written
+    nbytes: int
+
+
+class BatchedScratch(NamedTuple):
+    """Scratch of `batched_experts`; `rows` are E * max_m."""
+
+    table: int  # int32 [tiles, 4]
+    num_tiles: int  # int32 [5]
+    ready: int  # int32 [1 + tiles]
+    inner: int  # e4m3 [rows, I]
+    inner_scales: int  # float32, of inner, K-major
+    nbytes: int
+
+
+class GroupedScratch(NamedTuple):
+    """Scratch of a grouped GEMM."""
+
+    table: int  # int32 [tiles, 4]
+    num_tiles: int  # int32 [5]
+    ready: int  # int32 [1 + tiles], where counts give the tiles
+    run_begins: int  # int32 [rows], where indices give the tiles
+    nbytes: int
+
+
+class QuantizedScratch(NamedTuple):
+    """Scratch of a dense layer."""
+
+    values: int  # e4m3 [M, K]
+    scales: int  # float32, of the values, K-major
+    nbytes: int
+
+
+def sorted_scratch(
+    shape: MoeShape, tokens: int, tile_rows: int, gathers: bool, k_splits: int, row_counters: int
+) -> SortedScratch:
+    """The layout for a step; the arguments are fields of `SortedStep`."""
+    topk, hidden, intermediate, local_experts, _ = shape
+    rows = tokens * topk
+    tiles, chunks = tile_capacity(rows, local_experts, tile_rows), route_chunks(rows)
+    sizes = (
+        (tokens if gathers else rows) * hidden,
+        4 * (tokens if gathers else scale_rows(rows)) * (hidden // GROUP),
+        4 * rows,
+        4 * rows,
+        4,
+        4 * chunks * ceil_div(local_experts, 2) if chunks > 1 else 0,
+        16 * tiles,
+        NUM_TILES_BYTES,
+        4 * (1 + tiles * row_counters),
+        8 * k_splits * rows * intermediate if k_splits > 1 else 0,
+        rows * intermediate,
+        4 * scale_rows(rows) * (intermediate // GROUP),
+        2 * rows * hidden,
+    )
+    return SortedScratch(*_offsets(*sizes))
+
+
+def small_batch_scratch(shape: MoeShape, tokens: int, width: int) -> SmallBatchScratch:
+    experts, groups = min(tokens * shape.topk, shape.local_experts), shape.intermediate // GROUP
+    slots = experts * width
+    return SmallBatchScratch(*_offsets(slots * shape.intermediate, 4 * slots * groups, 4 * experts * groups))
+
+
+def batched_scratch(experts: int, max_m: int, intermediate: int, tile_rows: int) -> BatchedScratch:
+    rows = experts * max_m
+    tiles = tile_capacity(rows, experts, tile_rows)
+    inner = rows * intermediate, 4 * scale_rows(rows) * (intermediate // GROUP)
+    return BatchedScratch(*_offsets(16 * tiles, NUM_TILES_BYTES, 4 * (1 + tiles), *inner))
+
+
+def grouped_scratch(rows: int, groups: int, tile_rows: int, indexed: bool) -> GroupedScratch:
+    """The layout for rows in at most `groups` groups; `indexed`: an index for each row names its group."""
+    tiles = tile_capacity(rows, groups, tile_rows)
+    ready, run_begins = (0, 4 * rows) if indexed else (4 * (1 + tiles), 0)
+    return GroupedScratch(*_offsets(16 * tiles, NUM_TILES_BYTES, ready, run_begins))
+
+
+@functools.lru_cache(maxsize=4096)
+def quantized_scratch(rows: int, k: int) -> QuantizedScratch:
+    return QuantizedScratch(*_offsets(rows * k, 4 * scale_rows(rows) * (k // GROUP)))
+
+
+def row_counters(intermediate: int, k_splits: int, tile_rows: int) -> int:
+    """Counters that GEMM 1 keeps for each row tile: of stored columns and, where K is split, of each column's parts."""
+    return 1 + intermediate // GROUP if tile_rows == FEW_ROWS_TILE and k_splits > 1 else 1
+
+
+def _offsets(*sizes: int) -> Iterable[int]:
+    """Where consecutive pieces of these sizes begin, and where the last one ends."""
+    return itertools.accumulate((ceil_div(size, PIECE) * PIECE for size in sizes), initial=0)

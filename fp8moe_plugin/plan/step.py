@@ -1,0 +1,232 @@
+"""The plan of a step: every choice that a mixture-of-experts layer makes for one step is a field of its `StepPlan`.
+
+With `settings.batch_invariant` each sum is made in one order, whatever the number of tokens: K is never split, and the
+small-batch kernels are not used. The kind of tile may still change with the number of tokens: a tensor core rounds a
+product of weights and tokens as one of tokens and weights. PTX does not promise that;
+tests/gpu/test_batch_invariance.py checks it for every kind and width of tile.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.plan.catalog import (
+    CLUSTER_SPLITS,
+    MAX_SPLITS,
+    SMALL_BATCH_HIDDEN,
+    SMALL_BATCH_PAIRS,
+    SMALL_BATCH_STAGES,
+    SMALL_BATCH_STEPS,
+    SMALL_BATCH_WIDTHS,
+    KernelKey,
+    Layout,
+    down_small_batch_key,
+    gate_up_few_rows_key,
+    gate_up_key,
+    gate_up_small_batch_key,
+    quantize_key,
+)
+from fp8moe_plugin.plan.grouped import columns_at_once, grouped_key, keeps_b, starts_early
+from fp8moe_plugin.plan.scratch import (
+    SmallBatchScratch,
+    SortedScratch,
+    row_counters,
+    small_batch_scratch,
+    sorted_scratch,
+)
+from fp8moe_plugin.plan.shape import MoeShape
+from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, MANY_ROWS_TILE, route_chunks
+from fp8moe_plugin.plan.tuning import (
+    DOWN_BLOCKS,
+    FEW_ROWS_PER_EXPERT,
+    GATHER_UP_TO,
+    MULTIPROCESSORS,
+    SMALL_BATCH_BYTES,
+    SPARE_MULTIPROCESSORS,
+    SPLIT_BYTES,
+    TILES_PER_CLUSTER,
+    WIDE_BATCH_STEPS,
+)
+from fp8moe_plugin.settings import batch_invariant
+
+
+# Plans are compared by identity, which is fast: a shape has one plan for each number of tokens.
+@dataclass(frozen=True, eq=False)
+class SmallBatchStep:
+    """Few tokens: two kernels, which find the tokens of each expert by themselves."""
+
+    shape: MoeShape
+    tokens: int
+    width: int  # padded token count, 8 or 16
+    cluster: int  # blocks that share a tile of GEMM 1 by splitting K
+    clusters: int  # of GEMM 1
+    down_splits: int  # blocks that share 128 channels of GEMM 2 by splitting K
+    gate_up: KernelKey
+    down: KernelKey
+    scratch: SmallBatchScratch
+
+
+@dataclass(frozen=True, eq=False)
+class SortedStep:
+    """More tokens: their rows are sorted by expert and cut into tiles, which both GEMMs work through."""
+
+    shape: MoeShape
+    tokens: int
+    tile_rows: int  # rows of a tile: FEW_ROWS_TILE or MANY_ROWS_TILE
+    route_chunks: int  # blocks of route; if there are several, count_experts runs first
+    gathers: bool  # GEMM 1 looks up the tokens of its rows, instead of reading a copy for each expert
+    k_splits: int  # blocks that share a tile of GEMM 1 by splitting K
+    row_counters: int  # counters that GEMM 1 keeps for each row tile
+    early_down: bool  # GEMM 2 starts before GEMM 1 ends, and waits for the rows of each tile
+    keep_b: bool  # GEMM 2 keeps weights in shared memory from tile to tile
+    columns_at_once: int  # columns of tiles that a block of GEMM 2 takes; of the kernel for few rows
+    quantize: KernelKey
+    gate_up: KernelKey
+    down: KernelKey
+    scratch: SortedScratch
+
+    @property
+    def rows(self) -> int:
+        """Of all experts, if no id is out of range."""
+        return self.tokens * self.shape.topk
+
+    @property
+    def few_rows(self) -> bool:
+        """Whether the GEMMs are those for few rows an expert, which stream the weights."""
+        return self.tile_rows == FEW_ROWS_TILE
+
+
+StepPlan = SmallBatchStep | SortedStep
+
+
+def plan_step(shape: MoeShape, tokens: int, ue8m0: bool = False, multiprocessors: int = MULTIPROCESSORS) -> StepPlan:
+    """The plan of a step of `tokens` tokens, at least 1.
+
+    Args:
+        ue8m0: the scales of activations are powers of two.
+        multiprocessors: of the GPU.
+    """
+    return _plan_step(shape, tokens, ue8m0, multiprocessors, batch_invariant())
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_step(shape: MoeShape, tokens: int, ue8m0: bool, multiprocessors: int, invariant: bool) -> StepPlan:
+    if not invariant and (width := small_batch_width(shape, tokens)):
+        return small_batch_step(shape, tokens, width, ue8m0, multiprocessors)
+    few_rows = tokens <= few_rows_tokens(shape.topk, shape.global_experts)
+    return sorted_step(shape, tokens, FEW_ROWS_TILE if few_rows else MANY_ROWS_TILE, ue8m0, invariant)
+
+
+def few_rows_tokens(topk: int, global_experts: int) -> int:
+    """The longest step for which a layer takes the tiles for few rows, which stream the weights.
+
+    With 16 rows an expert they are up to 4% faster than those for many rows, with 32 up to 17% slower.
+    """
+    return FEW_ROWS_PER_EXPERT * global_experts // topk
+
+
+# ---- small batches -------------------------------------------------------------------------------------------------
+
+
+def small_batch_width(shape: MoeShape, tokens: int) -> int:
+    """Padded token count (8 or 16), or 0 if the small-batch path does not apply.
+
+    Every tile multiplies all tokens of the batch, though an expert has few of them. That costs nothing as long as
+    loading weights takes the time, and saves the launches that sort the tokens. Where a rank is likely to read many
+    weights, the other kernels stream them 3% faster. A wide batch needs longer parts of K than the blocks of a cluster
+    have if `hidden` is small.
+    """
+    topk, hidden, intermediate, local_experts, global_experts = shape
+    pairs = tokens * topk
+    if pairs > SMALL_BATCH_PAIRS or topk > 32 or hidden > SMALL_BATCH_HIDDEN:
+        return 0
+    if 3 * hidden * intermediate * pairs * local_experts / global_experts > SMALL_BATCH_BYTES:
+        return 0
+    narrow, wide = SMALL_BATCH_WIDTHS
+    if tokens <= narrow:
+        return narrow
+    steps = hidden // GROUP // gate_up_cluster(wide, hidden)
+    return wide if tokens <= wide and steps >= WIDE_BATCH_STEPS else 0
+
+
+def small_batch_step(shape: MoeShape, tokens: int, width: int, ue8m0: bool, multiprocessors: int) -> SmallBatchStep:
+    """The plan of at most `width` tokens for the small-batch kernels."""
+    cluster = gate_up_cluster(width, shape.hidden)
+    tiles = min(tokens * shape.topk, shape.local_experts) * (shape.intermediate // GROUP)
+    return SmallBatchStep(
+        shape=shape,
+        tokens=tokens,
+        width=width,
+        cluster=cluster,
+        clusters=gate_up_clusters(tiles, multiprocessors, cluster),
+        down_splits=down_splits(shape.hidden, width),
+        gate_up=gate_up_small_batch_key(ue8m0, width, cluster),
+        down=down_small_batch_key(width, cluster),
+        scratch=small_batch_scratch(shape, tokens, width),
+    )
+
+
+def gate_up_cluster(width: int, hidden: int) -> int:
+    """Blocks that share a tile of gate_up_small_batch by splitting K: as few as have room for it."""
+    clusters = (cluster for w, cluster in SMALL_BATCH_STAGES if w == width)
+    return min(cluster for cluster in clusters if hidden <= SMALL_BATCH_STEPS * GROUP * cluster)
+
+
+def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
+    """How many clusters of gate_up_small_batch share at most `tiles` tiles.
+
+    Fewer than would fill the GPU: where its parts do not divide into clusters evenly, two clusters share
+    multiprocessors. With few tiles each, that costs less than one round of tiles more.
+    """
+    clusters = max(multiprocessors // cluster, 2)
+    fewer = max(clusters - SPARE_MULTIPROCESSORS // cluster, 1)
+    return min(tiles, clusters if tiles <= TILES_PER_CLUSTER * clusters else fewer)
+
+
+def down_splits(hidden: int, width: int) -> int:
+    """Blocks that share 128 channels of down_small_batch by splitting K.
+
+    As few as keep up with GEMM 1, which runs at the same time: more would take memory bandwidth from it.
+    """
+    return min(ceil_div(DOWN_BLOCKS[width], hidden // GROUP), CLUSTER_SPLITS)
+
+
+# ---- steps whose rows are sorted by expert -------------------------------------------------------------------------
+
+
+def sorted_step(shape: MoeShape, tokens: int, tile_rows: int, ue8m0: bool, invariant: bool) -> SortedStep:
+    """The plan of a step in tiles of `tile_rows`."""
+    topk, hidden, intermediate, local_experts, global_experts = shape
+    rows, few_rows = tokens * topk, tile_rows == FEW_ROWS_TILE
+    rows_per_expert = rows / global_experts
+    gathers = few_rows or intermediate <= GATHER_UP_TO
+    splits = k_splits(rows, shape) if few_rows and not invariant else 1
+    counters = row_counters(intermediate, splits, tile_rows)
+    keep_b = not few_rows and keeps_b(rows_per_expert, intermediate)
+    return SortedStep(
+        shape=shape,
+        tokens=tokens,
+        tile_rows=tile_rows,
+        route_chunks=route_chunks(rows),
+        gathers=gathers,
+        k_splits=splits,
+        row_counters=counters,
+        early_down=few_rows or starts_early(rows_per_expert, intermediate),
+        keep_b=keep_b,
+        columns_at_once=columns_at_once(rows, local_experts, hidden, intermediate) if few_rows else 1,
+        quantize=quantize_key(ue8m0, Layout.ROW_MAJOR if gathers else Layout.PERMUTED),
+        gate_up=gate_up_few_rows_key(ue8m0) if few_rows else gate_up_key(ue8m0, gathers),
+        down=grouped_key(tile_rows, keep_b),
+        scratch=sorted_scratch(shape, tokens, tile_rows, gathers, splits, counters),
+    )
+
+
+def k_splits(rows: int, shape: MoeShape) -> int:
+    """Into how many parts of K a tile of gate_up_few_rows is split.
+
+    As many as leave each multiprocessor of an H200 at most one part, while the sums of the parts, which go through
+    memory, are few bytes. That depends on the number of tokens, but not on how they are routed.
+    """
+    tiles, nbytes = min(rows, shape.local_experts) * (shape.intermediate // GROUP), 8 * rows * shape.intermediate
+    limit = min(MULTIPROCESSORS // tiles, SPLIT_BYTES // nbytes)
+    return max((s for s in (1, 2, 4, MAX_SPLITS) if shape.hidden // GROUP % s == 0 and s <= limit), default=1)

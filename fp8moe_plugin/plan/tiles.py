@@ -1,0 +1,47 @@
+"""How rows are cut into tiles, and (token, expert) pairs into chunks."""
+
+from fp8moe_plugin.checkpoint.shapes import ceil_div
+
+MANY_ROWS_TILE = 128  # rows of a tile of the kernels for many rows an expert, without its tail
+TAIL_ROWS = 16  # that such a tile may have in addition; kTailRows of csrc/pipeline/tile_table.cuh
+FEW_ROWS_TILE = 64  # rows of a tile of the kernels for few rows an expert; kOtherBlockM of csrc/pipeline/tile_table.cuh
+PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, one a thread
+
+# Rows that the kernels multiply at a time: a tile is padded to one of these.
+_PADDED_ROWS = {FEW_ROWS_TILE: (8, 16, 32, 64), MANY_ROWS_TILE: (64, 128, MANY_ROWS_TILE + TAIL_ROWS)}
+
+
+def row_tiles(rows: int, tile_rows: int) -> list[int]:
+    """The sizes of the tiles of an expert's rows; must match `RowTiles` of csrc/pipeline/tile_table.cuh."""
+    full, rest = divmod(rows, tile_rows)
+    if count_row_tiles(rows, tile_rows) > full:
+        return [tile_rows] * full + [rest]
+    return [tile_rows + min(TAIL_ROWS, max(0, rest - tile * TAIL_ROWS)) for tile in range(full)]
+
+
+def count_row_tiles(rows: int, tile_rows: int) -> int:
+    """The number of tiles of an expert's rows."""
+    full, rest = divmod(rows, tile_rows)
+    tails = full * TAIL_ROWS if tile_rows == MANY_ROWS_TILE else 0
+    return full + (rest > tails)
+
+
+def computed_rows(rows: int, tile_rows: int) -> int:
+    """How many rows the kernels multiply for an expert that has `rows`: with padding."""
+    padded = _PADDED_ROWS[tile_rows]
+    return sum(min(size for size in padded if size >= tile) for tile in row_tiles(rows, tile_rows))
+
+
+def tile_capacity(rows: int, groups: int, tile_rows: int) -> int:
+    """The most tiles that `rows` rows in at most `groups` groups can have; at least 1."""
+    return max(1, min(rows, rows // tile_rows + groups))
+
+
+def route_chunks(pairs: int) -> int:
+    """Into how many chunks route divides the (token, expert) pairs of a step; several are counted first."""
+    return max(1, ceil_div(pairs, PAIRS_PER_CHUNK))
+
+
+def scale_rows(rows: int) -> int:
+    """The distance between the K-major scales of two k blocks, in elements: a multiple of 16 bytes."""
+    return ceil_div(rows, 4) * 4

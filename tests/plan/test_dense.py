@@ -1,0 +1,85 @@
+"""What the plan of a dense GEMM chooses."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8moe_plugin.plan import DensePlan, Output, plan_dense
+from fp8moe_plugin.plan.catalog import (
+    CLUSTER_SPLITS,
+    DENSE_TILE_M,
+    DENSE_TILE_N,
+    dense_gemm_few_rows_key,
+    dense_gemm_key,
+    grouped_gemm_key,
+)
+from fp8moe_plugin.plan.dense import fastest_tile
+from fp8moe_plugin.plan.tiles import MANY_ROWS_TILE, row_tiles
+from fp8moe_plugin.plan.tuning import DENSE_SPLITS, L2_BYTES, LONG_K
+
+SHAPES = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (8, 128), (128, 18432), (320, 2944)]
+
+
+def plan(m: int, n: int, k: int, output: Output = Output.BF16) -> DensePlan:
+    return plan_dense(m, n, k, output, 132)
+
+
+def test_few_rows_stream_weights_where_columns_are_few_and_k_is_long():
+    plans = {shape: plan(32, *shape) for shape in SHAPES}
+    streamed = [shape for shape, found in plans.items() if found.kernel == dense_gemm_few_rows_key()]
+    assert streamed == [(2112, 7168), (128, 18432)]
+    assert all(plan(33, *shape).kernel != dense_gemm_few_rows_key() for shape in SHAPES)
+    assert [plan(m, 2112, 7168).tile_m for m in (1, 8, 9, 17, 32)] == [8, 8, 16, 32, 32]
+    assert plan(1, 2112, 7168).blocks == 33 * DENSE_SPLITS
+    assert min(CLUSTER_SPLITS, LONG_K // 128) >= plan(1, 2112, 7168).cluster == DENSE_SPLITS
+
+
+def test_dense_tiles_are_as_fast_as_any_were():
+    """Of those timed on an H200, see docs/tuning.md#DENSE_STORE."""
+    rows = (1, 64, 128, 192, 256)
+    assert [[fastest_tile(m, n, k, 132) for m in rows] for n, k in SHAPES[:5]] == [
+        [(64, 16), (64, 16), (64, 32), (64, 64), (64, 64)],
+        [(64, 192), (64, 192), (128, 192), (128, 192), (128, 192)],
+        [(64, 128), (64, 128), (128, 128), (64, 192), (128, 128)],
+        [(64, 64), (64, 64), (128, 64), (128, 112), (128, 112)],
+        [(64, 32), (64, 32), (64, 64), (64, 96), (128, 64)],
+    ]
+
+
+def test_the_kernel_is_compiled_for_the_tile():
+    for m, (n, k) in itertools.product((33, 64, 65, 200), SHAPES):
+        found = plan(m, n, k)
+        assert found.kernel == dense_gemm_key(found.tile_m)
+        assert (found.tile_m, found.tile_n) == fastest_tile(m, n, k, 132)
+        assert found.blocks == min(132, -(-m // found.tile_m) * -(-n // found.tile_n))
+
+
+def test_kernels_that_wait_for_the_quantization_may_start_before_it_ends():
+    for m, waits in ((1, True), (200, True), (5000, False)):
+        assert plan(m, 2112, 7168).overlaps_quantize is waits
+
+
+@given(m=st.integers(1, 4096), n=st.sampled_from((8, 512, 2112, 7168, 36864)), k=st.sampled_from((128, 1536, 7168)))
+def test_weights_that_do_not_stay_in_l2_are_not_read_for_more_tiles_of_rows_than_need_be(m, n, k):
+    tile_m, tile_n = fastest_tile(m, n, k, 132)
+    assert (tile_m, tile_n) in itertools.product(DENSE_TILE_M, DENSE_TILE_N)
+    if n * k > L2_BYTES:
+        assert tile_m == (64 if m <= 64 else 128)
+
+
+def test_dense_gemms_of_many_rows_stay_with_one_round_of_tiles():
+    assert [plan(m, 2112, 7168).kernel.source for m in (257, 512, 1024)] == ["dense_gemm"] * 3
+    assert [plan(m, 36864, 7168).kernel.source for m in (384, 385)] == ["dense_gemm", "grouped_gemm"]
+    assert plan(385, 36864, 7168).kernel == grouped_gemm_key(Output.BF16, 256)
+    for output in (Output.F32_DIRECT, Output.BF16_DIRECT):
+        assert plan(64, 2112, 7168, output).kernel.source == "grouped_gemm"
+
+
+@pytest.mark.parametrize(("m", "n"), [(129, 8448), (129, 8456), (1040, 2112), (1040, 2120), (1, 24576)])
+def test_tiles_of_other_results_are_narrow_where_these_are_one_round(m, n):
+    narrow = len(row_tiles(m, MANY_ROWS_TILE)) * -(-n // 128)
+    found = plan(m, n, 7168, Output.F32_DIRECT)
+    assert found.tile_n == (128 if narrow <= 132 else 256)
+    assert found.kernel == grouped_gemm_key(Output.F32_DIRECT, found.tile_n)

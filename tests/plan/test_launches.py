@@ -1,0 +1,198 @@
+"""Ops launch what their plans say, and no kernel that a layer does not load when serving starts."""
+
+import pytest
+import torch
+
+from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.ops import batched_experts, fp8_linear, fused_moe, workspace
+from fp8moe_plugin.ops.moe_launches import layer_launches
+from fp8moe_plugin.ops.operands import LayerAddresses
+from fp8moe_plugin.plan import (
+    MoeShape,
+    SmallBatchStep,
+    SortedStep,
+    linear_kernels,
+    moe_kernels,
+    plan_step,
+)
+from fp8moe_plugin.plan.catalog import SMALL_BATCH_HIDDEN, combine_key, count_experts_key, route_key
+from fp8moe_plugin.plan.tuning import EARLY_FROM, GATHER_UP_TO, LONG_K
+from tests import helpers as h
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 256, 128, 4, 2
+WIDE = GATHER_UP_TO + 128  # experts that read copies of their tokens
+CPU = torch.device("cpu")
+ADDRESSES = LayerAddresses(*(2**40 + i * 2**36 for i in range(len(LayerAddresses._fields))))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> h.Recorder:
+    recorder = h.Recorder()
+    h.serve(monkeypatch, recorder)
+    return recorder
+
+
+def launches_of(device: h.Recorder, step: SortedStep | SmallBatchStep) -> dict[str, Launch]:
+    """The launches of a layer by the names of the kernels; that of GEMM 1 is "gate_up"."""
+    launches = layer_launches(device, ADDRESSES, step, False)
+    names = ("gate_up" if launch.key == step.gate_up else launch.key.source for launch in launches)
+    return dict(zip(names, launches, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 383, 384, 1000])
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, EARLY_FROM, WIDE])
+def test_a_layer_launches_the_kernels_of_its_plan_in_the_order_of_the_data(device, tokens, intermediate):
+    step = plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, EXPERTS), tokens)
+    keys = [launch.key for launch in layer_launches(device, ADDRESSES, step, False)]
+    if isinstance(step, SmallBatchStep):
+        assert keys == [step.gate_up, step.down]
+    else:
+        counted = [count_experts_key()] if step.route_chunks > 1 else []
+        assert keys == [*counted, route_key(), step.quantize, step.gate_up, step.down, combine_key()]
+
+
+@pytest.mark.parametrize("tokens", [17, 48, 383, 384, 1000])
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, EARLY_FROM, WIDE])
+def test_kernels_that_start_early_follow_those_they_may_overlap(device, tokens, intermediate):
+    """GEMM 2 GEMM 1, which counts finished rows; the quantization of tokens to be gathered the routing."""
+    step = plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, EXPERTS), tokens)
+    assert isinstance(step, SortedStep)
+    launches = launches_of(device, step)
+    first, second = launches["gate_up"], launches[step.down.source]
+    early = {name for name, launch in launches.items() if launch.early}
+    expected = {"route"} if step.route_chunks > 1 else set()
+    expected |= {"quantize"} if step.gathers else set()
+    expected |= {step.down.source} if step.early_down else set()
+    expected |= {"gate_up", "combine"} if step.few_rows else set()
+    assert early == expected
+    assert (first.args.ready != 0) == (second.args.ready != 0) == step.early_down
+    assert launches["route"].args.ready
+    assert first.args.ready in (0, launches["route"].args.ready)
+
+
+def test_arguments_of_the_few_rows_kernels_are_the_fields_of_the_plan(device):
+    step = plan_step(MoeShape(8, 7168, 2048, 4, 256), 20)
+    assert isinstance(step, SortedStep)
+    assert step.k_splits > 1
+    launches = launches_of(device, step)
+    first, second, route = (launches[name].args for name in ("gate_up", "grouped_gemm_few_rows", "route"))
+    assert (first.splits, first.partial - ADDRESSES.scratch) == (step.k_splits, step.scratch.partial)
+    assert first.counters == second.counters == route.tile_counters == step.row_counters == 1 + 2048 // 128
+    assert second.run == step.columns_at_once
+    assert route.block_m == step.tile_rows
+
+
+@pytest.mark.parametrize("intermediate", [128, WIDE])
+@pytest.mark.parametrize("max_m", [1, 3])
+def test_the_second_gemm_of_slabs_starts_right_behind_the_first(device, max_m, intermediate):
+    gen = h.seeded(0, CPU)
+    layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
+    tokens = torch.zeros(EXPERTS, max_m, HIDDEN).to(h.FP8), torch.ones(EXPERTS, max_m, HIDDEN // 128)
+    batched_experts(*tokens, *layer, torch.ones(EXPERTS, dtype=torch.int32), expected_m=1000)
+    tiles, first, second = device.launches
+    assert (tiles.key.source, first.early, second.early) == ("tiles_of_counts", False, True)
+    assert first.args.ready == second.args.ready == tiles.args.ready != 0
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_layers_launch_what_their_plan_names_and_nothing_else(device, ue8m0):
+    gen = h.seeded(0, CPU)
+    hiddens = (HIDDEN, 2048, 4096, 4224)  # one for each small-batch kernel
+    for hidden, intermediate in (*((hidden, INTERMEDIATE) for hidden in hiddens), (HIDDEN, WIDE)):
+        layer = h.random_layer(gen, EXPERTS, hidden, intermediate)
+        for tokens in (1, 7, 9, 16, 64, 128, 129, 1000):
+            x = h.random_tokens(gen, tokens, hidden)
+            weights, ids = torch.rand(tokens, TOPK), torch.zeros(tokens, TOPK, dtype=torch.int32)
+            fused_moe(x, *layer, weights, ids, ue8m0=ue8m0)
+            fused_moe(x, *layer, weights, ids.long(), ue8m0=ue8m0)
+    assert device.keys == set(moe_kernels(ue8m0, batched=False))
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_batched_experts_launch_what_their_plan_names_and_nothing_else(device, ue8m0):
+    layer = h.random_layer(h.seeded(0, CPU), EXPERTS, HIDDEN, INTERMEDIATE)
+    tokens = torch.zeros(EXPERTS, 8, HIDDEN).to(h.FP8), torch.ones(EXPERTS, 8, HIDDEN // 128)
+    for expected_m in (1, 64, 65, 1000):
+        counts = torch.zeros(EXPERTS, dtype=torch.int32)
+        batched_experts(*tokens, *layer, counts, expected_m=expected_m, ue8m0=ue8m0)
+    wide = h.random_layer(h.seeded(0, CPU), EXPERTS, HIDDEN, WIDE)
+    batched_experts(*tokens, *wide, counts, expected_m=1000, ue8m0=ue8m0)
+    assert device.keys == set(moe_kernels(ue8m0, batched=True))
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_a_linear_layer_launches_what_its_plan_names_and_nothing_else(device, ue8m0):
+    gen = h.seeded(0, CPU)
+    for n, k in ((64, LONG_K), (4096, 128), (16384, 128)):
+        weight = h.random_weights(gen, n, k)
+        for tokens in (1, 64, 65, 1024):
+            fp8_linear(h.random_tokens(gen, tokens, k), *weight, ue8m0=ue8m0)
+    assert device.keys == set(linear_kernels(ue8m0))
+
+
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
+@pytest.mark.parametrize("tokens", [1, 7, 128, 129, 1000])
+def test_the_scratch_of_a_layer_is_what_the_plan_says(device, monkeypatch, tokens, intermediate):
+    scratch = []
+
+    def recorded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        scratch.append(torch.empty(shape, dtype=dtype, device=device))
+        return scratch[-1]
+
+    monkeypatch.setattr(workspace, "empty", recorded)
+    layer = h.random_layer(h.seeded(0, CPU), EXPERTS, HIDDEN, intermediate)
+    ids = torch.zeros(tokens, TOPK, dtype=torch.int32)
+    expert_map = torch.zeros(2 * EXPERTS, dtype=torch.int32)
+    for experts, global_experts in ((None, EXPERTS), (expert_map, 2 * EXPERTS)):
+        scratch.clear()
+        x = torch.zeros(tokens, HIDDEN).bfloat16()
+        fused_moe(x, *layer, torch.rand(tokens, TOPK), ids, expert_map=experts)
+        step = plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, global_experts), tokens)
+        assert [tensor.nbytes for tensor in scratch] == [step.scratch.nbytes]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "fetched"),
+    [(1, 7168, (128, 128)), (64, 2048, (128, 128)), (64, 7168, (256, 128)), (8192, 2048, (256, 256))],
+)
+def test_l2_fetches_single_lines_of_weights_that_are_read_once(device, tokens, hidden, fetched):
+    """Except for long rows that a block reads as a whole."""
+    step = plan_step(MoeShape(8, hidden, 256, 128, 128), tokens)
+    maps = [arg for launch in layer_launches(device, ADDRESSES, step, False) for arg in launch.args]
+    by_address = {arg[0]: arg[-1] for arg in maps if isinstance(arg, tuple)}
+    assert (by_address[ADDRESSES.w13], by_address[ADDRESSES.w2]) == fetched
+
+
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
+@pytest.mark.parametrize("tokens", [1, 129, 1000])
+def test_the_launches_of_a_layer_are_remembered_for_its_addresses_alone(device, tokens, intermediate):
+    """Tensors at other addresses, each in its turn, are read and written there."""
+    step = plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, 2 * EXPERTS), tokens)
+    for field in ADDRESSES._fields:
+        moved = ADDRESSES._replace(**{field: 2**45})
+        for addresses in (ADDRESSES, moved, ADDRESSES):
+            arguments = [arg for launch in layer_launches(device, addresses, step, False) for arg in launch.args]
+            used = {arg[0] if isinstance(arg, tuple) else arg for arg in arguments}
+            assert set(addresses) - {addresses.scratch} <= used
+            assert any(addresses.scratch + offset in used for offset in step.scratch)
+            assert (2**45 in used) == (addresses is moved)
+
+
+def test_launches_name_each_argument_of_their_kernel(device):
+    key = combine_key()
+    arguments = {"rows": 1, "slots": 2, "weights": 3, "out": 4, "vectors": 5, "topk": 6}
+    assert key.arguments(**arguments) == (1, 2, 3, 4, 5, 6)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'topk'"):
+        key.arguments(**{name: value for name, value in arguments.items() if name != "topk"})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'hidden'"):
+        key.arguments(**arguments, hidden=7)
+
+
+@pytest.mark.parametrize(("pairs", "chunks"), [(1, 1), (1024, 1), (1025, 2), (65536, 64), (131072, 128)])
+def test_a_step_of_few_pairs_is_routed_in_one_launch(device, pairs, chunks):
+    step = plan_step(MoeShape(1, SMALL_BATCH_HIDDEN + 128, WIDE, EXPERTS, EXPERTS), pairs)
+    assert isinstance(step, SortedStep)
+    assert step.route_chunks == chunks
+    launches = launches_of(device, step)
+    assert ("count_experts" in launches) == (chunks > 1)
+    assert launches["route"].grid == chunks

@@ -1,0 +1,300 @@
+"""The steps of a layer one by one, on tensors: each builds its launches as the layer does, and runs them.
+
+Where no device serves a tensor, the steps that sort and quantize tokens do it in plain torch: what kernels are compared
+with, bit by bit.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.ops import backend, operands, reference, workspace
+from fp8moe_plugin.ops.backend import Device
+from fp8moe_plugin.ops.combine import combine_launch
+from fp8moe_plugin.ops.gemm_launches import (
+    gate_up_few_rows_launch,
+    gate_up_launch,
+    grouped_gemm_few_rows_launch,
+    grouped_gemm_launch,
+)
+from fp8moe_plugin.ops.operands import Quantized, Rows, Weights, empty_quantized, k_major
+from fp8moe_plugin.ops.quantize import quantize_launch
+from fp8moe_plugin.ops.route import Ids, route_launches, tiles_of_counts_launch, tiles_of_indices_launch
+from fp8moe_plugin.ops.route import Routing as RoutingAddresses
+from fp8moe_plugin.plan import Layout, MoeShape
+from fp8moe_plugin.plan.catalog import gate_up_few_rows_key, gate_up_key, quantize_key
+from fp8moe_plugin.plan.grouped import columns_at_once, grouped_key, keeps_b, starts_early
+from fp8moe_plugin.plan.scratch import row_counters
+from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, route_chunks, row_tiles, tile_capacity
+
+
+def device_of(tensor: torch.Tensor) -> Device:
+    device = backend.device_of(tensor)
+    assert device is not None, "this step has no reference"
+    return device
+
+
+# ---- routing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Row tiles of `tile_rows` rows; see fp8moe_plugin/ops/operands.py."""
+
+    tile_rows: int
+    table: torch.Tensor
+    num_tiles: torch.Tensor
+    ready: torch.Tensor | None = None
+    keep_b: bool = False
+
+    def for_experts(self, rows_per_expert: float, intermediate: int) -> "Tiles":
+        """Those of both GEMMs of experts for many rows; without `ready` where GEMM 2 does not start early."""
+        early = starts_early(rows_per_expert, intermediate)
+        return replace(self, ready=self.ready if early else None, keep_b=keeps_b(rows_per_expert, intermediate))
+
+    @property
+    def addresses(self) -> operands.Tiles:
+        ready = 0 if self.ready is None else self.ready.data_ptr()
+        return operands.Tiles(self.table.data_ptr(), self.num_tiles.data_ptr(), ready)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where each (token, expert) pair goes."""
+
+    slots: torch.Tensor  # int32 [T, topk]: its row, -1 for none
+    tokens: torch.Tensor  # int32 [T * topk]: the token of each of the first num_rows rows
+    num_rows: torch.Tensor  # int32 [1]
+    tiles: Tiles
+
+
+def empty_tiles(rows: int, groups: int, tile_rows: int, device: torch.device, ready: bool = True) -> Tiles:
+    capacity = tile_capacity(rows, groups, tile_rows)
+    table = workspace.empty((capacity, 4), torch.int32, device)
+    counters = workspace.empty((1 + capacity,), torch.int32, device) if ready else None
+    return Tiles(tile_rows, table, workspace.empty((5,), torch.int32, device), counters)
+
+
+def route(topk_ids: torch.Tensor, num_experts: int, tile_rows: int, expert_map: torch.Tensor | None = None) -> Routing:
+    """Rows for the pairs of int32 or int64 `[T, topk]` ids, and tiles of the rows."""
+    device = backend.device_of(topk_ids)
+    if device is None:
+        return route_reference(topk_ids, num_experts, tile_rows, expert_map)
+    (tokens, topk), where = topk_ids.shape, topk_ids.device
+    rows = tokens * topk
+    slots = workspace.empty((tokens, topk), torch.int32, where)
+    tokens_of_rows = workspace.empty((rows,), torch.int32, where)
+    num_rows, tiles = workspace.empty((1,), torch.int32, where), empty_tiles(rows, num_experts, tile_rows, where)
+    counts = workspace.empty((route_chunks(rows), ceil_div(num_experts, 2)), torch.int32, where)
+    mapped = (0, num_experts) if expert_map is None else (expert_map.data_ptr(), expert_map.numel())
+    ids = Ids(topk_ids.data_ptr(), topk_ids.dtype == torch.int64, mapped[0])
+    shape = MoeShape(topk, GROUP, GROUP, num_experts, mapped[1])
+    out = RoutingAddresses(slots.data_ptr(), tokens_of_rows.data_ptr(), num_rows.data_ptr())
+    device.launch(route_launches(ids, shape, tokens, counts.data_ptr(), out, tiles.addresses, tile_rows, 1))
+    return Routing(slots, tokens_of_rows, num_rows, tiles)
+
+
+def route_reference(
+    topk_ids: torch.Tensor, num_experts: int, tile_rows: int, expert_map: torch.Tensor | None = None
+) -> Routing:
+    ids = reference.local_experts(topk_ids, num_experts, expert_map).flatten()
+    counts = torch.bincount(ids[ids >= 0], minlength=num_experts)
+    order = torch.sort(torch.where(ids < 0, num_experts, ids), stable=True).indices[: int(counts.sum())]
+    slots = torch.full_like(ids, -1, dtype=torch.int32)
+    slots[order] = torch.arange(order.numel(), dtype=torch.int32, device=ids.device)
+    tokens = torch.zeros_like(slots)
+    tokens[: order.numel()] = order // topk_ids.shape[1]
+    ends = counts.cumsum(0).tolist()
+    groups = [(e, end - count, end) for e, (end, count) in enumerate(zip(ends, counts.tolist(), strict=True))]
+    num_rows = torch.tensor([order.numel()], dtype=torch.int32, device=ids.device)
+    return Routing(slots.view(topk_ids.shape), tokens, num_rows, tiles_of_groups(groups, tile_rows, ids.device))
+
+
+def tiles_of_counts(counts: torch.Tensor, max_m: int, tile_rows: int) -> Tiles:
+    """Tiles of `[G, max_m]` rows, the first `counts[g]` of each group; counts are clamped to `[0, max_m]`."""
+    device = backend.device_of(counts)
+    if device is None:
+        clamped = counts.clamp(0, max_m).tolist()
+        groups = [(g, g * max_m, g * max_m + count) for g, count in enumerate(clamped)]
+        return tiles_of_groups(groups, tile_rows, counts.device)
+    tiles = empty_tiles(len(counts) * max_m, len(counts), tile_rows, counts.device)
+    device.launch([tiles_of_counts_launch(counts.data_ptr(), len(counts), max_m, tiles.addresses, tile_rows)])
+    return tiles
+
+
+def tiles_of_indices(indices: torch.Tensor, num_groups: int, tile_rows: int) -> Tiles:
+    """Tiles of the runs of equal ids in int32 `[rows]`; ids outside `[0, num_groups)` make no tile."""
+    device, rows = backend.device_of(indices), len(indices)
+    if device is None:
+        return tiles_of_runs(indices, num_groups, tile_rows)
+    tiles, runs = empty_tiles(rows, rows, tile_rows, indices.device, ready=False), torch.empty_like(indices)
+    addresses = indices.data_ptr(), rows, num_groups, runs.data_ptr(), tiles.addresses
+    device.launch([tiles_of_indices_launch(*addresses, tile_rows)])
+    return tiles
+
+
+def tiles_of_runs(indices: torch.Tensor, num_groups: int, tile_rows: int) -> Tiles:
+    ids, begin = indices.tolist(), 0
+    runs = []
+    for row in range(1, len(ids) + 1):
+        if row == len(ids) or ids[row] != ids[begin]:
+            if 0 <= ids[begin] < num_groups:
+                runs.append((ids[begin], begin, row))
+            begin = row
+    return _table(runs, tile_rows, indices.device)
+
+
+def tiles_of_groups(groups: list[tuple[int, int, int]], tile_rows: int, device: torch.device) -> Tiles:
+    """Tiles of `(expert, row_begin, row_end)` groups, those with tails first: the longest tiles are not the last."""
+    in_order = sorted(groups, key=lambda group: max(row_tiles(group[2] - group[1], tile_rows), default=0) <= tile_rows)
+    return _table(in_order, tile_rows, device)
+
+
+def _table(groups: list[tuple[int, int, int]], tile_rows: int, device: torch.device) -> Tiles:
+    entries: list[tuple[int, int, int, int]] = []
+    for expert, begin, end in groups:
+        entries += [(expert, begin, end, len(entries))] * len(row_tiles(end - begin, tile_rows))
+    table = torch.tensor(entries or [(0, 0, 0, 0)], dtype=torch.int32, device=device)
+    return Tiles(tile_rows, table, torch.tensor([len(entries), 0, 0, 0, 0], dtype=torch.int32, device=device))
+
+
+# ---- quantization and combination ----------------------------------------------------------------------------------
+
+
+def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> Quantized:
+    """Each token of bfloat16 `[T, K]` quantized to the rows that `slots` names for it; K-major scales."""
+    device, k = backend.device_of(x), x.shape[1]
+    if device is None:
+        return quantize_rows_reference(x, slots, ue8m0)
+    q, scales = empty_quantized(slots.numel(), k, x.device)
+    if x.numel():
+        key, permuted = quantize_key(ue8m0, Layout.PERMUTED), {"slots": slots.data_ptr(), "topk": slots.shape[1]}
+        addresses = x.data_ptr(), q.data_ptr(), scales.data_ptr()
+        device.launch([quantize_launch(key, *addresses, len(x), k, **permuted)])
+    return q, scales
+
+
+def quantize_rows_reference(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> Quantized:
+    q, scales = empty_quantized(slots.numel(), x.shape[1], x.device)
+    token_q, token_scales = reference.quantize(x, ue8m0)
+    token, column = (slots >= 0).nonzero(as_tuple=True)
+    rows = slots[token, column].long()
+    q.view(torch.uint8)[rows] = token_q.view(torch.uint8)[token]
+    scales[rows] = token_scales[token]
+    return q, scales
+
+
+def empty_tokens(tokens: int, k: int, device: torch.device) -> Quantized:
+    """Room for `quantize_tokens`: e4m3 `[tokens, k]` and row-major scales."""
+    q = workspace.empty((tokens, k), reference.FP8, device)
+    return q, workspace.empty((tokens, k // GROUP), torch.float32, device)
+
+
+def quantize_tokens(x: torch.Tensor, out: Quantized, ue8m0: bool = False) -> None:
+    """Quantize bfloat16 `[T, K]` for a GEMM that gathers its rows, while the launch before may still run."""
+    device = backend.device_of(x)
+    if device is None:
+        reference.write(out, reference.quantize(x, ue8m0))
+    elif x.numel():
+        addresses, key = (x.data_ptr(), out[0].data_ptr(), out[1].data_ptr()), quantize_key(ue8m0, Layout.ROW_MAJOR)
+        device.launch([quantize_launch(key, *addresses, *x.shape, early=True)])
+
+
+def combine(rows: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each token's rows."""
+    device, (tokens, topk) = backend.device_of(rows), slots.shape
+    if device is None:
+        return reference.combine(rows[slots.clamp(min=0).long()], slots >= 0, topk_weights, out)
+    if tokens:
+        addresses = rows.data_ptr(), slots.data_ptr(), topk_weights.data_ptr(), out.data_ptr()
+        device.launch([combine_launch(*addresses, tokens=tokens, topk=topk, hidden=out.shape[1])])
+    return out
+
+
+# ---- GEMMs ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SplitK:
+    """Blocks of GEMM 1 for few rows that share a tile, and the memory in which they do."""
+
+    splits: int
+    partial: torch.Tensor  # float32 [splits, rows, 2I]
+    counters: int  # of each row tile, in `ready` of its tiles
+
+
+def split_k(splits: int, tiles: Tiles, rows: int, intermediate: int) -> tuple[SplitK, Tiles]:
+    """Memory for splits of K, and the tiles with counters for them."""
+    counters, device = row_counters(intermediate, splits, tiles.tile_rows), tiles.table.device
+    partial = workspace.empty((splits, rows, 2 * intermediate), torch.float32, device)
+    ready = torch.zeros(1 + len(tiles.table) * counters, dtype=torch.int32, device=device)
+    return SplitK(splits, partial, counters), replace(tiles, ready=ready)
+
+
+def gate_up(
+    a: Quantized,
+    w13: Quantized,
+    tiles: Tiles,
+    *,
+    ue8m0: bool = False,
+    tokens: torch.Tensor | None = None,
+    split: SplitK | None = None,
+    out: Quantized | None = None,
+) -> Quantized:
+    """GEMM 1 of the experts with its activation, for rows that the tiles name.
+
+    Args:
+        a: `[G, max_m, H]`; with `tokens` `[T, H]` with row-major scales.
+        tokens: int32 `[G, max_m]`, or `[max_m]` for one group: the row of `a` that each row is. The kernel for few rows
+            needs it.
+        split: of the kernel for few rows, which counts in `tiles.ready` only with it.
+        out: e4m3 `[G * max_m, I]` and K-major scales to write to, or None.
+    Returns:
+        e4m3 `[G, max_m, I]` and its scales, K-major over all rows.
+    """
+    groups, max_m = a[0].shape[:2] if tokens is None else tokens.view(-1, tokens.shape[-1]).shape
+    device, intermediate = device_of(w13[0]), w13[0].shape[1] // 2
+    q, scales = out or empty_quantized(groups * max_m, intermediate, w13[0].device)
+    inner = Rows.k_major(q.data_ptr(), scales.data_ptr(), groups * max_m, intermediate)
+    weights, a_rows, at = Weights.of(w13), 0 if tokens is None else tokens.data_ptr(), tiles.addresses
+    kept = (a[1], 0, 0) if a_rows else k_major(*a)
+    x = Rows.of(a[0], kept)
+    if tiles.tile_rows != FEW_ROWS_TILE:
+        device.launch([gate_up_launch(device, gate_up_key(ue8m0, bool(a_rows)), x, weights, inner, at, a_rows=a_rows)])
+    else:
+        shared, counted = {}, operands.Tiles(at.table, at.num_tiles)
+        if split:
+            shared = {"partial": split.partial.data_ptr(), "k_splits": split.splits, "row_counters": split.counters}
+            counted = at
+        key = gate_up_few_rows_key(ue8m0)
+        device.launch([gate_up_few_rows_launch(device, key, x, weights, inner, counted, a_rows=a_rows, **shared)])
+    return q.view(groups, max_m, intermediate), scales.unflatten(0, (groups, max_m))
+
+
+def grouped_gemm(
+    a: Quantized,
+    b: Quantized,
+    out: torch.Tensor,
+    tiles: Tiles,
+    *,
+    after_gate_up: bool = False,
+    row_counters: int = 0,
+) -> None:
+    """`out[i] = a[i] @ b[expert of the tile].T` for rows that the tiles name; i over all groups.
+
+    Args:
+        after_gate_up: the launch before is the `gate_up` of the same tiles that makes `a`, and this one may start
+            before that ends: where `tiles.ready`; for few rows always, and waits for rows only with `row_counters`.
+        row_counters: for few rows the counters of each row tile in `tiles.ready`; 0: nothing has counted there.
+    """
+    device, scales, weights = device_of(out), k_major(*a), Weights.of(b)
+    rows, key = Rows.of(a[0], scales), grouped_key(tiles.tile_rows, tiles.keep_b)
+    target = out.data_ptr(), tiles.addresses
+    if tiles.tile_rows == FEW_ROWS_TILE:
+        columns = columns_at_once(rows.rows, weights.experts, weights.n, weights.k)
+        few = {"columns": columns, "row_counters": row_counters, "early": after_gate_up}
+        device.launch([grouped_gemm_few_rows_launch(device, key, rows, weights, *target, **few)])
+    else:
+        early = after_gate_up and tiles.ready is not None
+        device.launch([grouped_gemm_launch(device, key, rows, weights, *target, early=early)])
