@@ -120,15 +120,16 @@ class Engines:
     def __init__(self, variants: Path, mode: str, kind: str, environment: dict[str, str]) -> None:
         self.variants, self.kind = variants, kind
         self.arguments = ARGUMENTS[mode] | {"quantization": "fp8moe", "kv_cache_memory_bytes": 1 << 28}
-        own = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        command = [sys.executable, "-m", "tests.engine.reloads"]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self.environment = os.environ | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        self.process = self.launch()
         self.fresh: dict[str, Any] = {}  # what an engine said that was started on the checkpoint
         self.seen: list[tuple[str, Any]] = []  # what engines said after they had loaded it
         self.failures: list[Exception] = []
         self.runs = False
+
+    def launch(self) -> subprocess.Popen[str]:
+        command, pipe = [sys.executable, "-m", "tests.engine.reloads"], subprocess.PIPE
+        return subprocess.Popen(command, cwd=ROOT, env=self.environment, stdin=pipe, stdout=pipe, text=True)
 
     def do(self, command: str, name: str | None = None) -> dict[str, Any]:
         path = name and str(self.variants / f"{self.kind}-{name}")
@@ -200,6 +201,8 @@ class Loads(RuleBasedStateMachine):
         self.ended, self.engines.runs = True, False
         assert "SafetensorError" in self.engines.do(way, unreadable).get("raised", "")
         assert "the reload of its weights is unfinished" in self.engines.do("ask").get("refused", "")
+        self.engines.end()  # vLLM's next engine in a process may get the rotary embedding of this one, on meta
+        self.engines.process = self.engines.launch()
 
 
 @pytest.fixture
