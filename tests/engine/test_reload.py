@@ -113,11 +113,40 @@ def variants(checkpoints: Path) -> Path:
     return folder
 
 
-class Engines:
-    """One engine at a time in a process of `tests.engine.reloads`, started anew once it has refused."""
+class Host:
+    """A process of `tests.engine.reloads`, for all kinds of engines: importing vLLM takes longer than starting one."""
 
-    def __init__(self, process: subprocess.Popen[str], variants: Path, mode: str, kind: str) -> None:
-        self.process, self.variants, self.kind = process, variants, kind
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = os.environ | environment
+        self.process = self.launch()
+
+    def launch(self) -> subprocess.Popen[str]:
+        command, pipe = [sys.executable, "-m", "tests.engine.reloads"], subprocess.PIPE
+        return subprocess.Popen(command, cwd=ROOT, env=self.environment, stdin=pipe, stdout=pipe, text=True)
+
+    def relaunch(self) -> None:
+        self.end()
+        self.process = self.launch()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        assert select.select([self.process.stdout], [], [], ANSWER_S)[0], f"no answer to {command}"
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline() or '{"refused": "the process ended"}')
+        return answer
+
+
+class Engines:
+    """One engine at a time, started anew once it has refused."""
+
+    def __init__(self, host: Host, variants: Path, mode: str, kind: str) -> None:
+        self.host, self.variants, self.kind = host, variants, kind
         self.arguments = ARGUMENTS[mode] | {"quantization": "fp8moe", "kv_cache_memory_bytes": 1 << 28}
         self.fresh: dict[str, Any] = {}  # what an engine said that was started on the checkpoint
         self.seen: list[tuple[str, Any]] = []  # what engines said after they had loaded it
@@ -126,13 +155,7 @@ class Engines:
 
     def do(self, command: str, name: str | None = None) -> dict[str, Any]:
         path = name and str(self.variants / f"{self.kind}-{name}")
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps({command: path, "arguments": self.arguments}) + "\n")
-        self.process.stdin.flush()
-        assert select.select([self.process.stdout], [], [], ANSWER_S)[0], f"no answer to {command} {name}"
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline() or '{"refused": "the process ended"}')
-        return answer
+        return self.host.ask({command: path, "arguments": self.arguments})
 
     def start(self) -> None:
         """On the checkpoint that no engine was started on yet, or else on the first."""
@@ -190,22 +213,19 @@ class Loads(RuleBasedStateMachine):
         self.ended, self.engines.runs = True, False
         assert "SafetensorError" in self.engines.do(way, unreadable).get("raised", "")
         assert "the reload of its weights is unfinished" in self.engines.do("ask").get("refused", "")
+        self.engines.host.relaunch()  # vLLM's next engine in a process may get this one's rotary embedding, on meta
 
 
 @pytest.fixture(scope="module")
-def process(environment_of_engines: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """One for all engines of all kinds: to import vLLM takes longer than to start an engine."""
-    command, environment = [sys.executable, "-m", "tests.engine.reloads"], os.environ | environment_of_engines
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield process
-        process.kill()
+def host(environment_of_engines: dict[str, str]) -> Iterator[Host]:
+    host = Host(environment_of_engines)
+    yield host
+    host.end()
 
 
 @pytest.fixture
-def engines(request: pytest.FixtureRequest, process: subprocess.Popen[str], variants: Path) -> Engines:
-    return Engines(process, variants, *request.param)
+def engines(request: pytest.FixtureRequest, host: Host, variants: Path) -> Engines:
+    return Engines(host, variants, *request.param)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class ModelState:
         self.check_not_failed()
         if self.reloading:
             raise CheckpointError(
-                f"{min(self.reloading)}: the reload of its weights is unfinished. Restart the engine."
+                f"{min(self.reloading)}: the reload of its weights is unfinished. Restart the engine in a new process."
             )
 
     def begin_layer(self, layer: str) -> None:
