@@ -125,7 +125,7 @@ class Host:
         return subprocess.Popen(command, cwd=ROOT, env=self.environment, stdin=pipe, stdout=pipe, text=True)
 
     def renew(self) -> None:
-        """Take a new process on a GPU: vLLM 0.25.1 gives the next engine this one's rotary embedding, on meta."""
+        """Take a new process on a GPU: vLLM 0.25.1 gives the next engine the rotary embedding of this one, on meta."""
         if torch.cuda.is_available():
             self.end()
             self.process = self.launch()
