@@ -1,22 +1,26 @@
-"""The tiny checkpoints, and engines that answer in processes of their own."""
+"""The tiny checkpoints, and the engines that the tests ask. A process starts several, one after the other."""
 
 import functools
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
 from benchmarks.engine.small_engines import EAGER
 from tests.conftest import has_hopper, vllm_builds
+from tests.engine.generate import BEGINS
+from tests.shared import built_once
 from warmup.__main__ import main as warmup
 
 ROOT = Path(__file__).parents[2]
@@ -26,31 +30,80 @@ SHAPES = {f: replace(PRESETS[f, "tiny"], moe_layers=1, block_spread=1.0) for f i
 # Two ranks have 192 channels each of an expert, shared ones too, and 288 of the dense layer's 576, 4.5 scale blocks.
 SHAPES["deepseek_v3_odd"] = replace(SHAPES["deepseek_v3"], moe_intermediate=384, dense_intermediate=576)
 SHAPES["deepseek_v3_ue8m0"] = replace(SHAPES["deepseek_v3"], ue8m0=True)
-MODES: dict[str, dict[str, Any]] = {
-    "eager": EAGER,
-    "compile": {"compilation_config": {"inductor_compile_config": {"reorder_for_peak_memory": False}}},
-    "multiprocess": EAGER,
-    "tp2": EAGER | {"tensor_parallel_size": 2},
-    "ep2": EAGER | {"tensor_parallel_size": 2, "enable_expert_parallel": True},
-    "mtp": EAGER | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
-}
-TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-ENVIRONMENTS = {"multiprocess": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "tp2": TWO_RANKS, "ep2": TWO_RANKS}
-
+COMPILED = {"compilation_config": {"inductor_compile_config": {"reorder_for_peak_memory": False}}}
+OURS = {"quantization": "fp8moe"}
+TP2 = EAGER | {"tensor_parallel_size": 2}
+EP2 = TP2 | {"enable_expert_parallel": True}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 # On CPUs with AMX tiles vLLM's attention frees kv_b_proj when it has rearranged it: nothing can be loaded over it.
 RELOADABLE: dict[str, Any] = {} if has_hopper() else {"attention_config": {"backend": "CPU_MLA"}}
 
-Done = subprocess.CompletedProcess[str]
-Start = Callable[..., Done]
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="tensor parallelism needs two GPUs")
+needs_compiler = pytest.mark.skipif(
+    not (os.environ.get("CXX") or shutil.which("g++")), reason="torch.compile on a CPU needs a C++ compiler"
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What `tests.engine.generate` starts, lets answer, reloads from other checkpoints, and lets answer after each."""
+
+    checkpoint: str
+    arguments: dict[str, Any]
+    reload: tuple[str, ...] = ()
+    swapped: bool = False  # every expert takes its gate for its up projection
+
+
+class Served(NamedTuple):
+    """What an engine did."""
+
+    answers: list[dict[str, Any]]
+    refused: str | None  # the plugin's error, where it did not start
+    log: str
+    status: int  # of the process, which a failure in another process ends
+
+
+# Those of a process by their names. What may end it is started last.
+PROCESSES: dict[str, dict[str, Engine]] = {
+    "ours": {
+        "deepseek_v3": Engine("deepseek_v3-fp8", EAGER | OURS),
+        "deepseek_v3_ue8m0": Engine("deepseek_v3_ue8m0-fp8", EAGER | OURS),
+        "qwen3_moe": Engine("qwen3_moe-fp8", EAGER | OURS),
+        "qwen3_moe unquantized": Engine("qwen3_moe-bf16", EAGER),
+        "qwen3_moe swapped": Engine("qwen3_moe-fp8", EAGER | OURS, swapped=True),
+        "deepseek_v3 mtp": Engine("deepseek_v3-fp8", EAGER | OURS | MTP),
+        "qwen3_moe without a scale": Engine("qwen3_moe-without-a-scale", EAGER | OURS),
+    },
+    "without the plugin": {f"{family} twin": Engine(f"{family}-bf16", EAGER) for family in SHAPES},
+    "compiled": {"deepseek_v3 compiled": Engine("deepseek_v3-fp8", COMPILED | OURS)},
+    "multiprocess": {"qwen3_moe multiprocess": Engine("qwen3_moe-fp8", EAGER | OURS, ("qwen3_moe-without-a-weight",))},
+    "ep2": {"qwen3_moe ep2": Engine("qwen3_moe-fp8", EP2 | OURS, ("qwen3_moe-without-a-weight",))},
+    "tp2": {"deepseek_v3_odd tp2": Engine("deepseek_v3_odd-fp8", TP2 | OURS)},
+    "tp2 of the other family": {"qwen3_moe tp2": Engine("qwen3_moe-fp8", TP2 | OURS)},
+    "online": {
+        "deepseek_v3_odd online": Engine(
+            "deepseek_v3_odd-bf16", TP2 | OURS | RELOADABLE, ("deepseek_v3_odd-other", "deepseek_v3_odd-bf16")
+        )
+    },
+}
+ENVIRONMENTS = {"multiprocess": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "without the plugin": {"VLLM_PLUGINS": ""}}
+
+Start = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Engines come first: they take longest, and the other worker does the rest meanwhile."""
     why = _why_no_engine()
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if _is_of_engines(item):
             item.add_marker(pytest.mark.engine)
             if why:
                 item.add_marker(pytest.mark.skip(reason=why))
+    items.sort(key=lambda item: not _is_of_engines(item))
+
+
+def _is_of_engines(item: pytest.Item) -> bool:
+    return Path(__file__).parent in item.path.parents
 
 
 def _why_no_engine() -> str | None:
@@ -63,63 +116,71 @@ def _why_no_engine() -> str | None:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `<family>-fp8`, its unquantized twin `<family>-bf16`, what `convert` makes of that one, and
-    `<family>-other`, unquantized with other weights."""
-    folder = tmp_path_factory.mktemp("checkpoints")
+    `<family>-other`, unquantized with other weights; and `qwen3_moe-without-a-scale` and `-weight` of an expert."""
+    return built_once(tmp_path_factory, "engines", write_checkpoints)
+
+
+def write_checkpoints(folder: Path) -> None:
     for family, shape in SHAPES.items():
         for kind in ("fp8", "bf16"):
             write_checkpoint(folder / f"{family}-{kind}", shape, fp8=kind == "fp8")
         write_checkpoint(folder / f"{family}-other", shape, fp8=False, seed=1)
         converted = ["convert", "--model", str(folder / f"{family}-bf16"), "--out", str(folder / f"{family}-converted")]
         assert warmup(converted) == 0
-    return folder
+    # Expert 11 is one of the second of two ranks.
+    for name, tensor in (("scale", "3.down_proj.weight_scale_inv"), ("weight", "11.down_proj.weight")):
+        lacking = folder / f"qwen3_moe-without-a-{name}"
+        shutil.copytree(folder / "qwen3_moe-fp8", lacking)
+        (shard,) = lacking.glob("*.safetensors")
+        tensors = load_file(shard)
+        del tensors[f"model.layers.0.mlp.experts.{tensor}"]
+        save_file(tensors, shard, metadata={"format": "pt"})
+        index = {"weight_map": dict.fromkeys(tensors, shard.name)}
+        (lacking / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 @pytest.fixture(scope="session")
 def environment_of_engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    cache = str(tmp_path_factory.mktemp("vllm_cache"))  # what earlier versions of the plugin compiled proves nothing
-    return {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": cache}
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Of this run alone: what earlier versions of the plugin compiled proves nothing.
+        "VLLM_CACHE_ROOT": str(built_once(tmp_path_factory, "vllm_cache", lambda _: None)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 @pytest.fixture(scope="session")
 def start(environment_of_engines: dict[str, str]) -> Start:
-    def start(
-        model: Path,
-        mode: str,
-        environment: dict[str, str] | None = None,
-        script: str = "generate",
-        **arguments: object,
-    ) -> Done:
-        command = [sys.executable, "-m", f"tests.engine.{script}", str(model), json.dumps(MODES[mode] | arguments)]
-        common = environment_of_engines | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        own = common | ENVIRONMENTS.get(mode, {}) | (environment or {})
-        return subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=900)
+    def start(script: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", f"tests.engine.{script}", *map(str, arguments)]
+        own = os.environ | environment_of_engines | environment
+        return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=900)
 
     return start
 
 
 @pytest.fixture(scope="session")
-def engines(
-    request: pytest.FixtureRequest, checkpoints: Path, start: Start
-) -> Iterator[Callable[[str, str], Future[Done]]]:
-    """Our engine on the FP8 checkpoint, or the plain "twin" on the BF16 one. The selected tests' run two at a time.
+def engines(checkpoints: Path, start: Start) -> Callable[[str], Served]:
+    """What the engine of a name did; the first test that asks for one of a process runs all of that process."""
 
-    Mode "tp2_online" is ours on the BF16 one, over which it loads the other weights, and then the first again.
-    """
-    with ThreadPoolExecutor(2) as pool:
+    @functools.cache
+    def process(name: str) -> subprocess.CompletedProcess[str]:
+        engines = {name: asdict(engine) for name, engine in PROCESSES[name].items()}
+        return start("generate", checkpoints, json.dumps(engines), **ENVIRONMENTS.get(name, {}))
 
-        @functools.cache
-        def engine(family: str, mode: str) -> Future[Done]:
-            if mode == "twin":
-                return pool.submit(start, checkpoints / f"{family}-bf16", "eager")
-            if mode == "tp2_online":
-                reload = [str(checkpoints / f"{family}-{kind}") for kind in ("other", "bf16")]
-                arguments = RELOADABLE | {"quantization": "fp8moe", "reload": reload}
-                return pool.submit(start, checkpoints / f"{family}-bf16", "tp2", **arguments)
-            return pool.submit(start, checkpoints / f"{family}-fp8", mode, quantization="fp8moe")
+    @functools.cache
+    def engine(name: str) -> Served:
+        (of,) = (of for of, engines in PROCESSES.items() if name in engines)
+        done = process(of)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        said = [line for line in lines if line["engine"] == name]
+        assert said, done.stderr[-4000:]
+        _, _, log = done.stderr.partition(f"\n{BEGINS}{name}\n")
+        log, _, _ = log.partition(f"\n{BEGINS}")
+        answers = [line["answer"] for line in said if "answer" in line]
+        return Served(answers, said[-1].get("refused"), log, done.returncode)
 
-        for item in request.session.items:
-            parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-            if {"family", "mode"} <= parameters.keys():
-                engine(parameters["family"], "twin")
-                engine(parameters["family"], parameters["mode"])
-        yield engine
+    return engine

@@ -1,16 +1,25 @@
-"""One engine's greedy answers, with log-probabilities of the whole vocabulary, as a line of JSON.
+"""Engines one after the other, and the greedy answers of each, with log-probabilities of the whole vocabulary.
 
-python -m tests.engine.generate MODEL ARGUMENTS_AS_JSON
+python -m tests.engine.generate FOLDER ENGINES_AS_JSON
 
-ARGUMENTS may have `reload`, the folders of further checkpoints of the same model: each is loaded over the one before,
-and answers in a line of its own.
+ENGINES are those of `PROCESSES` in `conftest.py`, by name; FOLDER has their checkpoints. Prints lines of JSON with
+`engine`, the name, and `answer`, one for each checkpoint that it has loaded, or `refused`, why it does not start. What
+vLLM prints goes to standard error.
 """
 
+import gc
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from benchmarks.engine.small_engines import ALL, ask, random_prompts
 
+BEGINS = "=== engine: "  # and its name: the line in front of an engine's log
 PROMPTS, PROMPT_TOKENS, GENERATED = 4, 24, 8
 LIMITS = {
     "max_model_len": 128,
@@ -21,21 +30,54 @@ LIMITS = {
 }
 
 
+def answers(LLM: Any, folder: Path, engine: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    model = str(folder / engine["checkpoint"])
+    llm = LLM(model=model, dtype="bfloat16", skip_tokenizer_init=True, **LIMITS, **engine["arguments"])
+    yield ask(llm, random_prompts(PROMPTS, PROMPT_TOKENS), GENERATED)
+    for other in engine["reload"]:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder / other)})
+        llm.reset_prefix_cache()
+        yield ask(llm, random_prompts(PROMPTS, PROMPT_TOKENS), GENERATED)
+
+
+@contextmanager
+def gate_and_up_swapped() -> Iterator[None]:
+    """A bug: every expert takes its gate for its up projection. The tests have to notice."""
+    from fp8moe_plugin.ops import reference
+
+    correct = reference.silu_mul_quant
+
+    def swapped(gate_up: Any, *rest: Any) -> Any:
+        return correct(gate_up.roll(gate_up.shape[-1] // 2, -1), *rest)
+
+    with mock.patch.object(reference, "silu_mul_quant", swapped):
+        yield
+
+
 def main() -> None:
     from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
 
-    arguments = json.loads(sys.argv[2])
-    others = arguments.pop("reload", [])
-    llm = LLM(model=sys.argv[1], dtype="bfloat16", skip_tokenizer_init=True, **LIMITS, **arguments)
-    answer(llm)
-    for other in others:
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": other})
-        llm.reset_prefix_cache()
-        answer(llm)
+    from fp8moe_plugin.errors import Fp8MoeError
+    from fp8moe_plugin.layers.vllm import moe
+    from fp8moe_plugin.logs import log_once
 
-
-def answer(llm) -> None:
-    print("\n" + json.dumps(ask(llm, random_prompts(PROMPTS, PROMPT_TOKENS), GENERATED)), flush=True)
+    folder, engines = Path(sys.argv[1]), json.loads(sys.argv[2])
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    gc.freeze()  # what is imported: vLLM collects garbage often
+    for name, engine in engines.items():
+        log_once.cache_clear()
+        moe._announced.clear()
+        print(f"\n{BEGINS}{name}", file=sys.stderr, flush=True)
+        with gate_and_up_swapped() if engine["swapped"] else nullcontext():
+            try:
+                for answer in answers(LLM, folder, engine):
+                    print(json.dumps({"engine": name, "answer": answer}), file=lines, flush=True)
+            except Fp8MoeError as error:
+                print(json.dumps({"engine": name, "refused": str(error)}), file=lines, flush=True)
+        gc.collect()
+        cleanup_dist_env_and_memory()
 
 
 if __name__ == "__main__":

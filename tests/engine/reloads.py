@@ -38,6 +38,8 @@ class Engine:
             self.llm = None
             gc.collect()
             cleanup_dist_env_and_memory()
+        else:
+            gc.freeze()  # what is imported: vLLM collects garbage often
         self.llm = LLM(model=model, dtype="bfloat16", skip_tokenizer_init=True, **LIMITS, **arguments)
 
     def reload(self, model: str) -> None:

@@ -19,18 +19,17 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from safetensors.torch import load_file, save_file
 
 from fp8moe_plugin.layers.unquantized import is_quantized
-from tests.engine.conftest import MODES, ROOT, Start
-from tests.engine.test_engine import needs_compiler, needs_two_gpus
+from tests import faults
+from tests.engine.conftest import COMPILED, EAGER, ROOT, needs_compiler
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 ANSWER_S = 600
-SEQUENCES = 125 if os.environ.get("FULL_COUNTS") else 5  # of each of four kinds of engines
+SEQUENCES = 125 if faults.FULL else 5  # of each of four kinds of engines
 STEPS = 5
 GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}}
-ON_GPU = {"graphs": GRAPHS, "eager": MODES["eager"]}
-ARGUMENTS = ON_GPU if torch.cuda.is_available() else {mode: MODES[mode] for mode in ("eager", "compile")}
+ARGUMENTS = {"eager": EAGER} | ({"graphs": GRAPHS} if torch.cuda.is_available() else {"compile": COMPILED})
 EXPERT = "model.layers.0.mlp.experts.11.down_proj"
 DENSE = "model.layers.0.self_attn.o_proj"
 SCALE = "weight_scale_inv"
@@ -114,32 +113,51 @@ def variants(checkpoints: Path) -> Path:
     return folder
 
 
-class Engines:
-    """One engine at a time in a process of `tests.engine.reloads`, started anew once it has refused."""
+class Host:
+    """A process of `tests.engine.reloads`, for all kinds of engines: importing vLLM takes longer than starting one."""
 
-    def __init__(self, variants: Path, mode: str, kind: str, environment: dict[str, str]) -> None:
-        self.variants, self.kind = variants, kind
-        self.arguments = ARGUMENTS[mode] | {"quantization": "fp8moe", "kv_cache_memory_bytes": 1 << 28}
-        self.environment = os.environ | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = os.environ | environment
         self.process = self.launch()
-        self.fresh: dict[str, Any] = {}  # what an engine said that was started on the checkpoint
-        self.seen: list[tuple[str, Any]] = []  # what engines said after they had loaded it
-        self.failures: list[Exception] = []
-        self.runs = False
 
     def launch(self) -> subprocess.Popen[str]:
         command, pipe = [sys.executable, "-m", "tests.engine.reloads"], subprocess.PIPE
         return subprocess.Popen(command, cwd=ROOT, env=self.environment, stdin=pipe, stdout=pipe, text=True)
 
-    def do(self, command: str, name: str | None = None) -> dict[str, Any]:
-        path = name and str(self.variants / f"{self.kind}-{name}")
+    def renew(self) -> None:
+        """Take a new process on a GPU: vLLM 0.25.1 gives the next engine the rotary embedding of this one, on meta."""
+        if torch.cuda.is_available():
+            self.end()
+            self.process = self.launch()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin
         assert self.process.stdout
-        self.process.stdin.write(json.dumps({command: path, "arguments": self.arguments}) + "\n")
+        self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-        assert select.select([self.process.stdout], [], [], ANSWER_S)[0], f"no answer to {command} {name}"
+        assert select.select([self.process.stdout], [], [], ANSWER_S)[0], f"no answer to {command}"
         answer: dict[str, Any] = json.loads(self.process.stdout.readline() or '{"refused": "the process ended"}')
         return answer
+
+
+class Engines:
+    """One engine at a time, started anew once it has refused."""
+
+    def __init__(self, host: Host, variants: Path, mode: str, kind: str) -> None:
+        self.host, self.variants, self.kind = host, variants, kind
+        self.arguments = ARGUMENTS[mode] | {"quantization": "fp8moe", "kv_cache_memory_bytes": 1 << 28}
+        self.fresh: dict[str, Any] = {}  # what an engine said that was started on the checkpoint
+        self.seen: list[tuple[str, Any]] = []  # what engines said after they had loaded it
+        self.failures: list[Exception] = []
+        self.runs = False
+
+    def do(self, command: str, name: str | None = None) -> dict[str, Any]:
+        path = name and str(self.variants / f"{self.kind}-{name}")
+        return self.host.ask({command: path, "arguments": self.arguments})
 
     def start(self) -> None:
         """On the checkpoint that no engine was started on yet, or else on the first."""
@@ -159,16 +177,6 @@ class Engines:
         except Exception as error:
             self.failures.append(error)
             raise
-
-    def renew(self) -> None:
-        """Take a new process on a GPU: vLLM 0.25.1 gives the next engine the rotary embedding of this one, on meta."""
-        if torch.cuda.is_available():
-            self.end()
-            self.process = self.launch()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 class Loads(RuleBasedStateMachine):
@@ -201,23 +209,26 @@ class Loads(RuleBasedStateMachine):
         assert "Restart the engine" in refused, f"{way} of a checkpoint with {bad}: {refused or 'accepted'}"
         for command in (("ask", None), ("reload", "first"), ("load", "moved"), ("ask", None)):
             assert self.engines.do(*command) == {"refused": refused}, command
-        self.engines.renew()
+        self.engines.host.renew()
 
     def break_off(self, way: str, unreadable: str) -> None:
         """vLLM raises, and the layers wait for their tensors."""
         self.ended, self.engines.runs = True, False
         assert "SafetensorError" in self.engines.do(way, unreadable).get("raised", "")
         assert "the reload of its weights is unfinished" in self.engines.do("ask").get("refused", "")
-        self.engines.renew()
+        self.engines.host.renew()
+
+
+@pytest.fixture(scope="module")
+def host(environment_of_engines: dict[str, str]) -> Iterator[Host]:
+    host = Host(environment_of_engines)
+    yield host
+    host.end()
 
 
 @pytest.fixture
-def engines(
-    request: pytest.FixtureRequest, variants: Path, environment_of_engines: dict[str, str]
-) -> Iterator[Engines]:
-    engines = Engines(variants, *request.param, environment_of_engines)
-    yield engines
-    engines.end()
+def engines(request: pytest.FixtureRequest, host: Host, variants: Path) -> Engines:
+    return Engines(host, variants, *request.param)
 
 
 @pytest.mark.parametrize(
@@ -250,14 +261,3 @@ def test_an_engine_serves_the_last_checkpoint_or_refuses(engines):
     assert engines.seen
     for step, answer in engines.seen:
         assert answer == engines.fresh[step.partition(" ")[2]], step
-
-
-@pytest.mark.parametrize("mode", ["multiprocess", pytest.param("ep2", marks=needs_two_gpus)])
-def test_an_engine_in_processes_of_its_own_ends_with_the_reason(variants: Path, start: Start, mode: str):
-    """Under `ep2` the expert is one of the second rank alone: the first must not wait for it."""
-    reload = [str(variants / "fp8-lacks an expert's weight")]
-    done = start(variants / "fp8-first", mode, quantization="fp8moe", reload=reload)
-    assert done.returncode != 0
-    printed = done.stdout + done.stderr
-    assert "a tensor is missing" in printed
-    assert "The failed reload left a mixture of old and new weights" in printed
