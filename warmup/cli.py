@@ -144,7 +144,8 @@ def _summary(report: Report) -> str:
 
 
 def explain(options: Options, report: Report) -> bool:
-    from warmup import explain as explanation
+    with interrupts.held_back(signal.SIGINT):  # numpy, while it is imported, turns an interrupt into an ImportError
+        from warmup import explain as explanation
 
     model = _checked_model(options, report)
     assert model

@@ -116,7 +116,7 @@ def test_the_cases_are_of_all_outcomes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity"])
 def test_a_used_field_that_is_no_number_is_named(tmp_path: Path, name: str) -> None:
     write(tmp_path, sees({"hidden_size": float(name)}), None)
-    with pytest.raises(CheckpointError, match=f"hidden_size is {name}, and {name} is not a JSON number"):
+    with pytest.raises(CheckpointError, match=f"hidden_size is {name}, which is not a JSON number"):
         read_model(tmp_path)
 
 

@@ -28,6 +28,7 @@ from fp8moe_plugin.plan.catalog import (
 from fp8moe_plugin.plan.dense import splits_k
 from fp8moe_plugin.plan.tiles import MANY_ROWS_TILE
 from fp8moe_plugin.plan.tuning import EARLY_BELOW, LONG_K
+from tests import faults
 from tests import helpers as h
 from tests.emulator.build import CSRC, Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
@@ -376,7 +377,8 @@ FAULTS = {
 def faulty_kernels(emulator_runtime: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernels]:
     """The kernels of each fault, by its name."""
     kernels = {}
-    for name, fault in FAULTS.items():
+    for name in faults.cases_of_today(FAULTS, 3):
+        fault = FAULTS[name]
         folder = tmp_path_factory.mktemp("fault")
         fault.write_to(folder / "csrc")
         kernels[name] = Kernels(folder / "csrc")
@@ -393,7 +395,7 @@ def failures(emulator: Device, fault: Fault) -> Iterator[str]:
             yield f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", faults.cases_of_today(FAULTS, 3))
 def test_a_fault_is_seen(emulator_runtime: ctypes.CDLL, faulty_kernels: dict[str, Kernels], name: str) -> None:
     fault = FAULTS[name]
     emulator = Device(emulator_runtime, faulty_kernels[name], fault.multiprocessors, fault.shared_bytes)
