@@ -11,6 +11,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch
 
 from benchmarks.layer.host_cost import host_us
 from benchmarks.report import write_report
-from fp8moe_plugin.bench.layer import make_case, random_weights
+from fp8moe_plugin.bench.layer import captured, make_case, random_weights
 from fp8moe_plugin.checkpoint.shapes import Experts
+from fp8moe_plugin.ops import fused_moe
 
 LAYERS = {
     "dsv3-ep1": Experts(1, 256, 8, 7168, 2048),
@@ -51,17 +53,6 @@ def load_version(folder: Path) -> FusedMoe:
         for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
             del sys.modules[name]
         sys.modules.update(ours)
-
-
-def captured(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
 
 
 def replay_us(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
@@ -102,8 +93,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
 
-    from fp8moe_plugin.ops import fused_moe
-
     versions = {"before": load_version(options.before), "after": fused_moe}
     device = torch.device("cuda")
     results: dict[str, Any] = {"layers": {}, "host_us": {}}
@@ -118,7 +107,7 @@ def main() -> None:
     case = make_case(HOST_LAYER, weights, 1)
     for _ in range(2):  # in turns
         for name, layer in versions.items():
-            cost = host_us(lambda: layer(case.hidden_states, *weights.w13, *weights.w2, *case.routings[0]))  # noqa: B023
+            cost = host_us(partial(layer, case.hidden_states, *weights.w13, *weights.w2, *case.routings[0]))
             results["host_us"].setdefault(name, []).append(round(cost, 2))
     print("host us", results["host_us"])
     write_report(options.out, results)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fp8moe_plugin.bench.layer import captured
+
 Pair = tuple[torch.Tensor, torch.Tensor]  # e4m3 values and their float32 scales
 
 
@@ -23,11 +25,7 @@ def random_scales(shape: tuple[int, ...], k: int) -> torch.Tensor:
 
 def time_calls(call: Callable[[], Any]) -> tuple[float, float]:
     """Microseconds of a call in CUDA-graph replays: after a pause (burst), and during 0.4 s without one (sustained)."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph = captured([call])
     graph.replay()
     torch.cuda.synchronize()
 

@@ -205,8 +205,8 @@ def floor_us(experts: Experts, tokens: int, busy: float) -> float:
     return max(memory_s, 2 * weights * tokens * experts.topk / FLOP_PER_S) * 1e6
 
 
-def time_calls(calls: Sequence[Callable[[], Any]]) -> float:
-    """Median microseconds of one call, from replays of a CUDA graph that holds each call once."""
+def captured(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph that holds each call once, captured after each has run once."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -214,6 +214,12 @@ def time_calls(calls: Sequence[Callable[[], Any]]) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    return graph
+
+
+def time_calls(calls: Sequence[Callable[[], Any]]) -> float:
+    """Median microseconds of one call, from replays of a CUDA graph that holds each call once."""
+    graph = captured(calls)
     time.sleep(PAUSE_S)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(WARM_REPLAYS + REPLAYS + 1)]
     events[0].record()
