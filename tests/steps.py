@@ -11,6 +11,7 @@ import torch
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.ops import backend, operands, reference, workspace
 from fp8moe_plugin.ops.backend import Device
+from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.combine import combine_launch
 from fp8moe_plugin.ops.gemm_launches import (
     gate_up_few_rows_launch,
@@ -187,7 +188,7 @@ def quantize_rows_reference(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = 
 
 def empty_tokens(tokens: int, k: int, device: torch.device) -> Quantized:
     """Room for `quantize_tokens`: e4m3 `[tokens, k]` and row-major scales."""
-    q = workspace.empty((tokens, k), reference.FP8, device)
+    q = workspace.empty((tokens, k), FP8, device)
     return q, workspace.empty((tokens, k // GROUP), torch.float32, device)
 
 

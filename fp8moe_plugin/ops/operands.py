@@ -17,6 +17,7 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.ops import workspace
+from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.plan.tiles import scale_rows
 
 Quantized = tuple[torch.Tensor, torch.Tensor]  # e4m3 values and their float32 scales
@@ -117,7 +118,7 @@ def k_major(q: torch.Tensor, scales: torch.Tensor) -> ScalesAndStrides:
 
 def empty_quantized(rows: int, k: int, device: torch.device) -> Quantized:
     """Uninitialized e4m3 `[rows, k]` and its scales."""
-    return workspace.empty((rows, k), torch.float8_e4m3fn, device), empty_scales(rows, k // GROUP, device)
+    return workspace.empty((rows, k), FP8, device), empty_scales(rows, k // GROUP, device)
 
 
 def empty_scales(rows: int, k_blocks: int, device: torch.device) -> torch.Tensor:

@@ -7,9 +7,9 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.ops import workspace
+from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
 
-FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10  # keeps the scale of an all-zero group finite
 
