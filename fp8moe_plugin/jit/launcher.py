@@ -48,7 +48,7 @@ def launch(
         grid: blocks, along x or along (x, y).
         args: in the order of `plan.parameters.PARAMETERS`: a `tensor_map`, an address (0: none) or a 32-bit int each.
         early: it may start when the kernel launched before it lets it, not only when that one has ended (programmatic
-            dependent launch; csrc/common.cuh says what such a kernel owes the others).
+            dependent launch; csrc/device/common.cuh says what such a kernel owes the others).
         cluster: blocks of a cluster along x, of a kernel that leaves that to its launch.
     Raises:
         CompileError: the kernel does not compile.

@@ -16,9 +16,7 @@ HOPPER = (9, 0)  # the only compute capability with the instructions of the kern
 SMEM_BYTES = 227 * 1024  # of a block, at most
 SMEM_ALIGNMENT = 1024
 MULTIPROCESSOR_SMEM_BYTES = 228 * 1024  # shared by its blocks, each of which takes 1 KiB more than it asks for
-CLUSTER_SPLITS = (
-    8  # blocks of a cluster that add up their parts of K, at most: kMostSplits of csrc/pipeline/cluster_sum.cuh
-)
+CLUSTER_SPLITS = 8  # most blocks of a cluster that share a tile's K: kMostSplits of csrc/pipeline/cluster_sum.cuh
 MAX_SPLITS = 8  # parts of K of a tile of gate_up_few_rows, at most: kMaxSplits of csrc/pipeline/split_k.cuh
 DENSE_WIDTHS, DENSE_FEW_ROWS_TILE_N = (8, 16, 32), 64  # padded rows and columns of a tile of dense_gemm_few_rows
 DENSE_TILE_M, DENSE_TILE_N = (64, 128), (16, 32, 64, 96, 112, 128, 144, 192)  # rows and columns of one of dense_gemm
