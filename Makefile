@@ -17,7 +17,7 @@ cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emula
 # As many as a small machine has cores. All tests of a file run in the same worker, which builds their fixtures once.
 workers := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 faults := tests/engine tests/emulator/test_faults.py $(wildcard tests/jit/test_faults*.py) tests/checkpoint/test_fuzz.py \
-	tests/warmup/test_convert_kill.py tests/warmup/test_interrupts.py tests/warmup/test_streams.py
+	$(addprefix tests/warmup/test_,closure.py convert_kill.py interrupts.py streams.py)
 checkpoint := demo/deepseek_v3-tiny
 
 .PHONY: serve test faults versions newest lint

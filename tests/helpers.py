@@ -1,8 +1,9 @@
 """Inputs of the ops, and the float64 math that their results are held against."""
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -103,6 +104,20 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(bits(a), bits(b))
+
+
+def pairwise(*values: Sequence[object]) -> list[tuple[Any, ...]]:
+    """Cases in which every two values of different parameters meet, far fewer than all combinations."""
+
+    def pairs(case: tuple[object, ...]) -> set[tuple[object, ...]]:
+        return set(itertools.combinations(enumerate(case), 2))
+
+    combinations = list(itertools.product(*values))
+    left, cases = set().union(*map(pairs, combinations)), []
+    while left:
+        cases.append(max(combinations, key=lambda case, left=left: len(left & pairs(case))))
+        left = left - pairs(cases[-1])
+    return cases
 
 
 def untouched(tensor: torch.Tensor) -> bool:

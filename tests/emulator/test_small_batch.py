@@ -40,21 +40,18 @@ def force_down_splits(patch: pytest.MonkeyPatch, splits: int) -> None:
     patch.setattr(moe, "plan_step", changed)
 
 
-@seeds
-@pytest.mark.parametrize("kind", ["distinct", "some_missing", "one_expert", "nowhere"])
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "intermediate"),
-    [(1, 256, 128), (3, 1152, 256), (8, 512, 384), (9, 256, 256), (16, 1152, 128)],
+    ("shape", "kind", "seed"),
+    h.pairwise(
+        [(1, 256, 128), (3, 1152, 256), (8, 512, 384), (9, 256, 256), (16, 1152, 128)],
+        ["distinct", "some_missing", "one_expert", "nowhere"],
+        [1, 2],
+    ),
 )
 def test_the_layer(
-    emulator: Device,
-    monkeypatch: pytest.MonkeyPatch,
-    tokens: int,
-    hidden: int,
-    intermediate: int,
-    kind: str,
-    seed: int,
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], kind: str, seed: int
 ) -> None:
+    tokens, hidden, intermediate = shape
     h.force_step(monkeypatch, width=8 if tokens <= 8 else 16)
     gen, experts = h.seeded(seed, CPU), 5
     x, layer = h.random_tokens(gen, tokens, hidden), h.random_layer(gen, experts, hidden, intermediate)
@@ -67,12 +64,13 @@ def test_the_layer(
         assert h.relative_l2(out, expected) <= MOST_ERROR
 
 
-@seeds
-@pytest.mark.parametrize("shared_bytes", [SHARED_BYTES, 2 * SHARED_BYTES])  # the latter: room for more than one layer
-@pytest.mark.parametrize(("tokens", "width"), [(2, 8), (11, 16)])
+@pytest.mark.parametrize(  # twice the shared memory: room for more than one layer
+    ("shape", "shared_bytes", "seed"), h.pairwise([(2, 8), (11, 16)], [SHARED_BYTES, 2 * SHARED_BYTES], [1, 2])
+)
 def test_layers_that_share_their_scratch(
-    emulator_runtime: ctypes.CDLL, kernels: Kernels, tokens: int, width: int, shared_bytes: int, seed: int
+    emulator_runtime: ctypes.CDLL, kernels: Kernels, shape: tuple[int, int], shared_bytes: int, seed: int
 ) -> None:
+    tokens, width = shape
     emulator = Device(emulator_runtime, kernels, MULTIPROCESSORS, shared_bytes)
     errors = run_layers(emulator, seed, tokens, 384, 128, small_batch=width)
     assert max(errors) <= MOST_ERROR, f"relative L2 of each layer: {errors}"
@@ -86,9 +84,7 @@ def test_where_no_multiprocessor_has_room_for_both_kernels(
     assert max(run_layers(emulator, seed, 3, 256, 128, small_batch=8)) <= MOST_ERROR
 
 
-@pytest.mark.parametrize("tokens", [3, 16])
-@pytest.mark.parametrize("hidden", [128, 384])
-@pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("splits", "hidden", "tokens"), h.pairwise([1, 2, 3, 5, 8], [128, 384], [3, 16]))
 def test_channels_are_shared_by_any_number_of_blocks(
     emulator: Device, monkeypatch: pytest.MonkeyPatch, hidden: int, splits: int, tokens: int
 ) -> None:

@@ -86,7 +86,11 @@ PROCESSES: dict[str, dict[str, Engine]] = {
         )
     },
 }
-ENVIRONMENTS = {"multiprocess": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "without the plugin": {"VLLM_PLUGINS": ""}}
+ENVIRONMENTS = {
+    "multiprocess": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    "without the plugin": {"VLLM_PLUGINS": ""},
+    "compiled": {"TORCHDYNAMO_DISABLE": "0"},
+}
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -149,6 +153,7 @@ def environment_of_engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # of eager engines vLLM compiles only a part of its sampler, which takes seconds
     }
 
 

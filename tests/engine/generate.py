@@ -27,6 +27,7 @@ LIMITS = {
     "max_num_batched_tokens": 128,
     "max_logprobs": ALL,
     "gpu_memory_utilization": 0.3,
+    "kv_cache_memory_bytes": 1 << 26,
 }
 
 
@@ -65,8 +66,8 @@ def main() -> None:
     folder, engines = Path(sys.argv[1]), json.loads(sys.argv[2])
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    gc.freeze()  # what is imported: vLLM collects garbage often
     for name, engine in engines.items():
+        gc.freeze()  # what is imported: vLLM collects garbage often
         log_once.cache_clear()
         moe._announced.clear()
         print(f"\n{BEGINS}{name}", file=sys.stderr, flush=True)

@@ -117,7 +117,7 @@ class Host:
     """A process of `tests.engine.reloads`, for all kinds of engines: importing vLLM takes longer than starting one."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        self.environment = os.environ | environment
+        self.environment = os.environ | environment | {"TORCHDYNAMO_DISABLE": "0"}
         self.process = self.launch()
 
     def launch(self) -> subprocess.Popen[str]:
@@ -149,7 +149,7 @@ class Engines:
 
     def __init__(self, host: Host, variants: Path, mode: str, kind: str) -> None:
         self.host, self.variants, self.kind = host, variants, kind
-        self.arguments = ARGUMENTS[mode] | {"quantization": "fp8moe", "kv_cache_memory_bytes": 1 << 28}
+        self.arguments = ARGUMENTS[mode] | {"quantization": "fp8moe"}
         self.fresh: dict[str, Any] = {}  # what an engine said that was started on the checkpoint
         self.seen: list[tuple[str, Any]] = []  # what engines said after they had loaded it
         self.failures: list[Exception] = []

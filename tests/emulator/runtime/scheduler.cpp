@@ -73,6 +73,7 @@ void start_fiber(Fiber& fiber) {
     for (int saved_register = 0; saved_register < 6; ++saved_register) *--top = 0;
     fiber.stack_pointer = top;
     fiber.cta->ready.push_back(&fiber);
+    ++run.ready;
 }
 
 void end_fiber(Fiber& fiber) {
@@ -106,6 +107,7 @@ void fail(const char* format, ...) {
 static void make_ready(Fiber& fiber) {
     fiber.wait = Wait::kNothing;
     fiber.cta->ready.push_back(&fiber);
+    ++run.ready;
 }
 static void yield(bool polled) {
     self()->polled = polled;
@@ -182,6 +184,7 @@ static void run_a_thread() {
     for (int tries = 0; tries < 4 && cta.slow_warps >> cta.ready[i]->warp->index & 1; ++tries)
         i = run.random.below(ready);
     Fiber& fiber = *take(cta.ready, i);
+    --run.ready;
     fiber.polled = false;
     current = &fiber;
     emu_switch(&scheduler_stack, fiber.stack_pointer);
@@ -197,8 +200,7 @@ static void schedule_one() {
     if (++run.steps > kMostSteps) fail("livelock: more than %llu steps", kMostSteps);
     if (run.polls > kMostPolls) fail("livelock: all threads that run poll memory");
     if (run.starve && run.steps % 4096 == 0) starve_some();
-    bool any_ready = false;
-    for (Cta* cta : run.live) any_ready |= !cta->ready.empty();
+    bool any_ready = run.ready > 0;
     if (run.steps % 64 == 0) take_due();
     if (!run.late.empty() && run.operations.empty() && (!any_ready || run.polls > 3000)) take_first_due();
     if (!any_ready && run.operations.empty()) fail("deadlock: nothing can run");

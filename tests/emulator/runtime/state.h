@@ -143,6 +143,7 @@ struct Run {
     std::map<const u8*, u64> memory;  // that copies may touch
     double operation_chance, late_chance, step_chance;
     bool starve;
+    int ready = 0;  // fibers of live CTAs
     u64 steps = 0, polls = 0;
     std::string error;
 };
