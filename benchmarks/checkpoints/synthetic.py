@@ -90,6 +90,10 @@ PRESETS = {
         family="qwen3_moe", hidden=1024, vocab=512, heads=16, moe_layers=1, experts=32, topk=4, moe_intermediate=512,
         kv_heads=4,
     ),
+    ("qwen3_moe", "qwen3-24layer"): Shape(
+        family="qwen3_moe", hidden=2048, vocab=151936, heads=32, moe_layers=24, experts=128, topk=8,
+        moe_intermediate=768, kv_heads=4,
+    ),
 }  # fmt: skip
 
 
