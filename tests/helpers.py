@@ -13,10 +13,10 @@ from fp8moe_plugin.jit.launcher import Launch
 from fp8moe_plugin.ops import backend, gemm_launches, moe, reference
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.plan import DensePlan, KernelKey, MoeShape, StepPlan
+from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from fp8moe_plugin.plan.dense import tiled
 from fp8moe_plugin.plan.parameters import ARGUMENTS
 from fp8moe_plugin.plan.step import few_rows_tokens, small_batch_step, sorted_step
-from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, MANY_ROWS_TILE
 from fp8moe_plugin.settings import batch_invariant, settings
 from tests.steps import Routing, Tiles
 

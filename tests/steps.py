@@ -25,9 +25,10 @@ from fp8moe_plugin.ops.route import Ids, route_launches, tiles_of_counts_launch,
 from fp8moe_plugin.ops.route import Routing as RoutingAddresses
 from fp8moe_plugin.plan import Layout, MoeShape
 from fp8moe_plugin.plan.catalog import gate_up_few_rows_key, gate_up_key, quantize_key
+from fp8moe_plugin.plan.constants import FEW_ROWS_TILE
 from fp8moe_plugin.plan.grouped import columns_at_once, grouped_key, keeps_b, starts_early
 from fp8moe_plugin.plan.scratch import row_counters
-from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, route_chunks, row_tiles, tile_capacity
+from fp8moe_plugin.plan.tiles import route_chunks, row_tiles, tile_capacity
 
 
 def device_of(tensor: torch.Tensor) -> Device:

@@ -7,6 +7,8 @@
 // Grid: chunks, a thread a pair.    num_experts: at most THREADS.
 #include "routing/expert_ids.cuh"
 
+static_assert(THREADS == PAIRS_PER_CHUNK && MAX_LOCAL_EXPERTS <= THREADS, "a thread for each pair and each expert");
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     count_experts(const void* __restrict__ ids, const int* __restrict__ expert_map, u32* __restrict__ counts,
                   int ids_64, int pairs, int global_experts, int num_experts) {

@@ -109,7 +109,8 @@ DEVICE void load_tokens(SharedMemory<kWidth> shared, const Operands& in) {
         int row = tiles.row(), rows = min(BLOCK_M, in.m - row);
         const TensorMap* tokens = rows == BLOCK_M ? in.tokens : in.tail_tokens;
         const float* scales = in.token_scales + row;
-        u32 scale_bytes = ceil_div(rows, 4) * 16, bytes = ceil_div(rows, 8) * 8 * kBlockK + scale_bytes;
+        u32 scale_bytes = ceil_div(rows, 4) * 16,
+            bytes = ceil_div(rows, SWIZZLE_ROWS) * SWIZZLE_ROWS * kBlockK + scale_bytes;
 #pragma unroll 1
         for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
             u32 full = shared.full(ring.stage);

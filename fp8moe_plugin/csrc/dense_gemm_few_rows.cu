@@ -15,7 +15,7 @@
 #include "pipeline/cluster_sum.cuh"
 #include "pipeline/ring.cuh"
 
-constexpr int kBlockN = 64, kBlockK = 128;
+constexpr int kBlockN = DENSE_FEW_ROWS_TILE_N, kBlockK = 128;
 constexpr int kMathWarps = 4;
 constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = kTokenWarp + 1;
 static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");

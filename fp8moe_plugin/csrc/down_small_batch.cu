@@ -56,8 +56,7 @@ struct SharedMemory {
     DEVICE u32 received() const { return base + kReceived; }
     DEVICE ExpertList& list() const { return list_at(kList); }
 };
-static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024,
-              "the launch has as much shared memory");
+static_assert(fits_the_launch<SharedMemory::kEnd, SMEM_BYTES>(), "");
 
 // What a block has of the work: its channels, and its number among the blocks that share them.
 struct Share {

@@ -14,18 +14,18 @@
 #include "pipeline/gather_row_tile.cuh"
 #include "pipeline/load_row_tile.cuh"
 
-constexpr int kStages = STAGES, kHalves = 2;                // of a tile: gate and up
+constexpr int kHalves = 2;                                  // of a tile: gate and up
 constexpr int kFullArrivals = GATHER ? 1 + kWarpgroup : 2;  // of a stage: announced bytes, and every copying thread
 constexpr u32 kBytesStore = kWarpgroupM * 128, kBytesTail = kTailRows * 128;
+constexpr u32 kBytesAmax = 2 * kMathWarpgroups * kWarpgroupM * 4, kBytesTile = GATHER ? 16 : 0;
+constexpr u32 kBytesListed = kMathWarpgroups * StoredTiles::kMost * 4;
 using Queue = TileQueue<kBlockM>;
-using TileRings = Rings<kStages, false>;
 
 // In the staging area 64 rows of each warpgroup, then the tail, which they share.
-struct SharedMemory : RowTileStages<kStages, kHalves, kMathWarpgroups * kBytesStore + kBytesTail> {
+struct SharedMemory
+    : RowTileStages<kHalves, kMathWarpgroups * kBytesStore + kBytesTail, kBytesAmax + kBytesTile + kBytesListed> {
     static constexpr u32 kTailStaging = kStaging + kMathWarpgroups * kBytesStore;
-    static constexpr u32 kAmax = kStagesEnd, kGatheredTile = kAmax + 2 * kMathWarpgroups * kWarpgroupM * 4;
-    static constexpr u32 kListed = kGatheredTile + (GATHER ? 16 : 0);
-    static constexpr u32 kEnd = kListed + kMathWarpgroups * StoredTiles::kMost * 4;
+    static constexpr u32 kAmax = kStagesEnd, kGatheredTile = kAmax + kBytesAmax, kListed = kGatheredTile + kBytesTile;
 
     DEVICE u32 staging(int warpgroup) const { return base + kStaging + warpgroup * kBytesStore; }
     DEVICE u32 tail_staging() const { return base + kTailStaging; }
@@ -35,8 +35,8 @@ struct SharedMemory : RowTileStages<kStages, kHalves, kMathWarpgroups * kBytesSt
     DEVICE u32 gathered_tile() const { return base + kGatheredTile; }
     DEVICE u32 listed(int warpgroup, int i) const { return base + kListed + (warpgroup * StoredTiles::kMost + i) * 4; }
 };
-static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024,
-              "the launch has as much shared memory");
+constexpr int kStages = SharedMemory::kStages;
+using TileRings = Rings<kStages, false>;
 
 // ---- producer: a warp; with GATHER a warpgroup ----------------------------------------------------------------------
 

@@ -21,8 +21,7 @@
 #include "pipeline/split_k.cuh"
 #include "pipeline/tile_queue.cuh"
 
-constexpr int kStages = STAGES;
-constexpr int kBlockTokens = 64, kBlockI = 128, kBlockK = 128;
+constexpr int kBlockTokens = kFewRowsTile, kBlockI = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kMathWarps = kMathThreads / kWarp;
 constexpr int kSlabs = 2;  // of 64 rows of weights, of a warpgroup
 constexpr int kThreads = kMathThreads + 128;
@@ -35,15 +34,19 @@ constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrie
 
 struct SharedMemory {
     static constexpr u32 kBytesWeights = 2 * kBlockI * kBlockK, kBytesTokens = kBlockTokens * kBlockK;
+    static constexpr u32 kBytesStaging = kBlockTokens * kBlockI, kBytesAmax = kMathWarps * kBlockTokens / 2 * 4;
+    static constexpr u32 kBytesStage = kBytesWeights + kBytesTokens + kBlockTokens * 4 + 2 * 4 + 16 + 2 * 8;
+    static constexpr u32 kBytesOther = kBytesStaging + kBytesAmax + 2 * 16, kBytesAligning = 2 * 15;
+    static constexpr int kStages = (SMEM_BYTES - kBytesOther - kBytesAligning) / kBytesStage;  // as many as fit
     static constexpr u32 kTokens = kStages * kBytesWeights, kStaging = kTokens + kStages * kBytesTokens;
-    static constexpr u32 kTokenScales = kStaging + kBlockTokens * kBlockI;
+    static constexpr u32 kTokenScales = kStaging + kBytesStaging;
     static constexpr u32 kWeightScales = kTokenScales + kStages * kBlockTokens * 4;
     static constexpr u32 kAmax = kWeightScales + kStages * 2 * 4;
-    static constexpr u32 kTiles = (kAmax + kMathWarps * kBlockTokens / 2 * 4 + 15) / 16 * 16;
+    static constexpr u32 kTiles = (kAmax + kBytesAmax + 15) / 16 * 16;
     static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
     static constexpr u32 kLast = kEmpty + kStages * 8;
     static constexpr u32 kSharedTile = (kLast + 4 + 15) / 16 * 16;
-    static constexpr u32 kEnd = kSharedTile + 16;
+    static_assert(kSharedTile + 16 <= SMEM_BYTES, "as many stages as fit");
 
     u32 base;
     DEVICE u32 weights(int stage, int slab) const { return base + stage * kBytesWeights + slab * 64 * kBlockK; }
@@ -60,8 +63,7 @@ struct SharedMemory {
     DEVICE u32 last() const { return base + kLast; }
     DEVICE u32 shared_tile() const { return base + kSharedTile; }  // among the producer's warps
 };
-static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024,
-              "the launch has as much shared memory");
+constexpr int kStages = SharedMemory::kStages;
 
 struct Operands {
     const TensorMap* weights;

@@ -31,8 +31,8 @@ constexpr int kSlabs = 2;                      // of 64 rows of weights, of a wa
 constexpr int kFinished = kTokens / kCluster;  // tokens a block finishes
 constexpr int kLoadWarp = kMathWarps, kFinishWarp = kLoadWarp + 1, kWarps = kFinishWarp + kFinished;
 static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
-constexpr int kMostSteps = 8;     // of 128 K, of a block
-constexpr int kFullArrivals = 3;  // who announces the bytes of TMA, and two who copy scales
+constexpr int kMostSteps = SMALL_BATCH_STEPS;  // of 128 K, of a block
+constexpr int kFullArrivals = 3;               // who announces the bytes of TMA, and two who copy scales
 constexpr int kMathBarrier = 1;
 
 struct SharedMemory {
@@ -61,8 +61,7 @@ struct SharedMemory {
     DEVICE u32 taken() const { return base + kTaken; }
     DEVICE ExpertList& list() const { return list_at(kList); }
 };
-static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024,
-              "the launch has as much shared memory");
+static_assert(fits_the_launch<SharedMemory::kEnd, SMEM_BYTES>(), "");
 
 struct Step {
     int tokens, topk, hidden, intermediate;

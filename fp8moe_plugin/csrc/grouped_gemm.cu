@@ -18,14 +18,7 @@
 #include "pipeline/load_row_tile.cuh"
 #include "pipeline/rows_done.cuh"
 
-#define OUTPUT_BF16 0         // staged in shared memory, stored by TMA
-#define OUTPUT_BF16_DIRECT 1  // stored from registers, with an optional addend C
-#define OUTPUT_F32_DIRECT 2
-#ifndef KEEP_B
-#define KEEP_B 0
-#endif
-
-constexpr int kStages = STAGES, kHalves = BLOCK_N / kHalfN;
+constexpr int kHalves = BLOCK_N / kHalfN;
 constexpr int kFullArrivals = 2;               // of a stage: announced bytes, and the copies of the weights' scales
 constexpr int kStoreParts = kHalfN / kStoreN;  // of a half
 constexpr u32 kBytesStore = kWarpgroupM * 128, kBytesTail = kTailRows * 128;
@@ -33,10 +26,8 @@ using Queue = TileQueue<kBlockM, KEEP_B ? 4 : 1>;
 using Accumulator = Fragment<kHalfN>;
 
 // In the staging area 64 rows of each warpgroup, then its tails.
-struct SharedMemory
-    : RowTileStages<kStages, kHalves, kMathWarpgroups * kHalves*(kStoreParts* kBytesStore + kBytesTail)> {
+struct SharedMemory : RowTileStages<kHalves, kMathWarpgroups * kHalves*(kStoreParts* kBytesStore + kBytesTail), 0> {
     static constexpr u32 kTailStaging = kStaging + kMathWarpgroups * kHalves * kStoreParts * kBytesStore;
-    static constexpr u32 kEnd = kStagesEnd;
 
     DEVICE u32 staging(int warpgroup, int half, int part) const {
         return base + kStaging + ((warpgroup * kHalves + half) * kStoreParts + part) * kBytesStore;
@@ -45,8 +36,7 @@ struct SharedMemory
         return base + kTailStaging + (warpgroup * kHalves + half) * kBytesTail;
     }
 };
-static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024,
-              "the launch has as much shared memory");
+constexpr int kStages = SharedMemory::kStages;
 
 struct Result {
     const TensorMap* map;

@@ -12,26 +12,28 @@
 #include "pipeline/rows_done.cuh"
 #include "pipeline/tile_queue.cuh"
 
-constexpr int kStages = STAGES;
-constexpr int kBlockN = 128, kBlockK = 128;
+constexpr int kBlockN = FEW_ROWS_TILE_N, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kWarpgroupN = kBlockN / kMathWarpgroups;
 constexpr int kThreads = kMathThreads + 128;
 static_assert(kThreads == THREADS, "the launch has a thread for each role");
 constexpr int kFullArrivals = 2;  // of a stage: the bytes of bulk copies are announced; the small copies have landed
-constexpr int kBlockTokens = 64;
-constexpr int kBoxTokens = 8;  // of one TMA load: one swizzle atom, so that boxes stack
+constexpr int kBlockTokens = kFewRowsTile;
+constexpr int kBoxTokens = SWIZZLE_ROWS;  // of one TMA load, so that boxes stack
 
 // Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
 struct SharedMemory {
     static constexpr u32 kBytesWeights = kBlockN * kBlockK, kBytesTokens = kBlockTokens * kBlockK;
     static constexpr u32 kBytesStaging = kBlockTokens * kWarpgroupN * 2;
+    static constexpr u32 kBytesTokenScales = (kBlockTokens + ActivationScales::kSlack) * 4;
+    static constexpr u32 kBytesStage = kBytesWeights + kBytesTokens + kBytesTokenScales + 4 + 16 + 2 * 8;
+    static constexpr u32 kBytesOther = kMathWarpgroups * kBytesStaging, kBytesAligning = 15;
+    static constexpr int kStages = (SMEM_BYTES - kBytesOther - kBytesAligning) / kBytesStage;  // as many as fit
     static constexpr u32 kTokens = kStages * kBytesWeights, kStaging = kTokens + kStages * kBytesTokens;
     static constexpr u32 kTokenScales = kStaging + kMathWarpgroups * kBytesStaging;
-    static constexpr u32 kBytesTokenScales = (kBlockTokens + ActivationScales::kSlack) * 4;
     static constexpr u32 kWeightScale = kTokenScales + kStages * kBytesTokenScales;
     static constexpr u32 kTiles = (kWeightScale + kStages * 4 + 15) / 16 * 16;
     static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
-    static constexpr u32 kEnd = kEmpty + kStages * 8;
+    static_assert(kEmpty + kStages * 8 <= SMEM_BYTES, "as many stages as fit");
 
     u32 base;
     DEVICE u32 weights(int stage, int warpgroup) const {
@@ -47,8 +49,7 @@ struct SharedMemory {
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
     DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
 };
-static_assert(SharedMemory::kEnd <= SMEM_BYTES && SMEM_BYTES - SharedMemory::kEnd < 1024,
-              "the launch has as much shared memory");
+constexpr int kStages = SharedMemory::kStages;
 
 using Queue = TileQueue<kBlockTokens>;
 

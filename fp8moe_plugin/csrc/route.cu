@@ -20,6 +20,7 @@ constexpr int kQuads = kWarps / 4;  // of warps
 constexpr int kBatch = 8;           // loads in flight
 constexpr int kOnes = 0x01010101;
 static_assert(kBatch * THREADS < kHigh, "halves of words are added up");
+static_assert(THREADS == PAIRS_PER_CHUNK && MAX_LOCAL_EXPERTS <= THREADS, "a thread for each pair and each expert");
 static_assert(SMEM_BYTES == kQuads * THREADS * 4, "a word for each quad and expert");
 
 // At [quad][expert]: how many pairs of the expert each warp of the quad has, a byte a warp; later the row of the first.

@@ -11,8 +11,8 @@
 #include "device/common.cuh"
 #include "device/fp8.cuh"
 
-constexpr int kRowsPerLane = 4;
-constexpr int kRowsPerWarp = kRowsPerLane * (kWarp / kGroupLanes);
+constexpr int kRowsPerWarp = ROWS_PER_WARP;
+constexpr int kRowsPerLane = kRowsPerWarp / (kWarp / kGroupLanes);
 constexpr int kWarps = THREADS / kWarp;
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     tiles_of_counts(const int* counts, int4* __restrict__ table, int* __restrict__ num_tiles, int* __restrict__ ready,
                     int groups, int max_m, int block_m) {
     int tiles = 0;
-    for (int tailed = block_m == RowTiles::kBlockMOfTails; tailed >= 0; --tailed) {
+    for (int tailed = block_m == kManyRowsTile; tailed >= 0; --tailed) {
         for (int window = 0; window < groups; window += THREADS) {
             const int group = window + threadIdx.x;
             const int rows = group < groups ? max(0, min(counts[group], max_m)) : 0;

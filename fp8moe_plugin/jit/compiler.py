@@ -10,6 +10,7 @@ from typing import NamedTuple
 from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import CompileError
 from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.constants import MACROS
 
 ARCH = "sm_90a"
 OPTIONS = {"arch": ARCH, "std": "c++17"}  # all that change what is compiled
@@ -82,8 +83,8 @@ def nvrtc_version() -> str:
 
 
 def macros(key: KernelKey) -> tuple[tuple[str, int], ...]:
-    """What the source of a kernel is compiled under."""
-    return *key.defines, ("THREADS", key.threads), ("SMEM_BYTES", key.smem_bytes)
+    """The macros that a kernel is compiled with: its own, its launch's, and the constants shared by all."""
+    return *key.defines, ("THREADS", key.threads), ("SMEM_BYTES", key.smem_bytes), *MACROS.items()
 
 
 def translation_unit(key: KernelKey) -> str:

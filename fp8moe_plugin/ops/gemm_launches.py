@@ -6,14 +6,8 @@ from fp8moe_plugin.ops.backend import Device
 from fp8moe_plugin.ops.operands import Rows, Tiles, Weights
 from fp8moe_plugin.ops.tensor_maps import gate_up_map, matrix_map, rows_map, weights_map, whole_rows_l2_fetch
 from fp8moe_plugin.plan import DensePlan, GroupedPlan, KernelKey, Output, plan_dense
-from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, TAIL_ROWS
+from fp8moe_plugin.plan.constants import BOX_ROWS, FEW_ROWS_TILE, FEW_ROWS_TILE_N, SWIZZLE_ROWS, TAIL_ROWS
 from fp8moe_plugin.plan.tuning import L2_FETCH, STREAMED_L2_FETCH
-
-# Rows of a TMA load: of the part of a tile that one warpgroup multiplies; of one swizzle atom, so that no more rows are
-# loaded than there are.
-BOX_ROWS, SWIZZLE_ROWS = 64, 8
-FEW_ROWS_BOX_N = 128  # columns of a tile of grouped_gemm_few_rows
-
 
 # ---- dense ---------------------------------------------------------------------------------------------------------
 
@@ -239,7 +233,7 @@ def grouped_gemm_few_rows_launch(
         device.multiprocessors,
         key.arguments(
             a_map=rows_map(device, a, SWIZZLE_ROWS),
-            b_map=weights_map(device, b, FEW_ROWS_BOX_N, STREAMED_L2_FETCH),
+            b_map=weights_map(device, b, FEW_ROWS_TILE_N, STREAMED_L2_FETCH),
             a_scales=a.scales,
             a_scale_expert_stride=a.scale_group,
             a_scale_k_stride=a.scale_k_block,

@@ -16,8 +16,8 @@ from fp8moe_plugin.ops.quantize import quantize_launch
 from fp8moe_plugin.ops.route import Ids, Routing, route_launches, tiles_of_counts_launch
 from fp8moe_plugin.ops.small_batch import small_batch_launches
 from fp8moe_plugin.plan import BatchedPlan, SmallBatchStep, SortedStep, StepPlan
+from fp8moe_plugin.plan.constants import MANY_ROWS_TILE
 from fp8moe_plugin.plan.scratch import BatchedScratch, SortedScratch
-from fp8moe_plugin.plan.tiles import MANY_ROWS_TILE
 
 
 @functools.lru_cache(maxsize=1024)

@@ -10,8 +10,7 @@ from fp8moe_plugin.ops.checks import check_multiple, check_tensor
 from fp8moe_plugin.ops.operands import Quantized, empty_quantized
 from fp8moe_plugin.plan import KernelKey, Layout
 from fp8moe_plugin.plan.catalog import quantize_key
-
-TOKENS_PER_WARP = 8  # as in csrc/quantize.cu
+from fp8moe_plugin.plan.constants import TOKENS_PER_WARP
 
 
 def per_token_group_quant_fp8(x: torch.Tensor, group_size: int = GROUP, ue8m0: bool = False) -> Quantized:

@@ -10,8 +10,8 @@ from fp8moe_plugin.ops.backend import Device
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor
 from fp8moe_plugin.ops.operands import Quantized, empty_quantized
 from fp8moe_plugin.plan.catalog import silu_mul_quant_key
+from fp8moe_plugin.plan.constants import ROWS_PER_WARP
 
-ROWS_PER_WARP = 8  # as in csrc/silu_mul_quant.cu
 MAX_GROUPS = 65535  # blocks of a CUDA grid along y
 BLOCKS_PER_MULTIPROCESSOR = 8  # two waves: enough to even out experts of unequal size
 

@@ -5,8 +5,9 @@ every choice a field; `tiles` cuts rows, `scratch` lays out memory, `tuning` hol
 `closure` lists the kernels that a layer or a model may launch.
 """
 
-from fp8moe_plugin.plan.catalog import HOPPER, KernelKey, Layout, Output, combine_key
+from fp8moe_plugin.plan.catalog import HOPPER, KernelKey, combine_key
 from fp8moe_plugin.plan.closure import all_kernels, linear_kernels, model_kernels, moe_kernels
+from fp8moe_plugin.plan.constants import Layout, Output
 from fp8moe_plugin.plan.dense import DensePlan, plan_dense
 from fp8moe_plugin.plan.grouped import BatchedPlan, GroupedPlan, plan_batched, plan_contiguous, plan_masked
 from fp8moe_plugin.plan.shape import MoeShape

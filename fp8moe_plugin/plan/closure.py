@@ -9,8 +9,6 @@ from fp8moe_plugin.plan.catalog import (
     GROUPED_TILE_N,
     SMALL_BATCH_STAGES,
     KernelKey,
-    Layout,
-    Output,
     combine_key,
     count_experts_key,
     dense_gemm_few_rows_key,
@@ -27,8 +25,8 @@ from fp8moe_plugin.plan.catalog import (
     tiles_of_counts_key,
     tiles_of_indices_key,
 )
+from fp8moe_plugin.plan.constants import PAIRS_PER_CHUNK, Layout, Output
 from fp8moe_plugin.plan.step import few_rows_tokens
-from fp8moe_plugin.plan.tiles import PAIRS_PER_CHUNK
 from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, KEEP_B_UP_TO
 
 

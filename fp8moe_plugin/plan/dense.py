@@ -6,18 +6,17 @@ from dataclasses import dataclass
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.plan.catalog import (
-    DENSE_FEW_ROWS_TILE_N,
     DENSE_TILE_M,
     DENSE_TILE_N,
     DENSE_WIDTHS,
     GROUPED_TILE_N,
     KernelKey,
-    Output,
     dense_gemm_few_rows_key,
     dense_gemm_key,
     grouped_gemm_key,
 )
-from fp8moe_plugin.plan.tiles import MANY_ROWS_TILE, count_row_tiles
+from fp8moe_plugin.plan.constants import DENSE_FEW_ROWS_TILE_N, MANY_ROWS_TILE, Output
+from fp8moe_plugin.plan.tiles import count_row_tiles
 from fp8moe_plugin.plan.tuning import DENSE_ROWS, DENSE_SPLITS, DENSE_STORE, L2_BYTES, LONG_K, MULTIPROCESSORS
 from fp8moe_plugin.settings import batch_invariant
 

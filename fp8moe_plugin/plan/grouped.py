@@ -4,15 +4,9 @@ import functools
 from dataclasses import dataclass
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
-from fp8moe_plugin.plan.catalog import (
-    KernelKey,
-    Output,
-    gate_up_key,
-    grouped_gemm_few_rows_key,
-    grouped_gemm_key,
-)
+from fp8moe_plugin.plan.catalog import KernelKey, gate_up_key, grouped_gemm_few_rows_key, grouped_gemm_key
+from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, Output
 from fp8moe_plugin.plan.scratch import BatchedScratch, GroupedScratch, batched_scratch, grouped_scratch
-from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, MANY_ROWS_TILE
 from fp8moe_plugin.plan.tuning import EARLY_BELOW, EARLY_FROM, KEEP_B_UP_TO, MULTIPROCESSORS, STEPS_AT_ONCE
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, NUM_TILES_LENGTH
 from fp8moe_plugin.plan.shape import MoeShape
-from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, route_chunks, scale_rows, tile_capacity
+from fp8moe_plugin.plan.tiles import route_chunks, scale_rows, tile_capacity
 
 PIECE = 256  # bytes; every piece begins at a multiple of it
-NUM_TILES_BYTES = 20  # the number of tiles, and two pairs of counters with which GEMMs hand tiles out
 
 
 class SortedScratch(NamedTuple):
@@ -89,7 +89,7 @@ def sorted_scratch(
         4,
         4 * chunks * ceil_div(local_experts, 2) if chunks > 1 else 0,
         16 * tiles,
-        NUM_TILES_BYTES,
+        4 * NUM_TILES_LENGTH,
         4 * (1 + tiles * row_counters),
         8 * k_splits * rows * intermediate if k_splits > 1 else 0,
         rows * intermediate,
@@ -109,14 +109,14 @@ def batched_scratch(experts: int, max_m: int, intermediate: int, tile_rows: int)
     rows = experts * max_m
     tiles = tile_capacity(rows, experts, tile_rows)
     inner = rows * intermediate, 4 * scale_rows(rows) * (intermediate // GROUP)
-    return BatchedScratch(*_offsets(16 * tiles, NUM_TILES_BYTES, 4 * (1 + tiles), *inner))
+    return BatchedScratch(*_offsets(16 * tiles, 4 * NUM_TILES_LENGTH, 4 * (1 + tiles), *inner))
 
 
 def grouped_scratch(rows: int, groups: int, tile_rows: int, indexed: bool) -> GroupedScratch:
     """The layout for rows in at most `groups` groups; `indexed`: an index for each row names its group."""
     tiles = tile_capacity(rows, groups, tile_rows)
     ready, run_begins = (0, 4 * rows) if indexed else (4 * (1 + tiles), 0)
-    return GroupedScratch(*_offsets(16 * tiles, NUM_TILES_BYTES, ready, run_begins))
+    return GroupedScratch(*_offsets(16 * tiles, 4 * NUM_TILES_LENGTH, ready, run_begins))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,20 +11,24 @@ from dataclasses import dataclass
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.plan.catalog import (
-    CLUSTER_SPLITS,
-    MAX_SPLITS,
     SMALL_BATCH_HIDDEN,
-    SMALL_BATCH_PAIRS,
     SMALL_BATCH_STAGES,
-    SMALL_BATCH_STEPS,
     SMALL_BATCH_WIDTHS,
     KernelKey,
-    Layout,
     down_small_batch_key,
     gate_up_few_rows_key,
     gate_up_key,
     gate_up_small_batch_key,
     quantize_key,
+)
+from fp8moe_plugin.plan.constants import (
+    CLUSTER_SPLITS,
+    FEW_ROWS_TILE,
+    MANY_ROWS_TILE,
+    MAX_SPLITS,
+    SMALL_BATCH_PAIRS,
+    SMALL_BATCH_STEPS,
+    Layout,
 )
 from fp8moe_plugin.plan.grouped import columns_at_once, grouped_key, keeps_b, starts_early
 from fp8moe_plugin.plan.scratch import (
@@ -35,7 +39,7 @@ from fp8moe_plugin.plan.scratch import (
     sorted_scratch,
 )
 from fp8moe_plugin.plan.shape import MoeShape
-from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, MANY_ROWS_TILE, route_chunks
+from fp8moe_plugin.plan.tiles import route_chunks
 from fp8moe_plugin.plan.tuning import (
     DOWN_BLOCKS,
     FEW_ROWS_PER_EXPERT,

@@ -1,18 +1,14 @@
 """How rows are cut into tiles, and (token, expert) pairs into chunks."""
 
 from fp8moe_plugin.checkpoint.shapes import ceil_div
-
-MANY_ROWS_TILE = 128  # rows of a tile of the kernels for many rows an expert, without its tail
-TAIL_ROWS = 16  # that such a tile may have in addition; kTailRows of csrc/pipeline/tile_table.cuh
-FEW_ROWS_TILE = 64  # rows of a tile of the kernels for few rows an expert; kOtherBlockM of csrc/pipeline/tile_table.cuh
-PAIRS_PER_CHUNK = 1024  # (token, expert) pairs of a block of route, one a thread
+from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, PAIRS_PER_CHUNK, TAIL_ROWS
 
 # Rows that the kernels multiply at a time: a tile is padded to one of these.
 _PADDED_ROWS = {FEW_ROWS_TILE: (8, 16, 32, 64), MANY_ROWS_TILE: (64, 128, MANY_ROWS_TILE + TAIL_ROWS)}
 
 
 def row_tiles(rows: int, tile_rows: int) -> list[int]:
-    """The sizes of the tiles of an expert's rows; must match `RowTiles` of csrc/pipeline/tile_table.cuh."""
+    """The sizes of the tiles of an expert's rows, as the kernels cut them (csrc/pipeline/tile_table.cuh)."""
     full, rest = divmod(rows, tile_rows)
     if count_row_tiles(rows, tile_rows) > full:
         return [tile_rows] * full + [rest]

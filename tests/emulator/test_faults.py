@@ -25,8 +25,8 @@ from fp8moe_plugin.plan.catalog import (
     route_key,
     tiles_of_counts_key,
 )
+from fp8moe_plugin.plan.constants import MANY_ROWS_TILE
 from fp8moe_plugin.plan.dense import splits_k
-from fp8moe_plugin.plan.tiles import MANY_ROWS_TILE
 from fp8moe_plugin.plan.tuning import EARLY_BELOW, LONG_K
 from tests import faults
 from tests import helpers as h

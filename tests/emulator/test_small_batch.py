@@ -8,7 +8,7 @@ import torch
 
 from fp8moe_plugin.ops import fused_moe, moe, workspace
 from fp8moe_plugin.plan import StepPlan
-from fp8moe_plugin.plan.catalog import SMALL_BATCH_PAIRS
+from fp8moe_plugin.plan.constants import SMALL_BATCH_PAIRS
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import SHARED_BYTES, Device

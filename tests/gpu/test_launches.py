@@ -13,7 +13,7 @@ from fp8moe_plugin.errors import KernelNotPrecompiled
 from fp8moe_plugin.jit import launcher
 from fp8moe_plugin.ops import per_token_group_quant_fp8
 from fp8moe_plugin.ops.operands import empty_quantized
-from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from tests import helpers as h
 from tests.jit.conftest import forget, set_variables
 from tests.steps import device_of, gate_up, grouped_gemm, split_k, tiles_of_counts

@@ -129,7 +129,9 @@ def test_the_name_changes_with_all_that_the_compiler_reads(kernels: Path, monkey
     names.add(compiler.entry_name(KEY, "nvrtc 13.0"))
     monkeypatch.setattr(compiler, "_csrc_text", lambda name: SOURCE + " ")
     names.add(compiler.entry_name(KEY, "nvrtc 13.0"))
-    assert len(names) == 5
+    monkeypatch.setitem(compiler.MACROS, "TAIL_ROWS", 17)
+    names.add(compiler.entry_name(KEY, "nvrtc 13.0"))
+    assert len(names) == 6
 
 
 def test_an_error_in_a_source_names_the_file_and_the_line(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from fp8moe_plugin.plan import DensePlan, Output, plan_dense
 from fp8moe_plugin.plan.catalog import (
-    CLUSTER_SPLITS,
     DENSE_TILE_M,
     DENSE_TILE_N,
     dense_gemm_few_rows_key,
     dense_gemm_key,
     grouped_gemm_key,
 )
+from fp8moe_plugin.plan.constants import CLUSTER_SPLITS, MANY_ROWS_TILE
 from fp8moe_plugin.plan.dense import fastest_tile
-from fp8moe_plugin.plan.tiles import MANY_ROWS_TILE, row_tiles
+from fp8moe_plugin.plan.tiles import row_tiles
 from fp8moe_plugin.plan.tuning import DENSE_SPLITS, L2_BYTES, LONG_K
 
 SHAPES = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (8, 128), (128, 18432), (320, 2944)]

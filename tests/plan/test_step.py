@@ -4,7 +4,6 @@ import pytest
 
 from fp8moe_plugin.plan import MoeShape, Output, SmallBatchStep, SortedStep, plan_batched, plan_masked, plan_step
 from fp8moe_plugin.plan.catalog import (
-    CLUSTER_SPLITS,
     MULTIPROCESSOR_SMEM_BYTES,
     SMALL_BATCH_STAGES,
     SMALL_BATCH_WIDTHS,
@@ -12,9 +11,9 @@ from fp8moe_plugin.plan.catalog import (
     gate_up_small_batch_key,
     grouped_gemm_key,
 )
+from fp8moe_plugin.plan.constants import CLUSTER_SPLITS, FEW_ROWS_TILE, MANY_ROWS_TILE
 from fp8moe_plugin.plan.grouped import columns_at_once, keeps_b, starts_early
 from fp8moe_plugin.plan.step import down_splits, gate_up_clusters, k_splits
-from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, MANY_ROWS_TILE
 from fp8moe_plugin.plan.tuning import (
     DOWN_BLOCKS,
     EARLY_BELOW,

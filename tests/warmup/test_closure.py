@@ -16,9 +16,9 @@ from fp8moe_plugin.plan import (
     plan_dense,
     plan_step,
 )
+from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from fp8moe_plugin.plan.grouped import grouped_key
 from fp8moe_plugin.plan.step import few_rows_tokens
-from fp8moe_plugin.plan.tiles import FEW_ROWS_TILE, MANY_ROWS_TILE
 from tests import faults
 from tests.warmup.conftest import MODELS
 

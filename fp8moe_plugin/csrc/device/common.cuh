@@ -14,6 +14,14 @@ constexpr u32 kAllLanes = 0xFFFFFFFF;
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// Fails to compile, naming both numbers, unless the launch gives the block what its layout of shared memory needs, to
+// the KiB.
+template <u32 kNeeded, u32 kLaunched>
+DEVICE constexpr bool fits_the_launch() {
+    static_assert(kNeeded <= kLaunched && kLaunched - kNeeded < 1024, "shared memory: needed, launched with");
+    return true;
+}
+
 DEVICE int lane_of_warp() { return threadIdx.x % kWarp; }
 
 // ---- programmatic dependent launch: kernels beside one another (launch's `early`) --------------------------------

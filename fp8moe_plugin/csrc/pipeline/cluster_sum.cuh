@@ -4,7 +4,7 @@
 #include "device/fragment.cuh"
 #include "device/ptx.cuh"
 
-constexpr int kMostSplits = 8;  // CLUSTER_SPLITS of fp8moe_plugin/plan
+constexpr int kMostSplits = CLUSTER_SPLITS;
 
 // Of `kChannels` channels, 64 a warpgroup.
 template <int kTokens, int kChannels>

@@ -4,9 +4,9 @@
 #include "device/fragment.cuh"
 #include "pipeline/tile_queue.cuh"
 
-constexpr int kBlockM = 128, kBlockK = 128, kHalfN = 128;
-static_assert(kBlockM == RowTiles::kBlockMOfTails, "these tiles have tails");
+constexpr int kBlockM = kManyRowsTile, kBlockK = 128, kHalfN = 128;
 constexpr int kMathWarpgroups = 2, kMathWarps = 4 * kMathWarpgroups, kWarpgroupM = kBlockM / kMathWarpgroups;
+static_assert(kWarpgroupM == BOX_ROWS, "a warpgroup multiplies a box");
 constexpr int kThreads = kWarpgroup * (kMathWarpgroups + 1);
 static_assert(kThreads == THREADS, "the launch has a thread for each role");
 constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // together the 168 a thread of the launch
@@ -19,19 +19,23 @@ struct Operands {
     int n, k_blocks;
 };
 
-// Where the stages are in shared memory: operands, kStagingBytes for the epilogue at kStaging, then scales, tiles and
-// barriers up to kStagesEnd. Operand tiles and staging are at multiples of 1024 bytes, which their swizzle needs.
-template <int kStageCount, int kHalfCount, u32 kStagingBytes>
+// Shared memory: operands, kStagingBytes for the epilogue at kStaging, then scales, tiles and barriers, and from
+// kStagesEnd on kOtherBytes of the kernel. There are as many stages as fit. Operand tiles and staging are at multiples
+// of 1024 bytes, as their swizzle requires.
+template <int kHalfCount, u32 kStagingBytes, u32 kOtherBytes>
 struct RowTileStages {
-    static constexpr int kStages = kStageCount, kHalves = kHalfCount;
+    static constexpr int kHalves = kHalfCount;
     static constexpr u32 kBytesTokens = (kBlockM + kTailRows) * kBlockK, kBytesHalf = kHalfN * kBlockK;
+    static constexpr u32 kBytesTokenScales = (kBlockM + kTailRows + ActivationScales::kSlack) * 4;
+    static constexpr u32 kBytesStage = kBytesTokens + kHalves * (kBytesHalf + 4) + kBytesTokenScales + 16 + 2 * 8;
+    static constexpr int kStages = (SMEM_BYTES - kStagingBytes - 15 - kOtherBytes) / kBytesStage;  // 15 to align tiles
     static constexpr u32 kWeights = kStages * kBytesTokens, kStaging = kWeights + kStages * kHalves * kBytesHalf;
     static constexpr u32 kTokenScales = kStaging + kStagingBytes;
-    static constexpr u32 kBytesTokenScales = (kBlockM + kTailRows + ActivationScales::kSlack) * 4;
     static constexpr u32 kWeightScales = kTokenScales + kStages * kBytesTokenScales;
     static constexpr u32 kTiles = (kWeightScales + kStages * kHalves * 4 + 15) / 16 * 16;
     static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
     static constexpr u32 kStagesEnd = kEmpty + kStages * 8;
+    static_assert(kStagesEnd + kOtherBytes <= SMEM_BYTES, "as many stages as fit");
 
     u32 base;
     DEVICE u32 tokens(int stage, int row) const { return base + stage * kBytesTokens + row * kBlockK; }

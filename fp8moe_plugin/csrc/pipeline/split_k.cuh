@@ -3,7 +3,7 @@
 #pragma once
 #include "device/ptx.cuh"
 
-constexpr int kMaxSplits = 8;  // MAX_SPLITS of fp8moe_plugin/plan
+constexpr int kMaxSplits = MAX_SPLITS;
 
 // True in the last of `splits` blocks to call this for a counter, zero at first; what the others wrote before is then
 // visible past L1. By `threads` threads, the first at a multiple of that, which meet at a barrier; `flag` is 4 bytes of

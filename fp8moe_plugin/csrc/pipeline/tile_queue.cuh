@@ -72,7 +72,7 @@ struct TileQueue {
         int end = __shfl_sync(~0u, part, 2), first = __shfl_sync(~0u, part, 3);
         RowTiles tiles(end - begin, kBlockM);
         int local = index - first * column_tiles, group_begin = 0, group_count = tiles.count;
-        if (kBlockM == 128 && kRun == 1 && tiles.count > group) {
+        if (kBlockM == kManyRowsTile && kRun == 1 && tiles.count > group) {
             group_begin = local / (group * column_tiles) * group;
             group_count = min(group, tiles.count - group_begin);
             local -= group_begin * column_tiles;

@@ -1,30 +1,30 @@
 // A tile table: one entry (expert, row_begin, row_end, first) a tile, where the rows are those of the tile's whole
-// group and `first` is the index of the group's first tile. fp8moe_plugin/plan cuts groups the same way.
+// group and `first` is the index of the group's first tile. `row_tiles` of
+// fp8moe_plugin/plan/tiles.py cuts groups the same way.
 //
 // What kernels write that make one:
 //
 //       table      int4 [capacity]; only the first *num_tiles entries
-//       num_tiles  int32 [5], see write_num_tiles
+//       num_tiles  int32 [NUM_TILES_LENGTH], see write_num_tiles
 //       ready      int32 [1 + capacity * tile_counters], zero up to the last tile's
 //
 // With `ready`, groups with a tail come first: the longer tiles, so that blocks of a GEMM finish closer together.
 #pragma once
 #include "device/common.cuh"
 
-constexpr int kTailRows = 16;
+constexpr int kManyRowsTile = MANY_ROWS_TILE, kTailRows = TAIL_ROWS, kFewRowsTile = FEW_ROWS_TILE;
 
 // How a group is cut: tiles of block_m rows, the last one shorter; unless what is over fits into tails of the others,
 // up to kTailRows each, which cost far less than a tile that loads the weights once more.
 struct RowTiles {
-    static constexpr int kBlockMOfTails = 128, kOtherBlockM = 64;  // only the longer tiles have tails
-    static constexpr int kLongest = kBlockMOfTails + kTailRows;
+    static constexpr int kLongest = kManyRowsTile + kTailRows;
 
     int rows, block_m, tail, over, count;
 
     DEVICE RowTiles(int rows, int block_m) : rows(rows), block_m(block_m) {
-        const bool tails = block_m == kBlockMOfTails;
+        const bool tails = block_m == kManyRowsTile;
         tail = tails ? kTailRows : 0;
-        int full = u32(rows) / (tails ? kBlockMOfTails : kOtherBlockM), rest = rows - full * block_m;
+        int full = u32(rows) / (tails ? kManyRowsTile : kFewRowsTile), rest = rows - full * block_m;
         over = rest <= full * tail ? rest : 0;
         count = full + (rest > over);
     }
@@ -53,5 +53,5 @@ DEVICE int append_tiles(int4* table, int written, int expert, int row_begin, int
 // How many tiles there are, and two pairs of counters with which GEMMs hand them out; by one thread.
 DEVICE void write_num_tiles(int* num_tiles, int tiles) {
 #pragma unroll
-    for (int i = 0; i < 5; ++i) num_tiles[i] = i == 0 ? tiles : 0;
+    for (int i = 0; i < NUM_TILES_LENGTH; ++i) num_tiles[i] = i == 0 ? tiles : 0;
 }

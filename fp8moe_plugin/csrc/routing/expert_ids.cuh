@@ -1,4 +1,5 @@
-// The local experts of (token, expert) pairs, as the router names them. A pair is a thread's, THREADS pairs a chunk.
+// The local experts of (token, expert) pairs, as the router names them. A chunk is PAIRS_PER_CHUNK pairs, one per
+// thread.
 #pragma once
 #include "device/common.cuh"
 

@@ -2,12 +2,12 @@
 #pragma once
 #include "routing/expert_ids.cuh"
 
-constexpr int kMaxPairs = 176;  // SMALL_BATCH_PAIRS of fp8moe_plugin/plan
+constexpr int kMaxPairs = SMALL_BATCH_PAIRS;
+static_assert(MAX_LOCAL_EXPERTS <= 32 * kWarp, "a bit for each expert in a word per lane");
 
 struct ExpertList {
     union {
-        u32 present[kWarp];  // before the list is made: a bit an expert, at most MAX_LOCAL_EXPERTS of
-                             // checkpoint/shapes.py
+        u32 present[kWarp];  // before the list is made: a bit for each expert
         u16 experts[kMaxPairs];
     };
     int count;
