@@ -134,7 +134,7 @@ class BatchedExperts(Fp8MoeExperts):
         **_: Any,
     ) -> None:
         """Write the valid rows of each expert, given e4m3 `hidden_states` `[E, max_m, K]` and float32 `a1q_scale`."""
-        # Assumes uniform routing of all dispatched tokens; affects only the choice of tile size.
+        # Assumes uniform routing; decides only whether GEMM 2 starts early and whether it keeps weights.
         expected_m = ceil_div(hidden_states.shape[1] * topk_ids.shape[1], global_num_experts)
         weights = (w1, self.w1_scale, w2, self.w2_scale)
         counts = expert_tokens_meta.expert_num_tokens
