@@ -3,8 +3,8 @@
 //
 // A block owns 128 channels of the result, a warpgroup half of them, and goes through the experts in the order of their
 // numbers, 128 of K at a time, each a unit, which takes a stage. The `splits` blocks of a cluster share their channels
-// and deal out the units in turn, see cluster_sum.cuh: of which parts a token's sum is made depends on the experts that
-// all tokens have.
+// and deal out the units in turn, see cluster_sum.cuh: the partial sums that make up a token's result depend on
+// the experts of all tokens.
 //
 // To the sums of a token that does not have the expert nothing is added, not even 0 times a product, which may be NaN.
 //

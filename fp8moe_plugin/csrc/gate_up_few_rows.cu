@@ -13,7 +13,7 @@
 //       a_rows      int32 [m], the token of each row
 //       partial     float32, 2 * I * m * splits; not used with one split
 //       ready       int32 [1 + capacity * counters], zero, for blocks and row tiles that are done, see RowsDone; null:
-//                   nobody asks, and there is one split
+//                   nothing is counted, and K is not split
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
 #include "device/fp8.cuh"
 #include "device/wgmma.cuh"

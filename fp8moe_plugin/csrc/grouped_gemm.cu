@@ -11,7 +11,7 @@
 // they are.
 //
 // As the second GEMM of experts it shares a tile table and `ready` with the first one, gate_up.cu, and may start while
-// that one ends. With `ready` null it follows as any kernel does.
+// gate_up still runs. With `ready` null it starts after the kernel before it, as usual.
 #include "epilogue/store_rows.cuh"
 #include "epilogue/store_transposed.cuh"
 #include "mma/row_tile.cuh"

@@ -4,7 +4,7 @@
 // In:   ids, expert_map  see expert_ids.cuh
 //       counts           u32 [chunks, ceil(num_experts / 2)], see count_experts.cu; not read if there is one chunk
 // Out:  slots       int32 [pairs], the row of each pair; -1 for a pair whose expert is not here
-//       tokens      int32 [pairs], the token of each row, of which there are *num_rows
+//       tokens      int32 [pairs], the token of each of the first *num_rows rows
 //       num_rows    int32 [1]
 //       table, num_tiles, ready  see tile_table.cuh
 //

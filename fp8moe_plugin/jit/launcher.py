@@ -47,8 +47,8 @@ def launch(
     Args:
         grid: blocks, along x or along (x, y).
         args: in the order of `plan.parameters.PARAMETERS`: a `tensor_map`, an address (0: none) or a 32-bit int each.
-        early: it may start when the kernel launched before it lets it, not only when that one has ended (programmatic
-            dependent launch; csrc/device/common.cuh says what such a kernel owes the others).
+        early: it may start before the preceding kernel has ended, as soon as that kernel allows it (programmatic
+            dependent launch; csrc/device/common.cuh has the rules for such kernels).
         cluster: blocks of a cluster along x, of a kernel that leaves that to its launch.
     Raises:
         CompileError: the kernel does not compile.
@@ -70,7 +70,7 @@ def launch(
 
 
 class LaunchAttribute(ctypes.Structure):
-    """`CUlaunchAttribute`, of which the value is a union of 64 bytes."""
+    """`CUlaunchAttribute`, whose value is a union of 64 bytes."""
 
     _fields_ = [("id", ctypes.c_uint), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
 

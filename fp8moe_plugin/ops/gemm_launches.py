@@ -177,8 +177,8 @@ def grouped_gemm_launch(
 ) -> Launch:
     """The same by the kernel for many rows; without tiles of one group, where `c` may be added.
 
-    `early`: it starts before the launch before it ends, the GEMM 1 that makes `a`, and waits for each tile's rows in
-    `tiles.ready`; `out` must not overlap with what that one reads.
+    `early`: it may start before the preceding kernel ends, the GEMM 1 that makes `a`, and waits for each tile's rows
+    in `tiles.ready`; `out` must not overlap with what GEMM 1 reads.
     """
     defines = dict(key.defines)
     a_map = rows_map(device, a, BOX_ROWS)

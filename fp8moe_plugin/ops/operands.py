@@ -6,9 +6,9 @@ of its expert, as `plan.tiles.row_tiles` cuts it. Only the first `num_tiles[0]` 
 are two pairs of counters with which GEMMs hand out tiles; they are zero before and after each GEMM.
 
 `ready`, int32 `[1 + capacity * n]`, lets GEMM 2 of the experts start before GEMM 1 ends: it holds the number of
-finished blocks of GEMM 1, then n counters for each row tile (`plan.scratch.row_counters`), the first of which counts
+finished blocks of GEMM 1, then n counters for each row tile (`plan.scratch.row_counters`). The first of them counts
 stored columns. In tiles of `MANY_ROWS_TILE` rows each of two math warpgroups counts for itself. Whatever writes the
-table zeroes `ready`, so it serves one GEMM 1.
+table zeroes `ready`, so a table is valid for one launch of GEMM 1.
 """
 
 from typing import NamedTuple

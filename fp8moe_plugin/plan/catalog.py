@@ -14,7 +14,7 @@ from fp8moe_plugin.plan.parameters import ARGUMENTS
 HOPPER = (9, 0)  # the only compute capability with the instructions of the kernels
 KIB = 1024
 SMEM_BYTES = 227 * KIB  # per block, at most; kernels with one block per multiprocessor take as many stages as fit
-MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # shared by its blocks, each of which takes 1 KiB more than it asks for
+MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # shared by its blocks; each takes 1 KiB more than it asks for
 DENSE_WIDTHS = (8, 16, 32)  # padded rows of dense_gemm_few_rows
 DENSE_TILE_M, DENSE_TILE_N = (64, 128), (16, 32, 64, 96, 112, 128, 144, 192)  # rows and columns of one of dense_gemm
 GROUPED_TILE_N = (128, 256)  # columns of a tile of grouped_gemm

@@ -53,7 +53,7 @@ def plan_contiguous(rows: int) -> GroupedPlan:
 
 @functools.lru_cache(maxsize=4096)
 def plan_batched(experts: int, max_m: int, intermediate: int, expected_m: int, ue8m0: bool) -> BatchedPlan:
-    """`[experts, max_m]` rows, of which each expert has about `expected_m`."""
+    """`[experts, max_m]` rows; each expert has about `expected_m` of them."""
     keep_b = keeps_b(expected_m, intermediate)
     return BatchedPlan(
         gate_up=gate_up_key(ue8m0, gather=False),

@@ -37,7 +37,7 @@ class SortedScratch(NamedTuple):
 
 
 class SmallBatchScratch(NamedTuple):
-    """Scratch of a small batch of which at most min(T * topk, E) experts get tokens."""
+    """Scratch of a small batch, in which at most min(T * topk, E) experts get tokens."""
 
     inner: int  # e4m3 [experts, width, I]
     inner_scales: int  # float32 [experts, I / 128, width]

@@ -16,5 +16,5 @@ class MoeShape(NamedTuple):
 
     @classmethod
     def of(cls, local: Experts, global_experts: int) -> "MoeShape":
-        """The shape of a layer of which a rank holds `local`."""
+        """The shape of a layer whose part on one rank is `local`."""
         return cls(local.topk, local.hidden, local.intermediate, local.experts, global_experts)

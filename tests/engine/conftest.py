@@ -119,7 +119,7 @@ def _why_no_engine() -> str | None:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `<family>-fp8`, its unquantized twin `<family>-bf16`, what `convert` makes of that one, and
+    """A folder with `<family>-fp8`, its unquantized twin `<family>-bf16`, what `convert` makes of the twin, and
     `<family>-other`, unquantized with other weights; and `qwen3_moe-without-a-scale` and `-weight` of an expert."""
     return built_once(tmp_path_factory, "engines", write_checkpoints)
 

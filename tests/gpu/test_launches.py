@@ -20,7 +20,7 @@ from tests.steps import device_of, gate_up, grouped_gemm, split_k, tiles_of_coun
 
 pytestmark = pytest.mark.gpu
 K = 1024  # deep enough that tiles are handed out from counters
-N = 640  # three columns of tiles, of which the last is half as wide
+N = 640  # three columns of tiles; the last is half as wide
 
 
 @pytest.mark.parametrize("tile_rows", [64, 128])

@@ -103,7 +103,8 @@ def test_what_is_compiled_is_kept_and_only_the_rest_compiled(full_cache: Path) -
 def test_a_kernel_that_does_not_compile_fails_alone(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good, bad = KernelKey("combine"), KernelKey("grouped_gemm_few_rows", (("STAGES", "nonsense"),))  # type: ignore[arg-type]
+    good = KernelKey("combine")
+    bad = KernelKey("grouped_gemm_few_rows", (("STAGES", "nonsense"),))  # type: ignore[arg-type]
     monkeypatch.setattr(kernels, "plan_of", lambda model: {bad: "bad", good: "good"})
     assert main([]) == 1
     printed = capsys.readouterr()

@@ -24,10 +24,10 @@ DEVICE constexpr bool fits_the_launch() {
 
 DEVICE int lane_of_warp() { return threadIdx.x % kWarp; }
 
-// ---- programmatic dependent launch: kernels beside one another (launch's `early`) --------------------------------
+// ---- programmatic dependent launch: kernels that run concurrently (launch's `early`) ------------------------------
 //
 // A kernel launched early starts once every block of the kernel before it has called let_next_kernel_start, or has
-// ended; then it runs beside that one, and beside all before that one back to the last kernel launched normally.
+// ended. It may then run concurrently with every kernel before it, back to the last one launched normally.
 // wait_for_previous_kernel returns when the kernel just before has ended, and what it wrote is visible. At least one
 // block of every kernel launched early calls it before it ends: who is launched normally then follows all of them.
 

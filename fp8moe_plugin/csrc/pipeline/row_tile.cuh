@@ -50,7 +50,7 @@ struct RowTileStages {
 };
 
 // The stages of a step. Those of weights are those of tokens; but with kKeepWeights a tile of the same weights as the
-// tile before finds them where that one did. What is loaded later still replaces what was last read at least kStages
+// tile before finds them in the same stages. What is loaded later still replaces what was last read at least kStages
 // steps before, as long as K is at most kStages steps: the barriers of the tokens' stages guard both.
 template <int kStages, bool kKeepWeights>
 struct Rings {

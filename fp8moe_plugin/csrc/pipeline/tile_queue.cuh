@@ -1,4 +1,4 @@
-// Which output tiles a block computes, and in which order. The table of row tiles is described in ops/route.py.
+// Which output tiles a block computes, and in which order. The table of row tiles: pipeline/tile_table.cuh.
 #pragma once
 #include "pipeline/ring.cuh"
 #include "pipeline/tile_table.cuh"
