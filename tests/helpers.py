@@ -282,9 +282,9 @@ def assert_same_tiles(actual: Tiles, expected: Tiles) -> None:
     assert torch.equal(actual.table[:count], expected.table[:count])
     assert untouched(actual.table[count:])
     assert not actual.num_tiles[1:].any()
-    if actual.ready is not None:
-        assert not actual.ready[: count + 1].any()
-        assert untouched(actual.ready[count + 1 :])
+    if actual.done_counters is not None:
+        assert not actual.done_counters[: count + 1].any()
+        assert untouched(actual.done_counters[count + 1 :])
 
 
 def assert_same_routing(actual: Routing, expected: Routing) -> None:

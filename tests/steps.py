@@ -47,18 +47,20 @@ class Tiles:
     tile_rows: int
     table: torch.Tensor
     num_tiles: torch.Tensor
-    ready: torch.Tensor | None = None
+    done_counters: torch.Tensor | None = None
     keep_b: bool = False
 
     def for_experts(self, rows_per_expert: float, intermediate: int) -> "Tiles":
-        """Those of both GEMMs of experts for many rows; without `ready` where GEMM 2 does not start early."""
+        """Those of both GEMMs of experts for many rows; without `done_counters` where GEMM 2 does not start early."""
         early = starts_early(rows_per_expert, intermediate)
-        return replace(self, ready=self.ready if early else None, keep_b=keeps_b(rows_per_expert, intermediate))
+        return replace(
+            self, done_counters=self.done_counters if early else None, keep_b=keeps_b(rows_per_expert, intermediate)
+        )
 
     @property
     def addresses(self) -> operands.Tiles:
-        ready = 0 if self.ready is None else self.ready.data_ptr()
-        return operands.Tiles(self.table.data_ptr(), self.num_tiles.data_ptr(), ready)
+        counters = 0 if self.done_counters is None else self.done_counters.data_ptr()
+        return operands.Tiles(self.table.data_ptr(), self.num_tiles.data_ptr(), counters)
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,10 @@ class Routing:
     tiles: Tiles
 
 
-def empty_tiles(rows: int, groups: int, tile_rows: int, device: torch.device, ready: bool = True) -> Tiles:
+def empty_tiles(rows: int, groups: int, tile_rows: int, device: torch.device, counted: bool = True) -> Tiles:
     capacity = tile_capacity(rows, groups, tile_rows)
     table = workspace.empty((capacity, 4), torch.int32, device)
-    counters = workspace.empty((1 + capacity,), torch.int32, device) if ready else None
+    counters = workspace.empty((1 + capacity,), torch.int32, device) if counted else None
     return Tiles(tile_rows, table, workspace.empty((5,), torch.int32, device), counters)
 
 
@@ -130,7 +132,7 @@ def tiles_of_indices(indices: torch.Tensor, num_groups: int, tile_rows: int) -> 
     device, rows = backend.device_of(indices), len(indices)
     if device is None:
         return tiles_of_runs(indices, num_groups, tile_rows)
-    tiles, runs = empty_tiles(rows, rows, tile_rows, indices.device, ready=False), torch.empty_like(indices)
+    tiles, runs = empty_tiles(rows, rows, tile_rows, indices.device, counted=False), torch.empty_like(indices)
     addresses = indices.data_ptr(), rows, num_groups, runs.data_ptr(), tiles.addresses
     device.launch([tiles_of_indices_launch(*addresses, tile_rows)])
     return tiles
@@ -223,15 +225,15 @@ class SplitK:
 
     splits: int
     partial: torch.Tensor  # float32 [splits, rows, 2I]
-    counters: int  # of each row tile, in `ready` of its tiles
+    counters: int  # of each row tile, in `done_counters` of its tiles
 
 
 def split_k(splits: int, tiles: Tiles, rows: int, intermediate: int) -> tuple[SplitK, Tiles]:
     """Memory for splits of K, and the tiles with counters for them."""
     counters, device = row_counters(intermediate, splits, tiles.tile_rows), tiles.table.device
     partial = workspace.empty((splits, rows, 2 * intermediate), torch.float32, device)
-    ready = torch.zeros(1 + len(tiles.table) * counters, dtype=torch.int32, device=device)
-    return SplitK(splits, partial, counters), replace(tiles, ready=ready)
+    done_counters = torch.zeros(1 + len(tiles.table) * counters, dtype=torch.int32, device=device)
+    return SplitK(splits, partial, counters), replace(tiles, done_counters=done_counters)
 
 
 def gate_up(
@@ -250,7 +252,7 @@ def gate_up(
         a: `[G, max_m, H]`; with `tokens` `[T, H]` with row-major scales.
         tokens: int32 `[G, max_m]`, or `[max_m]` for one group: the row of `a` that each row is. The kernel for few rows
             needs it.
-        split: of the kernel for few rows, which counts in `tiles.ready` only with it.
+        split: of the kernel for few rows, which counts in `tiles.done_counters` only with it.
         out: e4m3 `[G * max_m, I]` and K-major scales to write to, or None.
     Returns:
         e4m3 `[G, max_m, I]` and its scales, K-major over all rows.
@@ -287,8 +289,9 @@ def grouped_gemm(
 
     Args:
         after_gate_up: the launch before is the `gate_up` of the same tiles that makes `a`, and this one may start
-            before that ends: where `tiles.ready`; for few rows always, and waits for rows only with `row_counters`.
-        row_counters: for few rows the counters of each row tile in `tiles.ready`; 0: nothing has counted there.
+            before that ends: where `tiles.done_counters`; for few rows always, and waits for rows only with
+            `row_counters`.
+        row_counters: for few rows the counters of each row tile in `tiles.done_counters`; 0: nothing has counted there.
     """
     device, scales, weights = device_of(out), k_major(*a), Weights.of(b)
     rows, key = Rows.of(a[0], scales), grouped_key(tiles.tile_rows, tiles.keep_b)
@@ -298,5 +301,5 @@ def grouped_gemm(
         few = {"columns": columns, "row_counters": row_counters, "early": after_gate_up}
         device.launch([grouped_gemm_few_rows_launch(device, key, rows, weights, *target, **few)])
     else:
-        early = after_gate_up and tiles.ready is not None
+        early = after_gate_up and tiles.done_counters is not None
         device.launch([grouped_gemm_launch(device, key, rows, weights, *target, early=early)])

@@ -3,13 +3,13 @@
 // With so few rows the GEMM takes as long as the multiprocessor that loads most: a tile has as many columns as make all
 // multiprocessors load about the same, whether that divides a block of scales or not.
 //
-// A tile is BLOCK_M rows, 64 of each math warpgroup, by `width` columns, with all of K. One producer thread fills a
+// A tile is BLOCK_M rows, 64 of each math warpgroup, by `tile_n` columns, with all of K. One producer thread fills a
 // ring of stages, each 128 along K, with weights, another one with A. The product over 128 K lands in an accumulator,
 // which is scaled and added in float32 before the next (DeepGEMM's two-level accumulation).
 //
 // In:   a_map     boxes of BLOCK_M rows; a_tail_map  of as many as the last tile has, rounded up to 8: a step in which
 //                 TMA fills in for rows that are not there, or loads several boxes, takes longer
-//       b_map     boxes of `width` rows: 16, 32, 64, 96, 112, 128, 144 or 192
+//       b_map     boxes of `tile_n` rows: 16, 32, 64, 96, 112, 128, 144 or 192
 //       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
 // Out:  d         bfloat16 [m, N]
 //
@@ -26,19 +26,19 @@ constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // with two math w
 constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scales
 
 // Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
-template <int kWidth>
+template <int kTileN>
 struct SharedMemory {
-    static constexpr int kScaleBlocks = 128 % kWidth == 0 ? 1 : 2;  // that the columns of a tile are in
-    static constexpr u32 kBytesWeights = kWidth * kBlockK, kBytesTokens = BLOCK_M * kBlockK;
+    static constexpr int kScaleBlocks = 128 % kTileN == 0 ? 1 : 2;  // that the columns of a tile are in
+    static constexpr u32 kBytesWeights = kTileN * kBlockK, kBytesTokens = BLOCK_M * kBlockK;
     static constexpr u32 kBytesScales = BLOCK_M * 4, kBytesWeightScales = kScaleBlocks * 4;
-    static constexpr u32 kRow = kWidth * 2 + 16;  // of the result: 8 rows are in as many different banks
+    static constexpr u32 kRow = kTileN * 2 + 16;  // of the result: 8 rows are in as many different banks
     static constexpr u32 kBytesResult = BLOCK_M * kRow;
     static constexpr u32 kBytesStage = kBytesWeights + kBytesTokens + kBytesScales + kBytesWeightScales + 2 * 8;
     static constexpr int kStages = (SMEM_BYTES - kBytesResult) / kBytesStage;
     static constexpr u32 kTokenTiles = kStages * kBytesWeights, kResult = kTokenTiles + kStages * kBytesTokens;
     static constexpr u32 kScales = kResult + kBytesResult, kFull = kScales + kStages * kBytesScales;
     static constexpr u32 kEmpty = kFull + kStages * 8, kWeightScales = kEmpty + kStages * 8;
-    static constexpr int kStepsAtOnce = kWidth <= 128 && kStages >= 6 ? 2 : 1;  // as registers and stages allow
+    static constexpr int kStepsAtOnce = kTileN <= 128 && kStages >= 6 ? 2 : 1;  // as registers and stages allow
     static_assert(kWeightScales + kStages * kBytesWeightScales <= SMEM_BYTES, "as many stages as there is room for");
 
     u32 base;
@@ -61,27 +61,27 @@ struct Operands {
 
 // The tiles of a block, by their first rows and columns. Those of the same columns are neighbours, which run at once:
 // weights come from device memory once.
-template <int kWidth>
+template <int kTileN>
 struct Tiles {
     int row_tiles, count, index = blockIdx.x;
 
     DEVICE Tiles(const Operands& in) {
         row_tiles = ceil_div(in.m, BLOCK_M);
-        count = row_tiles * ceil_div(in.n, kWidth);
+        count = row_tiles * ceil_div(in.n, kTileN);
     }
     DEVICE bool more() const { return index < count; }
     DEVICE void advance() { index += gridDim.x; }
     DEVICE int row() const { return index % row_tiles * BLOCK_M; }
-    DEVICE int column() const { return index / row_tiles * kWidth; }
+    DEVICE int column() const { return index / row_tiles * kTileN; }
 };
 
 // ---- producers: a thread each ---------------------------------------------------------------------------------------
 
-template <int kWidth>
-DEVICE void load_weights(SharedMemory<kWidth> shared, const Operands& in) {
-    Ring<SharedMemory<kWidth>::kStages> ring;
+template <int kTileN>
+DEVICE void load_weights(SharedMemory<kTileN> shared, const Operands& in) {
+    Ring<SharedMemory<kTileN>::kStages> ring;
     int last_block = (in.n - 1) / 128;
-    for (Tiles<kWidth> tiles(in); tiles.more(); tiles.advance()) {
+    for (Tiles<kTileN> tiles(in); tiles.more(); tiles.advance()) {
         int column = tiles.column(), block = column / 128;
         const float* scales = in.weight_scales + block * in.k_blocks;
         int next_block = block < last_block ? in.k_blocks : 0;  // a tile may pass N
@@ -100,12 +100,12 @@ DEVICE void load_weights(SharedMemory<kWidth> shared, const Operands& in) {
     copy_async_wait();  // PTX promises no arrivals of threads that have exited
 }
 
-template <int kWidth>
-DEVICE void load_tokens(SharedMemory<kWidth> shared, const Operands& in) {
+template <int kTileN>
+DEVICE void load_tokens(SharedMemory<kTileN> shared, const Operands& in) {
     wait_for_previous_kernel();
     fence_proxy_async_global();
-    Ring<SharedMemory<kWidth>::kStages> ring;
-    for (Tiles<kWidth> tiles(in); tiles.more(); tiles.advance()) {
+    Ring<SharedMemory<kTileN>::kStages> ring;
+    for (Tiles<kTileN> tiles(in); tiles.more(); tiles.advance()) {
         int row = tiles.row(), rows = min(BLOCK_M, in.m - row);
         const TensorMap* tokens = rows == BLOCK_M ? in.tokens : in.tail_tokens;
         const float* scales = in.token_scales + row;
@@ -131,8 +131,8 @@ struct Scales {
     int boundary;
 };
 
-template <int kWidth>
-DEVICE Scales load_scales(SharedMemory<kWidth> shared, int stage, int row, int boundary) {
+template <int kTileN>
+DEVICE Scales load_scales(SharedMemory<kTileN> shared, int stage, int row, int boundary) {
     Scales scales;
     scales.boundary = boundary;
     float of_row[2] = {load_shared_float(shared.token_scale(stage, row)),
@@ -147,22 +147,22 @@ DEVICE Scales load_scales(SharedMemory<kWidth> shared, int stage, int row, int b
 }
 
 // Widths and boundaries are multiples of 16.
-template <int kWidth>
-DEVICE void add(const Fragment<kWidth>& product, const Scales& scales, Fragment<kWidth>& sum) {
+template <int kTileN>
+DEVICE void add(const Fragment<kTileN>& product, const Scales& scales, Fragment<kTileN>& sum) {
 #pragma unroll
-    for (int i = 0; i < kWidth / 2; ++i) {
-        bool next = 128 % kWidth != 0 && i / 8 * 16 >= scales.boundary;
+    for (int i = 0; i < kTileN / 2; ++i) {
+        bool next = 128 % kTileN != 0 && i / 8 * 16 >= scales.boundary;
         sum[i] += (next ? scales.of[1][i / 2 % 2] : scales.of[0][i / 2 % 2]) * product[i];
     }
 }
 
 // kSteps steps of 128 K, one behind the other in the tensor cores.
-template <int kSteps, int kWidth, int kStages>
-DEVICE void multiply_steps(SharedMemory<kWidth> shared, Ring<kStages>& ring, int warpgroup, int boundary,
-                           Fragment<kWidth>& sum) {
+template <int kSteps, int kTileN, int kStages>
+DEVICE void multiply_steps(SharedMemory<kTileN> shared, Ring<kStages>& ring, int warpgroup, int boundary,
+                           Fragment<kTileN>& sum) {
     int rows = warpgroup * kWarpgroupM, row = rows + threadIdx.x / kWarp % 4 * 16 + lane_of_warp() / 4;
     int stages[kSteps];
-    Fragment<kWidth> products[kSteps];
+    Fragment<kTileN> products[kSteps];
     Scales scales[kSteps];
     wgmma_fence();
 #pragma unroll
@@ -182,15 +182,15 @@ DEVICE void multiply_steps(SharedMemory<kWidth> shared, Ring<kStages>& ring, int
         if (lane_of_warp() == 0) barrier_arrive(shared.empty(stages[i]));
     }
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) add<kWidth>(products[i], scales[i], sum);
+    for (int i = 0; i < kSteps; ++i) add<kTileN>(products[i], scales[i], sum);
 }
 
-template <int kWidth, int kStages>
-DEVICE void multiply(SharedMemory<kWidth> shared, Ring<kStages>& ring, int k_blocks, int warpgroup, int boundary,
-                     Fragment<kWidth>& sum) {
-    constexpr int kSteps = SharedMemory<kWidth>::kStepsAtOnce;  // each wait for products takes time
+template <int kTileN, int kStages>
+DEVICE void multiply(SharedMemory<kTileN> shared, Ring<kStages>& ring, int k_blocks, int warpgroup, int boundary,
+                     Fragment<kTileN>& sum) {
+    constexpr int kSteps = SharedMemory<kTileN>::kStepsAtOnce;  // each wait for products takes time
 #pragma unroll
-    for (int i = 0; i < kWidth / 2; ++i) sum[i] = 0.f;
+    for (int i = 0; i < kTileN / 2; ++i) sum[i] = 0.f;
     int k = 0;
 #pragma unroll 1
     for (; k <= k_blocks - kSteps; k += kSteps) multiply_steps<kSteps>(shared, ring, warpgroup, boundary, sum);
@@ -198,10 +198,10 @@ DEVICE void multiply(SharedMemory<kWidth> shared, Ring<kStages>& ring, int k_blo
 }
 
 // Through shared memory, so that 8 columns of a row are stored at once.
-template <int kWidth>
-DEVICE void store(SharedMemory<kWidth> shared, int warpgroup, u16* d, const Operands& in, int row, int column,
-                  const Fragment<kWidth>& sum) {
-    constexpr int kChunks = kWidth / 8;
+template <int kTileN>
+DEVICE void store(SharedMemory<kTileN> shared, int warpgroup, u16* d, const Operands& in, int row, int column,
+                  const Fragment<kTileN>& sum) {
+    constexpr int kChunks = kTileN / 8;
     int first = warpgroup * kWarpgroupM, rows = min(kWarpgroupM, in.m - row - first), lane = lane_of_warp();
     warpgroup_barrier(warpgroup);  // the tile before has been stored
 #pragma unroll
@@ -220,9 +220,9 @@ DEVICE void store(SharedMemory<kWidth> shared, int warpgroup, u16* d, const Oper
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-template <int kWidth>
-DEVICE void run(const Operands& in, u16* d) {
-    SharedMemory<kWidth> shared{dynamic_shared_address()};
+template <int kTileN>
+DEVICE void multiply_tiles(const Operands& in, u16* d) {
+    SharedMemory<kTileN> shared{dynamic_shared_address()};
     init_barriers(shared, shared.kStages, kFullArrivals, kMathWarps);
     int warp = warp_uniform(threadIdx.x / kWarp);
     if (warp >= kMathWarps) {
@@ -233,10 +233,10 @@ DEVICE void run(const Operands& in, u16* d) {
         return;
     }
     if (kMathWarpgroups == 2) increase_registers<kMathRegisters>();
-    Ring<SharedMemory<kWidth>::kStages> ring;
-    for (Tiles<kWidth> tiles(in); tiles.more(); tiles.advance()) {
+    Ring<SharedMemory<kTileN>::kStages> ring;
+    for (Tiles<kTileN> tiles(in); tiles.more(); tiles.advance()) {
         int row = tiles.row(), column = tiles.column();
-        Fragment<kWidth> sum;
+        Fragment<kTileN> sum;
         multiply(shared, ring, in.k_blocks, warp / 4, 128 - column % 128, sum);
         store(shared, warp / 4, d, in, row, column, sum);
     }
@@ -245,17 +245,17 @@ DEVICE void run(const Operands& in, u16* d) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_tail_map,
                const __grid_constant__ TensorMap b_map, const float* a_scales, int a_scale_k_stride,
-               const float* b_scales, u16* d, int m, int n, int k, int width) {
+               const float* b_scales, u16* d, int m, int n, int k, int tile_n) {
     let_next_kernel_start();
     const Operands in{&a_map, &a_tail_map, &b_map, a_scales, b_scales, a_scale_k_stride, m, n, k / kBlockK};
-    switch (width) {
-        case 16: run<16>(in, d); break;
-        case 32: run<32>(in, d); break;
-        case 64: run<64>(in, d); break;
-        case 96: run<96>(in, d); break;
-        case 112: run<112>(in, d); break;
-        case 128: run<128>(in, d); break;
-        case 144: run<144>(in, d); break;
-        default: run<192>(in, d);
+    switch (tile_n) {
+        case 16: multiply_tiles<16>(in, d); break;
+        case 32: multiply_tiles<32>(in, d); break;
+        case 64: multiply_tiles<64>(in, d); break;
+        case 96: multiply_tiles<96>(in, d); break;
+        case 112: multiply_tiles<112>(in, d); break;
+        case 128: multiply_tiles<128>(in, d); break;
+        case 144: multiply_tiles<144>(in, d); break;
+        default: multiply_tiles<192>(in, d);
     }
 }

@@ -4,7 +4,7 @@
 // narrow one. The `splits` blocks of a cluster share 64 columns, each has a part of K, see cluster_sum.cuh. How a row's
 // result is summed up does not depend on m.
 //
-// In:   a_map     boxes of `width` rows: 8, 16 or 32, the least that hold m
+// In:   a_map     boxes of `tile_m` rows: 8, 16 or 32, the least that hold m
 //       b_map     boxes of 64 rows
 //       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
 // Out:  d         bfloat16 [m, N]
@@ -122,7 +122,7 @@ DEVICE void multiply(SharedMemory<kTokens> shared, int steps, float (&sum)[kToke
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 template <int kTokens>
-DEVICE void run(const Operands& in, u16* d, int splits) {
+DEVICE void multiply_columns(const Operands& in, u16* d, int splits) {
     SharedMemory<kTokens> shared{dynamic_shared_address()};
     const Share share(in, splits);
     using Cluster = ClusterSum<kTokens, kBlockN>;
@@ -153,12 +153,12 @@ DEVICE void run(const Operands& in, u16* d, int splits) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                         const float* a_scales, int a_scale_k_stride, const float* b_scales, u16* d, int m, int n, int k,
-                        int width, int splits) {
+                        int tile_m, int splits) {
     let_next_kernel_start();
     const Operands in{&a_map, &b_map, a_scales, b_scales, a_scale_k_stride, m, n, k / kBlockK};
-    switch (width) {
-        case 8: run<8>(in, d, splits); break;
-        case 16: run<16>(in, d, splits); break;
-        default: run<32>(in, d, splits);
+    switch (tile_m) {
+        case 8: multiply_columns<8>(in, d, splits); break;
+        case 16: multiply_columns<16>(in, d, splits); break;
+        default: multiply_columns<32>(in, d, splits);
     }
 }

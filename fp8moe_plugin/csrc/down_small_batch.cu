@@ -9,13 +9,13 @@
 // To the sums of a token that does not have the expert nothing is added, not even 0 times a product, which may be NaN.
 //
 // Launched early, behind gate_up_small_batch: weights are loaded beside it, and multiplied as soon as the
-// tokens of their unit have been written, which `told` counts.
+// tokens of their unit have been written, which `tokens_written` counts.
 //
 // In:   w_map     of w2: boxes of 128 rows
 //       q_map     of q, e4m3 [experts found * TOKENS, I]: boxes of TOKENS rows
 //       w_scales  float32 [experts, H / 128, I / 128]
 //       scales    float32 [experts found, I / 128, TOKENS]; kAbsent where the token does not have the expert
-//       told      int32 [experts found, I / 128], how many tokens of a unit are written
+//       tokens_written  int32 [experts found, I / 128], tokens of a unit that are written
 //       ids, expert_map  see expert_ids.cuh
 // Out:  out       bfloat16 [tokens, H]
 //
@@ -133,21 +133,22 @@ DEVICE void load_weights(SharedMemory shared, const Share& share, const TensorMa
 // Waits for the tokens of a block's units, one behind the other. To look takes a round trip to L2, and so a lane looks
 // for each of the next units.
 struct TokensAwaited {
-    const int* told;  // of the block's next unit
+    const int* tokens_written;  // of the block's next unit
     int tokens, splits, left, seen;
 
-    DEVICE TokensAwaited(const int* told, int tokens, const Share& share, const ExpertList& list)
-        : told(told + share.split), tokens(tokens), splits(share.splits), seen(0) {
+    DEVICE TokensAwaited(const int* tokens_written, int tokens, const Share& share, const ExpertList& list)
+        : tokens_written(tokens_written + share.split), tokens(tokens), splits(share.splits), seen(0) {
         left = (list.count * share.k_blocks - share.split + splits - 1) / splits;
     }
     DEVICE void wait(int count) {
         int lane = lane_of_warp();
         while (seen < count) {
-            int missing = __ffs(__ballot_sync(kAllLanes, lane < left && load_acquire(told + lane * splits) < tokens));
+            int missing =
+                __ffs(__ballot_sync(kAllLanes, lane < left && load_acquire(tokens_written + lane * splits) < tokens));
             seen = missing ? missing - 1 : kWarp;
             fence_proxy_async_global();
         }
-        told += count * splits, left -= count, seen -= count;
+        tokens_written += count * splits, left -= count, seen -= count;
     }
 };
 
@@ -192,7 +193,7 @@ DEVICE void multiply(SharedMemory shared, Units units, int warpgroup, Sums& sum)
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     down_small_batch(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap q_map,
-                     const float* w_scales, const float* scales, const int* told, const void* ids,
+                     const float* w_scales, const float* scales, const int* tokens_written, const void* ids,
                      const int* expert_map, u16* out, int ids_64, int global_experts, int num_experts, int tokens,
                      int topk, int hidden, int intermediate, int splits) {
     SharedMemory shared{dynamic_shared_address()};
@@ -212,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         load_weights(shared, share, &w_map, w_scales, list);
         cluster.wait();
     } else if (warp == kTokenWarp) {
-        load_tokens(shared, share, &q_map, scales, {told, tokens, share, list}, list);
+        load_tokens(shared, share, &q_map, scales, {tokens_written, tokens, share, list}, list);
         cluster.wait();
     } else {
         Sums sum;

@@ -7,8 +7,8 @@
 //
 // GATHER: row i of A is row a_rows[i] of the matrix `gathered`, whose scales are row-major.
 //
-// It counts in `ready` what it has stored of each row tile; the second GEMM may start while this one ends. With `ready`
-// null nobody reads these counters.
+// It counts in `done_counters` what it has stored of each row tile; the second GEMM may start while this one ends. With
+// `done_counters` null nobody reads these counters.
 #include "epilogue/swiglu_rows.cuh"
 #include "mma/row_tile.cuh"
 #include "pipeline/gather_row_tile.cuh"
@@ -82,13 +82,13 @@ DEVICE void gather_tiles(SharedMemory shared, TileRings& rings, const Operands& 
 
 // ---- math: two warpgroups -------------------------------------------------------------------------------------------
 
-template <int kWidth, bool kHasTail>
+template <int kColumns, bool kHasTail>
 DEVICE void compute_rows(SharedMemory shared, TileRings& rings, int k_blocks, const Quantized& out, const Tile& tile,
                          int warpgroup, int row_block, int column, int& buffer, StoredTiles& stored) {
-    Fragment<kWidth> sum[2];
+    Fragment<kColumns> sum[2];
     Tail tail[kHalves];
-    multiply_row_tile<2, kWidth, kHasTail, GATHER>(shared, rings, k_blocks, tile, row_block, 0, column, sum, tail);
-    store_quantized<kWidth>(shared, out, tile, warpgroup, row_block, buffer, stored, sum[0], sum[1]);
+    multiply_row_tile<2, kColumns, kHasTail, GATHER>(shared, rings, k_blocks, tile, row_block, 0, column, sum, tail);
+    store_quantized<kColumns>(shared, out, tile, warpgroup, row_block, buffer, stored, sum[0], sum[1]);
     if (kHasTail) store_quantized_tail(shared, out, tile, warpgroup, buffer, tail[0], tail[1]);
 }
 
@@ -109,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gate_up(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_narrow_map,
             const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map, const float* a_scales,
             int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales, const uint4* gathered,
-            const int* a_rows, u8* d, float* d_scales, int* ready, const int4* table, int* num_tiles, int m, int n,
-            int k) {
+            const int* a_rows, u8* d, float* d_scales, int* done_counters, const int4* table, int* num_tiles, int m,
+            int n, int k) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
         increase_registers<kMathRegisters>();
         int buffer = 0;
-        StoredTiles stored{ready};
+        StoredTiles stored{done_counters};
         while (true) {
             barrier_wait(shared.full(rings.tokens.stage), rings.tokens.phase);
             Tile tile = published_tile(shared.tile(rings.tokens.stage));

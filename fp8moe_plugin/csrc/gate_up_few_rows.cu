@@ -12,12 +12,12 @@
 //       x_scales    float32 [T, K / 128];    w_scales  float32 [experts, 2 * I / 128, K / 128]
 //       a_rows      int32 [m], the token of each row
 //       partial     float32, 2 * I * m * splits; not used with one split
-//       ready       int32 [1 + capacity * counters], zero, for blocks and row tiles that are done, see RowsDone; null:
-//                   nothing is counted, and K is not split
+//       done_counters  int32 [1 + capacity * counters_per_tile], zero at first, see done_counters.cuh; null: nothing is
+//                   counted, and K is not split
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
 #include "device/fp8.cuh"
 #include "device/wgmma.cuh"
-#include "pipeline/rows_done.cuh"
+#include "pipeline/done_counters.cuh"
 #include "pipeline/split_k.cuh"
 #include "pipeline/tile_queue.cuh"
 
@@ -80,7 +80,7 @@ struct Operands {
 struct Result {
     u8* q;
     float *scales, *partial;
-    RowsDone done;
+    DoneCounters done;
     int m;
 };
 
@@ -296,7 +296,7 @@ DEVICE void store_quantized(SharedMemory shared, const Operands& in, const Resul
         *reinterpret_cast<uint4*>(out.q + i64(tile.row + token) * in.intermediate + group * kBlockI + chunk * 16) =
             load_shared_16(shared.staging(token) + chunk * 16);
     }
-    if (!out.done.ready) return;
+    if (!out.done.counters) return;
     __threadfence();
     named_barrier(kMathBarrier, kMathThreads);
     if (threadIdx.x == 0) atomicAdd(out.done.of_tile(tile), 1);
@@ -315,8 +315,9 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gate_up_few_rows(const __grid_constant__ TensorMap w_map, const uint4* x, const float* x_scales,
-                     const float* w_scales, const int* a_rows, u8* q, float* scales, float* partial, int* ready,
-                     const int4* table, int* num_tiles, int m, int intermediate, int k, int splits, int counters) {
+                     const float* w_scales, const int* a_rows, u8* q, float* scales, float* partial, int* done_counters,
+                     const int4* table, int* num_tiles, int m, int intermediate, int k, int splits,
+                     int counters_per_tile) {
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
@@ -330,19 +331,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         load_tiles(shared, in, queue);
     } else {
         increase_registers<kMathRegisters>();
-        Result out{q, scales, partial, {ready, counters}, m};
+        Result out{q, scales, partial, {done_counters, counters_per_tile}, m};
         Ring<kStages> ring;
         while (true) {
             barrier_wait(shared.full(ring.stage), ring.phase);
             Tile tile = published_tile(shared.tile(ring.stage));
             if (tile.rows == 0) break;
-            switch (width_of(tile.rows)) {
+            switch (padded_tokens(tile.rows)) {
                 case 8: compute_tile<8>(shared, ring, in, out, tile, warpgroup); break;
                 case 16: compute_tile<16>(shared, ring, in, out, tile, warpgroup); break;
                 case 32: compute_tile<32>(shared, ring, in, out, tile, warpgroup); break;
                 default: compute_tile<64>(shared, ring, in, out, tile, warpgroup);
             }
         }
-        if (threadIdx.x == 0) out.done.block();
+        if (threadIdx.x == 0) out.done.count_block();
     }
 }

@@ -15,7 +15,7 @@
 // Out:  q           e4m3 [experts found, TOKENS, I]; nothing for a token that does not have the expert
 //       scales      float32 [experts found, I / 128, TOKENS], times the router's weight; kAbsent for a token that does
 //                   not have the expert
-//       told        int32 [experts found, I / 128], of how many tokens the results of a tile are written
+//       tokens_written  int32 [experts found, I / 128], tokens whose results of a tile are written
 // UE8M0: 1 rounds scales up to powers of two, before the router's weight comes in.
 //
 // Grid: any number of clusters; a multiprocessor has room for two blocks. The next kernel starts beside this one.
@@ -198,17 +198,17 @@ DEVICE void compute_tiles(SharedMemory shared, const Step& step, const Share& sh
 struct Result {
     u8* q;
     float* scales;
-    int* told;
+    int* tokens_written;
 
-    // Before the cluster's blocks meet and the next kernel starts, by a warp of the first block: nobody has told of the
-    // cluster's tiles, and no token has their experts. `most_tiles`: as many as the step may have. Behind the fence all
-    // that is in L2, where the next kernel looks.
+    // Before the cluster's blocks meet and the next kernel starts, by a warp of the first block: no token
+    // of the cluster's tiles is written, and none has their experts. `most_tiles`: as many as the batch may have. After
+    // the fence all that is in L2, where the next kernel looks.
     DEVICE void clear(const Share& share, int most_tiles) const {
         for (int i = lane_of_warp();; i += kWarp) {
             int tile = share.first_tile + i / kTokens * share.tile_stride;
             if (tile >= most_tiles) break;
             scales[i64(tile) * kTokens + i % kTokens] = kAbsent;
-            if (i % kTokens == 0) told[tile] = 0;
+            if (i % kTokens == 0) tokens_written[tile] = 0;
         }
         __threadfence();
         __syncwarp();
@@ -270,7 +270,7 @@ DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& sha
             __syncwarp();
             if (lane == 0) __threadfence();  // takes longer than a short tile, hence only where something was written
         }
-        if (lane == 0) atomicAdd(out.told + tile, 1);
+        if (lane == 0) atomicAdd(out.tokens_written + tile, 1);
     }
 }
 
@@ -278,13 +278,14 @@ DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& sha
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(THREADS, 2)
     gate_up_small_batch(const __grid_constant__ TensorMap w_map, const uint4* x, const float* w_scales, const void* ids,
-                        const int* expert_map, const float* topk_weights, u8* q, float* scales, int* told, int ids_64,
-                        int global_experts, int num_experts, int tokens, int topk, int hidden, int intermediate) {
+                        const int* expert_map, const float* topk_weights, u8* q, float* scales, int* tokens_written,
+                        int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden,
+                        int intermediate) {
     SharedMemory shared{dynamic_shared_address()};
     const Step step{tokens, topk, hidden, intermediate};
     const Share share(step);
     const ExpertIds router{ids, expert_map, ids_64, tokens * topk, global_experts, num_experts};
-    const Result result{q, scales, told};
+    const Result result{q, scales, tokens_written};
     ExpertList& list = shared.list();
     int warp = warp_uniform(threadIdx.x / kWarp);
     bool math = warp < kMathWarps;

@@ -10,13 +10,13 @@
 // KEEP_B, for K of one or two steps: tiles come in runs, most of them of the same columns, whose weights stay where
 // they are.
 //
-// As the second GEMM of experts it shares a tile table and `ready` with the first one, gate_up.cu, and may start while
-// gate_up still runs. With `ready` null it starts after the kernel before it, as usual.
+// As the second GEMM of experts it shares a tile table and `done_counters` with the first one, gate_up.cu, and may
+// start while gate_up still runs. With `done_counters` null it starts after the kernel before it, as usual.
 #include "epilogue/store_rows.cuh"
 #include "epilogue/store_transposed.cuh"
 #include "mma/row_tile.cuh"
+#include "pipeline/done_counters.cuh"
 #include "pipeline/load_row_tile.cuh"
-#include "pipeline/rows_done.cuh"
 
 constexpr int kHalves = BLOCK_N / kHalfN;
 constexpr int kFullArrivals = 2;               // of a stage: announced bytes, and the copies of the weights' scales
@@ -70,8 +70,8 @@ struct Weights {
 
 using TileRings = Rings<kStages, KEEP_B>;
 
-DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in, Queue& queue, int* ready) {
-    RowsAwaited rows({ready, 1}, kMathWarpgroups * in.k_blocks, kMathWarpgroups);  // of a column, of a block
+DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in, Queue& queue, int* done_counters) {
+    AwaitedRows rows({done_counters, 1}, kMathWarpgroups * in.k_blocks, kMathWarpgroups);  // of a column, of a block
     while (queue.index < queue.total) {
         const Tile tile = queue.tile();
         rows.wait(tile);
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_narrow_map,
                  const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map,
                  const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales, void* d,
-                 const void* c, int* ready, const int4* table, int* num_tiles, int m, int n, int k) {
+                 const void* c, int* done_counters, const int4* table, int* num_tiles, int m, int n, int k) {
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
@@ -138,10 +138,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
         if (threadIdx.x / kWarp == kMathWarps) {
-            Queue queue(table, num_tiles, 1, m, (n + BLOCK_N - 1) / BLOCK_N, k_blocks, ready);
-            load_tiles(shared, rings, in, queue, ready);
+            Queue queue(table, num_tiles, 1, m, (n + BLOCK_N - 1) / BLOCK_N, k_blocks, done_counters);
+            load_tiles(shared, rings, in, queue, done_counters);
             load_end(shared, rings.tokens, kFullArrivals);
-            if (ready) wait_for_previous_kernel();  // who follows this one follows both
+            if (done_counters) wait_for_previous_kernel();  // who follows this one follows both
             queue.finish();
         }
     } else {

@@ -3,13 +3,14 @@
 // Swap-AB: a tile is 128 weight rows by up to 64 tokens, multiplied 8, 16, 32 or 64 tokens wide, by the expert's own
 // count.
 //
-// A block takes `run` columns of tiles at once, so that where K is short what comes once in a while stays cheap.
+// A block takes `columns_at_once` columns of tiles at once, so that where K is short what comes once in a while stays
+// cheap.
 //
-// With `ready` A is what gate_up_few_rows makes, beside which this kernel runs; see rows_done.cuh.
+// With `done_counters` A is what gate_up_few_rows makes, beside which this kernel runs; see done_counters.cuh.
 #include "device/ptx.cuh"
 #include "epilogue/store_transposed.cuh"
 #include "mma/swap_ab.cuh"
-#include "pipeline/rows_done.cuh"
+#include "pipeline/done_counters.cuh"
 #include "pipeline/tile_queue.cuh"
 
 constexpr int kBlockN = FEW_ROWS_TILE_N, kBlockK = 128;
@@ -57,7 +58,7 @@ struct Operands {
     const TensorMap *tokens, *weights;
     ActivationScales token_scales;
     const float* weight_scales;  // [experts, ceil(N / 128), K / 128]
-    int n, k_blocks, run;
+    int n, k_blocks, columns_at_once;
 
     DEVICE int columns() const { return (n + kBlockN - 1) / kBlockN; }
 };
@@ -72,8 +73,8 @@ struct TileLoads {
     u32 scale_bytes, bytes;
 
     DEVICE TileLoads(const Operands& in, const Tile& tile) : tile(tile) {
-        boxes = width_of(tile.rows) / kBoxTokens;
-        int column = tile.column * in.run;
+        boxes = padded_tokens(tile.rows) / kBoxTokens;
+        int column = tile.column * in.columns_at_once;
         weight_row = tile.expert * in.n + column * kBlockN;
         weight_scale = in.weight_scales + i64(tile.expert * in.columns() + column) * in.k_blocks;
         token_scale = in.token_scales.of_tile(tile);
@@ -100,7 +101,7 @@ struct TileLoads {
 DEVICE int load_weights_ahead(SharedMemory shared, const Operands& in, const Queue& queue) {
     if (queue.index >= queue.total) return 0;
     const TileLoads loads(in, queue.tile());
-    int ahead = min(kStages, in.run * in.k_blocks);
+    int ahead = min(kStages, in.columns_at_once * in.k_blocks);
     for (int step = 0, column = 0, k = 0; step < ahead; ++step) {
         if (threadIdx.x % 32 == 0) loads.weights(shared, step, in, column, k);
         if (++k == in.k_blocks) k = 0, ++column;
@@ -108,13 +109,13 @@ DEVICE int load_weights_ahead(SharedMemory shared, const Operands& in, const Que
     return ahead;
 }
 
-DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue, RowsAwaited& rows,
+DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue, AwaitedRows& rows,
                       int& ahead) {
     const TileLoads loads(in, queue.tile());
     rows.wait(loads.tile);
     int step = 0;
 #pragma unroll 1
-    for (int column = 0; column < in.run; ++column) {
+    for (int column = 0; column < in.columns_at_once; ++column) {
 #pragma unroll 1
         for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
             int s = ring.stage;
@@ -156,7 +157,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
                          int warpgroup) {
     Fragment<kTokens> sum;
 #pragma unroll 1
-    for (int column = tile.column * in.run, end = column + in.run; column < end; ++column) {
+    for (int column = tile.column * in.columns_at_once, end = column + in.columns_at_once; column < end; ++column) {
         multiply_tile<kTokens>(shared, ring, in.k_blocks, ActivationScales::offset(tile.row), warpgroup, sum);
         store_transposed<kTokens>(shared.staging(warpgroup), warpgroup, d, in.n, tile.row, tile.rows,
                                   column * kBlockN + warpgroup * kWarpgroupN, sum);
@@ -168,25 +169,25 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                           const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
-                          u16* d, const int4* table, int* num_tiles, int m, int n, int k, int pair_of_counters, int run,
-                          int* ready, int counters) {
+                          u16* d, const int4* table, int* num_tiles, int m, int n, int k, int claim_pair,
+                          int columns_at_once, int* done_counters, int counters_per_tile) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);
 
     int warpgroup = warp_uniform(threadIdx.x / 128);
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
-    Operands in{&a_map, &b_map, scales, b_scales, n, k / kBlockK, run};
+    Operands in{&a_map, &b_map, scales, b_scales, n, k / kBlockK, columns_at_once};
     Ring<kStages> ring;
     if (warpgroup == kMathWarpgroups) {
         if (threadIdx.x / 32 == 4 * kMathWarpgroups) {
-            Queue queue(table, num_tiles, pair_of_counters, m, in.columns() / run, in.k_blocks * run);
+            Queue queue(table, num_tiles, claim_pair, m, in.columns() / columns_at_once, in.k_blocks * columns_at_once);
             int ahead = load_weights_ahead(shared, in, queue);
-            if (!ready) wait_for_previous_kernel();
-            RowsAwaited rows({ready, counters}, in.k_blocks);
+            if (!done_counters) wait_for_previous_kernel();
+            AwaitedRows rows({done_counters, counters_per_tile}, in.k_blocks);
             while (queue.index < queue.total) load_tile(shared, ring, in, queue, rows, ahead);
             load_end(shared, ring, kFullArrivals);
-            if (ready) wait_for_previous_kernel();  // who follows this one follows both
+            if (done_counters) wait_for_previous_kernel();  // who follows this one follows both
             queue.finish();
         }
     } else {
@@ -194,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             barrier_wait(shared.full(ring.stage), ring.phase);
             Tile tile = published_tile(shared.tile(ring.stage));
             if (tile.rows == 0) break;
-            switch (width_of(tile.rows)) {
+            switch (padded_tokens(tile.rows)) {
                 case 8: compute_tile<8>(shared, ring, in, d, tile, warpgroup); break;
                 case 16: compute_tile<16>(shared, ring, in, d, tile, warpgroup); break;
                 case 32: compute_tile<32>(shared, ring, in, d, tile, warpgroup); break;

@@ -6,7 +6,7 @@
 // Out:  slots       int32 [pairs], the row of each pair; -1 for a pair whose expert is not here
 //       tokens      int32 [pairs], the token of each of the first *num_rows rows
 //       num_rows    int32 [1]
-//       table, num_tiles, ready  see tile_table.cuh
+//       table, num_tiles, done_counters  see tile_table.cuh
 //
 // Grid: chunks of THREADS pairs, a thread a pair.    num_experts: at most THREADS.
 // Launched early, behind count_experts, if there is more than one chunk.
@@ -56,8 +56,8 @@ DEVICE void add_chunks(const u32* counts, int num_experts, int* all, int* before
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     route(const void* __restrict__ ids, const int* __restrict__ expert_map, const u32* counts, int* __restrict__ slots,
           int* __restrict__ tokens, int* __restrict__ num_rows, int4* __restrict__ table, int* __restrict__ num_tiles,
-          int* __restrict__ ready, int ids_64, int pairs, int topk, int global_experts, int num_experts, int block_m,
-          int tile_counters) {
+          int* __restrict__ done_counters, int ids_64, int pairs, int topk, int global_experts, int num_experts,
+          int block_m, int counters_per_tile) {
     let_next_kernel_start();
     __shared__ int totals[THREADS];   // pairs of each expert in all chunks
     __shared__ int earlier[THREADS];  // and in the chunks before this one
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (blockIdx.x > 0 || threadIdx.x >= num_experts) return;
     const int first = tailed ? before[1] : all[1] + before[2], num = all[1] + all[2];
     write_group(table, first, tiles.count, threadIdx.x, before[0], before[0] + total);
-    for (int i = threadIdx.x; i <= num * tile_counters; i += num_experts) ready[i] = 0;
+    for (int i = threadIdx.x; i <= num * counters_per_tile; i += num_experts) done_counters[i] = 0;
     if (threadIdx.x > 0) return;
     write_num_tiles(num_tiles, num);
     *num_rows = all[0];

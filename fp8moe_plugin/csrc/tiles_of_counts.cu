@@ -1,13 +1,13 @@
 // Cuts the rows of slabs into tiles, given how many rows of each count. One CTA.
 //
 // In:   counts     int32 [groups]; group g starts at row g * max_m, and its count is clamped to [0, max_m]
-// Out:  table, num_tiles, ready  see tile_table.cuh; a counter a tile
+// Out:  table, num_tiles, done_counters  see tile_table.cuh; a counter a tile
 #include "device/common.cuh"
 #include "pipeline/tile_table.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    tiles_of_counts(const int* counts, int4* __restrict__ table, int* __restrict__ num_tiles, int* __restrict__ ready,
-                    int groups, int max_m, int block_m) {
+    tiles_of_counts(const int* counts, int4* __restrict__ table, int* __restrict__ num_tiles,
+                    int* __restrict__ done_counters, int groups, int max_m, int block_m) {
     int tiles = 0;
     for (int tailed = block_m == kManyRowsTile; tailed >= 0; --tailed) {
         for (int window = 0; window < groups; window += THREADS) {
@@ -18,6 +18,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             tiles = append_tiles<THREADS>(table, tiles, group, begin, begin + (now ? rows : 0), block_m);
         }
     }
-    for (int i = threadIdx.x; i <= tiles; i += THREADS) ready[i] = 0;
+    for (int i = threadIdx.x; i <= tiles; i += THREADS) done_counters[i] = 0;
     if (threadIdx.x == 0) write_num_tiles(num_tiles, tiles);
 }

@@ -45,7 +45,7 @@ def _dense_launch(device: Device, plan: DensePlan, a: Rows, b: Weights, out: int
             m=a.rows,
             n=b.n,
             k=b.k,
-            width=plan.tile_n,
+            tile_n=plan.tile_n,
         ),
         early=early,
     )
@@ -65,7 +65,7 @@ def _dense_few_rows_launch(device: Device, plan: DensePlan, a: Rows, b: Weights,
             m=a.rows,
             n=b.n,
             k=b.k,
-            width=plan.tile_m,
+            tile_m=plan.tile_m,
             splits=plan.cluster,
         ),
         early=early,
@@ -82,7 +82,7 @@ def gate_up_launch(
     """GEMM 1 of the experts with its activation, to quantized rows with K-major scales.
 
     With `a_rows`, the address of int32 `[out.rows]`, row i of the tiles is row `a_rows[i]` of `a`, whose scales are
-    row-major. Where `tiles.ready`, the kernel counts there what is done.
+    row-major. Where `tiles.done_counters`, the kernel counts there what is done.
     """
     return Launch(
         key,
@@ -100,7 +100,7 @@ def gate_up_launch(
             a_rows=a_rows,
             d=out.values,
             d_scales=out.scales,
-            ready=tiles.ready,
+            done_counters=tiles.done_counters,
             table=tiles.table,
             num_tiles=tiles.num_tiles,
             m=out.rows,
@@ -128,8 +128,8 @@ def gate_up_few_rows_launch(
 
     Args:
         partial: where blocks that split K leave their sums, float32 `[k_splits, out.rows, 2 * out.k]`.
-        k_splits: parts of K; several need `tiles.ready`.
-        row_counters: counters of each row tile in `tiles.ready`.
+        k_splits: parts of K; several need `tiles.done_counters`.
+        row_counters: counters of each row tile in `tiles.done_counters`.
         early: it may start before the launch before it ends: one that quantizes `a`.
     """
     return Launch(
@@ -144,14 +144,14 @@ def gate_up_few_rows_launch(
             q=out.values,
             scales=out.scales,
             partial=partial if k_splits > 1 else 0,
-            ready=tiles.ready,
+            done_counters=tiles.done_counters,
             table=tiles.table,
             num_tiles=tiles.num_tiles,
             m=out.rows,
             intermediate=out.k,
             k=w13.k,
             splits=k_splits,
-            counters=row_counters,
+            counters_per_tile=row_counters,
         ),
         early=early,
     )
@@ -178,7 +178,7 @@ def grouped_gemm_launch(
     """The same by the kernel for many rows; without tiles of one group, where `c` may be added.
 
     `early`: it may start before the preceding kernel ends, the GEMM 1 that makes `a`, and waits for each tile's rows
-    in `tiles.ready`; `out` must not overlap with what GEMM 1 reads.
+    in `tiles.done_counters`; `out` must not overlap with what GEMM 1 reads.
     """
     defines = dict(key.defines)
     a_map = rows_map(device, a, BOX_ROWS)
@@ -198,7 +198,7 @@ def grouped_gemm_launch(
             b_scales=b.scales,
             d=out,
             c=c,
-            ready=tiles.ready if early else 0,
+            done_counters=tiles.done_counters if early else 0,
             table=tiles.table,
             num_tiles=tiles.num_tiles,
             m=a.rows,
@@ -225,7 +225,7 @@ def grouped_gemm_few_rows_launch(
 
     Args:
         columns: columns of tiles that a block takes at once.
-        row_counters: counters of each row tile in `tiles.ready`; 0: nothing counts there.
+        row_counters: counters of each row tile in `tiles.done_counters`; 0: nothing counts there.
         early: it starts before the launch before it ends, the GEMM 1 that makes `a`.
     """
     return Launch(
@@ -244,10 +244,10 @@ def grouped_gemm_few_rows_launch(
             m=a.rows,
             n=b.n,
             k=b.k,
-            pair_of_counters=int(early),
-            run=columns,
-            ready=tiles.ready if row_counters else 0,
-            counters=row_counters,
+            claim_pair=int(early),
+            columns_at_once=columns,
+            done_counters=tiles.done_counters if row_counters else 0,
+            counters_per_tile=row_counters,
         ),
         early=early,
     )

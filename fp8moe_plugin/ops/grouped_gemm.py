@@ -110,7 +110,7 @@ def masked_launches(
 ) -> list[Launch]:
     """The kernels of `m_grouped_fp8_gemm_nt_masked`."""
     at = GroupedScratch(*(scratch + offset for offset in plan.scratch))
-    tiles = Tiles(at.table, at.num_tiles, at.ready)
+    tiles = Tiles(at.table, at.num_tiles, at.done_counters)
     return [
         tiles_of_counts_launch(masked_m, b.experts, a.rows // b.experts, tiles, plan.tile_rows),
         grouped_launch(device, plan, a, b, out, tiles),

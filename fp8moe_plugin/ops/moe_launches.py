@@ -37,7 +37,7 @@ def _sorted_launches(device: Device, tensors: LayerAddresses, step: SortedStep, 
     topk, hidden, intermediate, experts, _ = step.shape
     at = SortedScratch(*(tensors.scratch + offset for offset in step.scratch))
     ids = Ids(tensors.topk_ids, ids_64, tensors.expert_map)
-    routing, routed = Routing(at.slots, at.tokens, at.num_rows), Tiles(at.table, at.num_tiles, at.ready)
+    routing, routed = Routing(at.slots, at.tokens, at.num_rows), Tiles(at.table, at.num_tiles, at.done_counters)
     route = route_launches(
         ids, step.shape, step.tokens, at.expert_counts, routing, routed, step.tile_rows, step.row_counters
     )
@@ -116,7 +116,7 @@ def batched_launches(
 ) -> list[Launch]:
     """The kernels of `batched_experts`, on the rows of `[experts, max_m]` that `counts` says; to `out`."""
     at = BatchedScratch(*(scratch + offset for offset in plan.scratch))
-    tiles = Tiles(at.table, at.num_tiles, at.ready)
+    tiles = Tiles(at.table, at.num_tiles, at.done_counters)
     shared = tiles if plan.early_down else Tiles(at.table, at.num_tiles)
     inner = Rows.k_major(at.inner, at.inner_scales, x.rows, w2.k)
     return [

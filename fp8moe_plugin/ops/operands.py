@@ -5,10 +5,10 @@ are those of the tile's whole expert, and `first` is the index of that expert's 
 of its expert, as `plan.tiles.row_tiles` cuts it. Only the first `num_tiles[0]` entries are written. `num_tiles[1:5]`
 are two pairs of counters with which GEMMs hand out tiles; they are zero before and after each GEMM.
 
-`ready`, int32 `[1 + capacity * n]`, lets GEMM 2 of the experts start before GEMM 1 ends: it holds the number of
+`done_counters`, int32 `[1 + capacity * n]`, lets GEMM 2 of the experts start before GEMM 1 ends: it holds the number of
 finished blocks of GEMM 1, then n counters for each row tile (`plan.scratch.row_counters`). The first of them counts
 stored columns. In tiles of `MANY_ROWS_TILE` rows each of two math warpgroups counts for itself. Whatever writes the
-table zeroes `ready`, so a table is valid for one launch of GEMM 1.
+table zeroes `done_counters`, so a table is valid for one launch of GEMM 1.
 """
 
 from typing import NamedTuple
@@ -81,7 +81,7 @@ class Tiles(NamedTuple):
 
     table: int = 0
     num_tiles: int = 0
-    ready: int = 0  # 0: GEMM 2 of the experts waits for the end of GEMM 1
+    done_counters: int = 0  # 0: GEMM 2 of the experts waits for the end of GEMM 1
 
 
 class LayerAddresses(NamedTuple):

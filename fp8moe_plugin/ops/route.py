@@ -35,7 +35,7 @@ def route_launches(
     Args:
         counts: uint32 `[chunks, ceil(local experts / 2)]`, unused for a single chunk of pairs.
         tile_rows: rows of a tile, 64 or 128.
-        row_counters: counters of each row tile in `tiles.ready`.
+        row_counters: counters of each row tile in `tiles.done_counters`.
     """
     pairs, launches = tokens * shape.topk, []
     chunks = route_chunks(pairs)
@@ -68,14 +68,14 @@ def route_launches(
             num_rows=out.num_rows,
             table=tiles.table,
             num_tiles=tiles.num_tiles,
-            ready=tiles.ready,
+            done_counters=tiles.done_counters,
             ids_64=int(ids.ids_64),
             pairs=pairs,
             topk=shape.topk,
             global_experts=shape.global_experts,
             num_experts=shape.local_experts,
             block_m=tile_rows,
-            tile_counters=row_counters,
+            counters_per_tile=row_counters,
         ),
         early=chunks > 1,
     )
@@ -95,7 +95,7 @@ def tiles_of_counts_launch(counts: int, groups: int, max_m: int, out: Tiles, til
             counts=counts,
             table=out.table,
             num_tiles=out.num_tiles,
-            ready=out.ready,
+            done_counters=out.done_counters,
             groups=groups,
             max_m=max_m,
             block_m=tile_rows,

@@ -20,7 +20,7 @@ def small_batch_launches(
     at = SmallBatchScratch(*(tensors.scratch + offset for offset in step.scratch))
     slots = min(step.tokens * topk, experts) * step.width
     shared: dict[str, Any] = {
-        "told": at.told,
+        "tokens_written": at.tokens_written,
         "ids": tensors.topk_ids,
         "expert_map": tensors.expert_map,
         "ids_64": int(ids_64),

@@ -34,51 +34,51 @@ PARAMETERS = {
     ),
     "dense_gemm": _signature(
         "map a_map, map a_tail_map, map b_map, pointer a_scales, int a_scale_k_stride, pointer b_scales, pointer d, "
-        "int m, int n, int k, int width"
+        "int m, int n, int k, int tile_n"
     ),
     "dense_gemm_few_rows": _signature(
         "map a_map, map b_map, pointer a_scales, int a_scale_k_stride, pointer b_scales, pointer d, "
-        "int m, int n, int k, int width, int splits"
+        "int m, int n, int k, int tile_m, int splits"
     ),
     "down_small_batch": _signature(
-        "map w_map, map q_map, pointer w_scales, pointer scales, pointer told, pointer ids, pointer expert_map, "
-        "pointer out, int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden, "
-        "int intermediate, int splits"
+        "map w_map, map q_map, pointer w_scales, pointer scales, pointer tokens_written, pointer ids, "
+        "pointer expert_map, pointer out, int ids_64, int global_experts, int num_experts, int tokens, int topk, "
+        "int hidden, int intermediate, int splits"
     ),
     "gate_up": _signature(
         "map a_map, map a_narrow_map, map b_map, map d_map, pointer a_scales, int a_scale_expert_stride, "
         "int a_scale_k_stride, pointer b_scales, pointer gathered, pointer a_rows, pointer d, pointer d_scales, "
-        "pointer ready, pointer table, pointer num_tiles, int m, int n, int k"
+        "pointer done_counters, pointer table, pointer num_tiles, int m, int n, int k"
     ),
     "gate_up_small_batch": _signature(
         "map w_map, pointer x, pointer w_scales, pointer ids, pointer expert_map, pointer topk_weights, pointer q, "
-        "pointer scales, pointer told, int ids_64, int global_experts, int num_experts, int tokens, int topk, "
-        "int hidden, int intermediate"
+        "pointer scales, pointer tokens_written, int ids_64, int global_experts, int num_experts, int tokens, "
+        "int topk, int hidden, int intermediate"
     ),
     "gate_up_few_rows": _signature(
         "map w_map, pointer x, pointer x_scales, pointer w_scales, pointer a_rows, pointer q, pointer scales, "
-        "pointer partial, pointer ready, pointer table, pointer num_tiles, int m, int intermediate, int k, "
-        "int splits, int counters"
+        "pointer partial, pointer done_counters, pointer table, pointer num_tiles, int m, int intermediate, int k, "
+        "int splits, int counters_per_tile"
     ),
     "grouped_gemm": _signature(
         "map a_map, map a_narrow_map, map b_map, map d_map, pointer a_scales, int a_scale_expert_stride, "
-        "int a_scale_k_stride, pointer b_scales, pointer d, pointer c, pointer ready, pointer table, "
+        "int a_scale_k_stride, pointer b_scales, pointer d, pointer c, pointer done_counters, pointer table, "
         "pointer num_tiles, int m, int n, int k"
     ),
     "grouped_gemm_few_rows": _signature(
         "map a_map, map b_map, pointer a_scales, int a_scale_expert_stride, int a_scale_k_stride, pointer b_scales, "
-        "pointer d, pointer table, pointer num_tiles, int m, int n, int k, int pair_of_counters, int run, "
-        "pointer ready, int counters"
+        "pointer d, pointer table, pointer num_tiles, int m, int n, int k, int claim_pair, int columns_at_once, "
+        "pointer done_counters, int counters_per_tile"
     ),
     "quantize": _signature("pointer x, pointer q, pointer scales, pointer slots, int tokens, int groups, int topk"),
     "route": _signature(
         "pointer ids, pointer expert_map, pointer counts, pointer slots, pointer tokens, pointer num_rows, "
-        "pointer table, pointer num_tiles, pointer ready, int ids_64, int pairs, int topk, int global_experts, "
-        "int num_experts, int block_m, int tile_counters"
+        "pointer table, pointer num_tiles, pointer done_counters, int ids_64, int pairs, int topk, int global_experts, "
+        "int num_experts, int block_m, int counters_per_tile"
     ),
     "silu_mul_quant": _signature("pointer gate_up, pointer counts, pointer q, pointer scales, int max_m, int groups"),
     "tiles_of_counts": _signature(
-        "pointer counts, pointer table, pointer num_tiles, pointer ready, int groups, int max_m, int block_m"
+        "pointer counts, pointer table, pointer num_tiles, pointer done_counters, int groups, int max_m, int block_m"
     ),
     "tiles_of_indices": _signature(
         "pointer ids, pointer run_begins, pointer table, pointer num_tiles, int rows, int num_groups, int block_m"

@@ -28,7 +28,7 @@ class SortedScratch(NamedTuple):
     expert_counts: int  # uint32 [chunks, ceil(E / 2)], where the pairs are counted first
     table: int  # int32 [tiles, 4]
     num_tiles: int  # int32 [5]
-    ready: int  # int32 [1 + tiles * row_counters]
+    done_counters: int  # int32 [1 + tiles * row_counters]
     partial: int  # float32 [splits, rows, 2I], where blocks of GEMM 1 split K
     inner: int  # e4m3 [rows, I]
     inner_scales: int  # float32, of inner, K-major
@@ -41,7 +41,7 @@ class SmallBatchScratch(NamedTuple):
 
     inner: int  # e4m3 [experts, width, I]
     inner_scales: int  # float32 [experts, I / 128, width]
-    told: int  # int32 [experts, I / 128]: tokens whose results GEMM 1 has written
+    tokens_written: int  # int32 [experts, I / 128]: tokens whose results GEMM 1 has written
     nbytes: int
 
 
@@ -50,7 +50,7 @@ class BatchedScratch(NamedTuple):
 
     table: int  # int32 [tiles, 4]
     num_tiles: int  # int32 [5]
-    ready: int  # int32 [1 + tiles]
+    done_counters: int  # int32 [1 + tiles]
     inner: int  # e4m3 [rows, I]
     inner_scales: int  # float32, of inner, K-major
     nbytes: int
@@ -61,7 +61,7 @@ class GroupedScratch(NamedTuple):
 
     table: int  # int32 [tiles, 4]
     num_tiles: int  # int32 [5]
-    ready: int  # int32 [1 + tiles], where counts give the tiles
+    done_counters: int  # int32 [1 + tiles], where counts give the tiles
     run_begins: int  # int32 [rows], where indices give the tiles
     nbytes: int
 
@@ -115,8 +115,8 @@ def batched_scratch(experts: int, max_m: int, intermediate: int, tile_rows: int)
 def grouped_scratch(rows: int, groups: int, tile_rows: int, indexed: bool) -> GroupedScratch:
     """The layout for rows in at most `groups` groups; `indexed`: an index for each row names its group."""
     tiles = tile_capacity(rows, groups, tile_rows)
-    ready, run_begins = (0, 4 * rows) if indexed else (4 * (1 + tiles), 0)
-    return GroupedScratch(*_offsets(16 * tiles, 4 * NUM_TILES_LENGTH, ready, run_begins))
+    done_counters, run_begins = (0, 4 * rows) if indexed else (4 * (1 + tiles), 0)
+    return GroupedScratch(*_offsets(16 * tiles, 4 * NUM_TILES_LENGTH, done_counters, run_begins))
 
 
 @functools.lru_cache(maxsize=4096)

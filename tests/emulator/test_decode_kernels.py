@@ -69,8 +69,8 @@ def test_gathered_rows_and_splits_of_k_give_the_bits_of_copies(
         for got, wanted in zip(actual, expected, strict=True):
             assert h.same_bits(got[group, :count], wanted[group, :count]), f"expert {group}"
             assert h.untouched(got[group, count:]), f"expert {group}"
-    assert tiles.ready is not None
-    counters = tiles.ready[1:].unflatten(0, (len(tiles.table), -1))[: int(tiles.num_tiles[0])]
+    assert tiles.done_counters is not None
+    counters = tiles.done_counters[1:].unflatten(0, (len(tiles.table), -1))[: int(tiles.num_tiles[0])]
     assert set(counters[:, 0].tolist()) <= {intermediate // GROUP}  # columns that are done
     assert set(counters[:, 1:].flatten().tolist()) <= {splits}
     assert_counters_at_zero(tiles)

@@ -208,7 +208,7 @@ FAULTS = {
         "ended before .* of its copies",
     ),
     "the second GEMM does not wait for rows of the first": Fault(
-        "pipeline/rows_done.cuh", "__nanosleep(100);", "break;", both_gemms, WRONG_RESULT
+        "pipeline/done_counters.cuh", "__nanosleep(100);", "break;", both_gemms, WRONG_RESULT
     ),
     "weights are not found where the tile before has left them": Fault(
         "pipeline/row_tile.cuh",
@@ -260,7 +260,7 @@ FAULTS = {
         "pipeline/cluster_sum.cuh", "barrier_wait(received, 0);", ";", dense_layer, f"{WRONG_RESULT}|ended before"
     ),
     "the second GEMM of few rows does not wait for rows of the first": Fault(
-        "pipeline/rows_done.cuh", "__nanosleep(100);", "break;", layer_of_few_tokens, WRONG_RESULT
+        "pipeline/done_counters.cuh", "__nanosleep(100);", "break;", layer_of_few_tokens, WRONG_RESULT
     ),
     "wgmma reads gathered tokens that are not fenced": Fault(
         "gate_up_few_rows.cu",
@@ -271,7 +271,7 @@ FAULTS = {
     ),
     "the second GEMM of few rows ends before the first one": Fault(
         "grouped_gemm_few_rows.cu",
-        "            if (ready) wait_for_previous_kernel();  // who follows this one follows both\n",
+        "            if (done_counters) wait_for_previous_kernel();  // who follows this one follows both\n",
         "",
         layers_in_a_row,
         f"{WRONG_RESULT}|deadlock|livelock",
@@ -341,7 +341,7 @@ FAULTS = {
     "the first GEMM of a small batch tells what has not been written": Fault(
         "gate_up_small_batch.cu",
         "        barrier_wait(received, phase);\n",
-        "        barrier_wait(received, phase);\n        if (lane == 0) atomicAdd(out.told + tile, 1);\n",
+        "        barrier_wait(received, phase);\n        if (lane == 0) atomicAdd(out.tokens_written + tile, 1);\n",
         small_batch,
         WRONG_RESULT,
         multiprocessors=CLUSTERS,

@@ -141,8 +141,8 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
     tiles, inner = emulator.execute(seed, ops)
     assert_product(out, rows, inner, w2)
     assert_counters_at_zero(tiles)
-    assert tiles.ready is not None
-    done, *stored = tiles.ready[: 1 + int(tiles.num_tiles[0])].tolist()
+    assert tiles.done_counters is not None
+    done, *stored = tiles.done_counters[: 1 + int(tiles.num_tiles[0])].tolist()
     assert done == 2 * MULTIPROCESSORS
     assert set(stored) == {2 * intermediate // 128}
 
@@ -163,7 +163,7 @@ def test_the_second_gemm_of_narrow_experts_keeps_weights(
         tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE).for_experts(EARLY_BELOW, intermediate)
         assert tiles.keep_b
         if not early:  # then in fixed order
-            tiles = replace(tiles, ready=None)
+            tiles = replace(tiles, done_counters=None)
         inner = gate_up(rows.a, w13, tiles)
         grouped_gemm(inner, w2, out, tiles, after_gate_up=True)
         return tiles, inner

@@ -68,7 +68,7 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
     masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
     tiles = tiles_of_counts(masked_m, max_m, MANY_ROWS_TILE)
     early = tiles.for_experts(sum(counts) / groups, intermediate)
-    assert early.ready is not None
+    assert early.done_counters is not None
     q, scales = empty_quantized(groups * max_m, intermediate, gen.device)
     inner = q.view(groups, max_m, -1), scales.unflatten(0, (groups, max_m))
     expected, actual = (h.poisoned(groups, max_m, N, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
@@ -77,12 +77,12 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
     for _ in range(20):
         for stale in (q.view(torch.uint8), scales, actual):
             stale.fill_(0x7F if stale.dtype == torch.uint8 else float("nan"))
-        early.ready.zero_()
+        early.done_counters.zero_()
         gate_up(a, w13, early, tokens=a_rows, out=(q, scales))
         grouped_gemm(inner, w2, actual, early, after_gate_up=True)
         for group, count in enumerate(counts):
             assert h.same_bits(actual[group, :count], expected[group, :count])
-        done, *stored = early.ready[: 1 + int(tiles.num_tiles[0])].tolist()
+        done, *stored = early.done_counters[: 1 + int(tiles.num_tiles[0])].tolist()
         assert done == 2 * device_of(q).multiprocessors
         assert set(stored) <= {2 * intermediate // 128}
     assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
@@ -141,13 +141,13 @@ def test_the_second_gemm_of_few_rows_may_run_beside_the_first_one(
     tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device=device), max_m, FEW_ROWS_TILE)
     q, scales = empty_quantized(rows, intermediate, device)
     split, counted = split_k(splits, tiles, rows, intermediate)
-    assert counted.ready is not None
+    assert counted.done_counters is not None
     expected, actual = (h.poisoned(groups, max_m, n, dtype=torch.bfloat16, device=device) for _ in range(2))
 
     def both_gemms(out: torch.Tensor, beside: bool) -> None:
         for stale in (q.view(torch.uint8), scales, split.partial, out):
             stale.fill_(0x7F if stale.dtype == torch.uint8 else float("nan"))
-        counted.ready.zero_()
+        counted.done_counters.zero_()
         inner = gate_up(x, w13, counted, tokens=tokens, split=split, out=(q, scales))
         second = {"after_gate_up": beside, "row_counters": split.counters if beside else 0}
         grouped_gemm(inner, w2, out, counted, **second)
@@ -158,8 +158,8 @@ def test_the_second_gemm_of_few_rows_may_run_beside_the_first_one(
         for group, count in enumerate(counts):
             assert h.same_bits(actual[group, :count], expected[group, :count])
             assert actual[group, count:].isnan().all()
-        assert counted.ready[0].item() == device_of(q).multiprocessors
-        done = counted.ready[1:].view(len(tiles.table), split.counters)[: int(tiles.num_tiles[0]), 0]
+        assert counted.done_counters[0].item() == device_of(q).multiprocessors
+        done = counted.done_counters[1:].view(len(tiles.table), split.counters)[: int(tiles.num_tiles[0]), 0]
         assert set(done.tolist()) <= {intermediate // 128}
         assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
 

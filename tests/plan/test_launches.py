@@ -65,9 +65,9 @@ def test_kernels_that_start_early_follow_those_they_may_overlap(device, tokens, 
     expected |= {step.down.source} if step.early_down else set()
     expected |= {"gate_up", "combine"} if step.few_rows else set()
     assert early == expected
-    assert (first.args.ready != 0) == (second.args.ready != 0) == step.early_down
-    assert launches["route"].args.ready
-    assert first.args.ready in (0, launches["route"].args.ready)
+    assert (first.args.done_counters != 0) == (second.args.done_counters != 0) == step.early_down
+    assert launches["route"].args.done_counters
+    assert first.args.done_counters in (0, launches["route"].args.done_counters)
 
 
 def test_arguments_of_the_few_rows_kernels_are_the_fields_of_the_plan(device):
@@ -77,7 +77,13 @@ def test_arguments_of_the_few_rows_kernels_are_the_fields_of_the_plan(device):
     launches = launches_of(device, step)
     first, second, route = (launches[name].args for name in ("gate_up", "grouped_gemm_few_rows", "route"))
     assert (first.splits, first.partial - ADDRESSES.scratch) == (step.k_splits, step.scratch.partial)
-    assert first.counters == second.counters == route.tile_counters == step.row_counters == 1 + 2048 // 128
+    assert (
+        first.counters_per_tile
+        == second.counters_per_tile
+        == route.counters_per_tile
+        == step.row_counters
+        == 1 + 2048 // 128
+    )
     assert second.run == step.columns_at_once
     assert route.block_m == step.tile_rows
 
@@ -91,7 +97,7 @@ def test_the_second_gemm_of_slabs_starts_right_behind_the_first(device, max_m, i
     batched_experts(*tokens, *layer, torch.ones(EXPERTS, dtype=torch.int32), expected_m=1000)
     tiles, first, second = device.launches
     assert (tiles.key.source, first.early, second.early) == ("tiles_of_counts", False, True)
-    assert first.args.ready == second.args.ready == tiles.args.ready != 0
+    assert first.args.done_counters == second.args.done_counters == tiles.args.done_counters != 0
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])

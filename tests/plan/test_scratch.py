@@ -31,7 +31,7 @@ def test_a_sorted_step_has_room(tokens, intermediate):
         "expert_counts": 2 * experts * step.route_chunks if step.route_chunks > 1 else 0,
         "table": 16 * tiles,
         "num_tiles": 20,
-        "ready": 4 + 4 * tiles * step.row_counters,
+        "done_counters": 4 + 4 * tiles * step.row_counters,
         "partial": 8 * step.k_splits * rows * intermediate if step.k_splits > 1 else 0,
         "inner": rows * intermediate,
         "inner_scales": rows * intermediate // 128 * 4,
@@ -45,7 +45,7 @@ def test_a_sorted_step_has_room(tokens, intermediate):
 def test_a_small_batch_has_room_for_the_experts_it_may_have():
     step = plan_step(MoeShape(8, 2048, 768, 128, 128), 12)
     room = sizes(step.scratch)
-    assert room == {"inner": 96 * 16 * 768, "inner_scales": 4 * 96 * 16 * 6, "told": 4 * 96 * 6}
+    assert room == {"inner": 96 * 16 * 768, "inner_scales": 4 * 96 * 16 * 6, "tokens_written": 4 * 96 * 6}
 
 
 @pytest.mark.parametrize(("groups", "max_m"), [(1, 1), (4, 130), (32, 1000)])
@@ -59,7 +59,7 @@ def test_grouped_rows_have_room(groups, max_m):
     tiles = tile_capacity(rows, groups, masked.tile_rows)
     room = sizes(masked.scratch)
     assert room["table"] >= 16 * tiles
-    assert room["ready"] >= 4 * (1 + tiles)
+    assert room["done_counters"] >= 4 * (1 + tiles)
     assert room["run_begins"] == 0
     room = sizes(contiguous.scratch)
     assert room["table"] >= 16 * tile_capacity(rows, rows, contiguous.tile_rows)

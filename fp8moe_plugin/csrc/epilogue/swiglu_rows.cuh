@@ -1,4 +1,4 @@
-// How a warpgroup of gate_up.cu activates, quantizes and stores 64 rows by kWidth channels, which are 128 or, of a
+// How a warpgroup of gate_up.cu activates, quantizes and stores 64 rows by kColumns channels, which are 128 or, of a
 // short tile, the half of a group; and its part of a tail.
 #pragma once
 #include "device/fp8.cuh"
@@ -16,13 +16,13 @@ struct Quantized {
 // left.
 struct StoredTiles {
     static constexpr int kMost = 32;  // in the list
-    int* ready;                       // see rows_done.cuh; null: nobody waits
+    int* done_counters;               // see done_counters.cuh; null: nobody waits
     int listed = 0;
 
     DEVICE static bool elected() { return threadIdx.x % kWarpgroup == 0; }
     template <class SharedMemory>
     DEVICE void add(SharedMemory shared, int warpgroup, const Tile& tile) {
-        if (!ready) return;
+        if (!done_counters) return;
         if (elected()) store_shared(shared.listed(warpgroup, listed), u32(tile.row_tile));
         ++listed;
     }
@@ -36,7 +36,7 @@ struct StoredTiles {
         if (elected()) {
             __threadfence();
 #pragma unroll 1
-            for (int i = 0; i < listed; ++i) atomicAdd(ready + 1 + load_shared(shared.listed(warpgroup, i)), 1);
+            for (int i = 0; i < listed; ++i) atomicAdd(done_counters + 1 + load_shared(shared.listed(warpgroup, i)), 1);
         }
         listed = 0;
     }
@@ -44,19 +44,19 @@ struct StoredTiles {
     DEVICE void finish(SharedMemory shared, int warpgroup) {
         wait();
         warpgroup_barrier(warpgroup);
-        if (!ready) return;
+        if (!done_counters) return;
         report(shared, warpgroup);
-        if (elected()) atomicAdd(ready, 1);
+        if (elected()) atomicAdd(done_counters, 1);
     }
 };
 
 // Pairs of SiLU(gate) * up, rounded as if the products of the GEMM had been stored; the rows' largest magnitudes.
-template <int kWidth>
-DEVICE void activate(const Fragment<kWidth>& gate, const Fragment<kWidth>& up, u32 (&value)[kWidth / 4],
+template <int kColumns>
+DEVICE void activate(const Fragment<kColumns>& gate, const Fragment<kColumns>& up, u32 (&value)[kColumns / 4],
                      u32 (&amax)[2]) {
     u32 larger[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < kWidth / 4; ++i) {
+    for (int i = 0; i < kColumns / 4; ++i) {
         value[i] = silu_mul(pack_bf16x2(gate[2 * i], gate[2 * i + 1]), pack_bf16x2(up[2 * i], up[2 * i + 1]));
         larger[i % 2] = max_u16x2(larger[i % 2], value[i] & kNoSigns);
     }
@@ -93,8 +93,8 @@ DEVICE void stage_quantized(u32 staging, int row, const float (&scale)[2], const
     }
 }
 
-DEVICE void copy_quantized(u32 staging, const Quantized& out, int row, int rows, int column, int width) {
-    int chunks = width / 16;
+DEVICE void copy_quantized(u32 staging, const Quantized& out, int row, int rows, int column, int columns) {
+    int chunks = columns / 16;
 #pragma unroll 1
     for (int i = threadIdx.x % 128; i < rows * chunks; i += 128) {
         int r = i / chunks, chunk = i % chunks;
@@ -103,16 +103,16 @@ DEVICE void copy_quantized(u32 staging, const Quantized& out, int row, int rows,
     }
 }
 
-template <int kWidth, class SharedMemory>
+template <int kColumns, class SharedMemory>
 DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Tile& tile, int warpgroup, int row_block,
-                            int& buffer, StoredTiles& stored, const Fragment<kWidth>& gate,
-                            const Fragment<kWidth>& up) {
-    constexpr bool kShort = kWidth < kHalfN;
+                            int& buffer, StoredTiles& stored, const Fragment<kColumns>& gate,
+                            const Fragment<kColumns>& up) {
+    constexpr bool kShort = kColumns < kHalfN;
     bool elected = threadIdx.x % 128 == 0;
     int first = warp_row(threadIdx.x) + lane_row(threadIdx.x);  // this thread's, in the block of rows
     int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
-    u32 value[kWidth / 4], amax[2], staging = shared.staging(warpgroup);
-    activate<kWidth>(gate, up, value, amax);
+    u32 value[kColumns / 4], amax[2], staging = shared.staging(warpgroup);
+    activate<kColumns>(gate, up, value, amax);
     if (kShort) exchange(shared, warpgroup, first, buffer, amax);
     float scale[2] = {group_scale(amax[0]), group_scale(amax[1])};
     if (threadIdx.x % 4 == 0 && !(kShort && warpgroup == 1)) {
@@ -120,7 +120,7 @@ DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Til
         if (first < rows) scales[0] = scale[0];
         if (first + 8 < rows) scales[8] = scale[1];
     }
-    bool report = stored.ready && (tile.last || stored.listed == stored.kMost);
+    bool report = stored.done_counters && (tile.last || stored.listed == stored.kMost);
     if (report)
         stored.wait();
     else if (elected)
@@ -131,9 +131,9 @@ DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Til
     stage_quantized(staging, first, scale, value);
     fence_proxy_async();
     warpgroup_barrier(warpgroup);  // the staging buffer is full
-    int column = tile.column * kHalfN + (kShort ? warpgroup * kWidth : 0);
+    int column = tile.column * kHalfN + (kShort ? warpgroup * kColumns : 0);
     if (kShort || rows < kWarpgroupM) {
-        copy_quantized(staging, out, row, rows, column, kWidth);
+        copy_quantized(staging, out, row, rows, column, kColumns);
     } else if (elected) {
         tma_store(out.map, staging, column, row);
         tma_store_commit();

@@ -17,11 +17,11 @@ DEVICE void add_tail(SharedMemory shared, int s, int row, float weight_scale, Ta
             load_shared_float(shared.token_scale(s, row + column_offset(column_index(e)))) * weight_scale * product[e];
 }
 
-// 64 rows by kWidth columns of kCount halves, from a block of rows, a half, and a column of each half on; and the tail.
-// With kGathered tokens were copied by ordinary writes, and their scales begin with the tile's first.
-template <int kCount, int kWidth, bool kHasTail, bool kGathered, class SharedMemory, class Rings>
+// 64 rows by kColumns columns of kCount halves, from a block of rows, a half, and a column of each half on; and the
+// tail. With kGathered tokens were copied by ordinary writes, and their scales begin with the tile's first.
+template <int kCount, int kColumns, bool kHasTail, bool kGathered, class SharedMemory, class Rings>
 DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, const Tile& tile, int row_block,
-                              int first_half, int column, Fragment<kWidth> (&sum)[kCount],
+                              int first_half, int column, Fragment<kColumns> (&sum)[kCount],
                               Tail (&tail)[SharedMemory::kHalves]) {
     int first = kGathered ? 0 : ActivationScales::offset(tile.row),
         tail_row = first + kBlockM + fragment_column(threadIdx.x);
@@ -38,7 +38,7 @@ DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, c
                                 load_shared_float(shared.token_scale(s, row + 8))};
 #pragma unroll
         for (int half = 0; half < kCount; ++half) {
-            Fragment<kWidth> product;
+            Fragment<kColumns> product;
             Tail tail_product;
             wgmma_fence();
             wgmma_issue(product, shared.tokens(s, row_block * kWarpgroupM),
@@ -53,7 +53,7 @@ DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, c
             if (kHasTail) add_tail(shared, s, tail_row, weight_scale, tail_product, tail[half]);
             if (half == kCount - 1) release(shared, s);
 #pragma unroll
-            for (int e = 0; e < kWidth / 2; ++e) sum[half][e] += scale[row_index(e)] * product[e];
+            for (int e = 0; e < kColumns / 2; ++e) sum[half][e] += scale[row_index(e)] * product[e];
         }
     }
 }

@@ -32,11 +32,11 @@ struct TileQueue {
     int part;  // lane i of four has the table entry's i-th number: waited for where the tile is needed, not before
 
     // `balance`: short tiles come from the counter too.
-    DEVICE TileQueue(const int4* table, int* num_tiles, int pair_of_counters, int m, int column_tiles, int k_blocks,
+    DEVICE TileQueue(const int4* table, int* num_tiles, int claim_pair, int m, int column_tiles, int k_blocks,
                      bool balance = false)
         : table(table), m(m), column_tiles(column_tiles), k_blocks(k_blocks) {
         total = column_tiles * (table ? *num_tiles : RowTiles(m, kBlockM).count);
-        counters = table && (balance || !short_tiles()) ? num_tiles + 1 + 2 * pair_of_counters : nullptr;
+        counters = table && (balance || !short_tiles()) ? num_tiles + 1 + 2 * claim_pair : nullptr;
         group = max(kGroupBlocks / k_blocks, 1);
         index = blockIdx.x * kRun, claimed = blockIdx.x - gridDim.x;
         fetch();
@@ -92,7 +92,7 @@ struct TileQueue {
 };
 
 // The N of wgmma for a swap-AB tile of `rows` tokens.
-DEVICE int width_of(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
+DEVICE int padded_tokens(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
 
 // The producer passes the tile to the math warpgroups with the first stage of it.
 DEVICE void publish_tile(u32 address, const Tile& tile) {

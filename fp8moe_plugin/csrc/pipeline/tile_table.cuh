@@ -6,9 +6,10 @@
 //
 //       table      int4 [capacity]; only the first *num_tiles entries
 //       num_tiles  int32 [NUM_TILES_LENGTH], see write_num_tiles
-//       ready      int32 [1 + capacity * tile_counters], zero up to the last tile's
+//       done_counters  int32 [1 + capacity * counters_per_tile], zero up to the last tile's
 //
-// With `ready`, groups with a tail come first: the longer tiles, so that blocks of a GEMM finish closer together.
+// With `done_counters`, groups with a tail come first: the longer tiles, so that blocks of a GEMM finish closer
+// together.
 #pragma once
 #include "device/common.cuh"
 
