@@ -95,7 +95,7 @@ def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> Step
     step = plan_step(MoeShape.of(local, whole.experts), arriving, model.ue8m0)
     rows = np.random.default_rng(0).binomial(arriving, whole.topk / whole.experts, SAMPLES)
     if isinstance(step, SmallBatchStep):
-        multiplied = step.width * int(np.count_nonzero(rows))
+        multiplied = step.padded_tokens * int(np.count_nonzero(rows))
     else:
         multiplied = _multiplied(rows, step.tile_rows)
     return StepReport(

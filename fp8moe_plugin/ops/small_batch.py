@@ -15,10 +15,10 @@ from fp8moe_plugin.plan.tuning import STREAMED_L2_FETCH
 def small_batch_launches(
     device: Device, tensors: LayerAddresses, step: SmallBatchStep, ids_64: bool
 ) -> tuple[Launch, Launch]:
-    """The kernels of a layer of at most `step.width` tokens, whose scratch is a `SmallBatchScratch`."""
+    """The kernels of a layer of at most `step.padded_tokens` tokens, whose scratch is a `SmallBatchScratch`."""
     topk, hidden, intermediate, experts, global_experts = step.shape
     at = SmallBatchScratch(*(tensors.scratch + offset for offset in step.scratch))
-    slots = min(step.tokens * topk, experts) * step.width
+    slots = min(step.tokens * topk, experts) * step.padded_tokens
     shared: dict[str, Any] = {
         "tokens_written": at.tokens_written,
         "ids": tensors.topk_ids,
@@ -49,7 +49,7 @@ def small_batch_launches(
         hidden // GROUP * step.down_splits,
         step.down.arguments(
             w_map=matrix_map(device, tensors.w2, experts * hidden, intermediate, GROUP, l2_fetch=STREAMED_L2_FETCH),
-            q_map=matrix_map(device, at.inner, slots, intermediate, step.width),
+            q_map=matrix_map(device, at.inner, slots, intermediate, step.padded_tokens),
             w_scales=tensors.w2_scale,
             scales=at.inner_scales,
             out=tensors.out,

@@ -15,12 +15,12 @@ HOPPER = (9, 0)  # the only compute capability with the instructions of the kern
 KIB = 1024
 SMEM_BYTES = 227 * KIB  # per block, at most; kernels with one block per multiprocessor take as many stages as fit
 MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # shared by its blocks; each takes 1 KiB more than it asks for
-DENSE_WIDTHS = (8, 16, 32)  # padded rows of dense_gemm_few_rows
+DENSE_FEW_ROWS_TILE_M = (8, 16, 32)  # rows of the one tile of dense_gemm_few_rows, with padding
 DENSE_TILE_M, DENSE_TILE_N = (64, 128), (16, 32, 64, 96, 112, 128, 144, 192)  # rows and columns of one of dense_gemm
 GROUPED_TILE_N = (128, 256)  # columns of a tile of grouped_gemm
-SMALL_BATCH_WIDTHS = (8, 16)  # padded token counts of the small-batch kernels
-# Pipeline stages of gate_up_small_batch and down_small_batch, by width and blocks per cluster of the former, and the
-# shared memory that they need. A multiprocessor has room for a block of each.
+SMALL_BATCH_TOKENS = (8, 16)  # padded token counts of the small-batch kernels
+# Pipeline stages of gate_up_small_batch and down_small_batch, by padded token count and blocks per cluster of the
+# former, and the shared memory that they need. An SM has room for a block of each.
 SMALL_BATCH_STAGES = {(8, 8): (6, 6), (16, 8): (5, 5), (16, 4): (4, 6)}
 SMALL_BATCH_KIB = {(8, 8): (113, 111), (16, 8): (113, 103), (16, 4): (97, 121)}
 SMALL_BATCH_HIDDEN = SMALL_BATCH_STEPS * GROUP * max(cluster for _, cluster in SMALL_BATCH_STAGES)
@@ -107,11 +107,11 @@ def gate_up_few_rows_key(ue8m0: bool) -> KernelKey:
 
 
 @functools.cache
-def gate_up_small_batch_key(ue8m0: bool, width: int, cluster: int) -> KernelKey:
-    """GEMM 1 of the experts of up to `width` tokens, including their routing and quantization."""
-    (stages, _), (kib, _) = SMALL_BATCH_STAGES[width, cluster], SMALL_BATCH_KIB[width, cluster]
-    defines = (("CLUSTER", cluster), ("STAGES", stages), ("TOKENS", width), ("UE8M0", int(ue8m0)))
-    warps = 8 + 1 + width // cluster  # math, loads, and one for each token that a block finishes
+def gate_up_small_batch_key(ue8m0: bool, padded_tokens: int, cluster: int) -> KernelKey:
+    """GEMM 1 of the experts of up to `padded_tokens` tokens, including their routing and quantization."""
+    (stages, _), (kib, _) = SMALL_BATCH_STAGES[padded_tokens, cluster], SMALL_BATCH_KIB[padded_tokens, cluster]
+    defines = (("CLUSTER", cluster), ("STAGES", stages), ("TOKENS", padded_tokens), ("UE8M0", int(ue8m0)))
+    warps = 8 + 1 + padded_tokens // cluster  # math, loads, and one for each token that a block finishes
     return KernelKey("gate_up_small_batch", defines, 32 * warps, kib * KIB)
 
 
@@ -129,14 +129,14 @@ def grouped_gemm_few_rows_key() -> KernelKey:
 
 
 @functools.cache
-def down_small_batch_key(width: int, cluster: int) -> KernelKey:
-    """GEMM 2 of the experts of up to `width` tokens, including the weighted sum of each token's experts.
+def down_small_batch_key(padded_tokens: int, cluster: int) -> KernelKey:
+    """GEMM 2 of the experts of up to `padded_tokens` tokens, including the weighted sum of each token's experts.
 
     Args:
         cluster: blocks per cluster of GEMM 1, which runs on the same multiprocessors.
     """
-    (_, stages), (_, kib) = SMALL_BATCH_STAGES[width, cluster], SMALL_BATCH_KIB[width, cluster]
-    return KernelKey("down_small_batch", (("STAGES", stages), ("TOKENS", width)), 320, kib * KIB)
+    (_, stages), (_, kib) = SMALL_BATCH_STAGES[padded_tokens, cluster], SMALL_BATCH_KIB[padded_tokens, cluster]
+    return KernelKey("down_small_batch", (("STAGES", stages), ("TOKENS", padded_tokens)), 320, kib * KIB)
 
 
 # ---- dense GEMMs ---------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ import itertools
 
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.plan.catalog import (
+    DENSE_FEW_ROWS_TILE_M,
     DENSE_TILE_M,
-    DENSE_WIDTHS,
     GROUPED_TILE_N,
     SMALL_BATCH_STAGES,
     KernelKey,
@@ -56,7 +56,7 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
     few = few_rows_tokens(topk, model.experts.experts)
     why = {
         grouped_gemm_few_rows_key(): f"GEMM 2 of the experts in steps of up to {few} tokens: decode",
-        dense_gemm_few_rows_key(): f"dense GEMMs of few columns in steps of up to {DENSE_WIDTHS[-1]} tokens",
+        dense_gemm_few_rows_key(): f"dense GEMMs of few columns in steps of up to {DENSE_FEW_ROWS_TILE_M[-1]} tokens",
         dense_gemm_key(64): f"other dense GEMMs in steps of up to {DENSE_ROWS} tokens, or more if columns are few",
         dense_gemm_key(128): "the same in tiles of 128 rows",
         gate_up_few_rows_key(ue8m0): f"GEMM 1 of the experts and SwiGLU in steps of up to {few} tokens: decode",
@@ -73,10 +73,12 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
         tiles_of_counts_key(): "tiles of batched experts, as DeepEP's low-latency mode hands them over",
         combine_key(): "the weighted sum of each token's experts",
     }
-    for width, cluster in SMALL_BATCH_STAGES:
-        first = gate_up_small_batch_key(ue8m0, width, cluster)
-        why[first] = f"routing, quantization, GEMM 1 and SwiGLU in steps of up to {width} tokens"
-        why[down_small_batch_key(width, cluster)] = f"GEMM 2 and the weighted sum in steps of up to {width} tokens"
+    for padded_tokens, cluster in SMALL_BATCH_STAGES:
+        first = gate_up_small_batch_key(ue8m0, padded_tokens, cluster)
+        why[first] = f"routing, quantization, GEMM 1 and SwiGLU in steps of up to {padded_tokens} tokens"
+        why[down_small_batch_key(padded_tokens, cluster)] = (
+            f"GEMM 2 and the weighted sum in steps of up to {padded_tokens} tokens"
+        )
     layers = (moe_kernels(ue8m0, batched) for batched in (False, True))
     return {key: why[key] for key in dict.fromkeys([*linear_kernels(ue8m0), *itertools.chain(*layers)])}
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.plan.catalog import (
+    DENSE_FEW_ROWS_TILE_M,
     DENSE_TILE_M,
     DENSE_TILE_N,
-    DENSE_WIDTHS,
     GROUPED_TILE_N,
     KernelKey,
     dense_gemm_few_rows_key,
@@ -47,7 +47,7 @@ def plan_dense(m: int, n: int, k: int, output: Output, multiprocessors: int = MU
 def _plan_dense(m: int, n: int, k: int, output: Output, multiprocessors: int, invariant: bool) -> DensePlan:
     if output != Output.BF16:
         return grouped(m, n, output, multiprocessors)
-    if m <= DENSE_WIDTHS[-1] and splits_k(n, k) and not invariant:
+    if m <= DENSE_FEW_ROWS_TILE_M[-1] and splits_k(n, k) and not invariant:
         return few_rows(m, n)
     one_round = ceil_div(m, DENSE_TILE_M[-1]) * ceil_div(n, DENSE_TILE_N[-1]) <= multiprocessors
     if m <= DENSE_ROWS or one_round:
@@ -57,10 +57,10 @@ def _plan_dense(m: int, n: int, k: int, output: Output, multiprocessors: int, in
 
 def few_rows(m: int, n: int, cluster: int = DENSE_SPLITS) -> DensePlan:
     """The plan of few rows and few columns, whose blocks would take many steps if each had all of K."""
-    width = next(width for width in DENSE_WIDTHS if m <= width)
+    tile_m = next(rows for rows in DENSE_FEW_ROWS_TILE_M if m <= rows)
     blocks = ceil_div(n, DENSE_FEW_ROWS_TILE_N) * cluster
     kernel = dense_gemm_few_rows_key()
-    return DensePlan(kernel, Output.BF16, width, DENSE_FEW_ROWS_TILE_N, blocks, cluster, overlaps_quantize=True)
+    return DensePlan(kernel, Output.BF16, tile_m, DENSE_FEW_ROWS_TILE_N, blocks, cluster, overlaps_quantize=True)
 
 
 def tiled(m: int, n: int, tile_m: int, tile_n: int, multiprocessors: int) -> DensePlan:

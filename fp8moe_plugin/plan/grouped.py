@@ -7,7 +7,7 @@ from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.plan.catalog import KernelKey, gate_up_key, grouped_gemm_few_rows_key, grouped_gemm_key
 from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, Output
 from fp8moe_plugin.plan.scratch import BatchedScratch, GroupedScratch, batched_scratch, grouped_scratch
-from fp8moe_plugin.plan.tuning import EARLY_BELOW, EARLY_FROM, KEEP_B_UP_TO, MULTIPROCESSORS, STEPS_AT_ONCE
+from fp8moe_plugin.plan.tuning import EARLY_BELOW, EARLY_FROM, K_BLOCKS_PER_SETUP, KEEP_B_UP_TO, MULTIPROCESSORS
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ def keeps_b(rows_per_expert: float, intermediate: int) -> bool:
 def columns_at_once(rows: int, groups: int, n: int, k: int) -> int:
     """How many columns of tiles a block of grouped_gemm_few_rows takes, of `rows` rows in at most `groups` groups.
 
-    As many as amortise the setup of a tile over about STEPS_AT_ONCE steps of 128 K, while there are tiles for all
+    As many as amortise the setup of a tile over about K_BLOCKS_PER_SETUP K blocks, while there are tiles for all
     multiprocessors.
     """
-    columns, steps = ceil_div(n, GROUP), k // GROUP
-    fits = [c for c in range(1, ceil_div(STEPS_AT_ONCE, steps) + 1) if columns % c == 0]
-    enough = [c for c in fits if min(rows, groups) * (columns // c) >= MULTIPROCESSORS * 3 // 4]
+    column_tiles, k_blocks = ceil_div(n, GROUP), k // GROUP
+    fits = [c for c in range(1, ceil_div(K_BLOCKS_PER_SETUP, k_blocks) + 1) if column_tiles % c == 0]
+    enough = [c for c in fits if min(rows, groups) * (column_tiles // c) >= MULTIPROCESSORS * 3 // 4]
     return max(enough, default=1)

@@ -39,8 +39,8 @@ class SortedScratch(NamedTuple):
 class SmallBatchScratch(NamedTuple):
     """Scratch of a small batch, in which at most min(T * topk, E) experts get tokens."""
 
-    inner: int  # e4m3 [experts, width, I]
-    inner_scales: int  # float32 [experts, I / 128, width]
+    inner: int  # e4m3 [experts, padded_tokens, I]
+    inner_scales: int  # float32 [experts, I / 128, padded_tokens]
     tokens_written: int  # int32 [experts, I / 128]: tokens whose results GEMM 1 has written
     nbytes: int
 
@@ -99,10 +99,10 @@ def sorted_scratch(
     return SortedScratch(*_offsets(*sizes))
 
 
-def small_batch_scratch(shape: MoeShape, tokens: int, width: int) -> SmallBatchScratch:
-    experts, groups = min(tokens * shape.topk, shape.local_experts), shape.intermediate // GROUP
-    slots = experts * width
-    return SmallBatchScratch(*_offsets(slots * shape.intermediate, 4 * slots * groups, 4 * experts * groups))
+def small_batch_scratch(shape: MoeShape, tokens: int, padded_tokens: int) -> SmallBatchScratch:
+    experts, k_blocks = min(tokens * shape.topk, shape.local_experts), shape.intermediate // GROUP
+    rows = experts * padded_tokens
+    return SmallBatchScratch(*_offsets(rows * shape.intermediate, 4 * rows * k_blocks, 4 * experts * k_blocks))
 
 
 def batched_scratch(experts: int, max_m: int, intermediate: int, tile_rows: int) -> BatchedScratch:

@@ -13,7 +13,7 @@ from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.plan.catalog import (
     SMALL_BATCH_HIDDEN,
     SMALL_BATCH_STAGES,
-    SMALL_BATCH_WIDTHS,
+    SMALL_BATCH_TOKENS,
     KernelKey,
     down_small_batch_key,
     gate_up_few_rows_key,
@@ -44,12 +44,12 @@ from fp8moe_plugin.plan.tuning import (
     DOWN_BLOCKS,
     FEW_ROWS_PER_EXPERT,
     GATHER_UP_TO,
+    MIN_K_BLOCKS,
     MULTIPROCESSORS,
     SMALL_BATCH_BYTES,
     SPARE_MULTIPROCESSORS,
     SPLIT_BYTES,
     TILES_PER_CLUSTER,
-    WIDE_BATCH_STEPS,
 )
 from fp8moe_plugin.settings import batch_invariant
 
@@ -61,7 +61,7 @@ class SmallBatchStep:
 
     shape: MoeShape
     tokens: int
-    width: int  # padded token count, 8 or 16
+    padded_tokens: int  # 8 or 16
     cluster: int  # blocks that share a tile of GEMM 1 by splitting K
     clusters: int  # of GEMM 1
     down_splits: int  # blocks that share 128 channels of GEMM 2 by splitting K
@@ -115,8 +115,8 @@ def plan_step(shape: MoeShape, tokens: int, ue8m0: bool = False, multiprocessors
 
 @functools.lru_cache(maxsize=4096)
 def _plan_step(shape: MoeShape, tokens: int, ue8m0: bool, multiprocessors: int, invariant: bool) -> StepPlan:
-    if not invariant and (width := small_batch_width(shape, tokens)):
-        return small_batch_step(shape, tokens, width, ue8m0, multiprocessors)
+    if not invariant and (padded_tokens := small_batch_tokens(shape, tokens)):
+        return small_batch_step(shape, tokens, padded_tokens, ue8m0, multiprocessors)
     few_rows = tokens <= few_rows_tokens(shape.topk, shape.global_experts)
     return sorted_step(shape, tokens, FEW_ROWS_TILE if few_rows else MANY_ROWS_TILE, ue8m0, invariant)
 
@@ -132,7 +132,7 @@ def few_rows_tokens(topk: int, global_experts: int) -> int:
 # ---- small batches -------------------------------------------------------------------------------------------------
 
 
-def small_batch_width(shape: MoeShape, tokens: int) -> int:
+def small_batch_tokens(shape: MoeShape, tokens: int) -> int:
     """Padded token count (8 or 16), or 0 if the small-batch path does not apply.
 
     Every tile multiplies all tokens of the batch, though an expert has few of them. That costs nothing as long as
@@ -146,33 +146,35 @@ def small_batch_width(shape: MoeShape, tokens: int) -> int:
         return 0
     if 3 * hidden * intermediate * pairs * local_experts / global_experts > SMALL_BATCH_BYTES:
         return 0
-    narrow, wide = SMALL_BATCH_WIDTHS
-    if tokens <= narrow:
-        return narrow
-    steps = hidden // GROUP // gate_up_cluster(wide, hidden)
-    return wide if tokens <= wide and steps >= WIDE_BATCH_STEPS else 0
+    fewer, more = SMALL_BATCH_TOKENS
+    if tokens <= fewer:
+        return fewer
+    k_blocks = hidden // GROUP // gate_up_cluster(more, hidden)
+    return more if tokens <= more and k_blocks >= MIN_K_BLOCKS else 0
 
 
-def small_batch_step(shape: MoeShape, tokens: int, width: int, ue8m0: bool, multiprocessors: int) -> SmallBatchStep:
-    """The plan of at most `width` tokens for the small-batch kernels."""
-    cluster = gate_up_cluster(width, shape.hidden)
+def small_batch_step(
+    shape: MoeShape, tokens: int, padded_tokens: int, ue8m0: bool, multiprocessors: int
+) -> SmallBatchStep:
+    """The plan of at most `padded_tokens` tokens for the small-batch kernels."""
+    cluster = gate_up_cluster(padded_tokens, shape.hidden)
     tiles = min(tokens * shape.topk, shape.local_experts) * (shape.intermediate // GROUP)
     return SmallBatchStep(
         shape=shape,
         tokens=tokens,
-        width=width,
+        padded_tokens=padded_tokens,
         cluster=cluster,
         clusters=gate_up_clusters(tiles, multiprocessors, cluster),
-        down_splits=down_splits(shape.hidden, width),
-        gate_up=gate_up_small_batch_key(ue8m0, width, cluster),
-        down=down_small_batch_key(width, cluster),
-        scratch=small_batch_scratch(shape, tokens, width),
+        down_splits=down_splits(shape.hidden, padded_tokens),
+        gate_up=gate_up_small_batch_key(ue8m0, padded_tokens, cluster),
+        down=down_small_batch_key(padded_tokens, cluster),
+        scratch=small_batch_scratch(shape, tokens, padded_tokens),
     )
 
 
-def gate_up_cluster(width: int, hidden: int) -> int:
+def gate_up_cluster(padded_tokens: int, hidden: int) -> int:
     """Blocks that share a tile of gate_up_small_batch by splitting K: as few as have room for it."""
-    clusters = (cluster for w, cluster in SMALL_BATCH_STAGES if w == width)
+    clusters = (cluster for tokens, cluster in SMALL_BATCH_STAGES if tokens == padded_tokens)
     return min(cluster for cluster in clusters if hidden <= SMALL_BATCH_STEPS * GROUP * cluster)
 
 
@@ -187,12 +189,12 @@ def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
     return min(tiles, clusters if tiles <= TILES_PER_CLUSTER * clusters else fewer)
 
 
-def down_splits(hidden: int, width: int) -> int:
+def down_splits(hidden: int, padded_tokens: int) -> int:
     """Blocks that share 128 channels of down_small_batch by splitting K.
 
     As few as keep up with GEMM 1, which runs at the same time: more would take memory bandwidth from it.
     """
-    return min(ceil_div(DOWN_BLOCKS[width], hidden // GROUP), CLUSTER_SPLITS)
+    return min(ceil_div(DOWN_BLOCKS[padded_tokens], hidden // GROUP), CLUSTER_SPLITS)
 
 
 # ---- steps whose rows are sorted by expert -------------------------------------------------------------------------

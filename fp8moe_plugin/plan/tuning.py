@@ -23,9 +23,9 @@ KEEP_B_UP_TO = 256
 # docs/tuning.md#SMALL_BATCH_BYTES
 SMALL_BATCH_BYTES = 3 * 2**28
 
-# Fewest steps of 128 K that a block of gate_up_small_batch takes in a batch of the wider kind.
-# docs/tuning.md#WIDE_BATCH_STEPS
-WIDE_BATCH_STEPS = 4
+# Fewest K blocks (of 128 channels) per block of gate_up_small_batch for 9 to 16 tokens.
+# docs/tuning.md#MIN_K_BLOCKS
+MIN_K_BLOCKS = 4
 
 # Multiprocessors that gate_up_small_batch leaves idle where its clusters would not fit the parts of the GPU evenly.
 # docs/tuning.md#SPARE_MULTIPROCESSORS
@@ -44,9 +44,9 @@ MULTIPROCESSORS = 132
 # Bytes of partial sums up to which blocks of gate_up_few_rows share a tile by splitting K.  docs/tuning.md#SPLIT_BYTES
 SPLIT_BYTES = 2**23
 
-# Steps of 128 K over which a block of grouped_gemm_few_rows amortises the setup of a tile, by taking several columns of
-# tiles at once.  docs/tuning.md#STEPS_AT_ONCE
-STEPS_AT_ONCE = 8
+# K blocks over which a block of grouped_gemm_few_rows amortises the setup of a tile, by taking several columns of tiles
+# at once.  docs/tuning.md#K_BLOCKS_PER_SETUP
+K_BLOCKS_PER_SETUP = 8
 
 # Channels of K from which a row of weights is long: dense GEMMs of few rows split K, and blocks that read whole rows
 # fetch 256 bytes at a time.  docs/tuning.md#LONG_K

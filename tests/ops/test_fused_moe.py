@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe_plugin.ops import fused_moe, m_grouped_fp8_gemm_nt_contiguous, silu_mul_quant_fp8
-from fp8moe_plugin.plan.catalog import SMALL_BATCH_WIDTHS
+from fp8moe_plugin.plan.catalog import SMALL_BATCH_TOKENS
 from fp8moe_plugin.plan.tuning import EARLY_FROM, GATHER_UP_TO
 from tests import helpers as h
 from tests.steps import combine, quantize_rows, route
@@ -182,7 +182,7 @@ def test_a_token_depends_on_no_other_token(device, tokens, kind, seed):
         other[row] = kept[row]
     assert h.same_bits(run(other_x, layer, weights, ids)[row], own)
     rerouted = run(other_x, layer, other_weights, other_ids)[row]
-    if device.type == "cuda" and tokens > SMALL_BATCH_WIDTHS[-1]:
+    if device.type == "cuda" and tokens > SMALL_BATCH_TOKENS[-1]:
         assert h.same_bits(rerouted, own)
     else:  # the order of sums depends on how many rows an expert got (CPU), on which experts there are (few tokens)
         assert h.relative_l2(rerouted, own) <= 1e-2

@@ -6,7 +6,7 @@ from fp8moe_plugin.plan import MoeShape, Output, SmallBatchStep, SortedStep, pla
 from fp8moe_plugin.plan.catalog import (
     MULTIPROCESSOR_SMEM_BYTES,
     SMALL_BATCH_STAGES,
-    SMALL_BATCH_WIDTHS,
+    SMALL_BATCH_TOKENS,
     down_small_batch_key,
     gate_up_small_batch_key,
     grouped_gemm_key,
@@ -29,10 +29,10 @@ DEEPSEEK_V3, DEEPSEEK_V3_TP8 = MoeShape(8, 7168, 2048, 256, 256), MoeShape(8, 71
 DEEPSEEK_V3_EP8, QWEN3_30B = MoeShape(8, 7168, 2048, 32, 256), MoeShape(8, 2048, 768, 128, 128)
 
 
-def width(shape: MoeShape, tokens: int) -> int:
+def padded_tokens(shape: MoeShape, tokens: int) -> int:
     """Padded token count of a small batch, 0 for other steps."""
     step = plan_step(shape, tokens)
-    return step.width if isinstance(step, SmallBatchStep) else 0
+    return step.padded_tokens if isinstance(step, SmallBatchStep) else 0
 
 
 def sorted_step(shape: MoeShape, tokens: int) -> SortedStep:
@@ -48,13 +48,13 @@ def test_a_step_has_one_plan():
 
 def test_a_small_batch_is_one_of_few_tokens_and_few_bytes():
     for shape in (DEEPSEEK_V3_TP8, QWEN3_30B, DEEPSEEK_V3_EP8):
-        assert [width(shape, tokens) for tokens in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 0]
-    assert [width(DEEPSEEK_V3, tokens) for tokens in (1, 2, 3)] == [8, 8, 0]
-    assert width(MoeShape(33, 128, 128, 4, 4), 8) == width(MoeShape(8, 8192 + 128, 128, 4, 4), 1) == 0
+        assert [padded_tokens(shape, tokens) for tokens in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 0]
+    assert [padded_tokens(DEEPSEEK_V3, tokens) for tokens in (1, 2, 3)] == [8, 8, 0]
+    assert padded_tokens(MoeShape(33, 128, 128, 4, 4), 8) == padded_tokens(MoeShape(8, 8192 + 128, 128, 4, 4), 1) == 0
 
 
 def test_a_wide_small_batch_needs_long_parts_of_k():
-    assert [width(MoeShape(8, hidden, 256, 128, 128), 9) for hidden in (1920, 2048)] == [0, 16]
+    assert [padded_tokens(MoeShape(8, hidden, 256, 128, 128), 9) for hidden in (1920, 2048)] == [0, 16]
 
 
 @pytest.mark.parametrize("kind", SMALL_BATCH_STAGES)
@@ -65,12 +65,12 @@ def test_a_multiprocessor_has_room_for_a_block_of_the_first_gemm_of_a_small_batc
         assert sum(key.threads for key in pair) <= 2048
 
 
-@pytest.mark.parametrize("width", SMALL_BATCH_WIDTHS)
+@pytest.mark.parametrize("padded_tokens", SMALL_BATCH_TOKENS)
 @pytest.mark.parametrize("hidden", [128, 1024, 2048, 3072, 4096, 5120, 7168, 8192])
-def test_the_second_gemm_has_enough_blocks_and_no_more_than_multiprocessors(hidden, width):
-    splits = down_splits(hidden, width)
+def test_the_second_gemm_has_enough_blocks_and_no_more_than_multiprocessors(hidden, padded_tokens):
+    splits = down_splits(hidden, padded_tokens)
     assert hidden // 128 * splits <= MULTIPROCESSORS
-    assert splits == CLUSTER_SPLITS or hidden // 128 * splits >= DOWN_BLOCKS[width]
+    assert splits == CLUSTER_SPLITS or hidden // 128 * splits >= DOWN_BLOCKS[padded_tokens]
 
 
 def test_channels_of_models_are_shared_by():
