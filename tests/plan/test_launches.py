@@ -84,7 +84,7 @@ def test_arguments_of_the_few_rows_kernels_are_the_fields_of_the_plan(device):
         == step.row_counters
         == 1 + 2048 // 128
     )
-    assert second.run == step.columns_at_once
+    assert second.columns_at_once == step.columns_at_once
     assert route.block_m == step.tile_rows
 
 
