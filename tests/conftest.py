@@ -4,7 +4,6 @@ import functools
 import importlib.metadata
 import logging
 import os
-import sys
 from collections.abc import Iterator
 
 import hypothesis
@@ -84,14 +83,9 @@ def plugin_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_workspace() -> Iterator[None]:
     """Scratch starts as 0xFF bytes, NaN in every float dtype, so that reading what nobody wrote shows."""
-    plain = workspace.empty
-
-    @functools.wraps(plain)
-    def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return poison(plain(shape, dtype, device))
-
     with pytest.MonkeyPatch.context() as patch:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("fp8moe_plugin.") and getattr(module, "empty", None) is plain:
-                patch.setattr(module, "empty", poisoned)
+        for name in ("empty", "scratch"):
+            plain = getattr(workspace, name)
+            poisoned = functools.wraps(plain)(lambda *args, plain=plain: poison(plain(*args)))
+            patch.setattr(workspace, name, poisoned)
         yield

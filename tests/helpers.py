@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from fp8moe_plugin.jit.launcher import Launch
-from fp8moe_plugin.ops import backend, gemm_launches, moe, reference
+from fp8moe_plugin.jit.launch import Argument, Launch, Slot, TensorMap
+from fp8moe_plugin.ops import backend, gemm, linear, moe, reference
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.plan import DensePlan, KernelKey, MoeShape, StepPlan
 from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
@@ -152,20 +152,31 @@ def swiglu(gate_up: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
     return (silu.bfloat16() * up.bfloat16()).double() if rounded else silu * up
 
 
+def resolved(argument: Argument, addresses: tuple[int, ...]) -> TensorMap | int:
+    """An argument with these addresses in its slots."""
+    if isinstance(argument, TensorMap):
+        return argument._replace(address=resolved(argument.address, addresses))
+    return addresses[argument.index] + argument.offset if isinstance(argument, Slot) else argument
+
+
 class Recorder:
-    """A device that keeps launches instead of making them; a tensor map is the arguments that would make it."""
+    """A device that keeps launches, with the addresses of their call, instead of making them."""
 
     def __init__(self, multiprocessors: int = 132) -> None:
         self.multiprocessors = multiprocessors
         self.launches: list[Launch] = []
 
-    def launch(self, launches: Iterable[Launch]) -> None:
+    def prepare(self, launches: Iterable[Launch]) -> Callable[[tuple[int, ...]], None]:
+        launches = tuple(launches)
         for launch in launches:
             assert isinstance(launch.args, ARGUMENTS[launch.key.source])
-            self.launches.append(launch)
 
-    def tensor_map(self, *args: object) -> tuple[object, ...]:
-        return args
+        def run(addresses: tuple[int, ...]) -> None:
+            for launch in launches:
+                args = launch.args._make(resolved(argument, addresses) for argument in launch.args)
+                self.launches.append(launch._replace(args=args))
+
+        return run
 
     @property
     def keys(self) -> set[KernelKey]:
@@ -200,7 +211,8 @@ def force_step(patch: pytest.MonkeyPatch, *, width: int = 0, tile_rows: int | No
 
 def force_dense(patch: pytest.MonkeyPatch, plan: Callable[[int, int, int], DensePlan]) -> None:
     """Dense GEMMs of `[m, n]` results take such plans, from m, n and the number of multiprocessors."""
-    patch.setattr(gemm_launches, "plan_dense", lambda m, n, k, output, multiprocessors: plan(m, n, multiprocessors))
+    for module in (gemm, linear):
+        patch.setattr(module, "plan_dense", lambda m, n, k, output, multiprocessors: plan(m, n, multiprocessors))
 
 
 def force_dense_tile(patch: pytest.MonkeyPatch, tile_m: int, tile_n: int) -> None:

@@ -4,11 +4,13 @@ Where no device serves a tensor, the steps that sort and quantize tokens do it i
 with, bit by bit.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.ops import backend, operands, reference, workspace
 from fp8moe_plugin.ops.backend import Device
 from fp8moe_plugin.ops.checks import FP8
@@ -35,6 +37,22 @@ def device_of(tensor: torch.Tensor) -> Device:
     device = backend.device_of(tensor)
     assert device is not None, "this step has no reference"
     return device
+
+
+def launch(device: Device, launches: Iterable[Launch]) -> None:
+    """Launch kernels whose addresses are known."""
+    device.prepare(launches)(())
+
+
+def rows_of(values: torch.Tensor, scales: operands.ScalesAndStrides) -> Rows:
+    """Rows of `[.., k]` with scales from `k_major`, which must stay alive until the launch."""
+    k = values.shape[-1]
+    return Rows(values.data_ptr(), values.numel() // k, k, scales[0].data_ptr(), *scales[1:])
+
+
+def weights_of(weight: Quantized) -> Weights:
+    *experts, n, k = weight[0].shape
+    return Weights(weight[0].data_ptr(), experts[0] if experts else 1, n, k, weight[1].data_ptr())
 
 
 # ---- routing -------------------------------------------------------------------------------------------------------
@@ -95,7 +113,7 @@ def route(topk_ids: torch.Tensor, num_experts: int, tile_rows: int, expert_map: 
     ids = Ids(topk_ids.data_ptr(), topk_ids.dtype == torch.int64, mapped[0])
     shape = MoeShape(topk, GROUP, GROUP, num_experts, mapped[1])
     out = RoutingAddresses(slots.data_ptr(), tokens_of_rows.data_ptr(), num_rows.data_ptr())
-    device.launch(route_launches(ids, shape, tokens, counts.data_ptr(), out, tiles.addresses, tile_rows, 1))
+    launch(device, route_launches(ids, shape, tokens, counts.data_ptr(), out, tiles.addresses, tile_rows, 1))
     return Routing(slots, tokens_of_rows, num_rows, tiles)
 
 
@@ -123,7 +141,7 @@ def tiles_of_counts(counts: torch.Tensor, max_m: int, tile_rows: int) -> Tiles:
         groups = [(g, g * max_m, g * max_m + count) for g, count in enumerate(clamped)]
         return tiles_of_groups(groups, tile_rows, counts.device)
     tiles = empty_tiles(len(counts) * max_m, len(counts), tile_rows, counts.device)
-    device.launch([tiles_of_counts_launch(counts.data_ptr(), len(counts), max_m, tiles.addresses, tile_rows)])
+    launch(device, [tiles_of_counts_launch(counts.data_ptr(), len(counts), max_m, tiles.addresses, tile_rows)])
     return tiles
 
 
@@ -134,7 +152,7 @@ def tiles_of_indices(indices: torch.Tensor, num_groups: int, tile_rows: int) -> 
         return tiles_of_runs(indices, num_groups, tile_rows)
     tiles, runs = empty_tiles(rows, rows, tile_rows, indices.device, counted=False), torch.empty_like(indices)
     addresses = indices.data_ptr(), rows, num_groups, runs.data_ptr(), tiles.addresses
-    device.launch([tiles_of_indices_launch(*addresses, tile_rows)])
+    launch(device, [tiles_of_indices_launch(*addresses, tile_rows)])
     return tiles
 
 
@@ -175,7 +193,7 @@ def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> 
     if x.numel():
         key, permuted = quantize_key(ue8m0, Layout.PERMUTED), {"slots": slots.data_ptr(), "topk": slots.shape[1]}
         addresses = x.data_ptr(), q.data_ptr(), scales.data_ptr()
-        device.launch([quantize_launch(key, *addresses, len(x), k, **permuted)])
+        launch(device, [quantize_launch(key, *addresses, len(x), k, **permuted)])
     return q, scales
 
 
@@ -202,7 +220,7 @@ def quantize_tokens(x: torch.Tensor, out: Quantized, ue8m0: bool = False) -> Non
         reference.write(out, reference.quantize(x, ue8m0))
     elif x.numel():
         addresses, key = (x.data_ptr(), out[0].data_ptr(), out[1].data_ptr()), quantize_key(ue8m0, Layout.ROW_MAJOR)
-        device.launch([quantize_launch(key, *addresses, *x.shape, early=True)])
+        launch(device, [quantize_launch(key, *addresses, *x.shape, early=True)])
 
 
 def combine(rows: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -212,7 +230,7 @@ def combine(rows: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor,
         return reference.combine(rows[slots.clamp(min=0).long()], slots >= 0, topk_weights, out)
     if tokens:
         addresses = rows.data_ptr(), slots.data_ptr(), topk_weights.data_ptr(), out.data_ptr()
-        device.launch([combine_launch(*addresses, tokens=tokens, topk=topk, hidden=out.shape[1])])
+        launch(device, [combine_launch(*addresses, tokens=tokens, topk=topk, hidden=out.shape[1])])
     return out
 
 
@@ -261,18 +279,18 @@ def gate_up(
     device, intermediate = device_of(w13[0]), w13[0].shape[1] // 2
     q, scales = out or empty_quantized(groups * max_m, intermediate, w13[0].device)
     inner = Rows.k_major(q.data_ptr(), scales.data_ptr(), groups * max_m, intermediate)
-    weights, a_rows, at = Weights.of(w13), 0 if tokens is None else tokens.data_ptr(), tiles.addresses
+    weights, a_rows, at = weights_of(w13), 0 if tokens is None else tokens.data_ptr(), tiles.addresses
     kept = (a[1], 0, 0) if a_rows else k_major(*a)
-    x = Rows.of(a[0], kept)
+    x = rows_of(a[0], kept)
     if tiles.tile_rows != FEW_ROWS_TILE:
-        device.launch([gate_up_launch(device, gate_up_key(ue8m0, bool(a_rows)), x, weights, inner, at, a_rows=a_rows)])
+        launch(device, [gate_up_launch(device, gate_up_key(ue8m0, bool(a_rows)), x, weights, inner, at, a_rows=a_rows)])
     else:
         shared, counted = {}, operands.Tiles(at.table, at.num_tiles)
         if split:
             shared = {"partial": split.partial.data_ptr(), "k_splits": split.splits, "row_counters": split.counters}
             counted = at
         key = gate_up_few_rows_key(ue8m0)
-        device.launch([gate_up_few_rows_launch(device, key, x, weights, inner, counted, a_rows=a_rows, **shared)])
+        launch(device, [gate_up_few_rows_launch(device, key, x, weights, inner, counted, a_rows=a_rows, **shared)])
     return q.view(groups, max_m, intermediate), scales.unflatten(0, (groups, max_m))
 
 
@@ -293,13 +311,13 @@ def grouped_gemm(
             `row_counters`.
         row_counters: for few rows the counters of each row tile in `tiles.done_counters`; 0: nothing has counted there.
     """
-    device, scales, weights = device_of(out), k_major(*a), Weights.of(b)
-    rows, key = Rows.of(a[0], scales), grouped_key(tiles.tile_rows, tiles.keep_b)
+    device, scales, weights = device_of(out), k_major(*a), weights_of(b)
+    rows, key = rows_of(a[0], scales), grouped_key(tiles.tile_rows, tiles.keep_b)
     target = out.data_ptr(), tiles.addresses
     if tiles.tile_rows == FEW_ROWS_TILE:
         columns = columns_at_once(rows.rows, weights.experts, weights.n, weights.k)
         few = {"columns": columns, "row_counters": row_counters, "early": after_gate_up}
-        device.launch([grouped_gemm_few_rows_launch(device, key, rows, weights, *target, **few)])
+        launch(device, [grouped_gemm_few_rows_launch(device, key, rows, weights, *target, **few)])
     else:
         early = after_gate_up and tiles.done_counters is not None
-        device.launch([grouped_gemm_launch(device, key, rows, weights, *target, early=early)])
+        launch(device, [grouped_gemm_launch(device, key, rows, weights, *target, early=early)])

@@ -79,10 +79,13 @@ def our_contiguous(b: Pair, n: int, k: int, counts: list[int]) -> dict[str, Any]
     device, plan = backend.device_of(out), plan_contiguous(rows)
     assert device is not None, "needs a Hopper GPU"
     scratch = torch.empty(plan.scratch.nbytes, dtype=torch.uint8, device="cuda")
-    operands, addresses = (Rows.of(a[0], k_major(*a)), Weights.of(b)), (out, indices, scratch)
-    tiles, gemm = contiguous_launches(device, plan, *operands, *(tensor.data_ptr() for tensor in addresses))
-    device.launch([tiles])
-    ours = time_calls(lambda: device.launch([gemm]))
+    scales, *strides = k_major(*a)
+    addresses = [tensor.data_ptr() for tensor in (a[0], scales, *b, out, indices, scratch)]
+    operands = Rows(addresses[0], rows, k, addresses[1], *strides), Weights(addresses[2], EXPERTS, n, k, addresses[3])
+    tiles, gemm = contiguous_launches(device, plan, *operands, *addresses[4:])
+    device.prepare([tiles])(())
+    prepared = device.prepare([gemm])
+    ours = time_calls(lambda: prepared(()))
     return {"us": ours[0], "sustained_us": ours[1], "error": max(errors), "rows": rows}
 
 

@@ -1,74 +1,103 @@
-"""Time the host cost of eager calls on one GPU: of the whole layer, and of one prepared launch.
+"""Time the host cost of eager calls on one GPU: of the MoE layer and of the dense layer, as an engine calls them.
 
     python -m benchmarks.layer.host_cost --out benchmarks/results/host_cost-<date>.json
 
 The layers are small enough for the GPU to keep up; otherwise the launch queue fills and the host waits, which is not
-its cost. A figure is the median of 200 single calls between two synchronizations. `again`: the tensors are those of the
-previous call. `elsewhere`: the result goes to an address that the op does not remember. The launch is that of a kernel
-with one block that has been launched before; `driver` is the part in `cuLaunchKernelEx`.
+its cost. A figure is the median of single calls of the torch op, under inference mode, between two synchronizations.
+`again`: the tensors are those of the previous call. `elsewhere`: tokens, ids and results are at addresses that have not
+been used for a thousand calls. `launches`: the part in which the kernels are launched, nearly all of
+it the driver's. `new_length`: the first call with another number of tokens, once the kernels are loaded.
 """
 
 import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.report import write_report
-from fp8moe_plugin.jit import launcher
-from fp8moe_plugin.ops import fused_moe
-from fp8moe_plugin.plan import combine_key
+from fp8moe_plugin.ops import backend, linear, moe, torch_ops
+from fp8moe_plugin.plan import MoeShape, Output, plan_dense, plan_step
 
 HIDDEN, INTERMEDIATE, TOPK = 256, 128, 8
-STEPS = ((1, 256), (512, 256), (4096, 64))  # tokens, experts: decode, decode with counted experts, prefill
-CALLS, ROUNDS = 200, 15
-MORE_THAN_REMEMBERED = 1100  # calls; more than ops.moe_launches.layer_launches caches
+STEPS = ((1, 256), (300, 256), (512, 256), (4096, 64))  # tokens, experts: decode to prefill
+DENSE_ROWS = (1, 64, 300, 1024)
+CALLS, ROUNDS, ELSEWHERE = 200, 15, 1100
 
 
-def host_us(call: Callable[[], Any]) -> float:
-    """Median microseconds until a call returns."""
-    call()
+def host_us(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], rounds: int = ROUNDS) -> float:
+    """Median microseconds until a call returns, with the next arguments each time."""
+    arguments = iter(arguments)
+    call(*next(arguments))
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         torch.cuda.synchronize()
-        for _ in range(CALLS):
+        for args in itertools.islice(arguments, CALLS):
             begin = time.perf_counter_ns()
-            call()
+            call(*args)
             times.append(time.perf_counter_ns() - begin)
     torch.cuda.synchronize()
     return statistics.median(times) / 1e3
 
 
-def random_weights(experts: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    values = torch.randn(experts, n, k, device="cuda").to(torch.float8_e4m3fn)
-    return values, torch.rand(experts, n // 128, k // 128, device="cuda")
+def random_weights(*sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    *experts, n, k = sizes
+    values = torch.randn(*experts, n, k, device="cuda").to(torch.float8_e4m3fn)
+    return values, torch.rand(*experts, n // 128, k // 128, device="cuda")
 
 
-def layer_us(tokens: int, experts: int) -> dict[str, float]:
-    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-    weights, ids = torch.rand(tokens, experts, device="cuda").topk(TOPK)
+def layer(tokens: int, experts: int) -> dict[str, Any]:
     w13, w2 = random_weights(experts, 2 * INTERMEDIATE, HIDDEN), random_weights(experts, HIDDEN, INTERMEDIATE)
-    ids = ids.int()
-    results = torch.empty(MORE_THAN_REMEMBERED, tokens, HIDDEN, dtype=torch.bfloat16, device="cuda").unbind()
 
-    def time_into(outs: Iterator[torch.Tensor]) -> float:
-        return host_us(lambda: fused_moe(x, *w13, *w2, weights, ids, out=next(outs)))
+    def arguments(tokens: int) -> tuple[Any, ...]:
+        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        weights, ids = torch.rand(tokens, experts, device="cuda").topk(TOPK)
+        return x, *w13, *w2, weights, ids.int(), None, False, torch.empty_like(x)
 
-    return {"again": time_into(itertools.repeat(results[0])), "elsewhere": time_into(itertools.cycle(results))}
+    device, shape = backend.device_of(w2[0]), MoeShape(TOPK, HIDDEN, INTERMEDIATE, experts, experts)
+    assert device is not None
+    step = plan_step(shape, tokens, False, device.multiprocessors)
+    scratch = torch.empty(step.scratch.nbytes, dtype=torch.uint8, device="cuda")
+    run = moe.prepared_layer(device, step, False, False)
+    x, *weights, pairs, ids, _, _, out = arguments(tokens)
+    tensors = (x, *weights, pairs, ids, None, out, scratch)
+    addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    return times(torch_ops.fused_moe, tokens, arguments) | {
+        "op": "fused_moe",
+        "experts": experts,
+        "launches": host_us(run, itertools.repeat((addresses,))),
+    }
 
 
-def launch_us() -> tuple[float, float]:
-    """Microseconds of a launch, and of the driver's part of it."""
-    rows, out = (torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    slots, weights = torch.zeros(1, 1, dtype=torch.int32, device="cuda"), torch.zeros(1, 1, device="cuda")
-    addresses = tuple(tensor.data_ptr() for tensor in (rows, slots, weights, out))
-    key, device = combine_key(), rows.get_device()
-    whole = host_us(lambda: launcher.launch(key, 1, (*addresses, HIDDEN // 8, 1), device))
-    return whole, host_us(launcher._thread.prepared[id(key), device, False, 1].call)
+def dense(tokens: int) -> dict[str, Any]:
+    weight = random_weights(HIDDEN, HIDDEN)
+
+    def arguments(tokens: int) -> tuple[Any, ...]:
+        return torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), *weight, None, False
+
+    device, x = backend.device_of(weight[0]), arguments(tokens)[0]
+    assert device is not None
+    plan = plan_dense(tokens, HIDDEN, HIDDEN, Output.BF16, device.multiprocessors)
+    run, nbytes = linear.prepared_linear(device, plan, tokens, HIDDEN, HIDDEN, False)
+    scratch, out = torch.empty(nbytes, dtype=torch.uint8, device="cuda"), torch.empty_like(x)
+    addresses = tuple(tensor.data_ptr() for tensor in (x, *weight, out, scratch))
+    launches = host_us(run, itertools.repeat((addresses,)))
+    return times(torch_ops.linear, tokens, arguments) | {"op": "linear", "launches": launches}
+
+
+def times(op: Callable[..., Any], tokens: int, arguments: Callable[[int], tuple[Any, ...]]) -> dict[str, Any]:
+    elsewhere = [arguments(tokens) for _ in range(ELSEWHERE)]
+    lengths = [arguments(tokens + i + 1) for i in range(3 * CALLS)]
+    return {
+        "tokens": tokens,
+        "again": host_us(op, itertools.cycle(elsewhere[:1])),
+        "elsewhere": host_us(op, itertools.cycle(elsewhere)),
+        "new_length": host_us(op, iter(lengths), rounds=2),
+    }
 
 
 def main() -> None:
@@ -76,15 +105,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
-    layers = []
-    for tokens, experts in STEPS:
-        found = layer_us(tokens, experts)
-        layers.append({"tokens": tokens, "experts": experts, "host_us": found})
-        print(f"layer, T={tokens:4}  {found['again']:6.1f} us again, {found['elsewhere']:6.1f} elsewhere", flush=True)
-    launch, driver = launch_us()
-    print(f"launch         {launch:6.1f} us, of which the driver {driver:.1f}")
+    rows = []
+    with torch.inference_mode():
+        for found in itertools.chain((dense(n) for n in DENSE_ROWS), (layer(*step) for step in STEPS)):
+            rows.append({name: round(value, 2) if isinstance(value, float) else value for name, value in found.items()})
+            print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     if args.out:
-        write_report(args.out, {"layers": layers, "launch_us": launch, "driver_us": driver})
+        write_report(args.out, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
 import torch
 
-from fp8moe_plugin.jit import launcher
+from fp8moe_plugin.jit import driver
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.plan import KernelKey
 
 
-def prepare_kernels(keys: list[KernelKey], weight: torch.Tensor, warmup: str) -> launcher.LoadCounts:
+def prepare_kernels(keys: list[KernelKey], weight: torch.Tensor, warmup: str) -> driver.LoadCounts:
     """Find (or compile) these kernels and load them on the device of a layer's weight.
 
     The plain-torch reference needs none.
@@ -22,5 +22,5 @@ def prepare_kernels(keys: list[KernelKey], weight: torch.Tensor, warmup: str) ->
     """
     if uses_sm90(weight):
         for key in keys:
-            launcher.load(key, weight.device.index, warmup)
-    return launcher.counts
+            driver.load(key, weight.device.index, warmup)
+    return driver.counts

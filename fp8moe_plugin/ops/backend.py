@@ -1,7 +1,8 @@
 """Which implementation serves a tensor: our SM90 kernels on a `Device`, or the plain-torch reference.
 
 All that ops know of the device they launch on goes through `device_of`: tests replace it to record launches, and to run
-them on an emulator. In the modules of the ops `x_launch` and `x_launches` return launches; only `Device.launch` acts.
+them on an emulator. In the modules of the ops `x_launch` and `x_launches` return launches, whose addresses are slots;
+`prepared_x` makes them ready once for calls of the same shapes, and only what `Device.prepare` returns acts.
 """
 
 import functools
@@ -14,35 +15,25 @@ import torch
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit import launcher
-from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.jit.launch import Launch
+from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")
+MOST_PREPARED = 1024  # calls that an op keeps ready, one for each shape and number of tokens
 
 
 class Device(Protocol):
-    """What runs the kernels. Devices are compared by identity: launches that are kept belong to one of them."""
+    """What runs the kernels. Devices are compared by identity: what is prepared belongs to one of them."""
 
     @property
     def multiprocessors(self) -> int: ...
 
     def __hash__(self) -> int: ...
 
-    def launch(self, launches: Iterable[Launch]) -> None:
-        """Launch kernels on the current stream, in this order."""
-        ...
-
-    def tensor_map(
-        self,
-        address: int,
-        sizes: tuple[int, ...],
-        strides: tuple[int, ...],
-        box: tuple[int, ...],
-        element_size: int,
-        l2_fetch: int,
-    ) -> bytes:
-        """A TMA descriptor; see `launcher.tensor_map`."""
+    def prepare(self, launches: Iterable[Launch]) -> Prepared:
+        """A function of the addresses for the slots that launches kernels on the current stream, in this order."""
         ...
 
 
@@ -53,12 +44,9 @@ class Gpu:
     index: int
     multiprocessors: int
 
-    tensor_map = staticmethod(launcher.tensor_map)
-
-    def launch(self, launches: Iterable[Launch]) -> None:
-        """Launch kernels on the current stream. Raises what `launcher.launch` raises."""
-        for key, grid, args, early, cluster in launches:
-            launcher.launch(key, grid, args, self.index, early, cluster)
+    def prepare(self, launches: Iterable[Launch]) -> Prepared:
+        """See `launcher.prepare`."""
+        return launcher.prepare(launches, self.index)
 
 
 def device_of(tensor: torch.Tensor) -> Device | None:

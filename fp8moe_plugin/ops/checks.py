@@ -109,15 +109,17 @@ def _signature(tensors: tuple[torch.Tensor | None, ...]) -> Any:
     if forward_ad._current_level >= 0:
         return None
     grad = torch.is_grad_enabled()
-    parts: list[Any] = []
+    parts: list[Any] = [grad]
     try:
         for t in tensors:
             if t is None:
                 parts.append(None)
                 continue
             address = t.data_ptr()
-            offset = address % 16 if address else None  # a fake tensor has no address
-            parts.append((t.dtype, t.shape, t.device, t.is_contiguous(), offset, grad and t.requires_grad))
+            # A fake tensor has no address.
+            parts += (t.dtype, t.shape, t.device, t.is_contiguous(), address % 16 if address else None)
+            if grad:
+                parts.append(t.requires_grad)
     except (AttributeError, RuntimeError):
         return None
     return tuple(parts)

@@ -1,14 +1,22 @@
 """Sum the expert rows of each token, weighted by the router."""
 
 from fp8moe_plugin.checkpoint.shapes import ceil_div
-from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.plan.catalog import combine_key
 
 CHANNELS_PER_THREAD = 8  # 16 bytes of bfloat16
 
 
 def combine_launch(
-    rows: int, slots: int, topk_weights: int, out: int, *, tokens: int, topk: int, hidden: int, early: bool = False
+    rows: Address,
+    slots: Address,
+    topk_weights: Address,
+    out: Address,
+    *,
+    tokens: int,
+    topk: int,
+    hidden: int,
+    early: bool = False,
 ) -> Launch:
     """`out[t] = sum over j of topk_weights[t, j] * rows[slots[t, j]]`, in float32, in the order of j.
 

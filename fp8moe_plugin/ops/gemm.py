@@ -1,12 +1,17 @@
 """Dense block-scaled FP8 GEMM."""
 
+import functools
+
 import torch
 
+from fp8moe_plugin.jit.launch import Slot
+from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference
+from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
 from fp8moe_plugin.ops.checks import check_activations, check_aligned, check_tensor, check_weights
 from fp8moe_plugin.ops.gemm_launches import dense_launch
 from fp8moe_plugin.ops.operands import Quantized, Rows, Weights, k_major
-from fp8moe_plugin.plan import Output
+from fp8moe_plugin.plan import DensePlan, Output, plan_dense
 
 
 def fp8_gemm_nt(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,7 +41,16 @@ def fp8_gemm_nt(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor |
         product = reference.gemm(a, b)
         return out.copy_(product if c is None else product + c.float())
     output = Output.F32_DIRECT if out.dtype != torch.bfloat16 else Output.BF16 if c is None else Output.BF16_DIRECT
-    scales, addend = k_major(*a), 0 if c is None else c.data_ptr()
-    rows = Rows.of(a[0], scales)
-    device.launch([dense_launch(device, rows, Weights.of(b), out.data_ptr(), output, c=addend)])
+    plan, (scales, *strides) = plan_dense(m, n, k, output, device.multiprocessors), k_major(*a)
+    addend = 0 if c is None else c.data_ptr()
+    run = prepared_gemm(device, plan, m, n, k, strides[1], c is not None)
+    run((a[0].data_ptr(), scales.data_ptr(), b[0].data_ptr(), b[1].data_ptr(), out.data_ptr(), addend))
     return out
+
+
+@functools.lru_cache(maxsize=MOST_PREPARED)
+def prepared_gemm(device: Device, plan: DensePlan, m: int, n: int, k: int, scale_k_block: int, added: bool) -> Prepared:
+    """What launches `fp8_gemm_nt`, given the addresses in it; `scale_k_block` is the stride of `k_major`."""
+    a, a_scales, b, b_scales, out, c = map(Slot, range(6))
+    rows, weights = Rows(a, m, k, a_scales, 0, scale_k_block), Weights(b, 1, n, k, b_scales)
+    return device.prepare([dense_launch(device, plan, rows, weights, out, c=c if added else 0)])

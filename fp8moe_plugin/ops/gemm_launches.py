@@ -1,11 +1,11 @@
 """The launches of the GEMMs: dense ones, and those over row tiles of groups."""
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
-from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.ops.backend import Device
 from fp8moe_plugin.ops.operands import Rows, Tiles, Weights
 from fp8moe_plugin.ops.tensor_maps import gate_up_map, matrix_map, rows_map, weights_map, whole_rows_l2_fetch
-from fp8moe_plugin.plan import DensePlan, GroupedPlan, KernelKey, Output, plan_dense
+from fp8moe_plugin.plan import DensePlan, GroupedPlan, KernelKey, Output
 from fp8moe_plugin.plan.constants import BOX_ROWS, FEW_ROWS_TILE, FEW_ROWS_TILE_N, SWIZZLE_ROWS, TAIL_ROWS
 from fp8moe_plugin.plan.tuning import L2_FETCH, STREAMED_L2_FETCH
 
@@ -13,31 +13,30 @@ from fp8moe_plugin.plan.tuning import L2_FETCH, STREAMED_L2_FETCH
 
 
 def dense_launch(
-    device: Device, a: Rows, b: Weights, out: int, output: Output, *, c: int = 0, after_quantize: bool = False
+    device: Device, plan: DensePlan, a: Rows, b: Weights, out: Address, *, c: Address = 0, after_quantize: bool = False
 ) -> Launch:
-    """`out = a @ b.T (+ c)`; the output's kind says whether there is a `c`.
+    """`out = a @ b.T (+ c)`; the plan's kind of output says whether there is a `c`.
 
     `after_quantize`: the launch before this one quantizes `a`, so this one may start to load weights before that ends.
     """
-    plan = plan_dense(a.rows, b.n, b.k, output, device.multiprocessors)
     early = after_quantize and plan.overlaps_quantize
     match plan.kernel.source:
         case "dense_gemm_few_rows":
-            return _dense_few_rows_launch(device, plan, a, b, out, early)
+            return _dense_few_rows_launch(plan, a, b, out, early)
         case "dense_gemm":
-            return _dense_launch(device, plan, a, b, out, early)
+            return _dense_launch(plan, a, b, out, early)
     return grouped_gemm_launch(device, plan.kernel, a, b, out, Tiles(), c=c)
 
 
-def _dense_launch(device: Device, plan: DensePlan, a: Rows, b: Weights, out: int, early: bool) -> Launch:
+def _dense_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, early: bool) -> Launch:
     tail_rows = ceil_div(a.rows % plan.tile_m, SWIZZLE_ROWS) * SWIZZLE_ROWS or plan.tile_m
     return Launch(
         plan.kernel,
         plan.blocks,
         plan.kernel.arguments(
-            a_map=rows_map(device, a, plan.tile_m),
-            a_tail_map=rows_map(device, a, tail_rows),
-            b_map=weights_map(device, b, plan.tile_n, whole_rows_l2_fetch(b.k)),
+            a_map=rows_map(a, plan.tile_m),
+            a_tail_map=rows_map(a, tail_rows),
+            b_map=weights_map(b, plan.tile_n, whole_rows_l2_fetch(b.k)),
             a_scales=a.scales,
             a_scale_k_stride=a.scale_k_block,
             b_scales=b.scales,
@@ -51,13 +50,13 @@ def _dense_launch(device: Device, plan: DensePlan, a: Rows, b: Weights, out: int
     )
 
 
-def _dense_few_rows_launch(device: Device, plan: DensePlan, a: Rows, b: Weights, out: int, early: bool) -> Launch:
+def _dense_few_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, early: bool) -> Launch:
     return Launch(
         plan.kernel,
         plan.blocks,
         plan.kernel.arguments(
-            a_map=rows_map(device, a, plan.tile_m),
-            b_map=weights_map(device, b, plan.tile_n, STREAMED_L2_FETCH),
+            a_map=rows_map(a, plan.tile_m),
+            b_map=weights_map(b, plan.tile_n, STREAMED_L2_FETCH),
             a_scales=a.scales,
             a_scale_k_stride=a.scale_k_block,
             b_scales=b.scales,
@@ -77,7 +76,7 @@ def _dense_few_rows_launch(device: Device, plan: DensePlan, a: Rows, b: Weights,
 
 
 def gate_up_launch(
-    device: Device, key: KernelKey, a: Rows, w13: Weights, out: Rows, tiles: Tiles, *, a_rows: int = 0
+    device: Device, key: KernelKey, a: Rows, w13: Weights, out: Rows, tiles: Tiles, *, a_rows: Address = 0
 ) -> Launch:
     """GEMM 1 of the experts with its activation, to quantized rows with K-major scales.
 
@@ -88,10 +87,10 @@ def gate_up_launch(
         key,
         device.multiprocessors,
         key.arguments(
-            a_map=rows_map(device, a, BOX_ROWS),
-            a_narrow_map=rows_map(device, a, TAIL_ROWS),
-            b_map=weights_map(device, w13, GROUP, L2_FETCH),
-            d_map=rows_map(device, out, BOX_ROWS),
+            a_map=rows_map(a, BOX_ROWS),
+            a_narrow_map=rows_map(a, TAIL_ROWS),
+            b_map=weights_map(w13, GROUP, L2_FETCH),
+            d_map=rows_map(out, BOX_ROWS),
             a_scales=a.scales,
             a_scale_expert_stride=a.scale_group,
             a_scale_k_stride=a.scale_k_block,
@@ -118,8 +117,8 @@ def gate_up_few_rows_launch(
     out: Rows,
     tiles: Tiles,
     *,
-    a_rows: int,
-    partial: int = 0,
+    a_rows: Address,
+    partial: Address = 0,
     k_splits: int = 1,
     row_counters: int = 1,
     early: bool = False,
@@ -136,7 +135,7 @@ def gate_up_few_rows_launch(
         key,
         device.multiprocessors,
         key.arguments(
-            w_map=gate_up_map(device, w13),
+            w_map=gate_up_map(w13),
             x=a.values,
             x_scales=a.scales,
             w_scales=w13.scales,
@@ -157,7 +156,7 @@ def gate_up_few_rows_launch(
     )
 
 
-def grouped_launch(device: Device, plan: GroupedPlan, a: Rows, b: Weights, out: int, tiles: Tiles) -> Launch:
+def grouped_launch(device: Device, plan: GroupedPlan, a: Rows, b: Weights, out: Address, tiles: Tiles) -> Launch:
     """`out[i] = a[i] @ b[expert of the tile].T` for the rows of the tiles, to bfloat16 `[rows, n]`."""
     if plan.tile_rows == FEW_ROWS_TILE:
         return grouped_gemm_few_rows_launch(device, plan.kernel, a, b, out, tiles, columns=plan.columns_at_once)
@@ -169,10 +168,10 @@ def grouped_gemm_launch(
     key: KernelKey,
     a: Rows,
     b: Weights,
-    out: int,
+    out: Address,
     tiles: Tiles,
     *,
-    c: int = 0,
+    c: Address = 0,
     early: bool = False,
 ) -> Launch:
     """The same by the kernel for many rows; without tiles of one group, where `c` may be added.
@@ -181,7 +180,7 @@ def grouped_gemm_launch(
     in `tiles.done_counters`; `out` must not overlap with what GEMM 1 reads.
     """
     defines = dict(key.defines)
-    a_map = rows_map(device, a, BOX_ROWS)
+    a_map = rows_map(a, BOX_ROWS)
     # Only bfloat16 without an addend is stored through a map.
     stored = defines["OUTPUT"] == Output.BF16
     return Launch(
@@ -189,9 +188,9 @@ def grouped_gemm_launch(
         device.multiprocessors,
         key.arguments(
             a_map=a_map,
-            a_narrow_map=rows_map(device, a, TAIL_ROWS),
-            b_map=weights_map(device, b, defines["BLOCK_N"], L2_FETCH),
-            d_map=matrix_map(device, out, a.rows, b.n, BOX_ROWS, element_size=2) if stored else a_map,
+            a_narrow_map=rows_map(a, TAIL_ROWS),
+            b_map=weights_map(b, defines["BLOCK_N"], L2_FETCH),
+            d_map=matrix_map(out, a.rows, b.n, BOX_ROWS, element_size=2) if stored else a_map,
             a_scales=a.scales,
             a_scale_expert_stride=a.scale_group,
             a_scale_k_stride=a.scale_k_block,
@@ -214,7 +213,7 @@ def grouped_gemm_few_rows_launch(
     key: KernelKey,
     a: Rows,
     b: Weights,
-    out: int,
+    out: Address,
     tiles: Tiles,
     *,
     columns: int,
@@ -232,8 +231,8 @@ def grouped_gemm_few_rows_launch(
         key,
         device.multiprocessors,
         key.arguments(
-            a_map=rows_map(device, a, SWIZZLE_ROWS),
-            b_map=weights_map(device, b, FEW_ROWS_TILE_N, STREAMED_L2_FETCH),
+            a_map=rows_map(a, SWIZZLE_ROWS),
+            b_map=weights_map(b, FEW_ROWS_TILE_N, STREAMED_L2_FETCH),
             a_scales=a.scales,
             a_scale_expert_stride=a.scale_group,
             a_scale_k_stride=a.scale_k_block,

@@ -1,10 +1,14 @@
 """Grouped block-scaled FP8 GEMMs: rows of many experts, each against its own weights."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 
-from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.jit.launch import Address, Launch, Slot
+from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import Device
+from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
 from fp8moe_plugin.ops.checks import (
     check_activations,
     check_int,
@@ -14,10 +18,9 @@ from fp8moe_plugin.ops.checks import (
     check_weights,
 )
 from fp8moe_plugin.ops.gemm_launches import grouped_launch
-from fp8moe_plugin.ops.operands import Quantized, Rows, Tiles, Weights, k_major
+from fp8moe_plugin.ops.operands import Quantized, Rows, Tiles, Weights, k_major, placed
 from fp8moe_plugin.ops.route import tiles_of_counts_launch, tiles_of_indices_launch
 from fp8moe_plugin.plan import GroupedPlan, plan_contiguous, plan_masked
-from fp8moe_plugin.plan.scratch import GroupedScratch
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -47,11 +50,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
     if device is None:
         reference.contiguous_gemm(a, b, out, m_indices)
         return out
-    plan, scales = plan_contiguous(m), k_major(*a)
-    scratch = workspace.empty((plan.scratch.nbytes,), torch.uint8, out.device)  # freed after the last launch
-    operands = Rows.of(a[0], scales), Weights.of(b)
-    addresses = out.data_ptr(), m_indices.data_ptr(), scratch.data_ptr()
-    device.launch(contiguous_launches(device, plan, *operands, *addresses))
+    plan, (scales, *strides) = plan_contiguous(m), k_major(*a)
+    run = prepared_grouped(device, plan, contiguous_launches, m, groups, n, k, *strides)
+    scratch = workspace.scratch(plan.scratch.nbytes, out)
+    run(tuple(tensor.data_ptr() for tensor in (a[0], scales, *b, out, m_indices, scratch)))
     return out
 
 
@@ -85,19 +87,39 @@ def m_grouped_fp8_gemm_nt_masked(
     if device is None:
         reference.masked_gemm(a, b, out, masked_m)
         return out
-    plan, scales = plan_masked(groups, max_m, n, k, expected_m), k_major(*a)
-    scratch = workspace.empty((plan.scratch.nbytes,), torch.uint8, out.device)  # freed after the last launch
-    operands = Rows.of(a[0], scales), Weights.of(b)
-    addresses = out.data_ptr(), masked_m.data_ptr(), scratch.data_ptr()
-    device.launch(masked_launches(device, plan, *operands, *addresses))
+    plan, (scales, *strides) = plan_masked(groups, max_m, n, k, expected_m), k_major(*a)
+    run = prepared_grouped(device, plan, masked_launches, groups * max_m, groups, n, k, *strides)
+    scratch = workspace.scratch(plan.scratch.nbytes, out)
+    run(tuple(tensor.data_ptr() for tensor in (a[0], scales, *b, out, masked_m, scratch)))
     return out
 
 
+@functools.lru_cache(maxsize=MOST_PREPARED)
+def prepared_grouped(
+    device: Device,
+    plan: GroupedPlan,
+    launches: Callable[..., list[Launch]],
+    rows: int,
+    groups: int,
+    n: int,
+    k: int,
+    scale_group: int,
+    scale_k_block: int,
+) -> Prepared:
+    """What launches a grouped GEMM, given the addresses in the op; strides are those of `k_major`.
+
+    `launches` is `contiguous_launches` or `masked_launches`.
+    """
+    a, a_scales, b, b_scales, out, counts_or_indices, scratch = map(Slot, range(7))
+    operands = Rows(a, rows, k, a_scales, scale_group, scale_k_block), Weights(b, groups, n, k, b_scales)
+    return device.prepare(launches(device, plan, *operands, out, counts_or_indices, scratch))
+
+
 def contiguous_launches(
-    device: Device, plan: GroupedPlan, a: Rows, b: Weights, out: int, m_indices: int, scratch: int
+    device: Device, plan: GroupedPlan, a: Rows, b: Weights, out: Address, m_indices: Address, scratch: Address
 ) -> list[Launch]:
     """The kernels of `m_grouped_fp8_gemm_nt_contiguous`."""
-    at = GroupedScratch(*(scratch + offset for offset in plan.scratch))
+    at = placed(plan.scratch, scratch)
     tiles = Tiles(at.table, at.num_tiles)
     return [
         tiles_of_indices_launch(m_indices, a.rows, b.experts, at.run_begins, tiles, plan.tile_rows),
@@ -106,10 +128,10 @@ def contiguous_launches(
 
 
 def masked_launches(
-    device: Device, plan: GroupedPlan, a: Rows, b: Weights, out: int, masked_m: int, scratch: int
+    device: Device, plan: GroupedPlan, a: Rows, b: Weights, out: Address, masked_m: Address, scratch: Address
 ) -> list[Launch]:
     """The kernels of `m_grouped_fp8_gemm_nt_masked`."""
-    at = GroupedScratch(*(scratch + offset for offset in plan.scratch))
+    at = placed(plan.scratch, scratch)
     tiles = Tiles(at.table, at.num_tiles, at.done_counters)
     return [
         tiles_of_counts_launch(masked_m, b.experts, a.rows // b.experts, tiles, plan.tile_rows),

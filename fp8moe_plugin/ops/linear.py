@@ -1,16 +1,19 @@
 """A dense FP8 linear layer: quantize the tokens, then one GEMM."""
 
+import functools
+
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
-from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.jit.launch import Address, Launch, Slot
+from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import Device
+from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
 from fp8moe_plugin.ops.checks import CheckedOnce, check_multiple, check_tensor, check_weights, debugs, watch_rows
 from fp8moe_plugin.ops.gemm_launches import dense_launch
-from fp8moe_plugin.ops.operands import Quantized, Rows, Weights
+from fp8moe_plugin.ops.operands import Quantized, Rows, Weights, placed
 from fp8moe_plugin.ops.quantize import quantize_launch
-from fp8moe_plugin.plan import Layout, Output
+from fp8moe_plugin.plan import DensePlan, Layout, Output, plan_dense
 from fp8moe_plugin.plan.catalog import quantize_key
 from fp8moe_plugin.plan.scratch import quantized_scratch
 
@@ -37,8 +40,9 @@ def fp8_linear(
         WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its product.
     """
     _check_call(x, weight, weight_scale, bias)
-    rows = x.view(-1, x.shape[-1])
-    out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
+    flat = x.dim() == 2  # a view would cost the host a microsecond
+    rows = x if flat else x.view(-1, x.shape[-1])
+    out = x.new_empty((rows.shape[0], weight.shape[0]))
     product = (rows, (weight, weight_scale), ue8m0, out)
     if debugs(out.is_cuda):
         finite = rows.isfinite().all(1)
@@ -47,7 +51,7 @@ def fp8_linear(
         _multiply(*product)
     if bias is not None:
         out += bias
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return out if flat else out.view(*x.shape[:-1], weight.shape[0])
 
 
 @CheckedOnce
@@ -67,20 +71,35 @@ def _multiply(x: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor
     if device is None:
         out.copy_(reference.gemm(reference.quantize(x, ue8m0), weight))
         return
-    nbytes = quantized_scratch(*x.shape).nbytes
-    scratch = workspace.empty((nbytes,), torch.uint8, x.device)  # freed after the last launch
-    weights, addresses = Weights.of(weight), (x.data_ptr(), out.data_ptr(), scratch.data_ptr())
-    device.launch(linear_launches(device, x.shape[0], weights, *addresses, ue8m0))
+    (tokens, k), n = x.shape, out.shape[1]
+    plan = plan_dense(tokens, n, k, Output.BF16, device.multiprocessors)
+    run, nbytes = prepared_linear(device, plan, tokens, n, k, ue8m0)
+    scratch = workspace.scratch(nbytes, x)
+    run((x.data_ptr(), weight[0].data_ptr(), weight[1].data_ptr(), out.data_ptr(), scratch.data_ptr()))
+
+
+@functools.lru_cache(maxsize=MOST_PREPARED)
+def prepared_linear(device: Device, plan: DensePlan, tokens: int, n: int, k: int, ue8m0: bool) -> tuple[Prepared, int]:
+    """What launches `fp8_linear` without a bias, given the addresses in `_multiply`, and the bytes of its scratch."""
+    x, weight, weight_scale, out, scratch = map(Slot, range(5))
+    launches = linear_launches(device, plan, tokens, Weights(weight, 1, n, k, weight_scale), x, out, scratch, ue8m0)
+    return device.prepare(launches), quantized_scratch(tokens, k).nbytes
 
 
 def linear_launches(
-    device: Device, tokens: int, weight: Weights, x: int, out: int, scratch: int, ue8m0: bool
+    device: Device,
+    plan: DensePlan,
+    tokens: int,
+    weight: Weights,
+    x: Address,
+    out: Address,
+    scratch: Address,
+    ue8m0: bool,
 ) -> tuple[Launch, Launch]:
     """The kernels of `fp8_linear` without a bias, whose scratch is a `QuantizedScratch`."""
-    at = quantized_scratch(tokens, weight.k)
-    q, scales = scratch + at.values, scratch + at.scales
-    rows = Rows.k_major(q, scales, tokens, weight.k)
+    at = placed(quantized_scratch(tokens, weight.k), scratch)
+    rows = Rows.k_major(at.values, at.scales, tokens, weight.k)
     return (
-        quantize_launch(quantize_key(ue8m0, Layout.K_MAJOR), x, q, scales, tokens, weight.k),
-        dense_launch(device, rows, weight, out, Output.BF16, after_quantize=True),
+        quantize_launch(quantize_key(ue8m0, Layout.K_MAJOR), x, at.values, at.scales, tokens, weight.k),
+        dense_launch(device, plan, rows, weight, out, after_quantize=True),
     )

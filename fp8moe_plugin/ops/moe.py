@@ -1,14 +1,19 @@
 """The mixture-of-experts ops: check a call, plan its step, and launch the kernels or run the reference."""
 
+import functools
+
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.jit.launch import Slot
+from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
+from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
 from fp8moe_plugin.ops.checks import check_apart, check_int, check_values, debugs, watch_rows
 from fp8moe_plugin.ops.expert_checks import check_batched_call, check_layer_call
 from fp8moe_plugin.ops.moe_launches import batched_launches, layer_launches
-from fp8moe_plugin.ops.operands import ExpertWeights, LayerAddresses, Quantized, Rows, Weights, k_major
-from fp8moe_plugin.plan import MoeShape, plan_batched, plan_step
+from fp8moe_plugin.ops.operands import LAYER_SLOTS, ExpertWeights, Quantized, Rows, Weights, k_major
+from fp8moe_plugin.plan import BatchedPlan, MoeShape, StepPlan, plan_batched, plan_step
 
 
 def fused_moe(
@@ -81,8 +86,9 @@ def _layer(
     global_experts = experts if expert_map is None else expert_map.numel()
     shape = MoeShape(topk, hidden, intermediate, experts, global_experts)
     step = plan_step(shape, tokens, ue8m0, device.multiprocessors)
-    scratch = workspace.empty((step.scratch.nbytes,), torch.uint8, hidden_states.device)  # freed after the last launch
-    addresses = LayerAddresses(
+    run = prepared_layer(device, step, topk_ids.dtype == torch.int64, expert_map is not None)
+    scratch = workspace.scratch(step.scratch.nbytes, hidden_states)
+    addresses = (  # in the order of LayerAddresses
         hidden_states.data_ptr(),
         weights.w13[0].data_ptr(),
         weights.w13[1].data_ptr(),
@@ -94,8 +100,15 @@ def _layer(
         out.data_ptr(),
         scratch.data_ptr(),
     )
-    device.launch(layer_launches(device, addresses, step, topk_ids.dtype == torch.int64))
+    run(addresses)
     return out
+
+
+@functools.lru_cache(maxsize=MOST_PREPARED)
+def prepared_layer(device: Device, step: StepPlan, ids_64: bool, mapped: bool) -> Prepared:
+    """What launches `fused_moe`, given its `LayerAddresses`; `mapped`: there is an expert map."""
+    tensors = LAYER_SLOTS if mapped else LAYER_SLOTS._replace(expert_map=0)
+    return device.prepare(layer_launches(device, tensors, step, ids_64))
 
 
 def _watched_layer(
@@ -176,12 +189,31 @@ def _experts(
     if device is None:
         reference.batched_experts(x, weights, counts, ue8m0, out)
         return
-    experts, max_m, _ = x[0].shape
-    plan, scales = plan_batched(experts, max_m, weights.w2[0].shape[-1], expected_m, ue8m0), k_major(*x)
-    scratch = workspace.empty((plan.scratch.nbytes,), torch.uint8, out.device)  # freed after the last launch
-    operands = Rows.of(x[0], scales), Weights.of(weights.w13), Weights.of(weights.w2)
-    addresses = counts.data_ptr(), out.data_ptr(), scratch.data_ptr()
-    device.launch(batched_launches(device, plan, *operands, *addresses))
+    (experts, max_m, hidden), intermediate = x[0].shape, weights.w2[0].shape[-1]
+    plan, (scales, *strides) = plan_batched(experts, max_m, intermediate, expected_m, ue8m0), k_major(*x)
+    run = prepared_batched(device, plan, experts, max_m, hidden, intermediate, *strides)
+    scratch = workspace.scratch(plan.scratch.nbytes, out)
+    tensors = x[0], scales, *weights.w13, *weights.w2, counts, out, scratch
+    run(tuple(tensor.data_ptr() for tensor in tensors))
+
+
+@functools.lru_cache(maxsize=MOST_PREPARED)
+def prepared_batched(
+    device: Device,
+    plan: BatchedPlan,
+    experts: int,
+    max_m: int,
+    hidden: int,
+    intermediate: int,
+    scale_group: int,
+    scale_k_block: int,
+) -> Prepared:
+    """What launches `batched_experts`, given the addresses in `_experts`; strides are those of `k_major`."""
+    x, x_scales, w13, w13_scale, w2, w2_scale, counts, out, scratch = map(Slot, range(9))
+    rows = Rows(x, experts * max_m, hidden, x_scales, scale_group, scale_k_block)
+    first = Weights(w13, experts, 2 * intermediate, hidden, w13_scale)
+    second = Weights(w2, experts, hidden, intermediate, w2_scale)
+    return device.prepare(batched_launches(device, plan, rows, first, second, counts, out, scratch))
 
 
 def _watched_experts(

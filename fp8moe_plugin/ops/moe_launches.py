@@ -1,8 +1,6 @@
 """The launches of a mixture-of-experts layer: route, quantize, GEMM 1 with SwiGLU, GEMM 2, combine."""
 
-import functools
-
-from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.ops.backend import Device
 from fp8moe_plugin.ops.combine import combine_launch
 from fp8moe_plugin.ops.gemm_launches import (
@@ -11,31 +9,30 @@ from fp8moe_plugin.ops.gemm_launches import (
     grouped_gemm_few_rows_launch,
     grouped_gemm_launch,
 )
-from fp8moe_plugin.ops.operands import LayerAddresses, Rows, Tiles, Weights
+from fp8moe_plugin.ops.operands import LayerAddresses, Rows, Tiles, Weights, placed
 from fp8moe_plugin.ops.quantize import quantize_launch
 from fp8moe_plugin.ops.route import Ids, Routing, route_launches, tiles_of_counts_launch
 from fp8moe_plugin.ops.small_batch import small_batch_launches
 from fp8moe_plugin.plan import BatchedPlan, SmallBatchStep, SortedStep, StepPlan
 from fp8moe_plugin.plan.constants import MANY_ROWS_TILE
-from fp8moe_plugin.plan.scratch import BatchedScratch, SortedScratch
+from fp8moe_plugin.plan.scratch import SortedScratch
 
 
-@functools.lru_cache(maxsize=1024)
 def layer_launches(device: Device, tensors: LayerAddresses, step: StepPlan, ids_64: bool) -> tuple[Launch, ...]:
-    """The kernels of `fused_moe`; kept, as torch gives steps of one length the same few addresses again and again.
+    """The kernels of `fused_moe`.
 
     Args:
         step: from `plan_step`; the scratch has `step.scratch.nbytes` bytes.
         ids_64: the expert ids are int64.
     """
     if isinstance(step, SmallBatchStep):
-        return small_batch_launches(device, tensors, step, ids_64)
+        return small_batch_launches(tensors, step, ids_64)
     return _sorted_launches(device, tensors, step, ids_64)
 
 
 def _sorted_launches(device: Device, tensors: LayerAddresses, step: SortedStep, ids_64: bool) -> tuple[Launch, ...]:
     topk, hidden, intermediate, experts, _ = step.shape
-    at = SortedScratch(*(tensors.scratch + offset for offset in step.scratch))
+    at = placed(step.scratch, tensors.scratch)
     ids = Ids(tensors.topk_ids, ids_64, tensors.expert_map)
     routing, routed = Routing(at.slots, at.tokens, at.num_rows), Tiles(at.table, at.num_tiles, at.done_counters)
     route = route_launches(
@@ -88,7 +85,7 @@ def _gate_up_launch(
     )
 
 
-def _down_launch(device: Device, step: SortedStep, inner: Rows, w2: Weights, out: int, tiles: Tiles) -> Launch:
+def _down_launch(device: Device, step: SortedStep, inner: Rows, w2: Weights, out: Address, tiles: Tiles) -> Launch:
     if not step.few_rows:
         return grouped_gemm_launch(device, step.down, inner, w2, out, tiles, early=step.early_down)
     return grouped_gemm_few_rows_launch(
@@ -110,12 +107,12 @@ def batched_launches(
     x: Rows,
     w13: Weights,
     w2: Weights,
-    counts: int,
-    out: int,
-    scratch: int,
+    counts: Address,
+    out: Address,
+    scratch: Address,
 ) -> list[Launch]:
     """The kernels of `batched_experts`, on the rows of `[experts, max_m]` that `counts` says; to `out`."""
-    at = BatchedScratch(*(scratch + offset for offset in plan.scratch))
+    at = placed(plan.scratch, scratch)
     tiles = Tiles(at.table, at.num_tiles, at.done_counters)
     shared = tiles if plan.early_down else Tiles(at.table, at.num_tiles)
     inner = Rows.k_major(at.inner, at.inner_scales, x.rows, w2.k)

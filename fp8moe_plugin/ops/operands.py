@@ -1,5 +1,7 @@
 """What kernels read and write, as addresses: making a tensor costs the host as much as a launch.
 
+An op that makes its launches once and calls them often gives slots in place of addresses (`jit.launch.Slot`).
+
 A tile table is int32 `[capacity, 4]` with one entry `(expert, row_begin, row_end, first)` for each row tile. The rows
 are those of the tile's whole expert, and `first` is the index of that expert's first tile: entry i is tile `i - first`
 of its expert, as `plan.tiles.row_tiles` cuts it. Only the first `num_tiles[0]` entries are written. `num_tiles[1:5]`
@@ -11,16 +13,18 @@ stored columns. In tiles of `MANY_ROWS_TILE` rows each of two math warpgroups co
 table zeroes `done_counters`, so a table is valid for one launch of GEMM 1.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.jit.launch import Address, Slot
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.plan.tiles import scale_rows
 
 Quantized = tuple[torch.Tensor, torch.Tensor]  # e4m3 values and their float32 scales
+Layout = TypeVar("Layout", bound=tuple[Any, ...])
 ScalesAndStrides = tuple[torch.Tensor, int, int]  # scales; their strides by group and by k block, in elements
 
 
@@ -37,26 +41,20 @@ class ExpertWeights(NamedTuple):
 class Rows(NamedTuple):
     """e4m3 `[rows, k]` and its scales, with the strides of these by group and by k block, in elements."""
 
-    values: int
+    values: Address
     rows: int
     k: int
-    scales: int
+    scales: Address
     scale_group: int
     scale_k_block: int
 
     @classmethod
-    def of(cls, values: torch.Tensor, scales: ScalesAndStrides) -> "Rows":
-        """Rows of `[.., k]` with scales from `k_major`, which must stay alive until the launch."""
-        k = values.shape[-1]
-        return cls(values.data_ptr(), values.numel() // k, k, scales[0].data_ptr(), *scales[1:])
-
-    @classmethod
-    def k_major(cls, values: int, scales: int, rows: int, k: int) -> "Rows":
+    def k_major(cls, values: Address, scales: Address, rows: int, k: int) -> "Rows":
         """Rows with scales as `empty_scales` lays them out."""
         return cls(values, rows, k, scales, 0, scale_rows(rows))
 
     @classmethod
-    def row_major(cls, values: int, scales: int, rows: int, k: int) -> "Rows":
+    def row_major(cls, values: Address, scales: Address, rows: int, k: int) -> "Rows":
         """Rows that a GEMM gathers: their scales are contiguous `[rows, k / 128]`."""
         return cls(values, rows, k, scales, 0, 0)
 
@@ -64,39 +62,42 @@ class Rows(NamedTuple):
 class Weights(NamedTuple):
     """e4m3 `[experts, n, k]` and its scales; a dense weight is one expert."""
 
-    values: int
+    values: Address
     experts: int
     n: int
     k: int
-    scales: int
-
-    @classmethod
-    def of(cls, weight: Quantized) -> "Weights":
-        *experts, n, k = weight[0].shape
-        return cls(weight[0].data_ptr(), experts[0] if experts else 1, n, k, weight[1].data_ptr())
+    scales: Address
 
 
 class Tiles(NamedTuple):
     """A tile table, see the module's docstring; without one (0) a GEMM is dense."""
 
-    table: int = 0
-    num_tiles: int = 0
-    done_counters: int = 0  # 0: GEMM 2 of the experts waits for the end of GEMM 1
+    table: Address = 0
+    num_tiles: Address = 0
+    done_counters: Address = 0  # 0: GEMM 2 of the experts waits for the end of GEMM 1
 
 
 class LayerAddresses(NamedTuple):
     """The tensors of a call of `fused_moe`, and its scratch; 0 for no expert map."""
 
-    hidden_states: int
-    w13: int
-    w13_scale: int
-    w2: int
-    w2_scale: int
-    topk_weights: int
-    topk_ids: int
-    expert_map: int
-    out: int
-    scratch: int
+    hidden_states: Address
+    w13: Address
+    w13_scale: Address
+    w2: Address
+    w2_scale: Address
+    topk_weights: Address
+    topk_ids: Address
+    expert_map: Address
+    out: Address
+    scratch: Address
+
+
+LAYER_SLOTS = LayerAddresses(*map(Slot, range(len(LayerAddresses._fields))))
+
+
+def placed(layout: Layout, scratch: Address) -> Layout:
+    """The pieces of a layout of `plan.scratch` as addresses, in memory that begins at `scratch`."""
+    return type(layout)(*(scratch + offset for offset in layout))
 
 
 def k_major(q: torch.Tensor, scales: torch.Tensor) -> ScalesAndStrides:

@@ -1,11 +1,15 @@
 """Quantize activations to e4m3, one float32 scale per token and 128 channels."""
 
+import functools
+
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.jit.launch import Address, Launch, Slot
+from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference
+from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor
 from fp8moe_plugin.ops.operands import Quantized, empty_quantized
 from fp8moe_plugin.plan import KernelKey, Layout
@@ -35,20 +39,27 @@ def per_token_group_quant_fp8(x: torch.Tensor, group_size: int = GROUP, ue8m0: b
         return reference.quantize(x, ue8m0)
     q, scales = empty_quantized(x.numel() // k, k, x.device)
     if x.numel():
-        key, rows = quantize_key(ue8m0, Layout.K_MAJOR), q.shape[0]
-        device.launch([quantize_launch(key, x.data_ptr(), q.data_ptr(), scales.data_ptr(), rows, k)])
+        run = prepared_quantize(device, quantize_key(ue8m0, Layout.K_MAJOR), q.shape[0], k)
+        run((x.data_ptr(), q.data_ptr(), scales.data_ptr()))
     return q.view(x.shape), scales.unflatten(0, x.shape[:-1]) if x.dim() > 1 else scales[0]
+
+
+@functools.lru_cache(maxsize=MOST_PREPARED)
+def prepared_quantize(device: Device, key: KernelKey, tokens: int, k: int) -> Prepared:
+    """What launches `per_token_group_quant_fp8`, given the addresses of x, q and the scales."""
+    x, q, scales = map(Slot, range(3))
+    return device.prepare([quantize_launch(key, x, q, scales, tokens, k)])
 
 
 def quantize_launch(
     key: KernelKey,
-    x: int,
-    q: int,
-    scales: int,
+    x: Address,
+    q: Address,
+    scales: Address,
     tokens: int,
     k: int,
     *,
-    slots: int = 0,
+    slots: Address = 0,
     topk: int = 0,
     early: bool = False,
 ) -> Launch:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.ops.operands import Tiles
 from fp8moe_plugin.plan.catalog import count_experts_key, route_key, tiles_of_counts_key, tiles_of_indices_key
 from fp8moe_plugin.plan.shape import MoeShape
@@ -12,21 +12,28 @@ from fp8moe_plugin.plan.tiles import route_chunks
 class Ids(NamedTuple):
     """The experts that tokens pick, int32 or int64 `[T, topk]`, and what maps them to local experts."""
 
-    ids: int
+    ids: Address
     ids_64: bool
-    expert_map: int  # int32 [global experts]: the local expert, or -1; 0: ids are local
+    expert_map: Address  # int32 [global experts]: the local expert, or -1; 0: ids are local
 
 
 class Routing(NamedTuple):
     """Where each (token, expert) pair goes."""
 
-    slots: int  # int32 [T, topk]: its row, -1 for none
-    tokens: int  # int32 [T * topk]: the token of each of the first num_rows rows
-    num_rows: int  # int32 [1]
+    slots: Address  # int32 [T, topk]: its row, -1 for none
+    tokens: Address  # int32 [T * topk]: the token of each of the first num_rows rows
+    num_rows: Address  # int32 [1]
 
 
 def route_launches(
-    ids: Ids, shape: MoeShape, tokens: int, counts: int, out: Routing, tiles: Tiles, tile_rows: int, row_counters: int
+    ids: Ids,
+    shape: MoeShape,
+    tokens: int,
+    counts: Address,
+    out: Routing,
+    tiles: Tiles,
+    tile_rows: int,
+    row_counters: int,
 ) -> list[Launch]:
     """Give each pair a row so that the rows of an expert are consecutive, in the order of the tokens.
 
@@ -37,25 +44,8 @@ def route_launches(
         tile_rows: rows of a tile, 64 or 128.
         row_counters: counters of each row tile in `tiles.done_counters`.
     """
-    pairs, launches = tokens * shape.topk, []
-    chunks = route_chunks(pairs)
-    if chunks > 1:
-        count = count_experts_key()
-        counting = Launch(
-            count,
-            chunks,
-            count.arguments(
-                ids=ids.ids,
-                expert_map=ids.expert_map,
-                counts=counts,
-                ids_64=int(ids.ids_64),
-                pairs=pairs,
-                global_experts=shape.global_experts,
-                num_experts=shape.local_experts,
-            ),
-        )
-        launches.append(counting)
-    key = route_key()
+    pairs = tokens * shape.topk
+    chunks, key = route_chunks(pairs), route_key()
     routing = Launch(
         key,
         chunks,
@@ -79,10 +69,28 @@ def route_launches(
         ),
         early=chunks > 1,
     )
-    return [*launches, routing]
+    return [count_experts_launch(ids, shape, pairs, counts), routing] if chunks > 1 else [routing]
 
 
-def tiles_of_counts_launch(counts: int, groups: int, max_m: int, out: Tiles, tile_rows: int) -> Launch:
+def count_experts_launch(ids: Ids, shape: MoeShape, pairs: int, counts: Address) -> Launch:
+    """The pairs of each expert in each chunk of pairs, to `counts` as `route_launches` describes it."""
+    key = count_experts_key()
+    return Launch(
+        key,
+        route_chunks(pairs),
+        key.arguments(
+            ids=ids.ids,
+            expert_map=ids.expert_map,
+            counts=counts,
+            ids_64=int(ids.ids_64),
+            pairs=pairs,
+            global_experts=shape.global_experts,
+            num_experts=shape.local_experts,
+        ),
+    )
+
+
+def tiles_of_counts_launch(counts: Address, groups: int, max_m: int, out: Tiles, tile_rows: int) -> Launch:
     """Tiles of `[groups, max_m]` rows, the first `counts[g]` of each group.
 
     `counts` is the address of int32 `[groups]`, which are clamped to `[0, max_m]`.
@@ -104,7 +112,7 @@ def tiles_of_counts_launch(counts: int, groups: int, max_m: int, out: Tiles, til
 
 
 def tiles_of_indices_launch(
-    indices: int, rows: int, groups: int, run_begins: int, out: Tiles, tile_rows: int
+    indices: Address, rows: int, groups: int, run_begins: Address, out: Tiles, tile_rows: int
 ) -> Launch:
     """Tiles of the runs of equal ids in int32 `[rows]` at `indices`; ids outside `[0, groups)` make no tile.
 

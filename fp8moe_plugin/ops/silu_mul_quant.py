@@ -1,12 +1,15 @@
 """SiLU(gate) * up, quantized again: the step between the two GEMMs of an expert, by itself."""
 
+import functools
+
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.jit.launch import Address, Launch, Slot
+from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference
-from fp8moe_plugin.ops.backend import Device
+from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor
 from fp8moe_plugin.ops.operands import Quantized, empty_quantized
 from fp8moe_plugin.plan.catalog import silu_mul_quant_key
@@ -43,13 +46,20 @@ def silu_mul_quant_fp8(gate_up: torch.Tensor, counts: torch.Tensor, ue8m0: bool 
         for out_q, out_scales, rows, count in zip(q, scales, gate_up, counts.clamp(min=0).tolist(), strict=True):
             reference.write((out_q[:count], out_scales[:count]), reference.silu_mul_quant(rows[:count], ue8m0))
     elif groups and max_m:
-        addresses = (gate_up.data_ptr(), counts.data_ptr(), q.data_ptr(), scales.data_ptr())
-        device.launch([silu_mul_quant_launch(device, *addresses, q.shape, ue8m0)])
+        run = prepared_silu_mul_quant(device, q.shape, ue8m0)
+        run((gate_up.data_ptr(), counts.data_ptr(), q.data_ptr(), scales.data_ptr()))
     return q, scales
 
 
+@functools.lru_cache(maxsize=MOST_PREPARED)
+def prepared_silu_mul_quant(device: Device, shape: tuple[int, ...], ue8m0: bool) -> Prepared:
+    """What launches `silu_mul_quant_fp8`, given the addresses of its arguments, q and the scales."""
+    gate_up, counts, q, scales = map(Slot, range(4))
+    return device.prepare([silu_mul_quant_launch(device, gate_up, counts, q, scales, shape, ue8m0)])
+
+
 def silu_mul_quant_launch(
-    device: Device, gate_up: int, counts: int, q: int, scales: int, shape: tuple[int, ...], ue8m0: bool
+    device: Device, gate_up: Address, counts: Address, q: Address, scales: Address, shape: tuple[int, ...], ue8m0: bool
 ) -> Launch:
     """`silu_mul_quant_fp8` to `q` of `shape` `[G, max_m, I]` and its scales."""
     experts, max_m, channels = shape

@@ -3,21 +3,17 @@
 from typing import Any
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
-from fp8moe_plugin.jit.launcher import Launch
-from fp8moe_plugin.ops.backend import Device
-from fp8moe_plugin.ops.operands import LayerAddresses
+from fp8moe_plugin.jit.launch import Launch
+from fp8moe_plugin.ops.operands import LayerAddresses, placed
 from fp8moe_plugin.ops.tensor_maps import interleaved_map, matrix_map
 from fp8moe_plugin.plan import SmallBatchStep
-from fp8moe_plugin.plan.scratch import SmallBatchScratch
 from fp8moe_plugin.plan.tuning import STREAMED_L2_FETCH
 
 
-def small_batch_launches(
-    device: Device, tensors: LayerAddresses, step: SmallBatchStep, ids_64: bool
-) -> tuple[Launch, Launch]:
+def small_batch_launches(tensors: LayerAddresses, step: SmallBatchStep, ids_64: bool) -> tuple[Launch, Launch]:
     """The kernels of a layer of at most `step.padded_tokens` tokens, whose scratch is a `SmallBatchScratch`."""
     topk, hidden, intermediate, experts, global_experts = step.shape
-    at = SmallBatchScratch(*(tensors.scratch + offset for offset in step.scratch))
+    at = placed(step.scratch, tensors.scratch)
     slots = min(step.tokens * topk, experts) * step.padded_tokens
     shared: dict[str, Any] = {
         "tokens_written": at.tokens_written,
@@ -35,7 +31,7 @@ def small_batch_launches(
         step.gate_up,
         step.clusters * step.cluster,
         step.gate_up.arguments(
-            w_map=interleaved_map(device, tensors.w13, experts * 2 * intermediate, hidden),
+            w_map=interleaved_map(tensors.w13, experts * 2 * intermediate, hidden),
             x=tensors.hidden_states,
             w_scales=tensors.w13_scale,
             topk_weights=tensors.topk_weights,
@@ -48,8 +44,8 @@ def small_batch_launches(
         step.down,
         hidden // GROUP * step.down_splits,
         step.down.arguments(
-            w_map=matrix_map(device, tensors.w2, experts * hidden, intermediate, GROUP, l2_fetch=STREAMED_L2_FETCH),
-            q_map=matrix_map(device, at.inner, slots, intermediate, step.padded_tokens),
+            w_map=matrix_map(tensors.w2, experts * hidden, intermediate, GROUP, l2_fetch=STREAMED_L2_FETCH),
+            q_map=matrix_map(at.inner, slots, intermediate, step.padded_tokens),
             w_scales=tensors.w2_scale,
             scales=at.inner_scales,
             out=tensors.out,

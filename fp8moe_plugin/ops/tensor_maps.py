@@ -1,24 +1,17 @@
 """The TMA descriptors of the kernels' operands."""
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
-from fp8moe_plugin.ops.backend import Device
+from fp8moe_plugin.jit.launch import Address, TensorMap
 from fp8moe_plugin.ops.operands import Rows, Weights
 from fp8moe_plugin.plan.tuning import L2_FETCH, LONG_K, STREAMED_L2_FETCH
 
 
 def matrix_map(
-    device: Device,
-    address: int,
-    rows: int,
-    columns: int,
-    box_rows: int,
-    *,
-    element_size: int = 1,
-    l2_fetch: int = L2_FETCH,
-) -> bytes:
+    address: Address, rows: int, columns: int, box_rows: int, *, element_size: int = 1, l2_fetch: int = L2_FETCH
+) -> TensorMap:
     """Of a contiguous `[rows, columns]` matrix, in boxes of 128 bytes of `box_rows` rows."""
     box = (128 // element_size, box_rows)
-    return device.tensor_map(address, (columns, rows), (columns * element_size,), box, element_size, l2_fetch)
+    return TensorMap(address, (columns, rows), (columns * element_size,), box, element_size, l2_fetch)
 
 
 def whole_rows_l2_fetch(k: int) -> int:
@@ -26,26 +19,26 @@ def whole_rows_l2_fetch(k: int) -> int:
     return L2_FETCH if k >= LONG_K else STREAMED_L2_FETCH
 
 
-def rows_map(device: Device, a: Rows, box_rows: int) -> bytes:
-    return device.tensor_map(a.values, (a.k, a.rows), (a.k,), (128, box_rows), 1, L2_FETCH)
+def rows_map(a: Rows, box_rows: int) -> TensorMap:
+    return TensorMap(a.values, (a.k, a.rows), (a.k,), (128, box_rows), 1, L2_FETCH)
 
 
-def weights_map(device: Device, b: Weights, box_rows: int, l2_fetch: int) -> bytes:
-    return device.tensor_map(b.values, (b.k, b.experts * b.n), (b.k,), (128, box_rows), 1, l2_fetch)
+def weights_map(b: Weights, box_rows: int, l2_fetch: int) -> TensorMap:
+    return TensorMap(b.values, (b.k, b.experts * b.n), (b.k,), (128, box_rows), 1, l2_fetch)
 
 
-def gate_up_map(device: Device, w13: Weights) -> bytes:
+def gate_up_map(w13: Weights) -> TensorMap:
     """Of `[E, 2I, K]` as [K, 8, 2, ..]: a box is 16 times 8 rows of the gate and the same 8 rows of the up half."""
     half = w13.n // 2
     sizes = (w13.k, 8, 2, (w13.experts * w13.n - half) // 8)
     strides, box = (w13.k, half * w13.k, 8 * w13.k), (128, 8, 2, GROUP // 8)
-    return device.tensor_map(w13.values, sizes, strides, box, 1, whole_rows_l2_fetch(w13.k))
+    return TensorMap(w13.values, sizes, strides, box, 1, whole_rows_l2_fetch(w13.k))
 
 
-def interleaved_map(device: Device, weights: int, rows: int, k: int) -> bytes:
+def interleaved_map(weights: Address, rows: int, k: int) -> TensorMap:
     """Of e4m3 `[rows, k]`, in boxes of 64 rows in the order in which the sums of wgmma lie in threads.
 
     Of 64 rows a thread has two, 8 apart; with those of another box they are four that are consecutive in memory. Box i
     begins at row 2i of the third dimension.
     """
-    return device.tensor_map(weights, (k, 8, 4, rows // 32), (4 * k, k, 32 * k), (128, 8, 2, 4), 1, STREAMED_L2_FETCH)
+    return TensorMap(weights, (k, 8, 4, rows // 32), (4 * k, k, 32 * k), (128, 8, 2, 4), 1, STREAMED_L2_FETCH)

@@ -6,6 +6,7 @@ No shape of a model and no number of tokens is in a key: a handful of kernels se
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, MAX_LOCAL_EXPERTS
 from fp8moe_plugin.plan.constants import PAIRS_PER_CHUNK, SMALL_BATCH_STEPS, Layout, Output
@@ -41,7 +42,7 @@ class KernelKey:
     smem_bytes: int = 0
 
     @property
-    def arguments(self) -> Callable[..., tuple[bytes | int, ...]]:
+    def arguments(self) -> Callable[..., tuple[Any, ...]]:
         """Makes the arguments of a launch from their names; raises TypeError for a missing or an unknown one."""
         return ARGUMENTS[self.source]
 

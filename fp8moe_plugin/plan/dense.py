@@ -21,7 +21,8 @@ from fp8moe_plugin.plan.tuning import DENSE_ROWS, DENSE_SPLITS, DENSE_STORE, L2_
 from fp8moe_plugin.settings import batch_invariant
 
 
-@dataclass(frozen=True)
+# Plans are compared by identity, which is fast: each GEMM has one.
+@dataclass(frozen=True, eq=False)
 class DensePlan:
     """One dense GEMM."""
 

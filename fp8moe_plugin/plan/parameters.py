@@ -6,7 +6,7 @@ A launch names its arguments. One that is missing, or that the kernel does not h
 from collections import namedtuple
 from collections.abc import Callable
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Kind(StrEnum):
@@ -87,7 +87,7 @@ PARAMETERS = {
 
 
 # What launches are made of: `ARGUMENTS["combine"](rows=.., slots=.., ..)` is a tuple in the order of the signature.
-ARGUMENTS: dict[str, Callable[..., tuple[bytes | int, ...]]] = {
+ARGUMENTS: dict[str, Callable[..., tuple[Any, ...]]] = {
     kernel: namedtuple(kernel, (parameter.name for parameter in parameters))
     for kernel, parameters in PARAMETERS.items()
 }

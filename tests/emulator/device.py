@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fp8moe_plugin.jit.launcher import FORMATS, TENSOR_MAP_BYTES, Launch, packer
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.jit.launch import Launch, TensorMap
+from fp8moe_plugin.jit.launcher import FORMATS, TENSOR_MAP_BYTES, layout
+from fp8moe_plugin.jit.sequence import aligned
 from fp8moe_plugin.plan.parameters import ARGUMENTS, PARAMETERS
 from tests import helpers as h
 from tests.emulator.build import Kernels
@@ -52,34 +53,35 @@ class Device:
         self.run(seed)
         return result
 
-    def launch(self, launches: Iterable[Launch]) -> None:
-        for launch in launches:
-            self._queue(*launch)
+    def prepare(self, launches: Iterable[Launch]) -> Callable[[tuple[int, ...]], None]:
+        launches = tuple(launches)
 
-    def _queue(
-        self, key: KernelKey, grid: int | tuple[int, int], args: tuple[bytes | int, ...], early: bool, cluster: int
-    ) -> None:
+        def queue(addresses: tuple[int, ...]) -> None:
+            for launch in launches:
+                self._queue(launch, addresses)
+
+        return queue
+
+    def _queue(self, launch: Launch, addresses: tuple[int, ...]) -> None:
+        key, grid, args, early, cluster = launch
         library, expected = self._kernels.load(key), PARAMETERS[key.source]
         assert isinstance(args, ARGUMENTS[key.source])
         sizes = (ctypes.c_int * MOST_ARGUMENTS)()
         count = library.emu_sizes(sizes)
         assert sizes[:count] == [struct.calcsize(FORMATS[p.kind]) for p in expected], f"parameters of {key}"
-        pack, pointers = packer(key)
-        pack(*args)
-        self._alive += [pack, pointers]
+        known = (h.resolved(argument, addresses) for argument in args)
+        packer, offsets = layout(key.source)
+        packed = packer.pack(*(self._encode(arg) if isinstance(arg, TensorMap) else arg for arg in known))
+        room, begin = aligned(len(packed))
+        ctypes.memmove(begin, packed, len(packed))
+        pointers = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
+        self._alive += [room, pointers]
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         cluster = dict(key.defines).get("CLUSTER", cluster)
         self._runtime.emu_launch(library.emu_entry, x, y, key.threads, key.smem_bytes, pointers, int(early), cluster)
 
-    def tensor_map(
-        self,
-        address: int,
-        sizes: tuple[int, ...],
-        strides: tuple[int, ...],
-        box: tuple[int, ...],
-        element_size: int,
-        l2_fetch: int,
-    ) -> bytes:
+    def _encode(self, tensor_map: TensorMap) -> bytes:
+        address, sizes, strides, box, element_size, l2_fetch = tensor_map
         assert l2_fetch in (128, 256)
         assert box[0] * element_size == 128, "the emulator has 128-byte swizzle only"
         assert all(0 < elements <= 256 for elements in box), "as large as a box may be"

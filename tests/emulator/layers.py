@@ -38,16 +38,15 @@ def run_layers(
     routings = [h.random_routing(gen, KINDS[i % len(KINDS)], tokens, 2, experts) for i in range(layers)]
     scratch = torch.zeros(2**24, dtype=torch.uint8)
 
-    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        assert dtype == torch.uint8, "the layer's only scratch"
-        return scratch[: shape[0]]
+    def shared(nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        return scratch[:nbytes]
 
     def ops() -> None:
         for weights, ids in routings:
             outs.append(fused_moe(outs[-1] if outs else x, *layer, weights, ids))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workspace, "empty", empty)
+        patch.setattr(workspace, "scratch", shared)
         h.force_step(patch, width=small_batch)
         emulator.execute(seed, ops)
     calls = zip([x, *outs[:-1]], outs, routings, strict=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8moe_plugin.ops import fused_moe, workspace
-from fp8moe_plugin.ops.moe_launches import layer_launches
+from fp8moe_plugin.ops.moe import prepared_layer
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
@@ -49,8 +49,8 @@ def test_ops_do_not_launch_what_they_have_kept_of_another_device(
 ) -> None:
     layer, x = h.random_layer(h.seeded(0, torch.device("cpu")), 3, 128, 128), torch.zeros(1, 128).bfloat16()
     call, scratch = (x, *layer, torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int32)), torch.zeros(2**20).byte()
-    monkeypatch.setattr(workspace, "empty", lambda shape, dtype, device: scratch[: shape[0]])
-    layer_launches.cache_clear()
+    monkeypatch.setattr(workspace, "scratch", lambda nbytes, like: scratch[:nbytes])
+    prepared_layer.cache_clear()
     for devices in (1, 2):
         Device(emulator_runtime, kernels, MULTIPROCESSORS).execute(1, lambda: fused_moe(*call, out=x))
-        assert layer_launches.cache_info().currsize == devices
+        assert prepared_layer.cache_info().currsize == devices

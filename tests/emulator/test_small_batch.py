@@ -179,6 +179,8 @@ def test_what_is_left_in_the_scratch_is_not_read(
     routing = h.random_routing(gen, "some_missing", 6, TOPK, experts)
     outs = []
     for left in (0, 0xFF):  # the latter: NaN
-        monkeypatch.setattr(workspace, "empty", lambda shape, dtype, _, left=left: torch.full(shape, left, dtype=dtype))
+        monkeypatch.setattr(
+            workspace, "scratch", lambda nbytes, _, left=left: torch.full((nbytes,), left, dtype=torch.uint8)
+        )
         outs.append(emulator.execute(1, lambda: fused_moe(x, *layer, *routing)))
     assert h.same_bits(*outs)

@@ -1,5 +1,6 @@
 """What a launch leaves behind, and where from it may be made."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -10,9 +11,13 @@ import pytest
 import torch
 
 from fp8moe_plugin.errors import KernelNotPrecompiled
-from fp8moe_plugin.jit import launcher
+from fp8moe_plugin.jit import driver
+from fp8moe_plugin.jit.launch import TensorMap
+from fp8moe_plugin.jit.launcher import UNKNOWN_ADDRESS
+from fp8moe_plugin.jit.sequence import aligned, libcuda
 from fp8moe_plugin.ops import per_token_group_quant_fp8
 from fp8moe_plugin.ops.operands import empty_quantized
+from fp8moe_plugin.ops.quantize import prepared_quantize
 from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from tests import helpers as h
 from tests.jit.conftest import forget, set_variables
@@ -90,8 +95,8 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
 
 def unload(monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels, as in a new process."""
-    monkeypatch.setattr(launcher, "_functions", {})
-    monkeypatch.setattr(launcher, "_thread", launcher._Thread())
+    monkeypatch.setattr(driver, "_functions", {})
+    prepared_quantize.cache_clear()
 
 
 widths = pytest.mark.parametrize("intermediate", [128, 256, 768, 896, 2048])  # 896: asks the counter in its first step
@@ -183,14 +188,14 @@ def test_a_kernel_that_is_not_precompiled_is_not_compiled_where_that_is_forbidde
 
 LOAD_ALL = """
 import time, torch
-from fp8moe_plugin.jit import launcher
+from fp8moe_plugin.jit import driver
 from fp8moe_plugin.plan import all_kernels
 
 torch.cuda.init()
 begin = time.perf_counter()
 for key in all_kernels():
-    launcher.load(key, 0)
-print(launcher.counts.origins, time.perf_counter() - begin)
+    driver.load(key, 0)
+print(driver.counts.origins, time.perf_counter() - begin)
 """
 
 
@@ -200,6 +205,25 @@ def test_all_kernels_are_verified_and_loaded_in_less_than_300_ms(tmp_path: Path)
         done = subprocess.run([sys.executable, "-c", LOAD_ALL], env=environment, capture_output=True, text=True)
         assert f"'{origin}'" in done.stdout, done.stderr
     assert float(done.stdout.split()[-1]) < 0.3
+
+
+@pytest.mark.parametrize("element_size", [1, 2])
+@pytest.mark.parametrize(
+    ("sizes", "strides", "box"), [((256, 300), (256,), (64, 8)), ((256, 8, 4, 9), (1024, 256, 8192), (64, 8, 2, 4))]
+)
+def test_a_tensor_map_with_another_address_is_as_encoded_with_it(
+    sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], element_size: int
+) -> None:
+    tensor = torch.empty(2**20, dtype=torch.uint8, device="cuda")
+    box = (128 // element_size, *box[1:])
+    for address in (tensor.data_ptr(), tensor.data_ptr() + 16):
+        tensor_map = TensorMap(address, sizes, tuple(s * element_size for s in strides), box, element_size, 128)
+        encoded = driver.encode(tensor_map._replace(address=UNKNOWN_ADDRESS))
+        room, begin = aligned(len(encoded))
+        ctypes.memmove(begin, encoded, len(encoded))
+        assert libcuda().cuTensorMapReplaceAddress(ctypes.c_void_p(begin), ctypes.c_void_p(address)) == 0
+        assert ctypes.string_at(begin, len(encoded)) == driver.encode(tensor_map)
+        del room
 
 
 def test_an_op_runs_in_a_thread_that_has_made_no_cuda_call() -> None:

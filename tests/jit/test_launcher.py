@@ -1,13 +1,10 @@
 """What the launcher hands to the driver, and what it says when that refuses; the GPU tests run the rest."""
 
-import ctypes
 import re
 import struct
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,36 +12,17 @@ from cuda.bindings import driver
 
 import fp8moe_plugin
 from fp8moe_plugin.errors import LaunchError
-from fp8moe_plugin.jit import launcher
+from fp8moe_plugin.jit import launcher, sequence
+from fp8moe_plugin.jit.driver import check
+from fp8moe_plugin.jit.launch import Address, Argument, Launch, Slot, TensorMap
+from fp8moe_plugin.jit.launcher import FORMATS
 from fp8moe_plugin.plan import KernelKey, all_kernels
 from fp8moe_plugin.plan.catalog import dense_gemm_few_rows_key, grouped_gemm_few_rows_key, route_key
 from fp8moe_plugin.plan.parameters import ARGUMENTS, PARAMETERS, Kind
+from tests import helpers as h
+from tests.jit.fake_driver import Driver
 
 STREAM, FUNCTION = 0x7F00_0000_1000, 0x5500_0000_2000
-TYPES = {
-    Kind.MAP: ctypes.c_char * launcher.TENSOR_MAP_BYTES,
-    Kind.POINTER: ctypes.c_void_p,
-    Kind.INT: ctypes.c_int,
-}
-CALL = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.POINTER(launcher.LaunchConfig),
-    ctypes.c_void_p,
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.c_void_p,
-)
-
-
-class Seen(NamedTuple):
-    """A launch as the driver reads it."""
-
-    function: int
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    smem: int
-    stream: int | None
-    attributes: list[bytes]
-    args: tuple[Any, ...]
 
 
 @pytest.fixture
@@ -69,118 +47,109 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.fixture
-def launches(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
-    """What a driver that takes every launch reads of them."""
-    seen: list[Seen] = []
+def fake(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """A driver that takes every launch of the catalogue's kernels, and encodes a tensor map as its own text."""
+    keys = all_kernels()
+    numbers = {key: FUNCTION + i for i, key in enumerate(keys)}
 
-    def read(config: Any, function: int, parameters: Any, extra: object) -> int:
-        c = config.contents
-        key = next(key for key in all_kernels() if launcher.load(key, 0) == function)
-        kinds = [parameter.kind for parameter in PARAMETERS[key.source]]
-        values = [ctypes.cast(parameters[i], ctypes.POINTER(TYPES[x])).contents for i, x in enumerate(kinds)]
-        args = tuple(v.raw if isinstance(v, ctypes.Array) else v.value or 0 for v in values)
-        grid, block = (c.gridDimX, c.gridDimY, c.gridDimZ), (c.blockDimX, c.blockDimY, c.blockDimZ)
-        attributes = [bytes(c.attrs[i]) for i in range(c.numAttrs)]
-        assert extra is None
-        seen.append(Seen(function, grid, block, c.sharedMemBytes, c.hStream, attributes, args))
-        return 0
+    def sizes(function: int) -> list[int]:
+        return [struct.calcsize(FORMATS[parameter.kind]) for parameter in PARAMETERS[keys[function - FUNCTION].source]]
 
-    call = CALL(read)
-    numbers = {key: FUNCTION + i for i, key in enumerate(all_kernels())}
-    monkeypatch.setattr(launcher, "_thread", launcher._Thread())
-    monkeypatch.setattr(launcher, "_libcuda", lambda: SimpleNamespace(cuLaunchKernelEx=call))
-    monkeypatch.setattr(launcher, "_bind_context", lambda index: None)
+    driver = Driver(sizes)
+    monkeypatch.setattr(sequence, "libcuda", lambda: driver)
     monkeypatch.setattr(launcher, "load", lambda key, index: numbers[key])
-    return seen
+    monkeypatch.setattr(launcher, "encode", encoded)
+    return driver
 
 
-def arguments(key: KernelKey, first: int) -> tuple[launcher.Argument, ...]:
-    """Another value for each parameter, so that an exchange shows; the second address is none."""
-    kinds: dict[str, Callable[[int], launcher.Argument]] = {
-        Kind.MAP: lambda i: bytes([first + i]) * launcher.TENSOR_MAP_BYTES,
-        Kind.POINTER: lambda i: 0 if i == 1 else 2**47 + (first + i) * 16,
+def encoded(tensor_map: TensorMap) -> bytes:
+    """The address in 8 bytes, then the other fields."""
+    return tensor_map.address.to_bytes(8, "little") + f"{tensor_map[1:]}".ljust(120).encode()
+
+
+def arguments(key: KernelKey, first: int, slots: bool) -> tuple[tuple[Argument, ...], tuple[int, ...]]:
+    """Another value for each parameter, so that an exchange shows, and the addresses of the slots in it."""
+    addresses = tuple(2**47 + (first + i) * 4096 for i in range(len(PARAMETERS[key.source])))
+
+    def address(i: int) -> Address:
+        return Slot(i, i * 16) if slots else 0 if i == 1 else addresses[i] + i * 16
+
+    kinds: dict[Kind, Callable[[int], Argument]] = {
+        Kind.MAP: lambda i: TensorMap(address(i), (first, i), (128,), (128, 8), 1, 128),
+        Kind.POINTER: address,
         Kind.INT: lambda i: (-1) ** i * (2**31 - 1 - first - i),
     }
-    return tuple(kinds[parameter.kind](i) for i, parameter in enumerate(PARAMETERS[key.source]))
+    return tuple(kinds[parameter.kind](i) for i, parameter in enumerate(PARAMETERS[key.source])), addresses
 
 
-@pytest.mark.parametrize("early", [False, True])
+def as_read(argument: Argument, addresses: tuple[int, ...], kind: Kind) -> bytes:
+    """What the driver reads of an argument."""
+    known = h.resolved(argument, addresses)
+    if isinstance(known, TensorMap):
+        return encoded(known)
+    return struct.pack(FORMATS[kind], known)
+
+
+@pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("key", all_kernels(), ids=str)
-def test_the_driver_reads_each_argument_where_the_kernel_has_it(launches, key, early):
+def test_the_driver_reads_each_argument_where_the_kernel_has_it(fake, key, slots):
     for first, grid in ((1, 132), (40, (3, 5)), (7, 1)):
-        args = arguments(key, first)
-        launcher.launch(key, grid, args, 0, early)
-        seen = launches.pop()
-        assert seen.args == args
+        args, addresses = arguments(key, first, slots)
+        launcher.prepare([Launch(key, grid, args)], 0)(addresses)
+        seen = fake.seen.pop()
+        kinds = [parameter.kind for parameter in PARAMETERS[key.source]]
+        assert seen.parameters == [as_read(*each) for each in zip(args, [addresses] * len(args), kinds, strict=True)]
         assert seen.grid == (*(grid if isinstance(grid, tuple) else (grid, 1)), 1)
         assert (seen.block, seen.smem, seen.stream) == ((key.threads, 1, 1), key.smem_bytes, STREAM)
-        assert len(seen.attributes) == early
+        assert not seen.attributes
 
 
-def test_early_launches_have_the_attribute_and_others_of_the_kernel_do_not(launches):
-    key = route_key()
-    for early in (True, False, True):
-        launcher.launch(key, 1, arguments(key, 1), 0, early)
-    attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    value.programmaticStreamSerializationAllowed = 1
-    attribute.value = value
-    size = ctypes.sizeof(launcher.LaunchAttribute)
-    expected = ctypes.string_at(int(attribute.getPtr()), size)
-    used = slice(0, 12)  # the id, padding and the int in the union
-    assert [[a[used] for a in seen.attributes] for seen in launches] == [[expected[used]], [], [expected[used]]]
+def test_launches_are_made_in_their_order_with_what_each_asks_for(fake):
+    keys = route_key(), dense_gemm_few_rows_key(), grouped_gemm_few_rows_key()
+    launches, expected = [], []
+    for i, (key, early, cluster) in enumerate(zip(keys, (False, True, True), (1, 6, 1), strict=True)):
+        args, addresses = arguments(key, 100 * i, False)
+        launches.append(Launch(key, i + 1, args, early, cluster))
+        expected.append(as_read(args[-1], addresses, Kind.INT))
+    launcher.prepare(launches, 0)(())
+    assert [seen.parameters[-1] for seen in fake.seen] == expected
+    assert [seen.grid[0] for seen in fake.seen] == [1, 2, 3]
+    assert [len(seen.attributes) for seen in fake.seen] == [0, 2, 1]
+    assert fake.seen[1].attributes[1][1] == [6, 1, 1]
 
 
-def test_blocks_of_a_cluster_are_an_attribute_beside_that_of_an_early_launch(launches):
-    key = dense_gemm_few_rows_key()
-    for cluster in (1, 6):
-        launcher.launch(key, 12, arguments(key, 1), 0, True, cluster)
-    attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = 6, 1, 1
-    attribute.value = value
-    used = slice(0, 20)  # the id, padding and three ints in the union
-    alone, beside = (seen.attributes for seen in launches)
-    assert beside[0] == alone[0]
-    assert [a[used] for a in beside[1:]] == [ctypes.string_at(int(attribute.getPtr()), 20)]
-
-
-def test_the_configuration_is_laid_out_as_the_driver_s():
-    ours = launcher.LaunchConfig(1, 2, 3, 4, 5, 6, 7, 8)
-    theirs = driver.CUlaunchConfig()
-    theirs.gridDimX, theirs.gridDimY, theirs.gridDimZ = 1, 2, 3
-    theirs.blockDimX, theirs.blockDimY, theirs.blockDimZ = 4, 5, 6
-    theirs.sharedMemBytes, theirs.hStream = 7, 8
-    assert bytes(ours) == ctypes.string_at(int(theirs.getPtr()), ctypes.sizeof(ours))
-
-
-def test_a_launch_for_another_device_is_made_there(launches, device):
-    key = route_key()
+def test_a_launch_for_another_device_is_made_there(fake, device):
     for index in (0, 1, 0):
-        launcher.launch(key, 1, arguments(key, 1), index)
-    assert [seen.stream for seen in launches] == [STREAM, STREAM + 1, STREAM]
+        launcher.prepare([Launch(route_key(), 1, arguments(route_key(), 1, False)[0])], index)(())
+    assert [seen.stream for seen in fake.seen] == [STREAM, STREAM + 1, STREAM]
     assert device.index == 0
 
 
-def test_threads_do_not_write_over_each_other_s_parameters(launches, monkeypatch):
-    key = grouped_gemm_few_rows_key()
-    launcher.launch(key, 1, arguments(key, 1), 0)
-    mine = launcher._thread.prepared[id(key), 0, False, 1]
-    packed = mine.call  # of this thread, whose parameters another thread must leave alone
-    thread = threading.Thread(target=launcher.launch, args=(key, 1, arguments(key, 90), 0))
-    thread.start()
-    thread.join()
-    packed()
-    assert [seen.args for seen in launches] == [arguments(key, first) for first in (1, 90, 1)]
+def test_a_thread_without_a_context_gets_one(fake, monkeypatch):
+    """A thread that has not called CUDA yet is refused; it binds the device's context and tries again."""
+    bound = []
+
+    def bind(index: int) -> None:
+        bound.append(index)
+        fake.refuses = 10**9
+
+    monkeypatch.setattr(launcher, "bind_context", bind)
+    fake.status, fake.refuses = int(driver.CUresult.CUDA_ERROR_INVALID_CONTEXT), 0
+    launcher.prepare([Launch(route_key(), 1, arguments(route_key(), 1, False)[0])] * 2, 0)(())
+    assert (bound, len(fake.seen)) == ([0], 2)
 
 
-def test_what_does_not_fit_a_parameter_is_not_launched(launches):
+def test_what_does_not_fit_a_parameter_is_not_prepared(fake):
     key = route_key()
+    args = arguments(key, 1, False)[0]
     with pytest.raises(struct.error, match="'i' format requires"):
-        launcher.launch(key, 1, (*arguments(key, 1)[:-1], 2**31), 0)
+        launcher.prepare([Launch(key, 1, (*args[:-1], 2**31))], 0)
     with pytest.raises(struct.error, match="16 items"):
-        launcher.launch(key, 1, arguments(key, 1)[:-1], 0)
-    assert launches == []
+        launcher.prepare([Launch(key, 1, args[:-1])], 0)
+
+
+def test_slots_of_one_tensor_have_offsets():
+    assert Slot(3) + 16 + 256 == Slot(3, 272)
 
 
 def signatures() -> dict[str, list[tuple[Kind, str]]]:
@@ -206,18 +175,18 @@ def test_every_kernel_has_named_arguments():
         assert key.arguments(**{name: i for i, name in enumerate(names)}) == tuple(range(len(names)))
 
 
-def test_a_refused_launch_names_the_kernel_and_the_grid(launches, monkeypatch):
-    refuse = CALL(lambda *_: int(driver.CUresult.CUDA_ERROR_INVALID_VALUE))
-    monkeypatch.setattr(launcher, "_libcuda", lambda: SimpleNamespace(cuLaunchKernelEx=refuse))
+def test_a_refused_launch_names_the_kernel_and_the_grid(fake, monkeypatch):
+    fake.status, fake.refuses = int(driver.CUresult.CUDA_ERROR_INVALID_VALUE), 1
     monkeypatch.setattr(driver, "cuGetErrorString", lambda status: (None, b"the reason"))
-    key = route_key()
+    args = arguments(route_key(), 1, False)[0]
+    run = launcher.prepare([Launch(route_key(), 1, args), Launch(route_key(), (0, 3), args)], 0)
     with pytest.raises(
         LaunchError, match=r"refused the launch of route with grid \(0, 3\): the reason .*INVALID_VALUE"
     ):
-        launcher.launch(key, (0, 3), arguments(key, 1), 0)
+        run(())
 
 
 def test_a_refusal_of_the_driver_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "cuGetErrorString", lambda status: (None, b"the reason"))
     with pytest.raises(LaunchError, match=r"refused the load of tiny: the reason .*nvidia-smi.*report this"):
-        launcher._check(driver.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU, None, "load of tiny")
+        check(driver.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU, None, "load of tiny")

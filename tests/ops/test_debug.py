@@ -17,8 +17,10 @@ EXPERTS, TOPK, HIDDEN, INTERMEDIATE, TOKENS = 4, 2, 256, 128, 5
 @pytest.fixture(autouse=True)
 def scratch_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not poisoned by the tests, so that it is FP8MOE_DEBUG that notices."""
-    monkeypatch.setattr(workspace, "empty", inspect.unwrap(workspace.empty))
+    for name in ("empty", "scratch"):
+        monkeypatch.setattr(workspace, name, inspect.unwrap(getattr(workspace, name)))
     monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
 
 
 @pytest.fixture
@@ -202,8 +204,10 @@ def test_an_out_beside_its_arguments_is_taken(gen, debug):
 @pytest.mark.parametrize("mode", ["0", "1"])
 def test_scratch_is_poisoned_in_debug_mode_alone(mode):
     with h.environment("FP8MOE_DEBUG", mode):
-        scratch = workspace.empty((3, 128), torch.bfloat16, torch.device("cpu"))
-    assert h.untouched(scratch) if mode == "1" else (scratch == 0).all()
+        x = workspace.empty((3, 128), torch.bfloat16, torch.device("cpu"))
+        scratch = workspace.scratch(256, x)
+    for room in (x, scratch.view(torch.bfloat16)):
+        assert h.untouched(room) if mode == "1" else (room == 0).all()
 
 
 def test_graphs_are_not_checked_and_one_line_says_so(debug, monkeypatch, plugin_log):

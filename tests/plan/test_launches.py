@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8moe_plugin.jit.launcher import Launch
+from fp8moe_plugin.jit.launch import Launch, TensorMap
 from fp8moe_plugin.ops import batched_experts, fp8_linear, fused_moe, workspace
 from fp8moe_plugin.ops.moe_launches import layer_launches
 from fp8moe_plugin.ops.operands import LayerAddresses
@@ -141,11 +141,11 @@ def test_a_linear_layer_launches_what_its_plan_names_and_nothing_else(device, ue
 def test_the_scratch_of_a_layer_is_what_the_plan_says(device, monkeypatch, tokens, intermediate):
     scratch = []
 
-    def recorded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        scratch.append(torch.empty(shape, dtype=dtype, device=device))
+    def recorded(nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        scratch.append(like.new_empty(nbytes, dtype=torch.uint8))
         return scratch[-1]
 
-    monkeypatch.setattr(workspace, "empty", recorded)
+    monkeypatch.setattr(workspace, "scratch", recorded)
     layer = h.random_layer(h.seeded(0, CPU), EXPERTS, HIDDEN, intermediate)
     ids = torch.zeros(tokens, TOPK, dtype=torch.int32)
     expert_map = torch.zeros(2 * EXPERTS, dtype=torch.int32)
@@ -165,7 +165,7 @@ def test_l2_fetches_single_lines_of_weights_that_are_read_once(device, tokens, h
     """Except for long rows that a block reads as a whole."""
     step = plan_step(MoeShape(8, hidden, 256, 128, 128), tokens)
     maps = [arg for launch in layer_launches(device, ADDRESSES, step, False) for arg in launch.args]
-    by_address = {arg[0]: arg[-1] for arg in maps if isinstance(arg, tuple)}
+    by_address = {arg.address: arg.l2_fetch for arg in maps if isinstance(arg, TensorMap)}
     assert (by_address[ADDRESSES.w13], by_address[ADDRESSES.w2]) == fetched
 
 
@@ -178,7 +178,7 @@ def test_the_launches_of_a_layer_are_remembered_for_its_addresses_alone(device, 
         moved = ADDRESSES._replace(**{field: 2**45})
         for addresses in (ADDRESSES, moved, ADDRESSES):
             arguments = [arg for launch in layer_launches(device, addresses, step, False) for arg in launch.args]
-            used = {arg[0] if isinstance(arg, tuple) else arg for arg in arguments}
+            used = {arg.address if isinstance(arg, TensorMap) else arg for arg in arguments}
             assert set(addresses) - {addresses.scratch} <= used
             assert any(addresses.scratch + offset in used for offset in step.scratch)
             assert (2**45 in used) == (addresses is moved)

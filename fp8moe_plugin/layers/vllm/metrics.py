@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from fp8moe_plugin.jit.launcher import LoadCounts
+from fp8moe_plugin.jit.driver import LoadCounts
 from fp8moe_plugin.jit.lookup import Origin, compile_times
 from fp8moe_plugin.layers.vllm.metrics_folder import PREFIX, hold_lock, remove_stale_folders
 from fp8moe_plugin.logs import log_once

@@ -15,7 +15,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div, experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
-from fp8moe_plugin.jit.launcher import LoadCounts
+from fp8moe_plugin.jit.driver import LoadCounts
 from fp8moe_plugin.jit.lookup import place
 from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm import compat, metrics

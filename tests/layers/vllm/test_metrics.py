@@ -15,7 +15,7 @@ from fp8moe_plugin.layers.vllm import metrics
 WORKER = """
 import json, sys
 from fp8moe_plugin.jit import lookup
-from fp8moe_plugin.jit.launcher import LoadCounts
+from fp8moe_plugin.jit.driver import LoadCounts
 from fp8moe_plugin.jit.lookup import Origin
 from fp8moe_plugin.layers.vllm import metrics
 

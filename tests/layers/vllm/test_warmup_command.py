@@ -31,7 +31,7 @@ def test_it_names_the_model_and_the_split(
 def test_it_reaches_whoever_looks_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(kernels, "uses_sm90", lambda weight: True)
-    monkeypatch.setattr(kernels.launcher, "load", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(kernels.driver, "load", lambda *arguments: asked.append(arguments))
     weight = SimpleNamespace(device=SimpleNamespace(index=3))
     kernels.prepare_kernels([combine_key()], weight, "the command")
     assert asked == [(combine_key(), 3, "the command")]

@@ -1,0 +1,140 @@
+"""What is asked of the CUDA driver: to load kernels, to encode tensor maps, and why it refuses."""
+
+import ctypes
+import functools
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fp8moe_plugin.errors import LaunchError
+from fp8moe_plugin.jit.launch import TensorMap
+from fp8moe_plugin.jit.lookup import WARMUP, Origin, find_or_compile
+from fp8moe_plugin.jit.sequence import aligned, libcuda
+from fp8moe_plugin.plan.catalog import KernelKey
+
+TENSOR_MAP_BYTES = 128
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
+
+@dataclass
+class LoadCounts:
+    """How many kernels this process loaded from where, and the seconds it took."""
+
+    origins: Counter[Origin] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    @property
+    def loaded(self) -> int:
+        return self.origins.total()
+
+
+counts = LoadCounts()
+
+
+def load(key: KernelKey, device_index: int, warmup: str = WARMUP) -> Any:
+    """The kernel as the driver's function on one device, ready to launch.
+
+    Args:
+        warmup: the command that would have compiled it, for the error that asks for it.
+    Raises:
+        CompileError, KernelNotPrecompiled: there is no cubin of it.
+        LaunchError: the driver refuses it, or the stream is being captured.
+    """
+    function = _functions.get((key, device_index))
+    if function is None:
+        with torch.cuda.device(device_index):
+            function = _functions[key, device_index] = _load(key, device_index, warmup)
+    return function
+
+
+_functions: dict[tuple[KernelKey, int], Any] = {}
+
+
+def _load(key: KernelKey, device_index: int, warmup: str) -> Any:
+    from cuda.bindings import driver
+
+    if torch.cuda.is_current_stream_capturing():
+        raise LaunchError(
+            f"{key} is not loaded, and cannot be while a CUDA graph is captured. Call the op once before the capture."
+        )
+    start = time.perf_counter()
+    cubin, origin = find_or_compile(key, warmup)
+    bind_context(device_index)
+    library = check(*driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0), f"load of {key.source}")
+    kernel = check(*driver.cuLibraryGetKernel(library, key.source.encode()), f"entry {key.source}")
+    function = check(*driver.cuKernelGetFunction(kernel), f"function {key.source}")
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (status,) = driver.cuFuncSetAttribute(function, attribute, key.smem_bytes)
+    check(status, f"{key.smem_bytes} bytes of shared memory for {key.source}")
+    counts.origins[origin] += 1
+    counts.seconds += time.perf_counter() - start
+    return function
+
+
+@functools.lru_cache(maxsize=4096)
+def encode(tensor_map: TensorMap) -> bytes:
+    """A TMA descriptor (`CUtensorMap`) of a map whose address is known.
+
+    Raises:
+        LaunchError: the driver refuses it.
+    """
+    from cuda.bindings import driver
+
+    address, sizes, strides, box, element_size, l2_fetch = tensor_map
+    assert isinstance(address, int), "known"
+    dims, kinds, promotions = len(sizes), driver.CUtensorMapDataType, driver.CUtensorMapL2promotion
+    promotion = {128: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B, 256: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B}
+    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8 if element_size == 1 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    room, begin = aligned(TENSOR_MAP_BYTES)
+    status = libcuda().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(begin),
+        int(kind),
+        dims,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * dims)(*sizes),
+        (ctypes.c_uint64 * (dims - 1))(*strides),
+        (ctypes.c_uint32 * dims)(*box),
+        (ctypes.c_uint32 * dims)(*[1] * dims),
+        int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+        int(driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B),
+        int(promotion[l2_fetch]),
+        int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+    )
+    check(status, f"tensor map of {' x '.join(map(str, reversed(sizes)))}")
+    encoded = ctypes.string_at(begin, TENSOR_MAP_BYTES)
+    del room  # until here the memory at `begin` is alive
+    return encoded
+
+
+def bind_context(device_index: int) -> None:
+    """Give the calling thread the context of its current device; it has none before its first CUDA call."""
+    from cuda.bindings import driver
+
+    what = f"context of device {device_index}"
+    if not int(check(*driver.cuCtxGetCurrent(), what)):
+        device = check(*driver.cuDeviceGet(device_index), what)
+        context = check(*driver.cuDevicePrimaryCtxRetain(device), what)
+        (status,) = driver.cuCtxSetCurrent(context)
+        check(status, what)
+
+
+def check(status: Any, *rest: Any) -> Any:
+    """The value that the driver returned with `status`, if any; `rest` ends with what was tried.
+
+    Raises:
+        LaunchError: the status is an error.
+    """
+    from cuda.bindings import driver
+
+    *values, what = rest
+    status = driver.CUresult(status)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(status)
+        raise LaunchError(
+            f"The CUDA driver refused the {what}: {text.decode()} ({status}). Check with nvidia-smi that the driver "
+            "works and supports CUDA 13, run again, and report this with the whole log if it comes back."
+        )
+    return values[0] if values else None

@@ -1,0 +1,142 @@
+"""Several kernel launches as one call: `Sequence`, in C where the extension is installed, else by the CUDA bindings.
+
+    sequence = make_sequence(template, launches, patches)
+    refused = sequence.run(addresses, stream)
+
+`template` holds the parameters of all launches. A call works on a copy of it, in which each patch has its address.
+"""
+
+import ctypes
+import functools
+import importlib
+import logging
+from typing import Any, NamedTuple, Protocol
+
+from fp8moe_plugin.logs import log_once
+
+TENSOR_MAP_ALIGNMENT = 64
+
+
+class PreparedLaunch(NamedTuple):
+    function: int  # CUfunction
+    grid_x: int
+    grid_y: int
+    threads: int
+    smem_bytes: int
+    early: bool
+    cluster: int
+    parameters: tuple[int, ...]  # where each of them begins in the template
+
+
+class Patch(NamedTuple):
+    """An address that a call fills in: `addresses[slot] + offset`."""
+
+    at: int  # byte of the template
+    slot: int
+    offset: int
+    is_map: bool  # a CUtensorMap begins there, else a pointer
+
+
+Refusal = tuple[int, int]  # the driver's status, and how many kernels were launched before it
+
+
+class Sequence(Protocol):
+    def run(self, addresses: tuple[int, ...], stream: int) -> Refusal | None:
+        """Launch the kernels in their order; thread-safe. Stops at the first that the driver refuses.
+
+        Raises:
+            ValueError: there are fewer addresses than slots.
+        """
+        ...
+
+
+def make_sequence(template: bytes, launches: list[PreparedLaunch], patches: list[Patch]) -> Sequence:
+    """Raises ValueError if there are more parameters than the extension has room for."""
+    try:
+        native = importlib.import_module("fp8moe_plugin.jit._sequence")
+    except ImportError as error:
+        log_once(
+            logging.WARNING,
+            f"the C extension of the launcher cannot be imported ({error}), so each eager layer costs the host "
+            "about 100 us more. Install a wheel, or build with a C compiler",
+        )
+        return BindingsSequence(template, launches, patches)
+    cuda = libcuda()
+    launch, replace = address_of(cuda.cuLaunchKernelEx), address_of(cuda.cuTensorMapReplaceAddress)
+    return native.Sequence(template, launches, patches, launch, replace)
+
+
+def address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+class BindingsSequence:
+    """`Sequence` by way of cuda-bindings, which take about 20 us per launch."""
+
+    def __init__(self, template: bytes, launches: list[PreparedLaunch], patches: list[Patch]) -> None:
+        self.template, self.launches, self.patches = template, launches, patches
+        self.slots = max((patch.slot + 1 for patch in patches), default=0)
+
+    def run(self, addresses: tuple[int, ...], stream: int) -> Refusal | None:
+        if len(addresses) < self.slots:
+            raise ValueError(f"{len(addresses)} addresses, {self.slots} are needed")
+        room, begin = aligned(len(self.template))
+        ctypes.memmove(begin, self.template, len(self.template))
+        for at, slot, offset, is_map in self.patches:
+            address = ctypes.c_void_p(addresses[slot] + offset)
+            if not is_map:
+                ctypes.memmove(begin + at, ctypes.byref(address), ctypes.sizeof(address))
+            elif status := libcuda().cuTensorMapReplaceAddress(ctypes.c_void_p(begin + at), address):
+                return status, 0
+        for number, launch in enumerate(self.launches):
+            if status := _launch(launch, begin, stream):
+                return status, number
+        del room  # until here the driver reads it
+        return None
+
+
+def _launch(launch: PreparedLaunch, begin: int, stream: int) -> int:
+    """Launch a kernel whose parameters lie from `begin` on; the driver's status."""
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid_x, launch.grid_y, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
+    config.sharedMemBytes, config.hStream = launch.smem_bytes, stream
+    config.attrs = _attributes(launch.early, launch.cluster)
+    config.numAttrs = len(config.attrs)
+    parameters = (ctypes.c_void_p * len(launch.parameters))(*(begin + offset for offset in launch.parameters))
+    function = driver.CUfunction(launch.function)
+    (status,) = driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0)
+    return int(status)
+
+
+@functools.lru_cache(maxsize=64)
+def _attributes(early: bool, cluster: int) -> list[Any]:
+    from cuda.bindings import driver
+
+    attributes, kinds = [], driver.CUlaunchAttributeID
+    if early:
+        attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        attribute.id, attribute.value = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value
+        attributes.append(attribute)
+    if cluster > 1:
+        attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+        value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = cluster, 1, 1
+        attribute.id, attribute.value = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value
+        attributes.append(attribute)
+    return attributes
+
+
+@functools.cache
+def libcuda() -> ctypes.CDLL:
+    """The driver itself: cuda-bindings encode tensor maps where they may not be aligned as it demands."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def aligned(size: int) -> tuple[Any, int]:
+    """Memory, and the address in it from which `size` bytes are aligned as a tensor map must be."""
+    room = ctypes.create_string_buffer(size + TENSOR_MAP_ALIGNMENT)
+    begin = ctypes.addressof(room)
+    return room, begin + -begin % TENSOR_MAP_ALIGNMENT
