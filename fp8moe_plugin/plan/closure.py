@@ -1,4 +1,4 @@
-"""Which kernels a layer or a model may launch at any number of tokens: nothing else is loaded when serving starts."""
+"""Which kernels a layer or a model may launch at any number of tokens: these alone are loaded when serving starts."""
 
 import itertools
 
@@ -27,11 +27,11 @@ from fp8moe_plugin.plan.catalog import (
 )
 from fp8moe_plugin.plan.constants import PAIRS_PER_CHUNK, Layout, Output
 from fp8moe_plugin.plan.step import few_rows_tokens
-from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, KEEP_B_UP_TO
+from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEEP_B_UP_TO
 
 
 def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
-    """All that a mixture-of-experts layer launches; `batched`: its tokens arrive quantized and sorted."""
+    """Every kernel that a mixture-of-experts layer may launch; `batched`: its tokens arrive quantized and sorted."""
     gemms = [gate_up_key(ue8m0, gather=False), grouped_gemm_key(Output.BF16)]
     gemms.append(grouped_gemm_key(Output.BF16, keep_b=True))
     if batched:
@@ -45,26 +45,45 @@ def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
 
 
 def linear_kernels(ue8m0: bool) -> list[KernelKey]:
-    """All that a dense layer launches."""
+    """Every kernel that a dense layer may launch."""
     few_rows = dense_gemm_few_rows_key(), *map(dense_gemm_key, DENSE_TILE_M)
     return [*few_rows, grouped_gemm_key(Output.BF16), quantize_key(ue8m0, Layout.K_MAJOR)]
 
 
 def model_kernels(model: Model) -> dict[KernelKey, str]:
-    """All that serving a checkpoint launches, however ranks share it and however many tokens arrive; and why."""
+    """Every kernel that serving a checkpoint may launch, for any split and any number of tokens, each with its reason.
+
+    Raises:
+        LookupError: a kernel has no reason.
+    """
+    layers = (moe_kernels(model.ue8m0, batched) for batched in (False, True))
+    keys = dict.fromkeys([*linear_kernels(model.ue8m0), *itertools.chain(*layers)])
+    reasons = _reasons(model)
+    for key in keys:
+        if key not in reasons:
+            raise LookupError(
+                f"{key} has no reason for `warmup list` to print. Add one to _reasons in plan/closure.py."
+            )
+    return {key: reasons[key] for key in keys}
+
+
+def _reasons(model: Model) -> dict[KernelKey, str]:
+    """What a checkpoint needs each kernel for, as `warmup list` prints it."""
     ue8m0, topk = model.ue8m0, model.experts.topk
     few = few_rows_tokens(topk, model.experts.experts)
-    why = {
+    reasons = {
         grouped_gemm_few_rows_key(): f"GEMM 2 of the experts in steps of up to {few} tokens: decode",
-        dense_gemm_few_rows_key(): f"dense GEMMs of few columns in steps of up to {DENSE_FEW_ROWS_TILE_M[-1]} tokens",
-        dense_gemm_key(64): f"other dense GEMMs in steps of up to {DENSE_ROWS} tokens, or more if columns are few",
-        dense_gemm_key(128): "the same in tiles of 128 rows",
+        dense_gemm_few_rows_key(): f"dense GEMMs with few columns in steps of up to {DENSE_FEW_ROWS_TILE_M[-1]} tokens",
         gate_up_few_rows_key(ue8m0): f"GEMM 1 of the experts and SwiGLU in steps of up to {few} tokens: decode",
-        gate_up_key(ue8m0, False): "GEMM 1 of the experts and SwiGLU in longer steps: prefill",
-        gate_up_key(ue8m0, True): "the same for narrow experts, whose tokens are gathered",
-        grouped_gemm_key(Output.BF16): "GEMM 2 of the experts and dense GEMMs in longer steps",
+        gate_up_key(
+            ue8m0, False
+        ): f"GEMM 1 and SwiGLU of experts of more than {GATHER_UP_TO} channels in longer steps: "
+        "prefill; and of batched experts",
+        gate_up_key(ue8m0, True): f"GEMM 1 and SwiGLU of experts of up to {GATHER_UP_TO} channels in longer steps: "
+        "prefill, with gathered tokens",
+        grouped_gemm_key(Output.BF16): "GEMM 2 of the experts and dense GEMMs in longer steps: prefill",
         grouped_gemm_key(Output.BF16, keep_b=True): f"GEMM 2 of experts of up to {KEEP_B_UP_TO} channels, in steps of "
-        f"{EARLY_BELOW} or more tokens an expert",
+        f"{EARLY_BELOW} or more tokens per expert",
         quantize_key(ue8m0, Layout.K_MAJOR): "quantization of the activations of dense layers",
         quantize_key(ue8m0, Layout.PERMUTED): "quantization of the tokens, with a copy for each of their experts",
         quantize_key(ue8m0, Layout.ROW_MAJOR): "quantization of the tokens where GEMM 1 gathers them",
@@ -73,18 +92,20 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
         tiles_of_counts_key(): "tiles of batched experts, as DeepEP's low-latency mode hands them over",
         combine_key(): "the weighted sum of each token's experts",
     }
+    for tile_m in DENSE_TILE_M:
+        reasons[dense_gemm_key(tile_m)] = (
+            f"other dense GEMMs in steps of up to {DENSE_ROWS} tokens, or more with few columns: tiles of {tile_m} rows"
+        )
     for padded_tokens, cluster in SMALL_BATCH_STAGES:
         first = gate_up_small_batch_key(ue8m0, padded_tokens, cluster)
-        why[first] = f"routing, quantization, GEMM 1 and SwiGLU in steps of up to {padded_tokens} tokens"
-        why[down_small_batch_key(padded_tokens, cluster)] = (
-            f"GEMM 2 and the weighted sum in steps of up to {padded_tokens} tokens"
-        )
-    layers = (moe_kernels(ue8m0, batched) for batched in (False, True))
-    return {key: why[key] for key in dict.fromkeys([*linear_kernels(ue8m0), *itertools.chain(*layers)])}
+        reasons[first] = f"routing, quantization, GEMM 1 and SwiGLU in steps of up to {padded_tokens} tokens"
+        second = down_small_batch_key(padded_tokens, cluster)
+        reasons[second] = f"GEMM 2 and the weighted sum in steps of up to {padded_tokens} tokens"
+    return reasons
 
 
 def all_kernels() -> list[KernelKey]:
-    """Every kernel there is: those of the layers, and those that only direct callers of the ops reach."""
+    """Every kernel: those of the layers, and those that only direct calls of the ops launch."""
     layers = [k for ue8m0 in (False, True) for k in (*moe_kernels(ue8m0, False), *moe_kernels(ue8m0, True))]
     outputs = (Output.BF16_DIRECT, Output.F32_DIRECT)
     dense = [grouped_gemm_key(output, tile_n) for output in outputs for tile_n in GROUPED_TILE_N]

@@ -10,6 +10,7 @@ from fp8moe_plugin.plan import (
     KernelKey,
     MoeShape,
     Output,
+    closure,
     linear_kernels,
     model_kernels,
     moe_kernels,
@@ -64,6 +65,12 @@ def test_every_step_of_every_split_of_every_model_is_in_its_plan(models: dict[st
             assert steps(model, way) <= plan
             for layer in rank_shapes(model, way).dense:
                 assert dense[sum(layer.outputs)] <= plan
+
+
+def test_a_kernel_without_a_reason_is_named(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closure, "linear_kernels", lambda ue8m0: [KernelKey("eighth_kernel", (("TILE", 8),))])
+    with pytest.raises(LookupError, match=r"^eighth_kernel TILE=8 has no reason .* _reasons in plan/closure.py\.$"):
+        model_kernels(models["DeepSeek-V3"])
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -79,7 +79,7 @@ class StandardExperts(Fp8MoeExperts):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        return True  # the op quantizes tokens itself, directly into the rows of their experts
+        return True  # the op quantizes tokens itself, once per token or per (token, expert) pair as its plan says
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return TopKWeightAndReduceNoOP()
