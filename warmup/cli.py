@@ -150,7 +150,7 @@ def explain(options: Options, report: Report) -> bool:
     model = _checked_model(options, report)
     assert model
     report.explain = explanation.explain(model, options.parallel, options.max_tokens, options.capture_sizes)
-    print(explanation.text(model, report.explain, options.max_tokens))
+    print(explanation.text(model, options.parallel, report.explain, options.max_tokens))
     return True
 
 

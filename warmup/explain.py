@@ -1,6 +1,6 @@
-"""`explain`: what each GPU holds and computes of a model, what padding wastes, and which way to spread it is best.
+"""`explain`: what each GPU holds and computes of a model, what padding wastes, and which way to split it is best.
 
-Routing is taken to be even: each token picks its experts at random.
+Routing is assumed to be uniform: each token picks its experts at random.
 """
 
 import numpy as np
@@ -20,22 +20,22 @@ from fp8moe_plugin.checkpoint.shapes import (
     split_refusal,
     whole_expert_ways,
 )
-from fp8moe_plugin.plan import MoeShape, SmallBatchStep, plan_step
+from fp8moe_plugin.plan import MoeShape, SmallBatchStep, StepPlan, plan_step
 from fp8moe_plugin.plan.tiles import computed_rows
 from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
 
-SAMPLES = 20_000  # experts whose rows are drawn
-REPEATS_FROM = 8  # tiles of an expert: from here on, `tile_rows` more rows are one more tile without padding
-STEPS = 200  # of which the busiest rank is looked for
+SAMPLES = 20_000  # experts whose numbers of rows are drawn
+REPEATS_FROM = 8  # tiles of an expert from which `tile_rows` more rows are one more tile without padding
+STEPS = 200  # steps in each of which the busiest rank is determined
 
 
 def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tuple[int, ...]) -> ExplainReport:
-    """Figures for the busiest rank.
+    """Figures for the rank that holds the most weights, with the average number of rows per expert.
 
     Args:
         max_tokens, capture_sizes: tokens of a step, on each data-parallel replica.
     Raises:
-        UnsupportedError: the ranks cannot share the model so.
+        UnsupportedError: the model cannot be split this way.
     """
     rank = rank_shapes(model, parallel)
     ways = [Parallel(parallel.ranks), *(whole_expert_ways(parallel.ranks) if parallel.ranks > 1 else [])]
@@ -68,10 +68,10 @@ def _shapes(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeRep
 
 
 def _shape(name: str, layers: int, shape: list[int], padding: float) -> ShapeReport:
-    """`padding`: as `padding_share` gives it."""
+    """`padding`: the result of `padding_share`."""
     nbytes = layers * _fp8_bytes(shape)
-    of_it = round(nbytes * padding / (1 + padding))
-    return ShapeReport(name=name, layers=layers, shape=shape, bytes=nbytes, padding_bytes=of_it)
+    padding_bytes = round(nbytes * padding / (1 + padding))
+    return ShapeReport(name=name, layers=layers, shape=shape, bytes=nbytes, padding_bytes=padding_bytes)
 
 
 def _mlp_padding(whole: Dense, tp: int) -> float:
@@ -81,19 +81,23 @@ def _mlp_padding(whole: Dense, tp: int) -> float:
 
 
 def _fp8_bytes(shape: list[int]) -> int:
-    """Of weights `[.., N, K]` and their scales."""
-    *groups, n, k = shape
-    return int(np.prod(groups, dtype=int)) * (n * k + 4 * ceil_div(n, GROUP) * ceil_div(k, GROUP))
+    """The bytes of weights `[.., N, K]` and of their scales."""
+    *experts, n, k = shape
+    return int(np.prod(experts, dtype=int)) * (n * k + 4 * ceil_div(n, GROUP) * ceil_div(k, GROUP))
 
 
 def _weight_bytes(shapes: list[ShapeReport]) -> int:
     return sum(shape.bytes for shape in shapes)
 
 
+def _plan(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepPlan:
+    """The plan of a step with so many tokens on each data-parallel replica; experts get the tokens of all of them."""
+    return plan_step(MoeShape.of(local, model.experts.experts), tokens * parallel.dp, model.ue8m0)
+
+
 def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepReport:
-    whole, arriving = model.experts, tokens * parallel.dp
-    step = plan_step(MoeShape.of(local, whole.experts), arriving, model.ue8m0)
-    rows = np.random.default_rng(0).binomial(arriving, whole.topk / whole.experts, SAMPLES)
+    step, chance = _plan(model, parallel, local, tokens), model.experts.topk / model.experts.experts
+    rows = np.random.default_rng(0).binomial(step.tokens, chance, SAMPLES)
     if isinstance(step, SmallBatchStep):
         multiplied = step.padded_tokens * int(np.count_nonzero(rows))
     else:
@@ -101,14 +105,14 @@ def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> Step
     return StepReport(
         tokens=tokens,
         kernel=step.down.source,
-        rows_per_expert=round(arriving * whole.topk / whole.experts, 2),
+        rows_per_expert=round(step.tokens * chance, 2),
         padding=round(1 - int(rows.sum()) / multiplied, 3) if multiplied else 0.0,
         workspace_bytes=step.scratch.nbytes,
     )
 
 
 def _multiplied(rows: np.ndarray, tile_rows: int) -> int:
-    """The sum of `computed_rows` over experts with so many rows, in a time that does not grow with the rows."""
+    """The sum of `computed_rows` over experts with these numbers of rows, in time that does not grow with them."""
     repeated = np.maximum(rows // tile_rows - REPEATS_FROM, 0)
     rest, experts = np.unique(rows - repeated * tile_rows, return_counts=True)
     of_rest = sum(computed_rows(int(r), tile_rows) * int(n) for r, n in zip(rest, experts, strict=True))
@@ -125,35 +129,37 @@ def _layout(model: Model, way: Parallel, tokens: int) -> LayoutReport:
 
 
 def _imbalance(experts: Experts, way: Parallel, tokens: int) -> float:
-    """Rows of the busiest rank over those of the average one."""
+    """Rows of the busiest rank over those of the average rank, averaged over STEPS steps."""
     rows = np.random.default_rng(0).binomial(tokens * way.dp, experts.topk / experts.experts, (STEPS, experts.experts))
     ranks = [part.sum(1) for part in np.array_split(rows, way.ep, axis=1)]
     return round(float(np.mean(np.max(ranks, axis=0) / (rows.sum(1) / way.ep))), 3)
 
 
 def _best(layouts: list[LayoutReport]) -> str:
-    """The least weights, which leaves the most room for the cache of keys and values; then the most even work."""
+    """The split with the least weights, which leaves the most room for the KV cache; then the most even work."""
     served = [layout for layout in layouts if layout.weight_bytes is not None]
     return min(served, key=lambda layout: (layout.weight_bytes, layout.imbalance)).options
 
 
-def text(model: Model, found: ExplainReport, max_tokens: int) -> str:
-    e = model.experts
+def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int) -> str:
+    """The result of `explain` for these arguments as text."""
+    e, local = model.experts, rank_shapes(model, parallel).experts
     lines = [
-        f"{model.architecture}: {e.layers} layers of {e.experts} experts, {e.topk} a token; hidden {e.hidden}, "
+        f"{model.architecture}: {e.layers} layers of {e.experts} experts, {e.topk} per token; hidden {e.hidden}, "
         f"intermediate {e.intermediate}; activation scales {'powers of two' if model.ue8m0 else 'float32'}",
         "",
         f"One GPU of {found.parallel}: {_size(found.weight_bytes)} of weights, "
         f"{_size(found.workspace_bytes)} of scratch in a step of {max_tokens} tokens",
         *(f"  {s.name:32s} {s.layers:4d} x {s.shape!s:20s} {_size(s.bytes):>10s}{_padding(s)}" for s in found.shapes),
         "",
-        "  tokens  rows/expert  padding    scratch  GEMMs of the experts",
+        "  tokens  rows/expert  padding    scratch  tile rows  GEMM 1 and GEMM 2 of the experts",
         *(
-            f"{s.tokens:8d} {s.rows_per_expert:12.2f} {s.padding:8.1%} {_size(s.workspace_bytes):>10s}  {s.kernel}"
+            f"{s.tokens:8d} {s.rows_per_expert:12.2f} {s.padding:8.1%} {_size(s.workspace_bytes):>10s} "
+            + _gemms(_plan(model, parallel, local, s.tokens))
             for s in found.steps
         ),
         "",
-        "Ways to spread it over as many GPUs (weights a GPU; rows of the busiest GPU over the average)",
+        "Ways to split it over as many GPUs (weights per GPU; rows of the busiest GPU over the average)",
         *(
             f"  {way.options:24s} "
             + (
@@ -166,6 +172,12 @@ def text(model: Model, found: ExplainReport, max_tokens: int) -> str:
         f"Best: {found.best}, by the least weights, then the most even work.",
     ]
     return "\n".join(lines)
+
+
+def _gemms(step: StepPlan) -> str:
+    """Both GEMMs work on the same row tiles; in a small batch, all tokens are one tile."""
+    tile_rows = step.padded_tokens if isinstance(step, SmallBatchStep) else step.tile_rows
+    return f"{tile_rows:10d}  {step.gate_up.source}, {step.down.source}"
 
 
 def _padding(shape: ShapeReport) -> str:

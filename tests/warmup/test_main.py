@@ -350,7 +350,14 @@ def test_explain_shows_what_one_gpu_holds(
     assert steps[8192].rows_per_expert == 256
     assert found.best == "--tp 8"
     assert found.padding_bytes == 0
-    assert "of it padding" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "of it padding" not in printed
+    for tokens, tile_rows, gemms in (
+        (16, 16, "gate_up_small_batch, down_small_batch"),
+        (32, 64, "gate_up_few_rows, grouped_gemm_few_rows"),
+        (8192, 128, "gate_up, grouped_gemm"),
+    ):
+        assert re.search(rf"^ +{tokens} .* {tile_rows}  {gemms}$", printed, re.MULTILINE)
 
 
 # Channels that a rank holds of each expert, an equal share, and what the former takes beyond the latter.
