@@ -1,8 +1,8 @@
-"""Which kernels there are, and which of them a call takes. Pure Python: the runtime and the warm-up both ask here.
+"""Which kernels exist, and which of them a call launches. Pure Python, used by the runtime and the warm-up.
 
-`catalog` names every kernel and `parameters` its arguments; `step`, `grouped` and `dense` make the plan of a call, with
-every choice a field; `tiles` cuts rows, `scratch` lays out memory, `tuning` holds the constants that were measured, and
-`closure` lists the kernels that a layer or a model may launch.
+`catalog` names every kernel and `parameters` its arguments; `step`, `grouped` and `dense` make the plan of a call;
+`tiles` cuts rows into tiles, `scratch` lays out scratch memory, `tuning` holds the measured constants, `constants` what
+kernels are compiled with, and `closure` lists the kernels that a layer or a model may launch.
 """
 
 from fp8moe_plugin.plan.catalog import HOPPER, KernelKey, combine_key

@@ -1,6 +1,6 @@
-"""Every kernel there is, and what each is compiled with.
+"""Every kernel, and what it is compiled with.
 
-No shape of a model and no number of tokens is in a key: a handful of kernels serves every checkpoint.
+No shape of a model and no number of tokens is in a key: a few dozen kernels serve every checkpoint.
 """
 
 import functools
@@ -14,11 +14,11 @@ from fp8moe_plugin.plan.parameters import ARGUMENTS
 
 HOPPER = (9, 0)  # the only compute capability with the instructions of the kernels
 KIB = 1024
-SMEM_BYTES = 227 * KIB  # per block, at most; kernels with one block per multiprocessor take as many stages as fit
-MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # shared by its blocks; each takes 1 KiB more than it asks for
-DENSE_FEW_ROWS_TILE_M = (8, 16, 32)  # rows of the one tile of dense_gemm_few_rows, with padding
-DENSE_TILE_M, DENSE_TILE_N = (64, 128), (16, 32, 64, 96, 112, 128, 144, 192)  # rows and columns of one of dense_gemm
-GROUPED_TILE_N = (128, 256)  # columns of a tile of grouped_gemm
+SMEM_BYTES = 227 * KIB  # limit per block; kernels with one block per SM have as many stages as fit
+MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it asks for
+DENSE_FEW_ROWS_TILE_M = (8, 16, 32)  # padded rows of dense_gemm_few_rows
+DENSE_TILE_M, DENSE_TILE_N = (64, 128), (16, 32, 64, 96, 112, 128, 144, 192)  # per tile of dense_gemm
+GROUPED_TILE_N = (128, 256)  # columns per tile of grouped_gemm
 SMALL_BATCH_TOKENS = (8, 16)  # padded token counts of the small-batch kernels
 # Pipeline stages of gate_up_small_batch and down_small_batch, by padded token count and blocks per cluster of the
 # former, and the shared memory that they need. An SM has room for a block of each.
@@ -31,9 +31,9 @@ SMALL_BATCH_HIDDEN = SMALL_BATCH_STEPS * GROUP * max(cluster for _, cluster in S
 class KernelKey:
     """One kernel to compile: `csrc/<source>.cu`, whose entry point is named `<source>` too.
 
-    It is compiled with the macros `defines`, THREADS, SMEM_BYTES and `constants.MACROS`, and launched with that many
-    threads and bytes of dynamic shared memory. The layout of shared memory is stated in the kernel alone, which does
-    not compile if the launch has too little.
+    It is compiled with the macros `defines`, THREADS, SMEM_BYTES and `constants.MACROS`, and launched with this many
+    threads and bytes of dynamic shared memory. Only the source knows the layout of shared memory, and does not compile
+    if that is larger.
     """
 
     source: str
@@ -43,7 +43,7 @@ class KernelKey:
 
     @property
     def arguments(self) -> Callable[..., tuple[Any, ...]]:
-        """Makes the arguments of a launch from their names; raises TypeError for a missing or an unknown one."""
+        """Packs the keyword arguments of a launch; raises TypeError if one is missing or unknown."""
         return ARGUMENTS[self.source]
 
     def __str__(self) -> str:
@@ -96,14 +96,14 @@ def combine_key() -> KernelKey:
 def gate_up_key(ue8m0: bool, gather: bool) -> KernelKey:
     """GEMM 1 of the experts with its activation and the quantization of the result, for many rows per expert.
 
-    With `gather` it looks up the tokens of an expert among those of the step; else they are consecutive rows.
+    With `gather` it gathers each expert's tokens from those of the step; else they are consecutive rows.
     """
     return KernelKey("gate_up", (("GATHER", int(gather)), ("UE8M0", int(ue8m0))), 384, SMEM_BYTES)
 
 
 @functools.cache
 def gate_up_few_rows_key(ue8m0: bool) -> KernelKey:
-    """`gate_up_key` for few rows per expert; it always gathers its tokens."""
+    """`gate_up_key` for few rows per expert; it always gathers."""
     return KernelKey("gate_up_few_rows", (("UE8M0", int(ue8m0)),), 384, SMEM_BYTES)
 
 
@@ -112,20 +112,20 @@ def gate_up_small_batch_key(ue8m0: bool, padded_tokens: int, cluster: int) -> Ke
     """GEMM 1 of the experts of up to `padded_tokens` tokens, including their routing and quantization."""
     (stages, _), (kib, _) = SMALL_BATCH_STAGES[padded_tokens, cluster], SMALL_BATCH_KIB[padded_tokens, cluster]
     defines = (("CLUSTER", cluster), ("STAGES", stages), ("TOKENS", padded_tokens), ("UE8M0", int(ue8m0)))
-    warps = 8 + 1 + padded_tokens // cluster  # math, loads, and one for each token that a block finishes
+    warps = 8 + 1 + padded_tokens // cluster  # math, loads, and one per token that a block finishes
     return KernelKey("gate_up_small_batch", defines, 32 * warps, kib * KIB)
 
 
 @functools.cache
 def grouped_gemm_key(output: Output, block_n: int = 256, keep_b: bool = False) -> KernelKey:
-    """GEMM of many rows per group, or of one group; `keep_b`: see `plan.grouped.keeps_b`."""
+    """GEMM with many rows per group, or with one group; `keep_b`: see `plan.grouped.keeps_b`."""
     defines = (("BLOCK_N", block_n), ("KEEP_B", int(keep_b)), ("OUTPUT", int(output)))
     return KernelKey("grouped_gemm", defines, 384, SMEM_BYTES)
 
 
 @functools.cache
 def grouped_gemm_few_rows_key() -> KernelKey:
-    """GEMM of few rows per group. Next to a block of it there is room for blocks of combine, which starts early."""
+    """GEMM with few rows per group. It leaves room on its SM for blocks of combine, which starts early (PDL)."""
     return KernelKey("grouped_gemm_few_rows", (), 384, 211 * KIB)
 
 
@@ -134,7 +134,7 @@ def down_small_batch_key(padded_tokens: int, cluster: int) -> KernelKey:
     """GEMM 2 of the experts of up to `padded_tokens` tokens, including the weighted sum of each token's experts.
 
     Args:
-        cluster: blocks per cluster of GEMM 1, which runs on the same multiprocessors.
+        cluster: blocks per cluster of GEMM 1, which runs concurrently on the same SMs.
     """
     (_, stages), (_, kib) = SMALL_BATCH_STAGES[padded_tokens, cluster], SMALL_BATCH_KIB[padded_tokens, cluster]
     return KernelKey("down_small_batch", (("STAGES", stages), ("TOKENS", padded_tokens)), 320, kib * KIB)
@@ -145,11 +145,11 @@ def down_small_batch_key(padded_tokens: int, cluster: int) -> KernelKey:
 
 @functools.cache
 def dense_gemm_key(tile_m: int) -> KernelKey:
-    """Dense GEMM of up to a few hundred rows, in tiles of `tile_m`; it has as many stages as fit."""
+    """Dense GEMM with up to a few hundred rows, in tiles of `tile_m` rows."""
     return KernelKey("dense_gemm", (("BLOCK_M", tile_m),), tile_m * 2 + 128, SMEM_BYTES)
 
 
 @functools.cache
 def dense_gemm_few_rows_key() -> KernelKey:
-    """Dense GEMM of few rows and few columns; it has as many stages as fit."""
+    """Dense GEMM with few rows and few columns."""
     return KernelKey("dense_gemm_few_rows", (), 192, SMEM_BYTES)

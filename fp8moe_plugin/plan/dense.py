@@ -32,14 +32,17 @@ class DensePlan:
     tile_n: int
     blocks: int  # of the grid
     cluster: int = 1  # blocks that share a tile by splitting K
-    overlaps_quantize: bool = False  # it may start before the kernel that quantizes its rows ends
+    overlaps_quantize: bool = False  # it may start (PDL) before the kernel that quantizes its rows has finished
 
 
 def plan_dense(m: int, n: int, k: int, output: Output, multiprocessors: int = MULTIPROCESSORS) -> DensePlan:
-    """The plan of `[m, k]` rows against `[n, k]` weights.
+    """The plan of a GEMM of `[m, k]` activations and `[n, k]` weights.
 
-    To bfloat16: dense_gemm_few_rows; or dense_gemm, up to DENSE_ROWS rows and where its largest tiles are one round; or
-    grouped_gemm with one group. To other outputs: grouped_gemm.
+    BF16: dense_gemm_few_rows where it applies; else dense_gemm for up to DENSE_ROWS rows, or if its largest tiles fit
+    one wave; else grouped_gemm with one group. Other outputs: always grouped_gemm.
+
+    Args:
+        multiprocessors: of the GPU.
     """
     return _plan_dense(m, n, k, output, multiprocessors, batch_invariant())
 
@@ -50,14 +53,14 @@ def _plan_dense(m: int, n: int, k: int, output: Output, multiprocessors: int, in
         return grouped(m, n, output, multiprocessors)
     if m <= DENSE_FEW_ROWS_TILE_M[-1] and splits_k(n, k) and not invariant:
         return few_rows(m, n)
-    one_round = ceil_div(m, DENSE_TILE_M[-1]) * ceil_div(n, DENSE_TILE_N[-1]) <= multiprocessors
-    if m <= DENSE_ROWS or one_round:
+    one_wave = ceil_div(m, DENSE_TILE_M[-1]) * ceil_div(n, DENSE_TILE_N[-1]) <= multiprocessors
+    if m <= DENSE_ROWS or one_wave:
         return tiled(m, n, *fastest_tile(m, n, k, multiprocessors), multiprocessors)
     return grouped(m, n, output, multiprocessors)
 
 
 def few_rows(m: int, n: int, cluster: int = DENSE_SPLITS) -> DensePlan:
-    """The plan of few rows and few columns, whose blocks would take many steps if each had all of K."""
+    """The plan of dense_gemm_few_rows: with few columns, blocks that each had all of K would take long."""
     tile_m = next(rows for rows in DENSE_FEW_ROWS_TILE_M if m <= rows)
     blocks = ceil_div(n, DENSE_FEW_ROWS_TILE_N) * cluster
     kernel = dense_gemm_few_rows_key()
@@ -65,35 +68,36 @@ def few_rows(m: int, n: int, cluster: int = DENSE_SPLITS) -> DensePlan:
 
 
 def tiled(m: int, n: int, tile_m: int, tile_n: int, multiprocessors: int) -> DensePlan:
-    """The plan of dense_gemm in such tiles."""
+    """The plan of dense_gemm in tiles of `[tile_m, tile_n]`."""
     blocks = min(ceil_div(m, tile_m) * ceil_div(n, tile_n), multiprocessors)
     return DensePlan(dense_gemm_key(tile_m), Output.BF16, tile_m, tile_n, blocks, overlaps_quantize=True)
 
 
 def grouped(m: int, n: int, output: Output, multiprocessors: int) -> DensePlan:
-    """The plan of grouped_gemm with one group: in wide tiles; for other outputs than BF16 narrow if one round does."""
+    """The plan of grouped_gemm with one group. Tiles are narrow if those fit one wave and the output is not BF16."""
     narrow, wide = GROUPED_TILE_N
-    one_round = count_row_tiles(m, MANY_ROWS_TILE) * ceil_div(n, narrow) <= multiprocessors
-    tile_n = narrow if output != Output.BF16 and one_round else wide
+    one_wave = count_row_tiles(m, MANY_ROWS_TILE) * ceil_div(n, narrow) <= multiprocessors
+    tile_n = narrow if output != Output.BF16 and one_wave else wide
     return DensePlan(grouped_gemm_key(output, tile_n), output, MANY_ROWS_TILE, tile_n, multiprocessors)
 
 
 def splits_k(n: int, k: int) -> bool:
-    """Whether few rows split K: where each block of a cluster has a multiprocessor of its own."""
+    """Whether a GEMM of few rows splits K: if K is long, and each block of the clusters has an SM of its own."""
     return k >= LONG_K and DENSE_SPLITS * ceil_div(n, DENSE_FEW_ROWS_TILE_N) <= MULTIPROCESSORS
 
 
 def fastest_tile(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int]:
-    """Rows and columns of the tiles of dense_gemm with which the busiest multiprocessor finishes first.
+    """The tile size of dense_gemm, rows and columns, with which the SM with the most work finishes first.
 
-    A tile takes as long as its loads, and then its stores. Tiles of the same columns do not run in step, so weights
-    that do not stay in L2 may be read once for each of them: those get as few rows of tiles as there can be.
+    The time of a tile is modelled as that of its loads plus that of its stores. Row tiles of the same columns do not
+    run in lockstep, so weights that do not stay in L2 may be read again for each row tile: then tiles have as many rows
+    as possible.
     """
 
     def time(tile: tuple[int, int]) -> tuple[int, int]:
         rows, columns = tile
-        rounds = ceil_div(ceil_div(m, rows) * ceil_div(n, columns), multiprocessors)
-        return rounds * ((rows + columns) * k // GROUP + rows * columns // DENSE_STORE), -rows
+        waves = ceil_div(ceil_div(m, rows) * ceil_div(n, columns), multiprocessors)
+        return waves * ((rows + columns) * k // GROUP + rows * columns // DENSE_STORE), -rows
 
     low, high = DENSE_TILE_M
     heights = (low,) if m <= low else (high,) if n * k > L2_BYTES else DENSE_TILE_M

@@ -1,4 +1,4 @@
-"""Plans of GEMMs over rows that come group by group, each group against weights of its own."""
+"""Plans of grouped GEMMs: consecutive groups of rows, each multiplied by its own weights."""
 
 import functools
 from dataclasses import dataclass
@@ -15,27 +15,27 @@ class GroupedPlan:
     """One grouped GEMM."""
 
     kernel: KernelKey
-    tile_rows: int  # rows of a tile: FEW_ROWS_TILE or MANY_ROWS_TILE
-    columns_at_once: int  # columns of tiles that a block takes; of the kernel for few rows
+    tile_rows: int  # rows per tile: FEW_ROWS_TILE or MANY_ROWS_TILE
+    columns_at_once: int  # column tiles that a block takes at once, in the kernel for few rows
     scratch: GroupedScratch
 
 
 @dataclass(frozen=True)
 class BatchedPlan:
-    """Both GEMMs of experts whose tokens have been quantized and sorted; tiles are of MANY_ROWS_TILE rows."""
+    """Both GEMMs of experts whose tokens arrive quantized and sorted, in tiles of MANY_ROWS_TILE rows."""
 
     gate_up: KernelKey
     down: KernelKey
-    early_down: bool  # GEMM 2 starts before GEMM 1 ends, and waits for the rows of each tile
+    early_down: bool  # GEMM 2 starts (PDL) before GEMM 1 has finished, and waits for the rows of each tile
     scratch: BatchedScratch
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_masked(groups: int, max_m: int, n: int, k: int, expected_m: int) -> GroupedPlan:
-    """`[groups, max_m, k]` rows, a counted number of each group, against `[groups, n, k]` weights.
+    """The plan of `[groups, max_m, k]` rows, of which each group has a counted number, and `[groups, n, k]` weights.
 
     Args:
-        expected_m: rows a group on average.
+        expected_m: rows per group on average.
     """
     tile_rows = FEW_ROWS_TILE if expected_m <= FEW_ROWS_TILE else MANY_ROWS_TILE
     rows = groups * max_m
@@ -45,7 +45,7 @@ def plan_masked(groups: int, max_m: int, n: int, k: int, expected_m: int) -> Gro
 
 @functools.lru_cache(maxsize=4096)
 def plan_contiguous(rows: int) -> GroupedPlan:
-    """`rows` rows, each with the index of its group."""
+    """The plan of `rows` rows, each with the index of its group."""
     return GroupedPlan(
         grouped_key(MANY_ROWS_TILE), MANY_ROWS_TILE, 1, grouped_scratch(rows, rows, MANY_ROWS_TILE, True)
     )
@@ -53,7 +53,7 @@ def plan_contiguous(rows: int) -> GroupedPlan:
 
 @functools.lru_cache(maxsize=4096)
 def plan_batched(experts: int, max_m: int, intermediate: int, expected_m: int, ue8m0: bool) -> BatchedPlan:
-    """`[experts, max_m]` rows; each expert has about `expected_m` of them."""
+    """The plan of `[experts, max_m]` rows of which each expert has about `expected_m`."""
     keep_b = keeps_b(expected_m, intermediate)
     return BatchedPlan(
         gate_up=gate_up_key(ue8m0, gather=False),
@@ -64,35 +64,37 @@ def plan_batched(experts: int, max_m: int, intermediate: int, expected_m: int, u
 
 
 def grouped_key(tile_rows: int, keep_b: bool = False) -> KernelKey:
-    """The GEMM of grouped rows in tiles of `tile_rows`; `keep_b`: see `keeps_b`."""
+    """The grouped GEMM in tiles of `tile_rows`; `keep_b`: see `keeps_b`."""
     return grouped_gemm_few_rows_key() if tile_rows == FEW_ROWS_TILE else grouped_gemm_key(Output.BF16, keep_b=keep_b)
 
 
 def starts_early(rows_per_expert: float, intermediate: int) -> bool:
-    """Whether GEMM 2 takes multiprocessors that GEMM 1 has no tiles left for, instead of waiting until it ends.
+    """Whether GEMM 2 starts early (PDL), on SMs for which GEMM 1 has no tiles left, in tiles of MANY_ROWS_TILE rows.
 
-    Of tiles of MANY_ROWS_TILE. With narrow experts and many rows GEMM 2 takes its tiles in a fixed order instead, which
-    is 5% faster and needs all blocks to start together; unless it `keeps_b`. `rows_per_expert` is the average, also
-    over experts of other ranks.
+    With narrow experts and many rows GEMM 2 takes its tiles in a fixed order instead, which is 5% faster and needs all
+    blocks to start together; unless it `keeps_b`.
+
+    Args:
+        rows_per_expert: on average over the experts of all ranks.
     """
     narrow_and_many = intermediate < EARLY_FROM and rows_per_expert >= EARLY_BELOW
     return not narrow_and_many or keeps_b(rows_per_expert, intermediate)
 
 
 def keeps_b(rows_per_expert: float, intermediate: int) -> bool:
-    """Whether blocks of GEMM 2 take runs of row tiles of the same columns, and load the weights of a run once.
+    """Whether each block of GEMM 2 takes a run of row tiles of the same columns and loads their weights once.
 
-    Of tiles of MANY_ROWS_TILE. That pays where K is short, so that weights are most of what a tile loads, and where
-    experts have so many rows that runs are long.
+    For tiles of MANY_ROWS_TILE rows. It pays if K is short, so that weights are most of what a tile loads, and if
+    experts have enough rows for long runs.
     """
     return intermediate <= KEEP_B_UP_TO and rows_per_expert >= EARLY_BELOW
 
 
 def columns_at_once(rows: int, groups: int, n: int, k: int) -> int:
-    """How many columns of tiles a block of grouped_gemm_few_rows takes, of `rows` rows in at most `groups` groups.
+    """How many column tiles a block of grouped_gemm_few_rows takes at once, for `rows` rows in at most `groups` groups.
 
-    As many as amortise the setup of a tile over about K_BLOCKS_PER_SETUP K blocks, while there are tiles for all
-    multiprocessors.
+    Enough to amortise the setup of a tile over about K_BLOCKS_PER_SETUP K blocks, but so that at least three quarters
+    of the SMs have work.
     """
     column_tiles, k_blocks = ceil_div(n, GROUP), k // GROUP
     fits = [c for c in range(1, ceil_div(K_BLOCKS_PER_SETUP, k_blocks) + 1) if column_tiles % c == 0]

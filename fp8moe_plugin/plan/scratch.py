@@ -1,7 +1,6 @@
-"""Where the pieces of an op's scratch memory begin, which is one allocation.
+"""The layout of an op's scratch memory, which is one allocation: the offset of each piece, in bytes.
 
-Kernels of a layer overlap in time, so pieces never share memory. A piece that a call does without is empty. Offsets are
-in bytes.
+Kernels of a layer run concurrently, so pieces never share memory. A piece that a call does not need is empty.
 """
 
 import functools
@@ -14,30 +13,30 @@ from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, NUM_TILES_LENGTH
 from fp8moe_plugin.plan.shape import MoeShape
 from fp8moe_plugin.plan.tiles import route_chunks, scale_rows, tile_capacity
 
-PIECE = 256  # bytes; every piece begins at a multiple of it
+PIECE = 256  # bytes; the alignment of pieces
 
 
 class SortedScratch(NamedTuple):
-    """Scratch of a layer whose rows are sorted by expert; `rows` are T * topk."""
+    """Scratch memory of a layer whose rows are sorted by expert; `rows` is T * topk."""
 
-    x: int  # e4m3 [rows, H], or [T, H] where GEMM 1 gathers
-    x_scales: int  # float32, of x; K-major, or row-major where GEMM 1 gathers
+    x: int  # e4m3 [rows, H], or [T, H] if GEMM 1 gathers
+    x_scales: int  # float32, of x; K-major, or row-major if GEMM 1 gathers
     slots: int  # int32 [T, topk]: the row of each (token, expert) pair, -1 for none
     tokens: int  # int32 [rows]: the token of each row
     num_rows: int  # int32 [1]
-    expert_counts: int  # uint32 [chunks, ceil(E / 2)], where the pairs are counted first
+    expert_counts: int  # uint32 [chunks, ceil(E / 2)], if count_experts runs
     table: int  # int32 [tiles, 4]
     num_tiles: int  # int32 [5]
     done_counters: int  # int32 [1 + tiles * row_counters]
-    partial: int  # float32 [splits, rows, 2I], where blocks of GEMM 1 split K
+    partial: int  # float32 [splits, rows, 2I], if blocks of GEMM 1 split K
     inner: int  # e4m3 [rows, I]
     inner_scales: int  # float32, of inner, K-major
     down: int  # bfloat16 [rows, H]
-    nbytes: int  # of all pieces
+    nbytes: int  # the sum of all pieces
 
 
 class SmallBatchScratch(NamedTuple):
-    """Scratch of a small batch, in which at most min(T * topk, E) experts get tokens."""
+    """Scratch memory of a small batch; `experts` is min(T * topk, E), the most that can get tokens."""
 
     inner: int  # e4m3 [experts, padded_tokens, I]
     inner_scales: int  # float32 [experts, I / 128, padded_tokens]
@@ -46,7 +45,7 @@ class SmallBatchScratch(NamedTuple):
 
 
 class BatchedScratch(NamedTuple):
-    """Scratch of `batched_experts`; `rows` are E * max_m."""
+    """Scratch memory of `batched_experts`; `rows` is E * max_m."""
 
     table: int  # int32 [tiles, 4]
     num_tiles: int  # int32 [5]
@@ -57,17 +56,17 @@ class BatchedScratch(NamedTuple):
 
 
 class GroupedScratch(NamedTuple):
-    """Scratch of a grouped GEMM."""
+    """Scratch memory of a grouped GEMM."""
 
     table: int  # int32 [tiles, 4]
     num_tiles: int  # int32 [5]
-    done_counters: int  # int32 [1 + tiles], where counts give the tiles
-    run_begins: int  # int32 [rows], where indices give the tiles
+    done_counters: int  # int32 [1 + tiles], if the tiles come from counts
+    run_begins: int  # int32 [rows], if the tiles come from indices
     nbytes: int
 
 
 class QuantizedScratch(NamedTuple):
-    """Scratch of a dense layer."""
+    """Scratch memory of a dense layer."""
 
     values: int  # e4m3 [M, K]
     scales: int  # float32, of the values, K-major
@@ -113,7 +112,7 @@ def batched_scratch(experts: int, max_m: int, intermediate: int, tile_rows: int)
 
 
 def grouped_scratch(rows: int, groups: int, tile_rows: int, indexed: bool) -> GroupedScratch:
-    """The layout for rows in at most `groups` groups; `indexed`: an index for each row names its group."""
+    """The layout for rows in at most `groups` groups; `indexed`: each row has the index of its group."""
     tiles = tile_capacity(rows, groups, tile_rows)
     done_counters, run_begins = (0, 4 * rows) if indexed else (4 * (1 + tiles), 0)
     return GroupedScratch(*_offsets(16 * tiles, 4 * NUM_TILES_LENGTH, done_counters, run_begins))
@@ -125,10 +124,10 @@ def quantized_scratch(rows: int, k: int) -> QuantizedScratch:
 
 
 def row_counters(intermediate: int, k_splits: int, tile_rows: int) -> int:
-    """Counters that GEMM 1 keeps for each row tile: of stored columns and, where K is split, of each column's parts."""
+    """Counters per row tile of GEMM 1: one of stored columns and, if K is split, one of the parts of each column."""
     return 1 + intermediate // GROUP if tile_rows == FEW_ROWS_TILE and k_splits > 1 else 1
 
 
 def _offsets(*sizes: int) -> Iterable[int]:
-    """Where consecutive pieces of these sizes begin, and where the last one ends."""
+    """The offsets of consecutive pieces of these sizes, and the end of the last."""
     return itertools.accumulate((ceil_div(size, PIECE) * PIECE for size in sizes), initial=0)

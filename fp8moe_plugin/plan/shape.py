@@ -1,4 +1,4 @@
-"""The shape of a mixture-of-experts layer, as its plan sees it."""
+"""The shape of a mixture-of-experts layer on one rank: all that its plan depends on, except the number of tokens."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from fp8moe_plugin.checkpoint.shapes import Experts
 
 
 class MoeShape(NamedTuple):
-    """A layer on one rank. A NamedTuple, as every call of the layer makes one and hashes it."""
+    """A layer on one rank. A NamedTuple, because every call of the layer creates and hashes one."""
 
     topk: int
     hidden: int
@@ -16,5 +16,5 @@ class MoeShape(NamedTuple):
 
     @classmethod
     def of(cls, local: Experts, global_experts: int) -> "MoeShape":
-        """The shape of a layer whose part on one rank is `local`."""
+        """The shape of a layer, given its part on one rank."""
         return cls(local.topk, local.hidden, local.intermediate, local.experts, global_experts)

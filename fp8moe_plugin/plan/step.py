@@ -1,9 +1,9 @@
-"""The plan of a step: every choice that a mixture-of-experts layer makes for one step is a field of its `StepPlan`.
+"""The plan of a step: what a mixture-of-experts layer chooses by its shape and the number of tokens.
 
-With `settings.batch_invariant` each sum is made in one order, whatever the number of tokens: K is never split, and the
-small-batch kernels are not used. The kind of tile may still change with the number of tokens: a tensor core rounds a
-product of weights and tokens as one of tokens and weights. PTX does not promise that;
-tests/gpu/test_batch_invariance.py checks it for every kind and width of tile.
+With `settings.batch_invariant` every sum is computed in the same order for any number of tokens: K is never split, and
+the small-batch kernels are not used. The tiles may still depend on the number of tokens, because wgmma rounds the same
+whether the tokens are its first or its second operand. PTX does not guarantee that;
+tests/gpu/test_batch_invariance.py checks it for every tile size.
 """
 
 import functools
@@ -57,13 +57,13 @@ from fp8moe_plugin.settings import batch_invariant
 # Plans are compared by identity, which is fast: a shape has one plan for each number of tokens.
 @dataclass(frozen=True, eq=False)
 class SmallBatchStep:
-    """Few tokens: two kernels, which find the tokens of each expert by themselves."""
+    """A step of few tokens: two kernels, which find the tokens of each expert themselves."""
 
     shape: MoeShape
     tokens: int
     padded_tokens: int  # 8 or 16
     cluster: int  # blocks that share a tile of GEMM 1 by splitting K
-    clusters: int  # of GEMM 1
+    clusters: int  # in the grid of GEMM 1
     down_splits: int  # blocks that share 128 channels of GEMM 2 by splitting K
     gate_up: KernelKey
     down: KernelKey
@@ -72,18 +72,18 @@ class SmallBatchStep:
 
 @dataclass(frozen=True, eq=False)
 class SortedStep:
-    """More tokens: their rows are sorted by expert and cut into tiles, which both GEMMs work through."""
+    """A step of more tokens: rows are sorted by expert and cut into tiles, which both GEMMs share."""
 
     shape: MoeShape
     tokens: int
-    tile_rows: int  # rows of a tile: FEW_ROWS_TILE or MANY_ROWS_TILE
-    route_chunks: int  # blocks of route; if there are several, count_experts runs first
-    gathers: bool  # GEMM 1 looks up the tokens of its rows, instead of reading a copy for each expert
+    tile_rows: int  # rows per tile: FEW_ROWS_TILE or MANY_ROWS_TILE
+    route_chunks: int  # blocks of route; with more than one, count_experts runs first
+    gathers: bool  # GEMM 1 gathers the tokens of its rows, instead of reading a copy for each expert
     k_splits: int  # blocks that share a tile of GEMM 1 by splitting K
-    row_counters: int  # counters that GEMM 1 keeps for each row tile
-    early_down: bool  # GEMM 2 starts before GEMM 1 ends, and waits for the rows of each tile
+    row_counters: int  # counters per row tile of GEMM 1
+    early_down: bool  # GEMM 2 starts (PDL) before GEMM 1 has finished, and waits for the rows of each tile
     keep_b: bool  # GEMM 2 keeps weights in shared memory from tile to tile
-    columns_at_once: int  # columns of tiles that a block of GEMM 2 takes; of the kernel for few rows
+    columns_at_once: int  # column tiles that a block of GEMM 2 takes at once, in the kernel for few rows
     quantize: KernelKey
     gate_up: KernelKey
     down: KernelKey
@@ -91,12 +91,12 @@ class SortedStep:
 
     @property
     def rows(self) -> int:
-        """Of all experts, if no id is out of range."""
+        """The number of rows of all experts if no id is out of range."""
         return self.tokens * self.shape.topk
 
     @property
     def few_rows(self) -> bool:
-        """Whether the GEMMs are those for few rows an expert, which stream the weights."""
+        """Whether the GEMMs are those for few rows per expert, which stream the weights."""
         return self.tile_rows == FEW_ROWS_TILE
 
 
@@ -122,9 +122,9 @@ def _plan_step(shape: MoeShape, tokens: int, ue8m0: bool, multiprocessors: int, 
 
 
 def few_rows_tokens(topk: int, global_experts: int) -> int:
-    """The longest step for which a layer takes the tiles for few rows, which stream the weights.
+    """The most tokens for which a layer takes the kernels for few rows, which stream the weights.
 
-    With 16 rows an expert they are up to 4% faster than those for many rows, with 32 up to 17% slower.
+    With 16 rows per expert they are up to 4% faster than those for many rows, with 32 up to 17% slower.
     """
     return FEW_ROWS_PER_EXPERT * global_experts // topk
 
@@ -135,10 +135,10 @@ def few_rows_tokens(topk: int, global_experts: int) -> int:
 def small_batch_tokens(shape: MoeShape, tokens: int) -> int:
     """Padded token count (8 or 16), or 0 if the small-batch path does not apply.
 
-    Every tile multiplies all tokens of the batch, though an expert has few of them. That costs nothing as long as
-    loading weights takes the time, and saves the launches that sort the tokens. Where a rank is likely to read many
-    weights, the other kernels stream them 3% faster. A wide batch needs longer parts of K than the blocks of a cluster
-    have if `hidden` is small.
+    Every tile multiplies all tokens of the batch, though an expert has only some of them. That costs nothing while the
+    kernels are bound by loading weights, and saves the launches that sort the tokens. If a rank is expected to read
+    many weights, the other kernels stream them 3% faster. With more than 8 tokens, each block of a cluster needs
+    MIN_K_BLOCKS, which it does not have if `hidden` is small.
     """
     topk, hidden, intermediate, local_experts, global_experts = shape
     pairs = tokens * topk
@@ -173,7 +173,7 @@ def small_batch_step(
 
 
 def gate_up_cluster(padded_tokens: int, hidden: int) -> int:
-    """Blocks that share a tile of gate_up_small_batch by splitting K: as few as have room for it."""
+    """Blocks that share a tile of gate_up_small_batch by splitting K: as few as can hold K."""
     clusters = (cluster for tokens, cluster in SMALL_BATCH_STAGES if tokens == padded_tokens)
     return min(cluster for cluster in clusters if hidden <= SMALL_BATCH_STEPS * GROUP * cluster)
 
@@ -181,8 +181,8 @@ def gate_up_cluster(padded_tokens: int, hidden: int) -> int:
 def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
     """How many clusters of gate_up_small_batch share at most `tiles` tiles.
 
-    Fewer than would fill the GPU: where its parts do not divide into clusters evenly, two clusters share
-    multiprocessors. With few tiles each, that costs less than one round of tiles more.
+    With many tiles, fewer than one block per SM: the GPCs do not divide evenly into clusters, so the last clusters
+    would share SMs with others. With few tiles per cluster, sharing costs less than another wave of tiles.
     """
     clusters = max(multiprocessors // cluster, 2)
     fewer = max(clusters - SPARE_MULTIPROCESSORS // cluster, 1)
@@ -192,7 +192,7 @@ def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
 def down_splits(hidden: int, padded_tokens: int) -> int:
     """Blocks that share 128 channels of down_small_batch by splitting K.
 
-    As few as keep up with GEMM 1, which runs at the same time: more would take memory bandwidth from it.
+    As few as keep up with GEMM 1, which runs concurrently: more would take memory bandwidth from it.
     """
     return min(ceil_div(DOWN_BLOCKS[padded_tokens], hidden // GROUP), CLUSTER_SPLITS)
 
@@ -201,7 +201,7 @@ def down_splits(hidden: int, padded_tokens: int) -> int:
 
 
 def sorted_step(shape: MoeShape, tokens: int, tile_rows: int, ue8m0: bool, invariant: bool) -> SortedStep:
-    """The plan of a step in tiles of `tile_rows`."""
+    """The plan of a step in tiles of `tile_rows` rows."""
     topk, hidden, intermediate, local_experts, global_experts = shape
     rows, few_rows = tokens * topk, tile_rows == FEW_ROWS_TILE
     rows_per_expert = rows / global_experts
@@ -228,10 +228,10 @@ def sorted_step(shape: MoeShape, tokens: int, tile_rows: int, ue8m0: bool, invar
 
 
 def k_splits(rows: int, shape: MoeShape) -> int:
-    """Into how many parts of K a tile of gate_up_few_rows is split.
+    """How many blocks share a tile of gate_up_few_rows by splitting K.
 
-    As many as leave each multiprocessor of an H200 at most one part, while the sums of the parts, which go through
-    memory, are few bytes. That depends on the number of tokens, but not on how they are routed.
+    As many as give each SM of an H200 at most one part, while the partial sums, which go through global memory, are at
+    most SPLIT_BYTES. This depends on the number of tokens, but not on their routing.
     """
     tiles, nbytes = min(rows, shape.local_experts) * (shape.intermediate // GROUP), 8 * rows * shape.intermediate
     limit = min(MULTIPROCESSORS // tiles, SPLIT_BYTES // nbytes)

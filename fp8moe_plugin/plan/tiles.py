@@ -3,12 +3,12 @@
 from fp8moe_plugin.checkpoint.shapes import ceil_div
 from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, PAIRS_PER_CHUNK, TAIL_ROWS
 
-# Rows that the kernels multiply at a time: a tile is padded to one of these.
+# Rows that the kernels can multiply at once: a tile is padded to one of these.
 _PADDED_ROWS = {FEW_ROWS_TILE: (8, 16, 32, 64), MANY_ROWS_TILE: (64, 128, MANY_ROWS_TILE + TAIL_ROWS)}
 
 
 def row_tiles(rows: int, tile_rows: int) -> list[int]:
-    """The sizes of the tiles of an expert's rows, as the kernels cut them (csrc/pipeline/tile_table.cuh)."""
+    """The rows of each tile of an expert with `rows` rows, as the kernels cut them (csrc/pipeline/tile_table.cuh)."""
     full, rest = divmod(rows, tile_rows)
     if count_row_tiles(rows, tile_rows) > full:
         return [tile_rows] * full + [rest]
@@ -23,21 +23,21 @@ def count_row_tiles(rows: int, tile_rows: int) -> int:
 
 
 def computed_rows(rows: int, tile_rows: int) -> int:
-    """How many rows the kernels multiply for an expert that has `rows`: with padding."""
+    """How many rows, including padding, the kernels multiply for an expert that has `rows` rows."""
     padded = _PADDED_ROWS[tile_rows]
     return sum(min(size for size in padded if size >= tile) for tile in row_tiles(rows, tile_rows))
 
 
 def tile_capacity(rows: int, groups: int, tile_rows: int) -> int:
-    """The most tiles that `rows` rows in at most `groups` groups can have; at least 1."""
+    """The most row tiles that `rows` rows in at most `groups` groups can have; at least 1."""
     return max(1, min(rows, rows // tile_rows + groups))
 
 
 def route_chunks(pairs: int) -> int:
-    """Into how many chunks route divides the (token, expert) pairs of a step; several are counted first."""
+    """The number of chunks into which route divides (token, expert) pairs; more than one are counted first."""
     return max(1, ceil_div(pairs, PAIRS_PER_CHUNK))
 
 
 def scale_rows(rows: int) -> int:
-    """The distance between the K-major scales of two k blocks, in elements: a multiple of 16 bytes."""
+    """The stride between K blocks of K-major scales, in elements: a multiple of 16 bytes."""
     return ceil_div(rows, 4) * 4
