@@ -1,4 +1,4 @@
-"""The wheel stands on its own: where there is no vLLM it imports, registers, and compiles every kernel.
+"""Check that the wheel works without vLLM: it imports, registers, and compiles every kernel.
 
 Runs with the Python of an environment that has uv and torch; installs the wheel into a new environment.
 """
@@ -43,7 +43,7 @@ def main() -> None:
         check_sources(wheel)
         python = Path(scratch, "env", "bin", "python")
         run([*UV, "venv", "--quiet", "--python", sys.executable, str(python.parents[1])])
-        torch = f"torch=={metadata.version('torch')}"  # the build that is downloaded already
+        torch = f"torch=={metadata.version('torch')}"  # the build that is already downloaded
         run([*UV, "pip", "install", "--quiet", "--python", str(python), *find_links(), str(wheel), torch])
         run([str(python), "-I", "-c", IMPORT], cwd=scratch)
         run([str(python.with_name("fp8moe-warmup")), "--bundle", "kernels.tar"], cwd=scratch, PATH="", HOME=scratch)
@@ -65,7 +65,7 @@ def find_links() -> list[str]:
 
 
 def run(command: list[str], cwd: str | None = None, **variables: str) -> None:
-    """Run a command that says by itself what is wrong; with `variables` alone in its environment, if there are any."""
+    """Run a command, which reports its own failures; if `variables` are given, they are its whole environment."""
     if subprocess.run(command, cwd=cwd, env=variables or None).returncode:
         sys.exit(f"failed: {shlex.join(command[:3])}")
 

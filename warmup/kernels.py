@@ -1,4 +1,4 @@
-"""`list`, `verify` and `compile`: the kernels of a plan, whether they are there, and making those that are not."""
+"""`list`, `verify` and `compile`: the kernels that a checkpoint needs, which of them exist, and compiling the rest."""
 
 import contextlib
 import ctypes
@@ -26,20 +26,20 @@ from fp8moe_plugin.plan import KernelKey, all_kernels, model_kernels
 from warmup import interrupts
 from warmup.report import KernelReport, State
 
-Plan = dict[KernelKey, str]  # and why
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what a user or a system ends a command with
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-PATIENCE_S = 180  # 60 times what the slowest kernel takes, and longer than any wait for another process's lock
+Plan = dict[KernelKey, str]  # the kernels to compile, each with the reason
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals with which a user or the system ends a command
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+PATIENCE_S = 180  # 60 times the time of the slowest kernel, and longer than any wait for another process's lock
 Outcome = dict[str, Any]  # fields of a KernelReport
 
 
 def plan_of(model: Model | None) -> Plan:
-    """The kernels of a checkpoint, or all there are."""
-    return model_kernels(model) if model else dict.fromkeys(all_kernels(), "every kernel there is")
+    """The kernels of a checkpoint, or all kernels."""
+    return model_kernels(model) if model else dict.fromkeys(all_kernels(), "every existing kernel")
 
 
 def look_up(plan: Plan) -> list[KernelReport]:
-    """What serving would find of each kernel, in the bundle or in the cache."""
+    """Look each kernel up as serving would, in the bundle and in the cache."""
 
     def find(key: KernelKey) -> tuple[bytes, str]:
         found = lookup.find(key)
@@ -49,21 +49,21 @@ def look_up(plan: Plan) -> list[KernelReport]:
 
 
 def look_into(archive: Path, plan: Plan) -> list[KernelReport]:
-    """What a bundle holds of each kernel. Raises `CacheError` if it is none."""
+    """Look each kernel up in a bundle. Raises `CacheError` if the file is not a bundle."""
     kernels = bundle.read_bundle(archive)
     place, compiler = shown_text(archive), kernels.manifest.compiler
     return [_report(key, why, lambda key: (kernels.cubin(key), place), compiler) for key, why in plan.items()]
 
 
 def compile_missing(plan: Plan) -> list[KernelReport]:
-    """Compile what the cache lacks, on all cores; what is done stays done, whatever happens to the rest.
+    """Compile the kernels that the cache lacks, on all cores. Finished kernels are kept, whatever happens to the rest.
 
-    Progress goes to standard error: a bar on a terminal, else a line for each kernel.
+    Progress goes to standard error: a bar on a terminal, otherwise a line per kernel.
 
     Raises:
         CacheError: the cache cannot be used.
-        CompileError: the compiling processes do nothing any more.
-        UnsupportedError: this machine cannot run them.
+        CompileError: the compiling processes hang.
+        UnsupportedError: this machine cannot run compiling processes.
     """
     reports = {key: _in_cache(key, why) for key, why in plan.items()}
     missing = [key for key, report in reports.items() if report.state != State.PRESENT]
@@ -72,7 +72,7 @@ def compile_missing(plan: Plan) -> list[KernelReport]:
     cache.require_usable()
     progress = tqdm(total=len(missing), unit="kernel", desc="compiling", disable=None)
     with _pool(len(missing)) as pool, progress as bar:
-        with interrupts.held_back(*ENDING):  # a process that is only half started would print a traceback
+        with interrupts.held_back(*ENDING):  # a process interrupted during its start would print a traceback
             futures = {_submit(pool, key): key for key in missing}
         for done, future in enumerate(_as_completed(futures), start=1):
             key = futures[future]
@@ -84,7 +84,7 @@ def compile_missing(plan: Plan) -> list[KernelReport]:
 
 
 def _submit(pool: ProcessPoolExecutor, key: KernelKey) -> Future[Outcome]:
-    """A process that dies while others are being started breaks the pool already here."""
+    """Submit a kernel. If a process dies while others are being started, the pool is already broken here."""
     try:
         return pool.submit(_compile, key)
     except BrokenProcessPool as error:
@@ -95,10 +95,9 @@ def _submit(pool: ProcessPoolExecutor, key: KernelKey) -> Future[Outcome]:
 
 @contextlib.contextmanager
 def _pool(tasks: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that compile; whatever ends this one, none of them is left over.
+    """Processes that compile; none of them outlives this process, however it ends.
 
-    They are spawned, as NVRTC does not survive a fork. Killing them costs nothing: an entry of the cache is whole, or
-    not there.
+    They are spawned, because NVRTC does not survive a fork. Killing them is safe: cache entries are written atomically.
     """
     pool = _new_pool(tasks)
     with interrupts.raised(*ENDING):
@@ -113,7 +112,7 @@ def _pool(tasks: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _new_pool(tasks: int) -> ProcessPoolExecutor:
-    resource_tracker.ensure_running()  # it removes the pool's semaphores, so it has to be there before them
+    resource_tracker.ensure_running()  # removes the pool's semaphores, so it must exist before them
     processes = min(tasks, len(os.sched_getaffinity(0)))
     try:
         return ProcessPoolExecutor(processes, get_context("spawn"), _prepare_worker, (os.getpid(),))
@@ -121,16 +120,16 @@ def _new_pool(tasks: int) -> ProcessPoolExecutor:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise
         raise UnsupportedError(
-            f"The compiling processes need semaphores in /dev/shm, which cannot be made: {error.strerror}. "
-            "Mount /dev/shm as a tmpfs that can be written and has room."
+            f"The compiling processes need semaphores in /dev/shm, which cannot be created: {error.strerror}. "
+            "Mount /dev/shm as a writable tmpfs with free space."
         ) from error
 
 
 def _prepare_worker(parent: int) -> None:
-    """A terminal's interrupt is for the parent to heed; the parent's death, even by SIGKILL, ends this process."""
+    """Leave a terminal's interrupt to the parent, and die with the parent, even if it is killed by SIGKILL."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before prctl, which then sends no signal
+    if os.getppid() != parent:  # the parent died before prctl, which then sends no signal
         os._exit(1)
 
 
@@ -142,13 +141,13 @@ def _as_completed(futures: Collection[Future[Outcome]]) -> Iterator[Future[Outco
         if not done:
             raise CompileError(
                 f"No kernel was compiled for {PATIENCE_S} s, so the compiling processes were stopped. The compiler "
-                "may need more memory than it gets: raise the limit (ulimit -v), and run the command again to go on."
+                "may need more memory: raise the limit (ulimit -v), and run the command again to continue."
             )
         yield from done
 
 
 def _compile(key: KernelKey) -> Outcome:
-    """Runs in a process of the pool."""
+    """Compile a kernel, in a process of the pool."""
     start = time.perf_counter()
     try:
         made = lookup.compile_into_cache(key)
@@ -167,7 +166,10 @@ def _outcome(future: Future[Outcome]) -> Outcome:
     try:
         return future.result()
     except BrokenProcessPool:
-        return {"state": State.FAILED, "detail": "a compiling process was killed; run again, what is done is kept"}
+        return {
+            "state": State.FAILED,
+            "detail": "a compiling process was killed; run the command again, finished kernels are kept",
+        }
 
 
 def _in_cache(key: KernelKey, why: str) -> KernelReport:
@@ -177,7 +179,12 @@ def _in_cache(key: KernelKey, why: str) -> KernelReport:
 def _report(
     key: KernelKey, why: str, find: Callable[[KernelKey], tuple[bytes, str]], compiler: str | None = None
 ) -> KernelReport:
-    """`find` gives a cubin and where it is, or raises `Missing`; `compiler` names the entry."""
+    """The state of a kernel.
+
+    Args:
+        find: returns a cubin and its place, or raises `Missing`.
+        compiler: determines the name of the entry.
+    """
     known = {"kernel": str(key), "why": why, "entry": entry_name(key, compiler or _compiler())}
     try:
         cubin, place = find(key)
@@ -212,18 +219,20 @@ def _line(report: KernelReport) -> str:
 
 
 def write_bundle(path: Path, plan: Plan) -> bytes:
-    """Write the kernels, which the cache has, into an archive; returns its bytes.
+    """Write kernels from the cache to a bundle. Returns its bytes.
 
     Raises:
-        CacheError: a kernel has gone from the cache, or the archive cannot be written.
+        CacheError: a kernel was removed from the cache, or the bundle cannot be written.
     """
     try:
         return bundle.write_bundle(path, {key: cache.read(_entry(key)) for key in plan})
     except cache.Missing as missing:
-        raise CacheError(f"A kernel has gone from the cache meanwhile: {missing}. Run the command again.") from missing
+        raise CacheError(
+            f"A kernel was removed from the cache in the meantime: {missing}. Run the command again."
+        ) from missing
 
 
 def table(reports: list[KernelReport]) -> str:
-    """A line for each kernel: its state, and why it is needed."""
+    """A line per kernel: its state, and why it is needed."""
     width = max(len(report.kernel) for report in reports)
     return "\n".join(f"{report.state:8s}  {report.kernel:{width}s}  {report.why}" for report in reports)

@@ -151,7 +151,7 @@ def faults(report: PerplexityReport) -> list[str]:
     found = [f"{name} failed: {engine.error}" for name, engine in report.engines.items() if engine.error]
     ours = report.engines.get(OURS)
     if ours and not ours.error and not ours.against_bf16 and not report.ours_against_built_in:
-        found.append(f"{OURS} is held against nothing, neither {TWIN} nor {', '.join(BUILT_IN)}")
+        found.append(f"{OURS} is not compared with anything, neither {TWIN} nor {', '.join(BUILT_IN)}")
     if ours and ours.against_bf16 and abs(ours.against_bf16.percent) > LARGEST_DIFFERENCE:
         found.append(f"{OURS} is {ours.against_bf16} off BF16, more than {LARGEST_DIFFERENCE}%")
     for name, off in report.ours_against_built_in.items():

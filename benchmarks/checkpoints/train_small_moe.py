@@ -44,7 +44,7 @@ EVALUATED = 32  # windows at once
 class Recipe:
     shape: Shape
     steps: int
-    batch: int  # windows a step
+    batch: int  # windows per step
     learning_rate: float
 
 

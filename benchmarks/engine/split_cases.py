@@ -117,7 +117,7 @@ CASES = {
         "reloaded, then experts moved vs loaded where they ended", "placed after reload", "reloaded, moved", "bits"
     ),
     "odd-deepseek": Case(
-        "192 of 384 channels a rank vs one GPU", "deepseek odd tp2", "deepseek odd", twin="deepseek odd twin"
+        "192 of 384 channels per rank vs one GPU", "deepseek odd tp2", "deepseek odd", twin="deepseek odd twin"
     ),
-    "odd-qwen": Case("192 of 384 channels a rank vs one GPU", "qwen odd tp2", "qwen odd", twin="qwen odd twin"),
+    "odd-qwen": Case("192 of 384 channels per rank vs one GPU", "qwen odd tp2", "qwen odd", twin="qwen odd twin"),
 }

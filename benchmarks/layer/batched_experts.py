@@ -121,7 +121,7 @@ BACKENDS = {"fp8moe": ours, "deepgemm": deepgemm}
 
 
 def engine_estimate(expected_m: int, max_m: int) -> int:
-    """The result of vLLM's `estimate_expected_m` in an engine with so many rows per expert on average."""
+    """The result of vLLM's `estimate_expected_m` in an engine with this many rows per expert on average."""
     return min(max_m, max(16, ceil_div(expected_m, 16) * 16))
 
 
@@ -204,7 +204,7 @@ def peer_over_ours(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--expected-m", default="1,8,32,64,128,256", help="rows an expert on average")
+    parser.add_argument("--expected-m", default="1,8,32,64,128,256", help="rows per expert on average")
     parser.add_argument("--out", type=Path, help="the report, rewritten after each shape")
     args = parser.parse_args()
     names = args.shapes.split(",")
@@ -223,7 +223,7 @@ def main() -> None:
                 drawn = [random_counts(generator, shape, expected_m) for _ in range(16 if expected_m <= 64 else 4)]
                 active = sum(int((counts > 0).sum()) for counts in drawn) / len(drawn)
                 case = {"shape": name, "max_m": max_m, "expected_m": expected_m, "active_experts": active}
-                print(f"{name}, slabs of {max_m}, {expected_m} rows an expert, {active:.1f} experts", flush=True)
+                print(f"{name}, slabs of {max_m}, {expected_m} rows per expert, {active:.1f} experts", flush=True)
                 results = measure_all(shape, slab, layers, drawn, expected_m)
                 for backend, result in results.items():
                     rows.append(case | {"backend": backend} | result)

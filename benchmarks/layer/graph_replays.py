@@ -6,7 +6,7 @@ There is one graph per shape and number of tokens, all from one memory pool, so 
 the graphs in turn, in an order that is drawn anew for each round. A step draws tokens, router weights and ids, copies
 them into the inputs of its graph, fills the graph's result with NaN, replays, and calls `fused_moe` on the same
 tensors: the two results must be equal in every bit, and must differ from the graph's previous result. The kinds of
-routing take turns: uniform; skewed (few experts get most tokens); ids of -1 here and there; and no experts for the
+routing alternate: uniform; skewed (few experts get most tokens); ids of -1 here and there; and no experts for the
 second half of the tokens, as in a step that is padded to the size of a graph.
 
 Graphs must contain only kernels, no copies or allocations; torch must not allocate during a replay
@@ -172,7 +172,7 @@ def random_layer(shape: Shape) -> Layer:
 
 
 def replay(graphs: list[CapturedLayer], steps: int, seed: int) -> dict[str, Any]:
-    """The results of so many steps, after two rounds of each kind as warm-up."""
+    """The results of this many steps, after two warm-up rounds of each kind of routing."""
     generator, order = torch.Generator("cuda").manual_seed(seed), turns(len(graphs), random.Random(seed))
     for index, kind in itertools.islice(order, 2 * len(KINDS) * len(graphs)):
         graphs[index].step(generator, kind)
@@ -207,7 +207,7 @@ def faults(results: dict[str, Any]) -> list[str]:
         if graph["repeated"]:
             found.append(f"{where}: {graph['repeated']} of {graph['steps']} steps gave the result of the step before")
         if set(graph["nodes"]) != {"kernel"}:
-            found.append(f"{where}: the graph has nodes that are no kernels: {graph['nodes']}")
+            found.append(f"{where}: the graph has nodes other than kernels: {graph['nodes']}")
         if graph["allocations_in_replays"]:
             found.append(f"{where}: {graph['allocations_in_replays']} allocations in replays")
     growth = results["memory_growth"]

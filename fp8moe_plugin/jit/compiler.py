@@ -1,4 +1,4 @@
-"""CUDA C++ to cubin with NVRTC, in memory: needs no GPU, no CUDA toolkit and no compiler but NVRTC's wheel."""
+"""Compiling CUDA C++ to cubins with NVRTC, in memory. Needs only NVRTC's wheel: no GPU, CUDA toolkit or compiler."""
 
 import functools
 import hashlib
@@ -13,13 +13,13 @@ from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.plan.constants import MACROS
 
 ARCH = "sm_90a"
-OPTIONS = {"arch": ARCH, "std": "c++17"}  # all that change what is compiled
+OPTIONS = {"arch": ARCH, "std": "c++17"}  # all options that affect the machine code
 _INCLUDE = re.compile(r'^#include "(.+)"$')
 
 
 class Compiled(NamedTuple):
     cubin: bytes
-    faults: list[str]  # what ptxas reports and a kernel should not have, see _faults
+    faults: list[str]  # lines of ptxas' report that should not be there, see _faults
 
 
 def compile_kernel(key: KernelKey) -> Compiled:
@@ -31,7 +31,7 @@ def compile_kernel(key: KernelKey) -> Compiled:
     from cuda.core import Program, ProgramOptions
 
     compiler = nvrtc_version()
-    # NVRTC's own cache would leave out ptxas' report
+    # a result from NVRTC's own cache would come without ptxas' report
     options = ProgramOptions(name=f"{key.source}.cu", ptxas_options=["-v"], no_cache=True, **OPTIONS)
     log = io.StringIO()
     try:
@@ -46,10 +46,12 @@ def compile_kernel(key: KernelKey) -> Compiled:
 
 
 def entry_name(key: KernelKey, compiler: str) -> str:
-    """Names a cubin, by the hash of all that the compiler reads, and of the compiler; no path, no time, no host.
+    """The file name of a cubin, with a hash of everything that the compiler reads and of the compiler's version.
+
+    It does not depend on paths, times or the machine.
 
     Args:
-        compiler: as `nvrtc_version` gives it.
+        compiler: the result of `nvrtc_version`, here or on another machine.
     """
     parts = (translation_unit(key), *OPTIONS.values(), compiler)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -58,10 +60,10 @@ def entry_name(key: KernelKey, compiler: str) -> str:
 
 @functools.cache
 def nvrtc_version() -> str:
-    """The compiler's version, to the patch where NVRTC is the one of its own package: NVRTC itself tells two numbers.
+    """The compiler's version, with the patch level if NVRTC comes from its own package: NVRTC reports only two numbers.
 
     Raises:
-        CompileError: NVRTC cannot be loaded, or does not tell.
+        CompileError: NVRTC cannot be loaded, or does not report its version.
     """
     from cuda.bindings import nvrtc
 
@@ -83,18 +85,18 @@ def nvrtc_version() -> str:
 
 
 def macros(key: KernelKey) -> tuple[tuple[str, int], ...]:
-    """The macros that a kernel is compiled with: its own, its launch's, and the constants shared by all."""
+    """The macros that a kernel is compiled with: its own, those of its launch, and the constants that all share."""
     return *key.defines, ("THREADS", key.threads), ("SMEM_BYTES", key.smem_bytes), *MACROS.items()
 
 
 def translation_unit(key: KernelKey) -> str:
-    """The text that is compiled: the macros, then the source with its includes in place."""
+    """The text that is compiled: the macros, then the source with its includes expanded."""
     lines = "".join(f"#define {name} {value}\n" for name, value in macros(key))
     return lines + _expand(f"{key.source}.cu", set())
 
 
 def _expand(name: str, seen: set[str]) -> str:
-    """The text of a csrc file, each include replaced by its text once; #line keeps messages pointing at the files."""
+    """The text of a csrc file with each include expanded once; #line makes the compiler's messages name the files."""
     seen.add(name)
     lines = [f'#line 1 "{name}"']
     for number, line in enumerate(_csrc_text(name).splitlines(), start=1):
@@ -114,10 +116,10 @@ def _csrc_text(name: str) -> str:
 
 
 def _faults(report: str) -> list[str]:
-    """The lines of ptxas' report that show local memory in use, a warning, or lost speed.
+    """The lines of ptxas' report that show local memory, a warning, or a loss of performance.
 
-    Local memory is an array or spilled registers. Speed is lost where ptxas cannot follow the registers of wgmma: each
-    then waits for the one before.
+    Local memory holds arrays or spilled registers. Performance is lost if ptxas cannot track the registers of wgmma
+    instructions and serializes them.
     """
     lines = [line.strip() for line in report.splitlines()]
     usage = [line for line in lines if "bytes stack frame" in line]

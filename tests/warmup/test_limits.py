@@ -42,8 +42,8 @@ def test_semaphores_that_cannot_be_made_are_named(
     monkeypatch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", refused)
     assert main([]) == 1
     assert capsys.readouterr().err == (
-        f"error: The compiling processes need semaphores in /dev/shm, which cannot be made: {os.strerror(code)}. "
-        "Mount /dev/shm as a tmpfs that can be written and has room.\n"
+        f"error: The compiling processes need semaphores in /dev/shm, which cannot be created: {os.strerror(code)}. "
+        "Mount /dev/shm as a writable tmpfs with free space.\n"
     )
 
 

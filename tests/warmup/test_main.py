@@ -124,7 +124,7 @@ class Deadly(KernelKey):
 def test_a_killed_compiler_is_told(cache: Path) -> None:
     (report,) = kernels.compile_missing({Deadly("combine"): "why"})
     assert report.state == State.FAILED
-    assert report.detail == "a compiling process was killed; run again, what is done is kept"
+    assert report.detail == "a compiling process was killed; run the command again, finished kernels are kept"
 
 
 def children(pid: int) -> list[int]:
