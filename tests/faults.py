@@ -1,7 +1,7 @@
 """How many rounds fault tests run, and which.
 
 `make faults` sets FULL_COUNTS=1 and runs as many rounds as the tests' docstrings say. Other runs do a fiftieth of them,
-at least ten, with other random numbers each day: the seed stands in pytest's header, and FAULT_SEED=<seed> repeats it.
+at least ten, with other random numbers each day. Pytest's header shows the seed; FAULT_SEED=<seed> repeats the run.
 """
 
 import os
@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 FULL = bool(os.environ.get("FULL_COUNTS"))
-# In the environment, so that pytest's workers, and what they start, have the same one around midnight.
+# In the environment, so that pytest's workers and their child processes have the same seed around midnight.
 SEED = int(os.environ.setdefault("FAULT_SEED", str(datetime.now(UTC).toordinal())))
 Case = TypeVar("Case")
 
@@ -25,6 +25,6 @@ def draw() -> random.Random:
 
 
 def cases_of_today(cases: Iterable[Case], count: int) -> list[Case]:
-    """All cases under FULL_COUNTS=1, else `count` of them: each day the next ones, and after the last the first."""
+    """All cases under FULL_COUNTS=1, otherwise `count` of them, which rotate from day to day."""
     cases = list(cases)
     return cases if FULL else [cases[(SEED * count + i) % len(cases)] for i in range(min(count, len(cases)))]

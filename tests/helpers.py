@@ -1,4 +1,4 @@
-"""Inputs of the ops, and the float64 math that their results are held against."""
+"""Inputs of the ops, and the float64 math with which their results are compared."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -91,7 +91,7 @@ def random_routing(gen: torch.Generator, kind: str, tokens: int, topk: int, expe
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of 0xFF bytes: NaN, so that an element nobody wrote shows, and so does one written by mistake."""
+    """A tensor of 0xFF bytes, which are NaN: shows elements that were not written, and those written by mistake."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     bits(tensor).fill_(-1)
     return tensor
@@ -265,7 +265,7 @@ def assert_rounded(actual: torch.Tensor, expected: torch.Tensor) -> None:
     row_size = expected.square().mean(-1, keepdim=True).sqrt()
     error = (actual.double() - expected).abs()
     assert (error <= half_ulp * expected.abs() + 2e-3 * row_size).all()
-    if actual.numel() >= 2048:  # of fewer elements, one last bit that fell the other way is already more
+    if actual.numel() >= 2048:  # with fewer elements, a single different last bit already exceeds the bound
         assert relative_l2(actual, expected.to(actual.dtype)) <= 2e-3
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 
 def is_running(pid: int) -> bool:
-    """Not when it has ended and nobody has asked for its status yet."""
+    """Zombies do not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter when it ends between opening and reading
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between opening and reading
         return False

@@ -1,4 +1,4 @@
-"""Folders that the workers of a run have in common."""
+"""Folders that the workers of a run share."""
 
 import os
 import tempfile
@@ -10,7 +10,7 @@ from filelock import FileLock
 
 
 def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], None]) -> Path:
-    """A folder that `build` fills, in the first worker that asks for it; the others wait."""
+    """A folder that `build` fills, in the first worker that needs it; the others wait."""
     own = factory.getbasetemp()
     common = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     folder = common / name

@@ -1,4 +1,4 @@
-"""Under VLLM_BATCH_INVARIANT=1 the number of tokens decides nothing that the order of a sum depends on."""
+"""Under VLLM_BATCH_INVARIANT=1, no order of summation depends on the number of tokens."""
 
 import os
 
@@ -84,7 +84,7 @@ def test_the_kernels_are_among_those_that_a_model_loads(monkeypatch, tokens):
 @pytest.mark.parametrize(("value", "wanted"), [(None, False), ("0", False), ("1", True)])
 def test_the_variable_is_read_as_vllm_reads_it(monkeypatch, value, wanted):
     envs = pytest.importorskip("vllm.envs", reason="needs vLLM")
-    with invariance(False):  # forgets what is read here
+    with invariance(False):  # drops the values read here
         if value is None:
             monkeypatch.delenv(BATCH_INVARIANT)
         else:

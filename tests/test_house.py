@@ -39,7 +39,7 @@ def test_no_function_is_too_long() -> None:
 
 
 def test_imports_are_not_circular() -> None:
-    """Imports inside functions count: they may defer a slow import, but not break a circle."""
+    """Imports inside functions count: they may defer a slow import, but must not hide a circle."""
     graph = {name: set(imports(name, ast.parse(text(path)))) for name, path in MODULES.items()}
     assert circle(graph) is None
 

@@ -21,7 +21,7 @@ Failure = tuple[str, str, int]  # engine, call, how many such calls succeed firs
 
 
 class Process:
-    """Answers at once, or raises as `failing` says."""
+    """Answers at once, or raises if `failing` lists the call."""
 
     failing: set[Failure] = set()
     done: list[tuple[str, str]] = []

@@ -27,7 +27,7 @@ def answer(above: float = 0.0, noise: float = 0.0) -> dict[str, object]:
 
 @pytest.fixture
 def summary():
-    """Makes a report from the answers of engines, by name."""
+    """Creates a report from the answers of engines, by name."""
 
     def summary(**found):
         report = perplexity.PerplexityReport(

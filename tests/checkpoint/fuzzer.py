@@ -1,7 +1,7 @@
 """Damage a checkpoint's description in many ways and read each: `python -m tests.checkpoint.fuzzer FOLDER FIRST COUNT`.
 
-FOLDER holds a small whole checkpoint. The number of a case decides its damage; the first is FIRST. Runs in its own
-process, since it measures its memory. Prints as JSON what came out.
+FOLDER holds a small complete checkpoint. The number of a case determines the damage; the first case is FIRST. It runs
+in its own process, because it measures its memory, and prints the results as JSON.
 """
 
 import copy
@@ -23,7 +23,7 @@ from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 
 PUBLISHED = Path(__file__).parent / "configs"
 SHARD = "model-00001.safetensors"
-BOMBS = 1000  # one case of so many is as large as the limits allow
+BOMBS = 1000  # one case in this many is as large as the limits allow
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 127, 128, 2**31 - 1, 2**31, 2**63, 2**64, -(2**63), 10**400, 0.5, -0.0, 1e308,
@@ -50,7 +50,7 @@ def cut(text: bytes, rng: random.Random) -> bytes:
 
 
 def splice(text: bytes, rng: random.Random) -> bytes:
-    """A piece removed, doubled or moved elsewhere."""
+    """The bytes with a piece removed, doubled or moved."""
     a, b = sorted(rng.choices(range(len(text) + 1), k=2))
     at = rng.randrange(len(text) + 1)
     return rng.choice((text[:a] + text[b:], text[:b] + text[a:], text[:at] + text[a:b] + text[at:]))
@@ -102,7 +102,7 @@ MUTATIONS: list[Callable[[bytes, random.Random], bytes]] = [flip, cut, splice, i
 
 
 def write_case(number: int, folder: Path, sound: dict[str, bytes], configs: list[bytes], weights: int) -> None:
-    """One damaged checkpoint: of a published one the config.json, of the small one any of its files."""
+    """One damaged checkpoint: the config.json of a published one, or any file of the small one."""
     rng, texts = random.Random(number), dict(sound)
     if rng.random() < 0.4:
         texts = {"config.json": rng.choice(configs)}
@@ -119,7 +119,7 @@ def write_case(number: int, folder: Path, sound: dict[str, bytes], configs: list
 
 
 def write_shard(rng: random.Random, path: Path, header: bytes, weights: int) -> None:
-    """The header before a hole as large as the weights; now and then with another length or size."""
+    """A file with this header and a hole as large as the weights; sometimes with another length or size."""
     length, size = len(header), weights
     if rng.random() < 0.1:
         length = rng.choice((0, 1, length + 1, length // 2, 2**24 + 1, 2**64 - 1))
@@ -131,7 +131,7 @@ def write_shard(rng: random.Random, path: Path, header: bytes, weights: int) -> 
 
 
 def read(folder: Path) -> str:
-    """What came out; anything but a sound model or one of our two errors, with a short harmless message, is a fault."""
+    """The outcome. Anything but a valid model or one of our two errors with a short harmless message is a fault."""
     try:
         model = read_model(folder)
     except (CheckpointError, UnsupportedError) as error:

@@ -1,6 +1,6 @@
-"""warmup and the engine agree on a checkpoint's config.json: whether it is quantized, and what of it is refused.
+"""The warm-up and the engine agree on a config.json: on whether it is quantized, and on what is refused.
 
-The engine's side is vLLM's own code, up to the config that a quantization method is made from.
+The engine's side is vLLM's own code, up to the config from which it creates a quantization method.
 """
 
 import json

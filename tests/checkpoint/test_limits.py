@@ -1,4 +1,4 @@
-"""The largest descriptions that the limits let through, and the worst just beyond: bounded time and memory."""
+"""The largest descriptions within the limits, and the worst just beyond them, take bounded time and memory."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from fp8moe_plugin.checkpoint.headers import HEADER, INDEX, INDEX_NAME
 V3 = json.loads((Path(__file__).parent / "configs" / "DeepSeek-V3.json").read_text())
 SHARD = "model.safetensors"
 
-# The peak by the kernel's count of this process alone; ru_maxrss would start at the peak of the parent.
+# The kernel's count of this process's peak; ru_maxrss would start at the peak of the parent.
 READ = """
 import sys, time
 from pathlib import Path
@@ -36,7 +36,7 @@ print(time.process_time() - start, peak() - before, found)
 
 
 def read(folder: Path) -> tuple[float, float, str]:
-    """Seconds, MiB, and what came out."""
+    """Seconds, MiB, and the outcome."""
     done = subprocess.run([sys.executable, "-c", READ, str(folder)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     seconds, mib, found = done.stdout.split(maxsplit=2)
@@ -44,7 +44,7 @@ def read(folder: Path) -> tuple[float, float, str]:
 
 
 def filled(head: bytes, piece: bytes, tail: bytes, size: int, count: int = 2**31) -> bytes:
-    """`size` bytes of as many pieces as fit and may be."""
+    """`size` bytes of as many pieces as fit and are allowed."""
     count = min(count, (size - len(head) - len(tail)) // len(piece))
     text = head + piece * count + tail
     return text + b" " * (size - len(text))

@@ -1,4 +1,4 @@
-"""What is read from a checkpoint's description; that a hostile one is refused, and how."""
+"""What is read from a checkpoint's description, and how hostile ones are refused."""
 
 import json
 import math
@@ -122,7 +122,7 @@ REPLICATED = ("self_attn.fused_qkv_a_proj", "self_attn.kv_a_proj_with_mqa", "sel
 
 
 def describe(folder: Path, config: Any, **changes: Any) -> Path:
-    """A checkpoint of which only the description is there."""
+    """A checkpoint that consists only of its description."""
     (folder / "config.json").write_text(json.dumps(config | changes if changes else config))
     return folder
 
@@ -273,7 +273,7 @@ KINDS = (
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_unquantized_layers_are_those_of_vllm(kind):
-    """By every pair of names: what vLLM skips is skipped, what it refuses is refused."""
+    """For every pair of names, what vLLM skips is skipped, and what it refuses is refused."""
     quant_utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.quant_utils")
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
@@ -694,7 +694,7 @@ def test_blobs_that_models_of_the_cache_share(tmp_path):
 @pytest.mark.parametrize("step", ["realpath", "open", "readlink", "fstat"])
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_file_that_is_exchanged_for_a_link_while_it_is_opened(tmp_path, monkeypatch, step, call):
-    """After any step of opening: read is the file that was judged, or nothing."""
+    """A file may be replaced after any step of opening: only the file that was checked is ever read."""
     path, secret = tmp_path / "checkpoint" / "config.json", tmp_path / "secret"
     path.parent.mkdir()
     path.write_bytes(b"public")

@@ -45,7 +45,7 @@ def test_a_rank_holds_whole_blocks_and_no_more_than_it_must(intermediate: int, r
     assert local_intermediate(intermediate, ranks) == channels
     assert channels % GROUP == 0
     assert channels * ranks >= intermediate
-    assert (channels - GROUP) * ranks < intermediate  # whichever way whole blocks are shared, some rank has as many
+    assert (channels - GROUP) * ranks < intermediate  # however whole blocks are distributed, some rank has this many
     assert padding_share(intermediate, ranks) == pytest.approx(channels / (intermediate / ranks) - 1)
 
 

@@ -1,4 +1,4 @@
-"""The documents are current, and what refers to them refers to something that exists."""
+"""The documents are current, and references to them and in them resolve."""
 
 import ast
 import re
@@ -22,7 +22,7 @@ RESULTS = re.compile(r"\bbenchmarks/results/[\w.-]+\.(?:json|svg)\b")
 
 @cache
 def tracked(*patterns: str) -> list[Path]:
-    """Files in the repository; new ones that git does not ignore count, too."""
+    """Files in the repository, including new ones that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     return [ROOT / name for name in listed if name and (ROOT / name).is_file()]
@@ -30,7 +30,7 @@ def tracked(*patterns: str) -> list[Path]:
 
 @cache
 def anchors(document: Path) -> set[str]:
-    """What GitHub makes of the headings."""
+    """The anchors that GitHub derives from the headings."""
     headings = re.findall(r"^#+ (.*)$", without_code(document.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -40,7 +40,7 @@ def without_code(text: str) -> str:
 
 
 def missing(source: Path, target: str, base: Path) -> str | None:
-    """A complaint if the file, or the section after `#`, does not exist."""
+    """An error message if the file, or the section after `#`, does not exist."""
     name, _, anchor = target.partition("#")
     document = (base / name).resolve() if name else source
     if not document.exists():

@@ -1,4 +1,4 @@
-"""Archives of compiled kernels: the same bytes each time, and nothing wrong comes out of a damaged one."""
+"""Bundles of compiled kernels: reproducible bytes, and no wrong kernel from a damaged one."""
 
 import errno
 import io
@@ -37,7 +37,7 @@ def path(cubins: dict[KernelKey, bytes], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def promptly() -> Iterator[None]:
-    """Fails a test that takes half a minute, rather than wait for it."""
+    """Fail a test that takes half a minute."""
     before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it takes too long"))
     signal.alarm(30)
     yield
@@ -213,13 +213,13 @@ def test_a_folder_that_is_not_there_is_told(cubins: dict[KernelKey, bytes], tmp_
 
 
 def sealed(header: bytes) -> bytes:
-    """A header whose checksum is right, whatever it says."""
+    """A header with a valid checksum and any content."""
     blank = header[: CHECKSUM.start] + b" " * 8 + header[CHECKSUM.stop :]
     return blank[: CHECKSUM.start] + b"%06o\0 " % sum(blank) + blank[CHECKSUM.stop :]
 
 
 def number(value: int) -> bytes:
-    """A size in the base-256 form, which holds more than any file has, and less than nothing."""
+    """A size in base-256 encoding, which can exceed any file and can be negative."""
     return (b"\xff" if value < 0 else b"\x80") + (value % (1 << 88)).to_bytes(11, "big")
 
 
@@ -258,7 +258,7 @@ def test_an_archive_of_anything_but_files_is_refused(path: Path, crafted: bytes)
 
 
 def mutated(archive: bytes, starts: list[int], draw: random.Random) -> bytes:
-    """An archive with a field of a header changed, or another header put before it, all checksums right."""
+    """An archive with a field of a header changed, or another header inserted before it, with valid checksums."""
     start = draw.choice(starts)
     old = archive[start : start + HEADER]
     value = number(draw.choice([-1, 1]) * draw.getrandbits(draw.randrange(1, 88)))

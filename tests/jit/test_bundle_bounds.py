@@ -1,4 +1,4 @@
-"""Whatever a file claims to be, reading it as a bundle takes little time and memory, and happens once."""
+"""Reading any file as a bundle takes little time and memory, and happens only once."""
 
 import io
 import multiprocessing

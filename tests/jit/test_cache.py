@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: whole or not there, never wrong, never another user's."""
+"""Compiled kernels on disk: complete or absent, never wrong, never from another user."""
 
 import os
 import stat

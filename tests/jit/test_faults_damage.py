@@ -1,4 +1,4 @@
-"""Bytes that change on disk are noticed, never returned, and replaced.
+"""Bytes that change on disk are detected, never returned, and replaced.
 
 Full counts: 10,000 flips, truncations and exchanges of cached entries, 10,000 of a bundle's members, 10,000 flips
 anywhere in a bundle.
@@ -24,10 +24,10 @@ KEYS = [KernelKey("tiny", (("VALUE", value),)) for value in (3, 4, 5)]
 
 @pytest.fixture
 def cubins(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> dict[KernelKey, bytes]:
-    """Real ones; from now on the compiler hands them out without work."""
+    """Real cubins; from now on, the compiler returns them without compiling."""
     compiled = {key: compile_kernel(key) for key in KEYS}
     monkeypatch.setattr(lookup, "compile_kernel", compiled.__getitem__)
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # nothing here crashes, and it takes most of a round
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # no process crashes here, and fsync takes most of a round
     return {key: made.cubin for key, made in compiled.items()}
 
 
@@ -43,7 +43,7 @@ def flip(content: bytes, draw: random.Random) -> bytes:
 
 
 def damaged(contents: dict[str, bytes], draw: random.Random) -> dict[str, bytes]:
-    """One content flipped or truncated, or two exchanged: those that changed, by name."""
+    """Flip a byte of or truncate one content, or exchange two. Returns the changed ones by name."""
     one, other = draw.sample(sorted(contents), 2)
     match draw.choice(["flip", "truncate", "exchange"]):
         case "flip":

@@ -1,4 +1,4 @@
-"""A folder that is full, closed, foreign or nowhere, or a wrong clock: kernels are served, with at most one warning."""
+"""With a full, unreadable, foreign or missing folder, or a wrong clock, kernels are served with at most one warning."""
 
 import itertools
 import multiprocessing
@@ -43,7 +43,7 @@ class Server:
         return Served([find_or_compile(key) for key in KEYS], self.caplog.messages)
 
     def serve_after(self, prepare: Callable[[], object]) -> Served:
-        """In a process that has done `prepare`."""
+        """The same in another process, after `prepare`."""
         receiver, sender = FORK.Pipe(duplex=False)
         child = FORK.Process(target=lambda: (prepare(), sender.send(self.serve())))
         child.start()
@@ -74,7 +74,7 @@ def home(kernels: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def disk(kernels: Path) -> Iterator[Path]:
-    """The cache, on a file system of its own that has a few pages."""
+    """The cache, on its own file system of a few pages."""
     if not ROOT:
         pytest.skip("only root can mount a file system")
     kernels.mkdir(mode=0o700)
@@ -98,7 +98,7 @@ def name(key: KernelKey) -> str:
 
 
 def state(folder: Path) -> dict[str, int]:
-    """What changes with any write."""
+    """A value that changes with any write."""
     return {path.name: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
 
 

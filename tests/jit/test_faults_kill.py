@@ -1,6 +1,6 @@
-"""A process that dies while it compiles costs the next one nothing but the compile.
+"""A process that dies while compiling costs the next one only the compilation.
 
-Full count: 200 processes killed at random points of a compile of a kernel of ours.
+Full count: 200 processes killed at random points while compiling one of our kernels.
 """
 
 import math
@@ -29,7 +29,7 @@ LONGEST_WAIT_S = 30  # a lock that is waited for costs more
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder that is going to be the cache, of the kernels of the plan."""
+    """The folder that will be the cache."""
     set_variables(monkeypatch, FP8MOE_CACHE_DIR=tmp_path / "cache")
     yield tmp_path / "cache"
     forget()
@@ -51,7 +51,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def run(kill_after_s: float | None = None) -> int | None:
-    """The exit code of a process that looks the kernel up, and may be killed meanwhile."""
+    """The exit code of a process that looks the kernel up and may be killed while doing so."""
     child = FORK.Process(target=find_or_compile, args=(KEY,), daemon=True)
     child.start()
     if kill_after_s is not None:
@@ -75,7 +75,7 @@ def test_after_a_kill_at_any_time_the_next_run_does_not_wait_and_leaves_only_the
         exit_code = run(None if shortest == math.inf else draw.uniform(0, 1.2 * shortest))
         assert exit_code in (0, -signal.SIGKILL)
         if exit_code == 0:
-            shortest = min(shortest, time.perf_counter() - began)  # a run may be slow beside other work
+            shortest = min(shortest, time.perf_counter() - began)  # a run may be slow on a busy machine
         else:
             killed += 1
         compiling.clear()

@@ -36,7 +36,7 @@ LATE_S = 0.05
 
 
 class Race:
-    """Processes that look up all keys in each round, on a folder that is empty again."""
+    """Processes that look up all keys in each round, starting with an empty folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,7 +44,7 @@ class Race:
         self.header = compile_kernel(KEYS[0]).cubin
 
     def compile(self, key: KernelKey) -> Compiled:
-        """Stands in for the compiler; gives other bytes in each process."""
+        """Stands in for the compiler; returns different bytes in each process."""
         with self.compiled.open("a") as file:
             file.write(f"{key}\n")
         return Compiled(self.cubin(key, os.getpid()), [])
@@ -79,10 +79,10 @@ class Race:
         cubin, origin = find_or_compile(key)
         maker = int.from_bytes(cubin[-8:])
         assert cubin == self.cubin(key, maker)
-        assert (maker == os.getpid()) == (origin == Origin.COMPILER)  # what it compiled, it uses
+        assert (maker == os.getpid()) == (origin == Origin.COMPILER)  # a process uses what it compiled
 
     def clear(self) -> None:
-        """Between two rounds, in one process while the others wait."""
+        """Empty the folder between two rounds, in one process while the others wait."""
         assert not list(self.folder.glob("*.part"))
         shutil.rmtree(self.folder, ignore_errors=True)
 

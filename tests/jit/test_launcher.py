@@ -1,4 +1,4 @@
-"""What the launcher hands to the driver, and what it says when that refuses; the GPU tests run the rest."""
+"""What the launcher passes to the driver, and its errors if the driver refuses; the GPU tests run the rest."""
 
 import re
 import struct
@@ -164,7 +164,7 @@ def signatures() -> dict[str, list[tuple[Kind, str]]]:
 
 
 def test_the_parameters_are_those_of_the_sources():
-    """Their names, too, so that two pointers that are swapped in a launch are seen there."""
+    """Including their names, so that pointers swapped in a launch are detected there."""
     assert {kernel: list(map(tuple, parameters)) for kernel, parameters in PARAMETERS.items()} == signatures()
 
 

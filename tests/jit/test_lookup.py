@@ -1,4 +1,4 @@
-"""A kernel comes from the bundle, else from the cache, else from the compiler; each fallback says why."""
+"""A kernel comes from the bundle, the cache or the compiler, in this order; each fallback gives its reason."""
 
 import logging
 from pathlib import Path

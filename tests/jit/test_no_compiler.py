@@ -1,4 +1,4 @@
-"""A machine where libnvrtc cannot be loaded: a bundle serves all the same, and the rest says what to install."""
+"""Without libnvrtc, serving from a bundle works, and everything else says what to install."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Anything but a plain file or folder in the cache costs a compile and a reason, never memory, time or descriptors."""
+"""Anything but a regular file in the cache costs one compilation with a reason; never memory, time or descriptors."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Whatever the umask, the owner can read and write what is made; its part for others stays what it is."""
+"""Under any umask, the owner can read and write what is created, and the umask still applies to others."""
 
 import os
 import stat
@@ -31,7 +31,7 @@ def mode(path: Path) -> int:
 
 
 def assert_kept(folder: Path) -> None:
-    """A kernel that is compiled now is kept in the folder."""
+    """Check that a kernel compiled now is kept in the folder."""
     assert [find_or_compile(KEY).origin for _ in range(2)] == [Origin.COMPILER, Origin.CACHE]
     assert mode(folder) == 0o700
     assert mode(folder / entry_name(KEY, nvrtc_version())) == 0o600

@@ -28,7 +28,7 @@ def test_a_checkpoint_layer_is_close_to_unquantized_math(device, kind, ue8m0):
     gen = h.seeded(0, device)
     weights, (x, router, ids) = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE), random_call(gen, 400, kind)
     out = FP8MoE.from_fp8(*weights, ue8m0)(x, router, ids)
-    # Rounding by scales that are powers of two alone gives 0.9989, by any scales 0.9991.
+    # Rounding with scales that are powers of two gives 0.9989, with any scales 0.9991.
     assert_close(out, h.layer_reference(x, weights, router, ids, quantized=False), 0.9985 if ue8m0 else 0.999)
 
 
@@ -44,7 +44,7 @@ def test_a_layer_quantized_here_is_close_to_unquantized_math(device):
     layer = FP8MoE.from_bf16(w13, w2)
     out, weights = layer(x, router, ids), h.Layer(layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
     assert_close(out, h.layer_reference(x, weights, router, ids, quantized=False))
-    # The weights' own rounding comes on top, in both GEMMs and independent of the activations': 1.4 times the error.
+    # Rounding the weights adds an independent error of the same size in both GEMMs: 1.4 times in total.
     assert_close(out, exact, min_cosine=0.9975, max_l2=0.05 * 2**0.5)
 
 

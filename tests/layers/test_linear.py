@@ -100,7 +100,7 @@ def test_it_compiles_without_a_graph_break(device):
 
 @pytest.mark.parametrize("name", ["weight", "weight_scale"])
 def test_a_parameter_without_memory_is_refused(name: str) -> None:
-    """torch gives such calls to the op's fake, which only says the shape of the result."""
+    """torch passes such calls to the op's fake, which only determines the shape of the result."""
     layer, x = FP8Linear.from_bf16(torch.randn(256, 256)), torch.randn(4, 256).bfloat16()
     setattr(layer, name, torch.nn.Parameter(getattr(layer, name).data.to("meta"), requires_grad=False))
     with pytest.raises(InvalidInputError, match="The tensors are on cpu, meta"):

@@ -17,7 +17,7 @@ autocast_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float1
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_gives_the_same_bits(device, op, dtype):
     plain, cast = (right_calls(device)[op] for _ in range(2))
-    for call in (plain, cast):  # what an op does not write, and what a call leaves uninitialized
+    for call in (plain, cast):  # neither what an op does not write, nor what a call leaves uninitialized
         call |= {name: torch.ones_like(call[name]) for name in ("out", "bias", "c") if name in call}
     expected = getattr(ops, op)(**plain)
     with torch.autocast(device.type, dtype):

@@ -1,4 +1,4 @@
-"""Each wrong call is one change to a right one, and says what is wrong with it."""
+"""Each wrong call differs from a valid one in one respect, which the error names."""
 
 from collections.abc import Callable
 from typing import Any
@@ -223,7 +223,7 @@ WRONG_CALLS = {
     "batched-out-shape": (BATCHED, "out", short, "out has shape [3, 6, 256], needs [4, 6, 256]"),
 }
 
-# the same, of values that only FP8MOE_DEBUG=1 looks at
+# the same for values that only FP8MOE_DEBUG=1 checks
 WRONG_VALUES = {
     "moe-id-too-large": (MOE, "topk_ids", lambda t: t.fill_(EXPERTS), "topk_ids holds 4, needs -1 to 3"),
     "moe-id-below-none": (MOE, "topk_ids", lambda t: t.fill_(-2), "topk_ids holds -2, needs -1 to 3"),

@@ -1,4 +1,4 @@
-"""Checks that passed are not run again for calls that share a signature, and for those alone."""
+"""Checks that passed are skipped for calls with the same signature, and only for those."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ TENSORS = [
 
 @pytest.fixture
 def counted() -> tuple[Callable[..., None], list[Any]]:
-    """Checks that refuse float16, and the arguments that they were run for."""
+    """Checks that refuse float16, and the arguments for which they ran."""
     seen: list[Any] = []
 
     @CheckedOnce

@@ -7,7 +7,7 @@ from tests.steps import combine
 
 
 def random_call(gen: torch.Generator, tokens: int, topk: int, hidden: int) -> tuple[torch.Tensor, ...]:
-    """Rows, slots of which a third are -1, and router weights; what no slot names is NaN."""
+    """Rows, slots, a third of them -1, and router weights; rows without a slot are NaN."""
     rows = h.random_tokens(gen, tokens * topk, hidden)
     slots = torch.randperm(tokens * topk, generator=gen, device=gen.device).view(tokens, topk)
     weights = torch.rand(tokens, topk, generator=gen, device=gen.device)

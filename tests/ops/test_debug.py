@@ -1,4 +1,4 @@
-"""FP8MOE_DEBUG=1 notices rows that a layer does not write, or makes of what nothing has written."""
+"""FP8MOE_DEBUG=1 detects rows that a layer does not write, or computes from uninitialized memory."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ def call_of_linear(gen: torch.Generator) -> list[torch.Tensor]:
 
 
 def batched_experts(*call: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows past the count, which are not written, are zeros unless they are in `out`."""
+    """Zeros in the rows past the count, which are not written, unless they are in `out`."""
     zeros = torch.zeros(call[0].shape, dtype=torch.bfloat16, device=call[0].device)
     return ops.batched_experts(*call, expected_m=3, out=zeros if out is None else out)
 
@@ -73,7 +73,7 @@ def test_a_right_result_is_the_same(gen, op):
 
 
 def skips_row(monkeypatch: pytest.MonkeyPatch, name: str, out_at: int, row: tuple[int, ...]) -> None:
-    """Let the reference of a layer leave a row of its result as it found it."""
+    """Let the reference of a layer leave a row of its result unwritten."""
     layer = getattr(reference, name)
 
     def faulty(*args: torch.Tensor) -> object:
@@ -96,7 +96,7 @@ def test_a_token_that_is_not_written_is_named_with_its_experts(debug, monkeypatc
 
 
 def test_what_is_made_of_unwritten_scratch_is_noticed(debug, monkeypatch):
-    """All rows are said to be there, though the products of ids out of range are not written."""
+    """Let `combine` read all rows, although the products of ids out of range are not written."""
     call = call_of_layer(h.seeded(0, torch.device("cpu")))
     call[-1][2, 1] = -1
     combine = reference.combine
@@ -153,7 +153,7 @@ def test_a_layer_may_write_where_its_tokens_are(gen, debug):
 def test_a_layer_may_write_partly_where_its_tokens_are(gen, mode, rows):
     x, *others = call_of_layer(gen)
     expected = ops.fused_moe(x, *others)
-    memory = torch.cat([x, x])  # the result begins `rows` rows behind the first token
+    memory = torch.cat([x, x])  # the result begins `rows` rows after the first token
     with h.environment("FP8MOE_DEBUG", mode):
         actual = ops.fused_moe(memory[:TOKENS], *others, out=memory[rows : rows + TOKENS])
     assert h.same_bits(actual, expected)

@@ -31,7 +31,7 @@ def run(x: torch.Tensor, layer: h.Layer, weights: torch.Tensor, ids: torch.Tenso
 
 def assert_accurate(out: torch.Tensor, x: torch.Tensor, layer: h.Layer, weights: torch.Tensor, ids: torch.Tensor):
     exact = h.layer_reference(x, layer, weights, ids, quantized=False)
-    if (exact != 0).any(-1).sum() >= 32:  # of fewer tokens the error of e4m3 itself scatters past the bound
+    if (exact != 0).any(-1).sum() >= 32:  # with fewer tokens, the error of e4m3 alone may exceed the bound
         assert h.relative_l2(out, exact) <= 0.05
     assert h.relative_l2(out, h.layer_reference(x, layer, weights, ids, quantized=True)) <= 1e-2
     nowhere = ((ids < 0) | (ids >= layer.w13.shape[0])).all(-1)
@@ -64,8 +64,8 @@ def test_the_layer_points_where_unquantized_math_does(device, kind):
 
 @given(tokens=st.sampled_from((1, 65, 200)), kind=routings, seed=h.seeds)
 def test_each_stage_rounds_like_the_reference(device, tokens, kind, seed):
-    # Where a stage rounds to e4m3, a last-bit difference before it flips a few codes by 6%, which no bound on the sums
-    # would survive. So each stage is held against the exact result on the very operands that it was given.
+    # Where a stage rounds to e4m3, a difference in the last bit of its input changes a few codes by 6%, which no bound
+    # on the sums can allow for. So each stage is compared with the exact result for the same operands.
     x, layer, weights, ids = random_call(h.seeded(seed, device), tokens, kind)
     routing = route(ids, EXPERTS, 128)
     q, scales = quantize_rows(x, routing.slots)
@@ -184,7 +184,7 @@ def test_a_token_depends_on_no_other_token(device, tokens, kind, seed):
     rerouted = run(other_x, layer, other_weights, other_ids)[row]
     if device.type == "cuda" and tokens > SMALL_BATCH_TOKENS[-1]:
         assert h.same_bits(rerouted, own)
-    else:  # the order of sums depends on how many rows an expert got (CPU), on which experts there are (few tokens)
+    else:  # the order of sums depends on the rows of an expert (CPU) and on the experts of the batch (few tokens)
         assert h.relative_l2(rerouted, own) <= 1e-2
 
 

@@ -1,4 +1,4 @@
-"""GEMM 1 with its activation gives in one kernel the bits of GEMM, SiLU-and-mul and quantization, one by one."""
+"""GEMM 1 with its activation in one kernel gives the same bits as GEMM, SiLU-and-mul and quantization in turn."""
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def test_splits_of_k_change_the_roundings_of_sums_and_nothing_else(counts: list[
 
 
 def tokens_of(counts: list[int], hidden: int, tile_rows: int, gen: torch.Generator) -> tuple[torch.Tensor, Routing]:
-    """Random tokens that give each expert so many rows, and their routing."""
+    """Random tokens that give each expert this many rows, and their routing."""
     rows, device = sum(counts), gen.device
     ids = torch.arange(len(counts), dtype=torch.int32, device=device)
     ids = ids.repeat_interleave(torch.tensor(counts, device=device))[torch.randperm(rows, generator=gen, device=device)]

@@ -1,4 +1,4 @@
-"""No op computes a gradient, and none lets autograd believe that it does."""
+"""No op computes a gradient, and each tells autograd so."""
 
 from collections.abc import Callable
 from typing import Any
@@ -113,7 +113,9 @@ def test_transforms_that_differentiate_are_refused(device, kind):
 def test_a_compiled_layer_refuses_tokens_that_require_a_gradient(device, kind, backend):
     layer, x = layers(device)[kind]
     compiled = torch.compile(lambda tokens: layer(tokens * 2), backend=backend)
-    with pytest.raises(Exception, match=r"InvalidInputError.*requires a gradient"):  # as torch reports what it traces
+    with pytest.raises(
+        Exception, match=r"InvalidInputError.*requires a gradient"
+    ):  # as torch reports an error while tracing
         compiled(x.clone().requires_grad_())
     with torch.no_grad():
         assert h.same_bits(compiled(x.clone().requires_grad_()), layer(x * 2))

@@ -8,8 +8,8 @@ from tests import helpers as h
 
 K = 384
 widths = st.sampled_from((64, 136, 576))
-expected_ms = st.sampled_from((16, 200))  # swap-AB tiles, and those of 128 rows
-depths = st.sampled_from((128, K, 896, 1024))  # K from 896 on takes the kernels' other way to hand out tiles
+expected_ms = st.sampled_from((16, 200))  # swap-AB tiles, and tiles of 128 rows
+depths = st.sampled_from((128, K, 896, 1024))  # from 896 on, the kernels distribute tiles in another way
 
 
 def contiguous(a: h.Quantized, b: h.Quantized, indices: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def indices_of(runs: list[tuple[int, int]], device: torch.device) -> torch.Tenso
 
 
 def assert_grouped(out: torch.Tensor, a: h.Quantized, b: h.Quantized, indices: torch.Tensor) -> None:
-    """Rows of a group are its product; rows of no group are as they were."""
+    """Rows of a group are its product; other rows are unchanged."""
     for group in range(b[0].shape[0]):
         rows = indices == group
         h.assert_rounded(out[rows], h.dequantize_tokens(*a)[rows] @ h.dequantize_weights(b[0][group], b[1][group]).mT)

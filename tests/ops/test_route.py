@@ -14,7 +14,7 @@ block_sizes = st.sampled_from((64, 128))
 
 
 def rows_of_tiles(tiles: Tiles) -> dict[int, int]:
-    """Row -> expert, as a kernel reads the table; fails if two tiles hold one row."""
+    """Row -> expert, as a kernel reads the table; fails if two tiles share a row."""
     count = int(tiles.num_tiles[0])
     assert count <= tiles.table.shape[0]
     owner: dict[int, int] = {}

@@ -37,7 +37,7 @@ def test_few_rows_stream_weights_where_columns_are_few_and_k_is_long():
 
 
 def test_dense_tiles_are_as_fast_as_any_were():
-    """Of those timed on an H200, see docs/tuning.md#DENSE_STORE."""
+    """Among the tiles that were timed on an H200, see docs/tuning.md#DENSE_STORE."""
     rows = (1, 64, 128, 192, 256)
     assert [[fastest_tile(m, n, k, 132) for m in rows] for n, k in SHAPES[:5]] == [
         [(64, 16), (64, 16), (64, 32), (64, 64), (64, 64)],

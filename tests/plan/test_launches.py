@@ -1,4 +1,4 @@
-"""Ops launch what their plans say, and no kernel that a layer does not load when serving starts."""
+"""Ops launch what their plans say, and only kernels that a layer loads when serving starts."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> h.Recorder:
 
 
 def launches_of(device: h.Recorder, step: SortedStep | SmallBatchStep) -> dict[str, Launch]:
-    """The launches of a layer by the names of the kernels; that of GEMM 1 is "gate_up"."""
+    """The launches of a layer by kernel name; that of GEMM 1 is "gate_up"."""
     launches = layer_launches(device, ADDRESSES, step, False)
     names = ("gate_up" if launch.key == step.gate_up else launch.key.source for launch in launches)
     return dict(zip(names, launches, strict=True))
@@ -54,7 +54,7 @@ def test_a_layer_launches_the_kernels_of_its_plan_in_the_order_of_the_data(devic
 @pytest.mark.parametrize("tokens", [17, 48, 383, 384, 1000])
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, EARLY_FROM, WIDE])
 def test_kernels_that_start_early_follow_those_they_may_overlap(device, tokens, intermediate):
-    """GEMM 2 GEMM 1, which counts finished rows; the quantization of tokens to be gathered the routing."""
+    """GEMM 2 overlaps with GEMM 1, which counts finished rows; quantize overlaps with route if GEMM 1 gathers."""
     step = plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, EXPERTS), tokens)
     assert isinstance(step, SortedStep)
     launches = launches_of(device, step)
@@ -162,7 +162,7 @@ def test_the_scratch_of_a_layer_is_what_the_plan_says(device, monkeypatch, token
     [(1, 7168, (128, 128)), (64, 2048, (128, 128)), (64, 7168, (256, 128)), (8192, 2048, (256, 256))],
 )
 def test_l2_fetches_single_lines_of_weights_that_are_read_once(device, tokens, hidden, fetched):
-    """Except for long rows that a block reads as a whole."""
+    """Except for long rows that a block reads from end to end."""
     step = plan_step(MoeShape(8, hidden, 256, 128, 128), tokens)
     maps = [arg for launch in layer_launches(device, ADDRESSES, step, False) for arg in launch.args]
     by_address = {arg.address: arg.l2_fetch for arg in maps if isinstance(arg, TensorMap)}
@@ -172,7 +172,7 @@ def test_l2_fetches_single_lines_of_weights_that_are_read_once(device, tokens, h
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
 @pytest.mark.parametrize("tokens", [1, 129, 1000])
 def test_the_launches_of_a_layer_are_remembered_for_its_addresses_alone(device, tokens, intermediate):
-    """Tensors at other addresses, each in its turn, are read and written there."""
+    """Each tensor in turn is at another address, where it is then read or written."""
     step = plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, 2 * EXPERTS), tokens)
     for field in ADDRESSES._fields:
         moved = ADDRESSES._replace(**{field: 2**45})

@@ -1,4 +1,4 @@
-"""What the tests of `python -m warmup convert` share."""
+"""Helpers of the tests of `python -m warmup convert`."""
 
 import json
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def refused(capsys: pytest.CaptureFixture[str], source: Path, out: Path) -> str:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder; of a folder in it, its name."""
+    """The content of every file below a folder; for folders, only the name."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 

@@ -1,7 +1,7 @@
 """Kill conversions and finish them: `python -m tests.warmup.convert_killer SOURCE FOLDER COUNT`.
 
-Its own process, which uses no threads, since it forks one process for each conversion. Prints as JSON how many were
-killed at which kind of moment; fails if a finished conversion differs from one that was never killed.
+It is a process without threads, because it forks a process for each conversion. It prints as JSON how many were killed
+at each kind of moment, and fails if a finished conversion differs from one that was never killed.
 """
 
 import json
@@ -31,7 +31,7 @@ def die() -> None:
 
 
 def start(source: Path, out: Path, prepare: Prepare) -> int:
-    """A process, the first of its own group, that converts."""
+    """A process that converts, the leader of its own process group."""
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)
@@ -44,7 +44,7 @@ def start(source: Path, out: Path, prepare: Prepare) -> int:
 
 
 def wait(pid: int) -> int:
-    """The exit code; nothing of the process's group may be left."""
+    """The exit code; no process of the group may be left."""
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
         os.killpg(pid, 0)
@@ -54,7 +54,7 @@ def wait(pid: int) -> int:
 
 
 def finish(source: Path, out: Path, wanted: dict[str, bytes]) -> None:
-    """Run a conversion that was killed to its end, unless it was killed after that."""
+    """Run a killed conversion again until it finishes, unless it had finished before it was killed."""
     if not out.exists() or (out / convert.SOURCE).exists():
         assert wait(start(source, out, lambda: None)) == 0
     assert content(out) == wanted
@@ -78,7 +78,7 @@ def kill_at_change(number: int, folder: Path) -> Prepare:
 
 
 def kill_while_saving() -> None:
-    """Die in safetensors, which writes to a temporary file beside its target."""
+    """Die in safetensors, which writes to a temporary file next to its target."""
 
     def save(tensors: object, path: Path, metadata: object) -> None:
         path.with_name(".tmpAbC123").write_bytes(bytes(1 << 20))
@@ -116,7 +116,7 @@ def kill_at_random(source: Path, out: Path, wanted: dict[str, bytes], count: int
 
 def run(source: Path, folder: Path, count: int) -> dict[str, Any]:
     folder.mkdir()
-    torch.set_num_threads(1)  # of the conversions, too: several would spin where cores are few
+    torch.set_num_threads(1)  # also in the conversions, whose threads would spin on few cores
     out = folder / "fp8"
     began = time.perf_counter()
     assert wait(start(source, out, lambda: None)) == 0

@@ -1,4 +1,4 @@
-"""The plan of a checkpoint is closed: no step of any length on any supported split launches a kernel outside of it."""
+"""The kernels listed for a checkpoint are complete: no step on any supported split launches another one."""
 
 from collections.abc import Iterator
 
@@ -25,11 +25,11 @@ from tests.warmup.conftest import MODELS
 
 LONGEST = 65_536
 PARALLEL = [Parallel(tp) for tp in (1, 2, 4, 8)] + [Parallel(8 // dp, dp, True) for dp in (1, 2, 4, 8)]
-SMS = (132, 114, 78)  # of an H100 or H200, an H100 PCIe, an H20
+SMS = (132, 114, 78)  # H100 SXM and H200, H100 PCIe, H20
 
 
 def steps(model: Model, way: Parallel) -> set[KernelKey]:
-    """The kernels of both GEMMs: of every short step, and of longer ones on both sides of each choice."""
+    """The kernels of both GEMMs, for every short step, and for longer ones on both sides of each threshold."""
     shape = MoeShape.of(rank_shapes(model, way).experts, model.experts.experts)
     few = few_rows_tokens(shape.topk, shape.global_experts)
     tokens = {*range(1, 257), few, few + 1, *(2**i for i in range(8, LONGEST.bit_length()))}
@@ -38,7 +38,7 @@ def steps(model: Model, way: Parallel) -> set[KernelKey]:
 
 
 def dense_gemms(n: int) -> set[KernelKey]:
-    """The kernels of every number of rows; without FULL_COUNTS, past 256 on both sides of each multiple of 64 alone."""
+    """The kernels for every number of rows; without FULL_COUNTS, above 256 only on both sides of multiples of 64."""
     rows = [m for m in range(1, LONGEST + 1) if faults.FULL or m <= 256 or m % 64 <= 1]
     plans = (plan_dense(m, n, k, Output.BF16, sms) for sms in SMS for k in (128, 7168) for m in rows)
     return {plan.kernel for plan in plans}

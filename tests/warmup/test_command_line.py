@@ -1,4 +1,4 @@
-"""The process of the command line: its environment, and how it refuses what it does not understand."""
+"""The process of the command line: its environment, and its refusal of invalid arguments."""
 
 import os
 import subprocess

@@ -36,7 +36,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def source(sources: Path, tmp_path: Path) -> Path:
-    """A checkpoint of the test's own."""
+    """A checkpoint for one test."""
     return shutil.copytree(sources / "qwen3_moe", tmp_path / "bf16")
 
 
@@ -157,7 +157,7 @@ def test_experts_in_one_tensor_are_refused(source: Path, tmp_path: Path, capsys:
 
 
 def test_a_last_block_that_is_not_full_gets_its_scale(tmp_path: Path) -> None:
-    """Ranks hold zeros behind it; the checkpoint does not."""
+    """Ranks hold zero padding after it; the checkpoint does not."""
     write_checkpoint(tmp_path / "bf16", replace(QWEN, moe_intermediate=192), fp8=False)
     assert run(tmp_path / "bf16", tmp_path / "fp8") == 0
     after = tensors(tmp_path / "fp8")
@@ -252,7 +252,7 @@ def test_a_wrong_command_line_is_refused(
 def test_a_folder_out_of_reach_is_refused(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Played: the tests may run as root, to whom all folders are open."""
+    """Simulated, because the tests may run as root, who can open all folders."""
     ask = os.stat
 
     def closed(path: object, **arguments: Any) -> os.stat_result:

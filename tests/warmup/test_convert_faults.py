@@ -1,4 +1,4 @@
-"""`python -m warmup convert` where a disk is full, two run at once, or the source changes meanwhile."""
+"""`python -m warmup convert` on a full disk, twice at once, and with a source that changes in the meantime."""
 
 import os
 import resource
@@ -184,7 +184,7 @@ sys.exit(main(["convert", "--model", sys.argv[1], "--out", sys.argv[2]]))
 
 
 def test_a_source_that_shrinks_is_refused(source: Path, tmp_path: Path) -> None:
-    """In a process of its own: where files are mapped, the signal SIGBUS would end this one."""
+    """In its own process: if files were mapped, SIGBUS would end this one."""
     command = [sys.executable, "-c", SHRINK, str(source), str(tmp_path / "fp8")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr

@@ -1,6 +1,6 @@
 """A conversion killed at random moments, and before each change of a file. Full count: 200 random moments.
 
-Run again it gives the same bytes, and nothing else is left: no file, no folder, no process.
+Run again, it gives the same bytes, and leaves no other file, folder or process.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What `python -m warmup convert` reads: indices that contradict their files, and dtypes."""
+"""What `python -m warmup convert` reads: indices that contradict the files, and dtypes."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_a_tensor_in_another_file_than_the_index_says_is_named(
 def test_a_tensor_in_two_files_is_named(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], indexed: bool
 ) -> None:
-    """vLLM would load both, one over the other."""
+    """vLLM would load both, and the second would overwrite the first."""
     first, second = [file for file in weight_files(source) if EXPERT not in load_file(file)][:2]
     copied = next(iter(load_file(first)))
     save(second, load_file(second) | {copied: load_file(first)[copied]})
@@ -89,7 +89,7 @@ def test_a_tensor_that_the_index_does_not_list_is_converted(source: Path, tmp_pa
 
 
 def add_tensor(file: Path, name: str, dtype: str, size: int) -> None:
-    """By hand: safetensors' own writer has not all dtypes."""
+    """Written by hand, because safetensors' own writer does not have all dtypes."""
     content = file.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8:begin]), content[begin:]

@@ -1,4 +1,4 @@
-"""`doctor` and the other commands on names and manifests that hold terminal escapes, and on an odd cache."""
+"""`doctor` and the other commands, given names and manifests with terminal escapes, and unusual caches."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def evil(tmp_path: Path, cache: Path) -> Path:
-    """A folder whose name holds escapes."""
+    """A folder whose name contains escapes."""
     folder = tmp_path / f"evil{ESCAPE}'"
     folder.mkdir(mode=0o700)
     return folder
@@ -54,7 +54,7 @@ def test_a_manifest_reaches_no_terminal_raw(
     bundle.write_bundle(path, {COMBINE: compile_kernel(COMBINE).cubin})
     set_variables(monkeypatch, FP8MOE_BUNDLE=path)
     assert doctor(capsys)[0] == 0
-    evil = {"compiler": "nvrtc\x7f 13'"}  # JSON's escapes have a backslash, which no manifest has
+    evil = {"compiler": "nvrtc\x7f 13'"}  # JSON's escapes have a backslash, which manifests never have
 
     def change(name: str, content: bytes) -> bytes:
         return json.dumps(json.loads(content) | evil, ensure_ascii=False).encode() if "manifest" in name else content

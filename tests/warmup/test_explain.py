@@ -1,4 +1,4 @@
-"""`explain`: the figures of long steps are those of adding up every tile, and do not take longer than short steps."""
+"""`explain`: the figures of long steps equal the sums over all tiles, but take no longer than those of short steps."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_the_rows_of_all_experts_are_those_of_each_added_up(rows: list[int], til
 def test_the_longest_step_takes_no_longer_than_a_short_one(
     models: dict[str, Model], monkeypatch: pytest.MonkeyPatch, parallel: Parallel
 ) -> None:
-    """Counts the tiles that are looked at instead of the time it takes."""
+    """Counts tiles instead of measuring time."""
     looked_at = []
 
     def counted(rows: int, tile_rows: int) -> int:

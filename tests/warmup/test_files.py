@@ -1,4 +1,4 @@
-"""The files that a command writes: refused before any work, written whole or not at all, and named harmlessly."""
+"""The files that a command writes: refused before any work, written completely or not at all, and quoted safely."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A model named by its id: only its config.json is fetched, from a hub that a local server plays."""
+"""A model given by its id: only its config.json is downloaded, here from a local server instead of the hub."""
 
 import http.server
 import os

@@ -19,8 +19,8 @@ from tests import faults
 from tests.processes import is_running
 from warmup import interrupts
 
-GRACE_S = 30  # a process that dies by itself first imports for a second, or more beside other work
-# The interpreter itself answers an interrupt until the command has begun. The signal's default action until then makes
+GRACE_S = 30  # a process that exits by itself first imports for a second, or longer on a busy machine
+# Until the command begins, the interpreter itself handles an interrupt. The signal's default action until then makes
 # the beginning visible from outside.
 BEGIN = """
 import signal, sys
@@ -37,7 +37,7 @@ def processes_of(session: int) -> list[int]:
         if entry.name.isdecimal() and is_running(int(entry.name)):
             try:
                 found += [int(entry.name)] * (os.getsid(int(entry.name)) == session)
-            except ProcessLookupError:  # it has ended meanwhile
+            except ProcessLookupError:  # it has ended in the meantime
                 continue
     return found
 
@@ -71,7 +71,7 @@ def test_a_kill_at_any_time_leaves_no_process_behind(cache: Path) -> None:
 
 
 def seconds_until_compiling(cache: Path) -> float:
-    """From now until a process has started, imported what it needs and locked its first kernel."""
+    """Seconds until a process has started, finished its imports and locked its first kernel."""
     began = time.monotonic()
     while not list(cache.glob("*.lock")):
         assert time.monotonic() < began + GRACE_S
@@ -132,7 +132,7 @@ def test_an_interrupt_at_any_time_ends_with_one_line(
             assert "error" not in errors
         assert {path.name for path in folder.iterdir()} <= {report.name}
         if report.exists():
-            # None too where the interrupt came after the report was written.
+            # Also None if the interrupt came after the report was written.
             assert json.loads(report.read_text())["error"] in (None, interrupts.MESSAGE)[: 1 + process.returncode]
         assert wait_for_the_end(process.pid) == []
     assert interrupted

@@ -1,4 +1,4 @@
-"""`compile` on a machine that lacks what its processes need: an error that names the reason, and no process is left."""
+"""`compile` on a machine with too few resources fails with the reason, and leaves no process behind."""
 
 import errno
 import multiprocessing
@@ -34,7 +34,7 @@ def test_too_few_open_files_are_named(cache: Path, limit: int) -> None:
 def test_semaphores_that_cannot_be_made_are_named(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
-    """As where there is no /dev/shm, or it is full, or only read."""
+    """As without /dev/shm, or with one that is full or read-only."""
 
     def refused(*_: object) -> None:
         raise OSError(code, os.strerror(code))

@@ -1,4 +1,4 @@
-"""`python -m warmup`: what it compiles, what it says, and what it leaves behind."""
+"""`python -m warmup`: what it compiles, prints and leaves behind."""
 
 import contextlib
 import fcntl
@@ -27,7 +27,7 @@ from warmup import kernels
 from warmup.__main__ import main
 from warmup.report import Report, State
 
-COLD_S, WARM_S = 60, 1.5  # of CPU time, to which what else the machine does adds little; to import torch costs 2 s
+COLD_S, WARM_S = 60, 1.5  # of CPU time, which depends little on other load; importing torch alone takes 2 s
 ALL, OF_A_MODEL = 38, 22  # kernels
 SPLITS = ("--tp 1", "--tp 2", "--tp 4", "--tp 8", "--ep 8")
 Folder = Callable[[str], Path]
@@ -55,7 +55,7 @@ def test_every_model_is_compiled_for_every_split(
     name: str,
     split: str,
 ) -> None:
-    """All kernels are there already, so that this compares plans; the next test compiles a whole one."""
+    """All kernels are already in the cache, so this only compares lists of kernels; another test compiles them."""
     status = main(["--model", str(checkpoint(name)), *split.split()])
     printed = capsys.readouterr()
     assert status == 0
@@ -76,7 +76,7 @@ def test_deepseek_v3_takes_seconds_from_an_empty_cache_and_less_than_one_from_a_
     cache: Path, checkpoint: Folder
 ) -> None:
     def cpu_seconds() -> float:
-        """Of all cores together, so that two free ones need half as long."""
+        """The sum over all cores."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = run("--model", checkpoint("DeepSeek-V3"), "--tp", 8)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -337,7 +337,7 @@ def test_explain_shows_what_one_gpu_holds(
     found = Report.model_validate_json(json_file.read_text()).explain
     assert found
     shapes = {shape.name: (shape.layers, shape.shape) for shape in found.shapes}
-    assert shapes["experts.w13"] == (59, [256, 512, 7168])  # 58 layers, and one that predicts a further token
+    assert shapes["experts.w13"] == (59, [256, 512, 7168])  # 58 layers, and one for multi-token prediction
     assert shapes["experts.w2"] == (59, [256, 7168, 256])
     assert shapes["self_attn.o_proj"] == (62, [7168, 2048])
     experts = 59 * 256 * 3 * 256 * 7168
@@ -345,8 +345,8 @@ def test_explain_shows_what_one_gpu_holds(
     steps = {step.tokens: step for step in found.steps}
     kernels = [steps[tokens].kernel for tokens in (1, 16, 32, 8192)]
     assert kernels == ["down_small_batch", "down_small_batch", "grouped_gemm_few_rows", "grouped_gemm"]
-    assert steps[1].padding == pytest.approx(1 - 1 / 8, abs=0.01)  # one row in a tile 8 wide
-    assert steps[16].padding > 0.9  # one or two rows in one 16 wide
+    assert steps[1].padding == pytest.approx(1 - 1 / 8, abs=0.01)  # one row in a tile of 8
+    assert steps[16].padding > 0.9  # one or two rows in a tile of 16
     assert steps[8192].rows_per_expert == 256
     assert found.best == "--tp 8"
     assert found.padding_bytes == 0
@@ -360,7 +360,7 @@ def test_explain_shows_what_one_gpu_holds(
         assert re.search(rf"^ +{tokens} .* {tile_rows}  {gemms}$", printed, re.MULTILINE)
 
 
-# Channels that a rank holds of each expert, an equal share, and what the former takes beyond the latter.
+# Channels of each expert on a rank, an equal share, and the relative difference.
 PADDED = {
     ("Qwen3-235B-A22B-FP8", 8): (256, 192, 0.333),
     ("Qwen3-30B-A3B-FP8", 4): (256, 192, 0.333),

@@ -112,7 +112,7 @@ def test_a_command_does_the_same_whatever_its_streams_are(
 
 
 def test_what_nobody_reads_of_a_long_output_changes_no_status(filled: Path) -> None:
-    """A reader that has seen enough closes the pipe before or after the last line, so both have to be the same."""
+    """The reader may close the pipe before or after the last line; both must have the same outcome."""
     command = [sys.executable, "-m", "warmup", "list"]
     process = subprocess.Popen(
         command,
@@ -125,7 +125,7 @@ def test_what_nobody_reads_of_a_long_output_changes_no_status(filled: Path) -> N
 
 
 def test_a_pipe_that_nobody_empties_does_not_stop_the_work(filled: Path) -> None:
-    """A non-blocking one: another blocks the writer, as everywhere."""
+    """A non-blocking pipe; a blocking one makes the writer wait."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with os.fdopen(writer, "wb", buffering=0) as pipe:

@@ -1,4 +1,4 @@
-"""The commands under a umask that takes the owner's own permissions."""
+"""The commands under a umask that removes the owner's own permissions."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ sys.exit(main())
 
 
 def as_a_plain_user(command: list[str]) -> list[str]:
-    """A command run as a user who is bound by permissions, which root is not."""
+    """Run a command as a user to whom permissions apply, unlike root."""
     if os.geteuid():
         return command
     setpriv = shutil.which("setpriv")

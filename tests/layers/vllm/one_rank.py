@@ -1,4 +1,4 @@
-"""vLLM's layers on one rank of several, with their own loaders, our methods and no engine around them."""
+"""vLLM's layers on one of several ranks, with vLLM's loaders and our methods, without an engine."""
 
 import dataclasses
 import functools
@@ -24,11 +24,11 @@ Mlp = tuple[torch.nn.Module, torch.nn.Module]
 
 
 def make_unquantized(intermediate: int) -> Checkpoint:
-    """Of each expert, as vLLM names them: bfloat16 w1 (gate), w3 (up) and w2 (down)."""
+    """The weights of each expert by vLLM's names: bfloat16 w1 (gate), w3 (up) and w2 (down)."""
     gen = torch.Generator().manual_seed(intermediate)
     found: Checkpoint = {}
     for name, n, k in (("w1", intermediate, HIDDEN), ("w3", intermediate, HIDDEN), ("w2", HIDDEN, intermediate)):
-        # Blocks differ in magnitude, so that a scale taken for another shows.
+        # Blocks differ in magnitude, so that exchanged scales are detected.
         magnitude = torch.rand(EXPERTS, ceil_div(n, GROUP), ceil_div(k, GROUP), generator=gen) + 0.1
         spread = magnitude.repeat_interleave(GROUP, 1).repeat_interleave(GROUP, 2)[:, :n, :k]
         found[f"{name}_weight"] = list((torch.randn(EXPERTS, n, k, generator=gen) * spread / k**0.5).bfloat16())
@@ -86,7 +86,7 @@ class Layer(RoutedExperts):
         return self
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Like a checkpoint, of this rank's channels."""
+        """The tensors of a checkpoint with only this rank's channels."""
         found = {}
         for kind in ("weight", "weight_scale_inv"):
             gate_up = getattr(self, f"w13_{kind}").data
@@ -102,7 +102,7 @@ class Quantized(Fp8MoeConfig):
         return (OnlineLinearMethod if self.online else Fp8MoeLinearMethod)(self.ue8m0, prefix, "warmup", self.model)
 
 
-@functools.cache  # making one takes longer than all else
+@functools.cache  # creating one takes longer than everything else
 def default_config() -> VllmConfig:
     return VllmConfig()
 
@@ -117,7 +117,7 @@ def make_mlp(intermediate: int, online: bool = False) -> Mlp:
 
 
 def load_mlp(mlp: Mlp, checkpoint: Checkpoint) -> Mlp:
-    """Expert 0 of a checkpoint, as the MLP."""
+    """The weights of expert 0, as those of an MLP."""
     gate_up, down = mlp
     for name, tensors in checkpoint.items():
         shard, _, kind = name.partition("_")

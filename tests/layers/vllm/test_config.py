@@ -1,4 +1,4 @@
-"""What `--quantization fp8moe` takes over, and what it refuses; no engine is started."""
+"""Which layers `--quantization fp8moe` serves, and what it refuses; without an engine."""
 
 import dataclasses
 import pickle
@@ -163,7 +163,7 @@ def test_the_reference_is_refused_where_results_must_not_depend_on_the_batch(mon
 
 
 def test_our_kernels_serve_where_results_must_not_depend_on_the_batch(monkeypatch):
-    """vLLM asks each kind of experts whether it can."""
+    """vLLM asks each class of experts whether it supports the mode."""
     monkeypatch.setattr(seam, "current_platform", Machine("cuda", (9, 0)))
     with invariance(True):
         assert Entry.from_config(CHECKPOINT).get_name() == "fp8moe"

@@ -1,8 +1,8 @@
-"""The experts behind vLLM's DeepEP dispatch and combine, on tensors laid out as DeepEP hands them over.
+"""The experts between vLLM's DeepEP dispatch and combine, on tensors laid out as DeepEP does.
 
-DeepEP itself needs GPUs with its own network buffers. Its place is taken by two buffers in plain torch, of which each
-plays one rank of two and hands over what DeepEP's `low_latency_dispatch` and `dispatch` document and allocate: shapes,
-dtypes, strides, what is past the counts, and `-1` for experts of other ranks.
+DeepEP itself needs GPUs and network buffers. Two buffers in plain torch replace it. Each acts as one of two ranks and
+returns what DeepEP's `low_latency_dispatch` and `dispatch` document and allocate: shapes, dtypes, strides, the rows
+past the counts, and `-1` for experts of other ranks.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from tests import helpers as h
 from tests.layers.vllm.test_config import moe_layer
 
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 8, 2, 2048, 128  # DeepEP's low-latency mode knows no smaller hidden size
-RANKS, MOST_TOKENS = 2, 12  # of a rank; DeepEP wants their product to be a multiple of 4
+RANKS, MOST_TOKENS = 2, 12  # per rank; DeepEP requires a product that is a multiple of 4
 LOCAL = EXPERTS // RANKS
 STEPS = [((12, 5), "distinct"), ((12, 5), "some_missing"), ((1, 0), "first_half")]  # tokens of each rank, routing
 PREPARE = "vllm.model_executor.layers.fused_moe.prepare_finalize"
@@ -35,7 +35,7 @@ PREPARE = "vllm.model_executor.layers.fused_moe.prepare_finalize"
 
 @dataclasses.dataclass
 class Rank:
-    """Its tokens, and what their experts on all ranks have added to them."""
+    """The tokens of a rank, and the sums over their experts on all ranks."""
 
     x: torch.Tensor
     weights: torch.Tensor
@@ -44,7 +44,7 @@ class Rank:
 
 
 class LowLatencyBuffer:
-    """Of each token that goes to an expert of this rank, a row of that expert's slab; the other rows are NaN."""
+    """A row in an expert's slab for each token routed to that expert of this rank; the other rows are NaN."""
 
     def __init__(self, ranks: list[Rank], rank: int) -> None:
         self.ranks, self.first = ranks, rank * LOCAL
@@ -80,7 +80,7 @@ class LowLatencyBuffer:
 
 
 class HighThroughputBuffer:
-    """The tokens that go to this rank, each once, with the local numbers of its experts here and -1 for the others."""
+    """The tokens routed to this rank, each once, with the local ids of its experts here and -1 for the others."""
 
     def __init__(self, ranks: list[Rank], rank: int) -> None:
         self.ranks, self.mine, self.first = ranks, ranks[rank], rank * LOCAL
@@ -141,7 +141,7 @@ def make_ranks(gen: torch.Generator, tokens: tuple[int, int], routing: str) -> l
 def run_rank(
     layer: h.Layer, rank: int, ranks: list[Rank], dispatch: mk.FusedMoEPrepareAndFinalize, ue8m0: bool
 ) -> None:
-    """The layer on one rank, as our method builds and calls it."""
+    """The layer on one rank, built and called by our method."""
     mine = slice(rank * LOCAL, (rank + 1) * LOCAL)
     w13, w13_scale, w2, w2_scale = (tensor[mine].contiguous() for tensor in layer)
     scales = fp8_w8a8_moe_quant_config(w1_scale=w13_scale, w2_scale=w2_scale, block_shape=[128, 128])
@@ -176,7 +176,7 @@ def assert_like_the_layer(layer: h.Layer, ranks: list[Rank], ue8m0: bool) -> Non
 
 @pytest.mark.parametrize(("tokens", "routing"), STEPS)
 def test_slabs_of_the_low_latency_mode(device, prepare_finalize, tokens, routing):
-    """Scales are column-major float32, as DeepEP has them for TMA; no row past a count may matter."""
+    """Scales are column-major float32, as in DeepEP for TMA; rows past a count must not affect the result."""
     gen = h.seeded(0, device)
     layer, ranks = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE), make_ranks(gen, tokens, routing)
     mode = prepare_finalize("deepep_ll", "DeepEPLLPrepareAndFinalize")
@@ -189,7 +189,7 @@ def test_slabs_of_the_low_latency_mode(device, prepare_finalize, tokens, routing
 
 @pytest.mark.parametrize(("tokens", "routing", "ue8m0"), [*((*step, False) for step in STEPS), (*STEPS[0], True)])
 def test_rows_of_the_high_throughput_mode(device, prepare_finalize, tokens, routing, ue8m0):
-    """Ids are int64 and global again, a `-1` an expert of another rank; a rank may get no token at all."""
+    """Ids are int64 and global, `-1` for an expert of another rank; a rank may get no token at all."""
     gen = h.seeded(0, device)
     layer, ranks = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE), make_ranks(gen, tokens, routing)
     mode = prepare_finalize("deepep_ht", "DeepEPHTPrepareAndFinalize")

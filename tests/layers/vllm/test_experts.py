@@ -1,4 +1,4 @@
-"""The experts take the very call that vLLM's modular kernel makes; no engine is started."""
+"""The experts accept the call that vLLM's modular kernel makes; without an engine."""
 
 import dataclasses
 import inspect
@@ -70,7 +70,7 @@ def test_the_batched_experts_are_the_batched_op():
 
 
 class Slabs(mk.FusedMoEPrepareAndFinalizeModular):
-    """A dispatch and combine as DeepEP's low-latency mode is one: hands over slabs, keeps what the experts make."""
+    """A dispatch and combine like DeepEP's low-latency mode: passes slabs on, and keeps the experts' results."""
 
     def __init__(self, rows: h.Quantized, counts: torch.Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What workers count appears at the metrics of the process that started them, added up."""
+"""The counts of workers are added up in the metrics of the process that started them."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 from fp8moe_plugin.layers.vllm import metrics
 
-# A process that serves layers of experts, by name, and has loaded kernels, by origin: those two are its arguments.
+# A worker: its arguments are the names of its layers of experts, and the number of loaded kernels by origin.
 WORKER = """
 import json, sys
 from fp8moe_plugin.jit import lookup
@@ -28,7 +28,7 @@ for name in names:
     metrics.count_layer(name, "sm90", "contiguous")
     metrics.update(counts)
 """
-# A server: its metrics are asked for after each worker has ended.
+# A server: its metrics are read after all workers have ended.
 SERVER = """
 import subprocess, sys
 from vllm.v1.metrics.prometheus import get_prometheus_registry, setup_multiprocess_prometheus

@@ -1,4 +1,4 @@
-"""What killed servers leave in the folder for temporary files goes when the next one starts, and nothing else goes."""
+"""The next server removes what killed servers left in the folder for temporary files, and nothing else."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from fp8moe_plugin.layers.vllm import metrics_folder
 from fp8moe_plugin.layers.vllm.metrics_folder import LOCK, PREFIX, hold_lock, remove_stale_folders
 from tests.layers.vllm.test_metrics import clean_environment
 
-# A server: it tells its folder and runs until its input ends.
+# A server: it prints its folder and runs until its input ends.
 SERVER = """
 import os, sys
 from fp8moe_plugin.layers.vllm import metrics
@@ -34,7 +34,7 @@ def temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def server() -> Iterator[subprocess.Popen[str]]:
-    """A server that is killed in the end, if it still runs."""
+    """A server that is killed at the end if it still runs."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", SERVER], text=True, env=clean_environment(), **pipes) as process:
         try:
@@ -44,13 +44,13 @@ def server() -> Iterator[subprocess.Popen[str]]:
 
 
 def folder_of(process: subprocess.Popen[str]) -> Path:
-    """Once it is there."""
+    """The server's folder, once it exists."""
     assert process.stdout is not None
     return Path(process.stdout.readline().strip())
 
 
 def stale_folder(temp: Path, name: str = "old") -> Path:
-    """As a killed server leaves it."""
+    """A folder as a killed server leaves it."""
     folder = temp / f"{PREFIX}{name}"
     folder.mkdir()
     os.close(hold_lock(folder))

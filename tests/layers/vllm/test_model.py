@@ -1,4 +1,4 @@
-"""vLLM builds a model, loads a checkpoint into it and calls its layers, all by itself; only the engine is missing."""
+"""vLLM itself builds a model, loads a checkpoint into it and calls its layers; only the engine is missing."""
 
 import os
 from collections.abc import Iterator
@@ -48,15 +48,17 @@ def tensors(checkpoint: Path) -> Tensors:
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path, workspaces: None) -> Iterator[torch.nn.Module]:
-    ModelRegistry.register_model("Qwen3MoeForCausalLM", Qwen3MoeForCausalLM)  # else a process of its own looks at it
-    with mock.patch.dict(os.environ, ENVIRONMENT):  # vLLM sets more, which the tests that follow shall not see
+    ModelRegistry.register_model(
+        "Qwen3MoeForCausalLM", Qwen3MoeForCausalLM
+    )  # otherwise vLLM inspects the class in a new process
+    with mock.patch.dict(os.environ, ENVIRONMENT):  # vLLM sets further variables, which must not affect later tests
         yield load(checkpoint, "fp8moe", enforce_eager=True)
         destroy_model_parallel()
         destroy_distributed_environment()
 
 
 def both(tensors: Tensors, *names: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of these layers, one below the other: weights and scales."""
+    """The weights and scales of these layers, concatenated along the rows."""
     return tuple(torch.cat([tensors[f"{name}.{kind}"] for name in names]) for kind in ("weight", "weight_scale_inv"))
 
 
@@ -85,7 +87,7 @@ def test_the_projections_compute_what_the_checkpoint_says(model, tensors, layer,
 
 
 def test_a_router_stays_as_it_is(model):
-    """It is a layer of the quantized model too, that the checkpoint lists as none."""
+    """A layer that the checkpoint lists as unquantized, in a quantized model."""
     gate = model.get_submodule("model.layers.0.mlp.gate")
     assert gate.weight.dtype == torch.bfloat16
     assert not isinstance(gate.quant_method, Fp8MoeLinearMethod)

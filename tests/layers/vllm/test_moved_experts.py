@@ -1,4 +1,4 @@
-"""vLLM's expert load balancing moves the experts of a layer in place; no engine is started."""
+"""vLLM's expert load balancing moves the experts of a layer in place; without an engine."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ AFTER = [[2, 1, 1, 0, 2], [0, 0, 0, 1, 2], START]  # one move after the other
 
 @pytest.fixture
 def layer(monkeypatch) -> Layer:
-    """With more places than experts, as `START` fills them."""
+    """A layer with more places than experts, filled as in `START`."""
     experts = one_rank.make_checkpoint(INTERMEDIATE)
     monkeypatch.setattr(one_rank, "EXPERTS", len(START))
     return Layer(INTERMEDIATE, 1, 0).load({name: [tensors[e] for e in START] for name, tensors in experts.items()})
@@ -35,7 +35,7 @@ def alone(tmp_path):
 
 
 def test_a_layer_says_the_same_wherever_its_experts_are(layer, alone):
-    """Bit for bit: what vLLM moves is all that the experts read, and nothing of it is kept elsewhere."""
+    """The experts read only what vLLM moves, and keep no copies: results are equal bit for bit."""
     gen = h.seeded(0, torch.device("cpu"))
     x, (weights, ids) = h.random_tokens(gen, 40, HIDDEN), h.random_routing(gen, "distinct", 40, TOPK, EXPERTS)
     first = run(layer, x, weights, ids, START)
@@ -57,7 +57,7 @@ def test_experts_in_other_places_than_the_router_thinks_are_noticed(layer):
 
 
 def run(layer: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """The layer's experts, each token with one of the places that hold its experts."""
+    """The result of the layer, with each token routed to one of the places that hold its experts."""
     copies = [[place for place, held in enumerate(places) if held == expert] for expert in range(EXPERTS)]
     chosen = [[copies[e][token % len(copies[e])] for e in row] for token, row in enumerate(ids.tolist())]
     tensors = [

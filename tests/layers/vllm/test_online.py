@@ -1,4 +1,4 @@
-"""The loaders that quantize, on layers that only note what is loaded into them."""
+"""The loaders that quantize, on layers that only record what is loaded into them."""
 
 import inspect
 import weakref
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.seam
 
 
 class Layer(SimpleNamespace):
-    """Of experts 4 to 7 of 8; `loaded` has the arguments of each call."""
+    """A layer with experts 4 to 7 of 8; `loaded` has the arguments of each call."""
 
     def _map_global_expert_id_to_local_expert_id(self, expert: int) -> int:
         return expert - 4 if 4 <= expert < 8 else -1
@@ -81,7 +81,7 @@ def test_a_dense_layer_gets_its_scales_under_the_same_shard():
 
 
 def test_parameters_without_memory_get_sizes():
-    """Into these vLLM loads first when it reloads, to count what arrives."""
+    """vLLM first loads into meta parameters when it reloads, to count the tensors."""
     layer, weight = parameters("meta"), torch.full((300, 256), float("nan"))
     loader(layer, online._linear_loader)(layer.weight, weight)
     (_, q), (_, scales) = layer.loaded
@@ -108,7 +108,7 @@ def test_damaged_weights_are_refused_by_name(make):
 
 
 def test_vllm_can_tell_the_arguments_and_whose_method_a_loader_is():
-    """As its reloading does: it binds the arguments by name, and loosens methods of a layer."""
+    """As vLLM does when reloading: it binds arguments by name, and unbinds methods of a layer."""
     layer = parameters("cpu")
     bound = loader(layer, online._linear_loader)
     assert list(inspect.signature(bound).parameters)[:2] == ["param", "loaded_weight"]

@@ -1,4 +1,4 @@
-"""Weights that are loaded again, by vLLM's reload or in place: a model then serves what was loaded, or not at all."""
+"""Weights reloaded by vLLM's reload or in place: the model then serves the new weights, or nothing at all."""
 
 import functools
 import multiprocessing
@@ -38,7 +38,7 @@ class Model(torch.nn.Module):
         self.gate_up, self.down = make_mlp(INTERMEDIATE, kind == "online")
         for layer in (self.gate_up, self.down):  # layers of one model share its state
             layer.quant_method.loading.model = self.experts.quant_method.loading.model
-        self.lacking: tuple[str, ...] = ()  # what the next checkpoints have no tensor of
+        self.lacking: tuple[str, ...] = ()  # layers for which the next checkpoints have no tensors
         layerwise.record_metadata_for_reloading(self)
 
     def start(self, checkpoint: Checkpoint) -> "Model":
@@ -62,7 +62,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture(autouse=True)
 def no_engine(monkeypatch: pytest.MonkeyPatch, on_rank: Callable[[int, int], None]) -> None:
-    """One rank, and no modular kernel, which needs an engine: its configuration tells which scales it reads."""
+    """One rank, without the modular kernel, which needs an engine; its configuration shows which scales it reads."""
     monkeypatch.setattr(Fp8MoeMethod, "_make_kernel", lambda *_: SimpleNamespace())
     on_rank(1, 0)
 
@@ -72,7 +72,7 @@ def first(kind: str) -> Checkpoint:
 
 
 def second(kind: str) -> Checkpoint:
-    """Other weights and, as blocks differ in magnitude, other scales."""
+    """Other weights with other scales, because blocks differ in magnitude."""
     return {name: [tensor.roll(1, 0) for tensor in tensors[::-1]] for name, tensors in first(kind).items()}
 
 
@@ -98,7 +98,7 @@ def test_a_model_serves_what_was_loaded_last(kind):
 
 
 def assert_refused(kind: str, load: Callable[[Checkpoint], None], checkpoint: Checkpoint, why: str) -> None:
-    """By this load, and by all that is asked of the model afterwards."""
+    """Check that this load and every later use of the model raises."""
     model: Model = load.__self__
     with pytest.raises(CheckpointError, match=f"{why}.*{RESTART}"):
         load(checkpoint)
@@ -121,7 +121,7 @@ def test_a_reload_that_lacks_a_tensor_of_an_expert_is_refused(kind, name, expert
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layer", ["experts", "gate_up", "down"])
 def test_a_reload_that_lacks_a_layer_is_refused(kind, layer):
-    """vLLM keeps the layer's old weights and only warns."""
+    """vLLM alone would keep the layer's old weights and only warn."""
     model = Model(kind).start(first(kind))
     model.lacking = (layer,)
     assert_refused(kind, model.reload, second(kind), "no tensor of this layer has arrived")
@@ -137,12 +137,12 @@ def test_a_tensor_with_nan_is_refused(kind, name, way):
 
 
 def test_a_worker_process_ends(monkeypatch, plugin_log):
-    """vLLM would report an exception to whoever asked for the reload, and go on serving."""
+    """vLLM would report an exception to the caller of the reload, and keep serving."""
     model, checkpoint, ended = Model("fp8").start(first("fp8")), second("fp8"), []
     model.experts.quant_method.loading.model.in_worker = True
     monkeypatch.setattr(os, "_exit", ended.append)
     checkpoint["w2_weight"][1] = None
-    with pytest.raises(CheckpointError):  # where the process would have ended
+    with pytest.raises(CheckpointError):  # where the process would have exited
         model.reload(checkpoint)
     assert ended == [1]
     (record,) = (record for record in plugin_log.records if record.levelname == "CRITICAL")
@@ -152,7 +152,7 @@ def test_a_worker_process_ends(monkeypatch, plugin_log):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["reload", "load"])
 def test_experts_that_were_moved_are_not_loaded_where_they_were(kind, way):
-    """By vLLM's load balancing: its router follows them, its loader does not."""
+    """vLLM's load balancing moves experts; its router follows, its loader does not."""
     state, model = SimpleNamespace(logical_to_physical_map=None), Model(kind)
     model.experts.quant_method.loading.check_reloadable = functools.partial(check_experts_not_moved, "L", state, 5)
     load = getattr(model.start(first(kind)), way)
@@ -164,7 +164,7 @@ def test_experts_that_were_moved_are_not_loaded_where_they_were(kind, way):
 
 
 def test_an_engine_core_reports_the_failure_and_shuts_down(monkeypatch):
-    """Had it ended at once, vLLM's client would wait for the report for ever."""
+    """If it exited at once, vLLM's client would wait for the report forever."""
     model, checkpoint, sent = Model("fp8").start(first("fp8")), second("fp8"), []
     monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore_DP0")
     monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
@@ -175,7 +175,7 @@ def test_an_engine_core_reports_the_failure_and_shuts_down(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reload_that_brings_nothing_leaves_what_served(kind):
-    """vLLM puts the old weights back, after a dry run of its weight transfer for one."""
+    """vLLM restores the old weights, for example after a dry run of its weight transfer."""
     model, wanted = Model(kind).start(first(kind)), Model(kind).start(first(kind))
     for _ in range(2):
         model.reload({})
@@ -193,7 +193,7 @@ def test_a_parameter_that_is_exchanged_without_a_reload_keeps_its_values():
 
 
 class Attention(torch.nn.Module):
-    """As vLLM's MLA: what it derives is allocated anew, as a plain attribute or as a parameter."""
+    """Like vLLM's MLA: derived tensors are allocated anew, as plain attributes or as parameters."""
 
     def __init__(self, kv_b_proj: torch.nn.Module, parameters: bool) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def test_a_tensor_that_cannot_serve_is_refused(fault, layer, way):
 
 @pytest.mark.parametrize("part", ["w1_weight_scale_inv", "w2_weight_scale_inv", "w2_weight"])
 def test_a_tensor_that_would_be_repeated_is_refused(part):
-    """One row of scales, say, which copying would use for all rows."""
+    """For example one row of scales, which copying would broadcast to all rows."""
     checkpoint = first("fp8")
     checkpoint[part] = [tensor[:, :1] for tensor in checkpoint[part]]
     with pytest.raises(CheckpointError, match=r"has shape .* for 256 intermediate channels"):
@@ -286,7 +286,7 @@ def test_scales_in_bfloat16_are_those_in_float32():
 
 
 def test_a_reload_that_vllm_breaks_off_leaves_no_layer_that_serves():
-    """For a file that cannot be read, say: vLLM raises, and the layer's parameters have no memory."""
+    """For example for an unreadable file: vLLM raises, and the layer's parameters have no memory."""
     model = Model("fp8").start(first("fp8"))
     layerwise.initialize_layerwise_reload(model)
     with pytest.raises(CheckpointError, match="the reload of its weights is unfinished"):

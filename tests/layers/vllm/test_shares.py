@@ -1,4 +1,4 @@
-"""How ranks share experts and MLPs of any size: in whole scale blocks, loaded by vLLM's loader; without an engine."""
+"""Ranks share experts and MLPs of any size in whole scale blocks, loaded by vLLM's loader; without an engine."""
 
 import itertools
 import re
@@ -61,7 +61,7 @@ def test_the_ranks_parts_are_the_checkpoint_bit_by_bit_and_zeros_after_it(interm
 
 
 def experts_in_float64(x: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
-    """`[E, T, H]`: every expert of every token, on dequantized weights."""
+    """`[E, T, H]`: the result of every expert for every token, on dequantized weights."""
     w1, w3, w2 = (dequantize_blocks(w[f"{n}_weight"], w[f"{n}_weight_scale_inv"]).double() for n in ("w1", "w3", "w2"))
     gate, up = x @ w1.mT, x @ w3.mT
     return (torch.nn.functional.silu(gate) * up) @ w2.mT
@@ -83,7 +83,7 @@ def run(layer: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor)
 
 @pytest.mark.parametrize(("intermediate", "ranks", "channels"), SHARES)
 def test_ranks_quantize_activations_as_one_does(intermediate, ranks, channels):
-    """In the same groups: sums differ by the bfloat16 of each rank's. Other groups would differ by 0.03."""
+    """Groups are equal, so sums differ only by rounding each rank's to bfloat16. Other groups would differ by 0.03."""
     checkpoint = make_checkpoint(intermediate)
     gen = torch.Generator().manual_seed(1)
     x = torch.randn(TOKENS, HIDDEN, generator=gen).bfloat16()
@@ -98,7 +98,7 @@ def test_ranks_quantize_activations_as_one_does(intermediate, ranks, channels):
 @pytest.mark.parametrize("online", [False, True])
 @pytest.mark.parametrize("rank", [1, 6])
 def test_vllm_reloads_a_layer_in_place(monkeypatch, rank, online):
-    """As in reinforcement learning; rank 6 holds padding alone."""
+    """As in reinforcement learning; rank 6 holds only padding."""
     first = (make_unquantized if online else make_checkpoint)(1536)
     second = {name: tensors[::-1] for name, tensors in first.items()}
     monkeypatch.setattr(Fp8MoeMethod, "_make_kernel", lambda *_: None)
@@ -107,7 +107,9 @@ def test_vllm_reloads_a_layer_in_place(monkeypatch, rank, online):
     layer.load(first)
     served = dict(layer.named_parameters())
     layerwise.initialize_layerwise_reload(layer)
-    assert layer.load(second).w2_weight is served["w2_weight"]  # it was complete, and put where graphs look for it
+    assert (
+        layer.load(second).w2_weight is served["w2_weight"]
+    )  # it was complete, and is at the address that graphs read
     for name, wanted in fresh.named_parameters():
         assert torch.equal(served[name].float(), wanted.float())
         assert getattr(layer, name).weight_loader.supports_moe_loading
@@ -186,7 +188,7 @@ def test_the_ranks_of_an_mlp_hold_the_checkpoint_bit_by_bit_and_zeros_after_it(o
     for rank in range(ranks):
         on_rank(ranks, rank)
         mlp = make_mlp(intermediate)
-        for _ in range(2):  # the second time it is loaded again
+        for _ in range(2):  # the second time is a reload
             load_mlp(mlp, checkpoint)
         for half, kind in itertools.product(mlp, ("weight", "weight_scale_inv")):
             check_loaded("mlp", kind, getattr(half, kind))

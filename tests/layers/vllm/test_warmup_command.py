@@ -1,4 +1,4 @@
-"""The command that a refusal to compile asks for is the one that spares it: same model, same split."""
+"""The command in a refusal to compile is for the same model and split."""
 
 import shlex
 from types import SimpleNamespace
