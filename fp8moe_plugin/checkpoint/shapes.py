@@ -21,7 +21,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class Dense:
-    """Dense layers of one kind, fused as in vLLM: `outputs` are the widths of the fused projections.
+    """Dense layers of one kind, fused as in vLLM: `outputs` has the output channels of each projection.
 
     A rank holds at least `smallest` outputs of a projection, because key/value heads are replicated, not split.
     """
