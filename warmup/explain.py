@@ -91,7 +91,7 @@ def _weight_bytes(shapes: list[ShapeReport]) -> int:
 
 
 def _plan(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepPlan:
-    """The plan of a step with so many tokens on each data-parallel replica; experts get the tokens of all of them."""
+    """The plan of a step with `tokens` tokens on each data-parallel replica; experts get the tokens of all replicas."""
     return plan_step(MoeShape.of(local, model.experts.experts), tokens * parallel.dp, model.ue8m0)
 
 

@@ -90,7 +90,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def _reopen(handle: int, name: str, flags: int) -> int:
-    """Open the file behind a descriptor with other flags; errors have its original name."""
+    """Open the file that a descriptor refers to with other flags; errors have its original name."""
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for its writer.
         return os.open(f"/proc/self/fd/{handle}", flags | os.O_NONBLOCK)
