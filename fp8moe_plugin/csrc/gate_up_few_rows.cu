@@ -15,8 +15,8 @@
 //       done_counters  int32 [1 + capacity * counters_per_tile], zero at first, see done_counters.cuh; null: nothing is
 //                   counted, and K is not split
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
-#include "device/fp8.cuh"
 #include "device/wgmma.cuh"
+#include "epilogue/swiglu_transposed.cuh"
 #include "pipeline/done_counters.cuh"
 #include "pipeline/split_k.cuh"
 #include "pipeline/tile_queue.cuh"
@@ -70,18 +70,18 @@ struct Operands {
     const uint4* x;
     const float *x_scales, *weight_scales;
     const int* a_rows;
-    int intermediate, k_blocks, splits, steps;  // steps of 128 K of a tile
+    int intermediate, k_blocks, steps;  // steps of 128 K of a tile
+    Splits splits;
 
     DEVICE int groups() const { return intermediate / kBlockI; }
-    DEVICE int group_of(const Tile& tile) const { return splits == 1 ? tile.column : tile.column / splits; }
-    DEVICE int split_of(const Tile& tile) const { return splits == 1 ? 0 : tile.column % splits; }
 };
 
 struct Result {
     u8* q;
     float *scales, *partial;
     DoneCounters done;
-    int m;
+    int m, intermediate;
+    Splits splits;
 };
 
 using Queue = TileQueue<kBlockTokens>;
@@ -94,7 +94,8 @@ struct WeightLoads {
     const float* scale;
 
     DEVICE WeightLoads(const Operands& in, const Tile& tile) {
-        int weight_row = tile.expert * 2 * in.groups() + in.group_of(tile), first_step = in.split_of(tile) * in.steps;
+        int weight_row = tile.expert * 2 * in.groups() + in.splits.group_of(tile),
+            first_step = in.splits.split_of(tile) * in.steps;
         first_slab = weight_row * (kBlockI / 8);
         first_k = first_step * kBlockK;
         scale = in.weight_scales + i64(weight_row + half() * in.groups()) * in.k_blocks + first_step;
@@ -118,7 +119,7 @@ struct TokenCopies {
     const float* scale;
 
     DEVICE TokenCopies(const Operands& in, const Tile& tile) {
-        int thread = threadIdx.x % kProducers, first_step = in.split_of(tile) * in.steps;
+        int thread = threadIdx.x % kProducers, first_step = in.splits.split_of(tile) * in.steps;
         auto block_of = [&](int row) { return i64(in.a_rows[tile.row + row]) * in.k_blocks + first_step; };
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
@@ -206,109 +207,18 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int wa
     }
 }
 
-// Adds up the splits of a tile; false for a block that is not the last of them. A token's 256 sums stand together, of
-// each thread 16 bytes: a slab's pair of gate and up, for both slabs.
-template <int kTokens>
-DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& out, const Tile& tile,
-                       Sums<kTokens>& sum) {
-    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = in.group_of(tile);
-    float4* all = reinterpret_cast<float4*>(out.partial) +
-                  (i64(tile.row) * in.groups() + i64(group) * tile.rows) * in.splits * (2 * kBlockI / 4);
-    auto at = [&](int split, int token) {
-        return all + (split * tile.rows + token) * (2 * kBlockI / 4) + warp * 8 + lane / 4;
-    };
-#pragma unroll
-    for (int i = 0; i < kTokens / 4; ++i) {
-        int token = fragment_column(threadIdx.x) + column_offset(i), e = element_at(0, i);
-        if (token < tile.rows)
-            *at(in.split_of(tile), token) = make_float4(sum[0][e], sum[0][e + 2], sum[1][e], sum[1][e + 2]);
-    }
-    int* arrived = out.done.of_tile(tile) + 1 + group;
-    if (!comes_last(shared.last(), arrived, in.splits, kMathBarrier, kMathThreads)) return false;
-#pragma unroll
-    for (int i = 0; i < kTokens / 4; ++i) {
-        int token = fragment_column(threadIdx.x) + column_offset(i), e = element_at(0, i);
-        if (token >= tile.rows) continue;
-        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-        auto add = [&](float4 part) { total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w; };
-        if (kTokens == 8) {
-            float4 part[kMaxSplits];
-#pragma unroll
-            for (int split = 0; split < kMaxSplits; ++split)  // all in flight at once
-                if (split < in.splits) part[split] = __ldcg(at(split, token));
-#pragma unroll
-            for (int split = 0; split < kMaxSplits; ++split)
-                if (split < in.splits) add(part[split]);
-        } else {  // for want of registers
-#pragma unroll 1
-            for (int split = 0; split < in.splits; ++split) add(__ldcg(at(split, token)));
-        }
-        sum[0][e] = total.x, sum[0][e + 2] = total.y, sum[1][e] = total.z, sum[1][e + 2] = total.w;
-    }
-    return true;
-}
-
-// Of each pair of tokens: activation, the group's largest magnitude over all warps, quantization, by way of `staging`.
-template <int kTokens>
-DEVICE void store_quantized(SharedMemory shared, const Operands& in, const Result& out, const Tile& tile,
-                            const Sums<kTokens>& sum) {
-    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = in.group_of(tile);
-    u32 value[kSlabs][kTokens / 8];
-#pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) {
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-            const float* s = sum[slab] + 4 * i;
-            value[slab][i] = silu_mul(pack_bf16x2(s[0], s[1]), pack_bf16x2(s[2], s[3]));
-        }
-        u32 amax = max_u16x2(value[0][i] & kNoSigns, value[1][i] & kNoSigns);
-#pragma unroll
-        for (int lanes = 4; lanes < kWarp; lanes *= 2) amax = max_u16x2(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
-        if (lane < 4) store_shared(shared.amax(warp, i * 4 + lane), amax);
-    }
-    named_barrier(kMathBarrier, kMathThreads);
-#pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) {
-        u32 amax = 0;
-#pragma unroll
-        for (int from = 0; from < kMathWarps; ++from)
-            amax = max_u16x2(amax, load_shared(shared.amax(from, i * 4 + lane % 4)));
-        float scale[2] = {group_scale(amax << 16), group_scale(amax & 0xFFFF0000)};
-        float inverse[2] = {__frcp_rn(scale[0]), __frcp_rn(scale[1])};
-        int token = i * 8 + fragment_column(threadIdx.x);
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-            float2 v = unpack_bf16x2(value[slab][i]);
-            u16 q = pack_e4m3x2(divide(v.x, scale[0], inverse[0]), divide(v.y, scale[1], inverse[1]));
-            u32 channel = (warp / 4 * kSlabs + slab) * 32 + warp % 4 * 8 + lane / 4;
-            store_shared(shared.staging(token) + channel, u8(q));
-            store_shared(shared.staging(token + 1) + channel, u8(q >> 8));
-        }
-        if (warp == 0 && lane < 4) {
-            float* scales = out.scales + i64(group) * scale_pitch(out.m) + tile.row + token;
-            if (token < tile.rows) scales[0] = scale[0];
-            if (token + 1 < tile.rows) scales[1] = scale[1];
-        }
-    }
-    named_barrier(kMathBarrier, kMathThreads);
-    for (int i = threadIdx.x; i < tile.rows * (kBlockI / 16); i += kMathThreads) {
-        int token = i / (kBlockI / 16), chunk = i % (kBlockI / 16);
-        *reinterpret_cast<uint4*>(out.q + i64(tile.row + token) * in.intermediate + group * kBlockI + chunk * 16) =
-            load_shared_16(shared.staging(token) + chunk * 16);
-    }
-    if (!out.done.counters) return;
-    __threadfence();
-    named_barrier(kMathBarrier, kMathThreads);
-    if (threadIdx.x == 0) atomicAdd(out.done.of_tile(tile), 1);
-}
-
 template <int kTokens>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Result& out,
                          const Tile& tile, int warpgroup) {
     Sums<kTokens> sum;
     multiply<kTokens>(shared, ring, in.steps, warpgroup, sum);
-    if (in.splits == 1 || add_splits<kTokens>(shared, in, out, tile, sum))
-        store_quantized<kTokens>(shared, in, out, tile, sum);
+    if (in.splits.count == 1 || add_splits<kTokens, kMathThreads>(shared, out, tile, kMathBarrier, sum)) {
+        store_quantized_transposed<kTokens, kMathWarps>(shared, out, tile, kMathBarrier, sum);
+        if (!out.done.counters) return;
+        __threadfence();
+        named_barrier(kMathBarrier, kMathThreads);
+        if (threadIdx.x == 0) atomicAdd(out.done.of_tile(tile), 1);
+    }
 }
 
 // ---- kernel ------------------------------------------------------------------------------------------------------
@@ -322,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
     int warpgroup = warp_uniform(threadIdx.x / 128);
-    Operands in{&w_map, x, x_scales, w_scales, a_rows, intermediate, k / kBlockK, splits, k / kBlockK / splits};
+    Operands in{&w_map, x, x_scales, w_scales, a_rows, intermediate, k / kBlockK, k / kBlockK / splits, {splits}};
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
         wait_for_previous_kernel();
@@ -331,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         load_tiles(shared, in, queue);
     } else {
         increase_registers<kMathRegisters>();
-        Result out{q, scales, partial, {done_counters, counters_per_tile}, m};
+        Result out{q, scales, partial, {done_counters, counters_per_tile}, m, intermediate, {splits}};
         Ring<kStages> ring;
         while (true) {
             barrier_wait(shared.full(ring.stage), ring.phase);

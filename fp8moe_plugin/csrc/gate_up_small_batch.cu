@@ -19,8 +19,9 @@
 // UE8M0: 1 rounds scales up to powers of two, before the router's weight comes in.
 //
 // Grid: any number of clusters; a multiprocessor has room for two blocks. The next kernel starts beside this one.
-#include "device/fp8.cuh"
+#include "epilogue/swiglu_token.cuh"
 #include "mma/swap_ab.cuh"
+#include "pipeline/quantize_tokens.cuh"
 #include "pipeline/ring.cuh"
 #include "routing/expert_list.cuh"
 
@@ -110,40 +111,6 @@ DEVICE void load_weights(SharedMemory shared, const Step& step, const Share& sha
 
 // ---- math -----------------------------------------------------------------------------------------------------------
 
-// The block's part of K of all tokens, by half-warps: a group of 128 channels in 16 bytes a lane.
-struct Tokens {
-    static constexpr int kAtOnce = kMathThreads / kGroupLanes / kMostSteps, kRounds = kTokens / kAtOnce;
-    uint4 values[kRounds];
-
-    DEVICE static int lane() { return threadIdx.x % kGroupLanes; }
-    DEVICE static int step_of() { return threadIdx.x / kGroupLanes % kMostSteps; }
-    DEVICE static int first_token() { return threadIdx.x / kGroupLanes / kMostSteps; }
-
-    DEVICE Tokens(const Step& step, const Share& share, const uint4* x) {
-        if (!x || step_of() >= share.steps) return;
-        x += (i64(first_token()) * step.k_blocks() + share.first_step + step_of()) * kGroupLanes + lane();
-#pragma unroll
-        for (int round = 0; round < kRounds; ++round)
-            if (first_token() + round * kAtOnce < step.tokens)
-                values[round] = x[round * kAtOnce * step.k_blocks() * kGroupLanes];
-    }
-    DEVICE void quantize(SharedMemory shared, const Step& step, const Share& share) const {
-#pragma unroll
-        for (int round = 0; round < kRounds; ++round) {
-            int token = first_token() + round * kAtOnce;
-            if (round * kAtOnce >= step.tokens) break;  // for all lanes of the warp
-            float scale = group_scale(group_max(magnitude_bits(values[round]))), v[8];
-            unpack_eight(values[round], v);
-            if (token >= step.tokens || step_of() >= share.steps) continue;
-            u32 to = shared.x(step_of(), token) + (lane() / 2 ^ token % 8) * 16 + lane() % 2 * 8;
-            store_shared(to, quantize_eight(v, scale));
-            if (lane() == 0) store_shared(shared.x_scale(step_of(), token), __float_as_uint(scale));
-        }
-        fence_proxy_async();
-        named_barrier(kMathBarrier, kMathThreads);
-    }
-};
-
 // The thread's two rows of each slab are four neighbouring channels of the warpgroup's half, in the interleaved order
 // of w_map; its columns are tokens.
 using Sums = Fragment<kTokens>[kSlabs];
@@ -225,20 +192,7 @@ DEVICE uint2 activated(SharedMemory shared, int finished) {
             float4 part = load_shared_float4(shared.sums(finished, from, h) + lane_of_warp() * 16);
             half[h].x += part.x, half[h].y += part.y, half[h].z += part.z, half[h].w += part.w;
         }
-    return make_uint2(silu_mul(pack_bf16x2(half[0].x, half[0].y), pack_bf16x2(half[1].x, half[1].y)),
-                      silu_mul(pack_bf16x2(half[0].z, half[0].w), pack_bf16x2(half[1].z, half[1].w)));
-}
-
-// Quantizes the lane's four channels of the group; returns the scale of the group.
-DEVICE float store_quantized(uint2 value, u32* q) {
-    u32 amax = larger_of(max_u16x2(value.x & kNoSigns, value.y & kNoSigns));
-#pragma unroll
-    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
-    float scale = group_scale(amax), inverse = __frcp_rn(scale);
-    float2 low = unpack_bf16x2(value.x), high = unpack_bf16x2(value.y);
-    *q = pack_e4m3x4(divide(low.x, scale, inverse), divide(low.y, scale, inverse), divide(high.x, scale, inverse),
-                     divide(high.y, scale, inverse));
-    return scale;
+    return silu_mul_four(half[0], half[1]);
 }
 
 DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& share, int finished,
@@ -289,7 +243,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
     ExpertList& list = shared.list();
     int warp = warp_uniform(threadIdx.x / kWarp);
     bool math = warp < kMathWarps;
-    const Tokens own_part(step, share, math ? x : nullptr);
+    const TokenQuantizer<kTokens, kMostSteps, kMathThreads> own_tokens(math ? x : nullptr, tokens, step.k_blocks(),
+                                                                       share.first_step, share.steps);
     if (warp == kLoadWarp) {
         if (lane_of_warp() == 0) prefetch(&w_map);
         list_experts(router, list);
@@ -305,7 +260,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
     cluster_arrive();
 
     if (math) {
-        own_part.quantize(shared, step, share);
+        own_tokens.store(shared, tokens, share.steps, kMathBarrier);
         cluster_wait();  // the others' barriers are there
         compute_tiles(shared, step, share, list.count * step.groups(), warp / 4);
     } else if (warp == kLoadWarp) {

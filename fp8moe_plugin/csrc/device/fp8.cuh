@@ -78,6 +78,16 @@ DEVICE uint2 quantize_eight(const float (&v)[8], float scale) {
     return make_uint2(pack_e4m3x4(c[0], c[1], c[2], c[3]), pack_e4m3x4(c[4], c[5], c[6], c[7]));
 }
 
+// The codes of two bfloat16 values, each with a scale and its correctly rounded inverse.
+DEVICE u16 quantize_two(u32 values, const float (&scale)[2], const float (&inverse)[2]) {
+    float2 v = unpack_bf16x2(values);
+    return pack_e4m3x2(divide(v.x, scale[0], inverse[0]), divide(v.y, scale[1], inverse[1]));
+}
+DEVICE u16 quantize_two(u32 values, float scale, float inverse) {
+    float2 v = unpack_bf16x2(values);
+    return pack_e4m3x2(divide(v.x, scale, inverse), divide(v.y, scale, inverse));
+}
+
 // ---- activation ----
 
 // x / (1 + e^-x), to about 2^-20: what follows rounds it to bfloat16, and less than one result in 10,000 the other way.
