@@ -1,7 +1,7 @@
 // How a warpgroup of gate_up.cu activates, quantizes and stores 64 rows by kColumns channels, which are 128 or, of a
 // short tile, the half of a group; and its part of a tail.
 #pragma once
-#include "device/fp8.cuh"
+#include "epilogue/swiglu_transposed.cuh"
 #include "mma/row_tile.cuh"
 
 struct Quantized {
@@ -87,9 +87,8 @@ DEVICE void stage_quantized(u32 staging, int row, const float (&scale)[2], const
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
         int r = i % 2, column = i / 2 * 8 + threadIdx.x % 4 * 2;
-        float2 v = unpack_bf16x2(value[i]);
         u32 to = staging + (row + 8 * r) * 128 + (column / 16 ^ row % 8) * 16 + column % 16;  // row + 8 swizzles alike
-        store_shared(to, pack_e4m3x2(divide(v.x, scale[r], inverse[r]), divide(v.y, scale[r], inverse[r])));
+        store_shared(to, quantize_two(value[i], scale[r], inverse[r]));
     }
 }
 
@@ -147,33 +146,27 @@ DEVICE void store_quantized_tail(SharedMemory shared, const Quantized& out, cons
     constexpr int kBlocks = kTailRows / 8;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = tile.row + kBlockM, rows = tile.rows - kBlockM;
     auto amax_at = [&](int from, int block) { return shared.amax(buffer, 0, (from * kBlocks + block) * 4 + lane % 4); };
-    u32 value[kTailRows / 4];
+    u32 value[kBlocks][2];
 #pragma unroll
     for (int i = 0; i < kTailRows / 4; ++i)
-        value[i] = silu_mul(pack_bf16x2(gate[2 * i], gate[2 * i + 1]), pack_bf16x2(up[2 * i], up[2 * i + 1]));
+        value[i / 2][i % 2] =
+            silu_mul(pack_bf16x2(gate[2 * i], gate[2 * i + 1]), pack_bf16x2(up[2 * i], up[2 * i + 1]));
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-        u32 amax = max_u16x2(value[2 * block] & kNoSigns, value[2 * block + 1] & kNoSigns);
-#pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2) amax = max_u16x2(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
+        u32 amax = warp_amax(value[block]);
         if (lane < 4) store_shared(amax_at(warp, block), amax);
     }
     named_barrier(kMathBarrier, 128 * kMathWarpgroups);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-        u32 amax = 0;
-#pragma unroll
-        for (int from = 0; from < kMathWarps; ++from) amax = max_u16x2(amax, load_shared(amax_at(from, block)));
+        u32 amax = block_amax<kMathWarps>([=](int from) { return amax_at(from, block); });
         float scale[2] = {group_scale(amax << 16), group_scale(amax & 0xFFFF0000)};
         float inverse[2] = {__frcp_rn(scale[0]), __frcp_rn(scale[1])};
         int token = block * 8 + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            float2 v = unpack_bf16x2(value[2 * block + i]);
-            u16 q = pack_e4m3x2(divide(v.x, scale[0], inverse[0]), divide(v.y, scale[1], inverse[1]));
             u32 to = shared.tail_staging() + token * 128 + warp * 16 + lane / 4 + i * 8;
-            store_shared(to, u8(q));
-            store_shared(to + 128, u8(q >> 8));
+            stage_pair(value[block][i], scale, inverse, to, to + 128);
         }
         float* scales = out.scales + i64(tile.column) * scale_pitch(out.m) + row + token;
         if (warp == 0 && lane < 4 && token < rows) scales[0] = scale[0];
