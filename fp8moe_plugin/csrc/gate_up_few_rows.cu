@@ -1,17 +1,16 @@
-// The first GEMM of experts with its activation, for few rows an expert: q = quantized SiLU(gate) * up, with
+// The first GEMM of the experts with its activation, for few rows per expert: q = quantized SiLU(gate) * up, with
 // gate, up = x[a_rows[i]] @ w13[expert]^T. Weights are streamed once; e4m3 with scales as in grouped_gemm.cu.
 //
-// Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, multiplied 8, 16, 32 or 64 tokens
-// wide. TMA loads 8 rows of the gate, then the same 8 of the other half, and so on: in wgmma's layout a thread then
-// holds both of a channel, and a tile all of a group of the quantization.
+// Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, which are padded to 8, 16, 32 or 64.
+// TMA interleaves 8 rows of the gate projection with the same 8 of the up projection: in wgmma's layout a thread then
+// holds both of a channel, and a tile holds a whole group of the quantization.
 //
-// `splits` blocks share a tile, each a part of K, where tiles are too few for the GPU. Each leaves its sums in
-// `partial`; the one that comes last adds them up, in order, and goes on, see split_k.cuh.
+// Where tiles are too few for the GPU, `splits` thread blocks share a tile, with a part of K each, see split_k.cuh.
 //
 // In:   w_map       of w13 as [K, 8, 2, ..]: boxes of 128 x 8 x 2 x 16;    x  e4m3 [T, K]
 //       x_scales    float32 [T, K / 128];    w_scales  float32 [experts, 2 * I / 128, K / 128]
 //       a_rows      int32 [m], the token of each row
-//       partial     float32, 2 * I * m * splits; not used with one split
+//       partial     float32 [2 * I * m * splits]; unused with one split
 //       done_counters  int32 [1 + capacity * counters_per_tile], zero at first, see done_counters.cuh; null: nothing is
 //                   counted, and K is not split
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
@@ -23,13 +22,14 @@
 
 constexpr int kBlockTokens = kFewRowsTile, kBlockI = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kMathWarps = kMathThreads / kWarp;
-constexpr int kSlabs = 2;  // of 64 rows of weights, of a warpgroup
+constexpr int kSlabs = 2;  // of 64 rows of weights, per warpgroup
 constexpr int kThreads = kMathThreads + 128;
 static_assert(kThreads == THREADS, "the launch has a thread for each role");
 constexpr int kProducers = 128;
 constexpr int kProducerRegisters = 72, kMathRegisters = 216;
-static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * 168, "of the launch");
-constexpr int kFullArrivals = 1 + kProducers;  // who announces the bytes of TMA, and all who copy
+static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * 168,
+              "the launch's 168 per thread");
+constexpr int kFullArrivals = 1 + kProducers;  // the announced bytes of TMA, and each copying thread
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 
 struct SharedMemory {
@@ -59,9 +59,9 @@ struct SharedMemory {
     DEVICE u32 amax(int warp, int pair) const { return base + kAmax + (warp * kBlockTokens / 2 + pair) * 4; }
     DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
+    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival per math warp
     DEVICE u32 last() const { return base + kLast; }
-    DEVICE u32 shared_tile() const { return base + kSharedTile; }  // among the producer's warps
+    DEVICE u32 shared_tile() const { return base + kSharedTile; }  // shared by the producer's warps
 };
 constexpr int kStages = SharedMemory::kStages;
 
@@ -70,7 +70,7 @@ struct Operands {
     const uint4* x;
     const float *x_scales, *weight_scales;
     const int* a_rows;
-    int intermediate, k_blocks, steps;  // steps of 128 K of a tile
+    int intermediate, k_blocks, steps;  // K steps of a tile
     Splits splits;
 
     DEVICE int groups() const { return intermediate / kBlockI; }
@@ -86,9 +86,9 @@ struct Result {
 
 using Queue = TileQueue<kBlockTokens>;
 
-// ---- producer: a warpgroup ------------------------------------------------------------------------------------------
+// ---- producer: one warpgroup ---------------------------------------------------------------------------------------
 
-// The steps of a tile: one thread loads the weights, two others copy the scales of their halves.
+// A tile's weights: one thread loads them, two others copy the scales, of the gate and of the up projection.
 struct WeightLoads {
     int first_slab, first_k;  // of boxes of w_map
     const float* scale;
@@ -100,7 +100,8 @@ struct WeightLoads {
         first_k = first_step * kBlockK;
         scale = in.weight_scales + i64(weight_row + half() * in.groups()) * in.k_blocks + first_step;
     }
-    DEVICE static int half() { return int(threadIdx.x % kProducers) - kBlockTokens; }  // of those that copy scales
+    // 0 and 1 in the two threads that copy scales.
+    DEVICE static int half() { return int(threadIdx.x % kProducers) - kBlockTokens; }
     DEVICE void start(SharedMemory shared, int s, const Operands& in, int step) const {
         u32 full = shared.full(s);
         if (threadIdx.x % kProducers == 0) {
@@ -111,11 +112,11 @@ struct WeightLoads {
     }
 };
 
-// The same of the tokens: a thread copies 16 bytes of a few, and the scale of one.
+// A tile's tokens: a thread copies 16 bytes of several, and the scale of one.
 struct TokenCopies {
     static constexpr int kChunks = kBlockK / 16, kRowsAtOnce = kProducers / kChunks;
     static constexpr int kCount = kBlockTokens / kRowsAtOnce;
-    const uint4* from[kCount];  // null for none
+    const uint4* from[kCount];  // null: past the tile's rows
     const float* scale;
 
     DEVICE TokenCopies(const Operands& in, const Tile& tile) {
@@ -150,7 +151,7 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
         weights.start(shared, s, in, step);
         tokens.start(shared, s, step);
         copy_async_arrive(shared.full(s));
-        if (first_warp) queue.step(step);
+        if (first_warp) queue.prepare_next(step);
     }
 }
 
@@ -160,20 +161,20 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
     Tile tile = queue.tile();
     for (; tile.rows > 0; tile = share_tile(shared.shared_tile(), kProducerBarrier, queue, first_warp))
         load_tile(shared, ring, in, tile, queue, first_warp);
-    // The last stage holds no tile.
+    // The last stage holds no tile: it ends the math warpgroups' loop.
     barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
     if (threadIdx.x % kProducers == 0) {
         publish_tile(shared.tile(ring.stage), tile);
         barrier_arrive(shared.full(ring.stage));
     }
     copy_async_arrive(shared.full(ring.stage));
-    copy_async_wait();  // PTX promises no arrivals of threads that have exited
+    copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited
     if (first_warp) queue.finish();
 }
 
-// ---- math --------------------------------------------------------------------------------------------------------
+// ---- math ----------------------------------------------------------------------------------------------------------
 
-// The thread's two rows of a slab are the gate and the up projection of one channel, its columns are tokens.
+// The thread's two rows of a slab are the gate and the up projection of one channel; its columns are tokens.
 template <int kTokens>
 using Sums = Fragment<kTokens>[kSlabs];
 
@@ -184,7 +185,7 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int wa
     for (int step = 0; step < steps; ++step, ring.advance()) {
         int s = ring.stage;
         barrier_wait(shared.full(s), ring.phase);
-        fence_proxy_async();  // the copies of tokens are ordinary writes
+        fence_proxy_async();  // tokens were copied by ordinary writes
         float half_scale[2] = {load_shared_float(shared.weight_scale(s, 0)),
                                load_shared_float(shared.weight_scale(s, 1))};
         float token_scale[kTokens / 4];
@@ -221,7 +222,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
     }
 }
 
-// ---- kernel ------------------------------------------------------------------------------------------------------
+// ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gate_up_few_rows(const __grid_constant__ TensorMap w_map, const uint4* x, const float* x_scales,
@@ -236,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
         wait_for_previous_kernel();
-        let_next_kernel_start();  // not before: the next, and combine behind it, read what route wrote without waiting
+        let_next_kernel_start();  // not earlier: the next kernels read what route wrote without waiting
         Queue queue(table, num_tiles, 0, m, in.groups() * splits, in.steps);
         load_tiles(shared, in, queue);
     } else {

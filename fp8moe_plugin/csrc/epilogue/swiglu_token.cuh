@@ -1,4 +1,4 @@
-// SwiGLU with quantization of one token and group of 128 channels by a warp, four neighbouring channels per lane.
+// SwiGLU with quantization of a group of 128 channels of one token, by a warp: four neighbouring channels per lane.
 #pragma once
 #include "device/fp8.cuh"
 
@@ -8,7 +8,7 @@ DEVICE uint2 silu_mul_four(float4 gate, float4 up) {
                       silu_mul(pack_bf16x2(gate.z, gate.w), pack_bf16x2(up.z, up.w)));
 }
 
-// Quantizes the lane's four channels of the group; returns the scale of the group.
+// Quantizes the lane's four channels to `q`; returns the scale of the group.
 DEVICE float store_quantized(uint2 value, u32* q) {
     u32 amax = larger_of(max_u16x2(value.x & kNoSigns, value.y & kNoSigns));
 #pragma unroll

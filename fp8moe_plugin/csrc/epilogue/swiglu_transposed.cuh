@@ -24,7 +24,7 @@ DEVICE u32 warp_amax(const u32 (&pairs)[kCount]) {
     return amax;
 }
 
-// Over all warps, from shared memory; `amax_at(warp)` is the address of that of a warp.
+// The same over all warps, from shared memory; amax_at(warp) is the address of a warp's.
 template <int kWarps, class AmaxAt>
 DEVICE u32 block_amax(AmaxAt amax_at) {
     u32 amax = 0;
@@ -33,7 +33,8 @@ DEVICE u32 block_amax(AmaxAt amax_at) {
     return amax;
 }
 
-// Of each pair of tokens: activation, the group's largest magnitude over all warps, quantization, by way of `staging`.
+// Activates, quantizes and stores a tile's group of channels: each warp has some of the channels, so the largest
+// magnitudes are exchanged in shared memory, and codes are staged there. `out` is the kernel's Result.
 template <int kTokens, int kMathWarps, int kSlabs, class SharedMemory, class Result>
 DEVICE void store_quantized_transposed(SharedMemory shared, const Result& out, const Tile& tile, int barrier,
                                        const Fragment<kTokens> (&sum)[kSlabs]) {

@@ -1,9 +1,9 @@
-// Loads and quantizes a block's part of K of all tokens of a small batch, to shared memory, swizzled as wgmma reads it.
+// Quantizes a thread block's part of K of all tokens of a small batch to shared memory, swizzled as wgmma reads it.
 #pragma once
 #include "device/fp8.cuh"
 #include "device/ptx.cuh"
 
-// By half-warps: each has a group of 128 channels, 16 bytes per lane. The loads are in flight from the constructor on.
+// Each half-warp has a group of 128 channels, 16 bytes per lane. The constructor starts the loads.
 template <int kTokens, int kMostSteps, int kThreads>
 struct TokenQuantizer {
     static constexpr int kAtOnce = kThreads / kGroupLanes / kMostSteps, kRounds = kTokens / kAtOnce;
@@ -13,7 +13,8 @@ struct TokenQuantizer {
     DEVICE static int step() { return threadIdx.x / kGroupLanes % kMostSteps; }
     DEVICE static int first_token() { return threadIdx.x / kGroupLanes / kMostSteps; }
 
-    // `x`: bfloat16 [tokens, 128 * k_blocks], of which the block has `steps` from `first_step` on; null: nothing.
+    // `x`: bfloat16 [tokens, 128 * k_blocks], of which the block has `steps` K steps from `first_step` on; null: it
+    // loads nothing.
     DEVICE TokenQuantizer(const uint4* x, int tokens, int k_blocks, int first_step, int steps) {
         if (!x || step() >= steps) return;
         x += (i64(first_token()) * k_blocks + first_step + step()) * kGroupLanes + lane();
@@ -21,7 +22,7 @@ struct TokenQuantizer {
         for (int round = 0; round < kRounds; ++round)
             if (first_token() + round * kAtOnce < tokens) values[round] = x[round * kAtOnce * k_blocks * kGroupLanes];
     }
-    // The threads meet at the barrier when all of it is in shared memory.
+    // Returns when all threads have stored their groups.
     template <class SharedMemory>
     DEVICE void store(SharedMemory shared, int tokens, int steps, int barrier) const {
 #pragma unroll

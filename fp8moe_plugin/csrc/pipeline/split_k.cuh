@@ -1,5 +1,5 @@
-// Split K: blocks share a tile, each with a part of K. Each stores its sums to global memory; the last one to arrive
-// adds them up in the order of the splits, so that the result does not depend on which block that is.
+// Split K through global memory: thread blocks share a tile, with a part of K each, and store their sums. The last one
+// to arrive adds them up in the order of the splits, so that the result does not depend on which block that is.
 #pragma once
 #include "device/fragment.cuh"
 #include "device/ptx.cuh"
@@ -7,16 +7,16 @@
 
 constexpr int kMaxSplits = MAX_SPLITS;
 
-// A column of tiles is split into `count` columns, one per part of K.
+// With `count` splits, a group of 128 channels has as many columns of tiles, one per part of K.
 struct Splits {
     int count;
     DEVICE int group_of(const Tile& tile) const { return count == 1 ? tile.column : tile.column / count; }
     DEVICE int split_of(const Tile& tile) const { return count == 1 ? 0 : tile.column % count; }
 };
 
-// True in the last of `splits` blocks to call this for a counter, zero at first; what the others wrote before is then
-// visible past L1. By `threads` threads, the first at a multiple of that, which meet at a barrier; `flag` is 4 bytes of
-// shared memory for them alone.
+// True in the last of `splits` blocks to call this for a counter that starts at zero; what the others wrote before is
+// then visible past L1. By `threads` threads, from a multiple of `threads` on, which meet at a barrier; `flag` is 4
+// bytes of shared memory for their use.
 DEVICE bool comes_last(u32 flag, int* arrived, int splits, int barrier, int threads) {
     __threadfence();
     named_barrier(barrier, threads);
@@ -27,8 +27,8 @@ DEVICE bool comes_last(u32 flag, int* arrived, int splits, int barrier, int thre
     return last;
 }
 
-// Adds up the splits of a tile; false for a block that is not the last of them. A token's 256 sums stand together, of
-// each thread 16 bytes: a slab's pair of gate and up, for both slabs.
+// Adds up the splits of a tile; false in a block that is not the last. The 256 sums of a token are contiguous, 16 bytes
+// per thread: a pair of rows for each of two slabs.
 template <int kTokens, int kMathThreads, class SharedMemory, class Result>
 DEVICE bool add_splits(SharedMemory shared, const Result& out, const Tile& tile, int barrier,
                        Fragment<kTokens> (&sum)[2]) {
@@ -62,7 +62,7 @@ DEVICE bool add_splits(SharedMemory shared, const Result& out, const Tile& tile,
 #pragma unroll
             for (int split = 0; split < kMaxSplits; ++split)
                 if (split < out.splits.count) add(part[split]);
-        } else {  // for want of registers
+        } else {  // wider tiles have no registers for that
 #pragma unroll 1
             for (int split = 0; split < out.splits.count; ++split) add(__ldcg(at(split, token)));
         }
