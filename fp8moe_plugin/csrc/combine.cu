@@ -1,16 +1,17 @@
-// Sums the expert rows of each token, weighted by the router, in float32 and in the order of the experts' columns.
+// Sums the expert rows of each token, weighted by the router, in float32 and in the order of its top-k columns.
 //
 // In:   rows     bfloat16 [R, H], H = 8 * vectors
-//       slots    int32 [T, topk], the row of each of the token's experts; -1 for one that is not here
+//       slots    int32 [T, topk], the row of each (token, expert) pair; -1 if the expert is not on this rank
 //       weights  float32 [T, topk]
 // Out:  out      bfloat16 [T, H]; zeros for a token without rows
 //
-// A thread owns 16 bytes of one token; blocks_per_token CTAs own a token. Grid: T * blocks_per_token.
+// A thread sums 16 bytes of one token; blocks_per_token thread blocks share a token. Grid: T * blocks_per_token.
+// With PDL it starts while the second GEMM, which writes `rows`, ends.
 #include "device/common.cuh"
 
 constexpr int kRowsInFlight = 8;
 
-// Not __restrict__: loads stay on their side of the wait.
+// Inputs are not __restrict__: the compiler could then move their loads above the wait.
 extern "C" __global__ void __launch_bounds__(THREADS)
     combine(const uint4* rows, const int* slots, const float* weights, uint4* __restrict__ out, int vectors, int topk) {
     const int blocks_per_token = ceil_div(vectors, THREADS);
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             slot[j] = begin + j < topk ? slots[begin + j] : -1;
             weight[j] = begin + j < topk ? weights[begin + j] : 0.0f;
         }
-        wait_for_previous_kernel();  // not before: that kernel writes rows alone, and starts when the others are there
+        wait_for_previous_kernel();  // as late as possible: of the inputs only `rows` come from that kernel
 #pragma unroll
         for (int j = 0; j < kRowsInFlight; ++j)
             if (slot[j] >= 0) row[j] = rows[static_cast<size_t>(slot[j]) * vectors + vector];

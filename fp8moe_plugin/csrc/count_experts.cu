@@ -1,13 +1,13 @@
 // Counts the (token, expert) pairs of each expert in each chunk of THREADS pairs, for route.cu.
 //
 // In:   ids, expert_map  see expert_ids.cuh
-// Out:  counts           u32 [chunks, words] with words = ceil(num_experts / 2); word w has the pairs of expert w in
-//                        its low half, those of expert w + words in its high half
+// Out:  counts           u32 [chunks, words] with words = ceil(num_experts / 2); word w counts expert w in its low
+//                        half and expert w + words in its high half
 //
-// Grid: chunks, a thread a pair.    num_experts: at most THREADS.
+// Grid: chunks, one thread per pair.    num_experts: at most THREADS.
 #include "routing/expert_ids.cuh"
 
-static_assert(THREADS == PAIRS_PER_CHUNK && MAX_LOCAL_EXPERTS <= THREADS, "a thread for each pair and each expert");
+static_assert(THREADS == PAIRS_PER_CHUNK && MAX_LOCAL_EXPERTS <= THREADS, "one thread per pair, one per expert");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     count_experts(const void* __restrict__ ids, const int* __restrict__ expert_map, u32* __restrict__ counts,

@@ -1,37 +1,37 @@
 // D[m, N] = A[m, K] @ B[N, K]^T for up to a few hundred rows, e4m3 with scales per 1x128 of A and 128x128 of B.
 //
-// With so few rows the GEMM takes as long as the multiprocessor that loads most: a tile has as many columns as make all
-// multiprocessors load about the same, whether that divides a block of scales or not.
+// With so few rows the GEMM takes as long as the SM that loads the most. A tile therefore has as many columns as give
+// all SMs about the same load, even where such a tile spans two blocks of scales.
 //
-// A tile is BLOCK_M rows, 64 of each math warpgroup, by `tile_n` columns, with all of K. One producer thread fills a
-// ring of stages, each 128 along K, with weights, another one with A. The product over 128 K lands in an accumulator,
-// which is scaled and added in float32 before the next (DeepGEMM's two-level accumulation).
+// A tile is BLOCK_M rows, 64 per math warpgroup, by `tile_n` columns, over all of K. One producer thread fills the
+// stages of a ring, each a K step of 128, with weights, another one with tokens. The product of a K step lands in one
+// accumulator and is scaled and added to another in float32 before the next (DeepGEMM's two-level accumulation).
 //
-// In:   a_map     boxes of BLOCK_M rows; a_tail_map  of as many as the last tile has, rounded up to 8: a step in which
-//                 TMA fills in for rows that are not there, or loads several boxes, takes longer
+// In:   a_map     boxes of BLOCK_M rows; a_tail_map  boxes of the last tile's rows, rounded up to 8: a K step takes
+//                 longer if TMA fills in rows past the end, or loads several boxes
 //       b_map     boxes of `tile_n` rows: 16, 32, 64, 96, 112, 128, 144 or 192
 //       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
 // Out:  d         bfloat16 [m, N]
 //
-// Grid: any number of blocks, one a multiprocessor; each takes every gridDim.x-th tile. Launched early it loads weights
-// beside the kernel that quantizes A.
+// Grid: any number of thread blocks, one per SM; each computes every gridDim.x-th tile. With PDL it loads weights while
+// the previous kernel quantizes A.
 #include "device/wgmma.cuh"
 #include "pipeline/ring.cuh"
 
 constexpr int kBlockK = 128, kWarpgroupM = 64;
 constexpr int kMathWarpgroups = BLOCK_M / kWarpgroupM, kMathWarps = 4 * kMathWarpgroups;
-constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1;  // of a warpgroup that does nothing else
+constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1;  // of a warpgroup without other roles
 static_assert((kMathWarps + 4) * kWarp == THREADS, "the launch has a thread for each role");
-constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // with two math warpgroups, together the 168 a thread
-constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scales
+constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // with two math warpgroups: 168 per thread on average
+constexpr int kFullArrivals = 3;  // the bytes of weights, the bytes of tokens, the copied weight scales
 
-// Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
+// The layout of shared memory. Tiles are at multiples of 1024 bytes, as their swizzle requires.
 template <int kTileN>
 struct SharedMemory {
-    static constexpr int kScaleBlocks = 128 % kTileN == 0 ? 1 : 2;  // that the columns of a tile are in
+    static constexpr int kScaleBlocks = 128 % kTileN == 0 ? 1 : 2;  // of 128 columns, that a tile's columns span
     static constexpr u32 kBytesWeights = kTileN * kBlockK, kBytesTokens = BLOCK_M * kBlockK;
     static constexpr u32 kBytesScales = BLOCK_M * 4, kBytesWeightScales = kScaleBlocks * 4;
-    static constexpr u32 kRow = kTileN * 2 + 16;  // of the result: 8 rows are in as many different banks
+    static constexpr u32 kRow = kTileN * 2 + 16;  // bytes of a row of the result: 8 rows start in different banks
     static constexpr u32 kBytesResult = BLOCK_M * kRow;
     static constexpr u32 kBytesStage = kBytesWeights + kBytesTokens + kBytesScales + kBytesWeightScales + 2 * 8;
     static constexpr int kStages = (SMEM_BYTES - kBytesResult) / kBytesStage;
@@ -50,7 +50,7 @@ struct SharedMemory {
     }
     DEVICE u32 result(int row, int column) const { return base + kResult + row * kRow + column * 2; }
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
+    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival per math warp
 };
 
 struct Operands {
@@ -59,8 +59,8 @@ struct Operands {
     int token_scale_k_stride, m, n, k_blocks;
 };
 
-// The tiles of a block, by their first rows and columns. Those of the same columns are neighbours, which run at once:
-// weights come from device memory once.
+// The tiles of a thread block, by their first rows and columns. Tiles of the same columns have consecutive indices and
+// run at the same time, so that weights are read from device memory once.
 template <int kTileN>
 struct Tiles {
     int row_tiles, count, index = blockIdx.x;
@@ -75,7 +75,7 @@ struct Tiles {
     DEVICE int column() const { return index / row_tiles * kTileN; }
 };
 
-// ---- producers: a thread each ---------------------------------------------------------------------------------------
+// ---- producers: one thread each ------------------------------------------------------------------------------------
 
 template <int kTileN>
 DEVICE void load_weights(SharedMemory<kTileN> shared, const Operands& in) {
@@ -97,7 +97,7 @@ DEVICE void load_weights(SharedMemory<kTileN> shared, const Operands& in) {
             copy_async_arrive(full);
         }
     }
-    copy_async_wait();  // PTX promises no arrivals of threads that have exited
+    copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited
 }
 
 template <int kTileN>
@@ -123,9 +123,9 @@ DEVICE void load_tokens(SharedMemory<kTileN> shared, const Operands& in) {
     }
 }
 
-// ---- math -----------------------------------------------------------------------------------------------------------
+// ---- math ----------------------------------------------------------------------------------------------------------
 
-// The scales of a thread's two rows times those of the weights, of the columns before `boundary` and the others.
+// The scales of a thread's two rows times those of the weights, for columns before `boundary` and from it on.
 struct Scales {
     float of[2][2];
     int boundary;
@@ -146,7 +146,7 @@ DEVICE Scales load_scales(SharedMemory<kTileN> shared, int stage, int row, int b
     return scales;
 }
 
-// Widths and boundaries are multiples of 16.
+// kTileN and `boundary` are multiples of 16.
 template <int kTileN>
 DEVICE void add(const Fragment<kTileN>& product, const Scales& scales, Fragment<kTileN>& sum) {
 #pragma unroll
@@ -156,7 +156,7 @@ DEVICE void add(const Fragment<kTileN>& product, const Scales& scales, Fragment<
     }
 }
 
-// kSteps steps of 128 K, one behind the other in the tensor cores.
+// Multiplies kSteps K steps, which the tensor cores execute back to back.
 template <int kSteps, int kTileN, int kStages>
 DEVICE void multiply_steps(SharedMemory<kTileN> shared, Ring<kStages>& ring, int warpgroup, int boundary,
                            Fragment<kTileN>& sum) {
@@ -175,7 +175,7 @@ DEVICE void multiply_steps(SharedMemory<kTileN> shared, Ring<kStages>& ring, int
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) scales[i] = load_scales(shared, stages[i], row, boundary);
     wgmma_wait();
-    __syncwarp();  // as `release` does, once for all of them
+    __syncwarp();  // as in `release`, once for all K steps
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
         wgmma_results_ready(products[i]);
@@ -188,7 +188,7 @@ DEVICE void multiply_steps(SharedMemory<kTileN> shared, Ring<kStages>& ring, int
 template <int kTileN, int kStages>
 DEVICE void multiply(SharedMemory<kTileN> shared, Ring<kStages>& ring, int k_blocks, int warpgroup, int boundary,
                      Fragment<kTileN>& sum) {
-    constexpr int kSteps = SharedMemory<kTileN>::kStepsAtOnce;  // each wait for products takes time
+    constexpr int kSteps = SharedMemory<kTileN>::kStepsAtOnce;  // several, as each wait for products costs time
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) sum[i] = 0.f;
     int k = 0;
@@ -197,19 +197,19 @@ DEVICE void multiply(SharedMemory<kTileN> shared, Ring<kStages>& ring, int k_blo
     if (k < k_blocks) multiply_steps<1>(shared, ring, warpgroup, boundary, sum);
 }
 
-// Through shared memory, so that 8 columns of a row are stored at once.
+// Stores by way of shared memory, so that a thread writes 8 columns of a row at once.
 template <int kTileN>
 DEVICE void store(SharedMemory<kTileN> shared, int warpgroup, u16* d, const Operands& in, int row, int column,
                   const Fragment<kTileN>& sum) {
     constexpr int kChunks = kTileN / 8;
     int first = warpgroup * kWarpgroupM, rows = min(kWarpgroupM, in.m - row - first), lane = lane_of_warp();
-    warpgroup_barrier(warpgroup);  // the tile before has been stored
+    warpgroup_barrier(warpgroup);  // the previous tile has been stored
 #pragma unroll
     for (int i = 0; i < kChunks; i += 2)
         store_matrix_x4(shared.result(first + threadIdx.x / kWarp % 4 * 16 + lane % 16, (i + lane / 16) * 8),
                         pack_bf16x2(sum[4 * i], sum[4 * i + 1]), pack_bf16x2(sum[4 * i + 2], sum[4 * i + 3]),
                         pack_bf16x2(sum[4 * i + 4], sum[4 * i + 5]), pack_bf16x2(sum[4 * i + 6], sum[4 * i + 7]));
-    warpgroup_barrier(warpgroup);  // this one is there
+    warpgroup_barrier(warpgroup);  // this tile is staged
 #pragma unroll 1
     for (int i = threadIdx.x % 128; i < rows * kChunks; i += 128) {
         int r = first + i / kChunks, x = i % kChunks * 8;
@@ -218,7 +218,7 @@ DEVICE void store(SharedMemory<kTileN> shared, int warpgroup, u16* d, const Oper
     }
 }
 
-// ---- kernel ---------------------------------------------------------------------------------------------------------
+// ---- kernel --------------------------------------------------------------------------------------------------------
 
 template <int kTileN>
 DEVICE void multiply_tiles(const Operands& in, u16* d) {

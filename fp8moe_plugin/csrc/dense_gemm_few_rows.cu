@@ -1,16 +1,16 @@
-// D[m, N] = A[m, K] @ B[N, K]^T, for few rows and few columns: a stream of weights.
+// D[m, N] = A[m, K] @ B[N, K]^T for few rows and few columns: the time goes into streaming the weights.
 //
-// Swap-AB: 64 columns of the result are the 64-row operand of a block's math warpgroup, up to 32 rows of A are the
-// narrow one. The `splits` blocks of a cluster share 64 columns, each has a part of K, see cluster_sum.cuh. How a row's
-// result is summed up does not depend on m.
+// Swap-AB: 64 columns of the result, rows of B, are the M operand of wgmma, and up to 32 rows of A the N operand. The
+// `splits` thread blocks of a cluster share 64 columns; each has a part of K, see cluster_sum.cuh. The order in which a
+// row's products are summed does not depend on m.
 //
-// In:   a_map     boxes of `tile_m` rows: 8, 16 or 32, the least that hold m
+// In:   a_map     boxes of `tile_m` rows: 8, 16 or 32, the smallest that holds m
 //       b_map     boxes of 64 rows
 //       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
 // Out:  d         bfloat16 [m, N]
 //
-// Grid: ceil(N / 64) clusters of `splits` blocks, at most K / 128. Launched early it loads weights beside the kernel
-// that quantizes A.
+// Grid: ceil(N / 64) clusters of `splits` thread blocks, at most K / 128. With PDL it loads weights while the previous
+// kernel quantizes A.
 #include "mma/swap_ab.cuh"
 #include "pipeline/cluster_sum.cuh"
 #include "pipeline/ring.cuh"
@@ -19,9 +19,9 @@ constexpr int kBlockN = DENSE_FEW_ROWS_TILE_N, kBlockK = 128;
 constexpr int kMathWarps = 4;
 constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = kTokenWarp + 1;
 static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
-constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scale
+constexpr int kFullArrivals = 3;  // the bytes of weights, the bytes of tokens, the copied weight scale
 
-// Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
+// The layout of shared memory. Tiles are at multiples of 1024 bytes, as their swizzle requires.
 template <int kTokens>
 struct SharedMemory {
     static constexpr u32 kBytesWeights = kBlockN * kBlockK, kBytesTokens = kTokens * kBlockK;
@@ -41,7 +41,7 @@ struct SharedMemory {
     DEVICE u32 weight_scale(int stage) const { return base + kWeightScales + stage * 4; }
     DEVICE u32 parts() const { return base + kParts; }
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
+    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival per math warp
     DEVICE u32 received() const { return base + kReceived; }
 };
 
@@ -51,7 +51,7 @@ struct Operands {
     int token_scale_k_stride, m, n, k_blocks;
 };
 
-// What a block has of the work: its columns, and of K the steps of 128 from `first` on.
+// A thread block's share of the work: its columns, and `steps` K steps from `first` on.
 struct Share {
     int split, column, first, steps;
 
@@ -63,7 +63,7 @@ struct Share {
     }
 };
 
-// ---- producers: a thread each ---------------------------------------------------------------------------------------
+// ---- producers: one thread each ------------------------------------------------------------------------------------
 
 template <int kTokens>
 DEVICE void load_weights(SharedMemory<kTokens> shared, const Operands& in, const Share& share) {
@@ -78,7 +78,7 @@ DEVICE void load_weights(SharedMemory<kTokens> shared, const Operands& in, const
         copy_async_4(shared.weight_scale(ring.stage), scales + k);
         copy_async_arrive(full);
     }
-    copy_async_wait();  // PTX promises no arrivals of threads that have exited
+    copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited
 }
 
 template <int kTokens>
@@ -98,9 +98,9 @@ DEVICE void load_tokens(SharedMemory<kTokens> shared, const Operands& in, const 
     }
 }
 
-// ---- math -----------------------------------------------------------------------------------------------------------
+// ---- math ----------------------------------------------------------------------------------------------------------
 
-// A thread holds sums as ClusterSum has them.
+// A thread's sums are in the layout of ClusterSum.
 template <int kTokens>
 DEVICE void multiply(SharedMemory<kTokens> shared, int steps, float (&sum)[kTokens / 2]) {
     int token = fragment_column(threadIdx.x);
@@ -119,7 +119,7 @@ DEVICE void multiply(SharedMemory<kTokens> shared, int steps, float (&sum)[kToke
     }
 }
 
-// ---- kernel ---------------------------------------------------------------------------------------------------------
+// ---- kernel --------------------------------------------------------------------------------------------------------
 
 template <int kTokens>
 DEVICE void multiply_columns(const Operands& in, u16* d, int splits) {
@@ -142,7 +142,7 @@ DEVICE void multiply_columns(const Operands& in, u16* d, int splits) {
         __syncwarp();
         cluster.wait();
     } else {
-        cluster.wait();  // the others' barriers are there
+        cluster.wait();  // the other blocks have initialized their barriers
         float sum[kTokens / 2];
         multiply(shared, share.steps, sum);
         cluster.send(sum);

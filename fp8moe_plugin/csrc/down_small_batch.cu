@@ -1,25 +1,25 @@
-// The second GEMM of experts for a step of a few tokens, and their sum, weighted by the router: out[t] = the sum of
-// w2[expert] @ q[expert, t] over the experts of token t, in float32.
+// The second GEMM of the experts for a small batch, with the sum weighted by the router: out[t] is the sum of
+// w2[expert] @ q[expert, t] over the experts of token t, in float32. The router's weights are part of q's scales.
 //
-// A block owns 128 channels of the result, a warpgroup half of them, and goes through the experts in the order of their
-// numbers, 128 of K at a time, each a unit, which takes a stage. The `splits` blocks of a cluster share their channels
-// and deal out the units in turn, see cluster_sum.cuh: the partial sums that make up a token's result depend on
-// the experts of all tokens.
+// A thread block owns 128 channels of the result, 64 per math warpgroup. It goes through the experts in ascending order
+// and through each one's K in steps of 128; each of these units takes a stage. The `splits` thread blocks of a cluster
+// share their channels and take the units in turn, see cluster_sum.cuh: the partial sums that make up a token's result
+// depend on the experts of all tokens.
 //
-// To the sums of a token that does not have the expert nothing is added, not even 0 times a product, which may be NaN.
+// Nothing is added to the sums of a token that does not have the expert: even 0 times a product may be NaN.
 //
-// Launched early, behind gate_up_small_batch: weights are loaded beside it, and multiplied as soon as the
-// tokens of their unit have been written, which `tokens_written` counts.
+// With PDL it runs next to gate_up_small_batch: it loads weights right away, and multiplies a unit once its tokens have
+// been written, which `tokens_written` counts.
 //
 // In:   w_map     of w2: boxes of 128 rows
-//       q_map     of q, e4m3 [experts found * TOKENS, I]: boxes of TOKENS rows
+//       q_map     of q, e4m3 [experts listed * TOKENS, I]: boxes of TOKENS rows
 //       w_scales  float32 [experts, H / 128, I / 128]
-//       scales    float32 [experts found, I / 128, TOKENS]; kAbsent where the token does not have the expert
-//       tokens_written  int32 [experts found, I / 128], tokens of a unit that are written
-//       ids, expert_map  see expert_ids.cuh
+//       scales    float32 [experts listed, I / 128, TOKENS]; kAbsent where the token does not have the expert
+//       tokens_written  int32 [experts listed, I / 128], tokens of a unit that have been written
+//       ids, expert_map  see expert_ids.cuh; the experts are listed as in expert_list.cuh
 // Out:  out       bfloat16 [tokens, H]
 //
-// Grid: H / 128 clusters of `splits` blocks.
+// Grid: H / 128 clusters of `splits` thread blocks.
 #include "mma/swap_ab.cuh"
 #include "pipeline/cluster_sum.cuh"
 #include "pipeline/ring.cuh"
@@ -30,7 +30,7 @@ constexpr int kBlockN = 128, kBlockK = 128;
 constexpr int kMathWarps = 8;
 constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = kTokenWarp + 1;
 static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
-constexpr int kFullArrivals = 3;  // who announces weights, who announces tokens, who copies the weights' scale
+constexpr int kFullArrivals = 3;  // the bytes of weights, the bytes of tokens, the copied weight scale
 using Cluster = ClusterSum<kTokens, kBlockN>;
 static_assert(Cluster::kMathThreads == kMathWarps * kWarp, "who sends and stores");
 
@@ -58,7 +58,7 @@ struct SharedMemory {
 };
 static_assert(fits_the_launch<SharedMemory::kEnd, SMEM_BYTES>(), "");
 
-// What a block has of the work: its channels, and its number among the blocks that share them.
+// A thread block's share of the work: its channels, and its rank among the blocks that share them.
 struct Share {
     int hidden, k_blocks, splits, split, channel;
 
@@ -70,10 +70,10 @@ struct Share {
 };
 
 struct Unit {
-    int i, k;  // block k of K of the list's expert i
+    int i, k;  // K step k of the list's expert i
 };
 
-// Goes through the units of a block.
+// Iterates over the units of a thread block.
 struct Units {
     int k_blocks, splits, experts;
     Unit unit;
@@ -92,10 +92,11 @@ struct Units {
     }
 };
 
-// ---- producers: a warp each -----------------------------------------------------------------------------------------
+// ---- producers: one warp each --------------------------------------------------------------------------------------
 
-// Calls load(stage, unit) by one lane for each unit, when the stage is free and `bytes` are announced, behind
-// wait(count) by all lanes for the next `count` units. At first all stages are free and filled at once, each by a lane.
+// Fills a stage for each unit. All lanes call wait(count) for the next `count` units; when the stage is free and
+// `bytes` are announced, one lane calls load(stage, unit). At first all stages are free and filled at once, by a lane
+// each.
 template <class Wait, class Load>
 DEVICE void fill_stages(SharedMemory shared, Units units, u32 bytes, Wait wait, Load load) {
     auto fill = [&](int stage, Unit unit) {
@@ -113,10 +114,10 @@ DEVICE void fill_stages(SharedMemory shared, Units units, u32 bytes, Wait wait, 
     for (; units.left(); units.advance(), ring.advance()) {
         wait(1);
         barrier_wait(shared.empty(ring.stage), ring.phase);
-        __syncwarp();  // a lane that loads nothing would not keep the phase from going on
+        __syncwarp();  // or idle lanes could fall a phase behind
         if (lane == 0) fill(ring.stage, units.unit);
     }
-    copy_async_wait();  // PTX promises no arrivals of threads that have exited
+    copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited
 }
 
 DEVICE void load_weights(SharedMemory shared, const Share& share, const TensorMap* w_map, const float* w_scales,
@@ -130,8 +131,8 @@ DEVICE void load_weights(SharedMemory shared, const Share& share, const TensorMa
     });
 }
 
-// Waits for the tokens of a block's units, one behind the other. To look takes a round trip to L2, and so a lane looks
-// for each of the next units.
+// Waits for the tokens of a thread block's units, in their order. A poll is a round trip to L2, so each lane polls for
+// another one of the next units.
 struct TokensAwaited {
     const int* tokens_written;  // of the block's next unit
     int tokens, splits, left, seen;
@@ -160,10 +161,10 @@ DEVICE void load_tokens(SharedMemory shared, const Share& share, const TensorMap
         const float* unit_scales = scales + (i64(unit.i) * share.k_blocks + unit.k) * kTokens;
         bulk_load(shared.scale(s, 0), unit_scales, shared.full(s), kTokens * 4);
     });
-    wait_for_previous_kernel();  // who follows this one follows both
+    wait_for_previous_kernel();  // then the next kernel follows both
 }
 
-// ---- math -----------------------------------------------------------------------------------------------------------
+// ---- math ----------------------------------------------------------------------------------------------------------
 
 using Sums = Fragment<kTokens>;
 
@@ -189,7 +190,7 @@ DEVICE void multiply(SharedMemory shared, Units units, int warpgroup, Sums& sum)
     }
 }
 
-// ---- kernel ---------------------------------------------------------------------------------------------------------
+// ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     down_small_batch(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap q_map,
@@ -218,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     } else {
         Sums sum;
         multiply(shared, {share, list}, warp / 4, sum);
-        cluster.wait();  // the others' barriers are there
+        cluster.wait();  // the other blocks have initialized their barriers
         cluster.send(sum);
         cluster.store(out, hidden, share.channel);
     }

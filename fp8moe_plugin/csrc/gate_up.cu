@@ -1,27 +1,27 @@
-// The first GEMM of experts with its activation, for many rows an expert: D = quantized SiLU(gate) * up, e4m3
-// [rows, I] with a scale per row and 128 channels, as silu_mul_quant.cu, where [gate, up] is A[rows, K] @
-// B[expert, N, K]^T and N = 2I, gate rows first. A are tokens, B weights.
+// The first GEMM of the experts with its activation, for many rows per expert: D = quantized SiLU(gate) * up, e4m3
+// [rows, I] with a scale per row and 128 channels, as in silu_mul_quant.cu. [gate, up] is A @ B[expert]^T: A are tokens
+// [rows, K], B weights [experts, N, K], N = 2I, gate rows first.
 //
-// It is the GEMM of grouped_gemm.cu; the halves of a tile are 128 channels of the gate and the same 128 of the up
-// projection, so that the group of a scale never leaves a warpgroup.
+// The GEMM is that of grouped_gemm.cu. The two halves of a tile are 128 channels of the gate projection and the same
+// 128 of the up projection, so that each scale is computed within one warpgroup.
 //
 // GATHER: row i of A is row a_rows[i] of the matrix `gathered`, whose scales are row-major.
 //
-// It counts in `done_counters` what it has stored of each row tile; the second GEMM may start while this one ends. With
-// `done_counters` null nobody reads these counters.
+// It counts the stored columns of each row tile in `done_counters`, so that the second GEMM may start while this one
+// ends (PDL); null: it counts nothing.
 #include "epilogue/swiglu_rows.cuh"
 #include "mma/row_tile.cuh"
 #include "pipeline/gather_row_tile.cuh"
 #include "pipeline/load_row_tile.cuh"
 
 constexpr int kHalves = 2;                                  // of a tile: gate and up
-constexpr int kFullArrivals = GATHER ? 1 + kWarpgroup : 2;  // of a stage: announced bytes, and every copying thread
+constexpr int kFullArrivals = GATHER ? 1 + kWarpgroup : 2;  // of a stage: the announced bytes, and each copying thread
 constexpr u32 kBytesStore = kWarpgroupM * 128, kBytesTail = kTailRows * 128;
 constexpr u32 kBytesAmax = 2 * kMathWarpgroups * kWarpgroupM * 4, kBytesTile = GATHER ? 16 : 0;
 constexpr u32 kBytesListed = kMathWarpgroups * StoredTiles::kMost * 4;
 using Queue = TileQueue<kBlockM>;
 
-// In the staging area 64 rows of each warpgroup, then the tail, which they share.
+// The staging area holds 64 rows per warpgroup, then the tail, which the warpgroups share.
 struct SharedMemory
     : RowTileStages<kHalves, kMathWarpgroups * kBytesStore + kBytesTail, kBytesAmax + kBytesTile + kBytesListed> {
     static constexpr u32 kTailStaging = kStaging + kMathWarpgroups * kBytesStore;
@@ -38,12 +38,12 @@ struct SharedMemory
 constexpr int kStages = SharedMemory::kStages;
 using TileRings = Rings<kStages, false>;
 
-// ---- producer: a warp; with GATHER a warpgroup ----------------------------------------------------------------------
+// ---- producer: one warp; with GATHER a warpgroup -------------------------------------------------------------------
 
 struct Weights {
     const TensorMap* map;
     const float* scales;
-    int expert_row, column, n, scales_to_up;  // the last: from the scales of the gate to those of the up projection
+    int expert_row, column, n, scales_to_up;  // the last: floats from the gate's scales to the up projection's
 
     DEVICE Weights(const Operands& in, const Tile& tile)
         : map(in.weights), expert_row(tile.expert * in.n), column(tile.column), n(in.n) {
@@ -77,14 +77,14 @@ DEVICE void gather_tiles(SharedMemory shared, TileRings& rings, const Operands& 
         if (tile.rows == 0) break;
         gather_row_tile(shared, rings.tokens, gathered, tile, queue, first_warp, Weights(in, tile));
     }
-    copy_async_wait();  // PTX promises no arrivals of threads that have exited
+    copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited
 }
 
-// ---- math: two warpgroups -------------------------------------------------------------------------------------------
+// ---- math: two warpgroups ------------------------------------------------------------------------------------------
 
 template <int kColumns, bool kHasTail>
-DEVICE void compute_rows(SharedMemory shared, TileRings& rings, int k_blocks, const Quantized& out, const Tile& tile,
-                         int warpgroup, int row_block, int column, int& buffer, StoredTiles& stored) {
+DEVICE void compute_rows(SharedMemory shared, TileRings& rings, int k_blocks, const QuantizedRows& out,
+                         const Tile& tile, int warpgroup, int row_block, int column, int& buffer, StoredTiles& stored) {
     Fragment<kColumns> sum[2];
     Tail tail[kHalves];
     multiply_row_tile<2, kColumns, kHasTail, GATHER>(shared, rings, k_blocks, tile, row_block, 0, column, sum, tail);
@@ -92,8 +92,8 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, int k_blocks, co
     if (kHasTail) store_quantized_tail(shared, out, tile, warpgroup, buffer, tail[0], tail[1]);
 }
 
-DEVICE void compute_tile(SharedMemory shared, TileRings& rings, int k_blocks, const Quantized& out, const Tile& tile,
-                         int warpgroup, int& buffer, StoredTiles& stored) {
+DEVICE void compute_tile(SharedMemory shared, TileRings& rings, int k_blocks, const QuantizedRows& out,
+                         const Tile& tile, int warpgroup, int& buffer, StoredTiles& stored) {
     if (tile.rows > kBlockM)
         compute_rows<kHalfN, true>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, stored);
     else if (tile.rows > kWarpgroupM)
@@ -103,7 +103,7 @@ DEVICE void compute_tile(SharedMemory shared, TileRings& rings, int k_blocks, co
                                         buffer, stored);
 }
 
-// ---- kernel ---------------------------------------------------------------------------------------------------------
+// ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gate_up(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_narrow_map,
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     int warpgroup = warp_uniform(threadIdx.x / kWarpgroup), k_blocks = k / kBlockK;
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
     Operands in{&a_map, &a_narrow_map, &b_map, scales, b_scales, n, k_blocks};
-    Quantized out{&d_map, d, d_scales, n / 2, m};
+    QuantizedRows out{&d_map, d, d_scales, n / 2, m};
     TileRings rings;
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();

@@ -1,35 +1,35 @@
-// The first GEMM of experts with its activation, for few rows an expert: q = quantized SiLU(gate) * up, with
+// The first GEMM of the experts with its activation, for few rows per expert: q = quantized SiLU(gate) * up, with
 // gate, up = x[a_rows[i]] @ w13[expert]^T. Weights are streamed once; e4m3 with scales as in grouped_gemm.cu.
 //
-// Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, multiplied 8, 16, 32 or 64 tokens
-// wide. TMA loads 8 rows of the gate, then the same 8 of the other half, and so on: in wgmma's layout a thread then
-// holds both of a channel, and a tile all of a group of the quantization.
+// Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, which are padded to 8, 16, 32 or 64.
+// TMA interleaves 8 rows of the gate projection with the same 8 of the up projection: in wgmma's layout a thread then
+// holds both of a channel, and a tile holds a whole group of the quantization.
 //
-// `splits` blocks share a tile, each a part of K, where tiles are too few for the GPU. Each leaves its sums in
-// `partial`; the one that comes last adds them up, in order, and goes on, see split_k.cuh.
+// Where tiles are too few for the GPU, `splits` thread blocks share a tile, with a part of K each, see split_k.cuh.
 //
 // In:   w_map       of w13 as [K, 8, 2, ..]: boxes of 128 x 8 x 2 x 16;    x  e4m3 [T, K]
 //       x_scales    float32 [T, K / 128];    w_scales  float32 [experts, 2 * I / 128, K / 128]
 //       a_rows      int32 [m], the token of each row
-//       partial     float32, 2 * I * m * splits; not used with one split
+//       partial     float32 [2 * I * m * splits]; unused with one split
 //       done_counters  int32 [1 + capacity * counters_per_tile], zero at first, see done_counters.cuh; null: nothing is
 //                   counted, and K is not split
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
-#include "device/fp8.cuh"
 #include "device/wgmma.cuh"
+#include "epilogue/swiglu_transposed.cuh"
 #include "pipeline/done_counters.cuh"
 #include "pipeline/split_k.cuh"
 #include "pipeline/tile_queue.cuh"
 
 constexpr int kBlockTokens = kFewRowsTile, kBlockI = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kMathWarps = kMathThreads / kWarp;
-constexpr int kSlabs = 2;  // of 64 rows of weights, of a warpgroup
+constexpr int kSlabs = 2;  // of 64 rows of weights, per warpgroup
 constexpr int kThreads = kMathThreads + 128;
 static_assert(kThreads == THREADS, "the launch has a thread for each role");
 constexpr int kProducers = 128;
 constexpr int kProducerRegisters = 72, kMathRegisters = 216;
-static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * 168, "of the launch");
-constexpr int kFullArrivals = 1 + kProducers;  // who announces the bytes of TMA, and all who copy
+static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * 168,
+              "the launch's 168 per thread");
+constexpr int kFullArrivals = 1 + kProducers;  // the announced bytes of TMA, and each copying thread
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 
 struct SharedMemory {
@@ -59,9 +59,9 @@ struct SharedMemory {
     DEVICE u32 amax(int warp, int pair) const { return base + kAmax + (warp * kBlockTokens / 2 + pair) * 4; }
     DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
+    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival per math warp
     DEVICE u32 last() const { return base + kLast; }
-    DEVICE u32 shared_tile() const { return base + kSharedTile; }  // among the producer's warps
+    DEVICE u32 shared_tile() const { return base + kSharedTile; }  // shared by the producer's warps
 };
 constexpr int kStages = SharedMemory::kStages;
 
@@ -70,36 +70,38 @@ struct Operands {
     const uint4* x;
     const float *x_scales, *weight_scales;
     const int* a_rows;
-    int intermediate, k_blocks, splits, steps;  // steps of 128 K of a tile
+    int intermediate, k_blocks, steps;  // K steps of a tile
+    Splits splits;
 
     DEVICE int groups() const { return intermediate / kBlockI; }
-    DEVICE int group_of(const Tile& tile) const { return splits == 1 ? tile.column : tile.column / splits; }
-    DEVICE int split_of(const Tile& tile) const { return splits == 1 ? 0 : tile.column % splits; }
 };
 
 struct Result {
     u8* q;
     float *scales, *partial;
     DoneCounters done;
-    int m;
+    int m, intermediate;
+    Splits splits;
 };
 
 using Queue = TileQueue<kBlockTokens>;
 
-// ---- producer: a warpgroup ------------------------------------------------------------------------------------------
+// ---- producer: one warpgroup ---------------------------------------------------------------------------------------
 
-// The steps of a tile: one thread loads the weights, two others copy the scales of their halves.
+// A tile's weights: one thread loads them, two others copy the scales, of the gate and of the up projection.
 struct WeightLoads {
     int first_slab, first_k;  // of boxes of w_map
     const float* scale;
 
     DEVICE WeightLoads(const Operands& in, const Tile& tile) {
-        int weight_row = tile.expert * 2 * in.groups() + in.group_of(tile), first_step = in.split_of(tile) * in.steps;
+        int weight_row = tile.expert * 2 * in.groups() + in.splits.group_of(tile),
+            first_step = in.splits.split_of(tile) * in.steps;
         first_slab = weight_row * (kBlockI / 8);
         first_k = first_step * kBlockK;
         scale = in.weight_scales + i64(weight_row + half() * in.groups()) * in.k_blocks + first_step;
     }
-    DEVICE static int half() { return int(threadIdx.x % kProducers) - kBlockTokens; }  // of those that copy scales
+    // 0 and 1 in the two threads that copy scales.
+    DEVICE static int half() { return int(threadIdx.x % kProducers) - kBlockTokens; }
     DEVICE void start(SharedMemory shared, int s, const Operands& in, int step) const {
         u32 full = shared.full(s);
         if (threadIdx.x % kProducers == 0) {
@@ -110,15 +112,15 @@ struct WeightLoads {
     }
 };
 
-// The same of the tokens: a thread copies 16 bytes of a few, and the scale of one.
+// A tile's tokens: a thread copies 16 bytes of several, and the scale of one.
 struct TokenCopies {
     static constexpr int kChunks = kBlockK / 16, kRowsAtOnce = kProducers / kChunks;
     static constexpr int kCount = kBlockTokens / kRowsAtOnce;
-    const uint4* from[kCount];  // null for none
+    const uint4* from[kCount];  // null: past the tile's rows
     const float* scale;
 
     DEVICE TokenCopies(const Operands& in, const Tile& tile) {
-        int thread = threadIdx.x % kProducers, first_step = in.split_of(tile) * in.steps;
+        int thread = threadIdx.x % kProducers, first_step = in.splits.split_of(tile) * in.steps;
         auto block_of = [&](int row) { return i64(in.a_rows[tile.row + row]) * in.k_blocks + first_step; };
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
@@ -149,7 +151,7 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
         weights.start(shared, s, in, step);
         tokens.start(shared, s, step);
         copy_async_arrive(shared.full(s));
-        if (first_warp) queue.step(step);
+        if (first_warp) queue.prepare_next(step);
     }
 }
 
@@ -159,20 +161,20 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
     Tile tile = queue.tile();
     for (; tile.rows > 0; tile = share_tile(shared.shared_tile(), kProducerBarrier, queue, first_warp))
         load_tile(shared, ring, in, tile, queue, first_warp);
-    // The last stage holds no tile.
+    // The last stage holds no tile: it ends the math warpgroups' loop.
     barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
     if (threadIdx.x % kProducers == 0) {
         publish_tile(shared.tile(ring.stage), tile);
         barrier_arrive(shared.full(ring.stage));
     }
     copy_async_arrive(shared.full(ring.stage));
-    copy_async_wait();  // PTX promises no arrivals of threads that have exited
+    copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited
     if (first_warp) queue.finish();
 }
 
-// ---- math --------------------------------------------------------------------------------------------------------
+// ---- math ----------------------------------------------------------------------------------------------------------
 
-// The thread's two rows of a slab are the gate and the up projection of one channel, its columns are tokens.
+// The thread's two rows of a slab are the gate and the up projection of one channel; its columns are tokens.
 template <int kTokens>
 using Sums = Fragment<kTokens>[kSlabs];
 
@@ -183,7 +185,7 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int wa
     for (int step = 0; step < steps; ++step, ring.advance()) {
         int s = ring.stage;
         barrier_wait(shared.full(s), ring.phase);
-        fence_proxy_async();  // the copies of tokens are ordinary writes
+        fence_proxy_async();  // tokens were copied by ordinary writes
         float half_scale[2] = {load_shared_float(shared.weight_scale(s, 0)),
                                load_shared_float(shared.weight_scale(s, 1))};
         float token_scale[kTokens / 4];
@@ -206,112 +208,21 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int wa
     }
 }
 
-// Adds up the splits of a tile; false for a block that is not the last of them. A token's 256 sums stand together, of
-// each thread 16 bytes: a slab's pair of gate and up, for both slabs.
-template <int kTokens>
-DEVICE bool add_splits(SharedMemory shared, const Operands& in, const Result& out, const Tile& tile,
-                       Sums<kTokens>& sum) {
-    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = in.group_of(tile);
-    float4* all = reinterpret_cast<float4*>(out.partial) +
-                  (i64(tile.row) * in.groups() + i64(group) * tile.rows) * in.splits * (2 * kBlockI / 4);
-    auto at = [&](int split, int token) {
-        return all + (split * tile.rows + token) * (2 * kBlockI / 4) + warp * 8 + lane / 4;
-    };
-#pragma unroll
-    for (int i = 0; i < kTokens / 4; ++i) {
-        int token = fragment_column(threadIdx.x) + column_offset(i), e = element_at(0, i);
-        if (token < tile.rows)
-            *at(in.split_of(tile), token) = make_float4(sum[0][e], sum[0][e + 2], sum[1][e], sum[1][e + 2]);
-    }
-    int* arrived = out.done.of_tile(tile) + 1 + group;
-    if (!comes_last(shared.last(), arrived, in.splits, kMathBarrier, kMathThreads)) return false;
-#pragma unroll
-    for (int i = 0; i < kTokens / 4; ++i) {
-        int token = fragment_column(threadIdx.x) + column_offset(i), e = element_at(0, i);
-        if (token >= tile.rows) continue;
-        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-        auto add = [&](float4 part) { total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w; };
-        if (kTokens == 8) {
-            float4 part[kMaxSplits];
-#pragma unroll
-            for (int split = 0; split < kMaxSplits; ++split)  // all in flight at once
-                if (split < in.splits) part[split] = __ldcg(at(split, token));
-#pragma unroll
-            for (int split = 0; split < kMaxSplits; ++split)
-                if (split < in.splits) add(part[split]);
-        } else {  // for want of registers
-#pragma unroll 1
-            for (int split = 0; split < in.splits; ++split) add(__ldcg(at(split, token)));
-        }
-        sum[0][e] = total.x, sum[0][e + 2] = total.y, sum[1][e] = total.z, sum[1][e + 2] = total.w;
-    }
-    return true;
-}
-
-// Of each pair of tokens: activation, the group's largest magnitude over all warps, quantization, by way of `staging`.
-template <int kTokens>
-DEVICE void store_quantized(SharedMemory shared, const Operands& in, const Result& out, const Tile& tile,
-                            const Sums<kTokens>& sum) {
-    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = in.group_of(tile);
-    u32 value[kSlabs][kTokens / 8];
-#pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) {
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-            const float* s = sum[slab] + 4 * i;
-            value[slab][i] = silu_mul(pack_bf16x2(s[0], s[1]), pack_bf16x2(s[2], s[3]));
-        }
-        u32 amax = max_u16x2(value[0][i] & kNoSigns, value[1][i] & kNoSigns);
-#pragma unroll
-        for (int lanes = 4; lanes < kWarp; lanes *= 2) amax = max_u16x2(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
-        if (lane < 4) store_shared(shared.amax(warp, i * 4 + lane), amax);
-    }
-    named_barrier(kMathBarrier, kMathThreads);
-#pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) {
-        u32 amax = 0;
-#pragma unroll
-        for (int from = 0; from < kMathWarps; ++from)
-            amax = max_u16x2(amax, load_shared(shared.amax(from, i * 4 + lane % 4)));
-        float scale[2] = {group_scale(amax << 16), group_scale(amax & 0xFFFF0000)};
-        float inverse[2] = {__frcp_rn(scale[0]), __frcp_rn(scale[1])};
-        int token = i * 8 + fragment_column(threadIdx.x);
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-            float2 v = unpack_bf16x2(value[slab][i]);
-            u16 q = pack_e4m3x2(divide(v.x, scale[0], inverse[0]), divide(v.y, scale[1], inverse[1]));
-            u32 channel = (warp / 4 * kSlabs + slab) * 32 + warp % 4 * 8 + lane / 4;
-            store_shared(shared.staging(token) + channel, u8(q));
-            store_shared(shared.staging(token + 1) + channel, u8(q >> 8));
-        }
-        if (warp == 0 && lane < 4) {
-            float* scales = out.scales + i64(group) * scale_pitch(out.m) + tile.row + token;
-            if (token < tile.rows) scales[0] = scale[0];
-            if (token + 1 < tile.rows) scales[1] = scale[1];
-        }
-    }
-    named_barrier(kMathBarrier, kMathThreads);
-    for (int i = threadIdx.x; i < tile.rows * (kBlockI / 16); i += kMathThreads) {
-        int token = i / (kBlockI / 16), chunk = i % (kBlockI / 16);
-        *reinterpret_cast<uint4*>(out.q + i64(tile.row + token) * in.intermediate + group * kBlockI + chunk * 16) =
-            load_shared_16(shared.staging(token) + chunk * 16);
-    }
-    if (!out.done.counters) return;
-    __threadfence();
-    named_barrier(kMathBarrier, kMathThreads);
-    if (threadIdx.x == 0) atomicAdd(out.done.of_tile(tile), 1);
-}
-
 template <int kTokens>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Result& out,
                          const Tile& tile, int warpgroup) {
     Sums<kTokens> sum;
     multiply<kTokens>(shared, ring, in.steps, warpgroup, sum);
-    if (in.splits == 1 || add_splits<kTokens>(shared, in, out, tile, sum))
-        store_quantized<kTokens>(shared, in, out, tile, sum);
+    if (in.splits.count == 1 || add_splits<kTokens, kMathThreads>(shared, out, tile, kMathBarrier, sum)) {
+        store_quantized_transposed<kTokens, kMathWarps>(shared, out, tile, kMathBarrier, sum);
+        if (!out.done.counters) return;
+        __threadfence();
+        named_barrier(kMathBarrier, kMathThreads);
+        if (threadIdx.x == 0) atomicAdd(out.done.of_tile(tile), 1);
+    }
 }
 
-// ---- kernel ------------------------------------------------------------------------------------------------------
+// ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gate_up_few_rows(const __grid_constant__ TensorMap w_map, const uint4* x, const float* x_scales,
@@ -322,16 +233,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
     int warpgroup = warp_uniform(threadIdx.x / 128);
-    Operands in{&w_map, x, x_scales, w_scales, a_rows, intermediate, k / kBlockK, splits, k / kBlockK / splits};
+    Operands in{&w_map, x, x_scales, w_scales, a_rows, intermediate, k / kBlockK, k / kBlockK / splits, {splits}};
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
         wait_for_previous_kernel();
-        let_next_kernel_start();  // not before: the next, and combine behind it, read what route wrote without waiting
+        let_next_kernel_start();  // not earlier: the next kernels read what route wrote without waiting
         Queue queue(table, num_tiles, 0, m, in.groups() * splits, in.steps);
         load_tiles(shared, in, queue);
     } else {
         increase_registers<kMathRegisters>();
-        Result out{q, scales, partial, {done_counters, counters_per_tile}, m};
+        Result out{q, scales, partial, {done_counters, counters_per_tile}, m, intermediate, {splits}};
         Ring<kStages> ring;
         while (true) {
             barrier_wait(shared.full(ring.stage), ring.phase);

@@ -1,38 +1,40 @@
-// The first GEMM of experts with all that comes before it, for a step of a few tokens: finds their experts, quantizes
-// the tokens, and for each of these experts writes quantized SiLU(gate) * up of each of its tokens.
+// The first GEMM of the experts for a small batch, with routing, quantization and activation: lists the experts of the
+// batch, quantizes the tokens, and computes quantized SiLU(gate) * up of each token and each of its experts.
 //
-// A tile is 128 channels of an expert, their 256 rows of weights, by all tokens of the step: whose they are matters
-// only at the end. A cluster of blocks shares a tile, each block a part of K. Each sends its sums to the block that
-// finishes the token, into that block's shared memory, where they are added up in the order of the blocks while the
-// next tile is multiplied.
+// A tile is 128 channels of an expert, their 256 rows of weights, by all tokens of the batch; which of them have the
+// expert matters only in the epilogue. The thread blocks of a cluster share a tile, with a part of K each. Each block
+// sends its sums of a token to the shared memory of the block that finishes the token, where they are added up in the
+// order of the blocks, while the next tile is multiplied.
 //
-// Roles: two math warpgroups, of the gate's and the other half's rows; a warp that loads the weights; for each token
-// that the block finishes, a warp for that.
+// Roles: two math warpgroups, for the rows of the gate and of the up projection; a warp that loads weights; a warp for
+// each token that the block finishes.
 //
-// In:   w_map       of w13: boxes of 64 rows as interleaved_map makes them, four neighbours in one thread's sums
+// In:   w_map       of w13: boxes of 64 rows, interleaved (interleaved_map) so that a thread's sums are of four
+//                   neighbouring channels
 //       x           bfloat16 [tokens, K];    w_scales  float32 [experts, 2 * I / 128, K / 128]
 //       ids, expert_map  see expert_ids.cuh;    topk_weights  float32 [tokens, topk]
-// Out:  q           e4m3 [experts found, TOKENS, I]; nothing for a token that does not have the expert
-//       scales      float32 [experts found, I / 128, TOKENS], times the router's weight; kAbsent for a token that does
+// Out:  q           e4m3 [experts listed, TOKENS, I]; not written for a token that does not have the expert
+//       scales      float32 [experts listed, I / 128, TOKENS], times the router's weight; kAbsent for a token that does
 //                   not have the expert
-//       tokens_written  int32 [experts found, I / 128], tokens whose results of a tile are written
-// UE8M0: 1 rounds scales up to powers of two, before the router's weight comes in.
+//       tokens_written  int32 [experts listed, I / 128], tokens whose results of a tile have been written
+// UE8M0: 1 rounds scales up to powers of two, before they are multiplied by the router's weight.
 //
-// Grid: any number of clusters; a multiprocessor has room for two blocks. The next kernel starts beside this one.
-#include "device/fp8.cuh"
+// Grid: any number of clusters; an SM has room for two thread blocks. down_small_batch runs next to it (PDL).
+#include "epilogue/swiglu_token.cuh"
 #include "mma/swap_ab.cuh"
+#include "pipeline/quantize_tokens.cuh"
 #include "pipeline/ring.cuh"
 #include "routing/expert_list.cuh"
 
 constexpr int kTokens = TOKENS, kCluster = CLUSTER, kStages = STAGES;
 constexpr int kBlockI = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathWarps = 8, kMathThreads = kMathWarps * kWarp;
-constexpr int kSlabs = 2;                      // of 64 rows of weights, of a warpgroup; a stage has one of each
-constexpr int kFinished = kTokens / kCluster;  // tokens a block finishes
+constexpr int kSlabs = 2;                      // of 64 rows of weights, per warpgroup; a stage holds one slab of each
+constexpr int kFinished = kTokens / kCluster;  // tokens that a block finishes
 constexpr int kLoadWarp = kMathWarps, kFinishWarp = kLoadWarp + 1, kWarps = kFinishWarp + kFinished;
 static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
-constexpr int kMostSteps = SMALL_BATCH_STEPS;  // of 128 K, of a block
-constexpr int kFullArrivals = 3;               // who announces the bytes of TMA, and two who copy scales
+constexpr int kMostSteps = SMALL_BATCH_STEPS;  // K steps of a block
+constexpr int kFullArrivals = 3;               // the announced bytes of TMA, and two lanes that copy scales
 constexpr int kMathBarrier = 1;
 
 struct SharedMemory {
@@ -50,52 +52,52 @@ struct SharedMemory {
     DEVICE u32 x(int step, int token) const { return base + kX + (step * kTokens + token) * kBlockK; }
     DEVICE u32 x_scale(int step, int token) const { return base + kXScales + (step * kTokens + token) * 4; }
     DEVICE u32 weight_scale(int stage, int half) const { return base + kWeightScales + (stage * 2 + half) * 4; }
-    // What block `from` of the cluster sends of a half of a token: of 128 channels.
+    // The sums that block `from` of the cluster sends of a token: 128 channels of the gate (half 0) or up projection.
     DEVICE u32 sums(int finished, int from, int half) const {
         return base + kSums + (finished * kCluster + from) * kBytesSums + half * (kBytesSums / 2);
     }
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
     DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }
-    // All sums of a token have come; all who finish tokens, in whichever block, have taken theirs.
+    // All sums of a token have arrived; all finishing warps of the cluster have taken theirs.
     DEVICE u32 received(int finished) const { return base + kReceived + finished * 8; }
     DEVICE u32 taken() const { return base + kTaken; }
     DEVICE ExpertList& list() const { return list_at(kList); }
 };
 static_assert(fits_the_launch<SharedMemory::kEnd, SMEM_BYTES>(), "");
 
-struct Step {
+// The sizes of the layer and the batch.
+struct ProblemSize {
     int tokens, topk, hidden, intermediate;
     DEVICE int k_blocks() const { return hidden / kBlockK; }
     DEVICE int groups() const { return intermediate / kBlockI; }
 };
 
-// Which part of K is the block's, and which tiles are the cluster's; tile t is group t % groups of the list's expert
-// t / groups.
+// The block's part of K, and the cluster's tiles; tile t is group t % groups of the list's expert t / groups.
 struct Share {
     int rank, first_step, steps, first_tile, tile_stride;
-    DEVICE explicit Share(const Step& step) {
+    DEVICE explicit Share(const ProblemSize& size) {
         rank = blockIdx.x % kCluster;
-        first_step = rank * step.k_blocks() / kCluster;
-        steps = (rank + 1) * step.k_blocks() / kCluster - first_step;
+        first_step = rank * size.k_blocks() / kCluster;
+        steps = (rank + 1) * size.k_blocks() / kCluster - first_step;
         first_tile = blockIdx.x / kCluster, tile_stride = gridDim.x / kCluster;
     }
 };
 
-// ---- weights: a warp ------------------------------------------------------------------------------------------------
+// ---- weights: one warp ---------------------------------------------------------------------------------------------
 
-DEVICE void load_weights(SharedMemory shared, const Step& step, const Share& share, const TensorMap* w_map,
+DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Share& share, const TensorMap* w_map,
                          const float* w_scales, const ExpertList& list) {
-    int half = lane_of_warp(), groups = step.groups();  // of a lane that loads
+    int half = lane_of_warp(), groups = size.groups();  // of the lanes that load
     Ring<kStages> ring;
     for (int tile = share.first_tile; tile < list.count * groups; tile += share.tile_stride) {
-        int row = list.experts[tile / groups] * 2 * groups + tile % groups + half * groups;  // of blocks of 128
-        const float* scale = w_scales + i64(row) * step.k_blocks() + share.first_step;
+        int row = list.experts[tile / groups] * 2 * groups + tile % groups + half * groups;  // in units of 128 rows
+        const float* scale = w_scales + i64(row) * size.k_blocks() + share.first_step;
 #pragma unroll 1
         for (int i = 0; i < kSlabs * share.steps; ++i, ring.advance()) {
             int s = ring.stage, k = i / kSlabs, slab = i % kSlabs;
             u32 full = shared.full(s);
             barrier_wait(shared.empty(s), ring.phase ^ 1);
-            __syncwarp();  // a lane that loads nothing would not keep the phase from going on
+            __syncwarp();  // or idle lanes could fall a phase behind
             if (half == 0) barrier_arrive_expect(full, SharedMemory::kBytesWeights);
             if (half < kMathWarpgroups) {
                 tma_load_4d(shared.weights(s, half), w_map, full, (share.first_step + k) * kBlockK, 0, slab * 2,
@@ -105,47 +107,13 @@ DEVICE void load_weights(SharedMemory shared, const Step& step, const Share& sha
             }
         }
     }
-    copy_async_wait();  // PTX promises no arrivals of threads that have exited
+    copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited
 }
 
-// ---- math -----------------------------------------------------------------------------------------------------------
+// ---- math ----------------------------------------------------------------------------------------------------------
 
-// The block's part of K of all tokens, by half-warps: a group of 128 channels in 16 bytes a lane.
-struct Tokens {
-    static constexpr int kAtOnce = kMathThreads / kGroupLanes / kMostSteps, kRounds = kTokens / kAtOnce;
-    uint4 values[kRounds];
-
-    DEVICE static int lane() { return threadIdx.x % kGroupLanes; }
-    DEVICE static int step_of() { return threadIdx.x / kGroupLanes % kMostSteps; }
-    DEVICE static int first_token() { return threadIdx.x / kGroupLanes / kMostSteps; }
-
-    DEVICE Tokens(const Step& step, const Share& share, const uint4* x) {
-        if (!x || step_of() >= share.steps) return;
-        x += (i64(first_token()) * step.k_blocks() + share.first_step + step_of()) * kGroupLanes + lane();
-#pragma unroll
-        for (int round = 0; round < kRounds; ++round)
-            if (first_token() + round * kAtOnce < step.tokens)
-                values[round] = x[round * kAtOnce * step.k_blocks() * kGroupLanes];
-    }
-    DEVICE void quantize(SharedMemory shared, const Step& step, const Share& share) const {
-#pragma unroll
-        for (int round = 0; round < kRounds; ++round) {
-            int token = first_token() + round * kAtOnce;
-            if (round * kAtOnce >= step.tokens) break;  // for all lanes of the warp
-            float scale = group_scale(group_max(magnitude_bits(values[round]))), v[8];
-            unpack_eight(values[round], v);
-            if (token >= step.tokens || step_of() >= share.steps) continue;
-            u32 to = shared.x(step_of(), token) + (lane() / 2 ^ token % 8) * 16 + lane() % 2 * 8;
-            store_shared(to, quantize_eight(v, scale));
-            if (lane() == 0) store_shared(shared.x_scale(step_of(), token), __float_as_uint(scale));
-        }
-        fence_proxy_async();
-        named_barrier(kMathBarrier, kMathThreads);
-    }
-};
-
-// The thread's two rows of each slab are four neighbouring channels of the warpgroup's half, in the interleaved order
-// of w_map; its columns are tokens.
+// The thread's rows, two of each slab, are four neighbouring channels of the warpgroup's half, by the interleaving of
+// w_map; its columns are tokens.
 using Sums = Fragment<kTokens>[kSlabs];
 
 DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int half, Sums& sum) {
@@ -167,42 +135,42 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int ha
         }
 }
 
-// To the blocks that finish the tokens: a token's sums of a thread are 16 bytes.
-DEVICE void send(SharedMemory shared, const Step& step, const Share& share, int half, const Sums& sum) {
+// Sends the sums to the blocks that finish the tokens, 16 bytes per thread and token.
+DEVICE void send(SharedMemory shared, const ProblemSize& size, const Share& share, int half, const Sums& sum) {
     int lane = threadIdx.x % kWarp, at = (threadIdx.x / kWarp % 4 * 8 + lane / 4) * 16;
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
         int token = fragment_column(lane) + column_offset(i), e = element_at(0, i);
         int to = token % kCluster, finished = token / kCluster;
-        if (token < step.tokens)
+        if (token < size.tokens)
             store_async(in_block(shared.sums(finished, share.rank, half) + at, to),
                         make_float4(sum[0][e], sum[0][e + 2], sum[1][e], sum[1][e + 2]),
                         in_block(shared.received(finished), to));
     }
 }
 
-DEVICE void compute_tiles(SharedMemory shared, const Step& step, const Share& share, int tiles, int half) {
+DEVICE void compute_tiles(SharedMemory shared, const ProblemSize& size, const Share& share, int tiles, int half) {
     Ring<kStages> ring;
     u32 phase = 1;
     for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
         Sums sum;
         multiply(shared, ring, share.steps, half, sum);
         barrier_wait(shared.taken(), phase);
-        __syncwarp();  // a lane that sends nothing would not keep the phase from going on
-        send(shared, step, share, half, sum);
+        __syncwarp();  // or lanes that send nothing could fall a phase behind
+        send(shared, size, share, half, sum);
     }
 }
 
-// ---- a token's results: a warp --------------------------------------------------------------------------------------
+// ---- a token's results: one warp -----------------------------------------------------------------------------------
 
 struct Result {
     u8* q;
     float* scales;
     int* tokens_written;
 
-    // Before the cluster's blocks meet and the next kernel starts, by a warp of the first block: no token
-    // of the cluster's tiles is written, and none has their experts. `most_tiles`: as many as the batch may have. After
-    // the fence all that is in L2, where the next kernel looks.
+    // Marks the cluster's tiles as not written, and their experts as absent from all tokens; by a warp of the first
+    // block, before the cluster's blocks meet and the next kernel starts. `most_tiles`: an upper bound of the batch's
+    // tiles. The fence makes the values visible to the next kernel.
     DEVICE void clear(const Share& share, int most_tiles) const {
         for (int i = lane_of_warp();; i += kWarp) {
             int tile = share.first_tile + i / kTokens * share.tile_stride;
@@ -215,7 +183,7 @@ struct Result {
     }
 };
 
-// SiLU(gate) * up of the lane's four channels as bfloat16, from what all blocks have sent.
+// SiLU(gate) * up of the lane's four channels as bfloat16, from the sums of all blocks.
 DEVICE uint2 activated(SharedMemory shared, int finished) {
     float4 half[2] = {};
 #pragma unroll
@@ -225,29 +193,16 @@ DEVICE uint2 activated(SharedMemory shared, int finished) {
             float4 part = load_shared_float4(shared.sums(finished, from, h) + lane_of_warp() * 16);
             half[h].x += part.x, half[h].y += part.y, half[h].z += part.z, half[h].w += part.w;
         }
-    return make_uint2(silu_mul(pack_bf16x2(half[0].x, half[0].y), pack_bf16x2(half[1].x, half[1].y)),
-                      silu_mul(pack_bf16x2(half[0].z, half[0].w), pack_bf16x2(half[1].z, half[1].w)));
+    return silu_mul_four(half[0], half[1]);
 }
 
-// Quantizes the lane's four channels of the group; returns the scale of the group.
-DEVICE float store_quantized(uint2 value, u32* q) {
-    u32 amax = larger_of(max_u16x2(value.x & kNoSigns, value.y & kNoSigns));
-#pragma unroll
-    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
-    float scale = group_scale(amax), inverse = __frcp_rn(scale);
-    float2 low = unpack_bf16x2(value.x), high = unpack_bf16x2(value.y);
-    *q = pack_e4m3x4(divide(low.x, scale, inverse), divide(low.y, scale, inverse), divide(high.x, scale, inverse),
-                     divide(high.y, scale, inverse));
-    return scale;
-}
-
-DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& share, int finished,
+DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Share& share, int finished,
                          const ExpertIds& router, const float* topk_weights, const ExpertList& list,
                          const Result& out) {
-    int lane = lane_of_warp(), groups = step.groups(), token = finished * kCluster + share.rank;
-    int pair = token * step.topk + lane, tiles = list.count * groups;
-    int own_expert = lane < step.topk ? router.expert_of(pair) : kNoExpert;  // a column of topk a lane
-    float own_weight = lane < step.topk ? topk_weights[pair] : 0.f;
+    int lane = lane_of_warp(), groups = size.groups(), token = finished * kCluster + share.rank;
+    int pair = token * size.topk + lane, tiles = list.count * groups;
+    int own_expert = lane < size.topk ? router.expert_of(pair) : kNoExpert;  // one lane per column of topk
+    float own_weight = lane < size.topk ? topk_weights[pair] : 0.f;
     u32 received = shared.received(finished), phase = 0;
     for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
         bool own = own_expert == list.experts[tile / groups], any = __ballot_sync(kAllLanes, own);
@@ -255,7 +210,7 @@ DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& sha
         barrier_wait(received, phase);
         uint2 value = any ? activated(shared, finished) : make_uint2(0, 0);
         __syncwarp();
-        // Signalled only to blocks that will wait for it: others may have exited.
+        // Signal only blocks that will wait for it: others may have exited.
         if (lane < kCluster && tile + share.tile_stride < tiles)
             barrier_arrive_in_cluster(in_block(shared.taken(), lane));
 
@@ -264,17 +219,17 @@ DEVICE void finish_token(SharedMemory shared, const Step& step, const Share& sha
 #pragma unroll
             for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) weight += __shfl_xor_sync(kAllLanes, weight, lanes);
             i64 row = tile / groups * kTokens + token;
-            u8* q = out.q + row * step.intermediate + tile % groups * kBlockI;
+            u8* q = out.q + row * size.intermediate + tile % groups * kBlockI;
             float scale = present_scale(weight * store_quantized(value, reinterpret_cast<u32*>(q) + lane));
             if (lane == 0) out.scales[i64(tile) * kTokens + token] = scale;
             __syncwarp();
-            if (lane == 0) __threadfence();  // takes longer than a short tile, hence only where something was written
+            if (lane == 0) __threadfence();  // slower than a short tile, so only if something was written
         }
         if (lane == 0) atomicAdd(out.tokens_written + tile, 1);
     }
 }
 
-// ---- kernel ---------------------------------------------------------------------------------------------------------
+// ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(THREADS, 2)
     gate_up_small_batch(const __grid_constant__ TensorMap w_map, const uint4* x, const float* w_scales, const void* ids,
@@ -282,19 +237,20 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
                         int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden,
                         int intermediate) {
     SharedMemory shared{dynamic_shared_address()};
-    const Step step{tokens, topk, hidden, intermediate};
-    const Share share(step);
+    const ProblemSize size{tokens, topk, hidden, intermediate};
+    const Share share(size);
     const ExpertIds router{ids, expert_map, ids_64, tokens * topk, global_experts, num_experts};
     const Result result{q, scales, tokens_written};
     ExpertList& list = shared.list();
     int warp = warp_uniform(threadIdx.x / kWarp);
     bool math = warp < kMathWarps;
-    const Tokens own_part(step, share, math ? x : nullptr);
+    const TokenQuantizer<kTokens, kMostSteps, kMathThreads> own_tokens(math ? x : nullptr, tokens, size.k_blocks(),
+                                                                       share.first_step, share.steps);
     if (warp == kLoadWarp) {
         if (lane_of_warp() == 0) prefetch(&w_map);
         list_experts(router, list);
     } else if (warp == kFinishWarp) {
-        if (share.rank == 0) result.clear(share, min(router.pairs, num_experts) * step.groups());
+        if (share.rank == 0) result.clear(share, min(router.pairs, num_experts) * size.groups());
         let_next_kernel_start();
     }
     if (threadIdx.x == 0) {
@@ -305,16 +261,16 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
     cluster_arrive();
 
     if (math) {
-        own_part.quantize(shared, step, share);
-        cluster_wait();  // the others' barriers are there
-        compute_tiles(shared, step, share, list.count * step.groups(), warp / 4);
+        own_tokens.store(shared, tokens, share.steps, kMathBarrier);
+        cluster_wait();  // the other blocks have initialized their barriers
+        compute_tiles(shared, size, share, list.count * size.groups(), warp / 4);
     } else if (warp == kLoadWarp) {
-        load_weights(shared, step, share, &w_map, w_scales, list);
+        load_weights(shared, size, share, &w_map, w_scales, list);
         cluster_wait();
     } else {
         cluster_wait();
         int finished = warp - kFinishWarp;
         if (finished * kCluster + share.rank < tokens)
-            finish_token(shared, step, share, finished, router, topk_weights, list, result);
+            finish_token(shared, size, share, finished, router, topk_weights, list, result);
     }
 }

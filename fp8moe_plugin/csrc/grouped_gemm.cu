@@ -1,17 +1,17 @@
-// D[rows, N] = A[rows, K] @ B[expert, N, K]^T, e4m3 with scales per 1x128 of A and 128x128 of B, for many rows an
+// D[rows, N] = A[rows, K] @ B[expert, N, K]^T, e4m3 with scales per 1x128 of A and 128x128 of B, for many rows per
 // expert. A are tokens, B weights.
 //
-// A tile is 128 rows of tokens by BLOCK_N rows of weights. One producer warp fills a ring of stages, each 128 along K:
-// operands by TMA, the tokens' scales by a bulk copy, the weights' by 4-byte copies. Two math warpgroups take 64 rows
-// each; the product over 128 K of each half of 128 columns lands in one accumulator, which is scaled and added in
+// A tile is 128 rows of tokens by BLOCK_N rows of weights. One producer warp fills the stages of a ring, each a K step
+// of 128: operands by TMA, the tokens' scales by bulk copies, the weights' by 4-byte copies. Two math warpgroups take
+// 64 rows each. The product of a K step and 128 columns lands in one accumulator and is scaled and added to another in
 // float32 before the next (DeepGEMM's two-level accumulation). Rows of a tile that belong to the next expert are
-// computed and not stored. Up to 16 more rows are a tile's tail, see mma/row_tile.cuh.
+// computed and not stored. A tile may have up to 16 more rows, its tail, see mma/row_tile.cuh.
 //
-// KEEP_B, for K of one or two steps: tiles come in runs, most of them of the same columns, whose weights stay where
-// they are.
+// KEEP_B, for K of one or two steps: a thread block takes several consecutive tiles at a time, most of them of the same
+// columns, whose weights stay in shared memory.
 //
-// As the second GEMM of experts it shares a tile table and `done_counters` with the first one, gate_up.cu, and may
-// start while gate_up still runs. With `done_counters` null it starts after the kernel before it, as usual.
+// As the second GEMM of the experts it shares a tile table and `done_counters` with the first, gate_up.cu, and may
+// start while gate_up still runs (PDL). With `done_counters` null it starts when the previous kernel has ended.
 #include "epilogue/store_rows.cuh"
 #include "epilogue/store_transposed.cuh"
 #include "mma/row_tile.cuh"
@@ -19,13 +19,13 @@
 #include "pipeline/load_row_tile.cuh"
 
 constexpr int kHalves = BLOCK_N / kHalfN;
-constexpr int kFullArrivals = 2;               // of a stage: announced bytes, and the copies of the weights' scales
+constexpr int kFullArrivals = 2;               // of a stage: the announced bytes, and the copied weight scales
 constexpr int kStoreParts = kHalfN / kStoreN;  // of a half
 constexpr u32 kBytesStore = kWarpgroupM * 128, kBytesTail = kTailRows * 128;
 using Queue = TileQueue<kBlockM, KEEP_B ? 4 : 1>;
 using Accumulator = Fragment<kHalfN>;
 
-// In the staging area 64 rows of each warpgroup, then its tails.
+// The staging area holds 64 rows per warpgroup and half, then the tails.
 struct SharedMemory : RowTileStages<kHalves, kMathWarpgroups * kHalves*(kStoreParts* kBytesStore + kBytesTail), 0> {
     static constexpr u32 kTailStaging = kStaging + kMathWarpgroups * kHalves * kStoreParts * kBytesStore;
 
@@ -45,12 +45,12 @@ struct Result {
     int n;
 };
 
-// ---- producer: a warp -----------------------------------------------------------------------------------------------
+// ---- producer: one warp --------------------------------------------------------------------------------------------
 
 struct Weights {
     const TensorMap* map;
     const float* scales;
-    int expert_row, column, next_half;  // from the scale of one half to that of the next
+    int expert_row, column, next_half;  // the last: floats from the scales of one half to the next
 
     DEVICE Weights(const Operands& in, const Tile& tile)
         : map(in.weights), expert_row(tile.expert * in.n), column(tile.column) {
@@ -71,7 +71,8 @@ struct Weights {
 using TileRings = Rings<kStages, KEEP_B>;
 
 DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in, Queue& queue, int* done_counters) {
-    AwaitedRows rows({done_counters, 1}, kMathWarpgroups * in.k_blocks, kMathWarpgroups);  // of a column, of a block
+    AwaitedRows rows({done_counters, 1}, kMathWarpgroups * in.k_blocks,
+                     kMathWarpgroups);  // counts per column, per thread block
     while (queue.index < queue.total) {
         const Tile tile = queue.tile();
         rows.wait(tile);
@@ -79,7 +80,7 @@ DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in
     }
 }
 
-// ---- math: two warpgroups -------------------------------------------------------------------------------------------
+// ---- math: two warpgroups ------------------------------------------------------------------------------------------
 
 template <int kCount, bool kHasTail>
 DEVICE void compute_rows(SharedMemory shared, TileRings& rings, int k_blocks, const Result& out, const Tile& tile,
@@ -121,7 +122,7 @@ DEVICE void compute_tile(SharedMemory shared, TileRings& rings, int k_blocks, co
         skip_row_tile(shared, rings.tokens, k_blocks);
 }
 
-// ---- kernel ---------------------------------------------------------------------------------------------------------
+// ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_narrow_map,
@@ -141,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             Queue queue(table, num_tiles, 1, m, (n + BLOCK_N - 1) / BLOCK_N, k_blocks, done_counters);
             load_tiles(shared, rings, in, queue, done_counters);
             load_end(shared, rings.tokens, kFullArrivals);
-            if (done_counters) wait_for_previous_kernel();  // who follows this one follows both
+            if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both
             queue.finish();
         }
     } else {

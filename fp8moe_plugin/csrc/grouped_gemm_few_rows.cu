@@ -1,12 +1,13 @@
-// D[rows, N] = A[rows, K] @ B[expert, N, K]^T as grouped_gemm.cu, for few rows an expert: weights are streamed once.
+// D[rows, N] = A[rows, K] @ B[expert, N, K]^T as in grouped_gemm.cu, for few rows per expert: it streams the weights
+// once.
 //
-// Swap-AB: a tile is 128 weight rows by up to 64 tokens, multiplied 8, 16, 32 or 64 tokens wide, by the expert's own
+// Swap-AB: a tile is 128 rows of weights by up to 64 tokens, which are padded to 8, 16, 32 or 64 by the expert's own
 // count.
 //
-// A block takes `columns_at_once` columns of tiles at once, so that where K is short what comes once in a while stays
-// cheap.
+// A thread block takes `columns_at_once` consecutive columns of tiles at a time, which amortises the setup of a tile
+// where K is short.
 //
-// With `done_counters` A is what gate_up_few_rows makes, beside which this kernel runs; see done_counters.cuh.
+// With `done_counters` A is the result of gate_up_few_rows, which still runs (PDL), see done_counters.cuh.
 #include "device/ptx.cuh"
 #include "epilogue/store_transposed.cuh"
 #include "mma/swap_ab.cuh"
@@ -17,11 +18,11 @@ constexpr int kBlockN = FEW_ROWS_TILE_N, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kWarpgroupN = kBlockN / kMathWarpgroups;
 constexpr int kThreads = kMathThreads + 128;
 static_assert(kThreads == THREADS, "the launch has a thread for each role");
-constexpr int kFullArrivals = 2;  // of a stage: the bytes of bulk copies are announced; the small copies have landed
+constexpr int kFullArrivals = 2;  // of a stage: the announced bytes, and the landed 4-byte copies
 constexpr int kBlockTokens = kFewRowsTile;
 constexpr int kBoxTokens = SWIZZLE_ROWS;  // of one TMA load, so that boxes stack
 
-// Where everything is in shared memory; tiles are at multiples of 1024 bytes, which their swizzle needs.
+// The layout of shared memory. Tiles are at multiples of 1024 bytes, as their swizzle requires.
 struct SharedMemory {
     static constexpr u32 kBytesWeights = kBlockN * kBlockK, kBytesTokens = kBlockTokens * kBlockK;
     static constexpr u32 kBytesStaging = kBlockTokens * kWarpgroupN * 2;
@@ -48,7 +49,7 @@ struct SharedMemory {
     DEVICE u32 weight_scale(int stage) const { return base + kWeightScale + stage * 4; }
     DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
+    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival per math warp
 };
 constexpr int kStages = SharedMemory::kStages;
 
@@ -63,9 +64,9 @@ struct Operands {
     DEVICE int columns() const { return (n + kBlockN - 1) / kBlockN; }
 };
 
-// ---- producer --------------------------------------------------------------------------------------------------
+// ---- producer ------------------------------------------------------------------------------------------------------
 
-// What the steps of a tile load.
+// The loads of a tile's K steps.
 struct TileLoads {
     Tile tile;
     int boxes, weight_row;
@@ -81,7 +82,7 @@ struct TileLoads {
         scale_bytes = ActivationScales::bytes(tile);
         bytes = SharedMemory::kBytesWeights + boxes * kBoxTokens * kBlockK + scale_bytes;
     }
-    // Step k of the tile's `column`th.
+    // Of K step k, of the tile's `column`-th column.
     DEVICE void weights(SharedMemory shared, int s, const Operands& in, int column, int k) const {
         barrier_arrive_expect(shared.full(s), bytes);
         tma_load(shared.weights(s, 0), in.weights, shared.full(s), k * kBlockK, weight_row + column * kBlockN);
@@ -96,8 +97,8 @@ struct TileLoads {
     }
 };
 
-// The first tile's weights, as many as there is room for: they do not depend on the kernel before. Returns of how many
-// steps.
+// Loads the first tile's weights, as many K steps as there are stages: they do not depend on the previous kernel.
+// Returns their number.
 DEVICE int load_weights_ahead(SharedMemory shared, const Operands& in, const Queue& queue) {
     if (queue.index >= queue.total) return 0;
     const TileLoads loads(in, queue.tile());
@@ -126,12 +127,12 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
                 loads.tokens(shared, s, in, k);
             }
             --ahead;
-            queue.step(step++);
+            queue.prepare_next(step++);
         }
     }
 }
 
-// ---- math ------------------------------------------------------------------------------------------------------
+// ---- math ----------------------------------------------------------------------------------------------------------
 
 template <int kTokens>
 DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int steps, int first_scale, int warpgroup,
@@ -164,7 +165,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
     }
 }
 
-// ---- kernel ----------------------------------------------------------------------------------------------------
+// ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
@@ -187,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             AwaitedRows rows({done_counters, counters_per_tile}, in.k_blocks);
             while (queue.index < queue.total) load_tile(shared, ring, in, queue, rows, ahead);
             load_end(shared, ring, kFullArrivals);
-            if (done_counters) wait_for_previous_kernel();  // who follows this one follows both
+            if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both
             queue.finish();
         }
     } else {

@@ -1,13 +1,13 @@
-// SiLU(gate) * up, quantized to e4m3 with one float32 scale per row and group of 128 channels. SiLU and the product are
-// each rounded to bfloat16, as vLLM's own kernels do: a change of backend then changes as few codes as possible.
+// SiLU(gate) * up, quantized to e4m3 with a float32 scale per row and group of 128 channels. SiLU and the product are
+// each rounded to bfloat16, as in vLLM's own kernels, so that switching backends changes as few codes as possible.
 //
-// In:   gate_up  bfloat16 [G, max_m, 2 * I], the gate first; I = 128 * groups
+// In:   gate_up  bfloat16 [G, max_m, 2 * I], gate channels first; I = 128 * groups
 //       counts   int32 [G]; rows from counts[g] on are neither read nor written
 // Out:  q        e4m3 [G * max_m, I]
 //       scales   float32 [groups, G * max_m], at scale_pitch(G * max_m)
 //
-// UE8M0: 1 rounds scales up to powers of two.    Grid: (any, G); the CTAs of an expert share its rows.
-// A half-warp holds a group in 16 bytes a lane, for four rows at once, as in quantize.cu.
+// UE8M0: 1 rounds scales up to powers of two.    Grid: (any, G); the thread blocks of an expert share its rows.
+// A half-warp processes a group, 16 bytes per lane, of four rows, as in quantize.cu.
 #include "device/common.cuh"
 #include "device/fp8.cuh"
 
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
 
         // Activate, quantize, store.
-        float scale_of_lane = 0.0f;  // lane i stores the scale of row i: one store for all
+        float scale_of_lane = 0.0f;  // lane i stores the scale of row i, in one store
 #pragma unroll
         for (int i = 0; i < kRowsPerLane; ++i) {
             const uint4 product = make_uint4(silu_mul(gate[i].x, up[i].x), silu_mul(gate[i].y, up[i].y),

@@ -1,7 +1,7 @@
-// Cuts the rows of slabs into tiles, given how many rows of each count. One CTA.
+// Cuts the rows of slabs into tiles, given the number of rows of each. One thread block.
 //
 // In:   counts     int32 [groups]; group g starts at row g * max_m, and its count is clamped to [0, max_m]
-// Out:  table, num_tiles, done_counters  see tile_table.cuh; a counter a tile
+// Out:  table, num_tiles, done_counters  see tile_table.cuh; one counter per tile
 #include "device/common.cuh"
 #include "pipeline/tile_table.cuh"
 

@@ -1,6 +1,6 @@
-// Cuts each run of equal expert ids into tiles. One CTA.
+// Cuts each run of equal expert ids into tiles. One thread block.
 //
-// In:   ids        int32 [rows], the expert of each row; a run outside [0, num_groups) gets no tile
+// In:   ids        int32 [rows], the expert of each row; a run with an id outside [0, num_groups) gets no tile
 // Out:  table, num_tiles  see tile_table.cuh
 // Scratch: run_begins int32 [rows], the first row of each run
 #include "device/common.cuh"
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
 
-    // Cut them, one a thread.
+    // Cut them, one thread per run.
     int tiles = 0;
     for (int window = 0; window < runs; window += THREADS) {
         const int mine = window + threadIdx.x;

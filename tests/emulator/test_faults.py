@@ -238,13 +238,13 @@ FAULTS = {
     ),
     "a tile is written over the one before": Fault(
         "dense_gemm.cu",
-        "warpgroup_barrier(warpgroup);  // the tile before has been stored",
+        "warpgroup_barrier(warpgroup);  // the previous tile has been stored",
         "",
         dense_tiles,
         WRONG_RESULT,
     ),
     "a tile is stored before it is there": Fault(
-        "dense_gemm.cu", "warpgroup_barrier(warpgroup);  // this one is there", "", dense_tiles, WRONG_RESULT
+        "dense_gemm.cu", "warpgroup_barrier(warpgroup);  // this tile is staged", "", dense_tiles, WRONG_RESULT
     ),
     "a stage of a tile is given back before it is multiplied": Fault(
         "dense_gemm.cu",
@@ -264,14 +264,14 @@ FAULTS = {
     ),
     "wgmma reads gathered tokens that are not fenced": Fault(
         "gate_up_few_rows.cu",
-        "        fence_proxy_async();  // the copies of tokens are ordinary writes\n",
+        "        fence_proxy_async();  // tokens were copied by ordinary writes\n",
         "",
         layer_of_few_tokens,
         "without fence.proxy.async",
     ),
     "the second GEMM of few rows ends before the first one": Fault(
         "grouped_gemm_few_rows.cu",
-        "            if (done_counters) wait_for_previous_kernel();  // who follows this one follows both\n",
+        "            if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both\n",
         "",
         layers_in_a_row,
         f"{WRONG_RESULT}|deadlock|livelock",
@@ -308,7 +308,7 @@ FAULTS = {
     ),
     "a lane that sends nothing falls a phase behind": Fault(
         "gate_up_small_batch.cu",
-        "        __syncwarp();  // a lane that sends nothing would not keep the phase from going on\n",
+        "        __syncwarp();  // or lanes that send nothing could fall a phase behind\n",
         "",
         one_token,
         "deadlock|livelock",
@@ -316,7 +316,7 @@ FAULTS = {
     ),
     "sums are sent to blocks that have not begun": Fault(
         "gate_up_small_batch.cu",
-        "        cluster_wait();  // the others' barriers are there\n        compute",
+        "        cluster_wait();  // the other blocks have initialized their barriers\n        compute",
         "        compute",
         small_batch,
         "no mbarrier|ended without waiting",
@@ -356,7 +356,7 @@ FAULTS = {
     ),
     "parts of sums are sent to blocks that have not begun": Fault(
         "down_small_batch.cu",
-        "        cluster.wait();  // the others' barriers are there\n",
+        "        cluster.wait();  // the other blocks have initialized their barriers\n",
         "",
         small_batch,
         "no mbarrier|ended without waiting",

@@ -1,4 +1,4 @@
-// What all kernels share: names of types, integer division, packed conversions, a scan over a CTA.
+// Shared by all kernels: type names, integer division, programmatic dependent launch, conversions, a scan.
 #pragma once
 
 #define DEVICE __device__ __forceinline__
@@ -14,8 +14,8 @@ constexpr u32 kAllLanes = 0xFFFFFFFF;
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Fails to compile, naming both numbers, unless the launch gives the block what its layout of shared memory needs, to
-// the KiB.
+// Does not compile, and names both numbers, unless the shared memory of the launch is what the layout needs, rounded up
+// to the KiB.
 template <u32 kNeeded, u32 kLaunched>
 DEVICE constexpr bool fits_the_launch() {
     static_assert(kNeeded <= kLaunched && kLaunched - kNeeded < 1024, "shared memory: needed, launched with");
@@ -24,17 +24,17 @@ DEVICE constexpr bool fits_the_launch() {
 
 DEVICE int lane_of_warp() { return threadIdx.x % kWarp; }
 
-// ---- programmatic dependent launch: kernels that run concurrently (launch's `early`) ------------------------------
+// ---- programmatic dependent launch (PDL); in Python `Launch.early` -------------------------------------------------
 //
-// A kernel launched early starts once every block of the kernel before it has called let_next_kernel_start, or has
-// ended. It may then run concurrently with every kernel before it, back to the last one launched normally.
-// wait_for_previous_kernel returns when the kernel just before has ended, and what it wrote is visible. At least one
-// block of every kernel launched early calls it before it ends: who is launched normally then follows all of them.
+// A kernel launched with PDL starts once every block of the previous kernel has called let_next_kernel_start or has
+// ended. It may then run concurrently with all earlier kernels, back to the last one launched without PDL.
+// wait_for_previous_kernel returns when the previous kernel has ended and its writes are visible. At least one block of
+// every kernel launched with PDL calls it before it ends, so that a kernel launched without PDL follows all of them.
 
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// ---- packed conversions; element 0 is in the low half ----
+// ---- packed conversions; element 0 is in the low half --------------------------------------------------------------
 
 DEVICE float2 unpack_bf16x2(u32 pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000));
@@ -64,10 +64,10 @@ DEVICE void unpack_eight(uint4 bf16, float (&v)[8]) {
     }
 }
 
-// ---- scan ----
+// ---- scan ----------------------------------------------------------------------------------------------------------
 
-// Sums over the threads before this one, of several values at once; `all` gets those over all threads. Only the first
-// `warps` warps have values, and get sums. All threads of the CTA call it, and meet before they call it again.
+// Exclusive prefix sums over the threads of a block, of several values at once; `all` gets the totals. Only the first
+// `warps` warps have values and get sums. All threads of the block call it, and meet before they call it again.
 template <int kValues>
 DEVICE void exclusive_scan(const int (&value)[kValues], int warps, int (&before)[kValues], int (&all)[kValues]) {
     constexpr int kSums = kValues * kWarp;
@@ -89,7 +89,7 @@ DEVICE void exclusive_scan(const int (&value)[kValues], int warps, int (&before)
     __syncthreads();
     if (warp < warps) {
 #pragma unroll
-        for (int i = 0; i < kValues; ++i) {  // each warp adds up for itself: a barrier less than if one did for all
+        for (int i = 0; i < kValues; ++i) {  // in every warp, which saves a barrier
             const int sum = lane < warps ? sums[i * kWarp + lane] : 0;
             before[i] = inclusive[i] - value[i] + __reduce_add_sync(kAllLanes, lane < warp ? sum : 0);
             all[i] = __reduce_add_sync(kAllLanes, sum);

@@ -1,4 +1,4 @@
-// Quantization of one group of 128 channels to e4m3: its scale, and eight of its values.
+// Quantization of groups of 128 channels to e4m3, and the activation.
 // UE8M0: 1 rounds scales up to powers of two.
 #pragma once
 #include "device/common.cuh"
@@ -7,11 +7,11 @@ constexpr int kGroupLanes = 16;  // lanes that share a group: 16 x 8 bfloat16 = 
 constexpr float kFp8Max = 448.0f;
 constexpr float kSmallestAmax = 1e-10f;  // keeps the scale of an all-zero group finite
 
-// Floats from the scales of one group of channels to those of the next: the GEMMs copy 16 bytes at a time.
+// The distance of K-major scales from one group of channels to the next, in floats: the GEMMs copy 16 bytes at a time.
 DEVICE size_t scale_pitch(int rows) { return (rows + 3) / 4 * 4; }
 
-// ---- the largest magnitude ----
-// The bits of non-negative floats order like the floats, with NaN above them all: integer maxima keep NaN.
+// ---- the largest magnitude -----------------------------------------------------------------------------------------
+// The bits of non-negative floats are ordered as the floats, NaN above all: integer maxima propagate NaN.
 
 DEVICE u32 max_u16x2(u32 a, u32 b) {
     u32 larger;
@@ -21,10 +21,10 @@ DEVICE u32 max_u16x2(u32 a, u32 b) {
 
 constexpr u32 kNoSigns = 0x7FFF7FFF;  // of two bfloat16 values
 
-// The larger of two bfloat16 values without signs, as a float's bits.
+// The larger of two bfloat16 values without signs, as the bits of a float.
 DEVICE u32 larger_of(u32 pair) { return max(pair << 16, pair & 0xFFFF0000); }
 
-// Bits of the largest magnitude of eight bfloat16 values, as a float.
+// The largest magnitude of eight bfloat16 values, as the bits of a float.
 DEVICE u32 magnitude_bits(uint4 values) {
     return larger_of(max_u16x2(max_u16x2(values.x & kNoSigns, values.y & kNoSigns),
                                max_u16x2(values.z & kNoSigns, values.w & kNoSigns)));
@@ -38,17 +38,17 @@ DEVICE u32 group_max(u32 value) {
     return value;
 }
 
-// ---- scale and values ----
+// ---- scale and values ----------------------------------------------------------------------------------------------
 
 // a / b, correctly rounded, from the correctly rounded 1 / b (Markstein, "Computation of elementary functions on the
-// IBM RISC System/6000 processor", 1990). The exact quotient matters: vLLM divides too, and a product with the inverse
-// gives one code in 3,000 another value. Not kept: the sign of a zero, and 0 where b is infinite (it is NaN).
+// IBM RISC System/6000 processor", 1990). The exact quotient matters: vLLM divides, too, and multiplying by the
+// inverse would change one code in 3,000. Unlike division, it loses the sign of zero and gives NaN for infinite b.
 DEVICE float divide(float a, float b, float inverse) {
     const float quotient = __fmul_rn(a, inverse);
     return fmaf(fmaf(-quotient, b, a), inverse, quotient);
 }
 
-// From the bits of the group's largest magnitude.
+// The scale of a group, from the bits of its largest magnitude.
 DEVICE float group_scale(u32 amax_bits) {
     const float amax = __uint_as_float(max(amax_bits, __float_as_uint(kSmallestAmax)));
     const float scale = divide(amax, kFp8Max, 1.0f / kFp8Max);
@@ -78,9 +78,19 @@ DEVICE uint2 quantize_eight(const float (&v)[8], float scale) {
     return make_uint2(pack_e4m3x4(c[0], c[1], c[2], c[3]), pack_e4m3x4(c[4], c[5], c[6], c[7]));
 }
 
-// ---- activation ----
+// The codes of two bfloat16 values, each with a scale and its correctly rounded inverse.
+DEVICE u16 quantize_two(u32 values, const float (&scale)[2], const float (&inverse)[2]) {
+    float2 v = unpack_bf16x2(values);
+    return pack_e4m3x2(divide(v.x, scale[0], inverse[0]), divide(v.y, scale[1], inverse[1]));
+}
+DEVICE u16 quantize_two(u32 values, float scale, float inverse) {
+    float2 v = unpack_bf16x2(values);
+    return pack_e4m3x2(divide(v.x, scale, inverse), divide(v.y, scale, inverse));
+}
 
-// x / (1 + e^-x), to about 2^-20: what follows rounds it to bfloat16, and less than one result in 10,000 the other way.
+// ---- activation ----------------------------------------------------------------------------------------------------
+
+// x / (1 + e^-x), accurate to about 2^-20: this changes less than one bfloat16 result in 10,000.
 DEVICE float silu(float x) {
     constexpr float kLog2E = 1.44269504f;
     float power, inverse;

@@ -1,19 +1,19 @@
-// Instructions of sm_90a as C++ functions, one each, in the order a tile meets them. Needs no CUDA header.
+// Instructions of sm_90a as C++ functions, in the order in which a tile meets them. Needs no CUDA header.
 #pragma once
 #include "device/common.cuh"
 
-// ---- shared memory: 32-bit addresses throughout, so that no generic pointer is formed in a loop -------------------
+// ---- shared memory: always 32-bit addresses, so that no loop forms generic pointers --------------------------------
 
-// A value that is the same in all lanes, in a form in which the compiler knows it: what is derived from it, descriptors
-// of wgmma above all, then stays in uniform registers and costs no instructions of the warp.
+// Tells the compiler that a value is the same in all lanes: what is derived from it, above all wgmma descriptors, then
+// stays in uniform registers.
 DEVICE u32 warp_uniform(u32 value) { return __shfl_sync(kAllLanes, value, 0); }
 
-// The address of the block's dynamic shared memory; opaque, or the compiler works it out again at every use.
+// The address of the block's dynamic shared memory; opaque, or the compiler recomputes it at every use.
 DEVICE u32 dynamic_shared_address() {
     extern __shared__ u8 dynamic_shared[];
     return warp_uniform(static_cast<u32>(__cvta_generic_to_shared(dynamic_shared)));
 }
-// The pointer in registers; the compiler would load a parameter of the kernel from constant memory at every use.
+// Keeps a pointer in registers: the compiler would load a kernel parameter from constant memory at every use.
 template <class T>
 DEVICE T* in_registers(T* pointer) {
     asm volatile("" : "+l"(pointer));
@@ -58,7 +58,7 @@ DEVICE uint4 load_shared_16(u32 address) {
     return v;
 }
 
-// ---- mbarriers: a phase ends when its arrivals and its expected bytes are all there ------------------------------
+// ---- mbarriers: a phase completes when all its arrivals and its expected bytes have come ---------------------------
 
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -80,20 +80,20 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// A barrier among `threads` threads of the block; 0 is __syncthreads; 1 and 2 are the math warps'.
+// A barrier among `threads` threads of the block. Barrier 0 is __syncthreads, 1 and 2 belong to math warpgroups.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 DEVICE void warpgroup_barrier(int math_warpgroup) { named_barrier(1 + math_warpgroup, 128); }
 
-// ---- copies ----------------------------------------------------------------------------------------------------
+// ---- copies --------------------------------------------------------------------------------------------------------
 
 struct alignas(64) TensorMap {  // as large and as aligned as the driver's CUtensorMap
     u8 opaque[128];
 };
 
-// So that the first copy does not wait for the map.
+// Prefetches the descriptor, so that the first copy does not wait for it.
 DEVICE void prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-// Loads the box at (column, row) of a matrix; its bytes count towards the barrier's phase.
+// Loads the box at (column, row) of a matrix; its bytes complete on the barrier.
 DEVICE void tma_load(u32 to, const TensorMap* map, u32 barrier, int column, int row) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
@@ -101,7 +101,7 @@ DEVICE void tma_load(u32 to, const TensorMap* map, u32 barrier, int column, int 
         "l"(map), "r"(barrier), "r"(column), "r"(row)
         : "memory");
 }
-// The same of a map of four dimensions, innermost first.
+// The same for a map of four dimensions, innermost first.
 DEVICE void tma_load_4d(u32 to, const TensorMap* map, u32 barrier, int x, int y, int z, int w) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
@@ -121,10 +121,10 @@ DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "m
 
 // Makes ordinary writes to shared memory visible to TMA and wgmma.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Orders ordinary accesses to global memory and those by TMA.
+// Orders ordinary and TMA accesses to global memory.
 DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Copies `bytes`, a multiple of 16 like both addresses; they count towards the barrier's phase.
+// Copies `bytes`, which complete on the barrier; they and both addresses are multiples of 16.
 DEVICE void bulk_load(u32 to, const void* from, u32 barrier, u32 bytes) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)
@@ -138,29 +138,29 @@ DEVICE void copy_async_16(u32 to, const uint4* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// One arrival on the barrier once this thread's copies so far have landed; the barrier's count must include it.
+// Arrives on the barrier once this thread's copies so far have landed; the barrier's count must include it.
 DEVICE void copy_async_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// ---- clusters: blocks that reach one another's shared memory --------------------------------------------------------
+// ---- clusters: thread blocks that access each other's shared memory ------------------------------------------------
 
-// The address in the shared memory of a block of the cluster that in this block is `address`.
+// The address in the shared memory of another block of the cluster that corresponds to `address` in this one.
 DEVICE u32 in_block(u32 address, int rank) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
-// All threads of all blocks arrive, and then wait for one another. Nothing but barriers that were initialized before
-// barrier_init_fence is made visible: a release would wait for all memory.
-// Launched without clusters the first does nothing, and the second is __syncthreads (SASS).
+// A barrier among all threads of the cluster. It makes only mbarriers visible, those initialized before
+// barrier_init_fence: a release would wait for all memory.
+// Without clusters the first is a no-op and the second is __syncthreads (SASS).
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 DEVICE void barrier_arrive_in_cluster(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Stores; the bytes count towards the phase of a barrier of the block they go to.
+// Stores to another block; the bytes complete on a barrier of that block.
 DEVICE void store_async(u32 to, float2 v, u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
                  "f"(v.x), "f"(v.y), "r"(barrier)
@@ -172,16 +172,17 @@ DEVICE void store_async(u32 to, float4 v, u32 barrier) {
                  : "memory");
 }
 
-// ---- counters in global memory, from one kernel to another ----------------------------------------------------------
+// ---- counters in global memory -------------------------------------------------------------------------------------
 
-// A lane of the warp, always the same one.
+// An elected lane of the warp, always the same one.
 DEVICE int leader_lane() {
     int lane;
     asm volatile("{ .reg .pred p; elect.sync %0|p, 0xffffffff; }" : "=r"(lane));
     return lane;
 }
-// That lane gets the counter as it was before 1 was added, the others keep `value`. Nothing waits here: atomicAdd under
-// a condition is turned into one for several lanes, which shares out the result at once, a round trip to L2 later.
+// Adds 1 to the counter. The elected lane gets its previous value, the others keep `value`. Does not wait for the
+// result, a round trip to L2: a conditional atomicAdd would, as the compiler aggregates it over lanes and distributes
+// the result at once.
 DEVICE int atomic_add_by_one_lane(int* counter, int value) {
     asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; @p atom.relaxed.gpu.global.add.s32 %0, [%1], 1; }"
                  : "+r"(value)
@@ -189,14 +190,14 @@ DEVICE int atomic_add_by_one_lane(int* counter, int value) {
                  : "memory");
     return value;
 }
-// What others wrote before they counted is then visible; to TMA after fence_proxy_async_global.
+// Makes visible what others wrote before they counted; to TMA after fence_proxy_async_global.
 DEVICE int load_acquire(const int* counter) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
     return value;
 }
 
-// ---- warpgroup registers ---------------------------------------------------------------------------------------
+// ---- warpgroup registers -------------------------------------------------------------------------------------------
 
 template <int kRegisters>
 DEVICE void decrease_registers() {
@@ -207,9 +208,9 @@ DEVICE void increase_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// ---- results ---------------------------------------------------------------------------------------------------
+// ---- results -------------------------------------------------------------------------------------------------------
 
-// Four (two, transposed) 8x8 blocks of 16-bit values from the registers of a warp; lane i gives the address of row i.
+// Stores four (two, transposed) 8x8 matrices of 16-bit values from a warp's registers; lane i has the address of row i.
 DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                  "r"(c), "r"(d)

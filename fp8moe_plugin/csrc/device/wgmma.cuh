@@ -3,11 +3,12 @@
 #include "device/fragment.cuh"
 #include "device/ptx.cuh"
 
-// The descriptor of an operand tile of rows of 128 bytes along K, 128-byte swizzled: groups of 8 rows stand 1024 bytes
-// apart (PTX ISA, "matrix descriptor"). Only its low word depends on the address; 2 added to it are 32 bytes along K.
+// The descriptor of an operand tile whose rows are 128 bytes along K, 128-byte swizzled: groups of 8 rows are 1024
+// bytes apart (PTX ISA, "matrix descriptor"). Only the low word depends on the address; adding 2 advances 32 bytes
+// along K.
 constexpr int kDescriptorStepK = 2;
 DEVICE u32 wgmma_descriptor_low(u32 tile) {
-    constexpr u32 kLeadingOffset = 1;  // not used by swizzled layouts
+    constexpr u32 kLeadingOffset = 1;  // ignored for swizzled layouts
     return (tile & 0x3ffff) >> 4 | kLeadingOffset << 16;
 }
 DEVICE u64 wgmma_descriptor(u32 low) {
@@ -33,7 +34,7 @@ DEVICE void wgmma_results_ready(float (&d)[kBlocks][kCount]) {
     for (int i = 0; i < kBlocks; ++i) wgmma_results_ready(d[i]);
 }
 
-// The first registers of an accumulator: their names in PTX, and the operands.
+// An accumulator's registers: their names in PTX, and the operands.
 #define OUT4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define OUT8(i) OUT4(i), OUT4(i + 4)
 #define NAMES_8 "%0,%1,%2,%3,%4,%5,%6,%7"
@@ -61,7 +62,7 @@ DEVICE void wgmma_results_ready(float (&d)[kBlocks][kCount]) {
 #define OUTS_88 OUTS_80, OUT8(80)
 #define OUTS_96 OUTS_88, OUT8(88)
 
-// For n columns: the accumulator, and the names of what follows it, two descriptors and whether to accumulate.
+// For n columns: the accumulator, and the names of the operands after it, two descriptors and whether to accumulate.
 #define WGMMA(n, names, outs, a_name, b_name, accumulate_name)                                                   \
     DEVICE void wgmma(float (&d)[n / 2], u64 a, u64 b, bool accumulate) {                                        \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, " accumulate_name                                           \
@@ -93,7 +94,7 @@ DEVICE void wgmma_issue(float (&d)[kCount], u32 a_tile, u32 b_tile) {
         wgmma(d, wgmma_descriptor(a + step), wgmma_descriptor(b + step), step > 0);
 }
 
-// Product `d` of one step, for a main loop that does something else while the tensor cores work:
+// The product `d` of one K step, for a main loop that does something else while the tensor cores work:
 //
 //       wgmma_start(d, a_tile, b_tile);  ...  wgmma_finish(d);
 template <int kCount>

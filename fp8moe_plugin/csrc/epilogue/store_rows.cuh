@@ -1,5 +1,5 @@
-// How a warpgroup stores 64 rows by halves of 128 columns: as bfloat16 by way of shared memory and TMA; or from its
-// registers, as bfloat16 or float32 with an optional addend, and so its part of a tail.
+// Stores 64 rows of a warpgroup in halves of 128 columns: as bfloat16 by way of shared memory and TMA, or directly from
+// registers, as bfloat16 or float32 with an optional addend. A warpgroup's part of a tail is stored directly, too.
 #pragma once
 #include "mma/row_tile.cuh"
 
@@ -17,7 +17,7 @@ DEVICE void stage_half(SharedMemory shared, int warpgroup, int half, const Fragm
     }
 }
 
-// The last rows of an expert: the rows below them are the next expert's, so TMA cannot store the box.
+// For the last rows of an expert: TMA would store a whole box, and overwrite rows of the next expert.
 template <class SharedMemory>
 DEVICE void copy_half(SharedMemory shared, int warpgroup, int half, u16* d, int n, int row, int rows, int column) {
     constexpr int kChunks = kHalfN / 8;

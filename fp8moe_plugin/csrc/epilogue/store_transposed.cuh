@@ -1,9 +1,9 @@
-// Stores a transposed (swap-AB) result: 64 channels by a few tokens of a warpgroup, transposed by way of shared memory.
+// Stores a transposed (swap-AB) result: a warpgroup's 64 channels by a few tokens, transposed in shared memory.
 #pragma once
 #include "device/ptx.cuh"
 
 // Rows of the fragment are channels, columns are tokens. `staging` has room for kTokens rows of 128 bytes, swizzled,
-// and is used by this warpgroup alone.
+// and belongs to this warpgroup.
 template <int kTokens>
 DEVICE void store_transposed(u32 staging, int warpgroup, u16* d, int n, int row, int rows, int column,
                              const float (&sum)[kTokens / 2]) {

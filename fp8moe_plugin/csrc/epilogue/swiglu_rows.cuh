@@ -1,22 +1,21 @@
-// How a warpgroup of gate_up.cu activates, quantizes and stores 64 rows by kColumns channels, which are 128 or, of a
-// short tile, the half of a group; and its part of a tail.
+// The epilogue of gate_up.cu: a warpgroup activates, quantizes and stores 64 rows by kColumns channels, 128 or, in a
+// short tile, half a group of the quantization; and its part of a tail.
 #pragma once
-#include "device/fp8.cuh"
+#include "epilogue/swiglu_transposed.cuh"
 #include "mma/row_tile.cuh"
 
-struct Quantized {
+struct QuantizedRows {
     const TensorMap* map;
     u8* q;
     float* scales;  // [N / 256, m] at scale_pitch(m)
     int channels, m;
 };
 
-// The tiles that a warpgroup has stored, which it reports to the next GEMM: that may have started and waits for rows.
-// A report takes a fence of the whole memory, so that tiles are listed and reported together, or when a block has few
-// left.
+// The tiles that a warpgroup has stored but not yet counted in the done counters, for which the second GEMM may wait.
+// As counting takes a fence of all memory, tiles are counted in batches; the last tiles of a block one by one.
 struct StoredTiles {
-    static constexpr int kMost = 32;  // in the list
-    int* done_counters;               // see done_counters.cuh; null: nobody waits
+    static constexpr int kMost = 32;  // tiles listed at a time
+    int* done_counters;               // see done_counters.cuh; null: nothing is counted
     int listed = 0;
 
     DEVICE static bool elected() { return threadIdx.x % kWarpgroup == 0; }
@@ -26,7 +25,7 @@ struct StoredTiles {
         if (elected()) store_shared(shared.listed(warpgroup, listed), u32(tile.row_tile));
         ++listed;
     }
-    // Until all listed tiles are in memory. The warpgroup is to meet at a barrier before the report.
+    // Waits until all listed tiles are in memory. The warpgroup must meet at a barrier before it reports them.
     DEVICE static void wait() {
         if (elected()) tma_store_wait();
         fence_proxy_async_global();
@@ -50,7 +49,7 @@ struct StoredTiles {
     }
 };
 
-// Pairs of SiLU(gate) * up, rounded as if the products of the GEMM had been stored; the rows' largest magnitudes.
+// Pairs of SiLU(gate) * up, with the sums rounded to bfloat16 first; and the rows' largest magnitudes.
 template <int kColumns>
 DEVICE void activate(const Fragment<kColumns>& gate, const Fragment<kColumns>& up, u32 (&value)[kColumns / 4],
                      u32 (&amax)[2]) {
@@ -68,8 +67,8 @@ DEVICE void activate(const Fragment<kColumns>& gate, const Fragment<kColumns>& u
     }
 }
 
-// Of a short tile each warpgroup has half of every group. Two buffers, taken in turn: who writes one again has met the
-// other warpgroup at the barrier in between, which has then read it.
+// Exchanges the largest magnitudes: in a short tile each warpgroup has half of every group. Two buffers take turns:
+// before a buffer is written again, the barrier of the other one shows that both warpgroups have read it.
 template <class SharedMemory>
 DEVICE void exchange(SharedMemory shared, int warpgroup, int row, int& buffer, u32 (&amax)[2]) {
 #pragma unroll
@@ -87,13 +86,13 @@ DEVICE void stage_quantized(u32 staging, int row, const float (&scale)[2], const
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
         int r = i % 2, column = i / 2 * 8 + threadIdx.x % 4 * 2;
-        float2 v = unpack_bf16x2(value[i]);
-        u32 to = staging + (row + 8 * r) * 128 + (column / 16 ^ row % 8) * 16 + column % 16;  // row + 8 swizzles alike
-        store_shared(to, pack_e4m3x2(divide(v.x, scale[r], inverse[r]), divide(v.y, scale[r], inverse[r])));
+        u32 to =
+            staging + (row + 8 * r) * 128 + (column / 16 ^ row % 8) * 16 + column % 16;  // row + 8 has the same swizzle
+        store_shared(to, quantize_two(value[i], scale[r], inverse[r]));
     }
 }
 
-DEVICE void copy_quantized(u32 staging, const Quantized& out, int row, int rows, int column, int columns) {
+DEVICE void copy_quantized(u32 staging, const QuantizedRows& out, int row, int rows, int column, int columns) {
     int chunks = columns / 16;
 #pragma unroll 1
     for (int i = threadIdx.x % 128; i < rows * chunks; i += 128) {
@@ -104,12 +103,12 @@ DEVICE void copy_quantized(u32 staging, const Quantized& out, int row, int rows,
 }
 
 template <int kColumns, class SharedMemory>
-DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Tile& tile, int warpgroup, int row_block,
-                            int& buffer, StoredTiles& stored, const Fragment<kColumns>& gate,
+DEVICE void store_quantized(SharedMemory shared, const QuantizedRows& out, const Tile& tile, int warpgroup,
+                            int row_block, int& buffer, StoredTiles& stored, const Fragment<kColumns>& gate,
                             const Fragment<kColumns>& up) {
     constexpr bool kShort = kColumns < kHalfN;
     bool elected = threadIdx.x % 128 == 0;
-    int first = warp_row(threadIdx.x) + lane_row(threadIdx.x);  // this thread's, in the block of rows
+    int first = warp_row(threadIdx.x) + lane_row(threadIdx.x);  // the thread's first row, in the block of rows
     int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
     u32 value[kColumns / 4], amax[2], staging = shared.staging(warpgroup);
     activate<kColumns>(gate, up, value, amax);
@@ -140,40 +139,34 @@ DEVICE void store_quantized(SharedMemory shared, const Quantized& out, const Til
     }
 }
 
-// The tail: 16 tokens by 64 channels a warpgroup, so that both share every group. Values are pairs of tokens.
+// The tail: 16 tokens by 64 channels per warpgroup, so that both share every group. Values are pairs of tokens.
 template <class SharedMemory>
-DEVICE void store_quantized_tail(SharedMemory shared, const Quantized& out, const Tile& tile, int warpgroup,
+DEVICE void store_quantized_tail(SharedMemory shared, const QuantizedRows& out, const Tile& tile, int warpgroup,
                                  int& buffer, const Tail& gate, const Tail& up) {
     constexpr int kBlocks = kTailRows / 8;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = tile.row + kBlockM, rows = tile.rows - kBlockM;
     auto amax_at = [&](int from, int block) { return shared.amax(buffer, 0, (from * kBlocks + block) * 4 + lane % 4); };
-    u32 value[kTailRows / 4];
+    u32 value[kBlocks][2];
 #pragma unroll
     for (int i = 0; i < kTailRows / 4; ++i)
-        value[i] = silu_mul(pack_bf16x2(gate[2 * i], gate[2 * i + 1]), pack_bf16x2(up[2 * i], up[2 * i + 1]));
+        value[i / 2][i % 2] =
+            silu_mul(pack_bf16x2(gate[2 * i], gate[2 * i + 1]), pack_bf16x2(up[2 * i], up[2 * i + 1]));
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-        u32 amax = max_u16x2(value[2 * block] & kNoSigns, value[2 * block + 1] & kNoSigns);
-#pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2) amax = max_u16x2(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
+        u32 amax = warp_amax(value[block]);
         if (lane < 4) store_shared(amax_at(warp, block), amax);
     }
     named_barrier(kMathBarrier, 128 * kMathWarpgroups);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-        u32 amax = 0;
-#pragma unroll
-        for (int from = 0; from < kMathWarps; ++from) amax = max_u16x2(amax, load_shared(amax_at(from, block)));
+        u32 amax = block_amax<kMathWarps>([=](int from) { return amax_at(from, block); });
         float scale[2] = {group_scale(amax << 16), group_scale(amax & 0xFFFF0000)};
         float inverse[2] = {__frcp_rn(scale[0]), __frcp_rn(scale[1])};
         int token = block * 8 + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            float2 v = unpack_bf16x2(value[2 * block + i]);
-            u16 q = pack_e4m3x2(divide(v.x, scale[0], inverse[0]), divide(v.y, scale[1], inverse[1]));
             u32 to = shared.tail_staging() + token * 128 + warp * 16 + lane / 4 + i * 8;
-            store_shared(to, u8(q));
-            store_shared(to + 128, u8(q >> 8));
+            stage_pair(value[block][i], scale, inverse, to, to + 128);
         }
         float* scales = out.scales + i64(tile.column) * scale_pitch(out.m) + row + token;
         if (warp == 0 && lane < 4 && token < rows) scales[0] = scale[0];

@@ -1,7 +1,7 @@
-// The math warpgroups of row tiles: rows of a fragment are rows of tokens, its columns rows of weights.
+// The main loop of the math warpgroups for row tiles: rows of a fragment are tokens, its columns rows of weights.
 //
-// A tail is multiplied the other way round (swap-AB): 64 of each 128 rows of weights are the M operand of each
-// warpgroup, the 16 rows of the tail the N operand. A tile of their own would load all of the weights once more.
+// A tail is multiplied the other way round (swap-AB): its 16 tokens are the N operand, and each warpgroup takes 64 of
+// every 128 rows of weights as the M operand. A tile of their own would load all of the weights once more.
 #pragma once
 #include "device/wgmma.cuh"
 #include "pipeline/row_tile.cuh"
@@ -12,13 +12,14 @@ template <class SharedMemory>
 DEVICE void add_tail(SharedMemory shared, int s, int row, float weight_scale, Tail& product, Tail& sum) {
     wgmma_results_ready(product);
 #pragma unroll
-    for (int e = 0; e < kTailRows / 2; ++e)  // scales read here and not before: registers are scarce while wgmma runs
+    for (int e = 0; e < kTailRows / 2; ++e)  // scales are read here, not earlier: registers are scarce while wgmma runs
         sum[e] +=
             load_shared_float(shared.token_scale(s, row + column_offset(column_index(e)))) * weight_scale * product[e];
 }
 
-// 64 rows by kColumns columns of kCount halves, from a block of rows, a half, and a column of each half on; and the
-// tail. With kGathered tokens were copied by ordinary writes, and their scales begin with the tile's first.
+// Multiplies 64 rows by kColumns columns of kCount halves, from block of rows `row_block`, half `first_half` and
+// `column` of each half on; and the tail. kGathered: tokens were copied by ordinary writes, and their scales begin with
+// the tile's first.
 template <int kCount, int kColumns, bool kHasTail, bool kGathered, class SharedMemory, class Rings>
 DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, const Tile& tile, int row_block,
                               int first_half, int column, Fragment<kColumns> (&sum)[kCount],
@@ -58,7 +59,7 @@ DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, c
     }
 }
 
-// A warpgroup without rows only keeps the ring turning.
+// For a warpgroup without rows: only releases the stages.
 template <class SharedMemory, int kStages>
 DEVICE void skip_row_tile(SharedMemory shared, Ring<kStages>& ring, int k_blocks) {
     for (int k = 0; k < k_blocks; ++k, ring.advance()) {

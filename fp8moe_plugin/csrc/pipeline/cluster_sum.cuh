@@ -1,39 +1,39 @@
-// Split K over the blocks of a cluster, for some channels of a few tokens: each block sends its part of a token's sums
-// to the shared memory of the block that stores that token, which adds the parts up in the order of the blocks.
+// Split K within a cluster, for some channels of a few tokens: each thread block sends its partial sums of a token to
+// the shared memory of the block that stores the token, which adds them up in the order of the blocks.
 #pragma once
 #include "device/fragment.cuh"
 #include "device/ptx.cuh"
 
 constexpr int kMostSplits = CLUSTER_SPLITS;
 
-// Of `kChannels` channels, 64 a warpgroup.
+// Of kChannels channels, 64 per warpgroup.
 template <int kTokens, int kChannels>
 struct ClusterSum {
     static constexpr int kMathThreads = kChannels * 2;
-    static constexpr u32 kBytesPart = kChannels * 4;  // of a token
+    static constexpr u32 kBytesPart = kChannels * 4;  // partial sums of a token
     static constexpr u32 kBytes = (kTokens + kMostSplits - 1) * kBytesPart;
 
-    u32 parts, received;  // shared memory: of `kBytes`, and a barrier
+    u32 parts, received;  // in shared memory: kBytes, and an mbarrier
     int splits, split, tokens, reciprocal;
 
     DEVICE ClusterSum(u32 parts, u32 received, int splits, int split, int tokens)
         : parts(parts), received(received), splits(splits), split(split), tokens(tokens) {
         reciprocal = (2048 + splits - 1) / splits;
     }
-    // Token t is the t / splits th that block t % splits stores. Exact for 128 tokens and 8 splits, without a division.
+    // Block t % splits stores token t, in round t / splits. Avoids the division; exact up to 128 tokens and 8 splits.
     DEVICE int round_of(int token) const { return token * reciprocal >> 11; }
     DEVICE int stored() const { return (tokens - split + splits - 1) / splits; }
     DEVICE u32 part(int round, int from) const { return parts + (round * splits + from) * kBytesPart; }
 
-    // By one thread, before the cluster's blocks meet.
+    // By one thread, before the blocks of the cluster meet.
     DEVICE void init() const {
         barrier_init(received, 1);
         barrier_init_fence();
         barrier_arrive_expect(received, stored() * splits * kBytesPart);
     }
 
-    // The blocks of a cluster meet: all threads `arrive`, all `wait`. Of a block alone they would wait for one another
-    // instead, those who compute for those who load.
+    // The blocks of the cluster meet: all threads call arrive(), then wait(). A single block skips this, as its math
+    // warps would wait for its producers.
     DEVICE void arrive() const {
         if (splits > 1) cluster_arrive();
     }
@@ -41,7 +41,7 @@ struct ClusterSum {
         if (splits > 1) cluster_wait();
     }
 
-    // Once. Rows of the fragment are channels, columns are tokens; a thread's two channels go side by side.
+    // Sends the sums, once. Rows of the fragment are channels, columns tokens; a thread's two channels are adjacent.
     DEVICE void send(const Fragment<kTokens>& sum) const {
         int lane = lane_of_warp(), at = (threadIdx.x / kWarp * 8 + lane / 4) * 8;
 #pragma unroll
@@ -52,12 +52,12 @@ struct ClusterSum {
             float2 pair = make_float2(sum[e], sum[e + 2]);
             if (splits > 1)
                 store_async(in_block(part(round, split) + at, to), pair, in_block(received, to));
-            else  // no cluster: the GPU refuses
+            else  // st.async needs a launch with clusters
                 store_shared(part(round, split) + at, make_uint2(__float_as_uint(pair.x), __float_as_uint(pair.y)));
         }
     }
 
-    // To bfloat16 [tokens, n], from `channel` on, two channels at a time; by the threads that have sent.
+    // Adds up and stores to bfloat16 [tokens, n], from `channel` on, two channels at a time; by the threads that sent.
     DEVICE void store(u16* out, int n, int channel) const {
         constexpr int kPairs = kChannels / 2;
         if (splits > 1)
@@ -66,7 +66,8 @@ struct ClusterSum {
             named_barrier(1, kMathThreads);
         for (int i = threadIdx.x; i < stored() * kPairs; i += kMathThreads) {
             int round = i / kPairs, token = round * splits + split, pair = i % kPairs;
-            u32 at = (pair / 8 * 8 + pair % 4 * 2) * 8 + pair / 4 % 2 * 4;  // of the first; that of the next is 8 on
+            u32 at =
+                (pair / 8 * 8 + pair % 4 * 2) * 8 + pair / 4 % 2 * 4;  // of the first channel; the second is 8 bytes on
             float first = 0.f, second = 0.f;
 #pragma unroll 4
             for (int from = 0; from < splits; ++from) {

@@ -17,8 +17,8 @@ struct DoneCounters {
     }
 };
 
-// The producer of GEMM 2 waits until a tile's rows are stored. Each poll is a round trip to L2, as long as a tile of
-// K 256, so polling ends once all blocks of GEMM 1 are done; the grids have the same size.
+// The producer of GEMM 2 waits until a tile's rows are stored. A poll is a round trip to L2, which takes as long as a
+// tile of K 256, so it stops polling once all thread blocks of GEMM 1 are done; both GEMMs have equally many.
 struct AwaitedRows {
     DoneCounters done;
     int counts_per_tile, counts_per_block;  // final values of the counters

@@ -1,6 +1,6 @@
-// The producer of row tiles whose rows are gathered. TMA cannot do that (a box of one row takes 25 cycles), so the four
-// producer warps copy 16 bytes a lane, swizzled as TMA would have done: a warp copies 32 rows, eight lanes a row. The
-// first warp also loads the weights.
+// The producer of row tiles whose rows are gathered. TMA is too slow for single rows (25 cycles per box), so four
+// producer warps copy the rows, swizzled as TMA would: each warp copies 32 rows, 16 bytes per lane, eight lanes per
+// row. The first warp also loads the weights.
 #pragma once
 #include "pipeline/row_tile.cuh"
 
@@ -11,12 +11,12 @@ constexpr u32 kNoRow = ~0u;
 struct GatheredOperand {
     const uint4* values;  // e4m3 [T, K]
     const float* scales;  // [T, K / 128]
-    const int* rows;      // the row of these that each row of a tile is
+    const int* rows;      // the row of `values` for each row of the tiles
     int k_blocks;
 };
 
-// Where in the values the chunks start that a thread copies, in chunks of 16 bytes: of rows i * kRowsAtOnce + lane / 8
-// of its warp's 32, and of a row of the tail; and the row whose scale it copies. kNoRow past the tile.
+// Where a thread's chunks start in `values`, in chunks of 16 bytes: of rows i * kRowsAtOnce + lane / 8 of its warp's
+// 32, and of a row of the tail; and of which row it copies the scale. kNoRow past the tile.
 struct GatheredRows {
     u32 from[kCopies], tail, scale;
 
@@ -30,14 +30,14 @@ struct GatheredRows {
         for (int i = 0; i < kCopies; ++i)
             from[i] = start(__shfl_sync(kAllLanes, scale, i * kRowsAtOnce + lane / kRowChunks));
     }
-    // Every instruction counts: a step of 128 K is over before a warp has issued a few hundred.
+    // Every instruction counts: a K step takes no longer than issuing a few hundred of them.
     template <class SharedMemory>
     DEVICE void copy(SharedMemory shared, int stage, const GatheredOperand& in, int k) const {
         int thread = threadIdx.x % kWarpgroup, chunk = thread % kRowChunks, row = thread / kRowChunks;
         const uint4* values = in_registers(in.values + k * kRowChunks);
         u32 to = shared.tokens(stage, thread / kWarp * kWarp + row % kRowsAtOnce) + (chunk ^ row % kRowsAtOnce) * 16;
 #pragma unroll
-        for (int i = 0; i < kCopies; ++i)  // every other kRowsAtOnce rows are the second half of a swizzle atom
+        for (int i = 0; i < kCopies; ++i)  // odd i: the second half of a swizzle atom
             if (from[i] != kNoRow)
                 copy_async_16((i % 2 ? to ^ kRowsAtOnce * 16 : to) + i * kRowsAtOnce * kBlockK, values + from[i]);
         if (tail != kNoRow) copy_async_16(shared.tokens(stage, kBlockM + row) + (chunk ^ row % 8) * 16, values + tail);
@@ -48,7 +48,7 @@ struct GatheredRows {
     }
 };
 
-// As load_row_tile, by the four warps of the producer; the queue is the first one's.
+// As load_row_tile, by the four producer warps; the queue belongs to the first one.
 template <class SharedMemory, int kStages, class Queue, class Weights>
 DEVICE void gather_row_tile(SharedMemory shared, Ring<kStages>& ring, const GatheredOperand& in, const Tile& tile,
                             Queue& queue, bool first_warp, const Weights& weights) {
@@ -65,6 +65,6 @@ DEVICE void gather_row_tile(SharedMemory shared, Ring<kStages>& ring, const Gath
         }
         rows.copy(shared, s, in, k);
         copy_async_arrive(shared.full(s));
-        if (first_warp) queue.step(k);
+        if (first_warp) queue.prepare_next(k);
     }
 }

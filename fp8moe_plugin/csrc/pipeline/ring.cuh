@@ -1,4 +1,4 @@
-// A ring of stages in shared memory, which producers fill and math warps consume.
+// A ring of stages in shared memory, filled by producers and consumed by math warps. A stage is a K step: 128 along K.
 #pragma once
 #include "device/ptx.cuh"
 
@@ -21,14 +21,14 @@ struct Ring {
     }
 };
 
-// Called by each math warp when it has consumed a stage.
+// By each math warp, when it has consumed a stage.
 template <class SharedMemory>
 DEVICE void release(SharedMemory shared, int stage) {
     __syncwarp();
     if (lane_of_warp() == 0) barrier_arrive(shared.empty(stage));
 }
 
-// All threads of the block call it. `full` takes one arrival of each who fills a stage, `empty` one a math warp.
+// By all threads of the block. `full` takes `full_arrivals` of those who fill a stage, `empty` one per math warp.
 template <class SharedMemory>
 DEVICE void init_barriers(SharedMemory shared, int stages, int full_arrivals, int math_warps) {
     if (threadIdx.x == 0) {

@@ -1,5 +1,5 @@
-// Tiles of 128 rows of tokens and up to 16 more, their tail, by one or two halves of 128 rows of weights: the shape of
-// a tile, the roles of the warps and the stages in shared memory that gate_up.cu and grouped_gemm.cu have in common.
+// Row tiles, of gate_up.cu and grouped_gemm.cu: 128 tokens, and up to 16 more as a tail, by one or two halves of 128
+// rows of weights. Here are the shape of a tile, the roles of the warps and the stages in shared memory.
 #pragma once
 #include "device/fragment.cuh"
 #include "pipeline/tile_queue.cuh"
@@ -9,19 +9,19 @@ constexpr int kMathWarpgroups = 2, kMathWarps = 4 * kMathWarpgroups, kWarpgroupM
 static_assert(kWarpgroupM == BOX_ROWS, "a warpgroup multiplies a box");
 constexpr int kThreads = kWarpgroup * (kMathWarpgroups + 1);
 static_assert(kThreads == THREADS, "the launch has a thread for each role");
-constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // together the 168 a thread of the launch
+constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // on average the launch's 168 per thread
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 
 struct Operands {
-    const TensorMap *tokens, *narrow_tokens, *weights;  // of tokens in boxes of 64 rows, and of kTailRows
+    const TensorMap *tokens, *narrow_tokens, *weights;  // tokens in boxes of 64 rows, and of kTailRows
     ActivationScales token_scales;
     const float* weight_scales;  // [experts, ceil(N / 128), K / 128]
     int n, k_blocks;
 };
 
-// Shared memory: operands, kStagingBytes for the epilogue at kStaging, then scales, tiles and barriers, and from
-// kStagesEnd on kOtherBytes of the kernel. There are as many stages as fit. Operand tiles and staging are at multiples
-// of 1024 bytes, as their swizzle requires.
+// The layout of shared memory: operands; kStagingBytes for the epilogue at kStaging; scales, tiles and barriers; and
+// from kStagesEnd on kOtherBytes for the kernel. There are as many stages as fit. Operand tiles and staging are at
+// multiples of 1024 bytes, as their swizzle requires.
 template <int kHalfCount, u32 kStagingBytes, u32 kOtherBytes>
 struct RowTileStages {
     static constexpr int kHalves = kHalfCount;
@@ -46,23 +46,23 @@ struct RowTileStages {
     DEVICE u32 weight_scale(int stage, int half) const { return base + kWeightScales + (stage * kHalves + half) * 4; }
     DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
     DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival a math warp
+    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival per math warp
 };
 
-// The stages of a step. Those of weights are those of tokens; but with kKeepWeights a tile of the same weights as the
-// tile before finds them in the same stages. What is loaded later still replaces what was last read at least kStages
-// steps before, as long as K is at most kStages steps: the barriers of the tokens' stages guard both.
+// The stages of a K step. Tokens and weights share a stage; but with kKeepWeights a tile of the same weights as the
+// previous tile finds them where they are. The barriers of the tokens' stages guard the weights, too: as long as K is
+// at most kStages steps, a load replaces only weights that were last read at least kStages steps earlier.
 template <int kStages, bool kKeepWeights>
 struct Rings {
     Ring<kStages> tokens, weights;
-    int expert = -1, column = 0;  // of the tile before
+    int expert = -1, column = 0;  // of the previous tile
 
     DEVICE int weights_stage() const { return kKeepWeights ? weights.stage : tokens.stage; }
     DEVICE void advance() {
         tokens.advance();
         weights.advance();
     }
-    // To be called for each tile by those who load it and those who multiply it; whether its weights are there already.
+    // Called for each tile, by producer and math warps. Returns whether its weights are already there.
     DEVICE bool keep_weights(const Tile& tile, int k_blocks) {
         if (!kKeepWeights) return false;
         bool kept = tile.expert == expert && tile.column == column;

@@ -1,22 +1,21 @@
-// A tile table: one entry (expert, row_begin, row_end, first) a tile, where the rows are those of the tile's whole
-// group and `first` is the index of the group's first tile. `row_tiles` of
-// fp8moe_plugin/plan/tiles.py cuts groups the same way.
+// A tile table has one entry (expert, row_begin, row_end, first) per tile: the rows of the tile's whole group, and the
+// index of the group's first tile. `row_tiles` of fp8moe_plugin/plan/tiles.py cuts groups the same way.
 //
-// What kernels write that make one:
+// Kernels that make a table write:
 //
 //       table      int4 [capacity]; only the first *num_tiles entries
 //       num_tiles  int32 [NUM_TILES_LENGTH], see write_num_tiles
 //       done_counters  int32 [1 + capacity * counters_per_tile], zero up to the last tile's
 //
-// With `done_counters`, groups with a tail come first: the longer tiles, so that blocks of a GEMM finish closer
-// together.
+// With `done_counters`, groups with tails come first: their tiles take longer, and thread blocks of a GEMM should
+// finish at about the same time.
 #pragma once
 #include "device/common.cuh"
 
 constexpr int kManyRowsTile = MANY_ROWS_TILE, kTailRows = TAIL_ROWS, kFewRowsTile = FEW_ROWS_TILE;
 
-// How a group is cut: tiles of block_m rows, the last one shorter; unless what is over fits into tails of the others,
-// up to kTailRows each, which cost far less than a tile that loads the weights once more.
+// How a group is cut: into tiles of block_m rows, the last one shorter; unless the remainder fits into tails of the
+// other tiles, up to kTailRows each, which cost far less than a tile that loads the weights once more.
 struct RowTiles {
     static constexpr int kLongest = kManyRowsTile + kTailRows;
 
@@ -33,14 +32,14 @@ struct RowTiles {
     DEVICE int size(int tile) const { return min(begin(tile + 1), rows) - begin(tile); }
 };
 
-// Writes the `tiles` entries of a group from `first` on; by one thread, as most groups have one or a few.
+// Writes the `tiles` entries of a group, from `first` on; by one thread, as most groups have few.
 DEVICE void write_group(int4* table, int first, int tiles, int expert, int row_begin, int row_end) {
 #pragma unroll 1
     for (int i = first; i < first + tiles; ++i) table[i] = make_int4(expert, row_begin, row_end, first);
 }
 
-// Appends the tiles of a window of groups, one a thread, in the order of the threads; an empty group has none.
-// `written` tiles are in the table already; returns how many there are then. All threads of the CTA call it.
+// Appends the tiles of a window of groups, one group per thread, in the order of the threads; an empty group has none.
+// `written` tiles are in the table already; returns their new number. All threads of the block call it.
 template <int kThreads>
 DEVICE int append_tiles(int4* table, int written, int expert, int row_begin, int row_end, int block_m) {
     const int count = RowTiles(row_end - row_begin, block_m).count;
@@ -51,7 +50,7 @@ DEVICE int append_tiles(int4* table, int written, int expert, int row_begin, int
     return written + tiles[0];
 }
 
-// How many tiles there are, and two pairs of counters with which GEMMs hand them out; by one thread.
+// Writes the number of tiles, and zeroes the two pairs of counters with which GEMMs claim them; by one thread.
 DEVICE void write_num_tiles(int* num_tiles, int tiles) {
 #pragma unroll
     for (int i = 0; i < NUM_TILES_LENGTH; ++i) num_tiles[i] = i == 0 ? tiles : 0;

@@ -1,25 +1,24 @@
-// The local experts of (token, expert) pairs, as the router names them. A chunk is PAIRS_PER_CHUNK pairs, one per
-// thread.
+// The local experts of the (token, expert) pairs. A chunk is PAIRS_PER_CHUNK pairs, one per thread.
 #pragma once
 #include "device/common.cuh"
 
 constexpr int kNoExpert = -1;
-constexpr u32 kHigh = 1 << 16;  // one in the high half of a word of counts
+constexpr u32 kHigh = 1 << 16;  // 1 in the high half of a word of counts
 
 struct ExpertIds {
-    const void* ids;        // int32 or int64 [pairs], global expert ids; none outside [0, global_experts) is here
-    const int* expert_map;  // int32 [global_experts], local expert or -1; null: global ids are local
+    const void* ids;        // int32 or int64 [pairs], global expert ids; those outside [0, global_experts) are ignored
+    const int* expert_map;  // int32 [global_experts], the local expert or -1; null: global ids are local
     int ids_64;             // 1: ids are int64
     int pairs, global_experts, num_experts;
 
-    // kNoExpert for a pair whose expert is not here, and past the last pair.
+    // kNoExpert for a pair whose expert is not on this rank, and past the last pair.
     DEVICE int expert_of(int pair) const { return here(id_of(pair)); }
 
-    // The same in two steps, each a load, so that those of several pairs can be in flight together.
+    // The same in two parts, a load each, so that the loads of several pairs can be in flight together.
     DEVICE int id_of(int pair) const {
         if (pair >= pairs) return kNoExpert;
         const int* words = static_cast<const int*>(ids) + (ids_64 ? 2 * i64(pair) : pair);
-        const int id = words[0], high = ids_64 ? words[1] : 0;  // of 64 bits
+        const int id = words[0], high = ids_64 ? words[1] : 0;  // words of an int64
         return high == 0 && id >= 0 && id < global_experts ? id : kNoExpert;
     }
     DEVICE int here(int id) const {

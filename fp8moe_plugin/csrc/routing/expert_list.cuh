@@ -1,9 +1,9 @@
-// The experts that the tokens of a small batch have, each once, in the order of their numbers.
+// The local experts of the tokens of a small batch, each once, in ascending order.
 #pragma once
 #include "routing/expert_ids.cuh"
 
 constexpr int kMaxPairs = SMALL_BATCH_PAIRS;
-static_assert(MAX_LOCAL_EXPERTS <= 32 * kWarp, "a bit for each expert in a word per lane");
+static_assert(MAX_LOCAL_EXPERTS <= 32 * kWarp, "a bit for each expert, in one word per lane");
 
 struct ExpertList {
     union {
@@ -13,18 +13,18 @@ struct ExpertList {
     int count;
 };
 
-// The list that begins `offset` bytes into the block's dynamic shared memory.
+// The list at `offset` bytes in the block's dynamic shared memory.
 DEVICE ExpertList& list_at(u32 offset) {
     extern __shared__ u8 dynamic_shared[];
     return *reinterpret_cast<ExpertList*>(dynamic_shared + offset);
 }
 
-// Stands for the scale of a token that does not have the expert. The scale of one that has it may be 0, but not this 0.
+// The scale of a token that does not have the expert: -0. present_scale keeps other scales from being -0.
 constexpr float kAbsent = -0.f;
 DEVICE bool is_absent(float scale) { return __float_as_uint(scale) == __float_as_uint(kAbsent); }
 DEVICE float present_scale(float scale) { return scale == 0.f ? 0.f : scale; }
 
-// Makes the list; by one warp.
+// Makes the list, by one warp.
 DEVICE void list_experts(const ExpertIds& router, ExpertList& list) {
     u32* present = list.present;
     int lane = lane_of_warp();

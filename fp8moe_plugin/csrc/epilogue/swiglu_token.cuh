@@ -1,0 +1,21 @@
+// SwiGLU with quantization of a group of 128 channels of one token, by a warp: four neighbouring channels per lane.
+#pragma once
+#include "device/fp8.cuh"
+
+// SiLU(gate) * up as bfloat16.
+DEVICE uint2 silu_mul_four(float4 gate, float4 up) {
+    return make_uint2(silu_mul(pack_bf16x2(gate.x, gate.y), pack_bf16x2(up.x, up.y)),
+                      silu_mul(pack_bf16x2(gate.z, gate.w), pack_bf16x2(up.z, up.w)));
+}
+
+// Quantizes the lane's four channels to `q`; returns the scale of the group.
+DEVICE float store_quantized(uint2 value, u32* q) {
+    u32 amax = larger_of(max_u16x2(value.x & kNoSigns, value.y & kNoSigns));
+#pragma unroll
+    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
+    float scale = group_scale(amax), inverse = __frcp_rn(scale);
+    float2 low = unpack_bf16x2(value.x), high = unpack_bf16x2(value.y);
+    *q = pack_e4m3x4(divide(low.x, scale, inverse), divide(low.y, scale, inverse), divide(high.x, scale, inverse),
+                     divide(high.y, scale, inverse));
+    return scale;
+}
