@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 from benchmarks.engine.small_engines import ALL, ask, random_prompts
 
 BEGINS = "=== engine: "  # and its name: the line in front of an engine's log
@@ -39,13 +37,13 @@ def share_imports() -> None:
 
     vLLM would start a process for each, which imports vLLM for seconds; for GPUs it forks workers, too.
     """
-    if torch.cuda.is_available():
-        return
     from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
     from vllm.v1.executor import multiproc_executor
 
-    registry._run_in_subprocess = lambda inspect: inspect()
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    if current_platform.is_cpu():
+        registry._run_in_subprocess = lambda inspect: inspect()
+        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def answers(LLM: Any, folder: Path, engine: dict[str, Any]) -> Iterator[dict[str, Any]]:
