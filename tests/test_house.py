@@ -1,6 +1,8 @@
-"""Limits on the code: lines of a file, lines of a function, and no circular imports."""
+"""Limits on the code: lines of a file and of a function, no circular imports, and no test that never runs in full."""
 
 import ast
+import re
+import subprocess
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -83,3 +85,12 @@ def circle(graph: dict[str, set[str]]) -> list[str] | None:
 
 def text(path: Path) -> str:
     return (ROOT / path).read_text()
+
+
+def test_what_runs_in_part_is_run_in_full_by_make_faults() -> None:
+    done = subprocess.run(["make", "-n", "faults"], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = {ROOT / word for word in done.stdout.split() if word.startswith("tests/")}
+    in_part = re.compile(r"\bfaults\.[a-zA-Z_]+\(|\bfaults\.FULL\b|\bh\.pairwise\(")
+    tests = {path for path in (ROOT / "tests").rglob("test_*.py") if in_part.search(path.read_text())}
+    assert len(tests) > 10
+    assert {path for path in tests if not run & {path, *path.parents}} == set()

@@ -77,14 +77,14 @@ PROCESSES: dict[str, dict[str, Engine]] = {
     "without the plugin": {f"{family} twin": Engine(f"{family}-bf16", EAGER) for family in SHAPES},
     "compiled": {"deepseek_v3 compiled": Engine("deepseek_v3-fp8", COMPILED | OURS)},
     "multiprocess": {"qwen3_moe multiprocess": Engine("qwen3_moe-fp8", EAGER | OURS, ("qwen3_moe-without-a-weight",))},
-    "ep2": {"qwen3_moe ep2": Engine("qwen3_moe-fp8", EP2 | OURS, ("qwen3_moe-without-a-weight",))},
-    "tp2": {"deepseek_v3_odd tp2": Engine("deepseek_v3_odd-fp8", TP2 | OURS)},
-    "tp2 of the other family": {"qwen3_moe tp2": Engine("qwen3_moe-fp8", TP2 | OURS)},
-    "online": {
+    "two ranks": {
+        "deepseek_v3_odd tp2": Engine("deepseek_v3_odd-fp8", TP2 | OURS),
         "deepseek_v3_odd online": Engine(
             "deepseek_v3_odd-bf16", TP2 | OURS | RELOADABLE, ("deepseek_v3_odd-other", "deepseek_v3_odd-bf16")
-        )
+        ),
+        "qwen3_moe ep2": Engine("qwen3_moe-fp8", EP2 | OURS, ("qwen3_moe-without-a-weight",)),
     },
+    "two ranks of the other family": {"qwen3_moe tp2": Engine("qwen3_moe-fp8", TP2 | OURS)},
 }
 ENVIRONMENTS = {
     "multiprocess": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
@@ -96,18 +96,12 @@ Start = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines come first: they take longest, and the other worker does the rest meanwhile."""
     why = _why_no_engine()
     for item in items:
-        if _is_of_engines(item):
+        if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
             if why:
                 item.add_marker(pytest.mark.skip(reason=why))
-    items.sort(key=lambda item: not _is_of_engines(item))
-
-
-def _is_of_engines(item: pytest.Item) -> bool:
-    return Path(__file__).parent in item.path.parents
 
 
 def _why_no_engine() -> str | None:

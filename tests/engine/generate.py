@@ -9,6 +9,7 @@ vLLM prints goes to standard error.
 
 import gc
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,20 @@ LIMITS = {
     "gpu_memory_utilization": 0.3,
     "kv_cache_memory_bytes": 1 << 26,
 }
+
+
+def share_imports() -> None:
+    """On a CPU: inspect the classes of models in this process, and fork workers from it.
+
+    vLLM would start a process for each, which imports vLLM for seconds; for GPUs it forks workers, too.
+    """
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+    from vllm.v1.executor import multiproc_executor
+
+    if current_platform.is_cpu():
+        registry._run_in_subprocess = lambda inspect: inspect()
+        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def answers(LLM: Any, folder: Path, engine: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -66,6 +81,7 @@ def main() -> None:
     folder, engines = Path(sys.argv[1]), json.loads(sys.argv[2])
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    share_imports()
     for name, engine in engines.items():
         gc.freeze()  # what is imported: vLLM collects garbage often
         log_once.cache_clear()

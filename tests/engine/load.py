@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from tests.engine.generate import LIMITS
+from tests.engine.generate import LIMITS, share_imports
 
 
 def digests(model: torch.nn.Module) -> dict[str, str]:
@@ -69,6 +69,7 @@ def load(model: Path, method: str, **arguments: object) -> torch.nn.Module:
 
 def main() -> None:
     folder, arguments = Path(sys.argv[1]), json.loads(sys.argv[2])
+    share_imports()
     for method, name in arguments.pop("loads"):
         print("\n" + json.dumps(digests(load(folder / name, method, **arguments))), flush=True)
 

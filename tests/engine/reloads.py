@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from benchmarks.engine.small_engines import random_prompts
 from fp8moe_plugin.errors import Fp8MoeError
 from fp8moe_plugin.layers.unquantized import is_quantized
-from tests.engine.generate import LIMITS
+from tests.engine.generate import LIMITS, share_imports
 from tests.engine.load import digests
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 2, 16, 6
@@ -80,6 +80,7 @@ def parameters_of(worker: Any) -> dict[str, str]:
 def main() -> None:
     answers, engine = os.fdopen(os.dup(1), "w"), Engine()
     os.dup2(2, 1)  # what vLLM prints is no answer
+    share_imports()
     for line in sys.stdin:
         command = json.loads(line)
         try:

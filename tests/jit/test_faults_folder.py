@@ -241,7 +241,7 @@ def test_a_lock_is_waited_for_by_no_clock_that_can_be_set(
     monkeypatch.setattr(cache, "LOCK_TIMEOUT_S", timeout_s)
     began = time.monotonic()
     assert find_or_compile(KEPT) == (cubins[0], Origin.COMPILER)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30  # neither waits for 60
     assert find_or_compile(KEPT) == (cubins[0], Origin.CACHE)
     holder.kill()
     holder.join()

@@ -9,7 +9,7 @@ import pytest
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.shapes import Model
 from tests.jit.conftest import forget, set_variables
-from tests.shared import built_once
+from tests.shared import every_kernel
 
 CONFIGS = Path(__file__).parents[1] / "checkpoint" / "configs"
 MODELS = sorted(path.stem for path in CONFIGS.glob("*.json"))
@@ -43,16 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with every kernel there is."""
-
-    def fill(folder: Path) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            set_variables(patch, FP8MOE_CACHE_DIR=folder / "cache")
-            from warmup.__main__ import main
-
-            assert main([]) == 0
-        forget()
-
-    return built_once(tmp_path_factory, "filled", fill) / "cache"
+    return every_kernel(tmp_path_factory) / "cache"
 
 
 @pytest.fixture

@@ -19,5 +19,5 @@ def test_a_killed_conversion_is_finished_by_the_next_run(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     killed = json.loads(done.stdout)
     assert killed["changes"] > 20
-    assert sum(killed["random"].values()) == count
+    assert sum(killed["random"].values()) >= count
     assert killed["random"]["at work"] > count / 10

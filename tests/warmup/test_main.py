@@ -28,6 +28,7 @@ from warmup.__main__ import main
 from warmup.report import Report, State
 
 COLD_S, WARM_S = 60, 1.5  # of CPU time, which depends little on other load; importing torch alone takes 2 s
+GRACE_S = 30  # of an interrupted command on a busy machine
 ALL, OF_A_MODEL = 38, 22  # kernels
 SPLITS = ("--tp 1", "--tp 2", "--tp 4", "--tp 8", "--ep 8")
 Folder = Callable[[str], Path]
@@ -72,19 +73,31 @@ def test_a_split_that_is_not_supported_is_told_the_nearest(
     assert printed.endswith("The nearest supported options are: --tp 2 --dp 3 --ep 6 or --tp 2.\n")
 
 
-def test_deepseek_v3_takes_seconds_from_an_empty_cache_and_less_than_one_from_a_full_one(
-    cache: Path, checkpoint: Folder
-) -> None:
-    def cpu_seconds() -> float:
-        """The sum over all cores."""
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = run("--model", checkpoint("DeepSeek-V3"), "--tp", 8)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert (done.returncode, len(entries(cache))) == (0, OF_A_MODEL), done.stderr
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def cpu_seconds(cache: Path, model: Path) -> float:
+    """Of `python -m warmup` on all cores together, so that two free ones need half as long."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    arguments = command("--model", model, "--tp", 8)
+    done = subprocess.run(
+        arguments, env=os.environ | {"FP8MOE_CACHE_DIR": str(cache)}, capture_output=True, timeout=600
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, len(entries(cache))) == (0, OF_A_MODEL), done.stderr
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert cpu_seconds() < COLD_S
-    assert min(cpu_seconds() for _ in range(5)) < WARM_S
+
+@pytest.fixture(scope="module")
+def of_deepseek_v3(checkpoint: Folder, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A cache that was empty before `python -m warmup` filled it, and the CPU seconds that this took."""
+    cache = tmp_path_factory.mktemp("deepseek_v3") / "cache"
+    return cache, cpu_seconds(cache, checkpoint("DeepSeek-V3"))
+
+
+def test_deepseek_v3_takes_seconds_from_an_empty_cache_and_less_than_one_from_a_full_one(
+    of_deepseek_v3: tuple[Path, float], checkpoint: Folder
+) -> None:
+    cache, seconds = of_deepseek_v3
+    assert seconds < COLD_S
+    assert min(cpu_seconds(cache, checkpoint("DeepSeek-V3")) for _ in range(5)) < WARM_S
 
 
 def test_without_a_model_every_kernel_there_is_gets_compiled(filled: Path) -> None:
@@ -150,11 +163,11 @@ def test_whatever_ends_it_keeps_what_is_done_and_leaves_nobody_behind(
         if process.poll() is None:
             (os.killpg if to == "group" else os.kill)(process.pid, number)
             time.sleep(0.05)
-    _, rest = process.communicate(timeout=10)
+    _, rest = process.communicate(timeout=GRACE_S)
     assert first.startswith(f"[1/{ALL}] compiled ")
     assert "Traceback" not in rest
     assert len(workers) >= 2
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + GRACE_S
     while any(map(is_running, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_running, workers))
@@ -164,7 +177,9 @@ def test_whatever_ends_it_keeps_what_is_done_and_leaves_nobody_behind(
     assert 1 <= len(entries(cache)) < ALL
 
 
-def test_a_terminal_gets_a_bar_and_not_lines(cache: Path, checkpoint: Folder) -> None:
+def test_a_terminal_gets_a_bar_and_not_lines(full_cache: Path, checkpoint: Folder) -> None:
+    for lost in ("combine", "route"):
+        next(full_cache.glob(f"{lost}-*.cubin")).unlink()
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))  # rows, columns
     process = subprocess.Popen(command("--model", checkpoint("DeepSeek-V3")), stdout=subprocess.DEVNULL, stderr=theirs)
@@ -175,7 +190,7 @@ def test_a_terminal_gets_a_bar_and_not_lines(cache: Path, checkpoint: Folder) ->
             shown += part
     assert process.wait(60) == 0
     assert b"compiling: 100%" in shown
-    assert f"{OF_A_MODEL}/{OF_A_MODEL} [00:".encode() in shown
+    assert b"2/2 [00:" in shown
     assert b"[1/" not in shown
 
 
@@ -212,13 +227,14 @@ def test_verify_names_what_is_missing_or_damaged_and_the_remedy(
 
 def test_a_bundle_is_the_same_bytes_wherever_it_is_made_and_verify_takes_it(
     full_cache: Path,
+    of_deepseek_v3: tuple[Path, float],
     tmp_path: Path,
     checkpoint: Folder,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = ["bundle", "--model", str(checkpoint("DeepSeek-V3"))]
-    for name, cache in (("a.tar", full_cache), ("b.tar", tmp_path / "another")):
+    for name, cache in (("a.tar", full_cache), ("b.tar", of_deepseek_v3[0])):
         set_variables(monkeypatch, FP8MOE_CACHE_DIR=cache)
         assert main([*arguments, "--bundle", str(tmp_path / name)]) == 0
     assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
