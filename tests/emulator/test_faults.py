@@ -332,7 +332,7 @@ FAULTS = {
     ),
     "the second GEMM of a small batch reads what the first one has not written": Fault(
         "down_small_batch.cu",
-        "load_acquire(told + lane * splits) < tokens",
+        "load_acquire(tokens_written + lane * splits) < tokens",
         "false",
         small_batch,
         WRONG_RESULT,
@@ -348,7 +348,7 @@ FAULTS = {
     ),
     "what an earlier layer has told is taken for this one's": Fault(
         "gate_up_small_batch.cu",
-        "told[tile] = 0;",
+        "tokens_written[tile] = 0;",
         ";",
         small_batch,
         f"{WRONG_RESULT}|livelock",
