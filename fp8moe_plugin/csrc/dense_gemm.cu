@@ -4,10 +4,10 @@
 // all SMs about the same load, even where such a tile spans two blocks of scales.
 //
 // A tile is BLOCK_M rows, 64 per math warpgroup, by `tile_n` columns, over all of K. One producer thread fills the
-// stages of a ring, each a K step of 128, with weights, another one with tokens. The product of a K step lands in one
+// stages of a ring, each a K block of 128, with weights, another one with tokens. The product of a K block lands in one
 // accumulator and is scaled and added to another in float32 before the next (DeepGEMM's two-level accumulation).
 //
-// In:   a_map     boxes of BLOCK_M rows; a_tail_map  boxes of the last tile's rows, rounded up to 8: a K step takes
+// In:   a_map     boxes of BLOCK_M rows; a_tail_map  boxes of the last tile's rows, rounded up to 8: a K block takes
 //                 longer if TMA fills in rows past the end, or loads several boxes
 //       b_map     boxes of `tile_n` rows: 16, 32, 64, 96, 112, 128, 144 or 192
 //       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
@@ -156,7 +156,7 @@ DEVICE void add(const Fragment<kTileN>& product, const Scales& scales, Fragment<
     }
 }
 
-// Multiplies kSteps K steps, which the tensor cores execute back to back.
+// Multiplies kSteps K blocks, which the tensor cores execute back to back.
 template <int kSteps, int kTileN, int kStages>
 DEVICE void multiply_steps(SharedMemory<kTileN> shared, Ring<kStages>& ring, int warpgroup, int boundary,
                            Fragment<kTileN>& sum) {
@@ -175,7 +175,7 @@ DEVICE void multiply_steps(SharedMemory<kTileN> shared, Ring<kStages>& ring, int
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) scales[i] = load_scales(shared, stages[i], row, boundary);
     wgmma_wait();
-    __syncwarp();  // as in `release`, once for all K steps
+    __syncwarp();  // as in `release`, once for all K blocks
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
         wgmma_results_ready(products[i]);

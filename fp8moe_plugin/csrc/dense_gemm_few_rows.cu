@@ -51,7 +51,7 @@ struct Operands {
     int token_scale_k_stride, m, n, k_blocks;
 };
 
-// A thread block's share of the work: its columns, and `steps` K steps from `first` on.
+// A thread block's share of the work: its columns, and `steps` K blocks from `first` on.
 struct Share {
     int split, column, first, steps;
 

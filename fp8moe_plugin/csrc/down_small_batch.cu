@@ -2,7 +2,7 @@
 // w2[expert] @ q[expert, t] over the experts of token t, in float32. The router's weights are part of q's scales.
 //
 // A thread block owns 128 channels of the result, 64 per math warpgroup. It goes through the experts in ascending order
-// and through each one's K in steps of 128; each of these units takes a stage. The `splits` thread blocks of a cluster
+// and through the K blocks of each; each of these units takes a stage. The `splits` thread blocks of a cluster
 // share their channels and take the units in turn, see cluster_sum.cuh: the partial sums that make up a token's result
 // depend on the experts of all tokens.
 //
@@ -70,7 +70,7 @@ struct Share {
 };
 
 struct Unit {
-    int i, k;  // K step k of the list's expert i
+    int i, k;  // K block k of the list's expert i
 };
 
 // Iterates over the units of a thread block.

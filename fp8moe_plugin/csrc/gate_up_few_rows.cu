@@ -70,7 +70,7 @@ struct Operands {
     const uint4* x;
     const float *x_scales, *weight_scales;
     const int* a_rows;
-    int intermediate, k_blocks, steps;  // K steps of a tile
+    int intermediate, k_blocks, steps;  // K blocks of a tile
     Splits splits;
 
     DEVICE int groups() const { return intermediate / kBlockI; }

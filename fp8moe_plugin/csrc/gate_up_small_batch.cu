@@ -33,7 +33,7 @@ constexpr int kSlabs = 2;                      // of 64 rows of weights, per war
 constexpr int kFinished = kTokens / kCluster;  // tokens that a block finishes
 constexpr int kLoadWarp = kMathWarps, kFinishWarp = kLoadWarp + 1, kWarps = kFinishWarp + kFinished;
 static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
-constexpr int kMostSteps = SMALL_BATCH_STEPS;  // K steps of a block
+constexpr int kMostSteps = SMALL_BATCH_STEPS;  // K blocks per thread block
 constexpr int kFullArrivals = 3;               // the announced bytes of TMA, and two lanes that copy scales
 constexpr int kMathBarrier = 1;
 

@@ -1,9 +1,9 @@
 // D[rows, N] = A[rows, K] @ B[expert, N, K]^T, e4m3 with scales per 1x128 of A and 128x128 of B, for many rows per
 // expert. A are tokens, B weights.
 //
-// A tile is 128 rows of tokens by BLOCK_N rows of weights. One producer warp fills the stages of a ring, each a K step
+// A tile is 128 rows of tokens by BLOCK_N rows of weights. One producer warp fills the stages of a ring, each a K block
 // of 128: operands by TMA, the tokens' scales by bulk copies, the weights' by 4-byte copies. Two math warpgroups take
-// 64 rows each. The product of a K step and 128 columns lands in one accumulator and is scaled and added to another in
+// 64 rows each. The product of a K block and 128 columns lands in one accumulator and is scaled and added to another in
 // float32 before the next (DeepGEMM's two-level accumulation). Rows of a tile that belong to the next expert are
 // computed and not stored. A tile may have up to 16 more rows, its tail, see mma/row_tile.cuh.
 //

@@ -66,7 +66,7 @@ struct Operands {
 
 // ---- producer ------------------------------------------------------------------------------------------------------
 
-// The loads of a tile's K steps.
+// The loads of a tile's K blocks.
 struct TileLoads {
     Tile tile;
     int boxes, weight_row;
@@ -82,7 +82,7 @@ struct TileLoads {
         scale_bytes = ActivationScales::bytes(tile);
         bytes = SharedMemory::kBytesWeights + boxes * kBoxTokens * kBlockK + scale_bytes;
     }
-    // Of K step k, of the tile's `column`-th column.
+    // Of K block k, of the tile's `column`-th column.
     DEVICE void weights(SharedMemory shared, int s, const Operands& in, int column, int k) const {
         barrier_arrive_expect(shared.full(s), bytes);
         tma_load(shared.weights(s, 0), in.weights, shared.full(s), k * kBlockK, weight_row + column * kBlockN);
@@ -97,7 +97,7 @@ struct TileLoads {
     }
 };
 
-// Loads the first tile's weights, as many K steps as there are stages: they do not depend on the previous kernel.
+// Loads the first tile's weights, as many K blocks as there are stages: they do not depend on the previous kernel.
 // Returns their number.
 DEVICE int load_weights_ahead(SharedMemory shared, const Operands& in, const Queue& queue) {
     if (queue.index >= queue.total) return 0;

@@ -94,7 +94,7 @@ DEVICE void wgmma_issue(float (&d)[kCount], u32 a_tile, u32 b_tile) {
         wgmma(d, wgmma_descriptor(a + step), wgmma_descriptor(b + step), step > 0);
 }
 
-// The product `d` of one K step, for a main loop that does something else while the tensor cores work:
+// The product `d` of one K block, for a main loop that does something else while the tensor cores work:
 //
 //       wgmma_start(d, a_tile, b_tile);  ...  wgmma_finish(d);
 template <int kCount>

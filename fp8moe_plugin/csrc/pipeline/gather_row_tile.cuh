@@ -30,7 +30,7 @@ struct GatheredRows {
         for (int i = 0; i < kCopies; ++i)
             from[i] = start(__shfl_sync(kAllLanes, scale, i * kRowsAtOnce + lane / kRowChunks));
     }
-    // Every instruction counts: a K step takes no longer than issuing a few hundred of them.
+    // Every instruction counts: a K block takes no longer than issuing a few hundred of them.
     template <class SharedMemory>
     DEVICE void copy(SharedMemory shared, int stage, const GatheredOperand& in, int k) const {
         int thread = threadIdx.x % kWarpgroup, chunk = thread % kRowChunks, row = thread / kRowChunks;

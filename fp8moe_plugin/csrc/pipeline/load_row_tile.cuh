@@ -6,8 +6,8 @@
 // (docs/experiments/008-staging-and-boxes.md).
 constexpr int kNarrowBoxSteps = 2;
 
-// Fills a stage for each K step of the queue's tile. `weights` has load(shared, stage, full, k), which starts the
-// copies of a K step's weights, and load_scales(shared, stage, k).
+// Fills a stage for each K block of the queue's tile. `weights` has load(shared, stage, full, k), which starts the
+// copies of a K block's weights, and load_scales(shared, stage, k).
 template <class SharedMemory, int kStages, bool kKeepWeights, class Queue, class Weights>
 DEVICE void load_row_tile(SharedMemory shared, Rings<kStages, kKeepWeights>& rings, const Operands& in, Queue& queue,
                           const Tile& tile, const Weights& weights) {

@@ -1,4 +1,4 @@
-// A ring of stages in shared memory, filled by producers and consumed by math warps. A stage is a K step: 128 along K.
+// A ring of stages in shared memory, filled by producers and consumed by math warps. A stage is a K block: 128 along K.
 #pragma once
 #include "device/ptx.cuh"
 

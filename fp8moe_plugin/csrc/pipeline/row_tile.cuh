@@ -49,7 +49,7 @@ struct RowTileStages {
     DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival per math warp
 };
 
-// The stages of a K step. Tokens and weights share a stage; but with kKeepWeights a tile of the same weights as the
+// The stages of a K block. Tokens and weights share a stage; but with kKeepWeights a tile of the same weights as the
 // previous tile finds them where they are. The barriers of the tokens' stages guard the weights, too: as long as K is
 // at most kStages steps, a load replaces only weights that were last read at least kStages steps earlier.
 template <int kStages, bool kKeepWeights>

@@ -22,7 +22,7 @@ struct Tile {
 // which is faster. Blocks take kTilesAtOnce consecutive tiles at a time.
 template <int kBlockM, int kTilesAtOnce = 1>
 struct TileQueue {
-    static constexpr int kClaimAhead = 6, kFetchAhead = 3;  // K steps before a tile's end
+    static constexpr int kClaimAhead = 6, kFetchAhead = 3;  // K blocks before a tile's end
     static constexpr int kBandBlocks = 1024;                // of 128 rows by 128 of K: 16 MB
 
     const int4* table;  // null: one group, rows 0 to m
@@ -53,7 +53,7 @@ struct TileQueue {
     DEVICE void claim() {
         if (counters) claimed = atomic_add_by_one_lane(counters, claimed);
     }
-    // Called in each K step of the current tile: prepares the next one without waiting.
+    // Called in each K block of the current tile: prepares the next one without waiting.
     DEVICE void prepare_next(int k) {
         if (k == k_blocks - kClaimAhead && !short_tiles() && ends_claim()) claim();
         if (k != max(k_blocks - kFetchAhead, 0)) return;
@@ -155,7 +155,7 @@ struct ActivationScales {
     }
 };
 
-// Fills a stage for each K step of the queue's tile, by one warp: its first lane announces `bytes` and calls
+// Fills a stage for each K block of the queue's tile, by one warp: its first lane announces `bytes` and calls
 // load(stage, full, k, a_scale), which starts the copies; `full` is the stage's barrier, `a_scale` the scales of A.
 template <class SharedMemory, int kStages, class Queue, class Load>
 DEVICE void fill_stages(SharedMemory shared, Ring<kStages>& ring, Queue& queue, const Tile& tile,
