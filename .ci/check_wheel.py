@@ -53,7 +53,7 @@ def main() -> None:
 def check_sources(wheel: Path) -> None:
     sources = (ROOT / "fp8moe_plugin/csrc").rglob("*.cu*")
     wanted = {str(path.relative_to(ROOT)) for path in sources}
-    wanted.add("fp8moe_plugin/py.typed")
+    wanted |= {"fp8moe_plugin/py.typed", "fp8moe_plugin/jit/_sequence.abi3.so"}
     missing = wanted - set(zipfile.ZipFile(wheel).namelist())
     if missing:
         sys.exit(f"{wheel.name} lacks {sorted(missing)}")

@@ -98,6 +98,30 @@ def batch_invariance() -> str:
     )
 
 
+def engines(name: str) -> str:
+    """Whole engines: milliseconds of each, and the best peer's over ours."""
+    rows = results(name)["rows"]
+    names = list(dict.fromkeys(row["engine"] for row in rows))
+
+    def cells(cell: str) -> list[str]:
+        of_cell = {row["engine"]: row for row in rows if row["cell"] == cell}
+        ms = [f"{of_cell[engine]['ms']:.2f} ({of_cell[engine]['gpu_busy_ms']:.2f})" for engine in names]
+        return [cell, *ms, ratio(*best(of_cell.values(), "engine", "ms"))]
+
+    header = ["cell", *(f"`{engine}`, ms (on the GPU)" for engine in names), "best peer over ours"]
+    return table(header, (cells(cell) for cell in dict.fromkeys(row["cell"] for row in rows)))
+
+
+def host_cost() -> str:
+    """Microseconds of the host per call of an op."""
+    rows = results("host_cost-2026-11-24")["rows"]
+    keys = ("op", "tokens", "elsewhere", "launches", "new_length")
+    return table(
+        ["op", "tokens", "a call, us", "of it launches", "the first call with another number of tokens"],
+        ([row[key] for key in keys] for row in rows),
+    )
+
+
 def engine_decode() -> str:
     engines = results("engine_decode-2026-11-23")["engines"]
     batches = engines[OURS]["batches"]
@@ -167,6 +191,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "batch-invariance": batch_invariance,
     "engine-decode": engine_decode,
     "engine-prefill": engine_prefill,
+    "engines": lambda: engines("engine_e2e-2026-11-24"),
+    "host-cost": host_cost,
     "serve-ready": serve_ready,
     "agreement": agreement,
     "perplexity": perplexity,
