@@ -75,7 +75,7 @@ def _gpu(device: torch.device) -> Gpu | None:
     wanted = settings().backend
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if wanted == "reference" or (wanted == "auto" and capability != HOPPER):
-        why = "FP8MOE_BACKEND=reference" if wanted == "reference" else f"no Hopper GPU behind device {device}"
+        why = "FP8MOE_BACKEND=reference" if wanted == "reference" else f"device {device} is not a Hopper GPU"
         logger.warning("fp8moe: the plain-torch reference serves device %s (%s); it is slow", device, why)
         return None
     if capability != HOPPER:

@@ -14,7 +14,7 @@ from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.settings import settings
 
 FP8 = torch.float8_e4m3fn
-MAX_SIGNATURES = 1024  # to remember; one a length of step and kind of layer
+MAX_SIGNATURES = 1024  # to remember; one for each kind of layer and number of tokens
 
 
 def check_tensor(
@@ -136,7 +136,7 @@ def check_aligned(name: str, tensor: torch.Tensor) -> None:
     """Raise `InvalidInputError` unless `tensor` starts where the kernels' 16-byte loads, stores and TMA can."""
     if tensor.data_ptr() % 16:
         raise InvalidInputError(
-            f"{name} starts at an address that is no multiple of 16 bytes. Copy it into a new tensor."
+            f"{name} starts at an address that is not a multiple of 16 bytes. Copy it into a new tensor."
         )
 
 
@@ -207,13 +207,13 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 def watch_rows(
     op: str, out: torch.Tensor, finite: torch.Tensor, describe: Callable[..., str], run: Callable[[], object]
 ) -> None:
-    """Call `run`, which writes `out`, and check that rows are written, from nothing but what was written.
+    """Call `run`, which writes `out`, and check that each row is written, and that no uninitialized memory was read.
 
     Args:
         op: for the message.
-        out: bfloat16 `[.., N]`; its rows are poisoned first, as is scratch where `debugs`.
+        out: bfloat16 `[.., N]`; its rows are poisoned first, as scratch memory is if `debugs`.
         finite: bool `[..]`, the rows that `run` makes of finite values.
-        describe: names a row, by its indices.
+        describe: names a row for the message, from its indices.
     Raises:
         WrongResultError: one of these rows holds NaN.
     """

@@ -25,7 +25,7 @@ def combine_launch(
         slots: address of int32 `[tokens, topk]`, -1 for an expert that is not here.
         topk_weights: address of float32 `[tokens, topk]`.
         out: address of bfloat16 `[tokens, hidden]`; a token without a slot gets zeros.
-        early: it starts before the launch before it ends, which must only write `rows`.
+        early: it may start before the preceding kernel ends, which must write nothing that this one reads but `rows`.
     """
     vectors, key = hidden // CHANNELS_PER_THREAD, combine_key()
     return Launch(

@@ -123,13 +123,13 @@ def gate_up_few_rows_launch(
     row_counters: int = 1,
     early: bool = False,
 ) -> Launch:
-    """`gate_up_launch` for few rows an expert.
+    """`gate_up_launch` for few rows per expert.
 
     Args:
         partial: where blocks that split K leave their sums, float32 `[k_splits, out.rows, 2 * out.k]`.
         k_splits: parts of K; several need `tiles.done_counters`.
         row_counters: counters of each row tile in `tiles.done_counters`.
-        early: it may start before the launch before it ends: one that quantizes `a`.
+        early: it may start before the preceding kernel ends, which quantizes `a`.
     """
     return Launch(
         key,
@@ -225,7 +225,7 @@ def grouped_gemm_few_rows_launch(
     Args:
         columns: columns of tiles that a block takes at once.
         row_counters: counters of each row tile in `tiles.done_counters`; 0: nothing counts there.
-        early: it starts before the launch before it ends, the GEMM 1 that makes `a`.
+        early: it may start before the preceding kernel ends, the GEMM 1 that makes `a`.
     """
     return Launch(
         key,

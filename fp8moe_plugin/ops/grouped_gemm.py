@@ -68,7 +68,7 @@ def m_grouped_fp8_gemm_nt_masked(
         b: e4m3 `[G, N, K]` and float32 scales `[G, ceil(N/128), K/128]`; N a multiple of 8.
         out: bfloat16 `[G, max_m, N]`; rows from `masked_m[g]` on are not written.
         masked_m: int32 `[G]` on the device; counts are clamped to `[0, max_m]`.
-        expected_m: rows a group on average, as far as the host knows; may change the speed, never the result.
+        expected_m: rows per group on average, as far as the host knows; may change the speed, never the result.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device.
     """

@@ -151,11 +151,11 @@ def batched_experts(
     """The experts alone, on tokens that an all-to-all has already quantized and sorted (DeepEP low latency).
 
     Args:
-        hidden_states: e4m3 `[E, max_m, H]`, of which the first `expert_num_tokens[e]` rows count.
+        hidden_states: e4m3 `[E, max_m, H]`; the first `expert_num_tokens[e]` rows of expert e are valid.
         hidden_scale: float32 `[E, max_m, H/128]` of any strides.
         w13, w13_scale, w2, w2_scale: as for `fused_moe`.
         expert_num_tokens: int32 `[E]` on the device.
-        expected_m: rows an expert on average; may change the speed, never the result.
+        expected_m: rows per expert on average; may change the speed, never the result.
         ue8m0: as for `fused_moe`.
         out: bfloat16 `[E, max_m, H]` to write to, or None; rows past the count are not written. It must not share
             memory with the other arguments, which may still be read while it is written.

@@ -68,7 +68,7 @@ def _gate_up_launch(
         x = Rows.k_major(at.x, at.x_scales, step.rows, hidden)
         return gate_up_launch(device, step.gate_up, x, w13, inner, tiles)
     x = Rows.row_major(at.x, at.x_scales, step.tokens, hidden)
-    if not step.few_rows:
+    if step.gate_up.source == "gate_up":
         return gate_up_launch(device, step.gate_up, x, w13, inner, tiles, a_rows=at.tokens)
     return gate_up_few_rows_launch(
         device,
@@ -86,7 +86,7 @@ def _gate_up_launch(
 
 
 def _down_launch(device: Device, step: SortedStep, inner: Rows, w2: Weights, out: Address, tiles: Tiles) -> Launch:
-    if not step.few_rows:
+    if step.down.source == "grouped_gemm":
         return grouped_gemm_launch(device, step.down, inner, w2, out, tiles, early=step.early_down)
     return grouped_gemm_few_rows_launch(
         device,

@@ -67,7 +67,7 @@ def quantize_launch(
 
     Args:
         slots: for `Layout.PERMUTED` the address of int32 `[tokens, topk]`, the rows that get each token; -1 for none.
-        early: it starts before the launch before it ends, which must not touch any of this.
+        early: it may start before the preceding kernel ends, which must not access these tensors.
     """
     groups = k // GROUP
     return Launch(

@@ -35,12 +35,12 @@ def silu_mul_quant_fp8(gate_up: torch.Tensor, counts: torch.Tensor, ue8m0: bool 
     """
     check_tensor("gate_up", gate_up, dtype=torch.bfloat16, shape=(None, None, None))
     check_multiple("gate_up's last dimension", gate_up.shape[-1], 2 * GROUP)
-    groups, max_m, width = gate_up.shape
+    (groups, max_m, _), channels = gate_up.shape, gate_up.shape[-1] // 2
     if groups > MAX_GROUPS:
         raise InvalidInputError(f"gate_up has {groups} groups, the kernel takes up to {MAX_GROUPS}. Split the call.")
     check_tensor("counts", counts, dtype=torch.int32, shape=(groups,), device=gate_up.device)
-    rows, scales = empty_quantized(groups * max_m, width // 2, gate_up.device)
-    q, scales = rows.view(groups, max_m, width // 2), scales.unflatten(0, (groups, max_m))
+    rows, scales = empty_quantized(groups * max_m, channels, gate_up.device)
+    q, scales = rows.view(groups, max_m, channels), scales.unflatten(0, (groups, max_m))
     device = backend.device_of(gate_up)
     if device is None:
         for out_q, out_scales, rows, count in zip(q, scales, gate_up, counts.clamp(min=0).tolist(), strict=True):

@@ -15,7 +15,7 @@ def matrix_map(
 
 
 def whole_rows_l2_fetch(k: int) -> int:
-    """L2 fetch of weights whose rows a block reads from end to end: the next 128 bytes of a long row are its own."""
+    """L2 fetch of weights whose rows a block reads from end to end: of a long row it needs the next 128 bytes, too."""
     return L2_FETCH if k >= LONG_K else STREAMED_L2_FETCH
 
 
@@ -38,7 +38,7 @@ def gate_up_map(w13: Weights) -> TensorMap:
 def interleaved_map(weights: Address, rows: int, k: int) -> TensorMap:
     """Of e4m3 `[rows, k]`, in boxes of 64 rows in the order in which the sums of wgmma lie in threads.
 
-    Of 64 rows a thread has two, 8 apart; with those of another box they are four that are consecutive in memory. Box i
-    begins at row 2i of the third dimension.
+    A thread holds two of 64 rows, 8 apart; together with its two rows of the other box, they are four consecutive rows in
+    memory. Box i begins at row 2i of the third dimension.
     """
     return TensorMap(weights, (k, 8, 4, rows // 32), (4 * k, k, 32 * k), (128, 8, 2, 4), 1, STREAMED_L2_FETCH)

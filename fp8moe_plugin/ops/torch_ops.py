@@ -1,4 +1,4 @@
-"""The ops as torch sees them, `torch.ops.fp8moe.*`: one a layer, opaque to torch.compile."""
+"""The ops as torch sees them, `torch.ops.fp8moe.*`: one per layer, opaque to torch.compile."""
 
 import functools
 import logging
