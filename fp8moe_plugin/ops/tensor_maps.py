@@ -38,7 +38,7 @@ def gate_up_map(w13: Weights) -> TensorMap:
 def interleaved_map(weights: Address, rows: int, k: int) -> TensorMap:
     """Of e4m3 `[rows, k]`, in boxes of 64 rows in the order in which the sums of wgmma lie in threads.
 
-    A thread holds two of 64 rows, 8 apart; together with its two rows of the other box, they are four consecutive rows in
+    A thread holds two of 64 rows, 8 apart; with its two rows of the other box, they are four consecutive rows in
     memory. Box i begins at row 2i of the third dimension.
     """
     return TensorMap(weights, (k, 8, 4, rows // 32), (4 * k, k, 32 * k), (128, 8, 2, 4), 1, STREAMED_L2_FETCH)
