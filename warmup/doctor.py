@@ -9,7 +9,7 @@ from pathlib import Path
 from fp8moe_plugin.checkpoint.shapes import rank_shapes
 from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.errors import CacheError, Fp8MoeError
-from fp8moe_plugin.jit import cache
+from fp8moe_plugin.jit import cache, sequence
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import nvrtc_version
 from fp8moe_plugin.jit.lookup import bundle_path
@@ -27,7 +27,8 @@ def findings(options: Options, report: Report) -> list[Finding]:
     found = [Finding(subject="versions", found=versions), *_look("settings", _settings)]
     if found[-1].ok is False:  # all other checks need the settings
         return found
-    for subject, look in (("compiler", _compiler), ("cache", _cache), ("bundle", _bundle), ("GPU", _gpu)):
+    looks = {"compiler": _compiler, "launcher": _launcher, "cache": _cache, "bundle": _bundle, "GPU": _gpu}
+    for subject, look in looks.items():
         found += _look(subject, look)
     plan: kernels.Plan = {}
     found += _look("model", lambda: _model(options, report, plan))
@@ -65,6 +66,15 @@ def _settings() -> Iterator[Finding]:
 
 def _compiler() -> Iterator[Finding]:
     yield Finding(subject="compiler", found=nvrtc_version(), ok=True)
+
+
+def _launcher() -> Iterator[Finding]:
+    try:
+        sequence.extension()
+    except ImportError as error:
+        yield Finding(subject="launcher", found=f"cuda-bindings: {sequence.WITHOUT_EXTENSION} ({shown_text(error)})")
+    else:
+        yield Finding(subject="launcher", found="C extension", ok=True)
 
 
 def _cache() -> Iterator[Finding]:

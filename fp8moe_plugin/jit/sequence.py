@@ -10,11 +10,16 @@ import ctypes
 import functools
 import importlib
 import logging
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 from fp8moe_plugin.logs import log_once
 
 TENSOR_MAP_ALIGNMENT = 64
+WITHOUT_EXTENSION = (
+    "without the C extension of the launcher, each kernel launch outside CUDA graphs costs the host about 20 us more. "
+    "Install a wheel, or build with a C compiler"
+)
 
 
 class PreparedLaunch(NamedTuple):
@@ -53,17 +58,18 @@ class Sequence(Protocol):
 def make_sequence(template: bytes, launches: list[PreparedLaunch], patches: list[Patch]) -> Sequence:
     """Raises ValueError if there are more parameters than the extension has room for."""
     try:
-        native = importlib.import_module("fp8moe_plugin.jit._sequence")
+        native = extension()
     except ImportError as error:
-        log_once(
-            logging.WARNING,
-            f"the C extension of the launcher cannot be imported ({error}), so each eager layer costs the host "
-            "about 100 us more. Install a wheel, or build with a C compiler",
-        )
+        log_once(logging.WARNING, f"{WITHOUT_EXTENSION} ({error})")
         return BindingsSequence(template, launches, patches)
     cuda = libcuda()
     launch, replace = address_of(cuda.cuLaunchKernelEx), address_of(cuda.cuTensorMapReplaceAddress)
     return native.Sequence(template, launches, patches, launch, replace)
+
+
+def extension() -> ModuleType:
+    """The C extension; raises ImportError where it was not built."""
+    return importlib.import_module("fp8moe_plugin.jit._sequence")
 
 
 def address_of(function: Any) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,12 @@ def test_a_cache_that_leads_nowhere_is_wrong_and_an_odd_entry_is_not(
     status, printed = doctor(capsys)
     assert status == 0
     assert f"ok     cache: {tmp_path}/odd, mode 0700, 2 kernels" in printed
+
+
+def test_doctor_says_what_launches_kernels(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("fp8moe_plugin.jit._sequence", reason="built without a C compiler")
+    assert "ok     launcher: C extension\n" in doctor(capsys)[1]
+    monkeypatch.setitem(sys.modules, "fp8moe_plugin.jit._sequence", None)
+    assert "launcher: cuda-bindings: without the C extension" in doctor(capsys)[1]
