@@ -10,6 +10,7 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported
 from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -20,7 +21,7 @@ from fp8moe_plugin.jit.lookup import place
 from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm import compat, metrics
 from fp8moe_plugin.layers.vllm.blocks import announce_padding, load_experts
-from fp8moe_plugin.layers.vllm.experts import experts_class
+from fp8moe_plugin.layers.vllm.experts import StandardExperts, experts_class
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.checks import FP8
@@ -41,6 +42,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.loading = LayerLoading(prefix, model)
         self.batched = moe.moe_parallel_config.use_batched_activation_format
         self.experts_cls = experts_class(self.batched, ue8m0)
+        self.local_experts: StandardExperts | None = None  # called directly if no tokens go to other ranks
         check_layer(prefix, moe, self.experts_cls)
 
     @property
@@ -155,6 +157,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
                 "num_dispatchers": dispatch.num_dispatchers(),
             }
         experts = self.experts_cls(moe_config=self.moe, quant_config=self.moe_quant_config, **capacity)
+        self.local_experts = experts if isinstance(dispatch, MoEPrepareAndFinalizeNoDPEPModular) else None
         return mk.FusedMoEKernel(dispatch, experts)
 
     def apply(
@@ -168,6 +171,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         assert self.moe_kernel is not None
         self.loading.model.check_usable()
+        if self.local_experts and not layer.apply_router_weight_on_input:
+            return self._apply_local(self.local_experts, layer, x, topk_weights, topk_ids)
         return self.moe_kernel.apply(
             x,
             layer.w13_weight,
@@ -181,6 +186,24 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             shared_experts=shared_experts,
             shared_experts_input=shared_experts_input,
         )
+
+    @staticmethod
+    def _apply_local(
+        experts: StandardExperts, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The layer without vLLM's modular kernel, which costs the host more than the op, and copies the result."""
+        output = torch.empty_like(x)
+        experts.apply(
+            output=output,
+            hidden_states=x,
+            w1=layer.w13_weight,
+            w2=layer.w2_weight,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=False,
+        )
+        return output
 
 
 def check_experts_not_moved(prefix: str, eplb_state: Any, slots: int) -> None:

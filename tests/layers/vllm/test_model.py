@@ -75,6 +75,24 @@ def test_the_experts_compute_what_the_checkpoint_says(model, tensors):
     assert h.same_bits(layer.forward_modular(x, *routing), fused_moe(x, *parts, *routing))
 
 
+@pytest.mark.parametrize("on_input", [False, True])
+def test_the_modular_kernel_runs_only_where_it_does_more_than_the_op(model, monkeypatch, on_input):
+    """Such as multiplying tokens by their routing weights."""
+    (layer,) = (module for module in model.modules() if isinstance(module, RoutedExperts))
+    kernel, calls = layer.quant_method.moe_kernel, []
+    apply = kernel.apply
+    monkeypatch.setattr(kernel, "apply", lambda *args, **options: calls.append(args) or apply(*args, **options))
+    monkeypatch.setattr(layer, "apply_router_weight_on_input", on_input)
+    gen = h.seeded(0, torch.device("cpu"))
+    x = h.random_tokens(gen, 5, SHAPE.hidden)
+    weights, ids = h.random_routing(gen, "distinct", 5, 1, SHAPE.experts)
+    out = layer.forward_modular(x, weights, ids)
+    assert len(calls) == on_input
+    monkeypatch.setattr(layer, "apply_router_weight_on_input", False)
+    expected = layer.forward_modular(x * weights.to(x.dtype), torch.ones_like(weights), ids) if on_input else None
+    assert expected is None or h.same_bits(out, expected)
+
+
 @pytest.mark.parametrize(("layer", "parts"), [("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("o_proj", ("o_proj",))])
 def test_the_projections_compute_what_the_checkpoint_says(model, tensors, layer, parts):
     module = model.get_submodule(f"{ATTENTION}.{layer}")
