@@ -17,7 +17,15 @@ from fp8moe_plugin.plan.catalog import (
 )
 from fp8moe_plugin.plan.constants import DENSE_FEW_ROWS_TILE_N, MANY_ROWS_TILE, Output
 from fp8moe_plugin.plan.tiles import count_row_tiles
-from fp8moe_plugin.plan.tuning import DENSE_ROWS, DENSE_SPLITS, DENSE_STORE, L2_BYTES, LONG_K, MULTIPROCESSORS
+from fp8moe_plugin.plan.tuning import (
+    DENSE_MANY_ROWS_TILE_N,
+    DENSE_ROWS,
+    DENSE_SPLITS,
+    DENSE_STORE,
+    L2_BYTES,
+    LONG_K,
+    MULTIPROCESSORS,
+)
 from fp8moe_plugin.settings import batch_invariant
 
 
@@ -101,4 +109,6 @@ def fastest_tile(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int
 
     low, high = DENSE_TILE_M
     heights = (low,) if m <= low else (high,) if n * k > L2_BYTES else DENSE_TILE_M
-    return min(itertools.product(heights, DENSE_TILE_N), key=time)
+    tiles = itertools.product(heights, (width for width in DENSE_TILE_N if width not in DENSE_MANY_ROWS_TILE_N))
+    many_rows = itertools.product((high,), DENSE_MANY_ROWS_TILE_N if m > DENSE_ROWS else ())
+    return min(itertools.chain(tiles, many_rows), key=time)

@@ -61,6 +61,10 @@ DENSE_ROWS = 384
 # Results that dense_gemm stores in the time in which it loads one K block of a row.  docs/tuning.md#DENSE_STORE
 DENSE_STORE = 16
 
+# Columns per tile of dense_gemm that are chosen only for more than DENSE_ROWS rows, with 128 rows per tile.
+# docs/tuning.md#DENSE_MANY_ROWS_TILE_N
+DENSE_MANY_ROWS_TILE_N = (160, 176)
+
 # Bytes of weights that stay in L2 from one tile of dense_gemm to the next.  docs/tuning.md#L2_BYTES
 L2_BYTES = 2**25
 

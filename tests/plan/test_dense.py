@@ -17,7 +17,13 @@ from fp8moe_plugin.plan.catalog import (
 from fp8moe_plugin.plan.constants import CLUSTER_SPLITS, MANY_ROWS_TILE
 from fp8moe_plugin.plan.dense import fastest_tile
 from fp8moe_plugin.plan.tiles import row_tiles
-from fp8moe_plugin.plan.tuning import DENSE_SPLITS, L2_BYTES, LONG_K
+from fp8moe_plugin.plan.tuning import (
+    DENSE_MANY_ROWS_TILE_N,
+    DENSE_ROWS,
+    DENSE_SPLITS,
+    L2_BYTES,
+    LONG_K,
+)
 
 SHAPES = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (8, 128), (128, 18432), (320, 2944)]
 
@@ -67,6 +73,12 @@ def test_weights_that_do_not_stay_in_l2_are_not_read_for_more_tiles_of_rows_than
     assert (tile_m, tile_n) in itertools.product(DENSE_TILE_M, DENSE_TILE_N)
     if n * k > L2_BYTES:
         assert tile_m == (64 if m <= 64 else 128)
+
+
+@given(m=st.integers(1, 1500), n=st.sampled_from((512, 2048, 2112, 7168, 36864)), k=st.sampled_from((256, 2048, 7168)))
+def test_tiles_that_were_not_timed_with_few_rows_have_128_rows_of_many(m, n, k):
+    tile_m, tile_n = fastest_tile(m, n, k, 132)
+    assert tile_n not in DENSE_MANY_ROWS_TILE_N or (m > DENSE_ROWS and tile_m == 128)
 
 
 def test_dense_gemms_of_many_rows_stay_with_one_round_of_tiles():
