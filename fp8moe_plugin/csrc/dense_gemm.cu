@@ -1,7 +1,8 @@
-// D[m, N] = A[m, K] @ B[N, K]^T for up to a few hundred rows, e4m3 with scales per 1x128 of A and 128x128 of B.
+// D[m, N] = A[m, K] @ B[N, K]^T, e4m3 with scales per 1x128 of A and 128x128 of B.
 //
-// With so few rows the GEMM takes as long as the SM that loads the most. A tile therefore has as many columns as give
-// all SMs about the same load, even where such a tile spans two blocks of scales.
+// With up to a few hundred rows the GEMM takes as long as the SM that loads the most, with more rows as long as the SM
+// that multiplies the most. A tile therefore has as many columns as give all SMs about the same work, even where such a
+// tile spans two or three blocks of scales.
 //
 // A tile is BLOCK_M rows, 64 per math warpgroup, by `tile_n` columns, over all of K. One producer thread fills the
 // stages of a ring, each a K block of 128, with weights, another one with tokens. The product of a K block lands in one
@@ -9,7 +10,7 @@
 //
 // In:   a_map     boxes of BLOCK_M rows; a_tail_map  boxes of the last tile's rows, rounded up to 8: a K block takes
 //                 longer if TMA fills in rows past the end, or loads several boxes
-//       b_map     boxes of `tile_n` rows: 16, 32, 64, 96, 112, 128, 144 or 192
+//       b_map     boxes of `tile_n` rows: 16, 32, 64, 96, 112, 128, 144, 160, 176 or 192
 //       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
 // Out:  d         bfloat16 [m, N]
 //
@@ -28,7 +29,8 @@ constexpr int kFullArrivals = 3;  // the bytes of weights, the bytes of tokens, 
 // The layout of shared memory. Tiles are at multiples of 1024 bytes, as their swizzle requires.
 template <int kTileN>
 struct SharedMemory {
-    static constexpr int kScaleBlocks = 128 % kTileN == 0 ? 1 : 2;  // of 128 columns, that a tile's columns span
+    static constexpr int kColumnStep = kTileN & -kTileN;  // a tile begins at a multiple of it in a block of scales
+    static constexpr int kScaleBlocks = (128 - kColumnStep + kTileN + 127) / 128;  // of 128 columns, in a tile
     static constexpr u32 kBytesWeights = kTileN * kBlockK, kBytesTokens = BLOCK_M * kBlockK;
     static constexpr u32 kBytesScales = BLOCK_M * 4, kBytesWeightScales = kScaleBlocks * 4;
     static constexpr u32 kRow = kTileN * 2 + 16;  // bytes of a row of the result: 8 rows start in different banks
@@ -84,7 +86,8 @@ DEVICE void load_weights(SharedMemory<kTileN> shared, const Operands& in) {
     for (Tiles<kTileN> tiles(in); tiles.more(); tiles.advance()) {
         int column = tiles.column(), block = column / 128;
         const float* scales = in.weight_scales + block * in.k_blocks;
-        int next_block = block < last_block ? in.k_blocks : 0;  // a tile may pass N
+        int next = block < last_block ? in.k_blocks : 0;  // a tile may pass N
+        int offsets[] = {0, next, block + 1 < last_block ? 2 * in.k_blocks : next};
 #pragma unroll 1
         for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
             u32 full = shared.full(ring.stage);
@@ -93,7 +96,7 @@ DEVICE void load_weights(SharedMemory<kTileN> shared, const Operands& in) {
             tma_load(shared.weights(ring.stage), in.weights, full, k * kBlockK, column);
 #pragma unroll
             for (int i = 0; i < shared.kScaleBlocks; ++i)
-                copy_async_4(shared.weight_scale(ring.stage, i), scales + i * next_block + k);
+                copy_async_4(shared.weight_scale(ring.stage, i), scales + offsets[i] + k);
             copy_async_arrive(full);
         }
     }
@@ -125,9 +128,9 @@ DEVICE void load_tokens(SharedMemory<kTileN> shared, const Operands& in) {
 
 // ---- math ----------------------------------------------------------------------------------------------------------
 
-// The scales of a thread's two rows times those of the weights, for columns before `boundary` and from it on.
+// The scales of a thread's two rows times those of the weights, of which the first block ends before column `boundary`.
 struct Scales {
-    float of[2][2];
+    float of[3][2];
     int boundary;
 };
 
@@ -149,10 +152,14 @@ DEVICE Scales load_scales(SharedMemory<kTileN> shared, int stage, int row, int b
 // kTileN and `boundary` are multiples of 16.
 template <int kTileN>
 DEVICE void add(const Fragment<kTileN>& product, const Scales& scales, Fragment<kTileN>& sum) {
+    constexpr int kBlocks = SharedMemory<kTileN>::kScaleBlocks;
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) {
-        bool next = 128 % kTileN != 0 && i / 8 * 16 >= scales.boundary;
-        sum[i] += (next ? scales.of[1][i / 2 % 2] : scales.of[0][i / 2 % 2]) * product[i];
+        int column = i / 8 * 16, row = i / 2 % 2;
+        float scale = scales.of[0][row];
+        if (kBlocks > 1 && column >= scales.boundary) scale = scales.of[1][row];
+        if (kBlocks > 2 && column >= scales.boundary + 128) scale = scales.of[2][row];
+        sum[i] += scale * product[i];
     }
 }
 
@@ -256,6 +263,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         case 112: multiply_tiles<112>(in, d); break;
         case 128: multiply_tiles<128>(in, d); break;
         case 144: multiply_tiles<144>(in, d); break;
+        case 160: multiply_tiles<160>(in, d); break;
+        case 176: multiply_tiles<176>(in, d); break;
         default: multiply_tiles<192>(in, d);
     }
 }

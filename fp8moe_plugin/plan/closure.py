@@ -94,7 +94,8 @@ def _reasons(model: Model) -> dict[KernelKey, str]:
     }
     for tile_m in DENSE_TILE_M:
         reasons[dense_gemm_key(tile_m)] = (
-            f"other dense GEMMs in steps of up to {DENSE_ROWS} tokens, or more with few columns: tiles of {tile_m} rows"
+            f"other dense GEMMs in steps of up to {DENSE_ROWS} tokens, or more where its tiles take fewer or shorter "
+            f"waves: tiles of {tile_m} rows"
         )
     for padded_tokens, cluster in SMALL_BATCH_STAGES:
         first = gate_up_small_batch_key(ue8m0, padded_tokens, cluster)

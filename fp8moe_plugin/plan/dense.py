@@ -17,7 +17,19 @@ from fp8moe_plugin.plan.catalog import (
 )
 from fp8moe_plugin.plan.constants import DENSE_FEW_ROWS_TILE_N, MANY_ROWS_TILE, Output
 from fp8moe_plugin.plan.tiles import count_row_tiles
-from fp8moe_plugin.plan.tuning import DENSE_ROWS, DENSE_SPLITS, DENSE_STORE, L2_BYTES, LONG_K, MULTIPROCESSORS
+from fp8moe_plugin.plan.tuning import (
+    DENSE_COST,
+    DENSE_MANY_ROWS_TILE_N,
+    DENSE_ROWS,
+    DENSE_SPLITS,
+    DENSE_STORE,
+    DENSE_WAVE_COLUMNS,
+    DENSE_WAVE_K,
+    DENSE_WAVE_ROWS,
+    L2_BYTES,
+    LONG_K,
+    MULTIPROCESSORS,
+)
 from fp8moe_plugin.settings import batch_invariant
 
 
@@ -38,8 +50,8 @@ class DensePlan:
 def plan_dense(m: int, n: int, k: int, output: Output, multiprocessors: int = MULTIPROCESSORS) -> DensePlan:
     """The plan of a GEMM of `[m, k]` activations and `[n, k]` weights.
 
-    BF16: dense_gemm_few_rows where it applies; else dense_gemm for up to DENSE_ROWS rows, or if its largest tiles fit
-    one wave; else grouped_gemm with one group. Other outputs: always grouped_gemm.
+    BF16: dense_gemm_few_rows where it applies; else dense_gemm for up to DENSE_ROWS rows, if its largest tiles fit one
+    wave, or if its waves take less time; else grouped_gemm with one group. Other outputs: always grouped_gemm.
 
     Args:
         multiprocessors: of the GPU.
@@ -56,6 +68,8 @@ def _plan_dense(m: int, n: int, k: int, output: Output, multiprocessors: int, in
     one_wave = ceil_div(m, DENSE_TILE_M[-1]) * ceil_div(n, DENSE_TILE_N[-1]) <= multiprocessors
     if m <= DENSE_ROWS or one_wave:
         return tiled(m, n, *fastest_tile(m, n, k, multiprocessors), multiprocessors)
+    if m <= DENSE_WAVE_ROWS and k >= DENSE_WAVE_K and (columns := columns_by_waves(m, n, multiprocessors)):
+        return tiled(m, n, DENSE_TILE_M[-1], columns, multiprocessors)
     return grouped(m, n, output, multiprocessors)
 
 
@@ -101,4 +115,24 @@ def fastest_tile(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int
 
     low, high = DENSE_TILE_M
     heights = (low,) if m <= low else (high,) if n * k > L2_BYTES else DENSE_TILE_M
-    return min(itertools.product(heights, DENSE_TILE_N), key=time)
+    tiles = itertools.product(heights, (width for width in DENSE_TILE_N if width not in DENSE_MANY_ROWS_TILE_N))
+    many_rows = itertools.product((high,), DENSE_MANY_ROWS_TILE_N if m > DENSE_ROWS else ())
+    return min(itertools.chain(tiles, many_rows), key=time)
+
+
+def columns_by_waves(m: int, n: int, multiprocessors: int) -> int | None:
+    """The columns of dense_gemm's tiles of 128 rows; None if it is not expected to be faster than grouped_gemm.
+
+    With many rows the tensor cores are the bottleneck. A wave of tiles is modelled to take as long as a tile has
+    columns, plus a constant. Tiles of less than 128 columns are left out: their loads take longer than their products.
+    """
+
+    def time(row_tiles: int, columns: int) -> int:
+        waves = ceil_div(row_tiles * ceil_div(n, columns), multiprocessors)
+        return waves * (columns + DENSE_WAVE_COLUMNS)
+
+    row_tiles = ceil_div(m, DENSE_TILE_M[-1])
+    widths = reversed([width for width in DENSE_TILE_N if width >= GROUP])  # of equally fast ones the widest
+    fastest = min(widths, key=lambda width: time(row_tiles, width))
+    of_grouped_gemm = time(count_row_tiles(m, MANY_ROWS_TILE), GROUPED_TILE_N[-1])
+    return fastest if time(row_tiles, fastest) * DENSE_COST <= of_grouped_gemm else None

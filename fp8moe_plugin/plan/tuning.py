@@ -61,6 +61,21 @@ DENSE_ROWS = 384
 # Results that dense_gemm stores in the time in which it loads one K block of a row.  docs/tuning.md#DENSE_STORE
 DENSE_STORE = 16
 
+# Columns per tile of dense_gemm that are chosen only for more than DENSE_ROWS rows, with 128 rows per tile.
+# docs/tuning.md#DENSE_MANY_ROWS_TILE_N
+DENSE_MANY_ROWS_TILE_N = (160, 176)
+
+# Most rows, and fewest channels of K, for which dense_gemm is chosen by its waves.  docs/tuning.md#DENSE_WAVE_ROWS,
+# docs/tuning.md#DENSE_WAVE_K
+DENSE_WAVE_ROWS = 8192
+DENSE_WAVE_K = 1536
+
+# Columns that are added to those of a tile to model the time of a wave.  docs/tuning.md#DENSE_WAVE_COLUMNS
+DENSE_WAVE_COLUMNS = 16
+
+# How many times the modelled time of dense_gemm must fit in that of grouped_gemm.  docs/tuning.md#DENSE_COST
+DENSE_COST = 1.15
+
 # Bytes of weights that stay in L2 from one tile of dense_gemm to the next.  docs/tuning.md#L2_BYTES
 L2_BYTES = 2**25
 

@@ -78,14 +78,15 @@ def test_layers_in_a_row(emulator: Device, seed: int) -> None:
         assert_close(out, h.product(per_token_group_quant_fp8(given), weight), "a layer")
 
 
-# Rows and columns of a tile, weights [N, K]: more tiles than multiprocessors and fewer, blocks of scales that end in a
-# tile and that hold several, columns past the last.
+# Rows and columns of a tile, weights [N, K]: more tiles than multiprocessors and fewer, tiles in which one or two
+# blocks of scales end, blocks that hold several tiles, columns past the last.
 @pytest.fixture(
     params=[
         *[(64, 16, 40, 1920), (64, 32, 264, 256), (64, 64, 72, 128), (64, 96, 1000, 384), (64, 112, 2112, 128)],
         *[(64, 128, 520, 256), (64, 144, 584, 1152), (64, 192, 2120, 256), (128, 16, 200, 128), (128, 32, 8, 256)],
         *[(128, 64, 640, 384), (128, 96, 296, 1152), (128, 112, 560, 256), (128, 128, 136, 640), (128, 144, 1160, 256)],
-        *[(128, 192, 1544, 128), (128, 192, 200, 1920)],
+        *[(64, 160, 504, 384), (64, 176, 1000, 256), (128, 160, 648, 1152), (128, 176, 704, 640)],
+        *[(128, 176, 936, 1152), (128, 192, 1544, 128), (128, 192, 200, 1920)],
     ]
 )
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:

@@ -17,7 +17,15 @@ from fp8moe_plugin.plan.catalog import (
 from fp8moe_plugin.plan.constants import CLUSTER_SPLITS, MANY_ROWS_TILE
 from fp8moe_plugin.plan.dense import fastest_tile
 from fp8moe_plugin.plan.tiles import row_tiles
-from fp8moe_plugin.plan.tuning import DENSE_SPLITS, L2_BYTES, LONG_K
+from fp8moe_plugin.plan.tuning import (
+    DENSE_MANY_ROWS_TILE_N,
+    DENSE_ROWS,
+    DENSE_SPLITS,
+    DENSE_WAVE_K,
+    DENSE_WAVE_ROWS,
+    L2_BYTES,
+    LONG_K,
+)
 
 SHAPES = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (8, 128), (128, 18432), (320, 2944)]
 
@@ -67,6 +75,50 @@ def test_weights_that_do_not_stay_in_l2_are_not_read_for_more_tiles_of_rows_than
     assert (tile_m, tile_n) in itertools.product(DENSE_TILE_M, DENSE_TILE_N)
     if n * k > L2_BYTES:
         assert tile_m == (64 if m <= 64 else 128)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "tiles"),  # tiles of dense_gemm by rows; with 0 columns grouped_gemm runs
+    [
+        (2112, 7168, {1024: 144, 1408: 176, 2048: 144, 4096: 176, 8192: 176, 12288: 0}),
+        (4096, 7168, {512: 128, 1024: 0, 1536: 192, 2048: 0, 4096: 0}),
+        (24576, 1536, {512: 0, 4096: 0}),
+        (7168, 16384, {512: 0, 768: 176, 1024: 0, 4096: 0}),
+        (4096, 2048, {1024: 0, 2048: 0, 8192: 0}),
+        (5120, 2048, {1024: 160, 2048: 160, 4096: 0}),
+    ],
+)
+def test_dense_gemm_runs_many_rows_where_its_waves_take_less_time(n, k, tiles):
+    """The plans for the shapes of docs/experiments/048-dense-tiles-by-waves.md."""
+    found = {m: plan(m, n, k) for m in tiles}
+    assert {m: p.tile_n if p.kernel == dense_gemm_key(128) else 0 for m, p in found.items()} == tiles
+    for m, p in found.items():
+        assert p.kernel in (dense_gemm_key(128), grouped_gemm_key(Output.BF16, 256))
+        assert p.blocks == 132 or p.blocks == -(-m // 128) * -(-n // p.tile_n)
+
+
+@given(
+    m=st.integers(DENSE_ROWS + 1, 20_000), n=st.integers(1, 5000).map(lambda n: 8 * n), sms=st.sampled_from((132, 78))
+)
+def test_waves_of_dense_gemm_have_at_least_an_eighth_fewer_columns(m, n, sms):
+    """Than those of grouped_gemm: what a tile of dense_gemm takes longer per column, and the error of the model."""
+    found = plan_dense(m, n, 4096, Output.BF16, sms)
+    if found.kernel != grouped_gemm_key(Output.BF16, 256):
+        waves, of_grouped_gemm = (-(-(-(-m // 128) * -(-n // width)) // sms) for width in (found.tile_n, 256))
+        assert waves == 1 or 8 * waves * found.tile_n <= 7 * of_grouped_gemm * 256
+
+
+def test_waves_are_not_counted_where_they_were_not_measured():
+    assert plan(DENSE_WAVE_ROWS, 576, 7168).kernel.source == "dense_gemm"
+    assert plan(DENSE_WAVE_ROWS + 1, 576, 7168).kernel.source == "grouped_gemm"
+    assert plan(4096, 2112, DENSE_WAVE_K).kernel.source == "dense_gemm"
+    assert plan(4096, 2112, DENSE_WAVE_K - 128).kernel.source == "grouped_gemm"
+
+
+@given(m=st.integers(1, 1500), n=st.sampled_from((512, 2048, 2112, 7168, 36864)), k=st.sampled_from((256, 2048, 7168)))
+def test_tiles_that_were_not_timed_with_few_rows_have_128_rows_of_many(m, n, k):
+    tile_m, tile_n = fastest_tile(m, n, k, 132)
+    assert tile_n not in DENSE_MANY_ROWS_TILE_N or (m > DENSE_ROWS and tile_m == 128)
 
 
 def test_dense_gemms_of_many_rows_stay_with_one_round_of_tiles():

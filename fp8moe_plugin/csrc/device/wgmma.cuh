@@ -80,6 +80,8 @@ WGMMA(96, NAMES_48, OUTS_48, "%48", "%49", "%50")
 WGMMA(112, NAMES_56, OUTS_56, "%56", "%57", "%58")
 WGMMA(128, NAMES_64, OUTS_64, "%64", "%65", "%66")
 WGMMA(144, NAMES_72, OUTS_72, "%72", "%73", "%74")
+WGMMA(160, NAMES_80, OUTS_80, "%80", "%81", "%82")
+WGMMA(176, NAMES_88, OUTS_88, "%88", "%89", "%90")
 WGMMA(192, NAMES_96, OUTS_96, "%96", "%97", "%98")
 #undef WGMMA
 #undef OUT8

@@ -168,6 +168,8 @@ WGMMA(96)
 WGMMA(112)
 WGMMA(128)
 WGMMA(144)
+WGMMA(160)
+WGMMA(176)
 WGMMA(192)
 #undef WGMMA
 inline void wgmma_fence_sync_aligned() { emu::wgmma_fence(); }
