@@ -1,10 +1,18 @@
 """Everything a layer's kernel launches need, made ready while weights are loaded and before any CUDA graph."""
 
+import logging
+
 import torch
 
 from fp8moe_plugin.jit import driver
+from fp8moe_plugin.jit.lookup import place
+from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.plan import KernelKey
+
+logger = logging.getLogger("fp8moe")
+
+_announced: set[tuple[str, str]] = set()  # backends and layouts that were logged
 
 
 def prepare_kernels(keys: list[KernelKey], weight: torch.Tensor, warmup: str) -> driver.LoadCounts:
@@ -24,3 +32,22 @@ def prepare_kernels(keys: list[KernelKey], weight: torch.Tensor, warmup: str) ->
         for key in keys:
             driver.load(key, weight.device.index, warmup)
     return driver.counts
+
+
+def announce_layer(name: str, weight: torch.Tensor, layout: str, kernels: driver.LoadCounts) -> None:
+    """Count a layer of experts that is ready, and log the first one of its backend and layout.
+
+    Args:
+        layout: of the rows of tokens, "contiguous" or "masked".
+        kernels: the result of `prepare_kernels`.
+    """
+    backend = "sm90" if uses_sm90(weight) else "reference"
+    if (backend, layout) not in _announced:
+        _announced.add((backend, layout))
+        origins = [f"{number} from the {origin}{place(origin)}" for origin, number in kernels.origins.items()]
+        logger.info(
+            "fp8moe serves the experts: backend %s, layout %s, %d kernels loaded in %.2f s (%s)",
+            *(backend, layout, kernels.loaded, kernels.seconds, ", ".join(origins) or "none needed"),
+        )
+    metrics.count_layer(name, backend, layout)
+    metrics.update(kernels)

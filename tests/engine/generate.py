@@ -75,7 +75,7 @@ def main() -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from fp8moe_plugin.errors import Fp8MoeError
-    from fp8moe_plugin.layers.vllm import moe
+    from fp8moe_plugin.layers import kernels
     from fp8moe_plugin.logs import log_once
 
     folder, engines = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -85,7 +85,7 @@ def main() -> None:
     for name, engine in engines.items():
         gc.freeze()  # what is imported: vLLM collects garbage often
         log_once.cache_clear()
-        moe._announced.clear()
+        kernels._announced.clear()
         print(f"\n{BEGINS}{name}", file=sys.stderr, flush=True)
         with gate_and_up_swapped() if engine["swapped"] else nullcontext():
             try:

@@ -13,8 +13,9 @@ from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, dense_refusal, is_down, is_gate_up, local_intermediate
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.kernels import prepare_kernels
-from fp8moe_plugin.layers.vllm import compat, metrics
+from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.blocks import announce_padding, load_down, load_gate_up
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
 from fp8moe_plugin.ops import torch_ops

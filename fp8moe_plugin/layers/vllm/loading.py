@@ -13,16 +13,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from fp8moe_plugin.checkpoint import headers
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.layers.weights import check_scale_values
+from fp8moe_plugin.layers.loading import check_loaded, check_tensor, holds_nan, shape_errors
 from fp8moe_plugin.ops.checks import FP8, poison
 
 logger = logging.getLogger("fp8moe")
-
-E4M3_NAN = 0x7F  # with the sign bit cleared
-CHUNK_BYTES = 1 << 26  # bounds the temporary memory of checking a weight
-SCALE_DTYPES = tuple({"F32": torch.float32, "BF16": torch.bfloat16}[name] for name in headers.SCALE_DTYPES)
 
 Check = Callable[..., None]  # takes the arguments of a weight loader
 
@@ -178,22 +173,11 @@ class LayerLoading:
 
     def check_tensor(self, what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         """Raise `CheckpointError` for a tensor that `parameter` cannot hold unchanged; `what` names it in messages."""
-        wanted = (FP8,) if parameter.dtype == FP8 else SCALE_DTYPES
-        if tensor.dtype not in wanted:
-            raise CheckpointError(
-                f"{what} has dtype {tensor.dtype}, but a block-FP8 checkpoint has {' or '.join(map(str, wanted))}. "
-                "Download the checkpoint again, or serve the unquantized one: --quantization fp8moe quantizes it."
-            )
-        if tensor.dim() < 2:
-            raise CheckpointError(
-                f"{what} has shape {list(tensor.shape)}, but must be a matrix: either a weight, or one scale for each "
-                "of its 128x128 blocks. Use a block-FP8 checkpoint."
-            )
+        check_tensor(what, parameter, tensor)
         if tensor.is_meta or parameter.is_meta:  # there are no values yet
             return
-        if parameter.dtype != FP8:
-            check_scale_values(f"the scales {what}", tensor)
-        elif self.serving and not self.reloading and holds_nan(tensor):  # otherwise `finish` checks the whole parameter
+        # Otherwise `finish` checks the whole parameter.
+        if parameter.dtype == FP8 and self.serving and not self.reloading and holds_nan(tensor):
             raise CheckpointError(f"{what} holds NaN, so it is damaged. Download the checkpoint again.")
 
 
@@ -208,35 +192,7 @@ def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
         with loading.errors_fail_model():
             loading.check_reloadable_once()
             check(layer, param, loaded_weight, *args, **kwargs)
-            try:
+            with shape_errors(loading.prefix, loaded_weight):
                 return load(layer, param, loaded_weight, *args, **kwargs)
-            except (AssertionError, IndexError, RuntimeError) as error:  # vLLM's code fails on a wrong shape
-                raise CheckpointError(
-                    f"{loading.prefix}: a tensor of shape {list(loaded_weight.shape)} does not fit the "
-                    f"layer: {error or type(error).__name__}. Check that config.json belongs to the weights."
-                ) from error
 
     return check_and_load
-
-
-def check_loaded(layer: str, name: str, parameter: torch.Tensor) -> None:
-    """Raise `CheckpointError` if a parameter holds NaN (or a float32 one, infinity).
-
-    `checks.poison` filled it with NaN before loading, so NaN also means that a tensor did not arrive.
-    """
-    if not holds_nan(parameter):
-        return
-    where = ""
-    if parameter.dim() == 3:
-        where = f" of local expert {next(e for e, part in enumerate(parameter) if holds_nan(part))}"
-    raise CheckpointError(
-        f"{layer}.{name}{where}: a tensor is missing from the checkpoint, or holds NaN. Check that every file in "
-        "model.safetensors.index.json is present and complete, or download the checkpoint again."
-    )
-
-
-def holds_nan(parameter: torch.Tensor) -> bool:
-    if parameter.dtype == torch.float32:
-        return not bool(parameter.isfinite().all())
-    parts = parameter.data.view(torch.uint8).flatten().split(CHUNK_BYTES)
-    return any(bool(((part & 0x7F) == E4M3_NAN).any()) for part in parts)

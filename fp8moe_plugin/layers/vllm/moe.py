@@ -1,7 +1,6 @@
 """Mixture-of-experts layers of a vLLM model: creating and loading their parameters, and running the modular kernel."""
 
 import functools
-import logging
 from types import MethodType
 from typing import Any
 
@@ -14,22 +13,15 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPr
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 from vllm.model_executor.utils import set_weight_attrs
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div, experts_refusal, local_intermediate, too_many_experts
+from fp8moe_plugin.checkpoint.shapes import GROUP, experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
-from fp8moe_plugin.jit.driver import LoadCounts
-from fp8moe_plugin.jit.lookup import place
-from fp8moe_plugin.layers.kernels import prepare_kernels
-from fp8moe_plugin.layers.vllm import compat, metrics
+from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels
+from fp8moe_plugin.layers.loading import check_expert_shape
+from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.blocks import announce_padding, load_experts
 from fp8moe_plugin.layers.vllm.experts import StandardExperts, experts_class
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
-from fp8moe_plugin.ops.backend import uses_sm90
-from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.plan import moe_kernels
-
-logger = logging.getLogger("fp8moe")
-
-_announced: set[tuple[str, str]] = set()  # backends and layouts that were logged
 
 
 class Fp8MoeMethod(FusedMoEMethodBase):
@@ -114,14 +106,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             return
         what, moe = f"{weight_name} ({shard_id} of expert {expert_id})", layer.moe_config
         layer.fp8moe_loading.check_tensor(what, param, loaded_weight)
-        unit = 1 if param.dtype == FP8 else GROUP  # channels per element, in both dimensions
-        sizes = [ceil_div(size, unit) for size in (moe.intermediate_size, moe.hidden_dim)]
-        wanted = sizes[::-1] if shard_id == "w2" else sizes
-        if list(loaded_weight.shape[-2:]) != wanted:
-            raise CheckpointError(
-                f"{what} has shape {list(loaded_weight.shape)}, but must have {wanted} for {moe.intermediate_size} "
-                "intermediate channels. Check that config.json belongs to the weights."
-            )
+        check_expert_shape(what, param, loaded_weight, shard_id, moe.hidden_dim, moe.intermediate_size)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.loading.finish(layer)
@@ -137,11 +122,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         kernels = prepare_kernels(keys, layer.w2_weight, self.warmup)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = self._make_kernel(layer)
-        backend = "sm90" if uses_sm90(layer.w2_weight) else "reference"
-        layout = "masked" if self.batched else "contiguous"
-        _announce(backend, layout, kernels)
-        metrics.count_layer(self.prefix, backend, layout)
-        metrics.update(kernels)
+        announce_layer(self.prefix, layer.w2_weight, "masked" if self.batched else "contiguous", kernels)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         return fp8_w8a8_moe_quant_config(
@@ -254,13 +235,3 @@ def _parameter(data: torch.Tensor, attrs: dict[str, Any]) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(data, requires_grad=False)
     set_weight_attrs(parameter, attrs)
     return parameter
-
-
-def _announce(backend: str, layout: str, kernels: LoadCounts) -> None:
-    if (backend, layout) not in _announced:
-        _announced.add((backend, layout))
-        origins = [f"{number} from the {origin}{place(origin)}" for origin, number in kernels.origins.items()]
-        logger.info(
-            "fp8moe serves the experts: backend %s, layout %s, %d kernels loaded in %.2f s (%s)",
-            *(backend, layout, kernels.loaded, kernels.seconds, ", ".join(origins) or "none needed"),
-        )

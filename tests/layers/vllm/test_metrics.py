@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from fp8moe_plugin.layers.vllm import metrics
+from fp8moe_plugin.layers import metrics
+from tests.layers.test_metrics_folder import clean_environment
 
 # A worker: its arguments are the names of its layers of experts, and the number of loaded kernels by origin.
 WORKER = """
@@ -17,7 +18,7 @@ import json, sys
 from fp8moe_plugin.jit import lookup
 from fp8moe_plugin.jit.driver import LoadCounts
 from fp8moe_plugin.jit.lookup import Origin
-from fp8moe_plugin.layers.vllm import metrics
+from fp8moe_plugin.layers import metrics
 
 names, origins = map(json.loads, sys.argv[1:])
 counts = LoadCounts()
@@ -35,7 +36,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry, setup_multiproce
 if sys.argv.pop() == "several":
     setup_multiprocess_prometheus()
 import prometheus_client
-from fp8moe_plugin.layers.vllm import metrics
+from fp8moe_plugin.layers import metrics
 
 metrics.expose()
 metrics.expose()  # of the config of a draft model
@@ -69,10 +70,6 @@ def test_a_server_below_another_one_shows_its_own_workers_alone(tmp_path: Path) 
     environment = clean_environment() | {metrics.FOLDER: str(tmp_path)}
     shown = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
     assert "fp8moe_kernel_misses_total 1.0\n" in shown
-
-
-def clean_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in (metrics.FOLDER, metrics.BY_PROMETHEUS)}
 
 
 @pytest.fixture

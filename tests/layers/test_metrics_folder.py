@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from fp8moe_plugin.layers.vllm import metrics_folder
-from fp8moe_plugin.layers.vllm.metrics_folder import LOCK, PREFIX, hold_lock, remove_stale_folders
-from tests.layers.vllm.test_metrics import clean_environment
+pytest.importorskip("prometheus_client", reason="needs prometheus_client")
+
+from fp8moe_plugin.layers import metrics, metrics_folder
+from fp8moe_plugin.layers.metrics_folder import LOCK, PREFIX, hold_lock, remove_stale_folders
 
 # A server: it prints its folder and runs until its input ends.
 SERVER = """
 import os, sys
-from fp8moe_plugin.layers.vllm import metrics
+from fp8moe_plugin.layers import metrics
 
 metrics.expose()
 print(os.environ[metrics.FOLDER], flush=True)
@@ -30,6 +31,10 @@ def temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(metrics_folder.tempfile, "tempdir", None)
     return tmp_path
+
+
+def clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in (metrics.FOLDER, metrics.BY_PROMETHEUS)}
 
 
 @contextmanager

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.layers.vllm import loading
+from fp8moe_plugin.layers import loading
 from fp8moe_plugin.ops.checks import poison
 
 

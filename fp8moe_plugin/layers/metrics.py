@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from fp8moe_plugin.jit.driver import LoadCounts
 from fp8moe_plugin.jit.lookup import Origin, compile_times
-from fp8moe_plugin.layers.vllm.metrics_folder import PREFIX, hold_lock, remove_stale_folders
+from fp8moe_plugin.layers.metrics_folder import PREFIX, hold_lock, remove_stale_folders
 from fp8moe_plugin.logs import log_once
 
 FOLDER = "_FP8MOE_METRICS"  # passes the folder to the processes that the server starts; not a user setting
