@@ -11,12 +11,12 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 )
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, dense_refusal, is_down, is_gate_up, local_intermediate
+from fp8moe_plugin.checkpoint.shapes import GROUP, dense_refusal
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers import metrics
+from fp8moe_plugin.layers.blocks import whole_blocks
 from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm import compat
-from fp8moe_plugin.layers.vllm.blocks import announce_padding, load_down, load_gate_up
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import FP8
@@ -44,9 +44,8 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         split = output_size != sum(output_partition_sizes)
-        inputs, outputs, loader = whole_blocks(
-            self.prefix, layer, input_size_per_partition, output_partition_sizes, extra_weight_attrs["weight_loader"]
-        )
+        own = input_size_per_partition, output_partition_sizes, extra_weight_attrs["weight_loader"]
+        inputs, outputs, loader = whole_blocks(self.prefix, layer, layer.tp_rank, layer.tp_size, *own)
         check_shape(self.prefix, inputs, outputs, split)
         block = [GROUP, GROUP]
         layer.logical_widths = outputs
@@ -79,28 +78,6 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch_ops.linear(x, layer.weight, layer.weight_scale_inv, bias, self.ue8m0)
-
-
-def whole_blocks(
-    prefix: str, layer: Any, inputs: int, outputs: list[int], loader: MethodType
-) -> tuple[int, list[int], MethodType]:
-    """This rank's input channels, output channels and loader of a layer, with those of an MLP padded to whole blocks.
-
-    Called for gate_up_proj and down_proj of an MLP, recognized by name, which must agree on the channels between them.
-    If only one of the two is quantized, their channels differ and the first step fails with an error.
-
-    Args:
-        inputs, outputs, loader: those of vLLM, returned unchanged unless padding is needed.
-    """
-    ranks = layer.tp_size
-    if is_gate_up(prefix) and outputs == outputs[:1] * 2 and outputs[0] % GROUP:
-        width = local_intermediate(outputs[0] * ranks, ranks)
-        announce_padding("MLP", outputs[0] * ranks, ranks)
-        layer.output_sizes = [width * ranks] * 2  # vLLM's loader divides these among the ranks
-        return inputs, [width] * 2, MethodType(load_gate_up, layer)
-    if is_down(prefix) and inputs % GROUP:
-        return local_intermediate(inputs * ranks, ranks), outputs, MethodType(load_down, layer)
-    return inputs, outputs, loader
 
 
 def check_shape(prefix: str, inputs: int, outputs: list[int], split: bool) -> None:

@@ -15,10 +15,10 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels
 from fp8moe_plugin.layers.loading import check_expert_shape
 from fp8moe_plugin.layers.vllm import compat
-from fp8moe_plugin.layers.vllm.blocks import announce_padding, load_experts
 from fp8moe_plugin.layers.vllm.experts import StandardExperts, experts_class
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
 from fp8moe_plugin.plan import moe_kernels
@@ -74,7 +74,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         layer.weight_block_size = [GROUP, GROUP]
         layer.w13_input_scale = layer.w2_input_scale = None
         if intermediate_size_per_partition * self.moe.tp_size != self.moe.intermediate_size:
-            announce_padding("expert", self.moe.intermediate_size, self.moe.tp_size)
+            announce_padding("expert", self.moe.intermediate_size, self.moe.tp_size, "--enable-expert-parallel")
             extra_weight_attrs["weight_loader"] = MethodType(load_experts, layer)
         block_attrs = {**extra_weight_attrs, "quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
         weight_attrs = {**extra_weight_attrs, "weight_loader": self.weight_loader(extra_weight_attrs["weight_loader"])}
@@ -185,6 +185,31 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             apply_router_weight_on_input=False,
         )
         return output
+
+
+def load_experts(
+    layer: Any,
+    param: torch.nn.Parameter,
+    loaded_weight: torch.Tensor,
+    weight_name: str,
+    shard_id: str,
+    expert_id: int,
+    return_success: bool = False,
+) -> bool | None:
+    """A `weight_loader` for experts whose scale blocks cannot be split equally over the ranks: pads, then calls vLLM's.
+
+    Args:
+        loaded_weight: e4m3 weights or float32 scales of all channels of w1, w2 or w3.
+    Raises:
+        CheckpointError: see `padded_to_blocks`.
+    """
+    moe, dim = layer.moe_config, -1 if shard_id == "w2" else -2
+    what = f"{weight_name} ({shard_id} of expert {expert_id})"
+    padded = padded_to_blocks(what, param, loaded_weight, dim, moe.intermediate_size, moe.tp_size, moe.tp_rank)
+    return layer.weight_loader(param, padded, weight_name, shard_id, expert_id, return_success=return_success)
+
+
+load_experts.supports_moe_loading = True  # type: ignore[attr-defined]  # some of vLLM's models check for it
 
 
 def check_experts_not_moved(prefix: str, eplb_state: Any, slots: int) -> None:

@@ -13,8 +13,8 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import CheckpointError, InvalidInputError
+from fp8moe_plugin.layers import blocks
 from fp8moe_plugin.layers.loading import check_loaded
-from fp8moe_plugin.layers.vllm import blocks
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.reference import dequantize_blocks

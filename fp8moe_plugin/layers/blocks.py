@@ -1,0 +1,102 @@
+"""Loading of experts and MLPs whose channels do not divide into whole scale blocks: the last ranks are zero-padded.
+
+`shapes.local_intermediate` gives the number of channels on a rank. The engines' loaders split tensors into equal parts,
+so those here first pad the checkpoint's tensor to whole blocks for every rank.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div, is_down, is_gate_up, local_intermediate, padding_share
+from fp8moe_plugin.errors import CheckpointError
+
+logger = logging.getLogger("fp8moe")
+
+
+@functools.cache  # logs once for all layers
+def announce_padding(what: str, intermediate: int, ranks: int, whole_experts: str = "") -> None:
+    """Log what padding to whole scale blocks costs when `ranks` ranks share the channels of an expert or an MLP.
+
+    Args:
+        what: "expert" or "MLP".
+        whole_experts: the engine's option by which ranks do not share experts.
+    """
+    cost, whole = padding_share(intermediate, ranks), padding_share(intermediate, 1)
+    logger.warning(
+        "fp8moe pads the %d intermediate channels of an %s to whole scale blocks of %d (%d-way split): a rank holds %d "
+        "channels instead of %g, which takes %.1f%% more memory and compute.%s",
+        *(intermediate, what, GROUP, ranks, local_intermediate(intermediate, ranks), intermediate / ranks, 100 * cost),
+        f" With {whole_experts} it would be {whole:.1%}." if whole_experts and whole < cost else "",
+    )
+
+
+def whole_blocks(
+    prefix: str, layer: Any, rank: int, ranks: int, inputs: int, outputs: list[int], loader: MethodType
+) -> tuple[int, list[int], MethodType]:
+    """This rank's input channels, output channels and loader of a layer, with those of an MLP padded to whole blocks.
+
+    Called for gate_up_proj and down_proj of an MLP, recognized by name, which must agree on the channels between them.
+    If only one of the two is quantized, their channels differ and the first step fails with an error.
+
+    Args:
+        layer: a linear layer of an engine, whose `weight_loader_v2` splits tensors by `output_sizes`.
+        inputs, outputs, loader: those of the engine, returned unchanged unless padding is needed.
+    """
+    if is_gate_up(prefix) and outputs == outputs[:1] * 2 and outputs[0] % GROUP:
+        width = outputs[0] * ranks
+        part = local_intermediate(width, ranks)
+        announce_padding("MLP", width, ranks)
+        layer.output_sizes = [part * ranks] * 2  # the engine's loader divides these among the ranks
+        return inputs, [part] * 2, MethodType(_padding_loader(prefix, -2, width, rank, ranks), layer)
+    if is_down(prefix) and inputs % GROUP:
+        width = inputs * ranks
+        load = _padding_loader(prefix, -1, width, rank, ranks)
+        return local_intermediate(width, ranks), outputs, MethodType(load, layer)
+    return inputs, outputs, loader
+
+
+def _padding_loader(prefix: str, dim: int, width: int, rank: int, ranks: int) -> Callable[..., None]:
+    """A `weight_loader` for one half of an MLP of `width` channels: pads, then calls the engine's.
+
+    It raises `CheckpointError` where `padded_to_blocks` does.
+    """
+
+    def pad_and_load(
+        layer: Any, param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        padded = padded_to_blocks(prefix, param, loaded_weight, dim, width, ranks, rank)
+        layer.weight_loader_v2(param, padded, *args, **kwargs)
+
+    return pad_and_load
+
+
+def padded_to_blocks(
+    what: str, param: torch.Tensor, tensor: torch.Tensor, dim: int, intermediate: int, ranks: int, rank: int
+) -> torch.Tensor:
+    """A checkpoint's tensor, zero-padded so that equal parts for the ranks are whole scale blocks.
+
+    The parts of other ranks are zero in it, too, because reading them from the file would be wasted work.
+
+    Args:
+        what: the tensor's name, for the message.
+        param: the parameter it is loaded into: e4m3 weights or float32 scales.
+        dim: -1 or -2, the dimension of the intermediate channels.
+    Raises:
+        CheckpointError: the size along `dim` is not the one that config.json implies.
+    """
+    unit = GROUP if param.dtype == torch.float32 else 1  # channels per element
+    wanted = ceil_div(intermediate, unit)
+    if tensor.shape[dim] != wanted:
+        raise CheckpointError(
+            f"{what} has shape {list(tensor.shape)}, but dimension {dim} must be {wanted} for {intermediate} "
+            "intermediate channels. Check that config.json belongs to the weights."
+        )
+    part = local_intermediate(intermediate, ranks) // unit
+    start, end = (min(at * part, wanted) for at in (rank, rank + 1))
+    padding = (start, ranks * part - end)
+    return torch.nn.functional.pad(tensor.narrow(dim, start, end - start), (0, 0) * (-1 - dim) + padding)
