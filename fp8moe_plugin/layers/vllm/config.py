@@ -15,9 +15,9 @@ from vllm.platforms import current_platform
 from fp8moe_plugin.checkpoint.model import WEIGHT_BLOCK, check_quantization, unquantized_layers
 from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.checkpoint.untrusted import shell_word
-from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers import metrics
+from fp8moe_plugin.layers.machine import check_machine
 from fp8moe_plugin.layers.unquantized import is_quantized
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
@@ -25,8 +25,6 @@ from fp8moe_plugin.layers.vllm.loading import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.layers.vllm.traits import Traits
-from fp8moe_plugin.plan import HOPPER
-from fp8moe_plugin.settings import BATCH_INVARIANT, NAME, batch_invariant, settings
 
 logger = logging.getLogger("fp8moe")
 
@@ -58,7 +56,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
             UnsupportedError: the checkpoint or this machine is not supported.
         """
         check_quantization(config)
-        check_machine()
+        check_platform()
         names = unquantized_layers(config)
         return cls(names, ue8m0=config.get("scale_fmt") == "ue8m0")
 
@@ -69,7 +67,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         Raises:
             UnsupportedError: this machine is not supported.
         """
-        check_machine()
+        check_platform()
         return cls(None, ue8m0=False, online=True)
 
     def _watch_worker(self) -> None:
@@ -116,23 +114,8 @@ def warmup_command() -> str:
     return f"{WARMUP} --model {shell_word(engine.model_config.model)} {parallel}"
 
 
-def check_machine() -> None:
-    """Raise `UnsupportedError` unless this machine runs our kernels, or the reference is requested or runs on a CPU."""
-    backend = settings().backend
-    capability = current_platform.get_device_capability()
-    hopper = current_platform.is_cuda() and capability is not None and tuple(capability) == HOPPER
-    if batch_invariant() and (backend == "reference" or (backend == "auto" and current_platform.is_cpu())):
-        raise UnsupportedError(
-            f"{BATCH_INVARIANT}=1 is not supported on the plain-torch reference: in torch's matrix products, the order "
-            "of summation depends on the number of tokens. Unset it, or serve on a Hopper GPU with our kernels."
-        )
-    if hopper or backend == "reference" or (backend == "auto" and current_platform.is_cpu()):
-        return
-    found = f"compute capability {capability[0]}.{capability[1]}" if capability else f"a {current_platform.device_name}"
-    # The reference copies values to the host, which is impossible in a CUDA graph.
-    eager = "" if current_platform.is_cpu() else " with --enforce-eager"
-    raise UnsupportedError(
-        f"--quantization {NAME} (FP8MOE_BACKEND={backend}): the kernels need a Hopper GPU (compute capability 9.0), "
-        f"but this machine has {found}. Use --quantization fp8, or set FP8MOE_BACKEND=reference to try the model on "
-        f"the slow plain-torch reference{eager}."
-    )
+def check_platform() -> None:
+    """Raise `UnsupportedError` if this machine is not supported; see `check_machine`."""
+    platform = current_platform
+    device = "cuda" if platform.is_cuda() else "cpu" if platform.is_cpu() else platform.device_name
+    check_machine(device, platform.get_device_capability(), "--enforce-eager")

@@ -29,7 +29,7 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_current_device() -> bool:
-        return True  # `config.check_machine` has already refused unsupported devices
+        return True  # `layers.machine.check_machine` has already refused unsupported devices
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
@@ -51,7 +51,7 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_batch_invariance() -> bool:
-        return True  # `plan` sees to it for the kernels; `config.check_machine` has refused the reference
+        return True  # `plan` sees to it for the kernels; `layers.machine.check_machine` has refused the reference
 
     def workspace_shapes(
         self,

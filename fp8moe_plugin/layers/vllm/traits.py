@@ -18,5 +18,5 @@ class Traits:
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """No minimum here: `config.check_machine` explains why it refuses a GPU, and honours FP8MOE_BACKEND."""
+        """No minimum here: `layers.machine.check_machine` explains why it refuses a GPU, and honours FP8MOE_BACKEND."""
         return 0

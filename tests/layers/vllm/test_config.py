@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 import fp8moe_plugin
 from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.layers import machine as machine_check
 from fp8moe_plugin.layers.vllm import config as seam
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.entry import Entry
@@ -117,7 +118,7 @@ class Machine:
 )
 def test_another_machine_is_refused(monkeypatch, machine, backend, found, eager):
     monkeypatch.setattr(seam, "current_platform", machine)
-    monkeypatch.setattr(seam, "settings", lambda: Settings(backend=backend))
+    monkeypatch.setattr(machine_check, "settings", lambda: Settings(backend=backend))
     with pytest.raises(
         UnsupportedError, match=rf"need a Hopper GPU.*has {found}.*FP8MOE_BACKEND=reference .*reference{eager}\.$"
     ):
@@ -137,7 +138,7 @@ def test_another_machine_is_refused(monkeypatch, machine, backend, found, eager)
 )
 def test_a_hopper_gpu_or_the_reference_serves(monkeypatch, machine, backend):
     monkeypatch.setattr(seam, "current_platform", machine)
-    monkeypatch.setattr(seam, "settings", lambda: Settings(backend=backend))
+    monkeypatch.setattr(machine_check, "settings", lambda: Settings(backend=backend))
     assert Entry.from_config(CHECKPOINT).get_name() == "fp8moe"
 
 
@@ -152,7 +153,7 @@ def test_a_hopper_gpu_or_the_reference_serves(monkeypatch, machine, backend):
 )
 def test_the_reference_is_refused_where_results_must_not_depend_on_the_batch(monkeypatch, machine, backend):
     monkeypatch.setattr(seam, "current_platform", machine)
-    monkeypatch.setattr(seam, "settings", lambda: Settings(backend=backend))
+    monkeypatch.setattr(machine_check, "settings", lambda: Settings(backend=backend))
     with (
         invariance(True),
         pytest.raises(
