@@ -12,8 +12,16 @@ from typing import Any
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div, is_down, is_gate_up, local_intermediate, padding_share
-from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.checkpoint.shapes import (
+    GROUP,
+    ceil_div,
+    dense_refusal,
+    is_down,
+    is_gate_up,
+    local_intermediate,
+    padding_share,
+)
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 
 logger = logging.getLogger("fp8moe")
 
@@ -73,6 +81,21 @@ def _padding_loader(prefix: str, dim: int, width: int, rank: int, ranks: int) ->
         layer.weight_loader_v2(param, padded, *args, **kwargs)
 
     return pad_and_load
+
+
+def check_shape(prefix: str, inputs: int, outputs: list[int], split: bool, ranks_option: str) -> None:
+    """Raise `UnsupportedError` if a rank's part of a dense layer is not supported.
+
+    Args:
+        inputs, outputs, split: as for `dense_refusal`.
+        ranks_option: the engine's option for the number of ranks.
+    """
+    refusal = dense_refusal(inputs, outputs, split)
+    if refusal:
+        raise UnsupportedError(
+            f"{prefix} {refusal}. Use a smaller {ranks_option}, or a block-FP8 checkpoint that keeps the layer "
+            "in BF16 and lists it in modules_to_not_convert."
+        )
 
 
 def padded_to_blocks(

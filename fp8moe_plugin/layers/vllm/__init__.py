@@ -1,8 +1,8 @@
 """The integration with vLLM: `--quantization fp8moe`."""
 
-import importlib.util
 import logging
 
+from fp8moe_plugin.layers.registration import register_safely
 from fp8moe_plugin.settings import NAME
 
 logger = logging.getLogger("fp8moe")
@@ -12,15 +12,9 @@ def register_quantization() -> None:
     """Register `--quantization fp8moe` with vLLM, if vLLM is installed.
 
     Called in every vLLM process, possibly more than once. It imports only modules that vLLM has already imported and
-    touches no GPU. It never raises, because a broken plugin must not take down an engine that does not use it.
+    touches no GPU. It never raises.
     """
-    try:
-        if importlib.util.find_spec("vllm") is None:
-            logger.info("vLLM is not installed, so --quantization %s is not registered", NAME)
-        else:
-            _register()
-    except Exception:
-        logger.exception("--quantization %s is not available, because registering it with vLLM failed", NAME)
+    register_safely("vLLM", "vllm", _register)
 
 
 def _register() -> None:

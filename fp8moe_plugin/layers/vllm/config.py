@@ -18,13 +18,13 @@ from fp8moe_plugin.checkpoint.untrusted import shell_word
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.machine import check_machine
+from fp8moe_plugin.layers.traits import Traits
 from fp8moe_plugin.layers.unquantized import is_quantized
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.loading import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
-from fp8moe_plugin.layers.vllm.traits import Traits
 
 logger = logging.getLogger("fp8moe")
 

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from fp8moe_plugin.layers.vllm.traits import Traits
-from fp8moe_plugin.settings import NAME
+from fp8moe_plugin.layers.traits import Traits
 
 
 class Entry(Traits, QuantizationConfig):
@@ -19,21 +18,10 @@ class Entry(Traits, QuantizationConfig):
         return Fp8MoeConfig.for_unquantized()
 
     @classmethod
-    def override_quantization_method(
-        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: object = None
-    ) -> str | None:
-        """Claim a checkpoint only if the user asked for this method; `from_config` decides whether it can be served."""
-        return NAME if user_quant == NAME else None
-
-    @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
         from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 
         return Fp8MoeConfig.from_config(config)
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> None:
         raise NotImplementedError("Entry is never instantiated; Fp8MoeConfig chooses the methods of the layers.")

@@ -11,10 +11,9 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 )
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, dense_refusal
-from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.layers import metrics
-from fp8moe_plugin.layers.blocks import whole_blocks
+from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
@@ -46,7 +45,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         split = output_size != sum(output_partition_sizes)
         own = input_size_per_partition, output_partition_sizes, extra_weight_attrs["weight_loader"]
         inputs, outputs, loader = whole_blocks(self.prefix, layer, layer.tp_rank, layer.tp_size, *own)
-        check_shape(self.prefix, inputs, outputs, split)
+        check_shape(self.prefix, inputs, outputs, split, "--tensor-parallel-size")
         block = [GROUP, GROUP]
         layer.logical_widths = outputs
         layer.input_size_per_partition = inputs
@@ -78,13 +77,3 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch_ops.linear(x, layer.weight, layer.weight_scale_inv, bias, self.ue8m0)
-
-
-def check_shape(prefix: str, inputs: int, outputs: list[int], split: bool) -> None:
-    """Raise `UnsupportedError` if a rank's part of a layer is not supported; arguments as for `dense_refusal`."""
-    refusal = dense_refusal(inputs, outputs, split)
-    if refusal:
-        raise UnsupportedError(
-            f"{prefix} {refusal}. Use a smaller --tensor-parallel-size, or a block-FP8 checkpoint that keeps the layer "
-            "in BF16 and lists it in modules_to_not_convert."
-        )

@@ -19,11 +19,11 @@ import fp8moe_plugin
 from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers import machine as machine_check
+from fp8moe_plugin.layers.blocks import check_shape
 from fp8moe_plugin.layers.vllm import config as seam
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.entry import Entry
 from fp8moe_plugin.layers.vllm.experts import Fp8MoeExperts, experts_class
-from fp8moe_plugin.layers.vllm.linear import check_shape
 from fp8moe_plugin.layers.vllm.moe import check_layer
 from fp8moe_plugin.settings import Settings
 
@@ -238,11 +238,11 @@ def test_other_layers_are_refused(layer, message):
 )
 def test_dense_layers_that_end_within_a_scale_block_are_refused(inputs, outputs, split, message):
     with pytest.raises(UnsupportedError, match=message):
-        check_shape("L", inputs, outputs, split)
+        check_shape("L", inputs, outputs, split, "--tensor-parallel-size")
 
 
 def test_only_the_last_projection_may_end_within_a_scale_block():
-    check_shape("L", 256, [256, 192], split=False)
+    check_shape("L", 256, [256, 192], False, "--tensor-parallel-size")
 
 
 def test_registering_twice_is_registering_once():
