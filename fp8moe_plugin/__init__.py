@@ -1,4 +1,4 @@
-"""Block-FP8 mixture-of-experts layers for vLLM on Hopper GPUs."""
+"""Block-FP8 mixture-of-experts layers for vLLM and SGLang on Hopper GPUs."""
 
 __version__ = "0.1.0"
 
@@ -9,5 +9,12 @@ def register() -> None:
     Runs in every vLLM process, possibly more than once. It touches no GPU and imports no kernels.
     """
     from fp8moe_plugin.layers.vllm import register_quantization
+
+    register_quantization()
+
+
+def register_sglang() -> None:
+    """The same with SGLang, which calls this as an entry point of `sglang.srt.plugins`."""
+    from fp8moe_plugin.layers.sglang import register_quantization
 
     register_quantization()

@@ -1,0 +1,42 @@
+"""Differences between SGLang 0.5.17 and 0.5.23, and changes of SGLang's internals.
+
+No other module of this package depends on an SGLang version.
+"""
+
+import functools
+from typing import Any
+
+from sglang.srt.distributed import utils
+from sglang.srt.model_executor import model_runner
+
+from fp8moe_plugin.settings import NAME
+
+CHECK = "check_quantized_moe_compatibility"  # in SGLang's `model_runner`
+
+
+def rank_of(layer: Any) -> tuple[int, int]:
+    """This rank among those that share a linear layer, and their number.
+
+    Since SGLang 0.5.22, layers have a group instead.
+    """
+    if hasattr(utils, "get_group_rank_size"):
+        rank, ranks = utils.get_group_rank_size(layer.tp_group)
+        return rank, ranks
+    return getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)  # a replicated layer has neither
+
+
+def allow_uneven_shares() -> None:
+    """Let ranks share experts whose scale blocks they cannot share equally, which SGLang refuses for all models.
+
+    Other methods are refused as before. Called for each model that is served with ours.
+    """
+    check = getattr(model_runner, CHECK)
+    if hasattr(check, "__wrapped__"):
+        return
+
+    @functools.wraps(check)
+    def check_others(*, model_config: Any, **sizes: Any) -> None:
+        if model_config.quantization != NAME:
+            check(model_config=model_config, **sizes)
+
+    setattr(model_runner, CHECK, check_others)

@@ -1,0 +1,109 @@
+"""`Fp8MoeConfig`: which checkpoints, machines and options are supported, and which method each layer gets."""
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe import get_moe_a2a_backend, get_moe_runner_backend
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.quantization.utils import is_layer_skipped
+from sglang.srt.runtime_context import get_server_args
+from sglang.srt.utils import is_cpu, is_cuda
+
+from fp8moe_plugin.checkpoint.model import check_quantization, unquantized_layers
+from fp8moe_plugin.checkpoint.shapes import Parallel
+from fp8moe_plugin.checkpoint.untrusted import shell_word
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.jit.lookup import WARMUP
+from fp8moe_plugin.layers.machine import check_machine
+from fp8moe_plugin.layers.sglang import compat
+from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
+from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
+from fp8moe_plugin.layers.traits import Traits
+from fp8moe_plugin.settings import BATCH_INVARIANT, NAME, batch_invariant
+
+
+class Fp8MoeConfig(Traits, Fp8Config):
+    """The quantization config of a checkpoint in block FP8.
+
+    It is an `Fp8Config`, because SGLang checks for that class in several places.
+    """
+
+    ue8m0: bool
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "Fp8MoeConfig":
+        """Create the config from the `quantization_config` of a checkpoint's config.json.
+
+        Raises:
+            UnsupportedError: the checkpoint, this machine or an option of the command line is not supported.
+        """
+        check_quantization(config)
+        unquantized_layers(config)  # raises unless it is a list of names
+        check_platform()
+        check_options()
+        compat.allow_uneven_shares()
+        made: Fp8MoeConfig = super().from_config(config)
+        made.ue8m0 = config.get("scale_fmt") == "ue8m0"
+        return made
+
+    @classmethod
+    def for_unquantized(cls) -> "Fp8MoeConfig":
+        """Raise `UnsupportedError`: unquantized checkpoints have to be converted first."""
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint is not quantized, and under SGLang the plugin does not quantize it "
+            f"while it is loaded. Convert it: {WARMUP} convert --model {shell_word(get_server_args().model_path)} "
+            "--out FOLDER."
+        )
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """The method of a layer. SGLang also asks for layers that it does not keep, to learn what they would get."""
+        if not isinstance(layer, LinearBase | FusedMoE) or self._is_skipped(prefix):
+            return super().get_quant_method(layer, prefix)
+        method = Fp8MoeLinearMethod if isinstance(layer, LinearBase) else Fp8MoeMethod
+        return method(self, prefix, warmup_command())
+
+    def _is_skipped(self, prefix: str) -> bool:
+        """Whether the checkpoint keeps this layer unquantized."""
+        return is_layer_skipped(prefix, self.ignored_layers, fused_mapping=self.packed_modules_mapping)
+
+
+def warmup_command() -> str:
+    """The command that precompiles every kernel needed by the model that SGLang is building."""
+    args = get_server_args()
+    dp = args.dp_size if args.enable_dp_attention else 1  # otherwise data parallel replicas are engines of their own
+    parallel = Parallel(args.tp_size // dp, dp, args.ep_size > 1)
+    return f"{WARMUP} --model {shell_word(args.model_path)} {parallel}"
+
+
+def check_platform() -> None:
+    """Raise `UnsupportedError` if this machine is not supported; see `check_machine`."""
+    capability = torch.cuda.get_device_capability() if is_cuda() else None
+    device = "cuda" if is_cuda() else "cpu" if is_cpu() else get_server_args().device
+    check_machine(device, capability, "--disable-cuda-graph")
+
+
+def check_options() -> None:
+    """Raise `UnsupportedError` for options of the command line that the plugin's layers do not support."""
+    args = get_server_args()
+    if args.enable_lora or args.lora_paths:
+        raise UnsupportedError(
+            f"LoRA is not supported by --quantization {NAME}. Remove --enable-lora and --lora-paths, or use "
+            "--quantization fp8."
+        )
+    if not get_moe_runner_backend().is_auto():
+        raise UnsupportedError(
+            f"--moe-runner-backend {args.moe_runner_backend} cannot be combined with --quantization {NAME}, which has "
+            "a backend of its own. Remove one of the two options."
+        )
+    if not get_moe_a2a_backend().is_none():
+        raise UnsupportedError(
+            f"--moe-a2a-backend {args.moe_a2a_backend} is not supported by --quantization {NAME}. Remove it, or use "
+            "--quantization fp8."
+        )
+    if args.enable_deterministic_inference and not batch_invariant():
+        raise UnsupportedError(
+            f"--enable-deterministic-inference: the kernels of --quantization {NAME} compute a token without regard to "
+            f"the others only with {BATCH_INVARIANT}=1 in the environment. Set it."
+        )

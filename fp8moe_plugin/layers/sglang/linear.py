@@ -1,0 +1,112 @@
+"""Dense block-FP8 layers of an SGLang model, computed by our GEMM."""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
+from sglang.srt.layers.parameter import BlockQuantScaleParameter, ModelWeightParameter
+from sglang.srt.layers.quantization.base_config import LinearMethodBase
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.layers import metrics
+from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
+from fp8moe_plugin.layers.kernels import prepare_kernels
+from fp8moe_plugin.layers.loading import check_loaded, check_tensor, shape_errors
+from fp8moe_plugin.layers.sglang import compat
+from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.ops.checks import FP8, poison
+from fp8moe_plugin.plan import linear_kernels
+
+
+class Fp8MoeLinearMethod(LinearMethodBase):
+    """Keeps the checkpoint's layout: `weight` e4m3 `[N, K]`, and `weight_scale_inv` float32, one scale per block."""
+
+    def __init__(self, quant_config: Any, prefix: str, warmup: str) -> None:
+        self.quant_config = quant_config  # SGLang reads its block size, for MLA and shared experts
+        self.prefix = prefix
+        self.warmup = warmup
+
+    # SGLang passes keyword arguments.
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        weight_loader: MethodType,
+        **_: Any,
+    ) -> None:
+        split = output_size != sum(output_partition_sizes)
+        widths = list(getattr(layer, "output_sizes", [output_size]))
+        rank, ranks = compat.rank_of(layer)
+        inputs, outputs, loader = whole_blocks(
+            self.prefix, layer, rank, ranks, input_size_per_partition, output_partition_sizes, weight_loader
+        )
+        check_shape(self.prefix, inputs, outputs, split, "--tp-size")
+        layer.input_size_per_partition = inputs
+        layer.output_size_per_partition = sum(outputs)
+        sizes = sum(outputs), inputs
+        load = MethodType(_loader(self.prefix, input_size, widths, loader), layer)
+        how = {"input_dim": 1, "output_dim": 0, "weight_loader": load}
+        weight = torch.empty(sizes, dtype=FP8)
+        scale = torch.empty([ceil_div(size, GROUP) for size in sizes], dtype=torch.float32)
+        layer.register_parameter("weight", ModelWeightParameter(data=poison(weight), **how))
+        layer.register_parameter("weight_scale_inv", BlockQuantScaleParameter(data=poison(scale), **how))
+        layer.weight_scale_inv.format_ue8m0 = False  # SGLang asks whether the scales are packed exponents
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check the parameters and load the kernels, at startup and after each update of the weights.
+
+        Raises:
+            CheckpointError: a tensor is missing or holds NaN.
+        """
+        for name in ("weight", "weight_scale_inv"):
+            check_loaded(self.prefix, name, getattr(layer, name))
+        metrics.update(prepare_kernels(linear_kernels(self.quant_config.ue8m0), layer.weight, self.warmup))
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch_ops.linear(x, layer.weight, layer.weight_scale_inv, bias, self.quant_config.ue8m0)
+
+
+WEIGHT_LOADER_V2_SUPPORTED.append(Fp8MoeLinearMethod.__name__)
+
+
+def _loader(prefix: str, inputs: int, widths: list[int], load: MethodType) -> Callable[..., None]:
+    """A loader that checks the tensor, then calls SGLang's, which pads tensors that are too small.
+
+    It raises `CheckpointError` for a tensor of another dtype or shape, and for scales that are not valid.
+
+    Args:
+        inputs: input channels on all ranks.
+        widths: output channels of each fused projection on all ranks.
+    """
+
+    def check_and_load(
+        layer: Any, param: torch.nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: Any = None
+    ) -> None:
+        what = f"{prefix}.{'weight' if param.dtype == FP8 else 'weight_scale_inv'}"
+        shard = () if loaded_shard_id is None else (loaded_shard_id,)
+        what += "".join(f" ({name})" for name in shard)
+        check_tensor(what, param, loaded_weight)
+        # Keys and values, named "k" and "v", are as many as there are heads of them, which ranks may hold repeatedly.
+        rows = sum(widths) if not shard else widths[loaded_shard_id] if isinstance(loaded_shard_id, int) else None
+        _check_shape(what, param, loaded_weight, rows, inputs)
+        with shape_errors(prefix, loaded_weight):
+            load(param, loaded_weight, *shard)
+
+    return check_and_load
+
+
+def _check_shape(what: str, param: torch.Tensor, tensor: torch.Tensor, rows: int | None, inputs: int) -> None:
+    unit = 1 if param.dtype == FP8 else GROUP  # channels per element, in both dimensions
+    wanted = [tensor.shape[0] if rows is None else ceil_div(rows, unit), ceil_div(inputs, unit)]
+    if list(tensor.shape) != wanted:
+        raise CheckpointError(
+            f"{what} has shape {list(tensor.shape)}, but must have {wanted} for {inputs} input channels. Check that "
+            "config.json belongs to the weights."
+        )

@@ -1,0 +1,153 @@
+"""Mixture-of-experts layers of an SGLang model: creating and loading their parameters, and calling the op."""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoeWeightScaleSupported
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
+from sglang.srt.utils import is_cuda, set_weight_attrs
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, experts_refusal, local_intermediate, too_many_experts
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
+from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels
+from fp8moe_plugin.layers.loading import check_expert_shape, check_loaded, check_tensor, shape_errors
+from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.ops.checks import FP8, poison
+from fp8moe_plugin.plan import moe_kernels
+
+PARAMETERS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
+
+
+class Fp8MoeMethod(FusedMoEMethodBase):
+    """Keeps the checkpoint's layout: contiguous parameters with one expert per index of dim 0, as EPLB needs them."""
+
+    runner = None  # no runner of SGLang's: it then passes top-k ids that are local to the rank, -1 for other experts
+
+    def __init__(self, quant_config: Any, prefix: str, warmup: str) -> None:
+        self.quant_config = quant_config
+        self.prefix = prefix
+        self.warmup = warmup
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        weight_loader: MethodType,
+        with_bias: bool = False,
+        **_: Any,
+    ) -> None:
+        ranks = layer.moe_tp_size
+        intermediate = intermediate_size_per_partition * ranks
+        check_experts(self.prefix, num_experts, hidden_size, intermediate, ranks)
+        if with_bias or weight_loader != layer.weight_loader:
+            raise UnsupportedError(
+                f"{self.prefix}: the model's experts have a bias or are stored in one tensor for all, but the kernels "
+                "need one for each projection of each expert, without bias. Use --quantization fp8."
+            )
+        local = local_intermediate(intermediate, ranks)
+        if local * ranks != intermediate:
+            announce_padding("expert", intermediate, ranks, "--ep-size")
+        load = MethodType(_loader(self.prefix, hidden_size, intermediate), layer)
+        for name, n, k in (("w13", 2 * local, hidden_size), ("w2", hidden_size, local)):
+            weight = torch.empty(num_experts, n, k, dtype=FP8)
+            scale = torch.empty(num_experts, n // GROUP, k // GROUP, dtype=torch.float32)
+            for suffix, data in (("weight", weight), ("weight_scale_inv", scale)):
+                layer.register_parameter(f"{name}_{suffix}", torch.nn.Parameter(poison(data), requires_grad=False))
+                set_weight_attrs(getattr(layer, f"{name}_{suffix}"), {"weight_loader": load})
+            scale_parameter = getattr(layer, f"{name}_weight_scale_inv")
+            set_weight_attrs(scale_parameter, {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value})
+
+    def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
+        check_computation(self.prefix, moe_runner_config)
+        moe_runner_config.inplace = False  # `apply` leaves its input alone, which the model may use afterwards
+        self.config = moe_runner_config
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check the parameters and load the kernels, at startup and after each update of the weights.
+
+        Raises:
+            CheckpointError: a tensor is missing or holds NaN.
+        """
+        for name in PARAMETERS:
+            check_loaded(self.prefix, name, getattr(layer, name))
+        kernels = prepare_kernels(moe_kernels(self.quant_config.ue8m0, False), layer.w2_weight, self.warmup)
+        announce_layer(self.prefix, layer.w2_weight, "contiguous", kernels)
+
+    def apply(self, layer: Any, dispatch_output: Any) -> StandardCombineInput:
+        """The experts of this rank on bfloat16 `[T, H]`; T may be 0."""
+        x = dispatch_output.hidden_states
+        topk_weights, topk_ids, _ = dispatch_output.topk_output
+        factor = self.owed_factor(layer)
+        if factor != 1:
+            topk_weights = topk_weights * factor
+        out = torch.empty_like(x)
+        weights = [getattr(layer, name) for name in PARAMETERS]
+        torch_ops.fused_moe(x, *weights, topk_weights, topk_ids, None, self.quant_config.ue8m0, out)
+        return StandardCombineInput(hidden_states=out)
+
+    def owed_factor(self, layer: Any) -> float:
+        """What the experts multiply their result by: on a GPU `routed_scaling_factor`, unless the top-k has done so.
+
+        On a CPU SGLang's models do it themselves.
+        """
+        factor = self.config.routed_scaling_factor
+        if factor is None or not is_cuda() or layer.should_fuse_routed_scaling_factor_in_topk:
+            return 1
+        return float(factor)
+
+
+def _loader(prefix: str, hidden: int, intermediate: int) -> Callable[..., None]:
+    """A loader for w1, w2 and w3 of an expert: checks the tensor, pads it to whole blocks, then calls SGLang's.
+
+    It raises `CheckpointError` for a tensor of another dtype or shape, and for scales that are not valid.
+    """
+
+    def check_and_load(
+        layer: Any,
+        param: torch.nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+    ) -> None:
+        what = f"{weight_name} ({shard_id} of expert {expert_id})"
+        check_tensor(what, param, loaded_weight)
+        check_expert_shape(what, param, loaded_weight, shard_id, hidden, intermediate)
+        rank, ranks = layer.moe_tp_rank, layer.moe_tp_size
+        if local_intermediate(intermediate, ranks) * ranks != intermediate:
+            dim = -1 if shard_id == "w2" else -2
+            loaded_weight = padded_to_blocks(what, param, loaded_weight, dim, intermediate, ranks, rank)
+        with shape_errors(prefix, loaded_weight):
+            layer.weight_loader(param, loaded_weight, weight_name, shard_id, expert_id)
+
+    return check_and_load
+
+
+def check_experts(prefix: str, experts: int, hidden: int, intermediate: int, ranks: int) -> None:
+    """Raise `UnsupportedError` for experts of a size or number that the kernels do not support on one rank."""
+    if refusal := experts_refusal(hidden, intermediate, ranks):
+        raise UnsupportedError(f"{prefix}: {refusal}. Use --quantization fp8.")
+    if refusal := too_many_experts(experts):
+        raise UnsupportedError(f"{prefix}: {refusal}. Use more GPUs and --ep-size.")
+
+
+def check_computation(prefix: str, config: Any) -> None:
+    """Raise `UnsupportedError` unless a `MoeRunnerConfig` asks for `silu(gate) * up` and the weighted sum."""
+    clamps = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit")
+    if config.activation != "silu" or not config.is_gated or any(getattr(config, c, None) is not None for c in clamps):
+        raise UnsupportedError(
+            f"{prefix}: the model's experts have another activation than SiLU ({config.activation}), or a modified or "
+            "clamped SwiGLU, but the kernels only support silu(gate) * up. Use --quantization fp8."
+        )
+    if config.apply_router_weight_on_input or config.no_combine:
+        raise UnsupportedError(
+            f"{prefix}: the model weights the tokens before its experts, or adds up their results itself, which the "
+            "kernels do not support. Use --quantization fp8."
+        )

@@ -1,0 +1,139 @@
+"""The tiny checkpoints, and the engines of SGLang that the tests ask, on a CPU.
+
+SGLang's whole engine runs there, with stubs in the place of two packages that have no build for it (`stubs`). One
+process imports SGLang and forks once for each engine.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from benchmarks.checkpoints.synthetic import write_checkpoint
+from tests.engine.conftest import SHAPES
+from tests.engine.generate import BEGINS
+from tests.shared import built_once
+
+ROOT = Path(__file__).parents[3]
+STUBS = Path(__file__).parent / "stubs"
+FAMILIES = ("qwen3_moe", "deepseek_v3", "deepseek_v3_odd", "deepseek_v3_ue8m0")
+YARN = {  # SGLang's model of DeepSeek-V3 needs one
+    "rope_scaling": {
+        **{"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+        **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    }
+}
+OURS = {"quantization": "fp8moe"}
+TP2 = OURS | {"tp_size": 2}
+WITHOUT_THE_PLUGIN = {"SGLANG_PLUGINS": "sglang_on_cpu"}
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # one core for each of two ranks
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles parts of the router, which takes longer than all else
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, STUBS))),
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What `generate` starts, lets answer, updates from other checkpoints, and lets answer after each."""
+
+    checkpoint: str
+    arguments: dict[str, Any]
+    updates: tuple[str, ...] = ()
+    swapped: bool = False  # every expert takes its gate for its up projection
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class Served(NamedTuple):
+    """What an engine did."""
+
+    answers: list[dict[str, Any]]
+    log: str
+    status: int  # of its process
+
+
+ENGINES = {
+    "qwen3_moe": Engine("qwen3_moe-fp8", OURS, ("qwen3_moe-other", "qwen3_moe-fp8")),
+    "qwen3_moe tp2": Engine("qwen3_moe-fp8", TP2),
+    "qwen3_moe ep2": Engine("qwen3_moe-fp8", TP2 | {"ep_size": 2}),
+    "qwen3_moe swapped": Engine("qwen3_moe-fp8", OURS, swapped=True),
+    "qwen3_moe unquantized": Engine("qwen3_moe-bf16", {}),
+    "deepseek_v3": Engine("deepseek_v3-fp8", OURS),
+    "deepseek_v3_ue8m0": Engine("deepseek_v3_ue8m0-fp8", OURS),
+    "deepseek_v3_odd tp2": Engine("deepseek_v3_odd-fp8", TP2),
+    **{f"{family} twin": Engine(f"{family}-bf16", {}, environment=WITHOUT_THE_PLUGIN) for family in FAMILIES},
+    "without a scale": Engine("qwen3_moe-without-a-scale", OURS),
+    "other dtype": Engine("qwen3_moe-fp8", OURS, ("qwen3_moe-bf16",)),
+    "unquantized checkpoint": Engine("qwen3_moe-bf16", OURS),
+    "lora": Engine("qwen3_moe-fp8", OURS | {"enable_lora": True, "lora_paths": ["adapter"]}),
+    "runner backend": Engine("qwen3_moe-fp8", OURS | {"moe_runner_backend": "triton"}),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents and importlib.util.find_spec("sglang") is None:
+            item.add_marker(pytest.mark.skip(reason="needs SGLang (make sglang)"))
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `<family>-fp8` and its unquantized twin `<family>-bf16`; `qwen3_moe-other`, with other weights, and
+    `qwen3_moe-without-a-scale` of an expert."""
+    return built_once(tmp_path_factory, "sglang_engines", write_checkpoints)
+
+
+def write_checkpoints(folder: Path) -> None:
+    for family in FAMILIES:
+        shape = replace(SHAPES[family], mtp_layers=0)
+        for kind in ("fp8", "bf16"):
+            write_checkpoint(folder / f"{family}-{kind}", shape, fp8=kind == "fp8")
+            if shape.family == "deepseek_v3":
+                config = folder / f"{family}-{kind}" / "config.json"
+                config.write_text(json.dumps(json.loads(config.read_text()) | YARN))
+    write_checkpoint(folder / "qwen3_moe-other", SHAPES["qwen3_moe"], seed=1)
+    lacking = folder / "qwen3_moe-without-a-scale"
+    shutil.copytree(folder / "qwen3_moe-fp8", lacking)
+    (shard,) = lacking.glob("*.safetensors")
+    tensors = load_file(shard)
+    del tensors["model.layers.0.mlp.experts.3.down_proj.weight_scale_inv"]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    index = {"weight_map": dict.fromkeys(tensors, shard.name)}
+    (lacking / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.fixture(scope="session")
+def engines(checkpoints: Path) -> Callable[[str], Served]:
+    """What the engine of a name did; the first test that asks runs all of them."""
+
+    @functools.cache
+    def process() -> subprocess.CompletedProcess[str]:
+        engines = json.dumps({name: asdict(engine) for name, engine in ENGINES.items()})
+        command = [sys.executable, "-m", "tests.engine.sglang.generate", str(checkpoints), engines]
+        return subprocess.run(
+            command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900
+        )
+
+    @functools.cache
+    def engine(name: str) -> Served:
+        done = process()
+        said = [line for line in map(json.loads, done.stdout.splitlines()) if line["engine"] == name]
+        assert said, done.stderr[-4000:]
+        _, _, log = done.stderr.partition(f"\n{BEGINS}{name}\n")
+        log, _, _ = log.partition(f"\n{BEGINS}")
+        return Served([line["answer"] for line in said if "answer" in line], log, said[-1]["status"])
+
+    return engine

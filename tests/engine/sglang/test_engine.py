@@ -1,0 +1,80 @@
+from importlib.metadata import entry_points
+
+import pytest
+
+from benchmarks.engine.small_engines import LARGEST_DIFFERENCE, compare
+
+pytestmark = pytest.mark.seam
+
+SERVES = "fp8moe serves the experts: backend reference"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_moe",
+        "qwen3_moe tp2",
+        "qwen3_moe ep2",
+        "deepseek_v3",
+        "deepseek_v3_ue8m0",
+        "deepseek_v3_odd tp2",
+    ],
+)
+def test_the_engine_says_what_its_unquantized_twin_says(engines, name):
+    ours, twin = engines(name), engines(f"{name.partition(' ')[0]} twin")
+    assert SERVES in ours.log, ours.log[-4000:]
+    assert SERVES not in twin.log
+    difference, clear, same = compare(ours.answers[0], twin.answers[0])
+    assert difference < LARGEST_DIFFERENCE
+    assert clear > 0.5
+    assert same > 0.95
+
+
+def test_ranks_that_cannot_share_blocks_equally_say_what_it_costs(engines):
+    log = engines("deepseek_v3_odd tp2").log
+    for cost in ("holds 256 channels instead of 192, which takes 33.3%", "holds 384 channels instead of 288"):
+        assert cost in log
+    assert "With --ep-size it would be 0.0%." in log
+
+
+def test_experts_with_gate_and_up_swapped_do_not_pass_for_the_twin(engines):
+    difference, *_ = compare(engines("qwen3_moe swapped").answers[0], engines("qwen3_moe twin").answers[0])
+    assert difference > 2 * LARGEST_DIFFERENCE
+
+
+def test_an_installed_plugin_changes_nothing_for_other_models(engines):
+    assert entry_points(group="sglang.srt.plugins", name="fp8moe")  # each SGLang loads it, but one with SGLANG_PLUGINS
+    with_plugin, without = engines("qwen3_moe unquantized"), engines("qwen3_moe twin")
+    assert SERVES not in with_plugin.log
+    assert with_plugin.answers == without.answers
+
+
+def test_an_engine_serves_the_weights_that_it_was_updated_with(engines):
+    first, other, again = engines("qwen3_moe").answers
+    difference, *_ = compare(other, first)
+    assert difference > 2 * LARGEST_DIFFERENCE
+    assert again == first
+
+
+def test_an_engine_does_not_serve_weights_of_another_dtype(engines):
+    """SGLang itself would cast them."""
+    served = engines("other dtype")
+    assert len(served.answers) == 1
+    assert served.status != 0
+    assert "has dtype torch.bfloat16, but a block-FP8 checkpoint has torch.float8_e4m3fn" in served.log
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("without a scale", "w2_weight_scale_inv of local expert 3: a tensor is missing"),
+        ("unquantized checkpoint", "Convert it: python -m warmup convert --model "),
+        ("lora", "LoRA is not supported by --quantization fp8moe"),
+        ("runner backend", "--moe-runner-backend triton cannot be combined with --quantization fp8moe"),
+    ],
+)
+def test_an_engine_does_not_start(engines, name, message):
+    refused = engines(name)
+    assert not refused.answers
+    assert refused.status != 0
+    assert message in refused.log

@@ -1,0 +1,11 @@
+"""SGLang without an engine, on a CPU; with stubs for what has no build for it (tests/engine/sglang)."""
+
+import importlib.util
+import os
+import sys
+
+from tests.engine.sglang.conftest import STUBS
+
+if importlib.util.find_spec("sglang"):  # before anything imports it
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    sys.path.insert(0, str(STUBS))

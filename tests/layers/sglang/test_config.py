@@ -1,0 +1,222 @@
+"""What SGLang finds under the name `fp8moe`, which checkpoints it takes, and which options it refuses."""
+
+import os
+import shlex
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
+
+from sglang.srt.layers import quantization
+from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.model_executor import model_runner
+from sglang.srt.server_args import QUANTIZATION_CHOICES
+
+import fp8moe_plugin
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.layers.sglang import config as seam
+from fp8moe_plugin.layers.sglang.config import Fp8MoeConfig
+from fp8moe_plugin.layers.sglang.entry import Entry
+from fp8moe_plugin.layers.sglang.moe import check_computation, check_experts
+from warmup.options import parse
+
+pytestmark = pytest.mark.seam
+
+CHECKPOINT = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command line; tests change it."""
+    args = SimpleNamespace(
+        model_path="a model",
+        device="cpu",
+        tp_size=1,
+        dp_size=1,
+        ep_size=1,
+        enable_dp_attention=False,
+        enable_lora=None,
+        lora_paths=None,
+        moe_runner_backend="auto",
+        moe_a2a_backend="none",
+        enable_deterministic_inference=False,
+    )
+    monkeypatch.setattr(seam, "get_server_args", lambda: args)
+    monkeypatch.setattr(seam, "get_moe_runner_backend", lambda: MoeRunnerBackend(args.moe_runner_backend))
+    monkeypatch.setattr(seam, "get_moe_a2a_backend", lambda: MoeA2ABackend(args.moe_a2a_backend))
+    return args
+
+
+@pytest.mark.parametrize("user_quant", [None, "fp8", "awq"])
+def test_no_checkpoint_is_taken_over_unless_the_user_asked(user_quant):
+    assert Entry.override_quantization_method(CHECKPOINT, user_quant) is None
+
+
+def test_any_checkpoint_is_taken_over_if_the_user_asked():
+    for checkpoint in (CHECKPOINT, {"quant_method": "awq"}, {}):
+        assert Entry.override_quantization_method(checkpoint, "fp8moe") == "fp8moe"
+
+
+@pytest.mark.parametrize("key", ["ignored_layers", "modules_to_not_convert"])
+def test_the_config_is_what_the_checkpoint_says(options, key):
+    names = ["lm_head", "model.layers.0.mlp.gate"]
+    config = Entry.from_config(CHECKPOINT | {key: names, "scale_fmt": "ue8m0"})
+    assert type(config) is Fp8MoeConfig
+    assert isinstance(config, Fp8Config)
+    assert config.get_name() == "fp8moe"
+    assert config.weight_block_size == [128, 128]
+    assert set(names) <= set(config.ignored_layers)
+    assert config.ue8m0
+    assert not Entry.from_config(CHECKPOINT).ue8m0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "awq"}, "quant_method is 'awq', but only 'fp8' is supported"),
+        ({"weight_block_size": [64, 128]}, r"weight_block_size is \[64, 128\].*128x128 block"),
+        ({"ignored_layers": "lm_head"}, "ignored_layers is 'lm_head', but must be a list"),
+    ],
+)
+def test_other_checkpoints_are_refused(options, change, message):
+    with pytest.raises(UnsupportedError, match=message):
+        Entry.from_config(CHECKPOINT | change)
+
+
+def test_an_unquantized_checkpoint_is_refused(options):
+    with pytest.raises(UnsupportedError, match=r"is not quantized.*Convert it: .* convert --model 'a model' --out"):
+        Entry()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"enable_lora": True}, "LoRA is not supported .*Remove --enable-lora"),
+        ({"lora_paths": ["adapter"]}, "LoRA is not supported .*Remove --enable-lora"),
+        ({"moe_runner_backend": "triton"}, "--moe-runner-backend triton cannot be combined .*Remove one"),
+        ({"moe_runner_backend": "deep_gemm"}, "--moe-runner-backend deep_gemm cannot be combined"),
+        ({"moe_a2a_backend": "deepep_v2"}, "--moe-a2a-backend deepep_v2 is not supported .*Remove it"),
+        ({"moe_a2a_backend": "megamoe"}, "--moe-a2a-backend megamoe is not supported"),
+        ({"enable_deterministic_inference": True}, "VLLM_BATCH_INVARIANT=1 in the environment. Set it"),
+    ],
+)
+def test_options_are_refused(options, changes, message):
+    vars(options).update(changes)
+    with pytest.raises(UnsupportedError, match=message):
+        Entry.from_config(CHECKPOINT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation": "gelu"}, r"L: .*another activation than SiLU \(gelu\)"),
+        ({"is_gated": False}, "L: .*or a modified or clamped SwiGLU"),
+        ({"gemm1_alpha": 1.7}, "L: .*or a modified or clamped SwiGLU"),
+        ({"gemm1_clamp_limit": 7.0}, "L: .*clamped SwiGLU.* Use --quantization fp8"),
+        ({"swiglu_limit": 7.0}, "L: .*clamped SwiGLU"),
+        ({"apply_router_weight_on_input": True}, "L: the model weights the tokens before its experts"),
+        ({"no_combine": True}, "L: .*adds up their results itself"),
+    ],
+)
+def test_experts_that_compute_something_else_are_refused(changes, message):
+    check_computation("L", MoeRunnerConfig())
+    config = MoeRunnerConfig()
+    for name, value in changes.items():
+        if not hasattr(config, name):
+            pytest.skip(f"this SGLang has no {name}")
+        setattr(config, name, value)
+    with pytest.raises(UnsupportedError, match=message):
+        check_computation("L", config)
+
+
+def test_experts_of_other_sizes_are_refused():
+    check_experts("L", 16, 256, 384, 2)
+    with pytest.raises(UnsupportedError, match="L: hidden size 320 is not a multiple of 128"):
+        check_experts("L", 16, 320, 256, 1)
+    with pytest.raises(UnsupportedError, match=r"L: a rank has 1025 experts, .*Use more GPUs and --ep-size"):
+        check_experts("L", 1025, 256, 256, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "dp", "whole"),
+    [
+        ({"tp_size": 8}, 8, 1, False),
+        ({"tp_size": 8, "ep_size": 8}, 8, 1, True),
+        ({"tp_size": 8, "ep_size": 8, "dp_size": 4, "enable_dp_attention": True}, 2, 4, True),
+        ({"tp_size": 2, "dp_size": 4}, 2, 1, False),  # four engines
+    ],
+)
+def test_the_command_that_spares_compiling_names_the_model_and_the_split(options, changes, tp, dp, whole):
+    vars(options).update(changes)
+    words = shlex.split(seam.warmup_command())
+    assert words[:3] == ["python", "-m", "warmup"]
+    asked = parse(words[3:])
+    assert asked.model == "a model"
+    assert (asked.parallel.tp, asked.parallel.dp, asked.parallel.expert_parallel) == (tp, dp, whole)
+
+
+@pytest.fixture
+def sglangs_check(monkeypatch):
+    """SGLang's own check of shares, as a process has it before a model is served."""
+    check = model_runner.check_quantized_moe_compatibility
+    monkeypatch.setattr(model_runner, "check_quantized_moe_compatibility", getattr(check, "__wrapped__", check))
+
+
+def test_shares_of_partial_blocks_are_allowed_for_our_method_alone(options, sglangs_check):
+    """SGLang refuses 384 channels over two ranks in blocks of 128."""
+    text = SimpleNamespace(moe_intermediate_size=384)
+
+    def check(quantization):
+        config = SimpleNamespace(quantization_config=CHECKPOINT)
+        model = SimpleNamespace(quantization=quantization, hf_config=config, hf_text_config=text)
+        sizes = {"tp_size": 2, "moe_ep_size": 1, "moe_dp_size": 1}
+        model_runner.check_quantized_moe_compatibility(model_config=model, **sizes)
+
+    with pytest.raises(ValueError, match="moe_intermediate_size=384"):
+        check("fp8moe")
+    for _ in range(2):
+        Entry.from_config(CHECKPOINT)
+    check("fp8moe")
+    with pytest.raises(ValueError, match="moe_intermediate_size=384"):
+        check("fp8")
+
+
+def test_registering_twice_is_registering_once():
+    for _ in range(2):
+        fp8moe_plugin.register_sglang()
+    assert QUANTIZATION_CHOICES.count("fp8moe") == 1
+    assert quantization.get_quantization_config("fp8moe") is Entry
+    assert quantization.CPU_QUANTIZATION_METHODS["fp8moe"] is Entry
+
+
+def test_registering_never_raises(monkeypatch, plugin_log):
+    monkeypatch.delattr(quantization, "QUANTIZATION_METHODS")
+    fp8moe_plugin.register_sglang()
+    assert "--quantization fp8moe is not available, because registering it with SGLang failed" in plugin_log.text
+
+
+PASSIVE = """
+import sys
+import sglang.srt.managers.detokenizer_manager  # of the processes that SGLang starts, the one that imports least
+before = set(sys.modules)
+import fp8moe_plugin, torch
+fp8moe_plugin.register_sglang()
+assert not torch.cuda.is_initialized()
+print(sorted(set(sys.modules) - before))
+"""
+
+
+def test_registering_loads_neither_kernels_nor_more_of_sglang_nor_vllm():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", PASSIVE], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.splitlines()[-1]
+    assert "fp8moe_plugin.layers.sglang.entry" in loaded
+    for package in ("fp8moe_plugin.ops", "fp8moe_plugin.jit", "layers.vllm", "'sglang", "'vllm", "cuda", "prometheus"):
+        assert package not in loaded
