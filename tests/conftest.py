@@ -29,22 +29,26 @@ LONGEST_FIRST = ("engine", "warmup", "emulator")  # folders
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--vllm", metavar="VERSION", help="stop unless this is the version of vLLM that is installed")
+    parser.addoption("--engine", metavar="REQUIREMENT", help="stop unless this is installed, as in sglang==0.5.23")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    wanted, found = config.getoption("vllm"), [build.version for build in vllm_builds()]
+    wanted, found = config.getoption("engine"), [f"{build.name}=={build.version}" for build in engine_builds()]
     if wanted and found != [wanted]:
-        raise pytest.UsageError(f"--vllm {wanted}: this environment has {found or 'no vLLM'}")
+        raise pytest.UsageError(f"--engine {wanted}: this environment has {found or 'none'}")
     if config.getoption("numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # of workers, which share the cores, and of what they start
 
 
 def pytest_report_header() -> list[str]:
-    found = ", ".join(f"{build.name} {build.version}" for build in vllm_builds())
+    found = ", ".join(f"{build.name} {build.version}" for build in engine_builds())
     rounds = "all" if faults.FULL else "some"
     seed = f"fault tests: {rounds} rounds, FAULT_SEED={faults.SEED}"
-    return [f"with {found or 'no vLLM'}, torch {torch.__version__}", seed]
+    return [f"with {found or 'no engine'}, torch {torch.__version__}", seed]
+
+
+def engine_builds() -> list[importlib.metadata.Distribution]:
+    return [*vllm_builds(), *importlib.metadata.distributions(name="sglang")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
