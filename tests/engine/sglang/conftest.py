@@ -35,10 +35,10 @@ YARN = {  # SGLang's model of DeepSeek-V3 needs one
 }
 OURS = {"quantization": "fp8moe"}
 TP2 = OURS | {"tp_size": 2}
+A_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # for two ranks
 WITHOUT_THE_PLUGIN = {"SGLANG_PLUGINS": "sglang_on_cpu"}
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # one core for each of two ranks
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles parts of the router, which takes longer than all else
@@ -67,13 +67,13 @@ class Served(NamedTuple):
 
 ENGINES = {
     "qwen3_moe": Engine("qwen3_moe-fp8", OURS, ("qwen3_moe-other", "qwen3_moe-fp8")),
-    "qwen3_moe tp2": Engine("qwen3_moe-fp8", TP2),
-    "qwen3_moe ep2": Engine("qwen3_moe-fp8", TP2 | {"ep_size": 2}),
+    "qwen3_moe tp2": Engine("qwen3_moe-fp8", TP2, environment=A_CORE_EACH),
+    "qwen3_moe ep2": Engine("qwen3_moe-fp8", TP2 | {"ep_size": 2}, environment=A_CORE_EACH),
     "qwen3_moe swapped": Engine("qwen3_moe-fp8", OURS, swapped=True),
     "qwen3_moe unquantized": Engine("qwen3_moe-bf16", {}),
     "deepseek_v3": Engine("deepseek_v3-fp8", OURS),
     "deepseek_v3_ue8m0": Engine("deepseek_v3_ue8m0-fp8", OURS),
-    "deepseek_v3_odd tp2": Engine("deepseek_v3_odd-fp8", TP2),
+    "deepseek_v3_odd tp2": Engine("deepseek_v3_odd-fp8", TP2, environment=A_CORE_EACH),
     **{f"{family} twin": Engine(f"{family}-bf16", {}, environment=WITHOUT_THE_PLUGIN) for family in FAMILIES},
     "without a scale": Engine("qwen3_moe-without-a-scale", OURS),
     "other dtype": Engine("qwen3_moe-fp8", OURS, ("qwen3_moe-bf16",)),

@@ -107,6 +107,8 @@ def test_an_unquantized_checkpoint_is_refused(options):
     ],
 )
 def test_options_are_refused(options, changes, message):
+    if changes.get("moe_a2a_backend", "none") not in {backend.value for backend in MoeA2ABackend}:
+        pytest.skip("this SGLang has no such option")
     vars(options).update(changes)
     with pytest.raises(UnsupportedError, match=message):
         Entry.from_config(CHECKPOINT)

@@ -10,38 +10,14 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.loading import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
-from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
+from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint
 
-EXPERTS, HIDDEN, TOPK = 3, 256, 2
-Checkpoint = dict[str, list[torch.Tensor | None]]  # None: the tensor is missing
 Mlp = tuple[torch.nn.Module, torch.nn.Module]
-
-
-def make_unquantized(intermediate: int) -> Checkpoint:
-    """The weights of each expert by vLLM's names: bfloat16 w1 (gate), w3 (up) and w2 (down)."""
-    gen = torch.Generator().manual_seed(intermediate)
-    found: Checkpoint = {}
-    for name, n, k in (("w1", intermediate, HIDDEN), ("w3", intermediate, HIDDEN), ("w2", HIDDEN, intermediate)):
-        # Blocks differ in magnitude, so that exchanged scales are detected.
-        magnitude = torch.rand(EXPERTS, ceil_div(n, GROUP), ceil_div(k, GROUP), generator=gen) + 0.1
-        spread = magnitude.repeat_interleave(GROUP, 1).repeat_interleave(GROUP, 2)[:, :n, :k]
-        found[f"{name}_weight"] = list((torch.randn(EXPERTS, n, k, generator=gen) * spread / k**0.5).bfloat16())
-    return found
-
-
-def make_checkpoint(intermediate: int) -> Checkpoint:
-    """The same in block FP8: weights and scales."""
-    found: Checkpoint = {}
-    for name, tensors in make_unquantized(intermediate).items():
-        q, scale = per_block_cast_to_fp8(torch.stack(tensors))
-        found[name], found[f"{name}_scale_inv"] = list(q), list(scale)
-    return found
 
 
 class Layer(RoutedExperts):

@@ -11,8 +11,9 @@ from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inp
 
 from fp8moe_plugin.ops import fused_moe
 from tests import helpers as h
+from tests.layers.experts import EXPERTS, HIDDEN, TOPK, make_checkpoint
 from tests.layers.vllm import one_rank
-from tests.layers.vllm.one_rank import EXPERTS, HIDDEN, TOPK, Layer
+from tests.layers.vllm.one_rank import Layer
 
 INTERMEDIATE = 256
 START = [0, 1, 2, 0, 1]  # the expert in each place; the last two are redundant
@@ -22,7 +23,7 @@ AFTER = [[2, 1, 1, 0, 2], [0, 0, 0, 1, 2], START]  # one move after the other
 @pytest.fixture
 def layer(monkeypatch) -> Layer:
     """A layer with more places than experts, filled as in `START`."""
-    experts = one_rank.make_checkpoint(INTERMEDIATE)
+    experts = make_checkpoint(INTERMEDIATE)
     monkeypatch.setattr(one_rank, "EXPERTS", len(START))
     return Layer(INTERMEDIATE, 1, 0).load({name: [tensors[e] for e in START] for name, tensors in experts.items()})
 

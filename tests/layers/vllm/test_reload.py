@@ -18,7 +18,8 @@ from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod, check_experts_not_moved
 from tests.helpers import same_bits
-from tests.layers.vllm.one_rank import Checkpoint, Layer, load_mlp, make_checkpoint, make_mlp, make_unquantized
+from tests.layers.experts import Checkpoint, make_checkpoint, make_unquantized
+from tests.layers.vllm.one_rank import Layer, load_mlp, make_mlp
 
 pytestmark = pytest.mark.seam
 

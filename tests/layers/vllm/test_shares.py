@@ -20,17 +20,8 @@ from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.reference import dequantize_blocks
 from tests.checkpoint.test_shapes import SHARES
 from tests.helpers import same_bits
-from tests.layers.vllm.one_rank import (
-    EXPERTS,
-    HIDDEN,
-    TOPK,
-    Checkpoint,
-    Layer,
-    load_mlp,
-    make_checkpoint,
-    make_mlp,
-    make_unquantized,
-)
+from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint, make_checkpoint, make_unquantized
+from tests.layers.vllm.one_rank import Layer, load_mlp, make_mlp
 
 TOKENS = 9
 
