@@ -3,6 +3,9 @@
 Online quantization and `python -m warmup convert` share this module, so they produce the same bytes.
 """
 
+import functools
+import logging
+
 import torch
 
 from fp8moe_plugin.checkpoint.model import FUSED, LAYER_NAME
@@ -12,8 +15,11 @@ from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 
 # Published block-FP8 checkpoints quantize the projections of attention, MLPs and experts, listed here by the last part
 # of their names. Routers, the output head, embeddings, norms and vision towers stay unquantized.
-UNFUSED = {"o_proj", "q_b_proj", "kv_b_proj", "wq_b", "down_proj", "w1", "w2", "w3"}
+# The last one is what SGLang calls fused_qkv_a_proj.
+UNFUSED = {"o_proj", "q_b_proj", "kv_b_proj", "wq_b", "down_proj", "w1", "w2", "w3", "fused_qkv_a_proj_with_mqa"}
 QUANTIZED = UNFUSED | {"experts"} | FUSED.keys() | {part for parts in FUSED.values() for part in parts}
+
+logger = logging.getLogger("fp8moe")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Bounds the temporary memory of quantizing a weight; on a CPU, a chunk that fits the cache is fastest.
@@ -21,9 +27,19 @@ WEIGHTS_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}
 
 
 def is_quantized(layer: str) -> bool:
-    """Whether a layer gets FP8 weights, by its name (without `.weight`) in a checkpoint or in vLLM."""
+    """Whether a layer gets FP8 weights, by its name (without `.weight`) in a checkpoint or in an engine."""
     match = LAYER_NAME.fullmatch(layer)
     return match is not None and match[2].rpartition(".")[2] in QUANTIZED
+
+
+@functools.cache  # logs once for all layers that differ in their number only
+def announce_unquantized(experts: str, engine: str) -> None:
+    """Warn that these experts of an unquantized checkpoint run on the engine's kernels: their names are unknown."""
+    logger.warning(
+        "fp8moe does not quantize the experts %s, which run on %s's own kernels: it quantizes only the layers of a "
+        "language model, named model.layers.N. Names do not matter in a checkpoint that is block FP8 already.",
+        *(experts, engine),
+    )
 
 
 def quantize_weight(name: str, weight: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

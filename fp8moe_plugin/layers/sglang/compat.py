@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 from sglang.srt.distributed import utils
+from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from sglang.srt.model_executor import model_runner
 
 from fp8moe_plugin.settings import NAME
@@ -23,6 +24,12 @@ def rank_of(layer: Any) -> tuple[int, int]:
         rank, ranks = utils.get_group_rank_size(layer.tp_group)
         return rank, ranks
     return getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)  # a replicated layer has neither
+
+
+def may_hold_expert(layer: Any, expert: int) -> bool:
+    """Whether this rank holds the expert with this global index, or may, if load balancing places the experts."""
+    placed = get_global_expert_location_metadata() is not None
+    return placed or layer._map_global_expert_id_to_local_expert_id(expert) != -1
 
 
 def allow_uneven_shares() -> None:

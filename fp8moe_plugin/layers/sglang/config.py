@@ -1,5 +1,6 @@
 """`Fp8MoeConfig`: which checkpoints, machines and options are supported, and which method each layer gets."""
 
+import re
 from typing import Any
 
 import torch
@@ -7,11 +8,12 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe import get_moe_a2a_backend, get_moe_runner_backend
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils import is_cpu, is_cuda
 
-from fp8moe_plugin.checkpoint.model import check_quantization, unquantized_layers
+from fp8moe_plugin.checkpoint.model import WEIGHT_BLOCK, check_quantization, unquantized_layers
 from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.checkpoint.untrusted import shell_word
 from fp8moe_plugin.errors import UnsupportedError
@@ -21,16 +23,20 @@ from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.traits import Traits
+from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized
 from fp8moe_plugin.settings import BATCH_INVARIANT, NAME, batch_invariant
+
+BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": WEIGHT_BLOCK}
 
 
 class Fp8MoeConfig(Traits, Fp8Config):
-    """The quantization config of a checkpoint in block FP8.
+    """The quantization config of a checkpoint in block FP8, or quantized to it while it is loaded (`online`).
 
     It is an `Fp8Config`, because SGLang checks for that class in several places.
     """
 
     ue8m0: bool
+    online: bool
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Fp8MoeConfig":
@@ -41,32 +47,39 @@ class Fp8MoeConfig(Traits, Fp8Config):
         """
         check_quantization(config)
         unquantized_layers(config)  # raises unless it is a list of names
+        return cls._checked(config, online=False)
+
+    @classmethod
+    def for_unquantized(cls) -> "Fp8MoeConfig":
+        """Create the config for a checkpoint without `quantization_config`, quantized while it is loaded.
+
+        Raises:
+            UnsupportedError: this machine or an option of the command line is not supported.
+        """
+        return cls._checked(BLOCK_FP8, online=True)
+
+    @classmethod
+    def _checked(cls, config: dict[str, Any], online: bool) -> "Fp8MoeConfig":
         check_platform()
         check_options()
         compat.allow_uneven_shares()
         made: Fp8MoeConfig = super().from_config(config)
         made.ue8m0 = config.get("scale_fmt") == "ue8m0"
+        made.online = online
         return made
-
-    @classmethod
-    def for_unquantized(cls) -> "Fp8MoeConfig":
-        """Raise `UnsupportedError`: unquantized checkpoints have to be converted first."""
-        raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint is not quantized, and under SGLang the plugin does not quantize it "
-            f"while it is loaded. Convert it: {WARMUP} convert --model {shell_word(get_server_args().model_path)} "
-            "--out FOLDER."
-        )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """The method of a layer. SGLang also asks for layers that it does not keep, to learn what they would get."""
-        if not isinstance(layer, LinearBase | FusedMoE) or self._is_skipped(prefix):
+        if not isinstance(layer, LinearBase | FusedMoE):
             return super().get_quant_method(layer, prefix)
-        method = Fp8MoeLinearMethod if isinstance(layer, LinearBase) else Fp8MoeMethod
-        return method(self, prefix, warmup_command())
-
-    def _is_skipped(self, prefix: str) -> bool:
-        """Whether the checkpoint keeps this layer unquantized."""
-        return is_layer_skipped(prefix, self.ignored_layers, fused_mapping=self.packed_modules_mapping)
+        linear = isinstance(layer, LinearBase)
+        if self.online and not is_quantized(prefix):
+            if not linear:
+                announce_unquantized(re.sub(r"\d+", "N", prefix), "SGLang")
+            return UnquantizedLinearMethod() if linear else None  # SGLang then takes its own for experts
+        if is_layer_skipped(prefix, self.ignored_layers, fused_mapping=self.packed_modules_mapping):
+            return super().get_quant_method(layer, prefix)
+        return (Fp8MoeLinearMethod if linear else Fp8MoeMethod)(self, prefix, warmup_command())
 
 
 def warmup_command() -> str:

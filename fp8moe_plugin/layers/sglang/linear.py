@@ -15,7 +15,7 @@ from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.loading import check_loaded, check_tensor, shape_errors
-from fp8moe_plugin.layers.sglang import compat
+from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import FP8, poison
 from fp8moe_plugin.plan import linear_kernels
@@ -51,12 +51,15 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         layer.input_size_per_partition = inputs
         layer.output_size_per_partition = sum(outputs)
         sizes = sum(outputs), inputs
-        load = MethodType(_loader(self.prefix, input_size, widths, loader), layer)
-        how = {"input_dim": 1, "output_dim": 0, "weight_loader": load}
+        load = _loader(self.prefix, input_size, widths, loader)
+        load_weight = online.linear_loader(self.prefix, load) if self.quant_config.online else load
+        axes = {"input_dim": 1, "output_dim": 0}
         weight = torch.empty(sizes, dtype=FP8)
         scale = torch.empty([ceil_div(size, GROUP) for size in sizes], dtype=torch.float32)
-        layer.register_parameter("weight", ModelWeightParameter(data=poison(weight), **how))
-        layer.register_parameter("weight_scale_inv", BlockQuantScaleParameter(data=poison(scale), **how))
+        layer.weight = ModelWeightParameter(data=poison(weight), weight_loader=MethodType(load_weight, layer), **axes)
+        layer.weight_scale_inv = BlockQuantScaleParameter(
+            data=poison(scale), weight_loader=MethodType(load, layer), **axes
+        )
         layer.weight_scale_inv.format_ue8m0 = False  # SGLang asks whether the scales are packed exponents
 
     def process_weights_after_loading(self, layer: Any) -> None:

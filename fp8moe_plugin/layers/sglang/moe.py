@@ -15,6 +15,7 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels
 from fp8moe_plugin.layers.loading import check_expert_shape, check_loaded, check_tensor, shape_errors
+from fp8moe_plugin.layers.sglang import online
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import FP8, poison
 from fp8moe_plugin.plan import moe_kernels
@@ -54,15 +55,14 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         local = local_intermediate(intermediate, ranks)
         if local * ranks != intermediate:
             announce_padding("expert", intermediate, ranks, "--ep-size")
-        load = MethodType(_loader(self.prefix, hidden_size, intermediate), layer)
+        load = _loader(self.prefix, hidden_size, intermediate)
+        load_weight = online.experts_loader(self.prefix, load) if self.quant_config.online else load
         for name, n, k in (("w13", 2 * local, hidden_size), ("w2", hidden_size, local)):
             weight = torch.empty(num_experts, n, k, dtype=FP8)
             scale = torch.empty(num_experts, n // GROUP, k // GROUP, dtype=torch.float32)
-            for suffix, data in (("weight", weight), ("weight_scale_inv", scale)):
-                layer.register_parameter(f"{name}_{suffix}", torch.nn.Parameter(poison(data), requires_grad=False))
-                set_weight_attrs(getattr(layer, f"{name}_{suffix}"), {"weight_loader": load})
-            scale_parameter = getattr(layer, f"{name}_weight_scale_inv")
-            set_weight_attrs(scale_parameter, {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value})
+            block = {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
+            _register(layer, f"{name}_weight", weight, weight_loader=MethodType(load_weight, layer))
+            _register(layer, f"{name}_weight_scale_inv", scale, weight_loader=MethodType(load, layer), **block)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         check_computation(self.prefix, moe_runner_config)
@@ -101,6 +101,12 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         if factor is None or not is_cuda() or layer.should_fuse_routed_scaling_factor_in_topk:
             return 1
         return float(factor)
+
+
+def _register(layer: Any, name: str, data: torch.Tensor, **attrs: Any) -> None:
+    parameter = torch.nn.Parameter(poison(data), requires_grad=False)
+    set_weight_attrs(parameter, attrs)
+    layer.register_parameter(name, parameter)
 
 
 def _loader(prefix: str, hidden: int, intermediate: int) -> Callable[..., None]:

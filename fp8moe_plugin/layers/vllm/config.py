@@ -1,7 +1,5 @@
 """`Fp8MoeConfig`: which checkpoints and machines are supported, and which method each layer gets."""
 
-import functools
-import logging
 import re
 from typing import Any
 
@@ -19,14 +17,12 @@ from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.machine import check_machine
 from fp8moe_plugin.layers.traits import Traits
-from fp8moe_plugin.layers.unquantized import is_quantized
+from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.loading import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
-
-logger = logging.getLogger("fp8moe")
 
 
 class Fp8MoeConfig(Traits, Fp8Config):
@@ -83,7 +79,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         linear = isinstance(layer, LinearBase)
         if self._is_skipped(prefix):
             if self.online and not linear:
-                announce_unquantized(re.sub(r"\d+", "N", prefix))
+                announce_unquantized(re.sub(r"\d+", "N", prefix), "vLLM")
             return UnquantizedLinearMethod() if linear else UnquantizedFusedMoEMethod(layer.moe_config)
         self._watch_worker()
         if linear:
@@ -94,16 +90,6 @@ class Fp8MoeConfig(Traits, Fp8Config):
 
     def _is_skipped(self, prefix: str) -> bool:
         return not is_quantized(prefix) if self.online else compat.is_layer_skipped(self, prefix)
-
-
-@functools.cache  # logs once for all layers that differ in their number only
-def announce_unquantized(experts: str) -> None:
-    """Warn that these experts of an unquantized checkpoint run on vLLM's kernels: their names are not recognized."""
-    logger.warning(
-        "fp8moe does not quantize the experts %s, which run on vLLM's own kernels: it quantizes only the layers of a "
-        "language model, named model.layers.N. Names do not matter in a checkpoint that is block FP8 already.",
-        experts,
-    )
 
 
 def warmup_command() -> str:

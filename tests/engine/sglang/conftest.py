@@ -23,6 +23,7 @@ from benchmarks.checkpoints.synthetic import write_checkpoint
 from tests.engine.conftest import SHAPES
 from tests.engine.generate import BEGINS
 from tests.shared import built_once
+from warmup.__main__ import main as warmup
 
 ROOT = Path(__file__).parents[3]
 STUBS = Path(__file__).parent / "stubs"
@@ -75,9 +76,11 @@ ENGINES = {
     "deepseek_v3_ue8m0": Engine("deepseek_v3_ue8m0-fp8", OURS),
     "deepseek_v3_odd tp2": Engine("deepseek_v3_odd-fp8", TP2, environment=A_CORE_EACH),
     **{f"{family} twin": Engine(f"{family}-bf16", {}, environment=WITHOUT_THE_PLUGIN) for family in FAMILIES},
+    "qwen3_moe online": Engine("qwen3_moe-bf16", OURS, ("qwen3_moe-bf16",)),
+    "qwen3_moe converted": Engine("qwen3_moe-converted", OURS),
+    "deepseek_v3_odd online": Engine("deepseek_v3_odd-bf16", TP2, environment=A_CORE_EACH),
     "without a scale": Engine("qwen3_moe-without-a-scale", OURS),
     "other dtype": Engine("qwen3_moe-fp8", OURS, ("qwen3_moe-bf16",)),
-    "unquantized checkpoint": Engine("qwen3_moe-bf16", OURS),
     "lora": Engine("qwen3_moe-fp8", OURS | {"enable_lora": True, "lora_paths": ["adapter"]}),
     "runner backend": Engine("qwen3_moe-fp8", OURS | {"moe_runner_backend": "triton"}),
 }
@@ -91,7 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `<family>-fp8` and its unquantized twin `<family>-bf16`; `qwen3_moe-other`, with other weights, and
+    """A folder with `<family>-fp8` and its unquantized twin `<family>-bf16`; `qwen3_moe-other`, with other weights;
     `qwen3_moe-without-a-scale` of an expert."""
     return built_once(tmp_path_factory, "sglang_engines", write_checkpoints)
 
@@ -105,6 +108,8 @@ def write_checkpoints(folder: Path) -> None:
                 config = folder / f"{family}-{kind}" / "config.json"
                 config.write_text(json.dumps(json.loads(config.read_text()) | YARN))
     write_checkpoint(folder / "qwen3_moe-other", SHAPES["qwen3_moe"], seed=1)
+    twin, converted = str(folder / "qwen3_moe-bf16"), str(folder / "qwen3_moe-converted")
+    assert warmup(["convert", "--model", twin, "--out", converted]) == 0
     lacking = folder / "qwen3_moe-without-a-scale"
     shutil.copytree(folder / "qwen3_moe-fp8", lacking)
     (shard,) = lacking.glob("*.safetensors")

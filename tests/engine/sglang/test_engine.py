@@ -18,6 +18,7 @@ SERVES = "fp8moe serves the experts: backend reference"
         "deepseek_v3",
         "deepseek_v3_ue8m0",
         "deepseek_v3_odd tp2",
+        "deepseek_v3_odd online",
     ],
 )
 def test_the_engine_says_what_its_unquantized_twin_says(engines, name):
@@ -56,6 +57,12 @@ def test_an_engine_serves_the_weights_that_it_was_updated_with(engines):
     assert again == first
 
 
+def test_what_is_quantized_as_it_loads_is_what_convert_writes(engines):
+    """Also when it is updated."""
+    (converted,) = engines("qwen3_moe converted").answers
+    assert engines("qwen3_moe online").answers == [converted, converted]
+
+
 def test_an_engine_does_not_serve_weights_of_another_dtype(engines):
     """SGLang itself would cast them."""
     served = engines("other dtype")
@@ -68,7 +75,6 @@ def test_an_engine_does_not_serve_weights_of_another_dtype(engines):
     ("name", "message"),
     [
         ("without a scale", "w2_weight_scale_inv of local expert 3: a tensor is missing"),
-        ("unquantized checkpoint", "Convert it: python -m warmup convert --model "),
         ("lora", "LoRA is not supported by --quantization fp8moe"),
         ("runner backend", "--moe-runner-backend triton cannot be combined with --quantization fp8moe"),
     ],

@@ -89,9 +89,14 @@ def test_other_checkpoints_are_refused(options, change, message):
         Entry.from_config(CHECKPOINT | change)
 
 
-def test_an_unquantized_checkpoint_is_refused(options):
-    with pytest.raises(UnsupportedError, match=r"is not quantized.*Convert it: .* convert --model 'a model' --out"):
-        Entry()
+def test_a_checkpoint_without_quantization_config_is_quantized_as_it_loads(options):
+    config = Entry()
+    assert type(config) is Fp8MoeConfig
+    assert config.online
+    assert config.weight_block_size == [128, 128]
+    assert not config.ue8m0
+    assert not Entry.from_config(CHECKPOINT).online
+    assert not Entry.from_config(CHECKPOINT | {"scale_fmt": "ue8m0"}).online
 
 
 @pytest.mark.parametrize(
@@ -110,8 +115,9 @@ def test_options_are_refused(options, changes, message):
     if changes.get("moe_a2a_backend", "none") not in {backend.value for backend in MoeA2ABackend}:
         pytest.skip("this SGLang has no such option")
     vars(options).update(changes)
-    with pytest.raises(UnsupportedError, match=message):
-        Entry.from_config(CHECKPOINT)
+    for make in (lambda: Entry.from_config(CHECKPOINT), Entry):
+        with pytest.raises(UnsupportedError, match=message):
+            make()
 
 
 @pytest.mark.parametrize(

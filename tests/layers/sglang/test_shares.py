@@ -29,7 +29,7 @@ from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint, make_checkpo
 
 pytestmark = pytest.mark.seam
 
-QUANT = SimpleNamespace(ue8m0=False, weight_block_size=[GROUP, GROUP], get_name=lambda: "fp8moe")
+QUANT = SimpleNamespace(ue8m0=False, online=False, weight_block_size=[GROUP, GROUP], get_name=lambda: "fp8moe")
 KINDS = ("weight", "weight_scale_inv")
 
 
