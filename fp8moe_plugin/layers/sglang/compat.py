@@ -6,8 +6,11 @@ No other module of this package depends on an SGLang version.
 import functools
 from typing import Any
 
+import sglang
+from packaging.version import Version
 from sglang.srt.distributed import utils
 from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+from sglang.srt.layers.moe import get_deepep_mode
 from sglang.srt.model_executor import model_runner
 
 from fp8moe_plugin.settings import NAME
@@ -47,3 +50,17 @@ def allow_uneven_shares() -> None:
             check(model_config=model_config, **sizes)
 
     setattr(model_runner, CHECK, check_others)
+
+
+def rows_differ_by_mode() -> bool:
+    """Whether DeepEP can send rows as BF16 in one mode and as FP8 in the other."""
+    return Version(sglang.__version__) >= Version("0.5.18")
+
+
+def choose_rows(dispatcher: Any) -> None:
+    """Make DeepEP send BF16 rows in normal mode, which the op quantizes itself, and FP8 rows with scales otherwise."""
+    formats = {mode: "bf16" if mode == "normal" else "fp8" for mode in ("normal", "low_latency")}
+    if rows_differ_by_mode():
+        dispatcher.set_quant_config({f"{mode}_dispatcher_output_dtype": dtype for mode, dtype in formats.items()})
+    else:
+        dispatcher.set_quant_config({"dispatcher_output_dtype": formats[get_deepep_mode().value]})

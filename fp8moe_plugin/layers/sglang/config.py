@@ -4,8 +4,9 @@ import re
 from typing import Any
 
 import torch
+from sglang.srt.layers import deep_gemm_wrapper
 from sglang.srt.layers.linear import LinearBase
-from sglang.srt.layers.moe import get_moe_a2a_backend, get_moe_runner_backend
+from sglang.srt.layers.moe import get_deepep_mode, get_moe_a2a_backend, get_moe_runner_backend
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -111,12 +112,33 @@ def check_options() -> None:
             "a backend of its own. Remove one of the two options."
         )
     if not get_moe_a2a_backend().is_none():
-        raise UnsupportedError(
-            f"--moe-a2a-backend {args.moe_a2a_backend} is not supported by --quantization {NAME}. Remove it, or use "
-            "--quantization fp8."
-        )
+        check_deepep(args)
     if args.enable_deterministic_inference and not batch_invariant():
         raise UnsupportedError(
             f"--enable-deterministic-inference: the kernels of --quantization {NAME} compute a token without regard to "
             f"the others only with {BATCH_INVARIANT}=1 in the environment. Set it."
+        )
+
+
+def check_deepep(args: Any) -> None:
+    """Raise `UnsupportedError` unless the all-to-all is DeepEP, with options that the plugin's experts support."""
+    if not get_moe_a2a_backend().is_deepep():
+        raise UnsupportedError(
+            f"--moe-a2a-backend {args.moe_a2a_backend} is not supported by --quantization {NAME}. Use deepep, remove "
+            "the option, or use --quantization fp8."
+        )
+    if args.enable_single_batch_overlap or args.deepep_dispatcher_output_dtype != "auto":
+        raise UnsupportedError(
+            f"--enable-single-batch-overlap and --deepep-dispatcher-output-dtype are not supported by --quantization "
+            f"{NAME}, which chooses the format of rows itself. Remove them."
+        )
+    if not deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM:
+        raise UnsupportedError(
+            "--moe-a2a-backend deepep: SGLang's DeepEP layers need sgl-deep-gemm, though the plugin's experts do not. "
+            "Install it, and do not set SGLANG_ENABLE_JIT_DEEPGEMM=0."
+        )
+    if get_deepep_mode().value == "auto" and not compat.rows_differ_by_mode():
+        raise UnsupportedError(
+            "--moe-a2a-backend deepep: this SGLang sends rows in the same format in both modes of DeepEP. Choose "
+            "--deepep-mode normal or low_latency, or use SGLang 0.5.18 or newer."
         )

@@ -5,8 +5,13 @@ from types import MethodType
 from typing import Any
 
 import torch
+from sglang.srt.layers.moe import get_deepep_mode, get_moe_a2a_backend
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoeWeightScaleSupported
-from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+from sglang.srt.layers.moe.token_dispatcher import (
+    DeepEPLLCombineInput,
+    DeepEPNormalCombineInput,
+    StandardCombineInput,
+)
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.utils import is_cuda, set_weight_attrs
 
@@ -15,7 +20,7 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels
 from fp8moe_plugin.layers.loading import check_expert_shape, check_loaded, check_tensor, shape_errors
-from fp8moe_plugin.layers.sglang import online
+from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import FP8, poison
 from fp8moe_plugin.plan import moe_kernels
@@ -77,20 +82,48 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         """
         for name in PARAMETERS:
             check_loaded(self.prefix, name, getattr(layer, name))
-        kernels = prepare_kernels(moe_kernels(self.quant_config.ue8m0, False), layer.w2_weight, self.warmup)
-        announce_layer(self.prefix, layer.w2_weight, "contiguous", kernels)
+        layouts = ["contiguous"]
+        if get_moe_a2a_backend().is_deepep():
+            compat.choose_rows(layer.dispatcher)
+            mode = get_deepep_mode()
+            layouts = ["contiguous"] * mode.enable_normal() + ["masked"] * mode.enable_low_latency()
+        for layout in layouts:
+            keys = moe_kernels(self.quant_config.ue8m0, layout == "masked")
+            announce_layer(self.prefix, layer.w2_weight, layout, prepare_kernels(keys, layer.w2_weight, self.warmup))
 
-    def apply(self, layer: Any, dispatch_output: Any) -> StandardCombineInput:
-        """The experts of this rank on bfloat16 `[T, H]`; T may be 0."""
-        x = dispatch_output.hidden_states
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
+        """The experts of this rank, on what SGLang's dispatcher hands over; T, the number of rows, may be 0.
+
+        - Standard: bfloat16 `[T, H]`.
+        - DeepEP normal: the same; the model applies `routed_scaling_factor`.
+        - DeepEP low latency: e4m3 `[E, max_m, H]` and scales, whose weighted sums DeepEP's combine computes.
+        """
+        kind = dispatch_output.format
+        if kind.is_deepep_ll():
+            x, scale, topk_ids, topk_weights, counts, expected_m = dispatch_output
+            out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+            weights = self._weights(layer)
+            torch_ops.batched_experts(x, scale, *weights, counts, expected_m, self.quant_config.ue8m0, out)
+            return DeepEPLLCombineInput(out, topk_ids, topk_weights)
+        if kind.is_deepep_normal():
+            x, _, topk_ids, topk_weights, _ = dispatch_output
+            return DeepEPNormalCombineInput(self._sums(layer, x, topk_weights, topk_ids), topk_ids, topk_weights)
         topk_weights, topk_ids, _ = dispatch_output.topk_output
         factor = self.owed_factor(layer)
         if factor != 1:
             topk_weights = topk_weights * factor
+        return StandardCombineInput(self._sums(layer, dispatch_output.hidden_states, topk_weights, topk_ids))
+
+    def _sums(self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Each token's weighted sum over its experts on this rank, bfloat16 `[T, H]`."""
         out = torch.empty_like(x)
-        weights = [getattr(layer, name) for name in PARAMETERS]
-        torch_ops.fused_moe(x, *weights, topk_weights, topk_ids, None, self.quant_config.ue8m0, out)
-        return StandardCombineInput(hidden_states=out)
+        ue8m0 = self.quant_config.ue8m0
+        torch_ops.fused_moe(x, *self._weights(layer), topk_weights, topk_ids, None, ue8m0, out)
+        return out
+
+    @staticmethod
+    def _weights(layer: Any) -> list[torch.Tensor]:
+        return [getattr(layer, name) for name in PARAMETERS]
 
     def owed_factor(self, layer: Any) -> float:
         """What the experts multiply their result by: on a GPU `routed_scaling_factor`, unless the top-k has done so.

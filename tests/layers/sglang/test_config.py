@@ -13,13 +13,14 @@ pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 
 from sglang.srt.layers import quantization
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
-from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
+from sglang.srt.layers.moe.utils import DeepEPMode, MoeA2ABackend, MoeRunnerBackend
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.model_executor import model_runner
 from sglang.srt.server_args import QUANTIZATION_CHOICES
 
 import fp8moe_plugin
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang import config as seam
 from fp8moe_plugin.layers.sglang.config import Fp8MoeConfig
 from fp8moe_plugin.layers.sglang.entry import Entry
@@ -29,6 +30,7 @@ from warmup.options import parse
 pytestmark = pytest.mark.seam
 
 CHECKPOINT = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+DEEPEP = {"moe_a2a_backend": "deepep"}
 
 
 @pytest.fixture
@@ -46,10 +48,15 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Any:
         moe_runner_backend="auto",
         moe_a2a_backend="none",
         enable_deterministic_inference=False,
+        enable_single_batch_overlap=False,
+        deepep_dispatcher_output_dtype="auto",
+        deepep_mode="normal",
     )
     monkeypatch.setattr(seam, "get_server_args", lambda: args)
     monkeypatch.setattr(seam, "get_moe_runner_backend", lambda: MoeRunnerBackend(args.moe_runner_backend))
     monkeypatch.setattr(seam, "get_moe_a2a_backend", lambda: MoeA2ABackend(args.moe_a2a_backend))
+    monkeypatch.setattr(seam, "get_deepep_mode", lambda: DeepEPMode(args.deepep_mode))
+    monkeypatch.setattr(seam.deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", True)
     return args
 
 
@@ -106,8 +113,10 @@ def test_a_checkpoint_without_quantization_config_is_quantized_as_it_loads(optio
         ({"lora_paths": ["adapter"]}, "LoRA is not supported .*Remove --enable-lora"),
         ({"moe_runner_backend": "triton"}, "--moe-runner-backend triton cannot be combined .*Remove one"),
         ({"moe_runner_backend": "deep_gemm"}, "--moe-runner-backend deep_gemm cannot be combined"),
-        ({"moe_a2a_backend": "deepep_v2"}, "--moe-a2a-backend deepep_v2 is not supported .*Remove it"),
+        ({"moe_a2a_backend": "deepep_v2"}, "--moe-a2a-backend deepep_v2 is not supported .*Use deepep, remove"),
         ({"moe_a2a_backend": "megamoe"}, "--moe-a2a-backend megamoe is not supported"),
+        (DEEPEP | {"enable_single_batch_overlap": True}, "--enable-single-batch-overlap and .* Remove them"),
+        (DEEPEP | {"deepep_dispatcher_output_dtype": "fp8"}, "which chooses the format of rows itself. Remove them"),
         ({"enable_deterministic_inference": True}, "VLLM_BATCH_INVARIANT=1 in the environment. Set it"),
     ],
 )
@@ -118,6 +127,21 @@ def test_options_are_refused(options, changes, message):
     for make in (lambda: Entry.from_config(CHECKPOINT), Entry):
         with pytest.raises(UnsupportedError, match=message):
             make()
+
+
+@pytest.mark.parametrize("mode", ["normal", "low_latency", "auto"])
+def test_deepep_is_served_if_it_can_send_the_rows_of_each_mode(options, monkeypatch, mode):
+    vars(options).update(DEEPEP, deepep_mode=mode)
+    for differ in (True, False):
+        monkeypatch.setattr(compat, "rows_differ_by_mode", lambda differ=differ: differ)
+        if differ or mode != "auto":
+            Entry.from_config(CHECKPOINT)
+        else:
+            with pytest.raises(UnsupportedError, match=r"Choose --deepep-mode normal or low_latency, or use"):
+                Entry.from_config(CHECKPOINT)
+    monkeypatch.setattr(seam.deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", False)
+    with pytest.raises(UnsupportedError, match=r"need sgl-deep-gemm.* Install it"):
+        Entry.from_config(CHECKPOINT)
 
 
 @pytest.mark.parametrize(

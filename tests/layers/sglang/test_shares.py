@@ -14,15 +14,23 @@ from sglang.srt.distributed import utils
 from sglang.srt.layers import linear, parameter
 from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe_layer
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
-from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
+from sglang.srt.layers.moe.token_dispatcher import (
+    DeepEPLLCombineInput,
+    DeepEPLLDispatchOutput,
+    DeepEPNormalCombineInput,
+    DeepEPNormalDispatchOutput,
+    StandardDispatchOutput,
+)
 from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.moe.utils import DeepEPMode, MoeA2ABackend
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.layers.sglang import moe
+from fp8moe_plugin.layers import kernels
+from fp8moe_plugin.layers.sglang import compat, moe
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.sglang.moe import PARAMETERS, Fp8MoeMethod
-from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8
 from tests import helpers as h
 from tests.checkpoint.test_shapes import SHARES
 from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint, make_checkpoint
@@ -162,6 +170,69 @@ def test_the_experts_scale_their_result_on_a_gpu_unless_the_router_has(monkeypat
     x, (weights, ids) = h.random_tokens(gen, 5, HIDDEN), h.random_routing(gen, "distinct", 5, TOPK, EXPERTS)
     wanted = fused_moe(x, *(getattr(layer, name) for name in PARAMETERS), weights * factor, ids)
     assert h.same_bits(called(layer, x, weights, ids), wanted)
+
+
+def test_rows_of_deepep_in_normal_mode_are_summed(monkeypatch):
+    """Rows that this rank has received, with local ids and -1; the model applies the factor."""
+    monkeypatch.setattr(moe, "is_cuda", lambda: True)
+    layer = Layer(256, 1, 0).load(make_checkpoint(256))
+    gen = h.seeded(2, torch.device("cpu"))
+    x, (weights, ids) = h.random_tokens(gen, 7, HIDDEN), h.random_routing(gen, "some_missing", 7, TOPK, EXPERTS)
+    received = DeepEPNormalDispatchOutput(x, None, ids.long(), weights, [])
+    found = layer.quant_method.apply(layer, received)
+    assert type(found) is DeepEPNormalCombineInput
+    wanted = fused_moe(x, *(getattr(layer, name) for name in PARAMETERS), weights, ids)
+    assert h.same_bits(found.hidden_states, wanted)
+    assert (found.topk_ids is received.topk_ids, found.topk_weights is weights) == (True, True)
+
+
+def test_slabs_of_deepep_in_low_latency_mode_are_computed_per_expert():
+    """What is past the counts is uninitialized, and scales are column-major."""
+    layer = Layer(256, 1, 0).load(make_checkpoint(256))
+    slab, counts = 6, torch.tensor([6, 0, 3], dtype=torch.int32)
+    x = h.random_tokens(h.seeded(3, torch.device("cpu")), EXPERTS * slab, HIDDEN)
+    q, scales = per_token_group_quant_fp8(x)
+    rows = q.view(EXPERTS, slab, HIDDEN)
+    columns = scales.view(EXPERTS, slab, -1).mT.contiguous().mT
+    for expert, count in enumerate(counts.tolist()):
+        h.bits(rows)[expert, count:], columns[expert, count:] = 0x7F, torch.nan
+    ids, weights = torch.zeros(4, TOPK, dtype=torch.int64), torch.ones(4, TOPK)
+    found = layer.quant_method.apply(layer, DeepEPLLDispatchOutput(rows, columns, ids, weights, counts, 3))
+    assert type(found) is DeepEPLLCombineInput
+    assert found.hidden_states.shape == (EXPERTS, slab, HIDDEN)
+    one = torch.ones(1, 1)
+    for expert, count in enumerate(counts.tolist()):
+        tensors = [getattr(layer, name)[expert : expert + 1] for name in PARAMETERS]
+        for row in range(count):
+            token = x[expert * slab + row][None]
+            wanted = fused_moe(token, *tensors, one, torch.zeros(1, 1, dtype=torch.int32))
+            assert (found.hidden_states[expert, row] - wanted).norm() < 0.005 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("mode", "differ", "wanted"),
+    [
+        ("auto", True, {"normal_dispatcher_output_dtype": "bf16", "low_latency_dispatcher_output_dtype": "fp8"}),
+        ("normal", False, {"dispatcher_output_dtype": "bf16"}),
+        ("low_latency", False, {"dispatcher_output_dtype": "fp8"}),
+    ],
+)
+def test_deepep_is_asked_for_the_rows_of_each_mode(monkeypatch, plugin_log, mode, differ, wanted):
+    for module in (moe, compat):
+        monkeypatch.setattr(module, "get_deepep_mode", lambda: DeepEPMode(mode))
+    monkeypatch.setattr(moe, "get_moe_a2a_backend", lambda: MoeA2ABackend("deepep"))
+    monkeypatch.setattr(compat, "rows_differ_by_mode", lambda: differ)
+    monkeypatch.setattr(kernels, "_announced", set())
+    layer, asked = Layer(256, 1, 0).load(make_checkpoint(256)), []
+    layer.dispatcher = SimpleNamespace(set_quant_config=asked.append)
+    with plugin_log.at_level("INFO"):
+        layer.finish()
+    assert asked == [wanted]
+    layouts = {"normal": ["contiguous"], "low_latency": ["masked"], "auto": ["contiguous", "masked"]}[mode]
+    assert [line for line in plugin_log.messages if "serves the experts" in line and "layout" in line] == [
+        f"fp8moe serves the experts: backend reference, layout {layout}, 0 kernels loaded in 0.00 s (none needed)"
+        for layout in layouts
+    ]
 
 
 class Quantized(SimpleNamespace):
