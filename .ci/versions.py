@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 UV = [sys.executable, "-m", "uv"]
 REQUIREMENTS = ROOT / "requirements"
 AT_ONCE = 2  # versions
+WORKERS = ["--numprocesses", "2", "--dist", "loadfile"]  # as many as a small machine has cores
 
 
 class Engine(NamedTuple):
@@ -79,7 +80,7 @@ def what_broke(requirement: str, run_all: bool) -> tuple[str, list[str]]:
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     command = [folder / "bin/python", "-m", "pytest", "--engine", requirement, "--junit-xml", str(report)]
-    command += [*engine.tests, *([] if run_all else ["-m", "seam"])]
+    command += [*engine.tests, *(WORKERS if run_all else ["-m", "seam"])]
     environment = os.environ | engine.environment | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

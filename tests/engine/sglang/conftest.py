@@ -121,24 +121,28 @@ def write_checkpoints(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def engines(checkpoints: Path) -> Callable[[str], Served]:
-    """What the engine of a name did; the first test that asks runs all of them."""
+def engines(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
+    """What the engine of a name did; the first test that asks, of all workers, runs all of them."""
 
     @functools.cache
-    def process() -> subprocess.CompletedProcess[str]:
-        engines = json.dumps({name: asdict(engine) for name, engine in ENGINES.items()})
-        command = [sys.executable, "-m", "tests.engine.sglang.generate", str(checkpoints), engines]
-        return subprocess.run(
-            command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900
-        )
+    def done() -> tuple[str, str]:
+        folder = built_once(tmp_path_factory, "sglang_answers", functools.partial(run_engines, checkpoints))
+        return (folder / "stdout").read_text(), (folder / "stderr").read_text()
 
     @functools.cache
     def engine(name: str) -> Served:
-        done = process()
-        said = [line for line in map(json.loads, done.stdout.splitlines()) if line["engine"] == name]
-        assert said, done.stderr[-4000:]
-        _, _, log = done.stderr.partition(f"\n{BEGINS}{name}\n")
+        stdout, stderr = done()
+        said = [line for line in map(json.loads, stdout.splitlines()) if line["engine"] == name]
+        assert said, stderr[-4000:]
+        _, _, log = stderr.partition(f"\n{BEGINS}{name}\n")
         log, _, _ = log.partition(f"\n{BEGINS}")
         return Served([line["answer"] for line in said if "answer" in line], log, said[-1]["status"])
 
     return engine
+
+
+def run_engines(checkpoints: Path, folder: Path) -> None:
+    engines = json.dumps({name: asdict(engine) for name, engine in ENGINES.items()})
+    command = [sys.executable, "-m", "tests.engine.sglang.generate", str(checkpoints), engines]
+    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
+        subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=stdout, stderr=stderr, timeout=900)
