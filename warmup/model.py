@@ -70,6 +70,8 @@ def checkpoint_folder(model: str) -> Path:
     """
     if is_folder(model):
         return Path(model)
+    if Path(model).is_file():
+        raise CheckpointError(f"{shown(model)} is a file. Give the folder that contains the checkpoint's config.json.")
     if not HUB_ID.fullmatch(model):
         raise CheckpointError(
             f"{shown(model)} is neither a folder nor the id of a model on the hub (organisation/name). "

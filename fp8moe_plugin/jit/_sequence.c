@@ -105,7 +105,9 @@ static int read_patches(Sequence* self, PyObject* patches) {
         if (!PyArg_ParseTuple(PyList_GetItem(patches, i), "iiKp", &patch->at, &patch->slot, &offset, &patch->is_map))
             return -1;
         patch->offset = offset;
-        if (patch->at < 0 || patch->at + 8 > self->template_bytes || patch->slot < 0 || patch->slot >= kAddresses)
+        if (patch->slot < 0 || patch->slot >= kAddresses)
+            return PyErr_SetString(PyExc_ValueError, "a slot has no address"), -1;
+        if (patch->at < 0 || patch->at + 8 > self->template_bytes)
             return PyErr_SetString(PyExc_ValueError, "a patch is outside the template"), -1;
         if (patch->is_map && (patch->at % kMapAlignment || patch->at + 128 > self->template_bytes))
             return PyErr_SetString(PyExc_ValueError, "a tensor map is not aligned"), -1;

@@ -12,10 +12,9 @@ import torch
 from fp8moe_plugin.errors import LaunchError
 from fp8moe_plugin.jit.launch import TensorMap
 from fp8moe_plugin.jit.lookup import WARMUP, Origin, find_or_compile
-from fp8moe_plugin.jit.sequence import aligned, libcuda
+from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned, libcuda
 from fp8moe_plugin.plan.catalog import KernelKey
 
-TENSOR_MAP_BYTES = 128
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 

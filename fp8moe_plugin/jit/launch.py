@@ -1,4 +1,4 @@
-"""Launches as data: a kernel, its grid and its arguments. Addresses may be left open until the launches are made."""
+"""Launches as data: a kernel, its grid and its arguments. Addresses may be left open until the call."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

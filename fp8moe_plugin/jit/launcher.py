@@ -8,10 +8,9 @@ import torch
 
 from fp8moe_plugin.jit.driver import INVALID_CONTEXT, bind_context, check, encode, load
 from fp8moe_plugin.jit.launch import Argument, Launch, Slot
-from fp8moe_plugin.jit.sequence import TENSOR_MAP_ALIGNMENT, Patch, PreparedLaunch, make_sequence
+from fp8moe_plugin.jit.sequence import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, Patch, PreparedLaunch, make_sequence
 from fp8moe_plugin.plan.parameters import PARAMETERS, Kind
 
-TENSOR_MAP_BYTES = 128
 FORMATS = {Kind.MAP: f"{TENSOR_MAP_BYTES}s", Kind.POINTER: "P", Kind.INT: "i"}  # as `struct` packs a parameter
 UNKNOWN_ADDRESS = 2**40  # a descriptor is encoded with it until a call gives the real one
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fp8moe_plugin.logs import log_once
 
-TENSOR_MAP_ALIGNMENT = 64
+TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
 WITHOUT_EXTENSION = (
     "without the C extension of the launcher, each kernel launch outside CUDA graphs costs the host about 20 us more. "
     "Install a wheel, or build with a C compiler"

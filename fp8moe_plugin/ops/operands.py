@@ -1,4 +1,4 @@
-"""What kernels read and write, as addresses: making a tensor costs the host as much as a launch.
+"""What kernels read and write, as addresses: creating a tensor costs the host as much as a launch.
 
 An op that makes its launches once and calls them often gives slots in place of addresses (`jit.launch.Slot`).
 
@@ -24,7 +24,7 @@ from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.plan.tiles import scale_rows
 
 Quantized = tuple[torch.Tensor, torch.Tensor]  # e4m3 values and their float32 scales
-Layout = TypeVar("Layout", bound=tuple[Any, ...])
+Scratch = TypeVar("Scratch", bound=tuple[Any, ...])  # a layout of plan.scratch
 ScalesAndStrides = tuple[torch.Tensor, int, int]  # scales; their strides by group and by k block, in elements
 
 
@@ -95,7 +95,7 @@ class LayerAddresses(NamedTuple):
 LAYER_SLOTS = LayerAddresses(*map(Slot, range(len(LayerAddresses._fields))))
 
 
-def placed(layout: Layout, scratch: Address) -> Layout:
+def placed(layout: Scratch, scratch: Address) -> Scratch:
     """The pieces of a layout of `plan.scratch` as addresses, in memory that begins at `scratch`."""
     return type(layout)(*(scratch + offset for offset in layout))
 

@@ -77,11 +77,13 @@ def _reasons(model: Model) -> dict[KernelKey, str]:
         gate_up_few_rows_key(ue8m0): f"GEMM 1 of the experts and SwiGLU in steps of up to {few} tokens: decode",
         gate_up_key(
             ue8m0, False
-        ): f"GEMM 1 and SwiGLU of experts of more than {GATHER_UP_TO} channels in longer steps: "
-        "prefill; and of batched experts",
-        gate_up_key(ue8m0, True): f"GEMM 1 and SwiGLU of experts of up to {GATHER_UP_TO} channels in longer steps: "
-        "prefill, with gathered tokens",
-        grouped_gemm_key(Output.BF16): "GEMM 2 of the experts and dense GEMMs in longer steps: prefill",
+        ): f"GEMM 1 and SwiGLU of experts of more than {GATHER_UP_TO} channels in steps of more "
+        f"than {few} tokens: prefill; and of batched experts",
+        gate_up_key(ue8m0, True): f"GEMM 1 and SwiGLU of experts of up to {GATHER_UP_TO} channels in steps of more "
+        f"than {few} tokens: prefill, with gathered tokens",
+        grouped_gemm_key(
+            Output.BF16
+        ): f"GEMM 2 of the experts in steps of more than {few} tokens, and dense GEMMs: prefill",
         grouped_gemm_key(Output.BF16, keep_b=True): f"GEMM 2 of experts of up to {KEEP_B_UP_TO} channels, in steps of "
         f"{EARLY_BELOW} or more tokens per expert",
         quantize_key(ue8m0, Layout.K_MAJOR): "quantization of the activations of dense layers",

@@ -24,7 +24,10 @@ class Parameter(NamedTuple):
 
 def _signature(text: str) -> tuple[Parameter, ...]:
     kinds_and_names = (parameter.split() for parameter in text.split(","))
-    return tuple(Parameter(Kind(kind), name) for kind, name in kinds_and_names)
+    parameters = tuple(Parameter(Kind(kind), name) for kind, name in kinds_and_names)
+    maps = sum(parameter.kind == Kind.MAP for parameter in parameters)
+    assert all(parameter.kind == Kind.MAP for parameter in parameters[:maps]), "maps come first, where they are aligned"
+    return parameters
 
 
 PARAMETERS = {

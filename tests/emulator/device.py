@@ -11,8 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fp8moe_plugin.jit.launch import Launch, TensorMap
-from fp8moe_plugin.jit.launcher import FORMATS, TENSOR_MAP_BYTES, layout
-from fp8moe_plugin.jit.sequence import aligned
+from fp8moe_plugin.jit.launcher import FORMATS, layout
+from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned
 from fp8moe_plugin.plan.parameters import ARGUMENTS, PARAMETERS
 from tests import helpers as h
 from tests.emulator.build import Kernels

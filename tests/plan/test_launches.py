@@ -171,7 +171,7 @@ def test_l2_fetches_single_lines_of_weights_that_are_read_once(device, tokens, h
 
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
 @pytest.mark.parametrize("tokens", [1, 129, 1000])
-def test_the_launches_of_a_layer_are_remembered_for_its_addresses_alone(device, tokens, intermediate):
+def test_launches_hold_the_addresses_that_they_are_given(device, tokens, intermediate):
     """Each tensor in turn is at another address, where it is then read or written."""
     step = plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, 2 * EXPERTS), tokens)
     for field in ADDRESSES._fields:

@@ -309,6 +309,15 @@ def test_a_failure_is_in_the_report_too(cache: Path, tmp_path: Path) -> None:
     assert found["error"].startswith("'/nonexistent' is neither a folder nor the id of a model on the hub")
 
 
+def test_a_file_in_place_of_a_folder_is_refused_as_such(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    assert main(["list", "--model", str(config)]) == 1
+    assert "is a file. Give the folder that contains the checkpoint's config.json." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
