@@ -234,7 +234,7 @@ FAULTS = {
         "dense_gemm.cu", "    wait_for_previous_kernel();\n", "", dense_tiles, WRONG_RESULT
     ),
     "columns of a tile are scaled as those of the block of scales before": Fault(
-        "dense_gemm.cu", " && i / 8 * 16 >= scales.boundary", " && false", dense_tiles, WRONG_RESULT
+        "dense_gemm.cu", "kBlocks > 1 && column >= scales.boundary", "false", dense_tiles, WRONG_RESULT
     ),
     "a tile is written over the one before": Fault(
         "dense_gemm.cu",
