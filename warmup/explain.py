@@ -26,7 +26,7 @@ from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
 
 SAMPLES = 20_000  # experts whose numbers of rows are drawn
 REPEATS_FROM = 8  # tiles of an expert from which `tile_rows` more rows are one more tile without padding
-STEPS = 200  # steps in each of which the busiest rank is determined
+STEPS = 200  # sampled steps; the busiest rank is determined in each
 
 
 def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tuple[int, ...]) -> ExplainReport:

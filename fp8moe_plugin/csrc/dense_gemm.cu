@@ -128,7 +128,7 @@ DEVICE void load_tokens(SharedMemory<kTileN> shared, const Operands& in) {
 
 // ---- math ----------------------------------------------------------------------------------------------------------
 
-// The scales of a thread's two rows times those of the weights, of which the first block ends before column `boundary`.
+// The scales of a thread's two rows times those of the weights, whose first block ends before column `boundary`.
 struct Scales {
     float of[3][2];
     int boundary;

@@ -27,6 +27,7 @@ def prepare(launches: Iterable[Launch], device_index: int) -> Prepared:
         LaunchError: the driver refuses a kernel or a tensor map, or a kernel is not loaded yet while the stream is
             being captured; from the function also if the driver refuses a launch.
         struct.error: the arguments are not of the kinds of the kernel's parameters, or do not fit.
+        ValueError: the parameters of all launches take more than the 8 KiB that a sequence has room for.
     """
     launches, template, prepared = tuple(launches), bytearray(), []
     patches: list[Patch] = []

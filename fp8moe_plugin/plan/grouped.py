@@ -32,7 +32,7 @@ class BatchedPlan:
 
 @functools.lru_cache(maxsize=4096)
 def plan_masked(groups: int, max_m: int, n: int, k: int, expected_m: int) -> GroupedPlan:
-    """The plan of `[groups, max_m, k]` rows, of which each group has a counted number, and `[groups, n, k]` weights.
+    """The plan of `[groups, max_m, k]` rows, a counted number of them in each group, and `[groups, n, k]` weights.
 
     Args:
         expected_m: rows per group on average.
@@ -53,7 +53,7 @@ def plan_contiguous(rows: int) -> GroupedPlan:
 
 @functools.lru_cache(maxsize=4096)
 def plan_batched(experts: int, max_m: int, intermediate: int, expected_m: int, ue8m0: bool) -> BatchedPlan:
-    """The plan of `[experts, max_m]` rows of which each expert has about `expected_m`."""
+    """The plan of `[experts, max_m]` rows; each expert has about `expected_m` of them."""
     keep_b = keeps_b(expected_m, intermediate)
     return BatchedPlan(
         gate_up=gate_up_key(ue8m0, gather=False),

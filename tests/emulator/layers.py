@@ -24,7 +24,7 @@ def run_layers(
     inputs: int | None = None,
     small_batch: int = 0,
 ) -> list[float]:
-    """The relative L2 error of each of these layers, of which each reads what the one before has written.
+    """The relative L2 error of each of these layers; each reads what the one before has written.
 
     All have the same scratch, as torch's allocator gives it: what the layer before has left there is not NaN.
 

@@ -1,4 +1,4 @@
-"""Checkpoints of which only config.json is there, and a kernel cache of its own for each test."""
+"""Checkpoints with nothing but config.json, and a kernel cache of its own for each test."""
 
 import shutil
 from collections.abc import Callable, Iterator

@@ -16,7 +16,7 @@ struct GatheredOperand {
 };
 
 // Where a thread's chunks start in `values`, in chunks of 16 bytes: of rows i * kRowsAtOnce + lane / 8 of its warp's
-// 32, and of a row of the tail; and of which row it copies the scale. kNoRow past the tile.
+// 32, and of a row of the tail; and the row whose scale it copies. kNoRow past the tile.
 struct GatheredRows {
     u32 from[kCopies], tail, scale;
 

@@ -13,8 +13,8 @@ struct TokenQuantizer {
     DEVICE static int step() { return threadIdx.x / kGroupLanes % kMostSteps; }
     DEVICE static int first_token() { return threadIdx.x / kGroupLanes / kMostSteps; }
 
-    // `x`: bfloat16 [tokens, 128 * k_blocks], of which the block has `steps` K blocks from `first_step` on; null: it
-    // loads nothing.
+    // `x`: bfloat16 [tokens, 128 * k_blocks]; the block has its `steps` K blocks from `first_step` on. Null: it loads
+    // nothing.
     DEVICE TokenQuantizer(const uint4* x, int tokens, int k_blocks, int first_step, int steps) {
         if (!x || step() >= steps) return;
         x += (i64(first_token()) * k_blocks + first_step + step()) * kGroupLanes + lane();

@@ -1,4 +1,4 @@
-"""Stands in for sglang-kernel, of which the package index has no build for CPUs.
+"""Stands in for sglang-kernel, which the package index does not have for CPUs.
 
 SGLang imports its names; plain prefill and decode on a CPU call none.
 """
