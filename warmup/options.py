@@ -43,7 +43,7 @@ MAX_CAPTURE_SIZES = 1024  # about ten times as many as vLLM captures by default
 ACCEPTED_BY = {
     "bundle": ("compile", "bundle", "verify"),
     "plot": ("bench",),
-    "tokens": ("bench",),
+    "tokens": ("explain", "bench"),
     "dry_run": ("compile",),
     "out": ("convert",),
 }
@@ -81,7 +81,7 @@ def parse(arguments: list[str] | None) -> Options:
         model=given.model,
         parallel=_parallel(parser, given),
         max_tokens=given.max_num_batched_tokens,
-        capture_sizes=tuple(given.cudagraph_capture_sizes),
+        capture_sizes=tuple(given.tokens or given.cudagraph_capture_sizes),
         bundle=given.bundle or (BUNDLE if command == "bundle" else None),
         json=given.json,
         tokens=tuple(given.tokens) if given.tokens else None,
@@ -238,9 +238,9 @@ def _parser() -> argparse.ArgumentParser:
         "Works in OUT.partial, which is renamed at the end; run again, it continues where it was interrupted.",
     )
     convert.add_argument("--out", type=Path, metavar="OUT", help="folder to create; must not exist")
-    bench = parser.add_argument_group("bench")
-    bench.add_argument("--tokens", type=count, nargs="+", metavar="N", help="numbers of tokens to measure")
-    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (.png or .svg)")
+    layer = parser.add_argument_group("explain and bench")
+    layer.add_argument("--tokens", type=count, nargs="+", metavar="N", help="tokens of the steps to show or measure")
+    layer.add_argument("--plot", type=Path, metavar="FILE", help="bench: draw the times (.png or .svg)")
     return parser
 
 

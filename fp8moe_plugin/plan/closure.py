@@ -2,7 +2,7 @@
 
 import itertools
 
-from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.checkpoint.shapes import GROUP, Model
 from fp8moe_plugin.plan.catalog import (
     DENSE_FEW_ROWS_TILE_M,
     DENSE_TILE_M,
@@ -25,7 +25,7 @@ from fp8moe_plugin.plan.catalog import (
     tiles_of_counts_key,
     tiles_of_indices_key,
 )
-from fp8moe_plugin.plan.constants import PAIRS_PER_CHUNK, Layout, Output
+from fp8moe_plugin.plan.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout, Output
 from fp8moe_plugin.plan.step import few_rows_tokens
 from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEEP_B_UP_TO
 
@@ -100,10 +100,10 @@ def _reasons(model: Model) -> dict[KernelKey, str]:
             f"waves: tiles of {tile_m} rows"
         )
     for padded_tokens, cluster in SMALL_BATCH_STAGES:
+        steps = f"in steps of up to {padded_tokens} tokens, hidden size up to {SMALL_BATCH_K_BLOCKS * GROUP * cluster}"
         first = gate_up_small_batch_key(ue8m0, padded_tokens, cluster)
-        reasons[first] = f"routing, quantization, GEMM 1 and SwiGLU in steps of up to {padded_tokens} tokens"
-        second = down_small_batch_key(padded_tokens, cluster)
-        reasons[second] = f"GEMM 2 and the weighted sum in steps of up to {padded_tokens} tokens"
+        reasons[first] = f"routing, quantization, GEMM 1 and SwiGLU {steps}"
+        reasons[down_small_batch_key(padded_tokens, cluster)] = f"GEMM 2 and the weighted sum {steps}"
     return reasons
 
 

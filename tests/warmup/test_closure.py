@@ -67,6 +67,11 @@ def test_every_step_of_every_split_of_every_model_is_in_its_plan(models: dict[st
                 assert dense[sum(layer.outputs)] <= plan
 
 
+def test_each_kernel_has_a_reason_of_its_own(models: dict[str, Model]) -> None:
+    reasons = list(model_kernels(models["DeepSeek-V3"]).values())
+    assert len(reasons) == len(set(reasons))
+
+
 def test_a_kernel_without_a_reason_is_named(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closure, "linear_kernels", lambda ue8m0: [KernelKey("eighth_kernel", (("TILE", 8),))])
     with pytest.raises(LookupError, match=r"^eighth_kernel TILE=8 has no reason .* _reasons in plan/closure.py\.$"):
