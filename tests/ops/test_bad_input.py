@@ -258,6 +258,10 @@ def assert_refused(device: torch.device, op: str, argument: str, change: Callabl
     assert words in str(caught.value)
 
 
+def test_every_public_op_is_called(device):
+    assert sorted(right_calls(device)) == OPS == sorted(ops.__all__)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_the_unchanged_call_is_taken(device, op, debug):
     run(op, right_calls(device)[op])
