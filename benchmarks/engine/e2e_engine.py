@@ -46,7 +46,7 @@ class Kind:
 
 KINDS = {
     "qwen3": Kind("qwen3_moe", "qwen3-24layer"),
-    "dsv3": Kind("deepseek_v3", "dsv3-3layer"),
+    "dsv3": Kind("deepseek_v3", "dsv3-3layer", kv_bytes=1 << 29),  # three engines fill an H200; MLA needs little
     "tiny": Kind("qwen3_moe", "tiny", kv_bytes=1 << 28, arguments=EAGER),  # to try this program, also on a CPU
 }
 
