@@ -1,14 +1,19 @@
-// The first GEMM of the experts with its activation, for many rows per expert: D = quantized SiLU(gate) * up, e4m3
-// [rows, I] with a scale per row and 128 channels, as in silu_mul_quant.cu. [gate, up] is A @ B[expert]^T: A are tokens
-// [rows, K], B weights [experts, N, K], N = 2I, gate rows first.
+// The first GEMM of the experts with its activation, for many rows per expert: D = quantized SiLU(gate) * up, as in
+// silu_mul_quant.cu. [gate, up] is A @ B[expert]^T: A are tokens [m, K], B weights [experts, N, K], N = 2I, gate rows
+// first.
 //
 // The GEMM is that of grouped_gemm.cu. The two halves of a tile are 128 channels of the gate projection and the same
 // 128 of the up projection, so that each scale is computed within one warpgroup.
 //
-// GATHER: row i of A is row a_rows[i] of the matrix `gathered`, whose scales are row-major.
+// In:   a_map, a_narrow_map  boxes of 64 rows of A, and of 16;    b_map  boxes of 128 rows of weights
+//       a_scales  float32, (row, k block) at row + k * a_scale_k_stride;    b_scales  [experts, N / 128, K / 128]
+//       GATHER: row i of A is row a_rows[i] of `gathered`, e4m3 [T, K], whose scales are float32 [T, K / 128]
+//       table, num_tiles  see tile_table.cuh
+//       done_counters  see done_counters.cuh: the stored columns of each row tile are counted, so that the second GEMM
+//                 may start while this one ends (PDL); null: nothing is counted
+// Out:  d         e4m3 [m, I], which d_map stores;    d_scales  float32 [I / 128, m] at scale_pitch(m)
 //
-// It counts the stored columns of each row tile in `done_counters`, so that the second GEMM may start while this one
-// ends (PDL); null: it counts nothing.
+// Grid: any number of thread blocks, one per SM, which take tiles from the queue.
 #include "epilogue/swiglu_rows.cuh"
 #include "mma/row_tile.cuh"
 #include "pipeline/gather_row_tile.cuh"

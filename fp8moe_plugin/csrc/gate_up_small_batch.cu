@@ -33,8 +33,8 @@ constexpr int kSlabs = 2;                      // of 64 rows of weights, per war
 constexpr int kFinished = kTokens / kCluster;  // tokens that a block finishes
 constexpr int kLoadWarp = kMathWarps, kFinishWarp = kLoadWarp + 1, kWarps = kFinishWarp + kFinished;
 static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
-constexpr int kMostSteps = SMALL_BATCH_STEPS;  // K blocks per thread block
-constexpr int kFullArrivals = 3;               // the announced bytes of TMA, and two lanes that copy scales
+constexpr int kMostSteps = SMALL_BATCH_K_BLOCKS;  // K blocks per thread block
+constexpr int kFullArrivals = 3;                  // the announced bytes of TMA, and two lanes that copy scales
 constexpr int kMathBarrier = 1;
 
 struct SharedMemory {

@@ -10,8 +10,16 @@
 // KEEP_B, for K of one or two steps: a thread block takes several consecutive tiles at a time, most of them of the same
 // columns, whose weights stay in shared memory.
 //
-// As the second GEMM of the experts it shares a tile table and `done_counters` with the first, gate_up.cu, and may
-// start while gate_up still runs (PDL). With `done_counters` null it starts when the previous kernel has ended.
+// In:   a_map, a_narrow_map  boxes of 64 rows of A, and of 16;    b_map  boxes of BLOCK_N rows of weights
+//       a_scales  float32, (row, k block) at row + k * a_scale_k_stride, plus expert * a_scale_expert_stride
+//       b_scales  float32 [experts, ceil(N / 128), K / 128]
+//       c         the addend, as d; null without (OUTPUT_BF16 has none)
+//       table, num_tiles  see tile_table.cuh
+//       done_counters  as the second GEMM of the experts it shares the table and these with gate_up.cu, and may start
+//                 while that still runs (PDL); null: it starts when the previous kernel has ended
+// Out:  d         bfloat16 or float32 [rows, N], see OUTPUT; d_map stores it for OUTPUT_BF16
+//
+// Grid: any number of thread blocks, one per SM, which take tiles from the queue.
 #include "epilogue/store_rows.cuh"
 #include "epilogue/store_transposed.cuh"
 #include "mma/row_tile.cuh"

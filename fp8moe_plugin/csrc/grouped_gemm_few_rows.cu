@@ -7,7 +7,14 @@
 // A thread block takes `columns_at_once` consecutive columns of tiles at a time, which amortises the setup of a tile
 // where K is short.
 //
-// With `done_counters` A is the result of gate_up_few_rows, which still runs (PDL), see done_counters.cuh.
+// In:   a_map     boxes of 8 rows of A;    b_map  boxes of 128 rows of weights
+//       a_scales, b_scales, table, num_tiles  as in grouped_gemm.cu
+//       claim_pair  which of the table's counters deals out the tiles
+//       done_counters, counters_per_tile  A is the result of gate_up_few_rows, which may still run (PDL), see
+//                 done_counters.cuh; null: it waits for the previous kernel
+// Out:  d         bfloat16 [rows, N]
+//
+// Grid: any number of thread blocks, which take tiles from the queue.
 #include "device/ptx.cuh"
 #include "epilogue/store_transposed.cuh"
 #include "mma/swap_ab.cuh"

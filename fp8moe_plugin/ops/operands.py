@@ -21,7 +21,7 @@ from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.jit.launch import Address, Slot
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.checks import FP8
-from fp8moe_plugin.plan.tiles import scale_rows
+from fp8moe_plugin.plan.tiles import scale_pitch
 
 Quantized = tuple[torch.Tensor, torch.Tensor]  # e4m3 values and their float32 scales
 Scratch = TypeVar("Scratch", bound=tuple[Any, ...])  # a layout of plan.scratch
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
     @classmethod
     def k_major(cls, values: Address, scales: Address, rows: int, k: int) -> "Rows":
         """Rows with scales as `empty_scales` lays them out."""
-        return cls(values, rows, k, scales, 0, scale_rows(rows))
+        return cls(values, rows, k, scales, 0, scale_pitch(rows))
 
     @classmethod
     def row_major(cls, values: Address, scales: Address, rows: int, k: int) -> "Rows":
@@ -124,4 +124,4 @@ def empty_quantized(rows: int, k: int, device: torch.device) -> Quantized:
 
 def empty_scales(rows: int, k_blocks: int, device: torch.device) -> torch.Tensor:
     """Uninitialized float32 scales `[rows, k_blocks]`, K-major: k blocks are a multiple of 16 bytes apart."""
-    return workspace.empty((k_blocks, scale_rows(rows)), torch.float32, device)[:, :rows].t()
+    return workspace.empty((k_blocks, scale_pitch(rows)), torch.float32, device)[:, :rows].t()

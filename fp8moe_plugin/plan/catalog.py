@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, MAX_LOCAL_EXPERTS
-from fp8moe_plugin.plan.constants import PAIRS_PER_CHUNK, SMALL_BATCH_STEPS, Layout, Output
+from fp8moe_plugin.plan.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout, Output
 from fp8moe_plugin.plan.parameters import ARGUMENTS
 
 HOPPER = (9, 0)  # the only compute capability with the instructions of the kernels
@@ -24,7 +24,7 @@ SMALL_BATCH_TOKENS = (8, 16)  # padded token counts of the small-batch kernels
 # former, and the shared memory that they need. An SM has room for a block of each.
 SMALL_BATCH_STAGES = {(8, 8): (6, 6), (16, 8): (5, 5), (16, 4): (4, 6)}
 SMALL_BATCH_KIB = {(8, 8): (113, 111), (16, 8): (113, 103), (16, 4): (97, 121)}
-SMALL_BATCH_HIDDEN = SMALL_BATCH_STEPS * GROUP * max(cluster for _, cluster in SMALL_BATCH_STAGES)
+SMALL_BATCH_HIDDEN = SMALL_BATCH_K_BLOCKS * GROUP * max(cluster for _, cluster in SMALL_BATCH_STAGES)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, NUM_TILES_LENGTH
 from fp8moe_plugin.plan.shape import MoeShape
-from fp8moe_plugin.plan.tiles import route_chunks, scale_rows, tile_capacity
+from fp8moe_plugin.plan.tiles import route_chunks, scale_pitch, tile_capacity
 
 PIECE = 256  # bytes; the alignment of pieces
 
@@ -82,7 +82,7 @@ def sorted_scratch(
     tiles, chunks = tile_capacity(rows, local_experts, tile_rows), route_chunks(rows)
     sizes = (
         (tokens if gathers else rows) * hidden,
-        4 * (tokens if gathers else scale_rows(rows)) * (hidden // GROUP),
+        4 * (tokens if gathers else scale_pitch(rows)) * (hidden // GROUP),
         4 * rows,
         4 * rows,
         4,
@@ -92,7 +92,7 @@ def sorted_scratch(
         4 * (1 + tiles * row_counters),
         8 * k_splits * rows * intermediate if k_splits > 1 else 0,
         rows * intermediate,
-        4 * scale_rows(rows) * (intermediate // GROUP),
+        4 * scale_pitch(rows) * (intermediate // GROUP),
         2 * rows * hidden,
     )
     return SortedScratch(*_offsets(*sizes))
@@ -107,7 +107,7 @@ def small_batch_scratch(shape: MoeShape, tokens: int, padded_tokens: int) -> Sma
 def batched_scratch(experts: int, max_m: int, intermediate: int, tile_rows: int) -> BatchedScratch:
     rows = experts * max_m
     tiles = tile_capacity(rows, experts, tile_rows)
-    inner = rows * intermediate, 4 * scale_rows(rows) * (intermediate // GROUP)
+    inner = rows * intermediate, 4 * scale_pitch(rows) * (intermediate // GROUP)
     return BatchedScratch(*_offsets(16 * tiles, 4 * NUM_TILES_LENGTH, 4 * (1 + tiles), *inner))
 
 
@@ -120,7 +120,7 @@ def grouped_scratch(rows: int, groups: int, tile_rows: int, indexed: bool) -> Gr
 
 @functools.lru_cache(maxsize=4096)
 def quantized_scratch(rows: int, k: int) -> QuantizedScratch:
-    return QuantizedScratch(*_offsets(rows * k, 4 * scale_rows(rows) * (k // GROUP)))
+    return QuantizedScratch(*_offsets(rows * k, 4 * scale_pitch(rows) * (k // GROUP)))
 
 
 def row_counters(intermediate: int, k_splits: int, tile_rows: int) -> int:

@@ -22,12 +22,12 @@ from fp8moe_plugin.plan.catalog import (
     quantize_key,
 )
 from fp8moe_plugin.plan.constants import (
-    CLUSTER_SPLITS,
+    MAX_CLUSTER_SPLITS,
     FEW_ROWS_TILE,
     MANY_ROWS_TILE,
-    MAX_SPLITS,
+    MAX_GATE_UP_SPLITS,
     SMALL_BATCH_PAIRS,
-    SMALL_BATCH_STEPS,
+    SMALL_BATCH_K_BLOCKS,
     Layout,
 )
 from fp8moe_plugin.plan.grouped import columns_at_once, grouped_key, keeps_b, starts_early
@@ -175,7 +175,7 @@ def small_batch_step(
 def gate_up_cluster(padded_tokens: int, hidden: int) -> int:
     """Blocks that share a tile of gate_up_small_batch by splitting K: as few as can hold K."""
     clusters = (cluster for tokens, cluster in SMALL_BATCH_STAGES if tokens == padded_tokens)
-    return min(cluster for cluster in clusters if hidden <= SMALL_BATCH_STEPS * GROUP * cluster)
+    return min(cluster for cluster in clusters if hidden <= SMALL_BATCH_K_BLOCKS * GROUP * cluster)
 
 
 def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
@@ -194,7 +194,7 @@ def down_splits(hidden: int, padded_tokens: int) -> int:
 
     As few as keep up with GEMM 1, which runs concurrently: more would take memory bandwidth from it.
     """
-    return min(ceil_div(DOWN_BLOCKS[padded_tokens], hidden // GROUP), CLUSTER_SPLITS)
+    return min(ceil_div(DOWN_BLOCKS[padded_tokens], hidden // GROUP), MAX_CLUSTER_SPLITS)
 
 
 # ---- steps whose rows are sorted by expert -------------------------------------------------------------------------
@@ -235,4 +235,4 @@ def k_splits(rows: int, shape: MoeShape) -> int:
     """
     tiles, nbytes = min(rows, shape.local_experts) * (shape.intermediate // GROUP), 8 * rows * shape.intermediate
     limit = min(MULTIPROCESSORS // tiles, SPLIT_BYTES // nbytes)
-    return max((s for s in (1, 2, 4, MAX_SPLITS) if shape.hidden // GROUP % s == 0 and s <= limit), default=1)
+    return max((s for s in (1, 2, 4, MAX_GATE_UP_SPLITS) if shape.hidden // GROUP % s == 0 and s <= limit), default=1)

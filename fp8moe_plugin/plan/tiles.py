@@ -38,6 +38,6 @@ def route_chunks(pairs: int) -> int:
     return max(1, ceil_div(pairs, PAIRS_PER_CHUNK))
 
 
-def scale_rows(rows: int) -> int:
+def scale_pitch(rows: int) -> int:
     """The stride between K blocks of K-major scales, in elements: a multiple of 16 bytes."""
     return ceil_div(rows, 4) * 4

@@ -14,7 +14,7 @@ from fp8moe_plugin.plan.catalog import (
     dense_gemm_key,
     grouped_gemm_key,
 )
-from fp8moe_plugin.plan.constants import CLUSTER_SPLITS, MANY_ROWS_TILE
+from fp8moe_plugin.plan.constants import MAX_CLUSTER_SPLITS, MANY_ROWS_TILE
 from fp8moe_plugin.plan.dense import fastest_tile
 from fp8moe_plugin.plan.tiles import row_tiles
 from fp8moe_plugin.plan.tuning import (
@@ -41,7 +41,7 @@ def test_few_rows_stream_weights_where_columns_are_few_and_k_is_long():
     assert all(plan(33, *shape).kernel != dense_gemm_few_rows_key() for shape in SHAPES)
     assert [plan(m, 2112, 7168).tile_m for m in (1, 8, 9, 17, 32)] == [8, 8, 16, 32, 32]
     assert plan(1, 2112, 7168).blocks == 33 * DENSE_SPLITS
-    assert min(CLUSTER_SPLITS, LONG_K // 128) >= plan(1, 2112, 7168).cluster == DENSE_SPLITS
+    assert min(MAX_CLUSTER_SPLITS, LONG_K // 128) >= plan(1, 2112, 7168).cluster == DENSE_SPLITS
 
 
 def test_dense_tiles_are_as_fast_as_any_were():

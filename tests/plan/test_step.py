@@ -11,7 +11,7 @@ from fp8moe_plugin.plan.catalog import (
     gate_up_small_batch_key,
     grouped_gemm_key,
 )
-from fp8moe_plugin.plan.constants import CLUSTER_SPLITS, FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.constants import MAX_CLUSTER_SPLITS, FEW_ROWS_TILE, MANY_ROWS_TILE
 from fp8moe_plugin.plan.grouped import columns_at_once, keeps_b, starts_early
 from fp8moe_plugin.plan.step import down_splits, gate_up_clusters, k_splits
 from fp8moe_plugin.plan.tuning import (
@@ -70,7 +70,7 @@ def test_a_multiprocessor_has_room_for_a_block_of_the_first_gemm_of_a_small_batc
 def test_the_second_gemm_has_enough_blocks_and_no_more_than_multiprocessors(hidden, padded_tokens):
     splits = down_splits(hidden, padded_tokens)
     assert hidden // 128 * splits <= MULTIPROCESSORS
-    assert splits == CLUSTER_SPLITS or hidden // 128 * splits >= DOWN_BLOCKS[padded_tokens]
+    assert splits == MAX_CLUSTER_SPLITS or hidden // 128 * splits >= DOWN_BLOCKS[padded_tokens]
 
 
 def test_channels_of_models_are_shared_by():

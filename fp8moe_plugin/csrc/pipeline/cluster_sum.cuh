@@ -4,7 +4,7 @@
 #include "device/fragment.cuh"
 #include "device/ptx.cuh"
 
-constexpr int kMostSplits = CLUSTER_SPLITS;
+constexpr int kMostSplits = MAX_CLUSTER_SPLITS;
 
 // Of kChannels channels, 64 per warpgroup.
 template <int kTokens, int kChannels>

@@ -5,7 +5,7 @@
 #include "device/ptx.cuh"
 #include "pipeline/tile_queue.cuh"
 
-constexpr int kMaxSplits = MAX_SPLITS;
+constexpr int kMaxSplits = MAX_GATE_UP_SPLITS;
 
 // With `count` splits, a group of 128 channels has as many columns of tiles, one per part of K.
 struct Splits {
