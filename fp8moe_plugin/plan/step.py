@@ -22,12 +22,12 @@ from fp8moe_plugin.plan.catalog import (
     quantize_key,
 )
 from fp8moe_plugin.plan.constants import (
-    MAX_CLUSTER_SPLITS,
     FEW_ROWS_TILE,
     MANY_ROWS_TILE,
+    MAX_CLUSTER_SPLITS,
     MAX_GATE_UP_SPLITS,
-    SMALL_BATCH_PAIRS,
     SMALL_BATCH_K_BLOCKS,
+    SMALL_BATCH_PAIRS,
     Layout,
 )
 from fp8moe_plugin.plan.grouped import columns_at_once, grouped_key, keeps_b, starts_early

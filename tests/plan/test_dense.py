@@ -14,7 +14,7 @@ from fp8moe_plugin.plan.catalog import (
     dense_gemm_key,
     grouped_gemm_key,
 )
-from fp8moe_plugin.plan.constants import MAX_CLUSTER_SPLITS, MANY_ROWS_TILE
+from fp8moe_plugin.plan.constants import MANY_ROWS_TILE, MAX_CLUSTER_SPLITS
 from fp8moe_plugin.plan.dense import fastest_tile
 from fp8moe_plugin.plan.tiles import row_tiles
 from fp8moe_plugin.plan.tuning import (

@@ -11,7 +11,7 @@ from fp8moe_plugin.plan.catalog import (
     gate_up_small_batch_key,
     grouped_gemm_key,
 )
-from fp8moe_plugin.plan.constants import MAX_CLUSTER_SPLITS, FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, MAX_CLUSTER_SPLITS
 from fp8moe_plugin.plan.grouped import columns_at_once, keeps_b, starts_early
 from fp8moe_plugin.plan.step import down_splits, gate_up_clusters, k_splits
 from fp8moe_plugin.plan.tuning import (

@@ -385,9 +385,7 @@ def test_explain_shows_what_one_gpu_holds(
         assert re.search(rf"^ +{tokens} .* {tile_rows}  {gemms}$", printed, re.MULTILINE)
 
 
-def test_explain_shows_the_steps_that_are_asked_for(
-    checkpoint: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_shows_the_steps_that_are_asked_for(checkpoint: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--model", str(checkpoint("DeepSeek-V3")), "--tokens", "12", "700"]) == 0
     shown = re.findall(r"^ +(\d+) +\d+\.\d\d +", capsys.readouterr().out, re.MULTILINE)
     assert shown == ["12", "700", "8192"]  # the last one is the longest step
