@@ -6,7 +6,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ PROMPT_TOKENS = 32  # of a sequence that is decoded
 SHORT, STEPS = 8, 48  # generated tokens of the shorter call, and by how many the longer one differs
 PROFILED_PREFILLS, PROFILED_STEPS = 3, 16
 MAX_BATCHED_TOKENS, MAX_SEQUENCES = 32768, 256
-GRAPHS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # arguments of LLM, environment
     OURS: ALL_ENGINES["fp8moe"],
     "vllm": ({"quantization": "fp8"}, {}),
@@ -39,15 +38,13 @@ class Kind:
     family: str
     preset: str
     kv_bytes: int = 4 << 30  # holds the 32768 tokens of the longest prefill twice
-    arguments: dict[str, Any] = field(
-        default_factory=lambda: {"compilation_config": {"cudagraph_capture_sizes": GRAPHS}}
-    )
+    eager: bool = False
 
 
 KINDS = {
     "qwen3": Kind("qwen3_moe", "qwen3-24layer"),
     "dsv3": Kind("deepseek_v3", "dsv3-3layer", kv_bytes=1 << 29),  # three engines fill an H200; MLA needs little
-    "tiny": Kind("qwen3_moe", "tiny", kv_bytes=1 << 28, arguments=EAGER),  # to try this program, also on a CPU
+    "tiny": Kind("qwen3_moe", "tiny", kv_bytes=1 << 28, eager=True),  # to try this program, also on a CPU
 }
 
 
@@ -73,6 +70,13 @@ def parse_cell(text: str) -> Cell:
     return Cell(text, sequences or decoded, tokens)
 
 
+def graphs(cells: list[Cell]) -> dict[str, Any]:
+    """CUDA graphs of the decoded batches alone: DeepGEMM compiles kernels for seconds per captured size."""
+    return {
+        "compilation_config": {"cudagraph_capture_sizes": sorted({c.sequences for c in cells if not c.tokens}) or [1]}
+    }
+
+
 class Engine:
     """One engine, which has run each cell once."""
 
@@ -87,7 +91,7 @@ class Engine:
             enable_prefix_caching=False,
             gpu_memory_utilization=memory,
             kv_cache_memory_bytes=KINDS[kind].kv_bytes,
-            **KINDS[kind].arguments,
+            **(EAGER if KINDS[kind].eager else graphs(cells)),
             **ENGINES[name][0],
         )
         self.vocab = read_config(model)["vocab_size"]
