@@ -98,9 +98,9 @@ def batch_invariance() -> str:
     )
 
 
-def engines(name: str) -> str:
+def engines(name: str, model: str) -> str:
     """Whole engines: milliseconds of each, and the best peer's over ours."""
-    rows = results(name)["rows"]
+    rows = [row for row in results(name)["rows"] if row["model"] == model]
     names = list(dict.fromkeys(row["engine"] for row in rows))
 
     def cells(cell: str) -> list[str]:
@@ -191,7 +191,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "batch-invariance": batch_invariance,
     "engine-decode": engine_decode,
     "engine-prefill": engine_prefill,
-    "engines": lambda: engines("engine_e2e-2026-11-24"),
+    "engines-qwen3": lambda: engines("engine_e2e-2026-11-24", "qwen3"),
+    "engines-dsv3": lambda: engines("engine_e2e-2026-11-24", "dsv3"),
     "host-cost": host_cost,
     "serve-ready": serve_ready,
     "agreement": agreement,

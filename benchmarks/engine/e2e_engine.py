@@ -38,12 +38,13 @@ class Kind:
     family: str
     preset: str
     kv_bytes: int = 4 << 30  # holds the 32768 tokens of the longest prefill twice
+    step_tokens: int = MAX_BATCHED_TOKENS
     eager: bool = False
 
 
 KINDS = {
     "qwen3": Kind("qwen3_moe", "qwen3-24layer"),
-    "dsv3": Kind("deepseek_v3", "dsv3-3layer", kv_bytes=1 << 29),  # three engines fill an H200; MLA needs little
+    "dsv3": Kind("deepseek_v3", "dsv3-3layer", kv_bytes=1 << 29, step_tokens=16384),  # or three engines do not fit
     "tiny": Kind("qwen3_moe", "tiny", kv_bytes=1 << 28, eager=True),  # to try this program, also on a CPU
 }
 
@@ -87,7 +88,7 @@ class Engine:
             model=str(model),
             max_model_len=max(PROMPT_TOKENS + SHORT + STEPS, *(cell.tokens + 1 for cell in cells)),
             max_num_seqs=MAX_SEQUENCES,
-            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            max_num_batched_tokens=KINDS[kind].step_tokens,
             enable_prefix_caching=False,
             gpu_memory_utilization=memory,
             kv_cache_memory_bytes=KINDS[kind].kv_bytes,

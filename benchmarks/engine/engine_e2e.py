@@ -16,12 +16,13 @@ Engines:
 
 All engines exist at once, each in a process of its own that also runs the model. They are built at the same time, each
 with its own cache of compiled code. Each gets an equal share of 0.9 of the GPU as `gpu_memory_utilization`, which has
-to hold weights (15 GiB for `qwen3`, 25 GiB for `dsv3`), activations of a step of 32768 tokens (up to about 12 GiB) and
+to hold weights (15 GiB for `qwen3`, 25 GiB for `dsv3`), activations of the longest step (up to about 12 GiB) and
 the KV cache. Its size is fixed, so vLLM does not derive it from free memory, which the other engines change. On an H200
 four engines of `qwen3` or three of `dsv3` fit. torch.compile is on, with CUDA graphs of the decoded batches.
 
 Cells:
-- `prefill NxM`: milliseconds until N prompts of M random tokens have their first token, all in one step;
+- `prefill NxM`: milliseconds until N prompts of M random tokens have their first token, in one step of up to
+  32768 tokens (`dsv3`: 16384);
 - `decode N`: milliseconds per decode step of N sequences, from the difference between 8 and 56 generated tokens.
 `ms` is the median of the rounds, `ms_least` the shortest. Every engine takes a turn in each round; orders alternate.
 
