@@ -4,6 +4,7 @@
 # `make versions`: tests of the seam under the oldest vLLM that is served, the one that is measured, and the newest, and
 # under older SGLangs, each in an environment of its own in .versions; on the CPU. `make newest`: the same under the
 # newest releases there are. `make sglang`: all tests of the newest SGLang that is served, in such an environment.
+# `make nvrtc`: compile every kernel with the NVRTCs of CUDA 12, in environments without torch (two minutes).
 # None asks anything. What is installed is kept in .venv and reused until what it was made from changes.
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ faults := tests/engine $(addprefix tests/emulator/test_,faults.py small_batch.py
 	tests/checkpoint/test_fuzz.py $(addprefix tests/warmup/test_,closure.py convert_kill.py interrupts.py streams.py)
 checkpoint := demo/deepseek_v3-tiny
 
-.PHONY: serve test faults versions sglang newest lint
+.PHONY: serve test faults versions sglang nvrtc newest lint
 .DELETE_ON_ERROR:
 
 serve: $(checkpoint)/written
@@ -39,6 +40,9 @@ versions: $(installed)
 
 sglang: $(installed)
 	$(BIN)/python .ci/versions.py --all $(sglang)
+
+nvrtc: $(installed)
+	$(BIN)/python .ci/nvrtc.py 12.8.93 12.9.86
 
 newest: $(installed)
 	$(BIN)/python .ci/versions.py vllm sglang

@@ -5,11 +5,14 @@
 
 `after` is the package that this process imports. Each point captures one CUDA graph per version, over the same
 tensors, and replays them in turns. `host_us` is the median time until an eager call of one token returns.
+
+To compare compilers, OLD is the same package, and `--before-bundle` a bundle of kernels that the other one compiled.
 """
 
 import argparse
 import importlib
 import itertools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +25,7 @@ from benchmarks.report import write_report
 from fp8moe_plugin.bench.layer import captured, make_case, random_weights
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.settings import settings
 
 LAYERS = {
     "dsv3-ep1": Experts(1, 256, 8, 7168, 2048),
@@ -88,11 +92,15 @@ def compare(versions: dict[str, FusedMoe], experts: Experts, weights: Any, token
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="folder that holds the package before the change")
+    parser.add_argument("--before-bundle", type=Path, help="bundle whose kernels the version before the change takes")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
 
+    settings()  # which keeps what it has read: from here on FP8MOE_BUNDLE is for the other version
+    if options.before_bundle:
+        os.environ["FP8MOE_BUNDLE"] = str(options.before_bundle)
     versions = {"before": load_version(options.before), "after": fused_moe}
     device = torch.device("cuda")
     results: dict[str, Any] = {"layers": {}, "host_us": {}}

@@ -14,6 +14,7 @@ from fp8moe_plugin.plan.constants import MACROS
 
 ARCH = "sm_90a"
 OPTIONS = {"arch": ARCH, "std": "c++17"}  # all options that affect the machine code
+OLDEST_NVRTC = (12, 8)
 _INCLUDE = re.compile(r'^#include "(.+)"$')
 
 
@@ -31,8 +32,9 @@ def compile_kernel(key: KernelKey) -> Compiled:
     from cuda.core import Program, ProgramOptions
 
     compiler = nvrtc_version()
-    # a result from NVRTC's own cache would come without ptxas' report
-    options = ProgramOptions(name=f"{key.source}.cu", ptxas_options=["-v"], no_cache=True, **OPTIONS)
+    # A result from NVRTC's own cache, which 12.8 does not have, would come without ptxas' report.
+    uncached = {"no_cache": True} if nvrtc_release() >= (12, 9) else {}
+    options = ProgramOptions(name=f"{key.source}.cu", ptxas_options=["-v"], **uncached, **OPTIONS)
     log = io.StringIO()
     try:
         program = Program(translation_unit(key), "c++", options)
@@ -40,7 +42,7 @@ def compile_kernel(key: KernelKey) -> Compiled:
     except Exception as error:  # cuda-core raises its own types, which carry NVRTC's log
         raise CompileError(
             f"{key.source} does not compile with {compiler}: {error}\n{log.getvalue()}\n"
-            "Upgrade the package nvidia-cuda-nvrtc; if that does not help, report this with the text above."
+            f"Upgrade the package {nvrtc_package()}; if that does not help, report this with the text above."
         ) from error
     return Compiled(cubin, _faults(log.getvalue()))
 
@@ -58,12 +60,16 @@ def entry_name(key: KernelKey, compiler: str) -> str:
     return f"{key.source}-{digest}.cubin"
 
 
-@functools.cache
-def nvrtc_version() -> str:
-    """The compiler's version, with the patch level if NVRTC comes from its own package: NVRTC reports only two numbers.
+def nvrtc_package() -> str:
+    """The package that brings the NVRTC which cuda-bindings loads: that of its own major version."""
+    return "nvidia-cuda-nvrtc-cu12" if metadata.version("cuda-bindings").startswith("12.") else "nvidia-cuda-nvrtc"
+
+
+def nvrtc_release() -> tuple[int, int]:
+    """The CUDA release, major and minor, of NVRTC.
 
     Raises:
-        CompileError: NVRTC cannot be loaded, or does not report its version.
+        CompileError: NVRTC cannot be loaded, does not report its version, or is older than `OLDEST_NVRTC`.
     """
     from cuda.bindings import nvrtc
 
@@ -71,14 +77,29 @@ def nvrtc_version() -> str:
         status, major, minor = nvrtc.nvrtcVersion()
     except (RuntimeError, OSError) as error:  # cuda-bindings loads libnvrtc with the first call
         raise CompileError(
-            f"NVRTC cannot be loaded ({shown(str(error))}). Install the package nvidia-cuda-nvrtc 13 for this Python. "
+            f"NVRTC cannot be loaded ({shown(str(error))}). Install the package {nvrtc_package()} for this Python. "
             "Only serving from a bundle, FP8MOE_BUNDLE, works without it."
         ) from error
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise CompileError(f"NVRTC does not report its version ({status!r}). Reinstall the package nvidia-cuda-nvrtc.")
-    release = f"{major}.{minor}"
+        raise CompileError(f"NVRTC does not report its version ({status!r}). Reinstall the package {nvrtc_package()}.")
+    if (major, minor) < OLDEST_NVRTC:
+        oldest = ".".join(map(str, OLDEST_NVRTC))
+        raise CompileError(
+            f"NVRTC {major}.{minor} is too old: the kernels need {oldest}. Upgrade the package {nvrtc_package()}."
+        )
+    return major, minor
+
+
+@functools.cache
+def nvrtc_version() -> str:
+    """The compiler's version, with the patch level if NVRTC comes from its own package: NVRTC reports only two numbers.
+
+    Raises:
+        CompileError: see `nvrtc_release`.
+    """
+    release = ".".join(map(str, nvrtc_release()))
     try:
-        package = metadata.version("nvidia-cuda-nvrtc")
+        package = metadata.version(nvrtc_package())
     except metadata.PackageNotFoundError:
         package = ""
     return f"nvrtc {package if package.startswith(f'{release}.') else release}"

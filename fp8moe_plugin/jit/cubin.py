@@ -4,6 +4,7 @@ ELF = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 HEADER_BYTES = 64
 EM_CUDA = 190
 SM = 90
+CUDA_12_ABI = 0x33  # EI_OSABI of cubins made by CUDA 12; 0x41 since CUDA 13
 
 
 def cubin_fault(cubin: bytes) -> str | None:
@@ -12,5 +13,5 @@ def cubin_fault(cubin: bytes) -> str | None:
         return "not a 64-bit ELF file"
     if int.from_bytes(cubin[18:20], "little") != EM_CUDA:
         return "not machine code for CUDA"
-    arch = cubin[49]  # the second byte of e_flags
+    arch = cubin[48 if cubin[7] == CUDA_12_ABI else 49]  # a byte of e_flags
     return None if arch == SM else f"machine code for sm_{arch}, not for sm_{SM}"

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,9 +10,10 @@ from typing import Any
 
 import torch
 
+from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import LaunchError
 from fp8moe_plugin.jit.launch import TensorMap
-from fp8moe_plugin.jit.lookup import WARMUP, Origin, find_or_compile
+from fp8moe_plugin.jit.lookup import WARMUP, Origin, compiler_of, find_or_compile
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned, libcuda
 from fp8moe_plugin.plan.catalog import KernelKey
 
@@ -62,6 +64,7 @@ def _load(key: KernelKey, device_index: int, warmup: str) -> Any:
     start = time.perf_counter()
     cubin, origin = find_or_compile(key, warmup)
     bind_context(device_index)
+    _check_driver(compiler_of(origin))
     library = check(*driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0), f"load of {key.source}")
     kernel = check(*driver.cuLibraryGetKernel(library, key.source.encode()), f"entry {key.source}")
     function = check(*driver.cuKernelGetFunction(kernel), f"function {key.source}")
@@ -71,6 +74,25 @@ def _load(key: KernelKey, device_index: int, warmup: str) -> Any:
     counts.origins[origin] += 1
     counts.seconds += time.perf_counter() - start
     return function
+
+
+@functools.cache
+def _check_driver(compiler: str) -> None:
+    """
+    Raises:
+        LaunchError: the driver is of an older major CUDA version than the compiler of a kernel. It may be of an older
+            minor one.
+    """
+    from cuda.bindings import driver
+
+    version = check(*driver.cuDriverGetVersion(), "question for its version")
+    major, compiled = version // 1000, re.match(r"nvrtc (\d+)\.", compiler)
+    if compiled and int(compiled[1]) > major:
+        raise LaunchError(
+            f"The NVIDIA driver supports CUDA {major}.{version % 1000 // 10}, but the kernels were compiled by "
+            f"{shown(compiler)} and need a driver for CUDA {compiled[1]}. Either update the driver, or compile them in "
+            f"an environment with fp8moe-plugin[cu{major}] and a PyTorch for CUDA {major}."
+        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -134,6 +156,6 @@ def check(status: Any, *rest: Any) -> Any:
         _, text = driver.cuGetErrorString(status)
         raise LaunchError(
             f"The CUDA driver refused the {what}: {text.decode()} ({status}). Check with nvidia-smi that the driver "
-            "works and supports CUDA 13, run again, and report this with the whole log if it comes back."
+            "works and supports PyTorch's CUDA version, run again, and report this with the whole log if it comes back."
         )
     return values[0] if values else None

@@ -129,6 +129,12 @@ def place(origin: Origin) -> str:
             return ""
 
 
+def compiler_of(origin: Origin) -> str:
+    """What compiled the kernels of this origin, see `nvrtc_version`."""
+    bundle = bundle_path()
+    return read_bundle(bundle).manifest.compiler if bundle and origin == Origin.BUNDLE else nvrtc_version()
+
+
 def bundle_path() -> Path | None:
     bundle = settings().bundle
     return Path(os.path.expanduser(bundle)) if bundle else None  # noqa: PTH111  (Path.expanduser raises without a home)

@@ -22,7 +22,7 @@ from warmup.report import State
 
 KEY, OTHER = (KernelKey("tiny", (("VALUE", value),)) for value in (3, 4))
 CANNOT = "NVRTC cannot be loaded"
-INSTALL = r"Install the package nvidia-cuda-nvrtc 13 for this Python"
+INSTALL = r"Install the package nvidia-cuda-nvrtc for this Python"
 WARMUP = "python -m warmup --model M --tp 8"
 # What cuda-bindings calls to load a library. Each command's output ends with its exit status.
 HIDDEN = """
