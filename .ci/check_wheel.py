@@ -1,10 +1,11 @@
-"""Check that the wheel works without vLLM: it imports, registers, and compiles every kernel.
+"""Check that the wheel works without torch and vLLM: it registers, and warms up; and with torch: its ops are imported.
 
 Runs with the Python of an environment that has uv and torch; installs the wheel into a new environment.
 """
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,25 +16,33 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 UV = [sys.executable, "-m", "uv"]
 
-# Runs in the new environment, away from the repository.
-IMPORT = """
+# These run in the new environment, away from the repository.
+REGISTER = """
 import importlib.util, sys
 from importlib import metadata
 
-assert importlib.util.find_spec("vllm") is None, "the environment has vLLM: this check says nothing"
+for name in ("torch", "vllm"):
+    assert importlib.util.find_spec(name) is None, f"the environment has {name}: this check says nothing"
 import fp8moe_plugin
 
 (entry_point,) = metadata.entry_points(group="vllm.general_plugins", name="fp8moe")
 register = entry_point.load()
 register()
 register()
-assert "torch" not in sys.modules, "register() imports torch"
 assert "cuda" not in sys.modules, "register() imports the CUDA bindings"
+print("imported from", fp8moe_plugin.__file__)
+"""
+IMPORT = """
+import sys
+
+import fp8moe_plugin
+fp8moe_plugin.register()
+assert "torch" not in sys.modules, "register() imports torch"
 import torch
 import fp8moe_plugin.ops
 assert not torch.cuda.is_initialized(), "importing the ops initializes CUDA"
-print("imported from", fp8moe_plugin.__file__)
 """
+COMMANDS = ("--bundle kernels.tar", "list", "explain --model MODEL --tp 8", "verify --bundle kernels.tar", "doctor")
 
 
 def main() -> None:
@@ -43,11 +52,25 @@ def main() -> None:
         check_sources(wheel)
         python = Path(scratch, "env", "bin", "python")
         run([*UV, "venv", "--quiet", "--python", sys.executable, str(python.parents[1])])
-        torch = f"torch=={metadata.version('torch')}"  # the build that is already downloaded
-        run([*UV, "pip", "install", "--quiet", "--python", str(python), *find_links(), str(wheel), torch])
+        install = [*UV, "pip", "install", "--quiet", "--python", str(python), *find_links()]
+        run([*install, str(wheel)])
+        run([str(python), "-I", "-c", REGISTER], cwd=scratch)
+        model = Path(scratch, "MODEL", "config.json")
+        model.parent.mkdir()
+        shutil.copy(ROOT / "tests/checkpoint/configs/DeepSeek-V3.json", model)
+        warmup = str(python.with_name("fp8moe-warmup"))
+        for command in COMMANDS:
+            run([warmup, *command.split()], cwd=scratch, PATH="", HOME=scratch)
+        check_refusal([warmup, "bench", "--model", "MODEL"], scratch)
+        run([*install, f"torch=={metadata.version('torch')}"])  # the build that is already downloaded
         run([str(python), "-I", "-c", IMPORT], cwd=scratch)
-        run([str(python.with_name("fp8moe-warmup")), "--bundle", "kernels.tar"], cwd=scratch, PATH="", HOME=scratch)
         print(f"{wheel.name} is good")
+
+
+def check_refusal(command: list[str], cwd: str) -> None:
+    done = subprocess.run(command, cwd=cwd, env={"PATH": "", "HOME": cwd}, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 1 or not done.stderr.startswith("error: bench needs PyTorch, which is not installed."):
+        sys.exit(f"bench without torch: status {done.returncode}, {done.stderr}")
 
 
 def check_sources(wheel: Path) -> None:

@@ -68,6 +68,8 @@ def _failure_reported(report: Report) -> Iterator[None]:
         message = f"{error.strerror or error}{place}. {ADVICE.get(error.errno or 0, OTHER_ADVICE)}"
     except (ImportError, MemoryError) as error:  # a memory limit may cause either of them
         message = f"{type(error).__name__}: {error}. Raise the memory limit (ulimit -v), or reinstall the package."
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            message = f"{report.command} needs PyTorch, which is not installed. Run it where the engine is installed."
     report.error = report.error or message
     _print_error(message)
 
