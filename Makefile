@@ -62,5 +62,5 @@ $(installed):
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python $(addprefix --find-links ,$(PIP_FIND_LINKS)) \
-		$(overrides) --requirements requirements/$(ENGINE).txt --group test --group lint --editable .
+		$(overrides) --requirements requirements/$(ENGINE).txt --group test --group lint --group deploy --editable .
 	touch $@

@@ -1,0 +1,71 @@
+"""The files of deploy/, each checked by a program that knows its format, and against the package."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import promql_parser
+import pytest
+import yaml
+
+from fp8moe_plugin.settings import Settings, variable
+from warmup.options import parse
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+METRICS = set(re.findall(r"^\| `(fp8moe_\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["hadolint", "--failure-threshold", "warning", "Dockerfile"],
+        ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", "compose.yaml"],
+        ["kubernetes-validate", "--strict", "kubernetes.yaml"],
+        ["bash", "-n", "two-nodes.sh"],
+    ],
+    ids=lambda command: command[-1],
+)
+def test_a_file_is_valid(command: list[str]) -> None:
+    installed = Path(sys.executable).with_name(command[0])
+    program = str(installed) if installed.exists() else command[0]
+    done = subprocess.run([program, *command[1:]], cwd=DEPLOY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def expressions() -> list[str]:
+    rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
+    panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
+    alerts = [rule["expr"] for group in rules for rule in group["rules"]]
+    return [*alerts, *(target["expr"] for panel in panels for target in panel["targets"])]
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_an_expression_parses_and_asks_for_metrics_that_exist(expression: str) -> None:
+    promql_parser.parse(expression)
+    ours = set(re.findall(r"\bfp8moe_\w+", expression))
+    assert ours <= METRICS
+    assert ours or "vllm:" in expression
+
+
+def test_each_metric_is_shown() -> None:
+    assert set(re.findall(r"\bfp8moe_\w+", " ".join(expressions()))) == METRICS
+
+
+def test_settings_and_warm_up_commands_exist() -> None:
+    files = " ".join(path.read_text() for path in DEPLOY.iterdir())
+    assert set(re.findall(r"\bFP8MOE_\w+", files)) <= {variable(field) for field in Settings.model_fields}
+    (pod,) = [
+        one for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()) if one["kind"] == "Deployment"
+    ]
+    program, *arguments = pod["spec"]["template"]["spec"]["initContainers"][0]["command"]
+    assert program == "fp8moe-warmup"
+    assert parse(arguments).command == "verify"
+
+
+def test_a_pod_reads_the_bundle_that_its_image_has() -> None:
+    bundle = re.findall(r"FP8MOE_BUNDLE=(\S+)", (DEPLOY / "Dockerfile").read_text())
+    assert bundle == ["/opt/fp8moe/kernels.tar"]
+    assert f"--bundle, {bundle[0]}]" in (DEPLOY / "kubernetes.yaml").read_text()
