@@ -30,6 +30,10 @@ from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from fp8moe_plugin.ops.reference import dequantize_blocks
 
 SHARD_BYTES = 4 << 30
+YARN = {
+    **{"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+    **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Shape:
     nope_dim: int = 128
     rope_dim: int = 64
     v_dim: int = 128
+    yarn: bool = False  # scaled rotary embeddings, as published; SGLang does not start without
 
     kv_heads: int = 0
     head_dim: int = 128
@@ -238,7 +243,7 @@ def deepseek_config(s: Shape) -> dict[str, Any]:
         "qk_nope_head_dim": s.nope_dim,
         "qk_rope_head_dim": s.rope_dim,
         "v_head_dim": s.v_dim,
-    }
+    } | ({"rope_scaling": YARN} if s.yarn else {})
 
 
 def qwen_config(s: Shape) -> dict[str, Any]:
@@ -361,6 +366,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=sorted({preset for _, preset in PRESETS}), default="tiny")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--bf16", action="store_true", help="write the unquantized twin")
+    parser.add_argument("--yarn", action="store_true", help="DeepSeek: with rope_scaling, which SGLang needs")
     parser.add_argument("--seed", type=int, default=0)
     for size in ("hidden", "vocab", "moe_layers", "mtp_layers", "experts", "topk", "moe_intermediate"):
         parser.add_argument(f"--{size.replace('_', '-')}", type=int, help="instead of the preset's")

@@ -28,12 +28,6 @@ from warmup.__main__ import main as warmup
 ROOT = Path(__file__).parents[3]
 STUBS = Path(__file__).parent / "stubs"
 FAMILIES = ("qwen3_moe", "deepseek_v3", "deepseek_v3_odd", "deepseek_v3_ue8m0")
-YARN = {  # SGLang's model of DeepSeek-V3 needs one
-    "rope_scaling": {
-        **{"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
-        **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
-    }
-}
 OURS = {"quantization": "fp8moe"}
 TP2 = OURS | {"tp_size": 2}
 A_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # for two ranks
@@ -101,12 +95,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_checkpoints(folder: Path) -> None:
     for family in FAMILIES:
-        shape = replace(SHAPES[family], mtp_layers=0)
+        shape = replace(SHAPES[family], mtp_layers=0, yarn=True)
         for kind in ("fp8", "bf16"):
             write_checkpoint(folder / f"{family}-{kind}", shape, fp8=kind == "fp8")
-            if shape.family == "deepseek_v3":
-                config = folder / f"{family}-{kind}" / "config.json"
-                config.write_text(json.dumps(json.loads(config.read_text()) | YARN))
     write_checkpoint(folder / "qwen3_moe-other", SHAPES["qwen3_moe"], seed=1)
     twin, converted = str(folder / "qwen3_moe-bf16"), str(folder / "qwen3_moe-converted")
     assert warmup(["convert", "--model", twin, "--out", converted]) == 0
