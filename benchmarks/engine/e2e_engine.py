@@ -73,45 +73,24 @@ def parse_cell(text: str) -> Cell:
 
 def graphs(cells: list[Cell]) -> dict[str, Any]:
     """CUDA graphs of the decoded batches alone: DeepGEMM compiles kernels for seconds per captured size."""
-    return {
-        "compilation_config": {"cudagraph_capture_sizes": sorted({c.sequences for c in cells if not c.tokens}) or [1]}
-    }
+    sizes = sorted({cell.sequences for cell in cells if not cell.tokens})
+    return {"compilation_config": {"cudagraph_capture_sizes": sizes or [1]}}
 
 
-class Engine:
-    """One engine, which has run each cell once."""
+class Clock:
+    """Times cells on an engine; a subclass starts it and overrides `generate`."""
 
-    def __init__(self, name: str, kind: str, model: Path, cells: list[Cell], memory: float) -> None:
-        from vllm import LLM
-
-        self.llm = LLM(
-            model=str(model),
-            max_model_len=max(PROMPT_TOKENS + SHORT + STEPS, *(cell.tokens + 1 for cell in cells)),
-            max_num_seqs=MAX_SEQUENCES,
-            max_num_batched_tokens=KINDS[kind].step_tokens,
-            enable_prefix_caching=False,
-            gpu_memory_utilization=memory,
-            kv_cache_memory_bytes=KINDS[kind].kv_bytes,
-            **(EAGER if KINDS[kind].eager else graphs(cells)),
-            **ENGINES[name][0],
-        )
+    def __init__(self, model: Path) -> None:
         self.vocab = read_config(model)["vocab_size"]
         self.generator = torch.Generator().manual_seed(1)
-        for cell in cells:
-            self.run(cell, SHORT)
+
+    def prompts(self, count: int, tokens: int) -> list[list[int]]:
+        ids: list[list[int]] = torch.randint(10, self.vocab, (count, tokens), generator=self.generator).tolist()
+        return ids
 
     def generate(self, prompts: int, prompt_tokens: int, tokens: int) -> float:
         """Milliseconds until each of the prompts has this many generated tokens."""
-        from vllm import SamplingParams, TokensPrompt
-
-        ids = torch.randint(10, self.vocab, (prompts, prompt_tokens), generator=self.generator).tolist()
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        begin = time.perf_counter()
-        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=i) for i in ids], sampling, use_tqdm=False)
-        ms = (time.perf_counter() - begin) * 1e3
-        if any(len(o.prompt_token_ids) != prompt_tokens or len(o.outputs[0].token_ids) != tokens for o in outputs):
-            raise RuntimeError("a prompt was truncated, or got fewer tokens than requested")
-        return ms
+        raise NotImplementedError
 
     def run(self, cell: Cell, generated: int) -> float:
         """Milliseconds of a prefill, or of `generated` tokens after a short prompt."""
@@ -125,6 +104,40 @@ class Engine:
             return self.run(cell, 1)
         return (self.run(cell, SHORT + STEPS) - self.run(cell, SHORT)) / STEPS
 
+
+class Engine(Clock):
+    """One engine, which has run each cell once."""
+
+    def __init__(self, name: str, kind: str, model: Path, cells: list[Cell], memory: float) -> None:
+        from vllm import LLM
+
+        super().__init__(model)
+        self.llm = LLM(
+            model=str(model),
+            max_model_len=longest(cells),
+            max_num_seqs=MAX_SEQUENCES,
+            max_num_batched_tokens=KINDS[kind].step_tokens,
+            enable_prefix_caching=False,
+            gpu_memory_utilization=memory,
+            kv_cache_memory_bytes=KINDS[kind].kv_bytes,
+            **(EAGER if KINDS[kind].eager else graphs(cells)),
+            **ENGINES[name][0],
+        )
+        for cell in cells:
+            self.run(cell, SHORT)
+
+    def generate(self, prompts: int, prompt_tokens: int, tokens: int) -> float:
+        from vllm import SamplingParams, TokensPrompt
+
+        ids = self.prompts(prompts, prompt_tokens)
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        begin = time.perf_counter()
+        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=i) for i in ids], sampling, use_tqdm=False)
+        ms = (time.perf_counter() - begin) * 1e3
+        if any(len(o.prompt_token_ids) != prompt_tokens or len(o.outputs[0].token_ids) != tokens for o in outputs):
+            raise RuntimeError("a prompt was truncated, or got fewer tokens than requested")
+        return ms
+
     def profile(self, cell: Cell) -> dict[str, Any]:
         """What the profiler says about one prefill or one decode step."""
 
@@ -134,6 +147,11 @@ class Engine:
             return summary(per_unit(prefills, Counter(), PROFILED_PREFILLS))
         shorter, longer = (profiled(partial(self.run, cell, SHORT + steps)) for steps in (0, PROFILED_STEPS))
         return summary(per_unit(longer, shorter, PROFILED_STEPS))
+
+
+def longest(cells: list[Cell]) -> int:
+    """The most tokens that a sequence of these cells reaches."""
+    return max(PROMPT_TOKENS + SHORT + STEPS, *(cell.tokens + 1 for cell in cells))
 
 
 def environment(name: str) -> dict[str, str]:

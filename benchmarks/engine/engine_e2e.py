@@ -71,21 +71,22 @@ except Exception:
 class Engines:
     """The engines that are compared. `rows` has their figures, `found` the seconds of their start or their `error`."""
 
-    def __init__(self, names: list[str], kind: str, model: Path, cells: list[Cell], timeout: float) -> None:
-        self.names = list(names)  # those that have not failed
+    def __init__(self, processes: dict[str, EngineProcess], kind: str, timeout: float) -> None:
+        self.names = list(processes)  # those that have not failed
         self.kind, self.timeout = kind, timeout
-        self.found: dict[str, dict[str, Any]] = {name: {} for name in names}
+        self.found: dict[str, dict[str, Any]] = {name: {} for name in processes}
         self.rows: dict[tuple[Cell, str], dict[str, Any]] = {}
-        self.processes: dict[str, EngineProcess] = {}
-        for name in names:
-            make = partial(Engine, name, kind, model, cells, round(MEMORY / len(names), 3))
-            self.processes[name] = EngineProcess(make, environment(name))
+        self.processes = processes
 
     def start(self) -> None:
         """Start all of them, and wait until they are ready."""
         begin = time.monotonic()
         for name in self.names:
             self.processes[name].start()
+        self.wait_until_made(begin)
+
+    def wait_until_made(self, begin: float) -> None:
+        """Wait until all of them are ready, which started at `begin` of the monotonic clock."""
         for name in list(self.names):
             with self.errors(name):
                 self.processes[name].wait_until_made(max(1.0, begin + self.timeout - time.monotonic()))
@@ -125,6 +126,12 @@ class Engines:
     def kill(self) -> None:
         for process in self.processes.values():
             process.kill()
+
+
+def processes(names: list[str], kind: str, model: Path, cells: list[Cell]) -> dict[str, EngineProcess]:
+    """A process for each engine, by name; they share the GPU's memory."""
+    share = round(MEMORY / len(names), 3)
+    return {name: EngineProcess(partial(Engine, name, kind, model, cells, share), environment(name)) for name in names}
 
 
 def turns(names: list[str], number: int) -> list[str]:
@@ -226,7 +233,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         names.remove("vllm-deepgemm")
         left_out["vllm-deepgemm"] = {"error": f"left out, DeepGEMM cannot be imported: {reason}"}
         progress(f"vllm-deepgemm is {left_out['vllm-deepgemm']['error']}")
-    engines = Engines(names, args.kind, model, args.cells, args.timeout)
+    engines = Engines(processes(names, args.kind, model, args.cells), args.kind, args.timeout)
     config = read_config(model)
     report.models[args.kind] = {
         "checkpoint": {"name": model.name} | {key: config.get(key) for key in CONFIG_KEYS},

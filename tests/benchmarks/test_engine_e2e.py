@@ -10,7 +10,7 @@ import pytest
 from benchmarks.engine import engine_e2e
 from benchmarks.engine.e2e_engine import Cell, parse_cell
 from benchmarks.engine.e2e_report import best_peer_over_ours, plot, table
-from benchmarks.engine.engine_e2e import CELLS, Engines, Report, cells, turns
+from benchmarks.engine.engine_e2e import CELLS, Engines, Report, cells, processes, turns
 from benchmarks.engine.process import EngineError
 from fp8moe_plugin.errors import UnsupportedError
 
@@ -62,7 +62,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> type[Process]:
 
 def measured(process: type[Process], *failures: Failure, rounds: int = 3) -> Engines:
     process.failing |= set(failures)
-    engines = Engines(NAMES, "tiny", Path("model"), [CELL], timeout=7)
+    engines = Engines(processes(NAMES, "tiny", Path("model"), [CELL]), "tiny", timeout=7)
     engines.start()
     engines.measure(CELL, rounds)
     engines.profile(CELL)

@@ -1,0 +1,193 @@
+"""SGLang engines with different FP8 backends taking turns on one GPU: prefill and decode times, and greedy agreement.
+
+    python -m benchmarks.engine.sglang_e2e --models DIR [DIR ...] --out benchmarks/results/sglang_e2e-<date>.json
+
+Engines:
+- `fp8moe`: this package;
+- `sglang`: SGLang's `fp8` as it starts by itself on Hopper: Triton for the experts, and for dense layers DeepGEMM;
+- `sglang-deepgemm`: DeepGEMM for the experts, too.
+
+All engines of all checkpoints exist at once, each in processes of its own, with CUDA graphs for the cells' decode steps
+and prefills. Cells are those of `engine_e2e`; `rounds` of the engines of a checkpoint alternate while the others idle.
+
+Agreement is of each two engines on the same checkpoint, as `benchmarks.accuracy.agreement` describes it.
+"""
+
+import argparse
+import itertools
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy.agreement import compare
+from benchmarks.engine.e2e_engine import Cell, Clock, longest
+from benchmarks.engine.e2e_report import table
+from benchmarks.engine.engine_e2e import Engines, cells, progress
+from benchmarks.engine.process import EngineProcess
+from benchmarks.engine.small_engines import random_prompts
+from benchmarks.engines import CONFIG_KEYS, read_config
+from benchmarks.report import installed, sources_sha256, write_report
+from fp8moe_plugin.bench.result import OURS
+from warmup.options import count
+
+ENGINES: dict[str, dict[str, Any]] = {  # arguments of SGLang's engine
+    OURS: {"quantization": "fp8moe"},
+    "sglang": {"quantization": "fp8"},
+    "sglang-deepgemm": {"quantization": "fp8", "moe_runner_backend": "deep_gemm"},
+}
+CELLS = "prefill 1x128,prefill 1x1024,prefill 4x2048,decode 1,decode 16,decode 64"
+MOST_TOKENS = 8192  # of a step
+PROMPTS, PROMPT_TOKENS, GENERATED = 32, 96, 32
+MEMORY = 0.9  # of what is free when an engine starts; the size of its KV cache is fixed
+KV_TOKENS = 32768
+
+
+class Engine(Clock):
+    """One engine, which has run each cell once."""
+
+    def __init__(self, name: str, model: Path, cells: list[Cell], options: dict[str, Any]) -> None:
+        from sglang.srt.entrypoints.engine import Engine as Sglang
+
+        super().__init__(model)
+        self.engine = Sglang(
+            model_path=str(model),
+            skip_tokenizer_init=True,
+            context_length=longest(cells) + PROMPT_TOKENS,
+            chunked_prefill_size=MOST_TOKENS,
+            max_prefill_tokens=MOST_TOKENS,
+            max_total_tokens=KV_TOKENS,
+            mem_fraction_static=MEMORY,
+            disable_radix_cache=True,
+            cuda_graph_bs_decode=sorted({cell.sequences for cell in cells if not cell.tokens} | {PROMPTS}),
+            cuda_graph_bs_prefill=sorted({cell.sequences * cell.tokens for cell in cells if cell.tokens}),
+            log_level="info",
+            **options,
+            **ENGINES[name],
+        )
+        for cell in cells:
+            self.measure(cell)
+
+    def generate(self, prompts: int, prompt_tokens: int, tokens: int) -> float:
+        ids = self.prompts(prompts, prompt_tokens)
+        begin = time.perf_counter()
+        outputs = self.engine.generate(input_ids=ids, sampling_params=greedy(tokens))
+        ms = (time.perf_counter() - begin) * 1e3
+        found = {(o["meta_info"]["prompt_tokens"], o["meta_info"]["completion_tokens"]) for o in outputs}
+        if found != {(prompt_tokens, tokens)}:
+            raise RuntimeError("a prompt was truncated, or got fewer tokens than requested")
+        return ms
+
+    def answers(self) -> dict[str, Any]:
+        """For `agreement.compare`: the most likely token at each position of a prompt, and greedy answers."""
+        outputs = self.engine.generate(
+            input_ids=random_prompts(PROMPTS, PROMPT_TOKENS, self.vocab),
+            sampling_params=greedy(GENERATED),
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=1,
+        )
+        best = [[position[0] for position in o["meta_info"]["input_top_logprobs"][1:]] for o in outputs]
+        return {
+            "next_token": [[token for _, token, *_ in of] for of in best],
+            "logprob": [[logprob for logprob, *_ in of] for of in best],
+            "generated": [o["output_ids"][-GENERATED:] for o in outputs],
+        }
+
+
+def greedy(tokens: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=Path, nargs="+", required=True, help="block-FP8 checkpoints")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="ENGINE")
+    parser.add_argument("--cells", type=cells, default=CELLS, help="%(default)s")
+    parser.add_argument("--rounds", type=count, default=9, help="timed rounds of each cell; %(default)s")
+    parser.add_argument("--timeout", type=float, default=420, help="seconds for the start, and per call; %(default)s")
+    parser.add_argument("--option", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), dest="options")
+    parser.add_argument("--out", type=Path, help="the report, rewritten after each cell")
+    return parser
+
+
+class Report:
+    """The results file, rewritten as results come."""
+
+    def __init__(self, out: Path | None, models: dict[Path, Engines]) -> None:
+        self.out, self.models = out, models
+        self.agreement: list[dict[str, Any]] = []
+        packages = ("sglang", "sglang-kernel", "sgl-deep-gemm", "triton", "fp8moe-plugin")
+        self.about = {name.replace("-", "_"): installed(name) for name in packages}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for engines in self.models.values() for row in engines.rows.values()]
+
+    def write(self) -> None:
+        if self.out is None:
+            return
+        described = {
+            model.name: {
+                "checkpoint": {key: read_config(model).get(key) for key in CONFIG_KEYS},
+                "engines": engines.found,
+            }
+            for model, engines in self.models.items()
+        }
+        about = self.about | {"sources_sha256": sources_sha256(), "models": described}
+        write_report(self.out, about | {"agreement": self.agreement, "rows": self.rows()})
+
+
+def agree(model: Path, engines: Engines, timeout: float) -> list[dict[str, Any]]:
+    """How far each two of the engines agree."""
+    answers = {}
+    for name in list(engines.names):
+        with engines.errors(name):
+            answers[name] = engines.processes[name].call("answers", timeout=timeout)
+    found: list[dict[str, Any]] = []
+    for one, other in itertools.combinations(answers, 2):
+        pair = {"model": model.name, "engine": one, "other": other}
+        found.append(pair | {name: round(value, 4) for name, value in compare(answers[one], answers[other]).items()})
+        progress(" ".join(f"{name} {value}" for name, value in found[-1].items()))
+    return found
+
+
+def measure(args: argparse.Namespace, models: dict[Path, Engines]) -> None:
+    report = Report(args.out, models)
+    begin = time.monotonic()
+    for engines in models.values():
+        for process in engines.processes.values():
+            process.start()
+    for engines in models.values():
+        engines.wait_until_made(begin)
+    report.write()
+    for model, engines in models.items():
+        report.agreement += agree(model, engines, args.timeout)
+        report.write()
+    for engines, cell in itertools.product(models.values(), args.cells):
+        engines.measure(cell, args.rounds)
+        report.write()
+
+
+def main() -> None:
+    args = options().parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the results so far are printed
+    models = {}
+    for model in args.models:
+        makes = {name: partial(Engine, name, model, args.cells, dict(args.options)) for name in args.engines}
+        processes = {name: EngineProcess(make, {}) for name, make in makes.items()}
+        models[model] = Engines(processes, model.name, args.timeout)
+    try:
+        measure(args, models)
+    finally:
+        for stop in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(stop, signal.SIG_IGN)
+        for engines in models.values():
+            engines.kill()
+        rows = [row for engines in models.values() for row in engines.rows.values()]
+        if rows:
+            print(table(rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()
