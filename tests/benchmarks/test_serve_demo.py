@@ -1,4 +1,4 @@
-"""`make serve` leaves no process behind and says why it failed; a stand-in for vLLM plays the server."""
+"""`make serve` leaves no process behind and says why it failed; a stand-in for the engine plays the server."""
 
 import os
 import signal
@@ -68,14 +68,19 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 DEMO = "from benchmarks.engine import serve_demo; serve_demo.STOP_TIMEOUT_S = 1; serve_demo.main()"
 
 
-def start(folder: Path, how: str, answer: str = "an answer", **more: str) -> subprocess.Popen[str]:
-    package = folder / "vllm/entrypoints/openai"
-    package.mkdir(parents=True)
-    for level in (package, *package.parents[:2]):  # so that an installed vLLM does not come first
-        (level / "__init__.py").touch()
-    (package / "api_server.py").write_text(SERVER)
+SERVERS = {"vllm": "vllm/entrypoints/openai/api_server.py", "sglang": "sglang/launch_server.py"}
+
+
+def start(
+    folder: Path, how: str, answer: str = "an answer", engine: str = "vllm", **more: str
+) -> subprocess.Popen[str]:
+    server = folder / SERVERS[engine]
+    server.parent.mkdir(parents=True)
+    for level in server.relative_to(folder).parents[:-1]:  # so that an installed engine does not come first
+        (folder / level / "__init__.py").touch()
+    server.write_text(SERVER)
     return subprocess.Popen(
-        [sys.executable, "-c", DEMO, "checkpoint"],
+        [sys.executable, "-c", DEMO, "checkpoint", "--engine", engine],
         cwd=folder,
         env={"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PATH": "", "HOW": how, "ANSWER": answer}
         | {name.upper(): value for name, value in more.items()},
@@ -90,8 +95,9 @@ def worker_runs(folder: Path) -> bool:
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
-def test_shows_the_answer_and_stops_every_process(tmp_path: Path) -> None:
-    demo = start(tmp_path, "answers")
+@pytest.mark.parametrize("engine", SERVERS)
+def test_shows_the_answer_and_stops_every_process(tmp_path: Path, engine: str) -> None:
+    demo = start(tmp_path, "answers", engine=engine)
     output, _ = demo.communicate(timeout=60)
     assert demo.returncode == 0, output
     assert "an answer" in output

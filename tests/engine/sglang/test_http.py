@@ -1,11 +1,10 @@
-"""SGLang's own server, started as a user starts it, in processes that it spawns itself."""
+"""SGLang's own server, started as `make serve ENGINE=sglang` does, in processes that it spawns itself."""
 
 import contextlib
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -14,17 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine.serve_demo import free_port
+from benchmarks.engine.serve_demo import free_port, sglang_command
 from benchmarks.engine.small_engines import random_prompts
 from tests.engine.generate import GENERATED, PROMPT_TOKENS, PROMPTS
 from tests.engine.sglang.conftest import ENVIRONMENT, ROOT
 
 READY_TIMEOUT_S = 600
-OPTIONS = (
-    "--quantization fp8moe --device cpu --attention-backend torch_native --sampling-backend pytorch "
-    "--grammar-backend none --disable-overlap-schedule --dtype bfloat16 --context-length 128 --max-total-tokens 1024 "
-    "--max-running-requests 4 --enable-metrics"
-)
 HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through a proxy that the environment names
 
 
@@ -32,12 +26,12 @@ HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not throu
 def server(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server of `qwen3_moe-fp8`."""
     port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-m", "sglang.launch_server", "--model", str(checkpoints / "qwen3_moe-fp8")]
-    command += [*OPTIONS.split(), "--port", str(port)]
+    command, environment = sglang_command(str(checkpoints / "qwen3_moe-fp8"), on_gpu=False)
+    command += ["--quantization", "fp8moe", "--port", str(port)]
     with (
         log.open("wb") as to,
         subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=to, stderr=to, start_new_session=True
+            command, cwd=ROOT, env=os.environ | environment | ENVIRONMENT, stdout=to, stderr=to, start_new_session=True
         ) as process,
     ):
         try:
