@@ -1,4 +1,4 @@
-"""Checks of the tensors that an engine loads into a layer, and of the parameters once they have arrived."""
+"""Parameters of a layer: their layout, and checks of the tensors that an engine loads into them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +14,19 @@ from fp8moe_plugin.ops.checks import FP8
 E4M3_NAN = 0x7F  # with the sign bit cleared
 CHUNK_BYTES = 1 << 26  # bounds the temporary memory of checking a weight
 SCALE_DTYPES = tuple({"F32": torch.float32, "BF16": torch.bfloat16}[name] for name in headers.SCALE_DTYPES)
+
+
+def expert_tensors(experts: int, hidden: int, intermediate: int) -> dict[str, torch.Tensor]:
+    """The parameters of a rank's experts, uninitialized: e4m3 `[E, N, K]` and a float32 scale per block of it.
+
+    Args:
+        intermediate: channels on this rank, whole blocks.
+    """
+    found = {}
+    for name, n, k in (("w13", 2 * intermediate, hidden), ("w2", hidden, intermediate)):
+        found[f"{name}_weight"] = torch.empty(experts, n, k, dtype=FP8)
+        found[f"{name}_weight_scale_inv"] = torch.empty(experts, n // GROUP, k // GROUP, dtype=torch.float32)
+    return found
 
 
 def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:

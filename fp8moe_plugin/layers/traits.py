@@ -1,4 +1,4 @@
-"""The answers that do not depend on a checkpoint, shared by `Entry` and `Fp8MoeConfig`."""
+"""What the engines ask of a quantization method before they have a checkpoint: the same answers for each of them."""
 
 from typing import Any
 
@@ -33,3 +33,26 @@ class Traits:
     def get_min_capability(cls) -> int:
         """No minimum here: `layers.machine.check_machine` explains why it refuses a GPU, and honours FP8MOE_BACKEND."""
         return 0
+
+
+class Entry(Traits):
+    """The class registered with an engine, which imports the method only once a model is served with it.
+
+    Never instantiated: both of its constructors return an `Fp8MoeConfig`.
+    """
+
+    @classmethod
+    def config(cls) -> Any:
+        """The engine's `Fp8MoeConfig`, imported only now."""
+        raise NotImplementedError
+
+    def __new__(cls) -> Any:
+        """Engines call this, without arguments, for a checkpoint that has no `quantization_config`."""
+        return cls.config().for_unquantized()
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        return cls.config().from_config(config)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> None:
+        raise NotImplementedError("Entry is never instantiated; Fp8MoeConfig chooses the methods of the layers.")

@@ -15,14 +15,14 @@ from sglang.srt.layers.moe.token_dispatcher import (
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.utils import is_cuda, set_weight_attrs
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, experts_refusal, local_intermediate, too_many_experts
+from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels
-from fp8moe_plugin.layers.loading import check_expert_shape, check_loaded, check_tensor, shape_errors
+from fp8moe_plugin.layers.loading import check_expert_shape, check_loaded, check_tensor, expert_tensors, shape_errors
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.ops.checks import FP8, poison
+from fp8moe_plugin.ops.checks import poison
 from fp8moe_plugin.plan import moe_kernels
 
 PARAMETERS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
@@ -62,12 +62,12 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             announce_padding("expert", intermediate, ranks, "--ep-size")
         load = _loader(self.prefix, hidden_size, intermediate)
         load_weight = online.experts_loader(self.prefix, load) if self.quant_config.online else load
-        for name, n, k in (("w13", 2 * local, hidden_size), ("w2", hidden_size, local)):
-            weight = torch.empty(num_experts, n, k, dtype=FP8)
-            scale = torch.empty(num_experts, n // GROUP, k // GROUP, dtype=torch.float32)
-            block = {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
-            _register(layer, f"{name}_weight", weight, weight_loader=MethodType(load_weight, layer))
-            _register(layer, f"{name}_weight_scale_inv", scale, weight_loader=MethodType(load, layer), **block)
+        for name, tensor in expert_tensors(num_experts, hidden_size, local).items():
+            is_scale = name.endswith("scale_inv")
+            attrs = {"weight_loader": MethodType(load if is_scale else load_weight, layer)}
+            if is_scale:
+                attrs["quant_method"] = FusedMoeWeightScaleSupported.BLOCK.value
+            _register(layer, name, tensor, attrs)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         check_computation(self.prefix, moe_runner_config)
@@ -136,7 +136,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         return float(factor)
 
 
-def _register(layer: Any, name: str, data: torch.Tensor, **attrs: Any) -> None:
+def _register(layer: Any, name: str, data: torch.Tensor, attrs: dict[str, Any]) -> None:
     parameter = torch.nn.Parameter(poison(data), requires_grad=False)
     set_weight_attrs(parameter, attrs)
     layer.register_parameter(name, parameter)

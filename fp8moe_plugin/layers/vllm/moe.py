@@ -17,7 +17,7 @@ from fp8moe_plugin.checkpoint.shapes import GROUP, experts_refusal, local_interm
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels
-from fp8moe_plugin.layers.loading import check_expert_shape
+from fp8moe_plugin.layers.loading import check_expert_shape, expert_tensors
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.experts import StandardExperts, experts_class
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
@@ -78,13 +78,10 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             extra_weight_attrs["weight_loader"] = MethodType(load_experts, layer)
         block_attrs = {**extra_weight_attrs, "quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
         weight_attrs = {**extra_weight_attrs, "weight_loader": self.weight_loader(extra_weight_attrs["weight_loader"])}
-        rows, hidden, inner = 2 * intermediate_size_per_partition, hidden_size, intermediate_size_per_partition
-        parameters = {}
-        for name, n, k in (("w13", rows, hidden), ("w2", hidden, inner)):
-            weight = torch.empty(num_experts, n, k, dtype=torch.float8_e4m3fn)
-            scale = torch.empty(num_experts, n // GROUP, k // GROUP, dtype=torch.float32)
-            parameters[f"{name}_weight"] = _parameter(weight, weight_attrs)
-            parameters[f"{name}_weight_scale_inv"] = _parameter(scale, block_attrs)
+        parameters = {
+            name: _parameter(tensor, block_attrs if name.endswith("scale_inv") else weight_attrs)
+            for name, tensor in expert_tensors(num_experts, hidden_size, intermediate_size_per_partition).items()
+        }
         self.loading.register(layer, parameters, self.check_tensor)
 
     def weight_loader(self, loader: MethodType) -> MethodType:
