@@ -3,6 +3,8 @@
 Routing is assumed to be uniform: each token picks its experts at random.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from fp8moe_plugin.checkpoint.shapes import (
@@ -38,7 +40,8 @@ def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tu
         UnsupportedError: the model cannot be split this way.
     """
     rank = rank_shapes(model, parallel)
-    ways = [Parallel(parallel.ranks), *(whole_expert_ways(parallel.ranks) if parallel.ranks > 1 else [])]
+    shared = replace(parallel, tp=parallel.ranks, dp=1, ep=1)
+    ways = [shared, *(whole_expert_ways(parallel) if parallel.ranks > 1 else [])]
     layouts = [_layout(model, way, max_tokens) for way in dict.fromkeys([*ways, parallel])]
     shapes = _shapes(model, parallel, rank)
     steps = {tokens: _step(model, parallel, rank.experts, tokens) for tokens in sorted({*capture_sizes, max_tokens})}

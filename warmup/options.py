@@ -34,8 +34,9 @@ examples:
   FP8MOE_BUNDLE=kernels.tar FP8MOE_JIT=forbid vllm serve /models/DeepSeek-V3 --quantization fp8moe
   python -m warmup convert --model /models/Qwen3-30B-A3B --out /models/Qwen3-30B-A3B-fp8
   python -m warmup explain --model Qwen/Qwen3-235B-A22B-FP8 --tp 8 --ep 8
+  python -m warmup explain --model Qwen/Qwen3-235B-A22B-FP8 --tp-size 8 --ep-size 4   # as SGLang calls them
 """
-MAX_TOKENS = 8192  # vLLM's default for a server on Hopper GPUs
+MAX_TOKENS = 8192  # the engines' default for a server on Hopper GPUs
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MAX_COUNT = 1 << 20
 MAX_GPUS = 4096
@@ -178,6 +179,10 @@ def _check_convert(parser: argparse.ArgumentParser, given: argparse.Namespace) -
 def _parallel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Parallel:
     """vLLM distributes whole experts over all tp x dp ranks. `--ep` without `--tp` and `--dp` implies `--tp`."""
     tp, dp, ep = given.tp, given.dp or 1, given.ep
+    if given.tp_size or given.ep_size or given.dp_size or given.enable_dp_attention:
+        if tp or ep or given.dp or given.enable_expert_parallel:
+            parser.error("use either the options of vllm serve or those of sglang.launch_server, not both")
+        return _sglang_parallel(parser, given)
     if tp is None:
         tp = ep if ep and not given.dp else 1
     if ep and ep != tp * dp:
@@ -186,7 +191,19 @@ def _parallel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Par
         )
     if tp * dp > MAX_GPUS:
         parser.error(f"--tp {tp} --dp {dp} needs more than {MAX_GPUS} GPUs")
-    return Parallel(tp, dp, bool(ep) or given.enable_expert_parallel)
+    return Parallel(tp, dp, tp * dp if ep or given.enable_expert_parallel else 1)
+
+
+def _sglang_parallel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Parallel:
+    """In SGLang `--tp-size` counts all ranks of an engine; without DP attention, `--dp-size` is a number of engines."""
+    ranks, ep = given.tp_size or 1, given.ep_size or 1
+    dp = given.dp_size or 1 if given.enable_dp_attention else 1
+    for option, size in (("--dp-size", dp), ("--ep-size", ep)):
+        if ranks % size:
+            parser.error(f"--tp-size {ranks} is not a multiple of {option} {size}")
+    if ranks > MAX_GPUS:
+        parser.error(f"--tp-size {ranks} needs more than {MAX_GPUS} GPUs")
+    return Parallel(ranks // dp, dp, ep, sglang=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -217,8 +234,14 @@ def _parser() -> argparse.ArgumentParser:
         "--ep", type=count, help="GPUs with whole experts, tp x dp; without it, GPUs share each expert"
     )
     as_in_vllm.add_argument("--enable-expert-parallel", action="store_true", help="the same as --ep TPxDP")
+    as_in_sglang = parser.add_argument_group("options of sglang.launch_server, instead of these")
+    as_in_sglang.add_argument("--tp-size", type=count, metavar="TP", help="GPUs of the engine; default: 1")
+    as_in_sglang.add_argument("--dp-size", type=count, metavar="DP", help="with DP attention, parts of these")
+    as_in_sglang.add_argument("--enable-dp-attention", action="store_true")
+    as_in_sglang.add_argument("--ep-size", type=count, metavar="EP", help="GPUs with experts of their own; default: 1")
     as_in_vllm.add_argument(
         "--max-num-batched-tokens",
+        "--chunked-prefill-size",
         type=count,
         default=MAX_TOKENS,
         metavar="N",
@@ -226,6 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     as_in_vllm.add_argument(
         "--cudagraph-capture-sizes",
+        "--cuda-graph-bs-decode",
         type=count,
         nargs="+",
         default=CAPTURE_SIZES,

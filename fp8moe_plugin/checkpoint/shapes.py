@@ -64,19 +64,20 @@ class Model:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How vLLM distributes a model. With `expert_parallel`, experts stay whole; otherwise all ranks share each one."""
+    """How an engine distributes a model.
 
-    tp: int = 1
-    dp: int = 1
-    expert_parallel: bool = False
+    `ep` ranks have experts of their own, and as many ranks as remain share each expert. In vLLM `ep` is 1 or all of
+    them, in SGLang any divisor.
+    """
+
+    tp: int = 1  # of attention and dense layers
+    dp: int = 1  # of attention; the experts get the tokens of all
+    ep: int = 1
+    sglang: bool = False  # described by the options of SGLang, whose tp counts all ranks
 
     @property
     def ranks(self) -> int:
         return self.tp * self.dp
-
-    @property
-    def ep(self) -> int:
-        return self.ranks if self.expert_parallel else 1
 
     @property
     def sharing(self) -> int:
@@ -85,9 +86,13 @@ class Parallel:
 
     def __str__(self) -> str:
         """The command-line options of `python -m warmup` for it."""
+        if self.sglang:
+            parts = [f"--tp-size {self.ranks}"]
+            parts += [f"--dp-size {self.dp} --enable-dp-attention"] if self.dp > 1 else []
+            return " ".join(parts + ([f"--ep-size {self.ep}"] if self.ep > 1 else []))
         parts = [f"--tp {self.tp}"]
         parts += [f"--dp {self.dp}"] if self.dp > 1 else []
-        parts += [f"--ep {self.ep}"] if self.expert_parallel else []
+        parts += [f"--ep {self.ep}"] if self.ep > 1 else []
         return " ".join(parts)
 
 
@@ -142,17 +147,18 @@ def split_refusal(model: Model, parallel: Parallel) -> str | None:
 
 def nearest(model: Model, parallel: Parallel) -> list[Parallel]:
     """The supported ways closest to an unsupported one: as many ranks with whole experts, and fewer ranks without."""
-    fewer = [Parallel(tp, parallel.dp) for tp in reversed(_divisors(parallel.tp))]
+    fewer = [replace(parallel, tp=tp, ep=1) for tp in reversed(_divisors(parallel.tp))]
     found = [
         next((way for way in ways if split_refusal(model, way) is None), None)
-        for ways in (whole_expert_ways(parallel.ranks), fewer)
+        for ways in (whole_expert_ways(parallel), fewer)
     ]
     return [way for way in found if way]
 
 
-def whole_expert_ways(ranks: int) -> list[Parallel]:
-    """The ways to distribute a model over `ranks` ranks with whole experts, those with the least replication first."""
-    return [Parallel(ranks // dp, dp, True) for dp in _divisors(ranks)]
+def whole_expert_ways(parallel: Parallel) -> list[Parallel]:
+    """The ways to distribute a model over as many ranks with whole experts, those with the least replication first."""
+    ranks = parallel.ranks
+    return [replace(parallel, tp=ranks // dp, dp=dp, ep=ranks) for dp in _divisors(ranks)]
 
 
 def too_many_experts(local_experts: int) -> str | None:

@@ -109,9 +109,9 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     [
         (Parallel(), 256, 8, 2048),
         (Parallel(tp=8), 256, 8, 256),
-        (Parallel(tp=2, expert_parallel=True), 128, 4, 2048),
-        (Parallel(tp=8, expert_parallel=True), 32, 1, 2048),
-        (Parallel(tp=8, dp=8, expert_parallel=True), 4, 1, 2048),
+        (Parallel(tp=2, ep=2), 128, 4, 2048),
+        (Parallel(tp=8, ep=8), 32, 1, 2048),
+        (Parallel(tp=8, dp=8, ep=64), 4, 1, 2048),
     ],
 )
 def test_a_rank_computes_its_share_of_a_tokens_experts(parallel, experts, topk, intermediate):

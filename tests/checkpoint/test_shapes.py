@@ -58,7 +58,7 @@ def test_whole_blocks_for_every_rank_are_not_padded(intermediate: int, ranks: in
 def test_a_rank_of_a_model_holds_whole_blocks() -> None:
     assert rank_shapes(MODEL, Parallel(8)).experts == replace(EXPERTS, intermediate=256)
     assert rank_shapes(MODEL, Parallel(2, 4)).experts == replace(EXPERTS, intermediate=256)  # replicas share them too
-    assert rank_shapes(MODEL, Parallel(8, expert_parallel=True)).experts == replace(EXPERTS, experts=2)
+    assert rank_shapes(MODEL, Parallel(8, ep=8)).experts == replace(EXPERTS, experts=2)
 
 
 def test_both_halves_of_an_mlp_hold_the_same_whole_blocks() -> None:

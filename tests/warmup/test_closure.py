@@ -24,7 +24,7 @@ from tests import faults
 from tests.warmup.conftest import MODELS
 
 LONGEST = 65_536
-PARALLEL = [Parallel(tp) for tp in (1, 2, 4, 8)] + [Parallel(8 // dp, dp, True) for dp in (1, 2, 4, 8)]
+PARALLEL = [Parallel(tp) for tp in (1, 2, 4, 8)] + [Parallel(8 // dp, dp, 8) for dp in (1, 2, 4, 8)]
 SMS = (132, 114, 78)  # H100 SXM and H200, H100 PCIe, H20
 
 

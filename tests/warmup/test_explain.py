@@ -19,7 +19,7 @@ def test_the_rows_of_all_experts_are_those_of_each_added_up(rows: list[int], til
     assert explanation._multiplied(np.array(rows, dtype=int), tile_rows) == added_up
 
 
-@pytest.mark.parametrize("parallel", [Parallel(8), Parallel(1, 8, expert_parallel=True)], ids=str)
+@pytest.mark.parametrize("parallel", [Parallel(8), Parallel(1, 8, ep=8)], ids=str)
 def test_the_longest_step_takes_no_longer_than_a_short_one(
     models: dict[str, Model], monkeypatch: pytest.MonkeyPatch, parallel: Parallel
 ) -> None:

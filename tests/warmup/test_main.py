@@ -324,6 +324,13 @@ def test_a_file_in_place_of_a_folder_is_refused_as_such(
         (["--tp", "0"], "argument --tp/--tensor-parallel-size: '0' is not a number from 1 to"),
         (["--tp", "x"], "'x' is not a number from 1 to"),
         (["--tp", "2", "--ep", "8"], "--ep 8 contradicts --tp 2 --dp 1: vLLM distributes the experts over all 2 ranks"),
+        (["--tp-size", "8", "--ep-size", "3"], "--tp-size 8 is not a multiple of --ep-size 3"),
+        (["--tp-size", "8", "--dp-size", "3", "--enable-dp-attention"], "--tp-size 8 is not a multiple of --dp-size 3"),
+        (["--tp-size", "8192"], "--tp-size 8192 needs more than 4096 GPUs"),
+        (
+            ["--tp", "8", "--ep-size", "8"],
+            "either the options of vllm serve or those of sglang.launch_server, not both",
+        ),
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["explain"], "explain needs a --model"),
         (["--model", ""], "compile needs a --model"),
@@ -429,6 +436,25 @@ def test_explain_shows_what_whole_scale_blocks_cost(
     assert all(line.endswith(f" of it padding to whole scale blocks (+{overhead:.1%})") for line in lines)
     assert len(lines) == 2
     assert found.best == f"--tp {tp} --ep {tp}"  # whole experts need no padding
+
+
+def test_explain_knows_the_options_of_sglang(
+    checkpoint: Folder, capsys: pytest.CaptureFixture[str], tmp_path: Path, cache: Path
+) -> None:
+    """`--ep-size` may be a part of the ranks, which then share experts; DP attention divides those of attention."""
+    json_file = tmp_path / "report.json"
+    model = ["explain", "--model", str(checkpoint("Qwen3-235B-A22B-FP8")), "--json", str(json_file)]
+    split = ["--tp-size", "8", "--ep-size", "4", "--dp-size", "2", "--enable-dp-attention"]
+    assert main([*model, *split, "--chunked-prefill-size", "512", "--cuda-graph-bs-decode", "4"]) == 0
+    found = Report.model_validate_json(json_file.read_text()).explain
+    assert found
+    shapes = {shape.name: shape.shape for shape in found.shapes}
+    assert shapes["experts.w2"] == [32, 4096, 768]  # 128 experts and 1536 channels
+    assert shapes["self_attn.o_proj"] == [4096, 2048]  # 8192 channels over 4 ranks
+    assert [step.tokens for step in found.steps] == [4, 512]
+    assert found.parallel == "--tp-size 8 --dp-size 2 --enable-dp-attention --ep-size 4"
+    assert all(layout.options.startswith("--tp-size 8") for layout in found.layouts)
+    assert "One GPU of --tp-size 8 --dp-size 2" in capsys.readouterr().out
 
 
 def test_doctor_finds_nothing_wrong_where_a_bundle_does(

@@ -87,7 +87,7 @@ def warmup_command() -> str:
     """The command that precompiles every kernel needed by the model that SGLang is building."""
     args = get_server_args()
     dp = args.dp_size if args.enable_dp_attention else 1  # otherwise data parallel replicas are engines of their own
-    parallel = Parallel(args.tp_size // dp, dp, args.ep_size > 1)
+    parallel = Parallel(args.tp_size // dp, dp, args.ep_size, sglang=True)
     return f"{WARMUP} --model {shell_word(args.model_path)} {parallel}"
 
 

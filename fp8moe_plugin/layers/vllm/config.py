@@ -96,7 +96,8 @@ def warmup_command() -> str:
     """The command that precompiles every kernel needed by the model that vLLM is building."""
     engine = get_current_vllm_config()
     ranks = engine.parallel_config
-    parallel = Parallel(ranks.tensor_parallel_size, ranks.data_parallel_size, ranks.enable_expert_parallel)
+    tp, dp = ranks.tensor_parallel_size, ranks.data_parallel_size
+    parallel = Parallel(tp, dp, tp * dp if ranks.enable_expert_parallel else 1)
     return f"{WARMUP} --model {shell_word(engine.model_config.model)} {parallel}"
 
 

@@ -19,6 +19,7 @@ from sglang.srt.model_executor import model_runner
 from sglang.srt.server_args import QUANTIZATION_CHOICES
 
 import fp8moe_plugin
+from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang import config as seam
@@ -176,21 +177,22 @@ def test_experts_of_other_sizes_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("changes", "tp", "dp", "whole"),
+    ("changes", "tp", "dp", "ep"),
     [
-        ({"tp_size": 8}, 8, 1, False),
-        ({"tp_size": 8, "ep_size": 8}, 8, 1, True),
-        ({"tp_size": 8, "ep_size": 8, "dp_size": 4, "enable_dp_attention": True}, 2, 4, True),
-        ({"tp_size": 2, "dp_size": 4}, 2, 1, False),  # four engines
+        ({"tp_size": 8}, 8, 1, 1),
+        ({"tp_size": 8, "ep_size": 8}, 8, 1, 8),
+        ({"tp_size": 8, "ep_size": 2}, 8, 1, 2),
+        ({"tp_size": 8, "ep_size": 8, "dp_size": 4, "enable_dp_attention": True}, 2, 4, 8),
+        ({"tp_size": 2, "dp_size": 4}, 2, 1, 1),  # four engines
     ],
 )
-def test_the_command_that_spares_compiling_names_the_model_and_the_split(options, changes, tp, dp, whole):
+def test_the_command_that_spares_compiling_names_the_model_and_the_split(options, changes, tp, dp, ep):
     vars(options).update(changes)
     words = shlex.split(seam.warmup_command())
     assert words[:3] == ["python", "-m", "warmup"]
     asked = parse(words[3:])
     assert asked.model == "a model"
-    assert (asked.parallel.tp, asked.parallel.dp, asked.parallel.expert_parallel) == (tp, dp, whole)
+    assert asked.parallel == Parallel(tp, dp, ep, sglang=True)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.layers import kernels
 from fp8moe_plugin.layers.vllm import config as seam
 from fp8moe_plugin.plan import combine_key
@@ -25,7 +26,7 @@ def test_it_names_the_model_and_the_split(
     assert words[:3] == ["python", "-m", "warmup"]
     options = parse(words[3:])
     assert options.model == model
-    assert (options.parallel.tp, options.parallel.dp, options.parallel.expert_parallel) == (tp, dp, expert_parallel)
+    assert options.parallel == Parallel(tp, dp, tp * dp if expert_parallel else 1)
 
 
 def test_it_reaches_whoever_looks_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
