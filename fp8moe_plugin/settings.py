@@ -26,7 +26,7 @@ class Settings(BaseModel):
     backend: Literal["auto", "sm90", "reference"] = Field(
         "auto",
         description="`sm90`: our kernels. `reference`: plain PyTorch. `auto`: our kernels on a Hopper GPU, PyTorch "
-        "elsewhere, except that under vLLM other GPUs are refused.",
+        "elsewhere, except that under vLLM and SGLang other GPUs are refused.",
     )
     bundle: Path | None = Field(
         None,

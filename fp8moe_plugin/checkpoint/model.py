@@ -18,7 +18,7 @@ E4M3 = ("e4m3", "float8_e4m3fn")
 MAX_EXPERTS = 2**14  # Kimi-K2 has 384
 MAX_WEIGHTS = 2**40  # in the experts of one layer; Kimi-K2 has 2^34
 
-# The layers that vLLM fuses, each with the projections that a checkpoint has instead.
+# The layers that engines fuse, each with the projections that a checkpoint has instead.
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -231,7 +231,7 @@ class Unquantized:
             return True
         if any(parts):
             raise UnsupportedError(
-                f"The checkpoint keeps only a part of layer {layer}'s {name} unquantized, but vLLM fuses its parts. "
+                f"The checkpoint keeps only a part of layer {layer}'s {name} unquantized, but engines fuse its parts. "
                 "Correct quantization_config in its config.json so that all of them are unquantized, or none."
             )
         return not parts and "experts" in name and any(other.startswith(name) for other in listed)
@@ -243,7 +243,7 @@ def check_quantization(config: dict[str, Any]) -> None:
     if not isinstance(method, str) or method.lower() != "fp8":  # vLLM ignores the case, too
         raise UnsupportedError(
             f"--quantization {NAME}: the checkpoint's quant_method is {shown(method)}, but only 'fp8' is supported. "
-            "Remove --quantization to let vLLM choose the method."
+            "Remove --quantization to let the engine choose the method."
         )
     scheme = config.get("activation_scheme")
     if scheme != "dynamic":
@@ -260,7 +260,7 @@ def check_quantization(config: dict[str, Any]) -> None:
         stored = shown(config.get("store_dtype") or config.get("fmt")).strip("'")
         raise UnsupportedError(
             f"--quantization {NAME}: the checkpoint stores its weights as {stored}, but the kernels need e4m3. "
-            "Remove --quantization to let vLLM choose the method."
+            "Remove --quantization to let the engine choose the method."
         )
 
 

@@ -1,1 +1,1 @@
-"""Layers that call the ops on their weights: engine-neutral ones here, the integration with vLLM in `vllm/`."""
+"""Layers that call the ops on their weights: engine-neutral ones here, the integrations in `vllm/` and `sglang/`."""

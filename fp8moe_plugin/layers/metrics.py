@@ -1,9 +1,10 @@
-"""Prometheus metrics of the workers' kernels and layers, exported next to vLLM's own at the server's /metrics.
+"""Prometheus metrics of the workers' kernels and layers, exported next to the engine's own at the server's /metrics.
 
 Workers count in processes of their own. With several API servers, vLLM enables the multiprocess mode of
 prometheus_client (PROMETHEUS_MULTIPROC_DIR), which aggregates these counters too. With one, the default, it does not,
 and enabling it here would change vLLM's own metrics. Instead, each worker then writes a text file into a folder of the
-server, which adds the files up whenever it is scraped.
+server, which adds the files up whenever it is scraped. SGLang always uses the multiprocess mode, if it exports metrics
+at all (--enable-metrics).
 """
 
 import functools

@@ -60,7 +60,7 @@ def device_of(tensor: torch.Tensor) -> Device | None:
     if gpu is None and tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "The plain-torch reference reads values back to the host, which no CUDA graph can hold. "
-            "Run without graphs: --enforce-eager in vLLM."
+            "Run without graphs: --enforce-eager in vLLM, --disable-cuda-graph in SGLang."
         )
     return gpu
 
