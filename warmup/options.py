@@ -5,6 +5,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
@@ -219,6 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", help="folder of a checkpoint, or its id on the Hugging Face hub (default: all existing kernels)"
     )
+    parser.add_argument("--version", action="version", version=f"fp8moe-plugin {_version()}")
     parser.add_argument("--dry-run", action="store_true", help="only list the kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report")
     parser.add_argument(
@@ -227,6 +229,21 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help=f"archive to write or, for verify, to check (default for bundle: {BUNDLE})",
     )
+    _add_engine_options(parser)
+    convert = parser.add_argument_group(
+        "convert",
+        "quantizes the projections of attention, MLPs and experts in 128x128 blocks, and copies the rest.\n"
+        "Works in OUT.partial, which is renamed at the end; run again, it continues where it was interrupted.",
+    )
+    convert.add_argument("--out", type=Path, metavar="OUT", help="folder to create; must not exist")
+    layer = parser.add_argument_group("explain and bench")
+    layer.add_argument("--tokens", type=count, nargs="+", metavar="N", help="tokens of the steps to show or measure")
+    layer.add_argument("--plot", type=Path, metavar="FILE", help="bench: draw the times (.png or .svg)")
+    return parser
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """How an engine splits the model, and its steps, by the engines' own names."""
     as_in_vllm = parser.add_argument_group("options of vllm serve")
     as_in_vllm.add_argument("--tp", "--tensor-parallel-size", type=count, help="default: 1")
     as_in_vllm.add_argument("--dp", "--data-parallel-size", type=count, help="default: 1")
@@ -256,16 +273,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="explain: tokens of further steps",
     )
-    convert = parser.add_argument_group(
-        "convert",
-        "quantizes the projections of attention, MLPs and experts in 128x128 blocks, and copies the rest.\n"
-        "Works in OUT.partial, which is renamed at the end; run again, it continues where it was interrupted.",
-    )
-    convert.add_argument("--out", type=Path, metavar="OUT", help="folder to create; must not exist")
-    layer = parser.add_argument_group("explain and bench")
-    layer.add_argument("--tokens", type=count, nargs="+", metavar="N", help="tokens of the steps to show or measure")
-    layer.add_argument("--plot", type=Path, metavar="FILE", help="bench: draw the times (.png or .svg)")
-    return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("fp8moe-plugin")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def count(text: str) -> int:

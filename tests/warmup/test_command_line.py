@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -46,3 +47,10 @@ def test_an_unknown_option_reaches_no_terminal_raw(argument: str, capsys: pytest
     printed = capsys.readouterr().err
     assert printed.replace("\n", "").isprintable()
     assert f"unrecognized arguments: {ascii(argument)[1:-1]}\n" in printed
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"fp8moe-plugin {metadata.version('fp8moe-plugin')}\n"
