@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ STUBS = Path(__file__).parent / "stubs"
 FAMILIES = ("qwen3_moe", "deepseek_v3", "deepseek_v3_odd", "deepseek_v3_ue8m0")
 OURS = {"quantization": "fp8moe"}
 TP2 = OURS | {"tp_size": 2}
+DP2 = TP2 | {"dp_size": 2, "enable_dp_attention": True}  # attention of each rank has requests of its own
 A_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # for two ranks
 WITHOUT_THE_PLUGIN = {"SGLANG_PLUGINS": "sglang_on_cpu"}
 ENVIRONMENT = {
@@ -78,6 +80,9 @@ ENGINES = {
     "lora": Engine("qwen3_moe-fp8", OURS | {"enable_lora": True, "lora_paths": ["adapter"]}),
     "runner backend": Engine("qwen3_moe-fp8", OURS | {"moe_runner_backend": "triton"}),
 }
+if list(metadata.distributions(name="sglang")) and metadata.version("sglang") >= "0.5.23":
+    # Earlier ones pin memory for DP attention, which needs a GPU.
+    ENGINES["qwen3_moe dp2"] = Engine("qwen3_moe-fp8", DP2, environment=A_CORE_EACH)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -58,14 +58,14 @@ class Layer(fused_moe_layer.FusedMoE):
     moe_ep_rank = _expert_storage_rank = 0
     num_local_experts = _num_local_routed = _num_global_routed = num_experts = EXPERTS
 
-    def __init__(self, intermediate: int, ranks: int, rank: int) -> None:
+    def __init__(self, intermediate: int, ranks: int, rank: int, experts: int = EXPERTS) -> None:
         torch.nn.Module.__init__(self)
         self.moe_tp_size, self.moe_tp_rank = ranks, rank
         self.moe_runner_config = MoeRunnerConfig(routed_scaling_factor=2.5)
         self.quant_method = Fp8MoeMethod(QUANT, "L", "warmup")
         self.quant_method.create_weights(
             layer=self,
-            num_experts=EXPERTS,
+            num_experts=experts,
             hidden_size=HIDDEN,
             intermediate_size_per_partition=intermediate // ranks,
             params_dtype=torch.bfloat16,
@@ -158,6 +158,18 @@ def test_the_experts_compute_what_the_checkpoint_says(tokens, ids):
     wanted = fused_moe(x, *(getattr(layer, name) for name in PARAMETERS), weights, experts)
     assert h.same_bits(called(layer, x, weights, experts.to(ids)), wanted)
     assert torch.equal(x, before)
+
+
+def test_rows_that_pad_the_steps_of_other_ranks_are_zeros_and_change_no_other():
+    """With DP attention the experts get the rows of all ranks; the ids of those that pad a rank's are -1."""
+    layer = Layer(256, 1, 0).load(make_checkpoint(256))
+    gen = h.seeded(5, torch.device("cpu"))
+    x, (weights, ids) = h.random_tokens(gen, 8, HIDDEN), h.random_routing(gen, "distinct", 8, TOPK, EXPERTS)
+    alone = called(layer, x[:3], weights[:3], ids[:3])
+    x[3:], ids[3:] = torch.nan, -1  # what is in such rows is undefined
+    padded = called(layer, x, weights, ids)
+    assert h.same_bits(padded[:3], alone)
+    assert not padded[3:].any()
 
 
 @pytest.mark.parametrize(("on_gpu", "in_topk", "factor"), [(True, False, 2.5), (True, True, 1), (False, False, 1)])
