@@ -1,0 +1,81 @@
+"""benchmarks.engine.sglang_e2e with stand-ins for engines: agreement of each two, and the report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.engine import sglang_e2e
+from benchmarks.engine.process import EngineError
+from benchmarks.engine.sglang_e2e import main
+
+ANSWERS = {  # next tokens, their log-probabilities and greedy tokens of one prompt
+    "fp8moe": ([1, 2, 3, 4], [-1.0, -1.0, -1.0, -1.0], [5, 6, 7]),
+    "sglang": ([1, 2, 3, 9], [-1.0, -1.5, -1.0, -1.0], [5, 6, 8]),
+    "sglang-deepgemm": ([1, 2, 3, 4], [-1.0, -1.0, -1.0, -1.0], [5, 6, 7]),
+}
+
+
+class Process:
+    """Answers at once, or fails to start if `failing` names the engine."""
+
+    failing: set[str] = set()
+
+    def __init__(self, make: Any, environment: dict[str, str]) -> None:
+        self.name = make.args[0]
+
+    def start(self) -> None:
+        pass
+
+    def wait_until_made(self, timeout: float) -> None:
+        if self.name in self.failing:
+            raise EngineError("no memory")
+
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        if method == "measure":
+            return 2.0 if self.name == "fp8moe" else 3.0
+        tokens, logprobs, generated = ANSWERS[self.name]
+        return {"next_token": [tokens], "logprob": [logprobs], "generated": [generated]}
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Runs the benchmark on a model; its report."""
+    monkeypatch.setattr(sglang_e2e, "EngineProcess", Process)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps({"num_hidden_layers": 2}))
+
+    def run(*failing: str) -> dict[str, Any]:
+        monkeypatch.setattr(Process, "failing", set(failing))
+        out = tmp_path / "report.json"
+        arguments = ["--models", str(tmp_path / "model"), "--out", str(out), "--cells", "decode 4", "--rounds", "2"]
+        monkeypatch.setattr("sys.argv", ["sglang_e2e", *arguments])
+        main()
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+    return run
+
+
+def test_each_two_engines_are_compared_and_each_cell_is_timed(report, capsys):
+    found = report()
+    pairs = {(pair["engine"], pair["other"]): pair for pair in found["agreement"]}
+    assert set(pairs) == {("fp8moe", "sglang"), ("fp8moe", "sglang-deepgemm"), ("sglang", "sglang-deepgemm")}
+    assert pairs["fp8moe", "sglang"].items() >= {"next_token": 0.75, "prefix": 2.0, "logprob": 0.125}.items()
+    assert pairs["fp8moe", "sglang-deepgemm"].items() >= {"next_token": 1.0, "prefix": 3.0, "logprob": 0.0}.items()
+    assert [(row["cell"], row["engine"], row["ms"]) for row in found["rows"]] == [
+        ("decode 4", name, ms) for name, ms in (("fp8moe", 2.0), ("sglang", 3.0), ("sglang-deepgemm", 3.0))
+    ]
+    assert found["models"]["model"]["checkpoint"]["num_hidden_layers"] == 2
+    assert "1.50" in capsys.readouterr().out  # best peer / ours
+
+
+def test_an_engine_that_does_not_start_leaves_the_others(report):
+    found = report("sglang")
+    assert found["models"]["model"]["engines"]["sglang"] == {"error": "no memory"}
+    assert [pair["other"] for pair in found["agreement"]] == ["sglang-deepgemm"]
+    assert {row["engine"] for row in found["rows"]} == {"fp8moe", "sglang-deepgemm"}
