@@ -110,7 +110,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             return DeepEPNormalCombineInput(self._sums(layer, x, topk_weights, topk_ids), topk_ids, topk_weights)
         topk_weights, topk_ids, _ = dispatch_output.topk_output
         factor = self.owed_factor(layer)
-        if factor != 1:
+        if factor != 1:  # a launch of its own: as an argument, it would change the kernels for all layers and engines
             topk_weights = topk_weights * factor
         return StandardCombineInput(self._sums(layer, dispatch_output.hidden_states, topk_weights, topk_ids))
 
