@@ -4,14 +4,22 @@ from fp8moe_plugin.ops.gemm import fp8_gemm_nt
 from fp8moe_plugin.ops.grouped_gemm import m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.moe import batched_experts, fused_moe
+from fp8moe_plugin.ops.mqa_logits import fp8_fp4_mqa_logits, fp8_mqa_logits
+from fp8moe_plugin.ops.paged_mqa_logits import fp8_fp4_paged_mqa_logits, fp8_paged_mqa_logits
+from fp8moe_plugin.ops.paged_mqa_metadata import get_paged_mqa_logits_metadata
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 
 __all__ = [
     "batched_experts",
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
     "fp8_gemm_nt",
     "fp8_linear",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
     "fused_moe",
+    "get_paged_mqa_logits_metadata",
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
     "per_token_group_quant_fp8",

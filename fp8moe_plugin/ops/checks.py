@@ -86,14 +86,15 @@ class CheckedOnce:
     is checked each time.
     """
 
-    def __init__(self, check: Callable[..., None]) -> None:
+    def __init__(self, check: Callable[..., None], strides: bool = False) -> None:
+        """`strides`: the checks take tensors that are not contiguous, too."""
         functools.update_wrapper(self, check)
-        self._check = check
+        self._check, self._strides = check, strides
         self._passed: set[Any] = set()
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Raise what the checks raise for these arguments."""
-        signature = _signature(tensors)
+        signature = _signature(tensors, self._strides)
         if signature is not None and signature in self._passed:
             return
         self._check(*tensors)
@@ -104,7 +105,7 @@ class CheckedOnce:
         self._passed.add(signature)
 
 
-def _signature(tensors: tuple[torch.Tensor | None, ...]) -> Any:
+def _signature(tensors: tuple[torch.Tensor | None, ...], strides: bool) -> Any:
     """What the checks look at; None if an argument is not a tensor, has no storage, or may have a tangent."""
     if forward_ad._current_level >= 0:
         return None
@@ -117,7 +118,8 @@ def _signature(tensors: tuple[torch.Tensor | None, ...]) -> Any:
                 continue
             address = t.data_ptr()
             # A fake tensor has no address.
-            parts += (t.dtype, t.shape, t.device, t.is_contiguous(), address % 16 if address else None)
+            layout = t.stride() if strides else t.is_contiguous()
+            parts += (t.dtype, t.shape, t.device, layout, address % 16 if address else None)
             if grad:
                 parts.append(t.requires_grad)
     except (AttributeError, RuntimeError):

@@ -9,6 +9,7 @@ from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
+from fp8moe_plugin.plan.constants import MQA_SPLIT_ROWS
 
 FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10  # keeps the scale of an all-zero group finite
@@ -136,3 +137,70 @@ def dequantize_blocks(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     n, k = w.shape[-2:]
     wide = scales.repeat_interleave(GROUP, -2)[..., :n, :].repeat_interleave(GROUP, -1)[..., :k]
     return w.float() * wide
+
+
+# ---- logits of an indexer ------------------------------------------------------------------------------------------
+
+
+def mqa_logits(
+    q: torch.Tensor,
+    kv: Quantized,
+    weights: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    logits: torch.Tensor,
+    compressed: bool,
+    clean: bool,
+) -> None:
+    """`ops.fp8_mqa_logits` of arguments that have been checked; `rows` from `kv_ranges`."""
+    scores = index_scores(q, kv, weights).to(logits.dtype)
+    if clean:
+        logits.fill_(float("-inf"))
+    for i, (start, end) in enumerate(zip(*(bound.tolist() for bound in rows), strict=True)):
+        first = 0 if compressed else start
+        logits[i, first : first + end - start] = scores[i, start:end]
+
+
+def paged_mqa_logits(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    logits: torch.Tensor,
+) -> None:
+    """`ops.fp8_paged_mqa_logits` of arguments that have been checked."""
+    (_, next_n, _, dim), page = q.shape, kv_cache.shape[1]
+    for i, length in enumerate(lengths.tolist()):
+        table = block_table[i, : -(-length // page)].long()
+        data = kv_cache[table].flatten(1)
+        values = data[:, : page * dim].contiguous().view(FP8).view(-1, dim)[:length]
+        scales = data[:, page * dim :].contiguous().view(torch.float32).flatten()[:length]
+        tokens = slice(i * next_n, (i + 1) * next_n)
+        logits[tokens, :length] = index_scores(q[i], (values, scales), weights[tokens]).to(logits.dtype)
+
+
+def index_scores(q: torch.Tensor, kv: Quantized, weights: torch.Tensor) -> torch.Tensor:
+    """float32 `[M, N]`: the sum over heads of `weights * relu(q . k)`, times the scale of k, of q `[M, H, D]`."""
+    k, total = kv[0].float(), torch.zeros(q.shape[0], kv[0].shape[0], device=q.device)
+    with torch.autocast(q.device.type, enabled=False):
+        for head in range(q.shape[1]):
+            total += (q[:, head].float() @ k.T).relu() * weights[:, head, None]
+    return total * kv[1]
+
+
+def kv_ranges(starts: torch.Tensor, ends: torch.Tensor, n: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The KV rows `[start, end)` of each token, as the kernels clamp them; start is end where there are none."""
+    starts = starts.clamp(0, n)
+    return starts, ends.clamp(max=n).minimum(starts + longest).maximum(starts)
+
+
+def paged_mqa_schedule(context_lens: torch.Tensor, runs: int) -> torch.Tensor:
+    """`ops.get_paged_mqa_logits_metadata` of arguments that have been checked."""
+    splits = (context_lens[:, -1].clamp(min=0) + MQA_SPLIT_ROWS - 1) // MQA_SPLIT_ROWS
+    ends = splits.long().cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    run = torch.arange(runs + 1, device=context_lens.device)
+    first = run * (total // runs) + (run - (runs - total % runs)).clamp(min=0)
+    request = torch.searchsorted(ends, first, right=True)
+    before = torch.cat([ends.new_zeros(1), ends])[request]
+    return torch.stack([request, first - before], 1).int()

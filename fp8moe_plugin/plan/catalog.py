@@ -25,6 +25,8 @@ SMALL_BATCH_TOKENS = (8, 16)  # padded token counts of the small-batch kernels
 SMALL_BATCH_STAGES = {(8, 8): (6, 6), (16, 8): (5, 5), (16, 4): (4, 6)}
 SMALL_BATCH_KIB = {(8, 8): (113, 111), (16, 8): (113, 103), (16, 4): (97, 121)}
 SMALL_BATCH_HIDDEN = SMALL_BATCH_K_BLOCKS * GROUP * max(cluster for _, cluster in SMALL_BATCH_STAGES)
+MQA_HEADS = (32, 64)  # of an indexer
+MQA_NEXT_N = (1, 2, 3, 4)  # tokens of a request in one step of decode
 
 
 @dataclass(frozen=True)
@@ -153,3 +155,23 @@ def dense_gemm_key(tile_m: int) -> KernelKey:
 def dense_gemm_few_rows_key() -> KernelKey:
     """Dense GEMM with few rows and few columns."""
     return KernelKey("dense_gemm_few_rows", (), 192, SMEM_BYTES)
+
+
+# ---- logits of a sparse-attention indexer ----------------------------------------------------------------------------
+
+
+@functools.cache
+def mqa_logits_key(heads: int) -> KernelKey:
+    """Logits of contiguous KV; it has as many stages as fit."""
+    return KernelKey("mqa_logits", (("HEADS", heads),), 384, SMEM_BYTES)
+
+
+@functools.cache
+def paged_mqa_logits_key(heads: int, next_n: int) -> KernelKey:
+    """Logits of paged KV; it has as many stages as fit. One for all `next_n` would take longer to start."""
+    return KernelKey("paged_mqa_logits", (("HEADS", heads), ("NEXT_N", next_n)), 384, SMEM_BYTES)
+
+
+@functools.cache
+def paged_mqa_metadata_key() -> KernelKey:
+    return KernelKey("paged_mqa_metadata", (), 256)

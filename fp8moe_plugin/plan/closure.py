@@ -7,6 +7,8 @@ from fp8moe_plugin.plan.catalog import (
     DENSE_FEW_ROWS_TILE_M,
     DENSE_TILE_M,
     GROUPED_TILE_N,
+    MQA_HEADS,
+    MQA_NEXT_N,
     SMALL_BATCH_STAGES,
     KernelKey,
     combine_key,
@@ -19,6 +21,9 @@ from fp8moe_plugin.plan.catalog import (
     gate_up_small_batch_key,
     grouped_gemm_few_rows_key,
     grouped_gemm_key,
+    mqa_logits_key,
+    paged_mqa_logits_key,
+    paged_mqa_metadata_key,
     quantize_key,
     route_key,
     silu_mul_quant_key,
@@ -48,6 +53,12 @@ def linear_kernels(ue8m0: bool) -> list[KernelKey]:
     """Every kernel that a dense layer may launch."""
     few_rows = dense_gemm_few_rows_key(), *map(dense_gemm_key, DENSE_TILE_M)
     return [*few_rows, grouped_gemm_key(Output.BF16), quantize_key(ue8m0, Layout.K_MAJOR)]
+
+
+def indexer_kernels(heads: int) -> list[KernelKey]:
+    """All that an indexer of so many heads launches."""
+    paged = [paged_mqa_logits_key(heads, next_n) for next_n in MQA_NEXT_N]
+    return [mqa_logits_key(heads), *paged, paged_mqa_metadata_key()]
 
 
 def model_kernels(model: Model) -> dict[KernelKey, str]:
@@ -114,4 +125,5 @@ def all_kernels() -> list[KernelKey]:
     dense = [grouped_gemm_key(output, tile_n) for output in outputs for tile_n in GROUPED_TILE_N]
     silu = [silu_mul_quant_key(ue8m0) for ue8m0 in (False, True)]
     ops = [*linear_kernels(False), *linear_kernels(True), *dense, *silu, tiles_of_indices_key()]
-    return list(dict.fromkeys([*layers, *ops]))
+    indexers = itertools.chain(*map(indexer_kernels, MQA_HEADS))
+    return list(dict.fromkeys([*layers, *ops, *indexers]))

@@ -31,6 +31,12 @@ MAX_GATE_UP_SPLITS = 8  # blocks of gate_up_few_rows that share a tile by splitt
 SMALL_BATCH_PAIRS = 176  # (token, expert) pairs in a small batch
 SMALL_BATCH_K_BLOCKS = 8  # K blocks per block of gate_up_small_batch
 
+# ---- logits of an indexer --------------------------------------------------------------------------------------------
+
+MQA_TILE_ROWS = 64  # KV rows of a tile, and of a page
+MQA_COLUMNS = 256  # heads of all tokens of a tile of mqa_logits
+MQA_SPLIT_ROWS = 256  # KV rows that paged_mqa_metadata deals out at a time
+
 
 class Output(IntEnum):
     """How grouped_gemm writes its result."""

@@ -86,6 +86,16 @@ PARAMETERS = {
     "tiles_of_indices": _signature(
         "pointer ids, pointer run_begins, pointer table, pointer num_tiles, int rows, int num_groups, int block_m"
     ),
+    "mqa_logits": _signature(
+        "map q_map, map k_map, pointer scales, pointer weights, int weights_pitch, pointer starts, pointer ends, "
+        "pointer logits, int logits_pitch, int bf16, int m, int n, int dim, int width, int clean"
+    ),
+    "paged_mqa_logits": _signature(
+        "map q_map, map kv_map, pointer kv, int page_stride, pointer weights, int weights_pitch, "
+        "pointer context_lens, pointer block_table, int table_pitch, int table_width, pointer schedule, "
+        "pointer logits, int logits_pitch, int bf16, int batch, int dim, int most, int sharers"
+    ),
+    "paged_mqa_metadata": _signature("pointer context_lens, pointer schedule, int batch, int next_n, int blocks"),
 }
 
 

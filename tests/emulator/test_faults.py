@@ -21,6 +21,9 @@ from fp8moe_plugin.plan.catalog import (
     gate_up_small_batch_key,
     grouped_gemm_few_rows_key,
     grouped_gemm_key,
+    mqa_logits_key,
+    paged_mqa_logits_key,
+    paged_mqa_metadata_key,
     quantize_key,
     route_key,
     tiles_of_counts_key,
@@ -35,6 +38,7 @@ from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import SHARED_BYTES, Device, EmulatorError
 from tests.emulator.inputs import assert_product, empty_rows, slabs
 from tests.emulator.layers import MOST_ERROR, run_dense_layer, run_layers
+from tests.indexer import assert_decode, assert_prefill, decode, poisoned_results, prefill
 from tests.steps import gate_up, grouped_gemm, tiles_of_counts
 
 SCHEDULES = 16
@@ -134,6 +138,20 @@ def layers_in_a_row(emulator: Device, seed: int) -> None:
     assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
 
 
+def logits_of_contiguous_kv(emulator: Device, seed: int) -> None:
+    call = prefill(h.seeded(0, torch.device("cpu")), 120, 700, ranges="causal")
+    with poisoned_results() as memory:
+        logits = emulator.execute(seed, lambda: call.run(clean_logits=False))
+    assert_prefill(call, logits, memory[0], clean=False)
+
+
+def logits_of_paged_kv(emulator: Device, seed: int) -> None:
+    call = decode(h.seeded(0, torch.device("cpu")), [3000, 60, 0, 70, 5, 900], 2)
+    with poisoned_results() as memory:
+        logits = emulator.execute(seed, lambda: call.run(runs=2))
+    assert_decode(call, logits, memory[-1])
+
+
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
 NARROW = dense_gemm_few_rows_key(), quantize_key(False, Layout.K_MAJOR)
 FEW = (
@@ -157,6 +175,8 @@ KERNELS = {  # to be compiled ahead
     small_batch_of_whole_sums: SMALL_BATCH,
     one_token: SMALL_BATCH,
     token_beside_nan: SMALL_BATCH,
+    logits_of_contiguous_kv: (mqa_logits_key(64),),
+    logits_of_paged_kv: (paged_mqa_logits_key(64, 2), paged_mqa_metadata_key()),
 }
 
 
@@ -369,6 +389,49 @@ FAULTS = {
         token_beside_nan,
         WRONG_RESULT,
         multiprocessors=CLUSTERS,
+    ),
+    "scores of KV that has not arrived": Fault(
+        "pipeline/logit_tiles.cuh",
+        "                barrier_wait(shared.full(stage), ring.phase);\n",
+        "",
+        logits_of_paged_kv,
+        "are wrong|more arrivals",
+    ),
+    "a page replaces one that is still read": Fault(
+        "paged_mqa_logits.cu",
+        "            barrier_wait(shared.empty(stage), ring.phase ^ 1);\n",
+        "",
+        logits_of_paged_kv,
+        "are wrong|more arrivals",
+    ),
+    "a tile replaces one that is still read": Fault(
+        "mqa_logits.cu",
+        "            barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);\n",
+        "",
+        logits_of_contiguous_kv,
+        "are wrong|more arrivals",
+    ),
+    "a query is replaced while its scores are computed": Fault(
+        "pipeline/logit_tiles.cuh",
+        "        barrier_wait(shared.query_empty(ring.stage), ring.phase ^ 1);\n"
+        "        if (lane_of_warp() != 0) return;\n        barrier_arrive_expect",
+        "        if (lane_of_warp() != 0) return;\n        barrier_arrive_expect",
+        logits_of_contiguous_kv,
+        "are wrong|more arrivals|deadlock",
+    ),
+    "the last tile of some tokens is not stored": Fault(
+        "pipeline/logit_tiles.cuh",
+        "            rows.store();\n        }\n        first =",
+        "        }\n        first =",
+        logits_of_contiguous_kv,
+        "are wrong",
+    ),
+    "warpgroups do not take turns": Fault(
+        "pipeline/logit_tiles.cuh",
+        "                if (lane == 0) barrier_arrive(shared.turn(warpgroup ^ 1));\n",
+        "",
+        logits_of_contiguous_kv,
+        "deadlock",
     ),
 }
 

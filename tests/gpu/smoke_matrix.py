@@ -17,6 +17,7 @@ from fp8moe_plugin import ops
 from fp8moe_plugin.plan.catalog import DENSE_TILE_M, DENSE_TILE_N
 from fp8moe_plugin.plan.tuning import GATHER_UP_TO, LONG_K
 from tests import helpers as h
+from tests import indexer
 from tests.steps import route, route_reference
 
 DEVICE = torch.device("cuda", 0)
@@ -120,6 +121,25 @@ def check_fused_moe(gen: torch.Generator, rows: int) -> None:
             assert h.relative_l2(ops.fused_moe(x, *layer, weights, ids), expected) <= 2e-2
 
 
+def check_mqa_logits(gen: torch.Generator, rows: int) -> None:
+    for heads, dim in ((64, 128), (32, 64)):
+        for ranges in indexer.RANGES:
+            call = indexer.prefill(gen, rows, 300, heads, dim, ranges)
+            for clean, width in ((True, 0), (False, 77)):
+                with indexer.poisoned_results() as memory:
+                    logits = call.run(clean_logits=clean, max_seqlen_k=width)
+                indexer.assert_prefill(call, logits, memory[0], width=width, clean=clean)
+
+
+def check_paged_mqa_logits(gen: torch.Generator, rows: int) -> None:
+    for next_n, heads, dim in ((1, 64, 128), (2, 64, 128), (3, 32, 32), (4, 64, 128)):
+        for runs in (3, 66):
+            call = indexer.decode(gen, [0, rows, 3 * rows, 1, 0], next_n, heads, dim)
+            with indexer.poisoned_results() as memory:
+                logits = call.run(runs=runs)
+            indexer.assert_decode(call, logits, memory[-1])
+
+
 def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:
     for check in (
         check_quantize,
@@ -132,6 +152,8 @@ def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:
         check_masked,
         check_batched_experts,
         check_fused_moe,
+        check_mqa_logits,
+        check_paged_mqa_logits,
     ):
         for rows in ROWS:
             yield check, rows

@@ -9,6 +9,7 @@ import torch
 from fp8moe_plugin import ops
 from fp8moe_plugin.errors import InvalidInputError
 from tests import helpers as h
+from tests import indexer
 
 EXPERTS, ROWS, HIDDEN, INTERMEDIATE = 4, 6, 256, 128
 Call = dict[str, Any]
@@ -259,7 +260,8 @@ def assert_refused(device: torch.device, op: str, argument: str, change: Callabl
 
 
 def test_every_public_op_is_called(device):
-    assert sorted(right_calls(device)) == OPS == sorted(ops.__all__)
+    """tests/ops/test_mqa_logits.py calls those of an indexer."""
+    assert sorted(right_calls(device)) == OPS == sorted(set(ops.__all__) - indexer.OPS)
 
 
 @pytest.mark.parametrize("op", OPS)

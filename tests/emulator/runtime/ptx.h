@@ -36,6 +36,7 @@ inline void max_u16x2(u32& to, u32 a, u32 b) { to = max(a >> 16, b >> 16) << 16 
 inline void mul_rn_bf16x2(u32& to, u32 a, u32 b) {
     cvt_rn_bf16x2_f32(to, of_bf16(a >> 16) * of_bf16(b >> 16), of_bf16(a & 0xffff) * of_bf16(b & 0xffff));
 }
+inline void mul_rn_sat_f32(float& to, float a, float b) { to = std::isnan(a * b) ? 0.f : min(max(a * b, 0.f), 1.f); }
 inline void ex2_approx_ftz_f32(float& to, float value) { to = exp2f(value); }
 inline void rcp_approx_ftz_f32(float& to, float value) { to = 1.0f / value; }
 
@@ -125,6 +126,12 @@ inline void cp_async_bulk_tensor_2d_shared_cluster_global_mbarrier_complete_tx_b
                                                                                      int column, int row, u32 barrier) {
     emu::tma_load(to, map, {2, {column, row}}, barrier);
 }
+inline void cp_async_bulk_tensor_3d_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(u32 to,
+                                                                                                   const void* map,
+                                                                                                   int x, int y, int z,
+                                                                                                   u32 barrier, u64) {
+    emu::tma_load(to, map, {3, {x, y, z}}, barrier);
+}
 inline void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes(u32 to, const void* map, int x,
                                                                                      int y, int z, int w, u32 barrier) {
     emu::tma_load(to, map, {4, {x, y, z, w}}, barrier);
@@ -137,6 +144,11 @@ inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 t
     emu::bulk_load(to, from, bytes, barrier);
 }
 inline void prefetch_tensormap(const void*) { emu::step(); }
+inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(u32 to, const void* from,
+                                                                                         u32 bytes, u32 barrier, u64) {
+    emu::bulk_load(to, from, bytes, barrier);
+}
+inline void createpolicy_fractional_L2_evict_first_b64(u64& policy, int, int) { policy = 0; }
 inline void cp_async_bulk_commit_group() { emu::bulk_commit(); }
 inline void cp_async_bulk_wait_group_read(int) { emu::bulk_wait(true); }
 inline void cp_async_bulk_wait_group(int) { emu::bulk_wait(false); }
@@ -171,6 +183,7 @@ WGMMA(144)
 WGMMA(160)
 WGMMA(176)
 WGMMA(192)
+WGMMA(256)
 #undef WGMMA
 inline void wgmma_fence_sync_aligned() { emu::wgmma_fence(); }
 inline void wgmma_commit_group_sync_aligned() { emu::wgmma_commit(); }

@@ -1,0 +1,77 @@
+"""What the ops for the logits of a sparse-attention indexer (the lightning indexer of DeepSeek-V3.2) have in common."""
+
+import torch
+
+from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.jit.launch import Address, TensorMap
+from fp8moe_plugin.ops.checks import FP8, check_tensor
+from fp8moe_plugin.plan.catalog import MQA_HEADS
+from fp8moe_plugin.plan.constants import MQA_TILE_ROWS
+from fp8moe_plugin.plan.mqa import HEAD_DIMS
+from fp8moe_plugin.plan.tuning import L2_FETCH
+
+Query = torch.Tensor | tuple[torch.Tensor, None]  # DeepGEMM's `fp8_fp4_` spellings hand over (values, no scales)
+LOGITS_DTYPES = (torch.float32, torch.bfloat16)
+PAGE = MQA_TILE_ROWS  # KV rows
+ROW_BYTES = 128  # of a box: where a head has fewer channels, TMA fills up with zeros
+
+
+def query_values(q: Query) -> torch.Tensor:
+    """The values of a query. Raises `InvalidInputError` if it has other parts."""
+    if isinstance(q, tuple | list):
+        if len(q) != 2:
+            raise InvalidInputError(f"q has {len(q)} parts, needs (values, None). Pass e4m3 values, or that pair.")
+        if q[1] is not None:
+            raise InvalidInputError("q has scales, as FP4 queries have. Pass (e4m3 values, None), scales in weights.")
+        return q[0]
+    return q
+
+
+def check_query(q: torch.Tensor, dims: int) -> None:
+    """Raise `InvalidInputError` unless these are e4m3 `[.., H, D]`, with heads that a kernel takes."""
+    check_tensor("q", q, dtype=FP8, shape=(None,) * dims)
+    check_one_of("q's number of heads", q.shape[-2], MQA_HEADS)
+    check_one_of("q's head dimension", q.shape[-1], HEAD_DIMS)
+
+
+def check_one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise `InvalidInputError` unless `value` is one of these."""
+    if value not in choices:
+        wanted = " or ".join([", ".join(map(str, choices[:-1])), str(choices[-1])]) if choices[1:] else choices[0]
+        raise InvalidInputError(f"{name} is {value}, needs {wanted}. Other ones have no kernel.")
+
+
+def check_rows_strided(name: str, tensor: torch.Tensor) -> None:
+    """Raise `InvalidInputError` unless the elements of a row of a `[rows, columns]` tensor follow one another."""
+    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        raise InvalidInputError(
+            f"{name} has strides {tensor.stride()}, needs (any, 1): rows may be apart, their elements may not. "
+            "Call .contiguous()."
+        )
+
+
+def check_head_weights(weights: torch.Tensor, rows: int, heads: int, device: torch.device) -> None:
+    """Raise `InvalidInputError` unless these are float32 `[rows, heads]`, rows any distance apart."""
+    check_tensor("weights", weights, dtype=torch.float32, shape=(rows, heads), device=device, contiguous=False)
+    check_rows_strided("weights", weights)
+
+
+def check_lengths(context_lens: torch.Tensor, shape: tuple[int, int] | None, device: torch.device | None) -> None:
+    """Raise `InvalidInputError` unless these are int32 `[B, next_n]`, of the given sizes if there are any."""
+    check_tensor("context_lens", context_lens, dtype=torch.int32, shape=shape or (None, None), device=device)
+    if context_lens.shape[1] == 0:
+        raise InvalidInputError("context_lens has no column, needs one for each token of a request. Check its shape.")
+
+
+def check_no_indices(indices: None) -> None:
+    """Raise `InvalidInputError` if there are indices."""
+    if indices is not None:
+        raise InvalidInputError(
+            "indices are given, but requests of unequal next_n have no kernel for Hopper GPUs, as in DeepGEMM. "
+            "Pass None, and a row of q for each token."
+        )
+
+
+def query_map(q: Address, rows: int, dim: int, box_rows: int) -> TensorMap:
+    """The TMA descriptor of a query of so many (token, head) rows, in boxes of `box_rows`."""
+    return TensorMap(q, (dim, rows), (dim,), (ROW_BYTES, box_rows), 1, L2_FETCH)

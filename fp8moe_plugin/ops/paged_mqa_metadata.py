@@ -1,0 +1,54 @@
+"""Who computes which part of the logits over paged KV: decided once a step, for all layers."""
+
+import functools
+
+import torch
+
+from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.jit.launch import Launch, Slot
+from fp8moe_plugin.jit.launcher import Prepared
+from fp8moe_plugin.ops import backend, reference, workspace
+from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
+from fp8moe_plugin.ops.checks import check_int
+from fp8moe_plugin.ops.indexer import PAGE, check_lengths, check_no_indices, check_one_of
+from fp8moe_plugin.plan.catalog import paged_mqa_metadata_key
+
+
+def get_paged_mqa_logits_metadata(
+    context_lens: torch.Tensor, block_kv: int, num_sms: int, indices: None = None
+) -> torch.Tensor:
+    """Deal out the KV of all requests to `num_sms` runs of equal length, for `fp8_paged_mqa_logits`.
+
+    The KV is dealt out in splits of 256 rows. Captures in a CUDA graph.
+
+    Args:
+        context_lens: int32 `[B, next_n]` on the device; the last one of a request is the length of its KV.
+        block_kv: rows of a page: 64.
+        num_sms: number of runs, as many as there are multiprocessors; or half as many if `next_n` is 4.
+        indices: None.
+    Returns:
+        int32 `[num_sms + 1, 2]`: where a run begins, as (request, split of the request); the last one is (B, 0).
+    Raises:
+        InvalidInputError: wrong dtype, shape, stride, device or option.
+    """
+    check_lengths(context_lens, None, None)
+    check_one_of("block_kv", block_kv, (PAGE,))
+    check_int("num_sms", num_sms)
+    if num_sms < 1:
+        raise InvalidInputError(f"num_sms is {num_sms}, needs 1 or more. Pass the number of multiprocessors.")
+    check_no_indices(indices)
+    schedule = workspace.empty((num_sms + 1, 2), torch.int32, context_lens.device)
+    device = backend.device_of(context_lens)
+    if device is None:
+        return schedule.copy_(reference.paged_mqa_schedule(context_lens, num_sms))
+    prepared_metadata(device, *context_lens.shape, num_sms)((context_lens.data_ptr(), schedule.data_ptr()))
+    return schedule
+
+
+@functools.lru_cache(maxsize=MOST_PREPARED)
+def prepared_metadata(device: Device, batch: int, next_n: int, runs: int) -> Prepared:
+    """What launches `get_paged_mqa_logits_metadata`, given the addresses of the lengths and of the schedule."""
+    lengths, schedule = map(Slot, range(2))
+    key = paged_mqa_metadata_key()
+    arguments = key.arguments(context_lens=lengths, schedule=schedule, batch=batch, next_n=next_n, blocks=runs)
+    return device.prepare([Launch(key, 1, arguments)])

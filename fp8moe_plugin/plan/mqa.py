@@ -1,0 +1,28 @@
+"""How the logits of a sparse-attention indexer are laid out and dealt out: as by DeepGEMM, on which callers rely."""
+
+from fp8moe_plugin.checkpoint.shapes import ceil_div
+from fp8moe_plugin.plan.constants import MQA_SPLIT_ROWS
+
+HEAD_DIMS = (32, 64, 128)
+ROW_BYTES = 1024  # a row of logits starts at a multiple
+WIDE_NEXT_N = 4  # whose runs DeepGEMM gives to two multiprocessors each
+
+
+def logits_pitch(columns: int, element_size: int) -> int:
+    """Elements from one row of logits to the next, of a result of so many columns."""
+    elements = ROW_BYTES // element_size
+    return ceil_div(ceil_div(columns, MQA_SPLIT_ROWS) * MQA_SPLIT_ROWS, elements) * elements
+
+
+def full_logits_pitch(columns: int, element_size: int) -> int:
+    """The same of a result with a column for each KV row: DeepGEMM writes up to a split past the last one."""
+    elements = ROW_BYTES // element_size
+    return ceil_div(columns + MQA_SPLIT_ROWS, elements) * elements
+
+
+def blocks_per_run(next_n: int, runs: int, multiprocessors: int) -> int:
+    """How many blocks share a run of `get_paged_mqa_logits_metadata`.
+
+    For `WIDE_NEXT_N` tokens callers ask for half as many runs as there are multiprocessors.
+    """
+    return 2 if next_n == WIDE_NEXT_N and 2 * runs <= multiprocessors else 1
