@@ -42,6 +42,11 @@ class Settings(BaseModel):
         description="Check device-side values (expert ids, counts) before each call, and after each layer that every "
         "row of the result was written and no uninitialized memory was read. Synchronizes with the GPU, so it is slow.",
     )
+    indexer: bool = Field(
+        True,
+        description="Under vLLM, compute the logits of a sparse-attention indexer (DeepSeek-V3.2) with our kernels. "
+        "`0`: with DeepGEMM.",
+    )
     jit: Literal["allow", "warn", "forbid"] = Field(
         "allow",
         description="What to do if a kernel is in neither the bundle nor the cache. `allow`: compile it. `warn`: "

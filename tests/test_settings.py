@@ -42,7 +42,7 @@ def test_a_misspelt_variable_costs_one_warning(plugin_log: pytest.LogCaptureFixt
     with h.environment("FP8MOE_BACKED", "reference"), h.environment("FP8MOE_DEBUG", "1"):
         settings()
         settings()
-    known = "FP8MOE_BACKEND, FP8MOE_BUNDLE, FP8MOE_CACHE_DIR, FP8MOE_DEBUG, FP8MOE_JIT, FP8MOE_NVTX"
+    known = "FP8MOE_BACKEND, FP8MOE_BUNDLE, FP8MOE_CACHE_DIR, FP8MOE_DEBUG, FP8MOE_INDEXER, FP8MOE_JIT, FP8MOE_NVTX"
     assert plugin_log.messages == [f"fp8moe: unknown variables are ignored: FP8MOE_BACKED. Known are {known}"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8moe_plugin.checkpoint.config_json import Config, read_config
 from fp8moe_plugin.checkpoint.headers import check_shards
-from fp8moe_plugin.checkpoint.shapes import GROUP, Dense, Experts, Model, Split
+from fp8moe_plugin.checkpoint.shapes import GROUP, Dense, Experts, Indexer, Model, Split
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, shown
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.settings import NAME
@@ -77,6 +77,7 @@ def _model(config: Config) -> tuple[Model, set[int]]:
         vocab=config.vocab_size,
         ue8m0=quantization is not None and quantization.get("scale_fmt") == "ue8m0",
         quantized=quantization is not None,
+        indexer=Indexer(config.index_n_heads, config.index_head_dim) if config.index_n_heads else None,
     )
     _check_sizes(model)
     return model, served

@@ -49,6 +49,14 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """What selects the tokens that sparse attention reads: `heads` queries of `dim` channels, with one key a token."""
+
+    heads: int
+    dim: int
+
+
+@dataclass(frozen=True)
 class Model:
     """A checkpoint's model: the layers that the plugin serves, and what splitting them depends on."""
 
@@ -60,6 +68,7 @@ class Model:
     vocab: int
     ue8m0: bool  # whether activation scales are powers of two
     quantized: bool  # false if the checkpoint is not FP8 and is quantized while it is loaded
+    indexer: Indexer | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import itertools
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, Model
+from fp8moe_plugin.checkpoint.shapes import GROUP, Indexer, Model
 from fp8moe_plugin.plan.catalog import (
     DENSE_FEW_ROWS_TILE_M,
     DENSE_TILE_M,
@@ -31,6 +31,7 @@ from fp8moe_plugin.plan.catalog import (
     tiles_of_indices_key,
 )
 from fp8moe_plugin.plan.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout, Output
+from fp8moe_plugin.plan.mqa import indexer_refusal
 from fp8moe_plugin.plan.step import few_rows_tokens
 from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEEP_B_UP_TO
 
@@ -68,7 +69,7 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
         LookupError: a kernel has no reason.
     """
     layers = (moe_kernels(model.ue8m0, batched) for batched in (False, True))
-    keys = dict.fromkeys([*linear_kernels(model.ue8m0), *itertools.chain(*layers)])
+    keys = dict.fromkeys([*linear_kernels(model.ue8m0), *itertools.chain(*layers), *_of_indexer(model.indexer)])
     reasons = _reasons(model)
     for key in keys:
         if key not in reasons:
@@ -76,6 +77,13 @@ def model_kernels(model: Model) -> dict[KernelKey, str]:
                 f"{key} has no reason for `warmup list` to print. Add one to _reasons in plan/closure.py."
             )
     return {key: reasons[key] for key in keys}
+
+
+def _of_indexer(indexer: Indexer | None) -> list[KernelKey]:
+    """None for an indexer that no kernel serves: DeepGEMM then does."""
+    if indexer is None or indexer_refusal(indexer.heads, indexer.dim):
+        return []
+    return indexer_kernels(indexer.heads)
 
 
 def _reasons(model: Model) -> dict[KernelKey, str]:
@@ -104,7 +112,14 @@ def _reasons(model: Model) -> dict[KernelKey, str]:
         route_key(): "rows of each expert and their tiles",
         tiles_of_counts_key(): "tiles of batched experts, as DeepEP's low-latency mode hands them over",
         combine_key(): "the weighted sum of each token's experts",
+        paged_mqa_metadata_key(): "the indexer's logits of paged KV: which block computes which part",
     }
+    for heads in MQA_HEADS:
+        reasons[mqa_logits_key(heads)] = "the indexer's logits: prefill"
+        for next_n in MQA_NEXT_N:
+            reasons[paged_mqa_logits_key(heads, next_n)] = (
+                f"the indexer's logits of paged KV for {next_n} tokens of each request: decode"
+            )
     for tile_m in DENSE_TILE_M:
         reasons[dense_gemm_key(tile_m)] = (
             f"other dense GEMMs in steps of up to {DENSE_ROWS} tokens, or more where its tiles take fewer or shorter "

@@ -1,11 +1,23 @@
 """How the logits of a sparse-attention indexer are laid out and dealt out: as by DeepGEMM, on which callers rely."""
 
 from fp8moe_plugin.checkpoint.shapes import ceil_div
+from fp8moe_plugin.plan.catalog import MQA_HEADS
 from fp8moe_plugin.plan.constants import MQA_SPLIT_ROWS
 
 HEAD_DIMS = (32, 64, 128)
 ROW_BYTES = 1024  # a row of logits starts at a multiple
 WIDE_NEXT_N = 4  # whose runs DeepGEMM gives to two multiprocessors each
+
+
+def indexer_refusal(heads: int, dim: int) -> str | None:
+    """Why no kernel computes the logits of an indexer of so many heads and channels a head, or None if one does."""
+    if heads in MQA_HEADS and dim in HEAD_DIMS:
+        return None
+    return f"it has {heads} heads of {dim} channels, the kernels need {_any_of(MQA_HEADS)} of {_any_of(HEAD_DIMS)}"
+
+
+def _any_of(sizes: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
 
 
 def logits_pitch(columns: int, element_size: int) -> int:

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.distributed.eplb.eplb_state import EplbState
+from vllm.model_executor.layers import sparse_attn_indexer
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.quantization.utils import quant_utils
+from vllm.utils import deep_gemm
+from vllm.v1.attention.backends.mla import indexer
 from vllm.v1.worker.worker_base import WorkerBase
 
 MLA_WEIGHTS = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")  # attributes of vLLM's MLAAttention
@@ -95,6 +98,22 @@ def experts_have_moved(state: Any, slots: int) -> bool:
     redundant = slots - len(slots_of_experts)
     initial = EplbState.build_initial_global_physical_to_logical_map(len(slots_of_experts), redundant)
     return current != dict(enumerate(initial))
+
+
+def replace_indexer_logits(
+    contiguous: Callable[..., torch.Tensor], paged: Callable[..., torch.Tensor], metadata: Callable[..., torch.Tensor]
+) -> None:
+    """Make vLLM call these for the logits of indexers, in the place of DeepGEMM's functions of the same forms.
+
+    vLLM looks DeepGEMM's functions up once, all of them, unless one is there already: so it does that before. Its
+    indexers need no DeepGEMM then, and are told that there is one.
+    """
+    deep_gemm._lazy_init()
+    deep_gemm._fp8_fp4_mqa_logits_impl = contiguous
+    deep_gemm._fp8_fp4_paged_mqa_logits_impl = paged
+    deep_gemm._get_paged_mqa_logits_metadata_impl = metadata
+    for module in (sparse_attn_indexer, indexer):
+        module.has_deep_gemm = lambda: True
 
 
 def check_steps(check: Callable[[], None]) -> None:

@@ -19,6 +19,7 @@ from fp8moe_plugin.layers.machine import check_machine
 from fp8moe_plugin.layers.traits import Traits
 from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized
 from fp8moe_plugin.layers.vllm import compat
+from fp8moe_plugin.layers.vllm.indexer import serve_indexer
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.loading import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
@@ -42,6 +43,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         self.online = online
         self.model = ModelState()
         self.watches_worker = False
+        self.knows_indexer = False
         metrics.expose()
 
     @classmethod
@@ -73,7 +75,18 @@ class Fp8MoeConfig(Traits, Fp8Config):
             compat.check_steps(self.model.check_usable)
             self.watches_worker = True
 
+    def _serve_indexer(self) -> None:
+        """Serve the indexer of the model, once: vLLM asks for the method of a layer before it makes the first indexer.
+
+        On a CPU, vLLM has kernels of its own.
+        """
+        if not self.knows_indexer and current_platform.is_cuda():
+            model = get_current_vllm_config().model_config
+            serve_indexer(model.hf_text_config, torch.device("cuda", torch.cuda.current_device()), warmup_command())
+        self.knows_indexer = True
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        self._serve_indexer()
         if not isinstance(layer, LinearBase | RoutedExperts):
             return super().get_quant_method(layer, prefix)
         linear = isinstance(layer, LinearBase)

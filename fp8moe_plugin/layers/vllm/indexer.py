@@ -1,0 +1,45 @@
+"""The indexer of a model with sparse attention: vLLM calls our ops for its logits instead of DeepGEMM's."""
+
+import logging
+from typing import Any
+
+import torch
+
+from fp8moe_plugin import ops
+from fp8moe_plugin.layers import metrics
+from fp8moe_plugin.layers.kernels import prepare_kernels
+from fp8moe_plugin.layers.vllm import compat
+from fp8moe_plugin.logs import log_once
+from fp8moe_plugin.ops.backend import uses_sm90
+from fp8moe_plugin.plan.closure import indexer_kernels
+from fp8moe_plugin.plan.mqa import indexer_refusal
+from fp8moe_plugin.settings import settings
+
+
+def serve_indexer(description: Any, device: torch.device, warmup: str) -> None:
+    """Let our ops compute the logits of a model's indexer, if it has one, and load their kernels.
+
+    To be called in the process that runs the model, before its layers are made: vLLM refuses to make an indexer where
+    it finds no DeepGEMM. The cache of the indexer's keys, and the choice of the largest logits, remain vLLM's.
+
+    Args:
+        description: the model's part of its config.json, as an object with attributes.
+        warmup: the command that compiles the kernels before.
+    Raises:
+        KernelNotPrecompiled, CompileError, LaunchError: see `prepare_kernels`.
+    """
+    heads, dim = (getattr(description, name, None) or 0 for name in ("index_n_heads", "index_head_dim"))
+    if not heads:
+        return
+    refusal = indexer_refusal(heads, dim) if settings().indexer else "FP8MOE_INDEXER=0"
+    if refusal:
+        log_once(logging.INFO, f"the indexer's logits: DeepGEMM ({refusal})")
+        return
+    place = torch.empty(0, device=device)
+    kernels = prepare_kernels(indexer_kernels(heads), place, warmup)
+    compat.replace_indexer_logits(
+        ops.fp8_fp4_mqa_logits, ops.fp8_fp4_paged_mqa_logits, ops.get_paged_mqa_logits_metadata
+    )
+    metrics.update(kernels)
+    backend = "sm90" if uses_sm90(place) else "reference"
+    log_once(logging.INFO, f"the indexer's logits: backend {backend}, {heads} heads of {dim} channels")
