@@ -38,7 +38,9 @@ YARN = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model. The first block is common, the second DeepSeek-V3's, the third Qwen3-MoE's."""
+    """The sizes of a model. The first block is common, the second DeepSeek-V3's, the third DeepSeek-V3.2's, the fourth
+    Qwen3-MoE's.
+    """
 
     family: str
     hidden: int
@@ -66,6 +68,10 @@ class Shape:
     v_dim: int = 128
     yarn: bool = False  # scaled rotary embeddings, as published; SGLang does not start without
 
+    index_heads: int = 0  # 0: attention to all tokens
+    index_dim: int = 128
+    index_topk: int = 2048
+
     kv_heads: int = 0
     head_dim: int = 128
 
@@ -86,6 +92,11 @@ PRESETS = {
     ("deepseek_v3", "dsv3-3layer"): Shape(
         family="deepseek_v3", hidden=7168, vocab=129280, heads=128, moe_layers=2, experts=256, topk=8,
         moe_intermediate=2048, dense_layers=1, dense_intermediate=18432, groups=8, topk_groups=4, q_lora=1536,
+    ),
+    ("deepseek_v3", "dsv32-3layer"): Shape(
+        family="deepseek_v3", hidden=7168, vocab=129280, heads=128, moe_layers=2, experts=256, topk=8,
+        moe_intermediate=2048, dense_layers=1, dense_intermediate=18432, groups=8, topk_groups=4, q_lora=1536,
+        index_heads=64,
     ),
     ("qwen3_moe", "tiny"): Shape(
         family="qwen3_moe", hidden=256, vocab=512, heads=4, moe_layers=2, experts=16, topk=4, moe_intermediate=256,
@@ -151,6 +162,14 @@ def mla(prefix: str, s: Shape) -> Iterator[Tensor]:
     yield linear(f"{prefix}.o_proj", s.hidden, s.heads * s.v_dim)
 
 
+def indexer(prefix: str, s: Shape) -> Iterator[Tensor]:
+    yield linear(f"{prefix}.wq_b", s.index_heads * s.index_dim, s.q_lora)
+    yield Tensor(f"{prefix}.wk.weight", (s.index_dim, s.hidden), std=1.5 / math.sqrt(s.hidden))
+    yield Tensor(f"{prefix}.weights_proj.weight", (s.index_heads, s.hidden), std=1.5 / math.sqrt(s.hidden))
+    yield norm(f"{prefix}.k_norm", s.index_dim)
+    yield Tensor(f"{prefix}.k_norm.bias", (s.index_dim,), std=0.1)
+
+
 def gqa(prefix: str, s: Shape) -> Iterator[Tensor]:
     yield linear(f"{prefix}.q_proj", s.heads * s.head_dim, s.hidden)
     yield linear(f"{prefix}.k_proj", s.kv_heads * s.head_dim, s.hidden)
@@ -169,6 +188,8 @@ def layer(i: int, s: Shape) -> Iterator[Tensor]:
         yield from router_and_experts(f"{prefix}.mlp", s)
         return
     yield from mla(f"{prefix}.self_attn", s)
+    if s.index_heads:
+        yield from indexer(f"{prefix}.self_attn.indexer", s)
     if i < s.dense_layers:
         yield from mlp(f"{prefix}.mlp", s.hidden, s.dense_intermediate)
         return
@@ -223,9 +244,11 @@ def config(s: Shape, fp8: bool) -> dict[str, Any]:
 
 
 def deepseek_config(s: Shape) -> dict[str, Any]:
+    sparse = {"index_n_heads": s.index_heads, "index_head_dim": s.index_dim, "index_topk": s.index_topk}
     return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV32ForCausalLM" if s.index_heads else "DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v32" if s.index_heads else "deepseek_v3",
+        **(sparse if s.index_heads else {}),
         "num_key_value_heads": s.heads,
         "intermediate_size": s.dense_intermediate,
         "first_k_dense_replace": s.dense_layers,

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,15 +167,18 @@ def test_every_published_config_is_tested():
 
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
-def test_whole_checkpoints(tmp_path, family, fp8):
-    shape = PRESETS[family, "tiny"]
+@pytest.mark.parametrize(
+    ("family", "index_heads"), [("deepseek_v3", 0), ("deepseek_v3", 32), ("qwen3_moe", 0)], ids=["v3", "v3.2", "qwen3"]
+)
+def test_whole_checkpoints(tmp_path, family, index_heads, fp8):
+    shape = replace(PRESETS[family, "tiny"], index_heads=index_heads)
     write_checkpoint(tmp_path, shape, fp8=fp8)
     model = read_model(tmp_path)
     layers = shape.moe_layers + shape.mtp_layers
     assert model.experts == Experts(layers, shape.experts, shape.topk, shape.hidden, shape.moe_intermediate)
     assert (model.heads, model.vocab, model.quantized) == (shape.heads, shape.vocab, fp8)
     assert model.kv_heads == (shape.kv_heads or shape.heads)
+    assert model.indexer == (Indexer(32, 128) if index_heads else None)
 
 
 def test_the_module_loads_neither_torch_nor_an_engine():
