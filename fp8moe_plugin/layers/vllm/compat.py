@@ -20,6 +20,8 @@ from vllm.utils import deep_gemm
 from vllm.v1.attention.backends.mla import indexer
 from vllm.v1.worker.worker_base import WorkerBase
 
+Replacement = Callable[[Callable[..., torch.Tensor] | None], Callable[..., torch.Tensor]]  # see replace_indexer_logits
+
 MLA_WEIGHTS = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")  # attributes of vLLM's MLAAttention
 
 
@@ -100,18 +102,20 @@ def experts_have_moved(state: Any, slots: int) -> bool:
     return current != dict(enumerate(initial))
 
 
-def replace_indexer_logits(
-    contiguous: Callable[..., torch.Tensor], paged: Callable[..., torch.Tensor], metadata: Callable[..., torch.Tensor]
-) -> None:
-    """Make vLLM call these for the logits of indexers, in the place of DeepGEMM's functions of the same forms.
+def replace_indexer_logits(contiguous: Replacement, paged: Replacement, metadata: Replacement) -> None:
+    """Make vLLM call others for the logits of indexers, of the same forms as DeepGEMM's functions.
 
-    vLLM looks DeepGEMM's functions up once, all of them, unless one is there already: so it does that before. Its
-    indexers need no DeepGEMM then, and are told that there is one.
+    Each is given what vLLM would call, DeepGEMM's function or None, and returns what it calls instead. vLLM looks
+    DeepGEMM's functions up once, all of them, unless one is there already: so it does that before. Its indexers need no
+    DeepGEMM then, and are told that there is one.
     """
     deep_gemm._lazy_init()
-    deep_gemm._fp8_fp4_mqa_logits_impl = contiguous
-    deep_gemm._fp8_fp4_paged_mqa_logits_impl = paged
-    deep_gemm._get_paged_mqa_logits_metadata_impl = metadata
+    for name, replacement in (
+        ("_fp8_fp4_mqa_logits_impl", contiguous),
+        ("_fp8_fp4_paged_mqa_logits_impl", paged),
+        ("_get_paged_mqa_logits_metadata_impl", metadata),
+    ):
+        setattr(deep_gemm, name, replacement(getattr(deep_gemm, name)))
     for module in (sparse_attn_indexer, indexer):
         module.has_deep_gemm = lambda: True
 

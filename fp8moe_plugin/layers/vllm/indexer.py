@@ -1,6 +1,9 @@
 """The indexer of a model with sparse attention: vLLM calls our ops for its logits instead of DeepGEMM's."""
 
+import functools
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +14,12 @@ from fp8moe_plugin.layers.kernels import prepare_kernels
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops.backend import uses_sm90
+from fp8moe_plugin.ops.indexer import PAGE
 from fp8moe_plugin.plan.closure import indexer_kernels
 from fp8moe_plugin.plan.mqa import indexer_refusal
 from fp8moe_plugin.settings import settings
+
+Function = Callable[..., torch.Tensor]
 
 
 def serve_indexer(description: Any, device: torch.device, warmup: str) -> None:
@@ -38,8 +44,36 @@ def serve_indexer(description: Any, device: torch.device, warmup: str) -> None:
     place = torch.empty(0, device=device)
     kernels = prepare_kernels(indexer_kernels(heads), place, warmup)
     compat.replace_indexer_logits(
-        ops.fp8_fp4_mqa_logits, ops.fp8_fp4_paged_mqa_logits, ops.get_paged_mqa_logits_metadata
+        partial(_ours_where_it_fits, ops.fp8_fp4_mqa_logits, _fits_query),
+        partial(_ours_where_it_fits, ops.fp8_fp4_paged_mqa_logits, _fits_pages),
+        partial(_ours_where_it_fits, ops.get_paged_mqa_logits_metadata, lambda lens, block_kv, *_: block_kv == PAGE),
     )
     metrics.update(kernels)
     backend = "sm90" if uses_sm90(place) else "reference"
     log_once(logging.INFO, f"the indexer's logits: backend {backend}, {heads} heads of {dim} channels")
+
+
+def _ours_where_it_fits(ours: Function, fits: Callable[..., bool], theirs: Function | None) -> Function:
+    """`ours`, but for calls that it cannot serve `theirs`: they come from the indexer of another model in this process.
+
+    Without `theirs`, our op says what it refuses.
+    """
+    theirs = getattr(theirs, "theirs", theirs)  # a second model is served: ours was there
+    if theirs is None or theirs is ours:
+        return ours
+
+    @functools.wraps(ours)
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return (ours if fits(*args) else theirs)(*args, **kwargs)
+
+    vars(call)["theirs"] = theirs
+    return call
+
+
+def _fits_query(q: Any, *_: object) -> bool:
+    values, scales = q if isinstance(q, tuple | list) else (q, None)
+    return scales is None and indexer_refusal(*values.shape[-2:]) is None  # scales: MXFP4
+
+
+def _fits_pages(q: Any, kv_cache: torch.Tensor, *_: object) -> bool:
+    return _fits_query(q) and kv_cache.shape[1] == PAGE

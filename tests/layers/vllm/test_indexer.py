@@ -121,7 +121,28 @@ def test_vllm_finds_the_rest_of_deepgemm(monkeypatch: pytest.MonkeyPatch) -> Non
     serve_indexer(V32, CPU, "python -m warmup")
     deep_gemm._lazy_init()
     assert deep_gemm._fp8_gemm_nt_impl is library.fp8_gemm_nt
-    assert deep_gemm._fp8_fp4_mqa_logits_impl is ops.fp8_fp4_mqa_logits
+    assert deep_gemm._fp8_fp4_mqa_logits_impl.theirs is library.fp8_fp4_mqa_logits
+
+
+def test_calls_of_another_models_indexer_go_to_deepgemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in FUNCTIONS:
+        monkeypatch.setattr(deep_gemm, name, lambda *args, name=name, **kwargs: calls.append(name))
+    for _ in range(2):  # a second model does not hide DeepGEMM's functions behind ours
+        serve_indexer(V32, CPU, "python -m warmup")
+    query, few_heads = torch.empty(3, 64, 128), torch.empty(3, 16, 128)
+    pages, wrong_pages = torch.empty(4, PAGE, 1, 132), torch.empty(4, 32, 1, 132)
+    contiguous, paged, metadata = (getattr(deep_gemm, name) for name in FUNCTIONS)
+    contiguous((few_heads, None), None, None, None, None)
+    contiguous((query, torch.empty(0)), None, None, None, None)  # MXFP4
+    paged((few_heads[:, None], None), pages, None)
+    paged((query[:, None], None), wrong_pages, None)
+    metadata(torch.zeros(3, 1, dtype=torch.int32), 32, 132)
+    assert calls == [FUNCTIONS[0], FUNCTIONS[0], FUNCTIONS[1], FUNCTIONS[1], FUNCTIONS[2]]
+    call = prefill(h.seeded(0, CPU), 7, 90, ranges="causal")
+    arguments = (call.q, None), call.kv, call.weights, call.starts, call.ends
+    assert torch.equal(contiguous(*arguments), ops.fp8_mqa_logits(*arguments))
+    assert len(calls) == 5
 
 
 @pytest.mark.parametrize(
