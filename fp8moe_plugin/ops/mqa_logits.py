@@ -49,7 +49,8 @@ def fp8_mqa_logits(
         cu_seq_len_k_start, cu_seq_len_k_end: int32 `[M]` on the device, clamped to `[0, N]`; an end that is not behind
             its start is an empty row.
         clean_logits: write -inf outside of the rows' ranges; else those columns are not written. An int is
-            `max_seqlen_k`, the sixth argument of DeepGEMM from 2.8 on, and nothing is cleaned.
+            `max_seqlen_k`, the sixth argument of DeepGEMM from 2.8 on: the result is compressed, to no column
+            with 0, and nothing is cleaned.
         max_seqlen_k: compressed result of so many columns: column j of row i is KV row `start_i + j`. Needs
             `clean_logits=False`. 0: a column for each KV row.
         logits_dtype: float32 or bfloat16.
@@ -60,6 +61,10 @@ def fp8_mqa_logits(
     """
     compressed, clean = max_seqlen_k != 0, clean_logits is True
     if not isinstance(clean_logits, bool):
+        if compressed:
+            raise InvalidInputError(
+                f"clean_logits is {clean_logits!r}, and max_seqlen_k {max_seqlen_k}. Pass True or False for the former."
+            )
         compressed, max_seqlen_k = True, clean_logits
     values = query_values(q)
     if not isinstance(kv, tuple | list) or len(kv) != 2:

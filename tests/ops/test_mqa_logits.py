@@ -214,6 +214,8 @@ def test_other_strides_are_checked_after_a_right_call(device, op, argument):
 
 def test_a_compressed_result_cannot_be_cleaned(device):
     call = right_calls(device)[PREFILL] | {"clean_logits": True, "max_seqlen_k": 40}
+    with pytest.raises(InvalidInputError, match="clean_logits is 7, and max_seqlen_k 40"):
+        ops.fp8_mqa_logits(**call | {"clean_logits": 7})
     with pytest.raises(InvalidInputError, match="max_seqlen_k and clean_logits exclude each other"):
         ops.fp8_mqa_logits(**call)
 
