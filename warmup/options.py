@@ -77,13 +77,14 @@ def parse(arguments: list[str] | None) -> Options:
     parser = _parser()
     given = parser.parse_args(arguments)
     _check(parser, given)
-    command = "list" if given.dry_run else given.command
+    command, parallel = "list" if given.dry_run else given.command, _parallel(parser, given)
     return Options(
         command=command,
         model=given.model,
-        parallel=_parallel(parser, given),
-        max_tokens=given.max_num_batched_tokens,
-        capture_sizes=tuple(given.tokens or given.cudagraph_capture_sizes),
+        parallel=parallel,
+        # SGLang divides --chunked-prefill-size among the parts of DP attention
+        max_tokens=max(1, given.max_num_batched_tokens // (parallel.dp if parallel.sglang else 1)),
+        capture_sizes=tuple(given.tokens or given.cudagraph_capture_sizes or CAPTURE_SIZES),
         bundle=given.bundle or (BUNDLE if command == "bundle" else None),
         json=given.json,
         tokens=tuple(given.tokens) if given.tokens else None,
@@ -100,9 +101,11 @@ def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     for option, commands in ACCEPTED_BY.items():
         if getattr(given, option) and given.command not in commands:
             parser.error(f"{given.command} does not accept --{option.replace('_', '-')}")
-    if len(given.cudagraph_capture_sizes) > MAX_CAPTURE_SIZES:
-        sizes = len(given.cudagraph_capture_sizes)
-        parser.error(f"--cudagraph-capture-sizes accepts at most {MAX_CAPTURE_SIZES} sizes, not {sizes}")
+    if given.tokens and given.cudagraph_capture_sizes:
+        parser.error("explain shows either --tokens or the captured sizes, not both")
+    for option, sizes in (("--tokens", given.tokens), ("--cudagraph-capture-sizes", given.cudagraph_capture_sizes)):
+        if sizes and len(sizes) > MAX_CAPTURE_SIZES:
+            parser.error(f"{option} accepts at most {MAX_CAPTURE_SIZES} sizes, not {len(sizes)}")
     _check_files(parser, given)
 
 
@@ -201,7 +204,8 @@ def _sglang_parallel(parser: argparse.ArgumentParser, given: argparse.Namespace)
     dp = given.dp_size or 1 if given.enable_dp_attention else 1
     for option, size in (("--dp-size", dp), ("--ep-size", ep)):
         if ranks % size:
-            parser.error(f"--tp-size {ranks} is not a multiple of {option} {size}")
+            default = "" if given.tp_size else ", the default,"
+            parser.error(f"--tp-size {ranks}{default} is not a multiple of {option} {size}")
     if ranks > MAX_GPUS:
         parser.error(f"--tp-size {ranks} needs more than {MAX_GPUS} GPUs")
     return Parallel(ranks // dp, dp, ep, sglang=True)
@@ -269,7 +273,6 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--cuda-graph-bs-decode",
         type=count,
         nargs="+",
-        default=CAPTURE_SIZES,
         metavar="N",
         help="explain: tokens of further steps",
     )

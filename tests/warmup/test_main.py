@@ -325,6 +325,9 @@ def test_a_file_in_place_of_a_folder_is_refused_as_such(
         (["--tp", "x"], "'x' is not a number from 1 to"),
         (["--tp", "2", "--ep", "8"], "--ep 8 contradicts --tp 2 --dp 1: vLLM distributes the experts over all 2 ranks"),
         (["--tp-size", "8", "--ep-size", "3"], "--tp-size 8 is not a multiple of --ep-size 3"),
+        (["--ep-size", "4"], "--tp-size 1, the default, is not a multiple of --ep-size 4"),
+        (["explain", "--model", "m", "--tokens", "5", "--cudagraph-capture-sizes", "8"], "not both"),
+        (["explain", "--model", "m", "--tokens", *["5"] * 1025], "--tokens accepts at most 1024 sizes, not 1025"),
         (["--tp-size", "8", "--dp-size", "3", "--enable-dp-attention"], "--tp-size 8 is not a multiple of --dp-size 3"),
         (["--tp-size", "8192"], "--tp-size 8192 needs more than 4096 GPUs"),
         (
@@ -398,6 +401,14 @@ def test_explain_shows_the_steps_that_are_asked_for(checkpoint: Folder, capsys: 
     assert shown == ["12", "700", "8192"]  # the last one is the longest step
 
 
+def test_the_parts_of_dp_attention_share_sglangs_longest_step(
+    checkpoint: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    split = ["--tp-size", "8", "--dp-size", "8", "--enable-dp-attention", "--ep-size", "8"]
+    assert main(["explain", "--model", str(checkpoint("DeepSeek-V3")), *split, "--chunked-prefill-size", "8192"]) == 0
+    assert "of scratch in a step of 1024 tokens" in capsys.readouterr().out
+
+
 # Channels of each expert on a rank, an equal share, and the relative difference.
 PADDED = {
     ("Qwen3-235B-A22B-FP8", 8): (256, 192, 0.333),
@@ -451,7 +462,7 @@ def test_explain_knows_the_options_of_sglang(
     shapes = {shape.name: shape.shape for shape in found.shapes}
     assert shapes["experts.w2"] == [32, 4096, 768]  # 128 experts and 1536 channels
     assert shapes["self_attn.o_proj"] == [4096, 2048]  # 8192 channels over 4 ranks
-    assert [step.tokens for step in found.steps] == [4, 512]
+    assert [step.tokens for step in found.steps] == [4, 256]  # of 512, shared by two parts
     assert found.parallel == "--tp-size 8 --dp-size 2 --enable-dp-attention --ep-size 4"
     assert all(layout.options.startswith("--tp-size 8") for layout in found.layouts)
     assert "One GPU of --tp-size 8 --dp-size 2" in capsys.readouterr().out
