@@ -77,9 +77,11 @@ def check_sources(wheel: Path) -> None:
     sources = (ROOT / "fp8moe_plugin/csrc").rglob("*.cu*")
     wanted = {str(path.relative_to(ROOT)) for path in sources}
     wanted |= {"fp8moe_plugin/py.typed", "fp8moe_plugin/jit/_sequence.abi3.so"}
-    missing = wanted - set(zipfile.ZipFile(wheel).namelist())
-    if missing:
+    files = set(zipfile.ZipFile(wheel).namelist())
+    if missing := wanted - files:
         sys.exit(f"{wheel.name} lacks {sorted(missing)}")
+    if stale := [name for name in files if name.endswith((".py", ".cu", ".cuh")) and not (ROOT / name).exists()]:
+        sys.exit(f"{wheel.name} has {sorted(stale)} of an earlier build: remove the folder build/")
 
 
 def find_links() -> list[str]:
