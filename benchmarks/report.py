@@ -5,13 +5,13 @@ import hashlib
 import json
 import textwrap
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 import fp8moe_plugin
+from warmup.report import installed as installed  # for the results of benchmarks, too
 
 Backend = TypeVar("Backend")
 
@@ -27,13 +27,6 @@ def results_or_errors(
         except Exception as failure:  # noqa: BLE001 (a peer may be absent or fail in any way; the others count)
             results[name] = {"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)}
     return results
-
-
-def installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def sources_sha256() -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.settings import NAME
-from warmup.report import Finding
+from warmup.report import Finding, installed
 
 DISTRIBUTION = "fp8moe-plugin"
 
@@ -29,7 +29,7 @@ ENGINES = (
 def findings() -> Iterator[Finding]:
     """A finding for each installed engine; `ok` is false if it does not load the plugin, None if that is not tested."""
     for engine in ENGINES:
-        version = next(filter(None, map(_version, engine.packages)), None)
+        version = next(filter(None, map(installed, engine.packages)), None)
         if version is None:
             continue
         problem = _not_loaded(engine)
@@ -40,13 +40,6 @@ def findings() -> Iterator[Finding]:
         else:
             note, ok = "it loads the plugin", True
         yield Finding(subject=engine.name, found=f"{shown_text(version)}; {note}", ok=ok)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _not_loaded(engine: Engine) -> str | None:

@@ -5,7 +5,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +14,7 @@ from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
 from fp8moe_plugin.jit.cache import cache_dir
 from fp8moe_plugin.jit.lookup import bundle_path
 from warmup.model import is_folder
+from warmup.report import installed
 
 COMMANDS = {
     "compile": "compile what the cache lacks (the default)",
@@ -224,7 +224,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", help="folder of a checkpoint, or its id on the Hugging Face hub (default: all existing kernels)"
     )
-    parser.add_argument("--version", action="version", version=f"fp8moe-plugin {_version()}")
+    version = installed("fp8moe-plugin") or "(not installed)"
+    parser.add_argument("--version", action="version", version=f"fp8moe-plugin {version}")
     parser.add_argument("--dry-run", action="store_true", help="only list the kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report")
     parser.add_argument(
@@ -276,13 +277,6 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="explain: tokens of further steps",
     )
-
-
-def _version() -> str:
-    try:
-        return metadata.version("fp8moe-plugin")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def count(text: str) -> int:

@@ -163,10 +163,13 @@ class Report(Part):
 
 def versions() -> dict[str, str]:
     """The installed versions of Python and of packages that affect kernels or their use."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    packages = {package: version for package in PACKAGES if (version := installed(package))}
+    return {"python": platform.python_version(), **packages}
+
+
+def installed(package: str) -> str | None:
+    """The installed version of a package, if any."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
