@@ -7,7 +7,7 @@ from fp8moe_plugin.jit.launch import Address, TensorMap
 from fp8moe_plugin.ops.checks import FP8, check_tensor
 from fp8moe_plugin.plan.catalog import MQA_HEADS
 from fp8moe_plugin.plan.constants import MQA_TILE_ROWS
-from fp8moe_plugin.plan.mqa import HEAD_DIMS
+from fp8moe_plugin.plan.mqa import HEAD_DIMS, any_of
 from fp8moe_plugin.plan.tuning import L2_FETCH
 
 Query = torch.Tensor | tuple[torch.Tensor, None]  # DeepGEMM's `fp8_fp4_` spellings hand over (values, no scales)
@@ -37,8 +37,7 @@ def check_query(q: torch.Tensor, dims: int) -> None:
 def check_one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise `InvalidInputError` unless `value` is one of these."""
     if value not in choices:
-        wanted = " or ".join([", ".join(map(str, choices[:-1])), str(choices[-1])]) if choices[1:] else choices[0]
-        raise InvalidInputError(f"{name} is {value}, needs {wanted}. Other ones have no kernel.")
+        raise InvalidInputError(f"{name} is {value}, needs {any_of(choices)}. Other ones have no kernel.")
 
 
 def check_rows_strided(name: str, tensor: torch.Tensor) -> None:

@@ -13,11 +13,13 @@ def indexer_refusal(heads: int, dim: int) -> str | None:
     """Why no kernel computes the logits of an indexer of so many heads and channels a head, or None if one does."""
     if heads in MQA_HEADS and dim in HEAD_DIMS:
         return None
-    return f"it has {heads} heads of {dim} channels, the kernels need {_any_of(MQA_HEADS)} of {_any_of(HEAD_DIMS)}"
+    return f"it has {heads} heads of {dim} channels, the kernels need {any_of(MQA_HEADS)} of {any_of(HEAD_DIMS)}"
 
 
-def _any_of(sizes: tuple[int, ...]) -> str:
-    return f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
+def any_of(choices: tuple[object, ...]) -> str:
+    """The choices as a list for a message: `32, 64 or 128`."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def logits_pitch(columns: int, element_size: int) -> int:
