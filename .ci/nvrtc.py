@@ -17,11 +17,10 @@ UV = [sys.executable, "-m", "uv"]
 
 
 def requirements(version: str) -> list[str]:
-    """NVRTC of this version, and what compiling needs: the package's dependencies but for torch and CUDA."""
+    """The package, and NVRTC of this version with the bindings that load it."""
     major = int(version.split(".")[0])
     package = "nvidia-cuda-nvrtc-cu12" if major == 12 else "nvidia-cuda-nvrtc"
-    rest = ["filelock", "huggingface_hub", "numpy", "platformdirs", "pydantic", "safetensors", "tqdm"]
-    return [f"{package}=={version}", f"cuda-bindings=={major}.*", "cuda-core", *rest]
+    return [".", f"{package}=={version}", f"cuda-bindings=={major}.*"]
 
 
 def compiles(version: str) -> bool:
