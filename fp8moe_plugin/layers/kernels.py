@@ -34,6 +34,11 @@ def prepare_kernels(keys: list[KernelKey], weight: torch.Tensor, warmup: str) ->
     return driver.counts
 
 
+def backend_name(tensor: torch.Tensor) -> str:
+    """What computes a layer whose tensors are where this one is, as log and metrics name it."""
+    return "sm90" if uses_sm90(tensor) else "reference"
+
+
 def announce_layer(name: str, weight: torch.Tensor, layout: str, kernels: driver.LoadCounts) -> None:
     """Count a layer of experts that is ready, and log the first one of its backend and layout.
 
@@ -41,7 +46,7 @@ def announce_layer(name: str, weight: torch.Tensor, layout: str, kernels: driver
         layout: of the rows of tokens, "contiguous" or "masked".
         kernels: the result of `prepare_kernels`.
     """
-    backend = "sm90" if uses_sm90(weight) else "reference"
+    backend = backend_name(weight)
     if (backend, layout) not in _announced:
         _announced.add((backend, layout))
         origins = [f"{number} from the {origin}{place(origin)}" for origin, number in kernels.origins.items()]

@@ -10,10 +10,9 @@ import torch
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.layers import metrics
-from fp8moe_plugin.layers.kernels import prepare_kernels
+from fp8moe_plugin.layers.kernels import backend_name, prepare_kernels
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.logs import log_once
-from fp8moe_plugin.ops.backend import uses_sm90
 from fp8moe_plugin.ops.indexer import PAGE
 from fp8moe_plugin.plan.closure import indexer_kernels
 from fp8moe_plugin.plan.mqa import indexer_refusal
@@ -49,8 +48,7 @@ def serve_indexer(description: Any, device: torch.device, warmup: str) -> None:
         partial(_ours_where_it_fits, ops.get_paged_mqa_logits_metadata, lambda lens, block_kv, *_: block_kv == PAGE),
     )
     metrics.update(kernels)
-    backend = "sm90" if uses_sm90(place) else "reference"
-    log_once(logging.INFO, f"the indexer's logits: backend {backend}, {heads} heads of {dim} channels")
+    log_once(logging.INFO, f"the indexer's logits: backend {backend_name(place)}, {heads} heads of {dim} channels")
 
 
 def _ours_where_it_fits(ours: Function, fits: Callable[..., bool], theirs: Function | None) -> Function:

@@ -18,7 +18,6 @@ from vllm.v1.attention.backends.mla import indexer as metadata_builder
 from fp8moe_plugin import ops
 from fp8moe_plugin.layers import kernels
 from fp8moe_plugin.layers.vllm import config as seam
-from fp8moe_plugin.layers.vllm import indexer
 from fp8moe_plugin.layers.vllm.indexer import serve_indexer
 from fp8moe_plugin.plan.closure import indexer_kernels
 from tests import helpers as h
@@ -176,8 +175,7 @@ def test_other_indexers_are_left_to_deepgemm(
 
 def test_its_kernels_are_loaded_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
-    for module in (kernels, indexer):
-        monkeypatch.setattr(module, "uses_sm90", lambda tensor: True)
+    monkeypatch.setattr(kernels, "uses_sm90", lambda tensor: True)
     monkeypatch.setattr(kernels.driver, "load", lambda key, device, warmup: loaded.append((key, warmup)))
     serve_indexer(V32, CPU, "the command")
     assert loaded == [(key, "the command") for key in indexer_kernels(64)]
