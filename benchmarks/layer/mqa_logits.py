@@ -90,7 +90,7 @@ def ragged(batch: int, average: int) -> list[int]:
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """1 - 2xy / (xx + yy), over the elements of which none is -inf."""
+    """1 - 2xy / (xx + yy), over the elements that are not -inf."""
     there = expected > float("-inf")
     x, y = actual[there].double(), expected[there].double()
     return (1 - 2 * (x * y).sum() / (x * x + y * y).sum().clamp(min=1e-30)).item() if x.numel() else 0.0

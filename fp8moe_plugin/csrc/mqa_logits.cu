@@ -32,7 +32,7 @@ struct Rows {
         const int at = min(token, m - 1);
         return make_int2(starts[at], ends[at]);
     }
-    // [first, end) of the KV rows of a token of which this is given; (0, 0) for none.
+    // The KV rows [first, end) of a token whose range was given as this; (0, 0) if it has none.
     DEVICE int2 clamped(int2 given) const {
         const int start = max(given.x, 0);
         int end = max(min(given.y, n), 0);
@@ -48,7 +48,7 @@ struct TileRun {
     static constexpr int kNone = 0x7FFFFFFF;
     int begin, tiles;
 
-    // The union of ranges, begin kNone and end 0 if there are none.
+    // The union of the ranges; begin is kNone and end 0 if all of them are empty.
     DEVICE TileRun(const Rows& rows, int first, int end) {
         begin = first == kNone ? 0 : first;
         if (rows.width == 0) begin -= begin % 16;
@@ -141,7 +141,7 @@ DEVICE Work work_of_block(Stages shared, const Rows& rows) {
     return {int(load_shared(found)), int(load_shared(found + 4)), left};
 }
 
-// By one warp, of which one lane loads: others that waited for the same stages could fall a phase behind.
+// By one lane of one warp: other lanes that waited for the same stages could fall a phase behind.
 DEVICE void load_tiles(Stages shared, const Rows& rows, Work work, const TensorMap* k_map) {
     Ring<Stages::kStages> ring;
     work.each_segment(rows, [&](const Segment& segment, int2) {

@@ -189,7 +189,7 @@ def index_scores(q: torch.Tensor, kv: Quantized, weights: torch.Tensor) -> torch
 
 
 def kv_ranges(starts: torch.Tensor, ends: torch.Tensor, n: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The KV rows `[start, end)` of each token, as the kernels clamp them; start is end where there are none."""
+    """The KV rows `[start, end)` of each token, as the kernels clamp them; an empty range starts at its end."""
     starts = starts.clamp(0, n)
     return starts, ends.clamp(max=n).minimum(starts + longest).maximum(starts)
 

@@ -58,7 +58,7 @@ struct LogitStages {
     static constexpr u32 kEmpty = kFull + kStages * 8, kQueryFull = kEmpty + kStages * 8;
     static constexpr u32 kQueryEmpty = kQueryFull + kQueryStages * 8, kTurns = kQueryEmpty + kQueryStages * 8;
     static constexpr u32 kOther = kTurns + kTurnBytes;
-    static_assert(kOther + kOtherBytes <= SMEM_BYTES && kStages >= 4, "stages of which each warpgroup has several");
+    static_assert(kOther + kOtherBytes <= SMEM_BYTES && kStages >= 4, "each warpgroup has several stages");
 
     u32 base;
     DEVICE u32 query(int stage) const { return base + stage * kBytesQuery; }
@@ -111,7 +111,7 @@ struct Queries {
     Ring<SharedMemory::kQueryStages> ring;
     float kept[kWeights];  // of the lane's columns
 
-    // The queries and weights of the tokens from `token` on, of which there are `tokens`.
+    // The queries and weights of `tokens` tokens, from `token` on.
     DEVICE void begin(int token, int tokens) {
         const float* of_token = weights + i64(token) * weights_pitch + lane_of_warp();
 #pragma unroll

@@ -11,6 +11,6 @@ def register() -> None:
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
     # On a CPU, SGLang enlarges experts and MLPs in the model's configuration until ranks can share their blocks.
     model_runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, load_config, tp_size: model_config
-    # Steps of DP attention are padded, and the attention without kernels does not say with sequences of which length.
+    # Steps of DP attention are padded with sequences, whose length the attention without kernels does not name.
     for name in ("get_cpu_graph_seq_len_fill_value", "get_cuda_graph_seq_len_fill_value"):  # the latter before 0.5.20
         setattr(TorchNativeAttnBackend, name, lambda backend: 1)
