@@ -52,6 +52,11 @@ class Settings(BaseModel):
         description="What to do if a kernel is in neither the bundle nor the cache. `allow`: compile it. `warn`: "
         "compile it and log a warning. `forbid`: refuse to start.",
     )
+    merge_shared_expert: bool = Field(
+        True,
+        description="Under vLLM, compute a shared expert that is as wide as the routed ones as one more of them. "
+        "`0`: as dense layers on a second stream, as vLLM does.",
+    )
     nvtx: bool = Field(False, description="Put an NVTX range around each layer, named after its op and sizes.")
 
 

@@ -91,6 +91,13 @@ def random_routing(gen: torch.Generator, kind: str, tokens: int, topk: int, expe
     return weights / weights.sum(-1, keepdim=True), ids.int()
 
 
+def with_shared_expert(weights: torch.Tensor, ids: torch.Tensor, experts: int, routed_scale: float) -> Quantized:
+    """A routing among the first of so many experts, with the last one in a column of its own and weight 1."""
+    ids = torch.where(ids < experts - 1, ids, -1)  # the router cannot choose the last one
+    columns = torch.nn.functional.pad(weights * routed_scale, (0, 1), value=1.0)
+    return columns, torch.nn.functional.pad(ids, (0, 1), value=experts - 1)
+
+
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of 0xFF bytes, which are NaN: shows elements that were not written, and those written by mistake."""
     tensor = torch.empty(shape, dtype=dtype, device=device)

@@ -11,7 +11,7 @@ from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.ops import fp8_linear
 from fp8moe_plugin.ops.moe_launches import layer_launches
-from fp8moe_plugin.ops.operands import LayerAddresses
+from fp8moe_plugin.ops.operands import LayerAddresses, Router
 from fp8moe_plugin.plan import (
     MoeShape,
     Output,
@@ -46,7 +46,7 @@ def test_a_layer_makes_whole_sums_at_any_number_of_tokens(shape, tokens):
     assert isinstance(step, SortedStep)
     assert step.k_splits == 1
     device = h.Recorder()
-    launches = layer_launches(device, ADDRESSES, step, False)
+    launches = layer_launches(device, ADDRESSES, step, Router(False))
     assert all(launch.args.splits == 1 for launch in launches if launch.key.source == "gate_up_few_rows")
 
 
@@ -75,7 +75,7 @@ def test_the_kernels_are_among_those_that_a_model_loads(monkeypatch, tokens):
     h.serve(monkeypatch, device)
     with invariance(True):
         fp8_linear(torch.zeros(tokens, 128).bfloat16(), *weight)
-        launches = layer_launches(device, ADDRESSES, plan_step(SHAPES[1], tokens), False)
+        launches = layer_launches(device, ADDRESSES, plan_step(SHAPES[1], tokens), Router(False))
     assert len(device.launches) == 2
     assert device.keys <= set(linear_kernels(False))
     assert {launch.key for launch in launches} <= set(moe_kernels(False, batched=False))

@@ -17,6 +17,7 @@ from fp8moe_plugin.checkpoint.shapes import (
     ceil_div,
     is_down,
     is_gate_up,
+    merges_shared_expert,
     padding_share,
     rank_shapes,
     split_refusal,
@@ -24,6 +25,7 @@ from fp8moe_plugin.checkpoint.shapes import (
 )
 from fp8moe_plugin.plan import MoeShape, SmallBatchStep, StepPlan, plan_step
 from fp8moe_plugin.plan.tiles import computed_rows
+from fp8moe_plugin.settings import settings
 from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
 
 SAMPLES = 20_000  # experts whose numbers of rows are drawn
@@ -95,7 +97,14 @@ def _weight_bytes(shapes: list[ShapeReport]) -> int:
 
 def _plan(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepPlan:
     """The plan of a step with `tokens` tokens on each data-parallel replica; experts get the tokens of all replicas."""
-    return plan_step(MoeShape.of(local, model.experts.experts), tokens * parallel.dp, model.ue8m0)
+    shape = MoeShape.of(local, model.experts.experts)
+    if _merged(model, parallel):
+        shape = shape.with_shared_expert()
+    return plan_step(shape, tokens * parallel.dp, model.ue8m0)
+
+
+def _merged(model: Model, parallel: Parallel) -> bool:
+    return settings().merge_shared_expert and merges_shared_expert(model, parallel)
 
 
 def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepReport:
@@ -150,6 +159,7 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
     lines = [
         f"{model.architecture}: {e.layers} layers of {e.experts} experts, {e.topk} per token; hidden {e.hidden}, "
         f"intermediate {e.intermediate}; activation scales {'powers of two' if model.ue8m0 else 'float32'}",
+        *["Under vLLM the shared expert is one more expert, which every token has."] * _merged(model, parallel),
         "",
         f"One GPU of {found.parallel}: {_size(found.weight_bytes)} of weights, "
         f"{_size(found.workspace_bytes)} of scratch in a step of {max_tokens} tokens",

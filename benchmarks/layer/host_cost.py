@@ -56,14 +56,14 @@ def layer(tokens: int, experts: int) -> dict[str, Any]:
     def arguments(tokens: int) -> tuple[Any, ...]:
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
         weights, ids = torch.rand(tokens, experts, device="cuda").topk(TOPK)
-        return x, *w13, *w2, weights, ids.int(), None, False, torch.empty_like(x)
+        return x, *w13, *w2, weights, ids.int(), None, False, False, 1.0, torch.empty_like(x)
 
     device, shape = backend.device_of(w2[0]), MoeShape(TOPK, HIDDEN, INTERMEDIATE, experts, experts)
     assert device is not None
     step = plan_step(shape, tokens, False, device.multiprocessors)
     scratch = torch.empty(step.scratch.nbytes, dtype=torch.uint8, device="cuda")
-    run = moe.prepared_layer(device, step, False, False)
-    x, *weights, pairs, ids, _, _, out = arguments(tokens)
+    run = moe.prepared_layer(device, step, ids_64=False, mapped=False)
+    x, *weights, pairs, ids, _, _, _, _, out = arguments(tokens)
     tensors = (x, *weights, pairs, ids, None, out, scratch)
     addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     return times(torch_ops.fused_moe, tokens, arguments) | {

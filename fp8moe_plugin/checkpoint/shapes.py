@@ -8,6 +8,8 @@ from fp8moe_plugin.errors import UnsupportedError
 
 GROUP = 128  # channels that share one activation scale; also the side of a weight's scale block
 MAX_LOCAL_EXPERTS = 1024  # on one rank: the routing kernel uses one thread per expert
+# Architectures that vLLM serves with `DeepseekV2MLP` as their shared expert.
+MERGING = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 N_MULTIPLE = 8  # output channels must be a multiple: the GEMMs store 16 bytes of bfloat16 at a time
 
 
@@ -162,6 +164,13 @@ def nearest(model: Model, parallel: Parallel) -> list[Parallel]:
         for ways in (whole_expert_ways(parallel), fewer)
     ]
     return [way for way in found if way]
+
+
+def merges_shared_expert(model: Model, parallel: Parallel) -> bool:
+    """Whether the shared expert is one more expert of each layer under vLLM; `layers/vllm/shared_expert.py` does it."""
+    widths = [layer.outputs[0] for layer in model.dense if layer.name == "mlp.shared_experts.gate_up_proj"]
+    apart = parallel.sglang or parallel.ep > 1 or parallel.dp > 1
+    return model.architecture in MERGING and not apart and widths == [model.experts.intermediate]
 
 
 def whole_expert_ways(parallel: Parallel) -> list[Parallel]:

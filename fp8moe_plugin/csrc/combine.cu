@@ -1,8 +1,9 @@
-// Sums the expert rows of each token, weighted by the router, in float32 and in the order of its top-k columns.
+// Sums the expert rows of each token, weighted by the router, in float32 and in the order of its top-k columns. With
+// shared_expert = 1 the last column is the shared expert's, whose weight is 1.
 //
 // In:   rows     bfloat16 [R, H], H = 8 * vectors
 //       slots    int32 [T, topk], the row of each (token, expert) pair; -1 if the expert is not on this rank
-//       weights  float32 [T, topk]
+//       weights  float32 [T, topk - shared_expert], which are multiplied by routed_scale
 // Out:  out      bfloat16 [T, H]; zeros for a token without rows
 //
 // A thread sums 16 bytes of one token; blocks_per_token thread blocks share a token. Grid: T * blocks_per_token.
@@ -13,13 +14,15 @@ constexpr int kRowsInFlight = 8;
 
 // Inputs are not __restrict__: the compiler could then move their loads above the wait.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    combine(const uint4* rows, const int* slots, const float* weights, uint4* __restrict__ out, int vectors, int topk) {
+    combine(const uint4* rows, const int* slots, const float* weights, uint4* __restrict__ out, int vectors, int topk,
+            int shared_expert, float routed_scale) {
     const int blocks_per_token = ceil_div(vectors, THREADS);
     const int token = blockIdx.x / blocks_per_token;
     const int vector = blockIdx.x % blocks_per_token * THREADS + threadIdx.x;
     if (vector >= vectors) return;
     slots += static_cast<size_t>(token) * topk;
-    weights += static_cast<size_t>(token) * topk;
+    const int routed = topk - shared_expert;
+    weights += static_cast<size_t>(token) * routed;
 
     float sum[8] = {};
     for (int begin = 0; begin < topk; begin += kRowsInFlight) {
@@ -29,8 +32,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int j = 0; j < kRowsInFlight; ++j) {
             slot[j] = begin + j < topk ? slots[begin + j] : -1;
-            weight[j] = begin + j < topk ? weights[begin + j] : 0.0f;
+            weight[j] = begin + j < routed ? weights[begin + j] : 1.0f;
         }
+#pragma unroll
+        for (int j = 0; j < kRowsInFlight; ++j)  // in a loop of its own it takes 6 registers less
+            weight[j] = __fmul_rn(weight[j], begin + j < routed ? routed_scale : 1.0f);
         wait_for_previous_kernel();  // as late as possible: of the inputs only `rows` come from that kernel
 #pragma unroll
         for (int j = 0; j < kRowsInFlight; ++j)

@@ -195,8 +195,8 @@ DEVICE void multiply(SharedMemory shared, Units units, int warpgroup, Sums& sum)
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     down_small_batch(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap q_map,
                      const float* w_scales, const float* scales, const int* tokens_written, const void* ids,
-                     const int* expert_map, u16* out, int ids_64, int global_experts, int num_experts, int tokens,
-                     int topk, int hidden, int intermediate, int splits) {
+                     const int* expert_map, u16* out, int ids_64, int shared_expert, int global_experts,
+                     int num_experts, int tokens, int topk, int hidden, int intermediate, int splits) {
     SharedMemory shared{dynamic_shared_address()};
     const Share share(hidden, intermediate, splits);
     const Cluster cluster{shared.parts(), shared.received(), splits, share.split, tokens};
@@ -204,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     int warp = warp_uniform(threadIdx.x / kWarp);
     if (warp == kWeightWarp) {
         if (lane_of_warp() == 0) prefetch(&w_map);
-        list_experts({ids, expert_map, ids_64, tokens * topk, global_experts, num_experts}, list);
+        list_experts({ids, expert_map, ids_64, shared_expert, tokens * topk, topk, global_experts, num_experts}, list);
     }
     if (threadIdx.x == 0) cluster.init();
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);

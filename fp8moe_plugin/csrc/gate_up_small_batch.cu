@@ -12,10 +12,10 @@
 // In:   w_map       of w13: boxes of 64 rows, interleaved (interleaved_map) so that a thread's sums are of four
 //                   neighbouring channels
 //       x           bfloat16 [tokens, K];    w_scales  float32 [experts, 2 * I / 128, K / 128]
-//       ids, expert_map  see expert_ids.cuh;    topk_weights  float32 [tokens, topk]
+//       ids, expert_map  see expert_ids.cuh;    topk_weights  float32 [tokens, topk - shared_expert]
 // Out:  q           e4m3 [experts listed, TOKENS, I]; not written for a token that does not have the expert
-//       scales      float32 [experts listed, I / 128, TOKENS], times the router's weight; kAbsent for a token that does
-//                   not have the expert
+//       scales      float32 [experts listed, I / 128, TOKENS], times the router's weight and routed_scale, or times 1
+//                   for the shared expert; kAbsent for a token that does not have the expert
 //       tokens_written  int32 [experts listed, I / 128], tokens whose results of a tile have been written
 // UE8M0: 1 rounds scales up to powers of two, before they are multiplied by the router's weight.
 //
@@ -197,12 +197,13 @@ DEVICE uint2 activated(SharedMemory shared, int finished) {
 }
 
 DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Share& share, int finished,
-                         const ExpertIds& router, const float* topk_weights, const ExpertList& list,
+                         const ExpertIds& router, const float* topk_weights, float routed_scale, const ExpertList& list,
                          const Result& out) {
     int lane = lane_of_warp(), groups = size.groups(), token = finished * kCluster + share.rank;
     int pair = token * size.topk + lane, tiles = list.count * groups;
     int own_expert = lane < size.topk ? router.expert_of(pair) : kNoExpert;  // one lane per column of topk
-    float own_weight = lane < size.topk ? topk_weights[pair] : 0.f;
+    int routed = size.topk - router.shared;
+    float own_weight = lane < routed ? topk_weights[token * routed + lane] * routed_scale : 1.f;
     u32 received = shared.received(finished), phase = 0;
     for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
         bool own = own_expert == list.experts[tile / groups], any = __ballot_sync(kAllLanes, own);
@@ -234,12 +235,12 @@ DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Sha
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(THREADS, 2)
     gate_up_small_batch(const __grid_constant__ TensorMap w_map, const uint4* x, const float* w_scales, const void* ids,
                         const int* expert_map, const float* topk_weights, u8* q, float* scales, int* tokens_written,
-                        int ids_64, int global_experts, int num_experts, int tokens, int topk, int hidden,
-                        int intermediate) {
+                        int ids_64, int shared_expert, int global_experts, int num_experts, int tokens, int topk,
+                        int hidden, int intermediate, float routed_scale) {
     SharedMemory shared{dynamic_shared_address()};
     const ProblemSize size{tokens, topk, hidden, intermediate};
     const Share share(size);
-    const ExpertIds router{ids, expert_map, ids_64, tokens * topk, global_experts, num_experts};
+    const ExpertIds router{ids, expert_map, ids_64, shared_expert, tokens * topk, topk, global_experts, num_experts};
     const Result result{q, scales, tokens_written};
     ExpertList& list = shared.list();
     int warp = warp_uniform(threadIdx.x / kWarp);
@@ -271,6 +272,6 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
         cluster_wait();
         int finished = warp - kFinishWarp;
         if (finished * kCluster + share.rank < tokens)
-            finish_token(shared, size, share, finished, router, topk_weights, list, result);
+            finish_token(shared, size, share, finished, router, topk_weights, routed_scale, list, result);
     }
 }

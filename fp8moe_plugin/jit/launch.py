@@ -31,7 +31,7 @@ class TensorMap(NamedTuple):
     l2_fetch: int  # bytes that L2 fetches on a miss, 128 or 256
 
 
-Argument = TensorMap | Address
+Argument = TensorMap | Address | float
 
 
 class Launch(NamedTuple):

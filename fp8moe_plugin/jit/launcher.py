@@ -11,7 +11,12 @@ from fp8moe_plugin.jit.launch import Argument, Launch, Slot
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, Patch, PreparedLaunch, make_sequence
 from fp8moe_plugin.plan.parameters import PARAMETERS, Kind
 
-FORMATS = {Kind.MAP: f"{TENSOR_MAP_BYTES}s", Kind.POINTER: "P", Kind.INT: "i"}  # as `struct` packs a parameter
+FORMATS = {
+    Kind.MAP: f"{TENSOR_MAP_BYTES}s",
+    Kind.POINTER: "P",
+    Kind.INT: "i",
+    Kind.FLOAT: "f",
+}  # as `struct` packs them
 UNKNOWN_ADDRESS = 2**40  # a descriptor is encoded with it until a call gives the real one
 
 Prepared = Callable[[tuple[int, ...]], None]
@@ -62,10 +67,10 @@ def _prepared(launch: Launch, function: int, parameters: tuple[int, ...]) -> Pre
     return PreparedLaunch(function, x, y, key.threads, key.smem_bytes, launch.early, launch.cluster, parameters)
 
 
-def _known(args: Iterable[Argument], begins: Iterable[int], patches: list[Patch]) -> Iterator[bytes | int]:
+def _known(args: Iterable[Argument], begins: Iterable[int], patches: list[Patch]) -> Iterator[bytes | int | float]:
     """The arguments as far as they are known before the call; what is not becomes a patch."""
     for at, argument in zip(begins, args, strict=False):  # a wrong number of arguments does not pack
-        if isinstance(argument, int):
+        if isinstance(argument, int | float):
             yield argument
         elif isinstance(argument, Slot):
             patches.append(Patch(at, argument.index, argument.offset, is_map=False))

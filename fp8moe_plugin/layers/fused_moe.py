@@ -79,7 +79,7 @@ class FP8MoE(ScaleFormat):
         """
         out = torch.empty_like(hidden_states)
         weights = (self.w13, self.w13_scale, self.w2, self.w2_scale)
-        torch_ops.fused_moe(hidden_states, *weights, topk_weights, topk_ids, expert_map, self.ue8m0, out)
+        torch_ops.fused_moe(hidden_states, *weights, topk_weights, topk_ids, expert_map, self.ue8m0, False, 1.0, out)
         return out
 
 

@@ -16,15 +16,18 @@ def combine_launch(
     tokens: int,
     topk: int,
     hidden: int,
+    shared_expert: bool = False,
+    routed_scale: float = 1.0,
     early: bool = False,
 ) -> Launch:
-    """`out[t] = sum over j of topk_weights[t, j] * rows[slots[t, j]]`, in float32, in the order of j.
+    """`out[t] = sum over j of topk_weights[t, j] * routed_scale * rows[slots[t, j]]`, in float32, in the order of j.
 
     Args:
         rows: address of bfloat16 `[R, hidden]`.
         slots: address of int32 `[tokens, topk]`, -1 for an expert that is not here.
-        topk_weights: address of float32 `[tokens, topk]`.
+        topk_weights: address of float32 `[tokens, topk - shared_expert]`.
         out: address of bfloat16 `[tokens, hidden]`; a token without a slot gets zeros.
+        shared_expert: the last column is the shared expert's, with weight 1 instead.
         early: it may start before the preceding kernel ends, which must write nothing that this one reads but `rows`.
     """
     vectors, key = hidden // CHANNELS_PER_THREAD, combine_key()
@@ -38,6 +41,8 @@ def combine_launch(
             out=out,
             vectors=vectors,
             topk=topk,
+            shared_expert=int(shared_expert),
+            routed_scale=routed_scale,
         ),
         early=early,
     )

@@ -1,5 +1,7 @@
 """Checks of the calls of `fused_moe` and `batched_experts`, except their values."""
 
+import math
+
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, too_many_experts
@@ -43,6 +45,17 @@ def check_layer_call(
             )
     if out is not None:
         check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
+
+
+def check_router(shared_expert: bool, routed_scale: float, expert_map: torch.Tensor | None) -> None:
+    """Raise `InvalidInputError` unless `fused_moe` takes these, for which types are checked by torch's schema."""
+    if shared_expert and expert_map is not None:
+        raise InvalidInputError(
+            "shared_expert cannot be combined with expert_map: the ids must be local. Pass None as the expert_map, or "
+            "compute the shared expert as a dense layer."
+        )
+    if not 0 < routed_scale < math.inf:
+        raise InvalidInputError(f"routed_scale is {routed_scale}, needs a positive finite number.")
 
 
 @CheckedOnce

@@ -10,9 +10,9 @@ from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
 from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
 from fp8moe_plugin.ops.checks import check_apart, check_int, check_values, debugs, watch_rows
-from fp8moe_plugin.ops.expert_checks import check_batched_call, check_layer_call
+from fp8moe_plugin.ops.expert_checks import check_batched_call, check_layer_call, check_router
 from fp8moe_plugin.ops.moe_launches import batched_launches, layer_launches
-from fp8moe_plugin.ops.operands import LAYER_SLOTS, ExpertWeights, Quantized, Rows, Weights, k_major
+from fp8moe_plugin.ops.operands import LAYER_SLOTS, ExpertWeights, Quantized, Router, Rows, Weights, k_major
 from fp8moe_plugin.plan import BatchedPlan, MoeShape, StepPlan, plan_batched, plan_step
 
 
@@ -28,6 +28,8 @@ def fused_moe(
     expert_map: torch.Tensor | None = None,
     activation: str = "silu",
     ue8m0: bool = False,
+    shared_expert: bool = False,
+    routed_scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, `w2[e] @ (silu(gate) * up)` with `gate, up = w13[e] @ token`.
@@ -44,29 +46,34 @@ def fused_moe(
             are out of range.
         activation: "silu".
         ue8m0: round the scales of activations up to powers of two, for checkpoints with `scale_fmt: ue8m0`.
+        shared_expert: every token also has the last expert with weight 1, which has no column in `topk_ids`; not with
+            an `expert_map`.
+        routed_scale: multiplies `topk_weights`.
         out: bfloat16 `[T, H]` to write to, or None. It may overlap with `hidden_states`, but with no other argument.
     Returns:
         bfloat16 `[T, H]`. Captures in a CUDA graph. A token's result does not depend on the values of other tokens. Its
         low-order bits may depend on how many there are, as K may be split, and in a small batch on their experts. On a
         GPU with VLLM_BATCH_INVARIANT=1 they depend on neither.
     Raises:
-        InvalidInputError: wrong dtype, shape, stride or device, too many experts, a tensor that requires a gradient;
+        InvalidInputError: wrong dtype, shape, stride or device, too many experts, a tensor that requires a gradient, a
+            shared expert with an expert map, a scale that is not positive and finite;
             with FP8MOE_DEBUG=1 also an id below -1 or too large, or an `out` that overlaps with another argument.
         WrongResultError: with FP8MOE_DEBUG=1, a token of finite values has NaN in its result.
     """
     if activation != "silu":
         raise InvalidInputError(f"activation is {activation!r}, needs 'silu', the only one the kernels compute.")
     check_layer_call(hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out)
-    check_values("topk_ids", topk_ids, -1, (w13.shape[0] if expert_map is None else expert_map.numel()) - 1)
+    if shared_expert or routed_scale != 1.0:
+        check_router(shared_expert, routed_scale, expert_map)
+    known = w13.shape[0] - shared_expert if expert_map is None else expert_map.numel()
+    check_values("topk_ids", topk_ids, -1, known - 1)
     if out is None:
         out = torch.empty_like(hidden_states)
-    if topk_ids.numel() == 0:
+    if topk_ids.numel() == 0 and not (shared_expert and len(topk_ids)):
         return out.zero_()
     weights = ExpertWeights((w13, w13_scale), (w2, w2_scale))
-    args = (weights, topk_weights, topk_ids, expert_map, ue8m0, out)
-    if debugs(out.is_cuda):
-        return _watched_layer(hidden_states, *args)
-    return _layer(hidden_states, *args)
+    layer = _watched_layer if debugs(out.is_cuda) else _layer
+    return layer(hidden_states, weights, topk_weights, topk_ids, expert_map, ue8m0, shared_expert, routed_scale, out)
 
 
 def _layer(
@@ -76,17 +83,21 @@ def _layer(
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
     ue8m0: bool,
+    shared_expert: bool,
+    routed_scale: float,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """`fused_moe` of arguments that have been checked."""
     device = backend.device_of(hidden_states)
     if device is None:
-        return reference.fused_moe(hidden_states, weights, topk_weights, topk_ids, expert_map, ue8m0, out)
+        router = Router(topk_ids.dtype == torch.int64, shared_expert, routed_scale)
+        return reference.fused_moe(hidden_states, weights, topk_weights, topk_ids, expert_map, ue8m0, router, out)
     (tokens, topk), (experts, hidden, intermediate) = topk_ids.shape, weights.w2[0].shape
     global_experts = experts if expert_map is None else expert_map.numel()
-    shape = MoeShape(topk, hidden, intermediate, experts, global_experts)
+    shape = MoeShape(topk + shared_expert, hidden, intermediate, experts, global_experts)
     step = plan_step(shape, tokens, ue8m0, device.multiprocessors)
-    run = prepared_layer(device, step, topk_ids.dtype == torch.int64, expert_map is not None)
+    ids_64, mapped = topk_ids.dtype == torch.int64, expert_map is not None
+    run = prepared_layer(device, step, ids_64, mapped, shared_expert, routed_scale)
     scratch = workspace.scratch(step.scratch.nbytes, hidden_states)
     addresses = (  # in the order of LayerAddresses
         hidden_states.data_ptr(),
@@ -105,10 +116,12 @@ def _layer(
 
 
 @functools.lru_cache(maxsize=MOST_PREPARED)
-def prepared_layer(device: Device, step: StepPlan, ids_64: bool, mapped: bool) -> Prepared:
+def prepared_layer(
+    device: Device, step: StepPlan, ids_64: bool, mapped: bool, shared_expert: bool = False, routed_scale: float = 1.0
+) -> Prepared:
     """What launches `fused_moe`, given its `LayerAddresses`; `mapped`: there is an expert map."""
     tensors = LAYER_SLOTS if mapped else LAYER_SLOTS._replace(expert_map=0)
-    return device.prepare(layer_launches(device, tensors, step, ids_64))
+    return device.prepare(layer_launches(device, tensors, step, Router(ids_64, shared_expert, routed_scale)))
 
 
 def _watched_layer(
@@ -118,6 +131,8 @@ def _watched_layer(
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
     ue8m0: bool,
+    shared_expert: bool,
+    routed_scale: float,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """`_layer` that raises `WrongResultError` for a token of finite values whose result is NaN."""
@@ -130,7 +145,9 @@ def _watched_layer(
         out,
         hidden_states.isfinite().all(1) & topk_weights.isfinite().all(1),
         describe=lambda t: f"token {t} (experts {topk_ids[t].tolist()})",
-        run=lambda: _layer(tokens, weights, topk_weights, topk_ids, expert_map, ue8m0, out),
+        run=lambda: _layer(
+            tokens, weights, topk_weights, topk_ids, expert_map, ue8m0, shared_expert, routed_scale, out
+        ),
     )
     return out
 

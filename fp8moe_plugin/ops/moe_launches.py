@@ -9,7 +9,7 @@ from fp8moe_plugin.ops.gemm_launches import (
     grouped_gemm_few_rows_launch,
     grouped_gemm_launch,
 )
-from fp8moe_plugin.ops.operands import LayerAddresses, Rows, Tiles, Weights, placed
+from fp8moe_plugin.ops.operands import LayerAddresses, Router, Rows, Tiles, Weights, placed
 from fp8moe_plugin.ops.quantize import quantize_launch
 from fp8moe_plugin.ops.route import Ids, Routing, route_launches, tiles_of_counts_launch
 from fp8moe_plugin.ops.small_batch import small_batch_launches
@@ -18,22 +18,21 @@ from fp8moe_plugin.plan.constants import MANY_ROWS_TILE
 from fp8moe_plugin.plan.scratch import SortedScratch
 
 
-def layer_launches(device: Device, tensors: LayerAddresses, step: StepPlan, ids_64: bool) -> tuple[Launch, ...]:
+def layer_launches(device: Device, tensors: LayerAddresses, step: StepPlan, router: Router) -> tuple[Launch, ...]:
     """The kernels of `fused_moe`.
 
     Args:
         step: from `plan_step`; the scratch has `step.scratch.nbytes` bytes.
-        ids_64: the expert ids are int64.
     """
     if isinstance(step, SmallBatchStep):
-        return small_batch_launches(tensors, step, ids_64)
-    return _sorted_launches(device, tensors, step, ids_64)
+        return small_batch_launches(tensors, step, router)
+    return _sorted_launches(device, tensors, step, router)
 
 
-def _sorted_launches(device: Device, tensors: LayerAddresses, step: SortedStep, ids_64: bool) -> tuple[Launch, ...]:
+def _sorted_launches(device: Device, tensors: LayerAddresses, step: SortedStep, router: Router) -> tuple[Launch, ...]:
     topk, hidden, intermediate, experts, _ = step.shape
     at = placed(step.scratch, tensors.scratch)
-    ids = Ids(tensors.topk_ids, ids_64, tensors.expert_map)
+    ids = Ids(tensors.topk_ids, router.ids_64, tensors.expert_map, router.shared_expert)
     routing, routed = Routing(at.slots, at.tokens, at.num_rows), Tiles(at.table, at.num_tiles, at.done_counters)
     route = route_launches(
         ids, step.shape, step.tokens, at.expert_counts, routing, routed, step.tile_rows, step.row_counters
@@ -54,6 +53,8 @@ def _sorted_launches(device: Device, tensors: LayerAddresses, step: SortedStep, 
         tokens=step.tokens,
         topk=topk,
         hidden=hidden,
+        shared_expert=router.shared_expert,
+        routed_scale=router.routed_scale,
         early=step.few_rows,  # the many blocks of a long step would each wait, and take longer than to start later
     )
     return *route, quantize, _gate_up_launch(device, tensors, step, at, inner, tiles), down, combine

@@ -77,6 +77,15 @@ class Tiles(NamedTuple):
     done_counters: Address = 0  # 0: GEMM 2 of the experts waits for the end of GEMM 1
 
 
+class Router(NamedTuple):
+    """What the kernels must know about the router's ids and weights besides their addresses."""
+
+    ids_64: bool  # ids are int64, otherwise int32
+    # Every token also has the last of the layer's experts, with weight 1. Ids and weights have no column for it.
+    shared_expert: bool = False
+    routed_scale: float = 1.0  # multiplies the weights
+
+
 class LayerAddresses(NamedTuple):
     """The tensors of a call of `fused_moe`, and its scratch; 0 for no expert map."""
 

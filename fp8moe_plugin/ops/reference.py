@@ -8,7 +8,7 @@ import torch
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.checks import FP8
-from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
+from fp8moe_plugin.ops.operands import ExpertWeights, Quantized, Router
 from fp8moe_plugin.plan.constants import MQA_SPLIT_ROWS
 
 FP8_MAX = 448.0
@@ -25,10 +25,16 @@ def fused_moe(
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
     ue8m0: bool,
+    router: Router,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """`ops.fused_moe` of arguments that have been checked."""
-    ids = local_experts(topk_ids, len(weights.w2[0]), expert_map)
+    experts = len(weights.w2[0])
+    ids = local_experts(topk_ids, experts - router.shared_expert, expert_map)
+    topk_weights = topk_weights * router.routed_scale
+    if router.shared_expert:
+        ids = torch.nn.functional.pad(ids, (0, 1), value=experts - 1)
+        topk_weights = torch.nn.functional.pad(topk_weights, (0, 1), value=1.0)
     q, scales = quantize(hidden_states, ue8m0)
     products = workspace.empty((*ids.shape, hidden_states.shape[1]), torch.bfloat16, out.device)
     for e in ids[ids >= 0].unique().tolist():

@@ -10,11 +10,12 @@ from fp8moe_plugin.plan.tiles import route_chunks
 
 
 class Ids(NamedTuple):
-    """The experts that tokens pick, int32 or int64 `[T, topk]`, and what maps them to local experts."""
+    """The experts that tokens pick, int32 or int64 `[T, topk - shared_expert]`, and what maps them to local experts."""
 
     ids: Address
     ids_64: bool
     expert_map: Address  # int32 [global experts]: the local expert, or -1; 0: ids are local
+    shared_expert: bool = False  # every token also has the last expert, which has no column in ids
 
 
 class Routing(NamedTuple):
@@ -60,9 +61,10 @@ def route_launches(
             num_tiles=tiles.num_tiles,
             done_counters=tiles.done_counters,
             ids_64=int(ids.ids_64),
+            shared=int(ids.shared_expert),
             pairs=pairs,
             topk=shape.topk,
-            global_experts=shape.global_experts,
+            global_experts=shape.global_experts - ids.shared_expert,
             num_experts=shape.local_experts,
             block_m=tile_rows,
             counters_per_tile=row_counters,
@@ -83,8 +85,10 @@ def count_experts_launch(ids: Ids, shape: MoeShape, pairs: int, counts: Address)
             expert_map=ids.expert_map,
             counts=counts,
             ids_64=int(ids.ids_64),
+            shared=int(ids.shared_expert),
             pairs=pairs,
-            global_experts=shape.global_experts,
+            topk=shape.topk,
+            global_experts=shape.global_experts - ids.shared_expert,
             num_experts=shape.local_experts,
         ),
     )

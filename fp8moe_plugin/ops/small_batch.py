@@ -4,13 +4,13 @@ from typing import Any
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.jit.launch import Launch
-from fp8moe_plugin.ops.operands import LayerAddresses, placed
+from fp8moe_plugin.ops.operands import LayerAddresses, Router, placed
 from fp8moe_plugin.ops.tensor_maps import interleaved_map, matrix_map
 from fp8moe_plugin.plan import SmallBatchStep
 from fp8moe_plugin.plan.tuning import STREAMED_L2_FETCH
 
 
-def small_batch_launches(tensors: LayerAddresses, step: SmallBatchStep, ids_64: bool) -> tuple[Launch, Launch]:
+def small_batch_launches(tensors: LayerAddresses, step: SmallBatchStep, router: Router) -> tuple[Launch, Launch]:
     """The kernels of a layer of at most `step.padded_tokens` tokens, whose scratch is a `SmallBatchScratch`."""
     topk, hidden, intermediate, experts, global_experts = step.shape
     at = placed(step.scratch, tensors.scratch)
@@ -19,8 +19,9 @@ def small_batch_launches(tensors: LayerAddresses, step: SmallBatchStep, ids_64: 
         "tokens_written": at.tokens_written,
         "ids": tensors.topk_ids,
         "expert_map": tensors.expert_map,
-        "ids_64": int(ids_64),
-        "global_experts": global_experts,
+        "ids_64": int(router.ids_64),
+        "shared_expert": int(router.shared_expert),
+        "global_experts": global_experts - router.shared_expert,
         "num_experts": experts,
         "tokens": step.tokens,
         "topk": topk,
@@ -37,6 +38,7 @@ def small_batch_launches(tensors: LayerAddresses, step: SmallBatchStep, ids_64: 
             topk_weights=tensors.topk_weights,
             q=at.inner,
             scales=at.inner_scales,
+            routed_scale=router.routed_scale,
             **shared,
         ),
     )

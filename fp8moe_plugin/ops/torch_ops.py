@@ -18,7 +18,7 @@ from fp8moe_plugin.settings import settings
 
 FUSED_MOE = (
     "fused_moe(Tensor hidden_states, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor topk_weights, "
-    "Tensor topk_ids, Tensor? expert_map, bool ue8m0, Tensor(a!) out) -> ()"
+    "Tensor topk_ids, Tensor? expert_map, bool ue8m0, bool shared_expert, float routed_scale, Tensor(a!) out) -> ()"
 )
 BATCHED_EXPERTS = (
     "batched_experts(Tensor hidden_states, Tensor hidden_scale, Tensor w13, Tensor w13_scale, Tensor w2, "
@@ -28,8 +28,15 @@ LINEAR = "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, boo
 
 
 def _fused_moe_impl(*args: Any) -> None:
-    *tensors, expert_map, ue8m0, out = args
-    _fused_moe(*tensors, expert_map=expert_map, ue8m0=ue8m0, out=out)
+    *tensors, expert_map, ue8m0, shared_expert, routed_scale, out = args
+    _fused_moe(
+        *tensors,
+        expert_map=expert_map,
+        ue8m0=ue8m0,
+        shared_expert=shared_expert,
+        routed_scale=routed_scale,
+        out=out,
+    )
 
 
 def _batched_experts_impl(*args: Any) -> None:

@@ -15,6 +15,7 @@ class Kind(StrEnum):
     MAP = "map"  # a TMA descriptor, passed by value
     POINTER = "pointer"  # a device address; 0 for none
     INT = "int"  # 32 bits, signed
+    FLOAT = "float"  # 32 bits
 
 
 class Parameter(NamedTuple):
@@ -31,9 +32,13 @@ def _signature(text: str) -> tuple[Parameter, ...]:
 
 
 PARAMETERS = {
-    "combine": _signature("pointer rows, pointer slots, pointer weights, pointer out, int vectors, int topk"),
+    "combine": _signature(
+        "pointer rows, pointer slots, pointer weights, pointer out, int vectors, int topk, int shared_expert, "
+        "float routed_scale"
+    ),
     "count_experts": _signature(
-        "pointer ids, pointer expert_map, pointer counts, int ids_64, int pairs, int global_experts, int num_experts"
+        "pointer ids, pointer expert_map, pointer counts, int ids_64, int shared, int pairs, int topk, "
+        "int global_experts, int num_experts"
     ),
     "dense_gemm": _signature(
         "map a_map, map a_tail_map, map b_map, pointer a_scales, int a_scale_k_stride, pointer b_scales, pointer d, "
@@ -45,8 +50,8 @@ PARAMETERS = {
     ),
     "down_small_batch": _signature(
         "map w_map, map q_map, pointer w_scales, pointer scales, pointer tokens_written, pointer ids, "
-        "pointer expert_map, pointer out, int ids_64, int global_experts, int num_experts, int tokens, int topk, "
-        "int hidden, int intermediate, int splits"
+        "pointer expert_map, pointer out, int ids_64, int shared_expert, int global_experts, int num_experts, "
+        "int tokens, int topk, int hidden, int intermediate, int splits"
     ),
     "gate_up": _signature(
         "map a_map, map a_narrow_map, map b_map, map d_map, pointer a_scales, int a_scale_expert_stride, "
@@ -55,8 +60,8 @@ PARAMETERS = {
     ),
     "gate_up_small_batch": _signature(
         "map w_map, pointer x, pointer w_scales, pointer ids, pointer expert_map, pointer topk_weights, pointer q, "
-        "pointer scales, pointer tokens_written, int ids_64, int global_experts, int num_experts, int tokens, "
-        "int topk, int hidden, int intermediate"
+        "pointer scales, pointer tokens_written, int ids_64, int shared_expert, int global_experts, int num_experts, "
+        "int tokens, int topk, int hidden, int intermediate, float routed_scale"
     ),
     "gate_up_few_rows": _signature(
         "map w_map, pointer x, pointer x_scales, pointer w_scales, pointer a_rows, pointer q, pointer scales, "
@@ -76,8 +81,8 @@ PARAMETERS = {
     "quantize": _signature("pointer x, pointer q, pointer scales, pointer slots, int tokens, int groups, int topk"),
     "route": _signature(
         "pointer ids, pointer expert_map, pointer counts, pointer slots, pointer tokens, pointer num_rows, "
-        "pointer table, pointer num_tiles, pointer done_counters, int ids_64, int pairs, int topk, int global_experts, "
-        "int num_experts, int block_m, int counters_per_tile"
+        "pointer table, pointer num_tiles, pointer done_counters, int ids_64, int shared, int pairs, int topk, "
+        "int global_experts, int num_experts, int block_m, int counters_per_tile"
     ),
     "silu_mul_quant": _signature("pointer gate_up, pointer counts, pointer q, pointer scales, int max_m, int groups"),
     "tiles_of_counts": _signature(

@@ -18,3 +18,8 @@ class MoeShape(NamedTuple):
     def of(cls, local: Experts, global_experts: int) -> "MoeShape":
         """The shape of a layer, given its part on one rank."""
         return cls(local.topk, local.hidden, local.intermediate, local.experts, global_experts)
+
+    def with_shared_expert(self) -> "MoeShape":
+        """The shape with one more expert, which every token has."""
+        more = {name: getattr(self, name) + 1 for name in ("topk", "local_experts", "global_experts")}
+        return self._replace(**more)

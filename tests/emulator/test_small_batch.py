@@ -146,6 +146,21 @@ def test_ids_of_64_bits_are_mapped_to_local_experts(emulator: Device, narrow: No
     assert h.relative_l2(plain, h.layer_reference(x, layer, weights, local, quantized=True)) <= MOST_ERROR
 
 
+@pytest.mark.parametrize(("tokens", "ids_64"), [(3, False), (8, True), (11, False)])
+def test_a_shared_expert_is_one_more_column(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, tokens: int, ids_64: bool
+) -> None:
+    h.force_step(monkeypatch, width=8 if tokens <= 8 else 16)
+    gen, experts = h.seeded(0, CPU), 6
+    x, layer = h.random_tokens(gen, tokens, 512), h.random_layer(gen, experts, 512, 256)
+    weights, ids = h.random_routing(gen, "out_of_range", tokens, TOPK, experts)
+    ids = ids.long() if ids_64 else ids
+    out = emulator.execute(1, lambda: fused_moe(x, *layer, weights, ids, shared_expert=True, routed_scale=2.5))
+    columns = h.with_shared_expert(weights, ids, experts, 2.5)
+    assert h.same_bits(out, emulator.execute(2, lambda: fused_moe(x, *layer, *columns)))
+    assert h.relative_l2(out, h.layer_reference(x, layer, *columns, quantized=True)) <= MOST_ERROR
+
+
 @pytest.mark.parametrize(
     ("broken", "weight"),
     [("w13", 0.5), ("w13_scale", 0.0), ("w2", 0.5), ("w2", 0.0), ("w2_scale", -0.0), ("router", 0.5)],

@@ -117,3 +117,16 @@ def test_a_layer_of_experts(emulator: Device, tokens: int, hidden: int, intermed
     weights, ids = h.random_routing(gen, "some_missing", tokens, 2, experts)
     out = emulator.execute(seed, lambda: fused_moe(x, *layer, weights, ids))
     assert h.relative_l2(out, h.layer_reference(x, layer, weights, ids, quantized=True)) <= 1e-2
+
+
+@pytest.mark.parametrize(("tokens", "topk", "ids_64"), [(1, 1, False), (40, 2, True), (300, 2, False), (300, 4, True)])
+def test_a_shared_expert_is_one_more_column(emulator: Device, tokens: int, topk: int, ids_64: bool) -> None:
+    """300 tokens of 5 experts each are pairs of two blocks, the second of which begins within a token."""
+    gen, experts = h.seeded(0, CPU), 6
+    x, layer = h.random_tokens(gen, tokens, 256), h.random_layer(gen, experts, 256, 128)
+    weights, ids = h.random_routing(gen, "out_of_range", tokens, topk, experts)
+    ids = ids.long() if ids_64 else ids
+    out = emulator.execute(1, lambda: fused_moe(x, *layer, weights, ids, shared_expert=True, routed_scale=2.5))
+    columns = h.with_shared_expert(weights, ids, experts, 2.5)
+    assert h.same_bits(out, emulator.execute(2, lambda: fused_moe(x, *layer, *columns)))
+    assert h.relative_l2(out, h.layer_reference(x, layer, *columns, quantized=True)) <= 1e-2

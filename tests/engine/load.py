@@ -52,19 +52,24 @@ def replaced(method: str) -> Iterator[None]:
 def load(model: Path, method: str, **arguments: object) -> torch.nn.Module:
     """A checkpoint as vLLM loads it under `--quantization METHOD`, on one rank: this process."""
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
-    from vllm.platforms import current_platform
 
     own = {"model": str(model), "quantization": method, "dtype": "bfloat16", "skip_tokenizer_init": True}
     config = EngineArgs(**own, **LIMITS, **arguments).create_engine_config()
     with set_current_vllm_config(config), replaced(method):
-        if not model_parallel_is_initialized():
-            ranks_meet = f"file://{model.parent}/ranks-meet"
-            init_distributed_environment(1, 0, ranks_meet, 0, current_platform.dist_backend)
-            initialize_model_parallel()
+        join_ranks(model.parent)
         return get_model(vllm_config=config)
+
+
+def join_ranks(folder: Path) -> None:
+    """Make this process the only rank of a group, unless it is one already."""
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
+    from vllm.platforms import current_platform
+
+    if not model_parallel_is_initialized():
+        init_distributed_environment(1, 0, f"file://{folder}/ranks-meet", 0, current_platform.dist_backend)
+        initialize_model_parallel()
 
 
 def main() -> None:

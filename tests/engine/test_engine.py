@@ -7,6 +7,7 @@ from benchmarks.engine.small_engines import LARGEST_DIFFERENCE, compare
 from tests import faults
 from tests.engine.conftest import needs_compiler, needs_two_gpus
 
+MERGES = "fp8moe: shared experts are computed as one more expert"
 SERVES = "fp8moe serves the experts: backend "
 BACKEND = "sm90" if torch.cuda.is_available() else "reference"
 
@@ -19,6 +20,7 @@ BACKEND = "sm90" if torch.cuda.is_available() else "reference"
         "qwen3_moe",
         "deepseek_v3 mtp",
         "qwen3_moe multiprocess",
+        "deepseek_v3 unmerged",
         pytest.param("deepseek_v3 compiled", marks=needs_compiler),
         pytest.param("qwen3_moe ep2", marks=needs_two_gpus),
         pytest.param("deepseek_v3_odd tp2", marks=needs_two_gpus),
@@ -32,6 +34,7 @@ def test_the_engine_says_what_its_unquantized_twin_says(engines, name):
     difference, clear, same = compare(ours.answers[0], twin.answers[0])
     assert SERVES + BACKEND in ours.log
     assert SERVES not in twin.log
+    assert (MERGES in ours.log) == (name.startswith("deepseek_v3") and not name.endswith("unmerged"))
     assert difference < LARGEST_DIFFERENCE
     assert clear > 0.5
     assert same > 0.95

@@ -119,6 +119,9 @@ def check_fused_moe(gen: torch.Generator, rows: int) -> None:
             weights, ids = h.random_routing(gen, kind, rows, 3, EXPERTS)
             expected = h.layer_reference(x, layer, weights, ids, quantized=True)
             assert h.relative_l2(ops.fused_moe(x, *layer, weights, ids), expected) <= 2e-2
+            columns = h.with_shared_expert(weights, ids, EXPERTS, 2.5)
+            out = ops.fused_moe(x, *layer, weights, ids, shared_expert=True, routed_scale=2.5)
+            assert h.relative_l2(out, h.layer_reference(x, layer, *columns, quantized=True)) <= 2e-2
 
 
 def check_mqa_logits(gen: torch.Generator, rows: int) -> None:

@@ -78,6 +78,7 @@ def arguments(key: KernelKey, first: int, slots: bool) -> tuple[tuple[Argument, 
         Kind.MAP: lambda i: TensorMap(address(i), (first, i), (128,), (128, 8), 1, 128),
         Kind.POINTER: address,
         Kind.INT: lambda i: (-1) ** i * (2**31 - 1 - first - i),
+        Kind.FLOAT: lambda i: first + i + 0.5,
     }
     return tuple(kinds[parameter.kind](i) for i, parameter in enumerate(PARAMETERS[key.source])), addresses
 
@@ -144,7 +145,7 @@ def test_what_does_not_fit_a_parameter_is_not_prepared(fake):
     args = arguments(key, 1, False)[0]
     with pytest.raises(struct.error, match="'i' format requires"):
         launcher.prepare([Launch(key, 1, (*args[:-1], 2**31))], 0)
-    with pytest.raises(struct.error, match="16 items"):
+    with pytest.raises(struct.error, match="17 items"):
         launcher.prepare([Launch(key, 1, args[:-1])], 0)
 
 
@@ -154,7 +155,7 @@ def test_slots_of_one_tensor_have_offsets():
 
 def signatures() -> dict[str, list[tuple[Kind, str]]]:
     """The kind and the name of each parameter of the kernels in csrc."""
-    kinds = {"TensorMap": Kind.MAP, "int": Kind.INT}
+    kinds = {"TensorMap": Kind.MAP, "int": Kind.INT, "float": Kind.FLOAT}
     found = {}
     for path in (Path(fp8moe_plugin.__file__).parent / "csrc").glob("*.cu"):
         for kernel, text in re.findall(r'extern "C" __global__ [^;{]*?(\w+)\(([^()]*)\) \{', path.read_text()):

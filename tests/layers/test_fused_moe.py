@@ -114,7 +114,9 @@ def test_torch_can_trace_the_ops(device):
     gen = h.seeded(0, device)
     weights, (x, router, ids) = h.random_layer(gen, EXPERTS, HIDDEN, 128), random_call(gen, 5)
     torch.library.opcheck(
-        torch_ops.fused_moe, (x, *weights, router, ids, None, False, torch.zeros_like(x)), test_utils=OPCHECKS
+        torch_ops.fused_moe,
+        (x, *weights, router, ids, None, False, False, 1.0, torch.zeros_like(x)),
+        test_utils=OPCHECKS,
     )
     rows = h.random_quantized(gen, EXPERTS, 16, HIDDEN)
     counts = torch.arange(EXPERTS, dtype=torch.int32, device=device)

@@ -56,6 +56,8 @@ def right_calls(device: torch.device) -> dict[str, Call]:
             "topk_ids": topk_ids,
             "expert_map": torch.arange(EXPERTS, dtype=torch.int32, device=device),
             "activation": "silu",
+            "shared_expert": False,
+            "routed_scale": 1.0,
             "out": out(ROWS, HIDDEN),
         },
         "batched_experts": {
@@ -203,6 +205,9 @@ WRONG_CALLS = {
         "expert_map is empty, needs one entry for each global expert",
     ),
     "moe-weights-sparse": (MOE, "topk_weights", torch.Tensor.to_sparse, "topk_weights has no strided storage"),
+    "moe-shared-and-map": (MOE, "shared_expert", lambda _: True, "shared_expert cannot be combined with expert_map"),
+    "moe-scale-zero": (MOE, "routed_scale", lambda _: 0.0, "routed_scale is 0.0, needs a positive finite number"),
+    "moe-scale-nan": (MOE, "routed_scale", lambda _: float("nan"), "routed_scale is nan"),
     "moe-gelu": (MOE, "activation", lambda _: "gelu", "activation is 'gelu', needs 'silu'"),
     "moe-out-float32": (MOE, "out", torch.Tensor.float, "out has dtype torch.float32"),
     "moe-out-shape": (MOE, "out", short, "out has shape [5, 256], needs [6, 256]"),

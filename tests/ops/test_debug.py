@@ -86,6 +86,16 @@ def skips_row(monkeypatch: pytest.MonkeyPatch, name: str, out_at: int, row: tupl
     monkeypatch.setattr(reference, name, faulty)
 
 
+def test_a_router_that_chooses_the_shared_expert_is_refused(debug):
+    """Its id is the first that is too large for a routed expert."""
+    *call, ids = call_of_layer(h.seeded(0, torch.device("cpu")))
+    shared = len(call[1]) - 1
+    ids[3, 1] = shared
+    ops.fused_moe(*call, ids)
+    with pytest.raises(InvalidInputError, match=f"topk_ids .*{shared}"):
+        ops.fused_moe(*call, ids, shared_expert=True)
+
+
 def test_a_token_that_is_not_written_is_named_with_its_experts(debug, monkeypatch):
     call = call_of_layer(h.seeded(0, torch.device("cpu")))
     skips_row(monkeypatch, "combine", 3, (3,))

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe_plugin.ops import fused_moe, m_grouped_fp8_gemm_nt_contiguous, silu_mul_quant_fp8
+from fp8moe_plugin.ops import fp8_linear, fused_moe, m_grouped_fp8_gemm_nt_contiguous, silu_mul_quant_fp8
 from fp8moe_plugin.plan.catalog import SMALL_BATCH_TOKENS
 from fp8moe_plugin.plan.tuning import EARLY_FROM, GATHER_UP_TO
 from tests import helpers as h
@@ -54,6 +54,40 @@ def test_wide_experts_give_the_layer(device, tokens, intermediate):
 def test_a_token_with_no_expert_at_all_becomes_zeros(device):
     x, layer, weights, ids = random_call(h.seeded(0, device), 3)
     assert (run(x, layer, weights[:, :0].contiguous(), ids[:, :0].contiguous()) == 0).all()
+
+
+@given(tokens=h.row_counts, kind=routings, scale=st.sampled_from((1.0, 2.5)), seed=h.seeds)
+def test_a_shared_expert_is_one_more_column(device, tokens, kind, scale, seed):
+    x, layer, weights, ids = random_call(h.seeded(seed, device), tokens, kind)
+    columns = h.with_shared_expert(weights, ids, EXPERTS, scale)
+    out = run(x, layer, weights, ids, shared_expert=True, routed_scale=scale)
+    assert h.same_bits(out, run(x, layer, *columns))
+
+
+def test_a_shared_expert_is_more_accurate_than_one_added_afterwards(device):
+    """The sum is rounded once. Afterwards the experts' sum, and in eager mode its product with the scale, are too."""
+    scale = 2.5
+    x, layer, weights, ids = random_call(h.seeded(0, device), 64, experts=9)
+    ids = ids % 8
+    merged = run(x, layer, weights, ids, shared_expert=True, routed_scale=scale)
+    routed = run(x, h.Layer(*(part[:-1] for part in layer)), weights, ids)
+    gate, up = fp8_linear(x, layer.w13[-1], layer.w13_scale[-1]).chunk(2, -1)
+    shared = fp8_linear(torch.nn.functional.silu(gate) * up, layer.w2[-1], layer.w2_scale[-1])
+    columns = h.with_shared_expert(weights, ids, 9, scale)
+    for quantized in (True, False):
+        expected = h.layer_reference(x, layer, *columns, quantized=quantized)
+        error, *others = (
+            h.relative_l2(out, expected)
+            for out in (merged, torch.add(shared, routed, alpha=scale), shared + routed * scale)
+        )
+        assert error < min(others)
+
+
+def test_a_shared_expert_may_be_the_only_one(device):
+    x, layer, weights, ids = random_call(h.seeded(0, device), 3)
+    nothing = weights[:, :0].contiguous(), ids[:, :0].contiguous()
+    alone = torch.ones_like(weights[:, :1]), torch.full_like(ids[:, :1], EXPERTS - 1)
+    assert h.same_bits(run(x, layer, *nothing, shared_expert=True), run(x, layer, *alone))
 
 
 @pytest.mark.parametrize("kind", sorted({*h.ROUTINGS} - {"nowhere"}))

@@ -6,7 +6,7 @@ import torch
 from fp8moe_plugin.jit.launch import Launch, TensorMap
 from fp8moe_plugin.ops import batched_experts, fp8_linear, fused_moe, workspace
 from fp8moe_plugin.ops.moe_launches import layer_launches
-from fp8moe_plugin.ops.operands import LayerAddresses
+from fp8moe_plugin.ops.operands import LayerAddresses, Router
 from fp8moe_plugin.plan import (
     MoeShape,
     SmallBatchStep,
@@ -34,7 +34,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> h.Recorder:
 
 def launches_of(device: h.Recorder, step: SortedStep | SmallBatchStep) -> dict[str, Launch]:
     """The launches of a layer by kernel name; that of GEMM 1 is "gate_up"."""
-    launches = layer_launches(device, ADDRESSES, step, False)
+    launches = layer_launches(device, ADDRESSES, step, Router(False))
     names = ("gate_up" if launch.key == step.gate_up else launch.key.source for launch in launches)
     return dict(zip(names, launches, strict=True))
 
@@ -43,7 +43,7 @@ def launches_of(device: h.Recorder, step: SortedStep | SmallBatchStep) -> dict[s
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, EARLY_FROM, WIDE])
 def test_a_layer_launches_the_kernels_of_its_plan_in_the_order_of_the_data(device, tokens, intermediate):
     step = plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, EXPERTS), tokens)
-    keys = [launch.key for launch in layer_launches(device, ADDRESSES, step, False)]
+    keys = [launch.key for launch in layer_launches(device, ADDRESSES, step, Router(False))]
     if isinstance(step, SmallBatchStep):
         assert keys == [step.gate_up, step.down]
     else:
@@ -164,7 +164,7 @@ def test_the_scratch_of_a_layer_is_what_the_plan_says(device, monkeypatch, token
 def test_l2_fetches_single_lines_of_weights_that_are_read_once(device, tokens, hidden, fetched):
     """Except for long rows that a block reads from end to end."""
     step = plan_step(MoeShape(8, hidden, 256, 128, 128), tokens)
-    maps = [arg for launch in layer_launches(device, ADDRESSES, step, False) for arg in launch.args]
+    maps = [arg for launch in layer_launches(device, ADDRESSES, step, Router(False)) for arg in launch.args]
     by_address = {arg.address: arg.l2_fetch for arg in maps if isinstance(arg, TensorMap)}
     assert (by_address[ADDRESSES.w13], by_address[ADDRESSES.w2]) == fetched
 
@@ -177,7 +177,9 @@ def test_launches_hold_the_addresses_that_they_are_given(device, tokens, interme
     for field in ADDRESSES._fields:
         moved = ADDRESSES._replace(**{field: 2**45})
         for addresses in (ADDRESSES, moved, ADDRESSES):
-            arguments = [arg for launch in layer_launches(device, addresses, step, False) for arg in launch.args]
+            arguments = [
+                arg for launch in layer_launches(device, addresses, step, Router(False)) for arg in launch.args
+            ]
             used = {arg.address if isinstance(arg, TensorMap) else arg for arg in arguments}
             assert set(addresses) - {addresses.scratch} <= used
             assert any(addresses.scratch + offset in used for offset in step.scratch)
@@ -186,8 +188,9 @@ def test_launches_hold_the_addresses_that_they_are_given(device, tokens, interme
 
 def test_launches_name_each_argument_of_their_kernel(device):
     key = combine_key()
-    arguments = {"rows": 1, "slots": 2, "weights": 3, "out": 4, "vectors": 5, "topk": 6}
-    assert key.arguments(**arguments) == (1, 2, 3, 4, 5, 6)
+    arguments = {"rows": 1, "slots": 2, "weights": 3, "out": 4, "vectors": 5, "topk": 6, "shared_expert": 0}
+    arguments["routed_scale"] = 7
+    assert key.arguments(**arguments) == (1, 2, 3, 4, 5, 6, 0, 7)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'topk'"):
         key.arguments(**{name: value for name, value in arguments.items() if name != "topk"})
     with pytest.raises(TypeError, match="unexpected keyword argument 'hidden'"):

@@ -53,6 +53,14 @@ def test_a_small_batch_is_one_of_few_tokens_and_few_bytes():
     assert padded_tokens(MoeShape(33, 128, 128, 4, 4), 8) == padded_tokens(MoeShape(8, 8192 + 128, 128, 4, 4), 1) == 0
 
 
+def test_a_shared_expert_leaves_the_choice_of_a_small_batch_as_it_is():
+    """16 tokens are 144 pairs then, of the 176 that fit."""
+    for shape in (DEEPSEEK_V3_TP8, DEEPSEEK_V3):
+        merged = shape.with_shared_expert()
+        assert merged == MoeShape(9, 7168, shape.intermediate, 257, 257)
+        assert [padded_tokens(merged, n) for n in range(1, 18)] == [padded_tokens(shape, n) for n in range(1, 18)]
+
+
 def test_a_wide_small_batch_needs_long_parts_of_k():
     assert [padded_tokens(MoeShape(8, hidden, 256, 128, 128), 9) for hidden in (1920, 2048)] == [0, 16]
 

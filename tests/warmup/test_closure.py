@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fp8moe_plugin.checkpoint.shapes import Model, Parallel, rank_shapes, split_refusal
+from fp8moe_plugin.checkpoint.shapes import Model, Parallel, merges_shared_expert, rank_shapes, split_refusal
 from fp8moe_plugin.layers.unquantized import is_quantized
 from fp8moe_plugin.plan import (
     KernelKey,
@@ -32,6 +32,8 @@ SMS = (132, 114, 78)  # H100 SXM and H200, H100 PCIe, H20
 def steps(model: Model, way: Parallel) -> set[KernelKey]:
     """The kernels of both GEMMs, for every short step, and for longer ones on both sides of each threshold."""
     shape = MoeShape.of(rank_shapes(model, way).experts, model.experts.experts)
+    if merges_shared_expert(model, way):
+        shape = shape.with_shared_expert()
     few = few_rows_tokens(shape.topk, shape.global_experts)
     tokens = {*range(1, 257), few, few + 1, *(2**i for i in range(8, LONGEST.bit_length()))}
     plans = [plan_step(shape, count, model.ue8m0, sms) for count in tokens for sms in SMS]

@@ -118,7 +118,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         """Each token's weighted sum over its experts on this rank, bfloat16 `[T, H]`."""
         out = torch.empty_like(x)
         ue8m0 = self.quant_config.ue8m0
-        torch_ops.fused_moe(x, *self._weights(layer), topk_weights, topk_ids, None, ue8m0, out)
+        torch_ops.fused_moe(x, *self._weights(layer), topk_weights, topk_ids, None, ue8m0, False, 1.0, out)
         return out
 
     @staticmethod

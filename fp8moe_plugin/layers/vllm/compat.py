@@ -15,6 +15,7 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.model_executor.layers import sparse_attn_indexer
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.utils import deep_gemm
 from vllm.v1.attention.backends.mla import indexer
@@ -82,9 +83,45 @@ def _derive_in_place(attention: Any, process: Callable[[torch.dtype], None], dty
 
 def eplb_state(experts: Any) -> Any:
     """The expert-parallel load-balancing state of a `RoutedExperts` layer, which maps experts to physical slots."""
+    return runner_of(experts).router.eplb_state
+
+
+def runner_of(experts: Any) -> Any:
+    """The `MoERunner` of a `RoutedExperts` layer."""
     runners = get_current_vllm_config().compilation_config.static_forward_context.values()
-    (found,) = (runner.router.eplb_state for runner in runners if getattr(runner, "routed_experts", None) is experts)
+    (found,) = (runner for runner in runners if getattr(runner, "routed_experts", None) is experts)
     return found
+
+
+def shared_mlp(runner: Any) -> Any:
+    """The shared expert that a `MoERunner` adds to its experts as it is, or None."""
+    changed = runner.routed_input_transform, runner.routed_output_transform, runner.shared_expert_gate
+    if type(runner) is not MoERunner or runner.shared_experts is None or any(part is not None for part in changed):
+        return None
+    return runner.shared_experts._layer
+
+
+def take_shared_expert(runner: Any) -> float:
+    """Make a `MoERunner` return the result of its experts as it is, without its shared expert and its scale.
+
+    Must be called before the model is compiled. Returns the scale, which the experts then have to apply.
+    """
+    scale = runner.routed_scaling_factor
+    runner.routed_scaling_factor, runner._shared_experts = 1.0, None
+    runner._forward_entry = runner._select_forward()
+    return scale
+
+
+def can_merge_parameters() -> bool:
+    """Whether parameters stay where they are, which offloading them does not, and compiled code can be marked."""
+    engine = get_current_vllm_config()
+    offloads = engine.offload_config.uva.cpu_offload_gb or engine.offload_config.prefetch.offload_group_size
+    return not offloads and isinstance(engine.additional_config, dict)
+
+
+def mark_compiled_code(mark: str) -> None:
+    """Keep vLLM from loading code that was compiled and cached without this mark: its key covers this dictionary."""
+    get_current_vllm_config().additional_config[mark] = True
 
 
 def experts_have_moved(state: Any, slots: int) -> bool:

@@ -24,6 +24,7 @@ from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.loading import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
+from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers
 
 
 class Fp8MoeConfig(Traits, Fp8Config):
@@ -42,6 +43,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         self.ue8m0 = ue8m0
         self.online = online
         self.model = ModelState()
+        self.dense_layers = DenseLayers()
         self.watches_worker = False
         self.knows_indexer = False
         metrics.expose()
@@ -96,10 +98,12 @@ class Fp8MoeConfig(Traits, Fp8Config):
             return UnquantizedLinearMethod() if linear else UnquantizedFusedMoEMethod(layer.moe_config)
         self._watch_worker()
         if linear:
+            self.dense_layers.note(prefix, layer)
             dense = OnlineLinearMethod if self.online else Fp8MoeLinearMethod
             return dense(self.ue8m0, prefix, warmup_command(), self.model)
         experts = OnlineMoeMethod if self.online else Fp8MoeMethod
-        return experts(layer.moe_config, self.ue8m0, prefix, warmup_command(), self.model)
+        shared = self.dense_layers.take(prefix)
+        return experts(layer.moe_config, self.ue8m0, prefix, warmup_command(), self.model, shared)
 
     def _is_skipped(self, prefix: str) -> bool:
         return not is_quantized(prefix) if self.online else compat.is_layer_skipped(self, prefix)

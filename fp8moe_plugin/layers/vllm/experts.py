@@ -104,7 +104,7 @@ class StandardExperts(Fp8MoeExperts):
         if apply_router_weight_on_input:  # vLLM's dispatch has already multiplied the tokens by them
             topk_weights = torch.ones_like(topk_weights)
         weights = (w1, self.w1_scale, w2, self.w2_scale)
-        torch_ops.fused_moe(hidden_states, *weights, topk_weights, topk_ids, expert_map, self.ue8m0, output)
+        torch_ops.fused_moe(hidden_states, *weights, topk_weights, topk_ids, expert_map, self.ue8m0, False, 1.0, output)
 
 
 class BatchedExperts(Fp8MoeExperts):

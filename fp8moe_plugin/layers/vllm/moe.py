@@ -21,13 +21,16 @@ from fp8moe_plugin.layers.loading import check_expert_shape, expert_tensors
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.experts import StandardExperts, experts_class
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
+from fp8moe_plugin.layers.vllm.shared_expert import Mlp, SharedExpert
 from fp8moe_plugin.plan import moe_kernels
 
 
 class Fp8MoeMethod(FusedMoEMethodBase):
     """Keeps the checkpoint's layout: contiguous parameters with one expert per index of dim 0, as EPLB needs them."""
 
-    def __init__(self, moe: Any, ue8m0: bool, prefix: str, warmup: str, model: ModelState) -> None:
+    def __init__(
+        self, moe: Any, ue8m0: bool, prefix: str, warmup: str, model: ModelState, shared: Mlp | None = None
+    ) -> None:
         super().__init__(moe)
         self.prefix = prefix
         self.warmup = warmup
@@ -35,6 +38,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.batched = moe.moe_parallel_config.use_batched_activation_format
         self.experts_cls = experts_class(self.batched, ue8m0)
         self.local_experts: StandardExperts | None = None  # called directly if no tokens go to other ranks
+        self.shared_mlp = shared
+        self.shared_expert: SharedExpert | None = None  # computed with the experts
         check_layer(prefix, moe, self.experts_cls)
 
     @property
@@ -78,11 +83,17 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             extra_weight_attrs["weight_loader"] = MethodType(load_experts, layer)
         block_attrs = {**extra_weight_attrs, "quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
         weight_attrs = {**extra_weight_attrs, "weight_loader": self.weight_loader(extra_weight_attrs["weight_loader"])}
+        sizes = hidden_size, intermediate_size_per_partition
+        shared = self.shared_mlp if self.shared_mlp and self.shared_mlp.fits(self.moe, num_experts, *sizes) else None
+        tensors = expert_tensors(num_experts + (shared is not None), *sizes)
         parameters = {
-            name: _parameter(tensor, block_attrs if name.endswith("scale_inv") else weight_attrs)
-            for name, tensor in expert_tensors(num_experts, hidden_size, intermediate_size_per_partition).items()
+            name: _parameter(tensor[:num_experts], block_attrs if name.endswith("scale_inv") else weight_attrs)
+            for name, tensor in tensors.items()
         }
         self.loading.register(layer, parameters, self.check_tensor)
+        if shared:
+            self.shared_expert = SharedExpert(shared, list(tensors.values()))
+        self.shared_mlp = None
 
     def weight_loader(self, loader: MethodType) -> MethodType:
         """The loader for the weights, derived from vLLM's."""
@@ -119,6 +130,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         kernels = prepare_kernels(keys, layer.w2_weight, self.warmup)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = self._make_kernel(layer)
+        if self.shared_expert and not self.shared_expert.take_over(layer):
+            self.shared_expert = None
         announce_layer(self.prefix, layer.w2_weight, "masked" if self.batched else "contiguous", kernels)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
@@ -149,6 +162,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         assert self.moe_kernel is not None
         self.loading.model.check_usable()
+        if self.shared_expert:
+            return self.shared_expert.apply(x, topk_weights, topk_ids, self.experts_cls.ue8m0)
         if self.local_experts and not layer.apply_router_weight_on_input:
             return self._apply_local(self.local_experts, layer, x, topk_weights, topk_ids)
         return self.moe_kernel.apply(

@@ -15,20 +15,27 @@ from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.loading import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
+from fp8moe_plugin.layers.vllm.shared_expert import Mlp
 from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint
-
-Mlp = tuple[torch.nn.Module, torch.nn.Module]
 
 
 class Layer(RoutedExperts):
-    """A layer of experts on one rank; `online`: of an unquantized checkpoint."""
+    """A layer of experts on one rank; `online`: of an unquantized checkpoint; `parallel`: other fields of vLLM's."""
 
-    def __init__(self, intermediate: int, ranks: int, rank: int, online: bool = False) -> None:
+    def __init__(
+        self,
+        intermediate: int,
+        ranks: int,
+        rank: int,
+        online: bool = False,
+        shared: Mlp | None = None,
+        **parallel: object,
+    ) -> None:
         torch.nn.Module.__init__(self)
         self.quant_config = self._fused_shared_expert_quantizer = None
         self.local_num_experts = EXPERTS
-        parallel = FusedMoEParallelConfig.make_no_parallel()
-        parallel = dataclasses.replace(parallel, tp_size=ranks, tp_rank=rank)
+        alone = FusedMoEParallelConfig.make_no_parallel()
+        config = dataclasses.replace(alone, **{"tp_size": ranks, "tp_rank": rank} | parallel)
         self.moe_config = FusedMoEConfig(
             num_experts=EXPERTS,
             experts_per_token=TOPK,
@@ -39,26 +46,21 @@ class Layer(RoutedExperts):
             activation=MoEActivation.SILU,
             device="cpu",
             routing_method=RoutingMethodType.Renormalize,
-            moe_parallel_config=parallel,
+            moe_parallel_config=config,
             in_dtype=torch.bfloat16,
         )
         self.quant_method = (OnlineMoeMethod if online else Fp8MoeMethod)(
-            self.moe_config, False, "L", "warmup", ModelState()
+            self.moe_config, False, "L", "warmup", ModelState(), shared
         )
         part = self.moe_config.intermediate_size_per_partition
-        sizes = self.quant_method.maybe_roundup_sizes(HIDDEN, part, torch.bfloat16, parallel)
+        sizes = self.quant_method.maybe_roundup_sizes(HIDDEN, part, torch.bfloat16, config)
         self.quant_method.create_weights(self, EXPERTS, *sizes, torch.bfloat16, weight_loader=self.weight_loader)
 
     def _map_global_expert_id_to_local_expert_id(self, expert: int) -> int:
         return expert
 
     def load(self, checkpoint: Checkpoint) -> "Layer":
-        for name, tensors in checkpoint.items():
-            shard, _, kind = name.partition("_")
-            param = getattr(self, f"{'w2' if shard == 'w2' else 'w13'}_{kind}")
-            for i, tensor in enumerate(tensors):
-                named = {"shard_id": shard, "expert_id": i, "return_success": True}
-                assert tensor is None or param.weight_loader(param, tensor, f"L.{kind}", **named)
+        load_experts(self, checkpoint)
         return self
 
     def parts(self) -> dict[str, torch.Tensor]:
@@ -69,6 +71,15 @@ class Layer(RoutedExperts):
             found[f"w1_{kind}"], found[f"w3_{kind}"] = gate_up.chunk(2, 1)
             found[f"w2_{kind}"] = getattr(self, f"w2_{kind}").data
         return found
+
+
+def load_experts(layer: RoutedExperts, checkpoint: Checkpoint) -> None:
+    for name, tensors in checkpoint.items():
+        shard, _, kind = name.partition("_")
+        param = getattr(layer, f"{'w2' if shard == 'w2' else 'w13'}_{kind}")
+        for i, tensor in enumerate(tensors):
+            named = {"shard_id": shard, "expert_id": i, "return_success": True}
+            assert tensor is None or param.weight_loader(param, tensor, f"L.{kind}", **named)
 
 
 class Quantized(Fp8MoeConfig):
@@ -83,21 +94,22 @@ def default_config() -> VllmConfig:
     return VllmConfig()
 
 
-def make_mlp(intermediate: int, online: bool = False) -> Mlp:
-    """`gate_up_proj` and `down_proj` on the rank that the fixture `on_rank` has set."""
+def make_mlp(intermediate: int, online: bool = False, prefix: str = "mlp", **options: object) -> Mlp:
+    """`gate_up_proj` and `down_proj` on the rank that the fixture `on_rank` has set; options are those of down_proj."""
     quantized = {"quant_config": Quantized(None, ue8m0=False, online=online), "bias": False}
     sizes = [intermediate, intermediate]
     with set_current_vllm_config(default_config()):
-        gate_up = linear.MergedColumnParallelLinear(HIDDEN, sizes, prefix="mlp.gate_up_proj", **quantized)
-        return gate_up, linear.RowParallelLinear(intermediate, HIDDEN, prefix="mlp.down_proj", **quantized)
+        gate_up = linear.MergedColumnParallelLinear(HIDDEN, sizes, prefix=f"{prefix}.gate_up_proj", **quantized)
+        options = quantized | options
+        return Mlp(gate_up, linear.RowParallelLinear(intermediate, HIDDEN, prefix=f"{prefix}.down_proj", **options))
 
 
-def load_mlp(mlp: Mlp, checkpoint: Checkpoint) -> Mlp:
-    """The weights of expert 0, as those of an MLP."""
+def load_mlp(mlp: Mlp, checkpoint: Checkpoint, expert: int = 0) -> Mlp:
+    """The weights of an expert, as those of an MLP."""
     gate_up, down = mlp
     for name, tensors in checkpoint.items():
         shard, _, kind = name.partition("_")
         param = getattr(down if shard == "w2" else gate_up, kind)
-        if tensors[0] is not None:
-            param.weight_loader(param, tensors[0], *{"w1": [0], "w3": [1], "w2": []}[shard])
+        if tensors[expert] is not None:
+            param.weight_loader(param, tensors[expert], *{"w1": [0], "w3": [1], "w2": []}[shard])
     return mlp

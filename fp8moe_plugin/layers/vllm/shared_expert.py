@@ -1,0 +1,129 @@
+"""A shared expert as wide as the routed ones, computed as one more expert by the same kernels.
+
+vLLM's models make the shared expert, an MLP of two dense layers, just before the routed experts; its runner calls the
+MLP on a second stream and adds the result. Here the experts' tensors get one more slot. The experts' parameters are
+views of the slots before it, and those of the MLP become views of it. So each weight exists once, and loading,
+reloading and sleep mode see the parameters that they would see anyway.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
+from fp8moe_plugin.layers.loading import expert_tensors
+from fp8moe_plugin.layers.vllm import compat
+from fp8moe_plugin.logs import log_once
+from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.settings import settings
+
+GATE_UP, DOWN = ".shared_experts.gate_up_proj", ".shared_experts.down_proj"
+MLP = "DeepseekV2MLP"  # the only module of vLLM's models whose forward pass is known to be that of an expert
+ALIGNMENT = 16  # bytes, of each tensor of a dense layer
+
+
+class Mlp(NamedTuple):
+    """The dense layers of a shared expert, which have our method."""
+
+    gate_up: Any
+    down: Any
+
+    def tensors(self) -> tuple[torch.nn.Parameter, ...]:
+        """In the order of the experts' tensors: w13, its scales, w2, its scales."""
+        return *_parameters(self.gate_up), *_parameters(self.down)
+
+    def fits(self, moe: Any, experts: int, hidden: int, intermediate: int) -> bool:
+        """Whether it can be one more of the experts.
+
+        Args:
+            moe: vLLM's configuration of the layer.
+            experts: how many there are on this rank.
+            hidden, intermediate: sizes of an expert on this rank.
+        """
+        ranks = moe.moe_parallel_config
+        if ranks.use_ep or ranks.enable_eplb or ranks.dp_size > 1 or ranks.is_sequence_parallel or ranks.pcp_size > 1:
+            return False
+        if experts + 1 > MAX_LOCAL_EXPERTS or self.down.reduce_results or self.gate_up.gather_output:
+            return False
+        if any(layer.tp_size != moe.tp_size or layer.bias is not None for layer in self):
+            return False
+        with torch.device("meta"):
+            slots = expert_tensors(1, hidden, intermediate).values()
+        aligned = not any(slot.nbytes % ALIGNMENT for slot in slots)
+        return aligned and all(own.shape == slot.shape[1:] for own, slot in zip(self.tensors(), slots, strict=True))
+
+
+def _parameters(layer: Any) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+    return layer.weight, layer.weight_scale_inv
+
+
+@dataclass
+class DenseLayers:
+    """The layers of the shared expert that was made last, by their prefix, until its experts are made."""
+
+    layers: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, prefix: str, layer: Any) -> None:
+        """Keep a dense layer if it is one of a shared expert that may be merged."""
+        if prefix.endswith((GATE_UP, DOWN)) and settings().merge_shared_expert and compat.can_merge_parameters():
+            mlp, _, _ = prefix.rpartition(".")
+            self.layers = {name: part for name, part in self.layers.items() if name.startswith(f"{mlp}.")}
+            self.layers[prefix] = layer
+
+    def take(self, experts: str) -> Mlp | None:
+        """Those next to the experts with this prefix."""
+        block = experts.removesuffix(".experts")
+        gate_up, down = (self.layers.pop(block + name, None) for name in (GATE_UP, DOWN))
+        return None if gate_up is None or down is None else Mlp(gate_up, down)
+
+
+class SharedExpert:
+    """The shared expert of a layer whose experts' tensors have a slot for it."""
+
+    def __init__(self, mlp: Mlp, tensors: list[torch.Tensor]) -> None:
+        """Move the MLP's parameters to the last slot.
+
+        Args:
+            tensors: w13, its scales, w2, its scales, each with one more expert than the layer has.
+        """
+        self.tensors = tensors
+        self.routed_scale = 1.0
+        self._mlp = mlp
+        for parameter, slot in zip(mlp.tensors(), self._slots(), strict=True):
+            slot.copy_(parameter.data)
+            parameter.data = slot
+        compat.mark_compiled_code("fp8moe_shared_expert")
+
+    def _slots(self) -> list[torch.Tensor]:
+        return [tensor[-1] for tensor in self.tensors]
+
+    def take_over(self, experts: Any) -> bool:
+        """Make vLLM's runner leave the shared expert to the experts; false if it has to stay as it is.
+
+        Called once, when all weights are loaded.
+
+        Args:
+            experts: the `RoutedExperts`.
+        """
+        runner = compat.runner_of(experts)
+        mlp = compat.shared_mlp(runner)
+        if type(mlp).__name__ != MLP or experts.apply_router_weight_on_input:
+            return False
+        if (mlp.gate_up_proj, mlp.down_proj) != self._mlp:
+            return False
+        shown = *(getattr(experts, name) for name in experts.quant_method.loading.parameters), *self._mlp.tensors()
+        if [parameter.data_ptr() for parameter in shown] != [t.data_ptr() for t in (*self.tensors, *self._slots())]:
+            return False
+        self.routed_scale = compat.take_shared_expert(runner)
+        log_once(
+            logging.INFO, "shared experts are computed as one more expert (FP8MOE_MERGE_SHARED_EXPERT=0: separately)"
+        )
+        return True
+
+    def apply(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, ue8m0: bool) -> torch.Tensor:
+        """All experts of bfloat16 `[T, H]`, with the router's weights and ids `[T, k]` of the routed ones."""
+        output = torch.empty_like(x)
+        torch_ops.fused_moe(x, *self.tensors, topk_weights, topk_ids, None, ue8m0, True, self.routed_scale, output)
+        return output

@@ -1,0 +1,157 @@
+"""vLLM's `DeepseekV2MoE` and its runner, with and without a merged shared expert; no model around it and no engine."""
+
+import inspect
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE
+
+from fp8moe_plugin.layers.loading import expert_tensors
+from fp8moe_plugin.layers.vllm import config as config_module
+from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
+from fp8moe_plugin.layers.vllm.shared_expert import Mlp
+from fp8moe_plugin.ops import fused_moe
+from tests import helpers as h
+from tests.engine.load import join_ranks
+from tests.layers.experts import EXPERTS, HIDDEN, TOPK, make_checkpoint
+from tests.layers.vllm.one_rank import load_experts, load_mlp
+
+pytestmark = pytest.mark.seam
+
+INTERMEDIATE, SCALE, TOKENS, PREFIX = 256, 2.5, 7, "model.layers.3.mlp"
+CHECKPOINT = make_checkpoint(INTERMEDIATE)
+MODEL = SimpleNamespace(
+    routed_scaling_factor=SCALE,
+    n_routed_experts=EXPERTS,
+    n_shared_experts=1,
+    hidden_act="silu",
+    hidden_size=HIDDEN,
+    moe_intermediate_size=INTERMEDIATE,
+    num_experts_per_tok=TOPK,
+    norm_topk_prob=True,
+    n_group=1,
+    topk_group=1,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, workspaces: None) -> Iterator[None]:
+    with mock.patch.dict(os.environ):  # vLLM sets variables, which must not affect later tests
+        with set_current_vllm_config(VllmConfig()):
+            join_ranks(tmp_path_factory.mktemp("ranks"))
+        yield
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+class Block:
+    """A loaded block of the model, whose router always chooses the same."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace = MODEL) -> None:
+        monkeypatch.setattr(config_module, "warmup_command", lambda: "warmup")
+        self.config = VllmConfig()
+        options: dict[str, bool] = {}
+        if "apply_routed_scale_to_output" in inspect.signature(DeepseekV2MoE).parameters:  # 0.25.1 always does
+            options["apply_routed_scale_to_output"] = True
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with set_current_vllm_config(self.config):
+                quantized = Fp8MoeConfig(None, ue8m0=False)
+                parallel = self.config.parallel_config
+                self.module = DeepseekV2MoE(model, parallel, quant_config=quantized, prefix=PREFIX, **options)
+                self.mlp = Mlp(self.module.shared_experts.gate_up_proj, self.module.shared_experts.down_proj)
+                self.runner = self.module.experts
+                self.experts = self.runner.routed_experts
+                self.load()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        gen = h.seeded(0, torch.device("cpu"))
+        self.x = h.random_tokens(gen, TOKENS, HIDDEN)
+        self.routing = h.random_routing(gen, "distinct", TOKENS, TOPK, EXPERTS)
+        monkeypatch.setattr(self.module.gate, "forward", lambda x: (x[:, :EXPERTS], None))  # made for engines
+        monkeypatch.setattr(self.runner.router, "select_experts", lambda *_, **__: self.routing)
+
+    def load(self) -> None:
+        load_experts(self.experts, CHECKPOINT)
+        width = self.mlp.down.weight.shape[1] // INTERMEDIATE
+        wide = {
+            name: [torch.cat([t] * width, 1 if name.startswith("w2") else 0) for t in ts]
+            for name, ts in CHECKPOINT.items()
+        }
+        load_mlp(self.mlp, wide, 1)
+        for part in (*self.mlp, self.experts):
+            part.quant_method.process_weights_after_loading(part)
+
+    def run(self) -> torch.Tensor:
+        with set_forward_context(None, self.config), torch.inference_mode():
+            return self.module(self.x.clone())
+
+    def expected(self) -> torch.Tensor:
+        """With expert 1 as the shared one, too."""
+        tensors = [getattr(self.experts, name).data for name in expert_tensors(1, 128, 128)]
+        tensors = [
+            torch.cat([tensor.view(torch.uint8), tensor[1:2].view(torch.uint8)]).view(tensor.dtype)
+            for tensor in tensors
+        ]
+        return fused_moe(self.x, *tensors, *self.routing, shared_expert=True, routed_scale=SCALE)
+
+
+def test_the_runner_returns_what_the_experts_compute(ranks, monkeypatch):
+    block = Block(monkeypatch)
+    assert block.runner.shared_experts is None
+    assert block.config.additional_config
+    assert h.same_bits(block.run(), block.expected())
+
+
+def test_a_setting_leaves_the_shared_expert_to_the_runner(ranks, monkeypatch):
+    with h.environment("FP8MOE_MERGE_SHARED_EXPERT", "0"):
+        block = Block(monkeypatch)
+    assert block.runner.shared_experts is not None
+    assert not block.config.additional_config
+    assert 0 < h.relative_l2(block.run(), block.expected()) < 0.005
+
+
+def test_two_shared_experts_are_left_to_the_runner(ranks, monkeypatch):
+    block = Block(monkeypatch, SimpleNamespace(**vars(MODEL) | {"n_shared_experts": 2}))
+    assert block.runner.shared_experts is not None
+    assert block.run().isfinite().all()
+
+
+@pytest.mark.parametrize("part", ["experts", "mlp"])
+def test_parameters_that_were_moved_are_left_to_the_runner(ranks, monkeypatch, part):
+    load = Block.load
+
+    def moved(block: Block) -> None:
+        parameter = block.experts.w2_weight if part == "experts" else block.mlp.down.weight
+        parameter.data = parameter.data.clone()
+        load(block)
+
+    monkeypatch.setattr(Block, "load", moved)
+    block = Block(monkeypatch)
+    assert block.runner.shared_experts is not None
+    assert h.relative_l2(block.run(), block.expected()) < 0.005
+
+
+def test_a_runner_of_another_kind_keeps_its_shared_expert(ranks, monkeypatch):
+    load = Block.load
+
+    def changed(block: Block) -> None:
+        block.runner.__class__ = type("OtherRunner", (type(block.runner),), {})
+        load(block)
+
+    monkeypatch.setattr(Block, "load", changed)
+    block = Block(monkeypatch)
+    assert block.runner.shared_experts is not None
+    assert h.relative_l2(block.run(), block.expected()) < 0.005
