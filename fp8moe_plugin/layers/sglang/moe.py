@@ -109,16 +109,16 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             x, _, topk_ids, topk_weights, _ = dispatch_output
             return DeepEPNormalCombineInput(self._sums(layer, x, topk_weights, topk_ids), topk_ids, topk_weights)
         topk_weights, topk_ids, _ = dispatch_output.topk_output
-        factor = self.owed_factor(layer)
-        if factor != 1:  # a launch of its own: as an argument, it would change the kernels for all layers and engines
-            topk_weights = topk_weights * factor
-        return StandardCombineInput(self._sums(layer, dispatch_output.hidden_states, topk_weights, topk_ids))
+        x, factor = dispatch_output.hidden_states, self.owed_factor(layer)
+        return StandardCombineInput(self._sums(layer, x, topk_weights, topk_ids, factor))
 
-    def _sums(self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Each token's weighted sum over its experts on this rank, bfloat16 `[T, H]`."""
+    def _sums(
+        self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, factor: float = 1.0
+    ) -> torch.Tensor:
+        """Each token's sum over its experts on this rank, weighted and multiplied by `factor`; bfloat16 `[T, H]`."""
         out = torch.empty_like(x)
         ue8m0 = self.quant_config.ue8m0
-        torch_ops.fused_moe(x, *self._weights(layer), topk_weights, topk_ids, None, ue8m0, False, 1.0, out)
+        torch_ops.fused_moe(x, *self._weights(layer), topk_weights, topk_ids, None, ue8m0, False, factor, out)
         return out
 
     @staticmethod
@@ -132,7 +132,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         """
         factor = self.config.routed_scaling_factor
         if factor is None or not is_cuda() or layer.should_fuse_routed_scaling_factor_in_topk:
-            return 1
+            return 1.0
         return float(factor)
 
 
