@@ -219,7 +219,11 @@ def captured(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
 
 def time_calls(calls: Sequence[Callable[[], Any]]) -> float:
     """Median microseconds of one call, from replays of a CUDA graph that holds each call once."""
-    graph = captured(calls)
+    return time_graph(captured(calls)) / len(calls)
+
+
+def time_graph(graph: torch.cuda.CUDAGraph) -> float:
+    """Median microseconds of a replay, after a pause."""
     time.sleep(PAUSE_S)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(WARM_REPLAYS + REPLAYS + 1)]
     events[0].record()
@@ -228,7 +232,7 @@ def time_calls(calls: Sequence[Callable[[], Any]]) -> float:
         event.record()
     torch.cuda.synchronize()
     times = [events[i].elapsed_time(events[i + 1]) for i in range(WARM_REPLAYS, WARM_REPLAYS + REPLAYS)]
-    return sorted(times)[REPLAYS // 2] * 1e3 / len(calls)
+    return sorted(times)[REPLAYS // 2] * 1e3
 
 
 def make_ours(ue8m0: bool, experts: Experts, weights: ExpertWeights, tokens: int) -> Layer:
