@@ -53,7 +53,6 @@ class Backend:
             Path(folder, "config.json").write_text(json.dumps(config(PRESETS["deepseek_v3", "tiny"], fp8=True)))
             start(ServerArgs(model_path=folder, device="cuda", **BACKENDS[name]))
         self.quantization = BACKENDS[name]["quantization"]
-        torch.set_default_dtype(torch.bfloat16)
 
     def make(self, experts: Experts) -> None:
         """The layer that the other methods measure."""
@@ -68,6 +67,7 @@ class Backend:
                 intermediate_size=experts.intermediate,
                 layer_id=0,
                 top_k=experts.topk,
+                params_dtype=torch.bfloat16,
                 quant_config=get_quantization_config(self.quantization).from_config(QUANTIZATION),
                 prefix="model.layers.0.mlp.experts",
                 inplace=False,
