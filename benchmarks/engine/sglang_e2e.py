@@ -1,6 +1,7 @@
 """SGLang engines with different FP8 backends taking turns on one GPU: prefill and decode times, and greedy agreement.
 
-    python -m benchmarks.engine.sglang_e2e --models DIR [DIR ...] --out benchmarks/results/sglang_e2e-<date>.json
+    python -m benchmarks.engine.sglang_e2e --models DIR [DIR ...] [--twins DIR [DIR ...]] \
+        --out benchmarks/results/sglang_e2e-<date>.json
 
 Engines:
 - `fp8moe`: this package;
@@ -10,7 +11,8 @@ Engines:
 All engines of all checkpoints exist at once, each in processes of its own, with CUDA graphs for the cells' decode steps
 and prefills. Cells are those of `engine_e2e`; `rounds` of the engines of a checkpoint alternate while the others idle.
 
-Agreement is of each two engines on the same checkpoint, as `benchmarks.accuracy.agreement` describes it.
+Agreement is of each two engines on the same checkpoint, as `benchmarks.accuracy.agreement` describes it. `--twins` adds
+an engine of the unquantized checkpoint to it.
 """
 
 import argparse
@@ -37,6 +39,7 @@ ENGINES: dict[str, dict[str, Any]] = {  # arguments of SGLang's engine
     "sglang": {"quantization": "fp8"},
     "sglang-deepgemm": {"quantization": "fp8", "moe_runner_backend": "deep_gemm"},
 }
+UNQUANTIZED = "unquantized"  # the engine of a twin, which is not timed
 CELLS = "prefill 1x128,prefill 1x1024,prefill 4x2048,decode 1,decode 16,decode 64"
 MOST_TOKENS = 8192  # of a step
 PROMPTS, PROMPT_TOKENS, GENERATED = 32, 96, 32
@@ -64,7 +67,7 @@ class Engine(Clock):
             cuda_graph_bs_prefill=sorted({cell.sequences * cell.tokens for cell in cells if cell.tokens}),
             log_level="info",
             **options,
-            **ENGINES[name],
+            **ENGINES.get(name, {}),
         )
         for cell in cells:
             self.measure(cell)
@@ -103,6 +106,7 @@ def greedy(tokens: int) -> dict[str, Any]:
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=Path, nargs="+", required=True, help="block-FP8 checkpoints")
+    parser.add_argument("--twins", type=Path, nargs="+", help="the same models unquantized, in the same order")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="ENGINE")
     parser.add_argument("--cells", type=cells, default=CELLS, help="%(default)s")
     parser.add_argument("--rounds", type=count, default=9, help="timed rounds of each cell; %(default)s")
@@ -164,17 +168,24 @@ def measure(args: argparse.Namespace, models: dict[Path, Engines]) -> None:
     for model, engines in models.items():
         report.agreement += agree(model, engines, args.timeout)
         report.write()
+        if UNQUANTIZED in engines.names:
+            engines.names.remove(UNQUANTIZED)
+            engines.processes[UNQUANTIZED].kill()
     for engines, cell in itertools.product(models.values(), args.cells):
         engines.measure(cell, args.rounds)
         report.write()
 
 
 def main() -> None:
-    args = options().parse_args()
+    parser = options()
+    args = parser.parse_args()
+    if args.twins and len(args.twins) != len(args.models):
+        parser.error("--twins takes one checkpoint for each of --models, in their order")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the results so far are printed
-    models = {}
-    for model in args.models:
-        makes = {name: partial(Engine, name, model, args.cells, dict(args.options)) for name in args.engines}
+    models: dict[Path, Engines] = {}
+    for model, twin in itertools.zip_longest(args.models, args.twins or []):
+        folders = dict.fromkeys(args.engines, model) | ({UNQUANTIZED: twin} if twin else {})
+        makes = {name: partial(Engine, name, of, args.cells, dict(args.options)) for name, of in folders.items()}
         processes = {name: EngineProcess(make, {}) for name, make in makes.items()}
         models[model] = Engines(processes, model.name, args.timeout)
     try:

@@ -14,6 +14,7 @@ ANSWERS = {  # next tokens, their log-probabilities and greedy tokens of one pro
     "fp8moe": ([1, 2, 3, 4], [-1.0, -1.0, -1.0, -1.0], [5, 6, 7]),
     "sglang": ([1, 2, 3, 9], [-1.0, -1.5, -1.0, -1.0], [5, 6, 8]),
     "sglang-deepgemm": ([1, 2, 3, 4], [-1.0, -1.0, -1.0, -1.0], [5, 6, 7]),
+    "unquantized": ([1, 2, 9, 4], [-1.0, -1.0, -1.0, -1.0], [5, 6, 7]),
 }
 
 
@@ -49,11 +50,11 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps({"num_hidden_layers": 2}))
 
-    def run(*failing: str) -> dict[str, Any]:
+    def run(*failing: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
         monkeypatch.setattr(Process, "failing", set(failing))
         out = tmp_path / "report.json"
         arguments = ["--models", str(tmp_path / "model"), "--out", str(out), "--cells", "decode 4", "--rounds", "2"]
-        monkeypatch.setattr("sys.argv", ["sglang_e2e", *arguments])
+        monkeypatch.setattr("sys.argv", ["sglang_e2e", *arguments, *options])
         main()
         found: dict[str, Any] = json.loads(out.read_text())
         return found
@@ -72,6 +73,19 @@ def test_each_two_engines_are_compared_and_each_cell_is_timed(report, capsys):
     ]
     assert found["models"]["model"]["checkpoint"]["num_hidden_layers"] == 2
     assert "1.50" in capsys.readouterr().out  # best peer / ours
+
+
+def test_an_unquantized_twin_is_compared_but_not_timed(report, tmp_path):
+    found = report(options=("--twins", str(tmp_path)))
+    pairs = {(pair["engine"], pair["other"]): pair["next_token"] for pair in found["agreement"]}
+    assert (len(pairs), pairs["fp8moe", "unquantized"], pairs["sglang", "unquantized"]) == (6, 0.75, 0.5)
+    assert {row["engine"] for row in found["rows"]} == {"fp8moe", "sglang", "sglang-deepgemm"}
+
+
+def test_each_model_has_its_twin_or_none_has(report, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        report(options=("--twins", str(tmp_path), str(tmp_path)))
+    assert "one checkpoint for each of --models" in capsys.readouterr().err
 
 
 def test_an_engine_that_does_not_start_leaves_the_others(report):
