@@ -30,10 +30,11 @@ import torch
 
 from benchmarks.layer.before_after import replay_us
 from benchmarks.report import installed, write_report
-from fp8moe_plugin.bench.layer import captured, random_weights
+from fp8moe_plugin.bench.layer import random_weights
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.ops import fp8_linear, fused_moe, per_token_group_quant_fp8, silu_mul_quant_fp8
 from fp8moe_plugin.ops.operands import ExpertWeights
+from fp8moe_plugin.testing import captured
 
 TOKENS = (1, 8, 64, 2048)
 CALLS = 8

@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.layer.timing import Pair, time_calls
+from benchmarks.layer.operands import Pair
 from benchmarks.report import installed, results_or_errors, sources_sha256, write_report
 from fp8moe_plugin.bench.peers import vllm_layer
 from fp8moe_plugin.checkpoint.shapes import GROUP, Experts, ceil_div
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from fp8moe_plugin.ops import batched_experts, per_token_group_quant_fp8, reference
+from fp8moe_plugin.testing import time_calls
 
 
 class Shape(NamedTuple):

@@ -22,10 +22,11 @@ import torch
 
 from benchmarks.layer.host_cost import host_us
 from benchmarks.report import write_report
-from fp8moe_plugin.bench.layer import captured, make_case, random_weights
+from fp8moe_plugin.bench.layer import make_case, random_weights
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.settings import settings
+from fp8moe_plugin.testing import captured
 
 LAYERS = {
     "dsv3-ep1": Experts(1, 256, 8, 7168, 2048),

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.layer.timing import random_fp8, random_scales
+from benchmarks.layer.operands import random_fp8, random_scales
 from benchmarks.report import sources_sha256, write_report
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.ops import fused_moe

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.layer.timing import Pair, random_fp8, random_scales, time_calls
+from benchmarks.layer.operands import Pair, random_fp8, random_scales
 from benchmarks.report import write_report
 from fp8moe_plugin.ops import backend, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
 from fp8moe_plugin.ops.grouped_gemm import contiguous_launches
 from fp8moe_plugin.ops.operands import Rows, Weights, k_major
 from fp8moe_plugin.plan import plan_contiguous
+from fp8moe_plugin.testing import time_calls
 
 EXPERTS, TOPK = 256, 8
 SHAPES = {  # of DeepSeek-V3: weights [N, K]

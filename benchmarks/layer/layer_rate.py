@@ -21,9 +21,10 @@ from benchmarks.layer.grouped_gemm import (
     row_counts,
     time_deepgemm_contiguous,
 )
-from benchmarks.layer.timing import Pair, time_calls
+from benchmarks.layer.operands import Pair
 from benchmarks.report import write_report
 from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.testing import time_calls
 
 HIDDEN, INTERMEDIATE = 7168, 2048
 

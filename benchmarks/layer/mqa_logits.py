@@ -18,17 +18,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.layer.timing import random_fp8
+from benchmarks.layer.operands import random_fp8
 from benchmarks.report import write_report
 from fp8moe_plugin import ops
 from fp8moe_plugin.ops import reference
+from fp8moe_plugin.testing import calc_diff, kernel_seconds
 
 PAGE = 64
 MULTIPROCESSORS = 132
-KERNELS = ("mqa_logits", "mqa_metadata")  # in the kernels' names, ours and DeepGEMM's
-FLUSH_BYTES = 2**28
+KERNELS = "mqa_"  # in the kernels' names, ours and DeepGEMM's
 MOST_DIFFERENCE = {torch.float32: 5e-6, torch.bfloat16: 3e-5}
 PEERS = ("deep_gemm", "vllm.third_party.deep_gemm")
 
@@ -90,10 +89,9 @@ def ragged(batch: int, average: int) -> list[int]:
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """1 - 2xy / (xx + yy), over the elements that are not -inf."""
+    """Over the elements that are not -inf."""
     there = expected > float("-inf")
-    x, y = actual[there].double(), expected[there].double()
-    return (1 - 2 * (x * y).sum() / (x * x + y * y).sum().clamp(min=1e-30)).item() if x.numel() else 0.0
+    return calc_diff(actual[there], expected[there])
 
 
 def check_prefill(heads: int, dim: int, ranges: str, dtype: torch.dtype) -> float:
@@ -149,22 +147,7 @@ def check_all() -> dict[str, float]:
 
 def kernel_us(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Median microseconds that the kernels of each call are busy, of calls that take turns."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    for call in calls.values():
-        call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        for _ in range(rounds):
-            for call in calls.values():
-                flush.zero_()
-                call()
-        torch.cuda.synchronize()
-    events = [e for e in prof.events() if any(name in e.name for name in KERNELS)]
-    durations = [e.time_range.elapsed_us() for e in sorted(events, key=lambda e: e.time_range.start)]
-    if len(durations) != rounds * len(calls):
-        names = sorted({e.name for e in prof.events()})
-        raise SystemExit(f"{len(durations)} kernels for {rounds} rounds of {list(calls)}; the profiler saw {names}")
-    return {name: sorted(durations[i :: len(calls)])[rounds // 2] for i, name in enumerate(calls)}
+    return {name: seconds * 1e6 for name, seconds in kernel_seconds(calls, rounds, KERNELS).items()}
 
 
 def import_peer() -> Any:

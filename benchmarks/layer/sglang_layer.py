@@ -23,9 +23,10 @@ from benchmarks.checkpoints.synthetic import PRESETS, config
 from benchmarks.engine.process import EngineError, EngineProcess
 from benchmarks.layer.host_cost import host_us
 from benchmarks.report import installed, sources_sha256, write_report
-from fp8moe_plugin.bench.layer import REFERENCE_TOKENS, TOKENS, captured, make_case, random_weights, time_graph
+from fp8moe_plugin.bench.layer import REFERENCE_TOKENS, TOKENS, make_case, random_weights, time_graph
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.checkpoint.shapes import Experts
+from fp8moe_plugin.testing import captured
 
 BACKENDS: dict[str, dict[str, Any]] = {  # arguments of SGLang's server
     OURS: {"quantization": "fp8moe"},

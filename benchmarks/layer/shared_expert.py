@@ -19,10 +19,11 @@ import torch
 
 from benchmarks.layer.before_after import replay_us
 from benchmarks.report import installed, write_report
-from fp8moe_plugin.bench.layer import captured, float32_layer, random_weights
+from fp8moe_plugin.bench.layer import float32_layer, random_weights
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.ops import fp8_linear, fused_moe
 from fp8moe_plugin.ops.operands import ExpertWeights
+from fp8moe_plugin.testing import captured
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 CALLS, REFERENCE_TOKENS = 8, 64

@@ -27,6 +27,7 @@ from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
 from fp8moe_plugin.ops.reference import dequantize_blocks
 from fp8moe_plugin.plan import HOPPER
+from fp8moe_plugin.testing import captured
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 8192)
 REFERENCE_TOKENS = 16  # tokens whose results are compared with float32 math
@@ -203,18 +204,6 @@ def floor_us(experts: Experts, tokens: int, busy: float) -> float:
     activations = 2 * 2 * tokens * experts.hidden  # bfloat16 in and out
     memory_s = (busy * weights + activations) / BYTES_PER_S
     return max(memory_s, 2 * weights * tokens * experts.topk / FLOP_PER_S) * 1e6
-
-
-def captured(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph that holds each call once, captured after each has run once."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
 
 
 def time_calls(calls: Sequence[Callable[[], Any]]) -> float:

@@ -1,0 +1,116 @@
+"""Helpers for tests and benchmarks: how far two results are apart, and how long a call takes on the GPU."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+FLUSH_BYTES = 2**28  # several times the L2 of a Hopper GPU
+FLUSH_KERNEL = "bitwise_not"  # in the name of the kernel that flushes L2, and thus marks where a call begins
+PAUSE_S = 0.25  # before a burst, so that what ran before does not leave the GPU at its power limit
+SUSTAINED_US = 0.4e6
+
+
+def calc_diff(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far two tensors of any shape are apart: 0 if they are equal or all zero, 2 if one is the other's negative.
+
+    One minus their product over the mean of their squares, in float64; half the square of a small relative L2 distance.
+    NaN if one of them holds NaN.
+    """
+    x, y = actual.double(), expected.double()
+    squares = (x * x + y * y).sum().item()
+    return 1 - 2 * (x * y).sum().item() / squares if squares else 0.0
+
+
+def bench_kineto(
+    call: Call, kernel_names: str | tuple[str, ...] | None = None, rounds: int = 30
+) -> float | tuple[float, ...]:
+    """Median seconds for which a call keeps the GPU busy, by torch's profiler (Kineto), with a cold L2.
+
+    Args:
+        kernel_names: count only kernels with this in their name; with several names, a time for each. None: all that
+            the call launches, copies included.
+        rounds: how many calls are timed, after one that is not.
+    Returns:
+        A float, or a tuple for a tuple of names; 0 for a name that no kernel has.
+    """
+    if isinstance(kernel_names, tuple):
+        events = profiled([call], rounds)
+        return tuple(median(durations(events, name)) for name in kernel_names)
+    return median(durations(profiled([call], rounds), kernel_names))
+
+
+def kernel_seconds(calls: Mapping[str, Call], rounds: int, kernel_name: str | None = None) -> dict[str, float]:
+    """`bench_kineto` of several calls that take turns, by their names."""
+    found = durations(profiled(list(calls.values()), rounds), kernel_name)
+    return {name: median(found[i :: len(calls)]) for i, name in enumerate(calls)}
+
+
+def profiled(calls: Sequence[Call], rounds: int) -> list[tuple[str, float]]:
+    """What ran on the GPU while the calls took turns, in order: names and seconds. L2 is flushed before each call."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(rounds):
+            for call in calls:
+                flush.bitwise_not_()
+                call()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    return [(event.name, event.time_range.elapsed_us() / 1e6) for event in events]
+
+
+def durations(events: Iterable[tuple[str, float]], kernel_name: str | None) -> list[float]:
+    """Seconds of each call in `profiled`, of kernels with this in their name; None: of all."""
+    totals: list[float] = []
+    for name, seconds in events:
+        if FLUSH_KERNEL in name:
+            totals.append(0.0)
+        elif totals and (kernel_name is None or kernel_name in name):
+            totals[-1] += seconds
+    return totals
+
+
+def median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph that holds each call once, captured after each has run once."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def time_calls(call: Call) -> tuple[float, float]:
+    """Microseconds of a call in CUDA-graph replays: after a pause (burst), and during 0.4 s without one (sustained)."""
+    graph = captured([call])
+    graph.replay()
+    torch.cuda.synchronize()
+
+    def replays(count: int) -> list[float]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
+
+    time.sleep(PAUSE_S)
+    burst = median(replays(7))
+    return burst, median(replays(max(9, int(SUSTAINED_US / burst))))
