@@ -52,12 +52,20 @@ class Settings(BaseModel):
         description="What to do if a kernel is in neither the bundle nor the cache. `allow`: compile it. `warn`: "
         "compile it and log a warning. `forbid`: refuse to start.",
     )
+    jit_debug: bool = Field(
+        False,
+        description="For each kernel that is compiled: print the compiler's command line and ptxas' report, and keep "
+        "source, cubin and SASS beside the cached cubin.",
+    )
     merge_shared_expert: bool = Field(
         True,
         description="Under vLLM, compute a shared expert that is as wide as the routed ones as one more of them. "
         "`0`: as dense layers on a second stream, as vLLM does.",
     )
     nvtx: bool = Field(False, description="Put an NVTX range around each layer, named after its op and sizes.")
+    print_configs: bool = Field(
+        False, description="Print a line for each new shape of an op: the chosen kernels, their tiles and grids."
+    )
 
 
 @functools.cache

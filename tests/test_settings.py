@@ -42,7 +42,18 @@ def test_a_misspelt_variable_costs_one_warning(plugin_log: pytest.LogCaptureFixt
     with h.environment("FP8MOE_BACKED", "reference"), h.environment("FP8MOE_DEBUG", "1"):
         settings()
         settings()
-    fields = ("BACKEND", "BUNDLE", "CACHE_DIR", "DEBUG", "INDEXER", "JIT", "MERGE_SHARED_EXPERT", "NVTX")
+    fields = (
+        "BACKEND",
+        "BUNDLE",
+        "CACHE_DIR",
+        "DEBUG",
+        "INDEXER",
+        "JIT",
+        "JIT_DEBUG",
+        "MERGE_SHARED_EXPERT",
+        "NVTX",
+        "PRINT_CONFIGS",
+    )
     known = ", ".join(f"FP8MOE_{field}" for field in fields)
     assert plugin_log.messages == [f"fp8moe: unknown variables are ignored: FP8MOE_BACKED. Known are {known}"]
 

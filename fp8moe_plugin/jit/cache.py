@@ -93,10 +93,15 @@ def publish(name: str, cubin: bytes) -> None:
     Raises:
         CacheError: the folder must not be used, or cannot be written to.
     """
+    write(name, seal(name, cubin))
+
+
+def write(name: str, content: bytes) -> None:
+    """Atomically add or replace a file of the folder. Raises `CacheError`, as `publish` does."""
     path = cache_dir()
     try:
         with _opened(path, make=True) as folder:
-            write_whole(folder, name, seal(name, cubin), 0o600)
+            write_whole(folder, name, content, 0o600)
     except OSError as error:
         advice = "Delete it." if isinstance(error, IsADirectoryError) else ADVICE  # a folder has the entry's name
         raise CacheError(f"{_culprit(path, name, error)} cannot be written: {error.strerror}. {advice}") from error

@@ -14,6 +14,7 @@ from fp8moe_plugin.plan.constants import MACROS
 
 ARCH = "sm_90a"
 OPTIONS = {"arch": ARCH, "std": "c++17"}  # all options that affect the machine code
+PTXAS_OPTIONS = ["-v"]
 OLDEST_NVRTC = (12, 8)
 _INCLUDE = re.compile(r'^#include "(.+)"$')
 
@@ -21,6 +22,7 @@ _INCLUDE = re.compile(r'^#include "(.+)"$')
 class Compiled(NamedTuple):
     cubin: bytes
     faults: list[str]  # lines of ptxas' report that should not be there, see _faults
+    report: str = ""  # of ptxas
 
 
 def compile_kernel(key: KernelKey) -> Compiled:
@@ -34,7 +36,7 @@ def compile_kernel(key: KernelKey) -> Compiled:
     compiler = nvrtc_version()
     # A result from NVRTC's own cache, which 12.8 does not have, would come without ptxas' report.
     uncached = {"no_cache": True} if nvrtc_release() >= (12, 9) else {}
-    options = ProgramOptions(name=f"{key.source}.cu", ptxas_options=["-v"], **uncached, **OPTIONS)
+    options = ProgramOptions(name=f"{key.source}.cu", ptxas_options=PTXAS_OPTIONS, **uncached, **OPTIONS)
     log = io.StringIO()
     try:
         program = Program(translation_unit(key), "c++", options)
@@ -44,7 +46,13 @@ def compile_kernel(key: KernelKey) -> Compiled:
             f"{key.source} does not compile with {compiler}: {error}\n{log.getvalue()}\n"
             f"Upgrade the package {nvrtc_package()}; if that does not help, report this with the text above."
         ) from error
-    return Compiled(cubin, _faults(log.getvalue()))
+    return Compiled(cubin, _faults(log.getvalue()), log.getvalue())
+
+
+def command_line(key: KernelKey) -> str:
+    """How NVRTC's options would be written for nvcc; the macros are in the source."""
+    options = (f"--{name}={value}" for name, value in OPTIONS.items())
+    return " ".join(("nvcc", *options, f"--ptxas-options={PTXAS_OPTIONS[0]}", "--cubin", f"{key.source}.cu"))
 
 
 def entry_name(key: KernelKey, compiler: str) -> str:

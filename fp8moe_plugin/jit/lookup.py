@@ -12,6 +12,7 @@ from fp8moe_plugin.errors import CacheError, CompileError, KernelNotPrecompiled
 from fp8moe_plugin.jit import cache
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import compile_kernel, entry_name, nvrtc_version
+from fp8moe_plugin.jit.dump import dump
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.settings import settings
@@ -108,11 +109,14 @@ def compile_into_cache(key: KernelKey) -> Made:
             return Made(cache.read(name), False, [], None)
         except cache.Missing:
             start = time.perf_counter()
-            cubin, faults = compile_kernel(key)
+            compiled = compile_kernel(key)
+            cubin, faults = compiled.cubin, compiled.faults
             compile_times.append(time.perf_counter() - start)
         try:
             cache.publish(name, cubin)
             not_kept = None
+            if settings().jit_debug:
+                dump(key, name, compiled)
         except CacheError as error:
             not_kept = str(error)
         return Made(cubin, True, faults, not_kept)

@@ -7,9 +7,10 @@ them on an emulator. In the modules of the ops `x_launch` and `x_launches` retur
 
 import functools
 import logging
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -18,10 +19,13 @@ from fp8moe_plugin.jit import launcher
 from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.plan import HOPPER
+from fp8moe_plugin.plan.parameters import PARAMETERS, Kind
 from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")
 MOST_PREPARED = 1024  # calls that an op keeps ready, one for each shape and number of tokens
+Choices = ParamSpec("Choices")
+Ready = TypeVar("Ready")
 
 
 class Device(Protocol):
@@ -47,6 +51,53 @@ class Gpu:
     def prepare(self, launches: Iterable[Launch]) -> Prepared:
         """See `launcher.prepare`."""
         return launcher.prepare(launches, self.index)
+
+
+@dataclass(frozen=True, eq=False)
+class _Printing:
+    """A device that prints which kernels an op prepares."""
+
+    device: Device
+    op: str
+
+    @property
+    def multiprocessors(self) -> int:
+        return self.device.multiprocessors
+
+    def prepare(self, launches: Iterable[Launch]) -> Prepared:
+        launches = tuple(launches)
+        print(f"fp8moe: {self.op}: {'; '.join(map(described, launches))}", file=sys.stderr, flush=True)
+        return self.device.prepare(launches)
+
+
+def described(launch: Launch) -> str:
+    """A launch in words: the kernel, its sizes and tile, the blocks of its grid."""
+    names = (parameter.name for parameter in PARAMETERS[launch.key.source] if parameter.kind == Kind.INT)
+    sizes = (f"{name}={getattr(launch.args, name)}" for name in names)
+    cluster = (f"cluster={launch.cluster}",) if launch.cluster > 1 else ()
+    return " ".join((str(launch.key), *sizes, f"grid={launch.grid}", *cluster))
+
+
+def prepares(
+    op: str,
+) -> Callable[[Callable[Concatenate[Device, Choices], Ready]], "functools._lru_cache_wrapper[Ready]"]:
+    """Decorates a function that makes the launches of an op ready: it runs once for each device and choices.
+
+    With FP8MOE_PRINT_CONFIGS=1 it then also prints them, under the name of the op.
+    """
+
+    def decorate(
+        make: Callable[Concatenate[Device, Choices], Ready],
+    ) -> "functools._lru_cache_wrapper[Ready]":
+        @functools.lru_cache(maxsize=MOST_PREPARED)
+        @functools.wraps(make)
+        def prepared(device: Device, *args: Choices.args, **kwargs: Choices.kwargs) -> Ready:
+            shown = _Printing(device, op) if settings().print_configs else device
+            return make(shown, *args, **kwargs)
+
+        return prepared
+
+    return decorate
 
 
 def device_of(tensor: torch.Tensor) -> Device | None:

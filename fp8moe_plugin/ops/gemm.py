@@ -1,13 +1,11 @@
 """Dense block-scaled FP8 GEMM."""
 
-import functools
-
 import torch
 
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference
-from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
+from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import check_activations, check_aligned, check_tensor, check_weights
 from fp8moe_plugin.ops.gemm_launches import dense_launch
 from fp8moe_plugin.ops.operands import Quantized, Rows, Weights, k_major
@@ -48,7 +46,7 @@ def fp8_gemm_nt(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor |
     return out
 
 
-@functools.lru_cache(maxsize=MOST_PREPARED)
+@prepares("fp8_gemm_nt")
 def prepared_gemm(device: Device, plan: DensePlan, m: int, n: int, k: int, scale_k_block: int, added: bool) -> Prepared:
     """What launches `fp8_gemm_nt`, given the addresses in it; `scale_k_block` is the stride of `k_major`."""
     a, a_scales, b, b_scales, out, c = map(Slot, range(6))

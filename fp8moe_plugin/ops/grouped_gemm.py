@@ -1,6 +1,5 @@
 """Grouped block-scaled FP8 GEMMs: rows of many experts, each against its own weights."""
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -8,7 +7,7 @@ import torch
 from fp8moe_plugin.jit.launch import Address, Launch, Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
+from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import (
     check_activations,
     check_int,
@@ -94,7 +93,7 @@ def m_grouped_fp8_gemm_nt_masked(
     return out
 
 
-@functools.lru_cache(maxsize=MOST_PREPARED)
+@prepares("m_grouped_fp8_gemm_nt")
 def prepared_grouped(
     device: Device,
     plan: GroupedPlan,

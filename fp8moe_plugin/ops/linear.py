@@ -1,14 +1,12 @@
 """A dense FP8 linear layer: quantize the tokens, then one GEMM."""
 
-import functools
-
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.jit.launch import Address, Launch, Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
+from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import CheckedOnce, check_multiple, check_tensor, check_weights, debugs, watch_rows
 from fp8moe_plugin.ops.gemm_launches import dense_launch
 from fp8moe_plugin.ops.operands import Quantized, Rows, Weights, placed
@@ -78,7 +76,7 @@ def _multiply(x: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor
     run((x.data_ptr(), weight[0].data_ptr(), weight[1].data_ptr(), out.data_ptr(), scratch.data_ptr()))
 
 
-@functools.lru_cache(maxsize=MOST_PREPARED)
+@prepares("fp8_linear")
 def prepared_linear(device: Device, plan: DensePlan, tokens: int, n: int, k: int, ue8m0: bool) -> tuple[Prepared, int]:
     """What launches `fp8_linear` without a bias, given the addresses in `_multiply`, and the bytes of its scratch."""
     x, weight, weight_scale, out, scratch = map(Slot, range(5))

@@ -1,14 +1,12 @@
 """The mixture-of-experts ops: check a call, plan its step, and launch the kernels or run the reference."""
 
-import functools
-
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
+from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import check_apart, check_int, check_values, debugs, watch_rows
 from fp8moe_plugin.ops.expert_checks import check_batched_call, check_layer_call, check_router
 from fp8moe_plugin.ops.moe_launches import batched_launches, layer_launches
@@ -115,7 +113,7 @@ def _layer(
     return out
 
 
-@functools.lru_cache(maxsize=MOST_PREPARED)
+@prepares("fused_moe")
 def prepared_layer(
     device: Device, step: StepPlan, ids_64: bool, mapped: bool, shared_expert: bool = False, routed_scale: float = 1.0
 ) -> Prepared:
@@ -214,7 +212,7 @@ def _experts(
     run(tuple(tensor.data_ptr() for tensor in tensors))
 
 
-@functools.lru_cache(maxsize=MOST_PREPARED)
+@prepares("batched_experts")
 def prepared_batched(
     device: Device,
     plan: BatchedPlan,

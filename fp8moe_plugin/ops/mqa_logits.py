@@ -1,6 +1,5 @@
 """Logits of a sparse-attention indexer over contiguous KV: prefill."""
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -9,7 +8,7 @@ from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launch import Launch, Slot, TensorMap
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
+from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import FP8, CheckedOnce, check_int, check_tensor, check_values, debugs
 from fp8moe_plugin.ops.indexer import (
     LOGITS_DTYPES,
@@ -123,7 +122,7 @@ class ContiguousLayout(NamedTuple):
         )
 
 
-@functools.lru_cache(maxsize=MOST_PREPARED)
+@prepares("fp8_mqa_logits")
 def prepared_mqa_logits(device: Device, layout: ContiguousLayout) -> Prepared:
     """What launches `fp8_mqa_logits`, given the addresses of q, KV, its scales, weights, starts, ends and logits."""
     return device.prepare([mqa_logits_launch(device, layout)])

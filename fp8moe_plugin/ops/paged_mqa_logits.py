@@ -1,6 +1,5 @@
 """Logits of a sparse-attention indexer over paged KV: decode."""
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launch import Launch, Slot, TensorMap
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
+from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import CheckedOnce, check_int, check_tensor, check_values, debugs
 from fp8moe_plugin.ops.indexer import (
     LOGITS_DTYPES,
@@ -143,7 +142,7 @@ class PagedLayout(NamedTuple):
         )
 
 
-@functools.lru_cache(maxsize=MOST_PREPARED)
+@prepares("fp8_paged_mqa_logits")
 def prepared_paged_mqa_logits(device: Device, layout: PagedLayout) -> Prepared:
     """What launches `fp8_paged_mqa_logits`, given the addresses of its tensors in their order and of the logits."""
     return device.prepare([paged_mqa_logits_launch(device, layout)])

@@ -1,14 +1,12 @@
 """Who computes which part of the logits over paged KV: decided once a step, for all layers."""
 
-import functools
-
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launch import Launch, Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
+from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import check_int
 from fp8moe_plugin.ops.indexer import PAGE, check_lengths, check_no_indices, check_one_of
 from fp8moe_plugin.plan.catalog import paged_mqa_metadata_key
@@ -45,7 +43,7 @@ def get_paged_mqa_logits_metadata(
     return schedule
 
 
-@functools.lru_cache(maxsize=MOST_PREPARED)
+@prepares("get_paged_mqa_logits_metadata")
 def prepared_metadata(device: Device, batch: int, next_n: int, runs: int) -> Prepared:
     """What launches `get_paged_mqa_logits_metadata`, given the addresses of the lengths and of the schedule."""
     lengths, schedule = map(Slot, range(2))

@@ -1,7 +1,5 @@
 """Quantize activations to e4m3, one float32 scale per token and 128 channels."""
 
-import functools
-
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
@@ -9,7 +7,7 @@ from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launch import Address, Launch, Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference
-from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
+from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor
 from fp8moe_plugin.ops.operands import Quantized, empty_quantized
 from fp8moe_plugin.plan import KernelKey, Layout
@@ -44,7 +42,7 @@ def per_token_group_quant_fp8(x: torch.Tensor, group_size: int = GROUP, ue8m0: b
     return q.view(x.shape), scales.unflatten(0, x.shape[:-1]) if x.dim() > 1 else scales[0]
 
 
-@functools.lru_cache(maxsize=MOST_PREPARED)
+@prepares("per_token_group_quant_fp8")
 def prepared_quantize(device: Device, key: KernelKey, tokens: int, k: int) -> Prepared:
     """What launches `per_token_group_quant_fp8`, given the addresses of x, q and the scales."""
     x, q, scales = map(Slot, range(3))

@@ -1,7 +1,5 @@
 """SiLU(gate) * up, quantized again: the step between the two GEMMs of an expert, by itself."""
 
-import functools
-
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
@@ -9,7 +7,7 @@ from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launch import Address, Launch, Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference
-from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
+from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor
 from fp8moe_plugin.ops.operands import Quantized, empty_quantized
 from fp8moe_plugin.plan.catalog import silu_mul_quant_key
@@ -51,7 +49,7 @@ def silu_mul_quant_fp8(gate_up: torch.Tensor, counts: torch.Tensor, ue8m0: bool 
     return q, scales
 
 
-@functools.lru_cache(maxsize=MOST_PREPARED)
+@prepares("silu_mul_quant_fp8")
 def prepared_silu_mul_quant(device: Device, shape: tuple[int, ...], ue8m0: bool) -> Prepared:
     """What launches `silu_mul_quant_fp8`, given the addresses of its arguments, q and the scales."""
     gate_up, counts, q, scales = map(Slot, range(4))

@@ -1,0 +1,69 @@
+"""FP8MOE_JIT_DEBUG=1: how a kernel was compiled, and what from and into, in files beside its cubin in the cache.
+
+<source>-<digest>.cu      the text that was compiled: the macros, then the source with its includes
+<source>-<digest>.elf     the cubin as `cuobjdump` and `nvdisasm` read it; the cache's own begins with a checksum
+<source>-<digest>.sass    its machine code, if there is an nvdisasm
+<source>-<digest>.txt     the command line and ptxas' report
+"""
+
+import functools
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from fp8moe_plugin.checkpoint.untrusted import shown_text
+from fp8moe_plugin.jit import cache
+from fp8moe_plugin.jit.compiler import Compiled, command_line, translation_unit
+from fp8moe_plugin.logs import log_once
+from fp8moe_plugin.plan import KernelKey
+
+NO_DISASSEMBLER = (
+    "FP8MOE_JIT_DEBUG=1 keeps no SASS: there is no nvdisasm on PATH, in CUDA_HOME or in the package triton. "
+    "Install the package nvidia-cuda-nvdisasm or a CUDA toolkit"
+)
+
+
+def dump(key: KernelKey, name: str, compiled: Compiled) -> None:
+    """Print how a kernel was compiled, and write the files.
+
+    Args:
+        name: of its entry in the cache.
+    Raises:
+        CacheError: the folder cannot be written to.
+    """
+    stem = name.removesuffix(".cubin")
+    report = f"{command_line(key)}\n{compiled.report.strip()}\n"
+    print(f"fp8moe: {key}: {shown_text(cache.cache_dir() / stem)}.*\n{report}", end="", file=sys.stderr, flush=True)
+    files = {"cu": translation_unit(key).encode(), "elf": compiled.cubin, "txt": report.encode()}
+    for suffix, content in files.items():
+        cache.write(f"{stem}.{suffix}", content)
+    if disassembler := find_disassembler():
+        cache.write(f"{stem}.sass", disassembled(disassembler, compiled.cubin))
+    else:
+        log_once(logging.WARNING, NO_DISASSEMBLER)
+
+
+def disassembled(disassembler: Path, cubin: bytes) -> bytes:
+    """The machine code as text; what nvdisasm says instead if it does not know the cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([disassembler, "-c", file.name], capture_output=True, check=False)
+    return done.stdout or done.stderr
+
+
+@functools.cache
+def find_disassembler() -> Path | None:
+    """nvdisasm of the CUDA toolkit, or the one that Triton brings."""
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    if on_path := shutil.which("nvdisasm", path=f"{os.environ.get('PATH', '')}:{toolkit}/bin"):
+        return Path(on_path)
+    triton = importlib.util.find_spec("triton")
+    folders = (triton.submodule_search_locations if triton else None) or ()
+    places = (Path(folder, "backends/nvidia/bin/nvdisasm") for folder in folders)
+    return next((place for place in places if place.is_file()), None)
