@@ -76,7 +76,7 @@ def settings() -> Settings:
         UnsupportedError: a variable has an invalid value.
     """
     known = {variable(field): field for field in Settings.model_fields}
-    unknown = sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known)
+    unknown = unknown_variables()
     if unknown:
         logger.warning("fp8moe: unknown variables are ignored: %s. Known are %s", _listed(unknown), ", ".join(known))
     given = {known[name.upper()]: value for name, value in os.environ.items() if value and name.upper() in known}
@@ -89,6 +89,12 @@ def settings() -> Settings:
         raise UnsupportedError(
             f"{variable(field)} is {shown(first['input'])}. {allowed}. Change or unset it."
         ) from error
+
+
+def unknown_variables() -> list[str]:
+    """Names of variables in the environment that look like settings but are none, and are ignored."""
+    known = {variable(field) for field in Settings.model_fields}
+    return sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known)
 
 
 @functools.cache

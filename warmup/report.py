@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fp8moe_plugin.bench.result import BenchResult
 from fp8moe_plugin.jit.atomic import write_file
 from fp8moe_plugin.jit.compiler import ARCH
+from warmup.diagnosis import Diagnosis
 
 PACKAGES = (
     "fp8moe-plugin",
@@ -25,6 +26,7 @@ PACKAGES = (
     "cuda-core",
     "cuda-bindings",
     "nvidia-cuda-nvrtc",
+    "nvidia-cuda-nvrtc-cu12",
     "pydantic",
     "safetensors",
 )
@@ -146,6 +148,7 @@ class Report(Part):
     bundle: BundleReport | None = None
     convert: ConvertReport | None = None
     doctor: list[Finding] = []
+    diagnosis: Diagnosis | None = None  # the facts behind the doctor's findings
     bench: BenchResult | None = None
     warnings: list[str] = []
     error: str | None = None

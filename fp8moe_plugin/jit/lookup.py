@@ -13,6 +13,7 @@ from fp8moe_plugin.jit import cache
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import compile_kernel, entry_name, nvrtc_version
 from fp8moe_plugin.jit.dump import dump
+from fp8moe_plugin.jit.toolchain import listed, other_compilers
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.settings import settings
@@ -58,6 +59,10 @@ def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
         why = str(missing)
         if isinstance(missing, cache.Damaged):
             logger.warning("fp8moe: %s", why)
+    others = other_compilers()
+    if others:
+        made_by = f"the cache has kernels that other compilers made ({listed(others)}); this one is {nvrtc_version()}"
+        why = f"{why}; {made_by}"
     jit, command = settings().jit, warmup_command(warmup, bundle_path())
     if jit == "forbid":
         raise KernelNotPrecompiled(
@@ -66,6 +71,8 @@ def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
         )
     if jit == "warn":
         log_once(logging.WARNING, f"kernels are compiled at startup; to compile them in advance, run `{command}`")
+    if others:
+        log_once(logging.WARNING, f"{made_by}, so kernels are compiled again")
     made = compile_into_cache(key)
     if made.compiled:
         logger.log(logging.WARNING if jit == "warn" else logging.INFO, "fp8moe: compiled %s (%s)", key, why)

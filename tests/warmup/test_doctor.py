@@ -10,13 +10,17 @@ import pytest
 
 from fp8moe_plugin.errors import KernelNotPrecompiled
 from fp8moe_plugin.jit import bundle
-from fp8moe_plugin.jit.compiler import compile_kernel
+from fp8moe_plugin.jit import cache as kernel_cache
+from fp8moe_plugin.jit.compiler import compile_kernel, nvrtc_version
 from fp8moe_plugin.jit.lookup import find_or_compile, warmup_command
 from fp8moe_plugin.plan import KernelKey
 from tests.jit.conftest import set_variables
 from tests.jit.test_bundle import rewrite
-from warmup import kernels
+from tests.jit.test_toolchain import CUBIN_OF_13
+from warmup import diagnosis, kernels
 from warmup.__main__ import main
+from warmup.diagnosis import Diagnosis, Driver, Gpu
+from warmup.report import Report
 
 COMBINE = KernelKey("combine")
 ESCAPE = "\x1b]0;owned\x07\x1b[31m\u202e\n"
@@ -145,3 +149,73 @@ def test_doctor_says_what_launches_kernels(
     assert "ok     launcher: C extension\n" in doctor(capsys)[1]
     monkeypatch.setitem(sys.modules, "fp8moe_plugin.jit._sequence", None)
     assert "launcher: cuda-bindings: without the C extension" in doctor(capsys)[1]
+
+
+def facts(tmp_path: Path, *arguments: str) -> Diagnosis:
+    main(["doctor", *arguments, "--json", str(tmp_path / "ticket.json")])
+    found = Report.model_validate_json((tmp_path / "ticket.json").read_text()).diagnosis
+    assert found
+    return found
+
+
+def test_the_report_has_the_facts_as_fields(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_or_compile(COMBINE)
+    bundle.write_bundle(tmp_path / "b.tar", {COMBINE: compile_kernel(COMBINE).cubin})
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    set_variables(monkeypatch, FP8MOE_BUNDLE=tmp_path / "b.tar", FP8MOE_JIT="warn", FP8MOE_BACKED="reference")
+    found = facts(tmp_path)
+    assert found.settings
+    assert (found.settings.jit, found.settings.bundle) == ("warn", tmp_path / "b.tar")
+    assert found.unknown_variables == ["FP8MOE_BACKED"]
+    assert found.cache
+    assert (found.cache.path, found.cache.exists, found.cache.kernels) == (str(cache), True, 1)
+    assert found.cache.compilers == {nvrtc_version(): 1}
+    assert found.bundle
+    assert found.bundle.compiler == found.compiler == nvrtc_version()
+    assert found.machine
+    assert (found.machine.memory_bytes or 0) >= (found.machine.available_bytes or 0) > 0
+    assert {engine.excluded_by for engine in found.engines if engine.name == "vLLM"} == {"other"}
+    assert {engine.entry_point for engine in found.engines if engine.name == "vLLM"} == {"fp8moe_plugin:register"}
+    assert "hf_secret" not in (tmp_path / "ticket.json").read_text()
+    printed = capsys.readouterr().out
+    assert "unknown variables: FP8MOE_BACKED: they are ignored. Correct or unset them" in printed
+    assert "VLLM_PLUGINS=other leaves the plugin out. Add fp8moe to it" in printed
+
+
+def test_a_cache_of_another_nvrtc_is_told(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel_cache.publish("combine-0.cubin", CUBIN_OF_13)
+    found = facts(tmp_path)
+    assert found.cache
+    assert found.cache.compilers == {"nvrtc 13.1.86": 1}
+    said = f"those of other compilers are not used (1 by nvrtc 13.1.86), as this one is {nvrtc_version()}"
+    assert said in capsys.readouterr().out
+    assert main([]) == 0
+    assert "the cache also has kernels that other compilers made (1 by nvrtc 13.1.86)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("cuda", "ok"), [("13.0", True), ("12.8", False)])
+def test_gpus_and_a_driver_that_is_too_old_for_the_kernels(
+    cache: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: str,
+    ok: bool,
+) -> None:
+    gpus = [
+        Gpu(ordinal=0, name="NVIDIA H200", compute_capability="9.0", memory_bytes=150_754_820_096, served=True),
+        Gpu(ordinal=1, name="NVIDIA L4", compute_capability="8.9", memory_bytes=24_000_000_000, served=False),
+    ]
+    monkeypatch.setattr(diagnosis, "driver_and_gpus", lambda: (Driver(version="580.95.05", cuda=cuda), gpus))
+    found = facts(tmp_path)
+    assert (found.gpus, found.driver) == (gpus, Driver(version="580.95.05", cuda=cuda))
+    printed = capsys.readouterr().out
+    what = f"NVIDIA H200, 150.8 GB, compute capability 9.0, driver 580.95.05 for CUDA {cuda}"
+    assert f"ok     GPU 0: {what}\n" in printed
+    assert "WRONG  GPU 1: NVIDIA L4, 24.0 GB, compute capability 8.9" in printed
+    assert ("WRONG  driver: supports CUDA 12.8, and refuses kernels compiled by nvrtc" in printed) is not ok

@@ -25,9 +25,9 @@ def said(monkeypatch: pytest.MonkeyPatch):
 
         monkeypatch.setattr(metadata, "version", version)
         monkeypatch.setattr(metadata, "requires", lambda package: TESTED)
-        points = {group: [SimpleNamespace(name="fp8moe")] for group in groups}
+        points = {group: [SimpleNamespace(name="fp8moe", value="fp8moe_plugin:register")] for group in groups}
         monkeypatch.setattr(metadata, "entry_points", lambda group, name: points.get(group, []))
-        return [(found.subject, found.found, found.ok) for found in engines.findings()]
+        return [(said.subject, said.found, said.ok) for said in map(engines.finding, engines.installed_engines())]
 
     return findings
 

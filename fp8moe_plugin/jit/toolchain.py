@@ -1,0 +1,58 @@
+"""Which compilers the kernels in the cache were made with, read from the cubins: file names only have a hash of it."""
+
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+from fp8moe_plugin.errors import CacheError, CompileError
+from fp8moe_plugin.jit.cache import CHECKSUM_BYTES, MAX_BYTES, cache_dir
+from fp8moe_plugin.jit.compiler import nvrtc_release, nvrtc_version
+from fp8moe_plugin.jit.cubin import CUDA_12_ABI, ELF
+
+NOTE = re.compile(rb"Cuda compilation tools, release \d{1,3}\.\d{1,3}, V(\d{1,3}\.\d{1,3}\.\d{1,4})")
+CUDA_12 = "nvrtc 12"  # whose cubins have no such note
+UNKNOWN = "unknown"
+
+
+def compiler_of_cubin(cubin: bytes) -> str:
+    """What compiled a cubin, in the form of `nvrtc_version`, or `UNKNOWN`. Of CUDA 12, only that is known."""
+    note = NOTE.search(cubin)
+    if note:
+        return f"nvrtc {note[1].decode()}"
+    return CUDA_12 if cubin.startswith(ELF) and cubin[7] == CUDA_12_ABI else UNKNOWN
+
+
+def cache_compilers(folder: Path) -> dict[str, int]:
+    """How many kernels of a cache folder each compiler made. Entries that cannot be read are skipped.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    return dict(sorted(Counter(filter(None, map(_compiler_of, folder.glob("*.cubin")))).items()))
+
+
+def other_compilers() -> dict[str, int]:
+    """How many kernels in the cache other compilers made than that of this process; empty if it has none."""
+    try:
+        own, (major, _) = nvrtc_version(), nvrtc_release()
+        made = cache_compilers(cache_dir())
+    except (CompileError, CacheError, OSError):  # reported by whoever needs a compiler or the cache
+        return {}
+    ours = {UNKNOWN} | ({CUDA_12} if major == 12 else set())
+    # Only NVRTC's own package tells the patch level; otherwise `own` is the release.
+    return {name: count for name, count in made.items() if name not in ours and not f"{name}.".startswith(f"{own}.")}
+
+
+def listed(compilers: dict[str, int]) -> str:
+    return ", ".join(f"{count} by {name}" for name, count in compilers.items())
+
+
+def _compiler_of(path: Path) -> str | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            size = os.fstat(descriptor).st_size
+            return compiler_of_cubin(file.read(size)[CHECKSUM_BYTES:]) if size <= MAX_BYTES else None
+    except OSError:
+        return None

@@ -1,0 +1,156 @@
+"""The facts that `doctor` looks up, as fields of the report: enough for a support ticket without further questions."""
+
+import os
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from fp8moe_plugin.plan import HOPPER
+from fp8moe_plugin.settings import Settings
+
+# Other variables that change what the plugin or the warm-up does. Never one that holds a secret, such as HF_TOKEN.
+VARIABLES = (
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_CACHE_ROOT",
+    "XDG_CACHE_HOME",
+    "HOME",
+    "CUDA_VISIBLE_DEVICES",
+    "LD_LIBRARY_PATH",
+    "HF_ENDPOINT",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+)
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+MEMORY_FILE = Path("/proc/meminfo")
+
+
+class Fact(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Gpu(Fact):
+    ordinal: int
+    name: str
+    compute_capability: str  # such as "9.0"
+    memory_bytes: int
+    served: bool  # by our kernels
+
+
+class Driver(Fact):
+    version: str | None  # of the kernel module, such as "580.95.05"
+    cuda: str  # the newest CUDA that it supports, such as "13.0"
+
+
+class Machine(Fact):
+    system: str
+    cpus: int  # that this process may use
+    memory_bytes: int | None
+    available_bytes: int | None
+
+
+class Engine(Fact):
+    name: str
+    package: str
+    version: str
+    tested: str  # versions
+    served: bool  # whether its version is one of these
+    entry_point: str | None  # of this plugin, such as "fp8moe_plugin:register"; None if it is not found
+    excluded_by: str | None  # the value of VLLM_PLUGINS or SGLANG_PLUGINS, if it leaves the plugin out
+
+    @property
+    def loads_plugin(self) -> bool:
+        return self.entry_point is not None and self.excluded_by is None
+
+
+class KernelCache(Fact):
+    path: str
+    exists: bool
+    mode: str | None = None  # octal
+    kernels: int = 0
+    bytes: int = 0
+    compilers: dict[str, int] = {}  # how many of the kernels each of them made
+    refusal: str | None = None  # why it is not used
+
+
+class KernelBundle(Fact):
+    path: str
+    kernels: int
+    compiler: str
+
+
+class Diagnosis(Fact):
+    """Fields are None where they could not be determined; the findings say why."""
+
+    machine: Machine | None = None
+    settings: Settings | None = None
+    variables: dict[str, str] = {}  # of VARIABLES, those that are set
+    unknown_variables: list[str] = []  # named FP8MOE_*, and ignored
+    engines: list[Engine] = []
+    compiler: str | None = None  # of this machine
+    launcher: str | None = None
+    cache: KernelCache | None = None
+    bundle: KernelBundle | None = None
+    driver: Driver | None = None
+    gpus: list[Gpu] = []
+
+
+def variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def machine() -> Machine:
+    """This machine; its memory is None where Linux does not tell."""
+    sizes: dict[str, int] = {}
+    if MEMORY_FILE.is_file():
+        found = re.findall(r"^(MemTotal|MemAvailable): +(\d+) kB$", MEMORY_FILE.read_text(), re.MULTILINE)
+        sizes = {name: int(size) << 10 for name, size in found}
+    return Machine(
+        system=platform.platform(),
+        cpus=len(os.sched_getaffinity(0)),
+        memory_bytes=sizes.get("MemTotal"),
+        available_bytes=sizes.get("MemAvailable"),
+    )
+
+
+def driver_and_gpus() -> tuple[Driver, list[Gpu]] | str:
+    """The NVIDIA driver and the GPUs of this machine, or the name of the driver's error if it has none."""
+    from cuda.bindings import driver
+
+    try:
+        (status,) = driver.cuInit(0)
+    except RuntimeError:  # there is no libcuda
+        status = driver.CUresult.CUDA_ERROR_NO_DEVICE
+    if status != driver.CUresult.CUDA_SUCCESS:
+        return str(status.name)
+    _, version = driver.cuDriverGetVersion()
+    return Driver(version=_module_version(), cuda=f"{version // 1000}.{version % 1000 // 10}"), list(_gpus())
+
+
+def _gpus() -> Iterator[Gpu]:
+    from cuda.bindings import driver
+
+    attributes = driver.CUdevice_attribute
+    _, count = driver.cuDeviceGetCount()
+    for ordinal in range(count):
+        _, device = driver.cuDeviceGet(ordinal)
+        _, name = driver.cuDeviceGetName(64, device)
+        _, major = driver.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
+        _, minor = driver.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+        _, memory = driver.cuDeviceTotalMem(device)
+        yield Gpu(
+            ordinal=ordinal,
+            name=name.split(b"\0")[0].decode(),
+            compute_capability=f"{major}.{minor}",
+            memory_bytes=memory,
+            served=(major, minor) == HOPPER,
+        )
+
+
+def _module_version() -> str | None:
+    if not DRIVER_FILE.is_file():
+        return None
+    found = re.search(r"Kernel Module.*?\s(\d{1,4}\.\d{1,4}(?:\.\d{1,4})?)\s", DRIVER_FILE.read_text())
+    return found[1] if found else None
