@@ -14,12 +14,14 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.errors import InvalidInputError, UnsupportedError
 from fp8moe_plugin.jit import launcher
 from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.jit.launcher import Prepared
+from fp8moe_plugin.ops.checks import check_int
 from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.plan.parameters import PARAMETERS, Kind
+from fp8moe_plugin.plan.tuning import MULTIPROCESSORS
 from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")
@@ -51,6 +53,18 @@ class Gpu:
     def prepare(self, launches: Iterable[Launch]) -> Prepared:
         """See `launcher.prepare`."""
         return launcher.prepare(launches, self.index)
+
+
+@dataclass(frozen=True, eq=False)
+class _Limited:
+    """A GPU of which kernels take only some multiprocessors, see `set_num_sms`."""
+
+    gpu: Gpu
+    multiprocessors: int
+
+    def prepare(self, launches: Iterable[Launch]) -> Prepared:
+        """As `Gpu.prepare`, one kernel after the other: of two at once, each would take so many multiprocessors."""
+        return self.gpu.prepare(launch._replace(early=False) for launch in launches)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +122,8 @@ def device_of(tensor: torch.Tensor) -> Device | None:
             CUDA graph.
     """
     gpu = _gpu(tensor.device)
+    if gpu is not None and _num_sms:
+        return _limited(gpu, _num_sms)
     if gpu is None and tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "The plain-torch reference reads values back to the host, which no CUDA graph can hold. "
@@ -119,6 +135,41 @@ def device_of(tensor: torch.Tensor) -> Device | None:
 def uses_sm90(tensor: torch.Tensor) -> bool:
     """Whether an op on this tensor runs our kernels. Raises what `device_of` raises."""
     return device_of(tensor) is not None
+
+
+_num_sms = 0  # no limit
+
+
+def set_num_sms(num_sms: int) -> None:
+    """Limit the multiprocessors that later calls of all ops in this process take, to leave some to other kernels.
+
+    Plans and grids of the GEMMs and of an indexer's logits follow it. Kernels that only move memory (routing,
+    quantization, the weighted sum) take all for their few microseconds. CUDA graphs keep what they were captured with.
+
+    Args:
+        num_sms: 1 or more; what is more than the GPU has is no limit. 0: all of them.
+    Raises:
+        InvalidInputError: it is negative, or not an int.
+    """
+    global _num_sms
+    check_int("num_sms", num_sms)
+    if num_sms < 0:
+        raise InvalidInputError(f"num_sms is {num_sms}, needs 0 or more. Pass 0 for all multiprocessors.")
+    _num_sms = num_sms
+
+
+def get_num_sms() -> int:
+    """The multiprocessors that calls on the current GPU take; without a GPU the limit, or those of an H200."""
+    if not torch.cuda.is_available():
+        return _num_sms or MULTIPROCESSORS
+    found = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return min(_num_sms or found, found)
+
+
+@functools.cache
+def _limited(gpu: Gpu, num_sms: int) -> Device:
+    """One device for each limit: what was prepared for another stays what it is."""
+    return _Limited(gpu, num_sms) if num_sms < gpu.multiprocessors else gpu
 
 
 @functools.cache

@@ -64,7 +64,9 @@ def _plan_dense(m: int, n: int, k: int, output: Output, multiprocessors: int, in
     if output != Output.BF16:
         return grouped(m, n, output, multiprocessors)
     if m <= DENSE_FEW_ROWS_TILE_M[-1] and splits_k(n, k) and not invariant:
-        return few_rows(m, n)
+        plan = few_rows(m, n)
+        if plan.blocks <= multiprocessors:
+            return plan
     one_wave = ceil_div(m, DENSE_TILE_M[-1]) * ceil_div(n, DENSE_TILE_N[-1]) <= multiprocessors
     if m <= DENSE_ROWS or one_wave:
         return tiled(m, n, *fastest_tile(m, n, k, multiprocessors), multiprocessors)

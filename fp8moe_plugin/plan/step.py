@@ -115,7 +115,8 @@ def plan_step(shape: MoeShape, tokens: int, ue8m0: bool = False, multiprocessors
 
 @functools.lru_cache(maxsize=4096)
 def _plan_step(shape: MoeShape, tokens: int, ue8m0: bool, multiprocessors: int, invariant: bool) -> StepPlan:
-    if not invariant and (padded_tokens := small_batch_tokens(shape, tokens)):
+    padded_tokens = 0 if invariant else small_batch_tokens(shape, tokens)
+    if padded_tokens and small_batch_fits(shape, padded_tokens, multiprocessors):
         return small_batch_step(shape, tokens, padded_tokens, ue8m0, multiprocessors)
     few_rows = tokens <= few_rows_tokens(shape.topk, shape.global_experts)
     return sorted_step(shape, tokens, FEW_ROWS_TILE if few_rows else MANY_ROWS_TILE, ue8m0, invariant)
@@ -153,6 +154,11 @@ def small_batch_tokens(shape: MoeShape, tokens: int) -> int:
     return more if tokens <= more and k_blocks >= MIN_K_BLOCKS else 0
 
 
+def small_batch_fits(shape: MoeShape, padded_tokens: int, multiprocessors: int) -> bool:
+    """Whether the smallest grids of both kernels have no more blocks than there are multiprocessors."""
+    return max(2 * gate_up_cluster(padded_tokens, shape.hidden), shape.hidden // GROUP) <= multiprocessors
+
+
 def small_batch_step(
     shape: MoeShape, tokens: int, padded_tokens: int, ue8m0: bool, multiprocessors: int
 ) -> SmallBatchStep:
@@ -165,7 +171,7 @@ def small_batch_step(
         padded_tokens=padded_tokens,
         cluster=cluster,
         clusters=gate_up_clusters(tiles, multiprocessors, cluster),
-        down_splits=down_splits(shape.hidden, padded_tokens),
+        down_splits=down_splits(shape.hidden, padded_tokens, multiprocessors),
         gate_up=gate_up_small_batch_key(ue8m0, padded_tokens, cluster),
         down=down_small_batch_key(padded_tokens, cluster),
         scratch=small_batch_scratch(shape, tokens, padded_tokens),
@@ -189,12 +195,14 @@ def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
     return min(tiles, clusters if tiles <= TILES_PER_CLUSTER * clusters else fewer)
 
 
-def down_splits(hidden: int, padded_tokens: int) -> int:
+def down_splits(hidden: int, padded_tokens: int, multiprocessors: int = MULTIPROCESSORS) -> int:
     """Blocks that share 128 channels of down_small_batch by splitting K.
 
     As few as keep up with GEMM 1, which runs concurrently: more would take memory bandwidth from it.
     """
-    return min(ceil_div(DOWN_BLOCKS[padded_tokens], hidden // GROUP), MAX_CLUSTER_SPLITS)
+    columns = hidden // GROUP
+    wanted = min(ceil_div(DOWN_BLOCKS[padded_tokens], columns), MAX_CLUSTER_SPLITS)
+    return min(wanted, max(multiprocessors // columns, 1))
 
 
 # ---- steps whose rows are sorted by expert -------------------------------------------------------------------------

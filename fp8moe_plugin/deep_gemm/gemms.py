@@ -1,0 +1,219 @@
+"""DeepGEMM's FP8 GEMMs. The plain names and those with `fp8_fp4` are the same functions: operands are FP8 here."""
+
+import torch
+
+from fp8moe_plugin import ops
+from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.ops.checks import check_tensor
+from fp8moe_plugin.ops.operands import Quantized
+
+Granularity = tuple[int, int]
+BLOCKS = (1, GROUP, GROUP)  # one row of A, 128 rows of B, 128 channels share a scale
+Recipe = tuple[int, int, int] | None
+
+
+def fp8_gemm_nt(
+    a: Quantized,
+    b: Quantized,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: Recipe = None,
+    recipe_a: Granularity | None = None,
+    recipe_b: Granularity | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """`d = a @ b.T (+ c)` by `ops.fp8_gemm_nt`, for a `[M, K]`, b `[N, K]`.
+
+    Args:
+        recipe: rows of A, rows of B and channels that share a scale; (1, 128, 128) if it is left out.
+        recipe_a, recipe_b: instead of it rows and channels, for A and for B.
+        compiled_dims: ignored: no kernel is compiled for a shape.
+        disable_ue8m0_cast: ignored, as by DeepGEMM on Hopper GPUs: scales stay float32.
+    Raises:
+        InvalidInputError: a recipe without kernel; wrong dtype, shape, stride or device.
+    """
+    _check_recipe(recipe, recipe_a, recipe_b)
+    ops.fp8_gemm_nt(a, b, d, c)
+
+
+def fp8_gemm_nn(
+    a: Quantized,
+    b: Quantized,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: Recipe = None,
+    recipe_a: Granularity | None = None,
+    recipe_b: Granularity | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """`fp8_gemm_nt` of b `[K, N]` and its scales `[K/128, N/128]`; K still has to be contiguous in memory."""
+    fp8_gemm_nt(a, _transposed("b", b), d, c, recipe, recipe_a, recipe_b)
+
+
+def fp8_gemm_tn(
+    a: Quantized,
+    b: Quantized,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: Recipe = None,
+    recipe_a: Granularity | None = None,
+    recipe_b: Granularity | None = None,
+    compiled_dims: str = "mn",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """`fp8_gemm_nn` of a `[K, M]` and its scales `[K/128, M]`; K still has to be contiguous in memory."""
+    fp8_gemm_nt(_transposed("a", a), _transposed("b", b), d, c, recipe, recipe_a, recipe_b)
+
+
+def fp8_gemm_tt(
+    a: Quantized,
+    b: Quantized,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: Recipe = None,
+    recipe_a: Granularity | None = None,
+    recipe_b: Granularity | None = None,
+    compiled_dims: str = "mn",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """`fp8_gemm_nt` of a `[K, M]` and its scales `[K/128, M]`; K still has to be contiguous in memory."""
+    fp8_gemm_nt(_transposed("a", a), b, d, c, recipe, recipe_a, recipe_b)
+
+
+def fp8_gemm_nt_skip_head_mid(
+    a: Quantized,
+    b: Quantized,
+    d: torch.Tensor,
+    head_splits: tuple[int, int, int],
+    recipe: Recipe = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """`fp8_gemm_nt` to heads with a gap: the result goes through memory once more than DeepGEMM's.
+
+    Args:
+        d: bfloat16 or float32 `[M, heads * (left + mid + right)]`; of each head, `mid` columns are not written.
+        head_splits: left, mid, right; N is `heads * (left + right)`.
+    Raises:
+        InvalidInputError: as `fp8_gemm_nt`, or sizes that do not fit.
+    """
+    _check_recipe(recipe, None, None)
+    left, mid, right = head_splits
+    (m, n), given = _sizes(a, b), left + right
+    if min(head_splits) < 0 or not given or n % given:
+        raise InvalidInputError(
+            f"head_splits is {tuple(head_splits)}, but b has {n} rows, which are no heads of {left} + {right}. "
+            "Pass the columns left of the gap, of the gap, and right of it."
+        )
+    heads = n // given
+    check_tensor("d", d, dtype=(torch.bfloat16, torch.float32), shape=(m, heads * (given + mid)))
+    product = torch.empty((m, n), dtype=d.dtype, device=d.device)
+    ops.fp8_gemm_nt(a, b, product)
+    out, parts = d.unflatten(1, (heads, given + mid)), product.unflatten(1, (heads, given))
+    out[..., :left] = parts[..., :left]
+    out[..., left + mid :] = parts[..., left:]
+
+
+def m_grouped_fp8_gemm_nt_contiguous(
+    a: Quantized,
+    b: Quantized,
+    d: torch.Tensor,
+    grouped_layout: torch.Tensor,
+    recipe: Recipe = None,
+    recipe_a: Granularity | None = None,
+    recipe_b: Granularity | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> None:
+    """`d[i] = a[i] @ b[g].T` for the rows i of group g, by `ops.m_grouped_fp8_gemm_nt_contiguous`.
+
+    Args:
+        recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast: see `fp8_gemm_nt`.
+        grouped_layout: int32 `[M]`, the group of each row.
+        use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout: see below.
+    Raises:
+        InvalidInputError: as `fp8_gemm_nt`, or options that exclude each other.
+    """
+    _check_recipe(recipe, recipe_a, recipe_b)
+    if use_psum_layout:
+        raise InvalidInputError("use_psum_layout is set, which no kernel takes. Pass the group of each row.")
+    if expected_m_for_psum_layout is not None:
+        raise InvalidInputError("expected_m_for_psum_layout is given without use_psum_layout. Leave it out.")
+    ops.m_grouped_fp8_gemm_nt_contiguous(a, b, d, grouped_layout)
+
+
+def m_grouped_fp8_gemm_nn_contiguous(
+    a: Quantized,
+    b: Quantized,
+    d: torch.Tensor,
+    grouped_layout: torch.Tensor,
+    recipe: Recipe = None,
+    recipe_a: Granularity | None = None,
+    recipe_b: Granularity | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+) -> None:
+    """`m_grouped_fp8_gemm_nt_contiguous` of b `[G, K, N]` and scales `[G, K/128, N/128]`, K contiguous in memory."""
+    b = _transposed("b", b)
+    m_grouped_fp8_gemm_nt_contiguous(
+        a, b, d, grouped_layout, recipe, recipe_a, recipe_b, use_psum_layout=use_psum_layout
+    )
+
+
+def m_grouped_fp8_gemm_nt_masked(
+    a: Quantized,
+    b: Quantized,
+    d: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+    recipe: Recipe = None,
+    recipe_a: Granularity | None = None,
+    recipe_b: Granularity | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """`ops.m_grouped_fp8_gemm_nt_masked`; for the other arguments and errors see `fp8_gemm_nt`."""
+    _check_recipe(recipe, recipe_a, recipe_b)
+    ops.m_grouped_fp8_gemm_nt_masked(a, b, d, masked_m, expected_m)
+
+
+def _check_recipe(recipe: Recipe, recipe_a: Granularity | None, recipe_b: Granularity | None) -> None:
+    """Raise `InvalidInputError` unless a kernel takes scales of these granularities."""
+    if (recipe_a is None) != (recipe_b is None) or (recipe is not None and recipe_a is not None):
+        raise InvalidInputError(
+            f"recipe is {recipe}, recipe_a {recipe_a}, recipe_b {recipe_b}. Pass either the first, or both others."
+        )
+    if recipe_a is not None and recipe_b is not None:
+        if recipe_a[1] != recipe_b[1]:
+            raise InvalidInputError(f"recipe_a is {recipe_a}, recipe_b {recipe_b}. Pass the same channels in both.")
+        recipe = (recipe_a[0], recipe_b[0], recipe_a[1])
+    if recipe is not None and tuple(recipe) != BLOCKS:
+        raise InvalidInputError(f"the recipe is {tuple(recipe)}, needs {BLOCKS}. Quantize the operands so.")
+
+
+def _transposed(name: str, pair: Quantized) -> Quantized:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise InvalidInputError(f"{name} is no pair. Pass (values, scales).")
+    return pair[0].mT, pair[1].mT
+
+
+def _sizes(a: Quantized, b: Quantized) -> tuple[int, int]:
+    return a[0].shape[0], b[0].shape[0]
+
+
+fp8_fp4_gemm_nt = fp8_gemm_nt
+fp8_fp4_gemm_nn = fp8_gemm_nn
+fp8_fp4_gemm_tn = fp8_gemm_tn
+fp8_fp4_gemm_tt = fp8_gemm_tt
+m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
+m_grouped_fp8_fp4_gemm_nn_contiguous = m_grouped_fp8_gemm_nn_contiguous
+m_grouped_fp8_fp4_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
+fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked

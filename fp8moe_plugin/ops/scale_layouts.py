@@ -1,0 +1,164 @@
+"""DeepGEMM's layouts of scales. Our GEMMs need none of them: they take scales of any strides."""
+
+import torch
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.ops.checks import check_int, check_tensor
+
+TMA_BYTES = 16
+EXPONENTS_PER_WORD = 4
+MANTISSA_BITS = 23
+
+Recipe = tuple[int, int, int] | tuple[int, int]
+
+
+def get_tma_aligned_size(x: int, element_size: int) -> int:
+    """`x` elements of so many bytes, rounded up to a multiple of 16 bytes."""
+    check_int("x", x)
+    if element_size not in (1, 2, 4, 8, 16):
+        raise InvalidInputError(f"element_size is {element_size}, needs 1, 2, 4, 8 or 16. Pass its bytes.")
+    elements = TMA_BYTES // element_size
+    return ceil_div(x, elements) * elements
+
+
+def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
+    """Scales in the layout that TMA needs: the same values, MN contiguous, K blocks a multiple of 16 bytes apart.
+
+    Args:
+        sf: float32 `[MN, K/128]` or `[G, MN, K/128]` of any strides; returned as it is if it has the layout.
+    Raises:
+        InvalidInputError: wrong dtype or shape.
+    """
+    _check_scales(sf, (torch.float32,))
+    *_, mn, k_blocks = sf.shape
+    pitch = get_tma_aligned_size(mn, sf.element_size())
+    strides = (pitch * k_blocks, 1, pitch)[3 - sf.dim() :]
+    if sf.stride() == strides:
+        return sf
+    return torch.empty_strided(sf.shape, strides, dtype=sf.dtype, device=sf.device).copy_(sf)
+
+
+def get_mn_major_tma_aligned_packed_ue8m0_tensor(
+    sf: torch.Tensor, psum_layout: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The exponents of scales that are powers of two, four K blocks in an int32, the first one in the low byte.
+
+    Args:
+        sf: float32 `[MN, K/128]` or `[G, MN, K/128]` of any strides.
+        psum_layout: ignored; rows between groups are converted, too.
+    Returns:
+        int32 `[.., MN, ceil(K/512)]`, MN contiguous, words a multiple of 16 bytes apart.
+    Raises:
+        InvalidInputError: wrong dtype or shape.
+    """
+    _check_scales(sf, (torch.float32,))
+    packed = _packed_exponents(sf)
+    *groups, mn, words = packed.shape
+    pitch = get_tma_aligned_size(mn, packed.element_size())
+    out = packed.new_empty((*groups, words, pitch)).mT[..., :mn, :]
+    return out.copy_(packed)
+
+
+def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
+    sf: torch.Tensor,
+    grouped_layout: torch.Tensor,
+    ks_cpu: list[int],
+    gran_k: int,
+    k_alignment: int,
+    use_psum_layout: bool = False,
+) -> torch.Tensor:
+    """`get_mn_major_tma_aligned_packed_ue8m0_tensor` of groups that differ in K and follow one another, transposed.
+
+    Args:
+        sf: float32 `[sum(K) / gran_k, MN]`.
+        grouped_layout: ignored; `ks_cpu` says the same.
+        ks_cpu: K of each group, a multiple of `gran_k`.
+        gran_k: channels that share a scale.
+        k_alignment: ignored.
+        use_psum_layout: False: the other layout has no kernel for Hopper GPUs in DeepGEMM either.
+    Returns:
+        int32 `[sum(ceil(K / (4 * gran_k))), MN]`.
+    Raises:
+        InvalidInputError: wrong dtype, shape or option.
+    """
+    if use_psum_layout:
+        raise InvalidInputError("use_psum_layout is set, which only Blackwell GPUs have here. Pass K of each group.")
+    check_tensor("sf", sf, dtype=torch.float32, shape=(None, None), contiguous=False)
+    if not isinstance(ks_cpu, list | tuple):
+        raise InvalidInputError(f"ks_cpu is a {type(ks_cpu).__name__}, not a list. Pass K of each group as ints.")
+    if bad := [k for k in ks_cpu if k < 0 or k % gran_k]:
+        raise InvalidInputError(f"ks_cpu holds {bad[0]}, needs multiples of {gran_k}. Pad K of each group.")
+    blocks = [k // gran_k for k in ks_cpu]
+    if sum(blocks) != sf.shape[0]:
+        raise InvalidInputError(
+            f"sf has {sf.shape[0]} rows, ks_cpu {sum(blocks)} blocks of K. Pass those of all groups."
+        )
+    parts = [_packed_exponents(part.T).T for part in sf.split(blocks) if len(part)]
+    return torch.cat(parts) if parts else sf.new_empty((0, sf.shape[1]), dtype=torch.int32)
+
+
+def transform_sf_into_required_layout(
+    sf: torch.Tensor,
+    mn: int,
+    k: int,
+    recipe: Recipe,
+    num_groups: int | None = None,
+    is_sfa: bool | None = None,
+    disable_ue8m0_cast: bool = False,
+    psum_layout: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scales in the layout that DeepGEMM's kernels for Hopper GPUs need.
+
+    Args:
+        sf: float32 `[ceil(mn / rows), ceil(k / 128)]`, behind `[num_groups]` if that is given.
+        mn, k: sizes of the operand.
+        recipe: rows and channels that share a scale, (1, 128) or (128, 128); or such rows of A, rows of B, channels.
+        is_sfa: with three numbers, whether these are the scales of A; else None.
+        disable_ue8m0_cast, psum_layout: ignored, as by DeepGEMM on Hopper GPUs.
+    Returns:
+        For one row `get_mn_major_tma_aligned_tensor`; for 128 rows `sf` itself, which has to be dense in either order.
+    Raises:
+        InvalidInputError: wrong dtype, shape, stride or recipe.
+    """
+    rows, channels = _granularity(recipe, is_sfa)
+    groups = () if num_groups is None else (num_groups,)
+    check_tensor(
+        "sf", sf, dtype=torch.float32, shape=(*groups, ceil_div(mn, rows), ceil_div(k, channels)), contiguous=False
+    )
+    if rows == 1:
+        return get_mn_major_tma_aligned_tensor(sf)
+    if not (sf.is_contiguous() or sf.mT.is_contiguous()):
+        raise InvalidInputError(f"sf has strides {sf.stride()}, needs dense ones in either order. Call .contiguous().")
+    return sf
+
+
+def _granularity(recipe: Recipe, is_sfa: bool | None) -> tuple[int, int]:
+    if not isinstance(recipe, tuple | list) or len(recipe) not in (2, 3):
+        raise InvalidInputError(f"recipe is {recipe!r}, needs two or three numbers. Pass (1, 128, 128).")
+    if (len(recipe) == 3) != (is_sfa is not None):
+        raise InvalidInputError(
+            f"recipe is {recipe}, is_sfa {is_sfa}: three numbers need True or False, two need None. Pass them so."
+        )
+    found = tuple(recipe) if len(recipe) == 2 else (recipe[0 if is_sfa else 1], recipe[2])
+    if found not in ((1, GROUP), (GROUP, GROUP)):
+        raise InvalidInputError(
+            f"recipe is {recipe}, which gives {found}, needs (1, 128) or (128, 128): Hopper GPUs have no other."
+        )
+    return found[0], found[1]
+
+
+def _check_scales(sf: torch.Tensor, dtype: tuple[torch.dtype, ...]) -> None:
+    check_tensor("sf", sf, dtype=dtype, contiguous=False)
+    if sf.dim() not in (2, 3):
+        raise InvalidInputError(f"sf has shape {list(sf.shape)}, needs [MN, K/128] or [G, MN, K/128]. Check its shape.")
+
+
+def _packed_exponents(sf: torch.Tensor) -> torch.Tensor:
+    """int32 `[.., rows, ceil(K blocks / 4)]`, contiguous."""
+    *rows, k_blocks = sf.shape
+    exponents = torch.zeros(
+        (*rows, ceil_div(k_blocks, EXPONENTS_PER_WORD) * EXPONENTS_PER_WORD), dtype=torch.uint8, device=sf.device
+    )
+    exponents[..., :k_blocks] = sf.view(torch.int32) >> MANTISSA_BITS
+    return exponents.view(torch.int32)

@@ -1,0 +1,89 @@
+"""DeepGEMM's names for the GEMMs: what they call, and in which layouts."""
+
+import pytest
+import torch
+
+from fp8moe_plugin import deep_gemm, ops
+from tests import helpers as h
+
+M, N, K, GROUPS = 20, 264, 256, 3
+RECIPES = [
+    {},
+    {"recipe": (1, 128, 128)},
+    {"recipe_a": (1, 128), "recipe_b": (128, 128), "compiled_dims": "mnk", "disable_ue8m0_cast": True},
+]
+
+
+@pytest.fixture
+def gen(device: torch.device) -> torch.Generator:
+    return h.seeded(0, device)
+
+
+def transposed(pair: h.Quantized) -> h.Quantized:
+    return pair[0].mT, pair[1].mT
+
+
+@pytest.mark.parametrize("options", RECIPES, ids=str)
+@pytest.mark.parametrize("name", ["fp8_gemm", "fp8_fp4_gemm"])
+def test_dense_gemms_of_every_order(gen, device, name, options):
+    a, b = h.random_quantized(gen, M, K), h.random_weights(gen, N, K)
+    expected = h.product(a, b)
+    operands = {"nt": (a, b), "nn": (a, transposed(b)), "tn": (transposed(a), transposed(b)), "tt": (transposed(a), b)}
+    for order, pair in operands.items():
+        out = h.poisoned(M, N, dtype=torch.bfloat16, device=device)
+        assert getattr(deep_gemm, f"{name}_{order}")(*pair, out, **options) is None
+        h.assert_rounded(out, expected)
+
+
+def test_an_addend(gen, device):
+    a, b = h.random_quantized(gen, M, K), h.random_weights(gen, N, K)
+    c = torch.randn(M, N, generator=gen, device=device)
+    out = torch.empty_like(c)
+    deep_gemm.fp8_gemm_nt(a, b, out, c=c)
+    h.assert_rounded(out, h.product(a, b) + c.double())
+
+
+@pytest.mark.parametrize("splits", [(64, 8, 24), (88, 0, 0), (0, 16, 8)], ids=str)
+def test_a_gap_in_each_head_is_left_alone(gen, device, splits):
+    left, mid, right = splits
+    heads = N // (left + right)
+    a, b = h.random_quantized(gen, M, K), h.random_weights(gen, N, K)
+    out = h.poisoned(M, heads * sum(splits), dtype=torch.bfloat16, device=device)
+    deep_gemm.fp8_gemm_nt_skip_head_mid(a, b, out, splits)
+    parts = out.view(M, heads, sum(splits))
+    written = torch.cat([parts[..., :left], parts[..., left + mid :]], -1).flatten(1)
+    h.assert_rounded(written, h.product(a, b))
+    assert h.untouched(parts[..., left : left + mid].contiguous())
+
+
+@pytest.mark.parametrize("options", RECIPES, ids=str)
+def test_grouped_gemms(gen, device, options):
+    a, b = h.random_quantized(gen, M, K), h.random_weights(gen, GROUPS, N, K)
+    ids = torch.tensor([0] * 8 + [2] * 12, dtype=torch.int32, device=device)
+    expected = ops.m_grouped_fp8_gemm_nt_contiguous(a, b, torch.empty(M, N, device=device).bfloat16(), ids)
+    for name in ("fp8", "fp8_fp4"):
+        for order, weights in (("nt", b), ("nn", transposed(b))):
+            out = torch.zeros_like(expected)
+            getattr(deep_gemm, f"m_grouped_{name}_gemm_{order}_contiguous")(a, weights, out, ids, **options)
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["m_grouped_fp8_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"]
+)
+def test_counted_rows(gen, device, name):
+    a, b = h.random_quantized(gen, GROUPS, M, K), h.random_weights(gen, GROUPS, N, K)
+    counts = torch.tensor([3, 0, M], dtype=torch.int32, device=device)
+    out = h.poisoned(GROUPS, M, N, dtype=torch.bfloat16, device=device)
+    getattr(deep_gemm, name)(a, b, out, counts, 7)
+    for group, count in enumerate(counts.tolist()):
+        part = (a[0][group, :count], a[1][group, :count]), (b[0][group], b[1][group])
+        h.assert_rounded(out[group, :count], h.product(*part))
+        assert h.untouched(out[group, count:])
+
+
+def test_every_name_is_there_once():
+    assert sorted(set(deep_gemm.__all__)) == sorted(deep_gemm.__all__)
+    assert all(hasattr(deep_gemm, name) for name in deep_gemm.__all__)
+    for name in ("fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"):
+        assert getattr(deep_gemm, name) is getattr(ops, name)
