@@ -157,6 +157,27 @@ def replace_indexer_logits(contiguous: Replacement, paged: Replacement, metadata
         module.has_deep_gemm = lambda: True
 
 
+def share_num_sms(ours: Callable[[int], None]) -> None:
+    """Make vLLM's dual-batch overlap tell `ours`, too, how many multiprocessors it leaves to computation.
+
+    It tells DeepGEMM alone, where that is installed.
+    """
+    from vllm.v1.worker import gpu_ubatch_wrapper, ubatch_utils
+
+    module = next(m for m in (gpu_ubatch_wrapper, ubatch_utils) if hasattr(m, "deep_gemm_set_num_sms"))
+    theirs, has_deep_gemm = module.deep_gemm_set_num_sms, module.has_deep_gemm
+    if getattr(theirs, "ours", None) is ours:  # a second model is served
+        return
+
+    def tell(num_sms: int) -> None:
+        ours(num_sms)
+        if has_deep_gemm():
+            theirs(num_sms)
+
+    vars(tell)["ours"] = ours
+    module.deep_gemm_set_num_sms, module.has_deep_gemm = tell, lambda: True
+
+
 def check_steps(check: Callable[[], None]) -> None:
     """Make the worker that is loading a model call `check` before each step.
 

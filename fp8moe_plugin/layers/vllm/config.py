@@ -25,6 +25,7 @@ from fp8moe_plugin.layers.vllm.loading import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers
+from fp8moe_plugin.ops.backend import set_num_sms
 
 
 class Fp8MoeConfig(Traits, Fp8Config):
@@ -71,10 +72,15 @@ class Fp8MoeConfig(Traits, Fp8Config):
         return cls(None, ue8m0=False, online=True)
 
     def _watch_worker(self) -> None:
-        """Let the model's state know its worker, once: it exists by the time the first layer is made."""
+        """Let the model's state know its worker, once: it exists by the time the first layer is made.
+
+        And let our ops know how many multiprocessors the worker leaves to them.
+        """
         if not self.watches_worker:
             self.model.in_worker = compat.runs_in_workers(get_current_vllm_config().parallel_config)
             compat.check_steps(self.model.check_usable)
+            if current_platform.is_cuda():
+                compat.share_num_sms(set_num_sms)
             self.watches_worker = True
 
     def _serve_indexer(self) -> None:
