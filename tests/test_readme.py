@@ -3,13 +3,18 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from fp8moe_plugin.plan import linear_kernels, moe_kernels
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_example_of_the_ops_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=["ops", "deep_gemm"])
+def test_an_example_runs(example: str) -> None:
     exec(compile(example, str(README), "exec"), {})
 
 
