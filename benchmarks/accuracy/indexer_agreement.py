@@ -56,10 +56,10 @@ class Logits:
         return self.ours[2](*args)
 
     def paged(
-        self, q: Any, kv: Any, weights: torch.Tensor, lens: torch.Tensor, table: Any, plan: Any, *rest: Any
+        self, q: Any, kv: Any, weights: Any, lens: torch.Tensor, table: Any, plan: Any, *rest: Any, **more: Any
     ) -> Any:
-        mine = self.ours[1](q, kv, weights, lens, table, plan, *rest)
-        other = self.theirs[1](q, kv, weights, lens, table, self.their_metadata, *rest)
+        mine = self.ours[1](q, kv, weights, lens, table, plan, *rest, **more)
+        other = self.theirs[1](q, kv, weights, lens, table, self.their_metadata, *rest, **more)
         self.compare("paged", mine, other, 0, lens.reshape(-1, 1))
         return mine
 
