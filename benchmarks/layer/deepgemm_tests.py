@@ -8,13 +8,14 @@ import as `deep_gemm`. A case is one element of what a test enumerates, with see
 nothing it is the whole test. BF16 GEMMs, FP4 and the comparison with cuBLAS are left out.
 
 `us` is how long the GPU is busy with a whole call that the test times, by torch's profiler with a cold L2, including
-copies and small kernels; `kernel_us` how long with the kernels that the test names. With an --out that exists, only
+copies and small kernels; `kernel_us` how long with the kernels that the test names, if there are any. With an --out that exists, only
 cases without times are run again, so a run with --seconds is continued by the next.
 """
 
 import argparse
 import contextlib
 import importlib
+import inspect
 import io
 import json
 import random
@@ -40,6 +41,7 @@ CUBLAS = "nvjet"  # in the names of its kernels
 SAMPLER = "sample_mqa_cases"  # gets the cases of a test in test_attention.py
 LATER_NAMES = {"get_theoretical_mk_alignment_for_contiguous_layout": lambda expected_m=None: 128}
 PASSED = "passed"
+FAULT = "CUDA error"
 Key = tuple[str, int]
 
 
@@ -69,7 +71,7 @@ class Timer:
         whole = testing.median(testing.durations(events, None))
         named = [testing.median(testing.durations(events, name.strip("_"))) for name in names]
         self.whole.append(whole * 1e6)
-        self.kernels.append(named[0] * 1e6)
+        self.kernels.append((named[0] or whole) * 1e6)
         return [seconds or whole for seconds in named]
 
     def clear(self) -> None:
@@ -174,7 +176,7 @@ def all_cases(tests: Tests) -> list[Case]:
 
 
 def cases_of(module: ModuleType, name: str) -> Iterator[Case]:
-    test, used = f"{module.__name__}::{name}", vars(module)[name].__code__.co_names
+    test, used = f"{module.__name__}::{name}", inspect.unwrap(vars(module)[name]).__code__.co_names
     enumerator = next((used for used in used if used.startswith("enumerate_") or used == SAMPLER), None)
     values = enumerated(module, name, enumerator) if enumerator else []
     for i, value in enumerate(values):
@@ -263,14 +265,14 @@ def line(row: dict[str, Any]) -> str:
 
 
 def kept(path: Path | None, timed: bool) -> dict[Key, dict[str, Any]]:
-    """The rows of earlier runs that need not run again: if `timed`, those that pass have times."""
+    """The rows of earlier runs that need not run again: if `timed`, those with times."""
     rows = json.loads(path.read_text())["rows"] if path and path.is_file() else []
-    return {(row["test"], row["number"]): row for row in rows if not timed or "us" in row or row["status"] != PASSED}
+    return {(row["test"], row["number"]): row for row in rows if not timed or "us" in row}
 
 
 def summary(rows: list[dict[str, Any]], cases: int) -> dict[str, Any]:
     """How many cases pass, and which fail that DeepGEMM passes."""
-    owed = [row for row in rows if row["status"] != PASSED and row.get("deepgemm_status", PASSED) == PASSED]
+    owed = [row for row in rows if row["status"] != PASSED and row.get("deepgemm_status") == PASSED]
     return {
         "cases": cases,
         "run": len(rows),
@@ -288,13 +290,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after so many")
     parser.add_argument("--rounds", type=int, default=10, help="calls per time; 0: no times")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th case, from the i-th on")
-    parser.add_argument("--only", default="", help="tests whose name contains this")
+    parser.add_argument("--only", default="", help="tests whose name contains one of these, separated by commas")
     args = parser.parse_args()
     begin, (part, parts) = time.monotonic(), map(int, args.part.split("/"))
     both = {"": load_tests(args.checkout, ours, args.rounds)}
     if peer := import_peer(args.peer):
         both["deepgemm_"] = load_tests(args.checkout, peer, args.rounds)
-    cases = [case for case in all_cases(both[""]) if args.only in case.test]
+    cases = [case for case in all_cases(both[""]) if any(name in case.test for name in args.only.split(","))]
     rows, done = kept(args.out, timed=False), kept(args.out, timed=args.rounds > 0)
     for case in cases[part::parts]:
         if time.monotonic() - begin > args.seconds:
@@ -306,6 +308,8 @@ def main() -> None:
         if args.out:
             found = [rows[key] for key in sorted(rows)]
             write_report(args.out, about(peer) | summary(found, len(cases)) | {"rows": found})
+        if FAULT in line(rows[case.key]):
+            raise SystemExit("A kernel has failed, so nothing else runs on the GPU in this process. Run it again.")
     print(summary(list(rows.values()), len(cases)))
 
 

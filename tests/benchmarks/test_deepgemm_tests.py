@@ -26,7 +26,14 @@ def enumerate_sizes():
 import deep_gemm
 from deep_gemm.testing import bench_kineto
 from generators import enumerate_sizes
+import functools
 times = []
+def decorated(test):
+    @functools.wraps(test)
+    def run():
+        test()
+    return run
+@decorated
 def test_double():
     for kind, n, _ in enumerate_sizes():
         if deep_gemm.double(n, ensure=False) != 2 * n:
