@@ -8,8 +8,8 @@ import as `deep_gemm`. A case is one element of what a test enumerates, with see
 nothing it is the whole test. BF16 GEMMs, FP4 and the comparison with cuBLAS are left out.
 
 `us` is how long the GPU is busy with a whole call that the test times, by torch's profiler with a cold L2, including
-copies and small kernels; `kernel_us` how long with the kernels that the test names, if there are any. With an --out that exists, only
-cases without times are run again, so a run with --seconds is continued by the next.
+copies and small kernels; `kernel_us` how long with the kernels that the test names, if there are any. With an --out
+that exists, only cases without times are run again, so a run with --seconds is continued by the next.
 """
 
 import argparse

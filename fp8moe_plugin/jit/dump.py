@@ -61,8 +61,8 @@ def disassembled(disassembler: Path, cubin: bytes) -> bytes:
 def find_disassembler() -> Path | None:
     """nvdisasm of the CUDA toolkit, or the one that Triton brings."""
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    if on_path := shutil.which("nvdisasm", path=f"{os.environ.get('PATH', '')}:{toolkit}/bin"):
-        return Path(on_path)
+    if installed := shutil.which("nvdisasm") or shutil.which("nvdisasm", path=f"{toolkit}/bin"):
+        return Path(installed)
     triton = importlib.util.find_spec("triton")
     folders = (triton.submodule_search_locations if triton else None) or ()
     places = (Path(folder, "backends/nvidia/bin/nvdisasm") for folder in folders)
