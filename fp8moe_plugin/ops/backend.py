@@ -59,7 +59,7 @@ class Gpu:
 class _Limited:
     """A GPU of which kernels take only some multiprocessors, see `set_num_sms`."""
 
-    gpu: Gpu
+    gpu: Device
     multiprocessors: int
 
     def prepare(self, launches: Iterable[Launch]) -> Prepared:

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from fp8moe_plugin.ops import fused_moe, workspace
+from fp8moe_plugin.ops import backend, fused_moe, workspace
 from fp8moe_plugin.ops.moe import prepared_layer
 from tests import helpers as h
 from tests.emulator.build import Kernels
@@ -40,6 +40,20 @@ def test_layers_where_both_gemms_have_room_on_a_multiprocessor(
     emulator_runtime: ctypes.CDLL, kernels: Kernels, tokens: int, hidden: int, intermediate: int, seed: int
 ) -> None:
     emulator = Device(emulator_runtime, kernels, MULTIPROCESSORS, 2 * SHARED_BYTES)
+    errors = run_layers(emulator, seed, tokens, hidden, intermediate)
+    assert max(errors) <= MOST_ERROR, f"relative L2 of each layer: {errors}"
+
+
+@seeds
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate"), [(1, 1024, 128), (9, 256, 256), (40, 1024, 256), (300, 256, 256)]
+)
+def test_layers_under_a_limit_of_multiprocessors(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, tokens: int, hidden: int, intermediate: int, seed: int
+) -> None:
+    """No kernel starts early: what waits for parts of the one before finds them all."""
+    serve, limited = h.serve, backend._Limited(emulator, MULTIPROCESSORS - 1)
+    monkeypatch.setattr(h, "serve", lambda patch, _: serve(patch, limited))
     errors = run_layers(emulator, seed, tokens, hidden, intermediate)
     assert max(errors) <= MOST_ERROR, f"relative L2 of each layer: {errors}"
 
