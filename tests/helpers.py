@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from fp8moe_plugin.jit.launch import Argument, Launch, Slot, TensorMap
+from fp8moe_plugin.jit.launch import Argument, Launch, PerGroup, Slot, TensorMap
 from fp8moe_plugin.ops import backend, gemm, linear, moe, reference
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.plan import DensePlan, KernelKey, MoeShape, StepPlan
@@ -162,10 +162,12 @@ def swiglu(gate_up: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
     return (silu.bfloat16() * up.bfloat16()).double() if rounded else silu * up
 
 
-def resolved(argument: Argument, addresses: tuple[int, ...]) -> TensorMap | int:
+def resolved(argument: Argument, addresses: tuple[int, ...]) -> TensorMap | PerGroup | int:
     """An argument with these addresses in its slots."""
     if isinstance(argument, TensorMap):
         return argument._replace(address=resolved(argument.address, addresses))
+    if isinstance(argument, PerGroup):
+        return PerGroup(tuple(resolved(element, addresses) for element in argument.elements))
     return addresses[argument.index] + argument.offset if isinstance(argument, Slot) else argument
 
 

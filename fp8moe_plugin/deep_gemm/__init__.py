@@ -38,6 +38,7 @@ from fp8moe_plugin.ops import (
     fp8_mqa_logits,
     fp8_paged_mqa_logits,
     get_paged_mqa_logits_metadata,
+    k_grouped_fp8_gemm_nt_contiguous,
 )
 from fp8moe_plugin.ops.backend import get_num_sms, set_num_sms
 from fp8moe_plugin.ops.scale_layouts import (
@@ -78,6 +79,7 @@ __all__ = [
     "get_tc_util",
     "get_theoretical_mk_alignment_for_contiguous_layout",
     "get_tma_aligned_size",
+    "k_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_fp4_gemm_nn_contiguous",
     "m_grouped_fp8_fp4_gemm_nt_contiguous",
     "m_grouped_fp8_fp4_gemm_nt_masked",

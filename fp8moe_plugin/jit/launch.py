@@ -31,7 +31,13 @@ class TensorMap(NamedTuple):
     l2_fetch: int  # bytes that L2 fetches on a miss, 128 or 256
 
 
-Argument = TensorMap | Address | float
+class PerGroup(NamedTuple):
+    """An argument of a kernel for several groups: a descriptor or an int for each, up to `K_GROUPS` of them."""
+
+    elements: tuple[TensorMap | int, ...]
+
+
+Argument = TensorMap | PerGroup | Address | float
 
 
 class Launch(NamedTuple):

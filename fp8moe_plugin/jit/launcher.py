@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from fp8moe_plugin.jit.driver import INVALID_CONTEXT, bind_context, check, encode, load
-from fp8moe_plugin.jit.launch import Argument, Launch, Slot
+from fp8moe_plugin.jit.launch import Argument, Launch, PerGroup, Slot, TensorMap
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, Patch, PreparedLaunch, make_sequence
-from fp8moe_plugin.plan.parameters import PARAMETERS, Kind
+from fp8moe_plugin.plan.parameters import K_GROUPS, PARAMETERS, Kind
 
-FORMATS = {
+FORMATS = {  # as `struct` packs a parameter
     Kind.MAP: f"{TENSOR_MAP_BYTES}s",
     Kind.POINTER: "P",
     Kind.INT: "i",
     Kind.FLOAT: "f",
-}  # as `struct` packs them
+    Kind.MAPS: f"{K_GROUPS * TENSOR_MAP_BYTES}s",
+    Kind.INTS: f"{K_GROUPS * struct.calcsize('i')}s",
+}
 UNKNOWN_ADDRESS = 2**40  # a descriptor is encoded with it until a call gives the real one
 
 Prepared = Callable[[tuple[int, ...]], None]
@@ -75,11 +77,34 @@ def _known(args: Iterable[Argument], begins: Iterable[int], patches: list[Patch]
         elif isinstance(argument, Slot):
             patches.append(Patch(at, argument.index, argument.offset, is_map=False))
             yield 0
-        elif isinstance(address := argument.address, Slot):
-            patches.append(Patch(at, address.index, address.offset, is_map=True))
-            yield encode(argument._replace(address=UNKNOWN_ADDRESS))
+        elif isinstance(argument, PerGroup):
+            yield _known_elements(argument, at, patches)
         else:
-            yield encode(argument)
+            yield _known_map(argument, at, patches)
+
+
+def _known_map(tensor_map: TensorMap, at: int, patches: list[Patch]) -> bytes:
+    if not isinstance(address := tensor_map.address, Slot):
+        return encode(tensor_map)
+    patches.append(Patch(at, address.index, address.offset, is_map=True))
+    return encode(tensor_map._replace(address=UNKNOWN_ADDRESS))
+
+
+def _known_elements(argument: PerGroup, at: int, patches: list[Patch]) -> bytes:
+    """What follows the elements is zero, as `struct` fills up.
+
+    Raises:
+        struct.error: there are more than `K_GROUPS`.
+    """
+    if len(argument.elements) > K_GROUPS:
+        raise struct.error(f"{len(argument.elements)} groups, a launch takes up to {K_GROUPS}")
+    parts = []
+    for i, element in enumerate(argument.elements):
+        if isinstance(element, int):
+            parts.append(struct.pack("i", element))
+        else:
+            parts.append(_known_map(element, at + i * TENSOR_MAP_BYTES, patches))
+    return b"".join(parts)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from fp8moe_plugin.ops.gemm import fp8_gemm_nt
 from fp8moe_plugin.ops.grouped_gemm import m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
+from fp8moe_plugin.ops.k_grouped_gemm import k_grouped_fp8_gemm_nt_contiguous
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.moe import batched_experts, fused_moe
 from fp8moe_plugin.ops.mqa_logits import fp8_fp4_mqa_logits, fp8_mqa_logits
@@ -20,6 +21,7 @@ __all__ = [
     "fp8_paged_mqa_logits",
     "fused_moe",
     "get_paged_mqa_logits_metadata",
+    "k_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
     "per_token_group_quant_fp8",

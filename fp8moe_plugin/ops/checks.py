@@ -233,7 +233,7 @@ def watch_rows(
 
 def check_activations(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: int) -> None:
     """Check `(e4m3 [.., K], f32 [.., K/128])`; the scales may have any strides."""
-    q, scales = _two_parts(name, pair)
+    q, scales = two_parts(name, pair)
     check_tensor(name, q, dtype=FP8, shape=(None,) * dims)
     check_multiple(f"{name}'s K", q.shape[-1], GROUP)
     wanted = (*q.shape[:-1], q.shape[-1] // GROUP)
@@ -242,7 +242,7 @@ def check_activations(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: 
 
 def check_weights(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: int, k: int, device: torch.device) -> None:
     """Check `(e4m3 [.., N, K], f32 [.., ceil(N/128), K/128])`, of a K that has been checked."""
-    q, scales = _two_parts(name, pair)
+    q, scales = two_parts(name, pair)
     check_tensor(name, q, dtype=FP8, shape=(*(None,) * (dims - 1), k), device=device)
     check_multiple(f"{name}'s N", q.shape[-2], N_MULTIPLE)
     if 0 in q.shape:
@@ -251,7 +251,8 @@ def check_weights(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: int,
     check_tensor(f"{name}'s scales", scales, dtype=torch.float32, shape=wanted, device=device)
 
 
-def _two_parts(name: str, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def two_parts(name: str, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales. Raises `InvalidInputError` if that is not what `pair` holds."""
     if not isinstance(pair, tuple | list):
         raise InvalidInputError(f"{name} is a {type(pair).__name__}, not a pair. Pass (values, scales).")
     if len(pair) != 2:

@@ -117,6 +117,18 @@ def gemm(a: Quantized, b: Quantized) -> torch.Tensor:
         return dequantize_rows(*a) @ dequantize_blocks(*b).T
 
 
+def k_grouped_gemm(a: Quantized, b: Quantized, ks: tuple[int, ...], c: torch.Tensor, d: torch.Tensor) -> None:
+    """`ops.k_grouped_fp8_gemm_nt_contiguous` of arguments that have been checked."""
+    (m, n), begin = d.shape[1:], 0
+    for group, k in enumerate(ks):
+        blocks = slice(begin // GROUP, (begin + k) // GROUP)
+        x = a[0].flatten()[m * begin : m * (begin + k)].view(m, k), a[1][:, blocks]
+        y = b[0].flatten()[n * begin : n * (begin + k)].view(n, k), b[1][:, blocks]
+        with torch.autocast(d.device.type, enabled=False):
+            d[group] = c[group] + dequantize_rows(*x) @ dequantize_rows(*y).T
+        begin += k
+
+
 def contiguous_gemm(a: Quantized, b: Quantized, out: torch.Tensor, m_indices: torch.Tensor) -> None:
     """`ops.m_grouped_fp8_gemm_nt_contiguous` of arguments that have been checked."""
     ids, lengths = m_indices.unique_consecutive(return_counts=True)

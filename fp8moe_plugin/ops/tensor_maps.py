@@ -35,6 +35,16 @@ def gate_up_map(w13: Weights) -> TensorMap:
     return TensorMap(w13.values, sizes, strides, box, 1, whole_rows_l2_fetch(w13.k))
 
 
+def octets_map(address: Address, rows: int, k: int, box_rows: int) -> TensorMap:
+    """Of e4m3 `[rows, k]`, in boxes in which every 16 rows are the eight even ones, then the eight odd ones.
+
+    As columns of wgmma's sums, a thread has two of each eight: together they are four consecutive rows in memory. A box
+    begins at a row of the last dimension, which counts 16 rows.
+    """
+    sizes, strides = (k, 8, 2, rows // 16), (2 * k, k, 16 * k)
+    return TensorMap(address, sizes, strides, (128, 8, 2, box_rows // 16), 1, L2_FETCH)
+
+
 def interleaved_map(weights: Address, rows: int, k: int) -> TensorMap:
     """Of e4m3 `[rows, k]`, in boxes of 64 rows in the order in which the sums of wgmma lie in threads.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, MAX_LOCAL_EXPERTS
 from fp8moe_plugin.plan.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout, Output
-from fp8moe_plugin.plan.parameters import ARGUMENTS
+from fp8moe_plugin.plan.parameters import ARGUMENTS, K_GROUPS
 
 HOPPER = (9, 0)  # the only compute capability with the instructions of the kernels
 KIB = 1024
@@ -155,6 +155,15 @@ def dense_gemm_key(tile_m: int) -> KernelKey:
 def dense_gemm_few_rows_key() -> KernelKey:
     """Dense GEMM with few rows and few columns."""
     return KernelKey("dense_gemm_few_rows", (), 192, SMEM_BYTES)
+
+
+# ---- gradients of weights --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def k_grouped_gemm_key() -> KernelKey:
+    """GEMMs of groups that differ in K, up to `K_GROUPS` of them in a launch; it has as many stages as fit."""
+    return KernelKey("k_grouped_gemm", (("GROUPS", K_GROUPS),), 384, SMEM_BYTES)
 
 
 # ---- logits of a sparse-attention indexer ----------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from fp8moe_plugin.plan.catalog import (
     gate_up_small_batch_key,
     grouped_gemm_few_rows_key,
     grouped_gemm_key,
+    k_grouped_gemm_key,
     mqa_logits_key,
     paged_mqa_logits_key,
     paged_mqa_metadata_key,
@@ -139,6 +140,6 @@ def all_kernels() -> list[KernelKey]:
     outputs = (Output.BF16_DIRECT, Output.F32_DIRECT)
     dense = [grouped_gemm_key(output, tile_n) for output in outputs for tile_n in GROUPED_TILE_N]
     silu = [silu_mul_quant_key(ue8m0) for ue8m0 in (False, True)]
-    ops = [*linear_kernels(False), *linear_kernels(True), *dense, *silu, tiles_of_indices_key()]
+    ops = [*linear_kernels(False), *linear_kernels(True), *dense, *silu, tiles_of_indices_key(), k_grouped_gemm_key()]
     indexers = itertools.chain(*map(indexer_kernels, MQA_HEADS))
     return list(dict.fromkeys([*layers, *ops, *indexers]))

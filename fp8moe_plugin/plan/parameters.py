@@ -8,6 +8,8 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+K_GROUPS = 16  # of a launch of k_grouped_gemm: what each of them needs are parameters
+
 
 class Kind(StrEnum):
     """The type of a parameter."""
@@ -16,6 +18,8 @@ class Kind(StrEnum):
     POINTER = "pointer"  # a device address; 0 for none
     INT = "int"  # 32 bits, signed
     FLOAT = "float"  # 32 bits
+    MAPS = "maps"  # K_GROUPS descriptors
+    INTS = "ints"  # K_GROUPS ints
 
 
 class Parameter(NamedTuple):
@@ -26,8 +30,8 @@ class Parameter(NamedTuple):
 def _signature(text: str) -> tuple[Parameter, ...]:
     kinds_and_names = (parameter.split() for parameter in text.split(","))
     parameters = tuple(Parameter(Kind(kind), name) for kind, name in kinds_and_names)
-    maps = sum(parameter.kind == Kind.MAP for parameter in parameters)
-    assert all(parameter.kind == Kind.MAP for parameter in parameters[:maps]), "maps come first, where they are aligned"
+    are_maps = [parameter.kind in (Kind.MAP, Kind.MAPS) for parameter in parameters]
+    assert are_maps == sorted(are_maps, reverse=True), "maps come first, where they are aligned"
     return parameters
 
 
@@ -77,6 +81,10 @@ PARAMETERS = {
         "map a_map, map b_map, pointer a_scales, int a_scale_expert_stride, int a_scale_k_stride, pointer b_scales, "
         "pointer d, pointer table, pointer num_tiles, int m, int n, int k, int claim_pair, int columns_at_once, "
         "pointer done_counters, int counters_per_tile"
+    ),
+    "k_grouped_gemm": _signature(
+        "maps a_maps, maps b_maps, ints k_blocks, ints first_k_blocks, ints indices, pointer a_scales, "
+        "int a_scale_k_stride, pointer b_scales, int b_scale_k_stride, pointer c, pointer d, int m, int n, int groups"
     ),
     "quantize": _signature("pointer x, pointer q, pointer scales, pointer slots, int tokens, int groups, int topk"),
     "route": _signature(

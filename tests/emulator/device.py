@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fp8moe_plugin.jit.launch import Launch, TensorMap
+from fp8moe_plugin.jit.launch import Launch, PerGroup, TensorMap
 from fp8moe_plugin.jit.launcher import FORMATS, layout
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned
 from fp8moe_plugin.plan.parameters import ARGUMENTS, PARAMETERS
@@ -71,7 +71,7 @@ class Device:
         assert sizes[:count] == [struct.calcsize(FORMATS[p.kind]) for p in expected], f"parameters of {key}"
         known = (h.resolved(argument, addresses) for argument in args)
         packer, offsets = layout(key.source)
-        packed = packer.pack(*(self._encode(arg) if isinstance(arg, TensorMap) else arg for arg in known))
+        packed = packer.pack(*map(self._packed, known))
         room, begin = aligned(len(packed))
         ctypes.memmove(begin, packed, len(packed))
         pointers = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
@@ -79,6 +79,15 @@ class Device:
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         cluster = dict(key.defines).get("CLUSTER", cluster)
         self._runtime.emu_launch(library.emu_entry, x, y, key.threads, key.smem_bytes, pointers, int(early), cluster)
+
+    def _packed(self, argument: TensorMap | PerGroup | int) -> bytes | int:
+        """An argument as `struct` takes it."""
+        if isinstance(argument, TensorMap):
+            return self._encode(argument)
+        if isinstance(argument, PerGroup):
+            elements = argument.elements
+            return b"".join(struct.pack("i", e) if isinstance(e, int) else self._encode(e) for e in elements)
+        return argument
 
     def _encode(self, tensor_map: TensorMap) -> bytes:
         address, sizes, strides, box, element_size, l2_fetch = tensor_map

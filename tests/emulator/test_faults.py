@@ -21,6 +21,7 @@ from fp8moe_plugin.plan.catalog import (
     gate_up_small_batch_key,
     grouped_gemm_few_rows_key,
     grouped_gemm_key,
+    k_grouped_gemm_key,
     mqa_logits_key,
     paged_mqa_logits_key,
     paged_mqa_metadata_key,
@@ -39,6 +40,7 @@ from tests.emulator.device import SHARED_BYTES, Device, EmulatorError
 from tests.emulator.inputs import assert_product, empty_rows, slabs
 from tests.emulator.layers import MOST_ERROR, run_dense_layer, run_layers
 from tests.indexer import assert_decode, assert_prefill, decode, poisoned_results, prefill
+from tests.k_grouped import gradients
 from tests.steps import gate_up, grouped_gemm, tiles_of_counts
 
 SCHEDULES = 16
@@ -152,6 +154,13 @@ def logits_of_paged_kv(emulator: Device, seed: int) -> None:
     assert_decode(call, logits, memory[-1])
 
 
+def weight_gradients(emulator: Device, seed: int) -> None:
+    call = gradients(h.seeded(0, torch.device("cpu")), 150, 272, [768, 128, 0, 384])
+    d = h.poisoned(*call.c.shape, dtype=torch.float32, device=torch.device("cpu"))
+    emulator.execute(seed, lambda: call.run(d, call.c))
+    call.assert_right(d)
+
+
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
 NARROW = dense_gemm_few_rows_key(), quantize_key(False, Layout.K_MAJOR)
 FEW = (
@@ -177,6 +186,7 @@ KERNELS = {  # to be compiled ahead
     token_beside_nan: SMALL_BATCH,
     logits_of_contiguous_kv: (mqa_logits_key(64),),
     logits_of_paged_kv: (paged_mqa_logits_key(64, 2), paged_mqa_metadata_key()),
+    weight_gradients: (k_grouped_gemm_key(),),
 }
 
 
@@ -432,6 +442,44 @@ FAULTS = {
         "",
         logits_of_contiguous_kv,
         "deadlock",
+    ),
+    "a stage of a gradient is multiplied before it is full": Fault(
+        "k_grouped_gemm.cu",
+        "        barrier_wait(shared.full(stage), ring.phase);\n",
+        "",
+        weight_gradients,
+        f"{WRONG_RESULT}|more arrivals",
+    ),
+    "a stage of a gradient is replaced while it is multiplied": Fault(
+        "k_grouped_gemm.cu",
+        "            barrier_wait(shared.empty(stage), ring.phase ^ 1);\n",
+        "",
+        weight_gradients,
+        f"{WRONG_RESULT}|more arrivals",
+    ),
+    "a stage of a gradient is given back while it is multiplied": Fault(
+        "k_grouped_gemm.cu",
+        "        wgmma_finish(product);\n        release(shared, stage);\n",
+        "        release(shared, stage);\n        wgmma_finish(product);\n",
+        weight_gradients,
+        WRONG_RESULT,
+    ),
+    "the product of a gradient is read before it is there": Fault(
+        "k_grouped_gemm.cu",
+        "        wgmma_finish(product);\n",
+        "",
+        weight_gradients,
+        f"{WRONG_RESULT}|without wgmma.fence|ended before its wgmma",
+    ),
+    "a group is scaled as the first one": Fault(
+        "k_grouped_gemm.cu", "in.first_k_blocks.of[tile.group];", "0;", weight_gradients, WRONG_RESULT
+    ),
+    "warpgroups of a gradient take the same rows": Fault(
+        "k_grouped_gemm.cu",
+        "wgmma_start(product, shared.a(stage, rows),",
+        "wgmma_start(product, shared.a(stage, 0),",
+        weight_gradients,
+        WRONG_RESULT,
     ),
 }
 

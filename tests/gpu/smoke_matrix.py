@@ -18,6 +18,7 @@ from fp8moe_plugin.plan.catalog import DENSE_TILE_M, DENSE_TILE_N
 from fp8moe_plugin.plan.tuning import GATHER_UP_TO, LONG_K
 from tests import helpers as h
 from tests import indexer
+from tests.k_grouped import gradients
 from tests.steps import route, route_reference
 
 DEVICE = torch.device("cuda", 0)
@@ -143,6 +144,14 @@ def check_paged_mqa_logits(gen: torch.Generator, rows: int) -> None:
             indexer.assert_decode(call, logits, memory[-1])
 
 
+def check_k_grouped(gen: torch.Generator, rows: int) -> None:
+    for n, ks in ((16, [128, 0, 256]), (400, [384] * 3), (32, [128 * (i % 3) for i in range(37)])):
+        call = gradients(gen, rows, n, ks)
+        for in_place in (True, False):
+            d = call.c.clone() if in_place else h.poisoned(*call.c.shape, dtype=torch.float32, device=DEVICE)
+            call.assert_right(call.run(d, d if in_place else call.c))
+
+
 def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:
     for check in (
         check_quantize,
@@ -157,6 +166,7 @@ def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:
         check_fused_moe,
         check_mqa_logits,
         check_paged_mqa_logits,
+        check_k_grouped,
     ):
         for rows in ROWS:
             yield check, rows

@@ -14,11 +14,11 @@ import fp8moe_plugin
 from fp8moe_plugin.errors import LaunchError
 from fp8moe_plugin.jit import launcher, sequence
 from fp8moe_plugin.jit.driver import check
-from fp8moe_plugin.jit.launch import Address, Argument, Launch, Slot, TensorMap
+from fp8moe_plugin.jit.launch import Address, Argument, Launch, PerGroup, Slot, TensorMap
 from fp8moe_plugin.jit.launcher import FORMATS
 from fp8moe_plugin.plan import KernelKey, all_kernels
-from fp8moe_plugin.plan.catalog import dense_gemm_few_rows_key, grouped_gemm_few_rows_key, route_key
-from fp8moe_plugin.plan.parameters import ARGUMENTS, PARAMETERS, Kind
+from fp8moe_plugin.plan.catalog import dense_gemm_few_rows_key, grouped_gemm_few_rows_key, k_grouped_gemm_key, route_key
+from fp8moe_plugin.plan.parameters import ARGUMENTS, K_GROUPS, PARAMETERS, Kind
 from tests import helpers as h
 from tests.jit.fake_driver import Driver
 
@@ -79,6 +79,8 @@ def arguments(key: KernelKey, first: int, slots: bool) -> tuple[tuple[Argument, 
         Kind.POINTER: address,
         Kind.INT: lambda i: (-1) ** i * (2**31 - 1 - first - i),
         Kind.FLOAT: lambda i: first + i + 0.5,
+        Kind.MAPS: lambda i: PerGroup(tuple(kinds[Kind.MAP](i + j) for j in range(3))),
+        Kind.INTS: lambda i: PerGroup(tuple(range(first + i, first + i + K_GROUPS))),
     }
     return tuple(kinds[parameter.kind](i) for i, parameter in enumerate(PARAMETERS[key.source])), addresses
 
@@ -88,6 +90,9 @@ def as_read(argument: Argument, addresses: tuple[int, ...], kind: Kind) -> bytes
     known = h.resolved(argument, addresses)
     if isinstance(known, TensorMap):
         return encoded(known)
+    if isinstance(known, PerGroup):
+        parts = (encoded(e) if isinstance(e, TensorMap) else struct.pack("i", e) for e in known.elements)
+        return b"".join(parts).ljust(struct.calcsize(FORMATS[kind]), b"\0")
     return struct.pack(FORMATS[kind], known)
 
 
@@ -149,6 +154,14 @@ def test_what_does_not_fit_a_parameter_is_not_prepared(fake):
         launcher.prepare([Launch(key, 1, args[:-1])], 0)
 
 
+def test_more_groups_than_a_launch_takes_are_not_prepared(fake):
+    key = k_grouped_gemm_key()
+    args = key.arguments(*arguments(key, 1, False)[0])
+    many = PerGroup(tuple(range(K_GROUPS + 1)))
+    with pytest.raises(struct.error, match=f"{K_GROUPS + 1} groups, a launch takes up to {K_GROUPS}"):
+        launcher.prepare([Launch(key, 1, args._replace(indices=many))], 0)
+
+
 def test_slots_of_one_tensor_have_offsets():
     assert Slot(3) + 16 + 256 == Slot(3, 272)
 
@@ -156,6 +169,7 @@ def test_slots_of_one_tensor_have_offsets():
 def signatures() -> dict[str, list[tuple[Kind, str]]]:
     """The kind and the name of each parameter of the kernels in csrc."""
     kinds = {"TensorMap": Kind.MAP, "int": Kind.INT, "float": Kind.FLOAT}
+    kinds |= {"TensorMaps": Kind.MAPS, "Ints": Kind.INTS}
     found = {}
     for path in (Path(fp8moe_plugin.__file__).parent / "csrc").glob("*.cu"):
         for kernel, text in re.findall(r'extern "C" __global__ [^;{]*?(\w+)\(([^()]*)\) \{', path.read_text()):

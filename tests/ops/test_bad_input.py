@@ -10,6 +10,7 @@ from fp8moe_plugin import ops
 from fp8moe_plugin.errors import InvalidInputError
 from tests import helpers as h
 from tests import indexer
+from tests.k_grouped import gradients
 
 EXPERTS, ROWS, HIDDEN, INTERMEDIATE = 4, 6, 256, 128
 Call = dict[str, Any]
@@ -68,6 +69,21 @@ def right_calls(device: torch.device) -> dict[str, Call]:
             "expected_m": 2,
             "out": out(EXPERTS, ROWS, HIDDEN),
         },
+        "k_grouped_fp8_gemm_nt_contiguous": right_gradients(gen),
+    }
+
+
+def right_gradients(gen: torch.Generator) -> Call:
+    call = gradients(gen, ROWS, 48, [128, 0, 256])
+    return {
+        "a": call.a,
+        "b": call.b,
+        "d": torch.zeros_like(call.c),
+        "ks_cpu": call.ks,
+        "grouped_layout": torch.tensor(call.ks, dtype=torch.int32, device=gen.device),
+        "c": call.c,
+        "recipe": [1, 1, 128],
+        "use_psum_layout": False,
     }
 
 
@@ -109,7 +125,7 @@ def jagged(t: torch.Tensor) -> torch.Tensor:
 
 QUANT, SILU, LINEAR, GEMM = "per_token_group_quant_fp8", "silu_mul_quant_fp8", "fp8_linear", "fp8_gemm_nt"
 CONTIGUOUS, MASKED = "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"
-MOE, BATCHED = "fused_moe", "batched_experts"
+MOE, BATCHED, GRADIENTS = "fused_moe", "batched_experts", "k_grouped_fp8_gemm_nt_contiguous"
 
 # op, argument, what is done to it, words of the message
 WRONG_CALLS = {
@@ -227,6 +243,38 @@ WRONG_CALLS = {
     "batched-counts-elsewhere": (BATCHED, "expert_num_tokens", meta, "expert_num_tokens is on meta"),
     "batched-expected-m-none": (BATCHED, "expected_m", lambda _: None, "expected_m is a NoneType, not an int"),
     "batched-out-shape": (BATCHED, "out", short, "out has shape [3, 6, 256], needs [4, 6, 256]"),
+    "gradients-a-not-a-pair": (GRADIENTS, "a", lambda a: a[0], "a is a Tensor, not a pair"),
+    "gradients-a-bf16": (GRADIENTS, "a", first(torch.Tensor.bfloat16), "a has dtype torch.bfloat16"),
+    "gradients-a-of-other-rows": (GRADIENTS, "a", first(short), "a has 2303 elements, needs 6 x 384"),
+    "gradients-a-strided": (GRADIENTS, "a", first(strided), "a has strides (2,), needs a contiguous layout"),
+    "gradients-a-scales-of-weights": (GRADIENTS, "a", second(short), "a's scales has shape [5, 3], needs [6, any]"),
+    "gradients-a-scales-of-other-k": (GRADIENTS, "a", second(narrow), "a's scales has shape [6, 2], needs [6, 3]"),
+    "gradients-b-scales-float16": (GRADIENTS, "b", second(torch.Tensor.half), "b's scales has dtype torch.float16"),
+    "gradients-b-elsewhere": (GRADIENTS, "b", first(meta), "b is on meta, the other tensors on"),
+    "gradients-b-of-other-k": (GRADIENTS, "b", first(with_k(128)), "b has 128 elements, needs 48 x 384"),
+    "gradients-d-bf16": (GRADIENTS, "d", torch.Tensor.bfloat16, "d has dtype torch.bfloat16, needs torch.float32"),
+    "gradients-d-of-one-group": (GRADIENTS, "d", lambda d: d[0], "d has shape [6, 48], needs [any, any, any]"),
+    "gradients-d-odd-n": (GRADIENTS, "d", narrow, "d's N is 47, needs a positive multiple of 16"),
+    "gradients-d-strided": (GRADIENTS, "d", strided, "d has strides (576, 96, 2)"),
+    "gradients-d-misaligned": (GRADIENTS, "d", misaligned, "d starts at an address that is not a multiple of 16"),
+    "gradients-no-ks": (GRADIENTS, "ks_cpu", lambda _: None, "ks_cpu is a NoneType, not a list"),
+    "gradients-ks-on-device": (GRADIENTS, "ks_cpu", torch.tensor, "ks_cpu is a Tensor, not a list"),
+    "gradients-ks-of-fewer-groups": (GRADIENTS, "ks_cpu", lambda ks: ks[:2], "ks_cpu has 2 groups, d 3"),
+    "gradients-odd-k": (GRADIENTS, "ks_cpu", lambda _: [100, 0, 284], "ks_cpu[0] is 100, needs a positive multiple of"),
+    "gradients-negative-k": (GRADIENTS, "ks_cpu", lambda _: [512, 0, -128], "ks_cpu[2] is -128, needs a positive"),
+    "gradients-float-k": (GRADIENTS, "ks_cpu", lambda _: [128.0, 0, 256], "ks_cpu[0] is a float, not an int"),
+    "gradients-layout-int64": (GRADIENTS, "grouped_layout", torch.Tensor.long, "grouped_layout has dtype torch.int64"),
+    "gradients-layout-short": (GRADIENTS, "grouped_layout", short, "grouped_layout has shape [2], needs [3]"),
+    "gradients-no-c": (GRADIENTS, "c", lambda _: None, "c is a NoneType, not a torch.Tensor"),
+    "gradients-c-bf16": (GRADIENTS, "c", torch.Tensor.bfloat16, "c has dtype torch.bfloat16, needs torch.float32"),
+    "gradients-c-of-one-group": (GRADIENTS, "c", lambda c: c[:1], "c has shape [1, 6, 48], needs [3, 6, 48]"),
+    "gradients-recipe-of-weights": (
+        GRADIENTS,
+        "recipe",
+        lambda _: (1, 128, 128),
+        "recipe is (1, 128, 128), needs (1, 1",
+    ),
+    "gradients-psum": (GRADIENTS, "use_psum_layout", lambda _: True, "use_psum_layout is set, which DeepGEMM"),
 }
 
 # the same for values that only FP8MOE_DEBUG=1 checks
@@ -240,6 +288,12 @@ WRONG_VALUES = {
         "expert_num_tokens",
         lambda t: t.fill_(-1),
         "expert_num_tokens holds -1, needs 0",
+    ),
+    "gradients-other-ks": (
+        GRADIENTS,
+        "grouped_layout",
+        lambda t: t.fill_(128),
+        "grouped_layout holds [128, 128, 128], ks_cpu [128, 0, 256]",
     ),
 }
 

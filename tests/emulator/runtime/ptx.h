@@ -78,6 +78,11 @@ inline void ld_acquire_gpu_global_s32(int& to, const int* from) {
     to = *from;
 }
 inline void atom_relaxed_gpu_global_add_s32(int& before, int* to, int value) { before = atomicAdd(to, value); }
+inline void red_relaxed_gpu_global_add_v4_f32(float* to, float a, float b, float c, float d) {
+    if (uintptr_t(to) % 16) emu::fail("red.v4 to %p: not aligned", static_cast<void*>(to));
+    emu::step();
+    to[0] += a, to[1] += b, to[2] += c, to[3] += d;
+}
 inline void fence_proxy_async_shared_cta() { emu::fence_proxy_async(); }
 inline void fence_proxy_async_global() { emu::step(); }
 inline void fence_mbarrier_init_release_cluster() { emu::step(); }

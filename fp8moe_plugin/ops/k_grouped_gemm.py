@@ -1,0 +1,218 @@
+"""GEMMs of groups that differ in K: the gradients of experts' weights."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.jit.launch import Launch, PerGroup, Slot
+from fp8moe_plugin.jit.launcher import Prepared
+from fp8moe_plugin.ops import backend, reference
+from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
+from fp8moe_plugin.ops.checks import (
+    FP8,
+    CheckedOnce,
+    check_aligned,
+    check_apart,
+    check_int,
+    check_multiple,
+    check_shape,
+    check_tensor,
+    debugs,
+    two_parts,
+)
+from fp8moe_plugin.ops.operands import Quantized, k_major
+from fp8moe_plugin.ops.tensor_maps import matrix_map, octets_map
+from fp8moe_plugin.plan.catalog import k_grouped_gemm_key
+from fp8moe_plugin.plan.parameters import K_GROUPS
+
+RECIPE = (1, 1, 128)
+N_MULTIPLE = 16
+BLOCK_M, BLOCK_N = 128, 176  # of the kernel's tiles
+
+
+def k_grouped_fp8_gemm_nt_contiguous(
+    a: Quantized,
+    b: Quantized,
+    d: torch.Tensor,
+    ks_cpu: Sequence[int],
+    grouped_layout: torch.Tensor,
+    c: torch.Tensor,
+    recipe: tuple[int, int, int] = RECIPE,
+    compiled_dims: str = "mn",
+    use_psum_layout: bool = False,
+) -> torch.Tensor:
+    """`d[g] = c[g] + a_g @ b_g.T` for G groups of K_g channels each, accumulated in float32 every 128 K.
+
+    The gradient of an expert's weight adds up over its tokens, which are K. The same call gives the same bits. Captures
+    in a CUDA graph after a first call. Where `c` is `d`, subnormal sums become zero.
+
+    Args:
+        a: e4m3 with M * sum(K) elements, `[M, K_g]` of one group after the other, and float32 scales
+            `[M, sum(K) / 128]` of any strides; K-major ones are read in place, others are copied first.
+        b: the same with N in place of M; N a multiple of 16.
+        d: float32 `[G, M, N]`.
+        ks_cpu: K of each group, multiples of 128; a group of 0 gets `d[g] = c[g]`.
+        grouped_layout: int32 `[G]` on the device, the same numbers; only read with FP8MOE_DEBUG=1.
+        c: as `d`; may be `d` itself.
+        recipe: only (1, 1, 128), the one that Hopper GPUs have in DeepGEMM.
+        compiled_dims: ignored; no kernel is compiled for a shape.
+        use_psum_layout: only False, as in DeepGEMM.
+    Raises:
+        InvalidInputError: wrong dtype, shape, stride, device or option.
+    """
+    _check_options(recipe, use_psum_layout)
+    _check_once(*two_parts("a", a), *two_parts("b", b), d, grouped_layout, c)
+    ks = _checked_ks(ks_cpu, d.shape[0])
+    for name, pair, rows in (("a", a, d.shape[1]), ("b", b, d.shape[2])):
+        _check_size(name, pair, rows, sum(ks))
+    in_place = c.data_ptr() == d.data_ptr()
+    check_apart("d", d, a=a[0], b=b[0], c=None if in_place else c)
+    if debugs(d.is_cuda) and grouped_layout.tolist() != list(ks):
+        raise InvalidInputError(
+            f"grouped_layout holds {grouped_layout.tolist()}, ks_cpu {list(ks)}. Pass the same numbers in both."
+        )
+    device = backend.device_of(d)
+    if d.numel() == 0:
+        return d
+    if device is None:
+        reference.k_grouped_gemm(a, b, ks, c, d)
+        return d
+    if not in_place:
+        for group in (group for group, k in enumerate(ks) if k == 0):
+            d[group].copy_(c[group])
+    if any(ks):
+        _launch(device, a, b, d, ks, c)
+    return d
+
+
+def _launch(device: Device, a: Quantized, b: Quantized, d: torch.Tensor, ks: tuple[int, ...], c: torch.Tensor) -> None:
+    m, n = d.shape[1:]
+    (a_scales, _, a_stride), (b_scales, _, b_stride) = k_major(a[0].view(m, -1), a[1]), k_major(b[0].view(n, -1), b[1])
+    addresses = tuple(tensor.data_ptr() for tensor in (a[0], a_scales, b[0], b_scales, c, d))
+    for run in prepared_k_grouped(device, Layout(m, n, ks, a_stride, b_stride)):
+        run(addresses)
+
+
+class Layout(NamedTuple):
+    """All that the launches of a call depend on, but for addresses. Strides are those of `k_major`."""
+
+    m: int
+    n: int
+    ks: tuple[int, ...]
+    a_scale_k_block: int
+    b_scale_k_block: int
+
+
+class Group(NamedTuple):
+    place: int  # in C and D
+    first_k: int  # K of the groups before it
+    k: int
+
+
+@functools.lru_cache(maxsize=MOST_PREPARED)
+def prepared_k_grouped(device: Device, layout: Layout) -> list[Prepared]:
+    """What launches a call of groups that are not all empty, given the addresses of A, B, their scales, C and D.
+
+    Each takes `K_GROUPS` groups, as many as fit a launch. The largest K come first: tiles that take the longest are not
+    left for the end.
+    """
+    begins = itertools.accumulate(layout.ks, initial=0)
+    groups = [Group(i, begin, k) for i, (begin, k) in enumerate(zip(begins, layout.ks, strict=False)) if k]
+    groups.sort(key=lambda group: -group.k)
+    size = ceil_div(len(groups), ceil_div(len(groups), K_GROUPS))
+    parts = [groups[at : at + size] for at in range(0, len(groups), size)]
+    return [device.prepare([k_grouped_launch(device, layout, part, early=part is not parts[0])]) for part in parts]
+
+
+def k_grouped_launch(device: Device, layout: Layout, groups: list[Group], early: bool) -> Launch:
+    """The kernel for up to `K_GROUPS` groups, none of them empty."""
+    a, a_scales, b, b_scales, c, d = map(Slot, range(6))
+    m, n, key = layout.m, layout.n, k_grouped_gemm_key()
+    tiles = len(groups) * ceil_div(m, BLOCK_M) * ceil_div(n, BLOCK_N)
+    return Launch(
+        key,
+        min(device.multiprocessors, tiles),
+        key.arguments(
+            a_maps=PerGroup(tuple(matrix_map(a + m * group.first_k, m, group.k, BLOCK_M) for group in groups)),
+            b_maps=PerGroup(tuple(octets_map(b + n * group.first_k, n, group.k, BLOCK_N) for group in groups)),
+            k_blocks=PerGroup(tuple(group.k // GROUP for group in groups)),
+            first_k_blocks=PerGroup(tuple(group.first_k // GROUP for group in groups)),
+            indices=PerGroup(tuple(group.place for group in groups)),
+            a_scales=a_scales,
+            a_scale_k_stride=layout.a_scale_k_block,
+            b_scales=b_scales,
+            b_scale_k_stride=layout.b_scale_k_block,
+            c=c,
+            d=d,
+            m=m,
+            n=n,
+            groups=len(groups),
+        ),
+        early,
+    )
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_options(recipe: tuple[int, int, int], use_psum_layout: bool) -> None:
+    if tuple(recipe) != RECIPE:
+        raise InvalidInputError(f"recipe is {recipe}, needs {RECIPE}: Hopper GPUs have no other. Leave it out.")
+    if use_psum_layout:
+        raise InvalidInputError(
+            "use_psum_layout is set, which DeepGEMM does not take here for FP8 either. Pass K of each group."
+        )
+
+
+def _check(
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    b: torch.Tensor,
+    b_scales: torch.Tensor,
+    d: torch.Tensor,
+    grouped_layout: torch.Tensor,
+    c: torch.Tensor,
+) -> None:
+    """Raise `InvalidInputError` unless the op takes these tensors, for some K."""
+    check_tensor("d", d, dtype=torch.float32, shape=(None, None, None))
+    groups, m, n = d.shape
+    check_multiple("d's N", n, N_MULTIPLE)
+    for name, values, scales, rows in (("a", a, a_scales, m), ("b", b, b_scales, n)):
+        check_tensor(name, values, dtype=FP8, device=d.device)
+        shape = (rows, None)
+        check_tensor(f"{name}'s scales", scales, dtype=torch.float32, shape=shape, device=d.device, contiguous=False)
+    check_tensor("grouped_layout", grouped_layout, dtype=torch.int32, shape=(groups,), device=d.device)
+    check_tensor("c", c, dtype=torch.float32, shape=(groups, m, n), device=d.device)
+    for name, tensor in (("c", c), ("d", d)):
+        check_aligned(name, tensor)
+
+
+_check_once = CheckedOnce(_check, strides=True)
+
+
+def _checked_ks(ks: Sequence[int], groups: int) -> tuple[int, ...]:
+    if not isinstance(ks, list | tuple):
+        raise InvalidInputError(f"ks_cpu is a {type(ks).__name__}, not a list. Pass K of each group as ints.")
+    if len(ks) != groups:
+        raise InvalidInputError(f"ks_cpu has {len(ks)} groups, d {groups}. Pass K of each group, 0 for an empty one.")
+    for group, k in enumerate(ks):
+        check_int(f"ks_cpu[{group}]", k)
+        if k != 0:
+            check_multiple(f"ks_cpu[{group}]", k, GROUP)
+    return tuple(ks)
+
+
+def _check_size(name: str, pair: Quantized, rows: int, k: int) -> None:
+    """Raise `InvalidInputError` unless an operand has so many rows, whose K add up to `k`."""
+    values, scales = pair
+    if values.numel() != rows * k:
+        raise InvalidInputError(
+            f"{name} has {values.numel()} elements, needs {rows} x {k}, rows by the sum of ks_cpu. "
+            "Check the layout of the call."
+        )
+    check_shape(f"{name}'s scales", scales, (rows, k // GROUP))
