@@ -5,11 +5,13 @@ import torch
 from fp8moe_plugin import ops
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.ops.checks import check_tensor
+from fp8moe_plugin.ops.checks import FP8, check_multiple, check_tensor, two_parts
 from fp8moe_plugin.ops.operands import Quantized
+from fp8moe_plugin.plan.mqa import any_of
 
 Granularity = tuple[int, int]
 BLOCKS = (1, GROUP, GROUP)  # one row of A, 128 rows of B, 128 channels share a scale
+ROWS = (1, 1, GROUP)  # one row of A or of B: gradients of weights
 Recipe = tuple[int, int, int] | None
 
 
@@ -27,15 +29,18 @@ def fp8_gemm_nt(
     """`d = a @ b.T (+ c)` by `ops.fp8_gemm_nt`, for a `[M, K]`, b `[N, K]`.
 
     Args:
-        recipe: rows of A, rows of B and channels that share a scale; (1, 128, 128) if it is left out.
+        recipe: rows of A, rows of B and channels that share a scale; (1, 128, 128) if it is left out. With (1, 1, 128),
+            for gradients of weights, c is required, which may be d; both are float32, K a multiple of 128.
         recipe_a, recipe_b: instead of it rows and channels, for A and for B.
         compiled_dims: ignored: no kernel is compiled for a shape.
         disable_ue8m0_cast: ignored, as by DeepGEMM on Hopper GPUs: scales stay float32.
     Raises:
         InvalidInputError: a recipe without kernel; wrong dtype, shape, stride or device.
     """
-    _check_recipe(recipe, recipe_a, recipe_b)
-    ops.fp8_gemm_nt(a, b, d, c)
+    if _checked_recipe(recipe, recipe_a, recipe_b, (BLOCKS, ROWS)) == ROWS:
+        _add_gradient(a, b, d, c)
+    else:
+        ops.fp8_gemm_nt(a, b, d, c)
 
 
 def fp8_gemm_nn(
@@ -100,7 +105,7 @@ def fp8_gemm_nt_skip_head_mid(
     Raises:
         InvalidInputError: as `fp8_gemm_nt`, or sizes that do not fit.
     """
-    _check_recipe(recipe, None, None)
+    _checked_recipe(recipe, None, None)
     left, mid, right = head_splits
     (m, n), given = _sizes(a, b), left + right
     if min(head_splits) < 0 or not given or n % given:
@@ -140,7 +145,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     Raises:
         InvalidInputError: as `fp8_gemm_nt`, or options that exclude each other.
     """
-    _check_recipe(recipe, recipe_a, recipe_b)
+    _checked_recipe(recipe, recipe_a, recipe_b)
     if use_psum_layout:
         raise InvalidInputError("use_psum_layout is set, which no kernel takes. Pass the group of each row.")
     if expected_m_for_psum_layout is not None:
@@ -181,12 +186,14 @@ def m_grouped_fp8_gemm_nt_masked(
     disable_ue8m0_cast: bool = False,
 ) -> None:
     """`ops.m_grouped_fp8_gemm_nt_masked`; for the other arguments and errors see `fp8_gemm_nt`."""
-    _check_recipe(recipe, recipe_a, recipe_b)
+    _checked_recipe(recipe, recipe_a, recipe_b)
     ops.m_grouped_fp8_gemm_nt_masked(a, b, d, masked_m, expected_m)
 
 
-def _check_recipe(recipe: Recipe, recipe_a: Granularity | None, recipe_b: Granularity | None) -> None:
-    """Raise `InvalidInputError` unless a kernel takes scales of these granularities."""
+def _checked_recipe(
+    recipe: Recipe, recipe_a: Granularity | None, recipe_b: Granularity | None, taken: tuple[Recipe, ...] = (BLOCKS,)
+) -> tuple[int, int, int]:
+    """Which rows of A, rows of B and channels share a scale; raises `InvalidInputError` unless a kernel takes that."""
     if (recipe_a is None) != (recipe_b is None) or (recipe is not None and recipe_a is not None):
         raise InvalidInputError(
             f"recipe is {recipe}, recipe_a {recipe_a}, recipe_b {recipe_b}. Pass either the first, or both others."
@@ -195,8 +202,24 @@ def _check_recipe(recipe: Recipe, recipe_a: Granularity | None, recipe_b: Granul
         if recipe_a[1] != recipe_b[1]:
             raise InvalidInputError(f"recipe_a is {recipe_a}, recipe_b {recipe_b}. Pass the same channels in both.")
         recipe = (recipe_a[0], recipe_b[0], recipe_a[1])
-    if recipe is not None and tuple(recipe) != BLOCKS:
-        raise InvalidInputError(f"the recipe is {tuple(recipe)}, needs {BLOCKS}. Quantize the operands so.")
+    if recipe is None:
+        return BLOCKS
+    if tuple(recipe) not in taken:
+        raise InvalidInputError(f"the recipe is {tuple(recipe)}, needs {any_of(taken)}. Quantize the operands so.")
+    return recipe[0], recipe[1], recipe[2]
+
+
+def _add_gradient(a: Quantized, b: Quantized, d: torch.Tensor, c: torch.Tensor | None) -> None:
+    """`d = c + a @ b.T`, where every row of both has scales of its own."""
+    values, _ = two_parts("a", a)
+    check_tensor("a", values, dtype=FP8, shape=(None, None))
+    check_tensor("d", d, dtype=torch.float32, shape=(None, None))
+    if c is None:
+        raise InvalidInputError(f"c is None, but recipe {ROWS} adds to it. Pass d to add to what it holds, or zeros.")
+    check_tensor("c", c, dtype=torch.float32, shape=tuple(d.shape))
+    check_multiple("a's K", values.shape[1], GROUP)
+    ks = values.new_full((1,), values.shape[1], dtype=torch.int32)
+    ops.k_grouped_fp8_gemm_nt_contiguous(a, b, d[None], [values.shape[1]], ks, c[None])
 
 
 def _transposed(name: str, pair: Quantized) -> Quantized:

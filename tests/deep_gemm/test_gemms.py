@@ -5,6 +5,7 @@ import torch
 
 from fp8moe_plugin import deep_gemm, ops
 from tests import helpers as h
+from tests.k_grouped import gradients
 
 M, N, K, GROUPS = 20, 264, 256, 3
 RECIPES = [
@@ -41,6 +42,16 @@ def test_an_addend(gen, device):
     out = torch.empty_like(c)
     deep_gemm.fp8_gemm_nt(a, b, out, c=c)
     h.assert_rounded(out, h.product(a, b) + c.double())
+
+
+@pytest.mark.parametrize("options", [{"recipe": (1, 1, 128)}, {"recipe_a": (1, 128), "recipe_b": (1, 128)}], ids=str)
+def test_scales_of_rows_in_both_operands(gen, device, options):
+    call = gradients(gen, M, N - 8, [K])
+    a, b = ((values.view(-1, K), scales) for values, scales in (call.a, call.b))
+    apart, in_place = h.poisoned(*call.c.shape, dtype=torch.float32, device=device), call.c.clone()
+    for d, c in ((apart, call.c), (in_place, in_place)):
+        assert deep_gemm.fp8_gemm_nt(a, b, d[0], c=c[0], **options) is None
+        call.assert_right(d)
 
 
 @pytest.mark.parametrize("splits", [(64, 8, 24), (88, 0, 0), (0, 16, 8)], ids=str)

@@ -106,6 +106,8 @@ WRONG_CALLS = {
 
 
 def on(device: torch.device, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(on(device, part) for part in value)
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
@@ -119,6 +121,29 @@ def test_a_wrong_call_says_what_is_wrong(device, case):
     name, argument, value, words = case
     with pytest.raises(InvalidInputError) as caught:
         getattr(deep_gemm, name)(**(right_calls(device)[name] | {argument: on(device, value)}))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"c": None}, "c is None, but recipe (1, 1, 128) adds to it"),
+        ({"d": torch.zeros(6, 128).bfloat16()}, "d has dtype torch.bfloat16, needs torch.float32"),
+        ({"c": torch.zeros(6, 64)}, "c has shape [6, 64], needs [6, 128]"),
+        ({"a": (torch.zeros(6, 192).to(h.FP8), torch.ones(6, 2))}, "a's K is 192, needs a positive multiple of 128"),
+        ({"b": (torch.zeros(128, 256).to(h.FP8), torch.ones(1, 2))}, "b's scales has shape [1, 2], needs [128, any]"),
+    ],
+    ids=str,
+)
+def test_a_wrong_call_of_a_gradient(device, change, words):
+    gen = h.seeded(0, device)
+    a, b = h.random_quantized(gen, 6, 256), h.random_quantized(gen, 128, 256)
+    call = {"a": a, "b": b, "d": torch.zeros(6, 128, device=device), "c": torch.zeros(6, 128, device=device)}
+    deep_gemm.fp8_gemm_nt(**call, recipe=(1, 1, 128))
+    with pytest.raises(InvalidInputError) as caught:
+        deep_gemm.fp8_gemm_nt(
+            **(call | {name: on(device, value) for name, value in change.items()}), recipe=(1, 1, 128)
+        )
     assert words in str(caught.value)
 
 
