@@ -23,7 +23,13 @@ from fp8moe_plugin.ops.gemm_launches import (
 )
 from fp8moe_plugin.ops.operands import Quantized, Rows, Weights, empty_quantized, k_major
 from fp8moe_plugin.ops.quantize import quantize_launch
-from fp8moe_plugin.ops.route import Ids, route_launches, tiles_of_counts_launch, tiles_of_indices_launch
+from fp8moe_plugin.ops.route import (
+    Ids,
+    route_launches,
+    tiles_of_counts_launch,
+    tiles_of_ends_launch,
+    tiles_of_indices_launch,
+)
 from fp8moe_plugin.ops.route import Routing as RoutingAddresses
 from fp8moe_plugin.plan import Layout, MoeShape
 from fp8moe_plugin.plan.catalog import gate_up_few_rows_key, gate_up_key, quantize_key
@@ -145,14 +151,31 @@ def tiles_of_counts(counts: torch.Tensor, max_m: int, tile_rows: int) -> Tiles:
     return tiles
 
 
-def tiles_of_indices(indices: torch.Tensor, num_groups: int, tile_rows: int) -> Tiles:
-    """Tiles of the runs of equal ids in int32 `[rows]`; ids outside `[0, num_groups)` make no tile."""
+def tiles_of_ends(ends: torch.Tensor, rows: int, alignment: int, tile_rows: int) -> Tiles:
+    """Tiles of `rows` rows, of which group g takes those up to `ends[g]` from a multiple of `alignment` on."""
+    device = backend.device_of(ends)
+    if device is None:
+        limits = [0, *ends.clamp(0, rows).tolist()]
+        begins = [-(-limit // alignment) * alignment for limit in limits]
+        groups = [(g, begins[g], max(begins[g], limits[g + 1])) for g in range(len(ends))]
+        return tiles_of_groups(groups, tile_rows, ends.device)
+    tiles = empty_tiles(rows, len(ends), tile_rows, ends.device)
+    launch(device, [tiles_of_ends_launch(ends.data_ptr(), len(ends), rows, alignment, tiles.addresses, tile_rows)])
+    return tiles
+
+
+def tiles_of_indices(indices: torch.Tensor, num_groups: int, tile_rows: int, out: torch.Tensor) -> Tiles:
+    """Tiles of the runs of equal ids in int32 `[rows]`; ids outside `[0, num_groups)` make no tile.
+
+    Their rows in `out`, bfloat16 `[rows, n]`, become zeros.
+    """
     device, rows = backend.device_of(indices), len(indices)
     if device is None:
+        out[(indices < 0) | (indices >= num_groups)] = 0
         return tiles_of_runs(indices, num_groups, tile_rows)
     tiles, runs = empty_tiles(rows, rows, tile_rows, indices.device, counted=False), torch.empty_like(indices)
     addresses = indices.data_ptr(), rows, num_groups, runs.data_ptr(), tiles.addresses
-    launch(device, [tiles_of_indices_launch(*addresses, tile_rows)])
+    launch(device, [tiles_of_indices_launch(device, *addresses, tile_rows, out.data_ptr(), out.shape[1])])
     return tiles
 
 

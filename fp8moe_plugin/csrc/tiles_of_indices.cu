@@ -1,16 +1,28 @@
-// Cuts each run of equal expert ids into tiles. One thread block.
+// Cuts each run of equal expert ids into tiles: the first thread block. The others zero the rows that get no tile.
 //
 // In:   ids        int32 [rows], the expert of each row; a run with an id outside [0, num_groups) gets no tile
 // Out:  table, num_tiles  see tile_table.cuh
+//       d          bfloat16 [rows, 8 * chunks], the result of the GEMM
 // Scratch: run_begins int32 [rows], the first row of each run
 #include "device/common.cuh"
 #include "pipeline/tile_table.cuh"
 
 constexpr int kWarps = THREADS / kWarp;
 
+// One warp per row.
+DEVICE void zero_rows(const int* ids, uint4* d, int rows, int num_groups, int chunks) {
+    const int warps = (gridDim.x - 1) * kWarps;
+    for (int row = (blockIdx.x - 1) * kWarps + threadIdx.x / kWarp; row < rows; row += warps) {
+        if (ids[row] >= 0 && ids[row] < num_groups) continue;
+        for (int i = lane_of_warp(); i < chunks; i += kWarp) d[i64(row) * chunks + i] = make_uint4(0, 0, 0, 0);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     tiles_of_indices(const int* __restrict__ ids, int* run_begins, int4* __restrict__ table,
-                     int* __restrict__ num_tiles, int rows, int num_groups, int block_m) {
+                     int* __restrict__ num_tiles, uint4* __restrict__ d, int rows, int num_groups, int block_m,
+                     int chunks) {
+    if (blockIdx.x > 0) return zero_rows(ids, d, rows, num_groups, chunks);
     const int warp = threadIdx.x / kWarp, lane = lane_of_warp();
     const int rows_per_warp = ceil_div(ceil_div(rows, kWarps), kWarp) * kWarp;
     const int begin = min(warp * rows_per_warp, rows);

@@ -1,7 +1,11 @@
 """The public ops: torch tensors in, torch tensors out."""
 
 from fp8moe_plugin.ops.gemm import fp8_gemm_nt
-from fp8moe_plugin.ops.grouped_gemm import m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
+from fp8moe_plugin.ops.grouped_gemm import (
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
+    m_grouped_fp8_gemm_nt_psum,
+)
 from fp8moe_plugin.ops.k_grouped_gemm import k_grouped_fp8_gemm_nt_contiguous
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.moe import batched_experts, fused_moe
@@ -24,6 +28,7 @@ __all__ = [
     "k_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
+    "m_grouped_fp8_gemm_nt_psum",
     "per_token_group_quant_fp8",
     "silu_mul_quant_fp8",
 ]

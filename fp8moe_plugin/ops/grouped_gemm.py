@@ -1,25 +1,24 @@
 """Grouped block-scaled FP8 GEMMs: rows of many experts, each against its own weights."""
 
+import functools
 from collections.abc import Callable
 
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launch import Address, Launch, Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
 from fp8moe_plugin.ops.backend import Device, prepares
-from fp8moe_plugin.ops.checks import (
-    check_activations,
-    check_int,
-    check_shape,
-    check_tensor,
-    check_values,
-    check_weights,
-)
+from fp8moe_plugin.ops.checks import check_int, check_shape, check_tensor, check_values
+from fp8moe_plugin.ops.gemm_checks import check_blocks, check_out, check_rows
 from fp8moe_plugin.ops.gemm_launches import grouped_launch
-from fp8moe_plugin.ops.operands import Quantized, Rows, Tiles, Weights, k_major, placed
-from fp8moe_plugin.ops.route import tiles_of_counts_launch, tiles_of_indices_launch
+from fp8moe_plugin.ops.operands import Extent, Quantized, Rows, Tiles, Weights, in_rows, k_major, placed
+from fp8moe_plugin.ops.route import tiles_of_counts_launch, tiles_of_ends_launch, tiles_of_indices_launch
 from fp8moe_plugin.plan import GroupedPlan, plan_contiguous, plan_masked
+
+Launches = Callable[[Device, GroupedPlan, Rows, Weights, Address, Address, Address], list[Launch]]
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -28,31 +27,53 @@ def m_grouped_fp8_gemm_nt_contiguous(
     """`out[i] = a[i] @ b[m_indices[i]].T` for rows that come expert by expert; no alignment of the groups is needed.
 
     Args:
-        a: e4m3 `[M, K]` and float32 scales `[M, K/128]` of any strides; K-major ones, as `per_token_group_quant_fp8`
-            returns them, are read in place, others are copied first. K a multiple of 128.
-        b: e4m3 `[G, N, K]` and float32 scales `[G, ceil(N/128), K/128]`; N a multiple of 8.
-        out: bfloat16 `[M, N]`; rows with an index outside `[0, G)` are not written.
-        m_indices: int32 `[M]` on the device; -1 skips the row. Each run of equal ids is tiled by itself.
+        a: e4m3 `[M, K]` and float32 scales `[M, ceil(K/128)]`; K a multiple of 16. Which layouts are read in place:
+            see `fp8_gemm_nt`; of scales those that are K-major, as `per_token_group_quant_fp8` returns them.
+        b: e4m3 `[G, N, K]` and float32 scales `[G, ceil(N/128), ceil(K/128)]`; N a multiple of 8.
+        out: bfloat16 `[M, N]`; rows with an index outside `[0, G)` become zeros.
+        m_indices: int32 `[M]` on the device; -1 for rows of no group. Each run of equal ids is tiled by itself.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device.
     """
-    check_activations("a", a, dims=2)
-    m, k = a[0].shape
-    check_weights("b", b, 3, k, a[0].device)
-    groups, n = b[0].shape[:2]
-    check_tensor("out", out, dtype=torch.bfloat16, shape=(m, n), device=a[0].device)
-    check_tensor("m_indices", m_indices, dtype=torch.int32, shape=(m,), device=a[0].device)
+    _check(a, b, out, dims=2)
+    m, groups = len(out), len(b[0])
+    check_tensor("m_indices", m_indices, dtype=torch.int32, shape=(m,), device=out.device)
     check_values("m_indices", m_indices, -1, groups - 1)
-    if m == 0:
-        return out
-    device = backend.device_of(out)
-    if device is None:
-        reference.contiguous_gemm(a, b, out, m_indices)
-        return out
-    plan, (scales, *strides) = plan_contiguous(m), k_major(*a)
-    run = prepared_grouped(device, plan, contiguous_launches, m, groups, n, k, *strides)
-    scratch = workspace.scratch(plan.scratch.nbytes, out)
-    run(tuple(tensor.data_ptr() for tensor in (a[0], scales, *b, out, m_indices, scratch)))
+    if m:
+        _multiply(plan_contiguous(m), contiguous_launches, a, b, out, m_indices, reference.contiguous_gemm)
+    return out
+
+
+def m_grouped_fp8_gemm_nt_psum(
+    a: Quantized, b: Quantized, out: torch.Tensor, ends: torch.Tensor, expected_m: int, alignment: int = 128
+) -> torch.Tensor:
+    """`out[i] = a[i] @ b[g].T` for the rows i of group g, which are those up to `ends[g]` (DeepGEMM's psum layout).
+
+    Captures in a CUDA graph.
+
+    Args:
+        a: e4m3 `[M, K]` and its scales, as for `m_grouped_fp8_gemm_nt_contiguous`.
+        b: e4m3 `[G, N, K]` and its scales, likewise.
+        out: bfloat16 `[M, N]`; rows of no group are not written.
+        ends: int32 `[G]` on the device, not descending, 0 to M. Group 0 begins at row 0, any other at the next multiple
+            of `alignment` behind the end of the group before it; an empty group ends there.
+        expected_m: rows per group on average, as far as the host knows; may change the speed, never the result.
+        alignment: 1 or more.
+    Raises:
+        InvalidInputError: wrong dtype, shape, stride or device.
+    """
+    _check(a, b, out, dims=2)
+    (m, n), groups = out.shape, len(b[0])
+    check_tensor("ends", ends, dtype=torch.int32, shape=(groups,), device=out.device)
+    check_values("ends", ends, 0, m)
+    check_int("expected_m", expected_m)
+    check_int("alignment", alignment)
+    if alignment < 1:
+        raise InvalidInputError(f"alignment is {alignment}, needs 1 or more. Pass the distance that groups keep.")
+    if m:
+        plan = plan_masked(groups, ceil_div(m, groups), n, _padded_k(a), expected_m)
+        compute = functools.partial(reference.psum_gemm, alignment)
+        _multiply(plan, psum_launches(alignment), a, b, out, ends, compute)
     return out
 
 
@@ -62,56 +83,89 @@ def m_grouped_fp8_gemm_nt_masked(
     """`out[g, i] = a[g, i] @ b[g].T` for `i < masked_m[g]`. The counts stay on the device: captures in a CUDA graph.
 
     Args:
-        a: e4m3 `[G, max_m, K]` and float32 scales `[G, max_m, K/128]` of any strides, as for the contiguous layout; K a
-            multiple of 128.
-        b: e4m3 `[G, N, K]` and float32 scales `[G, ceil(N/128), K/128]`; N a multiple of 8.
+        a: e4m3 `[G, max_m, K]` and float32 scales `[G, max_m, ceil(K/128)]`, as for the contiguous layout.
+        b: e4m3 `[G, N, K]` and float32 scales `[G, ceil(N/128), ceil(K/128)]`; N a multiple of 8.
         out: bfloat16 `[G, max_m, N]`; rows from `masked_m[g]` on are not written.
         masked_m: int32 `[G]` on the device; counts are clamped to `[0, max_m]`.
         expected_m: rows per group on average, as far as the host knows; may change the speed, never the result.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device.
     """
-    check_activations("a", a, dims=3)
-    groups, max_m, k = a[0].shape
-    check_weights("b", b, 3, k, a[0].device)
-    check_shape("b", b[0], (groups, None, k))
-    n = b[0].shape[1]
-    check_tensor("out", out, dtype=torch.bfloat16, shape=(groups, max_m, n), device=a[0].device)
-    check_tensor("masked_m", masked_m, dtype=torch.int32, shape=(groups,), device=a[0].device)
+    _check(a, b, out, dims=3)
+    groups, max_m, n = out.shape
+    check_shape("b", b[0], (groups, None, None))
+    check_tensor("masked_m", masked_m, dtype=torch.int32, shape=(groups,), device=out.device)
     check_values("masked_m", masked_m, 0, max_m)
     check_int("expected_m", expected_m)
-    if groups * max_m == 0:
-        return out
+    if groups * max_m:
+        plan = plan_masked(groups, max_m, n, _padded_k(a), expected_m)
+        _multiply(plan, masked_launches, a, b, out, masked_m, reference.masked_gemm)
+    return out
+
+
+def _check(a: Quantized, b: Quantized, out: torch.Tensor, dims: int) -> None:
+    """Raise `InvalidInputError` unless the GEMM takes these."""
+    check_rows("a", a, dims)
+    check_blocks("b", b, 3, a[0].shape[-1], a[0].device)
+    check_out("out", out, (*a[0].shape[:-1], b[0].shape[1]), torch.bfloat16, a)
+
+
+def _padded_k(a: Quantized) -> int:
+    return ceil_div(a[0].shape[-1], GROUP) * GROUP
+
+
+def _multiply(
+    plan: GroupedPlan,
+    launches: Launches,
+    a: Quantized,
+    b: Quantized,
+    out: torch.Tensor,
+    layout: torch.Tensor,
+    compute: Callable[[Quantized, Quantized, torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Run the launches on the device of `out`, or `compute` where the reference serves it.
+
+    `layout` holds the group of each row, or the number or the end of each group's rows.
+    """
     device = backend.device_of(out)
     if device is None:
-        reference.masked_gemm(a, b, out, masked_m)
-        return out
-    plan, (scales, *strides) = plan_masked(groups, max_m, n, k, expected_m), k_major(*a)
-    run = prepared_grouped(device, plan, masked_launches, groups * max_m, groups, n, k, *strides)
+        return compute(a, b, out, layout)
+    product = out.contiguous()  # a copy of a strided one keeps the rows that are not written
+    (rows, extent), (weights, weights_extent), (scales, *strides) = in_rows(a[0]), in_rows(b[0]), k_major(*a)
+    groups, n = b[0].shape[:2]
+    sizes = out.numel() // n, groups, n, _padded_k(a)
+    run = prepared_grouped(device, plan, launches, *sizes, extent, weights_extent, *strides)
     scratch = workspace.scratch(plan.scratch.nbytes, out)
-    run(tuple(tensor.data_ptr() for tensor in (a[0], scales, *b, out, masked_m, scratch)))
-    return out
+    tensors = rows, scales, weights, b[1].contiguous(), product, layout, scratch
+    run(tuple(tensor.data_ptr() for tensor in tensors))
+    if product is not out:
+        out.copy_(product)
 
 
 @prepares("m_grouped_fp8_gemm_nt")
 def prepared_grouped(
     device: Device,
     plan: GroupedPlan,
-    launches: Callable[..., list[Launch]],
+    launches: Launches,
     rows: int,
     groups: int,
     n: int,
     k: int,
+    a_extent: Extent,
+    b_extent: Extent,
     scale_group: int,
     scale_k_block: int,
 ) -> Prepared:
-    """What launches a grouped GEMM, given the addresses in the op; strides are those of `k_major`.
+    """What launches a grouped GEMM, given the addresses in `_multiply`; strides are those of `k_major`.
 
-    `launches` is `contiguous_launches` or `masked_launches`.
+    `launches` is `contiguous_launches`, `masked_launches`, or a result of `psum_launches`.
     """
-    a, a_scales, b, b_scales, out, counts_or_indices, scratch = map(Slot, range(7))
-    operands = Rows(a, rows, k, a_scales, scale_group, scale_k_block), Weights(b, groups, n, k, b_scales)
-    return device.prepare(launches(device, plan, *operands, out, counts_or_indices, scratch))
+    a, a_scales, b, b_scales, out, layout, scratch = map(Slot, range(7))
+    operands = (
+        Rows(a, rows, k, a_scales, scale_group, scale_k_block, a_extent),
+        Weights(b, groups, n, k, b_scales, b_extent),
+    )
+    return device.prepare(launches(device, plan, *operands, out, layout, scratch))
 
 
 def contiguous_launches(
@@ -120,10 +174,27 @@ def contiguous_launches(
     """The kernels of `m_grouped_fp8_gemm_nt_contiguous`."""
     at = placed(plan.scratch, scratch)
     tiles = Tiles(at.table, at.num_tiles)
-    return [
-        tiles_of_indices_launch(m_indices, a.rows, b.experts, at.run_begins, tiles, plan.tile_rows),
-        grouped_launch(device, plan, a, b, out, tiles),
-    ]
+    indices = tiles_of_indices_launch(
+        device, m_indices, a.rows, b.experts, at.run_begins, tiles, plan.tile_rows, out, b.n
+    )
+    return [indices, grouped_launch(device, plan, a, b, out, tiles)]
+
+
+@functools.cache
+def psum_launches(alignment: int) -> Launches:
+    """The kernels of `m_grouped_fp8_gemm_nt_psum`, as a function like `contiguous_launches`."""
+
+    def launches(
+        device: Device, plan: GroupedPlan, a: Rows, b: Weights, out: Address, ends: Address, scratch: Address
+    ) -> list[Launch]:
+        at = placed(plan.scratch, scratch)
+        tiles = Tiles(at.table, at.num_tiles, at.done_counters)
+        return [
+            tiles_of_ends_launch(ends, b.experts, a.rows, alignment, tiles, plan.tile_rows),
+            grouped_launch(device, plan, a, b, out, tiles),
+        ]
+
+    return launches
 
 
 def masked_launches(

@@ -38,15 +38,23 @@ class ExpertWeights(NamedTuple):
         return ExpertWeights((self.w13[0][e], self.w13[1][e]), (self.w2[0][e], self.w2[1][e]))
 
 
+class Extent(NamedTuple):
+    """What a matrix takes in memory, in elements; TMA reads zeros from `columns` to the end of the last K block."""
+
+    columns: int
+    pitch: int  # from row to row, a multiple of 16
+
+
 class Rows(NamedTuple):
     """e4m3 `[rows, k]` and its scales, with the strides of these by group and by k block, in elements."""
 
     values: Address
     rows: int
-    k: int
+    k: int  # a multiple of 128
     scales: Address
     scale_group: int
     scale_k_block: int
+    extent: "Extent | None" = None  # None: the rows are contiguous
 
     @classmethod
     def k_major(cls, values: Address, scales: Address, rows: int, k: int) -> "Rows":
@@ -65,8 +73,9 @@ class Weights(NamedTuple):
     values: Address
     experts: int
     n: int
-    k: int
+    k: int  # a multiple of 128
     scales: Address
+    extent: Extent | None = None  # None: contiguous
 
 
 class Tiles(NamedTuple):
@@ -124,6 +133,16 @@ def k_major(q: torch.Tensor, scales: torch.Tensor) -> ScalesAndStrides:
     copy = empty_scales(q.numel() // q.shape[-1], scales.shape[-1], scales.device)
     copy.view(scales.shape).copy_(scales)
     return copy, 0, copy.stride(1)
+
+
+def in_rows(q: torch.Tensor) -> tuple[torch.Tensor, Extent]:
+    """`[.., rows, k]` as TMA reads it, with rows of all groups numbered through: in place if possible, else a copy."""
+    k, rows = q.shape[-1], q.shape[-2]
+    pitch = q.stride(-2) if rows > 1 else q.stride(0) if q.shape[0] > 1 else k
+    evenly = q.dim() == 2 or q.shape[0] == 1 or q.stride(0) == rows * pitch
+    if evenly and pitch >= k and pitch % 16 == 0:
+        return q, Extent(k, pitch)
+    return q.contiguous(), Extent(k, k)
 
 
 def empty_quantized(rows: int, k: int, device: torch.device) -> Quantized:

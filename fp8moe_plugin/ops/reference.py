@@ -134,9 +134,18 @@ def contiguous_gemm(a: Quantized, b: Quantized, out: torch.Tensor, m_indices: to
     ids, lengths = m_indices.unique_consecutive(return_counts=True)
     ends = lengths.cumsum(0).tolist()
     for group, length, end in zip(ids.tolist(), lengths.tolist(), ends, strict=True):
-        if 0 <= group < b[0].shape[0]:
-            rows = slice(end - length, end)
-            out[rows] = gemm((a[0][rows], a[1][rows]), (b[0][group], b[1][group]))
+        rows = slice(end - length, end)
+        here = 0 <= group < b[0].shape[0]
+        out[rows] = gemm((a[0][rows], a[1][rows]), (b[0][group], b[1][group])) if here else 0.0
+
+
+def psum_gemm(alignment: int, a: Quantized, b: Quantized, out: torch.Tensor, ends: torch.Tensor) -> None:
+    """`ops.m_grouped_fp8_gemm_nt_psum` of arguments that have been checked."""
+    begin = 0
+    for group, end in enumerate(ends.clamp(0, len(out)).tolist()):
+        rows = slice(begin, end)
+        out[rows] = gemm((a[0][rows], a[1][rows]), (b[0][group], b[1][group]))
+        begin = -(-end // alignment) * alignment
 
 
 def masked_gemm(a: Quantized, b: Quantized, out: torch.Tensor, masked_m: torch.Tensor) -> None:
@@ -146,8 +155,8 @@ def masked_gemm(a: Quantized, b: Quantized, out: torch.Tensor, masked_m: torch.T
 
 
 def dequantize_rows(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 `[.., K]` from e4m3 `[.., K]` and scales `[.., K/128]`."""
-    return (q.float().unflatten(-1, (-1, GROUP)) * scales.unsqueeze(-1)).flatten(-2)
+    """float32 `[.., K]` from e4m3 `[.., K]` and scales `[.., ceil(K/128)]`."""
+    return q.float() * scales.repeat_interleave(GROUP, -1)[..., : q.shape[-1]]
 
 
 def dequantize_blocks(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

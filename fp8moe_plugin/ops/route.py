@@ -2,9 +2,17 @@
 
 from typing import NamedTuple
 
+from fp8moe_plugin.checkpoint.shapes import N_MULTIPLE
 from fp8moe_plugin.jit.launch import Address, Launch
+from fp8moe_plugin.ops.backend import Device
 from fp8moe_plugin.ops.operands import Tiles
-from fp8moe_plugin.plan.catalog import count_experts_key, route_key, tiles_of_counts_key, tiles_of_indices_key
+from fp8moe_plugin.plan.catalog import (
+    count_experts_key,
+    route_key,
+    tiles_of_counts_key,
+    tiles_of_ends_key,
+    tiles_of_indices_key,
+)
 from fp8moe_plugin.plan.shape import MoeShape
 from fp8moe_plugin.plan.tiles import route_chunks
 
@@ -115,24 +123,57 @@ def tiles_of_counts_launch(counts: Address, groups: int, max_m: int, out: Tiles,
     )
 
 
+def tiles_of_ends_launch(ends: Address, groups: int, rows: int, alignment: int, out: Tiles, tile_rows: int) -> Launch:
+    """Tiles of `rows` rows, of which group g takes those up to `ends[g]`.
+
+    `ends` is the address of int32 `[groups]`; a group begins at the next multiple of `alignment`.
+    """
+    key = tiles_of_ends_key()
+    return Launch(
+        key,
+        1,
+        key.arguments(
+            ends=ends,
+            table=out.table,
+            num_tiles=out.num_tiles,
+            done_counters=out.done_counters,
+            groups=groups,
+            rows=rows,
+            alignment=alignment,
+            block_m=tile_rows,
+        ),
+    )
+
+
 def tiles_of_indices_launch(
-    indices: Address, rows: int, groups: int, run_begins: Address, out: Tiles, tile_rows: int
+    device: Device,
+    indices: Address,
+    rows: int,
+    groups: int,
+    run_begins: Address,
+    out: Tiles,
+    tile_rows: int,
+    d: Address,
+    n: int,
 ) -> Launch:
     """Tiles of the runs of equal ids in int32 `[rows]` at `indices`; ids outside `[0, groups)` make no tile.
 
-    `run_begins` is the address of int32 `[rows]` scratch.
+    The rows of such ids in bfloat16 `[rows, n]` at `d` become zeros. `run_begins` is the address of int32 `[rows]`
+    scratch.
     """
     key = tiles_of_indices_key()
     return Launch(
         key,
-        1,
+        max(2, device.multiprocessors),
         key.arguments(
             ids=indices,
             run_begins=run_begins,
             table=out.table,
             num_tiles=out.num_tiles,
+            d=d,
             rows=rows,
             num_groups=groups,
             block_m=tile_rows,
+            chunks=n // N_MULTIPLE,
         ),
     )

@@ -20,11 +20,13 @@ def whole_rows_l2_fetch(k: int) -> int:
 
 
 def rows_map(a: Rows, box_rows: int) -> TensorMap:
-    return TensorMap(a.values, (a.k, a.rows), (a.k,), (128, box_rows), 1, L2_FETCH)
+    columns, pitch = a.extent or (a.k, a.k)
+    return TensorMap(a.values, (columns, a.rows), (pitch,), (128, box_rows), 1, L2_FETCH)
 
 
 def weights_map(b: Weights, box_rows: int, l2_fetch: int) -> TensorMap:
-    return TensorMap(b.values, (b.k, b.experts * b.n), (b.k,), (128, box_rows), 1, l2_fetch)
+    columns, pitch = b.extent or (b.k, b.k)
+    return TensorMap(b.values, (columns, b.experts * b.n), (pitch,), (128, box_rows), 1, l2_fetch)
 
 
 def gate_up_map(w13: Weights) -> TensorMap:

@@ -72,6 +72,11 @@ def tiles_of_counts_key() -> KernelKey:
 
 
 @functools.cache
+def tiles_of_ends_key() -> KernelKey:
+    return KernelKey("tiles_of_ends", (), 1024)
+
+
+@functools.cache
 def tiles_of_indices_key() -> KernelKey:
     return KernelKey("tiles_of_indices", (), 1024)
 

@@ -29,6 +29,7 @@ from fp8moe_plugin.plan.catalog import (
     route_key,
     silu_mul_quant_key,
     tiles_of_counts_key,
+    tiles_of_ends_key,
     tiles_of_indices_key,
 )
 from fp8moe_plugin.plan.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout, Output
@@ -140,6 +141,7 @@ def all_kernels() -> list[KernelKey]:
     outputs = (Output.BF16_DIRECT, Output.F32_DIRECT)
     dense = [grouped_gemm_key(output, tile_n) for output in outputs for tile_n in GROUPED_TILE_N]
     silu = [silu_mul_quant_key(ue8m0) for ue8m0 in (False, True)]
-    ops = [*linear_kernels(False), *linear_kernels(True), *dense, *silu, tiles_of_indices_key(), k_grouped_gemm_key()]
+    indices = tiles_of_ends_key(), tiles_of_indices_key()
+    ops = [*linear_kernels(False), *linear_kernels(True), *dense, *silu, *indices, k_grouped_gemm_key()]
     indexers = itertools.chain(*map(indexer_kernels, MQA_HEADS))
     return list(dict.fromkeys([*layers, *ops, *indexers]))

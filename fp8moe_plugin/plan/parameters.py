@@ -96,8 +96,13 @@ PARAMETERS = {
     "tiles_of_counts": _signature(
         "pointer counts, pointer table, pointer num_tiles, pointer done_counters, int groups, int max_m, int block_m"
     ),
+    "tiles_of_ends": _signature(
+        "pointer ends, pointer table, pointer num_tiles, pointer done_counters, int groups, int rows, int alignment, "
+        "int block_m"
+    ),
     "tiles_of_indices": _signature(
-        "pointer ids, pointer run_begins, pointer table, pointer num_tiles, int rows, int num_groups, int block_m"
+        "pointer ids, pointer run_begins, pointer table, pointer num_tiles, pointer d, int rows, int num_groups, "
+        "int block_m, int chunks"
     ),
     "mqa_logits": _signature(
         "map q_map, map k_map, pointer scales, pointer weights, int weights_pitch, pointer starts, pointer ends, "

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from fp8moe_plugin.plan import linear_kernels, moe_kernels
-from fp8moe_plugin.plan.catalog import tiles_of_indices_key
+from fp8moe_plugin.plan.catalog import tiles_of_ends_key, tiles_of_indices_key
 from tests.emulator.build import Kernels, can_compile, runtime
 from tests.emulator.device import Device
 
@@ -25,7 +25,7 @@ def kernels(emulator_runtime: ctypes.CDLL) -> Kernels:
     """All that the tests run; those of the first tests first."""
     kernels = Kernels()
     layers = (moe_kernels(False, batched) for batched in (False, True))
-    kernels.start(*itertools.chain(*layers), *linear_kernels(False), tiles_of_indices_key())
+    kernels.start(*itertools.chain(*layers), *linear_kernels(False), tiles_of_ends_key(), tiles_of_indices_key())
     return kernels
 
 

@@ -16,6 +16,7 @@ from tests.steps import (
     quantize_tokens,
     route,
     tiles_of_counts,
+    tiles_of_ends,
     tiles_of_indices,
 )
 
@@ -47,8 +48,22 @@ def test_tiles_of_indices_equal_the_reference(emulator: Device, seed: int) -> No
     gen = h.seeded(seed, CPU)
     lengths = torch.randint(1, 200, (20,), generator=gen)
     ids = torch.randint(-2, 10, lengths.shape, generator=gen, dtype=torch.int32).repeat_interleave(lengths)
-    actual = emulator.execute(seed, lambda: tiles_of_indices(ids, 8, 128))
-    h.assert_same_tiles(actual, tiles_of_indices(ids, 8, 128))
+    out, expected = (h.poisoned(len(ids), 200, dtype=torch.bfloat16, device=CPU) for _ in range(2))
+    actual = emulator.execute(seed, lambda: tiles_of_indices(ids, 8, 128, out))
+    h.assert_same_tiles(actual, tiles_of_indices(ids, 8, 128, expected))
+    assert h.same_bits(out, expected)
+
+
+@seeds
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("alignment", [1, 96, 128])
+def test_tiles_of_ends_equal_the_reference(emulator: Device, alignment: int, block_m: int, seed: int) -> None:
+    gen = h.seeded(seed, CPU)
+    ends = torch.randint(0, 400, (1100,), generator=gen, dtype=torch.int32).cumsum(0).int()
+    ends[-3:] += 1000  # past the last row
+    rows = int(ends[-4]) + 50
+    actual = emulator.execute(seed, lambda: tiles_of_ends(ends, rows, alignment, block_m))
+    h.assert_same_tiles(actual, tiles_of_ends(ends, rows, alignment, block_m))
 
 
 @seeds

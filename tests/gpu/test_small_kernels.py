@@ -313,4 +313,6 @@ def test_tiles_of_indices_equal_the_reference(rows: int, longest: int) -> None:
     ids = torch.randint(-2, num_groups + 2, lengths.shape, generator=gen, device=CUDA, dtype=torch.int32)
     m_indices = torch.cat([ids.repeat_interleave(lengths), ids.new_full((rows,), 3)])[:rows].contiguous()
     expected = tiles_of_runs(m_indices, num_groups, 128)
-    assert_same_tiles(tiles_of_indices(m_indices, num_groups, 128), expected)
+    out = torch.ones(rows, 8, dtype=torch.bfloat16, device=CUDA)
+    assert_same_tiles(tiles_of_indices(m_indices, num_groups, 128, out), expected)
+    assert torch.equal(out[:, 0] == 0, (m_indices < 0) | (m_indices >= num_groups))

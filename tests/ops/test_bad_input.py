@@ -43,6 +43,14 @@ def right_calls(device: torch.device) -> dict[str, Call]:
             "out": out(ROWS, 136),
             "m_indices": torch.zeros(ROWS, dtype=torch.int32, device=device),
         },
+        "m_grouped_fp8_gemm_nt_psum": {
+            "a": h.random_quantized(gen, 3 * ROWS, HIDDEN),
+            "b": experts,
+            "out": out(3 * ROWS, 136),
+            "ends": torch.tensor([2, 10, 10, 17], dtype=torch.int32, device=device),
+            "expected_m": 4,
+            "alignment": 8,
+        },
         "m_grouped_fp8_gemm_nt_masked": {
             "a": batch,
             "b": experts,
@@ -125,6 +133,7 @@ def jagged(t: torch.Tensor) -> torch.Tensor:
 
 QUANT, SILU, LINEAR, GEMM = "per_token_group_quant_fp8", "silu_mul_quant_fp8", "fp8_linear", "fp8_gemm_nt"
 CONTIGUOUS, MASKED = "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"
+PSUM = "m_grouped_fp8_gemm_nt_psum"
 MOE, BATCHED, GRADIENTS = "fused_moe", "batched_experts", "k_grouped_fp8_gemm_nt_contiguous"
 
 # op, argument, what is done to it, words of the message
@@ -166,7 +175,10 @@ WRONG_CALLS = {
     "gemm-a-of-three": (GEMM, "a", lambda a: (*a, a), "a has 3 parts, needs (values, scales)"),
     "gemm-a-bf16": (GEMM, "a", first(torch.Tensor.bfloat16), "a has dtype torch.bfloat16, needs torch.float8_e4m3fn"),
     "gemm-a-three-dimensions": (GEMM, "a", first(lambda q: q[None]), "a has shape [1, 6, 256], needs [any, any]"),
-    "gemm-odd-k": (GEMM, "a", first(with_k(192)), "a's K is 192, needs a positive multiple of 128"),
+    "gemm-odd-k": (GEMM, "a", first(with_k(200)), "a's K is 200, needs a positive multiple of 16"),
+    "gemm-a-mn-major": (GEMM, "a", first(h.column_major), "a has strides (1, 6), needs consecutive elements along K"),
+    "gemm-b-mn-major": (GEMM, "b", first(h.column_major), "b has strides (1, 136), needs consecutive elements along K"),
+    "gemm-a-misaligned": (GEMM, "a", first(misaligned), "a starts at an address that is not a multiple of 16 bytes"),
     "gemm-a-scales-float16": (GEMM, "a", second(torch.Tensor.half), "a's scales has dtype torch.float16"),
     "gemm-a-scales-shape": (GEMM, "a", second(narrow), "a's scales has shape [6, 1], needs [6, 2]"),
     "gemm-a-scales-elsewhere": (GEMM, "a", second(meta), "a's scales is on meta"),
@@ -174,7 +186,7 @@ WRONG_CALLS = {
     "gemm-b-other-k": (GEMM, "b", first(with_k(384)), "b has shape [136, 384], needs [any, 256]"),
     "gemm-odd-n": (GEMM, "b", first(lambda q: q[:132]), "b's N is 132, needs a positive multiple of 8"),
     "gemm-b-scales-per-channel": (GEMM, "b", second(lambda s: s[:, :1]), "b's scales has shape [2, 1], needs [2, 2]"),
-    "gemm-b-scales-strided": (GEMM, "b", second(h.column_major), "b's scales has strides (1, 2)"),
+    "gemm-b-scales-of-another-k": (GEMM, "b", second(with_k(3)), "b's scales has shape [2, 3], needs [2, 2]"),
     "gemm-b-elsewhere": (GEMM, "b", first(meta), "b is on meta, the other tensors on"),
     "gemm-out-float16": (GEMM, "out", torch.Tensor.half, "out has dtype torch.float16, needs torch.bfloat16 or"),
     "gemm-out-shape": (GEMM, "out", lambda out: out.T.contiguous(), "out has shape [136, 6], needs [6, 136]"),
@@ -192,6 +204,18 @@ WRONG_CALLS = {
     "contiguous-indices-short": (CONTIGUOUS, "m_indices", short, "m_indices has shape [5], needs [6]"),
     "contiguous-indices-elsewhere": (CONTIGUOUS, "m_indices", meta, "m_indices is on meta"),
     "contiguous-one-weight": (CONTIGUOUS, "b", lambda b: (b[0][0], b[1][0]), "b has shape [136, 256], needs [any, any"),
+    "contiguous-no-k": (CONTIGUOUS, "a", first(with_k(0)), "a's K is 0, needs a positive multiple of 16"),
+    "contiguous-out-mn-major": (CONTIGUOUS, "out", h.column_major, "out has strides (1, 6), needs rows of consecutive"),
+    "psum-no-group": (PSUM, "b", first(lambda q: q[:0]), "b has shape [0, 136, 256], needs at least one expert"),
+    "psum-ends-int64": (PSUM, "ends", torch.Tensor.long, "ends has dtype torch.int64, needs torch.int32"),
+    "psum-ends-short": (PSUM, "ends", short, "ends has shape [3], needs [4]"),
+    "psum-ends-elsewhere": (PSUM, "ends", meta, "ends is on meta, the other tensors on"),
+    "psum-ends-strided": (PSUM, "ends", strided, "ends has strides (2,), needs a contiguous layout"),
+    "psum-out-float32": (PSUM, "out", torch.Tensor.float, "out has dtype torch.float32, needs torch.bfloat16"),
+    "psum-out-short": (PSUM, "out", short, "out has shape [17, 136], needs [18, 136]"),
+    "psum-expected-m-float": (PSUM, "expected_m", float, "expected_m is a float, not an int"),
+    "psum-alignment-tensor": (PSUM, "alignment", torch.tensor, "alignment is a Tensor, not an int"),
+    "psum-alignment-0": (PSUM, "alignment", lambda _: 0, "alignment is 0, needs 1 or more"),
     "masked-other-groups": (MASKED, "b", lambda b: (b[0][:3], b[1][:3]), "b has shape [3, 136, 256], needs [4, any"),
     "masked-counts-float": (MASKED, "masked_m", torch.Tensor.float, "masked_m has dtype torch.float32"),
     "masked-counts-short": (MASKED, "masked_m", short, "masked_m has shape [3], needs [4]"),
@@ -282,6 +306,7 @@ WRONG_VALUES = {
     "moe-id-too-large": (MOE, "topk_ids", lambda t: t.fill_(EXPERTS), "topk_ids holds 4, needs -1 to 3"),
     "moe-id-below-none": (MOE, "topk_ids", lambda t: t.fill_(-2), "topk_ids holds -2, needs -1 to 3"),
     "contiguous-id-too-large": (CONTIGUOUS, "m_indices", lambda t: t.fill_(7), "m_indices holds 7, needs -1 to 3"),
+    "psum-end-too-large": (PSUM, "ends", lambda t: t.add_(2), "ends holds 19, needs 0 to 18"),
     "masked-count-too-large": (MASKED, "masked_m", lambda t: t.fill_(9), "masked_m holds 9, needs 0 to 6"),
     "batched-count-negative": (
         BATCHED,

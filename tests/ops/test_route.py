@@ -8,7 +8,7 @@ from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.plan.tiles import row_tiles, tile_capacity
 from tests import helpers as h
-from tests.steps import Tiles, route, tiles_of_counts, tiles_of_indices
+from tests.steps import Tiles, route, tiles_of_counts, tiles_of_ends, tiles_of_indices
 
 block_sizes = st.sampled_from((64, 128))
 
@@ -114,8 +114,27 @@ def test_tiles_of_counts_cover_the_rows_that_count(device, counts, max_m, tile_r
 )
 def test_tiles_of_indices_cover_the_rows_with_an_expert(device, runs, tile_rows):
     indices = [expert for expert, length in runs for _ in range(length)]
-    tiles = tiles_of_indices(torch.tensor(indices, dtype=torch.int32, device=device), 5, tile_rows)
+    out = h.poisoned(len(indices), 24, dtype=torch.bfloat16, device=device)
+    tiles = tiles_of_indices(torch.tensor(indices, dtype=torch.int32, device=device), 5, tile_rows, out)
     assert rows_of_tiles(tiles) == {row: e for row, e in enumerate(indices) if 0 <= e < 5}
+    here = torch.tensor([0 <= e < 5 for e in indices], device=device)
+    assert h.untouched(out[here])
+    assert (out[~here] == 0).all()
+
+
+@given(
+    lengths=st.lists(st.sampled_from((0, 1, 63, 64, 65, 130)), min_size=1, max_size=10),
+    alignment=st.sampled_from((1, 64, 128)),
+    tile_rows=block_sizes,
+)
+def test_tiles_of_ends_cover_the_rows_of_groups(device, lengths, alignment, tile_rows):
+    ends, expected, begin = [], {}, 0
+    for group, length in enumerate(lengths):
+        expected |= {begin + i: group for i in range(length)}
+        ends.append(begin + length)
+        begin = -(-ends[-1] // alignment) * alignment
+    tiles = tiles_of_ends(torch.tensor(ends, dtype=torch.int32, device=device), ends[-1] + 5, alignment, tile_rows)
+    assert rows_of_tiles(tiles) == expected
 
 
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=20), tile_rows=block_sizes)
