@@ -4,6 +4,7 @@ import torch
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.deep_gemm.process import get_mk_alignment_for_contiguous_layout
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.ops.checks import FP8, check_multiple, check_tensor, two_parts
 from fp8moe_plugin.ops.operands import Quantized
@@ -136,19 +137,27 @@ def m_grouped_fp8_gemm_nt_contiguous(
     ensure_zero_padding: bool = True,
     expected_m_for_psum_layout: int | None = None,
 ) -> None:
-    """`d[i] = a[i] @ b[g].T` for the rows i of group g, by `ops.m_grouped_fp8_gemm_nt_contiguous`.
+    """`d[i] = a[i] @ b[g].T` for the rows i of group g, by `ops.m_grouped_fp8_gemm_nt_contiguous` or `.._psum`.
 
     Args:
         recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast: see `fp8_gemm_nt`.
-        grouped_layout: int32 `[M]`, the group of each row.
-        use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout: see below.
+        grouped_layout: int32 `[M]`, the group of each row, -1 for zeros. Or, with `use_psum_layout`, `[G]`, the end of
+            each group; the next begins at a multiple of `get_mk_alignment_for_contiguous_layout()`.
+        use_psum_layout: rows between groups are not written.
+        ensure_zero_padding: ignored, as by DeepGEMM on Hopper GPUs.
+        expected_m_for_psum_layout: rows of a group on average; may change the speed, never the result.
     Raises:
         InvalidInputError: as `fp8_gemm_nt`, or options that exclude each other.
     """
     _checked_recipe(recipe, recipe_a, recipe_b)
+    expected_m = expected_m_for_psum_layout
     if use_psum_layout:
-        raise InvalidInputError("use_psum_layout is set, which no kernel takes. Pass the group of each row.")
-    if expected_m_for_psum_layout is not None:
+        if expected_m is None:
+            expected_m = two_parts("a", a)[0].shape[0] // max(1, two_parts("b", b)[0].shape[0])
+        alignment = get_mk_alignment_for_contiguous_layout()
+        ops.m_grouped_fp8_gemm_nt_psum(a, b, d, grouped_layout, expected_m, alignment)
+        return
+    if expected_m is not None:
         raise InvalidInputError("expected_m_for_psum_layout is given without use_psum_layout. Leave it out.")
     ops.m_grouped_fp8_gemm_nt_contiguous(a, b, d, grouped_layout)
 

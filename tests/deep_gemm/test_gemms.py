@@ -79,6 +79,28 @@ def test_grouped_gemms(gen, device, options):
             assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("hint", [None, 9, 200])
+@pytest.mark.parametrize("order", ["nt", "nn"])
+def test_groups_by_their_ends(gen, device, order, hint):
+    """Of groups that begin at multiples of the alignment, which a caller may have set."""
+    a, b = h.random_quantized(gen, 96, K), h.random_weights(gen, GROUPS, N, K)
+    ends = torch.tensor([7, 32 + 32, 64 + 1], dtype=torch.int32, device=device)
+    out = h.poisoned(96, N, dtype=torch.bfloat16, device=device)
+    options = {"use_psum_layout": True, "ensure_zero_padding": False}
+    if order == "nt":
+        options["expected_m_for_psum_layout"] = hint
+    deep_gemm.set_mk_alignment_for_contiguous_layout(32)
+    try:
+        call = getattr(deep_gemm, f"m_grouped_fp8_gemm_{order}_contiguous")
+        call(a, transposed(b) if order == "nn" else b, out, ends, **options)
+    finally:
+        deep_gemm.set_mk_alignment_for_contiguous_layout(128)
+    for group, end in enumerate(ends.tolist()):
+        rows = slice(32 * group, end)
+        h.assert_rounded(out[rows], h.product((a[0][rows], a[1][rows]), (b[0][group], b[1][group])))
+        assert h.untouched(out[end : 32 * (group + 1)])
+
+
 @pytest.mark.parametrize(
     "name", ["m_grouped_fp8_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"]
 )

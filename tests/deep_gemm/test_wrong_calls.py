@@ -79,6 +79,7 @@ WRONG_CALLS = {
     "heads-d-without-gaps": (HEADS, "d", torch.empty(6, 128), "d has shape [6, 128], needs [6, 160]"),
     "heads-d-float16": (HEADS, "d", torch.empty(6, 160).half(), "d has dtype torch.float16, needs"),
     "hint-without-psum": (CONTIGUOUS, "expected_m_for_psum_layout", 3, "is given without use_psum_layout"),
+    "psum-of-indices": (CONTIGUOUS, "use_psum_layout", True, "ends has shape [6], needs [2]"),
     "layout-a-list": (CONTIGUOUS, "grouped_layout", [0] * 6, "m_indices is a list, not a torch.Tensor"),
     "expected-m-a-float": (MASKED, "expected_m", 3.5, "expected_m is a float, not an int"),
     "size-a-float": ("get_tma_aligned_size", "x", 5.0, "x is a float, not an int"),
