@@ -7,6 +7,7 @@ from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference
 from fp8moe_plugin.ops.backend import Device, prepares
+from fp8moe_plugin.ops.checks import CheckedOnce, two_parts
 from fp8moe_plugin.ops.gemm_checks import check_blocks, check_out, check_rows
 from fp8moe_plugin.ops.gemm_launches import dense_launch
 from fp8moe_plugin.ops.operands import Extent, Quantized, Rows, Weights, in_rows, k_major
@@ -27,19 +28,35 @@ def fp8_gemm_nt(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor |
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device.
     """
-    check_rows("a", a, 2, empty_k=True)
+    a, b = two_parts("a", a), two_parts("b", b)
+    _check_once(*a, *b, out, c)
     m, k = a[0].shape
-    check_blocks("b", b, 2, k, a[0].device)
-    n = b[0].shape[0]
-    check_out("out", out, (m, n), (torch.bfloat16, torch.float32), a)
-    if c is not None:
-        check_out("c", c, (m, n), out.dtype, a)
     if m and k and out.is_contiguous() and (c is None or c.is_contiguous()):
         return _multiply(a, b, out, c)
     if m and k:
         product = torch.empty_like(out, memory_format=torch.contiguous_format)
         return out.copy_(_multiply(a, b, product, None if c is None else c.contiguous()))
     return out.zero_() if c is None else out.copy_(c)
+
+
+def _check(
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    b: torch.Tensor,
+    b_scales: torch.Tensor,
+    out: torch.Tensor,
+    c: torch.Tensor | None,
+) -> None:
+    """Raise `InvalidInputError` unless `fp8_gemm_nt` takes these."""
+    check_rows("a", a, a_scales, 2, empty_k=True)
+    m, k = a.shape
+    check_blocks("b", b, b_scales, 2, k, a.device)
+    check_out("out", out, (m, b.shape[0]), (torch.bfloat16, torch.float32), a.device)
+    if c is not None:
+        check_out("c", c, (m, b.shape[0]), out.dtype, a.device)
+
+
+_check_once = CheckedOnce(_check, strides=True)
 
 
 def _multiply(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None) -> torch.Tensor:

@@ -4,20 +4,18 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, N_MULTIPLE, ceil_div
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.ops.checks import FP8, check_aligned, check_multiple, check_tensor, two_parts
-from fp8moe_plugin.ops.operands import Quantized
+from fp8moe_plugin.ops.checks import FP8, check_aligned, check_multiple, check_tensor
 
 K_MULTIPLE = 16  # bytes that TMA needs between rows
 
 
-def check_rows(name: str, pair: Quantized, dims: int, *, empty_k: bool = False) -> None:
+def check_rows(name: str, q: torch.Tensor, scales: torch.Tensor, dims: int, *, empty_k: bool = False) -> None:
     """Check `(e4m3 [.., K], f32 [.., ceil(K/128)])` with K contiguous; rows and scales may have any strides.
 
     Args:
         dims: dimensions of the values.
         empty_k: K may be 0.
     """
-    q, scales = two_parts(name, pair)
     check_tensor(name, q, dtype=FP8, shape=(None,) * dims, contiguous=False)
     k = q.shape[-1]
     if k or not empty_k:
@@ -27,9 +25,8 @@ def check_rows(name: str, pair: Quantized, dims: int, *, empty_k: bool = False) 
     check_tensor(f"{name}'s scales", scales, dtype=torch.float32, shape=wanted, device=q.device, contiguous=False)
 
 
-def check_blocks(name: str, pair: Quantized, dims: int, k: int, device: torch.device) -> None:
+def check_blocks(name: str, q: torch.Tensor, scales: torch.Tensor, dims: int, k: int, device: torch.device) -> None:
     """Check `(e4m3 [.., N, K], f32 [.., ceil(N/128), ceil(K/128)])`, of a K that has been checked, as `check_rows`."""
-    q, scales = two_parts(name, pair)
     check_tensor(name, q, dtype=FP8, shape=(*(None,) * (dims - 1), k), device=device, contiguous=False)
     check_multiple(f"{name}'s N", q.shape[-2], N_MULTIPLE)
     if 0 in q.shape[:-1]:
@@ -40,10 +37,14 @@ def check_blocks(name: str, pair: Quantized, dims: int, k: int, device: torch.de
 
 
 def check_out(
-    name: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | tuple[torch.dtype, ...], like: Quantized
+    name: str,
+    out: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    device: torch.device,
 ) -> None:
     """Check a result or an addend: elements of a row follow one another, rows may be any distance apart."""
-    check_tensor(name, out, dtype=dtype, shape=shape, device=like[0].device, contiguous=False)
+    check_tensor(name, out, dtype=dtype, shape=shape, device=device, contiguous=False)
     if out.shape[-1] > 1 and out.stride(-1) != 1:
         raise InvalidInputError(
             f"{name} has strides {out.stride()}, needs rows of consecutive elements. Pass a row-major tensor."

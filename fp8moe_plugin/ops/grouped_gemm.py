@@ -11,7 +11,7 @@ from fp8moe_plugin.jit.launch import Address, Launch, Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
 from fp8moe_plugin.ops.backend import Device, prepares
-from fp8moe_plugin.ops.checks import check_int, check_shape, check_tensor, check_values
+from fp8moe_plugin.ops.checks import CheckedOnce, check_int, check_shape, check_tensor, check_values, two_parts
 from fp8moe_plugin.ops.gemm_checks import check_blocks, check_out, check_rows
 from fp8moe_plugin.ops.gemm_launches import grouped_launch
 from fp8moe_plugin.ops.operands import Extent, Quantized, Rows, Tiles, Weights, in_rows, k_major, placed
@@ -35,7 +35,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device.
     """
-    _check(a, b, out, dims=2)
+    a, b = two_parts("a", a), two_parts("b", b)
+    _check_flat(*a, *b, out)
     m, groups = len(out), len(b[0])
     check_tensor("m_indices", m_indices, dtype=torch.int32, shape=(m,), device=out.device)
     check_values("m_indices", m_indices, -1, groups - 1)
@@ -62,7 +63,8 @@ def m_grouped_fp8_gemm_nt_psum(
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device.
     """
-    _check(a, b, out, dims=2)
+    a, b = two_parts("a", a), two_parts("b", b)
+    _check_flat(*a, *b, out)
     (m, n), groups = out.shape, len(b[0])
     check_tensor("ends", ends, dtype=torch.int32, shape=(groups,), device=out.device)
     check_values("ends", ends, 0, m)
@@ -91,7 +93,8 @@ def m_grouped_fp8_gemm_nt_masked(
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device.
     """
-    _check(a, b, out, dims=3)
+    a, b = two_parts("a", a), two_parts("b", b)
+    _check_masked(*a, *b, out)
     groups, max_m, n = out.shape
     check_shape("b", b[0], (groups, None, None))
     check_tensor("masked_m", masked_m, dtype=torch.int32, shape=(groups,), device=out.device)
@@ -103,11 +106,17 @@ def m_grouped_fp8_gemm_nt_masked(
     return out
 
 
-def _check(a: Quantized, b: Quantized, out: torch.Tensor, dims: int) -> None:
-    """Raise `InvalidInputError` unless the GEMM takes these."""
-    check_rows("a", a, dims)
-    check_blocks("b", b, 3, a[0].shape[-1], a[0].device)
-    check_out("out", out, (*a[0].shape[:-1], b[0].shape[1]), torch.bfloat16, a)
+def _check(
+    dims: int, a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Raise `InvalidInputError` unless a grouped GEMM of A in so many dimensions takes these."""
+    check_rows("a", a, a_scales, dims)
+    check_blocks("b", b, b_scales, 3, a.shape[-1], a.device)
+    check_out("out", out, (*a.shape[:-1], b.shape[1]), torch.bfloat16, a.device)
+
+
+_check_flat = CheckedOnce(functools.partial(_check, 2), strides=True)
+_check_masked = CheckedOnce(functools.partial(_check, 3), strides=True)
 
 
 def _padded_k(a: Quantized) -> int:
