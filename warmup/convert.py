@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from fp8moe_plugin.checkpoint.config_json import load_config, quantization_config
 from fp8moe_plugin.checkpoint.headers import INDEX_NAME
-from fp8moe_plugin.checkpoint.model import WEIGHT_BLOCK
+from fp8moe_plugin.checkpoint.quantization import WEIGHT_BLOCK
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.checkpoint.untrusted import opened, shown
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError

@@ -59,7 +59,7 @@ def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
         why = str(missing)
         if isinstance(missing, cache.Damaged):
             logger.warning("fp8moe: %s", why)
-    others = other_compilers()
+    others = {} if compile_times else other_compilers()  # reads the whole cache, so only before the first
     if others:
         made_by = f"the cache has kernels that other compilers made ({listed(others)}); this one is {nvrtc_version()}"
         why = f"{why}; {made_by}"

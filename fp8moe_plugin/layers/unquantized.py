@@ -8,7 +8,7 @@ import logging
 
 import torch
 
-from fp8moe_plugin.checkpoint.model import FUSED, LAYER_NAME
+from fp8moe_plugin.checkpoint.quantization import FUSED, LAYER_NAME
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from fp8moe_plugin.checkpoint.model import check_quantization, read_model
+from fp8moe_plugin.checkpoint.model import read_model
+from fp8moe_plugin.checkpoint.quantization import check_quantization
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from tests.helpers import environment
 

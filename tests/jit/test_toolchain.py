@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8moe_plugin.errors import CompileError, KernelNotPrecompiled
-from fp8moe_plugin.jit import cache, toolchain
+from fp8moe_plugin.jit import cache, lookup, toolchain
 from fp8moe_plugin.jit.compiler import nvrtc_version
 from fp8moe_plugin.jit.lookup import find_or_compile
 from fp8moe_plugin.plan import KernelKey
@@ -67,6 +67,7 @@ def test_serving_says_that_it_compiles_what_another_nvrtc_had_compiled(
     kernels: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING, logger="fp8moe")
+    monkeypatch.setattr(lookup, "compile_times", [])  # as in a process that has compiled nothing yet
     entry_of_another()
     set_variables(monkeypatch, FP8MOE_JIT="forbid")
     said = rf"the cache has kernels that other compilers made \(1 by nvrtc 13.1.86\); this one is {nvrtc_version()}"

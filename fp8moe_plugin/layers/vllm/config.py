@@ -10,7 +10,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import current_platform
 
-from fp8moe_plugin.checkpoint.model import WEIGHT_BLOCK, check_quantization, unquantized_layers
+from fp8moe_plugin.checkpoint.quantization import WEIGHT_BLOCK, check_quantization, unquantized_layers
 from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.checkpoint.untrusted import shell_word
 from fp8moe_plugin.jit.lookup import WARMUP

@@ -1,0 +1,90 @@
+"""How a checkpoint is quantized: what its `quantization_config` says, and which layers it keeps unquantized."""
+
+import re
+from typing import Any
+
+from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.checkpoint.untrusted import shown
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.settings import NAME
+
+WEIGHT_BLOCK = [GROUP, GROUP]
+E4M3 = ("e4m3", "float8_e4m3fn")
+
+# The layers that engines fuse, each with the projections that a checkpoint has instead.
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+LAYER_NAME = re.compile(r"(?:language_model\.model|model\.language_model|model)\.layers\.(\d{1,6})\.(.+)", re.ASCII)
+
+
+class Unquantized:
+    """The layers that a checkpoint keeps unquantized, by the rules of vLLM's `is_layer_skipped`.
+
+    A layer is unquantized if its full name is listed. A fused layer is also unquantized if all its projections are
+    listed. A layer with "experts" in its name is also unquantized if a listed name starts with its own, so that one
+    listed expert stands for all.
+    """
+
+    def __init__(self, names: list[str] | None) -> None:
+        self.names: dict[str, set[str]] = {}
+        for match in filter(None, map(LAYER_NAME.fullmatch, names or ())):
+            self.names.setdefault(match[1], set()).add(match[2])
+
+    def has(self, layer: int, name: str) -> bool:
+        listed = self.names.get(str(layer), set())
+        module, _, last = name.rpartition(".")
+        parts = [f"{module}.{part}" in listed for part in FUSED.get(last, ())]
+        if name in listed or (parts and all(parts)):
+            return True
+        if any(parts):
+            raise UnsupportedError(
+                f"The checkpoint keeps only a part of layer {layer}'s {name} unquantized, but engines fuse its parts. "
+                "Correct quantization_config in its config.json so that all of them are unquantized, or none."
+            )
+        return not parts and "experts" in name and any(other.startswith(name) for other in listed)
+
+
+def check_quantization(config: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` unless this `quantization_config` describes dynamic block FP8 with 128x128 blocks."""
+    method, block = config.get("quant_method"), config.get("weight_block_size")
+    if not isinstance(method, str) or method.lower() != "fp8":  # vLLM ignores the case, too
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint's quant_method is {shown(method)}, but only 'fp8' is supported. "
+            "Remove --quantization to let the engine choose the method."
+        )
+    scheme = config.get("activation_scheme")
+    if scheme != "dynamic":
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint's activation_scheme is {shown(scheme)}, but the kernels "
+            "need 'dynamic': activation scales are computed at run time. Use --quantization fp8 for this checkpoint."
+        )
+    if not isinstance(block, list | tuple) or list(block) != WEIGHT_BLOCK:
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint's weight_block_size is {shown(block)}, but the kernels need one "
+            f"scale per {GROUP}x{GROUP} block. Use --quantization fp8 for this checkpoint."
+        )
+    if config.get("store_dtype") is not None or config.get("fmt", "e4m3") not in E4M3:
+        stored = shown(config.get("store_dtype") or config.get("fmt")).strip("'")
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint stores its weights as {stored}, but the kernels need e4m3. "
+            "Remove --quantization to let the engine choose the method."
+        )
+
+
+def unquantized_layers(config: dict[str, Any]) -> list[str] | None:
+    """The names of the layers that a `quantization_config` keeps unquantized, under either of the two keys in use."""
+    return layer_names(config, "ignored_layers") or layer_names(config, "modules_to_not_convert")
+
+
+def layer_names(config: dict[str, Any], key: str) -> list[str] | None:
+    """The layers that a checkpoint keeps unquantized, as `key` of its `quantization_config` lists them."""
+    names = config.get(key)
+    if names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        return names
+    raise UnsupportedError(
+        f"--quantization {NAME}: the checkpoint's {key} is {shown(names)}, but must be a list of layer names. "
+        "Correct quantization_config in its config.json."
+    )
