@@ -17,7 +17,7 @@ from fp8moe_plugin.jit import cache, lookup, toolchain
 from fp8moe_plugin.jit.compiler import nvrtc_version
 from warmup import interrupts, kernels, streams
 from warmup.model import read_checkpoint, warn
-from warmup.options import Options, parse
+from warmup.options import STDOUT, Options, parse
 from warmup.report import BundleReport, Report, State
 
 GOOD = (State.PRESENT, State.COMPILED)
@@ -44,8 +44,10 @@ def run(arguments: list[str] | None) -> int:
     options = parse(arguments)
     report = Report(command=options.command, parallel=str(options.parallel))
     done = False
+    alone = options.json == STDOUT  # the report; texts go where progress goes
     with _failure_reported(report):
-        done = RUN[options.command](options, report)
+        with contextlib.redirect_stdout(sys.stderr) if alone else contextlib.nullcontext():
+            done = RUN[options.command](options, report)
         streams.require_output()
     if options.json:
         with _failure_reported(report):
@@ -80,6 +82,10 @@ def _print_error(message: str) -> None:
 
 
 def _write_report(report: Report, path: Path) -> None:
+    if path == STDOUT:
+        sys.stdout.write(report.as_json())
+        streams.require_output()
+        return
     try:
         report.write(path)
     except OSError as error:
@@ -152,12 +158,19 @@ def _summary(report: Report) -> str:
 
 def explain(options: Options, report: Report) -> bool:
     with interrupts.held_back(signal.SIGINT):  # numpy, while it is imported, turns an interrupt into an ImportError
+        from warmup import choose
         from warmup import explain as explanation
 
     model = _checked_model(options, report)
     assert model
+    assert options.model
     report.explain = explanation.explain(model, options.parallel, options.max_tokens, options.capture_sizes)
-    print(explanation.text(model, options.parallel, report.explain, options.max_tokens))
+    if options.target is None:
+        print(explanation.text(model, options.parallel, report.explain, options.max_tokens))
+        return True
+    way = options.parallel
+    report.explain.choice = choose.choose(model, options.target, way.sglang, way.dense_tp1, options.model)
+    print(choose.text(report.explain.choice))
     return True
 
 
@@ -216,7 +229,7 @@ def _checked_model(options: Options, report: Report) -> Model | None:
     """The checkpoint's model, or None without --model. Raises `UnsupportedError` if it cannot be split as requested."""
     if options.model is None:
         return None
-    model = read_checkpoint(options.model, report)
+    model = read_checkpoint(options.model, report, options.revision, options.download_dir)
     rank_shapes(model, options.parallel)
     return model
 

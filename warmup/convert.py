@@ -151,7 +151,7 @@ def _size(count: int) -> str:
 
 def _write_weights(partial: Path, files: list[SourceFile]) -> None:
     total = sum(tensor.bytes for tensor in _tensors(files))
-    with tqdm(total=total, unit="B", unit_scale=True, desc="quantized") as progress:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="quantized", disable=None) as progress:
         for file in files:
             path, staged = partial / file.name, partial / STAGING / file.name
             if path.exists():  # an earlier run completed it

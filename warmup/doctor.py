@@ -187,7 +187,7 @@ def _model(options: Options, report: Report, plan: kernels.Plan) -> Iterator[Fin
     """Check the model, if one is given, and add its kernels to `plan`."""
     if options.model is None:
         return
-    model = read_checkpoint(options.model, report)
+    model = read_checkpoint(options.model, report, options.revision, options.download_dir)
     plan |= kernels.plan_of(model)
     rank_shapes(model, options.parallel)
     good = f"{shown_text(options.model)} ({shown_text(model.architecture)}) can be split by {options.parallel}"

@@ -8,17 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from fp8moe_plugin.checkpoint.shapes import (
-    GROUP,
-    Dense,
     Experts,
     Model,
     Parallel,
-    RankShapes,
-    ceil_div,
-    is_down,
-    is_gate_up,
     merges_shared_expert,
-    padding_share,
     rank_shapes,
     split_refusal,
     whole_expert_ways,
@@ -26,6 +19,7 @@ from fp8moe_plugin.checkpoint.shapes import (
 from fp8moe_plugin.plan import MoeShape, SmallBatchStep, StepPlan, plan_step
 from fp8moe_plugin.plan.tiles import computed_rows
 from fp8moe_plugin.settings import settings
+from warmup import memory
 from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
 
 SAMPLES = 20_000  # experts whose numbers of rows are drawn
@@ -45,57 +39,20 @@ def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tu
     shared = replace(parallel, tp=parallel.ranks, dp=1, ep=1)
     ways = [shared, *(whole_expert_ways(parallel) if parallel.ranks > 1 else [])]
     layouts = [_layout(model, way, max_tokens) for way in dict.fromkeys([*ways, parallel])]
-    shapes = _shapes(model, parallel, rank)
+    shapes = memory.weight_shapes(model, parallel)
     steps = {tokens: _step(model, parallel, rank.experts, tokens) for tokens in sorted({*capture_sizes, max_tokens})}
     return ExplainReport(
         parallel=str(parallel),
         shapes=shapes,
-        weight_bytes=_weight_bytes(shapes),
+        weight_bytes=sum(shape.bytes for shape in shapes),
         padding_bytes=sum(shape.padding_bytes for shape in shapes),
         workspace_bytes=steps[max_tokens].workspace_bytes,
         steps=list(steps.values()),
         layouts=layouts,
-        best=_best(layouts),
     )
 
 
-def _shapes(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
-    e, share = rank.experts, padding_share(model.experts.intermediate, parallel.sharing)
-    w13, w2 = [e.experts, 2 * e.intermediate, e.hidden], [e.experts, e.hidden, e.intermediate]
-    experts = [_shape(f"experts.{name}", e.layers, shape, share) for name, shape in (("w13", w13), ("w2", w2))]
-    dense = [
-        _shape(part.name, part.layers, [sum(part.outputs), part.inputs], _mlp_padding(whole, parallel.tp))
-        for whole, part in zip(model.dense, rank.dense, strict=True)
-    ]
-    vocabulary = [2 * ceil_div(model.vocab, parallel.tp), e.hidden]
-    embeddings = ShapeReport(name="embeddings (BF16)", layers=1, shape=vocabulary, bytes=2 * vocabulary[0] * e.hidden)
-    return [*experts, *dense, embeddings]
-
-
-def _shape(name: str, layers: int, shape: list[int], padding: float) -> ShapeReport:
-    """`padding`: the result of `padding_share`."""
-    nbytes = layers * _fp8_bytes(shape)
-    padding_bytes = round(nbytes * padding / (1 + padding))
-    return ShapeReport(name=name, layers=layers, shape=shape, bytes=nbytes, padding_bytes=padding_bytes)
-
-
-def _mlp_padding(whole: Dense, tp: int) -> float:
-    if is_gate_up(whole.name):
-        return padding_share(whole.outputs[0], tp)
-    return padding_share(whole.inputs, tp) if is_down(whole.name) else 0.0
-
-
-def _fp8_bytes(shape: list[int]) -> int:
-    """The bytes of weights `[.., N, K]` and of their scales."""
-    *experts, n, k = shape
-    return int(np.prod(experts, dtype=int)) * (n * k + 4 * ceil_div(n, GROUP) * ceil_div(k, GROUP))
-
-
-def _weight_bytes(shapes: list[ShapeReport]) -> int:
-    return sum(shape.bytes for shape in shapes)
-
-
-def _plan(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepPlan:
+def step_plan(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepPlan:
     """The plan of a step with `tokens` tokens on each data-parallel replica; experts get the tokens of all replicas."""
     shape = MoeShape.of(local, model.experts.experts)
     if _merged(model, parallel):
@@ -108,7 +65,7 @@ def _merged(model: Model, parallel: Parallel) -> bool:
 
 
 def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepReport:
-    step, chance = _plan(model, parallel, local, tokens), model.experts.topk / model.experts.experts
+    step, chance = step_plan(model, parallel, local, tokens), model.experts.topk / model.experts.experts
     rows = np.random.default_rng(0).binomial(step.tokens, chance, SAMPLES)
     if isinstance(step, SmallBatchStep):
         multiplied = step.padded_tokens * int(np.count_nonzero(rows))
@@ -135,7 +92,7 @@ def _layout(model: Model, way: Parallel, tokens: int) -> LayoutReport:
     refusal = split_refusal(model, way)
     if refusal:
         return LayoutReport(options=str(way), refusal=refusal)
-    weight_bytes = _weight_bytes(_shapes(model, way, rank_shapes(model, way)))
+    weight_bytes = sum(shape.bytes for shape in memory.weight_shapes(model, way))
     imbalance = _imbalance(model.experts, way, tokens)
     return LayoutReport(options=str(way), weight_bytes=weight_bytes, imbalance=imbalance)
 
@@ -147,17 +104,11 @@ def _imbalance(experts: Experts, way: Parallel, tokens: int) -> float:
     return round(float(np.mean(np.max(ranks, axis=0) / (rows.sum(1) / way.ep))), 3)
 
 
-def _best(layouts: list[LayoutReport]) -> str:
-    """The split with the least weights, which leaves the most room for the KV cache; then the most even work."""
-    served = [layout for layout in layouts if layout.weight_bytes is not None]
-    return min(served, key=lambda layout: (layout.weight_bytes, layout.imbalance)).options
-
-
 def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int) -> str:
     """The result of `explain` for these arguments as text."""
     e, local = model.experts, rank_shapes(model, parallel).experts
     lines = [
-        f"{model.architecture}: {e.layers} layers of {e.experts} experts, {e.topk} per token; hidden {e.hidden}, "
+        f"{model.architecture}: {_layers(e)} of {e.experts} experts, {e.topk} per token; hidden {e.hidden}, "
         f"intermediate {e.intermediate}; activation scales {'powers of two' if model.ue8m0 else 'float32'}",
         *["Under vLLM the shared expert is one more expert, which every token has."] * _merged(model, parallel),
         "",
@@ -168,7 +119,7 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
         "  tokens  rows/expert  padding    scratch  tile rows  GEMM 1 and GEMM 2 of the experts",
         *(
             f"{s.tokens:8d} {s.rows_per_expert:12.2f} {s.padding:8.1%} {_size(s.workspace_bytes):>10s} "
-            + _gemms(_plan(model, parallel, local, s.tokens))
+            + _gemms(step_plan(model, parallel, local, s.tokens))
             for s in found.steps
         ),
         "",
@@ -182,9 +133,15 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
             )
             for way in found.layouts
         ),
-        f"Best: {found.best}, by the least weights, then the most even work.",
+        "With --gpu h100, h200, h20 or h800: which splits fit, which is best, and the commands that serve it.",
     ]
     return "\n".join(lines)
+
+
+def _layers(experts: Experts) -> str:
+    if not experts.mtp:
+        return f"{experts.layers} layers"
+    return f"{experts.layers} layers ({experts.mtp} of them for multi-token prediction, MTP)"
 
 
 def _gemms(step: StepPlan) -> str:

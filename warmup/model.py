@@ -9,6 +9,7 @@ from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import CheckpointError
+from warmup.hub import download_config
 from warmup.report import ModelReport, Report
 
 NOT_QUANTIZED = (
@@ -18,13 +19,17 @@ NOT_QUANTIZED = (
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
-def read_checkpoint(source: str, report: Report) -> Model:
+def read_checkpoint(
+    source: str, report: Report, revision: str | None = None, download_dir: Path | None = None
+) -> Model:
     """Read the model in a folder or on the hub, and describe it in the report.
 
+    Args:
+        source, revision, download_dir: see `checkpoint_folder`.
     Raises:
         CheckpointError, UnsupportedError: there is no such model, or it is not supported.
     """
-    model = read_model(checkpoint_folder(source))
+    model = read_model(checkpoint_folder(source, revision, download_dir))
     experts = model.experts
     report.model = ModelReport(
         source=source,
@@ -60,11 +65,12 @@ def is_folder(name: str) -> bool:
         ) from error
 
 
-def checkpoint_folder(model: str) -> Path:
+def checkpoint_folder(model: str, revision: str | None = None, download_dir: Path | None = None) -> Path:
     """The folder that contains the checkpoint's config.json.
 
     Args:
-        model: a folder, or the id of a model on the hub, whose config.json is downloaded to huggingface_hub's cache.
+        model: a folder, or the id of a model on the hub, whose config.json is downloaded.
+        revision, download_dir: see `download_config`.
     Raises:
         CheckpointError: the folder is not accessible, or there is neither such a folder nor such a model on the hub.
     """
@@ -77,13 +83,4 @@ def checkpoint_folder(model: str) -> Path:
             f"{shown(model)} is neither a folder nor the id of a model on the hub (organisation/name). "
             "Check its spelling."
         )
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
-    except Exception as error:  # its own errors, or those of the HTTP library it uses
-        reason = "; ".join(f"{type(e).__name__}: {str(e).strip()[:300]}" for e in (error, error.__cause__) if e)
-        raise CheckpointError(
-            f"There is no folder {shown(model)}, and its config.json cannot be downloaded from the hub: {reason}. "
-            "Check the name, HF_TOKEN and the network, or give the folder of a downloaded checkpoint."
-        ) from error
+    return download_config(model, revision, download_dir)

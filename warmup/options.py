@@ -1,4 +1,4 @@
-"""Parsing of the command line."""
+"""The options of a command: parsed, checked, and in the terms of the package."""
 
 import argparse
 import contextlib
@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.checkpoint.untrusted import shown
@@ -14,48 +13,30 @@ from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
 from fp8moe_plugin.jit.cache import cache_dir
 from fp8moe_plugin.jit.lookup import bundle_path
 from warmup.model import is_folder
-from warmup.report import installed
+from warmup.parser import Parser, parsers, with_command
+from warmup.target import BUNDLE, MAX_TOKENS, UTILIZATION, Target
 
-COMMANDS = {
-    "compile": "compile what the cache lacks (the default)",
-    "list": "list the kernels, why each is needed and whether it is available; same as --dry-run",
-    "explain": "show the shapes on each GPU, padding, memory, and other ways to split the model",
-    "verify": "check that every kernel is available and intact",
-    "bundle": "compile what is missing, and write all kernels to one archive for FP8MOE_BUNDLE",
-    "doctor": "check the cache, versions, settings, GPU and model, and show what serving would refuse",
-    "bench": "time the layer against vLLM's backends; needs a Hopper GPU and vLLM",
-    "convert": "convert an unquantized checkpoint to block FP8, with the bytes of quantizing it at load time",
-}
-EPILOG = """
-exit status: 0 success, 1 something failed or is not supported, 2 invalid command line
-
-examples:
-  python -m warmup --model deepseek-ai/DeepSeek-V3 --tp 8
-  python -m warmup bundle --model /models/DeepSeek-V3 --tp 8 --bundle kernels.tar
-  FP8MOE_BUNDLE=kernels.tar FP8MOE_JIT=forbid vllm serve /models/DeepSeek-V3 --quantization fp8moe
-  python -m warmup convert --model /models/Qwen3-30B-A3B --out /models/Qwen3-30B-A3B-fp8
-  python -m warmup explain --model Qwen/Qwen3-235B-A22B-FP8 --tp 8 --ep 8
-  python -m warmup explain --model Qwen/Qwen3-235B-A22B-FP8 --tp-size 8 --ep-size 4   # as SGLang calls them
-"""
-MAX_TOKENS = 8192  # the engines' default for a server on Hopper GPUs
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-MAX_COUNT = 1 << 20
 MAX_GPUS = 4096
 MAX_CAPTURE_SIZES = 1024  # about ten times as many as vLLM captures by default
-ACCEPTED_BY = {
-    "bundle": ("compile", "bundle", "verify"),
-    "plot": ("bench",),
-    "tokens": ("explain", "bench"),
-    "dry_run": ("compile",),
-    "out": ("convert",),
-}
-BUNDLE = Path("fp8moe-kernels.tar")
+STDOUT = Path("-")  # as the file of --json
+OF_VLLM = (
+    "tp", "pp", "dp", "ep", "enable_expert_parallel", "max_model_len", "max_num_batched_tokens",
+    "cudagraph_capture_sizes",
+)  # fmt: skip
+OF_SGLANG = (
+    "tp_size", "pp_size", "dp_size", "enable_dp_attention", "moe_dense_tp_size", "ep_size", "context_length",
+    "chunked_prefill_size", "cuda_graph_bs_decode",
+)  # fmt: skip
+SIZES = ("tokens", "cudagraph_capture_sizes", "cuda_graph_bs_decode")
 
 
 @dataclass(frozen=True)
 class Options:
     command: str
     model: str | None
+    revision: str | None
+    download_dir: Path | None
     parallel: Parallel
     max_tokens: int
     capture_sizes: tuple[int, ...]
@@ -64,60 +45,93 @@ class Options:
     tokens: tuple[int, ...] | None
     plot: Path | None
     out: Path | None
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Exit with status 2. Non-printable characters from the command line are escaped in the message."""
-        super().error("".join(char if char.isprintable() else ascii(char)[1:-1] for char in message))
+    target: Target | None
 
 
 def parse(arguments: list[str] | None) -> Options:
     """Parse the command line; exits with status 2 if it is invalid."""
-    parser = _parser()
-    given = parser.parse_args(arguments)
+    main, commands = parsers()
+    # Options that a command does not have are None.
+    unset = dict.fromkeys((*OF_VLLM, *OF_SGLANG, *SIZES, "bundle", "dry_run", "plot", "out", "gpu", "gpus"))
+    main.set_defaults(**unset, gpu_memory_utilization=None, kv_cache_dtype=None)
+    given = main.parse_args(with_command(arguments))
+    parser = commands[given.command]
     _check(parser, given)
     command, parallel = "list" if given.dry_run else given.command, _parallel(parser, given)
+    # SGLang divides --chunked-prefill-size among the parts of DP attention.
+    longest = given.max_num_batched_tokens or given.chunked_prefill_size or MAX_TOKENS
+    captured = given.cudagraph_capture_sizes or given.cuda_graph_bs_decode
     return Options(
         command=command,
         model=given.model,
+        revision=given.revision,
+        download_dir=given.download_dir,
         parallel=parallel,
-        # SGLang divides --chunked-prefill-size among the parts of DP attention
-        max_tokens=max(1, given.max_num_batched_tokens // (parallel.dp if parallel.sglang else 1)),
-        capture_sizes=tuple(given.tokens or given.cudagraph_capture_sizes or CAPTURE_SIZES),
+        max_tokens=max(1, longest // (parallel.dp if parallel.sglang else 1)),
+        capture_sizes=tuple(given.tokens or captured or CAPTURE_SIZES),
         bundle=given.bundle or (BUNDLE if command == "bundle" else None),
         json=given.json,
         tokens=tuple(given.tokens) if given.tokens else None,
         plot=given.plot,
         out=given.out,
+        target=_target(given, longest),
     )
 
 
-def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+def _target(given: argparse.Namespace, max_tokens: int) -> Target | None:
+    if given.gpu is None:
+        return None
+    return Target(
+        gpu=given.gpu,
+        gpus=given.gpus,
+        utilization=given.gpu_memory_utilization or UTILIZATION,
+        fp8_cache=(given.kv_cache_dtype or "auto").startswith("fp8"),
+        max_model_len=given.max_model_len or given.context_length,
+        max_tokens=max_tokens,
+    )
+
+
+def _check(parser: Parser, given: argparse.Namespace) -> None:
     if given.model == "" or (given.model is None and given.command in ("explain", "bench", "convert")):
         parser.error(f"{given.command} needs a --model")
+    _check_engine(parser, given)
     if given.command == "convert":
         _check_convert(parser, given)
-    for option, commands in ACCEPTED_BY.items():
-        if getattr(given, option) and given.command not in commands:
-            parser.error(f"{given.command} does not accept --{option.replace('_', '-')}")
-    if given.tokens and given.cudagraph_capture_sizes:
+    for option in ("gpus", "gpu_memory_utilization", "kv_cache_dtype", "max_model_len", "context_length"):
+        if getattr(given, option) and not given.gpu:
+            parser.error(f"{_name(option)} needs a --gpu")
+    sizes = [option for option in SIZES if getattr(given, option)]
+    if len(sizes) > 1:
         parser.error("explain shows either --tokens or the captured sizes, not both")
-    for option, sizes in (("--tokens", given.tokens), ("--cudagraph-capture-sizes", given.cudagraph_capture_sizes)):
-        if sizes and len(sizes) > MAX_CAPTURE_SIZES:
-            parser.error(f"{option} accepts at most {MAX_CAPTURE_SIZES} sizes, not {len(sizes)}")
+    for option in sizes:
+        if (number := len(getattr(given, option))) > MAX_CAPTURE_SIZES:
+            parser.error(f"{_name(option)} accepts at most {MAX_CAPTURE_SIZES} sizes, not {number}")
     _check_files(parser, given)
 
 
-def _check_files(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+def _name(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
+
+
+def _check_engine(parser: Parser, given: argparse.Namespace) -> None:
+    vllm, sglang = ([_name(option) for option in options if getattr(given, option)] for options in (OF_VLLM, OF_SGLANG))
+    if vllm and sglang:
+        both = "use either the options of vllm serve or those of sglang.launch_server, not both"
+        parser.error(f"{vllm[0]} and {sglang[0]}: {both}")
+
+
+def _check_files(parser: Parser, given: argparse.Namespace) -> None:
     read = given.command == "verify"
-    for path in (given.json, None if read else given.bundle, given.plot):
+    report: Path | None = None if given.json == STDOUT else given.json
+    for path in (report, None if read else given.bundle, given.plot):
         refusal = _refusal(path) if path else None
         if refusal:
             parser.error(f"{str(path)!r} cannot be written: {refusal}")
-    for name, path in _other_files(given) if given.json else ():
-        if _same_file(given.json, path):
-            parser.error(f"--json and {name} are the same file, {str(given.json)!r}: choose another report file")
+    if report is None:
+        return
+    for name, path in _other_files(given):
+        if _same_file(report, path):
+            parser.error(f"--json and {name} are the same file, {str(report)!r}: choose another report file")
 
 
 def _other_files(given: argparse.Namespace) -> Iterator[tuple[str, Path]]:
@@ -160,7 +174,7 @@ def _same_file(one: Path, other: Path) -> bool:
         return os.path.realpath(one) == os.path.realpath(other)
 
 
-def _check_convert(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+def _check_convert(parser: Parser, given: argparse.Namespace) -> None:
     if not given.out:
         parser.error("convert needs an --out, the folder to create")
     try:
@@ -180,111 +194,30 @@ def _check_convert(parser: argparse.ArgumentParser, given: argparse.Namespace) -
         parser.error(f"{shown(str(given.out))} cannot be created: {error.strerror}")
 
 
-def _parallel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Parallel:
+def _parallel(parser: Parser, given: argparse.Namespace) -> Parallel:
     """vLLM distributes whole experts over all tp x dp ranks. `--ep` without `--tp` and `--dp` implies `--tp`."""
-    tp, dp, ep = given.tp, given.dp or 1, given.ep
-    if given.tp_size or given.ep_size or given.dp_size or given.enable_dp_attention:
-        if tp or ep or given.dp or given.enable_expert_parallel:
-            parser.error("use either the options of vllm serve or those of sglang.launch_server, not both")
+    if any(getattr(given, option) for option in OF_SGLANG):
         return _sglang_parallel(parser, given)
+    tp, dp, ep, pp = given.tp, given.dp or 1, given.ep, given.pp or 1
     if tp is None:
         tp = ep if ep and not given.dp else 1
     if ep and ep != tp * dp:
         parser.error(
             f"--ep {ep} contradicts --tp {tp} --dp {dp}: vLLM distributes the experts over all {tp * dp} ranks"
         )
-    if tp * dp > MAX_GPUS:
-        parser.error(f"--tp {tp} --dp {dp} needs more than {MAX_GPUS} GPUs")
-    return Parallel(tp, dp, tp * dp if ep or given.enable_expert_parallel else 1)
+    if tp * dp * pp > MAX_GPUS:
+        parser.error(f"--tp {tp} --dp {dp}{f' --pp {pp}' * (pp > 1)} needs more than {MAX_GPUS} GPUs")
+    return Parallel(tp, dp, tp * dp if ep or given.enable_expert_parallel else 1, pp=pp)
 
 
-def _sglang_parallel(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Parallel:
+def _sglang_parallel(parser: Parser, given: argparse.Namespace) -> Parallel:
     """In SGLang `--tp-size` counts all ranks of an engine; without DP attention, `--dp-size` is a number of engines."""
-    ranks, ep = given.tp_size or 1, given.ep_size or 1
+    ranks, ep, pp = given.tp_size or 1, given.ep_size or 1, given.pp_size or 1
     dp = given.dp_size or 1 if given.enable_dp_attention else 1
     for option, size in (("--dp-size", dp), ("--ep-size", ep)):
         if ranks % size:
             default = "" if given.tp_size else ", the default,"
             parser.error(f"--tp-size {ranks}{default} is not a multiple of {option} {size}")
-    if ranks > MAX_GPUS:
-        parser.error(f"--tp-size {ranks} needs more than {MAX_GPUS} GPUs")
-    return Parallel(ranks // dp, dp, ep, sglang=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m warmup",
-        description="Compile all kernels needed to serve a checkpoint with --quantization fp8moe, before deployment.\n"
-        "Needs neither a GPU, nor the weights, nor a CUDA toolkit.\n\ncommands:\n"
-        + "\n".join(f"  {name:8s} {what}" for name, what in COMMANDS.items()),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("command", nargs="?", choices=COMMANDS, default="compile", metavar="command")
-    parser.add_argument(
-        "--model", help="folder of a checkpoint, or its id on the Hugging Face hub (default: all existing kernels)"
-    )
-    version = installed("fp8moe-plugin") or "(not installed)"
-    parser.add_argument("--version", action="version", version=f"fp8moe-plugin {version}")
-    parser.add_argument("--dry-run", action="store_true", help="only list the kernels")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report")
-    parser.add_argument(
-        "--bundle",
-        type=Path,
-        metavar="FILE",
-        help=f"archive to write or, for verify, to check (default for bundle: {BUNDLE})",
-    )
-    _add_engine_options(parser)
-    convert = parser.add_argument_group(
-        "convert",
-        "quantizes the projections of attention, MLPs and experts in 128x128 blocks, and copies the rest.\n"
-        "Works in OUT.partial, which is renamed at the end; run again, it continues where it was interrupted.",
-    )
-    convert.add_argument("--out", type=Path, metavar="OUT", help="folder to create; must not exist")
-    layer = parser.add_argument_group("explain and bench")
-    layer.add_argument("--tokens", type=count, nargs="+", metavar="N", help="tokens of the steps to show or measure")
-    layer.add_argument("--plot", type=Path, metavar="FILE", help="bench: draw the times (.png or .svg)")
-    return parser
-
-
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """How an engine splits the model, and its steps, by the engines' own names."""
-    as_in_vllm = parser.add_argument_group("options of vllm serve")
-    as_in_vllm.add_argument("--tp", "--tensor-parallel-size", type=count, help="default: 1")
-    as_in_vllm.add_argument("--dp", "--data-parallel-size", type=count, help="default: 1")
-    as_in_vllm.add_argument(
-        "--ep", type=count, help="GPUs with whole experts, tp x dp; without it, GPUs share each expert"
-    )
-    as_in_vllm.add_argument("--enable-expert-parallel", action="store_true", help="the same as --ep TPxDP")
-    as_in_sglang = parser.add_argument_group("options of sglang.launch_server, instead of these")
-    as_in_sglang.add_argument("--tp-size", type=count, metavar="TP", help="GPUs of the engine; default: 1")
-    as_in_sglang.add_argument("--dp-size", type=count, metavar="DP", help="with DP attention, parts of these")
-    as_in_sglang.add_argument("--enable-dp-attention", action="store_true")
-    as_in_sglang.add_argument("--ep-size", type=count, metavar="EP", help="GPUs with experts of their own; default: 1")
-    as_in_vllm.add_argument(
-        "--max-num-batched-tokens",
-        "--chunked-prefill-size",
-        type=count,
-        default=MAX_TOKENS,
-        metavar="N",
-        help="explain: tokens of the longest step",
-    )
-    as_in_vllm.add_argument(
-        "--cudagraph-capture-sizes",
-        "--cuda-graph-bs-decode",
-        type=count,
-        nargs="+",
-        metavar="N",
-        help="explain: tokens of further steps",
-    )
-
-
-def count(text: str) -> int:
-    """Parse a count, such as a number of tokens or GPUs.
-
-    Raises:
-        ArgumentTypeError: it is not a number from 1 to `MAX_COUNT`.
-    """
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_COUNT}")
-    return int(text)
+    if ranks * pp > MAX_GPUS:
+        parser.error(f"--tp-size {ranks}{f' --pp-size {pp}' * (pp > 1)} needs more than {MAX_GPUS} GPUs")
+    return Parallel(ranks // dp, dp, ep, sglang=True, pp=pp, dense_tp1=bool(given.moe_dense_tp_size) and dp > 1)

@@ -97,6 +97,36 @@ class ShapeReport(Part):
     padding_bytes: int = 0  # the part of `bytes` that pads the channels to whole scale blocks
 
 
+class SplitReport(Part):
+    """A way to serve the model on some GPUs of one kind; figures are those of the GPU that holds the most."""
+
+    options: str
+    gpus: int
+    refusal: str | None = None
+    fits: bool = False  # with the KV cache of at least one sequence of the longest length
+    weight_bytes: int | None = None
+    scratch_bytes: int | None = None  # of the experts, in the longest step
+    cache_tokens: int = 0  # of all replicas
+    sequences: int = 0  # of the longest length, that the KV cache holds
+    padding: float = 0  # of the experts' channels, relative to an equal share
+    read_bytes: int | None = None  # of weights, that GPUs read one after another to decode one sequence
+    uneven: bool = False  # some ranks have one expert more than others
+    vllm: str = ""
+    sglang: str = ""
+
+
+class ChoiceReport(Part):
+    gpu: str
+    memory_bytes: int
+    utilization: float
+    max_model_len: int
+    fp8_cache: bool
+    mtp_bytes: int  # of layers for multi-token prediction, not in the figures
+    splits: list[SplitReport]
+    latency: str | None  # the options of the best split, None if none fits
+    throughput: str | None
+
+
 class ExplainReport(Part):
     parallel: str
     shapes: list[ShapeReport]  # on one rank
@@ -105,7 +135,7 @@ class ExplainReport(Part):
     workspace_bytes: int
     steps: list[StepReport]
     layouts: list[LayoutReport]
-    best: str
+    choice: ChoiceReport | None = None  # with --gpu
 
 
 class BundleReport(Part):
@@ -153,11 +183,13 @@ class Report(Part):
     warnings: list[str] = []
     error: str | None = None
 
+    def as_json(self) -> str:
+        """The report as JSON, with non-ASCII text escaped, which may not be valid UTF-8."""
+        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
+
     def write(self, path: Path) -> None:
         """Write the report, atomically unless `path` is a pipe or device. Raises `OSError`."""
-        content = (
-            json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
-        ).encode()  # escapes non-ASCII text, which may not be valid UTF-8
+        content = self.as_json().encode()
         if path.exists() and not path.is_file():
             path.write_bytes(content)
             return

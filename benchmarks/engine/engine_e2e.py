@@ -54,7 +54,7 @@ from benchmarks.engines import CONFIG_KEYS, read_config
 from benchmarks.report import installed, sources_sha256, write_report
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.errors import UnsupportedError
-from warmup.options import count
+from warmup.parser import count
 
 MEMORY = 0.9  # of the GPU, for all engines together
 CELLS = (

@@ -32,7 +32,7 @@ from benchmarks.engine.small_engines import random_prompts
 from benchmarks.engines import CONFIG_KEYS, read_config
 from benchmarks.report import installed, sources_sha256, write_report
 from fp8moe_plugin.bench.result import OURS
-from warmup.options import count
+from warmup.parser import count
 
 ENGINES: dict[str, dict[str, Any]] = {  # arguments of SGLang's engine
     OURS: {"quantization": "fp8moe"},

@@ -38,6 +38,7 @@ class Config(BaseModel):
     vocab_size: Size
     num_hidden_layers: Annotated[Layers, Field(ge=1)]
     num_nextn_predict_layers: Layers = 0
+    max_position_embeddings: Size | None = None
     intermediate_size: Size | Sizes | None = None
 
     experts: Size | Sizes = Field(validation_alias=AliasChoices(*EXPERT_COUNTS))

@@ -7,7 +7,7 @@ from pathlib import Path
 from fp8moe_plugin.checkpoint.config_json import Config, read_config
 from fp8moe_plugin.checkpoint.headers import check_shards
 from fp8moe_plugin.checkpoint.quantization import Unquantized, check_quantization, unquantized_layers
-from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Indexer, Model, Split
+from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Indexer, KvCache, Model, Split
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, shown
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.settings import NAME
@@ -56,6 +56,7 @@ def _model(config: Config) -> tuple[Model, set[int]]:
         topk=_same(config.topk, "number of experts for a token"),
         hidden=config.hidden_size,
         intermediate=_experts_width(config),
+        mtp=sum(layer >= config.num_hidden_layers for layer in served),
     )
     model = Model(
         architecture=config.architectures[0],
@@ -67,6 +68,10 @@ def _model(config: Config) -> tuple[Model, set[int]]:
         ue8m0=quantization is not None and quantization.get("scale_fmt") == "ue8m0",
         quantized=quantization is not None,
         indexer=Indexer(config.index_n_heads, config.index_head_dim) if config.index_n_heads else None,
+        cache=KvCache(config.num_hidden_layers, bool(config.kv_lora_rank), _cached_elements(config)),
+        plain=tuple(_dense(config, moe, unquantized, quantized=False)),
+        mtp_layers=config.num_nextn_predict_layers,
+        context=config.max_position_embeddings,
     )
     _check_sizes(model)
     return model, served
@@ -139,8 +144,8 @@ def moe_layers(config: Config) -> list[int]:
     ]
 
 
-def _dense(config: Config, moe: list[int], unquantized: Unquantized) -> Iterator[Dense]:
-    """The kinds of dense layers, except those that the checkpoint keeps unquantized in all layers.
+def _dense(config: Config, moe: list[int], unquantized: Unquantized, quantized: bool = True) -> Iterator[Dense]:
+    """The kinds of dense layers in the layers where the checkpoint quantizes them, or in those where it does not.
 
     Names, fusion and splits follow vLLM's models. Routers are omitted: no published checkpoint quantizes them.
     """
@@ -152,9 +157,15 @@ def _dense(config: Config, moe: list[int], unquantized: Unquantized) -> Iterator
         kinds += [(layer, plain) for layer in _mlp("mlp", config.hidden_size, _width(config.intermediate_size))]
     kinds += [(layer, moe) for layer in _shared(config)]
     for layer, where in kinds:
-        layers = sum(not unquantized.has(i, layer.name) for i in where)
+        layers = [i for i in where if unquantized.has(i, layer.name) is not quantized]
         if layers:
-            yield replace(layer, layers=layers)
+            yield replace(layer, layers=len(layers), mtp=sum(i >= config.num_hidden_layers for i in layers))
+
+
+def _cached_elements(config: Config) -> int:
+    if config.kv_lora_rank:
+        return config.kv_lora_rank + config.qk_rope_head_dim
+    return config.head_dim or config.hidden_size // config.num_attention_heads
 
 
 def _gqa(config: Config) -> Iterator[Dense]:

@@ -1,9 +1,10 @@
 """The shapes of a checkpoint's layers, whole and on one rank. Pure Python, used by the layers and by warmup."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.errors import UnsupportedError
 
 GROUP = 128  # channels that share one activation scale; also the side of a weight's scale block
@@ -34,6 +35,7 @@ class Dense:
     outputs: tuple[int, ...]
     split: Split
     smallest: int = 0
+    mtp: int = field(default=0, compare=False)  # of `layers`, those for multi-token prediction
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,16 @@ class Experts:
     topk: int
     hidden: int
     intermediate: int
+    mtp: int = field(default=0, compare=False)  # of `layers`, those for multi-token prediction
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """What attention keeps of each token in each layer: keys and values of `kv_heads` heads, or one vector (MLA)."""
+
+    layers: int  # without those for multi-token prediction
+    mla: bool
+    elements: int  # of a head's key, or of MLA's vector
 
 
 @dataclass(frozen=True)
@@ -71,40 +83,11 @@ class Model:
     ue8m0: bool  # whether activation scales are powers of two
     quantized: bool  # false if the checkpoint is not FP8 and is quantized while it is loaded
     indexer: Indexer | None = None
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """How an engine distributes a model.
-
-    `ep` ranks have experts of their own, and as many ranks as remain share each expert. In vLLM `ep` is 1 or all of
-    them, in SGLang any divisor.
-    """
-
-    tp: int = 1  # of attention and dense layers
-    dp: int = 1  # of attention; the experts get the tokens of all
-    ep: int = 1
-    sglang: bool = False  # described by the options of SGLang, whose tp counts all ranks
-
-    @property
-    def ranks(self) -> int:
-        return self.tp * self.dp
-
-    @property
-    def sharing(self) -> int:
-        """The number of ranks that share each expert."""
-        return self.ranks // self.ep
-
-    def __str__(self) -> str:
-        """The command-line options of `python -m warmup` for it."""
-        if self.sglang:
-            parts = [f"--tp-size {self.ranks}"]
-            parts += [f"--dp-size {self.dp} --enable-dp-attention"] if self.dp > 1 else []
-            return " ".join(parts + ([f"--ep-size {self.ep}"] if self.ep > 1 else []))
-        parts = [f"--tp {self.tp}"]
-        parts += [f"--dp {self.dp}"] if self.dp > 1 else []
-        parts += [f"--ep {self.ep}"] if self.ep > 1 else []
-        return " ".join(parts)
+    # What memory depends on, but no kernel and no split.
+    cache: KvCache | None = field(default=None, compare=False)
+    plain: tuple[Dense, ...] = field(default=(), compare=False)  # dense layers that the checkpoint keeps unquantized
+    mtp_layers: int = field(default=0, compare=False)
+    context: int | None = field(default=None, compare=False)  # the most tokens of a sequence
 
 
 @dataclass(frozen=True)
@@ -142,15 +125,19 @@ def split_refusal(model: Model, parallel: Parallel) -> str | None:
     tp, experts = parallel.tp, model.experts
     if model.heads % tp or (model.kv_heads % tp and tp % model.kv_heads):
         return f"{tp} ranks cannot share {model.heads} attention heads with {model.kv_heads} key/value heads"
-    if parallel.ep > experts.experts:
-        return f"{parallel.ep} ranks cannot share {experts.experts} experts"
+    if parallel.ep > experts.experts or (parallel.sglang and experts.experts % parallel.ep):
+        equally = " equally, which SGLang requires" if parallel.ep <= experts.experts else ""
+        return f"{parallel.ep} ranks cannot share {experts.experts} experts{equally}"
+    if parallel.pp > 1 and model.cache and parallel.pp > model.cache.layers:
+        return f"{parallel.pp} stages cannot share {model.cache.layers} layers"
     refusal = experts_refusal(experts.hidden, experts.intermediate, parallel.sharing)
     refusal = refusal or too_many_experts(ceil_div(experts.experts, parallel.ep))
     if refusal:
         return f"experts: {refusal}"
     for layer in model.dense:
-        part = _rank_dense(layer, tp)
-        refusal = _uneven(layer, tp) or dense_refusal(part.inputs, part.outputs, layer.split == Split.OUTPUTS)
+        ranks = parallel.dense_ranks(layer.name)
+        part = _rank_dense(layer, ranks)
+        refusal = _uneven(layer, ranks) or dense_refusal(part.inputs, part.outputs, layer.split == Split.OUTPUTS)
         if refusal:
             return f"{layer.name} {refusal}"
     return None
@@ -244,8 +231,15 @@ def ceil_div(a: int, b: int) -> int:
 
 def _rank_shapes(model: Model, parallel: Parallel) -> RankShapes:
     experts, intermediate = model.experts, local_intermediate(model.experts.intermediate, parallel.sharing)
-    local = replace(experts, experts=ceil_div(experts.experts, parallel.ep), intermediate=intermediate)
-    return RankShapes(local, tuple(_rank_dense(layer, parallel.tp) for layer in model.dense))
+    layers, count = ceil_div(experts.layers, parallel.pp), ceil_div(experts.experts, parallel.ep)
+    local = replace(experts, layers=layers, experts=count, intermediate=intermediate)
+    return RankShapes(local, tuple(rank_dense(layer, parallel) for layer in model.dense))
+
+
+def rank_dense(layer: Dense, parallel: Parallel) -> Dense:
+    """One rank's part of a kind of dense layers."""
+    part = _rank_dense(layer, parallel.dense_ranks(layer.name))
+    return replace(part, layers=ceil_div(layer.layers, parallel.pp))
 
 
 def _rank_dense(layer: Dense, tp: int) -> Dense:

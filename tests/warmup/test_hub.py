@@ -5,14 +5,18 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from tests.warmup.conftest import CONFIGS
+from warmup import hub as hub_of_warmup
 
 CONFIG = (CONFIGS / "DeepSeek-V3.json").read_bytes()
+START_S = 10  # of Python and its imports, on a busy machine
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -20,10 +24,13 @@ class Hub(http.server.BaseHTTPRequestHandler):
     """One model, `maker/model`; any other is unknown."""
 
     fetched: set[str] = set()
+    revisions: set[str] = set()
 
     def do_GET(self) -> None:
         if self.path.startswith("/maker/model/resolve/"):
-            Hub.fetched.add(self.path.rpartition("/")[2])
+            *_, revision, name = self.path.split("/")
+            Hub.fetched.add(name)
+            Hub.revisions.add(revision)
             self.answer(CONFIG)
         else:
             self.send_response(404)
@@ -50,14 +57,17 @@ def hub() -> Iterator[str]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     Hub.fetched.clear()
+    Hub.revisions.clear()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
 
 
-def list_kernels(model: str, hub: str, home: Path, offline: bool = False) -> subprocess.CompletedProcess[str]:
+def list_kernels(
+    model: str, hub: str, home: Path, offline: bool = False, *options: str
+) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "FP8MOE_"))}
     environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(home), "NO_PROXY": "*", "HF_HUB_OFFLINE": str(int(offline))}
-    command = [sys.executable, "-m", "warmup", "list", "--model", model]
+    command = [sys.executable, "-m", "warmup", "list", "--model", model, *options]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
@@ -81,3 +91,49 @@ def test_a_model_that_cannot_be_had_is_told(hub: str, tmp_path: Path, offline: b
     assert "error: There is no folder 'maker/other', and its config.json cannot be downloaded" in done.stderr
     assert "Check the name, HF_TOKEN and the network, or give the folder" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://nosuch.invalid"])
+def test_a_hub_that_cannot_be_reached_is_told_at_once(endpoint: str, tmp_path: Path) -> None:
+    start = time.monotonic()
+    done = list_kernels("maker/model", endpoint, tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: The hub at {endpoint} is unreachable (")
+    assert "and there is no folder 'maker/model'. Check the network, HF_ENDPOINT and the proxy" in done.stderr
+    assert time.monotonic() - start < 5 + START_S
+
+
+def test_a_hub_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_of_warmup, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(hub_of_warmup.socket, "create_connection", lambda *_: time.sleep(5))
+    assert hub_of_warmup._unreachable("https://hub") == "The hub at https://hub is unreachable (no answer within 0.1 s)"
+
+
+def test_a_proxy_is_asked_instead_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def connect(address: tuple[str, int], timeout: float) -> NoReturn:
+        asked.append(address)
+        raise OSError("no")
+
+    monkeypatch.setattr(hub_of_warmup.socket, "create_connection", connect)
+    for name, value in {"https_proxy": "http://proxy:3128", "no_proxy": "inside"}.items():
+        monkeypatch.setenv(name, value)
+    for endpoint in ("https://hub", "https://inside", "https://inside:8443"):
+        hub_of_warmup._unreachable(endpoint)
+    assert asked == [("proxy", 3128), ("inside", 443), ("inside", 8443)]
+
+
+def test_what_was_fetched_before_is_used_where_the_hub_is_unreachable(hub: str, tmp_path: Path) -> None:
+    assert list_kernels("maker/model", hub, tmp_path).returncode == 0
+    done = list_kernels("maker/model", "http://127.0.0.1:9", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "is unreachable ([Errno 111] Connection refused): the config.json that was downloaded before" in done.stderr
+
+
+def test_a_revision_and_a_folder_for_downloads(hub: str, tmp_path: Path) -> None:
+    done = list_kernels("maker/model", hub, tmp_path, False, "--revision", "v2", "--download-dir", str(tmp_path / "d"))
+    assert done.returncode == 0, done.stderr
+    assert Hub.revisions == {"v2"}
+    assert list((tmp_path / "d").rglob("config.json"))
+    assert "config.json:" not in done.stderr, "a progress bar in a pipe"

@@ -1,0 +1,51 @@
+"""How an engine distributes a model over GPUs."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How an engine distributes a model.
+
+    `ep` ranks have experts of their own, and as many ranks as remain share each expert. In vLLM `ep` is 1 or all of
+    them, in SGLang any divisor.
+    """
+
+    tp: int = 1  # of attention and dense layers
+    dp: int = 1  # of attention; the experts get the tokens of all
+    ep: int = 1
+    sglang: bool = False  # described by the options of SGLang, whose tp counts all ranks
+    pp: int = 1  # stages, each of tp x dp ranks, with a part of the layers
+    dense_tp1: bool = False  # SGLang's --moe-dense-tp-size 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp
+
+    @property
+    def sharing(self) -> int:
+        """The number of ranks that share each expert."""
+        return self.ranks // self.ep
+
+    def dense_ranks(self, layer: str) -> int:
+        """The number of ranks that share a dense layer: in MLPs, not always those of attention."""
+        if self.dp == 1 or not layer.startswith("mlp."):
+            return self.tp
+        shared = layer.startswith("mlp.shared")
+        if self.sglang:  # DP attention: MLPs get the tokens of all parts
+            return 1 if self.dense_tp1 and not shared else self.ranks
+        return 1 if shared and self.ep > 1 else self.tp  # vLLM gives each rank a part of the tokens instead
+
+    def __str__(self) -> str:
+        """The command-line options of `python -m warmup` for it."""
+        if self.sglang:
+            parts = [f"--tp-size {self.ranks}"]
+            parts += [f"--dp-size {self.dp} --enable-dp-attention"] if self.dp > 1 else []
+            parts += ["--moe-dense-tp-size 1"] if self.dense_tp1 else []
+            parts += [f"--pp-size {self.pp}"] if self.pp > 1 else []
+            return " ".join(parts + ([f"--ep-size {self.ep}"] if self.ep > 1 else []))
+        parts = [f"--tp {self.tp}"]
+        parts += [f"--pp {self.pp}"] if self.pp > 1 else []
+        parts += [f"--dp {self.dp}"] if self.dp > 1 else []
+        parts += [f"--ep {self.ep}"] if self.ep > 1 else []
+        return " ".join(parts)

@@ -1,0 +1,28 @@
+"""benchmarks.engine.cache_size: what it expects, and what it reads from vLLM's log."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine import cache_size
+from tests.warmup.conftest import CONFIGS
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_bytes((CONFIGS / "Qwen3-30B-A3B-FP8.json").read_bytes())
+    return tmp_path
+
+
+def test_a_cache_in_fp8_holds_more_tokens_of_the_memory_that_is_left(qwen: Path) -> None:
+    sizes = {name: cache_size.predicted(qwen, setting, "h200") for name, setting in cache_size.SETTINGS.items()}
+    assert 0 < sizes["small"] < sizes["server"]
+    half = cache_size.SETTINGS["small"] | {"gpu_memory_utilization": 0.9}
+    assert cache_size.predicted(qwen, half, "h200") > 1.9 * sizes["server"]
+
+
+def test_the_size_is_read_from_the_log() -> None:
+    line = "INFO 11-24 14:38:20 [kv_cache_utils.py:2146] GPU KV cache size: 1,672,448 tokens"
+    found = cache_size.REPORTED.search(line)
+    assert found
+    assert found[1] == "1,672,448"

@@ -1,0 +1,148 @@
+"""`explain --gpu`: which splits fit, what they hold, and which is best. Sizes are counted by hand where possible."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8moe_plugin.checkpoint.shapes import Model, Parallel, split_refusal
+from warmup import choose, memory
+from warmup.__main__ import main
+from warmup.options import parse
+from warmup.report import ChoiceReport, Report
+from warmup.target import GPUS, Target
+
+
+def chosen(model: Model, gpu: str = "h200", sglang: bool = False, **target: object) -> ChoiceReport:
+    given = {"gpus": None, "utilization": 0.92, "fp8_cache": False, "max_model_len": 8192, "max_tokens": 8192}
+    return choose.choose(model, Target(gpu=gpu, **(given | target)), sglang, False, "org/model")
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "fp8", "expected"),
+    [
+        ("DeepSeek-V3", Parallel(1), False, 61 * 576 * 2),
+        ("DeepSeek-V3", Parallel(8), False, 61 * 576 * 2),  # one vector, whole on every rank
+        ("DeepSeek-V3", Parallel(8, pp=2), True, 31 * 576),
+        # vLLM on an H200: 2 layers, 4 GiB of cache, "GPU KV cache size: 1,672,448 tokens"
+        ("DeepSeek-V3.2-Exp", Parallel(1), False, 61 * ((4 << 30) // 1_672_448) // 2),
+        ("DeepSeek-V3.2-Exp", Parallel(1), True, 61 * (656 + 132)),
+        ("Qwen3-235B-A22B-FP8", Parallel(2), False, 94 * 2 * 2 * 128 * 2),
+        ("Qwen3-235B-A22B-FP8", Parallel(8), True, 94 * 2 * 1 * 128),  # 4 heads for 8 ranks
+    ],
+)
+def test_the_bytes_of_a_token_in_the_cache(
+    models: dict[str, Model], name: str, way: Parallel, fp8: bool, expected: int
+) -> None:
+    assert memory.cache_bytes(models[name], way, fp8) == expected
+
+
+def test_weights_that_are_not_fp8_count_twice(models: dict[str, Model]) -> None:
+    shapes = {shape.name: shape for shape in memory.weight_shapes(models["DeepSeek-V3"], Parallel(8))}
+    assert shapes["mlp.gate (BF16)"].bytes == 59 * 256 * 7168 * 2
+    assert shapes["MLA's W_UK, W_UV (BF16)"].bytes == 62 * 128 // 8 * 256 * 512 * 2
+
+
+def test_deepseek_v3_needs_eight_h200s_and_sixteen_h100s(models: dict[str, Model]) -> None:
+    found = chosen(models["DeepSeek-V3"])
+    assert min(split.gpus for split in found.splits if split.fits) == 8
+    assert found.latency == "--tp 8"
+    assert found.throughput == "--tp 1 --dp 16 --ep 16"
+    assert {split.gpus for split in chosen(models["DeepSeek-V3"], "h100").splits if split.fits} == {16}
+    assert found.mtp_bytes == pytest.approx(11.5e9, rel=0.01)
+
+
+def test_where_nothing_fits_there_is_no_best_one(models: dict[str, Model]) -> None:
+    found = chosen(models["DeepSeek-V3"], "h100", gpus=8)
+    assert not any(split.fits for split in found.splits)
+    assert (found.latency, found.throughput) == (None, None)
+    assert "None of these splits fits. Take more GPUs" in choose.text(found)
+
+
+def test_a_split_fits_if_the_cache_holds_a_sequence(models: dict[str, Model]) -> None:
+    one = chosen(models["Qwen3-30B-A3B-FP8"], "h100", gpus=1).splits[0]
+    assert one.fits
+    assert one.sequences == one.cache_tokens // 8192
+    longest = {"gpus": 1, "max_model_len": one.cache_tokens + 1}
+    assert not chosen(models["Qwen3-30B-A3B-FP8"], "h100", **longest).splits[0].fits
+
+
+def test_the_budget_is_spent(models: dict[str, Model]) -> None:
+    model, way = memory.without_mtp(models["DeepSeek-V3"]), Parallel(8)
+    split = next(split for split in chosen(model).splits if split.options == "--tp 8")
+    step = memory.step_bytes(model, way, 8192, split.scratch_bytes or 0)
+    spent = (split.weight_bytes or 0) + step + split.cache_tokens * memory.cache_bytes(model, way, False)
+    assert 0 <= GPUS["h200"].memory_bytes * 0.92 - spent < memory.cache_bytes(model, way, False)
+
+
+def test_stages_are_read_one_after_another(models: dict[str, Model]) -> None:
+    splits = {split.options: split for split in chosen(models["DeepSeek-V3"]).splits}
+    one, two = splits["--tp 8"], splits["--tp 8 --pp 2"]
+    assert (two.weight_bytes or 0) < 0.55 * (one.weight_bytes or 0)
+    assert two.read_bytes == pytest.approx(one.read_bytes, rel=0.1)
+
+
+def test_experts_that_ranks_do_not_divide(models: dict[str, Model]) -> None:
+    """vLLM gives some ranks one more, SGLang refuses."""
+    mixtral = models["Hunyuan-A13B-Instruct"]  # 64 experts
+    assert split_refusal(mixtral, Parallel(1, 3, 3)) is None
+    assert split_refusal(mixtral, Parallel(1, 3, 3, sglang=True)) == (
+        "3 ranks cannot share 64 experts equally, which SGLang requires"
+    )
+    found = chosen(mixtral, gpus=3)
+    assert [split.uneven for split in found.splits if not split.refusal] == [True]
+    assert "vLLM gives some of them one more" in choose.text(found)
+
+
+def test_mlps_under_dp_attention(models: dict[str, Model]) -> None:
+    """SGLang splits them over all ranks, and attention over those of a part; vLLM's replicas hold them as a whole."""
+
+    def rows(way: Parallel) -> dict[str, int]:
+        return {shape.name: shape.shape[0] for shape in memory.weight_shapes(models["DeepSeek-V3"], way)}
+
+    dense, shared, q = "mlp.gate_up_proj", "mlp.shared_experts.gate_up_proj", "self_attn.q_b_proj"
+    found = rows(Parallel(2, 4, 8, sglang=True))
+    assert (found[dense], found[shared], found[q]) == (2 * 18432 // 8, 2 * 2048 // 8, 24576 // 2)
+    assert found["embeddings (BF16)"] == 129280 + 129280 // 8
+    found = rows(Parallel(2, 4, 8, sglang=True, dense_tp1=True))
+    assert (found[dense], found[shared]) == (2 * 18432, 2 * 2048 // 8)
+    found = rows(Parallel(2, 4, 8))
+    assert (found[dense], found[shared], found[q]) == (2 * 18432 // 2, 2 * 2048, 24576 // 2)
+    assert rows(Parallel(1, 8, 8))[dense] == 2 * 18432
+
+
+def test_the_commands_are_complete() -> None:
+    target = Target("h200", None, 0.9, True, 32768, 8192)
+    vllm, sglang = choose.commands(Parallel(8, 2, 16), target, "a model")
+    assert vllm == (
+        "vllm serve 'a model' --quantization fp8moe --tensor-parallel-size 8 --data-parallel-size 2 "
+        "--enable-expert-parallel --gpu-memory-utilization 0.9 --data-parallel-size-local 1 "
+        "--data-parallel-start-rank RANK --data-parallel-address ADDRESS --kv-cache-dtype fp8 --max-model-len 32768"
+    )
+    assert sglang == (
+        "python -m sglang.launch_server --model-path 'a model' --quantization fp8moe --tp-size 16 --dp-size 2 "
+        "--enable-dp-attention --ep-size 16 --nnodes 2 --node-rank RANK --dist-init-addr ADDRESS:20000 "
+        "--kv-cache-dtype fp8_e4m3 --context-length 32768"
+    )
+
+
+@pytest.mark.parametrize("options", ["", "--tp-size 8 --dp-size 8 --enable-dp-attention --moe-dense-tp-size 1"])
+def test_tables_fit_100_columns(
+    checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, options: str
+) -> None:
+    for name in ("DeepSeek-V3", "Qwen3-235B-A22B-FP8"):
+        arguments = ["explain", "--model", str(checkpoint(name)), "--gpu", "h100", *options.split()]
+        assert main([*arguments, "--json", str(tmp_path / "report.json")]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if len(line) > 100 and not re.match("  (vllm|python) ", line)] == []
+        report = Report.model_validate_json((tmp_path / "report.json").read_text())
+        assert report.explain
+        assert report.explain.choice
+        assert len(report.explain.choice.splits) == len([line for line in lines if re.match(r" +\d+  --tp", line)])
+
+
+def test_the_options_of_a_split_are_those_of_the_warm_up() -> None:
+    for sglang in (False, True):
+        for way in choose.ways(None, sglang, dense_tp1=False):
+            assert parse(str(way).split()).parallel == way

@@ -1,0 +1,212 @@
+"""`explain --gpu`: which splits of a model fit into GPUs of this kind, and which of them is best for what."""
+
+import textwrap
+from collections.abc import Iterator
+
+import numpy as np
+
+from fp8moe_plugin.checkpoint.shapes import Model, Parallel, padding_share, rank_shapes, split_refusal
+from fp8moe_plugin.checkpoint.untrusted import shell_word
+from warmup import memory
+from warmup.explain import STEPS, step_plan
+from warmup.report import ChoiceReport, SplitReport
+from warmup.target import GPUS, Target
+
+COUNTS = (1, 2, 4, 8, 16)
+NODE = 8  # GPUs that NVLink connects
+DEFAULT_CONTEXT = 8192
+WIDTH = 100  # of texts; commands are longer
+
+
+def choose(model: Model, target: Target, sglang: bool, dense_tp1: bool, source: str) -> ChoiceReport:
+    """All sensible splits for a target, and the best ones for latency and for throughput.
+
+    Latency: the least bytes of weights that a GPU reads to decode one sequence, on as few nodes as can hold the model.
+    Throughput: the most sequences in the KV cache for each GPU.
+    """
+    loaded = memory.without_mtp(model)
+    context = target.max_model_len or model.context or DEFAULT_CONTEXT
+    splits = []
+    for way in ways(target.gpus, sglang, dense_tp1):
+        split = _split(loaded, way, target, context)
+        split.vllm, split.sglang = commands(way, target, source)
+        splits.append(split)
+    fitting = [split for split in splits if split.fits]
+    one_node = [split for split in fitting if split.gpus <= NODE] or fitting
+    latency = min(one_node, key=lambda s: (s.read_bytes or 0, s.gpus), default=None)
+    throughput = max(fitting, key=lambda s: ((s.sequences or 0) / s.gpus, -(s.read_bytes or 0)), default=None)
+    return ChoiceReport(
+        gpu=target.gpu,
+        memory_bytes=GPUS[target.gpu].memory_bytes,
+        utilization=target.utilization,
+        max_model_len=context,
+        fp8_cache=target.fp8_cache,
+        mtp_bytes=_total(model) - _total(loaded),
+        splits=splits,
+        latency=latency.options if latency else None,
+        throughput=throughput.options if throughput else None,
+    )
+
+
+def _total(model: Model) -> int:
+    """The bytes of all weights, as on one GPU."""
+    if split_refusal(model, Parallel()):
+        return 0
+    return sum(shape.bytes for shape in memory.weight_shapes(model, Parallel()))
+
+
+def ways(gpus: int | None, sglang: bool, dense_tp1: bool) -> Iterator[Parallel]:
+    """Splits worth considering: tensor parallel, whole experts, attention by replica, and stages across nodes."""
+    for count in (gpus,) if gpus else COUNTS:
+        own = {"sglang": sglang}
+        data = own | {"dense_tp1": dense_tp1 and sglang}
+        yield Parallel(count, **own)
+        if count == 1:
+            continue
+        yield Parallel(count, ep=count, **own)
+        nodes = count // NODE
+        if nodes > 1 and count % NODE == 0:
+            yield Parallel(NODE, pp=nodes, **own)
+            yield Parallel(NODE, nodes, count, **data)
+        yield Parallel(1, count, count, **data)
+
+
+def _split(model: Model, way: Parallel, target: Target, context: int) -> SplitReport:
+    gpus = way.ranks * way.pp
+    refusal = split_refusal(model, way)
+    if refusal:
+        return SplitReport(options=str(way), gpus=gpus, refusal=refusal)
+    shapes = memory.weight_shapes(model, way)
+    weights = sum(shape.bytes for shape in shapes)
+    tokens = max(1, target.max_tokens // way.dp) if way.sglang else target.max_tokens
+    local = rank_shapes(model, way).experts
+    scratch = step_plan(model, way, local, tokens).scratch.nbytes
+    budget = int(GPUS[target.gpu].memory_bytes * target.utilization)
+    free = budget - weights - memory.step_bytes(model, way, tokens, scratch)
+    cached = max(0, free // memory.cache_bytes(model, way, target.fp8_cache)) * way.dp
+    return SplitReport(
+        options=str(way),
+        gpus=gpus,
+        fits=cached // way.dp >= context,
+        weight_bytes=weights,
+        scratch_bytes=scratch,
+        cache_tokens=cached,
+        sequences=cached // way.dp // context * way.dp,
+        padding=round(padding_share(model.experts.intermediate, way.sharing), 3),
+        read_bytes=_read_bytes(model, way, weights),
+        uneven=bool(model.experts.experts % way.ep),
+    )
+
+
+def _read_bytes(model: Model, way: Parallel, weights: int) -> int:
+    """The bytes of weights that GPUs read one after another to decode one sequence: on the busiest GPU of each stage.
+
+    Of the experts, they read those of one token.
+    """
+    shapes = memory.weight_shapes(model, way)
+    experts = sum(shape.bytes for shape in shapes if shape.name.startswith("experts."))
+    looked_up = shapes[-1].bytes // 2  # embeddings, of which a token reads one row; not the output head
+    local = rank_shapes(model, way).experts
+    busiest = model.experts.topk if way.ep == 1 else _busiest(model, way)
+    return way.pp * (weights - experts - looked_up + round(experts / local.experts * busiest))
+
+
+def _busiest(model: Model, way: Parallel) -> float:
+    """Experts of one token on the GPU that has the most of them, on average."""
+    held = [len(part) for part in np.array_split(np.arange(model.experts.experts), way.ep)]
+    drawn = np.random.default_rng(0).multivariate_hypergeometric(held, model.experts.topk, STEPS)
+    return float(drawn.max(axis=1).mean())
+
+
+def commands(way: Parallel, target: Target, source: str) -> tuple[str, str]:
+    """The commands that serve a model in this way with vLLM and with SGLang."""
+    model = shell_word(source)
+    whole = way.ep > 1
+    vllm = [f"vllm serve {model} --quantization fp8moe --tensor-parallel-size {way.tp}"]
+    vllm += [f"--pipeline-parallel-size {way.pp}"] * (way.pp > 1) + [f"--data-parallel-size {way.dp}"] * (way.dp > 1)
+    vllm += ["--enable-expert-parallel"] * whole
+    vllm += [f"--gpu-memory-utilization {target.utilization:g}"]
+    sglang = [f"python -m sglang.launch_server --model-path {model} --quantization fp8moe --tp-size {way.ranks}"]
+    sglang += [f"--pp-size {way.pp}"] * (way.pp > 1)
+    sglang += [f"--dp-size {way.dp} --enable-dp-attention"] * (way.dp > 1)
+    sglang += ["--moe-dense-tp-size 1"] * way.dense_tp1 + [f"--ep-size {way.ep}"] * whole
+    if (nodes := way.ranks * way.pp // NODE) > 1:
+        vllm += [_nodes(way, nodes)]
+        sglang += [f"--nnodes {nodes} --node-rank RANK --dist-init-addr ADDRESS:20000"]
+    if target.fp8_cache:
+        vllm, sglang = [*vllm, "--kv-cache-dtype fp8"], [*sglang, "--kv-cache-dtype fp8_e4m3"]
+    if target.max_model_len:
+        vllm += [f"--max-model-len {target.max_model_len}"]
+        sglang += [f"--context-length {target.max_model_len}"]
+    return " ".join(vllm), " ".join(sglang)
+
+
+def _nodes(way: Parallel, nodes: int) -> str:
+    """Options of vLLM on each of several nodes; RANK counts them from 0, and ADDRESS is that of the first."""
+    if way.dp == 1:
+        return f"--nnodes {nodes} --node-rank RANK --master-addr ADDRESS"
+    local = way.dp // nodes
+    start = f"$(({local} * RANK))" if local > 1 else "RANK"
+    return f"--data-parallel-size-local {local} --data-parallel-start-rank {start} --data-parallel-address ADDRESS"
+
+
+def text(found: ChoiceReport) -> str:
+    """The table of splits, at most 100 columns wide, and the commands of the best ones."""
+    gpu, percent = GPUS[found.gpu], f"{found.utilization:.0%}"
+    cache = "FP8" if found.fp8_cache else "BF16"
+    lines = [
+        f"{gpu.name}, of which {percent} of {found.memory_bytes / 1e9:.1f} GB is used; {cache} KV cache; sequences of "
+        f"{found.max_model_len:,} tokens",
+        "",
+        f"{'GPUs':>6s}  {'split':38s}  weights  scratch cached tokens sequences padding",
+        *map(_row, found.splits),
+        "",
+        "Weights and scratch of one GPU; tokens of KV cache, and sequences of that length, of all GPUs.",
+        "Padding of the experts, over an equal share.",
+    ]
+    if found.mtp_bytes:
+        extra = f"{found.mtp_bytes / 1e9:.1f} GB in all"
+        lines += [f"The layers for multi-token prediction (MTP) are left out, {extra}: engines load them only"]
+        lines += ["for speculative decoding."]
+    if any(split.uneven for split in found.splits):
+        lines += ["Where ranks cannot share the experts equally, vLLM gives some of them one more."]
+    return "\n".join([*lines, "", *_best(found)])
+
+
+def _row(split: SplitReport) -> str:
+    options = split.options.replace("--enable-dp-attention ", "").replace(" --moe-dense-tp-size 1", "")
+    start = f"{split.gpus:6d}  {options:38s}"
+    if split.refusal:
+        return textwrap.fill(f"{start} not supported: {split.refusal}", WIDTH, subsequent_indent=" " * 10)
+    assert split.weight_bytes is not None
+    assert split.scratch_bytes is not None
+    sizes = f"{split.weight_bytes / 1e9:7.1f}G {split.scratch_bytes / 1e9:7.2f}G"
+    if not split.fits:
+        return f"{start} {sizes}  does not fit: cache of {split.cache_tokens:,} tokens"
+    return f"{start} {sizes} {split.cache_tokens:13,d} {split.sequences:9,d} {split.padding:7.1%}"
+
+
+def _best(found: ChoiceReport) -> list[str]:
+    splits = {split.options: split for split in found.splits}
+    if found.latency is None or found.throughput is None:
+        advice = "Take more GPUs (up to 16 are considered), --kv-cache-dtype fp8, or a smaller --max-model-len."
+        return [f"None of these splits fits. {advice}"]
+    fast, busy = splits[found.latency], splits[found.throughput]
+    read, each = (fast.read_bytes or 0) / 1e9, busy.sequences / busy.gpus
+    where = "of the splits that fit on one node" if fast.gpus <= NODE else "of the splits that fit"
+    why_fast = f"To decode one sequence, a GPU reads {read:.2f} GB of weights, the least {where}."
+    why_busy = f"Its KV cache holds {each:,.1f} sequences for each GPU, the most of the splits that fit, so that a step"
+    return [
+        textwrap.fill(f"Best for latency: {fast.options}. {why_fast}", WIDTH),
+        *_commands(fast),
+        "",
+        textwrap.fill(f"Best for throughput: {busy.options}. {why_busy} reads its weights for the most tokens.", WIDTH),
+        *(_commands(busy) if busy is not fast else ["  (the same commands)"]),
+    ]
+
+
+def _commands(split: SplitReport) -> list[str]:
+    lines = [f"  {split.vllm}", f"  {split.sglang}"]
+    if split.gpus > NODE:
+        lines += ["  on each node, RANK being 0 and 1; vLLM's second also with --headless. See deploy/two-nodes.sh"]
+    return lines

@@ -1,0 +1,121 @@
+"""What one GPU holds of a model: weights, scratch and the KV cache, in bytes."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from fp8moe_plugin.checkpoint.shapes import (
+    GROUP,
+    Dense,
+    Model,
+    Parallel,
+    RankShapes,
+    ceil_div,
+    is_down,
+    is_gate_up,
+    padding_share,
+    rank_dense,
+    rank_shapes,
+)
+from warmup.report import ShapeReport
+from warmup.target import GIB
+
+MOST_SEQUENCES = 1024  # for which vLLM's profiling run samples tokens; its default on these GPUs
+SAMPLER_COPIES = 3  # of float32 logits, in vLLM's sampler
+HIDDEN_COPIES = 6  # of the hidden states of a step: residual, attention, experts, and their outputs
+# Not modelled one by one: the CUDA context, workspaces of libraries, CUDA graphs; buffers of NCCL and of all-reduces.
+OTHER_BYTES, COMMUNICATION_BYTES = 1 * GIB, 1 * GIB
+
+
+def without_mtp(model: Model) -> Model:
+    """The model as engines load it unless they speculate: without the layers for multi-token prediction."""
+    experts = replace(model.experts, layers=model.experts.layers - model.experts.mtp)
+    dense, plain = (
+        tuple(replace(layer, layers=layer.layers - layer.mtp) for layer in kinds if layer.layers > layer.mtp)
+        for kinds in (model.dense, model.plain)
+    )
+    return replace(model, experts=experts, dense=dense, plain=plain, mtp_layers=0)
+
+
+def weight_shapes(model: Model, parallel: Parallel) -> list[ShapeReport]:
+    """The weights of the rank that holds the most, by kind.
+
+    Raises:
+        UnsupportedError: the model cannot be split this way.
+    """
+    rank = rank_shapes(model, parallel)
+    dense = []
+    for whole, part in zip(model.dense, rank.dense, strict=True):
+        padding = _mlp_padding(whole, parallel.dense_ranks(whole.name))
+        dense.append(_shape(part.name, part.layers, [sum(part.outputs), part.inputs], padding))
+    return [*_experts(model, parallel, rank), *dense, *_in_bf16(model, parallel, rank)]
+
+
+def _experts(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
+    e, share = rank.experts, padding_share(model.experts.intermediate, parallel.sharing)
+    w13, w2 = [e.experts, 2 * e.intermediate, e.hidden], [e.experts, e.hidden, e.intermediate]
+    return [_shape(f"experts.{name}", e.layers, shape, share) for name, shape in (("w13", w13), ("w2", w2))]
+
+
+def _in_bf16(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
+    """Weights in BF16: layers that the checkpoint keeps unquantized, routers, and those of the vocabulary."""
+    plain = [rank_dense(layer, parallel) for layer in model.plain]
+    found = [_plain(f"{layer.name} (BF16)", layer.layers, [sum(layer.outputs), layer.inputs]) for layer in plain]
+    found.append(_plain("mlp.gate (BF16)", rank.experts.layers, [model.experts.experts, model.experts.hidden]))
+    absorbed = [layer for layer in (*rank.dense, *plain) if layer.name == "self_attn.kv_b_proj"]
+    for layer in absorbed:  # engines keep both parts of it in BF16 as well, to multiply queries and outputs with
+        found.append(_plain("MLA's W_UK, W_UV (BF16)", layer.layers, [sum(layer.outputs), layer.inputs]))
+    rows = 2 * ceil_div(model.vocab, parallel.tp)
+    if parallel.sglang and parallel.dp > 1:  # each part of DP attention has all embeddings; the head is split
+        rows = model.vocab + ceil_div(model.vocab, parallel.ranks)
+    return [*found, _plain("embeddings (BF16)", 1, [rows, model.experts.hidden])]
+
+
+def _plain(name: str, layers: int, shape: list[int]) -> ShapeReport:
+    return ShapeReport(name=name, layers=layers, shape=shape, bytes=2 * layers * int(np.prod(shape, dtype=int)))
+
+
+def _shape(name: str, layers: int, shape: list[int], padding: float) -> ShapeReport:
+    """`padding`: the result of `padding_share`."""
+    nbytes = layers * _fp8_bytes(shape)
+    padding_bytes = round(nbytes * padding / (1 + padding))
+    return ShapeReport(name=name, layers=layers, shape=shape, bytes=nbytes, padding_bytes=padding_bytes)
+
+
+def _mlp_padding(whole: Dense, ranks: int) -> float:
+    if is_gate_up(whole.name):
+        return padding_share(whole.outputs[0], ranks)
+    return padding_share(whole.inputs, ranks) if is_down(whole.name) else 0.0
+
+
+def _fp8_bytes(shape: list[int]) -> int:
+    """The bytes of weights `[.., N, K]` and of their scales."""
+    *experts, n, k = shape
+    return int(np.prod(experts, dtype=int)) * (n * k + 4 * ceil_div(n, GROUP) * ceil_div(k, GROUP))
+
+
+def cache_bytes(model: Model, parallel: Parallel, fp8: bool) -> int:
+    """The KV cache's bytes for one token on one GPU.
+
+    MLA keeps one vector, whole on every rank. Key/value heads are replicated where there are fewer than ranks.
+    """
+    assert model.cache
+    size = 1 if fp8 else 2
+    if not model.cache.mla:
+        per_layer = 2 * max(1, model.kv_heads // parallel.tp) * model.cache.elements * size
+    elif fp8 and model.indexer:  # sparse attention: 512 bytes, 4 scales, and 64 positional channels in BF16
+        per_layer = 656
+    else:
+        per_layer = model.cache.elements * size
+    if model.indexer:
+        per_layer += model.indexer.dim + 4 * ceil_div(model.indexer.dim, GROUP)  # FP8 keys with a scale
+    return per_layer * ceil_div(model.cache.layers, parallel.pp)
+
+
+def step_bytes(model: Model, parallel: Parallel, tokens: int, scratch: int) -> int:
+    """The most memory of a step, or of sampling after it: what an engine leaves free beside weights and KV cache."""
+    rank = rank_shapes(model, parallel)
+    widest = max((sum(layer.outputs) + layer.inputs for layer in rank.dense), default=0)
+    layers = 2 * tokens * (HIDDEN_COPIES * model.experts.hidden + widest) + scratch
+    sampling = SAMPLER_COPIES * 4 * min(MOST_SEQUENCES, tokens) * model.vocab
+    return max(layers, sampling) + OTHER_BYTES + (COMMUNICATION_BYTES if parallel.ranks * parallel.pp > 1 else 0)

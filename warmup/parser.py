@@ -1,0 +1,195 @@
+"""The command line's grammar: commands with options of their own, by the engines' names where an engine has one."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from warmup.report import installed
+from warmup.target import BUNDLE, CACHE_DTYPES, GPUS, MAX_COUNT, MAX_TOKENS, MOST_GPUS, UTILIZATION
+
+PROGRAM = "fp8moe-warmup"
+COMMANDS = {
+    "compile": "compile the kernels that the cache lacks (the default command)",
+    "list": "list the kernels, why each is needed and whether it is available",
+    "explain": "show which splits fit which GPUs, their commands, and shapes, padding and memory",
+    "verify": "check that every kernel is available and intact",
+    "bundle": "compile what is missing, and write all kernels to one archive for FP8MOE_BUNDLE",
+    "doctor": "check the cache, versions, settings, GPU and model, and show what serving would refuse",
+    "bench": "time the layer against vLLM's backends; needs a Hopper GPU and vLLM",
+    "convert": "convert an unquantized checkpoint to block FP8, with the bytes of quantizing it at load time",
+}
+EXAMPLES = {
+    "compile": ["--model deepseek-ai/DeepSeek-V3 --tp 8"],
+    "list": ["list --model deepseek-ai/DeepSeek-V3"],
+    "explain": [
+        "explain --model moonshotai/Kimi-K2-Instruct --gpu h200 --gpus 16",
+        "explain --model Qwen/Qwen3-235B-A22B-FP8 --tp 8 --ep 8",
+        "explain --model Qwen/Qwen3-235B-A22B-FP8 --tp-size 8 --ep-size 4    # as SGLang calls them",
+    ],
+    "verify": ["verify --model /models/DeepSeek-V3 --bundle kernels.tar"],
+    "bundle": ["bundle --model /models/DeepSeek-V3 --tp 8 --bundle kernels.tar"],
+    "doctor": ["doctor --model /models/DeepSeek-V3 --tp 8", "doctor --json -    # for a support ticket"],
+    "bench": ["bench --model /models/DeepSeek-V3 --tp 8 --plot layer.svg"],
+    "convert": ["convert --model /models/Qwen3-30B-A3B --out /models/Qwen3-30B-A3B-fp8"],
+}
+STATUS = "exit status: 0 success, 1 something failed or is not supported, 2 invalid command line"
+HUB = """
+from the hub, only config.json is downloaded. Its variables are huggingface_hub's: HF_TOKEN for gated models,
+HF_HUB_OFFLINE=1 for what was downloaded before, HF_ENDPOINT for a mirror, HF_HOME for the folder of downloads.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and one line. Non-printable characters from the command line are escaped in it."""
+        text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in message)
+        self.exit(2, f"{self.prog}: error: {text}. See {self.prog} --help\n")
+
+
+def with_command(arguments: list[str] | None) -> list[str]:
+    """The arguments, with the default command if they begin with an option."""
+    given = sys.argv[1:] if arguments is None else arguments
+    first = given[0] if given else "-"
+    return given if first in ("-h", "--help", "--version") or not first.startswith("-") else ["compile", *given]
+
+
+def parsers() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the whole command line, and those of its commands."""
+    parser = Parser(
+        prog=PROGRAM,
+        description="Compile all kernels needed to serve a checkpoint with --quantization fp8moe, before deployment.\n"
+        "Needs neither a GPU, nor the weights, nor a CUDA toolkit.",
+        epilog=f"{PROGRAM} COMMAND --help shows a command's options. python -m warmup is the same program.\n\n"
+        f"{STATUS}\n\nexamples:\n" + "\n".join(f"  {PROGRAM} {line}" for lines in EXAMPLES.values() for line in lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = installed("fp8moe-plugin") or "(not installed)"
+    parser.add_argument("--version", action="version", version=f"fp8moe-plugin {version}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    return parser, {name: _command(commands, name) for name in COMMANDS}
+
+
+def _command(commands: "argparse._SubParsersAction[Parser]", name: str) -> Parser:
+    needs_model = name in ("explain", "bench", "convert")
+    parser = commands.add_parser(
+        name,
+        help=COMMANDS[name],
+        description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.",
+        epilog="\n".join([*(f"  {PROGRAM} {line}" for line in EXAMPLES[name]), HUB, STATUS]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = "" if needs_model else " (default: all existing kernels)"
+    parser.add_argument("--model", help=f"folder of a checkpoint, or its id on the Hugging Face hub{default}")
+    parser.add_argument("--revision", help="branch, tag or commit of a model on the hub")
+    parser.add_argument("--download-dir", type=Path, metavar="DIR", help="where downloads are kept")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report; - for standard output")
+    if name != "convert":
+        _add_split(parser)
+    ADD.get(name, lambda parser: None)(parser)
+    return parser
+
+
+def _add_compile(parser: Parser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="only list the kernels")
+    parser.add_argument("--bundle", type=Path, metavar="FILE", help="also write all kernels to this archive")
+
+
+def _add_verify(parser: Parser) -> None:
+    parser.add_argument("--bundle", type=Path, metavar="FILE", help="archive to check, and nothing else")
+
+
+def _add_bundle(parser: Parser) -> None:
+    parser.add_argument("--bundle", type=Path, metavar="FILE", help=f"archive to write (default: {BUNDLE})")
+
+
+def _add_bench(parser: Parser) -> None:
+    parser.add_argument("--tokens", type=count, nargs="+", metavar="N", help="tokens of the steps to measure")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (.png or .svg)")
+
+
+def _add_convert(parser: Parser) -> None:
+    parser.description = (
+        "Quantize the projections of attention, MLPs and experts in 128x128 blocks, and copy the rest.\n"
+        "Works in OUT.partial, which is renamed at the end; run again, it continues where it was interrupted."
+    )
+    parser.add_argument("--out", type=Path, metavar="OUT", help="folder to create; must not exist")
+
+
+def _add_explain(parser: Parser) -> None:
+    choice = parser.add_argument_group("which split to serve with")
+    choice.add_argument("--gpu", choices=GPUS, help="kind of GPU; h20 is the one of 96 GB")
+    choice.add_argument("--gpus", type=_few, metavar="N", help=f"number of GPUs (default: 1 to {MOST_GPUS})")
+    choice.add_argument(
+        "--gpu-memory-utilization", type=_share, metavar="SHARE", help=f"as in vLLM; default: {UTILIZATION}"
+    )
+    choice.add_argument("--kv-cache-dtype", choices=CACHE_DTYPES, help="as in vLLM; default: auto, which is BF16")
+    longest = "the longest sequence; default: that of config.json"
+    steps = parser.add_argument_group("which steps to show")
+    steps.add_argument("--tokens", type=count, nargs="+", metavar="N", help="tokens of the steps")
+    in_vllm = parser.add_argument_group("further options of vllm serve")
+    in_vllm.add_argument("--max-model-len", type=count, metavar="N", help=longest)
+    most = f"tokens of the longest step; default: {MAX_TOKENS}"
+    in_vllm.add_argument("--max-num-batched-tokens", type=count, metavar="N", help=most)
+    in_vllm.add_argument("--cudagraph-capture-sizes", type=count, nargs="+", metavar="N", help="further steps")
+    in_sglang = parser.add_argument_group("further options of sglang.launch_server")
+    in_sglang.add_argument("--context-length", type=count, metavar="N", help=longest)
+    in_sglang.add_argument("--chunked-prefill-size", type=count, metavar="N", help=most)
+    in_sglang.add_argument("--cuda-graph-bs-decode", type=count, nargs="+", metavar="N", help="further steps")
+
+
+ADD = {
+    "compile": _add_compile,
+    "explain": _add_explain,
+    "verify": _add_verify,
+    "bundle": _add_bundle,
+    "bench": _add_bench,
+    "convert": _add_convert,
+}
+
+
+def _add_split(parser: Parser) -> None:
+    """How an engine splits the model, by the engines' own names."""
+    vllm = parser.add_argument_group("options of vllm serve", "how the model is split; kernels do not depend on it")
+    vllm.add_argument("--tp", "-tp", "--tensor-parallel-size", type=count, metavar="N", help="default: 1")
+    vllm.add_argument("--pp", "-pp", "--pipeline-parallel-size", type=count, metavar="N", help="default: 1")
+    vllm.add_argument("--dp", "-dp", "--data-parallel-size", type=count, metavar="N", help="default: 1")
+    whole = "GPUs with whole experts, tp x dp; without it, GPUs share each expert"
+    vllm.add_argument("--ep", type=count, metavar="N", help=whole)
+    vllm.add_argument("--enable-expert-parallel", "-ep", action="store_true", help="the same as --ep TPxDP")
+    sglang = parser.add_argument_group("options of sglang.launch_server, instead of these")
+    sglang.add_argument("--tp-size", type=count, metavar="N", help="GPUs of the engine; default: 1")
+    sglang.add_argument("--pp-size", type=count, metavar="N", help="default: 1")
+    sglang.add_argument("--dp-size", type=count, metavar="N", help="with DP attention, parts of these")
+    sglang.add_argument("--enable-dp-attention", action="store_true")
+    dense = "with DP attention, each GPU holds dense MLPs as a whole"
+    sglang.add_argument("--moe-dense-tp-size", type=int, choices=[1], help=dense)
+    sglang.add_argument("--ep-size", type=count, metavar="N", help="GPUs with experts of their own; default: 1")
+
+
+def count(text: str) -> int:
+    """Parse a count, such as a number of tokens or GPUs.
+
+    Raises:
+        ArgumentTypeError: it is not a number from 1 to `MAX_COUNT`.
+    """
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_COUNT}")
+    return int(text)
+
+
+def _few(text: str) -> int:
+    number = count(text)
+    if number > MOST_GPUS:
+        raise argparse.ArgumentTypeError(f"{number} is more than {MOST_GPUS}")
+    return number
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+    return share

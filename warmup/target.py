@@ -1,0 +1,38 @@
+"""What a model is to be served on, and the limits and defaults of the command line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 1 << 30
+BUNDLE = Path("fp8moe-kernels.tar")
+MAX_TOKENS = 8192  # of a step: the engines' default for a server on Hopper GPUs
+MAX_COUNT = 1 << 20
+MOST_GPUS = 16  # that `explain --gpu` considers
+UTILIZATION = 0.92  # the default of recent vLLMs
+CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory_bytes: int  # as CUDA reports it
+
+
+GPUS = {
+    "h100": Gpu("H100 80GB", int(79.1 * GIB)),
+    "h200": Gpu("H200 141GB", int(139.8 * GIB)),
+    "h20": Gpu("H20 96GB", int(95.1 * GIB)),
+    "h800": Gpu("H800 80GB", int(79.1 * GIB)),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The GPUs to serve on, and what vLLM is asked for."""
+
+    gpu: str  # a key of GPUS
+    gpus: int | None  # None to consider up to 16
+    utilization: float
+    fp8_cache: bool
+    max_model_len: int | None  # None for the model's own
+    max_tokens: int  # of a step
