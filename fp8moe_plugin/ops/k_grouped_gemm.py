@@ -1,6 +1,5 @@
 """GEMMs of groups that differ in K: the gradients of experts' weights."""
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launch import Launch, PerGroup, Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference
-from fp8moe_plugin.ops.backend import MOST_PREPARED, Device
+from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import (
     FP8,
     CheckedOnce,
@@ -114,7 +113,7 @@ class Group(NamedTuple):
     k: int
 
 
-@functools.lru_cache(maxsize=MOST_PREPARED)
+@prepares("k_grouped_fp8_gemm_nt_contiguous")
 def prepared_k_grouped(device: Device, layout: Layout) -> list[Prepared]:
     """What launches a call of groups that are not all empty, given the addresses of A, B, their scales, C and D.
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from fp8moe_plugin.ops import fp8_gemm_nt, fp8_linear
+from fp8moe_plugin.plan.parameters import K_GROUPS
 from tests import helpers as h
+from tests.k_grouped import gradients
 
 CPU = torch.device("cpu")
 
@@ -37,6 +39,19 @@ def test_an_op_of_several_kernels_names_each(
     with h.environment("FP8MOE_PRINT_CONFIGS", "1"):
         fp8_linear(h.random_tokens(gen, 5, 256), *h.random_weights(gen, 136, 256))
     assert capsys.readouterr().err.count("; dense_gemm BLOCK_M=64 ") == 1
+
+
+def test_each_launch_of_gradients_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = gradients(h.seeded(0, CPU), 16, 32, [128] * (K_GROUPS + 2))
+    h.serve(monkeypatch, h.Recorder())
+    with h.environment("FP8MOE_PRINT_CONFIGS", "1"):
+        call.run(call.c, call.c)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    begin = f"fp8moe: k_grouped_fp8_gemm_nt_contiguous: k_grouped_gemm GROUPS={K_GROUPS} "
+    assert all(line.startswith(begin) and f"m=16 n=32 groups={K_GROUPS // 2 + 1} " in line for line in lines)
 
 
 def test_nothing_is_printed_unasked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
