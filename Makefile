@@ -6,6 +6,7 @@
 # under older SGLangs, each in an environment of its own in .versions; on the CPU. `make newest`: the same under the
 # newest releases there are. `make sglang`: all tests of the newest SGLang that is served, in such an environment.
 # `make nvrtc`: compile every kernel with the NVRTCs of CUDA 12, in environments without torch (two minutes).
+# `make docs`: the documents and the API reference as a static site, in site/.
 # None asks anything. What is installed is kept in .venv and reused until what it was made from changes.
 
 PYTHON ?= python3
@@ -29,7 +30,7 @@ demo_sglang := demo/qwen3_moe-tiny
 python_vllm := $(BIN)/python
 python_sglang := .versions/$(subst ==,-,$(sglang))/bin/python
 
-.PHONY: serve serve-vllm serve-sglang test faults versions sglang nvrtc newest lint
+.PHONY: serve serve-vllm serve-sglang test faults versions sglang nvrtc newest lint docs
 .DELETE_ON_ERROR:
 
 serve: $(or $(demo_$(ENGINE)),$(error make serve knows ENGINE=vllm and ENGINE=sglang))/written serve-$(ENGINE)
@@ -63,6 +64,14 @@ lint: $(installed)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(cxx)
+
+docs: .versions/docs/installed
+	.versions/docs/bin/mkdocs build --strict --site-dir site
+
+.versions/docs/installed: pyproject.toml | $(installed)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .versions/docs
+	$(BIN)/uv pip install --quiet --python .versions/docs/bin/python --group docs
+	touch $@
 
 demo/%-tiny/written: benchmarks/checkpoints/synthetic.py benchmarks/checkpoints/tokenizer.py | $(installed)
 	$(BIN)/python -m benchmarks.checkpoints.synthetic --family $* --preset tiny --out demo/$*-tiny

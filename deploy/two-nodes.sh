@@ -4,7 +4,7 @@
 #     bash two-nodes.sh 0 10.0.0.1 moonshotai/Kimi-K2-Instruct    # the first, which answers requests
 #     bash two-nodes.sh 1 10.0.0.1 moonshotai/Kimi-K2-Instruct    # the second
 #
-# Both need the same bundle of kernels: python -m warmup bundle --model MODEL --tp 16 --bundle kernels.tar
+# Both need the same bundle of kernels: fp8moe-warmup bundle --model MODEL --tp 16 --bundle kernels.tar
 set -euo pipefail
 rank=${1:?rank of this node, 0 or 1} first=${2:?address of node 0} model=${3:?folder or id of the model}
 export FP8MOE_BUNDLE=${FP8MOE_BUNDLE:-$PWD/kernels.tar} FP8MOE_JIT=forbid

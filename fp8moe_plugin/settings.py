@@ -30,7 +30,7 @@ class Settings(BaseModel):
     )
     bundle: Path | None = Field(
         None,
-        description="Archive of compiled kernels from `python -m warmup bundle`. Searched before the cache; read-only.",
+        description="Archive of compiled kernels from `fp8moe-warmup bundle`. Searched before the cache; read-only.",
     )
     cache_dir: Path | None = Field(
         None,

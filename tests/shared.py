@@ -25,7 +25,7 @@ def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path
 
 
 def every_kernel(factory: pytest.TempPathFactory) -> Path:
-    """A folder with `cache`, where `python -m warmup` has compiled every kernel there is, and its `report.json`."""
+    """A folder with `cache`, where `fp8moe-warmup` has compiled every kernel there is, and its `report.json`."""
 
     def fill(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:

@@ -1,21 +1,26 @@
-"""What the README shows works as shown."""
+"""What README.md and the documents show works as shown."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from benchmarks import overview
 from fp8moe_plugin.plan import linear_kernels, moe_kernels
+from warmup.options import parse
 
-README = Path(__file__).parents[1] / "README.md"
-
-
-EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README, OPS = ROOT / "README.md", ROOT / "docs" / "ops.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", OPS.read_text(), re.DOTALL)
+TEXT = "".join(path.read_text() for path in (README, *(ROOT / "docs").glob("*.md")))
+COMMANDS = [part for line in re.findall(r"(?m)^    (fp8moe-warmup .*)$", TEXT) for part in line.split(" && ")]
+LONGEST = 150  # lines
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=["ops", "deep_gemm"])
 def test_an_example_runs(example: str) -> None:
-    exec(compile(example, str(README), "exec"), {})
+    exec(compile(example, str(OPS), "exec"), {})
 
 
 def test_the_log_line_counts_the_kernels_that_a_worker_loads() -> None:
@@ -25,3 +30,27 @@ def test_the_log_line_counts_the_kernels_that_a_worker_loads() -> None:
     )[0]
     counts = {len({*linear_kernels(ue8m0), *moe_kernels(ue8m0, batched=False)}) for ue8m0 in (False, True)}
     assert counts == {int(loaded)} == {int(bundled)}
+
+
+def test_the_first_page_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= LONGEST
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_lines_are_valid(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command, comments=True)[1:]
+    if words != ["COMMAND", "--help"] and "convert" not in words:  # which needs a folder with weights
+        parse(words)
+
+
+def test_the_table_and_the_plot_are_those_of_the_results() -> None:
+    text = README.read_text()
+    assert overview.rendered(text) == text, "run python -m benchmarks.overview"
+    assert overview.digest() in overview.PLOT.read_text(), "run python -m benchmarks.overview"
+
+
+def test_a_changed_figure_makes_the_table_stale() -> None:
+    text = README.read_text()
+    assert "203,735" in text
+    assert overview.rendered(text.replace("203,735", "203,736")) == text

@@ -1,4 +1,4 @@
-"""The README's table of settings matches settings.py; invalid values and unknown names are reported."""
+"""The table in docs/settings.md matches settings.py; invalid values and unknown names are reported."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.settings import Settings, batch_invariant, settings
 from tests import helpers as h
 
-README = Path(__file__).parents[1] / "README.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "settings.md"
 
 
-def test_readme_lists_every_setting_with_its_default_and_meaning() -> None:
-    documented = [line for line in README.read_text().splitlines() if line.startswith("| `FP8MOE_")]
+def test_the_document_lists_every_setting_with_its_default_and_meaning() -> None:
+    documented = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `FP8MOE_")]
     fields = Settings.model_fields.items()
     assert documented == [row(name, field.default, field.description) for name, field in fields]
 

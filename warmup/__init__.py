@@ -1,1 +1,1 @@
-"""`python -m warmup`: compiles every kernel that a checkpoint needs before deployment, without a GPU."""
+"""`fp8moe-warmup`: compiles every kernel that a checkpoint needs before deployment, without a GPU."""

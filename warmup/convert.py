@@ -1,4 +1,4 @@
-"""`python -m warmup convert`: writes an unquantized checkpoint as block FP8, with the bytes of online quantization."""
+"""`fp8moe-warmup convert`: writes an unquantized checkpoint as block FP8, with the bytes of online quantization."""
 
 import json
 import os

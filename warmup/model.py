@@ -14,7 +14,7 @@ from warmup.report import ModelReport, Report
 
 NOT_QUANTIZED = (
     "the checkpoint is not FP8: --quantization fp8moe quantizes it every time it is loaded; "
-    "`python -m warmup convert` does it once"
+    "`fp8moe-warmup convert` does it once"
 )
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 

@@ -1,7 +1,7 @@
 """Perplexity of held-out text in vLLM engines: a model in BF16, and in block FP8 with our backend and vLLM's own.
 
     python -m benchmarks.checkpoints.train_small_moe --text english.txt.xz --out DIR
-    python -m warmup convert --model DIR --out DIR-fp8
+    fp8moe-warmup convert --model DIR --out DIR-fp8
     python -m benchmarks.accuracy.perplexity --model DIR-fp8 --twin DIR --out benchmarks/results/perplexity-<date>.json
 
 Each engine runs in its own process and returns the loss of every token (`prompt_logprobs`), in windows that do not

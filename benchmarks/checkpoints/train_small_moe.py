@@ -1,7 +1,7 @@
 """Train a small DeepSeek-V3 on real text, on one GPU in minutes, and write it as a BF16 checkpoint that vLLM loads.
 
     python -m benchmarks.checkpoints.train_small_moe --text english.txt.xz --out DIR
-    python -m warmup convert --model DIR --out DIR-fp8
+    fp8moe-warmup convert --model DIR --out DIR-fp8
     python -m benchmarks.accuracy.perplexity --model DIR-fp8 --twin DIR --out benchmarks/results/perplexity-<date>.json
 
 `DIR` receives the weights, config.json, a tokenizer trained on the same text, `held_out.txt` (a twentieth of the text

@@ -39,7 +39,7 @@ OPTIONS += ["--cudagraph-capture-sizes", *map(str, CAPTURE_SIZES)]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="folder of a block-FP8 MoE checkpoint with a tokenizer")
-    parser.add_argument("--bundle", type=Path, required=True, help="its kernels, from python -m warmup bundle")
+    parser.add_argument("--bundle", type=Path, required=True, help="its kernels, from fp8moe-warmup bundle")
     parser.add_argument("--engines", nargs="+", default=["bundle", "fp8"], choices=["bundle", "fp8"])
     parser.add_argument("--requests", action="store_true")
     parser.add_argument("--out", type=Path, required=True)

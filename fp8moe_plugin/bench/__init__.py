@@ -1,1 +1,1 @@
-"""A benchmark of the fused-MoE layer against vLLM's own backends: `python -m warmup bench`."""
+"""A benchmark of the fused-MoE layer against vLLM's own backends: `fp8moe-warmup bench`."""

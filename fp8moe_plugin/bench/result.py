@@ -1,4 +1,4 @@
-"""The result of `python -m warmup bench`, as a table and as a plot. Needs neither torch nor vLLM."""
+"""The result of `fp8moe-warmup bench`, as a table and as a plot. Needs neither torch nor vLLM."""
 
 import importlib.util
 import textwrap

@@ -37,7 +37,7 @@ class Parallel:
         return 1 if shared and self.ep > 1 else self.tp  # vLLM gives each rank a part of the tokens instead
 
     def __str__(self) -> str:
-        """The command-line options of `python -m warmup` for it."""
+        """The command-line options of `fp8moe-warmup` for it."""
         if self.sglang:
             parts = [f"--tp-size {self.ranks}"]
             parts += [f"--dp-size {self.dp} --enable-dp-attention"] if self.dp > 1 else []

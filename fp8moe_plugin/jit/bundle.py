@@ -29,7 +29,7 @@ from fp8moe_plugin.jit.cubin import cubin_fault
 from fp8moe_plugin.plan import KernelKey
 
 MANIFEST = "manifest.json"
-REMEDY = "create it again with python -m warmup bundle"
+REMEDY = "create it again with fp8moe-warmup bundle"
 MAX_BYTES = 1 << 26  # a bundle of all existing kernels is smaller than a megabyte
 MAX_KERNELS = 4096  # about a hundred times the number of existing kernels
 MANIFEST_LIMITS = Limits(size=512 * MAX_KERNELS, containers=MAX_KERNELS + 2, values=4 * MAX_KERNELS + 4)

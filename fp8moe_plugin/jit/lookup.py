@@ -19,7 +19,7 @@ from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")
-WARMUP = "python -m warmup"  # without further options, it compiles every kernel
+WARMUP = "fp8moe-warmup"  # without further options, it compiles every kernel
 
 compile_times: list[float] = []  # seconds for each kernel that this process has compiled
 
@@ -153,4 +153,4 @@ def bundle_path() -> Path | None:
 
 def warmup_command(warmup: str, bundle: Path | None) -> str:
     """The command `warmup`, changed to write this bundle if one is in use."""
-    return f"{warmup.replace(WARMUP, f'{WARMUP} bundle')} --bundle {shell_word(str(bundle))}" if bundle else warmup
+    return f"{warmup.replace(WARMUP, f'{WARMUP} bundle', 1)} --bundle {shell_word(str(bundle))}" if bundle else warmup

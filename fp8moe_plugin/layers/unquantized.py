@@ -1,6 +1,6 @@
 """How an unquantized checkpoint becomes block FP8: which weights are quantized, and how.
 
-Online quantization and `python -m warmup convert` share this module, so they produce the same bytes.
+Online quantization and `fp8moe-warmup convert` share this module, so they produce the same bytes.
 """
 
 import functools

@@ -15,7 +15,7 @@ from warmup.options import parse
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-METRICS = set(re.findall(r"^\| `(fp8moe_\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+METRICS = set(re.findall(r"^\| `(fp8moe_\w+)", (ROOT / "docs" / "operation.md").read_text(), re.MULTILINE))
 
 
 @pytest.mark.parametrize(

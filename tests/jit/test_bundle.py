@@ -124,7 +124,7 @@ def newer(name: str, content: bytes) -> bytes:
 def test_what_is_no_bundle_is_refused(path: Path, spoil: Callable[[Path], None]) -> None:
     spoil(path)
     with pytest.raises(
-        CacheError, match=r"out\.tar is not a bundle, or it is damaged: create it again with python -m warmup"
+        CacheError, match=r"out\.tar is not a bundle, or it is damaged: create it again with fp8moe-warmup"
     ):
         bundle.read_bundle(path)
 

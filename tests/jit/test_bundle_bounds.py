@@ -73,7 +73,7 @@ def refuse_within(path: Path, memory: int, cpu_seconds: int) -> None:
     end = int(used.ru_utime + used.ru_stime) + cpu_seconds
     resource.setrlimit(resource.RLIMIT_CPU, (end, end))
     with pytest.raises(
-        CacheError, match=r"b\.tar is not a bundle, or it is damaged: create it again with python -m warmup"
+        CacheError, match=r"b\.tar is not a bundle, or it is damaged: create it again with fp8moe-warmup"
     ):
         bundle.read_bundle(path)
 

@@ -94,21 +94,21 @@ def test_what_is_compiled_at_serving_is_told(
     kernels: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, jit: str, level: str, advice: int
 ) -> None:
     set_variables(monkeypatch, FP8MOE_JIT=jit)
-    find_or_compile(KEY, "python -m warmup --model M --tp 8")
-    find_or_compile(OTHER, "python -m warmup --model M --tp 8")
+    find_or_compile(KEY, "fp8moe-warmup --model M --tp 8")
+    find_or_compile(OTHER, "fp8moe-warmup --model M --tp 8")
     told = [record.levelname for record in caplog.records if "compiled tiny VALUE=3 (" in record.message]
     assert told == [level]
     assert f"{kernels} does not contain it" in caplog.text
-    assert caplog.text.count("to compile them in advance, run `python -m warmup --model M --tp 8`") == advice
+    assert caplog.text.count("to compile them in advance, run `fp8moe-warmup --model M --tp 8`") == advice
 
 
 def test_forbid_names_the_kernel_the_reason_and_the_command(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_variables(monkeypatch, FP8MOE_JIT="forbid")
     with pytest.raises(KernelNotPrecompiled) as caught:
-        find_or_compile(KEY, "python -m warmup --model M --tp 8")
+        find_or_compile(KEY, "fp8moe-warmup --model M --tp 8")
     assert str(caught.value) == (
         f"The kernel tiny VALUE=3 is not precompiled ({kernels} does not contain it), and FP8MOE_JIT=forbid is set. "
-        "Run `python -m warmup --model M --tp 8` as this user and with the same FP8MOE_* variables, "
+        "Run `fp8moe-warmup --model M --tp 8` as this user and with the same FP8MOE_* variables, "
         "or set FP8MOE_JIT=allow to compile kernels at startup."
     )
 
@@ -117,9 +117,9 @@ def test_forbid_asks_for_a_new_bundle_where_one_is_in_use(
     kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_variables(monkeypatch, FP8MOE_JIT="forbid", FP8MOE_BUNDLE=tmp_path / "a b.tar")
-    command = f"`python -m warmup bundle --model M --tp 8 --bundle '{tmp_path}/a b.tar'`"
+    command = f"`fp8moe-warmup bundle --model M --tp 8 --bundle '{tmp_path}/a b.tar'`"
     with pytest.raises(KernelNotPrecompiled, match=command):
-        find_or_compile(KEY, "python -m warmup --model M --tp 8")
+        find_or_compile(KEY, "fp8moe-warmup --model M --tp 8")
 
 
 def test_the_name_changes_with_all_that_the_compiler_reads(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from warmup.report import State
 KEY, OTHER = (KernelKey("tiny", (("VALUE", value),)) for value in (3, 4))
 CANNOT = "NVRTC cannot be loaded"
 INSTALL = r"Install the package nvidia-cuda-nvrtc for this Python"
-WARMUP = "python -m warmup --model M --tp 8"
+WARMUP = "fp8moe-warmup --model M --tp 8"
 # What cuda-bindings calls to load a library. Each command's output ends with its exit status.
 HIDDEN = """
 import sys
@@ -82,7 +82,7 @@ def test_a_miss_under_forbid_names_the_kernel_and_the_command(
     set_variables(monkeypatch, FP8MOE_BUNDLE=path if given else "", FP8MOE_JIT="forbid")
     with pytest.raises(KernelNotPrecompiled) as caught:
         find_or_compile(OTHER, WARMUP)
-    command = f"python -m warmup bundle --model M --tp 8 --bundle {path}" if given else WARMUP
+    command = f"fp8moe-warmup bundle --model M --tp 8 --bundle {path}" if given else WARMUP
     assert str(caught.value).startswith("The kernel tiny VALUE=4 is not precompiled (")
     assert CANNOT in str(caught.value)
     assert f"Run `{command}` as this user" in str(caught.value)
@@ -133,7 +133,7 @@ def test_commands_of_a_process_that_never_had_it(tmp_path: Path, monkeypatch: py
     assert (rest, done.stderr, done.returncode) == ("", "", 0)
     states = {k["kernel"]: k["state"] for k in json.loads((tmp_path / "r.json").read_text())["kernels"]}
     assert [kernel for kernel, state in states.items() if state == "present"] == ["combine"]
-    assert "Run `python -m warmup bundle --bundle" in verified
+    assert "Run `fp8moe-warmup bundle --bundle" in verified
     assert "NVRTC" not in verified
     for printed in (compiled, listed):
         assert printed.startswith(f"error: {CANNOT} ('Failure finding ")

@@ -1,4 +1,4 @@
-"""Helpers of the tests of `python -m warmup convert`."""
+"""Helpers of the tests of `fp8moe-warmup convert`."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`python -m warmup convert`: the bytes it writes, what it refuses, and what an interruption leaves."""
+"""`fp8moe-warmup convert`: the bytes it writes, what it refuses, and what an interruption leaves."""
 
 import errno
 import json

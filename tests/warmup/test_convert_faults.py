@@ -1,4 +1,4 @@
-"""`python -m warmup convert` on a full disk, twice at once, and with a source that changes in the meantime."""
+"""`fp8moe-warmup convert` on a full disk, twice at once, and with a source that changes in the meantime."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""What `python -m warmup convert` reads: indices that contradict the files, and dtypes."""
+"""What `fp8moe-warmup convert` reads: indices that contradict the files, and dtypes."""
 
 import json
 from pathlib import Path

@@ -113,9 +113,9 @@ def test_an_error_of_a_serving_process_is_harmless(evil: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", ["b.tar", "a b'.tar", f"{ESCAPE}\\'é.tar", os.fsdecode(b"\xff\x1b.tar")])
 def test_a_shell_reads_the_path_of_a_bundle_back_from_the_command(tmp_path: Path, name: str) -> None:
-    command = warmup_command("python -m warmup", tmp_path / name)
+    command = warmup_command("fp8moe-warmup", tmp_path / name)
     assert_harmless(command)
-    script = command.replace("python -m warmup bundle --bundle", 'printf "%s"')
+    script = command.replace("fp8moe-warmup bundle --bundle", 'printf "%s"')
     assert subprocess.run(["bash", "-c", script], capture_output=True).stdout == os.fsencode(tmp_path / name)
 
 

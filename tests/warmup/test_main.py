@@ -1,4 +1,4 @@
-"""`python -m warmup`: what it compiles, prints and leaves behind."""
+"""`fp8moe-warmup`: what it compiles, prints and leaves behind."""
 
 import contextlib
 import fcntl
@@ -74,7 +74,7 @@ def test_a_split_that_is_not_supported_is_told_the_nearest(
 
 
 def cpu_seconds(cache: Path, model: Path) -> float:
-    """Of `python -m warmup` on all cores together, so that two free ones need half as long."""
+    """Of `fp8moe-warmup` on all cores together, so that two free ones need half as long."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     arguments = command("--model", model, "--tp", 8)
     done = subprocess.run(
@@ -87,7 +87,7 @@ def cpu_seconds(cache: Path, model: Path) -> float:
 
 @pytest.fixture(scope="module")
 def of_deepseek_v3(checkpoint: Folder, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """A cache that was empty before `python -m warmup` filled it, and the CPU seconds that this took."""
+    """A cache that was empty before `fp8moe-warmup` filled it, and the CPU seconds that this took."""
     cache = tmp_path_factory.mktemp("deepseek_v3") / "cache"
     return cache, cpu_seconds(cache, checkpoint("DeepSeek-V3"))
 
@@ -222,7 +222,7 @@ def test_verify_names_what_is_missing_or_damaged_and_the_remedy(
     printed = capsys.readouterr().out
     assert f"missing combine: {full_cache} does not contain it" in printed
     assert f"damaged grouped_gemm_few_rows: {swap_ab} is damaged: its checksum differs" in printed
-    assert f"Run `python -m warmup --model {checkpoint('DeepSeek-V3')} --tp 8`." in printed
+    assert f"Run `fp8moe-warmup --model {checkpoint('DeepSeek-V3')} --tp 8`." in printed
 
 
 def test_a_bundle_is_the_same_bytes_wherever_it_is_made_and_verify_takes_it(
@@ -266,7 +266,7 @@ def test_verify_with_a_bundle_looks_at_nothing_else(
         assert main(arguments) == 1
         printed = capsys.readouterr().out
         assert f"missing combine: {bundle} does not contain it" in printed
-        assert f"Run `python -m warmup bundle --bundle {bundle}`." in printed
+        assert f"Run `fp8moe-warmup bundle --bundle {bundle}`." in printed
     assert main(["verify", "--bundle", str(tmp_path / "none.tar")]) == 1
     assert "none.tar cannot be read: No such file or directory" in capsys.readouterr().err
 

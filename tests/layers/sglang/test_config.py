@@ -189,8 +189,8 @@ def test_experts_of_other_sizes_are_refused():
 def test_the_command_that_spares_compiling_names_the_model_and_the_split(options, changes, tp, dp, ep):
     vars(options).update(changes)
     words = shlex.split(seam.warmup_command())
-    assert words[:3] == ["python", "-m", "warmup"]
-    asked = parse(words[3:])
+    assert words[0] == "fp8moe-warmup"
+    asked = parse(words[1:])
     assert asked.model == "a model"
     assert asked.parallel == Parallel(tp, dp, ep, sglang=True)
 

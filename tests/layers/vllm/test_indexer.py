@@ -41,7 +41,7 @@ def vllm_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def served() -> None:
-    serve_indexer(V32, CPU, "python -m warmup")
+    serve_indexer(V32, CPU, "fp8moe-warmup")
 
 
 def takes(function: Callable[..., Any], argument: str) -> bool:
@@ -78,7 +78,7 @@ def test_logits_of_pages_are_ours(served: None, next_n: int) -> None:
 def test_one_line_says_so(plugin_log: pytest.LogCaptureFixture) -> None:
     with plugin_log.at_level(logging.INFO, "fp8moe"):
         for _ in range(2):
-            serve_indexer(V32, CPU, "python -m warmup")
+            serve_indexer(V32, CPU, "fp8moe-warmup")
     assert [record.message for record in plugin_log.records if "logits" in record.message] == [
         "fp8moe: the indexer's logits: backend reference, 64 heads of 128 channels"
     ]
@@ -104,7 +104,7 @@ def test_an_indexer_needs_no_deepgemm(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(RuntimeError, match="requires DeepGEMM"):
         make()
-    serve_indexer(V32, CPU, "python -m warmup")
+    serve_indexer(V32, CPU, "fp8moe-warmup")
     assert make().head_dim == 128
     assert metadata_builder.has_deep_gemm(), "or the schedules of decode would not be computed"
     assert not deep_gemm._fp8_gemm_nt_impl, "other users of DeepGEMM see what is there"
@@ -117,7 +117,7 @@ def test_vllm_finds_the_rest_of_deepgemm(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(deep_gemm, "_import_deep_gemm", lambda: library)
     monkeypatch.setattr(deep_gemm.DeepGemmQuantScaleFMT, "init_oracle_cache", lambda: None)
     monkeypatch.setenv("DG_JIT_CACHE_DIR", "unused")
-    serve_indexer(V32, CPU, "python -m warmup")
+    serve_indexer(V32, CPU, "fp8moe-warmup")
     deep_gemm._lazy_init()
     assert deep_gemm._fp8_gemm_nt_impl is library.fp8_gemm_nt
     assert deep_gemm._fp8_fp4_mqa_logits_impl.theirs is library.fp8_fp4_mqa_logits
@@ -128,7 +128,7 @@ def test_calls_of_another_models_indexer_go_to_deepgemm(monkeypatch: pytest.Monk
     for name in FUNCTIONS:
         monkeypatch.setattr(deep_gemm, name, lambda *args, name=name, **kwargs: calls.append(name))
     for _ in range(2):  # a second model does not hide DeepGEMM's functions behind ours
-        serve_indexer(V32, CPU, "python -m warmup")
+        serve_indexer(V32, CPU, "fp8moe-warmup")
     query, few_heads = torch.empty(3, 64, 128), torch.empty(3, 16, 128)
     pages, wrong_pages = torch.empty(4, PAGE, 1, 132), torch.empty(4, 32, 1, 132)
     contiguous, paged, metadata = (getattr(deep_gemm, name) for name in FUNCTIONS)
@@ -167,7 +167,7 @@ def test_other_indexers_are_left_to_deepgemm(
     line: str | None,
 ) -> None:
     with h.environment("FP8MOE_INDEXER", setting), plugin_log.at_level(logging.INFO, "fp8moe"):
-        serve_indexer(model, CPU, "python -m warmup")
+        serve_indexer(model, CPU, "fp8moe-warmup")
     assert [getattr(deep_gemm, name) for name in FUNCTIONS] == [None] * 3
     assert not sparse_attn_indexer.has_deep_gemm()
     assert [record.message for record in plugin_log.records] == ([f"fp8moe: {line}"] if line else [])

@@ -23,8 +23,8 @@ def test_it_names_the_model_and_the_split(
     engine = SimpleNamespace(parallel_config=ranks, model_config=SimpleNamespace(model=model))
     monkeypatch.setattr(seam, "get_current_vllm_config", lambda: engine)
     words = shlex.split(seam.warmup_command())
-    assert words[:3] == ["python", "-m", "warmup"]
-    options = parse(words[3:])
+    assert words[0] == "fp8moe-warmup"
+    options = parse(words[1:])
     assert options.model == model
     assert options.parallel == Parallel(tp, dp, tp * dp if expert_parallel else 1)
 
