@@ -12,8 +12,8 @@ from benchmarks.tables import MARKED, OURS, ROOT, Row, best, results, table
 
 PLOT = ROOT / "docs" / "overview.svg"
 DOCUMENT = ROOT / "README.md"
-LAYERS, DECODE, PREFILL = "moe_layer-2026-11-22", "engine_decode-2026-11-23", "engine_prefill-2026-11-21"
-ENGINES, READY, PERPLEXITY = "engine_e2e-2026-11-24", "serve_ready-2026-11-21", "perplexity-2026-11-22"
+LAYERS, ENGINES = "moe_layer-2026-11-22", "engine_e2e-2026-11-24"
+READY, PERPLEXITY = "serve_ready-2026-11-21", "perplexity-2026-11-22"
 CACHES = ("cold", "warm")
 TICKS = (1, 8, 64, 256, 2048, 16384)
 OUR_COLOUR, PEER_COLOUR = "#d1495b", "#7a8288"
@@ -28,38 +28,40 @@ def layer() -> Points:
 
 
 def decode() -> Points:
-    """Milliseconds of a step of an engine, by sequences."""
-    engines = results(DECODE)["engines"]
-    steps = {name: {int(batch): row["ms"] for batch, row in run["batches"].items()} for name, run in engines.items()}
-    ours = steps.pop(OURS)
-    return {batch: (ms, min(peer[batch] for peer in steps.values())) for batch, ms in ours.items()}
+    """Milliseconds of a step of an engine, by sequences; the peer is vLLM's `fp8` as it starts by itself."""
+    return {int(size): points for size, points in _cells("decode ").items()}
 
 
 def prefill() -> Points:
-    """Thousand prompt tokens per second, by prompt tokens; the peer is vLLM's `fp8` as it starts by itself."""
-    rows = [row for row in results(ENGINES)["rows"] if row["model"] == "dsv3" and row["cell"].startswith("prefill")]
-    points = {}
-    for cell in dict.fromkeys(row["cell"] for row in rows):
-        prompts, _, tokens = cell.removeprefix("prefill ").partition("x")
-        count = int(prompts) * int(tokens)
-        ours, peer = best((row for row in rows if row["cell"] == cell), "engine", "ms")
-        points[count] = count / ours, count / peer
-    return points
+    """Milliseconds of a step of an engine, by prompt tokens; the peer is that of `decode`."""
+    sizes = {size: size.split("x") for size in _cells("prefill ")}
+    return {int(sizes[size][0]) * int(sizes[size][1]): points for size, points in _cells("prefill ").items()}
+
+
+def _cells(kind: str) -> dict[str, tuple[float, float]]:
+    rows = [row for row in results(ENGINES)["rows"] if row["model"] == "dsv3" and row["cell"].startswith(kind)]
+    cells = dict.fromkeys(row["cell"] for row in rows)
+    return {
+        cell.removeprefix(kind): best((row for row in rows if row["cell"] == cell), "engine", "ms") for cell in cells
+    }
 
 
 def glance() -> str:
     """The table of README.md: what is slower stands there as well."""
-    rates = {name: run["tokens_per_s"] for name, run in results(PREFILL)["engines"].items()}
     ready, engines = results(READY), results(PERPLEXITY)["engines"].items()
     over = {name: run["against_bf16"]["percent"] for name, run in engines if run["against_bf16"]}
-    steps, seconds = zip(*decode().values(), strict=True), zip(*map(_ready, (ready, ready), CACHES), strict=True)
+    seconds = zip(*map(_ready, (ready, ready), CACHES), strict=True)
     lines = [
-        ("prefill, prompt tokens per second", f"{rates.pop(OURS):,.0f}", f"{max(rates.values()):,.0f}"),
-        (f"decode step with {' / '.join(map(str, decode()))} sequences, ms", *(_joined(ms, 2) for ms in steps)),
+        (f"prefill of {' / '.join(f'{n:,}' for n in prefill())} tokens, ms", *_both(prefill(), 1)),
+        (f"decode step of {' / '.join(map(str, decode()))} sequences, ms", *_both(decode(), 2)),
         ("seconds until `vllm serve` is ready, caches empty / filled", *(_joined(s, 0) for s in seconds)),
         ("perplexity of a small trained model, over BF16", f"+{over.pop(OURS):.2f}%", f"+{min(over.values()):.2f}%"),
     ]
-    return table(["", OURS, "vLLM's fastest backend"], lines)
+    return table(["", OURS, "vLLM's `fp8`"], lines)
+
+
+def _both(points: Points, digits: int) -> list[str]:
+    return [_joined(ms, digits) for ms in zip(*points.values(), strict=True)]
 
 
 def _ready(ready: Row, caches: str) -> tuple[float, float]:
@@ -84,10 +86,11 @@ def plot(path: Path) -> None:
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     figure.suptitle(title)
     fastest, default = "vLLM's fastest backend", "vLLM's default backend"
+    rates = {tokens: (tokens / ours, tokens / peer) for tokens, (ours, peer) in prefill().items()}
     panels = [
         ("MoE layer, tensor parallel 8", "tokens", "microseconds per layer (lower is better)", fastest, layer()),
-        ("Decode, 3 layers", "sequences", "milliseconds per step (lower is better)", fastest, decode()),
-        ("Prefill, 3 layers", "prompt tokens", "thousand tokens per second (higher is better)", default, prefill()),
+        ("Decode, 3 layers", "sequences", "milliseconds per step (lower is better)", default, decode()),
+        ("Prefill, 3 layers", "prompt tokens", "thousand tokens per second (higher is better)", default, rates),
     ]
     for axes, (name, x, y, peer, points) in zip(figure.subplots(1, 3), panels, strict=True):
         for index, (label, colour) in enumerate(((OURS, OUR_COLOUR), (peer, PEER_COLOUR))):
