@@ -14,7 +14,7 @@ from fp8moe_plugin.ops import backend, gemm, linear, moe, reference
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.plan import DensePlan, KernelKey, MoeShape, StepPlan
 from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
-from fp8moe_plugin.plan.dense import tiled
+from fp8moe_plugin.plan.dense import many_rows, tiled
 from fp8moe_plugin.plan.parameters import ARGUMENTS
 from fp8moe_plugin.plan.step import few_rows_tokens, small_batch_step, sorted_step
 from fp8moe_plugin.settings import batch_invariant, settings
@@ -230,6 +230,11 @@ def force_dense(patch: pytest.MonkeyPatch, plan: Callable[[int, int, int], Dense
 def force_dense_tile(patch: pytest.MonkeyPatch, tile_m: int, tile_n: int) -> None:
     """Dense GEMMs are those of dense_gemm in such tiles."""
     force_dense(patch, lambda m, n, multiprocessors: tiled(m, n, tile_m, tile_n, multiprocessors))
+
+
+def force_dense_clusters(patch: pytest.MonkeyPatch, tile_n: int) -> None:
+    """Dense GEMMs are those of dense_gemm_many_rows in tiles of so many columns."""
+    force_dense(patch, lambda m, n, multiprocessors: many_rows(m, n, tile_n, multiprocessors))
 
 
 def layer_reference(

@@ -25,6 +25,8 @@ def dense_launch(
             return _dense_few_rows_launch(plan, a, b, out, early)
         case "dense_gemm":
             return _dense_launch(plan, a, b, out, early)
+        case "dense_gemm_many_rows":
+            return _dense_many_rows_launch(plan, a, b, out, early)
     return grouped_gemm_launch(device, plan.kernel, a, b, out, Tiles(), c=c)
 
 
@@ -45,6 +47,27 @@ def _dense_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, early: boo
             n=b.n,
             k=b.k,
             tile_n=plan.tile_n,
+        ),
+        early=early,
+    )
+
+
+def _dense_many_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, early: bool) -> Launch:
+    cluster = dict(plan.kernel.defines)["CLUSTER"]
+    return Launch(
+        plan.kernel,
+        plan.blocks,
+        plan.kernel.arguments(
+            a_map=rows_map(a, plan.tile_m),
+            b_map=weights_map(b, plan.tile_n // cluster, L2_FETCH),
+            d_map=matrix_map(out, a.rows, b.n, BOX_ROWS, element_size=2),
+            a_scales=a.scales,
+            a_scale_k_stride=a.scale_k_block,
+            b_scales=b.scales,
+            d=out,
+            m=a.rows,
+            n=b.n,
+            k=b.k,
         ),
         early=early,
     )

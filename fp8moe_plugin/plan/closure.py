@@ -4,6 +4,7 @@ import itertools
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, Indexer, Model
 from fp8moe_plugin.plan.catalog import (
+    DENSE_CLUSTER_TILE_N,
     DENSE_FEW_ROWS_TILE_M,
     DENSE_TILE_M,
     GROUPED_TILE_N,
@@ -15,6 +16,7 @@ from fp8moe_plugin.plan.catalog import (
     count_experts_key,
     dense_gemm_few_rows_key,
     dense_gemm_key,
+    dense_gemm_many_rows_key,
     down_small_batch_key,
     gate_up_few_rows_key,
     gate_up_key,
@@ -55,7 +57,8 @@ def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
 def linear_kernels(ue8m0: bool) -> list[KernelKey]:
     """Every kernel that a dense layer may launch."""
     few_rows = dense_gemm_few_rows_key(), *map(dense_gemm_key, DENSE_TILE_M)
-    return [*few_rows, grouped_gemm_key(Output.BF16), quantize_key(ue8m0, Layout.K_MAJOR)]
+    many_rows = *map(dense_gemm_many_rows_key, DENSE_CLUSTER_TILE_N), grouped_gemm_key(Output.BF16)
+    return [*few_rows, *many_rows, quantize_key(ue8m0, Layout.K_MAJOR)]
 
 
 def indexer_kernels(heads: int) -> list[KernelKey]:
@@ -126,6 +129,10 @@ def _reasons(model: Model) -> dict[KernelKey, str]:
         reasons[dense_gemm_key(tile_m)] = (
             f"other dense GEMMs in steps of up to {DENSE_ROWS} tokens, or more where its tiles take fewer or shorter "
             f"waves: tiles of {tile_m} rows"
+        )
+    for tile_n in DENSE_CLUSTER_TILE_N:
+        reasons[dense_gemm_many_rows_key(tile_n)] = (
+            f"dense GEMMs in steps of more than {DENSE_ROWS} tokens: prefill, tiles of {tile_n} columns"
         )
     for padded_tokens, cluster in SMALL_BATCH_STAGES:
         steps = f"in steps of up to {padded_tokens} tokens, hidden size up to {SMALL_BATCH_K_BLOCKS * GROUP * cluster}"

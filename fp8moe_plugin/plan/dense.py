@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.plan.catalog import (
+    DENSE_CLUSTER,
+    DENSE_CLUSTER_TILE_N,
     DENSE_FEW_ROWS_TILE_M,
     DENSE_TILE_M,
     DENSE_TILE_N,
@@ -13,11 +15,13 @@ from fp8moe_plugin.plan.catalog import (
     KernelKey,
     dense_gemm_few_rows_key,
     dense_gemm_key,
+    dense_gemm_many_rows_key,
     grouped_gemm_key,
 )
 from fp8moe_plugin.plan.constants import DENSE_FEW_ROWS_TILE_N, MANY_ROWS_TILE, Output
 from fp8moe_plugin.plan.tiles import count_row_tiles
 from fp8moe_plugin.plan.tuning import (
+    DENSE_CLUSTER_COST,
     DENSE_COST,
     DENSE_MANY_ROWS_TILE_N,
     DENSE_ROWS,
@@ -50,8 +54,8 @@ class DensePlan:
 def plan_dense(m: int, n: int, k: int, output: Output, multiprocessors: int = MULTIPROCESSORS) -> DensePlan:
     """The plan of a GEMM of `[m, k]` activations and `[n, k]` weights.
 
-    BF16: dense_gemm_few_rows where it applies; else dense_gemm for up to DENSE_ROWS rows, if its largest tiles fit one
-    wave, or if its waves take less time; else grouped_gemm with one group. Other outputs: always grouped_gemm.
+    BF16: dense_gemm_few_rows where it applies; else dense_gemm for up to DENSE_ROWS rows, or if its largest tiles fit
+    one wave; else the kernel whose waves take the least time. Other outputs: always grouped_gemm with one group.
 
     Args:
         multiprocessors: of the GPU.
@@ -70,9 +74,7 @@ def _plan_dense(m: int, n: int, k: int, output: Output, multiprocessors: int, in
     one_wave = ceil_div(m, DENSE_TILE_M[-1]) * ceil_div(n, DENSE_TILE_N[-1]) <= multiprocessors
     if m <= DENSE_ROWS or one_wave:
         return tiled(m, n, *fastest_tile(m, n, k, multiprocessors), multiprocessors)
-    if m <= DENSE_WAVE_ROWS and k >= DENSE_WAVE_K and (columns := columns_by_waves(m, n, multiprocessors)):
-        return tiled(m, n, DENSE_TILE_M[-1], columns, multiprocessors)
-    return grouped(m, n, output, multiprocessors)
+    return fastest_by_waves(m, n, k, multiprocessors)
 
 
 def few_rows(m: int, n: int, cluster: int = DENSE_SPLITS) -> DensePlan:
@@ -87,6 +89,13 @@ def tiled(m: int, n: int, tile_m: int, tile_n: int, multiprocessors: int) -> Den
     """The plan of dense_gemm in tiles of `[tile_m, tile_n]`."""
     blocks = min(ceil_div(m, tile_m) * ceil_div(n, tile_n), multiprocessors)
     return DensePlan(dense_gemm_key(tile_m), Output.BF16, tile_m, tile_n, blocks, overlaps_quantize=True)
+
+
+def many_rows(m: int, n: int, tile_n: int, multiprocessors: int) -> DensePlan:
+    """The plan of dense_gemm_many_rows in tiles of `tile_n` columns, whose blocks work in clusters."""
+    blocks = multiprocessors // DENSE_CLUSTER * DENSE_CLUSTER
+    kernel = dense_gemm_many_rows_key(tile_n)
+    return DensePlan(kernel, Output.BF16, MANY_ROWS_TILE, tile_n, blocks, overlaps_quantize=True)
 
 
 def grouped(m: int, n: int, output: Output, multiprocessors: int) -> DensePlan:
@@ -122,19 +131,27 @@ def fastest_tile(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int
     return min(itertools.chain(tiles, many_rows), key=time)
 
 
-def columns_by_waves(m: int, n: int, multiprocessors: int) -> int | None:
-    """The columns of dense_gemm's tiles of 128 rows; None if it is not expected to be faster than grouped_gemm.
+def fastest_by_waves(m: int, n: int, k: int, multiprocessors: int) -> DensePlan:
+    """The plan of a GEMM of many rows whose waves take the least time; grouped_gemm where K is short.
 
     With many rows the tensor cores are the bottleneck. A wave of tiles is modelled to take as long as a tile has
-    columns, plus a constant. Tiles of less than 128 columns are left out: their loads take longer than their products.
+    columns, plus a constant, times a factor of the kernel. Tiles of less than 128 columns are left out: their loads
+    take longer than their products.
     """
 
-    def time(row_tiles: int, columns: int) -> int:
-        waves = ceil_div(row_tiles * ceil_div(n, columns), multiprocessors)
-        return waves * (columns + DENSE_WAVE_COLUMNS)
+    def time(row_tiles: int, columns: int, at_once: int) -> int:
+        return ceil_div(row_tiles * ceil_div(n, columns), at_once) * (columns + DENSE_WAVE_COLUMNS)
 
-    row_tiles = ceil_div(m, DENSE_TILE_M[-1])
-    widths = reversed([width for width in DENSE_TILE_N if width >= GROUP])  # of equally fast ones the widest
-    fastest = min(widths, key=lambda width: time(row_tiles, width))
-    of_grouped_gemm = time(count_row_tiles(m, MANY_ROWS_TILE), GROUPED_TILE_N[-1])
-    return fastest if time(row_tiles, fastest) * DENSE_COST <= of_grouped_gemm else None
+    best = grouped(m, n, Output.BF16, multiprocessors)
+    if k < DENSE_WAVE_K:
+        return best
+    least: float = time(count_row_tiles(m, MANY_ROWS_TILE), best.tile_n, multiprocessors)
+    row_tiles, clusters = ceil_div(m, MANY_ROWS_TILE), multiprocessors // DENSE_CLUSTER
+    pairs = ceil_div(row_tiles, DENSE_CLUSTER)
+    for columns in reversed(DENSE_CLUSTER_TILE_N if clusters else ()):  # of equally fast ones the widest
+        if (found := DENSE_CLUSTER_COST[columns] * time(pairs, columns, clusters)) < least:
+            best, least = many_rows(m, n, columns, multiprocessors), found
+    for columns in reversed(DENSE_TILE_N if m <= DENSE_WAVE_ROWS else ()):
+        if columns >= GROUP and (found := DENSE_COST * time(row_tiles, columns, multiprocessors)) < least:
+            best, least = tiled(m, n, MANY_ROWS_TILE, columns, multiprocessors), found
+    return best

@@ -48,6 +48,10 @@ PARAMETERS = {
         "map a_map, map a_tail_map, map b_map, pointer a_scales, int a_scale_k_stride, pointer b_scales, pointer d, "
         "int m, int n, int k, int tile_n"
     ),
+    "dense_gemm_many_rows": _signature(
+        "map a_map, map b_map, map d_map, pointer a_scales, int a_scale_k_stride, pointer b_scales, pointer d, "
+        "int m, int n, int k"
+    ),
     "dense_gemm_few_rows": _signature(
         "map a_map, map b_map, pointer a_scales, int a_scale_k_stride, pointer b_scales, pointer d, "
         "int m, int n, int k, int tile_m, int splits"

@@ -76,6 +76,10 @@ DENSE_WAVE_COLUMNS = 16
 # How many times the modelled time of dense_gemm must fit in that of grouped_gemm.  docs/tuning.md#DENSE_COST
 DENSE_COST = 1.15
 
+# How long a wave of dense_gemm_many_rows takes in the model, by columns per tile, as a multiple of one of grouped_gemm.
+# docs/tuning.md#DENSE_CLUSTER_COST
+DENSE_CLUSTER_COST = {144: 0.985, 176: 0.985, 192: 0.945, 256: 0.96}
+
 # Bytes of weights that stay in L2 from one tile of dense_gemm to the next.  docs/tuning.md#L2_BYTES
 L2_BYTES = 2**25
 

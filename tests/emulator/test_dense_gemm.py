@@ -105,3 +105,27 @@ def test_a_dense_layer_of_some_rows(emulator: Device, tile: tuple[int, int], m: 
 def test_a_dense_layer_of_many_rows(emulator: Device, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     h.force_dense(monkeypatch, lambda m, n, multiprocessors: dense.grouped(m, n, Output.BF16, multiprocessors))
     run_dense_layer(emulator, seed, h.seeded(seed, CPU), 300, 200, 384)
+
+
+# Columns of a tile, weights [N, K]: more pairs of tiles than clusters and fewer, columns past the last, K of fewer
+# blocks than stages and more.
+@seeds
+@pytest.mark.parametrize("m", [1, 100, 200, 256, 300, 520])
+@pytest.mark.parametrize(
+    ("tile_n", "n", "k"),
+    [
+        *[(256, 512, 384), (256, 200, 1152), (256, 776, 128), (192, 576, 640), (192, 264, 384), (176, 1000, 256)],
+        *[(176, 360, 1152), (144, 584, 384)],
+    ],
+)
+def test_a_dense_layer_of_blocks_that_share_weights(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, m: int, tile_n: int, n: int, k: int, seed: int
+) -> None:
+    h.force_dense_clusters(monkeypatch, tile_n)
+    run_dense_layer(emulator, seed, h.seeded(seed, CPU), m, n, k)
+
+
+@pytest.mark.parametrize(("m", "k"), [(2400, 2176), (4300, 128)])  # where K is long and short
+def test_pairs_of_tiles_in_two_bands(emulator: Device, monkeypatch: pytest.MonkeyPatch, m: int, k: int) -> None:
+    h.force_dense_clusters(monkeypatch, 144)
+    run_dense_layer(emulator, 0, h.seeded(0, CPU), m, 152, k)

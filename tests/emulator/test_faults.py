@@ -16,6 +16,7 @@ from fp8moe_plugin.plan.catalog import (
     combine_key,
     dense_gemm_few_rows_key,
     dense_gemm_key,
+    dense_gemm_many_rows_key,
     down_small_batch_key,
     gate_up_few_rows_key,
     gate_up_small_batch_key,
@@ -100,6 +101,12 @@ def dense_tiles(emulator: Device, seed: int) -> None:
         dense_layer(emulator, seed, 2112, 384)
 
 
+def dense_tiles_of_clusters(emulator: Device, seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        h.force_dense_clusters(patch, 192)
+        run_dense_layer(emulator, seed, h.seeded(0, torch.device("cpu")), 400, 576, 640)
+
+
 def layer_of_few_tokens(emulator: Device, seed: int) -> None:
     gen, tokens = h.seeded(0, torch.device("cpu")), 9
     x, layer = h.random_tokens(gen, tokens, 256), h.random_layer(gen, 3, 256, 256)
@@ -178,6 +185,7 @@ KERNELS = {  # to be compiled ahead
     second_gemm_that_keeps_weights: KEEPS,
     dense_layer: NARROW,
     dense_tiles: (dense_gemm_key(64), quantize_key(False, Layout.K_MAJOR)),
+    dense_tiles_of_clusters: (dense_gemm_many_rows_key(192), quantize_key(False, Layout.K_MAJOR)),
     layer_of_few_tokens: FEW,
     layers_in_a_row: FEW,
     small_batch: SMALL_BATCH,
@@ -282,6 +290,47 @@ FAULTS = {
         "    __syncwarp();",
         dense_tiles,
         f"{WRONG_RESULT}|wgmma",
+    ),
+    "weights are loaded over those that the other block multiplies": Fault(
+        "dense_gemm_many_rows.cu",
+        "kFullArrivals, kMathWarps * CLUSTER)",
+        "kFullArrivals, kMathWarps)",
+        dense_tiles_of_clusters,
+        f"{WRONG_RESULT}|more arrivals|deadlock",
+    ),
+    "a block ends before the other one has released its stages": Fault(
+        "dense_gemm_many_rows.cu",
+        "for (int s = 0; s < kStages; ++s, ring.advance()) barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);",
+        "",
+        dense_tiles_of_clusters,
+        "has ended, whose shared memory is accessed",
+    ),
+    "a block loads weights before the other one has barriers": Fault(
+        "dense_gemm_many_rows.cu",
+        "    cluster_arrive();\n    cluster_wait();  // the other block has initialized its barriers\n",
+        "",
+        dense_tiles_of_clusters,
+        "no mbarrier|has ended",
+    ),
+    "tiles of clusters are loaded while rows are being quantized": Fault(
+        "dense_gemm_many_rows.cu",
+        "    wait_for_previous_kernel();\n    fence_proxy_async_global();\n",
+        "",
+        dense_tiles_of_clusters,
+        WRONG_RESULT,
+    ),
+    "columns of a product are scaled as those of the block of scales before": Fault(
+        "dense_gemm_many_rows.cu", "column < kBoundary ? 0", "true ? 0", dense_tiles_of_clusters, WRONG_RESULT
+    ),
+    "a product is issued before its stage is full": Fault(
+        "dense_gemm_many_rows.cu", "if (!ready)", "if (false)", dense_tiles_of_clusters, WRONG_RESULT
+    ),
+    "a tile of clusters is staged over the one before": Fault(
+        "dense_gemm_many_rows.cu",
+        "if (elected) tma_store_wait_read();",
+        "",
+        dense_tiles_of_clusters,
+        WRONG_RESULT,
     ),
     "a block that has no cluster reads sums before all are there": Fault(
         "pipeline/cluster_sum.cuh", "named_barrier(1, kMathThreads);", ";", small_batch_of_whole_sums, WRONG_RESULT

@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fp8moe_plugin import ops
-from fp8moe_plugin.plan.catalog import DENSE_TILE_M, DENSE_TILE_N
+from fp8moe_plugin.plan.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_M, DENSE_TILE_N
 from fp8moe_plugin.plan.tuning import GATHER_UP_TO, LONG_K
 from tests import helpers as h
 from tests import indexer
@@ -71,6 +71,10 @@ def check_dense_tiles(gen: torch.Generator, rows: int) -> None:
     for tile in itertools.product(DENSE_TILE_M, DENSE_TILE_N):
         with pytest.MonkeyPatch.context() as patch:
             h.force_dense_tile(patch, *tile)
+            h.assert_rounded(ops.fp8_linear(x, *weight), expected)
+    for tile_n in DENSE_CLUSTER_TILE_N:
+        with pytest.MonkeyPatch.context() as patch:
+            h.force_dense_clusters(patch, tile_n)
             h.assert_rounded(ops.fp8_linear(x, *weight), expected)
 
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin import ops
 from fp8moe_plugin.plan import Output, dense
-from fp8moe_plugin.plan.catalog import DENSE_TILE_M, DENSE_TILE_N
+from fp8moe_plugin.plan.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_M, DENSE_TILE_N
 from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from tests import helpers as h
 
@@ -166,5 +166,8 @@ def test_dense_kernels_give_the_same_bits(gen, monkeypatch, n, k):
             results = [ops.fp8_linear(x, *weight)]
             for tile in tiles:
                 h.force_dense_tile(monkeypatch, *tile)
+                results.append(ops.fp8_linear(x, *weight))
+            for tile_n in DENSE_CLUSTER_TILE_N:
+                h.force_dense_clusters(monkeypatch, tile_n)
                 results.append(ops.fp8_linear(x, *weight))
             assert all(h.same_bits(results[0], other) for other in results[1:]), f"{m} rows"

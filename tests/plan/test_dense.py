@@ -8,19 +8,24 @@ from hypothesis import strategies as st
 
 from fp8moe_plugin.plan import DensePlan, Output, plan_dense
 from fp8moe_plugin.plan.catalog import (
+    DENSE_CLUSTER,
     DENSE_TILE_M,
     DENSE_TILE_N,
     dense_gemm_few_rows_key,
     dense_gemm_key,
+    dense_gemm_many_rows_key,
     grouped_gemm_key,
 )
 from fp8moe_plugin.plan.constants import MANY_ROWS_TILE, MAX_CLUSTER_SPLITS
 from fp8moe_plugin.plan.dense import fastest_tile
-from fp8moe_plugin.plan.tiles import row_tiles
+from fp8moe_plugin.plan.tiles import count_row_tiles, row_tiles
 from fp8moe_plugin.plan.tuning import (
+    DENSE_CLUSTER_COST,
+    DENSE_COST,
     DENSE_MANY_ROWS_TILE_N,
     DENSE_ROWS,
     DENSE_SPLITS,
+    DENSE_WAVE_COLUMNS,
     DENSE_WAVE_K,
     DENSE_WAVE_ROWS,
     L2_BYTES,
@@ -65,8 +70,8 @@ def test_the_kernel_is_compiled_for_the_tile():
 
 
 def test_kernels_that_wait_for_the_quantization_may_start_before_it_ends():
-    for m, waits in ((1, True), (200, True), (5000, False)):
-        assert plan(m, 2112, 7168).overlaps_quantize is waits
+    for m, k, waits in ((1, 7168, True), (200, 7168, True), (5000, 7168, True), (5000, 512, False)):
+        assert plan(m, 2112, k).overlaps_quantize is waits
 
 
 @given(m=st.integers(1, 4096), n=st.sampled_from((8, 512, 2112, 7168, 36864)), k=st.sampled_from((128, 1536, 7168)))
@@ -78,41 +83,72 @@ def test_weights_that_do_not_stay_in_l2_are_not_read_for_more_tiles_of_rows_than
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "tiles"),  # tiles of dense_gemm by rows; with 0 columns grouped_gemm runs
+    ("n", "k", "tiles"),  # columns per tile of dense_gemm_many_rows by rows
     [
-        (2112, 7168, {1024: 144, 1408: 176, 2048: 144, 4096: 176, 8192: 176, 12288: 0}),
-        (4096, 7168, {512: 128, 1024: 0, 1536: 192, 2048: 0, 4096: 0}),
-        (24576, 1536, {512: 0, 4096: 0}),
-        (7168, 16384, {512: 0, 768: 176, 1024: 0, 4096: 0}),
-        (4096, 2048, {1024: 0, 2048: 0, 8192: 0}),
-        (5120, 2048, {1024: 160, 2048: 160, 4096: 0}),
+        (2112, 7168, {2048: 144, 3072: 192, 4096: 176, 6144: 192, 16384: 192}),
+        (4096, 7168, {1024: 256, 3000: 256, 4096: 256}),
+        (24576, 1536, {1024: 256, 4096: 256}),
+        (7168, 16384, {1024: 256, 4096: 256}),
+        (7168, 2048, {1024: 256, 4096: 256, 8192: 256}),
+        (4096, 2048, {1024: 256, 8192: 256}),
+        (5120, 2048, {2048: 176}),
+        (4608, 7168, {1024: 144}),
     ],
 )
-def test_dense_gemm_runs_many_rows_where_its_waves_take_less_time(n, k, tiles):
-    """The plans for the shapes of docs/experiments/048-dense-tiles-by-waves.md."""
-    found = {m: plan(m, n, k) for m in tiles}
-    assert {m: p.tile_n if p.kernel == dense_gemm_key(128) else 0 for m, p in found.items()} == tiles
-    for m, p in found.items():
-        assert p.kernel in (dense_gemm_key(128), grouped_gemm_key(Output.BF16, 256))
-        assert p.blocks == 132 or p.blocks == -(-m // 128) * -(-n // p.tile_n)
+def test_tiles_of_many_rows_are_as_fast_as_any_were(n, k, tiles):
+    """Among those of docs/experiments/058-dense-many-rows.md, within half a percent."""
+    for m, columns in tiles.items():
+        found = plan(m, n, k)
+        assert (found.kernel, found.tile_n) == (dense_gemm_many_rows_key(columns), columns)
+        assert (found.blocks, found.tile_m) == (132, MANY_ROWS_TILE)
+
+
+def test_blocks_of_many_rows_come_in_clusters():
+    for sms in (132, 114, 113):
+        found = plan_dense(4096, 4096, 7168, Output.BF16, sms)
+        assert found.kernel == dense_gemm_many_rows_key(found.tile_n)
+        assert found.blocks == sms // DENSE_CLUSTER * DENSE_CLUSTER
+    assert plan_dense(4096, 4096, 7168, Output.BF16, 1).kernel == grouped_gemm_key(Output.BF16)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "source"),
+    [
+        (640, 7168, 16384, "dense_gemm"),  # 5 row tiles are 3 pairs
+        (784, 7168, 4096, "dense_gemm"),
+        (3000, 7168, 2048, "grouped_gemm"),  # 23 row tiles with tails, but 12 pairs without
+        (4100, 4096, 7168, "grouped_gemm"),
+    ],
+)
+def test_other_kernels_run_where_pairs_of_row_tiles_take_more_waves(m, n, k, source):
+    assert plan(m, n, k).kernel.source == source
 
 
 @given(
     m=st.integers(DENSE_ROWS + 1, 20_000), n=st.integers(1, 5000).map(lambda n: 8 * n), sms=st.sampled_from((132, 78))
 )
-def test_waves_of_dense_gemm_have_at_least_an_eighth_fewer_columns(m, n, sms):
-    """Than those of grouped_gemm: what a tile of dense_gemm takes longer per column, and the error of the model."""
+def test_waves_of_tiles_have_fewer_columns_than_those_of_grouped_gemm(m, n, sms):
+    """By at least what the model's factors are apart."""
     found = plan_dense(m, n, 4096, Output.BF16, sms)
-    if found.kernel != grouped_gemm_key(Output.BF16, 256):
-        waves, of_grouped_gemm = (-(-(-(-m // 128) * -(-n // width)) // sms) for width in (found.tile_n, 256))
-        assert waves == 1 or 8 * waves * found.tile_n <= 7 * of_grouped_gemm * 256
+    rows, at_once = -(-m // 128), sms
+    if found.kernel.source == "dense_gemm_many_rows":
+        rows, at_once, factor = -(-rows // DENSE_CLUSTER), sms // DENSE_CLUSTER, DENSE_CLUSTER_COST[found.tile_n]
+    elif found.kernel.source == "dense_gemm":
+        factor = DENSE_COST
+    else:
+        return
+    waves = -(-rows * -(-n // found.tile_n) // at_once)
+    of_grouped_gemm = -(-count_row_tiles(m, MANY_ROWS_TILE) * -(-n // 256) // sms)
+    columns = DENSE_WAVE_COLUMNS
+    assert waves == 1 or factor * waves * (found.tile_n + columns) < of_grouped_gemm * (256 + columns)
 
 
 def test_waves_are_not_counted_where_they_were_not_measured():
-    assert plan(DENSE_WAVE_ROWS, 576, 7168).kernel.source == "dense_gemm"
-    assert plan(DENSE_WAVE_ROWS + 1, 576, 7168).kernel.source == "grouped_gemm"
-    assert plan(4096, 2112, DENSE_WAVE_K).kernel.source == "dense_gemm"
-    assert plan(4096, 2112, DENSE_WAVE_K - 128).kernel.source == "grouped_gemm"
+    assert plan(6160, 1024, 4096).kernel.source == "dense_gemm"
+    assert plan(12545, 576, 4096).kernel.source == "dense_gemm_many_rows"  # dense_gemm would have the fewest columns
+    assert 6160 < DENSE_WAVE_ROWS < 12545
+    assert plan(640, 7168, DENSE_WAVE_K).kernel.source == "dense_gemm"
+    assert {plan(m, 7168, DENSE_WAVE_K - 128).kernel.source for m in (640, 4096)} == {"grouped_gemm"}
 
 
 @given(m=st.integers(1, 1500), n=st.sampled_from((512, 2048, 2112, 7168, 36864)), k=st.sampled_from((256, 2048, 7168)))

@@ -16,7 +16,7 @@ from fp8moe_plugin.plan import (
     plan_step,
 )
 from fp8moe_plugin.plan.catalog import SMALL_BATCH_HIDDEN, combine_key, count_experts_key, route_key
-from fp8moe_plugin.plan.tuning import EARLY_FROM, GATHER_UP_TO, LONG_K
+from fp8moe_plugin.plan.tuning import DENSE_WAVE_K, EARLY_FROM, GATHER_UP_TO, LONG_K
 from tests import helpers as h
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 256, 128, 4, 2
@@ -133,6 +133,9 @@ def test_a_linear_layer_launches_what_its_plan_names_and_nothing_else(device, ue
         weight = h.random_weights(gen, n, k)
         for tokens in (1, 64, 65, 1024):
             fp8_linear(h.random_tokens(gen, tokens, k), *weight, ue8m0=ue8m0)
+    for tokens, n in ((2048, 2112), (4096, 2112), (3072, 2112), (1024, 4096)):  # one for each tile of clusters
+        weight = h.random_weights(gen, n, DENSE_WAVE_K)
+        fp8_linear(h.random_tokens(gen, tokens, DENSE_WAVE_K), *weight, ue8m0=ue8m0)
     assert device.keys == set(linear_kernels(ue8m0))
 
 

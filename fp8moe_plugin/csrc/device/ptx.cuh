@@ -85,6 +85,19 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
+// Whether the phase has completed; waits a little.
+DEVICE bool barrier_completed(u32 barrier, u32 parity) {
+    u32 completed;
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done; }"
+        : "=r"(completed)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return completed;
+}
+
 // A barrier among `threads` threads of the block. Barrier 0 is __syncthreads, 1 and 2 belong to math warpgroups.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
@@ -104,6 +117,15 @@ DEVICE void tma_load(u32 to, const TensorMap* map, u32 barrier, int column, int 
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
             to),
         "l"(map), "r"(barrier), "r"(column), "r"(row)
+        : "memory");
+}
+// The same, to all blocks of the cluster whose bits are set in `blocks`: to that place in the shared memory of each,
+// and onto its barrier there.
+DEVICE void tma_load_to_cluster(u32 to, const TensorMap* map, u32 barrier, int column, int row, u16 blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(blocks)
         : "memory");
 }
 // The same for a map of four dimensions, innermost first.

@@ -35,10 +35,7 @@ static void each_chunk(const TensorMap& map, u32 shared, const Coordinates& begi
 
 static void clear_mark(Cta& cta, u32 address) { cta.unfenced[address / kChunk] = 0; }
 
-void tma_load(u32 to, const void* map_address, Coordinates begin, u32 barrier) {
-    step();
-    Cta& cta = *self()->cta;
-    TensorMap map = map_at(map_address, begin, to);
+static void load_box(Cta& cta, u32 to, const TensorMap& map, const Coordinates& begin, u32 barrier) {
     read_mbarrier(cta, barrier);
     ++cta.copies;
     later([=, &cta] {
@@ -52,6 +49,23 @@ void tma_load(u32 to, const void* map_address, Coordinates begin, u32 barrier) {
         update_mbarrier(cta, barrier, 0, -int(map.box_bytes()));
         return true;
     });
+}
+
+void tma_load(u32 to, const void* map_address, Coordinates begin, u32 barrier) {
+    step();
+    load_box(*self()->cta, to, map_at(map_address, begin, to), begin, barrier);
+}
+// To each CTA at a time of its own, as on a GPU.
+void tma_load_to_cluster(u32 to, const void* map_address, Coordinates begin, u32 barrier, u32 ranks) {
+    step();
+    const auto& ctas = self()->cta->cluster->ctas;
+    if (!ranks || ranks >> ctas.size()) fail("TMA to CTAs %x of a cluster of %zu", ranks, ctas.size());
+    TensorMap map = map_at(map_address, begin, to);
+    for (size_t rank = 0; rank < ctas.size(); ++rank) {
+        if (!(ranks >> rank & 1)) continue;
+        if (ctas[rank]->ended) fail("CTA %d has ended, to which TMA loads", ctas[rank]->index);
+        load_box(*ctas[rank], to, map, begin, barrier);
+    }
 }
 
 void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {

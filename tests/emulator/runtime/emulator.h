@@ -81,6 +81,7 @@ struct Coordinates {
     int dims, at[kMostDims];  // the innermost first
 };
 void tma_load(u32 to, const void* map, Coordinates begin, u32 barrier);
+void tma_load_to_cluster(u32 to, const void* map, Coordinates begin, u32 barrier, u32 ranks);
 void tma_store(const void* map, Coordinates begin, u32 from);
 void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier);
 void bulk_commit();

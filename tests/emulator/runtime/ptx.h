@@ -97,6 +97,7 @@ inline void mbarrier_try_wait_parity_shared_cta_b64(bool& done, u32 barrier, u32
     emu::mbarrier_wait(barrier, parity);
     done = true;
 }
+inline void selp_u32(u32& d, u32 a, u32 b, bool condition) { d = condition ? a : b; }
 
 // ---- clusters ----
 
@@ -130,6 +131,10 @@ inline void elect_sync(int& lane, bool& elected, u32 mask) {
 inline void cp_async_bulk_tensor_2d_shared_cluster_global_mbarrier_complete_tx_bytes(u32 to, const void* map,
                                                                                      int column, int row, u32 barrier) {
     emu::tma_load(to, map, {2, {column, row}}, barrier);
+}
+inline void cp_async_bulk_tensor_2d_shared_cluster_global_mbarrier_complete_tx_bytes_multicast_cluster(
+    u32 to, const void* map, int column, int row, u32 barrier, u32 ranks) {
+    emu::tma_load_to_cluster(to, map, {2, {column, row}}, barrier, ranks);
 }
 inline void cp_async_bulk_tensor_3d_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(u32 to,
                                                                                                    const void* map,
