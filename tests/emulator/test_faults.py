@@ -31,7 +31,7 @@ from fp8moe_plugin.plan.catalog import (
     tiles_of_counts_key,
 )
 from fp8moe_plugin.plan.constants import MANY_ROWS_TILE
-from fp8moe_plugin.plan.dense import splits_k
+from fp8moe_plugin.plan.dense import few_rows, splits_k
 from fp8moe_plugin.plan.tuning import EARLY_BELOW, LONG_K
 from tests import faults
 from tests import helpers as h
@@ -92,6 +92,7 @@ def second_gemm_that_keeps_weights(emulator: Device, seed: int) -> None:
 def dense_layer(emulator: Device, seed: int, n: int = 128, k: int = LONG_K) -> None:
     gen, m = h.seeded(0, torch.device("cpu")), 5
     assert splits_k(n, k) == (k >= LONG_K), "blocks of a cluster share columns"
+    assert k < LONG_K or few_rows(m, n).blocks <= emulator.multiprocessors, "the plan takes them"
     run_dense_layer(emulator, seed, gen, m, n, k)
 
 
@@ -267,6 +268,7 @@ FAULTS = {
         "",
         dense_layer,
         WRONG_RESULT,
+        multiprocessors=CLUSTERS,
     ),
     "tiles take rows that are being quantized": Fault(
         "dense_gemm.cu", "    wait_for_previous_kernel();\n", "", dense_tiles, WRONG_RESULT
@@ -336,7 +338,12 @@ FAULTS = {
         "pipeline/cluster_sum.cuh", "named_barrier(1, kMathThreads);", ";", small_batch_of_whole_sums, WRONG_RESULT
     ),
     "a block reads sums before those of its cluster have come": Fault(
-        "pipeline/cluster_sum.cuh", "barrier_wait(received, 0);", ";", dense_layer, f"{WRONG_RESULT}|ended before"
+        "pipeline/cluster_sum.cuh",
+        "barrier_wait(received, 0);",
+        ";",
+        dense_layer,
+        f"{WRONG_RESULT}|ended before",
+        multiprocessors=CLUSTERS,
     ),
     "the second GEMM of few rows does not wait for rows of the first": Fault(
         "pipeline/done_counters.cuh", "__nanosleep(100);", "break;", layer_of_few_tokens, WRONG_RESULT
