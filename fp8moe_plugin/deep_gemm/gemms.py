@@ -3,10 +3,11 @@
 import torch
 
 from fp8moe_plugin import ops
-from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.deep_gemm.process import get_mk_alignment_for_contiguous_layout
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.ops.checks import FP8, check_multiple, check_tensor, two_parts
+from fp8moe_plugin.ops.checks import FP8, check_tensor, two_parts
+from fp8moe_plugin.ops.gemm_checks import check_out, check_rows
 from fp8moe_plugin.ops.operands import Quantized
 from fp8moe_plugin.plan.mqa import any_of
 
@@ -31,7 +32,7 @@ def fp8_gemm_nt(
 
     Args:
         recipe: rows of A, rows of B and channels that share a scale; (1, 128, 128) if it is left out. With (1, 1, 128),
-            for gradients of weights, c is required, which may be d; both are float32, K a multiple of 128.
+            for gradients of weights, c is required, which may be d; both are float32, and N a multiple of 16.
         recipe_a, recipe_b: instead of it rows and channels, for A and for B.
         compiled_dims: ignored: no kernel is compiled for a shape.
         disable_ue8m0_cast: ignored, as by DeepGEMM on Hopper GPUs: scales stay float32.
@@ -219,16 +220,32 @@ def _checked_recipe(
 
 
 def _add_gradient(a: Quantized, b: Quantized, d: torch.Tensor, c: torch.Tensor | None) -> None:
-    """`d = c + a @ b.T`, where every row of both has scales of its own."""
-    values, _ = two_parts("a", a)
-    check_tensor("a", values, dtype=FP8, shape=(None, None))
-    check_tensor("d", d, dtype=torch.float32, shape=(None, None))
+    """`d = c + a @ b.T`, where every row of both has scales of its own. What is not contiguous is copied first."""
+    (x, x_scales), (y, y_scales) = two_parts("a", a), two_parts("b", b)
+    check_rows("a", x, x_scales, 2, empty_k=True)
+    check_tensor("b", y, dtype=FP8, shape=(None, x.shape[1]), device=x.device, contiguous=False)
+    check_rows("b", y, y_scales, 2, empty_k=True)
+    check_out("d", d, (len(x), len(y)), torch.float32, x.device)
     if c is None:
         raise InvalidInputError(f"c is None, but recipe {ROWS} adds to it. Pass d to add to what it holds, or zeros.")
-    check_tensor("c", c, dtype=torch.float32, shape=tuple(d.shape))
-    check_multiple("a's K", values.shape[1], GROUP)
-    ks = values.new_full((1,), values.shape[1], dtype=torch.int32)
-    ops.k_grouped_fp8_gemm_nt_contiguous(a, b, d[None], [values.shape[1]], ks, c[None])
+    check_out("c", c, (len(x), len(y)), torch.float32, x.device)
+    if x.shape[1] == 0:
+        d.copy_(c)
+        return
+    apart = not (d.is_contiguous() and c.is_contiguous())
+    addend = c.clone(memory_format=torch.contiguous_format) if apart else c
+    result, k = addend if apart else d, ceil_div(x.shape[1], GROUP) * GROUP
+    ks = x.new_full((1,), k, dtype=torch.int32)
+    flat = (_whole_blocks(x), x_scales), (_whole_blocks(y), y_scales)
+    ops.k_grouped_fp8_gemm_nt_contiguous(*flat, result[None], [k], ks, addend[None])
+    if apart:
+        d.copy_(result)
+
+
+def _whole_blocks(q: torch.Tensor) -> torch.Tensor:
+    """Contiguous `[rows, K]`, with zeros up to a multiple of 128."""
+    missing = -q.shape[1] % GROUP
+    return torch.nn.functional.pad(q.view(torch.uint8), (0, missing)).view(FP8) if missing else q.contiguous()
 
 
 def _transposed(name: str, pair: Quantized) -> Quantized:

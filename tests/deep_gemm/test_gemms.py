@@ -6,6 +6,7 @@ import torch
 from fp8moe_plugin import deep_gemm, ops
 from tests import helpers as h
 from tests.k_grouped import gradients
+from tests.ops.test_layouts import operands, spread
 
 M, N, K, GROUPS = 20, 264, 256, 3
 RECIPES = [
@@ -52,6 +53,33 @@ def test_scales_of_rows_in_both_operands(gen, device, options):
     for d, c in ((apart, call.c), (in_place, in_place)):
         assert deep_gemm.fp8_gemm_nt(a, b, d[0], c=c[0], **options) is None
         call.assert_right(d)
+
+
+@pytest.mark.parametrize("where", ["apart", "in place"])
+@pytest.mark.parametrize("layout", ["contiguous", "pitched"])
+@pytest.mark.parametrize("k", [16, 144, 384, 576])
+def test_gradients_of_any_k_and_layout(gen, device, k, layout, where):
+    (x, x_scales), (y, y_scales) = (operands(gen, rows, k=k, weights=False) for rows in (70, 144))
+    addend = torch.randn(70, 144, generator=gen, device=device)
+    wide = h.poisoned(70, 160, dtype=torch.float32, device=device)
+    d = wide[:, :144] if layout == "pitched" else torch.empty_like(addend)
+    if layout == "pitched":
+        x, y, x_scales = spread(x), spread(y), h.column_major(x_scales)
+    c = addend
+    if where == "in place":
+        c = d.copy_(addend)
+    deep_gemm.fp8_gemm_nt((x, x_scales), (y, y_scales), d, c=c, recipe=(1, 1, 128))
+    rows = (v.double() * s.double().repeat_interleave(h.GROUP, -1)[:, :k] for v, s in ((x, x_scales), (y, y_scales)))
+    product = torch.matmul(next(rows), next(rows).T)
+    h.assert_rounded(d, product + addend.double())
+    assert layout == "contiguous" or h.untouched(wide[:, 144:])
+
+
+def test_a_gradient_of_no_tokens(gen, device):
+    a, b = ((torch.empty(n, 0, dtype=h.FP8, device=device), torch.empty(n, 0, device=device)) for n in (M, 32))
+    c, d = torch.randn(M, 32, generator=gen, device=device), h.poisoned(M, 32, dtype=torch.float32, device=device)
+    deep_gemm.fp8_gemm_nt(a, b, d, c=c, recipe=(1, 1, 128))
+    assert torch.equal(d, c)
 
 
 @pytest.mark.parametrize("splits", [(64, 8, 24), (88, 0, 0), (0, 16, 8)], ids=str)

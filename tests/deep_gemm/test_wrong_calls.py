@@ -131,8 +131,9 @@ def test_a_wrong_call_says_what_is_wrong(device, case):
         ({"c": None}, "c is None, but recipe (1, 1, 128) adds to it"),
         ({"d": torch.zeros(6, 128).bfloat16()}, "d has dtype torch.bfloat16, needs torch.float32"),
         ({"c": torch.zeros(6, 64)}, "c has shape [6, 64], needs [6, 128]"),
-        ({"a": (torch.zeros(6, 192).to(h.FP8), torch.ones(6, 2))}, "a's K is 192, needs a positive multiple of 128"),
-        ({"b": (torch.zeros(128, 256).to(h.FP8), torch.ones(1, 2))}, "b's scales has shape [1, 2], needs [128, any]"),
+        ({"a": (torch.zeros(6, 200).to(h.FP8), torch.ones(6, 2))}, "a's K is 200, needs a positive multiple of 16"),
+        ({"b": (torch.zeros(128, 384).to(h.FP8), torch.ones(128, 3))}, "b has shape [128, 384], needs [any, 256]"),
+        ({"b": (torch.zeros(128, 256).to(h.FP8), torch.ones(1, 2))}, "b's scales has shape [1, 2], needs [128, 2]"),
     ],
     ids=str,
 )

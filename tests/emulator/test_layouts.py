@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from fp8moe_plugin import ops
+from fp8moe_plugin import deep_gemm, ops
 from fp8moe_plugin.plan import dense
 from fp8moe_plugin.plan.constants import Output
+from fp8moe_plugin.testing import calc_diff
 from tests import helpers as h
 from tests.emulator.device import Device
 from tests.emulator.inputs import assert_close
@@ -65,3 +66,15 @@ def test_groups_of_rows(emulator: Device, expected_m: int, k: int, seed: int) ->
     last = product((flat[0][192:321], flat[1][192:321]), (b[0][2], b[1][2]))
     assert_close(by_end[192:321], last, "the last group by end")
     assert h.untouched(torch.cat([by_end[70:192], by_end[321:]]))
+
+
+@seeds
+@pytest.mark.parametrize("k", [144, 384])
+def test_a_gradient_of_any_k(emulator: Device, k: int, seed: int) -> None:
+    gen, (m, n) = h.seeded(seed, CPU), (150, 144)
+    (q, q_scales), b = operands(gen, m, k=k, weights=False), operands(gen, n, k=k, weights=False)
+    a, c = (spread(q), q_scales), torch.randn(m, n, generator=gen)
+    out = c.clone()
+    emulator.execute(seed, lambda: deep_gemm.fp8_gemm_nt(a, b, out, c=out, recipe=(1, 1, 128)))
+    x, y = (v.double() * s.double().repeat_interleave(h.GROUP, -1)[:, :k] for v, s in (a, b))
+    assert calc_diff(out, x @ y.T + c.double()) < 1e-9
