@@ -35,7 +35,7 @@ BITS = {
 }
 SCALE_DTYPES = ("F32", "BF16")
 EXPERT = re.compile(
-    r"layers\.(\d{1,6})\.\w{1,64}\.experts\.(\d{1,6})\.((?:gate_proj|up_proj|down_proj|w[123])\.weight(?:_scale_inv)?)\Z",
+    r"layers\.(\d{1,6})\.\w{1,64}\.experts\.(\d{1,6})\.((?:gate_proj|up_proj|down_proj|w[123])\.weight(?:_scale(?:_inv)?)?)\Z",
     re.ASCII,
 )
 
@@ -48,7 +48,9 @@ class Header(NamedTuple):
     spent: Limits
 
 
-def check_shards(folder: Path, experts: Experts, layer: int, quantized: Collection[int]) -> None:
+def check_shards(
+    folder: Path, experts: Experts, layer: int, quantized: Collection[int], scale: str = "weight_scale_inv"
+) -> None:
     """Check the safetensors files in `folder` against config.json.
 
     Either all or none of the files in the index must exist, except in a snapshot of huggingface_hub, which may have any
@@ -59,13 +61,14 @@ def check_shards(folder: Path, experts: Experts, layer: int, quantized: Collecti
         experts: the experts that config.json describes.
         layer: the layer to check.
         quantized: the layers whose experts are FP8.
+        scale: what the names of their scales end with.
 
     Raises:
         CheckpointError: only some of the files exist, or a file is damaged or contains experts of another shape or
             dtype.
     """
     names, holding = _file_names(folder, layer)
-    spent, wanted = Limits(0, 0, 0), _wanted(experts)
+    spent, wanted = Limits(0, 0, 0), _wanted(experts, scale)
     missing = _missing(folder, names)
     if missing and len(missing) < len(names) and not is_hub_snapshot(folder):
         raise _incomplete(folder, names, missing)
@@ -78,8 +81,10 @@ def check_shards(folder: Path, experts: Experts, layer: int, quantized: Collecti
             match = EXPERT.search(tensor)
             if match:
                 where, expert, weight = match.groups()
+                if weight not in wanted:
+                    raise _other_scales(path, tensor, scale)
                 dtypes, shape = wanted[weight]
-                dtypes = dtypes if int(where) in quantized or weight.endswith("_inv") else BITS
+                dtypes = dtypes if int(where) in quantized or not weight.endswith(".weight") else BITS
                 if entry["shape"] != shape or entry["dtype"] not in dtypes or int(expert) >= experts.experts:
                     raise _contradiction(path, tensor, entry, dtypes, shape, experts)
 
@@ -212,15 +217,22 @@ def _check_offsets(spans: list[tuple[int, int]], data_size: int, what: str) -> N
         raise CheckpointError(f"{what} holds {data_size} bytes of weights, but its header describes {end}. {ADVICE}")
 
 
-def _wanted(experts: Experts) -> dict[str, tuple[Collection[str], list[int]]]:
+def _wanted(experts: Experts, scale: str) -> dict[str, tuple[Collection[str], list[int]]]:
     """The permitted dtypes and the shape of each weight and scale of an FP8 expert."""
     n, k = experts.intermediate, experts.hidden
     found: dict[str, tuple[Collection[str], list[int]]] = {}
     for names, shape in (("gate_proj", "up_proj", "w1", "w3"), [n, k]), (("down_proj", "w2"), [k, n]):
         for name in names:
             found[f"{name}.weight"] = ("F8_E4M3",), shape
-            found[f"{name}.weight_scale_inv"] = SCALE_DTYPES, [ceil_div(size, GROUP) for size in shape]
+            found[f"{name}.{scale}"] = SCALE_DTYPES, [ceil_div(size, GROUP) for size in shape]
     return found
+
+
+def _other_scales(path: Path, tensor: str, scale: str) -> CheckpointError:
+    return CheckpointError(
+        f"{shown(str(path))}: tensor {shown(tensor)} is none of a checkpoint whose scales are named {scale}, which "
+        "config.json describes. The two belong to different checkpoints: download both again."
+    )
 
 
 def _contradiction(

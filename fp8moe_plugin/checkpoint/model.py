@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fp8moe_plugin.checkpoint.config_json import Config, read_config
 from fp8moe_plugin.checkpoint.headers import check_shards
-from fp8moe_plugin.checkpoint.quantization import Unquantized, check_quantization, unquantized_layers
+from fp8moe_plugin.checkpoint.quantization import SCALE, Unquantized, block_fp8, scale_name, unquantized_layers
 from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Indexer, KvCache, Model, Split
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, shown
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
@@ -28,7 +28,8 @@ def read_model(folder: Path) -> Model:
     try:
         config = read_config(folder)
         model, served = _model(config)
-        check_shards(folder, model.experts, min(served), served if model.quantized else set())
+        scale = scale_name(config.quantization_config) if config.quantization_config else SCALE
+        check_shards(folder, model.experts, min(served), served if model.quantized else set(), scale)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{shown(error.filename)} is missing. Give the folder of a downloaded checkpoint."
@@ -42,7 +43,7 @@ def _model(config: Config) -> tuple[Model, set[int]]:
     """The model, and the layers whose experts the plugin serves."""
     quantization = config.quantization_config
     if quantization is not None:
-        check_quantization(quantization)
+        quantization = block_fp8(quantization)
     _check_activation(config)
     unquantized = Unquantized(unquantized_layers(quantization) if quantization else None)
     moe = moe_layers(config)

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from fp8moe_plugin.checkpoint import compressed
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import UnsupportedError
@@ -10,6 +11,7 @@ from fp8moe_plugin.settings import NAME
 
 WEIGHT_BLOCK = [GROUP, GROUP]
 E4M3 = ("e4m3", "float8_e4m3fn")
+SCALE = "weight_scale_inv"
 
 # The layers that engines fuse, each with the projections that a checkpoint has instead.
 FUSED = {
@@ -25,19 +27,20 @@ class Unquantized:
 
     A layer is unquantized if its full name is listed. A fused layer is also unquantized if all its projections are
     listed. A layer with "experts" in its name is also unquantized if a listed name starts with its own, so that one
-    listed expert stands for all.
+    listed expert stands for all. Names in compressed-tensors' list may be patterns.
     """
 
     def __init__(self, names: list[str] | None) -> None:
         self.names: dict[str, set[str]] = {}
         for match in filter(None, map(LAYER_NAME.fullmatch, names or ())):
             self.names.setdefault(match[1], set()).add(match[2])
+        self.patterns = [name for name in names or () if name.startswith(compressed.PATTERN)]
 
     def has(self, layer: int, name: str) -> bool:
         listed = self.names.get(str(layer), set())
         module, _, last = name.rpartition(".")
-        parts = [f"{module}.{part}" in listed for part in FUSED.get(last, ())]
-        if name in listed or (parts and all(parts)):
+        parts = [self._is_listed(layer, f"{module}.{part}") for part in FUSED.get(last, ())]
+        if self._is_listed(layer, name) or (parts and all(parts)):
             return True
         if any(parts):
             raise UnsupportedError(
@@ -46,14 +49,35 @@ class Unquantized:
             )
         return not parts and "experts" in name and any(other.startswith(name) for other in listed)
 
+    def _is_listed(self, layer: int, name: str) -> bool:
+        if name in self.names.get(str(layer), set()):
+            return True
+        return bool(self.patterns) and compressed.matches(self.patterns, f"model.layers.{layer}.{name}")
+
+
+def block_fp8(config: dict[str, Any]) -> dict[str, Any]:
+    """A `quantization_config` in the form of `quant_method: fp8`, checked.
+
+    Raises:
+        UnsupportedError: it does not describe dynamic block FP8 with 128x128 blocks.
+    """
+    found = compressed.as_fp8(config) if compressed.is_compressed(config) else config
+    check_quantization(found)
+    return found
+
+
+def scale_name(config: dict[str, Any]) -> str:
+    """What the names of a checkpoint's scales end with, by its `quantization_config`."""
+    return compressed.SCALE if compressed.is_compressed(config) else SCALE
+
 
 def check_quantization(config: dict[str, Any]) -> None:
     """Raise `UnsupportedError` unless this `quantization_config` describes dynamic block FP8 with 128x128 blocks."""
     method, block = config.get("quant_method"), config.get("weight_block_size")
     if not isinstance(method, str) or method.lower() != "fp8":  # vLLM ignores the case, too
         raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint's quant_method is {shown(method)}, but only 'fp8' is supported. "
-            "Remove --quantization to let the engine choose the method."
+            f"--quantization {NAME}: the checkpoint's quant_method is {shown(method)}, but only 'fp8' is supported, "
+            f"and {compressed.METHOD!r} in block FP8. Remove --quantization to let the engine choose the method."
         )
     scheme = config.get("activation_scheme")
     if scheme != "dynamic":

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from fp8moe_plugin.checkpoint import headers
+from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers.weights import check_scale_values
@@ -16,16 +17,17 @@ CHUNK_BYTES = 1 << 26  # bounds the temporary memory of checking a weight
 SCALE_DTYPES = tuple({"F32": torch.float32, "BF16": torch.bfloat16}[name] for name in headers.SCALE_DTYPES)
 
 
-def expert_tensors(experts: int, hidden: int, intermediate: int) -> dict[str, torch.Tensor]:
+def expert_tensors(experts: int, hidden: int, intermediate: int, scale: str = SCALE) -> dict[str, torch.Tensor]:
     """The parameters of a rank's experts, uninitialized: e4m3 `[E, N, K]` and a float32 scale per block of it.
 
     Args:
         intermediate: channels on this rank, whole blocks.
+        scale: what the names of scales end with.
     """
     found = {}
     for name, n, k in (("w13", 2 * intermediate, hidden), ("w2", hidden, intermediate)):
         found[f"{name}_weight"] = torch.empty(experts, n, k, dtype=FP8)
-        found[f"{name}_weight_scale_inv"] = torch.empty(experts, n // GROUP, k // GROUP, dtype=torch.float32)
+        found[f"{name}_{scale}"] = torch.empty(experts, n // GROUP, k // GROUP, dtype=torch.float32)
     return found
 
 

@@ -14,6 +14,7 @@ from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils import is_cpu, is_cuda
 
+from fp8moe_plugin.checkpoint import compressed
 from fp8moe_plugin.checkpoint.quantization import WEIGHT_BLOCK, check_quantization, unquantized_layers
 from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.checkpoint.untrusted import shell_word
@@ -46,6 +47,11 @@ class Fp8MoeConfig(Traits, Fp8Config):
         Raises:
             UnsupportedError: the checkpoint, this machine or an option of the command line is not supported.
         """
+        if compressed.is_compressed(config):
+            raise UnsupportedError(
+                f"--quantization {NAME}: checkpoints of {compressed.METHOD} are served under vLLM only. Remove "
+                "--quantization to let SGLang choose the method."
+            )
         check_quantization(config)
         unquantized_layers(config)  # raises unless it is a list of names
         return cls._checked(config, online=False)

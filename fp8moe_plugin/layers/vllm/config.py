@@ -10,9 +10,11 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import current_platform
 
-from fp8moe_plugin.checkpoint.quantization import WEIGHT_BLOCK, check_quantization, unquantized_layers
+from fp8moe_plugin.checkpoint import compressed
+from fp8moe_plugin.checkpoint.quantization import SCALE, WEIGHT_BLOCK, block_fp8, scale_name, unquantized_layers
 from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.checkpoint.untrusted import shell_word
+from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.machine import check_machine
@@ -34,7 +36,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
     It is an `Fp8Config`, because vLLM checks for that class in several places.
     """
 
-    def __init__(self, ignored_layers: list[str] | None, ue8m0: bool, online: bool = False) -> None:
+    def __init__(self, ignored_layers: list[str] | None, ue8m0: bool, online: bool = False, scale: str = SCALE) -> None:
         super().__init__(
             is_checkpoint_fp8_serialized=True,
             activation_scheme="dynamic",
@@ -43,6 +45,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         )
         self.ue8m0 = ue8m0
         self.online = online
+        self.scale = scale  # what the names of scales end with
         self.model = ModelState()
         self.dense_layers = DenseLayers()
         self.watches_worker = False
@@ -56,10 +59,10 @@ class Fp8MoeConfig(Traits, Fp8Config):
         Raises:
             UnsupportedError: the checkpoint or this machine is not supported.
         """
-        check_quantization(config)
+        found = block_fp8(config)
         check_platform()
-        names = unquantized_layers(config)
-        return cls(names, ue8m0=config.get("scale_fmt") == "ue8m0")
+        names = unquantized_layers(found)
+        return cls(names, ue8m0=found.get("scale_fmt") == "ue8m0", scale=scale_name(config))
 
     @classmethod
     def for_unquantized(cls) -> "Fp8MoeConfig":
@@ -106,13 +109,28 @@ class Fp8MoeConfig(Traits, Fp8Config):
         if linear:
             self.dense_layers.note(prefix, layer)
             dense = OnlineLinearMethod if self.online else Fp8MoeLinearMethod
-            return dense(self.ue8m0, prefix, warmup_command(), self.model)
+            return dense(self.ue8m0, prefix, warmup_command(), self.model, self.scale)
         experts = OnlineMoeMethod if self.online else Fp8MoeMethod
         shared = self.dense_layers.take(prefix)
-        return experts(layer.moe_config, self.ue8m0, prefix, warmup_command(), self.model, shared)
+        return experts(layer.moe_config, self.ue8m0, prefix, warmup_command(), self.model, shared, self.scale)
 
     def _is_skipped(self, prefix: str) -> bool:
-        return not is_quantized(prefix) if self.online else compat.is_layer_skipped(self, prefix)
+        if self.online:
+            return not is_quantized(prefix)
+        return compat.is_layer_skipped(self, prefix) or self._matches_pattern(prefix)
+
+    def _matches_pattern(self, prefix: str) -> bool:
+        """Whether the checkpoint keeps this layer unquantized by a pattern of compressed-tensors."""
+        patterns = [name for name in self.ignored_layers if name.startswith(compressed.PATTERN)]
+        module, _, last = prefix.rpartition(".")
+        parts = [f"{module}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
+        found = [bool(patterns) and compressed.matches(patterns, part) for part in parts]
+        if any(found) and not all(found):
+            raise UnsupportedError(
+                f"The checkpoint keeps only a part of {prefix} unquantized, but vLLM fuses its parts. Correct ignore "
+                "in quantization_config of its config.json so that all of them are unquantized, or none."
+            )
+        return all(found)
 
 
 def warmup_command() -> str:

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 )
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
+from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
@@ -24,12 +25,13 @@ from fp8moe_plugin.plan import linear_kernels
 
 @register_weight_loader_v2_supported_method
 class Fp8MoeLinearMethod(LinearMethodBase):
-    """Keeps the checkpoint's layout: `weight` e4m3 `[N, K]`, and `weight_scale_inv` float32, one scale per block."""
+    """Keeps the checkpoint's layout: `weight` e4m3 `[N, K]`, and float32 scales named `scale`, one per block."""
 
-    def __init__(self, ue8m0: bool, prefix: str, warmup: str, model: ModelState) -> None:
+    def __init__(self, ue8m0: bool, prefix: str, warmup: str, model: ModelState, scale: str = SCALE) -> None:
         self.ue8m0 = ue8m0
         self.prefix = prefix
         self.warmup = warmup
+        self.scale = scale
         self.loading = LayerLoading(prefix, model)
 
     def create_weights(
@@ -54,7 +56,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         layer.weight_block_size = block
         weight = create_fp8_weight_parameter(sum(outputs), inputs, self.weight_loader(loader))
         scale = create_fp8_scale_parameter(BlockQuantScaleParameter, outputs, inputs, block, loader)
-        self.loading.register(layer, {"weight": weight, "weight_scale_inv": scale}, self.check_tensor)
+        self.loading.register(layer, {"weight": weight, self.scale: scale}, self.check_tensor)
 
     def weight_loader(self, loader: MethodType) -> MethodType:
         """The loader for the weight, derived from vLLM's."""
@@ -65,7 +67,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         layer: Any, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: object = None
     ) -> None:
         """Raise `CheckpointError` for an unusable tensor of the checkpoint; its shape is left to vLLM's loader."""
-        name = "weight" if param.dtype == FP8 else "weight_scale_inv"
+        name = "weight" if param.dtype == FP8 else layer.quant_method.scale
         part = "" if loaded_shard_id is None else f" ({loaded_shard_id})"
         layer.fp8moe_loading.check_tensor(f"{layer.prefix}.{name}{part}", param, loaded_weight)
 
@@ -76,4 +78,4 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         metrics.update(prepare_kernels(linear_kernels(self.ue8m0), layer.weight, self.warmup))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return torch_ops.linear(x, layer.weight, layer.weight_scale_inv, bias, self.ue8m0)
+        return torch_ops.linear(x, layer.weight, getattr(layer, self.scale), bias, self.ue8m0)

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPr
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 from vllm.model_executor.utils import set_weight_attrs
 
+from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP, experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
@@ -29,11 +30,19 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     """Keeps the checkpoint's layout: contiguous parameters with one expert per index of dim 0, as EPLB needs them."""
 
     def __init__(
-        self, moe: Any, ue8m0: bool, prefix: str, warmup: str, model: ModelState, shared: Mlp | None = None
+        self,
+        moe: Any,
+        ue8m0: bool,
+        prefix: str,
+        warmup: str,
+        model: ModelState,
+        shared: Mlp | None = None,
+        scale: str = SCALE,
     ) -> None:
         super().__init__(moe)
         self.prefix = prefix
         self.warmup = warmup
+        self.scale = scale
         self.loading = LayerLoading(prefix, model)
         self.batched = moe.moe_parallel_config.use_batched_activation_format
         self.experts_cls = experts_class(self.batched, ue8m0)
@@ -85,9 +94,9 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         weight_attrs = {**extra_weight_attrs, "weight_loader": self.weight_loader(extra_weight_attrs["weight_loader"])}
         sizes = hidden_size, intermediate_size_per_partition
         shared = self.shared_mlp if self.shared_mlp and self.shared_mlp.fits(self.moe, num_experts, *sizes) else None
-        tensors = expert_tensors(num_experts + (shared is not None), *sizes)
+        tensors = expert_tensors(num_experts + (shared is not None), *sizes, self.scale)
         parameters = {
-            name: _parameter(tensor[:num_experts], block_attrs if name.endswith("scale_inv") else weight_attrs)
+            name: _parameter(tensor[:num_experts], block_attrs if name.endswith(self.scale) else weight_attrs)
             for name, tensor in tensors.items()
         }
         self.loading.register(layer, parameters, self.check_tensor)
@@ -136,7 +145,9 @@ class Fp8MoeMethod(FusedMoEMethodBase):
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         return fp8_w8a8_moe_quant_config(
-            w1_scale=layer.w13_weight_scale_inv, w2_scale=layer.w2_weight_scale_inv, block_shape=[GROUP, GROUP]
+            w1_scale=getattr(layer, f"w13_{self.scale}"),
+            w2_scale=getattr(layer, f"w2_{self.scale}"),
+            block_shape=[GROUP, GROUP],
         )
 
     def _make_kernel(self, layer: Any) -> mk.FusedMoEKernel:

@@ -56,7 +56,7 @@ class Mlp(NamedTuple):
 
 
 def _parameters(layer: Any) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
-    return layer.weight, layer.weight_scale_inv
+    return layer.weight, getattr(layer, layer.quant_method.scale)
 
 
 @dataclass

@@ -65,7 +65,10 @@ def test_the_config_survives_pickling():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "awq"}, "quant_method is 'awq', but only 'fp8' is supported. Remove --quantization"),
+        (
+            {"quant_method": "awq"},
+            "quant_method is 'awq', but only 'fp8' is supported, and 'compressed-tensors' in block FP8. Remove",
+        ),
         ({"activation_scheme": "static"}, "activation_scheme is 'static'.*Use --quantization fp8"),
         ({"weight_block_size": [64, 128]}, r"weight_block_size is \[64, 128\].*128x128 block. Use --quantization fp8"),
         ({"quant_method": None}, "quant_method is None, but only 'fp8' is supported"),

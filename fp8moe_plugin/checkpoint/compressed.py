@@ -1,0 +1,110 @@
+"""Checkpoints of compressed-tensors in block FP8, as llm-compressor writes them: the scheme FP8_BLOCK.
+
+Their `quantization_config` is brought into the form of `quant_method: fp8`. Names are those of the library
+compressed-tensors; its classes describe many more schemes, which are refused by what differs.
+"""
+
+import re
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from fp8moe_plugin.checkpoint.untrusted import shown
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.settings import NAME
+
+METHOD = "compressed-tensors"
+SCALE = "weight_scale"  # in the names of tensors, where `quant_method: fp8` has weight_scale_inv
+PATTERN = "re:"  # marks a regular expression among the ignored layers
+# What is accepted of regular expressions: text, and `.*` at most twice, so that no name takes long to match.
+PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_-]|\\?\.)*(?:\.\*(?:[A-Za-z0-9_-]|\\?\.)*){0,2}\$?", re.ASCII)
+MAX_PATTERNS = 64
+WITHOUT = ("kv_cache_scheme", "sparsity_config", "transform_config")  # must be absent or empty
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class _Weights(_Part):
+    num_bits: Literal[8]
+    type: Literal["float"]
+    strategy: Literal["block"]
+    block_structure: list[int]
+    symmetric: Literal[True] = True
+    dynamic: Literal[False] = False
+
+    @field_validator("block_structure")
+    @classmethod
+    def _is_ours(cls, found: list[int]) -> list[int]:
+        if found != [128, 128]:
+            raise ValueError("Input should be [128, 128]")
+        return found
+
+
+class _Activations(_Part):
+    num_bits: Literal[8]
+    type: Literal["float"]
+    strategy: Literal["group"]
+    group_size: Literal[128]
+    symmetric: Literal[True] = True
+    dynamic: Literal[True]
+
+
+class _Group(_Part):
+    targets: list[Literal["Linear"]] = Field(min_length=1)
+    weights: _Weights
+    input_activations: _Activations
+    output_activations: None = None
+    format: Literal["float-quantized"] | None = None
+
+
+class _Config(_Part):
+    config_groups: dict[str, _Group] = Field(min_length=1, max_length=1)
+    format: Literal["float-quantized"] | None = None
+    ignore: list[str] | None = None
+
+
+def is_compressed(config: dict[str, Any]) -> bool:
+    """Whether a `quantization_config` is one of compressed-tensors."""
+    return config.get("quant_method") == METHOD
+
+
+def as_fp8(config: dict[str, Any]) -> dict[str, Any]:
+    """The same scheme in the form of `quant_method: fp8`; the ignored layers may contain patterns.
+
+    Raises:
+        UnsupportedError: it is another scheme; the message names the field that differs.
+    """
+    try:
+        found = _Config.model_validate(config)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        raise _refusal(".".join(map(str, first["loc"])), first["input"], first["msg"]) from None
+    for field in WITHOUT:
+        if config.get(field):
+            raise _refusal(field, config[field], "Input should be absent")
+    ignored = found.ignore or []
+    patterns = [name for name in ignored if name.startswith(PATTERN)]
+    for name in patterns:
+        if not PLAIN.fullmatch(name.removeprefix(PATTERN)) or len(patterns) > MAX_PATTERNS:
+            raise _refusal("ignore", name, "Only names and patterns of the form re:.*name$ are supported")
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "ignored_layers": ignored,
+    }
+
+
+def matches(patterns: list[str], layer: str) -> bool:
+    """Whether the full name of a layer begins with what one of the patterns describes, as in compressed-tensors."""
+    return any(re.match(pattern.removeprefix(PATTERN), layer) for pattern in patterns)
+
+
+def _refusal(field: str, value: object, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"--quantization {NAME}: of {METHOD}, only FP8 with 128x128 blocks and dynamic activations is supported (the "
+        f"scheme FP8_BLOCK), but {shown(field)} of the checkpoint's quantization_config is {shown(value)}: {why}. "
+        "Remove --quantization to let the engine choose the method."
+    )

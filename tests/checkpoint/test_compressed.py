@@ -1,0 +1,107 @@
+"""Checkpoints of compressed-tensors: block FP8 is read like quant_method fp8, and every other scheme is refused.
+
+The descriptions are made by the library itself.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8moe_plugin.checkpoint import compressed
+from fp8moe_plugin.checkpoint.model import read_model
+from fp8moe_plugin.checkpoint.quantization import block_fp8
+from fp8moe_plugin.errors import UnsupportedError
+
+pytest.importorskip("compressed_tensors", reason="needs compressed-tensors (comes with vLLM)")
+
+from compressed_tensors import quantization as library
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
+from compressed_tensors.utils import match_name
+
+CONFIG = json.loads((Path(__file__).parent / "configs" / "Qwen3-30B-A3B-FP8.json").read_text())
+ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(CONFIG["num_hidden_layers"])]
+
+
+def description(preset: str = "FP8_BLOCK", ignore: list[str] | None = None, **changes: Any) -> dict[str, Any]:
+    """A `quantization_config` as the library writes it for a checkpoint."""
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    status = library.QuantizationStatus.COMPRESSED
+    ignored = ["lm_head", *ROUTERS] if ignore is None else ignore
+    config = library.QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignored, quantization_status=status)
+    config.format = "float-quantized" if preset.startswith("FP8") else config.format
+    written: dict[str, Any] = json.loads(json.dumps(config.model_dump(mode="json")))
+    return written | changes
+
+
+def checkpoint(folder: Path, quantization: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": quantization}))
+    return folder
+
+
+def test_block_fp8_is_read_like_fp8(tmp_path: Path) -> None:
+    (tmp_path / "fp8").mkdir()
+    fp8 = read_model(checkpoint(tmp_path / "fp8", CONFIG["quantization_config"]))
+    assert read_model(checkpoint(tmp_path, description())) == fp8
+    assert read_model(checkpoint(tmp_path, description(ignore=["lm_head", r"re:.*mlp\.gate$"]))) == fp8
+
+
+def test_layers_that_a_pattern_ignores_are_unquantized(tmp_path: Path) -> None:
+    model = read_model(checkpoint(tmp_path, description(ignore=["re:.*self_attn.*", "lm_head"])))
+    assert [layer.name for layer in model.dense] == []
+    assert {layer.name for layer in model.plain} == {"self_attn.qkv_proj", "self_attn.o_proj"}
+    with pytest.raises(UnsupportedError, match=r"keeps only a part of layer 0's self_attn\.qkv_proj unquantized"):
+        read_model(checkpoint(tmp_path, description(ignore=["re:.*q_proj$"])))
+    with pytest.raises(UnsupportedError, match="keeps all its experts unquantized"):
+        read_model(checkpoint(tmp_path, description(ignore=["re:.*mlp.experts.*"])))
+
+
+@pytest.mark.parametrize("preset", sorted(set(PRESET_SCHEMES) - {"FP8_BLOCK"}))
+def test_every_other_scheme_is_refused_by_what_differs(preset: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        block_fp8(description(preset))
+    message = str(caught.value)
+    assert "of compressed-tensors, only FP8 with 128x128 blocks and dynamic activations is supported" in message
+    assert "config_groups.group_0." in message
+    assert message.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("config_groups", "group_0", "weights", "block_structure"), [64, 128]),
+        (("config_groups", "group_0", "weights", "symmetric"), False),
+        (("config_groups", "group_0", "input_activations", "dynamic"), False),
+        (("config_groups", "group_0", "input_activations", "group_size"), 64),
+        (("config_groups", "group_0", "targets", 0), "re:.*experts.*"),
+        (("config_groups", "group_0", "format"), "naive-quantized"),
+        (("kv_cache_scheme",), {"num_bits": 8}),
+        (("transform_config",), {"config_groups": {"a": {}}}),
+        (("ignore", 0), r"re:(a+)+$"),
+        (("ignore", 0), "re:.*a.*b.*c"),
+    ],
+)
+def test_a_field_that_differs_is_named(path: tuple[str | int, ...], value: Any) -> None:
+    config = description()
+    part: Any = config
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    with pytest.raises(UnsupportedError) as caught:
+        block_fp8(config)
+    assert ".".join(map(str, path[:-1] if path[0] == "ignore" else path)) in str(caught.value)
+
+
+def test_two_groups_are_refused() -> None:
+    config = description()
+    config["config_groups"]["group_1"] = config["config_groups"]["group_0"]
+    with pytest.raises(UnsupportedError, match="'config_groups' of the checkpoint's quantization_config"):
+        block_fp8(config)
+
+
+@pytest.mark.parametrize("pattern", ["re:.*gate$", "re:.*mlp.gate$", r"re:.*layers\.0\..*proj", "re:model", "re:gate$"])
+@pytest.mark.parametrize("layer", ["model.layers.0.mlp.gate", "model.layers.0.self_attn.q_proj", "lm_head"])
+def test_patterns_match_as_in_the_library(pattern: str, layer: str) -> None:
+    assert compressed.PLAIN.fullmatch(pattern.removeprefix("re:"))
+    assert compressed.matches([pattern], layer) == match_name(layer, pattern)

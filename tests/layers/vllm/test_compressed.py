@@ -1,0 +1,120 @@
+"""vLLM itself loads a checkpoint of compressed-tensors in block FP8, whose scales are in BF16, and calls its layers."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
+from fp8moe_plugin.checkpoint.model import read_model
+from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
+from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
+from fp8moe_plugin.ops import fp8_linear, fused_moe
+from tests import helpers as h
+from tests.engine.load import load
+
+pytestmark = pytest.mark.seam
+
+SHAPE = replace(PRESETS["qwen3_moe", "tiny"], moe_layers=1, block_spread=1.0)
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+ATTENTION, EXPERTS = "model.layers.0.self_attn", "model.layers.0.mlp.experts"
+Tensors = dict[str, torch.Tensor]
+# What compressed-tensors writes for FP8_BLOCK; tests/checkpoint/test_compressed.py has it from the library.
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
+SCHEME = {
+    "targets": ["Linear"],
+    "weights": {**FLOAT, "strategy": "block", "block_structure": [128, 128], "dynamic": False},
+    "input_activations": {**FLOAT, "strategy": "group", "group_size": 128, "dynamic": True},
+}
+QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {"group_0": SCHEME},
+    "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "qwen3_moe-compressed"
+    write_checkpoint(folder, SHAPE)
+    (shard,) = folder.glob("*.safetensors")
+    renamed = {}
+    for name, tensor in load_file(shard).items():
+        scale = name.endswith("weight_scale_inv")
+        renamed[name.removesuffix("_inv") if scale else name] = tensor.to(torch.bfloat16) if scale else tensor
+    save_file(renamed, shard)
+    for index in folder.glob("*.index.json"):
+        index.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = QUANTIZATION
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tensors(checkpoint: Path) -> Tensors:
+    (shard,) = checkpoint.glob("*.safetensors")
+    return load_file(shard)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path, workspaces: None) -> Iterator[torch.nn.Module]:
+    ModelRegistry.register_model("Qwen3MoeForCausalLM", Qwen3MoeForCausalLM)  # or vLLM starts a process to look at it
+    with mock.patch.dict(os.environ, ENVIRONMENT):
+        yield load(checkpoint, "fp8moe", enforce_eager=True)
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+def both(tensors: Tensors, *names: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights and float32 scales of these layers, concatenated along the rows."""
+    weight = torch.cat([tensors[f"{name}.weight"] for name in names])
+    return weight, torch.cat([tensors[f"{name}.weight_scale"] for name in names]).float()
+
+
+def test_the_files_belong_to_the_description(checkpoint):
+    assert read_model(checkpoint).quantized
+
+
+def test_the_experts_compute_what_the_checkpoint_says(model, tensors):
+    (layer,) = (module for module in model.modules() if isinstance(module, RoutedExperts))
+    assert type(layer.quant_method) is Fp8MoeMethod
+    parts = []
+    for projections in (("gate_proj", "up_proj"), ("down_proj",)):
+        experts = [both(tensors, *(f"{EXPERTS}.{e}.{name}" for name in projections)) for e in range(SHAPE.experts)]
+        parts += [torch.stack(part) for part in zip(*experts, strict=True)]
+    gen = h.seeded(0, torch.device("cpu"))
+    x = h.random_tokens(gen, 5, SHAPE.hidden)
+    routing = h.random_routing(gen, "distinct", 5, SHAPE.topk, SHAPE.experts)
+    assert h.same_bits(layer.forward_modular(x, *routing), fused_moe(x, *parts, *routing))
+
+
+@pytest.mark.parametrize(("layer", "parts"), [("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("o_proj", ("o_proj",))])
+def test_the_projections_compute_what_the_checkpoint_says(model, tensors, layer, parts):
+    module = model.get_submodule(f"{ATTENTION}.{layer}")
+    assert type(module.quant_method) is Fp8MoeLinearMethod
+    weight, scale = both(tensors, *(f"{ATTENTION}.{part}" for part in parts))
+    x = h.random_tokens(h.seeded(1, torch.device("cpu")), 5, weight.shape[1])
+    out, _ = module(x)
+    assert h.same_bits(out, fp8_linear(x, weight, scale))
+
+
+def test_a_router_that_a_pattern_ignores_stays_as_it_is(model):
+    gate = model.get_submodule("model.layers.0.mlp.gate")
+    assert gate.weight.dtype == torch.bfloat16
+    assert not isinstance(gate.quant_method, Fp8MoeLinearMethod)
