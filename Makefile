@@ -23,7 +23,7 @@ cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emula
 # As many as a small machine has cores. All tests of a file run in the same worker, which builds their fixtures once.
 workers := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 faults := tests/engine $(addprefix tests/emulator/test_,faults.py small_batch.py) $(wildcard tests/jit/test_faults*.py) \
-	tests/checkpoint/test_fuzz.py $(addprefix tests/warmup/test_,closure.py convert_kill.py interrupts.py streams.py)
+	tests/checkpoint/test_fuzz.py tests/triton/test_compile.py $(addprefix tests/warmup/test_,closure.py convert_kill.py interrupts.py streams.py)
 # By engine: what `make serve` serves, and with which Python.
 demo_vllm := demo/deepseek_v3-tiny
 demo_sglang := demo/qwen3_moe-tiny

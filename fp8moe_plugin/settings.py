@@ -23,10 +23,10 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 class Settings(BaseModel):
     model_config = ConfigDict(frozen=True)
 
-    backend: Literal["auto", "sm90", "reference"] = Field(
+    backend: Literal["auto", "sm90", "triton", "reference"] = Field(
         "auto",
-        description="`sm90`: our kernels. `reference`: plain PyTorch. `auto`: our kernels on a Hopper GPU, PyTorch "
-        "elsewhere, except that under vLLM and SGLang other GPUs are refused.",
+        description="`sm90`: our CUDA kernels for Hopper GPUs. `triton`: our Triton kernels. `reference`: plain "
+        "PyTorch. `auto`: `sm90` on Hopper GPUs, `triton` on other GPUs with FP8, `reference` on a CPU.",
     )
     bundle: Path | None = Field(
         None,

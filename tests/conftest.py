@@ -13,7 +13,7 @@ from hypothesis import HealthCheck
 
 from fp8moe_plugin import ops  # noqa: F401  (loads the modules whose scratch is poisoned)
 from fp8moe_plugin.logs import log_once
-from fp8moe_plugin.ops import workspace
+from fp8moe_plugin.ops import backend, workspace
 from fp8moe_plugin.ops.checks import poison
 from fp8moe_plugin.plan import HOPPER
 from fp8moe_plugin.settings import settings
@@ -25,10 +25,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("full", hypothesis.settings.get_profile("ci"), max_examples=200, derandomize=False)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+INTERPRETED = "test_interpreted.py"
 LONGEST_FIRST = ("engine", "warmup", "emulator")  # folders
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-backend", metavar="NAME", help="as FP8MOE_BACKEND, for tensors on a GPU")
     parser.addoption("--engine", metavar="REQUIREMENT", help="stop unless this is installed, as in sglang==0.5.23")
 
 
@@ -36,6 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted, found = config.getoption("engine"), [f"{build.name}=={build.version}" for build in engine_builds()]
     if wanted and found != [wanted]:
         raise pytest.UsageError(f"--engine {wanted}: this environment has {found or 'none'}")
+    if on_gpus := config.getoption("--gpu-backend"):
+        chosen = backend.choose_backend
+        backend.choose_backend = lambda wanted, capability: chosen(on_gpus if capability else wanted, capability)
     if config.getoption("numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # of workers, which share the cores, and of what they start
 
@@ -52,9 +57,12 @@ def engine_builds() -> list[importlib.metadata.Distribution]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The folders of the longest files come first, so that no worker is left with one of them in the end."""
+    """The folders of the longest files come first, so that no worker is left with one of them in the end.
+
+    INTERPRETED comes last: Triton's interpreter changes Triton, which then compiles nothing more in its process.
+    """
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
+    items.sort(key=lambda item: (item.path.name == INTERPRETED, rank.get(item.path.parent.name, len(rank))))
 
 
 def vllm_builds() -> list[importlib.metadata.Distribution]:

@@ -10,9 +10,10 @@ import torch
 from hypothesis import strategies as st
 
 from fp8moe_plugin.jit.launch import Argument, Launch, PerGroup, Slot, TensorMap
-from fp8moe_plugin.ops import backend, gemm, linear, moe, reference
+from fp8moe_plugin.ops import backend, gemm, moe, reference
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.plan import DensePlan, KernelKey, MoeShape, StepPlan
+from fp8moe_plugin.plan.catalog import SM90
 from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from fp8moe_plugin.plan.dense import many_rows, tiled
 from fp8moe_plugin.plan.parameters import ARGUMENTS
@@ -174,6 +175,8 @@ def resolved(argument: Argument, addresses: tuple[int, ...]) -> TensorMap | PerG
 class Recorder:
     """A device that keeps launches, with the addresses of their call, instead of making them."""
 
+    target = SM90
+
     def __init__(self, multiprocessors: int = 132) -> None:
         self.multiprocessors = multiprocessors
         self.launches: list[Launch] = []
@@ -223,8 +226,7 @@ def force_step(patch: pytest.MonkeyPatch, *, width: int = 0, tile_rows: int | No
 
 def force_dense(patch: pytest.MonkeyPatch, plan: Callable[[int, int, int], DensePlan]) -> None:
     """Dense GEMMs of `[m, n]` results take such plans, from m, n and the number of multiprocessors."""
-    for module in (gemm, linear):
-        patch.setattr(module, "plan_dense", lambda m, n, k, output, multiprocessors: plan(m, n, multiprocessors))
+    patch.setattr(gemm, "plan_dense", lambda m, n, k, output, multiprocessors: plan(m, n, multiprocessors))
 
 
 def force_dense_tile(patch: pytest.MonkeyPatch, tile_m: int, tile_n: int) -> None:

@@ -30,7 +30,7 @@ def environment_value(default: object) -> str:
 
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
-    [("FP8MOE_BACKEND", "cuda", "'auto', 'sm90' or 'reference'"), ("FP8MOE_DEBUG", "maybe", "0 or 1")],
+    [("FP8MOE_BACKEND", "cuda", "'auto', 'sm90', 'triton' or 'reference'"), ("FP8MOE_DEBUG", "maybe", "0 or 1")],
 )
 def test_a_value_that_is_not_allowed_is_refused(name: str, value: str, allowed: str) -> None:
     refused = pytest.raises(UnsupportedError, match=f"{name} is '{value}'. Input should be {allowed}. Change or unset")

@@ -42,7 +42,7 @@ def run(arguments: list[str] | None) -> int:
         _print_error(f"The current folder cannot be used: {error.strerror}. Change to another folder.")
         return 1
     options = parse(arguments)
-    report = Report(command=options.command, parallel=str(options.parallel))
+    report = Report(command=options.command, parallel=str(options.parallel), arch=options.kernels)
     done = False
     alone = options.json == STDOUT  # the report; texts go where progress goes
     with _failure_reported(report):
@@ -99,7 +99,7 @@ def as_text(name: str | bytes | Path) -> str:
 
 
 def compile_kernels(options: Options, report: Report) -> bool:
-    plan = kernels.plan_of(_checked_model(options, report))
+    plan = kernels.plan_of(_checked_model(options, report), options.kernels)
     start = time.perf_counter()
     report.kernels = kernels.compile_missing(plan)
     report.seconds = round(time.perf_counter() - start, 3)
@@ -129,7 +129,7 @@ def _write_bundle(options: Options, report: Report, plan: kernels.Plan) -> None:
 
 
 def list_kernels(options: Options, report: Report) -> bool:
-    report.kernels = kernels.look_up(kernels.plan_of(_checked_model(options, report)))
+    report.kernels = kernels.look_up(kernels.plan_of(_checked_model(options, report), options.kernels))
     print(kernels.table(report.kernels))
     print(_summary(report))
     return True
@@ -137,7 +137,7 @@ def list_kernels(options: Options, report: Report) -> bool:
 
 def verify(options: Options, report: Report) -> bool:
     """With a bundle, check only the bundle: the machine that serves from it may have no cache."""
-    plan = kernels.plan_of(_checked_model(options, report))
+    plan = kernels.plan_of(_checked_model(options, report), options.kernels)
     bundle = options.bundle or lookup.bundle_path()
     report.kernels = kernels.look_into(bundle, plan) if bundle else kernels.look_up(plan)
     bad = [kernel for kernel in report.kernels if kernel.state != State.PRESENT]
@@ -146,7 +146,8 @@ def verify(options: Options, report: Report) -> bool:
     print(_summary(report))
     if bad:
         model = f" --model {shell_word(options.model)} {options.parallel}" if options.model else ""
-        print(f"Run `{lookup.warmup_command(lookup.WARMUP + model, bundle)}`.")
+        command = lookup.WARMUP + model + lookup.gpu_option(options.kernels)
+        print(f"Run `{lookup.warmup_command(command, bundle)}`.")
     return not bad
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from fp8moe_plugin.plan import HOPPER
-from fp8moe_plugin.settings import Settings
+from fp8moe_plugin.plan.machine import choose_backend
+from fp8moe_plugin.settings import Settings, settings
 
 # Other variables that change what the plugin or the warm-up does. Never one that holds a secret, such as HF_TOKEN.
 VARIABLES = (
@@ -36,7 +36,9 @@ class Gpu(Fact):
     name: str
     compute_capability: str  # such as "9.0"
     memory_bytes: int
-    served: bool  # by our kernels
+    served: bool  # by a backend of ours
+    backend: str  # which one FP8MOE_BACKEND asks for on it
+    refusal: str | None  # what that backend needs, if this GPU does not have it
 
 
 class Driver(Fact):
@@ -140,12 +142,15 @@ def _gpus() -> Iterator[Gpu]:
         _, major = driver.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
         _, minor = driver.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
         _, memory = driver.cuDeviceTotalMem(device)
+        backend, refusal = choose_backend(settings().backend, (major, minor))
         yield Gpu(
             ordinal=ordinal,
             name=name.split(b"\0")[0].decode(),
             compute_capability=f"{major}.{minor}",
             memory_bytes=memory,
-            served=(major, minor) == HOPPER,
+            served=refusal is None,
+            backend=backend,
+            refusal=refusal,
         )
 
 

@@ -12,7 +12,7 @@ from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.errors import CacheError, Fp8MoeError
 from fp8moe_plugin.jit import cache, sequence, toolchain
 from fp8moe_plugin.jit.bundle import read_bundle
-from fp8moe_plugin.jit.compiler import nvrtc_version
+from fp8moe_plugin.jit.compiler import compiler_version, nvrtc_version
 from fp8moe_plugin.jit.lookup import bundle_path
 from fp8moe_plugin.settings import Settings, settings, unknown_variables, variable
 from warmup import diagnosis, engines, kernels
@@ -33,7 +33,7 @@ def findings(options: Options, report: Report) -> list[Finding]:
         return found
     looks: dict[str, Callable[[Diagnosis], Iterator[Finding]]] = {
         "engines": _engines,
-        "compiler": _compiler,
+        "compiler": lambda facts: _compiler(facts, options.kernels),
         "launcher": _launcher,
         "cache": _cache,
         "bundle": _bundle,
@@ -43,7 +43,7 @@ def findings(options: Options, report: Report) -> list[Finding]:
         found += _look(subject, lambda look=look: look(facts))  # type: ignore[misc]
     plan: kernels.Plan = {}
     found += _look("model", lambda: _model(options, report, plan))
-    found += _look("kernels", lambda: _kernels(report, plan or kernels.plan_of(None)))
+    found += _look("kernels", lambda: _kernels(report, plan or kernels.plan_of(None, options.kernels)))
     if report.kernels and all(kernel.state == State.PRESENT for kernel in report.kernels):
         return [_not_needed(finding) if finding.subject in ("compiler", "cache") else finding for finding in found]
     return found
@@ -83,8 +83,8 @@ def _engines(facts: Diagnosis) -> Iterator[Finding]:
     yield from map(engines.finding, facts.engines)
 
 
-def _compiler(facts: Diagnosis) -> Iterator[Finding]:
-    facts.compiler = nvrtc_version()
+def _compiler(facts: Diagnosis, target: str) -> Iterator[Finding]:
+    facts.compiler = compiler_version(target)
     yield Finding(subject="compiler", found=facts.compiler, ok=True)
 
 
@@ -170,8 +170,9 @@ def _gpu(facts: Diagnosis) -> Iterator[Finding]:
     facts.driver, facts.gpus = looked
     for gpu in facts.gpus:
         what = f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, compute capability {gpu.compute_capability}, "
-        refused = "" if gpu.served else "; refused by --quantization fp8moe, whose kernels need 9.0 (H100, H200, H20)"
-        yield Finding(subject=f"GPU {gpu.ordinal}", found=f"{what}{_driver(facts.driver)}{refused}", ok=gpu.served)
+        served = f"backend {gpu.backend}" if gpu.served else f"refused by --quantization fp8moe: {gpu.refusal}"
+        found = f"{what}{_driver(facts.driver)}; {served}"
+        yield Finding(subject=f"GPU {gpu.ordinal}", found=found, ok=gpu.served)
     compiler = facts.bundle.compiler if facts.bundle else facts.compiler
     compiled = re.match(r"nvrtc (\d{1,3})\.", compiler or "")
     if compiler and compiled and int(compiled[1]) > int(facts.driver.cuda.partition(".")[0]):
@@ -188,7 +189,7 @@ def _model(options: Options, report: Report, plan: kernels.Plan) -> Iterator[Fin
     if options.model is None:
         return
     model = read_checkpoint(options.model, report, options.revision, options.download_dir)
-    plan |= kernels.plan_of(model)
+    plan |= kernels.plan_of(model, options.kernels)
     rank_shapes(model, options.parallel)
     good = f"{shown_text(options.model)} ({shown_text(model.architecture)}) can be split by {options.parallel}"
     yield Finding(subject="model", found="; ".join([good, *report.warnings]), ok=True)

@@ -21,8 +21,9 @@ from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.errors import CacheError, CompileError, UnsupportedError
 from fp8moe_plugin.jit import bundle, cache, lookup
-from fp8moe_plugin.jit.compiler import entry_name, nvrtc_version
+from fp8moe_plugin.jit.compiler import compiler_version, entry_name
 from fp8moe_plugin.plan import KernelKey, all_kernels, model_kernels
+from fp8moe_plugin.plan.catalog import SM90
 from warmup import interrupts
 from warmup.report import KernelReport, State
 
@@ -33,9 +34,9 @@ PATIENCE_S = 180  # 60 times the time of the slowest kernel, and longer than any
 Outcome = dict[str, Any]  # fields of a KernelReport
 
 
-def plan_of(model: Model | None) -> Plan:
-    """The kernels of a checkpoint, or all kernels."""
-    return model_kernels(model) if model else dict.fromkeys(all_kernels(), "every existing kernel")
+def plan_of(model: Model | None, target: str = SM90) -> Plan:
+    """The kernels of a checkpoint, or all kernels, for a target: see `plan.closure.moe_kernels`."""
+    return model_kernels(model, target) if model else dict.fromkeys(all_kernels(target), "every existing kernel")
 
 
 def look_up(plan: Plan) -> list[KernelReport]:
@@ -173,7 +174,7 @@ def _outcome(future: Future[Outcome]) -> Outcome:
 
 
 def _in_cache(key: KernelKey, why: str) -> KernelReport:
-    return _report(key, why, lambda key: (cache.read(_entry(key)), shown_text(cache.cache_dir())))
+    return _report(key, why, lambda key: (_cached(key), shown_text(cache.cache_dir())))
 
 
 def _report(
@@ -185,7 +186,7 @@ def _report(
         find: returns a cubin and its place, or raises `Missing`.
         compiler: determines the name of the entry.
     """
-    known = {"kernel": str(key), "why": why, "entry": entry_name(key, compiler or _compiler())}
+    known = {"kernel": str(key), "why": why, "entry": entry_name(key, compiler or _compiler(key))}
     try:
         cubin, place = find(key)
     except cache.Missing as missing:
@@ -198,14 +199,14 @@ def _content(cubin: bytes) -> dict[str, Any]:
     return {"size": len(cubin), "sha256": hashlib.sha256(cubin).hexdigest()}
 
 
-def _entry(key: KernelKey) -> str:
-    return entry_name(key, nvrtc_version())
+def _cached(key: KernelKey) -> bytes:
+    return cache.read(entry_name(key, compiler_version(key.target)), key.target)
 
 
-def _compiler() -> str:
-    """NVRTC or, where it cannot be loaded, the compiler of the bundle in use. Raises `CompileError`, `CacheError`."""
+def _compiler(key: KernelKey) -> str:
+    """The installed compiler, else that of the bundle in use. Raises `CompileError`, `CacheError`."""
     try:
-        return nvrtc_version()
+        return compiler_version(key.target)
     except CompileError:
         archive = lookup.bundle_path()
         if archive is None:
@@ -225,7 +226,7 @@ def write_bundle(path: Path, plan: Plan) -> bytes:
         CacheError: a kernel was removed from the cache, or the bundle cannot be written.
     """
     try:
-        return bundle.write_bundle(path, {key: cache.read(_entry(key)) for key in plan})
+        return bundle.write_bundle(path, {key: _cached(key) for key in plan})
     except cache.Missing as missing:
         raise CacheError(
             f"A kernel was removed from the cache in the meantime: {missing}. Run the command again."

@@ -12,6 +12,8 @@ from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
 from fp8moe_plugin.jit.cache import cache_dir
 from fp8moe_plugin.jit.lookup import bundle_path
+from fp8moe_plugin.plan.catalog import SM90
+from fp8moe_plugin.plan.triton_catalog import GPUS as TRITON_GPUS
 from warmup.model import is_folder
 from warmup.parser import Parser, parsers, with_command
 from warmup.target import BUNDLE, MAX_TOKENS, UTILIZATION, Target
@@ -46,13 +48,14 @@ class Options:
     plot: Path | None
     out: Path | None
     target: Target | None
+    kernels: str  # their target: Triton's for a GPU that is named, else SM90
 
 
 def parse(arguments: list[str] | None) -> Options:
     """Parse the command line; exits with status 2 if it is invalid."""
     main, commands = parsers()
     # Options that a command does not have are None.
-    unset = dict.fromkeys((*OF_VLLM, *OF_SGLANG, *SIZES, "bundle", "dry_run", "plot", "out", "gpu", "gpus"))
+    unset = dict.fromkeys((*OF_VLLM, *OF_SGLANG, *SIZES, "bundle", "dry_run", "plot", "out", "gpu", "gpus", "kernels"))
     main.set_defaults(**unset, gpu_memory_utilization=None, kv_cache_dtype=None)
     given = main.parse_args(with_command(arguments))
     parser = commands[given.command]
@@ -75,6 +78,7 @@ def parse(arguments: list[str] | None) -> Options:
         plot=given.plot,
         out=given.out,
         target=_target(given, longest),
+        kernels=TRITON_GPUS.get(given.kernels, SM90),
     )
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from fp8moe_plugin.plan.triton_catalog import GPUS as TRITON_GPUS
 from warmup.report import installed
 from warmup.target import BUNDLE, CACHE_DTYPES, GPUS, MAX_COUNT, MAX_TOKENS, MOST_GPUS, UTILIZATION
 
@@ -90,16 +91,25 @@ def _command(commands: "argparse._SubParsersAction[Parser]", name: str) -> Parse
     return parser
 
 
+def _add_kernels(parser: Parser) -> None:
+    parser.add_argument(
+        "--gpu", dest="kernels", choices=TRITON_GPUS, help="Triton kernels for this GPU (default: CUDA ones for Hopper)"
+    )
+
+
 def _add_compile(parser: Parser) -> None:
+    _add_kernels(parser)
     parser.add_argument("--dry-run", action="store_true", help="only list the kernels")
     parser.add_argument("--bundle", type=Path, metavar="FILE", help="also write all kernels to this archive")
 
 
 def _add_verify(parser: Parser) -> None:
+    _add_kernels(parser)
     parser.add_argument("--bundle", type=Path, metavar="FILE", help="archive to check, and nothing else")
 
 
 def _add_bundle(parser: Parser) -> None:
+    _add_kernels(parser)
     parser.add_argument("--bundle", type=Path, metavar="FILE", help=f"archive to write (default: {BUNDLE})")
 
 
@@ -140,6 +150,8 @@ def _add_explain(parser: Parser) -> None:
 
 ADD = {
     "compile": _add_compile,
+    "list": _add_kernels,
+    "doctor": _add_kernels,
     "explain": _add_explain,
     "verify": _add_verify,
     "bundle": _add_bundle,

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fp8moe_plugin.bench.result import BenchResult
 from fp8moe_plugin.jit.atomic import write_file
-from fp8moe_plugin.jit.compiler import ARCH
+from fp8moe_plugin.plan.catalog import SM90
 from warmup.diagnosis import Diagnosis
 
 PACKAGES = (
@@ -168,7 +168,7 @@ class Report(Part):
     schema_version: Literal[1] = 1
     command: str
     created: str = Field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
-    arch: str = ARCH
+    arch: str = SM90
     versions: dict[str, str] = Field(default_factory=lambda: versions())
     model: ModelReport | None = None
     parallel: str | None = None

@@ -24,12 +24,15 @@ from fp8moe_plugin.checkpoint.untrusted import Limits, read_json, shown, shown_t
 from fp8moe_plugin.errors import CacheError
 from fp8moe_plugin.jit.atomic import write_file
 from fp8moe_plugin.jit.cache import Missing
-from fp8moe_plugin.jit.compiler import ARCH, entry_name, nvrtc_version
+from fp8moe_plugin.jit.compiler import compiler_version, entry_name
 from fp8moe_plugin.jit.cubin import cubin_fault
 from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.catalog import SM90
+from fp8moe_plugin.plan.triton_catalog import TARGETS
 
 MANIFEST = "manifest.json"
 REMEDY = "create it again with fp8moe-warmup bundle"
+ARCHS = (SM90, *TARGETS)
 MAX_BYTES = 1 << 26  # a bundle of all existing kernels is smaller than a megabyte
 MAX_KERNELS = 4096  # about a hundred times the number of existing kernels
 MANIFEST_LIMITS = Limits(size=512 * MAX_KERNELS, containers=MAX_KERNELS + 2, values=4 * MAX_KERNELS + 4)
@@ -71,6 +74,8 @@ class Bundle:
 
     def cubin(self, key: KernelKey) -> bytes:
         """The cubin of a kernel. Raises `Missing` if the bundle does not contain it or it is damaged."""
+        if key.target != self.manifest.arch:
+            raise Missing(f"{self._shown} contains kernels for {self.manifest.arch}, not for {key.target}: {REMEDY}")
         name = entry_name(key, self.manifest.compiler)
         entry, cubin = self._entries.get(name), self._cubins.get(name)
         if entry is None:
@@ -82,7 +87,7 @@ class Bundle:
             raise Missing(f"{self._shown} is damaged: the checksum of {name} differs")
         if len(cubin) != entry.bytes:
             raise Missing(f"{self._shown} is damaged: the size of {name} differs")
-        fault = cubin_fault(cubin)
+        fault = cubin_fault(cubin, key.target)
         if fault:
             raise Missing(f"{self._shown} is damaged: {name} is {fault}")
         return cubin
@@ -109,8 +114,8 @@ def _read_once(path: Path) -> Bundle | str:
     try:
         files = _members(_content(path))
         manifest = _manifest(files.pop(MANIFEST))
-        if manifest.arch != ARCH:
-            return f"{shown_text(path)} contains kernels for {shown(manifest.arch)}, not for {ARCH}: {REMEDY}"
+        if manifest.arch not in ARCHS:
+            return f"{shown_text(path)} contains kernels for {shown(manifest.arch)}, which are not served: {REMEDY}"
         return Bundle(path, manifest, files)
     except CacheError as error:
         return str(error)
@@ -121,7 +126,7 @@ def _read_once(path: Path) -> Bundle | str:
 
 
 def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> bytes:
-    """Atomically write a bundle of cubins that this machine's NVRTC compiled. Returns its bytes.
+    """Atomically write a bundle of cubins that this machine compiled, all for one target. Returns its bytes.
 
     Raises:
         CacheError: the path exists and is not a regular file, or it cannot be written.
@@ -182,13 +187,14 @@ def _manifest(text: bytes) -> Manifest:
 
 
 def _archive(kernels: dict[KernelKey, bytes]) -> bytes:
-    compiler = nvrtc_version()
+    (target,) = {key.target for key in kernels} or {SM90}
+    compiler = compiler_version(target)
     files = {entry_name(key, compiler): (key, cubin) for key, cubin in kernels.items()}
     entries = [
         Entry(name=name, kernel=str(key), sha256=hashlib.sha256(cubin).hexdigest(), bytes=len(cubin))
         for name, (key, cubin) in sorted(files.items())
     ]
-    manifest = Manifest(arch=ARCH, compiler=compiler, kernels=entries)
+    manifest = Manifest(arch=target, compiler=compiler, kernels=entries)
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         _add(archive, MANIFEST, manifest.model_dump_json(indent=1).encode())

@@ -24,6 +24,7 @@ from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.errors import CacheError
 from fp8moe_plugin.jit.atomic import make_folder, write_whole
 from fp8moe_plugin.jit.cubin import cubin_fault
+from fp8moe_plugin.plan.catalog import SM90
 from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")
@@ -61,8 +62,8 @@ def cache_dir() -> Path:
         raise CacheError(f"{shown_text(folder)} cannot be resolved: {error.strerror}. {ADVICE}") from error
 
 
-def read(name: str) -> bytes:
-    """The cubin of an entry.
+def read(name: str, target: str = SM90) -> bytes:
+    """The cubin of an entry, which must be for this target.
 
     Raises:
         Missing: there is no such entry, or the folder must not be used. `Damaged`: the entry is not valid.
@@ -81,7 +82,7 @@ def read(name: str) -> bytes:
     if entry is None:
         raise Damaged(f"{shown_text(path / name)} is damaged: it is larger than {MAX_BYTES >> 20} MiB")
     cubin = entry[CHECKSUM_BYTES:]
-    fault = "its checksum differs" if seal(name, cubin) != entry else cubin_fault(cubin)
+    fault = "its checksum differs" if seal(name, cubin) != entry else cubin_fault(cubin, target)
     if fault:
         raise Damaged(f"{shown_text(path / name)} is damaged: {fault}")
     return cubin

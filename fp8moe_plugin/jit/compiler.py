@@ -1,4 +1,7 @@
-"""Compiling CUDA C++ to cubins with NVRTC, in memory. Needs only NVRTC's wheel: no GPU, CUDA toolkit or compiler."""
+"""Compiling kernels to cubins, in memory: CUDA C++ with NVRTC, which needs only its wheel, and Triton's.
+
+Neither needs a GPU, a CUDA toolkit or a C++ compiler.
+"""
 
 import functools
 import hashlib
@@ -9,11 +12,13 @@ from typing import NamedTuple
 
 from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import CompileError
+from fp8moe_plugin.jit.triton_compiler import compile_triton, sources, triton_version
 from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.catalog import SM90
 from fp8moe_plugin.plan.constants import MACROS
+from fp8moe_plugin.plan.triton_catalog import TritonKey, is_triton
 
-ARCH = "sm_90a"
-OPTIONS = {"arch": ARCH, "std": "c++17"}  # all options that affect the machine code
+OPTIONS = {"arch": SM90, "std": "c++17"}  # all options that affect the machine code
 PTXAS_OPTIONS = ["-v"]
 OLDEST_NVRTC = (12, 8)
 _INCLUDE = re.compile(r'^#include "(.+)"$')
@@ -29,8 +34,11 @@ def compile_kernel(key: KernelKey) -> Compiled:
     """Compile a kernel.
 
     Raises:
-        CompileError: NVRTC cannot be loaded, or refuses the source.
+        CompileError: the compiler cannot be loaded, or refuses the source.
     """
+    if isinstance(key, TritonKey):
+        cubin, report = compile_triton(key)
+        return Compiled(cubin, _faults(report), report)
     from cuda.core import Program, ProgramOptions
 
     compiler = nvrtc_version()
@@ -61,11 +69,17 @@ def entry_name(key: KernelKey, compiler: str) -> str:
     It does not depend on paths, times or the machine.
 
     Args:
-        compiler: the result of `nvrtc_version`, here or on another machine.
+        compiler: the result of `compiler_version`, here or on another machine.
     """
-    parts = (translation_unit(key), *OPTIONS.values(), compiler)
+    text = sources(key) if isinstance(key, TritonKey) else (translation_unit(key), *OPTIONS.values())
+    parts = (*text, compiler)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return f"{key.source}-{digest}.cubin"
+
+
+def compiler_version(target: str) -> str:
+    """The version of what compiles the kernels of a target. Raises `CompileError` if there is none."""
+    return triton_version() if is_triton(target) else nvrtc_version()
 
 
 def nvrtc_package() -> str:

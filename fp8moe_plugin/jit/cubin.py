@@ -1,17 +1,37 @@
-"""A check of compiled kernels before they are given to the driver: they must be ELF files with code for Hopper GPUs."""
+"""What is checked of compiled kernels before they are given to the driver, and how much shared memory they need.
+
+The file of a Triton kernel is its cubin and, after that, FOOTER and the bytes of dynamic shared memory.
+"""
+
+from fp8moe_plugin.plan.catalog import SM90
 
 ELF = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 HEADER_BYTES = 64
 EM_CUDA = 190
-SM = 90
 CUDA_12_ABI = 0x33  # EI_OSABI of cubins made by CUDA 12; 0x41 since CUDA 13
+FOOTER = b"fp8moe shared memory"
+SIZE_BYTES = 4
 
 
-def cubin_fault(cubin: bytes) -> str | None:
-    """Why these bytes are not a cubin for `sm_90`, or None. The header does not record the `a` of sm_90a."""
+def cubin_fault(cubin: bytes, target: str = SM90) -> str | None:
+    """Why these bytes are not a cubin for a target, or None. The header does not record the `a` of sm_90a."""
     if len(cubin) < HEADER_BYTES or not cubin.startswith(ELF):
         return "not a 64-bit ELF file"
     if int.from_bytes(cubin[18:20], "little") != EM_CUDA:
         return "not machine code for CUDA"
     arch = cubin[48 if cubin[7] == CUDA_12_ABI else 49]  # a byte of e_flags
-    return None if arch == SM else f"machine code for sm_{arch}, not for sm_{SM}"
+    wanted = target.removesuffix("a")
+    return None if f"sm_{arch}" == wanted else f"machine code for sm_{arch}, not for {wanted}"
+
+
+def with_shared_memory(cubin: bytes, nbytes: int) -> bytes:
+    """The file of a Triton kernel."""
+    return cubin + FOOTER + nbytes.to_bytes(SIZE_BYTES, "little")
+
+
+def split_shared_memory(file: bytes) -> tuple[bytes, int]:
+    """The cubin of a Triton kernel, and the bytes of dynamic shared memory. Raises ValueError for any other file."""
+    end = len(file) - SIZE_BYTES
+    if file[end - len(FOOTER) : end] != FOOTER:
+        raise ValueError("a Triton kernel without its shared memory")
+    return file[: end - len(FOOTER)], int.from_bytes(file[end:], "little")

@@ -12,10 +12,12 @@ import torch
 
 from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import LaunchError
+from fp8moe_plugin.jit.cubin import split_shared_memory
 from fp8moe_plugin.jit.launch import TensorMap
 from fp8moe_plugin.jit.lookup import WARMUP, Origin, compiler_of, find_or_compile
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned, libcuda
 from fp8moe_plugin.plan.catalog import KernelKey
+from fp8moe_plugin.plan.triton_catalog import TritonKey
 
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
@@ -52,6 +54,12 @@ def load(key: KernelKey, device_index: int, warmup: str = WARMUP) -> Any:
 
 
 _functions: dict[tuple[KernelKey, int], Any] = {}
+_shared_memory: dict[tuple[KernelKey, int], int] = {}
+
+
+def shared_memory(key: KernelKey, device_index: int) -> int:
+    """Bytes of dynamic shared memory with which a kernel that was loaded is launched."""
+    return _shared_memory[key, device_index] if isinstance(key, TritonKey) else key.smem_bytes
 
 
 def _load(key: KernelKey, device_index: int, warmup: str) -> Any:
@@ -63,14 +71,18 @@ def _load(key: KernelKey, device_index: int, warmup: str) -> Any:
         )
     start = time.perf_counter()
     cubin, origin = find_or_compile(key, warmup)
+    smem_bytes = key.smem_bytes
+    if isinstance(key, TritonKey):
+        cubin, smem_bytes = split_shared_memory(cubin)
+        _shared_memory[key, device_index] = smem_bytes
     bind_context(device_index)
-    _check_driver(compiler_of(origin))
+    _check_driver(compiler_of(origin, key.target))
     library = check(*driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0), f"load of {key.source}")
     kernel = check(*driver.cuLibraryGetKernel(library, key.source.encode()), f"entry {key.source}")
     function = check(*driver.cuKernelGetFunction(kernel), f"function {key.source}")
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (status,) = driver.cuFuncSetAttribute(function, attribute, key.smem_bytes)
-    check(status, f"{key.smem_bytes} bytes of shared memory for {key.source}")
+    (status,) = driver.cuFuncSetAttribute(function, attribute, smem_bytes)
+    check(status, f"{smem_bytes} bytes of shared memory for {key.source}")
     counts.origins[origin] += 1
     counts.seconds += time.perf_counter() - start
     return function

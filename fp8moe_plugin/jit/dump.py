@@ -1,6 +1,6 @@
 """FP8MOE_JIT_DEBUG=1: how a kernel was compiled, and what from and into, in files beside its cubin in the cache.
 
-<source>-<digest>.cu      the text that was compiled: the macros, then the source with its includes
+<source>-<digest>.cu      the text that was compiled: the macros, then the source with its includes; .py for Triton's
 <source>-<digest>.elf     the cubin as `cuobjdump` and `nvdisasm` read it; the cache's own begins with a checksum
 <source>-<digest>.sass    its machine code, if there is an nvdisasm
 <source>-<digest>.txt     the command line and ptxas' report
@@ -19,8 +19,11 @@ from pathlib import Path
 from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.jit import cache
 from fp8moe_plugin.jit.compiler import Compiled, command_line, translation_unit
+from fp8moe_plugin.jit.cubin import split_shared_memory
+from fp8moe_plugin.jit.triton_compiler import sources
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.triton_catalog import TritonKey
 
 NO_DISASSEMBLER = (
     "FP8MOE_JIT_DEBUG=1 keeps no SASS: there is no nvdisasm on PATH, in CUDA_HOME or in the package triton. "
@@ -37,13 +40,17 @@ def dump(key: KernelKey, name: str, compiled: Compiled) -> None:
         CacheError: the folder cannot be written to.
     """
     stem = name.removesuffix(".cubin")
-    report = f"{command_line(key)}\n{compiled.report.strip()}\n"
+    triton = isinstance(key, TritonKey)
+    command = f"triton.compile of {key}, {key.threads} threads" if triton else command_line(key)
+    report = f"{command}\n{compiled.report.strip()}\n"
     print(f"fp8moe: {key}: {shown_text(cache.cache_dir() / stem)}.*\n{report}", end="", file=sys.stderr, flush=True)
-    files = {"cu": translation_unit(key).encode(), "elf": compiled.cubin, "txt": report.encode()}
+    cubin = split_shared_memory(compiled.cubin)[0] if triton else compiled.cubin
+    source = ("py", "\n".join(sources(key))) if isinstance(key, TritonKey) else ("cu", translation_unit(key))
+    files = {source[0]: source[1].encode(), "elf": cubin, "txt": report.encode()}
     for suffix, content in files.items():
         cache.write(f"{stem}.{suffix}", content)
     if disassembler := find_disassembler():
-        cache.write(f"{stem}.sass", disassembled(disassembler, compiled.cubin))
+        cache.write(f"{stem}.sass", disassembled(disassembler, cubin))
     else:
         log_once(logging.WARNING, NO_DISASSEMBLER)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from fp8moe_plugin.jit.driver import INVALID_CONTEXT, bind_context, check, encode, load
+from fp8moe_plugin.jit.driver import INVALID_CONTEXT, bind_context, check, encode, load, shared_memory
 from fp8moe_plugin.jit.launch import Argument, Launch, PerGroup, Slot, TensorMap
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, Patch, PreparedLaunch, make_sequence
 from fp8moe_plugin.plan.parameters import K_GROUPS, PARAMETERS, Kind
@@ -44,7 +44,8 @@ def prepare(launches: Iterable[Launch], device_index: int) -> Prepared:
             packer, offsets = layout(launch.key.source)
             begins = tuple(len(template) + offset for offset in offsets)
             template.extend(packer.pack(*_known(launch.args, begins, patches)))
-            prepared.append(_prepared(launch, int(load(launch.key, device_index)), begins))
+            function = int(load(launch.key, device_index))
+            prepared.append(_prepared(launch, function, shared_memory(launch.key, device_index), begins))
     sequence = make_sequence(bytes(template), prepared, patches)
 
     def run(addresses: tuple[int, ...]) -> None:
@@ -63,10 +64,9 @@ def prepare(launches: Iterable[Launch], device_index: int) -> Prepared:
     return run
 
 
-def _prepared(launch: Launch, function: int, parameters: tuple[int, ...]) -> PreparedLaunch:
+def _prepared(launch: Launch, function: int, smem_bytes: int, parameters: tuple[int, ...]) -> PreparedLaunch:
     x, y = launch.grid if isinstance(launch.grid, tuple) else (launch.grid, 1)
-    key = launch.key
-    return PreparedLaunch(function, x, y, key.threads, key.smem_bytes, launch.early, launch.cluster, parameters)
+    return PreparedLaunch(function, x, y, launch.key.threads, smem_bytes, launch.early, launch.cluster, parameters)
 
 
 def _known(args: Iterable[Argument], begins: Iterable[int], patches: list[Patch]) -> Iterator[bytes | int | float]:

@@ -11,11 +11,12 @@ from fp8moe_plugin.checkpoint.untrusted import shell_word, shown_text
 from fp8moe_plugin.errors import CacheError, CompileError, KernelNotPrecompiled
 from fp8moe_plugin.jit import cache
 from fp8moe_plugin.jit.bundle import read_bundle
-from fp8moe_plugin.jit.compiler import compile_kernel, entry_name, nvrtc_version
+from fp8moe_plugin.jit.compiler import compile_kernel, compiler_version, entry_name
 from fp8moe_plugin.jit.dump import dump
 from fp8moe_plugin.jit.toolchain import listed, other_compilers
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.triton_catalog import is_triton
 from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")
@@ -59,11 +60,13 @@ def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
         why = str(missing)
         if isinstance(missing, cache.Damaged):
             logger.warning("fp8moe: %s", why)
-    others = {} if compile_times else other_compilers()  # reads the whole cache, so only before the first
+    # It reads the whole cache, so only before the first.
+    others = {} if compile_times or is_triton(key.target) else other_compilers()
     if others:
-        made_by = f"the cache has kernels that other compilers made ({listed(others)}); this one is {nvrtc_version()}"
+        own = compiler_version(key.target)
+        made_by = f"the cache has kernels that other compilers made ({listed(others)}); this one is {own}"
         why = f"{why}; {made_by}"
-    jit, command = settings().jit, warmup_command(warmup, bundle_path())
+    jit, command = settings().jit, warmup_command(warmup + gpu_option(key.target), bundle_path())
     if jit == "forbid":
         raise KernelNotPrecompiled(
             f"The kernel {key} is not precompiled ({why}), and FP8MOE_JIT=forbid is set. Run `{command}` as this "
@@ -77,7 +80,9 @@ def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
     if made.compiled:
         logger.log(logging.WARNING if jit == "warn" else logging.INFO, "fp8moe: compiled %s (%s)", key, why)
     if made.faults:
-        logger.warning("fp8moe: %s may be slow, as %s reported: %s", key, nvrtc_version(), "; ".join(made.faults))
+        logger.warning(
+            "fp8moe: %s may be slow, as %s reported: %s", key, compiler_version(key.target), "; ".join(made.faults)
+        )
     if made.not_kept:
         log_once(logging.WARNING, f"compiled kernels are used by this process, but not cached: {made.not_kept}")
     return Found(made.cubin, Origin.COMPILER if made.compiled else Origin.CACHE)
@@ -97,7 +102,7 @@ def find(key: KernelKey) -> Found:
             reasons.append(str(error))
             log_once(logging.WARNING, f"the bundle does not provide all kernels: {error}")
     try:
-        return Found(cache.read(entry_name(key, nvrtc_version())), Origin.CACHE)
+        return Found(cache.read(entry_name(key, compiler_version(key.target)), key.target), Origin.CACHE)
     except CompileError as error:  # names in the cache include the compiler's version
         raise cache.Missing("; ".join([*reasons, f"the cache cannot be searched: {error}"])) from error
     except cache.Missing as error:
@@ -110,10 +115,10 @@ def compile_into_cache(key: KernelKey) -> Made:
     Raises:
         CompileError: the kernel does not compile.
     """
-    name = entry_name(key, nvrtc_version())
+    name = entry_name(key, compiler_version(key.target))
     with cache.locked(name):
         try:
-            return Made(cache.read(name), False, [], None)
+            return Made(cache.read(name, key.target), False, [], None)
         except cache.Missing:
             start = time.perf_counter()
             compiled = compile_kernel(key)
@@ -140,15 +145,20 @@ def place(origin: Origin) -> str:
             return ""
 
 
-def compiler_of(origin: Origin) -> str:
-    """What compiled the kernels of this origin, see `nvrtc_version`."""
+def compiler_of(origin: Origin, target: str) -> str:
+    """What compiled the kernels of this origin, see `compiler_version`."""
     bundle = bundle_path()
-    return read_bundle(bundle).manifest.compiler if bundle and origin == Origin.BUNDLE else nvrtc_version()
+    return read_bundle(bundle).manifest.compiler if bundle and origin == Origin.BUNDLE else compiler_version(target)
 
 
 def bundle_path() -> Path | None:
     bundle = settings().bundle
     return Path(os.path.expanduser(bundle)) if bundle else None  # noqa: PTH111  (Path.expanduser raises without a home)
+
+
+def gpu_option(target: str) -> str:
+    """What the warm-up needs to compile kernels for a target, to be appended to its command."""
+    return f" --gpu {target.replace('_', '')}" if is_triton(target) else ""
 
 
 def warmup_command(warmup: str, bundle: Path | None) -> str:

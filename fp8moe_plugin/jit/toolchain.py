@@ -3,6 +3,7 @@
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from fp8moe_plugin.errors import CacheError, CompileError
@@ -24,12 +25,16 @@ def compiler_of_cubin(cubin: bytes) -> str:
 
 
 def cache_compilers(folder: Path) -> dict[str, int]:
-    """How many kernels of a cache folder each compiler made. Entries that cannot be read are skipped.
+    """How many CUDA kernels of a cache folder each compiler made. Entries that cannot be read are skipped.
 
     Raises:
         OSError: the folder cannot be listed.
     """
-    return dict(sorted(Counter(filter(None, map(_compiler_of, folder.glob("*.cubin")))).items()))
+    return dict(sorted(Counter(filter(None, map(_compiler_of, _cuda_kernels(folder)))).items()))
+
+
+def _cuda_kernels(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.glob("*.cubin") if not path.name.startswith("triton_"))
 
 
 def other_compilers() -> dict[str, int]:

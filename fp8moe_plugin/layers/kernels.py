@@ -7,8 +7,10 @@ import torch
 from fp8moe_plugin.jit import driver
 from fp8moe_plugin.jit.lookup import place
 from fp8moe_plugin.layers import metrics
-from fp8moe_plugin.ops.backend import uses_sm90
+from fp8moe_plugin.ops.backend import kernel_target
 from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.catalog import SM90
+from fp8moe_plugin.plan.triton_catalog import is_triton
 
 logger = logging.getLogger("fp8moe")
 
@@ -28,7 +30,7 @@ def prepare_kernels(keys: list[KernelKey], weight: torch.Tensor, warmup: str) ->
         KernelNotPrecompiled: a kernel would have to be compiled, which `FP8MOE_JIT=forbid` forbids.
         CompileError, LaunchError: a kernel does not compile or load.
     """
-    if uses_sm90(weight):
+    if kernel_target(weight):
         for key in keys:
             driver.load(key, weight.device.index, warmup)
     return driver.counts
@@ -36,7 +38,13 @@ def prepare_kernels(keys: list[KernelKey], weight: torch.Tensor, warmup: str) ->
 
 def backend_name(tensor: torch.Tensor) -> str:
     """What computes a layer whose tensors are where this one is, as log and metrics name it."""
-    return "sm90" if uses_sm90(tensor) else "reference"
+    target = kernel_target(tensor)
+    return "reference" if target is None else "triton" if is_triton(target) else "sm90"
+
+
+def target_of_layer(tensor: torch.Tensor) -> str:
+    """The target of the kernels of a layer whose tensors are where this one is; the reference loads none of them."""
+    return kernel_target(tensor) or SM90
 
 
 def announce_layer(name: str, weight: torch.Tensor, layout: str, kernels: driver.LoadCounts) -> None:

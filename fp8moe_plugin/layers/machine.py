@@ -1,7 +1,7 @@
 """Which machines serve: those that run our kernels, or on which the plain-torch reference is requested or a CPU's."""
 
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.plan import HOPPER
+from fp8moe_plugin.plan.machine import choose_backend
 from fp8moe_plugin.settings import BATCH_INVARIANT, NAME, batch_invariant, settings
 
 
@@ -13,21 +13,22 @@ def check_machine(device: str, capability: tuple[int, int] | None, eager: str) -
         capability: the compute capability, if the device has one.
         eager: the engine's option that turns CUDA graphs off.
     """
-    backend = settings().backend
-    on_cpu = device == "cpu"
-    if batch_invariant() and (backend == "reference" or (backend == "auto" and on_cpu)):
+    wanted = settings().backend
+    nvidia = (capability[0], capability[1]) if capability and device == "cuda" else None
+    backend, need = choose_backend(wanted, nvidia)
+    if backend == "reference" and wanted == "auto" and device != "cpu":
+        need = "the kernels need an NVIDIA GPU with FP8"
+    if need is None and backend == "reference" and batch_invariant():
         raise UnsupportedError(
             f"{BATCH_INVARIANT}=1 is not supported on the plain-torch reference: in torch's matrix products, the order "
-            "of summation depends on the number of tokens. Unset it, or serve on a Hopper GPU with our kernels."
+            "of summation depends on the number of tokens. Unset it, or serve on a GPU with our kernels."
         )
-    hopper = device == "cuda" and capability is not None and tuple(capability) == HOPPER
-    if hopper or backend == "reference" or (backend == "auto" and on_cpu):
-        return
-    found = f"compute capability {capability[0]}.{capability[1]}" if capability else f"a {device}"
-    # The reference copies values to the host, which is impossible in a CUDA graph.
-    without_graphs = "" if on_cpu else f" with {eager}"
-    raise UnsupportedError(
-        f"--quantization {NAME} (FP8MOE_BACKEND={backend}): the kernels need a Hopper GPU (compute capability 9.0), "
-        f"but this machine has {found}. Use --quantization fp8, or set FP8MOE_BACKEND=reference to try the model on "
-        f"the slow plain-torch reference{without_graphs}."
-    )
+    if need:
+        found = f"compute capability {capability[0]}.{capability[1]}" if capability else f"a {device}"
+        # The reference copies values to the host, which is impossible in a CUDA graph.
+        without_graphs = "" if device == "cpu" else f" with {eager}"
+        raise UnsupportedError(
+            f"--quantization {NAME} (FP8MOE_BACKEND={wanted}): {need}, but this machine has {found}. "
+            "Use --quantization fp8, or set FP8MOE_BACKEND=reference to try the model on the slow plain-torch "
+            f"reference{without_graphs}."
+        )

@@ -1,4 +1,4 @@
-"""Which implementation serves a tensor: our SM90 kernels on a `Device`, or the plain-torch reference.
+"""Which implementation serves a tensor: our SM90 kernels or the Triton ones on a `Device`, or the reference.
 
 All that ops know of the device they launch on goes through `device_of`: tests replace it to record launches, and to run
 them on an emulator. In the modules of the ops `x_launch` and `x_launches` return launches, whose addresses are slots;
@@ -18,13 +18,20 @@ from fp8moe_plugin.errors import InvalidInputError, UnsupportedError
 from fp8moe_plugin.jit import launcher
 from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.jit.launcher import Prepared
+from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops.checks import check_int
-from fp8moe_plugin.plan import HOPPER
+from fp8moe_plugin.plan.catalog import SM90
+from fp8moe_plugin.plan.machine import choose_backend
 from fp8moe_plugin.plan.parameters import PARAMETERS, Kind
+from fp8moe_plugin.plan.triton_catalog import is_triton, target_of
 from fp8moe_plugin.plan.tuning import MULTIPROCESSORS
 from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")
+NO_TRITON_KERNEL = (
+    "{} has no Triton kernel, but Triton kernels serve this GPU. Unset FP8MOE_BACKEND if it is a Hopper GPU, for which "
+    "there is a CUDA kernel."
+)
 MOST_PREPARED = 1024  # calls that an op keeps ready, one for each shape and number of tokens
 Choices = ParamSpec("Choices")
 Ready = TypeVar("Ready")
@@ -36,6 +43,11 @@ class Device(Protocol):
     @property
     def multiprocessors(self) -> int: ...
 
+    @property
+    def target(self) -> str:
+        """What its kernels are compiled for: SM90 for those of csrc, else one of `triton_catalog.TARGETS`."""
+        ...
+
     def __hash__(self) -> int: ...
 
     def prepare(self, launches: Iterable[Launch]) -> Prepared:
@@ -45,10 +57,11 @@ class Device(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Gpu:
-    """A Hopper GPU."""
+    """An NVIDIA GPU."""
 
     index: int
     multiprocessors: int
+    target: str = SM90
 
     def prepare(self, launches: Iterable[Launch]) -> Prepared:
         """See `launcher.prepare`."""
@@ -61,6 +74,10 @@ class _Limited:
 
     gpu: Device
     multiprocessors: int
+
+    @property
+    def target(self) -> str:
+        return self.gpu.target
 
     def prepare(self, launches: Iterable[Launch]) -> Prepared:
         """As `Gpu.prepare`, one kernel after the other: of two at once, each would take so many multiprocessors."""
@@ -77,6 +94,10 @@ class _Printing:
     @property
     def multiprocessors(self) -> int:
         return self.device.multiprocessors
+
+    @property
+    def target(self) -> str:
+        return self.device.target
 
     def prepare(self, launches: Iterable[Launch]) -> Prepared:
         launches = tuple(launches)
@@ -118,10 +139,13 @@ def device_of(tensor: torch.Tensor) -> Device | None:
     """The device whose kernels serve an op on this tensor; None: the reference does.
 
     Raises:
-        UnsupportedError: `FP8MOE_BACKEND=sm90`, but this is not a Hopper GPU; or the reference is to be captured in a
-            CUDA graph.
+        UnsupportedError: the kernels that `FP8MOE_BACKEND` names do not run on this GPU; or the reference is to be
+            captured in a CUDA graph.
     """
     gpu = _gpu(tensor.device)
+    if gpu is not None and _num_sms and is_triton(gpu.target):
+        log_once(logging.WARNING, "set_num_sms does not limit Triton kernels: they take all multiprocessors")
+        return gpu
     if gpu is not None and _num_sms:
         return _limited(gpu, _num_sms)
     if gpu is None and tensor.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -132,9 +156,18 @@ def device_of(tensor: torch.Tensor) -> Device | None:
     return gpu
 
 
-def uses_sm90(tensor: torch.Tensor) -> bool:
-    """Whether an op on this tensor runs our kernels. Raises what `device_of` raises."""
-    return device_of(tensor) is not None
+def sm90_device_of(tensor: torch.Tensor) -> Device | None:
+    """`device_of` for ops without a Triton kernel. Raises `UnsupportedError` also where Triton kernels serve others."""
+    device = device_of(tensor)
+    if device is not None and is_triton(device.target):
+        raise UnsupportedError(NO_TRITON_KERNEL.format(f"This op, on device {tensor.device},"))
+    return device
+
+
+def kernel_target(tensor: torch.Tensor) -> str | None:
+    """The target of the kernels that serve an op on this tensor, None for the reference. Raises as `device_of`."""
+    device = device_of(tensor)
+    return device.target if device else None
 
 
 _num_sms = 0  # no limit
@@ -174,15 +207,18 @@ def _limited(gpu: Gpu, num_sms: int) -> Device:
 
 @functools.cache
 def _gpu(device: torch.device) -> Gpu | None:
-    wanted = settings().backend
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if wanted == "reference" or (wanted == "auto" and capability != HOPPER):
-        why = "FP8MOE_BACKEND=reference" if wanted == "reference" else f"device {device} is not a Hopper GPU"
-        logger.warning("fp8moe: the plain-torch reference serves device %s (%s); it is slow", device, why)
-        return None
-    if capability != HOPPER:
+    backend, need = choose_backend(settings().backend, capability)
+    if need:
         raise UnsupportedError(
-            f"FP8MOE_BACKEND=sm90 needs a Hopper GPU (compute capability 9.0), device {device} has {capability}. "
+            f"FP8MOE_BACKEND={settings().backend}: {need}, but device {device} has {capability}. "
             "Unset it, or set FP8MOE_BACKEND=reference to run the slow plain-torch reference."
         )
-    return Gpu(device.index, torch.cuda.get_device_properties(device).multi_processor_count)
+    if backend == "reference":
+        why = "FP8MOE_BACKEND=reference" if settings().backend == "reference" else f"device {device} is no GPU"
+        logger.warning("fp8moe: the plain-torch reference serves device %s (%s); it is slow", device, why)
+        return None
+    assert capability is not None
+    target = SM90 if backend == "sm90" else target_of(capability)
+    assert target is not None
+    return Gpu(device.index, torch.cuda.get_device_properties(device).multi_processor_count, target)

@@ -10,8 +10,10 @@ from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import CheckedOnce, two_parts
 from fp8moe_plugin.ops.gemm_checks import check_blocks, check_out, check_rows
 from fp8moe_plugin.ops.gemm_launches import dense_launch
-from fp8moe_plugin.ops.operands import Extent, Quantized, Rows, Weights, in_rows, k_major
+from fp8moe_plugin.ops.operands import Extent, Quantized, Rows, Weights, in_rows, k_major, whole_k_blocks
 from fp8moe_plugin.plan import DensePlan, Output, plan_dense
+from fp8moe_plugin.plan.triton_catalog import is_triton
+from fp8moe_plugin.plan.triton_step import TritonDense, plan_triton_dense
 
 
 def fp8_gemm_nt(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
@@ -67,7 +69,9 @@ def _multiply(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | N
         return out.copy_(product if c is None else product + c.float())
     output = Output.F32_DIRECT if out.dtype != torch.bfloat16 else Output.BF16 if c is None else Output.BF16_DIRECT
     (m, n), k = out.shape, ceil_div(a[0].shape[1], GROUP) * GROUP
-    plan, (scales, *strides) = plan_dense(m, n, k, output, device.multiprocessors), k_major(*a)
+    plan, (scales, *strides) = plan_gemm(device, m, n, k, output), k_major(*a)
+    if isinstance(plan, TritonDense):
+        a, b = (whole_k_blocks(a[0]), a[1]), (whole_k_blocks(b[0]), b[1])
     (rows, extent), (weights, weights_extent) = in_rows(a[0]), in_rows(b[0])
     run = prepared_gemm(device, plan, m, n, k, extent, weights_extent, strides[1], c is not None)
     tensors = rows, scales, weights, b[1].contiguous(), out
@@ -75,10 +79,17 @@ def _multiply(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | N
     return out
 
 
+def plan_gemm(device: Device, m: int, n: int, k: int, output: Output) -> DensePlan | TritonDense:
+    """The plan of a dense GEMM for the kernels of a device."""
+    if is_triton(device.target):
+        return plan_triton_dense(device.target, m, n, output, device.multiprocessors)
+    return plan_dense(m, n, k, output, device.multiprocessors)
+
+
 @prepares("fp8_gemm_nt")
 def prepared_gemm(
     device: Device,
-    plan: DensePlan,
+    plan: DensePlan | TritonDense,
     m: int,
     n: int,
     k: int,

@@ -5,20 +5,31 @@ from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.ops.backend import Device
 from fp8moe_plugin.ops.operands import Rows, Tiles, Weights
 from fp8moe_plugin.ops.tensor_maps import gate_up_map, matrix_map, rows_map, weights_map, whole_rows_l2_fetch
+from fp8moe_plugin.ops.triton_launches import triton_gemm_launch
 from fp8moe_plugin.plan import DensePlan, GroupedPlan, KernelKey, Output
 from fp8moe_plugin.plan.constants import BOX_ROWS, FEW_ROWS_TILE, FEW_ROWS_TILE_N, SWIZZLE_ROWS, TAIL_ROWS
+from fp8moe_plugin.plan.triton_step import TritonDense
 from fp8moe_plugin.plan.tuning import L2_FETCH, STREAMED_L2_FETCH
 
 # ---- dense ---------------------------------------------------------------------------------------------------------
 
 
 def dense_launch(
-    device: Device, plan: DensePlan, a: Rows, b: Weights, out: Address, *, c: Address = 0, after_quantize: bool = False
+    device: Device,
+    plan: DensePlan | TritonDense,
+    a: Rows,
+    b: Weights,
+    out: Address,
+    *,
+    c: Address = 0,
+    after_quantize: bool = False,
 ) -> Launch:
     """`out = a @ b.T (+ c)`; the plan's kind of output says whether there is a `c`.
 
     `after_quantize`: the launch before this one quantizes `a`, so this one may start to load weights before that ends.
     """
+    if isinstance(plan, TritonDense):
+        return triton_gemm_launch(plan.kernel, a, b, out, c=c)
     early = after_quantize and plan.overlaps_quantize
     match plan.kernel.source:
         case "dense_gemm_few_rows":

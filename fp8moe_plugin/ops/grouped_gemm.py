@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
-from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.errors import InvalidInputError, UnsupportedError
 from fp8moe_plugin.jit.launch import Address, Launch, Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
@@ -14,11 +14,16 @@ from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import CheckedOnce, check_int, check_shape, check_tensor, check_values, two_parts
 from fp8moe_plugin.ops.gemm_checks import check_blocks, check_out, check_rows
 from fp8moe_plugin.ops.gemm_launches import grouped_launch
-from fp8moe_plugin.ops.operands import Extent, Quantized, Rows, Tiles, Weights, in_rows, k_major, placed
+from fp8moe_plugin.ops.operands import Extent, Quantized, Rows, Tiles, Weights, in_rows, k_major, placed, whole_k_blocks
 from fp8moe_plugin.ops.route import tiles_of_counts_launch, tiles_of_ends_launch, tiles_of_indices_launch
+from fp8moe_plugin.ops.triton_layers import triton_contiguous_launches, triton_masked_launches
 from fp8moe_plugin.plan import GroupedPlan, plan_contiguous, plan_masked
+from fp8moe_plugin.plan.triton_catalog import is_triton
+from fp8moe_plugin.plan.triton_step import TritonGrouped, plan_triton_contiguous, plan_triton_masked
 
-Launches = Callable[[Device, GroupedPlan, Rows, Weights, Address, Address, Address], list[Launch]]
+AnyPlan = GroupedPlan | TritonGrouped
+Plan = Callable[[Device], AnyPlan]
+Launches = Callable[[Device, AnyPlan, Rows, Weights, Address, Address, Address], list[Launch]]
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -41,7 +46,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
     check_tensor("m_indices", m_indices, dtype=torch.int32, shape=(m,), device=out.device)
     check_values("m_indices", m_indices, -1, groups - 1)
     if m:
-        _multiply(plan_contiguous(m), contiguous_launches, a, b, out, m_indices, reference.contiguous_gemm)
+        plan = functools.partial(_plan_contiguous, m)
+        _multiply(plan, contiguous_launches, a, b, out, m_indices, reference.contiguous_gemm)
     return out
 
 
@@ -73,7 +79,7 @@ def m_grouped_fp8_gemm_nt_psum(
     if alignment < 1:
         raise InvalidInputError(f"alignment is {alignment}, needs 1 or more. Pass the distance that groups keep.")
     if m:
-        plan = plan_masked(groups, ceil_div(m, groups), n, _padded_k(a), expected_m)
+        plan = functools.partial(_plan_psum, groups, ceil_div(m, groups), n, _padded_k(a), expected_m)
         compute = functools.partial(reference.psum_gemm, alignment)
         _multiply(plan, psum_launches(alignment), a, b, out, ends, compute)
     return out
@@ -101,7 +107,7 @@ def m_grouped_fp8_gemm_nt_masked(
     check_values("masked_m", masked_m, 0, max_m)
     check_int("expected_m", expected_m)
     if groups * max_m:
-        plan = plan_masked(groups, max_m, n, _padded_k(a), expected_m)
+        plan = functools.partial(_plan_masked, groups, max_m, n, _padded_k(a), expected_m)
         _multiply(plan, masked_launches, a, b, out, masked_m, reference.masked_gemm)
     return out
 
@@ -123,8 +129,24 @@ def _padded_k(a: Quantized) -> int:
     return ceil_div(a[0].shape[-1], GROUP) * GROUP
 
 
+def _plan_contiguous(m: int, device: Device) -> AnyPlan:
+    return plan_triton_contiguous(device.target, m) if is_triton(device.target) else plan_contiguous(m)
+
+
+def _plan_masked(groups: int, max_m: int, n: int, k: int, expected_m: int, device: Device) -> AnyPlan:
+    if is_triton(device.target):
+        return plan_triton_masked(device.target, groups, max_m, expected_m)
+    return plan_masked(groups, max_m, n, k, expected_m)
+
+
+def _plan_psum(groups: int, max_m: int, n: int, k: int, expected_m: int, device: Device) -> AnyPlan:
+    if is_triton(device.target):
+        raise UnsupportedError(backend.NO_TRITON_KERNEL.format("m_grouped_fp8_gemm_nt_psum"))
+    return plan_masked(groups, max_m, n, k, expected_m)
+
+
 def _multiply(
-    plan: GroupedPlan,
+    plan_of: Plan,
     launches: Launches,
     a: Quantized,
     b: Quantized,
@@ -139,6 +161,11 @@ def _multiply(
     device = backend.device_of(out)
     if device is None:
         return compute(a, b, out, layout)
+    plan = plan_of(device)
+    if isinstance(plan, TritonGrouped):
+        a, b = (whole_k_blocks(a[0]), a[1]), (whole_k_blocks(b[0]), b[1])
+    if isinstance(plan, TritonGrouped) and launches is contiguous_launches:
+        out.zero_()  # rows of no group
     product = out.contiguous()  # a copy of a strided one keeps the rows that are not written
     (rows, extent), (weights, weights_extent), (scales, *strides) = in_rows(a[0]), in_rows(b[0]), k_major(*a)
     groups, n = b[0].shape[:2]
@@ -154,7 +181,7 @@ def _multiply(
 @prepares("m_grouped_fp8_gemm_nt")
 def prepared_grouped(
     device: Device,
-    plan: GroupedPlan,
+    plan: AnyPlan,
     launches: Launches,
     rows: int,
     groups: int,
@@ -178,9 +205,11 @@ def prepared_grouped(
 
 
 def contiguous_launches(
-    device: Device, plan: GroupedPlan, a: Rows, b: Weights, out: Address, m_indices: Address, scratch: Address
+    device: Device, plan: AnyPlan, a: Rows, b: Weights, out: Address, m_indices: Address, scratch: Address
 ) -> list[Launch]:
     """The kernels of `m_grouped_fp8_gemm_nt_contiguous`."""
+    if isinstance(plan, TritonGrouped):
+        return triton_contiguous_launches(plan, a, b, out, m_indices, scratch)
     at = placed(plan.scratch, scratch)
     tiles = Tiles(at.table, at.num_tiles)
     indices = tiles_of_indices_launch(
@@ -194,8 +223,9 @@ def psum_launches(alignment: int) -> Launches:
     """The kernels of `m_grouped_fp8_gemm_nt_psum`, as a function like `contiguous_launches`."""
 
     def launches(
-        device: Device, plan: GroupedPlan, a: Rows, b: Weights, out: Address, ends: Address, scratch: Address
+        device: Device, plan: AnyPlan, a: Rows, b: Weights, out: Address, ends: Address, scratch: Address
     ) -> list[Launch]:
+        assert isinstance(plan, GroupedPlan), "_plan_psum has refused others"
         at = placed(plan.scratch, scratch)
         tiles = Tiles(at.table, at.num_tiles, at.done_counters)
         return [
@@ -207,9 +237,11 @@ def psum_launches(alignment: int) -> Launches:
 
 
 def masked_launches(
-    device: Device, plan: GroupedPlan, a: Rows, b: Weights, out: Address, masked_m: Address, scratch: Address
+    device: Device, plan: AnyPlan, a: Rows, b: Weights, out: Address, masked_m: Address, scratch: Address
 ) -> list[Launch]:
     """The kernels of `m_grouped_fp8_gemm_nt_masked`."""
+    if isinstance(plan, TritonGrouped):
+        return triton_masked_launches(plan, a, b, out, masked_m, scratch)
     at = placed(plan.scratch, scratch)
     tiles = Tiles(at.table, at.num_tiles, at.done_counters)
     return [

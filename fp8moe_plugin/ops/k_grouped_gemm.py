@@ -75,7 +75,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
         raise InvalidInputError(
             f"grouped_layout holds {grouped_layout.tolist()}, ks_cpu {list(ks)}. Pass the same numbers in both."
         )
-    device = backend.device_of(d)
+    device = backend.sm90_device_of(d)
     if d.numel() == 0:
         return d
     if device is None:

@@ -8,12 +8,13 @@ from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
 from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import CheckedOnce, check_multiple, check_tensor, check_weights, debugs, watch_rows
+from fp8moe_plugin.ops.gemm import plan_gemm
 from fp8moe_plugin.ops.gemm_launches import dense_launch
 from fp8moe_plugin.ops.operands import Quantized, Rows, Weights, placed
-from fp8moe_plugin.ops.quantize import quantize_launch
-from fp8moe_plugin.plan import DensePlan, Layout, Output, plan_dense
-from fp8moe_plugin.plan.catalog import quantize_key
+from fp8moe_plugin.ops.quantize import quantize_rows_launch
+from fp8moe_plugin.plan import DensePlan, Output
 from fp8moe_plugin.plan.scratch import quantized_scratch
+from fp8moe_plugin.plan.triton_step import TritonDense
 
 
 def fp8_linear(
@@ -70,14 +71,16 @@ def _multiply(x: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor
         out.copy_(reference.gemm(reference.quantize(x, ue8m0), weight))
         return
     (tokens, k), n = x.shape, out.shape[1]
-    plan = plan_dense(tokens, n, k, Output.BF16, device.multiprocessors)
+    plan = plan_gemm(device, tokens, n, k, Output.BF16)
     run, nbytes = prepared_linear(device, plan, tokens, n, k, ue8m0)
     scratch = workspace.scratch(nbytes, x)
     run((x.data_ptr(), weight[0].data_ptr(), weight[1].data_ptr(), out.data_ptr(), scratch.data_ptr()))
 
 
 @prepares("fp8_linear")
-def prepared_linear(device: Device, plan: DensePlan, tokens: int, n: int, k: int, ue8m0: bool) -> tuple[Prepared, int]:
+def prepared_linear(
+    device: Device, plan: DensePlan | TritonDense, tokens: int, n: int, k: int, ue8m0: bool
+) -> tuple[Prepared, int]:
     """What launches `fp8_linear` without a bias, given the addresses in `_multiply`, and the bytes of its scratch."""
     x, weight, weight_scale, out, scratch = map(Slot, range(5))
     launches = linear_launches(device, plan, tokens, Weights(weight, 1, n, k, weight_scale), x, out, scratch, ue8m0)
@@ -86,7 +89,7 @@ def prepared_linear(device: Device, plan: DensePlan, tokens: int, n: int, k: int
 
 def linear_launches(
     device: Device,
-    plan: DensePlan,
+    plan: DensePlan | TritonDense,
     tokens: int,
     weight: Weights,
     x: Address,
@@ -98,6 +101,6 @@ def linear_launches(
     at = placed(quantized_scratch(tokens, weight.k), scratch)
     rows = Rows.k_major(at.values, at.scales, tokens, weight.k)
     return (
-        quantize_launch(quantize_key(ue8m0, Layout.K_MAJOR), x, at.values, at.scales, tokens, weight.k),
+        quantize_rows_launch(device, ue8m0, x, rows),
         dense_launch(device, plan, rows, weight, out, after_quantize=True),
     )

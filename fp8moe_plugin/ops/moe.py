@@ -12,6 +12,8 @@ from fp8moe_plugin.ops.expert_checks import check_batched_call, check_layer_call
 from fp8moe_plugin.ops.moe_launches import batched_launches, layer_launches
 from fp8moe_plugin.ops.operands import LAYER_SLOTS, ExpertWeights, Quantized, Router, Rows, Weights, k_major
 from fp8moe_plugin.plan import BatchedPlan, MoeShape, StepPlan, plan_batched, plan_step
+from fp8moe_plugin.plan.triton_catalog import is_triton
+from fp8moe_plugin.plan.triton_step import TritonBatched, TritonStep, plan_triton_batched, plan_triton_step
 
 
 def fused_moe(
@@ -93,7 +95,7 @@ def _layer(
     (tokens, topk), (experts, hidden, intermediate) = topk_ids.shape, weights.w2[0].shape
     global_experts = experts if expert_map is None else expert_map.numel()
     shape = MoeShape(topk + shared_expert, hidden, intermediate, experts, global_experts)
-    step = plan_step(shape, tokens, ue8m0, device.multiprocessors)
+    step = plan_layer(device, shape, tokens, ue8m0)
     ids_64, mapped = topk_ids.dtype == torch.int64, expert_map is not None
     run = prepared_layer(device, step, ids_64, mapped, shared_expert, routed_scale)
     scratch = workspace.scratch(step.scratch.nbytes, hidden_states)
@@ -113,9 +115,21 @@ def _layer(
     return out
 
 
+def plan_layer(device: Device, shape: MoeShape, tokens: int, ue8m0: bool) -> StepPlan | TritonStep:
+    """The plan of a step for the kernels of a device."""
+    if is_triton(device.target):
+        return plan_triton_step(device.target, shape, tokens, ue8m0, device.multiprocessors)
+    return plan_step(shape, tokens, ue8m0, device.multiprocessors)
+
+
 @prepares("fused_moe")
 def prepared_layer(
-    device: Device, step: StepPlan, ids_64: bool, mapped: bool, shared_expert: bool = False, routed_scale: float = 1.0
+    device: Device,
+    step: StepPlan | TritonStep,
+    ids_64: bool,
+    mapped: bool,
+    shared_expert: bool = False,
+    routed_scale: float = 1.0,
 ) -> Prepared:
     """What launches `fused_moe`, given its `LayerAddresses`; `mapped`: there is an expert map."""
     tensors = LAYER_SLOTS if mapped else LAYER_SLOTS._replace(expert_map=0)
@@ -205,7 +219,9 @@ def _experts(
         reference.batched_experts(x, weights, counts, ue8m0, out)
         return
     (experts, max_m, hidden), intermediate = x[0].shape, weights.w2[0].shape[-1]
-    plan, (scales, *strides) = plan_batched(experts, max_m, intermediate, expected_m, ue8m0), k_major(*x)
+    shape = (experts, max_m, intermediate, expected_m, ue8m0)
+    plan = plan_triton_batched(device.target, *shape) if is_triton(device.target) else plan_batched(*shape)
+    scales, *strides = k_major(*x)
     run = prepared_batched(device, plan, experts, max_m, hidden, intermediate, *strides)
     scratch = workspace.scratch(plan.scratch.nbytes, out)
     tensors = x[0], scales, *weights.w13, *weights.w2, counts, out, scratch
@@ -215,7 +231,7 @@ def _experts(
 @prepares("batched_experts")
 def prepared_batched(
     device: Device,
-    plan: BatchedPlan,
+    plan: BatchedPlan | TritonBatched,
     experts: int,
     max_m: int,
     hidden: int,

@@ -13,17 +13,23 @@ from fp8moe_plugin.ops.operands import LayerAddresses, Router, Rows, Tiles, Weig
 from fp8moe_plugin.ops.quantize import quantize_launch
 from fp8moe_plugin.ops.route import Ids, Routing, route_launches, tiles_of_counts_launch
 from fp8moe_plugin.ops.small_batch import small_batch_launches
+from fp8moe_plugin.ops.triton_layers import triton_batched_launches, triton_layer_launches
 from fp8moe_plugin.plan import BatchedPlan, SmallBatchStep, SortedStep, StepPlan
 from fp8moe_plugin.plan.constants import MANY_ROWS_TILE
 from fp8moe_plugin.plan.scratch import SortedScratch
+from fp8moe_plugin.plan.triton_step import TritonBatched, TritonStep
 
 
-def layer_launches(device: Device, tensors: LayerAddresses, step: StepPlan, router: Router) -> tuple[Launch, ...]:
+def layer_launches(
+    device: Device, tensors: LayerAddresses, step: StepPlan | TritonStep, router: Router
+) -> tuple[Launch, ...]:
     """The kernels of `fused_moe`.
 
     Args:
-        step: from `plan_step`; the scratch has `step.scratch.nbytes` bytes.
+        step: from `plan_step` or `plan_triton_step`; the scratch has `step.scratch.nbytes` bytes.
     """
+    if isinstance(step, TritonStep):
+        return triton_layer_launches(tensors, step, router)
     if isinstance(step, SmallBatchStep):
         return small_batch_launches(tensors, step, router)
     return _sorted_launches(device, tensors, step, router)
@@ -104,7 +110,7 @@ def _down_launch(device: Device, step: SortedStep, inner: Rows, w2: Weights, out
 
 def batched_launches(
     device: Device,
-    plan: BatchedPlan,
+    plan: BatchedPlan | TritonBatched,
     x: Rows,
     w13: Weights,
     w2: Weights,
@@ -113,6 +119,8 @@ def batched_launches(
     scratch: Address,
 ) -> list[Launch]:
     """The kernels of `batched_experts`, on the rows of `[experts, max_m]` that `counts` says; to `out`."""
+    if isinstance(plan, TritonBatched):
+        return triton_batched_launches(plan, x, w13, w2, counts, out, scratch)
     at = placed(plan.scratch, scratch)
     tiles = Tiles(at.table, at.num_tiles, at.done_counters)
     shared = tiles if plan.early_down else Tiles(at.table, at.num_tiles)

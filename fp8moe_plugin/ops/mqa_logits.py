@@ -75,7 +75,7 @@ def fp8_mqa_logits(
     columns, size = max_seqlen_k if compressed else n, logits_dtype.itemsize
     pitch = logits_pitch(columns, size) if compressed else full_logits_pitch(columns, size)
     logits = workspace.empty((m, pitch), logits_dtype, values.device)[:, :columns]
-    device = backend.device_of(values)
+    device = backend.sm90_device_of(values)
     if logits.numel() == 0 or n == 0:
         return logits
     if device is None:

@@ -145,6 +145,13 @@ def in_rows(q: torch.Tensor) -> tuple[torch.Tensor, Extent]:
     return q.contiguous(), Extent(k, k)
 
 
+def whole_k_blocks(q: torch.Tensor) -> torch.Tensor:
+    """`[.., k]` as Triton kernels read it: contiguous, with zeros up to whole K blocks. In place if possible."""
+    missing = -q.shape[-1] % GROUP
+    padded = torch.nn.functional.pad(q.view(torch.uint8), (0, missing)).view(FP8) if missing else q
+    return padded.contiguous()
+
+
 def empty_quantized(rows: int, k: int, device: torch.device) -> Quantized:
     """Uninitialized e4m3 `[rows, k]` and its scales."""
     return workspace.empty((rows, k), FP8, device), empty_scales(rows, k // GROUP, device)

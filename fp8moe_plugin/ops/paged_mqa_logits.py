@@ -80,7 +80,7 @@ def fp8_paged_mqa_logits(
     _check_device_values(kv_cache, context_lens, block_table, schedule_meta, most)
     rows, pitch = len(weights), logits_pitch(max_context_len, logits_dtype.itemsize)
     logits = workspace.empty((rows, pitch), logits_dtype, values.device)[:, :max_context_len]
-    device = backend.device_of(values)
+    device = backend.sm90_device_of(values)
     if rows == 0 or most == 0 or kv_cache.shape[0] == 0:
         return logits
     if device is None:

@@ -36,7 +36,7 @@ def get_paged_mqa_logits_metadata(
         raise InvalidInputError(f"num_sms is {num_sms}, needs 1 or more. Pass the number of multiprocessors.")
     check_no_indices(indices)
     schedule = workspace.empty((num_sms + 1, 2), torch.int32, context_lens.device)
-    device = backend.device_of(context_lens)
+    device = backend.sm90_device_of(context_lens)
     if device is None:
         return schedule.copy_(reference.paged_mqa_schedule(context_lens, num_sms))
     prepared_metadata(device, *context_lens.shape, num_sms)((context_lens.data_ptr(), schedule.data_ptr()))

@@ -9,10 +9,12 @@ from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference
 from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor
-from fp8moe_plugin.ops.operands import Quantized, empty_quantized
+from fp8moe_plugin.ops.operands import Quantized, Rows, empty_quantized
+from fp8moe_plugin.ops.triton_launches import triton_quantize_launch
 from fp8moe_plugin.plan import KernelKey, Layout
 from fp8moe_plugin.plan.catalog import quantize_key
 from fp8moe_plugin.plan.constants import TOKENS_PER_WARP
+from fp8moe_plugin.plan.triton_catalog import is_triton
 
 
 def per_token_group_quant_fp8(x: torch.Tensor, group_size: int = GROUP, ue8m0: bool = False) -> Quantized:
@@ -37,16 +39,23 @@ def per_token_group_quant_fp8(x: torch.Tensor, group_size: int = GROUP, ue8m0: b
         return reference.quantize(x, ue8m0)
     q, scales = empty_quantized(x.numel() // k, k, x.device)
     if x.numel():
-        run = prepared_quantize(device, quantize_key(ue8m0, Layout.K_MAJOR), q.shape[0], k)
+        run = prepared_quantize(device, ue8m0, q.shape[0], k)
         run((x.data_ptr(), q.data_ptr(), scales.data_ptr()))
     return q.view(x.shape), scales.unflatten(0, x.shape[:-1]) if x.dim() > 1 else scales[0]
 
 
 @prepares("per_token_group_quant_fp8")
-def prepared_quantize(device: Device, key: KernelKey, tokens: int, k: int) -> Prepared:
+def prepared_quantize(device: Device, ue8m0: bool, tokens: int, k: int) -> Prepared:
     """What launches `per_token_group_quant_fp8`, given the addresses of x, q and the scales."""
     x, q, scales = map(Slot, range(3))
-    return device.prepare([quantize_launch(key, x, q, scales, tokens, k)])
+    return device.prepare([quantize_rows_launch(device, ue8m0, x, Rows.k_major(q, scales, tokens, k))])
+
+
+def quantize_rows_launch(device: Device, ue8m0: bool, x: Address, out: Rows) -> Launch:
+    """Quantize bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
+    if is_triton(device.target):
+        return triton_quantize_launch(device.target, ue8m0, x, out)
+    return quantize_launch(quantize_key(ue8m0, Layout.K_MAJOR), x, out.values, out.scales, out.rows, out.k)
 
 
 def quantize_launch(

@@ -9,9 +9,11 @@ from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference
 from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor
-from fp8moe_plugin.ops.operands import Quantized, empty_quantized
+from fp8moe_plugin.ops.operands import Quantized, Rows, empty_quantized
+from fp8moe_plugin.ops.triton_launches import triton_silu_mul_quant_launch
 from fp8moe_plugin.plan.catalog import silu_mul_quant_key
 from fp8moe_plugin.plan.constants import ROWS_PER_WARP
+from fp8moe_plugin.plan.triton_catalog import is_triton
 
 MAX_GROUPS = 65535  # blocks of a CUDA grid along y
 BLOCKS_PER_MULTIPROCESSOR = 8  # two waves: enough to even out experts of unequal size
@@ -61,6 +63,9 @@ def silu_mul_quant_launch(
 ) -> Launch:
     """`silu_mul_quant_fp8` to `q` of `shape` `[G, max_m, I]` and its scales."""
     experts, max_m, channels = shape
+    if is_triton(device.target):
+        out = Rows.k_major(q, scales, experts * max_m, channels)
+        return triton_silu_mul_quant_launch(device.target, ue8m0, gate_up, counts, experts, max_m, out)
     groups, key = channels // GROUP, silu_mul_quant_key(ue8m0)
     needed = ceil_div(ceil_div(max_m, ROWS_PER_WARP) * groups, key.threads // 32)
     at_once = ceil_div(device.multiprocessors * BLOCKS_PER_MULTIPROCESSOR, experts)

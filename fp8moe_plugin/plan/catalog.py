@@ -12,7 +12,8 @@ from fp8moe_plugin.checkpoint.shapes import GROUP, MAX_LOCAL_EXPERTS
 from fp8moe_plugin.plan.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout, Output
 from fp8moe_plugin.plan.parameters import ARGUMENTS, K_GROUPS
 
-HOPPER = (9, 0)  # the only compute capability with the instructions of the kernels
+HOPPER = (9, 0)  # the only compute capability with the instructions of the kernels in csrc
+SM90 = "sm_90a"  # the target of these kernels; the others are those of triton_catalog.TARGETS
 KIB = 1024
 SMEM_BYTES = 227 * KIB  # limit per block; kernels with one block per SM have as many stages as fit
 MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it asks for
@@ -44,6 +45,7 @@ class KernelKey:
     defines: tuple[tuple[str, int], ...] = ()
     threads: int = 128
     smem_bytes: int = 0
+    target: str = SM90
 
     @property
     def arguments(self) -> Callable[..., tuple[Any, ...]]:

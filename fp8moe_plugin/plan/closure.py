@@ -1,6 +1,8 @@
 """Which kernels a layer or a model may launch at any number of tokens: these alone are loaded when serving starts."""
 
+import functools
 import itertools
+import operator
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, Indexer, Model
 from fp8moe_plugin.plan.catalog import (
@@ -10,6 +12,7 @@ from fp8moe_plugin.plan.catalog import (
     GROUPED_TILE_N,
     MQA_HEADS,
     MQA_NEXT_N,
+    SM90,
     SMALL_BATCH_STAGES,
     KernelKey,
     combine_key,
@@ -37,11 +40,19 @@ from fp8moe_plugin.plan.catalog import (
 from fp8moe_plugin.plan.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout, Output
 from fp8moe_plugin.plan.mqa import indexer_refusal
 from fp8moe_plugin.plan.step import few_rows_tokens
+from fp8moe_plugin.plan.triton_catalog import is_triton
+from fp8moe_plugin.plan.triton_closure import linear_reasons, moe_reasons, op_keys
 from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEEP_B_UP_TO
 
 
-def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
-    """Every kernel that a mixture-of-experts layer may launch; `batched`: its tokens arrive quantized and sorted."""
+def moe_kernels(ue8m0: bool, batched: bool, target: str = SM90) -> list[KernelKey]:
+    """Every kernel that a mixture-of-experts layer may launch; `batched`: its tokens arrive quantized and sorted.
+
+    Args:
+        target: SM90 for the kernels of csrc, or that of Triton kernels.
+    """
+    if is_triton(target):
+        return list(moe_reasons(target, ue8m0, batched))
     gemms = [gate_up_key(ue8m0, gather=False), grouped_gemm_key(Output.BF16)]
     gemms.append(grouped_gemm_key(Output.BF16, keep_b=True))
     if batched:
@@ -54,8 +65,10 @@ def moe_kernels(ue8m0: bool, batched: bool) -> list[KernelKey]:
     return [*gemms, *gather, *small_batch, quantize_key(ue8m0, Layout.PERMUTED), *routing]
 
 
-def linear_kernels(ue8m0: bool) -> list[KernelKey]:
-    """Every kernel that a dense layer may launch."""
+def linear_kernels(ue8m0: bool, target: str = SM90) -> list[KernelKey]:
+    """Every kernel that a dense layer may launch; `target` as for `moe_kernels`."""
+    if is_triton(target):
+        return list(linear_reasons(target, ue8m0))
     few_rows = dense_gemm_few_rows_key(), *map(dense_gemm_key, DENSE_TILE_M)
     many_rows = *map(dense_gemm_many_rows_key, DENSE_CLUSTER_TILE_N), grouped_gemm_key(Output.BF16)
     return [*few_rows, *many_rows, quantize_key(ue8m0, Layout.K_MAJOR)]
@@ -67,12 +80,15 @@ def indexer_kernels(heads: int) -> list[KernelKey]:
     return [mqa_logits_key(heads), *paged, paged_mqa_metadata_key()]
 
 
-def model_kernels(model: Model) -> dict[KernelKey, str]:
+def model_kernels(model: Model, target: str = SM90) -> dict[KernelKey, str]:
     """Every kernel that serving a checkpoint may launch, for any split and any number of tokens, each with its reason.
 
     Raises:
         LookupError: a kernel has no reason.
     """
+    if is_triton(target):
+        layers_of_experts = (moe_reasons(target, model.ue8m0, batched) for batched in (True, False))
+        return functools.reduce(operator.or_, layers_of_experts, linear_reasons(target, model.ue8m0))
     layers = (moe_kernels(model.ue8m0, batched) for batched in (False, True))
     keys = dict.fromkeys([*linear_kernels(model.ue8m0), *itertools.chain(*layers), *_of_indexer(model.indexer)])
     reasons = _reasons(model)
@@ -142,8 +158,10 @@ def _reasons(model: Model) -> dict[KernelKey, str]:
     return reasons
 
 
-def all_kernels() -> list[KernelKey]:
-    """Every kernel: those of the layers, and those that only direct calls of the ops launch."""
+def all_kernels(target: str = SM90) -> list[KernelKey]:
+    """Every kernel of a target: those of the layers, and those that only direct calls of the ops launch."""
+    if is_triton(target):
+        return _all_triton(target)
     layers = [k for ue8m0 in (False, True) for k in (*moe_kernels(ue8m0, False), *moe_kernels(ue8m0, True))]
     outputs = (Output.BF16_DIRECT, Output.F32_DIRECT)
     dense = [grouped_gemm_key(output, tile_n) for output in outputs for tile_n in GROUPED_TILE_N]
@@ -152,3 +170,10 @@ def all_kernels() -> list[KernelKey]:
     ops = [*linear_kernels(False), *linear_kernels(True), *dense, *silu, *indices, k_grouped_gemm_key()]
     indexers = itertools.chain(*map(indexer_kernels, MQA_HEADS))
     return list(dict.fromkeys([*layers, *ops, *indexers]))
+
+
+def _all_triton(target: str) -> list[KernelKey]:
+    formats = (False, True)
+    layers = [moe_kernels(ue8m0, batched, target) for ue8m0 in formats for batched in formats]
+    dense = [linear_kernels(ue8m0, target) for ue8m0 in formats]
+    return list(dict.fromkeys(itertools.chain(*layers, *dense, op_keys(target))))

@@ -1,4 +1,4 @@
-"""The parameters of each kernel: their names, kinds and order are those of the kernel's signature in csrc.
+"""The parameters of each kernel: their names, kinds and order are those of the kernel's signature in its source.
 
 A launch names its arguments. One that is missing, or that the kernel does not have, is a TypeError.
 """
@@ -7,6 +7,8 @@ from collections import namedtuple
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+from fp8moe_plugin.plan.triton_signatures import TRITON_SCRATCH, TRITON_SIGNATURES, TritonParameter
 
 K_GROUPS = 16  # of a launch of k_grouped_gemm: what each of them needs are parameters
 
@@ -25,6 +27,13 @@ class Kind(StrEnum):
 class Parameter(NamedTuple):
     kind: Kind
     name: str
+
+
+def triton_parameters(signature: tuple[TritonParameter, ...]) -> tuple[Parameter, ...]:
+    """What a launch passes: the parameters in the source, and after them Triton's own."""
+    pointers = tuple(Parameter(Kind.POINTER, name) for name in TRITON_SCRATCH)
+    kinds = {"i32": Kind.INT, "fp32": Kind.FLOAT}
+    return *(Parameter(kinds.get(p.type, Kind.POINTER), p.name) for p in signature), *pointers
 
 
 def _signature(text: str) -> tuple[Parameter, ...]:
@@ -121,8 +130,14 @@ PARAMETERS = {
 }
 
 
+PARAMETERS |= {kernel: triton_parameters(signature) for kernel, signature in TRITON_SIGNATURES.items()}
+
 # What launches are made of: `ARGUMENTS["combine"](rows=.., slots=.., ..)` is a tuple in the order of the signature.
 ARGUMENTS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    kernel: namedtuple(kernel, (parameter.name for parameter in parameters))
+    kernel: namedtuple(
+        kernel,
+        (parameter.name for parameter in parameters),
+        defaults=(0,) * len(TRITON_SCRATCH) if kernel in TRITON_SIGNATURES else (),
+    )
     for kernel, parameters in PARAMETERS.items()
 }

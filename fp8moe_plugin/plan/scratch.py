@@ -95,32 +95,32 @@ def sorted_scratch(
         4 * scale_pitch(rows) * (intermediate // GROUP),
         2 * rows * hidden,
     )
-    return SortedScratch(*_offsets(*sizes))
+    return SortedScratch(*offsets(*sizes))
 
 
 def small_batch_scratch(shape: MoeShape, tokens: int, padded_tokens: int) -> SmallBatchScratch:
     experts, k_blocks = min(tokens * shape.topk, shape.local_experts), shape.intermediate // GROUP
     rows = experts * padded_tokens
-    return SmallBatchScratch(*_offsets(rows * shape.intermediate, 4 * rows * k_blocks, 4 * experts * k_blocks))
+    return SmallBatchScratch(*offsets(rows * shape.intermediate, 4 * rows * k_blocks, 4 * experts * k_blocks))
 
 
 def batched_scratch(experts: int, max_m: int, intermediate: int, tile_rows: int) -> BatchedScratch:
     rows = experts * max_m
     tiles = tile_capacity(rows, experts, tile_rows)
     inner = rows * intermediate, 4 * scale_pitch(rows) * (intermediate // GROUP)
-    return BatchedScratch(*_offsets(16 * tiles, 4 * NUM_TILES_LENGTH, 4 * (1 + tiles), *inner))
+    return BatchedScratch(*offsets(16 * tiles, 4 * NUM_TILES_LENGTH, 4 * (1 + tiles), *inner))
 
 
 def grouped_scratch(rows: int, groups: int, tile_rows: int, indexed: bool) -> GroupedScratch:
     """The layout for rows in at most `groups` groups; `indexed`: each row has the index of its group."""
     tiles = tile_capacity(rows, groups, tile_rows)
     done_counters, run_begins = (0, 4 * rows) if indexed else (4 * (1 + tiles), 0)
-    return GroupedScratch(*_offsets(16 * tiles, 4 * NUM_TILES_LENGTH, done_counters, run_begins))
+    return GroupedScratch(*offsets(16 * tiles, 4 * NUM_TILES_LENGTH, done_counters, run_begins))
 
 
 @functools.lru_cache(maxsize=4096)
 def quantized_scratch(rows: int, k: int) -> QuantizedScratch:
-    return QuantizedScratch(*_offsets(rows * k, 4 * scale_pitch(rows) * (k // GROUP)))
+    return QuantizedScratch(*offsets(rows * k, 4 * scale_pitch(rows) * (k // GROUP)))
 
 
 def row_counters(intermediate: int, k_splits: int, tile_rows: int) -> int:
@@ -128,6 +128,6 @@ def row_counters(intermediate: int, k_splits: int, tile_rows: int) -> int:
     return 1 + intermediate // GROUP if tile_rows == FEW_ROWS_TILE and k_splits > 1 else 1
 
 
-def _offsets(*sizes: int) -> Iterable[int]:
+def offsets(*sizes: int) -> Iterable[int]:
     """The offsets of consecutive pieces of these sizes, and the end of the last."""
     return itertools.accumulate((ceil_div(size, PIECE) * PIECE for size in sizes), initial=0)

@@ -88,3 +88,13 @@ L2_BYTES = 2**25
 # docs/tuning.md#L2_FETCH, docs/tuning.md#STREAMED_L2_FETCH
 L2_FETCH = 256
 STREAMED_L2_FETCH = 128
+
+# Most rows per expert on average for which the Triton kernels have tiles of 16 rows, instead of 64.
+# docs/tuning.md#TRITON_FEW_ROWS
+TRITON_FEW_ROWS = 16
+
+# Programs per multiprocessor below which the tiles of a Triton GEMM of few rows are narrow: of GEMM 1 of the experts,
+# which then does not include SwiGLU, and of dense layers.
+# docs/tuning.md#TRITON_EXPERT_SHARE, docs/tuning.md#TRITON_DENSE_SHARE
+TRITON_EXPERT_SHARE = 0.2
+TRITON_DENSE_SHARE = 0.75

@@ -103,6 +103,16 @@ def test_without_a_limit_all_are_taken_again(recorder: h.Recorder) -> None:
         assert any(launch.early for launch in recorder.launches) == (num_sms != 16)
 
 
+def test_triton_kernels_take_all_and_one_line_says_so(
+    recorder: h.Recorder, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
+) -> None:
+    gpu = backend.Gpu(0, 132, "sm_89")
+    monkeypatch.setattr(backend, "_gpu", lambda device: gpu)
+    deep_gemm.set_num_sms(16)
+    assert backend.device_of(torch.empty(0)) is backend.device_of(torch.empty(0)) is gpu
+    assert plugin_log.messages == ["fp8moe: set_num_sms does not limit Triton kernels: they take all multiprocessors"]
+
+
 def test_a_limit_is_a_device_of_its_own(recorder: h.Recorder) -> None:
     whole = backend.device_of(torch.empty(0))
     deep_gemm.set_num_sms(64)

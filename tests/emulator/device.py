@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from fp8moe_plugin.jit.launch import Launch, PerGroup, TensorMap
 from fp8moe_plugin.jit.launcher import FORMATS, layout
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned
+from fp8moe_plugin.plan.catalog import SM90
 from fp8moe_plugin.plan.parameters import ARGUMENTS, PARAMETERS
 from tests import helpers as h
 from tests.emulator.build import Kernels
@@ -28,6 +29,8 @@ class EmulatorError(Exception):
 
 class Device:
     """A device of the ops, `fp8moe_plugin.ops.backend.Device`, on tensors of the CPU."""
+
+    target = SM90
 
     def __init__(
         self, runtime: ctypes.CDLL, kernels: Kernels, multiprocessors: int, shared_bytes: int = SHARED_BYTES

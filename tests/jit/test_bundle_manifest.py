@@ -35,12 +35,18 @@ def change_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> N
 
 
 @pytest.mark.parametrize(("arch", "printed"), [("sm_100a", "sm_100a"), ("", ""), ("\x7f", r"'\\x7f'")])
-def test_a_bundle_for_another_gpu_is_refused(path: Path, arch: str, printed: str) -> None:
+def test_a_bundle_for_a_gpu_that_is_not_served_is_refused(path: Path, arch: str, printed: str) -> None:
     change_manifest(path, lambda manifest: manifest.update(arch=arch))
     with pytest.raises(
-        CacheError, match=rf"out\.tar contains kernels for '?{printed}'?, not for sm_90a: create it again"
+        CacheError, match=rf"out\.tar contains kernels for '?{printed}'?, which are not served: create it again"
     ):
         bundle.read_bundle(path)
+
+
+def test_a_bundle_for_another_gpu_that_is_served_lacks_the_kernel(path: Path) -> None:
+    change_manifest(path, lambda manifest: manifest.update(arch="sm_89"))
+    with pytest.raises(Missing, match=r"out\.tar contains kernels for sm_89, not for sm_90a: create it again"):
+        bundle.read_bundle(path).cubin(KernelKey("tiny"))
 
 
 def test_an_entry_that_is_listed_twice_is_refused(path: Path) -> None:

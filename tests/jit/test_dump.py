@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from fp8moe_plugin.jit import compiler, dump
+from fp8moe_plugin.jit.cubin import split_shared_memory
 from fp8moe_plugin.jit.lookup import find_or_compile
 from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.triton_catalog import combine_key
 from tests.jit.conftest import set_variables
 
 KEY = KernelKey("tiny", (("VALUE", 3),))
@@ -31,6 +33,17 @@ def test_all_that_compiling_a_kernel_leaves(
     assert " registers" in report
     assert report in told
     assert "fp8moe: tiny VALUE=3: " in told
+
+
+def test_all_that_compiling_a_triton_kernel_leaves(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_variables(monkeypatch, FP8MOE_JIT_DEBUG=1)
+    key = combine_key("sm_89")
+    cubin, _ = split_shared_memory(find_or_compile(key).cubin)
+    found = files(kernels)
+    assert found.keys() >= {"cubin", "py", "elf", "txt"}
+    assert "def triton_combine(" in found["py"].read_text()
+    assert found["elf"].read_bytes() == cubin
+    assert found["txt"].read_text().startswith(f"triton.compile of {key}, 128 threads\n")
 
 
 def test_the_machine_code_is_kept_where_there_is_a_disassembler(

@@ -17,12 +17,21 @@ from fp8moe_plugin.jit.driver import check
 from fp8moe_plugin.jit.launch import Address, Argument, Launch, PerGroup, Slot, TensorMap
 from fp8moe_plugin.jit.launcher import FORMATS
 from fp8moe_plugin.plan import KernelKey, all_kernels
-from fp8moe_plugin.plan.catalog import dense_gemm_few_rows_key, grouped_gemm_few_rows_key, k_grouped_gemm_key, route_key
+from fp8moe_plugin.plan.catalog import (
+    SM90,
+    dense_gemm_few_rows_key,
+    grouped_gemm_few_rows_key,
+    k_grouped_gemm_key,
+    route_key,
+)
 from fp8moe_plugin.plan.parameters import ARGUMENTS, K_GROUPS, PARAMETERS, Kind
+from fp8moe_plugin.plan.triton_catalog import TARGETS, quantize_key
+from fp8moe_plugin.plan.triton_signatures import TRITON_SIGNATURES
 from tests import helpers as h
 from tests.jit.fake_driver import Driver
 
 STREAM, FUNCTION = 0x7F00_0000_1000, 0x5500_0000_2000
+SHARED = 4321  # of a kernel whose key does not say, as Triton's
 
 
 @pytest.fixture
@@ -49,7 +58,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.fixture
 def fake(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Driver:
     """A driver that takes every launch of the catalogue's kernels, and encodes a tensor map as its own text."""
-    keys = all_kernels()
+    keys = [*all_kernels(), *all_kernels("sm_90")]
     numbers = {key: FUNCTION + i for i, key in enumerate(keys)}
 
     def sizes(function: int) -> list[int]:
@@ -58,6 +67,7 @@ def fake(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver(sizes)
     monkeypatch.setattr(sequence, "libcuda", lambda: driver)
     monkeypatch.setattr(launcher, "load", lambda key, index: numbers[key])
+    monkeypatch.setattr(launcher, "shared_memory", lambda key, index: key.smem_bytes or SHARED)
     monkeypatch.setattr(launcher, "encode", encoded)
     return driver
 
@@ -97,7 +107,7 @@ def as_read(argument: Argument, addresses: tuple[int, ...], kind: Kind) -> bytes
 
 
 @pytest.mark.parametrize("slots", [False, True])
-@pytest.mark.parametrize("key", all_kernels(), ids=str)
+@pytest.mark.parametrize("key", [*all_kernels(), *all_kernels("sm_90")], ids=str)
 def test_the_driver_reads_each_argument_where_the_kernel_has_it(fake, key, slots):
     for first, grid in ((1, 132), (40, (3, 5)), (7, 1)):
         args, addresses = arguments(key, first, slots)
@@ -106,8 +116,18 @@ def test_the_driver_reads_each_argument_where_the_kernel_has_it(fake, key, slots
         kinds = [parameter.kind for parameter in PARAMETERS[key.source]]
         assert seen.parameters == [as_read(*each) for each in zip(args, [addresses] * len(args), kinds, strict=True)]
         assert seen.grid == (*(grid if isinstance(grid, tuple) else (grid, 1)), 1)
-        assert (seen.block, seen.smem, seen.stream) == ((key.threads, 1, 1), key.smem_bytes, STREAM)
+        assert (seen.block, seen.smem, seen.stream) == ((key.threads, 1, 1), key.smem_bytes or SHARED, STREAM)
         assert not seen.attributes
+
+
+def test_triton_gets_the_pointers_that_it_adds_to_the_parameters(fake):
+    key = quantize_key("sm_90", ue8m0=False)
+    arguments = key.arguments(x=1, q=2, scales=3, tokens=4, k=5, scale_row=6, scale_k_block=7)
+    launcher.prepare([Launch(key, 1, arguments, early=True)], 0)(())
+    (seen,) = fake.seen
+    numbers = [int.from_bytes(value, "little") for value in seen.parameters]
+    assert (numbers, [len(value) for value in seen.parameters]) == ([*range(1, 8), 0, 0], [8] * 3 + [4] * 4 + [8] * 2)
+    assert [kind for kind, _ in seen.attributes] == [6]  # programmatic stream serialization
 
 
 def test_launches_are_made_in_their_order_with_what_each_asks_for(fake):
@@ -180,12 +200,14 @@ def signatures() -> dict[str, list[tuple[Kind, str]]]:
 
 def test_the_parameters_are_those_of_the_sources():
     """Including their names, so that pointers swapped in a launch are detected there."""
-    assert {kernel: list(map(tuple, parameters)) for kernel, parameters in PARAMETERS.items()} == signatures()
+    of_csrc = {kernel: list(map(tuple, p)) for kernel, p in PARAMETERS.items() if kernel not in TRITON_SIGNATURES}
+    assert of_csrc == signatures()
 
 
 def test_every_kernel_has_named_arguments():
-    assert {key.source for key in all_kernels()} == PARAMETERS.keys() == ARGUMENTS.keys()
-    for key in all_kernels():
+    keys = [key for target in (SM90, *TARGETS) for key in all_kernels(target)]
+    assert {key.source for key in keys} == PARAMETERS.keys() == ARGUMENTS.keys()
+    for key in keys:
         names = [parameter.name for parameter in PARAMETERS[key.source]]
         assert key.arguments(**{name: i for i, name in enumerate(names)}) == tuple(range(len(names)))
 

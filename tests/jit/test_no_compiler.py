@@ -102,7 +102,7 @@ def test_list_looks_at_the_bundle(path: Path, monkeypatch: pytest.MonkeyPatch, h
 
 def test_entries_of_a_bundle_are_named_by_its_own_compiler(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = entry_name(KEY, nvrtc_version())
-    monkeypatch.setattr(warmup_kernels, "nvrtc_version", lambda: "nvrtc 13.9.99")
+    monkeypatch.setattr(warmup_kernels, "compiler_version", lambda target: "nvrtc 13.9.99")
     (report,) = warmup_kernels.look_into(path, {KEY: "why"})
     assert (report.state, report.entry) == (State.PRESENT, named)
 
@@ -110,7 +110,7 @@ def test_entries_of_a_bundle_are_named_by_its_own_compiler(path: Path, monkeypat
 def test_doctor_goes_on_and_needs_no_compiler_where_a_bundle_has_every_kernel(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hidden: None
 ) -> None:
-    monkeypatch.setattr(warmup_kernels, "plan_of", lambda model: {KEY: "why"})
+    monkeypatch.setattr(warmup_kernels, "plan_of", lambda *args: {KEY: "why"})
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert f"WRONG  compiler: {CANNOT}" in printed

@@ -29,6 +29,11 @@ def test_a_kernel_compiled_here_names_this_nvrtc(kernels: Path) -> None:
     assert toolchain.other_compilers() == {}
 
 
+def test_kernels_that_triton_compiled_are_not_those_of_another_nvrtc(kernels: Path) -> None:
+    entry_of_another("triton_combine-0.cubin")
+    assert toolchain.other_compilers() == {}
+
+
 @pytest.mark.parametrize(
     ("cubin", "made_by"),
     [

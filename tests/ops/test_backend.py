@@ -11,4 +11,4 @@ def test_the_reference_refuses_to_be_captured(monkeypatch):
     monkeypatch.setattr(backend, "_gpu", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnsupportedError, match="--enforce-eager"):
-        backend.uses_sm90(SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True))
+        backend.device_of(SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True))

@@ -28,7 +28,7 @@ ESCAPE = "\x1b]0;owned\x07\x1b[31m\u202e\n"
 
 @pytest.fixture(autouse=True)
 def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "plan_of", lambda model: {COMBINE: "why"})
+    monkeypatch.setattr(kernels, "plan_of", lambda *args: {COMBINE: "why"})
 
 
 @pytest.fixture
@@ -207,15 +207,16 @@ def test_gpus_and_a_driver_that_is_too_old_for_the_kernels(
     cuda: str,
     ok: bool,
 ) -> None:
+    served, refused = ({"served": not need, "backend": "triton", "refusal": need} for need in (None, "more"))
     gpus = [
-        Gpu(ordinal=0, name="NVIDIA H200", compute_capability="9.0", memory_bytes=150_754_820_096, served=True),
-        Gpu(ordinal=1, name="NVIDIA L4", compute_capability="8.9", memory_bytes=24_000_000_000, served=False),
+        Gpu(ordinal=0, name="NVIDIA H200", compute_capability="9.0", memory_bytes=150_754_820_096, **served),
+        Gpu(ordinal=1, name="NVIDIA A2", compute_capability="8.6", memory_bytes=24_000_000_000, **refused),
     ]
     monkeypatch.setattr(diagnosis, "driver_and_gpus", lambda: (Driver(version="580.95.05", cuda=cuda), gpus))
     found = facts(tmp_path)
     assert (found.gpus, found.driver) == (gpus, Driver(version="580.95.05", cuda=cuda))
     printed = capsys.readouterr().out
     what = f"NVIDIA H200, 150.8 GB, compute capability 9.0, driver 580.95.05 for CUDA {cuda}"
-    assert f"ok     GPU 0: {what}\n" in printed
-    assert "WRONG  GPU 1: NVIDIA L4, 24.0 GB, compute capability 8.9" in printed
+    assert f"ok     GPU 0: {what}; backend triton\n" in printed
+    assert "WRONG  GPU 1: NVIDIA A2, 24.0 GB, compute capability 8.6" in printed
     assert ("WRONG  driver: supports CUDA 12.8, and refuses kernels compiled by nvrtc" in printed) is not ok

@@ -15,7 +15,7 @@ from fp8moe_plugin.plan import KernelKey
 from warmup import kernels
 from warmup.__main__ import main
 
-kernels.plan_of = lambda model: {KernelKey("combine"): "why"}
+kernels.plan_of = lambda *args: {KernelKey("combine"): "why"}
 sys.exit(main())
 """
 

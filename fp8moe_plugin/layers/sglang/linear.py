@@ -13,7 +13,7 @@ from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
-from fp8moe_plugin.layers.kernels import prepare_kernels
+from fp8moe_plugin.layers.kernels import prepare_kernels, target_of_layer
 from fp8moe_plugin.layers.loading import check_loaded, check_tensor, shape_errors
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
@@ -70,7 +70,8 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         """
         for name in ("weight", "weight_scale_inv"):
             check_loaded(self.prefix, name, getattr(layer, name))
-        metrics.update(prepare_kernels(linear_kernels(self.quant_config.ue8m0), layer.weight, self.warmup))
+        keys = linear_kernels(self.quant_config.ue8m0, target_of_layer(layer.weight))
+        metrics.update(prepare_kernels(keys, layer.weight, self.warmup))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch_ops.linear(x, layer.weight, layer.weight_scale_inv, bias, self.quant_config.ue8m0)

@@ -18,7 +18,7 @@ from sglang.srt.utils import is_cuda, set_weight_attrs
 from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
-from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels
+from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels, target_of_layer
 from fp8moe_plugin.layers.loading import check_expert_shape, check_loaded, check_tensor, expert_tensors, shape_errors
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
@@ -88,7 +88,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             mode = get_deepep_mode()
             layouts = ["contiguous"] * mode.enable_normal() + ["masked"] * mode.enable_low_latency()
         for layout in layouts:
-            keys = moe_kernels(self.quant_config.ue8m0, layout == "masked")
+            target = target_of_layer(layer.w2_weight)
+            keys = moe_kernels(self.quant_config.ue8m0, layout == "masked", target)
             announce_layer(self.prefix, layer.w2_weight, layout, prepare_kernels(keys, layer.w2_weight, self.warmup))
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:

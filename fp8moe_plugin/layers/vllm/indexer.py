@@ -36,11 +36,13 @@ def serve_indexer(description: Any, device: torch.device, warmup: str) -> None:
     heads, dim = (getattr(description, name, None) or 0 for name in ("index_n_heads", "index_head_dim"))
     if not heads:
         return
+    place = torch.empty(0, device=device)
     refusal = indexer_refusal(heads, dim) if settings().indexer else "FP8MOE_INDEXER=0"
+    if backend_name(place) == "triton":
+        refusal = "our kernels for them need a Hopper GPU and FP8MOE_BACKEND=sm90"
     if refusal:
         log_once(logging.INFO, f"the indexer's logits: DeepGEMM ({refusal})")
         return
-    place = torch.empty(0, device=device)
     kernels = prepare_kernels(indexer_kernels(heads), place, warmup)
     compat.replace_indexer_logits(
         partial(_ours_where_it_fits, ops.fp8_fp4_mqa_logits, _fits_query),

@@ -15,7 +15,7 @@ from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
-from fp8moe_plugin.layers.kernels import prepare_kernels
+from fp8moe_plugin.layers.kernels import prepare_kernels, target_of_layer
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
 from fp8moe_plugin.ops import torch_ops
@@ -75,7 +75,8 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         if not self.loading.serving and self.prefix.endswith(".kv_b_proj"):
             compat.keep_mla_weights(layer)
         self.loading.finish(layer)
-        metrics.update(prepare_kernels(linear_kernels(self.ue8m0), layer.weight, self.warmup))
+        keys = linear_kernels(self.ue8m0, target_of_layer(layer.weight))
+        metrics.update(prepare_kernels(keys, layer.weight, self.warmup))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch_ops.linear(x, layer.weight, getattr(layer, self.scale), bias, self.ue8m0)

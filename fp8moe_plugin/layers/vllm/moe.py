@@ -17,7 +17,7 @@ from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP, experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
-from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels
+from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels, target_of_layer
 from fp8moe_plugin.layers.loading import check_expert_shape, expert_tensors
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.experts import StandardExperts, experts_class
@@ -135,7 +135,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             self.loading.check_reloadable = functools.partial(
                 check_experts_not_moved, self.prefix, compat.eplb_state(layer), layer.global_num_experts
             )
-        keys = moe_kernels(self.experts_cls.ue8m0, self.batched)
+        keys = moe_kernels(self.experts_cls.ue8m0, self.batched, target_of_layer(layer.w2_weight))
         kernels = prepare_kernels(keys, layer.w2_weight, self.warmup)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = self._make_kernel(layer)

@@ -116,17 +116,18 @@ class Machine:
         (Machine("cuda", (10, 0)), "sm90", "compute capability 10.0", " with --enforce-eager"),
         (Machine("xpu", None), "auto", "a xpu", " with --enforce-eager"),
         (Machine("cpu", None), "sm90", "a cpu", ""),
+        (Machine("cpu", None), "triton", "a cpu", ""),
+        (Machine("cuda", (8, 6)), "triton", "compute capability 8.6", " with --enforce-eager"),
         (Machine("rocm", (9, 0)), "auto", "compute capability 9.0", " with --enforce-eager"),
     ],
 )
 def test_another_machine_is_refused(monkeypatch, machine, backend, found, eager):
     monkeypatch.setattr(seam, "current_platform", machine)
     monkeypatch.setattr(machine_check, "settings", lambda: Settings(backend=backend))
-    with pytest.raises(
-        UnsupportedError, match=rf"need a Hopper GPU.*has {found}.*FP8MOE_BACKEND=reference .*reference{eager}\.$"
-    ):
+    need, advice = r"kernels need an? (Hopper|NVIDIA) GPU", r"FP8MOE_BACKEND=reference .*reference"
+    with pytest.raises(UnsupportedError, match=rf"{need}.*has {found}.*{advice}{eager}\.$"):
         Entry.from_config(CHECKPOINT)
-    with pytest.raises(UnsupportedError, match="need a Hopper GPU"):
+    with pytest.raises(UnsupportedError, match=need):
         Entry()
 
 
@@ -135,11 +136,15 @@ def test_another_machine_is_refused(monkeypatch, machine, backend, found, eager)
     [
         (Machine("cuda", (9, 0)), "auto"),
         (Machine("cuda", (9, 0)), "sm90"),
+        (Machine("cuda", (9, 0)), "triton"),
+        (Machine("cuda", (8, 9)), "auto"),
+        (Machine("cuda", (10, 0)), "auto"),
+        (Machine("cuda", (12, 0)), "triton"),
         (Machine("cuda", (8, 0)), "reference"),
         (Machine("cpu", None), "auto"),
     ],
 )
-def test_a_hopper_gpu_or_the_reference_serves(monkeypatch, machine, backend):
+def test_gpus_with_kernels_and_the_reference_serve(monkeypatch, machine, backend):
     monkeypatch.setattr(seam, "current_platform", machine)
     monkeypatch.setattr(machine_check, "settings", lambda: Settings(backend=backend))
     assert Entry.from_config(CHECKPOINT).get_name() == "fp8moe"

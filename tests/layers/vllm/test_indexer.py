@@ -19,6 +19,7 @@ from fp8moe_plugin import ops
 from fp8moe_plugin.layers import kernels
 from fp8moe_plugin.layers.vllm import config as seam
 from fp8moe_plugin.layers.vllm.indexer import serve_indexer
+from fp8moe_plugin.plan.catalog import SM90
 from fp8moe_plugin.plan.closure import indexer_kernels
 from tests import helpers as h
 from tests.indexer import PAGE, decode, prefill
@@ -175,7 +176,7 @@ def test_other_indexers_are_left_to_deepgemm(
 
 def test_its_kernels_are_loaded_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
-    monkeypatch.setattr(kernels, "uses_sm90", lambda tensor: True)
+    monkeypatch.setattr(kernels, "kernel_target", lambda tensor: SM90)
     monkeypatch.setattr(kernels.driver, "load", lambda key, device, warmup: loaded.append((key, warmup)))
     serve_indexer(V32, CPU, "the command")
     assert loaded == [(key, "the command") for key in indexer_kernels(64)]

@@ -11,6 +11,7 @@ from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.layers import kernels
 from fp8moe_plugin.layers.vllm import config as seam
 from fp8moe_plugin.plan import combine_key
+from fp8moe_plugin.plan.catalog import SM90
 from warmup.options import parse
 
 
@@ -31,7 +32,7 @@ def test_it_names_the_model_and_the_split(
 
 def test_it_reaches_whoever_looks_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(kernels, "uses_sm90", lambda weight: True)
+    monkeypatch.setattr(kernels, "kernel_target", lambda weight: SM90)
     monkeypatch.setattr(kernels.driver, "load", lambda *arguments: asked.append(arguments))
     weight = SimpleNamespace(device=SimpleNamespace(index=3))
     kernels.prepare_kernels([combine_key()], weight, "the command")

@@ -1,0 +1,133 @@
+"""Compiling Triton kernels to cubins for any GPU, in memory. Needs only Triton's wheel, which brings its own ptxas."""
+
+import contextlib
+import functools
+import importlib
+import io
+import pkgutil
+import re
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata, resources
+from typing import Any
+
+from fp8moe_plugin.errors import CompileError
+from fp8moe_plugin.jit.cubin import with_shared_memory
+from fp8moe_plugin.plan.parameters import PARAMETERS, Kind
+from fp8moe_plugin.plan.triton_catalog import TARGETS, TritonKey
+from fp8moe_plugin.plan.triton_signatures import TRITON_SIGNATURES
+
+PACKAGE = "fp8moe_plugin.triton_kernels"
+FUSED = ("triton_gate_up", "triton_gemm")  # may fuse multiplications with additions, as csrc does in the same places
+UNUSED = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0}  # what the launcher does not provide
+PTX_TYPES = {Kind.POINTER: "u64", Kind.INT: "u32", Kind.FLOAT: "f32"}
+
+
+@functools.cache
+def triton_version() -> str:
+    """Triton's version, without importing it.
+
+    Raises:
+        CompileError: it is not installed.
+    """
+    try:
+        return f"triton {metadata.version('triton')}"
+    except metadata.PackageNotFoundError as error:
+        raise CompileError(
+            "Triton is not installed, and the kernels of GPUs other than Hopper's are compiled by it. Install the "
+            "package triton that fits PyTorch. Only serving from a bundle, FP8MOE_BUNDLE, works without it."
+        ) from error
+
+
+def compile_triton(key: TritonKey) -> tuple[bytes, str]:
+    """The cubin of a kernel, with its shared memory, and ptxas' report.
+
+    Raises:
+        CompileError: Triton is not installed or refuses the kernel, or compiles it to what the launcher cannot launch.
+    """
+    version = triton_version()
+    try:
+        with _uncached() as log:
+            compiled = _compile(key)
+    except Exception as error:  # Triton raises its own types, and those of whatever went wrong inside
+        raise CompileError(
+            f"{key} does not compile with {version}: {type(error).__name__}: {error}\n{error.__cause__ or ''}\n"
+            "Use the Triton that PyTorch requires; if that does not help, report this with the text above."
+        ) from error
+    fault = _fault(key, compiled)
+    if fault:
+        raise CompileError(f"{key} compiled with {version} {fault}. Use the Triton that PyTorch requires.")
+    return with_shared_memory(compiled.asm["cubin"], compiled.metadata.shared), log.getvalue()
+
+
+def sources(key: TritonKey) -> tuple[str, ...]:
+    """All that the cubin depends on, except for Triton's version: the sources, constants, types and options."""
+    return *_texts(), repr((str(key), key.threads, key.stages, TRITON_SIGNATURES[key.source], key.source in FUSED))
+
+
+@functools.cache
+def _kernels() -> dict[str, Any]:
+    package = importlib.import_module(PACKAGE)
+    modules = [importlib.import_module(f"{PACKAGE}.{module.name}") for module in pkgutil.iter_modules(package.__path__)]
+    return {name: value for module in modules for name, value in vars(module).items() if name in TRITON_SIGNATURES}
+
+
+@functools.cache
+def _texts() -> tuple[str, ...]:
+    files = resources.files("fp8moe_plugin") / "triton_kernels"
+    return tuple(file.read_text() for file in sorted(files.iterdir(), key=lambda f: f.name) if file.name[-3:] == ".py")
+
+
+def _compile(key: TritonKey) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = _kernels()[key.source]
+    parameters, constants = TRITON_SIGNATURES[key.source], dict(key.defines)
+    position = {name: i for i, name in enumerate(function.arg_names)}
+    types = {p.name: p.type for p in parameters} | dict.fromkeys(constants, "constexpr")
+    divisors = {(position[p.name],): [["tt.divisibility", p.divisor]] for p in parameters if p.divisor > 1}
+    source = ASTSource(
+        function,
+        {name: types[name] for name in function.arg_names},
+        {(position[name],): value for name, value in constants.items()},
+        divisors,
+    )
+    options = {"num_warps": key.threads // 32, "num_stages": key.stages, "enable_fp_fusion": key.source in FUSED}
+    capability = int(key.target.removeprefix("sm_"))
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@contextlib.contextmanager
+def _uncached() -> Iterator[io.StringIO]:
+    """Triton writes nothing that lasts, no names of files into cubins, and ptxas' report to what this yields."""
+    from triton import knobs
+
+    log = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        knobs.cache.scope(),
+        knobs.compilation.scope(),
+        knobs.nvidia.scope(),
+        contextlib.redirect_stdout(log),
+    ):
+        knobs.cache.dir = folder
+        knobs.compilation.always_compile = True
+        knobs.compilation.disable_line_info = True
+        knobs.nvidia.dump_ptxas_log = True
+        yield log
+
+
+def _fault(key: TritonKey, compiled: Any) -> str | None:
+    """Why the launcher cannot launch a kernel, or None."""
+    made, limit = compiled.metadata, TARGETS[key.target][1]
+    entry = re.search(rf"\.entry {key.source}\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
+    found = re.findall(r"\.param \.(\w+)", entry[1]) if entry else []
+    if found != [PTX_TYPES[parameter.kind] for parameter in PARAMETERS[key.source]]:
+        return f"takes other parameters than a launch passes: {found}"
+    wanted = {**UNUSED, "num_warps": key.threads // 32}
+    differing = {name: getattr(made, name) for name, value in wanted.items() if getattr(made, name) != value}
+    if differing:
+        return f"needs what a launch does not provide: {differing}"
+    return f"needs {made.shared} bytes of shared memory, more than {limit}" if made.shared > limit else None

@@ -1,0 +1,57 @@
+"""Which Triton kernels a layer may launch at any number of tokens, each with the reason that `warmup list` prints."""
+
+from fp8moe_plugin.plan.catalog import KernelKey
+from fp8moe_plugin.plan.triton_catalog import (
+    CHUNK,
+    DENSE_ROWS,
+    EXPERT_ROWS,
+    FEW_ROWS,
+    MORE_ROWS,
+    NARROW_TILE_N,
+    PADDED_EXPERTS,
+    combine_key,
+    gate_up_key,
+    gemm_key,
+    quantize_count_key,
+    quantize_key,
+    quantize_route_key,
+    route_key,
+    silu_mul_quant_key,
+    tiles_of_counts_key,
+    tiles_of_indices_key,
+)
+
+Reasons = dict[KernelKey, str]
+
+
+def moe_reasons(target: str, ue8m0: bool, batched: bool) -> Reasons:
+    """The kernels of a layer of experts; `batched`: its tokens arrive quantized and sorted."""
+    reasons: Reasons = {}
+    for rows in EXPERT_ROWS:
+        reasons[gate_up_key(target, rows, ue8m0)] = f"GEMM 1 of the experts and SwiGLU, in tiles of {rows} rows"
+        reasons[gemm_key(target, rows)] = f"GEMM 2 of the experts, and dense GEMMs, in tiles of {rows} rows"
+    if batched:
+        reasons[tiles_of_counts_key(target)] = "tiles of batched experts, as DeepEP's low-latency mode hands them over"
+        return reasons
+    for experts in PADDED_EXPERTS:
+        counts = quantize_count_key(target, ue8m0, experts)
+        reasons[counts] = f"quantization, and tokens of each of up to {experts} experts, in longer steps"
+        reasons[route_key(target, experts)] = f"rows of up to {experts} experts and their tiles, in longer steps"
+    return reasons | {
+        gemm_key(target, FEW_ROWS, NARROW_TILE_N): "GEMM 1 of the experts and dense GEMMs, in steps of few tokens",
+        silu_mul_quant_key(target, ue8m0): "SwiGLU of the experts, in steps of few tokens",
+        quantize_route_key(target, ue8m0): f"quantization and routing, in steps of up to {CHUNK} pairs",
+        combine_key(target): "the weighted sum of each token's experts",
+    }
+
+
+def linear_reasons(target: str, ue8m0: bool) -> Reasons:
+    """The kernels of a dense layer."""
+    narrow: Reasons = {gemm_key(target, FEW_ROWS, NARROW_TILE_N): "dense GEMMs of few rows and columns"}
+    gemms: Reasons = {gemm_key(target, rows): f"dense GEMMs, in tiles of {rows} rows" for rows in DENSE_ROWS}
+    return narrow | gemms | {quantize_key(target, ue8m0): "quantization of the activations of dense layers"}
+
+
+def op_keys(target: str) -> list[KernelKey]:
+    """The kernels that only direct calls of the ops launch."""
+    return [gemm_key(target, MORE_ROWS, f32=True), tiles_of_indices_key(target)]

@@ -1,0 +1,232 @@
+"""Plans of the Triton kernels: which of them a call launches, in which tiles."""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.plan.constants import Output
+from fp8moe_plugin.plan.scratch import offsets
+from fp8moe_plugin.plan.shape import MoeShape
+from fp8moe_plugin.plan.tiles import scale_pitch, tile_capacity
+from fp8moe_plugin.plan.triton_catalog import (
+    CHUNK,
+    FEW_ROWS,
+    MANY_ROWS,
+    MORE_ROWS,
+    NARROW_TILE_N,
+    TILE_N,
+    TritonKey,
+    gate_up_key,
+    gemm_key,
+    padded_experts,
+    silu_mul_quant_key,
+)
+from fp8moe_plugin.plan.tuning import TRITON_DENSE_SHARE, TRITON_EXPERT_SHARE, TRITON_FEW_ROWS
+from fp8moe_plugin.settings import batch_invariant
+
+
+class TritonScratch(NamedTuple):
+    """Scratch memory of a layer; `rows` is T * topk. A piece that a step does not need is empty."""
+
+    x: int  # e4m3 [T, H]
+    x_scales: int  # float32 [T, H / 128]
+    slots: int  # int32 [T, topk]: the row of each (token, expert) pair, -1 for none
+    tokens: int  # int32 [rows]: the token of each row
+    counts: int  # int32 [chunks, padded experts], with more than one chunk
+    table: int  # int32 [tiles, 4], see triton_kernels/route.py
+    num_tiles: int  # int32 [2]: the number of tiles, and of rows
+    gate_up: int  # bfloat16 [rows, 2I], if SwiGLU has a kernel of its own
+    inner: int  # e4m3 [rows, I]
+    inner_scales: int  # float32, of inner, K-major
+    down: int  # bfloat16 [rows, H]
+    nbytes: int
+
+
+class TritonBatchedScratch(NamedTuple):
+    """Scratch memory of `batched_experts`; `rows` is E * max_m."""
+
+    table: int
+    num_tiles: int
+    inner: int  # e4m3 [rows, I]
+    inner_scales: int  # float32, of inner, K-major
+    nbytes: int
+
+
+class TritonGroupedScratch(NamedTuple):
+    """Scratch memory of a grouped GEMM."""
+
+    table: int
+    num_tiles: int
+    nbytes: int
+
+
+# Plans are compared by identity, which is fast: a shape has one plan for each number of tokens.
+@dataclass(frozen=True, eq=False)
+class TritonStep:
+    """A step of a layer of experts."""
+
+    target: str
+    shape: MoeShape
+    tokens: int
+    ue8m0: bool
+    tile_rows: int
+    chunks: int  # of CHUNK pairs; with more than one, routing takes two kernels
+    tiles: int  # the most row tiles there can be
+    gate_up: TritonKey
+    silu_mul_quant: TritonKey | None  # None: gate_up includes it
+    down: TritonKey
+    scratch: TritonScratch
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of all experts if no id is out of range."""
+        return self.tokens * self.shape.topk
+
+
+@dataclass(frozen=True)
+class TritonGrouped:
+    """One grouped GEMM."""
+
+    target: str
+    kernel: TritonKey
+    tile_rows: int
+    tiles: int
+    scratch: TritonGroupedScratch
+
+
+@dataclass(frozen=True)
+class TritonBatched:
+    """Both GEMMs of experts whose tokens arrive quantized and sorted."""
+
+    target: str
+    gate_up: TritonKey
+    down: TritonKey
+    tile_rows: int
+    tiles: int
+    scratch: TritonBatchedScratch
+
+
+@dataclass(frozen=True, eq=False)
+class TritonDense:
+    """One dense GEMM."""
+
+    kernel: TritonKey
+    tile_m: int
+    tile_n: int
+
+
+def plan_triton_step(target: str, shape: MoeShape, tokens: int, ue8m0: bool, multiprocessors: int) -> TritonStep:
+    """The plan of a step of `tokens` tokens, at least 1, on a GPU with so many multiprocessors."""
+    return _plan_step(target, shape, tokens, ue8m0, multiprocessors, batch_invariant())
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_step(
+    target: str, shape: MoeShape, tokens: int, ue8m0: bool, multiprocessors: int, invariant: bool
+) -> TritonStep:
+    rows, blocks = tokens * shape.topk, shape.intermediate // GROUP
+    height = MORE_ROWS if invariant else rows_of_tiles(rows / shape.global_experts)
+    few = min(rows, shape.local_experts) * blocks < multiprocessors * TRITON_EXPERT_SHARE
+    return triton_step(target, shape, tokens, ue8m0, height, narrow=few and height == FEW_ROWS)
+
+
+def triton_step(target: str, shape: MoeShape, tokens: int, ue8m0: bool, height: int, narrow: bool) -> TritonStep:
+    """The plan of a step in tiles of `height` rows.
+
+    `narrow`: SwiGLU is left to a kernel of its own. The programs of GEMM 1 are then narrower than a group of the
+    quantization, and more.
+    """
+    topk, hidden, intermediate, experts, _ = shape
+    rows = tokens * topk
+    tiles, chunks = tile_capacity(rows, experts, height), ceil_div(rows, CHUNK)
+    sizes = (
+        tokens * hidden,
+        4 * tokens * (hidden // GROUP),
+        4 * rows,
+        4 * rows,
+        4 * chunks * padded_experts(experts) if chunks > 1 else 0,
+        16 * tiles,
+        8,
+        4 * rows * intermediate if narrow else 0,
+        rows * intermediate,
+        4 * scale_pitch(rows) * (intermediate // GROUP),
+        2 * rows * hidden,
+    )
+    return TritonStep(
+        target=target,
+        shape=shape,
+        tokens=tokens,
+        ue8m0=ue8m0,
+        tile_rows=height,
+        chunks=chunks,
+        tiles=tiles,
+        gate_up=gemm_key(target, FEW_ROWS, NARROW_TILE_N) if narrow else gate_up_key(target, height, ue8m0),
+        silu_mul_quant=silu_mul_quant_key(target, ue8m0) if narrow else None,
+        down=gemm_key(target, height),
+        scratch=TritonScratch(*offsets(*sizes)),
+    )
+
+
+def rows_of_tiles(rows_per_expert: float) -> int:
+    """Rows of the tiles of experts that have so many on average."""
+    return FEW_ROWS if rows_per_expert <= TRITON_FEW_ROWS else MORE_ROWS
+
+
+def plan_triton_batched(
+    target: str, experts: int, max_m: int, intermediate: int, expected_m: int, ue8m0: bool
+) -> TritonBatched:
+    """The plan of `[experts, max_m]` rows; each expert has about `expected_m` of them."""
+    height = MORE_ROWS if batch_invariant() else rows_of_tiles(expected_m)
+    return _plan_batched(target, experts, max_m, intermediate, height, ue8m0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_batched(target: str, experts: int, max_m: int, intermediate: int, height: int, ue8m0: bool) -> TritonBatched:
+    rows = experts * max_m
+    tiles = experts * ceil_div(max_m, height)
+    inner = rows * intermediate, 4 * scale_pitch(rows) * (intermediate // GROUP)
+    return TritonBatched(
+        target=target,
+        gate_up=gate_up_key(target, height, ue8m0),
+        down=gemm_key(target, height),
+        tile_rows=height,
+        tiles=tiles,
+        scratch=TritonBatchedScratch(*offsets(16 * tiles, 8, *inner)),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_triton_masked(target: str, groups: int, max_m: int, expected_m: int) -> TritonGrouped:
+    """The plan of `[groups, max_m]` rows, of which each group has about `expected_m`."""
+    return _grouped(target, rows_of_tiles(expected_m), groups * max_m, groups)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_triton_contiguous(target: str, rows: int) -> TritonGrouped:
+    """The plan of `rows` rows, each with the index of its group."""
+    return _grouped(target, MORE_ROWS, rows, rows)
+
+
+def _grouped(target: str, height: int, rows: int, groups: int) -> TritonGrouped:
+    tiles = tile_capacity(rows, groups, height)
+    scratch = TritonGroupedScratch(*offsets(16 * tiles, 8))
+    return TritonGrouped(target, gemm_key(target, height), height, tiles, scratch)
+
+
+def plan_triton_dense(target: str, m: int, n: int, output: Output, multiprocessors: int) -> TritonDense:
+    """The plan of a GEMM of m rows and n columns, on a GPU with so many multiprocessors."""
+    return _plan_dense(target, m, n, output == Output.F32_DIRECT, multiprocessors, batch_invariant())
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_dense(target: str, m: int, n: int, f32: bool, multiprocessors: int, invariant: bool) -> TritonDense:
+    if f32 or invariant:
+        return TritonDense(gemm_key(target, MORE_ROWS, f32=f32), MORE_ROWS, TILE_N)
+    if m <= FEW_ROWS:
+        wide = ceil_div(n, TILE_N) >= multiprocessors * TRITON_DENSE_SHARE
+        columns = TILE_N if wide else NARROW_TILE_N
+        return TritonDense(gemm_key(target, FEW_ROWS, columns), FEW_ROWS, columns)
+    fills = ceil_div(m, MANY_ROWS) * ceil_div(n, TILE_N) >= multiprocessors
+    height = MANY_ROWS if fills else MORE_ROWS
+    return TritonDense(gemm_key(target, height), height, TILE_N)

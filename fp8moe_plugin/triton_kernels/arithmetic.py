@@ -1,0 +1,30 @@
+"""Quantization and activation, rounded as in csrc/device/fp8.cuh and in ops/reference.py."""
+
+import triton
+import triton.language as tl
+
+FP8_MAX = tl.constexpr(448.0)
+SMALLEST_AMAX_BITS = tl.constexpr(0x2EDBE6FF)  # of 1e-10, which keeps the scale of an all-zero group finite
+LOG2_E = tl.constexpr(1.44269504)
+
+
+@triton.jit
+def quantized(values, UE8M0: tl.constexpr):
+    """e4m3 `[R, 128]` and float32 scales `[R]` of bfloat16 `[R, 128]`; NaN spoils its row."""
+    # The bits of non-negative floats are ordered as the floats, NaN above all: integer maxima propagate NaN.
+    magnitudes = values.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+    amax = tl.maximum(tl.max(magnitudes, 1) << 16, SMALLEST_AMAX_BITS).to(tl.float32, bitcast=True)
+    scales = tl.div_rn(amax, tl.full(amax.shape, FP8_MAX, tl.float32))
+    if UE8M0:
+        scales = ((scales.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    quotients = tl.div_rn(values.to(tl.float32), tl.broadcast_to(scales[:, None], values.shape))
+    return quotients.to(tl.float8e4nv), scales
+
+
+@triton.jit
+def silu_mul(gate, up):
+    """bfloat16 `silu(gate) * up` of bfloat16; SiLU and the product are each rounded to bfloat16."""
+    x = gate.to(tl.float32)
+    inverse = 1.0 / (1.0 + tl.exp2(x * -LOG2_E))  # as in csrc, where dividing x would give other bits
+    silu = (x * inverse).to(tl.bfloat16)
+    return (silu.to(tl.float32) * up.to(tl.float32)).to(tl.bfloat16)

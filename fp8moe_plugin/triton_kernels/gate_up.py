@@ -1,0 +1,71 @@
+"""GEMM 1 of the experts with SwiGLU and the quantization of its result."""
+
+import triton
+import triton.language as tl
+
+from fp8moe_plugin.triton_kernels.arithmetic import quantized, silu_mul
+from fp8moe_plugin.triton_kernels.dependence import wait_for_previous_kernel
+from fp8moe_plugin.triton_kernels.operands import add_product, empty_sums, rows_of_tile, sources, tile_of_program
+
+
+@triton.jit
+def triton_gate_up(
+    a,
+    a_scales,
+    a_rows,
+    b,
+    b_scales,
+    q,
+    scales,
+    table,
+    num_tiles,
+    channels,
+    k,
+    a_scale_row,
+    a_scale_group,
+    a_scale_k_block,
+    scale_k_block,
+    gathered,
+    group_m,
+    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SWAP: tl.constexpr,
+    UE8M0: tl.constexpr,
+):
+    """e4m3 `q` `[rows, channels]` and its K-major scales, of `silu(gate) * up` with `gate, up = a @ b.T`.
+
+    `b` is `[experts, 2 * channels, k]`, gate first. The rest is as for triton_gemm. A program computes 128 channels, so
+    that it has whole groups of the quantization.
+    """
+    wait_for_previous_kernel(PDL)
+    columns, row_tiles = channels // 128, tl.load(num_tiles)
+    if tl.program_id(0) >= row_tiles * columns:
+        return
+    tile, column_tile = tile_of_program(row_tiles, columns, group_m)
+    expert, rows, end = rows_of_tile(table, tile, 0, 1, BLOCK_M)
+    source = sources(a_rows, rows, end, gathered)
+    column = column_tile * 128 + tl.arange(0, 128)
+    channel = tl.arange(0, 128)
+
+    x_at = a + source[:, None] * k + channel[None, :]
+    gate_at = b + (expert.to(tl.int64) * 2 * channels + column)[:, None] * k + channel[None, :]
+    up_at = gate_at + tl.cast(channels, tl.int64) * k
+    x_scale_at = a_scales + source * a_scale_row + expert.to(tl.int64) * a_scale_group
+    gate_scale_at = b_scales + (expert.to(tl.int64) * 2 * columns + column_tile) * (k // 128)
+    up_scale_at = gate_scale_at + columns * (k // 128)
+    gate, up = empty_sums(BLOCK_M, 128, SWAP), empty_sums(BLOCK_M, 128, SWAP)
+    for _ in range(0, k // 128):
+        x, x_scale = tl.load(x_at), tl.load(x_scale_at)
+        gate = add_product(gate, x, tl.load(gate_at), x_scale, tl.load(gate_scale_at), SWAP)
+        up = add_product(up, x, tl.load(up_at), x_scale, tl.load(up_scale_at), SWAP)
+        x_at += 128
+        gate_at += 128
+        up_at += 128
+        x_scale_at += a_scale_k_block
+        gate_scale_at += 1
+        up_scale_at += 1
+
+    inner = silu_mul(gate.to(tl.bfloat16), up.to(tl.bfloat16))
+    codes, of_rows = quantized(tl.trans(inner) if SWAP else inner, UE8M0)
+    tl.store(q + rows.to(tl.int64)[:, None] * channels + column[None, :], codes, (rows < end)[:, None])
+    tl.store(scales + column_tile.to(tl.int64) * scale_k_block + rows, of_rows, rows < end)

@@ -1,0 +1,77 @@
+"""The block-scaled GEMM of dense layers and of grouped rows."""
+
+import triton
+import triton.language as tl
+
+from fp8moe_plugin.triton_kernels.dependence import wait_for_previous_kernel
+from fp8moe_plugin.triton_kernels.operands import add_product, empty_sums, rows_of_tile, sources, tile_of_program
+
+
+@triton.jit
+def store(out, c, at, result, exists, added, F32: tl.constexpr):
+    """`result`, with `c` if `added`, to bfloat16 or with F32 float32."""
+    kind: tl.constexpr = tl.pointer_type(tl.float32 if F32 else tl.bfloat16)
+    if added != 0:
+        result += tl.load(c.to(kind) + at, exists, 0.0).to(tl.float32)
+    tl.store(out.to(kind) + at, result.to(kind.element_ty), exists)
+
+
+@triton.jit
+def triton_gemm(
+    a,
+    a_scales,
+    a_rows,
+    b,
+    b_scales,
+    c,
+    out,
+    table,
+    num_tiles,
+    m,
+    n,
+    k,
+    a_scale_row,
+    a_scale_group,
+    a_scale_k_block,
+    gathered,
+    added,
+    grouped,
+    group_m,
+    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr,
+    F32: tl.constexpr,
+):
+    """`out = a @ b.T (+ c)` with float32 sums, to which each K block is added scaled.
+
+    `a` is `[rows, k]`, of which row i is read at `a_rows[i]` if `gathered`; `b` is `[experts, n, k]`; `c` and `out` are
+    `[rows, n]`, bfloat16 or with F32 float32. Rows are those of the tile table if `grouped`, else `m`.
+    """
+    wait_for_previous_kernel(PDL)
+    columns = tl.cdiv(n, BLOCK_N)
+    row_tiles = tl.where(grouped != 0, tl.load(num_tiles, grouped != 0, 0), tl.cdiv(m, BLOCK_M))
+    if tl.program_id(0) >= row_tiles * columns:
+        return
+    tile, column_tile = tile_of_program(row_tiles, columns, group_m)
+    expert, rows, end = rows_of_tile(table, tile, m, grouped, BLOCK_M)
+    source = sources(a_rows, rows, end, gathered)
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, 128)
+
+    x_at = a + source[:, None] * k + channel[None, :]
+    w_at = b + (expert.to(tl.int64) * n + tl.minimum(column, n - 1))[:, None] * k + channel[None, :]
+    x_scale_at = a_scales + source * a_scale_row + expert.to(tl.int64) * a_scale_group
+    w_scale_at = b_scales + (expert.to(tl.int64) * tl.cdiv(n, 128) + column_tile * BLOCK_N // 128) * (k // 128)
+    total = empty_sums(BLOCK_M, BLOCK_N, SWAP)
+    for _ in range(0, k // 128):
+        total = add_product(total, tl.load(x_at), tl.load(w_at), tl.load(x_scale_at), tl.load(w_scale_at), SWAP)
+        x_at += 128
+        w_at += 128
+        x_scale_at += a_scale_k_block
+        w_scale_at += 1
+
+    result = tl.trans(total) if SWAP else total
+    at = rows.to(tl.int64)[:, None] * n + column[None, :]
+    exists = (rows < end)[:, None] & (column < n)[None, :]
+    store(out, c, at, result, exists, added, F32)

@@ -1,0 +1,232 @@
+"""The ops on Triton kernels, in Triton's interpreter, against the plain-torch reference."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fp8moe_plugin import ops
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.ops import backend
+from fp8moe_plugin.plan.triton_catalog import FEW_ROWS, MORE_ROWS
+from tests import helpers as h
+from tests.triton.device import Device
+from tests.triton.plans import force_step
+
+CPU = torch.device("cpu")
+EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 6, 3, 256, 256
+MOST_ERROR = 1e-3  # relative L2: sums in another order change a few last bits of bfloat16, and codes after SwiGLU
+
+
+@pytest.fixture
+def gen() -> torch.Generator:
+    return h.seeded(0, CPU)
+
+
+def both(op: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any, Device]:
+    """What the reference returns and what the Triton kernels do, and the device that launched them."""
+    expected, device = copy.deepcopy(op(*args, **options)), Device()
+    with pytest.MonkeyPatch.context() as patch:
+        h.serve(patch, device)
+        assert backend.device_of(torch.empty(0)) is device
+        return expected, op(*args, **options), device
+
+
+def sources(device: Device) -> list[str]:
+    return [launch.key.source.removeprefix("triton_") for launch in device.launched]
+
+
+# ---- the layer -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("height", "narrow", "kind", "tokens", "ue8m0"),
+    [
+        (FEW_ROWS, True, "distinct", 1, False),
+        (FEW_ROWS, True, "some_missing", 9, True),
+        (FEW_ROWS, False, "out_of_range", 20, False),
+        (FEW_ROWS, False, "one_expert", 7, True),
+        (MORE_ROWS, False, "distinct", 60, True),
+        (MORE_ROWS, False, "nowhere", 4, False),
+        (MORE_ROWS, False, "first_half", 200, False),
+    ],
+)
+def test_every_tile_gives_the_layer(
+    gen: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    height: int,
+    narrow: bool,
+    kind: str,
+    tokens: int,
+    ue8m0: bool,
+) -> None:
+    force_step(monkeypatch, height, narrow)
+    layer, x = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE), h.random_tokens(gen, tokens, HIDDEN)
+    call = x, *layer, *h.random_routing(gen, kind, tokens, TOPK, EXPERTS)
+    expected, actual, device = both(ops.fused_moe, *call, ue8m0=ue8m0)
+    assert h.relative_l2(actual, expected) <= MOST_ERROR
+    prepare = ["quantize_count", "route"] if tokens * TOPK > 128 else ["quantize_route"]
+    first = ["gemm", "silu_mul_quant"] if narrow else ["gate_up"]
+    assert sources(device) == [*prepare, *first, "gemm", "combine"]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_experts_of_a_rank_are_found_by_the_map(gen: torch.Generator, dtype: torch.dtype) -> None:
+    layer, x = h.random_layer(gen, 3, HIDDEN, 128), h.random_tokens(gen, 50, HIDDEN)
+    weights, ids = h.random_routing(gen, "out_of_range", 50, TOPK, EXPERTS)
+    expert_map = torch.tensor([-1, 2, -1, 0, 1, 7], dtype=torch.int32)
+    wide = ids.to(dtype)
+    wide[0, 0] += 2 ** (32 if dtype == torch.int64 else 30)  # its low half is an expert
+    expected, actual, _ = both(ops.fused_moe, x, *layer, weights, wide, expert_map=expert_map)
+    assert h.relative_l2(actual, expected) <= MOST_ERROR
+
+
+@pytest.mark.parametrize(("tokens", "topk"), [(5, 2), (60, 3), (3, 0)])
+def test_a_shared_expert_and_a_scale_of_the_routed_ones(gen: torch.Generator, tokens: int, topk: int) -> None:
+    layer, x = h.random_layer(gen, EXPERTS + 1, HIDDEN, 128), h.random_tokens(gen, tokens, HIDDEN)
+    weights, ids = h.random_routing(gen, "out_of_range", tokens, topk, EXPERTS)
+    call = x, *layer, weights, ids.long()
+    expected, actual, _ = both(ops.fused_moe, *call, shared_expert=True, routed_scale=2.5)
+    assert h.relative_l2(actual, expected) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("expected_m", [4, 100])
+def test_batched_experts(gen: torch.Generator, expected_m: int) -> None:
+    layer, max_m = h.random_layer(gen, 3, HIDDEN, INTERMEDIATE), 70
+    q, scales = h.random_quantized(gen, 3, max_m, HIDDEN)
+    counts, outs = torch.tensor([70, 0, 17], dtype=torch.int32), []
+    for serve in (False, True):
+        out = h.poisoned(3, max_m, HIDDEN, dtype=torch.bfloat16, device=CPU)
+        call = (q, scales, *layer, counts)
+        with pytest.MonkeyPatch.context() as patch:
+            if serve:
+                h.serve(patch, Device())
+            outs.append(ops.batched_experts(*call, expected_m=expected_m, out=out))
+    for e, count in enumerate(counts.tolist()):
+        assert h.untouched(outs[1][e, count:])
+        assert count == 0 or h.relative_l2(outs[1][e, :count], outs[0][e, :count]) <= MOST_ERROR
+
+
+# ---- GEMMs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 40), (16, 136), (17, 264), (130, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("added", [False, True])
+def test_dense_gemm(gen: torch.Generator, m: int, n: int, dtype: torch.dtype, added: bool) -> None:
+    a, b = h.random_quantized(gen, m, HIDDEN), h.random_weights(gen, n, HIDDEN)
+    c = torch.randn(m, n, generator=gen).to(dtype) if added else None
+    outs = [h.poisoned(m, n, dtype=dtype, device=CPU) for _ in range(2)]
+    ops.fp8_gemm_nt(a, b, outs[0], c)
+    with pytest.MonkeyPatch.context() as patch:
+        h.serve(patch, Device())
+        ops.fp8_gemm_nt(a, b, outs[1], c)
+    exact = h.product(a, b) + (0 if c is None else c.double())
+    h.assert_rounded(outs[1], exact)
+    assert h.relative_l2(outs[1], outs[0]) <= MOST_ERROR
+
+
+def test_rows_of_a_gemm_may_have_scales_of_any_strides(gen: torch.Generator) -> None:
+    (q, scales), b = h.random_quantized(gen, 24, HIDDEN), h.random_weights(gen, 128, HIDDEN)
+    wide = torch.full((24, 6), float("nan"))
+    wide[:, ::3] = scales
+    outs = [torch.empty(24, 128).bfloat16() for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        h.serve(patch, Device())
+        ops.fp8_gemm_nt((q, scales), b, outs[0])
+        ops.fp8_gemm_nt((q, wide[:, ::3]), b, outs[1])
+    assert h.same_bits(*outs)
+
+
+def test_k_need_not_be_whole_blocks_and_rows_may_be_apart(gen: torch.Generator) -> None:
+    a, b = h.random_quantized(gen, 24, HIDDEN), h.random_weights(gen, 128, HIDDEN)
+    short = HIDDEN - 48
+    cut = (a[0][:, :short], a[1]), (b[0][:, :short], b[1])
+    expected, actual, _ = both(ops.fp8_gemm_nt, *cut, torch.empty(24, 128).bfloat16())
+    assert h.relative_l2(actual, expected) <= MOST_ERROR
+    indices = torch.arange(24, dtype=torch.int32) // 8 - 1
+    groups = (torch.stack([cut[1][0]] * 2), torch.stack([b[1]] * 2))
+    expected, actual, _ = both(
+        ops.m_grouped_fp8_gemm_nt_contiguous, cut[0], groups, torch.empty(24, 128).bfloat16(), indices
+    )
+    assert h.relative_l2(actual, expected) <= MOST_ERROR
+
+
+def test_what_has_no_triton_kernel_is_refused_by_name(gen: torch.Generator) -> None:
+    a, b = h.random_quantized(gen, 8, HIDDEN), h.random_weights(gen, 1, 128, HIDDEN)
+    ends = torch.tensor([8], dtype=torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        h.serve(patch, Device())
+        with pytest.raises(UnsupportedError, match=r"gemm_nt_psum has no Triton kernel.*Unset FP8MOE_BACKEND"):
+            ops.m_grouped_fp8_gemm_nt_psum(a, b, torch.empty(8, 128).bfloat16(), ends, 8)
+        with pytest.raises(UnsupportedError, match=r"This op.* has no Triton kernel"):
+            ops.get_paged_mqa_logits_metadata(torch.ones(1, 1, dtype=torch.int32), 64, 132)
+
+
+def test_linear(gen: torch.Generator) -> None:
+    x, weight, bias = h.random_tokens(gen, 3, 4, HIDDEN), h.random_weights(gen, 72, HIDDEN), torch.randn(72).bfloat16()
+    expected, actual, device = both(ops.fp8_linear, x, *weight, bias, ue8m0=True)
+    assert h.relative_l2(actual, expected) <= MOST_ERROR
+    assert sources(device) == ["quantize", "gemm"]
+
+
+@pytest.mark.parametrize("indices", [[0] * 70 + [-1] * 3 + [2] * 5 + [9] + [1] * 64 + [0] * 2, [-1, -1], [1]])
+def test_contiguous_grouped_gemm(gen: torch.Generator, indices: list[int]) -> None:
+    m, m_indices = len(indices), torch.tensor(indices, dtype=torch.int32)
+    a, b = h.random_quantized(gen, m, HIDDEN), h.random_weights(gen, 3, 136, HIDDEN)
+    outs = [h.poisoned(m, 136, dtype=torch.bfloat16, device=CPU) for _ in range(2)]
+    ops.m_grouped_fp8_gemm_nt_contiguous(a, b, outs[0], m_indices)
+    with pytest.MonkeyPatch.context() as patch:
+        h.serve(patch, Device())
+        ops.m_grouped_fp8_gemm_nt_contiguous(a, b, outs[1], m_indices)
+    written = (m_indices >= 0) & (m_indices < 3)
+    assert (outs[1][~written] == 0).all()
+    assert not written.any() or h.relative_l2(outs[1][written], outs[0][written]) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("expected_m", [3, 90])
+def test_masked_grouped_gemm(gen: torch.Generator, expected_m: int) -> None:
+    a, b = h.random_quantized(gen, 3, 80, HIDDEN), h.random_weights(gen, 3, 136, HIDDEN)
+    masked_m, outs = torch.tensor([80, 0, 9], dtype=torch.int32), []
+    for serve in (False, True):
+        out = h.poisoned(3, 80, 136, dtype=torch.bfloat16, device=CPU)
+        with pytest.MonkeyPatch.context() as patch:
+            if serve:
+                h.serve(patch, Device())
+            outs.append(ops.m_grouped_fp8_gemm_nt_masked(a, b, out, masked_m, expected_m))
+    for g, count in enumerate(masked_m.tolist()):
+        assert h.untouched(outs[1][g, count:])
+        assert count == 0 or h.relative_l2(outs[1][g, :count], outs[0][g, :count]) <= MOST_ERROR
+
+
+# ---- quantization --------------------------------------------------------------------------------------------------
+
+
+def codes(q: torch.Tensor) -> torch.Tensor:
+    return q.view(torch.uint8)
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_quantize_equals_the_reference_bit_by_bit(gen: torch.Generator, ue8m0: bool) -> None:
+    x = h.random_tokens(gen, 21, 384) * torch.exp2(torch.randint(-20, 9, (21, 1), generator=gen))
+    x[3, 130], x[4, :128], x[5, 7] = float("nan"), 0, 3e38
+    expected, actual, _ = both(ops.per_token_group_quant_fp8, x.bfloat16(), ue8m0=ue8m0)
+    spoilt = expected[1].isnan()
+    assert int(spoilt.sum()) == int(not ue8m0)  # the exponent of NaN has no room to be rounded up
+    assert torch.equal(actual[1].isnan(), spoilt)
+    assert torch.equal(actual[1].nan_to_num(), expected[1].nan_to_num())
+    assert torch.equal(codes(actual[0]) & 0x7F, codes(expected[0]) & 0x7F)
+    zero = expected[0].float() == 0
+    assert torch.equal(codes(actual[0])[~zero & ~actual[0].isnan()], codes(expected[0])[~zero & ~actual[0].isnan()])
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_silu_mul_quant_of_counted_rows(gen: torch.Generator, ue8m0: bool) -> None:
+    gate_up, counts = h.random_tokens(gen, 2, 11, 512), torch.tensor([11, 2], dtype=torch.int32)
+    (expected_q, expected_scales), (q, scales), _ = both(ops.silu_mul_quant_fp8, gate_up, counts, ue8m0)
+    for g, count in enumerate(counts.tolist()):
+        assert torch.equal(scales[g, :count], expected_scales[g, :count])
+        assert torch.equal(codes(q)[g, :count], codes(expected_q)[g, :count])
+        assert h.untouched(q[g, count:])
