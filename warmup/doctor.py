@@ -12,14 +12,15 @@ from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.errors import CacheError, Fp8MoeError
 from fp8moe_plugin.jit import cache, sequence, toolchain
 from fp8moe_plugin.jit.bundle import read_bundle
-from fp8moe_plugin.jit.compiler import compiler_version, nvrtc_version
+from fp8moe_plugin.jit.compiler import compiler_version, nvrtc_release, nvrtc_version
 from fp8moe_plugin.jit.lookup import bundle_path
+from fp8moe_plugin.plan.triton_catalog import is_triton
 from fp8moe_plugin.settings import Settings, settings, unknown_variables, variable
 from warmup import diagnosis, engines, kernels
 from warmup.diagnosis import Diagnosis, Driver, KernelBundle, KernelCache
 from warmup.model import read_checkpoint
 from warmup.options import Options
-from warmup.report import Finding, Report, State
+from warmup.report import Finding, Report, State, installed
 
 CHECKED_FOLDERS = ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "HOME")
 
@@ -85,7 +86,14 @@ def _engines(facts: Diagnosis) -> Iterator[Finding]:
 
 def _compiler(facts: Diagnosis, target: str) -> Iterator[Finding]:
     facts.compiler = compiler_version(target)
-    yield Finding(subject="compiler", found=facts.compiler, ok=True)
+    release, bindings = None if is_triton(target) else nvrtc_release()[0], installed("cuda-bindings") or ""
+    if release is None or bindings.startswith(f"{release}."):
+        yield Finding(subject="compiler", found=facts.compiler, ok=True)
+        return
+    # cuda-bindings takes the newest NVRTC that is installed, of whatever CUDA.
+    found = f"{facts.compiler}, while cuda-bindings {bindings} is for another CUDA: drivers older than CUDA {release} "
+    found += f"refuse its kernels. If yours is, uninstall the package that brings NVRTC {release} (nvidia-cuda-nvrtc*)"
+    yield Finding(subject="compiler", found=found)
 
 
 def _launcher(facts: Diagnosis) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from tests.jit.conftest import set_variables
 from tests.jit.test_bundle import rewrite
 from tests.jit.test_toolchain import CUBIN_OF_13
 from warmup import diagnosis, kernels
+from warmup import doctor as examination
 from warmup.__main__ import main
 from warmup.diagnosis import Diagnosis, Driver, Gpu
 from warmup.report import Report
@@ -220,3 +221,14 @@ def test_gpus_and_a_driver_that_is_too_old_for_the_kernels(
     assert f"ok     GPU 0: {what}; backend triton\n" in printed
     assert "WRONG  GPU 1: NVIDIA A2, 24.0 GB, compute capability 8.6" in printed
     assert ("WRONG  driver: supports CUDA 12.8, and refuses kernels compiled by nvrtc" in printed) is not ok
+
+
+def test_an_nvrtc_of_another_cuda_than_the_bindings_is_told(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With both packages of NVRTC installed, cuda-bindings 12.9.10 loads that of CUDA 13."""
+    assert f"ok     compiler: {nvrtc_version()}\n" in doctor(capsys)[1]
+    monkeypatch.setattr(examination, "installed", lambda package: "12.9.10")
+    status, printed = doctor(capsys)
+    assert status == 0
+    assert f"compiler: {nvrtc_version()}, while cuda-bindings 12.9.10 is for another CUDA: drivers older" in printed
