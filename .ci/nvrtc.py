@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 UV = [sys.executable, "-m", "uv"]
+FOUND = "from fp8moe_plugin.jit.compiler import nvrtc_version; print(nvrtc_version())"
 
 
 def requirements(version: str) -> list[str]:
@@ -34,6 +35,10 @@ def compiles(version: str) -> bool:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "FP8MOE_CACHE_DIR": str(folder / "cache")}
     command = [str(python), "-m", "warmup", "bundle", "--bundle", str(folder / "kernels.tar"), "--json", str(report)]
     print(f"--- NVRTC {version}", flush=True)
+    found = subprocess.check_output([str(python), "-c", FOUND], cwd=ROOT, env=environment, text=True).strip()
+    if found != f"nvrtc {version}":
+        print(f"{found} is what the kernels would be compiled with")
+        return False
     if subprocess.run(command, cwd=ROOT, env=environment).returncode:
         return False
     faults = [kernel for kernel in json.loads(report.read_text())["kernels"] if kernel["detail"]]

@@ -3,6 +3,7 @@
 Neither needs a GPU, a CUDA toolkit or a C++ compiler.
 """
 
+import ctypes
 import functools
 import hashlib
 import io
@@ -21,6 +22,7 @@ from fp8moe_plugin.plan.triton_catalog import TritonKey, is_triton
 OPTIONS = {"arch": SM90, "std": "c++17"}  # all options that affect the machine code
 PTXAS_OPTIONS = ["-v"]
 OLDEST_NVRTC = (12, 8)
+NVRTC_12 = "nvidia-cuda-nvrtc-cu12"
 _INCLUDE = re.compile(r'^#include "(.+)"$')
 
 
@@ -84,7 +86,7 @@ def compiler_version(target: str) -> str:
 
 def nvrtc_package() -> str:
     """The package that brings the NVRTC which cuda-bindings loads: that of its own major version."""
-    return "nvidia-cuda-nvrtc-cu12" if metadata.version("cuda-bindings").startswith("12.") else "nvidia-cuda-nvrtc"
+    return NVRTC_12 if metadata.version("cuda-bindings").startswith("12.") else "nvidia-cuda-nvrtc"
 
 
 def nvrtc_release() -> tuple[int, int]:
@@ -96,6 +98,7 @@ def nvrtc_release() -> tuple[int, int]:
     from cuda.bindings import nvrtc
 
     try:
+        _load_nvrtc_of_cuda_12()
         status, major, minor = nvrtc.nvrtcVersion()
     except (RuntimeError, OSError) as error:  # cuda-bindings loads libnvrtc with the first call
         raise CompileError(
@@ -110,6 +113,24 @@ def nvrtc_release() -> tuple[int, int]:
             f"NVRTC {major}.{minor} is too old: the kernels need {oldest}. Upgrade the package {nvrtc_package()}."
         )
     return major, minor
+
+
+def _load_nvrtc_of_cuda_12() -> None:
+    """Load NVRTC from the package of CUDA 12 if cuda-bindings are of CUDA 12.
+
+    They take any NVRTC that they find, and the extra `cu12` installs the one of CUDA 12 next to that of CUDA 13.
+    """
+    package = nvrtc_package()
+    if package != NVRTC_12:
+        return
+    try:
+        files = metadata.files(package) or ()
+    except metadata.PackageNotFoundError:
+        return
+    for library in ("libnvrtc-builtins.so.", "libnvrtc.so."):  # NVRTC opens the first one by its name alone
+        for file in files:
+            if file.name.startswith(library):
+                ctypes.CDLL(str(file.locate()))
 
 
 @functools.cache

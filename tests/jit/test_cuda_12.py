@@ -1,5 +1,9 @@
 """NVRTC and drivers of CUDA 12. `make nvrtc` compiles every kernel with such an NVRTC."""
 
+import ctypes
+from importlib import metadata
+from pathlib import Path
+
 import pytest
 from cuda.bindings import driver, nvrtc
 
@@ -61,3 +65,19 @@ def test_an_nvrtc_that_is_too_old_is_named(release: tuple[int, int], monkeypatch
 def test_the_package_is_that_of_the_bindings(bindings: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler.metadata, "version", lambda name: bindings)
     assert compiler.nvrtc_package() == package
+
+
+@pytest.mark.parametrize("bindings", ["12.9.4", "13.0.1"])
+def test_next_to_that_of_cuda_13_nvrtc_12_is_loaded_for_bindings_of_cuda_12(
+    bindings: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """cuda-bindings would take either, whichever they find first."""
+    names = ["libnvrtc.so.12", "__init__.py", "libnvrtc-builtins.so.12.9"]
+    loaded: list[str] = []
+    monkeypatch.setattr(metadata, "version", {"cuda-bindings": bindings}.__getitem__)
+    monkeypatch.setattr(metadata, "files", {compiler.NVRTC_12: list(map(metadata.PackagePath, names))}.__getitem__)
+    monkeypatch.setattr(metadata.PackagePath, "locate", lambda path: tmp_path / path, raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", loaded.append)
+    compiler._load_nvrtc_of_cuda_12()
+    wanted = [str(tmp_path / "libnvrtc-builtins.so.12.9"), str(tmp_path / "libnvrtc.so.12")]
+    assert loaded == (wanted if bindings.startswith("12.") else [])
