@@ -41,6 +41,19 @@ def dense_launch(
     return grouped_gemm_launch(device, plan.kernel, a, b, out, Tiles(), c=c)
 
 
+def _dense_operands(a: Rows, b: Weights, out: Address) -> dict[str, Address]:
+    """The arguments that all kernels for dense layers share."""
+    return {
+        "a_scales": a.scales,
+        "a_scale_k_stride": a.scale_k_block,
+        "b_scales": b.scales,
+        "d": out,
+        "m": a.rows,
+        "n": b.n,
+        "k": b.k,
+    }
+
+
 def _dense_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, early: bool) -> Launch:
     tail_rows = ceil_div(a.rows % plan.tile_m, SWIZZLE_ROWS) * SWIZZLE_ROWS or plan.tile_m
     return Launch(
@@ -50,13 +63,7 @@ def _dense_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, early: boo
             a_map=rows_map(a, plan.tile_m),
             a_tail_map=rows_map(a, tail_rows),
             b_map=weights_map(b, plan.tile_n, whole_rows_l2_fetch(b.k)),
-            a_scales=a.scales,
-            a_scale_k_stride=a.scale_k_block,
-            b_scales=b.scales,
-            d=out,
-            m=a.rows,
-            n=b.n,
-            k=b.k,
+            **_dense_operands(a, b, out),
             tile_n=plan.tile_n,
         ),
         early=early,
@@ -72,13 +79,7 @@ def _dense_many_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, 
             a_map=rows_map(a, plan.tile_m),
             b_map=weights_map(b, plan.tile_n // cluster, L2_FETCH),
             d_map=matrix_map(out, a.rows, b.n, BOX_ROWS, element_size=2),
-            a_scales=a.scales,
-            a_scale_k_stride=a.scale_k_block,
-            b_scales=b.scales,
-            d=out,
-            m=a.rows,
-            n=b.n,
-            k=b.k,
+            **_dense_operands(a, b, out),
         ),
         early=early,
     )
@@ -91,13 +92,7 @@ def _dense_few_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, e
         plan.kernel.arguments(
             a_map=rows_map(a, plan.tile_m),
             b_map=weights_map(b, plan.tile_n, STREAMED_L2_FETCH),
-            a_scales=a.scales,
-            a_scale_k_stride=a.scale_k_block,
-            b_scales=b.scales,
-            d=out,
-            m=a.rows,
-            n=b.n,
-            k=b.k,
+            **_dense_operands(a, b, out),
             tile_m=plan.tile_m,
             splits=plan.cluster,
         ),
