@@ -5,6 +5,7 @@ python -m benchmarks.overview            # needs matplotlib, but neither torch n
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -34,8 +35,7 @@ def decode() -> Points:
 
 def prefill() -> Points:
     """Milliseconds of a step of an engine, by prompt tokens; the peer is that of `decode`."""
-    sizes = {size: size.split("x") for size in _cells("prefill ")}
-    return {int(sizes[size][0]) * int(sizes[size][1]): points for size, points in _cells("prefill ").items()}
+    return {math.prod(map(int, size.split("x"))): points for size, points in _cells("prefill ").items()}
 
 
 def _cells(kind: str) -> dict[str, tuple[float, float]]:
