@@ -35,7 +35,8 @@ BITS = {
 }
 SCALE_DTYPES = ("F32", "BF16")
 EXPERT = re.compile(
-    r"layers\.(\d{1,6})\.\w{1,64}\.experts\.(\d{1,6})\.((?:gate_proj|up_proj|down_proj|w[123])\.weight(?:_scale(?:_inv)?)?)\Z",
+    r"layers\.(\d{1,6})\.\w{1,64}\.experts\.(\d{1,6})\."
+    r"((?:gate_proj|up_proj|down_proj|w[123])\.weight(?:_scale(?:_inv)?)?)\Z",
     re.ASCII,
 )
 

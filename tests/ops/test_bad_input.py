@@ -31,33 +31,7 @@ def right_calls(device: torch.device) -> dict[str, Call]:
         "per_token_group_quant_fp8": {"x": x, "group_size": 128},
         "silu_mul_quant_fp8": {"gate_up": h.random_tokens(gen, EXPERTS, ROWS, 256), "counts": counts},
         "fp8_linear": {"x": x, "weight": weight, "weight_scale": weight_scale, "bias": out(136)},
-        "fp8_gemm_nt": {
-            "a": h.random_quantized(gen, ROWS, HIDDEN),
-            "b": (weight, weight_scale),
-            "out": out(ROWS, 136),
-            "c": out(ROWS, 136),
-        },
-        "m_grouped_fp8_gemm_nt_contiguous": {
-            "a": h.random_quantized(gen, ROWS, HIDDEN),
-            "b": experts,
-            "out": out(ROWS, 136),
-            "m_indices": torch.zeros(ROWS, dtype=torch.int32, device=device),
-        },
-        "m_grouped_fp8_gemm_nt_psum": {
-            "a": h.random_quantized(gen, 3 * ROWS, HIDDEN),
-            "b": experts,
-            "out": out(3 * ROWS, 136),
-            "ends": torch.tensor([2, 10, 10, 17], dtype=torch.int32, device=device),
-            "expected_m": 4,
-            "alignment": 8,
-        },
-        "m_grouped_fp8_gemm_nt_masked": {
-            "a": batch,
-            "b": experts,
-            "out": out(EXPERTS, ROWS, 136),
-            "masked_m": counts,
-            "expected_m": 2,
-        },
+        **right_gemms(gen, experts, batch, counts),
         "fused_moe": {
             "hidden_states": x,
             **layer,
@@ -78,6 +52,43 @@ def right_calls(device: torch.device) -> dict[str, Call]:
             "out": out(EXPERTS, ROWS, HIDDEN),
         },
         "k_grouped_fp8_gemm_nt_contiguous": right_gradients(gen),
+    }
+
+
+def right_gemms(
+    gen: torch.Generator, experts: h.Quantized, batch: h.Quantized, counts: torch.Tensor
+) -> dict[str, Call]:
+    def out(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=gen.device)
+
+    return {
+        "fp8_gemm_nt": {
+            "a": h.random_quantized(gen, ROWS, HIDDEN),
+            "b": h.random_weights(gen, 136, HIDDEN),
+            "out": out(ROWS, 136),
+            "c": out(ROWS, 136),
+        },
+        "m_grouped_fp8_gemm_nt_contiguous": {
+            "a": h.random_quantized(gen, ROWS, HIDDEN),
+            "b": experts,
+            "out": out(ROWS, 136),
+            "m_indices": torch.zeros(ROWS, dtype=torch.int32, device=gen.device),
+        },
+        "m_grouped_fp8_gemm_nt_psum": {
+            "a": h.random_quantized(gen, 3 * ROWS, HIDDEN),
+            "b": experts,
+            "out": out(3 * ROWS, 136),
+            "ends": torch.tensor([2, 10, 10, 17], dtype=torch.int32, device=gen.device),
+            "expected_m": 4,
+            "alignment": 8,
+        },
+        "m_grouped_fp8_gemm_nt_masked": {
+            "a": batch,
+            "b": experts,
+            "out": out(EXPERTS, ROWS, 136),
+            "masked_m": counts,
+            "expected_m": 2,
+        },
     }
 
 
