@@ -92,7 +92,7 @@ def settings() -> Settings:
 
 
 def unknown_variables() -> list[str]:
-    """Names of variables in the environment that look like settings but are none, and are ignored."""
+    """Names of environment variables that start like a setting but name none. They are ignored."""
     known = {variable(field) for field in Settings.model_fields}
     return sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known)
 

@@ -156,7 +156,7 @@ def tiles_of_counts(counts: torch.Tensor, max_m: int, tile_rows: int) -> Tiles:
 
 
 def tiles_of_ends(ends: torch.Tensor, rows: int, alignment: int, tile_rows: int) -> Tiles:
-    """Tiles of `rows` rows, of which group g takes those up to `ends[g]` from a multiple of `alignment` on."""
+    """Tiles of `rows` rows; those of group g begin at a multiple of `alignment` and end at `ends[g]`."""
     device = backend.device_of(ends)
     if device is None:
         limits = [0, *ends.clamp(0, rows).tolist()]

@@ -30,7 +30,7 @@ Op = Callable[..., torch.Tensor]
 
 
 class Logits:
-    """vLLM's look-up of the ops: ours and DeepGEMM's, of which the engine calls one, or both to compare them."""
+    """vLLM's look-up of the ops. The engine calls ours or DeepGEMM's, or both on the same arguments to compare them."""
 
     def __init__(self, selects: int) -> None:
         import vllm.utils.deep_gemm as look_up

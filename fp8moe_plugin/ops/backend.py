@@ -70,7 +70,7 @@ class Gpu:
 
 @dataclass(frozen=True, eq=False)
 class _Limited:
-    """A GPU of which kernels take only some multiprocessors, see `set_num_sms`."""
+    """A GPU whose kernels run on some of its multiprocessors only, see `set_num_sms`."""
 
     gpu: Device
     multiprocessors: int

@@ -124,7 +124,7 @@ def tiles_of_counts_launch(counts: Address, groups: int, max_m: int, out: Tiles,
 
 
 def tiles_of_ends_launch(ends: Address, groups: int, rows: int, alignment: int, out: Tiles, tile_rows: int) -> Launch:
-    """Tiles of `rows` rows, of which group g takes those up to `ends[g]`.
+    """Tiles of `rows` rows; those of group g end at `ends[g]`.
 
     `ends` is the address of int32 `[groups]`; a group begins at the next multiple of `alignment`.
     """

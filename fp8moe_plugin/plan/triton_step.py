@@ -198,7 +198,7 @@ def _plan_batched(target: str, experts: int, max_m: int, intermediate: int, heig
 
 @functools.lru_cache(maxsize=4096)
 def plan_triton_masked(target: str, groups: int, max_m: int, expected_m: int) -> TritonGrouped:
-    """The plan of `[groups, max_m]` rows, of which each group has about `expected_m`."""
+    """The plan of `[groups, max_m]` rows; about `expected_m` of each group are valid."""
     return _grouped(target, rows_of_tiles(expected_m), groups * max_m, groups)
 
 
