@@ -89,7 +89,7 @@ DEVICE void init_logit_barriers(SharedMemory shared, const TensorMap& q_map, con
         for (int i = 0; i < SharedMemory::kStages; ++i) barrier_init(shared.empty(i), 4);
     } else if (threadIdx.x == 3 * kWarp) {
         for (int i = 0; i < SharedMemory::kQueryStages; ++i) {
-            barrier_init(shared.query_full(i), 2);
+            barrier_init(shared.query_full(i), 1 + kWarp);
             barrier_init(shared.query_empty(i), kMathWarps);
         }
     }
@@ -137,17 +137,17 @@ struct Queries {
             store_shared(shared.segment(stage), make_uint2(segment.row, segment.tiles));
             store_shared(shared.segment(stage) + 8, u32(segment.token));
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared.query_full(stage));
+        barrier_arrive(shared.query_full(stage));  // by all lanes: racecheck does not follow one that arrives for them
         ring.advance();
     }
 
     // Behind the last segment.
     DEVICE void end() const {
         barrier_wait(shared.query_empty(ring.stage), ring.phase ^ 1);
-        if (lane_of_warp() != 0) return;
-        store_shared(shared.segment(ring.stage), make_uint2(0, u32(Segment::kEnd)));
-        barrier_arrive(shared.query_full(ring.stage));
+        if (lane_of_warp() == 0) {
+            store_shared(shared.segment(ring.stage), make_uint2(0, u32(Segment::kEnd)));
+            barrier_arrive(shared.query_full(ring.stage));  // in place of that of the queries' load
+        }
         barrier_arrive(shared.query_full(ring.stage));
     }
 };
