@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.layer.timing import Pair, random_fp8, random_scales
+from benchmarks.layer.operands import Pair, random_fp8, random_scales
 from benchmarks.report import write_report
 from fp8moe_plugin import ops
 from fp8moe_plugin.ops import reference
