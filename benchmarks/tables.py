@@ -112,6 +112,21 @@ def engines(name: str, model: str) -> str:
     return table(header, (cells(cell) for cell in dict.fromkeys(row["cell"] for row in rows)))
 
 
+def sglang_layer() -> str:
+    """A layer in SGLang: microseconds with each backend for the experts, and the best peer's over ours."""
+    rows = [row for row in results("sglang_layer-2026-11-24")["rows"] if "us" in row]
+    names = list(dict.fromkeys(row["backend"] for row in rows))
+
+    def cells(layer: str, tokens: int) -> list[Any]:
+        of_case = {row["backend"]: row for row in rows if (row["layer"], row["tokens"]) == (layer, tokens)}
+        times = [of_case[name]["us"] for name in names]
+        return [layer, tokens, *times, ratio(*best(of_case.values(), "backend", "us"))]
+
+    cases = dict.fromkeys((row["layer"], row["tokens"]) for row in rows)
+    header = ["layer", "tokens", *(f"`{name}`, us" for name in names), "best peer over ours"]
+    return table(header, (cells(*case) for case in cases))
+
+
 def host_cost() -> str:
     """Microseconds of the host per call of an op."""
     rows = results("host_cost-2026-11-24")["rows"]
@@ -193,6 +208,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine-prefill": engine_prefill,
     "engines-qwen3": lambda: engines("engine_e2e-2026-11-24", "qwen3"),
     "engines-dsv3": lambda: engines("engine_e2e-2026-11-24", "dsv3"),
+    "engines-deepgemm-qwen3": lambda: engines("engine_e2e-two_gpus-2026-11-24", "qwen3"),
+    "engines-deepgemm-dsv3": lambda: engines("engine_e2e-two_gpus-2026-11-24", "dsv3"),
+    "sglang-layer": sglang_layer,
     "host-cost": host_cost,
     "serve-ready": serve_ready,
     "agreement": agreement,
