@@ -3,16 +3,19 @@
     python -m benchmarks.layer.sglang_layer --out benchmarks/results/sglang_layer-<date>.json
 
 SGLang chooses a backend by settings of the process, so each has one of its own. All get the same weights, tokens and
-routings. `us` is the median of the rounds, each of them CUDA-graph replays after a pause; `relative_l2` the distance
-from float32 math on unquantized activations. `host_us` is the host's time of an eager call, measured on a layer that is
-small enough for the GPU to keep up.
+routings, and compile what they need before anything is timed, all at the same time. `us` is the median of the rounds,
+each of them CUDA-graph replays after a pause; `relative_l2` the distance from float32 math on unquantized activations.
+`host_us` is the host's time of an eager call, measured on a layer that is small enough for the GPU to keep up. A
+backend that fails is left out from then on; `errors` has the reason.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,14 @@ from benchmarks.checkpoints.synthetic import PRESETS, config
 from benchmarks.engine.process import EngineError, EngineProcess
 from benchmarks.layer.host_cost import host_us
 from benchmarks.report import installed, sources_sha256, write_report
-from fp8moe_plugin.bench.layer import REFERENCE_TOKENS, TOKENS, make_case, random_weights, time_graph
+from fp8moe_plugin.bench.layer import (
+    REFERENCE_TOKENS,
+    TOKENS,
+    make_case,
+    random_routing,
+    random_weights,
+    time_graph,
+)
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.testing import captured
@@ -85,6 +95,17 @@ class Backend:
         out: torch.Tensor = self.layer.forward_impl(x, StandardTopKOutput(weights, ids, logits))
         return out
 
+    def compile(self, layers: Sequence[Experts], tokens: Sequence[int]) -> None:
+        """Call each of the layers once for each number of tokens: most backends compile at their first calls."""
+        gen = torch.Generator("cuda").manual_seed(0)
+        for experts in layers:
+            self.make(experts)
+            with torch.inference_mode():
+                for count in tokens:
+                    x = torch.randn(count, experts.hidden, generator=gen, device="cuda").bfloat16()
+                    self.call(x, *random_routing(gen, count, experts))
+            torch.cuda.synchronize()
+
     def capture(self, tokens: int) -> float:
         """Prepare `measure` for so many tokens; the relative L2 distance of the first ones."""
         with torch.inference_mode():
@@ -106,35 +127,68 @@ class Backend:
             return host_us(self.call, arguments * 1000, rounds=5)
 
 
-def turns(processes: dict[str, EngineProcess], method: str, *arguments: Any) -> dict[str, Any]:
-    """What each process answers; one that fails is out, and the reason is its answer."""
-    found: dict[str, Any] = {}
-    for name in list(processes):
+class Processes:
+    """The backends that have not failed, by name, each in a process of its own; `errors` of those that have."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.errors: dict[str, str] = {}
+        self.running = {name: EngineProcess(partial(Backend, name), {}) for name in names}
+        for process in self.running.values():
+            process.start()
+
+    def wait_until_made(self) -> None:
+        for name, process in list(self.running.items()):
+            with self._errors(name):
+                process.wait_until_made(TIMEOUT_S)
+
+    def turns(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """What each backend answers, one after the other."""
+        answers = {}
+        for name, process in list(self.running.items()):
+            with self._errors(name):
+                answers[name] = process.call(method, *arguments, timeout=TIMEOUT_S)
+        return answers
+
+    def together(self, method: str, *arguments: Any) -> None:
+        """Call all at the same time."""
+
+        def call(name: str) -> None:
+            with self._errors(name):
+                self.running[name].call(method, *arguments, timeout=TIMEOUT_S)
+
+        with ThreadPoolExecutor(len(BACKENDS)) as pool:
+            list(pool.map(call, list(self.running)))
+
+    @contextlib.contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
+        """Drop a backend that fails; the others continue."""
         try:
-            found[name] = processes[name].call(method, *arguments, timeout=TIMEOUT_S)
+            yield
         except EngineError as error:
             print(f"{name}: {error}", flush=True)
-            del processes[name]
-            found[name] = str(error)
-    return found
+            self.errors[name] = str(error)
+            del self.running[name]
 
 
-def measure(processes: dict[str, EngineProcess], tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """The rows of all backends at one number of tokens."""
-    errors = turns(processes, "capture", tokens)
-    rows = {name: {"tokens": tokens, "backend": name, "relative_l2": error} for name, error in errors.items()}
-    taken: dict[str, list[float]] = {name: [] for name in processes}
+def measure(processes: Processes, tokens: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """The figures of each backend at one number of tokens."""
+    errors = processes.turns("capture", tokens)
+    taken: dict[str, list[float]] = {name: [] for name in errors}
     for _ in range(rounds):
-        for name, us in turns(processes, "measure").items():
+        for name, us in processes.turns("measure").items():
             taken[name].append(us)
-    for name in processes:
-        rows[name] |= {"us": round(statistics.median(taken[name]), 2), "us_least": round(min(taken[name]), 2)}
-    return list(rows.values())
+    return {
+        name: {
+            "us": round(statistics.median(taken[name]), 2),
+            "us_least": round(min(taken[name]), 2),
+            "relative_l2": errors[name],
+        }
+        for name in processes.running
+    }
 
 
-def host(processes: dict[str, EngineProcess], tokens: int) -> list[dict[str, Any]]:
-    found = turns(processes, "host", tokens)
-    return [{"tokens": tokens, "backend": name, "host_us": us} for name, us in found.items()]
+def measure_host(processes: Processes, tokens: int) -> dict[str, dict[str, Any]]:
+    return {name: {"host_us": round(us, 2)} for name, us in processes.turns("host", tokens).items()}
 
 
 def main() -> None:
@@ -145,25 +199,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    processes = {name: EngineProcess(partial(Backend, name), {}) for name in options.backends}
-    for process in processes.values():
-        process.start()
-    for name in list(processes):
-        try:
-            processes[name].wait_until_made(TIMEOUT_S)
-        except EngineError as error:
-            print(f"{name}: {error}", flush=True)
-            del processes[name]
+    processes = Processes(options.backends)
+    processes.wait_until_made()
+    processes.together("compile", [HOST_LAYER], HOST_TOKENS)
+    processes.together("compile", [LAYERS[name] for name in options.layers], options.tokens)
     rows: list[dict[str, Any]] = []
     packages = ("sglang", "sglang-kernel", "sgl-deep-gemm", "triton", "fp8moe-plugin")
     about = {name: installed(name) for name in packages} | {"sources_sha256": sources_sha256()}
     for name in ("host", *options.layers):
-        turns(processes, "make", HOST_LAYER if name == "host" else LAYERS[name])
+        processes.turns("make", HOST_LAYER if name == "host" else LAYERS[name])
         for tokens in HOST_TOKENS if name == "host" else options.tokens:
-            found = host(processes, tokens) if name == "host" else measure(processes, tokens, options.rounds)
-            print(name, tokens, *(f"{row['backend']} {row.get('us', row.get('host_us'))}" for row in found), flush=True)
-            rows += [{"layer": name} | row for row in found]
-            write_report(options.out, about | {"rows": rows})
+            figures = measure_host(processes, tokens) if name == "host" else measure(processes, tokens, options.rounds)
+            print(
+                name, tokens, *(f"{backend} {next(iter(row.values()))}" for backend, row in figures.items()), flush=True
+            )
+            rows += [{"layer": name, "tokens": tokens, "backend": backend} | row for backend, row in figures.items()]
+            write_report(options.out, about | {"errors": processes.errors, "rows": rows})
 
 
 if __name__ == "__main__":
