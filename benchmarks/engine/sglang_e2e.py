@@ -9,7 +9,8 @@ Engines:
 - `sglang-deepgemm`: DeepGEMM for the experts, too.
 
 All engines of all checkpoints exist at once, each in processes of its own, with CUDA graphs for the cells' decode steps
-and prefills. Cells are those of `engine_e2e`; `rounds` of the engines of a checkpoint alternate while the others idle.
+and prefills. Cells are those of `engine_e2e`; `rounds` of the engines of a checkpoint alternate while the others sleep:
+the scheduler of an idle engine otherwise takes a core, which may be half of the one that the timed engine runs on.
 
 Agreement is of each two engines on the same checkpoint, as `benchmarks.accuracy.agreement` describes it. `--twins` adds
 an engine of the unquantized checkpoint to it.
@@ -40,6 +41,7 @@ ENGINES: dict[str, dict[str, Any]] = {  # arguments of SGLang's engine
     "sglang-deepgemm": {"quantization": "fp8", "moe_runner_backend": "deep_gemm"},
 }
 UNQUANTIZED = "unquantized"  # the engine of a twin, which is not timed
+TWIN = {"disable_cuda_graph": True}
 CELLS = "prefill 1x128,prefill 1x1024,prefill 4x2048,decode 1,decode 16,decode 64"
 MOST_TOKENS = 8192  # of a step
 PROMPTS, PROMPT_TOKENS, GENERATED = 32, 96, 32
@@ -65,9 +67,10 @@ class Engine(Clock):
             disable_radix_cache=True,
             cuda_graph_bs_decode=sorted({cell.sequences for cell in cells if not cell.tokens} | {PROMPTS}),
             cuda_graph_bs_prefill=sorted({cell.sequences * cell.tokens for cell in cells if cell.tokens}),
+            sleep_on_idle=True,
             log_level="info",
             **options,
-            **ENGINES.get(name, {}),
+            **ENGINES.get(name, TWIN),
         )
         for cell in cells:
             self.measure(cell)
