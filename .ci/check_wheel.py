@@ -42,7 +42,14 @@ import torch
 import fp8moe_plugin.ops
 assert not torch.cuda.is_initialized(), "importing the ops initializes CUDA"
 """
-COMMANDS = ("--bundle kernels.tar", "list", "explain --model MODEL --tp 8", "verify --bundle kernels.tar", "doctor")
+COMMANDS = (
+    "--bundle kernels.tar",
+    "list",
+    "explain --model MODEL --tp 8",
+    "verify --bundle kernels.tar",
+    "doctor",
+    "--print-completion bash",
+)
 
 
 def main() -> None:

@@ -11,11 +11,11 @@ from warmup import memory
 from warmup.explain import STEPS, step_plan
 from warmup.report import ChoiceReport, SplitReport
 from warmup.target import GPUS, Target
+from warmup.terminal import WIDTH
 
 COUNTS = (1, 2, 4, 8, 16)
 NODE = 8  # GPUs that NVLink connects
 DEFAULT_CONTEXT = 8192
-WIDTH = 100  # of texts; commands are longer
 
 
 def choose(model: Model, target: Target, sglang: bool, dense_tp1: bool, source: str) -> ChoiceReport:

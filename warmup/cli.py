@@ -19,6 +19,7 @@ from warmup import interrupts, kernels, streams
 from warmup.model import read_checkpoint, warn
 from warmup.options import STDOUT, Options, parse
 from warmup.report import BundleReport, Report, State
+from warmup.terminal import fit
 
 GOOD = (State.PRESENT, State.COMPILED)
 DISK_ADVICE = "Check the disk."
@@ -142,7 +143,7 @@ def verify(options: Options, report: Report) -> bool:
     report.kernels = kernels.look_into(bundle, plan) if bundle else kernels.look_up(plan)
     bad = [kernel for kernel in report.kernels if kernel.state != State.PRESENT]
     for kernel in bad:
-        print(f"{kernel.state} {kernel.kernel}: {as_text(kernel.detail or '')}")
+        print(fit(f"{kernel.state} {kernel.kernel}: {as_text(kernel.detail or '')}", indent=2))
     print(_summary(report))
     if bad:
         model = f" --model {shell_word(options.model)} {options.parallel}" if options.model else ""

@@ -21,6 +21,7 @@ from warmup.diagnosis import Diagnosis, Driver, KernelBundle, KernelCache
 from warmup.model import read_checkpoint
 from warmup.options import Options
 from warmup.report import Finding, Report, State, installed
+from warmup.terminal import fit
 
 CHECKED_FOLDERS = ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "HOME")
 
@@ -65,7 +66,8 @@ def _not_needed(finding: Finding) -> Finding:
 
 def text(found: list[Finding]) -> str:
     marks = {True: "ok", False: "WRONG", None: ""}
-    return "\n".join(f"{marks[finding.ok]:5s}  {finding.subject}: {finding.found}" for finding in found)
+    lines = (f"{marks[finding.ok]:5s}  {finding.subject}: {finding.found}" for finding in found)
+    return "\n".join(fit(line, indent=7) for line in lines)
 
 
 def _settings(facts: Diagnosis) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from fp8moe_plugin.plan.tiles import computed_rows
 from fp8moe_plugin.settings import settings
 from warmup import memory
 from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
+from warmup.terminal import fit
 
 SAMPLES = 20_000  # experts whose numbers of rows are drawn
 REPEATS_FROM = 8  # tiles of an expert from which `tile_rows` more rows are one more tile without padding
@@ -107,9 +108,10 @@ def _imbalance(experts: Experts, way: Parallel, tokens: int) -> float:
 def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int) -> str:
     """The result of `explain` for these arguments as text."""
     e, local = model.experts, rank_shapes(model, parallel).experts
+    header = f"{model.architecture}: {_layers(e)} of {e.experts} experts, {e.topk} per token; hidden {e.hidden}, "
+    header += f"intermediate {e.intermediate}; activation scales {'powers of two' if model.ue8m0 else 'float32'}"
     lines = [
-        f"{model.architecture}: {_layers(e)} of {e.experts} experts, {e.topk} per token; hidden {e.hidden}, "
-        f"intermediate {e.intermediate}; activation scales {'powers of two' if model.ue8m0 else 'float32'}",
+        fit(header, indent=2),
         *["Under vLLM the shared expert is one more expert, which every token has."] * _merged(model, parallel),
         "",
         f"One GPU of {found.parallel}: {_size(found.weight_bytes)} of weights, "

@@ -26,6 +26,7 @@ from fp8moe_plugin.plan import KernelKey, all_kernels, model_kernels
 from fp8moe_plugin.plan.catalog import SM90
 from warmup import interrupts
 from warmup.report import KernelReport, State
+from warmup.terminal import fit
 
 Plan = dict[KernelKey, str]  # the kernels to compile, each with the reason
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals with which a user or the system ends a command
@@ -236,4 +237,5 @@ def write_bundle(path: Path, plan: Plan) -> bytes:
 def table(reports: list[KernelReport]) -> str:
     """A line per kernel: its state, and why it is needed."""
     width = max(len(report.kernel) for report in reports)
-    return "\n".join(f"{report.state:8s}  {report.kernel:{width}s}  {report.why}" for report in reports)
+    lines = (f"{report.state:8s}  {report.kernel:{width}s}  {report.why}" for report in reports)
+    return "\n".join(fit(line, indent=width + 12) for line in lines)

@@ -2,8 +2,9 @@
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fp8moe_plugin.plan.triton_catalog import GPUS as TRITON_GPUS
 from warmup.report import installed
@@ -26,7 +27,7 @@ EXAMPLES = {
     "explain": [
         "explain --model moonshotai/Kimi-K2-Instruct --gpu h200 --gpus 16",
         "explain --model Qwen/Qwen3-235B-A22B-FP8 --tp 8 --ep 8",
-        "explain --model Qwen/Qwen3-235B-A22B-FP8 --tp-size 8 --ep-size 4    # as SGLang calls them",
+        "explain --model Qwen/Qwen3-235B-A22B-FP8 --tp-size 8 --ep-size 4  # as in SGLang",
     ],
     "verify": ["verify --model /models/DeepSeek-V3 --bundle kernels.tar"],
     "bundle": ["bundle --model /models/DeepSeek-V3 --tp 8 --bundle kernels.tar"],
@@ -35,9 +36,12 @@ EXAMPLES = {
     "convert": ["convert --model /models/Qwen3-30B-A3B --out /models/Qwen3-30B-A3B-fp8"],
 }
 STATUS = "exit status: 0 success, 1 something failed or is not supported, 2 invalid command line"
+COMPLETION = "--print-completion"
+SHELLS = ("bash", "zsh", "tcsh")
 HUB = """
-from the hub, only config.json is downloaded. Its variables are huggingface_hub's: HF_TOKEN for gated models,
-HF_HUB_OFFLINE=1 for what was downloaded before, HF_ENDPOINT for a mirror, HF_HOME for the folder of downloads.
+from the hub, only config.json is downloaded. Its variables are huggingface_hub's: HF_TOKEN for
+gated models, HF_HUB_OFFLINE=1 for what was downloaded before, HF_ENDPOINT for a mirror, HF_HOME
+for the folder of downloads.
 """
 
 
@@ -52,7 +56,8 @@ def with_command(arguments: list[str] | None) -> list[str]:
     """The arguments, with the default command if they begin with an option."""
     given = sys.argv[1:] if arguments is None else arguments
     first = given[0] if given else "-"
-    return given if first in ("-h", "--help", "--version") or not first.startswith("-") else ["compile", *given]
+    of_all = first in ("-h", "--help", "--version", COMPLETION) or not first.startswith("-")
+    return given if of_all else ["compile", *given]
 
 
 def parsers() -> tuple[Parser, dict[str, Parser]]:
@@ -67,8 +72,31 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     )
     version = installed("fp8moe-plugin") or "(not installed)"
     parser.add_argument("--version", action="version", version=f"fp8moe-plugin {version}")
+    parser.add_argument(COMPLETION, action=_Completion, choices=SHELLS, help="print a script that completes commands")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     return parser, {name: _command(commands, name) for name in COMMANDS}
+
+
+class _Completion(argparse.Action):
+    """Prints the script that makes a shell complete commands, options and files."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        import shtab
+
+        for action in _actions(parser):
+            if action.type is Path or action.dest == "model":
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(parser, values))
+        parser.exit()
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
+    """The options of a parser and of its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)
 
 
 def _command(commands: "argparse._SubParsersAction[Parser]", name: str) -> Parser:

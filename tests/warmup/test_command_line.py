@@ -1,8 +1,11 @@
-"""The process of the command line: its environment, and its refusal of invalid arguments."""
+"""The process of the command line: its environment, its refusal of invalid arguments, and how wide its texts are."""
 
+import contextlib
 import os
+import pty
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -17,11 +20,7 @@ from warmup.report import Report
 POLICY = "OMP_WAIT_POLICY"
 SHOW_POLICY = f"""
 import os, sys
-from fp8moe_plugin.checkpoint.shapes import Parallel
 from warmup.__main__ import main
-from warmup.options import parse
-from warmup.parser import COMMANDS
-from warmup.report import Report
 sys.argv = ["warmup", "--help"]
 try:
     main()
@@ -102,3 +101,60 @@ def test_the_report_is_all_that_standard_output_gets(
     assert Report.model_validate_json(printed.out).diagnosis
     assert "settings: " in printed.err
     assert not list(tmp_path.iterdir())
+
+
+def completions(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What bash offers at the end of this line."""
+    with pytest.raises(SystemExit) as caught:
+        main(["--print-completion", "bash"])
+    assert caught.value.code == 0
+    script = capsys.readouterr().out
+    words = line.split(" ")
+    script += f'\nCOMP_WORDS=({line} ""); COMP_CWORD={len(words) - 1}; _shtab_fp8moe_warmup; echo "${{COMPREPLY[@]}}"'
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("fp8moe-warmup expl", ["explain"]),
+        ("fp8moe-warmup explain --gpu", ["--gpu", "--gpus", "--gpu-memory-utilization"]),
+        ("fp8moe-warmup explain --gpu h2", ["h200", "h20"]),
+        ("fp8moe-warmup verify --bundle pyproj", ["pyproject.toml"]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_files(
+    line: str, offered: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert completions(line, capsys) == offered
+
+
+def on_a_terminal(arguments: list[str], columns: int) -> list[str]:
+    """The lines that a command prints to a terminal of this width."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(columns)}
+    command = [sys.executable, "-m", "warmup", *arguments]
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.DEVNULL, env=environment):
+        os.close(theirs)
+        printed = b""
+        with contextlib.suppress(OSError):  # how Linux says that the command has ended
+            while part := os.read(ours, 1 << 16):
+                printed += part
+    os.close(ours)
+    return printed.decode().splitlines()
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("command", ["list", "verify", "doctor", "explain"])
+def test_a_terminal_gets_no_longer_lines_and_a_pipe_one_for_each_entry(
+    command: str, columns: int, checkpoint: Callable[[str], Path], cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [command, "--model", str(checkpoint("DeepSeek-V3"))]
+    shown = on_a_terminal(arguments, columns)
+    main(arguments)
+    piped = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 100 < max(map(len, piped))
+    assert len(shown) > len(piped)
+    if command == "list":
+        assert max(map(len, shown)) <= columns
