@@ -145,7 +145,8 @@ def split_refusal(model: Model, parallel: Parallel) -> str | None:
 
 def nearest(model: Model, parallel: Parallel) -> list[Parallel]:
     """The supported ways closest to an unsupported one: as many ranks with whole experts, and fewer ranks without."""
-    fewer = [replace(parallel, tp=tp, ep=1) for tp in reversed(_divisors(parallel.tp))]
+    fewer = [replace(parallel, tp=tp, dp=dp, ep=1) for tp in _divisors(parallel.tp) for dp in _divisors(parallel.dp)]
+    fewer = [*sorted(fewer, key=lambda way: way.ranks, reverse=True), Parallel(sglang=parallel.sglang)]
     found = [
         next((way for way in ways if split_refusal(model, way) is None), None)
         for ways in (whole_expert_ways(parallel), fewer)

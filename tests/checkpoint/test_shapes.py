@@ -8,6 +8,7 @@ from fp8moe_plugin.checkpoint.shapes import (
     GROUP,
     Dense,
     Experts,
+    KvCache,
     Model,
     Parallel,
     Split,
@@ -88,3 +89,18 @@ def test_what_cannot_be_shared_is_refused() -> None:
         UnsupportedError, match="No other split is supported either; on one GPU: experts: hidden size 320 is"
     ):
         rank_shapes(odd, Parallel(2))
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"),
+    [(Parallel(2, 5, 10, sglang=True), "--tp-size 2"), (Parallel(1, 5, 5, sglang=True), "--tp-size 1")],
+    ids=str,
+)
+def test_where_fewer_replicas_are_possible_they_are_named(asked: Parallel, nearest: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"equally.* The nearest supported options are: {nearest}\.$"):
+        rank_shapes(MODEL, asked)
+
+
+def test_more_stages_than_layers_are_refused_and_one_is_named() -> None:
+    with pytest.raises(UnsupportedError, match=r"100 stages .* The nearest supported options are: --tp 1\.$"):
+        rank_shapes(replace(MODEL, cache=KvCache(4, mla=True, elements=576)), Parallel(pp=100))
