@@ -1,4 +1,4 @@
-"""Draw docs/overview.svg, the plot of README.md, and make README.md's table, from the files in benchmarks/results.
+"""Draw the plot of README.md, wide and for phones, and make its table, from the files in benchmarks/results.
 
 python -m benchmarks.overview            # needs matplotlib, but neither torch nor a GPU
 """
@@ -8,10 +8,11 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.tables import MARKED, OURS, ROOT, Row, best, results, table
 
-PLOT = ROOT / "docs" / "overview.svg"
+PLOTS = {ROOT / "docs" / "overview.svg": 3, ROOT / "docs" / "overview-narrow.svg": 1}  # panels beside each other
 DOCUMENT = ROOT / "README.md"
 LAYERS, ENGINES = "moe_layer-2026-11-22", "engine_e2e-2026-11-24"
 READY, PERPLEXITY = "serve_ready-2026-11-21", "perplexity-2026-11-22"
@@ -78,37 +79,43 @@ def digest() -> str:
     return hashlib.sha256((drawn + Path(__file__).read_text()).encode()).hexdigest()
 
 
-def plot(path: Path) -> None:
+def plot(path: Path, across: int) -> None:
+    """Draw the panels, `across` of them beside each other."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # without pyplot nothing looks for a display
 
-    title = "DeepSeek-V3's shapes in block FP8 on one NVIDIA H200, vLLM " + results(ENGINES)["vllm"]
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
-    figure.suptitle(title)
+    title = "DeepSeek-V3's shapes in block FP8\non one NVIDIA H200, vLLM " + results(ENGINES)["vllm"]
     fastest, default = "vLLM's fastest backend", "vLLM's default backend"
     rates = {tokens: (tokens / ours, tokens / peer) for tokens, (ours, peer) in prefill().items()}
     panels = [
-        ("MoE layer, tensor parallel 8", "tokens", "microseconds per layer (lower is better)", fastest, layer()),
-        ("Decode, 3 layers", "sequences", "milliseconds per step (lower is better)", default, decode()),
-        ("Prefill, 3 layers", "prompt tokens", "thousand tokens per second (higher is better)", default, rates),
+        ("MoE layer, tensor parallel 8", "tokens", "microseconds per layer\n(lower is better)", fastest, layer()),
+        ("Decode, 3 layers", "sequences", "milliseconds per step\n(lower is better)", default, decode()),
+        ("Prefill, 3 layers", "prompt tokens", "thousand tokens per second\n(higher is better)", default, rates),
     ]
-    for axes, (name, x, y, peer, points) in zip(figure.subplots(1, 3), panels, strict=True):
-        for index, (label, colour) in enumerate(((OURS, OUR_COLOUR), (peer, PEER_COLOUR))):
-            values = [pair[index] for pair in points.values()]
-            axes.plot(list(points), values, "o-", color=colour, label=label, markersize=4, zorder=3 - index)
-        axes.set(title=name, xlabel=x, ylabel=y, xscale="log")
-        if "micro" in y:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-        else:
-            axes.set_ylim(bottom=0)
-        ticks = [tick for tick in TICKS if min(points) <= tick <= max(points)]
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend()
+    down = len(panels) // across
+    figure = Figure(figsize=(3.7 * across, 3.3 * down + 0.5), layout="constrained")
+    figure.suptitle(title.replace("\n", " ") if across > 1 else title)
+    for axes, panel in zip(figure.subplots(down, across).flat, panels, strict=True):
+        _draw(axes, *panel)
     with rc_context({"svg.hashsalt": path.stem}):  # so that the same results give the same file
         figure.savefig(path, metadata={"Date": None, "Description": digest()})
+
+
+def _draw(axes: Any, name: str, x: str, y: str, peer: str, points: Points) -> None:
+    for index, (label, colour) in enumerate(((OURS, OUR_COLOUR), (peer, PEER_COLOUR))):
+        values = [pair[index] for pair in points.values()]
+        axes.plot(list(points), values, "o-", color=colour, label=label, markersize=4, zorder=3 - index)
+    axes.set(title=name, xlabel=x, ylabel=y, xscale="log")
+    if "micro" in y:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_ylim(bottom=0)
+    ticks = [tick for tick in TICKS if min(points) <= tick <= max(points)]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right" if "higher" in y else "upper left")
 
 
 def rendered(document: str) -> str:
@@ -117,5 +124,6 @@ def rendered(document: str) -> str:
 
 
 if __name__ == "__main__":
-    plot(PLOT)
+    for path, across in PLOTS.items():
+        plot(path, across)
     DOCUMENT.write_text(rendered(DOCUMENT.read_text()))

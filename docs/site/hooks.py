@@ -11,7 +11,7 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    content = re.sub(r"\]\(docs/", "](", README.read_text())
+    content = re.sub(r"(\]\(|src=\"|srcset=\")docs/", r"\1", README.read_text())
     files.append(File.generated(config, "index.md", content=content))
     return files
 

@@ -15,7 +15,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 TUNING = ROOT / "docs" / "tuning.md"
 PLAN = ROOT / "fp8moe_plugin" / "plan"
 LONGEST_LINE = 120
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"""(?:\]\(|\bsrc(?:set)?=")([^)"\s]+)[)"]""")
 CITED = re.compile(r"\bdocs/[\w./-]+\.md(?:#[\w-]+)?")
 RESULTS = re.compile(r"\bbenchmarks/results/[\w.-]+\.(?:json|svg)\b")
 
