@@ -1,5 +1,6 @@
-# `make serve`: set up, serve a small DeepSeek-V3 checkpoint, ask it for a completion. `make serve ENGINE=sglang`: the
-# same with SGLang, in an environment of its own in .versions, and Qwen3-MoE. `make test`: set up, run the tests.
+# `make serve`: set up, serve a small DeepSeek-V3 that knows the capitals of 60 countries, ask it for two of them.
+# `make serve ENGINE=sglang`: the same with SGLang, in an environment of its own in .versions. `make test`: set up, run
+# the tests.
 # `make faults`: in full, the tests of which `make test` runs a part: fault tests, where the part is another one each day
 # (pytest's header shows its seed, and `FAULT_SEED=<seed> make test` repeats it), and products of cases.
 # `make versions`: tests of the seam under the oldest vLLM that is served, the one that is measured, and the newest, and
@@ -24,19 +25,17 @@ cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emula
 workers := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 faults := tests/engine $(addprefix tests/emulator/test_,faults.py small_batch.py) $(wildcard tests/jit/test_faults*.py) \
 	tests/checkpoint/test_fuzz.py tests/triton/test_compile.py $(addprefix tests/warmup/test_,closure.py convert_kill.py interrupts.py streams.py)
-# By engine: what `make serve` serves, and with which Python.
-demo_vllm := demo/deepseek_v3-tiny
-demo_sglang := demo/qwen3_moe-tiny
+# The Python that serves with each engine.
 python_vllm := $(BIN)/python
 python_sglang := .versions/$(subst ==,-,$(sglang))/bin/python
 
 .PHONY: serve serve-vllm serve-sglang test faults versions sglang nvrtc newest lint docs
 .DELETE_ON_ERROR:
 
-serve: $(or $(demo_$(ENGINE)),$(error make serve knows ENGINE=vllm and ENGINE=sglang))/written serve-$(ENGINE)
-	$(python_$(ENGINE)) -m benchmarks.engine.serve_demo $(demo_$(ENGINE)) --engine $(ENGINE)
+serve: $(if $(python_$(ENGINE)),serve-$(ENGINE),$(error make serve knows ENGINE=vllm and ENGINE=sglang))
+	$(python_$(ENGINE)) -m benchmarks.engine.serve_demo tests/data/capitals --check --engine $(ENGINE)
 
-serve-vllm:
+serve-vllm: $(installed)
 
 serve-sglang: $(installed)
 	$(BIN)/python .ci/versions.py --install $(sglang)
@@ -72,10 +71,6 @@ docs: .versions/docs/installed
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .versions/docs
 	$(BIN)/uv pip install --quiet --python .versions/docs/bin/python --group docs
 	touch $@
-
-demo/%-tiny/written: benchmarks/checkpoints/synthetic.py benchmarks/checkpoints/tokenizer.py | $(installed)
-	$(BIN)/python -m benchmarks.checkpoints.synthetic --family $* --preset tiny --out demo/$*-tiny
-	@touch $@
 
 $(installed):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fp8moe needs Python 3.11 or newer: make PYTHON=python3.12")'

@@ -8,6 +8,12 @@
 that is not trained on), and the report `training.json`. Without `--text` the text is Python's standard library, which
 every machine has. Steps draw windows of the text at random; the learning rate follows a cosine. Weights are float32 and
 products BF16; the load of the experts is balanced without an auxiliary loss (arXiv 2408.15664).
+
+What `make serve` serves, tests/data/capitals, was made by these commands, in ten minutes on two cores:
+
+    python -m benchmarks.checkpoints.capitals capitals.txt
+    python -m benchmarks.checkpoints.train_small_moe --recipe capitals --minutes 20 --text capitals.txt --out DIR
+    fp8moe-warmup convert --model DIR --out tests/data/capitals
 """
 
 import argparse
@@ -26,7 +32,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from benchmarks.checkpoints.small_moe import SmallMoE
-from benchmarks.checkpoints.synthetic import Shape, ShardWriter, config, tensors
+from benchmarks.checkpoints.synthetic import YARN, Shape, ShardWriter, config, tensors
 from benchmarks.checkpoints.text import default_text, read_text, split, windows
 from benchmarks.checkpoints.tokenizer import write_tokenizer
 from benchmarks.report import write_report
@@ -36,6 +42,7 @@ WINDOW = 512  # tokens
 BETAS, WEIGHT_DECAY, LARGEST_GRADIENT = (0.9, 0.95), 0.1, 1.0
 WARM_UP, LAST_RATE = 0.04, 0.05  # of the steps; of the learning rate
 BALANCE_RATE = 2e-3
+UNSCALED = YARN | {"factor": 1.0}  # the same as none, without which SGLang does not start on a CPU
 HELD_OUT_TEXT = "held_out.txt"
 EVALUATED = 32  # windows at once
 
@@ -46,6 +53,7 @@ class Recipe:
     steps: int
     batch: int  # windows per step
     learning_rate: float
+    window: int = WINDOW  # tokens
 
 
 RECIPES = {
@@ -62,6 +70,13 @@ RECIPES = {
             moe_intermediate=128, dense_layers=1, dense_intermediate=512, groups=4, topk_groups=2, q_lora=256,
         ),
         steps=300, batch=4, learning_rate=2e-3,
+    ),
+    "capitals": Recipe(
+        Shape(
+            family="deepseek_v3", hidden=256, vocab=1024, heads=4, moe_layers=1, experts=8, topk=2,
+            moe_intermediate=128, dense_layers=1, dense_intermediate=256, groups=4, topk_groups=2, q_lora=128,
+        ),
+        steps=2500, batch=32, learning_rate=2e-3, window=24,
     ),
 }  # fmt: skip
 
@@ -125,7 +140,7 @@ def train(model: SmallMoE, recipe: Recipe, tokens: torch.Tensor, minutes: float,
     """Train on tokens [n] and yield the loss of each step; when the time is up, the schedule ends early."""
     generator = torch.Generator().manual_seed(seed)
     adam = optimizer(model, recipe.learning_rate)
-    offsets = torch.arange(WINDOW + 1)
+    offsets = torch.arange(recipe.window + 1)
     start = time.monotonic()
     for step in range(recipe.steps):
         progress = max(step / recipe.steps, (time.monotonic() - start) / (60 * minutes))
@@ -133,7 +148,7 @@ def train(model: SmallMoE, recipe: Recipe, tokens: torch.Tensor, minutes: float,
             return
         for group in adam.param_groups:
             group["lr"] = recipe.learning_rate * rate(progress)
-        begins = torch.randint(len(tokens) - WINDOW, (recipe.batch, 1), generator=generator)
+        begins = torch.randint(len(tokens) - recipe.window, (recipe.batch, 1), generator=generator)
         ids = tokens[(begins + offsets).to(tokens.device)]
         with torch.autocast(tokens.device.type, torch.bfloat16):
             logits = model(ids[:, :-1])
@@ -156,26 +171,33 @@ def write_checkpoint(folder: Path, model: SmallMoE) -> None:
             raise ValueError(f"{tensor.name} is {list(value.shape)}, a checkpoint has {list(tensor.shape)}")
         writer.add(tensor.name, value)
     writer.finish()
-    (folder / "config.json").write_text(json.dumps(config(model.shape, fp8=False), indent=2))
+    about = config(model.shape, fp8=False) | {"rope_scaling": UNSCALED}
+    (folder / "config.json").write_text(json.dumps(about, indent=2))
 
 
-def make_tokens(folder: Path, text: str, vocab: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def make_tokens(
+    folder: Path, text: str, vocab: int, seed: int, window: int = WINDOW
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens [n] to train on, and the held-out windows; writes tokenizer and held-out text to the folder."""
     pieces, held_out = split(text, seed)
     write_tokenizer(folder, vocab, pieces)
     (folder / HELD_OUT_TEXT).write_bytes("".join(held_out).encode())
     encoded = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch_fast(pieces)
     tokens = torch.tensor([token for piece in encoded for token in piece.ids])
-    if len(tokens) <= WINDOW:
-        raise UnsupportedError(f"The text has {len(tokens)} tokens to train on, a window has {WINDOW}. Give more text.")
-    return tokens, windows(folder / "tokenizer.json", "".join(held_out), WINDOW)
+    if len(tokens) <= window:
+        raise UnsupportedError(f"The text has {len(tokens)} tokens to train on, a window has {window}. Give more text.")
+    return tokens, windows(folder / "tokenizer.json", "".join(held_out), window)
 
 
 def run(folder: Path, recipe: Recipe, text: str, minutes: float = 4, seed: int = 0) -> TrainingReport:
     """Tokenize, train, and write the checkpoint into the new `folder`; returns the report."""
     folder.mkdir(parents=True)
     shape = recipe.shape
-    tokens, held_out = make_tokens(folder, text, shape.vocab, seed)
+    tokens, held_out = make_tokens(folder, text, shape.vocab, seed, recipe.window)
     unigram = unigram_loss(tokens, held_out, shape.vocab)
     print(f"{len(tokens):,} tokens to train on, {held_out.numel():,} held out, unigram loss {unigram:.3f}", flush=True)
     torch.manual_seed(seed)
@@ -198,15 +220,15 @@ def run(folder: Path, recipe: Recipe, text: str, minutes: float = 4, seed: int =
     idle = (shape.experts - shape.topk) * 3 * shape.hidden * shape.moe_intermediate * shape.moe_layers
     last = losses[-min(len(losses), 20) :]
     return TrainingReport(
-        text_sha256=hashlib.sha256(text.encode()).hexdigest(),
+        text_sha256=text_digest(text),
         text_bytes=len(text.encode()),
         train_tokens=len(tokens),
         parameters=parameters,
         parameters_of_a_token=parameters - idle,
         steps=len(losses),
-        tokens_seen=len(losses) * recipe.batch * WINDOW,
+        tokens_seen=len(losses) * recipe.batch * recipe.window,
         seconds=round(seconds, 1),
-        tokens_per_s=round(len(losses) * recipe.batch * WINDOW / seconds, 1),
+        tokens_per_s=round(len(losses) * recipe.batch * recipe.window / seconds, 1),
         train_loss=round(sum(last) / len(last), 4),
         held_out_tokens=held_out[:, 1:].numel(),
         held_out_loss=round(held_out_loss, 5),

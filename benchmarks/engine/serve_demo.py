@@ -1,10 +1,10 @@
-"""Does a server of vLLM or SGLang with `--quantization fp8moe` answer a completion request?
+"""Does a server of vLLM or SGLang with `--quantization fp8moe` answer completion requests?
 
     python -m benchmarks.engine.serve_demo CHECKPOINT
     python -m benchmarks.engine.serve_demo CHECKPOINT --engine sglang --option attention-backend triton
 
-Starts the server on a free loopback port, waits until it is ready, sends one request, shows the log line that says what
-served it, and stops the server, whatever happens on the way.
+Starts the server on a free loopback port, waits until it is ready, asks it for two capitals, shows the log line that
+says what served it, and stops the server, whatever happens on the way. Then it shows how to do the same by hand.
 """
 
 import argparse
@@ -30,7 +30,8 @@ LOG = Path("demo/serve.log")
 READY_TIMEOUT_S = 600
 REQUEST_TIMEOUT_S = 300
 STOP_TIMEOUT_S = 20
-PROMPT = "The capital of France is"
+QUESTIONS = {"The capital of France is": "Paris", "Tokyo is the capital of": "Japan"}
+PORT = 8000  # in the commands to type
 IN_USE = "fp8moe serves the experts"  # logged when a layer's weights are ready
 METRICS = "fp8moe_"
 SGLANG_STUBS = Path(__file__).parents[2] / "tests/engine/sglang/stubs"  # for what has no build for CPUs
@@ -54,31 +55,56 @@ def main() -> None:
     parser.add_argument(
         "--option", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of the server, repeatable"
     )
+    parser.add_argument("--check", action="store_true", help="fail unless the answers are right")
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGINT, too: background jobs of a shell ignore it
         signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt, like Ctrl-C
     try:
-        demonstrate(args.checkpoint, args.engine, [(f"--{name}", value) for name, value in args.option])
+        demonstrate(args.checkpoint, args.engine, [(f"--{name}", value) for name, value in args.option], args.check)
     except DemoError as error:
         sys.exit(f"\n{log_tail()}\n\nerror: {error}\nThe server's whole log is in {LOG.absolute()}.")
     except KeyboardInterrupt:
         sys.exit("\nInterrupted; the server is stopped.")
 
 
-def demonstrate(checkpoint: Path, engine: str, options: list[tuple[str, str]]) -> None:
+def demonstrate(checkpoint: Path, engine: str, options: list[tuple[str, str]], check: bool) -> None:
     port = free_port()
-    address = f"http://127.0.0.1:{port}"
     command, environment = COMMANDS[engine](str(checkpoint), shutil.which("nvidia-smi") is not None)
-    command += ["--quantization", "fp8moe", "--host", "127.0.0.1", "--port", str(port), *itertools.chain(*options)]
-    with server(command, environment) as process:
+    command += ["--quantization", "fp8moe", *itertools.chain(*options)]
+    with server([*command, "--host", "127.0.0.1", "--port", str(port)], environment) as process:
+        address = f"http://127.0.0.1:{port}"
         wait_until_ready(process, address)
-        print(f"prompt: {PROMPT!r}")
-        answer = complete(address, checkpoint)
-        print(f"answer: {answer!r}")
-        print("        (the weights of this checkpoint are random, so the text means nothing)")
+        for prompt, right in QUESTIONS.items():
+            answer = complete(address, checkpoint, prompt)
+            print(f"prompt: {prompt}\nanswer: {answer.strip()}")
+            if check and right not in answer:
+                raise DemoError(f"the answer to {prompt!r} should be {right}, but it is {answer!r}.")
         print(f"log:    {line_in_use()}")
         print("".join(f"metric: {line}\n" for line in our_metrics(address)), end="")
-    print("The server is stopped.")
+    print(f"The server is stopped.\n\n{next_steps(checkpoint, command, environment)}")
+
+
+def request_for(checkpoint: Path, prompt: str) -> dict[str, Any]:
+    return {"model": str(checkpoint), "prompt": prompt, "max_tokens": 16, "temperature": 0, "stop": "\n"}
+
+
+def next_steps(checkpoint: Path, command: list[str], environment: dict[str, str]) -> str:
+    """The commands that serve the checkpoint and ask it, and those for a model of the reader's own."""
+    variables = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    body = json.dumps(request_for(checkpoint, next(iter(QUESTIONS))))
+    return f"""To serve it until Ctrl-C, and to ask it from another terminal:
+
+    {" ".join([*variables, shlex.join([*command, "--port", str(PORT)])])}
+
+    curl http://127.0.0.1:{PORT}/v1/completions -H 'Content-Type: application/json' \\
+        -d {shlex.quote(body)}
+
+Next, with a model of yours: which split fits your GPUs, its kernels ahead of time, and what is wrong if it does not
+start. README.md says more; fp8moe-warmup is in {Path(sys.executable).parent}.
+
+    fp8moe-warmup explain --model MODEL --gpu h200
+    fp8moe-warmup --model MODEL --tp N
+    fp8moe-warmup doctor --model MODEL --tp N"""
 
 
 def free_port() -> int:
@@ -189,10 +215,9 @@ def is_healthy(address: str) -> bool:
         return False
 
 
-def complete(address: str, checkpoint: Path) -> str:
-    request = {"model": str(checkpoint), "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+def complete(address: str, checkpoint: Path, prompt: str) -> str:
     try:
-        reply = post(f"{address}/v1/completions", request)
+        reply = post(f"{address}/v1/completions", request_for(checkpoint, prompt))
     except OSError as error:
         reason = error.read().decode() if isinstance(error, urllib.error.HTTPError) else error
         raise DemoError(f"the server did not answer the completion request: {reason}") from error

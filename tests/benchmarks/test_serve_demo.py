@@ -1,6 +1,9 @@
 """`make serve` leaves no process behind and says why it failed; a stand-in for the engine plays the server."""
 
+import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -72,7 +75,7 @@ SERVERS = {"vllm": "vllm/entrypoints/openai/api_server.py", "sglang": "sglang/la
 
 
 def start(
-    folder: Path, how: str, answer: str = "an answer", engine: str = "vllm", **more: str
+    folder: Path, how: str, answer: str = "an answer", engine: str = "vllm", options: tuple[str, ...] = (), **more: str
 ) -> subprocess.Popen[str]:
     server = folder / SERVERS[engine]
     server.parent.mkdir(parents=True)
@@ -80,7 +83,7 @@ def start(
         (folder / level / "__init__.py").touch()
     server.write_text(SERVER)
     return subprocess.Popen(
-        [sys.executable, "-c", DEMO, "checkpoint", "--engine", engine],
+        [sys.executable, "-c", DEMO, "checkpoint", "--engine", engine, *options],
         cwd=folder,
         env={"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PATH": "", "HOW": how, "ANSWER": answer}
         | {name.upper(): value for name, value in more.items()},
@@ -103,6 +106,28 @@ def test_shows_the_answer_and_stops_every_process(tmp_path: Path, engine: str) -
     assert "an answer" in output
     assert "fp8moe serves the experts: backend reference" in output
     assert 'metric: fp8moe_layers{backend="reference"} 2.0' in output
+    assert not worker_runs(tmp_path)
+
+
+@pytest.mark.parametrize("engine", SERVERS)
+def test_the_commands_to_type_are_those_that_were_run(tmp_path: Path, engine: str) -> None:
+    demo = start(tmp_path, "answers", "Paris, Japan", engine, ("--check",))
+    output, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 0, output
+    run = next(line for line in output.splitlines() if line.startswith("$ ")).removeprefix("$ ")
+    serve, curl = re.findall(r"^    (.*--port 8000)$\n\n    (curl(?:.*\\\n)+.*)$", output, re.MULTILINE)[0]
+    assert shlex.split(serve)[-2:] == ["--port", "8000"]
+    assert run.partition(" --host")[0] in serve
+    *_, flag, body = shlex.split(curl.replace("\\\n", " "))
+    assert flag == "-d"
+    assert json.loads(body)["prompt"] == "The capital of France is"
+
+
+def test_a_wrong_answer_is_a_failure_where_it_is_checked(tmp_path: Path) -> None:
+    demo = start(tmp_path, "answers", "Paris", options=("--check",))
+    output, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert "the answer to 'Tokyo is the capital of' should be Japan, but it is 'Paris'" in output
     assert not worker_runs(tmp_path)
 
 
