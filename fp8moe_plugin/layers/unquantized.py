@@ -1,16 +1,18 @@
-"""How an unquantized checkpoint becomes block FP8: which weights are quantized, and how.
+"""Which layers stay unquantized, and how a weight of an unquantized checkpoint becomes block FP8.
 
 Online quantization and `fp8moe-warmup convert` share this module, so they produce the same bytes.
 """
 
 import functools
 import logging
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from fp8moe_plugin.checkpoint import compressed
 from fp8moe_plugin.checkpoint.quantization import FUSED, LAYER_NAME
 from fp8moe_plugin.checkpoint.shapes import GROUP
-from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 
 # Published block-FP8 checkpoints quantize the projections of attention, MLPs and experts, listed here by the last part
@@ -30,6 +32,28 @@ def is_quantized(layer: str) -> bool:
     """Whether a layer gets FP8 weights, by its name (without `.weight`) in a checkpoint or in an engine."""
     match = LAYER_NAME.fullmatch(layer)
     return match is not None and match[2].rpartition(".")[2] in QUANTIZED
+
+
+def matches_pattern(layer: str, names: Sequence[str], fused: Mapping[str, Sequence[str]]) -> bool:
+    """Whether a checkpoint keeps an engine's layer unquantized by a pattern of compressed-tensors.
+
+    Args:
+        layer: its full name in the engine.
+        names: what the checkpoint ignores, names and patterns.
+        fused: the projections that each fused layer of the engine consists of.
+    Raises:
+        UnsupportedError: only some projections of a fused layer match.
+    """
+    patterns = [name for name in names if name.startswith(compressed.PATTERN)]
+    module, _, last = layer.rpartition(".")
+    parts = [f"{module}.{part}" for part in fused.get(last, [last])]
+    found = [bool(patterns) and compressed.matches(patterns, part) for part in parts]
+    if any(found) and not all(found):
+        raise UnsupportedError(
+            f"The checkpoint keeps only a part of {layer} unquantized, but the engine fuses its parts. Correct ignore "
+            "in quantization_config of its config.json so that all of them are unquantized, or none."
+        )
+    return all(found)
 
 
 @functools.cache  # logs once for all layers that differ in their number only

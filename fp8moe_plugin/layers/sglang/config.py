@@ -14,8 +14,14 @@ from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils import is_cpu, is_cuda
 
-from fp8moe_plugin.checkpoint import compressed
-from fp8moe_plugin.checkpoint.quantization import WEIGHT_BLOCK, check_quantization, unquantized_layers
+from fp8moe_plugin.checkpoint.quantization import (
+    FUSED,
+    SCALE,
+    WEIGHT_BLOCK,
+    block_fp8,
+    scale_name,
+    unquantized_layers,
+)
 from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.checkpoint.untrusted import shell_word
 from fp8moe_plugin.errors import UnsupportedError
@@ -25,9 +31,10 @@ from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.traits import Traits
-from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized
+from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized, matches_pattern
 from fp8moe_plugin.settings import BATCH_INVARIANT, NAME, batch_invariant
 
+PARTS = FUSED | {"fused_qkv_a_proj_with_mqa": FUSED["fused_qkv_a_proj"]}  # of fused layers, by SGLang's names
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": WEIGHT_BLOCK}
 
 
@@ -39,6 +46,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
 
     ue8m0: bool
     online: bool
+    scale: str  # what the names of a checkpoint's scales end with
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Fp8MoeConfig":
@@ -47,14 +55,9 @@ class Fp8MoeConfig(Traits, Fp8Config):
         Raises:
             UnsupportedError: the checkpoint, this machine or an option of the command line is not supported.
         """
-        if compressed.is_compressed(config):
-            raise UnsupportedError(
-                f"--quantization {NAME}: checkpoints of {compressed.METHOD} are served under vLLM only. Remove "
-                "--quantization to let SGLang choose the method."
-            )
-        check_quantization(config)
-        unquantized_layers(config)  # raises unless it is a list of names
-        return cls._checked(config, online=False)
+        found = block_fp8(config)
+        unquantized_layers(found)  # raises unless it is a list of names
+        return cls._checked(found, online=False, scale=scale_name(config))
 
     @classmethod
     def for_unquantized(cls) -> "Fp8MoeConfig":
@@ -66,13 +69,14 @@ class Fp8MoeConfig(Traits, Fp8Config):
         return cls._checked(BLOCK_FP8, online=True)
 
     @classmethod
-    def _checked(cls, config: dict[str, Any], online: bool) -> "Fp8MoeConfig":
+    def _checked(cls, config: dict[str, Any], online: bool, scale: str = SCALE) -> "Fp8MoeConfig":
         check_platform()
         check_options()
         compat.allow_uneven_shares()
         made: Fp8MoeConfig = super().from_config(config)
         made.ue8m0 = config.get("scale_fmt") == "ue8m0"
         made.online = online
+        made.scale = scale
         return made
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
@@ -80,8 +84,9 @@ class Fp8MoeConfig(Traits, Fp8Config):
         if not isinstance(layer, LinearBase | FusedMoE):
             return super().get_quant_method(layer, prefix)
         linear = isinstance(layer, LinearBase)
-        if self.online and not is_quantized(prefix):
-            if not linear:
+        by_pattern = matches_pattern(prefix, self.ignored_layers, PARTS | dict(self.packed_modules_mapping))
+        if by_pattern or (self.online and not is_quantized(prefix)):
+            if self.online and not linear:
                 announce_unquantized(re.sub(r"\d+", "N", prefix), "SGLang")
             return UnquantizedLinearMethod() if linear else None  # SGLang then takes its own for experts
         if is_layer_skipped(prefix, self.ignored_layers, fused_mapping=self.packed_modules_mapping):

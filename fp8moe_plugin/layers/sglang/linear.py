@@ -9,6 +9,7 @@ from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
 from sglang.srt.layers.parameter import BlockQuantScaleParameter, ModelWeightParameter
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
+from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers import metrics
@@ -22,7 +23,10 @@ from fp8moe_plugin.plan import linear_kernels
 
 
 class Fp8MoeLinearMethod(LinearMethodBase):
-    """Keeps the checkpoint's layout: `weight` e4m3 `[N, K]`, and `weight_scale_inv` float32, one scale per block."""
+    """Keeps the checkpoint's layout: `weight` e4m3 `[N, K]`, and `weight_scale_inv` float32, one scale per block.
+
+    In a checkpoint of compressed-tensors, scales are named `weight_scale`.
+    """
 
     def __init__(self, quant_config: Any, prefix: str, warmup: str) -> None:
         self.quant_config = quant_config  # SGLang reads its block size, for MLA and shared experts
@@ -51,16 +55,17 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         layer.input_size_per_partition = inputs
         layer.output_size_per_partition = sum(outputs)
         sizes = sum(outputs), inputs
-        load = _loader(self.prefix, input_size, widths, loader)
+        load = _loader(self.prefix, self.quant_config.scale, input_size, widths, loader)
         load_weight = online.linear_loader(self.prefix, load) if self.quant_config.online else load
         axes = {"input_dim": 1, "output_dim": 0}
         weight = torch.empty(sizes, dtype=FP8)
         scale = torch.empty([ceil_div(size, GROUP) for size in sizes], dtype=torch.float32)
         layer.weight = ModelWeightParameter(data=poison(weight), weight_loader=MethodType(load_weight, layer), **axes)
-        layer.weight_scale_inv = BlockQuantScaleParameter(
-            data=poison(scale), weight_loader=MethodType(load, layer), **axes
-        )
-        layer.weight_scale_inv.format_ue8m0 = False  # SGLang asks whether the scales are packed exponents
+        scales = BlockQuantScaleParameter(data=poison(scale), weight_loader=MethodType(load, layer), **axes)
+        scales.format_ue8m0 = False  # SGLang asks whether the scales are packed exponents
+        # The first name is that in named_parameters(), by which models load; the second is what SGLang and we read.
+        for name in (self.quant_config.scale, SCALE):
+            setattr(layer, name, scales)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check the parameters and load the kernels, at startup and after each update of the weights.
@@ -68,7 +73,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         Raises:
             CheckpointError: a tensor is missing or holds NaN.
         """
-        for name in ("weight", "weight_scale_inv"):
+        for name in ("weight", self.quant_config.scale):
             check_loaded(self.prefix, name, getattr(layer, name))
         keys = linear_kernels(self.quant_config.ue8m0, target_of_layer(layer.weight))
         metrics.update(prepare_kernels(keys, layer.weight, self.warmup))
@@ -80,12 +85,13 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 WEIGHT_LOADER_V2_SUPPORTED.append(Fp8MoeLinearMethod.__name__)
 
 
-def _loader(prefix: str, inputs: int, widths: list[int], load: MethodType) -> Callable[..., None]:
+def _loader(prefix: str, scale: str, inputs: int, widths: list[int], load: MethodType) -> Callable[..., None]:
     """A loader that checks the tensor, then calls SGLang's, which pads tensors that are too small.
 
     It raises `CheckpointError` for a tensor of another dtype or shape, and for scales that are not valid.
 
     Args:
+        scale: the name of scales in the checkpoint.
         inputs: input channels on all ranks.
         widths: output channels of each fused projection on all ranks.
     """
@@ -93,7 +99,7 @@ def _loader(prefix: str, inputs: int, widths: list[int], load: MethodType) -> Ca
     def check_and_load(
         layer: Any, param: torch.nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: Any = None
     ) -> None:
-        what = f"{prefix}.{'weight' if param.dtype == FP8 else 'weight_scale_inv'}"
+        what = f"{prefix}.{'weight' if param.dtype == FP8 else scale}"
         shard = () if loaded_shard_id is None else (loaded_shard_id,)
         what += "".join(f" ({name})" for name in shard)
         check_tensor(what, param, loaded_weight)

@@ -1,6 +1,6 @@
 """Mixture-of-experts layers of an SGLang model: creating and loading their parameters, and calling the op."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -15,6 +15,7 @@ from sglang.srt.layers.moe.token_dispatcher import (
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.utils import is_cuda, set_weight_attrs
 
+from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
@@ -67,7 +68,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             attrs = {"weight_loader": MethodType(load if is_scale else load_weight, layer)}
             if is_scale:
                 attrs["quant_method"] = FusedMoeWeightScaleSupported.BLOCK.value
-            _register(layer, name, tensor, attrs)
+            # As in linear.py: models load by the checkpoint's name, which comes first; SGLang and we read the second.
+            _register(layer, dict.fromkeys((name.replace(SCALE, self.quant_config.scale), name)), tensor, attrs)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         check_computation(self.prefix, moe_runner_config)
@@ -137,10 +139,11 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         return float(factor)
 
 
-def _register(layer: Any, name: str, data: torch.Tensor, attrs: dict[str, Any]) -> None:
+def _register(layer: Any, names: Iterable[str], data: torch.Tensor, attrs: dict[str, Any]) -> None:
     parameter = torch.nn.Parameter(poison(data), requires_grad=False)
     set_weight_attrs(parameter, attrs)
-    layer.register_parameter(name, parameter)
+    for name in names:
+        layer.register_parameter(name, parameter)
 
 
 def _loader(prefix: str, hidden: int, intermediate: int) -> Callable[..., None]:

@@ -10,16 +10,14 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import current_platform
 
-from fp8moe_plugin.checkpoint import compressed
 from fp8moe_plugin.checkpoint.quantization import SCALE, WEIGHT_BLOCK, block_fp8, scale_name, unquantized_layers
 from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.checkpoint.untrusted import shell_word
-from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.machine import check_machine
 from fp8moe_plugin.layers.traits import Traits
-from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized
+from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized, matches_pattern
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.indexer import serve_indexer
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
@@ -117,20 +115,8 @@ class Fp8MoeConfig(Traits, Fp8Config):
     def _is_skipped(self, prefix: str) -> bool:
         if self.online:
             return not is_quantized(prefix)
-        return compat.is_layer_skipped(self, prefix) or self._matches_pattern(prefix)
-
-    def _matches_pattern(self, prefix: str) -> bool:
-        """Whether the checkpoint keeps this layer unquantized by a pattern of compressed-tensors."""
-        patterns = [name for name in self.ignored_layers if name.startswith(compressed.PATTERN)]
-        module, _, last = prefix.rpartition(".")
-        parts = [f"{module}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
-        found = [bool(patterns) and compressed.matches(patterns, part) for part in parts]
-        if any(found) and not all(found):
-            raise UnsupportedError(
-                f"The checkpoint keeps only a part of {prefix} unquantized, but vLLM fuses its parts. Correct ignore "
-                "in quantization_config of its config.json so that all of them are unquantized, or none."
-            )
-        return all(found)
+        by_name = compat.is_layer_skipped(self, prefix)
+        return by_name or matches_pattern(prefix, self.ignored_layers, self.packed_modules_mapping)
 
 
 def warmup_command() -> str:

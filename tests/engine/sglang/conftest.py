@@ -21,6 +21,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks.checkpoints.synthetic import write_checkpoint
+from tests.compressed import compress
 from tests.engine.conftest import SHAPES
 from tests.engine.generate import BEGINS
 from tests.shared import built_once
@@ -73,6 +74,11 @@ ENGINES = {
     "deepseek_v3_odd tp2": Engine("deepseek_v3_odd-fp8", TP2, environment=A_CORE_EACH),
     **{f"{family} twin": Engine(f"{family}-bf16", {}, environment=WITHOUT_THE_PLUGIN) for family in FAMILIES},
     "qwen3_moe online": Engine("qwen3_moe-bf16", OURS, ("qwen3_moe-bf16",)),
+    "qwen3_moe compressed": Engine(
+        "qwen3_moe-fp8-compressed", OURS, ("qwen3_moe-other-compressed", "qwen3_moe-fp8-compressed")
+    ),
+    "qwen3_moe compressed ep2": Engine("qwen3_moe-fp8-compressed", TP2 | {"ep_size": 2}, environment=A_CORE_EACH),
+    "deepseek_v3 compressed": Engine("deepseek_v3-fp8-compressed", OURS),
     "qwen3_moe converted": Engine("qwen3_moe-converted", OURS),
     "deepseek_v3_odd online": Engine("deepseek_v3_odd-bf16", TP2, environment=A_CORE_EACH),
     "without a scale": Engine("qwen3_moe-without-a-scale", OURS),
@@ -104,6 +110,10 @@ def write_checkpoints(folder: Path) -> None:
         for kind in ("fp8", "bf16"):
             write_checkpoint(folder / f"{family}-{kind}", shape, fp8=kind == "fp8")
     write_checkpoint(folder / "qwen3_moe-other", SHAPES["qwen3_moe"], seed=1)
+    for name in ("deepseek_v3-fp8", "qwen3_moe-fp8", "qwen3_moe-other"):
+        compressed = folder / f"{name}-compressed"
+        shutil.copytree(folder / name, compressed)
+        compress(compressed)
     twin, converted = str(folder / "qwen3_moe-bf16"), str(folder / "qwen3_moe-converted")
     assert warmup(["convert", "--model", twin, "--out", converted]) == 0
     lacking = folder / "qwen3_moe-without-a-scale"

@@ -17,6 +17,9 @@ SERVES = "fp8moe serves the experts: backend reference"
         "qwen3_moe tp2",
         "qwen3_moe ep2",
         "qwen3_moe dp2",
+        "qwen3_moe compressed",
+        "qwen3_moe compressed ep2",
+        "deepseek_v3 compressed",
         "deepseek_v3",
         "deepseek_v3_ue8m0",
         "deepseek_v3_odd tp2",
@@ -54,8 +57,9 @@ def test_an_installed_plugin_changes_nothing_for_other_models(engines):
     assert with_plugin.answers == without.answers
 
 
-def test_an_engine_serves_the_weights_that_it_was_updated_with(engines):
-    first, other, again = engines("qwen3_moe").answers
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe compressed"])
+def test_an_engine_serves_the_weights_that_it_was_updated_with(engines, name):
+    first, other, again = engines(name).answers
     difference, *_ = compare(other, first)
     assert difference > 2 * LARGEST_DIFFERENCE
     assert again == first

@@ -12,9 +12,11 @@ import pytest
 pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 
 from sglang.srt.layers import quantization
+from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.utils import DeepEPMode, MoeA2ABackend, MoeRunnerBackend
 from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor import model_runner
 from sglang.srt.server_args import QUANTIZATION_CHOICES
 
@@ -25,7 +27,9 @@ from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang import config as seam
 from fp8moe_plugin.layers.sglang.config import Fp8MoeConfig
 from fp8moe_plugin.layers.sglang.entry import Entry
+from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.sglang.moe import check_computation, check_experts
+from tests.compressed import QUANTIZATION
 from warmup.options import parse
 
 pytestmark = pytest.mark.seam
@@ -95,6 +99,40 @@ def test_the_config_is_what_the_checkpoint_says(options, key):
 def test_other_checkpoints_are_refused(options, change, message):
     with pytest.raises(UnsupportedError, match=message):
         Entry.from_config(CHECKPOINT | change)
+
+
+def test_a_checkpoint_of_compressed_tensors_is_the_same_with_other_names(options):
+    config = Entry.from_config(QUANTIZATION)
+    assert type(config) is Fp8MoeConfig
+    assert config.weight_block_size == [128, 128]
+    assert (config.scale, Entry.from_config(CHECKPOINT).scale) == ("weight_scale", "weight_scale_inv")
+    with pytest.raises(
+        UnsupportedError, match=r"of compressed-tensors, only FP8 .* 'format' of .* is 'pack-quantized'"
+    ):
+        Entry.from_config(QUANTIZATION | {"format": "pack-quantized"})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layer", "unquantized"),
+    [
+        (r"re:.*mlp\.gate$", "model.layers.3.mlp.gate", True),
+        (r"re:.*mlp\.gate$", "model.layers.3.mlp.gate_up_proj", False),
+        ("re:.*self_attn.*", "model.layers.3.self_attn.fused_qkv_a_proj_with_mqa", True),
+        ("re:.*self_attn.*", "model.layers.3.self_attn.qkv_proj", True),
+        ("re:.*self_attn.*", "model.layers.3.mlp.down_proj", False),
+    ],
+)
+def test_layers_that_a_pattern_ignores_are_unquantized(options, pattern, layer, unquantized):
+    config = Entry.from_config(QUANTIZATION | {"ignore": [pattern]})
+    method = config.get_quant_method(ReplicatedLinear(128, 128), layer)
+    assert type(method) is (UnquantizedLinearMethod if unquantized else Fp8MoeLinearMethod)
+
+
+@pytest.mark.parametrize("layer", ["qkv_proj", "fused_qkv_a_proj_with_mqa"])
+def test_a_layer_of_which_a_pattern_ignores_a_part_is_refused(options, layer):
+    config = Entry.from_config(QUANTIZATION | {"ignore": ["re:.*q_proj$", "re:.*q_a_proj$"]})
+    with pytest.raises(UnsupportedError, match=f"keeps only a part of model.layers.0.self_attn.{layer} unquantized"):
+        config.get_quant_method(ReplicatedLinear(128, 128), f"model.layers.0.self_attn.{layer}")
 
 
 def test_a_checkpoint_without_quantization_config_is_quantized_as_it_loads(options):

@@ -24,6 +24,7 @@ from sglang.srt.layers.moe.token_dispatcher import (
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import DeepEPMode, MoeA2ABackend
 
+from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers import kernels
@@ -37,7 +38,9 @@ from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint, make_checkpo
 
 pytestmark = pytest.mark.seam
 
-QUANT = SimpleNamespace(ue8m0=False, online=False, weight_block_size=[GROUP, GROUP], get_name=lambda: "fp8moe")
+QUANT = SimpleNamespace(
+    ue8m0=False, online=False, scale=SCALE, weight_block_size=[GROUP, GROUP], get_name=lambda: "fp8moe"
+)
 KINDS = ("weight", "weight_scale_inv")
 
 

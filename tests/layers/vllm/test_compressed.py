@@ -1,6 +1,5 @@
 """vLLM itself loads a checkpoint of compressed-tensors in block FP8, whose scales are in BF16, and calls its layers."""
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
@@ -24,6 +23,7 @@ from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.ops import fp8_linear, fused_moe
 from tests import helpers as h
+from tests.compressed import compress
 from tests.engine.load import load
 
 pytestmark = pytest.mark.seam
@@ -32,37 +32,13 @@ SHAPE = replace(PRESETS["qwen3_moe", "tiny"], moe_layers=1, block_spread=1.0)
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 ATTENTION, EXPERTS = "model.layers.0.self_attn", "model.layers.0.mlp.experts"
 Tensors = dict[str, torch.Tensor]
-# What compressed-tensors writes for FP8_BLOCK; tests/checkpoint/test_compressed.py has it from the library.
-FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
-SCHEME = {
-    "targets": ["Linear"],
-    "weights": {**FLOAT, "strategy": "block", "block_structure": [128, 128], "dynamic": False},
-    "input_activations": {**FLOAT, "strategy": "group", "group_size": 128, "dynamic": True},
-}
-QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {"group_0": SCHEME},
-    "ignore": ["lm_head", r"re:.*mlp\.gate$"],
-}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "qwen3_moe-compressed"
     write_checkpoint(folder, SHAPE)
-    (shard,) = folder.glob("*.safetensors")
-    renamed = {}
-    for name, tensor in load_file(shard).items():
-        scale = name.endswith("weight_scale_inv")
-        renamed[name.removesuffix("_inv") if scale else name] = tensor.to(torch.bfloat16) if scale else tensor
-    save_file(renamed, shard)
-    for index in folder.glob("*.index.json"):
-        index.unlink()
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = QUANTIZATION
-    (folder / "config.json").write_text(json.dumps(config))
+    compress(folder)
     return folder
 
 
