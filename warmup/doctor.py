@@ -83,7 +83,7 @@ def _settings(facts: Diagnosis) -> Iterator[Finding]:
 
 def _engines(facts: Diagnosis) -> Iterator[Finding]:
     facts.engines = list(engines.installed_engines())
-    yield from map(engines.finding, facts.engines)
+    yield from engines.findings(facts.engines)
 
 
 def _compiler(facts: Diagnosis, target: str) -> Iterator[Finding]:

@@ -45,7 +45,16 @@ def installed_engines() -> Iterator[Engine]:
         )
 
 
-def finding(engine: Engine) -> Finding:
+def findings(found: list[Engine]) -> Iterator[Finding]:
+    yield from map(_finding, found)
+    if not found:
+        missing = (
+            "neither vLLM nor SGLang is installed in this environment: not needed to compile, but to serve"
+        )
+        yield Finding(subject="engines", found=missing)
+
+
+def _finding(engine: Engine) -> Finding:
     """`ok` is false if the engine does not load the plugin, None if its version has not been tested."""
     ok: bool | None = engine.loads_plugin
     if engine.entry_point is None:

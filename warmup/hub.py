@@ -39,7 +39,7 @@ def download_config(model: str, revision: str | None, folder: Path | None) -> Pa
         if problem:
             raise CheckpointError(
                 f"{problem}, and there is no folder {shown(model)}. Check the network, HF_ENDPOINT and the proxy "
-                "(HTTPS_PROXY), or give the folder of a downloaded checkpoint."
+                "(HTTPS_PROXY), or give a folder with the model's config.json, which is all that is needed."
             ) from error
         reason = "; ".join(f"{type(e).__name__}: {str(e).strip()[:300]}" for e in (error, error.__cause__) if e)
         raise CheckpointError(

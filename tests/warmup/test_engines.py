@@ -27,13 +27,16 @@ def said(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(metadata, "requires", lambda package: TESTED)
         points = {group: [SimpleNamespace(name="fp8moe", value="fp8moe_plugin:register")] for group in groups}
         monkeypatch.setattr(metadata, "entry_points", lambda group, name: points.get(group, []))
-        return [(said.subject, said.found, said.ok) for said in map(engines.finding, engines.installed_engines())]
+        found = engines.findings(list(engines.installed_engines()))
+        return [(said.subject, said.found, said.ok) for said in found]
 
     return findings
 
 
-def test_engines_that_are_not_installed_are_not_mentioned(said):
-    assert said({}) == []
+def test_an_environment_without_an_engine_is_noted(said):
+    ((subject, found, ok),) = said({})
+    assert (subject, ok) == ("engines", None)
+    assert found.startswith("neither vLLM nor SGLang is installed in this environment")
 
 
 def test_both_engines_load_the_plugin(said):
