@@ -48,9 +48,7 @@ def installed_engines() -> Iterator[Engine]:
 def findings(found: list[Engine]) -> Iterator[Finding]:
     yield from map(_finding, found)
     if not found:
-        missing = (
-            "neither vLLM nor SGLang is installed in this environment: not needed to compile, but to serve"
-        )
+        missing = "neither vLLM nor SGLang is installed in this environment: not needed to compile, but to serve"
         yield Finding(subject="engines", found=missing)
 
 

@@ -5,7 +5,6 @@ import sys
 import threading
 import urllib.request
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from fp8moe_plugin.checkpoint.untrusted import shown, shown_text
@@ -32,23 +31,34 @@ def download_config(model: str, revision: str | None, folder: Path | None) -> Pa
         disable_progress_bars()
     offline = huggingface_hub.constants.HF_HUB_OFFLINE
     problem = None if offline else _unreachable(huggingface_hub.constants.ENDPOINT)
-    options: dict[str, Any] = {"revision": revision, "cache_dir": folder, "local_files_only": problem is not None}
+    if problem:
+        return _downloaded_before(model, revision, folder, problem)
     try:
-        found = Path(huggingface_hub.hf_hub_download(model, "config.json", **options)).parent
+        return Path(huggingface_hub.hf_hub_download(model, "config.json", revision=revision, cache_dir=folder)).parent
     except Exception as error:  # its own errors, or those of the HTTP library it uses
-        if problem:
-            raise CheckpointError(
-                f"{problem}, and there is no folder {shown(model)}. Check the network, HF_ENDPOINT and the proxy "
-                "(HTTPS_PROXY), or give a folder with the model's config.json, which is all that is needed."
-            ) from error
         reason = "; ".join(f"{type(e).__name__}: {str(e).strip()[:300]}" for e in (error, error.__cause__) if e)
         raise CheckpointError(
             f"There is no folder {shown(model)}, and its config.json cannot be downloaded from the hub: {reason}. "
             "Check the name, HF_TOKEN and the network, or give the folder of a downloaded checkpoint."
         ) from error
-    if problem:
-        print(f"warning: {problem}: the config.json that was downloaded before is used", file=sys.stderr)
-    return found
+
+
+def _downloaded_before(model: str, revision: str | None, folder: Path | None, problem: str) -> Path:
+    """The folder with the config.json of an earlier download; `hf_hub_download` would first wait for the hub again."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json", cache_dir=folder, revision=revision)
+    except HFValidationError:  # no model can have this name
+        found = None
+    if not isinstance(found, str):
+        raise CheckpointError(
+            f"{problem}, and there is no folder {shown(model)}. Check the network, HF_ENDPOINT and the proxy "
+            "(HTTPS_PROXY), or give a folder with the model's config.json, which is all that is needed."
+        )
+    print(f"warning: {problem}: the config.json that was downloaded before is used", file=sys.stderr)
+    return Path(found).parent
 
 
 def _unreachable(endpoint: str) -> str | None:

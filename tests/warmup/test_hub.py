@@ -1,7 +1,9 @@
 """A model given by its id: only its config.json is downloaded, here from a local server instead of the hub."""
 
+import contextlib
 import http.server
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +19,15 @@ from warmup import hub as hub_of_warmup
 
 CONFIG = (CONFIGS / "DeepSeek-V3.json").read_bytes()
 START_S = 10  # of Python and its imports, on a busy machine
+DOWNLOAD = """
+import time
+from warmup.hub import download_config
+start = time.monotonic()
+try:
+    download_config("maker/model", None, None)
+finally:
+    print(time.monotonic() - start)
+"""
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -101,6 +112,25 @@ def test_a_hub_that_cannot_be_reached_is_told_at_once(endpoint: str, tmp_path: P
     assert done.stderr.startswith(f"error: The hub at {endpoint} is unreachable (")
     assert "and there is no folder 'maker/model'. Check the network, HF_ENDPOINT and the proxy" in done.stderr
     assert time.monotonic() - start < 5 + START_S
+
+
+def test_a_hub_that_accepts_no_connection_is_told_within_five_seconds(tmp_path: Path) -> None:
+    """Its queue of connections is full, so that each further one waits; nothing waits a second time."""
+    with contextlib.ExitStack() as open_sockets:
+        hub = open_sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            waiting = open_sockets.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(hub.getsockname())
+        environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "NO_PROXY": "*"}
+        done = subprocess.run(
+            [sys.executable, "-c", DOWNLOAD],
+            env=environment | {"HF_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+    assert "is unreachable (no answer within 4 s), and there is no folder 'maker/model'" in done.stderr
+    assert float(done.stdout) < 5.5, "it waited again"
 
 
 def test_a_hub_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
