@@ -14,7 +14,7 @@ from fp8moe_plugin.errors import UnsupportedError
 T = TypeVar("T")
 
 OURS = "fp8moe"
-WIDTH = 120  # characters per line below the table
+WIDTH = 100  # characters per line below the table
 PLOT_SUFFIXES = (".png", ".svg")
 
 
@@ -52,7 +52,7 @@ class BenchResult(BaseModel):
 
 
 def table(result: BenchResult) -> str:
-    """A table of microseconds by tokens and backend, at most 120 columns wide, followed by the errors of backends."""
+    """A table of microseconds by tokens and backend, at most 100 columns wide, followed by the errors of backends."""
     names = _unique(row.backend for row in result.rows)
     header = ["tokens", *names, "floor", f"best peer / {OURS}", "error"]
     counts = _unique(row.tokens for row in result.rows)
