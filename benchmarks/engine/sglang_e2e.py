@@ -9,8 +9,10 @@ Engines:
 - `sglang-deepgemm`: DeepGEMM for the experts, too.
 
 All engines of all checkpoints exist at once, each in processes of its own, with CUDA graphs for the cells' decode steps
-and prefills. Cells are those of `engine_e2e`; `rounds` of the engines of a checkpoint alternate while the others sleep:
-the scheduler of an idle engine otherwise takes a core, which may be half of the one that the timed engine runs on.
+and prefills. Cells are those of `engine_e2e`; `rounds` of the engines of a checkpoint alternate while the others sleep,
+as the scheduler of an idle engine otherwise takes a core. All share the same few cores, and answer a request that is
+not timed before each that is: most of a short step is the host's work, whose pace depends on the core, its caches and
+its clock.
 
 Agreement is of each two engines on the same checkpoint, as `benchmarks.accuracy.agreement` describes it. `--twins` adds
 an engine of the unquantized checkpoint to it.
@@ -25,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy.agreement import compare
-from benchmarks.engine.e2e_engine import Cell, Clock, longest
+from benchmarks.engine.cores import share_cores
+from benchmarks.engine.e2e_engine import SHORT, Cell, Clock, longest
 from benchmarks.engine.e2e_report import table
 from benchmarks.engine.engine_e2e import Engines, cells, progress
 from benchmarks.engine.process import EngineProcess
@@ -74,6 +77,12 @@ class Engine(Clock):
         )
         for cell in cells:
             self.measure(cell)
+        share_cores()
+
+    def measure(self, cell: Cell) -> float:
+        """The `ms` of one round, on a host that is awake."""
+        self.run(cell, SHORT)
+        return super().measure(cell)
 
     def generate(self, prompts: int, prompt_tokens: int, tokens: int) -> float:
         ids = self.prompts(prompts, prompt_tokens)

@@ -126,7 +126,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
 
     @staticmethod
     def _weights(layer: Any) -> list[torch.Tensor]:
-        return [getattr(layer, name) for name in PARAMETERS]
+        parameters = layer._parameters  # looked up by name in a module, each takes the host half a microsecond
+        return [parameters[name] for name in PARAMETERS]
 
     def owed_factor(self, layer: Any) -> float:
         """What the experts multiply their result by: on a GPU `routed_scaling_factor`, unless the top-k has done so.
