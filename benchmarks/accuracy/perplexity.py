@@ -30,10 +30,10 @@ from pydantic import BaseModel, ConfigDict
 
 from benchmarks.checkpoints.text import windows
 from benchmarks.checkpoints.train_small_moe import HELD_OUT_TEXT, WINDOW
-from benchmarks.engine.small_engines import EAGER
 from benchmarks.engines import CONFIG_KEYS, DEFAULTS, ENGINES, in_own_process, read_config, run_and_answer
 from benchmarks.report import installed, write_report
 from fp8moe_plugin.bench.result import OURS
+from fp8moe_plugin.compare.cells import EAGER
 from fp8moe_plugin.errors import UnsupportedError
 
 TWIN = "bf16"

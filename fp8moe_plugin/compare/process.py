@@ -6,26 +6,28 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-LONGEST_ERROR = 300  # characters; stderr has the whole error
+LONGEST_ERROR = 300  # characters; the log has the whole error
 LONGEST_END_S = 10
 
 
 class EngineProcess:
-    """Makes an engine in its own process, and calls its methods there. Its output goes to stderr.
+    """Makes an engine in its own process, and calls its methods there. Its output goes to `log`, or to stderr.
 
     `make`, arguments and answers are pickled; `environment` is added to the process's before `make`. The process and
     all its children end at the first failure, and when this process ends.
     """
 
-    def __init__(self, make: Callable[[], Any], environment: dict[str, str]) -> None:
+    def __init__(self, make: Callable[[], Any], environment: dict[str, str], log: Path | None = None) -> None:
         context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
         self._connection, self._other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(self._other, make, environment))
+        self._process = context.Process(target=_serve, args=(self._other, make, environment, log))
         self._ended: int | None = None
         self._killed = False
 
@@ -39,12 +41,14 @@ class EngineProcess:
         )  # the sentinel stays open in processes that the engine has forked
         self._other.close()
 
-    def wait_until_made(self, timeout: float) -> None:
-        """
+    def wait_until_made(self, timeout: float) -> float:
+        """The time of the monotonic clock, which all processes share, at which the engine was made.
+
         Raises:
             EngineError: `make` failed, its process ended, or it took longer than `timeout` seconds.
         """
-        self._answer(timeout)
+        made: float = self._answer(timeout)
+        return made
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """The method's result.
@@ -93,16 +97,19 @@ class EngineError(Exception):
     """An engine failed; the message says why."""
 
 
-def _serve(connection: Connection, make: Callable[[], Any], environment: dict[str, str]) -> None:
+def _serve(connection: Connection, make: Callable[[], Any], environment: dict[str, str], log: Path | None) -> None:
     """Make the engine, then answer calls until the other side ends or kills this process."""
     os.setsid()  # its own process group, for kill
+    if log:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 2)
     os.dup2(2, 1)
     end = threading.Thread(target=_end_with_parent, daemon=True)
     end.start()
     os.environ |= environment
     try:
         engine = make()
-        answer = None
+        answer = time.monotonic()
         while True:
             connection.send((True, answer))
             method, arguments = connection.recv()
