@@ -28,6 +28,7 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
         self._connection, self._other = context.Pipe()
         self._process = context.Process(target=_serve, args=(self._other, make, environment, log))
+        self.log = log
         self._ended: int | None = None
         self._killed = False
 
@@ -117,11 +118,16 @@ def _serve(connection: Connection, make: Callable[[], Any], environment: dict[st
     except BaseException as failure:  # noqa: BLE001 (an engine may fail in any way; the other side gets the error)
         with contextlib.suppress(OSError):  # stderr may be gone
             traceback.print_exc()
-        text = " ".join(f"{type(failure).__name__}: {failure}".split())
         with contextlib.suppress(ConnectionError):
-            connection.send((False, text[:LONGEST_ERROR]))
+            connection.send((False, _one_line(failure)))
     finally:
         end.join()  # ending by itself would leave the children of the engine
+
+
+def _one_line(failure: BaseException) -> str:
+    """What happened, for a terminal: an engine's error may quote a checkpoint."""
+    text = " ".join(f"{type(failure).__name__}: {failure}".split())[:LONGEST_ERROR]
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _end_with_parent() -> None:

@@ -122,8 +122,8 @@ def test_output_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_an_engine_that_cannot_be_made_says_why(start: Start) -> None:
-    process = start(partial(Engine, "no such\ncheckpoint"))
-    with pytest.raises(EngineError, match=r"^ValueError: no such checkpoint$"):
+    process = start(partial(Engine, "no such\ncheckpoint \x1b[31m"))
+    with pytest.raises(EngineError, match=r"^ValueError: no such checkpoint \\x1b\[31m$"):
         process.wait_until_made(LONG)
     with pytest.raises(EngineError, match=r"^ended with status -9$"):
         process.call("add", 1, timeout=LONG)
