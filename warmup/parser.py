@@ -150,10 +150,11 @@ def _add_bench(parser: Parser) -> None:
 
 def _add_compare(parser: Parser) -> None:
     parser.description = (
-        "Compare fp8moe with vLLM's own fp8, and with BF16 if a twin is given, on this checkpoint and this machine:\n"
-        "log-probabilities of a text (KL divergence, most likely tokens, perplexity), time to first token, tokens per\n"
-        "second, time to ready. Loads the weights, in a process per engine, and takes minutes. Engines take turns if\n"
-        "the weights of all fit into the GPU, else they run one after the other. From the hub, vLLM downloads them."
+        "Compare fp8moe with vLLM's own fp8, and with BF16 if a twin is given, on this checkpoint and\n"
+        "machine: log-probabilities of a text (KL divergence, most likely tokens, perplexity), time to\n"
+        "first token, tokens per second, time to ready. Loads the weights, which vLLM downloads from\n"
+        "the hub, with a process per engine, and takes minutes. Engines take turns if the weights of\n"
+        "all fit into the GPU, else they run one after the other."
     )
     parser.add_argument("--bf16", metavar="TWIN", help="the same model unquantized, as folder or id on the hub")
     parser.add_argument("--text", type=Path, metavar="FILE", help="text to read (default: Python's language reference)")
