@@ -109,7 +109,7 @@ def table(result: CompareResult) -> str:
         if any(cell != NONE for cell in cells):
             rows.append((label, cells))
     lines = [label.ljust(LABEL) + "".join(cell.rjust(WIDTH) for cell in cells) for label, cells in rows]
-    failures = [f"{engine.name} failed: {engine.error}" for engine in result.engines if engine.error]
+    failures = [f"{e.name} failed: {e.error} (its output: {e.log})" for e in result.engines if e.error]
     return "\n".join([*_about(result), "", *lines, "", *failures, result.verdict])
 
 

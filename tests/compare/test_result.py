@@ -41,7 +41,7 @@ def compared(apart: dict[str, float], *failed: str, gpu: str | None = "NVIDIA H2
     )  # fmt: skip
     for engine in result.engines:
         if engine.name in failed:
-            engine.error = "OutOfMemoryError: no memory"
+            engine.error, engine.log = "OutOfMemoryError: no memory", "/tmp/fp8.log"
             continue
         engine.ready_s, engine.first_token_ms = 10 * MS[engine.name], timing([2 * MS[engine.name]] * 3)
         engine.tokens_per_s = {n: timing([MS[engine.name], 9, 0.1], n) for n in SEQUENCES}
@@ -103,7 +103,7 @@ def test_on_a_cpu_the_verdict_says_nothing_about_times() -> None:
 def test_figures_of_the_others_stay_if_an_engine_fails() -> None:
     result = compared({OURS: 0.1, BF16: 0}, FP8)
     assert "first token 2.50 times as fast as bf16" in result.verdict
-    assert "fp8 failed: OutOfMemoryError: no memory" in table(result)
+    assert "fp8 failed: OutOfMemoryError: no memory (its output: /tmp/fp8.log)" in table(result)
     assert "fp8moe failed" in compared({FP8: 0.1, BF16: 0}, OURS).verdict
     assert "no other engine" in compared({OURS: 0}, FP8).verdict
 
