@@ -34,7 +34,7 @@ EXAMPLES = {
     "bundle": ["bundle --model /models/DeepSeek-V3 --tp 8 --bundle kernels.tar"],
     "doctor": ["doctor --model /models/DeepSeek-V3 --tp 8", "doctor --json -    # for a support ticket"],
     "bench": ["bench --model /models/DeepSeek-V3 --tp 8 --plot layer.svg"],
-    "compare": ["compare --model /models/Qwen3-30B-A3B-FP8 --bf16 /models/Qwen3-30B-A3B --plot compare.svg"],
+    "compare": ["compare --model Qwen/Qwen3-30B-A3B-FP8 --bf16 Qwen/Qwen3-30B-A3B --plot compare.svg"],
     "convert": ["convert --model /models/Qwen3-30B-A3B --out /models/Qwen3-30B-A3B-fp8"],
 }
 STATUS = "exit status: 0 success, 1 something failed or is not supported, 2 invalid command line"

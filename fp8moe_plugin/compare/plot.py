@@ -58,14 +58,14 @@ def _divergence(axes: Any, result: CompareResult, colours: dict[str, str]) -> No
         axes.set_axis_off()
         return
     title = f"KL divergence from {result.reference}, nats per token\n(on the text; lines: 95% intervals)"
-    bars = _bars(axes, title, {name: interval.value for name, interval in found.items()}, colours, "{:.2g}")
-    for bar, (name, interval) in zip(bars, found.items(), strict=True):
-        axes.vlines(bar.get_x() + bar.get_width() / 2, interval.low, interval.high, color="k", label=name)
+    bars = _bars(axes, title, {name: interval.value for name, interval in found.items()}, colours, "center")
+    for bar, interval in zip(bars, found.values(), strict=True):
+        axes.vlines(bar.get_x() + bar.get_width() / 2, interval.low, interval.high, color="k")
 
 
-def _bars(axes: Any, title: str, values: dict[str, float], colours: dict[str, str], number: str = "{:.3g}") -> Any:
+def _bars(axes: Any, title: str, values: dict[str, float], colours: dict[str, str], where: str = "edge") -> Any:
     bars = axes.bar(list(values), list(values.values()), width=0.6, color=[colours[name] for name in values])
-    axes.bar_label(bars, [number.format(value) for value in values.values()], padding=8)
+    axes.bar_label(bars, [f"{value:#.3g}".rstrip(".") for value in values.values()], label_type=where, padding=2)
     axes.set_title(title)
     axes.set_xlim(-0.6, max(len(values), 2) - 0.4)
     axes.margins(y=0.15)

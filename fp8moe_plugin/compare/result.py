@@ -178,13 +178,13 @@ def verdict(result: CompareResult) -> str:
 def _accuracy(result: CompareResult, ours: EngineResult) -> list[str]:
     if ours.divergence is None or ours.same_token is None:
         return []
-    kl, same = f"{ours.divergence.value:.2g}", f"{ours.same_token.value:.1%}"
+    kl, same = f"{ours.divergence.value:#.2g}", f"{ours.same_token.value:.1%}"
     over, peer = result.divergence_over_fp8, result.engine(FP8)
     if over is None or peer is None or peer.divergence is None or peer.same_token is None:
         apart = f"KL divergence of {OURS} from {result.reference} {kl} nats per token"
         return [apart, f"same most likely token at {same} of positions"]
     word = f"{OURS} is closer" if over.high < 0 else f"{FP8} is closer" if over.low > 0 else "no difference shown"
-    apart = f"KL divergence from {result.reference} {kl} nats per token, {FP8} {peer.divergence.value:.2g} ({word})"
+    apart = f"KL divergence from {result.reference} {kl} nats per token, {FP8} {peer.divergence.value:#.2g} ({word})"
     return [apart, f"same most likely token at {same} of positions, {FP8} {peer.same_token.value:.1%}"]
 
 
