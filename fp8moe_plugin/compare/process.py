@@ -42,6 +42,10 @@ class EngineProcess:
         )  # the sentinel stays open in processes that the engine has forked
         self._other.close()
 
+    def has_answered(self, timeout: float) -> bool:
+        """Whether `wait_until_made` or `call` would not wait: there is an answer, or the process has ended."""
+        return self._killed or self._ended is None or bool(wait([self._connection, self._ended], timeout))
+
     def wait_until_made(self, timeout: float) -> float:
         """The time of the monotonic clock, which all processes share, at which the engine was made.
 

@@ -167,10 +167,10 @@ def verdict(result: CompareResult) -> str:
     """One line: what ours says about the text, and how fast it is, beside vLLM's fp8 or BF16."""
     ours = result.engine(OURS)
     if ours is None:
-        return f"Verdict: {OURS} failed, so there is nothing to say about it."
+        return f"Verdict: none, as {OURS} has failed."
     peer = result.engine(FP8) or result.engine(BF16)
     if peer is None:
-        return f"Verdict: {OURS} answers, but no other engine does: there is nothing to compare it with."
+        return f"Verdict: none, as {OURS} answers, but no other engine does."
     parts = [*_accuracy(result, ours), *(_speed(ours, peer) if result.gpu else [])]
     return f"Verdict: {'; '.join(parts) or 'nothing was measured'}."
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from fp8moe_plugin.compare.process import EngineError, EngineProcess
 
+PATIENCE_S = 30.0
+
 
 class Engines:
     """Processes by the names of their engines; `found` has the seconds of their start or their `error`."""
@@ -28,12 +30,35 @@ class Engines:
         self.wait_until_made(begin)
 
     def wait_until_made(self, begin: float) -> None:
-        """Wait until all of them are ready, which started at `begin` of the monotonic clock."""
-        for name in list(self.names):
-            with self.errors(name):
-                made = self.processes[name].wait_until_made(max(1.0, begin + self.timeout - time.monotonic()))
-                self.found[name]["ready_s"] = round(made - begin, 1)
-                self.progress(f"{name} was ready after {made - begin:.0f} s")
+        """Wait until all of them are ready, which started at `begin` of the monotonic clock.
+
+        If this is interrupted, those that are not ready get an error that says so.
+        """
+        try:
+            for name in list(self.names):
+                self._say_what_is_missing(name, begin)
+                self._made(name, begin)
+        except KeyboardInterrupt:
+            for name in [name for name in self.names if "ready_s" not in self.found[name]]:
+                if self.processes[name].has_answered(0):
+                    self._made(name, begin)
+                else:
+                    seconds = time.monotonic() - begin
+                    self.found[name]["error"] = f"interrupted after {seconds:.0f} s, before it was ready"
+            raise
+
+    def _say_what_is_missing(self, name: str, begin: float) -> None:
+        """Wait for an engine, and say every half a minute which of them are not ready."""
+        while not self.processes[name].has_answered(PATIENCE_S) and time.monotonic() - begin < self.timeout:
+            missing = [other for other in self.names if not self.processes[other].has_answered(0)]
+            missing = [other for other in missing if "ready_s" not in self.found[other]]
+            self.progress(f"not ready after {time.monotonic() - begin:.0f} s: {', '.join(missing)}")
+
+    def _made(self, name: str, begin: float) -> None:
+        with self.errors(name):
+            made = self.processes[name].wait_until_made(max(1.0, begin + self.timeout - time.monotonic()))
+            self.found[name]["ready_s"] = round(made - begin, 1)
+            self.progress(f"{name} was ready after {made - begin:.0f} s")
 
     def call(self, name: str, method: str, *arguments: Any) -> Any:
         """What a method of one engine returns. Raises `EngineError`; see `errors`."""
