@@ -200,6 +200,27 @@ def bench(options: Options, report: Report) -> bool:
     return True
 
 
+def compare(options: Options, report: Report) -> bool:
+    from fp8moe_plugin.bench.result import check_plot
+    from fp8moe_plugin.compare.plot import plot
+    from fp8moe_plugin.compare.result import table
+    from warmup import compare as comparison
+
+    model = _checked_model(options, report)
+    assert model
+    if options.plot:
+        check_plot(options.plot)
+    prepared = comparison.prepare(options, model)
+    report.compare = prepared.result
+    try:
+        comparison.run(prepared, _progress)
+    finally:
+        print(table(report.compare))
+    if options.plot:
+        plot(report.compare, options.plot)
+    return not any(engine.error for engine in report.compare.engines)
+
+
 def convert(options: Options, report: Report) -> bool:
     from warmup.convert import convert_checkpoint
 
@@ -223,6 +244,7 @@ RUN = {
     "bundle": compile_kernels,
     "doctor": doctor,
     "bench": bench,
+    "compare": compare,
     "convert": convert,
 }
 

@@ -48,6 +48,9 @@ class Options:
     plot: Path | None
     out: Path | None
     target: Target | None
+    bf16: str | None
+    text: Path | None
+    sequences: tuple[int, ...]
     kernels: str  # their target: Triton's for a GPU that is named, else SM90
 
 
@@ -56,7 +59,7 @@ def parse(arguments: list[str] | None) -> Options:
     main, commands = parsers()
     # Options that a command does not have are None.
     unset = dict.fromkeys((*OF_VLLM, *OF_SGLANG, *SIZES, "bundle", "dry_run", "plot", "out", "gpu", "gpus", "kernels"))
-    main.set_defaults(**unset, gpu_memory_utilization=None, kv_cache_dtype=None)
+    main.set_defaults(**unset, gpu_memory_utilization=None, kv_cache_dtype=None, bf16=None, text=None, sequences=None)
     given = main.parse_args(with_command(arguments))
     parser = commands[given.command]
     _check(parser, given)
@@ -78,6 +81,9 @@ def parse(arguments: list[str] | None) -> Options:
         plot=given.plot,
         out=given.out,
         target=_target(given, longest),
+        bf16=given.bf16,
+        text=given.text,
+        sequences=tuple(sorted(set(given.sequences or ()))),
         kernels=TRITON_GPUS.get(given.kernels, SM90),
     )
 
@@ -96,7 +102,7 @@ def _target(given: argparse.Namespace, max_tokens: int) -> Target | None:
 
 
 def _check(parser: Parser, given: argparse.Namespace) -> None:
-    if given.model == "" or (given.model is None and given.command in ("explain", "bench", "convert")):
+    if given.model == "" or (given.model is None and given.command in ("explain", "bench", "compare", "convert")):
         parser.error(f"{given.command} needs a --model")
     _check_engine(parser, given)
     if given.command == "convert":

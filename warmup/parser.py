@@ -19,6 +19,7 @@ COMMANDS = {
     "bundle": "compile what is missing, and write all kernels to one archive for FP8MOE_BUNDLE",
     "doctor": "check the cache, versions, settings, GPU and model, and show what serving would refuse",
     "bench": "time the layer against vLLM's backends; needs a Hopper GPU and vLLM",
+    "compare": "compare this checkpoint with vLLM's own fp8 on this machine: what it says about a text, and how fast",
     "convert": "convert an unquantized checkpoint to block FP8, with the bytes of quantizing it at load time",
 }
 EXAMPLES = {
@@ -33,6 +34,7 @@ EXAMPLES = {
     "bundle": ["bundle --model /models/DeepSeek-V3 --tp 8 --bundle kernels.tar"],
     "doctor": ["doctor --model /models/DeepSeek-V3 --tp 8", "doctor --json -    # for a support ticket"],
     "bench": ["bench --model /models/DeepSeek-V3 --tp 8 --plot layer.svg"],
+    "compare": ["compare --model Qwen/Qwen3-30B-A3B-FP8 --bf16 Qwen/Qwen3-30B-A3B --plot compare.svg"],
     "convert": ["convert --model /models/Qwen3-30B-A3B --out /models/Qwen3-30B-A3B-fp8"],
 }
 STATUS = "exit status: 0 success, 1 something failed or is not supported, 2 invalid command line"
@@ -100,7 +102,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
 
 
 def _command(commands: "argparse._SubParsersAction[Parser]", name: str) -> Parser:
-    needs_model = name in ("explain", "bench", "convert")
+    needs_model = name in ("explain", "bench", "compare", "convert")
     parser = commands.add_parser(
         name,
         help=COMMANDS[name],
@@ -113,7 +115,7 @@ def _command(commands: "argparse._SubParsersAction[Parser]", name: str) -> Parse
     parser.add_argument("--revision", help="branch, tag or commit of a model on the hub")
     parser.add_argument("--download-dir", type=Path, metavar="DIR", help="where downloads are kept")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report; - for standard output")
-    if name != "convert":
+    if name not in ("compare", "convert"):
         _add_split(parser)
     ADD.get(name, lambda parser: None)(parser)
     return parser
@@ -144,6 +146,23 @@ def _add_bundle(parser: Parser) -> None:
 def _add_bench(parser: Parser) -> None:
     parser.add_argument("--tokens", type=count, nargs="+", metavar="N", help="tokens of the steps to measure")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (.png or .svg)")
+
+
+def _add_compare(parser: Parser) -> None:
+    parser.description = (
+        "Compare fp8moe with vLLM's own fp8, and with BF16 if a twin is given, on this checkpoint and\n"
+        "machine: log-probabilities of a text (KL divergence, most likely tokens, perplexity), time to\n"
+        "first token, tokens per second, time to ready. Loads the weights, which vLLM downloads from\n"
+        "the hub, with a process per engine, and takes minutes. Engines take turns if the weights of\n"
+        "all fit into the GPU, else they run one after the other."
+    )
+    parser.add_argument("--bf16", metavar="TWIN", help="the same model unquantized, as folder or id on the hub")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="text to read (default: Python's language reference)")
+    most = "sequences to decode at once (default: 1 16 64 256)"
+    parser.add_argument("--sequences", type=count, nargs="+", metavar="N", default=[1, 16, 64, 256], help=most)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures (.png or .svg)")
+    parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=count, metavar="N", help="as in vLLM; default: 1")
+    parser.add_argument("--enable-expert-parallel", "-ep", action="store_true", help="as in vLLM")
 
 
 def _add_convert(parser: Parser) -> None:
@@ -184,6 +203,7 @@ ADD = {
     "verify": _add_verify,
     "bundle": _add_bundle,
     "bench": _add_bench,
+    "compare": _add_compare,
     "convert": _add_convert,
 }
 

@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from fp8moe_plugin.bench.result import BenchResult
+from fp8moe_plugin.compare.result import CompareResult
 from fp8moe_plugin.jit.atomic import write_file
 from fp8moe_plugin.plan.catalog import SM90
 from warmup.diagnosis import Diagnosis
@@ -180,6 +181,7 @@ class Report(Part):
     doctor: list[Finding] = []
     diagnosis: Diagnosis | None = None  # the facts behind the doctor's findings
     bench: BenchResult | None = None
+    compare: CompareResult | None = None
     warnings: list[str] = []
     error: str | None = None
 

@@ -30,16 +30,17 @@ from pydantic import BaseModel, ConfigDict
 
 from benchmarks.checkpoints.text import windows
 from benchmarks.checkpoints.train_small_moe import HELD_OUT_TEXT, WINDOW
-from benchmarks.engine.small_engines import EAGER
 from benchmarks.engines import CONFIG_KEYS, DEFAULTS, ENGINES, in_own_process, read_config, run_and_answer
 from benchmarks.report import installed, write_report
 from fp8moe_plugin.bench.result import OURS
+from fp8moe_plugin.compare.cells import EAGER
+from fp8moe_plugin.compare.engine import read
+from fp8moe_plugin.compare.intervals import perplexity_change
 from fp8moe_plugin.errors import UnsupportedError
 
 TWIN = "bf16"
 BUILT_IN = ("triton default", "deep_gemm default")
 LARGEST_DIFFERENCE = 0.5  # percent of the twin's perplexity
-DRAWS = 10_000
 
 
 class Part(BaseModel):
@@ -84,7 +85,7 @@ class PerplexityReport(Part):
 
 def run_engine(args: argparse.Namespace) -> dict[str, Any]:
     """The loss of each counted token in nats, by window; in this process."""
-    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm import LLM
 
     start = time.monotonic()
     arguments, _ = ENGINES[args.run]
@@ -98,17 +99,7 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
         **(arguments if torch.cuda.is_available() else arguments | EAGER),
     )
     ready = time.monotonic() - start
-    sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0)
-    outputs = llm.generate([TokensPrompt(prompt_token_ids=i) for i in args.ids.tolist()], sampling)
-    losses = [
-        [
-            -position[token].logprob
-            for token, position in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:], strict=True)
-        ]
-        for o in outputs
-    ]
-    if not torch.tensor(losses).isfinite().all():
-        raise RuntimeError("the engine returned a log-probability that is not finite")
+    losses = read(llm, args.ids.numpy(), listed=0).losses.tolist()
     return {"losses": losses, "ready_s": round(ready, 1), "reading_s": round(time.monotonic() - start - ready, 1)}
 
 
@@ -119,12 +110,8 @@ def read_windows(args: argparse.Namespace) -> torch.Tensor:
 
 def difference(losses: torch.Tensor, others: torch.Tensor) -> Difference:
     """The difference of two engines' perplexities, from their mean losses per window, float64 [windows]."""
-    offs = losses - others
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randint(len(offs), (DRAWS, len(offs)), generator=generator)
-    means = torch.cat((offs.mean()[None], offs[draws].mean(1).quantile(torch.tensor([0.025, 0.975]).double())))
-    percent, low, high = (100 * torch.expm1(means)).tolist()
-    return Difference(percent=round(percent, 4), low=round(low, 4), high=round(high, 4))
+    found = perplexity_change(losses.numpy(), others.numpy())
+    return Difference(percent=round(found.value, 4), low=round(found.low, 4), high=round(found.high, 4))
 
 
 def summarize(report: PerplexityReport, found: dict[str, dict[str, Any]]) -> None:

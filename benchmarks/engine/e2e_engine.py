@@ -4,23 +4,20 @@ import argparse
 import os
 import re
 import tempfile
-import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from benchmarks.engine.profiles import per_unit, profiled, summary
-from benchmarks.engine.small_engines import EAGER
 from benchmarks.engines import DEFAULTS, read_config
 from benchmarks.engines import ENGINES as ALL_ENGINES
 from fp8moe_plugin.bench.result import OURS
+from fp8moe_plugin.compare.cells import EAGER, SHORT, Cell, VllmClock, graphs, longest
 
-PROMPT_TOKENS = 32  # of a sequence that is decoded
-SHORT, STEPS = 8, 48  # generated tokens of the shorter call, and by how many the longer one differs
 PROFILED_PREFILLS, PROFILED_STEPS = 3, 16
 MAX_BATCHED_TOKENS, MAX_SEQUENCES = 32768, 256
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # arguments of LLM, environment
@@ -49,14 +46,6 @@ KINDS = {
 }
 
 
-class Cell(NamedTuple):
-    """One kind of request: `sequences` prompts of `tokens` tokens, read or, with `tokens` 0, decoded."""
-
-    name: str
-    sequences: int
-    tokens: int
-
-
 def parse_cell(text: str) -> Cell:
     """
     Raises:
@@ -71,14 +60,8 @@ def parse_cell(text: str) -> Cell:
     return Cell(text, sequences or decoded, tokens)
 
 
-def graphs(cells: list[Cell]) -> dict[str, Any]:
-    """CUDA graphs of the decoded batches alone: DeepGEMM compiles kernels for seconds per captured size."""
-    sizes = sorted({cell.sequences for cell in cells if not cell.tokens})
-    return {"compilation_config": {"cudagraph_capture_sizes": sizes or [1]}}
-
-
-class Clock:
-    """Times cells on an engine; a subclass starts it and overrides `generate`."""
+class RandomPrompts:
+    """Prompts of random tokens for the `Clock` of a model."""
 
     def __init__(self, model: Path) -> None:
         self.vocab = read_config(model)["vocab_size"]
@@ -88,24 +71,8 @@ class Clock:
         ids: list[list[int]] = torch.randint(10, self.vocab, (count, tokens), generator=self.generator).tolist()
         return ids
 
-    def generate(self, prompts: int, prompt_tokens: int, tokens: int) -> float:
-        """Milliseconds until each of the prompts has this many generated tokens."""
-        raise NotImplementedError
 
-    def run(self, cell: Cell, generated: int) -> float:
-        """Milliseconds of a prefill, or of `generated` tokens after a short prompt."""
-        if cell.tokens:
-            return self.generate(cell.sequences, cell.tokens, 1)
-        return self.generate(cell.sequences, PROMPT_TOKENS, generated)
-
-    def measure(self, cell: Cell) -> float:
-        """The `ms` of one round."""
-        if cell.tokens:
-            return self.run(cell, 1)
-        return (self.run(cell, SHORT + STEPS) - self.run(cell, SHORT)) / STEPS
-
-
-class Engine(Clock):
+class Engine(RandomPrompts, VllmClock):
     """One engine, which has run each cell once."""
 
     def __init__(self, name: str, kind: str, model: Path, cells: list[Cell], memory: float) -> None:
@@ -126,18 +93,6 @@ class Engine(Clock):
         for cell in cells:
             self.run(cell, SHORT)
 
-    def generate(self, prompts: int, prompt_tokens: int, tokens: int) -> float:
-        from vllm import SamplingParams, TokensPrompt
-
-        ids = self.prompts(prompts, prompt_tokens)
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        begin = time.perf_counter()
-        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=i) for i in ids], sampling, use_tqdm=False)
-        ms = (time.perf_counter() - begin) * 1e3
-        if any(len(o.prompt_token_ids) != prompt_tokens or len(o.outputs[0].token_ids) != tokens for o in outputs):
-            raise RuntimeError("a prompt was truncated, or got fewer tokens than requested")
-        return ms
-
     def profile(self, cell: Cell) -> dict[str, Any]:
         """What the profiler says about one prefill or one decode step."""
 
@@ -147,11 +102,6 @@ class Engine(Clock):
             return summary(per_unit(prefills, Counter(), PROFILED_PREFILLS))
         shorter, longer = (profiled(partial(self.run, cell, SHORT + steps)) for steps in (0, PROFILED_STEPS))
         return summary(per_unit(longer, shorter, PROFILED_STEPS))
-
-
-def longest(cells: list[Cell]) -> int:
-    """The most tokens that a sequence of these cells reaches."""
-    return max(PROMPT_TOKENS + SHORT + STEPS, *(cell.tokens + 1 for cell in cells))
 
 
 def environment(name: str) -> dict[str, str]:

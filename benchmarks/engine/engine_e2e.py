@@ -33,26 +33,26 @@ CUDA graph cost the host nothing of their own, and in long prefills ops also wai
 """
 
 import argparse
-import contextlib
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.engine.e2e_engine import ENGINES, KINDS, Cell, Engine, environment, parse_cell
+from benchmarks.engine.e2e_engine import ENGINES, KINDS, Engine, environment, parse_cell
 from benchmarks.engine.e2e_report import line, plot, read_report, table
-from benchmarks.engine.process import EngineError, EngineProcess
 from benchmarks.engines import CONFIG_KEYS, read_config
 from benchmarks.report import installed, sources_sha256, write_report
 from fp8moe_plugin.bench.result import OURS
+from fp8moe_plugin.compare import turns
+from fp8moe_plugin.compare.cells import Cell
+from fp8moe_plugin.compare.process import EngineProcess
 from fp8moe_plugin.errors import UnsupportedError
 from warmup.parser import count
 
@@ -68,77 +68,35 @@ except Exception:
 """
 
 
-class Engines:
-    """The engines that are compared. `rows` has their figures, `found` the seconds of their start or their `error`."""
+class Engines(turns.Engines):
+    """The engines that are compared on a model of this `kind`; `rows` has their figures."""
 
     def __init__(self, processes: dict[str, EngineProcess], kind: str, timeout: float) -> None:
-        self.names = list(processes)  # those that have not failed
-        self.kind, self.timeout = kind, timeout
-        self.found: dict[str, dict[str, Any]] = {name: {} for name in processes}
+        super().__init__(processes, timeout, progress)
+        self.kind = kind
         self.rows: dict[tuple[Cell, str], dict[str, Any]] = {}
-        self.processes = processes
-
-    def start(self) -> None:
-        """Start all of them, and wait until they are ready."""
-        begin = time.monotonic()
-        for name in self.names:
-            self.processes[name].start()
-        self.wait_until_made(begin)
-
-    def wait_until_made(self, begin: float) -> None:
-        """Wait until all of them are ready, which started at `begin` of the monotonic clock."""
-        for name in list(self.names):
-            with self.errors(name):
-                self.processes[name].wait_until_made(max(1.0, begin + self.timeout - time.monotonic()))
-                self.found[name]["ready_s"] = round(time.monotonic() - begin, 1)
-                progress(f"{name} is ready")
 
     def measure(self, cell: Cell, rounds: int) -> None:
         """Time the cell in turns."""
-        for number in range(rounds):
-            for name in turns(self.names, number):
-                with self.errors(name):
-                    ms = self.processes[name].call("measure", cell, timeout=self.timeout)
-                    row = self.rows.setdefault((cell, name), {"model": self.kind, "cell": cell.name, "engine": name})
-                    taken = [*row.get("rounds", []), round(ms, 4)]
-                    row |= {"ms": round(statistics.median(taken), 4), "ms_least": min(taken)}
-                    row |= {"gpu_busy_ms": None, "host_ops_ms": None, "rounds": taken}
+        for name, ms in self.in_turns(rounds, "measure", cell):
+            row = self.rows.setdefault((cell, name), {"model": self.kind, "cell": cell.name, "engine": name})
+            taken = [*row.get("rounds", []), round(ms, 4)]
+            row |= {"ms": round(statistics.median(taken), 4), "ms_least": min(taken)}
+            row |= {"gpu_busy_ms": None, "host_ops_ms": None, "rounds": taken}
         progress(line(cell.name, [self.rows[cell, name] for name in self.found if (cell, name) in self.rows]))
 
     def profile(self, cell: Cell) -> None:
         for name in list(self.names):
             with self.errors(name):
                 row = self.rows[cell, name]
-                row |= self.processes[name].call("profile", cell, timeout=self.timeout)
+                row |= self.call(name, "profile", cell)
                 progress(f"{cell.name}, {name}: GPU {row['gpu_busy_ms']:.3f} ms, host {row['host_ops_ms']:.3f} ms")
-
-    @contextlib.contextmanager
-    def errors(self, name: str) -> Iterator[None]:
-        """Drop an engine that fails; the others continue."""
-        try:
-            yield
-        except EngineError as error:
-            self.found[name]["error"] = str(error)
-            self.names.remove(name)
-            self.processes[name].kill()
-            progress(f"{name} failed: {error}")
-
-    def kill(self) -> None:
-        for process in self.processes.values():
-            process.kill()
 
 
 def processes(names: list[str], kind: str, model: Path, cells: list[Cell]) -> dict[str, EngineProcess]:
     """A process for each engine, by name; they share the GPU's memory."""
     share = round(MEMORY / len(names), 3)
     return {name: EngineProcess(partial(Engine, name, kind, model, cells, share), environment(name)) for name in names}
-
-
-def turns(names: list[str], number: int) -> list[str]:
-    """The order of the engines in a round: each comes first in turn, and every other round is reversed."""
-    first = number // 2 % max(len(names), 1)
-    order = names[first:] + names[:first]
-    return order[::-1] if number % 2 else order
 
 
 def deepgemm_refusal() -> str | None:

@@ -28,14 +28,15 @@ from typing import Any
 
 from benchmarks.accuracy.agreement import compare
 from benchmarks.engine.cores import share_cores
-from benchmarks.engine.e2e_engine import SHORT, Cell, Clock, longest
+from benchmarks.engine.e2e_engine import RandomPrompts
 from benchmarks.engine.e2e_report import table
 from benchmarks.engine.engine_e2e import Engines, cells, progress
-from benchmarks.engine.process import EngineProcess
 from benchmarks.engine.small_engines import random_prompts
 from benchmarks.engines import CONFIG_KEYS, read_config
 from benchmarks.report import installed, sources_sha256, write_report
 from fp8moe_plugin.bench.result import OURS
+from fp8moe_plugin.compare.cells import SHORT, Cell, Clock, longest
+from fp8moe_plugin.compare.process import EngineProcess
 from warmup.parser import count
 
 ENGINES: dict[str, dict[str, Any]] = {  # arguments of SGLang's engine
@@ -52,7 +53,7 @@ MEMORY = 0.9  # of what is free when an engine starts; the size of its KV cache 
 KV_TOKENS = 32768
 
 
-class Engine(Clock):
+class Engine(RandomPrompts, Clock):
     """One engine, which has run each cell once."""
 
     def __init__(self, name: str, model: Path, cells: list[Cell], options: dict[str, Any]) -> None:

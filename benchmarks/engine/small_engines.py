@@ -15,9 +15,6 @@ ALL = -1  # log-probabilities
 LARGEST_DIFFERENCE = 0.05
 # Lead in log-probability below which rounding decides which token is most likely.
 CLEAR_LEAD = 0.5
-# Works around two faults of vLLM 0.32 on CPUs, in BF16 models, too: the C++ kernel of rotary embeddings rotates
-# DeepSeek's slices wrongly, and inductor moves a linear layer (onednn_mm) after the first reader of its output.
-EAGER: dict[str, Any] = {"enforce_eager": True, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 class Comparison(NamedTuple):

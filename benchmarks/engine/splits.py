@@ -42,7 +42,6 @@ from benchmarks.checkpoints.synthetic import write_checkpoint
 from benchmarks.engine.placement import START_PLACED
 from benchmarks.engine.small_engines import (
     ALL,
-    EAGER,
     LARGEST_DIFFERENCE,
     Answers,
     ask,
@@ -53,6 +52,7 @@ from benchmarks.engine.small_engines import (
 from benchmarks.engine.split_cases import CASES, ENGINES, EPLB, NOT_ON_CPUS, ON_GPU, REDUNDANT, Case, shapes
 from benchmarks.engines import in_own_process, run_and_answer
 from benchmarks.report import installed, write_report
+from fp8moe_plugin.compare.cells import EAGER
 from warmup.__main__ import main as warmup
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 16, 48, 16

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from benchmarks.checkpoints.synthetic import PRESETS, config
-from benchmarks.engine.process import EngineError, EngineProcess
 from benchmarks.layer.host_cost import host_us
 from benchmarks.report import installed, sources_sha256, write_report
 from fp8moe_plugin.bench.layer import (
@@ -36,6 +35,7 @@ from fp8moe_plugin.bench.layer import (
 )
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.checkpoint.shapes import Experts
+from fp8moe_plugin.compare.process import EngineError, EngineProcess
 from fp8moe_plugin.testing import captured
 
 BACKENDS: dict[str, dict[str, Any]] = {  # arguments of SGLang's server

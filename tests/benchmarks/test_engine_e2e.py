@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import engine_e2e
-from benchmarks.engine.e2e_engine import Cell, parse_cell
+from benchmarks.engine.e2e_engine import parse_cell
 from benchmarks.engine.e2e_report import best_peer_over_ours, plot, table
-from benchmarks.engine.engine_e2e import CELLS, Engines, Report, cells, processes, turns
-from benchmarks.engine.process import EngineError
+from benchmarks.engine.engine_e2e import CELLS, Engines, Report, cells, processes
+from fp8moe_plugin.compare.cells import Cell
+from fp8moe_plugin.compare.process import EngineError
+from fp8moe_plugin.compare.turns import turns
 from fp8moe_plugin.errors import UnsupportedError
 
 NAMES = ["fp8moe", "vllm", "triton"]
@@ -35,8 +37,12 @@ class Process:
     def start(self) -> None:
         pass
 
-    def wait_until_made(self, timeout: float) -> None:
+    def has_answered(self, timeout: float) -> bool:
+        return True
+
+    def wait_until_made(self, timeout: float) -> float:
         self.do("make")
+        return 0.0
 
     def call(self, method: str, cell: Cell, timeout: float) -> Any:
         self.do(method)

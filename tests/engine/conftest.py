@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
-from benchmarks.engine.small_engines import EAGER
+from fp8moe_plugin.compare.cells import EAGER
 from tests.conftest import has_hopper, vllm_builds
 from tests.engine.generate import BEGINS
 from tests.shared import built_once

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.engine.small_engines import EAGER
+from fp8moe_plugin.compare.cells import EAGER
 
 FAMILIES = ("deepseek_v3", "qwen3_moe")
 LOADS = [("fp8moe", "bf16"), ("fp8moe", "converted"), ("fp8", "converted")]

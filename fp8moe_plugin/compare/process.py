@@ -6,26 +6,29 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-LONGEST_ERROR = 300  # characters; stderr has the whole error
+LONGEST_ERROR = 300  # characters; the log has the whole error
 LONGEST_END_S = 10
 
 
 class EngineProcess:
-    """Makes an engine in its own process, and calls its methods there. Its output goes to stderr.
+    """Makes an engine in its own process, and calls its methods there. Its output goes to `log`, or to stderr.
 
     `make`, arguments and answers are pickled; `environment` is added to the process's before `make`. The process and
     all its children end at the first failure, and when this process ends.
     """
 
-    def __init__(self, make: Callable[[], Any], environment: dict[str, str]) -> None:
+    def __init__(self, make: Callable[[], Any], environment: dict[str, str], log: Path | None = None) -> None:
         context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
         self._connection, self._other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(self._other, make, environment))
+        self._process = context.Process(target=_serve, args=(self._other, make, environment, log))
+        self.log = log
         self._ended: int | None = None
         self._killed = False
 
@@ -39,12 +42,18 @@ class EngineProcess:
         )  # the sentinel stays open in processes that the engine has forked
         self._other.close()
 
-    def wait_until_made(self, timeout: float) -> None:
-        """
+    def has_answered(self, timeout: float) -> bool:
+        """Whether `wait_until_made` or `call` would not wait: there is an answer, or the process has ended."""
+        return self._killed or self._ended is None or bool(wait([self._connection, self._ended], timeout))
+
+    def wait_until_made(self, timeout: float) -> float:
+        """The time of the monotonic clock, which all processes share, at which the engine was made.
+
         Raises:
             EngineError: `make` failed, its process ended, or it took longer than `timeout` seconds.
         """
-        self._answer(timeout)
+        made: float = self._answer(timeout)
+        return made
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """The method's result.
@@ -93,16 +102,19 @@ class EngineError(Exception):
     """An engine failed; the message says why."""
 
 
-def _serve(connection: Connection, make: Callable[[], Any], environment: dict[str, str]) -> None:
+def _serve(connection: Connection, make: Callable[[], Any], environment: dict[str, str], log: Path | None) -> None:
     """Make the engine, then answer calls until the other side ends or kills this process."""
     os.setsid()  # its own process group, for kill
+    if log:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 2)
     os.dup2(2, 1)
     end = threading.Thread(target=_end_with_parent, daemon=True)
     end.start()
     os.environ |= environment
     try:
         engine = make()
-        answer = None
+        answer = time.monotonic()
         while True:
             connection.send((True, answer))
             method, arguments = connection.recv()
@@ -110,11 +122,16 @@ def _serve(connection: Connection, make: Callable[[], Any], environment: dict[st
     except BaseException as failure:  # noqa: BLE001 (an engine may fail in any way; the other side gets the error)
         with contextlib.suppress(OSError):  # stderr may be gone
             traceback.print_exc()
-        text = " ".join(f"{type(failure).__name__}: {failure}".split())
         with contextlib.suppress(ConnectionError):
-            connection.send((False, text[:LONGEST_ERROR]))
+            connection.send((False, _one_line(failure)))
     finally:
         end.join()  # ending by itself would leave the children of the engine
+
+
+def _one_line(failure: BaseException) -> str:
+    """What happened, for a terminal: an engine's error may quote a checkpoint."""
+    text = " ".join(f"{type(failure).__name__}: {failure}".split())[:LONGEST_ERROR]
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _end_with_parent() -> None:

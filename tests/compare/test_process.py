@@ -1,4 +1,4 @@
-"""benchmarks.engine.process: engines in their own processes; these need no GPU."""
+"""Engines in their own processes; these need no GPU."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine.process import EngineError, EngineProcess
+from fp8moe_plugin.compare.process import EngineError, EngineProcess
 from tests.processes import is_running
 
 LONG = 120  # seconds, only to end a hang
@@ -35,6 +35,10 @@ class Engine:
 
     def fail(self) -> None:
         raise RuntimeError("out of memory")
+
+    def fail_loudly(self) -> None:
+        print("a line on stdout", flush=True)
+        self.fail()
 
     def fail_without_stderr(self) -> None:
         os.close(2)
@@ -94,9 +98,32 @@ def test_an_engine_keeps_its_state_and_has_an_environment_of_its_own(start: Star
     assert "TEST_ENGINE" not in os.environ
 
 
+def test_the_time_at_which_an_engine_was_made_does_not_depend_on_when_it_is_asked_for(start: Start) -> None:
+    begin = time.monotonic()
+    process = start()
+    assert process._connection.poll(LONG)
+    asked = time.monotonic()
+    assert begin < process.wait_until_made(LONG) < asked
+
+
+def test_output_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    process = EngineProcess(Engine, {}, tmp_path / "engine.log")
+    try:
+        process.start()
+        process.wait_until_made(LONG)
+        with pytest.raises(EngineError, match=r"^RuntimeError: out of memory$"):
+            process.call("fail_loudly", timeout=LONG)
+    finally:
+        process.kill()
+    log = (tmp_path / "engine.log").read_text()
+    assert "a line on stdout" in log
+    assert "Traceback" in log
+    assert capfd.readouterr() == ("", "")
+
+
 def test_an_engine_that_cannot_be_made_says_why(start: Start) -> None:
-    process = start(partial(Engine, "no such\ncheckpoint"))
-    with pytest.raises(EngineError, match=r"^ValueError: no such checkpoint$"):
+    process = start(partial(Engine, "no such\ncheckpoint \x1b[31m"))
+    with pytest.raises(EngineError, match=r"^ValueError: no such checkpoint \\x1b\[31m$"):
         process.wait_until_made(LONG)
     with pytest.raises(EngineError, match=r"^ended with status -9$"):
         process.call("add", 1, timeout=LONG)
@@ -145,8 +172,8 @@ def test_an_engine_that_takes_too_long_is_killed_with_all_it_has_started(
 PARENT = """
 import os
 import signal
-from benchmarks.engine.process import EngineProcess
-from tests.benchmarks.test_process import LONG, Engine
+from fp8moe_plugin.compare.process import EngineProcess
+from tests.compare.test_process import LONG, Engine
 if __name__ == "__main__":
     process = EngineProcess(Engine, {})
     process.start()

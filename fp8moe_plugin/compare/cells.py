@@ -1,0 +1,71 @@
+"""What is timed on an engine: prompts that are read, and sequences that are decoded."""
+
+import time
+from typing import Any, NamedTuple
+
+PROMPT_TOKENS = 32  # of a sequence that is decoded
+SHORT, STEPS = 8, 48  # generated tokens of the shorter call, and by how many the longer one differs
+# Of LLM. Works around two faults of vLLM 0.32 on CPUs, in BF16 models, too: the C++ kernel of rotary embeddings rotates
+# DeepSeek's slices wrongly, and inductor moves a linear layer (onednn_mm) after the first reader of its output.
+EAGER: dict[str, Any] = {"enforce_eager": True, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+
+
+class Cell(NamedTuple):
+    """One kind of request: `sequences` prompts of `tokens` tokens, read or, with `tokens` 0, decoded."""
+
+    name: str
+    sequences: int
+    tokens: int
+
+
+def graphs(cells: list[Cell]) -> dict[str, Any]:
+    """Arguments of LLM for CUDA graphs of the decoded batches alone: each captured size costs seconds of the start."""
+    sizes = sorted({cell.sequences for cell in cells if not cell.tokens})
+    return {"compilation_config": {"cudagraph_capture_sizes": sizes or [1]}}
+
+
+def longest(cells: list[Cell]) -> int:
+    """The most tokens that a sequence of these cells reaches."""
+    return max(PROMPT_TOKENS + SHORT + STEPS, *(cell.tokens + 1 for cell in cells))
+
+
+class Clock:
+    """Times cells on an engine; a subclass starts it and overrides `generate`."""
+
+    def generate(self, prompts: int, prompt_tokens: int, tokens: int) -> float:
+        """Milliseconds until each of the prompts has this many generated tokens."""
+        raise NotImplementedError
+
+    def run(self, cell: Cell, generated: int) -> float:
+        """Milliseconds of a prefill, or of `generated` tokens after a short prompt."""
+        if cell.tokens:
+            return self.generate(cell.sequences, cell.tokens, 1)
+        return self.generate(cell.sequences, PROMPT_TOKENS, generated)
+
+    def measure(self, cell: Cell) -> float:
+        """Milliseconds of a prefill, or of one decode step."""
+        if cell.tokens:
+            return self.run(cell, 1)
+        return (self.run(cell, SHORT + STEPS) - self.run(cell, SHORT)) / STEPS
+
+
+class VllmClock(Clock):
+    """Times cells on `llm`; a subclass starts it and overrides `prompts`."""
+
+    llm: Any
+
+    def prompts(self, count: int, tokens: int) -> list[list[int]]:
+        """The ids of other prompts in each call."""
+        raise NotImplementedError
+
+    def generate(self, prompts: int, prompt_tokens: int, tokens: int) -> float:
+        from vllm import SamplingParams, TokensPrompt
+
+        ids = self.prompts(prompts, prompt_tokens)
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        begin = time.perf_counter()
+        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=i) for i in ids], sampling, use_tqdm=False)
+        ms = (time.perf_counter() - begin) * 1e3
+        if any(len(o.prompt_token_ids) != prompt_tokens or len(o.outputs[0].token_ids) != tokens for o in outputs):
+            raise RuntimeError("a prompt was truncated, or got fewer tokens than requested")
+        return ms

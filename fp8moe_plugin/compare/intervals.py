@@ -1,0 +1,85 @@
+"""How far what engines say about the same text is apart, with 95% intervals from a bootstrap over its windows."""
+
+from typing import NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+DRAWS = 10_000
+LEAST = 1e-9  # of the probability of all tokens that are not listed, which is a difference of rounded sums
+
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.floating]]
+Ids = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
+
+
+class Interval(BaseModel):
+    """A mean, and the 95% interval around it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    value: float
+    low: float
+    high: float
+
+
+class Reading(NamedTuple):
+    """What an engine says about `windows` of a text, at every token but the first of each.
+
+    The last dimension is the token that follows in the text, then the most likely tokens, beginning with the first.
+    """
+
+    windows: Ids  # [n, length]
+    tokens: Ids  # [n, length - 1, 1 + listed]
+    logprobs: Floats  # the same shape; natural logarithms
+
+    @property
+    def losses(self) -> Floats:
+        """Nats per token, float64 [n, length - 1]."""
+        return -self.logprobs[..., 0].astype(np.float64)
+
+
+def bootstrap(values: Floats) -> Interval:
+    """The mean of one value per window, [n]. For differences of two engines, pair them by window."""
+    drawn = np.random.default_rng(0).integers(len(values), size=(DRAWS, len(values)))
+    low, high = np.quantile(values[drawn].mean(1), [0.025, 0.975])
+    return Interval(value=float(values.mean()), low=float(low), high=float(high))
+
+
+def perplexity(reading: Reading) -> float:
+    return float(np.exp(reading.losses.mean()))
+
+
+def perplexity_change(losses: Floats, others: Floats) -> Interval:
+    """By how many percent one perplexity is higher than another, from mean losses per window, [n]."""
+    found = bootstrap(losses - others)
+    value, low, high = (100 * float(np.expm1(nats)) for nats in (found.value, found.low, found.high))
+    return Interval(value=value, low=low, high=high)
+
+
+def same_token(reading: Reading, reference: Reading) -> Floats:
+    """The share of positions at which both find the same token most likely, by window, [n]."""
+    return (reading.tokens[..., 1] == reference.tokens[..., 1]).mean(1)
+
+
+def divergence(reading: Reading, reference: Reading) -> Floats:
+    """KL(reference || reading) in nats per token, by window, [n].
+
+    It is that of the distributions over the tokens that both list, with all other tokens as one. This is never more
+    than that over all tokens, and close to it if the listed ones are likely.
+    """
+    windows = zip(reading.tokens, reading.logprobs, reference.tokens, reference.logprobs, strict=True)
+    return np.array([_divergence(*window).mean() for window in windows])
+
+
+def _divergence(tokens: Ids, logprobs: Floats, reference_tokens: Ids, reference_logprobs: Floats) -> Floats:
+    """The same of each position of one window; arguments are [positions, 1 + listed]."""
+    unlisted_next = (reference_tokens[:, 1:] != reference_tokens[:, :1]).all(1)  # else it is there twice
+    equal = reference_tokens[:, :, None] == tokens[:, None, :]
+    common = equal.any(2)
+    common[:, 0] &= unlisted_next
+    theirs = reference_logprobs.astype(np.float64)
+    ours = np.take_along_axis(logprobs, equal.argmax(2), axis=1).astype(np.float64)
+    p, q = (np.where(common, np.exp(log), 0.0) for log in (theirs, ours))
+    listed = np.where(common, p * (theirs - ours), 0.0).sum(1)
+    rest, other_rest = (np.maximum(1 - x.sum(1), LEAST) for x in (p, q))
+    return listed + rest * np.log(rest / other_rest)

@@ -1,0 +1,72 @@
+"""Lets engines read the text and times them in turns, and writes down at once what each has done."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8moe_plugin.compare.cells import Cell
+from fp8moe_plugin.compare.intervals import Reading
+from fp8moe_plugin.compare.process import EngineError
+from fp8moe_plugin.compare.result import CompareResult, EngineResult, timing
+from fp8moe_plugin.compare.turns import Engines
+
+
+@dataclass(frozen=True)
+class Cells:
+    """What is timed, in `rounds`: the first token of a prompt, and decode steps of several numbers of sequences."""
+
+    first_token: Cell
+    decode: tuple[Cell, ...]
+    rounds: int
+
+    @property
+    def all(self) -> list[Cell]:
+        return [self.first_token, *self.decode]
+
+
+def measure(engines: Engines, cells: Cells, result: CompareResult, readings: dict[str, Reading]) -> None:
+    """Start engines, let them read and be timed, and end them; `result` and `readings` then have what they did.
+
+    Readings of earlier engines stay, and must be of the same tokens.
+    """
+    results = {engine.name: engine for engine in result.engines if engine.name in engines.names}
+    logs = {name: process.log for name, process in engines.processes.items()}
+    engines.progress(f"starting {', '.join(results)}; their output is in {', '.join(map(str, logs.values()))}")
+    try:
+        engines.start()
+        for name in list(engines.names):
+            with engines.errors(name):
+                _read(engines, results[name], result.listed_tokens, readings)
+        for cell in cells.all:
+            _time(engines, results, cell, cells.rounds)
+    finally:
+        engines.kill()
+        for name, found in engines.found.items():
+            results[name].ready_s, results[name].error = found.get("ready_s"), found.get("error")
+            if results[name].error:
+                results[name].log = str(logs[name])
+
+
+def _read(engines: Engines, engine: EngineResult, listed: int, readings: dict[str, Reading]) -> None:
+    begin = time.monotonic()
+    reading: Reading = engines.call(engine.name, "read", listed)
+    for name, other in readings.items():
+        if not np.array_equal(reading.windows, other.windows):
+            raise EngineError(f"its tokenizer reads the text as other tokens than that of {name}")
+    readings[engine.name] = reading
+    engine.reading_s = round(time.monotonic() - begin, 1)
+    engines.progress(f"{engine.name} has read {reading.windows.size:,} tokens in {engine.reading_s:.1f} s")
+
+
+def _time(engines: Engines, results: dict[str, EngineResult], cell: Cell, rounds: int) -> None:
+    taken: dict[str, list[float]] = {}
+    for name, ms in engines.in_turns(rounds, "measure", cell):
+        taken.setdefault(name, []).append(ms)
+        if cell.tokens:
+            results[name].first_token_ms = timing(taken[name])
+        else:
+            results[name].tokens_per_s[cell.sequences] = timing(taken[name], cell.sequences)
+    medians = ", ".join(f"{name} {np.median(ms):.2f} ms" for name, ms in taken.items())
+    if medians:
+        engines.progress(f"{cell.name}: {medians}")

@@ -1,0 +1,203 @@
+"""The result of `fp8moe-warmup compare`, as a table and as one line. Needs neither torch nor vLLM."""
+
+import statistics
+from collections.abc import Callable, Iterator
+
+from pydantic import BaseModel, ConfigDict
+
+from fp8moe_plugin.bench.result import OURS
+from fp8moe_plugin.checkpoint.untrusted import shown_text
+from fp8moe_plugin.compare.intervals import (
+    Interval,
+    Reading,
+    bootstrap,
+    divergence,
+    perplexity,
+    perplexity_change,
+    same_token,
+)
+
+FP8, BF16 = "fp8", "bf16"
+LABEL, WIDTH = 36, 20  # characters of the columns of the table
+NONE = "-"
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Timing(Part):
+    """One time of each round. `value` is their median in milliseconds, or tokens per second from it."""
+
+    value: float
+    rounds_ms: list[float]  # of a decode step, or until the first token
+
+
+class EngineResult(Part):
+    """One engine. What it had measured before an `error` is there, the rest is None or empty."""
+
+    name: str
+    ready_s: float | None = None
+    reading_s: float | None = None
+    perplexity: float | None = None
+    # Against the reference; intervals cover 95%.
+    perplexity_percent: Interval | None = None
+    divergence: Interval | None = None  # KL(reference || this) in nats per token
+    same_token: Interval | None = None  # share of positions
+    first_token_ms: Timing | None = None
+    tokens_per_s: dict[int, Timing] = {}  # by the number of sequences that are decoded
+    error: str | None = None
+    log: str | None = None  # its output, kept if there is an error
+
+
+class CompareResult(Part):
+    """Engines on one checkpoint and one machine; `reference` is the one that the others' text is compared with."""
+
+    date: str  # UTC, ISO 8601
+    gpu: str | None  # None on a CPU, where the times say nothing about a GPU
+    vllm: str
+    model: str
+    twin: str | None  # the checkpoint of the engine `bf16`
+    parallel: str
+    text: str
+    text_sha256: str
+    windows: int | None = None
+    window_tokens: int
+    listed_tokens: int  # most likely tokens at each position, over which `divergence` is computed
+    prompt_tokens: int  # of the prompt whose first token is timed
+    in_turns: bool | None = None  # all engines at once, started together; else one after the other
+    reference: str | None = None
+    engines: list[EngineResult]
+    divergence_over_fp8: Interval | None = None  # ours minus that of vLLM's fp8, both from BF16
+    verdict: str = ""
+
+    def engine(self, name: str) -> EngineResult | None:
+        """The engine of this name, if it is compared and has not failed."""
+        return next((engine for engine in self.engines if engine.name == name and not engine.error), None)
+
+
+def compare_readings(result: CompareResult, readings: dict[str, Reading]) -> None:
+    """Fill in what engines say about the text, each against BF16, or vLLM's fp8 without a twin."""
+    result.reference = next((name for name in (BF16, FP8) if name in readings), None)
+    for name, reading in readings.items():
+        result.windows = len(reading.windows)
+        engine = next(engine for engine in result.engines if engine.name == name)
+        engine.perplexity = perplexity(reading)
+        if result.reference is None or name == result.reference:
+            continue
+        reference = readings[result.reference]
+        engine.perplexity_percent = perplexity_change(reading.losses.mean(1), reference.losses.mean(1))
+        engine.divergence = bootstrap(divergence(reading, reference))
+        engine.same_token = bootstrap(same_token(reading, reference))
+    if {OURS, FP8, BF16} <= set(readings):
+        ours, peer = (divergence(readings[name], readings[BF16]) for name in (OURS, FP8))
+        result.divergence_over_fp8 = bootstrap(ours - peer)
+
+
+def timing(rounds_ms: list[float], sequences: int | None = None) -> Timing:
+    """The median time, or the tokens per second of decode steps of `sequences`."""
+    median = statistics.median(rounds_ms)
+    value = median if sequences is None else 1e3 * sequences / median
+    return Timing(value=round(value, 3), rounds_ms=[round(ms, 4) for ms in rounds_ms])
+
+
+def table(result: CompareResult) -> str:
+    """One row per figure and one column per engine, at most 100 columns wide, then errors and the verdict."""
+    rows = [("", [engine.name for engine in result.engines])]
+    for label, text in _figures(result):
+        cells = [text(engine) for engine in result.engines]
+        if any(cell != NONE for cell in cells):
+            rows.append((label, cells))
+    lines = [label.ljust(LABEL) + "".join(cell.rjust(WIDTH) for cell in cells) for label, cells in rows]
+    failures = [f"{e.name} failed: {e.error} (its output: {e.log})" for e in result.engines if e.error]
+    return "\n".join([*_about(result), "", *lines, "", *failures, result.verdict])
+
+
+def _about(result: CompareResult) -> list[str]:
+    where = result.gpu or "a CPU: the times say nothing about a GPU"
+    turns = "all at once, timed in turns" if result.in_turns else "one after the other"
+    lines = [f"{shown_text(result.model)} on {where}, vLLM {result.vllm}; {turns}"]
+    if result.windows:
+        read = f"{result.windows} windows of {result.window_tokens} tokens"
+        lines.append(
+            f"Text: {shown_text(result.text)}, {read}. Brackets: 95% intervals, from a bootstrap over windows."
+        )
+    return lines
+
+
+Cell = Callable[[EngineResult], str]
+
+
+def _figures(result: CompareResult) -> Iterator[tuple[str, Cell]]:
+    """The rows of the table: what they are called, and the text of an engine's cell."""
+    reference = result.reference
+    yield "perplexity", lambda engine: _number(engine.perplexity, ".4f")
+    yield from _interval(f"  over {reference}, %", "+.3f", lambda engine: engine.perplexity_percent)
+    yield from _interval(f"KL from {reference}, nats per token", ".5f", lambda engine: engine.divergence)
+    yield from _interval(f"same most likely token as {reference}", ".2%", lambda engine: engine.same_token)
+    first = f"first token of {result.prompt_tokens:,}, ms"
+    yield first, lambda engine: _value(engine.first_token_ms, ".2f")
+    for count in sorted({count for engine in result.engines for count in engine.tokens_per_s}):
+        label = f"tokens/s, {count} sequence{'s' * (count > 1)}"
+        yield label, lambda engine, count=count: _value(engine.tokens_per_s.get(count), ",.0f")  # type: ignore[misc]
+    ready = "ready, s" + " (started together)" * bool(result.in_turns)
+    yield ready, lambda engine: _number(engine.ready_s, ".1f")
+
+
+def _interval(label: str, form: str, of: Callable[[EngineResult], Interval | None]) -> Iterator[tuple[str, Cell]]:
+    """A row of means, and one of their intervals."""
+
+    def bounds(engine: EngineResult) -> str:
+        found = of(engine)
+        return NONE if found is None else f"[{found.low:{form}}, {found.high:{form}}]"
+
+    yield label, lambda engine: _value(of(engine), form)
+    yield "", bounds
+
+
+def _value(found: Interval | Timing | None, form: str) -> str:
+    return _number(None if found is None else found.value, form)
+
+
+def _number(value: float | None, form: str) -> str:
+    return NONE if value is None else f"{value:{form}}"
+
+
+def verdict(result: CompareResult) -> str:
+    """One line: what ours says about the text, and how fast it is, beside vLLM's fp8 or BF16."""
+    ours = result.engine(OURS)
+    if ours is None:
+        return f"Verdict: none, as {OURS} has failed."
+    peer = result.engine(FP8) or result.engine(BF16)
+    if peer is None:
+        return f"Verdict: none, as {OURS} answers, but no other engine does."
+    parts = [*_accuracy(result, ours), *(_speed(ours, peer) if result.gpu else [])]
+    return f"Verdict: {'; '.join(parts) or 'nothing was measured'}."
+
+
+def _accuracy(result: CompareResult, ours: EngineResult) -> list[str]:
+    if ours.divergence is None or ours.same_token is None:
+        return []
+    kl, same = f"{ours.divergence.value:#.2g}", f"{ours.same_token.value:.1%}"
+    over, peer = result.divergence_over_fp8, result.engine(FP8)
+    if over is None or peer is None or peer.divergence is None or peer.same_token is None:
+        apart = f"KL divergence of {OURS} from {result.reference} {kl} nats per token"
+        return [apart, f"same most likely token at {same} of positions"]
+    word = f"{OURS} is closer" if over.high < 0 else f"{FP8} is closer" if over.low > 0 else "no difference shown"
+    apart = f"KL divergence from {result.reference} {kl} nats per token, {FP8} {peer.divergence.value:#.2g} ({word})"
+    return [apart, f"same most likely token at {same} of positions, {FP8} {peer.same_token.value:.1%}"]
+
+
+def _speed(ours: EngineResult, peer: EngineResult) -> list[str]:
+    parts = []
+    if ours.first_token_ms and peer.first_token_ms:
+        ratio = peer.first_token_ms.value / ours.first_token_ms.value
+        parts.append(f"first token {ratio:.2f} times as fast as {peer.name}")
+    both = [n for n in ours.tokens_per_s if n in peer.tokens_per_s]
+    ratios = [ours.tokens_per_s[n].value / peer.tokens_per_s[n].value for n in both]
+    if ratios:
+        span = " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios))))
+        parts.append(f"{span} times its tokens per second")
+    if ours.ready_s and peer.ready_s:
+        parts.append(f"ready after {ours.ready_s:.0f} s, {peer.name} {peer.ready_s:.0f} s")
+    return parts

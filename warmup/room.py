@@ -1,0 +1,71 @@
+"""Whether several engines fit into the memory of this machine at once, for `compare`."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8moe_plugin.checkpoint.shapes import Model, Parallel, rank_shapes
+from warmup import diagnosis, memory
+from warmup.explain import step_plan
+from warmup.target import GIB
+
+USED = 0.95  # of the memory that is free
+CACHE_MARGIN = 1.25  # over what the tokens need: pages of layers of several kinds
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of a GPU, or of a machine without one, in bytes."""
+
+    total: int
+    free: int
+
+    def holds(self, needs: Iterable[int]) -> bool:
+        return sum(needs) <= USED * self.free
+
+    def share(self, need: int) -> float:
+        """The share of the whole that an engine is given, at which vLLM checks that it is free."""
+        return round(min(need, USED * self.free) / self.total, 3)
+
+
+def cache_bytes(model: Model, parallel: Parallel, tokens: int) -> int:
+    """The size of a KV cache for so many tokens."""
+    return round(CACHE_MARGIN * tokens * memory.cache_bytes(model, parallel, fp8=False))
+
+
+def engine_bytes(model: Model, parallel: Parallel, tokens: int, quantized: bool, cache: int) -> int:
+    """What an engine needs on each GPU: weights in FP8 or BF16, a step of so many tokens, and the KV cache."""
+    loaded = memory.without_mtp(model)
+    shapes = memory.weight_shapes(loaded, parallel)
+    in_bf16 = sum(2 * shape.layers * int(np.prod(shape.shape, dtype=int)) for shape in shapes)
+    weights = sum(shape.bytes for shape in shapes) if quantized else in_bf16
+    scratch = step_plan(loaded, parallel, rank_shapes(loaded, parallel).experts, tokens).scratch.nbytes
+    return weights + memory.step_bytes(loaded, parallel, tokens, scratch) + cache
+
+
+def gpu_room(count: int) -> Room:
+    """The memory of the fullest of the first `count` GPUs, which must exist."""
+    return min((_gpu_room(ordinal) for ordinal in range(count)), key=lambda room: room.free)
+
+
+def _gpu_room(ordinal: int) -> Room:
+    from cuda.bindings import driver
+
+    _, device = driver.cuDeviceGet(ordinal)
+    _, context = driver.cuDevicePrimaryCtxRetain(device)
+    try:
+        driver.cuCtxPushCurrent(context)
+        status, free, total = driver.cuMemGetInfo()
+        driver.cuCtxPopCurrent()
+    finally:
+        driver.cuDevicePrimaryCtxRelease(device)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"the memory of GPU {ordinal} is unknown: {status.name}")
+    return Room(total=total, free=free)
+
+
+def machine_room() -> Room:
+    """The memory of a machine without a GPU; where Linux does not tell, it is taken for small."""
+    machine = diagnosis.machine()
+    return Room(total=machine.memory_bytes or GIB, free=machine.available_bytes or GIB)
