@@ -9,16 +9,29 @@ LOG2_E = tl.constexpr(1.44269504)
 
 
 @triton.jit
+def divide(a, b, inverse):
+    """`a / b`, correctly rounded from the correctly rounded `inverse` of b, as in csrc/device/fp8.cuh.
+
+    It loses the sign of zero and gives NaN for infinite b.
+    """
+    quotient = a * inverse
+    return tl.fma(tl.fma(-quotient, b, a), inverse, quotient)
+
+
+@triton.jit
 def quantized(values, UE8M0: tl.constexpr):
-    """e4m3 `[R, 128]` and float32 scales `[R]` of bfloat16 `[R, 128]`; NaN spoils its row."""
+    """e4m3 `[R, 128]` and float32 scales `[R]` of bfloat16 `[R, 128]`; NaN or infinity spoils its row."""
     # The bits of non-negative floats are ordered as the floats, NaN above all: integer maxima propagate NaN.
     magnitudes = values.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
     amax = tl.maximum(tl.max(magnitudes, 1) << 16, SMALLEST_AMAX_BITS).to(tl.float32, bitcast=True)
-    scales = tl.div_rn(amax, tl.full(amax.shape, FP8_MAX, tl.float32))
+    largest = tl.full(amax.shape, FP8_MAX, tl.float32)
+    scales = divide(amax, largest, 1.0 / FP8_MAX)
     if UE8M0:
         scales = ((scales.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    quotients = tl.div_rn(values.to(tl.float32), tl.broadcast_to(scales[:, None], values.shape))
-    return quotients.to(tl.float8e4nv), scales
+    inverses = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
+    divisors = tl.broadcast_to(scales[:, None], values.shape)
+    codes = divide(values.to(tl.float32), divisors, tl.broadcast_to(inverses[:, None], values.shape))
+    return codes.to(tl.float8e4nv), scales
 
 
 @triton.jit

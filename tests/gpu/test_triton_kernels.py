@@ -1,0 +1,52 @@
+"""Codes and scales of the Triton kernels have the bits of the CUDA kernels', on a Hopper GPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fp8moe_plugin.ops import per_token_group_quant_fp8, silu_mul_quant_fp8
+from fp8moe_plugin.ops.backend import Gpu
+from fp8moe_plugin.plan.catalog import SM90
+from tests import helpers as h
+
+pytestmark = pytest.mark.gpu
+ue8m0s = pytest.mark.parametrize("ue8m0", [False, True])
+
+
+def assert_equal_on_both(op: Callable[[], h.Quantized]) -> None:
+    """The same codes and scales, and NaN in the same places."""
+    (q, scales), (expected_q, expected_scales) = (_on(target, op) for target in ("sm_90", SM90))
+    numbers = ~expected_q.isnan()
+    assert torch.equal(~q.isnan(), numbers)
+    assert torch.equal(q.view(torch.uint8)[numbers], expected_q.view(torch.uint8)[numbers])
+    assert torch.equal(scales.isnan(), expected_scales.isnan())
+    assert torch.equal(scales.nan_to_num(), expected_scales.nan_to_num())
+
+
+def _on(target: str, op: Callable[[], h.Quantized]) -> h.Quantized:
+    with pytest.MonkeyPatch.context() as patch:
+        h.serve(patch, gpu(target))
+        return op()
+
+
+def gpu(target: str) -> Gpu:
+    return Gpu(0, torch.cuda.get_device_properties(0).multi_processor_count, target)
+
+
+@ue8m0s
+def test_quantize_of_any_bits(ue8m0: bool) -> None:
+    gen = h.seeded(0, torch.device("cuda", 0))
+    anything = torch.randint(-(2**15), 2**15, (300, 384), generator=gen, device=gen.device).to(torch.int16)
+    numbers = h.random_tokens(gen, 300, 384) * torch.randint(0, 2, (300, 384), generator=gen, device=gen.device)
+    x = torch.cat([anything.view(torch.bfloat16), numbers.bfloat16(), -numbers.bfloat16()])
+    assert_equal_on_both(lambda: per_token_group_quant_fp8(x, ue8m0=ue8m0))
+
+
+@ue8m0s
+def test_silu_of_every_gate(ue8m0: bool) -> None:
+    gen = h.seeded(1, torch.device("cuda", 0))
+    gate = torch.arange(2**16, device=gen.device).to(torch.int16).view(torch.bfloat16).view(1, 512, 128)
+    up = h.random_tokens(gen, 1, 512, 128) * torch.randint(0, 2, (1, 512, 128), generator=gen, device=gen.device)
+    gate_up, counts = torch.cat([gate, up.bfloat16()], -1), torch.tensor([512], dtype=torch.int32, device=gen.device)
+    assert_equal_on_both(lambda: silu_mul_quant_fp8(gate_up, counts, ue8m0))
