@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck
 
 from fp8moe_plugin import ops  # noqa: F401  (loads the modules whose scratch is poisoned)
+from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops import backend, workspace
 from fp8moe_plugin.ops.checks import poison
@@ -72,6 +73,17 @@ def vllm_builds() -> list[importlib.metadata.Distribution]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not has_hopper():
         pytest.skip("needs a Hopper GPU (compute capability 9.0)")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Under `--gpu-backend triton`, an op without a Triton kernel skips its test."""
+    try:
+        return (yield)
+    except UnsupportedError as error:
+        if item.config.getoption("--gpu-backend") != "triton" or "has no Triton kernel" not in str(error):
+            raise
+        pytest.skip(str(error))
 
 
 def has_hopper() -> bool:
