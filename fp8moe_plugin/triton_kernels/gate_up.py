@@ -54,16 +54,16 @@ def triton_gate_up(
     gate_scale_at = b_scales + (expert.to(tl.int64) * 2 * columns + column_tile) * (k // 128)
     up_scale_at = gate_scale_at + columns * (k // 128)
     gate, up = empty_sums(BLOCK_M, 128, SWAP), empty_sums(BLOCK_M, 128, SWAP)
-    for _ in range(0, k // 128):
-        x, x_scale = tl.load(x_at), tl.load(x_scale_at)
-        gate = add_product(gate, x, tl.load(gate_at), x_scale, tl.load(gate_scale_at), SWAP)
-        up = add_product(up, x, tl.load(up_at), x_scale, tl.load(up_scale_at), SWAP)
-        x_at += 128
-        gate_at += 128
-        up_at += 128
-        x_scale_at += a_scale_k_block
-        gate_scale_at += 1
-        up_scale_at += 1
+    x_scale, gate_scale, up_scale = tl.load(x_scale_at), tl.load(gate_scale_at), tl.load(up_scale_at)
+    for block in range(1, k // 128 + 1):  # loads scales a block ahead: only what is multiplied goes through a pipeline
+        ahead = tl.minimum(block, k // 128 - 1)
+        next_x_scale = tl.load(x_scale_at + ahead * a_scale_k_block)
+        next_scales = tl.load(gate_scale_at + ahead), tl.load(up_scale_at + ahead)
+        x = tl.load(x_at)
+        gate = add_product(gate, x, tl.load(gate_at), x_scale, gate_scale, SWAP)
+        up = add_product(up, x, tl.load(up_at), x_scale, up_scale, SWAP)
+        x_scale, gate_scale, up_scale = next_x_scale, next_scales[0], next_scales[1]
+        x_at, gate_at, up_at = x_at + 128, gate_at + 128, up_at + 128
 
     inner = silu_mul(gate.to(tl.bfloat16), up.to(tl.bfloat16))
     codes, of_rows = quantized(tl.trans(inner) if SWAP else inner, UE8M0)

@@ -64,12 +64,13 @@ def triton_gemm(
     x_scale_at = a_scales + source * a_scale_row + expert.to(tl.int64) * a_scale_group
     w_scale_at = b_scales + (expert.to(tl.int64) * tl.cdiv(n, 128) + column_tile * BLOCK_N // 128) * (k // 128)
     total = empty_sums(BLOCK_M, BLOCK_N, SWAP)
-    for _ in range(0, k // 128):
-        total = add_product(total, tl.load(x_at), tl.load(w_at), tl.load(x_scale_at), tl.load(w_scale_at), SWAP)
-        x_at += 128
-        w_at += 128
-        x_scale_at += a_scale_k_block
-        w_scale_at += 1
+    x_scale, w_scale = tl.load(x_scale_at), tl.load(w_scale_at)
+    for block in range(1, k // 128 + 1):  # loads scales a block ahead: only what is multiplied goes through a pipeline
+        ahead = tl.minimum(block, k // 128 - 1)
+        next_x_scale, next_w_scale = tl.load(x_scale_at + ahead * a_scale_k_block), tl.load(w_scale_at + ahead)
+        total = add_product(total, tl.load(x_at), tl.load(w_at), x_scale, w_scale, SWAP)
+        x_scale, w_scale = next_x_scale, next_w_scale
+        x_at, w_at = x_at + 128, w_at + 128
 
     result = tl.trans(total) if SWAP else total
     at = rows.to(tl.int64)[:, None] * n + column[None, :]
