@@ -9,7 +9,6 @@ from fp8moe_plugin.ops.route import Ids
 from fp8moe_plugin.plan.shape import MoeShape
 from fp8moe_plugin.plan.tiles import scale_pitch
 from fp8moe_plugin.plan.triton_catalog import (
-    CHUNK,
     COMBINE_CHANNELS,
     QUANTIZE_ROWS,
     TritonKey,
@@ -17,6 +16,7 @@ from fp8moe_plugin.plan.triton_catalog import (
     quantize_count_key,
     quantize_key,
     quantize_route_key,
+    route_chunks,
     route_key,
     silu_mul_quant_key,
     tiles_of_counts_key,
@@ -91,7 +91,7 @@ def triton_prepare_launches(
         at: where `counts` is int32 `[chunks, padded experts]`, unused for a single chunk.
     """
     pairs, programs = x.rows * shape.topk, ceil_div(x.rows, QUANTIZE_ROWS) * (x.k // GROUP)
-    chunks = ceil_div(pairs, CHUNK)
+    chunks, parts = route_chunks(pairs)
     tokens = {"x": hidden_states, "q": x.values, "scales": x.scales, "num_tokens": x.rows, "k": x.k}
     common = {
         "ids": ids.ids,
@@ -112,12 +112,13 @@ def triton_prepare_launches(
         "block_m": tiles.tile_rows,
     }
     if chunks == 1:
-        both = quantize_route_key(target, ue8m0)
+        both = quantize_route_key(target, ue8m0, shape.local_experts)
         return [_launch(both, 1 + programs, **tokens, **common, **results)]
     counts, route = quantize_count_key(target, ue8m0, shape.local_experts), route_key(target, shape.local_experts)
+    counted = {"counts": at.counts, "parts": parts}
     return [
-        _launch(counts, chunks + programs, **tokens, **common, counts=at.counts, chunks=chunks),
-        _launch(route, chunks, **common, **results, counts=at.counts),
+        _launch(counts, chunks + programs, **tokens, **common, **counted, slots=at.slots, chunks=chunks),
+        _launch(route, chunks, **common, **results, **counted),
     ]
 
 

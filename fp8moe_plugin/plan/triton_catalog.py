@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass
 
-from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
+from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS, ceil_div
 from fp8moe_plugin.plan.catalog import HOPPER, KIB, SM90, KernelKey
 
 # The GPUs that Triton kernels are compiled for: compute capability, and shared memory of a block.
@@ -16,7 +16,8 @@ TARGETS = {
     "sm_121": ((12, 1), 99 * KIB),
 }
 GPUS = {target.replace("_", ""): target for target in TARGETS}  # as the warm-up calls them
-CHUNK = 128  # (token, expert) pairs of a program of the routing kernels
+CHUNK = 128  # (token, expert) pairs that a program of the routing kernels looks at together
+MAX_CHUNKS = 128  # programs of these kernels in a long step; each reads the counts of all
 PADDED_EXPERTS = (256, MAX_LOCAL_EXPERTS)
 QUANTIZE_ROWS = 8
 COMBINE_CHANNELS = 512
@@ -50,9 +51,10 @@ def _key(target: str, source: str, warps: int = 4, stages: int = 1, **constants:
 
 
 @functools.cache
-def quantize_route_key(target: str, ue8m0: bool) -> TritonKey:
+def quantize_route_key(target: str, ue8m0: bool, experts: int) -> TritonKey:
     """Quantization of a layer's tokens, and the routing of up to CHUNK pairs."""
-    return _key(target, "quantize_route", warps=16, CHUNK=CHUNK, ROWS=QUANTIZE_ROWS, UE8M0=int(ue8m0))
+    padded = padded_experts(experts)
+    return _key(target, "quantize_route", CHUNK=CHUNK, EXPERTS=padded, ROWS=QUANTIZE_ROWS, UE8M0=int(ue8m0))
 
 
 @functools.cache
@@ -64,7 +66,13 @@ def quantize_count_key(target: str, ue8m0: bool, experts: int) -> TritonKey:
 
 @functools.cache
 def route_key(target: str, experts: int) -> TritonKey:
-    return _key(target, "route", CHUNK=CHUNK, EXPERTS=padded_experts(experts))
+    return _key(target, "route", warps=8, CHUNK=CHUNK, EXPERTS=padded_experts(experts))
+
+
+def route_chunks(pairs: int) -> tuple[int, int]:
+    """The programs of the routing kernels, and how many times CHUNK pairs each does; one program needs one kernel."""
+    parts = ceil_div(pairs, CHUNK * MAX_CHUNKS)
+    return ceil_div(pairs, CHUNK * parts), parts
 
 
 def padded_experts(experts: int) -> int:

@@ -34,13 +34,14 @@ def moe_reasons(target: str, ue8m0: bool, batched: bool) -> Reasons:
         reasons[tiles_of_counts_key(target)] = "tiles of batched experts, as DeepEP's low-latency mode hands them over"
         return reasons
     for experts in PADDED_EXPERTS:
+        both = quantize_route_key(target, ue8m0, experts)
+        reasons[both] = f"quantization and rows of up to {experts} experts, in steps of up to {CHUNK} pairs"
         counts = quantize_count_key(target, ue8m0, experts)
         reasons[counts] = f"quantization, and tokens of each of up to {experts} experts, in longer steps"
         reasons[route_key(target, experts)] = f"rows of up to {experts} experts and their tiles, in longer steps"
     return reasons | {
         gemm_key(target, FEW_ROWS, NARROW_TILE_N): "GEMM 1 of the experts and dense GEMMs, in steps of few tokens",
         silu_mul_quant_key(target, ue8m0): "SwiGLU of the experts, in steps of few tokens",
-        quantize_route_key(target, ue8m0): f"quantization and routing, in steps of up to {CHUNK} pairs",
         combine_key(target): "the weighted sum of each token's experts",
     }
 

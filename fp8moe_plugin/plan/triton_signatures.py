@@ -42,8 +42,8 @@ TRITON_SIGNATURES = {
     ),
     "triton_quantize_count": _signature(
         "*bf16:16 x, *fp8e4nv:16 q, *fp32:16 scales, i32 num_tokens, i32:128 k, *i32 ids, *i32 expert_map, "
-        "*i32:16 counts, i32 chunks, i32 ids_64, i32 mapped, i32 shared, i32 pairs, i32 topk, "
-        "i32 global_experts, i32 num_experts"
+        "*i32:16 counts, *i32:16 slots, i32 chunks, i32 parts, i32 ids_64, i32 mapped, i32 shared, i32 pairs, "
+        "i32 topk, i32 global_experts, i32 num_experts"
     ),
     "triton_quantize_route": _signature(
         "*bf16:16 x, *fp8e4nv:16 q, *fp32:16 scales, i32 num_tokens, i32:128 k, *i32 ids, *i32 expert_map, "
@@ -52,7 +52,8 @@ TRITON_SIGNATURES = {
     ),
     "triton_route": _signature(
         "*i32 ids, *i32 expert_map, *i32:16 counts, *i32:16 slots, *i32:16 tokens, *i32:16 table, *i32:16 num_tiles, "
-        "i32 ids_64, i32 mapped, i32 shared, i32 pairs, i32 topk, i32 global_experts, i32 num_experts, i32 block_m"
+        "i32 parts, i32 ids_64, i32 mapped, i32 shared, i32 pairs, i32 topk, i32 global_experts, i32 num_experts, "
+        "i32 block_m"
     ),
     "triton_silu_mul_quant": _signature(
         "*bf16:16 gate_up, *i32 counts, *fp8e4nv:16 q, *fp32 scales, i32 max_m, i32:128 channels, i32:4 scale_k_block"

@@ -10,7 +10,6 @@ from fp8moe_plugin.plan.scratch import offsets
 from fp8moe_plugin.plan.shape import MoeShape
 from fp8moe_plugin.plan.tiles import scale_pitch, tile_capacity
 from fp8moe_plugin.plan.triton_catalog import (
-    CHUNK,
     FEW_ROWS,
     MANY_ROWS,
     MORE_ROWS,
@@ -20,6 +19,7 @@ from fp8moe_plugin.plan.triton_catalog import (
     gate_up_key,
     gemm_key,
     padded_experts,
+    route_chunks,
     silu_mul_quant_key,
 )
 from fp8moe_plugin.plan.tuning import TRITON_DENSE_SHARE, TRITON_EXPERT_SHARE, TRITON_FEW_ROWS
@@ -33,7 +33,7 @@ class TritonScratch(NamedTuple):
     x_scales: int  # float32 [T, H / 128]
     slots: int  # int32 [T, topk]: the row of each (token, expert) pair, -1 for none
     tokens: int  # int32 [rows]: the token of each row
-    counts: int  # int32 [chunks, padded experts], with more than one chunk
+    counts: int  # int32 [chunks, padded experts], see triton_kernels/route.py
     table: int  # int32 [tiles, 4], see triton_kernels/route.py
     num_tiles: int  # int32 [2]: the number of tiles, and of rows
     gate_up: int  # bfloat16 [rows, 2I], if SwiGLU has a kernel of its own
@@ -71,7 +71,6 @@ class TritonStep:
     tokens: int
     ue8m0: bool
     tile_rows: int
-    chunks: int  # of CHUNK pairs; with more than one, routing takes two kernels
     tiles: int  # the most row tiles there can be
     gate_up: TritonKey
     silu_mul_quant: TritonKey | None  # None: gate_up includes it
@@ -139,13 +138,13 @@ def triton_step(target: str, shape: MoeShape, tokens: int, ue8m0: bool, height: 
     """
     topk, hidden, intermediate, experts, _ = shape
     rows = tokens * topk
-    tiles, chunks = tile_capacity(rows, experts, height), ceil_div(rows, CHUNK)
+    tiles, (chunks, _) = tile_capacity(rows, experts, height), route_chunks(rows)
     sizes = (
         tokens * hidden,
         4 * tokens * (hidden // GROUP),
         4 * rows,
         4 * rows,
-        4 * chunks * padded_experts(experts) if chunks > 1 else 0,
+        4 * chunks * padded_experts(experts),
         16 * tiles,
         8,
         4 * rows * intermediate if narrow else 0,
@@ -159,7 +158,6 @@ def triton_step(target: str, shape: MoeShape, tokens: int, ue8m0: bool, height: 
         tokens=tokens,
         ue8m0=ue8m0,
         tile_rows=height,
-        chunks=chunks,
         tiles=tiles,
         gate_up=gemm_key(target, FEW_ROWS, NARROW_TILE_N) if narrow else gate_up_key(target, height, ue8m0),
         silu_mul_quant=silu_mul_quant_key(target, ue8m0) if narrow else None,

@@ -33,6 +33,7 @@ def triton_quantize_route(
     UE8M0: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):
     """Of at most CHUNK pairs: the first program does `route_few`, the others `quantize_tile`, with row-major scales."""
     wait_for_previous_kernel(PDL)
@@ -53,6 +54,7 @@ def triton_quantize_route(
             num_experts,
             block_m,
             CHUNK,
+            EXPERTS,
         )
     else:
         quantize_tile(tl.program_id(0) - 1, x, q, scales, num_tokens, k, k // 128, 1, UE8M0, ROWS)
@@ -68,7 +70,9 @@ def triton_quantize_count(
     ids,
     expert_map,
     counts,
+    slots,
     chunks,
+    parts,
     ids_64,
     mapped,
     shared,
@@ -88,9 +92,11 @@ def triton_quantize_count(
     if program < chunks:
         count_experts(
             program,
+            parts,
             ids,
             expert_map,
             counts,
+            slots,
             ids_64,
             mapped,
             shared,

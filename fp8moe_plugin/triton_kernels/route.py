@@ -30,11 +30,21 @@ def local_experts(ids, expert_map, pair, pairs, topk, shared, ids_64, mapped, gl
 
 
 @triton.jit
+def numbers(expert, CHUNK: tl.constexpr):
+    """How many earlier ones of the CHUNK pairs have the same expert, for each pair."""
+    pair = tl.arange(0, CHUNK)
+    earlier = (expert[:, None] == expert[None, :]) & (pair[:, None] < pair[None, :])
+    return tl.sum(earlier.to(tl.int32), 0)
+
+
+@triton.jit
 def count_experts(
     chunk,
+    parts,
     ids,
     expert_map,
     counts,
+    slots,
     ids_64,
     mapped,
     shared,
@@ -45,11 +55,26 @@ def count_experts(
     CHUNK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """The pairs of each expert in a chunk of CHUNK pairs, to int32 `[chunks, EXPERTS]`."""
-    pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = local_experts(ids, expert_map, pair, pairs, topk, shared, ids_64, mapped, global_experts, num_experts)
-    of_chunk = tl.histogram(tl.maximum(expert, 0), EXPERTS, mask=expert >= 0)
-    tl.store(counts + chunk * EXPERTS + tl.arange(0, EXPERTS), of_chunk)
+    """The pairs of each expert in a chunk of `parts * CHUNK` pairs, to int32 `counts` `[chunks, EXPERTS]`.
+
+    To `slots` the number of each pair among those of its expert in the chunk.
+    """
+    counted = tl.zeros([EXPERTS], tl.int32)
+    for part in range(parts):
+        pair = (chunk * parts + part) * CHUNK + tl.arange(0, CHUNK)
+        expert = local_experts(ids, expert_map, pair, pairs, topk, shared, ids_64, mapped, global_experts, num_experts)
+        number = tl.gather(counted, tl.maximum(expert, 0), 0) + numbers(expert, CHUNK)
+        tl.store(slots + pair, number, pair < pairs)
+        counted += tl.histogram(tl.maximum(expert, 0), EXPERTS, mask=expert >= 0)
+    tl.store(counts + chunk * EXPERTS + tl.arange(0, EXPERTS), counted)
+
+
+@triton.jit
+def place_rows(expert, row, pair, pairs, topk, slots, tokens):
+    """The row of each pair to `slots`, -1 for none; the token of each row to `tokens`."""
+    here = expert >= 0
+    tl.store(slots + pair, tl.where(here, row, -1), pair < pairs)
+    tl.store(tokens + row, pair // topk, here)
 
 
 @triton.jit
@@ -58,6 +83,19 @@ def write_tile(table, tile, expert, begin, end, exists):
     tl.store(entry, expert, exists)
     tl.store(entry + 1, begin, exists)
     tl.store(entry + 2, end, exists)
+
+
+@triton.jit
+def write_tiles(total, start, table, num_tiles, block_m, chunk, chunks, EXPERTS: tl.constexpr):
+    """The tile table of experts with `total` rows each, from row `start` on; a program writes its share."""
+    tiles = (total + block_m - 1) // block_m
+    first_tile = tl.cumsum(tiles, 0) - tiles
+    for i in range(chunk, tl.max(tiles, 0), chunks):
+        begin, end = start + i * block_m, tl.minimum(start + (i + 1) * block_m, start + total)
+        write_tile(table, first_tile + i, tl.arange(0, EXPERTS), begin, end, i < tiles)
+    if chunk == 0:
+        tl.store(num_tiles, tl.sum(tiles, 0))
+        tl.store(num_tiles + 1, tl.sum(total, 0))
 
 
 @triton.jit
@@ -77,51 +115,16 @@ def route_few(
     num_experts,
     block_m,
     CHUNK: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):
-    """What triton_route does, for at most CHUNK pairs: each is compared with all, and no expert is counted."""
+    """What triton_route does, for at most CHUNK pairs, which one program counts and places."""
     pair = tl.arange(0, CHUNK)
     expert = local_experts(ids, expert_map, pair, pairs, topk, shared, ids_64, mapped, global_experts, num_experts)
-    here = expert >= 0
-    own, other = expert[None, :], tl.where(here, expert, num_experts)[:, None]
-    number = tl.sum(((own == other) & (pair[:, None] < pair[None, :])).to(tl.int32), 0)  # among its expert's pairs
-    start = tl.sum((other < own).to(tl.int32), 0)
-    end = start + tl.sum((own == other).to(tl.int32), 0)
-    row = start + number
-    tl.store(slots + pair, tl.where(here, row, -1), pair < pairs)
-    tl.store(tokens + row, pair // topk, here)
-
-    opens = here & (number % block_m == 0)
-    tile = tl.sum((tl.where(opens, row, pairs)[:, None] < row[None, :]).to(tl.int32), 0)
-    write_tile(table, tile, expert, row, tl.minimum(row + block_m, end), opens)
-    tl.store(num_tiles, tl.sum(opens.to(tl.int32), 0))
-    tl.store(num_tiles + 1, tl.sum(here.to(tl.int32), 0))
-
-
-@triton.jit
-def number_in_chunk(
-    expert,
-    chunk,
-    ids,
-    expert_map,
-    pairs,
-    topk,
-    shared,
-    ids_64,
-    mapped,
-    global_experts,
-    num_experts,
-    CHUNK: tl.constexpr,
-):
-    """How many earlier pairs of the chunk each pair's expert has."""
-    number = tl.zeros([CHUNK], tl.int32)
-    for first in range(0, CHUNK, 32):  # a part at a time, as all of them would not fit the registers
-        other = first + tl.arange(0, 32)
-        of_other = local_experts(
-            ids, expert_map, chunk * CHUNK + other, pairs, topk, shared, ids_64, mapped, global_experts, num_experts
-        )
-        earlier = (of_other[:, None] == expert[None, :]) & (other[:, None] < tl.arange(0, CHUNK)[None, :])
-        number += tl.sum(earlier.to(tl.int32), 0)
-    return number
+    total = tl.histogram(tl.maximum(expert, 0), EXPERTS, mask=expert >= 0)
+    start = tl.cumsum(total, 0) - total
+    row = tl.gather(start, tl.maximum(expert, 0), 0) + numbers(expert, CHUNK)
+    place_rows(expert, row, pair, pairs, topk, slots, tokens)
+    write_tiles(total, start, table, num_tiles, block_m, 0, 1, EXPERTS)
 
 
 @triton.jit
@@ -133,6 +136,7 @@ def triton_route(
     tokens,
     table,
     num_tiles,
+    parts,
     ids_64,
     mapped,
     shared,
@@ -147,39 +151,24 @@ def triton_route(
 ):
     """The row of each pair to `slots`, -1 for none; the token of each row to `tokens`; and the tile table.
 
-    Rows of an expert are consecutive, in the order of the pairs. A program does a chunk; `counts` is from
-    `count_experts`.
+    Rows of an expert are consecutive, in the order of the pairs. A program does a chunk of `parts * CHUNK` pairs;
+    `counts` and the numbers in `slots` are from `count_experts`.
     """
     wait_for_previous_kernel(PDL)
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
-    pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = local_experts(ids, expert_map, pair, pairs, topk, shared, ids_64, mapped, global_experts, num_experts)
-    here = expert >= 0
-    experts = tl.arange(0, EXPERTS)
-
-    # Rows of all chunks, and of those before this one, for each expert.
-    AT_ONCE: tl.constexpr = 4096 // EXPERTS
+    AT_ONCE: tl.constexpr = 16384 // EXPERTS
     total = tl.zeros([EXPERTS], tl.int32)
     before = tl.zeros([EXPERTS], tl.int32)
     for first in range(0, chunks, AT_ONCE):
         others = first + tl.arange(0, AT_ONCE)[:, None]
-        counted = tl.load(counts + others * EXPERTS + experts[None, :], others < chunks, 0)
+        counted = tl.load(counts + others * EXPERTS + tl.arange(0, EXPERTS)[None, :], others < chunks, 0)
         total += tl.sum(counted, 0)
         before += tl.sum(tl.where(others < chunk, counted, 0), 0)
     start = tl.cumsum(total, 0) - total
-
-    number = number_in_chunk(
-        expert, chunk, ids, expert_map, pairs, topk, shared, ids_64, mapped, global_experts, num_experts, CHUNK
-    )
-    row = tl.gather(start + before, tl.maximum(expert, 0), 0) + number
-    tl.store(slots + pair, tl.where(here, row, -1), pair < pairs)
-    tl.store(tokens + row, pair // topk, here)
-
-    tiles = (total + block_m - 1) // block_m
-    first_tile = tl.cumsum(tiles, 0) - tiles
-    for i in range(chunk, tl.max(tiles, 0), chunks):
-        begin = start + i * block_m
-        write_tile(table, first_tile + i, experts, begin, tl.minimum(begin + block_m, start + total), i < tiles)
-    if chunk == 0:
-        tl.store(num_tiles, tl.sum(tiles, 0))
-        tl.store(num_tiles + 1, tl.sum(total, 0))
+    for part in range(parts):
+        pair = (chunk * parts + part) * CHUNK + tl.arange(0, CHUNK)
+        expert = local_experts(ids, expert_map, pair, pairs, topk, shared, ids_64, mapped, global_experts, num_experts)
+        number = tl.load(slots + pair, pair < pairs, 0)
+        row = tl.gather(start + before, tl.maximum(expert, 0), 0) + number
+        place_rows(expert, row, pair, pairs, topk, slots, tokens)
+    write_tiles(total, start, table, num_tiles, block_m, chunk, chunks, EXPERTS)

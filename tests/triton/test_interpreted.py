@@ -10,6 +10,7 @@ import torch
 from fp8moe_plugin import ops
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.ops import backend
+from fp8moe_plugin.plan import triton_catalog
 from fp8moe_plugin.plan.triton_catalog import FEW_ROWS, MORE_ROWS
 from tests import helpers as h
 from tests.emulator.build import Kernels as EmulatedKernels
@@ -94,6 +95,20 @@ def test_a_shared_expert_and_a_scale_of_the_routed_ones(gen: torch.Generator, to
     call = x, *layer, weights, ids.long()
     expected, actual, _ = both(ops.fused_moe, *call, shared_expert=True, routed_scale=2.5)
     assert h.relative_l2(actual, expected) <= MOST_ERROR
+
+
+def test_a_long_step_is_routed_in_chunks_of_several_parts(
+    gen: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two chunks at most, each has two parts of 128 pairs, and the second has no pair in its last one."""
+    monkeypatch.setattr(triton_catalog, "MAX_CHUNKS", 2)
+    force_step(monkeypatch, MORE_ROWS, narrow=False)
+    layer, x = h.random_layer(gen, EXPERTS, 128, 128), h.random_tokens(gen, 120, 128)
+    call = x, *layer, *h.random_routing(gen, "some_missing", 120, TOPK, EXPERTS)
+    expected, actual, device = both(ops.fused_moe, *call)
+    assert h.relative_l2(actual, expected) <= MOST_ERROR
+    route = next(launch for launch in device.launched if launch.key.source == "triton_route")
+    assert (route.grid, route.args.parts) == (2, 2)
 
 
 @pytest.mark.parametrize("expected_m", [4, 100])
