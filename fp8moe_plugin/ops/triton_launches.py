@@ -90,8 +90,7 @@ def triton_prepare_launches(
     Args:
         at: where `counts` is int32 `[chunks, padded experts]`, unused for a single chunk.
     """
-    pairs, programs = x.rows * shape.topk, ceil_div(x.rows, QUANTIZE_ROWS) * (x.k // GROUP)
-    chunks, parts = route_chunks(pairs)
+    chunks, parts = route_chunks(x.rows * shape.topk)
     tokens = {"x": hidden_states, "q": x.values, "scales": x.scales, "num_tokens": x.rows, "k": x.k}
     common = {
         "ids": ids.ids,
@@ -99,7 +98,7 @@ def triton_prepare_launches(
         "ids_64": int(ids.ids_64),
         "mapped": int(ids.expert_map != 0),
         "shared": int(ids.shared_expert),
-        "pairs": pairs,
+        "pairs": x.rows * shape.topk,
         "topk": shape.topk,
         "global_experts": shape.global_experts - ids.shared_expert,
         "num_experts": shape.local_experts,
@@ -111,14 +110,14 @@ def triton_prepare_launches(
         "num_tiles": tiles.num_tiles,
         "block_m": tiles.tile_rows,
     }
+    key = (quantize_route_key if chunks == 1 else quantize_count_key)(target, ue8m0, shape.local_experts)
+    grid = chunks + ceil_div(x.rows, dict(key.defines)["ROWS"]) * (x.k // GROUP)
     if chunks == 1:
-        both = quantize_route_key(target, ue8m0, shape.local_experts)
-        return [_launch(both, 1 + programs, **tokens, **common, **results)]
-    counts, route = quantize_count_key(target, ue8m0, shape.local_experts), route_key(target, shape.local_experts)
+        return [_launch(key, grid, **tokens, **common, **results)]
     counted = {"counts": at.counts, "parts": parts}
     return [
-        _launch(counts, chunks + programs, **tokens, **common, **counted, slots=at.slots, chunks=chunks),
-        _launch(route, chunks, **common, **results, **counted),
+        _launch(key, grid, **tokens, **common, **counted, slots=at.slots, chunks=chunks),
+        _launch(route_key(target, shape.local_experts), chunks, **common, **results, **counted),
     ]
 
 

@@ -20,7 +20,8 @@ CHUNK = 128  # (token, expert) pairs that a program of the routing kernels looks
 MAX_CHUNKS = 128  # programs of these kernels in a long step; each reads the counts of all
 PADDED_EXPERTS = (256, MAX_LOCAL_EXPERTS)
 QUANTIZE_ROWS = 8
-COMBINE_CHANNELS = 512
+MORE_QUANTIZE_ROWS = 32  # beside programs that count, whose registers let fewer programs share an SM
+COMBINE_CHANNELS = 1024
 TABLE_BLOCK = 1024  # groups or rows that the kernels of tile tables look at together
 
 
@@ -61,7 +62,7 @@ def quantize_route_key(target: str, ue8m0: bool, experts: int) -> TritonKey:
 def quantize_count_key(target: str, ue8m0: bool, experts: int) -> TritonKey:
     """Quantization of a layer's tokens, and the counts that `route_key` needs."""
     padded = padded_experts(experts)
-    return _key(target, "quantize_count", CHUNK=CHUNK, EXPERTS=padded, ROWS=QUANTIZE_ROWS, UE8M0=int(ue8m0))
+    return _key(target, "quantize_count", CHUNK=CHUNK, EXPERTS=padded, ROWS=MORE_QUANTIZE_ROWS, UE8M0=int(ue8m0))
 
 
 @functools.cache
