@@ -3,8 +3,7 @@
     python -m benchmarks.layer.triton_backend --out benchmarks/results/moe_layer_triton_backend-<date>.json
 
 `ratio` is vLLM's time by ours. With `--tiles`, each point also has our time in every other kind of tile, from which
-`TRITON_FEW_ROWS` and `TRITON_EXPERT_SHARE` were chosen; a `+` after the rows of a tile means that SwiGLU
-has a kernel of its own.
+`TRITON_FEW_ROWS` and `TRITON_SMALL_BATCH` were chosen; `small` are the kernels for small batches.
 """
 
 import argparse
@@ -18,19 +17,21 @@ os.environ["FP8MOE_BACKEND"] = "triton"
 
 import torch
 
-from benchmarks.layer.before_after import LAYERS, replay_us
+from benchmarks.layer.before_after import LAYERS, TOKENS, replay_us
 from benchmarks.report import write_report
 from fp8moe_plugin.bench.layer import Case, captured, make_case, make_ours, random_weights
 from fp8moe_plugin.bench.peers import Layer, make_peer, set_up_vllm
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.ops import moe
 from fp8moe_plugin.ops.operands import ExpertWeights
-from fp8moe_plugin.plan.triton_catalog import EXPERT_ROWS, FEW_ROWS
-from fp8moe_plugin.plan.triton_step import triton_step
+from fp8moe_plugin.plan.triton_catalog import EXPERT_ROWS
+from fp8moe_plugin.plan.triton_step import TritonStepPlan, triton_small_batch_step, triton_step
 
-TOKENS = (1, 8, 64, 256, 1024, 4096)
+SMALL_BATCH_UP_TO = 16  # tokens for which --tiles times the kernels for small batches
 OURS, PEER = "triton", "vllm"
 PEER_BACKEND = "triton"  # in `bench.peers`
+
+Plan = Callable[..., TritonStepPlan]
 
 
 def capture(layer: Layer, case: Case) -> tuple[torch.cuda.CUDAGraph, float]:
@@ -40,12 +41,10 @@ def capture(layer: Layer, case: Case) -> tuple[torch.cuda.CUDAGraph, float]:
     return captured([partial(layer, case.hidden_states, *routing) for routing in case.routings]), error
 
 
-def in_tiles(height: int, narrow: bool, make: Callable[[], Any]) -> Any:
-    """What `make` returns if the layer works in such tiles."""
+def planned_by(plan: Plan, make: Callable[[], Any]) -> Any:
+    """What `make` returns if the layer has such plans."""
     planned = moe.plan_layer
-    moe.plan_layer = lambda device, shape, tokens, ue8m0: triton_step(
-        device.target, shape, tokens, ue8m0, height, narrow
-    )
+    moe.plan_layer = lambda device, shape, tokens, ue8m0: plan(device.target, shape, tokens, ue8m0)
     try:
         return make()
     finally:
@@ -57,9 +56,11 @@ def measure(experts: Experts, weights: ExpertWeights, tokens: int, tiles: bool) 
     ours = make_ours(False, experts, weights, tokens)
     made = {OURS: capture(ours, case), PEER: capture(make_peer(PEER_BACKEND, experts, weights, tokens), case)}
     if tiles:
-        kinds = [(FEW_ROWS, True), *((height, False) for height in EXPERT_ROWS)]
-        for height, narrow in kinds:
-            made[f"{height}{'+' * narrow}"] = in_tiles(height, narrow, lambda: capture(ours, case))
+        kinds: dict[str, Plan] = {str(height): partial(triton_step, height=height) for height in EXPERT_ROWS}
+        if tokens <= SMALL_BATCH_UP_TO:
+            kinds["small"] = triton_small_batch_step
+        for name, plan in kinds.items():
+            made[name] = planned_by(plan, lambda: capture(ours, case))
     times = replay_us({name: graph for name, (graph, _) in made.items()})
     point: dict[str, Any] = {"tokens": tokens}
     for name, us in times.items():

@@ -18,7 +18,8 @@ from fp8moe_plugin.plan.triton_catalog import TARGETS, TritonKey
 from fp8moe_plugin.plan.triton_signatures import TRITON_SIGNATURES
 
 PACKAGE = "fp8moe_plugin.triton_kernels"
-FUSED = ("triton_gate_up", "triton_gemm")  # may fuse multiplications with additions, as csrc does in the same places
+# They may fuse multiplications with additions, as csrc does in the same places.
+FUSED = ("triton_gate_up", "triton_gemm", "triton_gate_up_small_batch", "triton_down_small_batch")
 UNUSED = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0}  # what the launcher does not provide
 PTX_TYPES = {Kind.POINTER: "u64", Kind.INT: "u32", Kind.FLOAT: "f32"}
 

@@ -13,7 +13,7 @@ from fp8moe_plugin.ops.moe_launches import batched_launches, layer_launches
 from fp8moe_plugin.ops.operands import LAYER_SLOTS, ExpertWeights, Quantized, Router, Rows, Weights, k_major
 from fp8moe_plugin.plan import BatchedPlan, MoeShape, StepPlan, plan_batched, plan_step
 from fp8moe_plugin.plan.triton_catalog import is_triton
-from fp8moe_plugin.plan.triton_step import TritonBatched, TritonStep, plan_triton_batched, plan_triton_step
+from fp8moe_plugin.plan.triton_step import TritonBatched, TritonStepPlan, plan_triton_batched, plan_triton_step
 
 
 def fused_moe(
@@ -115,17 +115,17 @@ def _layer(
     return out
 
 
-def plan_layer(device: Device, shape: MoeShape, tokens: int, ue8m0: bool) -> StepPlan | TritonStep:
+def plan_layer(device: Device, shape: MoeShape, tokens: int, ue8m0: bool) -> StepPlan | TritonStepPlan:
     """The plan of a step for the kernels of a device."""
     if is_triton(device.target):
-        return plan_triton_step(device.target, shape, tokens, ue8m0, device.multiprocessors)
+        return plan_triton_step(device.target, shape, tokens, ue8m0)
     return plan_step(shape, tokens, ue8m0, device.multiprocessors)
 
 
 @prepares("fused_moe")
 def prepared_layer(
     device: Device,
-    step: StepPlan | TritonStep,
+    step: StepPlan | TritonStepPlan,
     ids_64: bool,
     mapped: bool,
     shared_expert: bool = False,

@@ -13,15 +13,15 @@ from fp8moe_plugin.ops.operands import LayerAddresses, Router, Rows, Tiles, Weig
 from fp8moe_plugin.ops.quantize import quantize_launch
 from fp8moe_plugin.ops.route import Ids, Routing, route_launches, tiles_of_counts_launch
 from fp8moe_plugin.ops.small_batch import small_batch_launches
-from fp8moe_plugin.ops.triton_layers import triton_batched_launches, triton_layer_launches
+from fp8moe_plugin.ops.triton_layers import triton_batched_launches, triton_layer_launches, triton_small_batch_launches
 from fp8moe_plugin.plan import BatchedPlan, SmallBatchStep, SortedStep, StepPlan
 from fp8moe_plugin.plan.constants import MANY_ROWS_TILE
 from fp8moe_plugin.plan.scratch import SortedScratch
-from fp8moe_plugin.plan.triton_step import TritonBatched, TritonStep
+from fp8moe_plugin.plan.triton_step import TritonBatched, TritonSmallBatchStep, TritonStep, TritonStepPlan
 
 
 def layer_launches(
-    device: Device, tensors: LayerAddresses, step: StepPlan | TritonStep, router: Router
+    device: Device, tensors: LayerAddresses, step: StepPlan | TritonStepPlan, router: Router
 ) -> tuple[Launch, ...]:
     """The kernels of `fused_moe`.
 
@@ -30,6 +30,8 @@ def layer_launches(
     """
     if isinstance(step, TritonStep):
         return triton_layer_launches(tensors, step, router)
+    if isinstance(step, TritonSmallBatchStep):
+        return triton_small_batch_launches(tensors, step, router)
     if isinstance(step, SmallBatchStep):
         return small_batch_launches(tensors, step, router)
     return _sorted_launches(device, tensors, step, router)

@@ -56,9 +56,24 @@ class Routing(NamedTuple):
     counts: Address  # scratch, see `triton_prepare_launches`
 
 
-def _launch(key: TritonKey, grid: int, **arguments: Argument) -> Launch:
+def triton_launch(key: TritonKey, grid: int, **arguments: Argument) -> Launch:
     """Kernels that know PDL start early: each waits for the end of the preceding one."""
     return Launch(key, grid, key.arguments(**arguments), early=bool(dict(key.defines)["PDL"]))
+
+
+def pairs_arguments(ids: Ids, tokens: int, shape: MoeShape) -> dict[str, Argument]:
+    """What `local_experts` (triton_kernels/route.py) needs to find the experts of a step's pairs."""
+    return {
+        "ids": ids.ids,
+        "expert_map": ids.expert_map,
+        "ids_64": int(ids.ids_64),
+        "mapped": int(ids.expert_map != 0),
+        "shared": int(ids.shared_expert),
+        "pairs": tokens * shape.topk,
+        "topk": shape.topk,
+        "global_experts": shape.global_experts - ids.shared_expert,
+        "num_experts": shape.local_experts,
+    }
 
 
 # ---- routing and quantization --------------------------------------------------------------------------------------
@@ -66,7 +81,7 @@ def _launch(key: TritonKey, grid: int, **arguments: Argument) -> Launch:
 
 def triton_quantize_launch(target: str, ue8m0: bool, x: Address, out: Rows) -> Launch:
     """Quantize bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
-    return _launch(
+    return triton_launch(
         quantize_key(target, ue8m0),
         ceil_div(out.rows, QUANTIZE_ROWS) * (out.k // GROUP),
         x=x,
@@ -92,17 +107,7 @@ def triton_prepare_launches(
     """
     chunks, parts = route_chunks(x.rows * shape.topk)
     tokens = {"x": hidden_states, "q": x.values, "scales": x.scales, "num_tokens": x.rows, "k": x.k}
-    common = {
-        "ids": ids.ids,
-        "expert_map": ids.expert_map,
-        "ids_64": int(ids.ids_64),
-        "mapped": int(ids.expert_map != 0),
-        "shared": int(ids.shared_expert),
-        "pairs": x.rows * shape.topk,
-        "topk": shape.topk,
-        "global_experts": shape.global_experts - ids.shared_expert,
-        "num_experts": shape.local_experts,
-    }
+    common = pairs_arguments(ids, x.rows, shape)
     results = {
         "slots": at.slots,
         "tokens": at.tokens,
@@ -113,17 +118,17 @@ def triton_prepare_launches(
     key = (quantize_route_key if chunks == 1 else quantize_count_key)(target, ue8m0, shape.local_experts)
     grid = chunks + ceil_div(x.rows, dict(key.defines)["ROWS"]) * (x.k // GROUP)
     if chunks == 1:
-        return [_launch(key, grid, **tokens, **common, **results)]
+        return [triton_launch(key, grid, **tokens, **common, **results)]
     counted = {"counts": at.counts, "parts": parts}
     return [
-        _launch(key, grid, **tokens, **common, **counted, slots=at.slots, chunks=chunks),
-        _launch(route_key(target, shape.local_experts), chunks, **common, **results, **counted),
+        triton_launch(key, grid, **tokens, **common, **counted, slots=at.slots, chunks=chunks),
+        triton_launch(route_key(target, shape.local_experts), chunks, **common, **results, **counted),
     ]
 
 
 def triton_tiles_of_counts_launch(target: str, counts: Address, groups: int, max_m: int, out: Table) -> Launch:
     """Tiles of `[groups, max_m]` rows, the first `counts[g]` of each group; counts are clamped to `[0, max_m]`."""
-    return _launch(
+    return triton_launch(
         tiles_of_counts_key(target),
         1,
         counts=counts,
@@ -137,7 +142,7 @@ def triton_tiles_of_counts_launch(target: str, counts: Address, groups: int, max
 
 def triton_tiles_of_indices_launch(target: str, indices: Address, rows: int, groups: int, out: Table) -> Launch:
     """Tiles of the runs of equal ids in int32 `[rows]` at `indices`; ids outside `[0, groups)` make no tile."""
-    return _launch(
+    return triton_launch(
         tiles_of_indices_key(target),
         1,
         ids=indices,
@@ -160,7 +165,7 @@ def triton_gate_up_launch(
     With `a_rows`, row i reads row `a_rows[i]` of `a`, whose scales are row-major.
     """
     strides = Strides.of(a, row_major=a_rows != 0)
-    return _launch(
+    return triton_launch(
         key,
         tiles.tiles * (out.k // GROUP),
         a=a.values,
@@ -196,7 +201,7 @@ def triton_gemm_launch(
     """`out = a @ b.T (+ c)`, of the rows in `tiles` or of all rows; `a_rows` as for `triton_gate_up_launch`."""
     strides, sizes = Strides.of(a, row_major=a_rows != 0), dict(key.defines)
     row_tiles = tiles.tiles if tiles else ceil_div(a.rows, sizes["BLOCK_M"])
-    return _launch(
+    return triton_launch(
         key,
         row_tiles * ceil_div(b.n, sizes["BLOCK_N"]),
         a=a.values,
@@ -229,7 +234,7 @@ def triton_silu_mul_quant_launch(
 ) -> Launch:
     """SwiGLU of bfloat16 `[groups, max_m, 2I]`, the first `counts[g]` rows of each group, to quantized rows."""
     key = silu_mul_quant_key(target, ue8m0)
-    return _launch(
+    return triton_launch(
         key,
         groups * ceil_div(max_m, QUANTIZE_ROWS) * (out.k // GROUP),
         gate_up=gate_up,
@@ -247,7 +252,7 @@ def triton_combine_launch(
 ) -> Launch:
     """The weighted sum of each token's rows; see `combine.combine_launch`."""
     topk, hidden, *_ = shape
-    return _launch(
+    return triton_launch(
         combine_key(target),
         tokens * ceil_div(hidden, COMBINE_CHANNELS),
         rows=rows,

@@ -10,13 +10,11 @@ from fp8moe_plugin.ops.triton_launches import (
     triton_gate_up_launch,
     triton_gemm_launch,
     triton_prepare_launches,
-    triton_silu_mul_quant_launch,
     triton_tiles_of_counts_launch,
     triton_tiles_of_indices_launch,
 )
-from fp8moe_plugin.plan.triton_step import TritonBatched, TritonGrouped, TritonScratch, TritonStep
-
-INT_BYTES = 4
+from fp8moe_plugin.ops.triton_small_batch import triton_down_small_batch_launch, triton_gate_up_small_batch_launch
+from fp8moe_plugin.plan.triton_step import TritonBatched, TritonGrouped, TritonSmallBatchStep, TritonStep
 
 
 def triton_layer_launches(tensors: LayerAddresses, step: TritonStep, router: Router) -> tuple[Launch, ...]:
@@ -27,28 +25,27 @@ def triton_layer_launches(tensors: LayerAddresses, step: TritonStep, router: Rou
     ids = Ids(tensors.topk_ids, router.ids_64, tensors.expert_map, router.shared_expert)
     routing = Routing(at.slots, at.tokens, at.counts)
     x = Rows.row_major(at.x, at.x_scales, step.tokens, hidden)
+    w13 = Weights(tensors.w13, experts, 2 * intermediate, hidden, tensors.w13_scale)
     w2 = Weights(tensors.w2, experts, hidden, intermediate, tensors.w2_scale)
     inner = Rows.k_major(at.inner, at.inner_scales, step.rows, intermediate)
     return (
         *triton_prepare_launches(step.target, step.ue8m0, tensors.hidden_states, x, ids, step.shape, routing, tiles),
-        *_gate_up_launches(tensors, step, at, x, inner, tiles),
+        triton_gate_up_launch(step.gate_up, x, w13, inner, tiles, a_rows=at.tokens),
         triton_gemm_launch(step.down, inner, w2, at.down, tiles),
         triton_combine_launch(step.target, at.down, at.slots, tensors, step.tokens, step.shape, router),
     )
 
 
-def _gate_up_launches(
-    tensors: LayerAddresses, step: TritonStep, at: TritonScratch, x: Rows, inner: Rows, tiles: Table
-) -> list[Launch]:
-    _, hidden, intermediate, experts, _ = step.shape
-    w13 = Weights(tensors.w13, experts, 2 * intermediate, hidden, tensors.w13_scale)
-    if step.silu_mul_quant is None:
-        return [triton_gate_up_launch(step.gate_up, x, w13, inner, tiles, a_rows=at.tokens)]
-    num_rows = at.num_tiles + INT_BYTES
-    return [
-        triton_gemm_launch(step.gate_up, x, w13, at.gate_up, tiles, a_rows=at.tokens),
-        triton_silu_mul_quant_launch(step.target, step.ue8m0, at.gate_up, num_rows, 1, step.rows, inner),
-    ]
+def triton_small_batch_launches(
+    tensors: LayerAddresses, step: TritonSmallBatchStep, router: Router
+) -> tuple[Launch, ...]:
+    """The kernels of `fused_moe` in a step of few tokens; see `moe_launches.layer_launches`."""
+    inner = placed(step.scratch, tensors.scratch).inner
+    ids = Ids(tensors.topk_ids, router.ids_64, tensors.expert_map, router.shared_expert)
+    return (
+        triton_gate_up_small_batch_launch(step.gate_up, tensors, ids, step.tokens, step.shape, inner),
+        triton_down_small_batch_launch(step.down, tensors, ids, step.tokens, step.shape, inner, router.routed_scale),
+    )
 
 
 def triton_batched_launches(

@@ -102,6 +102,16 @@ def silu_mul_quant_key(target: str, ue8m0: bool) -> TritonKey:
 
 
 @functools.cache
+def gate_up_small_batch_key(target: str, ue8m0: bool) -> TritonKey:
+    return _key(target, "gate_up_small_batch", BLOCK_N=4, GROUPS=16, UE8M0=int(ue8m0))
+
+
+@functools.cache
+def down_small_batch_key(target: str, ue8m0: bool) -> TritonKey:
+    return _key(target, "down_small_batch", BLOCK_N=8, GROUPS=16, UE8M0=int(ue8m0))
+
+
+@functools.cache
 def combine_key(target: str) -> TritonKey:
     return _key(target, "combine", BLOCK=COMBINE_CHANNELS)
 
@@ -122,20 +132,23 @@ DENSE_ROWS = FEW_ROWS, MORE_ROWS, MANY_ROWS  # per tile of dense GEMMs
 def gate_up_key(target: str, rows: int, ue8m0: bool) -> TritonKey:
     """GEMM 1 of the experts with its activation and the quantization of the result, in tiles of so many rows."""
     swap, warps = int(rows == FEW_ROWS), 4 if rows == FEW_ROWS else 8
-    return _key(target, "gate_up", warps, _stages(target, rows), BLOCK_M=rows, SWAP=swap, UE8M0=int(ue8m0))
+    stages = 4 if _is_large(target) else 3
+    return _key(target, "gate_up", warps, stages, BLOCK_M=rows, SWAP=swap, UE8M0=int(ue8m0))
 
 
 @functools.cache
 def gemm_key(target: str, rows: int, columns: int = TILE_N, f32: bool = False) -> TritonKey:
     """A GEMM of bfloat16 results, or float32 ones."""
     swap, warps = int(rows == FEW_ROWS and columns == TILE_N), 8 if rows == MANY_ROWS else 4
-    stages = NARROW_STAGES if columns == NARROW_TILE_N else _stages(target, rows)
+    # With few rows, so few that several blocks share an SM: while one stores its tile, others load.
+    stages = 3 if rows == FEW_ROWS or not _is_large(target) else 4
+    stages = NARROW_STAGES if columns == NARROW_TILE_N else stages
     return _key(target, "gemm", warps, stages, BLOCK_M=rows, BLOCK_N=columns, F32=int(f32), SWAP=swap)
 
 
-def _stages(target: str, rows: int) -> int:
-    """With few rows, so many that several blocks share an SM: while one stores its tile, others load."""
-    return 3 if rows == FEW_ROWS or TARGETS[target][1] < 128 * KIB else 4
+def _is_large(target: str) -> bool:
+    """Whether shared memory holds four stages of any tile."""
+    return TARGETS[target][1] >= 227 * KIB
 
 
 def is_triton(target: str) -> bool:

@@ -10,7 +10,9 @@ from fp8moe_plugin.plan.triton_catalog import (
     NARROW_TILE_N,
     PADDED_EXPERTS,
     combine_key,
+    down_small_batch_key,
     gate_up_key,
+    gate_up_small_batch_key,
     gemm_key,
     quantize_count_key,
     quantize_key,
@@ -40,8 +42,8 @@ def moe_reasons(target: str, ue8m0: bool, batched: bool) -> Reasons:
         reasons[counts] = f"quantization, and tokens of each of up to {experts} experts, in longer steps"
         reasons[route_key(target, experts)] = f"rows of up to {experts} experts and their tiles, in longer steps"
     return reasons | {
-        gemm_key(target, FEW_ROWS, NARROW_TILE_N): "GEMM 1 of the experts and dense GEMMs, in steps of few tokens",
-        silu_mul_quant_key(target, ue8m0): "SwiGLU of the experts, in steps of few tokens",
+        gate_up_small_batch_key(target, ue8m0): "GEMM 1 of the experts and SwiGLU, in steps of few tokens",
+        down_small_batch_key(target, ue8m0): "GEMM 2 of the experts and the weighted sum, in steps of few tokens",
         combine_key(target): "the weighted sum of each token's experts",
     }
 
@@ -55,4 +57,5 @@ def linear_reasons(target: str, ue8m0: bool) -> Reasons:
 
 def op_keys(target: str) -> list[KernelKey]:
     """The kernels that only direct calls of the ops launch."""
-    return [gemm_key(target, MORE_ROWS, f32=True), tiles_of_indices_key(target)]
+    silu = (silu_mul_quant_key(target, ue8m0) for ue8m0 in (False, True))
+    return [gemm_key(target, MORE_ROWS, f32=True), tiles_of_indices_key(target), *silu]

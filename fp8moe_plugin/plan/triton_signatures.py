@@ -27,10 +27,19 @@ TRITON_SIGNATURES = {
         "*bf16:16 rows, *i32 slots, *fp32 weights, *bf16:16 out, i32:128 hidden, i32 topk, "
         "i32 shared, fp32 routed_scale"
     ),
+    "triton_down_small_batch": _signature(
+        "*bf16:16 inner, *i32 ids, *i32 expert_map, *fp32 weights, *fp8e4nv:16 b, *fp32 b_scales, *bf16:16 out, "
+        "i32:128 hidden, i32:128 k, i32 ids_64, i32 mapped, i32 shared, i32 pairs, i32 topk, i32 global_experts, "
+        "i32 num_experts, fp32 routed_scale"
+    ),
     "triton_gate_up": _signature(
         "*fp8e4nv:16 a, *fp32 a_scales, *i32:16 a_rows, *fp8e4nv:16 b, *fp32 b_scales, *fp8e4nv:16 q, *fp32:16 scales, "
         "*i32:16 table, *i32:16 num_tiles, i32:128 channels, i32:128 k, i32 a_scale_row, i32 a_scale_group, "
         "i32 a_scale_k_block, i32:4 scale_k_block, i32 gathered, i32 group_m"
+    ),
+    "triton_gate_up_small_batch": _signature(
+        "*bf16:16 x, *i32 ids, *i32 expert_map, *fp8e4nv:16 b, *fp32 b_scales, *bf16:16 inner, i32:128 channels, "
+        "i32:128 k, i32 ids_64, i32 mapped, i32 shared, i32 pairs, i32 topk, i32 global_experts, i32 num_experts"
     ),
     "triton_gemm": _signature(
         "*fp8e4nv:16 a, *fp32 a_scales, *i32:16 a_rows, *fp8e4nv:16 b, *fp32 b_scales, *bf16:16 c, *bf16:16 out, "

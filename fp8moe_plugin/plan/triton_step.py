@@ -16,18 +16,19 @@ from fp8moe_plugin.plan.triton_catalog import (
     NARROW_TILE_N,
     TILE_N,
     TritonKey,
+    down_small_batch_key,
     gate_up_key,
+    gate_up_small_batch_key,
     gemm_key,
     padded_experts,
     route_chunks,
-    silu_mul_quant_key,
 )
-from fp8moe_plugin.plan.tuning import TRITON_DENSE_SHARE, TRITON_EXPERT_SHARE, TRITON_FEW_ROWS
+from fp8moe_plugin.plan.tuning import TRITON_DENSE_SHARE, TRITON_FEW_ROWS, TRITON_SMALL_BATCH
 from fp8moe_plugin.settings import batch_invariant
 
 
 class TritonScratch(NamedTuple):
-    """Scratch memory of a layer; `rows` is T * topk. A piece that a step does not need is empty."""
+    """Scratch memory of a layer; `rows` is T * topk."""
 
     x: int  # e4m3 [T, H]
     x_scales: int  # float32 [T, H / 128]
@@ -36,10 +37,16 @@ class TritonScratch(NamedTuple):
     counts: int  # int32 [chunks, padded experts], see triton_kernels/route.py
     table: int  # int32 [tiles, 4], see triton_kernels/route.py
     num_tiles: int  # int32 [2]: the number of tiles, and of rows
-    gate_up: int  # bfloat16 [rows, 2I], if SwiGLU has a kernel of its own
     inner: int  # e4m3 [rows, I]
     inner_scales: int  # float32, of inner, K-major
     down: int  # bfloat16 [rows, H]
+    nbytes: int
+
+
+class TritonSmallBatchScratch(NamedTuple):
+    """Scratch memory of a layer in a step of few tokens."""
+
+    inner: int  # bfloat16 [T * topk, I]
     nbytes: int
 
 
@@ -73,7 +80,6 @@ class TritonStep:
     tile_rows: int
     tiles: int  # the most row tiles there can be
     gate_up: TritonKey
-    silu_mul_quant: TritonKey | None  # None: gate_up includes it
     down: TritonKey
     scratch: TritonScratch
 
@@ -81,6 +87,21 @@ class TritonStep:
     def rows(self) -> int:
         """The number of rows of all experts if no id is out of range."""
         return self.tokens * self.shape.topk
+
+
+@dataclass(frozen=True, eq=False)
+class TritonSmallBatchStep:
+    """A step of few tokens: two kernels, whose programs find the experts of their pairs themselves."""
+
+    target: str
+    shape: MoeShape
+    tokens: int
+    gate_up: TritonKey
+    down: TritonKey
+    scratch: TritonSmallBatchScratch
+
+
+TritonStepPlan = TritonStep | TritonSmallBatchStep
 
 
 @dataclass(frozen=True)
@@ -115,27 +136,34 @@ class TritonDense:
     tile_n: int
 
 
-def plan_triton_step(target: str, shape: MoeShape, tokens: int, ue8m0: bool, multiprocessors: int) -> TritonStep:
-    """The plan of a step of `tokens` tokens, at least 1, on a GPU with so many multiprocessors."""
-    return _plan_step(target, shape, tokens, ue8m0, multiprocessors, batch_invariant())
+def plan_triton_step(target: str, shape: MoeShape, tokens: int, ue8m0: bool) -> TritonStepPlan:
+    """The plan of a step of `tokens` tokens, at least 1."""
+    return _plan_step(target, shape, tokens, ue8m0, batch_invariant())
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan_step(
-    target: str, shape: MoeShape, tokens: int, ue8m0: bool, multiprocessors: int, invariant: bool
-) -> TritonStep:
-    rows, blocks = tokens * shape.topk, shape.intermediate // GROUP
-    height = MORE_ROWS if invariant else rows_of_tiles(rows / shape.global_experts)
-    few = min(rows, shape.local_experts) * blocks < multiprocessors * TRITON_EXPERT_SHARE
-    return triton_step(target, shape, tokens, ue8m0, height, narrow=few and height == FEW_ROWS)
+def _plan_step(target: str, shape: MoeShape, tokens: int, ue8m0: bool, invariant: bool) -> TritonStepPlan:
+    rows_per_expert = tokens * shape.topk / shape.global_experts
+    if not invariant and rows_per_expert <= TRITON_SMALL_BATCH:
+        return triton_small_batch_step(target, shape, tokens, ue8m0)
+    return triton_step(target, shape, tokens, ue8m0, MORE_ROWS if invariant else rows_of_tiles(rows_per_expert))
 
 
-def triton_step(target: str, shape: MoeShape, tokens: int, ue8m0: bool, height: int, narrow: bool) -> TritonStep:
-    """The plan of a step in tiles of `height` rows.
+def triton_small_batch_step(target: str, shape: MoeShape, tokens: int, ue8m0: bool) -> TritonSmallBatchStep:
+    """The plan of a step whose tokens rarely share an expert."""
+    inner = 2 * tokens * shape.topk * shape.intermediate
+    return TritonSmallBatchStep(
+        target=target,
+        shape=shape,
+        tokens=tokens,
+        gate_up=gate_up_small_batch_key(target, ue8m0),
+        down=down_small_batch_key(target, ue8m0),
+        scratch=TritonSmallBatchScratch(*offsets(inner)),
+    )
 
-    `narrow`: SwiGLU is left to a kernel of its own. The programs of GEMM 1 are then narrower than a group of the
-    quantization, and more.
-    """
+
+def triton_step(target: str, shape: MoeShape, tokens: int, ue8m0: bool, height: int) -> TritonStep:
+    """The plan of a step in tiles of `height` rows."""
     topk, hidden, intermediate, experts, _ = shape
     rows = tokens * topk
     tiles, (chunks, _) = tile_capacity(rows, experts, height), route_chunks(rows)
@@ -147,7 +175,6 @@ def triton_step(target: str, shape: MoeShape, tokens: int, ue8m0: bool, height: 
         4 * chunks * padded_experts(experts),
         16 * tiles,
         8,
-        4 * rows * intermediate if narrow else 0,
         rows * intermediate,
         4 * scale_pitch(rows) * (intermediate // GROUP),
         2 * rows * hidden,
@@ -159,8 +186,7 @@ def triton_step(target: str, shape: MoeShape, tokens: int, ue8m0: bool, height: 
         ue8m0=ue8m0,
         tile_rows=height,
         tiles=tiles,
-        gate_up=gemm_key(target, FEW_ROWS, NARROW_TILE_N) if narrow else gate_up_key(target, height, ue8m0),
-        silu_mul_quant=silu_mul_quant_key(target, ue8m0) if narrow else None,
+        gate_up=gate_up_key(target, height, ue8m0),
         down=gemm_key(target, height),
         scratch=TritonScratch(*offsets(*sizes)),
     )

@@ -93,8 +93,11 @@ STREAMED_L2_FETCH = 128
 # docs/tuning.md#TRITON_FEW_ROWS
 TRITON_FEW_ROWS = 16
 
-# Programs per multiprocessor below which the tiles of a Triton GEMM of few rows are narrow: of GEMM 1 of the experts,
-# which then does not include SwiGLU, and of dense layers.
-# docs/tuning.md#TRITON_EXPERT_SHARE, docs/tuning.md#TRITON_DENSE_SHARE
-TRITON_EXPERT_SHARE = 0.2
+# Rows per expert on average up to which the Triton kernels for small batches serve a step: they read the weights for
+# each row.
+# docs/tuning.md#TRITON_SMALL_BATCH
+TRITON_SMALL_BATCH = 0.25
+
+# Programs per multiprocessor below which the tiles of a dense Triton GEMM of few rows are narrow.
+# docs/tuning.md#TRITON_DENSE_SHARE
 TRITON_DENSE_SHARE = 0.75

@@ -1,14 +1,15 @@
-"""Codes and scales of the Triton kernels have the bits of the CUDA kernels', on a Hopper GPU."""
+"""Triton kernels on a Hopper GPU: codes and scales with the bits of the CUDA kernels', and small batches."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from fp8moe_plugin.ops import per_token_group_quant_fp8, silu_mul_quant_fp8
+from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8, silu_mul_quant_fp8
 from fp8moe_plugin.ops.backend import Gpu
 from fp8moe_plugin.plan.catalog import SM90
 from tests import helpers as h
+from tests.triton.plans import force_step
 
 pytestmark = pytest.mark.gpu
 ue8m0s = pytest.mark.parametrize("ue8m0", [False, True])
@@ -50,3 +51,22 @@ def test_silu_of_every_gate(ue8m0: bool) -> None:
     up = h.random_tokens(gen, 1, 512, 128) * torch.randint(0, 2, (1, 512, 128), generator=gen, device=gen.device)
     gate_up, counts = torch.cat([gate, up.bfloat16()], -1), torch.tensor([512], dtype=torch.int32, device=gen.device)
     assert_equal_on_both(lambda: silu_mul_quant_fp8(gate_up, counts, ue8m0))
+
+
+@pytest.mark.parametrize("kind", h.ROUTINGS)
+@pytest.mark.parametrize(
+    ("topk", "hidden", "intermediate"), [(1, 128, 128), (3, 896, 384), (8, 2048, 768), (8, 7168, 256)]
+)
+def test_small_batches(monkeypatch: pytest.MonkeyPatch, topk: int, hidden: int, intermediate: int, kind: str) -> None:
+    """A token has the same bits in any small batch."""
+    h.serve(monkeypatch, gpu("sm_90"))
+    force_step(monkeypatch, None)
+    gen, experts = h.seeded(2, torch.device("cuda", 0)), 12
+    layer, x = h.random_layer(gen, experts, hidden, intermediate), h.random_tokens(gen, 5, hidden)
+    weights, ids = h.random_routing(gen, kind, 5, topk, experts)
+    out = fused_moe(x, *layer, weights, ids)
+    expected = h.layer_reference(x, layer, weights, ids, quantized=True)
+    assert h.relative_l2(out, expected) <= 3e-3  # rows of experts are not rounded to bfloat16
+    for token in (0, 4):
+        of_token = slice(token, token + 1)
+        assert h.same_bits(fused_moe(x[of_token], *layer, weights[of_token], ids[of_token]), out[of_token])

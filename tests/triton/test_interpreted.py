@@ -23,6 +23,7 @@ from tests.triton.plans import force_step
 CPU = torch.device("cpu")
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 6, 3, 256, 256
 MOST_ERROR = 1e-3  # relative L2: sums in another order change a few last bits of bfloat16, and codes after SwiGLU
+SMALL_BATCH_ERROR = 3e-3  # as rows of experts are not rounded to bfloat16 before the weighted sum
 
 
 @pytest.fixture
@@ -47,54 +48,64 @@ def sources(device: Device) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("height", "narrow", "kind", "tokens", "ue8m0"),
+    ("height", "kind", "tokens", "ue8m0"),
     [
-        (FEW_ROWS, True, "distinct", 1, False),
-        (FEW_ROWS, True, "some_missing", 9, True),
-        (FEW_ROWS, False, "out_of_range", 20, False),
-        (FEW_ROWS, False, "one_expert", 7, True),
-        (MORE_ROWS, False, "distinct", 60, True),
-        (MORE_ROWS, False, "nowhere", 4, False),
-        (MORE_ROWS, False, "first_half", 200, False),
+        (None, "distinct", 1, False),
+        (None, "some_missing", 3, True),
+        (None, "nowhere", 2, False),
+        (FEW_ROWS, "out_of_range", 20, False),
+        (FEW_ROWS, "one_expert", 7, True),
+        (MORE_ROWS, "distinct", 60, True),
+        (MORE_ROWS, "nowhere", 4, False),
+        (MORE_ROWS, "first_half", 200, False),
     ],
 )
 def test_every_tile_gives_the_layer(
     gen: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
-    height: int,
-    narrow: bool,
+    height: int | None,
     kind: str,
     tokens: int,
     ue8m0: bool,
 ) -> None:
-    force_step(monkeypatch, height, narrow)
-    layer, x = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE), h.random_tokens(gen, tokens, HIDDEN)
+    force_step(monkeypatch, height)
+    intermediate = INTERMEDIATE if height else 128  # small batches take many small programs
+    layer, x = h.random_layer(gen, EXPERTS, HIDDEN, intermediate), h.random_tokens(gen, tokens, HIDDEN)
     call = x, *layer, *h.random_routing(gen, kind, tokens, TOPK, EXPERTS)
     expected, actual, device = both(ops.fused_moe, *call, ue8m0=ue8m0)
-    assert h.relative_l2(actual, expected) <= MOST_ERROR
+    assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if height is None else MOST_ERROR)
     prepare = ["quantize_count", "route"] if tokens * TOPK > 128 else ["quantize_route"]
-    first = ["gemm", "silu_mul_quant"] if narrow else ["gate_up"]
-    assert sources(device) == [*prepare, *first, "gemm", "combine"]
+    few = ["gate_up_small_batch", "down_small_batch"]
+    assert sources(device) == (few if height is None else [*prepare, "gate_up", "gemm", "combine"])
 
 
+@pytest.mark.parametrize(("tokens", "height"), [(2, None), (50, FEW_ROWS)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_experts_of_a_rank_are_found_by_the_map(gen: torch.Generator, dtype: torch.dtype) -> None:
-    layer, x = h.random_layer(gen, 3, HIDDEN, 128), h.random_tokens(gen, 50, HIDDEN)
-    weights, ids = h.random_routing(gen, "out_of_range", 50, TOPK, EXPERTS)
+def test_experts_of_a_rank_are_found_by_the_map(
+    gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tokens: int, height: int | None
+) -> None:
+    force_step(monkeypatch, height)
+    layer, x = h.random_layer(gen, 3, HIDDEN, 128), h.random_tokens(gen, tokens, HIDDEN)
+    weights, ids = h.random_routing(gen, "out_of_range", tokens, TOPK, EXPERTS)
     expert_map = torch.tensor([-1, 2, -1, 0, 1, 7], dtype=torch.int32)
     wide = ids.to(dtype)
     wide[0, 0] += 2 ** (32 if dtype == torch.int64 else 30)  # its low half is an expert
     expected, actual, _ = both(ops.fused_moe, x, *layer, weights, wide, expert_map=expert_map)
-    assert h.relative_l2(actual, expected) <= MOST_ERROR
+    assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if height is None else MOST_ERROR)
 
 
-@pytest.mark.parametrize(("tokens", "topk"), [(5, 2), (60, 3), (3, 0)])
-def test_a_shared_expert_and_a_scale_of_the_routed_ones(gen: torch.Generator, tokens: int, topk: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "topk", "height"), [(5, 2, FEW_ROWS), (60, 3, FEW_ROWS), (3, 0, FEW_ROWS), (1, 0, None), (2, 2, None)]
+)
+def test_a_shared_expert_and_a_scale_of_the_routed_ones(
+    gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, tokens: int, topk: int, height: int | None
+) -> None:
+    force_step(monkeypatch, height)
     layer, x = h.random_layer(gen, EXPERTS + 1, HIDDEN, 128), h.random_tokens(gen, tokens, HIDDEN)
     weights, ids = h.random_routing(gen, "out_of_range", tokens, topk, EXPERTS)
     call = x, *layer, weights, ids.long()
     expected, actual, _ = both(ops.fused_moe, *call, shared_expert=True, routed_scale=2.5)
-    assert h.relative_l2(actual, expected) <= MOST_ERROR
+    assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if height is None else MOST_ERROR)
 
 
 def test_a_long_step_is_routed_in_chunks_of_several_parts(
@@ -102,7 +113,7 @@ def test_a_long_step_is_routed_in_chunks_of_several_parts(
 ) -> None:
     """With two chunks at most, each has two parts of 128 pairs, and the second has no pair in its last one."""
     monkeypatch.setattr(triton_catalog, "MAX_CHUNKS", 2)
-    force_step(monkeypatch, MORE_ROWS, narrow=False)
+    force_step(monkeypatch, MORE_ROWS)
     layer, x = h.random_layer(gen, EXPERTS, 128, 128), h.random_tokens(gen, 120, 128)
     call = x, *layer, *h.random_routing(gen, "some_missing", 120, TOPK, EXPERTS)
     expected, actual, device = both(ops.fused_moe, *call)

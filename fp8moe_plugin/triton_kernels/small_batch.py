@@ -1,0 +1,141 @@
+"""The experts of few tokens in two kernels: each program finds the experts of its pairs in the router's ids.
+
+The weights of an expert that several tokens have are read for each of them. A tensor core multiplies at least eight
+rows, so it would not help one; products are summed in float32, 128 channels at a time, and then scaled.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8moe_plugin.triton_kernels.arithmetic import quantized, silu_mul
+from fp8moe_plugin.triton_kernels.dependence import wait_for_previous_kernel
+from fp8moe_plugin.triton_kernels.route import local_experts
+
+
+@triton.jit
+def scaled_products(codes, code_scales, w, w_scales):
+    """Scaled products of G groups of 128 channels, e4m3 `[G, 128]` by e4m3 `[G, N, 128]`.
+
+    float32 `[G, N, 8]`: each thread adds up its 16 channels, and what threads have is added up in the end.
+    """
+    products = w.to(tl.float32) * codes.to(tl.float32)[:, None, :]
+    of_threads = tl.sum(tl.reshape(products, [w.shape[0], w.shape[1], 8, 16]), 3)
+    return of_threads * (code_scales * w_scales)[:, None, None]
+
+
+@triton.jit
+def sum_of_threads(sums):
+    """float32 `[N]` of `[G, N, 8]`."""
+    return tl.sum(tl.sum(sums, 2), 0)
+
+
+@triton.jit
+def triton_gate_up_small_batch(
+    x,
+    ids,
+    expert_map,
+    b,
+    b_scales,
+    inner,
+    channels,
+    k,
+    ids_64,
+    mapped,
+    shared,
+    pairs,
+    topk,
+    global_experts,
+    num_experts,
+    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UE8M0: tl.constexpr,
+):
+    """bfloat16 `inner` `[pairs, channels]`: `silu(gate) * up` with `gate, up = b[expert] @ x[token]`, quantizing x.
+
+    `x` is bfloat16 `[tokens, k]`, `b` e4m3 `[experts, 2 * channels, k]`, gate first. A program computes BLOCK_N
+    channels of a pair. A pair without an expert here is not written.
+    """
+    wait_for_previous_kernel(PDL)
+    columns = channels // BLOCK_N
+    pair, column_tile = tl.program_id(0) // columns, tl.program_id(0) % columns
+    expert = local_experts(ids, expert_map, pair, pairs, topk, shared, ids_64, mapped, global_experts, num_experts)
+    if expert < 0:
+        return
+    blocks, channel = k // 128, tl.arange(0, 128)
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_at = x + (pair // topk).to(tl.int64) * k
+    gate_at = b + (expert.to(tl.int64) * 2 * channels + column)[None, :, None] * k + channel[None, None, :]
+    up_at = gate_at + tl.cast(channels, tl.int64) * k
+    scale_at = b_scales + (expert.to(tl.int64) * 2 * (channels // 128) + column_tile * BLOCK_N // 128) * blocks
+    gate, up = tl.zeros([GROUPS, BLOCK_N, 8], tl.float32), tl.zeros([GROUPS, BLOCK_N, 8], tl.float32)
+    for first in range(0, blocks, GROUPS):
+        group = first + tl.arange(0, GROUPS)
+        exists = group < blocks
+        gate_w = tl.load(gate_at + group[:, None, None] * 128, exists[:, None, None], 0.0)
+        up_w = tl.load(up_at + group[:, None, None] * 128, exists[:, None, None], 0.0)
+        gate_scales = tl.load(scale_at + group, exists, 0.0)
+        up_scales = tl.load(scale_at + channels // 128 * blocks + group, exists, 0.0)
+        values = tl.load(x_at + group[:, None] * 128 + channel[None, :], exists[:, None], 0.0)
+        codes, scales = quantized(values, UE8M0)
+        gate += scaled_products(codes, scales, gate_w, gate_scales)
+        up += scaled_products(codes, scales, up_w, up_scales)
+    result = silu_mul(sum_of_threads(gate).to(tl.bfloat16), sum_of_threads(up).to(tl.bfloat16))
+    tl.store(inner + pair.to(tl.int64) * channels + column, result)
+
+
+@triton.jit
+def triton_down_small_batch(
+    inner,
+    ids,
+    expert_map,
+    weights,
+    b,
+    b_scales,
+    out,
+    hidden,
+    k,
+    ids_64,
+    mapped,
+    shared,
+    pairs,
+    topk,
+    global_experts,
+    num_experts,
+    routed_scale,
+    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UE8M0: tl.constexpr,
+):
+    """bfloat16 `out` `[tokens, hidden]`: the weighted sum of a token's experts, quantizing `inner`; see combine.py.
+
+    `inner` is bfloat16 `[pairs, k]`, `b` e4m3 `[experts, hidden, k]`. A program computes BLOCK_N channels of a token.
+    It goes through the groups of 128 channels of all its pairs as if they were those of one K.
+    """
+    wait_for_previous_kernel(PDL)
+    columns = hidden // BLOCK_N
+    token, column_tile = tl.program_id(0) // columns, tl.program_id(0) % columns
+    blocks, channel = k // 128, tl.arange(0, 128)
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_at = column[:, None].to(tl.int64) * k + channel[None, :]
+    routed = topk - shared
+    total = tl.zeros([GROUPS, BLOCK_N, 8], tl.float32)
+    for first in range(0, topk * blocks, GROUPS):
+        unit = first + tl.arange(0, GROUPS)
+        choice, group = unit // blocks, unit % blocks
+        pair = tl.where(choice < topk, token * topk + choice, pairs)
+        expert = local_experts(ids, expert_map, pair, pairs, topk, shared, ids_64, mapped, global_experts, num_experts)
+        here = expert >= 0
+        group_at = expert.to(tl.int64) * hidden * k + group * 128
+        w = tl.load(b + (group_at[:, None, None] + row_at[None, :, :]), here[:, None, None], 0.0)
+        scale_row = expert.to(tl.int64) * (hidden // 128) + column_tile * BLOCK_N // 128
+        w_scales = tl.load(b_scales + scale_row * blocks + group, here, 0.0)
+        is_routed = choice < routed
+        weight = tl.load(weights + token * routed + choice, here & is_routed, 1.0) * tl.where(
+            is_routed, routed_scale, 1.0
+        )
+        value_at = inner + (pair.to(tl.int64) * k + group * 128)[:, None] + channel[None, :]
+        codes, scales = quantized(tl.load(value_at, here[:, None], 0.0), UE8M0)
+        total += scaled_products(codes, scales, w, w_scales) * weight[:, None, None]
+    tl.store(out + token.to(tl.int64) * hidden + column, sum_of_threads(total).to(tl.bfloat16))
