@@ -23,6 +23,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # arguments of LL
     "deep_gemm": ({"moe_backend": "deep_gemm"} | UNFUSED, DEEP_GEMM | FP32_SCALES),
     "triton default": ({"moe_backend": "triton"}, TRITON),
     "deep_gemm default": ({"moe_backend": "deep_gemm"}, DEEP_GEMM),
+    "fp8moe triton": ({"quantization": "fp8moe"}, {"FP8MOE_BACKEND": "triton"}),
     "reference": ({"quantization": "fp8moe", "enforce_eager": True}, {"FP8MOE_BACKEND": "reference"}),
     "bf16": ({}, {}),  # runs the unquantized twin of the checkpoint
 }
