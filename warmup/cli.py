@@ -14,6 +14,7 @@ from fp8moe_plugin.checkpoint.shapes import Model, rank_shapes
 from fp8moe_plugin.checkpoint.untrusted import shell_word, shown
 from fp8moe_plugin.errors import Fp8MoeError, UnsupportedError
 from fp8moe_plugin.jit import cache, lookup, toolchain
+from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import nvrtc_version
 from warmup import interrupts, kernels, streams
 from warmup.model import read_checkpoint, warn
@@ -148,8 +149,17 @@ def verify(options: Options, report: Report) -> bool:
     if bad:
         model = f" --model {shell_word(options.model)} {options.parallel}" if options.model else ""
         command = lookup.WARMUP + model + lookup.gpu_option(options.kernels)
-        print(f"Run `{lookup.warmup_command(command, bundle)}`.")
+        print(f"Run `{lookup.warmup_command(command, bundle)}`{_made_for(bundle, options.kernels)}.")
     return not bad
+
+
+def _made_for(bundle: Path | None, target: str) -> str:
+    """What to do with a bundle of kernels for other GPUs than `target`, instead of replacing it."""
+    made_for = read_bundle(bundle).manifest.arch if bundle else target
+    if made_for == target:
+        return ""
+    gpu = lookup.gpu_option(made_for)
+    return f" to replace it, or verify it {f'with{gpu}' if gpu else 'without --gpu'}"
 
 
 def _summary(report: Report) -> str:

@@ -49,7 +49,14 @@ def findings(found: list[Engine]) -> Iterator[Finding]:
     yield from map(_finding, found)
     if not found:
         missing = "neither vLLM nor SGLang is installed in this environment: not needed to compile, but to serve"
-        yield Finding(subject="engines", found=missing)
+        yield Finding(subject="engines", found="; ".join((missing, *_exclusions())))
+
+
+def _exclusions() -> Iterator[str]:
+    """The variables that would keep engines from loading the plugin."""
+    for known in ENGINES:
+        if (value := _excluded_by(known)) is not None:
+            yield f"{known.variable}={shown_text(value)} would leave the plugin out. Add {NAME} to it"
 
 
 def _finding(engine: Engine) -> Finding:

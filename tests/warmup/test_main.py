@@ -271,6 +271,17 @@ def test_verify_with_a_bundle_looks_at_nothing_else(
     assert "none.tar cannot be read: No such file or directory" in capsys.readouterr().err
 
 
+def test_a_bundle_for_other_gpus_is_not_only_to_be_replaced(
+    full_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "kernels.tar"
+    assert main(["bundle", "--bundle", str(bundle)]) == 0
+    capsys.readouterr()
+    assert main(["verify", "--bundle", str(bundle), "--gpu", "sm89"]) == 1
+    remedy = f"Run `fp8moe-warmup bundle --gpu sm89 --bundle {bundle}` to replace it, or verify it without --gpu."
+    assert remedy in capsys.readouterr().out
+
+
 def test_a_full_cache_need_not_be_writable(full_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.cache, "require_usable", lambda: pytest.fail("wants to write"))
     assert main([]) == 0
