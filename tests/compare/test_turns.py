@@ -61,6 +61,15 @@ def test_while_engines_start_the_missing_ones_are_named(make: Make, tmp_path: Pa
     assert [line.split()[0] for line in lines if "was ready" in line] == ["slow", "fast"]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python does not raise KeyboardInterrupt if a shell started it in the background, which ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_says_which_engine_was_not_ready(make: Make) -> None:
     engines, _ = make(partial(os.kill, os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):

@@ -135,7 +135,7 @@ def test_a_hub_that_accepts_no_connection_is_told_within_five_seconds(tmp_path: 
 
 def test_a_hub_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_of_warmup, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(hub_of_warmup.socket, "create_connection", lambda *_: time.sleep(5))
+    monkeypatch.setattr(hub_of_warmup.socket, "create_connection", lambda *_: time.sleep(5) or socket.socket())
     assert hub_of_warmup._unreachable("https://hub") == "The hub at https://hub is unreachable (no answer within 0.1 s)"
 
 
