@@ -6,9 +6,12 @@ A signal that was ignored when the process started, as under `nohup`, stays igno
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
+RETRY_S = 0.001
 MESSAGE = "Interrupted. Finished work is kept; run the command again to continue."
 
 
@@ -28,20 +31,40 @@ def ignore() -> None:
 
 @contextlib.contextmanager
 def raised(*numbers: signal.Signals) -> Iterator[None]:
-    """Turn the first of these signals into a `KeyboardInterrupt`, and ignore later ones to protect the cleanup."""
+    """Turn the first of these signals into a `KeyboardInterrupt`, and ignore later ones to protect the cleanup.
+
+    Python drops what is raised in a destructor or in the callback of a weak reference. There, the signal comes again a
+    little later.
+    """
     handlers = {number: signal.getsignal(number) for number in numbers}
     caught = [number for number, handler in handlers.items() if handler is not signal.SIG_IGN]
+    hook, first = sys.unraisablehook, signal.SIGINT
+
+    def handle(handler: Any) -> None:
+        for number in caught:
+            signal.signal(number, handler)
 
     def raise_once(number: int, frame: FrameType | None) -> None:
-        for other in caught:
-            signal.signal(other, signal.SIG_IGN)
+        nonlocal first
+        handle(signal.SIG_IGN)
+        first = signal.Signals(number)
         raise KeyboardInterrupt
 
+    def retry(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            return hook(unraisable)
+        handle(raise_once)
+        signal.setitimer(signal.ITIMER_REAL, RETRY_S)
+
+    alarm = signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(first))
     try:
-        for number in caught:
-            signal.signal(number, raise_once)
+        sys.unraisablehook = retry
+        handle(raise_once)
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, alarm)
+        sys.unraisablehook = hook
         for number in caught:
             signal.signal(number, handlers[number])
 

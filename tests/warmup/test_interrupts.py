@@ -168,6 +168,22 @@ def test_only_the_first_interrupt_is_raised() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_an_interrupt_within_a_destructor_comes_again(capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def work() -> None:
+        Interrupted()
+        time.sleep(60)
+
+    before = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+    with pytest.raises(KeyboardInterrupt), interrupts.raised(signal.SIGTERM):
+        work()
+    assert (sys.unraisablehook, signal.getsignal(signal.SIGALRM)) == before
+    assert capsys.readouterr().err == ""
+
+
 def test_a_signal_that_is_held_back_is_raised_afterwards() -> None:
     done = []
 
