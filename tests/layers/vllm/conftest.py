@@ -1,9 +1,15 @@
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.engine.load import replaced
+from tests.engine.load import load, replaced
+
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -15,6 +21,29 @@ def workspaces() -> Iterator[None]:
         init_workspace_manager(torch.device("cpu"))
         yield
         reset_workspace_manager()
+
+
+@pytest.fixture(scope="module")
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the module's `checkpoint`, which has one shard."""
+    (shard,) = checkpoint.glob("*.safetensors")
+    return load_file(shard)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path, workspaces: None) -> Iterator[torch.nn.Module]:
+    """The module's `checkpoint`, a Qwen3-MoE, as vLLM loads it."""
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+    ModelRegistry.register_model(
+        "Qwen3MoeForCausalLM", Qwen3MoeForCausalLM
+    )  # otherwise vLLM inspects the class in a new process
+    with mock.patch.dict(os.environ, ENVIRONMENT):  # vLLM sets further variables, which must not affect later tests
+        yield load(checkpoint, "fp8moe", enforce_eager=True)
+        destroy_model_parallel()
+        destroy_distributed_environment()
 
 
 @pytest.fixture

@@ -1,21 +1,14 @@
 """vLLM itself loads a checkpoint of compressed-tensors in block FP8, whose scales are in BF16, and calls its layers."""
 
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.models import ModelRegistry
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
 from fp8moe_plugin.checkpoint.model import read_model
@@ -24,12 +17,10 @@ from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.ops import fp8_linear, fused_moe
 from tests import helpers as h
 from tests.compressed import compress
-from tests.engine.load import load
 
 pytestmark = pytest.mark.seam
 
 SHAPE = replace(PRESETS["qwen3_moe", "tiny"], moe_layers=1, block_spread=1.0)
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 ATTENTION, EXPERTS = "model.layers.0.self_attn", "model.layers.0.mlp.experts"
 Tensors = dict[str, torch.Tensor]
 
@@ -40,21 +31,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(folder, SHAPE)
     compress(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def tensors(checkpoint: Path) -> Tensors:
-    (shard,) = checkpoint.glob("*.safetensors")
-    return load_file(shard)
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Path, workspaces: None) -> Iterator[torch.nn.Module]:
-    ModelRegistry.register_model("Qwen3MoeForCausalLM", Qwen3MoeForCausalLM)  # or vLLM starts a process to look at it
-    with mock.patch.dict(os.environ, ENVIRONMENT):
-        yield load(checkpoint, "fp8moe", enforce_eager=True)
-        destroy_model_parallel()
-        destroy_distributed_environment()
 
 
 def both(tensors: Tensors, *names: str) -> tuple[torch.Tensor, torch.Tensor]:

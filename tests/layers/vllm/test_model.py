@@ -1,34 +1,25 @@
 """vLLM itself builds a model, loads a checkpoint into it and calls its layers; only the engine is missing."""
 
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.models import ModelRegistry
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.ops import fp8_linear, fused_moe
 from tests import helpers as h
-from tests.engine.load import load
 
 pytestmark = pytest.mark.seam
 
 SHAPE = replace(PRESETS["qwen3_moe", "tiny"], moe_layers=1, block_spread=1.0)
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 ATTENTION, EXPERTS = "model.layers.0.self_attn", "model.layers.0.mlp.experts"
 Tensors = dict[str, torch.Tensor]
 
@@ -38,23 +29,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "qwen3_moe-fp8"
     write_checkpoint(folder, SHAPE)
     return folder
-
-
-@pytest.fixture(scope="module")
-def tensors(checkpoint: Path) -> Tensors:
-    (shard,) = checkpoint.glob("*.safetensors")
-    return load_file(shard)
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Path, workspaces: None) -> Iterator[torch.nn.Module]:
-    ModelRegistry.register_model(
-        "Qwen3MoeForCausalLM", Qwen3MoeForCausalLM
-    )  # otherwise vLLM inspects the class in a new process
-    with mock.patch.dict(os.environ, ENVIRONMENT):  # vLLM sets further variables, which must not affect later tests
-        yield load(checkpoint, "fp8moe", enforce_eager=True)
-        destroy_model_parallel()
-        destroy_distributed_environment()
 
 
 def both(tensors: Tensors, *names: str) -> tuple[torch.Tensor, torch.Tensor]:
