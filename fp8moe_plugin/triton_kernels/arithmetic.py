@@ -6,6 +6,7 @@ import triton.language as tl
 FP8_MAX = tl.constexpr(448.0)
 SMALLEST_AMAX_BITS = tl.constexpr(0x2EDBE6FF)  # of 1e-10, which keeps the scale of an all-zero group finite
 LOG2_E = tl.constexpr(1.44269504)
+SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -39,5 +40,6 @@ def silu_mul(gate, up):
     """bfloat16 `silu(gate) * up` of bfloat16; SiLU and the product are each rounded to bfloat16."""
     x = gate.to(tl.float32)
     inverse = 1.0 / (1.0 + tl.exp2(x * -LOG2_E))  # as in csrc, where dividing x would give other bits
+    inverse = tl.where(inverse < SMALLEST_NORMAL, 0.0, inverse)  # csrc has no subnormal ones
     silu = (x * inverse).to(tl.bfloat16)
     return (silu.to(tl.float32) * up.to(tl.float32)).to(tl.bfloat16)

@@ -271,6 +271,24 @@ def test_quantize_has_the_bits_of_the_cuda_kernel(gen: torch.Generator, ue8m0: b
     assert torch.equal(actual[1].nan_to_num(), scales.nan_to_num())
 
 
+@pytest.mark.skipif(not can_compile(), reason="the emulator needs an x86-64 with a g++ that knows C++20")
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_silu_mul_quant_of_the_least_and_largest_gates_has_the_bits_of_the_cuda_kernel(
+    gen: torch.Generator, ue8m0: bool
+) -> None:
+    """From -64 on e^-x has no inverse soon, and the product keeps a sign or not."""
+    gate = torch.arange(2**16).to(torch.int16).view(torch.bfloat16).view(1, 512, 128)
+    gate = gate[:, (gate[0].abs() >= 64).all(-1)]
+    gate_up = torch.cat([gate, h.random_tokens(gen, *gate.shape).bfloat16()], -1)
+    counts = torch.tensor([gate.shape[1]], dtype=torch.int32)
+    emulator = Emulator(emulator_runtime(), EmulatedKernels(), multiprocessors=4)
+    q, scales = emulator.execute(0, lambda: ops.silu_mul_quant_fp8(gate_up, counts, ue8m0))
+    _, actual, _ = both(ops.silu_mul_quant_fp8, gate_up, counts, ue8m0)
+    assert torch.equal(actual[0].isnan(), q.isnan())
+    assert torch.equal(codes(actual[0])[~q.isnan()], codes(q)[~q.isnan()])
+    assert torch.equal(actual[1].nan_to_num(), scales.nan_to_num())
+
+
 @pytest.mark.parametrize("ue8m0", [False, True])
 def test_silu_mul_quant_of_counted_rows(gen: torch.Generator, ue8m0: bool) -> None:
     gate_up, counts = h.random_tokens(gen, 2, 11, 512), torch.tensor([11, 2], dtype=torch.int32)

@@ -37,8 +37,11 @@ inline void mul_rn_bf16x2(u32& to, u32 a, u32 b) {
     cvt_rn_bf16x2_f32(to, of_bf16(a >> 16) * of_bf16(b >> 16), of_bf16(a & 0xffff) * of_bf16(b & 0xffff));
 }
 inline void mul_rn_sat_f32(float& to, float a, float b) { to = std::isnan(a * b) ? 0.f : min(max(a * b, 0.f), 1.f); }
-inline void ex2_approx_ftz_f32(float& to, float value) { to = exp2f(value); }
-inline void rcp_approx_ftz_f32(float& to, float value) { to = 1.0f / value; }
+inline float flushed(float value) {
+    return std::isnan(value) || fabsf(value) >= 0x1p-126f ? value : copysignf(0, value);
+}
+inline void ex2_approx_ftz_f32(float& to, float value) { to = flushed(exp2f(flushed(value))); }
+inline void rcp_approx_ftz_f32(float& to, float value) { to = flushed(1.0f / flushed(value)); }
 
 // ---- memory ----
 
