@@ -16,7 +16,7 @@ import triton
 import triton.experimental.gluon  # which the interpreter imports later, when it must not be patched
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction
 
 from fp8moe_plugin import triton_kernels
@@ -99,6 +99,7 @@ def interpreting() -> Iterator[None]:
                 if isinstance(value, JITFunction):
                     patch.setattr(module, name, _interpreted(value))
         patch.setattr(interpreter, "_convert_float", _convert_float)
+        patch.setattr(interpreter.InterpreterBuilder, "create_fma", _create_fma)
         yield
 
 
@@ -109,6 +110,19 @@ def _convert_float(values: np.ndarray, from_type: tl.dtype, to_type: tl.dtype, m
     numbers = bits.view(source).float()
     numbers = numbers.clamp(-448, 448) if result == torch.float8_e4m3fn else numbers
     return numbers.to(result).view(as_integers).numpy()
+
+
+def _create_fma(builder: object, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+    """Rounded once; the interpreter of Triton 3.7 rounds the product, too."""
+    product = np.multiply(x.data, y.data, dtype=np.float64)  # exact for float32
+    total = product + z.data
+    of_product = total - z.data
+    error = (product - of_product) + (z.data - (total - of_product))  # of the sum, exact (Knuth's TwoSum)
+    # Rounded to odd, so that rounding again to float32 is the only rounding that counts (Boldo and Melquiond 2008).
+    odd = total.view(np.int64) % 2 != 0
+    inexact = np.isfinite(total) & (error != 0) & ~odd
+    total = np.where(inexact, np.nextafter(total, np.copysign(np.inf, error)), total)
+    return TensorHandle(total.astype(z.data.dtype), z.dtype.scalar)
 
 
 @functools.cache
