@@ -78,7 +78,7 @@ class Engines(turns.Engines):
 
     def measure(self, cell: Cell, rounds: int) -> None:
         """Time the cell in turns."""
-        for name, ms in self.in_turns(rounds, "measure", cell):
+        for name, ms in self.in_turns(range(rounds), "measure", cell):
             row = self.rows.setdefault((cell, name), {"model": self.kind, "cell": cell.name, "engine": name})
             taken = [*row.get("rounds", []), round(ms, 4)]
             row |= {"ms": round(statistics.median(taken), 4), "ms_least": min(taken)}

@@ -1,4 +1,6 @@
-"""How far what engines say about the same text is apart, with 95% intervals from a bootstrap over its windows."""
+"""95% intervals from a bootstrap: of how far what engines say about the same text is apart, over its windows, and of
+their times, over rounds.
+"""
 
 from typing import NamedTuple
 
@@ -6,6 +8,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 DRAWS = 10_000
+QUANTILES = (0.025, 0.975)
 LEAST = 1e-9  # of the probability of all tokens that are not listed, which is a difference of rounded sums
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.floating]]
@@ -13,7 +16,7 @@ Ids = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
 
 
 class Interval(BaseModel):
-    """A mean, and the 95% interval around it."""
+    """A mean or a median, and the 95% interval around it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -41,8 +44,26 @@ class Reading(NamedTuple):
 def bootstrap(values: Floats) -> Interval:
     """The mean of one value per window, [n]. For differences of two engines, pair them by window."""
     drawn = np.random.default_rng(0).integers(len(values), size=(DRAWS, len(values)))
-    low, high = np.quantile(values[drawn].mean(1), [0.025, 0.975])
+    low, high = np.quantile(values[drawn].mean(1), QUANTILES)
     return Interval(value=float(values.mean()), low=float(low), high=float(high))
+
+
+def median_time(rounds_ms: list[float]) -> Interval:
+    low, high = np.quantile(_medians(rounds_ms), QUANTILES)
+    return Interval(value=float(np.median(rounds_ms)), low=float(low), high=float(high))
+
+
+def speedup(rounds_ms: list[float], others_ms: list[float]) -> Interval:
+    """How many times as fast the first are as the others, by their medians."""
+    low, high = np.quantile(_medians(others_ms, seed=1) / _medians(rounds_ms), QUANTILES)
+    return Interval(value=float(np.median(others_ms) / np.median(rounds_ms)), low=float(low), high=float(high))
+
+
+def _medians(rounds_ms: list[float], seed: int = 0) -> Floats:
+    """Of each draw, [DRAWS]."""
+    drawn = np.random.default_rng(seed).integers(len(rounds_ms), size=(DRAWS, len(rounds_ms)))
+    medians: Floats = np.median(np.array(rounds_ms)[drawn], 1)
+    return medians
 
 
 def perplexity(reading: Reading) -> float:

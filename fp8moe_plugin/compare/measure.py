@@ -1,6 +1,7 @@
 """Lets engines read the text and times them in turns, and writes down at once what each has done."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,14 +12,21 @@ from fp8moe_plugin.compare.process import EngineError
 from fp8moe_plugin.compare.result import CompareResult, EngineResult, timing
 from fp8moe_plugin.compare.turns import Engines
 
+ENOUGH_S = 10.0
+
 
 @dataclass(frozen=True)
 class Cells:
-    """What is timed, in `rounds`: the first token of a prompt, and decode steps of several numbers of sequences."""
+    """What is timed: the first token of a prompt, and decode steps of several numbers of sequences.
+
+    Each in `rounds`, and in up to `most_rounds` as long as these take no more than ENOUGH_S: a host may be slow for a
+    second, so that short cells vary most.
+    """
 
     first_token: Cell
     decode: tuple[Cell, ...]
     rounds: int
+    most_rounds: int
 
     @property
     def all(self) -> list[Cell]:
@@ -39,7 +47,7 @@ def measure(engines: Engines, cells: Cells, result: CompareResult, readings: dic
             with engines.errors(name):
                 _read(engines, results[name], result.listed_tokens, readings)
         for cell in cells.all:
-            _time(engines, results, cell, cells.rounds)
+            _time(engines, results, cell, _rounds(cells))
     finally:
         engines.kill()
         for name, found in engines.found.items():
@@ -59,7 +67,16 @@ def _read(engines: Engines, engine: EngineResult, listed: int, readings: dict[st
     engines.progress(f"{engine.name} has read {reading.windows.size:,} tokens in {engine.reading_s:.1f} s")
 
 
-def _time(engines: Engines, results: dict[str, EngineResult], cell: Cell, rounds: int) -> None:
+def _rounds(cells: Cells) -> Iterator[int]:
+    """The numbers of the rounds of one cell, which begins now."""
+    begin = time.monotonic()
+    for number in range(cells.most_rounds):
+        if number >= cells.rounds and time.monotonic() - begin > ENOUGH_S:
+            return
+        yield number
+
+
+def _time(engines: Engines, results: dict[str, EngineResult], cell: Cell, rounds: Iterator[int]) -> None:
     taken: dict[str, list[float]] = {}
     for name, ms in engines.in_turns(rounds, "measure", cell):
         taken.setdefault(name, []).append(ms)

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from pydantic import BaseModel, ConfigDict
 
@@ -12,9 +13,11 @@ from fp8moe_plugin.compare.intervals import (
     Reading,
     bootstrap,
     divergence,
+    median_time,
     perplexity,
     perplexity_change,
     same_token,
+    speedup,
 )
 
 FP8, BF16 = "fp8", "bf16"
@@ -119,10 +122,8 @@ def _about(result: CompareResult) -> list[str]:
     lines = [f"{shown_text(result.model)} on {where}, vLLM {result.vllm}; {turns}"]
     if result.windows:
         read = f"{result.windows} windows of {result.window_tokens} tokens"
-        lines.append(
-            f"Text: {shown_text(result.text)}, {read}. Brackets: 95% intervals, from a bootstrap over windows."
-        )
-    return lines
+        lines.append(f"Text: {shown_text(result.text)}, {read}")
+    return [*lines, "Brackets: 95% intervals, from a bootstrap over windows of the text or rounds of the timing"]
 
 
 Cell = Callable[[EngineResult], str]
@@ -136,10 +137,10 @@ def _figures(result: CompareResult) -> Iterator[tuple[str, Cell]]:
     yield from _interval(f"KL from {reference}, nats per token", ".5f", lambda engine: engine.divergence)
     yield from _interval(f"same most likely token as {reference}", ".2%", lambda engine: engine.same_token)
     first = f"first token of {result.prompt_tokens:,}, ms"
-    yield first, lambda engine: _value(engine.first_token_ms, ".2f")
+    yield from _interval(first, ".2f", lambda engine: _milliseconds(engine.first_token_ms))
     for count in sorted({count for engine in result.engines for count in engine.tokens_per_s}):
         label = f"tokens/s, {count} sequence{'s' * (count > 1)}"
-        yield label, lambda engine, count=count: _value(engine.tokens_per_s.get(count), ",.0f")  # type: ignore[misc]
+        yield from _interval(label, ",.0f", partial(_tokens_per_s, count=count))
     ready = "ready, s" + " (started together)" * bool(result.in_turns)
     yield ready, lambda engine: _number(engine.ready_s, ".1f")
 
@@ -155,7 +156,17 @@ def _interval(label: str, form: str, of: Callable[[EngineResult], Interval | Non
     yield "", bounds
 
 
-def _value(found: Interval | Timing | None, form: str) -> str:
+def _milliseconds(found: Timing | None) -> Interval | None:
+    return median_time(found.rounds_ms) if found else None
+
+
+def _tokens_per_s(engine: EngineResult, count: int) -> Interval | None:
+    found = _milliseconds(engine.tokens_per_s.get(count))
+    rate = 1e3 * count
+    return Interval(value=rate / found.value, low=rate / found.high, high=rate / found.low) if found else None
+
+
+def _value(found: Interval | None, form: str) -> str:
     return _number(None if found is None else found.value, form)
 
 
@@ -191,13 +202,18 @@ def _accuracy(result: CompareResult, ours: EngineResult) -> list[str]:
 def _speed(ours: EngineResult, peer: EngineResult) -> list[str]:
     parts = []
     if ours.first_token_ms and peer.first_token_ms:
-        ratio = peer.first_token_ms.value / ours.first_token_ms.value
-        parts.append(f"first token {ratio:.2f} times as fast as {peer.name}")
+        parts.append(f"first token {_times(ours.first_token_ms, peer.first_token_ms, 'as fast as ' + peer.name)}")
     both = [n for n in ours.tokens_per_s if n in peer.tokens_per_s]
-    ratios = [ours.tokens_per_s[n].value / peer.tokens_per_s[n].value for n in both]
-    if ratios:
-        span = " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios))))
-        parts.append(f"{span} times its tokens per second")
+    if both:
+        what = [f"with {n}" for n in both]
+        what[0] = f"its tokens per second {what[0]}"
+        ratios = map(_times, *([engine.tokens_per_s[n] for n in both] for engine in (ours, peer)), what)
+        parts.append(f"{', '.join(ratios)} sequences")
     if ours.ready_s and peer.ready_s:
         parts.append(f"ready after {ours.ready_s:.0f} s, {peer.name} {peer.ready_s:.0f} s")
     return parts
+
+
+def _times(ours: Timing, peer: Timing, what: str) -> str:
+    found = speedup(ours.rounds_ms, peer.rounds_ms)
+    return f"{found.value:.2f} times {what}" + " (no difference shown)" * (found.low <= 1 <= found.high)

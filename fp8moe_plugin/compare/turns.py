@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fp8moe_plugin.compare.process import EngineError, EngineProcess
@@ -64,9 +64,13 @@ class Engines:
         """What a method of one engine returns. Raises `EngineError`; see `errors`."""
         return self.processes[name].call(method, *arguments, timeout=self.timeout)
 
-    def in_turns(self, rounds: int, method: str, *arguments: Any) -> Iterator[tuple[str, Any]]:
-        """Call each engine once in each round, one after another. Yields names and answers."""
-        for number in range(rounds):
+    def in_turns(self, rounds: Iterable[int], method: str, *arguments: Any) -> Iterator[tuple[str, Any]]:
+        """Call each engine once in each round, one after another. Yields names and answers.
+
+        Args:
+            rounds: their numbers, on which the order depends.
+        """
+        for number in rounds:
             for name in turns(self.names, number):
                 with self.errors(name):
                     yield name, self.call(name, method, *arguments)

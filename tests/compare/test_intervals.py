@@ -1,4 +1,4 @@
-"""Divergence, agreement and perplexity of readings, against sums over a whole vocabulary."""
+"""Divergence, agreement and perplexity of readings, against sums over a whole vocabulary; intervals of times."""
 
 import numpy as np
 import pytest
@@ -8,9 +8,11 @@ from fp8moe_plugin.compare.intervals import (
     Reading,
     bootstrap,
     divergence,
+    median_time,
     perplexity,
     perplexity_change,
     same_token,
+    speedup,
 )
 
 WINDOWS, LENGTH, VOCAB = 6, 20, 40
@@ -90,3 +92,19 @@ def test_an_interval_covers_what_chance_does_to_the_mean() -> None:
     assert found.value == pytest.approx(values.mean())
     assert found.high - found.low == pytest.approx(2 * 1.96 * values.std() / 400**0.5, rel=0.1)
     assert found.low < found.value < found.high
+
+
+def test_the_interval_of_a_median_is_within_its_rounds_and_narrows_with_their_number() -> None:
+    few, many = (median_time([1.0, 2.0, 3.0, 4.0, 9.0] * times) for times in (1, 20))
+    assert few.value == many.value == 3
+    assert 1 <= few.low < many.low < 3 < many.high < few.high <= 9
+
+
+@pytest.mark.parametrize(("others", "shown"), [([3.0, 3.1, 2.9, 3.0, 3.2], True), ([2.0, 1.5, 2.3, 2.1, 1.9], False)])
+def test_a_speedup_is_shown_where_its_interval_does_not_hold_1(others: list[float], shown: bool) -> None:
+    rounds = [2.0, 2.2, 1.8, 2.1, 1.9]
+    found, inverse = speedup(rounds, others), speedup(others, rounds)
+    assert found.value == pytest.approx(np.median(others) / 2)
+    assert (found.low > 1) == shown
+    assert found.low <= found.value <= found.high
+    assert inverse.value == pytest.approx(1 / found.value)

@@ -1,11 +1,13 @@
 """What is written down of engines that read, take turns and fail; stand-ins take their places."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fp8moe_plugin.compare import measure as timing
 from fp8moe_plugin.compare.cells import Cell
 from fp8moe_plugin.compare.engine import WINDOW, token_ids
 from fp8moe_plugin.compare.intervals import Reading
@@ -16,7 +18,7 @@ from fp8moe_plugin.compare.turns import Engines
 from fp8moe_plugin.errors import UnsupportedError
 
 NAMES = ["fp8moe", "fp8", "bf16"]
-CELLS = Cells(Cell("first token", 1, 1024), (Cell("decode 1", 1, 0), Cell("decode 8", 8, 0)), rounds=3)
+CELLS = Cells(Cell("first token", 1, 1024), (Cell("decode 1", 1, 0), Cell("decode 8", 8, 0)), rounds=3, most_rounds=3)
 
 
 class Process:
@@ -56,7 +58,7 @@ class Process:
 
 
 def measured(
-    failing: dict[str, tuple[str, int]] | None = None, text: dict[str, int] | None = None
+    failing: dict[str, tuple[str, int]] | None = None, text: dict[str, int] | None = None, cells: Cells = CELLS
 ) -> tuple[dict[str, EngineResult], dict[str, Reading], list[tuple[str, str]], list[str]]:
     """The result of each engine, what they read, the calls, and the lines of progress."""
     calls: list[tuple[str, str]] = []
@@ -67,7 +69,7 @@ def measured(
         listed_tokens=4, prompt_tokens=1024, engines=[EngineResult(name=name) for name in NAMES],
     )  # fmt: skip
     readings: dict[str, Reading] = {}
-    measure(Engines(processes, 7, lines.append), CELLS, result, readings)
+    measure(Engines(processes, 7, lines.append), cells, result, readings)
     assert all(process.killed for process in processes.values())
     return {engine.name: engine for engine in result.engines}, readings, calls, lines
 
@@ -90,6 +92,17 @@ def test_all_engines_read_and_are_timed_in_turns() -> None:
         assert engine.reading_s is not None
     assert any("/logs/fp8.log" in line for line in lines)
     assert any(line.startswith("decode 8: ") and all(name in line for name in NAMES) for line in lines)
+
+
+@pytest.mark.parametrize(("enough", "rounds"), [(0.0, 3), (1e9, 7)])
+def test_short_cells_have_more_rounds(monkeypatch: pytest.MonkeyPatch, enough: float, rounds: int) -> None:
+    monkeypatch.setattr(timing, "ENOUGH_S", enough)
+    results, *_ = measured(cells=replace(CELLS, most_rounds=7))
+    for engine in results.values():
+        assert engine.first_token_ms
+        assert [len(found.rounds_ms) for found in (engine.first_token_ms, *engine.tokens_per_s.values())] == [
+            rounds
+        ] * 3
 
 
 @pytest.mark.parametrize(("what", "times"), [("make", 0), ("read", 0), ("measure", 0), ("measure", 4)])

@@ -82,7 +82,9 @@ def test_the_verdict_beside_a_twin(ours: float, peer: float, word: str) -> None:
     text = compared({OURS: ours, FP8: peer, BF16: 0}).verdict
     assert f"({word})" in text
     assert "KL divergence from bf16" in text
-    assert "first token 1.50 times as fast as fp8; 1.50 times its tokens per second" in text
+    assert (
+        "first token 1.50 times as fast as fp8; 1.50 times its tokens per second with 1 (no difference shown), " in text
+    )
     assert "ready after 20 s, fp8 30 s" in text
     assert "\n" not in text
 
@@ -123,7 +125,8 @@ def test_the_table_fits_100_columns_and_has_every_figure() -> None:
     (first,) = (row for row in rows if row.startswith("first token of 1,024, ms"))
     assert first.split()[-3:] == ["4.00", "6.00", "10.00"]
     assert any(row.startswith("KL from bf16") and row.endswith(" -") for row in rows)
-    assert sum("[" in row for row in rows) == 3  # intervals
+    assert sum("[" in row for row in rows) == 6  # intervals: of accuracy, the first token, and two rates
+    assert "[7,111, 640,000]" in rows[rows.index(rates) + 1]
 
 
 @pytest.mark.parametrize("failed", [(), (FP8,), (OURS, FP8)])

@@ -167,7 +167,7 @@ def test_engines_that_fit_run_at_once(asked: Asked, gpu: None, groups: list[Any]
     assert found["in_turns"]
     assert (found["gpu"], found["twin"]) == ("NVIDIA H200", str(twin))
     assert all(engine["first_token_ms"] and engine["log"] is None for engine in found["engines"])
-    assert "Verdict: first token 1.00 times as fast as fp8." in printed
+    assert "Verdict: first token 1.00 times as fast as fp8 (no difference shown)." in printed
 
 
 def test_engines_that_do_not_fit_run_one_after_the_other(
