@@ -8,12 +8,15 @@ difference does not spoil the rest. `prefix` is the number of generated tokens t
 `triton` and `deep_gemm` are vLLM's backends made comparable with ours: FP32 scales of activations, as a checkpoint
 without `scale_fmt: ue8m0` has them, and no fusion of norms and activations into the quantization, which would save a
 rounding to BF16. `triton default` and `deep_gemm default` run as `--quantization fp8` does.
+
+Of our engines the report has the line of their log that names the backend.
 """
 
 import argparse
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import ENGINES
-from benchmarks.report import write_report
+from benchmarks.report import installed, write_report
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 768, 96, 32
+SERVED = re.compile(r"fp8moe serves the experts: backend \w+")
 
 
 def run_engine(model: str, name: str) -> dict[str, Any]:
@@ -62,12 +66,18 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def served_by(log: list[str]) -> str | None:
+    """What the log says about the kernels of our first layer of experts; None if no layer is ours."""
+    return next((found[0] for line in log if (found := SERVED.search(line))), None)
+
+
 def in_own_process(model: str, name: str) -> dict[str, Any]:
     """The answers of an engine in its own process; `seconds` is the lifetime of that process."""
     command = [sys.executable, "-m", "benchmarks.accuracy.agreement", "--model", model, "--run", name]
     start = time.monotonic()
     done = subprocess.run(command, env=os.environ | ENGINES[name][1], stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1]) | {"seconds": time.monotonic() - start}
+    *log, answers = done.stdout.splitlines()
+    return json.loads(answers) | {"served": served_by(log), "seconds": time.monotonic() - start}
 
 
 def main() -> None:
@@ -75,7 +85,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--twin", help="the same model unquantized, for the engine `bf16`")
     parser.add_argument("--engines", default="fp8moe,triton,deep_gemm")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="the report, rewritten after each engine")
     parser.add_argument("--run", choices=ENGINES, help="run one engine and print its answers as JSON")
     args = parser.parse_args()
     if args.run:
@@ -85,7 +95,7 @@ def main() -> None:
     pairs: dict[str, dict[str, float]] = {}
     for name in args.engines.split(","):
         new = in_own_process(args.twin if name == "bf16" else args.model, name)
-        print(f"{name}: engine ready after {new['ready_s']:.0f} s", flush=True)
+        print(f"{name}: engine ready after {new['ready_s']:.0f} s; {new['served'] or 'no layer of ours'}", flush=True)
         for other, answers in said.items():
             result = pairs[f"{other} ~ {name}"] = compare(answers, new)
             print(
@@ -94,11 +104,10 @@ def main() -> None:
                 flush=True,
             )
         said[name] = new
-    if args.out:
-        import vllm
-
-        ready = {n: s["ready_s"] for n, s in said.items()}
-        write_report(args.out, {"vllm": vllm.__version__, "prompts": PROMPTS, "ready_s": ready, "pairs": pairs})
+        ready, served = ({name: of[key] for name, of in said.items()} for key in ("ready_s", "served"))
+        about = {"vllm": installed("vllm"), "prompts": PROMPTS, "ready_s": ready, "served": served}
+        if args.out:
+            write_report(args.out, about | {"pairs": pairs})
 
 
 if __name__ == "__main__":
