@@ -35,9 +35,18 @@ def triton_version() -> str:
         return f"triton {metadata.version('triton')}"
     except metadata.PackageNotFoundError as error:
         raise CompileError(
-            "Triton is not installed, and the kernels of GPUs other than Hopper's are compiled by it. Install the "
-            "package triton that fits PyTorch. Only serving from a bundle, FP8MOE_BUNDLE, works without it."
+            "Triton is not installed, and the kernels of GPUs other than Hopper's are compiled by it. "
+            f"{_how_to_install()} Only serving from a bundle, FP8MOE_BUNDLE, works without it."
         ) from error
+
+
+def _how_to_install() -> str:
+    """The version that the installed PyTorch requires, if there is one and it says."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        required = [name.partition(";")[0].strip() for name in metadata.requires("torch") or []]
+        if wanted := next((name for name in required if re.match(r"triton\b", name)), None):
+            return f"Run `pip install '{wanted}'`, which PyTorch {metadata.version('torch')} requires."
+    return "Run `pip install triton`, best the version that the server's PyTorch requires."
 
 
 def compile_triton(key: TritonKey) -> tuple[bytes, str]:

@@ -118,13 +118,34 @@ def test_what_triton_refuses_is_an_error_with_its_message(monkeypatch: pytest.Mo
     assert "Use the Triton that PyTorch requires" in str(caught.value)
 
 
-def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
+@pytest.mark.parametrize(
+    ("torch", "command"),
+    [
+        (
+            ['triton==3.6.0 ; platform_system == "Linux"'],
+            r"`pip install 'triton==3.6.0'`, which PyTorch 2.11.0 requires",
+        ),
+        (["filelock"], "`pip install triton`"),
+        (None, "`pip install triton`"),
+    ],
+)
+def test_without_triton_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, torch: list[str] | None, command: str
+) -> None:
+    def version(name: str) -> str:
+        if name == "torch":
+            return "2.11.0"
         raise triton_compiler.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(triton_compiler.metadata, "version", missing)
+    def requires(name: str) -> list[str]:
+        if torch is None:
+            raise triton_compiler.metadata.PackageNotFoundError(name)
+        return torch
+
+    monkeypatch.setattr(triton_compiler.metadata, "version", version)
+    monkeypatch.setattr(triton_compiler.metadata, "requires", requires)
     triton_compiler.triton_version.cache_clear()
-    with pytest.raises(CompileError, match=r"Triton is not installed.*FP8MOE_BUNDLE"):
+    with pytest.raises(CompileError, match=rf"Triton is not installed.*{command}.*FP8MOE_BUNDLE"):
         compile_kernel(quantize_key("sm_89", ue8m0=False))
     triton_compiler.triton_version.cache_clear()
 
