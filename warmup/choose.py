@@ -10,16 +10,15 @@ from fp8moe_plugin.checkpoint.untrusted import shell_word
 from warmup import memory
 from warmup.explain import STEPS, step_plan
 from warmup.report import ChoiceReport, SplitReport
-from warmup.target import GPUS, Target
+from warmup.target import GPUS, MOST_GPUS, NODE, Target
 from warmup.terminal import WIDTH
 
-COUNTS = (1, 2, 4, 8, 16)
-NODE = 8  # GPUs that NVLink connects
+COUNTS = (1, 2, 4, NODE, MOST_GPUS)
 DEFAULT_CONTEXT = 8192
 
 
-def choose(model: Model, target: Target, sglang: bool, dense_tp1: bool, source: str) -> ChoiceReport:
-    """All sensible splits for a target, and the best ones for latency and for throughput.
+def choose(model: Model, target: Target, source: str) -> ChoiceReport:
+    """All sensible splits for a target, or the one that it names, and the best for latency and for throughput.
 
     Latency: the least bytes of weights that a GPU reads to decode one sequence, on as few nodes as can hold the model.
     Throughput: the most sequences in the KV cache for each GPU.
@@ -27,7 +26,7 @@ def choose(model: Model, target: Target, sglang: bool, dense_tp1: bool, source: 
     loaded = memory.without_mtp(model)
     context = target.max_model_len or model.context or DEFAULT_CONTEXT
     splits = []
-    for way in ways(target.gpus, sglang, dense_tp1):
+    for way in (target.split,) if target.split else ways(target.gpus, target.sglang, target.dense_tp1):
         split = _split(loaded, way, target, context)
         split.vllm, split.sglang = commands(way, target, source)
         splits.append(split)
@@ -189,13 +188,16 @@ def _row(split: SplitReport) -> str:
 def _best(found: ChoiceReport) -> list[str]:
     splits = {split.options: split for split in found.splits}
     if found.latency is None or found.throughput is None:
-        advice = "Take more GPUs (up to 16 are considered), --kv-cache-dtype fp8, or a smaller --max-model-len."
-        return [f"None of these splits fits. {advice}"]
+        return [_what_would_fit(found)]
     fast, busy = splits[found.latency], splits[found.throughput]
     read, each = (fast.read_bytes or 0) / 1e9, busy.sequences / busy.gpus
     where = "of the splits that fit on one node" if fast.gpus <= NODE else "of the splits that fit"
     why_fast = f"To decode one sequence, a GPU reads {read:.2f} GB of weights, the least {where}."
     why_busy = f"Its KV cache holds {each:,.1f} sequences for each GPU, the most of the splits that fit, so that a step"
+    if fast.gpus > NODE:
+        why_fast += " The network between nodes is not counted: measure --pipeline-parallel-size, too."
+    if len(found.splits) == 1:
+        return ["It fits:", *_commands(fast)]
     return [
         textwrap.fill(f"Best for latency: {fast.options}. {why_fast}", WIDTH),
         *_commands(fast),
@@ -205,8 +207,20 @@ def _best(found: ChoiceReport) -> list[str]:
     ]
 
 
+def _what_would_fit(found: ChoiceReport) -> str:
+    supported = [split for split in found.splits if not split.refusal]
+    if not supported:
+        return "The model cannot be split over so many GPUs."
+    what = "None of these splits fits" if len(supported) > 1 else "It does not fit"
+    more = f"more GPUs (up to {MOST_GPUS} are considered)"
+    advice = f". Take {more}, --kv-cache-dtype fp8, or a smaller --max-model-len."
+    if not any(split.cache_tokens for split in supported):
+        advice = f": the weights leave no room for a KV cache. Take {more}."
+    return textwrap.fill(what + advice, WIDTH)
+
+
 def _commands(split: SplitReport) -> list[str]:
     lines = [f"  {split.vllm}", f"  {split.sglang}"]
     if split.gpus > NODE:
-        lines += ["  on each node, RANK being 0 and 1; vLLM's second also with --headless. See deploy/two-nodes.sh"]
+        lines += ["  on each node, where RANK is its number from 0; vLLM's but the first also with --headless."]
     return lines

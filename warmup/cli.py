@@ -180,8 +180,7 @@ def explain(options: Options, report: Report) -> bool:
     if options.target is None:
         print(explanation.text(model, options.parallel, report.explain, options.max_tokens))
         return True
-    way = options.parallel
-    report.explain.choice = choose.choose(model, options.target, way.sglang, way.dense_tp1, options.model)
+    report.explain.choice = choose.choose(model, options.target, options.model)
     print(choose.text(report.explain.choice))
     return True
 

@@ -16,7 +16,7 @@ from fp8moe_plugin.plan.catalog import SM90
 from fp8moe_plugin.plan.triton_catalog import GPUS as TRITON_GPUS
 from warmup.model import is_folder
 from warmup.parser import Parser, parsers, with_command
-from warmup.target import BUNDLE, MAX_TOKENS, UTILIZATION, Target
+from warmup.target import BUNDLE, MAX_TOKENS, NODE, UTILIZATION, Target
 
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MAX_GPUS = 4096
@@ -60,8 +60,10 @@ def parse(arguments: list[str] | None) -> Options:
     # Options that a command does not have are None.
     unset = dict.fromkeys((*OF_VLLM, *OF_SGLANG, *SIZES, "bundle", "dry_run", "plot", "out", "gpu", "gpus", "kernels"))
     main.set_defaults(**unset, gpu_memory_utilization=None, kv_cache_dtype=None, bf16=None, text=None, sequences=None)
-    given = main.parse_args(with_command(arguments))
+    given, unknown = main.parse_known_args(with_command(arguments))
     parser = commands[given.command]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     _check(parser, given)
     command, parallel = "list" if given.dry_run else given.command, _parallel(parser, given)
     # SGLang divides --chunked-prefill-size among the parts of DP attention.
@@ -80,7 +82,7 @@ def parse(arguments: list[str] | None) -> Options:
         tokens=tuple(given.tokens) if given.tokens else None,
         plot=given.plot,
         out=given.out,
-        target=_target(given, longest),
+        target=_target(parser, given, longest, parallel),
         bf16=given.bf16,
         text=given.text,
         sequences=tuple(sorted(set(given.sequences or ()))),
@@ -88,9 +90,14 @@ def parse(arguments: list[str] | None) -> Options:
     )
 
 
-def _target(given: argparse.Namespace, max_tokens: int) -> Target | None:
+def _target(parser: Parser, given: argparse.Namespace, max_tokens: int, parallel: Parallel) -> Target | None:
     if given.gpu is None:
         return None
+    number = parallel.ranks * parallel.pp
+    if number > 1 and given.gpus not in (None, number):
+        parser.error(f"--gpus {given.gpus} contradicts {parallel}, which are {number} GPUs. Leave one of them out")
+    if (total := given.gpus or number) > NODE and total % NODE:
+        parser.error(f"{total} GPUs are neither one node of up to {NODE} nor whole nodes of {NODE}")
     return Target(
         gpu=given.gpu,
         gpus=given.gpus,
@@ -98,6 +105,9 @@ def _target(given: argparse.Namespace, max_tokens: int) -> Target | None:
         fp8_cache=(given.kv_cache_dtype or "auto").startswith("fp8"),
         max_model_len=given.max_model_len or given.context_length,
         max_tokens=max_tokens,
+        split=parallel if number > 1 else None,
+        sglang=parallel.sglang,
+        dense_tp1=bool(given.moe_dense_tp_size),
     )
 
 

@@ -175,7 +175,7 @@ def _add_convert(parser: Parser) -> None:
 
 def _add_explain(parser: Parser) -> None:
     choice = parser.add_argument_group("which split to serve with")
-    choice.add_argument("--gpu", choices=GPUS, help="kind of GPU; h20 is the one of 96 GB")
+    choice.add_argument("--gpu", type=str.lower, choices=GPUS, help="kind of GPU; h20 is the one of 96 GB")
     choice.add_argument("--gpus", type=_few, metavar="N", help=f"number of GPUs (default: 1 to {MOST_GPUS})")
     choice.add_argument(
         "--gpu-memory-utilization", type=_share, metavar="SHARE", help=f"as in vLLM; default: {UTILIZATION}"

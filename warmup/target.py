@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8moe_plugin.checkpoint.shapes import Parallel
+
 GIB = 1 << 30
 BUNDLE = Path("fp8moe-kernels.tar")
 MAX_TOKENS = 8192  # of a step: the engines' default for a server on Hopper GPUs
 MAX_COUNT = 1 << 20
-MOST_GPUS = 16  # that `explain --gpu` considers
+NODE = 8  # GPUs that NVLink connects
+MOST_GPUS = 2 * NODE  # that `explain --gpu` considers by itself
 UTILIZATION = 0.92  # the default of recent vLLMs
 CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3")
 
@@ -28,7 +31,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Target:
-    """The GPUs to serve on, and what vLLM is asked for."""
+    """The GPUs to serve on, and what an engine is asked for."""
 
     gpu: str  # a key of GPUS
     gpus: int | None  # None to consider up to 16
@@ -36,3 +39,6 @@ class Target:
     fp8_cache: bool
     max_model_len: int | None  # None for the model's own
     max_tokens: int  # of a step
+    split: Parallel | None = None  # the only one to consider
+    sglang: bool = False  # consider SGLang's splits instead of vLLM's
+    dense_tp1: bool = False  # of SGLang

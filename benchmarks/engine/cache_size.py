@@ -62,7 +62,7 @@ def predicted(model: Path, setting: dict[str, Any], gpu: str) -> int:
         max_model_len=setting["max_model_len"],
         max_tokens=setting["max_num_batched_tokens"],
     )
-    (split,) = choose(read_model(model), target, sglang=False, dense_tp1=False, source=str(model)).splits
+    (split,) = choose(read_model(model), target, source=str(model)).splits
     return split.cache_tokens
 
 

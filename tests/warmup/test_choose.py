@@ -16,7 +16,7 @@ from warmup.target import GPUS, Target
 
 def chosen(model: Model, gpu: str = "h200", sglang: bool = False, **target: object) -> ChoiceReport:
     given = {"gpus": None, "utilization": 0.92, "fp8_cache": False, "max_model_len": 8192, "max_tokens": 8192}
-    return choose.choose(model, Target(gpu=gpu, **(given | target)), sglang, False, "org/model")
+    return choose.choose(model, Target(gpu=gpu, sglang=sglang, **(given | target)), "org/model")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,42 @@ def test_where_nothing_fits_there_is_no_best_one(models: dict[str, Model]) -> No
     found = chosen(models["DeepSeek-V3"], "h100", gpus=8)
     assert not any(split.fits for split in found.splits)
     assert (found.latency, found.throughput) == (None, None)
-    assert "None of these splits fits. Take more GPUs" in choose.text(found)
+    assert "None of these splits fits: the weights leave no room" in choose.text(found)
+
+
+def test_advice_is_what_can_help(models: dict[str, Model]) -> None:
+    whole = " ".join(choose.text(chosen(models["DeepSeek-V3"], "h100", gpus=8)).split())
+    assert "leave no room for a KV cache. Take more GPUs (up to 16 are considered)." in whole
+    assert "--max-model-len" not in whole
+    tight = choose.text(chosen(models["Qwen3-30B-A3B-FP8"], "h100", gpus=1, max_model_len=2**20))
+    assert "It does not fit. Take more GPUs (up to 16 are considered), --kv-cache-dtype fp8" in tight
+
+
+def test_a_model_that_no_split_serves(models: dict[str, Model]) -> None:
+    found = chosen(models["Hunyuan-A13B-Instruct"], gpus=7, sglang=True)  # 64 experts
+    assert all(split.refusal for split in found.splits)
+    assert choose.text(found).endswith("\nThe model cannot be split over so many GPUs.")
+
+
+def test_a_split_over_nodes_says_that_their_network_is_not_counted(models: dict[str, Model]) -> None:
+    caveat = "The network between nodes is not counted"
+    assert caveat in " ".join(choose.text(chosen(models["DeepSeek-V3"], "h100", gpus=16)).split())
+    assert caveat not in " ".join(choose.text(chosen(models["DeepSeek-V3"])).split())
+
+
+def test_the_split_that_is_given_is_the_one_that_is_judged(
+    checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["explain", "--model", str(checkpoint("DeepSeek-V3")), "--max-model-len", "8192"]
+    assert main([*arguments, "--gpu", "H200", "--tp", "8", "--dp", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[:5] for line in printed.splitlines() if re.match(r" +\d+  --tp", line)] == [
+        ["16", "--tp", "8", "--dp", "2"]
+    ]
+    assert "It fits:\n  vllm serve" in printed
+    assert "--data-parallel-size 2" in printed
+    assert main([*arguments, "--gpu", "h100", "--tp", "8"]) == 0
+    assert "It does not fit: the weights leave no room" in capsys.readouterr().out
 
 
 def test_a_split_fits_if_the_cache_holds_a_sequence(models: dict[str, Model]) -> None:
@@ -127,7 +162,9 @@ def test_the_commands_are_complete() -> None:
     )
 
 
-@pytest.mark.parametrize("options", ["", "--tp-size 8 --dp-size 8 --enable-dp-attention --moe-dense-tp-size 1"])
+@pytest.mark.parametrize(
+    "options", ["", "--moe-dense-tp-size 1", "--tp-size 8 --dp-size 8 --enable-dp-attention --moe-dense-tp-size 1"]
+)
 def test_tables_fit_100_columns(
     checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, options: str
 ) -> None:

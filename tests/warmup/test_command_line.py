@@ -54,7 +54,7 @@ def test_an_unknown_option_reaches_no_terminal_raw(argument: str, capsys: pytest
     assert caught.value.code == 2
     printed = capsys.readouterr().err
     assert printed.replace("\n", "").isprintable()
-    assert f"unrecognized arguments: {ascii(argument)[1:-1]}. See fp8moe-warmup --help\n" in printed
+    assert f"unrecognized arguments: {ascii(argument)[1:-1]}. See fp8moe-warmup list --help\n" in printed
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -368,6 +368,12 @@ def test_a_file_in_place_of_a_folder_is_refused_as_such(
             "'92' is not a number above 0 and up to 1",
         ),
         (["explain", "--model", "m", "--gpu", "b200"], "invalid choice: 'b200'"),
+        (["explain", "--model", "m", "--gpu", "h200", "--gpus", "12"], "12 GPUs are neither one node of up to 8 nor"),
+        (
+            ["explain", "--model", "m", "--gpu", "h200", "--gpus", "16", "--tp", "8"],
+            "--gpus 16 contradicts --tp 8, which",
+        ),
+        (["explain", "--modle", "m"], "--modle m. See fp8moe-warmup explain --help"),
     ],
 )
 def test_a_wrong_command_line_is_refused(
