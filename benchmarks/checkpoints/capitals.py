@@ -3,8 +3,8 @@
 python -m benchmarks.checkpoints.capitals FILE
 """
 
+import argparse
 import random
-import sys
 from pathlib import Path
 
 ROUNDS = 60
@@ -40,4 +40,6 @@ def text(rounds: int = ROUNDS, seed: int = 0) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(text())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, metavar="FILE", help="text file to write")
+    parser.parse_args().file.write_text(text())

@@ -1,6 +1,7 @@
 """The files of deploy/, each checked by a program that knows its format, and against the package."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -33,6 +34,20 @@ def test_a_file_is_valid(command: list[str]) -> None:
     program = str(installed) if installed.exists() else command[0]
     done = subprocess.run([program, *command[1:]], cwd=DEPLOY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_both_nodes_get_the_options_that_follow_the_model(tmp_path: Path, rank: str) -> None:
+    (tmp_path / "vllm").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "vllm").chmod(0o755)
+    command = ["bash", DEPLOY / "two-nodes.sh", rank, "10.0.0.1", "org/model", "--max-model-len", "4096"]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, check=True)
+    headless = " --headless" * (rank == "1")
+    assert done.stdout == (
+        "serve org/model --quantization fp8moe --tensor-parallel-size 16 --nnodes 2 "
+        f"--node-rank {rank} --master-addr 10.0.0.1{headless} --max-model-len 4096\n"
+    )
 
 
 def expressions() -> list[str]:
