@@ -146,9 +146,13 @@ def read_config(folder: Path) -> Config:
     try:
         return Config.model_validate({key: value for key, value in found.items() if value is not None})
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        problem = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}: {first['msg']}"
-        raise CheckpointError(f"{what}: {first['loc'][0]} {problem}. {ADVICE}") from None
+        wrong = error.errors(include_url=False, include_context=False)
+        missing = [str(one["loc"][0]) for one in wrong if one["type"] == "missing"]
+        first = next((one for one in wrong if one["type"] != "missing"), None)
+        problem = f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing"
+        if first:
+            problem = f"{first['loc'][0]} is {shown(first['input'])}: {first['msg']}"
+        raise CheckpointError(f"{what}: {problem}. {ADVICE}") from None
 
 
 def _check_constants(config: dict[str, Any], what: str) -> None:

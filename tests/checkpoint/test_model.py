@@ -341,6 +341,7 @@ def test_sound_checkpoints_that_are_not_served(tmp_path, change, message):
         ({"v_head_dim": 0}, "gives self_attn.o_proj an invalid size, 0 x"),
         ({"kv_lora_rank": None, "num_key_value_heads": 3}, "has 3 key/value heads for 128 heads"),
         ({"architectures": None}, "architectures is missing"),
+        ({"architectures": None, "hidden_size": None}, "architectures, hidden_size are missing"),
         ({"architectures": []}, "architectures is .*at least 1 item"),
         ({"architectures": ["\x1b]0;owned\x07"]}, r"architectures is '\\x1b\]0;owned\\x07'"),
         ({"mlp_only_layers": [-1]}, "mlp_only_layers is -1"),
