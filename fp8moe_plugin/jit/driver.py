@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from fp8moe_plugin.jit.cubin import split_shared_memory
 from fp8moe_plugin.jit.launch import TensorMap
 from fp8moe_plugin.jit.lookup import WARMUP, Origin, compiler_of, find_or_compile
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned, libcuda
+from fp8moe_plugin.jit.toolchain import cuda_of_cubin
 from fp8moe_plugin.plan.catalog import KernelKey
 from fp8moe_plugin.plan.triton_catalog import TritonKey
 
@@ -76,7 +76,7 @@ def _load(key: KernelKey, device_index: int, warmup: str) -> Any:
         cubin, smem_bytes = split_shared_memory(cubin)
         _shared_memory[key, device_index] = smem_bytes
     bind_context(device_index)
-    _check_driver(compiler_of(origin, key.target))
+    _check_driver(compiler_of(origin, key.target), cuda_of_cubin(cubin))
     library = check(*driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0), f"load of {key.source}")
     kernel = check(*driver.cuLibraryGetKernel(library, key.source.encode()), f"entry {key.source}")
     function = check(*driver.cuKernelGetFunction(kernel), f"function {key.source}")
@@ -89,21 +89,25 @@ def _load(key: KernelKey, device_index: int, warmup: str) -> Any:
 
 
 @functools.cache
-def _check_driver(compiler: str) -> None:
+def _check_driver(compiler: str, cuda: int | None) -> None:
     """
+    Args:
+        compiler: of a kernel.
+        cuda: the major version of its machine code, if it is known.
     Raises:
-        LaunchError: the driver is of an older major CUDA version than the compiler of a kernel. It may be of an older
-            minor one.
+        LaunchError: the driver is of an older major CUDA version. It may be of an older minor one.
     """
     from cuda.bindings import driver
 
     version = check(*driver.cuDriverGetVersion(), "question for its version")
-    major, compiled = version // 1000, re.match(r"nvrtc (\d+)\.", compiler)
-    if compiled and int(compiled[1]) > major:
+    major = version // 1000
+    if cuda and cuda > major:
+        way = f"in an environment with fp8moe-plugin[cu{major}] and a PyTorch for CUDA {major}"
+        if compiler.startswith("triton"):
+            way = f"with an older Triton, whose assembler is that of CUDA {major}"
         raise LaunchError(
             f"The NVIDIA driver supports CUDA {major}.{version % 1000 // 10}, but the kernels were compiled by "
-            f"{shown(compiler)} and need a driver for CUDA {compiled[1]}. Either update the driver, or compile them in "
-            f"an environment with fp8moe-plugin[cu{major}] and a PyTorch for CUDA {major}."
+            f"{shown(compiler)} and need a driver for CUDA {cuda}. Either update the driver, or compile them {way}."
         )
 
 

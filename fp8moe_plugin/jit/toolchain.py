@@ -24,6 +24,12 @@ def compiler_of_cubin(cubin: bytes) -> str:
     return CUDA_12 if cubin.startswith(ELF) and cubin[7] == CUDA_12_ABI else UNKNOWN
 
 
+def cuda_of_cubin(cubin: bytes) -> int | None:
+    """The major CUDA version of the assembler that made a cubin, NVRTC's or Triton's, if it is known."""
+    found = re.match(r"nvrtc (\d+)", compiler_of_cubin(cubin))
+    return int(found[1]) if found else None
+
+
 def cache_compilers(folder: Path) -> dict[str, int]:
     """How many CUDA kernels of a cache folder each compiler made. Entries that cannot be read are skipped.
 

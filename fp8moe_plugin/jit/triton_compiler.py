@@ -4,9 +4,11 @@ import contextlib
 import functools
 import importlib
 import io
+import os
 import pkgutil
 import re
 import tempfile
+import threading
 from collections.abc import Iterator
 from importlib import metadata, resources
 from typing import Any
@@ -20,8 +22,12 @@ from fp8moe_plugin.plan.triton_signatures import TRITON_SIGNATURES
 PACKAGE = "fp8moe_plugin.triton_kernels"
 # They may fuse multiplications with additions, as csrc does in the same places.
 FUSED = ("triton_gate_up", "triton_gemm", "triton_gate_up_small_batch", "triton_down_small_batch")
+VARIABLES = ("TRITON_", "DISABLE_", "PTXAS_", "NVPTX_", "LLVM_", "MLIR_", "USE_IR_LOC")  # how their names begin
 UNUSED = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0}  # what the launcher does not provide
 PTX_TYPES = {Kind.POINTER: "u64", Kind.INT: "u32", Kind.FLOAT: "f32"}
+
+
+_one_at_a_time = threading.Lock()
 
 
 @functools.cache
@@ -56,6 +62,8 @@ def compile_triton(key: TritonKey) -> tuple[bytes, str]:
         CompileError: Triton is not installed or refuses the kernel, or compiles it to what the launcher cannot launch.
     """
     version = triton_version()
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        raise CompileError("TRITON_INTERPRET is set, so Triton does not compile but interpret. Unset it.")
     try:
         with _uncached() as log:
             compiled = _compile(key)
@@ -111,22 +119,32 @@ def _compile(key: TritonKey) -> Any:
 
 @contextlib.contextmanager
 def _uncached() -> Iterator[io.StringIO]:
-    """Triton writes nothing that lasts, no names of files into cubins, and ptxas' report to what this yields."""
+    """Triton writes nothing that lasts, no names of files into cubins, and ptxas' report to what this yields.
+
+    All its settings are the defaults: they change cubins (PTXAS_OPTIONS, TRITON_PTXAS_PATH), but not the names of ours.
+    They belong to the process, so one thread at a time has them.
+    """
     from triton import knobs
+    from triton.backends.nvidia import compiler as nvidia
 
     log = io.StringIO()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        knobs.cache.scope(),
-        knobs.compilation.scope(),
-        knobs.nvidia.scope(),
-        contextlib.redirect_stdout(log),
-    ):
-        knobs.cache.dir = folder
+    with _one_at_a_time, contextlib.ExitStack() as stack:
+        stack.callback(os.environ.update, {name: os.environ.pop(name) for name in _variables()})
+        for group in (knobs.cache, knobs.compilation, knobs.language, knobs.nvidia, knobs.runtime):
+            stack.enter_context(group.scope())
+            group.reset()
+        knobs.cache.dir = stack.enter_context(tempfile.TemporaryDirectory())
         knobs.compilation.always_compile = True
         knobs.compilation.disable_line_info = True
         knobs.nvidia.dump_ptxas_log = True
+        vars(nvidia)["print"] = functools.partial(print, file=log)  # its report; other threads keep their stdout
+        stack.callback(vars(nvidia).pop, "print")
         yield log
+
+
+def _variables() -> list[str]:
+    """The environment variables that are set, and that Triton, LLVM or ptxas read."""
+    return [name for name in os.environ if name.startswith(VARIABLES)]
 
 
 def _fault(key: TritonKey, compiled: Any) -> str | None:

@@ -11,6 +11,7 @@ from fp8moe_plugin.errors import CompileError, LaunchError
 from fp8moe_plugin.jit import compiler
 from fp8moe_plugin.jit.cubin import HEADER_BYTES, cubin_fault
 from fp8moe_plugin.jit.driver import _check_driver
+from fp8moe_plugin.jit.toolchain import cuda_of_cubin
 
 
 def header(abi: int, flags: int) -> bytes:
@@ -42,14 +43,23 @@ def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("old_driver")
 def test_kernels_of_a_newer_cuda_than_the_drivers_are_refused_with_both_versions() -> None:
     check = _check_driver.__wrapped__  # which remembers nothing
-    for compiled in ("nvrtc 12.8.93", "nvrtc 12.9.86"):  # of the same major version, any driver will do
-        check(compiled)
+    for compiled in ("nvrtc 12.8.93", "nvrtc 12.9.86", "triton 3.9.0"):  # of the same major version, any driver will do
+        check(compiled, 12)
     with pytest.raises(LaunchError) as caught:
-        check("nvrtc 13.0.88")
+        check("nvrtc 13.0.88", 13)
     assert str(caught.value).startswith(
         "The NVIDIA driver supports CUDA 12.8, but the kernels were compiled by 'nvrtc 13.0.88' and need a driver for "
         "CUDA 13. Either update the driver, or compile them in an environment with fp8moe-plugin[cu12]"
     )
+    with pytest.raises(LaunchError, match="or compile them with an older Triton, whose assembler is that of CUDA 12"):
+        check("triton 3.9.0", 13)
+
+
+def test_the_cuda_version_is_read_from_cubins() -> None:
+    note = b"Cuda compilation tools, release 13.4, V13.4.59"  # as Triton 3.9's ptxas writes it, too
+    assert cuda_of_cubin(header(0x41, 0x6005A04) + note) == 13
+    assert cuda_of_cubin(header(0x33, 0x5A0D5A)) == 12
+    assert cuda_of_cubin(header(0x41, 0x6005A04)) is None
 
 
 @pytest.mark.parametrize("release", [(12, 6), (11, 8)])

@@ -1,8 +1,11 @@
 """Every Triton kernel of every target compiles on a machine without a GPU, into what the launcher can launch."""
 
+import os
 import struct
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from fp8moe_plugin.jit import triton_compiler
 from fp8moe_plugin.jit.cache import CHECKSUM_BYTES
 from fp8moe_plugin.jit.compiler import compile_kernel, compiler_version, entry_name
 from fp8moe_plugin.jit.cubin import cubin_fault, split_shared_memory
+from fp8moe_plugin.jit.triton_compiler import compile_triton
 from fp8moe_plugin.plan import all_kernels
 from fp8moe_plugin.plan.triton_catalog import GPUS, TARGETS, quantize_key
 from fp8moe_plugin.plan.triton_signatures import TRITON_SIGNATURES
@@ -107,6 +111,52 @@ def test_a_kernel_that_needs_more_shared_memory_than_the_gpu_has_is_refused(monk
     monkeypatch.setitem(triton_compiler.TARGETS, key.target, ((9, 0), 16))
     with pytest.raises(CompileError, match="bytes of shared memory, more than 16"):
         compile_kernel(key)
+
+
+def test_settings_of_triton_change_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Names of kernels do not depend on them."""
+    from triton import knobs
+
+    key = quantize_key("sm_90", ue8m0=False)
+    cubin, _ = compile_triton(key)
+    (tmp_path / "ptxas").symlink_to("/bin/false")
+    variables = {"DISABLE_PTXAS_OPT": "1", "PTXAS_OPTIONS": "-O0", "TRITON_PTXAS_PATH": str(tmp_path / "ptxas")}
+    for name, value in (variables | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}).items():
+        monkeypatch.setenv(name, value)
+    before = {name: knobs.nvidia.knobs[name] for name in ("disable_ptxas_opt", "ptxas_options")}
+    assert before == {"disable_ptxas_opt": True, "ptxas_options": "-O0"}
+    assert compile_triton(key)[0] == cubin
+    assert {name: knobs.nvidia.knobs[name] for name in before} == before
+    assert {name: os.environ[name] for name in variables} == variables
+    assert not (tmp_path / "cache").exists()
+
+
+def test_threads_that_compile_leave_triton_and_stdout_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
+    from triton import knobs
+    from triton.backends.nvidia import compiler
+
+    keys = [quantize_key(target, ue8m0) for target in ("sm_89", "sm_90") for ue8m0 in (False, True)]
+    before, directory = knobs.compilation.knobs, knobs.cache.dir
+    reports: list[str] = []
+    threads = [threading.Thread(target=lambda key=key: reports.append(compile_triton(key)[1])) for key in keys]
+    for thread in threads:
+        thread.start()
+    lines = 0
+    while any(thread.is_alive() for thread in threads):
+        print("a line of another thread")
+        lines += 1
+        time.sleep(0.01)
+    assert capsys.readouterr().out.count("a line of another thread\n") == lines
+    assert len(reports) == len(keys)
+    assert all("registers" in report for report in reports)
+    assert (knobs.compilation.knobs, knobs.cache.dir) == (before, directory)
+    assert "print" not in vars(compiler)
+
+
+def test_under_tritons_interpreter_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(CompileError, match=r"TRITON_INTERPRET is set, .* Unset it"):
+        compile_triton(quantize_key("sm_90", ue8m0=False))
 
 
 def test_what_triton_refuses_is_an_error_with_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
