@@ -28,7 +28,10 @@ def calc_diff(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def bench_kineto(
     call: Call, kernel_names: str | tuple[str, ...] | None = None, rounds: int = 30
 ) -> float | tuple[float, ...]:
-    """Median seconds for which a call keeps the GPU busy, by torch's profiler (Kineto), with a cold L2.
+    """Median seconds of a call's kernels, by torch's profiler (Kineto), with a cold L2.
+
+    Their durations are added: kernels that overlap, as those that are launched early (PDL), count more than they take.
+    A call must not launch `bitwise_not`, by which the flushes of L2 are recognized.
 
     Args:
         kernel_names: count only kernels with this in their name; with several names, a time for each. None: all that

@@ -21,6 +21,7 @@ from fp8moe_plugin.deep_gemm.gemms import (
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
 )
+from fp8moe_plugin.deep_gemm.logits import fp8_paged_mqa_logits
 from fp8moe_plugin.deep_gemm.process import (
     get_mk_alignment_for_contiguous_layout,
     get_pdl,
@@ -36,7 +37,6 @@ from fp8moe_plugin.ops import (
     fp8_fp4_mqa_logits,
     fp8_fp4_paged_mqa_logits,
     fp8_mqa_logits,
-    fp8_paged_mqa_logits,
     get_paged_mqa_logits_metadata,
     k_grouped_fp8_gemm_nt_contiguous,
 )

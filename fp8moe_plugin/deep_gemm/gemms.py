@@ -1,5 +1,7 @@
 """DeepGEMM's FP8 GEMMs. The plain names and those with `fp8_fp4` are the same functions: operands are FP8 here."""
 
+from typing import Any
+
 import torch
 
 from fp8moe_plugin import ops
@@ -108,12 +110,12 @@ def fp8_gemm_nt_skip_head_mid(
         InvalidInputError: as `fp8_gemm_nt`, or sizes that do not fit.
     """
     _checked_recipe(recipe, None, None)
-    left, mid, right = head_splits
-    (m, n), given = _sizes(a, b), left + right
-    if min(head_splits) < 0 or not given or n % given:
+    (m, n), what = _sizes(a, b), "Pass the columns left of the gap, of the gap, and right of it."
+    left, mid, right = _checked_ints("head_splits", head_splits, 3, what)
+    given = left + right
+    if min(left, mid, right) < 0 or not given or n % given:
         raise InvalidInputError(
-            f"head_splits is {tuple(head_splits)}, but b has {n} rows, which are no heads of {left} + {right}. "
-            "Pass the columns left of the gap, of the gap, and right of it."
+            f"head_splits is {(left, mid, right)}, but b has {n} rows, which are no heads of {left} + {right}. {what}"
         )
     heads = n // given
     check_tensor("d", d, dtype=(torch.bfloat16, torch.float32), shape=(m, heads * (given + mid)))
@@ -209,14 +211,25 @@ def _checked_recipe(
             f"recipe is {recipe}, recipe_a {recipe_a}, recipe_b {recipe_b}. Pass either the first, or both others."
         )
     if recipe_a is not None and recipe_b is not None:
+        what = "Pass rows and channels that share a scale."
+        recipe_a = _checked_ints("recipe_a", recipe_a, 2, what)
+        recipe_b = _checked_ints("recipe_b", recipe_b, 2, what)
         if recipe_a[1] != recipe_b[1]:
             raise InvalidInputError(f"recipe_a is {recipe_a}, recipe_b {recipe_b}. Pass the same channels in both.")
         recipe = (recipe_a[0], recipe_b[0], recipe_a[1])
     if recipe is None:
         return BLOCKS
-    if tuple(recipe) not in taken:
-        raise InvalidInputError(f"the recipe is {tuple(recipe)}, needs {any_of(taken)}. Quantize the operands so.")
-    return recipe[0], recipe[1], recipe[2]
+    found = _checked_ints("recipe", recipe, 3, "Pass rows of A, rows of B and channels that share a scale.")
+    if found not in taken:
+        raise InvalidInputError(f"the recipe is {found}, needs {any_of(taken)}. Quantize the operands so.")
+    return found
+
+
+def _checked_ints(name: str, given: object, count: int, what: str) -> Any:
+    """A tuple of `count` ints; raises `InvalidInputError` for anything else."""
+    if not isinstance(given, tuple | list) or len(given) != count or not all(type(size) is int for size in given):
+        raise InvalidInputError(f"{name} is {given!r}, needs {count} ints. {what}")
+    return tuple(given)
 
 
 def _add_gradient(a: Quantized, b: Quantized, d: torch.Tensor, c: torch.Tensor | None) -> None:
@@ -249,13 +262,19 @@ def _whole_blocks(q: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed(name: str, pair: Quantized) -> Quantized:
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise InvalidInputError(f"{name} is no pair. Pass (values, scales).")
-    return pair[0].mT, pair[1].mT
+    parts = two_parts(name, pair)
+    for part in parts:
+        if not isinstance(part, torch.Tensor) or part.dim() < 2:
+            raise InvalidInputError(f"{name} holds no matrices. Pass (values, scales), each with 2 dimensions or more.")
+    return parts[0].mT, parts[1].mT
 
 
 def _sizes(a: Quantized, b: Quantized) -> tuple[int, int]:
-    return a[0].shape[0], b[0].shape[0]
+    """M and N. Raises `InvalidInputError` for what is no pair of matrices."""
+    (x, _), (y, _) = two_parts("a", a), two_parts("b", b)
+    for name, part in (("a", x), ("b", y)):
+        check_tensor(name, part, dtype=FP8, shape=(None, None), contiguous=False)
+    return x.shape[0], y.shape[0]
 
 
 fp8_fp4_gemm_nt = fp8_gemm_nt

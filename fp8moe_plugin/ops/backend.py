@@ -177,7 +177,8 @@ def set_num_sms(num_sms: int) -> None:
     """Limit the multiprocessors that later calls of all ops in this process take, to leave some to other kernels.
 
     Plans and grids of the GEMMs and of an indexer's logits follow it. Kernels that only move memory (routing,
-    quantization, the weighted sum) take all for their few microseconds. CUDA graphs keep what they were captured with.
+    quantization, the weighted sum) take all for their few microseconds, and Triton kernels always. CUDA graphs keep
+    what they were captured with.
 
     Args:
         num_sms: 1 or more; what is more than the GPU has is no limit. 0: all of them.

@@ -128,7 +128,9 @@ def k_major(q: torch.Tensor, scales: torch.Tensor) -> ScalesAndStrides:
     last = sum((size - 1) * stride for size, stride in zip(scales.shape, scales.stride(), strict=True))
     room = scales.untyped_storage().nbytes() // scales.element_size() - scales.storage_offset()
     in_steps_of_16_bytes = scales.data_ptr() % 16 == group % 4 == k_block % 4 == 0 and last // 4 * 4 + 4 <= room
-    if (row == 1 or q.shape[-2] == 1) and in_steps_of_16_bytes and max(abs(group), k_block) < 2**31:
+    # Triton kernels compute offsets of K blocks in 32 bits.
+    near = max(abs(group), k_block * scales.shape[-1]) < 2**31
+    if (row == 1 or q.shape[-2] == 1) and in_steps_of_16_bytes and near:
         return scales, group, k_block
     copy = empty_scales(q.numel() // q.shape[-1], scales.shape[-1], scales.device)
     copy.view(scales.shape).copy_(scales)

@@ -1,5 +1,7 @@
 """DeepGEMM's names for the GEMMs: what they call, and in which layouts."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -146,5 +148,15 @@ def test_counted_rows(gen, device, name):
 def test_every_name_is_there_once():
     assert sorted(set(deep_gemm.__all__)) == sorted(deep_gemm.__all__)
     assert all(hasattr(deep_gemm, name) for name in deep_gemm.__all__)
-    for name in ("fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"):
+    for name in ("fp8_mqa_logits", "fp8_fp4_paged_mqa_logits", "get_paged_mqa_logits_metadata"):
         assert getattr(deep_gemm, name) is getattr(ops, name)
+
+
+def test_the_older_name_of_the_paged_logits_has_no_dtype(monkeypatch):
+    """DeepGEMM's `fp8_paged_mqa_logits` has `indices` where `fp8_fp4_paged_mqa_logits` has `logits_dtype`."""
+    called = inspect.signature(ops.fp8_paged_mqa_logits)
+    monkeypatch.setattr(ops, "fp8_paged_mqa_logits", lambda *args, **named: called.bind(*args, **named).arguments)
+    given = deep_gemm.fp8_paged_mqa_logits("q", "kv", "weights", "lens", "table", "meta", 128, True, None)
+    names = ("q", "kv_cache", "weights", "context_lens", "block_table", "schedule_meta")
+    assert list(given.values()) == ["q", "kv", "weights", "lens", "table", "meta", 128, True, None]
+    assert list(given) == [*names, "max_context_len", "clean_logits", "indices"]

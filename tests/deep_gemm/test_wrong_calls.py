@@ -66,11 +66,16 @@ def right_calls(device: torch.device) -> dict[str, Call]:
 # name, argument, its value, words of the message
 WRONG_CALLS = {
     "recipe-of-blackwell": ("fp8_gemm_nt", "recipe", (1, 1, 32), "the recipe is (1, 1, 32), needs"),
+    "recipe-a-number": ("fp8_gemm_nt", "recipe", 128, "recipe is 128, needs 3 ints"),
+    "heads-two": (HEADS, "head_splits", (64, 64), "head_splits is (64, 64), needs 3 ints"),
+    "heads-a-no-pair": (HEADS, "a", torch.zeros(6, 256), "a is a Tensor, not a pair"),
+    "b-without-scales": ("fp8_gemm_nn", "b", (None, None), "b holds no matrices"),
+    "b-one-dimension": ("fp8_gemm_nn", "b", (torch.zeros(4), torch.zeros(4)), "b holds no matrices"),
     "recipe-and-parts": ("fp8_gemm_nt", "recipe_a", (1, 128), "Pass either the first, or both others"),
     "recipe-of-blocks-of-a": (CONTIGUOUS, "recipe", (128, 128, 128), "the recipe is (128, 128, 128), needs"),
     "masked-recipe": (MASKED, "recipe", (1, 128, 64), "the recipe is (1, 128, 64), needs"),
-    "a-not-a-pair": ("fp8_gemm_tt", "a", torch.zeros(2, 2), "a is no pair. Pass (values, scales)"),
-    "b-of-three": ("fp8_gemm_nn", "b", (1, 2, 3), "b is no pair. Pass (values, scales)"),
+    "a-not-a-pair": ("fp8_gemm_tt", "a", torch.zeros(2, 2), "a is a Tensor, not a pair. Pass (values, scales)"),
+    "b-of-three": ("fp8_gemm_nn", "b", (1, 2, 3), "b has 3 parts, needs (values, scales)"),
     "d-a-list": ("fp8_gemm_nt", "d", [1], "out is a list, not a torch.Tensor"),
     "c-a-number": ("fp8_gemm_nt", "c", 1.0, "c is a float, not a torch.Tensor"),
     "heads-that-do-not-fit": (HEADS, "head_splits", (32, 16, 31), "b has 128 rows, which are no heads of 32 + 31"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp8moe_plugin import ops
+from fp8moe_plugin.ops.operands import k_major
 from tests import helpers as h
 
 TAILS = (16, 112, 144, 576, 2112)  # K: less than a block, and blocks with a rest
@@ -161,3 +162,13 @@ def test_ends_past_the_last_row_are_clamped(device):
         limits = torch.tensor(ends, dtype=torch.int32, device=device)
         ops.m_grouped_fp8_gemm_nt_psum(a, b, result, limits, 16, 16)
     assert h.same_bits(out[0], out[1])
+
+
+def test_scales_of_k_blocks_that_are_far_apart_are_copied() -> None:
+    """Their offsets do not fit into 32 bits."""
+    for apart, in_place in ((2**28, True), (2**30 + 4, False)):
+        memory = torch.empty(2 * apart + 8, device="meta")
+        q = torch.empty(2, 384, dtype=h.FP8, device="meta")
+        scales, _, k_block = k_major(q, memory.as_strided((2, 3), (1, apart)))
+        assert (k_block == apart) == in_place
+        assert (scales.untyped_storage().nbytes() > apart) == in_place
