@@ -114,6 +114,7 @@ def prepare(options: Options, model: Model) -> Comparison:
         text=str(options.text or DEFAULT_TEXT),
         text_sha256=hashlib.sha256(text.encode()).hexdigest(),
         window_tokens=WINDOW,
+        vocabulary=model.vocab,
         listed_tokens=min(LISTED, model.vocab),
         prompt_tokens=PROMPT,
         engines=[EngineResult(name=name) for name in _names(gpu, options.bf16)],

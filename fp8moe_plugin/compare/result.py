@@ -66,6 +66,7 @@ class CompareResult(Part):
     text_sha256: str
     windows: int | None = None
     window_tokens: int
+    vocabulary: int | None = None  # tokens
     listed_tokens: int  # most likely tokens at each position, over which `divergence` is computed
     prompt_tokens: int  # of the prompt whose first token is timed
     in_turns: bool | None = None  # all engines at once, started together; else one after the other
@@ -113,7 +114,18 @@ def table(result: CompareResult) -> str:
             rows.append((label, cells))
     lines = [label.ljust(LABEL) + "".join(cell.rjust(WIDTH) for cell in cells) for label, cells in rows]
     failures = [f"{e.name} failed: {e.error} (its output: {e.log})" for e in result.engines if e.error]
-    return "\n".join([*_about(result), "", *lines, "", *failures, result.verdict])
+    return "\n".join([*_about(result), "", *lines, "", *failures, *_unknown_text(result), result.verdict])
+
+
+def _unknown_text(result: CompareResult) -> list[str]:
+    """A warning if guessing would do better than the model."""
+    found, size = [e.perplexity for e in result.engines if e.perplexity is not None], result.vocabulary
+    if not found or size is None or min(found) < size:
+        return []
+    return [
+        f"This text says little: the model expects it less than chance would, of {size:,} tokens. Give one that it",
+        "knows with --text.",
+    ]
 
 
 def _about(result: CompareResult) -> list[str]:

@@ -129,6 +129,16 @@ def test_the_table_fits_100_columns_and_has_every_figure() -> None:
     assert "[7,111, 640,000]" in rows[rows.index(rates) + 1]
 
 
+def test_a_text_that_the_model_does_not_know_is_named() -> None:
+    result, words = compared({OURS: 0.1, FP8: 0}), "less than chance would"
+    assert words not in table(result)
+    result.vocabulary = 2
+    assert words not in table(result)
+    for engine in result.engines:
+        engine.perplexity = 2.5
+    assert f"{words}, of 2 tokens" in table(result)
+
+
 @pytest.mark.parametrize("failed", [(), (FP8,), (OURS, FP8)])
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_a_plot(tmp_path: Path, failed: tuple[str, ...], suffix: str) -> None:
