@@ -115,6 +115,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(bits(a), bits(b))
 
 
+def assert_same_numbers(actual: Quantized, expected: Quantized) -> None:
+    """The same codes and scales, bit for bit, and NaN in the same places."""
+    (q, scales), (expected_q, expected_scales) = actual, expected
+    numbers = ~expected_q.isnan()
+    assert torch.equal(~q.isnan(), numbers)
+    assert torch.equal(q.view(torch.uint8)[numbers], expected_q.view(torch.uint8)[numbers])
+    assert torch.equal(scales.isnan(), expected_scales.isnan())
+    assert torch.equal(scales.nan_to_num(), expected_scales.nan_to_num())
+
+
 def pairwise(*values: Sequence[object]) -> list[tuple[Any, ...]]:
     """Cases in which every two values of different parameters meet; under FULL_COUNTS all combinations."""
 

@@ -71,7 +71,7 @@ def ways(gpus: int | None, sglang: bool, dense_tp1: bool) -> Iterator[Parallel]:
 
 
 def _split(model: Model, way: Parallel, target: Target, context: int) -> SplitReport:
-    gpus = way.ranks * way.pp
+    gpus = way.gpus
     refusal = split_refusal(model, way)
     if refusal:
         return SplitReport(options=str(way), gpus=gpus, refusal=refusal)
@@ -129,7 +129,7 @@ def commands(way: Parallel, target: Target, source: str) -> tuple[str, str]:
     sglang += [f"--pp-size {way.pp}"] * (way.pp > 1)
     sglang += [f"--dp-size {way.dp} --enable-dp-attention"] * (way.dp > 1)
     sglang += ["--moe-dense-tp-size 1"] * way.dense_tp1 + [f"--ep-size {way.ep}"] * whole
-    if (nodes := way.ranks * way.pp // NODE) > 1:
+    if (nodes := way.gpus // NODE) > 1:
         vllm += [_nodes(way, nodes)]
         sglang += [f"--nnodes {nodes} --node-rank RANK --dist-init-addr ADDRESS:20000"]
     if target.fp8_cache:
@@ -190,14 +190,15 @@ def _best(found: ChoiceReport) -> list[str]:
     if found.latency is None or found.throughput is None:
         return [_what_would_fit(found)]
     fast, busy = splits[found.latency], splits[found.throughput]
-    read, each = (fast.read_bytes or 0) / 1e9, busy.sequences / busy.gpus
-    where = "of the splits that fit on one node" if fast.gpus <= NODE else "of the splits that fit"
-    why_fast = f"To decode one sequence, a GPU reads {read:.2f} GB of weights, the least {where}."
-    why_busy = f"Its KV cache holds {each:,.1f} sequences for each GPU, the most of the splits that fit, so that a step"
-    if fast.gpus > NODE:
-        why_fast += " The network between nodes is not counted: measure --pipeline-parallel-size, too."
     if len(found.splits) == 1:
         return ["It fits:", *_commands(fast)]
+    read, each = (fast.read_bytes or 0) / 1e9, busy.sequences / busy.gpus
+    where, caveat = "of the splits that fit on one node", ""
+    if fast.gpus > NODE:
+        where = "of the splits that fit"
+        caveat = " The network between nodes is not counted: measure --pipeline-parallel-size, too."
+    why_fast = f"To decode one sequence, a GPU reads {read:.2f} GB of weights, the least {where}.{caveat}"
+    why_busy = f"Its KV cache holds {each:,.1f} sequences for each GPU, the most of the splits that fit, so that a step"
     return [
         textwrap.fill(f"Best for latency: {fast.options}. {why_fast}", WIDTH),
         *_commands(fast),
@@ -222,5 +223,5 @@ def _what_would_fit(found: ChoiceReport) -> str:
 def _commands(split: SplitReport) -> list[str]:
     lines = [f"  {split.vllm}", f"  {split.sglang}"]
     if split.gpus > NODE:
-        lines += ["  on each node, where RANK is its number from 0; vLLM's but the first also with --headless."]
+        lines += ["  run it on each node, with RANK counting from 0; all of vLLM's but the first also need --headless."]
     return lines

@@ -131,9 +131,9 @@ def _cache(facts: Diagnosis) -> Iterator[Finding]:
     content = f"{shown}, mode {found.mode}, {found.kernels} kernels, {found.bytes / 1e6:.2f} MB"
     if found.refusal:
         content += f"; not used: {found.refusal}. {cache.ADVICE}"
-    elif not os.access(folder, os.W_OK):
-        content += "; it cannot be written, so kernels that it lacks do not compile"
-    yield Finding(subject="cache", found=content + _other_compilers() * (not found.refusal), ok=not found.refusal)
+    else:
+        content += _read_only(folder) + _other_compilers()
+    yield Finding(subject="cache", found=content, ok=not found.refusal)
 
 
 def _describe_cache(found: KernelCache, folder: Path, status: os.stat_result) -> None:
@@ -146,6 +146,10 @@ def _describe_cache(found: KernelCache, folder: Path, status: os.stat_result) ->
         found.refusal = "it cannot be read"
     if not found.refusal:
         found.compilers = toolchain.cache_compilers(folder)
+
+
+def _read_only(folder: Path) -> str:
+    return "" if os.access(folder, os.W_OK) else "; it cannot be written, so kernels that it lacks do not compile"
 
 
 def _other_compilers() -> str:

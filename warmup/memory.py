@@ -118,4 +118,4 @@ def step_bytes(model: Model, parallel: Parallel, tokens: int, scratch: int) -> i
     widest = max((sum(layer.outputs) + layer.inputs for layer in rank.dense), default=0)
     layers = 2 * tokens * (HIDDEN_COPIES * model.experts.hidden + widest) + scratch
     sampling = SAMPLER_COPIES * 4 * min(MOST_SEQUENCES, tokens) * model.vocab
-    return max(layers, sampling) + OTHER_BYTES + (COMMUNICATION_BYTES if parallel.ranks * parallel.pp > 1 else 0)
+    return max(layers, sampling) + OTHER_BYTES + (COMMUNICATION_BYTES if parallel.gpus > 1 else 0)

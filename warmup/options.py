@@ -93,7 +93,7 @@ def parse(arguments: list[str] | None) -> Options:
 def _target(parser: Parser, given: argparse.Namespace, max_tokens: int, parallel: Parallel) -> Target | None:
     if given.gpu is None:
         return None
-    number = parallel.ranks * parallel.pp
+    number = parallel.gpus
     if number > 1 and given.gpus not in (None, number):
         parser.error(f"--gpus {given.gpus} contradicts {parallel}, which are {number} GPUs. Leave one of them out")
     if (total := given.gpus or number) > NODE and total % NODE:

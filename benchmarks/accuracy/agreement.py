@@ -9,7 +9,7 @@ difference does not spoil the rest. `prefix` is the number of generated tokens t
 without `scale_fmt: ue8m0` has them, and no fusion of norms and activations into the quantization, which would save a
 rounding to BF16. `triton default` and `deep_gemm default` run as `--quantization fp8` does.
 
-Of our engines the report has the line of their log that names the backend.
+For our engines, the report also has the log line that names the backend.
 """
 
 import argparse
@@ -23,11 +23,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine.serve_demo import IN_USE
 from benchmarks.engines import ENGINES
 from benchmarks.report import installed, write_report
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 768, 96, 32
-SERVED = re.compile(r"fp8moe serves the experts: backend \w+")
+SERVED = re.compile(rf"{IN_USE}: backend \w+")
 
 
 def run_engine(model: str, name: str) -> dict[str, Any]:

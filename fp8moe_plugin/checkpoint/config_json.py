@@ -149,9 +149,10 @@ def read_config(folder: Path) -> Config:
         wrong = error.errors(include_url=False, include_context=False)
         missing = [str(one["loc"][0]) for one in wrong if one["type"] == "missing"]
         first = next((one for one in wrong if one["type"] != "missing"), None)
-        problem = f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing"
         if first:
             problem = f"{first['loc'][0]} is {shown(first['input'])}: {first['msg']}"
+        else:
+            problem = f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing"
         raise CheckpointError(f"{what}: {problem}. {ADVICE}") from None
 
 

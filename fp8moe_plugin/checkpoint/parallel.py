@@ -23,6 +23,10 @@ class Parallel:
         return self.tp * self.dp
 
     @property
+    def gpus(self) -> int:
+        return self.ranks * self.pp
+
+    @property
     def sharing(self) -> int:
         """The number of ranks that share each expert."""
         return self.ranks // self.ep

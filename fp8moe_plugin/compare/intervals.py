@@ -8,7 +8,6 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 DRAWS = 10_000
-QUANTILES = (0.025, 0.975)
 LEAST = 1e-9  # of the probability of all tokens that are not listed, which is a difference of rounded sums
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.floating]]
@@ -43,27 +42,33 @@ class Reading(NamedTuple):
 
 def bootstrap(values: Floats) -> Interval:
     """The mean of one value per window, [n]. For differences of two engines, pair them by window."""
-    drawn = np.random.default_rng(0).integers(len(values), size=(DRAWS, len(values)))
-    low, high = np.quantile(values[drawn].mean(1), QUANTILES)
-    return Interval(value=float(values.mean()), low=float(low), high=float(high))
+    return _interval(values.mean(), _samples(values).mean(1))
 
 
 def median_time(rounds_ms: list[float]) -> Interval:
-    low, high = np.quantile(_medians(rounds_ms), QUANTILES)
-    return Interval(value=float(np.median(rounds_ms)), low=float(low), high=float(high))
+    return _interval(np.median(rounds_ms), _medians(rounds_ms))
 
 
 def speedup(rounds_ms: list[float], others_ms: list[float]) -> Interval:
     """How many times as fast the first are as the others, by their medians."""
-    low, high = np.quantile(_medians(others_ms, seed=1) / _medians(rounds_ms), QUANTILES)
-    return Interval(value=float(np.median(others_ms) / np.median(rounds_ms)), low=float(low), high=float(high))
+    drawn = _medians(others_ms, seed=1) / _medians(rounds_ms)
+    return _interval(np.median(others_ms) / np.median(rounds_ms), drawn)
 
 
 def _medians(rounds_ms: list[float], seed: int = 0) -> Floats:
-    """Of each draw, [DRAWS]."""
-    drawn = np.random.default_rng(seed).integers(len(rounds_ms), size=(DRAWS, len(rounds_ms)))
-    medians: Floats = np.median(np.array(rounds_ms)[drawn], 1)
+    """Of each sample, [DRAWS]."""
+    medians: Floats = np.median(_samples(np.array(rounds_ms), seed), 1)
     return medians
+
+
+def _samples(values: Floats, seed: int = 0) -> Floats:
+    """As many values as there are, drawn with replacement, [DRAWS, n]."""
+    return values[np.random.default_rng(seed).integers(len(values), size=(DRAWS, len(values)))]
+
+
+def _interval(value: np.floating, drawn: Floats) -> Interval:
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return Interval(value=float(value), low=float(low), high=float(high))
 
 
 def perplexity(reading: Reading) -> float:

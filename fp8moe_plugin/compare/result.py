@@ -215,11 +215,11 @@ def _speed(ours: EngineResult, peer: EngineResult) -> list[str]:
     parts = []
     if ours.first_token_ms and peer.first_token_ms:
         parts.append(f"first token {_times(ours.first_token_ms, peer.first_token_ms, 'as fast as ' + peer.name)}")
-    both = [n for n in ours.tokens_per_s if n in peer.tokens_per_s]
-    if both:
-        what = [f"with {n}" for n in both]
-        what[0] = f"its tokens per second {what[0]}"
-        ratios = map(_times, *([engine.tokens_per_s[n] for n in both] for engine in (ours, peer)), what)
+    ratios: list[str] = []
+    for count in (n for n in ours.tokens_per_s if n in peer.tokens_per_s):
+        what = f"with {count}" if ratios else f"its tokens per second with {count}"
+        ratios.append(_times(ours.tokens_per_s[count], peer.tokens_per_s[count], what))
+    if ratios:
         parts.append(f"{', '.join(ratios)} sequences")
     if ours.ready_s and peer.ready_s:
         parts.append(f"ready after {ours.ready_s:.0f} s, {peer.name} {peer.ready_s:.0f} s")
