@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One model over two nodes of eight GPUs each, with vLLM's own multiprocessing launcher. On each of them:
 #
-#     bash two-nodes.sh 0 10.0.0.1 moonshotai/Kimi-K2-Instruct --trust-remote-code    # the first, which answers requests
-#     bash two-nodes.sh 1 10.0.0.1 moonshotai/Kimi-K2-Instruct --trust-remote-code    # the second
+#     bash two-nodes.sh 0 10.0.0.1 moonshotai/Kimi-K2-Instruct --trust-remote-code  # the first, which answers requests
+#     bash two-nodes.sh 1 10.0.0.1 moonshotai/Kimi-K2-Instruct --trust-remote-code  # the second
 #
 # What follows the model goes to vllm serve, such as --max-model-len; Kimi-K2's tokenizer is code of its repository.
 # Both need the same bundle of kernels: fp8moe-warmup bundle --model MODEL --tp 16 --bundle kernels.tar

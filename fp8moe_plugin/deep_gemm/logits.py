@@ -1,4 +1,4 @@
-"""DeepGEMM's older name for the logits over a paged KV cache, whose last argument has another place."""
+"""DeepGEMM's older name for the logits over a paged KV cache, with another order of arguments."""
 
 import torch
 
@@ -17,7 +17,7 @@ def fp8_paged_mqa_logits(
     clean_logits: bool = False,
     indices: None = None,
 ) -> torch.Tensor:
-    """`fp8_fp4_paged_mqa_logits` in float32: that one has `logits_dtype` before `indices`.
+    """`fp8_fp4_paged_mqa_logits` without its `logits_dtype`, which comes before `indices`: logits are float32.
 
     Raises:
         InvalidInputError: see `ops.fp8_paged_mqa_logits`.
