@@ -1,9 +1,12 @@
 """benchmarks.engine.cache_size: what it expects, and what it reads from vLLM's log."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.checkpoints.synthetic import PRESETS, config
 from benchmarks.engine import cache_size
 from tests.warmup.conftest import CONFIGS
 
@@ -26,3 +29,18 @@ def test_the_size_is_read_from_the_log() -> None:
     found = cache_size.REPORTED.search(line)
     assert found
     assert found[1] == "1,672,448"
+
+
+def test_what_vllm_reported_is_expected_within_one_percent(tmp_path: Path) -> None:
+    measured = json.loads(Path("benchmarks/results/cache_size-2026-11-25.json").read_text())
+    shapes = {
+        "qwen3-4layer": replace(PRESETS["qwen3_moe", "qwen3-24layer"], moe_layers=4),
+        "dsv3-2layer": replace(PRESETS["deepseek_v3", "dsv3-3layer"], moe_layers=1, experts=64),
+    }
+    points = {(name, setting) for name in shapes for setting in cache_size.SETTINGS}
+    assert {(point["model"], point["setting"]) for point in measured["points"]} == points
+    for point in measured["points"]:
+        (tmp_path / "config.json").write_text(json.dumps(config(shapes[point["model"]], fp8=True)))
+        tokens = cache_size.predicted(tmp_path, measured["settings"][point["setting"]], "h200")
+        assert tokens == point["explain"]
+        assert tokens == pytest.approx(point["vllm"], rel=0.01)
