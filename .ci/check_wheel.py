@@ -83,7 +83,8 @@ def check_refusal(command: list[str], cwd: str) -> None:
 def check_sources(wheel: Path) -> None:
     sources = (ROOT / "fp8moe_plugin/csrc").rglob("*.cu*")
     wanted = {str(path.relative_to(ROOT)) for path in sources}
-    wanted |= {"fp8moe_plugin/py.typed", "fp8moe_plugin/jit/_sequence.abi3.so"}
+    extensions = {f"fp8moe_plugin/{name}.abi3.so" for name in ("jit/_sequence", "ops/_signature")}
+    wanted |= {"fp8moe_plugin/py.typed"} | extensions
     files = set(zipfile.ZipFile(wheel).namelist())
     if missing := wanted - files:
         sys.exit(f"{wheel.name} lacks {sorted(missing)}")

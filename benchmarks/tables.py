@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -128,13 +129,17 @@ def sglang_layer() -> str:
 
 
 def host_cost() -> str:
-    """Microseconds of the host per call of an op."""
-    rows = results("host_cost-2026-11-24")["rows"]
-    keys = ("op", "tokens", "elsewhere", "launches", "new_length")
-    return table(
-        ["op", "tokens", "a call, us", "of it launches", "the first call with another number of tokens"],
-        ([row[key] for key in keys] for row in rows),
-    )
+    """Microseconds of the host per call of an op, in several processes."""
+    processes = results("host_cost-2026-11-25")["after"]
+
+    def cells(i: int) -> list[Any]:
+        rows = [process[i] for process in processes]
+        calls = [row["elsewhere"] for row in rows]
+        least = {key: min(row[key] for row in rows) for key in ("launches", "new_length")}
+        return [rows[0]["op"], rows[0]["tokens"], min(calls), round(median(calls), 2), *least.values()]
+
+    header = ["op", "tokens", "a call, us", "median process", "launches alone", "first call with this many tokens"]
+    return table(header, (cells(i) for i in range(len(processes[0]))))
 
 
 def engine_decode() -> str:

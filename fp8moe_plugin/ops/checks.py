@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -11,10 +11,12 @@ from torch.autograd import forward_ad
 from fp8moe_plugin.checkpoint.shapes import GROUP, N_MULTIPLE, ceil_div
 from fp8moe_plugin.errors import InvalidInputError, WrongResultError
 from fp8moe_plugin.logs import log_once
+from fp8moe_plugin.ops import signature
+from fp8moe_plugin.ops.signature import Signature
 from fp8moe_plugin.settings import settings
 
 FP8 = torch.float8_e4m3fn
-MAX_SIGNATURES = 1024  # to remember; one for each kind of layer and number of tokens
+Facts = TypeVar("Facts")
 
 
 def check_tensor(
@@ -79,52 +81,30 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
-class CheckedOnce:
+class CheckedOnce(Generic[Facts]):
     """Checks of tensors that run once per signature, as a decorator: all of them take the host longer than a launch.
 
-    The signature is all that `check_tensor` looks at, so calls that share it pass or fail alike. A call without one
-    is checked each time.
+    They may look at no more than a signature has, and what they return may depend on no more. A call without one is
+    checked each time, and with FP8MOE_DEBUG=1 every call is.
     """
 
-    def __init__(self, check: Callable[..., None], strides: bool = False) -> None:
-        """`strides`: the checks take tensors that are not contiguous, too."""
+    def __init__(self, check: Callable[..., Facts]) -> None:
         functools.update_wrapper(self, check)
-        self._check, self._strides = check, strides
-        self._passed: set[Any] = set()
+        self._check = check
+        self._passed: dict[Signature, Facts] = {}
 
-    def __call__(self, *tensors: torch.Tensor | None) -> None:
-        """Raise what the checks raise for these arguments."""
-        signature = _signature(tensors, self._strides)
-        if signature is not None and signature in self._passed:
-            return
-        self._check(*tensors)
-        if signature is None:
-            return
-        if len(self._passed) >= MAX_SIGNATURES:
+    def __call__(self, *tensors: torch.Tensor | None) -> tuple[Facts, tuple[int, ...]]:
+        """What the checks return for these arguments, and their addresses, 0 for None. Raises what the checks raise."""
+        described, addresses = signature.described(tensors)
+        if described in self._passed and not settings().debug:
+            return self._passed[described], addresses
+        facts = self._check(*tensors)
+        if described is None:
+            return facts, signature.addresses_of(tensors)
+        if len(self._passed) >= signature.MAX_SIGNATURES:
             self._passed.clear()
-        self._passed.add(signature)
-
-
-def _signature(tensors: tuple[torch.Tensor | None, ...], strides: bool) -> Any:
-    """What the checks look at; None if an argument is not a tensor, has no storage, or may have a tangent."""
-    if forward_ad._current_level >= 0:
-        return None
-    grad = torch.is_grad_enabled()
-    parts: list[Any] = [grad]
-    try:
-        for t in tensors:
-            if t is None:
-                parts.append(None)
-                continue
-            address = t.data_ptr()
-            # A fake tensor has no address.
-            layout = t.stride() if strides else t.is_contiguous()
-            parts += (t.dtype, t.shape, t.device, layout, address % 16 if address else None)
-            if grad:
-                parts.append(t.requires_grad)
-    except (AttributeError, RuntimeError):
-        return None
-    return tuple(parts)
+        self._passed[described] = facts
+        return facts, addresses
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:

@@ -1,6 +1,7 @@
 """Checks of the calls of `fused_moe` and `batched_experts`, except their values."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,17 @@ from fp8moe_plugin.ops.checks import (
     check_tensor,
     check_weights,
 )
+from fp8moe_plugin.plan.shape import MoeShape
+
+
+class LayerFacts(NamedTuple):
+    """What the plan of a call of `fused_moe` depends on."""
+
+    tokens: int
+    shape: MoeShape
+    shape_with_shared_expert: MoeShape  # one of them in each token, besides those in `topk_ids`
+    ids_64: bool
+    mapped: bool  # there is an expert map
 
 
 @CheckedOnce
@@ -27,7 +39,7 @@ def check_layer_call(
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
     out: torch.Tensor | None,
-) -> None:
+) -> LayerFacts:
     """Raise `InvalidInputError` unless `fused_moe` takes these."""
     check_tensor("hidden_states", hidden_states, dtype=torch.bfloat16, shape=(None, None))
     check_multiple("hidden_states' H", hidden_states.shape[1], GROUP)
@@ -45,6 +57,11 @@ def check_layer_call(
             )
     if out is not None:
         check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
+    (experts, hidden, intermediate), topk = w2.shape, topk_ids.shape[1]
+    known = experts if expert_map is None else expert_map.numel()
+    shape = MoeShape(topk, hidden, intermediate, experts, known)
+    with_shared = shape._replace(topk=topk + 1)
+    return LayerFacts(tokens, shape, with_shared, topk_ids.dtype == torch.int64, expert_map is not None)
 
 
 def check_router(shared_expert: bool, routed_scale: float, expert_map: torch.Tensor | None) -> None:

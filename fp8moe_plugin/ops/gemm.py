@@ -58,7 +58,7 @@ def _check(
         check_out("c", c, (m, b.shape[0]), out.dtype, a.device)
 
 
-_check_once = CheckedOnce(_check, strides=True)
+_check_once = CheckedOnce(_check)
 
 
 def _multiply(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None) -> torch.Tensor:

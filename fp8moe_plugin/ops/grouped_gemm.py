@@ -121,8 +121,8 @@ def _check(
     check_out("out", out, (*a.shape[:-1], b.shape[1]), torch.bfloat16, a.device)
 
 
-_check_flat = CheckedOnce(functools.partial(_check, 2), strides=True)
-_check_masked = CheckedOnce(functools.partial(_check, 3), strides=True)
+_check_flat = CheckedOnce(functools.partial(_check, 2))
+_check_masked = CheckedOnce(functools.partial(_check, 3))
 
 
 def _padded_k(a: Quantized) -> int:

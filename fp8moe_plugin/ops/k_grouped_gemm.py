@@ -191,7 +191,7 @@ def _check(
         check_aligned(name, tensor)
 
 
-_check_once = CheckedOnce(_check, strides=True)
+_check_once = CheckedOnce(_check)
 
 
 def _checked_ks(ks: Sequence[int], groups: int) -> tuple[int, ...]:

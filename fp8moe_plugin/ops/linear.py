@@ -1,5 +1,7 @@
 """A dense FP8 linear layer: quantize the tokens, then one GEMM."""
 
+from typing import NamedTuple
+
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
@@ -38,43 +40,55 @@ def fp8_linear(
         InvalidInputError: wrong dtype, shape, stride or device, or a tensor that requires a gradient.
         WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its product.
     """
-    _check_call(x, weight, weight_scale, bias)
-    flat = x.dim() == 2  # a view would cost the host a microsecond
-    rows = x if flat else x.view(-1, x.shape[-1])
-    out = x.new_empty((rows.shape[0], weight.shape[0]))
-    product = (rows, (weight, weight_scale), ue8m0, out)
+    facts, addresses = _check_call(x, weight, weight_scale, bias)
+    out = x.new_empty(*x.shape[:-1], facts.n)
+    product = x, (weight, weight_scale), ue8m0, out, facts, addresses
     if debugs(out.is_cuda):
-        finite = rows.isfinite().all(1)
-        watch_rows("fp8_linear", out, finite, "row {}".format, lambda: _multiply(*product))
+        rows, finite = out.view(-1, facts.n), x.view(-1, facts.k).isfinite().all(1)
+        watch_rows("fp8_linear", rows, finite, "row {}".format, lambda: _multiply(*product))
     else:
         _multiply(*product)
     if bias is not None:
         out += bias
-    return out if flat else out.view(*x.shape[:-1], weight.shape[0])
+    return out
+
+
+class LinearFacts(NamedTuple):
+    """What the plan of a call of `fp8_linear` depends on."""
+
+    rows: int
+    n: int
+    k: int
 
 
 @CheckedOnce
-def _check_call(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _check_call(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+) -> LinearFacts:
     """Raise `InvalidInputError` unless `fp8_linear` takes these."""
     check_tensor("x", x, dtype=torch.bfloat16)
     check_multiple("x's last dimension", x.shape[-1], GROUP)
     check_weights("weight", (weight, weight_scale), 2, x.shape[-1], x.device)
     if bias is not None:
         check_tensor("bias", bias, dtype=torch.bfloat16, shape=(weight.shape[0],), device=x.device)
+    n, k = weight.shape
+    return LinearFacts(x.numel() // k, n, k)
 
 
-def _multiply(x: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor) -> None:
-    device = backend.device_of(x)
-    if x.numel() == 0:
+def _multiply(
+    x: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor, facts: LinearFacts, addresses: tuple[int, ...]
+) -> None:
+    """`fp8_linear` without a bias, of arguments that have been checked; `addresses` are those of x and the weight."""
+    device, (rows, n, k) = backend.device_of(x), facts
+    if rows == 0:
         return
     if device is None:
-        out.copy_(reference.gemm(reference.quantize(x, ue8m0), weight))
+        out.view(rows, n).copy_(reference.gemm(reference.quantize(x.view(rows, k), ue8m0), weight))
         return
-    (tokens, k), n = x.shape, out.shape[1]
-    plan = plan_gemm(device, tokens, n, k, Output.BF16)
-    run, nbytes = prepared_linear(device, plan, tokens, n, k, ue8m0)
+    plan = plan_gemm(device, rows, n, k, Output.BF16)
+    run, nbytes = prepared_linear(device, plan, rows, n, k, ue8m0)
     scratch = workspace.scratch(nbytes, x)
-    run((x.data_ptr(), weight[0].data_ptr(), weight[1].data_ptr(), out.data_ptr(), scratch.data_ptr()))
+    run((*addresses[:3], out.data_ptr(), scratch.data_ptr()))
 
 
 @prepares("fp8_linear")

@@ -8,9 +8,18 @@ from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
 from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import check_apart, check_int, check_values, debugs, watch_rows
-from fp8moe_plugin.ops.expert_checks import check_batched_call, check_layer_call, check_router
+from fp8moe_plugin.ops.expert_checks import LayerFacts, check_batched_call, check_layer_call, check_router
 from fp8moe_plugin.ops.moe_launches import batched_launches, layer_launches
-from fp8moe_plugin.ops.operands import LAYER_SLOTS, ExpertWeights, Quantized, Router, Rows, Weights, k_major
+from fp8moe_plugin.ops.operands import (
+    LAYER_SLOTS,
+    ExpertWeights,
+    LayerTensors,
+    Quantized,
+    Router,
+    Rows,
+    Weights,
+    k_major,
+)
 from fp8moe_plugin.plan import BatchedPlan, MoeShape, StepPlan, plan_batched, plan_step
 from fp8moe_plugin.plan.triton_catalog import is_triton
 from fp8moe_plugin.plan.triton_step import TritonBatched, TritonStepPlan, plan_triton_batched, plan_triton_step
@@ -62,57 +71,43 @@ def fused_moe(
     """
     if activation != "silu":
         raise InvalidInputError(f"activation is {activation!r}, needs 'silu', the only one the kernels compute.")
-    check_layer_call(hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out)
+    facts, addresses = check_layer_call(
+        hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out
+    )
     if shared_expert or routed_scale != 1.0:
         check_router(shared_expert, routed_scale, expert_map)
-    known = w13.shape[0] - shared_expert if expert_map is None else expert_map.numel()
-    check_values("topk_ids", topk_ids, -1, known - 1)
     if out is None:
         out = torch.empty_like(hidden_states)
-    if topk_ids.numel() == 0 and not (shared_expert and len(topk_ids)):
+        addresses = *addresses[:-1], out.data_ptr()
+    if not facts.tokens or not (facts.shape.topk or shared_expert):
         return out.zero_()
-    weights = ExpertWeights((w13, w13_scale), (w2, w2_scale))
+    tensors = hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out
     layer = _watched_layer if debugs(out.is_cuda) else _layer
-    return layer(hidden_states, weights, topk_weights, topk_ids, expert_map, ue8m0, shared_expert, routed_scale, out)
+    layer(tensors, addresses, facts, ue8m0, shared_expert, routed_scale)
+    return out
 
 
 def _layer(
-    hidden_states: torch.Tensor,
-    weights: ExpertWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
+    tensors: LayerTensors,
+    addresses: tuple[int, ...],
+    facts: LayerFacts,
     ue8m0: bool,
     shared_expert: bool,
     routed_scale: float,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """`fused_moe` of arguments that have been checked."""
-    device = backend.device_of(hidden_states)
+) -> None:
+    """`fused_moe` of arguments that have been checked, with their addresses."""
+    device = backend.device_of(tensors[0])
     if device is None:
-        router = Router(topk_ids.dtype == torch.int64, shared_expert, routed_scale)
-        return reference.fused_moe(hidden_states, weights, topk_weights, topk_ids, expert_map, ue8m0, router, out)
-    (tokens, topk), (experts, hidden, intermediate) = topk_ids.shape, weights.w2[0].shape
-    global_experts = experts if expert_map is None else expert_map.numel()
-    shape = MoeShape(topk + shared_expert, hidden, intermediate, experts, global_experts)
-    step = plan_layer(device, shape, tokens, ue8m0)
-    ids_64, mapped = topk_ids.dtype == torch.int64, expert_map is not None
-    run = prepared_layer(device, step, ids_64, mapped, shared_expert, routed_scale)
-    scratch = workspace.scratch(step.scratch.nbytes, hidden_states)
-    addresses = (  # in the order of LayerAddresses
-        hidden_states.data_ptr(),
-        weights.w13[0].data_ptr(),
-        weights.w13[1].data_ptr(),
-        weights.w2[0].data_ptr(),
-        weights.w2[1].data_ptr(),
-        topk_weights.data_ptr(),
-        topk_ids.data_ptr(),
-        0 if expert_map is None else expert_map.data_ptr(),
-        out.data_ptr(),
-        scratch.data_ptr(),
-    )
-    run(addresses)
-    return out
+        x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out = tensors
+        weights = ExpertWeights((w13, w13_scale), (w2, w2_scale))
+        router = Router(facts.ids_64, shared_expert, routed_scale)
+        reference.fused_moe(x, weights, topk_weights, topk_ids, expert_map, ue8m0, router, out)
+        return
+    shape = facts.shape_with_shared_expert if shared_expert else facts.shape
+    step = plan_layer(device, shape, facts.tokens, ue8m0)
+    run = prepared_layer(device, step, facts.ids_64, facts.mapped, shared_expert, routed_scale)
+    scratch = workspace.scratch(step.scratch.nbytes, tensors[0])
+    run((*addresses, scratch.data_ptr()))  # LayerAddresses
 
 
 def plan_layer(device: Device, shape: MoeShape, tokens: int, ue8m0: bool) -> StepPlan | TritonStepPlan:
@@ -137,31 +132,27 @@ def prepared_layer(
 
 
 def _watched_layer(
-    hidden_states: torch.Tensor,
-    weights: ExpertWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
+    tensors: LayerTensors,
+    addresses: tuple[int, ...],
+    facts: LayerFacts,
     ue8m0: bool,
     shared_expert: bool,
     routed_scale: float,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """`_layer` that raises `WrongResultError` for a token of finite values whose result is NaN."""
-    (w13, w13_scale), (w2, w2_scale) = weights
+) -> None:
+    """`_layer` that checks the ids, and raises `WrongResultError` for a token of finite values whose result is NaN."""
+    x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out = tensors
+    check_values("topk_ids", topk_ids, -1, facts.shape.global_experts - shared_expert - 1)
     read = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
     check_apart("out", out, **read, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map)
-    tokens = hidden_states.clone()  # `out`, which is poisoned first, may overlap with the original
+    tokens = x.clone()  # `out`, which is poisoned first, may overlap with the original
+    copied, at = (tokens, *tensors[1:]), (tokens.data_ptr(), *addresses[1:])
     watch_rows(
         "fused_moe",
         out,
-        hidden_states.isfinite().all(1) & topk_weights.isfinite().all(1),
+        x.isfinite().all(1) & topk_weights.isfinite().all(1),
         describe=lambda t: f"token {t} (experts {topk_ids[t].tolist()})",
-        run=lambda: _layer(
-            tokens, weights, topk_weights, topk_ids, expert_map, ue8m0, shared_expert, routed_scale, out
-        ),
+        run=lambda: _layer(copied, at, facts, ue8m0, shared_expert, routed_scale),
     )
-    return out
 
 
 def batched_experts(

@@ -174,7 +174,7 @@ def _check(
         check_tensor(name, tensor, dtype=torch.int32, shape=(m,), device=q.device)
 
 
-_check_once = CheckedOnce(_check, strides=True)
+_check_once = CheckedOnce(_check)
 
 
 def _check_options(compressed: bool, clean: bool, max_seqlen_k: int, logits_dtype: torch.dtype) -> None:

@@ -95,8 +95,22 @@ class Router(NamedTuple):
     routed_scale: float = 1.0  # multiplies the weights
 
 
+# The tensors of a call of `fused_moe`, in the order of `LayerAddresses`.
+LayerTensors = tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor | None,
+    torch.Tensor,
+]
+
+
 class LayerAddresses(NamedTuple):
-    """The tensors of a call of `fused_moe`, and its scratch; 0 for no expert map."""
+    """The addresses of a call's `LayerTensors` and of its scratch; 0 for no expert map."""
 
     hidden_states: Address
     w13: Address

@@ -204,7 +204,7 @@ def _check(
     _check_schedule(schedule_meta, q.device)
 
 
-_check_once = CheckedOnce(_check, strides=True)
+_check_once = CheckedOnce(_check)
 
 
 def _check_cache(kv_cache: torch.Tensor, dim: int, device: torch.device) -> None:

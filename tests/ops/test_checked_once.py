@@ -9,8 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.ops import checks
+from fp8moe_plugin.ops import signature
 from fp8moe_plugin.ops.checks import CheckedOnce
+from tests import helpers as h
 from tests.ops.test_bad_input import BATCHED, LINEAR, MOE, right_calls
 
 TENSORS = [
@@ -27,10 +28,11 @@ def counted() -> tuple[Callable[..., None], list[Any]]:
     seen: list[Any] = []
 
     @CheckedOnce
-    def check(*tensors: torch.Tensor | None) -> None:
+    def check(*tensors: torch.Tensor | None) -> int:
         seen.append(tensors)
         if any(isinstance(t, torch.Tensor) and t.dtype == torch.float16 for t in tensors):
             raise InvalidInputError("float16")
+        return len(tensors)
 
     return check, seen
 
@@ -45,6 +47,22 @@ def test_checks_run_once_for_a_signature(counted):
     assert len(seen) == 3
 
 
+def test_what_the_checks_found_is_remembered_and_the_addresses_are_those_of_the_call(counted):
+    check, _ = counted
+    for _ in range(2):
+        x = torch.zeros(4)
+        assert check(x, None) == (2, (x.data_ptr(), 0))
+
+
+def test_with_debug_each_call_is_checked(counted):
+    check, seen = counted
+    check(torch.zeros(4))
+    with h.environment("FP8MOE_DEBUG", "1"):
+        check(torch.zeros(4))
+        check(torch.zeros(4))
+    assert len(seen) == 3
+
+
 def test_checks_that_failed_run_again(counted):
     check, seen = counted
     for _ in range(2):
@@ -56,14 +74,23 @@ def test_checks_that_failed_run_again(counted):
 @pytest.mark.parametrize("argument", [[1.0], torch.eye(2).to_sparse()], ids=["list", "sparse"])
 def test_checks_of_a_call_without_signature_run_each_time(counted, argument):
     check, seen = counted
-    check(argument, torch.zeros(2))
-    with pytest.raises(InvalidInputError):
-        check(argument, torch.zeros(2).half())
+    for _ in range(2):
+        with pytest.raises(InvalidInputError):
+            check(argument, torch.zeros(2).half())
+    assert len(seen) == 2
+
+
+def test_without_signature_there_are_addresses_all_the_same(counted):
+    check, seen = counted
+    x = torch.zeros(4)
+    with torch.autograd.forward_ad.dual_level():
+        for _ in range(2):
+            assert check(x, None) == (2, (x.data_ptr(), 0))
     assert len(seen) == 2
 
 
 def test_signatures_are_bounded(counted, monkeypatch):
-    monkeypatch.setattr(checks, "MAX_SIGNATURES", 4)
+    monkeypatch.setattr(signature, "MAX_SIGNATURES", 4)
     check, seen = counted
     for size in range(9):
         check(torch.zeros(size))
