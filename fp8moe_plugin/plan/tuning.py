@@ -96,7 +96,7 @@ TRITON_FEW_ROWS = 16
 # Rows per expert on average up to which the Triton kernels for small batches serve a step: they read the weights for
 # each row.
 # docs/tuning.md#TRITON_SMALL_BATCH
-TRITON_SMALL_BATCH = 0.25
+TRITON_SMALL_BATCH = 0.125
 
 # Programs per multiprocessor below which the tiles of a dense Triton GEMM of few rows are narrow.
 # docs/tuning.md#TRITON_DENSE_SHARE
