@@ -4,21 +4,18 @@ import argparse
 import os
 import re
 import tempfile
-from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.engine.profiles import per_unit, profiled, summary
+from benchmarks.engine.profiles import of_cell, profiled, summary
 from benchmarks.engines import DEFAULTS, read_config
 from benchmarks.engines import ENGINES as ALL_ENGINES
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.compare.cells import EAGER, SHORT, Cell, VllmClock, graphs, longest
 
-PROFILED_PREFILLS, PROFILED_STEPS = 3, 16
 MAX_BATCHED_TOKENS, MAX_SEQUENCES = 32768, 256
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # arguments of LLM, environment
     OURS: ALL_ENGINES["fp8moe"],
@@ -95,13 +92,7 @@ class Engine(RandomPrompts, VllmClock):
 
     def profile(self, cell: Cell) -> dict[str, Any]:
         """What the profiler says about one prefill or one decode step."""
-
-        profiled(lambda: self.run(cell, SHORT))  # the profiler's own first calls are slow
-        if cell.tokens:
-            prefills = profiled(lambda: [self.run(cell, 1) for _ in range(PROFILED_PREFILLS)])
-            return summary(per_unit(prefills, Counter(), PROFILED_PREFILLS))
-        shorter, longer = (profiled(partial(self.run, cell, SHORT + steps)) for steps in (0, PROFILED_STEPS))
-        return summary(per_unit(longer, shorter, PROFILED_STEPS))
+        return summary(of_cell(profiled, self.run, cell))
 
 
 def environment(name: str) -> dict[str, str]:

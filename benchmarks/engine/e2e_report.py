@@ -29,8 +29,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     def text(row: dict[str, Any] | None) -> str:
         if row is None:
             return "-"
-        parts = "" if row["gpu_busy_ms"] is None else f" {row['gpu_busy_ms']:.2f} {row['host_ops_ms']:.2f}"
-        return f"{row['ms']:.2f} ({row['ms_least']:.2f}){parts}"
+        known = [row[key] for key in ("gpu_busy_ms", "host_ops_ms") if row[key] is not None]
+        return " ".join([f"{row['ms']:.2f} ({row['ms_least']:.2f})", *(f"{ms:.2f}" for ms in known)])
 
     lines = [["ms (least) GPU host", *engines, f"best peer / {OURS}"]]
     for cell in dict.fromkeys((row["model"], row["cell"]) for row in rows):

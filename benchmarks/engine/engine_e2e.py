@@ -90,7 +90,8 @@ class Engines(turns.Engines):
             with self.errors(name):
                 row = self.rows[cell, name]
                 row |= self.call(name, "profile", cell)
-                progress(f"{cell.name}, {name}: GPU {row['gpu_busy_ms']:.3f} ms, host {row['host_ops_ms']:.3f} ms")
+                host = "" if row["host_ops_ms"] is None else f", host {row['host_ops_ms']:.3f} ms"
+                progress(f"{cell.name}, {name}: GPU {row['gpu_busy_ms']:.3f} ms{host}")
 
 
 def processes(names: list[str], kind: str, model: Path, cells: list[Cell]) -> dict[str, EngineProcess]:

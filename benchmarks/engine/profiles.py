@@ -12,9 +12,14 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from fp8moe_plugin.compare.cells import SHORT, Cell
+
+PROFILED_PREFILLS, PROFILED_STEPS = 3, 16
 
 Times = Counter[tuple[str, str]]
 
@@ -87,6 +92,16 @@ def busy_us(kernels: list[dict[str, Any]]) -> float:
         busy += max(0.0, end - max(kernel["ts"], until))
         until = max(until, end)
     return busy
+
+
+def of_cell(profiled: Callable[[Callable[[], Any]], Times], run: Callable[[Cell, int], Any], cell: Cell) -> Times:
+    """The times of one prefill or one decode step, by a `Clock`'s `run`."""
+    profiled(lambda: run(cell, SHORT))  # the profiler's own first calls are slow
+    if cell.tokens:
+        prefills = profiled(lambda: [run(cell, 1) for _ in range(PROFILED_PREFILLS)])
+        return per_unit(prefills, Counter(), PROFILED_PREFILLS)
+    shorter, longer = (profiled(partial(run, cell, SHORT + steps)) for steps in (0, PROFILED_STEPS))
+    return per_unit(longer, shorter, PROFILED_STEPS)
 
 
 def per_unit(whole: Times, without: Times, units: int) -> Times:

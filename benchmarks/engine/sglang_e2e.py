@@ -1,4 +1,5 @@
-"""SGLang engines with different FP8 backends taking turns on one GPU: prefill and decode times, and greedy agreement.
+"""SGLang engines with different FP8 backends taking turns on one GPU: prefill and decode times, GPU-busy time, greedy
+agreement.
 
     python -m benchmarks.engine.sglang_e2e --models DIR [DIR ...] [--twins DIR [DIR ...]] \
         --out benchmarks/results/sglang_e2e-<date>.json
@@ -12,16 +13,20 @@ All engines of all checkpoints exist at once, each in processes of its own, with
 and prefills. Cells are those of `engine_e2e`; `rounds` of the engines of a checkpoint alternate while the others sleep,
 as the scheduler of an idle engine otherwise takes a core. All share the same few cores, and answer a request that is
 not timed before each that is: most of a short step is the host's work, whose pace depends on the core, its caches and
-its clock.
+its clock. `gpu_busy_ms` is how long at least one kernel runs, from a separate pass with SGLang's profiler.
 
 Agreement is of each two engines on the same checkpoint, as `benchmarks.accuracy.agreement` describes it. `--twins` adds
 an engine of the unquantized checkpoint to it.
 """
 
 import argparse
+import gzip
 import itertools
+import json
 import signal
+import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,7 @@ from benchmarks.engine.cores import share_cores
 from benchmarks.engine.e2e_engine import RandomPrompts
 from benchmarks.engine.e2e_report import table
 from benchmarks.engine.engine_e2e import Engines, cells, progress
+from benchmarks.engine.profiles import Times, of_cell, summary, times
 from benchmarks.engine.small_engines import random_prompts
 from benchmarks.engines import CONFIG_KEYS, read_config
 from benchmarks.report import installed, sources_sha256, write_report
@@ -94,6 +100,20 @@ class Engine(RandomPrompts, Clock):
         if found != {(prompt_tokens, tokens)}:
             raise RuntimeError("a prompt was truncated, or got fewer tokens than requested")
         return ms
+
+    def profile(self, cell: Cell) -> dict[str, Any]:
+        """How long the GPU is busy in one prefill or one decode step, and with which kernels."""
+        found = summary(of_cell(self.profiled, self.run, cell))
+        return {key: found[key] for key in ("gpu_busy_ms", "kernels_us")}
+
+    def profiled(self, call: Callable[[], Any]) -> Times:
+        """The GPU's times of a call. The model runs in SGLang's scheduler, a process that profiles itself."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.engine.start_profile(output_dir=folder, activities=["GPU"], with_stack=False, record_shapes=False)
+            call()
+            self.engine.stop_profile()
+            (trace,) = Path(folder).glob("*.trace.json.gz")
+            return times(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
 
     def answers(self) -> dict[str, Any]:
         """For `agreement.compare`: the most likely token at each position of a prompt, and greedy answers."""
@@ -186,6 +206,9 @@ def measure(args: argparse.Namespace, models: dict[Path, Engines]) -> None:
             engines.processes[UNQUANTIZED].kill()
     for engines, cell in itertools.product(models.values(), args.cells):
         engines.measure(cell, args.rounds)
+        report.write()
+    for engines, cell in itertools.product(models.values(), args.cells):
+        engines.profile(cell)
         report.write()
 
 

@@ -1,5 +1,6 @@
 """benchmarks.engine.sglang_e2e with stand-ins for engines: agreement of each two, and the report."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import sglang_e2e
-from benchmarks.engine.sglang_e2e import main
+from benchmarks.engine.sglang_e2e import Engine, main
+from fp8moe_plugin.compare.cells import Cell
 from fp8moe_plugin.compare.process import EngineError
 
 ANSWERS = {  # next tokens, their log-probabilities and greedy tokens of one prompt
@@ -40,6 +42,8 @@ class Process:
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         if method == "measure":
             return 2.0 if self.name == "fp8moe" else 3.0
+        if method == "profile":
+            return {"gpu_busy_ms": 1.0, "kernels_us": {"gemm": 900.0}}
         tokens, logprobs, generated = ANSWERS[self.name]
         return {"next_token": [tokens], "logprob": [logprobs], "generated": [generated]}
 
@@ -75,6 +79,7 @@ def test_each_two_engines_are_compared_and_each_cell_is_timed(report, capsys):
     assert [(row["cell"], row["engine"], row["ms"]) for row in found["rows"]] == [
         ("decode 4", name, ms) for name, ms in (("fp8moe", 2.0), ("sglang", 3.0), ("sglang-deepgemm", 3.0))
     ]
+    assert {(row["gpu_busy_ms"], row["host_ops_ms"]) for row in found["rows"]} == {(1.0, None)}
     assert found["models"]["model"]["checkpoint"]["num_hidden_layers"] == 2
     assert "1.50" in capsys.readouterr().out  # best peer / ours
 
@@ -97,3 +102,28 @@ def test_an_engine_that_does_not_start_leaves_the_others(report):
     assert found["models"]["model"]["engines"]["sglang"] == {"error": "no memory"}
     assert [pair["other"] for pair in found["agreement"]] == ["sglang-deepgemm"]
     assert {row["engine"] for row in found["rows"]} == {"fp8moe", "sglang-deepgemm"}
+
+
+class Profiler:
+    """As SGLang's engine: each step runs two kernels one after the other, of 30 us together; a prefill is one step."""
+
+    def start_profile(self, output_dir: str, **_: Any) -> None:
+        self.trace, self.events = Path(output_dir, "1-TP-0.trace.json.gz"), []
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            begin = 100 * len(self.events)
+            of_step = (("gemm", begin, 10), ("combine", begin + 50, 20))
+            self.events += [{"cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, ts, dur in of_step]
+
+    def stop_profile(self) -> None:
+        self.trace.write_bytes(gzip.compress(json.dumps({"traceEvents": self.events}).encode()))
+
+
+@pytest.mark.parametrize("cell", [Cell("decode 4", 4, 0), Cell("prefill 1x128", 1, 128)])
+def test_the_gpu_is_profiled_by_the_process_that_runs_the_model(cell: Cell) -> None:
+    engine = object.__new__(Engine)
+    engine.engine = Profiler()
+    engine.run = lambda cell, generated: engine.engine.steps(generated)  # type: ignore[method-assign]
+    found = engine.profile(cell)
+    assert found == {"gpu_busy_ms": 0.03, "kernels_us": {"combine": 20.0, "gemm": 10.0}}
