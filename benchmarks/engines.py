@@ -43,14 +43,19 @@ def read_config(model: Path) -> dict[str, Any]:
 
 
 def in_own_process(
-    module: str, options: dict[str, Any], name: str, timeout: float, environment: dict[str, str]
+    module: str,
+    options: dict[str, Any],
+    name: str,
+    timeout: float,
+    environment: dict[str, str],
+    log: Path | None = None,
 ) -> dict[str, Any]:
     """The JSON that `python -m module --run name` with these options writes to `--out`, or an `error`.
 
-    All processes that it started have ended on return.
+    All processes that it started have ended on return. What they print is kept in `log`, and printed after an error.
     """
     with tempfile.TemporaryDirectory() as folder:
-        out, log = Path(folder, "answer.json"), Path(folder, "log")
+        out, log = Path(folder, "answer.json"), log or Path(folder, "log")
         command = [sys.executable, "-m", module, "--run", name, "--out", str(out)]
         command += [str(part) for option in options.items() for part in option]
         with log.open("wb") as output:

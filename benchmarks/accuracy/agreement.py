@@ -17,14 +17,15 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.serve_demo import IN_USE
-from benchmarks.engines import ENGINES
+from benchmarks.engines import ENGINES, in_own_process, run_and_answer
 from benchmarks.report import installed, write_report
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 768, 96, 32
@@ -67,18 +68,19 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def served_by(log: list[str]) -> str | None:
+def served_by(log: str) -> str | None:
     """What the log says about the kernels of our first layer of experts; None if no layer is ours."""
-    return next((found[0] for line in log if (found := SERVED.search(line))), None)
+    found = SERVED.search(log)
+    return found and found[0]
 
 
-def in_own_process(model: str, name: str) -> dict[str, Any]:
-    """The answers of an engine in its own process; `seconds` is the lifetime of that process."""
-    command = [sys.executable, "-m", "benchmarks.accuracy.agreement", "--model", model, "--run", name]
-    start = time.monotonic()
-    done = subprocess.run(command, env=os.environ | ENGINES[name][1], stdout=subprocess.PIPE, text=True, check=True)
-    *log, answers = done.stdout.splitlines()
-    return json.loads(answers) | {"served": served_by(log), "seconds": time.monotonic() - start}
+def ask(model: str, name: str, timeout: float) -> dict[str, Any]:
+    """The answers of an engine in its own process, or its `error`."""
+    environment = os.environ | ENGINES[name][1]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        found = in_own_process("benchmarks.accuracy.agreement", {"--model": model}, name, timeout, environment, log)
+        return found | {"served": served_by(log.read_text(errors="replace"))}
 
 
 def main() -> None:
@@ -86,16 +88,19 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--twin", help="the same model unquantized, for the engine `bf16`")
     parser.add_argument("--engines", default="fp8moe,triton,deep_gemm")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds per engine")
     parser.add_argument("--out", type=Path, help="the report, rewritten after each engine")
-    parser.add_argument("--run", choices=ENGINES, help="run one engine and print its answers as JSON")
+    parser.add_argument("--run", choices=ENGINES, help="run one engine and write its answers to --out")
     args = parser.parse_args()
     if args.run:
-        print(json.dumps(run_engine(args.model, args.run)))
+        run_and_answer(partial(run_engine, args.model, args.run), args.out)
         return
     said: dict[str, dict[str, Any]] = {}
     pairs: dict[str, dict[str, float]] = {}
     for name in args.engines.split(","):
-        new = in_own_process(args.twin if name == "bf16" else args.model, name)
+        new = ask(args.twin if name == "bf16" else args.model, name, args.timeout)
+        if "error" in new:
+            sys.exit(f"{name}: {new['error']}")
         print(f"{name}: engine ready after {new['ready_s']:.0f} s; {new['served'] or 'no layer of ours'}", flush=True)
         for other, answers in said.items():
             result = pairs[f"{other} ~ {name}"] = compare(answers, new)
