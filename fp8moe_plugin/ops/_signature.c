@@ -12,6 +12,7 @@
 #include <string.h>
 
 enum { kTensors = 16, kDims = 8 };  // at most
+enum { kInt = 0, kUnsigned = 1 };   // codes of DLPack's dtypes
 
 // From dlpack.h, version 1: DLTensor, DLPackExchangeAPI.
 typedef struct {
@@ -33,6 +34,7 @@ typedef struct {
 
 // One tensor in a signature, followed by its shape and strides. `dims` is -1 for None.
 typedef struct {
+    uint64_t dtype;  // of integers of a byte: torch's object, as DLPack says the same of uint8 and of torch's uint4
     int32_t device[2], dims;
     uint8_t code, bits, requires_grad, address;  // the address modulo 16, or kNoAddress
 } Header;
@@ -44,29 +46,41 @@ static char* append(char* to, const void* from, size_t bytes) {
     return to + bytes;
 }
 
+// What DLPack does not say of a tensor; 0 with an exception. Python code may run, and change the tensor.
+static int read_attributes(PyObject* object, int grad, Header* header) {
+    if (header->bits == 8 && (header->code == kInt || header->code == kUnsigned)) {
+        PyObject* dtype = PyObject_GetAttrString(object, "dtype");
+        if (!dtype) return 0;
+        header->dtype = (uintptr_t)dtype;  // torch never frees it
+        Py_DECREF(dtype);
+    }
+    if (grad) {
+        PyObject* requires_grad = PyObject_GetAttrString(object, "requires_grad");
+        if (!requires_grad) return 0;
+        header->requires_grad = requires_grad == Py_True;
+        Py_DECREF(requires_grad);
+    }
+    return 1;
+}
+
 // 1, or 0 if this is nothing that a signature can describe, or -1 with an exception.
 static int describe(const Exchange* exchange, PyObject* object, int grad, char** at, uint64_t* address) {
     Header header = {.dims = -1};
-    DlTensor tensor = {0};
+    char* const begin = *at;
+    *at += sizeof header;
     if (object != Py_None) {
+        DlTensor tensor = {0};
         if (exchange->describe(object, &tensor)) return PyErr_Clear(), 0;
         if (tensor.dims > kDims || tensor.lanes != 1) return 0;
         *address = (uintptr_t)tensor.data + tensor.byte_offset;
         header.device[0] = tensor.device[0], header.device[1] = tensor.device[1], header.dims = tensor.dims;
         header.code = tensor.code, header.bits = tensor.bits;
         header.address = *address ? *address % 16 : kNoAddress;
-        if (grad) {
-            PyObject* requires_grad = PyObject_GetAttrString(object, "requires_grad");
-            if (!requires_grad) return -1;
-            header.requires_grad = requires_grad == Py_True;
-            Py_DECREF(requires_grad);
-        }
+        *at = append(*at, tensor.shape, tensor.dims * sizeof(int64_t));
+        *at = append(*at, tensor.strides, tensor.dims * sizeof(int64_t));
+        if (!read_attributes(object, grad, &header)) return -1;
     }
-    *at = append(*at, &header, sizeof header);
-    if (header.dims > 0) {
-        *at = append(*at, tensor.shape, header.dims * sizeof(int64_t));
-        *at = append(*at, tensor.strides, header.dims * sizeof(int64_t));
-    }
+    append(begin, &header, sizeof header);
     return 1;
 }
 

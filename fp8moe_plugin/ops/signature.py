@@ -2,13 +2,17 @@
 
 import functools
 import importlib
+import logging
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from fp8moe_plugin.logs import log_once
+
 Tensors = tuple[torch.Tensor | None, ...]
 Signature = bytes | tuple[Any, ...]
+SLOWER = "tensors are read by Python, which costs the host about 6 us more for each call outside CUDA graphs"
 MAX_SIGNATURES = 1024  # that an op remembers; one for each kind of layer and number of tokens
 
 
@@ -55,13 +59,14 @@ def addresses_of(tensors: Tensors) -> tuple[int, ...]:
 
 @functools.cache
 def _native() -> tuple[Any, Any] | None:
-    """The C extension's function, and torch's interface that it reads tensors by; None without either.
-
-    Torch before 2.11 may lack the interface. That extensions were not built is logged by `jit.sequence`.
-    """
+    """The C extension's function, and torch's interface that it reads tensors by; None without either."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is None:
+        log_once(logging.WARNING, f"{SLOWER}: PyTorch {torch.__version__} lacks DLPack's exchange interface")
+        return None
     try:
         extension = importlib.import_module("fp8moe_plugin.ops._signature")
-    except ImportError:
+    except ImportError as error:
+        log_once(logging.WARNING, f"{SLOWER}: install a wheel, or build with a C compiler ({error})")
         return None
-    return None if exchange is None else (extension.describe, exchange)
+    return extension.describe, exchange

@@ -99,6 +99,29 @@ def test_signatures_are_bounded(counted, monkeypatch):
     assert len(seen) == 9
 
 
+class ClearedInBetween(dict):
+    """As if another thread cleared it right behind each look."""
+
+    def __contains__(self, key):
+        found = super().__contains__(key)
+        self.clear()
+        return found
+
+    def get(self, key, default=None):
+        found = super().get(key, default)
+        self.clear()
+        return found
+
+
+def test_another_thread_may_clear_what_has_passed(counted):
+    check, seen = counted
+    x = torch.zeros(4)
+    first = check(x)
+    check._passed = ClearedInBetween(check._passed)
+    assert check(x) == first
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize(("op", "argument"), TENSORS)
 def test_a_tensor_inside_vmap_is_refused_each_time(device, op, argument):
     call = right_calls(device)[op]

@@ -42,6 +42,10 @@ def different() -> dict[str, tuple[Any, ...]]:
         "fp8": (placed(0, torch.float8_e4m3fn, 4, 8),),
         "another fp8": (placed(0, torch.float8_e5m2, 4, 8),),
         "bytes": (placed(0, torch.uint8, 4, 8),),
+        "signed bytes": (placed(0, torch.int8, 4, 8),),
+        "bits of bytes": (placed(0, torch.uint8, 4, 8).view(torch.uint4),),
+        "signed bits of bytes": (placed(0, torch.int8, 4, 8).view(torch.int4),),
+        "truth": (placed(0, torch.bool, 4, 8),),
         "shape": (placed(0, torch.bfloat16, 8, 4),),
         "dimensions": (placed(0, torch.bfloat16, 4, 8, 1),),
         "fewer dimensions": (placed(0, torch.bfloat16, 32),),
@@ -104,6 +108,21 @@ def test_a_tensor_without_data_never_has_the_signature_of_one_with_it(
 ) -> None:
     x = torch.zeros(2, 4)
     assert describe((make(x),))[0] != describe((x,))[0]
+
+
+class ChangedByLooking(torch.Tensor):
+    """Gets other data, of another shape, while it is looked at."""
+
+    @property
+    def requires_grad(self) -> bool:
+        self.data = torch.zeros(2)
+        return False
+
+
+def test_a_tensor_that_changes_while_it_is_looked_at_is_described_as_it_was(describe: Describe) -> None:
+    x = torch.zeros([1] * 6)
+    as_it_was = describe((x,))[0]
+    assert describe((x.clone().as_subclass(ChangedByLooking),))[0] == as_it_was
 
 
 @pytest.mark.parametrize("too_much", [(torch.zeros(1),) * 17, (torch.zeros([1] * 9),)], ids=["tensors", "dimensions"])
