@@ -16,7 +16,7 @@ PLOTS = {ROOT / "docs" / "overview.svg": 3, ROOT / "docs" / "overview-narrow.svg
 DOCUMENT = ROOT / "README.md"
 LAYERS, ENGINES = "moe_layer-2026-11-22", "engine_e2e-2026-11-24"
 READY, PERPLEXITY = "serve_ready-2026-11-21", "perplexity-2026-11-22"
-CACHES = ("cold", "warm")
+CACHES = {"cold": "empty", "warm": "filled"}
 TICKS = (1, 8, 64, 256, 2048, 16384)
 OUR_COLOUR, PEER_COLOUR = "#d1495b", "#7a8288"
 Points = dict[int, tuple[float, float]]  # ours and the fastest peer's, by tokens or sequences
@@ -51,26 +51,25 @@ def glance() -> str:
     """The table of README.md: what is slower stands there as well."""
     ready, engines = results(READY), results(PERPLEXITY)["engines"].items()
     over = {name: run["against_bf16"]["percent"] for name, run in engines if run["against_bf16"]}
-    seconds = zip(*map(_ready, (ready, ready), CACHES), strict=True)
     lines = [
-        (f"prefill of {' / '.join(f'{n:,}' for n in prefill())} tokens, ms", *_both(prefill(), 1)),
-        (f"decode step of {' / '.join(map(str, decode()))} sequences, ms", *_both(decode(), 2)),
-        ("seconds until `vllm serve` is ready, caches empty / filled", *(_joined(s, 0) for s in seconds)),
-        ("perplexity of a small trained model, over BF16", f"+{over.pop(OURS):.2f}%", f"+{min(over.values()):.2f}%"),
+        *((f"prefill of {tokens:,} tokens, ms", *_rounded(ms, 1)) for tokens, ms in prefill().items()),
+        *((f"decode step of {_sequences(count)}, ms", *_rounded(ms, 2)) for count, ms in decode().items()),
+        *((f"`vllm serve` ready, caches {name}, s", *_rounded(_ready(ready, key), 0)) for key, name in CACHES.items()),
+        ("perplexity of a small model, over BF16", f"+{over.pop(OURS):.2f}%", f"+{min(over.values()):.2f}%"),
     ]
     return table(["", OURS, "vLLM's `fp8`"], lines)
 
 
-def _both(points: Points, digits: int) -> list[str]:
-    return [_joined(ms, digits) for ms in zip(*points.values(), strict=True)]
+def _sequences(count: int) -> str:
+    return f"{count} sequence{'s' * (count > 1)}"
 
 
 def _ready(ready: Row, caches: str) -> tuple[float, float]:
     return ready[f"bundle {caches}"]["ready_s"], ready[f"fp8 {caches}"]["ready_s"]
 
 
-def _joined(values: Iterable[float], digits: int) -> str:
-    return " / ".join(f"{value:.{digits}f}" for value in values)
+def _rounded(values: Iterable[float], digits: int) -> list[str]:
+    return [f"{value:.{digits}f}" for value in values]
 
 
 def digest() -> str:
