@@ -47,7 +47,7 @@ def described_in_python(tensors: Tensors, grad: bool) -> tuple[Signature | None,
             parts += (t.dtype, t.shape, t.stride(), t.device, address % 16 if address else None)
             if grad:
                 parts.append(t.requires_grad)
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, ()
     return tuple(parts), addresses
 

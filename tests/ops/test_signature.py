@@ -87,7 +87,9 @@ def test_addresses_are_those_of_the_tensors(describe: Describe) -> None:
         assert describe(call)[1] == addresses_of(call)
 
 
-@pytest.mark.parametrize("argument", [[1.0], 3, torch.eye(2).to_sparse()], ids=["list", "int", "sparse"])
+@pytest.mark.parametrize(
+    "argument", [[1.0], 3, torch.Tensor, torch.eye(2).to_sparse()], ids=["list", "int", "class", "sparse"]
+)
 def test_what_has_no_storage_has_no_signature(describe: Describe, argument: Any) -> None:
     for call in ((argument,), (torch.zeros(2), argument), (argument, None)):
         assert describe(call) == (None, ())
