@@ -1,6 +1,5 @@
 """What one GPU holds of a model: weights, scratch and the KV cache, in bytes."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +23,7 @@ from warmup.target import GIB
 MOST_SEQUENCES = 1024  # for which vLLM's profiling run samples tokens; its default on these GPUs
 SAMPLER_COPIES = 3  # of float32 logits, in vLLM's sampler
 HIDDEN_COPIES = 6  # of the hidden states of a step: residual, attention, experts, and their outputs
-CONTEXT_ROWS = 64 * 1024  # of which vLLM's MLA may have kv_b_proj's outputs at once, in a prefill with context
+CONTEXT_ROWS = 64 * 1024  # cached tokens whose keys and values vLLM's MLA computes at once, in a prefill with context
 # Not modelled one by one: the CUDA context, workspaces of libraries, CUDA graphs; buffers of NCCL and of all-reduces.
 OTHER_BYTES, COMMUNICATION_BYTES = 3 * GIB // 4, 1 * GIB
 
@@ -64,8 +63,8 @@ def _in_bf16(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeRe
     plain = [rank_dense(layer, parallel) for layer in model.plain]
     found = [_plain(f"{layer.name} (BF16)", layer.layers, [sum(layer.outputs), layer.inputs]) for layer in plain]
     found.append(_plain("mlp.gate (BF16)", rank.experts.layers, [model.experts.experts, model.experts.hidden]))
-    absorbed = _kv_b_proj((*rank.dense, *plain))
-    for layer in absorbed:  # engines keep both parts of it in BF16 as well, to multiply queries and outputs with
+    # Engines keep both parts of kv_b_proj in BF16 as well, to multiply queries and outputs with.
+    for layer in _kv_b_proj(model, parallel):
         found.append(_plain("MLA's W_UK, W_UV (BF16)", layer.layers, [sum(layer.outputs), layer.inputs]))
     rows = 2 * ceil_div(model.vocab, parallel.tp)
     if parallel.sglang and parallel.dp > 1:  # each part of DP attention has all embeddings; the head is split
@@ -73,9 +72,11 @@ def _in_bf16(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeRe
     return [*found, _plain("embeddings (BF16)", 1, [rows, model.experts.hidden])]
 
 
-def _kv_b_proj(layers: Iterable[Dense]) -> list[Dense]:
-    """MLA's projection of cached vectors to keys and values of all heads; empty without MLA."""
-    return [layer for layer in layers if layer.name == "self_attn.kv_b_proj"]
+def _kv_b_proj(model: Model, parallel: Parallel) -> list[Dense]:
+    """One rank's part of MLA's projections of cached vectors to keys and values; empty without MLA."""
+    return [
+        rank_dense(layer, parallel) for layer in (*model.dense, *model.plain) if layer.name == "self_attn.kv_b_proj"
+    ]
 
 
 def _plain(name: str, layers: int, shape: list[int]) -> ShapeReport:
@@ -123,8 +124,7 @@ def step_bytes(model: Model, parallel: Parallel, tokens: int, scratch: int) -> i
     """The most memory of a step, or of sampling after it: what an engine leaves free beside weights and KV cache."""
     rank = rank_shapes(model, parallel)
     widest = max((sum(layer.outputs) + layer.inputs for layer in rank.dense), default=0)
-    plain = [rank_dense(layer, parallel) for layer in model.plain]
-    context = max((2 * CONTEXT_ROWS * sum(layer.outputs) for layer in _kv_b_proj((*rank.dense, *plain))), default=0)
+    context = max((2 * CONTEXT_ROWS * sum(layer.outputs) for layer in _kv_b_proj(model, parallel)), default=0)
     layers = 2 * tokens * (HIDDEN_COPIES * model.experts.hidden + widest) + max(scratch, context)
     sampling = SAMPLER_COPIES * 4 * min(MOST_SEQUENCES, tokens) * model.vocab
     return max(layers, sampling) + OTHER_BYTES + (COMMUNICATION_BYTES if parallel.gpus > 1 else 0)

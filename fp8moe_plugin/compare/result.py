@@ -1,8 +1,7 @@
 """The result of `fp8moe-warmup compare`, as a table and as one line. Needs neither torch nor vLLM."""
 
 import statistics
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict
 
@@ -108,10 +107,7 @@ def timing(rounds_ms: list[float], sequences: int | None = None) -> Timing:
 def table(result: CompareResult) -> str:
     """One row per figure and one column per engine, at most 100 columns wide, then errors and the verdict."""
     rows = [("", [engine.name for engine in result.engines])]
-    for label, text in _figures(result):
-        cells = [text(engine) for engine in result.engines]
-        if any(cell != NONE for cell in cells):
-            rows.append((label, cells))
+    rows += [(label, cells) for label, cells in _figures(result) if any(cell != NONE for cell in cells)]
     lines = [label.ljust(LABEL) + "".join(cell.rjust(WIDTH) for cell in cells) for label, cells in rows]
     failures = [f"{e.name} failed: {e.error} (its output: {e.log})" for e in result.engines if e.error]
     return "\n".join([*_about(result), "", *lines, "", *failures, *_unknown_text(result), result.verdict])
@@ -138,34 +134,29 @@ def _about(result: CompareResult) -> list[str]:
     return [*lines, "Brackets: 95% intervals, from a bootstrap over windows of the text or rounds of the timing"]
 
 
-Cell = Callable[[EngineResult], str]
+Row = tuple[str, list[str]]  # what it is called, and a cell for each engine
 
 
-def _figures(result: CompareResult) -> Iterator[tuple[str, Cell]]:
-    """The rows of the table: what they are called, and the text of an engine's cell."""
-    reference = result.reference
-    yield "perplexity", lambda engine: _number(engine.perplexity, ".4f")
-    yield from _interval(f"  over {reference}, %", "+.3f", lambda engine: engine.perplexity_percent)
-    yield from _interval(f"KL from {reference}, nats per token", ".5f", lambda engine: engine.divergence)
-    yield from _interval(f"same most likely token as {reference}", ".2%", lambda engine: engine.same_token)
+def _figures(result: CompareResult) -> Iterator[Row]:
+    """The rows of the table."""
+    engines, reference = result.engines, result.reference
+    yield "perplexity", [_number(engine.perplexity, ".4f") for engine in engines]
+    yield from _intervals(f"  over {reference}, %", "+.3f", [engine.perplexity_percent for engine in engines])
+    yield from _intervals(f"KL from {reference}, nats per token", ".5f", [engine.divergence for engine in engines])
+    yield from _intervals(f"same most likely token as {reference}", ".2%", [engine.same_token for engine in engines])
     first = f"first token of {result.prompt_tokens:,}, ms"
-    yield from _interval(first, ".2f", lambda engine: _milliseconds(engine.first_token_ms))
-    for count in sorted({count for engine in result.engines for count in engine.tokens_per_s}):
+    yield from _intervals(first, ".2f", [_milliseconds(engine.first_token_ms) for engine in engines])
+    for count in sorted({count for engine in engines for count in engine.tokens_per_s}):
         label = f"tokens/s, {count} sequence{'s' * (count > 1)}"
-        yield from _interval(label, ",.0f", partial(_tokens_per_s, count=count))
+        yield from _intervals(label, ",.0f", [_tokens_per_s(engine, count) for engine in engines])
     ready = "ready, s" + " (started together)" * bool(result.in_turns)
-    yield ready, lambda engine: _number(engine.ready_s, ".1f")
+    yield ready, [_number(engine.ready_s, ".1f") for engine in engines]
 
 
-def _interval(label: str, form: str, of: Callable[[EngineResult], Interval | None]) -> Iterator[tuple[str, Cell]]:
-    """A row of means, and one of their intervals."""
-
-    def bounds(engine: EngineResult) -> str:
-        found = of(engine)
-        return NONE if found is None else f"[{found.low:{form}}, {found.high:{form}}]"
-
-    yield label, lambda engine: _value(of(engine), form)
-    yield "", bounds
+def _intervals(label: str, form: str, found: list[Interval | None]) -> Iterator[Row]:
+    """A row of means or medians, and one of their intervals."""
+    yield label, [_number(None if of is None else of.value, form) for of in found]
+    yield "", [NONE if of is None else f"[{of.low:{form}}, {of.high:{form}}]" for of in found]
 
 
 def _milliseconds(found: Timing | None) -> Interval | None:
@@ -176,10 +167,6 @@ def _tokens_per_s(engine: EngineResult, count: int) -> Interval | None:
     found = _milliseconds(engine.tokens_per_s.get(count))
     rate = 1e3 * count
     return Interval(value=rate / found.value, low=rate / found.high, high=rate / found.low) if found else None
-
-
-def _value(found: Interval | None, form: str) -> str:
-    return _number(None if found is None else found.value, form)
 
 
 def _number(value: float | None, form: str) -> str:
