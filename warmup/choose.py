@@ -104,7 +104,7 @@ def _read_bytes(model: Model, way: Parallel, weights: int) -> int:
     """
     shapes = memory.weight_shapes(model, way)
     experts = sum(shape.bytes for shape in shapes if shape.name.startswith("experts."))
-    looked_up = shapes[-1].bytes // 2  # embeddings, of which a token reads one row; not the output head
+    looked_up = shapes[-1].bytes // 2  # the embeddings: a token reads one row of them; not the output head
     local = rank_shapes(model, way).experts
     busiest = model.experts.topk if way.ep == 1 else _busiest(model, way)
     return way.pp * (weights - experts - looked_up + round(experts / local.experts * busiest))

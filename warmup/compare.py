@@ -77,7 +77,7 @@ class Comparison:
         }
 
     def cache(self) -> int:
-        """Bytes of KV cache: for the sequences that are decoded, or for the text, two steps of which are in work."""
+        """Bytes of KV cache: for the sequences that are decoded, or for two steps of the text, which may overlap."""
         pages = -(-longest(list(self.cells.decode)) // PAGE)
         tokens = max(max(self.options.sequences) * pages * PAGE, 2 * STEP_TOKENS)
         return cache_bytes(self.model, self.options.parallel, tokens)
