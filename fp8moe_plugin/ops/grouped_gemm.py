@@ -81,7 +81,7 @@ def m_grouped_fp8_gemm_nt_psum(
     if m:
         plan = functools.partial(_plan_psum, groups, ceil_div(m, groups), n, _padded_k(a), expected_m)
         compute = functools.partial(reference.psum_gemm, alignment)
-        _multiply(plan, psum_launches(alignment), a, b, out, ends, compute)
+        _multiply(plan, psum_launches(alignment), a, b, out, ends, compute, ends[-1:])
     return out
 
 
@@ -108,7 +108,7 @@ def m_grouped_fp8_gemm_nt_masked(
     check_int("expected_m", expected_m)
     if groups * max_m:
         plan = functools.partial(_plan_masked, groups, max_m, n, _padded_k(a), expected_m)
-        _multiply(plan, masked_launches, a, b, out, masked_m, reference.masked_gemm)
+        _multiply(plan, masked_launches, a, b, out, masked_m, reference.masked_gemm, masked_m)
     return out
 
 
@@ -153,10 +153,12 @@ def _multiply(
     out: torch.Tensor,
     layout: torch.Tensor,
     compute: Callable[[Quantized, Quantized, torch.Tensor, torch.Tensor], None],
+    counts: torch.Tensor | None = None,
 ) -> None:
     """Run the launches on the device of `out`, or `compute` where the reference serves it.
 
-    `layout` holds the group of each row, or the number or the end of each group's rows.
+    `layout` holds the group of each row, or the number or the end of each group's rows. Rows of A from `counts` on have
+    no result: one count for each group of `[G, max_m, K]`, one for `[M, K]`, or None.
     """
     device = backend.device_of(out)
     if device is None:
@@ -167,7 +169,8 @@ def _multiply(
     if isinstance(plan, TritonGrouped) and launches is contiguous_launches:
         out.zero_()  # rows of no group
     product = out.contiguous()  # a copy of a strided one keeps the rows that are not written
-    (rows, extent), (weights, weights_extent), (scales, *strides) = in_rows(a[0]), in_rows(b[0]), k_major(*a)
+    (rows, extent), (weights, weights_extent) = in_rows(a[0]), in_rows(b[0])
+    scales, *strides = k_major(*a, counts)
     groups, n = b[0].shape[:2]
     sizes = out.numel() // n, groups, n, _padded_k(a)
     run = prepared_grouped(device, plan, launches, *sizes, extent, weights_extent, *strides)

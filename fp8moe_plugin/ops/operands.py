@@ -21,6 +21,7 @@ from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.jit.launch import Address, Slot
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.checks import FP8
+from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.tiles import scale_pitch
 
 Quantized = tuple[torch.Tensor, torch.Tensor]  # e4m3 values and their float32 scales
@@ -132,10 +133,10 @@ def placed(layout: Scratch, scratch: Address) -> Scratch:
     return type(layout)(*(scratch + offset for offset in layout))
 
 
-def k_major(q: torch.Tensor, scales: torch.Tensor) -> ScalesAndStrides:
+def k_major(q: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor | None = None) -> ScalesAndStrides:
     """The scales of `[rows, k]` or `[groups, max_m, k]` as the kernels read them: in place if possible, else a copy.
 
-    Rows are numbered across all groups.
+    Rows are numbered across all groups. Those from `counts[g]` on may be left out; `[rows, k]` is one group.
     """
     row, k_block = scales.stride()[-2:]
     group = scales.stride(0) - q.shape[1] if q.dim() == 3 else 0
@@ -147,7 +148,11 @@ def k_major(q: torch.Tensor, scales: torch.Tensor) -> ScalesAndStrides:
     if (row == 1 or q.shape[-2] == 1) and in_steps_of_16_bytes and near:
         return scales, group, k_block
     copy = empty_scales(q.numel() // q.shape[-1], scales.shape[-1], scales.device)
-    copy.view(scales.shape).copy_(scales)
+    in_order = copy.view(scales.shape)
+    if counts is None:
+        in_order.copy_(scales)
+    else:
+        transpose_scales(scales, in_order, counts)
     return copy, 0, copy.stride(1)
 
 

@@ -96,6 +96,12 @@ def silu_mul_quant_key(ue8m0: bool) -> KernelKey:
 
 
 @functools.cache
+def transpose_scales_key() -> KernelKey:
+    """A copy of scales for GEMMs that are called as ops, with scales in another order than the kernels read."""
+    return KernelKey("transpose_scales", (), 256)
+
+
+@functools.cache
 def combine_key() -> KernelKey:
     return KernelKey("combine", (), 128)
 

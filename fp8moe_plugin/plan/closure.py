@@ -36,6 +36,7 @@ from fp8moe_plugin.plan.catalog import (
     tiles_of_counts_key,
     tiles_of_ends_key,
     tiles_of_indices_key,
+    transpose_scales_key,
 )
 from fp8moe_plugin.plan.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout, Output
 from fp8moe_plugin.plan.mqa import indexer_refusal
@@ -166,8 +167,8 @@ def all_kernels(target: str = SM90) -> list[KernelKey]:
     outputs = (Output.BF16_DIRECT, Output.F32_DIRECT)
     dense = [grouped_gemm_key(output, tile_n) for output in outputs for tile_n in GROUPED_TILE_N]
     silu = [silu_mul_quant_key(ue8m0) for ue8m0 in (False, True)]
-    indices = tiles_of_ends_key(), tiles_of_indices_key()
-    ops = [*linear_kernels(False), *linear_kernels(True), *dense, *silu, *indices, k_grouped_gemm_key()]
+    layouts = tiles_of_ends_key(), tiles_of_indices_key(), transpose_scales_key()
+    ops = [*linear_kernels(False), *linear_kernels(True), *dense, *silu, *layouts, k_grouped_gemm_key()]
     indexers = itertools.chain(*map(indexer_kernels, MQA_HEADS))
     return list(dict.fromkeys([*layers, *ops, *indexers]))
 

@@ -16,6 +16,7 @@ PAIRS_PER_CHUNK = 1024  # (token, expert) pairs per block of route, one per thre
 NUM_TILES_LENGTH = 5  # elements of num_tiles: the number of tiles, and two pairs of counters for claiming tiles
 TOKENS_PER_WARP = 8  # in quantize
 ROWS_PER_WARP = 8  # in silu_mul_quant
+SCALE_TILE_ROWS, SCALE_TILE_K = 64, 32  # rows and K blocks that a block of transpose_scales copies at once
 
 # ---- boxes of TMA loads and stores -----------------------------------------------------------------------------------
 

@@ -117,6 +117,10 @@ PARAMETERS = {
         "pointer ids, pointer run_begins, pointer table, pointer num_tiles, pointer d, int rows, int num_groups, "
         "int block_m, int chunks"
     ),
+    "transpose_scales": _signature(
+        "pointer scales, pointer counts, pointer out, int group_stride, int row_stride, int out_group_stride, "
+        "int out_k_stride, int rows, int k_blocks"
+    ),
     "mqa_logits": _signature(
         "map q_map, map k_map, pointer scales, pointer weights, int weights_pitch, pointer starts, pointer ends, "
         "pointer logits, int logits_pitch, int bf16, int m, int n, int dim, int width, int clean"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan import Layout, Output, step
 from fp8moe_plugin.plan.catalog import (
     combine_key,
@@ -29,6 +30,7 @@ from fp8moe_plugin.plan.catalog import (
     quantize_key,
     route_key,
     tiles_of_counts_key,
+    transpose_scales_key,
 )
 from fp8moe_plugin.plan.constants import MANY_ROWS_TILE
 from fp8moe_plugin.plan.dense import few_rows, splits_k
@@ -87,6 +89,18 @@ def second_gemm_that_keeps_weights(emulator: Device, seed: int) -> None:
 
     emulator.execute(seed, op)
     assert_product(out, rows, rows.a, b)
+
+
+def transposed_scales(emulator: Device, seed: int) -> None:
+    """More tiles than blocks."""
+    counts = [2500, 0, 70]
+    scales = torch.rand(len(counts), max(counts), 40, generator=h.seeded(0, torch.device("cpu")))
+    out = h.poisoned(len(counts), 40, max(counts), dtype=torch.float32, device=scales.device).mT
+    masked_m = torch.tensor(counts, dtype=torch.int32)
+    emulator.execute(seed, lambda: transpose_scales(scales, out, masked_m))
+    here = torch.arange(max(counts)) < masked_m[:, None]
+    assert h.same_bits(out[here], scales[here]), WRONG_RESULT
+    assert h.untouched(out[~here]), WRONG_RESULT
 
 
 def dense_layer(emulator: Device, seed: int, n: int = 128, k: int = LONG_K) -> None:
@@ -196,6 +210,7 @@ KERNELS = {  # to be compiled ahead
     logits_of_contiguous_kv: (mqa_logits_key(64),),
     logits_of_paged_kv: (paged_mqa_logits_key(64, 2), paged_mqa_metadata_key()),
     weight_gradients: (k_grouped_gemm_key(),),
+    transposed_scales: (transpose_scales_key(),),
 }
 
 
@@ -219,6 +234,23 @@ class Fault:
 
 
 FAULTS = {
+    "scales are written before they have been read": Fault(
+        "transpose_scales.cu",
+        "        __syncthreads();\n\n        // Write K blocks.",
+        "        // Write K blocks.",
+        transposed_scales,
+        WRONG_RESULT,
+    ),
+    "scales are read over those of the tile before": Fault(
+        "transpose_scales.cu",
+        "__syncthreads();  // the next tile is written to the same memory",
+        "",
+        transposed_scales,
+        WRONG_RESULT,
+    ),
+    "scales of rows without a count are written": Fault(
+        "transpose_scales.cu", "min(counts[group], rows)", "rows", transposed_scales, WRONG_RESULT
+    ),
     "a stage is read before it is full": Fault(
         "mma/row_tile.cuh",
         "barrier_wait(shared.full(s), rings.tokens.phase);\n        if (kGathered)",

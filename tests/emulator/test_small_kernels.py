@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8, silu_mul_quant_fp8
+from fp8moe_plugin.ops.transpose_scales import transpose_scales
+from fp8moe_plugin.plan.tiles import scale_pitch
 from tests import helpers as h
 from tests.emulator.device import Device
 from tests.steps import (
@@ -95,6 +97,31 @@ def test_silu_mul_quant_is_close_to_the_reference(emulator: Device, seed: int) -
         differ = q[group, :count].view(torch.uint8) != expected_q[group, :count].view(torch.uint8)
         assert differ.count_nonzero() <= max(2, 1e-4 * differ.numel())
         assert h.untouched(q[group, count:])
+
+
+@seeds
+@pytest.mark.parametrize(("rows", "k_blocks"), [(1, 1), (65, 33), (700, 5)])
+def test_transposed_scales_equal_the_given_ones(emulator: Device, rows: int, k_blocks: int, seed: int) -> None:
+    gen, pitch = h.seeded(seed, CPU), scale_pitch(3 * rows)
+    wide = torch.rand(3, rows, k_blocks + 2, generator=gen)  # rows are further apart than they are long
+    for scales, strides in ((wide[1, :, :k_blocks], (1, pitch)), (wide[..., :k_blocks], (rows, 1, pitch))):
+        out = h.poisoned(pitch * k_blocks, dtype=torch.float32, device=CPU).as_strided(scales.shape, strides)
+        counts = torch.full((3 if scales.dim() == 3 else 1,), rows, dtype=torch.int32)
+        emulator.execute(seed, lambda s=scales, o=out, c=counts: transpose_scales(s, o, c))
+        assert h.same_bits(out.contiguous(), scales.contiguous())
+
+
+@seeds
+def test_scales_of_rows_without_a_count_are_neither_read_nor_written(emulator: Device, seed: int) -> None:
+    counts = [70, 0, -3, 1, 999]
+    scales = torch.rand(len(counts), 130, 9, generator=h.seeded(seed, CPU))
+    out = h.poisoned(len(counts), 9, 132, dtype=torch.float32, device=CPU).mT[:, :130]
+    masked_m = torch.tensor(counts, dtype=torch.int32)
+    emulator.execute(seed, lambda: transpose_scales(scales, out, masked_m))
+    for group, count in enumerate(counts):
+        count = min(max(count, 0), 130)
+        assert h.same_bits(out[group, :count].contiguous(), scales[group, :count].contiguous())
+        assert h.untouched(out[group, count:])
 
 
 @seeds

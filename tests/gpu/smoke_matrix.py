@@ -94,9 +94,9 @@ def check_masked(gen: torch.Generator, rows: int) -> None:
     max_m = rows + 3
     a, b = h.random_quantized(gen, 3, max_m, 384), h.random_weights(gen, 3, 136, 384)
     here = torch.arange(max_m, device=DEVICE) < counts[:, None]
-    for expected_m in (1, 200):
+    for expected_m, scales in ((1, a[1]), (200, a[1].contiguous())):
         out = h.poisoned(3, max_m, 136, dtype=torch.bfloat16, device=DEVICE)
-        ops.m_grouped_fp8_gemm_nt_masked(a, b, out, counts, expected_m)
+        ops.m_grouped_fp8_gemm_nt_masked((a[0], scales), b, out, counts, expected_m)
         h.assert_rounded(out[here], h.product(a, b)[here])
         assert h.untouched(out[~here])
 

@@ -164,6 +164,27 @@ def test_ends_past_the_last_row_are_clamped(device):
     assert h.same_bits(out[0], out[1])
 
 
+def test_scales_of_rows_may_be_in_either_order(device) -> None:
+    """Of all ops that take them; in a layout that counts rows, those of other rows are not needed."""
+    gen, n = h.seeded(0, device), 136
+    (q, q_scales), (w, w_scales) = operands(gen, 3, 200, k=640, weights=False), operands(gen, 3, n, k=640, weights=True)
+    b, counts = (w, w_scales), torch.tensor([150, 0, 7], dtype=torch.int32, device=device)
+    here = torch.arange(200, device=device) < counts[:, None]
+    indices = torch.where(here, torch.arange(3, device=device)[:, None], -1).int().flatten()
+    rows = q_scales.contiguous()
+    orders = h.column_major(rows), rows, rows.masked_fill(~here[..., None], torch.nan)
+    results = []
+    for scales in orders:
+        masked = torch.zeros(3, 200, n, dtype=torch.bfloat16, device=device)
+        ops.m_grouped_fp8_gemm_nt_masked((q, scales), b, masked, counts, 50)
+        flat, dense_out = torch.empty(2, 600, n, dtype=torch.bfloat16, device=device)
+        ops.m_grouped_fp8_gemm_nt_contiguous((q.flatten(0, 1), scales.flatten(0, 1)), b, flat, indices)
+        ops.fp8_gemm_nt((q[0], scales[0]), (w[0], w_scales[0]), dense_out[:200])
+        results.append((masked, flat, dense_out[:150]))
+    for result in results[1:]:
+        assert all(h.same_bits(*pair) for pair in zip(results[0], result, strict=True))
+
+
 def test_scales_of_k_blocks_that_are_far_apart_are_copied() -> None:
     """Their offsets do not fit into 32 bits."""
     for apart, in_place in ((2**28, True), (2**30 + 4, False)):
