@@ -23,7 +23,7 @@ four engines of `qwen3` or three of `dsv3` fit. torch.compile is on, with CUDA g
 Cells:
 - `prefill NxM`: milliseconds until N prompts of M random tokens have their first token, in one step of up to
   32768 tokens (`dsv3`: 16384);
-- `decode N`: milliseconds per decode step of N sequences, from the difference between 8 and 56 generated tokens.
+- `decode N`: milliseconds per decode step of N sequences, the mean of 48 steps of one call.
 `ms` is the median of the rounds, `ms_least` the shortest. Every engine takes a turn in each round; orders alternate.
 
 A separate pass profiles each cell, per prefill or per step. `gpu_busy_ms` is how long at least one kernel runs.

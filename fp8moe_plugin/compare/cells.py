@@ -1,10 +1,13 @@
 """What is timed on an engine: prompts that are read, and sequences that are decoded."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 PROMPT_TOKENS = 32  # of a sequence that is decoded
-SHORT, STEPS = 8, 48  # generated tokens of the shorter call, and by how many the longer one differs
+SHORT, STEPS = 8, 48  # tokens of a sequence before its steps are timed, and steps that are timed
 # Of LLM. Works around two faults of vLLM 0.32 on CPUs, in BF16 models, too: the C++ kernel of rotary embeddings rotates
 # DeepSeek's slices wrongly, and inductor moves a linear layer (onednn_mm) after the first reader of its output.
 EAGER: dict[str, Any] = {"enforce_eager": True, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
@@ -29,6 +32,17 @@ def longest(cells: list[Cell]) -> int:
     return max(PROMPT_TOKENS + SHORT + STEPS, *(cell.tokens + 1 for cell in cells))
 
 
+def steady_ms(ends: list[float]) -> float:
+    """Milliseconds of one of the last `STEPS` steps but the very last, which also finishes the sequences.
+
+    Raises:
+        RuntimeError: there were fewer steps.
+    """
+    if len(ends) < STEPS + 2:
+        raise RuntimeError(f"the engine took {len(ends)} steps; {STEPS + 2} or more are timed")
+    return (ends[-2] - ends[-2 - STEPS]) / STEPS * 1e3
+
+
 class Clock:
     """Times cells on an engine; a subclass starts it and overrides `generate`."""
 
@@ -50,9 +64,33 @@ class Clock:
 
 
 class VllmClock(Clock):
-    """Times cells on `llm`; a subclass starts it and overrides `prompts`."""
+    """Times cells on `llm`; a subclass starts it and overrides `prompts`.
+
+    Decode steps are timed inside one call. The difference between two calls has the spread of two prefills.
+    """
 
     llm: Any
+
+    def measure(self, cell: Cell) -> float:
+        if cell.tokens:
+            return self.run(cell, 1)
+        with self.ends_of_steps() as ends:
+            self.run(cell, SHORT + STEPS)
+        return steady_ms(ends)
+
+    @contextmanager
+    def ends_of_steps(self) -> Iterator[list[float]]:
+        """Fills the list with the time, in seconds, at which each step of the engine returns."""
+        ends: list[float] = []
+        step = self.llm.llm_engine.step
+
+        def timed() -> Any:
+            outputs = step()
+            ends.append(time.perf_counter())
+            return outputs
+
+        with mock.patch.object(self.llm.llm_engine, "step", timed):
+            yield ends
 
     def prompts(self, count: int, tokens: int) -> list[list[int]]:
         """The ids of other prompts in each call."""
