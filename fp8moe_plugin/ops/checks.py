@@ -167,6 +167,18 @@ def check_values(name: str, tensor: torch.Tensor, lowest: int, highest: int) -> 
         raise InvalidInputError(f"{name} holds {bad[0].item()}, needs {lowest} to {highest}. Check who computes it.")
 
 
+def check_ascending(name: str, tensor: torch.Tensor) -> None:
+    """With FP8MOE_DEBUG=1, wait for the device and check that no element is less than the one before."""
+    if not debugs(tensor.is_cuda):
+        return
+    descents = (tensor[1:] < tensor[:-1]).nonzero()
+    if descents.numel():
+        i = int(descents[0])
+        raise InvalidInputError(
+            f"{name} descends from {tensor[i].item()} to {tensor[i + 1].item()} at {i + 1}. Check who computes it."
+        )
+
+
 def debugs(on_gpu: bool) -> bool:
     """Whether values on the device are looked at: with FP8MOE_DEBUG=1, but not while a CUDA graph is captured."""
     if not settings().debug:

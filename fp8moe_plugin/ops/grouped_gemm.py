@@ -11,7 +11,15 @@ from fp8moe_plugin.jit.launch import Address, Launch, Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
 from fp8moe_plugin.ops.backend import Device, prepares
-from fp8moe_plugin.ops.checks import CheckedOnce, check_int, check_shape, check_tensor, check_values, two_parts
+from fp8moe_plugin.ops.checks import (
+    CheckedOnce,
+    check_ascending,
+    check_int,
+    check_shape,
+    check_tensor,
+    check_values,
+    two_parts,
+)
 from fp8moe_plugin.ops.gemm_checks import check_blocks, check_out, check_rows
 from fp8moe_plugin.ops.gemm_launches import grouped_launch
 from fp8moe_plugin.ops.operands import Extent, Quantized, Rows, Tiles, Weights, in_rows, k_major, placed, whole_k_blocks
@@ -74,6 +82,7 @@ def m_grouped_fp8_gemm_nt_psum(
     (m, n), groups = out.shape, len(b[0])
     check_tensor("ends", ends, dtype=torch.int32, shape=(groups,), device=out.device)
     check_values("ends", ends, 0, m)
+    check_ascending("ends", ends)
     check_int("expected_m", expected_m)
     check_int("alignment", alignment)
     if alignment < 1:

@@ -212,7 +212,7 @@ def _experts(
     (experts, max_m, hidden), intermediate = x[0].shape, weights.w2[0].shape[-1]
     shape = (experts, max_m, intermediate, expected_m, ue8m0)
     plan = plan_triton_batched(device.target, *shape) if is_triton(device.target) else plan_batched(*shape)
-    scales, *strides = k_major(*x, counts)
+    scales, *strides = k_major(*x)
     run = prepared_batched(device, plan, experts, max_m, hidden, intermediate, *strides)
     scratch = workspace.scratch(plan.scratch.nbytes, out)
     tensors = x[0], scales, *weights.w13, *weights.w2, counts, out, scratch

@@ -11,9 +11,9 @@ from fp8moe_plugin.plan.catalog import transpose_scales_key
 from fp8moe_plugin.plan.constants import SCALE_TILE_K, SCALE_TILE_ROWS
 from fp8moe_plugin.plan.triton_catalog import is_triton
 
-MOST = 2**31  # of a stride: the kernel takes 32 bits
+STRIDE_LIMIT = 2**31  # the kernel takes 32 bits
 MAX_GROUPS = 65535  # blocks of a CUDA grid along y
-BLOCKS_PER_MULTIPROCESSOR = 8  # as many as run at once
+BLOCKS_PER_MULTIPROCESSOR = 8  # some more than run at once
 
 Strides = tuple[int, int, int, int]  # of groups and rows in, of groups and K blocks out; in elements
 
@@ -28,7 +28,7 @@ def transpose_scales(scales: torch.Tensor, out: torch.Tensor, counts: torch.Tens
     device = backend.device_of(out)
     (source_group, row, k), (out_group, _, out_k) = (_strides(tensor) for tensor in (scales, out))
     groups, strides = out.shape[0] if out.dim() == 3 else 1, (source_group, row, out_group, out_k)
-    fits = k == 1 and max(strides) < MOST and groups <= MAX_GROUPS
+    fits = k == 1 and max(strides) < STRIDE_LIMIT and groups <= MAX_GROUPS
     if device is None or is_triton(device.target) or not fits or out.numel() == 0:
         out.copy_(scales)
         return

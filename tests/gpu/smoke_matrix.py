@@ -101,6 +101,20 @@ def check_masked(gen: torch.Generator, rows: int) -> None:
         assert h.untouched(out[~here])
 
 
+def check_psum(gen: torch.Generator, rows: int) -> None:
+    ends = torch.tensor([rows, rows, -(-rows // 16) * 16 + 1], dtype=torch.int32, device=DEVICE)
+    m, last = int(ends[2]) + 3, int(ends[2]) - 1
+    a, b = h.random_quantized(gen, m, 384), h.random_weights(gen, 3, 136, 384)
+    expected = h.dequantize_tokens(*a) @ h.dequantize_weights(*b).mT
+    for expected_m, scales in ((1, a[1]), (200, a[1].contiguous())):
+        out = h.poisoned(m, 136, dtype=torch.bfloat16, device=DEVICE)
+        ops.m_grouped_fp8_gemm_nt_psum((a[0], scales), b, out, ends, expected_m, alignment=16)
+        h.assert_rounded(out[:rows], expected[0, :rows])
+        h.assert_rounded(out[last], expected[2, last])
+        assert h.untouched(out[rows:last])
+        assert h.untouched(out[last + 1 :])
+
+
 def check_batched_experts(gen: torch.Generator, rows: int) -> None:
     layer = h.random_layer(gen, 3, HIDDEN, INTERMEDIATE)
     counts = torch.tensor([rows, 0, 1], dtype=torch.int32, device=DEVICE)
@@ -166,6 +180,7 @@ def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:
         check_dense_tiles,
         check_contiguous,
         check_masked,
+        check_psum,
         check_batched_experts,
         check_fused_moe,
         check_mqa_logits,

@@ -110,17 +110,33 @@ def test_batched_experts_follow_the_counts(gen, layer, expected_m):
     assert_replays_equal_eager(run, draw)
 
 
+@pytest.mark.parametrize("in_rows", [False, True])  # scales that are copied first
 @pytest.mark.parametrize("expected_m", [16, 200])
-def test_masked_gemm_follows_the_counts(gen, layer, expected_m):
+def test_masked_gemm_follows_the_counts(gen, layer, expected_m, in_rows):
     max_m = 200
 
     def draw(step: int) -> tuple[torch.Tensor, ...]:
         counts = torch.randint(-1, max_m + 9, (EXPERTS,), generator=gen, device="cuda", dtype=torch.int32)
-        return *h.random_quantized(gen, EXPERTS, max_m, HIDDEN), counts
+        q, scales = h.random_quantized(gen, EXPERTS, max_m, HIDDEN)
+        return q, scales.contiguous() if in_rows else scales, counts
 
     def run(q: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(*q.shape[:2], 2 * INTERMEDIATE, dtype=torch.bfloat16, device="cuda")
         return ops.m_grouped_fp8_gemm_nt_masked((q, scales), layer[:2], out, counts, expected_m)
+
+    assert_replays_equal_eager(run, draw)
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_psum_gemm_follows_the_ends(gen, layer, in_rows):
+    def draw(step: int) -> tuple[torch.Tensor, ...]:
+        ends = torch.randint(0, 701, (EXPERTS,), generator=gen, device="cuda", dtype=torch.int32).sort().values
+        q, scales = h.random_quantized(gen, 700, HIDDEN)
+        return q, scales.contiguous() if in_rows else scales, ends
+
+    def run(q: torch.Tensor, scales: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(700, 2 * INTERMEDIATE, dtype=torch.bfloat16, device="cuda")
+        return ops.m_grouped_fp8_gemm_nt_psum((q, scales), layer[:2], out, ends, 50, alignment=1)
 
     assert_replays_equal_eager(run, draw)
 

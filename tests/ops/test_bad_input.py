@@ -318,6 +318,12 @@ WRONG_VALUES = {
     "moe-id-below-none": (MOE, "topk_ids", lambda t: t.fill_(-2), "topk_ids holds -2, needs -1 to 3"),
     "contiguous-id-too-large": (CONTIGUOUS, "m_indices", lambda t: t.fill_(7), "m_indices holds 7, needs -1 to 3"),
     "psum-end-too-large": (PSUM, "ends", lambda t: t.add_(2), "ends holds 19, needs 0 to 18"),
+    "psum-ends-descend": (
+        PSUM,
+        "ends",
+        lambda t: t.copy_(t.flip(0)),
+        "ends descends from 17 to 10 at 1",
+    ),
     "masked-count-too-large": (MASKED, "masked_m", lambda t: t.fill_(9), "masked_m holds 9, needs 0 to 6"),
     "batched-count-negative": (
         BATCHED,

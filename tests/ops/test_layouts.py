@@ -164,25 +164,35 @@ def test_ends_past_the_last_row_are_clamped(device):
     assert h.same_bits(out[0], out[1])
 
 
-def test_scales_of_rows_may_be_in_either_order(device) -> None:
-    """Of all ops that take them; in a layout that counts rows, those of other rows are not needed."""
-    gen, n = h.seeded(0, device), 136
-    (q, q_scales), (w, w_scales) = operands(gen, 3, 200, k=640, weights=False), operands(gen, 3, n, k=640, weights=True)
-    b, counts = (w, w_scales), torch.tensor([150, 0, 7], dtype=torch.int32, device=device)
+@pytest.mark.parametrize("op", ["dense", "contiguous", "masked", "psum", "batched"])
+def test_scales_of_rows_may_be_in_either_order(device, op) -> None:
+    """Where rows are counted, the scales of other rows are not needed."""
+    gen = h.seeded(0, device)
+    (q, in_order), b = operands(gen, 3, 200, k=640, weights=False), operands(gen, 3, N, k=640, weights=True)
+    layer = h.random_layer(gen, 3, 640, 128)
+    counts = torch.tensor([150, 1, 7], dtype=torch.int32, device=device)
     here = torch.arange(200, device=device) < counts[:, None]
     indices = torch.where(here, torch.arange(3, device=device)[:, None], -1).int().flatten()
-    rows = q_scales.contiguous()
-    orders = h.column_major(rows), rows, rows.masked_fill(~here[..., None], torch.nan)
+    ends = torch.arange(0, 600, 200, dtype=torch.int32, device=device) + counts
+    rows = in_order.contiguous()
     results = []
-    for scales in orders:
-        masked = torch.zeros(3, 200, n, dtype=torch.bfloat16, device=device)
-        ops.m_grouped_fp8_gemm_nt_masked((q, scales), b, masked, counts, 50)
-        flat, dense_out = torch.empty(2, 600, n, dtype=torch.bfloat16, device=device)
-        ops.m_grouped_fp8_gemm_nt_contiguous((q.flatten(0, 1), scales.flatten(0, 1)), b, flat, indices)
-        ops.fp8_gemm_nt((q[0], scales[0]), (w[0], w_scales[0]), dense_out[:200])
-        results.append((masked, flat, dense_out[:150]))
-    for result in results[1:]:
-        assert all(h.same_bits(*pair) for pair in zip(results[0], result, strict=True))
+    for scales in (h.column_major(rows), rows, rows.masked_fill(~here[..., None], torch.nan)):
+        out = torch.zeros(3, 200, 640 if op == "batched" else N, dtype=torch.bfloat16, device=device)
+        flat, one = (q.flatten(0, 1), scales.flatten(0, 1)), (q[0, :150], scales[0, :150])
+        match op:
+            case "dense":
+                ops.fp8_gemm_nt(one, (b[0][0], b[1][0]), out[0, :150])
+            case "contiguous":
+                ops.m_grouped_fp8_gemm_nt_contiguous(flat, b, out.flatten(0, 1), indices)
+            case "masked":
+                ops.m_grouped_fp8_gemm_nt_masked((q, scales), b, out, counts, 50)
+            case "psum":
+                ops.m_grouped_fp8_gemm_nt_psum(flat, b, out.flatten(0, 1), ends, 50, alignment=200)
+            case "batched":
+                ops.batched_experts(q, scales, *layer, counts, expected_m=50, out=out)
+        results.append(out)
+    assert results[0].any()
+    assert all(h.same_bits(results[0], result) for result in results[1:])
 
 
 def test_scales_of_k_blocks_that_are_far_apart_are_copied() -> None:

@@ -6,7 +6,7 @@ import torch
 from fp8moe_plugin.jit.launch import Launch, TensorMap
 from fp8moe_plugin.ops import batched_experts, fp8_linear, fused_moe, workspace
 from fp8moe_plugin.ops.moe_launches import layer_launches
-from fp8moe_plugin.ops.operands import LayerAddresses, Router, empty_scales
+from fp8moe_plugin.ops.operands import LayerAddresses, Router
 from fp8moe_plugin.plan import (
     MoeShape,
     SmallBatchStep,
@@ -88,17 +88,12 @@ def test_arguments_of_the_few_rows_kernels_are_the_fields_of_the_plan(device):
     assert route.block_m == step.tile_rows
 
 
-def scales_in_place(max_m: int) -> torch.Tensor:
-    """Scales of tokens in the layout that the kernels read."""
-    return empty_scales(EXPERTS * max_m, HIDDEN // 128, CPU).fill_(1).view(EXPERTS, max_m, HIDDEN // 128)
-
-
 @pytest.mark.parametrize("intermediate", [128, WIDE])
 @pytest.mark.parametrize("max_m", [1, 3])
 def test_the_second_gemm_of_slabs_starts_right_behind_the_first(device, max_m, intermediate):
     gen = h.seeded(0, CPU)
     layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
-    tokens = torch.zeros(EXPERTS, max_m, HIDDEN).to(h.FP8), scales_in_place(max_m)
+    tokens = torch.zeros(EXPERTS, max_m, HIDDEN).to(h.FP8), torch.ones(EXPERTS, max_m, HIDDEN // 128)
     batched_experts(*tokens, *layer, torch.ones(EXPERTS, dtype=torch.int32), expected_m=1000)
     tiles, first, second = device.launches
     assert (tiles.key.source, first.early, second.early) == ("tiles_of_counts", False, True)
@@ -122,7 +117,7 @@ def test_layers_launch_what_their_plan_names_and_nothing_else(device, ue8m0):
 @pytest.mark.parametrize("ue8m0", [False, True])
 def test_batched_experts_launch_what_their_plan_names_and_nothing_else(device, ue8m0):
     layer = h.random_layer(h.seeded(0, CPU), EXPERTS, HIDDEN, INTERMEDIATE)
-    tokens = torch.zeros(EXPERTS, 8, HIDDEN).to(h.FP8), scales_in_place(8)
+    tokens = torch.zeros(EXPERTS, 8, HIDDEN).to(h.FP8), torch.ones(EXPERTS, 8, HIDDEN // 128)
     for expected_m in (1, 64, 65, 1000):
         counts = torch.zeros(EXPERTS, dtype=torch.int32)
         batched_experts(*tokens, *layer, counts, expected_m=expected_m, ue8m0=ue8m0)
