@@ -41,7 +41,7 @@ def fp8_linear(
         WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its product.
     """
     facts, addresses = _check_call(x, weight, weight_scale, bias)
-    out = x.new_empty(*x.shape[:-1], facts.n)
+    out = x.new_empty(*facts.out_shape)
     product = x, (weight, weight_scale), ue8m0, out, facts, addresses
     if debugs(out.is_cuda):
         rows, finite = out.view(-1, facts.n), x.view(-1, facts.k).isfinite().all(1)
@@ -54,11 +54,12 @@ def fp8_linear(
 
 
 class LinearFacts(NamedTuple):
-    """What the plan of a call of `fp8_linear` depends on."""
+    """What the plan and the result of a call of `fp8_linear` depend on."""
 
     rows: int
     n: int
     k: int
+    out_shape: tuple[int, ...]
 
 
 @CheckedOnce
@@ -72,14 +73,14 @@ def _check_call(
     if bias is not None:
         check_tensor("bias", bias, dtype=torch.bfloat16, shape=(weight.shape[0],), device=x.device)
     n, k = weight.shape
-    return LinearFacts(x.numel() // k, n, k)
+    return LinearFacts(x.numel() // k, n, k, (*x.shape[:-1], n))
 
 
 def _multiply(
     x: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor, facts: LinearFacts, addresses: tuple[int, ...]
 ) -> None:
     """`fp8_linear` without a bias, of arguments that have been checked; `addresses` are those of x and the weight."""
-    device, (rows, n, k) = backend.device_of(x), facts
+    device, (rows, n, k, _) = backend.device_of(x), facts
     if rows == 0:
         return
     if device is None:
