@@ -253,13 +253,13 @@ FAULTS = {
     ),
     "a stage is read before it is full": Fault(
         "mma/row_tile.cuh",
-        "barrier_wait(shared.full(s), rings.tokens.phase);\n        if (kGathered)",
-        "if (kGathered)",
+        "ready = k + 1 < k_blocks && barrier_completed(shared.full(rings.tokens.stage), rings.tokens.phase);",
+        "ready = true;",
         second_gemm,
         f"{WRONG_RESULT}|more arrivals",
     ),
     "a stage is never released": Fault(
-        "mma/row_tile.cuh", "if (half == kCount - 1) release(shared, s);", "", second_gemm, "deadlock"
+        "mma/row_tile.cuh", "                release(shared, s);\n", "", second_gemm, "deadlock"
     ),
     "a product is read before it is there": Fault(
         "mma/row_tile.cuh",

@@ -31,9 +31,10 @@ DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, c
     clear(tail);
 
     rings.keep_weights(tile, k_blocks);
-    for (int k = 0; k < k_blocks; ++k, rings.advance()) {
+    bool ready = false;  // whether the next stage is known to be full
+    for (int k = 0; k < k_blocks; ++k) {
         int s = rings.tokens.stage, weights = rings.weights_stage();
-        barrier_wait(shared.full(s), rings.tokens.phase);
+        if (!ready) barrier_wait(shared.full(s), rings.tokens.phase);
         if (kGathered) fence_proxy_async();
         float token_scale[2] = {load_shared_float(shared.token_scale(s, row)),
                                 load_shared_float(shared.token_scale(s, row + 8))};
@@ -52,7 +53,11 @@ DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, c
             float scale[2] = {token_scale[0] * weight_scale, token_scale[1] * weight_scale};
             wgmma_finish(product);
             if (kHasTail) add_tail(shared, s, tail_row, weight_scale, tail_product, tail[half]);
-            if (half == kCount - 1) release(shared, s);
+            if (half == kCount - 1) {
+                release(shared, s);
+                rings.advance();
+                ready = k + 1 < k_blocks && barrier_completed(shared.full(rings.tokens.stage), rings.tokens.phase);
+            }
 #pragma unroll
             for (int e = 0; e < kColumns / 2; ++e) sum[half][e] += scale[row_index(e)] * product[e];
         }
