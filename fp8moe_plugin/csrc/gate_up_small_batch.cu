@@ -19,7 +19,8 @@
 //       tokens_written  int32 [experts listed, I / 128], tokens whose results of a tile have been written
 // UE8M0: 1 rounds scales up to powers of two, before they are multiplied by the router's weight.
 //
-// Grid: any number of clusters; an SM has room for two thread blocks. down_small_batch runs next to it (PDL).
+// Grid: any number of clusters; an SM has room for two thread blocks. With PDL it starts while choose_experts, which
+// writes ids and topk_weights, runs. down_small_batch runs next to it (PDL), once the ids are there.
 #include "epilogue/swiglu_token.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/quantize_tokens.cuh"
@@ -247,8 +248,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
     bool math = warp < kMathWarps;
     const TokenQuantizer<kTokens, kMostSteps, kMathThreads> own_tokens(math ? x : nullptr, tokens, size.k_blocks(),
                                                                        share.first_step, share.steps);
+    if (warp == kLoadWarp && lane_of_warp() == 0) prefetch(&w_map);
+    if (!math) wait_for_previous_kernel();  // choose_experts, if the layer has it: ids and weights are not there yet
     if (warp == kLoadWarp) {
-        if (lane_of_warp() == 0) prefetch(&w_map);
         list_experts(router, list);
     } else if (warp == kFinishWarp) {
         if (share.rank == 0) result.clear(share, min(router.pairs, num_experts) * size.groups());

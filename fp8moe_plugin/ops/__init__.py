@@ -13,10 +13,12 @@ from fp8moe_plugin.ops.mqa_logits import fp8_fp4_mqa_logits, fp8_mqa_logits
 from fp8moe_plugin.ops.paged_mqa_logits import fp8_fp4_paged_mqa_logits, fp8_paged_mqa_logits
 from fp8moe_plugin.ops.paged_mqa_metadata import get_paged_mqa_logits_metadata
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
+from fp8moe_plugin.ops.routed_moe import choose_experts, routed_moe
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 
 __all__ = [
     "batched_experts",
+    "choose_experts",
     "fp8_fp4_mqa_logits",
     "fp8_fp4_paged_mqa_logits",
     "fp8_gemm_nt",
@@ -30,5 +32,6 @@ __all__ = [
     "m_grouped_fp8_gemm_nt_masked",
     "m_grouped_fp8_gemm_nt_psum",
     "per_token_group_quant_fp8",
+    "routed_moe",
     "silu_mul_quant_fp8",
 ]

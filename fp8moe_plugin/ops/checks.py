@@ -54,7 +54,7 @@ def check_tensor(
         raise InvalidInputError(f"{name} holds no data: it is a meta or fake tensor. Pass a tensor with data.")
     if contiguous and not tensor.is_contiguous():
         raise InvalidInputError(f"{name} has strides {tensor.stride()}, needs a contiguous layout. Call .contiguous().")
-    if tensor.element_size() <= 2:  # the kernels read 32-bit values and wider one at a time
+    if tensor.element_size() <= 2 and tensor.dtype != torch.bool:  # the kernels read others one at a time
         check_aligned(name, tensor)
 
 

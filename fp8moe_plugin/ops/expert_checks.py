@@ -1,4 +1,4 @@
-"""Checks of the calls of `fused_moe` and `batched_experts`, except their values."""
+"""Checks of the calls of `fused_moe`, `routed_moe` and `batched_experts`, except their values."""
 
 import math
 from typing import NamedTuple
@@ -41,11 +41,7 @@ def check_layer_call(
     out: torch.Tensor | None,
 ) -> LayerFacts:
     """Raise `InvalidInputError` unless `fused_moe` takes these."""
-    check_tensor("hidden_states", hidden_states, dtype=torch.bfloat16, shape=(None, None))
-    check_multiple("hidden_states' H", hidden_states.shape[1], GROUP)
-    _check_layer(hidden_states, w13, w13_scale, w2, w2_scale)
-    if refusal := too_many_experts(w13.shape[0]):
-        raise InvalidInputError(f"w13: {refusal}. Spread the experts over more GPUs (expert parallel).")
+    _check_tokens(hidden_states, w13, w13_scale, w2, w2_scale, out)
     tokens, device = hidden_states.shape[0], hidden_states.device
     check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(tokens, None), device=device)
     check_tensor("topk_weights", topk_weights, dtype=torch.float32, shape=tuple(topk_ids.shape), device=device)
@@ -55,13 +51,33 @@ def check_layer_call(
             raise InvalidInputError(
                 "expert_map is empty, needs one entry for each global expert. Pass None if topk_ids are local."
             )
-    if out is not None:
-        check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
     (experts, hidden, intermediate), topk = w2.shape, topk_ids.shape[1]
     known = experts if expert_map is None else expert_map.numel()
     shape = MoeShape(topk, hidden, intermediate, experts, known)
     with_shared = shape._replace(topk=topk + 1)
     return LayerFacts(tokens, shape, with_shared, topk_ids.dtype == torch.int64, expert_map is not None)
+
+
+@CheckedOnce
+def check_routed_call(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    logits: torch.Tensor,
+    padding: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    """Raise `InvalidInputError` unless `routed_moe` takes these."""
+    _check_tokens(hidden_states, w13, w13_scale, w2, w2_scale, out)
+    _check_logits(logits, padding, (len(hidden_states), len(w13)), hidden_states.device)
+
+
+@CheckedOnce
+def check_logits(logits: torch.Tensor, padding: torch.Tensor | None) -> None:
+    """Raise `InvalidInputError` unless `choose_experts` takes these."""
+    _check_logits(logits, padding, (None, None), None)
 
 
 def check_router(shared_expert: bool, routed_scale: float, expert_map: torch.Tensor | None) -> None:
@@ -94,6 +110,32 @@ def check_batched_call(
     check_tensor("expert_num_tokens", expert_num_tokens, dtype=torch.int32, shape=(w13.shape[0],), device=device)
     if out is not None:
         check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
+
+
+def _check_tokens(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    out: torch.Tensor | None,
+) -> None:
+    check_tensor("hidden_states", hidden_states, dtype=torch.bfloat16, shape=(None, None))
+    check_multiple("hidden_states' H", hidden_states.shape[1], GROUP)
+    _check_layer(hidden_states, w13, w13_scale, w2, w2_scale)
+    if refusal := too_many_experts(w13.shape[0]):
+        raise InvalidInputError(f"w13: {refusal}. Spread the experts over more GPUs (expert parallel).")
+    if out is not None:
+        shape = tuple(hidden_states.shape)
+        check_tensor("out", out, dtype=torch.bfloat16, shape=shape, device=hidden_states.device)
+
+
+def _check_logits(
+    logits: torch.Tensor, padding: torch.Tensor | None, shape: tuple[int | None, ...], device: torch.device | None
+) -> None:
+    check_tensor("logits", logits, dtype=(torch.float32, torch.bfloat16), shape=shape, device=device)
+    if padding is not None:
+        check_tensor("padding", padding, dtype=torch.bool, shape=(len(logits),), device=logits.device)
 
 
 def _check_layer(

@@ -76,6 +76,22 @@ def combine(products: torch.Tensor, here: torch.Tensor, topk_weights: torch.Tens
     return out.copy_(total)
 
 
+# ---- the router ----------------------------------------------------------------------------------------------------
+
+
+def choose_experts(
+    logits: torch.Tensor, topk: int, renormalize: bool, padding: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.choose_experts` of arguments that have been checked."""
+    scores, order = logits.float().softmax(-1).sort(descending=True, stable=True)
+    weights, ids = scores[:, :topk].contiguous(), order[:, :topk].int()
+    if renormalize:
+        weights /= weights.sum(-1, keepdim=True)
+    if padding is not None:
+        weights, ids = weights.masked_fill(padding[:, None], 0), ids.masked_fill(padding[:, None], -1)
+    return weights, ids
+
+
 # ---- quantization --------------------------------------------------------------------------------------------------
 
 

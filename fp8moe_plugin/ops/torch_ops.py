@@ -14,11 +14,16 @@ from fp8moe_plugin.ops.checks import check_no_grad
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.moe import batched_experts as _batched_experts
 from fp8moe_plugin.ops.moe import fused_moe as _fused_moe
+from fp8moe_plugin.ops.routed_moe import routed_moe as _routed_moe
 from fp8moe_plugin.settings import settings
 
 FUSED_MOE = (
     "fused_moe(Tensor hidden_states, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor topk_weights, "
     "Tensor topk_ids, Tensor? expert_map, bool ue8m0, bool shared_expert, float routed_scale, Tensor(a!) out) -> ()"
+)
+ROUTED_MOE = (
+    "routed_moe(Tensor hidden_states, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor logits, "
+    "int topk, bool renormalize, Tensor? padding, bool ue8m0, Tensor(a!) out) -> ()"
 )
 BATCHED_EXPERTS = (
     "batched_experts(Tensor hidden_states, Tensor hidden_scale, Tensor w13, Tensor w13_scale, Tensor w2, "
@@ -55,6 +60,11 @@ def _fused_moe_impl(  # each argument by its name: to pack and unpack them costs
         routed_scale=routed_scale,
         out=out,
     )
+
+
+def _routed_moe_impl(*args: Any) -> None:
+    *layer, renormalize, padding, ue8m0, out = args
+    _routed_moe(*layer, renormalize=renormalize, padding=padding, ue8m0=ue8m0, out=out)
 
 
 def _batched_experts_impl(*args: Any) -> None:
@@ -127,6 +137,7 @@ def _register() -> None:
     library = torch.library.Library("fp8moe", "FRAGMENT")
     for schema, impl, fake in (
         (FUSED_MOE, _fused_moe_impl, _writes_out),
+        (ROUTED_MOE, _routed_moe_impl, _writes_out),
         (BATCHED_EXPERTS, _batched_experts_impl, _writes_out),
         (LINEAR, _linear_impl, _linear_fake),
     ):
@@ -141,5 +152,6 @@ def _register() -> None:
 _register()
 
 fused_moe = torch.ops.fp8moe.fused_moe.default
+routed_moe = torch.ops.fp8moe.routed_moe.default
 batched_experts = torch.ops.fp8moe.batched_experts.default
 linear = torch.ops.fp8moe.linear.default

@@ -60,6 +60,11 @@ class KernelKey:
 
 
 @functools.cache
+def choose_experts_key() -> KernelKey:
+    return KernelKey("choose_experts", (), 128)
+
+
+@functools.cache
 def count_experts_key() -> KernelKey:
     return KernelKey("count_experts", (), PAIRS_PER_CHUNK)
 

@@ -14,7 +14,9 @@ from fp8moe_plugin.plan.catalog import (
     MQA_NEXT_N,
     SM90,
     SMALL_BATCH_STAGES,
+    SMALL_BATCH_TOKENS,
     KernelKey,
+    choose_experts_key,
     combine_key,
     count_experts_key,
     dense_gemm_few_rows_key,
@@ -62,7 +64,7 @@ def moe_kernels(ue8m0: bool, batched: bool, target: str = SM90) -> list[KernelKe
     gather = [gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
     small_batch = [gate_up_small_batch_key(ue8m0, *kind) for kind in SMALL_BATCH_STAGES]
     small_batch += [down_small_batch_key(*kind) for kind in SMALL_BATCH_STAGES]
-    routing = [count_experts_key(), route_key(), combine_key()]
+    routing = [choose_experts_key(), count_experts_key(), route_key(), combine_key()]
     return [*gemms, *gather, *small_batch, quantize_key(ue8m0, Layout.PERMUTED), *routing]
 
 
@@ -130,6 +132,7 @@ def _reasons(model: Model) -> dict[KernelKey, str]:
         quantize_key(ue8m0, Layout.K_MAJOR): "quantization of the activations of dense layers",
         quantize_key(ue8m0, Layout.PERMUTED): "quantization of the tokens, with a copy for each of their experts",
         quantize_key(ue8m0, Layout.ROW_MAJOR): "quantization of the tokens where GEMM 1 gathers them",
+        choose_experts_key(): f"softmax top-k, under vLLM in steps of up to {SMALL_BATCH_TOKENS[-1]} tokens",
         count_experts_key(): f"tokens of each expert, in steps of more than {PAIRS_PER_CHUNK // topk} tokens",
         route_key(): "rows of each expert and their tiles",
         tiles_of_counts_key(): "tiles of batched experts, as DeepEP's low-latency mode hands them over",

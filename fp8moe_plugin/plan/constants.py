@@ -29,6 +29,8 @@ DENSE_FEW_ROWS_TILE_N = 64  # columns per tile of dense_gemm_few_rows
 
 MAX_CLUSTER_SPLITS = 8  # blocks per cluster, which share a tile by splitting K
 MAX_GATE_UP_SPLITS = 8  # blocks of gate_up_few_rows that share a tile by splitting K
+MAX_ROUTER_EXPERTS = 512  # among which choose_experts chooses
+MAX_ROUTER_TOPK = 32  # experts that it chooses for a token, one per lane
 SMALL_BATCH_PAIRS = 176  # (token, expert) pairs in a small batch
 SMALL_BATCH_K_BLOCKS = 8  # K blocks per block of gate_up_small_batch
 

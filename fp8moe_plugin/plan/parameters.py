@@ -45,6 +45,10 @@ def _signature(text: str) -> tuple[Parameter, ...]:
 
 
 PARAMETERS = {
+    "choose_experts": _signature(
+        "pointer logits, pointer padding, pointer weights, pointer ids, int logits_bf16, int tokens, int experts, "
+        "int topk, int renormalize"
+    ),
     "combine": _signature(
         "pointer rows, pointer slots, pointer weights, pointer out, int vectors, int topk, int shared_expert, "
         "float routed_scale"

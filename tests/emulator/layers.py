@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8moe_plugin.ops import fused_moe, workspace
+from fp8moe_plugin.ops import choose_experts, fused_moe, routed_moe, workspace
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from tests import helpers as h
@@ -58,3 +58,22 @@ def run_dense_layer(emulator: Device, seed: int, gen: torch.Generator, m: int, n
     x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
     out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
     assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
+
+
+def run_routed_layers(emulator: Device, seed: int, tokens: int, hidden: int, intermediate: int) -> list[float]:
+    """The relative L2 error of each of three small batches that choose their experts, each from the one before."""
+    gen, experts, topk = h.seeded(seed, torch.device("cpu")), 4, 3
+    x, layer = h.random_tokens(gen, tokens, hidden), h.random_layer(gen, experts, hidden, intermediate)
+    logits, outs = [torch.randn(tokens, experts, generator=gen) for _ in range(3)], []
+    scratch = torch.zeros(2**24, dtype=torch.uint8)
+
+    def ops() -> None:
+        for given in logits:
+            outs.append(routed_moe(outs[-1] if outs else x, *layer, given, topk))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workspace, "scratch", lambda nbytes, like: scratch[:nbytes])
+        h.force_step(patch, width=8 if tokens <= 8 else 16)
+        emulator.execute(seed, ops)
+    calls = zip([x, *outs[:-1]], logits, outs, strict=True)
+    return [h.relative_l2(out, fused_moe(x, *layer, *choose_experts(given, topk))) for x, given, out in calls]

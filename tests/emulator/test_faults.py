@@ -14,6 +14,7 @@ from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan import Layout, Output, step
 from fp8moe_plugin.plan.catalog import (
+    choose_experts_key,
     combine_key,
     dense_gemm_few_rows_key,
     dense_gemm_key,
@@ -41,7 +42,7 @@ from tests.emulator.build import CSRC, Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import SHARED_BYTES, Device, EmulatorError
 from tests.emulator.inputs import assert_product, empty_rows, slabs
-from tests.emulator.layers import MOST_ERROR, run_dense_layer, run_layers
+from tests.emulator.layers import MOST_ERROR, run_dense_layer, run_layers, run_routed_layers
 from tests.indexer import assert_decode, assert_prefill, decode, poisoned_results, prefill
 from tests.k_grouped import gradients
 from tests.steps import gate_up, grouped_gemm, tiles_of_counts
@@ -136,6 +137,11 @@ def small_batch(emulator: Device, seed: int) -> None:
     assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
 
 
+def small_batch_that_chooses_experts(emulator: Device, seed: int) -> None:
+    errors = run_routed_layers(emulator, seed, 3, 1024, 128)
+    assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
+
+
 def small_batch_of_whole_sums(emulator: Device, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "DOWN_BLOCKS", {8: 1, 16: 1})
@@ -204,6 +210,7 @@ KERNELS = {  # to be compiled ahead
     layer_of_few_tokens: FEW,
     layers_in_a_row: FEW,
     small_batch: SMALL_BATCH,
+    small_batch_that_chooses_experts: (choose_experts_key(), *SMALL_BATCH),
     small_batch_of_whole_sums: SMALL_BATCH,
     one_token: SMALL_BATCH,
     token_beside_nan: SMALL_BATCH,
@@ -462,6 +469,22 @@ FAULTS = {
         "        barrier_wait(received, phase);\n        if (lane == 0) atomicAdd(out.tokens_written + tile, 1);\n",
         small_batch,
         WRONG_RESULT,
+        multiprocessors=CLUSTERS,
+    ),
+    "the experts of a small batch are listed before they are chosen": Fault(
+        "gate_up_small_batch.cu",
+        "    if (!math) wait_for_previous_kernel();",
+        "    if (!math && warp != kLoadWarp) wait_for_previous_kernel();",
+        small_batch_that_chooses_experts,
+        f"{WRONG_RESULT}|bounds|livelock|deadlock",
+        multiprocessors=CLUSTERS,
+    ),
+    "the second GEMM of a small batch starts before experts are chosen": Fault(
+        "gate_up_small_batch.cu",
+        "    if (!math) wait_for_previous_kernel();",
+        "    if (warp == kLoadWarp) wait_for_previous_kernel();",
+        small_batch_that_chooses_experts,
+        f"{WRONG_RESULT}|bounds|livelock|deadlock",
         multiprocessors=CLUSTERS,
     ),
     "what an earlier layer has told is taken for this one's": Fault(

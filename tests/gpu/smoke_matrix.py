@@ -143,6 +143,15 @@ def check_fused_moe(gen: torch.Generator, rows: int) -> None:
             assert h.relative_l2(out, h.layer_reference(x, layer, *columns, quantized=True)) <= 2e-2
 
 
+def check_routed_moe(gen: torch.Generator, rows: int) -> None:
+    for topk, experts in ((3, EXPERTS), (32, 260)):
+        x, layer = h.random_tokens(gen, rows, HIDDEN), h.random_layer(gen, experts, HIDDEN, INTERMEDIATE)
+        for choice in ({"padding": torch.arange(rows, device=DEVICE) % 5 == 4}, {"renormalize": False}):
+            logits = torch.randn(rows, experts, generator=gen, device=DEVICE)
+            expected = ops.fused_moe(x, *layer, *ops.choose_experts(logits, topk, **choice))
+            assert h.same_bits(ops.routed_moe(x, *layer, logits, topk, **choice), expected)
+
+
 def check_mqa_logits(gen: torch.Generator, rows: int) -> None:
     for heads, dim in ((64, 128), (32, 64)):
         for ranges in indexer.RANGES:
@@ -183,6 +192,7 @@ def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:
         check_psum,
         check_batched_experts,
         check_fused_moe,
+        check_routed_moe,
         check_mqa_logits,
         check_paged_mqa_logits,
         check_k_grouped,

@@ -43,6 +43,7 @@ def right_calls(device: torch.device) -> dict[str, Call]:
             "routed_scale": 1.0,
             "out": out(ROWS, HIDDEN),
         },
+        **right_choices(x, layer, out(ROWS, HIDDEN)),
         "batched_experts": {
             "hidden_states": batch[0],
             "hidden_scale": batch[1],
@@ -53,6 +54,12 @@ def right_calls(device: torch.device) -> dict[str, Call]:
         },
         "k_grouped_fp8_gemm_nt_contiguous": right_gradients(gen),
     }
+
+
+def right_choices(x: torch.Tensor, layer: Call, out: torch.Tensor) -> dict[str, Call]:
+    logits = torch.linspace(-1, 1, ROWS * EXPERTS, device=x.device).view(ROWS, EXPERTS)
+    choice = {"logits": logits, "topk": 2, "padding": torch.arange(ROWS, device=x.device) == 1}
+    return {"choose_experts": choice, "routed_moe": {"hidden_states": x, **layer, **choice, "out": out}}
 
 
 def right_gemms(
@@ -146,6 +153,7 @@ QUANT, SILU, LINEAR, GEMM = "per_token_group_quant_fp8", "silu_mul_quant_fp8", "
 CONTIGUOUS, MASKED = "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"
 PSUM = "m_grouped_fp8_gemm_nt_psum"
 MOE, BATCHED, GRADIENTS = "fused_moe", "batched_experts", "k_grouped_fp8_gemm_nt_contiguous"
+CHOOSE, ROUTED = "choose_experts", "routed_moe"
 
 # op, argument, what is done to it, words of the message
 WRONG_CALLS = {
@@ -262,6 +270,26 @@ WRONG_CALLS = {
     "moe-gelu": (MOE, "activation", lambda _: "gelu", "activation is 'gelu', needs 'silu'"),
     "moe-out-float32": (MOE, "out", torch.Tensor.float, "out has dtype torch.float32"),
     "moe-out-shape": (MOE, "out", short, "out has shape [5, 256], needs [6, 256]"),
+    "choose-float16": (CHOOSE, "logits", torch.Tensor.half, "logits has dtype torch.float16, needs torch.float32 or"),
+    "choose-one-dimension": (CHOOSE, "logits", lambda t: t[0], "logits has shape [4], needs [any, any]"),
+    "choose-strided": (CHOOSE, "logits", strided, "logits has strides (8, 2), needs a contiguous layout"),
+    "choose-misaligned": (CHOOSE, "logits", lambda t: misaligned(t.bfloat16()), "logits starts at an address that is"),
+    "choose-padding-short": (CHOOSE, "padding", short, "padding has shape [5], needs [6]"),
+    "choose-padding-int": (CHOOSE, "padding", torch.Tensor.int, "padding has dtype torch.int32, needs torch.bool"),
+    "choose-padding-elsewhere": (CHOOSE, "padding", meta, "padding is on meta, the other tensors on"),
+    "choose-none": (CHOOSE, "topk", lambda _: 0, "topk is 0, needs 1 to 4"),
+    "choose-five-of-four": (CHOOSE, "topk", lambda _: 5, "topk is 5, needs 1 to 4"),
+    "choose-topk-float": (CHOOSE, "topk", float, "topk is a float, not an int"),
+    "choose-too-many-for-lanes": (CHOOSE, "logits", lambda t: t.new_zeros(6, 513), "logits are of 513 experts, the"),
+    "routed-float16": (ROUTED, "hidden_states", torch.Tensor.half, "hidden_states has dtype torch.float16"),
+    "routed-logits-short": (ROUTED, "logits", short, "logits has shape [5, 4], needs [6, 4]"),
+    "routed-logits-narrow": (ROUTED, "logits", narrow, "logits has shape [6, 3], needs [6, 4]"),
+    "routed-logits-elsewhere": (ROUTED, "logits", meta, "logits is on meta, the other tensors on"),
+    "routed-padding-short": (ROUTED, "padding", short, "padding has shape [5], needs [6]"),
+    "routed-tokens-short": (ROUTED, "hidden_states", short, "out has shape [6, 256], needs [5, 256]"),
+    "routed-other-experts": (ROUTED, "w13", short, "w13's scales has shape [4, 2, 2], needs [3, 2, 2]"),
+    "routed-five-of-four": (ROUTED, "topk", lambda _: 5, "topk is 5, needs 1 to 4"),
+    "routed-out-shape": (ROUTED, "out", short, "out has shape [5, 256], needs [6, 256]"),
     "batched-bf16": (BATCHED, "hidden_states", torch.Tensor.bfloat16, "hidden_states has dtype torch.bfloat16"),
     "batched-scale-shape": (
         BATCHED,

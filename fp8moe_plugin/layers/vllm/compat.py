@@ -15,6 +15,7 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.model_executor.layers import sparse_attn_indexer
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.router import fused_topk_router
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.utils import deep_gemm
@@ -91,6 +92,22 @@ def runner_of(experts: Any) -> Any:
     runners = get_current_vllm_config().compilation_config.static_forward_context.values()
     (found,) = (runner for runner in runners if getattr(runner, "routed_experts", None) is experts)
     return found
+
+
+def returns_routed_experts() -> bool:
+    """Whether vLLM reports which experts tokens have gone to, as its routers tell it."""
+    config = get_current_vllm_config()
+    places = config.model_config, getattr(config, "aux_output_config", None)  # of older and of newer versions
+    return any(getattr(place, "enable_return_routed_experts", False) for place in places)
+
+
+def padding_of(tokens: int) -> torch.Tensor | None:
+    """bool `[tokens]`: those that only fill up a CUDA graph, for which vLLM's router chooses no experts.
+
+    None if vLLM does not say which, as older versions, whose router does not look for them.
+    """
+    mask = getattr(fused_topk_router, "_get_padding_mask", None)
+    return mask(tokens) if mask else None
 
 
 def shared_mlp(runner: Any) -> Any:

@@ -22,6 +22,7 @@ from fp8moe_plugin.layers.loading import check_expert_shape, expert_tensors
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.experts import StandardExperts, experts_class
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
+from fp8moe_plugin.layers.vllm.routing import StandIn, stand_in
 from fp8moe_plugin.layers.vllm.shared_expert import Mlp, SharedExpert
 from fp8moe_plugin.plan import moe_kernels
 
@@ -47,6 +48,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.batched = moe.moe_parallel_config.use_batched_activation_format
         self.experts_cls = experts_class(self.batched, ue8m0)
         self.local_experts: StandardExperts | None = None  # called directly if no tokens go to other ranks
+        self.stand_in: StandIn | None = None  # chooses the experts of short steps in the place of vLLM's router
         self.shared_mlp = shared
         self.shared_expert: SharedExpert | None = None  # computed with the experts
         check_layer(prefix, moe, self.experts_cls)
@@ -54,6 +56,10 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     @property
     def supports_eplb(self) -> bool:
         return True
+
+    @property
+    def is_monolithic(self) -> bool:  # vLLM then calls apply_monolithic with the router's logits, instead of apply
+        return self.stand_in is not None
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
@@ -141,6 +147,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.moe_kernel = self._make_kernel(layer)
         if self.shared_expert and not self.shared_expert.take_over(layer):
             self.shared_expert = None
+        self.stand_in = stand_in(layer, self.local_experts) if self.local_experts and not self.shared_expert else None
         announce_layer(self.prefix, layer.w2_weight, "masked" if self.batched else "contiguous", kernels)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
@@ -190,6 +197,14 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             shared_experts=shared_experts,
             shared_experts_input=shared_experts_input,
         )
+
+    def apply_monolithic(self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, **rest: Any) -> torch.Tensor:
+        assert self.stand_in is not None
+        self.loading.model.check_usable()
+        if self.stand_in.takes(router_logits):
+            return self.stand_in.apply(layer, x, router_logits)
+        chosen = self.stand_in.select_experts(x, router_logits, self.topk_indices_dtype, **rest)
+        return self._apply_local(self.stand_in.experts, layer, x, *chosen)
 
     @staticmethod
     def _apply_local(

@@ -142,6 +142,18 @@ inline int __reduce_add_sync(unsigned mask, int value) {
     for (int lane = 0; lane < 32; ++lane) sum += mask >> lane & 1 ? unsigned(values[lane]) : 0;
     return int(sum);
 }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+    const emu::u64* values = emu::collect(emu::kReduceMax, mask, value);
+    for (int lane = 0; lane < 32; ++lane)
+        if (mask >> lane & 1) value = std::max(value, unsigned(values[lane]));
+    return value;
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned value) {
+    const emu::u64* values = emu::collect(emu::kReduceMin, mask, value);
+    for (int lane = 0; lane < 32; ++lane)
+        if (mask >> lane & 1) value = std::min(value, unsigned(values[lane]));
+    return value;
+}
 inline unsigned __match_any_sync(unsigned mask, int value) {
     const emu::u64* values = emu::collect(emu::kMatch, mask, unsigned(value));
     unsigned lanes = 0;

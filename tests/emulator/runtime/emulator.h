@@ -36,6 +36,8 @@ enum Collective {
     kBallot,
     kMatch,
     kReduceAdd,
+    kReduceMax,
+    kReduceMin,
     kElect,
     kStoreMatrix,
     kWgmma,

@@ -19,8 +19,9 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE
 from fp8moe_plugin.layers.loading import expert_tensors
 from fp8moe_plugin.layers.vllm import config as config_module
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
+from fp8moe_plugin.layers.vllm.routing import StandIn
 from fp8moe_plugin.layers.vllm.shared_expert import Mlp
-from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.ops import choose_experts, fused_moe
 from tests import helpers as h
 from tests.engine.load import join_ranks
 from tests.layers.experts import EXPERTS, HIDDEN, TOPK, make_checkpoint
@@ -155,3 +156,20 @@ def test_a_runner_of_another_kind_keeps_its_shared_expert(ranks, monkeypatch):
     block = Block(monkeypatch)
     assert block.runner.shared_experts is not None
     assert h.relative_l2(block.run(), block.expected()) < 0.005
+
+
+@pytest.mark.parametrize("most_tokens", [TOKENS, TOKENS - 1])
+def test_the_runner_leaves_the_choice_of_experts_to_our_kernel_in_short_steps(ranks, monkeypatch, most_tokens):
+    block = Block(monkeypatch, SimpleNamespace(**vars(MODEL) | {"n_shared_experts": 2}))  # these stay apart
+    logits, router, method = block.x[:, :EXPERTS].contiguous(), block.runner.router, block.experts.quant_method
+    monkeypatch.setattr(block.module.gate, "forward", lambda x: (logits, None))
+    by_router, by_kernel = block.routing, choose_experts(logits, TOPK, renormalize=False)
+    block.routing = by_kernel if most_tokens == TOKENS else by_router
+    expected = block.run()
+    block.routing = by_router
+    assert not h.same_bits(by_kernel[0], by_router[0])
+    softmax = {"top_k": TOPK, "renormalize": False, "global_num_experts": EXPERTS}
+    ours = StandIn(method.local_experts, SimpleNamespace(**softmax, select_experts=router.select_experts), most_tokens)
+    monkeypatch.setattr(method, "stand_in", ours)
+    assert block.runner.is_monolithic
+    assert h.same_bits(block.run(), expected)

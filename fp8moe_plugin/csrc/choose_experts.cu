@@ -1,0 +1,116 @@
+// Chooses the experts of each token from the logits of its router, as vLLM's softmax router does.
+//
+// In:   logits   float32, or with logits_bf16 = 1 bfloat16, [T, experts]
+//       padding  bool [T], whether to choose no expert: id -1 and weight 0; or null
+// Out:  weights  float32 [T, topk], the softmax of the chosen logits; with renormalize = 1 divided by their sum
+//       ids      int32 [T, topk], the best first, of equal ones that with the lower index
+//
+// A warp per token; a lane has every 32nd expert. topk: at most 32, and at most `experts`. The next kernel may start at
+// once (PDL), and waits for the ids.
+#include "device/common.cuh"
+
+constexpr u32 kSign = 0x80000000;
+constexpr u32 kNone = 0;  // less than the key of any score
+
+// Ordered as the values, none of which is NaN.
+DEVICE u32 ordered_bits(float value) {
+    const u32 bits = __float_as_uint(value);
+    return bits & kSign ? ~bits : bits | kSign;
+}
+DEVICE float value_of(u32 ordered) { return __uint_as_float(ordered & kSign ? ordered & ~kSign : ~ordered); }
+
+// Scores are not negative, so their bits are in their order. A NaN among the logits makes all scores of a token NaN.
+DEVICE u32 key_of(float score) { return __float_as_uint(score) + 1; }
+DEVICE float score_of(u32 key) { return __uint_as_float(key - 1); }
+
+// ---- logits: value i of a lane is of expert i * 32 + lane ----------------------------------------------------------
+
+DEVICE float minus_infinity() { return __uint_as_float(0xFF800000); }
+
+// -infinity for an expert that does not exist, which makes its score 0.
+template <int kValues>
+DEVICE void load(const void* logits, bool logits_bf16, int token, int experts, float (&values)[kValues]) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+        const int expert = i * kWarp + lane_of_warp();
+        const i64 at = i64(token) * experts + expert;
+        values[i] = minus_infinity();
+        if (expert < experts)
+            values[i] =
+                logits_bf16 ? bf16_value(static_cast<const u16*>(logits)[at]) : static_cast<const float*>(logits)[at];
+    }
+}
+
+// ---- softmax -------------------------------------------------------------------------------------------------------
+
+template <int kValues>
+DEVICE void softmax(float (&values)[kValues]) {
+    float largest = minus_infinity(), sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) largest = fmaxf(largest, values[i]);
+    largest = value_of(__reduce_max_sync(kAllLanes, ordered_bits(largest)));
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) sum += values[i] = expf(values[i] - largest);
+#pragma unroll
+    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kAllLanes, sum, lanes);
+    const float inverse = 1.f / sum;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) values[i] *= inverse;
+}
+
+// ---- choice --------------------------------------------------------------------------------------------------------
+
+// Returns the weight and the id of a lane's choice; lanes from topk on have none.
+template <int kValues>
+DEVICE float choose(const float (&scores)[kValues], int experts, int topk, bool renormalize, int& own_id) {
+    const int lane = lane_of_warp();
+    u32 keys[kValues];
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) keys[i] = i * kWarp + lane < experts ? key_of(scores[i]) : kNone;
+    float own = 0.f, sum = 0.f;
+    for (int choice = 0; choice < topk; ++choice) {
+        u32 key = kNone;
+        int at = 0;  // the first of the lane's largest
+#pragma unroll
+        for (int i = 0; i < kValues; ++i)
+            if (keys[i] > key) key = keys[i], at = i;
+        const u32 largest = __reduce_max_sync(kAllLanes, key);
+        const int expert = __reduce_min_sync(kAllLanes, key == largest ? at * kWarp + lane : kAllLanes);
+#pragma unroll
+        for (int i = 0; i < kValues; ++i)
+            if (i * kWarp + lane == expert) keys[i] = kNone;
+        sum += score_of(largest);
+        if (lane == choice) own = score_of(largest), own_id = expert;
+    }
+    return renormalize ? own / sum : own;
+}
+
+// ---- kernel --------------------------------------------------------------------------------------------------------
+
+template <int kValues>
+DEVICE float choose_for(const void* logits, bool logits_bf16, int token, int experts, int topk, bool renormalize,
+                        int& own_id) {
+    float values[kValues];
+    load(logits, logits_bf16, token, experts, values);
+    softmax(values);
+    return choose(values, experts, topk, renormalize, own_id);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    choose_experts(const void* logits, const u8* padding, float* weights, int* ids, int logits_bf16, int tokens,
+                   int experts, int topk, int renormalize) {
+    let_next_kernel_start();
+    const int token = blockIdx.x * (THREADS / kWarp) + threadIdx.x / kWarp, lane = lane_of_warp();
+    if (token >= tokens) return;
+    float weight = 0.f;
+    int id = -1;
+    if (!padding || !padding[token]) {
+        if (experts <= 4 * kWarp)
+            weight = choose_for<4>(logits, logits_bf16, token, experts, topk, renormalize, id);
+        else if (experts <= 8 * kWarp)
+            weight = choose_for<8>(logits, logits_bf16, token, experts, topk, renormalize, id);
+        else
+            weight = choose_for<MAX_ROUTER_EXPERTS / kWarp>(logits, logits_bf16, token, experts, topk, renormalize, id);
+    }
+    if (lane < topk) weights[i64(token) * topk + lane] = weight, ids[i64(token) * topk + lane] = id;
+}

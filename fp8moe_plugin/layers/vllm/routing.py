@@ -1,0 +1,70 @@
+"""Where our kernel chooses the experts in the place of vLLM's router: in steps of few tokens, which it makes faster."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+
+from fp8moe_plugin.layers.vllm import compat
+from fp8moe_plugin.layers.vllm.experts import StandardExperts
+from fp8moe_plugin.logs import log_once
+from fp8moe_plugin.ops import backend, torch_ops
+from fp8moe_plugin.plan import MoeShape
+from fp8moe_plugin.plan.catalog import SM90
+from fp8moe_plugin.plan.constants import MAX_ROUTER_EXPERTS
+from fp8moe_plugin.plan.step import small_batch_limit
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Our kernel, and vLLM's router in the steps that it does not take."""
+
+    experts: StandardExperts
+    router: Any  # a `FusedTopKRouter`
+    most_tokens: int  # of a step that the kernel takes
+
+    def takes(self, logits: torch.Tensor) -> bool:
+        """Whether the kernel chooses from these logits `[T, E]`."""
+        known = (
+            logits.dtype in (torch.float32, torch.bfloat16) and logits.is_contiguous() and not logits.data_ptr() % 16
+        )
+        return known and len(logits) <= self.most_tokens and logits.shape[1] == self.router.global_num_experts
+
+    def apply(self, layer: Any, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The layer, bfloat16 `[T, H]`, in a step that the kernel takes."""
+        weights = layer.w13_weight, self.experts.w1_scale, layer.w2_weight, self.experts.w2_scale
+        choice = self.router.top_k, self.router.renormalize, compat.padding_of(len(x))
+        output = torch.empty_like(x)
+        torch_ops.routed_moe(x, *weights, logits, *choice, self.experts.ue8m0, output)
+        return output
+
+    def select_experts(
+        self, x: torch.Tensor, logits: torch.Tensor, ids_dtype: torch.dtype | None, **rest: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and ids `[T, k]` as vLLM's runner has its router choose them."""
+        arguments = {"hidden_states": x, "router_logits": logits, "topk_indices_dtype": ids_dtype}
+        return self.router.select_experts(**arguments, **rest)
+
+
+def stand_in(layer: Any, experts: StandardExperts) -> StandIn | None:
+    """What stands in for the router of a `RoutedExperts` layer whose tokens stay on this rank; None: nothing does.
+
+    vLLM's router has to choose where it does more than that: count the load of experts (EPLB), or report which were
+    chosen. And where it chooses in another way than by the softmax of all experts, as subclasses of it may.
+    """
+    device = backend.device_of(layer.w2_weight)
+    if device is None or device.target != SM90 or layer.expert_map is not None or layer.apply_router_weight_on_input:
+        return None
+    router = compat.runner_of(layer).router
+    if type(router) is not FusedTopKRouter or router.scoring_func != "softmax" or router.eplb_state is not None:
+        return None
+    number, hidden, intermediate = layer.w2_weight.shape
+    if number > MAX_ROUTER_EXPERTS or number != router.global_num_experts or compat.returns_routed_experts():
+        return None
+    shape = MoeShape(router.top_k, hidden, intermediate, number, number)
+    if not (most_tokens := small_batch_limit(shape, device.multiprocessors)):
+        return None
+    log_once(logging.INFO, f"in steps of up to {most_tokens} tokens, experts are chosen by our kernel")
+    return StandIn(experts, router, most_tokens)

@@ -1,0 +1,143 @@
+"""For which of vLLM's routers our kernel stands in, and in which steps."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.model_executor.layers.fused_moe.router import fused_topk_router
+from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
+
+from benchmarks.layer.batch_invariance import invariance
+from fp8moe_plugin.layers.vllm import compat
+from fp8moe_plugin.layers.vllm.routing import StandIn, stand_in
+from fp8moe_plugin.ops import backend
+from fp8moe_plugin.plan import MoeShape, SmallBatchStep, SortedStep, plan_step
+from tests import helpers as h
+
+pytestmark = pytest.mark.seam
+
+EXPERTS, HIDDEN, TOPK = 32, 2048, 6
+ADAPTER: Any = object()  # the experts that a `StandIn` calls
+
+
+class OtherRouter(FusedTopKRouter):
+    """A subclass, which may choose in any way."""
+
+
+@pytest.fixture(autouse=True)
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    h.serve(monkeypatch, h.Recorder())
+    monkeypatch.setattr(compat, "returns_routed_experts", lambda: False)
+
+
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, router: Any = None, experts: int = EXPERTS, **changes: object
+) -> StandIn | None:
+    router = router or FusedTopKRouter(TOPK, experts)
+    monkeypatch.setattr(compat, "runner_of", lambda layer: SimpleNamespace(router=router))
+    weight = torch.empty(experts, HIDDEN, 768, device="meta")
+    plain = {"w2_weight": weight, "expert_map": None, "apply_router_weight_on_input": False}
+    return stand_in(SimpleNamespace(**plain | changes), ADAPTER)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_it_stands_in_for_softmax_of_all_experts(monkeypatch, plugin_log, renormalize):
+    plugin_log.set_level("INFO")
+    router = FusedTopKRouter(TOPK, EXPERTS, renormalize=renormalize)
+    assert chosen(monkeypatch, router) == StandIn(ADAPTER, router, 16)
+    assert "in steps of up to 16 tokens, experts are chosen by our kernel" in plugin_log.text
+
+
+GROUPS = {"num_expert_group": 8, "topk_group": 2}
+OTHER_ROUTERS = {
+    "groups": GroupedTopKRouter(TOPK, EXPERTS, **GROUPS),
+    "a bias": FusedTopKBiasRouter(TOPK, EXPERTS, e_score_correction_bias=torch.zeros(EXPERTS)),
+    "sigmoid": FusedTopKRouter(TOPK, EXPERTS, scoring_func="sigmoid"),
+    "a subclass": OtherRouter(TOPK, EXPERTS),
+    "load balancing": FusedTopKRouter(TOPK, EXPERTS, eplb_state=SimpleNamespace()),
+    "too many choices": FusedTopKRouter(33, EXPERTS),
+    "logical experts": FusedTopKRouter(TOPK, EXPERTS - 1),
+}
+
+
+@pytest.mark.parametrize("router", OTHER_ROUTERS.values(), ids=OTHER_ROUTERS)
+def test_other_routers_choose_themselves(monkeypatch, router):
+    assert chosen(monkeypatch, router) is None
+
+
+OTHER_LAYERS = {
+    "an expert map": {"expert_map": torch.arange(2)},
+    "weights on tokens": {"apply_router_weight_on_input": True},
+    "more experts than the kernel takes": {"experts": 520},
+    "no small batch": {"w2_weight": torch.empty(EXPERTS, 16384, 768, device="meta")},
+}
+
+
+@pytest.mark.parametrize("changed", OTHER_LAYERS.values(), ids=OTHER_LAYERS)
+def test_vllms_router_chooses_for_other_layers(monkeypatch, changed):
+    assert chosen(monkeypatch, **changed) is None
+
+
+def test_vllms_router_chooses_if_results_may_not_depend_on_the_batch(monkeypatch):
+    with invariance(True):
+        assert chosen(monkeypatch) is None
+
+
+def test_the_kernel_chooses_in_steps_that_the_small_batch_kernels_serve(monkeypatch):
+    deepseek_v3 = torch.empty(EXPERTS, 7168, 2048, device="meta")
+    shape, most_tokens = (
+        MoeShape(TOPK, 7168, 2048, EXPERTS, EXPERTS),
+        chosen(monkeypatch, w2_weight=deepseek_v3).most_tokens,
+    )
+    kinds = [type(plan_step(shape, tokens)) for tokens in range(1, 18)]
+    assert kinds == [SmallBatchStep] * most_tokens + [SortedStep] * (17 - most_tokens)
+
+
+def test_vllms_router_chooses_if_vllm_reports_the_experts(monkeypatch):
+    monkeypatch.setattr(compat, "returns_routed_experts", lambda: True)
+    assert chosen(monkeypatch) is None
+
+
+@pytest.mark.parametrize("target", [None, "sm_89"])
+def test_vllms_router_chooses_where_our_kernel_does_not_run(monkeypatch, target):
+    device = target and SimpleNamespace(target=target, multiprocessors=132)
+    monkeypatch.setattr(backend, "device_of", lambda tensor: device)
+    assert chosen(monkeypatch) is None
+
+
+def test_the_kernel_takes_logits_that_it_knows_in_short_steps():
+    ours = StandIn(ADAPTER, FusedTopKRouter(TOPK, EXPERTS), 16)
+    logits = torch.zeros(16, EXPERTS)
+    assert ours.takes(logits)
+    assert ours.takes(logits.bfloat16()[:3])
+    others = torch.zeros(17, EXPERTS), logits.half(), logits[:, 1:].contiguous(), torch.zeros(9, 64)[:, ::2]
+    others += (torch.zeros(9 * EXPERTS + 1, dtype=torch.bfloat16)[1:].view(9, EXPERTS),)
+    assert not any(ours.takes(other) for other in others)
+
+
+@pytest.mark.parametrize("place", ["model_config", "aux_output_config"])
+def test_both_places_say_whether_experts_are_reported(monkeypatch, place):
+    monkeypatch.undo()
+    for wanted in (True, False):
+        config = SimpleNamespace(model_config=SimpleNamespace())
+        setattr(config, place, SimpleNamespace(enable_return_routed_experts=wanted))
+        monkeypatch.setattr(compat, "get_current_vllm_config", lambda config=config: config)
+        assert compat.returns_routed_experts() == wanted
+
+
+def test_padding_is_what_vllms_router_takes_for_it(monkeypatch):
+    if not hasattr(fused_topk_router, "_get_padding_mask"):  # of an older version
+        assert compat.padding_of(3) is None
+        return
+    context = SimpleNamespace(is_padding=torch.arange(9) > 1)
+    monkeypatch.setattr(fused_topk_router, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(fused_topk_router, "get_forward_context", lambda: context)
+    assert compat.padding_of(3).tolist() == [False, False, True]
+    context.is_padding = None
+    assert compat.padding_of(3) is None
