@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine.cores import share_cores
 from benchmarks.engine.profiles import of_cell, profiled, summary
 from benchmarks.engines import DEFAULTS, read_config
 from benchmarks.engines import ENGINES as ALL_ENGINES
@@ -31,13 +32,14 @@ class Kind:
 
     family: str
     preset: str
-    kv_bytes: int = 4 << 30  # holds the 32768 tokens of the longest prefill twice
+    kv_bytes: int = 4 << 30  # holds the 32768 tokens of the longest prefill, with 24 layers twice
     step_tokens: int = MAX_BATCHED_TOKENS
     eager: bool = False
 
 
 KINDS = {
     "qwen3": Kind("qwen3_moe", "qwen3-24layer"),
+    "qwen3-48": Kind("qwen3_moe", "qwen3-48layer"),
     "dsv3": Kind("deepseek_v3", "dsv3-3layer", kv_bytes=1 << 29, step_tokens=16384),  # or three engines do not fit
     "tiny": Kind("qwen3_moe", "tiny", kv_bytes=1 << 28, eager=True),  # to try this program, also on a CPU
 }
@@ -89,6 +91,7 @@ class Engine(RandomPrompts, VllmClock):
         )
         for cell in cells:
             self.run(cell, SHORT)
+        share_cores()
 
     def profile(self, cell: Cell) -> dict[str, Any]:
         """What the profiler says about one prefill or one decode step."""

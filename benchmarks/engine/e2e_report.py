@@ -15,13 +15,6 @@ def best_peer_over_ours(rows: list[dict[str, Any]]) -> float | None:
     return min(ms.values()) / ours if ours and ms else None
 
 
-def line(cell: str, rows: list[dict[str, Any]]) -> str:
-    """One cell: each engine's median (least), then the ratio."""
-    parts = [f"{row['engine']} {row['ms']:.3f} ({row['ms_least']:.3f})" for row in rows]
-    ratio = best_peer_over_ours(rows)
-    return "  ".join([cell.ljust(16), *parts] + ([f"best peer / {OURS} {ratio:.2f}"] if ratio else []))
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     """Milliseconds (least), and the GPU's and the host's if known, by cell and engine; the ratio comes last."""
     engines = list(dict.fromkeys(row["engine"] for row in rows))

@@ -4,8 +4,9 @@
     python -m benchmarks.engine.engine_e2e --plot benchmarks/results/engine_e2e-<date>.json  # needs matplotlib, no GPU
 
 One run measures one model with random FP8 weights (`benchmarks.checkpoints.synthetic`), the same for all engines:
-`qwen3` has 24 layers of Qwen3-30B-A3B, `dsv3` one dense and two MoE layers of DeepSeek-V3. The checkpoint is written
-into `--checkpoints` unless it is already there. A run adds to an `--out` that holds other models of the same machine.
+`qwen3` has 24 layers of Qwen3-30B-A3B, `qwen3-48` all 48, and `dsv3` one dense and two MoE layers of DeepSeek-V3. The
+checkpoint is written into `--checkpoints` unless it is already there. A run adds to an `--out` that holds other models
+of the same machine.
 
 Engines:
 - `fp8moe`: this package;
@@ -16,15 +17,17 @@ Engines:
 
 All engines exist at once, each in a process of its own that also runs the model. They are built at the same time, each
 with its own cache of compiled code. Each gets an equal share of 0.9 of the GPU as `gpu_memory_utilization`, which has
-to hold weights (15 GiB for `qwen3`, 25 GiB for `dsv3`), activations of the longest step (up to about 12 GiB) and
-the KV cache. Its size is fixed, so vLLM does not derive it from free memory, which the other engines change. On an H200
-four engines of `qwen3` or three of `dsv3` fit. torch.compile is on, with CUDA graphs of the decoded batches.
+to hold weights (15 GiB for `qwen3`, 29 GiB for `qwen3-48`, 25 GiB for `dsv3`), activations of the longest step (up to
+about 12 GiB) and the KV cache. Its size is fixed, so vLLM does not derive it from free memory, which the other engines
+change. On an H200 four engines of `qwen3`, two of `qwen3-48` or three of `dsv3` fit. torch.compile is on, with CUDA
+graphs of the decoded batches.
 
 Cells:
 - `prefill NxM`: milliseconds until N prompts of M random tokens have their first token, in one step of up to
   32768 tokens (`dsv3`: 16384);
 - `decode N`: milliseconds per decode step of N sequences, the mean of 48 steps of one call.
-`ms` is the median of the rounds, `ms_least` the shortest. Every engine takes a turn in each round; orders alternate.
+A round has each cell once, on every engine in turn; orders alternate. `ms` is the median of the rounds, `ms_least` the
+shortest. All engines share the same few cores, as the pace of a short step is that of its core.
 
 A separate pass profiles each cell, per prefill or per step. `gpu_busy_ms` is how long at least one kernel runs.
 `host_ops_ms` is the time that the host spends in FP8 ops: dense layers with the quantization of their inputs (which
@@ -46,7 +49,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine.e2e_engine import ENGINES, KINDS, Engine, environment, parse_cell
-from benchmarks.engine.e2e_report import line, plot, read_report, table
+from benchmarks.engine.e2e_report import plot, read_report, table
 from benchmarks.engines import CONFIG_KEYS, read_config
 from benchmarks.report import installed, sources_sha256, write_report
 from fp8moe_plugin.bench.result import OURS
@@ -76,14 +79,15 @@ class Engines(turns.Engines):
         self.kind = kind
         self.rows: dict[tuple[Cell, str], dict[str, Any]] = {}
 
-    def measure(self, cell: Cell, rounds: int) -> None:
-        """Time the cell in turns."""
-        for name, ms in self.in_turns(range(rounds), "measure", cell):
-            row = self.rows.setdefault((cell, name), {"model": self.kind, "cell": cell.name, "engine": name})
-            taken = [*row.get("rounds", []), round(ms, 4)]
-            row |= {"ms": round(statistics.median(taken), 4), "ms_least": min(taken)}
-            row |= {"gpu_busy_ms": None, "host_ops_ms": None, "rounds": taken}
-        progress(line(cell.name, [self.rows[cell, name] for name in self.found if (cell, name) in self.rows]))
+    def measure(self, cells: list[Cell], number: int) -> None:
+        """Time each cell once; in rounds like this, a slow second of the host is one round of a few cells."""
+        for cell in cells:
+            for name, ms in self.in_turns([number], "measure", cell):
+                row = self.rows.setdefault((cell, name), {"model": self.kind, "cell": cell.name, "engine": name})
+                taken = [*row.get("rounds", []), round(ms, 4)]
+                row |= {"ms": round(statistics.median(taken), 4), "ms_least": min(taken)}
+                row |= {"gpu_busy_ms": None, "host_ops_ms": None, "rounds": taken}
+        progress(f"{self.kind}: round {number + 1}")
 
     def profile(self, cell: Cell) -> None:
         for name in list(self.names):
@@ -180,7 +184,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=count, default=9, help="timed rounds of each cell; %(default)s")
     parser.add_argument("--checkpoints", type=Path, default=Path(tempfile.gettempdir(), "engine_e2e_checkpoints"))
     parser.add_argument("--timeout", type=float, default=420, help="seconds for the start, and per call; %(default)s")
-    parser.add_argument("--out", type=Path, help="the report, rewritten after each cell")
+    parser.add_argument("--out", type=Path, help="the report, rewritten after each round")
     return parser
 
 
@@ -201,10 +205,12 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     }
     try:
         engines.start()
-        for step in (partial(engines.measure, rounds=args.rounds), engines.profile):
-            for cell in args.cells:
-                step(cell)
-                report.write(list(engines.rows.values()))
+        for number in range(args.rounds):
+            engines.measure(args.cells, number)
+            report.write(list(engines.rows.values()))
+        for cell in args.cells:
+            engines.profile(cell)
+            report.write(list(engines.rows.values()))
     finally:
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, signal.SIG_IGN)

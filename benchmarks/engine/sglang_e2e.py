@@ -10,7 +10,7 @@ Engines:
 - `sglang-deepgemm`: DeepGEMM for the experts, too.
 
 All engines of all checkpoints exist at once, each in processes of its own, with CUDA graphs for the cells' decode steps
-and prefills. Cells are those of `engine_e2e`; `rounds` of the engines of a checkpoint alternate while the others sleep,
+and prefills. Cells are those of `engine_e2e`; engines of a checkpoint take turns in each round while the others sleep,
 as the scheduler of an idle engine otherwise takes a core. All share the same few cores, and answer a request that is
 not timed before each that is: most of a short step is the host's work, whose pace depends on the core, its caches and
 its clock. `gpu_busy_ms` is how long at least one kernel runs, from a separate pass with SGLang's profiler.
@@ -145,7 +145,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=count, default=9, help="timed rounds of each cell; %(default)s")
     parser.add_argument("--timeout", type=float, default=420, help="seconds for the start, and per call; %(default)s")
     parser.add_argument("--option", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), dest="options")
-    parser.add_argument("--out", type=Path, help="the report, rewritten after each cell")
+    parser.add_argument("--out", type=Path, help="the report, rewritten after each round")
     return parser
 
 
@@ -204,8 +204,8 @@ def measure(args: argparse.Namespace, models: dict[Path, Engines]) -> None:
         if UNQUANTIZED in engines.names:
             engines.names.remove(UNQUANTIZED)
             engines.processes[UNQUANTIZED].kill()
-    for engines, cell in itertools.product(models.values(), args.cells):
-        engines.measure(cell, args.rounds)
+    for number, engines in itertools.product(range(args.rounds), models.values()):
+        engines.measure(args.cells, number)
         report.write()
     for engines, cell in itertools.product(models.values(), args.cells):
         engines.profile(cell)

@@ -70,7 +70,8 @@ def measured(process: type[Process], *failures: Failure, rounds: int = 3) -> Eng
     process.failing |= set(failures)
     engines = Engines(processes(NAMES, "tiny", Path("model"), [CELL]), "tiny", timeout=7)
     engines.start()
-    engines.measure(CELL, rounds)
+    for number in range(rounds):
+        engines.measure([CELL], number)
     engines.profile(CELL)
     return engines
 
