@@ -14,7 +14,7 @@ from benchmarks.tables import MARKED, OURS, ROOT, Row, best, results, table
 
 PLOTS = {ROOT / "docs" / "overview.svg": 3, ROOT / "docs" / "overview-narrow.svg": 1}  # panels beside each other
 DOCUMENT = ROOT / "README.md"
-LAYERS, ENGINES = "moe_layer-2026-11-22", "engine_e2e-2026-11-24"
+LAYERS, ENGINES = "moe_layer-2026-11-22", "engine_e2e-qwen3-48-2026-11-25"
 READY, PERPLEXITY = "serve_ready-2026-11-21", "perplexity-2026-11-22"
 CACHES = {"cold": "empty", "warm": "filled"}
 TICKS = (1, 8, 64, 256, 2048, 16384)
@@ -40,7 +40,7 @@ def prefill() -> Points:
 
 
 def _cells(kind: str) -> dict[str, tuple[float, float]]:
-    rows = [row for row in results(ENGINES)["rows"] if row["model"] == "dsv3" and row["cell"].startswith(kind)]
+    rows = [row for row in results(ENGINES)["rows"] if row["cell"].startswith(kind)]
     cells = dict.fromkeys(row["cell"] for row in rows)
     return {
         cell.removeprefix(kind): best((row for row in rows if row["cell"] == cell), "engine", "ms") for cell in cells
@@ -54,7 +54,10 @@ def glance() -> str:
     lines = [
         *((f"prefill of {tokens:,} tokens, ms", *_rounded(ms, 1)) for tokens, ms in prefill().items()),
         *((f"decode step of {_sequences(count)}, ms", *_rounded(ms, 2)) for count, ms in decode().items()),
-        *((f"`vllm serve` ready, caches {name}, s", *_rounded(_ready(ready, key), 0)) for key, name in CACHES.items()),
+        *(
+            (f"`vllm serve` of three layers of DeepSeek-V3 ready, caches {name}, s", *_rounded(_ready(ready, key), 0))
+            for key, name in CACHES.items()
+        ),
         ("perplexity of a small model, over BF16", f"+{over.pop(OURS):.2f}%", f"+{min(over.values()):.2f}%"),
     ]
     return table(["", OURS, "vLLM's `fp8`"], lines)
@@ -83,13 +86,13 @@ def plot(path: Path, across: int) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # without pyplot nothing looks for a display
 
-    title = "DeepSeek-V3's shapes in block FP8\non one NVIDIA H200, vLLM " + results(ENGINES)["vllm"]
+    title = "Block FP8 on one NVIDIA H200,\nvLLM " + results(ENGINES)["vllm"]
     fastest, default = "vLLM's fastest backend", "vLLM's default backend"
     rates = {tokens: (tokens / ours, tokens / peer) for tokens, (ours, peer) in prefill().items()}
     panels = [
-        ("MoE layer, tensor parallel 8", "tokens", "microseconds per layer\n(lower is better)", fastest, layer()),
-        ("Decode, 3 layers", "sequences", "milliseconds per step\n(lower is better)", default, decode()),
-        ("Prefill, 3 layers", "prompt tokens", "thousand tokens per second\n(higher is better)", default, rates),
+        ("MoE layer of DeepSeek-V3, TP 8", "tokens", "microseconds per layer\n(lower is better)", fastest, layer()),
+        ("Decode, Qwen3-30B-A3B", "sequences", "milliseconds per step\n(lower is better)", default, decode()),
+        ("Prefill, Qwen3-30B-A3B", "prompt tokens", "thousand tokens per second\n(higher is better)", default, rates),
     ]
     down = len(panels) // across
     figure = Figure(figsize=(3.7 * across, 3.3 * down + 0.5), layout="constrained")
@@ -114,7 +117,7 @@ def _draw(axes: Any, name: str, x: str, y: str, peer: str, points: Points) -> No
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right" if "higher" in y else "upper left")
+    axes.legend(loc="upper left")
 
 
 def rendered(document: str) -> str:

@@ -104,10 +104,13 @@ def engines(name: str, model: str) -> str:
     rows = [row for row in results(name)["rows"] if row["model"] == model]
     names = list(dict.fromkeys(row["engine"] for row in rows))
 
+    def text(row: Row) -> str:
+        busy = row["gpu_busy_ms"]  # unknown if the run ended before this cell was profiled
+        return f"{row['ms']:.2f}" + (f" ({busy:.2f})" if busy else "")
+
     def cells(cell: str) -> list[str]:
         of_cell = {row["engine"]: row for row in rows if row["cell"] == cell}
-        ms = [f"{of_cell[engine]['ms']:.2f} ({of_cell[engine]['gpu_busy_ms']:.2f})" for engine in names]
-        return [cell, *ms, ratio(*best(of_cell.values(), "engine", "ms"))]
+        return [cell, *(text(of_cell[engine]) for engine in names), ratio(*best(of_cell.values(), "engine", "ms"))]
 
     header = ["cell", *(f"`{engine}`, ms (on the GPU)" for engine in names), "best peer over ours"]
     return table(header, (cells(cell) for cell in dict.fromkeys(row["cell"] for row in rows)))
@@ -130,7 +133,7 @@ def sglang_layer() -> str:
 
 def host_cost() -> str:
     """Microseconds of the host per call of an op, in several processes."""
-    processes = results("host_cost-2026-11-25")["after"]
+    processes = results("host_cost-second-2026-11-25")["processes"]
 
     def cells(i: int) -> list[Any]:
         rows = [process[i] for process in processes]
@@ -211,10 +214,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "batch-invariance": batch_invariance,
     "engine-decode": engine_decode,
     "engine-prefill": engine_prefill,
-    "engines-qwen3": lambda: engines("engine_e2e-2026-11-24", "qwen3"),
-    "engines-dsv3": lambda: engines("engine_e2e-2026-11-24", "dsv3"),
-    "engines-deepgemm-qwen3": lambda: engines("engine_e2e-two_gpus-2026-11-24", "qwen3"),
-    "engines-deepgemm-dsv3": lambda: engines("engine_e2e-dsv3-2026-11-25", "dsv3"),
+    "engines-qwen3-48": lambda: engines("engine_e2e-qwen3-48-2026-11-25", "qwen3-48"),
+    "engines-qwen3": lambda: engines("engine_e2e-qwen3-2026-11-25", "qwen3"),
+    "engines-dsv3": lambda: engines("engine_e2e-dsv3-21_rounds-2026-11-25", "dsv3"),
     "sglang-layer": sglang_layer,
     "sglang-engines-qwen3": lambda: engines("sglang_e2e-2026-11-25", "qwen3-24layer"),
     "sglang-engines-dsv3": lambda: engines("sglang_e2e-dsv3-2026-11-25", "dsv3-5layer"),
