@@ -93,6 +93,10 @@ PRESETS = {
         family="deepseek_v3", hidden=7168, vocab=129280, heads=128, moe_layers=2, experts=256, topk=8,
         moe_intermediate=2048, dense_layers=1, dense_intermediate=18432, groups=8, topk_groups=4, q_lora=1536,
     ),
+    ("deepseek_v3", "dsv3-tp8-30layer"): Shape(  # what a rank of eight has of half of the layers
+        family="deepseek_v3", hidden=7168, vocab=16160, heads=16, moe_layers=29, experts=256, topk=8,
+        moe_intermediate=256, dense_layers=1, dense_intermediate=2304, groups=8, topk_groups=4, q_lora=1536,
+    ),
     ("deepseek_v3", "dsv32-3layer"): Shape(
         family="deepseek_v3", hidden=7168, vocab=129280, heads=128, moe_layers=2, experts=256, topk=8,
         moe_intermediate=2048, dense_layers=1, dense_intermediate=18432, groups=8, topk_groups=4, q_lora=1536,

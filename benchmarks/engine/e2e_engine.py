@@ -41,6 +41,7 @@ KINDS = {
     "qwen3": Kind("qwen3_moe", "qwen3-24layer"),
     "qwen3-48": Kind("qwen3_moe", "qwen3-48layer"),
     "dsv3": Kind("deepseek_v3", "dsv3-3layer", kv_bytes=1 << 29, step_tokens=16384),  # or three engines do not fit
+    "dsv3-tp8": Kind("deepseek_v3", "dsv3-tp8-30layer", step_tokens=16384),
     "tiny": Kind("qwen3_moe", "tiny", kv_bytes=1 << 28, eager=True),  # to try this program, also on a CPU
 }
 

@@ -4,9 +4,10 @@
     python -m benchmarks.engine.engine_e2e --plot benchmarks/results/engine_e2e-<date>.json  # needs matplotlib, no GPU
 
 One run measures one model with random FP8 weights (`benchmarks.checkpoints.synthetic`), the same for all engines:
-`qwen3` has 24 layers of Qwen3-30B-A3B, `qwen3-48` all 48, and `dsv3` one dense and two MoE layers of DeepSeek-V3. The
-checkpoint is written into `--checkpoints` unless it is already there. A run adds to an `--out` that holds other models
-of the same machine.
+`qwen3` has 24 layers of Qwen3-30B-A3B, `qwen3-48` all 48, `dsv3` one dense and two MoE layers of DeepSeek-V3, and
+`dsv3-tp8` what each of eight GPUs has of one dense and 29 MoE layers under tensor parallelism, without the sums over
+ranks. The checkpoint is written into `--checkpoints` unless it is already there. A run adds to an `--out` that holds
+other models of the same machine.
 
 Engines:
 - `fp8moe`: this package;
@@ -17,14 +18,14 @@ Engines:
 
 All engines exist at once, each in a process of its own that also runs the model. They are built at the same time, each
 with its own cache of compiled code. Each gets an equal share of 0.9 of the GPU as `gpu_memory_utilization`, which has
-to hold weights (15 GiB for `qwen3`, 29 GiB for `qwen3-48`, 25 GiB for `dsv3`), activations of the longest step (up to
-about 12 GiB) and the KV cache. Its size is fixed, so vLLM does not derive it from free memory, which the other engines
-change. On an H200 four engines of `qwen3`, two of `qwen3-48` or three of `dsv3` fit. torch.compile is on, with CUDA
-graphs of the decoded batches.
+to hold weights (15 GiB for `qwen3`, 29 GiB for `qwen3-48`, 25 GiB for `dsv3`, 40 GiB for `dsv3-tp8`), activations of
+the longest step (up to about 12 GiB) and the KV cache. Its size is fixed, so vLLM does not derive it from free memory,
+which the other engines change. On an H200 four engines of `qwen3`, three of `dsv3`, or two of `qwen3-48` or `dsv3-tp8`
+fit. torch.compile is on, with CUDA graphs of the decoded batches.
 
 Cells:
 - `prefill NxM`: milliseconds until N prompts of M random tokens have their first token, in one step of up to
-  32768 tokens (`dsv3`: 16384);
+  32768 tokens (DeepSeek-V3: 16384);
 - `decode N`: milliseconds per decode step of N sequences, the mean of 48 steps of one call.
 A round has each cell once, on every engine in turn; orders alternate. `ms` is the median of the rounds, `ms_least` the
 shortest. All engines share the same few cores, as the pace of a short step is that of its core.

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.checkpoints.synthetic import PRESETS
 from benchmarks.engine import engine_e2e
-from benchmarks.engine.e2e_engine import parse_cell
+from benchmarks.engine.e2e_engine import KINDS, parse_cell
 from benchmarks.engine.e2e_report import best_peer_over_ours, plot, table
 from benchmarks.engine.engine_e2e import CELLS, Engines, Report, cells, processes
 from fp8moe_plugin.compare.cells import Cell
@@ -112,6 +113,10 @@ def test_the_ratio_is_of_the_fastest_peer() -> None:
     assert best_peer_over_ours(rows) == 1.5
     assert best_peer_over_ours(rows[:1]) is None
     assert best_peer_over_ours(rows[1:]) is None
+
+
+def test_each_kind_has_a_checkpoint() -> None:
+    assert {(kind.family, kind.preset) for kind in KINDS.values()} <= set(PRESETS)
 
 
 def test_cells_are_parsed() -> None:
