@@ -63,6 +63,8 @@ def stand_in(layer: Any, experts: StandardExperts) -> StandIn | None:
     number, hidden, intermediate = layer.w2_weight.shape
     if number > MAX_ROUTER_EXPERTS or number != router.global_num_experts or compat.returns_routed_experts():
         return None
+    if experts.moe_config.moe_parallel_config.pcp_size > 1:  # vLLM's padding mask is that of this rank's tokens
+        return None
     shape = MoeShape(router.top_k, hidden, intermediate, number, number)
     if not (most_tokens := small_batch_limit(shape, device.multiprocessors)):
         return None

@@ -23,7 +23,14 @@ from tests import helpers as h
 pytestmark = pytest.mark.seam
 
 EXPERTS, HIDDEN, TOPK = 32, 2048, 6
-ADAPTER: Any = object()  # the experts that a `StandIn` calls
+
+
+def adapter(pcp_size: int = 1) -> Any:
+    """The experts that a `StandIn` calls."""
+    return SimpleNamespace(moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(pcp_size=pcp_size)))
+
+
+ADAPTER = adapter()
 
 
 class OtherRouter(FusedTopKRouter):
@@ -37,13 +44,13 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(
-    monkeypatch: pytest.MonkeyPatch, router: Any = None, experts: int = EXPERTS, **changes: object
+    monkeypatch: pytest.MonkeyPatch, router: Any = None, experts: int = EXPERTS, own: Any = ADAPTER, **changes: object
 ) -> StandIn | None:
     router = router or FusedTopKRouter(TOPK, experts)
     monkeypatch.setattr(compat, "runner_of", lambda layer: SimpleNamespace(router=router))
     weight = torch.empty(experts, HIDDEN, 768, device="meta")
     plain = {"w2_weight": weight, "expert_map": None, "apply_router_weight_on_input": False}
-    return stand_in(SimpleNamespace(**plain | changes), ADAPTER)
+    return stand_in(SimpleNamespace(**plain | changes), own)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -69,6 +76,10 @@ OTHER_ROUTERS = {
 @pytest.mark.parametrize("router", OTHER_ROUTERS.values(), ids=OTHER_ROUTERS)
 def test_other_routers_choose_themselves(monkeypatch, router):
     assert chosen(monkeypatch, router) is None
+
+
+def test_ranks_that_share_a_prompt_choose_themselves(monkeypatch):
+    assert chosen(monkeypatch, own=adapter(pcp_size=2)) is None
 
 
 OTHER_LAYERS = {
