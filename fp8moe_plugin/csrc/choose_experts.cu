@@ -19,7 +19,8 @@ DEVICE u32 ordered_bits(float value) {
 }
 DEVICE float value_of(u32 ordered) { return __uint_as_float(ordered & kSign ? ordered & ~kSign : ~ordered); }
 
-// Scores are not negative, so their bits are in their order. A NaN among the logits makes all scores of a token NaN.
+// Scores are not negative, so their bits are in their order. A NaN among the logits makes all scores of a token NaN,
+// with the bits 0x7FFFFFFF, as float32 arithmetic of a GPU has no other.
 DEVICE u32 key_of(float score) { return __float_as_uint(score) + 1; }
 DEVICE float score_of(u32 key) { return __uint_as_float(key - 1); }
 

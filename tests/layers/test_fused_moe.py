@@ -118,6 +118,13 @@ def test_torch_can_trace_the_ops(device):
         (x, *weights, router, ids, None, False, False, 1.0, torch.zeros_like(x)),
         test_utils=OPCHECKS,
     )
+    logits = torch.randn(5, EXPERTS, device=device)
+    for padding in (None, torch.arange(5, device=device) > 3):
+        torch.library.opcheck(
+            torch_ops.routed_moe,
+            (x, *weights, logits, TOPK, True, padding, False, torch.zeros_like(x)),
+            test_utils=OPCHECKS,
+        )
     rows = h.random_quantized(gen, EXPERTS, 16, HIDDEN)
     counts = torch.arange(EXPERTS, dtype=torch.int32, device=device)
     out = torch.zeros(EXPERTS, 16, HIDDEN, dtype=torch.bfloat16, device=device)
