@@ -12,7 +12,7 @@
 constexpr u32 kSign = 0x80000000;
 constexpr u32 kNone = 0;  // less than the key of any score
 
-// Ordered as the values, none of which is NaN.
+// Bits whose order as integers is that of the values, which are not NaN.
 DEVICE u32 ordered_bits(float value) {
     const u32 bits = __float_as_uint(value);
     return bits & kSign ? ~bits : bits | kSign;
