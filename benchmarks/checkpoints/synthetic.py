@@ -114,11 +114,8 @@ PRESETS = {
         family="qwen3_moe", hidden=2048, vocab=151936, heads=32, moe_layers=24, experts=128, topk=8,
         moe_intermediate=768, kv_heads=4,
     ),
-    ("qwen3_moe", "qwen3-48layer"): Shape(
-        family="qwen3_moe", hidden=2048, vocab=151936, heads=32, moe_layers=48, experts=128, topk=8,
-        moe_intermediate=768, kv_heads=4,
-    ),
 }  # fmt: skip
+PRESETS["qwen3_moe", "qwen3-48layer"] = replace(PRESETS["qwen3_moe", "qwen3-24layer"], moe_layers=48)
 
 
 @dataclass(frozen=True)

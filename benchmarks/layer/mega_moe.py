@@ -14,7 +14,6 @@ which fits torch 2.11; releases since 0.2.5 have another kernel.
 
 import argparse
 import statistics
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,26 +21,16 @@ from typing import Any
 
 import torch
 
+from benchmarks.layer.before_after import LAYERS
 from benchmarks.report import installed, sources_sha256, write_report
-from fp8moe_plugin.bench.layer import REFERENCE_TOKENS, TOKENS, Case, make_case, random_weights, time_graph
+from fp8moe_plugin.bench.layer import TOKENS, Case, Layer, make_case, make_ours, random_weights, relative_l2, time_graph
 from fp8moe_plugin.bench.result import OURS
-from fp8moe_plugin.checkpoint.shapes import GROUP, Experts
-from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.checkpoint.shapes import GROUP, Experts, ceil_div
 from fp8moe_plugin.ops.operands import ExpertWeights
 from fp8moe_plugin.testing import captured
 
-LAYERS = {
-    "dsv3-ep1": Experts(1, 256, 8, 7168, 2048),
-    "dsv3-tp8": Experts(1, 256, 8, 7168, 256),
-    "qwen3-30b": Experts(1, 128, 8, 2048, 768),
-}
 MEGA = "mega_moe"
 PARTS = (torch.float8_e4m3fn, None, None, None, torch.float8_e4m3fn, None, torch.float8_e4m3fn, None)  # of the buffer
-Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def make_ours(weights: ExpertWeights) -> Layer:
-    return lambda x, topk_weights, ids: fused_moe(x, *weights.w13, *weights.w2, topk_weights, ids)
 
 
 def align_capacity(tokens: int) -> int:
@@ -49,7 +38,7 @@ def align_capacity(tokens: int) -> int:
     from deep_gemm import _C
 
     step: int = _C.get_token_alignment_for_mega_moe()
-    return -(-tokens // step) * step
+    return ceil_div(tokens, step) * step
 
 
 def make_mega(weights: ExpertWeights, experts: Experts, tokens: int) -> Layer:
@@ -79,11 +68,6 @@ def make_mega(weights: ExpertWeights, experts: Experts, tokens: int) -> Layer:
         return out
 
     return layer
-
-
-def relative_l2(layer: Layer, case: Case) -> float:
-    out = layer(case.hidden_states, *case.routings[0])[:REFERENCE_TOKENS].float()
-    return ((out - case.expected).norm() / case.expected.norm()).item()
 
 
 def measure(layers: dict[str, Layer], case: Case, rounds: int) -> dict[str, dict[str, Any]]:
@@ -116,7 +100,10 @@ def main() -> None:
         weights = random_weights(LAYERS[name], torch.device("cuda"))
         for tokens in options.tokens:
             case = make_case(LAYERS[name], weights, tokens)
-            layers = {OURS: make_ours(weights), MEGA: make_mega(weights, LAYERS[name], tokens)}
+            layers = {
+                OURS: make_ours(False, LAYERS[name], weights, tokens),
+                MEGA: make_mega(weights, LAYERS[name], tokens),
+            }
             figures = measure(layers, case, options.rounds)
             point = {"layer": name, "tokens": tokens, "capacity": align_capacity(tokens)}
             rows += [point | {"backend": backend} | figures[backend] for backend in figures]

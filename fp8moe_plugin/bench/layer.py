@@ -139,8 +139,7 @@ def _row(name: str, make: Maker, experts: Experts, weights: ExpertWeights, case:
     try:
         layer = make(experts, weights, row.tokens)
         start = time.perf_counter()
-        out = layer(case.hidden_states, *case.routings[0])[:REFERENCE_TOKENS].float()
-        error = ((out - case.expected).norm() / case.expected.norm()).item()  # waits for the GPU
+        error = relative_l2(layer, case)
         first_call_s = time.perf_counter() - start
         if not error < WRONG:
             raise ArithmeticError(f"the result is wrong: relative L2 distance {error:.2g} from float32 math")
@@ -148,6 +147,12 @@ def _row(name: str, make: Maker, experts: Experts, weights: ExpertWeights, case:
     except Exception as failure:  # noqa: BLE001 (a peer may fail in any way, and the others must still be measured)
         return row.model_copy(update={"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)})
     return row.model_copy(update={"us": us, "relative_l2": error, "first_call_s": first_call_s})
+
+
+def relative_l2(layer: Layer, case: Case) -> float:
+    """The distance of a call's result from the expected one; waits for the GPU."""
+    out = layer(case.hidden_states, *case.routings[0])[:REFERENCE_TOKENS].float()
+    return ((out - case.expected).norm() / case.expected.norm()).item()
 
 
 def random_weights(experts: Experts, device: torch.device) -> ExpertWeights:
