@@ -215,6 +215,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine-decode": engine_decode,
     "engine-prefill": engine_prefill,
     "engines-qwen3-48": lambda: engines("engine_e2e-qwen3-48-2026-11-25", "qwen3-48"),
+    "engines-dsv3-tp8": lambda: engines("engine_e2e-dsv3-tp8-2026-11-25", "dsv3-tp8"),
     "engines-qwen3": lambda: engines("engine_e2e-qwen3-2026-11-25", "qwen3"),
     "engines-dsv3": lambda: engines("engine_e2e-dsv3-21_rounds-2026-11-25", "dsv3"),
     "sglang-layer": sglang_layer,
