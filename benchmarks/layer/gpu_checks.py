@@ -1,5 +1,5 @@
-"""Run the GPU tests, memcheck on the ops and racecheck on the indexer's, and keep the results: required before a
-change of kernels is merged.
+"""Run the GPU tests, memcheck on the ops, racecheck on those of routers and indexers, and keep the results: required
+before a change of kernels is merged.
 
 python -m benchmarks.layer.gpu_checks --out benchmarks/results/gpu_checks-<date>.json
 """
@@ -22,6 +22,7 @@ CHECKS = {
     "alone": f"{TESTS} -k '{ALONE}'",
     "tests": f"{TESTS} -n 6 -k 'not ({ALONE})'",
     "memcheck": f"{SANITIZER} --tool memcheck python tests/gpu/smoke_matrix.py",
+    "racecheck of the router": f"{SANITIZER} --tool racecheck python tests/gpu/smoke_matrix.py rout",
     "racecheck": f"{SANITIZER} --tool racecheck python tests/gpu/smoke_matrix.py mqa_logits",
 }
 SUMMARY = re.compile(r"^FAILED .*|(?:\d+ failed, )?\d+ passed.*|\d+ cases, .*|ERROR SUMMARY: .*", re.MULTILINE)

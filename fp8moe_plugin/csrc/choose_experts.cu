@@ -5,8 +5,9 @@
 // Out:  weights  float32 [T, topk], the softmax of the chosen logits; with renormalize = 1 divided by their sum
 //       ids      int32 [T, topk], the best first, of equal ones that with the lower index
 //
-// A warp per token; a lane has every 32nd expert. topk: at most 32, and at most `experts`. The next kernel may start at
-// once (PDL), and waits for the ids.
+// A warp per token; a lane has every 32nd expert. topk: at most 32, and at most `experts`. With PDL it starts while the
+// previous kernel runs, and before it does anything waits for its end. Then the next kernel may start, which waits for
+// the ids.
 #include "device/common.cuh"
 
 constexpr u32 kSign = 0x80000000;
@@ -100,6 +101,7 @@ DEVICE float choose_for(const void* logits, bool logits_bf16, int token, int exp
 extern "C" __global__ void __launch_bounds__(THREADS)
     choose_experts(const void* logits, const u8* padding, float* weights, int* ids, int logits_bf16, int tokens,
                    int experts, int topk, int renormalize) {
+    wait_for_previous_kernel();  // router_gemm, or whatever made the logits
     let_next_kernel_start();
     const int token = blockIdx.x * (THREADS / kWarp) + threadIdx.x / kWarp, lane = lane_of_warp();
     if (token >= tokens) return;

@@ -14,6 +14,7 @@ from fp8moe_plugin.ops.paged_mqa_logits import fp8_fp4_paged_mqa_logits, fp8_pag
 from fp8moe_plugin.ops.paged_mqa_metadata import get_paged_mqa_logits_metadata
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.ops.routed_moe import choose_experts, routed_moe
+from fp8moe_plugin.ops.router_gemm import router_gemm
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 
 __all__ = [
@@ -33,5 +34,6 @@ __all__ = [
     "m_grouped_fp8_gemm_nt_psum",
     "per_token_group_quant_fp8",
     "routed_moe",
+    "router_gemm",
     "silu_mul_quant_fp8",
 ]

@@ -79,6 +79,11 @@ def combine(products: torch.Tensor, here: torch.Tensor, topk_weights: torch.Tens
 # ---- the router ----------------------------------------------------------------------------------------------------
 
 
+def router_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`ops.router_gemm` of arguments that have been checked."""
+    return (x.float() @ weight.float().T).bfloat16()
+
+
 def choose_experts(
     logits: torch.Tensor, topk: int, renormalize: bool, padding: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -142,4 +142,4 @@ def choose_experts_launch(tokens: int, experts: int, topk: int, logits_bf16: boo
         topk=topk,
         renormalize=int(renormalize),
     )
-    return Launch(key, ceil_div(tokens, key.threads // WARP), arguments)
+    return Launch(key, ceil_div(tokens, key.threads // WARP), arguments, early=True)

@@ -15,6 +15,7 @@ from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.moe import batched_experts as _batched_experts
 from fp8moe_plugin.ops.moe import fused_moe as _fused_moe
 from fp8moe_plugin.ops.routed_moe import routed_moe as _routed_moe
+from fp8moe_plugin.ops.router_gemm import router_gemm as _router_gemm
 from fp8moe_plugin.settings import settings
 
 FUSED_MOE = (
@@ -29,6 +30,7 @@ BATCHED_EXPERTS = (
     "batched_experts(Tensor hidden_states, Tensor hidden_scale, Tensor w13, Tensor w13_scale, Tensor w2, "
     "Tensor w2_scale, Tensor expert_num_tokens, int expected_m, bool ue8m0, Tensor(a!) out) -> ()"
 )
+ROUTER_GEMM = "router_gemm(Tensor x, Tensor weight) -> Tensor"
 LINEAR = "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, bool ue8m0) -> Tensor"
 
 
@@ -139,6 +141,7 @@ def _register() -> None:
         (FUSED_MOE, _fused_moe_impl, _writes_out),
         (ROUTED_MOE, _routed_moe_impl, _writes_out),
         (BATCHED_EXPERTS, _batched_experts_impl, _writes_out),
+        (ROUTER_GEMM, _router_gemm, _linear_fake),
         (LINEAR, _linear_impl, _linear_fake),
     ):
         name = library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
@@ -154,4 +157,5 @@ _register()
 fused_moe = torch.ops.fp8moe.fused_moe.default
 routed_moe = torch.ops.fp8moe.routed_moe.default
 batched_experts = torch.ops.fp8moe.batched_experts.default
+router_gemm = torch.ops.fp8moe.router_gemm.default
 linear = torch.ops.fp8moe.linear.default

@@ -60,6 +60,11 @@ class KernelKey:
 
 
 @functools.cache
+def router_gemm_key() -> KernelKey:
+    return KernelKey("router_gemm", (), 512)
+
+
+@functools.cache
 def choose_experts_key() -> KernelKey:
     return KernelKey("choose_experts", (), 128)
 

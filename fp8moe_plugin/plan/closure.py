@@ -33,6 +33,7 @@ from fp8moe_plugin.plan.catalog import (
     paged_mqa_metadata_key,
     quantize_key,
     route_key,
+    router_gemm_key,
     silu_mul_quant_key,
     tiles_of_counts_key,
     tiles_of_ends_key,
@@ -63,7 +64,7 @@ def moe_kernels(ue8m0: bool, batched: bool, target: str = SM90) -> list[KernelKe
     gather = [gate_up_key(ue8m0, gather=True), quantize_key(ue8m0, Layout.ROW_MAJOR)]
     small_batch = [gate_up_small_batch_key(ue8m0, *kind) for kind in SMALL_BATCH_STAGES]
     small_batch += [down_small_batch_key(*kind) for kind in SMALL_BATCH_STAGES]
-    routing = [choose_experts_key(), count_experts_key(), route_key(), combine_key()]
+    routing = [router_gemm_key(), choose_experts_key(), count_experts_key(), route_key(), combine_key()]
     return [*gemms, *gather, *small_batch, quantize_key(ue8m0, Layout.PERMUTED), *routing]
 
 
@@ -131,6 +132,7 @@ def _reasons(model: Model) -> dict[KernelKey, str]:
         quantize_key(ue8m0, Layout.K_MAJOR): "quantization of the activations of dense layers",
         quantize_key(ue8m0, Layout.PERMUTED): "quantization of the tokens, with a copy for each of their experts",
         quantize_key(ue8m0, Layout.ROW_MAJOR): "quantization of the tokens where GEMM 1 gathers them",
+        router_gemm_key(): "logits of few tokens: the op router_gemm, and softmax routers under vLLM in small batches",
         choose_experts_key(): "softmax top-k: the op choose_experts, and softmax routers under vLLM in small batches",
         count_experts_key(): f"tokens of each expert, in steps of more than {PAIRS_PER_CHUNK // topk} tokens",
         route_key(): "rows of each expert and their tiles",

@@ -109,6 +109,7 @@ PARAMETERS = {
         "pointer table, pointer num_tiles, pointer done_counters, int ids_64, int shared, int pairs, int topk, "
         "int global_experts, int num_experts, int block_m, int counters_per_tile"
     ),
+    "router_gemm": _signature("pointer x, pointer weight, pointer logits, int tokens, int experts, int steps"),
     "silu_mul_quant": _signature("pointer gate_up, pointer counts, pointer q, pointer scales, int max_m, int groups"),
     "tiles_of_counts": _signature(
         "pointer counts, pointer table, pointer num_tiles, pointer done_counters, int groups, int max_m, int block_m"

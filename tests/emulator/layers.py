@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8moe_plugin.ops import choose_experts, fused_moe, routed_moe, workspace
+from fp8moe_plugin.ops import choose_experts, fused_moe, routed_moe, router_gemm, workspace
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from tests import helpers as h
@@ -60,20 +60,32 @@ def run_dense_layer(emulator: Device, seed: int, gen: torch.Generator, m: int, n
     assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
 
 
-def run_routed_layers(emulator: Device, seed: int, tokens: int, hidden: int, intermediate: int) -> list[float]:
-    """The relative L2 error of each of three small batches that choose their experts, each from the one before."""
+def run_routed_layers(
+    emulator: Device, seed: int, tokens: int, hidden: int, intermediate: int, gates: bool = False
+) -> list[float]:
+    """The relative L2 error of each of three small batches that choose their experts, each from the one before.
+
+    Args:
+        gates: their logits come from `router_gemm`; else they are there, and a layer follows the one before directly.
+    """
     gen, experts, topk = h.seeded(seed, torch.device("cpu")), 4, 3
     x, layer = h.random_tokens(gen, tokens, hidden), h.random_layer(gen, experts, hidden, intermediate)
     logits, outs = [torch.randn(tokens, experts, generator=gen) for _ in range(3)], []
+    weights = [h.random_tokens(gen, experts, hidden) for _ in logits]
     scratch = torch.zeros(2**24, dtype=torch.uint8)
 
     def ops() -> None:
-        for given in logits:
-            outs.append(routed_moe(outs[-1] if outs else x, *layer, given, topk))
+        for i, weight in enumerate(weights):
+            given = outs[-1] if outs else x
+            if gates:
+                logits[i] = router_gemm(given, weight)
+            outs.append(routed_moe(given, *layer, logits[i], topk))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workspace, "scratch", lambda nbytes, like: scratch[:nbytes])
         h.force_step(patch, width=8 if tokens <= 8 else 16)
         emulator.execute(seed, ops)
-    calls = zip([x, *outs[:-1]], logits, outs, strict=True)
-    return [h.relative_l2(out, fused_moe(x, *layer, *choose_experts(given, topk))) for x, given, out in calls]
+    calls = list(zip([x, *outs[:-1]], weights, logits, outs, strict=True))
+    for x, weight, given, _ in calls:
+        assert not gates or h.relative_l2(given, router_gemm(x, weight)) <= MOST_ERROR, "the logits are wrong"
+    return [h.relative_l2(out, fused_moe(x, *layer, *choose_experts(given, topk))) for x, _, given, out in calls]

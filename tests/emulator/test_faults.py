@@ -30,6 +30,7 @@ from fp8moe_plugin.plan.catalog import (
     paged_mqa_metadata_key,
     quantize_key,
     route_key,
+    router_gemm_key,
     tiles_of_counts_key,
     transpose_scales_key,
 )
@@ -142,6 +143,11 @@ def small_batch_that_chooses_experts(emulator: Device, seed: int) -> None:
     assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
 
 
+def small_batch_with_a_gate(emulator: Device, seed: int) -> None:
+    errors = run_routed_layers(emulator, seed, 3, 1024, 128, gates=True)
+    assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
+
+
 def small_batch_of_whole_sums(emulator: Device, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "DOWN_BLOCKS", {8: 1, 16: 1})
@@ -211,6 +217,7 @@ KERNELS = {  # to be compiled ahead
     layers_in_a_row: FEW,
     small_batch: SMALL_BATCH,
     small_batch_that_chooses_experts: (choose_experts_key(), *SMALL_BATCH),
+    small_batch_with_a_gate: (router_gemm_key(), choose_experts_key(), *SMALL_BATCH),
     small_batch_of_whole_sums: SMALL_BATCH,
     one_token: SMALL_BATCH,
     token_beside_nan: SMALL_BATCH,
@@ -485,6 +492,22 @@ FAULTS = {
         "    if (warp == kLoadWarp) wait_for_previous_kernel();",
         small_batch_that_chooses_experts,
         f"{WRONG_RESULT}|bounds|livelock|deadlock",
+        multiprocessors=CLUSTERS,
+    ),
+    "experts are chosen before their logits are there": Fault(
+        "choose_experts.cu",
+        "    wait_for_previous_kernel();",
+        "    ",
+        small_batch_with_a_gate,
+        f"{WRONG_RESULT}|bounds|livelock|deadlock|the logits are wrong",
+        multiprocessors=CLUSTERS,
+    ),
+    "sums of the warps are added before they are there": Fault(
+        "router_gemm.cu",
+        "    __syncthreads();\n",
+        "",
+        small_batch_with_a_gate,
+        f"{WRONG_RESULT}|the logits are wrong",
         multiprocessors=CLUSTERS,
     ),
     "what an earlier layer has told is taken for this one's": Fault(

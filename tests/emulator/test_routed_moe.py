@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from fp8moe_plugin.ops import choose_experts
+from fp8moe_plugin.ops import choose_experts, router_gemm
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import SHARED_BYTES, Device
@@ -46,11 +46,21 @@ def test_padding_gets_no_expert(emulator: Device) -> None:
 
 
 @seeds
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 8, 32), (9, 3, 1056), (16, 20, 512), (18, 9, 4160)])
+def test_the_logits_of_a_router(emulator: Device, tokens: int, experts: int, k: int, seed: int) -> None:
+    gen = h.seeded(seed, CPU)
+    x, weight = h.random_tokens(gen, tokens, k), h.random_tokens(gen, experts, k)
+    logits = emulator.execute(seed, lambda: router_gemm(x, weight))
+    torch.testing.assert_close(logits, router_gemm(x, weight), rtol=2**-7, atol=1e-3)
+
+
+@seeds
 @pytest.mark.parametrize(("tokens", "hidden", "intermediate"), [(1, 1024, 128), (8, 384, 256), (13, 1152, 128)])
+@pytest.mark.parametrize("gates", [False, True])
 def test_layers_that_choose_their_experts(
-    emulator_runtime: ctypes.CDLL, kernels: Kernels, tokens: int, hidden: int, intermediate: int, seed: int
+    emulator_runtime: ctypes.CDLL, kernels: Kernels, tokens: int, hidden: int, intermediate: int, gates: bool, seed: int
 ) -> None:
     """One behind the other, in the same scratch."""
     emulator = Device(emulator_runtime, kernels, MULTIPROCESSORS, SHARED_BYTES)
-    errors = run_routed_layers(emulator, seed, tokens, hidden, intermediate)
+    errors = run_routed_layers(emulator, seed, tokens, hidden, intermediate, gates)
     assert max(errors) <= MOST_ERROR, f"relative L2 of each layer: {errors}"

@@ -152,6 +152,12 @@ def check_routed_moe(gen: torch.Generator, rows: int) -> None:
             assert h.same_bits(ops.routed_moe(x, *layer, logits, topk, **choice), expected)
 
 
+def check_router_gemm(gen: torch.Generator, rows: int) -> None:
+    for k, experts in ((32, 3), (1056, 20), (8192, 128)):
+        x, weight = h.random_tokens(gen, rows, k), h.random_tokens(gen, experts, k)
+        torch.testing.assert_close(ops.router_gemm(x, weight), x @ weight.T, rtol=2e-2, atol=2e-2)
+
+
 def check_mqa_logits(gen: torch.Generator, rows: int) -> None:
     for heads, dim in ((64, 128), (32, 64)):
         for ranges in indexer.RANGES:
@@ -193,6 +199,7 @@ def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:
         check_batched_experts,
         check_fused_moe,
         check_routed_moe,
+        check_router_gemm,
         check_mqa_logits,
         check_paged_mqa_logits,
         check_k_grouped,

@@ -59,7 +59,9 @@ def right_calls(device: torch.device) -> dict[str, Call]:
 def right_choices(x: torch.Tensor, layer: Call, out: torch.Tensor) -> dict[str, Call]:
     logits = torch.linspace(-1, 1, ROWS * EXPERTS, device=x.device).view(ROWS, EXPERTS)
     choice = {"logits": logits, "topk": 2, "padding": torch.arange(ROWS, device=x.device) == 1}
-    return {"choose_experts": choice, "routed_moe": {"hidden_states": x, **layer, **choice, "out": out}}
+    routed = {"hidden_states": x, **layer, **choice, "out": out}
+    gate = torch.zeros(EXPERTS, x.shape[1], dtype=torch.bfloat16, device=x.device)
+    return {"choose_experts": choice, "routed_moe": routed, "router_gemm": {"x": x, "weight": gate}}
 
 
 def right_gemms(
@@ -153,7 +155,7 @@ QUANT, SILU, LINEAR, GEMM = "per_token_group_quant_fp8", "silu_mul_quant_fp8", "
 CONTIGUOUS, MASKED = "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"
 PSUM = "m_grouped_fp8_gemm_nt_psum"
 MOE, BATCHED, GRADIENTS = "fused_moe", "batched_experts", "k_grouped_fp8_gemm_nt_contiguous"
-CHOOSE, ROUTED = "choose_experts", "routed_moe"
+CHOOSE, ROUTED, ROUTER = "choose_experts", "routed_moe", "router_gemm"
 
 # op, argument, what is done to it, words of the message
 WRONG_CALLS = {
@@ -280,6 +282,14 @@ WRONG_CALLS = {
     "choose-none": (CHOOSE, "topk", lambda _: 0, "topk is 0, needs 1 to 4"),
     "choose-five-of-four": (CHOOSE, "topk", lambda _: 5, "topk is 5, needs 1 to 4"),
     "choose-topk-float": (CHOOSE, "topk", float, "topk is a float, not an int"),
+    "router-float32": (ROUTER, "x", torch.Tensor.float, "x has dtype torch.float32, needs torch.bfloat16"),
+    "router-odd-k": (ROUTER, "x", with_k(200), "x's last dimension is 200, needs a positive multiple of 32"),
+    "router-one-token": (ROUTER, "x", lambda t: t[0], "x has shape"),
+    "router-strided": (ROUTER, "x", strided, "x has strides"),
+    "router-misaligned": (ROUTER, "weight", misaligned, "weight starts at an address that is"),
+    "router-other-k": (ROUTER, "weight", with_k(64), "weight has shape"),
+    "router-elsewhere": (ROUTER, "weight", meta, "weight is on meta, the other tensors on"),
+    "router-gradient": (ROUTER, "weight", torch.Tensor.requires_grad_, "weight requires a gradient"),
     "choose-too-many-for-lanes": (CHOOSE, "logits", lambda t: t.new_zeros(6, 513), "logits are of 513 experts, the"),
     "routed-float16": (ROUTED, "hidden_states", torch.Tensor.half, "hidden_states has dtype torch.float16"),
     "routed-logits-short": (ROUTED, "logits", short, "logits has shape [5, 4], needs [6, 4]"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8moe_plugin.jit.launch import Launch, TensorMap
-from fp8moe_plugin.ops import batched_experts, fp8_linear, fused_moe, routed_moe, workspace
+from fp8moe_plugin.ops import batched_experts, fp8_linear, fused_moe, routed_moe, router_gemm, workspace
 from fp8moe_plugin.ops.moe_launches import layer_launches
 from fp8moe_plugin.ops.operands import LayerAddresses, Router
 from fp8moe_plugin.plan import (
@@ -112,19 +112,20 @@ def test_layers_launch_what_their_plan_names_and_nothing_else(device, ue8m0):
             fused_moe(x, *layer, weights, ids, ue8m0=ue8m0)
             fused_moe(x, *layer, weights, ids.long(), ue8m0=ue8m0)
             routed_moe(x, *layer, torch.zeros(tokens, EXPERTS), TOPK, ue8m0=ue8m0)
+            router_gemm(x, torch.zeros(EXPERTS, hidden).bfloat16())
     assert device.keys == set(moe_kernels(ue8m0, batched=False))
 
 
-@pytest.mark.parametrize(("tokens", "early"), [(1, True), (16, True), (17, False)])
-def test_a_small_batch_starts_while_its_experts_are_chosen(device, tokens, early):
+@pytest.mark.parametrize(("tokens", "small"), [(1, True), (16, True), (17, False)])
+def test_a_small_batch_starts_while_its_experts_are_chosen(device, tokens, small):
     layer, x = h.random_layer(h.seeded(0, CPU), EXPERTS, 2048, INTERMEDIATE), torch.zeros(tokens, 2048).bfloat16()
     routed_moe(x, *layer, torch.zeros(tokens, EXPERTS), TOPK)
     choice, first, *others = device.launches
-    assert (choice.key, choice.early, choice.grid) == (choose_experts_key(), False, -(-tokens // 4))
-    assert (first.early, [launch.early for launch in others] == [True]) == (early, early)
+    assert (choice.key, choice.early, choice.grid) == (choose_experts_key(), True, -(-tokens // 4))
+    assert (first.early, [launch.early for launch in others] == [True]) == (small, small)
     for launch in (first, *others):
         assert getattr(launch.args, "ids", choice.args.ids) == choice.args.ids
-    assert not early or first.args.topk_weights == choice.args.weights
+    assert not small or first.args.topk_weights == choice.args.weights
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedT
 
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.experts import StandardExperts
+from fp8moe_plugin.layers.vllm.gate import take_over_gate
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops import backend, torch_ops
 from fp8moe_plugin.plan import MoeShape
@@ -51,6 +52,8 @@ class StandIn:
 def stand_in(layer: Any, experts: StandardExperts) -> StandIn | None:
     """What stands in for the router of a `RoutedExperts` layer whose tokens stay on this rank; None: nothing does.
 
+    If something does, our kernel also takes over the gate, where it can.
+
     vLLM's router has to choose where it does more than that: count the load of experts (EPLB), or report which were
     chosen. And where it chooses in another way than by the softmax of all experts, as subclasses of it may.
     """
@@ -69,4 +72,5 @@ def stand_in(layer: Any, experts: StandardExperts) -> StandIn | None:
     if not (most_tokens := small_batch_limit(shape, device.multiprocessors)):
         return None
     log_once(logging.INFO, f"in steps of up to {most_tokens} tokens, experts are chosen by our kernel")
+    take_over_gate(layer, device.multiprocessors)
     return StandIn(experts, router, most_tokens)

@@ -39,6 +39,7 @@ enum Collective {
     kReduceMax,
     kReduceMin,
     kElect,
+    kMma,
     kStoreMatrix,
     kWgmma,
     kWgmmaFence,

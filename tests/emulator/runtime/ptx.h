@@ -202,6 +202,27 @@ inline void wgmma_fence_sync_aligned() { emu::wgmma_fence(); }
 inline void wgmma_commit_group_sync_aligned() { emu::wgmma_commit(); }
 inline void wgmma_wait_group_sync_aligned(int) { emu::wgmma_wait(); }
 
+// ---- mma: a warp's lanes hand in their registers, two at a time ----
+
+inline void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0,
+                                                                u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0,
+                                                                float c1, float c2, float c3) {
+    const u64 own[] = {u64(a1) << 32 | a0, u64(a3) << 32 | a2, u64(b1) << 32 | b0};
+    u64 all[3][32];
+    for (int i = 0; i < 3; ++i) memcpy(all[i], emu::collect(emu::kMma, ~0u, own[i]), sizeof all[i]);
+    double sums[] = {c0, c1, c2, c3};
+    for (int i = 0; i < 4; ++i) {
+        const u32 row = emu::current->lane / 4, column = emu::current->lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; ++k) {
+            const int half = k % 2 * 16, lane = k % 8 / 2;  // of four
+            const u64 a = all[k / 8][row * 4 + lane] >> (i / 2 * 32 + half);
+            const u64 b = all[2][column * 4 + lane] >> (k / 8 * 32 + half);
+            sums[i] += double(of_bf16(u32(a) & 0xffff)) * of_bf16(u32(b) & 0xffff);
+        }
+    }
+    d0 = float(sums[0]), d1 = float(sums[1]), d2 = float(sums[2]), d3 = float(sums[3]);
+}
+
 // ---- launches ----
 
 inline void griddepcontrol_launch_dependents() { emu::let_next_kernel_start(); }

@@ -47,7 +47,7 @@ def chosen(
     monkeypatch: pytest.MonkeyPatch, router: Any = None, experts: int = EXPERTS, own: Any = ADAPTER, **changes: object
 ) -> StandIn | None:
     router = router or FusedTopKRouter(TOPK, experts)
-    monkeypatch.setattr(compat, "runner_of", lambda layer: SimpleNamespace(router=router))
+    monkeypatch.setattr(compat, "runner_of", lambda layer: SimpleNamespace(router=router, gate=None))
     weight = torch.empty(experts, HIDDEN, 768, device="meta")
     plain = {"w2_weight": weight, "expert_map": None, "apply_router_weight_on_input": False}
     return stand_in(SimpleNamespace(**plain | changes), own)

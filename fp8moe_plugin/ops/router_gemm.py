@@ -1,0 +1,73 @@
+"""The logits of a router, for steps of few tokens."""
+
+from typing import NamedTuple
+
+import torch
+
+from fp8moe_plugin.checkpoint.shapes import ceil_div
+from fp8moe_plugin.jit.launch import Launch, Slot
+from fp8moe_plugin.jit.launcher import Prepared
+from fp8moe_plugin.ops import backend, reference, workspace
+from fp8moe_plugin.ops.backend import Device, prepares
+from fp8moe_plugin.ops.checks import CheckedOnce, check_multiple, check_tensor
+from fp8moe_plugin.plan.catalog import router_gemm_key
+
+BLOCK_TOKENS, BLOCK_EXPERTS = 16, 8  # of a block
+STEP = 32  # channels that a warp multiplies at once
+
+
+def router_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` of unquantized operands, made for few tokens and the experts of one router.
+
+    It takes any number of tokens, but each 16 of them read all weights.
+
+    Args:
+        x: bfloat16 `[T, K]`, K a multiple of 32.
+        weight: bfloat16 `[E, K]`.
+    Returns:
+        bfloat16 `[T, E]`, summed in float32. A token's logits do not depend on the other tokens.
+    Raises:
+        InvalidInputError: wrong dtype, shape, stride or device, or a tensor that requires a gradient.
+        UnsupportedError: Triton kernels serve this GPU.
+    """
+    facts, addresses = _check_call(x, weight)
+    device = backend.sm90_device_of(x)
+    if device is None:
+        return reference.router_gemm(x, weight)
+    logits = workspace.empty((facts.tokens, facts.experts), torch.bfloat16, x.device)
+    if facts.tokens and facts.experts:
+        prepared_router_gemm(device, *facts)((*addresses, logits.data_ptr()))
+    return logits
+
+
+def tokens_of_one_round(experts: int, multiprocessors: int) -> int:
+    """The most tokens for which an SM has one block at most; of more, torch's GEMM is as fast or faster."""
+    return multiprocessors // ceil_div(experts, BLOCK_EXPERTS) * BLOCK_TOKENS
+
+
+class RouterFacts(NamedTuple):
+    """What a call of `router_gemm` depends on."""
+
+    tokens: int
+    experts: int
+    k: int
+
+
+@CheckedOnce
+def _check_call(x: torch.Tensor, weight: torch.Tensor) -> RouterFacts:
+    """Raise `InvalidInputError` unless `router_gemm` takes these."""
+    check_tensor("x", x, dtype=torch.bfloat16, shape=(None, None))
+    tokens, k = x.shape
+    check_multiple("x's last dimension", k, STEP)
+    check_tensor("weight", weight, dtype=torch.bfloat16, shape=(None, k), device=x.device)
+    return RouterFacts(tokens, len(weight), k)
+
+
+@prepares("router_gemm")
+def prepared_router_gemm(device: Device, tokens: int, experts: int, k: int) -> Prepared:
+    """What launches `router_gemm`, given the addresses of x, weight and logits."""
+    key = router_gemm_key()
+    x, weight, logits = map(Slot, range(3))
+    arguments = key.arguments(x=x, weight=weight, logits=logits, tokens=tokens, experts=experts, steps=k // STEP)
+    grid = ceil_div(experts, BLOCK_EXPERTS), ceil_div(tokens, BLOCK_TOKENS)
+    return device.prepare([Launch(key, grid, arguments, early=True)])
