@@ -6,7 +6,8 @@
 //       scales  float32 [groups, rows], at scale_pitch(rows); with LAYOUT_ROW_MAJOR [rows, groups]
 //
 // UE8M0: 1 rounds scales up to powers of two.
-// With LAYOUT_ROW_MAJOR it overlaps earlier kernels (PDL), which must neither write x nor access q and scales.
+// With LAYOUT_K_MAJOR it is the first kernel of a dense layer, and waits for the previous kernel (PDL). With
+// LAYOUT_ROW_MAJOR it overlaps earlier kernels (PDL), which must neither write x nor access q and scales.
 // A half-warp quantizes a group, 16 bytes per lane, of four tokens: this keeps several loads in flight, and the eight
 // tokens of a warp fill a 32-byte sector of K-major scales.
 #include "device/common.cuh"
@@ -17,11 +18,15 @@ constexpr int kTokensPerLane = kTokensPerWarp / (kWarp / kGroupLanes);
 
 // LAYOUT_PERMUTED streams x, which leaves L2 to the copies: 20% faster at 8192 tokens. Otherwise plain loads are
 // faster.
-DEVICE uint4 load_token(const uint4* x) { return LAYOUT == LAYOUT_PERMUTED ? __ldcs(x) : __ldg(x); }
+DEVICE uint4 load_token(const uint4* x) { return LAYOUT == LAYOUT_PERMUTED ? __ldcs(x) : *x; }
 
+// x is not __restrict__: the compiler could then move its loads above the wait.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    quantize(const uint4* __restrict__ x, uint2* __restrict__ q, float* __restrict__ scales,
-             const int* __restrict__ slots, int tokens, int groups, int topk) {
+    quantize(const uint4* x, uint2* __restrict__ q, float* __restrict__ scales, const int* __restrict__ slots,
+             int tokens, int groups, int topk) {
+#if LAYOUT == LAYOUT_K_MAJOR
+    wait_for_previous_kernel();
+#endif
     let_next_kernel_start();
     const int warp = blockIdx.x * (THREADS / kWarp) + threadIdx.x / kWarp;
     const int group = warp % groups;

@@ -54,10 +54,11 @@ DEVICE void add_chunks(const u32* counts, int num_experts, int* all, int* before
 
 // One block per SM, for more registers: with fewer, the loads of a batch would not all be in flight.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    route(const void* __restrict__ ids, const int* __restrict__ expert_map, const u32* counts, int* __restrict__ slots,
+    route(const void* ids, const int* __restrict__ expert_map, const u32* counts, int* __restrict__ slots,
           int* __restrict__ tokens, int* __restrict__ num_rows, int4* __restrict__ table, int* __restrict__ num_tiles,
           int* __restrict__ done_counters, int ids_64, int shared, int pairs, int topk, int global_experts,
           int num_experts, int block_m, int counters_per_tile) {
+    if (gridDim.x == 1) wait_for_previous_kernel();  // else count_experts is that, and follows what made the ids
     let_next_kernel_start();
     __shared__ int totals[THREADS];   // pairs of each expert over all chunks
     __shared__ int earlier[THREADS];  // over the chunks before this one

@@ -55,7 +55,8 @@ def quantize_rows_launch(device: Device, ue8m0: bool, x: Address, out: Rows) -> 
     """Quantize bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
     if is_triton(device.target):
         return triton_quantize_launch(device.target, ue8m0, x, out)
-    return quantize_launch(quantize_key(ue8m0, Layout.K_MAJOR), x, out.values, out.scales, out.rows, out.k)
+    key = quantize_key(ue8m0, Layout.K_MAJOR)
+    return quantize_launch(key, x, out.values, out.scales, out.rows, out.k, early=True)
 
 
 def quantize_launch(
@@ -74,7 +75,8 @@ def quantize_launch(
 
     Args:
         slots: for `Layout.PERMUTED` the address of int32 `[tokens, topk]`, the rows that get each token; -1 for none.
-        early: it may start before the preceding kernel ends, which must not access these tensors.
+        early: it may start before the preceding kernel ends; unless the layout is `Layout.K_MAJOR`, which waits for it,
+            that kernel must not access these tensors.
     """
     groups = k // GROUP
     return Launch(

@@ -77,7 +77,7 @@ def route_launches(
             block_m=tile_rows,
             counters_per_tile=row_counters,
         ),
-        early=chunks > 1,
+        early=True,
     )
     return [count_experts_launch(ids, shape, pairs, counts), routing] if chunks > 1 else [routing]
 
