@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import ceil_div
+from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launch import Launch, Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
@@ -14,20 +15,22 @@ from fp8moe_plugin.plan.catalog import router_gemm_key
 
 BLOCK_TOKENS, BLOCK_EXPERTS = 16, 8  # of a block
 STEP = 32  # channels that a warp multiplies at once
+MOST_TOKENS = 65535 * BLOCK_TOKENS  # a CUDA grid has that many blocks along y
+MEASURED_UP_TO = 256  # tokens, docs/experiments/067-router-gemm.md
 
 
 def router_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T` of unquantized operands, made for few tokens and the experts of one router.
 
-    It takes any number of tokens, but each 16 of them read all weights.
+    Each 16 tokens read all weights.
 
     Args:
-        x: bfloat16 `[T, K]`, K a multiple of 32.
+        x: bfloat16 `[T, K]`, T at most 1,048,560 and K a multiple of 32.
         weight: bfloat16 `[E, K]`.
     Returns:
         bfloat16 `[T, E]`, summed in float32. A token's logits do not depend on the other tokens.
     Raises:
-        InvalidInputError: wrong dtype, shape, stride or device, or a tensor that requires a gradient.
+        InvalidInputError: wrong dtype, shape, stride or device, too many tokens, or a tensor that requires a gradient.
         UnsupportedError: Triton kernels serve this GPU.
     """
     facts, addresses = _check_call(x, weight)
@@ -40,9 +43,9 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def tokens_of_one_round(experts: int, multiprocessors: int) -> int:
-    """The most tokens for which an SM has one block at most; of more, torch's GEMM is as fast or faster."""
-    return multiprocessors // ceil_div(experts, BLOCK_EXPERTS) * BLOCK_TOKENS
+def fastest_up_to(experts: int, multiprocessors: int) -> int:
+    """The most tokens for which an SM has one block at most, of those that were measured against torch's GEMM."""
+    return min(multiprocessors // ceil_div(experts, BLOCK_EXPERTS) * BLOCK_TOKENS, MEASURED_UP_TO)
 
 
 class RouterFacts(NamedTuple):
@@ -58,6 +61,8 @@ def _check_call(x: torch.Tensor, weight: torch.Tensor) -> RouterFacts:
     """Raise `InvalidInputError` unless `router_gemm` takes these."""
     check_tensor("x", x, dtype=torch.bfloat16, shape=(None, None))
     tokens, k = x.shape
+    if tokens > MOST_TOKENS:
+        raise InvalidInputError(f"x has {tokens} tokens, the kernel takes up to {MOST_TOKENS}. Call torch's linear.")
     check_multiple("x's last dimension", k, STEP)
     check_tensor("weight", weight, dtype=torch.bfloat16, shape=(None, k), device=x.device)
     return RouterFacts(tokens, len(weight), k)

@@ -285,6 +285,7 @@ WRONG_CALLS = {
     "router-float32": (ROUTER, "x", torch.Tensor.float, "x has dtype torch.float32, needs torch.bfloat16"),
     "router-odd-k": (ROUTER, "x", with_k(200), "x's last dimension is 200, needs a positive multiple of 32"),
     "router-one-token": (ROUTER, "x", lambda t: t[0], "x has shape"),
+    "router-too-many-tokens": (ROUTER, "x", lambda t: t.new_empty(1_048_561, 32), "x has 1048561 tokens, the kernel"),
     "router-strided": (ROUTER, "x", strided, "x has strides"),
     "router-misaligned": (ROUTER, "weight", misaligned, "weight starts at an address that is"),
     "router-other-k": (ROUTER, "weight", with_k(64), "weight has shape"),

@@ -94,6 +94,18 @@ def runner_of(experts: Any) -> Any:
     return found
 
 
+def called_gate(runner: Any) -> Any:
+    """The gate whose method each step of a `MoERunner` calls; None: there is none.
+
+    Its method is not called where vLLM joins it with the gate of a shared expert, or has kernels of its own for it.
+    """
+    gate = runner.gate
+    if getattr(runner, "_fse_fuse_gate", False) or getattr(gate, "out_dtype", None) == torch.float32:
+        return None
+    own = ("allow_dsv3_router_gemm", "allow_fp32_router_gemm", "allow_ll_bf16_gemm")  # of some of vLLM's versions
+    return None if any(getattr(gate, name, False) for name in own) else gate
+
+
 def returns_routed_experts() -> bool:
     """Whether vLLM reports which experts tokens have gone to, as its routers tell it."""
     config = get_current_vllm_config()

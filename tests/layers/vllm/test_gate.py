@@ -43,11 +43,11 @@ def taken_over(monkeypatch: pytest.MonkeyPatch, layer: Any, multiprocessors: int
     return layer
 
 
-@pytest.mark.parametrize(("experts", "most_tokens"), [(128, 128), (256, 64), (60, 256), (8, 2112)])
+@pytest.mark.parametrize(("experts", "most_tokens"), [(128, 128), (256, 64), (60, 256), (8, 256)])
 def test_steps_whose_blocks_run_at_once(monkeypatch, plugin_log, experts, most_tokens):
     plugin_log.set_level("INFO")
     method = taken_over(monkeypatch, linear(experts)).quant_method
-    assert (type(method), method.most_tokens) == (GateMethod, most_tokens)
+    assert (type(method), method.most_tokens, type(method.vllms)) == (GateMethod, most_tokens, UnquantizedLinearMethod)
     assert f"in steps of up to {most_tokens} tokens, routers' logits are computed by our kernel" in plugin_log.text
 
 
@@ -68,6 +68,17 @@ def test_tokens_that_the_kernel_does_not_read_are_left_to_vllm(monkeypatch):
         layer(strided)
 
 
+def with_attribute(name: str, value: object) -> ReplicatedLinear:
+    layer = linear()
+    setattr(layer, name, value)
+    return layer
+
+
+def strided(layer: ReplicatedLinear) -> ReplicatedLinear:
+    layer.weight.data = torch.empty(HIDDEN, EXPERTS, dtype=torch.bfloat16).T
+    return layer
+
+
 def other_method(layer: ReplicatedLinear) -> ReplicatedLinear:
     """One whose method is another's, e.g. a quantized gate's."""
     layer.quant_method = type("Other", (UnquantizedLinearMethod,), {})()
@@ -81,8 +92,27 @@ OTHERS = {
     "another method": lambda: other_method(linear()),
     "another K": lambda: linear(hidden=HIDDEN + 8),
     "more experts than SMs have blocks": lambda: linear(8 * MULTIPROCESSORS + 1),
+    "a strided weight": lambda: strided(linear()),
+    "float32 logits": lambda: with_attribute("out_dtype", torch.float32),
+    "a kernel of vLLM's": lambda: with_attribute("allow_dsv3_router_gemm", True),
     "no layer of vLLM's": lambda: SimpleNamespace(quant_method=UnquantizedLinearMethod()),
 }
+
+
+def test_a_gate_that_vllm_joins_with_another_stays_as_it_is(monkeypatch):
+    layer = linear()
+    monkeypatch.setattr(compat, "runner_of", lambda experts: SimpleNamespace(gate=layer, _fse_fuse_gate=True))
+    take_over_gate(SimpleNamespace(), MULTIPROCESSORS)
+    assert type(layer.quant_method) is UnquantizedLinearMethod
+
+
+def test_weights_that_are_loaded_again_are_processed_by_vllm(monkeypatch):
+    layer, processed = taken_over(monkeypatch, linear()), []
+    monkeypatch.setattr(
+        UnquantizedLinearMethod, "process_weights_after_loading", lambda _, layer: processed.append(layer)
+    )
+    layer.quant_method.process_weights_after_loading(layer)
+    assert processed == [layer]
 
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)

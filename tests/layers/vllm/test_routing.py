@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedT
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 
 from benchmarks.layer.batch_invariance import invariance
-from fp8moe_plugin.layers.vllm import compat
+from fp8moe_plugin.layers.vllm import compat, routing
 from fp8moe_plugin.layers.vllm.routing import StandIn, stand_in
 from fp8moe_plugin.ops import backend
 from fp8moe_plugin.plan import MoeShape, SmallBatchStep, SortedStep, plan_step
@@ -38,6 +38,14 @@ class OtherRouter(FusedTopKRouter):
 
 
 @pytest.fixture(autouse=True)
+def taken_over(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The layers whose gate has been taken over."""
+    layers: list[Any] = []
+    monkeypatch.setattr(routing, "take_over_gate", lambda layer, multiprocessors: layers.append(layer))
+    return layers
+
+
+@pytest.fixture(autouse=True)
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     h.serve(monkeypatch, h.Recorder())
     monkeypatch.setattr(compat, "returns_routed_experts", lambda: False)
@@ -47,18 +55,19 @@ def chosen(
     monkeypatch: pytest.MonkeyPatch, router: Any = None, experts: int = EXPERTS, own: Any = ADAPTER, **changes: object
 ) -> StandIn | None:
     router = router or FusedTopKRouter(TOPK, experts)
-    monkeypatch.setattr(compat, "runner_of", lambda layer: SimpleNamespace(router=router, gate=None))
+    monkeypatch.setattr(compat, "runner_of", lambda layer: SimpleNamespace(router=router))
     weight = torch.empty(experts, HIDDEN, 768, device="meta")
     plain = {"w2_weight": weight, "expert_map": None, "apply_router_weight_on_input": False}
     return stand_in(SimpleNamespace(**plain | changes), own)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_it_stands_in_for_softmax_of_all_experts(monkeypatch, plugin_log, renormalize):
+def test_it_stands_in_for_softmax_of_all_experts(monkeypatch, plugin_log, taken_over, renormalize):
     plugin_log.set_level("INFO")
     router = FusedTopKRouter(TOPK, EXPERTS, renormalize=renormalize)
     assert chosen(monkeypatch, router) == StandIn(ADAPTER, router, 16)
     assert "in steps of up to 16 tokens, experts are chosen by our kernel" in plugin_log.text
+    assert len(taken_over) == 1
 
 
 GROUPS = {"num_expert_group": 8, "topk_group": 2}
@@ -74,8 +83,9 @@ OTHER_ROUTERS = {
 
 
 @pytest.mark.parametrize("router", OTHER_ROUTERS.values(), ids=OTHER_ROUTERS)
-def test_other_routers_choose_themselves(monkeypatch, router):
+def test_other_routers_choose_themselves(monkeypatch, taken_over, router):
     assert chosen(monkeypatch, router) is None
+    assert not taken_over
 
 
 def test_ranks_that_share_a_prompt_choose_themselves(monkeypatch):
