@@ -42,6 +42,7 @@ from tests import helpers as h
 from tests.emulator.build import CSRC, Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import SHARED_BYTES, Device, EmulatorError
+from tests.emulator.first_kernels import gate_behind_dense_layer, layer_behind_choice, layer_behind_dense_layer
 from tests.emulator.inputs import assert_product, empty_rows, slabs
 from tests.emulator.layers import MOST_ERROR, run_dense_layer, run_layers, run_routed_layers
 from tests.indexer import assert_decode, assert_prefill, decode, poisoned_results, prefill
@@ -148,6 +149,19 @@ def small_batch_with_a_gate(emulator: Device, seed: int) -> None:
     assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
 
 
+def first_kernel(run: Callable[[Device, int], float]) -> Callable[[Device, int], None]:
+    def checked(emulator: Device, seed: int) -> None:
+        error = run(emulator, seed)
+        assert error <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 {error}"
+
+    return checked
+
+
+behind_dense_layer = first_kernel(layer_behind_dense_layer)
+behind_choice = first_kernel(layer_behind_choice)
+gate_behind_dense = first_kernel(gate_behind_dense_layer)
+
+
 def small_batch_of_whole_sums(emulator: Device, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "DOWN_BLOCKS", {8: 1, 16: 1})
@@ -205,15 +219,19 @@ FEW = (
     combine_key(),
 )
 SMALL_BATCH = gate_up_small_batch_key(False, 8, 8), down_small_batch_key(8, 8)
+DENSE = dense_gemm_key(64), quantize_key(False, Layout.K_MAJOR)
 KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
 KERNELS = {  # to be compiled ahead
     second_gemm: WIDE,
     both_gemms: WIDE,
     second_gemm_that_keeps_weights: KEEPS,
     dense_layer: NARROW,
-    dense_tiles: (dense_gemm_key(64), quantize_key(False, Layout.K_MAJOR)),
+    dense_tiles: DENSE,
     dense_tiles_of_clusters: (dense_gemm_many_rows_key(192), quantize_key(False, Layout.K_MAJOR)),
     layer_of_few_tokens: FEW,
+    behind_dense_layer: (*DENSE, *FEW),
+    behind_choice: (choose_experts_key(), *FEW),
+    gate_behind_dense: (*DENSE, router_gemm_key()),
     layers_in_a_row: FEW,
     small_batch: SMALL_BATCH,
     small_batch_that_chooses_experts: (choose_experts_key(), *SMALL_BATCH),
@@ -501,6 +519,27 @@ FAULTS = {
         small_batch_with_a_gate,
         f"{WRONG_RESULT}|bounds|livelock|deadlock|the logits are wrong",
         multiprocessors=CLUSTERS,
+    ),
+    "logits are multiplied before the tokens are there": Fault(
+        "router_gemm.cu",
+        "    wait_for_previous_kernel();\n",
+        "",
+        gate_behind_dense,
+        WRONG_RESULT,
+    ),
+    "experts are sorted before they are chosen": Fault(
+        "route.cu",
+        "    if (gridDim.x == 1) wait_for_previous_kernel();",
+        "    ",
+        behind_choice,
+        f"{WRONG_RESULT}|bounds|livelock|deadlock",
+    ),
+    "a sorted step starts before its tokens are there": Fault(
+        "route.cu",
+        "    if (gridDim.x == 1) wait_for_previous_kernel();",
+        "    let_next_kernel_start();\n    if (gridDim.x == 1) wait_for_previous_kernel();",
+        behind_dense_layer,
+        WRONG_RESULT,
     ),
     "sums of the warps are added before they are there": Fault(
         "router_gemm.cu",

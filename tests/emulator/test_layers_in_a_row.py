@@ -1,6 +1,7 @@
 """Layers that are queued together with one scratch: kernels of one must be done with it before the next one's begin."""
 
 import ctypes
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import SHARED_BYTES, Device
+from tests.emulator.first_kernels import gate_behind_dense_layer, layer_behind_choice, layer_behind_dense_layer
 from tests.emulator.layers import MOST_ERROR, run_layers
 
 seeds = pytest.mark.parametrize("seed", [1, 2, 3])
@@ -68,3 +70,12 @@ def test_ops_do_not_launch_what_they_have_kept_of_another_device(
     for devices in (1, 2):
         Device(emulator_runtime, kernels, MULTIPROCESSORS).execute(1, lambda: fused_moe(*call, out=x))
         assert prepared_layer.cache_info().currsize == devices
+
+
+@seeds
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+@pytest.mark.parametrize("run", [gate_behind_dense_layer, layer_behind_dense_layer, layer_behind_choice])
+def test_first_kernels_that_start_early_wait(
+    emulator: Device, run: Callable[[Device, int, int], float], tokens: int, seed: int
+) -> None:
+    assert run(emulator, seed, tokens) <= MOST_ERROR

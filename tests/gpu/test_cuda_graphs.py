@@ -160,3 +160,44 @@ def test_linear_follows_its_input(gen, tokens):
     assert_replays_equal_eager(
         lambda x: ops.fp8_linear(x, *weight, bias), lambda step: (h.random_tokens(gen, tokens, HIDDEN),)
     )
+
+
+def first_in_graph(made: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return made()
+
+
+def behind_a_memset(made: Callable[[], torch.Tensor]) -> torch.Tensor:
+    x = made()
+    torch.empty(1024, device="cuda", dtype=torch.uint8).zero_()
+    return x
+
+
+def behind_a_join(made: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Another stream makes the tokens, by a kernel that lets the next one start early."""
+    here, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    other.wait_stream(here)
+    with torch.cuda.stream(other):
+        x = made()
+    here.wait_stream(other)
+    x.record_stream(here)
+    return x
+
+
+@pytest.mark.parametrize("place", [first_in_graph, behind_a_memset, behind_a_join])
+@pytest.mark.parametrize("op", ["fp8_linear", "router_gemm", "fused_moe", "routed_moe"])
+def test_first_kernels_wait_for_whatever_is_in_front_of_them(gen, layer, op, place):
+    weight, gate = h.random_weights(gen, HIDDEN, HIDDEN), h.random_tokens(gen, EXPERTS, HIDDEN)
+    weights, ids = h.random_routing(gen, "distinct", 40, TOPK, EXPERTS)
+    logits = torch.randn(9, EXPERTS, generator=gen, device="cuda")
+    second: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "fp8_linear": lambda x: ops.fp8_linear(x, *weight),
+        "router_gemm": lambda x: ops.router_gemm(x, gate),
+        "fused_moe": lambda x: ops.fused_moe(x, *layer, weights, ids),
+        "routed_moe": lambda x: ops.routed_moe(x, *layer, logits, TOPK),
+    }
+    tokens = 9 if op == "routed_moe" else 40
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return second[op](place(lambda: x if place is first_in_graph else ops.fp8_linear(x, *weight)))
+
+    assert_replays_equal_eager(run, lambda _: (h.random_tokens(gen, tokens, HIDDEN),))

@@ -34,7 +34,8 @@ DEVICE int lane_of_warp() { return threadIdx.x % kWarp; }
 // Until it has returned, a kernel reads nothing that one of those earlier kernels may write, and lets no kernel start
 // that would. Kernels of a layer write no weights, so those behind its first may load weights early. What ran before a
 // layer is unknown, as engines write weights when they reload them, wake up or rebalance experts: its first kernel is
-// launched without PDL, or waits before it does anything else.
+// launched without PDL, or waits before it does anything else. That takes for granted that the kernels of others, too,
+// wait where they are launched with PDL.
 
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
