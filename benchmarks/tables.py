@@ -199,7 +199,7 @@ def perplexity() -> str:
 
 
 def checks() -> str:
-    checks = {name: check for name, check in results("gpu_checks-2026-11-24").items() if isinstance(check, dict)}
+    checks = {name: check for name, check in results("gpu_checks-2026-11-25").items() if isinstance(check, dict)}
     return table(["check", "result"], ([name, ", ".join(check["summary"])] for name, check in checks.items()))
 
 
