@@ -53,11 +53,12 @@ DEVICE void add_chunks(const u32* counts, int num_experts, int* all, int* before
     atomicAdd(&before[word + words], before_high);
 }
 
-// ids and expert_map are not __restrict__: the compiler could then move their loads above the wait.
+// ids are not __restrict__: the compiler could then move their loads above the wait. Which element of expert_map is
+// read depends on them.
 // One block per SM, for more registers: with fewer, the loads of a batch would not all be in flight.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    route(const void* ids, const int* expert_map, const u32* counts, int* __restrict__ slots, int* __restrict__ tokens,
-          int* __restrict__ num_rows, int4* __restrict__ table, int* __restrict__ num_tiles,
+    route(const void* ids, const int* __restrict__ expert_map, const u32* counts, int* __restrict__ slots,
+          int* __restrict__ tokens, int* __restrict__ num_rows, int4* __restrict__ table, int* __restrict__ num_tiles,
           int* __restrict__ done_counters, int ids_64, int shared, int pairs, int topk, int global_experts,
           int num_experts, int block_m, int counters_per_tile) {
     if (gridDim.x == 1) wait_for_previous_kernel();  // else count_experts is that, and follows what made the ids
