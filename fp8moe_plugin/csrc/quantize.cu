@@ -8,26 +8,20 @@
 // UE8M0: 1 rounds scales up to powers of two.
 // With LAYOUT_K_MAJOR it is the first kernel of a dense layer, and waits for the previous kernel (PDL). With
 // LAYOUT_ROW_MAJOR it overlaps earlier kernels (PDL), which must neither write x nor access q and scales.
-// A half-warp quantizes a group, 16 bytes per lane, of four tokens: this keeps several loads in flight, and the eight
-// tokens of a warp fill a 32-byte sector of K-major scales.
+// A half-warp quantizes a group, 16 bytes per lane, of some of the warp's tokens. With TOKENS_PER_WARP, eight, it has
+// four loads in flight, and the tokens of a warp fill a 32-byte sector of K-major scales. Few tokens are quantized
+// sooner by more warps: LAYOUT_K_MAJOR also takes FEW_TOKENS_PER_WARP, one for each half-warp.
 #include "device/common.cuh"
 #include "device/fp8.cuh"
-
-constexpr int kTokensPerWarp = TOKENS_PER_WARP;
-constexpr int kTokensPerLane = kTokensPerWarp / (kWarp / kGroupLanes);
 
 // LAYOUT_PERMUTED streams x, which leaves L2 to the copies: 20% faster at 8192 tokens. Otherwise plain loads are
 // faster.
 DEVICE uint4 load_token(const uint4* x) { return LAYOUT == LAYOUT_PERMUTED ? __ldcs(x) : *x; }
 
-// x is not __restrict__: the compiler could then move its loads above the wait.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    quantize(const uint4* x, uint2* __restrict__ q, float* __restrict__ scales, const int* __restrict__ slots,
-             int tokens, int groups, int topk) {
-#if LAYOUT == LAYOUT_K_MAJOR
-    wait_for_previous_kernel();
-#endif
-    let_next_kernel_start();
+template <int kTokensPerWarp>
+DEVICE void quantize_tokens(const uint4* x, uint2* __restrict__ q, float* __restrict__ scales,
+                            const int* __restrict__ slots, int tokens, int groups, int topk) {
+    constexpr int kTokensPerLane = kTokensPerWarp / (kWarp / kGroupLanes);
     const int warp = blockIdx.x * (THREADS / kWarp) + threadIdx.x / kWarp;
     const int group = warp % groups;
     const int warp_token = warp / groups * kTokensPerWarp;
@@ -93,4 +87,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #if LAYOUT == LAYOUT_ROW_MAJOR
     if (blockIdx.x == gridDim.x - 1) wait_for_previous_kernel();  // not all blocks: waiting ones would occupy their SMs
 #endif
+}
+
+// x is not __restrict__: the compiler could then move its loads above the wait.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    quantize(const uint4* x, uint2* __restrict__ q, float* __restrict__ scales, const int* __restrict__ slots,
+             int tokens, int groups, int topk, int tokens_per_warp) {
+#if LAYOUT == LAYOUT_K_MAJOR
+    wait_for_previous_kernel();
+#endif
+    let_next_kernel_start();
+    if (LAYOUT == LAYOUT_K_MAJOR && tokens_per_warp == FEW_TOKENS_PER_WARP)
+        quantize_tokens<FEW_TOKENS_PER_WARP>(x, q, scales, slots, tokens, groups, topk);
+    else
+        quantize_tokens<TOKENS_PER_WARP>(x, q, scales, slots, tokens, groups, topk);
 }

@@ -13,8 +13,9 @@ from fp8moe_plugin.ops.operands import Quantized, Rows, empty_quantized
 from fp8moe_plugin.ops.triton_launches import triton_quantize_launch
 from fp8moe_plugin.plan import KernelKey, Layout
 from fp8moe_plugin.plan.catalog import quantize_key
-from fp8moe_plugin.plan.constants import TOKENS_PER_WARP
+from fp8moe_plugin.plan.constants import FEW_TOKENS_PER_WARP, TOKENS_PER_WARP
 from fp8moe_plugin.plan.triton_catalog import is_triton
+from fp8moe_plugin.plan.tuning import QUANTIZE_FEW_TOKENS
 
 
 def per_token_group_quant_fp8(x: torch.Tensor, group_size: int = GROUP, ue8m0: bool = False) -> Quantized:
@@ -79,9 +80,11 @@ def quantize_launch(
             that kernel must not access these tensors.
     """
     groups = k // GROUP
+    few = tokens <= QUANTIZE_FEW_TOKENS and dict(key.defines)["LAYOUT"] == Layout.K_MAJOR
+    tokens_per_warp = FEW_TOKENS_PER_WARP if few else TOKENS_PER_WARP
     return Launch(
         key,
-        ceil_div(ceil_div(tokens, TOKENS_PER_WARP) * groups, key.threads // 32),
+        ceil_div(ceil_div(tokens, tokens_per_warp) * groups, key.threads // 32),
         key.arguments(
             x=x,
             q=q,
@@ -90,6 +93,7 @@ def quantize_launch(
             tokens=tokens,
             groups=groups,
             topk=topk,
+            tokens_per_warp=tokens_per_warp,
         ),
         early=early,
     )

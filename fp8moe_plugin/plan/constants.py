@@ -14,7 +14,7 @@ TAIL_ROWS = 16  # most rows of the tail of such a tile
 FEW_ROWS_TILE = 64  # rows per tile of the kernels for few rows per expert
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs per block of route, one per thread
 NUM_TILES_LENGTH = 5  # elements of num_tiles: the number of tiles, and two pairs of counters for claiming tiles
-TOKENS_PER_WARP = 8  # in quantize
+TOKENS_PER_WARP, FEW_TOKENS_PER_WARP = 8, 2  # in quantize
 ROWS_PER_WARP = 8  # in silu_mul_quant
 SCALE_TILE_ROWS, SCALE_TILE_K = 64, 32  # rows and K blocks that a block of transpose_scales copies at once
 

@@ -103,7 +103,9 @@ PARAMETERS = {
         "maps a_maps, maps b_maps, ints k_blocks, ints first_k_blocks, ints indices, pointer a_scales, "
         "int a_scale_k_stride, pointer b_scales, int b_scale_k_stride, pointer c, pointer d, int m, int n, int groups"
     ),
-    "quantize": _signature("pointer x, pointer q, pointer scales, pointer slots, int tokens, int groups, int topk"),
+    "quantize": _signature(
+        "pointer x, pointer q, pointer scales, pointer slots, int tokens, int groups, int topk, int tokens_per_warp"
+    ),
     "route": _signature(
         "pointer ids, pointer expert_map, pointer counts, pointer slots, pointer tokens, pointer num_rows, "
         "pointer table, pointer num_tiles, pointer done_counters, int ids_64, int shared, int pairs, int topk, "

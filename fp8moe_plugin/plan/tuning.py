@@ -37,6 +37,9 @@ TILES_PER_CLUSTER = 3
 # Fewest blocks of down_small_batch, by padded token count.  docs/tuning.md#DOWN_BLOCKS
 DOWN_BLOCKS = {8: 64, 16: 80}
 
+# Most tokens of a dense layer that quantize deals out by FEW_TOKENS_PER_WARP.  docs/tuning.md#QUANTIZE_FEW_TOKENS
+QUANTIZE_FEW_TOKENS = 256
+
 # SMs of an H100 SXM or H200, for choices in which their number affects only the speed.  docs/tuning.md#MULTIPROCESSORS
 MULTIPROCESSORS = 132
 

@@ -9,6 +9,7 @@ import torch
 from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8, silu_mul_quant_fp8
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.tiles import scale_pitch
+from fp8moe_plugin.plan.tuning import QUANTIZE_FEW_TOKENS
 from tests import helpers as h
 from tests.emulator.device import Device
 from tests.steps import (
@@ -69,7 +70,7 @@ def test_tiles_of_ends_equal_the_reference(emulator: Device, alignment: int, blo
 
 
 @seeds
-@pytest.mark.parametrize("tokens", [1, 37])
+@pytest.mark.parametrize("tokens", [1, 37, QUANTIZE_FEW_TOKENS + 3])
 def test_quantized_tokens_and_rows_equal_the_reference(emulator: Device, tokens: int, seed: int) -> None:
     gen = h.seeded(seed, CPU)
     x, slots = h.random_tokens(gen, tokens, 384), torch.randperm(3 * tokens, generator=gen).int().view(tokens, 3)

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe_plugin.ops import per_token_group_quant_fp8, reference
+from fp8moe_plugin.plan.tuning import QUANTIZE_FEW_TOKENS
 from tests import helpers as h
 from tests.steps import quantize_rows
 
@@ -24,6 +25,13 @@ def test_the_codes_are_those_of_the_reference(device, rows, ue8m0, seed):
     torch.testing.assert_close(scales.cpu(), expected_scales, rtol=1e-6, atol=0)
     actual, expected = h.dequantize_tokens(q, scales).cpu(), h.dequantize_tokens(expected_q, expected_scales)
     assert h.relative_l2(actual, expected) <= 2e-3
+
+
+def test_few_tokens_have_the_bits_that_they_have_among_many(device):
+    x = h.random_tokens(h.seeded(0, device), QUANTIZE_FEW_TOKENS + 5, 640)
+    few, many = per_token_group_quant_fp8(x[:QUANTIZE_FEW_TOKENS]), per_token_group_quant_fp8(x)
+    for own, other in zip(few, many, strict=True):
+        assert h.same_bits(own.contiguous(), other[:QUANTIZE_FEW_TOKENS].contiguous())
 
 
 @given(seed=h.seeds, place=st.integers(0, 255))
