@@ -216,22 +216,27 @@ def serve(patch: pytest.MonkeyPatch, device: backend.Device) -> None:
     patch.setattr(backend, "device_of", lambda tensor: device)
 
 
-def force_step(patch: pytest.MonkeyPatch, *, width: int = 0, tile_rows: int | None = None) -> None:
-    """Layers take other plans than the fastest.
+def force_step(patch: pytest.MonkeyPatch, *, width: int = 0, tile_rows: int | None = None) -> list[StepPlan]:
+    """Layers take other plans than the fastest. Returns a list of those that they will have taken.
 
     Args:
         width: the small-batch kernels of up to so many tokens; 0: none of them.
         tile_rows: rows of a tile otherwise; None: as ever.
     """
 
+    taken: list[StepPlan] = []
+
     def plan(shape: MoeShape, tokens: int, ue8m0: bool, multiprocessors: int) -> StepPlan:
         if width:
-            return small_batch_step(shape, tokens, width, ue8m0, multiprocessors)
-        few = tokens <= few_rows_tokens(shape.topk, shape.global_experts)
-        rows = tile_rows or (FEW_ROWS_TILE if few else MANY_ROWS_TILE)
-        return sorted_step(shape, tokens, rows, ue8m0, batch_invariant())
+            taken.append(small_batch_step(shape, tokens, width, ue8m0, multiprocessors))
+        else:
+            few = tokens <= few_rows_tokens(shape.topk, shape.global_experts)
+            rows = tile_rows or (FEW_ROWS_TILE if few else MANY_ROWS_TILE)
+            taken.append(sorted_step(shape, tokens, rows, ue8m0, batch_invariant()))
+        return taken[-1]
 
     patch.setattr(moe, "plan_step", plan)
+    return taken
 
 
 def force_dense(patch: pytest.MonkeyPatch, plan: Callable[[int, int, int], DensePlan]) -> None:

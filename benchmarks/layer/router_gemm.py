@@ -3,9 +3,8 @@
     python -m benchmarks.layer.router_gemm --out benchmarks/results/router_gemm-<date>.json
 
 `torch` is `torch.nn.functional.linear`, as vLLM calls it, `ours` is `router_gemm`: graphs replayed in turns, us of a
-call. Alone, each call has weights of its own, together more than L2 holds. `layer` is the same before `routed_moe`, or
-from 17 tokens on before vLLM's top-k and `fused_moe`. `same_logits` is the share of equal logits, `same_ids` that of
-tokens with the same experts in the same order.
+call. Alone, each call has weights of its own, together more than L2 holds. `layer` is the same before `routed_moe`.
+`same_logits` is the share of equal logits, `same_ids` that of tokens with the same experts in the same order.
 """
 
 import argparse
@@ -16,20 +15,19 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.layer.around_experts import CASES, top_k
+from benchmarks.layer.around_experts import CASES
 from benchmarks.layer.before_after import replay_us
-from benchmarks.report import installed, write_report
+from benchmarks.report import write_report
 from fp8moe_plugin.bench.layer import random_weights
-from fp8moe_plugin.ops import choose_experts, fused_moe, routed_moe, router_gemm
+from fp8moe_plugin.ops import choose_experts, routed_moe, router_gemm
 from fp8moe_plugin.ops.operands import ExpertWeights
 from fp8moe_plugin.testing import captured
 
 CASE = CASES["qwen3-30b"]
 ROUTERS = {"qwen3-30b": (2048, 128), "qwen3-235b": (4096, 128), "mixtral": (4096, 8), "deepseek-v3": (7168, 256)}
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 L2_BYTES = 80 << 20  # more than an H200's
 LAYERS = 8
-MOST_ROUTED = 16  # tokens of the small-batch kernels
 GEMMS = {"torch": linear, "ours": router_gemm}
 
 
@@ -53,14 +51,10 @@ def alone(name: str, tokens: int) -> dict[str, Any]:
 def before_layer(weights: ExpertWeights, gates: torch.Tensor, tokens: int) -> dict[str, Any]:
     layer, topk = (*weights.w13, *weights.w2), CASE.experts.topk
     x = torch.randn(tokens, CASE.experts.hidden, device="cuda").bfloat16()
-    out, no_bias = torch.empty_like(x), torch.empty(0, device="cuda")
+    out = torch.empty_like(x)
 
     def run(gemm: Any, gate: torch.Tensor) -> None:
-        logits = gemm(x, gate)
-        if tokens <= MOST_ROUTED:
-            routed_moe(x, *layer, logits, topk, out=out)
-        else:
-            fused_moe(x, *layer, *top_k(CASE, logits, no_bias), out=out)
+        routed_moe(x, *layer, gemm(x, gate), topk, out=out)
 
     graphs = {kind: captured([partial(run, gemm, gate) for gate in gates]) for kind, gemm in GEMMS.items()}
     return {f"layer_{kind}_us": round(us / len(gates), 2) for kind, us in replay_us(graphs).items()}
@@ -71,8 +65,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    import vllm._custom_ops  # noqa: F401 (registers vLLM's kernels)
-
     torch.manual_seed(0)
     weights, rows = random_weights(CASE.experts, torch.device("cuda")), []
     gates = random_gates(LAYERS, CASE.experts.experts, CASE.experts.hidden)
@@ -82,7 +74,7 @@ def main() -> None:
             if name == "qwen3-30b":
                 rows[-1] |= before_layer(weights, gates, tokens)
             print(*(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    write_report(options.out, {"vllm": installed("vllm"), "rows": rows})
+    write_report(options.out, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from fp8moe_plugin.ops.operands import ExpertWeights
 from fp8moe_plugin.testing import captured
 
 CASE = CASES["qwen3-30b"]
-TOKENS = (1, 2, 4, 8, 12, 16)
+TOKENS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 CALLS = 8
 
 

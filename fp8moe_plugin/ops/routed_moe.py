@@ -1,4 +1,4 @@
-"""Softmax top-k, and a mixture-of-experts layer behind it that starts before the experts are chosen."""
+"""Softmax top-k, and a mixture-of-experts layer behind it."""
 
 import torch
 
@@ -11,12 +11,13 @@ from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import check_int, debugs
 from fp8moe_plugin.ops.expert_checks import check_logits, check_routed_call
 from fp8moe_plugin.ops.moe import fused_moe, plan_layer
+from fp8moe_plugin.ops.moe_launches import layer_launches
 from fp8moe_plugin.ops.operands import LayerAddresses, Router
 from fp8moe_plugin.ops.signature import addresses_of
-from fp8moe_plugin.ops.small_batch import small_batch_launches
-from fp8moe_plugin.plan import MoeShape, SmallBatchStep
-from fp8moe_plugin.plan.catalog import choose_experts_key
+from fp8moe_plugin.plan import MoeShape, SmallBatchStep, StepPlan
+from fp8moe_plugin.plan.catalog import SM90, choose_experts_key
 from fp8moe_plugin.plan.constants import MAX_ROUTER_EXPERTS, MAX_ROUTER_TOPK
+from fp8moe_plugin.plan.triton_step import TritonStepPlan
 
 WARP = 32  # threads, which share a token
 LOGITS, PADDING, WEIGHTS, IDS = map(Slot, range(4))  # in the addresses of each call
@@ -68,7 +69,7 @@ def routed_moe(
 ) -> torch.Tensor:
     """`fused_moe` with the weights and ids that `choose_experts` returns for these logits `[T, E]`: the same bits.
 
-    In steps that the small-batch kernels serve it is faster than both ops, one after the other; in others it is them.
+    One call launches all kernels. Those of a small batch also start before the experts are chosen.
 
     Raises:
         InvalidInputError, UnsupportedError, WrongResultError: what either of them raises.
@@ -77,12 +78,11 @@ def routed_moe(
     check_routed_call(*layer, logits, padding, out)
     tokens, (experts, hidden, intermediate) = len(logits), w2.shape
     check_topk(topk, experts)
-    device, step = backend.device_of(hidden_states), None
-    if device is not None and tokens and not debugs(hidden_states.is_cuda):
-        step = plan_layer(device, MoeShape(topk, hidden, intermediate, experts, experts), tokens, ue8m0)
-    if device is None or not isinstance(step, SmallBatchStep):
+    device = backend.device_of(hidden_states)
+    if device is None or device.target != SM90 or not tokens or debugs(hidden_states.is_cuda):
         weights, ids = choose_experts(logits, topk, renormalize=renormalize, padding=padding)
         return fused_moe(*layer, weights, ids, ue8m0=ue8m0, out=out)
+    step = plan_layer(device, MoeShape(topk, hidden, intermediate, experts, experts), tokens, ue8m0)
     weights, ids = _empty_choice(logits, topk)
     out = torch.empty_like(hidden_states) if out is None else out
     scratch = workspace.scratch(step.scratch.nbytes, hidden_states)
@@ -119,14 +119,18 @@ def prepared_choice(
 
 
 @prepares("routed_moe")
-def prepared_routed_layer(device: Device, step: SmallBatchStep, logits_bf16: bool, renormalize: bool) -> Prepared:
+def prepared_routed_layer(
+    device: Device, step: StepPlan | TritonStepPlan, logits_bf16: bool, renormalize: bool
+) -> Prepared:
     """What launches `routed_moe`, given the addresses for `prepared_choice`, of the layer, its result and scratch."""
     hidden_states, w13, w13_scale, w2, w2_scale, out, scratch = map(Slot, range(4, 11))
     tensors = LayerAddresses(hidden_states, w13, w13_scale, w2, w2_scale, WEIGHTS, IDS, 0, out, scratch)
-    first, second = small_batch_launches(tensors, step, Router(ids_64=False))
+    first, *rest = layer_launches(device, tensors, step, Router(ids_64=False))
+    if isinstance(step, SmallBatchStep):
+        first = first._replace(early=True)
     sizes = step.tokens, step.shape.global_experts, step.shape.topk
     choice = choose_experts_launch(*sizes, logits_bf16, renormalize)
-    return device.prepare([choice, first._replace(early=True), second])
+    return device.prepare([choice, first, *rest])
 
 
 def choose_experts_launch(tokens: int, experts: int, topk: int, logits_bf16: bool, renormalize: bool) -> Launch:

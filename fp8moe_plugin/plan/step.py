@@ -154,14 +154,6 @@ def small_batch_tokens(shape: MoeShape, tokens: int) -> int:
     return more if tokens <= more and k_blocks >= MIN_K_BLOCKS else 0
 
 
-def small_batch_limit(shape: MoeShape, multiprocessors: int) -> int:
-    """The most tokens of a step that the small-batch kernels serve; 0 if they serve none."""
-    for tokens in range(SMALL_BATCH_TOKENS[-1], 0, -1):
-        if isinstance(plan_step(shape, tokens, multiprocessors=multiprocessors), SmallBatchStep):
-            return tokens
-    return 0
-
-
 def small_batch_fits(shape: MoeShape, padded_tokens: int, multiprocessors: int) -> bool:
     """Whether the smallest grids of both kernels have no more blocks than there are multiprocessors."""
     return max(2 * gate_up_cluster(padded_tokens, shape.hidden), shape.hidden // GROUP) <= multiprocessors

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8moe_plugin.ops import choose_experts, fused_moe, router_gemm
+from fp8moe_plugin.ops import choose_experts, fused_moe, routed_moe, router_gemm
 from fp8moe_plugin.ops.linear import fp8_linear
 from tests import helpers as h
 from tests.emulator.device import Device
@@ -61,3 +61,20 @@ def layer_behind_choice(emulator: Device, seed: int, tokens: int = 9) -> float:
         h.force_step(patch, width=0)
         out, choice = emulator.execute(seed, ops)
     return h.relative_l2(out, h.layer_reference(x, layer, *choice, quantized=True))
+
+
+def layer_that_chooses(emulator: Device, seed: int, tokens: int = 9) -> float:
+    """A sorted step of `routed_moe` behind a gate."""
+    gen = h.seeded(0, CPU)
+    x, layer = h.random_tokens(gen, tokens, HIDDEN), h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)
+    gate = h.random_tokens(gen, EXPERTS, HIDDEN)
+
+    def ops() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = router_gemm(x, gate)
+        return routed_moe(x, *layer, logits, TOPK), logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        steps = h.force_step(patch, width=0)
+        out, logits = emulator.execute(seed, ops)
+        assert len(steps) == 1, "the layer has taken another plan"
+    return h.relative_l2(out, h.layer_reference(x, layer, *choose_experts(logits, TOPK), quantized=True))

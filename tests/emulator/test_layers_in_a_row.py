@@ -12,7 +12,12 @@ from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import SHARED_BYTES, Device
-from tests.emulator.first_kernels import gate_behind_dense_layer, layer_behind_choice, layer_behind_dense_layer
+from tests.emulator.first_kernels import (
+    gate_behind_dense_layer,
+    layer_behind_choice,
+    layer_behind_dense_layer,
+    layer_that_chooses,
+)
 from tests.emulator.layers import MOST_ERROR, run_layers
 
 seeds = pytest.mark.parametrize("seed", [1, 2, 3])
@@ -74,7 +79,9 @@ def test_ops_do_not_launch_what_they_have_kept_of_another_device(
 
 @seeds
 @pytest.mark.parametrize("tokens", [1, 9, 40])
-@pytest.mark.parametrize("run", [gate_behind_dense_layer, layer_behind_dense_layer, layer_behind_choice])
+@pytest.mark.parametrize(
+    "run", [gate_behind_dense_layer, layer_behind_dense_layer, layer_behind_choice, layer_that_chooses]
+)
 def test_first_kernels_that_start_early_wait(
     emulator: Device, run: Callable[[Device, int, int], float], tokens: int, seed: int
 ) -> None:

@@ -40,7 +40,7 @@ def test_of_equal_experts_the_first_are_chosen(device):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("tokens", [0, 1, 12, 16, 17, 90])
+@pytest.mark.parametrize("tokens", [0, 1, 12, 16, 17, 90, 400])
 def test_a_layer_that_chooses_its_experts(device, tokens, padded):
     gen = h.seeded(tokens, device)
     x, layer = h.random_tokens(gen, tokens, 2048), h.random_layer(gen, 6, 2048, 128)

@@ -116,16 +116,18 @@ def test_layers_launch_what_their_plan_names_and_nothing_else(device, ue8m0):
     assert device.keys == set(moe_kernels(ue8m0, batched=False))
 
 
-@pytest.mark.parametrize(("tokens", "small"), [(1, True), (16, True), (17, False)])
+@pytest.mark.parametrize(("tokens", "small"), [(1, True), (16, True), (17, False), (1000, False)])
 def test_a_small_batch_starts_while_its_experts_are_chosen(device, tokens, small):
     layer, x = h.random_layer(h.seeded(0, CPU), EXPERTS, 2048, INTERMEDIATE), torch.zeros(tokens, 2048).bfloat16()
     routed_moe(x, *layer, torch.zeros(tokens, EXPERTS), TOPK)
     choice, first, *others = device.launches
+    last = others[-1]
     assert (choice.key, choice.early, choice.grid) == (choose_experts_key(), True, -(-tokens // 4))
-    assert (first.early, [launch.early for launch in others] == [True]) == (True, small)
+    assert (first.early, [launch.early for launch in others] == [True]) == (first.key != count_experts_key(), small)
     for launch in (first, *others):
         assert getattr(launch.args, "ids", choice.args.ids) == choice.args.ids
-    assert not small or first.args.topk_weights == choice.args.weights
+    weights = first.args.topk_weights if small else last.args.weights
+    assert (weights, last.key == combine_key()) == (choice.args.weights, not small)
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])

@@ -48,7 +48,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.batched = moe.moe_parallel_config.use_batched_activation_format
         self.experts_cls = experts_class(self.batched, ue8m0)
         self.local_experts: StandardExperts | None = None  # called directly if no tokens go to other ranks
-        self.stand_in: StandIn | None = None  # chooses the experts of short steps in the place of vLLM's router
+        self.stand_in: StandIn | None = None  # chooses the experts in the place of vLLM's router
         self.shared_mlp = shared
         self.shared_expert: SharedExpert | None = None  # computed with the experts
         check_layer(prefix, moe, self.experts_cls)

@@ -1,4 +1,4 @@
-"""Where our kernel chooses the experts in the place of vLLM's router: in steps of few tokens, which it makes faster."""
+"""Where our kernel chooses the experts, and starts the layer sooner than vLLM's router."""
 
 import logging
 from dataclasses import dataclass
@@ -12,29 +12,25 @@ from fp8moe_plugin.layers.vllm.experts import StandardExperts
 from fp8moe_plugin.layers.vllm.gate import take_over_gate
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops import backend, torch_ops
-from fp8moe_plugin.plan import MoeShape
 from fp8moe_plugin.plan.catalog import SM90
-from fp8moe_plugin.plan.constants import MAX_ROUTER_EXPERTS
-from fp8moe_plugin.plan.step import small_batch_limit
+from fp8moe_plugin.plan.constants import MAX_ROUTER_EXPERTS, MAX_ROUTER_TOPK
+from fp8moe_plugin.settings import batch_invariant
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """Our kernel, and vLLM's router in the steps that it does not take."""
+    """Our kernel, and vLLM's router for logits that it does not read."""
 
     experts: StandardExperts
     router: Any  # a `FusedTopKRouter`
-    most_tokens: int  # of a step that the kernel takes
 
     def takes(self, logits: torch.Tensor) -> bool:
         """Whether the kernel chooses from these logits `[T, E]`."""
-        known = (
-            logits.dtype in (torch.float32, torch.bfloat16) and logits.is_contiguous() and not logits.data_ptr() % 16
-        )
-        return known and len(logits) <= self.most_tokens and logits.shape[1] == self.router.global_num_experts
+        known = logits.dtype in (torch.float32, torch.bfloat16) and logits.shape[1] == self.router.global_num_experts
+        return known and logits.is_contiguous() and not logits.data_ptr() % 16
 
     def apply(self, layer: Any, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The layer, bfloat16 `[T, H]`, in a step that the kernel takes."""
+        """The layer, bfloat16 `[T, H]`, from logits that the kernel takes."""
         weights = layer.w13_weight, self.experts.w1_scale, layer.w2_weight, self.experts.w2_scale
         choice = self.router.top_k, self.router.renormalize, compat.padding_of(len(x))
         output = torch.empty_like(x)
@@ -63,14 +59,13 @@ def stand_in(layer: Any, experts: StandardExperts) -> StandIn | None:
     router = compat.runner_of(layer).router
     if type(router) is not FusedTopKRouter or router.scoring_func != "softmax" or router.eplb_state is not None:
         return None
-    number, hidden, intermediate = layer.w2_weight.shape
+    number = len(layer.w2_weight)
     if number > MAX_ROUTER_EXPERTS or number != router.global_num_experts or compat.returns_routed_experts():
         return None
     if experts.moe_config.moe_parallel_config.pcp_size > 1:  # vLLM's padding mask is that of this rank's tokens
         return None
-    shape = MoeShape(router.top_k, hidden, intermediate, number, number)
-    if not (most_tokens := small_batch_limit(shape, device.multiprocessors)):
+    if router.top_k > MAX_ROUTER_TOPK or batch_invariant():  # vLLM then has a method of its own for the gate
         return None
-    log_once(logging.INFO, f"in steps of up to {most_tokens} tokens, experts are chosen by our kernel")
+    log_once(logging.INFO, "experts are chosen by our kernel")
     take_over_gate(layer, device.multiprocessors)
-    return StandIn(experts, router, most_tokens)
+    return StandIn(experts, router)

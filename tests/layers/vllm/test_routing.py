@@ -1,4 +1,4 @@
-"""For which of vLLM's routers our kernel stands in, and in which steps."""
+"""For which of vLLM's routers our kernel stands in."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,6 @@ from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin.layers.vllm import compat, routing
 from fp8moe_plugin.layers.vllm.routing import StandIn, stand_in
 from fp8moe_plugin.ops import backend
-from fp8moe_plugin.plan import MoeShape, SmallBatchStep, SortedStep, plan_step
 from tests import helpers as h
 
 pytestmark = pytest.mark.seam
@@ -65,8 +64,8 @@ def chosen(
 def test_it_stands_in_for_softmax_of_all_experts(monkeypatch, plugin_log, taken_over, renormalize):
     plugin_log.set_level("INFO")
     router = FusedTopKRouter(TOPK, EXPERTS, renormalize=renormalize)
-    assert chosen(monkeypatch, router) == StandIn(ADAPTER, router, 16)
-    assert "in steps of up to 16 tokens, experts are chosen by our kernel" in plugin_log.text
+    assert chosen(monkeypatch, router) == StandIn(ADAPTER, router)
+    assert "experts are chosen by our kernel" in plugin_log.text
     assert len(taken_over) == 1
 
 
@@ -96,7 +95,6 @@ OTHER_LAYERS = {
     "an expert map": {"expert_map": torch.arange(2)},
     "weights on tokens": {"apply_router_weight_on_input": True},
     "more experts than the kernel takes": {"experts": 520},
-    "no small batch": {"w2_weight": torch.empty(EXPERTS, 16384, 768, device="meta")},
 }
 
 
@@ -105,19 +103,13 @@ def test_vllms_router_chooses_for_other_layers(monkeypatch, changed):
     assert chosen(monkeypatch, **changed) is None
 
 
+def test_the_kernel_chooses_for_layers_without_small_batches(monkeypatch):
+    assert chosen(monkeypatch, w2_weight=torch.empty(EXPERTS, 16384, 768, device="meta"))
+
+
 def test_vllms_router_chooses_if_results_may_not_depend_on_the_batch(monkeypatch):
     with invariance(True):
         assert chosen(monkeypatch) is None
-
-
-def test_the_kernel_chooses_in_steps_that_the_small_batch_kernels_serve(monkeypatch):
-    deepseek_v3 = torch.empty(EXPERTS, 7168, 2048, device="meta")
-    shape, most_tokens = (
-        MoeShape(TOPK, 7168, 2048, EXPERTS, EXPERTS),
-        chosen(monkeypatch, w2_weight=deepseek_v3).most_tokens,
-    )
-    kinds = [type(plan_step(shape, tokens)) for tokens in range(1, 18)]
-    assert kinds == [SmallBatchStep] * most_tokens + [SortedStep] * (17 - most_tokens)
 
 
 def test_vllms_router_chooses_if_vllm_reports_the_experts(monkeypatch):
@@ -132,12 +124,13 @@ def test_vllms_router_chooses_where_our_kernel_does_not_run(monkeypatch, target)
     assert chosen(monkeypatch) is None
 
 
-def test_the_kernel_takes_logits_that_it_knows_in_short_steps():
-    ours = StandIn(ADAPTER, FusedTopKRouter(TOPK, EXPERTS), 16)
+def test_the_kernel_takes_logits_that_it_knows():
+    ours = StandIn(ADAPTER, FusedTopKRouter(TOPK, EXPERTS))
     logits = torch.zeros(16, EXPERTS)
     assert ours.takes(logits)
     assert ours.takes(logits.bfloat16()[:3])
-    others = torch.zeros(17, EXPERTS), logits.half(), logits[:, 1:].contiguous(), torch.zeros(9, 64)[:, ::2]
+    assert ours.takes(torch.zeros(4096, EXPERTS))
+    others = logits.half(), logits[:, 1:].contiguous(), torch.zeros(9, 64)[:, ::2]
     others += (torch.zeros(9 * EXPERTS + 1, dtype=torch.bfloat16)[1:].view(9, EXPERTS),)
     assert not any(ours.takes(other) for other in others)
 
