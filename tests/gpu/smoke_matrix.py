@@ -1,6 +1,6 @@
 """Every public op over a small matrix of shapes, checked, in few launches: made for a slow checker.
 
-compute-sanitizer --tool memcheck python tests/gpu/smoke_matrix.py [part of the names of the checks]
+compute-sanitizer --tool memcheck python tests/gpu/smoke_matrix.py [names of checks: quantize route ..]
 """
 
 import itertools
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.plan.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_M, DENSE_TILE_N
-from fp8moe_plugin.plan.tuning import GATHER_UP_TO, LONG_K
+from fp8moe_plugin.plan.tuning import GATHER_UP_TO, LONG_K, QUANTIZE_FEW_TOKENS
 from tests import helpers as h
 from tests import indexer
 from tests.k_grouped import gradients
@@ -28,8 +28,8 @@ WIDE = GATHER_UP_TO + 128  # experts that read copies of their tokens
 
 
 def check_quantize(gen: torch.Generator, rows: int) -> None:
-    x = h.random_tokens(gen, rows, 384)
-    for ue8m0 in (False, True):
+    for tokens, ue8m0 in itertools.product((rows, rows + QUANTIZE_FEW_TOKENS), (False, True)):
+        x = h.random_tokens(gen, tokens, 384)
         h.assert_quantized(ops.per_token_group_quant_fp8(x, ue8m0=ue8m0), x, ue8m0)
 
 
@@ -152,6 +152,14 @@ def check_routed_moe(gen: torch.Generator, rows: int) -> None:
             assert h.same_bits(ops.routed_moe(x, *layer, logits, topk, **choice), expected)
 
 
+def check_choose_experts(gen: torch.Generator, rows: int) -> None:
+    for experts, topk in ((9, 9), (128, 8), (512, 32)):
+        logits = torch.randn(rows, experts, generator=gen, device=DEVICE)
+        weights, ids = ops.choose_experts(logits, topk)
+        assert torch.equal(ids, logits.topk(topk).indices.int())
+        torch.testing.assert_close(weights, logits.topk(topk).values.softmax(-1), rtol=1e-5, atol=1e-7)
+
+
 def check_router_gemm(gen: torch.Generator, rows: int) -> None:
     for k, experts in ((32, 3), (1056, 20), (8192, 128)):
         x, weight = h.random_tokens(gen, rows, k), h.random_tokens(gen, experts, k)
@@ -200,6 +208,7 @@ def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:
         check_batched_experts,
         check_fused_moe,
         check_routed_moe,
+        check_choose_experts,
         check_router_gemm,
         check_mqa_logits,
         check_paged_mqa_logits,
@@ -211,7 +220,10 @@ def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:
 
 def main() -> int:
     failures = 0
-    chosen = [(check, rows) for check, rows in cases() if "".join(sys.argv[1:]) in check.__name__]
+    names = [f"check_{name}" for name in sys.argv[1:]]
+    chosen = [(check, rows) for check, rows in cases() if not names or check.__name__ in names]
+    if unknown := set(names) - {check.__name__ for check, _ in cases()}:
+        sys.exit(f"there are no {', '.join(sorted(unknown))}")
     for check, rows in chosen:
         try:
             check(h.seeded(rows, DEVICE), rows)

@@ -184,18 +184,28 @@ def behind_a_join(made: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("place", [first_in_graph, behind_a_memset, behind_a_join])
-@pytest.mark.parametrize("op", ["fp8_linear", "router_gemm", "fused_moe", "routed_moe"])
-def test_first_kernels_wait_for_whatever_is_in_front_of_them(gen, layer, op, place):
+@pytest.mark.parametrize(
+    ("op", "tokens"),
+    [
+        ("fp8_linear", 40),
+        ("router_gemm", 40),
+        ("fused_moe", 40),
+        ("fused_moe", 400),  # more than a chunk of pairs
+        ("routed_moe", 9),
+        ("routed_moe", 40),
+        ("routed_moe", 400),
+    ],
+)
+def test_first_kernels_wait_for_whatever_is_in_front_of_them(gen, layer, op, tokens, place):
     weight, gate = h.random_weights(gen, HIDDEN, HIDDEN), h.random_tokens(gen, EXPERTS, HIDDEN)
-    weights, ids = h.random_routing(gen, "distinct", 40, TOPK, EXPERTS)
-    logits = torch.randn(9, EXPERTS, generator=gen, device="cuda")
+    weights, ids = h.random_routing(gen, "distinct", tokens, TOPK, EXPERTS)
+    logits = torch.randn(tokens, EXPERTS, generator=gen, device="cuda")
     second: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "fp8_linear": lambda x: ops.fp8_linear(x, *weight),
         "router_gemm": lambda x: ops.router_gemm(x, gate),
         "fused_moe": lambda x: ops.fused_moe(x, *layer, weights, ids),
         "routed_moe": lambda x: ops.routed_moe(x, *layer, logits, TOPK),
     }
-    tokens = 9 if op == "routed_moe" else 40
 
     def run(x: torch.Tensor) -> torch.Tensor:
         return second[op](place(lambda: x if place is first_in_graph else ops.fp8_linear(x, *weight)))
