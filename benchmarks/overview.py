@@ -14,7 +14,7 @@ from benchmarks.tables import MARKED, OURS, ROOT, Row, best, results, table
 
 PLOTS = {ROOT / "docs" / "overview.svg": 3, ROOT / "docs" / "overview-narrow.svg": 1}  # panels beside each other
 DOCUMENT = ROOT / "README.md"
-LAYERS, ENGINES = "moe_layer-2026-11-22", "engine_e2e-qwen3-48-2026-11-25"
+LAYERS, ENGINES = "moe_layer-2026-11-22", "engine_e2e-qwen3-48-2026-11-26"
 READY, PERPLEXITY = "serve_ready-2026-11-21", "perplexity-2026-11-22"
 CACHES = {"cold": "empty", "warm": "filled"}
 TICKS = (1, 8, 64, 256, 2048, 16384)

@@ -199,7 +199,7 @@ def perplexity() -> str:
 
 
 def checks() -> str:
-    checks = {name: check for name, check in results("gpu_checks-2026-11-25").items() if isinstance(check, dict)}
+    checks = {name: check for name, check in results("gpu_checks-2026-11-26").items() if isinstance(check, dict)}
     return table(["check", "result"], ([name, ", ".join(check["summary"])] for name, check in checks.items()))
 
 
@@ -214,8 +214,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "batch-invariance": batch_invariance,
     "engine-decode": engine_decode,
     "engine-prefill": engine_prefill,
-    "engines-qwen3-48": lambda: engines("engine_e2e-qwen3-48-2026-11-25", "qwen3-48"),
-    "engines-dsv3-tp8": lambda: engines("engine_e2e-dsv3-tp8-2026-11-25", "dsv3-tp8"),
+    "engines-qwen3-48": lambda: engines("engine_e2e-qwen3-48-2026-11-26", "qwen3-48"),
+    "engines-dsv3-tp8": lambda: engines("engine_e2e-dsv3-tp8-2026-11-26", "dsv3-tp8"),
     "engines-qwen3": lambda: engines("engine_e2e-qwen3-2026-11-25", "qwen3"),
     "engines-dsv3": lambda: engines("engine_e2e-dsv3-21_rounds-2026-11-25", "dsv3"),
     "sglang-layer": sglang_layer,
