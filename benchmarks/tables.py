@@ -133,7 +133,7 @@ def sglang_layer() -> str:
 
 def host_cost() -> str:
     """Microseconds of the host per call of an op, in several processes."""
-    processes = results("host_cost-second-2026-11-25")["processes"]
+    processes = results("host_cost-2026-11-26")["processes"]
 
     def cells(i: int) -> list[Any]:
         rows = [process[i] for process in processes]
