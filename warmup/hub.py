@@ -73,6 +73,8 @@ def _unreachable(endpoint: str) -> str | None:
         try:
             port = address.port or PORTS.get(address.scheme, 443)
             socket.create_connection((address.hostname, port), PATIENCE_S).close()
+        except TimeoutError:
+            pass  # told below, whichever of both timeouts comes first
         except (OSError, ValueError) as error:  # ValueError for a port or a name that cannot be one
             outcome.append(str(error))
         else:

@@ -133,6 +133,14 @@ def test_a_hub_that_accepts_no_connection_is_told_within_five_seconds(tmp_path: 
     assert float(done.stdout) < 5.5, "it waited again"
 
 
+def test_a_connection_that_times_out_first_is_told_in_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(*_: object) -> NoReturn:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(hub_of_warmup.socket, "create_connection", time_out)
+    assert hub_of_warmup._unreachable("https://hub") == "The hub at https://hub is unreachable (no answer within 4 s)"
+
+
 def test_a_hub_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_of_warmup, "PATIENCE_S", 0.1)
     monkeypatch.setattr(hub_of_warmup.socket, "create_connection", lambda *_: time.sleep(5) or socket.socket())
