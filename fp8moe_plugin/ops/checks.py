@@ -123,6 +123,11 @@ def check_aligned(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def in_place(tensor: torch.Tensor) -> bool:
+    """Whether kernels can read `tensor` without a copy: it is contiguous, and starts at a multiple of 16 bytes."""
+    return tensor.is_contiguous() and not tensor.data_ptr() % 16
+
+
 def check_apart(name: str, tensor: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raise `InvalidInputError` if `tensor` shares memory with one of the others, by the ranges they span."""
     begin, end = _span(tensor)

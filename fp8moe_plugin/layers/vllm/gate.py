@@ -9,6 +9,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.ops.checks import in_place
 from fp8moe_plugin.ops.router_gemm import STEP, fastest_up_to
 
 
@@ -23,7 +24,7 @@ class GateMethod(UnquantizedLinearMethod):
         self.vllms.process_weights_after_loading(layer)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if len(x) <= self.most_tokens and x.dim() == 2 and x.is_contiguous() and not x.data_ptr() % 16:
+        if len(x) <= self.most_tokens and x.dim() == 2 and in_place(x):
             return torch_ops.router_gemm(x, layer.weight)
         return self.vllms.apply(layer, x, bias)
 

@@ -12,6 +12,7 @@ from fp8moe_plugin.layers.vllm.experts import StandardExperts
 from fp8moe_plugin.layers.vllm.gate import take_over_gate
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops import backend, torch_ops
+from fp8moe_plugin.ops.checks import in_place
 from fp8moe_plugin.plan.catalog import SM90
 from fp8moe_plugin.plan.constants import MAX_ROUTER_EXPERTS, MAX_ROUTER_TOPK
 from fp8moe_plugin.settings import batch_invariant
@@ -27,7 +28,7 @@ class StandIn:
     def takes(self, logits: torch.Tensor) -> bool:
         """Whether the kernel chooses from these logits `[T, E]`."""
         known = logits.dtype in (torch.float32, torch.bfloat16) and logits.shape[1] == self.router.global_num_experts
-        return known and logits.is_contiguous() and not logits.data_ptr() % 16
+        return known and in_place(logits)
 
     def apply(self, layer: Any, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The layer, bfloat16 `[T, H]`, from logits that the kernel takes."""
