@@ -217,23 +217,24 @@ def serve(patch: pytest.MonkeyPatch, device: backend.Device) -> None:
 
 
 def force_step(patch: pytest.MonkeyPatch, *, width: int = 0, tile_rows: int | None = None) -> list[StepPlan]:
-    """Layers take other plans than the fastest. Returns a list of those that they will have taken.
+    """Layers take other plans than the fastest. Returns the list to which each plan is added as a layer takes it.
 
     Args:
         width: the small-batch kernels of up to so many tokens; 0: none of them.
         tile_rows: rows of a tile otherwise; None: as ever.
     """
-
     taken: list[StepPlan] = []
 
     def plan(shape: MoeShape, tokens: int, ue8m0: bool, multiprocessors: int) -> StepPlan:
+        step: StepPlan
         if width:
-            taken.append(small_batch_step(shape, tokens, width, ue8m0, multiprocessors))
+            step = small_batch_step(shape, tokens, width, ue8m0, multiprocessors)
         else:
             few = tokens <= few_rows_tokens(shape.topk, shape.global_experts)
             rows = tile_rows or (FEW_ROWS_TILE if few else MANY_ROWS_TILE)
-            taken.append(sorted_step(shape, tokens, rows, ue8m0, batch_invariant()))
-        return taken[-1]
+            step = sorted_step(shape, tokens, rows, ue8m0, batch_invariant())
+        taken.append(step)
+        return step
 
     patch.setattr(moe, "plan_step", plan)
     return taken

@@ -1,5 +1,8 @@
 """First kernels of layers behind kernels that let them start early: each returns the relative L2 error."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import pytest
 import torch
 
@@ -10,15 +13,22 @@ from tests.emulator.device import Device
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 256, 256, 4, 2
 CPU = torch.device("cpu")
+Result = TypeVar("Result")
+
+
+def execute_sorted(emulator: Device, seed: int, ops: Callable[[], Result]) -> Result:
+    """What `ops` return, whose one layer takes a sorted step however few its tokens are."""
+    with pytest.MonkeyPatch.context() as patch:
+        steps = h.force_step(patch, width=0)
+        result = emulator.execute(seed, ops)
+    assert len(steps) == 1, "the layer has taken another plan"
+    return result
 
 
 def gate_behind_dense_layer(emulator: Device, seed: int, tokens: int = 9) -> float:
     gen = h.seeded(0, CPU)
-    x, weight, gate = (
-        h.random_tokens(gen, tokens, HIDDEN),
-        h.random_weights(gen, 640, HIDDEN),
-        h.random_tokens(gen, 8, 640),
-    )
+    x, weight = h.random_tokens(gen, tokens, HIDDEN), h.random_weights(gen, 640, HIDDEN)
+    gate = h.random_tokens(gen, 8, 640)
 
     def ops() -> tuple[torch.Tensor, torch.Tensor]:
         dense = fp8_linear(x, *weight)
@@ -32,18 +42,14 @@ def layer_behind_dense_layer(emulator: Device, seed: int, tokens: int = 9) -> fl
     """A sorted step, whose quantize reads the tokens without waiting."""
     gen = h.seeded(0, CPU)
     x, weight = h.random_tokens(gen, tokens, HIDDEN), h.random_weights(gen, HIDDEN, HIDDEN)
-    layer, routing = (
-        h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE),
-        h.random_routing(gen, "distinct", tokens, TOPK, 3),
-    )
+    layer = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)
+    routing = h.random_routing(gen, "distinct", tokens, TOPK, 3)
 
     def ops() -> tuple[torch.Tensor, torch.Tensor]:
         dense = fp8_linear(x, *weight)
         return dense, fused_moe(dense, *layer, *routing)
 
-    with pytest.MonkeyPatch.context() as patch:
-        h.force_step(patch, width=0)
-        dense, out = emulator.execute(seed, ops)
+    dense, out = execute_sorted(emulator, seed, ops)
     return h.relative_l2(out, h.layer_reference(dense, layer, *routing, quantized=True))
 
 
@@ -57,9 +63,7 @@ def layer_behind_choice(emulator: Device, seed: int, tokens: int = 9) -> float:
         choice = choose_experts(logits, TOPK)
         return fused_moe(x, *layer, *choice), choice
 
-    with pytest.MonkeyPatch.context() as patch:
-        h.force_step(patch, width=0)
-        out, choice = emulator.execute(seed, ops)
+    out, choice = execute_sorted(emulator, seed, ops)
     return h.relative_l2(out, h.layer_reference(x, layer, *choice, quantized=True))
 
 
@@ -73,8 +77,5 @@ def layer_that_chooses(emulator: Device, seed: int, tokens: int = 9) -> float:
         logits = router_gemm(x, gate)
         return routed_moe(x, *layer, logits, TOPK), logits
 
-    with pytest.MonkeyPatch.context() as patch:
-        steps = h.force_step(patch, width=0)
-        out, logits = emulator.execute(seed, ops)
-        assert len(steps) == 1, "the layer has taken another plan"
+    out, logits = execute_sorted(emulator, seed, ops)
     return h.relative_l2(out, h.layer_reference(x, layer, *choose_experts(logits, TOPK), quantized=True))
