@@ -5,7 +5,6 @@ compute-sanitizer --tool memcheck python tests/gpu/smoke_matrix.py [names of che
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -194,7 +193,8 @@ def check_k_grouped(gen: torch.Generator, rows: int) -> None:
             call.assert_right(call.run(d, d if in_place else call.c))
 
 
-def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:
+CHECKS = {
+    check.__name__.removeprefix("check_"): check
     for check in (
         check_quantize,
         check_silu_mul_quant,
@@ -213,24 +213,22 @@ def cases() -> Iterator[tuple[Callable[[torch.Generator, int], None], int]]:
         check_mqa_logits,
         check_paged_mqa_logits,
         check_k_grouped,
-    ):
-        for rows in ROWS:
-            yield check, rows
+    )
+}
 
 
 def main() -> int:
     failures = 0
-    names = [f"check_{name}" for name in sys.argv[1:]]
-    chosen = [(check, rows) for check, rows in cases() if not names or check.__name__ in names]
-    if unknown := set(names) - {check.__name__ for check, _ in cases()}:
-        sys.exit(f"there are no {', '.join(sorted(unknown))}")
-    for check, rows in chosen:
+    if unknown := set(sys.argv[1:]) - CHECKS.keys():
+        sys.exit(f"There is no check {', '.join(sorted(unknown))}. There are {', '.join(CHECKS)}.")
+    chosen = list(itertools.product(sys.argv[1:] or CHECKS, ROWS))
+    for name, rows in chosen:
         try:
-            check(h.seeded(rows, DEVICE), rows)
+            CHECKS[name](h.seeded(rows, DEVICE), rows)
             torch.cuda.synchronize()
         except AssertionError as error:
             failures += 1
-            print(f"FAILED {check.__name__} with {rows} rows: {error}")
+            print(f"FAILED check_{name} with {rows} rows: {error}")
     print(f"{len(chosen)} cases, {failures} failed")
     return min(failures, 1)
 
