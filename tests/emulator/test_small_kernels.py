@@ -164,7 +164,7 @@ def test_a_layer_of_experts(emulator: Device, tokens: int, hidden: int, intermed
 
 @pytest.mark.parametrize(("tokens", "topk", "ids_64"), [(1, 1, False), (40, 2, True), (300, 2, False), (300, 4, True)])
 def test_a_shared_expert_is_one_more_column(emulator: Device, tokens: int, topk: int, ids_64: bool) -> None:
-    """300 tokens of 5 experts each are pairs of two blocks, the second of which begins within a token."""
+    """300 tokens with 5 experts each take two blocks of pairs, and the second one begins within a token."""
     gen, experts = h.seeded(0, CPU), 6
     x, layer = h.random_tokens(gen, tokens, 256), h.random_layer(gen, experts, 256, 128)
     weights, ids = h.random_routing(gen, "out_of_range", tokens, topk, experts)
