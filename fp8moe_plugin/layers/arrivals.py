@@ -1,0 +1,62 @@
+"""Which tensors have arrived for a model that serves. An FP8 weight and its scales are only correct together."""
+
+from fp8moe_plugin.checkpoint import compressed
+from fp8moe_plugin.checkpoint.quantization import SCALE
+from fp8moe_plugin.errors import CheckpointError
+
+WEIGHT, SCALES = "weight", "scales"
+
+
+class Arrivals:
+    """The tensors that were loaded in place into the quantized layers of a model since its last step.
+
+    Engines may spread a weight and its scales over several calls, so the two are compared only after all calls: before
+    the next step, or at the end of an update.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, set[str]] = {}  # by the projection that they belong to
+
+    def note(self, projection: str, *kinds: str) -> None:
+        """Note that tensors are written.
+
+        Args:
+            projection: one of a layer or of an expert, such as "model.layers.0.mlp.experts (w1 of expert 3)".
+            kinds: `WEIGHT`, `SCALES`, or both if both are computed from one tensor.
+        """
+        self._kinds.setdefault(projection, set()).update(kinds)
+
+    def clear(self) -> None:
+        """Forget what has arrived, because it was checked in another way."""
+        self._kinds.clear()
+
+    def check(self) -> None:
+        """Compare what has arrived, and start anew.
+
+        Raises:
+            CheckpointError: a weight has arrived without its scales, or scales without their weight.
+        """
+        alone = {name: kinds for name, kinds in self._kinds.items() if len(kinds) == 1}
+        self.clear()
+        for name, (kind,) in alone.items():
+            missing = SCALES if kind == WEIGHT else WEIGHT
+            raise CheckpointError(
+                f"{name}: new {kind} arrived without the {missing} (and so for {len(alone) - 1} more projections). An "
+                "FP8 weight and its scales must be loaded together, before the next step."
+            )
+
+
+def check_scale_name(name: str, scale: str | None) -> None:
+    """Raise `CheckpointError` for scales under a name that the model does not have.
+
+    Args:
+        name: of a tensor of the checkpoint.
+        scale: what the names of scales end with; None for an unquantized checkpoint, which has none.
+    """
+    if not name.endswith((f".{SCALE}", f".{compressed.SCALE}")) or (scale and name.endswith(f".{scale}")):
+        return
+    wanted = f"names scales {scale}" if scale else "is unquantized and has no scales"
+    raise CheckpointError(
+        f"{name} is unexpected: a checkpoint of this model's format {wanted}. Load weights of the format that the "
+        "model's config.json describes."
+    )

@@ -1,0 +1,39 @@
+import pytest
+
+from fp8moe_plugin.checkpoint import compressed
+from fp8moe_plugin.checkpoint.quantization import SCALE
+from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT, Arrivals, check_scale_name
+
+
+def test_a_weight_and_its_scales_may_arrive_in_any_order():
+    arrivals = Arrivals()
+    for projection, kind in (("a", WEIGHT), ("b", SCALES), ("b", WEIGHT), ("a", SCALES), ("a", SCALES)):
+        arrivals.note(projection, kind)
+    arrivals.note("c", WEIGHT, SCALES)
+    arrivals.check()
+
+
+@pytest.mark.parametrize(("kind", "missing"), [(WEIGHT, SCALES), (SCALES, WEIGHT)])
+def test_one_without_the_other_is_refused_once(kind, missing):
+    arrivals = Arrivals()
+    arrivals.note("whole", WEIGHT, SCALES)
+    for projection in ("half", "another", "a third"):
+        arrivals.note(projection, kind)
+    with pytest.raises(CheckpointError, match=f"half: new {kind} arrived without the {missing}.* 2 more projections"):
+        arrivals.check()
+    arrivals.note("half", missing)
+    arrivals.clear()
+    arrivals.check()
+
+
+@pytest.mark.parametrize(
+    ("scale", "accepted"),
+    [(SCALE, {SCALE}), (compressed.SCALE, {compressed.SCALE}), (None, set())],
+)
+def test_scales_have_the_name_that_the_format_gives_them(scale, accepted):
+    for name in ("weight", "bias", "input_scale", "self_attn.k_scale", *accepted):
+        check_scale_name(f"model.layers.0.o_proj.{name}", scale)
+    for name in {SCALE, compressed.SCALE} - accepted:
+        with pytest.raises(CheckpointError, match=f"layers.0.o_proj.{name} is unexpected.*{scale or 'no scales'}"):
+            check_scale_name(f"layers.0.o_proj.{name}", scale)
