@@ -4,7 +4,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -175,8 +175,18 @@ def read_header(file: BinaryIO, path: Path) -> Header:
     metadata = tensors.pop("__metadata__", {})
     if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
         raise CheckpointError(f"{what} has invalid __metadata__: {shown(metadata)}. {ADVICE}")
+    _check_unicode(tensors, what)
     _check_offsets([_span(what, *item) for item in tensors.items()], size - begin, what)
     return Header(tensors, begin, spent)
+
+
+def _check_unicode(names: Iterable[str], what: str) -> None:
+    """JSON can escape one half of a surrogate pair, which Python reads, but safetensors and UTF-8 cannot represent."""
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError as error:
+        lone = shown(error.object[error.start : error.end])
+        raise CheckpointError(f"{what} has a tensor name that is not Unicode: it contains {lone}. {ADVICE}") from None
 
 
 def add_header(spent: Limits, header: Header, folder: Path) -> Limits:

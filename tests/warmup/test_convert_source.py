@@ -46,6 +46,28 @@ def test_a_tensor_that_its_file_lacks_is_named(
     assert not (tmp_path / "fp8.partial").exists()
 
 
+@pytest.mark.parametrize(("name", "status"), [("\ud800", 1), ("a\udfff", 1), ("\U0001f600", 0), ("\\\\ud800", 0)])
+def test_names_of_tensors_are_unicode(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, status: int
+) -> None:
+    """Python reads halves of characters from JSON, but writes them to no file and no terminal."""
+    file = source / index_of(source)[NORM]
+    (source / INDEX_NAME).unlink()
+    data = file.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    header[name] = header.pop(NORM)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[begin:])
+    assert run(source, tmp_path / "fp8") == status
+    if status:
+        message = f"{str(file)!r} has a tensor name that is not Unicode: it contains {name[-1]!r}. Download the"
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "fp8.partial").exists()
+    else:
+        assert name in tensors(tmp_path / "fp8")
+
+
 def test_a_tensor_in_another_file_than_the_index_says_is_named(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
