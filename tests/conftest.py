@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -102,6 +103,16 @@ def no_setting_left_behind() -> Iterator[None]:
     before = settings()
     yield
     assert settings() == before
+
+
+@pytest.fixture
+def promptly() -> Iterator[None]:
+    """Fail a test that takes half a minute."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it takes too long"))
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

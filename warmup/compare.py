@@ -16,7 +16,7 @@ from typing import Any
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.shapes import Model
-from fp8moe_plugin.checkpoint.untrusted import shown_text
+from fp8moe_plugin.checkpoint.untrusted import read_regular, shown_text
 from fp8moe_plugin.compare.cells import EAGER, Cell, graphs, longest
 from fp8moe_plugin.compare.engine import WINDOW, Engine
 from fp8moe_plugin.compare.intervals import Reading
@@ -36,6 +36,7 @@ LISTED = 100  # most likely tokens at each position
 PROMPT = 1024  # tokens of the prompt whose first token is timed
 STEP_TOKENS = 8192  # of the longest step
 PAGE = 64  # tokens, at most, of a page of the KV cache
+MOST_TEXT_BYTES = 64 << 20  # about 16 million tokens
 ROUNDS, MOST_ROUNDS = 5, 15
 TIMEOUT_S = 3600.0  # of the start, which may read hundreds of GB, and of each call
 # The engine runs in the process that times it: messages between two would be part of the times.
@@ -201,11 +202,13 @@ def _text(path: Path | None) -> str:
             raise UnsupportedError(f"{DEFAULT_TEXT} is not installed here. Give a text with --text.") from None
         return "\n\n".join(topics.values())
     try:
-        text = path.read_text()
+        text = read_regular(path, MOST_TEXT_BYTES).decode()
     except OSError as error:
         raise UnsupportedError(f"{shown_text(path)} cannot be read: {error.strerror}. Give a text file.") from error
     except UnicodeDecodeError as error:
         raise UnsupportedError(f"{shown_text(path)} is not UTF-8: {error.reason}. Give a text file.") from error
+    except ValueError as error:
+        raise UnsupportedError(f"{shown_text(path)} cannot be read: {error}. Give a text file.") from error
     if len(text) < 2 * WINDOW:  # a tokenizer may need more, which the engine says
         raise UnsupportedError(f"{shown_text(path)} has {len(text)} characters. Give at least {2 * WINDOW} tokens.")
     return text

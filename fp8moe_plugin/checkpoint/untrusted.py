@@ -89,6 +89,26 @@ def opened(path: Path) -> Iterator[BufferedReader]:
         yield file
 
 
+def read_regular(path: Path, limit: int) -> bytes:
+    """The bytes of a file that the user names. Unlike `opened`, follows links anywhere.
+
+    Raises:
+        ValueError: it is not a regular file, or has more than `limit` bytes, which must be whole MiB.
+        OSError: it is missing or cannot be read.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe without a writer would block
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is not a regular file")
+        if status.st_size > limit:
+            raise ValueError(f"it is larger than {limit >> 20} MiB")
+        with open(handle, "rb", closefd=False) as file:
+            return file.read(status.st_size)
+    finally:
+        os.close(handle)
+
+
 def _reopen(handle: int, name: str, flags: int) -> int:
     """Open the file that a descriptor refers to with other flags; errors have its original name."""
     try:

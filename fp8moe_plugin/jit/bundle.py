@@ -12,7 +12,6 @@ import contextlib
 import functools
 import hashlib
 import io
-import os
 import stat
 import tarfile
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, field_validator
 
-from fp8moe_plugin.checkpoint.untrusted import Limits, read_json, shown, shown_text
+from fp8moe_plugin.checkpoint.untrusted import Limits, read_json, read_regular, shown, shown_text
 from fp8moe_plugin.errors import CacheError
 from fp8moe_plugin.jit.atomic import write_file
 from fp8moe_plugin.jit.cache import Missing
@@ -112,15 +111,18 @@ def read_bundle(path: Path) -> Bundle:
 def _read_once(path: Path) -> Bundle | str:
     """A bundle, or the reason why the file cannot be used."""
     try:
-        files = _members(_content(path))
+        content = read_regular(path, MAX_BYTES)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        return f"the bundle {shown_text(path)} cannot be read: {reason}"
+    try:
+        files = _members(content)
         manifest = _manifest(files.pop(MANIFEST))
         if manifest.arch not in ARCHS:
             return f"{shown_text(path)} contains kernels for {shown(manifest.arch)}, which are not served: {REMEDY}"
         return Bundle(path, manifest, files)
     except CacheError as error:
         return str(error)
-    except OSError as error:
-        return f"the bundle {shown_text(path)} cannot be read: {error.strerror or error}"
     except (tarfile.TarError, KeyError, ValueError):
         return f"{shown_text(path)} is not a bundle, or it is damaged: {REMEDY}"
 
@@ -141,21 +143,6 @@ def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> bytes:
             "Choose a file in a writable folder on a disk with free space."
         ) from error
     return content
-
-
-def _content(path: Path) -> bytes:
-    """The bytes of a file. Raises `CacheError`, `OSError`."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe without a writer would block
-    try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise CacheError(f"the bundle {shown_text(path)} cannot be read: it is not a regular file")
-        if status.st_size > MAX_BYTES:
-            raise CacheError(f"{shown_text(path)} is not a bundle: it is larger than {MAX_BYTES >> 20} MiB")
-        with os.fdopen(handle, "rb", closefd=False) as file:
-            return file.read(status.st_size)
-    finally:
-        os.close(handle)
 
 
 def _members(archive: bytes) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +147,21 @@ def test_a_text_that_cannot_be_read_is_refused(asked: Asked, gpu: None, tmp_path
     assert "is not UTF-8" in asked("--text", text)[2]["error"]
     text.write_text("short")
     assert "has 5 characters" in asked("--text", text)[2]["error"]
+
+
+@pytest.mark.usefixtures("promptly")
+def test_a_text_without_an_end_is_refused(
+    asked: Asked, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    for path in (pipe, "/dev/zero", tmp_path):
+        assert asked("--text", path)[2]["error"] == (
+            f"{path} cannot be read: it is not a regular file. Give a text file."
+        )
+    large.write_bytes(b"a" * (compare.MOST_TEXT_BYTES // 8 + 1))
+    monkeypatch.setattr(compare, "MOST_TEXT_BYTES", compare.MOST_TEXT_BYTES // 8)
+    assert "cannot be read: it is larger than 8 MiB" in asked("--text", large)[2]["error"]
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_runs(

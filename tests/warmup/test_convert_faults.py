@@ -327,6 +327,17 @@ def test_a_tokenizer_that_cannot_be_copied_is_refused_before_weights_are_convert
     assert not (tmp_path / "fp8.partial").exists()
 
 
+@pytest.mark.parametrize(("there", "message"), [("fp8", "already exists"), ("fp8.partial", "is not from an")])
+@pytest.mark.usefixtures("promptly")
+def test_a_pipe_in_place_of_the_mark_is_not_read(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], there: str, message: str
+) -> None:
+    (tmp_path / there).mkdir()
+    os.mkfifo(tmp_path / there / convert.SOURCE)
+    assert run(source, tmp_path / "fp8") == 1
+    assert message in capsys.readouterr().err
+
+
 def test_folders_in_the_source_are_not_copied(source: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
     (source / "original").mkdir()
     (source / "link").symlink_to("original")
