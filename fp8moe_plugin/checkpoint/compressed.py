@@ -4,21 +4,17 @@ Their `quantization_config` is brought into the form of `quant_method: fp8`. Nam
 compressed-tensors; its classes describe many more schemes, which are refused by what differs.
 """
 
-import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from fp8moe_plugin.checkpoint.patterns import check_patterns
 from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.settings import NAME
 
 METHOD = "compressed-tensors"
 SCALE = "weight_scale"  # in the names of tensors, where `quant_method: fp8` has weight_scale_inv
-PATTERN = "re:"  # marks a regular expression among the ignored layers
-# What is accepted of regular expressions: text, and `.*` at most twice, so that no name takes long to match.
-PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_-]|\\?\.)*(?:\.\*(?:[A-Za-z0-9_-]|\\?\.)*){0,2}\$?", re.ASCII)
-MAX_PATTERNS = 64
 WITHOUT = ("kv_cache_scheme", "sparsity_config", "transform_config")  # must be absent or empty
 
 
@@ -85,21 +81,13 @@ def as_fp8(config: dict[str, Any]) -> dict[str, Any]:
         if config.get(field):
             raise _refusal(field, config[field], "Input should be absent")
     ignored = found.ignore or []
-    patterns = [name for name in ignored if name.startswith(PATTERN)]
-    for name in patterns:
-        if not PLAIN.fullmatch(name.removeprefix(PATTERN)) or len(patterns) > MAX_PATTERNS:
-            raise _refusal("ignore", name, "Only names and patterns of the form re:.*name$ are supported")
+    check_patterns(ignored, "ignore")
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
         "ignored_layers": ignored,
     }
-
-
-def matches(patterns: list[str], layer: str) -> bool:
-    """Whether the full name of a layer begins with what one of the patterns describes, as in compressed-tensors."""
-    return any(re.match(pattern.removeprefix(PATTERN), layer) for pattern in patterns)
 
 
 def _refusal(field: str, value: object, why: str) -> UnsupportedError:

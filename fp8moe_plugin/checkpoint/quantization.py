@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from fp8moe_plugin.checkpoint import compressed
+from fp8moe_plugin.checkpoint.patterns import PATTERN, check_patterns, matches
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import UnsupportedError
@@ -27,14 +28,14 @@ class Unquantized:
 
     A layer is unquantized if its full name is listed. A fused layer is also unquantized if all its projections are
     listed. A layer with "experts" in its name is also unquantized if a listed name starts with its own, so that one
-    listed expert stands for all. Names in compressed-tensors' list may be patterns.
+    listed expert stands for all. Entries that begin with `re:` are regular expressions (`patterns.py`).
     """
 
     def __init__(self, names: list[str] | None) -> None:
         self.names: dict[str, set[str]] = {}
         for match in filter(None, map(LAYER_NAME.fullmatch, names or ())):
             self.names.setdefault(match[1], set()).add(match[2])
-        self.patterns = [name for name in names or () if name.startswith(compressed.PATTERN)]
+        self.patterns = [name for name in names or () if name.startswith(PATTERN)]
 
     def has(self, layer: int, name: str) -> bool:
         listed = self.names.get(str(layer), set())
@@ -52,7 +53,7 @@ class Unquantized:
     def _is_listed(self, layer: int, name: str) -> bool:
         if name in self.names.get(str(layer), set()):
             return True
-        return bool(self.patterns) and compressed.matches(self.patterns, f"model.layers.{layer}.{name}")
+        return bool(self.patterns) and matches(self.patterns, f"model.layers.{layer}.{name}")
 
 
 def block_fp8(config: dict[str, Any]) -> dict[str, Any]:
@@ -107,6 +108,7 @@ def layer_names(config: dict[str, Any], key: str) -> list[str] | None:
     """The layers that a checkpoint keeps unquantized, as `key` of its `quantization_config` lists them."""
     names = config.get(key)
     if names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        check_patterns(names or (), key)
         return names
     raise UnsupportedError(
         f"--quantization {NAME}: the checkpoint's {key} is {shown(names)}, but must be a list of layer names. "

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fp8moe_plugin.checkpoint import compressed
+from fp8moe_plugin.checkpoint.patterns import PATTERN, matches
 from fp8moe_plugin.checkpoint.quantization import FUSED, LAYER_NAME
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
@@ -35,7 +35,7 @@ def is_quantized(layer: str) -> bool:
 
 
 def matches_pattern(layer: str, names: Sequence[str], fused: Mapping[str, Sequence[str]]) -> bool:
-    """Whether a checkpoint keeps an engine's layer unquantized by a pattern of compressed-tensors.
+    """Whether a checkpoint keeps an engine's layer unquantized by a pattern, an entry that begins with `re:`.
 
     Args:
         layer: its full name in the engine.
@@ -44,10 +44,10 @@ def matches_pattern(layer: str, names: Sequence[str], fused: Mapping[str, Sequen
     Raises:
         UnsupportedError: only some projections of a fused layer match.
     """
-    patterns = [name for name in names if name.startswith(compressed.PATTERN)]
+    patterns = [name for name in names if name.startswith(PATTERN)]
     module, _, last = layer.rpartition(".")
     parts = [f"{module}.{part}" for part in fused.get(last, [last])]
-    found = [bool(patterns) and compressed.matches(patterns, part) for part in parts]
+    found = [bool(patterns) and matches(patterns, part) for part in parts]
     if any(found) and not all(found):
         raise UnsupportedError(
             f"The checkpoint keeps only a part of {layer} unquantized, but the engine fuses its parts. Correct ignore "

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from fp8moe_plugin.checkpoint.config_json import LIMITS as CONFIG
+from fp8moe_plugin.checkpoint.config_json import MAX_LAYERS
 from fp8moe_plugin.checkpoint.headers import HEADER, INDEX, INDEX_NAME
+from fp8moe_plugin.checkpoint.patterns import MAX_PATTERNS
 
 V3 = json.loads((Path(__file__).parent / "configs" / "DeepSeek-V3.json").read_text())
 SHARD = "model.safetensors"
@@ -87,13 +90,29 @@ def test_bombs(tmp_path, bomb):
 
 def test_names_of_unquantized_layers_take_no_time_for_each_layer(tmp_path):
     names = [f"model.layers.{i % 8192}.mlp.shared_experts.x{i}" for i in range(80_000)]
+    assert read_deepest(tmp_path, names) == "DeepseekV3ForCausalLM"
+
+
+def test_patterns_of_unquantized_layers_take_bounded_time(tmp_path):
+    names = [f"re:.*x.*y{i}$" for i in range(MAX_PATTERNS)]
+    assert read_deepest(tmp_path, names, seconds=6) == "DeepseekV3ForCausalLM"
+    assert "more than 512" in read_deepest(tmp_path, [*names, "re:a"])
+
+
+@pytest.mark.parametrize("pattern", ["re:" + "a" * 4_000_000, "re:(.*.*)*_norm_$", "re:" + "a?" * 30 + "a" * 30])
+def test_patterns_without_bound_are_refused_at_once(tmp_path, pattern):
+    assert re.search("has the pattern|patterns that may take long", read_deepest(tmp_path, [pattern]))
+
+
+def read_deepest(folder: Path, names: list[str], seconds: float = 1) -> str:
+    """The outcome for a model of the most layers whose list of unquantized layers is `names`."""
     quantization = V3["quantization_config"] | {"modules_to_not_convert": names}
-    config = V3 | {"num_hidden_layers": 4096, "num_nextn_predict_layers": 4096, "quantization_config": quantization}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    seconds, mib, found = read(tmp_path)
-    assert found.strip() == "DeepseekV3ForCausalLM"
-    assert seconds < 1
+    layers = {"num_hidden_layers": MAX_LAYERS, "num_nextn_predict_layers": MAX_LAYERS}
+    (folder / "config.json").write_text(json.dumps(V3 | layers | {"quantization_config": quantization}))
+    taken, mib, found = read(folder)
+    assert taken < seconds
     assert mib < 200
+    return found.strip()
 
 
 def test_the_checkpoint_of_the_most_tensors(tmp_path):

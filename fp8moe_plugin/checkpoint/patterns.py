@@ -1,0 +1,136 @@
+"""Regular expressions in a checkpoint's list of unquantized layers, entries that begin with `re:`.
+
+They are untrusted: a short one can keep Python's `re`, which backtracks, busy for hours. So a list is checked before
+anything is matched: number and length of its patterns are limited, and an upper bound of the steps that matching one
+name takes is computed from the parsed patterns.
+"""
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from re import _parser  # type: ignore[attr-defined]  # the parser of the engine that matches
+from typing import Any
+
+from fp8moe_plugin.checkpoint.untrusted import shown
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.settings import NAME
+
+PATTERN = "re:"
+MAX_PATTERNS = 512
+MAX_LENGTH = 512  # characters of a pattern
+MAX_STEPS = 1 << 19  # to match a name against all patterns of a list: some milliseconds
+NAME_LENGTH = 64  # characters of a layer's name
+REPEATED = NAME_LENGTH // 8  # how often one of them occurs in it
+REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
+PLAIN = ("LITERAL", "NOT_LITERAL", "ANY", "IN", "CATEGORY")  # one character each
+
+
+class _Refused(Exception):
+    """The message says what a pattern contains."""
+
+
+def check_patterns(names: Sequence[str], key: str) -> None:
+    """Raise `UnsupportedError` if a list has patterns that are not valid, or that may take long to match.
+
+    Args:
+        names: the list, of names and patterns.
+        key: its key in `quantization_config`, for messages.
+    """
+    patterns = [name for name in names if name.startswith(PATTERN)]
+    if len(patterns) > MAX_PATTERNS:
+        raise _refusal(key, f"has {len(patterns)} patterns, more than {MAX_PATTERNS}")
+    left = MAX_STEPS
+    for name in patterns:
+        try:
+            left -= _steps_of(name.removeprefix(PATTERN))
+        except _Refused as found:
+            raise _refusal(key, f"has the pattern {shown(name)}, which {found}") from None
+        if left < 0:
+            raise _refusal(key, f"has patterns that may take long to match, such as {shown(name)}")
+
+
+def matches(patterns: Iterable[str], layer: str) -> bool:
+    """Whether the full name of a layer begins with what one of the patterns describes, as in compressed-tensors."""
+    return any(_compiled(pattern).match(layer) for pattern in patterns)
+
+
+@functools.lru_cache(maxsize=2 * MAX_PATTERNS)  # more than the cache of `re` itself
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern.removeprefix(PATTERN))
+
+
+def _refusal(key: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"--quantization {NAME}: {key} of the checkpoint's quantization_config {why}. Names of layers and simple "
+        "regular expressions are supported: write the list in its config.json with these, or remove --quantization to "
+        "let the engine choose the method."
+    )
+
+
+def _steps_of(pattern: str) -> int:
+    if len(pattern) > MAX_LENGTH:
+        raise _Refused(f"has {len(pattern)} characters, more than {MAX_LENGTH}")
+    try:
+        re.compile(pattern)
+        parsed = _parser.parse(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise _Refused(f"is not a valid regular expression: {error}") from None
+    return _steps(parsed, 0, literal=False)[0]
+
+
+def _steps(items: Iterable[tuple[Any, Any]], rest: int, literal: bool) -> tuple[int, bool]:
+    """At most how many steps it takes to find that parsed items, and what follows them, do not match at a position.
+
+    Args:
+        items: what `re` parsed, pairs of an operation and its arguments.
+        rest: the steps for what follows.
+        literal: whether what follows begins with a certain character, so that it is tried at few positions only.
+    Returns:
+        The same two for items and what follows.
+    """
+    for op, argument in reversed(list(items)):
+        match str(op):
+            case name if name in PLAIN or name == "AT":
+                rest, literal = rest + 1, name == "LITERAL"
+            case name if name in REPEATS:
+                least, most, body = argument
+                rest, literal = _repeated(least, most, body, rest, literal), False
+            case "SUBPATTERN" | "ATOMIC_GROUP":
+                rest, literal = _steps(argument[-1] if str(op) == "SUBPATTERN" else argument, rest, literal)
+            case "BRANCH":
+                rest, literal = sum(_steps(part, rest, literal)[0] for part in argument[1]), False
+            case "ASSERT" | "ASSERT_NOT":
+                rest, literal = rest + NAME_LENGTH + _steps(argument[1], 0, literal=False)[0], False
+            case "GROUPREF" | "GROUPREF_EXISTS":
+                raise _Refused("contains a backreference")
+            case other:
+                raise _Refused(f"contains {other}, which is not known")
+    return rest, literal
+
+
+def _repeated(least: int, most: int, body: Iterable[tuple[Any, Any]], rest: int, literal: bool) -> int:
+    if least == rest == 0:  # nothing follows, so it never fails
+        return 0
+    if most <= 1:
+        return rest + _steps(body, rest, literal)[0]
+    once = _fixed(body)
+    places = 1 if least == most else REPEATED if literal else NAME_LENGTH
+    return min(most, NAME_LENGTH) * once + places * rest
+
+
+def _fixed(body: Iterable[tuple[Any, Any]]) -> int:
+    """The characters of what a quantifier repeats. Anything that can match in several ways could take forever."""
+    length = 0
+    for op, argument in body:
+        match str(op):
+            case name if name in PLAIN:
+                length += 1
+            case "SUBPATTERN":
+                length += _fixed(argument[-1])
+            case name if name in REPEATS:
+                raise _Refused("contains nested quantifiers")
+            case "GROUPREF" | "GROUPREF_EXISTS":
+                raise _Refused("contains a backreference")
+            case _:
+                raise _Refused("repeats alternatives or assertions with a quantifier")
+    return length
