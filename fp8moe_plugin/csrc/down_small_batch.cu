@@ -22,6 +22,7 @@
 // Grid: H / 128 clusters of `splits` thread blocks.
 #include "mma/swap_ab.cuh"
 #include "pipeline/cluster_sum.cuh"
+#include "pipeline/producer.cuh"
 #include "pipeline/ring.cuh"
 #include "routing/expert_list.cuh"
 
@@ -113,8 +114,7 @@ DEVICE void fill_stages(SharedMemory shared, Units units, u32 bytes, Wait wait, 
 #pragma unroll 1
     for (; units.left(); units.advance(), ring.advance()) {
         wait(1);
-        barrier_wait(shared.empty(ring.stage), ring.phase);
-        __syncwarp();  // or idle lanes could fall a phase behind
+        wait_by_warp(shared.empty(ring.stage), ring.phase);
         if (lane == 0) fill(ring.stage, units.unit);
     }
     copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited

@@ -23,6 +23,7 @@
 // writes ids and topk_weights, runs. down_small_batch runs next to it (PDL), once the ids are there.
 #include "epilogue/swiglu_token.cuh"
 #include "mma/swap_ab.cuh"
+#include "pipeline/producer.cuh"
 #include "pipeline/quantize_tokens.cuh"
 #include "pipeline/ring.cuh"
 #include "routing/expert_list.cuh"
@@ -97,8 +98,7 @@ DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Sha
         for (int i = 0; i < kSlabs * share.steps; ++i, ring.advance()) {
             int s = ring.stage, k = i / kSlabs, slab = i % kSlabs;
             u32 full = shared.full(s);
-            barrier_wait(shared.empty(s), ring.phase ^ 1);
-            __syncwarp();  // or idle lanes could fall a phase behind
+            wait_by_warp(shared.empty(s), ring.phase ^ 1);
             if (half == 0) barrier_arrive_expect(full, SharedMemory::kBytesWeights);
             if (half < kMathWarpgroups) {
                 tma_load_4d(shared.weights(s, half), w_map, full, (share.first_step + k) * kBlockK, 0, slab * 2,
@@ -156,8 +156,7 @@ DEVICE void compute_tiles(SharedMemory shared, const ProblemSize& size, const Sh
     for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
         Sums sum;
         multiply(shared, ring, share.steps, half, sum);
-        barrier_wait(shared.taken(), phase);
-        __syncwarp();  // or lanes that send nothing could fall a phase behind
+        wait_by_warp(shared.taken(), phase);
         send(shared, size, share, half, sum);
     }
 }

@@ -127,7 +127,7 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
 #pragma unroll 1
         for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
             int s = ring.stage;
-            barrier_wait(shared.empty(s), ring.phase ^ 1);
+            wait_by_warp(shared.empty(s), ring.phase ^ 1);
             if (threadIdx.x % 32 == 0) {
                 if (step == 0) publish_tile(shared.tile(s), loads.tile);
                 if (ahead <= 0) loads.weights(shared, s, in, column, k);

@@ -17,6 +17,7 @@
 // of pages.
 #include "device/load_once.cuh"
 #include "pipeline/logit_tiles.cuh"
+#include "pipeline/producer.cuh"
 
 constexpr int kPagesOfSplit = MQA_SPLIT_ROWS / kTileRows;
 constexpr u32 kScaleBytes = kTileRows * 4;
@@ -81,8 +82,7 @@ DEVICE void load_pages(Stages shared, const Requests& requests, const Pages& pag
             const int at = (page - first) % kWarp;
             if (at == 0 && page > first) look_up(request, page);
             const int there = __shfl_sync(kAllLanes, entry, at), stage = ring.stage;
-            barrier_wait(shared.empty(stage), ring.phase ^ 1);
-            __syncwarp();  // or idle lanes could fall a phase behind
+            wait_by_warp(shared.empty(stage), ring.phase ^ 1);
             if (lane_of_warp() != 0) continue;
             barrier_arrive_expect(shared.full(stage), shared.kBytesTile + kScaleBytes);
             tma_load_3d(shared.tile(stage), kv_map, shared.full(stage), 0, 0, there, policy);

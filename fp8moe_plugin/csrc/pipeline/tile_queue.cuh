@@ -1,5 +1,6 @@
 // Which output tiles a thread block computes, and in which order; the table of row tiles is in tile_table.cuh.
 #pragma once
+#include "pipeline/producer.cuh"
 #include "pipeline/ring.cuh"
 #include "pipeline/tile_table.cuh"
 
@@ -133,7 +134,7 @@ DEVICE Tile share_tile(u32 address, int barrier, const Queue& queue, bool first_
 // does not guarantee arrivals of threads that have exited.
 template <class SharedMemory, int kStages>
 DEVICE void load_end(SharedMemory shared, Ring<kStages>& ring, int full_arrivals) {
-    barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+    wait_by_warp(shared.empty(ring.stage), ring.phase ^ 1);
     if (threadIdx.x % 32 != 0) return;
     publish_tile(shared.tile(ring.stage), Tile{});
     for (int i = 0; i < full_arrivals; ++i) barrier_arrive(shared.full(ring.stage));
@@ -165,7 +166,7 @@ DEVICE void fill_stages(SharedMemory shared, Ring<kStages>& ring, Queue& queue, 
     for (int k = 0; k < k_blocks; ++k, ring.advance()) {
         int s = ring.stage;
         u32 full = shared.full(s);
-        barrier_wait(shared.empty(s), ring.phase ^ 1);
+        wait_by_warp(shared.empty(s), ring.phase ^ 1);
         if (threadIdx.x % 32 == 0) {
             if (k == 0) publish_tile(shared.tile(s), tile);
             barrier_arrive_expect(full, bytes);
