@@ -113,6 +113,29 @@ def decode(gen: torch.Generator, lengths: list[int], next_n: int = 1, heads: int
     return Decode(q, cache, weights, lens, table[:, :width], kv)
 
 
+def spoilt_prefill(gen: torch.Generator, heads: int) -> tuple[Prefill, torch.Tensor]:
+    """A call with NaN in a query and in a KV row, and a mask of the logits that are NaN for it."""
+    call = prefill(gen, 9, 150, heads)
+    h.bits(call.q)[4, heads - 1, 5] = h.bits(call.kv[0])[100, 3] = 0x7F
+    return call, nan_mask(9, 150, tokens=slice(4, 5), device=gen.device)
+
+
+def spoilt_decode(gen: torch.Generator, next_n: int) -> tuple[Decode, torch.Tensor]:
+    """The same for paged KV, of which the second request has its last token NaN."""
+    call = decode(gen, [150, 150], next_n)
+    h.bits(call.q)[1, next_n - 1, 7, 5] = 0x7F
+    for request in range(2):
+        page = int(call.block_table[request, 100 // PAGE])
+        h.bits(call.kv_cache).flatten(1)[page, 100 % PAGE * call.q.shape[-1] + 3] = 0x7F
+    return call, nan_mask(2 * next_n, 150, tokens=slice(2 * next_n - 1, None), device=gen.device)
+
+
+def nan_mask(rows: int, columns: int, *, tokens: slice, device: torch.device) -> torch.Tensor:
+    mask = torch.zeros(rows, columns, dtype=torch.bool, device=device)
+    mask[tokens], mask[:, 100] = True, True
+    return mask
+
+
 def random_fp8(gen: torch.Generator, *shape: int) -> torch.Tensor:
     return (torch.randn(shape, generator=gen, device=gen.device) * 4).to(h.FP8)
 

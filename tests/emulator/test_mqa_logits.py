@@ -11,7 +11,17 @@ from fp8moe_plugin.ops.paged_mqa_logits import prepared_paged_mqa_logits
 from fp8moe_plugin.ops.paged_mqa_metadata import prepared_metadata
 from tests import helpers as h
 from tests.emulator.device import Device
-from tests.indexer import PAGE, RANGES, assert_decode, assert_prefill, decode, poisoned_results, prefill
+from tests.indexer import (
+    PAGE,
+    RANGES,
+    assert_decode,
+    assert_prefill,
+    decode,
+    poisoned_results,
+    prefill,
+    spoilt_decode,
+    spoilt_prefill,
+)
 
 CPU = torch.device("cpu")
 seeds = pytest.mark.parametrize("seed", [1, 2])
@@ -60,6 +70,18 @@ def test_the_bits_do_not_depend_on_who_computes_what(emulator: Device, ranges: s
     call = prefill(h.seeded(0, CPU), 10, 500, ranges=ranges)
     first, *others = (emulator.execute(seed, lambda: call.run(clean_logits=True)) for seed in range(3))
     assert all(h.same_bits(first, other) for other in others)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_nan_reaches_the_logits(emulator: Device, heads: int) -> None:
+    call, spoilt = spoilt_prefill(h.seeded(heads, CPU), heads)
+    assert torch.equal(emulator.execute(1, call.run).isnan(), spoilt)
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+def test_nan_reaches_the_paged_logits(emulator: Device, next_n: int) -> None:
+    call, spoilt = spoilt_decode(h.seeded(next_n, CPU), next_n)
+    assert torch.equal(emulator.execute(1, functools.partial(call.run, runs=3)).isnan(), spoilt)
 
 
 def test_launches_are_prepared_once_for_a_shape(emulator: Device) -> None:

@@ -9,7 +9,18 @@ import torch
 from fp8moe_plugin import ops
 from fp8moe_plugin.errors import InvalidInputError
 from tests import helpers as h
-from tests.indexer import OPS, PAGE, RANGES, assert_decode, assert_prefill, decode, poisoned_results, prefill
+from tests.indexer import (
+    OPS,
+    PAGE,
+    RANGES,
+    assert_decode,
+    assert_prefill,
+    decode,
+    poisoned_results,
+    prefill,
+    spoilt_decode,
+    spoilt_prefill,
+)
 from tests.ops.test_bad_input import first, meta, misaligned, narrow, second, short, strided
 
 PREFILL, PAGED, METADATA = "fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"
@@ -235,6 +246,14 @@ def test_logits_of_paged_kv(device, next_n):
     with poisoned_results() as memory:
         logits = call.run(runs=5)
     assert_decode(call, logits, memory[-1])
+
+
+@pytest.mark.parametrize(("heads", "next_n"), [(32, 1), (64, 2), (64, 3), (64, 4)])
+def test_nan_reaches_the_logits(device, heads, next_n):
+    contiguous, spoilt = spoilt_prefill(h.seeded(0, device), heads)
+    assert torch.equal(contiguous.run().isnan(), spoilt)
+    paged, spoilt = spoilt_decode(h.seeded(0, device), next_n)
+    assert torch.equal(paged.run(runs=3).isnan(), spoilt)
 
 
 def test_both_spellings_and_both_forms_of_a_query_are_the_same(device):

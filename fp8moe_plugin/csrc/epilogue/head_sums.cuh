@@ -6,15 +6,9 @@
 #pragma once
 #include "device/fragment.cuh"
 
-// A score is at most 128 * 448 * 448 < 2^25. Multiplied by this it is at most 1, and a product that saturates to [0, 1]
-// is its relu: a maximum would take the slower pipe. The scale of the row makes up for it; both are exact.
-constexpr float kScoreUnit = 1.0f / (1 << 25);
-
-DEVICE float scaled_relu(float score) {
-    float relu;
-    asm("mul.rn.sat.f32 %0, %1, %2;" : "=f"(relu) : "f"(score), "f"(kScoreUnit));
-    return relu;
-}
+// A score plus its magnitude is twice its relu, or NaN if the score is NaN. It takes the FMA pipe, which is twice as
+// wide as the pipe for maxima. The scale of the row makes up for the factor; both are exact.
+DEVICE float twice_relu(float score) { return score + fabsf(score); }
 
 template <int kTokens>
 struct HeadSums {
@@ -36,11 +30,11 @@ struct HeadSums {
 #pragma unroll
             for (int e = 0; e < 4 * kOctets; ++e) {
                 const int at = t * 4 * kOctets + e;
-                const float weight = weights[column_index(at)], relu = scaled_relu(scores[at]);
+                const float weight = weights[column_index(at)], relu = twice_relu(scores[at]);
                 part[e % 4] = e < 4 ? weight * relu : fmaf(weight, relu, part[e % 4]);
             }
-            sums[2 * t] = (part[0] + part[1]) * (scale.x / kScoreUnit);
-            sums[2 * t + 1] = (part[2] + part[3]) * (scale.y / kScoreUnit);
+            sums[2 * t] = (part[0] + part[1]) * (0.5f * scale.x);
+            sums[2 * t + 1] = (part[2] + part[3]) * (0.5f * scale.y);
         }
 #pragma unroll
         for (int i = 2 * kTokens; i < kSums; ++i) sums[i] = 0.f;

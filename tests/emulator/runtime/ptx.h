@@ -36,7 +36,6 @@ inline void max_u16x2(u32& to, u32 a, u32 b) { to = max(a >> 16, b >> 16) << 16 
 inline void mul_rn_bf16x2(u32& to, u32 a, u32 b) {
     cvt_rn_bf16x2_f32(to, of_bf16(a >> 16) * of_bf16(b >> 16), of_bf16(a & 0xffff) * of_bf16(b & 0xffff));
 }
-inline void mul_rn_sat_f32(float& to, float a, float b) { to = std::isnan(a * b) ? 0.f : min(max(a * b, 0.f), 1.f); }
 inline float flushed(float value) {
     return std::isnan(value) || fabsf(value) >= 0x1p-126f ? value : copysignf(0, value);
 }
