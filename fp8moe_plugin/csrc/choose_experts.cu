@@ -3,33 +3,29 @@
 // In:   logits   float32, or with logits_bf16 = 1 bfloat16, [T, experts]
 //       padding  bool [T], whether to choose no expert: id -1 and weight 0; or null
 // Out:  weights  float32 [T, topk], the softmax of the chosen logits; with renormalize = 1 divided by their sum
-//       ids      int32 [T, topk], the best first, of equal ones that with the lower index
+//       ids      int32 [T, topk], the largest logit first, of equal ones that with the lower index
 //
 // A warp per token; a lane has every 32nd expert. topk: at most 32, and at most `experts`. With PDL it starts while the
 // previous kernel runs, and before it does anything waits for its end. Then the next kernel may start, which waits for
 // the ids.
 #include "device/common.cuh"
 
-constexpr u32 kSign = 0x80000000;
-constexpr u32 kNone = 0;  // less than the key of any score
+// Keys are ordered as the logits: -0 equals 0, and NaN is above all. Logits are compared, not the softmax, in which
+// different logits may become equal, and which every implementation of the exponential rounds in its own way.
+constexpr u32 kSign = 0x80000000, kNan = 0xFFFFFFFF;
+constexpr u32 kNone = 0;  // less than the key of any logit
 
-// Bits whose order as integers is that of the values, which are not NaN.
-DEVICE u32 ordered_bits(float value) {
-    const u32 bits = __float_as_uint(value);
-    return bits & kSign ? ~bits : bits | kSign;
+DEVICE u32 key_of(float logit) {
+    const u32 bits = __float_as_uint(logit + 0.f);  // -0 becomes 0
+    return logit != logit ? kNan : bits & kSign ? ~bits : bits | kSign;
 }
-DEVICE float value_of(u32 ordered) { return __uint_as_float(ordered & kSign ? ordered & ~kSign : ~ordered); }
-
-// Scores are not negative, so their bits are in their order. A NaN among the logits makes all scores of a token NaN,
-// with the bits 0x7FFFFFFF, as float32 arithmetic of a GPU has no other.
-DEVICE u32 key_of(float score) { return __float_as_uint(score) + 1; }
-DEVICE float score_of(u32 key) { return __uint_as_float(key - 1); }
+DEVICE float logit_of(u32 key) { return __uint_as_float(key & kSign ? key & ~kSign : ~key); }
 
 // ---- logits: value i of a lane is of expert i * 32 + lane ----------------------------------------------------------
 
 DEVICE float minus_infinity() { return __uint_as_float(0xFF800000); }
 
-// -infinity for an expert that does not exist, which makes its score 0.
+// -infinity for an expert that does not exist, which adds nothing to the sum of the softmax.
 template <int kValues>
 DEVICE void load(const void* logits, bool logits_bf16, int token, int experts, float (&values)[kValues]) {
 #pragma unroll
@@ -45,30 +41,36 @@ DEVICE void load(const void* logits, bool logits_bf16, int token, int experts, f
 
 // ---- softmax -------------------------------------------------------------------------------------------------------
 
-template <int kValues>
-DEVICE void softmax(float (&values)[kValues]) {
-    float largest = minus_infinity(), sum = 0.f;
+// The softmax of a logit is exp(logit - largest) * inverse.
+struct Softmax {
+    float largest, inverse;
+
+    template <int kValues>
+    DEVICE explicit Softmax(const float (&values)[kValues]) {
+        u32 key = kNone;
+        float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) largest = fmaxf(largest, values[i]);
-    largest = value_of(__reduce_max_sync(kAllLanes, ordered_bits(largest)));
+        for (int i = 0; i < kValues; ++i) key = max(key, key_of(values[i]));
+        largest = logit_of(__reduce_max_sync(kAllLanes, key));
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) sum += values[i] = expf(values[i] - largest);
+        for (int i = 0; i < kValues; ++i) sum += expf(values[i] - largest);
 #pragma unroll
-    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kAllLanes, sum, lanes);
-    const float inverse = 1.f / sum;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) values[i] *= inverse;
-}
+        for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kAllLanes, sum, lanes);
+        inverse = 1.f / sum;
+    }
+    DEVICE float of(float logit) const { return expf(logit - largest) * inverse; }
+};
 
 // ---- choice --------------------------------------------------------------------------------------------------------
 
 // Returns the weight and the id of a lane's choice; lanes from topk on have none.
 template <int kValues>
-DEVICE float choose(const float (&scores)[kValues], int experts, int topk, bool renormalize, int& own_id) {
+DEVICE float choose(const float (&values)[kValues], int experts, int topk, bool renormalize, int& own_id) {
+    const Softmax softmax(values);
     const int lane = lane_of_warp();
     u32 keys[kValues];
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) keys[i] = i * kWarp + lane < experts ? key_of(scores[i]) : kNone;
+    for (int i = 0; i < kValues; ++i) keys[i] = i * kWarp + lane < experts ? key_of(values[i]) : kNone;
     float own = 0.f, sum = 0.f;
     for (int choice = 0; choice < topk; ++choice) {
         u32 key = kNone;
@@ -81,8 +83,9 @@ DEVICE float choose(const float (&scores)[kValues], int experts, int topk, bool 
 #pragma unroll
         for (int i = 0; i < kValues; ++i)
             if (i * kWarp + lane == expert) keys[i] = kNone;
-        sum += score_of(largest);
-        if (lane == choice) own = score_of(largest), own_id = expert;
+        const float score = softmax.of(logit_of(largest));
+        sum += score;
+        if (lane == choice) own = score, own_id = expert;
     }
     return renormalize ? own / sum : own;
 }
@@ -94,7 +97,6 @@ DEVICE float choose_for(const void* logits, bool logits_bf16, int token, int exp
                         int& own_id) {
     float values[kValues];
     load(logits, logits_bf16, token, experts, values);
-    softmax(values);
     return choose(values, experts, topk, renormalize, own_id);
 }
 

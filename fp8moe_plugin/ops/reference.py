@@ -88,8 +88,8 @@ def choose_experts(
     logits: torch.Tensor, topk: int, renormalize: bool, padding: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.choose_experts` of arguments that have been checked."""
-    scores, order = logits.float().softmax(-1).sort(descending=True, stable=True)
-    weights, ids = scores[:, :topk].contiguous(), order[:, :topk].int()
+    order = logits.float().sort(descending=True, stable=True).indices[:, :topk]
+    weights, ids = logits.float().softmax(-1).gather(1, order), order.int()
     if renormalize:
         weights /= weights.sum(-1, keepdim=True)
     if padding is not None:

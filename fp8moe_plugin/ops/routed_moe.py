@@ -34,8 +34,9 @@ def choose_experts(
         renormalize: divide the weights of a token by their sum.
         padding: bool `[T]`, the tokens that get id -1 and weight 0; or None.
     Returns:
-        float32 weights, the softmax of the logits, and int32 ids, both `[T, topk]`: the best first, of equal ones that
-        with the lower id.
+        float32 weights, the softmax of the logits, and int32 ids, both `[T, topk]`: the largest logit first, of equal
+        ones that with the lower id. Experts are ranked by their logits, not by the float32 softmax as in vLLM's kernel:
+        the two orders differ only where different logits have equal softmax, by rounding or because both are 0.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device, too many experts, a wrong topk.
         UnsupportedError: Triton kernels serve this GPU.

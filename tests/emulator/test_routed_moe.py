@@ -1,6 +1,7 @@
 """The choice of experts on the emulator, and small batches that start before it has ended."""
 
 import ctypes
+import functools
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import SHARED_BYTES, Device
 from tests.emulator.layers import MOST_ERROR, run_routed_layers
+from tests.ops.test_routed_moe import NEAR_TIES
 
 CPU = torch.device("cpu")
 MULTIPROCESSORS = 24  # two or three clusters of the first GEMM
@@ -33,6 +35,18 @@ def test_it_chooses_as_the_reference(
     expected_weights, expected_ids = choose_experts(logits, topk, renormalize=renormalize)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_it_ranks_near_ties_as_the_reference(emulator: Device, renormalize: bool) -> None:
+    """Whatever the exponential of a library makes of them."""
+    logits = torch.tensor([*NEAR_TIES.values()])
+    wide = torch.randn(40, 128, generator=h.seeded(0, CPU)).mul(1e-7)
+    for given, topk in ((logits, 4), (wide, 8), (wide.bfloat16(), 8)):
+        choose = functools.partial(choose_experts, given, topk, renormalize=renormalize)
+        (weights, ids), (expected_weights, expected_ids) = emulator.execute(1, choose), choose()
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def test_padding_gets_no_expert(emulator: Device) -> None:

@@ -29,14 +29,32 @@ def test_it_chooses_the_best_experts(device, topk, experts, renormalize, dtype):
 
 
 def test_of_equal_experts_the_first_are_chosen(device):
-    """Also of those whose scores are equal, though their logits are not: vLLM's kernel compares the scores, too."""
     logits = torch.zeros(3, 64, device=device)
     logits[1, 40:50] = 1.0
-    logits[2] = torch.linspace(0, 1, 64)
-    logits[2, 7] = 200.0
+    logits[2, ::2] = -0.0
     weights, ids = choose_experts(logits, 4)
-    assert ids.tolist() == [[0, 1, 2, 3], [40, 41, 42, 43], [7, 0, 1, 2]]
-    assert weights.tolist() == [[0.25] * 4] * 2 + [[1.0, 0.0, 0.0, 0.0]]
+    assert ids.tolist() == [[0, 1, 2, 3], [40, 41, 42, 43], [0, 1, 2, 3]]
+    assert weights.tolist() == [[0.25] * 4] * 3
+
+
+# Logits whose softmax is equal, or which the exponential of another library may order otherwise.
+NEAR_TIES = {
+    "underflow": [0.0, -200.0, -150.0, -199.0, -160.0],
+    "subnormal": [5.0, -97.0, -96.5, -98.0, -96.75],
+    "rounding": [0.3125, 1e-10, 6e-8, -1.4, 3e-8],
+    "infinite": [-float("inf"), 1.0, -float("inf"), -float("inf"), 0.5],
+    "all -inf": [-float("inf")] * 5,
+    "inf": [1.0, float("inf"), 2.0, float("inf"), 0.5],
+    "nan": [1.0, -float("nan"), 2.0, float("nan"), 3.0],
+    "zeros": [-0.0, 0.0, -1e-45, 1e-45, -0.0],
+}
+
+
+@pytest.mark.parametrize("row", NEAR_TIES.values(), ids=NEAR_TIES)
+def test_experts_are_ranked_by_their_logits(device, row):
+    _, ids = choose_experts(torch.tensor([row], device=device), 4)
+    magnitude = [float("inf") if value != value else value for value in row]  # NaN is above all numbers
+    assert ids[0].tolist() == sorted(range(5), key=lambda e: -magnitude[e])[:4]
 
 
 @pytest.mark.parametrize("padded", [False, True])
