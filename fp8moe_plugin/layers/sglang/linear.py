@@ -105,20 +105,30 @@ def _loader(prefix: str, scale: str, inputs: int, widths: list[int], load: Metho
         shard = () if loaded_shard_id is None else (loaded_shard_id,)
         what += "".join(f" ({name})" for name in shard)
         check_tensor(what, param, loaded_weight)
-        # Keys and values, named "k" and "v", are as many as there are heads of them, which ranks may hold repeatedly.
-        rows = sum(widths) if not shard else widths[loaded_shard_id] if isinstance(loaded_shard_id, int) else None
-        _check_shape(what, param, loaded_weight, rows, inputs)
+        _check_shape(what, param, loaded_weight, _rows(layer, widths, loaded_shard_id), inputs)
         with shape_errors(prefix, loaded_weight):
             load(param, loaded_weight, *shard)
 
     return check_and_load
 
 
-def _check_shape(what: str, param: torch.Tensor, tensor: torch.Tensor, rows: int | None, inputs: int) -> None:
+def _rows(layer: Any, widths: list[int], shard: Any) -> int:
+    """Output channels of a tensor of the checkpoint: of all projections, of some, or of queries, keys or values."""
+    if hasattr(layer, "total_num_kv_heads"):
+        # The widths count a head once for each rank that holds it; the checkpoint has it once.
+        heads = layer.total_num_kv_heads
+        widths = [widths[0], heads * layer.head_size, heads * layer.v_head_size]
+    if shard is None:
+        return sum(widths)
+    shards = shard if isinstance(shard, tuple) else (shard,)
+    return sum(widths["qkv".index(each) if isinstance(each, str) else each] for each in shards)
+
+
+def _check_shape(what: str, param: torch.Tensor, tensor: torch.Tensor, rows: int, inputs: int) -> None:
     unit = 1 if param.dtype == FP8 else GROUP  # channels per element, in both dimensions
-    wanted = [tensor.shape[0] if rows is None else ceil_div(rows, unit), ceil_div(inputs, unit)]
+    wanted = [ceil_div(rows, unit), ceil_div(inputs, unit)]
     if list(tensor.shape) != wanted:
         raise CheckpointError(
-            f"{what} has shape {list(tensor.shape)}, but must have {wanted} for {inputs} input channels. Check that "
-            "config.json belongs to the weights."
+            f"{what} has shape {list(tensor.shape)}, but must have {wanted} for {rows} output and {inputs} input "
+            "channels. Check that config.json belongs to the weights."
         )

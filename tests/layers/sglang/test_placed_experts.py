@@ -14,9 +14,9 @@ from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.layers.sglang.moe import PARAMETERS
 from tests import helpers as h
 from tests.layers.experts import EXPERTS, HIDDEN, TOPK, make_checkpoint, make_unquantized
-from tests.layers.sglang.test_shares import Layer, called
+from tests.layers.sglang.layers import Layer, called
 
-pytestmark = pytest.mark.seam
+pytestmark = [pytest.mark.seam, pytest.mark.usefixtures("slicing")]
 
 SLOTS = (0, 1, 2, 0)  # the expert in each: the first has a copy
 

@@ -1,111 +1,31 @@
-"""How ranks share experts and MLPs of any size: in whole scale blocks, loaded by SGLang's loader; without an engine."""
+"""How ranks share experts of any size: in whole scale blocks, loaded by SGLang's loader; without an engine."""
 
-import itertools
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 
-from sglang.srt.distributed import utils
-from sglang.srt.layers import linear, parameter
-from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe_layer
-from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher import (
     DeepEPLLCombineInput,
     DeepEPLLDispatchOutput,
     DeepEPNormalCombineInput,
     DeepEPNormalDispatchOutput,
-    StandardDispatchOutput,
 )
-from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import DeepEPMode, MoeA2ABackend
 
-from fp8moe_plugin.checkpoint.quantization import SCALE
-from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers import kernels
 from fp8moe_plugin.layers.sglang import compat, moe
-from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
-from fp8moe_plugin.layers.sglang.moe import PARAMETERS, Fp8MoeMethod
+from fp8moe_plugin.layers.sglang.moe import PARAMETERS
 from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8
 from tests import helpers as h
 from tests.checkpoint.test_shapes import SHARES
-from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint, make_checkpoint
+from tests.layers.experts import EXPERTS, HIDDEN, TOPK, make_checkpoint
+from tests.layers.sglang.layers import Layer, assert_assembled, called
 
-pytestmark = pytest.mark.seam
-
-QUANT = SimpleNamespace(
-    ue8m0=False, online=False, scale=SCALE, weight_block_size=[GROUP, GROUP], get_name=lambda: "fp8moe"
-)
-KINDS = ("weight", "weight_scale_inv")
-
-
-@pytest.fixture(params=["as on a CPU", "as on a GPU"], autouse=True)
-def slicing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's loaders slice tensors in one way on a CPU and in another elsewhere."""
-    for module in (linear, parameter, fused_moe_layer):
-        monkeypatch.setattr(module, "_is_cpu", request.param == "as on a CPU")
-
-
-class Layer(fused_moe_layer.FusedMoE):
-    """A layer of experts on one rank, with the loaders of SGLang's."""
-
-    layer_id = 0
-    quant_config = QUANT
-    uses_expert_location = use_presharded_weights = use_triton_kernels = use_flashinfer_trtllm_moe = False
-    should_fuse_routed_scaling_factor_in_topk = _has_fused_shared = False
-    moe_ep_rank = _expert_storage_rank = 0
-    num_local_experts = _num_local_routed = _num_global_routed = num_experts = EXPERTS
-
-    def __init__(self, intermediate: int, ranks: int, rank: int, experts: int = EXPERTS) -> None:
-        torch.nn.Module.__init__(self)
-        self.moe_tp_size, self.moe_tp_rank = ranks, rank
-        self.moe_runner_config = MoeRunnerConfig(routed_scaling_factor=2.5)
-        self.quant_method = Fp8MoeMethod(QUANT, "L", "warmup")
-        self.quant_method.create_weights(
-            layer=self,
-            num_experts=experts,
-            hidden_size=HIDDEN,
-            intermediate_size_per_partition=intermediate // ranks,
-            params_dtype=torch.bfloat16,
-            weight_loader=self.weight_loader,
-            with_bias=False,
-            moe_intermediate_size=intermediate,
-        )
-        self.quant_method.create_moe_runner(self, self.moe_runner_config)
-
-    def load(self, checkpoint: Checkpoint) -> "Layer":
-        for name, tensors in checkpoint.items():
-            shard, _, kind = name.partition("_")
-            param = getattr(self, f"{'w2' if shard == 'w2' else 'w13'}_{kind}")
-            for i, tensor in enumerate(tensors):
-                if tensor is not None:
-                    param.weight_loader(param, tensor, f"L.{kind}", shard_id=shard, expert_id=i)
-        return self
-
-    def finish(self) -> None:
-        self.quant_method.process_weights_after_loading(self)
-
-    def parts(self) -> dict[str, torch.Tensor]:
-        """Like a checkpoint, of this rank's channels."""
-        found = {}
-        for kind in KINDS:
-            found[f"w1_{kind}"], found[f"w3_{kind}"] = getattr(self, f"w13_{kind}").data.chunk(2, 1)
-            found[f"w2_{kind}"] = getattr(self, f"w2_{kind}").data
-        return found
-
-
-def assert_assembled(parts: list[dict[str, torch.Tensor]], checkpoint: dict[str, torch.Tensor], dims: int) -> None:
-    """The ranks' parts are the checkpoint's bit by bit, and zeros after it."""
-    for name, whole in checkpoint.items():
-        dim = dims - 1 if name.startswith("w2") else dims - 2
-        assembled, size = torch.cat([part[name] for part in parts], dim), whole.shape[dim]
-        assert torch.equal(assembled.narrow(dim, 0, size).float(), whole.float())
-        assert not assembled.narrow(dim, size, assembled.shape[dim] - size).float().any()
+pytestmark = [pytest.mark.seam, pytest.mark.usefixtures("slicing")]
 
 
 @pytest.mark.parametrize(("intermediate", "ranks", "channels"), [*SHARES, (512, 2, 256)])
@@ -142,11 +62,6 @@ def test_a_tensor_of_another_size_or_dtype_is_refused(name, ranks):
     halves = [tensor.half() for tensor in make_checkpoint(1536)[name]]
     with pytest.raises(CheckpointError, match=r"has dtype torch\.float16"):
         layer.load({name: halves})
-
-
-def called(layer: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    topk = StandardTopKOutput(weights, ids, torch.empty(0))
-    return layer.quant_method.apply(layer, StandardDispatchOutput(x, None, topk)).hidden_states
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 9])
@@ -248,72 +163,3 @@ def test_deepep_is_asked_for_the_rows_of_each_mode(monkeypatch, plugin_log, mode
         f"fp8moe serves the experts: backend reference, layout {layout}, 0 kernels loaded in 0.00 s (none needed)"
         for layout in layouts
     ]
-
-
-class Quantized(SimpleNamespace):
-    """A checkpoint's configuration, for layers outside of a model."""
-
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Fp8MoeLinearMethod:
-        return Fp8MoeLinearMethod(QUANT, prefix, "warmup")
-
-
-@pytest.fixture
-def make_mlp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Makes the `gate_up_proj` and `down_proj` of an MLP on one rank of several."""
-
-    def make(intermediate: int, ranks: int, rank: int) -> tuple[torch.nn.Module, torch.nn.Module]:
-        of_rank = {"tp_rank": rank, "tp_size": ranks}
-        if hasattr(utils, "get_group_rank_size"):  # SGLang 0.5.22
-            of_rank = {}
-            for module in (utils, linear):
-                monkeypatch.setattr(module, "get_group_rank_size", lambda group: (rank, ranks))
-            monkeypatch.setattr(linear, "_resolve_linear_group", lambda group: SimpleNamespace(world_size=ranks))
-        options = {"quant_config": Quantized(), "bias": False, "params_dtype": torch.bfloat16, **of_rank}
-        gate_up = linear.MergedColumnParallelLinear(HIDDEN, [intermediate] * 2, prefix="mlp.gate_up_proj", **options)
-        return gate_up, linear.RowParallelLinear(intermediate, HIDDEN, prefix="mlp.down_proj", **options)
-
-    return make
-
-
-def load_mlp(mlp: tuple[torch.nn.Module, torch.nn.Module], checkpoint: Checkpoint) -> None:
-    """Expert 0 of a checkpoint, as the MLP."""
-    gate_up, down = mlp
-    for name, tensors in checkpoint.items():
-        shard, _, kind = name.partition("_")
-        param = getattr(down if shard == "w2" else gate_up, kind)
-        if tensors[0] is not None:
-            param.weight_loader(param, tensors[0], *{"w1": [0], "w3": [1], "w2": []}[shard])
-
-
-@pytest.mark.parametrize(("intermediate", "ranks", "channels"), [*SHARES, (512, 2, 256)])
-def test_the_ranks_of_an_mlp_hold_the_checkpoint_bit_by_bit_and_zeros_after_it(make_mlp, intermediate, ranks, channels):
-    checkpoint, parts = make_checkpoint(intermediate), []
-    for rank in range(ranks):
-        gate_up, down = mlp = make_mlp(intermediate, ranks, rank)
-        for _ in range(2):  # the second time it is updated
-            load_mlp(mlp, checkpoint)
-            for half in mlp:
-                half.quant_method.process_weights_after_loading(half)
-        assert gate_up.weight.shape == (2 * channels, HIDDEN)
-        parts.append({f"w2_{kind}": getattr(down, kind).data for kind in KINDS})
-        for kind in KINDS:
-            parts[-1][f"w1_{kind}"], parts[-1][f"w3_{kind}"] = getattr(gate_up, kind).data.chunk(2)
-    assert_assembled(parts, {name: tensors[0] for name, tensors in checkpoint.items()}, 2)
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_a_tensor_of_an_mlp_of_another_size_is_refused(make_mlp, ranks):
-    for name, intermediate in itertools.product(make_checkpoint(256), (256, 1024)):
-        with pytest.raises(CheckpointError, match=r"mlp\.(gate_up|down)_proj.* has shape .*Check that config"):
-            load_mlp(make_mlp(512, ranks, ranks - 1), {name: make_checkpoint(intermediate)[name]})
-
-
-@pytest.mark.parametrize("name", list(make_checkpoint(256)))
-def test_a_missing_tensor_of_an_mlp_is_noticed(make_mlp, name):
-    checkpoint = make_checkpoint(256)
-    checkpoint[name][0] = None
-    gate_up, down = mlp = make_mlp(256, 1, 0)
-    load_mlp(mlp, checkpoint)
-    half, kind = down if name.startswith("w2") else gate_up, name.partition("_")[2]
-    with pytest.raises(CheckpointError, match=rf"mlp\..*\.{kind}: a tensor is missing"):
-        half.quant_method.process_weights_after_loading(half)

@@ -1,0 +1,114 @@
+"""How ranks share dense layers: in whole scale blocks, loaded by SGLang's loaders; without an engine."""
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
+
+from sglang.srt.distributed import utils
+from sglang.srt.layers import linear
+
+from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.errors import CheckpointError
+from tests.checkpoint.test_shapes import SHARES
+from tests.layers.experts import HIDDEN, Checkpoint, make_checkpoint
+from tests.layers.sglang.layers import KINDS, Quantized, assert_assembled
+
+pytestmark = [pytest.mark.seam, pytest.mark.usefixtures("slicing")]
+
+
+@pytest.fixture
+def on_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], dict[str, Any]]:
+    """The options of a linear layer on one rank of several."""
+
+    def options(rank: int, ranks: int) -> dict[str, Any]:
+        of_rank = {"tp_rank": rank, "tp_size": ranks}
+        if hasattr(utils, "get_group_rank_size"):  # SGLang 0.5.22
+            of_rank = {}
+            for module in (utils, linear):
+                monkeypatch.setattr(module, "get_group_rank_size", lambda group: (rank, ranks))
+            monkeypatch.setattr(linear, "_resolve_linear_group", lambda group: SimpleNamespace(world_size=ranks))
+        return {"quant_config": Quantized(), "bias": False, "params_dtype": torch.bfloat16, **of_rank}
+
+    return options
+
+
+@pytest.fixture
+def make_mlp(on_rank: Callable[[int, int], dict[str, Any]]) -> Callable[..., Any]:
+    """Makes the `gate_up_proj` and `down_proj` of an MLP on one rank of several."""
+
+    def make(intermediate: int, ranks: int, rank: int) -> tuple[torch.nn.Module, torch.nn.Module]:
+        options = on_rank(rank, ranks)
+        gate_up = linear.MergedColumnParallelLinear(HIDDEN, [intermediate] * 2, prefix="mlp.gate_up_proj", **options)
+        return gate_up, linear.RowParallelLinear(intermediate, HIDDEN, prefix="mlp.down_proj", **options)
+
+    return make
+
+
+def load_mlp(mlp: tuple[torch.nn.Module, torch.nn.Module], checkpoint: Checkpoint) -> None:
+    """Expert 0 of a checkpoint, as the MLP."""
+    gate_up, down = mlp
+    for name, tensors in checkpoint.items():
+        shard, _, kind = name.partition("_")
+        param = getattr(down if shard == "w2" else gate_up, kind)
+        if tensors[0] is not None:
+            param.weight_loader(param, tensors[0], *{"w1": [0], "w3": [1], "w2": []}[shard])
+
+
+@pytest.mark.parametrize(("intermediate", "ranks", "channels"), [*SHARES, (512, 2, 256)])
+def test_the_ranks_of_an_mlp_hold_the_checkpoint_bit_by_bit_and_zeros_after_it(make_mlp, intermediate, ranks, channels):
+    checkpoint, parts = make_checkpoint(intermediate), []
+    for rank in range(ranks):
+        gate_up, down = mlp = make_mlp(intermediate, ranks, rank)
+        for _ in range(2):  # the second time it is updated
+            load_mlp(mlp, checkpoint)
+            for half in mlp:
+                half.quant_method.process_weights_after_loading(half)
+        assert gate_up.weight.shape == (2 * channels, HIDDEN)
+        parts.append({f"w2_{kind}": getattr(down, kind).data for kind in KINDS})
+        for kind in KINDS:
+            parts[-1][f"w1_{kind}"], parts[-1][f"w3_{kind}"] = getattr(gate_up, kind).data.chunk(2)
+    assert_assembled(parts, {name: tensors[0] for name, tensors in checkpoint.items()}, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_tensor_of_an_mlp_of_another_size_is_refused(make_mlp, ranks):
+    for name, intermediate in itertools.product(make_checkpoint(256), (256, 1024)):
+        with pytest.raises(CheckpointError, match=r"mlp\.(gate_up|down)_proj.* has shape .*Check that config"):
+            load_mlp(make_mlp(512, ranks, ranks - 1), {name: make_checkpoint(intermediate)[name]})
+
+
+@pytest.mark.parametrize("name", list(make_checkpoint(256)))
+def test_a_missing_tensor_of_an_mlp_is_noticed(make_mlp, name):
+    checkpoint = make_checkpoint(256)
+    checkpoint[name][0] = None
+    gate_up, down = mlp = make_mlp(256, 1, 0)
+    load_mlp(mlp, checkpoint)
+    half, kind = down if name.startswith("w2") else gate_up, name.partition("_")[2]
+    with pytest.raises(CheckpointError, match=rf"mlp\..*\.{kind}: a tensor is missing"):
+        half.quant_method.process_weights_after_loading(half)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("shard", ["q", "k", "v"])
+def test_only_queries_keys_and_values_of_all_heads_are_loaded(on_rank, kv_heads, shard):
+    """On more ranks than heads of keys, several ranks hold a head."""
+    heads = 4 if shard == "q" else kv_heads
+    for rank, ranks in ((0, 1), (1, 2), (3, 4)):
+        options = on_rank(rank, ranks)
+        layer = linear.QKVParallelLinear(HIDDEN, GROUP, 4, kv_heads, prefix="qkv_proj", **options)
+        tensors = make_checkpoint(heads * GROUP)
+        for kind in KINDS:
+            param = getattr(layer, kind)
+            param.weight_loader(param, tensors[f"w1_{kind}"][0], shard)
+            for others in {heads // 2, heads * 2, heads * 2 + 1} - {0}:
+                wrong = make_checkpoint(others * GROUP)[f"w1_{kind}"][0]
+                with pytest.raises(
+                    CheckpointError, match=rf"qkv_proj.{kind} \({shard}\) has shape .*Check that config"
+                ):
+                    param.weight_loader(param, wrong, shard)
