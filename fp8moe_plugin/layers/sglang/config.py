@@ -89,9 +89,35 @@ class Fp8MoeConfig(Traits, Fp8Config):
             if self.online and not linear:
                 announce_unquantized(re.sub(r"\d+", "N", prefix), "SGLang")
             return UnquantizedLinearMethod() if linear else None  # SGLang then takes its own for experts
+        if not linear:
+            added = get_server_args().ep_num_redundant_experts + layer.num_fused_shared_experts
+            check_listed_experts(prefix, self.ignored_layers, layer.num_experts - added)
         if is_layer_skipped(prefix, self.ignored_layers, fused_mapping=self.packed_modules_mapping):
             return super().get_quant_method(layer, prefix)
         return (Fp8MoeLinearMethod if linear else Fp8MoeMethod)(self, prefix, warmup_command())
+
+
+def check_listed_experts(prefix: str, names: list[str], experts: int) -> None:
+    """Raise `UnsupportedError` if a checkpoint keeps only a part of a layer's experts unquantized.
+
+    SGLang takes one listed expert for all of them.
+
+    Args:
+        prefix: the full name of the layer of experts.
+        names: of the layers that the checkpoint keeps unquantized.
+        experts: how many the checkpoint has in this layer.
+    """
+    own = re.compile(rf"{re.escape(prefix)}\.(\d+)(?:\.(\w+))?", re.ASCII)
+    listed: dict[int, set[str | None]] = {}
+    for match in filter(None, map(own.fullmatch, names)):
+        listed.setdefault(int(match[1]), set()).add(match[2])
+    whole = [expert for expert, projections in listed.items() if None in projections or len(projections) == 3]
+    if listed and len(whole) < experts:
+        raise UnsupportedError(
+            f"The checkpoint keeps {len(listed)} of the {experts} experts of {prefix} unquantized, or some of their "
+            "projections, but the engine computes all of them in one format. Correct quantization_config in its "
+            "config.json so that all of them are unquantized, or none."
+        )
 
 
 def warmup_command() -> str:

@@ -13,6 +13,7 @@ pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 
 from sglang.srt.layers import quantization
 from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe_layer
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.utils import DeepEPMode, MoeA2ABackend, MoeRunnerBackend
 from sglang.srt.layers.quantization.fp8 import Fp8Config
@@ -133,6 +134,36 @@ def test_a_layer_of_which_a_pattern_ignores_a_part_is_refused(options, layer):
     config = Entry.from_config(QUANTIZATION | {"ignore": ["re:.*q_proj$", "re:.*q_a_proj$"]})
     with pytest.raises(UnsupportedError, match=f"keeps only a part of model.layers.0.self_attn.{layer} unquantized"):
         config.get_quant_method(ReplicatedLinear(128, 128), f"model.layers.0.self_attn.{layer}")
+
+
+LISTED = {
+    "all": [f"experts.{i}.{part}_proj" for i in range(3) for part in ("gate", "up", "down")],
+    "whole": [f"experts.{i}" for i in range(3)],
+    "layer": ["experts"],
+    "others": ["shared_experts.down_proj", "gate"],
+    "one": [f"experts.1.{part}_proj" for part in ("gate", "up", "down")],
+    "two": ["experts.0", "experts.2"],
+    "down": [f"experts.{i}.down_proj" for i in range(3)],
+}
+
+
+@pytest.mark.parametrize("listed", LISTED)
+def test_experts_are_unquantized_all_together_or_refused(options, monkeypatch, listed):
+    """SGLang takes one listed expert for all."""
+    layer = fused_moe_layer.FusedMoE.__new__(fused_moe_layer.FusedMoE)
+    # One has a copy, and a shared expert is one more of them.
+    vars(layer).update(num_experts=5, num_fused_shared_experts=1, use_triton_kernels=False)
+    options.ep_num_redundant_experts = 1
+    layer.use_flashinfer_trtllm_moe = layer.use_deep_gemm = False
+    monkeypatch.setattr(Fp8Config, "get_quant_method", lambda config, layer, prefix: "unquantized")
+    names = [f"model.layers.1.mlp.{name}" for name in LISTED[listed]]
+    config = Entry.from_config(CHECKPOINT | {"modules_to_not_convert": [*names, "model.layers.11.mlp.experts.1"]})
+    if listed in ("one", "two", "down"):
+        with pytest.raises(UnsupportedError, match=r"of the 3 experts of model.layers.1.mlp.experts unquantized"):
+            config.get_quant_method(layer, "model.layers.1.mlp.experts")
+    else:
+        method = config.get_quant_method(layer, "model.layers.1.mlp.experts")
+        assert (method == "unquantized") is (listed != "others")
 
 
 def test_a_checkpoint_without_quantization_config_is_quantized_as_it_loads(options):
