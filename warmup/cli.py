@@ -4,7 +4,6 @@ import contextlib
 import errno
 import hashlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from warmup.report import BundleReport, Report, State
 from warmup.terminal import fit
 
 GOOD = (State.PRESENT, State.COMPILED)
+RESUMED = ("compile", "bundle", "convert")
 DISK_ADVICE = "Check the disk."
 ACCESS_ADVICE = "Check the permissions of the file and its folder."
 FILES_ADVICE = "Raise the limit of open files (ulimit -n)."
@@ -61,13 +61,13 @@ def run(arguments: list[str] | None) -> int:
 def _failure_reported(report: Report) -> Iterator[None]:
     """Print an error or interrupt in the block instead of passing it on, and put the first one into the report."""
     try:
-        with interrupts.raised(signal.SIGINT):
+        with interrupts.raised(*interrupts.ENDING):
             yield
         return
     except Fp8MoeError as error:
         message = str(error)
     except KeyboardInterrupt:
-        message = interrupts.MESSAGE
+        message = " ".join((interrupts.MESSAGE, *_what_is_kept(report)))
     except OSError as error:
         place = f": {as_text(error.filename)}" if error.filename else ""
         message = f"{error.strerror or error}{place}. {ADVICE.get(error.errno or 0, OTHER_ADVICE)}"
@@ -77,6 +77,14 @@ def _failure_reported(report: Report) -> Iterator[None]:
             message = f"{report.command} needs PyTorch, which is not installed. Run it where the engine is installed."
     report.error = report.error or message
     _print_error(message)
+
+
+def _what_is_kept(report: Report) -> Iterator[str]:
+    """What remains of a command that was interrupted."""
+    if report.command in RESUMED:
+        yield "Finished work is kept; run the command again to continue."
+    elif report.compare:
+        yield "The table has what was measured until then; run again, it measures everything anew."
 
 
 def _print_error(message: str) -> None:
@@ -169,7 +177,7 @@ def _summary(report: Report) -> str:
 
 
 def explain(options: Options, report: Report) -> bool:
-    with interrupts.held_back(signal.SIGINT):  # numpy, while it is imported, turns an interrupt into an ImportError
+    with interrupts.held_back(*interrupts.ENDING):  # while numpy is imported, it turns them into an ImportError
         from warmup import choose
         from warmup import explain as explanation
 

@@ -144,10 +144,10 @@ def run(comparison: Comparison, progress: Callable[[str], None]) -> None:
             processes = {name: _process(comparison, name, room.share(needs[name]), logs) for name in group}
             measure(Engines(processes, TIMEOUT_S, say), comparison.cells, result, readings)
     finally:
+        if not any(engine.log for engine in result.engines):
+            shutil.rmtree(logs)
         compare_readings(result, readings)
         result.verdict = verdict(result)
-    if not any(engine.error for engine in result.engines):
-        shutil.rmtree(logs)
 
 
 def _fit_at_once(room: Room, needs: dict[str, int], progress: Callable[[str], None]) -> bool:

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals with which a user or the system ends a command
 RETRY_S = 0.001
-MESSAGE = "Interrupted. Finished work is kept; run the command again to continue."
+MESSAGE = "Interrupted."
 
 
 def exit_at_once() -> None:

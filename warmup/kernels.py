@@ -29,7 +29,6 @@ from warmup.report import KernelReport, State
 from warmup.terminal import fit
 
 Plan = dict[KernelKey, str]  # the kernels to compile, each with the reason
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals with which a user or the system ends a command
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 PATIENCE_S = 180  # 60 times the time of the slowest kernel, and longer than any wait for another process's lock
 Outcome = dict[str, Any]  # fields of a KernelReport
@@ -74,7 +73,7 @@ def compile_missing(plan: Plan) -> list[KernelReport]:
     cache.require_usable()
     progress = tqdm(total=len(missing), unit="kernel", desc="compiling", disable=None)
     with _pool(len(missing)) as pool, progress as bar:
-        with interrupts.held_back(*ENDING):  # a process interrupted during its start would print a traceback
+        with interrupts.held_back(*interrupts.ENDING):  # a process interrupted during its start would print a traceback
             futures = {_submit(pool, key): key for key in missing}
         for done, future in enumerate(_as_completed(futures), start=1):
             key = futures[future]
@@ -102,15 +101,14 @@ def _pool(tasks: int) -> Iterator[ProcessPoolExecutor]:
     They are spawned, because NVRTC does not survive a fork. Killing them is safe: cache entries are written atomically.
     """
     pool = _new_pool(tasks)
-    with interrupts.raised(*ENDING):
-        try:
-            yield pool
-        except BaseException:
-            for process in active_children():
-                process.kill()
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
+    try:
+        yield pool
+    except BaseException:
+        for process in active_children():
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _new_pool(tasks: int) -> ProcessPoolExecutor:

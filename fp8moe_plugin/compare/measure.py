@@ -52,7 +52,7 @@ def measure(engines: Engines, cells: Cells, result: CompareResult, readings: dic
         engines.kill()
         for name, found in engines.found.items():
             results[name].ready_s, results[name].error = found.get("ready_s"), found.get("error")
-            if results[name].error:
+            if name not in engines.names:  # it failed; an interrupt alone is no reason to keep its output
                 results[name].log = str(logs[name])
 
 

@@ -49,7 +49,7 @@ class EngineResult(Part):
     first_token_ms: Timing | None = None
     tokens_per_s: dict[int, Timing] = {}  # by the number of sequences that are decoded
     error: str | None = None
-    log: str | None = None  # its output, kept if there is an error
+    log: str | None = None  # its output, kept if it failed
 
 
 class CompareResult(Part):
@@ -109,8 +109,9 @@ def table(result: CompareResult) -> str:
     rows = [("", [engine.name for engine in result.engines])]
     rows += [(label, cells) for label, cells in _figures(result) if any(cell != NONE for cell in cells)]
     lines = [label.ljust(LABEL) + "".join(cell.rjust(WIDTH) for cell in cells) for label, cells in rows]
-    failures = [f"{e.name} failed: {e.error} (its output: {e.log})" for e in result.engines if e.error]
-    return "\n".join([*_about(result), "", *lines, "", *failures, *_unknown_text(result), result.verdict])
+    failed = [f"{e.name} failed: {e.error} (its output: {e.log})" for e in result.engines if e.log]
+    failed += [f"{e.name}: {e.error}" for e in result.engines if e.error and not e.log]
+    return "\n".join([*_about(result), "", *lines, "", *failed, *_unknown_text(result), result.verdict])
 
 
 def _unknown_text(result: CompareResult) -> list[str]:

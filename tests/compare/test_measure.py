@@ -57,17 +57,24 @@ class Process:
         self.killed = True
 
 
+def empty_result() -> CompareResult:
+    return CompareResult(
+        date="", gpu="", vllm="", model="", twin=None, parallel="", text="", text_sha256="", window_tokens=3,
+        listed_tokens=4, prompt_tokens=1024, engines=[EngineResult(name=name) for name in NAMES],
+    )  # fmt: skip
+
+
 def measured(
-    failing: dict[str, tuple[str, int]] | None = None, text: dict[str, int] | None = None, cells: Cells = CELLS
+    failing: dict[str, tuple[str, int]] | None = None,
+    text: dict[str, int] | None = None,
+    cells: Cells = CELLS,
+    result: CompareResult | None = None,
 ) -> tuple[dict[str, EngineResult], dict[str, Reading], list[tuple[str, str]], list[str]]:
     """The result of each engine, what they read, the calls, and the lines of progress."""
     calls: list[tuple[str, str]] = []
     lines: list[str] = []
     processes: Any = {n: Process(n, calls, (failing or {}).get(n), (text or {}).get(n, 0)) for n in NAMES}
-    result = CompareResult(
-        date="", gpu="", vllm="", model="", twin=None, parallel="", text="", text_sha256="", window_tokens=3,
-        listed_tokens=4, prompt_tokens=1024, engines=[EngineResult(name=name) for name in NAMES],
-    )  # fmt: skip
+    result = result or empty_result()
     readings: dict[str, Reading] = {}
     measure(Engines(processes, 7, lines.append), cells, result, readings)
     assert all(process.killed for process in processes.values())
@@ -120,6 +127,25 @@ def test_an_engine_that_fails_keeps_what_it_has_done_and_the_others_go_on(what: 
         assert not results[name].error
         assert len(results[name].tokens_per_s[8].rounds_ms) == 3
         assert name in readings
+
+
+def test_an_interrupt_is_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outputs of engines that failed are kept, those of interrupted ones are not."""
+
+    def interrupted(engines: Engines) -> None:
+        with engines.errors("bf16"):
+            raise EngineError("no memory")
+        engines.found["fp8"]["error"] = "interrupted after 5 s, before it was ready"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engines, "start", interrupted)
+    result = empty_result()
+    with pytest.raises(KeyboardInterrupt):
+        measured(result=result)
+    assert {engine.name: engine.log for engine in result.engines if engine.error} == {
+        "fp8": None,
+        "bf16": "/logs/bf16.log",
+    }
 
 
 def test_a_twin_that_reads_other_tokens_is_not_compared() -> None:

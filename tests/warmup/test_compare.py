@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,14 +220,14 @@ def test_the_report_has_an_engines_error_and_the_others_figures(
 
     def failing(engines: Engines, cells: Cells, result: CompareResult, readings: dict[str, Reading]) -> None:
         plain(engines, cells, result, readings)
-        result.engines[1].error = "no memory"
+        result.engines[1].error, result.engines[1].log = "no memory", "fp8.log"
 
     monkeypatch.setattr(compare, "measure", failing)
     status, printed, report = asked()
     ours, peer = report["compare"]["engines"]
     assert status == 1
     assert (ours["first_token_ms"]["value"], peer["error"]) == (2.0, "no memory")
-    assert "fp8 failed: no memory" in printed
+    assert "fp8 failed: no memory (its output: fp8.log)" in printed
 
 
 @pytest.mark.parametrize("failing", [False, True])
@@ -238,25 +239,37 @@ def test_outputs_of_engines_are_kept_if_one_fails(
 
     def measured(engines: Engines, cells: Cells, result: CompareResult, readings: dict[str, Reading]) -> None:
         plain(engines, cells, result, readings)
-        result.engines[0].error = "no memory" if failing else None
+        if failing:
+            result.engines[0].error, result.engines[0].log = "no memory", "fp8moe.log"
 
     monkeypatch.setattr(compare, "measure", measured)
     asked()
     assert bool(list(tmp_path.glob("fp8moe-compare-*"))) == failing
 
 
-def test_an_interrupt_keeps_what_was_measured(
-    asked: Asked, gpu: None, groups: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=str)
+def test_an_interrupt_keeps_figures_but_no_folder(
+    asked: Asked, gpu: None, groups: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
 ) -> None:
-    plain = compare.measure
+    monkeypatch.setattr(compare.tempfile, "tempdir", str(tmp_path))
+    plain, before = compare.measure, signal.getsignal(number)
 
     def interrupted(engines: Engines, cells: Cells, result: CompareResult, readings: dict[str, Reading]) -> None:
         plain(engines, cells, result, readings)
-        raise KeyboardInterrupt
+        result.engines[1].error = "interrupted after 5 s, before it was ready"
+        signal.raise_signal(number)
 
     monkeypatch.setattr(compare, "measure", interrupted)
-    status, printed, report = asked()
+    try:
+        signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
+        status, printed, report = asked()
+    finally:
+        signal.signal(number, before)
     assert status == 1
-    assert "Interrupted" in report["error"]
+    assert report["error"] == (
+        "Interrupted. The table has what was measured until then; run again, it measures everything anew."
+    )
+    assert "fp8: interrupted after 5 s, before it was ready\n" in printed
+    assert not list(tmp_path.glob("fp8moe-compare-*"))
     assert "first token of 1,024, ms" in printed
     assert report["compare"]["engines"][0]["first_token_ms"]["value"] == 2.0
