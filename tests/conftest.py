@@ -27,7 +27,6 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("full", hypothesis.settings.get_profile("ci"), max_examples=200, derandomize=False)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-INTERPRETED = "test_interpreted.py"
 LONGEST_FIRST = ("engine", "warmup", "emulator")  # folders
 
 
@@ -59,12 +58,9 @@ def engine_builds() -> list[importlib.metadata.Distribution]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The folders of the longest files come first, so that no worker is left with one of them in the end.
-
-    INTERPRETED comes last: Triton's interpreter changes Triton, which then compiles nothing more in its process.
-    """
+    """The folders of the longest files come first, so that no worker is left with one of them in the end."""
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: (item.path.name == INTERPRETED, rank.get(item.path.parent.name, len(rank))))
+    items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
 
 
 def vllm_builds() -> list[importlib.metadata.Distribution]:

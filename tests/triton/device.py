@@ -26,6 +26,8 @@ from fp8moe_plugin.plan.triton_signatures import TRITON_SCRATCH, TRITON_SIGNATUR
 from tests import helpers as h
 
 DTYPES = {"*bf16": torch.bfloat16, "*fp8e4nv": torch.float8_e4m3fn, "*fp32": torch.float32, "*i32": torch.int32}
+LIBRARY = tl, tl.standard, tl.core, tl.math
+PATCHED_TYPES = tl.core.tensor, tl.core.dtype, tl.core.condition, tl.core.tensor_descriptor_base
 FLOATS = {
     "bf16": (torch.bfloat16, torch.int16),
     "fp8e4nv": (torch.float8_e4m3fn, torch.uint8),
@@ -93,14 +95,27 @@ def _kernels() -> dict[str, InterpretedFunction]:
 @contextmanager
 def interpreting() -> Iterator[None]:
     """Triton's own library, which is written in Triton, belongs to the interpreter, too: as with TRITON_INTERPRET=1."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (tl, tl.standard, tl.core, tl.math):
+    with pytest.MonkeyPatch.context() as patch, _as_before(*LIBRARY, *PATCHED_TYPES):
+        for module in LIBRARY:
             for name, value in list(vars(module).items()):
                 if isinstance(value, JITFunction):
                     patch.setattr(module, name, _interpreted(value))
         patch.setattr(interpreter, "_convert_float", _convert_float)
         patch.setattr(interpreter.InterpreterBuilder, "create_fma", _create_fma)
         yield
+
+
+@contextmanager
+def _as_before(*owners: Any) -> Iterator[None]:
+    """Restore their attributes: the interpreter leaves what it patches for a function that another one calls."""
+    before = [(owner, dict(vars(owner))) for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, attributes in before:
+            for name, value in attributes.items():
+                if vars(owner).get(name) is not value:
+                    setattr(owner, name, value)
 
 
 def _convert_float(values: np.ndarray, from_type: tl.dtype, to_type: tl.dtype, mode: object) -> np.ndarray:

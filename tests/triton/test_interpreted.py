@@ -9,6 +9,7 @@ import torch
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.jit.compiler import compile_kernel
 from fp8moe_plugin.ops import backend
 from fp8moe_plugin.plan import triton_catalog
 from fp8moe_plugin.plan.triton_catalog import FEW_ROWS, MORE_ROWS
@@ -294,3 +295,10 @@ def test_silu_mul_quant_of_counted_rows(gen: torch.Generator, ue8m0: bool) -> No
         assert torch.equal(scales[g, :count], expected_scales[g, :count])
         assert torch.equal(codes(q)[g, :count], codes(expected_q)[g, :count])
         assert h.untouched(q[g, count:])
+
+
+def test_interpreting_leaves_the_compiler_as_it_was(gen: torch.Generator) -> None:
+    key = triton_catalog.quantize_key("sm_89", ue8m0=False)
+    before = compile_kernel(key).cubin
+    both(ops.per_token_group_quant_fp8, h.random_tokens(gen, 4, 256))
+    assert compile_kernel(key).cubin == before
