@@ -66,6 +66,11 @@ class Settings(BaseModel):
     print_configs: bool = Field(
         False, description="Print a line for each new shape of an op: the chosen kernels, their tiles and grids."
     )
+    router: bool = Field(
+        True,
+        description="Under vLLM, compute the logits of softmax routers (Qwen3-MoE) in short steps, and choose the "
+        "experts, with our kernels. `0`: vLLM's gate and router do both.",
+    )
 
 
 @functools.cache

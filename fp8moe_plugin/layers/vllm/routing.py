@@ -15,7 +15,7 @@ from fp8moe_plugin.ops import backend, torch_ops
 from fp8moe_plugin.ops.checks import in_place
 from fp8moe_plugin.plan.catalog import SM90
 from fp8moe_plugin.plan.constants import MAX_ROUTER_EXPERTS, MAX_ROUTER_TOPK
-from fp8moe_plugin.settings import batch_invariant
+from fp8moe_plugin.settings import batch_invariant, settings
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,9 @@ def stand_in(layer: Any, experts: StandardExperts) -> StandIn | None:
     if experts.moe_config.moe_parallel_config.pcp_size > 1:  # vLLM's padding mask is that of this rank's tokens
         return None
     if router.top_k > MAX_ROUTER_TOPK or batch_invariant():  # vLLM then has a method of its own for the gate
+        return None
+    if not settings().router:
+        log_once(logging.INFO, "experts are chosen by vLLM's router and gate (FP8MOE_ROUTER=0)")
         return None
     log_once(logging.INFO, "experts are chosen by our kernel")
     take_over_gate(layer, device.multiprocessors)

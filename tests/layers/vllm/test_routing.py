@@ -112,6 +112,16 @@ def test_vllms_router_chooses_if_results_may_not_depend_on_the_batch(monkeypatch
         assert chosen(monkeypatch) is None
 
 
+def test_vllms_router_and_gate_stay_if_ours_is_switched_off(monkeypatch, plugin_log, taken_over):
+    plugin_log.set_level("INFO")
+    with h.environment("FP8MOE_ROUTER", "0"):
+        assert chosen(monkeypatch) is None
+        assert chosen(monkeypatch) is None
+        assert chosen(monkeypatch, expert_map=torch.arange(2)) is None  # which ours would not serve anyway
+    assert not taken_over
+    assert plugin_log.messages == ["fp8moe: experts are chosen by vLLM's router and gate (FP8MOE_ROUTER=0)"]
+
+
 def test_vllms_router_chooses_if_vllm_reports_the_experts(monkeypatch):
     monkeypatch.setattr(compat, "returns_routed_experts", lambda: True)
     assert chosen(monkeypatch) is None
