@@ -73,8 +73,9 @@ static void add_attribute(Launch* launch, unsigned id, int x, int y, int z) {
     attribute->value[0] = x, attribute->value[1] = y, attribute->value[2] = z;
 }
 
+// Numbers are read as "i", which refuses what does not fit; "I" would take it modulo 2^32.
 static int read_launches(Sequence* self, PyObject* launches) {
-    self->num_launches = PyList_Size(launches);
+    self->num_launches = PyTuple_Size(launches);
     self->launches = PyMem_Calloc(self->num_launches + 1, sizeof(Launch));
     if (!self->launches) return PyErr_NoMemory(), -1;
     for (Py_ssize_t i = 0; i < self->num_launches; ++i) {
@@ -83,7 +84,7 @@ static int read_launches(Sequence* self, PyObject* launches) {
         unsigned long long function;
         int early, cluster;
         PyObject* offsets;
-        if (!PyArg_ParseTuple(PyList_GetItem(launches, i), "KIIIIpiO!", &function, &config->grid_x, &config->grid_y,
+        if (!PyArg_ParseTuple(PyTuple_GetItem(launches, i), "KiiiipiO!", &function, &config->grid_x, &config->grid_y,
                               &config->block_x, &config->shared_bytes, &early, &cluster, &PyTuple_Type, &offsets))
             return -1;
         launch->function = (void*)(uintptr_t)function;
@@ -96,24 +97,34 @@ static int read_launches(Sequence* self, PyObject* launches) {
 }
 
 static int read_patches(Sequence* self, PyObject* patches) {
-    self->num_patches = PyList_Size(patches);
+    self->num_patches = PyTuple_Size(patches);
     self->patches = PyMem_Calloc(self->num_patches + 1, sizeof(Patch));
     if (!self->patches) return PyErr_NoMemory(), -1;
     for (Py_ssize_t i = 0; i < self->num_patches; ++i) {
         Patch* patch = &self->patches[i];
         unsigned long long offset;
-        if (!PyArg_ParseTuple(PyList_GetItem(patches, i), "iiKp", &patch->at, &patch->slot, &offset, &patch->is_map))
+        if (!PyArg_ParseTuple(PyTuple_GetItem(patches, i), "iiKp", &patch->at, &patch->slot, &offset, &patch->is_map))
             return -1;
         patch->offset = offset;
         if (patch->slot < 0 || patch->slot >= kAddresses)
             return PyErr_SetString(PyExc_ValueError, "a slot has no address"), -1;
-        if (patch->at < 0 || patch->at + 8 > self->template_bytes)
+        if (patch->at < 0 || patch->at > self->template_bytes - 8)
             return PyErr_SetString(PyExc_ValueError, "a patch is outside the template"), -1;
-        if (patch->is_map && (patch->at % kMapAlignment || patch->at + 128 > self->template_bytes))
+        if (patch->is_map && (patch->at % kMapAlignment || patch->at > self->template_bytes - 128))
             return PyErr_SetString(PyExc_ValueError, "a tensor map is not aligned"), -1;
         if (patch->slot >= self->num_slots) self->num_slots = patch->slot + 1;
     }
     return 0;
+}
+
+// From copies of the lists, which Python code that converts a number cannot change.
+static int read_lists(Sequence* self, PyObject* launches, PyObject* patches) {
+    PyObject *all_launches = PyList_AsTuple(launches), *all_patches = PyList_AsTuple(patches);
+    int status = -1;
+    if (all_launches && all_patches && !read_launches(self, all_launches)) status = read_patches(self, all_patches);
+    Py_XDECREF(all_launches);
+    Py_XDECREF(all_patches);
+    return status;
 }
 
 // Sequence(template, launches, patches, cuLaunchKernelEx, cuTensorMapReplaceAddress), see jit/sequence.py.
@@ -136,7 +147,7 @@ static PyObject* sequence_new(PyTypeObject* type, PyObject* args, PyObject* keyw
     self->template_bytes = template_bytes;
     self->template = PyMem_Malloc(template_bytes + 1);
     if (!self->template) PyErr_NoMemory();
-    if (!self->template || read_launches(self, launches) || read_patches(self, patches)) {
+    if (!self->template || read_lists(self, launches, patches)) {
         Py_DECREF(self);
         return NULL;
     }

@@ -130,6 +130,7 @@ def test_threads_share_a_sequence(make):
         ([PreparedLaunch(1, 1, 1, 1, 0, False, 1, (0,) * 65)], []),
         ([], [Patch(190, 0, 0, False)]),
         ([], [Patch(-8, 0, 0, False)]),
+        ([], [Patch(2**31 - 1, 0, 0, False)]),
         ([], [Patch(0, 64, 0, False)]),
         ([], [Patch(8, 0, 0, True)]),
         ([], [Patch(128, 0, 0, True)]),
@@ -139,6 +140,28 @@ def test_what_would_write_elsewhere_is_refused(launches, patches):
     native = pytest.importorskip("fp8moe_plugin.jit._sequence", reason="built without a C compiler")
     with pytest.raises(ValueError):
         native.Sequence(TEMPLATE, launches, patches, 0, 0)
+
+
+@pytest.mark.parametrize("field", ["grid_x", "grid_y", "threads", "smem_bytes"])
+def test_a_number_that_does_not_fit_is_refused(field):
+    native = pytest.importorskip("fp8moe_plugin.jit._sequence", reason="built without a C compiler")
+    launch = PreparedLaunch(1, 1, 1, 1, 0, False, 1, ())._replace(**{field: 2**32 + 1})
+    with pytest.raises(OverflowError):
+        native.Sequence(TEMPLATE, [launch], [], 0, 0)
+
+
+def test_a_number_that_clears_the_list_does_no_harm():
+    native = pytest.importorskip("fp8moe_plugin.jit._sequence", reason="built without a C compiler")
+    launches = []
+
+    class Number:
+        def __index__(self) -> int:
+            launches.clear()
+            return 1
+
+    launches += [PreparedLaunch(1, 1, 1, 1, 0, False, Number(), ())] * 2
+    assert native.Sequence(TEMPLATE, launches, [], 0, 0)
+    assert not launches
 
 
 def test_a_template_that_is_too_long_is_refused():
