@@ -13,8 +13,9 @@ from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, Limits, opened,
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.settings import NAME
 
-# The largest published config.json names every unquantized layer, in 50 kB.
-LIMITS = Limits(size=4 << 20, containers=10_000, values=100_000)
+# Published files name every unquantized layer, in 50 kB, or describe each projection of each expert by an object, as
+# ModelOpt does: 22,000 of them in MiniMax-M3's.
+LIMITS = Limits(size=16 << 20, containers=180_000, values=400_000)
 MODELOPT = "hf_quant_config.json"  # older versions of NVIDIA's ModelOpt describe the quantization there
 MAX_LAYERS = 256  # bounds the time, because layers are processed one by one; Kimi-K3 has 93
 
@@ -131,18 +132,41 @@ def quantization_config(folder: Path, config: dict[str, Any]) -> Any:
     return config.get("compression_config") if found is None else found
 
 
-def read_config(folder: Path) -> Config:
-    """Read and validate a checkpoint's config.json, or the `text_config` in it if that describes the experts.
+def read_fields(folder: Path) -> dict[str, Any]:
+    """The fields of a checkpoint's config.json that describe its language model, and its `quantization_config`.
 
     Raises:
-        CheckpointError: the file is damaged, or a field is missing or out of range.
+        CheckpointError: the file is damaged.
         UnsupportedError: the model has no experts.
         OSError: the file is missing or cannot be opened.
     """
     config, what = load_config(folder), shown(str(folder / "config.json"))
     _check_constants(config, what)
-    found = config if _has_experts(config) else _text_config(config, what)
-    found = found | {"quantization_config": quantization_config(folder, config)}
+    found = language_model(config)
+    if found is None:
+        raise UnsupportedError(
+            f"{what} does not describe a mixture-of-experts model: it has no {', '.join(EXPERT_COUNTS[:-1])} or "
+            f"{EXPERT_COUNTS[-1]}. Serve it without --quantization {NAME}."
+        )
+    return found | {"quantization_config": quantization_config(folder, config)}
+
+
+def language_model(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The part of a config.json that describes the language model: all of it, or one below; None without experts."""
+    thinker = config.get("thinker_config")
+    below = [config.get("text_config"), thinker.get("text_config") if isinstance(thinker, dict) else None]
+    parts = [part for part in (config, *below) if isinstance(part, dict)]
+    found = next((part for part in parts if any(part.get(key) for key in EXPERT_COUNTS)), None)
+    architectures = config.get("architectures")
+    return found if found is None or architectures is None else found | {"architectures": architectures}
+
+
+def parse_config(found: dict[str, Any], what: str) -> Config:
+    """Validate the result of `read_fields`; `what` names the file in messages.
+
+    Raises:
+        CheckpointError: a field is missing or out of range.
+    """
     try:
         return Config.model_validate({key: value for key, value in found.items() if value is not None})
     except ValidationError as error:
@@ -163,18 +187,3 @@ def _check_constants(config: dict[str, Any], what: str) -> None:
             if key in FIELDS and isinstance(value, float) and not math.isfinite(value):
                 name = json.dumps(value)
                 raise CheckpointError(f"{what}: {key} is {name}, which is not a JSON number. {ADVICE}")
-
-
-def _has_experts(config: dict[str, Any]) -> bool:
-    return any(config.get(key) for key in EXPERT_COUNTS)
-
-
-def _text_config(config: dict[str, Any], what: str) -> dict[str, Any]:
-    text = config.get("text_config")
-    if not isinstance(text, dict) or not _has_experts(text):
-        raise UnsupportedError(
-            f"{what} does not describe a mixture-of-experts model: it has no {', '.join(EXPERT_COUNTS[:-1])} or "
-            f"{EXPERT_COUNTS[-1]}. Serve it without --quantization {NAME}."
-        )
-    architectures = config.get("architectures")
-    return text if architectures is None else text | {"architectures": architectures}

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fp8moe_plugin.checkpoint.config_json import Config, read_config
+from fp8moe_plugin.checkpoint.config_json import Config, parse_config, read_fields
 from fp8moe_plugin.checkpoint.headers import check_shards
 from fp8moe_plugin.checkpoint.quantization import SCALE, Unquantized, block_fp8, scale_name, unquantized_layers
+from fp8moe_plugin.checkpoint.refusals import check_experts
 from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Indexer, KvCache, Model, Split
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, shown
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
@@ -26,9 +27,7 @@ def read_model(folder: Path) -> Model:
     if "\0" in str(folder):
         raise CheckpointError(f"{shown(str(folder))} is not a valid folder name. Give the folder of a checkpoint.")
     try:
-        config = read_config(folder)
-        model, served = _model(config)
-        scale = scale_name(config.quantization_config) if config.quantization_config else SCALE
+        model, served, scale = _read(folder)
         check_shards(folder, model.experts, min(served), served if model.quantized else set(), scale)
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -39,15 +38,26 @@ def read_model(folder: Path) -> Model:
     return model
 
 
-def _model(config: Config) -> tuple[Model, set[int]]:
-    """The model, and the layers whose experts the plugin serves."""
-    quantization = config.quantization_config
-    if quantization is not None:
-        quantization = block_fp8(quantization)
-    _check_activation(config)
-    unquantized = Unquantized(unquantized_layers(quantization) if quantization else None)
+def _read(folder: Path) -> tuple[Model, set[int], str]:
+    """The model, the layers whose experts the plugin serves, and what the names of scales end with.
+
+    What is not supported is refused before the sizes are read: a model of another kind may have other names for them.
+    """
+    fields = read_fields(folder)
+    found = fields["quantization_config"]
+    quantization = block_fp8(found) if isinstance(found, dict) else None
+    names = unquantized_layers(quantization) if quantization else None
+    check_experts(fields, names or ())
+    config = parse_config(fields, shown(str(folder / "config.json")))
+    unquantized = Unquantized(names)
+    served = {layer for layer in moe_layers(config) if not unquantized.has(layer, "mlp.experts")}
+    if served:
+        check_experts(fields)
+    return _model(config, quantization, unquantized, served), served, scale_name(found) if found else SCALE
+
+
+def _model(config: Config, quantization: dict | None, unquantized: Unquantized, served: set[int]) -> Model:
     moe = moe_layers(config)
-    served = {layer for layer in moe if not unquantized.has(layer, "mlp.experts")}
     if not served:
         reason = "has no layer with experts" if not moe else "keeps all its experts unquantized"
         raise UnsupportedError(f"The checkpoint {reason}. Serve it without --quantization {NAME}.")
@@ -75,17 +85,7 @@ def _model(config: Config) -> tuple[Model, set[int]]:
         context=config.max_position_embeddings,
     )
     _check_sizes(model)
-    return model, served
-
-
-def _check_activation(config: Config) -> None:
-    for field in ("hidden_act", "hidden_activation"):
-        activation = getattr(config, field)
-        if activation != "silu":  # vLLM, too, accepts only this name
-            raise UnsupportedError(
-                f"The checkpoint's {field} is {shown(activation)}, but the kernels compute silu(gate) * up. "
-                f"Serve it without --quantization {NAME}."
-            )
+    return model
 
 
 def _check_sizes(model: Model) -> None:

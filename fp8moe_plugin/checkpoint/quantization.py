@@ -13,6 +13,8 @@ from fp8moe_plugin.settings import NAME
 WEIGHT_BLOCK = [GROUP, GROUP]
 E4M3 = ("e4m3", "float8_e4m3fn")
 SCALE = "weight_scale_inv"
+METHODS = ("fp8", "deepseek_v4_fp8")  # the second is what vLLM makes of the first for DeepSeek-V4
+QUANT_ALGOS = ("moe_quant_algo", "quant_algo")  # where ModelOpt names its formats
 
 # The layers that engines fuse, each with the projections that a checkpoint has instead.
 FUSED = {
@@ -75,7 +77,8 @@ def scale_name(config: dict[str, Any]) -> str:
 def check_quantization(config: dict[str, Any]) -> None:
     """Raise `UnsupportedError` unless this `quantization_config` describes dynamic block FP8 with 128x128 blocks."""
     method, block = config.get("quant_method"), config.get("weight_block_size")
-    if not isinstance(method, str) or method.lower() != "fp8":  # vLLM ignores the case, too
+    _check_modelopt(config)
+    if not isinstance(method, str) or method.lower() not in METHODS:  # vLLM ignores the case, too
         raise UnsupportedError(
             f"--quantization {NAME}: the checkpoint's quant_method is {shown(method)}, but only 'fp8' is supported, "
             f"and {compressed.METHOD!r} in block FP8. Remove --quantization to let the engine choose the method."
@@ -91,11 +94,25 @@ def check_quantization(config: dict[str, Any]) -> None:
             f"--quantization {NAME}: the checkpoint's weight_block_size is {shown(block)}, but the kernels need one "
             f"scale per {GROUP}x{GROUP} block. Use --quantization fp8 for this checkpoint."
         )
-    if config.get("store_dtype") is not None or config.get("fmt", "e4m3") not in E4M3:
+    if config.get("store_dtype") is not None or config.get("fmt") not in (None, *E4M3):
         stored = shown(config.get("store_dtype") or config.get("fmt")).strip("'")
         raise UnsupportedError(
             f"--quantization {NAME}: the checkpoint stores its weights as {stored}, but the kernels need e4m3. "
             "Remove --quantization to let the engine choose the method."
+        )
+
+
+def _check_modelopt(config: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` for a checkpoint of NVIDIA's ModelOpt, and for one with experts in its FP4."""
+    inner, method = config.get("quantization"), config.get("quant_method")
+    parts = [config, *([inner] if isinstance(inner, dict) else [])]
+    found = next((part[key] for key in QUANT_ALGOS for part in parts if part.get(key)), None)
+    named = method is None if found else isinstance(method, str) and method.lower().startswith("modelopt")
+    if named or (isinstance(found, str) and "FP4" in found.upper()):
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint was quantized by ModelOpt to {shown(found)} (quant_method "
+            f"{shown(method)}), but only block FP8 is supported. Remove --quantization to let the engine choose the "
+            "method."
         )
 
 

@@ -310,6 +310,13 @@ def test_unquantized_layers_are_those_of_vllm(kind):
         ({"quantization_config": {}}, "quant_method is None, but only 'fp8' is supported"),
         ({"quantization_config": V3["quantization_config"] | {"weight_block_size": [1, 128]}}, "weight_block_size is"),
         ({"quantization_config": V3["quantization_config"] | {"ignored_layers": "all"}}, "ignored_layers is 'all'"),
+        ({"quantization_config": {"quant_method": "modelopt"}}, "quantized by ModelOpt to None"),
+        ({"quantization_config": {"quantization": {"quant_algo": "FP8"}}}, "quantized by ModelOpt to 'FP8'"),
+        ({"quantization_config": V3["quantization_config"] | {"moe_quant_algo": "nvfp4"}}, "by ModelOpt to 'nvfp4'"),
+        ({"model_type": "deepseek_v4"}, r"experts are FP4 \(expert_dtype 'fp4'\)"),
+        ({"expert_dtype": "fp4"}, r"experts are FP4 \(expert_dtype 'fp4'\), but the kernels need block FP8"),
+        ({"swiglu_limit": 7}, "swiglu_limit is 7: its experts clamp SwiGLU"),
+        ({"swiglu_limits": [0, None, 7.0]}, r"swiglu_limits is \[0, None, 7.0\]: its experts clamp SwiGLU"),
     ],
 )
 def test_sound_checkpoints_that_are_not_served(tmp_path, change, message):
@@ -372,9 +379,9 @@ def test_fields_out_of_bounds(tmp_path, change, message):
         (json.dumps(V3).encode("utf-16"), "is not UTF-8 text"),
         (b"[" * 9000 + b"]" * 9000, "nests lists or objects too deeply"),
         (b'{"a":' * 9000 + b"1" + b"}" * 9000, "nests lists or objects too deeply"),
-        (b"[" * 10_001, "more than 10000 lists and objects"),
-        (b'{"a": [' + b"0," * 100_001, "more than 100000 values"),
-        (b" " * (4 << 20) + b"{}", "more than 4194304 bytes"),
+        (b"[" * 180_001, "more than 180000 lists and objects"),
+        (b'{"a": [' + b"0," * 400_001, "more than 400000 values"),
+        (b" " * (16 << 20) + b"{}", "more than 16777216 bytes"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -455,13 +462,23 @@ def write_shard(path: Path, entries: Any, data: int | None = None) -> None:
         file.truncate(8 + len(text) + data)
 
 
-@pytest.mark.parametrize("field", ["hidden_act", "hidden_activation"])
+def test_what_is_not_refused(tmp_path):
+    expected = read_model(describe(tmp_path, V3))
+    unclamped = {"swiglu_limit": 0, "swiglu_limits": [0, None], "expert_dtype": "fp8"}
+    quantization = V3["quantization_config"] | {"fmt": None, "quant_method": "deepseek_v4_fp8", "quant_algo": "FP8"}
+    layers = {f"model.layers.{i}": {"quant_algo": "FP8", "group_size": 1} for i in range(80_000)}
+    quantization |= {"quantized_layers": layers}
+    assert read_model(describe(tmp_path, V3, quantization_config=quantization, **unclamped)) == expected
+
+
+@pytest.mark.parametrize("field", ["hidden_act", "hidden_activation", "mlp_hidden_act"])
 def test_another_activation_than_silu(tmp_path, field):
     for config in (V3, without(V3, "hidden_act")):
         wanted = rf"{field} is 'gelu', but the kernels compute silu\(gate\) \* up\. Serve it without --quantization"
         with pytest.raises(UnsupportedError, match=wanted):
             read_model(describe(tmp_path, config, **{field: "gelu"}))
-    assert f"{field} is 5: Input should be a valid string" in refusal(describe(tmp_path, V3, **{field: 5}))
+    if field != "mlp_hidden_act":
+        assert f"{field} is 5: Input should be a valid string" in refusal(describe(tmp_path, V3, **{field: 5}))
 
 
 @pytest.mark.parametrize("field", ["hidden_act", "hidden_activation"])

@@ -10,7 +10,9 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import current_platform
 
+from fp8moe_plugin.checkpoint.config_json import language_model
 from fp8moe_plugin.checkpoint.quantization import SCALE, WEIGHT_BLOCK, block_fp8, scale_name, unquantized_layers
+from fp8moe_plugin.checkpoint.refusals import check_experts
 from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.checkpoint.untrusted import shell_word
 from fp8moe_plugin.jit.lookup import WARMUP
@@ -71,6 +73,16 @@ class Fp8MoeConfig(Traits, Fp8Config):
         """
         check_platform()
         return cls(None, ue8m0=False, online=True)
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, *_: Any, **__: Any) -> None:
+        """vLLM calls this with the model's config, before it makes a layer.
+
+        Raises:
+            UnsupportedError: the kernels do not compute the model's experts.
+        """
+        fields = language_model(hf_config.to_dict()) if hf_config is not None else None
+        if fields:
+            check_experts(fields, self.ignored_layers)
 
     def _watch_worker(self) -> None:
         """Let the model's state know its worker, once: it exists by the time the first layer is made.

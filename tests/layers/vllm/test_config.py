@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+from transformers import PretrainedConfig
 from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
@@ -87,6 +88,17 @@ def test_the_config_survives_pickling():
 def test_other_checkpoints_are_refused(change, message):
     with pytest.raises(UnsupportedError, match=message):
         Entry.from_config(CHECKPOINT | change)
+
+
+def test_experts_that_the_kernels_do_not_compute_are_refused_before_a_layer_is_made():
+    experts, unquantized = {"num_experts": 8, "hidden_act": "gelu"}, {"ignored_layers": ["model.layers.0.mlp.experts"]}
+    with pytest.raises(UnsupportedError, match="hidden_act is 'gelu'"):
+        Entry.from_config(CHECKPOINT).maybe_update_config("name", hf_config=PretrainedConfig(**experts))
+    with pytest.raises(UnsupportedError, match="hidden_act is 'gelu'"):
+        Entry().maybe_update_config("name", PretrainedConfig(**experts), None)
+    Entry.from_config(CHECKPOINT).maybe_update_config("name", hf_config=PretrainedConfig(hidden_act="gelu"))
+    Entry.from_config(CHECKPOINT | unquantized).maybe_update_config("name", hf_config=PretrainedConfig(**experts))
+    Entry.from_config(CHECKPOINT).maybe_update_config("name")
 
 
 def test_a_checkpoint_without_quantization_config_is_quantized_as_it_loads():

@@ -1,0 +1,41 @@
+"""Which experts the kernels do not compute, by a model's config: decided here for the warm-up and for the engines."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fp8moe_plugin.checkpoint.untrusted import shown
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.settings import NAME
+
+ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+CLAMPS = ("swiglu_limit", "swiglu_limits")  # one number, or one for each layer
+FP4_BY_DEFAULT = ("deepseek_v4", "deepseek_v41")  # model types
+
+
+def check_experts(fields: Mapping[str, Any], unquantized: Sequence[str] = ()) -> None:
+    """Raise `UnsupportedError` if a model's experts are not `silu(gate) * up` in 8 bits or more.
+
+    Args:
+        fields: the part of config.json that describes the language model, or what an engine made of it.
+        unquantized: the checkpoint's list of unquantized layers. If it names experts, nothing is refused: other kernels
+            may compute them.
+    """
+    if any("experts" in name.replace("shared_experts", "") for name in unquantized):
+        return
+    for field in ACTIVATIONS:
+        activation = fields.get(field)
+        if isinstance(activation, str) and activation != "silu":  # vLLM, too, accepts only this name
+            raise _refusal(f"{field} is {shown(activation)}, but the kernels compute silu(gate) * up")
+    dtype = fields.get("expert_dtype") or ("fp4" if fields.get("model_type") in FP4_BY_DEFAULT else None)
+    if dtype in ("fp4", "mxfp4", "nvfp4"):
+        raise _refusal(f"experts are FP4 (expert_dtype {shown(dtype)}), but the kernels need block FP8")
+    for field in CLAMPS:
+        limits = fields.get(field)
+        if any(limit not in (None, 0) for limit in (limits if isinstance(limits, list) else [limits])):
+            raise _refusal(
+                f"{field} is {shown(limits)}: its experts clamp SwiGLU, but the kernels compute it unclamped"
+            )
+
+
+def _refusal(why: str) -> UnsupportedError:
+    return UnsupportedError(f"The checkpoint's {why}. Serve it without --quantization {NAME}.")
