@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import UnsupportedError
@@ -17,6 +18,7 @@ logger = logging.getLogger(NAME)
 PREFIX = "FP8MOE_"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 LISTED_NAMES = 10  # unknown variables named in the warning about them
+UNEXPANDED = re.compile(r"\$[A-Za-z_{(]")  # as in $HOME, ${HOME}, $(HOME)
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 
 
@@ -71,6 +73,14 @@ class Settings(BaseModel):
         description="Under vLLM, compute the logits of softmax routers (Qwen3-MoE) in short steps, and choose the "
         "experts, with our kernels. `0`: vLLM's gate and router do both.",
     )
+
+    @field_validator("bundle", "cache_dir")
+    @classmethod
+    def _has_no_variables(cls, path: Path | None) -> Path | None:
+        """systemd, Docker and YAML files pass `$HOME/x` on as it is, which would be a folder named `$HOME`."""
+        if path and UNEXPANDED.search(str(path)):
+            raise PydanticCustomError("variable", "Variables in a path are not expanded: write the path out, or use ~")
+        return path
 
 
 @functools.cache

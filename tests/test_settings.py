@@ -1,5 +1,6 @@
 """The table in docs/settings.md matches settings.py; invalid values and unknown names are reported."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ def test_a_value_that_is_not_allowed_is_refused(name: str, value: str, allowed: 
     refused = pytest.raises(UnsupportedError, match=f"{name} is '{value}'. Input should be {allowed}. Change or unset")
     with h.environment(name, value), refused:
         settings()
+
+
+@pytest.mark.parametrize("field", ["cache_dir", "bundle"])
+@pytest.mark.parametrize("path", ["$HOME/x", "${HOME}/x", "/data/$(USER)"])
+def test_a_path_with_a_variable_is_refused(field: str, path: str) -> None:
+    name = f"FP8MOE_{field.upper()}"
+    refusal = f"{name} is '{path}'. Variables in a path are not expanded: write the path out, or use ~. Change or unset"
+    with h.environment(name, path), pytest.raises(UnsupportedError, match=re.escape(refusal)):
+        settings()
+    with h.environment(name, "~/a$/$1"):
+        assert getattr(settings(), field) == Path("~/a$/$1")
 
 
 def test_a_misspelt_variable_costs_one_warning(plugin_log: pytest.LogCaptureFixture) -> None:
