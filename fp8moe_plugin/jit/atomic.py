@@ -7,13 +7,16 @@ import secrets
 import stat
 from pathlib import Path
 
+OWNER = stat.S_IRUSR | stat.S_IWUSR
 
-def write_whole(folder: int, name: str, content: bytes, mode: int) -> None:
+
+def write_whole(folder: int, name: str, content: bytes, mode: int, least: int = OWNER) -> None:
     """Create or replace a file by an atomic rename. If that fails, no temporary file remains.
 
     Args:
         folder: a descriptor of the folder.
-        mode: permissions; the umask applies, but the owner can always read and write the file.
+        mode: permissions, to which the umask applies.
+        least: permissions that the file has whatever the umask.
     Raises:
         OSError: the file cannot be written.
     """
@@ -22,7 +25,7 @@ def write_whole(folder: int, name: str, content: bytes, mode: int) -> None:
     handle = os.open(staging, flags, mode, dir_fd=folder)
     try:
         with os.fdopen(handle, "wb") as file:
-            allow_owner(handle, stat.S_IRUSR | stat.S_IWUSR)
+            allow(handle, least)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -33,11 +36,11 @@ def write_whole(folder: int, name: str, content: bytes, mode: int) -> None:
         raise
 
 
-def write_file(path: Path, content: bytes, mode: int) -> None:
+def write_file(path: Path, content: bytes, mode: int, least: int = OWNER) -> None:
     """Call `write_whole` for a path, whose folder need not be readable. Raises `OSError`."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        write_whole(folder, path.name, content, mode)
+        write_whole(folder, path.name, content, mode, least)
     finally:
         os.close(folder)
 
@@ -60,11 +63,11 @@ def make_folder(path: Path, mode: int) -> None:
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
         return
-    allow_owner(path, stat.S_IRWXU)
+    allow(path, stat.S_IRWXU)
 
 
-def allow_owner(made: int | Path, permissions: int) -> None:
-    """Restore the owner's permissions on a new file or folder if the umask removed them. Raises `OSError`."""
+def allow(made: int | Path, permissions: int) -> None:
+    """Restore permissions on a new file or folder if the umask removed them. Raises `OSError`."""
     mode = stat.S_IMODE(os.stat(made).st_mode)  # noqa: PTH116  (Path.stat does not take a descriptor)
     if permissions & ~mode:
         os.chmod(made, mode | permissions)  # noqa: PTH101

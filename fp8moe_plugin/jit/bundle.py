@@ -136,7 +136,7 @@ def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> bytes:
     content = _archive(kernels)
     try:
         _require_replaceable(path)
-        write_file(path, content, 0o644)
+        write_file(path, content, 0o644, least=0o644)  # the user who serves may be another one
     except OSError as error:
         raise CacheError(
             f"{shown_text(path)} cannot be written: {error.strerror}. "
