@@ -155,9 +155,8 @@ def verify(options: Options, report: Report) -> bool:
         print(fit(f"{kernel.state} {kernel.kernel}: {as_text(kernel.detail or '')}", indent=2))
     print(_summary(report))
     if bad:
-        model = f" --model {shell_word(options.model)} {options.parallel}" if options.model else ""
-        command = lookup.WARMUP + model + lookup.gpu_option(options.kernels)
-        print(f"Run `{lookup.warmup_command(command, bundle)}`{_made_for(bundle, options.kernels)}.")
+        command, serve = kernels.remedy(options, bundle)
+        print(f"Run `{command}`{serve}{_made_for(bundle, options.kernels)}.")
     return not bad
 
 

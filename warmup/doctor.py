@@ -20,7 +20,7 @@ from warmup import diagnosis, engines, kernels
 from warmup.diagnosis import Diagnosis, Driver, KernelBundle, KernelCache
 from warmup.model import read_checkpoint
 from warmup.options import Options
-from warmup.report import Finding, Report, State, installed
+from warmup.report import Finding, KernelReport, Report, State, installed
 from warmup.terminal import fit
 
 CHECKED_FOLDERS = ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "HOME")
@@ -32,7 +32,7 @@ def findings(options: Options, report: Report) -> list[Finding]:
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     found = [Finding(subject="versions", found=versions), *_look("settings", lambda: _settings(facts))]
     if facts.settings is None:  # all other checks need the settings
-        return found
+        return [*found, _verdict(found, report)]
     looks: dict[str, Callable[[Diagnosis], Iterator[Finding]]] = {
         "engines": _engines,
         "compiler": lambda facts: _compiler(facts, options.kernels),
@@ -45,10 +45,10 @@ def findings(options: Options, report: Report) -> list[Finding]:
         found += _look(subject, lambda look=look: look(facts))  # type: ignore[misc]
     plan: kernels.Plan = {}
     found += _look("model", lambda: _model(options, report, plan))
-    found += _look("kernels", lambda: _kernels(report, plan or kernels.plan_of(None, options.kernels)))
-    if report.kernels and all(kernel.state == State.PRESENT for kernel in report.kernels):
-        return [_not_needed(finding) if finding.subject in ("compiler", "cache") else finding for finding in found]
-    return found
+    found += _look("kernels", lambda: _kernels(options, report, plan or kernels.plan_of(None, options.kernels)))
+    if report.kernels and not _missing(report):
+        found = [_not_needed(finding) if finding.subject in ("compiler", "cache") else finding for finding in found]
+    return [*found, _verdict(found, report)]
 
 
 def _look(subject: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
@@ -64,6 +64,27 @@ def _not_needed(finding: Finding) -> Finding:
     return Finding(subject=finding.subject, found=f"not needed, because all kernels are available; {finding.found}")
 
 
+def _missing(report: Report) -> list[KernelReport]:
+    return [kernel for kernel in report.kernels if kernel.state != State.PRESENT]
+
+
+def _verdict(found: list[Finding], report: Report) -> Finding:
+    """What the findings mean for serving, in one line."""
+    assert report.diagnosis
+    wrong = list(dict.fromkeys(finding.subject for finding in found if finding.ok is False))
+    if wrong:
+        return Finding(subject="verdict", found=f"not ready: correct what is WRONG: {', '.join(wrong)}", ok=False)
+    needed = {"engine": report.diagnosis.engines, "GPU": report.diagnosis.gpus}
+    lacking = [name for name, there in needed.items() if not there]
+    if lacking:
+        said = f"ready to compile kernels, but not to serve with them here: no {', no '.join(lacking)}"
+    else:
+        missing = len(_missing(report)) if report.model else 0
+        said = "ready to serve" + (f", after compiling {missing} kernels at startup" if missing else "")
+    unchecked = "" if report.model else "; no checkpoint was checked, as there is no --model"
+    return Finding(subject="verdict", found=said + unchecked, ok=None if lacking else True)
+
+
 def text(found: list[Finding]) -> str:
     marks = {True: "ok", False: "WRONG", None: ""}
     lines = (f"{marks[finding.ok]:5s}  {finding.subject}: {finding.found}" for finding in found)
@@ -73,12 +94,19 @@ def text(found: list[Finding]) -> str:
 def _settings(facts: Diagnosis) -> Iterator[Finding]:
     facts.unknown_variables = unknown_variables()
     facts.settings = chosen = settings()
-    given = [f"{variable(field)}={shown_text(getattr(chosen, field))}" for field in Settings.model_fields]
-    folders = [f"{name}={shown_text(facts.variables.get(name))}" for name in CHECKED_FOLDERS]
+    given = [f"{variable(field)}={_shown_value(getattr(chosen, field))}" for field in Settings.model_fields]
+    folders = [f"{name}={_shown_value(facts.variables.get(name))}" for name in CHECKED_FOLDERS]
     yield Finding(subject="settings", found=", ".join([*given, *folders]), ok=True)
     if facts.unknown_variables:
         names = ", ".join(map(shown_text, facts.unknown_variables))
         yield Finding(subject="unknown variables", found=f"{names}: they are ignored. Correct or unset them")
+
+
+def _shown_value(value: object) -> str:
+    """A setting as in the environment."""
+    if value is None:
+        return "(unset)"
+    return str(int(value)) if isinstance(value, bool) else shown_text(value)
 
 
 def _engines(facts: Diagnosis) -> Iterator[Finding]:
@@ -89,12 +117,13 @@ def _engines(facts: Diagnosis) -> Iterator[Finding]:
 def _compiler(facts: Diagnosis, target: str) -> Iterator[Finding]:
     facts.compiler = compiler_version(target)
     release, bindings = None if is_triton(target) else nvrtc_release()[0], installed("cuda-bindings") or ""
-    if release is None or bindings.startswith(f"{release}."):
+    cuda = bindings.partition(".")[0]
+    if release is None or not cuda.isdecimal() or release <= int(cuda):  # drivers accept kernels of older CUDAs
         yield Finding(subject="compiler", found=facts.compiler, ok=True)
         return
-    # cuda-bindings takes the newest NVRTC that is installed, of whatever CUDA.
-    found = f"{facts.compiler}, while cuda-bindings {bindings} is for another CUDA: drivers older than CUDA {release} "
-    found += f"refuse its kernels. If yours is, uninstall the package that brings NVRTC {release} (nvidia-cuda-nvrtc*)"
+    # cuda-bindings loads the newest NVRTC that is installed, of any CUDA.
+    found = f"{facts.compiler}, while cuda-bindings {bindings} is for CUDA {cuda}: drivers for CUDA {cuda} refuse its "
+    found += f"kernels. If yours is one, uninstall the package that brings NVRTC {release} (nvidia-cuda-nvrtc)"
     yield Finding(subject="compiler", found=found)
 
 
@@ -122,7 +151,8 @@ def _cache(facts: Diagnosis) -> Iterator[Finding]:
         _describe_cache(found, folder, status)
     except FileNotFoundError:
         found.exists = False
-        yield _no_cache(folder)
+        refusal = cache.why_not_creatable(folder)
+        yield Finding(subject="cache", found=refusal or f"{shown}, does not exist yet", ok=False if refusal else None)
         return
     except OSError as error:
         found.refusal = error.strerror
@@ -132,7 +162,7 @@ def _cache(facts: Diagnosis) -> Iterator[Finding]:
     if found.refusal:
         content += f"; not used: {found.refusal}. {cache.ADVICE}"
     else:
-        content += _read_only(folder) + _other_compilers()
+        content += ("" if os.access(folder, os.W_OK) else ", read-only") + _other_compilers()
     yield Finding(subject="cache", found=content, ok=not found.refusal)
 
 
@@ -148,24 +178,11 @@ def _describe_cache(found: KernelCache, folder: Path, status: os.stat_result) ->
         found.compilers = toolchain.cache_compilers(folder)
 
 
-def _read_only(folder: Path) -> str:
-    return "" if os.access(folder, os.W_OK) else "; it cannot be written, so kernels that it lacks do not compile"
-
-
 def _other_compilers() -> str:
     others = toolchain.other_compilers()
     if not others:
         return ""
     return f"; those of other compilers are not used ({toolchain.listed(others)}), as this one is {nvrtc_version()}"
-
-
-def _no_cache(folder: Path) -> Finding:
-    """The finding for a cache folder that does not exist: whether it can be created."""
-    existing = next(parent for parent in folder.parents if parent.exists() or parent.is_symlink())
-    if os.access(existing, os.W_OK | os.X_OK) and existing.is_dir():
-        return Finding(subject="cache", found=f"{shown_text(folder)}, does not exist yet")
-    why = f"does not exist, and cannot be created in {shown_text(existing)}. {cache.ADVICE}"
-    return Finding(subject="cache", found=f"{shown_text(folder)}, {why}", ok=False)
 
 
 def _bundle(facts: Diagnosis) -> Iterator[Finding]:
@@ -212,22 +229,28 @@ def _model(options: Options, report: Report, plan: kernels.Plan) -> Iterator[Fin
     yield Finding(subject="model", found="; ".join([good, *report.warnings]), ok=True)
 
 
-def _kernels(report: Report, plan: kernels.Plan) -> Iterator[Finding]:
+def _kernels(options: Options, report: Report, plan: kernels.Plan) -> Iterator[Finding]:
     report.kernels = kernels.look_up(plan)
-    missing = [kernel for kernel in report.kernels if kernel.state != State.PRESENT]
+    missing = _missing(report)
     if not missing:
         yield Finding(subject="kernels", found=f"all {len(report.kernels)} are available", ok=True)
         return
-    first = missing[0]
-    found = (
-        f"{len(report.kernels) - len(missing)} of {len(report.kernels)} are available; first missing: {first.kernel}: "
-    )
-    found += f"{first.detail}{_others(first.entry)}"
+    first, there = missing[0], len(report.kernels) - len(missing)
+    found = f"{there} of {len(report.kernels)} are available; first missing: {first.kernel}: "
+    found += (first.detail or "").rstrip(".") + _others(first.entry)
     forbidden = report.model is not None and settings().jit == "forbid"
-    found += (
-        "; FP8MOE_JIT=forbid refuses to start" if forbidden else "; missing kernels are compiled at startup if needed"
+    if forbidden:
+        found += "; FP8MOE_JIT=forbid refuses to start"
+    elif cache.why_not_usable():
+        found += "; missing kernels are compiled at every start, because the cache cannot keep them"
+    else:
+        found += "; missing kernels are compiled at startup if needed"
+    command, serve = kernels.remedy(options, bundle_path())
+    yield Finding(
+        subject="kernels",
+        found=f"{found}. To compile them in advance, run `{command}`{serve}",
+        ok=False if forbidden else None,
     )
-    yield Finding(subject="kernels", found=found, ok=False if forbidden else None)
 
 
 def _others(entry: str) -> str:

@@ -18,13 +18,14 @@ from typing import Any
 from tqdm import tqdm
 
 from fp8moe_plugin.checkpoint.shapes import Model
-from fp8moe_plugin.checkpoint.untrusted import shown_text
+from fp8moe_plugin.checkpoint.untrusted import shell_word, shown_text
 from fp8moe_plugin.errors import CacheError, CompileError, UnsupportedError
 from fp8moe_plugin.jit import bundle, cache, lookup
 from fp8moe_plugin.jit.compiler import compiler_version, entry_name
 from fp8moe_plugin.plan import KernelKey, all_kernels, model_kernels
 from fp8moe_plugin.plan.catalog import SM90
 from warmup import interrupts
+from warmup.options import Options
 from warmup.report import KernelReport, State
 from warmup.terminal import fit
 
@@ -47,6 +48,12 @@ def look_up(plan: Plan) -> list[KernelReport]:
         return found.cubin, lookup.place(found.origin).strip()
 
     return [_report(key, why, find) for key, why in plan.items()]
+
+
+def remedy(options: Options, archive: Path | None) -> lookup.Remedy:
+    """How to make the kernels of a command line available, in a bundle if one is in use."""
+    model = f" --model {shell_word(options.model)} {options.parallel}" if options.model else ""
+    return lookup.remedy(lookup.WARMUP + model + lookup.gpu_option(options.kernels), archive)
 
 
 def look_into(archive: Path, plan: Plan) -> list[KernelReport]:

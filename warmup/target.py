@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8moe_plugin.checkpoint.shapes import Parallel
+from fp8moe_plugin.jit import lookup
 
 GIB = 1 << 30
-BUNDLE = Path("fp8moe-kernels.tar")
+BUNDLE = Path(lookup.BUNDLE)
 MAX_TOKENS = 8192  # of a step: the engines' default for a server on Hopper GPUs
 MAX_COUNT = 1 << 20
 NODE = 8  # GPUs that NVLink connects

@@ -28,7 +28,10 @@ from fp8moe_plugin.plan.catalog import SM90
 from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")
-ADVICE = "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700."
+ADVICE = (
+    "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700, or serve from a bundle (FP8MOE_BUNDLE) where a "
+    "volume sets other modes (fsGroup)."
+)
 DANGLING_LINK = "it is a dangling symbolic link"
 CHECKSUM_BYTES = hashlib.sha256().digest_size
 MAX_BYTES = 1 << 24  # per entry; kernels are smaller than 100 KB
@@ -115,13 +118,36 @@ def _culprit(path: Path, name: str, error: OSError) -> str:
 
 def require_usable() -> None:
     """Raise `CacheError` unless the folder exists or can be created, and can be read and written."""
-    path = cache_dir()
+    _check_usable(cache_dir(), make=True)
+
+
+def _check_usable(path: Path, make: bool) -> None:
     try:
-        with _opened(path, make=True):
+        with _opened(path, make):
             if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise CacheError(f"{shown_text(path)} cannot be written: {error.strerror}. {ADVICE}") from error
+
+
+def why_not_usable() -> str | None:
+    """Why kernels cannot be added to the cache, None if they can; creates nothing."""
+    try:
+        path = cache_dir()
+        if not os.path.lexists(path):
+            return why_not_creatable(path)
+        _check_usable(path, make=False)
+    except CacheError as error:
+        return str(error)
+    return None
+
+
+def why_not_creatable(path: Path) -> str | None:
+    """Why a folder that does not exist cannot be created; None if it can."""
+    existing = next(parent for parent in path.parents if os.path.lexists(parent))
+    if os.access(existing, os.W_OK | os.X_OK) and existing.is_dir():
+        return None
+    return f"{shown_text(path)} does not exist, and cannot be created in {shown_text(existing)}. {ADVICE}"
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import re
 from importlib import metadata, resources
 from typing import NamedTuple
 
-from fp8moe_plugin.checkpoint.untrusted import shown
+from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.errors import CompileError
 from fp8moe_plugin.jit.triton_compiler import compile_triton, sources, triton_version
 from fp8moe_plugin.plan import KernelKey
@@ -101,12 +101,15 @@ def nvrtc_release() -> tuple[int, int]:
         _load_nvrtc_of_cuda_12()
         status, major, minor = nvrtc.nvrtcVersion()
     except (RuntimeError, OSError) as error:  # cuda-bindings loads libnvrtc with the first call
+        reason = shown_text(str(error).partition("\n")[0])  # further lines list what is in its folders
         raise CompileError(
-            f"NVRTC cannot be loaded ({shown(str(error))}). Install the package {nvrtc_package()} for this Python. "
+            f"NVRTC cannot be loaded ({reason}). Install the package {nvrtc_package()} for this Python. "
             "Only serving from a bundle, FP8MOE_BUNDLE, works without it."
         ) from error
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise CompileError(f"NVRTC does not report its version ({status!r}). Reinstall the package {nvrtc_package()}.")
+        raise CompileError(
+            f"NVRTC does not report its version ({status.name}). Reinstall the package {nvrtc_package()}."
+        )
     if (major, minor) < OLDEST_NVRTC:
         oldest = ".".join(map(str, OLDEST_NVRTC))
         raise CompileError(

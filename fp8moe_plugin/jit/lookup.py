@@ -1,5 +1,6 @@
 """Finding the cubin of a kernel: in the bundle, in the cache, or by compiling it."""
 
+import contextlib
 import logging
 import os
 import time
@@ -21,6 +22,8 @@ from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")
 WARMUP = "fp8moe-warmup"  # without further options, it compiles every kernel
+BUNDLE = "fp8moe-kernels.tar"
+OTHER_CACHE = "FP8MOE_CACHE_DIR=$(mktemp -d)"  # of mode 0700
 
 compile_times: list[float] = []  # seconds for each kernel that this process has compiled
 
@@ -66,14 +69,17 @@ def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
         own = compiler_version(key.target)
         made_by = f"the cache has kernels that other compilers made ({listed(others)}); this one is {own}"
         why = f"{why}; {made_by}"
-    jit, command = settings().jit, warmup_command(warmup + gpu_option(key.target), bundle_path())
+    jit, (command, serve) = settings().jit, remedy(warmup + gpu_option(key.target), bundle_path())
     if jit == "forbid":
         raise KernelNotPrecompiled(
-            f"The kernel {key} is not precompiled ({why}), and FP8MOE_JIT=forbid is set. Run `{command}` as this "
-            "user and with the same FP8MOE_* variables, or set FP8MOE_JIT=allow to compile kernels at startup."
+            f"The kernel {key} is not precompiled ({why}), and FP8MOE_JIT=forbid is set. Run `{command}`"
+            f"{serve or ' as this user and with the same FP8MOE_* variables'}, or set FP8MOE_JIT=allow to compile "
+            "kernels at startup."
         )
     if jit == "warn":
-        log_once(logging.WARNING, f"kernels are compiled at startup; to compile them in advance, run `{command}`")
+        log_once(
+            logging.WARNING, f"kernels are compiled at startup; to compile them in advance, run `{command}`{serve}"
+        )
     if others:
         log_once(logging.WARNING, f"{made_by}, so kernels are compiled again")
     made = compile_into_cache(key)
@@ -161,6 +167,29 @@ def gpu_option(target: str) -> str:
     return f" --gpu {target.replace('_', '')}" if is_triton(target) else ""
 
 
-def warmup_command(warmup: str, bundle: Path | None) -> str:
-    """The command `warmup`, changed to write this bundle if one is in use."""
-    return f"{warmup.replace(WARMUP, f'{WARMUP} bundle', 1)} --bundle {shell_word(str(bundle))}" if bundle else warmup
+class Remedy(NamedTuple):
+    command: str  # makes missing kernels available
+    serve: str  # what else serving needs then, to be appended to "Run `command`"
+
+
+def remedy(warmup: str, bundle: Path | None) -> Remedy:
+    """How to make missing kernels available: the command `warmup`, or if a bundle is in use, one that writes it.
+
+    Where the cache cannot be used, that needs another cache, and serving needs a bundle.
+    """
+    lacking, serve = cache.why_not_usable(), ""
+    if lacking and not bundle:
+        bundle = _new_bundle()
+        serve = f", and serve with FP8MOE_BUNDLE={shell_word(str(bundle))}"
+    if bundle:
+        warmup = f"{warmup.replace(WARMUP, f'{WARMUP} bundle', 1)} --bundle {shell_word(str(bundle))}"
+    return Remedy(f"{OTHER_CACHE} {warmup}" if lacking else warmup, serve)
+
+
+def _new_bundle() -> Path:
+    """Where a bundle can be written: in the folder that cannot be a cache, such as a volume's, or else here."""
+    with contextlib.suppress(CacheError):
+        folder = cache.cache_dir()
+        if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
+            return folder / BUNDLE
+    return Path(BUNDLE)

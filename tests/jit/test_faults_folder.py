@@ -197,7 +197,7 @@ def test_a_user_without_a_home_is_told_what_to_do(
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     set_variables(monkeypatch)
     served = server.serve_after(become_nobody)
-    warning = "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700."
+    warning = "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700, or serve from a bundle"
     assert_served(served, cubins, [Origin.COMPILER] * 2, warning)
 
 

@@ -4,15 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fp8moe_plugin.errors import KernelNotPrecompiled
-from fp8moe_plugin.jit import bundle
+from fp8moe_plugin.jit import bundle, compiler
 from fp8moe_plugin.jit import cache as kernel_cache
 from fp8moe_plugin.jit.compiler import compile_kernel, nvrtc_version
-from fp8moe_plugin.jit.lookup import find_or_compile, warmup_command
+from fp8moe_plugin.jit.lookup import find_or_compile, remedy
 from fp8moe_plugin.plan import KernelKey
 from tests.jit.conftest import set_variables
 from tests.jit.test_bundle import rewrite
@@ -20,7 +21,7 @@ from tests.jit.test_toolchain import CUBIN_OF_13
 from warmup import diagnosis, kernels
 from warmup import doctor as examination
 from warmup.__main__ import main
-from warmup.diagnosis import Diagnosis, Driver, Gpu
+from warmup.diagnosis import Diagnosis, Driver, Engine, Gpu
 from warmup.report import Report
 
 COMBINE = KernelKey("combine")
@@ -113,8 +114,8 @@ def test_an_error_of_a_serving_process_is_harmless(evil: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["b.tar", "a b'.tar", f"{ESCAPE}\\'é.tar", os.fsdecode(b"\xff\x1b.tar")])
-def test_a_shell_reads_the_path_of_a_bundle_back_from_the_command(tmp_path: Path, name: str) -> None:
-    command = warmup_command("fp8moe-warmup", tmp_path / name)
+def test_a_shell_reads_the_path_of_a_bundle_back_from_the_command(cache: Path, tmp_path: Path, name: str) -> None:
+    command, _ = remedy("fp8moe-warmup", tmp_path / name)
     assert_harmless(command)
     script = command.replace("fp8moe-warmup bundle --bundle", 'printf "%s"')
     assert subprocess.run(["bash", "-c", script], capture_output=True).stdout == os.fsencode(tmp_path / name)
@@ -131,8 +132,7 @@ def test_a_cache_that_leads_nowhere_is_wrong_and_an_odd_entry_is_not(
     status, printed = doctor(capsys)
     assert status == 1
     assert (
-        f"WRONG  cache: {cache}/cache, does not exist, and cannot be created in {cache}. Set FP8MOE_CACHE_DIR"
-        in printed
+        f"WRONG  cache: {cache}/cache does not exist, and cannot be created in {cache}. Set FP8MOE_CACHE_DIR" in printed
     )
     set_variables(monkeypatch, FP8MOE_CACHE_DIR=tmp_path / "odd")
     (tmp_path / "odd").mkdir(mode=0o700)
@@ -141,10 +141,14 @@ def test_a_cache_that_leads_nowhere_is_wrong_and_an_odd_entry_is_not(
     status, printed = doctor(capsys)
     assert status == 0
     assert f"ok     cache: {tmp_path}/odd, mode 0700, 2 kernels" in printed
-    assert "cannot be written" not in printed
+    assert "read-only" not in printed
+    assert "; missing kernels are compiled at startup if needed. To compile them in advance, run `fp8moe-" in printed
     access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
-    assert "2 kernels, 0.00 MB; it cannot be written, so kernels that it lacks do not compile" in doctor(capsys)[1]
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and access(path, mode))
+    printed = doctor(capsys)[1]
+    assert f"ok     cache: {tmp_path}/odd, mode 0700, 2 kernels, 0.00 MB, read-only\n" in printed
+    assert "; missing kernels are compiled at every start, because the cache cannot keep them. To comp" in printed
+    assert "run `FP8MOE_CACHE_DIR=$(mktemp -d) fp8moe-warmup bundle --bundle " in printed
 
 
 def test_doctor_says_what_launches_kernels(
@@ -235,4 +239,61 @@ def test_an_nvrtc_of_another_cuda_than_the_bindings_is_told(
     monkeypatch.setattr(examination, "installed", lambda package: "12.9.10")
     status, printed = doctor(capsys)
     assert status == 0
-    assert f"compiler: {nvrtc_version()}, while cuda-bindings 12.9.10 is for another CUDA: drivers older" in printed
+    told = f"compiler: {nvrtc_version()}, while cuda-bindings 12.9.10 is for CUDA 12: drivers for CUDA 12 refuse its"
+    assert told in printed
+    monkeypatch.setattr(examination, "nvrtc_release", lambda: (12, 9))
+    for version in ("12.9.10", "13.0.1"):  # drivers for CUDA 13 accept kernels of CUDA 12
+        monkeypatch.setattr(examination, "installed", lambda package, version=version: version)
+        assert f"ok     compiler: {nvrtc_version()}\n" in doctor(capsys)[1]
+
+
+@pytest.mark.parametrize(
+    ("engines", "gpus", "arguments", "verdict"),
+    [
+        (1, 1, [], "ok     verdict: ready to serve; no checkpoint was checked, as there is no --model"),
+        (1, 1, ["--model"], "ok     verdict: ready to serve, after compiling 1 kernels at startup"),
+        (1, 0, ["--model"], "       verdict: ready to compile kernels, but not to serve with them here: no GPU"),
+        (
+            0,
+            0,
+            ["--model"],
+            "       verdict: ready to compile kernels, but not to serve with them here: no engine, no GPU",
+        ),
+        (2, 1, ["--model"], "WRONG  verdict: not ready: correct what is WRONG: vLLM"),
+    ],
+)
+def test_the_last_line_is_a_verdict(
+    cache: Path,
+    checkpoint: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    engines: int,
+    gpus: int,
+    arguments: list[str],
+    verdict: str,
+) -> None:
+    gpu = Gpu(
+        ordinal=0, name="H200", compute_capability="9.0", memory_bytes=1, served=True, backend="sm90", refusal=None
+    )
+    engine = Engine(
+        name="vLLM", package="vllm", version="0.32.0", tested="", served=True, entry_point="x", excluded_by=None
+    )
+    found = [engine, engine.model_copy(update={"entry_point": None})][:engines]
+    monkeypatch.setattr(diagnosis, "driver_and_gpus", lambda: (Driver(version=None, cuda="13.0"), [gpu] * gpus))
+    monkeypatch.setattr(examination.engines, "installed_engines", lambda: iter(found))
+    model = [str(checkpoint("Qwen3-30B-A3B-FP8"))] * len(arguments)
+    assert main(["doctor", *arguments, *model]) == verdict.startswith("WRONG")
+    assert capsys.readouterr().out.splitlines()[-1] == verdict
+
+
+def test_a_missing_nvrtc_is_told_in_one_line(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise RuntimeError('Failure finding "libnvrtc.so.13"\n  listdir("lib"):\n    libnvrtc.alt.so.13')
+
+    monkeypatch.setattr(compiler, "_load_nvrtc_of_cuda_12", missing)
+    nvrtc_version.cache_clear()
+    status, printed = doctor(capsys)
+    assert status == 1
+    assert 'compiler: NVRTC cannot be loaded (Failure finding "libnvrtc.so.13"). Install the package' in printed

@@ -252,8 +252,36 @@ def test_a_cache_that_cannot_be_used_is_an_error_before_anything_is_compiled(
     assert main([]) == 1
     assert capsys.readouterr().err == (
         f"error: {cache} is not used: its mode 0770 lets other users write to it. "
-        "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700.\n"
+        "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700, or serve from a bundle (FP8MOE_BUNDLE) where a "
+        "volume sets other modes (fsGroup).\n"
     )
+
+
+@pytest.mark.parametrize(("mode", "writable"), [(0o2770, True), (0o777, True), (0o2770, False)])
+def test_verify_recommends_what_works_without_the_cache(
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    mode: int,
+    writable: bool,
+) -> None:
+    """As on Kubernetes: a volume with fsGroup, whose modes are set at each mount, and an emptyDir."""
+    monkeypatch.setattr(kernels, "plan_of", lambda *args: {KernelKey("combine"): "why"})
+    cache.mkdir()
+    cache.chmod(mode)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: (writable or path != cache) and access(path, mode))
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify"]) == 1
+    path = cache / "fp8moe-kernels.tar" if writable else Path("fp8moe-kernels.tar")
+    command = f"FP8MOE_CACHE_DIR=$(mktemp -d) fp8moe-warmup bundle --bundle {path}"
+    assert f"Run `{command}`, and serve with FP8MOE_BUNDLE={path}.\n" in capsys.readouterr().out
+    (tmp_path / "new").mkdir(mode=0o700)
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR=tmp_path / "new")
+    assert main(["bundle", "--bundle", str(path)]) == 0
+    set_variables(monkeypatch, FP8MOE_CACHE_DIR=cache, FP8MOE_BUNDLE=path)
+    assert main(["verify"]) == 0
 
 
 def test_verify_with_a_bundle_looks_at_nothing_else(
