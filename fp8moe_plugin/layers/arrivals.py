@@ -1,5 +1,7 @@
 """Which tensors have arrived for a model that serves. An FP8 weight and its scales are only correct together."""
 
+from dataclasses import dataclass, field
+
 from fp8moe_plugin.checkpoint import compressed
 from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.errors import CheckpointError
@@ -7,6 +9,7 @@ from fp8moe_plugin.errors import CheckpointError
 WEIGHT, SCALES = "weight", "scales"
 
 
+@dataclass
 class Arrivals:
     """The tensors that were loaded in place into the quantized layers of a model since its last step.
 
@@ -14,8 +17,7 @@ class Arrivals:
     the next step, or at the end of an update.
     """
 
-    def __init__(self) -> None:
-        self._kinds: dict[str, set[str]] = {}  # by the projection that they belong to
+    _kinds: dict[str, set[str]] = field(default_factory=dict)  # by the projection that they belong to
 
     def note(self, projection: str, *kinds: str) -> None:
         """Note that tensors are written.

@@ -6,18 +6,19 @@ No other module of this package depends on a vLLM version.
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, set_current_vllm_config
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.model_executor.layers import sparse_attn_indexer
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.router import fused_topk_router
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.quantization.utils import quant_utils
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.utils import deep_gemm
 from vllm.v1.attention.backends.mla import indexer
 from vllm.v1.worker.worker_base import WorkerBase
@@ -62,15 +63,34 @@ def runs_in_workers(ranks: Any) -> bool:
     return backend == "mp" or ranks.use_ray or (ranks.world_size > 1 and backend != "external_launcher")
 
 
-def keep_mla_weights(kv_b_proj: Any) -> None:
-    """Keep the tensors that MLA derives from this layer's weight at the same address when weights are reloaded.
+def is_only_rank(ranks: Any) -> bool:
+    """Whether the whole model runs in one process."""
+    return ranks.world_size == 1 and ranks.data_parallel_size == 1
 
-    vLLM allocates new ones at each reload, but captured CUDA graphs keep reading the old addresses.
+
+def keep_mla_weights(engine: Any) -> None:
+    """Keep the tensors that vLLM's MLA layers derive from weights at the same addresses when it derives them again.
+
+    Some versions allocate new ones, but captured CUDA graphs keep reading the old addresses.
     """
-    for attention in get_current_vllm_config().compilation_config.static_forward_context.values():
-        if getattr(attention, "kv_b_proj", None) is kv_b_proj:
+    for attention in _mla_layers(engine):
+        if "process_weights_after_loading" not in vars(attention):
             process = attention.process_weights_after_loading
             attention.process_weights_after_loading = functools.partial(_derive_in_place, attention, process)
+
+
+def derive_mla_weights(engine: Any) -> None:
+    """Have vLLM's MLA layers derive their tensors again, from weights that were loaded in place."""
+    keep_mla_weights(engine)
+    for attention in _mla_layers(engine):
+        with torch.inference_mode(), set_current_vllm_config(engine):
+            attention.process_weights_after_loading(engine.model_config.dtype)
+
+
+def _mla_layers(engine: Any) -> list[Any]:
+    """Those that have derived tensors from a `kv_b_proj`."""
+    layers = engine.compilation_config.static_forward_context.values() if engine else ()
+    return [layer for layer in layers if any(getattr(layer, name, None) is not None for name in MLA_WEIGHTS)]
 
 
 def _derive_in_place(attention: Any, process: Callable[[torch.dtype], None], dtype: torch.dtype) -> None:
@@ -207,17 +227,53 @@ def share_num_sms(ours: Callable[[int], None]) -> None:
     module.deep_gemm_set_num_sms, module.has_deep_gemm = tell, lambda: True
 
 
+def watch_loads(watch: Callable[[torch.nn.Module], None]) -> None:
+    """Call `watch` for the modules that are being made around a layer, and have a `load_weights`; once for each.
+
+    Not for modules whose `load_weights` is a generator, which only another module calls.
+    """
+    for caller in _callers():
+        load = isinstance(caller, torch.nn.Module) and getattr(caller, "load_weights", None)
+        if not load or inspect.isgeneratorfunction(load):
+            continue
+        if "load_weights" in vars(caller):  # watched already, and so are those around it
+            return
+        watch(caller)
+
+
+def reload_began(module: torch.nn.Module) -> bool:
+    """Whether vLLM has begun to reload a module by layers, and has not finished."""
+    return any(layerwise.get_layerwise_info(layer).can_load() for layer in module.modules())
+
+
+def undo_reload(module: torch.nn.Module, engine: Any) -> bool:
+    """End a reload that has failed before vLLM changed anything; false if it has changed a layer."""
+    infos = [layerwise.get_layerwise_info(layer) for layer in module.modules()]
+    if not all(info.can_load() for info in infos):
+        return False
+    for info in infos:
+        info.loaded_weights.clear()
+        info.load_numel = 0
+    layerwise.finalize_layerwise_reload(module, engine and engine.model_config)
+    return True
+
+
 def check_steps(check: Callable[[], None]) -> None:
     """Make the worker that is loading a model call `check` before each step.
 
     Checks in the layers do not suffice: CUDA graphs and compiled code bypass them and would run on invalid parameters.
     """
-    frame: FrameType | None = sys._getframe()  # vLLM gives a layer no other reference to its worker
+    worker = next((caller for caller in _callers() if isinstance(caller, WorkerBase)), None)
+    if worker:
+        for step in ("execute_model", "execute_dummy_batch"):  # the latter computes experts for other ranks' tokens
+            setattr(worker, step, functools.partial(_check_and_step, check, getattr(worker, step)))
+
+
+def _callers() -> Iterator[Any]:
+    """The objects whose methods are running: vLLM gives a layer no other reference to its model and its worker."""
+    frame: FrameType | None = sys._getframe()
     while frame:
-        worker = frame.f_locals.get("self")
-        if isinstance(worker, WorkerBase):
-            worker.execute_model = functools.partial(_check_and_step, check, worker.execute_model)
-            return
+        yield frame.f_locals.get("self")
         frame = frame.f_back
 
 

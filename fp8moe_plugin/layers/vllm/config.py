@@ -23,7 +23,7 @@ from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized,
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.indexer import serve_indexer
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
-from fp8moe_plugin.layers.vllm.loading import ModelState
+from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers
@@ -46,7 +46,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         self.ue8m0 = ue8m0
         self.online = online
         self.scale = scale  # what the names of scales end with
-        self.model = ModelState()
+        self.model = ModelState(None if online else scale)
         self.dense_layers = DenseLayers()
         self.watches_worker = False
         self.knows_indexer = False
@@ -87,11 +87,14 @@ class Fp8MoeConfig(Traits, Fp8Config):
     def _watch_worker(self) -> None:
         """Let the model's state know its worker, once: it exists by the time the first layer is made.
 
-        And let our ops know how many multiprocessors the worker leaves to them.
+        And the modules that hold the layer; and let our ops know how many multiprocessors the worker leaves to them.
         """
+        compat.watch_loads(self.model.watch)
         if not self.watches_worker:
-            self.model.in_worker = compat.runs_in_workers(get_current_vllm_config().parallel_config)
-            compat.check_steps(self.model.check_usable)
+            engine = self.model.engine = get_current_vllm_config()
+            self.model.in_worker = compat.runs_in_workers(engine.parallel_config)
+            self.model.only_rank = compat.is_only_rank(engine.parallel_config)
+            compat.check_steps(self.model.prepare_step)
             if current_platform.is_cuda():
                 compat.share_num_sms(set_num_sms)
             self.watches_worker = True

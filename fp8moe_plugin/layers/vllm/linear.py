@@ -16,8 +16,8 @@ from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import prepare_kernels, target_of_layer
-from fp8moe_plugin.layers.vllm import compat
-from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
+from fp8moe_plugin.layers.vllm.loading import LayerLoading
+from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.plan import linear_kernels
@@ -27,12 +27,14 @@ from fp8moe_plugin.plan import linear_kernels
 class Fp8MoeLinearMethod(LinearMethodBase):
     """Keeps the checkpoint's layout: `weight` e4m3 `[N, K]`, and float32 scales named `scale`, one per block."""
 
+    online = False
+
     def __init__(self, ue8m0: bool, prefix: str, warmup: str, model: ModelState, scale: str = SCALE) -> None:
         self.ue8m0 = ue8m0
         self.prefix = prefix
         self.warmup = warmup
         self.scale = scale
-        self.loading = LayerLoading(prefix, model)
+        self.loading = LayerLoading(prefix, model, self.online)
 
     def create_weights(
         self,
@@ -65,15 +67,14 @@ class Fp8MoeLinearMethod(LinearMethodBase):
     @staticmethod
     def check_tensor(
         layer: Any, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: object = None
-    ) -> None:
-        """Raise `CheckpointError` for an unusable tensor of the checkpoint; its shape is left to vLLM's loader."""
+    ) -> str:
+        """The tensor's projection; raises `CheckpointError` if it is unusable, for its shape only in vLLM's loader."""
         name = "weight" if param.dtype == FP8 else layer.quant_method.scale
         part = "" if loaded_shard_id is None else f" ({loaded_shard_id})"
         layer.fp8moe_loading.check_tensor(f"{layer.prefix}.{name}{part}", param, loaded_weight)
+        return f"{layer.prefix}{part}"
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if not self.loading.serving and self.prefix.endswith(".kv_b_proj"):
-            compat.keep_mla_weights(layer)
         self.loading.finish(layer)
         keys = linear_kernels(self.ue8m0, target_of_layer(layer.weight))
         metrics.update(prepare_kernels(keys, layer.weight, self.warmup))

@@ -1,92 +1,22 @@
 """Checks of a layer's weights while they are loaded, both at startup and when a running model is reloaded."""
 
 import functools
-import logging
-import multiprocessing
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT
 from fp8moe_plugin.layers.loading import check_loaded, check_tensor, holds_nan, shape_errors
+from fp8moe_plugin.layers.vllm import compat
+from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.ops.checks import FP8, poison
 
-logger = logging.getLogger("fp8moe")
-
-Check = Callable[..., None]  # takes the arguments of a weight loader
-
-
-@dataclass
-class ModelState:
-    """The loading state that all layers of a model share. Its worker calls `check_usable` before each step."""
-
-    in_worker: bool = False  # whether this process is a worker that runs the model for an engine
-    failure: str | None = None  # why the model must not be used any more
-    reloading: set[str] = field(default_factory=set)  # layers whose reload has begun but not finished
-    reloaded: bool = False  # whether a layer has received its tensors in the current reload
-    without_tensors: list[str] = field(default_factory=list)  # layers that received none in the current reload
-
-    def check_not_failed(self) -> None:
-        """Raise `CheckpointError` if a reload has failed."""
-        if self.failure:
-            raise CheckpointError(self.failure)
-
-    def check_usable(self) -> None:
-        """Raise `CheckpointError` if a reload has failed or is unfinished."""
-        self.check_not_failed()
-        if self.reloading:
-            raise CheckpointError(
-                f"{min(self.reloading)}: the reload of its weights is unfinished. Restart the engine in a new process."
-            )
-
-    def begin_layer(self, layer: str) -> None:
-        """Note that vLLM begins to reload a layer."""
-        if not self.reloading:
-            self.reloaded, self.without_tensors = False, []
-        self.reloading.add(layer)
-
-    def finish_layer(self, layer: str, got_tensors: bool) -> None:
-        """Note that vLLM has reloaded a layer or, if no tensors arrived for it, restored it.
-
-        Raises:
-            CheckpointError: some layers got tensors and others did not. If none did, nothing was reloaded.
-        """
-        self.reloading.discard(layer)
-        self.reloaded |= got_tensors
-        if not got_tensors:
-            self.without_tensors.append(layer)
-        if self.reloaded and self.without_tensors:
-            raise CheckpointError(
-                f"{self.without_tensors[0]}: no tensor of this layer has arrived, but a reload must include every "
-                "quantized layer."
-            )
-
-    def fail(self, cause: Exception) -> NoReturn:
-        """Take the model out of service after a failed reload, which leaves old weights in some layers, new in others.
-
-        vLLM reports an exception to the caller of the reload, but keeps serving. Therefore worker processes exit, which
-        ends the engine, and an engine core that runs the model itself is told to shut down after it has reported the
-        exception. In the user's own process, every later load and every step raises.
-
-        Raises:
-            CheckpointError: unless this process exits.
-        """
-        self.failure = (
-            f"{cause} The failed reload left a mixture of old and new weights, which cannot be used. "
-            "Restart the engine in a new process."
-        )
-        logger.critical("fp8moe: %s", self.failure)
-        if self.in_worker:
-            os._exit(1)  # an orderly exit would close the communicators first, and wait for the other ranks
-        if multiprocessing.current_process().name.startswith("EngineCore"):
-            os.kill(os.getpid(), signal.SIGTERM)
-        raise CheckpointError(self.failure) from cause
+# Takes the arguments of a weight loader. Returns what `Arrivals` calls the projection; None: it is not on this rank.
+Check = Callable[..., str | None]
 
 
 class LayerLoading:
@@ -98,8 +28,9 @@ class LayerLoading:
     registers the original parameters again.
     """
 
-    def __init__(self, prefix: str, model: ModelState) -> None:
+    def __init__(self, prefix: str, model: ModelState, online: bool) -> None:
         self.prefix = prefix
+        self.online = online  # whether the checkpoint is unquantized
         self.model = model
         self.parameters: dict[str, torch.nn.Parameter] = {}  # the originals, which kernels and CUDA graphs always read
         self.check_reloadable: Callable[[], None] = lambda: None  # raises `CheckpointError`
@@ -162,23 +93,40 @@ class LayerLoading:
 
     @contextmanager
     def errors_fail_model(self) -> Iterator[None]:
-        """Turn an exception in the block into `ModelState.fail` if the layer was serving, and let it pass otherwise."""
+        """Take the model out of service after an exception in the block, unless the layer was not serving or it may."""
         self.model.check_not_failed()
         try:
             yield
         except Exception as error:
-            if not self.serving:
+            if not self.serving or self.model.survives_error:
                 raise
-            self.model.fail(error)
+            raise self.model.fail(error) from error
 
     def check_tensor(self, what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Raise `CheckpointError` for a tensor that `parameter` cannot hold unchanged; `what` names it in messages."""
+        """Raise `CheckpointError` for a tensor that `parameter` cannot hold unchanged; `what` names it in messages.
+
+        Unquantized weights are checked by `quantize_weight`.
+        """
+        if self.online:
+            if parameter.dtype != FP8:
+                raise CheckpointError(
+                    f"{what}: the model was loaded from an unquantized checkpoint, which has no scales. Load "
+                    "unquantized weights."
+                )
+            return
         check_tensor(what, parameter, tensor)
         if tensor.is_meta or parameter.is_meta:  # there are no values yet
             return
         # Otherwise `finish` checks the whole parameter.
         if parameter.dtype == FP8 and self.serving and not self.reloading and holds_nan(tensor):
             raise CheckpointError(f"{what} holds NaN, so it is damaged. Download the checkpoint again.")
+
+    def note_arrival(self, projection: str | None, parameter: torch.Tensor) -> None:
+        """Note that a tensor is about to be loaded into a parameter that kernels read."""
+        if projection and self.serving and not self.reloading:
+            self.model.written = True
+            kinds = (WEIGHT, SCALES) if self.online else (WEIGHT if parameter.dtype == FP8 else SCALES,)
+            self.model.arrivals.note(projection, *kinds)
 
 
 def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
@@ -191,8 +139,17 @@ def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
         loading = layer.fp8moe_loading
         with loading.errors_fail_model():
             loading.check_reloadable_once()
-            check(layer, param, loaded_weight, *args, **kwargs)
+            loading.note_arrival(check(layer, param, loaded_weight, *args, **kwargs), param)
             with shape_errors(loading.prefix, loaded_weight):
                 return load(layer, param, loaded_weight, *args, **kwargs)
 
     return check_and_load
+
+
+def check_experts_not_moved(prefix: str, eplb_state: Any, slots: int) -> None:
+    """Raise `CheckpointError` if load balancing has moved experts: vLLM would reload weights into the wrong slots."""
+    if compat.experts_have_moved(eplb_state, slots):
+        raise CheckpointError(
+            f"{prefix}: expert load balancing has moved experts, but vLLM would load weights into their original "
+            "places. To be able to reload weights, restart without --enable-eplb."
+        )

@@ -15,13 +15,14 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP, experts_refusal, local_intermediate, too_many_experts
-from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels, target_of_layer
 from fp8moe_plugin.layers.loading import check_expert_shape, expert_tensors
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.experts import StandardExperts, experts_class
-from fp8moe_plugin.layers.vllm.loading import LayerLoading, ModelState
+from fp8moe_plugin.layers.vllm.loading import LayerLoading, check_experts_not_moved
+from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.layers.vllm.routing import StandIn, stand_in
 from fp8moe_plugin.layers.vllm.shared_expert import Mlp, SharedExpert
 from fp8moe_plugin.plan import moe_kernels
@@ -29,6 +30,8 @@ from fp8moe_plugin.plan import moe_kernels
 
 class Fp8MoeMethod(FusedMoEMethodBase):
     """Keeps the checkpoint's layout: contiguous parameters with one expert per index of dim 0, as EPLB needs them."""
+
+    online = False
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.prefix = prefix
         self.warmup = warmup
         self.scale = scale
-        self.loading = LayerLoading(prefix, model)
+        self.loading = LayerLoading(prefix, model, self.online)
         self.batched = moe.moe_parallel_config.use_batched_activation_format
         self.experts_cls = experts_class(self.batched, ue8m0)
         self.local_experts: StandardExperts | None = None  # called directly if no tokens go to other ranks
@@ -123,13 +126,16 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         shard_id: str,
         expert_id: int,
         return_success: bool = False,
-    ) -> None:
-        """Raise `CheckpointError` for an unusable tensor of an expert on this rank."""
+    ) -> str | None:
+        """The tensor's projection, None if it is on another rank; raises `CheckpointError` if it is unusable."""
         if not compat.holds_expert(layer, expert_id):
-            return
-        what, moe = f"{weight_name} ({shard_id} of expert {expert_id})", layer.moe_config
-        layer.fp8moe_loading.check_tensor(what, param, loaded_weight)
-        check_expert_shape(what, param, loaded_weight, shard_id, moe.hidden_dim, moe.intermediate_size)
+            return None
+        loading, moe, part = layer.fp8moe_loading, layer.moe_config, f"({shard_id} of expert {expert_id})"
+        what = f"{weight_name} {part}"
+        loading.check_tensor(what, param, loaded_weight)
+        if not loading.online:
+            check_expert_shape(what, param, loaded_weight, shard_id, moe.hidden_dim, moe.intermediate_size)
+        return f"{loading.prefix} {part}"
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.loading.finish(layer)
@@ -248,15 +254,6 @@ def load_experts(
 
 
 load_experts.supports_moe_loading = True  # type: ignore[attr-defined]  # some of vLLM's models check for it
-
-
-def check_experts_not_moved(prefix: str, eplb_state: Any, slots: int) -> None:
-    """Raise `CheckpointError` if load balancing has moved experts: vLLM would reload weights into the wrong slots."""
-    if compat.experts_have_moved(eplb_state, slots):
-        raise CheckpointError(
-            f"{prefix}: expert load balancing has moved experts, but vLLM would load weights into their original "
-            "places. To be able to reload weights, restart without --enable-eplb."
-        )
 
 
 def check_layer(prefix: str, moe: Any, experts_cls: Any) -> None:

@@ -26,9 +26,7 @@ class Online:
     # Otherwise vLLM, if told to track weights, reports the scales as missing. `check_loaded` finds missing weights.
     uses_meta_device = True
 
-    @staticmethod
-    def check_tensor(*_: object, **__: object) -> None:
-        """No check is needed here: `quantize_weight` rejects unusable tensors."""
+    online = True
 
 
 @register_weight_loader_v2_supported_method

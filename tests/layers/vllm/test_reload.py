@@ -15,71 +15,25 @@ pytest.importorskip("vllm", reason="needs vLLM")
 from vllm.model_executor.model_loader.reload import layerwise
 
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.layers.vllm import compat
-from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod, check_experts_not_moved
+from fp8moe_plugin.layers.vllm.loading import check_experts_not_moved
 from tests.helpers import same_bits
 from tests.layers.experts import Checkpoint, make_checkpoint, make_unquantized
-from tests.layers.vllm.one_rank import Layer, load_mlp, make_mlp
+from tests.layers.vllm.loaded_model import (
+    INTERMEDIATE,
+    KINDS,
+    RESTART,
+    Model,
+    assert_out_of_service,
+    equal,
+    first,
+    no_engine,
+    second,
+)
 
-pytestmark = pytest.mark.seam
+pytestmark = [pytest.mark.seam, pytest.mark.usefixtures(no_engine.__name__)]
 
-INTERMEDIATE = 256
-RESTART = "The failed reload left a mixture .* Restart the engine in a new process"
-KINDS = ("fp8", "online")
 TENSORS = [("fp8", name) for name in make_checkpoint(INTERMEDIATE)]
 TENSORS += [("online", name) for name in make_unquantized(INTERMEDIATE)]
-
-
-class Model(torch.nn.Module):
-    """Experts and an MLP, filled and prepared as by vLLM's loader."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.experts = Layer(INTERMEDIATE, 1, 0, kind == "online")
-        self.gate_up, self.down = make_mlp(INTERMEDIATE, kind == "online")
-        for layer in (self.gate_up, self.down):  # layers of one model share its state
-            layer.quant_method.loading.model = self.experts.quant_method.loading.model
-        self.lacking: tuple[str, ...] = ()  # layers for which the next checkpoints have no tensors
-        layerwise.record_metadata_for_reloading(self)
-
-    def start(self, checkpoint: Checkpoint) -> "Model":
-        self.load(checkpoint)
-        for layer in self.children():
-            layer.quant_method.process_weights_after_loading(layer)
-        return self
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        parts = {"w1": "gate_up", "w3": "gate_up", "w2": "down"}
-        if "experts" not in self.lacking:
-            self.experts.load(checkpoint)
-        there = {name: tensors for name, tensors in checkpoint.items() if parts[name[:2]] not in self.lacking}
-        load_mlp((self.gate_up, self.down), there)
-
-    def reload(self, checkpoint: Checkpoint) -> None:
-        layerwise.initialize_layerwise_reload(self)
-        self.load(checkpoint)
-        layerwise.finalize_layerwise_reload(self, None)
-
-
-@pytest.fixture(autouse=True)
-def no_engine(monkeypatch: pytest.MonkeyPatch, on_rank: Callable[[int, int], None]) -> None:
-    """One rank, without the modular kernel, which needs an engine; its configuration shows which scales it reads."""
-    monkeypatch.setattr(Fp8MoeMethod, "_make_kernel", lambda *_: SimpleNamespace())
-    on_rank(1, 0)
-
-
-def first(kind: str) -> Checkpoint:
-    return (make_unquantized if kind == "online" else make_checkpoint)(INTERMEDIATE)
-
-
-def second(kind: str) -> Checkpoint:
-    """Other weights with other scales, because blocks differ in magnitude."""
-    return {name: [tensor.roll(1, 0) for tensor in tensors[::-1]] for name, tensors in first(kind).items()}
-
-
-def equal(model: Model, other: Model) -> bool:
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return all(same_bits(mine.data, its.data) for mine, its in pairs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,14 +54,9 @@ def test_a_model_serves_what_was_loaded_last(kind):
 
 def assert_refused(kind: str, load: Callable[[Checkpoint], None], checkpoint: Checkpoint, why: str) -> None:
     """Check that this load and every later use of the model raises."""
-    model: Model = load.__self__
     with pytest.raises(CheckpointError, match=f"{why}.*{RESTART}"):
         load(checkpoint)
-    for again in (model.reload, model.load):
-        with pytest.raises(CheckpointError, match=f"{why}.*{RESTART}"):
-            again(first(kind))
-    with pytest.raises(CheckpointError, match=f"{why}.*{RESTART}"):
-        model.experts.quant_method.apply(model.experts, *[None] * 5)
+    assert_out_of_service(load.__self__, kind, why)
 
 
 @pytest.mark.parametrize("expert", [0, 2])
@@ -140,7 +89,7 @@ def test_a_tensor_with_nan_is_refused(kind, name, way):
 def test_a_worker_process_ends(monkeypatch, plugin_log):
     """vLLM would report an exception to the caller of the reload, and keep serving."""
     model, checkpoint, ended = Model("fp8").start(first("fp8")), second("fp8"), []
-    model.experts.quant_method.loading.model.in_worker = True
+    model.state.in_worker = True
     monkeypatch.setattr(os, "_exit", ended.append)
     checkpoint["w2_weight"][1] = None
     with pytest.raises(CheckpointError):  # where the process would have exited
@@ -180,7 +129,7 @@ def test_a_reload_that_brings_nothing_leaves_what_served(kind):
     model, wanted = Model(kind).start(first(kind)), Model(kind).start(first(kind))
     for _ in range(2):
         model.reload({})
-        model.experts.quant_method.loading.model.check_usable()
+        model.step()
         assert equal(model, wanted)
     model.reload(second(kind))
     assert equal(model, Model(kind).start(second(kind)))
@@ -191,42 +140,6 @@ def test_a_parameter_that_is_exchanged_without_a_reload_keeps_its_values():
     weight = torch.nn.Parameter(model.down.weight.data.clone(), requires_grad=False)
     model.down.register_parameter("weight", weight)
     assert same_bits(weight.data, Model("fp8").start(first("fp8")).down.weight.data)
-
-
-class Attention(torch.nn.Module):
-    """Like vLLM's MLA: derived tensors are allocated anew, as plain attributes or as parameters."""
-
-    def __init__(self, kv_b_proj: torch.nn.Module, parameters: bool) -> None:
-        super().__init__()
-        self.kv_b_proj = kv_b_proj
-        self.make = torch.nn.Parameter if parameters else lambda tensor, requires_grad: tensor
-
-    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
-        weight = self.kv_b_proj.weight.to(dtype)
-        if hasattr(self, "W_UV"):
-            del self.W_UV
-        self.W_UV = self.make(weight[:128], requires_grad=False)
-        self.W_UK_T = self.make(weight[128:].T, requires_grad=False)
-
-
-@pytest.mark.parametrize("parameters", [False, True])
-def test_what_mla_derives_stays_where_graphs_read_it(monkeypatch, parameters):
-    down = make_mlp(INTERMEDIATE)[1]
-    attention, other = Attention(down, parameters), Attention(make_mlp(INTERMEDIATE)[1], parameters)
-    context = {"attention": attention, "other": other, "experts": torch.nn.Module()}
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
-    monkeypatch.setattr(compat, "get_current_vllm_config", lambda: config)
-    compat.keep_mla_weights(down)
-    assert "process_weights_after_loading" not in vars(other)
-    served = []
-    for value in (1.0, 2.0, 3.0):
-        down.weight.data.fill_(value)
-        attention.process_weights_after_loading(torch.bfloat16)
-        for tensor in (attention.W_UV, attention.W_UK_T):
-            assert (tensor == value).all()
-            assert isinstance(tensor, torch.nn.Parameter) == parameters
-        served.append((attention.W_UV.data_ptr(), attention.W_UK_T.data_ptr()))
-    assert len(set(served)) == 1
 
 
 @pytest.mark.parametrize(("kind", "name"), TENSORS)
