@@ -1,6 +1,5 @@
 """`explain --gpu`: which splits of a model fit into GPUs of this kind, and which of them is best for what."""
 
-import textwrap
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,29 +10,30 @@ from warmup import memory
 from warmup.explain import STEPS, step_plan
 from warmup.report import ChoiceReport, SplitReport
 from warmup.target import GPUS, MOST_GPUS, NODE, Target
-from warmup.terminal import WIDTH
+from warmup.terminal import fit
 
 COUNTS = (1, 2, 4, NODE, MOST_GPUS)
 DEFAULT_CONTEXT = 8192
+REMOTE_CODE = "--trust-remote-code"
 
 
-def choose(model: Model, target: Target, source: str) -> ChoiceReport:
+def choose(model: Model, target: Target, source: str, remote_code: bool = False) -> ChoiceReport:
     """All sensible splits for a target, or the one that it names, and the best for latency and for throughput.
 
     Latency: the least bytes of weights that a GPU reads to decode one sequence, on as few nodes as can hold the model.
-    Throughput: the most sequences in the KV cache for each GPU.
+    Throughput: the most tokens in the KV cache for each GPU.
     """
     loaded = memory.without_mtp(model)
     context = target.max_model_len or model.context or DEFAULT_CONTEXT
     splits = []
     for way in (target.split,) if target.split else ways(target.gpus, target.sglang, target.dense_tp1):
         split = _split(loaded, way, target, context)
-        split.vllm, split.sglang = commands(way, target, source)
+        split.vllm, split.sglang = commands(way, target, source, remote_code)
         splits.append(split)
     fitting = [split for split in splits if split.fits]
     one_node = [split for split in fitting if split.gpus <= NODE] or fitting
     latency = min(one_node, key=lambda s: (s.read_bytes or 0, s.gpus), default=None)
-    throughput = max(fitting, key=lambda s: ((s.sequences or 0) / s.gpus, -(s.read_bytes or 0)), default=None)
+    throughput = max(fitting, key=lambda s: (s.cache_tokens / s.gpus, -(s.read_bytes or 0)), default=None)
     return ChoiceReport(
         gpu=target.gpu,
         memory_bytes=GPUS[target.gpu].memory_bytes,
@@ -91,6 +91,7 @@ def _split(model: Model, way: Parallel, target: Target, context: int) -> SplitRe
         scratch_bytes=scratch,
         cache_tokens=cached,
         sequences=cached // way.dp // context * way.dp,
+        longest=cached // way.dp,
         padding=round(padding_share(model.experts.intermediate, way.sharing), 3),
         read_bytes=_read_bytes(model, way, weights),
         uneven=bool(model.experts.experts % way.ep),
@@ -117,7 +118,7 @@ def _busiest(model: Model, way: Parallel) -> float:
     return float(drawn.max(axis=1).mean())
 
 
-def commands(way: Parallel, target: Target, source: str) -> tuple[str, str]:
+def commands(way: Parallel, target: Target, source: str, remote_code: bool = False) -> tuple[str, str]:
     """The commands that serve a model in this way with vLLM and with SGLang."""
     model = shell_word(source)
     whole = way.ep > 1
@@ -137,6 +138,8 @@ def commands(way: Parallel, target: Target, source: str) -> tuple[str, str]:
     if target.max_model_len:
         vllm += [f"--max-model-len {target.max_model_len}"]
         sglang += [f"--context-length {target.max_model_len}"]
+    if remote_code:
+        vllm, sglang = [*vllm, REMOTE_CODE], [*sglang, REMOTE_CODE]
     return " ".join(vllm), " ".join(sglang)
 
 
@@ -149,61 +152,74 @@ def _nodes(way: Parallel, nodes: int) -> str:
     return f"--data-parallel-size-local {local} --data-parallel-start-rank {start} --data-parallel-address ADDRESS"
 
 
-def text(found: ChoiceReport) -> str:
-    """The table of splits, at most 100 columns wide, and the commands of the best ones."""
+def text(found: ChoiceReport, remote_code: bool = False) -> str:
+    """The table of splits, and the commands of the best ones."""
     gpu, percent = GPUS[found.gpu], f"{found.utilization:.0%}"
-    cache = "FP8" if found.fp8_cache else "BF16"
-    lines = [
-        f"{gpu.name}, of which {percent} of {found.memory_bytes / 1e9:.1f} GB is used; {cache} KV cache; sequences of "
-        f"{found.max_model_len:,} tokens",
-        "",
-        f"{'GPUs':>6s}  {'split':38s}  weights  scratch cached tokens sequences padding",
-        *map(_row, found.splits),
-        "",
-        "Weights and scratch of one GPU; tokens of KV cache, and sequences of that length, of all GPUs.",
-        "Padding of the experts, over an equal share.",
+    cache, width = "FP8" if found.fp8_cache else "BF16", max(len(_shown(split)) for split in found.splits)
+    notes = [
+        "Weights and scratch of one GPU; tokens of KV cache, and sequences of that length, of all GPUs. Padding of the "
+        "experts, over an equal share."
     ]
     if found.mtp_bytes:
         extra = f"{found.mtp_bytes / 1e9:.1f} GB in all"
-        lines += [f"The layers for multi-token prediction (MTP) are left out, {extra}: engines load them only"]
-        lines += ["for speculative decoding."]
+        notes += [f"The layers for multi-token prediction (MTP) are left out, {extra}: engines load them only for "]
+        notes[-1] += "speculative decoding."
     if any(split.uneven for split in found.splits):
-        lines += ["Where ranks cannot share the experts equally, vLLM gives some of them one more."]
+        notes += ["Where ranks cannot share the experts equally, vLLM gives some of them one more."]
+    if remote_code:
+        notes += [f"{REMOTE_CODE} runs code of the checkpoint (auto_map in config.json): read it first."]
+    header = f"{gpu.name}, of which {percent} of {found.memory_bytes / 1e9:.1f} GB is used; {cache} KV cache; "
+    header += f"sequences of {found.max_model_len:,} tokens"
+    lines = [
+        fit(header, indent=2),
+        "",
+        f"GPUs  {'split':{width}s}  weights  scratch cached tokens sequences padding",
+        *(_row(split, width) for split in found.splits),
+        "",
+        *(fit(note, indent=2) for note in notes),
+    ]
     return "\n".join([*lines, "", *_best(found)])
 
 
-def _row(split: SplitReport) -> str:
-    options = split.options.replace("--enable-dp-attention ", "").replace(" --moe-dense-tp-size 1", "")
-    start = f"{split.gpus:6d}  {options:38s}"
+def _shown(split: SplitReport) -> str:
+    """The options of a split as they fit the table; the commands have all of them."""
+    short = split.options.replace("--enable-dp-attention ", "").replace(" --moe-dense-tp-size 1", "")
+    return short.replace("-size ", " ")
+
+
+def _row(split: SplitReport, width: int) -> str:
+    start = f"{split.gpus:4d}  {_shown(split):{width}s}"
     if split.refusal:
-        return textwrap.fill(f"{start} not supported: {split.refusal}", WIDTH, subsequent_indent=" " * 10)
+        return fit(f"{start}  not supported: {split.refusal}", indent=10)
     assert split.weight_bytes is not None
     assert split.scratch_bytes is not None
     sizes = f"{split.weight_bytes / 1e9:7.1f}G {split.scratch_bytes / 1e9:7.2f}G"
     if not split.fits:
-        return f"{start} {sizes}  does not fit: cache of {split.cache_tokens:,} tokens"
+        longest = f": cache of {split.cache_tokens:,} tokens" if split.cache_tokens else ""
+        return f"{start} {sizes}  does not fit{longest}"
     return f"{start} {sizes} {split.cache_tokens:13,d} {split.sequences:9,d} {split.padding:7.1%}"
 
 
 def _best(found: ChoiceReport) -> list[str]:
     splits = {split.options: split for split in found.splits}
     if found.latency is None or found.throughput is None:
-        return [_what_would_fit(found)]
+        return [fit(_what_would_fit(found), indent=0)]
     fast, busy = splits[found.latency], splits[found.throughput]
     if len(found.splits) == 1:
         return ["It fits:", *_commands(fast)]
-    read, each = (fast.read_bytes or 0) / 1e9, busy.sequences / busy.gpus
+    read = (fast.read_bytes or 0) / 1e9
     where, caveat = "of the splits that fit on one node", ""
     if fast.gpus > NODE:
         where = "of the splits that fit"
         caveat = " The network between nodes is not counted: measure --pipeline-parallel-size, too."
     why_fast = f"To decode one sequence, a GPU reads {read:.2f} GB of weights, the least {where}.{caveat}"
-    why_busy = f"Its KV cache holds {each:,.1f} sequences for each GPU, the most of the splits that fit, so that a step"
+    tokens = f"{busy.cache_tokens // busy.gpus:,} tokens for each GPU"
+    why_busy = f"Its KV cache holds {tokens}, the most of the splits that fit, so that a step"
     return [
-        textwrap.fill(f"Best for latency: {fast.options}. {why_fast}", WIDTH),
+        fit(f"Best for latency: {fast.options}. {why_fast}", indent=0),
         *_commands(fast),
         "",
-        textwrap.fill(f"Best for throughput: {busy.options}. {why_busy} reads its weights for the most tokens.", WIDTH),
+        fit(f"Best for throughput: {busy.options}. {why_busy} has the most sequences.", indent=0),
         *(_commands(busy) if busy is not fast else ["  (the same commands)"]),
     ]
 
@@ -214,14 +230,17 @@ def _what_would_fit(found: ChoiceReport) -> str:
         return "The model cannot be split over so many GPUs."
     what = "None of these splits fits" if len(supported) > 1 else "It does not fit"
     more = f"more GPUs (up to {MOST_GPUS} are considered)"
-    advice = f". Take {more}, --kv-cache-dtype fp8, or a smaller --max-model-len."
-    if not any(split.cache_tokens for split in supported):
-        advice = f": the weights leave no room for a KV cache. Take {more}."
-    return textwrap.fill(what + advice, WIDTH)
+    best = max(supported, key=lambda split: split.longest)
+    if not best.longest:
+        return f"{what}: the weights leave no room for a KV cache. Take {more}."
+    ways = ["this length", more, *(() if found.fp8_cache else ("--kv-cache-dtype fp8",))]
+    longest = f"sequences of up to {best.longest:,} tokens would fit with {best.options}"
+    return f"{what}: {longest} --max-model-len {best.longest}. Take {', '.join(ways[:-1])} or {ways[-1]}."
 
 
 def _commands(split: SplitReport) -> list[str]:
     lines = [f"  {split.vllm}", f"  {split.sglang}"]
     if split.gpus > NODE:
-        lines += ["  run it on each node, with RANK counting from 0; all of vLLM's but the first also need --headless."]
+        note = "run it on each node, with RANK counting from 0; all of vLLM's but the first also need --headless."
+        lines += [fit(f"  {note}", indent=2)]
     return lines

@@ -187,9 +187,10 @@ def explain(options: Options, report: Report) -> bool:
     if options.target is None:
         print(explanation.text(model, options.parallel, report.explain, options.max_tokens))
         return True
-    report.explain.choice = choose.choose(model, options.target, options.model)
-    print(choose.text(report.explain.choice))
-    return True
+    assert report.model
+    report.explain.choice = choose.choose(model, options.target, options.model, report.model.remote_code)
+    print(choose.text(report.explain.choice, report.model.remote_code))
+    return any(split.fits for split in report.explain.choice.splits)
 
 
 def doctor(options: Options, report: Report) -> bool:

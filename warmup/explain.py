@@ -110,8 +110,9 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
     e, local = model.experts, rank_shapes(model, parallel).experts
     header = f"{model.architecture}: {_layers(e)} of {e.experts} experts, {e.topk} per token; hidden {e.hidden}, "
     header += f"intermediate {e.intermediate}; activation scales {'powers of two' if model.ue8m0 else 'float32'}"
+    width = max(24, *(len(way.options) for way in found.layouts))
     lines = [
-        fit(header, indent=2),
+        header,
         *["Under vLLM the shared expert is one more expert, which every token has."] * _merged(model, parallel),
         "",
         f"One GPU of {found.parallel}: {_size(found.weight_bytes)} of weights, "
@@ -127,7 +128,7 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
         "",
         "Ways to split it over as many GPUs (weights per GPU; rows of the busiest GPU over the average)",
         *(
-            f"  {way.options:24s} "
+            f"  {way.options:{width}s} "
             + (
                 f"not supported: {way.refusal}"
                 if way.refusal
@@ -137,7 +138,7 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
         ),
         "With --gpu h100, h200, h20 or h800: which splits fit, which is best, and the commands that serve it.",
     ]
-    return "\n".join(lines)
+    return "\n".join(fit(line, indent=4) for line in lines)
 
 
 def _layers(experts: Experts) -> str:

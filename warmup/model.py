@@ -5,6 +5,7 @@ import stat
 import sys
 from pathlib import Path
 
+from fp8moe_plugin.checkpoint.config_json import load_config
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.checkpoint.untrusted import shown
@@ -29,7 +30,8 @@ def read_checkpoint(
     Raises:
         CheckpointError, UnsupportedError: there is no such model, or it is not supported.
     """
-    model = read_model(checkpoint_folder(source, revision, download_dir))
+    folder = checkpoint_folder(source, revision, download_dir)
+    model = read_model(folder)
     experts = model.experts
     report.model = ModelReport(
         source=source,
@@ -41,6 +43,7 @@ def read_checkpoint(
         intermediate=experts.intermediate,
         ue8m0=model.ue8m0,
         quantized=model.quantized,
+        remote_code=bool(load_config(folder).get("auto_map")),
     )
     if not model.quantized and report.command != "convert":
         warn(report, NOT_QUANTIZED)

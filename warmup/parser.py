@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fp8moe_plugin.plan.triton_catalog import GPUS as TRITON_GPUS
+from fp8moe_plugin.settings import NAME
 from warmup.report import installed
 from warmup.target import BUNDLE, CACHE_DTYPES, GPUS, MAX_COUNT, MAX_TOKENS, MOST_GPUS, UTILIZATION
 
@@ -114,6 +115,9 @@ def _command(commands: "argparse._SubParsersAction[Parser]", name: str) -> Parse
     parser.add_argument("--model", help=f"folder of a checkpoint, or its id on the Hugging Face hub{default}")
     parser.add_argument("--revision", help="branch, tag or commit of a model on the hub")
     parser.add_argument("--download-dir", type=Path, metavar="DIR", help="where downloads are kept")
+    pasted = "accepted as in the engine's command"
+    parser.add_argument("--quantization", "-q", choices=[NAME], help=pasted)
+    parser.add_argument("--trust-remote-code", action="store_true", help=f"{pasted}; no code of a checkpoint is run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report; - for standard output")
     if name not in ("compare", "convert"):
         _add_split(parser)

@@ -69,6 +69,7 @@ class ModelReport(Part):
     intermediate: int
     ue8m0: bool
     quantized: bool
+    remote_code: bool = False  # config.json names code of the checkpoint (auto_map), for --trust-remote-code
 
 
 class LayoutReport(Part):
@@ -109,6 +110,7 @@ class SplitReport(Part):
     scratch_bytes: int | None = None  # of the experts, in the longest step
     cache_tokens: int = 0  # of all replicas
     sequences: int = 0  # of the longest length, that the KV cache holds
+    longest: int = 0  # tokens of the longest sequence that would fit
     padding: float = 0  # of the experts' channels, relative to an equal share
     read_bytes: int | None = None  # of weights, that GPUs read one after another to decode one sequence
     uneven: bool = False  # some ranks have one expert more than others

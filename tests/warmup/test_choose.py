@@ -1,13 +1,16 @@
 """`explain --gpu`: which splits fit, what they hold, and which is best. Sizes are counted by hand where possible."""
 
+import json
+import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fp8moe_plugin.checkpoint.shapes import Model, Parallel, split_refusal
-from warmup import choose, memory
+from warmup import choose, memory, terminal
 from warmup.__main__ import main
 from warmup.options import parse
 from warmup.report import ChoiceReport, Report
@@ -64,8 +67,24 @@ def test_advice_is_what_can_help(models: dict[str, Model]) -> None:
     whole = " ".join(choose.text(chosen(models["DeepSeek-V3"], "h100", gpus=8)).split())
     assert "leave no room for a KV cache. Take more GPUs (up to 16 are considered)." in whole
     assert "--max-model-len" not in whole
-    tight = choose.text(chosen(models["Qwen3-30B-A3B-FP8"], "h100", gpus=1, max_model_len=2**20))
-    assert "It does not fit. Take more GPUs (up to 16 are considered), --kv-cache-dtype fp8" in tight
+    long = chosen(models["Qwen3-30B-A3B-FP8"], "h100", gpus=1, max_model_len=2**20)
+    tokens = long.splits[0].cache_tokens
+    would = f"It does not fit: sequences of up to {tokens:,} tokens would fit with --tp 1 --max-model-len {tokens}."
+    would += " Take this length, more GPUs (up to 16 are considered) or --kv-cache-dtype fp8."
+    assert would in choose.text(long)
+    assert chosen(models["Qwen3-30B-A3B-FP8"], "h100", gpus=1, max_model_len=tokens).latency == "--tp 1"
+    long.fp8_cache = True
+    assert "Take this length or more GPUs (up to 16 are considered)." in choose.text(long)
+
+
+def test_throughput_is_judged_by_tokens(models: dict[str, Model]) -> None:
+    """Sequences of the longest length are too few to tell splits apart: often one."""
+    found = chosen(models["Kimi-K2-Instruct"], gpus=16, max_model_len=131072)
+    best = max(found.splits, key=lambda split: split.cache_tokens)
+    assert found.throughput == best.options
+    assert f"Its KV cache holds {best.cache_tokens // 16:,} tokens for each GPU, the most" in choose.text(found)
+    few = chosen(models["Kimi-K2-Instruct"], gpus=16, max_model_len=best.longest)
+    assert few.throughput == best.options
 
 
 def test_a_model_that_no_split_serves(models: dict[str, Model]) -> None:
@@ -91,7 +110,7 @@ def test_the_split_that_is_given_is_the_one_that_is_judged(
     ]
     assert "It fits:\n  vllm serve" in printed
     assert "--data-parallel-size 2" in printed
-    assert main([*arguments, "--gpu", "h100", "--tp", "8"]) == 0
+    assert main([*arguments, "--gpu", "h100", "--tp", "8"]) == 1
     assert "It does not fit: the weights leave no room" in capsys.readouterr().out
 
 
@@ -149,33 +168,56 @@ def test_mlps_under_dp_attention(models: dict[str, Model]) -> None:
 
 def test_the_commands_are_complete() -> None:
     target = Target("h200", None, 0.9, True, 32768, 8192)
-    vllm, sglang = choose.commands(Parallel(8, 2, 16), target, "a model")
+    vllm, sglang = choose.commands(Parallel(8, 2, 16), target, "a model", remote_code=True)
     assert vllm == (
         "vllm serve 'a model' --quantization fp8moe --tensor-parallel-size 8 --data-parallel-size 2 "
         "--enable-expert-parallel --gpu-memory-utilization 0.9 --data-parallel-size-local 1 "
-        "--data-parallel-start-rank RANK --data-parallel-address ADDRESS --kv-cache-dtype fp8 --max-model-len 32768"
+        "--data-parallel-start-rank RANK --data-parallel-address ADDRESS --kv-cache-dtype fp8 --max-model-len 32768 "
+        "--trust-remote-code"
     )
     assert sglang == (
         "python -m sglang.launch_server --model-path 'a model' --quantization fp8moe --tp-size 16 --dp-size 2 "
         "--enable-dp-attention --ep-size 16 --nnodes 2 --node-rank RANK --dist-init-addr ADDRESS:20000 "
-        "--kv-cache-dtype fp8_e4m3 --context-length 32768"
+        "--kv-cache-dtype fp8_e4m3 --context-length 32768 --trust-remote-code"
     )
+
+
+@pytest.mark.parametrize("auto_map", [None, {"AutoConfig": "configuration_kimi.KimiConfig"}])
+def test_code_of_a_checkpoint_is_in_the_commands(
+    checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, auto_map: dict | None
+) -> None:
+    config = json.loads((checkpoint("Kimi-K2-Instruct") / "config.json").read_text()) | {"auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["explain", "--model", str(tmp_path), "--gpu", "h200", "--tp", "16", "--max-model-len", "8192"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    commands = [line for line in printed.splitlines() if re.match("  (vllm|python) ", line)]
+    assert len(commands) == 2
+    assert all(command.endswith(" --trust-remote-code") == bool(auto_map) for command in commands)
+    assert ("runs code of the checkpoint (auto_map in config.json): read it first." in printed) == bool(auto_map)
 
 
 @pytest.mark.parametrize(
     "options", ["", "--moe-dense-tp-size 1", "--tp-size 8 --dp-size 8 --enable-dp-attention --moe-dense-tp-size 1"]
 )
-def test_tables_fit_100_columns(
-    checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, options: str
+def test_tables_fit_80_columns_of_a_terminal(
+    checkpoint: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: str,
 ) -> None:
+    monkeypatch.setattr(terminal.shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True, raising=False)
     for name in ("DeepSeek-V3", "Qwen3-235B-A22B-FP8"):
         arguments = ["explain", "--model", str(checkpoint(name)), "--gpu", "h100", *options.split()]
-        assert main([*arguments, "--json", str(tmp_path / "report.json")]) == 0
+        fits = main([*arguments, "--json", str(tmp_path / "report.json")]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line for line in lines if len(line) > 100 and not re.match("  (vllm|python) ", line)] == []
+        assert [line for line in lines if len(line) > 80 and not re.match("  (vllm|python) ", line)] == []
         report = Report.model_validate_json((tmp_path / "report.json").read_text())
         assert report.explain
         assert report.explain.choice
+        assert fits == any(split.fits for split in report.explain.choice.splits)
         assert len(report.explain.choice.splits) == len([line for line in lines if re.match(r" +\d+  --tp", line)])
 
 

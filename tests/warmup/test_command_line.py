@@ -81,6 +81,7 @@ def test_each_command_has_help_of_its_own(command: str, capsys: pytest.CaptureFi
         ("--tensor-parallel-size 4 --data-parallel-size 2 -ep", Parallel(4, 2, 8)),
         ("-tp 4 -pp 2", Parallel(4, pp=2)),
         ("--pipeline-parallel-size 2", Parallel(pp=2)),
+        ("--quantization fp8moe --tensor-parallel-size 8 --trust-remote-code", Parallel(8)),
         ("--tp-size 8 --pp-size 2", Parallel(8, pp=2, sglang=True)),
         (
             "--tp-size 8 --dp-size 8 --enable-dp-attention --moe-dense-tp-size 1",
@@ -157,5 +158,5 @@ def test_lines_fit(  # a short name: it is part of the paths that are printed
     texts = [line for line in shown if not line.startswith("Run `")]  # a command to copy is one line
     assert max(map(len, texts)) <= 100 < max(map(len, piped))
     assert len(shown) > len(piped)
-    if command == "list":
+    if command in ("list", "explain"):
         assert max(map(len, shown)) <= columns

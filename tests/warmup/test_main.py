@@ -390,6 +390,7 @@ def test_a_file_in_place_of_a_folder_is_refused_as_such(
             "--tp and --chunked-prefill-size: use either",
         ),
         (["explain", "--model", "m", "--max-model-len", "512"], "--max-model-len needs a --gpu"),
+        (["--quantization", "fp8"], "argument --quantization/-q: invalid choice: 'fp8' (choose from"),
         (["explain", "--model", "m", "--gpu", "h100", "--gpus", "17"], "17 is more than 16"),
         (
             ["explain", "--model", "m", "--gpu", "h100", "--gpu-memory-utilization", "92"],
