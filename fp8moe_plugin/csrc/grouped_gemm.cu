@@ -16,7 +16,7 @@
 //       c         the addend, as d; null without (OUTPUT_BF16 has none)
 //       table, num_tiles  see tile_table.cuh
 //       done_counters  as the second GEMM of the experts it shares the table and these with gate_up.cu, and may start
-//                 while that still runs (PDL); null: it starts when the previous kernel has ended
+//                 while that still runs (PDL); null: it waits for the previous kernel, which may make the table
 // Out:  d         bfloat16 or float32 [rows, N], see OUTPUT; d_map stores it for OUTPUT_BF16
 //
 // Grid: any number of thread blocks, one per SM, which take tiles from the queue.
@@ -147,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
         if (threadIdx.x / kWarp == kMathWarps) {
+            if (!done_counters) wait_for_previous_kernel();  // which made the table
             Queue queue(table, num_tiles, 1, m, (n + BLOCK_N - 1) / BLOCK_N, k_blocks, done_counters);
             load_tiles(shared, rings, in, queue, done_counters);
             load_end(shared, rings.tokens, kFullArrivals);

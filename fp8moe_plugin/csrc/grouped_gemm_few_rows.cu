@@ -7,11 +7,11 @@
 // A thread block takes `columns_at_once` consecutive columns of tiles at a time, which amortises the setup of a tile
 // where K is short.
 //
-// In:   a_map     boxes of 8 rows of A;    b_map  boxes of 128 rows of weights
+// In:   a_map, a_wide_map  boxes of 8 rows of A, and of 32;    b_map  boxes of 128 rows of weights
 //       a_scales, b_scales, table, num_tiles  as in grouped_gemm.cu
 //       claim_pair  which of the table's counters deals out the tiles
 //       done_counters, counters_per_tile  A is the result of gate_up_few_rows, which may still run (PDL), see
-//                 done_counters.cuh; null: it waits for the previous kernel
+//                 done_counters.cuh; null: it waits for the previous kernel, which may make the table
 // Out:  d         bfloat16 [rows, N]
 //
 // Grid: any number of thread blocks, which take tiles from the queue.
@@ -27,7 +27,7 @@ constexpr int kThreads = kMathThreads + 128;
 static_assert(kThreads == THREADS, "the launch has a thread for each role");
 constexpr int kFullArrivals = 2;  // of a stage: the announced bytes, and the landed 4-byte copies
 constexpr int kBlockTokens = kFewRowsTile;
-constexpr int kBoxTokens = SWIZZLE_ROWS;  // of one TMA load, so that boxes stack
+constexpr int kBoxTokens = SWIZZLE_ROWS, kWideBoxTokens = FEW_ROWS_WIDE_BOX;  // of one TMA load
 
 // The layout of shared memory. Tiles are at multiples of 1024 bytes, as their swizzle requires.
 struct SharedMemory {
@@ -63,7 +63,7 @@ constexpr int kStages = SharedMemory::kStages;
 using Queue = TileQueue<kBlockTokens>;
 
 struct Operands {
-    const TensorMap *tokens, *weights;
+    const TensorMap *tokens, *wide_tokens, *weights;
     ActivationScales token_scales;
     const float* weight_scales;  // [experts, ceil(N / 128), K / 128]
     int n, k_blocks, columns_at_once;
@@ -76,18 +76,21 @@ struct Operands {
 // The loads of a tile's K blocks.
 struct TileLoads {
     Tile tile;
-    int boxes, weight_row;
+    const TensorMap* token_map;
+    int padded, box_tokens, weight_row;
     const float *weight_scale, *token_scale;
     u32 scale_bytes, bytes;
 
     DEVICE TileLoads(const Operands& in, const Tile& tile) : tile(tile) {
-        boxes = padded_tokens(tile.rows) / kBoxTokens;
+        padded = padded_tokens(tile.rows);
+        box_tokens = padded < kWideBoxTokens ? kBoxTokens : kWideBoxTokens;
+        token_map = padded < kWideBoxTokens ? in.tokens : in.wide_tokens;
         int column = tile.column * in.columns_at_once;
         weight_row = tile.expert * in.n + column * kBlockN;
         weight_scale = in.weight_scales + i64(tile.expert * in.columns() + column) * in.k_blocks;
         token_scale = in.token_scales.of_tile(tile);
         scale_bytes = ActivationScales::bytes(tile);
-        bytes = SharedMemory::kBytesWeights + boxes * kBoxTokens * kBlockK + scale_bytes;
+        bytes = SharedMemory::kBytesWeights + padded * kBlockK + scale_bytes;
     }
     // Of K block k, of the tile's `column`-th column.
     DEVICE void weights(SharedMemory shared, int s, const Operands& in, int column, int k) const {
@@ -96,9 +99,8 @@ struct TileLoads {
         copy_async_4(shared.weight_scale(s), weight_scale + column * in.k_blocks + k);
     }
     DEVICE void tokens(SharedMemory shared, int s, const Operands& in, int k) const {
-        for (int box = 0; box < boxes; ++box)
-            tma_load(shared.tokens(s, box * kBoxTokens), in.tokens, shared.full(s), k * kBlockK,
-                     tile.row + box * kBoxTokens);
+        for (int token = 0; token < padded; token += box_tokens)
+            tma_load(shared.tokens(s, token), token_map, shared.full(s), k * kBlockK, tile.row + token);
         bulk_load(shared.token_scale(s, 0), token_scale + k * in.token_scales.k_stride, shared.full(s), scale_bytes);
         copy_async_arrive(shared.full(s));
     }
@@ -175,23 +177,24 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    grouped_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                          const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales,
-                          u16* d, const int4* table, int* num_tiles, int m, int n, int k, int claim_pair,
-                          int columns_at_once, int* done_counters, int counters_per_tile) {
+    grouped_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_wide_map,
+                          const __grid_constant__ TensorMap b_map, const float* a_scales, int a_scale_expert_stride,
+                          int a_scale_k_stride, const float* b_scales, u16* d, const int4* table, int* num_tiles, int m,
+                          int n, int k, int claim_pair, int columns_at_once, int* done_counters,
+                          int counters_per_tile) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);
 
     int warpgroup = warp_uniform(threadIdx.x / 128);
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
-    Operands in{&a_map, &b_map, scales, b_scales, n, k / kBlockK, columns_at_once};
+    Operands in{&a_map, &a_wide_map, &b_map, scales, b_scales, n, k / kBlockK, columns_at_once};
     Ring<kStages> ring;
     if (warpgroup == kMathWarpgroups) {
         if (threadIdx.x / 32 == 4 * kMathWarpgroups) {
+            if (!done_counters) wait_for_previous_kernel();  // which made the table
             Queue queue(table, num_tiles, claim_pair, m, in.columns() / columns_at_once, in.k_blocks * columns_at_once);
-            int ahead = load_weights_ahead(shared, in, queue);
-            if (!done_counters) wait_for_previous_kernel();
+            int ahead = done_counters ? load_weights_ahead(shared, in, queue) : 0;
             AwaitedRows rows({done_counters, counters_per_tile}, in.k_blocks);
             while (queue.index < queue.total) load_tile(shared, ring, in, queue, rows, ahead);
             load_end(shared, ring, kFullArrivals);

@@ -8,6 +8,8 @@
 extern "C" __global__ void __launch_bounds__(THREADS)
     tiles_of_counts(const int* counts, int4* __restrict__ table, int* __restrict__ num_tiles,
                     int* __restrict__ done_counters, int groups, int max_m, int block_m) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     int tiles = 0;
     for (int tailed = block_m == kManyRowsTile; tailed >= 0; --tailed) {
         for (int window = 0; window < groups; window += THREADS) {

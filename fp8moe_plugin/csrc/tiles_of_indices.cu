@@ -22,6 +22,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     tiles_of_indices(const int* __restrict__ ids, int* run_begins, int4* __restrict__ table,
                      int* __restrict__ num_tiles, uint4* __restrict__ d, int rows, int num_groups, int block_m,
                      int chunks) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     if (blockIdx.x > 0) return zero_rows(ids, d, rows, num_groups, chunks);
     const int warp = threadIdx.x / kWarp, lane = lane_of_warp();
     const int rows_per_warp = ceil_div(ceil_div(rows, kWarps), kWarp) * kWarp;

@@ -7,7 +7,14 @@ from fp8moe_plugin.ops.operands import Rows, Tiles, Weights
 from fp8moe_plugin.ops.tensor_maps import gate_up_map, matrix_map, rows_map, weights_map, whole_rows_l2_fetch
 from fp8moe_plugin.ops.triton_launches import triton_gemm_launch
 from fp8moe_plugin.plan import DensePlan, GroupedPlan, KernelKey, Output
-from fp8moe_plugin.plan.constants import BOX_ROWS, FEW_ROWS_TILE, FEW_ROWS_TILE_N, SWIZZLE_ROWS, TAIL_ROWS
+from fp8moe_plugin.plan.constants import (
+    BOX_ROWS,
+    FEW_ROWS_TILE,
+    FEW_ROWS_TILE_N,
+    FEW_ROWS_WIDE_BOX,
+    SWIZZLE_ROWS,
+    TAIL_ROWS,
+)
 from fp8moe_plugin.plan.triton_step import TritonDense
 from fp8moe_plugin.plan.tuning import L2_FETCH, STREAMED_L2_FETCH
 
@@ -188,8 +195,10 @@ def gate_up_few_rows_launch(
 def grouped_launch(device: Device, plan: GroupedPlan, a: Rows, b: Weights, out: Address, tiles: Tiles) -> Launch:
     """`out[i] = a[i] @ b[expert of the tile].T` for the rows of the tiles, to bfloat16 `[rows, n]`."""
     if plan.tile_rows == FEW_ROWS_TILE:
-        return grouped_gemm_few_rows_launch(device, plan.kernel, a, b, out, tiles, columns=plan.columns_at_once)
-    return grouped_gemm_launch(device, plan.kernel, a, b, out, tiles)
+        return grouped_gemm_few_rows_launch(
+            device, plan.kernel, a, b, out, tiles, columns=plan.columns_at_once, early=True
+        )
+    return grouped_gemm_launch(device, plan.kernel, a, b, out, Tiles(tiles.table, tiles.num_tiles), early=True)
 
 
 def grouped_gemm_launch(
@@ -205,8 +214,9 @@ def grouped_gemm_launch(
 ) -> Launch:
     """The same by the kernel for many rows; without tiles of one group, where `c` may be added.
 
-    `early`: it may start before the preceding kernel ends, the GEMM 1 that makes `a`, and waits for each tile's rows
-    in `tiles.done_counters`; `out` must not overlap with what GEMM 1 reads.
+    `early`: it may start before the preceding kernel ends. With `tiles.done_counters` that is the GEMM 1 that makes
+    `a`, and each tile waits for its rows; `out` must not overlap with what GEMM 1 reads. Otherwise it may be what makes
+    the tiles, and is waited for first.
     """
     defines = dict(key.defines)
     a_map = rows_map(a, BOX_ROWS)
@@ -254,13 +264,15 @@ def grouped_gemm_few_rows_launch(
     Args:
         columns: columns of tiles that a block takes at once.
         row_counters: counters of each row tile in `tiles.done_counters`; 0: nothing counts there.
-        early: it may start before the preceding kernel ends, the GEMM 1 that makes `a`.
+        early: it may start before the preceding kernel ends: with `row_counters` the GEMM 1 that makes `a`, otherwise
+            what makes the tiles.
     """
     return Launch(
         key,
         device.multiprocessors,
         key.arguments(
             a_map=rows_map(a, SWIZZLE_ROWS),
+            a_wide_map=rows_map(a, FEW_ROWS_WIDE_BOX),
             b_map=weights_map(b, FEW_ROWS_TILE_N, STREAMED_L2_FETCH),
             a_scales=a.scales,
             a_scale_expert_stride=a.scale_group,

@@ -7,7 +7,14 @@ from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.plan.catalog import KernelKey, gate_up_key, grouped_gemm_few_rows_key, grouped_gemm_key
 from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, Output
 from fp8moe_plugin.plan.scratch import BatchedScratch, GroupedScratch, batched_scratch, grouped_scratch
-from fp8moe_plugin.plan.tuning import EARLY_BELOW, EARLY_FROM, K_BLOCKS_PER_SETUP, KEEP_B_UP_TO, MULTIPROCESSORS
+from fp8moe_plugin.plan.tuning import (
+    EARLY_BELOW,
+    EARLY_FROM,
+    FEW_ROWS_PER_EXPERT,
+    K_BLOCKS_PER_SETUP,
+    KEEP_B_UP_TO,
+    MULTIPROCESSORS,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ def plan_masked(groups: int, max_m: int, n: int, k: int, expected_m: int) -> Gro
     Args:
         expected_m: rows per group on average.
     """
-    tile_rows = FEW_ROWS_TILE if expected_m <= FEW_ROWS_TILE else MANY_ROWS_TILE
+    tile_rows = FEW_ROWS_TILE if expected_m <= FEW_ROWS_PER_EXPERT else MANY_ROWS_TILE
     rows = groups * max_m
     columns = columns_at_once(rows, groups, n, k) if tile_rows == FEW_ROWS_TILE else 1
     return GroupedPlan(grouped_key(tile_rows), tile_rows, columns, grouped_scratch(rows, groups, tile_rows, False))

@@ -3,8 +3,9 @@
 They affect the speed of a step and, where they split a sum over K, its low-order bits; never what is computed.
 """
 
-# Most rows per expert on average for which a step runs the kernels for few rows.  docs/tuning.md#FEW_ROWS_PER_EXPERT
-FEW_ROWS_PER_EXPERT = 24
+# Most rows per expert on average for which steps and grouped GEMMs run the kernels for few rows.
+# docs/tuning.md#FEW_ROWS_PER_EXPERT
+FEW_ROWS_PER_EXPERT = 40
 
 # Most intermediate channels of an expert for which GEMM 1 gathers tokens instead of reading a copy of them for each
 # expert.  docs/tuning.md#GATHER_UP_TO

@@ -1,4 +1,4 @@
-"""First kernels of layers behind kernels that let them start early: each returns the relative L2 error."""
+"""First kernels of ops behind kernels that let them start early: each returns the relative L2 error."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -6,7 +6,17 @@ from typing import TypeVar
 import pytest
 import torch
 
-from fp8moe_plugin.ops import choose_experts, fused_moe, routed_moe, router_gemm
+from fp8moe_plugin.ops import (
+    choose_experts,
+    fused_moe,
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
+    m_grouped_fp8_gemm_nt_psum,
+    reference,
+    routed_moe,
+    router_gemm,
+    workspace,
+)
 from fp8moe_plugin.ops.linear import fp8_linear
 from tests import helpers as h
 from tests.emulator.device import Device
@@ -79,3 +89,63 @@ def layer_that_chooses(emulator: Device, seed: int, tokens: int = 9) -> float:
 
     out, logits = execute_sorted(emulator, seed, ops)
     return h.relative_l2(out, h.layer_reference(x, layer, *choose_experts(logits, TOPK), quantized=True))
+
+
+def contiguous_gemm_behind_choice(emulator: Device, seed: int, tokens: int = 9) -> float:
+    """The group of each row comes from the choice."""
+    gen = h.seeded(0, CPU)
+    a, b = reference.quantize(h.random_tokens(gen, tokens, HIDDEN)), h.random_weights(gen, EXPERTS, 384, HIDDEN)
+    logits = torch.randn(tokens, EXPERTS, generator=gen)
+
+    def op() -> tuple[torch.Tensor, torch.Tensor]:
+        ids = choose_experts(logits, 1)[1].flatten()
+        return m_grouped_fp8_gemm_nt_contiguous(a, b, torch.empty(tokens, 384).bfloat16(), ids), ids
+
+    out, ids = emulator.execute(seed, op)
+    expected = torch.empty_like(out)
+    reference.contiguous_gemm(a, b, expected, ids)
+    return h.relative_l2(out, expected)
+
+
+def _sizes_by_choice() -> tuple[torch.Tensor, int]:
+    """Logits float32 `[1, 64]`, of which `choose_experts` chooses 4 in ascending order; the last, plus one."""
+    logits, chosen = torch.zeros(1, 64), torch.tensor([5, 9, 20, 39])
+    logits[0, chosen] = torch.tensor([9.0, 8.0, 7.0, 6.0])
+    return logits, 40
+
+
+def masked_gemm_behind_choice(emulator: Device, seed: int, tokens: int = 9) -> float:
+    """The number of rows of each group comes from the choice; tiles are those of `2 * tokens` rows per group."""
+    gen, (logits, max_m) = h.seeded(0, CPU), _sizes_by_choice()
+    x, scales = reference.quantize(h.random_tokens(gen, 4 * max_m, HIDDEN).view(4, max_m, HIDDEN))
+    a = x, scales.mT.contiguous().mT  # K-major, so that no kernel copies them between the choice and the tiles
+    b, out = h.random_weights(gen, 4, 384, HIDDEN), torch.zeros(4, max_m, 384).bfloat16()
+
+    def op() -> torch.Tensor:
+        counts = choose_experts(logits, 4)[1].flatten()
+        m_grouped_fp8_gemm_nt_masked(a, b, out, counts, 2 * tokens)
+        return counts
+
+    with pytest.MonkeyPatch.context() as patch:  # tiles that have not been cut are none, instead of wild addresses
+        patch.setattr(workspace, "scratch", lambda nbytes, like: torch.zeros(nbytes, dtype=torch.uint8))
+        counts = emulator.execute(seed, op)
+    expected = torch.zeros_like(out)
+    reference.masked_gemm(a, b, expected, counts)
+    return h.relative_l2(out, expected)
+
+
+def psum_gemm_behind_choice(emulator: Device, seed: int, tokens: int = 9) -> float:
+    """The end of each group comes from the choice; tiles are those of `2 * tokens` rows per group."""
+    gen, (logits, rows) = h.seeded(0, CPU), _sizes_by_choice()
+    a = reference.quantize(h.random_tokens(gen, rows, HIDDEN))
+    b, out = h.random_weights(gen, 4, 384, HIDDEN), torch.zeros(rows, 384).bfloat16()
+
+    def op() -> torch.Tensor:
+        ends = choose_experts(logits, 4)[1].flatten()
+        m_grouped_fp8_gemm_nt_psum(a, b, out, ends, 2 * tokens, 1)
+        return ends
+
+    ends = emulator.execute(seed, op)
+    expected = torch.zeros_like(out)
+    reference.psum_gemm(1, a, b, expected, ends)
+    return h.relative_l2(out, expected)

@@ -1,6 +1,7 @@
 """The emulator sees faults: each of these, put into the kernels' sources, fails a run within a few schedules."""
 
 import ctypes
+import functools
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -42,7 +43,12 @@ from tests import helpers as h
 from tests.emulator.build import CSRC, Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import SHARED_BYTES, Device, EmulatorError
-from tests.emulator.first_kernels import gate_behind_dense_layer, layer_behind_choice, layer_behind_dense_layer
+from tests.emulator.first_kernels import (
+    gate_behind_dense_layer,
+    layer_behind_choice,
+    layer_behind_dense_layer,
+    masked_gemm_behind_choice,
+)
 from tests.emulator.inputs import assert_product, empty_rows, slabs
 from tests.emulator.layers import MOST_ERROR, run_dense_layer, run_layers, run_routed_layers
 from tests.indexer import assert_decode, assert_prefill, decode, poisoned_results, prefill
@@ -160,6 +166,8 @@ def first_kernel(run: Callable[[Device, int], float]) -> Callable[[Device, int],
 behind_dense_layer = first_kernel(layer_behind_dense_layer)
 behind_choice = first_kernel(layer_behind_choice)
 gate_behind_dense = first_kernel(gate_behind_dense_layer)
+masked_gemm_of_few_rows = first_kernel(masked_gemm_behind_choice)
+masked_gemm_of_many_rows = first_kernel(functools.partial(masked_gemm_behind_choice, tokens=40))
 
 
 def small_batch_of_whole_sums(emulator: Device, seed: int) -> None:
@@ -232,6 +240,8 @@ KERNELS = {  # to be compiled ahead
     behind_dense_layer: (*DENSE, *FEW),
     behind_choice: (choose_experts_key(), *FEW),
     gate_behind_dense: (*DENSE, router_gemm_key()),
+    masked_gemm_of_few_rows: (choose_experts_key(), tiles_of_counts_key(), grouped_gemm_few_rows_key()),
+    masked_gemm_of_many_rows: (choose_experts_key(), tiles_of_counts_key(), grouped_gemm_key(Output.BF16)),
     layers_in_a_row: FEW,
     small_batch: SMALL_BATCH,
     small_batch_that_chooses_experts: (choose_experts_key(), *SMALL_BATCH),
@@ -532,6 +542,23 @@ FAULTS = {
         "    if (gridDim.x == 1) wait_for_previous_kernel();",
         "    ",
         behind_choice,
+        f"{WRONG_RESULT}|bounds|livelock|deadlock",
+    ),
+    "groups are cut into tiles before their rows are counted": Fault(
+        "tiles_of_counts.cu", "    wait_for_previous_kernel();\n", "", masked_gemm_of_few_rows, WRONG_RESULT
+    ),
+    "tiles of few rows are taken before they are cut": Fault(
+        "grouped_gemm_few_rows.cu",
+        "            if (!done_counters) wait_for_previous_kernel();",
+        "            ",
+        masked_gemm_of_few_rows,
+        f"{WRONG_RESULT}|bounds|livelock|deadlock",
+    ),
+    "tiles of many rows are taken before they are cut": Fault(
+        "grouped_gemm.cu",
+        "            if (!done_counters) wait_for_previous_kernel();",
+        "            ",
+        masked_gemm_of_many_rows,
         f"{WRONG_RESULT}|bounds|livelock|deadlock",
     ),
     "a sorted step starts before its tokens are there": Fault(

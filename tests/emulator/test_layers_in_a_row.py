@@ -13,10 +13,13 @@ from tests.emulator.build import Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import SHARED_BYTES, Device
 from tests.emulator.first_kernels import (
+    contiguous_gemm_behind_choice,
     gate_behind_dense_layer,
     layer_behind_choice,
     layer_behind_dense_layer,
     layer_that_chooses,
+    masked_gemm_behind_choice,
+    psum_gemm_behind_choice,
 )
 from tests.emulator.layers import MOST_ERROR, run_layers
 
@@ -80,7 +83,16 @@ def test_ops_do_not_launch_what_they_have_kept_of_another_device(
 @seeds
 @pytest.mark.parametrize("tokens", [1, 9, 40])
 @pytest.mark.parametrize(
-    "run", [gate_behind_dense_layer, layer_behind_dense_layer, layer_behind_choice, layer_that_chooses]
+    "run",
+    [
+        contiguous_gemm_behind_choice,
+        gate_behind_dense_layer,
+        layer_behind_choice,
+        layer_behind_dense_layer,
+        layer_that_chooses,
+        masked_gemm_behind_choice,
+        psum_gemm_behind_choice,
+    ],
 )
 def test_first_kernels_that_start_early_wait(
     emulator: Device, run: Callable[[Device, int, int], float], tokens: int, seed: int
