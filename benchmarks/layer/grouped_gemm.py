@@ -1,28 +1,42 @@
-"""Time the grouped GEMMs alone, compared with DeepGEMM's, on one GPU, in one run.
+"""Time the grouped GEMMs alone, compared with DeepGEMM's or Humming's, on one GPU, in one run.
 
     python -m benchmarks.layer.grouped_gemm --out benchmarks/results/grouped_gemm-<date>.json
+    python -m benchmarks.layer.grouped_gemm --peer humming --out benchmarks/results/grouped_gemm-humming-<date>.json
 
 Routing is uniformly random; with `even` each expert has the same number of rows. Contiguous: the rows of an expert are
 consecutive, ours without padding, DeepGEMM's with each expert padded to 128 rows, as its contract requires; the tile
 table is made beforehand, as the GEMMs of a layer share it. Masked: one slab of rows per expert, counts on the device;
 ours includes the kernel that makes the tile table. A time is the median of CUDA-graph replays after a pause (`burst`,
 before the card reaches its power limit) and of 0.4 s of replays without one (`sustained`).
+
+With Humming: the two GEMMs of each layer of `before_after`, with the same number of rows for every expert. Ours are the
+masked and the psum op, as users call them. Humming multiplies the same bytes in its indexed and contiguous layouts,
+each with the tile that it chooses by itself and with that tile cut to the rows. All of them replay in turns.
 """
 
 import argparse
 import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.layer import humming
+from benchmarks.layer.before_after import LAYERS, replay_us
 from benchmarks.layer.operands import Pair, random_fp8, random_scales
-from benchmarks.report import write_report
-from fp8moe_plugin.ops import backend, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
+from benchmarks.report import installed, results_or_errors, sources_sha256, write_report
+from fp8moe_plugin.ops import (
+    backend,
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
+    m_grouped_fp8_gemm_nt_psum,
+)
 from fp8moe_plugin.ops.grouped_gemm import contiguous_launches
 from fp8moe_plugin.ops.operands import Rows, Weights, k_major
 from fp8moe_plugin.plan import plan_contiguous
-from fp8moe_plugin.testing import time_calls
+from fp8moe_plugin.testing import captured, time_calls
 
 EXPERTS, TOPK = 256, 8
 SHAPES = {  # of DeepSeek-V3: weights [N, K]
@@ -33,11 +47,18 @@ SHAPES = {  # of DeepSeek-V3: weights [N, K]
 }
 MASKED_UP_TO = 1024  # tokens
 ALIGNMENT = 128  # of DeepGEMM's contiguous layout
+EVEN_ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 256)  # per expert, beside Humming
+GRAPH_BYTES = 2e9  # of weights that the calls in a graph read, so that its launch does not count
+WRONG = 0.01  # relative L2; rounding the result to bfloat16 costs 0.002
+
+OURS = ("masked", "psum")
+
+Calls = dict[str, tuple[Callable[[], Any], torch.Tensor]]  # by name, each with its output, one row after the other
 
 
-def random_weights(n: int, k: int) -> Pair:
+def random_weights(n: int, k: int, experts: int = EXPERTS) -> Pair:
     """The weights of all experts."""
-    return random_fp8((EXPERTS, n, k)), random_scales((EXPERTS, n // 128, k // 128), k)
+    return random_fp8((experts, n, k)), random_scales((experts, n // 128, k // 128), k)
 
 
 def row_counts(tokens: int, even: bool) -> list[int]:
@@ -116,16 +137,121 @@ def masked(deep_gemm: Any, b: Pair, n: int, k: int, counts: list[int]) -> dict[s
     }
 
 
+def even_gemms() -> dict[str, tuple[int, int, int]]:
+    """The GEMMs that are compared with Humming's: experts, N and K."""
+    found = {}
+    for name, layer in LAYERS.items():
+        found[f"{name} gate_up"] = layer.experts, 2 * layer.intermediate, layer.hidden
+        found[f"{name} down"] = layer.experts, layer.hidden, layer.intermediate
+    return found
+
+
+def humming_tunings(config: Any, rows: int) -> dict[tuple[str, str], humming.Tuning]:
+    """By layout and by how the tile was chosen."""
+    found = {}
+    for layout in (humming.INDEXED, humming.CONTIGUOUS):
+        default = humming.default_tuning(config, layout, config.num_experts * rows)
+        found |= {(layout, label): tuning for label, tuning in humming.tunings(default, rows).items()}
+    return found
+
+
+def our_even_calls(a: Pair, b: Pair, rows: int) -> Calls:
+    experts, n, _ = b[0].shape
+    counts = torch.full((experts,), rows, dtype=torch.int32, device="cuda")
+    slabs = a[0].unflatten(0, (experts, rows)), a[1].unflatten(0, (experts, rows))
+    masked_out, psum_out = (torch.zeros(experts * rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    slabs_out, ends = masked_out.unflatten(0, (experts, rows)), counts.cumsum(0, dtype=torch.int32)
+    return {
+        "masked": (lambda: m_grouped_fp8_gemm_nt_masked(slabs, b, slabs_out, counts, rows), masked_out),
+        "psum": (lambda: m_grouped_fp8_gemm_nt_psum(a, b, psum_out, ends, rows, 1), psum_out),
+    }
+
+
+def humming_even_calls(gemm: humming.HummingGemm, a: Pair, rows: int) -> Calls:
+    config, scales = gemm.config, a[1].contiguous()
+    calls: Calls = {}
+    for (layout, label), tuning in humming_tunings(config, rows).items():
+        out = torch.zeros(len(a[0]), config.shape_n, dtype=torch.bfloat16, device="cuda")
+        operands = humming.even_rows(layout, tuning, config.num_experts, rows)
+        call = partial(gemm.caller(layout, tuning, len(a[0])), a[0], input_scale=scales, outputs=out, **operands)
+        calls[f"humming {layout}, {label} tile of {tuning['block_shape'][0]}"] = call, out
+    return calls
+
+
+def beside_humming(gemm: humming.HummingGemm, b: Pair, rows: int) -> dict[str, dict[str, Any]]:
+    """Microseconds and the relative error of each call, or why there is none."""
+    experts, _, k = b[0].shape
+    a = (random_fp8((experts * rows, k)), random_scales((k // 128, experts * rows), k).t())
+    graph_calls = max(1, int(GRAPH_BYTES / b[0].nbytes))
+
+    def capture(named: tuple[Callable[[], Any], torch.Tensor]) -> dict[str, Any]:
+        call, out = named
+        graph = captured([call] * graph_calls)
+        error = max(relative_error(a, b, out, slice(e * rows, (e + 1) * rows), e) for e in (0, 7, experts - 1))
+        if not error < WRONG:
+            raise ArithmeticError(f"the result is wrong: relative L2 distance {error:.2g} from float32 math")
+        return {"graph": graph, "relative_l2": error}
+
+    calls = our_even_calls(a, b, rows) | humming_even_calls(gemm, a, rows)  # keeps what the graphs read
+    results = results_or_errors(calls, capture)
+    graphs = {name: result.pop("graph") for name, result in results.items() if "graph" in result}
+    for name, us in replay_us(graphs).items():
+        results[name]["us"] = us / graph_calls
+    return results
+
+
+def line_beside_humming(results: dict[str, dict[str, Any]]) -> str:
+    """Ours, and Humming's best."""
+    us = {name: result.get("us", math.inf) for name, result in results.items()}
+    best = min((name for name in us if name not in OURS), key=us.__getitem__)
+    ratio = us[best] / min(us[name] for name in OURS)
+    times = ", ".join(f"{name} {us[name]:.1f} us" for name in (*OURS, best))
+    errors = (f"; {name}: {result['error']}" for name, result in results.items() if "error" in result)
+    return f"{times}: x{ratio:.3f}" + "".join(errors)
+
+
+def measure_beside_humming(rows_per_expert: Sequence[int]) -> Iterator[list[dict[str, Any]]]:
+    """For one GEMM after the other, a point for each number of rows and call."""
+    jobs = []
+    for experts, n, k in even_gemms().values():
+        config = humming.gemm_config(experts, n, k, humming.W8A8)
+        tunings = [humming_tunings(config, rows) for rows in rows_per_expert]
+        jobs += humming.kernel_jobs(config, [(layout, t) for found in tunings for (layout, _), t in found.items()])
+    print(f"{len(jobs)} kernels of Humming to compile, {humming.compile_ahead(jobs)} failed", flush=True)
+    for name, (experts, n, k) in even_gemms().items():
+        points = []
+        b = random_weights(n, k, experts)
+        gemm = humming.HummingGemm(humming.W8A8, b)
+        for rows in rows_per_expert:
+            results = beside_humming(gemm, b, rows)
+            points += [{"gemm": name, "rows": rows, "call": call} | result for call, result in results.items()]
+            print(f"{name} {rows:3} rows: {line_beside_humming(results)}", flush=True)
+        yield points
+        del b, gemm
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--tokens", default="64,256,8192", help="masked up to 1024; contiguous above, also with even counts"
     )
+    parser.add_argument("--peer", choices=("deepgemm", "humming"), default="deepgemm")
+    parser.add_argument("--rows", type=int, nargs="+", default=EVEN_ROWS, help="of each expert, beside Humming")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    torch.manual_seed(0)
+    if args.peer == "humming":
+        humming.check_installed()
+        about = {name: installed(name) for name in ("humming-kernels", "fp8moe-plugin")}
+        points: list[dict[str, Any]] = []
+        for found in measure_beside_humming(args.rows):
+            points += found
+            if args.out:
+                write_report(args.out, about | {"sources_sha256": sources_sha256(), "rows": points})
+        return
     import vllm.third_party.deep_gemm as deep_gemm
 
-    torch.manual_seed(0)
     tokens = [int(t) for t in args.tokens.split(",")]
     cases = [(t, False) for t in tokens] + [(t, True) for t in tokens if t > MASKED_UP_TO]
     rows = []
