@@ -105,19 +105,23 @@ def _fp8_bytes(shape: list[int]) -> int:
 def cache_bytes(model: Model, parallel: Parallel, fp8: bool) -> int:
     """The KV cache's bytes for one token on one GPU.
 
-    MLA keeps one vector, whole on every rank. Key/value heads are replicated where there are fewer than ranks.
+    MLA keeps one vector, whole on every rank. Key/value heads are replicated where there are fewer than ranks. Windows
+    and states of layers with sliding or linear attention are not counted, as they do not grow with a sequence.
     """
-    assert model.cache
+    cache, indexer = model.cache, model.indexer
+    assert cache
     size = 1 if fp8 else 2
-    if not model.cache.mla:
-        per_layer = 2 * max(1, model.kv_heads // parallel.tp) * model.cache.elements * size
-    elif fp8 and model.indexer:  # sparse attention: 512 bytes, 4 scales, and 64 positional channels in BF16
+    if not cache.mla:
+        per_layer = max(1, model.kv_heads // parallel.tp) * cache.elements * size
+    elif fp8 and indexer:  # sparse attention: 512 bytes, 4 scales, and 64 positional channels in BF16
         per_layer = 656
     else:
-        per_layer = model.cache.elements * size
-    if model.indexer:
-        per_layer += model.indexer.dim + 4 * ceil_div(model.indexer.dim, GROUP)  # FP8 keys with a scale
-    return per_layer * ceil_div(model.cache.layers, parallel.pp)
+        per_layer = cache.elements * size
+    found = per_layer * ceil_div(cache.growing or cache.layers, parallel.pp)
+    if indexer:  # FP8 keys with a scale
+        layers = cache.layers if indexer.layers is None else indexer.layers
+        found += (indexer.dim + 4 * ceil_div(indexer.dim, GROUP)) * ceil_div(layers, parallel.pp)
+    return found
 
 
 def step_bytes(model: Model, parallel: Parallel, tokens: int, scratch: int) -> int:

@@ -4,12 +4,12 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NoReturn
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
-from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, Limits, opened, read_json, shown
+from fp8moe_plugin.checkpoint.config_fields import EXPERT_COUNTS, FAMILIES, FIELDS, Config
+from fp8moe_plugin.checkpoint.untrusted import ADVICE, Limits, opened, read_json, shown
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.settings import NAME
 
@@ -17,82 +17,6 @@ from fp8moe_plugin.settings import NAME
 # ModelOpt does: 22,000 of them in MiniMax-M3's.
 LIMITS = Limits(size=16 << 20, containers=180_000, values=400_000)
 MODELOPT = "hf_quant_config.json"  # older versions of NVIDIA's ModelOpt describe the quantization there
-MAX_LAYERS = 256  # bounds the time, because layers are processed one by one; Kimi-K3 has 93
-
-EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-
-Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
-Count = Annotated[int, Field(ge=0, le=MAX_SIZE)]
-Layers = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
-Sizes = Annotated[list[Size], Field(min_length=1, max_length=MAX_LAYERS)]  # one per layer, as in Hunyuan
-Counts = Annotated[list[Count], Field(min_length=1, max_length=MAX_LAYERS)]
-Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,100}$")]
-
-
-class Config(BaseModel):
-    """The fields of config.json that shapes and refusals depend on, under the names of all model families."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    architectures: Annotated[list[Architecture], Field(min_length=1, max_length=16)]
-    hidden_size: Size
-    vocab_size: Size
-    num_hidden_layers: Annotated[Layers, Field(ge=1)]
-    num_nextn_predict_layers: Layers = 0
-    max_position_embeddings: Size | None = None
-    intermediate_size: Size | Sizes | None = None
-
-    experts: Size | Sizes = Field(validation_alias=AliasChoices(*EXPERT_COUNTS))
-    topk: Size | Sizes = Field(validation_alias=AliasChoices("num_experts_per_tok", "moe_topk", "moe_k"))
-    moe_intermediate_size: Size | Sizes | None = None
-
-    first_k_dense_replace: Count = 0
-    moe_layer_freq: Size | Counts = 1
-    mlp_only_layers: Annotated[list[Count], Field(max_length=MAX_LAYERS)] = []
-    decoder_sparse_step: Size = 1
-    moe_layer_start_index: Count | Counts = 0
-    moe_layer_end_index: Annotated[int, Field(ge=-1, le=MAX_SIZE)] | Counts | None = None
-    moe_layer_interval: Size = 1
-
-    n_shared_experts: Count | Counts = Field(
-        0, validation_alias=AliasChoices("n_shared_experts", "moe_num_shared_experts")
-    )
-    num_shared_expert: Count | Counts = 0
-    shared_expert_intermediate_size: Count = 0
-
-    num_attention_heads: Size
-    num_key_value_heads: Size | None = None
-    head_dim: Size | None = Field(None, validation_alias=AliasChoices("head_dim", "attention_head_dim"))
-    q_lora_rank: Size | None = None
-    kv_lora_rank: Size | None = None
-    qk_nope_head_dim: Count = 0
-    qk_rope_head_dim: Count = 0
-    v_head_dim: Count = 0
-    index_n_heads: Count = 0
-    index_head_dim: Count = 0
-
-    hidden_act: str = "silu"
-    hidden_activation: str = "silu"
-
-    quantization_config: dict[str, Any] | None = None
-
-    @property
-    def layers(self) -> range:
-        """All layers; those for multi-token prediction (MTP) come last."""
-        return range(self.num_hidden_layers + self.num_nextn_predict_layers)
-
-    @property
-    def kv_heads(self) -> int:
-        """Key/value heads. Without the field, and for MLA, whose cache has no heads, as many as attention heads."""
-        return (not self.kv_lora_rank and self.num_key_value_heads) or self.num_attention_heads
-
-
-def _names(name: str, field: FieldInfo) -> list[str]:
-    alias = field.validation_alias
-    return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name]
-
-
-FIELDS = {name for field in Config.model_fields.items() for name in _names(*field)}
 
 
 def load_config(folder: Path) -> dict[str, Any]:
@@ -165,10 +89,13 @@ def parse_config(found: dict[str, Any], what: str) -> Config:
     """Validate the result of `read_fields`; `what` names the file in messages.
 
     Raises:
-        CheckpointError: a field is missing or out of range.
+        CheckpointError, UnsupportedError: see `refuse`.
     """
+    given = {key: value for key, value in found.items() if value is not None}
+    if isinstance(types := given.get("layers_block_type"), list):  # Nemotron's later models give no number
+        given = {"num_hidden_layers": len(types)} | given
     try:
-        return Config.model_validate({key: value for key, value in found.items() if value is not None})
+        return Config.model_validate(given)
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_context=False)
         missing = [str(one["loc"][0]) for one in wrong if one["type"] == "missing"]
@@ -177,7 +104,23 @@ def parse_config(found: dict[str, Any], what: str) -> Config:
             problem = f"{first['loc'][0]} is {shown(first['input'])}: {first['msg']}"
         else:
             problem = f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing"
+        refuse(found.get("model_type"), what, problem)
+
+
+def refuse(model_type: object, what: str, problem: str) -> NoReturn:
+    """Raise the error for a description with a problem: a field that is missing or has another form than expected.
+
+    Raises:
+        CheckpointError: the description of a known family is damaged.
+        UnsupportedError: the family is not known, and may have other names or forms.
+    """
+    if model_type in FAMILIES:
         raise CheckpointError(f"{what}: {problem}. {ADVICE}") from None
+    raise UnsupportedError(
+        f"{what}: fp8moe-warmup does not know models of the type {shown(model_type)}, and cannot read this one: "
+        f"{problem}. The engine may serve it nevertheless. To compile every kernel that it could need, run the command "
+        "without --model."
+    ) from None
 
 
 def _check_constants(config: dict[str, Any], what: str) -> None:

@@ -22,6 +22,7 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
+FUSED_LINEAR = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z")}  # of Qwen's linear attention, never quantized online
 LAYER_NAME = re.compile(r"(?:language_model\.model|model\.language_model|model)\.layers\.(\d{1,6})\.(.+)", re.ASCII)
 
 
@@ -42,7 +43,8 @@ class Unquantized:
     def has(self, layer: int, name: str) -> bool:
         listed = self.names.get(str(layer), set())
         module, _, last = name.rpartition(".")
-        parts = [self._is_listed(layer, f"{module}.{part}") for part in FUSED.get(last, ())]
+        fused = (FUSED | FUSED_LINEAR).get(last, ())
+        parts = [self._is_listed(layer, f"{module}.{part}") for part in fused]
         if self._is_listed(layer, name) or (parts and all(parts)):
             return True
         if any(parts):

@@ -59,7 +59,8 @@ class KvCache:
 
     layers: int  # without those for multi-token prediction
     mla: bool
-    elements: int  # of a head's key, or of MLA's vector
+    elements: int  # of a head's key and value, or of MLA's vector
+    growing: int | None = None  # of `layers`, those that keep all tokens: others keep a window or a state
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Indexer:
 
     heads: int
     dim: int
+    layers: int | None = field(default=None, compare=False)  # that have one of their own; None: all of them
 
 
 @dataclass(frozen=True)

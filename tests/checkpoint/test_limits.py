@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fp8moe_plugin.checkpoint.config_fields import MAX_LAYERS
 from fp8moe_plugin.checkpoint.config_json import LIMITS as CONFIG
-from fp8moe_plugin.checkpoint.config_json import MAX_LAYERS
 from fp8moe_plugin.checkpoint.headers import HEADER, INDEX, INDEX_NAME
 from fp8moe_plugin.checkpoint.patterns import MAX_PATTERNS
 

@@ -343,7 +343,7 @@ def test_sound_checkpoints_that_are_not_served(tmp_path, change, message):
         ({"moe_intermediate_size": [2048] * 5000}, r"moe_intermediate_size is \[2048, .*\.\.\.\]: Input should be"),
         ({"moe_intermediate_size": 2**31 - 1}, "more than 1099511627776 weights"),
         ({"n_routed_experts": 2**14 + 1}, "has 16385 experts, more than 16384"),
-        ({"intermediate_size": None}, "lacks intermediate_size"),
+        ({"intermediate_size": None}, "intermediate_size is missing"),
         ({"num_attention_heads": 2**31 - 1}, r"gives self_attn.q_b_proj an invalid size, 1536 x \(412316860224,\)"),
         ({"v_head_dim": 0}, "gives self_attn.o_proj an invalid size, 0 x"),
         ({"kv_lora_rank": None, "num_key_value_heads": 3}, "has 3 key/value heads for 128 heads"),

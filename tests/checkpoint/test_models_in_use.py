@@ -6,6 +6,7 @@ shortened: fields that nothing reads, and vision models, are left out.
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,11 @@ from typing import Any
 import pytest
 
 from fp8moe_plugin.checkpoint.model import read_model
-from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.checkpoint.shapes import Experts, Parallel
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from tests.checkpoint.test_model import QWEN, describe
 from tests.helpers import environment
+from warmup.memory import cache_bytes
 
 CONFIGS = Path(__file__).parent / "configs_2026"
 NAMES = sorted(path.stem for path in CONFIGS.iterdir())
@@ -32,6 +36,48 @@ REFUSED = {
     "Nemotron-3-Nano-30B-A3B-BF16": "mlp_hidden_act is 'relu2'",
     "Step-3.5-Flash-FP8": CLAMPED,
     "gemma-4-26B-A4B": "hidden_activation is 'gelu_pytorch_tanh'",
+}
+# MoE layers, experts, top-k, hidden, intermediate; layers whose KV cache grows; a kind of dense layer with its layers,
+# inputs and outputs.
+READ: dict[str, tuple[tuple[int, ...], int, tuple[Any, ...]]] = {
+    "GLM-5.2-FP8": ((76, 256, 8, 6144, 2048), 78, ("self_attn.indexer.wq_b", 22, 2048, (4096,))),
+    "Ling-3.0-flash-fp8": ((41, 512, 8, 2560, 768), 7, ("mlp.shared_experts.gate_up_proj", 41, 2560, (768, 768))),
+    "MiMo-V2-Flash": ((47, 256, 8, 4096, 2048), 9, ("self_attn.qkv_proj", 48, 4096, (12288, 768, 512))),
+    "MiniMax-M2.7": ((62, 256, 8, 3072, 1536), 62, ("self_attn.qkv_proj", 62, 3072, (6144, 1024, 1024))),
+    "Qwen3.5-397B-A17B-FP8": (
+        (60, 512, 10, 4096, 1024),
+        15,
+        ("linear_attn.in_proj_qkvz", 45, 4096, (2048, 2048, 8192, 8192)),
+    ),
+    "Qwen3.6-35B-A3B-FP8": ((40, 256, 8, 2048, 512), 10, ("self_attn.qkv_proj", 10, 2048, (8192, 512, 512))),
+    "Qwen3.8-Flash-Next-FP8": ((48, 512, 10, 2560, 640), 12, ("mlp.shared_expert.down_proj", 48, 640, (2560,))),
+}
+# Of models that are refused, what is read of them without the cause.
+CHANGED: dict[str, tuple[dict[str, Any], tuple[int, ...], int, tuple[Any, ...]]] = {
+    "Laguna-S-2.1-FP8": (
+        {"kv_cache_scheme": None},
+        (47, 256, 10, 3072, 1024),
+        12,
+        ("mlp.shared_expert.gate_up_proj", 47, 3072, (1024, 1024)),
+    ),
+    "Step-3.5-Flash-FP8": (
+        {"swiglu_limits": [0] * 48},
+        (42, 288, 8, 4096, 1280),
+        12,
+        ("mlp.shared_expert.gate_up_proj", 42, 4096, (1280, 1280)),
+    ),
+    "Kimi-K3": (
+        {"hidden_act": "silu", "quantization_config": None},
+        (92, 896, 16, 7168, 3072),
+        24,
+        ("mlp.shared_experts.gate_up_proj", 92, 7168, (6144, 6144)),
+    ),
+    "GLM-5.3-Flash": (
+        {"swiglu_limit": None, "head_dim": 0},
+        (43, 288, 8, 4096, 2048),
+        11,
+        ("mlp.gate_up_proj", 3, 4096, (12288, 12288)),
+    ),
 }
 FOREIGN = ("Ling-3.0-flash-fp8", "MiniMax-M3")  # transformers has no class for their config.json
 
@@ -89,3 +135,95 @@ def test_warmup_and_engine_refuse_a_model_for_one_reason(tmp_path, name):
             assert re.search(REFUSED[name], refusal or "")
         else:
             assert refusal is None
+
+
+def test_every_model_has_an_outcome():
+    assert set(NAMES) == REFUSED.keys() | READ.keys()
+    assert REFUSED.keys() >= CHANGED.keys()
+
+
+def changed(part: Any, changes: dict[str, Any]) -> Any:
+    """A description in which these fields, at any depth, have these values."""
+    if not isinstance(part, dict):
+        return part
+    return {key: changes[key] if key in changes else changed(value, changes) for key, value in part.items()}
+
+
+@pytest.mark.parametrize("name", [*READ, *CHANGED])
+def test_shapes_of_models(tmp_path, name):
+    changes, experts, growing, dense = CHANGED.get(name) or ({}, *READ[name])
+    config = changed(json.loads((CONFIGS / f"{name}.json").read_text()), changes)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 0} if "head_dim" in changes else config))
+    model = read_model(tmp_path)
+    assert model.experts == Experts(*experts)
+    assert model.cache
+    assert model.cache.growing == growing
+    found = {
+        layer.name: (layer.name, layer.layers, layer.inputs, layer.outputs) for layer in (*model.dense, *model.plain)
+    }
+    assert found[dense[0]] == dense
+
+
+def test_the_cache_of_hybrid_models(tmp_path):
+    def per_token(name: str, **changes: Any) -> int:
+        config = changed(json.loads((CONFIGS / f"{name}.json").read_text()), changes)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return cache_bytes(read_model(tmp_path), Parallel(), fp8=False)
+
+    assert per_token("Qwen3.5-397B-A17B-FP8") == 15 * 2 * (256 + 256) * 2
+    assert per_token("MiMo-V2-Flash") == 9 * 4 * (192 + 128) * 2
+    assert per_token("Ling-3.0-flash-fp8") == 7 * (512 + 64) * 2
+    assert per_token("Laguna-S-2.1-FP8", kv_cache_scheme=None) == 12 * 8 * 2 * 128 * 2
+    assert per_token("GLM-5.2-FP8") == 78 * (512 + 64) * 2 + 21 * (128 + 4)
+
+
+MAMBA = {"layers_block_type": ["mamba", "moe", "attention", "moe"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "layers", "growing"),
+    [
+        ({"num_hidden_layers": None, "num_layers": 8}, 8, 8),
+        ({"num_experts_per_tok": None, "top_k_experts": 8}, 48, 48),
+        ({"num_experts_per_tok": None, "moe_top_k": 8, "moe_layers_enum": "3,4,5"}, 3, 48),
+        ({"moe_layers_enum": [3, 47]}, 2, 48),
+        ({"num_hidden_layers": None} | MAMBA, 4, 2),
+        ({"interleave_moe_layer_step": 2, "intermediate_size_mlp": 8192}, 24, 48),
+        ({"full_attention_interval": 4}, 48, 12),
+        ({"attn_type_list": [0] * 40 + [1] * 8}, 48, 8),
+        ({"linear_attn_config": {"full_attn_layers": [4, 8]}}, 48, 2),
+        ({"num_key_value_heads": None, "num_attention_groups": 4}, 48, 48),
+    ],
+)
+def test_other_names_of_fields(tmp_path, change, layers, growing):
+    expected = read_model(describe(tmp_path, QWEN))
+    model = read_model(describe(tmp_path, QWEN, **change))
+    assert model.experts == replace(expected.experts, layers=layers)
+    assert model.cache == replace(expected.cache, layers=model.cache.layers, growing=growing)
+    assert model.kv_heads == expected.kv_heads
+    if "intermediate_size_mlp" in change:
+        assert {layer.outputs for layer in model.dense if layer.name == "mlp.gate_up_proj"} == {(8192, 8192)}
+
+
+def test_the_language_model_of_a_thinker(tmp_path):
+    nested = {"architectures": ["Omni"], "thinker_config": {"text_config": QWEN}}
+    assert read_model(describe(tmp_path, nested)).experts == read_model(describe(tmp_path, QWEN)).experts
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"num_experts_per_tok": None, "chosen": 8}, "num_experts_per_tok is missing"),
+        ({"moe_intermediate_size": None, "intermediate_size": None}, "intermediate_size is missing"),
+        ({"head_dim": {"k": 128}}, "head_dim is {'k': 128}: Input should be a valid integer"),
+    ],
+)
+def test_a_family_that_is_not_known_is_named(tmp_path, change, problem):
+    for family in ("kimi_linear", None, "\x1b[2J"):
+        with pytest.raises(
+            UnsupportedError, match=rf"models of the type {re.escape(repr(family))}.*{problem}"
+        ) as caught:
+            read_model(describe(tmp_path, QWEN, model_type=family, **change))
+        assert "run the command without --model" in str(caught.value)
+    with pytest.raises(CheckpointError, match=f"{problem}.*Download the checkpoint again"):
+        read_model(describe(tmp_path, QWEN, **change))

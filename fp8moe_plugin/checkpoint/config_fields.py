@@ -1,0 +1,123 @@
+"""The fields of config.json that shapes and refusals depend on, under the names of all model families."""
+
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+from fp8moe_plugin.checkpoint.untrusted import MAX_SIZE
+
+# Of these, a config.json that lacks a field, or has one of another form, is damaged; of others, it has another name.
+FAMILIES = (
+    *("bailing_hybrid", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm_moe_dsa", "hunyuan_v1_moe"),
+    *("kimi_k2", "laguna", "llama4_text", "mimo_v2_flash", "minimax_m2", "mixtral", "qwen3_5_moe_text", "qwen3_moe"),
+    *("qwen3_next", "qwen3_vl_moe_text", "qwen4_exp_text"),
+)
+MAX_LAYERS = 256  # bounds the time, because layers are processed one by one; Kimi-K3 has 93
+
+TOPKS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+
+Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
+Count = Annotated[int, Field(ge=0, le=MAX_SIZE)]
+Layers = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
+Sizes = Annotated[list[Size], Field(min_length=1, max_length=MAX_LAYERS)]  # one per layer, as in Hunyuan
+Names = Annotated[list[str], Field(min_length=1, max_length=2 * MAX_LAYERS)]
+Counts = Annotated[list[Count], Field(min_length=1, max_length=MAX_LAYERS)]
+Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,100}$")]
+
+
+class Config(BaseModel):
+    """The fields of config.json that shapes and refusals depend on, under the names of all model families."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    model_type: str | None = None
+    architectures: Annotated[list[Architecture], Field(min_length=1, max_length=16)]
+    hidden_size: Size
+    vocab_size: Size
+    num_hidden_layers: Annotated[Layers, Field(ge=1)] = Field(
+        validation_alias=AliasChoices("num_hidden_layers", "num_layers")
+    )
+    num_nextn_predict_layers: Layers = 0
+    max_position_embeddings: Size | None = None
+    intermediate_size: Size | Sizes | None = None
+    # Where `intermediate_size` is that of the experts.
+    dense_intermediate_size: Size | None = Field(
+        None, validation_alias=AliasChoices("dense_intermediate_size", "intermediate_size_mlp")
+    )
+
+    experts: Size | Sizes = Field(validation_alias=AliasChoices(*EXPERT_COUNTS))
+    topk: Size | Sizes = Field(validation_alias=AliasChoices(*TOPKS))
+    moe_intermediate_size: Size | Sizes | None = None
+
+    first_k_dense_replace: Count = 0
+    moe_layer_freq: Size | Counts = 1
+    mlp_only_layers: Annotated[list[Count], Field(max_length=MAX_LAYERS)] = []
+    decoder_sparse_step: Size = 1
+    moe_layer_start_index: Count | Counts = 0
+    moe_layer_end_index: Annotated[int, Field(ge=-1, le=MAX_SIZE)] | Counts | None = None
+    moe_layer_interval: Size = 1
+    interleave_moe_layer_step: Size = 1
+    mlp_layer_types: Names | None = Field(None, validation_alias=AliasChoices("mlp_layer_types", "layers_block_type"))
+    moe_layers_enum: Annotated[str, Field(pattern=r"^\d{1,4}(,\d{1,4})*$")] | Counts | None = None
+
+    n_shared_experts: Count | Counts = Field(
+        0, validation_alias=AliasChoices("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
+    )
+    shared_width: Count = Field(
+        0, validation_alias=AliasChoices("moe_shared_expert_intermediate_size", "shared_intermediate_size")
+    )
+    num_shared_expert: Count | Counts = 0
+    shared_expert_intermediate_size: Count = Field(
+        0, validation_alias=AliasChoices("shared_expert_intermediate_size", "share_expert_dim")
+    )
+
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = Field(
+        None, validation_alias=AliasChoices("num_key_value_heads", "num_attention_groups")
+    )
+    head_dim: Count | None = Field(None, validation_alias=AliasChoices("head_dim", "attention_head_dim"))
+    q_lora_rank: Size | None = None
+    kv_lora_rank: Size | None = None
+    qk_nope_head_dim: Count = 0
+    qk_rope_head_dim: Count = 0
+    v_head_dim: Count = 0
+    index_n_heads: Count = 0
+    index_head_dim: Count = 0
+    indexer_types: Names | None = None
+    attn_output_gate: bool | None = None
+
+    layer_types: Names | None = Field(None, validation_alias=AliasChoices("layer_types", "layers_block_type"))
+    hybrid_layer_pattern: Counts | None = None
+    attn_type_list: Counts | None = None
+    full_attention_interval: Size | None = None
+    layer_group_size: Size | None = None
+    linear_attn_config: dict[str, Any] | None = None
+    linear_num_key_heads: Count = 0
+    linear_num_value_heads: Count = 0
+    linear_key_head_dim: Count = 0
+    linear_value_head_dim: Count = 0
+
+    hidden_act: str = "silu"
+    hidden_activation: str = "silu"
+
+    quantization_config: dict[str, Any] | None = None
+
+    @property
+    def layers(self) -> range:
+        """All layers; those for multi-token prediction (MTP) come last."""
+        return range(self.num_hidden_layers + self.num_nextn_predict_layers)
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads. Without the field, and for MLA, whose cache has no heads, as many as attention heads."""
+        return (not self.kv_lora_rank and self.num_key_value_heads) or self.num_attention_heads
+
+
+def _names(name: str, field: FieldInfo) -> list[str]:
+    alias = field.validation_alias
+    return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name]
+
+
+FIELDS = {name for field in Config.model_fields.items() for name in _names(*field)}
