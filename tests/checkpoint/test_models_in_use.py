@@ -5,18 +5,23 @@ shortened: fields that nothing reads, and vision models, are left out.
 """
 
 import json
+import os
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.shapes import Experts, Parallel
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from tests.checkpoint.test_model import QWEN, describe
+from tests.engine.load import LIMITS, join_ranks
 from tests.helpers import environment
 from warmup.memory import cache_bytes
 
@@ -227,3 +232,55 @@ def test_a_family_that_is_not_known_is_named(tmp_path, change, problem):
         assert "run the command without --model" in str(caught.value)
     with pytest.raises(CheckpointError, match=f"{problem}.*Download the checkpoint again"):
         read_model(describe(tmp_path, QWEN, **change))
+
+
+@pytest.mark.parametrize("name", ["MiniMax-M2.7", "MiMo-V2-Flash", "Laguna-S-2.1-FP8"])
+def test_vllm_makes_the_layers_that_warmup_counts(tmp_path, name):
+    """On the meta device, without weights. Layers of one name may differ in their heads, which is not read."""
+    pytest.importorskip("vllm")
+    config = changed(json.loads((CONFIGS / f"{name}.json").read_text()), {"kv_cache_scheme": None})
+    expected = read_model(describe(tmp_path, config))
+    with mock.patch.dict(os.environ, {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}):
+        found = layers_of(build(tmp_path, config["architectures"][0]))
+    assert found.pop("experts") == expected.experts.layers - expected.experts.mtp
+    assert found == {(layer.name, layer.inputs): layer.layers for layer in expected.dense}
+
+
+def build(folder: Path, architecture: str) -> torch.nn.Module:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import ModelRegistry
+
+    known = ModelRegistry.models[architecture]
+    if hasattr(known, "module_name"):  # otherwise vLLM inspects the class in a new process
+        ModelRegistry.register_model(architecture, known.load_model_cls())
+    own = {"quantization": "fp8moe", "dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True}
+    engine = EngineArgs(model=str(folder), **own, **LIMITS).create_engine_config()
+    try:
+        with set_current_vllm_config(engine):
+            join_ranks(folder)
+            with torch.device("meta"):
+                return initialize_model(vllm_config=engine)
+    finally:
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+def layers_of(model: torch.nn.Module) -> Counter[Any]:
+    """The number of layers of experts with our method, and of dense ones by name and input channels."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
+    from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
+
+    found: Counter[Any] = Counter()
+    for name, module in model.named_modules():
+        kind = re.sub(r"^model\.layers\.\d+\.", "", name)
+        if isinstance(module, LinearBase):
+            found[kind, module.input_size] += isinstance(module.quant_method, Fp8MoeLinearMethod)
+        if isinstance(module, RoutedExperts):
+            found["experts"] += isinstance(module.quant_method, Fp8MoeMethod)
+    return +found
