@@ -30,6 +30,7 @@ LOG = Path("demo/serve.log")
 READY_TIMEOUT_S = 600
 REQUEST_TIMEOUT_S = 300
 STOP_TIMEOUT_S = 20
+SHOWN_EVERY_S = 5
 QUESTIONS = {"The capital of France is": "Paris", "Tokyo is the capital of": "Japan"}
 PORT = 8000  # in the commands to type
 IN_USE = "fp8moe serves the experts"  # logged when a layer's weights are ready
@@ -184,12 +185,21 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def group_runs(group: int) -> bool:
     """Whether a process of this group still runs; zombies do not count."""
+    return any(fields[0] != "Z" for fields in stats_of(group))
+
+
+def cpu_seconds(group: int) -> float:
+    """Processor time that the processes of this group have used."""
+    return sum(int(ticks) for fields in stats_of(group) for ticks in fields[11:13]) / os.sysconf("SC_CLK_TCK")
+
+
+def stats_of(group: int) -> Iterator[list[str]]:
+    """The fields of /proc/PID/stat of the processes of this group, from the state on."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended in the meantime
-            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
-                return True
-    return False
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                yield fields
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], address: str) -> None:
@@ -200,9 +210,10 @@ def wait_until_ready(process: subprocess.Popen[bytes], address: str) -> None:
             raise DemoError(f"the server ended with exit status {process.returncode} before it was ready.")
         if now - start > READY_TIMEOUT_S:
             raise DemoError(f"the server was not ready within {READY_TIMEOUT_S} s.")
-        if now - shown >= 5:
+        if now - shown >= SHOWN_EVERY_S:
             shown = now
-            print(f"  starting, {now - start:3.0f} s: {last_line()[:140]}", flush=True)
+            used = f"{cpu_seconds(process.pid):.0f} s of CPU time"  # engines log nothing while they import and compile
+            print(f"  starting, {now - start:3.0f} s, {used}: {last_line()[:140] or '(no log yet)'}", flush=True)
         time.sleep(0.25)
     print(f"ready after {time.monotonic() - start:.0f} s", flush=True)
 

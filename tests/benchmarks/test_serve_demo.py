@@ -48,6 +48,10 @@ if os.environ["HOW"] == "dies":
     raise SystemExit("the cause")
 if os.environ["HOW"] == "refuses":
     refuse()
+if os.environ["HOW"] == "works":
+    while time.process_time() < 2.5:
+        pass
+    raise SystemExit("done")
 if os.environ["HOW"] == "hangs":
     time.sleep(600)
 print("(Worker pid=1) INFO fp8moe serves the experts: backend reference", flush=True)
@@ -68,7 +72,11 @@ class Handler(BaseHTTPRequestHandler):
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
 
-DEMO = "from benchmarks.engine import serve_demo; serve_demo.STOP_TIMEOUT_S = 1; serve_demo.main()"
+DEMO = """
+from benchmarks.engine import serve_demo
+serve_demo.STOP_TIMEOUT_S = serve_demo.SHOWN_EVERY_S = 1
+serve_demo.main()
+"""
 
 
 SERVERS = {"vllm": "vllm/entrypoints/openai/api_server.py", "sglang": "sglang/launch_server.py"}
@@ -155,6 +163,12 @@ def test_a_server_that_dies_at_start_is_explained(tmp_path: Path) -> None:
     assert "exit status 1 before it was ready" in output
     assert str(tmp_path / "demo/serve.log") in output
     assert not worker_runs(tmp_path)
+
+
+def test_a_server_that_logs_nothing_shows_its_cpu_time(tmp_path: Path) -> None:
+    output, _ = start(tmp_path, "works").communicate(timeout=60)
+    used = re.findall(r"^  starting, +\d+ s, (\d+) s of CPU time: \(no log yet\)$", output, re.MULTILINE)
+    assert len(set(used)) >= 2
 
 
 def test_the_reason_of_a_refusal_is_shown_without_the_frames_of_its_traceback(tmp_path: Path) -> None:
