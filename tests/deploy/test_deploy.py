@@ -80,6 +80,15 @@ def test_settings_and_warm_up_commands_exist() -> None:
     assert parse(arguments).command == "verify"
 
 
+def test_the_image_compiles_with_the_compiler_that_was_measured() -> None:
+    """`requirements/cpu.txt` has the NVRTC of the machines that measure."""
+    docker = (DEPLOY / "Dockerfile").read_text()
+    (version,) = re.findall(r"^nvidia-cuda-nvrtc==(\S+)$", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE)
+    assert f"\nARG NVRTC={version}\n" in docker
+    (install,) = re.findall(r"FROM \S+ AS kernels\n.*?(RUN pip install .*?)\n", docker, re.DOTALL)
+    assert '"nvidia-cuda-nvrtc==$NVRTC"' in install
+
+
 def test_a_pod_reads_the_bundle_that_its_image_has() -> None:
     bundle = re.findall(r"FP8MOE_BUNDLE=(\S+)", (DEPLOY / "Dockerfile").read_text())
     assert bundle == ["/opt/fp8moe/kernels.tar"]
