@@ -50,6 +50,27 @@ def missing(source: Path, target: str, base: Path) -> str | None:
     return None
 
 
+CODE = re.compile(r"(?<!`)(`+)(?!`)(.*?)(?<!`)\1(?!`)")
+
+
+@pytest.mark.parametrize("row", ["| `a `b` c` |", r"| `a\|b` |", "| ``a `b` c`` | `d`: e |"])
+def test_code_in_tables_is_shown_as_meant(row: str) -> None:
+    assert bool(misread_code(row)) == (row != "| ``a `b` c`` | `d`: e |")
+
+
+def misread_code(row: str) -> list[str]:
+    r"""Code of a table row that ends at a backtick within it, or whose `\|` some renderers show as it is."""
+    shown = [code for code in CODE.finditer(row) if r"\|" not in code[2]]
+    good = [c[0] for c in shown if not re.match(r"\w", row[c.end() :]) and not re.search(r"\w$", row[: c.start()])]
+    return [code[0] for code in CODE.finditer(row) if code[0] not in good]
+
+
+def test_tables_have_no_misread_code() -> None:
+    rows = [line for path in tracked("*.md") for line in path.read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) > 300
+    assert [found for row in rows if (found := misread_code(row))] == []
+
+
 def test_tables_of_performance_are_those_of_the_results() -> None:
     text = DOCUMENT.read_text()
     assert rendered(text) == text, "run python -m benchmarks.tables"
