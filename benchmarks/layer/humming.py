@@ -146,15 +146,14 @@ def layer_jobs(weight_format: str, layout: str, experts: Experts, tokens: Iterab
     from humming.forward import may_process_input
 
     first, second = (gemm_config(experts.experts, *sizes, weight_format) for sizes in _sizes(experts))
-    rows = [count * experts.topk for count in tokens]
-    jobs: list[Callable[[], Any]] = []
-    for config in (first, second):
-        jobs += kernel_jobs(config, [(layout, default_tuning(config, layout, count)) for count in rows])
     x, gate_up = (torch.zeros(1, k, dtype=torch.bfloat16, device="cuda") for k in (experts.hidden, first.shape_n))
     places = torch.arange(experts.topk, dtype=torch.int32, device="cuda").view(1, -1)
     scatter = {"layout": "scatter", "scatter_idx": places} if layout == CONTIGUOUS else {}
-    jobs.append(partial(may_process_input, first, x, **scatter))
-    jobs.append(partial(may_process_input, second, gate_up, **SWIGLU))
+    # They come first, as each of the two compiles several kernels.
+    jobs = [partial(may_process_input, first, x, **scatter), partial(may_process_input, second, gate_up, **SWIGLU)]
+    rows = [count * experts.topk for count in tokens]
+    for config in (first, second):
+        jobs += kernel_jobs(config, [(layout, default_tuning(config, layout, count)) for count in rows])
     return jobs
 
 
