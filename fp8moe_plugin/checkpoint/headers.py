@@ -33,7 +33,7 @@ BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-SCALE_DTYPES = ("F32", "BF16")
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")  # float32 holds all their values
 EXPERT = re.compile(
     r"layers\.(\d{1,6})\.\w{1,64}\.experts\.(\d{1,6})\."
     r"((?:gate_proj|up_proj|down_proj|w[123])\.weight(?:_scale(?:_inv)?)?)\Z",

@@ -14,7 +14,8 @@ from fp8moe_plugin.ops.checks import FP8
 
 E4M3_NAN = 0x7F  # with the sign bit cleared
 CHUNK_BYTES = 1 << 26  # bounds the temporary memory of checking a weight
-SCALE_DTYPES = tuple({"F32": torch.float32, "BF16": torch.bfloat16}[name] for name in headers.SCALE_DTYPES)
+TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E8M0": torch.float8_e8m0fnu}
+SCALE_DTYPES = tuple(TORCH[name] for name in headers.SCALE_DTYPES)
 
 
 def expert_tensors(experts: int, hidden: int, intermediate: int, scale: str = SCALE) -> dict[str, torch.Tensor]:
@@ -48,7 +49,12 @@ def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> No
             "of its 128x128 blocks. Use a block-FP8 checkpoint."
         )
     if parameter.dtype != FP8 and not (tensor.is_meta or parameter.is_meta):
-        check_scale_values(f"the scales {what}", tensor)
+        check_scale_values(f"the scales {what}", in_float32(parameter, tensor))
+
+
+def in_float32(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A checked tensor for an engine's loader: scales in float32, because some loaders copy the bytes of E8M0."""
+    return tensor.float() if parameter.dtype == torch.float32 else tensor
 
 
 def check_expert_shape(

@@ -432,7 +432,7 @@ def test_only_regular_files_are_read(tmp_path, name):
 
 
 Tensors = dict[str, tuple[str, list[int]]]
-BYTES = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
+BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4}
 W13 = "model.layers.3.mlp.experts.0.gate_proj.weight"
 W2 = "model.layers.3.mlp.experts.255.down_proj.weight"
 SOUND: Tensors = {
@@ -488,8 +488,10 @@ def test_silu_is_the_activation_that_a_config_need_not_name(tmp_path, field):
     assert read_model(describe(tmp_path, config)) == read_model(describe(tmp_path, config, **{field: None}))
 
 
-def test_sound_headers(tmp_path):
-    write_shard(tmp_path / "model.safetensors", header(SOUND) | {"__metadata__": {"format": "pt"}})
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16", "F8_E8M0"])
+def test_sound_headers(tmp_path, dtype):
+    tensors = SOUND | {f"{W13}_scale_inv": (dtype, [16, 56])}
+    write_shard(tmp_path / "model.safetensors", header(tensors) | {"__metadata__": {"format": "pt"}})
     assert read_model(describe(tmp_path, V3)).quantized
 
 
@@ -499,7 +501,7 @@ def test_sound_headers(tmp_path):
         (W13, ("F8_E4M3", [7168, 2048]), r"is F8_E4M3 \[7168, 2048\], but config.json requires F8_E4M3 \[2048, 7168\]"),
         (W13, ("BF16", [2048, 7168]), "is BF16 .* config.json requires F8_E4M3 "),
         (W13.replace("gate_proj", "w2"), ("F8_E4M3", [2048, 7168]), r"requires F8_E4M3 \[7168, 2048\]"),
-        (f"{W13}_scale_inv", ("F32", [2048, 56]), r"config.json requires F32 or BF16 \[16, 56\]"),
+        (f"{W13}_scale_inv", ("F32", [2048, 56]), r"config.json requires F32 or BF16 or F16 or F8_E8M0 \[16, 56\]"),
         (f"{W13}_scale_inv", ("F8_E4M3", [16, 56]), "is F8_E4M3 .* config.json requires F32 or BF16"),
         (W2.replace("255", "256"), ("F8_E4M3", [7168, 2048]), "experts.256.* of experts 0 to 255"),
     ],

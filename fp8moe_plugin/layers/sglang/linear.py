@@ -15,7 +15,7 @@ from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import prepare_kernels, target_of_layer
-from fp8moe_plugin.layers.loading import check_loaded, check_tensor, shape_errors
+from fp8moe_plugin.layers.loading import check_loaded, check_tensor, in_float32, shape_errors
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import FP8, poison
@@ -105,6 +105,7 @@ def _loader(prefix: str, scale: str, inputs: int, widths: list[int], load: Metho
         shard = () if loaded_shard_id is None else (loaded_shard_id,)
         what += "".join(f" ({name})" for name in shard)
         check_tensor(what, param, loaded_weight)
+        loaded_weight = in_float32(param, loaded_weight)
         _check_shape(what, param, loaded_weight, _rows(layer, widths, loaded_shard_id), inputs)
         with shape_errors(prefix, loaded_weight):
             load(param, loaded_weight, *shard)

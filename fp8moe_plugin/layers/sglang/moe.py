@@ -20,7 +20,14 @@ from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate,
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels, target_of_layer
-from fp8moe_plugin.layers.loading import check_expert_shape, check_loaded, check_tensor, expert_tensors, shape_errors
+from fp8moe_plugin.layers.loading import (
+    check_expert_shape,
+    check_loaded,
+    check_tensor,
+    expert_tensors,
+    in_float32,
+    shape_errors,
+)
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import poison
@@ -163,6 +170,7 @@ def _loader(prefix: str, hidden: int, intermediate: int) -> Callable[..., None]:
     ) -> None:
         what = f"{weight_name} ({shard_id} of expert {expert_id})"
         check_tensor(what, param, loaded_weight)
+        loaded_weight = in_float32(param, loaded_weight)
         check_expert_shape(what, param, loaded_weight, shard_id, hidden, intermediate)
         rank, ranks = layer.moe_tp_rank, layer.moe_tp_size
         if local_intermediate(intermediate, ranks) * ranks != intermediate:

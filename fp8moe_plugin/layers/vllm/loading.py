@@ -10,7 +10,7 @@ import torch
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT
-from fp8moe_plugin.layers.loading import check_loaded, check_tensor, holds_nan, shape_errors
+from fp8moe_plugin.layers.loading import check_loaded, check_tensor, holds_nan, in_float32, shape_errors
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.ops.checks import FP8, poison
@@ -140,6 +140,7 @@ def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
         with loading.errors_fail_model():
             loading.check_reloadable_once()
             loading.note_arrival(check(layer, param, loaded_weight, *args, **kwargs), param)
+            loaded_weight = in_float32(param, loaded_weight)
             with shape_errors(loading.prefix, loaded_weight):
                 return load(layer, param, loaded_weight, *args, **kwargs)
 

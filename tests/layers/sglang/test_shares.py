@@ -59,9 +59,22 @@ def test_a_tensor_of_another_size_or_dtype_is_refused(name, ranks):
     for intermediate in (768, 3072):
         with pytest.raises(CheckpointError, match=r"\(w. of expert 0\) has shape .* for 1536 intermediate channels"):
             layer.load({name: make_checkpoint(intermediate)[name]})
-    halves = [tensor.half() for tensor in make_checkpoint(1536)[name]]
-    with pytest.raises(CheckpointError, match=r"has dtype torch\.float16"):
-        layer.load({name: halves})
+    doubles = [tensor.double() for tensor in make_checkpoint(1536)[name]]
+    with pytest.raises(CheckpointError, match=r"has dtype torch\.float64"):
+        layer.load({name: doubles})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu], ids=str)
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_scales_of_other_dtypes_are_those_in_float32(dtype, ranks):
+    checkpoint = make_checkpoint(1536)
+    for name, tensors in checkpoint.items():
+        if "scale" in name:
+            checkpoint[name] = [tensor.to(dtype) for tensor in tensors]
+    same = {name: [t.float() if "scale" in name else t for t in tensors] for name, tensors in checkpoint.items()}
+    found, expected = (Layer(1536, ranks, 0).load(tensors) for tensors in (checkpoint, same))
+    for name, parameter in expected.named_parameters():
+        assert found.get_parameter(name).equal(parameter)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 9])

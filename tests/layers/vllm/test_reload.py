@@ -151,11 +151,13 @@ def test_a_start_that_fails_says_nothing_of_reloading(kind, name):
     assert "reload" not in str(error.value)
 
 
+E8M0 = torch.float8_e8m0fnu
 WRONG = {
     "a weight as bytes": ("w1_weight", lambda w: w.view(torch.uint8), r"has dtype torch\.uint8"),
     "a weight as numbers": ("w2_weight", lambda w: w.bfloat16(), r"has dtype torch\.bfloat16"),
     "scales as bytes": ("w2_weight_scale_inv", lambda s: s.to(torch.uint8), r"has dtype torch\.uint8"),
-    "scales in half precision": ("w2_weight_scale_inv", lambda s: s.half(), r"has dtype torch\.float16"),
+    "scales in double precision": ("w2_weight_scale_inv", lambda s: s.double(), r"has dtype torch\.float64"),
+    "a scale of E8M0 without a value": ("w2_weight_scale_inv", lambda s: (s / 0).to(E8M0), "hold NaN or infinity"),
     "a scale without dimensions": ("w1_weight_scale_inv", lambda s: s[0, 0], r"has shape \[\]"),
     "a scale for each row": ("w3_weight_scale_inv", lambda s: s[:, 0], r"has shape \[2\]"),
     "a negative scale": ("w2_weight_scale_inv", lambda s: -s, "range from -"),
@@ -192,10 +194,11 @@ def test_a_tensor_that_would_be_repeated_is_refused(part):
         Model("fp8").start(checkpoint)
 
 
-def test_scales_in_bfloat16_are_those_in_float32():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, E8M0], ids=str)
+def test_scales_of_other_dtypes_are_those_in_float32(dtype):
     checkpoint = first("fp8")
-    rounded = {name: [t.bfloat16() if "scale" in name else t for t in ts] for name, ts in checkpoint.items()}
-    wanted = {name: [t.bfloat16().float() if "scale" in name else t for t in ts] for name, ts in checkpoint.items()}
+    rounded = {name: [t.to(dtype) if "scale" in name else t for t in ts] for name, ts in checkpoint.items()}
+    wanted = {name: [t.to(dtype).float() if "scale" in name else t for t in ts] for name, ts in checkpoint.items()}
     assert equal(Model("fp8").start(rounded), Model("fp8").start(wanted))
 
 
