@@ -56,7 +56,8 @@ def convert_checkpoint(model: Model, source: Path, out: Path) -> ConvertReport:
     if model.quantized or quantization_config(source, config) is not None:  # the latter if it changed since
         raise UnsupportedError(f"{shown(str(source))} is already quantized. Serve it as it is.")
     copied, files = _copied(source), read_source(source)
-    made_from = Source(folder=str(source.resolve()), files={file.name: file.state for file in files})
+    folder = os.fsencode(source.resolve()).decode(errors="backslashreplace")  # JSON is UTF-8, names may be no text
+    made_from = Source(folder=folder, files={file.name: file.state for file in files})
     if is_made_from(out, made_from):  # by a process that was killed when only the cleanup was left
         tidy(out)
         return _report(out, files)

@@ -16,7 +16,7 @@ from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from tests import helpers as h
-from tests.warmup.conversion import EXPERT, QWEN, change, refused, run, tensors, write_source
+from tests.warmup.conversion import EXPERT, QWEN, change, content, refused, run, tensors, write_source
 from warmup import convert
 from warmup.__main__ import main
 from warmup.report import Report
@@ -186,6 +186,15 @@ def test_missing_weights_are_refused(source: Path, tmp_path: Path, capsys: pytes
     for file in files[1:]:
         file.unlink()
     assert "has no weights. Download the whole checkpoint." in refused(capsys, source, tmp_path / "fp8")
+
+
+def test_folders_whose_names_are_not_text(source: Path, tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"\xff")
+    shutil.copytree(source, odd)
+    out = tmp_path / os.fsdecode(b"\xfe")
+    assert run(odd, out) == 0
+    assert run(source, tmp_path / "plain") == 0
+    assert content(out) == content(tmp_path / "plain")
 
 
 def test_an_interrupted_conversion_is_gone_on_with(
