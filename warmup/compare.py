@@ -62,6 +62,7 @@ class Comparison:
         return {
             "model": options.bf16 if twin else options.model,
             "revision": None if twin else options.revision,
+            "trust_remote_code": options.remote_code,
             "download_dir": str(options.download_dir) if options.download_dir else None,
             "quantization": methods[name],
             "dtype": "bfloat16",

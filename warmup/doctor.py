@@ -237,7 +237,7 @@ def _kernels(options: Options, report: Report, plan: kernels.Plan) -> Iterator[F
         return
     first, there = missing[0], len(report.kernels) - len(missing)
     found = f"{there} of {len(report.kernels)} are available; first missing: {first.kernel}: "
-    found += (first.detail or "").rstrip(".") + _others(first.entry)
+    found += (first.detail or "").rstrip(".") + _others(first, report.kernels)
     forbidden = report.model is not None and settings().jit == "forbid"
     if forbidden:
         found += "; FP8MOE_JIT=forbid refuses to start"
@@ -245,19 +245,17 @@ def _kernels(options: Options, report: Report, plan: kernels.Plan) -> Iterator[F
         found += "; missing kernels are compiled at every start, because the cache cannot keep them"
     else:
         found += "; missing kernels are compiled at startup if needed"
-    command, serve = kernels.remedy(options, bundle_path())
-    yield Finding(
-        subject="kernels",
-        found=f"{found}. To compile them in advance, run `{command}`{serve}",
-        ok=False if forbidden else None,
-    )
+    if report.model or not options.model:  # else the command would fail
+        command, serve = kernels.remedy(options, bundle_path())
+        found += f". To compile them in advance, run `{command}`{serve}"
+    yield Finding(subject="kernels", found=found, ok=False if forbidden else None)
 
 
-def _others(entry: str) -> str:
-    """Note other versions of the kernel in the cache, if there are any."""
-    source = entry.partition("-")[0]
+def _others(missing: KernelReport, wanted: list[KernelReport]) -> str:
+    """Note other versions of a missing kernel in the cache, if there are any."""
+    source, names = missing.entry.partition("-")[0], {kernel.entry for kernel in wanted}
     with contextlib.suppress(CacheError, OSError):
-        others = [path for path in cache.cache_dir().glob(f"{source}-*.cubin") if path.name != entry]
+        others = [path for path in cache.cache_dir().glob(f"{source}-*.cubin") if path.name not in names]
         if others:
             return f" ({len(others)} of {source} exist from another compiler, other sources or options)"
     return ""

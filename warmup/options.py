@@ -38,6 +38,7 @@ class Options:
     command: str
     model: str | None
     revision: str | None
+    remote_code: bool  # of the checkpoint may run, in `compare`
     download_dir: Path | None
     parallel: Parallel
     max_tokens: int
@@ -73,6 +74,7 @@ def parse(arguments: list[str] | None) -> Options:
         command=command,
         model=given.model,
         revision=given.revision,
+        remote_code=given.trust_remote_code,
         download_dir=given.download_dir,
         parallel=parallel,
         max_tokens=max(1, longest // (parallel.dp if parallel.sglang else 1)),

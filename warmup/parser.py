@@ -42,7 +42,7 @@ STATUS = "exit status: 0 success, 1 something failed or is not supported, 2 inva
 COMPLETION = "--print-completion"
 SHELLS = ("bash", "zsh", "tcsh")
 HUB = """
-from the hub, only config.json is downloaded. Its variables are huggingface_hub's: HF_TOKEN for
+From the hub, only config.json is downloaded. Its variables are huggingface_hub's: HF_TOKEN for
 gated models, HF_HUB_OFFLINE=1 for what was downloaded before, HF_ENDPOINT for a mirror, HF_HOME
 for the folder of downloads.
 """
@@ -117,7 +117,8 @@ def _command(commands: "argparse._SubParsersAction[Parser]", name: str) -> Parse
     parser.add_argument("--download-dir", type=Path, metavar="DIR", help="where downloads are kept")
     pasted = "accepted as in the engine's command"
     parser.add_argument("--quantization", "-q", choices=[NAME], help=pasted)
-    parser.add_argument("--trust-remote-code", action="store_true", help=f"{pasted}; no code of a checkpoint is run")
+    runs = "as in vLLM: run code of the checkpoint" if name == "compare" else f"{pasted}; no code is run"
+    parser.add_argument("--trust-remote-code", action="store_true", help=runs)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report; - for standard output")
     if name not in ("compare", "convert"):
         _add_split(parser)

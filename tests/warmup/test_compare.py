@@ -187,12 +187,19 @@ def test_engines_that_fit_run_at_once(asked: Asked, gpu: None, groups: list[Any]
     assert 2 * weights < bf16["gpu_memory_utilization"] * 160 < 2 * weights + 10
     assert ours["kv_cache_memory_bytes"] > 256 * (32 + 56) * 2 * 2 * 4 * 128 * 48
     assert peer == ours | {"quantization": None}
+    assert not ours["trust_remote_code"]
     assert ours["compilation_config"] == {"cudagraph_capture_sizes": [1, 256]}
     found = report["compare"]
     assert found["in_turns"]
     assert (found["gpu"], found["twin"]) == ("NVIDIA H200", str(twin))
     assert all(engine["first_token_ms"] and engine["log"] is None for engine in found["engines"])
     assert "Verdict: first token 1.00 times as fast as fp8 (no difference shown)." in printed
+
+
+def test_code_of_a_checkpoint_runs_only_on_request(asked: Asked, gpu: None, groups: list[Any], twin: Path) -> None:
+    asked("--bf16", twin, "--trust-remote-code")
+    (engines,) = groups
+    assert [arguments["trust_remote_code"] for arguments in engines.values()] == [True] * 3
 
 
 def test_engines_that_do_not_fit_run_one_after_the_other(

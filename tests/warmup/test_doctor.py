@@ -14,7 +14,7 @@ from fp8moe_plugin.jit import bundle, compiler
 from fp8moe_plugin.jit import cache as kernel_cache
 from fp8moe_plugin.jit.compiler import compile_kernel, nvrtc_version
 from fp8moe_plugin.jit.lookup import find_or_compile, remedy
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan import KernelKey, all_kernels
 from tests.jit.conftest import set_variables
 from tests.jit.test_bundle import rewrite
 from tests.jit.test_toolchain import CUBIN_OF_13
@@ -229,6 +229,26 @@ def test_gpus_and_a_driver_that_is_too_old_for_the_kernels(
     assert f"ok     GPU 0: {what}; backend triton\n" in printed
     assert "WRONG  GPU 1: NVIDIA A2, 24.0 GB, compute capability 8.6" in printed
     assert ("WRONG  driver: supports CUDA 12.8, and refuses kernels compiled by nvrtc" in printed) is not ok
+
+
+def test_other_variants_that_are_wanted_are_not_strange(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = [key for key in all_kernels() if key.source == "gate_up"][:2]
+    monkeypatch.setattr(kernels, "plan_of", lambda *args: {first: "why", second: "why"})
+    kernel_cache.publish(compiler.entry_name(second, nvrtc_version()), CUBIN_OF_13)
+    assert "exist from another compiler" not in doctor(capsys)[1]
+    kernel_cache.publish("gate_up-0.cubin", CUBIN_OF_13)
+    assert "(1 of gate_up exist from another compiler, other sources or options)" in doctor(capsys)[1]
+
+
+def test_no_command_is_recommended_for_a_model_that_cannot_be_read(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--model", str(tmp_path / "none")]) == 1
+    printed = capsys.readouterr().out
+    assert "missing kernels are compiled at startup if needed\n" in printed
+    assert "run `fp8moe-warmup" not in printed
 
 
 def test_an_nvrtc_of_another_cuda_than_the_bindings_is_told(
