@@ -1,16 +1,15 @@
 """DeepGEMM's FP8 GEMMs. The plain names and those with `fp8_fp4` are the same functions: operands are FP8 here."""
 
-from typing import Any
-
 import torch
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.deep_gemm.process import get_mk_alignment_for_contiguous_layout
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.ops.checks import FP8, check_tensor, two_parts
+from fp8moe_plugin.ops.checks import FP8, check_tensor, check_writable, two_parts
 from fp8moe_plugin.ops.gemm_checks import check_out, check_rows
 from fp8moe_plugin.ops.operands import Quantized
+from fp8moe_plugin.ops.option_checks import check_flag, check_ints
 from fp8moe_plugin.plan.mqa import any_of
 
 Granularity = tuple[int, int]
@@ -111,7 +110,7 @@ def fp8_gemm_nt_skip_head_mid(
     """
     _checked_recipe(recipe, None, None)
     (m, n), what = _sizes(a, b), "Pass the columns left of the gap, of the gap, and right of it."
-    left, mid, right = _checked_ints("head_splits", head_splits, 3, what)
+    left, mid, right = check_ints("head_splits", head_splits, (3,), what)
     given = left + right
     if min(left, mid, right) < 0 or not given or n % given:
         raise InvalidInputError(
@@ -153,10 +152,11 @@ def m_grouped_fp8_gemm_nt_contiguous(
         InvalidInputError: as `fp8_gemm_nt`, or options that exclude each other.
     """
     _checked_recipe(recipe, recipe_a, recipe_b)
+    check_flag("use_psum_layout", use_psum_layout)
     expected_m = expected_m_for_psum_layout
     if use_psum_layout:
         if expected_m is None:
-            expected_m = two_parts("a", a)[0].shape[0] // max(1, two_parts("b", b)[0].shape[0])
+            expected_m = _length("a", a) // max(1, _length("b", b))
         alignment = get_mk_alignment_for_contiguous_layout()
         ops.m_grouped_fp8_gemm_nt_psum(a, b, d, grouped_layout, expected_m, alignment)
         return
@@ -212,24 +212,17 @@ def _checked_recipe(
         )
     if recipe_a is not None and recipe_b is not None:
         what = "Pass rows and channels that share a scale."
-        recipe_a = _checked_ints("recipe_a", recipe_a, 2, what)
-        recipe_b = _checked_ints("recipe_b", recipe_b, 2, what)
+        recipe_a = check_ints("recipe_a", recipe_a, (2,), what)
+        recipe_b = check_ints("recipe_b", recipe_b, (2,), what)
         if recipe_a[1] != recipe_b[1]:
             raise InvalidInputError(f"recipe_a is {recipe_a}, recipe_b {recipe_b}. Pass the same channels in both.")
         recipe = (recipe_a[0], recipe_b[0], recipe_a[1])
     if recipe is None:
         return BLOCKS
-    found = _checked_ints("recipe", recipe, 3, "Pass rows of A, rows of B and channels that share a scale.")
+    found = check_ints("recipe", recipe, (3,), "Pass rows of A, rows of B and channels that share a scale.")
     if found not in taken:
         raise InvalidInputError(f"the recipe is {found}, needs {any_of(taken)}. Quantize the operands so.")
     return found
-
-
-def _checked_ints(name: str, given: object, count: int, what: str) -> Any:
-    """A tuple of `count` ints; raises `InvalidInputError` for anything else."""
-    if not isinstance(given, tuple | list) or len(given) != count or not all(type(size) is int for size in given):
-        raise InvalidInputError(f"{name} is {given!r}, needs {count} ints. {what}")
-    return tuple(given)
 
 
 def _add_gradient(a: Quantized, b: Quantized, d: torch.Tensor, c: torch.Tensor | None) -> None:
@@ -239,6 +232,7 @@ def _add_gradient(a: Quantized, b: Quantized, d: torch.Tensor, c: torch.Tensor |
     check_tensor("b", y, dtype=FP8, shape=(None, x.shape[1]), device=x.device, contiguous=False)
     check_rows("b", y, y_scales, 2, empty_k=True)
     check_out("d", d, (len(x), len(y)), torch.float32, x.device)
+    check_writable("d", d)
     if c is None:
         raise InvalidInputError(f"c is None, but recipe {ROWS} adds to it. Pass d to add to what it holds, or zeros.")
     check_out("c", c, (len(x), len(y)), torch.float32, x.device)
@@ -267,6 +261,13 @@ def _transposed(name: str, pair: Quantized) -> Quantized:
         if not isinstance(part, torch.Tensor) or part.dim() < 2:
             raise InvalidInputError(f"{name} holds no matrices. Pass (values, scales), each with 2 dimensions or more.")
     return parts[0].mT, parts[1].mT
+
+
+def _length(name: str, pair: Quantized) -> int:
+    """The first dimension of the values."""
+    values = two_parts(name, pair)[0]
+    check_tensor(name, values, dtype=FP8, contiguous=False)
+    return len(values)
 
 
 def _sizes(a: Quantized, b: Quantized) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.ops.checks import check_int
+from fp8moe_plugin.ops.option_checks import check_flag, check_int
 
 _alignment, _tc_util, _pdl = GROUP, 0, False
 
@@ -56,6 +56,7 @@ def get_tc_util() -> int:
 def set_pdl(new_enable_pdl: bool) -> None:
     """No effect: kernels start early (programmatic dependent launch) wherever that is safe. `get_pdl` returns it."""
     global _pdl
+    check_flag("new_enable_pdl", new_enable_pdl)
     _pdl = bool(new_enable_pdl)
 
 

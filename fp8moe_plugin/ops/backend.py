@@ -19,7 +19,7 @@ from fp8moe_plugin.jit import launcher
 from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.logs import log_once
-from fp8moe_plugin.ops.checks import check_int
+from fp8moe_plugin.ops.option_checks import check_int
 from fp8moe_plugin.plan.catalog import SM90
 from fp8moe_plugin.plan.machine import choose_backend
 from fp8moe_plugin.plan.parameters import PARAMETERS, Kind

@@ -148,6 +148,18 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
+def check_writable(name: str, out: torch.Tensor) -> None:
+    """Raise `InvalidInputError` if elements of `out` share memory, as those of an expanded tensor do."""
+    reach = 0  # from the first element to the last one, of the dimensions with smaller strides
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1 and stride <= reach and out.numel():
+            raise InvalidInputError(
+                f"{name} has shape {list(out.shape)} and strides {out.stride()}: elements share memory. "
+                "Pass a tensor with memory for each."
+            )
+        reach += max(size - 1, 0) * stride
+
+
 def check_multiple(name: str, value: int, of: int) -> None:
     """Raise `InvalidInputError` unless `value` is a positive multiple of `of`."""
     if value <= 0 or value % of:
@@ -155,12 +167,6 @@ def check_multiple(name: str, value: int, of: int) -> None:
             f"{name} is {value}, needs a positive multiple of {of}. "
             f"The nearest are {max(1, value // of) * of} and {(value // of + 1) * of}."
         )
-
-
-def check_int(name: str, value: int) -> None:
-    """Raise `InvalidInputError` unless `value` is an int; a tensor in its place would cost a sync."""
-    if not isinstance(value, int):
-        raise InvalidInputError(f"{name} is a {type(value).__name__}, not an int. Pass a number the host knows.")
 
 
 def check_values(name: str, tensor: torch.Tensor, lowest: int, highest: int) -> None:

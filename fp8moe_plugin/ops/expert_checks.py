@@ -1,6 +1,5 @@
 """Checks of the calls of `fused_moe`, `routed_moe` and `batched_experts`, except their values."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from fp8moe_plugin.ops.checks import (
     check_tensor,
     check_weights,
 )
+from fp8moe_plugin.ops.option_checks import check_factor, check_flag
 from fp8moe_plugin.plan.shape import MoeShape
 
 
@@ -81,14 +81,14 @@ def check_logits(logits: torch.Tensor, padding: torch.Tensor | None) -> None:
 
 
 def check_router(shared_expert: bool, routed_scale: float, expert_map: torch.Tensor | None) -> None:
-    """Raise `InvalidInputError` unless `fused_moe` takes these, for which types are checked by torch's schema."""
+    """Raise `InvalidInputError` unless `fused_moe` takes these."""
+    check_flag("shared_expert", shared_expert)
     if shared_expert and expert_map is not None:
         raise InvalidInputError(
             "shared_expert cannot be combined with expert_map: the ids must be local. Pass None as the expert_map, or "
             "compute the shared expert as a dense layer."
         )
-    if not 0 < routed_scale < math.inf:
-        raise InvalidInputError(f"routed_scale is {routed_scale}, needs a positive finite number.")
+    check_factor("routed_scale", routed_scale)
 
 
 @CheckedOnce

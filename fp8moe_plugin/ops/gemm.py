@@ -7,8 +7,8 @@ from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference
 from fp8moe_plugin.ops.backend import Device, prepares
-from fp8moe_plugin.ops.checks import CheckedOnce, two_parts
-from fp8moe_plugin.ops.gemm_checks import check_blocks, check_out, check_rows
+from fp8moe_plugin.ops.checks import CheckedOnce, check_writable, two_parts
+from fp8moe_plugin.ops.gemm_checks import check_blocks, check_out, check_out_apart, check_rows
 from fp8moe_plugin.ops.gemm_launches import dense_launch
 from fp8moe_plugin.ops.operands import Extent, Quantized, Rows, Weights, in_rows, k_major, whole_k_blocks
 from fp8moe_plugin.plan import DensePlan, Output, plan_dense
@@ -25,13 +25,15 @@ def fp8_gemm_nt(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor |
     Args:
         a: e4m3 `[M, K]` and float32 scales `[M, ceil(K/128)]` of any strides; K a multiple of 16, or 0.
         b: e4m3 `[N, K]` and float32 scales `[ceil(N/128), ceil(K/128)]` of any strides; N a multiple of 8.
-        out: bfloat16 or float32 `[M, N]`.
+        out: bfloat16 or float32 `[M, N]`, which shares no memory with `a` and `b`.
         c: as `out`, or None; it may be `out` itself.
     Raises:
-        InvalidInputError: wrong dtype, shape, stride or device.
+        InvalidInputError: wrong dtype, shape, stride or device; with FP8MOE_DEBUG=1 also an `out` that overlaps with
+            another argument.
     """
     a, b = two_parts("a", a), two_parts("b", b)
     _check_once(*a, *b, out, c)
+    check_out_apart(out, a, b, c)
     m, k = a[0].shape
     if m and k and out.is_contiguous() and (c is None or c.is_contiguous()):
         return _multiply(a, b, out, c)
@@ -54,6 +56,7 @@ def _check(
     m, k = a.shape
     check_blocks("b", b, b_scales, 2, k, a.device)
     check_out("out", out, (m, b.shape[0]), (torch.bfloat16, torch.float32), a.device)
+    check_writable("out", out)
     if c is not None:
         check_out("c", c, (m, b.shape[0]), out.dtype, a.device)
 

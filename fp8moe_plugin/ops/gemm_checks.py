@@ -4,7 +4,8 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, N_MULTIPLE, ceil_div
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.ops.checks import FP8, check_aligned, check_multiple, check_tensor
+from fp8moe_plugin.ops.checks import FP8, check_aligned, check_apart, check_multiple, check_tensor, debugs
+from fp8moe_plugin.ops.operands import Quantized
 
 K_MULTIPLE = 16  # bytes that TMA needs between rows
 
@@ -50,6 +51,14 @@ def check_out(
             f"{name} has strides {out.stride()}, needs rows of consecutive elements. Pass a row-major tensor."
         )
     check_aligned(name, out)
+
+
+def check_out_apart(out: torch.Tensor, a: Quantized, b: Quantized, c: torch.Tensor | None = None) -> None:
+    """With FP8MOE_DEBUG=1, raise `InvalidInputError` if `out` shares memory with what is read; it may be `c` itself."""
+    if debugs(out.is_cuda):
+        itself = c is not None and (c.data_ptr(), c.stride()) == (out.data_ptr(), out.stride())
+        read = {"a": a[0], "a_scales": a[1], "b": b[0], "b_scales": b[1], "c": None if itself else c}
+        check_apart("out", out, **read)
 
 
 def _check_k_major(name: str, q: torch.Tensor) -> None:

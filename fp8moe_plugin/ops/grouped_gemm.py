@@ -14,15 +14,16 @@ from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import (
     CheckedOnce,
     check_ascending,
-    check_int,
     check_shape,
     check_tensor,
     check_values,
+    check_writable,
     two_parts,
 )
-from fp8moe_plugin.ops.gemm_checks import check_blocks, check_out, check_rows
+from fp8moe_plugin.ops.gemm_checks import check_blocks, check_out, check_out_apart, check_rows
 from fp8moe_plugin.ops.gemm_launches import grouped_launch
 from fp8moe_plugin.ops.operands import Extent, Quantized, Rows, Tiles, Weights, in_rows, k_major, placed, whole_k_blocks
+from fp8moe_plugin.ops.option_checks import check_int
 from fp8moe_plugin.ops.route import tiles_of_counts_launch, tiles_of_ends_launch, tiles_of_indices_launch
 from fp8moe_plugin.ops.triton_layers import triton_contiguous_launches, triton_masked_launches
 from fp8moe_plugin.plan import GroupedPlan, plan_contiguous, plan_masked
@@ -128,6 +129,7 @@ def _check(
     check_rows("a", a, a_scales, dims)
     check_blocks("b", b, b_scales, 3, a.shape[-1], a.device)
     check_out("out", out, (*a.shape[:-1], b.shape[1]), torch.bfloat16, a.device)
+    check_writable("out", out)
 
 
 _check_flat = CheckedOnce(functools.partial(_check, 2))
@@ -169,6 +171,7 @@ def _multiply(
     `layout` holds the group of each row, or the number or the end of each group's rows. Rows of A from `counts` on have
     no result: one count for each group of `[G, max_m, K]`, one for `[M, K]`, or None.
     """
+    check_out_apart(out, a, b)
     device = backend.device_of(out)
     if device is None:
         return compute(a, b, out, layout)

@@ -5,9 +5,10 @@ import torch
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.jit.launch import Address, TensorMap
 from fp8moe_plugin.ops.checks import FP8, check_tensor
+from fp8moe_plugin.ops.option_checks import check_one_of
 from fp8moe_plugin.plan.catalog import MQA_HEADS
 from fp8moe_plugin.plan.constants import MQA_TILE_ROWS
-from fp8moe_plugin.plan.mqa import HEAD_DIMS, any_of
+from fp8moe_plugin.plan.mqa import HEAD_DIMS
 from fp8moe_plugin.plan.tuning import L2_FETCH
 
 Query = torch.Tensor | tuple[torch.Tensor, None]  # DeepGEMM's `fp8_fp4_` spellings hand over (values, no scales)
@@ -32,12 +33,6 @@ def check_query(q: torch.Tensor, dims: int) -> None:
     check_tensor("q", q, dtype=FP8, shape=(None,) * dims)
     check_one_of("q's number of heads", q.shape[-2], MQA_HEADS)
     check_one_of("q's head dimension", q.shape[-1], HEAD_DIMS)
-
-
-def check_one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise `InvalidInputError` unless `value` is one of these."""
-    if value not in choices:
-        raise InvalidInputError(f"{name} is {value}, needs {any_of(choices)}. Other ones have no kernel.")
 
 
 def check_rows_strided(name: str, tensor: torch.Tensor) -> None:

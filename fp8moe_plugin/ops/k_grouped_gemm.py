@@ -17,7 +17,6 @@ from fp8moe_plugin.ops.checks import (
     CheckedOnce,
     check_aligned,
     check_apart,
-    check_int,
     check_multiple,
     check_shape,
     check_tensor,
@@ -25,6 +24,7 @@ from fp8moe_plugin.ops.checks import (
     two_parts,
 )
 from fp8moe_plugin.ops.operands import Quantized, k_major
+from fp8moe_plugin.ops.option_checks import check_flag, check_int, check_ints
 from fp8moe_plugin.ops.tensor_maps import matrix_map, octets_map
 from fp8moe_plugin.plan.catalog import k_grouped_gemm_key
 from fp8moe_plugin.plan.parameters import K_GROUPS
@@ -160,8 +160,9 @@ def k_grouped_launch(device: Device, layout: Layout, groups: list[Group], early:
 
 
 def _check_options(recipe: tuple[int, int, int], use_psum_layout: bool) -> None:
-    if tuple(recipe) != RECIPE:
+    if check_ints("recipe", recipe, (3,), "Leave it out.") != RECIPE:
         raise InvalidInputError(f"recipe is {recipe}, needs {RECIPE}: Hopper GPUs have no other. Leave it out.")
+    check_flag("use_psum_layout", use_psum_layout)
     if use_psum_layout:
         raise InvalidInputError(
             "use_psum_layout is set, which DeepGEMM does not take here for FP8 either. Pass K of each group."

@@ -13,6 +13,7 @@ from fp8moe_plugin.ops.checks import CheckedOnce, check_multiple, check_tensor, 
 from fp8moe_plugin.ops.gemm import plan_gemm
 from fp8moe_plugin.ops.gemm_launches import dense_launch
 from fp8moe_plugin.ops.operands import Quantized, Rows, Weights, placed
+from fp8moe_plugin.ops.option_checks import check_flag
 from fp8moe_plugin.ops.quantize import quantize_rows_launch
 from fp8moe_plugin.plan import DensePlan, Output
 from fp8moe_plugin.plan.scratch import quantized_scratch
@@ -40,6 +41,7 @@ def fp8_linear(
         InvalidInputError: wrong dtype, shape, stride or device, or a tensor that requires a gradient.
         WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its product.
     """
+    check_flag("ue8m0", ue8m0)
     facts, addresses = _check_call(x, weight, weight_scale, bias)
     out = x.new_empty(*facts.out_shape)
     product = x, (weight, weight_scale), ue8m0, out, facts, addresses

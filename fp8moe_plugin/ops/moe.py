@@ -7,7 +7,7 @@ from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
 from fp8moe_plugin.ops.backend import Device, prepares
-from fp8moe_plugin.ops.checks import check_apart, check_int, check_values, debugs, watch_rows
+from fp8moe_plugin.ops.checks import check_apart, check_values, debugs, watch_rows
 from fp8moe_plugin.ops.expert_checks import LayerFacts, check_batched_call, check_layer_call, check_router
 from fp8moe_plugin.ops.moe_launches import batched_launches, layer_launches
 from fp8moe_plugin.ops.operands import (
@@ -20,6 +20,7 @@ from fp8moe_plugin.ops.operands import (
     Weights,
     k_major,
 )
+from fp8moe_plugin.ops.option_checks import check_flag, check_int
 from fp8moe_plugin.plan import BatchedPlan, MoeShape, StepPlan, plan_batched, plan_step
 from fp8moe_plugin.plan.triton_catalog import is_triton
 from fp8moe_plugin.plan.triton_step import TritonBatched, TritonStepPlan, plan_triton_batched, plan_triton_step
@@ -74,8 +75,8 @@ def fused_moe(
     facts, addresses = check_layer_call(
         hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out
     )
-    if shared_expert or routed_scale != 1.0:
-        check_router(shared_expert, routed_scale, expert_map)
+    check_flag("ue8m0", ue8m0)
+    check_router(shared_expert, routed_scale, expert_map)
     if out is None:
         out = torch.empty_like(hidden_states)
         addresses = *addresses[:-1], out.data_ptr()
@@ -188,6 +189,7 @@ def batched_experts(
     max_m, device = hidden_states.shape[1], hidden_states.device
     check_values("expert_num_tokens", expert_num_tokens, 0, max_m)
     check_int("expected_m", expected_m)
+    check_flag("ue8m0", ue8m0)
     if out is None:
         out = torch.empty(hidden_states.shape, dtype=torch.bfloat16, device=device)
     if max_m == 0:

@@ -9,18 +9,18 @@ from fp8moe_plugin.jit.launch import Launch, Slot, TensorMap
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
 from fp8moe_plugin.ops.backend import Device, prepares
-from fp8moe_plugin.ops.checks import FP8, CheckedOnce, check_int, check_tensor, check_values, debugs
+from fp8moe_plugin.ops.checks import FP8, CheckedOnce, check_tensor, check_values, debugs
 from fp8moe_plugin.ops.indexer import (
     LOGITS_DTYPES,
     ROW_BYTES,
     Query,
     check_head_weights,
-    check_one_of,
     check_query,
     query_map,
     query_values,
 )
 from fp8moe_plugin.ops.operands import Quantized
+from fp8moe_plugin.ops.option_checks import check_int, check_one_of
 from fp8moe_plugin.plan.catalog import mqa_logits_key
 from fp8moe_plugin.plan.constants import MQA_COLUMNS, MQA_TILE_ROWS
 from fp8moe_plugin.plan.mqa import full_logits_pitch, logits_pitch

@@ -10,7 +10,7 @@ from fp8moe_plugin.jit.launch import Launch, Slot, TensorMap
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
 from fp8moe_plugin.ops.backend import Device, prepares
-from fp8moe_plugin.ops.checks import CheckedOnce, check_int, check_tensor, check_values, debugs
+from fp8moe_plugin.ops.checks import CheckedOnce, check_tensor, check_values, debugs
 from fp8moe_plugin.ops.indexer import (
     LOGITS_DTYPES,
     PAGE,
@@ -19,12 +19,12 @@ from fp8moe_plugin.ops.indexer import (
     check_head_weights,
     check_lengths,
     check_no_indices,
-    check_one_of,
     check_query,
     check_rows_strided,
     query_map,
     query_values,
 )
+from fp8moe_plugin.ops.option_checks import check_int, check_one_of
 from fp8moe_plugin.plan.catalog import MQA_NEXT_N, paged_mqa_logits_key
 from fp8moe_plugin.plan.constants import MQA_SPLIT_ROWS
 from fp8moe_plugin.plan.mqa import blocks_per_run, logits_pitch

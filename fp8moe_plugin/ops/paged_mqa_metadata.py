@@ -7,8 +7,8 @@ from fp8moe_plugin.jit.launch import Launch, Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
 from fp8moe_plugin.ops.backend import Device, prepares
-from fp8moe_plugin.ops.checks import check_int
-from fp8moe_plugin.ops.indexer import PAGE, check_lengths, check_no_indices, check_one_of
+from fp8moe_plugin.ops.indexer import PAGE, check_lengths, check_no_indices
+from fp8moe_plugin.ops.option_checks import check_int, check_one_of
 from fp8moe_plugin.plan.catalog import paged_mqa_metadata_key
 
 

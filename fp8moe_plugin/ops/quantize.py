@@ -10,6 +10,7 @@ from fp8moe_plugin.ops import backend, reference
 from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor
 from fp8moe_plugin.ops.operands import Quantized, Rows, empty_quantized
+from fp8moe_plugin.ops.option_checks import check_flag, check_int
 from fp8moe_plugin.ops.triton_launches import triton_quantize_launch
 from fp8moe_plugin.plan import KernelKey, Layout
 from fp8moe_plugin.plan.catalog import quantize_key
@@ -29,9 +30,11 @@ def per_token_group_quant_fp8(x: torch.Tensor, group_size: int = GROUP, ue8m0: b
         e4m3 `[.., K]` and float32 scales `[.., K/128]`, the latter K-major (`empty_scales`), as the GEMMs read them.
         `x` is about `q * scale`.
     Raises:
-        InvalidInputError: wrong dtype, group size, or K.
+        InvalidInputError: wrong dtype, group size, K, or `ue8m0`.
     """
     check_tensor("x", x, dtype=torch.bfloat16)
+    check_int("group_size", group_size)
+    check_flag("ue8m0", ue8m0)
     if group_size != GROUP:
         raise InvalidInputError(f"group_size is {group_size}, needs {GROUP}: the scale granularity of the kernels.")
     check_multiple("x's last dimension", x.shape[-1], GROUP)

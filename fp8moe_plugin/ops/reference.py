@@ -31,7 +31,7 @@ def fused_moe(
     """`ops.fused_moe` of arguments that have been checked."""
     experts = len(weights.w2[0])
     ids = local_experts(topk_ids, experts - router.shared_expert, expert_map)
-    topk_weights = topk_weights * router.routed_scale
+    topk_weights = topk_weights * float(router.routed_scale)
     if router.shared_expert:
         ids = torch.nn.functional.pad(ids, (0, 1), value=experts - 1)
         topk_weights = torch.nn.functional.pad(topk_weights, (0, 1), value=1.0)

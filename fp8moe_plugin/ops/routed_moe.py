@@ -8,11 +8,12 @@ from fp8moe_plugin.jit.launch import Launch, Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.ops import backend, reference, workspace
 from fp8moe_plugin.ops.backend import Device, prepares
-from fp8moe_plugin.ops.checks import check_int, debugs
+from fp8moe_plugin.ops.checks import debugs
 from fp8moe_plugin.ops.expert_checks import check_logits, check_routed_call
 from fp8moe_plugin.ops.moe import fused_moe, plan_layer
 from fp8moe_plugin.ops.moe_launches import layer_launches
 from fp8moe_plugin.ops.operands import LayerAddresses, Router
+from fp8moe_plugin.ops.option_checks import check_flag, check_int
 from fp8moe_plugin.ops.signature import addresses_of
 from fp8moe_plugin.plan import MoeShape, SmallBatchStep, StepPlan
 from fp8moe_plugin.plan.catalog import SM90, choose_experts_key
@@ -44,6 +45,7 @@ def choose_experts(
     _, addresses = check_logits(logits, padding)
     tokens, experts = logits.shape
     check_topk(topk, experts)
+    check_flag("renormalize", renormalize)
     device = backend.sm90_device_of(logits)
     if device is None:
         return reference.choose_experts(logits, topk, renormalize, padding)
@@ -79,6 +81,8 @@ def routed_moe(
     check_routed_call(*layer, logits, padding, out)
     tokens, (experts, hidden, intermediate) = len(logits), w2.shape
     check_topk(topk, experts)
+    check_flag("renormalize", renormalize)
+    check_flag("ue8m0", ue8m0)
     device = backend.device_of(hidden_states)
     if device is None or device.target != SM90 or not tokens or debugs(hidden_states.is_cuda):
         weights, ids = choose_experts(logits, topk, renormalize=renormalize, padding=padding)

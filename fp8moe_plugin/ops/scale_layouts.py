@@ -4,7 +4,8 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.ops.checks import check_int, check_tensor
+from fp8moe_plugin.ops.checks import check_tensor
+from fp8moe_plugin.ops.option_checks import check_flag, check_int, check_ints, check_one_of
 
 TMA_BYTES = 16
 EXPONENTS_PER_WORD = 4
@@ -15,9 +16,8 @@ Recipe = tuple[int, int, int] | tuple[int, int]
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
     """`x` elements of so many bytes, rounded up to a multiple of 16 bytes."""
-    check_int("x", x)
-    if element_size not in (1, 2, 4, 8, 16):
-        raise InvalidInputError(f"element_size is {element_size}, needs 1, 2, 4, 8 or 16. Pass its bytes.")
+    check_int("x", x, 0)
+    check_one_of("element_size", element_size, (1, 2, 4, 8, 16))
     elements = TMA_BYTES // element_size
     return ceil_div(x, elements) * elements
 
@@ -82,12 +82,16 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
     Raises:
         InvalidInputError: wrong dtype, shape or option.
     """
+    check_flag("use_psum_layout", use_psum_layout)
     if use_psum_layout:
         raise InvalidInputError("use_psum_layout is set, which only Blackwell GPUs have here. Pass K of each group.")
     check_tensor("sf", sf, dtype=torch.float32, shape=(None, None), contiguous=False)
     if not isinstance(ks_cpu, list | tuple):
         raise InvalidInputError(f"ks_cpu is a {type(ks_cpu).__name__}, not a list. Pass K of each group as ints.")
-    if bad := [k for k in ks_cpu if k < 0 or k % gran_k]:
+    check_int("gran_k", gran_k, 1)
+    for group, k in enumerate(ks_cpu):
+        check_int(f"ks_cpu[{group}]", k, 0)
+    if bad := [k for k in ks_cpu if k % gran_k]:
         raise InvalidInputError(f"ks_cpu holds {bad[0]}, needs multiples of {gran_k}. Pad K of each group.")
     blocks = [k // gran_k for k in ks_cpu]
     if sum(blocks) != sf.shape[0]:
@@ -122,6 +126,10 @@ def transform_sf_into_required_layout(
         InvalidInputError: wrong dtype, shape, stride or recipe.
     """
     rows, channels = _granularity(recipe, is_sfa)
+    check_int("mn", mn, 0)
+    check_int("k", k, 0)
+    if num_groups is not None:
+        check_int("num_groups", num_groups, 0)
     groups = () if num_groups is None else (num_groups,)
     check_tensor(
         "sf", sf, dtype=torch.float32, shape=(*groups, ceil_div(mn, rows), ceil_div(k, channels)), contiguous=False
@@ -134,8 +142,9 @@ def transform_sf_into_required_layout(
 
 
 def _granularity(recipe: Recipe, is_sfa: bool | None) -> tuple[int, int]:
-    if not isinstance(recipe, tuple | list) or len(recipe) not in (2, 3):
-        raise InvalidInputError(f"recipe is {recipe!r}, needs two or three numbers. Pass (1, 128, 128).")
+    recipe = check_ints("recipe", recipe, (2, 3), "Pass (1, 128, 128).")
+    if is_sfa is not None:
+        check_flag("is_sfa", is_sfa)
     if (len(recipe) == 3) != (is_sfa is not None):
         raise InvalidInputError(
             f"recipe is {recipe}, is_sfa {is_sfa}: three numbers need True or False, two need None. Pass them so."

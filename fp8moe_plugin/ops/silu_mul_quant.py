@@ -10,6 +10,7 @@ from fp8moe_plugin.ops import backend, reference
 from fp8moe_plugin.ops.backend import Device, prepares
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor
 from fp8moe_plugin.ops.operands import Quantized, Rows, empty_quantized
+from fp8moe_plugin.ops.option_checks import check_flag
 from fp8moe_plugin.ops.triton_launches import triton_silu_mul_quant_launch
 from fp8moe_plugin.plan.catalog import silu_mul_quant_key
 from fp8moe_plugin.plan.constants import ROWS_PER_WARP
@@ -35,6 +36,7 @@ def silu_mul_quant_fp8(gate_up: torch.Tensor, counts: torch.Tensor, ue8m0: bool 
     """
     check_tensor("gate_up", gate_up, dtype=torch.bfloat16, shape=(None, None, None))
     check_multiple("gate_up's last dimension", gate_up.shape[-1], 2 * GROUP)
+    check_flag("ue8m0", ue8m0)
     (groups, max_m, _), channels = gate_up.shape, gate_up.shape[-1] // 2
     if groups > MAX_GROUPS:
         raise InvalidInputError(f"gate_up has {groups} groups, the kernel takes up to {MAX_GROUPS}. Split the call.")

@@ -59,7 +59,7 @@ def right_calls(device: torch.device) -> dict[str, Call]:
 def right_choices(x: torch.Tensor, layer: Call, out: torch.Tensor) -> dict[str, Call]:
     logits = torch.linspace(-1, 1, ROWS * EXPERTS, device=x.device).view(ROWS, EXPERTS)
     choice = {"logits": logits, "topk": 2, "padding": torch.arange(ROWS, device=x.device) == 1}
-    routed = {"hidden_states": x, **layer, **choice, "out": out}
+    routed = {"hidden_states": x, **layer, **choice, "renormalize": True, "out": out}
     gate = torch.zeros(EXPERTS, x.shape[1], dtype=torch.bfloat16, device=x.device)
     return {"choose_experts": choice, "routed_moe": routed, "router_gemm": {"x": x, "weight": gate}}
 
@@ -300,6 +300,7 @@ WRONG_CALLS = {
     "routed-tokens-short": (ROUTED, "hidden_states", short, "out has shape [6, 256], needs [5, 256]"),
     "routed-other-experts": (ROUTED, "w13", short, "w13's scales has shape [4, 2, 2], needs [3, 2, 2]"),
     "routed-five-of-four": (ROUTED, "topk", lambda _: 5, "topk is 5, needs 1 to 4"),
+    "routed-renormalize-two": (ROUTED, "renormalize", lambda _: 2, "renormalize is 2, needs True or False"),
     "routed-out-shape": (ROUTED, "out", short, "out has shape [5, 256], needs [6, 256]"),
     "batched-bf16": (BATCHED, "hidden_states", torch.Tensor.bfloat16, "hidden_states has dtype torch.bfloat16"),
     "batched-scale-shape": (
@@ -316,6 +317,7 @@ WRONG_CALLS = {
     ),
     "batched-counts-elsewhere": (BATCHED, "expert_num_tokens", meta, "expert_num_tokens is on meta"),
     "batched-expected-m-none": (BATCHED, "expected_m", lambda _: None, "expected_m is a NoneType, not an int"),
+    "batched-expected-m-huge": (BATCHED, "expected_m", lambda _: 2**40, "expected_m does not fit 32 bits"),
     "batched-out-shape": (BATCHED, "out", short, "out has shape [3, 6, 256], needs [4, 6, 256]"),
     "gradients-a-not-a-pair": (GRADIENTS, "a", lambda a: a[0], "a is a Tensor, not a pair"),
     "gradients-a-bf16": (GRADIENTS, "a", first(torch.Tensor.bfloat16), "a has dtype torch.bfloat16"),
@@ -348,6 +350,7 @@ WRONG_CALLS = {
         lambda _: (1, 128, 128),
         "recipe is (1, 128, 128), needs (1, 1",
     ),
+    "gradients-recipe-a-number": (GRADIENTS, "recipe", lambda _: 1, "recipe is 1, needs 3 ints"),
     "gradients-psum": (GRADIENTS, "use_psum_layout", lambda _: True, "use_psum_layout is set, which DeepGEMM"),
 }
 
@@ -424,6 +427,20 @@ def test_a_wrong_call_is_refused_behind_a_right_one(device, case):
 @pytest.mark.parametrize("case", WRONG_VALUES.values(), ids=WRONG_VALUES)
 def test_a_wrong_value_says_what_is_wrong_in_debug_mode(device, case, debug):
     assert_refused(device, *case)
+
+
+@pytest.mark.parametrize("op", [GEMM, CONTIGUOUS, PSUM, MASKED])
+def test_a_result_that_overlaps_is_refused(device, op, debug):
+    call = right_calls(device)[op]
+    memory = torch.zeros(call["out"].numel() + 8, dtype=torch.bfloat16, device=device)
+    call["out"] = memory[:-8].view_as(call["out"])
+    run(op, call)
+    call["a"] = memory.view(h.FP8)[: call["a"][0].numel()].view_as(call["a"][0]), call["a"][1]
+    with pytest.raises(InvalidInputError, match="out shares memory with a, which is still read"):
+        run(op, call)
+    assert_refused(device, op, "out", lambda out: out[..., :1, :].expand_as(out), "elements share memory")
+    apart = memory.as_strided(call["out"].shape, (*call["out"].stride()[:-2], 128, 1))  # rows of 136
+    assert_refused(device, op, "out", lambda _: apart, f"out has shape {list(apart.shape)} and strides")
 
 
 @pytest.mark.gpu
