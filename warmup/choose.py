@@ -1,6 +1,7 @@
 """`explain --gpu`: which splits of a model fit into GPUs of this kind, and which of them is best for what."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,7 +29,9 @@ def choose(model: Model, target: Target, source: str, remote_code: bool = False)
     splits = []
     for way in (target.split,) if target.split else ways(target.gpus, target.sglang, target.dense_tp1):
         split = _split(loaded, way, target, context)
-        split.vllm, split.sglang = commands(way, target, source, remote_code)
+        vllm, sglang = commands(way, target, source, remote_code)
+        split.vllm = "" if _vllm_refuses(loaded, way) else vllm
+        split.sglang = "" if split_refusal(loaded, replace(way, sglang=True)) else sglang
         splits.append(split)
     fitting = [split for split in splits if split.fits]
     one_node = [split for split in fitting if split.gpus <= NODE] or fitting
@@ -45,6 +48,11 @@ def choose(model: Model, target: Target, source: str, remote_code: bool = False)
         latency=latency.options if latency else None,
         throughput=throughput.options if throughput else None,
     )
+
+
+def _vllm_refuses(model: Model, way: Parallel) -> bool:
+    """vLLM distributes experts over all ranks, or none of them."""
+    return way.ep not in (1, way.ranks) or bool(split_refusal(model, replace(way, sglang=False, dense_tp1=False)))
 
 
 def _total(model: Model) -> int:
@@ -239,7 +247,8 @@ def _what_would_fit(found: ChoiceReport) -> str:
 
 
 def _commands(split: SplitReport) -> list[str]:
-    lines = [f"  {split.vllm}", f"  {split.sglang}"]
+    commands = {"vLLM": split.vllm, "SGLang": split.sglang}
+    lines = [f"  {command}" if command else f"  ({engine} has no such split)" for engine, command in commands.items()]
     if split.gpus > NODE:
         note = "run it on each node, with RANK counting from 0; all of vLLM's but the first also need --headless."
         lines += [fit(f"  {note}", indent=2)]

@@ -114,7 +114,7 @@ class SplitReport(Part):
     padding: float = 0  # of the experts' channels, relative to an equal share
     read_bytes: int | None = None  # of weights, that GPUs read one after another to decode one sequence
     uneven: bool = False  # some ranks have one expert more than others
-    vllm: str = ""
+    vllm: str = ""  # the command that serves it; empty if the engine has no such split
     sglang: str = ""
 
 

@@ -144,9 +144,21 @@ def test_experts_that_ranks_do_not_divide(models: dict[str, Model]) -> None:
     assert split_refusal(mixtral, Parallel(1, 3, 3, sglang=True)) == (
         "3 ranks cannot share 64 experts equally, which SGLang requires"
     )
+    (split,) = (split for split in chosen(mixtral, gpus=3).splits if split.options == "--tp 1 --dp 3 --ep 3")
+    assert split.vllm
+    assert choose._commands(split)[1] == "  (SGLang has no such split)"
     found = chosen(mixtral, gpus=3)
     assert [split.uneven for split in found.splits if not split.refusal] == [True]
     assert "vLLM gives some of them one more" in choose.text(found)
+
+
+def test_ranks_that_share_experts_in_groups(models: dict[str, Model]) -> None:
+    """SGLang's --ep-size may be any divisor; vLLM has no such split."""
+    split = Parallel(8, ep=4, sglang=True)
+    (found,) = chosen(models["DeepSeek-V3"], sglang=True, split=split).splits
+    assert found.fits
+    assert choose._commands(found)[0] == "  (vLLM has no such split)"
+    assert "--ep-size 4" in found.sglang
 
 
 def test_mlps_under_dp_attention(models: dict[str, Model]) -> None:
