@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fp8moe_plugin.checkpoint.config_json import load_config
 from fp8moe_plugin.checkpoint.model import read_model
+from fp8moe_plugin.checkpoint.quantization import incomplete_text
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import CheckpointError
@@ -47,6 +48,8 @@ def read_checkpoint(
     )
     if not model.quantized and report.command != "convert":
         warn(report, NOT_QUANTIZED)
+    if model.incomplete_names:
+        warn(report, incomplete_text(model.incomplete_names))
     return model
 
 

@@ -1,5 +1,6 @@
 """The shapes of a checkpoint's layers, from its config.json. Invalid input only ever raises this package's errors."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from fp8moe_plugin.checkpoint.config_fields import Config
@@ -7,7 +8,14 @@ from fp8moe_plugin.checkpoint.config_json import parse_config, read_fields
 from fp8moe_plugin.checkpoint.dense import cached_elements, dense_layers, indexer_layers
 from fp8moe_plugin.checkpoint.headers import check_shards
 from fp8moe_plugin.checkpoint.layer_kinds import FULL, attention_kinds, experts_width, moe_layers, same
-from fp8moe_plugin.checkpoint.quantization import SCALE, Unquantized, block_fp8, scale_name, unquantized_layers
+from fp8moe_plugin.checkpoint.quantization import (
+    SCALE,
+    Unquantized,
+    block_fp8,
+    incomplete_names,
+    scale_name,
+    unquantized_layers,
+)
 from fp8moe_plugin.checkpoint.refusals import check_experts
 from fp8moe_plugin.checkpoint.shapes import Experts, Indexer, KvCache, Model
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, shown
@@ -54,7 +62,8 @@ def _read(folder: Path) -> tuple[Model, set[int], str]:
     served = {layer for layer in moe_layers(config) if not unquantized.has(layer, "mlp.experts")}
     if served:
         check_experts(fields)
-    return _model(config, quantization, unquantized, served), served, scale_name(found) if found else SCALE
+    model = replace(_model(config, quantization, unquantized, served), incomplete_names=incomplete_names(names))
+    return model, served, scale_name(found) if found else SCALE
 
 
 def _model(config: Config, quantization: dict | None, unquantized: Unquantized, served: set[int]) -> Model:

@@ -14,6 +14,7 @@ WEIGHT_BLOCK = [GROUP, GROUP]
 E4M3 = ("e4m3", "float8_e4m3fn")
 SCALE = "weight_scale_inv"
 METHODS = ("fp8", "deepseek_v4_fp8")  # the second is what vLLM makes of the first for DeepSeek-V4
+STORED = ("store_dtype", "routed_experts_quant_method")  # must be absent
 QUANT_ALGOS = ("moe_quant_algo", "quant_algo")  # where ModelOpt names its formats
 
 # The layers that engines fuse, each with the projections that a checkpoint has instead.
@@ -24,6 +25,18 @@ FUSED = {
 }
 FUSED_LINEAR = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z")}  # of Qwen's linear attention, never quantized online
 LAYER_NAME = re.compile(r"(?:language_model\.model|model\.language_model|model)\.layers\.(\d{1,6})\.(.+)", re.ASCII)
+
+
+ATTENTION = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj"),
+    *("q_b_proj", "kv_b_proj", "indexer.wq_b"),
+)
+MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+LAYERS = (  # what their names end with, of those that may be FP8
+    *(f"self_attn.{name}" for name in ATTENTION),
+    *(f"{mlp}.{name}" for mlp in ("mlp", "mlp.shared_expert", "mlp.shared_experts") for name in MLP),
+    "mlp.experts",
+)
 
 
 class Unquantized:
@@ -58,6 +71,32 @@ class Unquantized:
         if name in self.names.get(str(layer), set()):
             return True
         return bool(self.patterns) and matches(self.patterns, f"model.layers.{layer}.{name}")
+
+
+def incomplete_names(names: list[str] | None) -> tuple[str, ...]:
+    """The entries of such a list that are a part of the name of a layer, or a module with layers below it.
+
+    Whoever wrote them meant these layers, but engines compare full names: the entries have no effect. Names of other
+    modules, such as norms or those of a vision tower, are not among them.
+    """
+    return tuple(name for name in names or () if not name.startswith(PATTERN) and _is_incomplete(name))
+
+
+def incomplete_text(names: tuple[str, ...]) -> str:
+    """A warning of entries that `incomplete_names` found."""
+    return (
+        f"in the checkpoint's list of unquantized layers, {shown(list(names))} are not full names, so that no layer is "
+        "kept unquantized by them. If loading fails for the dtype of such a layer, write full names "
+        "(model.layers.0.self_attn.o_proj) or patterns (re:.*self_attn.*) into quantization_config of its config.json."
+    )
+
+
+def _is_incomplete(name: str) -> bool:
+    full = LAYER_NAME.fullmatch(name)
+    if full:
+        return any(layer.startswith(f"{full[2]}.") for layer in LAYERS)
+    short = re.sub(r"^layers\.\d{1,6}\.", "", name)
+    return any(f".{short}." in f".{layer}." for layer in LAYERS)
 
 
 def block_fp8(config: dict[str, Any]) -> dict[str, Any]:
@@ -96,8 +135,9 @@ def check_quantization(config: dict[str, Any]) -> None:
             f"--quantization {NAME}: the checkpoint's weight_block_size is {shown(block)}, but the kernels need one "
             f"scale per {GROUP}x{GROUP} block. Use --quantization fp8 for this checkpoint."
         )
-    if config.get("store_dtype") is not None or config.get("fmt") not in (None, *E4M3):
-        stored = shown(config.get("store_dtype") or config.get("fmt")).strip("'")
+    others = [config[key] for key in STORED if config.get(key) is not None]
+    if others or config.get("fmt") not in (None, *E4M3):
+        stored = shown(others[0] if others else config.get("fmt")).strip("'")
         raise UnsupportedError(
             f"--quantization {NAME}: the checkpoint stores its weights as {stored}, but the kernels need e4m3. "
             "Remove --quantization to let the engine choose the method."

@@ -90,6 +90,7 @@ class Model:
     plain: tuple[Dense, ...] = field(default=(), compare=False)  # dense layers that the checkpoint keeps unquantized
     mtp_layers: int = field(default=0, compare=False)
     context: int | None = field(default=None, compare=False)  # the most tokens of a sequence
+    incomplete_names: tuple[str, ...] = field(default=(), compare=False)  # of layers to keep unquantized
 
 
 @dataclass(frozen=True)

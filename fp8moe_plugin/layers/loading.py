@@ -41,7 +41,9 @@ def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> No
     if tensor.dtype not in wanted:
         raise CheckpointError(
             f"{what} has dtype {tensor.dtype}, but a block-FP8 checkpoint has {' or '.join(map(str, wanted))}. "
-            "Download the checkpoint again, or serve the unquantized one: --quantization fp8moe quantizes it."
+            "If it keeps this layer unquantized, the layer's full name belongs into modules_to_not_convert of its "
+            "config.json. Else download the checkpoint again, or serve the unquantized one: --quantization fp8moe "
+            "quantizes it."
         )
     if tensor.dim() < 2:
         raise CheckpointError(

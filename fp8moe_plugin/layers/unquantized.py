@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fp8moe_plugin.checkpoint.patterns import PATTERN, matches
-from fp8moe_plugin.checkpoint.quantization import FUSED, LAYER_NAME
+from fp8moe_plugin.checkpoint.quantization import FUSED, LAYER_NAME, incomplete_names, incomplete_text
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
@@ -54,6 +54,12 @@ def matches_pattern(layer: str, names: Sequence[str], fused: Mapping[str, Sequen
             "in quantization_config of its config.json so that all of them are unquantized, or none."
         )
     return all(found)
+
+
+def announce_incomplete_names(names: list[str] | None) -> None:
+    """Warn of entries in a checkpoint's list of unquantized layers that have no effect, before weights are read."""
+    if found := incomplete_names(names):
+        logger.warning("fp8moe: %s", incomplete_text(found))
 
 
 @functools.cache  # logs once for all layers that differ in their number only

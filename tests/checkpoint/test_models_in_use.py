@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from fp8moe_plugin.checkpoint.model import read_model
+from fp8moe_plugin.checkpoint.quantization import incomplete_names
 from fp8moe_plugin.checkpoint.shapes import Experts, Parallel
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from tests.checkpoint.test_model import QWEN, describe
@@ -140,6 +141,12 @@ def test_warmup_and_engine_refuse_a_model_for_one_reason(tmp_path, name):
             assert re.search(REFUSED[name], refusal or "")
         else:
             assert refusal is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_published_lists_of_unquantized_layers_have_full_names(name):
+    quantization = json.loads((CONFIGS / f"{name}.json").read_text()).get("quantization_config") or {}
+    assert incomplete_names(quantization.get("modules_to_not_convert") or quantization.get("ignore")) == ()
 
 
 def test_every_model_has_an_outcome():

@@ -1,5 +1,7 @@
 """`explain`: the figures of long steps equal the sums over all tiles, but take no longer than those of short steps."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,9 @@ from hypothesis import strategies as st
 
 from fp8moe_plugin.checkpoint.shapes import Model, Parallel
 from fp8moe_plugin.plan import tiles
+from tests.checkpoint.test_model import V3, describe
 from warmup import explain as explanation
+from warmup.__main__ import main
 from warmup.options import MAX_CAPTURE_SIZES, parse
 from warmup.target import MAX_COUNT
 
@@ -48,3 +52,13 @@ def test_too_many_capture_sizes_are_refused(capsys: pytest.CaptureFixture[str]) 
         parse(arguments(MAX_CAPTURE_SIZES + 1))
     assert caught.value.code == 2
     assert "--cudagraph-capture-sizes accepts at most 1024 sizes, not 1025" in capsys.readouterr().err
+
+
+def test_names_of_unquantized_layers_without_effect_cost_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path
+) -> None:
+    quantization = V3["quantization_config"] | {"modules_to_not_convert": ["lm_head", "self_attn.o_proj"]}
+    assert main(["explain", "--model", str(describe(tmp_path, V3, quantization_config=quantization))]) == 0
+    told = capsys.readouterr().err
+    assert told.startswith("warning: in the checkpoint's list of unquantized layers, ['self_attn.o_proj'] are not full")
+    assert told.count("\n") == 1

@@ -19,7 +19,12 @@ from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.machine import check_machine
 from fp8moe_plugin.layers.traits import Traits
-from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized, matches_pattern
+from fp8moe_plugin.layers.unquantized import (
+    announce_incomplete_names,
+    announce_unquantized,
+    is_quantized,
+    matches_pattern,
+)
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.indexer import serve_indexer
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
@@ -62,6 +67,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         found = block_fp8(config)
         check_platform()
         names = unquantized_layers(found)
+        announce_incomplete_names(names)
         return cls(names, ue8m0=found.get("scale_fmt") == "ue8m0", scale=scale_name(config))
 
     @classmethod
