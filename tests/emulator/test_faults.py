@@ -460,7 +460,7 @@ FAULTS = {
     ),
     "sums of a tile are sent before those of the last one are taken": Fault(
         "gate_up_small_batch.cu",
-        "        barrier_wait(shared.taken(), phase);\n",
+        "        wait_by_warp(shared.taken(), phase);\n",
         "",
         small_batch,
         f"{WRONG_RESULT}|deadlock|has ended",
@@ -468,8 +468,8 @@ FAULTS = {
     ),
     "a lane that sends nothing falls a phase behind": Fault(
         "gate_up_small_batch.cu",
-        "        __syncwarp();  // or lanes that send nothing could fall a phase behind\n",
-        "",
+        "wait_by_warp(shared.taken(), phase)",
+        "barrier_wait(shared.taken(), phase)",
         one_token,
         "deadlock|livelock",
         multiprocessors=CLUSTERS,
@@ -609,7 +609,7 @@ FAULTS = {
     ),
     "a page replaces one that is still read": Fault(
         "paged_mqa_logits.cu",
-        "            barrier_wait(shared.empty(stage), ring.phase ^ 1);\n",
+        "            wait_by_warp(shared.empty(stage), ring.phase ^ 1);\n",
         "",
         logits_of_paged_kv,
         "are wrong|more arrivals",
