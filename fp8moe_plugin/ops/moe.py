@@ -65,9 +65,8 @@ def fused_moe(
         low-order bits may depend on how many there are, as K may be split, and in a small batch on their experts. On a
         GPU with VLLM_BATCH_INVARIANT=1 they depend on neither.
     Raises:
-        InvalidInputError: wrong dtype, shape, stride or device, too many experts, a tensor that requires a gradient, a
-            shared expert with an expert map, a scale that is not positive and finite;
-            with FP8MOE_DEBUG=1 also an id below -1 or too large, or an `out` that overlaps with another argument.
+        InvalidInputError: wrong dtype, shape, stride, device or option, too many experts, a tensor that requires a
+            gradient; with FP8MOE_DEBUG=1 also an id below -1 or too large, or an `out` that overlaps with another one.
         WrongResultError: with FP8MOE_DEBUG=1, a token of finite values has NaN in its result.
     """
     if activation != "silu":
@@ -76,7 +75,8 @@ def fused_moe(
         hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out
     )
     check_flag("ue8m0", ue8m0)
-    check_router(shared_expert, routed_scale, expert_map)
+    if shared_expert is not False or type(routed_scale) is not float or routed_scale != 1.0:
+        check_router(shared_expert, routed_scale, expert_map)
     if out is None:
         out = torch.empty_like(hidden_states)
         addresses = *addresses[:-1], out.data_ptr()

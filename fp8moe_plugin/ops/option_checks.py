@@ -31,6 +31,8 @@ def check_ints(name: str, given: Sequence[int], counts: tuple[int, ...], what: s
 
 def check_flag(name: str, value: bool) -> None:
     """Raise `InvalidInputError` unless `value` is a bool, or 0 or 1 in its place."""
+    if type(value) is bool:  # first, as each layer calls this
+        return
     if not isinstance(value, int):
         raise InvalidInputError(f"{name} is a {type(value).__name__}, not a bool. Pass True or False.")
     if value not in (0, 1):
