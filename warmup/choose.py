@@ -8,7 +8,7 @@ import numpy as np
 from fp8moe_plugin.checkpoint.shapes import Model, Parallel, padding_share, rank_shapes, split_refusal
 from fp8moe_plugin.checkpoint.untrusted import shell_word
 from warmup import memory
-from warmup.explain import STEPS, step_plan
+from warmup.explain import STEPS, scratch_bytes
 from warmup.report import ChoiceReport, SplitReport
 from warmup.target import GPUS, MOST_GPUS, NODE, Target
 from warmup.terminal import fit
@@ -86,8 +86,7 @@ def _split(model: Model, way: Parallel, target: Target, context: int) -> SplitRe
     shapes = memory.weight_shapes(model, way)
     weights = sum(shape.bytes for shape in shapes)
     tokens = max(1, target.max_tokens // way.dp) if way.sglang else target.max_tokens
-    local = rank_shapes(model, way).experts
-    scratch = step_plan(model, way, local, tokens).scratch.nbytes
+    scratch = scratch_bytes(model, way, tokens)
     budget = int(GPUS[target.gpu].memory_bytes * target.utilization)
     free = budget - weights - memory.step_bytes(model, way, tokens, scratch)
     cached = max(0, free // memory.cache_bytes(model, way, target.fp8_cache)) * way.dp

@@ -41,13 +41,14 @@ def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tu
     ways = [shared, *(whole_expert_ways(parallel) if parallel.ranks > 1 else [])]
     layouts = [_layout(model, way, max_tokens) for way in dict.fromkeys([*ways, parallel])]
     shapes = memory.weight_shapes(model, parallel)
-    steps = {tokens: _step(model, parallel, rank.experts, tokens) for tokens in sorted({*capture_sizes, max_tokens})}
+    lengths = sorted({*capture_sizes, max_tokens}) if model.experts.layers else []
+    steps = {tokens: _step(model, parallel, rank.experts, tokens) for tokens in lengths}
     return ExplainReport(
         parallel=str(parallel),
         shapes=shapes,
         weight_bytes=sum(shape.bytes for shape in shapes),
         padding_bytes=sum(shape.padding_bytes for shape in shapes),
-        workspace_bytes=steps[max_tokens].workspace_bytes,
+        workspace_bytes=scratch_bytes(model, parallel, max_tokens),
         steps=list(steps.values()),
         layouts=layouts,
     )
@@ -59,6 +60,13 @@ def step_plan(model: Model, parallel: Parallel, local: Experts, tokens: int) -> 
     if _merged(model, parallel):
         shape = shape.with_shared_expert()
     return plan_step(shape, tokens * parallel.dp, model.ue8m0)
+
+
+def scratch_bytes(model: Model, parallel: Parallel, tokens: int) -> int:
+    """Scratch memory of the experts in a step of so many tokens on each replica; 0 if all of them are unquantized."""
+    if not model.experts.layers:
+        return 0
+    return step_plan(model, parallel, rank_shapes(model, parallel).experts, tokens).scratch.nbytes
 
 
 def _merged(model: Model, parallel: Parallel) -> bool:
@@ -119,7 +127,9 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
         f"{_size(found.workspace_bytes)} of scratch in a step of {max_tokens} tokens",
         *(f"  {s.name:32s} {s.layers:4d} x {s.shape!s:20s} {_size(s.bytes):>10s}{_padding(s)}" for s in found.shapes),
         "",
-        "  tokens  rows/expert  padding    scratch  tile rows  GEMM 1 and GEMM 2 of the experts",
+        "  tokens  rows/expert  padding    scratch  tile rows  GEMM 1 and GEMM 2 of the experts"
+        if found.steps
+        else "The checkpoint keeps all experts unquantized: the engine's own kernels compute them.",
         *(
             f"{s.tokens:8d} {s.rows_per_expert:12.2f} {s.padding:8.1%} {_size(s.workspace_bytes):>10s} "
             + _gemms(step_plan(model, parallel, local, s.tokens))

@@ -7,6 +7,7 @@ import numpy as np
 from fp8moe_plugin.checkpoint.shapes import (
     GROUP,
     Dense,
+    Experts,
     Model,
     Parallel,
     RankShapes,
@@ -30,12 +31,16 @@ OTHER_BYTES, COMMUNICATION_BYTES = 3 * GIB // 4, 1 * GIB
 
 def without_mtp(model: Model) -> Model:
     """The model as engines load it unless they speculate: without the layers for multi-token prediction."""
-    experts = replace(model.experts, layers=model.experts.layers - model.experts.mtp)
+    experts, plain_experts = _without_mtp(model.experts), model.plain_experts and _without_mtp(model.plain_experts)
     dense, plain = (
         tuple(replace(layer, layers=layer.layers - layer.mtp) for layer in kinds if layer.layers > layer.mtp)
         for kinds in (model.dense, model.plain)
     )
-    return replace(model, experts=experts, dense=dense, plain=plain, mtp_layers=0)
+    return replace(model, experts=experts, plain_experts=plain_experts, dense=dense, plain=plain, mtp_layers=0)
+
+
+def _without_mtp(experts: Experts) -> Experts:
+    return replace(experts, layers=experts.layers - experts.mtp)
 
 
 def weight_shapes(model: Model, parallel: Parallel) -> list[ShapeReport]:
@@ -55,14 +60,32 @@ def weight_shapes(model: Model, parallel: Parallel) -> list[ShapeReport]:
 def _experts(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
     e, share = rank.experts, padding_share(model.experts.intermediate, parallel.sharing)
     w13, w2 = [e.experts, 2 * e.intermediate, e.hidden], [e.experts, e.hidden, e.intermediate]
-    return [_shape(f"experts.{name}", e.layers, shape, share) for name, shape in (("w13", w13), ("w2", w2))]
+    shapes = (("w13", w13), ("w2", w2))
+    return [_shape(f"experts.{name}", e.layers, shape, share) for name, shape in shapes if e.layers]
+
+
+def _plain_experts(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
+    """The experts that the checkpoint keeps unquantized, which engines do not pad to scale blocks."""
+    layers = _plain_layers(model, parallel)
+    if not layers:
+        return []
+    experts, hidden = rank.experts.experts, rank.experts.hidden
+    width = ceil_div(model.experts.intermediate, parallel.sharing)
+    w13, w2 = [experts, 2 * width, hidden], [experts, hidden, width]
+    return [_plain(f"experts.{name} (BF16)", layers, shape) for name, shape in (("w13", w13), ("w2", w2))]
+
+
+def _plain_layers(model: Model, parallel: Parallel) -> int:
+    return ceil_div(model.plain_experts.layers, parallel.pp) if model.plain_experts else 0
 
 
 def _in_bf16(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
     """Weights in BF16: layers that the checkpoint keeps unquantized, routers, and those of the vocabulary."""
     plain = [rank_dense(layer, parallel) for layer in model.plain]
     found = [_plain(f"{layer.name} (BF16)", layer.layers, [sum(layer.outputs), layer.inputs]) for layer in plain]
-    found.append(_plain("mlp.gate (BF16)", rank.experts.layers, [model.experts.experts, model.experts.hidden]))
+    found = [*_plain_experts(model, parallel, rank), *found]
+    routers = rank.experts.layers + _plain_layers(model, parallel)
+    found.append(_plain("mlp.gate (BF16)", routers, [model.experts.experts, model.experts.hidden]))
     # Engines keep both parts of kv_b_proj in BF16 as well, to multiply queries and outputs with.
     for layer in _kv_b_proj(model, parallel):
         found.append(_plain("MLA's W_UK, W_UV (BF16)", layer.layers, [sum(layer.outputs), layer.inputs]))

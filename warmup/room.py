@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8moe_plugin.checkpoint.shapes import Model, Parallel, rank_shapes
+from fp8moe_plugin.checkpoint.shapes import Model, Parallel
 from warmup import diagnosis, memory
-from warmup.explain import step_plan
+from warmup.explain import scratch_bytes
 from warmup.target import GIB
 
 USED = 0.95  # of the memory that is free
@@ -40,7 +40,7 @@ def engine_bytes(model: Model, parallel: Parallel, tokens: int, quantized: bool,
     shapes = memory.weight_shapes(loaded, parallel)
     in_bf16 = sum(2 * shape.layers * int(np.prod(shape.shape, dtype=int)) for shape in shapes)
     weights = sum(shape.bytes for shape in shapes) if quantized else in_bf16
-    scratch = step_plan(loaded, parallel, rank_shapes(loaded, parallel).experts, tokens).scratch.nbytes
+    scratch = scratch_bytes(loaded, parallel, tokens)
     return weights + memory.step_bytes(loaded, parallel, tokens, scratch) + cache
 
 

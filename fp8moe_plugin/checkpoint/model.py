@@ -36,8 +36,8 @@ def read_model(folder: Path) -> Model:
     if "\0" in str(folder):
         raise CheckpointError(f"{shown(str(folder))} is not a valid folder name. Give the folder of a checkpoint.")
     try:
-        model, served, scale = _read(folder)
-        check_shards(folder, model.experts, min(served), served if model.quantized else set(), scale)
+        model, layer, served, scale = _read(folder)
+        check_shards(folder, model.experts, layer, served if model.quantized else set(), scale)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{shown(error.filename)} is missing. Give the folder of a downloaded checkpoint."
@@ -47,8 +47,8 @@ def read_model(folder: Path) -> Model:
     return model
 
 
-def _read(folder: Path) -> tuple[Model, set[int], str]:
-    """The model, the layers whose experts the plugin serves, and what the names of scales end with.
+def _read(folder: Path) -> tuple[Model, int, set[int], str]:
+    """The model, a layer with experts, the layers whose experts are FP8, and what the names of scales end with.
 
     What is not supported is refused before the sizes are read: a model of another kind may have other names for them.
     """
@@ -59,30 +59,34 @@ def _read(folder: Path) -> tuple[Model, set[int], str]:
     check_experts(fields, names or ())
     config = parse_config(fields, shown(str(folder / "config.json")))
     unquantized = Unquantized(names)
-    served = {layer for layer in moe_layers(config) if not unquantized.has(layer, "mlp.experts")}
+    moe = moe_layers(config)
+    served = {layer for layer in moe if not unquantized.has(layer, "mlp.experts")}
     if served:
         check_experts(fields)
     model = replace(_model(config, quantization, unquantized, served), incomplete_names=incomplete_names(names))
-    return model, served, scale_name(found) if found else SCALE
+    return model, min(served or moe), served, scale_name(found) if found else SCALE
 
 
 def _model(config: Config, quantization: dict | None, unquantized: Unquantized, served: set[int]) -> Model:
-    moe = moe_layers(config)
-    if not served:
-        reason = "has no layer with experts" if not moe else "keeps all its experts unquantized"
+    moe, dense = moe_layers(config), tuple(dense_layers(config, unquantized))
+    if not moe or not (served or dense):
+        reason = "has no layer with experts" if not moe else "keeps all its layers unquantized"
         raise UnsupportedError(f"The checkpoint {reason}. Serve it without --quantization {NAME}.")
-    experts = Experts(
-        layers=len(served),
+    every = Experts(
+        layers=len(moe),
         experts=same(config.experts, "number of experts"),
         topk=same(config.topk, "number of experts for a token"),
         hidden=config.hidden_size,
         intermediate=experts_width(config),
-        mtp=sum(layer >= config.num_hidden_layers for layer in served),
+        mtp=sum(layer >= config.num_hidden_layers for layer in moe),
     )
+    mtp = sum(layer >= config.num_hidden_layers for layer in served)
+    experts = replace(every, layers=len(served), mtp=mtp)
+    plain_experts = replace(every, layers=every.layers - experts.layers, mtp=every.mtp - mtp)
     model = Model(
         architecture=config.architectures[0],
         experts=experts,
-        dense=tuple(dense_layers(config, unquantized)),
+        dense=dense,
         heads=config.num_attention_heads,
         kv_heads=config.kv_heads,
         vocab=config.vocab_size,
@@ -91,6 +95,7 @@ def _model(config: Config, quantization: dict | None, unquantized: Unquantized, 
         indexer=_indexer(config),
         cache=_cache(config),
         plain=tuple(dense_layers(config, unquantized, quantized=False)),
+        plain_experts=plain_experts if plain_experts.layers else None,
         mtp_layers=config.num_nextn_predict_layers,
         context=config.max_position_embeddings,
     )

@@ -88,6 +88,7 @@ class Model:
     # What memory depends on, but no kernel and no split.
     cache: KvCache | None = field(default=None, compare=False)
     plain: tuple[Dense, ...] = field(default=(), compare=False)  # dense layers that the checkpoint keeps unquantized
+    plain_experts: Experts | None = field(default=None, compare=False)  # the same of the experts
     mtp_layers: int = field(default=0, compare=False)
     context: int | None = field(default=None, compare=False)  # the most tokens of a sequence
     incomplete_names: tuple[str, ...] = field(default=(), compare=False)  # of layers to keep unquantized
@@ -135,7 +136,7 @@ def split_refusal(model: Model, parallel: Parallel) -> str | None:
         return f"{parallel.pp} stages cannot share {model.cache.layers} layers"
     refusal = experts_refusal(experts.hidden, experts.intermediate, parallel.sharing)
     refusal = refusal or too_many_experts(ceil_div(experts.experts, parallel.ep))
-    if refusal:
+    if refusal and experts.layers:
         return f"experts: {refusal}"
     for layer in model.dense:
         ranks = parallel.dense_ranks(layer.name)
@@ -161,7 +162,9 @@ def merges_shared_expert(model: Model, parallel: Parallel) -> bool:
     """Whether the shared expert is one more expert of each layer under vLLM; `layers/vllm/shared_expert.py` does it."""
     widths = [layer.outputs[0] for layer in model.dense if layer.name == "mlp.shared_experts.gate_up_proj"]
     apart = parallel.sglang or parallel.ep > 1 or parallel.dp > 1
-    return model.architecture in MERGING and not apart and widths == [model.experts.intermediate]
+    if model.architecture not in MERGING or not model.experts.layers:
+        return False
+    return not apart and widths == [model.experts.intermediate]
 
 
 def whole_expert_ways(parallel: Parallel) -> list[Parallel]:

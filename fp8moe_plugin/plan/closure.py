@@ -90,9 +90,11 @@ def model_kernels(model: Model, target: str = SM90) -> dict[KernelKey, str]:
         LookupError: a kernel has no reason.
     """
     if is_triton(target):
-        layers_of_experts = (moe_reasons(target, model.ue8m0, batched) for batched in (True, False))
+        formats = (True, False) if model.experts.layers else ()
+        layers_of_experts = (moe_reasons(target, model.ue8m0, batched) for batched in formats)
         return functools.reduce(operator.or_, layers_of_experts, linear_reasons(target, model.ue8m0))
-    layers = (moe_kernels(model.ue8m0, batched) for batched in (False, True))
+    # Experts may all be unquantized.
+    layers = (moe_kernels(model.ue8m0, batched) for batched in ((False, True) if model.experts.layers else ()))
     keys = dict.fromkeys([*linear_kernels(model.ue8m0), *itertools.chain(*layers), *_of_indexer(model.indexer)])
     reasons = _reasons(model)
     for key in keys:

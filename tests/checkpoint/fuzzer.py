@@ -140,7 +140,7 @@ def read(folder: Path) -> str:
         assert len(message) < 1000, message[:2000]
         return type(error).__name__
     assert type(model) is Model
-    assert model.experts.layers > 0
+    assert model.experts.layers + (model.plain_experts.layers if model.plain_experts else 0) > 0
     return "Model"
 
 

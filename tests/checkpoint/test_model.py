@@ -19,6 +19,8 @@ from fp8moe_plugin.checkpoint.quantization import Unquantized
 from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Indexer, Model, Split
 from fp8moe_plugin.checkpoint.untrusted import opened
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.plan import linear_kernels, model_kernels
+from fp8moe_plugin.plan.catalog import SM90
 
 PUBLISHED = Path(__file__).parent / "configs"
 V3 = json.loads((PUBLISHED / "DeepSeek-V3.json").read_text())
@@ -267,6 +269,24 @@ def test_names_without_effect_are_found(tmp_path, name):
     assert model.experts.layers == 58
 
 
+def test_experts_may_be_unquantized(tmp_path):
+    whole = read_model(describe(tmp_path, V3))
+    some = read_model(
+        describe(tmp_path, V3, **unquantized("model.layers.5.mlp.experts", "model.layers.61.mlp.experts"))
+    )
+    assert (some.experts.layers, some.experts.mtp) == (57, 0)
+    assert some.plain_experts == replace(whole.experts, layers=2)
+    assert some.plain_experts.mtp == 1
+    none = read_model(describe(tmp_path, V3, **unquantized(r"re:.*mlp\.experts"), swiglu_limit=7))
+    assert none.experts == replace(whole.experts, layers=0)
+    assert none.plain_experts == whole.experts
+    assert none.dense == whole.dense
+    kernels = model_kernels(none)
+    assert kernels.keys() == set(linear_kernels(none.ue8m0))
+    for target in ("sm_89", SM90):
+        assert model_kernels(none, target).keys() < model_kernels(whole, target).keys()
+
+
 NAMES = (
     "model.layers.1.mlp.experts",
     "model.layers.1.mlp.experts.3.up_proj",
@@ -318,7 +338,7 @@ def test_unquantized_layers_are_those_of_vllm(kind):
         ),
         ({"n_routed_experts": 0, "text_config": {"num_experts": 0}}, "does not describe a mixture-of-experts model"),
         ({"first_k_dense_replace": 62}, "has no layer with experts"),
-        (unquantized(*(f"model.layers.{i}.mlp.experts" for i in range(62))), "keeps all its experts unquantized"),
+        (unquantized("re:.*"), "keeps all its layers unquantized"),
         (unquantized("model.layers.0.mlp.up_proj"), "a part of layer 0's mlp.gate_up_proj unquantized"),
         ({"moe_intermediate_size": [2048, 1024]}, r"differ in their intermediate size: \[1024, 2048\]"),
         ({"n_routed_experts": [256, 64]}, "differ in their number of experts"),

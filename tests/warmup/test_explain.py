@@ -7,11 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.shapes import Model, Parallel
 from fp8moe_plugin.plan import tiles
 from tests.checkpoint.test_model import V3, describe
 from warmup import explain as explanation
 from warmup.__main__ import main
+from warmup.explain import scratch_bytes
+from warmup.memory import weight_shapes
 from warmup.options import MAX_CAPTURE_SIZES, parse
 from warmup.target import MAX_COUNT
 
@@ -62,3 +65,18 @@ def test_names_of_unquantized_layers_without_effect_cost_a_warning(
     told = capsys.readouterr().err
     assert told.startswith("warning: in the checkpoint's list of unquantized layers, ['self_attn.o_proj'] are not full")
     assert told.count("\n") == 1
+
+
+def test_unquantized_experts_are_counted_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantization = V3["quantization_config"] | {"modules_to_not_convert": [r"re:.*mlp\.experts"]}
+    folder = describe(tmp_path, V3, quantization_config=quantization)
+    assert main(["explain", "--model", str(folder), "--tp", "16"]) == 0
+    printed = capsys.readouterr().out
+    assert "The checkpoint keeps all experts unquantized" in printed
+    model, whole = read_model(folder), read_model(describe(tmp_path, V3))
+    found = {shape.name: shape.bytes for shape in weight_shapes(model, Parallel(16)) if "expert" in shape.name}
+    assert found["experts.w13 (BF16)"] == 59 * 256 * 2 * 128 * 7168 * 2
+    assert found["experts.w2 (BF16)"] == 59 * 256 * 128 * 7168 * 2
+    assert not {"experts.w13", "experts.w2"} & found.keys()
+    assert scratch_bytes(model, Parallel(16), 64) == 0 < scratch_bytes(whole, Parallel(16), 64)
+    assert main(["explain", "--model", str(folder), "--gpu", "h200", "--gpus", "16", "--max-model-len", "4096"]) == 0
