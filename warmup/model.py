@@ -18,6 +18,10 @@ NOT_QUANTIZED = (
     "the checkpoint is not FP8: --quantization fp8moe quantizes it every time it is loaded; "
     "`fp8moe-warmup convert` does it once"
 )
+UNKNOWN = (
+    "models of the type {} are not known to fp8moe-warmup: it reads their sizes under the names that other families "
+    "use, so layers may be missing in its figures. The kernels do not depend on them"
+)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
@@ -48,6 +52,8 @@ def read_checkpoint(
     )
     if not model.quantized and report.command != "convert":
         warn(report, NOT_QUANTIZED)
+    if model.unknown_family:
+        warn(report, UNKNOWN.format(model.unknown_family))
     if model.incomplete_names:
         warn(report, incomplete_text(model.incomplete_names))
     return model

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from fp8moe_plugin.checkpoint.config_fields import Config
+from fp8moe_plugin.checkpoint.config_fields import FAMILIES, Config
 from fp8moe_plugin.checkpoint.config_json import parse_config, read_fields
 from fp8moe_plugin.checkpoint.dense import cached_elements, dense_layers, indexer_layers
 from fp8moe_plugin.checkpoint.headers import check_shards
@@ -98,6 +98,7 @@ def _model(config: Config, quantization: dict | None, unquantized: Unquantized, 
         plain_experts=plain_experts if plain_experts.layers else None,
         mtp_layers=config.num_nextn_predict_layers,
         context=config.max_position_embeddings,
+        unknown_family=None if config.model_type in FAMILIES else shown(config.model_type),
     )
     _check_sizes(model)
     return model

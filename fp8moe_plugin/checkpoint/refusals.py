@@ -31,10 +31,10 @@ def check_experts(fields: Mapping[str, Any], unquantized: Sequence[str] = ()) ->
         raise _refusal(f"experts are FP4 (expert_dtype {shown(dtype)}), but the kernels need block FP8")
     for field in CLAMPS:
         limits = fields.get(field)
-        if any(limit not in (None, 0) for limit in (limits if isinstance(limits, list) else [limits])):
-            raise _refusal(
-                f"{field} is {shown(limits)}: its experts clamp SwiGLU, but the kernels compute it unclamped"
-            )
+        given = [limit for limit in (limits if isinstance(limits, list) else [limits]) if limit not in (None, 0)]
+        if given:
+            limit = shown(given[0])
+            raise _refusal(f"experts clamp SwiGLU ({field} {limit}), but the kernels compute it without a limit")
 
 
 def _refusal(why: str) -> UnsupportedError:

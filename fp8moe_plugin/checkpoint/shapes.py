@@ -91,6 +91,7 @@ class Model:
     plain_experts: Experts | None = field(default=None, compare=False)  # the same of the experts
     mtp_layers: int = field(default=0, compare=False)
     context: int | None = field(default=None, compare=False)  # the most tokens of a sequence
+    unknown_family: str | None = field(default=None, compare=False)  # its model type, quoted, if it is not known
     incomplete_names: tuple[str, ...] = field(default=(), compare=False)  # of layers to keep unquantized
 
 

@@ -28,7 +28,7 @@ from warmup.memory import cache_bytes
 
 CONFIGS = Path(__file__).parent / "configs_2026"
 NAMES = sorted(path.stem for path in CONFIGS.iterdir())
-CLAMPED = "swiglu_limits? is .*: its experts clamp SwiGLU"
+CLAMPED = r"experts clamp SwiGLU \(swiglu_limits? (10\.0|7)\)"
 REFUSED = {
     "DeepSeek-V4-Flash": r"experts are FP4 \(expert_dtype 'fp4'\)",
     "DeepSeek-V4-Flash-FP8": CLAMPED,

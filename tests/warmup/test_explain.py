@@ -80,3 +80,12 @@ def test_unquantized_experts_are_counted_in_bf16(tmp_path: Path, capsys: pytest.
     assert not {"experts.w13", "experts.w2"} & found.keys()
     assert scratch_bytes(model, Parallel(16), 64) == 0 < scratch_bytes(whole, Parallel(16), 64)
     assert main(["explain", "--model", str(folder), "--gpu", "h200", "--gpus", "16", "--max-model-len", "4096"]) == 0
+
+
+def test_a_family_that_is_not_known_costs_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path
+) -> None:
+    assert main(["explain", "--model", str(describe(tmp_path, V3, model_type="dots3"))]) == 0
+    told = capsys.readouterr().err
+    assert told.startswith("warning: models of the type 'dots3' are not known to fp8moe-warmup")
+    assert told.count("\n") == 1
