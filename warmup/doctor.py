@@ -87,8 +87,11 @@ def _verdict(found: list[Finding], report: Report) -> Finding:
 
 def text(found: list[Finding]) -> str:
     marks = {True: "ok", False: "WRONG", None: ""}
-    lines = (f"{marks[finding.ok]:5s}  {finding.subject}: {finding.found}" for finding in found)
-    return "\n".join(fit(line, indent=7) for line in lines)
+    lines = []
+    for finding in found:
+        lines.append(fit(f"{marks[finding.ok]:5s}  {finding.subject}: {finding.found}", indent=7))
+        lines += [f"       {finding.advice}"] if finding.advice else []  # one line, to copy
+    return "\n".join(lines)
 
 
 def _settings(facts: Diagnosis) -> Iterator[Finding]:
@@ -245,10 +248,11 @@ def _kernels(options: Options, report: Report, plan: kernels.Plan) -> Iterator[F
         found += "; missing kernels are compiled at every start, because the cache cannot keep them"
     else:
         found += "; missing kernels are compiled at startup if needed"
+    advice = None
     if report.model or not options.model:  # else the command would fail
         command, serve = kernels.remedy(options, bundle_path())
-        found += f". To compile them in advance, run `{command}`{serve}"
-    yield Finding(subject="kernels", found=found, ok=False if forbidden else None)
+        advice = f"Run `{command}`{serve}."
+    yield Finding(subject="kernels", found=found, ok=False if forbidden else None, advice=advice)
 
 
 def _others(missing: KernelReport, wanted: list[KernelReport]) -> str:

@@ -127,11 +127,12 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
         f"{_size(found.workspace_bytes)} of scratch in a step of {max_tokens} tokens",
         *(f"  {s.name:32s} {s.layers:4d} x {s.shape!s:20s} {_size(s.bytes):>10s}{_padding(s)}" for s in found.shapes),
         "",
-        "  tokens  rows/expert  padding    scratch  tile rows  GEMM 1 and GEMM 2 of the experts"
+        "By tokens of a step: rows of an expert, padding, scratch, rows of a tile, and the kernels of both GEMMs"
         if found.steps
         else "The checkpoint keeps all experts unquantized: the engine's own kernels compute them.",
+        *[f"{'tokens':>7s} {'rows':>8s} padding {'scratch':>9s} tile  GEMM 1, GEMM 2"] * bool(found.steps),
         *(
-            f"{s.tokens:8d} {s.rows_per_expert:12.2f} {s.padding:8.1%} {_size(s.workspace_bytes):>10s} "
+            f"{s.tokens:7d} {s.rows_per_expert:8.2f} {s.padding:7.1%} {_size(s.workspace_bytes):>9s} "
             + _gemms(step_plan(model, parallel, local, s.tokens))
             for s in found.steps
         ),
@@ -160,7 +161,7 @@ def _layers(experts: Experts) -> str:
 def _gemms(step: StepPlan) -> str:
     """Both GEMMs work on the same row tiles; in a small batch, all tokens are one tile."""
     tile_rows = step.padded_tokens if isinstance(step, SmallBatchStep) else step.tile_rows
-    return f"{tile_rows:10d}  {step.gate_up.source}, {step.down.source}"
+    return f"{tile_rows:4d}  {step.gate_up.source}, {step.down.source}"
 
 
 def _padding(shape: ShapeReport) -> str:

@@ -165,6 +165,7 @@ class Finding(Part):
     subject: str
     found: str
     ok: bool | None = None
+    advice: str | None = None  # with a command to copy
 
 
 class Report(Part):

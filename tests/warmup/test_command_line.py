@@ -155,7 +155,7 @@ def test_lines_fit(  # a short name: it is part of the paths that are printed
     shown = on_a_terminal(arguments, columns)
     main(arguments)
     piped = capsys.readouterr().out.splitlines()
-    texts = [line for line in shown if not line.startswith("Run `")]  # a command to copy is one line
+    texts = [line for line in shown if not line.lstrip().startswith("Run `")]  # a command to copy is one line
     assert max(map(len, texts)) <= 100 < max(map(len, piped))
     assert len(shown) > len(piped)
     if command in ("list", "explain"):

@@ -142,13 +142,13 @@ def test_a_cache_that_leads_nowhere_is_wrong_and_an_odd_entry_is_not(
     assert status == 0
     assert f"ok     cache: {tmp_path}/odd, mode 0700, 2 kernels" in printed
     assert "read-only" not in printed
-    assert "; missing kernels are compiled at startup if needed. To compile them in advance, run `fp8moe-" in printed
+    assert "; missing kernels are compiled at startup if needed\n       Run `fp8moe-warmup`.\n" in printed
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and access(path, mode))
     printed = doctor(capsys)[1]
     assert f"ok     cache: {tmp_path}/odd, mode 0700, 2 kernels, 0.00 MB, read-only\n" in printed
-    assert "; missing kernels are compiled at every start, because the cache cannot keep them. To comp" in printed
-    assert "run `FP8MOE_CACHE_DIR=$(mktemp -d) fp8moe-warmup bundle --bundle " in printed
+    assert "; missing kernels are compiled at every start, because the cache cannot keep them\n" in printed
+    assert "       Run `FP8MOE_CACHE_DIR=$(mktemp -d) fp8moe-warmup bundle --bundle " in printed
 
 
 def test_doctor_says_what_launches_kernels(
@@ -248,7 +248,7 @@ def test_no_command_is_recommended_for_a_model_that_cannot_be_read(
     assert main(["doctor", "--model", str(tmp_path / "none")]) == 1
     printed = capsys.readouterr().out
     assert "missing kernels are compiled at startup if needed\n" in printed
-    assert "run `fp8moe-warmup" not in printed
+    assert "Run `fp8moe-warmup" not in printed
 
 
 def test_an_nvrtc_of_another_cuda_than_the_bindings_is_told(
