@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "performance.md"
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 OURS = "fp8moe"
+HUMMING_GEMMS, HUMMING_LAYERS = "grouped_gemm-humming-2026-11-26", "humming_layer-2026-11-26"
 LAYERS = {"dsv3-ep1": "EP1", "dsv3-tp8": "TP8", "qwen3-30b": "Qwen3"}
 Row = dict[str, Any]
 
@@ -87,6 +88,33 @@ def grouped_gemms() -> str:
     cells = {(r["gemm"], (r["layout"], r["tokens"], r["even"])): cell(r) for r in rows}
     gemms = dict.fromkeys(r["gemm"] for r in rows)
     return table(["GEMM", *header], ([gemm, *(cells[gemm, case] for case in cases)] for gemm in gemms))
+
+
+def humming_gemms() -> str:
+    """The fastest of Humming's calls over the faster of our ops, and the latter in microseconds."""
+    rows = [row for row in results(HUMMING_GEMMS)["rows"] if "us" in row]
+
+    def cell(gemm: str, count: int) -> str:
+        us = {row["call"]: row["us"] for row in rows if (row["gemm"], row["rows"]) == (gemm, count)}
+        ours = min(us.pop(call) for call in ("masked", "psum"))
+        return f"{min(us.values()) / ours:.2f} ({ours:.0f})"
+
+    gemms, counts = (list(dict.fromkeys(row[key] for row in rows)) for key in ("gemm", "rows"))
+    return table(["rows per expert", *gemms], ([count, *(cell(gemm, count) for gemm in gemms)] for count in counts))
+
+
+def humming_layers() -> str:
+    """Each Humming layer over ours, and ours in microseconds."""
+    rows = [row for row in results(HUMMING_LAYERS)["rows"] if "us" in row]
+    peers = [name for name in dict.fromkeys(row["backend"] for row in rows) if name != OURS]
+
+    def cells(layer: str, tokens: int) -> list[Any]:
+        us = {row["backend"]: row["us"] for row in rows if (row["layer"], row["tokens"]) == (layer, tokens)}
+        return [LAYERS[layer], tokens, f"{us[OURS]:.0f}", *(f"{us[peer] / us[OURS]:.2f}" for peer in peers)]
+
+    cases = dict.fromkeys((row["layer"], row["tokens"]) for row in rows)
+    header = ["layer", "tokens", "ours, us", *(f"`{peer}` over ours" for peer in peers)]
+    return table(header, (cells(*case) for case in cases))
 
 
 def batch_invariance() -> str:
@@ -211,6 +239,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "dense-prefill-gemm": lambda: dense("dense_gemm-prefill-2026-11-23", "gemm_us", ratio),
     "dense-prefill-linear": lambda: dense("dense_gemm-prefill-2026-11-23", "linear_us", ratio),
     "grouped-gemms": grouped_gemms,
+    "humming-gemms": humming_gemms,
+    "humming-layers": humming_layers,
     "batch-invariance": batch_invariance,
     "engine-decode": engine_decode,
     "engine-prefill": engine_prefill,

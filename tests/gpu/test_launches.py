@@ -184,7 +184,7 @@ def test_the_second_gemm_of_few_rows_may_run_beside_the_first_one(
 def test_a_kernel_that_is_not_precompiled_is_not_compiled_where_that_is_forbidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_variables(monkeypatch, FP8MOE_CACHE_DIR=tmp_path / "cache", FP8MOE_JIT="forbid")
+    set_variables(monkeypatch, FP8MOE_BUNDLE="", FP8MOE_CACHE_DIR=tmp_path / "cache", FP8MOE_JIT="forbid")
     x = h.random_tokens(h.seeded(0, torch.device("cuda", 0)), 3, 256)
     with pytest.raises(KernelNotPrecompiled, match=r"The kernel (triton_)?quantize .*UE8M0=0.* is not precompiled"):
         per_token_group_quant_fp8(x)
