@@ -55,9 +55,10 @@ from tests.indexer import assert_decode, assert_prefill, decode, poisoned_result
 from tests.k_grouped import gradients
 from tests.steps import gate_up, grouped_gemm, tiles_of_counts
 
-SCHEDULES = 16
+SCHEDULES = 32
 CLUSTERS = 24  # multiprocessors, for kernels of clusters
 WRONG_RESULT = "elements are wrong"
+BEHIND = "deadlock|livelock|a phase behind"
 COUNTS, WIDTH = [144, 130, 64], 256
 MANY = [650, 300]
 
@@ -471,8 +472,33 @@ FAULTS = {
         "wait_by_warp(shared.taken(), phase)",
         "barrier_wait(shared.taken(), phase)",
         one_token,
-        "deadlock|livelock",
+        BEHIND,
         multiprocessors=CLUSTERS,
+    ),
+    "lanes fall a phase behind the one that fills stages": Fault(
+        "pipeline/producer.cuh", "    __syncwarp();\n", "", second_gemm, BEHIND
+    ),
+    "lanes fall a phase behind the one that fills stages of few rows": Fault(
+        "grouped_gemm_few_rows.cu", "wait_by_warp(", "barrier_wait(", layer_of_few_tokens, BEHIND
+    ),
+    "lanes fall a phase behind those that load a small batch's weights": Fault(
+        "gate_up_small_batch.cu",
+        "wait_by_warp(shared.empty(s)",
+        "barrier_wait(shared.empty(s)",
+        small_batch,
+        BEHIND,
+        multiprocessors=CLUSTERS,
+    ),
+    "lanes fall a phase behind the one that loads a small batch's second GEMM": Fault(
+        "down_small_batch.cu",
+        "wait_by_warp(",
+        "barrier_wait(",
+        small_batch_of_whole_sums,
+        BEHIND,
+        multiprocessors=CLUSTERS,
+    ),
+    "lanes fall a phase behind the one that loads pages": Fault(
+        "paged_mqa_logits.cu", "wait_by_warp(", "barrier_wait(", logits_of_paged_kv, BEHIND
     ),
     "sums are sent to blocks that have not begun": Fault(
         "gate_up_small_batch.cu",

@@ -73,9 +73,15 @@ void mbarrier_arrive(u32 barrier, u32 expected_bytes) {
     step();
     update_mbarrier(*self()->cta, barrier, 1, int(expected_bytes));
 }
-void mbarrier_wait(u32 barrier, u32 parity) {
+bool mbarrier_try_wait(u32 barrier, u32 parity) {
     step();
-    while (read_mbarrier(*self()->cta, barrier).phase == int(parity & 1)) block(Wait::kMbarrier, barrier);
+    give_way();
+    auto completed = [&] { return read_mbarrier(*self()->cta, barrier).phase != int(parity & 1); };
+    if (completed()) return true;
+    if (run.random.chance(0.1)) return false;  // a GPU waits for a limited time
+    block(Wait::kMbarrier, barrier);
+    if (!completed()) fail("a lane fell a phase behind: two phases of the mbarrier at %u have completed", barrier);
+    return true;
 }
 
 // ---- named barriers ----

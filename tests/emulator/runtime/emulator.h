@@ -67,7 +67,7 @@ struct DynamicShared {
 // ---- barriers ----
 void mbarrier_init(u32 barrier, u32 count);
 void mbarrier_arrive(u32 barrier, u32 expected_bytes);
-void mbarrier_wait(u32 barrier, u32 parity);
+bool mbarrier_try_wait(u32 barrier, u32 parity);  // whether the phase has completed
 void named_barrier(int id, int threads);
 void sync_threads();
 

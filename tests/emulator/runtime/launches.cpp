@@ -24,16 +24,28 @@ void wait_for_previous_kernel() {
     while (kernel.early && kernel.index > 0 && !run.kernels[kernel.index - 1].done()) block(Wait::kPreviousKernel);
 }
 
+// Some lanes of a warp, of each warp of a warpgroup, or of all, lag.
+static void separate_lanes(Cta& cta) {
+    Random& random = run.random;
+    u32 warps = u32(cta.warps.size()), widths[] = {1, 4, 4, 4, warps}, width = widths[random.below(5)];
+    u32 first = random.below(warps) / width * width;
+    for (u32 warp = first; warp < std::min(first + width, warps); ++warp) {
+        u32 lanes[] = {~1u, ~1u, 1, random.next()};
+        cta.warps[warp].lagging = lanes[random.below(4)];
+    }
+}
+
 static void start_threads(Cta& cta, uint3 block_index) {
     const Kernel& kernel = *cta.kernel;
     cta.alive = kernel.threads;
+    for (int warp = 0; warp < cta.alive / 32; ++warp) cta.warps.push_back({.cta = &cta, .index = warp});
+    if (run.separate) separate_lanes(cta);
     for (int i = 0; i < cta.alive; ++i) {
-        if (i % 32 == 0) cta.warps.push_back({.cta = &cta, .index = i / 32});
         Fiber& fiber = cta.fibers.emplace_back();
         static_cast<Thread&>(fiber) = {{u32(i), 0, 0}, block_index, kernel.grid, u32(i % 32), cta.shared};
         fiber.index = i;
         fiber.cta = &cta;
-        fiber.warp = &cta.warps.back();
+        fiber.warp = &cta.warps[i / 32];
         fiber.warp->fibers[i % 32] = &fiber;
         start_fiber(fiber);
     }
@@ -122,6 +134,7 @@ static void draw_schedule(u64 seed) {
     run.late_chance = kLate[random.below(4)];
     run.step_chance = kStep[random.below(2)];
     run.starve = random.chance(0.7);
+    run.separate = seed % 2;  // so that tests of two seeds have both
 }
 }  // namespace emu
 

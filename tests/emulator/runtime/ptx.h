@@ -96,8 +96,7 @@ inline void mbarrier_init_shared_cta_b64(u32 barrier, u32 count) { emu::mbarrier
 inline void mbarrier_arrive_shared_cta_b64(u32 barrier) { emu::mbarrier_arrive(barrier, 0); }
 inline void mbarrier_arrive_expect_tx_shared_cta_b64(u32 barrier, u32 bytes) { emu::mbarrier_arrive(barrier, bytes); }
 inline void mbarrier_try_wait_parity_shared_cta_b64(bool& done, u32 barrier, u32 parity) {
-    emu::mbarrier_wait(barrier, parity);
-    done = true;
+    done = emu::mbarrier_try_wait(barrier, parity);
 }
 inline void selp_u32(u32& d, u32 a, u32 b, bool condition) { d = condition ? a : b; }
 

@@ -10,18 +10,46 @@ namespace emu {
 Thread* current;
 Run run;
 
-constexpr u64 kMostSteps = 200'000'000, kMostPolls = 1'000'000;
+constexpr u64 kMostSteps = 200'000'000, kMostPolls = 1'000'000, kMostPollsPerRelease = 30;
 constexpr size_t kStackBytes = 64 * 1024, kStackGuard = 64;
 constexpr u8 kGuardByte = 0x5c;
 
 static void* scheduler_stack;
 static std::vector<u8*> free_stacks;
 
+template <class T>
+static T take(std::vector<T>& from, size_t i) {
+    T taken = std::move(from[i]);
+    if (i + 1 < from.size()) from[i] = std::move(from.back());
+    from.pop_back();
+    return taken;
+}
+
 u32 Random::next() {  // xorshift64
     state ^= state << 13;
     state ^= state >> 7;
     state ^= state << 17;
     return u32(state >> 16);
+}
+
+// ---- lanes that lag: held at waits until nothing else can run, so that other lanes of their warp get ahead ----
+
+static void make_ready(Fiber& fiber) {
+    fiber.wait = Wait::kNothing;
+    fiber.cta->ready.push_back(&fiber);
+    ++run.ready;
+}
+static void hold(Fiber& fiber) {
+    fiber.wait = Wait::kNothing;
+    Warp& warp = *fiber.warp;
+    if (warp.held.empty()) run.held.push_back(&warp);
+    warp.held.push_back(&fiber);
+}
+static void release_a_warp() {
+    Warp& warp = *take(run.held, run.random.below(u32(run.held.size())));
+    for (Fiber* fiber : warp.held) make_ready(*fiber);
+    warp.held.clear();
+    run.polls_since_release = 0;
 }
 
 // ---- fibers ----
@@ -72,8 +100,7 @@ void start_fiber(Fiber& fiber) {
     *--top = u64(&run_kernel);
     for (int saved_register = 0; saved_register < 6; ++saved_register) *--top = 0;
     fiber.stack_pointer = top;
-    fiber.cta->ready.push_back(&fiber);
-    ++run.ready;
+    lags(fiber) ? hold(fiber) : make_ready(fiber);
 }
 
 void end_fiber(Fiber& fiber) {
@@ -104,11 +131,8 @@ void fail(const char* format, ...) {
     abort();
 }
 
-static void make_ready(Fiber& fiber) {
-    fiber.wait = Wait::kNothing;
-    fiber.cta->ready.push_back(&fiber);
-    ++run.ready;
-}
+// ---- what fibers wait for ----
+
 static void yield(bool polled) {
     self()->polled = polled;
     make_ready(*self());
@@ -118,6 +142,11 @@ void step() {
     if (run.random.chance(run.step_chance)) yield(false);
 }
 void poll() { yield(true); }
+void give_way() {
+    if (!lags(*self())) return;
+    hold(*self());
+    to_scheduler();
+}
 
 void block(Wait why, u32 what) {
     self()->wait = why;
@@ -125,7 +154,9 @@ void block(Wait why, u32 what) {
     to_scheduler();
 }
 void wake(Fiber& fiber, Wait why, u32 what) {
-    if (fiber.wait == why && fiber.waits_for == what) make_ready(fiber);
+    if (fiber.wait != why || fiber.waits_for != what) return;
+    bool held = lags(fiber) && (why != Wait::kCollective || run.random.chance(0.1));
+    held ? hold(fiber) : make_ready(fiber);
 }
 void wake_all(Cta& cta, Wait why, u32 what) {
     for (Fiber& fiber : cta.fibers) wake(fiber, why, what);
@@ -138,14 +169,6 @@ void later(std::function<bool()> complete, double late_share) {
     bool late = random.chance(run.late_chance * late_share);
     u64 due = late ? run.steps + u64(exp(random.below(1000) * 0.0126)) : 0;
     (late ? run.late : run.operations).push_back({std::move(complete), due});
-}
-
-template <class T>
-static T take(std::vector<T>& from, size_t i) {
-    T taken = std::move(from[i]);
-    if (i + 1 < from.size()) from[i] = std::move(from.back());
-    from.pop_back();
-    return taken;
 }
 
 static void take_due() {
@@ -191,7 +214,15 @@ static void run_a_thread() {
     current = nullptr;
     if (!run.error.empty()) throw Failure{};
     run.polls = fiber.polled ? run.polls + 1 : 0;
+    run.polls_since_release += fiber.polled;
     if (fiber.wait == Wait::kEnded && --cta.alive == 0) end_cta(cta);
+}
+
+// Threads that poll can always run, so held lanes also get a turn after a number of polls.
+static bool must_release(bool any_ready, bool late) {
+    if (run.held.empty()) return false;
+    if (run.polls_since_release > kMostPollsPerRelease) return true;
+    return !any_ready && run.operations.empty() && !(late && run.random.chance(0.5));
 }
 
 static bool idle() { return run.live.empty() && run.operations.empty() && run.late.empty(); }
@@ -202,7 +233,11 @@ static void schedule_one() {
     if (run.starve && run.steps % 4096 == 0) starve_some();
     bool any_ready = run.ready > 0;
     if (run.steps % 64 == 0) take_due();
-    if (!run.late.empty() && run.operations.empty() && (!any_ready || run.polls > 3000)) take_first_due();
+    bool late = !run.late.empty() && run.operations.empty();
+    if (must_release(any_ready, late))
+        release_a_warp(), any_ready = true;
+    else if (late && (!any_ready || run.polls > 3000))
+        take_first_due();
     if (!any_ready && run.operations.empty()) fail("deadlock: nothing can run");
     if (!run.operations.empty() && (!any_ready || run.random.chance(run.operation_chance)))
         complete_an_operation();

@@ -77,7 +77,10 @@ struct Warp {
     std::vector<std::shared_ptr<WgmmaResult>> results;  // since the last fence
     u32 issued = 0, committed = 0, completed = 0;
     bool fenced = false, running = false;
+    u32 lagging = 0;           // lanes that run only when nothing else can
+    std::vector<Fiber*> held;  // of those, the ones that could run
 };
+inline bool lags(const Fiber& fiber) { return fiber.warp->lagging >> fiber.lane & 1; }
 
 struct Kernel {
     void (*entry)(void**);
@@ -140,11 +143,12 @@ struct Run {
     std::vector<Cta*> live;
     std::vector<std::unique_ptr<Cta>> ctas;  // kept to the end: stores refer to their fibers
     std::vector<Operation> operations, late;
+    std::vector<Warp*> held;          // whose `held` is not empty
     std::map<const u8*, u64> memory;  // that copies may touch
     double operation_chance, late_chance, step_chance;
-    bool starve;
+    bool starve, separate;
     int ready = 0;  // fibers of live CTAs
-    u64 steps = 0, polls = 0;
+    u64 steps = 0, polls = 0, polls_since_release = 0;
     std::string error;
 };
 extern Run run;
@@ -159,6 +163,7 @@ void free_stack(Fiber& fiber);
 void block(Wait why, u32 what = 0);
 void wake(Fiber& fiber, Wait why, u32 what = 0);
 void wake_all(Cta& cta, Wait why, u32 what = 0);
+void give_way();  // here a lane that lags is held
 void later(std::function<bool()> complete, double late_share = 1);
 void schedule();
 
