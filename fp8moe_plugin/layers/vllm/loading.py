@@ -121,11 +121,10 @@ class LayerLoading:
         if parameter.dtype == FP8 and self.serving and not self.reloading and holds_nan(tensor):
             raise CheckpointError(f"{what} holds NaN, so it is damaged. Download the checkpoint again.")
 
-    def note_arrival(self, projection: str | None, parameter: torch.Tensor) -> None:
-        """Note that a tensor is about to be loaded into a parameter that kernels read."""
-        if projection and self.serving and not self.reloading:
+    def note_arrival(self, projection: str, *kinds: str) -> None:
+        """Note that tensors are about to be loaded into the parameters; see `Arrivals.note`."""
+        if self.serving and not self.reloading:
             self.model.written = True
-            kinds = (WEIGHT, SCALES) if self.online else (WEIGHT if parameter.dtype == FP8 else SCALES,)
             self.model.arrivals.note(projection, *kinds)
 
 
@@ -139,7 +138,9 @@ def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
         loading = layer.fp8moe_loading
         with loading.errors_fail_model():
             loading.check_reloadable_once()
-            loading.note_arrival(check(layer, param, loaded_weight, *args, **kwargs), param)
+            projection = check(layer, param, loaded_weight, *args, **kwargs)
+            if projection and not loading.online:  # otherwise the weight is quantized first, and may be refused
+                loading.note_arrival(projection, WEIGHT if param.dtype == FP8 else SCALES)
             loaded_weight = in_float32(param, loaded_weight)
             with shape_errors(loading.prefix, loaded_weight):
                 return load(layer, param, loaded_weight, *args, **kwargs)

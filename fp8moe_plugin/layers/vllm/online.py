@@ -13,6 +13,7 @@ import torch
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT
 from fp8moe_plugin.layers.unquantized import quantize_weight
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
@@ -54,6 +55,7 @@ def _linear_loader(prefix: str, load: Callable) -> Callable:
         layer: Any, param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> None:
         q, scales = _quantized(f"{prefix}.weight", loaded_weight, param.device)
+        layer.fp8moe_loading.note_arrival(f"{prefix} {args}", WEIGHT, SCALES)
         load(layer, param, q, *args, **kwargs)
         load(layer, layer.weight_scale_inv, scales, *args, **kwargs)
 
@@ -76,6 +78,7 @@ def _experts_loader(prefix: str, load: Callable) -> Callable:
         if not compat.holds_expert(layer, expert_id):
             return False if return_success else None
         q, scales = _quantized(f"{prefix}.{expert_id}.{shard_id}.weight", loaded_weight, param.device)
+        layer.fp8moe_loading.note_arrival(f"{prefix} ({shard_id} of expert {expert_id})", WEIGHT, SCALES)
         scale = layer.w2_weight_scale_inv if shard_id == "w2" else layer.w13_weight_scale_inv
         load(layer, scale, scales, f"{weight_name}_scale_inv", shard_id, expert_id, return_success)
         return load(layer, param, q, weight_name, shard_id, expert_id, return_success)

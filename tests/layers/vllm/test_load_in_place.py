@@ -102,22 +102,23 @@ def test_an_interrupted_load_ends_the_service():
     assert_out_of_service(model, "fp8", "KeyboardInterrupt")
 
 
-def refused_before_writing(model: Model) -> Iterable[tuple[str, torch.Tensor]]:
-    weights = [named for named in model.tensors(second("fp8")) if not named[0].startswith("norm")]
-    return [(weights[0][0], weights[0][1].view(torch.uint8)), *weights[1:]]
+def refused_before_writing(model: Model, kind: str) -> Iterable[tuple[str, torch.Tensor]]:
+    weights = [named for named in model.tensors(second(kind)) if not named[0].startswith("norm")]
+    return [(weights[0][0], weights[0][1].to(torch.uint8)), *weights[1:]]
 
 
-def test_a_tensor_that_is_refused_before_anything_was_written_changes_nothing():
-    model = Model("fp8").start(first("fp8"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_that_is_refused_before_anything_was_written_changes_nothing(kind):
+    model = Model(kind).start(first(kind))
     for load in (model.load_weights, model.reload_weights):
-        with pytest.raises(CheckpointError, match=r"has dtype torch\.uint8") as error:
-            load(refused_before_writing(model))
+        with pytest.raises(CheckpointError, match="uint8") as error:
+            load(refused_before_writing(model, kind))
         assert "Restart" not in str(error.value)
         model.step()
-        assert equal(model, Model("fp8").start(first("fp8")))
+        assert equal(model, Model(kind).start(first(kind)))
     weight = model.gate_up.weight  # vLLM's transfer engines may call the loaders themselves
-    with pytest.raises(CheckpointError, match=r"has dtype torch\.uint8"):
-        weight.weight_loader(weight, weight.data.view(torch.uint8), 0)
+    with pytest.raises(CheckpointError, match="uint8"):
+        weight.weight_loader(weight, weight.data.to(torch.uint8), 0)
     model.step()
 
 
@@ -125,7 +126,7 @@ def test_a_refusal_after_an_earlier_call_of_the_same_update_ends_the_service():
     model = Model("fp8").start(first("fp8"))
     model.load_weights(list(model.tensors(second("fp8")))[:NORM])
     with pytest.raises(CheckpointError, match=RESTART):
-        model.load_weights(refused_before_writing(model))
+        model.load_weights(refused_before_writing(model, "fp8"))
 
 
 def test_moved_experts_are_refused_before_anything_is_written():
@@ -198,6 +199,20 @@ def test_scales_of_another_format_are_refused_by_name(kind):
     if kind == "online":  # by a transfer engine that knows the model's names
         with pytest.raises(CheckpointError, match="unquantized checkpoint, which has no scales"):
             scale.weight_loader(scale, scale.data.clone())
+
+
+@pytest.mark.parametrize(("kind", "name"), [("fp8", "w1_weight_scale_inv"), ("online", "w1_weight")])
+def test_sparse_patches_of_quantized_layers_are_refused(kind, name):
+    """vLLM's `sparse_nccl` marks by NaN which elements keep their values."""
+    patches = pytest.importorskip("vllm.model_executor.model_loader.checkpoint_weight_patch", reason="a newer vLLM")
+    model, weight = Model(kind).start(first(kind)), first(kind)[name][0]
+    values, indices = torch.ones(2, dtype=weight.dtype), torch.tensor([1, 2])
+    named = f"experts.w1.0.{name.removeprefix('w1_')}"
+    patch = patches.CheckpointWeightPatch(named, tuple(weight.shape), weight.dtype, values, indices)
+    with pytest.raises(CheckpointError, match=r"holds? NaN"):
+        patches.load_checkpoint_weight_patches(model, [patch], validate_unique_indices=False)
+    model.step()
+    assert equal(model, Model(kind).start(first(kind)))
 
 
 def test_a_nested_module_may_be_loaded_by_itself():

@@ -14,6 +14,8 @@ from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers.vllm import config, online
+from fp8moe_plugin.layers.vllm.loading import LayerLoading
+from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from tests import helpers as h
 from tests.layers.vllm import one_rank
@@ -35,7 +37,8 @@ def load(layer, param, loaded_weight, *arguments, **named):
 
 def parameters(device):
     names = ("weight", "weight_scale_inv", "w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
-    return Layer(loaded=[], **{name: torch.empty(1, device=device) for name in names})
+    loading = LayerLoading("prefix", ModelState(), online=True)
+    return Layer(loaded=[], fp8moe_loading=loading, **{name: torch.empty(1, device=device) for name in names})
 
 
 def loader(layer, make):
