@@ -2,18 +2,19 @@
 
 python -m tests.engine.reloads
 
-Commands are `{"start": MODEL, "arguments": {...}}`, `{"reload": MODEL}` (vLLM's `reload_weights`), `{"load": MODEL}`
-(the model's own `load_weights`, in place) and `{"ask": null}`. Each is answered by a line of JSON with `tokens` and
-`parameters`, or with `refused` and the plugin's error, or with `raised` and the error of another library.
+Commands are `{"start": MODEL, "arguments": {...}}`, `{"reload": MODEL}` (vLLM's `reload_weights`), `{"load": MODEL,
+"how": {...}}` (the model's own `load_weights`, in place; see `load_in_place`) and `{"ask": null}`. `{"wait": null}`
+waits until an engine in a process of its own has ended. Each is answered by a line of JSON with `tokens` and
+`parameters`, or with `refused` and the plugin's error, or with `raised` and another.
 """
 
 import gc
 import json
 import os
 import sys
+import time
+from collections.abc import Iterator
 from typing import Any
-
-from safetensors import SafetensorError
 
 from benchmarks.engine.small_engines import random_prompts
 from fp8moe_plugin.errors import Fp8MoeError
@@ -25,7 +26,7 @@ PROMPTS, PROMPT_TOKENS, GENERATED = 2, 16, 6
 
 
 class Engine:
-    """In this process, so that it can be looked into."""
+    """In this process, so that it can be looked into, or in one of its own if vLLM's environment says so."""
 
     def __init__(self) -> None:
         self.llm: Any = None
@@ -45,8 +46,13 @@ class Engine:
     def reload(self, model: str) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
 
-    def load(self, model: str) -> None:
-        self.llm.collective_rpc(load_in_place, args=(model,))
+    def load(self, model: str, **how: Any) -> None:
+        self.llm.collective_rpc(load_in_place, args=(model,), kwargs=how)
+
+    def wait(self, _: None) -> None:
+        """vLLM's client waits forever for the answer to a call that it sends before it notices the end."""
+        while not self.llm.llm_engine.engine_core.resources.engine_dead:
+            time.sleep(0.05)
 
     def ask(self) -> dict[str, Any]:
         from vllm import SamplingParams, TokensPrompt
@@ -64,13 +70,35 @@ def said(positions: Any) -> list[tuple[int, float]]:
     return [(token, found.logprob) for position in positions for token, found in position.items()]
 
 
-def load_in_place(worker: Any, model: str) -> None:
-    """The layers that the plugin serves: of others, vLLM's CPU build frees the weights once it has rearranged them."""
+def load_in_place(
+    worker: Any, model: str, part: str = "", lacking: str | None = None, after: int | None = None, apart: bool = False
+) -> None:
+    """Load the layers that the plugin serves: vLLM's CPU build frees other weights once it has rearranged them.
+
+    Args:
+        part: only the tensors whose names contain it.
+        lacking: how names of tensors end that are left out.
+        after: so many tensors come before an error.
+        apart: the scales come in a second call.
+    """
     from safetensors.torch import load_file
 
     (shard,) = (entry.path for entry in os.scandir(model) if entry.name.endswith(".safetensors"))
-    weights = {name: tensor for name, tensor in load_file(shard).items() if is_quantized(name.rpartition(".weight")[0])}
-    worker.model_runner.get_model().load_weights(weights.items())
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(shard).items()
+        if is_quantized(name.rpartition(".weight")[0]) and part in name and not (lacking and name.endswith(lacking))
+    }
+
+    def stream(names: list[str]) -> Iterator[tuple[str, Any]]:
+        for i, name in enumerate(names):
+            if i == after:
+                raise OSError("the next tensor cannot be read")
+            yield name, tensors[name]
+
+    scales = [name for name in tensors if "scale" in name]
+    for names in ([name for name in tensors if name not in scales], scales) if apart else (list(tensors),):
+        worker.model_runner.get_model().load_weights(stream(names))
 
 
 def parameters_of(worker: Any) -> dict[str, str]:
@@ -86,13 +114,12 @@ def main() -> None:
         try:
             if "start" in command:
                 engine.start(command["start"], command["arguments"])
-            for way in command.keys() & {"reload", "load"}:
-                getattr(engine, way)(command[way])
+            for way in command.keys() & {"reload", "load", "wait"}:
+                getattr(engine, way)(command[way], **command.get("how", {}))
             answer = engine.ask()
-        except Fp8MoeError as error:
-            answer = {"refused": str(error)}
-        except SafetensorError as error:
-            answer = {"raised": repr(error)}
+        except Exception as error:  # noqa: BLE001  # from another process, an error comes as its text
+            ours = isinstance(error, Fp8MoeError) or "Restart the engine" in str(error)
+            answer = {"refused" if ours else "raised": str(error) if ours else repr(error)}
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
@@ -20,19 +20,23 @@ from safetensors.torch import load_file, save_file
 
 from fp8moe_plugin.layers.unquantized import is_quantized
 from tests import faults
-from tests.engine.conftest import COMPILED, EAGER, ROOT, needs_compiler
+from tests.engine.conftest import COMPILED, EAGER, RELOADABLE, ROOT, needs_compiler
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 ANSWER_S = 600
-SEQUENCES = 125 if faults.FULL else 5  # of each of four kinds of engines
+SEQUENCES = 42 if faults.FULL else 5  # of each of twelve kinds of engines, of which runs in part take six
+MULTIPROCESS_SEQUENCES = 42 if faults.FULL else 2  # they take longer to start
 STEPS = 5
 GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}}
-ARGUMENTS = {"eager": EAGER} | ({"graphs": GRAPHS} if torch.cuda.is_available() else {"compile": COMPILED})
-EXPERT = "model.layers.0.mlp.experts.11.down_proj"
+FAST = "graphs" if torch.cuda.is_available() else "compile"
+ARGUMENTS = {"eager": EAGER, FAST: GRAPHS if torch.cuda.is_available() else COMPILED, "multiprocess": EAGER}
+MULTIPROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+EXPERT = "mlp.experts.11.down_proj"
 DENSE = "model.layers.0.self_attn.o_proj"
 SCALE = "weight_scale_inv"
+ATTENTION, REST = PARTS = ("self_attn", "mlp")
 
 
 def poisoned(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,8 +46,8 @@ def poisoned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def only(target: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Change:
-    """A change of the tensors whose names begin so."""
-    return lambda name, tensor: change(tensor) if name.startswith(target) else tensor
+    """A change of the tensors whose names contain the target."""
+    return lambda name, tensor: change(tensor) if target in name else tensor
 
 
 def lacking(target: str) -> Change:
@@ -66,7 +70,7 @@ GOOD: dict[str, Change] = {"first": lambda _, tensor: tensor, "moved": moved, "r
 MISSING = {
     "lacks an expert's weight": lacking(f"{EXPERT}.weight"),
     "lacks a dense weight": lacking(f"{DENSE}.weight"),
-    "lacks all experts": lacking("model.layers.0.mlp.experts."),
+    "lacks all experts": lacking("mlp.experts."),
 }
 MISSING_SCALES = {
     "lacks an expert's scales": lacking(f"{EXPERT}.{SCALE}"),
@@ -84,10 +88,32 @@ DAMAGED_SCALES = {
 }
 WAYS = ("reload", "load")
 UNREADABLE = "a shard cut in half"
+ALL_MISSING, ALL_DAMAGED = MISSING | MISSING_SCALES, DAMAGED | DAMAGED_SCALES
 BAD = {
-    "fp8": {"reload": MISSING | MISSING_SCALES | DAMAGED | DAMAGED_SCALES, "load": DAMAGED | DAMAGED_SCALES},
+    "fp8": {"reload": ALL_MISSING | ALL_DAMAGED, "load": ALL_DAMAGED},
     "bf16": {"reload": MISSING | DAMAGED, "load": DAMAGED},
 }
+SOURCES = {
+    "fp8": "qwen3_moe-fp8",
+    "bf16": "qwen3_moe-bf16",
+    "mla-fp8": "deepseek_v3-fp8",
+    "mla-bf16": "deepseek_v3-bf16",
+}
+KINDS = [(mode, kind) for mode in ARGUMENTS for kind in SOURCES]
+IN_PART = [(mode, kind) for mode in ("eager", FAST) for kind in BAD] + [
+    ("eager", "mla-fp8"),
+    ("multiprocess", "mla-bf16"),
+]
+
+
+class Held(NamedTuple):
+    """Which checkpoints the weights of an engine are from, by its parts."""
+
+    attention: str
+    rest: str
+
+    def __str__(self) -> str:
+        return self.attention if self.attention == self.rest else f"{self.attention} with the rest {self.rest}"
 
 
 def write_variant(source: Path, folder: Path, change: Change) -> None:
@@ -99,13 +125,18 @@ def write_variant(source: Path, folder: Path, change: Change) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(kept, shard.name)}))
 
 
+def write_mixture(folder: Path, attention: Path, rest: Path) -> None:
+    other = load_file(next(attention.glob("*.safetensors")))
+    write_variant(rest, folder, lambda name, tensor: other[name] if ATTENTION in name else tensor)
+
+
 @pytest.fixture(scope="module")
 def variants(checkpoints: Path) -> Path:
     """A folder with `<kind>-<name>` for each kind of checkpoint and each name of `GOOD` and `BAD`, and `UNREADABLE`."""
     folder = checkpoints / "variants"
-    for kind, bad in BAD.items():
-        for name, change in (GOOD | bad["reload"]).items():
-            write_variant(checkpoints / f"qwen3_moe-{kind}", folder / f"{kind}-{name}", change)
+    for kind in sorted({kind for _, kind in (KINDS if faults.FULL else IN_PART)}):
+        for name, change in (GOOD | BAD[kind.removeprefix("mla-")]["reload"]).items():
+            write_variant(checkpoints / SOURCES[kind], folder / f"{kind}-{name}", change)
         unreadable = folder / f"{kind}-{UNREADABLE}"
         shutil.copytree(folder / f"{kind}-first", unreadable)
         (shard,) = unreadable.glob("*.safetensors")
@@ -148,24 +179,31 @@ class Engines:
     """One engine at a time, started anew once it has refused."""
 
     def __init__(self, host: Host, variants: Path, mode: str, kind: str) -> None:
-        self.host, self.variants, self.kind = host, variants, kind
-        self.arguments = ARGUMENTS[mode] | {"quantization": "fp8moe"}
-        self.fresh: dict[str, Any] = {}  # what an engine said that was started on the checkpoint
-        self.seen: list[tuple[str, Any]] = []  # what engines said after they had loaded it
+        self.host, self.variants, self.kind, self.mode = host, variants, kind, mode
+        reloadable = RELOADABLE if kind.startswith("mla") else {}
+        self.arguments = ARGUMENTS[mode] | reloadable | {"quantization": "fp8moe"}
+        self.bad = BAD[kind.removeprefix("mla-")]
+        self.fresh: dict[Held, Any] = {}  # what an engine said that was started on the checkpoint
+        self.seen: list[tuple[str, Held, Any]] = []  # what engines said after a load, and what they held then
         self.failures: list[Exception] = []
         self.runs = False
+        self.held = Held("first", "first")
 
-    def do(self, command: str, name: str | None = None) -> dict[str, Any]:
+    def do(self, command: str, name: str | None = None, **how: Any) -> dict[str, Any]:
         path = name and str(self.variants / f"{self.kind}-{name}")
-        return self.host.ask({command: path, "arguments": self.arguments})
+        return self.host.ask({command: path, "arguments": self.arguments, "how": how})
 
-    def start(self) -> None:
-        """On the checkpoint that no engine was started on yet, or else on the first."""
-        name = next((name for name in GOOD if name not in self.fresh), "first")
-        answer = self.do("start", name)
-        assert "refused" not in answer, answer
-        assert self.fresh.setdefault(name, answer) == answer
-        self.runs = True
+    def start(self, held: Held | None = None) -> None:
+        """On the given checkpoint; if none is, on one that no engine was started on yet, or else on the first."""
+        names = [name for name in GOOD if Held(name, name) not in self.fresh] or ["first"]
+        held = held or Held(names[0], names[0])
+        folder = self.variants / f"{self.kind}-{held}"
+        if not folder.exists():
+            write_mixture(folder, *(self.variants / f"{self.kind}-{name}" for name in held))
+        answer = self.do("start", str(held))
+        assert "tokens" in answer, answer
+        assert self.fresh.setdefault(held, answer) == answer
+        self.runs, self.held = True, held
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -180,7 +218,7 @@ class Engines:
 
 
 class Loads(RuleBasedStateMachine):
-    """Good loads, up to the first that is refused: it ends an engine, and with it the sequence."""
+    """Good loads, up to the first that ends an engine, and with it the sequence."""
 
     engines: Engines
 
@@ -190,53 +228,75 @@ class Loads(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def load(self, data: st.DataObject) -> None:
-        good = [(self.serve, way, name) for way in WAYS for name in GOOD]
-        bad = [(self.refuse, way, name) for way in WAYS for name in BAD[self.engines.kind][way]]
-        bad.append((self.break_off, "reload", UNREADABLE))
-        check, way, name = data.draw(st.sampled_from(good) | st.sampled_from(good) | st.sampled_from(bad))
+        good: list[tuple[Any, ...]] = [(self.serve, way, name, {}) for way in WAYS for name in GOOD]
+        good += [(self.serve, "load", name, {"part": part}) for part in PARTS for name in GOOD]
+        good += [(self.serve, "load", name, {"apart": True}) for name in GOOD]
+        good += [(self.survive, "reload", UNREADABLE, {}), (self.survive, "load", "moved", {"after": 0})]
+        bad: list[tuple[Any, ...]] = [(self.refuse, way, name, {}) for way in WAYS for name in self.engines.bad[way]]
+        bad += [(self.refuse, "load", "moved", {"after": after}) for after in (1, 20)]
+        if self.engines.kind.endswith("fp8"):
+            halves = [{"part": part, "lacking": half} for part in PARTS for half in (".weight", SCALE)]
+            bad += [(self.starve, "load", "moved", half) for half in halves]
+        check, way, name, how = data.draw(st.sampled_from(good) | st.sampled_from(good) | st.sampled_from(bad))
         if not self.ended:
             with self.engines.step():
-                check(way, name)
+                check(way, name, how)
 
-    def serve(self, way: str, name: str) -> None:
-        answer = self.engines.do(way, name)
-        assert "refused" not in answer, answer
-        self.engines.seen.append((f"{way} {name}", answer))
+    def serve(self, way: str, name: str, how: dict[str, Any]) -> None:
+        answer = self.engines.do(way, name, **how)
+        assert "tokens" in answer, answer
+        old = self.engines.held
+        held = self.engines.held = {ATTENTION: Held(name, old.rest), REST: Held(old.attention, name)}.get(
+            how.get("part"), Held(name, name)
+        )
+        self.engines.seen.append((f"{way} {name} {how}", held, answer))
 
-    def refuse(self, way: str, bad: str) -> None:
+    def survive(self, way: str, name: str, how: dict[str, Any]) -> None:
+        """A load that fails before it changes anything."""
+        assert "raised" in self.engines.do(way, name, **how)
+        self.engines.seen.append((f"{way} {name} {how}", self.engines.held, self.engines.do("ask")))
+
+    def refuse(self, way: str, bad: str, how: dict[str, Any], why: str = "Restart the engine") -> None:
         self.ended, self.engines.runs = True, False
-        refused = self.engines.do(way, bad).get("refused", "")
-        assert "Restart the engine" in refused, f"{way} of a checkpoint with {bad}: {refused or 'accepted'}"
-        for command in (("ask", None), ("reload", "first"), ("load", "moved"), ("ask", None)):
-            assert self.engines.do(*command) == {"refused": refused}, command
+        answer = self.engines.do(way, bad, **how)
+        refused = answer.get("refused", "")
+        own_process = self.engines.mode == "multiprocess"  # it ends, and its client may only learn that
+        assert why in refused or (own_process and "tokens" not in answer), f"{way} of {bad} {how}: {answer}"
+        for command in (("wait" if own_process else "ask",), ("reload", "first"), ("load", "moved"), ("ask",)):
+            answer = self.engines.do(*command)
+            assert "tokens" not in answer if own_process else answer == {"refused": refused}, command
         self.engines.host.renew()
 
-    def break_off(self, way: str, unreadable: str) -> None:
-        """vLLM raises, and the layers wait for their tensors."""
-        self.ended, self.engines.runs = True, False
-        assert "SafetensorError" in self.engines.do(way, unreadable).get("raised", "")
-        assert "the reload of its weights is unfinished" in self.engines.do("ask").get("refused", "")
-        self.engines.host.renew()
+    def starve(self, way: str, name: str, how: dict[str, Any]) -> None:
+        """Weights without scales, or scales without weights."""
+        self.refuse(way, name, how, "arrived without")
 
 
 @pytest.fixture(scope="module")
-def host(environment_of_engines: dict[str, str]) -> Iterator[Host]:
-    host = Host(environment_of_engines)
+def host_of(environment_of_engines: dict[str, str]) -> Iterator[Callable[[str], Host]]:
+    hosts: dict[bool, Host] = {}
+
+    def host(mode: str) -> Host:
+        apart = mode == "multiprocess"
+        if apart not in hosts:
+            hosts[apart] = Host(environment_of_engines | (MULTIPROCESS if apart else {}))
+        return hosts[apart]
+
     yield host
-    host.end()
+    for started in hosts.values():
+        started.end()
 
 
 @pytest.fixture
-def engines(request: pytest.FixtureRequest, host: Host, variants: Path) -> Engines:
-    return Engines(host, variants, *request.param)
+def engines(request: pytest.FixtureRequest, host_of: Callable[[str], Host], variants: Path) -> Engines:
+    return Engines(host_of(request.param[0]), variants, *request.param)
 
 
 @pytest.mark.parametrize(
     "engines",
     [
         pytest.param((mode, kind), id=f"{mode}-{kind}", marks=[needs_compiler] * (mode == "compile"))
-        for mode in ARGUMENTS
-        for kind in BAD
+        for mode, kind in (KINDS if faults.FULL else IN_PART)
     ],
     indirect=True,
 )
@@ -247,7 +307,7 @@ def test_an_engine_serves_the_last_checkpoint_or_refuses(engines):
     Machine.engines = engines
     profile = hypothesis.settings(
         hypothesis.settings.get_profile("ci"),
-        max_examples=SEQUENCES,
+        max_examples=MULTIPROCESS_SEQUENCES if engines.mode == "multiprocess" else SEQUENCES,
         stateful_step_count=STEPS,
         phases=[hypothesis.Phase.generate],  # to shrink a failure would start hundreds of engines
     )
@@ -255,9 +315,10 @@ def test_an_engine_serves_the_last_checkpoint_or_refuses(engines):
         run_state_machine_as_test(Machine, settings=profile)
     except hypothesis.errors.HypothesisException:
         raise engines.failures[0] from None
-    while len(engines.fresh) < len(GOOD):
-        engines.start()
-    assert len({json.dumps(answer) for answer in engines.fresh.values()}) == len(GOOD)
+    for held in [Held(name, name) for name in GOOD] + [held for _, held, _ in engines.seen]:
+        if held not in engines.fresh:
+            engines.start(held)
+    assert len({json.dumps(answer) for answer in engines.fresh.values()}) == len(engines.fresh)
     assert engines.seen
-    for step, answer in engines.seen:
-        assert answer == engines.fresh[step.partition(" ")[2]], step
+    for step, held, answer in engines.seen:
+        assert answer == engines.fresh[held], (step, held)
