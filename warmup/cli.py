@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fp8moe_plugin.checkpoint.shapes import Model, rank_shapes
 from fp8moe_plugin.checkpoint.untrusted import shell_word, shown
-from fp8moe_plugin.errors import Fp8MoeError, UnsupportedError
+from fp8moe_plugin.errors import CacheError, Fp8MoeError, UnsupportedError
 from fp8moe_plugin.jit import cache, lookup, toolchain
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import nvrtc_version
@@ -111,7 +111,11 @@ def as_text(name: str | bytes | Path) -> str:
 def compile_kernels(options: Options, report: Report) -> bool:
     plan = kernels.plan_of(_checked_model(options, report), options.kernels)
     start = time.perf_counter()
-    report.kernels = kernels.compile_missing(plan)
+    try:
+        report.kernels = kernels.compile_missing(plan)
+    except CacheError as error:
+        command, serve = kernels.remedy(options, options.bundle or lookup.bundle_path())
+        raise CacheError(f"{error} Or run `{command}`{serve}.") from error
     report.seconds = round(time.perf_counter() - start, 3)
     for kernel in report.kernels:
         if kernel.detail and kernel.state in (State.COMPILED, State.FAILED):

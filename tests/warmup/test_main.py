@@ -250,10 +250,12 @@ def test_a_cache_that_cannot_be_used_is_an_error_before_anything_is_compiled(
     cache.mkdir(mode=0o770)
     cache.chmod(0o770)
     assert main([]) == 1
+    bundle = f"{cache}/fp8moe-kernels.tar"
     assert capsys.readouterr().err == (
         f"error: {cache} is not used: its mode 0770 lets other users write to it. "
         "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700, or serve from a bundle (FP8MOE_BUNDLE) where a "
-        "volume sets other modes (fsGroup).\n"
+        "volume sets other modes (fsGroup). "
+        f"Or run `FP8MOE_CACHE_DIR=$(mktemp -d) fp8moe-warmup bundle --bundle {bundle}`, and serve with FP8MOE_BUNDLE={bundle}.\n"
     )
 
 
