@@ -255,7 +255,8 @@ def test_a_cache_that_cannot_be_used_is_an_error_before_anything_is_compiled(
         f"error: {cache} is not used: its mode 0770 lets other users write to it. "
         "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700, or serve from a bundle (FP8MOE_BUNDLE) where a "
         "volume sets other modes (fsGroup). "
-        f"Or run `FP8MOE_CACHE_DIR=$(mktemp -d) fp8moe-warmup bundle --bundle {bundle}`, and serve with FP8MOE_BUNDLE={bundle}.\n"
+        f"Or run `FP8MOE_CACHE_DIR=$(mktemp -d) fp8moe-warmup bundle --bundle {bundle}`, and serve with "
+        f"FP8MOE_BUNDLE={bundle}.\n"
     )
 
 
