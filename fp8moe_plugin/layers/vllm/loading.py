@@ -118,12 +118,17 @@ class LayerLoading:
         if tensor.is_meta or parameter.is_meta:  # there are no values yet
             return
         # Otherwise `finish` checks the whole parameter.
-        if parameter.dtype == FP8 and self.serving and not self.reloading and holds_nan(tensor):
+        if parameter.dtype == FP8 and self.in_place and holds_nan(tensor):
             raise CheckpointError(f"{what} holds NaN, so it is damaged. Download the checkpoint again.")
 
+    @property
+    def in_place(self) -> bool:
+        """Whether loaders now write to the parameters that kernels read."""
+        return self.serving and not self.reloading
+
     def note_arrival(self, projection: str, *kinds: str) -> None:
-        """Note that tensors are about to be loaded into the parameters; see `Arrivals.note`."""
-        if self.serving and not self.reloading:
+        """Note which tensors are loaded; see `Arrivals.note`."""
+        if self.in_place:
             self.model.written = True
             self.model.arrivals.note(projection, *kinds)
 
@@ -139,11 +144,16 @@ def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
         with loading.errors_fail_model():
             loading.check_reloadable_once()
             projection = check(layer, param, loaded_weight, *args, **kwargs)
-            if projection and not loading.online:  # otherwise the weight is quantized first, and may be refused
-                loading.note_arrival(projection, WEIGHT if param.dtype == FP8 else SCALES)
             loaded_weight = in_float32(param, loaded_weight)
+            # vLLM checks the shape and then copies, or copies the parts of a fused tensor one after the other.
+            in_parts = not (args or kwargs) and len(layer.logical_widths) > 1
+            if in_parts and loading.in_place:
+                loading.model.written = True
             with shape_errors(loading.prefix, loaded_weight):
-                return load(layer, param, loaded_weight, *args, **kwargs)
+                result = load(layer, param, loaded_weight, *args, **kwargs)
+            if projection and not loading.online:  # an online loader notes what it has quantized
+                loading.note_arrival(projection, WEIGHT if param.dtype == FP8 else SCALES)
+            return result
 
     return check_and_load
 

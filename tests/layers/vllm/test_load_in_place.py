@@ -122,6 +122,18 @@ def test_a_tensor_that_is_refused_before_anything_was_written_changes_nothing(ki
     model.step()
 
 
+def test_a_tensor_of_another_shape_changes_nothing_unless_it_is_copied_in_parts():
+    model, weights = Model("fp8").start(first("fp8")), second("fp8")["w1_weight"]
+    for layer, shard, wrong in ((model.gate_up, [1], weights[0][:128]), (model.down, [], weights[0][:128])):
+        with pytest.raises(CheckpointError, match=r"of shape \[128, 256\] does not fit the layer: .*weights\.$"):
+            layer.weight.weight_loader(layer.weight, wrong, *shard)
+        model.step()
+        assert equal(model, Model("fp8").start(first("fp8")))
+    fused = torch.cat([weights[0], weights[1][:128]])  # the gate's part fits
+    with pytest.raises(CheckpointError, match=RESTART):
+        model.gate_up.weight.weight_loader(model.gate_up.weight, fused)
+
+
 def test_a_refusal_after_an_earlier_call_of_the_same_update_ends_the_service():
     model = Model("fp8").start(first("fp8"))
     model.load_weights(list(model.tensors(second("fp8")))[:NORM])
