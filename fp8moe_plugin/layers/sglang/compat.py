@@ -4,16 +4,26 @@ No other module of this package depends on an SGLang version.
 """
 
 import functools
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import sglang
+import torch
 from packaging.version import Version
-from sglang.srt.distributed import utils
+from sglang.srt.distributed import get_tp_group, utils
 from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from sglang.srt.layers.moe import get_deepep_mode
+from sglang.srt.managers.scheduler_components import weight_updater as answers
 from sglang.srt.model_executor import model_runner
+from sglang.srt.model_executor.model_runner_components import weight_updater
+from sglang.srt.model_loader import loader
 
+from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.layers.sglang.loads import Loads, reason
 from fp8moe_plugin.settings import NAME
+
+logger = logging.getLogger("fp8moe")
 
 CHECK = "check_quantized_moe_compatibility"  # in SGLang's `model_runner`
 
@@ -64,3 +74,141 @@ def choose_rows(dispatcher: Any) -> None:
         dispatcher.set_quant_config({f"{mode}_dispatcher_output_dtype": dtype for mode, dtype in formats.items()})
     else:
         dispatcher.set_quant_config({"dispatcher_output_dtype": formats[get_deepep_mode().value]})
+
+
+def follow_loads() -> None:
+    """Make SGLang report to `Loads` how models that are served with our method are loaded, updated and run.
+
+    Other models are not affected. Called for each model of ours, before it is made.
+    """
+    if hasattr(loader._initialize_model, "__wrapped__"):
+        return
+    _wrap(loader, "_initialize_model", _follow_model)
+    runner, updater = model_runner.ModelRunner, weight_updater.WeightUpdater
+    _wrap(runner, CHECK, _finish_load)  # SGLang's first call after it has loaded a model
+    _wrap(runner, "forward", _check_and_step)
+    _wrap(weight_updater, "_model_load_weights_direct", _load_directly)
+    for name in ("update_weights_from_disk", "update_weights_from_ipc"):
+        _wrap(updater, name, _answer_update)
+    _wrap(updater, "update_weights_from_tensor", _answer_part)
+    if hasattr(updater, "end_weight_update"):
+        _wrap(updater, "load_weights_from_distributed", _answer_part)
+        _wrap(updater, "end_weight_update", _end_update)
+        _wrap(answers.SchedulerWeightUpdaterManager, "end_weight_update", _answer_end)
+    else:  # older versions have no sessions
+        _wrap(updater, "update_weights_from_distributed", _answer_part)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _loads_of(model: Any) -> Loads | None:
+    return getattr(model, "fp8moe_loads", None)
+
+
+def _follow_model(make: Callable[..., Any], model_config: Any, load_config: Any, quant_config: Any = None) -> Any:
+    model = make(model_config, load_config, quant_config)
+    loads = getattr(quant_config, "loads", None)
+    if isinstance(loads, Loads):
+        loads.follow(model)
+    return model
+
+
+def _finish_load(check: Callable[..., None], runner: Any) -> None:
+    if loads := _loads_of(runner.model):
+        loads.finish_load(runner.model)
+    check(runner)
+
+
+def _check_and_step(step: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    # Checks in the layers would not do: CUDA graphs bypass them.
+    if loads := _loads_of(runner.model):
+        loads.check_usable()
+    return step(runner, *args, **kwargs)
+
+
+def _load_directly(load: Callable[..., None], model: Any, named_tensors: Any) -> None:
+    loads = _loads_of(model)
+    if loads:
+        loads.check_direct(model, named_tensors)
+    load(model, named_tensors)
+    if loads and hasattr(model, "post_load_weights"):
+        model.post_load_weights()  # derives weights of MLA, as a model's `load_weights` does
+
+
+def _answer_update(update: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """An update of all weights in one call."""
+    loads = _loads_of(updater.get_model())
+    return _answer(loads, loads.finish if loads else None, functools.partial(update, updater, *args, **kwargs))
+
+
+def _answer_part(update: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """An update of some weights, whose scales may be in the next call."""
+    return _answer(_loads_of(updater.get_model()), None, functools.partial(update, updater, *args, **kwargs))
+
+
+def _answer(loads: Loads | None, finish: Callable[[], None] | None, update: Callable[[], Any]) -> Any:
+    """Answer why an update has failed, where SGLang would end without an answer or serve a mixture of weights."""
+    if loads is None:
+        return update()
+    if loads.failure:
+        return False, loads.failure
+    loads.error = None
+    try:
+        done, message = update()
+        if done and finish:
+            finish()
+    except Exception as error:
+        logger.exception("the weights cannot be updated")
+        done, message = False, reason(error)
+    if loads.error:
+        done, message = False, reason(loads.error)
+    failed, written = _agreed(None if done else message, loads.written)
+    if failed is None:
+        return True, message
+    if written:
+        return False, loads.fail(failed)
+    return False, f"{failed.rstrip('.')}. Nothing has been written: the engine keeps its weights."
+
+
+def _end_update(end: Callable[..., None], updater: Any, **kwargs: Any) -> None:
+    loads = _loads_of(updater.get_model())
+    if loads is None:
+        end(updater, **kwargs)
+        return
+    failed = loads.failure
+    if not failed:
+        try:
+            end(updater, **kwargs)
+            loads.finish()
+        except Exception as error:
+            logger.exception("the weights cannot be updated")
+            failed = reason(error)
+    failed, _ = _agreed(failed, True)
+    if failed:
+        raise CheckpointError(loads.failure or loads.fail(failed))
+
+
+def _answer_end(end: Callable[..., Any], manager: Any, request: Any) -> Any:
+    try:
+        return end(manager, request)
+    except CheckpointError as error:  # on all ranks
+        manager._session = None
+        return answers.EndWeightUpdateReqOutput(success=False, message=str(error))
+
+
+def _agreed(failed: str | None, written: bool) -> tuple[str | None, bool]:
+    """Why an update has failed on one of the ranks, and whether one of them has written a part of it."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return failed, written
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, (failed, written), group=group.cpu_group)
+    return next((why for why, _ in found if why), None), any(wrote for _, wrote in found)

@@ -29,6 +29,7 @@ from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers.machine import check_machine
 from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
+from fp8moe_plugin.layers.sglang.loads import Loads
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.traits import Traits
 from fp8moe_plugin.layers.unquantized import (
@@ -51,7 +52,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
 
     ue8m0: bool
     online: bool
-    scale: str  # what the names of a checkpoint's scales end with
+    loads: Loads
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Fp8MoeConfig":
@@ -78,10 +79,11 @@ class Fp8MoeConfig(Traits, Fp8Config):
         check_platform()
         check_options()
         compat.allow_uneven_shares()
+        compat.follow_loads()
         made: Fp8MoeConfig = super().from_config(config)
         made.ue8m0 = config.get("scale_fmt") == "ue8m0"
         made.online = online
-        made.scale = scale
+        made.loads = Loads(None if online else scale)
         return made
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:

@@ -13,9 +13,10 @@ from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers import metrics
+from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import prepare_kernels, target_of_layer
-from fp8moe_plugin.layers.loading import check_loaded, check_tensor, in_float32, shape_errors
+from fp8moe_plugin.layers.loading import in_float32, shape_errors
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import FP8, poison
@@ -25,8 +26,10 @@ from fp8moe_plugin.plan import linear_kernels
 class Fp8MoeLinearMethod(LinearMethodBase):
     """Keeps the checkpoint's layout: `weight` e4m3 `[N, K]`, and `weight_scale_inv` float32, one scale per block.
 
-    In a checkpoint of compressed-tensors, scales are named `weight_scale`.
+    In a checkpoint of compressed-tensors, scales are named `weight_scale`; `Loads` renames them.
     """
+
+    parameters = ("weight", SCALE)
 
     def __init__(self, quant_config: Any, prefix: str, warmup: str) -> None:
         self.quant_config = quant_config  # SGLang reads its block size, for MLA and shared experts
@@ -55,7 +58,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         layer.input_size_per_partition = inputs
         layer.output_size_per_partition = sum(outputs)
         sizes = sum(outputs), inputs
-        load = _loader(self.prefix, self.quant_config.scale, input_size, widths, loader)
+        load = _loader(self, input_size, widths, loader)
         load_weight = online.linear_loader(self.prefix, load) if self.quant_config.online else load
         axes = {"input_dim": 1, "output_dim": 0}
         weight = torch.empty(sizes, dtype=FP8)
@@ -63,9 +66,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         layer.weight = ModelWeightParameter(data=poison(weight), weight_loader=MethodType(load_weight, layer), **axes)
         scales = BlockQuantScaleParameter(data=poison(scale), weight_loader=MethodType(load, layer), **axes)
         scales.format_ue8m0 = False  # SGLang asks whether the scales are packed exponents
-        # The first name is that in named_parameters(), by which models load; the second is what SGLang and we read.
-        for name in (self.quant_config.scale, SCALE):
-            setattr(layer, name, scales)
+        layer.weight_scale_inv = scales
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check the parameters and load the kernels, at startup and after each update of the weights.
@@ -73,8 +74,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         Raises:
             CheckpointError: a tensor is missing or holds NaN.
         """
-        for name in ("weight", self.quant_config.scale):
-            check_loaded(self.prefix, name, getattr(layer, name))
+        self.quant_config.loads.check_layer(self, layer)
         keys = linear_kernels(self.quant_config.ue8m0, target_of_layer(layer.weight))
         metrics.update(prepare_kernels(keys, layer.weight, self.warmup))
 
@@ -87,28 +87,31 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 WEIGHT_LOADER_V2_SUPPORTED.append(Fp8MoeLinearMethod.__name__)
 
 
-def _loader(prefix: str, scale: str, inputs: int, widths: list[int], load: MethodType) -> Callable[..., None]:
+def _loader(method: Fp8MoeLinearMethod, inputs: int, widths: list[int], load: MethodType) -> Callable[..., None]:
     """A loader that checks the tensor, then calls SGLang's, which pads tensors that are too small.
 
     It raises `CheckpointError` for a tensor of another dtype or shape, and for scales that are not valid.
 
     Args:
-        scale: the name of scales in the checkpoint.
         inputs: input channels on all ranks.
         widths: output channels of each fused projection on all ranks.
     """
 
+    loads = method.quant_config.loads
+
     def check_and_load(
         layer: Any, param: torch.nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: Any = None
     ) -> None:
-        what = f"{prefix}.{'weight' if param.dtype == FP8 else scale}"
         shard = () if loaded_shard_id is None else (loaded_shard_id,)
-        what += "".join(f" ({name})" for name in shard)
-        check_tensor(what, param, loaded_weight)
+        projection = "".join(f" ({name})" for name in shard)
+        what = f"{method.prefix}.{'weight' if param.dtype == FP8 else SCALE}{projection}"
+        loads.check_tensor(what, param, loaded_weight)
         loaded_weight = in_float32(param, loaded_weight)
         _check_shape(what, param, loaded_weight, _rows(layer, widths, loaded_shard_id), inputs)
-        with shape_errors(prefix, loaded_weight):
+        with shape_errors(method.prefix, loaded_weight):
             load(param, loaded_weight, *shard)
+        kind = WEIGHT if param.dtype == FP8 else SCALES
+        loads.note(method, layer, f"{method.prefix}.weight{projection}", kind)
 
     return check_and_load
 

@@ -1,6 +1,6 @@
 """Mixture-of-experts layers of an SGLang model: creating and loading their parameters, and calling the op."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -15,22 +15,15 @@ from sglang.srt.layers.moe.token_dispatcher import (
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.utils import is_cuda, set_weight_attrs
 
-from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels, target_of_layer
-from fp8moe_plugin.layers.loading import (
-    check_expert_shape,
-    check_loaded,
-    check_tensor,
-    expert_tensors,
-    in_float32,
-    shape_errors,
-)
+from fp8moe_plugin.layers.loading import check_expert_shape, expert_tensors, in_float32, shape_errors
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.ops.checks import poison
+from fp8moe_plugin.ops.checks import FP8, poison
 from fp8moe_plugin.plan import moe_kernels
 
 PARAMETERS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
@@ -39,6 +32,7 @@ PARAMETERS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scal
 class Fp8MoeMethod(FusedMoEMethodBase):
     """Keeps the checkpoint's layout: contiguous parameters with one expert per index of dim 0, as EPLB needs them."""
 
+    parameters = PARAMETERS
     runner = None  # no runner of SGLang's: it then passes top-k ids that are local to the rank, -1 for other experts
 
     def __init__(self, quant_config: Any, prefix: str, warmup: str) -> None:
@@ -68,15 +62,16 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         local = local_intermediate(intermediate, ranks)
         if local * ranks != intermediate:
             announce_padding("expert", intermediate, ranks, "--ep-size")
-        load = _loader(self.prefix, hidden_size, intermediate)
+        load = _loader(self, hidden_size, intermediate)
         load_weight = online.experts_loader(self.prefix, load) if self.quant_config.online else load
         for name, tensor in expert_tensors(num_experts, hidden_size, local).items():
             is_scale = name.endswith("scale_inv")
             attrs = {"weight_loader": MethodType(load if is_scale else load_weight, layer)}
             if is_scale:
                 attrs["quant_method"] = FusedMoeWeightScaleSupported.BLOCK.value
-            # As in linear.py: models load by the checkpoint's name, which comes first; SGLang and we read the second.
-            _register(layer, dict.fromkeys((name.replace(SCALE, self.quant_config.scale), name)), tensor, attrs)
+            parameter = torch.nn.Parameter(poison(tensor), requires_grad=False)
+            set_weight_attrs(parameter, attrs)
+            layer.register_parameter(name, parameter)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         check_computation(self.prefix, moe_runner_config)
@@ -89,8 +84,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         Raises:
             CheckpointError: a tensor is missing or holds NaN.
         """
-        for name in PARAMETERS:
-            check_loaded(self.prefix, name, getattr(layer, name))
+        self.quant_config.loads.check_layer(self, layer)
         layouts = ["contiguous"]
         if get_moe_a2a_backend().is_deepep():
             compat.choose_rows(layer.dispatcher)
@@ -147,18 +141,13 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         return float(factor)
 
 
-def _register(layer: Any, names: Iterable[str], data: torch.Tensor, attrs: dict[str, Any]) -> None:
-    parameter = torch.nn.Parameter(poison(data), requires_grad=False)
-    set_weight_attrs(parameter, attrs)
-    for name in names:
-        layer.register_parameter(name, parameter)
-
-
-def _loader(prefix: str, hidden: int, intermediate: int) -> Callable[..., None]:
+def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..., None]:
     """A loader for w1, w2 and w3 of an expert: checks the tensor, pads it to whole blocks, then calls SGLang's.
 
     It raises `CheckpointError` for a tensor of another dtype or shape, and for scales that are not valid.
     """
+
+    loads = method.quant_config.loads
 
     def check_and_load(
         layer: Any,
@@ -168,16 +157,19 @@ def _loader(prefix: str, hidden: int, intermediate: int) -> Callable[..., None]:
         shard_id: str,
         expert_id: int,
     ) -> None:
-        what = f"{weight_name} ({shard_id} of expert {expert_id})"
-        check_tensor(what, param, loaded_weight)
+        projection = f" ({shard_id} of expert {expert_id})"
+        what = f"{weight_name}{projection}"
+        loads.check_tensor(what, param, loaded_weight)
         loaded_weight = in_float32(param, loaded_weight)
         check_expert_shape(what, param, loaded_weight, shard_id, hidden, intermediate)
         rank, ranks = layer.moe_tp_rank, layer.moe_tp_size
         if local_intermediate(intermediate, ranks) * ranks != intermediate:
             dim = -1 if shard_id == "w2" else -2
             loaded_weight = padded_to_blocks(what, param, loaded_weight, dim, intermediate, ranks, rank)
-        with shape_errors(prefix, loaded_weight):
+        with shape_errors(method.prefix, loaded_weight):
             layer.weight_loader(param, loaded_weight, weight_name, shard_id, expert_id)
+        kind = WEIGHT if param.dtype == FP8 else SCALES
+        loads.note(method, layer, f"{method.prefix}{projection}", kind)
 
     return check_and_load
 

@@ -11,11 +11,12 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
+from fp8moe_plugin.layers.sglang.loads import Loads
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
 from tests.layers.experts import EXPERTS, HIDDEN, Checkpoint
 
 QUANT = SimpleNamespace(
-    ue8m0=False, online=False, scale=SCALE, weight_block_size=[GROUP, GROUP], get_name=lambda: "fp8moe"
+    ue8m0=False, online=False, loads=Loads(SCALE), weight_block_size=[GROUP, GROUP], get_name=lambda: "fp8moe"
 )
 KINDS = ("weight", "weight_scale_inv")
 

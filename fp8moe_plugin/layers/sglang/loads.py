@@ -1,0 +1,216 @@
+"""The weights of one model: which tensors have arrived, whether they are complete, and whether an update has failed."""
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from fp8moe_plugin.checkpoint import compressed
+from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
+from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT, Arrivals, check_scale_name
+from fp8moe_plugin.layers.loading import check_loaded, check_tensor, holds_nan
+from fp8moe_plugin.layers.weights import check_scale_values
+from fp8moe_plugin.ops.checks import FP8
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+# Of MLA. SGLang fuses the two if both are in one call of a model's `load_weights`, and drops one that comes alone.
+FUSED_BY_THE_MODEL = ("q_a_proj", "kv_a_proj_with_mqa")
+
+
+class Method(Protocol):
+    """The quantization method of one of the model's layers."""
+
+    prefix: str
+    parameters: tuple[str, ...]  # the names of the layer's weights and scales
+
+
+class Loads:
+    """The loading state that all layers of a model share."""
+
+    def __init__(self, scale: str | None) -> None:
+        """`scale`: what the names of scales end with in the checkpoint; None if it has no scales."""
+        self.scale = scale
+        self.arrivals = Arrivals()
+        self.changed: dict[str, tuple[Method, Any]] = {}  # layers that have received tensors since their last check
+        self.empty = True  # no tensor has arrived yet
+        self.serving = False  # whether the model was loaded completely once
+        self.written = False  # whether parameters may have changed since the model was last complete
+        self.error: Exception | None = None  # why the current update has failed
+        self.failure: str | None = None  # why the model must not be used any more
+
+    def check_tensor(self, what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Raise `CheckpointError` for a tensor that `parameter` cannot hold unchanged; `what` names it in messages.
+
+        While the model serves, tensors are also checked for NaN before they are written, unless they are still to be
+        copied from the host, where that takes long. `check_layer` checks all.
+        """
+        check_tensor(what, parameter, tensor)
+        if self.serving and parameter.dtype == FP8 and tensor.device == parameter.device and holds_nan(tensor):
+            raise CheckpointError(f"{what} holds NaN, so it is damaged. Pass other weights.")
+
+    def note(self, method: Method, layer: Any, projection: str, kind: str) -> None:
+        """Note that a tensor is written; see `Arrivals.note`."""
+        self.empty = False
+        self.changed[method.prefix] = method, layer
+        self.arrivals.note(projection, kind)
+
+    def check_layer(self, method: Method, layer: Any) -> None:
+        """Check a layer's parameters once its tensors have arrived.
+
+        Does nothing if no layer of the model has got any: some load formats copy whole parameters after SGLang has
+        called `process_weights_after_loading`. `finish_load` then checks them.
+
+        Raises:
+            CheckpointError: a tensor is missing or damaged.
+        """
+        if self.empty:
+            return
+        try:
+            for name in method.parameters:
+                parameter = getattr(layer, name)
+                check_loaded(method.prefix, name, parameter)
+                if parameter.dtype != FP8:
+                    check_scale_values(f"the scales {method.prefix}.{name}", parameter)
+        except CheckpointError as error:
+            self.error = error
+            raise
+        self.changed.pop(method.prefix, None)
+
+    def finish(self) -> None:
+        """Check what has arrived since the last call, so that the model can be used.
+
+        Raises:
+            CheckpointError: a tensor is missing or damaged, or a weight has arrived without its scales.
+        """
+        for method, layer in list(self.changed.values()):
+            self.check_layer(method, layer)
+        self.arrivals.check()
+        self.written = False
+
+    def finish_load(self, model: torch.nn.Module) -> None:
+        """Check all layers of a model that is loaded for the first time, in whichever way its weights came."""
+        if self.empty:
+            self.empty = False
+            self.changed = {layer.quant_method.prefix: (layer.quant_method, layer) for layer in layers_of(model, self)}
+        self.finish()
+        self.serving = True
+
+    def check_usable(self) -> None:
+        """Raise `CheckpointError` unless the weights are complete. Called before each step."""
+        if not self.failure and self.written:
+            try:
+                self.finish()
+            except CheckpointError as error:
+                self.fail(str(error))
+        if self.failure:
+            raise CheckpointError(self.failure)
+
+    def fail(self, reason: str) -> str:
+        """Take the model out of service, after an update that has written a part of its tensors. Returns why."""
+        self.failure = (
+            f"{reason} The update has failed after it had written some tensors. A mixture of old and new weights "
+            "cannot be used, so the engine ends at its next step. Restart it."
+        )
+        return self.failure
+
+    def follow(self, model: Any) -> None:
+        """Follow the tensors that are passed to the model's `load_weights`.
+
+        Its errors, and those of the iterator of tensors, become `CheckpointError`s that name the last tensor.
+        """
+        load = model.load_weights
+
+        @functools.wraps(load)
+        def load_weights(weights: Tensors, *args: Any, **kwargs: Any) -> Any:
+            if self.error:  # SGLang answers an error by loading the same weights again
+                raise self.error
+            alone: set[str] = set()
+            last = ["the first tensor"]
+            try:
+                loaded = load(self._followed(weights, alone, last), *args, **kwargs)
+                check_fused(model, alone)
+            except Exception as error:
+                self.error = error if isinstance(error, Fp8MoeError) else unexpected(last[0], error)
+                raise self.error from error
+            return loaded
+
+        model.load_weights, model.fp8moe_loads = load_weights, self
+
+    def _followed(self, weights: Tensors, alone: set[str], last: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            check_scale_name(name, self.scale)
+            last[0] = f"{name} ({tensor.dtype} {list(tensor.shape)})"
+            other = counterpart(name)
+            if other in alone:
+                alone.discard(other)
+            elif other:
+                alone.add(name)
+            # Parameters have one name for scales, that of `quant_method: fp8`, by which SGLang reads them, too.
+            yield f"{name}_inv" if name.endswith(f".{compressed.SCALE}") else name, tensor
+            self.written = True  # the model is done with this tensor
+
+    def check_direct(self, model: torch.nn.Module, tensors: Tensors) -> None:
+        """Check tensors that are copied as they are into the model's parameters of these names.
+
+        Raises:
+            CheckpointError: one is not what a parameter of our layers can hold. None is copied yet.
+        """
+        served = set(layers_of(model, self))
+        of_name = {
+            f"{prefix}.{own}": (layer, own)
+            for prefix, layer in model.named_modules()
+            if layer in served
+            for own in layer.quant_method.parameters
+        }
+        found = [(name, *of_name[name], tensor) for name, tensor in tensors if name in of_name]
+        for name, layer, own, tensor in found:
+            parameter = getattr(layer, own)
+            self.check_tensor(name, parameter, tensor)
+            if tensor.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{name} has shape {list(tensor.shape)}, but the parameter has {list(parameter.shape)}. Pass what "
+                    "this rank holds of it."
+                )
+        self.written = True
+        for name, layer, own, _ in found:
+            kind = WEIGHT if getattr(layer, own).dtype == FP8 else SCALES
+            self.note(layer.quant_method, layer, name.removesuffix("_scale_inv"), kind)
+
+
+def layers_of(model: torch.nn.Module, loads: Loads) -> Iterator[Any]:
+    """The layers of a model that the plugin serves."""
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if hasattr(method, "parameters") and method.quant_config.loads is loads:
+            yield layer
+
+
+def counterpart(name: str) -> str | None:
+    """The name of the tensor that SGLang fuses with this one while it loads a model of MLA."""
+    first, second = (f".{part}." for part in FUSED_BY_THE_MODEL)
+    if first in name:
+        return name.replace(first, second)
+    return name.replace(second, first) if second in name else None
+
+
+def check_fused(model: torch.nn.Module, alone: set[str]) -> None:
+    """Raise `CheckpointError` if SGLang has dropped a tensor because its counterpart was not in the same call."""
+    if alone and any(name.endswith(".fused_qkv_a_proj_with_mqa") for name, _ in model.named_modules()):
+        name = min(alone)
+        raise CheckpointError(
+            f"{name} arrived without {counterpart(name)}, and SGLang loads only both together. Pass both in one call, "
+            "and check that the checkpoint is complete."
+        )
+
+
+def unexpected(last: str, error: Exception) -> CheckpointError:
+    """What another library's error is reported as, at the tensor `last` or after it."""
+    return CheckpointError(
+        f"Loading the weights failed at {last}: {reason(error)}. Check that every file of the "
+        "checkpoint is complete, and that config.json belongs to it."
+    )
+
+
+def reason(error: Exception) -> str:
+    return str(error) if isinstance(error, Fp8MoeError) else f"{type(error).__name__}: {error}"
