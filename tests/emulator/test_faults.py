@@ -481,14 +481,6 @@ FAULTS = {
     "lanes fall a phase behind the one that fills stages of few rows": Fault(
         "grouped_gemm_few_rows.cu", "wait_by_warp(", "barrier_wait(", layer_of_few_tokens, BEHIND
     ),
-    "lanes fall a phase behind those that load a small batch's weights": Fault(
-        "gate_up_small_batch.cu",
-        "wait_by_warp(shared.empty(s)",
-        "barrier_wait(shared.empty(s)",
-        small_batch,
-        BEHIND,
-        multiprocessors=CLUSTERS,
-    ),
     "lanes fall a phase behind the one that loads a small batch's second GEMM": Fault(
         "down_small_batch.cu",
         "wait_by_warp(",
