@@ -232,13 +232,14 @@ def watch_loads(watch: Callable[[torch.nn.Module], None]) -> None:
 
     Not for modules whose `load_weights` is a generator, which only another module calls.
     """
-    for caller in _callers():
-        load = isinstance(caller, torch.nn.Module) and getattr(caller, "load_weights", None)
+    modules = {id(caller): caller for caller in _callers() if isinstance(caller, torch.nn.Module)}
+    for module in modules.values():
+        load = getattr(module, "load_weights", None)
         if not load or inspect.isgeneratorfunction(load):
             continue
-        if "load_weights" in vars(caller):  # watched already, and so are those around it
+        if "load_weights" in vars(module):  # watched already, and so are those around it
             return
-        watch(caller)
+        watch(module)
 
 
 def reload_began(module: torch.nn.Module) -> bool:

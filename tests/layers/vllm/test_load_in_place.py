@@ -331,13 +331,24 @@ class Inner(torch.nn.Module):
         yield from (name for name, _ in weights)
 
 
-class Outer(torch.nn.Module):
+class Middle(torch.nn.Module):
     def __init__(self, see: Callable[[], None]) -> None:
         super().__init__()
         self.layers = [Inner(see) for _ in range(2)]
 
     def load_weights(self, weights: Tensors) -> None:
         list(weights)
+
+
+class Compiled(Middle):
+    def __init__(self, see: Callable[[], None]) -> None:
+        super().__init__(see)
+
+
+class Outer(Middle):
+    def __init__(self, see: Callable[[], None]) -> None:
+        torch.nn.Module.__init__(self)
+        self.model = Compiled(see)
 
 
 def test_modules_that_load_weights_are_watched_once():
@@ -348,7 +359,7 @@ def test_modules_that_load_weights_are_watched_once():
         seen.append(module)
 
     outer = Worker().make(lambda: compat.watch_loads(watch))
-    assert seen == [outer]
+    assert seen == [outer.model, outer]
 
 
 def test_each_kind_of_step_is_checked_first():
