@@ -21,7 +21,7 @@ from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 
-PUBLISHED = Path(__file__).parent / "configs"
+PUBLISHED = [Path(__file__).parent / name for name in ("configs", "configs_2026")]
 SHARD = "model-00001.safetensors"
 BOMBS = 1000  # one case in this many is as large as the limits allow
 
@@ -155,7 +155,7 @@ def main(source: Path, first: int, count: int) -> dict[str, Any]:
         header = file.read(int.from_bytes(file.read(8), "little"))
     weights = (source / SHARD).stat().st_size - 8 - len(header)
     sound = {name: (source / name).read_bytes() for name in ("config.json", INDEX_NAME)} | {SHARD: header}
-    configs = [path.read_bytes() for path in sorted(PUBLISHED.iterdir())]
+    configs = [path.read_bytes() for folder in PUBLISHED for path in sorted(folder.iterdir())]
     assert read(source) == "Model"
     outcomes, slowest, before = Counter[str](), 0.0, peak_mib()
     with tempfile.TemporaryDirectory() as folder:
