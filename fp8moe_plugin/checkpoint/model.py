@@ -9,6 +9,7 @@ from fp8moe_plugin.checkpoint.dense import cached_elements, dense_layers, indexe
 from fp8moe_plugin.checkpoint.headers import check_shards
 from fp8moe_plugin.checkpoint.layer_kinds import FULL, attention_kinds, experts_width, moe_layers, same
 from fp8moe_plugin.checkpoint.quantization import (
+    BY_SUFFIX,
     SCALE,
     Unquantized,
     block_fp8,
@@ -58,12 +59,15 @@ def _read(folder: Path) -> tuple[Model, int, set[int], str]:
     names = unquantized_layers(quantization) if quantization else None
     check_experts(fields, names or ())
     config = parse_config(fields, shown(str(folder / "config.json")))
-    unquantized = Unquantized(names)
+    suffixes = config.model_type in BY_SUFFIX
+    unquantized = Unquantized(names, suffixes)
     moe = moe_layers(config)
     served = {layer for layer in moe if not unquantized.has(layer, "mlp.experts")}
     if served:
         check_experts(fields)
-    model = replace(_model(config, quantization, unquantized, served), incomplete_names=incomplete_names(names))
+    model = replace(
+        _model(config, quantization, unquantized, served), incomplete_names=() if suffixes else incomplete_names(names)
+    )
     return model, min(served or moe), served, scale_name(found) if found else SCALE
 
 

@@ -15,6 +15,7 @@ E4M3 = ("e4m3", "float8_e4m3fn")
 SCALE = "weight_scale_inv"
 METHODS = ("fp8", "deepseek_v4_fp8")  # the second is what vLLM makes of the first for DeepSeek-V4
 STORED = ("store_dtype", "routed_experts_quant_method")  # must be absent
+BY_SUFFIX = ("bailing_hybrid",)  # model types whose class in vLLM compares what names end with
 QUANT_ALGOS = ("moe_quant_algo", "quant_algo")  # where ModelOpt names its formats
 
 # The layers that engines fuse, each with the projections that a checkpoint has instead.
@@ -44,10 +45,12 @@ class Unquantized:
 
     A layer is unquantized if its full name is listed. A fused layer is also unquantized if all its projections are
     listed. A layer with "experts" in its name is also unquantized if a listed name starts with its own, so that one
-    listed expert stands for all. Entries that begin with `re:` are regular expressions (`patterns.py`).
+    listed expert stands for all. Entries that begin with `re:` are regular expressions (`patterns.py`). With
+    `suffixes`, an entry may also be what a full name ends with.
     """
 
-    def __init__(self, names: list[str] | None) -> None:
+    def __init__(self, names: list[str] | None, suffixes: bool = False) -> None:
+        self.suffixes = set(names or ()) if suffixes else set()
         self.names: dict[str, set[str]] = {}
         for match in filter(None, map(LAYER_NAME.fullmatch, names or ())):
             self.names.setdefault(match[1], set()).add(match[2])
@@ -65,10 +68,15 @@ class Unquantized:
                 f"The checkpoint keeps only a part of layer {layer}'s {name} unquantized, but engines fuse its parts. "
                 "Correct quantization_config in its config.json so that all of them are unquantized, or none."
             )
-        return not parts and "experts" in name and any(other.startswith(name) for other in listed)
+        if parts or self.suffixes:
+            return False
+        return "experts" in name and any(other.startswith(name) for other in listed)
 
     def _is_listed(self, layer: int, name: str) -> bool:
         if name in self.names.get(str(layer), set()):
+            return True
+        parts = f"model.layers.{layer}.{name}".split(".") if self.suffixes else []
+        if any(".".join(parts[start:]) in self.suffixes for start in range(len(parts))):
             return True
         return bool(self.patterns) and matches(self.patterns, f"model.layers.{layer}.{name}")
 

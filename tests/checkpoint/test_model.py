@@ -312,21 +312,24 @@ KINDS = (
 )
 
 
+@pytest.mark.parametrize("suffixes", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_unquantized_layers_are_those_of_vllm(kind):
+def test_unquantized_layers_are_those_of_vllm(kind, suffixes):
     """For every pair of names, what vLLM skips is skipped, and what it refuses is refused."""
     quant_utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.quant_utils")
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
-    def outcome(ask, *args):
+    mode = {"match_mode": "suffix"} if suffixes else {}
+
+    def outcome(ask, *args, **options):
         try:
-            return ask(*args)
+            return ask(*args, **options)
         except ValueError:
             return "refused"
 
     for names in [[a, b] for a in NAMES for b in (*NAMES, a.replace("gate_proj", "up_proj"))]:
-        theirs = outcome(quant_utils.is_layer_skipped, f"model.layers.1.{kind}", names, fused)
-        assert outcome(Unquantized(names).has, 1, kind) == theirs, names
+        theirs = outcome(quant_utils.is_layer_skipped, f"model.layers.1.{kind}", names, fused, **mode)
+        assert outcome(Unquantized(names, suffixes).has, 1, kind) == theirs, names
 
 
 @pytest.mark.parametrize(

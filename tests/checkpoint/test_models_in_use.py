@@ -143,6 +143,14 @@ def test_warmup_and_engine_refuse_a_model_for_one_reason(tmp_path, name):
             assert refusal is None
 
 
+def test_short_names_of_ling_keep_layers_unquantized(tmp_path):
+    config = json.loads((CONFIGS / "Ling-3.0-flash-fp8.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj"]
+    model = read_model(describe(tmp_path, config))
+    assert {layer.name for layer in model.plain} == {"self_attn.o_proj", "mlp.gate_up_proj"}
+    assert model.incomplete_names == ()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_published_lists_of_unquantized_layers_have_full_names(name):
     quantization = json.loads((CONFIGS / f"{name}.json").read_text()).get("quantization_config") or {}
