@@ -8,6 +8,7 @@
 # newest releases there are. `make sglang`: all tests of the newest SGLang that is served, in such an environment.
 # `make nvrtc`: compile every kernel with the NVRTCs of CUDA 12, in environments without torch (two minutes).
 # `make docs`: the documents and the API reference as a static site, in site/.
+# `make lint`: ruff, mypy, clang-format, and which package may import which. `make help`: this text.
 # None asks anything. What is installed is kept in .venv and reused until what it was made from changes.
 
 PYTHON ?= python3
@@ -31,8 +32,14 @@ faults := tests/engine $(addprefix tests/emulator/test_,faults.py separated_lane
 python_vllm := $(BIN)/python
 python_sglang := .versions/$(subst ==,-,$(sglang))/bin/python
 
-.PHONY: serve serve-vllm serve-sglang test faults versions sglang nvrtc newest lint docs
+# Without a target, make prints the text above.
+.DEFAULT_GOAL := help
+
+.PHONY: help serve serve-vllm serve-sglang test faults versions sglang nvrtc newest lint docs
 .DELETE_ON_ERROR:
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 serve: $(if $(python_$(ENGINE)),serve-$(ENGINE),$(error make serve knows ENGINE=vllm and ENGINE=sglang))
 	$(python_$(ENGINE)) -m benchmarks.engine.serve_demo tests/data/capitals --check --engine $(ENGINE)
@@ -64,6 +71,7 @@ lint: $(installed)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(cxx)
 
 docs: .versions/docs/installed

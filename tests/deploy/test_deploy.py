@@ -26,6 +26,7 @@ METRICS = set(re.findall(r"^\| `(fp8moe_\w+)", (ROOT / "docs" / "operation.md").
         ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", "compose.yaml"],
         ["kubernetes-validate", "--strict", "kubernetes.yaml"],
         ["bash", "-n", "two-nodes.sh"],
+        ["check-jsonschema", "--builtin-schema", "vendor.github-workflows", "../.github/workflows/ci.yml"],
     ],
     ids=lambda command: command[-1],
 )
