@@ -207,8 +207,8 @@ def check_fused(model: torch.nn.Module, alone: set[str]) -> None:
 def unexpected(last: str, error: Exception) -> CheckpointError:
     """What another library's error is reported as, at the tensor `last` or after it."""
     return CheckpointError(
-        f"Loading the weights failed at {last}: {reason(error)}. Check that every file of the "
-        "checkpoint is complete, and that config.json belongs to it."
+        f"Loading the weights failed at {last}, or at a tensor before it: {reason(error)}. Check that every file of "
+        "the checkpoint is complete, and that config.json belongs to it."
     )
 
 

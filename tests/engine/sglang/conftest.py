@@ -82,7 +82,10 @@ ENGINES = {
     "qwen3_moe converted": Engine("qwen3_moe-converted", OURS),
     "deepseek_v3_odd online": Engine("deepseek_v3_odd-bf16", TP2, environment=A_CORE_EACH),
     "without a scale": Engine("qwen3_moe-without-a-scale", OURS),
-    "other dtype": Engine("qwen3_moe-fp8", OURS, ("qwen3_moe-bf16",)),
+    "other dtype": Engine("qwen3_moe-fp8", OURS, ("nowhere", "qwen3_moe-bf16")),
+    "lacking ep2": Engine(
+        "qwen3_moe-fp8", TP2 | {"ep_size": 2}, ("qwen3_moe-without-a-scale",), environment=A_CORE_EACH
+    ),
     "lora": Engine("qwen3_moe-fp8", OURS | {"enable_lora": True, "lora_paths": ["adapter"]}),
     "runner backend": Engine("qwen3_moe-fp8", OURS | {"moe_runner_backend": "triton"}),
 }

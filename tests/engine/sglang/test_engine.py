@@ -71,12 +71,22 @@ def test_what_is_quantized_as_it_loads_is_what_convert_writes(engines):
     assert engines("qwen3_moe online").answers == [converted, converted]
 
 
-def test_an_engine_does_not_serve_weights_of_another_dtype(engines):
-    """SGLang itself would cast them."""
+def test_an_engine_answers_why_it_refuses_an_update(engines):
+    """It goes on if nothing was written, and otherwise ends: SGLang itself would cast the weights, or end at once."""
     served = engines("other dtype")
-    assert len(served.answers) == 1
+    first, not_found, again, other_dtype = served.answers
+    assert "Nothing has been written: the engine keeps its weights." in not_found["refused"]
+    assert again == first
+    for message in ("has dtype torch.bfloat16, but a block-FP8 checkpoint has", "so the engine ends at its next step"):
+        assert message in other_dtype["refused"]
     assert served.status != 0
-    assert "has dtype torch.bfloat16, but a block-FP8 checkpoint has torch.float8_e4m3fn" in served.log
+    assert "CheckpointError: " + other_dtype["refused"] in served.log
+
+
+def test_ranks_refuse_an_update_without_a_scale(engines):
+    served = engines("lacking ep2")
+    assert "w2 of expert 3): new weight arrived without the scales" in served.answers[1]["refused"]
+    assert (len(served.answers), served.status != 0) == (2, True)
 
 
 @pytest.mark.parametrize(
