@@ -61,7 +61,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         Raises:
             UnsupportedError: the checkpoint, this machine or an option of the command line is not supported.
         """
-        found = block_fp8(config)
+        found = block_fp8(config) | {"quant_method": "fp8"}  # SGLang does not ignore the case
         announce_incomplete_names(unquantized_layers(found))
         return cls._checked(found, online=False, scale=scale_name(config))
 
@@ -151,9 +151,10 @@ def check_options() -> None:
             "--quantization fp8."
         )
     if not get_moe_runner_backend().is_auto():
+        draft = "speculative-" if args.moe_runner_backend == "auto" else ""  # a model that drafts has its own option
         raise UnsupportedError(
-            f"--moe-runner-backend {args.moe_runner_backend} cannot be combined with --quantization {NAME}, which has "
-            "a backend of its own. Remove one of the two options."
+            f"--{draft}moe-runner-backend {get_moe_runner_backend().value} cannot be combined with --quantization "
+            f"{NAME}, which has a backend of its own. Remove one of the two options."
         )
     if not get_moe_a2a_backend().is_none():
         check_deepep(args)

@@ -89,6 +89,10 @@ def test_the_config_is_what_the_checkpoint_says(options, key):
     assert not Entry.from_config(CHECKPOINT).ue8m0
 
 
+def test_the_case_of_the_method_does_not_matter(options):
+    assert Entry.from_config(CHECKPOINT | {"quant_method": "FP8"}).is_checkpoint_fp8_serialized
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -198,6 +202,12 @@ def test_options_are_refused(options, changes, message):
     for make in (lambda: Entry.from_config(CHECKPOINT), Entry):
         with pytest.raises(UnsupportedError, match=message):
             make()
+
+
+def test_the_backend_of_a_drafting_model_is_refused_by_its_own_option(options, monkeypatch):
+    monkeypatch.setattr(seam, "get_moe_runner_backend", lambda: MoeRunnerBackend("triton"))
+    with pytest.raises(UnsupportedError, match="--speculative-moe-runner-backend triton cannot be combined"):
+        Entry.from_config(CHECKPOINT)
 
 
 @pytest.mark.parametrize("mode", ["normal", "low_latency", "auto"])
