@@ -25,7 +25,9 @@ FUSED = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 FUSED_LINEAR = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z")}  # of Qwen's linear attention, never quantized online
-LAYER_NAME = re.compile(r"(?:language_model\.model|model\.language_model|model)\.layers\.(\d{1,6})\.(.+)", re.ASCII)
+MODEL = r"(?:language_model\.model|model\.language_model|model)"
+LAYER_NAME = re.compile(rf"{MODEL}\.layers\.(\d{{1,6}})\.(.+)", re.ASCII)
+ABOVE = re.compile(rf"^(?:{MODEL}\.)?layers\.\d{{1,6}}(?:\.|$)", re.ASCII)  # what a name of a layer may begin with
 
 
 ATTENTION = (
@@ -36,6 +38,7 @@ MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 LAYERS = (  # what their names end with, of those that may be FP8
     *(f"self_attn.{name}" for name in ATTENTION),
     *(f"{mlp}.{name}" for mlp in ("mlp", "mlp.shared_expert", "mlp.shared_experts") for name in MLP),
+    *(f"linear_attn.{name}" for name in (*FUSED_LINEAR, *FUSED_LINEAR["in_proj_qkvz"], "out_proj")),
     "mlp.experts",
 )
 
@@ -84,8 +87,8 @@ class Unquantized:
 def incomplete_names(names: list[str] | None) -> tuple[str, ...]:
     """The entries of such a list that are a part of the name of a layer, or a module with layers below it.
 
-    Whoever wrote them meant these layers, but engines compare full names: the entries have no effect. Names of other
-    modules, such as norms or those of a vision tower, are not among them.
+    Whoever wrote them meant these layers, but vLLM compares full names: the entries have no effect. SGLang also takes
+    names of modules and ends of names. Names of other modules, such as norms or a vision tower, are not returned.
     """
     return tuple(name for name in names or () if not name.startswith(PATTERN) and _is_incomplete(name))
 
@@ -93,18 +96,22 @@ def incomplete_names(names: list[str] | None) -> tuple[str, ...]:
 def incomplete_text(names: tuple[str, ...]) -> str:
     """A warning of entries that `incomplete_names` found."""
     return (
-        f"in the checkpoint's list of unquantized layers, {shown(list(names))} are not full names, so that no layer is "
-        "kept unquantized by them. If loading fails for the dtype of such a layer, write full names "
-        "(model.layers.0.self_attn.o_proj) or patterns (re:.*self_attn.*) into quantization_config of its config.json."
+        f"in the checkpoint's list of unquantized layers, {shown(list(names))} are not full names. vLLM compares full "
+        "names, so that no layer is kept unquantized by them; SGLang also takes parts of names. If loading fails for "
+        "the dtype of such a layer, write full names (model.layers.0.self_attn.o_proj) or patterns (re:.*self_attn.*) "
+        "into quantization_config of its config.json."
     )
 
 
 def _is_incomplete(name: str) -> bool:
     full = LAYER_NAME.fullmatch(name)
-    if full:
-        return any(layer.startswith(f"{full[2]}.") for layer in LAYERS)
-    short = re.sub(r"^layers\.\d{1,6}\.", "", name)
-    return any(f".{short}." in f".{layer}." for layer in LAYERS)
+    if full and (full[2] in LAYERS or full[2].startswith("mlp.experts")):  # one listed expert stands for all
+        return False
+    meant = name.removesuffix(".weight").replace("layers.*", "layers.0").strip("*.")
+    short = ABOVE.sub("", meant, count=1)
+    if short == meant:
+        return any(f".{short}." in f".{layer}." for layer in LAYERS)
+    return not short or any(f"{layer}.".startswith(f"{short}.") for layer in LAYERS)
 
 
 def block_fp8(config: dict[str, Any]) -> dict[str, Any]:

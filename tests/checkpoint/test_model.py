@@ -259,11 +259,14 @@ def test_layers_kept_unquantized_are_left_out(tmp_path):
     [
         *("o_proj", "self_attn.o_proj", "self_attn", "mlp", "mlp.experts", "experts", "layers.0.mlp.down_proj"),
         *("model.layers.0.self_attn", "model.layers.0.mlp", "model.language_model.layers.3.mlp.shared_experts"),
+        *("model.layers.0", "layers.3", "model.layers.0.", "model.layers.0.self_attn.", "*.self_attn.*", "*q_proj"),
+        *("model.layers.*.mlp.experts", "model.layers.0.self_attn.o_proj.weight", "linear_attn", "in_proj_qkv"),
     ],
 )
 def test_names_without_effect_are_found(tmp_path, name):
     sound = "lm_head", "model.layers.0.mlp.gate", "mtp.layers.0.mlp", "visual", "gate", "re:.*foo", "proj", "norm"
     sound += "model.layers.0.self_attn.o_proj", "model.layers.5.mlp.experts.3.up_proj", "mtp.fc"
+    sound += "model.layers.5.mlp.experts.*", "model.layers.0.linear_attn.in_proj_ba", "model.layers.61.eh_proj"
     model = read_model(describe(tmp_path, V3, **unquantized(*sound, name)))
     assert model.incomplete_names == (name,)
     assert model.experts.layers == 58

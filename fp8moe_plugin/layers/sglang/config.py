@@ -20,7 +20,6 @@ from fp8moe_plugin.checkpoint.quantization import (
     WEIGHT_BLOCK,
     block_fp8,
     scale_name,
-    unquantized_layers,
 )
 from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.checkpoint.untrusted import shell_word
@@ -32,12 +31,7 @@ from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.sglang.loads import Loads
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.traits import Traits
-from fp8moe_plugin.layers.unquantized import (
-    announce_incomplete_names,
-    announce_unquantized,
-    is_quantized,
-    matches_pattern,
-)
+from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized, matches_pattern
 from fp8moe_plugin.settings import BATCH_INVARIANT, NAME, batch_invariant
 
 PARTS = FUSED | {"fused_qkv_a_proj_with_mqa": FUSED["fused_qkv_a_proj"]}  # of fused layers, by SGLang's names
@@ -62,7 +56,6 @@ class Fp8MoeConfig(Traits, Fp8Config):
             UnsupportedError: the checkpoint, this machine or an option of the command line is not supported.
         """
         found = block_fp8(config) | {"quant_method": "fp8"}  # SGLang does not ignore the case
-        announce_incomplete_names(unquantized_layers(found))
         return cls._checked(found, online=False, scale=scale_name(config))
 
     @classmethod
