@@ -71,11 +71,11 @@ def _steps_of(pattern: str) -> int:
     if len(pattern) > MAX_LENGTH:
         raise _Refused(f"has {len(pattern)} characters, more than {MAX_LENGTH}")
     try:
-        re.compile(pattern)
-        parsed = _parser.parse(pattern)
+        steps, _ = _steps(_parser.parse(pattern), 0, literal=False)
+        re.compile(pattern)  # last: a range beyond ASCII, which `_steps` refuses, takes long with (?i)
     except (re.error, OverflowError, RecursionError) as error:
         raise _Refused(f"is not a valid regular expression: {error}") from None
-    return _steps(parsed, 0, literal=False)[0]
+    return steps
 
 
 def _steps(items: Iterable[tuple[Any, Any]], rest: int, literal: bool) -> tuple[int, bool]:
@@ -91,6 +91,7 @@ def _steps(items: Iterable[tuple[Any, Any]], rest: int, literal: bool) -> tuple[
     for op, argument in reversed(list(items)):
         match str(op):
             case name if name in PLAIN or name == "AT":
+                _check_ranges(name, argument)
                 rest, literal = rest + 1, name == "LITERAL"
             case name if name in REPEATS:
                 least, most, body = argument
@@ -124,6 +125,7 @@ def _fixed(body: Iterable[tuple[Any, Any]]) -> int:
     for op, argument in body:
         match str(op):
             case name if name in PLAIN:
+                _check_ranges(name, argument)
                 length += 1
             case "SUBPATTERN":
                 length += _fixed(argument[-1])
@@ -134,3 +136,8 @@ def _fixed(body: Iterable[tuple[Any, Any]]) -> int:
             case _:
                 raise _Refused("repeats alternatives or assertions with a quantifier")
     return length
+
+
+def _check_ranges(op: str, argument: Any) -> None:
+    if op == "IN" and any(str(part) == "RANGE" and ends[1] > 127 for part, ends in argument):
+        raise _Refused("contains a range of characters beyond ASCII")
