@@ -120,4 +120,5 @@ def _names(name: str, field: FieldInfo) -> list[str]:
     return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name]
 
 
+ALIASES = [names for field in Config.model_fields.items() if len(names := _names(*field)) > 1]
 FIELDS = {name for field in Config.model_fields.items() for name in _names(*field)}

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from fp8moe_plugin.checkpoint.config_fields import EXPERT_COUNTS, FAMILIES, FIELDS, Config
+from fp8moe_plugin.checkpoint.config_fields import ALIASES, EXPERT_COUNTS, FAMILIES, FIELDS, Config
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, Limits, opened, read_json, shown
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.settings import NAME
@@ -92,6 +92,9 @@ def parse_config(found: dict[str, Any], what: str) -> Config:
         CheckpointError, UnsupportedError: see `refuse`.
     """
     given = {key: value for key, value in found.items() if value is not None}
+    for names in ALIASES:  # one of them may be a default of 0 beside the one that is used
+        if any(given.get(name) for name in names):
+            given = {key: value for key, value in given.items() if value or key not in names}
     if isinstance(types := given.get("layers_block_type"), list):  # Nemotron's later models give no number
         given = {"num_hidden_layers": len(types)} | given
     try:

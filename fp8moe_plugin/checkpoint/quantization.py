@@ -151,7 +151,7 @@ def check_quantization(config: dict[str, Any]) -> None:
             f"scale per {GROUP}x{GROUP} block. Use --quantization fp8 for this checkpoint."
         )
     others = [config[key] for key in STORED if config.get(key) is not None]
-    if others or config.get("fmt") not in (None, *E4M3):
+    if others or str(config.get("fmt") or E4M3[0]).lower() not in E4M3:
         stored = shown(others[0] if others else config.get("fmt")).strip("'")
         raise UnsupportedError(
             f"--quantization {NAME}: the checkpoint stores its weights as {stored}, but the kernels need e4m3. "
@@ -164,8 +164,9 @@ def _check_modelopt(config: dict[str, Any]) -> None:
     inner, method = config.get("quantization"), config.get("quant_method")
     parts = [config, *([inner] if isinstance(inner, dict) else [])]
     found = next((part[key] for key in QUANT_ALGOS for part in parts if part.get(key)), None)
-    named = method is None if found else isinstance(method, str) and method.lower().startswith("modelopt")
-    if named or (isinstance(found, str) and "FP4" in found.upper()):
+    named = isinstance(method, str) and method.lower().startswith("modelopt")
+    other = found and not str(found).upper().startswith("FP8")
+    if named or other or (found and method is None):
         raise UnsupportedError(
             f"--quantization {NAME}: the checkpoint was quantized by ModelOpt to {shown(found)} (quant_method "
             f"{shown(method)}), but only block FP8 is supported. Remove --quantization to let the engine choose the "

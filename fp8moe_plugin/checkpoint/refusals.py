@@ -1,5 +1,6 @@
 """Which experts the kernels do not compute, by a model's config: decided here for the warm-up and for the engines."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from fp8moe_plugin.settings import NAME
 ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 CLAMPS = ("swiglu_limit", "swiglu_limits")  # one number, or one for each layer
 FP4_BY_DEFAULT = ("deepseek_v4", "deepseek_v41")  # model types
+FOUR_BITS = re.compile("fp4|float4", re.IGNORECASE)  # fp4, MXFP4, float4_e2m1fn_x2
 
 
 def check_experts(fields: Mapping[str, Any], unquantized: Sequence[str] = ()) -> None:
@@ -27,7 +29,7 @@ def check_experts(fields: Mapping[str, Any], unquantized: Sequence[str] = ()) ->
         if isinstance(activation, str) and activation != "silu":  # vLLM, too, accepts only this name
             raise _refusal(f"{field} is {shown(activation)}, but the kernels compute silu(gate) * up")
     dtype = fields.get("expert_dtype") or ("fp4" if fields.get("model_type") in FP4_BY_DEFAULT else None)
-    if dtype in ("fp4", "mxfp4", "nvfp4"):
+    if isinstance(dtype, str) and FOUR_BITS.search(dtype):
         raise _refusal(f"experts are FP4 (expert_dtype {shown(dtype)}), but the kernels need block FP8")
     for field in CLAMPS:
         limits = fields.get(field)

@@ -354,6 +354,9 @@ def test_unquantized_layers_are_those_of_vllm(kind, suffixes):
         ({"quantization_config": {"quant_method": "modelopt"}}, "quantized by ModelOpt to None"),
         ({"quantization_config": {"quantization": {"quant_algo": "FP8"}}}, "quantized by ModelOpt to 'FP8'"),
         ({"quantization_config": V3["quantization_config"] | {"moe_quant_algo": "nvfp4"}}, "by ModelOpt to 'nvfp4'"),
+        ({"quantization_config": V3["quantization_config"] | {"moe_quant_algo": "INT4"}}, "by ModelOpt to 'INT4'"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "quantized by ModelOpt to 'FP8'"),
+        ({"expert_dtype": "MXFP4"}, r"experts are FP4 \(expert_dtype 'MXFP4'\)"),
         ({"model_type": "deepseek_v4"}, r"experts are FP4 \(expert_dtype 'fp4'\)"),
         ({"expert_dtype": "fp4"}, r"experts are FP4 \(expert_dtype 'fp4'\), but the kernels need block FP8"),
         ({"swiglu_limit": 7}, r"experts clamp SwiGLU \(swiglu_limit 7\), but the kernels compute it without"),
@@ -506,10 +509,12 @@ def write_shard(path: Path, entries: Any, data: int | None = None) -> None:
 def test_what_is_not_refused(tmp_path):
     expected = read_model(describe(tmp_path, V3))
     unclamped = {"swiglu_limit": 0, "swiglu_limits": [0, None], "expert_dtype": "fp8"}
-    quantization = V3["quantization_config"] | {"fmt": None, "quant_method": "deepseek_v4_fp8", "quant_algo": "FP8"}
+    quantization = V3["quantization_config"] | {"quant_method": "deepseek_v4_fp8", "quant_algo": "FP8"}
     layers = {f"model.layers.{i}": {"quant_algo": "FP8", "group_size": 1} for i in range(80_000)}
     quantization |= {"quantized_layers": layers}
-    assert read_model(describe(tmp_path, V3, quantization_config=quantization, **unclamped)) == expected
+    for fmt in (None, "E4M3", "float8_e4m3fn"):
+        found = quantization | {"fmt": fmt}
+        assert read_model(describe(tmp_path, V3, quantization_config=found, **unclamped)) == expected
 
 
 @pytest.mark.parametrize("field", ["hidden_act", "hidden_activation", "mlp_hidden_act"])

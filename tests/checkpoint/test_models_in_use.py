@@ -204,6 +204,8 @@ MAMBA = {"layers_block_type": ["mamba", "moe", "attention", "moe"] * 2}
     ("change", "layers", "growing"),
     [
         ({"num_hidden_layers": None, "num_layers": 8}, 8, 8),
+        ({"n_routed_experts": 0, "moe_topk": 0, "attention_head_dim": 0}, 48, 48),
+        ({"head_dim": 0, "attention_head_dim": 128}, 48, 48),
         ({"num_experts_per_tok": None, "top_k_experts": 8}, 48, 48),
         ({"num_experts_per_tok": None, "moe_top_k": 8, "moe_layers_enum": "3,4,5"}, 3, 48),
         ({"moe_layers_enum": [3, 47]}, 2, 48),
