@@ -511,9 +511,8 @@ def test_what_is_not_refused(tmp_path):
     unclamped = {"swiglu_limit": 0, "swiglu_limits": [0, None], "expert_dtype": "fp8"}
     quantization = V3["quantization_config"] | {"quant_method": "deepseek_v4_fp8", "quant_algo": "FP8"}
     layers = {f"model.layers.{i}": {"quant_algo": "FP8", "group_size": 1} for i in range(80_000)}
-    quantization |= {"quantized_layers": layers}
-    for fmt in (None, "E4M3", "float8_e4m3fn"):
-        found = quantization | {"fmt": fmt}
+    for change in ({"fmt": None, "quantized_layers": layers}, {"fmt": "E4M3"}):
+        found = quantization | change
         assert read_model(describe(tmp_path, V3, quantization_config=found, **unclamped)) == expected
 
 
