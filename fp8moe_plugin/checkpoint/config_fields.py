@@ -60,7 +60,7 @@ class Config(BaseModel):
     moe_layer_interval: Size = 1
     interleave_moe_layer_step: Size = 1
     mlp_layer_types: Names | None = Field(None, validation_alias=AliasChoices("mlp_layer_types", "layers_block_type"))
-    moe_layers_enum: Annotated[str, Field(pattern=r"^\d{1,4}(,\d{1,4})*$")] | Counts | None = None
+    moe_layers_enum: Annotated[str, Field(pattern=r"^\d{1,4}(, ?\d{1,4})*$")] | Counts | None = None
 
     n_shared_experts: Count | Counts = Field(
         0, validation_alias=AliasChoices("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")

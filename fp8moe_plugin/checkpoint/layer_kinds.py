@@ -13,6 +13,7 @@ KINDS = {  # what config.json calls them; everything else is counted as full
     **dict.fromkeys(("sliding_attention", "chunked_attention"), SLIDING),
     **dict.fromkeys(("linear_attention", "mamba", "conv", "moe", "mlp"), LINEAR),
 }
+MLPS = {"sparse", "moe", "dense", "mlp"}  # what config.json calls experts and MLPs
 
 
 def same(value: int | Sequence[int], what: str) -> int:
@@ -51,6 +52,8 @@ def moe_layers(config: Config) -> list[int]:
         end = same(config.moe_layer_end_index, "last layer with experts")
         end = config.num_hidden_layers - 1 if end == -1 else end
     without, frequency, types = set(config.mlp_only_layers), config.moe_layer_freq, config.mlp_layer_types or ()
+    if not MLPS & set(types):  # `layers_block_type` may name kinds of attention only
+        types = ()
     listed = config.moe_layers_enum
     named = {int(i) for i in (listed.split(",") if isinstance(listed, str) else listed or ())}
     return [

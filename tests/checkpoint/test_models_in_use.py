@@ -209,6 +209,8 @@ MAMBA = {"layers_block_type": ["mamba", "moe", "attention", "moe"] * 2}
         ({"num_experts_per_tok": None, "top_k_experts": 8}, 48, 48),
         ({"num_experts_per_tok": None, "moe_top_k": 8, "moe_layers_enum": "3,4,5"}, 3, 48),
         ({"moe_layers_enum": [3, 47]}, 2, 48),
+        ({"moe_layers_enum": "3, 47"}, 2, 48),
+        ({"layers_block_type": ["linear_attention", "full_attention"] * 24}, 48, 24),
         ({"num_hidden_layers": None} | MAMBA, 4, 2),
         ({"interleave_moe_layer_step": 2, "intermediate_size_mlp": 8192}, 24, 48),
         ({"full_attention_interval": 4}, 48, 12),
