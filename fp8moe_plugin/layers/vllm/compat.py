@@ -259,15 +259,24 @@ def undo_reload(module: torch.nn.Module, engine: Any) -> bool:
     return True
 
 
-def check_steps(check: Callable[[], None]) -> None:
+def computes_without_tokens(ranks: Any) -> bool:
+    """Whether a step without tokens computes experts for other ranks' tokens."""
+    return ranks.distributed_executor_backend == "external_launcher" and ranks.data_parallel_size > 1
+
+
+def check_steps(check: Callable[[], None], without_tokens: bool) -> None:
     """Make the worker that is loading a model call `check` before each step.
 
     Checks in the layers do not suffice: CUDA graphs and compiled code bypass them and would run on invalid parameters.
+    Steps without tokens may come in the middle of an update: vLLM takes one to forget requests that were aborted.
+
+    Args:
+        without_tokens: whether to check these steps, too.
     """
     worker = next((caller for caller in _callers() if isinstance(caller, WorkerBase)), None)
     if worker:
         for step in ("execute_model", "execute_dummy_batch"):  # the latter computes experts for other ranks' tokens
-            setattr(worker, step, functools.partial(_check_and_step, check, getattr(worker, step)))
+            setattr(worker, step, functools.partial(_check_and_step, check, without_tokens, getattr(worker, step)))
 
 
 def _callers() -> Iterator[Any]:
@@ -278,6 +287,10 @@ def _callers() -> Iterator[Any]:
         frame = frame.f_back
 
 
-def _check_and_step(check: Callable[[], None], step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    check()
+def _check_and_step(
+    check: Callable[[], None], without_tokens: bool, step: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    scheduled = [*args, *kwargs.values()]  # of a model's step; a dummy batch has none
+    if without_tokens or not scheduled or scheduled[0].total_num_scheduled_tokens:
+        check()
     return step(*args, **kwargs)

@@ -100,7 +100,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
             engine = self.model.engine = get_current_vllm_config()
             self.model.in_worker = compat.runs_in_workers(engine.parallel_config)
             self.model.only_rank = compat.is_only_rank(engine.parallel_config)
-            compat.check_steps(self.model.prepare_step)
+            compat.check_steps(self.model.prepare_step, compat.computes_without_tokens(engine.parallel_config))
             if current_platform.is_cuda():
                 compat.share_num_sms(set_num_sms)
             self.watches_worker = True

@@ -315,7 +315,7 @@ class Worker(WorkerBase):
     def make(self, see: Callable[[], None]) -> "Outer":
         return Outer(see)
 
-    def execute_model(self) -> None:
+    def execute_model(self, scheduler_output: object) -> None:
         self.steps.append("model")
 
     def execute_dummy_batch(self) -> None:
@@ -362,11 +362,16 @@ def test_modules_that_load_weights_are_watched_once():
     assert seen == [outer.model, outer]
 
 
-def test_each_kind_of_step_is_checked_first():
+@pytest.mark.parametrize(("launcher", "checked"), [("mp", [0, 2]), ("external_launcher", [0, 1, 2])])
+def test_each_step_that_computes_is_checked_first(launcher, checked):
+    """In a step without tokens, one of an external launcher computes experts for other ranks' tokens."""
     worker, checks = Worker(), []
-    worker.make(lambda: compat.check_steps(lambda: checks.append(1)) if not checks else None)
-    checks.clear()
-    worker.execute_model()
+    ranks = SimpleNamespace(distributed_executor_backend=launcher, data_parallel_size=2)
+    calls = iter([lambda: compat.check_steps(lambda: checks.append(len(worker.steps)), idle)])
+    idle = compat.computes_without_tokens(ranks)
+    worker.make(lambda: next(calls, lambda: None)())
+    for tokens in (5, 0):
+        worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=tokens))
     worker.execute_dummy_batch()
-    assert worker.steps == ["model", "dummy"]
-    assert len(checks) >= 2
+    assert worker.steps == ["model", "model", "dummy"]
+    assert checks == checked
