@@ -20,6 +20,7 @@ from fp8moe_plugin.checkpoint.quantization import (
     WEIGHT_BLOCK,
     block_fp8,
     scale_name,
+    unquantized_layers,
 )
 from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.checkpoint.untrusted import shell_word
@@ -56,6 +57,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
             UnsupportedError: the checkpoint, this machine or an option of the command line is not supported.
         """
         found = block_fp8(config) | {"quant_method": "fp8"}  # SGLang does not ignore the case
+        unquantized_layers(found)  # raises unless it is a list of names and short patterns
         return cls._checked(found, online=False, scale=scale_name(config))
 
     @classmethod
