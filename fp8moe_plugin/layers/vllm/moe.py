@@ -133,8 +133,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         loading, moe, part = layer.fp8moe_loading, layer.moe_config, f"({shard_id} of expert {expert_id})"
         what = f"{weight_name} {part}"
         loading.check_tensor(what, param, loaded_weight)
-        if not loading.online:
-            check_expert_shape(what, param, loaded_weight, shard_id, moe.hidden_dim, moe.intermediate_size)
+        check_expert_shape(what, param, loaded_weight, shard_id, moe.hidden_dim, moe.intermediate_size)
         return f"{loading.prefix} {part}"
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -55,8 +55,8 @@ def _linear_loader(prefix: str, load: Callable) -> Callable:
         layer: Any, param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> None:
         q, scales = _quantized(f"{prefix}.weight", loaded_weight, param.device)
-        layer.fp8moe_loading.note_arrival(f"{prefix} {args}", WEIGHT, SCALES)
         load(layer, param, q, *args, **kwargs)
+        layer.fp8moe_loading.note_arrival(f"{prefix} {args}", WEIGHT, SCALES)
         load(layer, layer.weight_scale_inv, scales, *args, **kwargs)
 
     return quantize_and_load
