@@ -59,6 +59,8 @@ def quantization_config(folder: Path, config: dict[str, Any]) -> Any:
 def read_fields(folder: Path) -> dict[str, Any]:
     """The fields of a checkpoint's config.json that describe its language model, and its `quantization_config`.
 
+    And `nested`: whether the language model is a part of another model.
+
     Raises:
         CheckpointError: the file is damaged.
         UnsupportedError: the model has no experts.
@@ -72,7 +74,8 @@ def read_fields(folder: Path) -> dict[str, Any]:
             f"{what} does not describe a mixture-of-experts model: it has no {', '.join(EXPERT_COUNTS[:-1])} or "
             f"{EXPERT_COUNTS[-1]}. Serve it without --quantization {NAME}."
         )
-    return found | {"quantization_config": quantization_config(folder, config)}
+    nested = not any(config.get(key) for key in EXPERT_COUNTS)
+    return found | {"quantization_config": quantization_config(folder, config), "nested": nested}
 
 
 def language_model(config: dict[str, Any]) -> dict[str, Any] | None:

@@ -60,7 +60,7 @@ def _read(folder: Path) -> tuple[Model, int, set[int], str]:
     check_experts(fields, names or ())
     config = parse_config(fields, shown(str(folder / "config.json")))
     suffixes = config.model_type in BY_SUFFIX
-    unquantized = Unquantized(names, suffixes)
+    unquantized = Unquantized(names, suffixes, fields["nested"])
     moe = moe_layers(config)
     served = {layer for layer in moe if not unquantized.has(layer, "mlp.experts")}
     if served:

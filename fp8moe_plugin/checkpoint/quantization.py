@@ -49,10 +49,12 @@ class Unquantized:
     A layer is unquantized if its full name is listed. A fused layer is also unquantized if all its projections are
     listed. A layer with "experts" in its name is also unquantized if a listed name starts with its own, so that one
     listed expert stands for all. Entries that begin with `re:` are regular expressions (`patterns.py`). With
-    `suffixes`, an entry may also be what a full name ends with.
+    `suffixes`, an entry may also be what a full name ends with. With `nested`, the language model is a part of another,
+    and patterns match vLLM's names of its layers.
     """
 
-    def __init__(self, names: list[str] | None, suffixes: bool = False) -> None:
+    def __init__(self, names: list[str] | None, suffixes: bool = False, nested: bool = False) -> None:
+        self.above = "language_model.model.layers" if nested else "model.layers"
         self.suffixes = set(names or ()) if suffixes else set()
         self.names: dict[str, set[str]] = {}
         for match in filter(None, map(LAYER_NAME.fullmatch, names or ())):
@@ -81,7 +83,7 @@ class Unquantized:
         parts = f"model.layers.{layer}.{name}".split(".") if self.suffixes else []
         if any(".".join(parts[start:]) in self.suffixes for start in range(len(parts))):
             return True
-        return bool(self.patterns) and matches(self.patterns, f"model.layers.{layer}.{name}")
+        return bool(self.patterns) and matches(self.patterns, f"{self.above}.{layer}.{name}")
 
 
 def incomplete_names(names: list[str] | None) -> tuple[str, ...]:

@@ -68,3 +68,19 @@ def test_patterns_of_quant_method_fp8_match_layers(tmp_path):
     quantization = FP8 | {"modules_to_not_convert": [r"re:model\.layers\.[0-9]+\.self_attn\..*"]}
     model = read_model(describe(tmp_path, without(QWEN, "quantization_config"), quantization_config=quantization))
     assert {layer.name for layer in model.plain} == {"self_attn.qkv_proj", "self_attn.o_proj"}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_patterns_match_names_of_vllm(tmp_path, nested):
+    """vLLM's names of a language model within another begin with language_model.model."""
+
+    def plain(pattern: str) -> set[str]:
+        config = without(QWEN, "quantization_config")
+        config = {"architectures": ["Sees"], "text_config": config} if nested else config
+        quantization = FP8 | {"modules_to_not_convert": [pattern]}
+        return {layer.name for layer in read_model(describe(tmp_path, config, quantization_config=quantization)).plain}
+
+    attention = {"self_attn.qkv_proj", "self_attn.o_proj"}
+    assert plain(r"re:.*self_attn.*") == attention
+    assert plain(r"re:model\.layers\.\d+\.self_attn.*") == (set() if nested else attention)
+    assert plain(r"re:language_model\.model\.layers\.\d+\.self_attn.*") == (attention if nested else set())
