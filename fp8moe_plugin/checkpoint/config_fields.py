@@ -9,9 +9,10 @@ from fp8moe_plugin.checkpoint.untrusted import MAX_SIZE
 
 # Of these, a config.json that lacks a field, or has one of another form, is damaged; of others, it has another name.
 FAMILIES = (
-    *("bailing_hybrid", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm_moe_dsa", "hunyuan_v1_moe"),
-    *("kimi_k2", "laguna", "llama4_text", "mimo_v2_flash", "minimax_m2", "mixtral", "qwen3_5_moe_text", "qwen3_moe"),
-    *("qwen3_next", "qwen3_vl_moe_text", "qwen4_exp_text"),
+    *("bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4v_moe_text"),
+    *("glm_moe_dsa", "hunyuan_v1_moe", "kimi_k2", "laguna", "llama4_text", "mimo_v2_flash", "minimax_m2", "mixtral"),
+    *("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text"),
+    *("qwen4_exp_text",),
 )
 MAX_LAYERS = 256  # bounds the time, because layers are processed one by one; Kimi-K3 has 93
 

@@ -253,6 +253,12 @@ def test_a_family_that_is_not_known_is_named(tmp_path, change, problem):
         read_model(describe(tmp_path, QWEN, **change))
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "glm4v_moe_text", "qwen2_moe", "qwen3_omni_moe_text"])
+def test_families_with_the_same_names_are_known(tmp_path, family):
+    assert read_model(describe(tmp_path, QWEN, model_type=family)).unknown_family is None
+    assert read_model(describe(tmp_path, QWEN, model_type=f"{family}_2")).unknown_family == repr(f"{family}_2")
+
+
 @pytest.mark.parametrize("name", ["MiniMax-M2.7", "MiMo-V2-Flash", "Laguna-S-2.1-FP8"])
 def test_vllm_makes_the_layers_that_warmup_counts(tmp_path, name):
     """On the meta device, without weights. Layers of one name may differ in their heads, which is not read."""
