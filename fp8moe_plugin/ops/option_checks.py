@@ -25,7 +25,7 @@ def check_ints(name: str, given: Sequence[int], counts: tuple[int, ...], what: s
     """A tuple of so many ints. Raises `InvalidInputError` for anything else, with `what` to pass."""
     right = isinstance(given, tuple | list) and len(given) in counts and all(type(number) is int for number in given)
     if not right:
-        raise InvalidInputError(f"{name} is {given!r}, needs {any_of(counts)} ints. {what}")
+        raise InvalidInputError(f"{name} is {_shown(given)}, needs {any_of(counts)} ints. {what}")
     return tuple(given)
 
 
@@ -50,4 +50,8 @@ def check_factor(name: str, value: float) -> None:
 def check_one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise `InvalidInputError` unless `value` is one of these ints, bools or dtypes."""
     if not isinstance(value, int | torch.dtype) or value not in choices:
-        raise InvalidInputError(f"{name} is {value}, needs {any_of(choices)}. Other ones have no kernel.")
+        raise InvalidInputError(f"{name} is {_shown(value)}, needs {any_of(choices)}. Other ones have no kernel.")
+
+
+def _shown(value: object) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)

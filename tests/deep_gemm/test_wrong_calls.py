@@ -66,6 +66,7 @@ def right_calls(device: torch.device) -> dict[str, Call]:
 # name, argument, its value, words of the message
 WRONG_CALLS = {
     "recipe-of-blackwell": ("fp8_gemm_nt", "recipe", (1, 1, 32), "the recipe is (1, 1, 32), needs"),
+    "recipe-a-tensor": ("fp8_gemm_nt", "recipe", torch.zeros(3), "recipe is a tensor, needs 3 ints"),
     "recipe-a-number": ("fp8_gemm_nt", "recipe", 128, "recipe is 128, needs 3 ints"),
     "heads-two": (HEADS, "head_splits", (64, 64), "head_splits is (64, 64), needs 3 ints"),
     "heads-a-no-pair": (HEADS, "a", torch.zeros(6, 256), "a is a Tensor, not a pair"),
@@ -124,7 +125,11 @@ WRONG_CALLS = {
 def on(device: torch.device, value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(on(device, part) for part in value)
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() and value.stride(0) == 0:  # which copies do not keep
+        return value[:1].to(device).expand(value.shape)
+    return value.to(device)
 
 
 @pytest.mark.parametrize("name", sorted({case[0] for case in WRONG_CALLS.values()}))
