@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -52,6 +53,42 @@ def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> No
         )
     if parameter.dtype != FP8 and not (tensor.is_meta or parameter.is_meta):
         check_scale_values(f"the scales {what}", in_float32(parameter, tensor))
+
+
+def rows_of_shard(layer: Any, widths: list[int], shard: Any) -> int:
+    """Output channels of a dense layer's tensor in the checkpoint.
+
+    Args:
+        layer: the engine's.
+        widths: channels of each of the layer's projections, of all ranks.
+        shard: the projection's index, or "q", "k" or "v"; a tuple of these; None: all of them.
+    """
+    if hasattr(layer, "total_num_kv_heads"):
+        # The widths count a head once for each rank that holds it; the checkpoint has it once.
+        heads = layer.total_num_kv_heads
+        widths = [widths[0], heads * layer.head_size, heads * layer.v_head_size]
+    if shard is None:
+        return sum(widths)
+    shards = shard if isinstance(shard, tuple) else (shard,)
+    return sum(widths["qkv".index(each) if isinstance(each, str) else each] for each in shards)
+
+
+def check_size(
+    what: str, parameter: torch.Tensor, tensor: torch.Tensor, rows: int, inputs: int, *, smaller: bool = False
+) -> None:
+    """Raise `CheckpointError` for a dense tensor of another size than config.json implies: engines load a part of it.
+
+    Args:
+        smaller: pass smaller tensors, which the engine refuses itself.
+    """
+    unit = 1 if parameter.dtype == FP8 else GROUP  # channels per element, in both dimensions
+    wanted = [ceil_div(rows, unit), ceil_div(inputs, unit)]
+    larger = any(size > most for size, most in zip(tensor.shape[-2:], wanted, strict=True))
+    if larger or (not smaller and list(tensor.shape) != wanted):
+        raise CheckpointError(
+            f"{what} has shape {list(tensor.shape)}, but must have {wanted} for {rows} output and {inputs} input "
+            "channels. Check that config.json belongs to the weights."
+        )
 
 
 def in_float32(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,11 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
-from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import prepare_kernels, target_of_layer
-from fp8moe_plugin.layers.loading import in_float32, shape_errors
+from fp8moe_plugin.layers.loading import check_size, in_float32, rows_of_shard, shape_errors
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import FP8, poison
@@ -107,32 +106,10 @@ def _loader(method: Fp8MoeLinearMethod, inputs: int, widths: list[int], load: Me
         what = f"{method.prefix}.{'weight' if param.dtype == FP8 else SCALE}{projection}"
         loads.check_tensor(what, param, loaded_weight)
         loaded_weight = in_float32(param, loaded_weight)
-        _check_shape(what, param, loaded_weight, _rows(layer, widths, loaded_shard_id), inputs)
+        check_size(what, param, loaded_weight, rows_of_shard(layer, widths, loaded_shard_id), inputs)
         with shape_errors(method.prefix, loaded_weight):
             load(param, loaded_weight, *shard)
         kind = WEIGHT if param.dtype == FP8 else SCALES
         loads.note(method, layer, f"{method.prefix}.weight{projection}", kind)
 
     return check_and_load
-
-
-def _rows(layer: Any, widths: list[int], shard: Any) -> int:
-    """Output channels of a tensor of the checkpoint: of all projections, of some, or of queries, keys or values."""
-    if hasattr(layer, "total_num_kv_heads"):
-        # The widths count a head once for each rank that holds it; the checkpoint has it once.
-        heads = layer.total_num_kv_heads
-        widths = [widths[0], heads * layer.head_size, heads * layer.v_head_size]
-    if shard is None:
-        return sum(widths)
-    shards = shard if isinstance(shard, tuple) else (shard,)
-    return sum(widths["qkv".index(each) if isinstance(each, str) else each] for each in shards)
-
-
-def _check_shape(what: str, param: torch.Tensor, tensor: torch.Tensor, rows: int, inputs: int) -> None:
-    unit = 1 if param.dtype == FP8 else GROUP  # channels per element, in both dimensions
-    wanted = [ceil_div(rows, unit), ceil_div(inputs, unit)]
-    if list(tensor.shape) != wanted:
-        raise CheckpointError(
-            f"{what} has shape {list(tensor.shape)}, but must have {wanted} for {rows} output and {inputs} input "
-            "channels. Check that config.json belongs to the weights."
-        )

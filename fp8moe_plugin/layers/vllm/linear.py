@@ -12,11 +12,11 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 from fp8moe_plugin.checkpoint.quantization import SCALE
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
-from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import prepare_kernels, target_of_layer
+from fp8moe_plugin.layers.loading import check_size, rows_of_shard
 from fp8moe_plugin.layers.vllm.loading import LayerLoading
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.ops import torch_ops
@@ -76,7 +76,8 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         part = "" if loaded_shard_id is None else f" ({loaded_shard_id})"
         what = f"{layer.prefix}.{name}{part}"
         layer.fp8moe_loading.check_tensor(what, param, loaded_weight)
-        check_not_larger(what, param, loaded_weight, rows_of(layer, method.widths, loaded_shard_id), method.inputs)
+        rows = rows_of_shard(layer, method.widths, loaded_shard_id)
+        check_size(what, param, loaded_weight, rows, method.inputs, smaller=True)  # vLLM refuses smaller ones
         return f"{layer.prefix}{part}"
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -86,26 +87,3 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch_ops.linear(x, layer.weight, getattr(layer, self.scale), bias, self.ue8m0)
-
-
-def rows_of(layer: Any, widths: list[int], shard: Any) -> int:
-    """Output channels of a tensor of the checkpoint: of all projections, of some, or of queries, keys or values."""
-    if hasattr(layer, "total_num_kv_heads"):
-        # The widths count a head once for each rank that holds it; the checkpoint has it once.
-        heads = layer.total_num_kv_heads
-        widths = [widths[0], heads * layer.head_size, heads * layer.v_head_size]
-    if shard is None:
-        return sum(widths)
-    shards = shard if isinstance(shard, tuple) else (shard,)
-    return sum(widths["qkv".index(each) if isinstance(each, str) else each] for each in shards)
-
-
-def check_not_larger(what: str, param: torch.Tensor, tensor: torch.Tensor, rows: int, inputs: int) -> None:
-    """Raise `CheckpointError` for a tensor that is larger than config.json implies: vLLM would load a part of it."""
-    unit = 1 if param.dtype == FP8 else GROUP  # channels per element, in both dimensions
-    wanted = [ceil_div(rows, unit), ceil_div(inputs, unit)]
-    if any(size > most for size, most in zip(tensor.shape[-2:], wanted, strict=True)):
-        raise CheckpointError(
-            f"{what} has shape {list(tensor.shape)}, but must have {wanted} for {rows} output and {inputs} input "
-            "channels. Check that config.json belongs to the weights."
-        )
