@@ -63,7 +63,7 @@ def step_plan(model: Model, parallel: Parallel, local: Experts, tokens: int) -> 
 
 
 def scratch_bytes(model: Model, parallel: Parallel, tokens: int) -> int:
-    """Scratch memory of the experts in a step of so many tokens on each replica; 0 if all of them are unquantized."""
+    """Scratch memory of the experts in a step, given the tokens on each replica; 0 if all of them are unquantized."""
     if not model.experts.layers:
         return 0
     return step_plan(model, parallel, rank_shapes(model, parallel).experts, tokens).scratch.nbytes

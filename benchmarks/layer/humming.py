@@ -83,7 +83,7 @@ def kernel_jobs(config: Any, chosen: Iterable[tuple[str, Tuning]]) -> list[Calla
 
 
 def compile_ahead(jobs: Iterable[Callable[[], Any]]) -> int:
-    """Run jobs in as many threads as there are cores. Returns how many failed, each of which fails again when used."""
+    """Run jobs in as many threads as there are cores. Returns how many failed; they fail again when used."""
     from humming.utils.cpu import get_available_cpu_count
 
     device = torch.cuda.current_device()

@@ -89,7 +89,7 @@ class Unquantized:
 def incomplete_names(names: list[str] | None) -> tuple[str, ...]:
     """The entries of such a list that are a part of the name of a layer, or a module with layers below it.
 
-    Whoever wrote them meant these layers, but vLLM compares full names: the entries have no effect. SGLang also takes
+    They are meant for these layers, but vLLM compares full names: the entries have no effect. SGLang also takes
     names of modules and ends of names. Names of other modules, such as norms or a vision tower, are not returned.
     """
     return tuple(name for name in names or () if not name.startswith(PATTERN) and _is_incomplete(name))

@@ -22,7 +22,7 @@ def check_int(name: str, value: int, least: int | None = None) -> None:
 
 
 def check_ints(name: str, given: Sequence[int], counts: tuple[int, ...], what: str) -> Any:
-    """A tuple of so many ints. Raises `InvalidInputError` for anything else, with `what` to pass."""
+    """Returns a tuple of ints, whose number is one of `counts`. Raises `InvalidInputError`, with `what` to do."""
     right = isinstance(given, tuple | list) and len(given) in counts and all(type(number) is int for number in given)
     if not right:
         raise InvalidInputError(f"{name} is {_shown(given)}, needs {any_of(counts)} ints. {what}")

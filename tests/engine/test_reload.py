@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from fp8moe_plugin.layers.unquantized import is_quantized
 from tests import faults
 from tests.engine.conftest import COMPILED, EAGER, RELOADABLE, ROOT, needs_compiler
+from tests.engine.damage import Change, only, poisoned
 
 Tensors = dict[str, torch.Tensor]
-Change = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 ANSWER_S = 600
 SEQUENCES = 42 if faults.FULL else 5  # of each of twelve kinds of engines, of which runs in part take five
@@ -37,17 +37,6 @@ EXPERT = "mlp.experts.11.down_proj"
 DENSE = "model.layers.0.self_attn.o_proj"
 SCALE = "weight_scale_inv"
 ATTENTION, REST = PARTS = ("self_attn", "mlp")
-
-
-def poisoned(tensor: torch.Tensor) -> torch.Tensor:
-    damaged = tensor.clone()
-    damaged.view(torch.uint8)[-1, -2:] = 0xFF
-    return damaged
-
-
-def only(target: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Change:
-    """A change of the tensors whose names contain the target."""
-    return lambda name, tensor: change(tensor) if target in name else tensor
 
 
 def lacking(target: str) -> Change:

@@ -10,7 +10,7 @@ import select
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from benchmarks.checkpoints.synthetic import write_checkpoint
 from tests import faults
 from tests.compressed import compress
 from tests.engine.conftest import SHAPES
+from tests.engine.damage import Change, only, poisoned
 from tests.engine.sglang.conftest import ENVIRONMENT, ROOT
 from tests.shared import built_once
 
@@ -38,20 +39,6 @@ KINDS = ("qwen3_moe-fp8", "qwen3_moe-compressed", "deepseek_v3-fp8", "deepseek_v
 KEPT = "Nothing has been written"
 DEAD = "cannot be used, so the engine ends at its next step"
 LAST = "layers.0.self_attn.o_proj"  # the name of no other tensor of these layers comes later
-
-Change = Callable[[str, torch.Tensor], torch.Tensor | None]
-
-
-def poisoned(tensor: torch.Tensor) -> torch.Tensor:
-    damaged = tensor.clone()
-    damaged.view(torch.uint8)[-1, -2:] = 0xFF
-    return damaged
-
-
-def only(target: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Change:
-    """A change of the tensors whose names contain this."""
-    return lambda name, tensor: change(tensor) if target in name else tensor
-
 
 BAD: dict[str, Change] = {
     "NaN": only(f"{LAST}.weight", poisoned),
