@@ -103,10 +103,10 @@ def test_a_bundle_that_cannot_be_used_is_read_once_and_costs_one_line(
     caplog: pytest.LogCaptureFixture,
     broken: bytes | None,
 ) -> None:
-    path, reads, content = tmp_path / "b.tar", [], bundle._content
+    path, reads, content = tmp_path / "b.tar", [], bundle.read_regular
     if broken:
         path.write_bytes(broken)
-    monkeypatch.setattr(bundle, "_content", lambda path: reads.append(path) or content(path))
+    monkeypatch.setattr(bundle, "read_regular", lambda path, most: reads.append(path) or content(path, most))
     set_variables(monkeypatch, FP8MOE_BUNDLE=path)
     assert {find_or_compile(key).origin for key in KEYS} == {Origin.COMPILER}
     for _ in range(3):
