@@ -121,7 +121,7 @@ def spoilt_prefill(gen: torch.Generator, heads: int) -> tuple[Prefill, torch.Ten
 
 
 def spoilt_decode(gen: torch.Generator, next_n: int) -> tuple[Decode, torch.Tensor]:
-    """The same for paged KV, of which the second request has its last token NaN."""
+    """The same for paged KV. The NaN query is the last token of the second request."""
     call = decode(gen, [150, 150], next_n)
     h.bits(call.q)[1, next_n - 1, 7, 5] = 0x7F
     for request in range(2):

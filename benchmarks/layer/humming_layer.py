@@ -38,7 +38,7 @@ MAKERS |= {name: partial(humming.make_humming, *how) for name, how in PEERS.item
 
 
 def measure(experts: Experts, weights: ExpertWeights, tokens: int) -> dict[str, dict[str, Any]]:
-    """The figures of each backend, or why there are none."""
+    """Returns the figures of each backend, or its error."""
     case = make_case(experts, weights, tokens)
     layers = []  # keeps what the graphs read
 

@@ -108,7 +108,7 @@ def contiguous_gemm_behind_choice(emulator: Device, seed: int, tokens: int = 9) 
 
 
 def _sizes_by_choice() -> tuple[torch.Tensor, int]:
-    """Logits float32 `[1, 64]`, of which `choose_experts` chooses 4 in ascending order; the last, plus one."""
+    """Returns logits float32 `[1, 64]` whose four best are 5, 9, 20 and 39 in this order, and 40, which bounds them."""
     logits, chosen = torch.zeros(1, 64), torch.tensor([5, 9, 20, 39])
     logits[0, chosen] = torch.tensor([9.0, 8.0, 7.0, 6.0])
     return logits, 40
@@ -126,7 +126,7 @@ def masked_gemm_behind_choice(emulator: Device, seed: int, tokens: int = 9) -> f
         m_grouped_fp8_gemm_nt_masked(a, b, out, counts, 2 * tokens)
         return counts
 
-    with pytest.MonkeyPatch.context() as patch:  # tiles that have not been cut are none, instead of wild addresses
+    with pytest.MonkeyPatch.context() as patch:  # a table that is read too early is empty, not wild
         patch.setattr(workspace, "scratch", lambda nbytes, like: torch.zeros(nbytes, dtype=torch.uint8))
         counts = emulator.execute(seed, op)
     expected = torch.zeros_like(out)

@@ -26,7 +26,7 @@ from tests.engine.damage import Change, only, poisoned
 Tensors = dict[str, torch.Tensor]
 
 ANSWER_S = 600
-SEQUENCES = 42 if faults.FULL else 5  # of each of twelve kinds of engines, of which runs in part take five
+SEQUENCES = 42 if faults.FULL else 5  # of each of twelve kinds of engines; runs in part take five kinds
 MULTIPROCESS_SEQUENCES = 42 if faults.FULL else 2  # they take longer to start
 STEPS = 5
 GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}}

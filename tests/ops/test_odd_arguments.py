@@ -36,7 +36,7 @@ def right_calls() -> Iterator[tuple[ModuleType, str, dict[str, Any]]]:
 
 
 def odd_tensors(tensor: torch.Tensor) -> list[Any]:
-    """Other layouts and shapes, some of which share elements, and tensors of other kinds."""
+    """Other layouts and shapes, with and without shared elements, and tensors of other kinds."""
     return [
         *(tensor[:1].expand_as(tensor), tensor[..., :1].expand_as(tensor), tensor.flatten()[0], tensor[:0]),
         *(tensor[..., :0], tensor[None], tensor.flatten(), tensor.mT if tensor.dim() > 1 else tensor[::2]),

@@ -128,7 +128,7 @@ def broken(named: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.T
 
 
 def add_checkpoint_engine() -> None:
-    """Put a package in the place of checkpoint-engine that passes on what SGLang is given as the address of tensors."""
+    """Replace checkpoint-engine by a package that passes on what SGLang is given as the address of tensors."""
 
     def update(context: Any, tensors: Any, device_id: Any, run: Any, post_hook: Any) -> None:
         run(tensors)
