@@ -68,6 +68,21 @@ def dense(name: str, time: str, cell: Callable[[float, float], str]) -> str:
     )
 
 
+def dense_many_rows() -> str:
+    """DeepGEMM's time over ours with 4096 rows. `ours` is the fastest of the widths that the plan chooses from."""
+    kept = ("144", "176", "192", "256", "256 16 MB")  # 16 MB of rows per band, as for K of up to 2048
+    rows = [
+        row for row in results("dense_many_rows-2026-11-24")["rows"] if row["run"] == 2 and "deepgemm" in row["burst"]
+    ]
+
+    def cells(burst: dict[str, float]) -> list[str]:
+        ours = min(burst[name] for name in kept if name in burst)
+        return [f"{ours:.1f} / {burst['deepgemm']:.1f}", ratio(ours, burst["deepgemm"])]
+
+    header = ["N x K", "ours / DeepGEMM, us", "DeepGEMM over ours"]
+    return table(header, ([f"{row['n']} x {row['k']}", *cells(row["burst"])] for row in rows))
+
+
 def times(ours: float, peer: float) -> str:
     return f"{ours:.1f} / {peer:.1f}"
 
@@ -238,6 +253,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "dense-decode-linear": lambda: dense("dense_gemm-decode-2026-11-23", "linear_us", times),
     "dense-prefill-gemm": lambda: dense("dense_gemm-prefill-2026-11-23", "gemm_us", ratio),
     "dense-prefill-linear": lambda: dense("dense_gemm-prefill-2026-11-23", "linear_us", ratio),
+    "dense-many-rows": dense_many_rows,
     "grouped-gemms": grouped_gemms,
     "humming-gemms": humming_gemms,
     "humming-layers": humming_layers,

@@ -40,7 +40,7 @@ TOKENS = (1, 8, 64, 2048)
 CALLS = 8
 DENSE = "dense MLP"
 STREAM_TOKENS = 256  # VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD
-ENGINES = Path(__file__).parents[1] / "results" / "engine_e2e-2026-11-24.json"
+ENGINES = Path(__file__).parents[2] / "docs/experiments/results/engine_e2e-2026-11-24.json"
 # DeepSeek-V3's first three layers, two of them with experts, on one H200, 2026-11-24.
 DSV3_STEPS = {1: 1.08, 16: 2.23, 64: 3.10, 256: 4.40, 1024: 6.65, 8192: 35.0}
 

@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.report import report_text
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted([*ROOT.glob("benchmarks/results/*.json"), *ROOT.glob("docs/experiments/results/*.json")])
 
 
 def test_each_point_is_one_line() -> None:
@@ -22,7 +23,7 @@ def test_each_point_is_one_line() -> None:
     assert '"8": {"ms": 3.0}' in lines
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_stored_results_are_written_so(path: Path) -> None:
     text = path.read_text()
     assert text == report_text(json.loads(text))

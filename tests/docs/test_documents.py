@@ -17,7 +17,8 @@ PLAN = ROOT / "fp8moe_plugin" / "plan"
 LONGEST_LINE = 120
 LINK = re.compile(r"""(?:\]\(|\bsrc(?:set)?=")([^)"\s]+)[)"]""")
 CITED = re.compile(r"\bdocs/[\w./-]+\.md(?:#[\w-]+)?")
-RESULTS = re.compile(r"\bbenchmarks/results/[\w.-]+\.(?:json|svg)\b")
+RESULT = r"[\w.-]+\.(?:json|svg)\b"
+RESULTS = re.compile(rf"(?<![\w/-])(?:benchmarks/|docs/experiments/)?results/{RESULT}")
 
 
 @cache
@@ -96,13 +97,29 @@ def test_sections_that_sources_cite_exist() -> None:
     assert [fault for path, target in cited if (fault := missing(path, target, ROOT))] == []
 
 
-def test_results_are_cited_by_a_document() -> None:
-    documents = "".join(path.read_text() for path in tracked("*.md"))
-    names = [path.name for path in tracked("benchmarks/results/*")]
-    cited = set(re.findall(r"[\w.-]+\.(?:json|svg)", documents))
-    stems = {Path(name).stem for name in cited}
-    assert [name for name in names if name not in cited and Path(name).stem not in stems] == []
-    assert [path for path in set(RESULTS.findall(documents)) if "<" not in path and not (ROOT / path).exists()] == []
+def test_results_lie_where_they_are_cited() -> None:
+    """Those that only records cite lie beside the records; a result and its plot have the same stem."""
+    records = set(tracked("docs/experiments/*.md"))
+    named = {path: {Path(name).stem for name in re.findall(RESULT, path.read_text())} for path in tracked("*.md")}
+    by_others = set().union(*(stems for path, stems in named.items() if path not in records))
+    by_records = set().union(*(stems for path, stems in named.items() if path in records))
+    current = {path.stem for path in tracked("benchmarks/results/*")}
+    kept = {path.stem for path in tracked("docs/experiments/results/*")}
+    assert current
+    assert kept
+    assert current - by_others == set()
+    assert kept & by_others == set()
+    assert kept - by_records == set()
+
+
+def test_paths_of_results_exist() -> None:
+    paths = [(path, target) for path in tracked("*.md") for target in RESULTS.findall(path.read_text())]
+    assert paths
+    assert [
+        f"{path.relative_to(ROOT)}: {target} does not exist"
+        for path, target in paths
+        if not ((path.parent if target.startswith("results/") else ROOT) / target).exists()
+    ] == []
 
 
 @pytest.mark.parametrize("path", tracked("*.md"), ids=lambda path: str(path.relative_to(ROOT)))
