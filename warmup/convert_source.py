@@ -11,35 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8moe_plugin.checkpoint.headers import INDEX_NAME, add_header, read_header, weight_files, weight_map
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, Limits, opened, shown
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.formats.dtypes import DTYPES
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.layers.unquantized import is_quantized
 
 WEIGHT = ".weight"
 SCALE = "_scale_inv"
-# Types smaller than a byte are missing: torch has none with the same shape as in the file.
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
 
 
 @dataclass(frozen=True)
@@ -69,8 +48,7 @@ class Stored:
     def converted_bytes(self) -> int:
         if not self.quantized:
             return self.bytes
-        n, k = self.shape
-        return n * k + 4 * ceil_div(n, GROUP) * ceil_div(k, GROUP)
+        return FP8_BLOCK.nbytes(*self.shape)
 
 
 class FileState(NamedTuple):
@@ -122,14 +100,14 @@ def _state(file: BufferedReader) -> FileState:
 
 
 def _stored(name: str, entry: dict[str, Any], offset: int) -> Stored:
-    dtype = DTYPES.get(entry["dtype"])
-    if dtype is None:
+    dtype = DTYPES[entry["dtype"]].torch
+    if not dtype:
         raise UnsupportedError(
             f"Tensor {shown(name)} has dtype {entry['dtype']}, which convert cannot copy. Use a checkpoint that "
             "stores its weights in bfloat16, float16 or float32."
         )
     begin, end = entry["data_offsets"]
-    return Stored(name, dtype, tuple(entry["shape"]), offset + begin, end - begin)
+    return Stored(name, getattr(torch, dtype), tuple(entry["shape"]), offset + begin, end - begin)
 
 
 def check_names(folder: Path, files: list[SourceFile]) -> None:

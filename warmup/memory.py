@@ -1,5 +1,6 @@
 """What one GPU holds of a model: weights, scratch and the KV cache, in bytes."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from fp8moe_plugin.checkpoint.shapes import (
     rank_dense,
     rank_shapes,
 )
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from warmup.report import ShapeReport
 from warmup.target import GIB
 
@@ -122,7 +124,7 @@ def _mlp_padding(whole: Dense, ranks: int) -> float:
 def _fp8_bytes(shape: list[int]) -> int:
     """The bytes of weights `[.., N, K]` and of their scales."""
     *experts, n, k = shape
-    return int(np.prod(experts, dtype=int)) * (n * k + 4 * ceil_div(n, GROUP) * ceil_div(k, GROUP))
+    return math.prod(experts) * FP8_BLOCK.nbytes(n, k)
 
 
 def cache_bytes(model: Model, parallel: Parallel, fp8: bool) -> int:

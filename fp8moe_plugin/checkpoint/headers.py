@@ -10,9 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, Experts, ceil_div
+from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, Limits, is_hub_snapshot, opened, read_json, shown
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.formats.dtypes import DTYPES
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 
 INDEX_NAME = "model.safetensors.index.json"
 # Kimi-K2 has the most tensors, 141 thousand: 14 MB in the index, 18 MB in the headers of 61 files, with an object and
@@ -25,15 +27,6 @@ MAX_METADATA = 100  # entries of __metadata__, commonly one
 MAX_DIMENSIONS = 8  # more than any tensor has; without a limit, the product of the sizes could take megabytes
 MAX_NAMED = 3  # missing files named in a message
 
-BITS = {
-    **dict.fromkeys(("F4",), 4),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
-    **dict.fromkeys(("U32", "I32", "F32"), 32),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
-}
-SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")  # float32 holds all their values
 EXPERT = re.compile(
     r"layers\.(\d{1,6})\.\w{1,64}\.experts\.(\d{1,6})\."
     r"((?:gate_proj|up_proj|down_proj|w[123])\.weight(?:_scale(?:_inv)?)?)\Z",
@@ -85,7 +78,7 @@ def check_shards(
                 if weight not in wanted:
                     raise _other_scales(path, tensor, scale)
                 dtypes, shape = wanted[weight]
-                dtypes = dtypes if int(where) in quantized or not weight.endswith(".weight") else BITS
+                dtypes = dtypes if int(where) in quantized or not weight.endswith(".weight") else DTYPES
                 if entry["shape"] != shape or entry["dtype"] not in dtypes or int(expert) >= experts.experts:
                     raise _contradiction(path, tensor, entry, dtypes, shape, experts)
 
@@ -212,7 +205,7 @@ def _span(what: str, tensor: str, entry: Any) -> tuple[int, int]:
 def _size(dtype: str, *shape: int) -> int:
     if len(shape) > MAX_DIMENSIONS or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape):
         raise ValueError
-    size, rest = divmod(math.prod(shape) * BITS[dtype], 8)
+    size, rest = divmod(math.prod(shape) * DTYPES[dtype].bits, 8)
     if rest:
         raise ValueError
     return size
@@ -234,8 +227,8 @@ def _wanted(experts: Experts, scale: str) -> dict[str, tuple[Collection[str], li
     found: dict[str, tuple[Collection[str], list[int]]] = {}
     for names, shape in (("gate_proj", "up_proj", "w1", "w3"), [n, k]), (("down_proj", "w2"), [k, n]):
         for name in names:
-            found[f"{name}.weight"] = ("F8_E4M3",), shape
-            found[f"{name}.{scale}"] = SCALE_DTYPES, [ceil_div(size, GROUP) for size in shape]
+            found[f"{name}.weight"] = FP8_BLOCK.weight.accepted, FP8_BLOCK.weight.shape(*shape)
+            found[f"{name}.{scale}"] = FP8_BLOCK.scales.accepted, FP8_BLOCK.scales.shape(*shape)
     return found
 
 
@@ -249,7 +242,8 @@ def _other_scales(path: Path, tensor: str, scale: str) -> CheckpointError:
 def _contradiction(
     path: Path, tensor: str, entry: dict, dtypes: Collection[str], shape: list[int], experts: Experts
 ) -> CheckpointError:
-    wanted = f"{'any dtype' if dtypes is BITS else ' or '.join(dtypes)} {shape}, of experts 0 to {experts.experts - 1}"
+    either = "any dtype" if dtypes is DTYPES else " or ".join(dtypes)
+    wanted = f"{either} {shape}, of experts 0 to {experts.experts - 1}"
     return CheckpointError(
         f"{shown(str(path))}: tensor {shown(tensor)} is {entry['dtype']} {entry['shape']}, but config.json "
         f"requires {wanted}. The two belong to different checkpoints, or one is damaged: download both again."

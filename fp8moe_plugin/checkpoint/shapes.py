@@ -6,12 +6,12 @@ from enum import StrEnum
 
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.fp8_block import GROUP, N_MULTIPLE
+from fp8moe_plugin.formats.weight_format import ceil_div
 
-GROUP = 128  # channels that share one activation scale; also the side of a weight's scale block
 MAX_LOCAL_EXPERTS = 1024  # on one rank: the routing kernel uses one thread per expert
 # Architectures that vLLM serves with `DeepseekV2MLP` as their shared expert.
 MERGING = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-N_MULTIPLE = 8  # output channels must be a multiple: the GEMMs store 16 bytes of bfloat16 at a time
 
 
 class Split(StrEnum):
@@ -231,10 +231,6 @@ def dense_refusal(inputs: int, outputs: Sequence[int], split: bool) -> str | Non
     if sum(outputs) % N_MULTIPLE:
         return f"has {sum(outputs)} output channels, but the kernels need a multiple of {N_MULTIPLE}"
     return None
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _rank_shapes(model: Model, parallel: Parallel) -> RankShapes:

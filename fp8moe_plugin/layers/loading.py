@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from fp8moe_plugin.checkpoint import headers
 from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.formats.dtypes import DTYPES
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.layers.weights import check_scale_values
 from fp8moe_plugin.ops.checks import FP8
 
 E4M3_NAN = 0x7F  # with the sign bit cleared
 CHUNK_BYTES = 1 << 26  # bounds the temporary memory of checking a weight
-TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E8M0": torch.float8_e8m0fnu}
-SCALE_DTYPES = tuple(TORCH[name] for name in headers.SCALE_DTYPES)
+SCALE_DTYPES = tuple(getattr(torch, DTYPES[name].torch) for name in FP8_BLOCK.scales.accepted)
 
 
 def expert_tensors(experts: int, hidden: int, intermediate: int, scale: str = SCALE) -> dict[str, torch.Tensor]:

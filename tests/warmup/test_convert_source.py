@@ -7,13 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8moe_plugin.checkpoint.headers import BITS, INDEX_NAME
+from fp8moe_plugin.checkpoint.headers import INDEX_NAME
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.dtypes import DTYPES
 from tests import helpers as h
 from tests.warmup.conversion import EXPERT, refused, run, tensors, weight_files, write_source
 from warmup.convert import convert_checkpoint
-from warmup.convert_source import DTYPES, read_source, read_tensors
+from warmup.convert_source import read_source, read_tensors
 
 NORM = "model.norm.weight"
 
@@ -115,24 +116,28 @@ def add_tensor(file: Path, name: str, dtype: str, size: int) -> None:
     content = file.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8:begin]), content[begin:]
-    header[name] = {"dtype": dtype, "shape": [size * 8 // BITS[dtype]], "data_offsets": [len(data), len(data) + size]}
+    header[name] = {
+        "dtype": dtype,
+        "shape": [size * 8 // DTYPES[dtype].bits],
+        "data_offsets": [len(data), len(data) + size],
+    }
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data + bytes(range(1, size + 1)))
 
 
-@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_is_copied_or_refused(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str
 ) -> None:
     add_tensor(weight_files(source)[0], "extra", dtype, 24)
-    if dtype in DTYPES:
+    if DTYPES[dtype].torch:
         assert run(source, tmp_path / "fp8") == 0
         found = {
             tensor.name: (tensor.dtype, value.view(torch.uint8).tolist())
             for tensor, value in read_tensors(read_source(tmp_path / "fp8")[0])
             if tensor.name == "extra"
         }
-        assert found == {"extra": (DTYPES[dtype], list(range(1, 25)))}
+        assert found == {"extra": (getattr(torch, DTYPES[dtype].torch), list(range(1, 25)))}
     else:
         message = refused(capsys, source, tmp_path / "fp8")
         assert f"Tensor 'extra' has dtype {dtype}, which convert cannot copy. Use a checkpoint that" in message

@@ -1,0 +1,1 @@
+"""The formats of quantized weights, as values. Pure Python: nothing here imports torch."""
