@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from fp8moe_plugin.checkpoint.shapes import Model, Parallel, padding_share, rank_shapes, split_refusal
-from fp8moe_plugin.checkpoint.untrusted import shell_word
+from fp8moe_plugin.quoting import shell_word
 from warmup import memory
 from warmup.explain import STEPS, scratch_bytes
 from warmup.report import ChoiceReport, SplitReport

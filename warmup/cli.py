@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fp8moe_plugin.checkpoint.shapes import Model, rank_shapes
-from fp8moe_plugin.checkpoint.untrusted import shell_word, shown
 from fp8moe_plugin.errors import CacheError, Fp8MoeError, UnsupportedError
 from fp8moe_plugin.jit import cache, lookup, toolchain
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import nvrtc_version
+from fp8moe_plugin.quoting import shell_word, shown
 from warmup import interrupts, kernels, streams
 from warmup.model import read_checkpoint, warn
 from warmup.options import STDOUT, Options, parse

@@ -16,7 +16,7 @@ from typing import Any
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.shapes import Model
-from fp8moe_plugin.checkpoint.untrusted import read_regular, shown_text
+from fp8moe_plugin.checkpoint.untrusted import read_regular
 from fp8moe_plugin.compare.cells import EAGER, Cell, graphs, longest
 from fp8moe_plugin.compare.engine import WINDOW, Engine
 from fp8moe_plugin.compare.intervals import Reading
@@ -25,6 +25,7 @@ from fp8moe_plugin.compare.process import EngineProcess
 from fp8moe_plugin.compare.result import BF16, FP8, CompareResult, EngineResult, compare_readings, verdict
 from fp8moe_plugin.compare.turns import Engines
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.quoting import shown_text
 from warmup import diagnosis
 from warmup.engines import installed_engines, why_not_loaded
 from warmup.model import checkpoint_folder

@@ -14,9 +14,10 @@ from fp8moe_plugin.checkpoint.config_json import load_config, quantization_confi
 from fp8moe_plugin.checkpoint.headers import INDEX_NAME
 from fp8moe_plugin.checkpoint.quantization import WEIGHT_BLOCK
 from fp8moe_plugin.checkpoint.shapes import Model
-from fp8moe_plugin.checkpoint.untrusted import opened, shown
+from fp8moe_plugin.checkpoint.untrusted import opened
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.layers.unquantized import quantize_weight
+from fp8moe_plugin.quoting import shown
 from warmup.convert_folder import SOURCE, STAGING, Source, claim, is_made_from, publish, tidy, working_folder, writing
 from warmup.convert_source import (
     SCALE,

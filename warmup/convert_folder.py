@@ -15,8 +15,9 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel
 from safetensors import SafetensorError
 
-from fp8moe_plugin.checkpoint.untrusted import read_regular, shown
+from fp8moe_plugin.checkpoint.untrusted import read_regular
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.quoting import shown
 from warmup.convert_source import FileState
 
 SOURCE = "converted-from.json"

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8moe_plugin.checkpoint.headers import INDEX_NAME, add_header, read_header, weight_files, weight_map
-from fp8moe_plugin.checkpoint.untrusted import ADVICE, Limits, opened, shown
+from fp8moe_plugin.checkpoint.untrusted import ADVICE, Limits, opened
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.dtypes import DTYPES
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.layers.unquantized import is_quantized
+from fp8moe_plugin.quoting import shown
 
 WEIGHT = ".weight"
 SCALE = "_scale_inv"

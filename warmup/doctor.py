@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fp8moe_plugin.checkpoint.shapes import rank_shapes
-from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.errors import CacheError, Fp8MoeError
 from fp8moe_plugin.jit import cache, sequence, toolchain
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import compiler_version, nvrtc_release, nvrtc_version
 from fp8moe_plugin.jit.lookup import bundle_path
 from fp8moe_plugin.plan.triton_catalog import is_triton
+from fp8moe_plugin.quoting import shown_text
 from fp8moe_plugin.settings import Settings, settings, unknown_variables, variable
 from warmup import diagnosis, engines, kernels
 from warmup.diagnosis import Diagnosis, Driver, KernelBundle, KernelCache

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from fp8moe_plugin.checkpoint.untrusted import shown_text
+from fp8moe_plugin.quoting import shown_text
 from fp8moe_plugin.settings import NAME
 from warmup.diagnosis import Engine
 from warmup.report import Finding, installed

@@ -7,8 +7,8 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from fp8moe_plugin.checkpoint.untrusted import shown, shown_text
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.quoting import shown, shown_text
 
 PATIENCE_S = 4  # for a connection, including the look-up of the name
 PORTS = {"http": 80, "https": 443}

@@ -18,12 +18,12 @@ from typing import Any
 from tqdm import tqdm
 
 from fp8moe_plugin.checkpoint.shapes import Model
-from fp8moe_plugin.checkpoint.untrusted import shell_word, shown_text
 from fp8moe_plugin.errors import CacheError, CompileError, UnsupportedError
 from fp8moe_plugin.jit import bundle, cache, lookup
 from fp8moe_plugin.jit.compiler import compiler_version, entry_name
 from fp8moe_plugin.plan import KernelKey, all_kernels, model_kernels
 from fp8moe_plugin.plan.catalog import SM90
+from fp8moe_plugin.quoting import shell_word, shown_text
 from warmup import interrupts
 from warmup.options import Options
 from warmup.report import KernelReport, State

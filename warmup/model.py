@@ -9,8 +9,8 @@ from fp8moe_plugin.checkpoint.config_json import load_config
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.quantization import incomplete_text
 from fp8moe_plugin.checkpoint.shapes import Model
-from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.quoting import shown
 from warmup.hub import download_config
 from warmup.report import ModelReport, Report
 

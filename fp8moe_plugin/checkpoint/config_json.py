@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from fp8moe_plugin.checkpoint.config_fields import ALIASES, EXPERT_COUNTS, FAMILIES, FIELDS, Config
-from fp8moe_plugin.checkpoint.untrusted import ADVICE, Limits, opened, read_json, shown
+from fp8moe_plugin.checkpoint.untrusted import ADVICE, Limits, opened, read_json
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
 # Published files name every unquantized layer, in 50 kB, or describe each projection of each expert by an object, as

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fp8moe_plugin.checkpoint.shapes import Experts
-from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, Limits, is_hub_snapshot, opened, read_json, shown
+from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, Limits, is_hub_snapshot, opened, read_json
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.dtypes import DTYPES
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.quoting import shown
 
 INDEX_NAME = "model.safetensors.index.json"
 # Kimi-K2 has the most tensors, 141 thousand: 14 MB in the index, 18 MB in the headers of 61 files, with an object and

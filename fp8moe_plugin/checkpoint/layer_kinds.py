@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from fp8moe_plugin.checkpoint.config_fields import Config
 from fp8moe_plugin.checkpoint.config_json import refuse
-from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
 FULL, SLIDING, LINEAR = "full", "sliding", "linear"  # kinds of attention

@@ -19,8 +19,9 @@ from fp8moe_plugin.checkpoint.quantization import (
 )
 from fp8moe_plugin.checkpoint.refusals import check_experts
 from fp8moe_plugin.checkpoint.shapes import Experts, Indexer, KvCache, Model
-from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, shown
+from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
 MAX_EXPERTS = 2**14  # Kimi-K2 has 384

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from re import _parser  # type: ignore[attr-defined]  # the parser of the engine that matches
 from typing import Any
 
-from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
 PATTERN = "re:"

@@ -6,8 +6,8 @@ from typing import Any
 from fp8moe_plugin.checkpoint import compressed
 from fp8moe_plugin.checkpoint.patterns import PATTERN, check_patterns, matches
 from fp8moe_plugin.checkpoint.shapes import GROUP
-from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
 WEIGHT_BLOCK = [GROUP, GROUP]

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")

@@ -1,10 +1,8 @@
-"""Untrusted input: reads a checkpoint's files with bounds on bytes and memory, and quotes them safely in messages."""
+"""Untrusted input: reads a checkpoint's files with bounds on bytes and memory."""
 
 import json
 import os
 import re
-import reprlib
-import shlex
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -14,15 +12,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.quoting import SHOWN_LENGTH, shown
 
 ADVICE = "Download the checkpoint again, from a source you trust."
 MAX_SIZE = 2**31 - 1  # for all sizes and counts, so that products of two fit in 64 bits
-SHOWN_LENGTH = 300  # characters of untrusted text in a message, enough to recognize a path or a list
-
 SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
-
-_repr = reprlib.Repr()
-_repr.maxstring, _repr.maxother, _repr.maxlong, _repr.maxlevel = 200, 80, 40, 3
 
 
 class Limits(NamedTuple):
@@ -37,26 +31,6 @@ class Limits(NamedTuple):
         for noun, limit, used in zip(("bytes", "lists and objects", "values"), self, spent, strict=True):
             if used > limit:
                 raise CheckpointError(f"{what} has more than {limit} {noun}, more than any real file has. {ADVICE}")
-
-
-def shown(value: object) -> str:
-    """An untrusted value for a message: truncated, and quoted so that it cannot contain terminal control sequences."""
-    text = _repr.repr(value)
-    return text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 3] + "..."
-
-
-def shown_text(text: object) -> str:
-    """Text for a message: unchanged if it is short and printable, as most paths are, otherwise as by `shown`."""
-    plain = str(text)
-    return plain if len(plain) <= SHOWN_LENGTH and plain.isprintable() else shown(plain)
-
-
-def shell_word(text: str) -> str:
-    """Text as one word of a shell command in a message: quoted for bash, without terminal control sequences."""
-    if text.isprintable():
-        return shlex.quote(text)
-    plain = (chr(byte) if 32 <= byte < 127 and byte not in b"\\'" else f"\\x{byte:02x}" for byte in os.fsencode(text))
-    return f"$'{''.join(plain)}'"
 
 
 @contextmanager

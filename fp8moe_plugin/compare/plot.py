@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8moe_plugin.bench.result import OURS, check_plot
-from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.compare.result import CompareResult
+from fp8moe_plugin.quoting import shown_text
 
 COLOURS = ("tab:orange", "0.45", "0.7")  # ours alone has a colour
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pydantic import BaseModel, ConfigDict
 
 from fp8moe_plugin.bench.result import OURS
-from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.compare.intervals import (
     Interval,
     Reading,
@@ -18,6 +17,7 @@ from fp8moe_plugin.compare.intervals import (
     same_token,
     speedup,
 )
+from fp8moe_plugin.quoting import shown_text
 
 FP8, BF16 = "fp8", "bf16"
 LABEL, WIDTH = 36, 20  # characters of the columns of the table

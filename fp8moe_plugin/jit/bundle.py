@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, field_validator
 
-from fp8moe_plugin.checkpoint.untrusted import Limits, read_json, read_regular, shown, shown_text
+from fp8moe_plugin.checkpoint.untrusted import Limits, read_json, read_regular
 from fp8moe_plugin.errors import CacheError
 from fp8moe_plugin.jit.atomic import write_file
 from fp8moe_plugin.jit.cache import Missing
@@ -28,6 +28,7 @@ from fp8moe_plugin.jit.cubin import cubin_fault
 from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.plan.catalog import SM90
 from fp8moe_plugin.plan.triton_catalog import TARGETS
+from fp8moe_plugin.quoting import shown, shown_text
 
 MANIFEST = "manifest.json"
 REMEDY = "create it again with fp8moe-warmup bundle"

@@ -11,13 +11,13 @@ import re
 from importlib import metadata, resources
 from typing import NamedTuple
 
-from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.errors import CompileError
 from fp8moe_plugin.jit.triton_compiler import compile_triton, sources, triton_version
 from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.plan.catalog import SM90
 from fp8moe_plugin.plan.constants import MACROS
 from fp8moe_plugin.plan.triton_catalog import TritonKey, is_triton
+from fp8moe_plugin.quoting import shown_text
 
 OPTIONS = {"arch": SM90, "std": "c++17"}  # all options that affect the machine code
 PTXAS_OPTIONS = ["-v"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.errors import LaunchError
 from fp8moe_plugin.jit.cubin import split_shared_memory
 from fp8moe_plugin.jit.launch import TensorMap
@@ -18,6 +17,7 @@ from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned, libcuda
 from fp8moe_plugin.jit.toolchain import cuda_of_cubin
 from fp8moe_plugin.plan.catalog import KernelKey
 from fp8moe_plugin.plan.triton_catalog import TritonKey
+from fp8moe_plugin.quoting import shown
 
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 

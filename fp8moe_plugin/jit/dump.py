@@ -16,7 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fp8moe_plugin.checkpoint.untrusted import shown_text
 from fp8moe_plugin.jit import cache
 from fp8moe_plugin.jit.compiler import Compiled, command_line, translation_unit
 from fp8moe_plugin.jit.cubin import split_shared_memory
@@ -24,6 +23,7 @@ from fp8moe_plugin.jit.triton_compiler import sources
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.plan.triton_catalog import TritonKey
+from fp8moe_plugin.quoting import shown_text
 
 NO_DISASSEMBLER = (
     "FP8MOE_JIT_DEBUG=1 keeps no SASS: there is no nvdisasm on PATH, in CUDA_HOME or in the package triton. "

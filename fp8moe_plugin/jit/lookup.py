@@ -8,7 +8,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8moe_plugin.checkpoint.untrusted import shell_word, shown_text
 from fp8moe_plugin.errors import CacheError, CompileError, KernelNotPrecompiled
 from fp8moe_plugin.jit import cache
 from fp8moe_plugin.jit.bundle import read_bundle
@@ -18,6 +17,7 @@ from fp8moe_plugin.jit.toolchain import listed, other_compilers
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.plan import KernelKey
 from fp8moe_plugin.plan.triton_catalog import is_triton
+from fp8moe_plugin.quoting import shell_word, shown_text
 from fp8moe_plugin.settings import settings
 
 logger = logging.getLogger("fp8moe")

@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8moe_plugin.checkpoint.untrusted import shown
 from fp8moe_plugin.logs import log_once
+from fp8moe_plugin.quoting import shown
 
 PREFIX = "fp8moe-metrics-"
 LOCK = "server.lock"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8moe_plugin.checkpoint.untrusted import shown
+from fp8moe_plugin.quoting import shown
 from tests.jit.conftest import set_variables
 from warmup import options
 from warmup.__main__ import main

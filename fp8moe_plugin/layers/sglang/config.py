@@ -23,7 +23,6 @@ from fp8moe_plugin.checkpoint.quantization import (
     unquantized_layers,
 )
 from fp8moe_plugin.checkpoint.shapes import Parallel
-from fp8moe_plugin.checkpoint.untrusted import shell_word
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers.machine import check_machine
@@ -33,6 +32,7 @@ from fp8moe_plugin.layers.sglang.loads import Loads
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.traits import Traits
 from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized, matches_pattern
+from fp8moe_plugin.quoting import shell_word
 from fp8moe_plugin.settings import BATCH_INVARIANT, NAME, batch_invariant
 
 PARTS = FUSED | {"fused_qkv_a_proj_with_mqa": FUSED["fused_qkv_a_proj"]}  # of fused layers, by SGLang's names

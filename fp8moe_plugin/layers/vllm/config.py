@@ -14,7 +14,6 @@ from fp8moe_plugin.checkpoint.config_json import language_model
 from fp8moe_plugin.checkpoint.quantization import SCALE, WEIGHT_BLOCK, block_fp8, scale_name, unquantized_layers
 from fp8moe_plugin.checkpoint.refusals import check_experts
 from fp8moe_plugin.checkpoint.shapes import Parallel
-from fp8moe_plugin.checkpoint.untrusted import shell_word
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.machine import check_machine
@@ -33,6 +32,7 @@ from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers
 from fp8moe_plugin.ops.backend import set_num_sms
+from fp8moe_plugin.quoting import shell_word
 
 
 class Fp8MoeConfig(Traits, Fp8Config):
