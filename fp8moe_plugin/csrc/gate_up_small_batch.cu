@@ -193,7 +193,7 @@ DEVICE uint2 activated(SharedMemory shared, int finished) {
             float4 part = load_shared_float4(shared.sums(finished, from, h) + lane_of_warp() * 16);
             half[h].x += part.x, half[h].y += part.y, half[h].z += part.z, half[h].w += part.w;
         }
-    return silu_mul_four(half[0], half[1]);
+    return activate_four(half[0], half[1]);
 }
 
 DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Share& share, int finished,

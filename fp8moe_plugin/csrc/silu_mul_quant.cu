@@ -1,5 +1,5 @@
-// SiLU(gate) * up, quantized to e4m3 with a float32 scale per row and group of 128 channels. SiLU and the product are
-// each rounded to bfloat16, as in vLLM's own kernels, so that switching backends changes as few codes as possible.
+// SiLU(gate) * up, quantized to e4m3 with a float32 scale per row and group of 128 channels. The
+// roundings of the activation are those of vLLM's kernels, so that switching backends changes as few codes as possible.
 //
 // In:   gate_up  bfloat16 [G, max_m, 2 * I], gate channels first; I = 128 * groups
 //       counts   int32 [G]; rows from counts[g] on are neither read nor written
@@ -10,6 +10,7 @@
 // A half-warp processes a group, 16 bytes per lane, of four rows, as in quantize.cu.
 #include "device/common.cuh"
 #include "device/fp8.cuh"
+#include "epilogue/activation.cuh"
 
 constexpr int kRowsPerWarp = ROWS_PER_WARP;
 constexpr int kRowsPerLane = kRowsPerWarp / (kWarp / kGroupLanes);
@@ -44,8 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         float scale_of_lane = 0.0f;  // lane i stores the scale of row i, in one store
 #pragma unroll
         for (int i = 0; i < kRowsPerLane; ++i) {
-            const uint4 product = make_uint4(silu_mul(gate[i].x, up[i].x), silu_mul(gate[i].y, up[i].y),
-                                             silu_mul(gate[i].z, up[i].z), silu_mul(gate[i].w, up[i].w));
+            const uint4 product = activate_eight(gate[i], up[i]);
             float value[8];
             unpack_eight(product, value);
             const float scale = group_scale(group_max(magnitude_bits(product)));

@@ -1,4 +1,4 @@
-// Quantization of groups of 128 channels to e4m3, and the activation.
+// Quantization of groups of 128 channels to e4m3.
 // UE8M0: 1 rounds scales up to powers of two.
 #pragma once
 #include "device/common.cuh"
@@ -86,23 +86,4 @@ DEVICE u16 quantize_two(u32 values, const float (&scale)[2], const float (&inver
 DEVICE u16 quantize_two(u32 values, float scale, float inverse) {
     float2 v = unpack_bf16x2(values);
     return pack_e4m3x2(divide(v.x, scale, inverse), divide(v.y, scale, inverse));
-}
-
-// ---- activation ----------------------------------------------------------------------------------------------------
-
-// x / (1 + e^-x), accurate to about 2^-20: this changes less than one bfloat16 result in 10,000.
-DEVICE float silu(float x) {
-    constexpr float kLog2E = 1.44269504f;
-    float power, inverse;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -kLog2E));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
-    return x * inverse;
-}
-
-// SiLU(gate) * up of two bfloat16 values, SiLU and the product each rounded to bfloat16.
-DEVICE u32 silu_mul(u32 gate, u32 up) {
-    const float2 g = unpack_bf16x2(gate);
-    u32 product;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pack_bf16x2(silu(g.x), silu(g.y))), "r"(up));
-    return product;
 }

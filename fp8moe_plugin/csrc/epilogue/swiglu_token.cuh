@@ -1,12 +1,7 @@
 // SwiGLU with quantization of a group of 128 channels of one token, by a warp: four neighbouring channels per lane.
 #pragma once
 #include "device/fp8.cuh"
-
-// SiLU(gate) * up as bfloat16.
-DEVICE uint2 silu_mul_four(float4 gate, float4 up) {
-    return make_uint2(silu_mul(pack_bf16x2(gate.x, gate.y), pack_bf16x2(up.x, up.y)),
-                      silu_mul(pack_bf16x2(gate.z, gate.w), pack_bf16x2(up.z, up.w)));
-}
+#include "epilogue/activation.cuh"
 
 // Quantizes the lane's four channels to `q`; returns the scale of the group.
 DEVICE float store_quantized(uint2 value, u32* q) {

@@ -4,6 +4,7 @@
 #include "device/fp8.cuh"
 #include "device/fragment.cuh"
 #include "device/ptx.cuh"
+#include "epilogue/activation.cuh"
 #include "pipeline/tile_queue.cuh"
 
 // Quantizes a pair of tokens to shared memory.
@@ -44,10 +45,7 @@ DEVICE void store_quantized_transposed(SharedMemory shared, const Result& out, c
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) {
 #pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-            const float* s = sum[slab] + 4 * i;
-            value[i][slab] = silu_mul(pack_bf16x2(s[0], s[1]), pack_bf16x2(s[2], s[3]));
-        }
+        for (int slab = 0; slab < kSlabs; ++slab) value[i][slab] = activate_pair(sum[slab], i);
         u32 amax = warp_amax(value[i]);
         if (lane < 4) store_shared(shared.amax(warp, i * 4 + lane), amax);
     }
