@@ -1,11 +1,15 @@
-"""Helpers for tests and benchmarks: how far two results are apart, and how long a call takes on the GPU."""
+"""Helpers for tests and benchmarks: distances of results, times of calls on the GPU, batch invariance."""
 
 import itertools
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from fp8moe_plugin.settings import BATCH_INVARIANT, batch_invariant
 
 Call = Callable[[], Any]
 FLUSH_BYTES = 2**28  # several times the L2 of a Hopper GPU
@@ -117,3 +121,19 @@ def time_calls(call: Call) -> tuple[float, float]:
     time.sleep(PAUSE_S)
     burst = median(replays(7))
     return burst, median(replays(max(9, int(SUSTAINED_US / burst))))
+
+
+@contextmanager
+def invariance(wanted: bool) -> Iterator[None]:
+    """Make layers batch-invariant or not, whatever the environment says."""
+    before = os.environ.get(BATCH_INVARIANT)
+    os.environ[BATCH_INVARIANT] = str(int(wanted))
+    batch_invariant.cache_clear()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BATCH_INVARIANT]
+        else:
+            os.environ[BATCH_INVARIANT] = before
+        batch_invariant.cache_clear()

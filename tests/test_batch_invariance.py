@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.ops import fp8_linear
 from fp8moe_plugin.ops.moe_launches import layer_launches
@@ -24,6 +23,7 @@ from fp8moe_plugin.plan import (
 )
 from fp8moe_plugin.plan.catalog import DENSE_TILE_M, dense_gemm_few_rows_key, dense_gemm_key
 from fp8moe_plugin.settings import BATCH_INVARIANT, batch_invariant
+from fp8moe_plugin.testing import invariance
 from tests import helpers as h
 
 ADDRESSES = LayerAddresses(*range(1024, 1024 * (len(LayerAddresses._fields) + 1), 1024))

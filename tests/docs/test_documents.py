@@ -138,6 +138,15 @@ def test_files_that_documents_name_exist() -> None:
     assert {name for name in named if not any((root / name).exists() for root in roots)} == {"csrc/NAME.cu"}
 
 
+def test_programs_that_documents_name_exist() -> None:
+    """Records may name programs that are gone."""
+    documents = [path for path in tracked("*.md") if path not in set(tracked("docs/experiments/*.md", "CHANGELOG.md"))]
+    named = {name for path in documents for name in re.findall(r"\bbenchmarks(?:\.\w+)+", path.read_text())}
+    assert len(named) > 10
+    paths = {name: ROOT / name.replace(".", "/") for name in named}
+    assert {name for name, path in paths.items() if not (path.is_dir() or path.with_suffix(".py").exists())} == set()
+
+
 def test_the_example_of_a_plan_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", ARCHITECTURE.read_text(), re.DOTALL)
     exec(compile(example, str(ARCHITECTURE), "exec"), {})

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin.ops import fp8_linear, fused_moe
 from fp8moe_plugin.plan import DensePlan, Output, dense
+from fp8moe_plugin.testing import invariance
 from tests import helpers as h
 from tests.emulator.device import Device
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin import ops
 from fp8moe_plugin.plan import Output, dense
 from fp8moe_plugin.plan.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_M, DENSE_TILE_N
 from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.testing import invariance
 from tests import helpers as h
 
 pytestmark = pytest.mark.gpu

@@ -2,13 +2,13 @@
 
 import pytest
 
-from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin.ops.moe_launches import layer_launches
 from fp8moe_plugin.ops.operands import LAYER_SLOTS, Router
 from fp8moe_plugin.plan import MoeShape, Output
 from fp8moe_plugin.plan.machine import choose_backend
 from fp8moe_plugin.plan.triton_catalog import TARGETS, target_of
 from fp8moe_plugin.plan.triton_step import plan_triton_dense, plan_triton_step
+from fp8moe_plugin.testing import invariance
 from tests import helpers as h
 
 SHAPE = MoeShape(topk=8, hidden=7168, intermediate=256, local_experts=256, global_experts=256)

@@ -5,16 +5,21 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.checkpoints.synthetic import PRESETS, config
+from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.shapes import Model, Parallel, split_refusal
 from warmup import choose, memory, terminal
 from warmup.__main__ import main
 from warmup.options import parse
 from warmup.report import ChoiceReport, Report
 from warmup.target import GPUS, Target
+
+ROOT = Path(__file__).parents[2]
 
 
 def chosen(model: Model, gpu: str = "h200", sglang: bool = False, **target: object) -> ChoiceReport:
@@ -39,6 +44,28 @@ def test_the_bytes_of_a_token_in_the_cache(
     models: dict[str, Model], name: str, way: Parallel, fp8: bool, expected: int
 ) -> None:
     assert memory.cache_bytes(models[name], way, fp8) == expected
+
+
+def test_the_cache_that_vllm_reported_is_expected_within_one_percent(tmp_path: Path) -> None:
+    measured = json.loads((ROOT / "benchmarks/results/cache_size-2026-11-25.json").read_text())
+    shapes = {
+        "qwen3-4layer": replace(PRESETS["qwen3_moe", "qwen3-24layer"], moe_layers=4),
+        "dsv3-2layer": replace(PRESETS["deepseek_v3", "dsv3-3layer"], moe_layers=1, experts=64),
+    }
+    assert len(measured["points"]) == 4
+    for point in measured["points"]:
+        (tmp_path / "config.json").write_text(json.dumps(config(shapes[point["model"]], fp8=True)))
+        setting = measured["settings"][point["setting"]]
+        (split,) = chosen(
+            read_model(tmp_path),
+            gpus=1,
+            utilization=setting["gpu_memory_utilization"],
+            fp8_cache="kv_cache_dtype" in setting,
+            max_model_len=setting["max_model_len"],
+            max_tokens=setting["max_num_batched_tokens"],
+        ).splits
+        assert split.cache_tokens == point["explain"]
+        assert split.cache_tokens == pytest.approx(point["vllm"], rel=0.01)
 
 
 def test_weights_that_are_not_fp8_count_twice(models: dict[str, Model]) -> None:

@@ -17,7 +17,6 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 import fp8moe_plugin
-from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers import machine as machine_check
 from fp8moe_plugin.layers.blocks import check_shape
@@ -27,6 +26,7 @@ from fp8moe_plugin.layers.vllm.entry import Entry
 from fp8moe_plugin.layers.vllm.experts import Fp8MoeExperts, experts_class
 from fp8moe_plugin.layers.vllm.moe import check_layer
 from fp8moe_plugin.settings import Settings
+from fp8moe_plugin.testing import invariance
 
 pytestmark = pytest.mark.seam
 

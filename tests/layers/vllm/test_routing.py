@@ -13,10 +13,10 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import F
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 
-from benchmarks.layer.batch_invariance import invariance
 from fp8moe_plugin.layers.vllm import compat, routing
 from fp8moe_plugin.layers.vllm.routing import StandIn, stand_in
 from fp8moe_plugin.ops import backend
+from fp8moe_plugin.testing import invariance
 from tests import helpers as h
 
 pytestmark = pytest.mark.seam
