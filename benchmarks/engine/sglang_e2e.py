@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy.agreement import compare
+from benchmarks.checkpoints.answers import random_prompts
 from benchmarks.engine.cores import share_cores
 from benchmarks.engine.e2e_engine import RandomPrompts
 from benchmarks.engine.e2e_report import table
 from benchmarks.engine.engine_e2e import Engines, cells, progress
 from benchmarks.engine.profiles import Times, of_cell, summary, times
-from benchmarks.engine.small_engines import random_prompts
 from benchmarks.engines import CONFIG_KEYS, read_config
 from benchmarks.report import installed, sources_sha256, write_report
 from fp8moe_plugin.bench.result import OURS

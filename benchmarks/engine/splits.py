@@ -38,9 +38,7 @@ from unittest import mock
 import torch
 from pydantic import BaseModel
 
-from benchmarks.checkpoints.synthetic import write_checkpoint
-from benchmarks.engine.placement import START_PLACED
-from benchmarks.engine.small_engines import (
+from benchmarks.checkpoints.answers import (
     ALL,
     LARGEST_DIFFERENCE,
     Answers,
@@ -49,6 +47,8 @@ from benchmarks.engine.small_engines import (
     equal_prefix,
     random_prompts,
 )
+from benchmarks.checkpoints.synthetic import write_checkpoint
+from benchmarks.engine.placement import START_PLACED
 from benchmarks.engine.split_cases import CASES, ENGINES, EPLB, NOT_ON_CPUS, ON_GPU, REDUNDANT, Case, shapes
 from benchmarks.engines import in_own_process, run_and_answer
 from benchmarks.report import installed, write_report
@@ -84,7 +84,7 @@ class EngineReport(BaseModel):
 
 
 class CaseReport(BaseModel):
-    """`difference`, `clear`, `same`: see `benchmarks.engine.small_engines.Comparison`."""
+    """`difference`, `clear`, `same`: see `benchmarks.checkpoints.answers.Comparison`."""
 
     what: str
     engine: str

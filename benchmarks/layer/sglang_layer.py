@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.checkpoints.synthetic import PRESETS, config
+from benchmarks.engine.serve_demo import free_port
 from benchmarks.layer.host_cost import host_us
 from benchmarks.report import installed, sources_sha256, write_report
 from fp8moe_plugin.bench.layer import (
@@ -50,6 +51,20 @@ QUANTIZATION = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_b
 TIMEOUT_S = 180
 
 
+def start_rank(args: Any) -> None:
+    """Makes this process the only rank of an engine of SGLang 0.5.17, without its model."""
+    from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.layers.moe.utils import initialize_moe_config
+    from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+    set_global_server_args_for_scheduler(args)
+    torch.cuda.set_device(0)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="nccl", distributed_init_method=address)
+    initialize_model_parallel(1, 1, 1, backend="nccl")
+    initialize_moe_config(args)
+
+
 class Backend:
     """One backend, in this process."""
 
@@ -57,12 +72,10 @@ class Backend:
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import ServerArgs
 
-        from tests.layers.sglang.process import start
-
         load_plugins()
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(config(PRESETS["deepseek_v3", "tiny"], fp8=True)))
-            start(ServerArgs(model_path=folder, device="cuda", **BACKENDS[name]))
+            start_rank(ServerArgs(model_path=folder, device="cuda", **BACKENDS[name]))
         self.quantization = BACKENDS[name]["quantization"]
 
     def make(self, experts: Experts) -> None:

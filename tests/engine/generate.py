@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.engine.small_engines import ALL, ask, random_prompts
+from benchmarks.checkpoints.answers import ALL, ask, random_prompts
 
 BEGINS = "=== engine: "  # and its name: the line in front of an engine's log
 PROMPTS, PROMPT_TOKENS, GENERATED = 4, 24, 8

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.engine.small_engines import random_prompts
+from benchmarks.checkpoints.answers import random_prompts
 from fp8moe_plugin.errors import Fp8MoeError
 from fp8moe_plugin.layers.unquantized import is_quantized
 from tests.engine.generate import LIMITS, share_imports

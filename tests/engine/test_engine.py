@@ -3,7 +3,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 
-from benchmarks.engine.small_engines import LARGEST_DIFFERENCE, compare
+from benchmarks.checkpoints.answers import LARGEST_DIFFERENCE, compare
 from tests import faults
 from tests.engine.conftest import needs_compiler, needs_two_gpus
 

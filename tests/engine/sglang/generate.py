@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.engine.small_engines import Answers, random_prompts
+from benchmarks.checkpoints.answers import Answers, random_prompts
 from tests.engine.generate import BEGINS, GENERATED, PROMPT_TOKENS, PROMPTS, gate_and_up_swapped
 
 VOCAB = 512
@@ -39,7 +39,7 @@ ON_CPU = {
 
 
 def ask(engine: Any) -> Answers:
-    """The answers of an SGLang engine, in the form of `small_engines.ask`."""
+    """The answers of an SGLang engine, in the form of `answers.ask`."""
     greedy = {"temperature": 0, "max_new_tokens": GENERATED, "ignore_eos": True}
     outputs = engine.generate(
         input_ids=random_prompts(PROMPTS, PROMPT_TOKENS),

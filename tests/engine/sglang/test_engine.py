@@ -2,7 +2,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from benchmarks.engine.small_engines import LARGEST_DIFFERENCE, compare
+from benchmarks.checkpoints.answers import LARGEST_DIFFERENCE, compare
 from tests.engine.sglang.conftest import ENGINES
 
 pytestmark = pytest.mark.seam

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.checkpoints.answers import random_prompts
 from benchmarks.engine.serve_demo import free_port, sglang_command
-from benchmarks.engine.small_engines import random_prompts
 from tests.engine.generate import GENERATED, PROMPT_TOKENS, PROMPTS
 from tests.engine.sglang.conftest import ENVIRONMENT, ROOT
 
