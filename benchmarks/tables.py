@@ -1,7 +1,7 @@
-"""Write the tables of docs/performance.md from the files in benchmarks/results.
+"""Write the tables of docs/performance.md from the files in benchmarks/results, and the sections of docs/tuning.md.
 
 python -m benchmarks.tables            # rewrites the text between the markers
-python -m benchmarks.tables --check    # exits with 1 if a table is stale
+python -m benchmarks.tables --check    # exits with 1 if a document is stale
 """
 
 import argparse
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmarks import tuning
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "performance.md"
@@ -284,16 +286,20 @@ def rendered(document: str) -> str:
     return MARKED.sub(lambda marked: f"{marked[1]}\n{TABLES[marked[2]]()}\n{marked[3]}", document)
 
 
+DOCUMENTS: dict[Path, Callable[[str], str]] = {DOCUMENT: rendered, tuning.DOCUMENT: tuning.rendered}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a table is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a document is stale")
     args = parser.parse_args()
-    before = DOCUMENT.read_text()
-    after = rendered(before)
-    if not args.check:
-        DOCUMENT.write_text(after)
-    elif after != before:
-        sys.exit(f"{DOCUMENT.relative_to(ROOT)} is stale: run python -m benchmarks.tables")
+    for document, render in DOCUMENTS.items():
+        before = document.read_text()
+        after = render(before)
+        if not args.check:
+            document.write_text(after)
+        elif after != before:
+            sys.exit(f"{document.relative_to(ROOT)} is stale: run python -m benchmarks.tables")
 
 
 if __name__ == "__main__":

@@ -1,107 +1,212 @@
-"""Constants of the heuristics: each was measured, and docs/tuning.md says how and when to measure it again.
+"""Constants of the heuristics. Each comment becomes a section of docs/tuning.md by `python -m benchmarks.tables`.
 
-They affect the speed of a step and, where they split a sum over K, its low-order bits; never what is computed.
+They affect the speed of a step and, where they split a sum over K, its low-order bits; never what is computed. The
+first sentence of a comment says what a constant decides. Numbers in brackets are records in docs/experiments.
 """
 
-# Most rows per expert on average for which steps and grouped GEMMs run the kernels for few rows.
-# docs/tuning.md#FEW_ROWS_PER_EXPERT
+# The most rows per expert, on average, for which a step or a masked or psum GEMM runs the kernels for few rows, which
+# stream the weights, instead of those for many rows.
+# Measured: layers with 32 and 40 rows per expert take 0.95 to 1.00 of the time of the kernels for many rows, with 48
+# 0.98 to 1.01, with 64 1.07 to 1.28, as many experts then have more than 64 rows and load their weights twice
+# ([073]).
+# Measure again: when the loads of either kind of tile change, or for experts that do not have 256, 768 or 2048
+# channels.
 FEW_ROWS_PER_EXPERT = 40
 
-# Most intermediate channels of an expert for which GEMM 1 gathers tokens instead of reading a copy of them for each
-# expert.  docs/tuning.md#GATHER_UP_TO
+# The most intermediate channels of an expert for which GEMM 1 gathers its tokens from those of the step, instead of
+# reading a permuted copy. The kernels for few rows always gather.
+# Measured: GEMM 1 and quantize together gain 18% at TP8 (256 channels) with 4096 tokens and 4% at Qwen3 (768); a
+# layer at EP1 (2048) gains 1% after a pause and loses 1.5% in steady state. No size between 768 and 2048 was measured
+# ([009]).
+# Measure again: when the scales of several K blocks are copied at once, or for a model with 1024 to 2048 channels.
 GATHER_UP_TO = 1024
 
-# GEMM 2 starts early (PDL) if experts have at least EARLY_FROM intermediate channels, or fewer than EARLY_BELOW rows on
-# average.  docs/tuning.md#EARLY_FROM, docs/tuning.md#EARLY_BELOW
+# The fewest intermediate channels with which GEMM 2 starts early (PDL), before GEMM 1 has finished, for any number of
+# rows.
+# Measured: Qwen3 (768 channels) gains 1 to 2%, EP1 (2048) 0 to 1%; TP8 (256) in a fixed order loses 1 to 4% with many
+# rows ([011]).
+# Measure again: when the claim of a tile gets cheaper, or for 384 to 640 channels, which were not measured.
 EARLY_FROM = 768
+
+# The average rows per expert below which GEMM 2 starts early for narrow experts, too, and from which on it may keep
+# weights (`KEEP_B_UP_TO`).
+# Measured: TP8 with 128 rows per expert (4096 tokens) 725 to 677 us when it starts early and takes its tiles from the
+# counter; with 256 rows it loses 1%. Runs of tiles that keep weights lose 1% at 128 rows and gain from 256 on ([011],
+# [012]).
+# Measure again: together with `EARLY_FROM` and `KEEP_B_UP_TO`; nothing between 128 and 256 rows was measured.
 EARLY_BELOW = 192
 
-# Most intermediate channels of an expert for which GEMM 2 keeps weights in shared memory from tile to tile, if experts
-# have EARLY_BELOW rows or more.  docs/tuning.md#KEEP_B_UP_TO
+# The most intermediate channels for which GEMM 2 keeps weights in shared memory for runs of row tiles of the same
+# columns, if experts have `EARLY_BELOW` rows or more.
+# Measured: 1 to 3% of a layer at 256 channels after a pause, 3 to 4% sustained; 6 to 8% at 128 channels with 16384
+# tokens. Runs of 4 tiles; runs of 8 are slower everywhere ([012]).
+# Measure again: when shared memory or the stages of GEMM 2 change; 384 channels were not measured.
 KEEP_B_UP_TO = 256
 
-# Most bytes of expert weights that a step may be expected to read to run the small-batch kernels.
-# docs/tuning.md#SMALL_BATCH_BYTES
+# The most bytes of expert weights that a step may be expected to read to run the small-batch kernels.
+# Measured: the small-batch kernels lose where many weights are read, as the other kernels stream them 3% faster: EP1
+# with 4 and 8 tokens, 320 and 586 us, was not better than 311 and 573 us ([021]).
+# Measure again: when the bandwidth of either path changes by more than 1%.
 SMALL_BATCH_BYTES = 3 * 2**28
 
-# Fewest K blocks (of 128 channels) per block of gate_up_small_batch for 9 to 16 tokens.  docs/tuning.md#MIN_K_BLOCKS
+# The fewest K blocks per block of gate_up_small_batch in a batch of 9 to 16 tokens.
+# Measured: Qwen3 (hidden 2048) with clusters of eight, two K blocks per block, was slower than five launches at 12
+# and 16 tokens; with clusters of four, four K blocks, it is faster ([021], [022]).
+# Measure again: for a model with a hidden size below 2048.
 MIN_K_BLOCKS = 4
 
-# SMs that gate_up_small_batch leaves idle because the GPCs do not divide evenly into clusters.
-# docs/tuning.md#SPARE_MULTIPROCESSORS
+# How many SMs gate_up_small_batch leaves idle, because the GPCs do not divide evenly into clusters of eight.
+# Measured: an H200 has room for 15 clusters of eight, one block per SM; the 16th waits until another one has
+# finished: 22 us instead of 17.9 and 95 instead of 82 ([021]).
+# Measure again: on any other GPU; `cuOccupancyMaxActiveClusters` gives the number.
 SPARE_MULTIPROCESSORS = 8
 
-# Most tiles per cluster of gate_up_small_batch for which it uses all SMs nevertheless.
-# docs/tuning.md#TILES_PER_CLUSTER
+# The most tiles per cluster for which gate_up_small_batch uses all SMs nevertheless, some of them shared by two
+# clusters.
+# Measured: with few tiles each, sharing costs less than another wave of tiles ([021]). The value itself was not
+# varied.
+# Measure again: with `SPARE_MULTIPROCESSORS`.
 TILES_PER_CLUSTER = 3
 
-# Fewest blocks of down_small_batch, by padded token count.  docs/tuning.md#DOWN_BLOCKS
+# The fewest blocks of down_small_batch, by padded token count, and hence how many share 128 channels by splitting K.
+# Measured: the second GEMM takes memory bandwidth from the first. Qwen3 with 8 tokens is fastest with clusters of 4
+# (61.7 us; 8: 66.3), with 16 tokens with 5 (95 to 98 us; 4: 100, 6: 99); TP8 with clusters of 2 instead of 4 ([025]).
+# Measure again: when the stages of either small-batch kernel change (`SMALL_BATCH_STAGES`).
 DOWN_BLOCKS = {8: 64, 16: 80}
 
-# Most tokens of a dense layer that quantize deals out by FEW_TOKENS_PER_WARP.  docs/tuning.md#QUANTIZE_FEW_TOKENS
+# The largest dense layer, in tokens, for which a warp of quantize takes two tokens instead of eight.
+# Measured: 5120x2048 and 7168x2048 with 32 to 256 tokens take 0.2 to 0.7 us less, most shapes with 8,192 1.5 to 3%
+# more ([070]).
+# Measure again: for GPUs with other numbers of SMs.
 QUANTIZE_FEW_TOKENS = 256
 
-# SMs of an H100 SXM or H200, for choices in which their number affects only the speed.  docs/tuning.md#MULTIPROCESSORS
+# The number of SMs for which splits of K, and the tiles of dense layers on a machine without a GPU, are planned. It
+# affects only the speed.
+# Measured: the number of an H100 SXM and of an H200.
+# Measure again: for a GPU with another number, such as an H20 with 78 SMs: splits of K and dense tiles.
 MULTIPROCESSORS = 132
 
-# Most bytes of partial sums for which blocks of gate_up_few_rows share a tile by splitting K.
-# docs/tuning.md#SPLIT_BYTES
+# The most bytes of partial sums for which blocks of gate_up_few_rows share a tile by splitting K.
+# Measured: with 8 tokens of TP8, where all SMs have tiles, 1, 2 and 4 splits take 94, 98 and 100 us; the sums of 8
+# splits cost 2 us with all reads in flight ([020]).
+# Measure again: no tested model on up to 8 ranks reaches a split; measure on 16 to 64 expert-parallel ranks first.
 SPLIT_BYTES = 2**23
 
-# K blocks over which a block of grouped_gemm_few_rows amortises the setup of a tile, by taking several column tiles at
-# once.  docs/tuning.md#K_BLOCKS_PER_SETUP
+# The K blocks over which a block of grouped_gemm_few_rows amortises the setup of a tile, by taking several column
+# tiles of one row tile at once.
+# Measured: GEMM 2 at K 256 ran at 3.1 TB/s because computing a tile took as long as its loads. TP8 with 64 tokens 332
+# to 310 us, with 512 tokens 417 to 384 us ([020]). 1, 2 and 4 column tiles at once for Qwen3 with 32 and 64 tokens:
+# within 1% ([028]).
+# Measure again: when the producer's work per tile changes.
 K_BLOCKS_PER_SETUP = 8
 
-# Channels from which K is long: dense GEMMs of few rows split it, and blocks that read whole rows of weights have L2
-# fetch 256 bytes.  docs/tuning.md#LONG_K
+# The number of channels from which K is long: dense GEMMs with few rows and few columns then split K
+# (dense_gemm_few_rows), and blocks that read whole rows of weights have L2 fetch 256 bytes.
+# Measured: 2112x7168 takes 12 to 22% less time with K split, 24576x1536 and 32768x512 lose except at one row ([031]).
+# 256 bytes of L2 fetch take 36864x7168 with 32 rows from 78.4 to 77.2 us and are slower at short K ([030]).
+# Measure again: for dense layers with K from 2048 to 7168, where nothing was measured in between.
 LONG_K = 4096
 
-# Blocks per cluster of dense_gemm_few_rows, which share a tile by splitting K.  docs/tuning.md#DENSE_SPLITS
+# The blocks per cluster of dense_gemm_few_rows, which share a tile by splitting K.
+# Measured: 2112x7168 with one row / 64 rows, 1, 2, 3, 4, 6 blocks: 13.2 / 19.3, 8.2 / 12.4, 7.4 / 10.4, 8.7 / 10.5,
+# 8.7 / 10.2 us ([031]).
+# Measure again: for other numbers of columns that meet the condition, up to 2816.
 DENSE_SPLITS = 3
 
-# Most rows for which dense_gemm runs any dense layer.  docs/tuning.md#DENSE_ROWS
+# The most rows for which dense_gemm runs any dense layer; with more, it runs if its largest tiles fit one wave, or if
+# its waves take less time than those of other kernels (`DENSE_COST`).
+# Measured: from 512 rows on, tiles of 256 columns (grouped_gemm) win unless one wave suffices: 2112x7168 with 512
+# rows 30.6 to 20.4 us, 4096x7168 with 512 rows 32.8 to 29.3 us ([030]).
+# Measure again: when grouped_gemm or dense_gemm change; 384 to 512 rows were not measured in between.
 DENSE_ROWS = 384
 
-# Results that dense_gemm stores in the time in which it loads one K block of a row.  docs/tuning.md#DENSE_STORE
+# How many results dense_gemm is assumed to store in the time in which it loads one K block of a row, in the cost
+# model that chooses its tile.
+# Measured: fitted so that the model chooses the fastest of the tiles that were timed for five shapes with 1 to 256
+# rows; `tests/plan/test_dense.py` pins these choices ([030]).
+# Measure again: when the epilogue of dense_gemm changes.
 DENSE_STORE = 16
 
-# Columns per tile of dense_gemm that are chosen only for more than DENSE_ROWS rows, with 128 rows per tile.
-# docs/tuning.md#DENSE_MANY_ROWS_TILE_N
+# The columns per tile of dense_gemm that are chosen only for more than `DENSE_ROWS` rows, with 128 rows per tile. The
+# choices for fewer rows stay those that were measured.
+# Measured: nothing with these widths and up to 384 rows.
+# Measure again: 7168 and 36864 columns with 257 to 384 rows, where the model of `DENSE_STORE` prefers 176 columns to
+# 192 by 5%.
 DENSE_MANY_ROWS_TILE_N = (160, 176)
 
-# Most rows, and fewest channels of K, for which dense_gemm is chosen by its waves.  docs/tuning.md#DENSE_WAVE_ROWS,
-# docs/tuning.md#DENSE_WAVE_K
+# The most rows for which dense_gemm is chosen by its waves.
+# Measured: each wave of dense_gemm reads all rows from memory if they do not stay in L2. With 8192 rows of 2112x7168,
+# 1.05 MB per K block, tiles of 192 columns take 2% longer than the model says ([048]); with 16,384 rows the waves
+# would read 3.6 TB/s.
+# Measure again: when dense_gemm divides row tiles into groups, as grouped_gemm does.
 DENSE_WAVE_ROWS = 8192
+
+# The fewest channels of K for which the kernel of many rows is chosen by its waves; with fewer it is grouped_gemm.
+# Measured: K of 1536, 2048, 7168 and 16384. The shorter K is, the more the stores count, which the model leaves out:
+# 32768x512 with 4096 rows takes 130.0 us in grouped_gemm, 130.1 in dense_gemm_many_rows with 256 columns, 134.5 with
+# 192 ([058]).
+# Measure again: when an epilogue changes, or for layers with K of 512 and 1024.
 DENSE_WAVE_K = 1536
 
-# Columns that are added to those of a tile to model the time of a wave.  docs/tuning.md#DENSE_WAVE_COLUMNS
+# How many columns are added to those of a tile to model the time of a wave of many rows.
+# Measured: fitted to 33 times of dense_gemm with tiles of 112 to 192 columns and 10 of grouped_gemm, 1024 to 8192
+# rows. With 1.06 for dense_gemm the ratio of both kernels is off by 6% on average (root mean square), at
+# 2048x2112x7168, where dense_gemm wins, by 1 to 5% ([048]).
+# Measure again: when the main loop of either kernel changes.
 DENSE_WAVE_COLUMNS = 16
 
-# How many times the modelled time of dense_gemm must fit in that of grouped_gemm.  docs/tuning.md#DENSE_COST
+# How long a wave of dense_gemm takes in the model, as a multiple of one of grouped_gemm: 1.06, what its tiles take
+# longer per column, and 8% for the error of the model.
+# Measured: as `DENSE_WAVE_COLUMNS`. With the best of 112, 128, 144 and 192 columns dense_gemm takes 0.63 of
+# grouped_gemm's time at 2048x2112x7168, and 0.99 to 1.12 at the eight other shapes that were measured; the model is
+# too low by at most 5% there with 128 columns and more.
+# Measure again: when either kernel changes.
 DENSE_COST = 1.15
 
-# How long a wave of dense_gemm_many_rows takes in the model, by columns per tile, as a multiple of one of grouped_gemm.
-# docs/tuning.md#DENSE_CLUSTER_COST
+# How long a wave of dense_gemm_many_rows takes in the model, by the columns of its tiles, as a multiple of one of
+# grouped_gemm.
+# Measured: 256 columns take 0.91 to 1.0 of grouped_gemm's time at 14 shapes. Per column and wave, with the constant
+# of `DENSE_WAVE_COLUMNS`, 192 columns take 0.85 to 1.03 of that of 256, 176 and 144 columns 0.98 to 1.15 of that of
+# 192. With these factors the model chooses the fastest of all that were measured, or one within 0.5% ([058]);
+# `tests/plan/test_dense.py` pins these choices.
+# Measure again: when either kernel changes.
 DENSE_CLUSTER_COST = {144: 0.985, 176: 0.985, 192: 0.945, 256: 0.96}
 
-# Bytes of weights that stay in L2 from one tile of dense_gemm to the next.  docs/tuning.md#L2_BYTES
+# The bytes of weights above which dense_gemm has as few row tiles as possible, because row tiles of the same columns
+# do not run in lockstep and would read the weights again.
+# Measured: 7168x16384 (117 MB) with 128 rows in 64x112 tiles: 38 us alone, but 49 us after the quantization; in
+# 128x64 tiles 40 and 43 us ([030]). The value was not varied; of the measured shapes 4096x7168 (29 MB) is below it
+# and 24576x1536 (38 MB) above. L2 has 50 MB.
+# Measure again: on a GPU with another L2.
 L2_BYTES = 2**25
 
-# Bytes that L2 fetches from memory for 128 bytes of a row: of operands that several blocks read, and of weights that
-# are read once, whose neighbouring 128 bytes another block fetches in time anyway.
-# docs/tuning.md#L2_FETCH, docs/tuning.md#STREAMED_L2_FETCH
+# How many bytes L2 fetches from memory when it misses on a row of a box, for operands that several blocks read.
+# Measured: prefill prefers 256 bytes: TP8 with 8192 tokens 1137 us, 1154 us with 128; GEMM 1 of EP1 loses 1% with 128
+# ([024], [002]).
+# Measure again: on a GPU with another memory.
 L2_FETCH = 256
+
+# How many bytes L2 fetches for a row of a box of weights that are read once. Another block fetches the neighbouring 128
+# bytes in time anyway.
+# Measured: 4.16 to 4.58 TB/s for GEMM 2 of EP1, 1 to 4% of a layer up to 16 tokens; no promotion and 64 bytes behave
+# alike ([024]).
+# Measure again: on a GPU with another memory.
 STREAMED_L2_FETCH = 128
 
-# Most rows per expert on average for which the Triton kernels have tiles of 16 rows, instead of 64.
-# docs/tuning.md#TRITON_FEW_ROWS
+# The most rows per expert on average for which the Triton kernels have tiles of 16 rows, instead of 64.
+# Measured: 16 rows per expert 467 us and 512 at TP8, 200 and 238 at Qwen3; 32 rows per expert 672 and 558, 264 and
+# 230 ([057]).
+# Measure again: `python -m benchmarks.layer.triton_backend --tiles`, on each kind of GPU.
 TRITON_FEW_ROWS = 16
 
-# Rows per expert on average up to which the Triton kernels for small batches serve a step: they read the weights for
-# each row.
-# docs/tuning.md#TRITON_SMALL_BATCH
+# The most rows per expert on average for which the Triton kernels for small batches serve a step. They read the
+# weights of an expert for each of its rows.
+# Measured: on an H200 5 to 8% faster than tiles of 16 rows with 4 tokens at TP8 and 2 at Qwen3, which are 0.125; 9 to
+# 16% slower with twice as many ([063]).
+# Measure again: as TRITON_FEW_ROWS.
 TRITON_SMALL_BATCH = 0.125
 
-# Programs per multiprocessor below which the tiles of a dense Triton GEMM of few rows are narrow.
-# docs/tuning.md#TRITON_DENSE_SHARE
+# The programs per SM of a dense Triton GEMM of up to 16 rows, below which its tiles have 32 columns instead of 128.
+# Measured: not yet.
+# Measure again: when a dense layer is measured on Triton kernels.
 TRITON_DENSE_SHARE = 0.75

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tables import DOCUMENT, TABLES, rendered
+from benchmarks import tables, tuning
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
-TUNING = ROOT / "docs" / "tuning.md"
 PLAN = ROOT / "fp8moe_plugin" / "plan"
 LONGEST_LINE = 120
 LINK = re.compile(r"""(?:\]\(|\bsrc(?:set)?=")([^)"\s]+)[)"]""")
@@ -72,15 +71,19 @@ def test_tables_have_no_misread_code() -> None:
     assert [found for row in rows if (found := misread_code(row))] == []
 
 
-def test_tables_of_performance_are_those_of_the_results() -> None:
-    text = DOCUMENT.read_text()
-    assert rendered(text) == text, "run python -m benchmarks.tables"
-    assert set(re.findall(r"<!-- table: ([\w-]+) -->", text)) == set(TABLES)
+@pytest.mark.parametrize("document", tables.DOCUMENTS, ids=lambda path: path.stem)
+def test_generated_parts_are_current(document: Path) -> None:
+    text = document.read_text()
+    assert tables.DOCUMENTS[document](text) == text, "run python -m benchmarks.tables"
+
+
+def test_each_table_is_in_the_document() -> None:
+    assert set(re.findall(r"<!-- table: ([\w-]+) -->", tables.DOCUMENT.read_text())) == set(tables.TABLES)
 
 
 def test_a_changed_figure_makes_a_table_stale() -> None:
-    text = DOCUMENT.read_text()
-    assert rendered(text.replace("| 203,735 |", "| 203,736 |")) == text
+    text = tables.DOCUMENT.read_text()
+    assert tables.rendered(text.replace("| 203,735 |", "| 203,736 |")) == text
 
 
 def test_links_between_documents_lead_somewhere() -> None:
@@ -169,17 +172,19 @@ def constants(path: Path) -> dict[str, str]:
 
 
 def documented_constants() -> dict[str, str]:
-    sections = re.findall(r"^## ([A-Z_0-9]+)\n\n- Value: `(.*)`$", TUNING.read_text(), re.MULTILINE)
+    sections = re.findall(r"^## ([A-Z_0-9]+)\n\n- Value: `(.*)`$", tuning.DOCUMENT.read_text(), re.MULTILINE)
     return {name: ast.unparse(ast.parse(value)) for name, value in sections}
 
 
-def test_each_tuning_constant_has_a_section_with_its_value() -> None:
-    documented = documented_constants()
-    tuning = constants(PLAN / "tuning.py")
-    assert tuning
-    assert {name: documented.get(name) for name in tuning} == tuning
+def test_each_constant_has_a_section_with_its_value_and_each_section_a_constant() -> None:
+    documented, found = documented_constants(), constants(tuning.SOURCE)
+    assert found
+    assert found.keys() <= documented.keys()
+    for path in PLAN.rglob("*.py"):
+        found |= {name: value for name, value in constants(path).items() if name in documented}
+    assert found == documented
 
 
-def test_no_section_is_about_a_constant_that_is_gone() -> None:
-    found = {name: value for path in PLAN.glob("*.py") for name, value in constants(path).items()}
-    assert {name: found.get(name) for name in documented_constants()} == documented_constants()
+def test_a_comment_without_a_part_is_refused() -> None:
+    with pytest.raises(ValueError, match="The comment of LEAST needs"):
+        tuning.section("# The least.\n# Measured: no.\n", "LEAST", "1")
