@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 from fp8moe_plugin.checkpoint.config_json import load_config, quantization_config
 from fp8moe_plugin.checkpoint.headers import INDEX_NAME
-from fp8moe_plugin.checkpoint.quantization import WEIGHT_BLOCK
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.checkpoint.untrusted import opened
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.layers.unquantized import quantize_weight
 from fp8moe_plugin.quoting import shown
 from warmup.convert_folder import SOURCE, STAGING, Source, claim, is_made_from, publish, tidy, working_folder, writing
@@ -201,7 +201,7 @@ def _quantization_config(files: list[SourceFile]) -> dict[str, Any]:
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": WEIGHT_BLOCK,
+        "weight_block_size": list(FP8_BLOCK.scales.block),
         "modules_to_not_convert": sorted(tensor.layer for tensor in matrices if not tensor.quantized),
     }
 

@@ -5,10 +5,9 @@ import stat
 import sys
 from pathlib import Path
 
-from fp8moe_plugin.checkpoint.config_json import load_config
 from fp8moe_plugin.checkpoint.model import read_model
-from fp8moe_plugin.checkpoint.quantization import incomplete_text
 from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.checkpoint.unquantized import incomplete_text
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.quoting import shown
 from warmup.hub import download_config
@@ -48,7 +47,7 @@ def read_checkpoint(
         intermediate=experts.intermediate,
         ue8m0=model.ue8m0,
         quantized=model.quantized,
-        remote_code=bool(load_config(folder).get("auto_map")),
+        remote_code=model.remote_code,
     )
     if not model.quantized and report.command != "convert":
         warn(report, NOT_QUANTIZED)

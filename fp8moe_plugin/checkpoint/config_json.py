@@ -4,7 +4,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from pydantic import ValidationError
 
@@ -57,10 +57,17 @@ def quantization_config(folder: Path, config: dict[str, Any]) -> Any:
     return config.get("compression_config") if found is None else found
 
 
-def read_fields(folder: Path) -> dict[str, Any]:
-    """The fields of a checkpoint's config.json that describe its language model, and its `quantization_config`.
+class Description(NamedTuple):
+    """What a checkpoint's config.json says about its language model."""
 
-    And `nested`: whether the language model is a part of another model.
+    fields: dict[str, Any]  # unchecked; `quantization_config` is that of the checkpoint
+    nested: bool  # whether the language model is a part of another model
+    remote_code: bool  # whether the checkpoint comes with code of its own
+    file: str  # its name, for messages
+
+
+def read_description(folder: Path) -> Description:
+    """Read a checkpoint's config.json.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -76,7 +83,8 @@ def read_fields(folder: Path) -> dict[str, Any]:
             f"{EXPERT_COUNTS[-1]}. Serve it without --quantization {NAME}."
         )
     nested = not any(config.get(key) for key in EXPERT_COUNTS)
-    return found | {"quantization_config": quantization_config(folder, config), "nested": nested}
+    fields = found | {"quantization_config": quantization_config(folder, config)}
+    return Description(fields, nested, bool(config.get("auto_map")), what)
 
 
 def language_model(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -89,13 +97,13 @@ def language_model(config: dict[str, Any]) -> dict[str, Any] | None:
     return found if found is None or architectures is None else found | {"architectures": architectures}
 
 
-def parse_config(found: dict[str, Any], what: str) -> Config:
-    """Validate the result of `read_fields`; `what` names the file in messages.
+def parse_config(description: Description) -> Config:
+    """Validate the fields that shapes depend on.
 
     Raises:
         CheckpointError, UnsupportedError: see `refuse`.
     """
-    given = {key: value for key, value in found.items() if value is not None}
+    given = {key: value for key, value in description.fields.items() if value is not None}
     for names in ALIASES:  # one of them may be a default of 0 beside the one that is used
         if any(given.get(name) for name in names):
             given = {key: value for key, value in given.items() if value or key not in names}
@@ -111,7 +119,7 @@ def parse_config(found: dict[str, Any], what: str) -> Config:
             problem = f"{first['loc'][0]} is {shown(first['input'])}: {first['msg']}"
         else:
             problem = f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing"
-        refuse(found.get("model_type"), what, problem)
+        refuse(given.get("model_type"), description.file, problem)
 
 
 def refuse(model_type: object, what: str, problem: str) -> NoReturn:

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 from fp8moe_plugin.checkpoint.config_fields import Config
 from fp8moe_plugin.checkpoint.layer_kinds import LINEAR, attention_kinds, dense_width, experts_width, moe_layers, same
-from fp8moe_plugin.checkpoint.quantization import Unquantized
 from fp8moe_plugin.checkpoint.shapes import Dense, Split
+from fp8moe_plugin.checkpoint.unquantized import DELTA_NET, Unquantized
 
 GATED = ("qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text")  # attention has a gate, unless config.json says otherwise
-DELTA_NET = "linear_attn"
 
 
 def dense_layers(config: Config, unquantized: Unquantized, quantized: bool = True) -> Iterator[Dense]:
@@ -24,9 +23,7 @@ def dense_layers(config: Config, unquantized: Unquantized, quantized: bool = Tru
         kinds += [(layer, plain) for layer in _mlp("mlp", config.hidden_size, dense_width(config))]
     kinds += [(layer, moe) for layer in _shared(config)]
     for layer, where in kinds:
-        # Of an unquantized checkpoint, `layers.unquantized.is_quantized` leaves these in BF16.
-        never = config.quantization_config is None and layer.name.startswith(DELTA_NET)
-        layers = [i for i in where if (never or unquantized.has(i, layer.name)) is not quantized]
+        layers = [i for i in where if unquantized.has(i, layer.name) is not quantized]
         if layers:
             yield replace(layer, layers=len(layers), mtp=sum(i >= config.num_hidden_layers for i in layers))
 

@@ -14,7 +14,7 @@ from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, Limits, is_hub_snapshot, opened, read_json
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.dtypes import DTYPES
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.spec import SCALE_NAMES, WEIGHT, QuantSpec
 from fp8moe_plugin.quoting import shown
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -30,7 +30,7 @@ MAX_NAMED = 3  # missing files named in a message
 
 EXPERT = re.compile(
     r"layers\.(\d{1,6})\.\w{1,64}\.experts\.(\d{1,6})\."
-    r"((?:gate_proj|up_proj|down_proj|w[123])\.weight(?:_scale(?:_inv)?)?)\Z",
+    rf"((?:gate_proj|up_proj|down_proj|w[123])\.(?:{'|'.join((WEIGHT, *SCALE_NAMES))}))\Z",
     re.ASCII,
 )
 
@@ -43,9 +43,7 @@ class Header(NamedTuple):
     spent: Limits
 
 
-def check_shards(
-    folder: Path, experts: Experts, layer: int, quantized: Collection[int], scale: str = "weight_scale_inv"
-) -> None:
+def check_shards(folder: Path, spec: QuantSpec, experts: Experts, layer: int, served: Collection[int]) -> None:
     """Check the safetensors files in `folder` against config.json.
 
     Either all or none of the files in the index must exist, except in a snapshot of huggingface_hub, which may have any
@@ -53,17 +51,17 @@ def check_shards(
     of DeepSeek-V3 would take a second. Without an index, all headers are read.
 
     Args:
-        experts: the experts that config.json describes.
+        spec, experts: what config.json describes.
         layer: the layer to check.
-        quantized: the layers whose experts are FP8.
-        scale: what the names of their scales end with.
+        served: the layers whose experts are not kept unquantized.
 
     Raises:
         CheckpointError: only some of the files exist, or a file is damaged or contains experts of another shape or
             dtype.
     """
     names, holding = _file_names(folder, layer)
-    spent, wanted = Limits(0, 0, 0), _wanted(experts, scale)
+    spent, quantized = Limits(0, 0, 0), () if spec.online else served
+    tables = [_wanted(experts, spec, is_quantized) for is_quantized in (False, True)]
     missing = _missing(folder, names)
     if missing and len(missing) < len(names) and not is_hub_snapshot(folder):
         raise _incomplete(folder, names, missing)
@@ -76,10 +74,10 @@ def check_shards(
             match = EXPERT.search(tensor)
             if match:
                 where, expert, weight = match.groups()
+                wanted = tables[int(where) in quantized]
                 if weight not in wanted:
-                    raise _other_scales(path, tensor, scale)
+                    raise _other_scales(path, tensor, spec.scale)
                 dtypes, shape = wanted[weight]
-                dtypes = dtypes if int(where) in quantized or not weight.endswith(".weight") else DTYPES
                 if entry["shape"] != shape or entry["dtype"] not in dtypes or int(expert) >= experts.experts:
                     raise _contradiction(path, tensor, entry, dtypes, shape, experts)
 
@@ -222,14 +220,15 @@ def _check_offsets(spans: list[tuple[int, int]], data_size: int, what: str) -> N
         raise CheckpointError(f"{what} holds {data_size} bytes of weights, but its header describes {end}. {ADVICE}")
 
 
-def _wanted(experts: Experts, scale: str) -> dict[str, tuple[Collection[str], list[int]]]:
-    """The permitted dtypes and the shape of each weight and scale of an FP8 expert."""
-    n, k = experts.intermediate, experts.hidden
+def _wanted(experts: Experts, spec: QuantSpec, quantized: bool) -> dict[str, tuple[Collection[str], list[int]]]:
+    """The permitted dtypes and the shape of each weight and scale of an expert."""
+    n, k, weights = experts.intermediate, experts.hidden, spec.weights
     found: dict[str, tuple[Collection[str], list[int]]] = {}
     for names, shape in (("gate_proj", "up_proj", "w1", "w3"), [n, k]), (("down_proj", "w2"), [k, n]):
         for name in names:
-            found[f"{name}.weight"] = FP8_BLOCK.weight.accepted, FP8_BLOCK.weight.shape(*shape)
-            found[f"{name}.{scale}"] = FP8_BLOCK.scales.accepted, FP8_BLOCK.scales.shape(*shape)
+            plain = DTYPES, shape
+            found[f"{name}.{WEIGHT}"] = (weights.weight.accepted, weights.weight.shape(*shape)) if quantized else plain
+            found[f"{name}.{spec.scale}"] = weights.scales.accepted, weights.scales.shape(*shape)
     return found
 
 

@@ -1,26 +1,20 @@
 """The shapes of a checkpoint's layers, from its config.json. Invalid input only ever raises this package's errors."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from fp8moe_plugin.checkpoint.config_fields import FAMILIES, Config
-from fp8moe_plugin.checkpoint.config_json import parse_config, read_fields
+from fp8moe_plugin.checkpoint.config_json import parse_config, read_description
 from fp8moe_plugin.checkpoint.dense import cached_elements, dense_layers, indexer_layers
 from fp8moe_plugin.checkpoint.headers import check_shards
 from fp8moe_plugin.checkpoint.layer_kinds import FULL, attention_kinds, experts_width, moe_layers, same
-from fp8moe_plugin.checkpoint.quantization import (
-    BY_SUFFIX,
-    SCALE,
-    Unquantized,
-    block_fp8,
-    incomplete_names,
-    scale_name,
-    unquantized_layers,
-)
 from fp8moe_plugin.checkpoint.refusals import check_experts
 from fp8moe_plugin.checkpoint.shapes import Experts, Indexer, KvCache, Model
+from fp8moe_plugin.checkpoint.unquantized import BY_SUFFIX, Unquantized, incomplete_names
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization
 from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
@@ -38,41 +32,41 @@ def read_model(folder: Path) -> Model:
     if "\0" in str(folder):
         raise CheckpointError(f"{shown(str(folder))} is not a valid folder name. Give the folder of a checkpoint.")
     try:
-        model, layer, served, scale = _read(folder)
-        check_shards(folder, model.experts, layer, served if model.quantized else set(), scale)
+        return _read(folder)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{shown(error.filename)} is missing. Give the folder of a downloaded checkpoint."
         ) from None
     except OSError as error:
         raise CheckpointError(f"{shown(error.filename)} cannot be read: {error.strerror}. Check the folder.") from None
-    return model
 
 
-def _read(folder: Path) -> tuple[Model, int, set[int], str]:
-    """The model, a layer with experts, the layers whose experts are FP8, and what the names of scales end with.
+def _read(folder: Path) -> Model:
+    """Read config.json, then the headers of the weights.
 
     What is not supported is refused before the sizes are read: a model of another kind may have other names for them.
     """
-    fields = read_fields(folder)
-    found = fields["quantization_config"]
-    quantization = block_fp8(found) if isinstance(found, dict) else None
-    names = unquantized_layers(quantization) if quantization else None
-    check_experts(fields, names or ())
-    config = parse_config(fields, shown(str(folder / "config.json")))
+    description = read_description(folder)
+    quantization = description.fields["quantization_config"]
+    spec = parse_quantization(quantization) if isinstance(quantization, dict) else ONLINE
+    check_experts(description.fields, spec.unquantized)
+    config = parse_config(description)
     suffixes = config.model_type in BY_SUFFIX
-    unquantized = Unquantized(names, suffixes, fields["nested"])
+    unquantized = Unquantized(spec.unquantized, suffixes, description.nested, spec.online)
     moe = moe_layers(config)
-    served = {layer for layer in moe if not unquantized.has(layer, "mlp.experts")}
+    served = [layer for layer in moe if not unquantized.has(layer, "mlp.experts")]
     if served:
-        check_experts(fields)
+        check_experts(description.fields)
     model = replace(
-        _model(config, quantization, unquantized, served), incomplete_names=() if suffixes else incomplete_names(names)
+        _model(config, spec, unquantized, served),
+        incomplete_names=() if suffixes else incomplete_names(spec.unquantized),
+        remote_code=description.remote_code,
     )
-    return model, min(served or moe), served, scale_name(found) if found else SCALE
+    check_shards(folder, spec, model.experts, min(served or moe), served)
+    return model
 
 
-def _model(config: Config, quantization: dict | None, unquantized: Unquantized, served: set[int]) -> Model:
+def _model(config: Config, spec: QuantSpec, unquantized: Unquantized, served: Sequence[int]) -> Model:
     moe, dense = moe_layers(config), tuple(dense_layers(config, unquantized))
     if not moe or not (served or dense):
         reason = "has no layer with experts" if not moe else "keeps all its layers unquantized"
@@ -95,8 +89,9 @@ def _model(config: Config, quantization: dict | None, unquantized: Unquantized, 
         heads=config.num_attention_heads,
         kv_heads=config.kv_heads,
         vocab=config.vocab_size,
-        ue8m0=quantization is not None and quantization.get("scale_fmt") == "ue8m0",
-        quantized=quantization is not None,
+        ue8m0=spec.ue8m0,
+        quantized=not spec.online,
+        weights=spec.weights,
         indexer=_indexer(config),
         cache=_cache(config),
         plain=tuple(dense_layers(config, unquantized, quantized=False)),

@@ -6,8 +6,8 @@ from enum import StrEnum
 
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.formats.fp8_block import GROUP, N_MULTIPLE
-from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP, N_MULTIPLE
+from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 
 MAX_LOCAL_EXPERTS = 1024  # on one rank: the routing kernel uses one thread per expert
 # Architectures that vLLM serves with `DeepseekV2MLP` as their shared expert.
@@ -85,6 +85,7 @@ class Model:
     ue8m0: bool  # whether activation scales are powers of two
     quantized: bool  # false if the checkpoint is not FP8 and is quantized while it is loaded
     indexer: Indexer | None = None
+    weights: WeightFormat = FP8_BLOCK  # of the quantized layers
     # What memory depends on, but no kernel and no split.
     cache: KvCache | None = field(default=None, compare=False)
     plain: tuple[Dense, ...] = field(default=(), compare=False)  # dense layers that the checkpoint keeps unquantized
@@ -93,6 +94,7 @@ class Model:
     context: int | None = field(default=None, compare=False)  # the most tokens of a sequence
     unknown_family: str | None = field(default=None, compare=False)  # its model type, quoted, if it is not known
     incomplete_names: tuple[str, ...] = field(default=(), compare=False)  # of layers to keep unquantized
+    remote_code: bool = field(default=False, compare=False)  # whether the checkpoint comes with code of its own
 
 
 @dataclass(frozen=True)

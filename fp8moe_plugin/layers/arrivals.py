@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from fp8moe_plugin.checkpoint import compressed
-from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.formats.spec import SCALE_NAMES
 
 WEIGHT, SCALES = "weight", "scales"
 
@@ -55,7 +54,7 @@ def check_scale_name(name: str, scale: str | None) -> None:
         name: of a tensor of the checkpoint.
         scale: what the names of scales end with; None for an unquantized checkpoint, which has none.
     """
-    if not name.endswith((f".{SCALE}", f".{compressed.SCALE}")) or (scale and name.endswith(f".{scale}")):
+    if not name.endswith(tuple(f".{known}" for known in SCALE_NAMES)) or (scale and name.endswith(f".{scale}")):
         return
     wanted = f"names scales {scale}" if scale else "is unquantized and has no scales"
     raise CheckpointError(

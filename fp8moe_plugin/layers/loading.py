@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.dtypes import DTYPES
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.spec import SCALE
 from fp8moe_plugin.layers.weights import check_scale_values
 from fp8moe_plugin.ops.checks import FP8
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fp8moe_plugin.checkpoint.patterns import PATTERN, matches
-from fp8moe_plugin.checkpoint.quantization import FUSED, LAYER_NAME, incomplete_names, incomplete_text
 from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.checkpoint.unquantized import FUSED, LAYER_NAME, incomplete_names, incomplete_text
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.formats.patterns import PATTERN, matches
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 
 # Published block-FP8 checkpoints quantize the projections of attention, MLPs and experts, listed here by the last part
@@ -56,7 +56,7 @@ def matches_pattern(layer: str, names: Sequence[str], fused: Mapping[str, Sequen
     return all(found)
 
 
-def announce_incomplete_names(names: list[str] | None) -> None:
+def announce_incomplete_names(names: Sequence[str]) -> None:
     """Warn of entries in a checkpoint's list of unquantized layers that have no effect, before weights are read."""
     if found := incomplete_names(names):
         logger.warning("fp8moe: %s", incomplete_text(found))

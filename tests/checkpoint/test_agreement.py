@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fp8moe_plugin.checkpoint.model import read_model
-from fp8moe_plugin.checkpoint.quantization import check_quantization
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.formats.spec import parse_quantization
 from tests.helpers import environment
 
 pytest.importorskip("vllm")
@@ -130,4 +130,4 @@ def test_a_damaged_file_of_modelopt_is_named(tmp_path: Path) -> None:
 
 def test_a_method_that_is_no_text_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="quant_method is 8"):
-        check_quantization(FP8 | {"quant_method": 8})
+        parse_quantization(FP8 | {"quant_method": 8})

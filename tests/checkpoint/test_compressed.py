@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fp8moe_plugin.checkpoint import patterns
 from fp8moe_plugin.checkpoint.model import read_model
-from fp8moe_plugin.checkpoint.quantization import block_fp8
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats import patterns
+from fp8moe_plugin.formats.spec import parse_quantization
 
 pytest.importorskip("compressed_tensors", reason="needs compressed-tensors (comes with vLLM)")
 
@@ -59,7 +59,7 @@ def test_layers_that_a_pattern_ignores_are_unquantized(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", sorted(set(PRESET_SCHEMES) - {"FP8_BLOCK"}))
 def test_every_other_scheme_is_refused_by_what_differs(preset: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        block_fp8(description(preset))
+        parse_quantization(description(preset))
     message = str(caught.value)
     assert "of compressed-tensors, only FP8 with 128x128 blocks and dynamic activations is supported" in message
     assert "config_groups.group_0." in message
@@ -87,7 +87,7 @@ def test_a_field_that_differs_is_named(path: tuple[str | int, ...], value: Any) 
         part = part[key]
     part[path[-1]] = value
     with pytest.raises(UnsupportedError) as caught:
-        block_fp8(config)
+        parse_quantization(config)
     assert ".".join(map(str, path[:-1] if path[0] == "ignore" else path)) in str(caught.value)
 
 
@@ -95,7 +95,7 @@ def test_two_groups_are_refused() -> None:
     config = description()
     config["config_groups"]["group_1"] = config["config_groups"]["group_0"]
     with pytest.raises(UnsupportedError, match="'config_groups' of the checkpoint's quantization_config"):
-        block_fp8(config)
+        parse_quantization(config)
 
 
 @pytest.mark.parametrize(

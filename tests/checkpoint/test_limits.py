@@ -13,7 +13,7 @@ import pytest
 from fp8moe_plugin.checkpoint.config_fields import MAX_LAYERS
 from fp8moe_plugin.checkpoint.config_json import LIMITS as CONFIG
 from fp8moe_plugin.checkpoint.headers import HEADER, INDEX, INDEX_NAME
-from fp8moe_plugin.checkpoint.patterns import MAX_PATTERNS
+from fp8moe_plugin.formats.patterns import MAX_PATTERNS
 
 V3 = json.loads((Path(__file__).parent / "configs" / "DeepSeek-V3.json").read_text())
 SHARD = "model.safetensors"

@@ -15,8 +15,8 @@ import pytest
 from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
 from fp8moe_plugin.checkpoint.headers import HEADER, INDEX_NAME, MAX_SHARDS, weight_files
 from fp8moe_plugin.checkpoint.model import read_model
-from fp8moe_plugin.checkpoint.quantization import Unquantized
 from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Indexer, Model, Split
+from fp8moe_plugin.checkpoint.unquantized import Unquantized
 from fp8moe_plugin.checkpoint.untrusted import opened
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.plan import linear_kernels, model_kernels

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from fp8moe_plugin.checkpoint.model import read_model
-from fp8moe_plugin.checkpoint.quantization import incomplete_names
 from fp8moe_plugin.checkpoint.shapes import Experts, Parallel
+from fp8moe_plugin.checkpoint.unquantized import incomplete_names
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from tests.checkpoint.test_model import QWEN, describe
 from tests.engine.load import LIMITS, join_ranks
@@ -154,7 +154,7 @@ def test_short_names_of_ling_keep_layers_unquantized(tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_published_lists_of_unquantized_layers_have_full_names(name):
     quantization = json.loads((CONFIGS / f"{name}.json").read_text()).get("quantization_config") or {}
-    assert incomplete_names(quantization.get("modules_to_not_convert") or quantization.get("ignore")) == ()
+    assert incomplete_names(quantization.get("modules_to_not_convert") or quantization.get("ignore") or ()) == ()
 
 
 def test_every_model_has_an_outcome():

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from fp8moe_plugin.checkpoint import patterns
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats import patterns
 from tests.checkpoint.test_model import QWEN, describe, without
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

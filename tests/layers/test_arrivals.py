@@ -1,8 +1,7 @@
 import pytest
 
-from fp8moe_plugin.checkpoint import compressed
-from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.formats.spec import COMPRESSED_SCALE, SCALE
 from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT, Arrivals, check_scale_name
 
 
@@ -29,11 +28,11 @@ def test_one_without_the_other_is_refused_once(kind, missing):
 
 @pytest.mark.parametrize(
     ("scale", "accepted"),
-    [(SCALE, {SCALE}), (compressed.SCALE, {compressed.SCALE}), (None, set())],
+    [(SCALE, {SCALE}), (COMPRESSED_SCALE, {COMPRESSED_SCALE}), (None, set())],
 )
 def test_scales_have_the_name_that_the_format_gives_them(scale, accepted):
     for name in ("weight", "bias", "input_scale", "self_attn.k_scale", *accepted):
         check_scale_name(f"model.layers.0.o_proj.{name}", scale)
-    for name in {SCALE, compressed.SCALE} - accepted:
+    for name in {SCALE, COMPRESSED_SCALE} - accepted:
         with pytest.raises(CheckpointError, match=f"layers.0.o_proj.{name} is unexpected.*{scale or 'no scales'}"):
             check_scale_name(f"layers.0.o_proj.{name}", scale)

@@ -14,16 +14,10 @@ from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils import is_cpu, is_cuda
 
-from fp8moe_plugin.checkpoint.quantization import (
-    FUSED,
-    SCALE,
-    WEIGHT_BLOCK,
-    block_fp8,
-    scale_name,
-    unquantized_layers,
-)
 from fp8moe_plugin.checkpoint.shapes import Parallel
+from fp8moe_plugin.checkpoint.unquantized import FUSED
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers.machine import check_machine
 from fp8moe_plugin.layers.sglang import compat
@@ -36,15 +30,15 @@ from fp8moe_plugin.quoting import shell_word
 from fp8moe_plugin.settings import BATCH_INVARIANT, NAME, batch_invariant
 
 PARTS = FUSED | {"fused_qkv_a_proj_with_mqa": FUSED["fused_qkv_a_proj"]}  # of fused layers, by SGLang's names
-BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": WEIGHT_BLOCK}
 
 
 class Fp8MoeConfig(Traits, Fp8Config):
-    """The quantization config of a checkpoint in block FP8, or quantized to it while it is loaded (`online`).
+    """The quantization config of a checkpoint in block FP8, or quantized to it while it is loaded.
 
     It is an `Fp8Config`, because SGLang checks for that class in several places.
     """
 
+    spec: QuantSpec
     ue8m0: bool
     online: bool
     loads: Loads
@@ -56,9 +50,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         Raises:
             UnsupportedError: the checkpoint, this machine or an option of the command line is not supported.
         """
-        found = block_fp8(config) | {"quant_method": "fp8"}  # SGLang does not ignore the case
-        unquantized_layers(found)  # raises unless it is a list of names and short patterns
-        return cls._checked(found, online=False, scale=scale_name(config))
+        return cls._checked(parse_quantization(config), config)
 
     @classmethod
     def for_unquantized(cls) -> "Fp8MoeConfig":
@@ -67,18 +59,23 @@ class Fp8MoeConfig(Traits, Fp8Config):
         Raises:
             UnsupportedError: this machine or an option of the command line is not supported.
         """
-        return cls._checked(BLOCK_FP8, online=True)
+        return cls._checked(ONLINE, {})
 
     @classmethod
-    def _checked(cls, config: dict[str, Any], online: bool, scale: str = SCALE) -> "Fp8MoeConfig":
+    def _checked(cls, spec: QuantSpec, config: dict[str, Any]) -> "Fp8MoeConfig":
         check_platform()
         check_options()
         compat.allow_uneven_shares()
         compat.follow_loads()
-        made: Fp8MoeConfig = super().from_config(config)
-        made.ue8m0 = config.get("scale_fmt") == "ue8m0"
-        made.online = online
-        made.loads = Loads(None if online else scale)
+        parsed = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(spec.weights.scales.block),
+            "ignored_layers": list(spec.unquantized),
+        }
+        made: Fp8MoeConfig = super().from_config(config | parsed)
+        made.spec, made.ue8m0, made.online = spec, spec.ue8m0, spec.online
+        made.loads = Loads(None if spec.online else spec.scale)
         return made
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:

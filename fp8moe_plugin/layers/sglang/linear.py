@@ -9,8 +9,8 @@ from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
 from sglang.srt.layers.parameter import BlockQuantScaleParameter, ModelWeightParameter
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
-from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.formats.spec import SCALE
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks

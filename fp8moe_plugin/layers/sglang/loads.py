@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fp8moe_plugin.checkpoint import compressed
 from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
+from fp8moe_plugin.formats.spec import COMPRESSED_SCALE
 from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT, Arrivals, check_scale_name
 from fp8moe_plugin.layers.loading import check_loaded, check_tensor, holds_nan
 from fp8moe_plugin.layers.weights import check_scale_values
@@ -147,7 +147,7 @@ class Loads:
             elif other:
                 alone.add(name)
             # Parameters have one name for scales, that of `quant_method: fp8`, by which SGLang reads them, too.
-            yield f"{name}_inv" if name.endswith(f".{compressed.SCALE}") else name, tensor
+            yield f"{name}_inv" if name.endswith(f".{COMPRESSED_SCALE}") else name, tensor
             self.written = True  # the model is done with this tensor
 
     def check_direct(self, model: torch.nn.Module, tensors: Tensors) -> None:

@@ -11,9 +11,9 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import current_platform
 
 from fp8moe_plugin.checkpoint.config_json import language_model
-from fp8moe_plugin.checkpoint.quantization import SCALE, WEIGHT_BLOCK, block_fp8, scale_name, unquantized_layers
 from fp8moe_plugin.checkpoint.refusals import check_experts
 from fp8moe_plugin.checkpoint.shapes import Parallel
+from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.machine import check_machine
@@ -36,22 +36,20 @@ from fp8moe_plugin.quoting import shell_word
 
 
 class Fp8MoeConfig(Traits, Fp8Config):
-    """The quantization config of a checkpoint in block FP8, or quantized to it while it is loaded (`online`).
+    """The quantization config of a checkpoint in block FP8, or quantized to it while it is loaded.
 
     It is an `Fp8Config`, because vLLM checks for that class in several places.
     """
 
-    def __init__(self, ignored_layers: list[str] | None, ue8m0: bool, online: bool = False, scale: str = SCALE) -> None:
+    def __init__(self, spec: QuantSpec) -> None:
         super().__init__(
             is_checkpoint_fp8_serialized=True,
             activation_scheme="dynamic",
-            ignored_layers=ignored_layers,
-            weight_block_size=list(WEIGHT_BLOCK),
+            ignored_layers=list(spec.unquantized),  # vLLM later maps the names to its own
+            weight_block_size=list(spec.weights.scales.block),
         )
-        self.ue8m0 = ue8m0
-        self.online = online
-        self.scale = scale  # what the names of scales end with
-        self.model = ModelState(None if online else scale)
+        self.spec, self.ue8m0, self.online = spec, spec.ue8m0, spec.online
+        self.model = ModelState(None if spec.online else spec.scale)
         self.dense_layers = DenseLayers()
         self.watches_worker = False
         self.knows_indexer = False
@@ -64,11 +62,10 @@ class Fp8MoeConfig(Traits, Fp8Config):
         Raises:
             UnsupportedError: the checkpoint or this machine is not supported.
         """
-        found = block_fp8(config)
+        spec = parse_quantization(config)
         check_platform()
-        names = unquantized_layers(found)
-        announce_incomplete_names(names)
-        return cls(names, ue8m0=found.get("scale_fmt") == "ue8m0", scale=scale_name(config))
+        announce_incomplete_names(spec.unquantized)
+        return cls(spec)
 
     @classmethod
     def for_unquantized(cls) -> "Fp8MoeConfig":
@@ -78,7 +75,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
             UnsupportedError: this machine is not supported.
         """
         check_platform()
-        return cls(None, ue8m0=False, online=True)
+        return cls(ONLINE)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, *_: Any, **__: Any) -> None:
         """vLLM calls this with the model's config, before it makes a layer.
@@ -128,10 +125,10 @@ class Fp8MoeConfig(Traits, Fp8Config):
         if linear:
             self.dense_layers.note(prefix, layer)
             dense = OnlineLinearMethod if self.online else Fp8MoeLinearMethod
-            return dense(self.ue8m0, prefix, warmup_command(), self.model, self.scale)
+            return dense(self.spec, prefix, warmup_command(), self.model)
         experts = OnlineMoeMethod if self.online else Fp8MoeMethod
         shared = self.dense_layers.take(prefix)
-        return experts(layer.moe_config, self.ue8m0, prefix, warmup_command(), self.model, shared, self.scale)
+        return experts(layer.moe_config, self.spec, prefix, warmup_command(), self.model, shared)
 
     def _is_skipped(self, prefix: str) -> bool:
         if self.online:

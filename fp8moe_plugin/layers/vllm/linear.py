@@ -11,8 +11,8 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 )
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
-from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import prepare_kernels, target_of_layer
@@ -26,15 +26,15 @@ from fp8moe_plugin.plan import linear_kernels
 
 @register_weight_loader_v2_supported_method
 class Fp8MoeLinearMethod(LinearMethodBase):
-    """Keeps the checkpoint's layout: `weight` e4m3 `[N, K]`, and float32 scales named `scale`, one per block."""
+    """Keeps the checkpoint's layout: `weight` e4m3 `[N, K]`, and float32 scales, one per block."""
 
     online = False
 
-    def __init__(self, ue8m0: bool, prefix: str, warmup: str, model: ModelState, scale: str = SCALE) -> None:
-        self.ue8m0 = ue8m0
+    def __init__(self, spec: QuantSpec, prefix: str, warmup: str, model: ModelState) -> None:
+        self.ue8m0 = spec.ue8m0
         self.prefix = prefix
         self.warmup = warmup
-        self.scale = scale
+        self.scale = spec.scale
         self.loading = LayerLoading(prefix, model, self.online)
 
     def create_weights(

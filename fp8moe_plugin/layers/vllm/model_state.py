@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
+from fp8moe_plugin.formats.spec import SCALE
 from fp8moe_plugin.layers.arrivals import Arrivals, check_scale_name
 from fp8moe_plugin.layers.vllm import compat
 

@@ -13,9 +13,9 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPr
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 from vllm.model_executor.utils import set_weight_attrs
 
-from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.checkpoint.shapes import GROUP, experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels, target_of_layer
 from fp8moe_plugin.layers.loading import check_expert_shape, expert_tensors
@@ -36,20 +36,19 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     def __init__(
         self,
         moe: Any,
-        ue8m0: bool,
+        spec: QuantSpec,
         prefix: str,
         warmup: str,
         model: ModelState,
         shared: Mlp | None = None,
-        scale: str = SCALE,
     ) -> None:
         super().__init__(moe)
         self.prefix = prefix
         self.warmup = warmup
-        self.scale = scale
+        self.scale = spec.scale
         self.loading = LayerLoading(prefix, model, self.online)
         self.batched = moe.moe_parallel_config.use_batched_activation_format
-        self.experts_cls = experts_class(self.batched, ue8m0)
+        self.experts_cls = experts_class(self.batched, spec.ue8m0)
         self.local_experts: StandardExperts | None = None  # called directly if no tokens go to other ranks
         self.stand_in: StandIn | None = None  # chooses the experts in the place of vLLM's router
         self.shared_mlp = shared

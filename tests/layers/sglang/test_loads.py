@@ -9,9 +9,8 @@ pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 
 from sglang.srt.layers.linear import ReplicatedLinear
 
-from fp8moe_plugin.checkpoint import compressed
-from fp8moe_plugin.checkpoint.quantization import SCALE
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.formats.spec import COMPRESSED_SCALE, SCALE
 from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang.loads import Loads
 from fp8moe_plugin.layers.sglang.moe import PARAMETERS
@@ -59,7 +58,7 @@ class Model(torch.nn.Module):
         self.named = list(weights)
 
 
-@pytest.mark.parametrize("scale", [SCALE, compressed.SCALE])
+@pytest.mark.parametrize("scale", [SCALE, COMPRESSED_SCALE])
 def test_scales_of_each_format_reach_the_model_by_that_name(scale):
     model = Model()
     Loads(scale).follow(model)

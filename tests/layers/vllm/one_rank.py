@@ -10,6 +10,8 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.spec import ONLINE, QuantSpec
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.model_state import ModelState
@@ -17,6 +19,8 @@ from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.layers.vllm.shared_expert import Mlp
 from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint
+
+FP8 = QuantSpec(FP8_BLOCK)
 
 
 class Layer(RoutedExperts):
@@ -50,7 +54,7 @@ class Layer(RoutedExperts):
             in_dtype=torch.bfloat16,
         )
         self.quant_method = (OnlineMoeMethod if online else Fp8MoeMethod)(
-            self.moe_config, False, "L", "warmup", ModelState(), shared
+            self.moe_config, ONLINE if online else FP8, "L", "warmup", ModelState(), shared
         )
         part = self.moe_config.intermediate_size_per_partition
         sizes = self.quant_method.maybe_roundup_sizes(HIDDEN, part, torch.bfloat16, config)
@@ -86,7 +90,7 @@ class Quantized(Fp8MoeConfig):
     """A checkpoint's configuration, for layers outside of a model."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Fp8MoeLinearMethod:
-        return (OnlineLinearMethod if self.online else Fp8MoeLinearMethod)(self.ue8m0, prefix, "warmup", self.model)
+        return (OnlineLinearMethod if self.online else Fp8MoeLinearMethod)(self.spec, prefix, "warmup", self.model)
 
 
 @functools.cache  # creating one takes longer than everything else
@@ -96,7 +100,7 @@ def default_config() -> VllmConfig:
 
 def make_mlp(intermediate: int, online: bool = False, prefix: str = "mlp", **options: object) -> Mlp:
     """`gate_up_proj` and `down_proj` on the rank that the fixture `on_rank` has set; options are those of down_proj."""
-    quantized = {"quant_config": Quantized(None, ue8m0=False, online=online), "bias": False}
+    quantized = {"quant_config": Quantized(ONLINE if online else FP8), "bias": False}
     sizes = [intermediate, intermediate]
     with set_current_vllm_config(default_config()):
         gate_up = linear.MergedColumnParallelLinear(HIDDEN, sizes, prefix=f"{prefix}.gate_up_proj", **quantized)

@@ -16,6 +16,8 @@ from vllm.distributed import destroy_distributed_environment, destroy_model_para
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE
 
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.layers.loading import expert_tensors
 from fp8moe_plugin.layers.vllm import config as config_module
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
@@ -69,7 +71,7 @@ class Block:
         torch.set_default_dtype(torch.bfloat16)
         try:
             with set_current_vllm_config(self.config):
-                quantized = Fp8MoeConfig(None, ue8m0=False)
+                quantized = Fp8MoeConfig(QuantSpec(FP8_BLOCK))
                 parallel = self.config.parallel_config
                 self.module = DeepseekV2MoE(model, parallel, quant_config=quantized, prefix=PREFIX, **options)
                 self.mlp = Mlp(self.module.shared_experts.gate_up_proj, self.module.shared_experts.down_proj)

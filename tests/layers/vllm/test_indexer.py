@@ -16,6 +16,8 @@ from vllm.utils import deep_gemm
 from vllm.v1.attention.backends.mla import indexer as metadata_builder
 
 from fp8moe_plugin import ops
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.layers import kernels
 from fp8moe_plugin.layers.vllm import config as seam
 from fp8moe_plugin.layers.vllm.indexer import serve_indexer
@@ -196,7 +198,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def test_the_first_layer_of_a_model_finds_its_indexer_served(on_hopper: list[Any]) -> None:
-    config = seam.Fp8MoeConfig(["model.layers.0.x"], ue8m0=False)
+    config = seam.Fp8MoeConfig(QuantSpec(FP8_BLOCK, unquantized=("model.layers.0.x",)))
     for _ in range(2):
         config.get_quant_method(object.__new__(ReplicatedLinear), "model.layers.0.x")
     assert on_hopper == [(V32, torch.device("cuda", 3), "the command")]
@@ -204,6 +206,6 @@ def test_the_first_layer_of_a_model_finds_its_indexer_served(on_hopper: list[Any
 
 def test_on_a_cpu_vllm_keeps_its_own_kernels(on_hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seam, "current_platform", SimpleNamespace(is_cuda=lambda: False))
-    config = seam.Fp8MoeConfig(["model.layers.0.x"], ue8m0=False)
+    config = seam.Fp8MoeConfig(QuantSpec(FP8_BLOCK, unquantized=("model.layers.0.x",)))
     config.get_quant_method(object.__new__(ReplicatedLinear), "model.layers.0.x")
     assert on_hopper == []

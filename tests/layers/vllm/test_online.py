@@ -13,6 +13,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.formats.spec import ONLINE
 from fp8moe_plugin.layers.vllm import config, online
 from fp8moe_plugin.layers.vllm.loading import LayerLoading
 from fp8moe_plugin.layers.vllm.model_state import ModelState
@@ -120,7 +121,7 @@ def test_vllm_can_tell_the_arguments_and_whose_method_a_loader_is():
 
 def test_experts_that_are_not_quantized_cost_one_line(plugin_log):
     config.announce_unquantized.cache_clear()
-    online_config, experts = config.Fp8MoeConfig(None, ue8m0=False, online=True), one_rank.Layer(256, 1, 0)
+    online_config, experts = config.Fp8MoeConfig(ONLINE), one_rank.Layer(256, 1, 0)
     with set_current_vllm_config(VllmConfig()):
         for layer in range(2):
             method = online_config.get_quant_method(experts, f"mtp.layers.{layer}.mlp.experts")

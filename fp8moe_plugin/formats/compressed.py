@@ -1,20 +1,19 @@
 """Checkpoints of compressed-tensors in block FP8, as llm-compressor writes them: the scheme FP8_BLOCK.
 
-Their `quantization_config` is brought into the form of `quant_method: fp8`. Names are those of the library
-compressed-tensors; its classes describe many more schemes, which are refused by what differs.
+Names are those of the library compressed-tensors; its classes describe many more schemes, which are refused by what
+differs.
 """
 
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fp8moe_plugin.checkpoint.patterns import check_patterns
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.patterns import check_patterns
 from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
 METHOD = "compressed-tensors"
-SCALE = "weight_scale"  # in the names of tensors, where `quant_method: fp8` has weight_scale_inv
 WITHOUT = ("kv_cache_scheme", "sparsity_config", "transform_config")  # must be absent or empty
 
 
@@ -66,11 +65,11 @@ def is_compressed(config: dict[str, Any]) -> bool:
     return config.get("quant_method") == METHOD
 
 
-def as_fp8(config: dict[str, Any]) -> dict[str, Any]:
-    """The same scheme in the form of `quant_method: fp8`; the ignored layers may contain patterns.
+def ignored_layers(config: dict[str, Any]) -> tuple[str, ...]:
+    """The layers that a checkpoint in block FP8 keeps unquantized: names and patterns.
 
     Raises:
-        UnsupportedError: it is another scheme; the message names the field that differs.
+        UnsupportedError: it has another scheme; the message names the field that differs.
     """
     try:
         found = _Config.model_validate(config)
@@ -80,14 +79,8 @@ def as_fp8(config: dict[str, Any]) -> dict[str, Any]:
     for field in WITHOUT:
         if config.get(field):
             raise _refusal(field, config[field], "Input should be absent")
-    ignored = found.ignore or []
-    check_patterns(ignored, "ignore")
-    return {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "ignored_layers": ignored,
-    }
+    check_patterns(found.ignore or (), "ignore")
+    return tuple(found.ignore or ())
 
 
 def _refusal(field: str, value: object, why: str) -> UnsupportedError:

@@ -1,0 +1,104 @@
+"""How a checkpoint is quantized: its `quantization_config`, parsed once into a `QuantSpec`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats import compressed
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.patterns import check_patterns
+from fp8moe_plugin.formats.weight_format import WeightFormat
+from fp8moe_plugin.quoting import shown
+from fp8moe_plugin.settings import NAME
+
+FORMATS = (FP8_BLOCK,)
+WEIGHT = "weight"  # what the names of weights end with
+SCALE_NAMES = tuple(name for known in FORMATS for name in known.scale_names)
+SCALE, COMPRESSED_SCALE = FP8_BLOCK.scale_names
+METHODS = ("fp8", "deepseek_v4_fp8")  # the second is what vLLM makes of the first for DeepSeek-V4
+WEIGHT_BLOCK = list(FP8_BLOCK.scales.block)
+E4M3 = ("e4m3", "float8_e4m3fn")
+STORED = ("store_dtype", "routed_experts_quant_method")  # must be absent
+QUANT_ALGOS = ("moe_quant_algo", "quant_algo")  # where ModelOpt names its formats
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How the weights of a model are quantized, in its checkpoint or, if `online`, while they are loaded."""
+
+    weights: WeightFormat
+    ue8m0: bool = False  # whether activation scales are powers of two
+    scale: str = SCALE  # what the names of scales end with
+    unquantized: tuple[str, ...] = ()  # the layers that the checkpoint lists as unquantized: names and patterns
+    online: bool = False
+
+
+ONLINE = QuantSpec(FP8_BLOCK, online=True)
+
+
+def parse_quantization(config: dict[str, Any]) -> QuantSpec:
+    """Parse a `quantization_config`.
+
+    Raises:
+        UnsupportedError: it does not describe dynamic block FP8 with 128x128 blocks, or its list of unquantized layers
+            is not valid.
+    """
+    if compressed.is_compressed(config):
+        return QuantSpec(FP8_BLOCK, scale=COMPRESSED_SCALE, unquantized=compressed.ignored_layers(config))
+    _refuse_modelopt(config)
+    _check_scheme(config)
+    names = _names(config, "ignored_layers") or _names(config, "modules_to_not_convert")
+    return QuantSpec(FP8_BLOCK, ue8m0=config.get("scale_fmt") == "ue8m0", unquantized=names)
+
+
+def _refuse_modelopt(config: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` for a checkpoint of NVIDIA's ModelOpt, and for one with experts in its FP4."""
+    inner, method = config.get("quantization"), config.get("quant_method")
+    parts = [config, *([inner] if isinstance(inner, dict) else [])]
+    found = next((part[key] for key in QUANT_ALGOS for part in parts if part.get(key)), None)
+    named = isinstance(method, str) and method.lower().startswith("modelopt")
+    other = found and not str(found).upper().startswith("FP8")
+    if named or other or (found and method is None):
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint was quantized by ModelOpt to {shown(found)} (quant_method "
+            f"{shown(method)}), but only block FP8 is supported. Remove --quantization to let the engine choose the "
+            "method."
+        )
+
+
+def _check_scheme(config: dict[str, Any]) -> None:
+    method, block = config.get("quant_method"), config.get("weight_block_size")
+    if not isinstance(method, str) or method.lower() not in METHODS:  # vLLM ignores the case, too
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint's quant_method is {shown(method)}, but only 'fp8' is supported, "
+            f"and {compressed.METHOD!r} in block FP8. Remove --quantization to let the engine choose the method."
+        )
+    scheme = config.get("activation_scheme")
+    if scheme != "dynamic":
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint's activation_scheme is {shown(scheme)}, but the kernels "
+            "need 'dynamic': activation scales are computed at run time. Use --quantization fp8 for this checkpoint."
+        )
+    if not isinstance(block, list | tuple) or list(block) != WEIGHT_BLOCK:
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint's weight_block_size is {shown(block)}, but the kernels need one "
+            f"scale per {'x'.join(map(str, WEIGHT_BLOCK))} block. Use --quantization fp8 for this checkpoint."
+        )
+    others = [config[key] for key in STORED if config.get(key) is not None]
+    if others or str(config.get("fmt") or E4M3[0]).lower() not in E4M3:
+        stored = shown(others[0] if others else config.get("fmt")).strip("'")
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint stores its weights as {stored}, but the kernels need e4m3. "
+            "Remove --quantization to let the engine choose the method."
+        )
+
+
+def _names(config: dict[str, Any], key: str) -> tuple[str, ...]:
+    names = config.get(key)
+    if names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        check_patterns(names or (), key)
+        return tuple(names or ())
+    raise UnsupportedError(
+        f"--quantization {NAME}: the checkpoint's {key} is {shown(names)}, but must be a list of layer names. "
+        "Correct quantization_config in its config.json."
+    )
