@@ -16,6 +16,7 @@ FLUSH_BYTES = 2**28  # several times the L2 of a Hopper GPU
 FLUSH_KERNEL = "bitwise_not"  # in the name of the kernel that flushes L2, and thus marks where a call begins
 PAUSE_S = 0.25  # before a burst, so that what ran before does not leave the GPU at its power limit
 SUSTAINED_US = 0.4e6
+REPLAYS = 25  # of each graph that takes turns
 
 
 def calc_diff(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -101,6 +102,20 @@ def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
         for call in calls:
             call()
     return graph
+
+
+def replay_us(graphs: Mapping[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
+    """Median microseconds of a replay of each graph, replayed in turns."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(REPLAYS):
+        for name, graph in graphs.items():
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) * 1e3)
+    return {name: median(values) for name, values in times.items()}
 
 
 def time_calls(call: Call) -> tuple[float, float]:

@@ -2,10 +2,9 @@
 
     python -m benchmarks.layer.batch_invariance --out benchmarks/results/batch_invariance-<date>.json
 
-`us` is the default mode, `invariant_us` VLLM_BATCH_INVARIANT=1, `cost` the second over the first. MoE layers are
-routed uniformly; dense layers are `fp8_linear` with weights of DeepSeek-V3. A time is the median of
-CUDA-graph replays after a pause. `same_bits`: both modes give the same result; false where the default divides K or
-takes the small-batch kernels.
+`us` is the default mode, `invariant_us` VLLM_BATCH_INVARIANT=1, `cost` the second over the first. MoE layers are routed
+uniformly; dense layers are `fp8_linear` with weights of DeepSeek-V3. A time is the median of CUDA-graph replays in
+turns. `same_bits`: both modes give the same result; false where the default divides K or takes the small-batch kernels.
 """
 
 import argparse
@@ -19,11 +18,11 @@ import torch
 from benchmarks.layer import dense_gemm
 from benchmarks.layer.before_after import LAYERS
 from benchmarks.report import write_report
-from fp8moe_plugin.bench.layer import make_case, random_weights, time_calls
+from fp8moe_plugin.bench.layer import make_case, random_weights
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.ops import fp8_linear, fused_moe
 from fp8moe_plugin.ops.operands import ExpertWeights
-from fp8moe_plugin.testing import invariance
+from fp8moe_plugin.testing import captured, invariance, replay_us
 
 TOKENS = (1, 2, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
 DENSE_TOKENS = (1, 64, 256, 1024, 4096)
@@ -45,11 +44,12 @@ def dense_calls(copies: list[tuple[torch.Tensor, torch.Tensor]], tokens: int) ->
 
 
 def measure(name: str, tokens: int, calls: list[Call]) -> dict[str, Any]:
-    times, results = {}, []
+    graphs, results = {}, []
     for wanted, key in ((False, "us"), (True, "invariant_us")):
         with invariance(wanted):
-            times[key] = round(time_calls(calls), 2)
+            graphs[key] = captured(calls)
             results.append(calls[0]())
+    times = {key: round(us / len(calls), 2) for key, us in replay_us(graphs).items()}
     cost = round(times["invariant_us"] / times["us"], 3)
     row = {"layer": name, "tokens": tokens} | times | {"cost": cost, "same_bits": torch.equal(*results)}
     print(

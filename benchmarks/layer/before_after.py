@@ -26,7 +26,7 @@ from fp8moe_plugin.bench.layer import make_case, random_weights
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.settings import settings
-from fp8moe_plugin.testing import captured
+from fp8moe_plugin.testing import captured, replay_us
 
 LAYERS = {
     "dsv3-ep1": Experts(1, 256, 8, 7168, 2048),
@@ -35,7 +35,6 @@ LAYERS = {
 }
 HOST_LAYER = Experts(1, 256, 8, 256, 128)
 TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096, 8192, 16384)
-REPLAYS = 25
 PACKAGE = "fp8moe_plugin"
 
 FusedMoe = Callable[..., torch.Tensor]
@@ -58,20 +57,6 @@ def load_version(folder: Path) -> FusedMoe:
         for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
             del sys.modules[name]
         sys.modules.update(ours)
-
-
-def replay_us(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
-    """Median microseconds of a replay of each graph, replayed in turns."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(REPLAYS):
-        for name, graph in graphs.items():
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) * 1e3)
-    return {name: sorted(values)[REPLAYS // 2] for name, values in times.items()}
 
 
 def compare(versions: dict[str, FusedMoe], experts: Experts, weights: Any, tokens: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.layer import humming
-from benchmarks.layer.before_after import LAYERS, replay_us
+from benchmarks.layer.before_after import LAYERS
 from benchmarks.layer.operands import Pair, random_fp8, random_scales
 from benchmarks.report import installed, results_or_errors, sources_sha256, write_report
 from fp8moe_plugin.ops import (
@@ -36,7 +36,7 @@ from fp8moe_plugin.ops import (
 from fp8moe_plugin.ops.grouped_gemm import contiguous_launches
 from fp8moe_plugin.ops.operands import Rows, Weights, k_major
 from fp8moe_plugin.plan import plan_contiguous
-from fp8moe_plugin.testing import captured, time_calls
+from fp8moe_plugin.testing import captured, replay_us, time_calls
 
 EXPERTS, TOPK = 256, 8
 SHAPES = {  # of DeepSeek-V3: weights [N, K]

@@ -17,15 +17,16 @@ os.environ["FP8MOE_BACKEND"] = "triton"
 
 import torch
 
-from benchmarks.layer.before_after import LAYERS, TOKENS, replay_us
+from benchmarks.layer.before_after import LAYERS, TOKENS
 from benchmarks.report import write_report
-from fp8moe_plugin.bench.layer import Case, captured, make_case, make_ours, random_weights
+from fp8moe_plugin.bench.layer import Case, make_case, make_ours, random_weights
 from fp8moe_plugin.bench.peers import Layer, make_peer, set_up_vllm
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.ops import moe
 from fp8moe_plugin.ops.operands import ExpertWeights
 from fp8moe_plugin.plan.triton_catalog import EXPERT_ROWS
 from fp8moe_plugin.plan.triton_step import TritonStepPlan, triton_small_batch_step, triton_step
+from fp8moe_plugin.testing import captured, replay_us
 
 SMALL_BATCH_UP_TO = 16  # tokens for which --tiles times the kernels for small batches
 OURS, PEER = "triton", "vllm"

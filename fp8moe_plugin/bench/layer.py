@@ -1,7 +1,11 @@
-"""Times our fused-MoE layer and vLLM's own backends in one run on one Hopper GPU.
+"""Times our fused-MoE layer and vLLM's own backends in turns on one Hopper GPU.
 
-All backends get the same weights, activations and routing. The peers run with vLLM's defaults, where activation scales
-are rounded up to powers of two; with VLLM_USE_DEEP_GEMM_E8M0=0 in the environment they keep FP32 scales.
+All backends get the same weights, activations and routing. A time is the median of replays of a CUDA graph with several
+calls, each with a routing of its own, divided by their number: so neither the launch of the graph nor weights that are
+still in L2 count. `floor_us` is the larger of the time in which memory moves the bytes and the arithmetic takes,
+`relative_l2` the distance from float32 math on dequantized weights and unquantized activations. The peers run with
+vLLM's defaults, where activation scales are rounded up to powers of two; with VLLM_USE_DEEP_GEMM_E8M0=0 in the
+environment they keep FP32 scales.
 """
 
 import datetime
@@ -13,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -27,13 +31,12 @@ from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
 from fp8moe_plugin.ops.reference import dequantize_blocks
 from fp8moe_plugin.plan import HOPPER
-from fp8moe_plugin.testing import captured
+from fp8moe_plugin.testing import captured, replay_us
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 8192)
 REFERENCE_TOKENS = 16  # tokens whose results are compared with float32 math
 WRONG = 0.1  # relative L2; rounding activations to e4m3 costs 0.05
-WARM_REPLAYS, REPLAYS = 3, 15
-PAUSE_S = 0.25  # before the replays, so that the previous backend does not leave the GPU at its power limit
+SEED = 1234  # of the first routing of no tokens
 
 # Measured on an H200: memory reads, and FP8 products of random data below the power limit.
 BYTES_PER_S = 4.3e12
@@ -121,32 +124,39 @@ def measure(
     weights: ExpertWeights,
     tokens: Sequence[int],
     report_progress: Callable[[str], None],
+    skew: float = 0.0,
 ) -> list[BenchRow]:
-    """The rows of all backends, one number of tokens after the other."""
+    """The rows of all backends, one number of tokens after the other. `skew`: see `random_routing`."""
     rows = []
     for count in tokens:
-        case = make_case(experts, weights, count)
-        for name, make in makers.items():
-            row = _row(name, make, experts, weights, case)
-            rows.append(row)
-            report_progress(f"{count} tokens, {name}: " + (row.error or f"{row.us:.1f} us"))
+        found = _rows(makers, experts, weights, make_case(experts, weights, count, skew))
+        rows += found
+        for row in found:
+            report_progress(f"{count} tokens, {row.backend}: " + (row.error or f"{row.us:.1f} us"))
         torch.cuda.empty_cache()  # otherwise memory of this case's graphs stays allocated during the next
     return rows
 
 
-def _row(name: str, make: Maker, experts: Experts, weights: ExpertWeights, case: Case) -> BenchRow:
-    row = BenchRow(backend=name, tokens=len(case.hidden_states), floor_us=case.floor_us)
-    try:
-        layer = make(experts, weights, row.tokens)
-        start = time.perf_counter()
-        error = relative_l2(layer, case)
-        first_call_s = time.perf_counter() - start
-        if not error < WRONG:
-            raise ArithmeticError(f"the result is wrong: relative L2 distance {error:.2g} from float32 math")
-        us = time_calls([partial(layer, case.hidden_states, *routing) for routing in case.routings])
-    except Exception as failure:  # noqa: BLE001 (a peer may fail in any way, and the others must still be measured)
-        return row.model_copy(update={"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)})
-    return row.model_copy(update={"us": us, "relative_l2": error, "first_call_s": first_call_s})
+def _rows(makers: Mapping[str, Maker], experts: Experts, weights: ExpertWeights, case: Case) -> list[BenchRow]:
+    """The rows of all backends at one number of tokens. Their graphs, which hold each call once, take turns."""
+    rows: dict[str, BenchRow] = {}
+    graphs = {}
+    for name, make in makers.items():
+        row = BenchRow(backend=name, tokens=len(case.hidden_states), floor_us=case.floor_us)
+        try:
+            layer = make(experts, weights, row.tokens)
+            start = time.perf_counter()
+            error = relative_l2(layer, case)
+            first_call_s = time.perf_counter() - start
+            if not error < WRONG:
+                raise ArithmeticError(f"the result is wrong: relative L2 distance {error:.2g} from float32 math")
+            graphs[name] = captured([partial(layer, case.hidden_states, *routing) for routing in case.routings])
+            rows[name] = row.model_copy(update={"relative_l2": error, "first_call_s": first_call_s})
+        except Exception as failure:  # noqa: BLE001 (a peer may fail in any way, and the others must still be measured)
+            rows[name] = row.model_copy(update={"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)})
+    for name, us in replay_us(graphs).items():
+        rows[name] = rows[name].model_copy(update={"us": us / len(case.routings)})
+    return list(rows.values())
 
 
 def relative_l2(layer: Layer, case: Case) -> float:
@@ -157,7 +167,7 @@ def relative_l2(layer: Layer, case: Case) -> float:
 
 def random_weights(experts: Experts, device: torch.device) -> ExpertWeights:
     """Normal weights that keep activations near 1, quantized in 128x128 blocks, one expert at a time to save memory."""
-    gen = torch.Generator(device).manual_seed(0)
+    gen = _seeded(0, device)
 
     def draw(n: int, k: int) -> Quantized:
         q = torch.empty(experts.experts, n, k, dtype=FP8, device=device)
@@ -169,21 +179,33 @@ def random_weights(experts: Experts, device: torch.device) -> ExpertWeights:
     return ExpertWeights(draw(2 * experts.intermediate, experts.hidden), draw(experts.hidden, experts.intermediate))
 
 
-def make_case(experts: Experts, weights: ExpertWeights, tokens: int) -> Case:
+def make_case(experts: Experts, weights: ExpertWeights, tokens: int, skew: float = 0.0) -> Case:
     """Random tokens, with another routing for each call in a graph, so that few weights are still in L2."""
     device = weights.w13[0].device
-    gen = torch.Generator(device).manual_seed(tokens)
-    x = torch.randn(tokens, experts.hidden, generator=gen, device=device).bfloat16()
+    x = torch.randn(tokens, experts.hidden, generator=_seeded(tokens, device), device=device).bfloat16()
     calls = 16 if tokens <= 128 else 4 if tokens <= 1024 else 1
-    routings = [random_routing(gen, tokens, experts) for _ in range(calls)]
+    seeds = (SEED + tokens + 100_000 * call for call in range(calls))
+    routings = [random_routing(_seeded(seed, device), tokens, experts, skew) for seed in seeds]
     busy = sum(ids.unique().numel() for _, ids in routings) / calls
     expected = float32_layer(weights, *(part[:REFERENCE_TOKENS] for part in (x, *routings[0])))
     return Case(x, routings, expected, floor_us(experts, tokens, busy))
 
 
-def random_routing(gen: torch.Generator, tokens: int, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Router weights float32 that sum to 1, and distinct expert ids int32, both `[tokens, topk]`."""
+def _seeded(seed: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def random_routing(
+    gen: torch.Generator, tokens: int, experts: Experts, skew: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router weights float32 that sum to 1, and distinct expert ids int32, both `[tokens, topk]`.
+
+    Logits are random for each token and expert. With `skew`, its multiple of a random logit of the expert is added, so
+    that few experts get most tokens.
+    """
     logits = torch.randn(tokens, experts.experts, generator=gen, device=gen.device)
+    if skew:
+        logits += skew * torch.randn(experts.experts, generator=gen, device=gen.device)
     scores, ids = logits.sigmoid().topk(experts.topk)
     return scores / scores.sum(-1, keepdim=True), ids.int()
 
@@ -209,24 +231,6 @@ def floor_us(experts: Experts, tokens: int, busy: float) -> float:
     activations = 2 * 2 * tokens * experts.hidden  # bfloat16 in and out
     memory_s = (busy * weights + activations) / BYTES_PER_S
     return max(memory_s, 2 * weights * tokens * experts.topk / FLOP_PER_S) * 1e6
-
-
-def time_calls(calls: Sequence[Callable[[], Any]]) -> float:
-    """Median microseconds of one call, from replays of a CUDA graph that holds each call once."""
-    return time_graph(captured(calls)) / len(calls)
-
-
-def time_graph(graph: torch.cuda.CUDAGraph) -> float:
-    """Median microseconds of a replay, after a pause."""
-    time.sleep(PAUSE_S)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(WARM_REPLAYS + REPLAYS + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = [events[i].elapsed_time(events[i + 1]) for i in range(WARM_REPLAYS, WARM_REPLAYS + REPLAYS)]
-    return sorted(times)[REPLAYS // 2] * 1e3
 
 
 def make_ours(ue8m0: bool, experts: Experts, weights: ExpertWeights, tokens: int) -> Layer:

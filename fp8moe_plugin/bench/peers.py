@@ -34,7 +34,7 @@ def make_peer(name: str, experts: Experts, weights: ExpertWeights, tokens: int) 
 
     from fp8moe_plugin.layers.vllm.compat import make_prepare_finalize
 
-    config = vllm_layer(experts, experts.experts, tokens)
+    config = vllm_layer(experts, tokens)
     experts_class = _peer_class(name, config)
     (w13, w13_scale), (w2, w2_scale) = _gate_last(weights) if name == "flashinfer" else weights
     scales = fp8_w8a8_moe_quant_config(w1_scale=w13_scale, w2_scale=w2_scale, block_shape=[GROUP, GROUP])
@@ -45,8 +45,8 @@ def make_peer(name: str, experts: Experts, weights: ExpertWeights, tokens: int) 
     )
 
 
-def vllm_layer(experts: Experts, local_experts: int, tokens: int) -> Any:
-    """vLLM's `FusedMoEConfig` for a layer with `local_experts` experts on this rank, and at most `tokens` tokens."""
+def vllm_layer(experts: Experts, tokens: int) -> Any:
+    """vLLM's `FusedMoEConfig` for a layer and at most `tokens` tokens."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
@@ -55,7 +55,7 @@ def vllm_layer(experts: Experts, local_experts: int, tokens: int) -> Any:
         experts_per_token=experts.topk,
         hidden_dim=experts.hidden,
         intermediate_size=experts.intermediate,
-        num_local_experts=local_experts,
+        num_local_experts=experts.experts,
         num_logical_experts=experts.experts,
         activation=MoEActivation.SILU,
         device="cuda",

@@ -135,6 +135,14 @@ def test_every_call_has_its_own_routing(weights, tokens, calls):
     assert len({ids.numpy().tobytes() for _, ids in case.routings}) > calls // 4
 
 
+def test_skew_gives_few_experts_most_tokens(weights):
+    def busiest(skew: float) -> int:
+        (_, ids), *_ = bench.make_case(TINY, weights, 512, skew).routings
+        return ids.flatten().bincount().max().item()
+
+    assert busiest(3) > 1.5 * busiest(0)
+
+
 def test_the_float32_layer_agrees_with_the_backend_it_judges(weights):
     case = bench.make_case(TINY, weights, 16)
     layer = h.Layer(*weights.w13, *weights.w2)
@@ -163,7 +171,8 @@ def test_a_backend_that_fails_leaves_the_others_measured(monkeypatch, weights):
     def wrong(*args):
         return lambda x, *routing: torch.full_like(x, float("nan"))
 
-    monkeypatch.setattr(bench, "time_calls", lambda calls: float(len(calls)))
+    monkeypatch.setattr(bench, "captured", len)
+    monkeypatch.setattr(bench, "replay_us", lambda graphs: {name: 3.0 * calls for name, calls in graphs.items()})
     makers = {
         "unmakable": unmakable,
         "failing": failing,
@@ -179,12 +188,12 @@ def test_a_backend_that_fails_leaves_the_others_measured(monkeypatch, weights):
         "ArithmeticError: the result is wrong: relative L2 distance nan from float32 math",
         None,
     ]
-    assert [row.us for row in rows] == [None, None, None, 16, None, None, None, 4]
+    assert [row.us for row in rows] == [None, None, None, 3, None, None, None, 3]
     assert rows[7].relative_l2 < 0.06
     assert rows[7].first_call_s > 0
     assert len(lines) == 8
     assert lines[0] == "1 tokens, unmakable: ImportError: no module named deep_gemm"
-    assert lines[3] == "1 tokens, fp8moe: 16.0 us"
+    assert lines[3] == "1 tokens, fp8moe: 3.0 us"
 
 
 @pytest.mark.parametrize(
