@@ -1,6 +1,7 @@
 """Results files: when and on what a measurement was taken, then its figures, one line per measured point."""
 
 import datetime
+import functools
 import hashlib
 import json
 import textwrap
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 import fp8moe_plugin
+from benchmarks import kernels
 from warmup.report import installed as installed  # for the results of benchmarks, too
 
 Backend = TypeVar("Backend")
@@ -29,6 +31,7 @@ def results_or_errors(
     return results
 
 
+@functools.cache
 def sources_sha256() -> str:
     """The hash of the package's sources, which identifies the code that was measured."""
     package = Path(fp8moe_plugin.__file__).parent
@@ -37,10 +40,13 @@ def sources_sha256() -> str:
 
 
 def write_report(path: Path, results: dict[str, Any]) -> None:
+    """Write results, which may replace what is said here about the measurement."""
     about = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
+        "sources_sha256": sources_sha256(),
+        "kernel_hashes": kernels.hashes(),
     }
     path.write_text(report_text(about | results))
 

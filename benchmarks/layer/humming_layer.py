@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.layer import humming
 from benchmarks.layer.before_after import LAYERS
-from benchmarks.report import installed, results_or_errors, sources_sha256, write_report
+from benchmarks.report import installed, results_or_errors, write_report
 from fp8moe_plugin.bench.layer import WRONG, Maker, make_case, make_ours, random_weights, relative_l2
 from fp8moe_plugin.bench.peers import set_up_vllm
 from fp8moe_plugin.bench.result import OURS
@@ -73,7 +73,6 @@ def main() -> None:
     ]
     print(f"{len(jobs)} kernels of Humming to compile, {humming.compile_ahead(jobs)} failed", flush=True)
     about = {name: installed(name) for name in ("humming-kernels", "vllm", "fp8moe-plugin")}
-    about["sources_sha256"] = sources_sha256()
     rows: list[dict[str, Any]] = []
     with set_up_vllm():
         for name in options.layers:

@@ -26,7 +26,7 @@ import torch
 from benchmarks.checkpoints.synthetic import PRESETS, config
 from benchmarks.engine.serve_demo import free_port
 from benchmarks.layer.host_cost import host_us
-from benchmarks.report import installed, sources_sha256, write_report
+from benchmarks.report import installed, write_report
 from fp8moe_plugin.bench.layer import (
     REFERENCE_TOKENS,
     TOKENS,
@@ -219,7 +219,7 @@ def main() -> None:
     processes.together("compile", [LAYERS[name] for name in options.layers], options.tokens)
     rows: list[dict[str, Any]] = []
     packages = ("sglang", "sglang-kernel", "sgl-deep-gemm", "triton", "fp8moe-plugin")
-    about = {name: installed(name) for name in packages} | {"sources_sha256": sources_sha256()}
+    about = {name: installed(name) for name in packages}
     for name in ("host", *options.layers):
         processes.turns("make", HOST_LAYER if name == "host" else LAYERS[name])
         for tokens in HOST_TOKENS if name == "host" else options.tokens:

@@ -3,12 +3,14 @@
 import ast
 import re
 import subprocess
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from benchmarks import tables, tuning
+from benchmarks import kernels, tables, tuning
+from fp8moe_plugin.jit.compiler import translation_unit
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -79,6 +81,29 @@ def test_generated_parts_are_current(document: Path) -> None:
 
 def test_each_table_is_in_the_document() -> None:
     assert set(re.findall(r"<!-- table: ([\w-]+) -->", tables.DOCUMENT.read_text())) == set(tables.TABLES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"gate_up": "0"}, "; kernels changed since: `gate_up`"),
+        ({"gone": "0", "combine": "0"}, "; kernels changed since: `combine`, `gone`"),
+    ],
+)
+def test_a_table_names_the_kernels_that_changed_after_its_measurement(changes: dict[str, str], said: str) -> None:
+    recorded = kernels.hashes() | changes
+    assert re.fullmatch(rf"kernels [0-9a-f]{{12}}{re.escape(said)}", kernels.described(recorded))
+
+
+def test_comments_do_not_change_the_hash_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(edit: Callable[[str], str]) -> dict[str, str]:
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "translation_unit", lambda key: edit(translation_unit(key)))
+            return kernels.hashes.__wrapped__()
+
+    assert found(lambda text: f"// more\n{text}  /* and\n more */") == kernels.hashes()
+    assert found(lambda text: f"{text}int more;").items().isdisjoint(kernels.hashes().items())
 
 
 def test_a_changed_figure_makes_a_table_stale() -> None:
