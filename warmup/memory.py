@@ -19,7 +19,7 @@ from fp8moe_plugin.checkpoint.shapes import (
     rank_dense,
     rank_shapes,
 )
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from warmup.report import ShapeReport
 from warmup.target import GIB
 
@@ -55,7 +55,7 @@ def weight_shapes(model: Model, parallel: Parallel) -> list[ShapeReport]:
     dense = []
     for whole, part in zip(model.dense, rank.dense, strict=True):
         padding = _mlp_padding(whole, parallel.dense_ranks(whole.name))
-        dense.append(_shape(part.name, part.layers, [sum(part.outputs), part.inputs], padding))
+        dense.append(_shape(model.weights, part.name, part.layers, [sum(part.outputs), part.inputs], padding))
     return [*_experts(model, parallel, rank), *dense, *_in_bf16(model, parallel, rank)]
 
 
@@ -63,7 +63,7 @@ def _experts(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeRe
     e, share = rank.experts, padding_share(model.experts.intermediate, parallel.sharing)
     w13, w2 = [e.experts, 2 * e.intermediate, e.hidden], [e.experts, e.hidden, e.intermediate]
     shapes = (("w13", w13), ("w2", w2))
-    return [_shape(f"experts.{name}", e.layers, shape, share) for name, shape in shapes if e.layers]
+    return [_shape(model.weights, f"experts.{name}", e.layers, shape, share) for name, shape in shapes if e.layers]
 
 
 def _plain_experts(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
@@ -108,9 +108,10 @@ def _plain(name: str, layers: int, shape: list[int]) -> ShapeReport:
     return ShapeReport(name=name, layers=layers, shape=shape, bytes=2 * layers * int(np.prod(shape, dtype=int)))
 
 
-def _shape(name: str, layers: int, shape: list[int], padding: float) -> ShapeReport:
-    """`padding`: the result of `padding_share`."""
-    nbytes = layers * _fp8_bytes(shape)
+def _shape(weights: WeightFormat, name: str, layers: int, shape: list[int], padding: float) -> ShapeReport:
+    """Quantized weights `[.., N, K]` with their scales; `padding`: the result of `padding_share`."""
+    *experts, n, k = shape
+    nbytes = layers * math.prod(experts) * weights.nbytes(n, k)
     padding_bytes = round(nbytes * padding / (1 + padding))
     return ShapeReport(name=name, layers=layers, shape=shape, bytes=nbytes, padding_bytes=padding_bytes)
 
@@ -119,12 +120,6 @@ def _mlp_padding(whole: Dense, ranks: int) -> float:
     if is_gate_up(whole.name):
         return padding_share(whole.outputs[0], ranks)
     return padding_share(whole.inputs, ranks) if is_down(whole.name) else 0.0
-
-
-def _fp8_bytes(shape: list[int]) -> int:
-    """The bytes of weights `[.., N, K]` and of their scales."""
-    *experts, n, k = shape
-    return math.prod(experts) * FP8_BLOCK.nbytes(n, k)
 
 
 def cache_bytes(model: Model, parallel: Parallel, fp8: bool) -> int:

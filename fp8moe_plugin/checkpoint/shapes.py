@@ -6,12 +6,13 @@ from enum import StrEnum
 
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP, N_MULTIPLE
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 
 MAX_LOCAL_EXPERTS = 1024  # on one rank: the routing kernel uses one thread per expert
 # Architectures that vLLM serves with `DeepseekV2MLP` as their shared expert.
 MERGING = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+N_MULTIPLE = 8  # output channels must be a multiple: the GEMMs store 16 bytes of bfloat16 at a time
 
 
 class Split(StrEnum):
@@ -144,7 +145,8 @@ def split_refusal(model: Model, parallel: Parallel) -> str | None:
     for layer in model.dense:
         ranks = parallel.dense_ranks(layer.name)
         part = _rank_dense(layer, ranks)
-        refusal = _uneven(layer, ranks) or dense_refusal(part.inputs, part.outputs, layer.split == Split.OUTPUTS)
+        split = layer.split == Split.OUTPUTS
+        refusal = _uneven(layer, ranks) or dense_refusal(part.inputs, part.outputs, split, model.weights)
         if refusal:
             return f"{layer.name} {refusal}"
     return None
@@ -219,7 +221,7 @@ def padding_share(intermediate: int, ranks: int) -> float:
     return local_intermediate(intermediate, ranks) * ranks / intermediate - 1
 
 
-def dense_refusal(inputs: int, outputs: Sequence[int], split: bool) -> str | None:
+def dense_refusal(inputs: int, outputs: Sequence[int], split: bool, weights: WeightFormat) -> str | None:
     """Why the kernels cannot serve a rank's part of a dense layer, which needs whole scale blocks, or None if they can.
 
     Args:
@@ -227,9 +229,10 @@ def dense_refusal(inputs: int, outputs: Sequence[int], split: bool) -> str | Non
         outputs: output channels of each fused projection on this rank.
         split: whether the outputs are split over ranks. If not, the last projection may end within a block.
     """
-    for what, size in [("input", inputs), *(("output", size) for size in (outputs if split else outputs[:-1]))]:
-        if size % GROUP:
-            return f"has {size} {what} channels on this rank, not a multiple of the scale block of {GROUP}"
+    rows, sizes = weights.scales.block[0], outputs if split else outputs[:-1]
+    for what, size, block in [("input", inputs, GROUP), *(("output", size, rows) for size in sizes)]:
+        if size % block:
+            return f"has {size} {what} channels on this rank, not a multiple of the scale block of {block}"
     if sum(outputs) % N_MULTIPLE:
         return f"has {sum(outputs)} output channels, but the kernels need a multiple of {N_MULTIPLE}"
     return None

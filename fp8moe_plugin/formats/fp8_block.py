@@ -1,15 +1,12 @@
 """Block FP8: e4m3 weights with one scale for each 128x128 block, as DeepSeek-V3 introduced it."""
 
-from fp8moe_plugin.formats.weight_format import Role, TensorFormat, WeightFormat
+from fp8moe_plugin.formats.weight_format import TensorFormat, WeightFormat
 
 GROUP = 128  # channels that share one activation scale; also the side of a weight's scale block
-N_MULTIPLE = 8  # output channels must be a multiple: the GEMMs store 16 bytes of bfloat16 at a time
 
 FP8_BLOCK = WeightFormat(
     name="block-FP8",
-    weight=TensorFormat(Role.WEIGHT, "F8_E4M3", ("F8_E4M3",), block=(1, 1)),
-    scales=TensorFormat(Role.SCALES, "F32", ("F32", "BF16", "F16", "F8_E8M0"), block=(GROUP, GROUP)),
+    weight=TensorFormat("F8_E4M3", ("F8_E4M3",), block=(1, 1)),
+    scales=TensorFormat("F32", ("F32", "BF16", "F16", "F8_E8M0"), block=(GROUP, GROUP)),
     scale_names=("weight_scale_inv", "weight_scale"),  # the second is that of compressed-tensors
-    n_multiple=N_MULTIPLE,
-    k_multiple=GROUP,
 )

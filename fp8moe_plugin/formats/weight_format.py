@@ -18,7 +18,6 @@ class Role(StrEnum):
 class TensorFormat:
     """One of the tensors of a quantized weight. Names of dtypes are those of safetensors."""
 
-    role: Role
     dtype: str  # of the parameter that kernels read
     accepted: tuple[str, ...]  # dtypes in checkpoints, whose values `dtype` holds exactly
     block: tuple[int, int]  # output and input channels for each element
@@ -39,16 +38,13 @@ class WeightFormat:
     weight: TensorFormat
     scales: TensorFormat
     scale_names: tuple[str, ...]  # what the names of scales end with in checkpoints
-    n_multiple: int  # output channels that the kernels need a multiple of
-    k_multiple: int
 
-    @property
-    def tensors(self) -> tuple[TensorFormat, TensorFormat]:
-        return self.weight, self.scales
+    def tensor(self, role: Role) -> TensorFormat:
+        return self.weight if role is Role.WEIGHT else self.scales
 
     def nbytes(self, n: int, k: int) -> int:
         """The bytes of a weight `[n, k]` and of its scales."""
-        return sum(tensor.nbytes(n, k) for tensor in self.tensors)
+        return sum(tensor.nbytes(n, k) for tensor in (self.weight, self.scales))
 
 
 def ceil_div(a: int, b: int) -> int:

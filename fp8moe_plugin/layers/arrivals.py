@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.spec import SCALE_NAMES
-
-WEIGHT, SCALES = "weight", "scales"
+from fp8moe_plugin.formats.weight_format import Role
 
 
 @dataclass
@@ -16,20 +15,20 @@ class Arrivals:
     the next step, or at the end of an update.
     """
 
-    _kinds: dict[str, set[str]] = field(default_factory=dict)  # by the projection that they belong to
+    _roles: dict[str, set[Role]] = field(default_factory=dict)  # by the projection that they belong to
 
-    def note(self, projection: str, *kinds: str) -> None:
+    def note(self, projection: str, *roles: Role) -> None:
         """Note that tensors are written.
 
         Args:
             projection: one of a layer or of an expert, such as "model.layers.0.mlp.experts (w1 of expert 3)".
-            kinds: `WEIGHT`, `SCALES`, or both if both are computed from one tensor.
+            roles: of the tensors; both if both are computed from one tensor.
         """
-        self._kinds.setdefault(projection, set()).update(kinds)
+        self._roles.setdefault(projection, set()).update(roles)
 
     def clear(self) -> None:
         """Forget what has arrived, because it was checked in another way."""
-        self._kinds.clear()
+        self._roles.clear()
 
     def check(self) -> None:
         """Compare what has arrived, and start anew.
@@ -37,12 +36,12 @@ class Arrivals:
         Raises:
             CheckpointError: a weight has arrived without its scales, or scales without their weight.
         """
-        alone = {name: kinds for name, kinds in self._kinds.items() if len(kinds) == 1}
+        alone = {name: roles for name, roles in self._roles.items() if len(roles) == 1}
         self.clear()
-        for name, (kind,) in alone.items():
-            missing = SCALES if kind == WEIGHT else WEIGHT
+        for name, (role,) in alone.items():
+            missing = Role.SCALES if role is Role.WEIGHT else Role.WEIGHT
             raise CheckpointError(
-                f"{name}: new {kind} arrived without the {missing} (and so for {len(alone) - 1} more projections). An "
+                f"{name}: new {role} arrived without the {missing} (and so for {len(alone) - 1} more projections). An "
                 "FP8 weight and its scales must be loaded together, before the next step."
             )
 

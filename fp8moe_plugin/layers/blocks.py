@@ -22,6 +22,8 @@ from fp8moe_plugin.checkpoint.shapes import (
     padding_share,
 )
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.formats.weight_format import WeightFormat
+from fp8moe_plugin.layers.parameters import tensor_format
 
 logger = logging.getLogger("fp8moe")
 
@@ -83,14 +85,16 @@ def _padding_loader(prefix: str, dim: int, width: int, rank: int, ranks: int) ->
     return pad_and_load
 
 
-def check_shape(prefix: str, inputs: int, outputs: list[int], split: bool, ranks_option: str) -> None:
+def check_shape(
+    prefix: str, inputs: int, outputs: list[int], split: bool, weights: WeightFormat, ranks_option: str
+) -> None:
     """Raise `UnsupportedError` if a rank's part of a dense layer is not supported.
 
     Args:
-        inputs, outputs, split: as for `dense_refusal`.
+        inputs, outputs, split, weights: as for `dense_refusal`.
         ranks_option: the engine's option for the number of ranks.
     """
-    refusal = dense_refusal(inputs, outputs, split)
+    refusal = dense_refusal(inputs, outputs, split, weights)
     if refusal:
         raise UnsupportedError(
             f"{prefix} {refusal}. Use a smaller {ranks_option}, or a block-FP8 checkpoint that keeps the layer "
@@ -107,12 +111,12 @@ def padded_to_blocks(
 
     Args:
         what: the tensor's name, for the message.
-        param: the parameter it is loaded into: e4m3 weights or float32 scales.
+        param: the parameter it is loaded into.
         dim: -1 or -2, the dimension of the intermediate channels.
     Raises:
         CheckpointError: the size along `dim` is not the one that config.json implies.
     """
-    unit = GROUP if param.dtype == torch.float32 else 1  # channels per element
+    unit = tensor_format(param).block[dim]  # channels for each element
     wanted = ceil_div(intermediate, unit)
     if tensor.shape[dim] != wanted:
         raise CheckpointError(

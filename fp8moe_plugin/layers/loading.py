@@ -1,4 +1,4 @@
-"""Parameters of a layer: their layout, and checks of the tensors that an engine loads into them."""
+"""Checks of the tensors that an engine loads into the parameters of a layer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,31 +6,14 @@ from typing import Any
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.formats.dtypes import DTYPES
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
-from fp8moe_plugin.formats.spec import SCALE
+from fp8moe_plugin.formats.weight_format import Role
+from fp8moe_plugin.layers.parameters import format_of, role_of, tensor_format, torch_dtype
 from fp8moe_plugin.layers.weights import check_scale_values
-from fp8moe_plugin.ops.checks import FP8
 
-E4M3_NAN = 0x7F  # with the sign bit cleared
+# Bits that are all set in a byte that is NaN, whatever the others.
+NAN_BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e8m0fnu: 0xFF}
 CHUNK_BYTES = 1 << 26  # bounds the temporary memory of checking a weight
-SCALE_DTYPES = tuple(getattr(torch, DTYPES[name].torch) for name in FP8_BLOCK.scales.accepted)
-
-
-def expert_tensors(experts: int, hidden: int, intermediate: int, scale: str = SCALE) -> dict[str, torch.Tensor]:
-    """The parameters of a rank's experts, uninitialized: e4m3 `[E, N, K]` and a float32 scale per block of it.
-
-    Args:
-        intermediate: channels on this rank, whole blocks.
-        scale: what the names of scales end with.
-    """
-    found = {}
-    for name, n, k in (("w13", 2 * intermediate, hidden), ("w2", hidden, intermediate)):
-        found[f"{name}_weight"] = torch.empty(experts, n, k, dtype=FP8)
-        found[f"{name}_{scale}"] = torch.empty(experts, n // GROUP, k // GROUP, dtype=torch.float32)
-    return found
 
 
 def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -38,21 +21,23 @@ def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> No
 
     Values of weights are not checked here; `check_loaded` checks the whole parameter.
     """
-    wanted = (FP8,) if parameter.dtype == FP8 else SCALE_DTYPES
+    weights, role = format_of(parameter), role_of(parameter)
+    wanted = [torch_dtype(name) for name in weights.tensor(role).accepted]
     if tensor.dtype not in wanted:
         raise CheckpointError(
-            f"{what} has dtype {tensor.dtype}, but a block-FP8 checkpoint has {' or '.join(map(str, wanted))}. "
+            f"{what} has dtype {tensor.dtype}, but a {weights.name} checkpoint has {' or '.join(map(str, wanted))}. "
             "If it keeps this layer unquantized, the layer's full name belongs into modules_to_not_convert of its "
             "config.json. Else download the checkpoint again, or serve the unquantized one: --quantization fp8moe "
             "quantizes it."
         )
     if tensor.dim() < 2:
+        block = "x".join(map(str, weights.scales.block))
         raise CheckpointError(
             f"{what} has shape {list(tensor.shape)}, but must be a matrix: either a weight, or one scale for each "
-            "of its 128x128 blocks. Use a block-FP8 checkpoint."
+            f"of its {block} blocks. Use a {weights.name} checkpoint."
         )
-    if parameter.dtype != FP8 and not (tensor.is_meta or parameter.is_meta):
-        check_scale_values(f"the scales {what}", in_float32(parameter, tensor))
+    if role is Role.SCALES and not (tensor.is_meta or parameter.is_meta):
+        check_scale_values(f"the scales {what}", as_kept(parameter, tensor))
 
 
 def rows_of_shard(layer: Any, widths: list[int], shard: Any) -> int:
@@ -81,8 +66,7 @@ def check_size(
     Args:
         smaller: pass smaller tensors, which the engine refuses itself.
     """
-    unit = 1 if parameter.dtype == FP8 else GROUP  # channels per element, in both dimensions
-    wanted = [ceil_div(rows, unit), ceil_div(inputs, unit)]
+    wanted = tensor_format(parameter).shape(rows, inputs)
     larger = any(size > most for size, most in zip(tensor.shape[-2:], wanted, strict=True))
     if larger or (not smaller and list(tensor.shape) != wanted):
         raise CheckpointError(
@@ -91,18 +75,20 @@ def check_size(
         )
 
 
-def in_float32(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A checked tensor for an engine's loader: scales in float32, because some loaders copy the bytes of E8M0."""
-    return tensor.float() if parameter.dtype == torch.float32 else tensor
+def as_kept(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A checked tensor in the dtype of its parameter, because some engines' loaders copy bytes."""
+    dtype = torch_dtype(tensor_format(parameter).dtype)
+    if tensor.dtype == dtype or (dtype.is_floating_point and tensor.dtype.is_floating_point):
+        return tensor.to(dtype)
+    return tensor.view(dtype)  # integers stand for the bits of a format
 
 
 def check_expert_shape(
     what: str, parameter: torch.Tensor, tensor: torch.Tensor, shard_id: str, hidden: int, intermediate: int
 ) -> None:
     """Raise `CheckpointError` unless w1, w2 or w3 of an expert has the shape that config.json implies."""
-    unit = 1 if parameter.dtype == FP8 else GROUP  # channels per element, in both dimensions
-    sizes = [ceil_div(size, unit) for size in (intermediate, hidden)]
-    wanted = sizes[::-1] if shard_id == "w2" else sizes
+    sizes = (hidden, intermediate) if shard_id == "w2" else (intermediate, hidden)
+    wanted = tensor_format(parameter).shape(*sizes)
     if list(tensor.shape[-2:]) != wanted:
         raise CheckpointError(
             f"{what} has shape {list(tensor.shape)}, but must have {wanted} for {intermediate} "
@@ -139,7 +125,9 @@ def check_loaded(layer: str, name: str, parameter: torch.Tensor) -> None:
 
 
 def holds_nan(parameter: torch.Tensor) -> bool:
-    if parameter.dtype == torch.float32:
-        return not bool(parameter.isfinite().all())
+    """Whether a tensor holds NaN or, if it is float32, infinity."""
+    bits = NAN_BITS.get(parameter.dtype)
+    if bits is None:
+        return parameter.is_floating_point() and not bool(parameter.isfinite().all())
     parts = parameter.data.view(torch.uint8).flatten().split(CHUNK_BYTES)
-    return any(bool(((part & 0x7F) == E4M3_NAN).any()) for part in parts)
+    return any(bool(((part & bits) == bits).any()) for part in parts)

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.reference import FP8_MAX, group_scales
 
@@ -60,7 +60,7 @@ def check_fp8_weight(name: str, weight: torch.Tensor, scale: torch.Tensor | None
             f"{name} has no scales, which an FP8 weight needs. Pass the checkpoint's weight_scale_inv."
         )
     n, k = weight.shape[-2:]
-    wanted = (*weight.shape[:-2], ceil_div(n, GROUP), ceil_div(k, GROUP))
+    wanted = (*weight.shape[:-2], *FP8_BLOCK.scales.shape(n, k))
     if tuple(scale.shape) != wanted:
         raise CheckpointError(
             f"{name}'s scales have shape {list(scale.shape)}, but one per 128x128 block of {list(weight.shape)} makes "
@@ -73,7 +73,7 @@ def check_fp8_weight(name: str, weight: torch.Tensor, scale: torch.Tensor | None
 
 def check_scale_values(what: str, scales: torch.Tensor) -> None:
     """Raise `CheckpointError` for scales that are not finite, negative or too large. `what`: a plural noun for them."""
-    low, high = (value.item() for value in scales.aminmax()) if scales.numel() else (0.0, 0.0)
+    low, high = (value.item() for value in scales.float().aminmax()) if scales.numel() else (0.0, 0.0)
     if not (math.isfinite(low) and math.isfinite(high)):
         raise CheckpointError(
             f"{what} hold NaN or infinity: the checkpoint is damaged, or was loaded only in part. Load it again."

@@ -6,6 +6,7 @@ Tensors in, tensors out, with the layouts of the ops; every rounding is where th
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized, Router
@@ -182,8 +183,8 @@ def dequantize_rows(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def dequantize_blocks(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32 `[.., N, K]` from e4m3 `[.., N, K]` and scales `[.., ceil(N/128), ceil(K/128)]`."""
-    n, k = w.shape[-2:]
-    wide = scales.repeat_interleave(GROUP, -2)[..., :n, :].repeat_interleave(GROUP, -1)[..., :k]
+    (n, k), (rows, columns) = w.shape[-2:], FP8_BLOCK.scales.block
+    wide = scales.repeat_interleave(rows, -2)[..., :n, :].repeat_interleave(columns, -1)[..., :k]
     return w.float() * wide
 
 

@@ -2,13 +2,16 @@ import pytest
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.spec import COMPRESSED_SCALE, SCALE
-from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT, Arrivals, check_scale_name
+from fp8moe_plugin.formats.weight_format import Role
+from fp8moe_plugin.layers.arrivals import Arrivals, check_scale_name
+
+WEIGHT, SCALES = Role
 
 
 def test_a_weight_and_its_scales_may_arrive_in_any_order():
     arrivals = Arrivals()
-    for projection, kind in (("a", WEIGHT), ("b", SCALES), ("b", WEIGHT), ("a", SCALES), ("a", SCALES)):
-        arrivals.note(projection, kind)
+    for projection, role in (("a", WEIGHT), ("b", SCALES), ("b", WEIGHT), ("a", SCALES), ("a", SCALES)):
+        arrivals.note(projection, role)
     arrivals.note("c", WEIGHT, SCALES)
     arrivals.check()
 

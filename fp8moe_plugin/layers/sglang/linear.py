@@ -9,16 +9,16 @@ from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
 from sglang.srt.layers.parameter import BlockQuantScaleParameter, ModelWeightParameter
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
-from fp8moe_plugin.formats.spec import SCALE
+from fp8moe_plugin.formats.spec import SCALE, WEIGHT
+from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers import metrics
-from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import prepare_kernels, target_of_layer
-from fp8moe_plugin.layers.loading import check_size, in_float32, rows_of_shard, shape_errors
+from fp8moe_plugin.layers.loading import as_kept, check_size, rows_of_shard, shape_errors
+from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.ops.checks import FP8, poison
+from fp8moe_plugin.ops.checks import poison
 from fp8moe_plugin.plan import linear_kernels
 
 
@@ -28,7 +28,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
     In a checkpoint of compressed-tensors, scales are named `weight_scale`; `Loads` renames them.
     """
 
-    parameters = ("weight", SCALE)
+    parameters = (WEIGHT, SCALE)
 
     def __init__(self, quant_config: Any, prefix: str, warmup: str) -> None:
         self.quant_config = quant_config  # SGLang reads its block size, for MLA and shared experts
@@ -53,19 +53,20 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         inputs, outputs, loader = whole_blocks(
             self.prefix, layer, rank, ranks, input_size_per_partition, output_partition_sizes, weight_loader
         )
-        check_shape(self.prefix, inputs, outputs, split, "--tp-size")
+        weights = self.quant_config.spec.weights
+        check_shape(self.prefix, inputs, outputs, split, weights, "--tp-size")
         layer.input_size_per_partition = inputs
         layer.output_size_per_partition = sum(outputs)
-        sizes = sum(outputs), inputs
         load = _loader(self, input_size, widths, loader)
         load_weight = online.linear_loader(self.prefix, load) if self.quant_config.online else load
-        axes = {"input_dim": 1, "output_dim": 0}
-        weight = torch.empty(sizes, dtype=FP8)
-        scale = torch.empty([ceil_div(size, GROUP) for size in sizes], dtype=torch.float32)
-        layer.weight = ModelWeightParameter(data=poison(weight), weight_loader=MethodType(load_weight, layer), **axes)
-        scales = BlockQuantScaleParameter(data=poison(scale), weight_loader=MethodType(load, layer), **axes)
-        scales.format_ue8m0 = False  # SGLang asks whether the scales are packed exponents
-        layer.weight_scale_inv = scales
+        for name, role, kind, own in (
+            (WEIGHT, Role.WEIGHT, ModelWeightParameter, load_weight),
+            (SCALE, Role.SCALES, BlockQuantScaleParameter, load),
+        ):
+            data = poison(empty_tensor(weights, role, sum(outputs), inputs))
+            parameter = kind(data=data, input_dim=1, output_dim=0, weight_loader=MethodType(own, layer))
+            layer.register_parameter(name, marked(parameter, weights, role))
+        layer.weight_scale_inv.format_ue8m0 = False  # SGLang asks whether the scales are packed exponents
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check the parameters and load the kernels, at startup and after each update of the weights.
@@ -103,13 +104,12 @@ def _loader(method: Fp8MoeLinearMethod, inputs: int, widths: list[int], load: Me
     ) -> None:
         shard = () if loaded_shard_id is None else (loaded_shard_id,)
         projection = "".join(f" ({name})" for name in shard)
-        what = f"{method.prefix}.{'weight' if param.dtype == FP8 else SCALE}{projection}"
+        what = f"{method.prefix}.{WEIGHT if role_of(param) is Role.WEIGHT else SCALE}{projection}"
         loads.check_tensor(what, param, loaded_weight)
-        loaded_weight = in_float32(param, loaded_weight)
+        loaded_weight = as_kept(param, loaded_weight)
         check_size(what, param, loaded_weight, rows_of_shard(layer, widths, loaded_shard_id), inputs)
         with shape_errors(method.prefix, loaded_weight):
             load(param, loaded_weight, *shard)
-        kind = WEIGHT if param.dtype == FP8 else SCALES
-        loads.note(method, layer, f"{method.prefix}.weight{projection}", kind)
+        loads.note(method, layer, f"{method.prefix}.weight{projection}", role_of(param))
 
     return check_and_load

@@ -8,10 +8,11 @@ import torch
 
 from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
 from fp8moe_plugin.formats.spec import COMPRESSED_SCALE
-from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT, Arrivals, check_scale_name
+from fp8moe_plugin.formats.weight_format import Role
+from fp8moe_plugin.layers.arrivals import Arrivals, check_scale_name
 from fp8moe_plugin.layers.loading import check_loaded, check_tensor, holds_nan
+from fp8moe_plugin.layers.parameters import role_of
 from fp8moe_plugin.layers.weights import check_scale_values
-from fp8moe_plugin.ops.checks import FP8
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 # Of MLA. SGLang fuses the two if both are in one call of a model's `load_weights`, and drops one that comes alone.
@@ -46,14 +47,15 @@ class Loads:
         copied from the host, where that takes long. `check_layer` checks all.
         """
         check_tensor(what, parameter, tensor)
-        if self.serving and parameter.dtype == FP8 and tensor.device == parameter.device and holds_nan(tensor):
+        is_weight = role_of(parameter) is Role.WEIGHT
+        if self.serving and is_weight and tensor.device == parameter.device and holds_nan(tensor):
             raise CheckpointError(f"{what} holds NaN, so it is damaged. Pass other weights.")
 
-    def note(self, method: Method, layer: Any, projection: str, kind: str) -> None:
+    def note(self, method: Method, layer: Any, projection: str, role: Role) -> None:
         """Note that a tensor is written; see `Arrivals.note`."""
         self.empty = False
         self.changed[method.prefix] = method, layer
-        self.arrivals.note(projection, kind)
+        self.arrivals.note(projection, role)
 
     def check_layer(self, method: Method, layer: Any) -> None:
         """Check a layer's parameters once its tensors have arrived.
@@ -70,7 +72,7 @@ class Loads:
             for name in method.parameters:
                 parameter = getattr(layer, name)
                 check_loaded(method.prefix, name, parameter)
-                if parameter.dtype != FP8:
+                if role_of(parameter) is Role.SCALES:
                     check_scale_values(f"the scales {method.prefix}.{name}", parameter)
         except CheckpointError as error:
             self.error = error
@@ -174,8 +176,7 @@ class Loads:
                 )
         self.written = True
         for name, layer, own, _ in found:
-            kind = WEIGHT if getattr(layer, own).dtype == FP8 else SCALES
-            self.note(layer.quant_method, layer, name.removesuffix("_scale_inv"), kind)
+            self.note(layer.quant_method, layer, name.removesuffix("_scale_inv"), role_of(getattr(layer, own)))
 
 
 def layers_of(model: torch.nn.Module, loads: Loads) -> Iterator[Any]:

@@ -17,13 +17,14 @@ from sglang.srt.utils import is_cuda, set_weight_attrs
 
 from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT
+from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels, target_of_layer
-from fp8moe_plugin.layers.loading import check_expert_shape, expert_tensors, in_float32, shape_errors
+from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, shape_errors
+from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.ops.checks import FP8, poison
+from fp8moe_plugin.ops.checks import poison
 from fp8moe_plugin.plan import moe_kernels
 
 PARAMETERS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
@@ -64,14 +65,15 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             announce_padding("expert", intermediate, ranks, "--ep-size")
         load = _loader(self, hidden_size, intermediate)
         load_weight = online.experts_loader(self.prefix, load) if self.quant_config.online else load
-        for name, tensor in expert_tensors(num_experts, hidden_size, local).items():
-            is_scale = name.endswith("scale_inv")
-            attrs = {"weight_loader": MethodType(load if is_scale else load_weight, layer)}
-            if is_scale:
+        weights = self.quant_config.spec.weights
+        for name, tensor in expert_tensors(weights, num_experts, hidden_size, local).items():
+            role = role_of(tensor)
+            attrs = {"weight_loader": MethodType(load_weight if role is Role.WEIGHT else load, layer)}
+            if role is Role.SCALES:
                 attrs["quant_method"] = FusedMoeWeightScaleSupported.BLOCK.value
             parameter = torch.nn.Parameter(poison(tensor), requires_grad=False)
             set_weight_attrs(parameter, attrs)
-            layer.register_parameter(name, parameter)
+            layer.register_parameter(name, marked(parameter, weights, role))
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         check_computation(self.prefix, moe_runner_config)
@@ -160,7 +162,7 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
         projection = f" ({shard_id} of expert {expert_id})"
         what = f"{weight_name}{projection}"
         loads.check_tensor(what, param, loaded_weight)
-        loaded_weight = in_float32(param, loaded_weight)
+        loaded_weight = as_kept(param, loaded_weight)
         check_expert_shape(what, param, loaded_weight, shard_id, hidden, intermediate)
         rank, ranks = layer.moe_tp_rank, layer.moe_tp_size
         if local_intermediate(intermediate, ranks) * ranks != intermediate:
@@ -168,8 +170,7 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
             loaded_weight = padded_to_blocks(what, param, loaded_weight, dim, intermediate, ranks, rank)
         with shape_errors(method.prefix, loaded_weight):
             layer.weight_loader(param, loaded_weight, weight_name, shard_id, expert_id)
-        kind = WEIGHT if param.dtype == FP8 else SCALES
-        loads.note(method, layer, f"{method.prefix}{projection}", kind)
+        loads.note(method, layer, f"{method.prefix}{projection}", role_of(param))
 
     return check_and_load
 

@@ -5,22 +5,18 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    create_fp8_scale_parameter,
-    create_fp8_weight_parameter,
-)
-from vllm.model_executor.parameter import BlockQuantScaleParameter
+from vllm.model_executor.parameter import BlockQuantScaleParameter, ModelWeightParameter
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
-from fp8moe_plugin.formats.spec import QuantSpec
+from fp8moe_plugin.formats.spec import WEIGHT, QuantSpec
+from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import prepare_kernels, target_of_layer
 from fp8moe_plugin.layers.loading import check_size, rows_of_shard
+from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of
 from fp8moe_plugin.layers.vllm.loading import LayerLoading
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.plan import linear_kernels
 
 
@@ -34,7 +30,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         self.ue8m0 = spec.ue8m0
         self.prefix = prefix
         self.warmup = warmup
-        self.scale = spec.scale
+        self.weights, self.scale = spec.weights, spec.scale
         self.loading = LayerLoading(prefix, model, self.online)
 
     def create_weights(
@@ -51,16 +47,21 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         self.widths, self.inputs = list(getattr(layer, "output_sizes", [output_size])), input_size  # on all ranks
         own = input_size_per_partition, output_partition_sizes, extra_weight_attrs["weight_loader"]
         inputs, outputs, loader = whole_blocks(self.prefix, layer, layer.tp_rank, layer.tp_size, *own)
-        check_shape(self.prefix, inputs, outputs, split, "--tensor-parallel-size")
-        block = [GROUP, GROUP]
+        check_shape(self.prefix, inputs, outputs, split, self.weights, "--tensor-parallel-size")
         layer.logical_widths = outputs
         layer.input_size_per_partition = inputs
         layer.output_size_per_partition = sum(outputs)
         layer.orig_dtype = params_dtype
-        layer.weight_block_size = block
-        weight = create_fp8_weight_parameter(sum(outputs), inputs, self.weight_loader(loader))
-        scale = create_fp8_scale_parameter(BlockQuantScaleParameter, outputs, inputs, block, loader)
-        self.loading.register(layer, {"weight": weight, self.scale: scale}, self.check_tensor)
+        layer.weight_block_size = list(self.weights.scales.block)
+        parameters = {}
+        for name, role, kind, load in (
+            (WEIGHT, Role.WEIGHT, ModelWeightParameter, self.weight_loader(loader)),
+            (self.scale, Role.SCALES, BlockQuantScaleParameter, loader),
+        ):
+            data = empty_tensor(self.weights, role, sum(outputs), inputs)
+            parameter = kind(data=data, input_dim=1, output_dim=0, weight_loader=load)
+            parameters[name] = marked(parameter, self.weights, role)
+        self.loading.register(layer, parameters, self.check_tensor)
 
     def weight_loader(self, loader: MethodType) -> MethodType:
         """The loader for the weight, derived from vLLM's."""
@@ -72,7 +73,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
     ) -> str:
         """The tensor's projection; raises `CheckpointError` if it is unusable, but if it is too small in the loader."""
         method = layer.quant_method
-        name = "weight" if param.dtype == FP8 else method.scale
+        name = WEIGHT if role_of(param) is Role.WEIGHT else method.scale
         part = "" if loaded_shard_id is None else f" ({loaded_shard_id})"
         what = f"{layer.prefix}.{name}{part}"
         layer.fp8moe_loading.check_tensor(what, param, loaded_weight)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT
-from fp8moe_plugin.layers.loading import check_loaded, check_tensor, holds_nan, in_float32, shape_errors
+from fp8moe_plugin.formats.weight_format import Role
+from fp8moe_plugin.layers.loading import as_kept, check_loaded, check_tensor, holds_nan, shape_errors
+from fp8moe_plugin.layers.parameters import role_of
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.model_state import ModelState
-from fp8moe_plugin.ops.checks import FP8, poison
+from fp8moe_plugin.ops.checks import poison
 
 # Takes the arguments of a weight loader. Returns what `Arrivals` calls the projection; None: it is not on this rank.
 Check = Callable[..., str | None]
@@ -108,7 +109,7 @@ class LayerLoading:
         Unquantized weights are checked by `quantize_weight`.
         """
         if self.online:
-            if parameter.dtype != FP8:
+            if role_of(parameter) is Role.SCALES:
                 raise CheckpointError(
                     f"{what}: the model was loaded from an unquantized checkpoint, which has no scales. Load "
                     "unquantized weights."
@@ -118,7 +119,7 @@ class LayerLoading:
         if tensor.is_meta or parameter.is_meta:  # there are no values yet
             return
         # Otherwise `finish` checks the whole parameter.
-        if parameter.dtype == FP8 and self.in_place and holds_nan(tensor):
+        if role_of(parameter) is Role.WEIGHT and self.in_place and holds_nan(tensor):
             raise CheckpointError(f"{what} holds NaN, so it is damaged. Download the checkpoint again.")
 
     @property
@@ -126,11 +127,11 @@ class LayerLoading:
         """Whether loaders now write to the parameters that kernels read."""
         return self.serving and not self.reloading
 
-    def note_arrival(self, projection: str, *kinds: str) -> None:
+    def note_arrival(self, projection: str, *roles: Role) -> None:
         """Note which tensors are loaded; see `Arrivals.note`."""
         if self.in_place:
             self.model.written = True
-            self.model.arrivals.note(projection, *kinds)
+            self.model.arrivals.note(projection, *roles)
 
 
 def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
@@ -144,7 +145,8 @@ def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
         with loading.errors_fail_model():
             loading.check_reloadable_once()
             projection = check(layer, param, loaded_weight, *args, **kwargs)
-            loaded_weight = in_float32(param, loaded_weight)
+            if not loading.online:
+                loaded_weight = as_kept(param, loaded_weight)
             # vLLM checks the shape and then copies, or copies the parts of a fused tensor one after the other.
             in_parts = not (args or kwargs) and len(layer.logical_widths) > 1
             if in_parts and loading.in_place:
@@ -152,7 +154,7 @@ def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
             with shape_errors(loading.prefix, loaded_weight):
                 result = load(layer, param, loaded_weight, *args, **kwargs)
             if projection and not loading.online:  # an online loader notes what it has quantized
-                loading.note_arrival(projection, WEIGHT if param.dtype == FP8 else SCALES)
+                loading.note_arrival(projection, role_of(param))
             return result
 
     return check_and_load

@@ -13,12 +13,14 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPr
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 from vllm.model_executor.utils import set_weight_attrs
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, experts_refusal, local_intermediate, too_many_experts
+from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.spec import QuantSpec
+from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels, target_of_layer
-from fp8moe_plugin.layers.loading import check_expert_shape, expert_tensors
+from fp8moe_plugin.layers.loading import check_expert_shape
+from fp8moe_plugin.layers.parameters import expert_tensors, format_of, marked, role_of
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.experts import StandardExperts, experts_class
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, check_experts_not_moved
@@ -45,7 +47,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self.prefix = prefix
         self.warmup = warmup
-        self.scale = spec.scale
+        self.weights, self.scale = spec.weights, spec.scale
         self.loading = LayerLoading(prefix, model, self.online)
         self.batched = moe.moe_parallel_config.use_batched_activation_format
         self.experts_cls = experts_class(self.batched, spec.ue8m0)
@@ -93,7 +95,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     ) -> None:
         layer.num_experts = num_experts
         layer.orig_dtype = params_dtype
-        layer.weight_block_size = [GROUP, GROUP]
+        layer.weight_block_size = list(self.weights.scales.block)
         layer.w13_input_scale = layer.w2_input_scale = None
         if intermediate_size_per_partition * self.moe.tp_size != self.moe.intermediate_size:
             announce_padding("expert", self.moe.intermediate_size, self.moe.tp_size, "--enable-expert-parallel")
@@ -101,10 +103,11 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         block_attrs = {**extra_weight_attrs, "quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
         weight_attrs = {**extra_weight_attrs, "weight_loader": self.weight_loader(extra_weight_attrs["weight_loader"])}
         sizes = hidden_size, intermediate_size_per_partition
-        shared = self.shared_mlp if self.shared_mlp and self.shared_mlp.fits(self.moe, num_experts, *sizes) else None
-        tensors = expert_tensors(num_experts + (shared is not None), *sizes, self.scale)
+        mlp = self.shared_mlp
+        shared = mlp if mlp and mlp.fits(self.moe, self.weights, num_experts, *sizes) else None
+        tensors = expert_tensors(self.weights, num_experts + (shared is not None), *sizes, self.scale)
         parameters = {
-            name: _parameter(tensor[:num_experts], block_attrs if name.endswith(self.scale) else weight_attrs)
+            name: _parameter(tensor, num_experts, block_attrs if role_of(tensor) is Role.SCALES else weight_attrs)
             for name, tensor in tensors.items()
         }
         self.loading.register(layer, parameters, self.check_tensor)
@@ -158,7 +161,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         return fp8_w8a8_moe_quant_config(
             w1_scale=getattr(layer, f"w13_{self.scale}"),
             w2_scale=getattr(layer, f"w2_{self.scale}"),
-            block_shape=[GROUP, GROUP],
+            block_shape=list(self.weights.scales.block),
         )
 
     def _make_kernel(self, layer: Any) -> mk.FusedMoEKernel:
@@ -241,7 +244,7 @@ def load_experts(
     """A `weight_loader` for experts whose scale blocks cannot be split equally over the ranks: pads, then calls vLLM's.
 
     Args:
-        loaded_weight: e4m3 weights or float32 scales of all channels of w1, w2 or w3.
+        loaded_weight: weights or scales of all channels of w1, w2 or w3.
     Raises:
         CheckpointError: see `padded_to_blocks`.
     """
@@ -289,7 +292,8 @@ def _check_sizes(prefix: str, moe: Any) -> None:
         raise UnsupportedError(f"{prefix}: {refusal}. Use more GPUs and --enable-expert-parallel.")
 
 
-def _parameter(data: torch.Tensor, attrs: dict[str, Any]) -> torch.nn.Parameter:
-    parameter = torch.nn.Parameter(data, requires_grad=False)
+def _parameter(tensor: torch.Tensor, experts: int, attrs: dict[str, Any]) -> torch.nn.Parameter:
+    """A parameter of the first experts of a tensor."""
+    parameter = torch.nn.Parameter(tensor[:experts], requires_grad=False)
     set_weight_attrs(parameter, attrs)
-    return parameter
+    return marked(parameter, format_of(tensor), role_of(tensor))

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
-from fp8moe_plugin.layers.arrivals import SCALES, WEIGHT
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.weight_format import Role
+from fp8moe_plugin.layers.parameters import empty_tensor
 from fp8moe_plugin.layers.unquantized import quantize_weight
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
-from fp8moe_plugin.ops.checks import FP8
 
 
 class Online:
@@ -56,7 +56,7 @@ def _linear_loader(prefix: str, load: Callable) -> Callable:
     ) -> None:
         q, scales = _quantized(f"{prefix}.weight", loaded_weight, param.device)
         load(layer, param, q, *args, **kwargs)
-        layer.fp8moe_loading.note_arrival(f"{prefix} {args}", WEIGHT, SCALES)
+        layer.fp8moe_loading.note_arrival(f"{prefix} {args}", Role.WEIGHT, Role.SCALES)
         load(layer, layer.weight_scale_inv, scales, *args, **kwargs)
 
     return quantize_and_load
@@ -78,7 +78,7 @@ def _experts_loader(prefix: str, load: Callable) -> Callable:
         if not compat.holds_expert(layer, expert_id):
             return False if return_success else None
         q, scales = _quantized(f"{prefix}.{expert_id}.{shard_id}.weight", loaded_weight, param.device)
-        layer.fp8moe_loading.note_arrival(f"{prefix} ({shard_id} of expert {expert_id})", WEIGHT, SCALES)
+        layer.fp8moe_loading.note_arrival(f"{prefix} ({shard_id} of expert {expert_id})", Role.WEIGHT, Role.SCALES)
         scale = layer.w2_weight_scale_inv if shard_id == "w2" else layer.w13_weight_scale_inv
         load(layer, scale, scales, f"{weight_name}_scale_inv", shard_id, expert_id, return_success)
         return load(layer, param, q, weight_name, shard_id, expert_id, return_success)
@@ -90,5 +90,6 @@ def _quantized(name: str, weight: torch.Tensor, device: torch.device) -> tuple[t
     """Quantize a weight, or only give the shapes if vLLM, to count the tensors of a reload, loads into meta tensors."""
     if device.type != "meta":
         return quantize_weight(name, weight, device)
-    blocks = [ceil_div(size, GROUP) for size in weight.shape]
-    return torch.empty(weight.shape, dtype=FP8, device="meta"), torch.empty(blocks, dtype=torch.float32, device="meta")
+    n, k = weight.shape
+    with device:
+        return empty_tensor(FP8_BLOCK, Role.WEIGHT, n, k), empty_tensor(FP8_BLOCK, Role.SCALES, n, k)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
-from fp8moe_plugin.layers.loading import expert_tensors
+from fp8moe_plugin.formats.weight_format import WeightFormat
+from fp8moe_plugin.layers.parameters import expert_tensors
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops import torch_ops
@@ -34,11 +35,12 @@ class Mlp(NamedTuple):
         """In the order of the experts' tensors: w13, its scales, w2, its scales."""
         return *_parameters(self.gate_up), *_parameters(self.down)
 
-    def fits(self, moe: Any, experts: int, hidden: int, intermediate: int) -> bool:
+    def fits(self, moe: Any, weights: WeightFormat, experts: int, hidden: int, intermediate: int) -> bool:
         """Whether it can be one more of the experts.
 
         Args:
             moe: vLLM's configuration of the layer.
+            weights: the format of its experts.
             experts: how many there are on this rank.
             hidden, intermediate: sizes of an expert on this rank.
         """
@@ -50,9 +52,10 @@ class Mlp(NamedTuple):
         if any(layer.tp_size != moe.tp_size or layer.bias is not None for layer in self):
             return False
         with torch.device("meta"):
-            slots = expert_tensors(1, hidden, intermediate).values()
+            slots = expert_tensors(weights, 1, hidden, intermediate).values()
         aligned = not any(slot.nbytes % ALIGNMENT for slot in slots)
-        return aligned and all(own.shape == slot.shape[1:] for own, slot in zip(self.tensors(), slots, strict=True))
+        pairs = list(zip(self.tensors(), slots, strict=True))
+        return aligned and all(own.shape == slot.shape[1:] and own.dtype == slot.dtype for own, slot in pairs)
 
 
 def _parameters(layer: Any) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:

@@ -9,14 +9,20 @@ from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
-from fp8moe_plugin.formats.spec import SCALE
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.spec import SCALE, QuantSpec
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.sglang.loads import Loads
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
 from tests.layers.experts import EXPERTS, HIDDEN, Checkpoint
 
 QUANT = SimpleNamespace(
-    ue8m0=False, online=False, loads=Loads(SCALE), weight_block_size=[GROUP, GROUP], get_name=lambda: "fp8moe"
+    spec=QuantSpec(FP8_BLOCK),
+    ue8m0=False,
+    online=False,
+    loads=Loads(SCALE),
+    weight_block_size=[GROUP, GROUP],
+    get_name=lambda: "fp8moe",
 )
 KINDS = ("weight", "weight_scale_inv")
 

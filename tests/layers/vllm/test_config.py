@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 import fp8moe_plugin
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.layers import machine as machine_check
 from fp8moe_plugin.layers.blocks import check_shape
 from fp8moe_plugin.layers.vllm import config as seam
@@ -266,11 +267,11 @@ def test_other_layers_are_refused(layer, message):
 )
 def test_dense_layers_that_end_within_a_scale_block_are_refused(inputs, outputs, split, message):
     with pytest.raises(UnsupportedError, match=message):
-        check_shape("L", inputs, outputs, split, "--tensor-parallel-size")
+        check_shape("L", inputs, outputs, split, FP8_BLOCK, "--tensor-parallel-size")
 
 
 def test_only_the_last_projection_may_end_within_a_scale_block():
-    check_shape("L", 256, [256, 192], False, "--tensor-parallel-size")
+    check_shape("L", 256, [256, 192], False, FP8_BLOCK, "--tensor-parallel-size")
 
 
 def test_registering_twice_is_registering_once():

@@ -18,7 +18,7 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE
 
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.spec import QuantSpec
-from fp8moe_plugin.layers.loading import expert_tensors
+from fp8moe_plugin.layers.parameters import expert_tensors
 from fp8moe_plugin.layers.vllm import config as config_module
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.routing import StandIn
@@ -103,7 +103,7 @@ class Block:
 
     def expected(self) -> torch.Tensor:
         """With expert 1 as the shared one, too."""
-        tensors = [getattr(self.experts, name).data for name in expert_tensors(1, 128, 128)]
+        tensors = [getattr(self.experts, name).data for name in expert_tensors(FP8_BLOCK, 1, 128, 128)]
         tensors = [
             torch.cat([tensor.view(torch.uint8), tensor[1:2].view(torch.uint8)]).view(tensor.dtype)
             for tensor in tensors

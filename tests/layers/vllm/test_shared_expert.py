@@ -12,7 +12,8 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import layerwise
 
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.layers.loading import expert_tensors
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.layers.parameters import expert_tensors
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers, Mlp
 from tests import helpers as h
@@ -20,7 +21,7 @@ from tests.layers.experts import EXPERTS, make_checkpoint, make_unquantized
 from tests.layers.vllm.one_rank import Layer, default_config, load_mlp, make_mlp
 
 PREFIX = "model.layers.3.mlp"
-PARAMETERS = tuple(expert_tensors(1, 128, 128))
+PARAMETERS = tuple(expert_tensors(FP8_BLOCK, 1, 128, 128))
 
 
 @pytest.fixture(autouse=True)

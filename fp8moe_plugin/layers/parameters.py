@@ -1,0 +1,62 @@
+"""The parameters of quantized layers, which carry their format and role: a scale is not recognized by its dtype."""
+
+from typing import TypeVar
+
+import torch
+
+from fp8moe_plugin.formats.dtypes import DTYPES
+from fp8moe_plugin.formats.spec import SCALE, WEIGHT
+from fp8moe_plugin.formats.weight_format import Role, TensorFormat, WeightFormat
+
+FORMAT, ROLE = "fp8moe_format", "fp8moe_role"  # attributes, which vLLM copies to the parameters of a reload
+
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype with this name in safetensors."""
+    found: torch.dtype = getattr(torch, DTYPES[name].torch)
+    return found
+
+
+def marked(tensor: Tensor, weights: WeightFormat, role: Role) -> Tensor:
+    """The same tensor, which from now on has a format and a role."""
+    setattr(tensor, FORMAT, weights)
+    setattr(tensor, ROLE, role)
+    return tensor
+
+
+def format_of(parameter: torch.Tensor) -> WeightFormat:
+    found: WeightFormat = getattr(parameter, FORMAT)
+    return found
+
+
+def role_of(parameter: torch.Tensor) -> Role:
+    found: Role = getattr(parameter, ROLE)
+    return found
+
+
+def tensor_format(parameter: torch.Tensor) -> TensorFormat:
+    return format_of(parameter).tensor(role_of(parameter))
+
+
+def empty_tensor(weights: WeightFormat, role: Role, n: int, k: int, *experts: int) -> torch.Tensor:
+    """An uninitialized tensor for a weight `[n, k]`, or for `[*experts, n, k]`."""
+    tensor = weights.tensor(role)
+    return marked(torch.empty(*experts, *tensor.shape(n, k), dtype=torch_dtype(tensor.dtype)), weights, role)
+
+
+def expert_tensors(
+    weights: WeightFormat, experts: int, hidden: int, intermediate: int, scale: str = SCALE
+) -> dict[str, torch.Tensor]:
+    """The tensors of a rank's experts, uninitialized: weights and scales of w13 and of w2.
+
+    Args:
+        intermediate: channels on this rank, whole blocks.
+        scale: what the names of scales end with.
+    """
+    return {
+        f"{name}_{suffix}": empty_tensor(weights, role, n, k, experts)
+        for name, n, k in (("w13", 2 * intermediate, hidden), ("w2", hidden, intermediate))
+        for role, suffix in ((Role.WEIGHT, WEIGHT), (Role.SCALES, scale))
+    }
