@@ -8,13 +8,14 @@ vLLM's defaults, where activation scales are rounded up to powers of two; with V
 environment they keep FP32 scales.
 """
 
+import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
 import subprocess
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -138,25 +139,41 @@ def measure(
 
 
 def _rows(makers: Mapping[str, Maker], experts: Experts, weights: ExpertWeights, case: Case) -> list[BenchRow]:
-    """The rows of all backends at one number of tokens. Their graphs, which hold each call once, take turns."""
-    rows: dict[str, BenchRow] = {}
+    """The rows of all backends at one number of tokens. Their graphs, which hold each call once, take turns.
+
+    vLLM's backends share a workspace that grows, and a graph keeps its address: so each backend has run before the
+    first graph is captured.
+    """
+    tokens = len(case.hidden_states)
+    rows = {name: BenchRow(backend=name, tokens=tokens, floor_us=case.floor_us) for name in makers}
+    layers: dict[str, Layer] = {}
     graphs = {}
     for name, make in makers.items():
-        row = BenchRow(backend=name, tokens=len(case.hidden_states), floor_us=case.floor_us)
-        try:
-            layer = make(experts, weights, row.tokens)
+        with _failure_recorded(rows, name):
+            layer = make(experts, weights, tokens)
             start = time.perf_counter()
             error = relative_l2(layer, case)
             first_call_s = time.perf_counter() - start
             if not error < WRONG:
                 raise ArithmeticError(f"the result is wrong: relative L2 distance {error:.2g} from float32 math")
+            layers[name] = layer
+            rows[name] = rows[name].model_copy(update={"relative_l2": error, "first_call_s": first_call_s})
+    for name, layer in layers.items():
+        with _failure_recorded(rows, name):
             graphs[name] = captured([partial(layer, case.hidden_states, *routing) for routing in case.routings])
-            rows[name] = row.model_copy(update={"relative_l2": error, "first_call_s": first_call_s})
-        except Exception as failure:  # noqa: BLE001 (a peer may fail in any way, and the others must still be measured)
-            rows[name] = row.model_copy(update={"error": textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)})
     for name, us in replay_us(graphs).items():
         rows[name] = rows[name].model_copy(update={"us": us / len(case.routings)})
     return list(rows.values())
+
+
+@contextlib.contextmanager
+def _failure_recorded(rows: dict[str, BenchRow], name: str) -> Iterator[None]:
+    """Replace the row of a backend that fails in the block by one with its error."""
+    try:
+        yield
+    except Exception as failure:  # noqa: BLE001 (a peer may fail in any way, and the others must still be measured)
+        error = textwrap.shorten(f"{type(failure).__name__}: {failure}", 300)
+        rows[name] = BenchRow(backend=name, tokens=rows[name].tokens, floor_us=rows[name].floor_us, error=error)
 
 
 def relative_l2(layer: Layer, case: Case) -> float:
