@@ -1,11 +1,13 @@
 """The fields of config.json that shapes and refusals depend on, under the names of all model families."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from fp8moe_plugin.checkpoint.untrusted import MAX_SIZE
+from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.quoting import shown
 
 # Of these, a config.json that lacks a field, or has one of another form, is damaged; of others, it has another name.
 FAMILIES = (
@@ -123,3 +125,44 @@ def _names(name: str, field: FieldInfo) -> list[str]:
 
 ALIASES = [names for field in Config.model_fields.items() if len(names := _names(*field)) > 1]
 FIELDS = {name for field in Config.model_fields.items() for name in _names(*field)}
+
+
+def parse_config(fields: dict[str, Any], what: str) -> Config:
+    """Validate the fields of a language model; `what` names the file in messages.
+
+    Raises:
+        CheckpointError, UnsupportedError: see `refuse`.
+    """
+    given = {key: value for key, value in fields.items() if value is not None}
+    for names in ALIASES:  # one of them may be a default of 0 beside the one that is used
+        if any(given.get(name) for name in names):
+            given = {key: value for key, value in given.items() if value or key not in names}
+    if isinstance(types := given.get("layers_block_type"), list):  # Nemotron's later models give no number
+        given = {"num_hidden_layers": len(types)} | given
+    try:
+        return Config.model_validate(given)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False)
+        missing = [str(one["loc"][0]) for one in wrong if one["type"] == "missing"]
+        first = next((one for one in wrong if one["type"] != "missing"), None)
+        if first:
+            problem = f"{first['loc'][0]} is {shown(first['input'])}: {first['msg']}"
+        else:
+            problem = f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing"
+        refuse(given.get("model_type"), what, problem)
+
+
+def refuse(model_type: object, what: str, problem: str) -> NoReturn:
+    """Raise the error for a description with a problem: a field that is missing or has another form than expected.
+
+    Raises:
+        CheckpointError: the description of a known family is damaged.
+        UnsupportedError: the family is not known, and may have other names or forms.
+    """
+    if model_type in FAMILIES:
+        raise CheckpointError(f"{what}: {problem}. {ADVICE}") from None
+    raise UnsupportedError(
+        f"{what}: fp8moe-warmup does not know models of the type {shown(model_type)}, and cannot read this one: "
+        f"{problem}. The engine may serve it nevertheless. To compile every kernel that it could need, run the command "
+        "without --model."
+    ) from None

@@ -1,14 +1,12 @@
-"""A checkpoint's config.json: reading and validating the fields that determine the shapes of its layers."""
+"""Reading a checkpoint's config.json, and finding in it the language model and how it is quantized."""
 
 import json
 import math
 import os
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
-from fp8moe_plugin.checkpoint.config_fields import ALIASES, EXPERT_COUNTS, FAMILIES, FIELDS, Config
+from fp8moe_plugin.checkpoint.config_fields import EXPERT_COUNTS, FIELDS
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, Limits, opened, read_json
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.quoting import shown
@@ -95,47 +93,6 @@ def language_model(config: dict[str, Any]) -> dict[str, Any] | None:
     found = next((part for part in parts if any(part.get(key) for key in EXPERT_COUNTS)), None)
     architectures = config.get("architectures")
     return found if found is None or architectures is None else found | {"architectures": architectures}
-
-
-def parse_config(description: Description) -> Config:
-    """Validate the fields that shapes depend on.
-
-    Raises:
-        CheckpointError, UnsupportedError: see `refuse`.
-    """
-    given = {key: value for key, value in description.fields.items() if value is not None}
-    for names in ALIASES:  # one of them may be a default of 0 beside the one that is used
-        if any(given.get(name) for name in names):
-            given = {key: value for key, value in given.items() if value or key not in names}
-    if isinstance(types := given.get("layers_block_type"), list):  # Nemotron's later models give no number
-        given = {"num_hidden_layers": len(types)} | given
-    try:
-        return Config.model_validate(given)
-    except ValidationError as error:
-        wrong = error.errors(include_url=False, include_context=False)
-        missing = [str(one["loc"][0]) for one in wrong if one["type"] == "missing"]
-        first = next((one for one in wrong if one["type"] != "missing"), None)
-        if first:
-            problem = f"{first['loc'][0]} is {shown(first['input'])}: {first['msg']}"
-        else:
-            problem = f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing"
-        refuse(given.get("model_type"), description.file, problem)
-
-
-def refuse(model_type: object, what: str, problem: str) -> NoReturn:
-    """Raise the error for a description with a problem: a field that is missing or has another form than expected.
-
-    Raises:
-        CheckpointError: the description of a known family is damaged.
-        UnsupportedError: the family is not known, and may have other names or forms.
-    """
-    if model_type in FAMILIES:
-        raise CheckpointError(f"{what}: {problem}. {ADVICE}") from None
-    raise UnsupportedError(
-        f"{what}: fp8moe-warmup does not know models of the type {shown(model_type)}, and cannot read this one: "
-        f"{problem}. The engine may serve it nevertheless. To compile every kernel that it could need, run the command "
-        "without --model."
-    ) from None
 
 
 def _check_constants(config: dict[str, Any], what: str) -> None:

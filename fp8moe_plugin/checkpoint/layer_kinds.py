@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from fp8moe_plugin.checkpoint.config_fields import Config
-from fp8moe_plugin.checkpoint.config_json import refuse
+from fp8moe_plugin.checkpoint.config_fields import Config, refuse
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME

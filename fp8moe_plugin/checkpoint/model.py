@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fp8moe_plugin.checkpoint.config_fields import FAMILIES, Config
-from fp8moe_plugin.checkpoint.config_json import parse_config, read_description
+from fp8moe_plugin.checkpoint.config_fields import FAMILIES, Config, parse_config
+from fp8moe_plugin.checkpoint.config_json import read_description
 from fp8moe_plugin.checkpoint.dense import cached_elements, dense_layers, indexer_layers
 from fp8moe_plugin.checkpoint.headers import check_shards
 from fp8moe_plugin.checkpoint.layer_kinds import FULL, attention_kinds, experts_width, moe_layers, same
@@ -50,7 +50,7 @@ def _read(folder: Path) -> Model:
     quantization = description.fields["quantization_config"]
     spec = parse_quantization(quantization) if isinstance(quantization, dict) else ONLINE
     check_experts(description.fields, spec.unquantized)
-    config = parse_config(description)
+    config = parse_config(description.fields, description.file)
     suffixes = config.model_type in BY_SUFFIX
     unquantized = Unquantized(spec.unquantized, suffixes, description.nested, spec.online)
     moe = moe_layers(config)
