@@ -3,29 +3,37 @@
 Routers are omitted: no published checkpoint quantizes them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fp8moe_plugin.checkpoint.config_fields import Config
-from fp8moe_plugin.checkpoint.layer_kinds import LINEAR, attention_kinds, dense_width, experts_width, moe_layers, same
+from fp8moe_plugin.checkpoint.layer_kinds import LINEAR, attention_kinds, dense_width, experts_width, same
 from fp8moe_plugin.checkpoint.shapes import Dense, Split
 from fp8moe_plugin.checkpoint.unquantized import DELTA_NET, Unquantized
 
 GATED = ("qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text")  # attention has a gate, unless config.json says otherwise
 
 
-def dense_layers(config: Config, unquantized: Unquantized, quantized: bool = True) -> Iterator[Dense]:
-    """The kinds of dense layers in the layers where they are FP8, or in those where they are not."""
-    moe = moe_layers(config)
-    plain = sorted(set(config.layers) - set(moe))
-    kinds: list[tuple[Dense, Sequence[int]]] = list(_attention(config))
-    if plain:
-        kinds += [(layer, plain) for layer in _mlp("mlp", config.hidden_size, dense_width(config))]
-    kinds += [(layer, moe) for layer in _shared(config)]
+def dense_kinds(config: Config, moe: Sequence[int]) -> Iterator[tuple[Dense, Sequence[int]]]:
+    """The kinds of dense layers, each with the layers that have one; `moe`: those with experts."""
+    yield from _attention(config)
+    if plain := sorted(set(config.layers) - set(moe)):
+        yield from ((layer, plain) for layer in _mlp("mlp", config.hidden_size, dense_width(config)))
+    yield from ((layer, moe) for layer in _shared(config))
+
+
+def divided(
+    config: Config, kinds: Iterable[tuple[Dense, Sequence[int]]], unquantized: Unquantized
+) -> tuple[tuple[Dense, ...], tuple[Dense, ...]]:
+    """The result of `dense_kinds` in the layers where they are FP8, and in those where they are not."""
+    found: dict[bool, list[Dense]] = {False: [], True: []}
     for layer, where in kinds:
-        layers = [i for i in where if unquantized.has(i, layer.name) is not quantized]
-        if layers:
-            yield replace(layer, layers=len(layers), mtp=sum(i >= config.num_hidden_layers for i in layers))
+        kept = {i: unquantized.has(i, layer.name) for i in where}
+        for is_kept, dense in found.items():
+            if layers := [i for i in where if kept[i] is is_kept]:
+                mtp = sum(i >= config.num_hidden_layers for i in layers)
+                dense.append(replace(layer, layers=len(layers), mtp=mtp))
+    return tuple(found[False]), tuple(found[True])
 
 
 def cached_elements(config: Config) -> int:

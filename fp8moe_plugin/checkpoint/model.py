@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fp8moe_plugin.checkpoint.config_fields import FAMILIES, Config, parse_config
 from fp8moe_plugin.checkpoint.config_json import read_description
-from fp8moe_plugin.checkpoint.dense import cached_elements, dense_layers, indexer_layers
+from fp8moe_plugin.checkpoint.dense import cached_elements, dense_kinds, divided, indexer_layers
 from fp8moe_plugin.checkpoint.headers import check_shards
 from fp8moe_plugin.checkpoint.layer_kinds import FULL, attention_kinds, experts_width, moe_layers, same
 from fp8moe_plugin.checkpoint.refusals import check_experts
@@ -51,14 +51,14 @@ def _read(folder: Path) -> Model:
     spec = parse_quantization(quantization) if isinstance(quantization, dict) else ONLINE
     check_experts(description.fields, spec.unquantized)
     config = parse_config(description.fields, description.file)
+    moe = moe_layers(config)
     suffixes = config.model_type in BY_SUFFIX
     unquantized = Unquantized(spec.unquantized, suffixes, description.nested, spec.online)
-    moe = moe_layers(config)
     served = [layer for layer in moe if not unquantized.has(layer, "mlp.experts")]
     if served:
         check_experts(description.fields)
     model = replace(
-        _model(config, spec, unquantized, served),
+        _model(config, spec, unquantized, moe, served),
         incomplete_names=() if suffixes else incomplete_names(spec.unquantized),
         remote_code=description.remote_code,
     )
@@ -66,8 +66,10 @@ def _read(folder: Path) -> Model:
     return model
 
 
-def _model(config: Config, spec: QuantSpec, unquantized: Unquantized, served: Sequence[int]) -> Model:
-    moe, dense = moe_layers(config), tuple(dense_layers(config, unquantized))
+def _model(
+    config: Config, spec: QuantSpec, unquantized: Unquantized, moe: Sequence[int], served: Sequence[int]
+) -> Model:
+    dense, plain = divided(config, dense_kinds(config, moe), unquantized)
     if not moe or not (served or dense):
         reason = "has no layer with experts" if not moe else "keeps all its layers unquantized"
         raise UnsupportedError(f"The checkpoint {reason}. Serve it without --quantization {NAME}.")
@@ -94,7 +96,7 @@ def _model(config: Config, spec: QuantSpec, unquantized: Unquantized, served: Se
         weights=spec.weights,
         indexer=_indexer(config),
         cache=_cache(config),
-        plain=tuple(dense_layers(config, unquantized, quantized=False)),
+        plain=plain,
         plain_experts=plain_experts if plain_experts.layers else None,
         mtp_layers=config.num_nextn_predict_layers,
         context=config.max_position_embeddings,
