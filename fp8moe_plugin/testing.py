@@ -51,12 +51,6 @@ def bench_kineto(
     return median(durations(profiled([call], rounds), kernel_names))
 
 
-def kernel_seconds(calls: Mapping[str, Call], rounds: int, kernel_name: str | None = None) -> dict[str, float]:
-    """`bench_kineto` of several calls that take turns, by their names."""
-    found = durations(profiled(list(calls.values()), rounds), kernel_name)
-    return {name: median(found[i :: len(calls)]) for i, name in enumerate(calls)}
-
-
 def profiled(calls: Sequence[Call], rounds: int) -> list[tuple[str, float]]:
     """What ran on the GPU while the calls took turns, in order: names and seconds. L2 is flushed before each call."""
     from torch.autograd import DeviceType
