@@ -125,5 +125,9 @@ def padded_to_blocks(
         )
     part = local_intermediate(intermediate, ranks) // unit
     start, end = (min(at * part, wanted) for at in (rank, rank + 1))
-    padding = (start, ranks * part - end)
-    return torch.nn.functional.pad(tensor.narrow(dim, start, end - start), (0, 0) * (-1 - dim) + padding)
+    shape = list(tensor.shape)
+    shape[dim] = ranks * part
+    padded = tensor.new_empty(shape)
+    padded.view(torch.uint8).zero_()  # E8M0 has no zero; its scales then belong to weights that are zero
+    padded.narrow(dim, start, end - start).copy_(tensor.narrow(dim, start, end - start))
+    return padded

@@ -1,7 +1,4 @@
-"""Checkpoints, loaders and the warm-up work with any format that `formats/` describes: here with one of 4 bits.
-
-Two codes share a byte, and each scale, an exponent of 8 bits, belongs to 32 input channels of one output channel.
-"""
+"""Checkpoints, loaders and the warm-up work with any format that `formats/` describes: here with one of 4 bits."""
 
 import json
 import struct
@@ -15,25 +12,16 @@ from fp8moe_plugin.checkpoint.headers import check_shards
 from fp8moe_plugin.checkpoint.shapes import Experts, Model, Parallel, dense_refusal
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec
-from fp8moe_plugin.formats.weight_format import Role, TensorFormat, WeightFormat
+from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers import loading
 from fp8moe_plugin.layers.blocks import padded_to_blocks
 from fp8moe_plugin.layers.parameters import empty_tensor, expert_tensors
 from fp8moe_plugin.ops.checks import poison
+from tests.formats.fp4 import FP4, codes
 from warmup.memory import weight_shapes
 
-FP4 = WeightFormat(
-    name="FP4",
-    weight=TensorFormat("U8", ("U8", "I8"), block=(1, 2)),
-    scales=TensorFormat("F8_E8M0", ("F8_E8M0", "U8"), block=(1, 32)),
-    scale_names=("scale",),
-)
 EXPERTS = Experts(layers=1, experts=2, topk=1, hidden=256, intermediate=384)
 WEIGHT, SCALES = Role
-
-
-def codes(*shape: int) -> torch.Tensor:
-    return torch.arange(torch.Size(shape).numel()).remainder(240).to(torch.uint8).view(shape)
 
 
 def test_tensors_of_experts_have_the_shapes_of_the_format():
