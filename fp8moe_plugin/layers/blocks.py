@@ -125,9 +125,8 @@ def padded_to_blocks(
         )
     part = local_intermediate(intermediate, ranks) // unit
     start, end = (min(at * part, wanted) for at in (rank, rank + 1))
-    shape = list(tensor.shape)
-    shape[dim] = ranks * part
-    padded = tensor.new_empty(shape)
-    padded.view(torch.uint8).zero_()  # E8M0 has no zero; its scales then belong to weights that are zero
-    padded.narrow(dim, start, end - start).copy_(tensor.narrow(dim, start, end - start))
-    return padded
+    padding = (0, 0) * (-1 - dim) + (start, ranks * part - end)
+    here = tensor.narrow(dim, start, end - start)
+    # As bytes, because E8M0 has no zero to pad with; the weights that such scales belong to are zero.
+    values = here.view(torch.uint8) if here.element_size() == 1 else here
+    return torch.nn.functional.pad(values, padding).view(tensor.dtype)
