@@ -20,8 +20,6 @@ from fp8moe_plugin.layers.unquantized import quantize_weight
 from fp8moe_plugin.quoting import shown
 from warmup.convert_folder import SOURCE, STAGING, Source, claim, is_made_from, publish, tidy, working_folder, writing
 from warmup.convert_source import (
-    SCALE,
-    WEIGHT,
     SourceFile,
     Stored,
     check_names,
@@ -173,7 +171,7 @@ def _converted(file: SourceFile, progress: tqdm) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for tensor, value in read_tensors(file):
         if tensor.quantized:
-            value, found[tensor.name + SCALE] = quantize_weight(tensor.name, value, CPU)
+            value, found[tensor.scales] = quantize_weight(tensor.name, value, CPU)
         found[tensor.name] = value
         progress.update(tensor.bytes)
     return found
@@ -196,7 +194,7 @@ def _write_description(
 
 
 def _quantization_config(files: list[SourceFile]) -> dict[str, Any]:
-    matrices = [tensor for tensor in _tensors(files) if tensor.name.endswith(WEIGHT) and len(tensor.shape) > 1]
+    matrices = [tensor for tensor in _tensors(files) if tensor.is_weight and len(tensor.shape) > 1]
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

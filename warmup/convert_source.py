@@ -15,11 +15,9 @@ from fp8moe_plugin.checkpoint.untrusted import ADVICE, Limits, opened
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.dtypes import DTYPES
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.spec import SCALE, WEIGHT
 from fp8moe_plugin.layers.unquantized import is_quantized
 from fp8moe_plugin.quoting import shown
-
-WEIGHT = ".weight"
-SCALE = "_scale_inv"
 
 
 @dataclass(frozen=True)
@@ -34,16 +32,25 @@ class Stored:
 
     @property
     def layer(self) -> str:
-        return self.name.removesuffix(WEIGHT)
+        return self.name.removesuffix(f".{WEIGHT}")
 
     @property
     def quantized(self) -> bool:
-        return self.name.endswith(WEIGHT) and is_quantized(self.layer)
+        return self.is_weight and is_quantized(self.layer)
 
     @property
     def converted_names(self) -> tuple[str, ...]:
         """The names of the tensors that it is converted to."""
-        return (self.name, self.name + SCALE) if self.quantized else (self.name,)
+        return (self.name, self.scales) if self.quantized else (self.name,)
+
+    @property
+    def is_weight(self) -> bool:
+        return self.name.endswith(f".{WEIGHT}")
+
+    @property
+    def scales(self) -> str:
+        """The name of the scales that it gets."""
+        return f"{self.layer}.{SCALE}"
 
     @property
     def converted_bytes(self) -> int:

@@ -6,20 +6,19 @@ from dataclasses import replace
 import numpy as np
 
 from fp8moe_plugin.checkpoint.shapes import (
-    GROUP,
     Dense,
     Experts,
     Model,
     Parallel,
     RankShapes,
-    ceil_div,
     is_down,
     is_gate_up,
     padding_share,
     rank_dense,
     rank_shapes,
 )
-from fp8moe_plugin.formats.weight_format import WeightFormat
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 from warmup.report import ShapeReport
 from warmup.target import GIB
 

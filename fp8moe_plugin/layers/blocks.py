@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import (
-    GROUP,
-    ceil_div,
     dense_refusal,
     is_down,
     is_gate_up,
@@ -22,7 +20,8 @@ from fp8moe_plugin.checkpoint.shapes import (
     padding_share,
 )
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
-from fp8moe_plugin.formats.weight_format import WeightFormat
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 from fp8moe_plugin.layers.parameters import tensor_format
 
 logger = logging.getLogger("fp8moe")

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.checkpoint.unquantized import FUSED, LAYER_NAME, incomplete_names, incomplete_text
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.patterns import PATTERN, matches
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 
