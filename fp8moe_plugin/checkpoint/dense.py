@@ -25,7 +25,7 @@ def dense_kinds(config: Config, moe: Sequence[int]) -> Iterator[tuple[Dense, Seq
 def divided(
     config: Config, kinds: Iterable[tuple[Dense, Sequence[int]]], unquantized: Unquantized
 ) -> tuple[tuple[Dense, ...], tuple[Dense, ...]]:
-    """The result of `dense_kinds` in the layers where they are FP8, and in those where they are not."""
+    """Divides each kind into the layers where it is quantized and the layers where it is not."""
     found: dict[bool, list[Dense]] = {False: [], True: []}
     for layer, where in kinds:
         kept = {i: unquantized.has(i, layer.name) for i in where}

@@ -41,8 +41,8 @@ class Unquantized:
     listed. A layer with "experts" in its name is also unquantized if a listed name starts with its own, so that one
     listed expert stands for all. Entries that begin with `re:` are regular expressions (`patterns.py`). With
     `suffixes`, an entry may also be what a full name ends with. With `nested`, the language model is a part of another,
-    and patterns match vLLM's names of its layers. With `online`, the checkpoint is unquantized, and those layers are
-    meant that `layers.unquantized.is_quantized` leaves so.
+    and patterns match vLLM's names of its layers. With `online`, the whole checkpoint is unquantized: a layer counts as
+    unquantized if it stays so, by the rule of `layers.unquantized.is_quantized`.
     """
 
     def __init__(

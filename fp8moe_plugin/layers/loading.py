@@ -125,7 +125,7 @@ def check_loaded(layer: str, name: str, parameter: torch.Tensor) -> None:
 
 
 def holds_nan(parameter: torch.Tensor) -> bool:
-    """Whether a tensor holds NaN or, if it is float32, infinity."""
+    """Whether a tensor holds NaN, or a float32 tensor infinity."""
     bits = NAN_BITS.get(parameter.dtype)
     if bits is None:
         return parameter.is_floating_point() and not bool(parameter.isfinite().all())

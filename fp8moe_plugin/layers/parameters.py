@@ -8,19 +8,19 @@ from fp8moe_plugin.formats.dtypes import DTYPES
 from fp8moe_plugin.formats.spec import SCALE, WEIGHT
 from fp8moe_plugin.formats.weight_format import Role, TensorFormat, WeightFormat
 
-FORMAT, ROLE = "fp8moe_format", "fp8moe_role"  # attributes, which vLLM copies to the parameters of a reload
+FORMAT, ROLE = "fp8moe_format", "fp8moe_role"  # vLLM copies these attributes to the parameters of a reload
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype with this name in safetensors."""
+    """Returns the torch dtype for its name in safetensors."""
     found: torch.dtype = getattr(torch, DTYPES[name].torch)
     return found
 
 
 def marked(tensor: Tensor, weights: WeightFormat, role: Role) -> Tensor:
-    """The same tensor, which from now on has a format and a role."""
+    """Sets the format and the role of a tensor, and returns it."""
     setattr(tensor, FORMAT, weights)
     setattr(tensor, ROLE, role)
     return tensor
@@ -41,7 +41,7 @@ def tensor_format(parameter: torch.Tensor) -> TensorFormat:
 
 
 def empty_tensor(weights: WeightFormat, role: Role, n: int, k: int, *experts: int) -> torch.Tensor:
-    """An uninitialized tensor for a weight `[n, k]`, or for `[*experts, n, k]`."""
+    """Returns an uninitialized tensor for a weight `[*experts, n, k]`, or for its scales."""
     tensor = weights.tensor(role)
     return marked(torch.empty(*experts, *tensor.shape(n, k), dtype=torch_dtype(tensor.dtype)), weights, role)
 
