@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 
 from fp8moe_plugin.jit.compiler import translation_unit
-from fp8moe_plugin.plan import all_kernels
+from fp8moe_plugin.launches.kernel_sets import all_kernels
 
 IGNORED = re.compile(r"//[^\n]*|/\*.*?\*/|^#line [^\n]*", re.DOTALL | re.MULTILINE)
 

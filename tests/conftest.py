@@ -15,9 +15,9 @@ from hypothesis import HealthCheck
 from fp8moe_plugin import ops  # noqa: F401  (loads the modules whose scratch is poisoned)
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.logs import log_once
-from fp8moe_plugin.ops import backend, workspace
+from fp8moe_plugin.ops import devices, workspace
 from fp8moe_plugin.ops.checks import poison
-from fp8moe_plugin.plan import HOPPER
+from fp8moe_plugin.plan.keys import HOPPER
 from fp8moe_plugin.settings import settings
 from tests import faults
 
@@ -31,7 +31,7 @@ LONGEST_FIRST = ("engine", "warmup", "emulator")  # folders
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu-backend", metavar="NAME", help="as FP8MOE_BACKEND, for tensors on a GPU")
+    parser.addoption("--gpu-devices", metavar="NAME", help="as FP8MOE_BACKEND, for tensors on a GPU")
     parser.addoption("--engine", metavar="REQUIREMENT", help="stop unless this is installed, as in sglang==0.5.23")
 
 
@@ -39,9 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted, found = config.getoption("engine"), [f"{build.name}=={build.version}" for build in engine_builds()]
     if wanted and found != [wanted]:
         raise pytest.UsageError(f"--engine {wanted}: this environment has {found or 'none'}")
-    if on_gpus := config.getoption("--gpu-backend"):
-        chosen = backend.choose_backend
-        backend.choose_backend = lambda wanted, capability: chosen(on_gpus if capability else wanted, capability)
+    if on_gpus := config.getoption("--gpu-devices"):
+        chosen = devices.choose_backend
+        devices.choose_backend = lambda wanted, capability: chosen(on_gpus if capability else wanted, capability)
     if config.getoption("numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # of workers, which share the cores, and of what they start
 
@@ -74,11 +74,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Under `--gpu-backend triton`, an op without a Triton kernel skips its test."""
+    """Under `--gpu-devices triton`, an op without a Triton kernel skips its test."""
     try:
         return (yield)
     except UnsupportedError as error:
-        if item.config.getoption("--gpu-backend") != "triton" or "has no Triton kernel" not in str(error):
+        if item.config.getoption("--gpu-devices") != "triton" or "has no Triton kernel" not in str(error):
             raise
         pytest.skip(str(error))
 

@@ -1,5 +1,6 @@
 """Inputs of the ops, and the float64 math with which their results are compared."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,14 +11,21 @@ import torch
 from hypothesis import strategies as st
 
 from fp8moe_plugin.jit.launch import Argument, Launch, PerGroup, Slot, TensorMap
-from fp8moe_plugin.ops import backend, gemm, moe, reference
+from fp8moe_plugin.launches.backend import Plan
+from fp8moe_plugin.launches.backends import BACKENDS
+from fp8moe_plugin.launches.kernel_sets import EXAMPLE
+from fp8moe_plugin.launches.sm90 import Sm90
+from fp8moe_plugin.launches.sm90.gemm import dense_launches
+from fp8moe_plugin.launches.sm90.layer import layer_launches
+from fp8moe_plugin.ops import devices, reference
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
-from fp8moe_plugin.plan import DensePlan, KernelKey, MoeShape, StepPlan
-from fp8moe_plugin.plan.catalog import SM90
-from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
-from fp8moe_plugin.plan.dense import many_rows, tiled
+from fp8moe_plugin.plan.keys import SM90, KernelKey
 from fp8moe_plugin.plan.parameters import ARGUMENTS
-from fp8moe_plugin.plan.step import few_rows_tokens, small_batch_step, sorted_step
+from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.sm90.dense import DensePlan, many_rows, tiled
+from fp8moe_plugin.plan.sm90.layer import StepPlan, few_rows_tokens, plan_layer, small_batch_step, sorted_step
+from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape, Output
+from fp8moe_plugin.plan.tuning import MULTIPROCESSORS
 from fp8moe_plugin.settings import batch_invariant, settings
 from tests import faults
 from tests.steps import Routing, Tiles
@@ -185,7 +193,7 @@ def resolved(argument: Argument, addresses: tuple[int, ...]) -> TensorMap | PerG
 class Recorder:
     """A device that keeps launches, with the addresses of their call, instead of making them."""
 
-    target = SM90
+    backend = BACKENDS[SM90]
 
     def __init__(self, multiprocessors: int = 132) -> None:
         self.multiprocessors = multiprocessors
@@ -211,9 +219,25 @@ class Recorder:
         self.launches.clear()
 
 
-def serve(patch: pytest.MonkeyPatch, device: backend.Device) -> None:
+def serve(patch: pytest.MonkeyPatch, device: devices.Device) -> None:
     """Ops on any tensor launch on this device."""
-    patch.setattr(backend, "device_of", lambda tensor: device)
+    patch.setattr(devices, "device_of", lambda tensor: device)
+
+
+def moe_kernels(ue8m0: bool, batched: bool, target: str = SM90) -> list[KernelKey]:
+    """The kernels that a layer loads; which ones does not depend on its shape."""
+    spec, arrival = LayerSpec(EXAMPLE, ue8m0=ue8m0), Arrival.BATCHED if batched else Arrival.STANDARD
+    return list(BACKENDS[target].layer_kernels(spec, arrival))
+
+
+def linear_kernels(ue8m0: bool, target: str = SM90) -> list[KernelKey]:
+    """The kernels that a dense layer loads."""
+    return list(BACKENDS[target].dense_kernels(ue8m0))
+
+
+def plan_step(shape: MoeShape, tokens: int, ue8m0: bool = False, multiprocessors: int = MULTIPROCESSORS) -> StepPlan:
+    """The SM90 kernels' plan of a layer, with VLLM_BATCH_INVARIANT as it is."""
+    return plan_layer(LayerSpec(shape, ue8m0=ue8m0, batch_invariant=batch_invariant()), tokens, multiprocessors)
 
 
 def force_step(patch: pytest.MonkeyPatch, *, width: int = 0, tile_rows: int | None = None) -> list[StepPlan]:
@@ -223,26 +247,37 @@ def force_step(patch: pytest.MonkeyPatch, *, width: int = 0, tile_rows: int | No
         width: the small-batch kernels of up to so many tokens; 0: none of them.
         tile_rows: rows of a tile otherwise; None: as ever.
     """
+
+    def plan(spec: LayerSpec, tokens: int, multiprocessors: int) -> StepPlan:
+        if width:
+            return small_batch_step(spec, tokens, width, multiprocessors)
+        few = tokens <= few_rows_tokens(spec.shape.topk, spec.shape.global_experts)
+        return sorted_step(spec, tokens, tile_rows or (FEW_ROWS_TILE if few else MANY_ROWS_TILE), multiprocessors)
+
+    return force_layer(patch, plan)
+
+
+def force_layer(patch: pytest.MonkeyPatch, plan: Callable[[LayerSpec, int, int], StepPlan]) -> list[StepPlan]:
+    """Layers take such plans of the SM90 kernels. Returns the list to which each is added as a layer takes it."""
     taken: list[StepPlan] = []
 
-    def plan(shape: MoeShape, tokens: int, ue8m0: bool, multiprocessors: int) -> StepPlan:
-        step: StepPlan
-        if width:
-            step = small_batch_step(shape, tokens, width, ue8m0, multiprocessors)
-        else:
-            few = tokens <= few_rows_tokens(shape.topk, shape.global_experts)
-            rows = tile_rows or (FEW_ROWS_TILE if few else MANY_ROWS_TILE)
-            step = sorted_step(shape, tokens, rows, ue8m0, batch_invariant())
-        taken.append(step)
-        return step
+    def plan_and_note(self: object, spec: LayerSpec, tokens: int, multiprocessors: int) -> Plan:
+        taken.append(plan(spec, tokens, multiprocessors))
+        return Plan(taken[-1], taken[-1].scratch.nbytes, functools.partial(layer_launches, taken[-1]))
 
-    patch.setattr(moe, "plan_step", plan)
+    patch.setattr(Sm90, "plan_layer", plan_and_note)
     return taken
 
 
 def force_dense(patch: pytest.MonkeyPatch, plan: Callable[[int, int, int], DensePlan]) -> None:
     """Dense GEMMs of `[m, n]` results take such plans, from m, n and the number of multiprocessors."""
-    patch.setattr(gemm, "plan_dense", lambda m, n, k, output, multiprocessors: plan(m, n, multiprocessors))
+
+    def planned(
+        self: object, m: int, n: int, k: int, output: Output, multiprocessors: int, batch_invariant: bool
+    ) -> Plan:
+        return Plan(None, 0, functools.partial(dense_launches, plan(m, n, multiprocessors)))
+
+    patch.setattr(Sm90, "plan_dense", planned)
 
 
 def force_dense_tile(patch: pytest.MonkeyPatch, tile_m: int, tile_n: int) -> None:

@@ -12,44 +12,41 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.jit.launch import Launch
-from fp8moe_plugin.ops import backend, operands, reference, workspace
-from fp8moe_plugin.ops.backend import Device
-from fp8moe_plugin.ops.checks import FP8
-from fp8moe_plugin.ops.combine import combine_launch
-from fp8moe_plugin.ops.gemm_launches import (
+from fp8moe_plugin.launches.operands import Ids, Rows, Weights
+from fp8moe_plugin.launches.sm90.combine import combine_launch
+from fp8moe_plugin.launches.sm90.gemm import (
     gate_up_few_rows_launch,
     gate_up_launch,
     grouped_gemm_few_rows_launch,
     grouped_gemm_launch,
 )
-from fp8moe_plugin.ops.operands import Quantized, Rows, Weights, empty_quantized, k_major
-from fp8moe_plugin.ops.quantize import quantize_launch
-from fp8moe_plugin.ops.route import (
-    Ids,
-    route_launches,
-    tiles_of_counts_launch,
-    tiles_of_ends_launch,
-    tiles_of_indices_launch,
-)
-from fp8moe_plugin.ops.route import Routing as RoutingAddresses
-from fp8moe_plugin.plan import Layout, MoeShape
-from fp8moe_plugin.plan.catalog import gate_up_few_rows_key, gate_up_key, quantize_key
-from fp8moe_plugin.plan.constants import FEW_ROWS_TILE
-from fp8moe_plugin.plan.grouped import columns_at_once, grouped_key, keeps_b, starts_early
-from fp8moe_plugin.plan.scratch import row_counters
-from fp8moe_plugin.plan.tiles import route_chunks, row_tiles, tile_capacity
-from fp8moe_plugin.plan.triton_catalog import is_triton
+from fp8moe_plugin.launches.sm90.quantize import quantize_launch
+from fp8moe_plugin.launches.sm90.route import Routing as RoutingAddresses
+from fp8moe_plugin.launches.sm90.route import route_launches
+from fp8moe_plugin.launches.sm90.tiles import Tiles as TileAddresses
+from fp8moe_plugin.launches.sm90.tiles import tiles_of_counts_launch, tiles_of_ends_launch, tiles_of_indices_launch
+from fp8moe_plugin.ops import devices, operands, reference, workspace
+from fp8moe_plugin.ops.checks import FP8
+from fp8moe_plugin.ops.devices import Device
+from fp8moe_plugin.ops.operands import Quantized, empty_quantized, k_major
+from fp8moe_plugin.plan.scratch import tile_capacity
+from fp8moe_plugin.plan.sm90.catalog import gate_up_few_rows_key, gate_up_key, quantize_key
+from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, Layout
+from fp8moe_plugin.plan.sm90.grouped import columns_at_once, grouped_key, keeps_b, starts_early
+from fp8moe_plugin.plan.sm90.scratch import row_counters
+from fp8moe_plugin.plan.sm90.tiles import route_chunks, row_tiles
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 
 
 def device_of(tensor: torch.Tensor) -> Device:
-    device = backend.device_of(tensor)
+    device = devices.device_of(tensor)
     assert device is not None, "this step has no reference"
     return device
 
 
 def launch(device: Device, launches: Iterable[Launch]) -> None:
     """Launch kernels of csrc whose addresses are known."""
-    if is_triton(device.target):
+    if not device.backend.has_all_ops:
         pytest.skip("Triton kernels serve this device")
     device.prepare(launches)(())
 
@@ -70,7 +67,7 @@ def weights_of(weight: Quantized) -> Weights:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Row tiles of `tile_rows` rows; see fp8moe_plugin/ops/operands.py."""
+    """Row tiles of `tile_rows` rows; see fp8moe_plugin/launches/sm90/tiles.py."""
 
     tile_rows: int
     table: torch.Tensor
@@ -86,9 +83,9 @@ class Tiles:
         )
 
     @property
-    def addresses(self) -> operands.Tiles:
+    def addresses(self) -> TileAddresses:
         counters = 0 if self.done_counters is None else self.done_counters.data_ptr()
-        return operands.Tiles(self.table.data_ptr(), self.num_tiles.data_ptr(), counters)
+        return TileAddresses(self.table.data_ptr(), self.num_tiles.data_ptr(), counters)
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def empty_tiles(rows: int, groups: int, tile_rows: int, device: torch.device, co
 
 def route(topk_ids: torch.Tensor, num_experts: int, tile_rows: int, expert_map: torch.Tensor | None = None) -> Routing:
     """Rows for the pairs of int32 or int64 `[T, topk]` ids, and tiles of the rows."""
-    device = backend.device_of(topk_ids)
+    device = devices.device_of(topk_ids)
     if device is None:
         return route_reference(topk_ids, num_experts, tile_rows, expert_map)
     (tokens, topk), where = topk_ids.shape, topk_ids.device
@@ -120,10 +117,10 @@ def route(topk_ids: torch.Tensor, num_experts: int, tile_rows: int, expert_map: 
     num_rows, tiles = workspace.empty((1,), torch.int32, where), empty_tiles(rows, num_experts, tile_rows, where)
     counts = workspace.empty((route_chunks(rows), ceil_div(num_experts, 2)), torch.int32, where)
     mapped = (0, num_experts) if expert_map is None else (expert_map.data_ptr(), expert_map.numel())
-    ids = Ids(topk_ids.data_ptr(), topk_ids.dtype == torch.int64, mapped[0])
-    shape = MoeShape(topk, GROUP, GROUP, num_experts, mapped[1])
+    spec = LayerSpec(MoeShape(topk, GROUP, GROUP, num_experts, mapped[1]))
+    ids = Ids(topk_ids.data_ptr(), topk_ids.dtype == torch.int64, mapped[0], tokens, spec)
     out = RoutingAddresses(slots.data_ptr(), tokens_of_rows.data_ptr(), num_rows.data_ptr())
-    launch(device, route_launches(ids, shape, tokens, counts.data_ptr(), out, tiles.addresses, tile_rows, 1))
+    launch(device, route_launches(ids, counts.data_ptr(), out, tiles.addresses, tile_rows, 1))
     return Routing(slots, tokens_of_rows, num_rows, tiles)
 
 
@@ -145,7 +142,7 @@ def route_reference(
 
 def tiles_of_counts(counts: torch.Tensor, max_m: int, tile_rows: int) -> Tiles:
     """Tiles of `[G, max_m]` rows, the first `counts[g]` of each group; counts are clamped to `[0, max_m]`."""
-    device = backend.device_of(counts)
+    device = devices.device_of(counts)
     if device is None:
         clamped = counts.clamp(0, max_m).tolist()
         groups = [(g, g * max_m, g * max_m + count) for g, count in enumerate(clamped)]
@@ -157,7 +154,7 @@ def tiles_of_counts(counts: torch.Tensor, max_m: int, tile_rows: int) -> Tiles:
 
 def tiles_of_ends(ends: torch.Tensor, rows: int, alignment: int, tile_rows: int) -> Tiles:
     """Tiles of `rows` rows; those of group g begin at a multiple of `alignment` and end at `ends[g]`."""
-    device = backend.device_of(ends)
+    device = devices.device_of(ends)
     if device is None:
         limits = [0, *ends.clamp(0, rows).tolist()]
         begins = [-(-limit // alignment) * alignment for limit in limits]
@@ -173,13 +170,14 @@ def tiles_of_indices(indices: torch.Tensor, num_groups: int, tile_rows: int, out
 
     Their rows in `out`, bfloat16 `[rows, n]`, become zeros.
     """
-    device, rows = backend.device_of(indices), len(indices)
+    device, rows = devices.device_of(indices), len(indices)
     if device is None:
         out[(indices < 0) | (indices >= num_groups)] = 0
         return tiles_of_runs(indices, num_groups, tile_rows)
     tiles, runs = empty_tiles(rows, rows, tile_rows, indices.device, counted=False), torch.empty_like(indices)
     addresses = indices.data_ptr(), rows, num_groups, runs.data_ptr(), tiles.addresses
-    launch(device, [tiles_of_indices_launch(device, *addresses, tile_rows, out.data_ptr(), out.shape[1])])
+    result = out.data_ptr(), out.shape[1]
+    launch(device, [tiles_of_indices_launch(device.multiprocessors, *addresses, tile_rows, *result)])
     return tiles
 
 
@@ -213,7 +211,7 @@ def _table(groups: list[tuple[int, int, int]], tile_rows: int, device: torch.dev
 
 def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> Quantized:
     """Each token of bfloat16 `[T, K]` quantized to the rows that `slots` names for it; K-major scales."""
-    device, k = backend.device_of(x), x.shape[1]
+    device, k = devices.device_of(x), x.shape[1]
     if device is None:
         return quantize_rows_reference(x, slots, ue8m0)
     q, scales = empty_quantized(slots.numel(), k, x.device)
@@ -242,7 +240,7 @@ def empty_tokens(tokens: int, k: int, device: torch.device) -> Quantized:
 
 def quantize_tokens(x: torch.Tensor, out: Quantized, ue8m0: bool = False) -> None:
     """Quantize bfloat16 `[T, K]` for a GEMM that gathers its rows, while the launch before may still run."""
-    device = backend.device_of(x)
+    device = devices.device_of(x)
     if device is None:
         reference.write(out, reference.quantize(x, ue8m0))
     elif x.numel():
@@ -252,7 +250,7 @@ def quantize_tokens(x: torch.Tensor, out: Quantized, ue8m0: bool = False) -> Non
 
 def combine(rows: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """The weighted sum of each token's rows."""
-    device, (tokens, topk) = backend.device_of(rows), slots.shape
+    device, (tokens, topk) = devices.device_of(rows), slots.shape
     if device is None:
         return reference.combine(rows[slots.clamp(min=0).long()], slots >= 0, topk_weights, out)
     if tokens:
@@ -308,16 +306,16 @@ def gate_up(
     inner = Rows.k_major(q.data_ptr(), scales.data_ptr(), groups * max_m, intermediate)
     weights, a_rows, at = weights_of(w13), 0 if tokens is None else tokens.data_ptr(), tiles.addresses
     kept = (a[1], 0, 0) if a_rows else k_major(*a)
-    x = rows_of(a[0], kept)
+    x, blocks = rows_of(a[0], kept), device.multiprocessors
     if tiles.tile_rows != FEW_ROWS_TILE:
-        launch(device, [gate_up_launch(device, gate_up_key(ue8m0, bool(a_rows)), x, weights, inner, at, a_rows=a_rows)])
+        launch(device, [gate_up_launch(gate_up_key(ue8m0, bool(a_rows)), blocks, x, weights, inner, at, a_rows=a_rows)])
     else:
-        shared, counted = {}, operands.Tiles(at.table, at.num_tiles)
+        shared, counted = {}, TileAddresses(at.table, at.num_tiles)
         if split:
             shared = {"partial": split.partial.data_ptr(), "k_splits": split.splits, "row_counters": split.counters}
             counted = at
         key = gate_up_few_rows_key(ue8m0)
-        launch(device, [gate_up_few_rows_launch(device, key, x, weights, inner, counted, a_rows=a_rows, **shared)])
+        launch(device, [gate_up_few_rows_launch(key, blocks, x, weights, inner, counted, a_rows=a_rows, **shared)])
     return q.view(groups, max_m, intermediate), scales.unflatten(0, (groups, max_m))
 
 
@@ -340,11 +338,11 @@ def grouped_gemm(
     """
     device, scales, weights = device_of(out), k_major(*a), weights_of(b)
     rows, key = rows_of(a[0], scales), grouped_key(tiles.tile_rows, tiles.keep_b)
-    target = out.data_ptr(), tiles.addresses
+    target, blocks = (out.data_ptr(), tiles.addresses), device.multiprocessors
     if tiles.tile_rows == FEW_ROWS_TILE:
         columns = columns_at_once(rows.rows, weights.experts, weights.n, weights.k)
         few = {"columns": columns, "row_counters": row_counters, "early": after_gate_up}
-        launch(device, [grouped_gemm_few_rows_launch(device, key, rows, weights, *target, **few)])
+        launch(device, [grouped_gemm_few_rows_launch(key, blocks, rows, weights, *target, **few)])
     else:
         early = after_gate_up and tiles.done_counters is not None
-        launch(device, [grouped_gemm_launch(device, key, rows, weights, *target, early=early)])
+        launch(device, [grouped_gemm_launch(key, blocks, rows, weights, *target, early=early)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from fp8moe_plugin.plan.machine import choose_backend
+from fp8moe_plugin.launches.backends import choose_backend
 from fp8moe_plugin.settings import Settings, settings
 
 # Other variables that change what the plugin or the warm-up does. Never one that holds a secret, such as HF_TOKEN.
@@ -149,7 +149,7 @@ def _gpus() -> Iterator[Gpu]:
             compute_capability=f"{major}.{minor}",
             memory_bytes=memory,
             served=refusal is None,
-            backend=backend,
+            backend=backend.name if backend else "triton" if refusal else "reference",
             refusal=refusal,
         )
 

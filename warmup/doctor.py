@@ -13,7 +13,7 @@ from fp8moe_plugin.jit import cache, sequence, toolchain
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import compiler_version, nvrtc_release, nvrtc_version
 from fp8moe_plugin.jit.lookup import bundle_path
-from fp8moe_plugin.plan.triton_catalog import is_triton
+from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.quoting import shown_text
 from fp8moe_plugin.settings import Settings, settings, unknown_variables, variable
 from warmup import diagnosis, engines, kernels
@@ -119,7 +119,7 @@ def _engines(facts: Diagnosis) -> Iterator[Finding]:
 
 def _compiler(facts: Diagnosis, target: str) -> Iterator[Finding]:
     facts.compiler = compiler_version(target)
-    release, bindings = None if is_triton(target) else nvrtc_release()[0], installed("cuda-bindings") or ""
+    release, bindings = nvrtc_release()[0] if target == SM90 else None, installed("cuda-bindings") or ""
     cuda = bindings.partition(".")[0]
     if release is None or not cuda.isdecimal() or release <= int(cuda):  # drivers accept kernels of older CUDAs
         yield Finding(subject="compiler", found=facts.compiler, ok=True)

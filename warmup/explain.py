@@ -16,9 +16,10 @@ from fp8moe_plugin.checkpoint.shapes import (
     split_refusal,
     whole_expert_ways,
 )
-from fp8moe_plugin.plan import MoeShape, SmallBatchStep, StepPlan, plan_step
-from fp8moe_plugin.plan.tiles import computed_rows
-from fp8moe_plugin.settings import settings
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer
+from fp8moe_plugin.plan.sm90.tiles import computed_rows
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
+from fp8moe_plugin.settings import batch_invariant, settings
 from warmup import memory
 from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
 from warmup.terminal import fit
@@ -59,7 +60,7 @@ def step_plan(model: Model, parallel: Parallel, local: Experts, tokens: int) -> 
     shape = MoeShape.of(local, model.experts.experts)
     if _merged(model, parallel):
         shape = shape.with_shared_expert()
-    return plan_step(shape, tokens * parallel.dp, model.ue8m0)
+    return plan_layer(LayerSpec(shape, ue8m0=model.ue8m0, batch_invariant=batch_invariant()), tokens * parallel.dp)
 
 
 def scratch_bytes(model: Model, parallel: Parallel, tokens: int) -> int:

@@ -21,8 +21,8 @@ from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import CacheError, CompileError, UnsupportedError
 from fp8moe_plugin.jit import bundle, cache, lookup
 from fp8moe_plugin.jit.compiler import compiler_version, entry_name
-from fp8moe_plugin.plan import KernelKey, all_kernels, model_kernels
-from fp8moe_plugin.plan.catalog import SM90
+from fp8moe_plugin.launches.kernel_sets import all_kernels, model_kernels
+from fp8moe_plugin.plan.keys import SM90, KernelKey
 from fp8moe_plugin.quoting import shell_word, shown_text
 from warmup import interrupts
 from warmup.options import Options
@@ -36,7 +36,7 @@ Outcome = dict[str, Any]  # fields of a KernelReport
 
 
 def plan_of(model: Model | None, target: str = SM90) -> Plan:
-    """The kernels of a checkpoint, or all kernels, for a target: see `plan.closure.moe_kernels`."""
+    """The kernels of a checkpoint, or all kernels, for a target: see `launches.kernel_sets`."""
     return model_kernels(model, target) if model else dict.fromkeys(all_kernels(target), "every existing kernel")
 
 

@@ -11,8 +11,8 @@ from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
 from fp8moe_plugin.jit.cache import cache_dir
 from fp8moe_plugin.jit.lookup import bundle_path
-from fp8moe_plugin.plan.catalog import SM90
-from fp8moe_plugin.plan.triton_catalog import GPUS as TRITON_GPUS
+from fp8moe_plugin.plan.keys import SM90
+from fp8moe_plugin.plan.triton.catalog import GPUS as TRITON_GPUS
 from fp8moe_plugin.quoting import shown
 from warmup.model import is_folder
 from warmup.parser import Parser, parsers, with_command

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fp8moe_plugin.plan.triton_catalog import GPUS as TRITON_GPUS
+from fp8moe_plugin.plan.triton.catalog import GPUS as TRITON_GPUS
 from fp8moe_plugin.settings import NAME
 from warmup.report import installed
 from warmup.target import BUNDLE, CACHE_DTYPES, GPUS, MAX_COUNT, MAX_TOKENS, MOST_GPUS, UTILIZATION

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fp8moe_plugin.bench.result import BenchResult
 from fp8moe_plugin.compare.result import CompareResult
 from fp8moe_plugin.jit.atomic import write_file
-from fp8moe_plugin.plan.catalog import SM90
+from fp8moe_plugin.plan.keys import SM90
 from warmup.diagnosis import Diagnosis
 
 PACKAGES = (

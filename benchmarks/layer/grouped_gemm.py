@@ -27,15 +27,15 @@ from benchmarks.layer import humming
 from benchmarks.layer.before_after import LAYERS
 from benchmarks.layer.operands import Pair, random_fp8, random_scales
 from benchmarks.report import installed, results_or_errors, write_report
+from fp8moe_plugin.launches.operands import Rows, Weights
 from fp8moe_plugin.ops import (
-    backend,
+    devices,
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
     m_grouped_fp8_gemm_nt_psum,
 )
-from fp8moe_plugin.ops.grouped_gemm import contiguous_launches
-from fp8moe_plugin.ops.operands import Rows, Weights, k_major
-from fp8moe_plugin.plan import plan_contiguous
+from fp8moe_plugin.ops.grouped_gemm import BY_INDICES
+from fp8moe_plugin.ops.operands import k_major
 from fp8moe_plugin.testing import captured, replay_us, time_calls
 
 EXPERTS, TOPK = 256, 8
@@ -98,13 +98,14 @@ def our_contiguous(b: Pair, n: int, k: int, counts: list[int]) -> dict[str, Any]
     m_grouped_fp8_gemm_nt_contiguous(a, b, out, indices)
     errors = [relative_error(a, b, out, slice(starts[e], starts[e] + counts[e]), e) for e in (0, 7, EXPERTS - 1)]
     assert not out.isnan().any(), "rows were left unwritten"
-    device, plan = backend.device_of(out), plan_contiguous(rows)
+    device = devices.device_of(out)
     assert device is not None, "needs a Hopper GPU"
-    scratch = torch.empty(plan.scratch.nbytes, dtype=torch.uint8, device="cuda")
+    plan = device.backend.plan_grouped(BY_INDICES, rows, EXPERTS, n, k, 0, device.multiprocessors)
+    scratch = torch.empty(plan.scratch, dtype=torch.uint8, device="cuda")
     scales, *strides = k_major(*a)
     addresses = [tensor.data_ptr() for tensor in (a[0], scales, *b, out, indices, scratch)]
     operands = Rows(addresses[0], rows, k, addresses[1], *strides), Weights(addresses[2], EXPERTS, n, k, addresses[3])
-    tiles, gemm = contiguous_launches(device, plan, *operands, *addresses[4:])
+    tiles, gemm = plan.launches(*operands, *addresses[4:])
     device.prepare([tiles])(())
     prepared = device.prepare([gemm])
     ours = time_calls(lambda: prepared(()))

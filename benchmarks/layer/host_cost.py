@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.report import write_report
-from fp8moe_plugin.ops import backend, linear, moe, torch_ops
-from fp8moe_plugin.plan import MoeShape, Output, plan_dense, plan_step
+from fp8moe_plugin.ops import devices, linear, moe, torch_ops
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape, Output
 
 HIDDEN, INTERMEDIATE, TOPK = 256, 128, 8
 STEPS = ((1, 256), (300, 256), (512, 256), (4096, 64))  # tokens, experts: decode to prefill
@@ -58,11 +58,11 @@ def layer(tokens: int, experts: int) -> dict[str, Any]:
         weights, ids = torch.rand(tokens, experts, device="cuda").topk(TOPK)
         return x, *w13, *w2, weights, ids.int(), None, False, False, 1.0, torch.empty_like(x)
 
-    device, shape = backend.device_of(w2[0]), MoeShape(TOPK, HIDDEN, INTERMEDIATE, experts, experts)
+    device, shape = devices.device_of(w2[0]), MoeShape(TOPK, HIDDEN, INTERMEDIATE, experts, experts)
     assert device is not None
-    step = plan_step(shape, tokens, False, device.multiprocessors)
-    scratch = torch.empty(step.scratch.nbytes, dtype=torch.uint8, device="cuda")
-    run = moe.prepared_layer(device, step, ids_64=False, mapped=False)
+    plan = device.backend.plan_layer(LayerSpec(shape), tokens, device.multiprocessors)
+    scratch = torch.empty(plan.scratch, dtype=torch.uint8, device="cuda")
+    run = moe.prepared_layer(device, plan, ids_64=False, mapped=False)
     x, *weights, pairs, ids, _, _, _, _, out = arguments(tokens)
     tensors = (x, *weights, pairs, ids, None, out, scratch)
     addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
@@ -79,9 +79,9 @@ def dense(tokens: int) -> dict[str, Any]:
     def arguments(tokens: int) -> tuple[Any, ...]:
         return torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), *weight, None, False
 
-    device, x = backend.device_of(weight[0]), arguments(tokens)[0]
+    device, x = devices.device_of(weight[0]), arguments(tokens)[0]
     assert device is not None
-    plan = plan_dense(tokens, HIDDEN, HIDDEN, Output.BF16, device.multiprocessors)
+    plan = device.backend.plan_dense(tokens, HIDDEN, HIDDEN, Output.BF16, device.multiprocessors, False)
     run, nbytes = linear.prepared_linear(device, plan, tokens, HIDDEN, HIDDEN, False)
     scratch, out = torch.empty(nbytes, dtype=torch.uint8, device="cuda"), torch.empty_like(x)
     addresses = tuple(tensor.data_ptr() for tensor in (x, *weight, out, scratch))

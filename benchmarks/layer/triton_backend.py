@@ -22,10 +22,13 @@ from benchmarks.report import write_report
 from fp8moe_plugin.bench.layer import Case, make_case, make_ours, random_weights
 from fp8moe_plugin.bench.peers import Layer, make_peer, set_up_vllm
 from fp8moe_plugin.checkpoint.shapes import Experts
-from fp8moe_plugin.ops import moe
+from fp8moe_plugin.launches.backend import Plan as LayerPlan
+from fp8moe_plugin.launches.triton import Triton
+from fp8moe_plugin.launches.triton.layer import layer_launches
 from fp8moe_plugin.ops.operands import ExpertWeights
-from fp8moe_plugin.plan.triton_catalog import EXPERT_ROWS
-from fp8moe_plugin.plan.triton_step import TritonStepPlan, triton_small_batch_step, triton_step
+from fp8moe_plugin.plan.spec import LayerSpec
+from fp8moe_plugin.plan.triton.catalog import EXPERT_TILE_ROWS
+from fp8moe_plugin.plan.triton.plans import TritonStepPlan, triton_small_batch_step, triton_step
 from fp8moe_plugin.testing import captured, replay_us
 
 SMALL_BATCH_UP_TO = 16  # tokens for which --tiles times the kernels for small batches
@@ -44,12 +47,17 @@ def capture(layer: Layer, case: Case) -> tuple[torch.cuda.CUDAGraph, float]:
 
 def planned_by(plan: Plan, make: Callable[[], Any]) -> Any:
     """What `make` returns if the layer has such plans."""
-    planned = moe.plan_layer
-    moe.plan_layer = lambda device, shape, tokens, ue8m0: plan(device.target, shape, tokens, ue8m0)
+    planned = Triton.plan_layer
+
+    def plan_layer(self: Triton, spec: LayerSpec, tokens: int, multiprocessors: int) -> LayerPlan:
+        step = plan(self.target, spec, tokens)
+        return LayerPlan(step, step.scratch.nbytes, partial(layer_launches, step))
+
+    Triton.plan_layer = plan_layer
     try:
         return make()
     finally:
-        moe.plan_layer = planned
+        Triton.plan_layer = planned
 
 
 def measure(experts: Experts, weights: ExpertWeights, tokens: int, tiles: bool) -> dict[str, Any]:
@@ -57,7 +65,7 @@ def measure(experts: Experts, weights: ExpertWeights, tokens: int, tiles: bool) 
     ours = make_ours(False, experts, weights, tokens)
     made = {OURS: capture(ours, case), PEER: capture(make_peer(PEER_BACKEND, experts, weights, tokens), case)}
     if tiles:
-        kinds: dict[str, Plan] = {str(height): partial(triton_step, height=height) for height in EXPERT_ROWS}
+        kinds: dict[str, Plan] = {str(height): partial(triton_step, height=height) for height in EXPERT_TILE_ROWS}
         if tokens <= SMALL_BATCH_UP_TO:
             kinds["small"] = triton_small_batch_step
         for name, plan in kinds.items():

@@ -31,7 +31,7 @@ from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
 from fp8moe_plugin.ops.reference import dequantize_blocks
-from fp8moe_plugin.plan import HOPPER
+from fp8moe_plugin.plan.keys import HOPPER
 from fp8moe_plugin.testing import captured, replay_us
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 8192)

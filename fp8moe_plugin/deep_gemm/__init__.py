@@ -33,6 +33,13 @@ from fp8moe_plugin.deep_gemm.process import (
     set_pdl,
     set_tc_util,
 )
+from fp8moe_plugin.deep_gemm.scale_layouts import (
+    get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor,
+    get_mn_major_tma_aligned_packed_ue8m0_tensor,
+    get_mn_major_tma_aligned_tensor,
+    get_tma_aligned_size,
+    transform_sf_into_required_layout,
+)
 from fp8moe_plugin.ops import (
     fp8_fp4_mqa_logits,
     fp8_fp4_paged_mqa_logits,
@@ -40,14 +47,7 @@ from fp8moe_plugin.ops import (
     get_paged_mqa_logits_metadata,
     k_grouped_fp8_gemm_nt_contiguous,
 )
-from fp8moe_plugin.ops.backend import get_num_sms, set_num_sms
-from fp8moe_plugin.ops.scale_layouts import (
-    get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor,
-    get_mn_major_tma_aligned_packed_ue8m0_tensor,
-    get_mn_major_tma_aligned_tensor,
-    get_tma_aligned_size,
-    transform_sf_into_required_layout,
-)
+from fp8moe_plugin.ops.devices import get_num_sms, set_num_sms
 
 get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout

@@ -39,6 +39,9 @@ class WeightFormat:
     scales: TensorFormat
     scale_names: tuple[str, ...]  # what the names of scales end with in checkpoints
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # fast: every call of a layer hashes its format
+
     def tensor(self, role: Role) -> TensorFormat:
         return self.weight if role is Role.WEIGHT else self.scales
 

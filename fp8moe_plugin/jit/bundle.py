@@ -25,9 +25,8 @@ from fp8moe_plugin.jit.atomic import write_file
 from fp8moe_plugin.jit.cache import Missing
 from fp8moe_plugin.jit.compiler import compiler_version, entry_name
 from fp8moe_plugin.jit.cubin import cubin_fault
-from fp8moe_plugin.plan import KernelKey
-from fp8moe_plugin.plan.catalog import SM90
-from fp8moe_plugin.plan.triton_catalog import TARGETS
+from fp8moe_plugin.plan.keys import SM90, KernelKey
+from fp8moe_plugin.plan.triton.catalog import TARGETS
 from fp8moe_plugin.quoting import shown, shown_text
 
 MANIFEST = "manifest.json"

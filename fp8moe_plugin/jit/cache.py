@@ -23,7 +23,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from fp8moe_plugin.errors import CacheError
 from fp8moe_plugin.jit.atomic import make_folder, write_whole
 from fp8moe_plugin.jit.cubin import cubin_fault
-from fp8moe_plugin.plan.catalog import SM90
+from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.quoting import shown_text
 from fp8moe_plugin.settings import settings
 

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from fp8moe_plugin.errors import CompileError
 from fp8moe_plugin.jit.triton_compiler import compile_triton, sources, triton_version
-from fp8moe_plugin.plan import KernelKey
-from fp8moe_plugin.plan.catalog import SM90
-from fp8moe_plugin.plan.constants import MACROS
-from fp8moe_plugin.plan.triton_catalog import TritonKey, is_triton
+from fp8moe_plugin.plan.keys import SM90, KernelKey
+from fp8moe_plugin.plan.sm90.constants import MACROS
+from fp8moe_plugin.plan.triton.catalog import TritonKey
 from fp8moe_plugin.quoting import shown_text
 
 OPTIONS = {"arch": SM90, "std": "c++17"}  # all options that affect the machine code
@@ -81,7 +80,7 @@ def entry_name(key: KernelKey, compiler: str) -> str:
 
 def compiler_version(target: str) -> str:
     """The version of what compiles the kernels of a target. Raises `CompileError` if there is none."""
-    return triton_version() if is_triton(target) else nvrtc_version()
+    return nvrtc_version() if target == SM90 else triton_version()
 
 
 def nvrtc_package() -> str:

@@ -3,7 +3,7 @@
 The file of a Triton kernel is its cubin and, after that, FOOTER and the bytes of dynamic shared memory.
 """
 
-from fp8moe_plugin.plan.catalog import SM90
+from fp8moe_plugin.plan.keys import SM90
 
 ELF = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 HEADER_BYTES = 64

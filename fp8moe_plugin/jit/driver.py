@@ -15,8 +15,8 @@ from fp8moe_plugin.jit.launch import TensorMap
 from fp8moe_plugin.jit.lookup import WARMUP, Origin, compiler_of, find_or_compile
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned, libcuda
 from fp8moe_plugin.jit.toolchain import cuda_of_cubin
-from fp8moe_plugin.plan.catalog import KernelKey
-from fp8moe_plugin.plan.triton_catalog import TritonKey
+from fp8moe_plugin.plan.keys import KernelKey
+from fp8moe_plugin.plan.triton.catalog import TritonKey
 from fp8moe_plugin.quoting import shown
 
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT

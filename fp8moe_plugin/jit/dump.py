@@ -21,8 +21,8 @@ from fp8moe_plugin.jit.compiler import Compiled, command_line, translation_unit
 from fp8moe_plugin.jit.cubin import split_shared_memory
 from fp8moe_plugin.jit.triton_compiler import sources
 from fp8moe_plugin.logs import log_once
-from fp8moe_plugin.plan import KernelKey
-from fp8moe_plugin.plan.triton_catalog import TritonKey
+from fp8moe_plugin.plan.keys import KernelKey
+from fp8moe_plugin.plan.triton.catalog import TritonKey
 from fp8moe_plugin.quoting import shown_text
 
 NO_DISASSEMBLER = (

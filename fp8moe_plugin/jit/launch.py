@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fp8moe_plugin.plan.catalog import KernelKey
+from fp8moe_plugin.plan.keys import KernelKey
 
 
 @dataclass(frozen=True, slots=True)

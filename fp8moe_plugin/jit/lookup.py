@@ -15,8 +15,7 @@ from fp8moe_plugin.jit.compiler import compile_kernel, compiler_version, entry_n
 from fp8moe_plugin.jit.dump import dump
 from fp8moe_plugin.jit.toolchain import listed, other_compilers
 from fp8moe_plugin.logs import log_once
-from fp8moe_plugin.plan import KernelKey
-from fp8moe_plugin.plan.triton_catalog import is_triton
+from fp8moe_plugin.plan.keys import SM90, KernelKey
 from fp8moe_plugin.quoting import shell_word, shown_text
 from fp8moe_plugin.settings import settings
 
@@ -64,7 +63,7 @@ def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
         if isinstance(missing, cache.Damaged):
             logger.warning("fp8moe: %s", why)
     # It reads the whole cache, so only before the first.
-    others = {} if compile_times or is_triton(key.target) else other_compilers()
+    others = {} if compile_times or key.target != SM90 else other_compilers()
     if others:
         own = compiler_version(key.target)
         made_by = f"the cache has kernels that other compilers made ({listed(others)}); this one is {own}"
@@ -164,7 +163,7 @@ def bundle_path() -> Path | None:
 
 def gpu_option(target: str) -> str:
     """What the warm-up needs to compile kernels for a target, to be appended to its command."""
-    return f" --gpu {target.replace('_', '')}" if is_triton(target) else ""
+    return f" --gpu {target.replace('_', '')}" if target != SM90 else ""
 
 
 class Remedy(NamedTuple):

@@ -16,8 +16,8 @@ from typing import Any
 from fp8moe_plugin.errors import CompileError
 from fp8moe_plugin.jit.cubin import with_shared_memory
 from fp8moe_plugin.plan.parameters import PARAMETERS, Kind
-from fp8moe_plugin.plan.triton_catalog import TARGETS, TritonKey
-from fp8moe_plugin.plan.triton_signatures import TRITON_SIGNATURES
+from fp8moe_plugin.plan.triton.catalog import TARGETS, TritonKey
+from fp8moe_plugin.plan.triton.signatures import TRITON_SIGNATURES
 
 PACKAGE = "fp8moe_plugin.triton_kernels"
 # They may fuse multiplications with additions, as csrc does in the same places.

@@ -1,23 +1,24 @@
 """Everything a layer's kernel launches need, made ready while weights are loaded and before any CUDA graph."""
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
 from fp8moe_plugin.jit import driver
 from fp8moe_plugin.jit.lookup import place
+from fp8moe_plugin.launches.backend import Backend
+from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.layers import metrics
-from fp8moe_plugin.ops.backend import kernel_target
-from fp8moe_plugin.plan import KernelKey
-from fp8moe_plugin.plan.catalog import SM90
-from fp8moe_plugin.plan.triton_catalog import is_triton
+from fp8moe_plugin.ops.devices import backend_of
+from fp8moe_plugin.plan.keys import SM90, KernelKey
 
 logger = logging.getLogger("fp8moe")
 
 _announced: set[tuple[str, str]] = set()  # backends and layouts that were logged
 
 
-def prepare_kernels(keys: list[KernelKey], weight: torch.Tensor, warmup: str) -> driver.LoadCounts:
+def prepare_kernels(keys: Iterable[KernelKey], weight: torch.Tensor, warmup: str) -> driver.LoadCounts:
     """Find (or compile) these kernels and load them on the device of a layer's weight.
 
     The plain-torch reference needs none.
@@ -30,21 +31,24 @@ def prepare_kernels(keys: list[KernelKey], weight: torch.Tensor, warmup: str) ->
         KernelNotPrecompiled: a kernel would have to be compiled, which `FP8MOE_JIT=forbid` forbids.
         CompileError, LaunchError: a kernel does not compile or load.
     """
-    if kernel_target(weight):
+    if backend_of(weight):
         for key in keys:
             driver.load(key, weight.device.index, warmup)
     return driver.counts
 
 
 def backend_name(tensor: torch.Tensor) -> str:
-    """What computes a layer whose tensors are where this one is, as log and metrics name it."""
-    target = kernel_target(tensor)
-    return "reference" if target is None else "triton" if is_triton(target) else "sm90"
+    """Returns the name of what computes a layer whose tensors are where this one is, for log and metrics."""
+    backend = backend_of(tensor)
+    return backend.name if backend else "reference"
 
 
-def target_of_layer(tensor: torch.Tensor) -> str:
-    """The target of the kernels of a layer whose tensors are where this one is; the reference loads none of them."""
-    return kernel_target(tensor) or SM90
+def kernels_backend(tensor: torch.Tensor) -> Backend:
+    """Returns the backend whose kernels a layer needs if its tensors are where this one is.
+
+    For the reference, which loads none of them, it is that of Hopper GPUs.
+    """
+    return backend_of(tensor) or BACKENDS[SM90]
 
 
 def announce_layer(name: str, weight: torch.Tensor, layout: str, kernels: driver.LoadCounts) -> None:

@@ -1,7 +1,7 @@
-"""Which machines serve: those that run our kernels, or on which the plain-torch reference is requested or a CPU's."""
+"""Checks that this machine can serve: a supported GPU, a CPU, or an explicitly requested reference backend."""
 
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.plan.machine import choose_backend
+from fp8moe_plugin.launches.backends import choose_backend
 from fp8moe_plugin.settings import BATCH_INVARIANT, NAME, batch_invariant, settings
 
 
@@ -16,9 +16,9 @@ def check_machine(device: str, capability: tuple[int, int] | None, eager: str) -
     wanted = settings().backend
     nvidia = (capability[0], capability[1]) if capability and device == "cuda" else None
     backend, need = choose_backend(wanted, nvidia)
-    if backend == "reference" and wanted == "auto" and device != "cpu":
+    if backend is need is None and wanted == "auto" and device != "cpu":
         need = "the kernels need an NVIDIA GPU with FP8"
-    if need is None and backend == "reference" and batch_invariant():
+    if backend is need is None and batch_invariant():
         raise UnsupportedError(
             f"{BATCH_INVARIANT}=1 is not supported on the plain-torch reference: in torch's matrix products, the order "
             "of summation depends on the number of tokens. Unset it, or serve on a GPU with our kernels."

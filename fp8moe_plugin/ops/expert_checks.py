@@ -15,7 +15,7 @@ from fp8moe_plugin.ops.checks import (
     check_weights,
 )
 from fp8moe_plugin.ops.option_checks import check_factor, check_flag
-from fp8moe_plugin.plan.shape import MoeShape
+from fp8moe_plugin.plan.spec import MoeShape
 
 
 class LayerFacts(NamedTuple):

@@ -5,15 +5,15 @@ import torch
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
-from fp8moe_plugin.ops import backend, reference
-from fp8moe_plugin.ops.backend import Device, prepares
+from fp8moe_plugin.launches.backend import Plan
+from fp8moe_plugin.launches.operands import Extent, Rows, Weights
+from fp8moe_plugin.ops import devices, reference
 from fp8moe_plugin.ops.checks import CheckedOnce, check_writable, two_parts
+from fp8moe_plugin.ops.devices import Device, prepares
 from fp8moe_plugin.ops.gemm_checks import check_blocks, check_out, check_out_apart, check_rows
-from fp8moe_plugin.ops.gemm_launches import dense_launch
-from fp8moe_plugin.ops.operands import Extent, Quantized, Rows, Weights, in_rows, k_major, whole_k_blocks
-from fp8moe_plugin.plan import DensePlan, Output, plan_dense
-from fp8moe_plugin.plan.triton_catalog import is_triton
-from fp8moe_plugin.plan.triton_step import TritonDense, plan_triton_dense
+from fp8moe_plugin.ops.operands import Quantized, in_rows, k_major, whole_k_blocks
+from fp8moe_plugin.plan.spec import Output
+from fp8moe_plugin.settings import batch_invariant
 
 
 def fp8_gemm_nt(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
@@ -66,14 +66,15 @@ _check_once = CheckedOnce(_check)
 
 def _multiply(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None) -> torch.Tensor:
     """`fp8_gemm_nt` to a contiguous `out` that is not empty."""
-    device = backend.device_of(out)
+    device = devices.device_of(out)
     if device is None:
         product = reference.gemm(a, b)
         return out.copy_(product if c is None else product + c.float())
     output = Output.F32_DIRECT if out.dtype != torch.bfloat16 else Output.BF16 if c is None else Output.BF16_DIRECT
     (m, n), k = out.shape, ceil_div(a[0].shape[1], GROUP) * GROUP
-    plan, (scales, *strides) = plan_gemm(device, m, n, k, output), k_major(*a)
-    if isinstance(plan, TritonDense):
+    plan = device.backend.plan_dense(m, n, k, output, device.multiprocessors, batch_invariant())
+    scales, *strides = k_major(*a)
+    if not device.backend.reads_partial_k_blocks:
         a, b = (whole_k_blocks(a[0]), a[1]), (whole_k_blocks(b[0]), b[1])
     (rows, extent), (weights, weights_extent) = in_rows(a[0]), in_rows(b[0])
     run = prepared_gemm(device, plan, m, n, k, extent, weights_extent, strides[1], c is not None)
@@ -82,17 +83,10 @@ def _multiply(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | N
     return out
 
 
-def plan_gemm(device: Device, m: int, n: int, k: int, output: Output) -> DensePlan | TritonDense:
-    """The plan of a dense GEMM for the kernels of a device."""
-    if is_triton(device.target):
-        return plan_triton_dense(device.target, m, n, output, device.multiprocessors)
-    return plan_dense(m, n, k, output, device.multiprocessors)
-
-
 @prepares("fp8_gemm_nt")
 def prepared_gemm(
     device: Device,
-    plan: DensePlan | TritonDense,
+    plan: Plan,
     m: int,
     n: int,
     k: int,
@@ -101,8 +95,8 @@ def prepared_gemm(
     scale_k_block: int,
     added: bool,
 ) -> Prepared:
-    """What launches `fp8_gemm_nt`, given the addresses in it; `scale_k_block` is the stride of `k_major`."""
+    """Returns a callable that launches `fp8_gemm_nt`, given addresses; `scale_k_block` is the stride of `k_major`."""
     a, a_scales, b, b_scales, out, c = map(Slot, range(6))
     rows = Rows(a, m, k, a_scales, 0, scale_k_block, a_extent)
     weights = Weights(b, 1, n, k, b_scales, b_extent)
-    return device.prepare([dense_launch(device, plan, rows, weights, out, c=c if added else 0)])
+    return device.prepare(plan.launches(rows, weights, out, c if added else 0))

@@ -3,18 +3,13 @@
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.jit.launch import Address, TensorMap
 from fp8moe_plugin.ops.checks import FP8, check_tensor
 from fp8moe_plugin.ops.option_checks import check_one_of
-from fp8moe_plugin.plan.catalog import MQA_HEADS
-from fp8moe_plugin.plan.constants import MQA_TILE_ROWS
-from fp8moe_plugin.plan.mqa import HEAD_DIMS
-from fp8moe_plugin.plan.tuning import L2_FETCH
+from fp8moe_plugin.plan.sm90.catalog import MQA_HEADS
+from fp8moe_plugin.plan.sm90.indexer import HEAD_DIMS
 
 Query = torch.Tensor | tuple[torch.Tensor, None]  # DeepGEMM's `fp8_fp4_` spellings hand over (values, no scales)
 LOGITS_DTYPES = (torch.float32, torch.bfloat16)
-PAGE = MQA_TILE_ROWS  # KV rows
-ROW_BYTES = 128  # of a box: where a head has fewer channels, TMA fills up with zeros
 
 
 def query_values(q: Query) -> torch.Tensor:
@@ -64,8 +59,3 @@ def check_no_indices(indices: None) -> None:
             "indices are given, but requests of unequal next_n have no kernel for Hopper GPUs, as in DeepGEMM. "
             "Pass None, and a row of q for each token."
         )
-
-
-def query_map(q: Address, rows: int, dim: int, box_rows: int) -> TensorMap:
-    """The TMA descriptor of a query of so many (token, head) rows, in boxes of `box_rows`."""
-    return TensorMap(q, (dim, rows), (dim,), (ROW_BYTES, box_rows), 1, L2_FETCH)

@@ -1,17 +1,15 @@
 """GEMMs of groups that differ in K: the gradients of experts' weights."""
 
-import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.jit.launch import Launch, PerGroup, Slot
+from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
-from fp8moe_plugin.ops import backend, reference
-from fp8moe_plugin.ops.backend import Device, prepares
+from fp8moe_plugin.launches.sm90.k_grouped import KGroupedLayout, k_grouped_launches
+from fp8moe_plugin.ops import devices, reference
 from fp8moe_plugin.ops.checks import (
     FP8,
     CheckedOnce,
@@ -23,15 +21,12 @@ from fp8moe_plugin.ops.checks import (
     debugs,
     two_parts,
 )
+from fp8moe_plugin.ops.devices import Device, prepares
 from fp8moe_plugin.ops.operands import Quantized, k_major
 from fp8moe_plugin.ops.option_checks import check_flag, check_int, check_ints
-from fp8moe_plugin.ops.tensor_maps import matrix_map, octets_map
-from fp8moe_plugin.plan.catalog import k_grouped_gemm_key
-from fp8moe_plugin.plan.parameters import K_GROUPS
 
 RECIPE = (1, 1, 128)
 N_MULTIPLE = 16
-BLOCK_M, BLOCK_N = 128, 176  # of the kernel's tiles
 
 
 def k_grouped_fp8_gemm_nt_contiguous(
@@ -75,7 +70,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
         raise InvalidInputError(
             f"grouped_layout holds {grouped_layout.tolist()}, ks_cpu {list(ks)}. Pass the same numbers in both."
         )
-    device = backend.sm90_device_of(d)
+    device = devices.sm90_device_of(d)
     if d.numel() == 0:
         return d
     if device is None:
@@ -93,67 +88,15 @@ def _launch(device: Device, a: Quantized, b: Quantized, d: torch.Tensor, ks: tup
     m, n = d.shape[1:]
     (a_scales, _, a_stride), (b_scales, _, b_stride) = k_major(a[0].view(m, -1), a[1]), k_major(b[0].view(n, -1), b[1])
     addresses = tuple(tensor.data_ptr() for tensor in (a[0], a_scales, b[0], b_scales, c, d))
-    for run in prepared_k_grouped(device, Layout(m, n, ks, a_stride, b_stride)):
+    for run in prepared_k_grouped(device, KGroupedLayout(m, n, ks, a_stride, b_stride)):
         run(addresses)
 
 
-class Layout(NamedTuple):
-    """All that the launches of a call depend on, but for addresses. Strides are those of `k_major`."""
-
-    m: int
-    n: int
-    ks: tuple[int, ...]
-    a_scale_k_block: int
-    b_scale_k_block: int
-
-
-class Group(NamedTuple):
-    place: int  # in C and D
-    first_k: int  # K of the groups before it
-    k: int
-
-
 @prepares("k_grouped_fp8_gemm_nt_contiguous")
-def prepared_k_grouped(device: Device, layout: Layout) -> list[Prepared]:
-    """What launches a call of groups that are not all empty, given the addresses of A, B, their scales, C and D.
-
-    Each takes `K_GROUPS` groups, as many as fit a launch. The largest K come first: tiles that take the longest are not
-    left for the end.
-    """
-    begins = itertools.accumulate(layout.ks, initial=0)
-    groups = [Group(i, begin, k) for i, (begin, k) in enumerate(zip(begins, layout.ks, strict=False)) if k]
-    groups.sort(key=lambda group: -group.k)
-    size = ceil_div(len(groups), ceil_div(len(groups), K_GROUPS))
-    parts = [groups[at : at + size] for at in range(0, len(groups), size)]
-    return [device.prepare([k_grouped_launch(device, layout, part, early=part is not parts[0])]) for part in parts]
-
-
-def k_grouped_launch(device: Device, layout: Layout, groups: list[Group], early: bool) -> Launch:
-    """The kernel for up to `K_GROUPS` groups, none of them empty."""
-    a, a_scales, b, b_scales, c, d = map(Slot, range(6))
-    m, n, key = layout.m, layout.n, k_grouped_gemm_key()
-    tiles = len(groups) * ceil_div(m, BLOCK_M) * ceil_div(n, BLOCK_N)
-    return Launch(
-        key,
-        min(device.multiprocessors, tiles),
-        key.arguments(
-            a_maps=PerGroup(tuple(matrix_map(a + m * group.first_k, m, group.k, BLOCK_M) for group in groups)),
-            b_maps=PerGroup(tuple(octets_map(b + n * group.first_k, n, group.k, BLOCK_N) for group in groups)),
-            k_blocks=PerGroup(tuple(group.k // GROUP for group in groups)),
-            first_k_blocks=PerGroup(tuple(group.first_k // GROUP for group in groups)),
-            indices=PerGroup(tuple(group.place for group in groups)),
-            a_scales=a_scales,
-            a_scale_k_stride=layout.a_scale_k_block,
-            b_scales=b_scales,
-            b_scale_k_stride=layout.b_scale_k_block,
-            c=c,
-            d=d,
-            m=m,
-            n=n,
-            groups=len(groups),
-        ),
-        early,
-    )
+def prepared_k_grouped(device: Device, layout: KGroupedLayout) -> list[Prepared]:
+    """Returns callables that each make one launch of a call, given the addresses of A, B, their scales, C and D."""
+    launches = k_grouped_launches(layout, tuple(map(Slot, range(6))), device.multiprocessors)
+    return [device.prepare([launch]) for launch in launches]
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

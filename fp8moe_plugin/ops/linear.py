@@ -5,19 +5,18 @@ from typing import NamedTuple
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
-from fp8moe_plugin.jit.launch import Address, Launch, Slot
+from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
-from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import Device, prepares
+from fp8moe_plugin.launches.backend import Plan
+from fp8moe_plugin.launches.operands import Rows, Weights, placed
+from fp8moe_plugin.ops import devices, reference, workspace
 from fp8moe_plugin.ops.checks import CheckedOnce, check_multiple, check_tensor, check_weights, debugs, watch_rows
-from fp8moe_plugin.ops.gemm import plan_gemm
-from fp8moe_plugin.ops.gemm_launches import dense_launch
-from fp8moe_plugin.ops.operands import Quantized, Rows, Weights, placed
+from fp8moe_plugin.ops.devices import Device, prepares
+from fp8moe_plugin.ops.operands import Quantized
 from fp8moe_plugin.ops.option_checks import check_flag
-from fp8moe_plugin.ops.quantize import quantize_rows_launch
-from fp8moe_plugin.plan import DensePlan, Output
 from fp8moe_plugin.plan.scratch import quantized_scratch
-from fp8moe_plugin.plan.triton_step import TritonDense
+from fp8moe_plugin.plan.spec import Output
+from fp8moe_plugin.settings import batch_invariant
 
 
 def fp8_linear(
@@ -82,42 +81,25 @@ def _multiply(
     x: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor, facts: LinearFacts, addresses: tuple[int, ...]
 ) -> None:
     """`fp8_linear` without a bias, of arguments that have been checked; `addresses` are those of x and the weight."""
-    device, (rows, n, k, _) = backend.device_of(x), facts
+    device, (rows, n, k, _) = devices.device_of(x), facts
     if rows == 0:
         return
     if device is None:
         out.view(rows, n).copy_(reference.gemm(reference.quantize(x.view(rows, k), ue8m0), weight))
         return
-    plan = plan_gemm(device, rows, n, k, Output.BF16)
+    plan = device.backend.plan_dense(rows, n, k, Output.BF16, device.multiprocessors, batch_invariant())
     run, nbytes = prepared_linear(device, plan, rows, n, k, ue8m0)
     scratch = workspace.scratch(nbytes, x)
     run((*addresses[:3], out.data_ptr(), scratch.data_ptr()))
 
 
 @prepares("fp8_linear")
-def prepared_linear(
-    device: Device, plan: DensePlan | TritonDense, tokens: int, n: int, k: int, ue8m0: bool
-) -> tuple[Prepared, int]:
-    """What launches `fp8_linear` without a bias, given the addresses in `_multiply`, and the bytes of its scratch."""
+def prepared_linear(device: Device, plan: Plan, tokens: int, n: int, k: int, ue8m0: bool) -> tuple[Prepared, int]:
+    """Returns a callable that launches `fp8_linear` without a bias, given addresses, and the bytes of its scratch."""
     x, weight, weight_scale, out, scratch = map(Slot, range(5))
-    launches = linear_launches(device, plan, tokens, Weights(weight, 1, n, k, weight_scale), x, out, scratch, ue8m0)
-    return device.prepare(launches), quantized_scratch(tokens, k).nbytes
-
-
-def linear_launches(
-    device: Device,
-    plan: DensePlan | TritonDense,
-    tokens: int,
-    weight: Weights,
-    x: Address,
-    out: Address,
-    scratch: Address,
-    ue8m0: bool,
-) -> tuple[Launch, Launch]:
-    """The kernels of `fp8_linear` without a bias, whose scratch is a `QuantizedScratch`."""
-    at = placed(quantized_scratch(tokens, weight.k), scratch)
-    rows = Rows.k_major(at.values, at.scales, tokens, weight.k)
-    return (
-        quantize_rows_launch(device, ue8m0, x, rows),
-        dense_launch(device, plan, rows, weight, out, after_quantize=True),
-    )
+    layout = quantized_scratch(tokens, k)
+    at = placed(layout, scratch)
+    rows = Rows.k_major(at.values, at.scales, tokens, k)
+    weights = Weights(weight, 1, n, k, weight_scale)
+    quantize = device.backend.quantize_launch(ue8m0, x, rows)
+    return device.prepare([quantize, *plan.launches(rows, weights, out, after_quantize=True)]), layout.nbytes

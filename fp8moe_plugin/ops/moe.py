@@ -3,27 +3,19 @@
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
-from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import Device, prepares
+from fp8moe_plugin.launches.backend import Plan
+from fp8moe_plugin.launches.operands import LAYER_SLOTS, Rows, Weights
+from fp8moe_plugin.ops import devices, reference, workspace
 from fp8moe_plugin.ops.checks import check_apart, check_values, debugs, watch_rows
+from fp8moe_plugin.ops.devices import Device, prepares
 from fp8moe_plugin.ops.expert_checks import LayerFacts, check_batched_call, check_layer_call, check_router
-from fp8moe_plugin.ops.moe_launches import batched_launches, layer_launches
-from fp8moe_plugin.ops.operands import (
-    LAYER_SLOTS,
-    ExpertWeights,
-    LayerTensors,
-    Quantized,
-    Router,
-    Rows,
-    Weights,
-    k_major,
-)
+from fp8moe_plugin.ops.operands import ExpertWeights, LayerTensors, Quantized, k_major
 from fp8moe_plugin.ops.option_checks import check_flag, check_int
-from fp8moe_plugin.plan import BatchedPlan, MoeShape, StepPlan, plan_batched, plan_step
-from fp8moe_plugin.plan.triton_catalog import is_triton
-from fp8moe_plugin.plan.triton_step import TritonBatched, TritonStepPlan, plan_triton_batched, plan_triton_step
+from fp8moe_plugin.plan.spec import SILU, LayerSpec, MoeShape
+from fp8moe_plugin.settings import batch_invariant
 
 
 def fused_moe(
@@ -71,78 +63,48 @@ def fused_moe(
     """
     if activation != "silu":
         raise InvalidInputError(f"activation is {activation!r}, needs 'silu', the only one the kernels compute.")
-    facts, addresses = check_layer_call(
-        hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out
-    )
+    tensors = hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map
+    facts, addresses = check_layer_call(*tensors, out)
     check_flag("ue8m0", ue8m0)
     if shared_expert is not False or type(routed_scale) is not float or routed_scale != 1.0:
         check_router(shared_expert, routed_scale, expert_map)
+    shape = facts.shape_with_shared_expert if shared_expert else facts.shape
+    spec = LayerSpec(shape, FP8_BLOCK, ue8m0, SILU, False, shared_expert, routed_scale, batch_invariant())
     if out is None:
         out = torch.empty_like(hidden_states)
         addresses = *addresses[:-1], out.data_ptr()
-    if not facts.tokens or not (facts.shape.topk or shared_expert):
+    if not facts.tokens or not spec.shape.topk:
         return out.zero_()
-    tensors = hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out
     layer = _watched_layer if debugs(out.is_cuda) else _layer
-    layer(tensors, addresses, facts, ue8m0, shared_expert, routed_scale)
+    layer((*tensors, out), addresses, facts, spec)
     return out
 
 
-def _layer(
-    tensors: LayerTensors,
-    addresses: tuple[int, ...],
-    facts: LayerFacts,
-    ue8m0: bool,
-    shared_expert: bool,
-    routed_scale: float,
-) -> None:
+def _layer(tensors: LayerTensors, addresses: tuple[int, ...], facts: LayerFacts, spec: LayerSpec) -> None:
     """`fused_moe` of arguments that have been checked, with their addresses."""
-    device = backend.device_of(tensors[0])
+    device = devices.device_of(tensors[0])
     if device is None:
         x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out = tensors
         weights = ExpertWeights((w13, w13_scale), (w2, w2_scale))
-        router = Router(facts.ids_64, shared_expert, routed_scale)
-        reference.fused_moe(x, weights, topk_weights, topk_ids, expert_map, ue8m0, router, out)
+        reference.fused_moe(spec, x, weights, topk_weights, topk_ids, expert_map, out)
         return
-    shape = facts.shape_with_shared_expert if shared_expert else facts.shape
-    step = plan_layer(device, shape, facts.tokens, ue8m0)
-    run = prepared_layer(device, step, facts.ids_64, facts.mapped, shared_expert, routed_scale)
-    scratch = workspace.scratch(step.scratch.nbytes, tensors[0])
+    plan = device.backend.plan_layer(spec, facts.tokens, device.multiprocessors)
+    run = prepared_layer(device, plan, facts.ids_64, facts.mapped)
+    scratch = workspace.scratch(plan.scratch, tensors[0])
     run((*addresses, scratch.data_ptr()))  # LayerAddresses
 
 
-def plan_layer(device: Device, shape: MoeShape, tokens: int, ue8m0: bool) -> StepPlan | TritonStepPlan:
-    """The plan of a step for the kernels of a device."""
-    if is_triton(device.target):
-        return plan_triton_step(device.target, shape, tokens, ue8m0)
-    return plan_step(shape, tokens, ue8m0, device.multiprocessors)
-
-
 @prepares("fused_moe")
-def prepared_layer(
-    device: Device,
-    step: StepPlan | TritonStepPlan,
-    ids_64: bool,
-    mapped: bool,
-    shared_expert: bool = False,
-    routed_scale: float = 1.0,
-) -> Prepared:
-    """What launches `fused_moe`, given its `LayerAddresses`; `mapped`: there is an expert map."""
+def prepared_layer(device: Device, plan: Plan, ids_64: bool, mapped: bool) -> Prepared:
+    """Returns a callable that launches `fused_moe`, given its `LayerAddresses`; `mapped`: there is an expert map."""
     tensors = LAYER_SLOTS if mapped else LAYER_SLOTS._replace(expert_map=0)
-    return device.prepare(layer_launches(device, tensors, step, Router(ids_64, shared_expert, routed_scale)))
+    return device.prepare(plan.launches(tensors, ids_64))
 
 
-def _watched_layer(
-    tensors: LayerTensors,
-    addresses: tuple[int, ...],
-    facts: LayerFacts,
-    ue8m0: bool,
-    shared_expert: bool,
-    routed_scale: float,
-) -> None:
+def _watched_layer(tensors: LayerTensors, addresses: tuple[int, ...], facts: LayerFacts, spec: LayerSpec) -> None:
     """`_layer` that checks the ids, and raises `WrongResultError` for a token of finite values whose result is NaN."""
     x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out = tensors
-    check_values("topk_ids", topk_ids, -1, facts.shape.global_experts - shared_expert - 1)
+    check_values("topk_ids", topk_ids, -1, facts.shape.global_experts - spec.shared_expert - 1)
     read = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
     check_apart("out", out, **read, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map)
     tokens = x.clone()  # `out`, which is poisoned first, may overlap with the original
@@ -152,7 +114,7 @@ def _watched_layer(
         out,
         x.isfinite().all(1) & topk_weights.isfinite().all(1),
         describe=lambda t: f"token {t} (experts {topk_ids[t].tolist()})",
-        run=lambda: _layer(copied, at, facts, ue8m0, shared_expert, routed_scale),
+        run=lambda: _layer(copied, at, facts, spec),
     )
 
 
@@ -194,8 +156,10 @@ def batched_experts(
         out = torch.empty(hidden_states.shape, dtype=torch.bfloat16, device=device)
     if max_m == 0:
         return out
-    weights = ExpertWeights((w13, w13_scale), (w2, w2_scale))
-    args = ((hidden_states, hidden_scale), weights, expert_num_tokens, expected_m, ue8m0, out)
+    (experts, hidden, intermediate), weights = w2.shape, ExpertWeights((w13, w13_scale), (w2, w2_scale))
+    shape = MoeShape(1, hidden, intermediate, experts, experts)  # of a row, which has one expert
+    spec = LayerSpec(shape, ue8m0=ue8m0, batch_invariant=batch_invariant())
+    args = (spec, (hidden_states, hidden_scale), weights, expert_num_tokens, expected_m, out)
     if debugs(out.is_cuda):
         _watched_experts(*args)
     else:
@@ -204,44 +168,36 @@ def batched_experts(
 
 
 def _experts(
-    x: Quantized, weights: ExpertWeights, counts: torch.Tensor, expected_m: int, ue8m0: bool, out: torch.Tensor
+    spec: LayerSpec, x: Quantized, weights: ExpertWeights, counts: torch.Tensor, expected_m: int, out: torch.Tensor
 ) -> None:
     """`batched_experts` of arguments that have been checked."""
-    device = backend.device_of(out)
+    device, max_m = devices.device_of(out), x[0].shape[1]
     if device is None:
-        reference.batched_experts(x, weights, counts, ue8m0, out)
+        reference.batched_experts(spec, x, weights, counts, out)
         return
-    (experts, max_m, hidden), intermediate = x[0].shape, weights.w2[0].shape[-1]
-    shape = (experts, max_m, intermediate, expected_m, ue8m0)
-    plan = plan_triton_batched(device.target, *shape) if is_triton(device.target) else plan_batched(*shape)
+    plan = device.backend.plan_batched(spec, max_m, expected_m, device.multiprocessors)
     scales, *strides = k_major(*x)
-    run = prepared_batched(device, plan, experts, max_m, hidden, intermediate, *strides)
-    scratch = workspace.scratch(plan.scratch.nbytes, out)
+    run = prepared_batched(device, plan, spec.shape, max_m, *strides)
+    scratch = workspace.scratch(plan.scratch, out)
     tensors = x[0], scales, *weights.w13, *weights.w2, counts, out, scratch
     run(tuple(tensor.data_ptr() for tensor in tensors))
 
 
 @prepares("batched_experts")
 def prepared_batched(
-    device: Device,
-    plan: BatchedPlan | TritonBatched,
-    experts: int,
-    max_m: int,
-    hidden: int,
-    intermediate: int,
-    scale_group: int,
-    scale_k_block: int,
+    device: Device, plan: Plan, shape: MoeShape, max_m: int, scale_group: int, scale_k_block: int
 ) -> Prepared:
-    """What launches `batched_experts`, given the addresses in `_experts`; strides are those of `k_major`."""
+    """Returns a callable that launches `batched_experts`, given the addresses in it; strides are those of `k_major`."""
+    _, hidden, intermediate, experts, _ = shape
     x, x_scales, w13, w13_scale, w2, w2_scale, counts, out, scratch = map(Slot, range(9))
     rows = Rows(x, experts * max_m, hidden, x_scales, scale_group, scale_k_block)
     first = Weights(w13, experts, 2 * intermediate, hidden, w13_scale)
     second = Weights(w2, experts, hidden, intermediate, w2_scale)
-    return device.prepare(batched_launches(device, plan, rows, first, second, counts, out, scratch))
+    return device.prepare(plan.launches(rows, first, second, counts, out, scratch))
 
 
 def _watched_experts(
-    x: Quantized, weights: ExpertWeights, counts: torch.Tensor, expected_m: int, ue8m0: bool, out: torch.Tensor
+    spec: LayerSpec, x: Quantized, weights: ExpertWeights, counts: torch.Tensor, expected_m: int, out: torch.Tensor
 ) -> None:
     """`_experts` that raises `WrongResultError` for a row of finite values whose result is NaN."""
     (q, scales), (w13, w2) = x, weights
@@ -253,5 +209,5 @@ def _watched_experts(
         out,
         counted & (q.view(torch.uint8) & 0x7F != 0x7F).all(-1) & scales.isfinite().all(-1),
         describe="row {1} of expert {0}".format,
-        run=lambda: _experts(x, weights, counts, expected_m, ue8m0, out),
+        run=lambda: _experts(spec, x, weights, counts, expected_m, out),
     )

@@ -1,30 +1,24 @@
 """Logits of a sparse-attention indexer over contiguous KV: prefill."""
 
-from typing import NamedTuple
-
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.jit.launch import Launch, Slot, TensorMap
+from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
-from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import Device, prepares
+from fp8moe_plugin.launches.sm90.indexer import ContiguousLayout, mqa_logits_launch
+from fp8moe_plugin.ops import devices, reference, workspace
 from fp8moe_plugin.ops.checks import FP8, CheckedOnce, check_tensor, check_values, debugs
+from fp8moe_plugin.ops.devices import Device, prepares
 from fp8moe_plugin.ops.indexer import (
     LOGITS_DTYPES,
-    ROW_BYTES,
     Query,
     check_head_weights,
     check_query,
-    query_map,
     query_values,
 )
 from fp8moe_plugin.ops.operands import Quantized
 from fp8moe_plugin.ops.option_checks import check_int, check_one_of
-from fp8moe_plugin.plan.catalog import mqa_logits_key
-from fp8moe_plugin.plan.constants import MQA_COLUMNS, MQA_TILE_ROWS
-from fp8moe_plugin.plan.mqa import full_logits_pitch, logits_pitch
-from fp8moe_plugin.plan.tuning import L2_FETCH
+from fp8moe_plugin.plan.sm90.indexer import full_logits_pitch, logits_pitch
 
 
 def fp8_mqa_logits(
@@ -75,7 +69,7 @@ def fp8_mqa_logits(
     columns, size = max_seqlen_k if compressed else n, logits_dtype.itemsize
     pitch = logits_pitch(columns, size) if compressed else full_logits_pitch(columns, size)
     logits = workspace.empty((m, pitch), logits_dtype, values.device)[:, :columns]
-    device = backend.sm90_device_of(values)
+    device = devices.sm90_device_of(values)
     if logits.numel() == 0 or n == 0:
         return logits
     if device is None:
@@ -83,77 +77,32 @@ def fp8_mqa_logits(
         reference.mqa_logits(values, kv, weights, rows, logits, compressed, clean)
         return logits
     operands = values, *kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, logits
-    layout = ContiguousLayout.of(values, kv[0], weights, logits, columns if compressed else 0, clean)
+    layout = _layout_of(values, kv[0], weights, logits, columns if compressed else 0, clean)
     prepared_mqa_logits(device, layout)(tuple(tensor.data_ptr() for tensor in operands))
     return logits
 
 
-class ContiguousLayout(NamedTuple):
-    """All that a launch of `fp8_mqa_logits` depends on, but for addresses. Pitches are elements from row to row.
-
-    `width`: columns of a compressed result, else 0.
-    """
-
-    m: int
-    heads: int
-    dim: int
-    n: int
-    weights_pitch: int
-    logits_pitch: int
-    bf16: bool
-    width: int
-    clean: bool
-
-    @classmethod
-    def of(
-        cls, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, logits: torch.Tensor, width: int, clean: bool
-    ) -> "ContiguousLayout":
-        m, heads, dim = q.shape
-        return cls(
-            m=m,
-            heads=heads,
-            dim=dim,
-            n=k.shape[0],
-            weights_pitch=weights.stride(0),
-            logits_pitch=logits.stride(0),
-            bf16=logits.dtype == torch.bfloat16,
-            width=width,
-            clean=clean,
-        )
+def _layout_of(
+    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, logits: torch.Tensor, width: int, clean: bool
+) -> ContiguousLayout:
+    m, heads, dim = q.shape
+    return ContiguousLayout(
+        m=m,
+        heads=heads,
+        dim=dim,
+        n=k.shape[0],
+        weights_pitch=weights.stride(0),
+        logits_pitch=logits.stride(0),
+        bf16=logits.dtype == torch.bfloat16,
+        width=width,
+        clean=clean,
+    )
 
 
 @prepares("fp8_mqa_logits")
 def prepared_mqa_logits(device: Device, layout: ContiguousLayout) -> Prepared:
-    """What launches `fp8_mqa_logits`, given the addresses of q, KV, its scales, weights, starts, ends and logits."""
-    return device.prepare([mqa_logits_launch(device, layout)])
-
-
-def mqa_logits_launch(device: Device, layout: ContiguousLayout) -> Launch:
-    """The kernel of `fp8_mqa_logits`, on every multiprocessor."""
-    q, kv, scales, weights, starts, ends, logits = map(Slot, range(7))
-    m, heads, dim, n = layout[:4]
-    key = mqa_logits_key(heads)
-    return Launch(
-        key,
-        device.multiprocessors,
-        key.arguments(
-            q_map=query_map(q, m * heads, dim, MQA_COLUMNS),
-            k_map=TensorMap(kv, (dim, n), (dim,), (ROW_BYTES, MQA_TILE_ROWS), 1, L2_FETCH),
-            scales=scales,
-            weights=weights,
-            weights_pitch=layout.weights_pitch,
-            starts=starts,
-            ends=ends,
-            logits=logits,
-            logits_pitch=layout.logits_pitch,
-            bf16=int(layout.bf16),
-            m=m,
-            n=n,
-            dim=dim,
-            width=layout.width,
-            clean=int(layout.clean),
-        ),
-    )
+    """Returns a callable that launches `fp8_mqa_logits`, given the addresses in it."""
+    return device.prepare([mqa_logits_launch(layout, map(Slot, range(7)), device.multiprocessors)])
 
 
 def _check(

@@ -1,34 +1,29 @@
 """Logits of a sparse-attention indexer over paged KV: decode."""
 
-from typing import NamedTuple
-
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import ceil_div
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.jit.launch import Launch, Slot, TensorMap
+from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
-from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import Device, prepares
+from fp8moe_plugin.launches.sm90.indexer import PAGE, PagedLayout, paged_mqa_logits_launch
+from fp8moe_plugin.ops import devices, reference, workspace
 from fp8moe_plugin.ops.checks import CheckedOnce, check_tensor, check_values, debugs
+from fp8moe_plugin.ops.devices import Device, prepares
 from fp8moe_plugin.ops.indexer import (
     LOGITS_DTYPES,
-    PAGE,
-    ROW_BYTES,
     Query,
     check_head_weights,
     check_lengths,
     check_no_indices,
     check_query,
     check_rows_strided,
-    query_map,
     query_values,
 )
 from fp8moe_plugin.ops.option_checks import check_int, check_one_of
-from fp8moe_plugin.plan.catalog import MQA_NEXT_N, paged_mqa_logits_key
-from fp8moe_plugin.plan.constants import MQA_SPLIT_ROWS
-from fp8moe_plugin.plan.mqa import blocks_per_run, logits_pitch
-from fp8moe_plugin.plan.tuning import L2_FETCH
+from fp8moe_plugin.plan.sm90.catalog import MQA_NEXT_N
+from fp8moe_plugin.plan.sm90.constants import MQA_SPLIT_ROWS
+from fp8moe_plugin.plan.sm90.indexer import logits_pitch
 
 SCALE_BYTES = 4  # of a KV row, behind the values of all rows of the page
 
@@ -80,7 +75,7 @@ def fp8_paged_mqa_logits(
     _check_device_values(kv_cache, context_lens, block_table, schedule_meta, most)
     rows, pitch = len(weights), logits_pitch(max_context_len, logits_dtype.itemsize)
     logits = workspace.empty((rows, pitch), logits_dtype, values.device)[:, :max_context_len]
-    device = backend.sm90_device_of(values)
+    device = devices.sm90_device_of(values)
     if rows == 0 or most == 0 or kv_cache.shape[0] == 0:
         return logits
     if device is None:
@@ -88,96 +83,42 @@ def fp8_paged_mqa_logits(
         reference.paged_mqa_logits(values, kv_cache, weights, lengths, block_table, logits)
         return logits
     operands = values, kv_cache, weights, context_lens, block_table, schedule_meta, logits
-    prepared_paged_mqa_logits(device, PagedLayout.of(*operands, most))(tuple(t.data_ptr() for t in operands))
+    prepared_paged_mqa_logits(device, _layout_of(*operands, most))(tuple(t.data_ptr() for t in operands))
     return logits
 
 
-class PagedLayout(NamedTuple):
-    """All that a launch of `fp8_paged_mqa_logits` depends on, but for addresses. Pitches are elements from row to row.
-
-    `page_stride`: bytes. `runs`: of the schedule. `most`: the longest length.
-    """
-
-    batch: int
-    next_n: int
-    heads: int
-    dim: int
-    pages: int
-    page_stride: int
-    weights_pitch: int
-    table_pitch: int
-    table_width: int
-    runs: int
-    logits_pitch: int
-    bf16: bool
-    most: int
-
-    @classmethod
-    def of(
-        cls,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        weights: torch.Tensor,
-        context_lens: torch.Tensor,
-        block_table: torch.Tensor,
-        schedule_meta: torch.Tensor,
-        logits: torch.Tensor,
-        most: int,
-    ) -> "PagedLayout":
-        batch, next_n, heads, dim = q.shape
-        return cls(
-            batch=batch,
-            next_n=next_n,
-            heads=heads,
-            dim=dim,
-            pages=kv_cache.shape[0],
-            page_stride=kv_cache.stride(0),
-            weights_pitch=weights.stride(0),
-            table_pitch=block_table.stride(0),
-            table_width=block_table.shape[1],
-            runs=schedule_meta.shape[0] - 1,
-            logits_pitch=logits.stride(0),
-            bf16=logits.dtype == torch.bfloat16,
-            most=most,
-        )
+def _layout_of(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    schedule_meta: torch.Tensor,
+    logits: torch.Tensor,
+    most: int,
+) -> PagedLayout:
+    batch, next_n, heads, dim = q.shape
+    return PagedLayout(
+        batch=batch,
+        next_n=next_n,
+        heads=heads,
+        dim=dim,
+        pages=kv_cache.shape[0],
+        page_stride=kv_cache.stride(0),
+        weights_pitch=weights.stride(0),
+        table_pitch=block_table.stride(0),
+        table_width=block_table.shape[1],
+        runs=schedule_meta.shape[0] - 1,
+        logits_pitch=logits.stride(0),
+        bf16=logits.dtype == torch.bfloat16,
+        most=most,
+    )
 
 
 @prepares("fp8_paged_mqa_logits")
 def prepared_paged_mqa_logits(device: Device, layout: PagedLayout) -> Prepared:
-    """What launches `fp8_paged_mqa_logits`, given the addresses of its tensors in their order and of the logits."""
-    return device.prepare([paged_mqa_logits_launch(device, layout)])
-
-
-def paged_mqa_logits_launch(device: Device, layout: PagedLayout) -> Launch:
-    """The kernel of `fp8_paged_mqa_logits`."""
-    q, kv, weights, context_lens, block_table, schedule, logits = map(Slot, range(7))
-    batch, next_n, heads, dim = layout[:4]
-    key, box = paged_mqa_logits_key(heads, next_n), (ROW_BYTES, PAGE, 1)
-    sharers = blocks_per_run(next_n, layout.runs, device.multiprocessors)
-    return Launch(
-        key,
-        layout.runs * sharers,
-        key.arguments(
-            q_map=query_map(q, batch * next_n * heads, dim, next_n * heads),
-            kv_map=TensorMap(kv, (dim, PAGE, layout.pages), (dim, layout.page_stride), box, 1, L2_FETCH),
-            kv=kv,
-            page_stride=layout.page_stride,
-            weights=weights,
-            weights_pitch=layout.weights_pitch,
-            context_lens=context_lens,
-            block_table=block_table,
-            table_pitch=layout.table_pitch,
-            table_width=layout.table_width,
-            schedule=schedule,
-            logits=logits,
-            logits_pitch=layout.logits_pitch,
-            bf16=int(layout.bf16),
-            batch=batch,
-            dim=dim,
-            most=layout.most,
-            sharers=sharers,
-        ),
-    )
+    """Returns a callable that launches `fp8_paged_mqa_logits`, given the addresses in it."""
+    return device.prepare([paged_mqa_logits_launch(layout, map(Slot, range(7)), device.multiprocessors)])
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------

@@ -3,13 +3,13 @@
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.jit.launch import Launch, Slot
+from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
-from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import Device, prepares
-from fp8moe_plugin.ops.indexer import PAGE, check_lengths, check_no_indices
+from fp8moe_plugin.launches.sm90.indexer import PAGE, paged_mqa_metadata_launch
+from fp8moe_plugin.ops import devices, reference, workspace
+from fp8moe_plugin.ops.devices import Device, prepares
+from fp8moe_plugin.ops.indexer import check_lengths, check_no_indices
 from fp8moe_plugin.ops.option_checks import check_int, check_one_of
-from fp8moe_plugin.plan.catalog import paged_mqa_metadata_key
 
 
 def get_paged_mqa_logits_metadata(
@@ -36,7 +36,7 @@ def get_paged_mqa_logits_metadata(
         raise InvalidInputError(f"num_sms is {num_sms}, needs 1 or more. Pass the number of multiprocessors.")
     check_no_indices(indices)
     schedule = workspace.empty((num_sms + 1, 2), torch.int32, context_lens.device)
-    device = backend.sm90_device_of(context_lens)
+    device = devices.sm90_device_of(context_lens)
     if device is None:
         return schedule.copy_(reference.paged_mqa_schedule(context_lens, num_sms))
     prepared_metadata(device, *context_lens.shape, num_sms)((context_lens.data_ptr(), schedule.data_ptr()))
@@ -45,8 +45,6 @@ def get_paged_mqa_logits_metadata(
 
 @prepares("get_paged_mqa_logits_metadata")
 def prepared_metadata(device: Device, batch: int, next_n: int, runs: int) -> Prepared:
-    """What launches `get_paged_mqa_logits_metadata`, given the addresses of the lengths and of the schedule."""
+    """Returns a callable that launches `get_paged_mqa_logits_metadata`, given the addresses of lengths and schedule."""
     lengths, schedule = map(Slot, range(2))
-    key = paged_mqa_metadata_key()
-    arguments = key.arguments(context_lens=lengths, schedule=schedule, batch=batch, next_n=next_n, blocks=runs)
-    return device.prepare([Launch(key, 1, arguments)])
+    return device.prepare([paged_mqa_metadata_launch(lengths, schedule, batch, next_n, runs)])

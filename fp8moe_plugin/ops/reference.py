@@ -9,8 +9,9 @@ from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.checks import FP8
-from fp8moe_plugin.ops.operands import ExpertWeights, Quantized, Router
-from fp8moe_plugin.plan.constants import MQA_SPLIT_ROWS
+from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
+from fp8moe_plugin.plan.sm90.constants import MQA_SPLIT_ROWS
+from fp8moe_plugin.plan.spec import LayerSpec
 
 FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10  # keeps the scale of an all-zero group finite
@@ -20,41 +21,42 @@ SMALLEST_AMAX = 1e-10  # keeps the scale of an all-zero group finite
 
 
 def fused_moe(
+    spec: LayerSpec,
     hidden_states: torch.Tensor,
     weights: ExpertWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
-    ue8m0: bool,
-    router: Router,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """`ops.fused_moe` of arguments that have been checked."""
     experts = len(weights.w2[0])
-    ids = local_experts(topk_ids, experts - router.shared_expert, expert_map)
-    topk_weights = topk_weights * float(router.routed_scale)
-    if router.shared_expert:
+    ids = local_experts(topk_ids, experts - spec.shared_expert, expert_map)
+    topk_weights = topk_weights * float(spec.routed_scale)
+    if spec.shared_expert:
         ids = torch.nn.functional.pad(ids, (0, 1), value=experts - 1)
         topk_weights = torch.nn.functional.pad(topk_weights, (0, 1), value=1.0)
-    q, scales = quantize(hidden_states, ue8m0)
+    q, scales = quantize(hidden_states, spec.ue8m0)
     products = workspace.empty((*ids.shape, hidden_states.shape[1]), torch.bfloat16, out.device)
     for e in ids[ids >= 0].unique().tolist():
         token, choice = (ids == e).nonzero(as_tuple=True)
         rows = q.view(torch.uint8)[token].view(FP8), scales[token]
-        products[token, choice] = expert(rows, weights.of_expert(e), ue8m0)
+        products[token, choice] = expert(spec, rows, weights.of_expert(e))
     return combine(products, ids >= 0, topk_weights, out)
 
 
-def batched_experts(x: Quantized, weights: ExpertWeights, counts: torch.Tensor, ue8m0: bool, out: torch.Tensor) -> None:
+def batched_experts(
+    spec: LayerSpec, x: Quantized, weights: ExpertWeights, counts: torch.Tensor, out: torch.Tensor
+) -> None:
     """`ops.batched_experts` of arguments that have been checked."""
     for e, count in enumerate(counts.clamp(0, x[0].shape[1]).tolist()):
         rows = x[0][e, :count], x[1][e, :count]
-        out[e, :count] = expert(rows, weights.of_expert(e), ue8m0)
+        out[e, :count] = expert(spec, rows, weights.of_expert(e))
 
 
-def expert(rows: Quantized, weights: ExpertWeights, ue8m0: bool) -> torch.Tensor:
+def expert(spec: LayerSpec, rows: Quantized, weights: ExpertWeights) -> torch.Tensor:
     """bfloat16 `w2 @ (silu(gate) * up)` with `gate, up = w13 @ row`, for each row of one expert."""
-    inner = silu_mul_quant(gemm(rows, weights.w13).bfloat16(), ue8m0)
+    inner = silu_mul_quant(gemm(rows, weights.w13).bfloat16(), spec.ue8m0)
     return gemm(inner, weights.w2).bfloat16()
 
 

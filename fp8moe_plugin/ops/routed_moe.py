@@ -2,26 +2,25 @@
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import ceil_div
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.jit.launch import Launch, Slot
+from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
-from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import Device, prepares
+from fp8moe_plugin.launches.backend import Plan
+from fp8moe_plugin.launches.operands import LayerAddresses
+from fp8moe_plugin.launches.sm90.router import choose_experts_launch
+from fp8moe_plugin.ops import devices, reference, workspace
 from fp8moe_plugin.ops.checks import debugs
+from fp8moe_plugin.ops.devices import Device, prepares
 from fp8moe_plugin.ops.expert_checks import check_logits, check_routed_call
-from fp8moe_plugin.ops.moe import fused_moe, plan_layer
-from fp8moe_plugin.ops.moe_launches import layer_launches
-from fp8moe_plugin.ops.operands import LayerAddresses, Router
+from fp8moe_plugin.ops.moe import fused_moe
 from fp8moe_plugin.ops.option_checks import check_flag, check_int
 from fp8moe_plugin.ops.signature import addresses_of
-from fp8moe_plugin.plan import MoeShape, SmallBatchStep, StepPlan
-from fp8moe_plugin.plan.catalog import SM90, choose_experts_key
-from fp8moe_plugin.plan.constants import MAX_ROUTER_EXPERTS, MAX_ROUTER_TOPK
-from fp8moe_plugin.plan.triton_step import TritonStepPlan
+from fp8moe_plugin.plan.sm90.constants import MAX_ROUTER_EXPERTS, MAX_ROUTER_TOPK
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
+from fp8moe_plugin.settings import batch_invariant
 
-WARP = 32  # threads, which share a token
-LOGITS, PADDING, WEIGHTS, IDS = map(Slot, range(4))  # in the addresses of each call
+CHOICE_SLOTS = tuple(map(Slot, range(4)))  # logits, padding, weights and ids in the addresses of each call
 
 
 def choose_experts(
@@ -46,7 +45,7 @@ def choose_experts(
     tokens, experts = logits.shape
     check_topk(topk, experts)
     check_flag("renormalize", renormalize)
-    device = backend.sm90_device_of(logits)
+    device = devices.sm90_device_of(logits)
     if device is None:
         return reference.choose_experts(logits, topk, renormalize, padding)
     weights, ids = _empty_choice(logits, topk)
@@ -83,15 +82,17 @@ def routed_moe(
     check_topk(topk, experts)
     check_flag("renormalize", renormalize)
     check_flag("ue8m0", ue8m0)
-    device = backend.device_of(hidden_states)
-    if device is None or device.target != SM90 or not tokens or debugs(hidden_states.is_cuda):
+    device = devices.device_of(hidden_states)
+    if device is None or not device.backend.has_all_ops or not tokens or debugs(hidden_states.is_cuda):
         weights, ids = choose_experts(logits, topk, renormalize=renormalize, padding=padding)
         return fused_moe(*layer, weights, ids, ue8m0=ue8m0, out=out)
-    step = plan_layer(device, MoeShape(topk, hidden, intermediate, experts, experts), tokens, ue8m0)
+    shape = MoeShape(topk, hidden, intermediate, experts, experts)
+    spec = LayerSpec(shape, ue8m0=ue8m0, batch_invariant=batch_invariant())
+    plan = device.backend.plan_layer(spec, tokens, device.multiprocessors)
     weights, ids = _empty_choice(logits, topk)
     out = torch.empty_like(hidden_states) if out is None else out
-    scratch = workspace.scratch(step.scratch.nbytes, hidden_states)
-    run = prepared_routed_layer(device, step, logits.dtype == torch.bfloat16, renormalize)
+    scratch = workspace.scratch(plan.scratch, hidden_states)
+    run = prepared_routed_layer(device, plan, spec, tokens, logits.dtype == torch.bfloat16, renormalize)
     run(addresses_of((logits, padding, weights, ids, *layer, out, scratch)))
     return out
 
@@ -119,36 +120,26 @@ def _empty_choice(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.
 def prepared_choice(
     device: Device, tokens: int, experts: int, topk: int, logits_bf16: bool, renormalize: bool
 ) -> Prepared:
-    """What launches `choose_experts`, given the addresses of logits, padding (0 for none), weights and ids."""
-    return device.prepare([choose_experts_launch(tokens, experts, topk, logits_bf16, renormalize)])
+    """Returns a callable that launches `choose_experts`, given the addresses for `CHOICE_SLOTS`."""
+    sizes = {"tokens": tokens, "experts": experts, "topk": topk}
+    launch = choose_experts_launch(*CHOICE_SLOTS, **sizes, logits_bf16=logits_bf16, renormalize=renormalize)
+    return device.prepare([launch])
 
 
 @prepares("routed_moe")
 def prepared_routed_layer(
-    device: Device, step: StepPlan | TritonStepPlan, logits_bf16: bool, renormalize: bool
+    device: Device, plan: Plan, spec: LayerSpec, tokens: int, logits_bf16: bool, renormalize: bool
 ) -> Prepared:
-    """What launches `routed_moe`, given the addresses for `prepared_choice`, of the layer, its result and scratch."""
+    """Returns a callable that launches `routed_moe`.
+
+    It takes the addresses for `CHOICE_SLOTS`, of the layer's tensors, of its result and of its scratch.
+    """
     hidden_states, w13, w13_scale, w2, w2_scale, out, scratch = map(Slot, range(4, 11))
-    tensors = LayerAddresses(hidden_states, w13, w13_scale, w2, w2_scale, WEIGHTS, IDS, 0, out, scratch)
-    first, *rest = layer_launches(device, tensors, step, Router(ids_64=False))
-    if isinstance(step, SmallBatchStep):
+    _, _, weights, ids = CHOICE_SLOTS
+    tensors = LayerAddresses(hidden_states, w13, w13_scale, w2, w2_scale, weights, ids, 0, out, scratch)
+    first, *rest = plan.launches(tensors, ids_64=False)
+    if isinstance(plan.choices, SmallBatchStep):  # its first kernel waits for the ids where it reads them
         first = first._replace(early=True)
-    sizes = step.tokens, step.shape.global_experts, step.shape.topk
-    choice = choose_experts_launch(*sizes, logits_bf16, renormalize)
+    sizes = {"tokens": tokens, "experts": spec.shape.global_experts, "topk": spec.shape.topk}
+    choice = choose_experts_launch(*CHOICE_SLOTS, **sizes, logits_bf16=logits_bf16, renormalize=renormalize)
     return device.prepare([choice, first, *rest])
-
-
-def choose_experts_launch(tokens: int, experts: int, topk: int, logits_bf16: bool, renormalize: bool) -> Launch:
-    key = choose_experts_key()
-    arguments = key.arguments(
-        logits=LOGITS,
-        padding=PADDING,
-        weights=WEIGHTS,
-        ids=IDS,
-        logits_bf16=int(logits_bf16),
-        tokens=tokens,
-        experts=experts,
-        topk=topk,
-        renormalize=int(renormalize),
-    )
-    return Launch(key, ceil_div(tokens, key.threads // WARP), arguments, early=True)

@@ -6,15 +6,13 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import ceil_div
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.jit.launch import Launch, Slot
+from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
-from fp8moe_plugin.ops import backend, reference, workspace
-from fp8moe_plugin.ops.backend import Device, prepares
+from fp8moe_plugin.launches.sm90.router import BLOCK_EXPERTS, BLOCK_TOKENS, STEP, router_gemm_launch
+from fp8moe_plugin.ops import devices, reference, workspace
 from fp8moe_plugin.ops.checks import CheckedOnce, check_multiple, check_tensor
-from fp8moe_plugin.plan.catalog import router_gemm_key
+from fp8moe_plugin.ops.devices import Device, prepares
 
-BLOCK_TOKENS, BLOCK_EXPERTS = 16, 8  # of a block
-STEP = 32  # channels that a warp multiplies at once
 MOST_TOKENS = 65535 * BLOCK_TOKENS  # a CUDA grid has that many blocks along y
 MEASURED_UP_TO = 256  # tokens, docs/experiments/067-router-gemm.md
 
@@ -34,7 +32,7 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         UnsupportedError: Triton kernels serve this GPU.
     """
     facts, addresses = _check_call(x, weight)
-    device = backend.sm90_device_of(x)
+    device = devices.sm90_device_of(x)
     if device is None:
         return reference.router_gemm(x, weight)
     logits = workspace.empty((facts.tokens, facts.experts), torch.bfloat16, x.device)
@@ -70,9 +68,6 @@ def _check_call(x: torch.Tensor, weight: torch.Tensor) -> RouterFacts:
 
 @prepares("router_gemm")
 def prepared_router_gemm(device: Device, tokens: int, experts: int, k: int) -> Prepared:
-    """What launches `router_gemm`, given the addresses of x, weight and logits."""
-    key = router_gemm_key()
+    """Returns a callable that launches `router_gemm`, given the addresses of x, weight and logits."""
     x, weight, logits = map(Slot, range(3))
-    arguments = key.arguments(x=x, weight=weight, logits=logits, tokens=tokens, experts=experts, steps=k // STEP)
-    grid = ceil_div(experts, BLOCK_EXPERTS), ceil_div(tokens, BLOCK_TOKENS)
-    return device.prepare([Launch(key, grid, arguments, early=True)])
+    return device.prepare([router_gemm_launch(x, weight, logits, tokens, experts, k)])

@@ -2,22 +2,18 @@
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.jit.launch import Address, Launch, Slot
+from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
-from fp8moe_plugin.ops import backend, reference
-from fp8moe_plugin.ops.backend import Device, prepares
+from fp8moe_plugin.launches.operands import Rows
+from fp8moe_plugin.ops import devices, reference
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor
-from fp8moe_plugin.ops.operands import Quantized, Rows, empty_quantized
+from fp8moe_plugin.ops.devices import Device, prepares
+from fp8moe_plugin.ops.operands import Quantized, empty_quantized
 from fp8moe_plugin.ops.option_checks import check_flag
-from fp8moe_plugin.ops.triton_launches import triton_silu_mul_quant_launch
-from fp8moe_plugin.plan.catalog import silu_mul_quant_key
-from fp8moe_plugin.plan.constants import ROWS_PER_WARP
-from fp8moe_plugin.plan.triton_catalog import is_triton
 
 MAX_GROUPS = 65535  # blocks of a CUDA grid along y
-BLOCKS_PER_MULTIPROCESSOR = 8  # two waves: enough to even out experts of unequal size
 
 
 def silu_mul_quant_fp8(gate_up: torch.Tensor, counts: torch.Tensor, ue8m0: bool = False) -> Quantized:
@@ -43,7 +39,7 @@ def silu_mul_quant_fp8(gate_up: torch.Tensor, counts: torch.Tensor, ue8m0: bool 
     check_tensor("counts", counts, dtype=torch.int32, shape=(groups,), device=gate_up.device)
     rows, scales = empty_quantized(groups * max_m, channels, gate_up.device)
     q, scales = rows.view(groups, max_m, channels), scales.unflatten(0, (groups, max_m))
-    device = backend.device_of(gate_up)
+    device = devices.device_of(gate_up)
     if device is None:
         for out_q, out_scales, rows, count in zip(q, scales, gate_up, counts.clamp(min=0).tolist(), strict=True):
             reference.write((out_q[:count], out_scales[:count]), reference.silu_mul_quant(rows[:count], ue8m0))
@@ -55,32 +51,9 @@ def silu_mul_quant_fp8(gate_up: torch.Tensor, counts: torch.Tensor, ue8m0: bool 
 
 @prepares("silu_mul_quant_fp8")
 def prepared_silu_mul_quant(device: Device, shape: tuple[int, ...], ue8m0: bool) -> Prepared:
-    """What launches `silu_mul_quant_fp8`, given the addresses of its arguments, q and the scales."""
+    """Returns a callable that launches `silu_mul_quant_fp8`, given the addresses of its arguments, q and the scales."""
     gate_up, counts, q, scales = map(Slot, range(4))
-    return device.prepare([silu_mul_quant_launch(device, gate_up, counts, q, scales, shape, ue8m0)])
-
-
-def silu_mul_quant_launch(
-    device: Device, gate_up: Address, counts: Address, q: Address, scales: Address, shape: tuple[int, ...], ue8m0: bool
-) -> Launch:
-    """`silu_mul_quant_fp8` to `q` of `shape` `[G, max_m, I]` and its scales."""
-    experts, max_m, channels = shape
-    if is_triton(device.target):
-        out = Rows.k_major(q, scales, experts * max_m, channels)
-        return triton_silu_mul_quant_launch(device.target, ue8m0, gate_up, counts, experts, max_m, out)
-    groups, key = channels // GROUP, silu_mul_quant_key(ue8m0)
-    needed = ceil_div(ceil_div(max_m, ROWS_PER_WARP) * groups, key.threads // 32)
-    at_once = ceil_div(device.multiprocessors * BLOCKS_PER_MULTIPROCESSOR, experts)
-    grid = (min(needed, at_once), experts)
-    return Launch(
-        key,
-        grid,
-        key.arguments(
-            gate_up=gate_up,
-            counts=counts,
-            q=q,
-            scales=scales,
-            max_m=max_m,
-            groups=groups,
-        ),
-    )
+    groups, max_m, channels = shape
+    out, sizes = Rows.k_major(q, scales, groups * max_m, channels), (groups, max_m)
+    launch = device.backend.silu_mul_quant_launch(ue8m0, gate_up, counts, *sizes, out, device.multiprocessors)
+    return device.prepare([launch])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from fp8moe_plugin.plan.triton_signatures import TRITON_SCRATCH, TRITON_SIGNATURES, TritonParameter
+from fp8moe_plugin.plan.triton.signatures import TRITON_SCRATCH, TRITON_SIGNATURES, TritonParameter
 
 K_GROUPS = 16  # of a launch of k_grouped_gemm: what each of them needs are parameters
 

@@ -1,7 +1,4 @@
-"""The layout of an op's scratch memory, which is one allocation: the offset of each piece, in bytes.
-
-Kernels of a layer run concurrently, so pieces never share memory. A piece that a call does not need is empty.
-"""
+"""Layout of scratch memory, shared by all backends: pieces of one allocation, tile tables, K-major scales."""
 
 import functools
 import itertools
@@ -9,60 +6,23 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
-from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, NUM_TILES_LENGTH
-from fp8moe_plugin.plan.shape import MoeShape
-from fp8moe_plugin.plan.tiles import route_chunks, scale_pitch, tile_capacity
 
 PIECE = 256  # bytes; the alignment of pieces
 
 
-class SortedScratch(NamedTuple):
-    """Scratch memory of a layer whose rows are sorted by expert; `rows` is T * topk."""
-
-    x: int  # e4m3 [rows, H], or [T, H] if GEMM 1 gathers
-    x_scales: int  # float32, of x; K-major, or row-major if GEMM 1 gathers
-    slots: int  # int32 [T, topk]: the row of each (token, expert) pair, -1 for none
-    tokens: int  # int32 [rows]: the token of each row
-    num_rows: int  # int32 [1]
-    expert_counts: int  # uint32 [chunks, ceil(E / 2)], if count_experts runs
-    table: int  # int32 [tiles, 4]
-    num_tiles: int  # int32 [5]
-    done_counters: int  # int32 [1 + tiles * row_counters]
-    partial: int  # float32 [splits, rows, 2I], if blocks of GEMM 1 split K
-    inner: int  # e4m3 [rows, I]
-    inner_scales: int  # float32, of inner, K-major
-    down: int  # bfloat16 [rows, H]
-    nbytes: int  # the sum of all pieces
+def offsets(*sizes: int) -> Iterable[int]:
+    """Returns the offsets of consecutive pieces of these sizes, and the end of the last."""
+    return itertools.accumulate((ceil_div(size, PIECE) * PIECE for size in sizes), initial=0)
 
 
-class SmallBatchScratch(NamedTuple):
-    """Scratch memory of a small batch; `experts` is min(T * topk, E), the most that can get tokens."""
-
-    inner: int  # e4m3 [experts, padded_tokens, I]
-    inner_scales: int  # float32 [experts, I / 128, padded_tokens]
-    tokens_written: int  # int32 [experts, I / 128]: tokens whose results GEMM 1 has written
-    nbytes: int
+def tile_capacity(rows: int, groups: int, tile_rows: int) -> int:
+    """Returns the most row tiles that `rows` rows in at most `groups` groups can have; at least 1."""
+    return max(1, min(rows, rows // tile_rows + groups))
 
 
-class BatchedScratch(NamedTuple):
-    """Scratch memory of `batched_experts`; `rows` is E * max_m."""
-
-    table: int  # int32 [tiles, 4]
-    num_tiles: int  # int32 [5]
-    done_counters: int  # int32 [1 + tiles]
-    inner: int  # e4m3 [rows, I]
-    inner_scales: int  # float32, of inner, K-major
-    nbytes: int
-
-
-class GroupedScratch(NamedTuple):
-    """Scratch memory of a grouped GEMM."""
-
-    table: int  # int32 [tiles, 4]
-    num_tiles: int  # int32 [5]
-    done_counters: int  # int32 [1 + tiles], if the tiles come from counts
-    run_begins: int  # int32 [rows], if the tiles come from indices
-    nbytes: int
+def scale_pitch(rows: int) -> int:
+    """Returns the stride between K blocks of K-major scales, in elements: a multiple of 16 bytes."""
+    return ceil_div(rows, 4) * 4
 
 
 class QuantizedScratch(NamedTuple):
@@ -73,61 +33,6 @@ class QuantizedScratch(NamedTuple):
     nbytes: int
 
 
-def sorted_scratch(
-    shape: MoeShape, tokens: int, tile_rows: int, gathers: bool, k_splits: int, row_counters: int
-) -> SortedScratch:
-    """The layout for a step; the arguments are fields of `SortedStep`."""
-    topk, hidden, intermediate, local_experts, _ = shape
-    rows = tokens * topk
-    tiles, chunks = tile_capacity(rows, local_experts, tile_rows), route_chunks(rows)
-    sizes = (
-        (tokens if gathers else rows) * hidden,
-        4 * (tokens if gathers else scale_pitch(rows)) * (hidden // GROUP),
-        4 * rows,
-        4 * rows,
-        4,
-        4 * chunks * ceil_div(local_experts, 2) if chunks > 1 else 0,
-        16 * tiles,
-        4 * NUM_TILES_LENGTH,
-        4 * (1 + tiles * row_counters),
-        8 * k_splits * rows * intermediate if k_splits > 1 else 0,
-        rows * intermediate,
-        4 * scale_pitch(rows) * (intermediate // GROUP),
-        2 * rows * hidden,
-    )
-    return SortedScratch(*offsets(*sizes))
-
-
-def small_batch_scratch(shape: MoeShape, tokens: int, padded_tokens: int) -> SmallBatchScratch:
-    experts, k_blocks = min(tokens * shape.topk, shape.local_experts), shape.intermediate // GROUP
-    rows = experts * padded_tokens
-    return SmallBatchScratch(*offsets(rows * shape.intermediate, 4 * rows * k_blocks, 4 * experts * k_blocks))
-
-
-def batched_scratch(experts: int, max_m: int, intermediate: int, tile_rows: int) -> BatchedScratch:
-    rows = experts * max_m
-    tiles = tile_capacity(rows, experts, tile_rows)
-    inner = rows * intermediate, 4 * scale_pitch(rows) * (intermediate // GROUP)
-    return BatchedScratch(*offsets(16 * tiles, 4 * NUM_TILES_LENGTH, 4 * (1 + tiles), *inner))
-
-
-def grouped_scratch(rows: int, groups: int, tile_rows: int, indexed: bool) -> GroupedScratch:
-    """The layout for rows in at most `groups` groups; `indexed`: each row has the index of its group."""
-    tiles = tile_capacity(rows, groups, tile_rows)
-    done_counters, run_begins = (0, 4 * rows) if indexed else (4 * (1 + tiles), 0)
-    return GroupedScratch(*offsets(16 * tiles, 4 * NUM_TILES_LENGTH, done_counters, run_begins))
-
-
 @functools.lru_cache(maxsize=4096)
 def quantized_scratch(rows: int, k: int) -> QuantizedScratch:
     return QuantizedScratch(*offsets(rows * k, 4 * scale_pitch(rows) * (k // GROUP)))
-
-
-def row_counters(intermediate: int, k_splits: int, tile_rows: int) -> int:
-    """Counters per row tile of GEMM 1: one of stored columns and, if K is split, one of the parts of each column."""
-    return 1 + intermediate // GROUP if tile_rows == FEW_ROWS_TILE and k_splits > 1 else 1
-
-
-def offsets(*sizes: int) -> Iterable[int]:
-    """The offsets of consecutive pieces of these sizes, and the end of the last."""
-    return itertools.accumulate((ceil_div(size, PIECE) * PIECE for size in sizes), initial=0)

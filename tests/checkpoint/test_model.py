@@ -19,8 +19,9 @@ from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Indexer, Model, Spli
 from fp8moe_plugin.checkpoint.unquantized import Unquantized
 from fp8moe_plugin.checkpoint.untrusted import opened
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
-from fp8moe_plugin.plan import linear_kernels, model_kernels
-from fp8moe_plugin.plan.catalog import SM90
+from fp8moe_plugin.launches.kernel_sets import model_kernels
+from fp8moe_plugin.plan.keys import SM90
+from tests import helpers as h
 
 PUBLISHED = Path(__file__).parent / "configs"
 V3 = json.loads((PUBLISHED / "DeepSeek-V3.json").read_text())
@@ -285,7 +286,7 @@ def test_experts_may_be_unquantized(tmp_path):
     assert none.plain_experts == whole.experts
     assert none.dense == whole.dense
     kernels = model_kernels(none)
-    assert kernels.keys() == set(linear_kernels(none.ue8m0))
+    assert kernels.keys() == set(h.linear_kernels(none.ue8m0))
     for target in ("sm_89", SM90):
         assert model_kernels(none, target).keys() < model_kernels(whole, target).keys()
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from fp8moe_plugin import deep_gemm, ops
-from fp8moe_plugin.ops import backend
-from fp8moe_plugin.plan import MoeShape, plan_dense, plan_step
-from fp8moe_plugin.plan.constants import Output
-from fp8moe_plugin.plan.step import SmallBatchStep
+from fp8moe_plugin.launches.backends import BACKENDS
+from fp8moe_plugin.ops import devices
+from fp8moe_plugin.plan.sm90.dense import plan_dense
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep
+from fp8moe_plugin.plan.spec import MoeShape, Output
 from tests import helpers as h
 
 CPU = torch.device("cpu")
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     yield
-    backend.set_num_sms(0)
+    devices.set_num_sms(0)
     deep_gemm.set_mk_alignment_for_contiguous_layout(128)
     deep_gemm.set_tc_util(0)
     deep_gemm.set_pdl(False)
@@ -43,7 +44,7 @@ def test_the_alignment_is_that_of_the_kernels_until_it_is_set() -> None:
 # ---- multiprocessors -------------------------------------------------------------------------------------------------
 
 
-class Recording(backend.Gpu):
+class Recording(devices.Gpu):
     """A GPU of 132 multiprocessors that records its launches."""
 
     def __init__(self, recorder: h.Recorder) -> None:
@@ -58,7 +59,7 @@ class Recording(backend.Gpu):
 def recorder(monkeypatch: pytest.MonkeyPatch) -> h.Recorder:
     recorder = h.Recorder()
     gpu = Recording(recorder)
-    monkeypatch.setattr(backend, "_gpu", lambda device: gpu)
+    monkeypatch.setattr(devices, "_gpu", lambda device: gpu)
     return recorder
 
 
@@ -106,23 +107,23 @@ def test_without_a_limit_all_are_taken_again(recorder: h.Recorder) -> None:
 def test_triton_kernels_take_all_and_one_line_says_so(
     recorder: h.Recorder, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
-    gpu = backend.Gpu(0, 132, "sm_89")
-    monkeypatch.setattr(backend, "_gpu", lambda device: gpu)
+    gpu = devices.Gpu(0, 132, BACKENDS["sm_89"])
+    monkeypatch.setattr(devices, "_gpu", lambda device: gpu)
     deep_gemm.set_num_sms(16)
-    assert backend.device_of(torch.empty(0)) is backend.device_of(torch.empty(0)) is gpu
+    assert devices.device_of(torch.empty(0)) is devices.device_of(torch.empty(0)) is gpu
     assert plugin_log.messages == ["fp8moe: set_num_sms does not limit Triton kernels: they take all multiprocessors"]
 
 
 def test_a_limit_is_a_device_of_its_own(recorder: h.Recorder) -> None:
-    whole = backend.device_of(torch.empty(0))
+    whole = devices.device_of(torch.empty(0))
     deep_gemm.set_num_sms(64)
-    half = backend.device_of(torch.empty(0))
-    assert half is backend.device_of(torch.empty(0))
+    half = devices.device_of(torch.empty(0))
+    assert half is devices.device_of(torch.empty(0))
     assert half is not whole
     assert half is not None
     assert half.multiprocessors == 64
     deep_gemm.set_num_sms(0)
-    assert backend.device_of(torch.empty(0)) is whole
+    assert devices.device_of(torch.empty(0)) is whole
 
 
 def test_the_number_is_that_of_the_gpu_unless_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_the_number_is_that_of_the_gpu_unless_limited(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("multiprocessors", [8, 20, 56, 78, 100])
 def test_small_batches_and_few_rows_fit_fewer_multiprocessors(multiprocessors: int) -> None:
     shape = MoeShape(topk=8, hidden=7168, intermediate=512, local_experts=8, global_experts=256)
-    step = plan_step(shape, 4, multiprocessors=multiprocessors)
+    step = h.plan_step(shape, 4, multiprocessors=multiprocessors)
     assert isinstance(step, SmallBatchStep) == (multiprocessors >= 56)
     if isinstance(step, SmallBatchStep):
         assert step.clusters * step.cluster <= multiprocessors

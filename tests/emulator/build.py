@@ -21,7 +21,7 @@ from filelock import FileLock
 
 import fp8moe_plugin
 from fp8moe_plugin.jit.compiler import macros
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.keys import KernelKey
 from tests.emulator.translate import translate
 
 CSRC = Path(fp8moe_plugin.__file__).parent / "csrc"

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from fp8moe_plugin.plan import linear_kernels, moe_kernels
-from fp8moe_plugin.plan.catalog import tiles_of_ends_key, tiles_of_indices_key
+from fp8moe_plugin.plan.sm90.catalog import tiles_of_ends_key, tiles_of_indices_key
+from tests import helpers as h
 from tests.emulator.build import Kernels, can_compile, runtime
 from tests.emulator.device import Device
 
@@ -24,8 +24,8 @@ def emulator_runtime() -> ctypes.CDLL:
 def kernels(emulator_runtime: ctypes.CDLL) -> Kernels:
     """All that the tests run; those of the first tests first."""
     kernels = Kernels()
-    layers = (moe_kernels(False, batched) for batched in (False, True))
-    kernels.start(*itertools.chain(*layers), *linear_kernels(False), tiles_of_ends_key(), tiles_of_indices_key())
+    layers = (h.moe_kernels(False, batched) for batched in (False, True))
+    kernels.start(*itertools.chain(*layers), *h.linear_kernels(False), tiles_of_ends_key(), tiles_of_indices_key())
     return kernels
 
 

@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 from fp8moe_plugin.jit.launch import Launch, PerGroup, TensorMap
 from fp8moe_plugin.jit.launcher import FORMATS, layout
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned
+from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.ops import signature
-from fp8moe_plugin.plan.catalog import SM90
+from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.plan.parameters import ARGUMENTS, PARAMETERS
 from tests import helpers as h
 from tests.emulator.build import Kernels
@@ -29,9 +30,9 @@ class EmulatorError(Exception):
 
 
 class Device:
-    """A device of the ops, `fp8moe_plugin.ops.backend.Device`, on tensors of the CPU."""
+    """A device of the ops, `fp8moe_plugin.ops.devices.Device`, on tensors of the CPU."""
 
-    target = SM90
+    backend = BACKENDS[SM90]
 
     def __init__(
         self, runtime: ctypes.CDLL, kernels: Kernels, multiprocessors: int, shared_bytes: int = SHARED_BYTES

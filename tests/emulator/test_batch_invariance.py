@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from fp8moe_plugin.ops import fp8_linear, fused_moe
-from fp8moe_plugin.plan import DensePlan, Output, dense
+from fp8moe_plugin.plan.sm90 import dense
+from fp8moe_plugin.plan.sm90.dense import DensePlan
+from fp8moe_plugin.plan.spec import Output
 from fp8moe_plugin.testing import invariance
 from tests import helpers as h
 from tests.emulator.device import Device

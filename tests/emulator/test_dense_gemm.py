@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fp8moe_plugin.ops import fp8_gemm_nt, fp8_linear, per_token_group_quant_fp8
-from fp8moe_plugin.plan import Output, dense
-from fp8moe_plugin.plan.catalog import DENSE_FEW_ROWS_TILE_M
+from fp8moe_plugin.plan.sm90 import dense
+from fp8moe_plugin.plan.sm90.catalog import DENSE_FEW_ROWS_TILE_M
+from fp8moe_plugin.plan.spec import Output
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import SHARED_BYTES, Device

@@ -13,8 +13,8 @@ import torch
 
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
-from fp8moe_plugin.plan import Layout, Output, step
-from fp8moe_plugin.plan.catalog import (
+from fp8moe_plugin.plan.sm90 import layer
+from fp8moe_plugin.plan.sm90.catalog import (
     choose_experts_key,
     combine_key,
     dense_gemm_few_rows_key,
@@ -35,8 +35,9 @@ from fp8moe_plugin.plan.catalog import (
     tiles_of_counts_key,
     transpose_scales_key,
 )
-from fp8moe_plugin.plan.constants import MANY_ROWS_TILE
-from fp8moe_plugin.plan.dense import few_rows, splits_k
+from fp8moe_plugin.plan.sm90.constants import MANY_ROWS_TILE, Layout
+from fp8moe_plugin.plan.sm90.dense import few_rows, splits_k
+from fp8moe_plugin.plan.spec import Output
 from fp8moe_plugin.plan.tuning import EARLY_BELOW, LONG_K
 from tests import faults
 from tests import helpers as h
@@ -173,7 +174,7 @@ masked_gemm_of_many_rows = first_kernel(functools.partial(masked_gemm_behind_cho
 
 def small_batch_of_whole_sums(emulator: Device, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "DOWN_BLOCKS", {8: 1, 16: 1})
+        patch.setattr(layer, "DOWN_BLOCKS", {8: 1, 16: 1})
         small_batch(emulator, seed)
 
 
@@ -579,7 +580,7 @@ FAULTS = {
         masked_gemm_of_many_rows,
         f"{WRONG_RESULT}|bounds|livelock|deadlock",
     ),
-    "a sorted step starts before its tokens are there": Fault(
+    "a sorted layer starts before its tokens are there": Fault(
         "route.cu",
         "    if (gridDim.x == 1) wait_for_previous_kernel();",
         "    let_next_kernel_start();\n    if (gridDim.x == 1) wait_for_previous_kernel();",

@@ -7,7 +7,7 @@ import torch
 
 from fp8moe_plugin.ops.operands import Quantized
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
-from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from fp8moe_plugin.plan.tuning import EARLY_BELOW
 from tests import helpers as h
 from tests.emulator.conftest import MULTIPROCESSORS

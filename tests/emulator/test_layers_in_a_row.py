@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fp8moe_plugin.ops import backend, fused_moe, workspace
+from fp8moe_plugin.ops import devices, fused_moe, workspace
 from fp8moe_plugin.ops.moe import prepared_layer
 from tests import helpers as h
 from tests.emulator.build import Kernels
@@ -62,7 +62,7 @@ def test_layers_under_a_limit_of_multiprocessors(
     emulator: Device, monkeypatch: pytest.MonkeyPatch, tokens: int, hidden: int, intermediate: int, seed: int
 ) -> None:
     """No kernel starts early: what waits for parts of the one before finds them all."""
-    serve, limited = h.serve, backend._Limited(emulator, MULTIPROCESSORS - 1)
+    serve, limited = h.serve, devices._Limited(emulator, MULTIPROCESSORS - 1)
     monkeypatch.setattr(h, "serve", lambda patch, _: serve(patch, limited))
     errors = run_layers(emulator, seed, tokens, hidden, intermediate)
     assert max(errors) <= MOST_ERROR, f"relative L2 of each layer: {errors}"
@@ -75,9 +75,9 @@ def test_ops_do_not_launch_what_they_have_kept_of_another_device(
     call, scratch = (x, *layer, torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int32)), torch.zeros(2**20).byte()
     monkeypatch.setattr(workspace, "scratch", lambda nbytes, like: scratch[:nbytes])
     prepared_layer.cache_clear()
-    for devices in (1, 2):
+    for number in (1, 2):
         Device(emulator_runtime, kernels, MULTIPROCESSORS).execute(1, lambda: fused_moe(*call, out=x))
-        assert prepared_layer.cache_info().currsize == devices
+        assert prepared_layer.cache_info().currsize == number
 
 
 @seeds

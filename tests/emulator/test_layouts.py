@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fp8moe_plugin import deep_gemm, ops
-from fp8moe_plugin.plan import dense
-from fp8moe_plugin.plan.constants import Output
+from fp8moe_plugin.plan.sm90 import dense
+from fp8moe_plugin.plan.spec import Output
 from fp8moe_plugin.testing import calc_diff
 from tests import helpers as h
 from tests.emulator.device import Device

@@ -11,9 +11,10 @@ import torch
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.jit.launch import Launch
+from fp8moe_plugin.launches.kernel_sets import all_kernels
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
-from fp8moe_plugin.plan import all_kernels, dense
-from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.sm90 import dense
+from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from tests import faults
 from tests import helpers as h
 from tests.emulator.build import Kernels

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8moe_plugin.ops import fused_moe, moe, workspace
-from fp8moe_plugin.plan import StepPlan
-from fp8moe_plugin.plan.constants import SMALL_BATCH_PAIRS
+from fp8moe_plugin.ops import fused_moe, workspace
+from fp8moe_plugin.plan.sm90.constants import SMALL_BATCH_PAIRS
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, small_batch_step
+from fp8moe_plugin.plan.spec import LayerSpec
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import SHARED_BYTES, Device
@@ -30,14 +31,13 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     h.force_step(monkeypatch, width=8)
 
 
-def force_down_splits(patch: pytest.MonkeyPatch, splits: int) -> None:
-    """So many blocks share channels of GEMM 2, whatever is fastest for them."""
-    plan = moe.plan_step
+def force_down_splits(patch: pytest.MonkeyPatch, width: int, splits: int) -> None:
+    """Layers are small batches of up to `width` tokens, and `splits` blocks share channels of GEMM 2."""
 
-    def changed(*args: object) -> StepPlan:
-        return replace(plan(*args), down_splits=splits)
+    def plan(spec: LayerSpec, tokens: int, multiprocessors: int) -> SmallBatchStep:
+        return replace(small_batch_step(spec, tokens, width, multiprocessors), down_splits=splits)
 
-    patch.setattr(moe, "plan_step", changed)
+    h.force_layer(patch, plan)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,7 @@ def test_where_no_multiprocessor_has_room_for_both_kernels(
 def test_channels_are_shared_by_any_number_of_blocks(
     emulator: Device, monkeypatch: pytest.MonkeyPatch, hidden: int, splits: int, tokens: int
 ) -> None:
-    h.force_step(monkeypatch, width=8 if tokens <= 8 else 16)
-    force_down_splits(monkeypatch, splits)
+    force_down_splits(monkeypatch, 8 if tokens <= 8 else 16, splits)
     gen, experts = h.seeded(splits, CPU), 5
     x, layer = h.random_tokens(gen, tokens, hidden), h.random_layer(gen, experts, hidden, 384)
     routing = h.random_routing(gen, "some_missing", tokens, TOPK, experts)

@@ -8,7 +8,7 @@ import torch
 
 from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8, silu_mul_quant_fp8
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
-from fp8moe_plugin.plan.tiles import scale_pitch
+from fp8moe_plugin.plan.scratch import scale_pitch
 from fp8moe_plugin.plan.tuning import QUANTIZE_FEW_TOKENS
 from tests import helpers as h
 from tests.emulator.device import Device

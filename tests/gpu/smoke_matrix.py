@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fp8moe_plugin import ops
-from fp8moe_plugin.plan.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_M, DENSE_TILE_N
+from fp8moe_plugin.plan.sm90.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_M, DENSE_TILE_N
 from fp8moe_plugin.plan.tuning import GATHER_UP_TO, LONG_K, QUANTIZE_FEW_TOKENS
 from tests import helpers as h
 from tests import indexer

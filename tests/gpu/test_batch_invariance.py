@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from fp8moe_plugin import ops
-from fp8moe_plugin.plan import Output, dense
-from fp8moe_plugin.plan.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_M, DENSE_TILE_N
-from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.sm90 import dense
+from fp8moe_plugin.plan.sm90.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_M, DENSE_TILE_N
+from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.spec import Output
 from fp8moe_plugin.testing import invariance
 from tests import helpers as h
 

@@ -19,7 +19,7 @@ from fp8moe_plugin.jit.sequence import aligned, libcuda
 from fp8moe_plugin.ops import per_token_group_quant_fp8
 from fp8moe_plugin.ops.operands import empty_quantized
 from fp8moe_plugin.ops.quantize import prepared_quantize
-from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from tests import helpers as h
 from tests.jit.conftest import forget, set_variables
 from tests.steps import device_of, gate_up, grouped_gemm, split_k, tiles_of_counts

@@ -5,7 +5,7 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.ops import per_token_group_quant_fp8, reference, silu_mul_quant_fp8
-from fp8moe_plugin.plan.constants import PAIRS_PER_CHUNK
+from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK
 from tests.helpers import Quantized, assert_same_routing, assert_same_tiles, poisoned, seeded, untouched
 from tests.steps import (
     combine,

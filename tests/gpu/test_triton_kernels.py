@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8, silu_mul_quant_fp8
-from fp8moe_plugin.ops.backend import Gpu
-from fp8moe_plugin.plan.catalog import SM90
+from fp8moe_plugin.ops.devices import Gpu
+from fp8moe_plugin.plan.keys import SM90
 from tests import helpers as h
 from tests.triton.plans import force_step
 

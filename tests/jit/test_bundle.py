@@ -16,7 +16,7 @@ from fp8moe_plugin.errors import CacheError
 from fp8moe_plugin.jit import bundle, compiler
 from fp8moe_plugin.jit.cache import Missing
 from fp8moe_plugin.jit.compiler import compile_kernel
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.keys import KernelKey
 from tests.jit.conftest import SOURCE, forget
 
 HEADER, CHECKSUM = tarfile.BLOCKSIZE, slice(148, 156)

@@ -11,7 +11,7 @@ from fp8moe_plugin.errors import CacheError
 from fp8moe_plugin.jit import bundle
 from fp8moe_plugin.jit.cache import Missing
 from fp8moe_plugin.jit.compiler import compile_kernel
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.keys import KernelKey
 from tests.jit.test_bundle import rewrite
 
 KEY = KernelKey("tiny", (("VALUE", 3),))

@@ -9,7 +9,7 @@ import pytest
 from fp8moe_plugin.errors import CacheError
 from fp8moe_plugin.jit import cache
 from fp8moe_plugin.jit.compiler import compile_kernel
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.keys import KernelKey
 from tests.jit.conftest import set_variables
 
 NAME = "tiny-0123.cubin"

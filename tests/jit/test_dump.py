@@ -7,8 +7,8 @@ import pytest
 from fp8moe_plugin.jit import compiler, dump
 from fp8moe_plugin.jit.cubin import split_shared_memory
 from fp8moe_plugin.jit.lookup import find_or_compile
-from fp8moe_plugin.plan import KernelKey
-from fp8moe_plugin.plan.triton_catalog import combine_key
+from fp8moe_plugin.plan.keys import KernelKey
+from fp8moe_plugin.plan.triton.catalog import combine_key
 from tests.jit.conftest import set_variables
 
 KEY = KernelKey("tiny", (("VALUE", 3),))

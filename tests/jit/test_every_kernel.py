@@ -7,7 +7,8 @@ import pytest
 import fp8moe_plugin
 from fp8moe_plugin.jit.cache import CHECKSUM_BYTES
 from fp8moe_plugin.jit.compiler import entry_name, nvrtc_version
-from fp8moe_plugin.plan import KernelKey, all_kernels
+from fp8moe_plugin.launches.kernel_sets import all_kernels
+from fp8moe_plugin.plan.keys import KernelKey
 from tests.shared import every_kernel
 from warmup.report import KernelReport, Report, State
 

@@ -14,7 +14,7 @@ from fp8moe_plugin.jit import lookup
 from fp8moe_plugin.jit.bundle import write_bundle
 from fp8moe_plugin.jit.compiler import compile_kernel, entry_name, nvrtc_version
 from fp8moe_plugin.jit.lookup import Origin, find_or_compile
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.keys import KernelKey
 from tests import faults
 from tests.jit.conftest import forget, set_variables
 from tests.jit.test_bundle import rewrite

@@ -17,7 +17,7 @@ import pytest
 from fp8moe_plugin.jit import cache, lookup
 from fp8moe_plugin.jit.compiler import Compiled, compile_kernel, entry_name, nvrtc_version
 from fp8moe_plugin.jit.lookup import Found, Origin, find_or_compile
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.keys import KernelKey
 from tests.jit.conftest import set_variables
 
 FORK = multiprocessing.get_context("fork")

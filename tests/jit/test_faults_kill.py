@@ -17,7 +17,8 @@ import pytest
 from fp8moe_plugin.jit import lookup
 from fp8moe_plugin.jit.compiler import Compiled, compile_kernel, entry_name, nvrtc_version
 from fp8moe_plugin.jit.lookup import Origin, find_or_compile
-from fp8moe_plugin.plan import KernelKey, combine_key
+from fp8moe_plugin.plan.keys import KernelKey
+from fp8moe_plugin.plan.sm90.catalog import combine_key
 from tests import faults
 from tests.jit.conftest import forget, set_variables
 

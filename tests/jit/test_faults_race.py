@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from fp8moe_plugin.jit import cache, lookup
 from fp8moe_plugin.jit.compiler import Compiled, compile_kernel
 from fp8moe_plugin.jit.lookup import Origin, find_or_compile
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.keys import KernelKey
 from tests import faults
 
 FORK = multiprocessing.get_context("fork")

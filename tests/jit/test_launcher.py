@@ -16,17 +16,17 @@ from fp8moe_plugin.jit import launcher, sequence
 from fp8moe_plugin.jit.driver import check
 from fp8moe_plugin.jit.launch import Address, Argument, Launch, PerGroup, Slot, TensorMap
 from fp8moe_plugin.jit.launcher import FORMATS
-from fp8moe_plugin.plan import KernelKey, all_kernels
-from fp8moe_plugin.plan.catalog import (
-    SM90,
+from fp8moe_plugin.launches.kernel_sets import all_kernels
+from fp8moe_plugin.plan.keys import SM90, KernelKey
+from fp8moe_plugin.plan.parameters import ARGUMENTS, K_GROUPS, PARAMETERS, Kind
+from fp8moe_plugin.plan.sm90.catalog import (
     dense_gemm_few_rows_key,
     grouped_gemm_few_rows_key,
     k_grouped_gemm_key,
     route_key,
 )
-from fp8moe_plugin.plan.parameters import ARGUMENTS, K_GROUPS, PARAMETERS, Kind
-from fp8moe_plugin.plan.triton_catalog import TARGETS, quantize_key
-from fp8moe_plugin.plan.triton_signatures import TRITON_SIGNATURES
+from fp8moe_plugin.plan.triton.catalog import TARGETS, quantize_key
+from fp8moe_plugin.plan.triton.signatures import TRITON_SIGNATURES
 from tests import helpers as h
 from tests.jit.fake_driver import Driver
 

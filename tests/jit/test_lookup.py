@@ -9,7 +9,7 @@ from cuda.bindings import nvrtc
 from fp8moe_plugin.errors import CompileError, KernelNotPrecompiled
 from fp8moe_plugin.jit import bundle, compiler, lookup
 from fp8moe_plugin.jit.lookup import Origin, find_or_compile
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.keys import KernelKey
 from tests.jit.conftest import SOURCE, set_variables
 
 KEY = KernelKey("tiny", (("VALUE", 3),))

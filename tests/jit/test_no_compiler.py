@@ -14,7 +14,7 @@ from fp8moe_plugin.errors import CompileError, KernelNotPrecompiled
 from fp8moe_plugin.jit import bundle, compiler
 from fp8moe_plugin.jit.compiler import compile_kernel, entry_name, nvrtc_version
 from fp8moe_plugin.jit.lookup import Origin, find_or_compile
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.keys import KernelKey
 from tests.jit.conftest import forget, set_variables
 from warmup import kernels as warmup_kernels
 from warmup.__main__ import main

@@ -10,7 +10,7 @@ from fp8moe_plugin.errors import CompileError, KernelNotPrecompiled
 from fp8moe_plugin.jit import cache, lookup, toolchain
 from fp8moe_plugin.jit.compiler import nvrtc_version
 from fp8moe_plugin.jit.lookup import find_or_compile
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.keys import KernelKey
 from tests.jit.conftest import set_variables
 from tests.jit.test_cuda_12 import header
 

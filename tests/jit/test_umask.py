@@ -11,7 +11,7 @@ from fp8moe_plugin.errors import CacheError
 from fp8moe_plugin.jit import bundle, cache
 from fp8moe_plugin.jit.compiler import compile_kernel, entry_name, nvrtc_version
 from fp8moe_plugin.jit.lookup import Origin, find_or_compile
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.keys import KernelKey
 from tests.jit.conftest import set_variables
 
 KEY = KernelKey("tiny", (("VALUE", 3),))

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe_plugin.ops import fp8_linear, fused_moe, m_grouped_fp8_gemm_nt_contiguous, silu_mul_quant_fp8
-from fp8moe_plugin.plan.catalog import SMALL_BATCH_TOKENS
+from fp8moe_plugin.plan.sm90.catalog import SMALL_BATCH_TOKENS
 from fp8moe_plugin.plan.tuning import EARLY_FROM, GATHER_UP_TO
 from tests import helpers as h
 from tests.steps import combine, quantize_rows, route

@@ -6,7 +6,7 @@ import torch
 from fp8moe_plugin.ops.operands import empty_quantized
 from fp8moe_plugin.ops.reference import dequantize_rows
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
-from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from tests import helpers as h
 from tests.steps import (
     Routing,

@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe_plugin.ops import fp8_gemm_nt
-from fp8moe_plugin.plan import Output, plan_dense
-from fp8moe_plugin.plan.catalog import dense_gemm_key, grouped_gemm_key
+from fp8moe_plugin.plan.sm90.catalog import dense_gemm_key, grouped_gemm_key
+from fp8moe_plugin.plan.sm90.dense import plan_dense
+from fp8moe_plugin.plan.spec import Output
 from tests import helpers as h
 
 dtypes = st.sampled_from((torch.bfloat16, torch.float32))

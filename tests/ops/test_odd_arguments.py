@@ -11,7 +11,7 @@ import torch
 
 from fp8moe_plugin import deep_gemm, ops
 from fp8moe_plugin.errors import InvalidInputError, UnsupportedError
-from fp8moe_plugin.ops import backend
+from fp8moe_plugin.ops import devices
 from tests.deep_gemm import test_wrong_calls
 from tests.ops import test_bad_input, test_mqa_logits
 
@@ -58,7 +58,7 @@ def odd(value: Any) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in (
-        (backend, "_num_sms"),
+        (devices, "_num_sms"),
         (deep_gemm.process, "_alignment"),
         (deep_gemm.process, "_tc_util"),
         (deep_gemm.process, "_pdl"),

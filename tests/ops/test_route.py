@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.ops import fused_moe
-from fp8moe_plugin.plan.tiles import row_tiles, tile_capacity
+from fp8moe_plugin.plan.scratch import tile_capacity
+from fp8moe_plugin.plan.sm90.tiles import row_tiles
 from tests import helpers as h
 from tests.steps import Tiles, route, tiles_of_counts, tiles_of_ends, tiles_of_indices
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe_plugin.plan import DensePlan, Output, plan_dense
-from fp8moe_plugin.plan.catalog import (
+from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER,
     DENSE_TILE_M,
     DENSE_TILE_N,
@@ -16,9 +15,10 @@ from fp8moe_plugin.plan.catalog import (
     dense_gemm_many_rows_key,
     grouped_gemm_key,
 )
-from fp8moe_plugin.plan.constants import MANY_ROWS_TILE, MAX_CLUSTER_SPLITS
-from fp8moe_plugin.plan.dense import fastest_tile
-from fp8moe_plugin.plan.tiles import count_row_tiles, row_tiles
+from fp8moe_plugin.plan.sm90.constants import MANY_ROWS_TILE, MAX_CLUSTER_SPLITS
+from fp8moe_plugin.plan.sm90.dense import DensePlan, fastest_tile, plan_dense
+from fp8moe_plugin.plan.sm90.tiles import count_row_tiles, row_tiles
+from fp8moe_plugin.plan.spec import Output
 from fp8moe_plugin.plan.tuning import (
     DENSE_CLUSTER_COST,
     DENSE_COST,

@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from fp8moe_plugin.jit.launch import Launch, TensorMap
+from fp8moe_plugin.launches.operands import LayerAddresses
+from fp8moe_plugin.launches.sm90.layer import layer_launches
 from fp8moe_plugin.ops import batched_experts, fp8_linear, fused_moe, routed_moe, router_gemm, workspace
-from fp8moe_plugin.ops.moe_launches import layer_launches
-from fp8moe_plugin.ops.operands import LayerAddresses, Router
-from fp8moe_plugin.plan import (
-    MoeShape,
-    SmallBatchStep,
-    SortedStep,
-    linear_kernels,
-    moe_kernels,
-    plan_step,
+from fp8moe_plugin.plan.sm90.catalog import (
+    SMALL_BATCH_HIDDEN,
+    choose_experts_key,
+    combine_key,
+    count_experts_key,
+    route_key,
 )
-from fp8moe_plugin.plan.catalog import SMALL_BATCH_HIDDEN, choose_experts_key, combine_key, count_experts_key, route_key
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep
+from fp8moe_plugin.plan.spec import MoeShape
 from fp8moe_plugin.plan.tuning import DENSE_WAVE_K, EARLY_FROM, GATHER_UP_TO, LONG_K
 from tests import helpers as h
 
@@ -34,7 +34,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> h.Recorder:
 
 def launches_of(device: h.Recorder, step: SortedStep | SmallBatchStep) -> dict[str, Launch]:
     """The launches of a layer by kernel name; that of GEMM 1 is "gate_up"."""
-    launches = layer_launches(device, ADDRESSES, step, Router(False))
+    launches = layer_launches(step, ADDRESSES, False)
     names = ("gate_up" if launch.key == step.gate_up else launch.key.source for launch in launches)
     return dict(zip(names, launches, strict=True))
 
@@ -42,8 +42,8 @@ def launches_of(device: h.Recorder, step: SortedStep | SmallBatchStep) -> dict[s
 @pytest.mark.parametrize("tokens", [1, 30, 383, 384, 1000])
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, EARLY_FROM, WIDE])
 def test_a_layer_launches_the_kernels_of_its_plan_in_the_order_of_the_data(device, tokens, intermediate):
-    step = plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, EXPERTS), tokens)
-    keys = [launch.key for launch in layer_launches(device, ADDRESSES, step, Router(False))]
+    step = h.plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, EXPERTS), tokens)
+    keys = [launch.key for launch in layer_launches(step, ADDRESSES, False)]
     if isinstance(step, SmallBatchStep):
         assert keys == [step.gate_up, step.down]
     else:
@@ -55,7 +55,7 @@ def test_a_layer_launches_the_kernels_of_its_plan_in_the_order_of_the_data(devic
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, EARLY_FROM, WIDE])
 def test_kernels_that_start_early_follow_those_they_may_overlap(device, tokens, intermediate):
     """GEMM 2 overlaps with GEMM 1, which counts finished rows; quantize overlaps with route if GEMM 1 gathers."""
-    step = plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, EXPERTS), tokens)
+    step = h.plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, EXPERTS), tokens)
     assert isinstance(step, SortedStep)
     launches = launches_of(device, step)
     first, second = launches["gate_up"], launches[step.down.source]
@@ -71,7 +71,7 @@ def test_kernels_that_start_early_follow_those_they_may_overlap(device, tokens, 
 
 
 def test_arguments_of_the_few_rows_kernels_are_the_fields_of_the_plan(device):
-    step = plan_step(MoeShape(8, 7168, 2048, 4, 256), 20)
+    step = h.plan_step(MoeShape(8, 7168, 2048, 4, 256), 20)
     assert isinstance(step, SortedStep)
     assert step.k_splits > 1
     launches = launches_of(device, step)
@@ -113,7 +113,7 @@ def test_layers_launch_what_their_plan_names_and_nothing_else(device, ue8m0):
             fused_moe(x, *layer, weights, ids.long(), ue8m0=ue8m0)
             routed_moe(x, *layer, torch.zeros(tokens, EXPERTS), TOPK, ue8m0=ue8m0)
             router_gemm(x, torch.zeros(EXPERTS, hidden).bfloat16())
-    assert device.keys == set(moe_kernels(ue8m0, batched=False))
+    assert device.keys == set(h.moe_kernels(ue8m0, batched=False))
 
 
 @pytest.mark.parametrize(("tokens", "small"), [(1, True), (16, True), (17, False), (1000, False)])
@@ -139,7 +139,7 @@ def test_batched_experts_launch_what_their_plan_names_and_nothing_else(device, u
         batched_experts(*tokens, *layer, counts, expected_m=expected_m, ue8m0=ue8m0)
     wide = h.random_layer(h.seeded(0, CPU), EXPERTS, HIDDEN, WIDE)
     batched_experts(*tokens, *wide, counts, expected_m=1000, ue8m0=ue8m0)
-    assert device.keys == set(moe_kernels(ue8m0, batched=True))
+    assert device.keys == set(h.moe_kernels(ue8m0, batched=True))
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])
@@ -152,7 +152,7 @@ def test_a_linear_layer_launches_what_its_plan_names_and_nothing_else(device, ue
     for tokens, n in ((2048, 2112), (4096, 2112), (3072, 2112), (1024, 4096)):  # one for each tile of clusters
         weight = h.random_weights(gen, n, DENSE_WAVE_K)
         fp8_linear(h.random_tokens(gen, tokens, DENSE_WAVE_K), *weight, ue8m0=ue8m0)
-    assert device.keys == set(linear_kernels(ue8m0))
+    assert device.keys == set(h.linear_kernels(ue8m0))
 
 
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
@@ -172,7 +172,7 @@ def test_the_scratch_of_a_layer_is_what_the_plan_says(device, monkeypatch, token
         scratch.clear()
         x = torch.zeros(tokens, HIDDEN).bfloat16()
         fused_moe(x, *layer, torch.rand(tokens, TOPK), ids, expert_map=experts)
-        step = plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, global_experts), tokens)
+        step = h.plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, global_experts), tokens)
         assert [tensor.nbytes for tensor in scratch] == [step.scratch.nbytes]
 
 
@@ -182,8 +182,8 @@ def test_the_scratch_of_a_layer_is_what_the_plan_says(device, monkeypatch, token
 )
 def test_l2_fetches_single_lines_of_weights_that_are_read_once(device, tokens, hidden, fetched):
     """Except for long rows that a block reads from end to end."""
-    step = plan_step(MoeShape(8, hidden, 256, 128, 128), tokens)
-    maps = [arg for launch in layer_launches(device, ADDRESSES, step, Router(False)) for arg in launch.args]
+    step = h.plan_step(MoeShape(8, hidden, 256, 128, 128), tokens)
+    maps = [arg for launch in layer_launches(step, ADDRESSES, False) for arg in launch.args]
     by_address = {arg.address: arg.l2_fetch for arg in maps if isinstance(arg, TensorMap)}
     assert (by_address[ADDRESSES.w13], by_address[ADDRESSES.w2]) == fetched
 
@@ -192,13 +192,11 @@ def test_l2_fetches_single_lines_of_weights_that_are_read_once(device, tokens, h
 @pytest.mark.parametrize("tokens", [1, 129, 1000])
 def test_launches_hold_the_addresses_that_they_are_given(device, tokens, intermediate):
     """Each tensor in turn is at another address, where it is then read or written."""
-    step = plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, 2 * EXPERTS), tokens)
+    step = h.plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, 2 * EXPERTS), tokens)
     for field in ADDRESSES._fields:
         moved = ADDRESSES._replace(**{field: 2**45})
         for addresses in (ADDRESSES, moved, ADDRESSES):
-            arguments = [
-                arg for launch in layer_launches(device, addresses, step, Router(False)) for arg in launch.args
-            ]
+            arguments = [arg for launch in layer_launches(step, addresses, False) for arg in launch.args]
             used = {arg.address if isinstance(arg, TensorMap) else arg for arg in arguments}
             assert set(addresses) - {addresses.scratch} <= used
             assert any(addresses.scratch + offset in used for offset in step.scratch)
@@ -218,7 +216,7 @@ def test_launches_name_each_argument_of_their_kernel(device):
 
 @pytest.mark.parametrize(("pairs", "chunks"), [(1, 1), (1024, 1), (1025, 2), (65536, 64), (131072, 128)])
 def test_a_step_of_few_pairs_is_routed_in_one_launch(device, pairs, chunks):
-    step = plan_step(MoeShape(1, SMALL_BATCH_HIDDEN + 128, WIDE, EXPERTS, EXPERTS), pairs)
+    step = h.plan_step(MoeShape(1, SMALL_BATCH_HIDDEN + 128, WIDE, EXPERTS, EXPERTS), pairs)
     assert isinstance(step, SortedStep)
     assert step.route_chunks == chunks
     launches = launches_of(device, step)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp8moe_plugin.plan.closure import indexer_kernels
-from fp8moe_plugin.plan.mqa import blocks_per_run, full_logits_pitch, logits_pitch
+from fp8moe_plugin.plan.sm90.indexer import blocks_per_run, full_logits_pitch, logits_pitch
+from fp8moe_plugin.plan.sm90.kernel_sets import indexer_kernels
 from tests import helpers as h
 from tests.indexer import decode, prefill
 

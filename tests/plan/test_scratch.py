@@ -2,9 +2,12 @@
 
 import pytest
 
-from fp8moe_plugin.plan import MoeShape, SortedStep, plan_batched, plan_contiguous, plan_masked, plan_step
-from fp8moe_plugin.plan.scratch import PIECE
-from fp8moe_plugin.plan.tiles import tile_capacity
+from fp8moe_plugin.ops.grouped_gemm import BY_COUNTS, BY_INDICES
+from fp8moe_plugin.plan.scratch import PIECE, tile_capacity
+from fp8moe_plugin.plan.sm90.grouped import plan_batched, plan_grouped
+from fp8moe_plugin.plan.sm90.layer import SortedStep
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
+from tests import helpers as h
 
 
 def sizes(scratch: tuple[int, ...]) -> dict[str, int]:
@@ -18,7 +21,7 @@ def sizes(scratch: tuple[int, ...]) -> dict[str, int]:
 @pytest.mark.parametrize("tokens", [20, 128, 129, 1000, 20_000])
 def test_a_sorted_step_has_room(tokens, intermediate):
     topk, hidden, experts = 8, 1024, 32
-    step = plan_step(MoeShape(topk, hidden, intermediate, experts, 64), tokens)
+    step = h.plan_step(MoeShape(topk, hidden, intermediate, experts, 64), tokens)
     assert isinstance(step, SortedStep)
     room, rows = sizes(step.scratch), tokens * topk
     tiles = tile_capacity(rows, experts, step.tile_rows)
@@ -43,7 +46,7 @@ def test_a_sorted_step_has_room(tokens, intermediate):
 
 
 def test_a_small_batch_has_room_for_the_experts_it_may_have():
-    step = plan_step(MoeShape(8, 2048, 768, 128, 128), 12)
+    step = h.plan_step(MoeShape(8, 2048, 768, 128, 128), 12)
     room = sizes(step.scratch)
     assert room == {"inner": 96 * 16 * 768, "inner_scales": 4 * 96 * 16 * 6, "tokens_written": 4 * 96 * 6}
 
@@ -52,9 +55,9 @@ def test_a_small_batch_has_room_for_the_experts_it_may_have():
 def test_grouped_rows_have_room(groups, max_m):
     rows = groups * max_m
     masked, batched, contiguous = (
-        plan_masked(groups, max_m, 256, 256, 64),
-        plan_batched(groups, max_m, 256, 64, False),
-        plan_contiguous(rows),
+        plan_grouped(BY_COUNTS, groups * max_m, groups, 256, 256, 64, 132),
+        plan_batched(LayerSpec(MoeShape(1, 128, 256, groups, groups)), max_m, 64),
+        plan_grouped(BY_INDICES, rows, rows, 256, 256, 0, 132),
     )
     tiles = tile_capacity(rows, groups, masked.tile_rows)
     room = sizes(masked.scratch)

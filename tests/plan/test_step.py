@@ -2,8 +2,8 @@
 
 import pytest
 
-from fp8moe_plugin.plan import MoeShape, Output, SmallBatchStep, SortedStep, plan_batched, plan_masked, plan_step
-from fp8moe_plugin.plan.catalog import (
+from fp8moe_plugin.ops.grouped_gemm import BY_COUNTS
+from fp8moe_plugin.plan.sm90.catalog import (
     MULTIPROCESSOR_SMEM_BYTES,
     SMALL_BATCH_STAGES,
     SMALL_BATCH_TOKENS,
@@ -11,9 +11,10 @@ from fp8moe_plugin.plan.catalog import (
     gate_up_small_batch_key,
     grouped_gemm_key,
 )
-from fp8moe_plugin.plan.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, MAX_CLUSTER_SPLITS
-from fp8moe_plugin.plan.grouped import columns_at_once, keeps_b, starts_early
-from fp8moe_plugin.plan.step import down_splits, gate_up_clusters, k_splits
+from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, MAX_CLUSTER_SPLITS
+from fp8moe_plugin.plan.sm90.grouped import columns_at_once, keeps_b, plan_batched, plan_grouped, starts_early
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, down_splits, gate_up_clusters, k_splits
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape, Output
 from fp8moe_plugin.plan.tuning import (
     DOWN_BLOCKS,
     EARLY_BELOW,
@@ -23,6 +24,7 @@ from fp8moe_plugin.plan.tuning import (
     MULTIPROCESSORS,
     SPLIT_BYTES,
 )
+from tests import helpers as h
 
 WIDE = GATHER_UP_TO + 128
 DEEPSEEK_V3, DEEPSEEK_V3_TP8 = MoeShape(8, 7168, 2048, 256, 256), MoeShape(8, 7168, 256, 256, 256)
@@ -31,19 +33,19 @@ DEEPSEEK_V3_EP8, QWEN3_30B = MoeShape(8, 7168, 2048, 32, 256), MoeShape(8, 2048,
 
 def padded_tokens(shape: MoeShape, tokens: int) -> int:
     """Padded token count of a small batch, 0 for other steps."""
-    step = plan_step(shape, tokens)
+    step = h.plan_step(shape, tokens)
     return step.padded_tokens if isinstance(step, SmallBatchStep) else 0
 
 
 def sorted_step(shape: MoeShape, tokens: int) -> SortedStep:
-    step = plan_step(shape, tokens)
+    step = h.plan_step(shape, tokens)
     assert isinstance(step, SortedStep)
     return step
 
 
 def test_a_step_has_one_plan():
-    assert plan_step(QWEN3_30B, 12) is plan_step(MoeShape(*QWEN3_30B), 12)
-    assert plan_step(QWEN3_30B, 12) is not plan_step(QWEN3_30B, 12, ue8m0=True)
+    assert h.plan_step(QWEN3_30B, 12) is h.plan_step(MoeShape(*QWEN3_30B), 12)
+    assert h.plan_step(QWEN3_30B, 12) is not h.plan_step(QWEN3_30B, 12, ue8m0=True)
 
 
 def test_a_small_batch_is_one_of_few_tokens_and_few_bytes():
@@ -120,7 +122,7 @@ def test_the_second_gemm_starts_early_except_where_narrow_experts_have_many_rows
             kept = keeps_b(rows, intermediate)
             assert kept == (intermediate <= 256 and rows >= EARLY_BELOW)
             assert starts_early(rows, intermediate) == (intermediate >= EARLY_FROM or rows < EARLY_BELOW or kept)
-            plan = plan_batched(4, 8, intermediate, rows, False)
+            plan = plan_batched(LayerSpec(MoeShape(1, 128, intermediate, 4, 4)), 8, rows)
             assert plan.early_down == starts_early(rows, intermediate)
             assert plan.down == grouped_gemm_key(Output.BF16, keep_b=kept)
 
@@ -150,5 +152,5 @@ def test_a_block_takes_several_columns_where_k_is_short(n, k, columns):
 
 
 def test_tiles_of_a_masked_gemm_are_as_long_as_its_groups_are_expected_to_be():
-    plans = [plan_masked(32, 128, 4096, 7168, expected_m) for expected_m in (1, 40, 41)]
+    plans = [plan_grouped(BY_COUNTS, 32 * 128, 32, 4096, 7168, expected_m, 132) for expected_m in (1, 40, 41)]
     assert [plan.tile_rows for plan in plans] == [FEW_ROWS_TILE, FEW_ROWS_TILE, MANY_ROWS_TILE]

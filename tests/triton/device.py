@@ -21,8 +21,9 @@ from triton.runtime.jit import JITFunction
 
 from fp8moe_plugin import triton_kernels
 from fp8moe_plugin.jit.launch import Launch
+from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.plan.parameters import ARGUMENTS
-from fp8moe_plugin.plan.triton_signatures import TRITON_SCRATCH, TRITON_SIGNATURES
+from fp8moe_plugin.plan.triton.signatures import TRITON_SCRATCH, TRITON_SIGNATURES
 from tests import helpers as h
 
 DTYPES = {"*bf16": torch.bfloat16, "*fp8e4nv": torch.float8_e4m3fn, "*fp32": torch.float32, "*i32": torch.int32}
@@ -37,12 +38,12 @@ FLOATS = {
 
 
 class Device:
-    """A device of the ops, `fp8moe_plugin.ops.backend.Device`. A launch has run when its call returns."""
+    """A device of the ops, `fp8moe_plugin.ops.devices.Device`. A launch has run when its call returns."""
 
     multiprocessors = 132
 
     def __init__(self, target: str = "sm_89") -> None:
-        self.target = target
+        self.backend = BACKENDS[target]
         self.launched: list[Launch] = []
 
     def prepare(self, launches: Iterable[Launch]) -> Callable[[tuple[int, ...]], None]:

@@ -1,19 +1,25 @@
 """Layers on Triton kernels in other tiles than the plan's."""
 
+import functools
+
 import pytest
 
-from fp8moe_plugin.ops import moe
-from fp8moe_plugin.ops.backend import Device
-from fp8moe_plugin.plan import MoeShape
-from fp8moe_plugin.plan.triton_step import TritonStepPlan, triton_small_batch_step, triton_step
+from fp8moe_plugin.launches.backend import Plan
+from fp8moe_plugin.launches.triton import Triton
+from fp8moe_plugin.launches.triton.layer import layer_launches
+from fp8moe_plugin.plan.spec import LayerSpec
+from fp8moe_plugin.plan.triton.plans import TritonStepPlan, triton_small_batch_step, triton_step
 
 
 def force_step(patch: pytest.MonkeyPatch, height: int | None) -> None:
     """`fused_moe` works in tiles of `height` rows, or with None as in a small batch."""
 
-    def plan(device: Device, shape: MoeShape, tokens: int, ue8m0: bool) -> TritonStepPlan:
+    def plan(self: Triton, spec: LayerSpec, tokens: int, multiprocessors: int) -> Plan:
+        step: TritonStepPlan
         if height is None:
-            return triton_small_batch_step(device.target, shape, tokens, ue8m0)
-        return triton_step(device.target, shape, tokens, ue8m0, height)
+            step = triton_small_batch_step(self.target, spec, tokens)
+        else:
+            step = triton_step(self.target, spec, tokens, height)
+        return Plan(step, step.scratch.nbytes, functools.partial(layer_launches, step))
 
-    patch.setattr(moe, "plan_layer", plan)
+    patch.setattr(Triton, "plan_layer", plan)

@@ -16,9 +16,9 @@ from fp8moe_plugin.jit.cache import CHECKSUM_BYTES
 from fp8moe_plugin.jit.compiler import compile_kernel, compiler_version, entry_name
 from fp8moe_plugin.jit.cubin import cubin_fault, split_shared_memory
 from fp8moe_plugin.jit.triton_compiler import compile_triton
-from fp8moe_plugin.plan import all_kernels
-from fp8moe_plugin.plan.triton_catalog import GPUS, TARGETS, quantize_key
-from fp8moe_plugin.plan.triton_signatures import TRITON_SIGNATURES
+from fp8moe_plugin.launches.kernel_sets import all_kernels
+from fp8moe_plugin.plan.triton.catalog import GPUS, TARGETS, quantize_key
+from fp8moe_plugin.plan.triton.signatures import TRITON_SIGNATURES
 from tests import faults
 from tests.jit.conftest import forget, set_variables
 from tests.shared import built_once

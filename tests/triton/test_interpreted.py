@@ -10,9 +10,9 @@ import torch
 from fp8moe_plugin import ops
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.compiler import compile_kernel
-from fp8moe_plugin.ops import backend
-from fp8moe_plugin.plan import triton_catalog
-from fp8moe_plugin.plan.triton_catalog import FEW_ROWS, MORE_ROWS
+from fp8moe_plugin.ops import devices
+from fp8moe_plugin.plan.triton import catalog
+from fp8moe_plugin.plan.triton.catalog import FEW_ROWS, MORE_ROWS
 from tests import helpers as h
 from tests.emulator.build import Kernels as EmulatedKernels
 from tests.emulator.build import can_compile
@@ -37,7 +37,7 @@ def both(op: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any, 
     expected, device = copy.deepcopy(op(*args, **options)), Device()
     with pytest.MonkeyPatch.context() as patch:
         h.serve(patch, device)
-        assert backend.device_of(torch.empty(0)) is device
+        assert devices.device_of(torch.empty(0)) is device
         return expected, op(*args, **options), device
 
 
@@ -113,7 +113,7 @@ def test_a_long_step_is_routed_in_chunks_of_several_parts(
     gen: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two chunks at most, each has two parts of 128 pairs, and the second has no pair in its last one."""
-    monkeypatch.setattr(triton_catalog, "MAX_CHUNKS", 2)
+    monkeypatch.setattr(catalog, "MAX_CHUNKS", 2)
     force_step(monkeypatch, MORE_ROWS)
     layer, x = h.random_layer(gen, EXPERTS, 128, 128), h.random_tokens(gen, 120, 128)
     call = x, *layer, *h.random_routing(gen, "some_missing", 120, TOPK, EXPERTS)
@@ -298,7 +298,7 @@ def test_silu_mul_quant_of_counted_rows(gen: torch.Generator, ue8m0: bool) -> No
 
 
 def test_interpreting_leaves_the_compiler_as_it_was(gen: torch.Generator) -> None:
-    key = triton_catalog.quantize_key("sm_89", ue8m0=False)
+    key = catalog.quantize_key("sm_89", ue8m0=False)
     before = compile_kernel(key).cubin
     both(ops.per_token_group_quant_fp8, h.random_tokens(gen, 4, 256))
     assert compile_kernel(key).cubin == before

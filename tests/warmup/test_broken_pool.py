@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.keys import KernelKey
 from warmup import kernels
 from warmup.report import State
 

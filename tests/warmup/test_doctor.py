@@ -14,7 +14,8 @@ from fp8moe_plugin.jit import bundle, compiler
 from fp8moe_plugin.jit import cache as kernel_cache
 from fp8moe_plugin.jit.compiler import compile_kernel, nvrtc_version
 from fp8moe_plugin.jit.lookup import find_or_compile, remedy
-from fp8moe_plugin.plan import KernelKey, all_kernels
+from fp8moe_plugin.launches.kernel_sets import all_kernels
+from fp8moe_plugin.plan.keys import KernelKey
 from tests.jit.conftest import set_variables
 from tests.jit.test_bundle import rewrite
 from tests.jit.test_toolchain import CUBIN_OF_13

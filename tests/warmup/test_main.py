@@ -19,7 +19,8 @@ import pytest
 
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.jit.bundle import write_bundle
-from fp8moe_plugin.plan import KernelKey, all_kernels, model_kernels
+from fp8moe_plugin.launches.kernel_sets import all_kernels, model_kernels
+from fp8moe_plugin.plan.keys import KernelKey
 from tests.jit.conftest import forget, set_variables
 from tests.processes import is_running
 from tests.warmup.conftest import MODELS

@@ -13,13 +13,12 @@ from fp8moe_plugin.formats.spec import SCALE, WEIGHT
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
-from fp8moe_plugin.layers.kernels import prepare_kernels, target_of_layer
+from fp8moe_plugin.layers.kernels import kernels_backend, prepare_kernels
 from fp8moe_plugin.layers.loading import as_kept, check_size, rows_of_shard, shape_errors
 from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import poison
-from fp8moe_plugin.plan import linear_kernels
 
 
 class Fp8MoeLinearMethod(LinearMethodBase):
@@ -75,7 +74,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
             CheckpointError: a tensor is missing or holds NaN.
         """
         self.quant_config.loads.check_layer(self, layer)
-        keys = linear_kernels(self.quant_config.ue8m0, target_of_layer(layer.weight))
+        keys = kernels_backend(layer.weight).dense_kernels(self.quant_config.ue8m0)
         metrics.update(prepare_kernels(keys, layer.weight, self.warmup))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -19,13 +19,14 @@ from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate,
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
-from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels, target_of_layer
+from fp8moe_plugin.layers.kernels import announce_layer, kernels_backend, prepare_kernels
 from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, shape_errors
 from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import poison
-from fp8moe_plugin.plan import moe_kernels
+from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
+from fp8moe_plugin.settings import batch_invariant
 
 PARAMETERS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
 
@@ -87,15 +88,20 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             CheckpointError: a tensor is missing or holds NaN.
         """
         self.quant_config.loads.check_layer(self, layer)
-        layouts = ["contiguous"]
+        arrivals = [Arrival.STANDARD]
         if get_moe_a2a_backend().is_deepep():
             compat.choose_rows(layer.dispatcher)
             mode = get_deepep_mode()
-            layouts = ["contiguous"] * mode.enable_normal() + ["masked"] * mode.enable_low_latency()
-        for layout in layouts:
-            target = target_of_layer(layer.w2_weight)
-            keys = moe_kernels(self.quant_config.ue8m0, layout == "masked", target)
-            announce_layer(self.prefix, layer.w2_weight, layout, prepare_kernels(keys, layer.w2_weight, self.warmup))
+            arrivals = [Arrival.STANDARD] * mode.enable_normal() + [Arrival.BATCHED] * mode.enable_low_latency()
+        for arrival in arrivals:
+            keys = kernels_backend(layer.w2_weight).layer_kernels(self.spec(layer), arrival)
+            announce_layer(self.prefix, layer.w2_weight, arrival, prepare_kernels(keys, layer.w2_weight, self.warmup))
+
+    def spec(self, layer: Any) -> LayerSpec:
+        """Returns the spec of a layer's experts on this rank."""
+        experts, hidden, intermediate = layer.w2_weight.shape
+        shape = MoeShape(layer.top_k, hidden, intermediate, experts, experts)
+        return LayerSpec(shape, ue8m0=self.quant_config.ue8m0, batch_invariant=batch_invariant())
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """The experts of this rank, on what SGLang's dispatcher hands over; T, the number of rows, may be 0.

@@ -31,7 +31,7 @@ from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers
-from fp8moe_plugin.ops.backend import set_num_sms
+from fp8moe_plugin.ops.devices import set_num_sms
 from fp8moe_plugin.quoting import shell_word
 
 

@@ -11,8 +11,10 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
-from fp8moe_plugin.checkpoint.shapes import ceil_div
+from fp8moe_plugin.checkpoint.shapes import ceil_div, local_intermediate
 from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.plan.spec import SILU, LayerSpec, MoeShape
+from fp8moe_plugin.settings import batch_invariant
 
 # Not supported: MoRI (AMD only), MoonEP (supplies weights of its own), passthrough (leaves dispatch to the experts) and
 # FlashInfer (vLLM's own FP8 experts refuse it too).
@@ -153,3 +155,16 @@ def experts_class(batched: bool, ue8m0: bool) -> type[Fp8MoeExperts]:
     if batched:
         return BatchedExpertsUe8m0 if ue8m0 else BatchedExperts
     return StandardExpertsUe8m0 if ue8m0 else StandardExperts
+
+
+def layer_spec(moe: Any, ue8m0: bool) -> LayerSpec:
+    """Returns the spec of a layer that vLLM's configuration describes, without a shared expert."""
+    intermediate = local_intermediate(moe.intermediate_size, moe.tp_size)
+    given = {"limit": moe.swiglu_limit, "alpha": moe.swiglu_alpha, "beta": moe.swiglu_beta}
+    return LayerSpec(
+        MoeShape(moe.experts_per_token, moe.hidden_dim, intermediate, moe.num_local_experts, moe.num_experts),
+        ue8m0=ue8m0,
+        activation=SILU._replace(**{name: value for name, value in given.items() if value is not None}),
+        bias=moe.has_bias,
+        batch_invariant=batch_invariant(),
+    )

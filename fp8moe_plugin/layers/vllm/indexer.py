@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from fp8moe_plugin import ops
+from fp8moe_plugin.launches.sm90.indexer import PAGE
 from fp8moe_plugin.layers import metrics
-from fp8moe_plugin.layers.kernels import backend_name, prepare_kernels
+from fp8moe_plugin.layers.kernels import backend_name, kernels_backend, prepare_kernels
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.logs import log_once
-from fp8moe_plugin.ops.indexer import PAGE
-from fp8moe_plugin.plan.closure import indexer_kernels
-from fp8moe_plugin.plan.mqa import indexer_refusal
+from fp8moe_plugin.plan.sm90.indexer import indexer_refusal
 from fp8moe_plugin.settings import settings
 
 Function = Callable[..., torch.Tensor]
@@ -38,12 +37,13 @@ def serve_indexer(description: Any, device: torch.device, warmup: str) -> None:
         return
     place = torch.empty(0, device=device)
     refusal = indexer_refusal(heads, dim) if settings().indexer else "FP8MOE_INDEXER=0"
-    if backend_name(place) == "triton":
+    backend = kernels_backend(place)
+    if not backend.has_all_ops:
         refusal = "our kernels for them need a Hopper GPU and FP8MOE_BACKEND=sm90"
     if refusal:
         log_once(logging.INFO, f"the indexer's logits: DeepGEMM ({refusal})")
         return
-    kernels = prepare_kernels(indexer_kernels(heads), place, warmup)
+    kernels = prepare_kernels(backend.indexer_kernels(heads, dim), place, warmup)
     compat.replace_indexer_logits(
         partial(_ours_where_it_fits, ops.fp8_fp4_mqa_logits, _fits_query),
         partial(_ours_where_it_fits, ops.fp8_fp4_paged_mqa_logits, _fits_pages),

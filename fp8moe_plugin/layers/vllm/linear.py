@@ -11,13 +11,12 @@ from fp8moe_plugin.formats.spec import WEIGHT, QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
-from fp8moe_plugin.layers.kernels import prepare_kernels, target_of_layer
+from fp8moe_plugin.layers.kernels import kernels_backend, prepare_kernels
 from fp8moe_plugin.layers.loading import check_size, rows_of_shard
 from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of
 from fp8moe_plugin.layers.vllm.loading import LayerLoading
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.plan import linear_kernels
 
 
 @register_weight_loader_v2_supported_method
@@ -83,7 +82,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.loading.finish(layer)
-        keys = linear_kernels(self.ue8m0, target_of_layer(layer.weight))
+        keys = kernels_backend(layer.weight).dense_kernels(self.ue8m0)
         metrics.update(prepare_kernels(keys, layer.weight, self.warmup))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -18,16 +18,16 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
-from fp8moe_plugin.layers.kernels import announce_layer, prepare_kernels, target_of_layer
+from fp8moe_plugin.layers.kernels import announce_layer, kernels_backend, prepare_kernels
 from fp8moe_plugin.layers.loading import check_expert_shape
 from fp8moe_plugin.layers.parameters import expert_tensors, format_of, marked, role_of
 from fp8moe_plugin.layers.vllm import compat
-from fp8moe_plugin.layers.vllm.experts import StandardExperts, experts_class
+from fp8moe_plugin.layers.vllm.experts import StandardExperts, experts_class, layer_spec
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, check_experts_not_moved
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.layers.vllm.routing import StandIn, stand_in
 from fp8moe_plugin.layers.vllm.shared_expert import Mlp, SharedExpert
-from fp8moe_plugin.plan import moe_kernels
+from fp8moe_plugin.plan.spec import Arrival
 
 
 class Fp8MoeMethod(FusedMoEMethodBase):
@@ -148,14 +148,15 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             self.loading.check_reloadable = functools.partial(
                 check_experts_not_moved, self.prefix, compat.eplb_state(layer), layer.global_num_experts
             )
-        keys = moe_kernels(self.experts_cls.ue8m0, self.batched, target_of_layer(layer.w2_weight))
+        arrival = Arrival.BATCHED if self.batched else Arrival.STANDARD
+        keys = kernels_backend(layer.w2_weight).layer_kernels(layer_spec(self.moe, self.experts_cls.ue8m0), arrival)
         kernels = prepare_kernels(keys, layer.w2_weight, self.warmup)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = self._make_kernel(layer)
         if self.shared_expert and not self.shared_expert.take_over(layer):
             self.shared_expert = None
         self.stand_in = stand_in(layer, self.local_experts) if self.local_experts and not self.shared_expert else None
-        announce_layer(self.prefix, layer.w2_weight, "masked" if self.batched else "contiguous", kernels)
+        announce_layer(self.prefix, layer.w2_weight, arrival, kernels)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         return fp8_w8a8_moe_quant_config(

@@ -11,10 +11,9 @@ from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.experts import StandardExperts
 from fp8moe_plugin.layers.vllm.gate import take_over_gate
 from fp8moe_plugin.logs import log_once
-from fp8moe_plugin.ops import backend, torch_ops
+from fp8moe_plugin.ops import devices, torch_ops
 from fp8moe_plugin.ops.checks import in_place
-from fp8moe_plugin.plan.catalog import SM90
-from fp8moe_plugin.plan.constants import MAX_ROUTER_EXPERTS, MAX_ROUTER_TOPK
+from fp8moe_plugin.plan.sm90.constants import MAX_ROUTER_EXPERTS, MAX_ROUTER_TOPK
 from fp8moe_plugin.settings import batch_invariant, settings
 
 
@@ -54,8 +53,10 @@ def stand_in(layer: Any, experts: StandardExperts) -> StandIn | None:
     vLLM's router has to choose where it does more than that: count the load of experts (EPLB), or report which were
     chosen. And where it chooses in another way than by the softmax of all experts, as subclasses of it may.
     """
-    device = backend.device_of(layer.w2_weight)
-    if device is None or device.target != SM90 or layer.expert_map is not None or layer.apply_router_weight_on_input:
+    device = devices.device_of(layer.w2_weight)
+    if device is None or not device.backend.has_all_ops:
+        return None
+    if layer.expert_map is not None or layer.apply_router_weight_on_input:
         return None
     router = compat.runner_of(layer).router
     if type(router) is not FusedTopKRouter or router.scoring_func != "softmax" or router.eplb_state is not None:

@@ -18,11 +18,12 @@ from vllm.v1.attention.backends.mla import indexer as metadata_builder
 from fp8moe_plugin import ops
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.spec import QuantSpec
+from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.layers import kernels
 from fp8moe_plugin.layers.vllm import config as seam
 from fp8moe_plugin.layers.vllm.indexer import serve_indexer
-from fp8moe_plugin.plan.catalog import SM90
-from fp8moe_plugin.plan.closure import indexer_kernels
+from fp8moe_plugin.plan.keys import SM90
+from fp8moe_plugin.plan.sm90.kernel_sets import indexer_kernels
 from tests import helpers as h
 from tests.indexer import PAGE, decode, prefill
 
@@ -178,7 +179,7 @@ def test_other_indexers_are_left_to_deepgemm(
 
 def test_its_kernels_are_loaded_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
-    monkeypatch.setattr(kernels, "kernel_target", lambda tensor: SM90)
+    monkeypatch.setattr(kernels, "backend_of", lambda tensor: BACKENDS[SM90])
     monkeypatch.setattr(kernels.driver, "load", lambda key, device, warmup: loaded.append((key, warmup)))
     serve_indexer(V32, CPU, "the command")
     assert loaded == [(key, "the command") for key in indexer_kernels(64)]

@@ -13,9 +13,10 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import F
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 
+from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.layers.vllm import compat, routing
 from fp8moe_plugin.layers.vllm.routing import StandIn, stand_in
-from fp8moe_plugin.ops import backend
+from fp8moe_plugin.ops import devices
 from fp8moe_plugin.testing import invariance
 from tests import helpers as h
 
@@ -129,8 +130,8 @@ def test_vllms_router_chooses_if_vllm_reports_the_experts(monkeypatch):
 
 @pytest.mark.parametrize("target", [None, "sm_89"])
 def test_vllms_router_chooses_where_our_kernel_does_not_run(monkeypatch, target):
-    device = target and SimpleNamespace(target=target, multiprocessors=132)
-    monkeypatch.setattr(backend, "device_of", lambda tensor: device)
+    device = target and SimpleNamespace(backend=BACKENDS[target], multiprocessors=132)
+    monkeypatch.setattr(devices, "device_of", lambda tensor: device)
     assert chosen(monkeypatch) is None
 
 

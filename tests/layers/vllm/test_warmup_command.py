@@ -8,10 +8,11 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM")
 
 from fp8moe_plugin.checkpoint.shapes import Parallel
+from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.layers import kernels
 from fp8moe_plugin.layers.vllm import config as seam
-from fp8moe_plugin.plan import combine_key
-from fp8moe_plugin.plan.catalog import SM90
+from fp8moe_plugin.plan.keys import SM90
+from fp8moe_plugin.plan.sm90.catalog import combine_key
 from warmup.options import parse
 
 
@@ -32,7 +33,7 @@ def test_it_names_the_model_and_the_split(
 
 def test_it_reaches_whoever_looks_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(kernels, "kernel_target", lambda weight: SM90)
+    monkeypatch.setattr(kernels, "backend_of", lambda weight: BACKENDS[SM90])
     monkeypatch.setattr(kernels.driver, "load", lambda *arguments: asked.append(arguments))
     weight = SimpleNamespace(device=SimpleNamespace(index=3))
     kernels.prepare_kernels([combine_key()], weight, "the command")

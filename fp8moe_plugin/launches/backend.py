@@ -1,0 +1,96 @@
+"""What a backend answers: which layers it computes, with which kernels, and the plan and the launches of a call."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fp8moe_plugin.jit.launch import Address, Launch
+from fp8moe_plugin.launches.operands import Rows
+from fp8moe_plugin.plan.keys import KernelKey, KernelSet
+from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output
+
+
+# Compared by identity, which is fast: backends cache their plans.
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a call launches."""
+
+    choices: object  # what was chosen, a dataclass of plan/sm90 or plan/triton
+    scratch: int  # bytes of scratch memory
+    launches: Callable[..., Sequence[Launch]]  # given addresses; `Backend` says which
+
+
+class Backend(Protocol):
+    """The kernels of one target.
+
+    Attributes:
+        name: as logs and metrics name it.
+        target: what its kernels are compiled for.
+        has_all_ops: whether it has kernels for what no layer needs everywhere: routers, indexers, gradients, `ENDS`
+            groups, and copies of scales.
+        limits_multiprocessors: whether its GEMMs take no more multiprocessors than they are given.
+        reads_partial_k_blocks: whether operands of GEMMs may end within a K block.
+        zeroes_ungrouped_rows: whether a grouped GEMM writes zeros to rows of no group.
+    """
+
+    name: str
+    target: str
+    has_all_ops: bool
+    limits_multiprocessors: bool
+    reads_partial_k_blocks: bool
+    zeroes_ungrouped_rows: bool
+
+    def refusal(self, spec: LayerSpec) -> str | None:
+        """Returns why no kernel computes such a layer, or None if they do."""
+        ...
+
+    def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:
+        """Returns every kernel that a mixture-of-experts layer may launch at any number of tokens."""
+        ...
+
+    def dense_kernels(self, ue8m0: bool) -> KernelSet:
+        """Returns every kernel that a dense layer may launch."""
+        ...
+
+    def indexer_kernels(self, heads: int, dim: int) -> KernelSet:
+        """Returns the kernels of an indexer; none if it is left to others."""
+        ...
+
+    def op_kernels(self) -> list[KernelKey]:
+        """Returns the kernels that only direct calls of the ops launch."""
+        ...
+
+    def plan_layer(self, spec: LayerSpec, tokens: int, multiprocessors: int) -> Plan:
+        """Returns the plan of `fused_moe`; launches take `LayerAddresses` and whether ids are int64."""
+        ...
+
+    def plan_batched(self, spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int) -> Plan:
+        """Returns the plan of `batched_experts`; launches take x, w13, w2, and addresses of counts, out and scratch.
+
+        Args:
+            expected_m: rows per expert on average.
+        """
+        ...
+
+    def plan_grouped(
+        self, grouping: Grouping, rows: int, groups: int, n: int, k: int, expected_m: int, multiprocessors: int
+    ) -> Plan:
+        """Returns the plan of a grouped GEMM; launches take a, b, and addresses of out, the grouping and scratch."""
+        ...
+
+    def plan_dense(self, m: int, n: int, k: int, output: Output, multiprocessors: int, batch_invariant: bool) -> Plan:
+        """Returns the plan of a dense GEMM; launches take a, b, and addresses of out and of an addend (0 for none).
+
+        With `after_quantize` the kernel before the GEMM quantizes a, and the GEMM may start before that ends.
+        """
+        ...
+
+    def quantize_launch(self, ue8m0: bool, x: Address, out: Rows) -> Launch:
+        """Quantize bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
+        ...
+
+    def silu_mul_quant_launch(
+        self, ue8m0: bool, gate_up: Address, counts: Address, groups: int, max_m: int, out: Rows, multiprocessors: int
+    ) -> Launch:
+        """SwiGLU of bfloat16 `[groups, max_m, 2I]`, the first `counts[g]` rows of each group, to quantized rows."""
+        ...

@@ -1,0 +1,34 @@
+"""The kernels of a model, and all kernels: these are what the warm-up compiles."""
+
+import itertools
+
+from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.launches.backends import BACKENDS
+from fp8moe_plugin.plan.keys import SM90, KernelKey, KernelSet
+from fp8moe_plugin.plan.sm90.catalog import MQA_HEADS
+from fp8moe_plugin.plan.sm90.indexer import HEAD_DIMS
+from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
+
+EXAMPLE = MoeShape(topk=8, hidden=7168, intermediate=2048, local_experts=256, global_experts=256)
+
+
+def model_kernels(model: Model, target: str = SM90) -> KernelSet:
+    """Returns every kernel that serving a checkpoint may launch, for any split and any number of tokens."""
+    backend, experts, indexer = BACKENDS[target], model.experts, model.indexer
+    found = backend.dense_kernels(model.ue8m0)
+    if experts.layers:  # else all experts are unquantized
+        spec = LayerSpec(MoeShape.of(experts, experts.experts), ue8m0=model.ue8m0)
+        for arrival in Arrival:
+            found |= backend.layer_kernels(spec, arrival)
+    return found | (backend.indexer_kernels(indexer.heads, indexer.dim) if indexer else {})
+
+
+def all_kernels(target: str = SM90) -> list[KernelKey]:
+    """Returns every kernel of a target: those of the layers, and those that only direct calls of the ops launch."""
+    backend, formats = BACKENDS[target], (False, True)
+    layers = [
+        backend.layer_kernels(LayerSpec(EXAMPLE, ue8m0=ue8m0), arrival) for ue8m0 in formats for arrival in Arrival
+    ]
+    dense = [backend.dense_kernels(ue8m0) for ue8m0 in formats]
+    indexers = [backend.indexer_kernels(heads, HEAD_DIMS[0]) for heads in MQA_HEADS]
+    return list(dict.fromkeys(itertools.chain(*layers, *dense, backend.op_kernels(), *indexers)))

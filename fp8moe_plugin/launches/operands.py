@@ -1,0 +1,95 @@
+"""What kernels read and write, as addresses: creating a tensor costs the host as much as a launch.
+
+An op that makes its launches once and calls them often gives slots in place of addresses (`jit.launch.Slot`).
+"""
+
+from typing import Any, NamedTuple, TypeVar
+
+from fp8moe_plugin.jit.launch import Address, Slot
+from fp8moe_plugin.plan.scratch import scale_pitch
+from fp8moe_plugin.plan.spec import LayerSpec
+
+Scratch = TypeVar("Scratch", bound=tuple[Any, ...])  # the offsets of an op's pieces of scratch memory
+
+
+class Extent(NamedTuple):
+    """What a matrix takes in memory, in elements; TMA reads zeros from `columns` to the end of the last K block."""
+
+    columns: int
+    pitch: int  # from row to row, a multiple of 16
+
+
+class Rows(NamedTuple):
+    """e4m3 `[rows, k]` and its scales, with the strides of these by group and by k block, in elements."""
+
+    values: Address
+    rows: int
+    k: int  # a multiple of 128
+    scales: Address
+    scale_group: int
+    scale_k_block: int
+    extent: Extent | None = None  # None: the rows are contiguous
+
+    @classmethod
+    def k_major(cls, values: Address, scales: Address, rows: int, k: int) -> "Rows":
+        """Rows with scales as `empty_scales` lays them out."""
+        return cls(values, rows, k, scales, 0, scale_pitch(rows))
+
+    @classmethod
+    def row_major(cls, values: Address, scales: Address, rows: int, k: int) -> "Rows":
+        """Rows that a GEMM gathers: their scales are contiguous `[rows, k / 128]`."""
+        return cls(values, rows, k, scales, 0, 0)
+
+
+class Weights(NamedTuple):
+    """e4m3 `[experts, n, k]` and its scales; a dense weight is one expert."""
+
+    values: Address
+    experts: int
+    n: int
+    k: int  # a multiple of 128
+    scales: Address
+    extent: Extent | None = None  # None: contiguous
+
+
+class Ids(NamedTuple):
+    """The experts that a router chose for each token of a step, and what they mean on this rank."""
+
+    ids: Address  # int32 or int64 [tokens, topk], without a column for a shared expert
+    ids_64: bool
+    expert_map: Address  # int32 [global experts]: the local expert, or -1; 0: ids are local
+    tokens: int
+    spec: LayerSpec
+
+    @property
+    def pairs(self) -> int:
+        """The number of (token, expert) pairs, those of a shared expert included."""
+        return self.tokens * self.spec.shape.topk
+
+    @property
+    def routed_experts(self) -> int:
+        """The number of experts that ids may name."""
+        return self.spec.shape.global_experts - self.spec.shared_expert
+
+
+class LayerAddresses(NamedTuple):
+    """The addresses of the tensors of a call of `fused_moe`, and of its scratch; 0 for no expert map."""
+
+    hidden_states: Address
+    w13: Address
+    w13_scale: Address
+    w2: Address
+    w2_scale: Address
+    topk_weights: Address
+    topk_ids: Address
+    expert_map: Address
+    out: Address
+    scratch: Address
+
+
+LAYER_SLOTS = LayerAddresses(*map(Slot, range(len(LayerAddresses._fields))))
+
+
+def placed(layout: Scratch, scratch: Address) -> Scratch:
+    """Returns the pieces of scratch memory as addresses, in memory that begins at `scratch`."""
+    return type(layout)(*(scratch + offset for offset in layout))

@@ -1,0 +1,73 @@
+"""The CUDA kernels in csrc, which run on Hopper GPUs."""
+
+import functools
+
+from fp8moe_plugin.jit.launch import Address, Launch
+from fp8moe_plugin.launches.backend import Plan
+from fp8moe_plugin.launches.operands import Rows
+from fp8moe_plugin.launches.sm90.gemm import dense_launches
+from fp8moe_plugin.launches.sm90.grouped import grouped_launches
+from fp8moe_plugin.launches.sm90.layer import batched_launches, layer_launches
+from fp8moe_plugin.launches.sm90.quantize import quantize_rows_launch, silu_mul_quant_launch
+from fp8moe_plugin.plan.keys import SM90, KernelKey, KernelSet
+from fp8moe_plugin.plan.sm90 import dense, grouped, kernel_sets, layer
+from fp8moe_plugin.plan.sm90.indexer import indexer_refusal
+from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output, layer_refusal
+
+PLANS = 4096  # that each method keeps
+
+
+class Sm90:
+    """See `launches.backend.Backend`."""
+
+    name = "sm90"
+    target = SM90
+    has_all_ops = True
+    limits_multiprocessors = True
+    reads_partial_k_blocks = True
+    zeroes_ungrouped_rows = True
+
+    def refusal(self, spec: LayerSpec) -> str | None:
+        return layer_refusal(spec)
+
+    def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:
+        return kernel_sets.layer_kernels(spec, arrival)
+
+    def dense_kernels(self, ue8m0: bool) -> KernelSet:
+        return kernel_sets.dense_kernels(ue8m0)
+
+    def indexer_kernels(self, heads: int, dim: int) -> KernelSet:
+        return {} if indexer_refusal(heads, dim) else kernel_sets.indexer_kernels(heads)
+
+    def op_kernels(self) -> list[KernelKey]:
+        return kernel_sets.op_kernels()
+
+    @functools.lru_cache(maxsize=PLANS)  # noqa: B019  # a backend lives as long as the process
+    def plan_layer(self, spec: LayerSpec, tokens: int, multiprocessors: int) -> Plan:
+        step = layer.plan_layer(spec, tokens, multiprocessors)
+        return Plan(step, step.scratch.nbytes, functools.partial(layer_launches, step))
+
+    @functools.lru_cache(maxsize=PLANS)  # noqa: B019
+    def plan_batched(self, spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int) -> Plan:
+        plan = grouped.plan_batched(spec, max_m, expected_m, multiprocessors)
+        return Plan(plan, plan.scratch.nbytes, functools.partial(batched_launches, plan))
+
+    @functools.lru_cache(maxsize=PLANS)  # noqa: B019
+    def plan_grouped(
+        self, grouping: Grouping, rows: int, groups: int, n: int, k: int, expected_m: int, multiprocessors: int
+    ) -> Plan:
+        plan = grouped.plan_grouped(grouping, rows, groups, n, k, expected_m, multiprocessors)
+        return Plan(plan, plan.scratch.nbytes, functools.partial(grouped_launches, plan, grouping))
+
+    @functools.lru_cache(maxsize=PLANS)  # noqa: B019
+    def plan_dense(self, m: int, n: int, k: int, output: Output, multiprocessors: int, batch_invariant: bool) -> Plan:
+        plan = dense.plan_dense(m, n, k, output, multiprocessors, batch_invariant)
+        return Plan(plan, 0, functools.partial(dense_launches, plan))
+
+    def quantize_launch(self, ue8m0: bool, x: Address, out: Rows) -> Launch:
+        return quantize_rows_launch(ue8m0, x, out)
+
+    def silu_mul_quant_launch(
+        self, ue8m0: bool, gate_up: Address, counts: Address, groups: int, max_m: int, out: Rows, multiprocessors: int
+    ) -> Launch:
+        return silu_mul_quant_launch(ue8m0, gate_up, counts, groups, max_m, out, multiprocessors)

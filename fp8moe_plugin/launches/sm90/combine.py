@@ -1,0 +1,48 @@
+"""Sum the expert rows of each token, weighted by the router."""
+
+from fp8moe_plugin.checkpoint.shapes import ceil_div
+from fp8moe_plugin.jit.launch import Address, Launch
+from fp8moe_plugin.plan.sm90.catalog import combine_key
+
+CHANNELS_PER_THREAD = 8  # 16 bytes of bfloat16
+
+
+def combine_launch(
+    rows: Address,
+    slots: Address,
+    topk_weights: Address,
+    out: Address,
+    *,
+    tokens: int,
+    topk: int,
+    hidden: int,
+    shared_expert: bool = False,
+    routed_scale: float = 1.0,
+    early: bool = False,
+) -> Launch:
+    """`out[t] = sum over j of topk_weights[t, j] * routed_scale * rows[slots[t, j]]`, in float32, in the order of j.
+
+    Args:
+        rows: address of bfloat16 `[R, hidden]`.
+        slots: address of int32 `[tokens, topk]`, -1 for an expert that is not here.
+        topk_weights: address of float32 `[tokens, topk - shared_expert]`.
+        out: address of bfloat16 `[tokens, hidden]`; a token without a slot gets zeros.
+        shared_expert: the last column is the shared expert's, with weight 1 instead.
+        early: it may start before the preceding kernel ends, which must write nothing that this one reads but `rows`.
+    """
+    vectors, key = hidden // CHANNELS_PER_THREAD, combine_key()
+    return Launch(
+        key,
+        tokens * ceil_div(vectors, key.threads),
+        key.arguments(
+            rows=rows,
+            slots=slots,
+            weights=topk_weights,
+            out=out,
+            vectors=vectors,
+            topk=topk,
+            shared_expert=int(shared_expert),
+            routed_scale=routed_scale,
+        ),
+        early=early,
+    )

@@ -1,0 +1,285 @@
+"""The launches of the GEMMs: dense ones, and those over row tiles of groups."""
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.jit.launch import Address, Launch
+from fp8moe_plugin.launches.operands import Rows, Weights
+from fp8moe_plugin.launches.sm90.tensor_maps import gate_up_map, matrix_map, rows_map, weights_map, whole_rows_l2_fetch
+from fp8moe_plugin.launches.sm90.tiles import Tiles
+from fp8moe_plugin.plan.keys import KernelKey
+from fp8moe_plugin.plan.sm90.constants import (
+    BOX_ROWS,
+    FEW_ROWS_TILE,
+    FEW_ROWS_TILE_N,
+    FEW_ROWS_WIDE_BOX,
+    SWIZZLE_ROWS,
+    TAIL_ROWS,
+)
+from fp8moe_plugin.plan.sm90.dense import DensePlan
+from fp8moe_plugin.plan.sm90.grouped import GroupedPlan
+from fp8moe_plugin.plan.spec import Output
+from fp8moe_plugin.plan.tuning import L2_FETCH, STREAMED_L2_FETCH
+
+# ---- dense ---------------------------------------------------------------------------------------------------------
+
+
+def dense_launches(
+    plan: DensePlan, a: Rows, b: Weights, out: Address, c: Address = 0, *, after_quantize: bool = False
+) -> tuple[Launch]:
+    """`out = a @ b.T (+ c)`; the plan's kind of output says whether there is a `c`.
+
+    `after_quantize`: the launch before this one quantizes `a`, so this one may start to load weights before that ends.
+    """
+    early = after_quantize and plan.overlaps_quantize
+    match plan.kernel.source:
+        case "dense_gemm_few_rows":
+            return (_dense_few_rows_launch(plan, a, b, out, early),)
+        case "dense_gemm":
+            return (_dense_launch(plan, a, b, out, early),)
+        case "dense_gemm_many_rows":
+            return (_dense_many_rows_launch(plan, a, b, out, early),)
+    return (grouped_gemm_launch(plan.kernel, plan.blocks, a, b, out, Tiles(), c=c),)
+
+
+def _dense_operands(a: Rows, b: Weights, out: Address) -> dict[str, Address]:
+    """The arguments that all kernels for dense layers share."""
+    return {
+        "a_scales": a.scales,
+        "a_scale_k_stride": a.scale_k_block,
+        "b_scales": b.scales,
+        "d": out,
+        "m": a.rows,
+        "n": b.n,
+        "k": b.k,
+    }
+
+
+def _dense_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, early: bool) -> Launch:
+    tail_rows = ceil_div(a.rows % plan.tile_m, SWIZZLE_ROWS) * SWIZZLE_ROWS or plan.tile_m
+    return Launch(
+        plan.kernel,
+        plan.blocks,
+        plan.kernel.arguments(
+            a_map=rows_map(a, plan.tile_m),
+            a_tail_map=rows_map(a, tail_rows),
+            b_map=weights_map(b, plan.tile_n, whole_rows_l2_fetch(b.k)),
+            **_dense_operands(a, b, out),
+            tile_n=plan.tile_n,
+        ),
+        early=early,
+    )
+
+
+def _dense_many_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, early: bool) -> Launch:
+    cluster = dict(plan.kernel.defines)["CLUSTER"]
+    return Launch(
+        plan.kernel,
+        plan.blocks,
+        plan.kernel.arguments(
+            a_map=rows_map(a, plan.tile_m),
+            b_map=weights_map(b, plan.tile_n // cluster, L2_FETCH),
+            d_map=matrix_map(out, a.rows, b.n, BOX_ROWS, element_size=2),
+            **_dense_operands(a, b, out),
+        ),
+        early=early,
+    )
+
+
+def _dense_few_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, early: bool) -> Launch:
+    return Launch(
+        plan.kernel,
+        plan.blocks,
+        plan.kernel.arguments(
+            a_map=rows_map(a, plan.tile_m),
+            b_map=weights_map(b, plan.tile_n, STREAMED_L2_FETCH),
+            **_dense_operands(a, b, out),
+            tile_m=plan.tile_m,
+            splits=plan.cluster,
+        ),
+        early=early,
+        cluster=plan.cluster,
+    )
+
+
+# ---- row tiles of groups -------------------------------------------------------------------------------------------
+
+
+def gate_up_launch(
+    key: KernelKey, blocks: int, a: Rows, w13: Weights, out: Rows, tiles: Tiles, *, a_rows: Address = 0
+) -> Launch:
+    """GEMM 1 of the experts with its activation, to quantized rows with K-major scales.
+
+    With `a_rows`, the address of int32 `[out.rows]`, row i of the tiles is row `a_rows[i]` of `a`, whose scales are
+    row-major. Where `tiles.done_counters`, the kernel counts there what is done.
+    """
+    return Launch(
+        key,
+        blocks,
+        key.arguments(
+            a_map=rows_map(a, BOX_ROWS),
+            a_narrow_map=rows_map(a, TAIL_ROWS),
+            b_map=weights_map(w13, GROUP, L2_FETCH),
+            d_map=rows_map(out, BOX_ROWS),
+            a_scales=a.scales,
+            a_scale_expert_stride=a.scale_group,
+            a_scale_k_stride=a.scale_k_block,
+            b_scales=w13.scales,
+            gathered=a.values if a_rows else 0,
+            a_rows=a_rows,
+            d=out.values,
+            d_scales=out.scales,
+            done_counters=tiles.done_counters,
+            table=tiles.table,
+            num_tiles=tiles.num_tiles,
+            m=out.rows,
+            n=w13.n,
+            k=w13.k,
+        ),
+    )
+
+
+def gate_up_few_rows_launch(
+    key: KernelKey,
+    blocks: int,
+    a: Rows,
+    w13: Weights,
+    out: Rows,
+    tiles: Tiles,
+    *,
+    a_rows: Address,
+    partial: Address = 0,
+    k_splits: int = 1,
+    row_counters: int = 1,
+    early: bool = False,
+) -> Launch:
+    """`gate_up_launch` for few rows per expert.
+
+    Args:
+        partial: where blocks that split K leave their sums, float32 `[k_splits, out.rows, 2 * out.k]`.
+        k_splits: parts of K; several need `tiles.done_counters`.
+        row_counters: counters of each row tile in `tiles.done_counters`.
+        early: it may start before the preceding kernel ends, which quantizes `a`.
+    """
+    return Launch(
+        key,
+        blocks,
+        key.arguments(
+            w_map=gate_up_map(w13),
+            x=a.values,
+            x_scales=a.scales,
+            w_scales=w13.scales,
+            a_rows=a_rows,
+            q=out.values,
+            scales=out.scales,
+            partial=partial if k_splits > 1 else 0,
+            done_counters=tiles.done_counters,
+            table=tiles.table,
+            num_tiles=tiles.num_tiles,
+            m=out.rows,
+            intermediate=out.k,
+            k=w13.k,
+            splits=k_splits,
+            counters_per_tile=row_counters,
+        ),
+        early=early,
+    )
+
+
+def grouped_launch(plan: GroupedPlan, a: Rows, b: Weights, out: Address, tiles: Tiles) -> Launch:
+    """`out[i] = a[i] @ b[expert of the tile].T` for the rows of the tiles, to bfloat16 `[rows, n]`."""
+    if plan.tile_rows == FEW_ROWS_TILE:
+        return grouped_gemm_few_rows_launch(
+            plan.kernel, plan.blocks, a, b, out, tiles, columns=plan.columns_at_once, early=True
+        )
+    return grouped_gemm_launch(plan.kernel, plan.blocks, a, b, out, Tiles(tiles.table, tiles.num_tiles), early=True)
+
+
+def grouped_gemm_launch(
+    key: KernelKey,
+    blocks: int,
+    a: Rows,
+    b: Weights,
+    out: Address,
+    tiles: Tiles,
+    *,
+    c: Address = 0,
+    early: bool = False,
+) -> Launch:
+    """The same by the kernel for many rows; without tiles of one group, where `c` may be added.
+
+    `early`: it may start before the preceding kernel ends. With `tiles.done_counters` that is the GEMM 1 that makes
+    `a`, and each tile waits for its rows; `out` must not overlap with what GEMM 1 reads. Otherwise it may be what makes
+    the tiles, and is waited for first.
+    """
+    defines = dict(key.defines)
+    a_map = rows_map(a, BOX_ROWS)
+    # Only bfloat16 without an addend is stored through a map.
+    stored = defines["OUTPUT"] == Output.BF16
+    return Launch(
+        key,
+        blocks,
+        key.arguments(
+            a_map=a_map,
+            a_narrow_map=rows_map(a, TAIL_ROWS),
+            b_map=weights_map(b, defines["BLOCK_N"], L2_FETCH),
+            d_map=matrix_map(out, a.rows, b.n, BOX_ROWS, element_size=2) if stored else a_map,
+            a_scales=a.scales,
+            a_scale_expert_stride=a.scale_group,
+            a_scale_k_stride=a.scale_k_block,
+            b_scales=b.scales,
+            d=out,
+            c=c,
+            done_counters=tiles.done_counters if early else 0,
+            table=tiles.table,
+            num_tiles=tiles.num_tiles,
+            m=a.rows,
+            n=b.n,
+            k=b.k,
+        ),
+        early=early,
+    )
+
+
+def grouped_gemm_few_rows_launch(
+    key: KernelKey,
+    blocks: int,
+    a: Rows,
+    b: Weights,
+    out: Address,
+    tiles: Tiles,
+    *,
+    columns: int,
+    row_counters: int = 0,
+    early: bool = False,
+) -> Launch:
+    """`grouped_launch` by the kernel for few rows.
+
+    Args:
+        columns: columns of tiles that a block takes at once.
+        row_counters: counters of each row tile in `tiles.done_counters`; 0: nothing counts there.
+        early: it may start before the preceding kernel ends: with `row_counters` the GEMM 1 that makes `a`, otherwise
+            what makes the tiles.
+    """
+    return Launch(
+        key,
+        blocks,
+        key.arguments(
+            a_map=rows_map(a, SWIZZLE_ROWS),
+            a_wide_map=rows_map(a, FEW_ROWS_WIDE_BOX),
+            b_map=weights_map(b, FEW_ROWS_TILE_N, STREAMED_L2_FETCH),
+            a_scales=a.scales,
+            a_scale_expert_stride=a.scale_group,
+            a_scale_k_stride=a.scale_k_block,
+            b_scales=b.scales,
+            d=out,
+            table=tiles.table,
+            num_tiles=tiles.num_tiles,
+            m=a.rows,
+            n=b.n,
+            k=b.k,
+            claim_pair=int(early),
+            columns_at_once=columns,
+            done_counters=tiles.done_counters if row_counters else 0,
+            counters_per_tile=row_counters,
+        ),
+        early=early,
+    )

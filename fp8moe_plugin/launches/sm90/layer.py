@@ -1,0 +1,110 @@
+"""The launches of a mixture-of-experts layer: route, quantize, GEMM 1 with SwiGLU, GEMM 2, combine."""
+
+from fp8moe_plugin.jit.launch import Address, Launch
+from fp8moe_plugin.launches.operands import Ids, LayerAddresses, Rows, Weights, placed
+from fp8moe_plugin.launches.sm90.combine import combine_launch
+from fp8moe_plugin.launches.sm90.gemm import (
+    gate_up_few_rows_launch,
+    gate_up_launch,
+    grouped_gemm_few_rows_launch,
+    grouped_gemm_launch,
+)
+from fp8moe_plugin.launches.sm90.quantize import quantize_launch
+from fp8moe_plugin.launches.sm90.route import Routing, route_launches
+from fp8moe_plugin.launches.sm90.small_batch import small_batch_launches
+from fp8moe_plugin.launches.sm90.tiles import Tiles, tiles_of_counts_launch
+from fp8moe_plugin.plan.sm90.constants import MANY_ROWS_TILE
+from fp8moe_plugin.plan.sm90.grouped import BatchedPlan
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, StepPlan
+from fp8moe_plugin.plan.sm90.scratch import SortedScratch
+
+
+def layer_launches(step: StepPlan, tensors: LayerAddresses, ids_64: bool) -> tuple[Launch, ...]:
+    """Returns the kernels of `fused_moe`; the scratch has `step.scratch.nbytes` bytes."""
+    if isinstance(step, SmallBatchStep):
+        return small_batch_launches(step, tensors, ids_64)
+    return _sorted_launches(step, tensors, ids_64)
+
+
+def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool) -> tuple[Launch, ...]:
+    topk, hidden, intermediate, experts, _ = step.spec.shape
+    at = placed(step.scratch, tensors.scratch)
+    ids = Ids(tensors.topk_ids, ids_64, tensors.expert_map, step.tokens, step.spec)
+    routing, routed = Routing(at.slots, at.tokens, at.num_rows), Tiles(at.table, at.num_tiles, at.done_counters)
+    route = route_launches(ids, at.expert_counts, routing, routed, step.tile_rows, step.row_counters)
+    tiles = routed if step.early_down else Tiles(at.table, at.num_tiles)
+    permuted = {} if step.gathers else {"slots": at.slots, "topk": topk}
+    quantize = quantize_launch(
+        step.quantize, tensors.hidden_states, at.x, at.x_scales, step.tokens, hidden, early=step.gathers, **permuted
+    )
+    w2 = Weights(tensors.w2, experts, hidden, intermediate, tensors.w2_scale)
+    inner = Rows.k_major(at.inner, at.inner_scales, step.rows, intermediate)
+    down = _down_launch(step, inner, w2, at.down, tiles)
+    combine = combine_launch(
+        at.down,
+        at.slots,
+        tensors.topk_weights,
+        tensors.out,
+        tokens=step.tokens,
+        topk=topk,
+        hidden=hidden,
+        shared_expert=step.spec.shared_expert,
+        routed_scale=step.spec.routed_scale,
+        early=step.few_rows,  # the many blocks of a long step would each wait, and take longer than to start later
+    )
+    return *route, quantize, _gate_up_launch(tensors, step, at, inner, tiles), down, combine
+
+
+def _gate_up_launch(tensors: LayerAddresses, step: SortedStep, at: SortedScratch, inner: Rows, tiles: Tiles) -> Launch:
+    _, hidden, intermediate, experts, _ = step.spec.shape
+    w13 = Weights(tensors.w13, experts, 2 * intermediate, hidden, tensors.w13_scale)
+    if not step.gathers:
+        x = Rows.k_major(at.x, at.x_scales, step.rows, hidden)
+        return gate_up_launch(step.gate_up, step.blocks, x, w13, inner, tiles)
+    x = Rows.row_major(at.x, at.x_scales, step.tokens, hidden)
+    if step.gate_up.source == "gate_up":
+        return gate_up_launch(step.gate_up, step.blocks, x, w13, inner, tiles, a_rows=at.tokens)
+    return gate_up_few_rows_launch(
+        step.gate_up,
+        step.blocks,
+        x,
+        w13,
+        inner,
+        tiles,
+        a_rows=at.tokens,
+        partial=at.partial,
+        k_splits=step.k_splits,
+        row_counters=step.row_counters,
+        early=True,
+    )
+
+
+def _down_launch(step: SortedStep, inner: Rows, w2: Weights, out: Address, tiles: Tiles) -> Launch:
+    if step.down.source == "grouped_gemm":
+        return grouped_gemm_launch(step.down, step.blocks, inner, w2, out, tiles, early=step.early_down)
+    return grouped_gemm_few_rows_launch(
+        step.down,
+        step.blocks,
+        inner,
+        w2,
+        out,
+        tiles,
+        columns=step.columns_at_once,
+        row_counters=step.row_counters,
+        early=step.early_down,
+    )
+
+
+def batched_launches(
+    plan: BatchedPlan, x: Rows, w13: Weights, w2: Weights, counts: Address, out: Address, scratch: Address
+) -> list[Launch]:
+    """Returns the kernels of `batched_experts`, on the first `counts[e]` rows of each expert of `[experts, max_m]`."""
+    at = placed(plan.scratch, scratch)
+    tiles = Tiles(at.table, at.num_tiles, at.done_counters)
+    shared = tiles if plan.early_down else Tiles(at.table, at.num_tiles)
+    inner = Rows.k_major(at.inner, at.inner_scales, x.rows, w2.k)
+    return [
+        tiles_of_counts_launch(counts, w2.experts, x.rows // w2.experts, tiles, MANY_ROWS_TILE),
+        gate_up_launch(plan.gate_up, plan.blocks, x, w13, inner, shared),
+        grouped_gemm_launch(plan.down, plan.blocks, inner, w2, out, shared, early=plan.early_down),
+    ]

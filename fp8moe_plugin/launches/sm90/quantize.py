@@ -1,0 +1,70 @@
+"""The launches of quantization: of tokens, and of the result of GEMM 1 with its activation."""
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.jit.launch import Address, Launch
+from fp8moe_plugin.launches.operands import Rows
+from fp8moe_plugin.plan.keys import KernelKey
+from fp8moe_plugin.plan.sm90.catalog import quantize_key, silu_mul_quant_key
+from fp8moe_plugin.plan.sm90.constants import FEW_TOKENS_PER_WARP, ROWS_PER_WARP, TOKENS_PER_WARP, Layout
+from fp8moe_plugin.plan.tuning import QUANTIZE_FEW_TOKENS
+
+BLOCKS_PER_MULTIPROCESSOR = 8  # of silu_mul_quant: two waves, enough to even out experts of unequal size
+
+
+def quantize_rows_launch(ue8m0: bool, x: Address, out: Rows) -> Launch:
+    """Quantize bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
+    key = quantize_key(ue8m0, Layout.K_MAJOR)
+    return quantize_launch(key, x, out.values, out.scales, out.rows, out.k, early=True)
+
+
+def quantize_launch(
+    key: KernelKey,
+    x: Address,
+    q: Address,
+    scales: Address,
+    tokens: int,
+    k: int,
+    *,
+    slots: Address = 0,
+    topk: int = 0,
+    early: bool = False,
+) -> Launch:
+    """Quantize bfloat16 `[tokens, k]` at `x` to `q`, in the layout of the key.
+
+    Args:
+        slots: for `Layout.PERMUTED` the address of int32 `[tokens, topk]`, the rows that get each token; -1 for none.
+        early: it may start before the preceding kernel ends; unless the layout is `Layout.K_MAJOR`, which waits for it,
+            that kernel must not access these tensors.
+    """
+    groups = k // GROUP
+    few = tokens <= QUANTIZE_FEW_TOKENS and dict(key.defines)["LAYOUT"] == Layout.K_MAJOR
+    tokens_per_warp = FEW_TOKENS_PER_WARP if few else TOKENS_PER_WARP
+    return Launch(
+        key,
+        ceil_div(ceil_div(tokens, tokens_per_warp) * groups, key.threads // 32),
+        key.arguments(
+            x=x,
+            q=q,
+            scales=scales,
+            slots=slots,
+            tokens=tokens,
+            groups=groups,
+            topk=topk,
+            tokens_per_warp=tokens_per_warp,
+        ),
+        early=early,
+    )
+
+
+def silu_mul_quant_launch(
+    ue8m0: bool, gate_up: Address, counts: Address, groups: int, max_m: int, out: Rows, multiprocessors: int
+) -> Launch:
+    """SwiGLU of bfloat16 `[groups, max_m, 2I]`, the first `counts[g]` rows of each group, to quantized rows."""
+    k_blocks, key = out.k // GROUP, silu_mul_quant_key(ue8m0)
+    needed = ceil_div(ceil_div(max_m, ROWS_PER_WARP) * k_blocks, key.threads // 32)
+    at_once = ceil_div(multiprocessors * BLOCKS_PER_MULTIPROCESSOR, groups)
+    return Launch(
+        key,
+        (min(needed, at_once), groups),
+        key.arguments(gate_up=gate_up, counts=counts, q=out.values, scales=out.scales, max_m=max_m, groups=k_blocks),
+    )

@@ -1,0 +1,71 @@
+"""The launches that order (token, expert) pairs by expert, on the device: nothing here waits for the GPU."""
+
+from typing import NamedTuple
+
+from fp8moe_plugin.jit.launch import Address, Argument, Launch
+from fp8moe_plugin.launches.operands import Ids
+from fp8moe_plugin.launches.sm90.tiles import Tiles
+from fp8moe_plugin.plan.sm90.catalog import count_experts_key, route_key
+from fp8moe_plugin.plan.sm90.tiles import route_chunks
+
+
+class Routing(NamedTuple):
+    """Where each (token, expert) pair goes."""
+
+    slots: Address  # int32 [T, topk]: its row, -1 for none
+    tokens: Address  # int32 [T * topk]: the token of each of the first num_rows rows
+    num_rows: Address  # int32 [1]
+
+
+def route_launches(
+    ids: Ids, counts: Address, out: Routing, tiles: Tiles, tile_rows: int, row_counters: int
+) -> list[Launch]:
+    """Give each pair a row so that the rows of an expert are consecutive, in the order of the tokens.
+
+    An id out of range (-1) gets no row.
+
+    Args:
+        counts: uint32 `[chunks, ceil(local experts / 2)]`, unused for a single chunk of pairs.
+        tile_rows: rows of a tile, 64 or 128.
+        row_counters: counters of each row tile in `tiles.done_counters`.
+    """
+    chunks, key = route_chunks(ids.pairs), route_key()
+    routing = Launch(
+        key,
+        chunks,
+        key.arguments(
+            **_pairs(ids),
+            counts=counts if chunks > 1 else 0,
+            slots=out.slots,
+            tokens=out.tokens,
+            num_rows=out.num_rows,
+            table=tiles.table,
+            num_tiles=tiles.num_tiles,
+            done_counters=tiles.done_counters,
+            block_m=tile_rows,
+            counters_per_tile=row_counters,
+        ),
+        early=True,
+    )
+    return [count_experts_launch(ids, counts), routing] if chunks > 1 else [routing]
+
+
+def count_experts_launch(ids: Ids, counts: Address) -> Launch:
+    """Count the pairs of each expert in each chunk of pairs, to `counts` as `route_launches` describes it."""
+    key = count_experts_key()
+    return Launch(key, route_chunks(ids.pairs), key.arguments(**_pairs(ids), counts=counts))
+
+
+def _pairs(ids: Ids) -> dict[str, Argument]:
+    """The arguments from which both kernels find the experts of the pairs."""
+    shape = ids.spec.shape
+    return {
+        "ids": ids.ids,
+        "expert_map": ids.expert_map,
+        "ids_64": int(ids.ids_64),
+        "shared": int(ids.spec.shared_expert),
+        "pairs": ids.pairs,
+        "topk": shape.topk,
+        "global_experts": ids.routed_experts,
+        "num_experts": shape.local_experts,
+    }

@@ -1,0 +1,44 @@
+"""The launches of a router: its gate's logits, and softmax top-k."""
+
+from fp8moe_plugin.checkpoint.shapes import ceil_div
+from fp8moe_plugin.jit.launch import Address, Launch
+from fp8moe_plugin.plan.sm90.catalog import choose_experts_key, router_gemm_key
+
+WARP = 32  # threads, which share a token in choose_experts
+BLOCK_TOKENS, BLOCK_EXPERTS = 16, 8  # of a block of router_gemm
+STEP = 32  # channels that a warp of router_gemm multiplies at once
+
+
+def router_gemm_launch(x: Address, weight: Address, logits: Address, tokens: int, experts: int, k: int) -> Launch:
+    """`logits = x @ weight.T` of bfloat16 `[tokens, k]` and `[experts, k]`."""
+    key = router_gemm_key()
+    arguments = key.arguments(x=x, weight=weight, logits=logits, tokens=tokens, experts=experts, steps=k // STEP)
+    return Launch(key, (ceil_div(experts, BLOCK_EXPERTS), ceil_div(tokens, BLOCK_TOKENS)), arguments, early=True)
+
+
+def choose_experts_launch(
+    logits: Address,
+    padding: Address,
+    weights: Address,
+    ids: Address,
+    *,
+    tokens: int,
+    experts: int,
+    topk: int,
+    logits_bf16: bool,
+    renormalize: bool,
+) -> Launch:
+    """Softmax top-k of `[tokens, experts]` logits, to float32 weights and int32 ids; see `ops.choose_experts`."""
+    key = choose_experts_key()
+    arguments = key.arguments(
+        logits=logits,
+        padding=padding,
+        weights=weights,
+        ids=ids,
+        logits_bf16=int(logits_bf16),
+        tokens=tokens,
+        experts=experts,
+        topk=topk,
+        renormalize=int(renormalize),
+    )
+    return Launch(key, ceil_div(tokens, key.threads // WARP), arguments, early=True)

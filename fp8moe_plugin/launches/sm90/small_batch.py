@@ -1,0 +1,61 @@
+"""A mixture-of-experts layer of a few tokens: two launches, which find the tokens of each expert by themselves."""
+
+from typing import Any
+
+from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.jit.launch import Launch
+from fp8moe_plugin.launches.operands import LayerAddresses, placed
+from fp8moe_plugin.launches.sm90.tensor_maps import interleaved_map, matrix_map
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep
+from fp8moe_plugin.plan.tuning import STREAMED_L2_FETCH
+
+
+def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: bool) -> tuple[Launch, Launch]:
+    """Returns the kernels of a layer of at most `step.padded_tokens` tokens, whose scratch is a `SmallBatchScratch`."""
+    spec = step.spec
+    topk, hidden, intermediate, experts, global_experts = spec.shape
+    at = placed(step.scratch, tensors.scratch)
+    slots = min(step.tokens * topk, experts) * step.padded_tokens
+    shared: dict[str, Any] = {
+        "tokens_written": at.tokens_written,
+        "ids": tensors.topk_ids,
+        "expert_map": tensors.expert_map,
+        "ids_64": int(ids_64),
+        "shared_expert": int(spec.shared_expert),
+        "global_experts": global_experts - spec.shared_expert,
+        "num_experts": experts,
+        "tokens": step.tokens,
+        "topk": topk,
+        "hidden": hidden,
+        "intermediate": intermediate,
+    }
+    first = Launch(
+        step.gate_up,
+        step.clusters * step.cluster,
+        step.gate_up.arguments(
+            w_map=interleaved_map(tensors.w13, experts * 2 * intermediate, hidden),
+            x=tensors.hidden_states,
+            w_scales=tensors.w13_scale,
+            topk_weights=tensors.topk_weights,
+            q=at.inner,
+            scales=at.inner_scales,
+            routed_scale=spec.routed_scale,
+            **shared,
+        ),
+    )
+    second = Launch(
+        step.down,
+        hidden // GROUP * step.down_splits,
+        step.down.arguments(
+            w_map=matrix_map(tensors.w2, experts * hidden, intermediate, GROUP, l2_fetch=STREAMED_L2_FETCH),
+            q_map=matrix_map(at.inner, slots, intermediate, step.padded_tokens),
+            w_scales=tensors.w2_scale,
+            scales=at.inner_scales,
+            out=tensors.out,
+            splits=step.down_splits,
+            **shared,
+        ),
+        early=True,
+        cluster=step.down_splits,
+    )
+    return first, second

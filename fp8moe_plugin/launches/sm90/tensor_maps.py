@@ -1,0 +1,56 @@
+"""The TMA descriptors of the kernels' operands."""
+
+from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.jit.launch import Address, TensorMap
+from fp8moe_plugin.launches.operands import Rows, Weights
+from fp8moe_plugin.plan.tuning import L2_FETCH, LONG_K, STREAMED_L2_FETCH
+
+
+def matrix_map(
+    address: Address, rows: int, columns: int, box_rows: int, *, element_size: int = 1, l2_fetch: int = L2_FETCH
+) -> TensorMap:
+    """Of a contiguous `[rows, columns]` matrix, in boxes of 128 bytes of `box_rows` rows."""
+    box = (128 // element_size, box_rows)
+    return TensorMap(address, (columns, rows), (columns * element_size,), box, element_size, l2_fetch)
+
+
+def whole_rows_l2_fetch(k: int) -> int:
+    """L2 fetch of weights whose rows a block reads from end to end: of a long row it needs the next 128 bytes, too."""
+    return L2_FETCH if k >= LONG_K else STREAMED_L2_FETCH
+
+
+def rows_map(a: Rows, box_rows: int) -> TensorMap:
+    columns, pitch = a.extent or (a.k, a.k)
+    return TensorMap(a.values, (columns, a.rows), (pitch,), (128, box_rows), 1, L2_FETCH)
+
+
+def weights_map(b: Weights, box_rows: int, l2_fetch: int) -> TensorMap:
+    columns, pitch = b.extent or (b.k, b.k)
+    return TensorMap(b.values, (columns, b.experts * b.n), (pitch,), (128, box_rows), 1, l2_fetch)
+
+
+def gate_up_map(w13: Weights) -> TensorMap:
+    """Of `[E, 2I, K]` as [K, 8, 2, ..]: a box is 16 times 8 rows of the gate and the same 8 rows of the up half."""
+    half = w13.n // 2
+    sizes = (w13.k, 8, 2, (w13.experts * w13.n - half) // 8)
+    strides, box = (w13.k, half * w13.k, 8 * w13.k), (128, 8, 2, GROUP // 8)
+    return TensorMap(w13.values, sizes, strides, box, 1, whole_rows_l2_fetch(w13.k))
+
+
+def octets_map(address: Address, rows: int, k: int, box_rows: int) -> TensorMap:
+    """Of e4m3 `[rows, k]`, in boxes in which every 16 rows are the eight even ones, then the eight odd ones.
+
+    As columns of wgmma's sums, a thread has two of each eight: together they are four consecutive rows in memory. A box
+    begins at a row of the last dimension, which counts 16 rows.
+    """
+    sizes, strides = (k, 8, 2, rows // 16), (2 * k, k, 16 * k)
+    return TensorMap(address, sizes, strides, (128, 8, 2, box_rows // 16), 1, L2_FETCH)
+
+
+def interleaved_map(weights: Address, rows: int, k: int) -> TensorMap:
+    """Of e4m3 `[rows, k]`, in boxes of 64 rows in the order in which the sums of wgmma lie in threads.
+
+    A thread holds two of 64 rows, 8 apart; with its two rows of the other box, they are four consecutive rows in
+    memory. Box i begins at row 2i of the third dimension.
+    """
+    return TensorMap(weights, (k, 8, 4, rows // 32), (4 * k, k, 32 * k), (128, 8, 2, 4), 1, STREAMED_L2_FETCH)

@@ -1,0 +1,106 @@
+"""Tile tables: which kernel makes one of which description of the groups.
+
+A tile table is int32 `[capacity, 4]` with one entry `(expert, row_begin, row_end, first)` for each row tile. The rows
+are those of the tile's whole expert, and `first` is the index of that expert's first tile: entry i is tile `i - first`
+of its expert, as `plan.sm90.tiles.row_tiles` cuts it. Only the first `num_tiles[0]` entries are written.
+`num_tiles[1:5]` are two pairs of counters with which GEMMs claim tiles; they are zero before and after each GEMM.
+
+`done_counters`, int32 `[1 + capacity * n]`, lets GEMM 2 of the experts start before GEMM 1 ends: it holds the number of
+finished blocks of GEMM 1, then n counters for each row tile (`plan.sm90.scratch.row_counters`). The first of them
+counts stored columns. In tiles of `MANY_ROWS_TILE` rows each of two math warpgroups counts for itself. Whatever writes
+the table zeroes `done_counters`, so a table is valid for one launch of GEMM 1.
+"""
+
+from typing import NamedTuple
+
+from fp8moe_plugin.checkpoint.shapes import N_MULTIPLE
+from fp8moe_plugin.jit.launch import Address, Launch
+from fp8moe_plugin.plan.sm90.catalog import tiles_of_counts_key, tiles_of_ends_key, tiles_of_indices_key
+
+
+class Tiles(NamedTuple):
+    """A tile table, see the module's docstring; without one (0) a GEMM is dense."""
+
+    table: Address = 0
+    num_tiles: Address = 0
+    done_counters: Address = 0  # 0: GEMM 2 of the experts waits for the end of GEMM 1
+
+
+def tiles_of_counts_launch(counts: Address, groups: int, max_m: int, out: Tiles, tile_rows: int) -> Launch:
+    """Tiles of `[groups, max_m]` rows, the first `counts[g]` of each group.
+
+    `counts` is the address of int32 `[groups]`, which are clamped to `[0, max_m]`.
+    """
+    key = tiles_of_counts_key()
+    return Launch(
+        key,
+        1,
+        key.arguments(
+            counts=counts,
+            table=out.table,
+            num_tiles=out.num_tiles,
+            done_counters=out.done_counters,
+            groups=groups,
+            max_m=max_m,
+            block_m=tile_rows,
+        ),
+        early=True,
+    )
+
+
+def tiles_of_ends_launch(ends: Address, groups: int, rows: int, alignment: int, out: Tiles, tile_rows: int) -> Launch:
+    """Tiles of `rows` rows; those of group g end at `ends[g]`.
+
+    `ends` is the address of int32 `[groups]`; a group begins at the next multiple of `alignment`.
+    """
+    key = tiles_of_ends_key()
+    return Launch(
+        key,
+        1,
+        key.arguments(
+            ends=ends,
+            table=out.table,
+            num_tiles=out.num_tiles,
+            done_counters=out.done_counters,
+            groups=groups,
+            rows=rows,
+            alignment=alignment,
+            block_m=tile_rows,
+        ),
+        early=True,
+    )
+
+
+def tiles_of_indices_launch(
+    blocks: int,
+    indices: Address,
+    rows: int,
+    groups: int,
+    run_begins: Address,
+    out: Tiles,
+    tile_rows: int,
+    d: Address,
+    n: int,
+) -> Launch:
+    """Tiles of the runs of equal ids in int32 `[rows]` at `indices`; ids outside `[0, groups)` make no tile.
+
+    The rows of such ids in bfloat16 `[rows, n]` at `d` become zeros. `run_begins` is the address of int32 `[rows]`
+    scratch.
+    """
+    key = tiles_of_indices_key()
+    return Launch(
+        key,
+        max(2, blocks),
+        key.arguments(
+            ids=indices,
+            run_begins=run_begins,
+            table=out.table,
+            num_tiles=out.num_tiles,
+            d=d,
+            rows=rows,
+            num_groups=groups,
+            block_m=tile_rows,
+            chunks=n // N_MULTIPLE,
+        ),
+        early=True,
+    )

@@ -1,0 +1,265 @@
+"""The launches of the Triton kernels, one by one."""
+
+from typing import NamedTuple
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.jit.launch import Address, Argument, Launch
+from fp8moe_plugin.launches.operands import Ids, LayerAddresses, Rows, Weights
+from fp8moe_plugin.plan.scratch import scale_pitch
+from fp8moe_plugin.plan.spec import LayerSpec
+from fp8moe_plugin.plan.triton.catalog import (
+    COMBINE_CHANNELS,
+    QUANTIZE_ROWS,
+    TritonKey,
+    combine_key,
+    quantize_count_key,
+    quantize_key,
+    quantize_route_key,
+    route_chunks,
+    route_key,
+    silu_mul_quant_key,
+    tiles_of_counts_key,
+    tiles_of_indices_key,
+)
+
+ROW_TILES_AT_ONCE = 16  # that consecutive programs of a GEMM share column by column, as their weights stay in L2
+
+
+class Table(NamedTuple):
+    """A tile table, see triton_kernels/route.py, with room for so many tiles."""
+
+    table: Address
+    num_tiles: Address
+    tiles: int
+    tile_rows: int
+
+
+class Strides(NamedTuple):
+    """Of the scales of rows, in elements."""
+
+    row: int
+    group: int  # beside that of its rows
+    k_block: int
+
+    @classmethod
+    def of(cls, rows: Rows, row_major: bool = False) -> "Strides":
+        """`row_major`: as those that GEMM 1 gathers, whose strides `Rows` does not have."""
+        return cls(rows.k // GROUP, 0, 1) if row_major else cls(1, rows.scale_group, rows.scale_k_block)
+
+
+class Routing(NamedTuple):
+    """Where each (token, expert) pair goes."""
+
+    slots: Address  # int32 [T, topk]: its row, -1 for none
+    tokens: Address  # int32 [T * topk]: the token of each row
+    counts: Address  # scratch, see `triton_prepare_launches`
+
+
+def triton_launch(key: TritonKey, grid: int, **arguments: Argument) -> Launch:
+    """Kernels that know PDL start early: each waits for the end of the preceding one."""
+    return Launch(key, grid, key.arguments(**arguments), early=bool(dict(key.defines)["PDL"]))
+
+
+def pairs_arguments(ids: Ids) -> dict[str, Argument]:
+    """The arguments from which `local_experts` (triton_kernels/route.py) finds the experts of a step's pairs."""
+    return {
+        "ids": ids.ids,
+        "expert_map": ids.expert_map,
+        "ids_64": int(ids.ids_64),
+        "mapped": int(ids.expert_map != 0),
+        "shared": int(ids.spec.shared_expert),
+        "pairs": ids.pairs,
+        "topk": ids.spec.shape.topk,
+        "global_experts": ids.routed_experts,
+        "num_experts": ids.spec.shape.local_experts,
+    }
+
+
+# ---- routing and quantization --------------------------------------------------------------------------------------
+
+
+def triton_quantize_launch(target: str, ue8m0: bool, x: Address, out: Rows) -> Launch:
+    """Quantize bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
+    return triton_launch(
+        quantize_key(target, ue8m0),
+        ceil_div(out.rows, QUANTIZE_ROWS) * (out.k // GROUP),
+        x=x,
+        q=out.values,
+        scales=out.scales,
+        tokens=out.rows,
+        k=out.k,
+        scale_row=1,
+        scale_k_block=out.scale_k_block,
+    )
+
+
+def triton_prepare_launches(
+    target: str, hidden_states: Address, x: Rows, ids: Ids, at: Routing, tiles: Table
+) -> list[Launch]:
+    """Quantize a layer's tokens to `x`, with row-major scales, and give each pair a row.
+
+    Rows of an expert are consecutive, in the order of the pairs. The number of rows is left in the second element of
+    `num_tiles`.
+
+    Args:
+        at: where `counts` is int32 `[chunks, padded experts]`, unused for a single chunk.
+    """
+    experts, (chunks, parts) = ids.spec.shape.local_experts, route_chunks(ids.pairs)
+    tokens = {"x": hidden_states, "q": x.values, "scales": x.scales, "num_tokens": x.rows, "k": x.k}
+    common = pairs_arguments(ids)
+    results = {
+        "slots": at.slots,
+        "tokens": at.tokens,
+        "table": tiles.table,
+        "num_tiles": tiles.num_tiles,
+        "block_m": tiles.tile_rows,
+    }
+    key = (quantize_route_key if chunks == 1 else quantize_count_key)(target, ids.spec.ue8m0, experts)
+    grid = chunks + ceil_div(x.rows, dict(key.defines)["ROWS"]) * (x.k // GROUP)
+    if chunks == 1:
+        return [triton_launch(key, grid, **tokens, **common, **results)]
+    counted = {"counts": at.counts, "parts": parts}
+    return [
+        triton_launch(key, grid, **tokens, **common, **counted, slots=at.slots, chunks=chunks),
+        triton_launch(route_key(target, experts), chunks, **common, **results, **counted),
+    ]
+
+
+def triton_tiles_of_counts_launch(target: str, counts: Address, groups: int, max_m: int, out: Table) -> Launch:
+    """Tiles of `[groups, max_m]` rows, the first `counts[g]` of each group; counts are clamped to `[0, max_m]`."""
+    return triton_launch(
+        tiles_of_counts_key(target),
+        1,
+        counts=counts,
+        table=out.table,
+        num_tiles=out.num_tiles,
+        groups=groups,
+        max_m=max_m,
+        block_m=out.tile_rows,
+    )
+
+
+def triton_tiles_of_indices_launch(target: str, indices: Address, rows: int, groups: int, out: Table) -> Launch:
+    """Tiles of the runs of equal ids in int32 `[rows]` at `indices`; ids outside `[0, groups)` make no tile."""
+    return triton_launch(
+        tiles_of_indices_key(target),
+        1,
+        ids=indices,
+        table=out.table,
+        num_tiles=out.num_tiles,
+        rows=rows,
+        num_groups=groups,
+        block_m=out.tile_rows,
+    )
+
+
+# ---- GEMMs ---------------------------------------------------------------------------------------------------------
+
+
+def triton_gate_up_launch(
+    key: TritonKey, a: Rows, w13: Weights, out: Rows, tiles: Table, *, a_rows: Address = 0
+) -> Launch:
+    """GEMM 1 of the experts with SwiGLU, to quantized rows.
+
+    With `a_rows`, row i reads row `a_rows[i]` of `a`, whose scales are row-major.
+    """
+    strides = Strides.of(a, row_major=a_rows != 0)
+    return triton_launch(
+        key,
+        tiles.tiles * (out.k // GROUP),
+        a=a.values,
+        a_scales=a.scales,
+        a_rows=a_rows,
+        b=w13.values,
+        b_scales=w13.scales,
+        q=out.values,
+        scales=out.scales,
+        table=tiles.table,
+        num_tiles=tiles.num_tiles,
+        channels=out.k,
+        k=w13.k,
+        a_scale_row=strides.row,
+        a_scale_group=strides.group,
+        a_scale_k_block=strides.k_block,
+        scale_k_block=out.scale_k_block,
+        gathered=int(a_rows != 0),
+        group_m=ROW_TILES_AT_ONCE,
+    )
+
+
+def triton_gemm_launch(
+    key: TritonKey,
+    a: Rows,
+    b: Weights,
+    out: Address,
+    tiles: Table | None = None,
+    *,
+    a_rows: Address = 0,
+    c: Address = 0,
+) -> Launch:
+    """`out = a @ b.T (+ c)`, of the rows in `tiles` or of all rows; `a_rows` as for `triton_gate_up_launch`."""
+    strides, sizes = Strides.of(a, row_major=a_rows != 0), dict(key.defines)
+    row_tiles = tiles.tiles if tiles else ceil_div(a.rows, sizes["BLOCK_M"])
+    return triton_launch(
+        key,
+        row_tiles * ceil_div(b.n, sizes["BLOCK_N"]),
+        a=a.values,
+        a_scales=a.scales,
+        a_rows=a_rows,
+        b=b.values,
+        b_scales=b.scales,
+        c=c,
+        out=out,
+        table=tiles.table if tiles else 0,
+        num_tiles=tiles.num_tiles if tiles else 0,
+        m=a.rows,
+        n=b.n,
+        k=b.k,
+        a_scale_row=strides.row,
+        a_scale_group=strides.group,
+        a_scale_k_block=strides.k_block,
+        gathered=int(a_rows != 0),
+        added=int(c != 0),
+        grouped=int(tiles is not None),
+        group_m=ROW_TILES_AT_ONCE,
+    )
+
+
+# ---- between and after the GEMMs -----------------------------------------------------------------------------------
+
+
+def triton_silu_mul_quant_launch(
+    target: str, ue8m0: bool, gate_up: Address, counts: Address, groups: int, max_m: int, out: Rows
+) -> Launch:
+    """SwiGLU of bfloat16 `[groups, max_m, 2I]`, the first `counts[g]` rows of each group, to quantized rows."""
+    key = silu_mul_quant_key(target, ue8m0)
+    return triton_launch(
+        key,
+        groups * ceil_div(max_m, QUANTIZE_ROWS) * (out.k // GROUP),
+        gate_up=gate_up,
+        counts=counts,
+        q=out.values,
+        scales=out.scales,
+        max_m=max_m,
+        channels=out.k,
+        scale_k_block=scale_pitch(groups * max_m),
+    )
+
+
+def triton_combine_launch(
+    target: str, rows: Address, slots: Address, tensors: LayerAddresses, tokens: int, spec: LayerSpec
+) -> Launch:
+    """The weighted sum of each token's rows; see `sm90.combine.combine_launch`."""
+    topk, hidden, *_ = spec.shape
+    return triton_launch(
+        combine_key(target),
+        tokens * ceil_div(hidden, COMBINE_CHANNELS),
+        rows=rows,
+        slots=slots,
+        weights=tensors.topk_weights,
+        out=tensors.out,
+        hidden=hidden,
+        topk=topk,
+        shared=int(spec.shared_expert),
+        routed_scale=spec.routed_scale,
+    )

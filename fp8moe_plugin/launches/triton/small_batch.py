@@ -1,0 +1,40 @@
+"""The launches of the Triton kernels for steps of few tokens."""
+
+from fp8moe_plugin.jit.launch import Address, Launch
+from fp8moe_plugin.launches.operands import Ids, LayerAddresses
+from fp8moe_plugin.launches.triton.kernels import pairs_arguments, triton_launch
+from fp8moe_plugin.plan.triton.catalog import TritonKey
+
+
+def triton_gate_up_small_batch_launch(key: TritonKey, tensors: LayerAddresses, ids: Ids, inner: Address) -> Launch:
+    """GEMM 1 with SwiGLU of each pair of a step, to bfloat16 `[tokens * topk, I]` at `inner`."""
+    shape = ids.spec.shape
+    return triton_launch(
+        key,
+        ids.pairs * (shape.intermediate // dict(key.defines)["BLOCK_N"]),
+        x=tensors.hidden_states,
+        b=tensors.w13,
+        b_scales=tensors.w13_scale,
+        inner=inner,
+        channels=shape.intermediate,
+        k=shape.hidden,
+        **pairs_arguments(ids),
+    )
+
+
+def triton_down_small_batch_launch(key: TritonKey, tensors: LayerAddresses, ids: Ids, inner: Address) -> Launch:
+    """GEMM 2 of each pair of a step, and the weighted sum of each token's pairs."""
+    shape = ids.spec.shape
+    return triton_launch(
+        key,
+        ids.tokens * (shape.hidden // dict(key.defines)["BLOCK_N"]),
+        inner=inner,
+        weights=tensors.topk_weights,
+        b=tensors.w2,
+        b_scales=tensors.w2_scale,
+        out=tensors.out,
+        hidden=shape.hidden,
+        k=shape.intermediate,
+        routed_scale=ids.spec.routed_scale,
+        **pairs_arguments(ids),
+    )

@@ -1,0 +1,190 @@
+"""Every kernel of csrc, and what it is compiled with.
+
+No shape of a model and no number of tokens is in a key: a few dozen kernels serve every checkpoint.
+"""
+
+import functools
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, MAX_LOCAL_EXPERTS
+from fp8moe_plugin.plan.keys import KIB, KernelKey
+from fp8moe_plugin.plan.parameters import K_GROUPS
+from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout
+from fp8moe_plugin.plan.spec import Output
+
+SMEM_BYTES = 227 * KIB  # limit per block; kernels with one block per SM have as many stages as fit
+MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it asks for
+DENSE_FEW_ROWS_TILE_M = (8, 16, 32)  # padded rows of dense_gemm_few_rows
+DENSE_TILE_M, DENSE_TILE_N = (64, 128), (16, 32, 64, 96, 112, 128, 144, 160, 176, 192)  # per tile of dense_gemm
+DENSE_CLUSTER = 2  # blocks of dense_gemm_many_rows that share weights
+DENSE_CLUSTER_TILE_N = (144, 176, 192, 256)  # columns per tile of dense_gemm_many_rows
+GROUPED_TILE_N = (128, 256)  # columns per tile of grouped_gemm
+SMALL_BATCH_TOKENS = (8, 16)  # padded token counts of the small-batch kernels
+# Pipeline stages of gate_up_small_batch and down_small_batch, by padded token count and blocks per cluster of the
+# former, and the shared memory that they need. An SM has room for a block of each.
+SMALL_BATCH_STAGES = {(8, 8): (6, 6), (16, 8): (5, 5), (16, 4): (4, 6)}
+SMALL_BATCH_KIB = {(8, 8): (113, 111), (16, 8): (113, 103), (16, 4): (97, 121)}
+SMALL_BATCH_HIDDEN = SMALL_BATCH_K_BLOCKS * GROUP * max(cluster for _, cluster in SMALL_BATCH_STAGES)
+MQA_HEADS = (32, 64)  # of an indexer
+MQA_NEXT_N = (1, 2, 3, 4)  # tokens of a request in one step of decode
+
+
+# ---- routing and quantization --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def router_gemm_key() -> KernelKey:
+    return KernelKey("router_gemm", (), 512)
+
+
+@functools.cache
+def choose_experts_key() -> KernelKey:
+    return KernelKey("choose_experts", (), 128)
+
+
+@functools.cache
+def count_experts_key() -> KernelKey:
+    return KernelKey("count_experts", (), PAIRS_PER_CHUNK)
+
+
+@functools.cache
+def route_key() -> KernelKey:
+    counts_of_warps = PAIRS_PER_CHUNK // 32 * MAX_LOCAL_EXPERTS
+    return KernelKey("route", (), PAIRS_PER_CHUNK, counts_of_warps)
+
+
+@functools.cache
+def tiles_of_counts_key() -> KernelKey:
+    return KernelKey("tiles_of_counts", (), 1024)
+
+
+@functools.cache
+def tiles_of_ends_key() -> KernelKey:
+    return KernelKey("tiles_of_ends", (), 1024)
+
+
+@functools.cache
+def tiles_of_indices_key() -> KernelKey:
+    return KernelKey("tiles_of_indices", (), 1024)
+
+
+@functools.cache
+def quantize_key(ue8m0: bool, layout: Layout) -> KernelKey:
+    return KernelKey("quantize", (("UE8M0", int(ue8m0)), ("LAYOUT", int(layout))), 256)
+
+
+@functools.cache
+def silu_mul_quant_key(ue8m0: bool) -> KernelKey:
+    return KernelKey("silu_mul_quant", (("UE8M0", int(ue8m0)),), 256)
+
+
+@functools.cache
+def transpose_scales_key() -> KernelKey:
+    """A copy of scales for GEMMs that are called as ops, with scales in another order than the kernels read."""
+    return KernelKey("transpose_scales", (), 256)
+
+
+@functools.cache
+def combine_key() -> KernelKey:
+    return KernelKey("combine", (), 128)
+
+
+# ---- GEMMs of experts ----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def gate_up_key(ue8m0: bool, gather: bool) -> KernelKey:
+    """GEMM 1 of the experts with its activation and the quantization of the result, for many rows per expert.
+
+    With `gather` it gathers each expert's tokens from those of the step; else they are consecutive rows.
+    """
+    return KernelKey("gate_up", (("GATHER", int(gather)), ("UE8M0", int(ue8m0))), 384, SMEM_BYTES)
+
+
+@functools.cache
+def gate_up_few_rows_key(ue8m0: bool) -> KernelKey:
+    """`gate_up_key` for few rows per expert; it always gathers."""
+    return KernelKey("gate_up_few_rows", (("UE8M0", int(ue8m0)),), 384, SMEM_BYTES)
+
+
+@functools.cache
+def gate_up_small_batch_key(ue8m0: bool, padded_tokens: int, cluster: int) -> KernelKey:
+    """GEMM 1 of the experts of up to `padded_tokens` tokens, including their routing and quantization."""
+    (stages, _), (kib, _) = SMALL_BATCH_STAGES[padded_tokens, cluster], SMALL_BATCH_KIB[padded_tokens, cluster]
+    defines = (("CLUSTER", cluster), ("STAGES", stages), ("TOKENS", padded_tokens), ("UE8M0", int(ue8m0)))
+    warps = 8 + 1 + padded_tokens // cluster  # math, loads, and one per token that a block finishes
+    return KernelKey("gate_up_small_batch", defines, 32 * warps, kib * KIB)
+
+
+@functools.cache
+def grouped_gemm_key(output: Output, block_n: int = 256, keep_b: bool = False) -> KernelKey:
+    """GEMM with many rows per group, or with one group; `keep_b`: see `sm90.grouped.keeps_b`."""
+    defines = (("BLOCK_N", block_n), ("KEEP_B", int(keep_b)), ("OUTPUT", int(output)))
+    return KernelKey("grouped_gemm", defines, 384, SMEM_BYTES)
+
+
+@functools.cache
+def grouped_gemm_few_rows_key() -> KernelKey:
+    """GEMM with few rows per group. It leaves room on its SM for blocks of combine, which starts early (PDL)."""
+    return KernelKey("grouped_gemm_few_rows", (), 384, 211 * KIB)
+
+
+@functools.cache
+def down_small_batch_key(padded_tokens: int, cluster: int) -> KernelKey:
+    """GEMM 2 of the experts of up to `padded_tokens` tokens, including the weighted sum of each token's experts.
+
+    Args:
+        cluster: blocks per cluster of GEMM 1, which runs concurrently on the same SMs.
+    """
+    (_, stages), (_, kib) = SMALL_BATCH_STAGES[padded_tokens, cluster], SMALL_BATCH_KIB[padded_tokens, cluster]
+    return KernelKey("down_small_batch", (("STAGES", stages), ("TOKENS", padded_tokens)), 320, kib * KIB)
+
+
+# ---- dense GEMMs ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def dense_gemm_key(tile_m: int) -> KernelKey:
+    """Dense GEMM in tiles of `tile_m` rows, as wide as the plan says."""
+    return KernelKey("dense_gemm", (("BLOCK_M", tile_m),), tile_m * 2 + 128, SMEM_BYTES)
+
+
+@functools.cache
+def dense_gemm_many_rows_key(tile_n: int) -> KernelKey:
+    """Dense GEMM with many rows in tiles of 128 rows and `tile_n` columns."""
+    defines = (("CLUSTER", DENSE_CLUSTER), ("TILE_N", tile_n))
+    return KernelKey("dense_gemm_many_rows", defines, 384, SMEM_BYTES)
+
+
+@functools.cache
+def dense_gemm_few_rows_key() -> KernelKey:
+    """Dense GEMM with few rows and few columns."""
+    return KernelKey("dense_gemm_few_rows", (), 192, SMEM_BYTES)
+
+
+# ---- gradients of weights --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def k_grouped_gemm_key() -> KernelKey:
+    """GEMMs of groups that differ in K, up to `K_GROUPS` of them in a launch; it has as many stages as fit."""
+    return KernelKey("k_grouped_gemm", (("GROUPS", K_GROUPS),), 384, SMEM_BYTES)
+
+
+# ---- logits of a sparse-attention indexer ----------------------------------------------------------------------------
+
+
+@functools.cache
+def mqa_logits_key(heads: int) -> KernelKey:
+    """Logits of contiguous KV; it has as many stages as fit."""
+    return KernelKey("mqa_logits", (("HEADS", heads),), 384, SMEM_BYTES)
+
+
+@functools.cache
+def paged_mqa_logits_key(heads: int, next_n: int) -> KernelKey:
+    """Logits of paged KV; it has as many stages as fit. One for all `next_n` would take longer to start."""
+    return KernelKey("paged_mqa_logits", (("HEADS", heads), ("NEXT_N", next_n)), 384, SMEM_BYTES)
+
+
+@functools.cache
+def paged_mqa_metadata_key() -> KernelKey:
+    return KernelKey("paged_mqa_metadata", (), 256)

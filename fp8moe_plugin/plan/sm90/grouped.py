@@ -1,0 +1,115 @@
+"""Plans of grouped GEMMs: consecutive groups of rows, each multiplied by its own weights."""
+
+import functools
+from dataclasses import dataclass
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.plan.keys import KernelKey
+from fp8moe_plugin.plan.sm90.catalog import gate_up_key, grouped_gemm_few_rows_key, grouped_gemm_key
+from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.sm90.scratch import BatchedScratch, GroupedScratch, batched_scratch, grouped_scratch
+from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec, Output
+from fp8moe_plugin.plan.tuning import (
+    EARLY_BELOW,
+    EARLY_FROM,
+    FEW_ROWS_PER_EXPERT,
+    K_BLOCKS_PER_SETUP,
+    KEEP_B_UP_TO,
+    MULTIPROCESSORS,
+)
+
+
+@dataclass(frozen=True)
+class GroupedPlan:
+    """One grouped GEMM."""
+
+    kernel: KernelKey
+    blocks: int  # of the grid
+    tile_rows: int  # rows per tile: FEW_ROWS_TILE or MANY_ROWS_TILE
+    columns_at_once: int  # column tiles that a block takes at once, in the kernel for few rows
+    scratch: GroupedScratch
+
+
+@dataclass(frozen=True)
+class BatchedPlan:
+    """Both GEMMs of experts whose tokens arrive quantized and sorted, in tiles of MANY_ROWS_TILE rows."""
+
+    spec: LayerSpec
+    gate_up: KernelKey
+    down: KernelKey
+    blocks: int  # of both grids
+    early_down: bool  # GEMM 2 starts (PDL) before GEMM 1 has finished, and waits for the rows of each tile
+    scratch: BatchedScratch
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_grouped(
+    grouping: Grouping, rows: int, groups: int, n: int, k: int, expected_m: int, multiprocessors: int
+) -> GroupedPlan:
+    """Returns the plan of `[rows, k]` activations in at most `groups` groups, and `[groups, n, k]` weights.
+
+    Args:
+        rows: of all groups, including those without a result.
+        expected_m: rows per group on average; unused where each row has the index of its group.
+        multiprocessors: of the GPU.
+    """
+    if grouping.kind is GroupedBy.INDICES:
+        scratch = grouped_scratch(rows, rows, MANY_ROWS_TILE, indexed=True)
+        return GroupedPlan(grouped_key(MANY_ROWS_TILE), multiprocessors, MANY_ROWS_TILE, 1, scratch)
+    tile_rows = FEW_ROWS_TILE if expected_m <= FEW_ROWS_PER_EXPERT else MANY_ROWS_TILE
+    columns = columns_at_once(rows, groups, n, k) if tile_rows == FEW_ROWS_TILE else 1
+    scratch = grouped_scratch(rows, groups, tile_rows, indexed=False)
+    return GroupedPlan(grouped_key(tile_rows), multiprocessors, tile_rows, columns, scratch)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_batched(spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int = MULTIPROCESSORS) -> BatchedPlan:
+    """Returns the plan of `[experts, max_m]` rows; each expert has about `expected_m` of them."""
+    intermediate, keep_b = spec.shape.intermediate, keeps_b(expected_m, spec.shape.intermediate)
+    return BatchedPlan(
+        spec=spec,
+        gate_up=gate_up_key(spec.ue8m0, gather=False),
+        down=grouped_key(MANY_ROWS_TILE, keep_b),
+        blocks=multiprocessors,
+        early_down=starts_early(expected_m, intermediate),
+        scratch=batched_scratch(spec.shape.local_experts, max_m, intermediate, MANY_ROWS_TILE),
+    )
+
+
+def grouped_key(tile_rows: int, keep_b: bool = False) -> KernelKey:
+    """The grouped GEMM in tiles of `tile_rows`; `keep_b`: see `keeps_b`."""
+    return grouped_gemm_few_rows_key() if tile_rows == FEW_ROWS_TILE else grouped_gemm_key(Output.BF16, keep_b=keep_b)
+
+
+def starts_early(rows_per_expert: float, intermediate: int) -> bool:
+    """Whether GEMM 2 starts early (PDL), on SMs for which GEMM 1 has no tiles left, in tiles of MANY_ROWS_TILE rows.
+
+    With narrow experts and many rows GEMM 2 takes its tiles in a fixed order instead, which is 5% faster and needs all
+    blocks to start together; unless it `keeps_b`.
+
+    Args:
+        rows_per_expert: on average over the experts of all ranks.
+    """
+    narrow_and_many = intermediate < EARLY_FROM and rows_per_expert >= EARLY_BELOW
+    return not narrow_and_many or keeps_b(rows_per_expert, intermediate)
+
+
+def keeps_b(rows_per_expert: float, intermediate: int) -> bool:
+    """Whether each block of GEMM 2 takes a run of row tiles of the same columns and loads their weights once.
+
+    For tiles of MANY_ROWS_TILE rows. It pays if K is short, so that weights are most of what a tile loads, and if
+    experts have enough rows for long runs.
+    """
+    return intermediate <= KEEP_B_UP_TO and rows_per_expert >= EARLY_BELOW
+
+
+def columns_at_once(rows: int, groups: int, n: int, k: int) -> int:
+    """How many column tiles a block of grouped_gemm_few_rows takes at once, for `rows` rows in at most `groups` groups.
+
+    Enough to amortise the setup of a tile over about K_BLOCKS_PER_SETUP K blocks, but so that at least three quarters
+    of the SMs have work.
+    """
+    column_tiles, k_blocks = ceil_div(n, GROUP), k // GROUP
+    fits = [c for c in range(1, ceil_div(K_BLOCKS_PER_SETUP, k_blocks) + 1) if column_tiles % c == 0]
+    enough = [c for c in fits if min(rows, groups) * (column_tiles // c) >= MULTIPROCESSORS * 3 // 4]
+    return max(enough, default=1)

@@ -1,0 +1,133 @@
+"""Which kernels a layer may launch at any number of tokens, each with the reason that `warmup list` prints."""
+
+from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.plan.keys import KernelKey, KernelSet
+from fp8moe_plugin.plan.sm90.catalog import (
+    DENSE_CLUSTER_TILE_N,
+    DENSE_FEW_ROWS_TILE_M,
+    DENSE_TILE_M,
+    GROUPED_TILE_N,
+    MQA_NEXT_N,
+    SMALL_BATCH_STAGES,
+    choose_experts_key,
+    combine_key,
+    count_experts_key,
+    dense_gemm_few_rows_key,
+    dense_gemm_key,
+    dense_gemm_many_rows_key,
+    down_small_batch_key,
+    gate_up_few_rows_key,
+    gate_up_key,
+    gate_up_small_batch_key,
+    grouped_gemm_few_rows_key,
+    grouped_gemm_key,
+    k_grouped_gemm_key,
+    mqa_logits_key,
+    paged_mqa_logits_key,
+    paged_mqa_metadata_key,
+    quantize_key,
+    route_key,
+    router_gemm_key,
+    silu_mul_quant_key,
+    tiles_of_counts_key,
+    tiles_of_ends_key,
+    tiles_of_indices_key,
+    transpose_scales_key,
+)
+from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout
+from fp8moe_plugin.plan.sm90.layer import few_rows_tokens
+from fp8moe_plugin.plan.spec import Arrival, LayerSpec, Output
+from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEEP_B_UP_TO
+
+
+def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
+    """Returns every kernel that a mixture-of-experts layer may launch, with its reason."""
+    gemms = {
+        gate_up_key(spec.ue8m0, gather=False): f"GEMM 1 and SwiGLU of experts of more than {GATHER_UP_TO} channels in "
+        f"steps of more than {_few(spec)} tokens: prefill; and of batched experts",
+        grouped_gemm_key(Output.BF16): f"GEMM 2 of the experts in steps of more than {_few(spec)} tokens, and dense "
+        "GEMMs: prefill",
+        grouped_gemm_key(Output.BF16, keep_b=True): f"GEMM 2 of experts of up to {KEEP_B_UP_TO} channels, in steps of "
+        f"{EARLY_BELOW} or more tokens per expert",
+    }
+    if arrival is Arrival.BATCHED:
+        return gemms | {tiles_of_counts_key(): "tiles of batched experts, as DeepEP's low-latency mode hands them over"}
+    return gemms | _few_rows_kernels(spec) | _small_batch_kernels(spec.ue8m0) | _routing_kernels(spec)
+
+
+def _few(spec: LayerSpec) -> int:
+    return few_rows_tokens(spec.shape.topk, spec.shape.global_experts)
+
+
+def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
+    """The GEMMs of steps whose tokens are gathered."""
+    few, ue8m0 = _few(spec), spec.ue8m0
+    return {
+        grouped_gemm_few_rows_key(): f"GEMM 2 of the experts in steps of up to {few} tokens: decode",
+        gate_up_few_rows_key(ue8m0): f"GEMM 1 of the experts and SwiGLU in steps of up to {few} tokens: decode",
+        gate_up_key(ue8m0, gather=True): f"GEMM 1 and SwiGLU of experts of up to {GATHER_UP_TO} channels in steps of "
+        f"more than {few} tokens: prefill, with gathered tokens",
+        quantize_key(ue8m0, Layout.ROW_MAJOR): "quantization of the tokens where GEMM 1 gathers them",
+    }
+
+
+def _small_batch_kernels(ue8m0: bool) -> KernelSet:
+    found: KernelSet = {}
+    for padded_tokens, cluster in SMALL_BATCH_STAGES:
+        steps = f"in steps of up to {padded_tokens} tokens, hidden size up to {SMALL_BATCH_K_BLOCKS * GROUP * cluster}"
+        first = gate_up_small_batch_key(ue8m0, padded_tokens, cluster)
+        found[first] = f"routing, quantization, GEMM 1 and SwiGLU {steps}"
+        found[down_small_batch_key(padded_tokens, cluster)] = f"GEMM 2 and the weighted sum {steps}"
+    return found
+
+
+def _routing_kernels(spec: LayerSpec) -> KernelSet:
+    """What runs before and after the GEMMs."""
+    one_chunk = PAIRS_PER_CHUNK // spec.shape.topk
+    return {
+        quantize_key(spec.ue8m0, Layout.PERMUTED): "quantization of the tokens, with a copy for each of their experts",
+        router_gemm_key(): "logits of few tokens: the op router_gemm, and softmax routers under vLLM",
+        choose_experts_key(): "softmax top-k: the op choose_experts, and softmax routers under vLLM",
+        count_experts_key(): f"tokens of each expert, in steps of more than {one_chunk} tokens",
+        route_key(): "rows of each expert and their tiles",
+        combine_key(): "the weighted sum of each token's experts",
+    }
+
+
+def dense_kernels(ue8m0: bool) -> KernelSet:
+    """Returns every kernel that a dense layer may launch, with its reason."""
+    found: KernelSet = {
+        dense_gemm_few_rows_key(): f"dense GEMMs with few columns in steps of up to {DENSE_FEW_ROWS_TILE_M[-1]} tokens"
+    }
+    for tile_m in DENSE_TILE_M:
+        found[dense_gemm_key(tile_m)] = (
+            f"other dense GEMMs in steps of up to {DENSE_ROWS} tokens, or more where its tiles take fewer or shorter "
+            f"waves: tiles of {tile_m} rows"
+        )
+    for tile_n in DENSE_CLUSTER_TILE_N:
+        found[dense_gemm_many_rows_key(tile_n)] = (
+            f"dense GEMMs in steps of more than {DENSE_ROWS} tokens: prefill, tiles of {tile_n} columns"
+        )
+    return found | {
+        grouped_gemm_key(Output.BF16): "dense GEMMs: prefill",
+        quantize_key(ue8m0, Layout.K_MAJOR): "quantization of the activations of dense layers",
+    }
+
+
+def indexer_kernels(heads: int) -> KernelSet:
+    """Returns every kernel that an indexer with this number of heads launches, with its reason."""
+    found = {mqa_logits_key(heads): "the indexer's logits: prefill"}
+    for next_n in MQA_NEXT_N:
+        found[paged_mqa_logits_key(heads, next_n)] = (
+            f"the indexer's logits of paged KV for {next_n} tokens of each request: decode"
+        )
+    return found | {paged_mqa_metadata_key(): "the indexer's logits of paged KV: which block computes which part"}
+
+
+def op_kernels() -> list[KernelKey]:
+    """Returns the kernels that only direct calls of the ops launch."""
+    outputs = (Output.BF16_DIRECT, Output.F32_DIRECT)
+    dense = [grouped_gemm_key(output, tile_n) for output in outputs for tile_n in GROUPED_TILE_N]
+    silu = [silu_mul_quant_key(ue8m0) for ue8m0 in (False, True)]
+    layouts = tiles_of_ends_key(), tiles_of_indices_key(), transpose_scales_key()
+    return [*dense, *silu, *layouts, k_grouped_gemm_key()]

@@ -1,0 +1,243 @@
+"""The plan of a step: what a mixture-of-experts layer chooses by its spec and the number of tokens.
+
+With `batch_invariant` every sum is computed in the same order for any number of tokens: K is never split, and
+the small-batch kernels are not used. The tiles may still depend on the number of tokens, because wgmma rounds the same
+whether the tokens are its first or its second operand. PTX does not guarantee that;
+tests/gpu/test_batch_invariance.py checks it for every tile size.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.plan.keys import KernelKey
+from fp8moe_plugin.plan.sm90.catalog import (
+    SMALL_BATCH_HIDDEN,
+    SMALL_BATCH_STAGES,
+    SMALL_BATCH_TOKENS,
+    down_small_batch_key,
+    gate_up_few_rows_key,
+    gate_up_key,
+    gate_up_small_batch_key,
+    quantize_key,
+)
+from fp8moe_plugin.plan.sm90.constants import (
+    FEW_ROWS_TILE,
+    MANY_ROWS_TILE,
+    MAX_CLUSTER_SPLITS,
+    MAX_GATE_UP_SPLITS,
+    SMALL_BATCH_K_BLOCKS,
+    SMALL_BATCH_PAIRS,
+    Layout,
+)
+from fp8moe_plugin.plan.sm90.grouped import columns_at_once, grouped_key, keeps_b, starts_early
+from fp8moe_plugin.plan.sm90.scratch import (
+    SmallBatchScratch,
+    SortedScratch,
+    row_counters,
+    small_batch_scratch,
+    sorted_scratch,
+)
+from fp8moe_plugin.plan.sm90.tiles import route_chunks
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
+from fp8moe_plugin.plan.tuning import (
+    DOWN_BLOCKS,
+    FEW_ROWS_PER_EXPERT,
+    GATHER_UP_TO,
+    MIN_K_BLOCKS,
+    MULTIPROCESSORS,
+    SMALL_BATCH_BYTES,
+    SPARE_MULTIPROCESSORS,
+    SPLIT_BYTES,
+    TILES_PER_CLUSTER,
+)
+
+
+# Plans are compared by identity, which is fast: a layer has one plan for each number of tokens.
+@dataclass(frozen=True, eq=False)
+class SmallBatchStep:
+    """A step of few tokens: two kernels, which find the tokens of each expert themselves."""
+
+    spec: LayerSpec
+    tokens: int
+    padded_tokens: int  # 8 or 16
+    cluster: int  # blocks that share a tile of GEMM 1 by splitting K
+    clusters: int  # in the grid of GEMM 1
+    down_splits: int  # blocks that share 128 channels of GEMM 2 by splitting K
+    gate_up: KernelKey
+    down: KernelKey
+    scratch: SmallBatchScratch
+
+
+@dataclass(frozen=True, eq=False)
+class SortedStep:
+    """A step of more tokens: rows are sorted by expert and cut into tiles, which both GEMMs share."""
+
+    spec: LayerSpec
+    tokens: int
+    blocks: int  # in the grids of GEMMs whose blocks take tiles from a queue
+    tile_rows: int  # rows per tile: FEW_ROWS_TILE or MANY_ROWS_TILE
+    route_chunks: int  # blocks of route; with more than one, count_experts runs first
+    gathers: bool  # GEMM 1 gathers the tokens of its rows, instead of reading a copy for each expert
+    k_splits: int  # blocks that share a tile of GEMM 1 by splitting K
+    row_counters: int  # counters per row tile of GEMM 1
+    early_down: bool  # GEMM 2 starts (PDL) before GEMM 1 has finished, and waits for the rows of each tile
+    keep_b: bool  # GEMM 2 keeps weights in shared memory from tile to tile
+    columns_at_once: int  # column tiles that a block of GEMM 2 takes at once, in the kernel for few rows
+    quantize: KernelKey
+    gate_up: KernelKey
+    down: KernelKey
+    scratch: SortedScratch
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of all experts if no id is out of range."""
+        return self.tokens * self.spec.shape.topk
+
+    @property
+    def few_rows(self) -> bool:
+        """Whether the GEMMs are those for few rows per expert, which stream the weights."""
+        return self.tile_rows == FEW_ROWS_TILE
+
+
+StepPlan = SmallBatchStep | SortedStep
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_layer(spec: LayerSpec, tokens: int, multiprocessors: int = MULTIPROCESSORS) -> StepPlan:
+    """Returns the plan of a step of `tokens` tokens, at least 1.
+
+    Args:
+        multiprocessors: of the GPU.
+    """
+    shape = spec.shape
+    padded_tokens = 0 if spec.batch_invariant else small_batch_tokens(shape, tokens)
+    if padded_tokens and small_batch_fits(shape, padded_tokens, multiprocessors):
+        return small_batch_step(spec, tokens, padded_tokens, multiprocessors)
+    few_rows = tokens <= few_rows_tokens(shape.topk, shape.global_experts)
+    return sorted_step(spec, tokens, FEW_ROWS_TILE if few_rows else MANY_ROWS_TILE, multiprocessors)
+
+
+def few_rows_tokens(topk: int, global_experts: int) -> int:
+    """The most tokens for which a layer takes the kernels for few rows, which stream the weights.
+
+    Beyond, too many experts have more than FEW_ROWS_TILE rows, and load their weights twice.
+    """
+    return FEW_ROWS_PER_EXPERT * global_experts // topk
+
+
+# ---- small batches -------------------------------------------------------------------------------------------------
+
+
+def small_batch_tokens(shape: MoeShape, tokens: int) -> int:
+    """Padded token count (8 or 16), or 0 if the small-batch path does not apply.
+
+    Every tile multiplies all tokens of the batch, though an expert has only some of them. That costs nothing while the
+    kernels are bound by loading weights, and saves the launches that sort the tokens. If a rank is expected to read
+    many weights, the other kernels stream them 3% faster. With more than 8 tokens, each block of a cluster needs
+    MIN_K_BLOCKS, which it does not have if `hidden` is small.
+    """
+    topk, hidden, intermediate, local_experts, global_experts = shape
+    pairs = tokens * topk
+    if pairs > SMALL_BATCH_PAIRS or topk > 32 or hidden > SMALL_BATCH_HIDDEN:
+        return 0
+    if 3 * hidden * intermediate * pairs * local_experts / global_experts > SMALL_BATCH_BYTES:
+        return 0
+    fewer, more = SMALL_BATCH_TOKENS
+    if tokens <= fewer:
+        return fewer
+    k_blocks = hidden // GROUP // gate_up_cluster(more, hidden)
+    return more if tokens <= more and k_blocks >= MIN_K_BLOCKS else 0
+
+
+def small_batch_fits(shape: MoeShape, padded_tokens: int, multiprocessors: int) -> bool:
+    """Whether the smallest grids of both kernels have no more blocks than there are multiprocessors."""
+    return max(2 * gate_up_cluster(padded_tokens, shape.hidden), shape.hidden // GROUP) <= multiprocessors
+
+
+def small_batch_step(spec: LayerSpec, tokens: int, padded_tokens: int, multiprocessors: int) -> SmallBatchStep:
+    """Returns the plan of at most `padded_tokens` tokens for the small-batch kernels."""
+    shape = spec.shape
+    cluster = gate_up_cluster(padded_tokens, shape.hidden)
+    tiles = min(tokens * shape.topk, shape.local_experts) * (shape.intermediate // GROUP)
+    return SmallBatchStep(
+        spec=spec,
+        tokens=tokens,
+        padded_tokens=padded_tokens,
+        cluster=cluster,
+        clusters=gate_up_clusters(tiles, multiprocessors, cluster),
+        down_splits=down_splits(shape.hidden, padded_tokens, multiprocessors),
+        gate_up=gate_up_small_batch_key(spec.ue8m0, padded_tokens, cluster),
+        down=down_small_batch_key(padded_tokens, cluster),
+        scratch=small_batch_scratch(shape, tokens, padded_tokens),
+    )
+
+
+def gate_up_cluster(padded_tokens: int, hidden: int) -> int:
+    """Blocks that share a tile of gate_up_small_batch by splitting K: as few as can hold K."""
+    clusters = (cluster for tokens, cluster in SMALL_BATCH_STAGES if tokens == padded_tokens)
+    return min(cluster for cluster in clusters if hidden <= SMALL_BATCH_K_BLOCKS * GROUP * cluster)
+
+
+def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
+    """How many clusters of gate_up_small_batch share at most `tiles` tiles.
+
+    With many tiles, fewer than one block per SM: the GPCs do not divide evenly into clusters, so the last clusters
+    would share SMs with others. With few tiles per cluster, sharing costs less than another wave of tiles.
+    """
+    clusters = max(multiprocessors // cluster, 2)
+    fewer = max(clusters - SPARE_MULTIPROCESSORS // cluster, 1)
+    return min(tiles, clusters if tiles <= TILES_PER_CLUSTER * clusters else fewer)
+
+
+def down_splits(hidden: int, padded_tokens: int, multiprocessors: int = MULTIPROCESSORS) -> int:
+    """Blocks that share 128 channels of down_small_batch by splitting K.
+
+    As few as keep up with GEMM 1, which runs concurrently: more would take memory bandwidth from it.
+    """
+    columns = hidden // GROUP
+    wanted = min(ceil_div(DOWN_BLOCKS[padded_tokens], columns), MAX_CLUSTER_SPLITS)
+    return min(wanted, max(multiprocessors // columns, 1))
+
+
+# ---- steps whose rows are sorted by expert -------------------------------------------------------------------------
+
+
+def sorted_step(spec: LayerSpec, tokens: int, tile_rows: int, multiprocessors: int = MULTIPROCESSORS) -> SortedStep:
+    """Returns the plan of a step in tiles of `tile_rows` rows."""
+    shape = spec.shape
+    topk, hidden, intermediate, local_experts, global_experts = shape
+    rows, few_rows = tokens * topk, tile_rows == FEW_ROWS_TILE
+    rows_per_expert = rows / global_experts
+    gathers = few_rows or intermediate <= GATHER_UP_TO
+    splits = k_splits(rows, shape) if few_rows and not spec.batch_invariant else 1
+    counters = row_counters(intermediate, splits, tile_rows)
+    keep_b = not few_rows and keeps_b(rows_per_expert, intermediate)
+    return SortedStep(
+        spec=spec,
+        tokens=tokens,
+        blocks=multiprocessors,
+        tile_rows=tile_rows,
+        route_chunks=route_chunks(rows),
+        gathers=gathers,
+        k_splits=splits,
+        row_counters=counters,
+        early_down=few_rows or starts_early(rows_per_expert, intermediate),
+        keep_b=keep_b,
+        columns_at_once=columns_at_once(rows, local_experts, hidden, intermediate) if few_rows else 1,
+        quantize=quantize_key(spec.ue8m0, Layout.ROW_MAJOR if gathers else Layout.PERMUTED),
+        gate_up=gate_up_few_rows_key(spec.ue8m0) if few_rows else gate_up_key(spec.ue8m0, gathers),
+        down=grouped_key(tile_rows, keep_b),
+        scratch=sorted_scratch(shape, tokens, tile_rows, gathers, splits, counters),
+    )
+
+
+def k_splits(rows: int, shape: MoeShape) -> int:
+    """How many blocks share a tile of gate_up_few_rows by splitting K.
+
+    As many as give each SM of an H200 at most one part, while the partial sums, which go through global memory, are at
+    most SPLIT_BYTES. This depends on the number of tokens, but not on their routing.
+    """
+    tiles, nbytes = min(rows, shape.local_experts) * (shape.intermediate // GROUP), 8 * rows * shape.intermediate
+    limit = min(MULTIPROCESSORS // tiles, SPLIT_BYTES // nbytes)
+    return max((s for s in (1, 2, 4, MAX_GATE_UP_SPLITS) if shape.hidden // GROUP % s == 0 and s <= limit), default=1)

@@ -1,0 +1,96 @@
+"""What a mixture-of-experts layer is: all that its plans depend on, except the number of tokens."""
+
+from enum import IntEnum, StrEnum
+from typing import NamedTuple
+
+from fp8moe_plugin.checkpoint.shapes import Experts
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, WeightFormat
+
+
+class MoeShape(NamedTuple):
+    """The sizes of a layer on one rank."""
+
+    topk: int  # experts of a token; with a shared expert, one more than the router chooses
+    hidden: int
+    intermediate: int  # on this rank
+    local_experts: int
+    global_experts: int  # over all ranks
+
+    @classmethod
+    def of(cls, local: Experts, global_experts: int) -> "MoeShape":
+        """Returns the shape of a layer, given its part on one rank."""
+        return cls(local.topk, local.hidden, local.intermediate, local.experts, global_experts)
+
+    def with_shared_expert(self) -> "MoeShape":
+        """Returns the shape with one more expert, which every token has."""
+        more = {name: getattr(self, name) + 1 for name in ("topk", "local_experts", "global_experts")}
+        return self._replace(**more)
+
+
+class Activation(NamedTuple):
+    """The activation between both GEMMs: `act(gate) * (up + beta)`, with `act(x) = x * sigmoid(alpha * x)` for "silu".
+
+    `limit`: gate is clamped to at most this value, and up to its magnitude; None: neither is clamped.
+    """
+
+    kind: str = "silu"
+    limit: float | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+
+
+SILU = Activation()
+
+
+class LayerSpec(NamedTuple):
+    """A layer. A NamedTuple, because every call of the layer hashes one."""
+
+    shape: MoeShape
+    weights: WeightFormat = FP8_BLOCK
+    ue8m0: bool = False  # scales of activations are powers of two
+    activation: Activation = SILU
+    bias: bool = False  # both GEMMs add a bias
+    shared_expert: bool = False  # every token also has the last expert, with weight 1 and no column in the ids
+    routed_scale: float = 1.0  # multiplies the router's weights
+    batch_invariant: bool = False  # a token's bits depend neither on the other tokens nor on their number
+
+
+def layer_refusal(spec: LayerSpec) -> str | None:
+    """Returns what of a layer no kernel computes, or None."""
+    if spec.weights != FP8_BLOCK:
+        return f"weights in the format {spec.weights.name}"
+    if spec.activation.kind != SILU.kind:
+        return f"another activation than SiLU ({spec.activation.kind})"
+    if spec.bias or spec.activation != SILU:
+        return "a bias or a modified SwiGLU"
+    return None
+
+
+class Arrival(StrEnum):
+    """How the rows of tokens arrive at the experts. The values are the layout's names in log and metrics."""
+
+    STANDARD = "contiguous"  # bfloat16 tokens in any order, with the ids of their experts
+    BATCHED = "masked"  # quantized by an all-to-all, and sorted by expert into `[E, max_m]` rows
+
+
+class Output(IntEnum):
+    """How a dense GEMM writes its result."""
+
+    BF16 = 0  # staged in shared memory, stored by TMA
+    BF16_DIRECT = 1  # from registers, with an optional addend
+    F32_DIRECT = 2  # the same in float32
+
+
+class GroupedBy(StrEnum):
+    """What assigns the rows of a grouped GEMM to groups."""
+
+    INDICES = "indices"  # int32 [rows], the group of each row
+    COUNTS = "counts"  # int32 [groups], the first rows of each group of [groups, max_m]
+    ENDS = "ends"  # int32 [groups], where the rows of each group end
+
+
+class Grouping(NamedTuple):
+    """The layout of a grouped GEMM's rows."""
+
+    kind: GroupedBy
+    alignment: int = 1  # for ENDS: a group begins at the next multiple

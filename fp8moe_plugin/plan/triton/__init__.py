@@ -1,0 +1,1 @@
+"""Keys, plans and kernel sets of the Triton kernels."""

@@ -1,0 +1,151 @@
+"""The Triton kernels, and what each is compiled with: a closed set of tiles for each GPU."""
+
+import functools
+from dataclasses import dataclass
+
+from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS, ceil_div
+from fp8moe_plugin.plan.keys import HOPPER, KIB, KernelKey
+
+# The GPUs that Triton kernels are compiled for: compute capability, and shared memory of a block.
+TARGETS = {
+    "sm_89": ((8, 9), 99 * KIB),
+    "sm_90": ((9, 0), 227 * KIB),
+    "sm_100": ((10, 0), 227 * KIB),
+    "sm_103": ((10, 3), 227 * KIB),
+    "sm_120": ((12, 0), 99 * KIB),
+    "sm_121": ((12, 1), 99 * KIB),
+}
+GPUS = {target.replace("_", ""): target for target in TARGETS}  # as the warm-up calls them
+CHUNK = 128  # (token, expert) pairs that a program of the routing kernels looks at together
+MAX_CHUNKS = 128  # programs of these kernels in a long step; each reads the counts of all
+PADDED_EXPERTS = (256, MAX_LOCAL_EXPERTS)
+QUANTIZE_ROWS = 8
+MORE_QUANTIZE_ROWS = 32  # beside programs that count, whose registers let fewer programs share an SM
+COMBINE_CHANNELS = 1024
+TABLE_BLOCK = 1024  # groups or rows that the kernels of tile tables look at together
+
+
+@dataclass(frozen=True)
+class TritonKey(KernelKey):
+    """A kernel `source` of `triton_kernels`. `defines` are its constexpr parameters.
+
+    Its `smem_bytes` are 0: how much shared memory it needs is known once it is compiled, and stands in its file.
+    """
+
+    stages: int = 1  # of the pipeline of loads
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} ({self.target})"
+
+
+def target_of(capability: tuple[int, int] | None) -> str | None:
+    """The target of a compute capability, None for GPUs that Triton kernels are not compiled for."""
+    return next((target for target, (served, _) in TARGETS.items() if served == capability), None)
+
+
+def _key(target: str, source: str, warps: int = 4, stages: int = 1, **constants: int) -> TritonKey:
+    constants["PDL"] = int(TARGETS[target][0] >= HOPPER)
+    return TritonKey(f"triton_{source}", tuple(sorted(constants.items())), 32 * warps, 0, target, stages)
+
+
+# ---- routing and quantization --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def quantize_route_key(target: str, ue8m0: bool, experts: int) -> TritonKey:
+    """Quantization of a layer's tokens, and the routing of up to CHUNK pairs."""
+    padded = padded_experts(experts)
+    return _key(target, "quantize_route", CHUNK=CHUNK, EXPERTS=padded, ROWS=QUANTIZE_ROWS, UE8M0=int(ue8m0))
+
+
+@functools.cache
+def quantize_count_key(target: str, ue8m0: bool, experts: int) -> TritonKey:
+    """Quantization of a layer's tokens, and the counts that `route_key` needs."""
+    padded = padded_experts(experts)
+    return _key(target, "quantize_count", CHUNK=CHUNK, EXPERTS=padded, ROWS=MORE_QUANTIZE_ROWS, UE8M0=int(ue8m0))
+
+
+@functools.cache
+def route_key(target: str, experts: int) -> TritonKey:
+    return _key(target, "route", warps=8, CHUNK=CHUNK, EXPERTS=padded_experts(experts))
+
+
+def route_chunks(pairs: int) -> tuple[int, int]:
+    """The programs of the routing kernels, and how many times CHUNK pairs each does; one program needs one kernel."""
+    parts = ceil_div(pairs, CHUNK * MAX_CHUNKS)
+    return ceil_div(pairs, CHUNK * parts), parts
+
+
+def padded_experts(experts: int) -> int:
+    """Local experts that the kernels of routing count, at least so many."""
+    return next(padded for padded in PADDED_EXPERTS if experts <= padded)
+
+
+@functools.cache
+def tiles_of_counts_key(target: str) -> TritonKey:
+    return _key(target, "tiles_of_counts", BLOCK=TABLE_BLOCK)
+
+
+@functools.cache
+def tiles_of_indices_key(target: str) -> TritonKey:
+    return _key(target, "tiles_of_indices", BLOCK=TABLE_BLOCK)
+
+
+@functools.cache
+def quantize_key(target: str, ue8m0: bool) -> TritonKey:
+    return _key(target, "quantize", ROWS=QUANTIZE_ROWS, UE8M0=int(ue8m0))
+
+
+@functools.cache
+def silu_mul_quant_key(target: str, ue8m0: bool) -> TritonKey:
+    return _key(target, "silu_mul_quant", ROWS=QUANTIZE_ROWS, UE8M0=int(ue8m0))
+
+
+@functools.cache
+def gate_up_small_batch_key(target: str, ue8m0: bool) -> TritonKey:
+    return _key(target, "gate_up_small_batch", BLOCK_N=4, GROUPS=16, UE8M0=int(ue8m0))
+
+
+@functools.cache
+def down_small_batch_key(target: str, ue8m0: bool) -> TritonKey:
+    return _key(target, "down_small_batch", BLOCK_N=8, GROUPS=16, UE8M0=int(ue8m0))
+
+
+@functools.cache
+def combine_key(target: str) -> TritonKey:
+    return _key(target, "combine", BLOCK=COMBINE_CHANNELS)
+
+
+# ---- GEMMs ---------------------------------------------------------------------------------------------------------
+
+FEW_ROWS, MORE_ROWS, MANY_ROWS = 16, 64, 128  # rows of a tile; with the fewest, products are transposed
+TILE_N = 128  # columns
+NARROW_TILE_N = 32  # with FEW_ROWS, where wider tiles would be too few
+NARROW_STAGES = 8  # which are as many bytes in flight as two of a wide tile
+
+
+EXPERT_TILE_ROWS = FEW_ROWS, MORE_ROWS  # per tile of experts
+DENSE_TILE_ROWS = FEW_ROWS, MORE_ROWS, MANY_ROWS  # per tile of dense GEMMs
+
+
+@functools.cache
+def gate_up_key(target: str, rows: int, ue8m0: bool) -> TritonKey:
+    """GEMM 1 of the experts with its activation and the quantization of the result, in tiles of so many rows."""
+    swap, warps = int(rows == FEW_ROWS), 4 if rows == FEW_ROWS else 8
+    stages = 4 if _is_large(target) else 3
+    return _key(target, "gate_up", warps, stages, BLOCK_M=rows, SWAP=swap, UE8M0=int(ue8m0))
+
+
+@functools.cache
+def gemm_key(target: str, rows: int, columns: int = TILE_N, f32: bool = False) -> TritonKey:
+    """A GEMM of bfloat16 results, or float32 ones."""
+    swap, warps = int(rows == FEW_ROWS and columns == TILE_N), 8 if rows == MANY_ROWS else 4
+    # With few rows, so few that several blocks share an SM: while one stores its tile, others load.
+    stages = 3 if rows == FEW_ROWS or not _is_large(target) else 4
+    stages = NARROW_STAGES if columns == NARROW_TILE_N else stages
+    return _key(target, "gemm", warps, stages, BLOCK_M=rows, BLOCK_N=columns, F32=int(f32), SWAP=swap)
+
+
+def _is_large(target: str) -> bool:
+    """Whether shared memory holds four stages of any tile."""
+    return TARGETS[target][1] >= 227 * KIB

@@ -1,0 +1,61 @@
+"""Which Triton kernels a layer may launch at any number of tokens, each with the reason that `warmup list` prints."""
+
+from fp8moe_plugin.plan.keys import KernelKey, KernelSet
+from fp8moe_plugin.plan.spec import Arrival, LayerSpec
+from fp8moe_plugin.plan.triton.catalog import (
+    CHUNK,
+    DENSE_TILE_ROWS,
+    EXPERT_TILE_ROWS,
+    FEW_ROWS,
+    MORE_ROWS,
+    NARROW_TILE_N,
+    PADDED_EXPERTS,
+    combine_key,
+    down_small_batch_key,
+    gate_up_key,
+    gate_up_small_batch_key,
+    gemm_key,
+    quantize_count_key,
+    quantize_key,
+    quantize_route_key,
+    route_key,
+    silu_mul_quant_key,
+    tiles_of_counts_key,
+    tiles_of_indices_key,
+)
+
+
+def layer_kernels(target: str, spec: LayerSpec, arrival: Arrival) -> KernelSet:
+    """Returns every kernel that a mixture-of-experts layer may launch, with its reason."""
+    reasons: KernelSet = {}
+    ue8m0 = spec.ue8m0
+    for rows in EXPERT_TILE_ROWS:
+        reasons[gate_up_key(target, rows, ue8m0)] = f"GEMM 1 of the experts and SwiGLU, in tiles of {rows} rows"
+        reasons[gemm_key(target, rows)] = f"GEMM 2 of the experts, and dense GEMMs, in tiles of {rows} rows"
+    if arrival is Arrival.BATCHED:
+        reasons[tiles_of_counts_key(target)] = "tiles of batched experts, as DeepEP's low-latency mode hands them over"
+        return reasons
+    for experts in PADDED_EXPERTS:
+        both = quantize_route_key(target, ue8m0, experts)
+        reasons[both] = f"quantization and rows of up to {experts} experts, in steps of up to {CHUNK} pairs"
+        counts = quantize_count_key(target, ue8m0, experts)
+        reasons[counts] = f"quantization, and tokens of each of up to {experts} experts, in longer steps"
+        reasons[route_key(target, experts)] = f"rows of up to {experts} experts and their tiles, in longer steps"
+    return reasons | {
+        gate_up_small_batch_key(target, ue8m0): "GEMM 1 of the experts and SwiGLU, in steps of few tokens",
+        down_small_batch_key(target, ue8m0): "GEMM 2 of the experts and the weighted sum, in steps of few tokens",
+        combine_key(target): "the weighted sum of each token's experts",
+    }
+
+
+def dense_kernels(target: str, ue8m0: bool) -> KernelSet:
+    """Returns every kernel that a dense layer may launch, with its reason."""
+    narrow: KernelSet = {gemm_key(target, FEW_ROWS, NARROW_TILE_N): "dense GEMMs of few rows and columns"}
+    gemms: KernelSet = {gemm_key(target, rows): f"dense GEMMs, in tiles of {rows} rows" for rows in DENSE_TILE_ROWS}
+    return narrow | gemms | {quantize_key(target, ue8m0): "quantization of the activations of dense layers"}
+
+
+def op_kernels(target: str) -> list[KernelKey]:
+    """Returns the kernels that only direct calls of the ops launch."""
+    silu = (silu_mul_quant_key(target, ue8m0) for ue8m0 in (False, True))
+    return [gemm_key(target, MORE_ROWS, f32=True), tiles_of_indices_key(target), *silu]

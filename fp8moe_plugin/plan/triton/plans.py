@@ -1,0 +1,241 @@
+"""Plans of the Triton kernels: which of them a call launches, in which tiles."""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.plan.scratch import offsets, scale_pitch, tile_capacity
+from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec
+from fp8moe_plugin.plan.triton.catalog import (
+    FEW_ROWS,
+    MANY_ROWS,
+    MORE_ROWS,
+    NARROW_TILE_N,
+    TILE_N,
+    TritonKey,
+    down_small_batch_key,
+    gate_up_key,
+    gate_up_small_batch_key,
+    gemm_key,
+    padded_experts,
+    route_chunks,
+)
+from fp8moe_plugin.plan.tuning import TRITON_DENSE_SHARE, TRITON_FEW_ROWS, TRITON_SMALL_BATCH
+
+
+class TritonScratch(NamedTuple):
+    """Scratch memory of a layer; `rows` is T * topk."""
+
+    x: int  # e4m3 [T, H]
+    x_scales: int  # float32 [T, H / 128]
+    slots: int  # int32 [T, topk]: the row of each (token, expert) pair, -1 for none
+    tokens: int  # int32 [rows]: the token of each row
+    counts: int  # int32 [chunks, padded experts], see triton_kernels/route.py
+    table: int  # int32 [tiles, 4], see triton_kernels/route.py
+    num_tiles: int  # int32 [2]: the number of tiles, and of rows
+    inner: int  # e4m3 [rows, I]
+    inner_scales: int  # float32, of inner, K-major
+    down: int  # bfloat16 [rows, H]
+    nbytes: int
+
+
+class TritonSmallBatchScratch(NamedTuple):
+    """Scratch memory of a layer in a step of few tokens."""
+
+    inner: int  # bfloat16 [T * topk, I]
+    nbytes: int
+
+
+class TritonBatchedScratch(NamedTuple):
+    """Scratch memory of `batched_experts`; `rows` is E * max_m."""
+
+    table: int
+    num_tiles: int
+    inner: int  # e4m3 [rows, I]
+    inner_scales: int  # float32, of inner, K-major
+    nbytes: int
+
+
+class TritonGroupedScratch(NamedTuple):
+    """Scratch memory of a grouped GEMM."""
+
+    table: int
+    num_tiles: int
+    nbytes: int
+
+
+# Plans are compared by identity, which is fast: a shape has one plan for each number of tokens.
+@dataclass(frozen=True, eq=False)
+class TritonStep:
+    """A step of a layer of experts."""
+
+    target: str
+    spec: LayerSpec
+    tokens: int
+    tile_rows: int
+    tiles: int  # the most row tiles there can be
+    gate_up: TritonKey
+    down: TritonKey
+    scratch: TritonScratch
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of all experts if no id is out of range."""
+        return self.tokens * self.spec.shape.topk
+
+
+@dataclass(frozen=True, eq=False)
+class TritonSmallBatchStep:
+    """A step of few tokens: two kernels, whose programs find the experts of their pairs themselves."""
+
+    target: str
+    spec: LayerSpec
+    tokens: int
+    gate_up: TritonKey
+    down: TritonKey
+    scratch: TritonSmallBatchScratch
+
+
+TritonStepPlan = TritonStep | TritonSmallBatchStep
+
+
+@dataclass(frozen=True)
+class TritonGrouped:
+    """One grouped GEMM."""
+
+    target: str
+    kernel: TritonKey
+    tile_rows: int
+    tiles: int
+    scratch: TritonGroupedScratch
+
+
+@dataclass(frozen=True)
+class TritonBatched:
+    """Both GEMMs of experts whose tokens arrive quantized and sorted."""
+
+    target: str
+    spec: LayerSpec
+    gate_up: TritonKey
+    down: TritonKey
+    tile_rows: int
+    tiles: int
+    scratch: TritonBatchedScratch
+
+
+@dataclass(frozen=True, eq=False)
+class TritonDense:
+    """One dense GEMM."""
+
+    kernel: TritonKey
+    tile_m: int
+    tile_n: int
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_layer(target: str, spec: LayerSpec, tokens: int) -> TritonStepPlan:
+    """Returns the plan of a step of `tokens` tokens, at least 1."""
+    rows_per_expert = tokens * spec.shape.topk / spec.shape.global_experts
+    if not spec.batch_invariant and rows_per_expert <= TRITON_SMALL_BATCH:
+        return triton_small_batch_step(target, spec, tokens)
+    return triton_step(target, spec, tokens, MORE_ROWS if spec.batch_invariant else rows_of_tiles(rows_per_expert))
+
+
+def triton_small_batch_step(target: str, spec: LayerSpec, tokens: int) -> TritonSmallBatchStep:
+    """Returns the plan of a step whose tokens rarely share an expert."""
+    inner = 2 * tokens * spec.shape.topk * spec.shape.intermediate
+    return TritonSmallBatchStep(
+        target=target,
+        spec=spec,
+        tokens=tokens,
+        gate_up=gate_up_small_batch_key(target, spec.ue8m0),
+        down=down_small_batch_key(target, spec.ue8m0),
+        scratch=TritonSmallBatchScratch(*offsets(inner)),
+    )
+
+
+def triton_step(target: str, spec: LayerSpec, tokens: int, height: int) -> TritonStep:
+    """Returns the plan of a step in tiles of `height` rows."""
+    topk, hidden, intermediate, experts, _ = spec.shape
+    rows = tokens * topk
+    tiles, (chunks, _) = tile_capacity(rows, experts, height), route_chunks(rows)
+    sizes = (
+        tokens * hidden,
+        4 * tokens * (hidden // GROUP),
+        4 * rows,
+        4 * rows,
+        4 * chunks * padded_experts(experts),
+        16 * tiles,
+        8,
+        rows * intermediate,
+        4 * scale_pitch(rows) * (intermediate // GROUP),
+        2 * rows * hidden,
+    )
+    return TritonStep(
+        target=target,
+        spec=spec,
+        tokens=tokens,
+        tile_rows=height,
+        tiles=tiles,
+        gate_up=gate_up_key(target, height, spec.ue8m0),
+        down=gemm_key(target, height),
+        scratch=TritonScratch(*offsets(*sizes)),
+    )
+
+
+def rows_of_tiles(rows_per_expert: float) -> int:
+    """Rows of the tiles of experts that have so many on average."""
+    return FEW_ROWS if rows_per_expert <= TRITON_FEW_ROWS else MORE_ROWS
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_batched(target: str, spec: LayerSpec, max_m: int, expected_m: int) -> TritonBatched:
+    """Returns the plan of `[experts, max_m]` rows; each expert has about `expected_m` of them."""
+    height = MORE_ROWS if spec.batch_invariant else rows_of_tiles(expected_m)
+    experts, intermediate = spec.shape.local_experts, spec.shape.intermediate
+    rows, tiles = experts * max_m, experts * ceil_div(max_m, height)
+    inner = rows * intermediate, 4 * scale_pitch(rows) * (intermediate // GROUP)
+    return TritonBatched(
+        target=target,
+        spec=spec,
+        gate_up=gate_up_key(target, height, spec.ue8m0),
+        down=gemm_key(target, height),
+        tile_rows=height,
+        tiles=tiles,
+        scratch=TritonBatchedScratch(*offsets(16 * tiles, 8, *inner)),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_grouped(target: str, grouping: Grouping, rows: int, groups: int, expected_m: int) -> TritonGrouped:
+    """Returns the plan of `rows` rows in at most `groups` groups.
+
+    Args:
+        rows: of all groups, including those without a result.
+        expected_m: rows per group on average; unused where each row has the index of its group.
+    """
+    indexed = grouping.kind is GroupedBy.INDICES
+    height = MORE_ROWS if indexed else rows_of_tiles(expected_m)
+    tiles = tile_capacity(rows, rows if indexed else groups, height)
+    return TritonGrouped(target, gemm_key(target, height), height, tiles, TritonGroupedScratch(*offsets(16 * tiles, 8)))
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_dense(target: str, m: int, n: int, f32: bool, multiprocessors: int, batch_invariant: bool) -> TritonDense:
+    """Returns the plan of a GEMM of m rows and n columns.
+
+    Args:
+        f32: the result is float32, not bfloat16.
+        multiprocessors: of the GPU.
+        batch_invariant: the same tiles for any number of rows.
+    """
+    if f32 or batch_invariant:
+        return TritonDense(gemm_key(target, MORE_ROWS, f32=f32), MORE_ROWS, TILE_N)
+    if m <= FEW_ROWS:
+        wide = ceil_div(n, TILE_N) >= multiprocessors * TRITON_DENSE_SHARE
+        columns = TILE_N if wide else NARROW_TILE_N
+        return TritonDense(gemm_key(target, FEW_ROWS, columns), FEW_ROWS, columns)
+    fills = ceil_div(m, MANY_ROWS) * ceil_div(n, TILE_N) >= multiprocessors
+    height = MANY_ROWS if fills else MORE_ROWS
+    return TritonDense(gemm_key(target, height), height, TILE_N)
