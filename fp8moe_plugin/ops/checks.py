@@ -123,8 +123,8 @@ def check_aligned(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def in_place(tensor: torch.Tensor) -> bool:
-    """Whether kernels can read `tensor` without a copy: it is contiguous, and starts at a multiple of 16 bytes."""
+def is_aligned_contiguous(tensor: torch.Tensor) -> bool:
+    """Returns whether kernels can read `tensor` without a copy."""
     return tensor.is_contiguous() and not tensor.data_ptr() % 16
 
 

@@ -54,6 +54,14 @@ class LayerSpec(NamedTuple):
     routed_scale: float = 1.0  # multiplies the router's weights
     batch_invariant: bool = False  # a token's bits depend neither on the other tokens nor on their number
 
+    def with_shared_expert(self, routed_scale: float) -> "LayerSpec":
+        """Returns the spec with one more expert, which every token has.
+
+        Args:
+            routed_scale: multiplies the router's weights.
+        """
+        return self._replace(shape=self.shape.with_shared_expert(), shared_expert=True, routed_scale=routed_scale)
+
 
 def layer_refusal(spec: LayerSpec) -> str | None:
     """Returns what of a layer no kernel computes, or None."""

@@ -19,13 +19,12 @@ from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate,
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
-from fp8moe_plugin.layers.kernels import announce_layer, kernels_backend, prepare_kernels
+from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, shape_errors
 from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of
 from fp8moe_plugin.layers.sglang import compat, online
-from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import poison
-from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
+from fp8moe_plugin.plan.spec import SILU, Activation, Arrival, LayerSpec, MoeShape
 from fp8moe_plugin.settings import batch_invariant
 
 PARAMETERS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
@@ -93,15 +92,16 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             compat.choose_rows(layer.dispatcher)
             mode = get_deepep_mode()
             arrivals = [Arrival.STANDARD] * mode.enable_normal() + [Arrival.BATCHED] * mode.enable_low_latency()
-        for arrival in arrivals:
-            keys = kernels_backend(layer.w2_weight).layer_kernels(self.spec(layer), arrival)
-            announce_layer(self.prefix, layer.w2_weight, arrival, prepare_kernels(keys, layer.w2_weight, self.warmup))
+        spec, tensors = self.spec(layer), (layer._parameters, PARAMETERS)
+        self.dispatched_experts = Experts(spec, *tensors)
+        self.experts = Experts(spec._replace(routed_scale=self.routed_scaling_factor(layer)), *tensors)
+        self.experts.prepare(self.prefix, arrivals, self.warmup)
 
     def spec(self, layer: Any) -> LayerSpec:
-        """Returns the spec of a layer's experts on this rank."""
+        """Returns the spec of a layer's experts on this rank, without the model's `routed_scaling_factor`."""
         experts, hidden, intermediate = layer.w2_weight.shape
-        shape = MoeShape(layer.top_k, hidden, intermediate, experts, experts)
-        return LayerSpec(shape, ue8m0=self.quant_config.ue8m0, batch_invariant=batch_invariant())
+        quant, shape = self.quant_config.spec, MoeShape(layer.top_k, hidden, intermediate, experts, experts)
+        return LayerSpec(shape, quant.weights, quant.ue8m0, batch_invariant=batch_invariant())
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """The experts of this rank, on what SGLang's dispatcher hands over; T, the number of rows, may be 0.
@@ -113,35 +113,19 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         kind = dispatch_output.format
         if kind.is_deepep_ll():
             x, scale, topk_ids, topk_weights, counts, expected_m = dispatch_output
-            out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-            weights = self._weights(layer)
-            torch_ops.batched_experts(x, scale, *weights, counts, expected_m, self.quant_config.ue8m0, out)
-            return DeepEPLLCombineInput(out, topk_ids, topk_weights)
+            rows = self.dispatched_experts.run_batched(x, scale, counts, expected_m)
+            return DeepEPLLCombineInput(rows, topk_ids, topk_weights)
         if kind.is_deepep_normal():
             x, _, topk_ids, topk_weights, _ = dispatch_output
-            return DeepEPNormalCombineInput(self._sums(layer, x, topk_weights, topk_ids), topk_ids, topk_weights)
+            sums = self.dispatched_experts.run(x, topk_weights, topk_ids)
+            return DeepEPNormalCombineInput(sums, topk_ids, topk_weights)
         topk_weights, topk_ids, _ = dispatch_output.topk_output
-        x, factor = dispatch_output.hidden_states, self.owed_factor(layer)
-        return StandardCombineInput(self._sums(layer, x, topk_weights, topk_ids, factor))
+        return StandardCombineInput(self.experts.run(dispatch_output.hidden_states, topk_weights, topk_ids))
 
-    def _sums(
-        self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, factor: float = 1.0
-    ) -> torch.Tensor:
-        """Each token's sum over its experts on this rank, weighted and multiplied by `factor`; bfloat16 `[T, H]`."""
-        out = torch.empty_like(x)
-        ue8m0 = self.quant_config.ue8m0
-        torch_ops.fused_moe(x, *self._weights(layer), topk_weights, topk_ids, None, ue8m0, False, factor, out)
-        return out
+    def routed_scaling_factor(self, layer: Any) -> float:
+        """Returns what the experts multiply the router's weights by, where DeepEP hands over no rows.
 
-    @staticmethod
-    def _weights(layer: Any) -> list[torch.Tensor]:
-        parameters = layer._parameters  # looked up by name in a module, each takes the host half a microsecond
-        return [parameters[name] for name in PARAMETERS]
-
-    def owed_factor(self, layer: Any) -> float:
-        """What the experts multiply their result by: on a GPU `routed_scaling_factor`, unless the top-k has done so.
-
-        On a CPU SGLang's models do it themselves.
+        On a GPU that is the model's `routed_scaling_factor`, unless the top-k applies it. On a CPU SGLang's models do.
         """
         factor = self.config.routed_scaling_factor
         if factor is None or not is_cuda() or layer.should_fuse_routed_scaling_factor_in_topk:
@@ -189,10 +173,20 @@ def check_experts(prefix: str, experts: int, hidden: int, intermediate: int, ran
         raise UnsupportedError(f"{prefix}: {refusal}. Use more GPUs and --ep-size.")
 
 
+def activation(config: Any) -> Activation:
+    """Returns the activation that a `MoeRunnerConfig` describes."""
+    limits = (getattr(config, name, None) for name in ("gemm1_clamp_limit", "swiglu_limit"))
+    given = {
+        "limit": next((limit for limit in limits if limit is not None), None),
+        "alpha": getattr(config, "gemm1_alpha", None),
+        "beta": getattr(config, "gemm1_beta", None),
+    }
+    return Activation(config.activation, **{name: value for name, value in given.items() if value is not None})
+
+
 def check_computation(prefix: str, config: Any) -> None:
     """Raise `UnsupportedError` unless a `MoeRunnerConfig` asks for `silu(gate) * up` and the weighted sum."""
-    clamps = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit")
-    if config.activation != "silu" or not config.is_gated or any(getattr(config, c, None) is not None for c in clamps):
+    if not config.is_gated or activation(config) != SILU:
         raise UnsupportedError(
             f"{prefix}: the model's experts have another activation than SiLU ({config.activation}), or a modified or "
             "clamped SwiGLU, but the kernels only support silu(gate) * up. Use --quantization fp8."

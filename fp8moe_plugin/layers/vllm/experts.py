@@ -12,8 +12,9 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
 from fp8moe_plugin.checkpoint.shapes import ceil_div, local_intermediate
-from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.plan.spec import SILU, LayerSpec, MoeShape
+from fp8moe_plugin.formats.spec import QuantSpec
+from fp8moe_plugin.layers.experts import Experts
+from fp8moe_plugin.plan.spec import SILU, Arrival, LayerSpec, MoeShape
 from fp8moe_plugin.settings import batch_invariant
 
 # Not supported: MoRI (AMD only), MoonEP (supplies weights of its own), passthrough (leaves dispatch to the experts) and
@@ -27,7 +28,7 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
     vLLM passes keyword arguments to `apply`; each subclass names those that it uses.
     """
 
-    ue8m0 = False  # a class attribute, because vLLM creates further instances itself (elastic expert parallelism)
+    spec: LayerSpec  # of the class, because vLLM creates further instances itself (elastic expert parallelism)
 
     @staticmethod
     def _supports_current_device() -> bool:
@@ -71,6 +72,11 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
     def output_shape(self, tokens: int, hidden: int, local_experts: int) -> tuple[int, ...]:
         raise NotImplementedError
 
+    def experts(self, w1: torch.Tensor, w2: torch.Tensor) -> Experts:
+        """Returns the experts with the weights of a call, and the scales of this instance."""
+        tensors = {"w13": w1, "w13_scale": self.w1_scale, "w2": w2, "w2_scale": self.w2_scale}
+        return Experts(self.spec, tensors, tensors)
+
 
 class StandardExperts(Fp8MoeExperts):
     """BF16 tokens in any order, with the ids of their experts. One op computes the whole layer."""
@@ -105,8 +111,7 @@ class StandardExperts(Fp8MoeExperts):
         """Write all of `output`, bfloat16 `[M, K]` like `hidden_states`. `topk_ids` are global; -1 means no expert."""
         if apply_router_weight_on_input:  # vLLM's dispatch has already multiplied the tokens by them
             topk_weights = torch.ones_like(topk_weights)
-        weights = (w1, self.w1_scale, w2, self.w2_scale)
-        torch_ops.fused_moe(hidden_states, *weights, topk_weights, topk_ids, expert_map, self.ue8m0, False, 1.0, output)
+        self.experts(w1, w2).run(hidden_states, topk_weights, topk_ids, expert_map, output)
 
 
 class BatchedExperts(Fp8MoeExperts):
@@ -138,32 +143,27 @@ class BatchedExperts(Fp8MoeExperts):
         """Write the valid rows of each expert, given e4m3 `hidden_states` `[E, max_m, K]` and float32 `a1q_scale`."""
         # Assumes uniform routing; decides only whether GEMM 2 starts early and whether it keeps weights.
         expected_m = ceil_div(hidden_states.shape[1] * topk_ids.shape[1], global_num_experts)
-        weights = (w1, self.w1_scale, w2, self.w2_scale)
         counts = expert_tokens_meta.expert_num_tokens
-        torch_ops.batched_experts(hidden_states, a1q_scale, *weights, counts, expected_m, self.ue8m0, output)
+        self.experts(w1, w2).run_batched(hidden_states, a1q_scale, counts, expected_m, output)
 
 
-class StandardExpertsUe8m0(StandardExperts):
-    ue8m0 = True
+ARRIVALS: dict[Arrival, type[Fp8MoeExperts]] = {Arrival.STANDARD: StandardExperts, Arrival.BATCHED: BatchedExperts}
 
 
-class BatchedExpertsUe8m0(BatchedExperts):
-    ue8m0 = True
+def experts_class(arrival: Arrival, spec: LayerSpec) -> type[Fp8MoeExperts]:
+    """Returns the class of the experts of layers with this spec."""
+    base = ARRIVALS[arrival]
+    return type(base.__name__, (base,), {"spec": spec})
 
 
-def experts_class(batched: bool, ue8m0: bool) -> type[Fp8MoeExperts]:
-    if batched:
-        return BatchedExpertsUe8m0 if ue8m0 else BatchedExperts
-    return StandardExpertsUe8m0 if ue8m0 else StandardExperts
-
-
-def layer_spec(moe: Any, ue8m0: bool) -> LayerSpec:
+def layer_spec(moe: Any, quant: QuantSpec) -> LayerSpec:
     """Returns the spec of a layer that vLLM's configuration describes, without a shared expert."""
     intermediate = local_intermediate(moe.intermediate_size, moe.tp_size)
     given = {"limit": moe.swiglu_limit, "alpha": moe.swiglu_alpha, "beta": moe.swiglu_beta}
     return LayerSpec(
         MoeShape(moe.experts_per_token, moe.hidden_dim, intermediate, moe.num_local_experts, moe.num_experts),
-        ue8m0=ue8m0,
+        weights=quant.weights,
+        ue8m0=quant.ue8m0,
         activation=SILU._replace(**{name: value for name, value in given.items() if value is not None}),
         bias=moe.has_bias,
         batch_invariant=batch_invariant(),

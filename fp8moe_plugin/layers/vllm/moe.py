@@ -18,16 +18,16 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
-from fp8moe_plugin.layers.kernels import announce_layer, kernels_backend, prepare_kernels
+from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import check_expert_shape
 from fp8moe_plugin.layers.parameters import expert_tensors, format_of, marked, role_of
 from fp8moe_plugin.layers.vllm import compat
-from fp8moe_plugin.layers.vllm.experts import StandardExperts, experts_class, layer_spec
+from fp8moe_plugin.layers.vllm.experts import experts_class, layer_spec
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, check_experts_not_moved
 from fp8moe_plugin.layers.vllm.model_state import ModelState
-from fp8moe_plugin.layers.vllm.routing import StandIn, stand_in
+from fp8moe_plugin.layers.vllm.router import FusedRouter, fused_router
 from fp8moe_plugin.layers.vllm.shared_expert import Mlp, SharedExpert
-from fp8moe_plugin.plan.spec import Arrival
+from fp8moe_plugin.plan.spec import Arrival, LayerSpec, layer_refusal
 
 
 class Fp8MoeMethod(FusedMoEMethodBase):
@@ -49,13 +49,15 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.warmup = warmup
         self.weights, self.scale = spec.weights, spec.scale
         self.loading = LayerLoading(prefix, model, self.online)
-        self.batched = moe.moe_parallel_config.use_batched_activation_format
-        self.experts_cls = experts_class(self.batched, spec.ue8m0)
-        self.local_experts: StandardExperts | None = None  # called directly if no tokens go to other ranks
-        self.stand_in: StandIn | None = None  # chooses the experts in the place of vLLM's router
+        batched = moe.moe_parallel_config.use_batched_activation_format
+        self.arrival = Arrival.BATCHED if batched else Arrival.STANDARD
+        self.spec = layer_spec(moe, spec)
+        self.experts_cls = experts_class(self.arrival, self.spec)
+        self.local_experts: Experts | None = None  # called without vLLM's modular kernel if no tokens leave this rank
+        self.router: FusedRouter | None = None  # replaces vLLM's router
         self.shared_mlp = shared
         self.shared_expert: SharedExpert | None = None  # computed with the experts
-        check_layer(prefix, moe, self.experts_cls)
+        check_layer(prefix, moe, self.spec, self.experts_cls)
 
     @property
     def supports_eplb(self) -> bool:
@@ -63,7 +65,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:  # vLLM then calls apply_monolithic with the router's logits, instead of apply
-        return self.stand_in is not None
+        return self.router is not None
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
@@ -148,15 +150,21 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             self.loading.check_reloadable = functools.partial(
                 check_experts_not_moved, self.prefix, compat.eplb_state(layer), layer.global_num_experts
             )
-        arrival = Arrival.BATCHED if self.batched else Arrival.STANDARD
-        keys = kernels_backend(layer.w2_weight).layer_kernels(layer_spec(self.moe, self.experts_cls.ue8m0), arrival)
-        kernels = prepare_kernels(keys, layer.w2_weight, self.warmup)
+        experts = Experts(self.spec, layer._parameters, self.loading.parameters)
+        experts.prepare(self.prefix, [self.arrival], self.warmup)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = self._make_kernel(layer)
-        if self.shared_expert and not self.shared_expert.take_over(layer):
+        if self.shared_expert and not self.shared_expert.merge(layer, self.spec):
             self.shared_expert = None
-        self.stand_in = stand_in(layer, self.local_experts) if self.local_experts and not self.shared_expert else None
-        announce_layer(self.prefix, layer.w2_weight, arrival, kernels)
+        if self.shared_expert:
+            self.local_experts = self.shared_expert.experts
+        elif self.tokens_stay(layer):
+            self.local_experts, self.router = experts, fused_router(layer, experts)
+
+    def tokens_stay(self, layer: Any) -> bool:
+        """Returns whether the op alone computes the layer. vLLM's modular kernel would cost the host more, and copy."""
+        dispatch = self.moe_kernel and self.moe_kernel.prepare_finalize
+        return isinstance(dispatch, MoEPrepareAndFinalizeNoDPEPModular) and not layer.apply_router_weight_on_input
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         return fp8_w8a8_moe_quant_config(
@@ -168,13 +176,12 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     def _make_kernel(self, layer: Any) -> mk.FusedMoEKernel:
         dispatch = compat.make_prepare_finalize(self.moe, self.moe_quant_config, layer._expert_routing_tables())
         capacity = {}
-        if self.batched:
+        if self.arrival is Arrival.BATCHED:
             capacity = {
                 "max_num_tokens": dispatch.max_num_tokens_per_rank(),
                 "num_dispatchers": dispatch.num_dispatchers(),
             }
         experts = self.experts_cls(moe_config=self.moe, quant_config=self.moe_quant_config, **capacity)
-        self.local_experts = experts if isinstance(dispatch, MoEPrepareAndFinalizeNoDPEPModular) else None
         return mk.FusedMoEKernel(dispatch, experts)
 
     def apply(
@@ -188,10 +195,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         assert self.moe_kernel is not None
         self.loading.model.check_usable()
-        if self.shared_expert:
-            return self.shared_expert.apply(x, topk_weights, topk_ids, self.experts_cls.ue8m0)
-        if self.local_experts and not layer.apply_router_weight_on_input:
-            return self._apply_local(self.local_experts, layer, x, topk_weights, topk_ids)
+        if self.local_experts:
+            return self.local_experts.run(x, topk_weights, topk_ids, layer.expert_map)
         return self.moe_kernel.apply(
             x,
             layer.w13_weight,
@@ -207,30 +212,9 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         )
 
     def apply_monolithic(self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, **rest: Any) -> torch.Tensor:
-        assert self.stand_in is not None
+        assert self.router is not None
         self.loading.model.check_usable()
-        if self.stand_in.takes(router_logits):
-            return self.stand_in.apply(layer, x, router_logits)
-        chosen = self.stand_in.select_experts(x, router_logits, self.topk_indices_dtype, **rest)
-        return self._apply_local(self.stand_in.experts, layer, x, *chosen)
-
-    @staticmethod
-    def _apply_local(
-        experts: StandardExperts, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """The layer without vLLM's modular kernel, which costs the host more than the op, and copies the result."""
-        output = torch.empty_like(x)
-        experts.apply(
-            output=output,
-            hidden_states=x,
-            w1=layer.w13_weight,
-            w2=layer.w2_weight,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            expert_map=layer.expert_map,
-            apply_router_weight_on_input=False,
-        )
-        return output
+        return self.router.run(x, router_logits, self.topk_indices_dtype, **rest)
 
 
 def load_experts(
@@ -258,7 +242,7 @@ def load_experts(
 load_experts.supports_moe_loading = True  # type: ignore[attr-defined]  # some of vLLM's models check for it
 
 
-def check_layer(prefix: str, moe: Any, experts_cls: Any) -> None:
+def check_layer(prefix: str, moe: Any, spec: LayerSpec, experts_cls: Any) -> None:
     """Raise `UnsupportedError` for a model or a command line that requires what the kernels do not support."""
     if moe.moe_backend != "auto":
         raise UnsupportedError(
@@ -270,10 +254,10 @@ def check_layer(prefix: str, moe: Any, experts_cls: Any) -> None:
             f"{prefix}: LoRA on a mixture-of-experts model is not supported by --quantization fp8moe. "
             "Remove --enable-lora, or use --quantization fp8."
         )
-    if moe.has_bias or any(x is not None for x in (moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)):
+    if refusal := layer_refusal(spec):
         raise UnsupportedError(
-            f"{prefix}: the model's experts have a bias or a modified SwiGLU, but the kernels only support "
-            "silu(gate) * up without bias. Use --quantization fp8."
+            f"{prefix}: the model's experts have {refusal}, but the kernels only support silu(gate) * up without bias. "
+            "Use --quantization fp8."
         )
     _check_sizes(prefix, moe)
     supported, why = experts_cls.is_supported_config(

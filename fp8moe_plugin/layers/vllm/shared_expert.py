@@ -14,10 +14,11 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.formats.weight_format import WeightFormat
+from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.parameters import expert_tensors
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.logs import log_once
-from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.plan.spec import LayerSpec
 from fp8moe_plugin.settings import settings
 
 GATE_UP, DOWN = ".shared_experts.gate_up_proj", ".shared_experts.down_proj"
@@ -92,7 +93,7 @@ class SharedExpert:
             tensors: w13, its scales, w2, its scales, each with one more expert than the layer has.
         """
         self.tensors = tensors
-        self.routed_scale = 1.0
+        self.experts: Experts | None = None  # once the shared one is computed with them
         self._mlp = mlp
         for parameter, slot in zip(mlp.tensors(), self._slots(), strict=True):
             slot.copy_(parameter.data)
@@ -102,13 +103,14 @@ class SharedExpert:
     def _slots(self) -> list[torch.Tensor]:
         return [tensor[-1] for tensor in self.tensors]
 
-    def take_over(self, experts: Any) -> bool:
-        """Make vLLM's runner leave the shared expert to the experts; false if it has to stay as it is.
+    def merge(self, experts: Any, spec: LayerSpec) -> bool:
+        """Make vLLM's runner leave the shared expert to the experts; returns false if it has to stay as it is.
 
         Called once, when all weights are loaded.
 
         Args:
             experts: the `RoutedExperts`.
+            spec: of the routed experts alone.
         """
         runner = compat.runner_of(experts)
         mlp = compat.shared_mlp(runner)
@@ -119,14 +121,9 @@ class SharedExpert:
         shown = *(getattr(experts, name) for name in experts.quant_method.loading.parameters), *self._mlp.tensors()
         if [parameter.data_ptr() for parameter in shown] != [t.data_ptr() for t in (*self.tensors, *self._slots())]:
             return False
-        self.routed_scale = compat.take_shared_expert(runner)
+        named = dict(zip(experts.quant_method.loading.parameters, self.tensors, strict=True))
+        self.experts = Experts(spec.with_shared_expert(compat.take_shared_expert(runner)), named, named)
         log_once(
             logging.INFO, "shared experts are computed as one more expert (FP8MOE_MERGE_SHARED_EXPERT=0: separately)"
         )
         return True
-
-    def apply(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, ue8m0: bool) -> torch.Tensor:
-        """All experts of bfloat16 `[T, H]`, with the router's weights and ids `[T, k]` of the routed ones."""
-        output = torch.empty_like(x)
-        torch_ops.fused_moe(x, *self.tensors, topk_weights, topk_ids, None, ue8m0, True, self.routed_scale, output)
-        return output

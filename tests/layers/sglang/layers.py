@@ -31,6 +31,7 @@ class Layer(fused_moe_layer.FusedMoE):
     """A layer of experts on one rank, with the loaders of SGLang's."""
 
     layer_id = 0
+    top_k = 2
     quant_config = QUANT
     uses_expert_location = use_presharded_weights = use_triton_kernels = use_flashinfer_trtllm_moe = False
     should_fuse_routed_scaling_factor_in_topk = _has_fused_shared = False
@@ -85,6 +86,7 @@ def assert_assembled(parts: list[dict[str, torch.Tensor]], checkpoint: dict[str,
 
 
 def called(layer: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    layer.finish()
     topk = StandardTopKOutput(weights, ids, torch.empty(0))
     return layer.quant_method.apply(layer, StandardDispatchOutput(x, None, topk)).hidden_states
 

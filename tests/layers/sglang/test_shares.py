@@ -122,6 +122,7 @@ def test_rows_of_deepep_in_normal_mode_are_summed(monkeypatch):
     gen = h.seeded(2, torch.device("cpu"))
     x, (weights, ids) = h.random_tokens(gen, 7, HIDDEN), h.random_routing(gen, "some_missing", 7, TOPK, EXPERTS)
     received = DeepEPNormalDispatchOutput(x, None, ids.long(), weights, [])
+    layer.finish()
     found = layer.quant_method.apply(layer, received)
     assert type(found) is DeepEPNormalCombineInput
     wanted = fused_moe(x, *(getattr(layer, name) for name in PARAMETERS), weights, ids)
@@ -140,6 +141,7 @@ def test_slabs_of_deepep_in_low_latency_mode_are_computed_per_expert():
     for expert, count in enumerate(counts.tolist()):
         h.bits(rows)[expert, count:], columns[expert, count:] = 0x7F, torch.nan
     ids, weights = torch.zeros(4, TOPK, dtype=torch.int64), torch.ones(4, TOPK)
+    layer.finish()
     found = layer.quant_method.apply(layer, DeepEPLLDispatchOutput(rows, columns, ids, weights, counts, 3))
     assert type(found) is DeepEPLLCombineInput
     assert found.hidden_states.shape == (EXPERTS, slab, HIDDEN)

@@ -19,13 +19,15 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 import fp8moe_plugin
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.layers import machine as machine_check
 from fp8moe_plugin.layers.blocks import check_shape
 from fp8moe_plugin.layers.vllm import config as seam
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.entry import Entry
-from fp8moe_plugin.layers.vllm.experts import Fp8MoeExperts, experts_class
+from fp8moe_plugin.layers.vllm.experts import Fp8MoeExperts, experts_class, layer_spec
 from fp8moe_plugin.layers.vllm.moe import check_layer
+from fp8moe_plugin.plan.spec import Arrival
 from fp8moe_plugin.settings import Settings
 from fp8moe_plugin.testing import invariance
 
@@ -198,13 +200,13 @@ def test_our_kernels_serve_where_results_must_not_depend_on_the_batch(monkeypatc
     with invariance(True):
         assert Entry.from_config(CHECKPOINT).get_name() == "fp8moe"
         for batched in (False, True):
-            check_layer("L", moe_layer(), experts_class(batched, ue8m0=False))
+            check("L", moe_layer(), batched)
 
 
 def test_vllm_refuses_experts_that_do_not_say_so(monkeypatch):
     monkeypatch.setattr(Fp8MoeExperts, "_supports_batch_invariance", staticmethod(lambda: False))
     with invariance(True), pytest.raises(UnsupportedError, match="batch invariance"):
-        check_layer("L", moe_layer(), experts_class(batched=False, ue8m0=False))
+        check("L", moe_layer())
 
 
 def moe_layer(ranks: int = 1, dp: int = 1, intermediate: int = 256, **changes: object) -> FusedMoEConfig:
@@ -226,12 +228,21 @@ def moe_layer(ranks: int = 1, dp: int = 1, intermediate: int = 256, **changes: o
     return FusedMoEConfig(**plain | changes)
 
 
+def experts_of(batched: bool, ue8m0: bool = False) -> type[Fp8MoeExperts]:
+    """The experts of a plain layer, whose rows arrive `batched` or not."""
+    spec = layer_spec(moe_layer(), QuantSpec(FP8_BLOCK, ue8m0))
+    return experts_class(Arrival.BATCHED if batched else Arrival.STANDARD, spec)
+
+
+def check(prefix: str, moe: FusedMoEConfig, batched: bool = False, ue8m0: bool = False) -> None:
+    check_layer(prefix, moe, layer_spec(moe, QuantSpec(FP8_BLOCK, ue8m0)), experts_of(batched, ue8m0))
+
+
 def test_a_plain_layer_is_served():
     for batched in (False, True):
         for ue8m0 in (False, True):
-            experts = experts_class(batched, ue8m0)
-            assert experts.ue8m0 == ue8m0
-            check_layer("model.layers.1.mlp.experts", moe_layer(), experts)
+            assert experts_of(batched, ue8m0).spec.ue8m0 == ue8m0
+            check("model.layers.1.mlp.experts", moe_layer(), batched, ue8m0)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +264,7 @@ def test_a_plain_layer_is_served():
 )
 def test_other_layers_are_refused(layer, message):
     with pytest.raises(UnsupportedError, match=message):
-        check_layer("L", moe_layer(**layer), experts_class(batched=False, ue8m0=False))
+        check("L", moe_layer(**layer))
 
 
 @pytest.mark.parametrize(

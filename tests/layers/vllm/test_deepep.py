@@ -21,10 +21,9 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig, fp8_w8a8_moe_quant_config
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
-from fp8moe_plugin.layers.vllm.experts import experts_class
 from fp8moe_plugin.ops import per_token_group_quant_fp8
 from tests import helpers as h
-from tests.layers.vllm.test_config import moe_layer
+from tests.layers.vllm.test_config import experts_of, moe_layer
 
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 8, 2, 2048, 128  # DeepEP's low-latency mode knows no smaller hidden size
 RANKS, MOST_TOKENS = 2, 12  # per rank; DeepEP requires a product that is a multiple of 4
@@ -150,7 +149,7 @@ def run_rank(
     sizes = {"num_experts": EXPERTS, "num_local_experts": LOCAL, "hidden_dim": HIDDEN, "moe_parallel_config": parallel}
     batched = dispatch.activation_format == mk.FusedMoEActivationFormat.BatchedExperts
     capacity = {"max_num_tokens": dispatch.max_num_tokens_per_rank(), "num_dispatchers": RANKS} if batched else {}
-    experts = experts_class(batched, ue8m0)(moe_config=moe_layer(**sizes), quant_config=scales, **capacity)
+    experts = experts_of(batched, ue8m0)(moe_config=moe_layer(**sizes), quant_config=scales, **capacity)
     expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32, device=w13.device)
     expert_map[mine] = torch.arange(LOCAL, dtype=torch.int32, device=w13.device)
     mk.FusedMoEKernel(dispatch, experts).apply(

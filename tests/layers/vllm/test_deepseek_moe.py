@@ -21,7 +21,7 @@ from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.layers.parameters import expert_tensors
 from fp8moe_plugin.layers.vllm import config as config_module
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
-from fp8moe_plugin.layers.vllm.routing import StandIn
+from fp8moe_plugin.layers.vllm.router import FusedRouter
 from fp8moe_plugin.layers.vllm.shared_expert import Mlp
 from fp8moe_plugin.ops import choose_experts, fused_moe
 from tests import helpers as h
@@ -175,7 +175,7 @@ def test_the_runner_leaves_the_choice_of_experts_to_our_kernel(ranks, monkeypatc
     block.routing = by_router
     assert not h.same_bits(by_kernel[0], by_router[0])
     softmax = {"top_k": TOPK, "renormalize": False, "global_num_experts": EXPERTS}
-    ours = StandIn(method.local_experts, SimpleNamespace(**softmax, select_experts=router.select_experts))
-    monkeypatch.setattr(method, "stand_in", ours)
+    ours = FusedRouter(method.local_experts, SimpleNamespace(**softmax, select_experts=router.select_experts))
+    monkeypatch.setattr(method, "router", ours)
     assert block.runner.is_monolithic
     assert h.same_bits(block.run(), expected)

@@ -17,13 +17,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.entry import Entry
-from fp8moe_plugin.layers.vllm.experts import experts_class
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.ops import batched_experts, fused_moe
 from tests import helpers as h
-from tests.layers.vllm.test_config import moe_layer
+from tests.layers.vllm.test_config import experts_of, moe_layer
 
 pytestmark = pytest.mark.seam
 
@@ -34,7 +33,7 @@ UNUSED = torch.empty(0)
 def build(layer: h.Layer, batched: bool) -> mk.FusedMoEExpertsModular:
     scales = fp8_w8a8_moe_quant_config(w1_scale=layer.w13_scale, w2_scale=layer.w2_scale, block_shape=[128, 128])
     capacity = {"max_num_tokens": TOKENS, "num_dispatchers": 2} if batched else {}
-    return experts_class(batched, ue8m0=False)(moe_config=moe_layer(), quant_config=scales, **capacity)
+    return experts_of(batched)(moe_config=moe_layer(), quant_config=scales, **capacity)
 
 
 def apply(experts: mk.FusedMoEExpertsModular, layer: h.Layer, x: torch.Tensor, **arguments: object) -> torch.Tensor:
@@ -122,8 +121,8 @@ def test_vllms_kernel_calls_the_batched_experts(workspaces):
 @pytest.mark.parametrize(
     ("ours", "base"),
     [
-        (experts_class(batched=False, ue8m0=False), mk.FusedMoEExpertsModular),
-        (experts_class(batched=True, ue8m0=False), mk.FusedMoEExpertsModular),
+        (experts_of(False), mk.FusedMoEExpertsModular),
+        (experts_of(True), mk.FusedMoEExpertsModular),
         (Fp8MoeMethod, FusedMoEMethodBase),
         (OnlineMoeMethod, FusedMoEMethodBase),
         (Fp8MoeLinearMethod, LinearMethodBase),
@@ -163,6 +162,6 @@ def test_only_some_ways_to_exchange_tokens_are_served(all2all, served):
     alone = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), all2all_backend=all2all)
     spread = dataclasses.replace(alone, dp_size=2, ep_size=2, use_ep=True)
     for batched in (False, True):
-        experts = experts_class(batched, ue8m0=False)
+        experts = experts_of(batched)
         assert experts._supports_parallel_config(spread) == served
         assert experts._supports_parallel_config(alone) == (all2all != "passthrough")

@@ -11,8 +11,9 @@ pytest.importorskip("vllm", reason="needs vLLM")
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 
-from fp8moe_plugin.layers.vllm import compat, gate
-from fp8moe_plugin.layers.vllm.gate import GateMethod, take_over_gate
+from fp8moe_plugin.layers.vllm import compat
+from fp8moe_plugin.layers.vllm.router import gate
+from fp8moe_plugin.layers.vllm.router.gate import GateMethod, replace_gate
 from fp8moe_plugin.ops import router_gemm
 from tests import helpers as h
 
@@ -39,7 +40,7 @@ def linear(experts: int = EXPERTS, hidden: int = HIDDEN, **options: Any) -> Repl
 
 def taken_over(monkeypatch: pytest.MonkeyPatch, layer: Any, multiprocessors: int = MULTIPROCESSORS) -> Any:
     monkeypatch.setattr(compat, "runner_of", lambda experts: SimpleNamespace(gate=layer))
-    take_over_gate(SimpleNamespace(), multiprocessors)
+    replace_gate(SimpleNamespace(), multiprocessors)
     return layer
 
 
@@ -47,7 +48,11 @@ def taken_over(monkeypatch: pytest.MonkeyPatch, layer: Any, multiprocessors: int
 def test_steps_whose_blocks_run_at_once(monkeypatch, plugin_log, experts, most_tokens):
     plugin_log.set_level("INFO")
     method = taken_over(monkeypatch, linear(experts)).quant_method
-    assert (type(method), method.most_tokens, type(method.vllms)) == (GateMethod, most_tokens, UnquantizedLinearMethod)
+    assert (type(method), method.most_tokens, type(method.fallback)) == (
+        GateMethod,
+        most_tokens,
+        UnquantizedLinearMethod,
+    )
     assert f"in steps of up to {most_tokens} tokens, routers' logits are computed by our kernel" in plugin_log.text
 
 
@@ -102,7 +107,7 @@ OTHERS = {
 def test_a_gate_that_vllm_joins_with_another_stays_as_it_is(monkeypatch):
     layer = linear()
     monkeypatch.setattr(compat, "runner_of", lambda experts: SimpleNamespace(gate=layer, _fse_fuse_gate=True))
-    take_over_gate(SimpleNamespace(), MULTIPROCESSORS)
+    replace_gate(SimpleNamespace(), MULTIPROCESSORS)
     assert type(layer.quant_method) is UnquantizedLinearMethod
 
 

@@ -1,4 +1,4 @@
-"""For which of vLLM's routers our kernel stands in."""
+"""Which of vLLM's routers our kernel replaces."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +14,12 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedT
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 
 from fp8moe_plugin.launches.backends import BACKENDS
-from fp8moe_plugin.layers.vllm import compat, routing
-from fp8moe_plugin.layers.vllm.routing import StandIn, stand_in
+from fp8moe_plugin.layers import vllm
+from fp8moe_plugin.layers.experts import Experts
+from fp8moe_plugin.layers.vllm import compat
+from fp8moe_plugin.layers.vllm.router import FusedRouter, fused_router
 from fp8moe_plugin.ops import devices
-from fp8moe_plugin.testing import invariance
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from tests import helpers as h
 
 pytestmark = pytest.mark.seam
@@ -25,12 +27,11 @@ pytestmark = pytest.mark.seam
 EXPERTS, HIDDEN, TOPK = 32, 2048, 6
 
 
-def adapter(pcp_size: int = 1) -> Any:
-    """The experts that a `StandIn` calls."""
-    return SimpleNamespace(moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(pcp_size=pcp_size)))
+OURS = Experts(LayerSpec(MoeShape(TOPK, HIDDEN, 768, EXPERTS, EXPERTS)), {}, ())
 
 
-ADAPTER = adapter()
+def moe_config(pcp_size: int = 1) -> Any:
+    return SimpleNamespace(moe_parallel_config=SimpleNamespace(pcp_size=pcp_size))
 
 
 class OtherRouter(FusedTopKRouter):
@@ -41,7 +42,7 @@ class OtherRouter(FusedTopKRouter):
 def taken_over(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The layers whose gate has been taken over."""
     layers: list[Any] = []
-    monkeypatch.setattr(routing, "take_over_gate", lambda layer, multiprocessors: layers.append(layer))
+    monkeypatch.setattr(vllm.router, "replace_gate", lambda layer, multiprocessors: layers.append(layer))
     return layers
 
 
@@ -52,20 +53,20 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(
-    monkeypatch: pytest.MonkeyPatch, router: Any = None, experts: int = EXPERTS, own: Any = ADAPTER, **changes: object
-) -> StandIn | None:
-    router = router or FusedTopKRouter(TOPK, experts)
-    monkeypatch.setattr(compat, "runner_of", lambda layer: SimpleNamespace(router=router))
+    monkeypatch: pytest.MonkeyPatch, vllms: Any = None, experts: int = EXPERTS, ours: Experts = OURS, **changes: object
+) -> FusedRouter | None:
+    vllms = vllms or FusedTopKRouter(TOPK, experts)
+    monkeypatch.setattr(compat, "runner_of", lambda layer: SimpleNamespace(router=vllms))
     weight = torch.empty(experts, HIDDEN, 768, device="meta")
     plain = {"w2_weight": weight, "expert_map": None, "apply_router_weight_on_input": False}
-    return stand_in(SimpleNamespace(**plain | changes), own)
+    return fused_router(SimpleNamespace(**plain | {"moe_config": moe_config()} | changes), ours)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_it_stands_in_for_softmax_of_all_experts(monkeypatch, plugin_log, taken_over, renormalize):
     plugin_log.set_level("INFO")
-    router = FusedTopKRouter(TOPK, EXPERTS, renormalize=renormalize)
-    assert chosen(monkeypatch, router) == StandIn(ADAPTER, router)
+    vllms = FusedTopKRouter(TOPK, EXPERTS, renormalize=renormalize)
+    assert chosen(monkeypatch, vllms) == FusedRouter(OURS, vllms)
     assert "experts are chosen by our kernel" in plugin_log.text
     assert len(taken_over) == 1
 
@@ -89,7 +90,7 @@ def test_other_routers_choose_themselves(monkeypatch, taken_over, router):
 
 
 def test_ranks_that_share_a_prompt_choose_themselves(monkeypatch):
-    assert chosen(monkeypatch, own=adapter(pcp_size=2)) is None
+    assert chosen(monkeypatch, moe_config=moe_config(pcp_size=2)) is None
 
 
 OTHER_LAYERS = {
@@ -109,8 +110,8 @@ def test_the_kernel_chooses_for_layers_without_small_batches(monkeypatch):
 
 
 def test_vllms_router_chooses_if_results_may_not_depend_on_the_batch(monkeypatch):
-    with invariance(True):
-        assert chosen(monkeypatch) is None
+    ours = Experts(OURS.spec._replace(batch_invariant=True), {}, ())
+    assert chosen(monkeypatch, ours=ours) is None
 
 
 def test_vllms_router_and_gate_stay_if_ours_is_switched_off(monkeypatch, plugin_log, taken_over):
@@ -136,7 +137,7 @@ def test_vllms_router_chooses_where_our_kernel_does_not_run(monkeypatch, target)
 
 
 def test_the_kernel_takes_logits_that_it_knows():
-    ours = StandIn(ADAPTER, FusedTopKRouter(TOPK, EXPERTS))
+    ours = FusedRouter(OURS, FusedTopKRouter(TOPK, EXPERTS))
     logits = torch.zeros(16, EXPERTS)
     assert ours.takes(logits)
     assert ours.takes(logits.bfloat16()[:3])

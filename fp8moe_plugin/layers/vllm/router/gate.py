@@ -1,4 +1,4 @@
-"""The gate of a router, whose logits our kernel computes in steps of few tokens."""
+"""The gate of a router, whose logits our kernel computes in short steps."""
 
 import logging
 from typing import Any
@@ -9,31 +9,31 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.ops.checks import in_place
+from fp8moe_plugin.ops.checks import is_aligned_contiguous
 from fp8moe_plugin.ops.router_gemm import STEP, fastest_up_to
 
 
 class GateMethod(UnquantizedLinearMethod):
-    """Our kernel in steps of up to `most_tokens` tokens, and in others vLLM's method of the same layer."""
+    """Our kernel in steps of up to `most_tokens` tokens, and vLLM's method of the layer in others."""
 
-    def __init__(self, vllms: UnquantizedLinearMethod, most_tokens: int) -> None:
-        self.vllms = vllms
+    def __init__(self, fallback: UnquantizedLinearMethod, most_tokens: int) -> None:
+        self.fallback = fallback
         self.most_tokens = most_tokens
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        self.vllms.process_weights_after_loading(layer)
+        self.fallback.process_weights_after_loading(layer)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if len(x) <= self.most_tokens and x.dim() == 2 and in_place(x):
+        if len(x) <= self.most_tokens and x.dim() == 2 and is_aligned_contiguous(x):
             return torch_ops.router_gemm(x, layer.weight)
-        return self.vllms.apply(layer, x, bias)
+        return self.fallback.apply(layer, x, bias)
 
 
-def take_over_gate(experts: Any, multiprocessors: int) -> None:
-    """Have our kernel compute the logits for a `RoutedExperts` layer in short steps.
+def replace_gate(experts: Any, multiprocessors: int) -> None:
+    """Let our kernel compute the logits for a `RoutedExperts` layer in short steps.
 
-    Only where vLLM's runner calls the gate, as what a model calls itself is compiled for all numbers of tokens at once;
-    and where the gate is a plain product in bfloat16.
+    Only where vLLM's runner calls the gate: a gate that the model calls is compiled for all numbers of tokens at once.
+    And only where the gate is a plain product in bfloat16.
     """
     gate = compat.called_gate(compat.runner_of(experts))
     if not isinstance(gate, LinearBase) or type(gate.quant_method) is not UnquantizedLinearMethod:

@@ -1,0 +1,77 @@
+"""The experts of a layer on one rank, for any engine: their kernels, and calls of the ops."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from fp8moe_plugin.layers.kernels import announce_layer, kernels_backend, prepare_kernels
+from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.plan.spec import Arrival, LayerSpec
+
+
+class Experts:
+    """Experts that a spec describes, with these tensors."""
+
+    def __init__(self, spec: LayerSpec, tensors: Mapping[str, Any], names: Iterable[str]) -> None:
+        """
+        Args:
+            tensors: looked up in each call, so that an engine may replace them; such as a module's `_parameters`.
+            names: of w13, its scales, w2 and its scales.
+        """
+        self.spec = spec
+        self._tensors = tensors
+        self._names = tuple(names)
+        self._options = spec.ue8m0, spec.shared_expert, spec.routed_scale  # in the order of `torch_ops.FUSED_MOE`
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """w13, its scales, w2 and its scales, as the ops take them."""
+        return [self._tensors[name] for name in self._names]
+
+    def prepare(self, prefix: str, arrivals: Iterable[Arrival], warmup: str) -> None:
+        """Load the kernels that the layer may launch, and announce it.
+
+        Args:
+            warmup: the command that compiles them before.
+        Raises:
+            KernelNotPrecompiled, CompileError, LaunchError: see `prepare_kernels`.
+        """
+        weight = self.tensors[2]
+        for arrival in arrivals:
+            kernels = kernels_backend(weight).layer_kernels(self.spec, arrival)
+            announce_layer(prefix, weight, arrival, prepare_kernels(kernels, weight, warmup))
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns the weighted sum of each token's experts; see `ops.fused_moe`."""
+        out = torch.empty_like(x) if out is None else out
+        torch_ops.fused_moe(x, *self.tensors, topk_weights, topk_ids, expert_map, *self._options, out)
+        return out
+
+    def run_routed(
+        self, x: torch.Tensor, logits: torch.Tensor, topk: int, renormalize: bool, padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the same of experts that softmax top-k of these logits chooses; see `ops.routed_moe`."""
+        out = torch.empty_like(x)
+        torch_ops.routed_moe(x, *self.tensors, logits, topk, renormalize, padding, self.spec.ue8m0, out)
+        return out
+
+    def run_batched(
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor,
+        counts: torch.Tensor,
+        expected_m: int,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns the result of each row that arrives quantized and sorted; see `ops.batched_experts`."""
+        out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) if out is None else out
+        torch_ops.batched_experts(x, scale, *self.tensors, counts, expected_m, self.spec.ue8m0, out)
+        return out
