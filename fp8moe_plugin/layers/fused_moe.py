@@ -4,12 +4,9 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.scale_format import ScaleFormat
 from fp8moe_plugin.layers.weights import check_fp8_weight, check_sizes, frozen, per_block_cast_to_fp8
-from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
-
-PARAMETERS = ("w13", "w13_scale", "w2", "w2_scale")
+from fp8moe_plugin.ops import torch_ops
 
 
 class FP8MoE(ScaleFormat):
@@ -80,10 +77,11 @@ class FP8MoE(ScaleFormat):
         Raises:
             InvalidInputError: wrong dtype, shape, stride or device.
         """
-        experts, hidden, intermediate = self.w2.shape
-        shape = MoeShape(topk_ids.shape[-1], hidden, intermediate, experts, experts)
-        layer = Experts(LayerSpec(shape, ue8m0=self.ue8m0), self._parameters, PARAMETERS)
-        return layer.run(hidden_states, topk_weights, topk_ids, expert_map)
+        out = torch.empty_like(hidden_states)
+        weights = (self.w13, self.w13_scale, self.w2, self.w2_scale)
+        options = {"ue8m0": self.ue8m0, "shared_expert": False, "routed_scale": 1.0, "out": out}
+        torch_ops.fused_moe(hidden_states, *weights, topk_weights, topk_ids, expert_map, **options)
+        return out
 
 
 def _check_pair(w13: torch.Tensor, w2: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8, silu_mul_quant_fp8
 from fp8moe_plugin.ops.devices import Gpu
 from fp8moe_plugin.plan.keys import SM90
@@ -26,7 +27,7 @@ def _on(target: str, op: Callable[[], h.Quantized]) -> h.Quantized:
 
 
 def gpu(target: str) -> Gpu:
-    return Gpu(0, torch.cuda.get_device_properties(0).multi_processor_count, target)
+    return Gpu(0, torch.cuda.get_device_properties(0).multi_processor_count, BACKENDS[target])
 
 
 @ue8m0s
