@@ -17,7 +17,7 @@
 // Grid: any number of thread blocks, one per SM; each computes every gridDim.x-th tile. With PDL it loads weights while
 // the previous kernel quantizes A.
 #include "device/wgmma.cuh"
-#include "pipeline/ring.cuh"
+#include "pipeline/producer.cuh"
 
 constexpr int kBlockK = 128, kWarpgroupM = 64;
 constexpr int kMathWarpgroups = BLOCK_M / kWarpgroupM, kMathWarps = 4 * kMathWarpgroups;
@@ -88,19 +88,16 @@ DEVICE void load_weights(SharedMemory<kTileN> shared, const Operands& in) {
         const float* scales = in.weight_scales + block * in.k_blocks;
         int next = block < last_block ? in.k_blocks : 0;  // a tile may pass N
         int offsets[] = {0, next, block + 1 < last_block ? 2 * in.k_blocks : next};
-#pragma unroll 1
-        for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
-            u32 full = shared.full(ring.stage);
-            barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+        fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32 full) {
             barrier_arrive_expect(full, shared.kBytesWeights);
-            tma_load(shared.weights(ring.stage), in.weights, full, k * kBlockK, column);
+            tma_load(shared.weights(s), in.weights, full, k * kBlockK, column);
 #pragma unroll
             for (int i = 0; i < shared.kScaleBlocks; ++i)
-                copy_async_4(shared.weight_scale(ring.stage, i), scales + offsets[i] + k);
+                copy_async_4(shared.weight_scale(s, i), scales + offsets[i] + k);
             copy_async_arrive(full);
-        }
+        });
     }
-    copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited
+    finish_copies();
 }
 
 template <int kTileN>
@@ -114,15 +111,12 @@ DEVICE void load_tokens(SharedMemory<kTileN> shared, const Operands& in) {
         const float* scales = in.token_scales + row;
         u32 scale_bytes = ceil_div(rows, 4) * 16,
             bytes = ceil_div(rows, SWIZZLE_ROWS) * SWIZZLE_ROWS * kBlockK + scale_bytes;
-#pragma unroll 1
-        for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
-            u32 full = shared.full(ring.stage);
-            barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+        fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32 full) {
             barrier_arrive_expect(full, bytes);
-            tma_load(shared.tokens(ring.stage, 0), tokens, full, k * kBlockK, row);
-            bulk_load(shared.token_scale(ring.stage, 0), scales, full, scale_bytes);
+            tma_load(shared.tokens(s, 0), tokens, full, k * kBlockK, row);
+            bulk_load(shared.token_scale(s, 0), scales, full, scale_bytes);
             scales += in.token_scale_k_stride;
-        }
+        });
     }
 }
 

@@ -13,7 +13,7 @@
 // kernel quantizes A.
 #include "mma/swap_ab.cuh"
 #include "pipeline/cluster_sum.cuh"
-#include "pipeline/ring.cuh"
+#include "pipeline/producer.cuh"
 
 constexpr int kBlockN = DENSE_FEW_ROWS_TILE_N, kBlockK = 128;
 constexpr int kMathWarps = 4;
@@ -69,16 +69,13 @@ template <int kTokens>
 DEVICE void load_weights(SharedMemory<kTokens> shared, const Operands& in, const Share& share) {
     const float* scales = in.weight_scales + share.column / 128 * in.k_blocks;
     Ring<SharedMemory<kTokens>::kStages> ring;
-#pragma unroll 1
-    for (int k = share.first; k < share.first + share.steps; ++k, ring.advance()) {
-        u32 full = shared.full(ring.stage);
-        barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+    fill_stages<barrier_wait>(shared, ring, share.first, share.first + share.steps, [&](int k, int s, u32 full) {
         barrier_arrive_expect(full, shared.kBytesWeights);
-        tma_load(shared.weights(ring.stage), in.weights, full, k * kBlockK, share.column);
-        copy_async_4(shared.weight_scale(ring.stage), scales + k);
+        tma_load(shared.weights(s), in.weights, full, k * kBlockK, share.column);
+        copy_async_4(shared.weight_scale(s), scales + k);
         copy_async_arrive(full);
-    }
-    copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited
+    });
+    finish_copies();
 }
 
 template <int kTokens>
@@ -87,15 +84,11 @@ DEVICE void load_tokens(SharedMemory<kTokens> shared, const Operands& in, const 
     fence_proxy_async_global();
     u32 scale_bytes = (in.m + 3) / 4 * 16;
     Ring<SharedMemory<kTokens>::kStages> ring;
-#pragma unroll 1
-    for (int k = share.first; k < share.first + share.steps; ++k, ring.advance()) {
-        u32 full = shared.full(ring.stage);
-        barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+    fill_stages<barrier_wait>(shared, ring, share.first, share.first + share.steps, [&](int k, int s, u32 full) {
         barrier_arrive_expect(full, shared.kBytesTokens + scale_bytes);
-        tma_load(shared.tokens(ring.stage), in.tokens, full, k * kBlockK, 0);
-        bulk_load(shared.token_scale(ring.stage, 0), in.token_scales + i64(k) * in.token_scale_k_stride, full,
-                  scale_bytes);
-    }
+        tma_load(shared.tokens(s), in.tokens, full, k * kBlockK, 0);
+        bulk_load(shared.token_scale(s, 0), in.token_scales + i64(k) * in.token_scale_k_stride, full, scale_bytes);
+    });
 }
 
 // ---- math ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@
 // have to stay in lockstep.
 #include "device/wgmma.cuh"
 #include "pipeline/paired_tiles.cuh"
-#include "pipeline/ring.cuh"
+#include "pipeline/producer.cuh"
 
 constexpr int kBlockM = 128, kBlockK = 128, kWarpgroupM = 64, kStoreN = 64;
 constexpr int kMathWarpgroups = kBlockM / kWarpgroupM, kMathWarps = 4 * kMathWarpgroups;
@@ -83,20 +83,16 @@ DEVICE void load_weights(SharedMemory shared, const Operands& in) {
         const float* scales = in.weight_scales + block * in.k_blocks;
         int next = block < last_block ? in.k_blocks : 0;  // a tile may pass N
         int offsets[] = {0, next, block + 1 < last_block ? 2 * in.k_blocks : next};
-#pragma unroll 1
-        for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
-            u32 full = shared.full(ring.stage);
-            barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+        fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32 full) {
             barrier_arrive_expect(full, shared.kBytesWeights);
-            tma_load_to_cluster(shared.weights(ring.stage, rank * kShare), in.weights, full, k * kBlockK,
+            tma_load_to_cluster(shared.weights(s, rank * kShare), in.weights, full, k * kBlockK,
                                 tiles.column + rank * kShare, (1 << CLUSTER) - 1);
 #pragma unroll
-            for (int i = 0; i < kScaleBlocks; ++i)
-                copy_async_4(shared.weight_scale(ring.stage, i), scales + offsets[i] + k);
+            for (int i = 0; i < kScaleBlocks; ++i) copy_async_4(shared.weight_scale(s, i), scales + offsets[i] + k);
             copy_async_arrive(full);
-        }
+        });
     }
-    copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited
+    finish_copies();
     // Until the other block has released all stages it writes to barriers of this one, which must not end before.
     for (int s = 0; s < kStages; ++s, ring.advance()) barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
 }
@@ -109,19 +105,16 @@ DEVICE void load_tokens(SharedMemory shared, const Operands& in) {
         int rows = tiles.rows();
         const float* scales = in.token_scales + tiles.row;
         u32 scale_bytes = ceil_div(rows, 4) * 16;
-#pragma unroll 1
-        for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
-            u32 full = shared.full(ring.stage);
-            barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+        fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32 full) {
             if (rows <= 0) {
                 barrier_arrive(full);
-                continue;
+                return;
             }
             barrier_arrive_expect(full, shared.kBytesTokens + scale_bytes);
-            tma_load(shared.tokens(ring.stage, 0), in.tokens, full, k * kBlockK, tiles.row);
-            bulk_load(shared.token_scale(ring.stage, 0), scales, full, scale_bytes);
+            tma_load(shared.tokens(s, 0), in.tokens, full, k * kBlockK, tiles.row);
+            bulk_load(shared.token_scale(s, 0), scales, full, scale_bytes);
             scales += in.token_scale_k_stride;
-        }
+        });
     }
 }
 

@@ -117,7 +117,7 @@ DEVICE void fill_stages(SharedMemory shared, Units units, u32 bytes, Wait wait, 
         wait_by_warp(shared.empty(ring.stage), ring.phase);
         if (lane == 0) fill(ring.stage, units.unit);
     }
-    copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited
+    finish_copies();
 }
 
 DEVICE void load_weights(SharedMemory shared, const Share& share, const TensorMap* w_map, const float* w_scales,

@@ -73,6 +73,7 @@ DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in
         const Tile tile = queue.tile();
         load_row_tile(shared, rings, in, queue, tile, Weights(in, tile));
     }
+    end_tiles<1>(shared, rings.tokens);
 }
 
 DEVICE void gather_tiles(SharedMemory shared, TileRings& rings, const Operands& in, const GatheredOperand& gathered,
@@ -82,7 +83,7 @@ DEVICE void gather_tiles(SharedMemory shared, TileRings& rings, const Operands& 
         if (tile.rows == 0) break;
         gather_row_tile(shared, rings.tokens, gathered, tile, queue, first_warp, Weights(in, tile));
     }
-    copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited
+    end_tiles<kWarpgroup>(shared, rings.tokens);
 }
 
 // ---- math: two warpgroups ------------------------------------------------------------------------------------------
@@ -134,10 +135,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 gather_tiles(shared, rings, in, {gathered, a_scales, a_rows, k_blocks}, queue, first_warp);
             else
                 load_tiles(shared, rings, in, queue);
-            if (first_warp) {
-                load_end(shared, rings.tokens, kFullArrivals);
-                queue.finish();
-            }
+            if (first_warp) queue.finish();
         }
     } else {
         increase_registers<kMathRegisters>();

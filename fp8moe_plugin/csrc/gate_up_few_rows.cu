@@ -17,6 +17,7 @@
 #include "device/wgmma.cuh"
 #include "epilogue/swiglu_transposed.cuh"
 #include "pipeline/done_counters.cuh"
+#include "pipeline/producer.cuh"
 #include "pipeline/split_k.cuh"
 #include "pipeline/tile_queue.cuh"
 
@@ -143,16 +144,13 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
                       bool first_warp) {
     const WeightLoads weights(in, tile);
     const TokenCopies tokens(in, tile);
-#pragma unroll 1
-    for (int step = 0; step < in.steps; ++step, ring.advance()) {
-        int s = ring.stage;
-        barrier_wait(shared.empty(s), ring.phase ^ 1);
+    fill_stages<barrier_wait>(shared, ring, 0, in.steps, [&](int step, int s, u32 full) {
         if (step == 0 && threadIdx.x % kProducers == 0) publish_tile(shared.tile(s), tile);
         weights.start(shared, s, in, step);
         tokens.start(shared, s, step);
-        copy_async_arrive(shared.full(s));
+        copy_async_arrive(full);
         if (first_warp) queue.prepare_next(step);
-    }
+    });
 }
 
 DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
@@ -161,14 +159,7 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
     Tile tile = queue.tile();
     for (; tile.rows > 0; tile = share_tile(shared.shared_tile(), kProducerBarrier, queue, first_warp))
         load_tile(shared, ring, in, tile, queue, first_warp);
-    // The last stage holds no tile: it ends the math warpgroups' loop.
-    barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
-    if (threadIdx.x % kProducers == 0) {
-        publish_tile(shared.tile(ring.stage), tile);
-        barrier_arrive(shared.full(ring.stage));
-    }
-    copy_async_arrive(shared.full(ring.stage));
-    copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited
+    end_tiles<kProducers>(shared, ring);
     if (first_warp) queue.finish();
 }
 

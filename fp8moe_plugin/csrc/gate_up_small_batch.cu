@@ -94,11 +94,8 @@ DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Sha
     for (int tile = share.first_tile; tile < list.count * groups; tile += share.tile_stride) {
         int row = list.experts[tile / groups] * 2 * groups + tile % groups + half * groups;  // in units of 128 rows
         const float* scale = w_scales + i64(row) * size.k_blocks() + share.first_step;
-#pragma unroll 1
-        for (int i = 0; i < kSlabs * share.steps; ++i, ring.advance()) {
-            int s = ring.stage, k = i / kSlabs, slab = i % kSlabs;
-            u32 full = shared.full(s);
-            wait_by_warp(shared.empty(s), ring.phase ^ 1);
+        fill_stages<wait_by_warp>(shared, ring, 0, kSlabs * share.steps, [&](int i, int s, u32 full) {
+            int k = i / kSlabs, slab = i % kSlabs;
             if (half == 0) barrier_arrive_expect(full, SharedMemory::kBytesWeights);
             if (half < kMathWarpgroups) {
                 tma_load_4d(shared.weights(s, half), w_map, full, (share.first_step + k) * kBlockK, 0, slab * 2,
@@ -106,9 +103,9 @@ DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Sha
                 copy_async_4(shared.weight_scale(s, half), scale + k);
                 copy_async_arrive(full);
             }
-        }
+        });
     }
-    copy_async_wait();  // PTX does not guarantee arrivals of threads that have exited
+    finish_copies();
 }
 
 // ---- math ----------------------------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in
         rows.wait(tile);
         load_row_tile(shared, rings, in, queue, tile, Weights(in, tile));
     }
+    end_tiles<1>(shared, rings.tokens);
 }
 
 // ---- math: two warpgroups ------------------------------------------------------------------------------------------
@@ -150,7 +151,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             if (!done_counters) wait_for_previous_kernel();  // which made the table
             Queue queue(table, num_tiles, 1, m, (n + BLOCK_N - 1) / BLOCK_N, k_blocks, done_counters);
             load_tiles(shared, rings, in, queue, done_counters);
-            load_end(shared, rings.tokens, kFullArrivals);
             if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both
             queue.finish();
         }

@@ -18,7 +18,9 @@
 #include "device/ptx.cuh"
 #include "epilogue/store_transposed.cuh"
 #include "mma/swap_ab.cuh"
+#include "pipeline/activation_scales.cuh"
 #include "pipeline/done_counters.cuh"
+#include "pipeline/producer.cuh"
 #include "pipeline/tile_queue.cuh"
 
 constexpr int kBlockN = FEW_ROWS_TILE_N, kBlockK = 128;
@@ -126,18 +128,15 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
     int step = 0;
 #pragma unroll 1
     for (int column = 0; column < in.columns_at_once; ++column) {
-#pragma unroll 1
-        for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
-            int s = ring.stage;
-            wait_by_warp(shared.empty(s), ring.phase ^ 1);
-            if (threadIdx.x % 32 == 0) {
+        fill_stages<wait_by_warp>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32) {
+            if (lane_of_warp() == 0) {
                 if (step == 0) publish_tile(shared.tile(s), loads.tile);
                 if (ahead <= 0) loads.weights(shared, s, in, column, k);
                 loads.tokens(shared, s, in, k);
             }
             --ahead;
             queue.prepare_next(step++);
-        }
+        });
     }
 }
 
@@ -197,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             int ahead = done_counters ? load_weights_ahead(shared, in, queue) : 0;
             AwaitedRows rows({done_counters, counters_per_tile}, in.k_blocks);
             while (queue.index < queue.total) load_tile(shared, ring, in, queue, rows, ahead);
-            load_end(shared, ring, kFullArrivals);
+            end_tiles<1>(shared, ring);
             if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both
             queue.finish();
         }

@@ -20,7 +20,7 @@
 // Grid: any number of thread blocks, one per SM; each computes every gridDim.x-th tile.
 #include "device/add_to_memory.cuh"
 #include "device/wgmma.cuh"
-#include "pipeline/ring.cuh"
+#include "pipeline/producer.cuh"
 
 constexpr int kBlockM = 128, kBlockN = 176, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathWarps = 4 * kMathWarpgroups, kWarpgroupM = kBlockM / kMathWarpgroups;
@@ -93,19 +93,14 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in) {
         const u32 a_scale_bytes = ceil_div(min(kBlockM, in.m - tile.row), 4) * 16;
         const u32 b_scale_bytes = min(kBlockN, in.n - tile.column) * 4;
         const u32 bytes = shared.kBytesA + shared.kBytesB + a_scale_bytes + b_scale_bytes;
-        const int k_blocks = in.k_blocks.of[tile.group];
-#pragma unroll 1
-        for (int k = 0; k < k_blocks; ++k, ring.advance()) {
-            const int stage = ring.stage;
-            const u32 full = shared.full(stage);
-            barrier_wait(shared.empty(stage), ring.phase ^ 1);
+        fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks.of[tile.group], [&](int k, int stage, u32 full) {
             barrier_arrive_expect(full, bytes);
             tma_load(shared.a(stage, 0), a, full, k * kBlockK, tile.row);
             tma_load_4d(shared.b(stage), b, full, k * kBlockK, 0, 0, tile.column / kOctet);
             bulk_load(shared.a_scale(stage, 0), a_scales, full, a_scale_bytes);
             bulk_load(shared.b_scale(stage, 0), b_scales, full, b_scale_bytes);
             a_scales += in.a_scale_k_stride, b_scales += in.b_scale_k_stride;
-        }
+        });
     }
 }
 

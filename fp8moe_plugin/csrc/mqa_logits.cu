@@ -16,6 +16,7 @@
 //
 // Grid: any number of blocks, one a multiprocessor.
 #include "pipeline/logit_tiles.cuh"
+#include "pipeline/producer.cuh"
 
 constexpr int kTokens = MQA_COLUMNS / HEADS;
 constexpr int kBlockCost = 1;  // of a block of tokens, in tiles: until its weights are in registers
@@ -146,11 +147,10 @@ DEVICE void load_tiles(Stages shared, const Rows& rows, Work work, const TensorM
     Ring<Stages::kStages> ring;
     work.each_segment(rows, [&](const Segment& segment, int2) {
         if (lane_of_warp() != 0) return;
-        for (int tile = 0; tile < segment.tiles; ++tile, ring.advance()) {
-            barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
-            barrier_arrive_expect(shared.full(ring.stage), Stages::kBytesTile);
-            tma_load(shared.tile(ring.stage), k_map, shared.full(ring.stage), 0, segment.row + tile * kTileRows);
-        }
+        fill_stages<barrier_wait>(shared, ring, 0, segment.tiles, [&](int tile, int s, u32 full) {
+            barrier_arrive_expect(full, Stages::kBytesTile);
+            tma_load(shared.tile(s), k_map, full, 0, segment.row + tile * kTileRows);
+        });
     });
 }
 

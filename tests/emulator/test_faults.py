@@ -480,7 +480,11 @@ FAULTS = {
         "pipeline/producer.cuh", "    __syncwarp();\n", "", second_gemm, BEHIND
     ),
     "lanes fall a phase behind the one that fills stages of few rows": Fault(
-        "grouped_gemm_few_rows.cu", "wait_by_warp(", "barrier_wait(", layer_of_few_tokens, BEHIND
+        "grouped_gemm_few_rows.cu",
+        "fill_stages<wait_by_warp>",
+        "fill_stages<barrier_wait>",
+        layer_of_few_tokens,
+        BEHIND,
     ),
     "lanes fall a phase behind the one that loads a small batch's second GEMM": Fault(
         "down_small_batch.cu",
@@ -634,8 +638,8 @@ FAULTS = {
         "are wrong|more arrivals",
     ),
     "a tile replaces one that is still read": Fault(
-        "mqa_logits.cu",
-        "            barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);\n",
+        "pipeline/producer.cuh",
+        "        kWait(shared.empty(ring.stage), ring.phase ^ 1);\n",
         "",
         logits_of_contiguous_kv,
         "are wrong|more arrivals",
@@ -670,8 +674,8 @@ FAULTS = {
         f"{WRONG_RESULT}|more arrivals",
     ),
     "a stage of a gradient is replaced while it is multiplied": Fault(
-        "k_grouped_gemm.cu",
-        "            barrier_wait(shared.empty(stage), ring.phase ^ 1);\n",
+        "pipeline/producer.cuh",
+        "        kWait(shared.empty(ring.stage), ring.phase ^ 1);\n",
         "",
         weight_gradients,
         f"{WRONG_RESULT}|more arrivals",

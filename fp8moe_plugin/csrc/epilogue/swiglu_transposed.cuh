@@ -5,7 +5,7 @@
 #include "device/fragment.cuh"
 #include "device/ptx.cuh"
 #include "epilogue/activation.cuh"
-#include "pipeline/tile_queue.cuh"
+#include "pipeline/tile.cuh"
 
 // Quantizes a pair of tokens to shared memory.
 DEVICE void stage_pair(u32 pair, const float (&scale)[2], const float (&inverse)[2], u32 to_first, u32 to_second) {

@@ -2,7 +2,7 @@
 // waits for the rows of each tile.
 #pragma once
 #include "device/ptx.cuh"
-#include "pipeline/tile_queue.cuh"
+#include "pipeline/tile.cuh"
 
 struct DoneCounters {
     int* counters;  // [1 + row tiles * per_tile]: finished blocks; then, of each row tile, first its stored columns

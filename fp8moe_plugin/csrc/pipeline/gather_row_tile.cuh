@@ -2,7 +2,9 @@
 // producer warps copy the rows, swizzled as TMA would: each warp copies 32 rows, 16 bytes per lane, eight lanes per
 // row. The first warp also loads the weights.
 #pragma once
+#include "pipeline/producer.cuh"
 #include "pipeline/row_tile.cuh"
+#include "pipeline/tile_queue.cuh"
 
 constexpr int kRowChunks = kBlockK / 16, kRowsAtOnce = kWarp / kRowChunks, kCopies = kWarp / kRowsAtOnce;
 static_assert(kRowsAtOnce == 4, "half of a swizzle atom");
@@ -53,18 +55,15 @@ template <class SharedMemory, int kStages, class Queue, class Weights>
 DEVICE void gather_row_tile(SharedMemory shared, Ring<kStages>& ring, const GatheredOperand& in, const Tile& tile,
                             Queue& queue, bool first_warp, const Weights& weights) {
     const GatheredRows rows(in, tile);
-#pragma unroll 1
-    for (int k = 0; k < in.k_blocks; ++k, ring.advance()) {
-        int s = ring.stage;
-        barrier_wait(shared.empty(s), ring.phase ^ 1);
-        if (first_warp && threadIdx.x % kWarp == 0) {
+    fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32 full) {
+        if (first_warp && lane_of_warp() == 0) {
             if (k == 0) publish_tile(shared.tile(s), tile);
-            barrier_arrive_expect(shared.full(s), SharedMemory::kHalves * SharedMemory::kBytesHalf);
-            weights.load(shared, s, shared.full(s), k);
+            barrier_arrive_expect(full, SharedMemory::kHalves * SharedMemory::kBytesHalf);
+            weights.load(shared, s, full, k);
             weights.load_scales(shared, s, k);
         }
         rows.copy(shared, s, in, k);
-        copy_async_arrive(shared.full(s));
+        copy_async_arrive(full);
         if (first_warp) queue.prepare_next(k);
-    }
+    });
 }

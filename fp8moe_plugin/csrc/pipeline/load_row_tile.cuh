@@ -1,6 +1,8 @@
 // The producer of row tiles: one warp that fills the stages by TMA.
 #pragma once
+#include "pipeline/producer.cuh"
 #include "pipeline/row_tile.cuh"
+#include "pipeline/tile_queue.cuh"
 
 // For K of at most this many steps, boxes of kTailRows tokens are faster than boxes of 64
 // (docs/experiments/008-staging-and-boxes.md).
@@ -20,16 +22,24 @@ DEVICE void load_row_tile(SharedMemory shared, Rings<kStages, kKeepWeights>& rin
     u32 scale_bytes = ActivationScales::bytes(tile);
     u32 bytes = (rows + tail_rows) * kBlockK + (kept ? 0 : SharedMemory::kHalves * SharedMemory::kBytesHalf);
     bytes += scale_bytes;
-    auto load = [&](int s, u32 full, int k, const float* token_scales) {
-        int weights_stage = kKeepWeights ? rings.weights.stage : s;  // in the lane that loads
-        if (!kept) weights.load(shared, weights_stage, full, k);
+    const float* token_scales = in.token_scales.of_tile(tile);
+    fill_stages<wait_by_warp>(shared, rings.tokens, 0, in.k_blocks, [&](int k, int s, u32 full) {
+        if (lane_of_warp() == 0) {
+            int weights_stage = kKeepWeights ? rings.weights.stage : s;
+            if (k == 0) publish_tile(shared.tile(s), tile);
+            barrier_arrive_expect(full, bytes);
+            if (!kept) weights.load(shared, weights_stage, full, k);
 #pragma unroll 1
-        for (int row = 0; row < rows; row += box)
-            tma_load(shared.tokens(s, row), tokens, full, k * kBlockK, tile.row + row);
-        if (tail_rows > 0) tma_load(shared.tokens(s, kBlockM), in.narrow_tokens, full, k * kBlockK, tile.row + kBlockM);
-        bulk_load(shared.token_scale(s, 0), token_scales, full, scale_bytes);
-        if (!kept) weights.load_scales(shared, weights_stage, k);
-        rings.weights.advance();
-    };
-    fill_stages(shared, rings.tokens, queue, tile, in.token_scales, in.k_blocks, bytes, load);
+            for (int row = 0; row < rows; row += box)
+                tma_load(shared.tokens(s, row), tokens, full, k * kBlockK, tile.row + row);
+            if (tail_rows > 0)
+                tma_load(shared.tokens(s, kBlockM), in.narrow_tokens, full, k * kBlockK, tile.row + kBlockM);
+            bulk_load(shared.token_scale(s, 0), token_scales, full, scale_bytes);
+            if (!kept) weights.load_scales(shared, weights_stage, k);
+            rings.weights.advance();
+            copy_async_arrive(full);
+        }
+        token_scales += in.token_scales.k_stride;
+        queue.prepare_next(k);
+    });
 }

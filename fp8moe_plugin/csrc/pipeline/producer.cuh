@@ -1,4 +1,4 @@
-// How a producer warp waits for a stage of a ring.
+// The producers' side of a ring: how they wait for a stage, fill it, and end.
 //
 // A wait by parity cannot tell a phase of a barrier from the one two later. A thread that looks only after the next
 // phase has completed, too, waits for one more, which may never come. Lanes of a warp need not leave a wait together:
@@ -6,10 +6,57 @@
 // thread that waits for this one has seen it complete. docs/architecture.md#inside-a-gemm-kernel lists who
 // waits for which barrier, and why none falls behind.
 #pragma once
-#include "device/ptx.cuh"
+#include "pipeline/ring.cuh"
+#include "pipeline/tile.cuh"
 
 // By all lanes of a warp, before some of them do what the next phase waits for: fill the stage, or send.
 DEVICE void wait_by_warp(u32 barrier, u32 parity) {
     barrier_wait(barrier, parity);
     __syncwarp();
+}
+
+// For each i from `begin` to `end` waits for the next stage, and calls fill(i, stage, full); `full` is its barrier.
+// kWait: barrier_wait by a thread, or by several warps of which every thread arrives at `full`; wait_by_warp by a warp
+// of which some lanes fill the stage.
+template <void (*kWait)(u32 barrier, u32 parity), class SharedMemory, int kStages, class Fill>
+DEVICE void fill_stages(SharedMemory shared, Ring<kStages>& ring, int begin, int end, Fill fill) {
+#pragma unroll 1
+    for (int i = begin; i < end; ++i, ring.advance()) {
+        const u32 full = shared.full(ring.stage);
+        kWait(shared.empty(ring.stage), ring.phase ^ 1);
+        fill(i, ring.stage, full);
+    }
+}
+
+// By threads that have called copy_async_arrive, before they end: PTX does not guarantee arrivals of threads that have
+// exited.
+DEVICE void finish_copies() { copy_async_wait(); }
+
+// The last stage holds no tile, which ends the loops of the math warpgroups. kFillers: 1, the first lane of the calling
+// warp; or all threads of the calling warpgroup. They arrive as for other stages: each, and the first for its bytes.
+template <int kFillers, class SharedMemory, int kStages>
+DEVICE void end_tiles(SharedMemory shared, const Ring<kStages>& ring) {
+    const int thread = threadIdx.x % (kFillers == 1 ? kWarp : kFillers);
+    wait_by_warp(shared.empty(ring.stage), ring.phase ^ 1);
+    if (thread >= kFillers) return;
+    if (thread == 0) {
+        publish_tile(shared.tile(ring.stage), Tile{});
+        barrier_arrive(shared.full(ring.stage));
+    }
+    copy_async_arrive(shared.full(ring.stage));
+    finish_copies();
+}
+
+// Among four producer warps: the first one, which has the queue, passes its tile to the others through 16 bytes of
+// shared memory.
+template <class Queue>
+DEVICE Tile share_tile(u32 address, int barrier, const Queue& queue, bool first_warp) {
+    constexpr int kProducers = 128;
+    named_barrier(barrier, kProducers);  // all have read the previous tile
+    if (first_warp) {
+        const Tile tile = queue.tile();
+        if (threadIdx.x % 32 == 0) publish_tile(address, tile);
+    }
+    named_barrier(barrier, kProducers);
+    return published_tile(address);
 }

@@ -2,7 +2,8 @@
 // rows of weights. Here are the shape of a tile, the roles of the warps and the stages in shared memory.
 #pragma once
 #include "device/fragment.cuh"
-#include "pipeline/tile_queue.cuh"
+#include "pipeline/activation_scales.cuh"
+#include "pipeline/ring.cuh"
 
 constexpr int kBlockM = kManyRowsTile, kBlockK = 128, kHalfN = 128;
 constexpr int kMathWarpgroups = 2, kMathWarps = 4 * kMathWarpgroups, kWarpgroupM = kBlockM / kMathWarpgroups;

@@ -3,7 +3,7 @@
 #pragma once
 #include "device/fragment.cuh"
 #include "device/ptx.cuh"
-#include "pipeline/tile_queue.cuh"
+#include "pipeline/tile.cuh"
 
 constexpr int kMaxSplits = MAX_GATE_UP_SPLITS;
 

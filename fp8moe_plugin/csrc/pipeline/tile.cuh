@@ -1,0 +1,33 @@
+// An output tile, and how a producer passes it to the math warpgroups: with the tile's first stage.
+#pragma once
+#include "device/ptx.cuh"
+#include "pipeline/tile_table.cuh"
+
+struct Tile {
+    int expert;
+    int row_tile;  // index in the table
+    int row;       // first row in A and D
+    int rows;      // valid rows; 0: there are no more tiles
+    int column;    // index along N, in tiles
+    int last;      // 1: one of the last tiles, about two per block
+};
+
+// The tokens of a swap-AB tile with padding: the N of its wgmma.
+DEVICE int padded_tokens(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
+
+DEVICE void publish_tile(u32 address, const Tile& tile) {
+    static_assert(RowTiles::kLongest < 1 << 8, "8 bits for rows, 1 for last, 23 for the column");
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(tile.expert), "r"(tile.row_tile),
+                 "r"(tile.row), "r"(tile.rows | tile.last << 8 | tile.column << 9)
+                 : "memory");
+}
+DEVICE Tile published_tile(u32 address) {
+    Tile tile;
+    u32 rest;
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tile.expert), "=r"(tile.row_tile), "=r"(tile.row), "=r"(rest)
+                 : "r"(address)
+                 : "memory");
+    tile.rows = rest & 0xff, tile.last = rest >> 8 & 1, tile.column = rest >> 9;
+    return tile;
+}
