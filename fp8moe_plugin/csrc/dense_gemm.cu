@@ -18,6 +18,7 @@
 // the previous kernel quantizes A.
 #include "device/wgmma.cuh"
 #include "pipeline/producer.cuh"
+#include "pipeline/stages.cuh"
 
 constexpr int kBlockK = 128, kWarpgroupM = 64;
 constexpr int kMathWarpgroups = BLOCK_M / kWarpgroupM, kMathWarps = 4 * kMathWarpgroups;
@@ -26,34 +27,28 @@ static_assert((kMathWarps + 4) * kWarp == THREADS, "the launch has a thread for 
 constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // with two math warpgroups: 168 per thread on average
 constexpr int kFullArrivals = 3;  // the bytes of weights, the bytes of tokens, the copied weight scales
 
-// The layout of shared memory. Tiles are at multiples of 1024 bytes, as their swizzle requires.
+// Blocks of 128 columns with a scale that a tile touches; it begins at a multiple of kColumnStep in the first one.
 template <int kTileN>
-struct SharedMemory {
-    static constexpr int kColumnStep = kTileN & -kTileN;  // a tile begins at a multiple of it in a block of scales
-    static constexpr int kScaleBlocks = (128 - kColumnStep + kTileN + 127) / 128;  // of 128 columns, in a tile
-    static constexpr u32 kBytesWeights = kTileN * kBlockK, kBytesTokens = BLOCK_M * kBlockK;
-    static constexpr u32 kBytesScales = BLOCK_M * 4, kBytesWeightScales = kScaleBlocks * 4;
-    static constexpr u32 kRow = kTileN * 2 + 16;  // bytes of a row of the result: 8 rows start in different banks
-    static constexpr u32 kBytesResult = BLOCK_M * kRow;
-    static constexpr u32 kBytesStage = kBytesWeights + kBytesTokens + kBytesScales + kBytesWeightScales + 2 * 8;
-    static constexpr int kStages = (SMEM_BYTES - kBytesResult) / kBytesStage;
-    static constexpr u32 kTokenTiles = kStages * kBytesWeights, kResult = kTokenTiles + kStages * kBytesTokens;
-    static constexpr u32 kScales = kResult + kBytesResult, kFull = kScales + kStages * kBytesScales;
-    static constexpr u32 kEmpty = kFull + kStages * 8, kWeightScales = kEmpty + kStages * 8;
-    static constexpr int kStepsAtOnce = kTileN <= 128 && kStages >= 6 ? 2 : 1;  // as registers and stages allow
-    static_assert(kWeightScales + kStages * kBytesWeightScales <= SMEM_BYTES, "as many stages as there is room for");
+constexpr int kColumnStep = kTileN & -kTileN;
+template <int kTileN>
+constexpr int kScaleBlocks = (128 - kColumnStep<kTileN> + kTileN + 127) / 128;
 
-    u32 base;
-    DEVICE u32 weights(int stage) const { return base + stage * kBytesWeights; }
-    DEVICE u32 tokens(int stage, int row) const { return base + kTokenTiles + stage * kBytesTokens + row * kBlockK; }
-    DEVICE u32 token_scale(int stage, int row) const { return base + kScales + stage * kBytesScales + row * 4; }
-    DEVICE u32 weight_scale(int stage, int block) const {
-        return base + kWeightScales + stage * kBytesWeightScales + block * 4;
+// Bytes of a row of the result in shared memory: 8 rows start in different banks.
+template <int kTileN>
+constexpr int kRowOfResult = kTileN * 2 + 16;
+template <int kBytesOfResult>
+struct Result : Once<kBytesOfResult, 1> {};
+
+template <int kTileN>
+struct SharedMemory : Stages<kAsManyAsFit, Weights<kTileN>, Tokens<BLOCK_M>, Result<BLOCK_M * kRowOfResult<kTileN>>,
+                             TokenScales<BLOCK_M>, Full<1>, Empty<1>, WeightScales<kScaleBlocks<kTileN>>> {
+    DEVICE u32 result(int row, int column) const {
+        return this->template at<Result>(row * kRowOfResult<kTileN> + column * 2);
     }
-    DEVICE u32 result(int row, int column) const { return base + kResult + row * kRow + column * 2; }
-    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival per math warp
 };
+// K blocks multiplied at once, as registers and stages allow.
+template <int kTileN>
+constexpr int kStepsAtOnce = kTileN <= 128 && SharedMemory<kTileN>::kStages >= 6 ? 2 : 1;
 
 struct Operands {
     const TensorMap *tokens, *tail_tokens, *weights;
@@ -89,10 +84,10 @@ DEVICE void load_weights(SharedMemory<kTileN> shared, const Operands& in) {
         int next = block < last_block ? in.k_blocks : 0;  // a tile may pass N
         int offsets[] = {0, next, block + 1 < last_block ? 2 * in.k_blocks : next};
         fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32 full) {
-            barrier_arrive_expect(full, shared.kBytesWeights);
-            tma_load(shared.weights(s), in.weights, full, k * kBlockK, column);
+            barrier_arrive_expect(full, shared.template kBytes<Weights>);
+            tma_load(shared.weights(s, 0), in.weights, full, k * kBlockK, column);
 #pragma unroll
-            for (int i = 0; i < shared.kScaleBlocks; ++i)
+            for (int i = 0; i < kScaleBlocks<kTileN>; ++i)
                 copy_async_4(shared.weight_scale(s, i), scales + offsets[i] + k);
             copy_async_arrive(full);
         });
@@ -135,7 +130,7 @@ DEVICE Scales load_scales(SharedMemory<kTileN> shared, int stage, int row, int b
     float of_row[2] = {load_shared_float(shared.token_scale(stage, row)),
                        load_shared_float(shared.token_scale(stage, row + 8))};
 #pragma unroll
-    for (int block = 0; block < shared.kScaleBlocks; ++block) {
+    for (int block = 0; block < kScaleBlocks<kTileN>; ++block) {
         float of_block = load_shared_float(shared.weight_scale(stage, block));
 #pragma unroll
         for (int i = 0; i < 2; ++i) scales.of[block][i] = of_row[i] * of_block;
@@ -146,7 +141,7 @@ DEVICE Scales load_scales(SharedMemory<kTileN> shared, int stage, int row, int b
 // kTileN and `boundary` are multiples of 16.
 template <int kTileN>
 DEVICE void add(const Fragment<kTileN>& product, const Scales& scales, Fragment<kTileN>& sum) {
-    constexpr int kBlocks = SharedMemory<kTileN>::kScaleBlocks;
+    constexpr int kBlocks = kScaleBlocks<kTileN>;
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) {
         int column = i / 8 * 16, row = i / 2 % 2;
@@ -170,7 +165,7 @@ DEVICE void multiply_steps(SharedMemory<kTileN> shared, Ring<kStages>& ring, int
     for (int i = 0; i < kSteps; ++i, ring.advance()) {
         stages[i] = ring.stage;
         barrier_wait(shared.full(stages[i]), ring.phase);
-        wgmma_issue(products[i], shared.tokens(stages[i], rows), shared.weights(stages[i]));
+        wgmma_issue(products[i], shared.tokens(stages[i], rows), shared.weights(stages[i], 0));
     }
     wgmma_commit();
 #pragma unroll
@@ -189,7 +184,7 @@ DEVICE void multiply_steps(SharedMemory<kTileN> shared, Ring<kStages>& ring, int
 template <int kTileN, int kStages>
 DEVICE void multiply(SharedMemory<kTileN> shared, Ring<kStages>& ring, int k_blocks, int warpgroup, int boundary,
                      Fragment<kTileN>& sum) {
-    constexpr int kSteps = SharedMemory<kTileN>::kStepsAtOnce;  // several, as each wait for products costs time
+    constexpr int kSteps = kStepsAtOnce<kTileN>;  // several, as each wait for products costs time
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) sum[i] = 0.f;
     int k = 0;

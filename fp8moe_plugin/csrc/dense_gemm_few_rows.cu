@@ -14,6 +14,7 @@
 #include "mma/swap_ab.cuh"
 #include "pipeline/cluster_sum.cuh"
 #include "pipeline/producer.cuh"
+#include "pipeline/stages.cuh"
 
 constexpr int kBlockN = DENSE_FEW_ROWS_TILE_N, kBlockK = 128;
 constexpr int kMathWarps = 4;
@@ -21,29 +22,10 @@ constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = k
 static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
 constexpr int kFullArrivals = 3;  // the bytes of weights, the bytes of tokens, the copied weight scale
 
-// The layout of shared memory. Tiles are at multiples of 1024 bytes, as their swizzle requires.
 template <int kTokens>
-struct SharedMemory {
-    static constexpr u32 kBytesWeights = kBlockN * kBlockK, kBytesTokens = kTokens * kBlockK;
-    static constexpr u32 kBytesScales = kTokens * 4, kBytesParts = ClusterSum<kTokens, kBlockN>::kBytes;
-    static constexpr u32 kBytesStage = kBytesWeights + kBytesTokens + kBytesScales + 4 + 2 * 8;
-    static constexpr int kStages = (SMEM_BYTES - kBytesParts - 8) / kBytesStage;
-    static constexpr u32 kTokenTiles = kStages * kBytesWeights, kParts = kTokenTiles + kStages * kBytesTokens;
-    static constexpr u32 kScales = kParts + kBytesParts, kFull = kScales + kStages * kBytesScales;
-    static constexpr u32 kEmpty = kFull + kStages * 8, kReceived = kEmpty + kStages * 8;
-    static constexpr u32 kWeightScales = kReceived + 8;
-    static_assert(kWeightScales + kStages * 4 <= SMEM_BYTES, "as many stages as there is room for");
-
-    u32 base;
-    DEVICE u32 weights(int stage) const { return base + stage * kBytesWeights; }
-    DEVICE u32 tokens(int stage) const { return base + kTokenTiles + stage * kBytesTokens; }
-    DEVICE u32 token_scale(int stage, int token) const { return base + kScales + stage * kBytesScales + token * 4; }
-    DEVICE u32 weight_scale(int stage) const { return base + kWeightScales + stage * 4; }
-    DEVICE u32 parts() const { return base + kParts; }
-    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival per math warp
-    DEVICE u32 received() const { return base + kReceived; }
-};
+using SharedMemory =
+    Stages<kAsManyAsFit, Weights<kBlockN>, Tokens<kTokens>, Parts<ClusterSum<kTokens, kBlockN>::kBytes>,
+           TokenScales<kTokens>, Full<1>, Empty<1>, Received<1>, WeightScales<1>>;
 
 struct Operands {
     const TensorMap *tokens, *weights;
@@ -70,9 +52,9 @@ DEVICE void load_weights(SharedMemory<kTokens> shared, const Operands& in, const
     const float* scales = in.weight_scales + share.column / 128 * in.k_blocks;
     Ring<SharedMemory<kTokens>::kStages> ring;
     fill_stages<barrier_wait>(shared, ring, share.first, share.first + share.steps, [&](int k, int s, u32 full) {
-        barrier_arrive_expect(full, shared.kBytesWeights);
-        tma_load(shared.weights(s), in.weights, full, k * kBlockK, share.column);
-        copy_async_4(shared.weight_scale(s), scales + k);
+        barrier_arrive_expect(full, SharedMemory<kTokens>::template kBytes<Weights>);
+        tma_load(shared.weights(s, 0), in.weights, full, k * kBlockK, share.column);
+        copy_async_4(shared.weight_scale(s, 0), scales + k);
         copy_async_arrive(full);
     });
     finish_copies();
@@ -85,8 +67,8 @@ DEVICE void load_tokens(SharedMemory<kTokens> shared, const Operands& in, const 
     u32 scale_bytes = (in.m + 3) / 4 * 16;
     Ring<SharedMemory<kTokens>::kStages> ring;
     fill_stages<barrier_wait>(shared, ring, share.first, share.first + share.steps, [&](int k, int s, u32 full) {
-        barrier_arrive_expect(full, shared.kBytesTokens + scale_bytes);
-        tma_load(shared.tokens(s), in.tokens, full, k * kBlockK, 0);
+        barrier_arrive_expect(full, SharedMemory<kTokens>::template kBytes<Tokens> + scale_bytes);
+        tma_load(shared.tokens(s, 0), in.tokens, full, k * kBlockK, 0);
         bulk_load(shared.token_scale(s, 0), in.token_scales + i64(k) * in.token_scale_k_stride, full, scale_bytes);
     });
 }
@@ -103,8 +85,8 @@ DEVICE void multiply(SharedMemory<kTokens> shared, int steps, float (&sum)[kToke
         int s = ring.stage;
         barrier_wait(shared.full(s), ring.phase);
         Fragment<kTokens> product;
-        float scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s));
-        wgmma_start(product, shared.weights(s), shared.tokens(s));
+        float scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s, 0));
+        wgmma_start(product, shared.weights(s, 0), shared.tokens(s, 0));
         read_scales<kTokens>(scale, weight_scale, [&](int offset) { return shared.token_scale(s, token + offset); });
         wgmma_finish(product);
         release(shared, s);
@@ -120,7 +102,7 @@ DEVICE void multiply_columns(const Operands& in, u16* d, int splits) {
     const Share share(in, splits);
     using Cluster = ClusterSum<kTokens, kBlockN>;
     static_assert(Cluster::kMathThreads == kMathWarps * kWarp, "who sends and stores");
-    const Cluster cluster{shared.parts(), shared.received(), splits, share.split, in.m};
+    const Cluster cluster{shared.parts(), shared.received(0), splits, share.split, in.m};
     if (threadIdx.x == 0) cluster.init();
     init_barriers(shared, shared.kStages, kFullArrivals, kMathWarps);
     cluster.arrive();

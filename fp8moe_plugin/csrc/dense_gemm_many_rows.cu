@@ -16,6 +16,7 @@
 #include "device/wgmma.cuh"
 #include "pipeline/paired_tiles.cuh"
 #include "pipeline/producer.cuh"
+#include "pipeline/stages.cuh"
 
 constexpr int kBlockM = 128, kBlockK = 128, kWarpgroupM = 64, kStoreN = 64;
 constexpr int kMathWarpgroups = kBlockM / kWarpgroupM, kMathWarps = 4 * kMathWarpgroups;
@@ -31,31 +32,9 @@ constexpr int kScaleBlocks = (128 - kColumnStep + TILE_N + 127) / 128;          
 constexpr int kWholeParts = TILE_N / kStoreN, kParts = ceil_div(TILE_N, kStoreN);  // of a tile of the result
 constexpr int kUnroll = kColumnStep < 64 ? 2 : 4;  // with fewer instances of the main loop, more
 
-// The layout of shared memory. Tiles are at multiples of 1024 bytes, as their swizzle requires.
-struct SharedMemory {
-    static constexpr u32 kBytesWeights = TILE_N * kBlockK, kBytesTokens = kBlockM * kBlockK;
-    static constexpr u32 kBytesScales = kBlockM * 4, kBytesWeightScales = kScaleBlocks * 4;
-    static constexpr u32 kBytesPart = kWarpgroupM * 128, kBytesResult = kMathWarpgroups * kParts * kBytesPart;
-    static constexpr u32 kBytesStage = kBytesWeights + kBytesTokens + kBytesScales + kBytesWeightScales + 2 * 8;
-    static constexpr int kStages = (SMEM_BYTES - kBytesResult) / kBytesStage;
-    static constexpr u32 kTokenTiles = kStages * kBytesWeights, kResult = kTokenTiles + kStages * kBytesTokens;
-    static constexpr u32 kScales = kResult + kBytesResult, kFull = kScales + kStages * kBytesScales;
-    static constexpr u32 kEmpty = kFull + kStages * 8, kWeightScales = kEmpty + kStages * 8;
-    static_assert(kWeightScales + kStages * kBytesWeightScales <= SMEM_BYTES, "as many stages as there is room for");
-
-    u32 base;
-    DEVICE u32 weights(int stage, int row) const { return base + stage * kBytesWeights + row * kBlockK; }
-    DEVICE u32 tokens(int stage, int row) const { return base + kTokenTiles + stage * kBytesTokens + row * kBlockK; }
-    DEVICE u32 token_scale(int stage, int row) const { return base + kScales + stage * kBytesScales + row * 4; }
-    DEVICE u32 weight_scale(int stage, int block) const {
-        return base + kWeightScales + stage * kBytesWeightScales + block * 4;
-    }
-    DEVICE u32 result(int warpgroup, int part) const {
-        return base + kResult + (warpgroup * kParts + part) * kBytesPart;
-    }
-    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival per math warp of the cluster
-};
+using SharedMemory =
+    Stages<kAsManyAsFit, Weights<TILE_N>, Tokens<kBlockM>, Staging<kMathWarpgroups * kParts * kWarpgroupM>,
+           TokenScales<kBlockM>, Full<1>, Empty<1>, WeightScales<kScaleBlocks>>;
 constexpr int kStages = SharedMemory::kStages;
 using Sums = Fragment<kHalfN>[kHalves];
 
@@ -84,7 +63,7 @@ DEVICE void load_weights(SharedMemory shared, const Operands& in) {
         int next = block < last_block ? in.k_blocks : 0;  // a tile may pass N
         int offsets[] = {0, next, block + 1 < last_block ? 2 * in.k_blocks : next};
         fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32 full) {
-            barrier_arrive_expect(full, shared.kBytesWeights);
+            barrier_arrive_expect(full, SharedMemory::kBytes<Weights>);
             tma_load_to_cluster(shared.weights(s, rank * kShare), in.weights, full, k * kBlockK,
                                 tiles.column + rank * kShare, (1 << CLUSTER) - 1);
 #pragma unroll
@@ -110,7 +89,7 @@ DEVICE void load_tokens(SharedMemory shared, const Operands& in) {
                 barrier_arrive(full);
                 return;
             }
-            barrier_arrive_expect(full, shared.kBytesTokens + scale_bytes);
+            barrier_arrive_expect(full, SharedMemory::kBytes<Tokens> + scale_bytes);
             tma_load(shared.tokens(s, 0), in.tokens, full, k * kBlockK, tiles.row);
             bulk_load(shared.token_scale(s, 0), scales, full, scale_bytes);
             scales += in.token_scale_k_stride;
@@ -142,8 +121,8 @@ struct First {
 
 // The product of a warpgroup's rows and half of a tile's columns.
 DEVICE void start_product(Fragment<kHalfN>& product, const First& first, int stage, int half) {
-    constexpr u32 kHalf = kHalfN * kBlockK / 16, kTokens = SharedMemory::kBytesTokens / 16,
-                  kWeights = SharedMemory::kBytesWeights / 16;  // in descriptors
+    constexpr u32 kHalf = kHalfN * kBlockK / 16, kTokens = SharedMemory::kBytes<Tokens> / 16,
+                  kWeights = SharedMemory::kBytes<Weights> / 16;  // in descriptors
     u32 a = first.tokens + stage * kTokens, b = first.weights + stage * kWeights + half * kHalf;
     wgmma_fence();
 #pragma unroll
@@ -161,7 +140,7 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, const First& firs
     for (int k = 0; k < k_blocks; ++k) {
         int s = ring.stage;
         if (!ready) barrier_wait(shared.full(s), ring.phase);
-        u32 token_scales = first.token_scales + s * SharedMemory::kBytesScales;
+        u32 token_scales = first.token_scales + s * SharedMemory::kBytes<TokenScales>;
         float of_row[2] = {load_shared_float(token_scales), load_shared_float(token_scales + 8 * 4)};
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
@@ -202,6 +181,11 @@ DEVICE void multiply_from(SharedMemory shared, Ring<kStages>& ring, const First&
         multiply_from<kBoundary + kColumnStep>(shared, ring, first, k_blocks, boundary, sum);
 }
 
+// Where a warpgroup stages a part of a tile, 64 rows of 64 columns.
+DEVICE u32 part_at(SharedMemory shared, int warpgroup, int part) {
+    return shared.staging((warpgroup * kParts + part) * kWarpgroupM);
+}
+
 // Stores the staged columns behind the whole parts, kChunks times 8: a box would reach into the next tile.
 template <int kChunks>
 DEVICE void store_rest(SharedMemory shared, const Result& out, int warpgroup, int row, int rows, int column) {
@@ -209,7 +193,7 @@ DEVICE void store_rest(SharedMemory shared, const Result& out, int warpgroup, in
         int r = i / kChunks, chunk = i % kChunks, x = column + kWholeParts * kStoreN + chunk * 8;
         if (x < out.n)
             *reinterpret_cast<uint4*>(out.d + i64(row + r) * out.n + x) =
-                load_shared_16(shared.result(warpgroup, kWholeParts) + r * 128 + (chunk ^ r % 8) * 16);
+                load_shared_16(part_at(shared, warpgroup, kWholeParts) + r * 128 + (chunk ^ r % 8) * 16);
     }
 }
 
@@ -223,7 +207,7 @@ DEVICE void store(SharedMemory shared, const Result& out, int warpgroup, int row
 #pragma unroll
     for (int i = 0; i < TILE_N / 8; i += 2) {
         int chunk = i % 8 + lane / 16, e = i % (kHalfN / 8) * 4;  // 8 columns of a part, 16 bytes
-        u32 to = shared.result(warpgroup, i / 8) + staged_row * 128 + (chunk ^ staged_row % 8) * 16;
+        u32 to = part_at(shared, warpgroup, i / 8) + staged_row * 128 + (chunk ^ staged_row % 8) * 16;
         const Fragment<kHalfN>& of = sum[i / (kHalfN / 8)];
         store_matrix_x4(to, pack_bf16x2(of[e], of[e + 1]), pack_bf16x2(of[e + 2], of[e + 3]),
                         pack_bf16x2(of[e + 4], of[e + 5]), pack_bf16x2(of[e + 6], of[e + 7]));
@@ -234,7 +218,7 @@ DEVICE void store(SharedMemory shared, const Result& out, int warpgroup, int row
 #pragma unroll
         for (int part = 0; part < kWholeParts; ++part)
             if (column + part * kStoreN < out.n)
-                tma_store(out.map, shared.result(warpgroup, part), column + part * kStoreN, row);
+                tma_store(out.map, part_at(shared, warpgroup, part), column + part * kStoreN, row);
         tma_store_commit();
     }
     if constexpr (kWholeParts < kParts) store_rest<TILE_N % kStoreN / 8>(shared, out, warpgroup, row, rows, column);

@@ -23,7 +23,7 @@
 #include "mma/swap_ab.cuh"
 #include "pipeline/cluster_sum.cuh"
 #include "pipeline/producer.cuh"
-#include "pipeline/ring.cuh"
+#include "pipeline/stages.cuh"
 #include "routing/expert_list.cuh"
 
 constexpr int kTokens = TOKENS, kStages = STAGES;
@@ -35,28 +35,10 @@ constexpr int kFullArrivals = 3;  // the bytes of weights, the bytes of tokens, 
 using Cluster = ClusterSum<kTokens, kBlockN>;
 static_assert(Cluster::kMathThreads == kMathWarps * kWarp, "who sends and stores");
 
-struct SharedMemory {
-    static constexpr u32 kBytesWeights = kBlockN * kBlockK, kBytesTokens = kTokens * kBlockK;
-    static constexpr u32 kTokensAt = kStages * kBytesWeights, kParts = kTokensAt + kStages * kBytesTokens;
-    static constexpr u32 kScales = kParts + Cluster::kBytes;
-    static constexpr u32 kWeightScales = kScales + kStages * kTokens * 4;
-    static constexpr u32 kFull = (kWeightScales + kStages * 4 + 7) / 8 * 8, kEmpty = kFull + kStages * 8;
-    static constexpr u32 kReceived = kEmpty + kStages * 8, kList = kReceived + 8;
-    static constexpr u32 kEnd = kList + sizeof(ExpertList);
-
-    u32 base;
-    DEVICE u32 weights(int stage, int warpgroup) const {
-        return base + stage * kBytesWeights + warpgroup * (64 * kBlockK);
-    }
-    DEVICE u32 tokens(int stage) const { return base + kTokensAt + stage * kBytesTokens; }
-    DEVICE u32 scale(int stage, int token) const { return base + kScales + (stage * kTokens + token) * 4; }
-    DEVICE u32 weight_scale(int stage) const { return base + kWeightScales + stage * 4; }
-    DEVICE u32 parts() const { return base + kParts; }
-    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }
-    DEVICE u32 received() const { return base + kReceived; }
-    DEVICE ExpertList& list() const { return list_at(kList); }
-};
+template <int kCount>
+struct List : Once<kCount, sizeof(ExpertList)> {};
+using SharedMemory = Stages<STAGES, Weights<kBlockN>, Tokens<kTokens>, Parts<Cluster::kBytes>, TokenScales<kTokens>,
+                            WeightScales<1>, Full<1>, Empty<1>, Received<1>, List<1>>;
 static_assert(fits_the_launch<SharedMemory::kEnd, SMEM_BYTES>(), "");
 
 // A thread block's share of the work: its channels, and its rank among the blocks that share them.
@@ -123,10 +105,10 @@ DEVICE void fill_stages(SharedMemory shared, Units units, u32 bytes, Wait wait, 
 DEVICE void load_weights(SharedMemory shared, const Share& share, const TensorMap* w_map, const float* w_scales,
                          const ExpertList& list) {
     auto nothing = [](int) {};
-    fill_stages(shared, {share, list}, SharedMemory::kBytesWeights, nothing, [&](int s, Unit unit) {
+    fill_stages(shared, {share, list}, SharedMemory::kBytes<Weights>, nothing, [&](int s, Unit unit) {
         i64 row = i64(list.experts[unit.i]) * share.hidden + share.channel;
         tma_load(shared.weights(s, 0), w_map, shared.full(s), unit.k * kBlockK, row);
-        copy_async_4(shared.weight_scale(s), w_scales + row / 128 * share.k_blocks + unit.k);
+        copy_async_4(shared.weight_scale(s, 0), w_scales + row / 128 * share.k_blocks + unit.k);
         copy_async_arrive(shared.full(s));
     });
 }
@@ -156,10 +138,10 @@ struct TokensAwaited {
 DEVICE void load_tokens(SharedMemory shared, const Share& share, const TensorMap* q_map, const float* scales,
                         TokensAwaited awaited, const ExpertList& list) {
     auto wait = [&](int count) { awaited.wait(count); };
-    fill_stages(shared, {share, list}, SharedMemory::kBytesTokens + kTokens * 4, wait, [&](int s, Unit unit) {
-        tma_load(shared.tokens(s), q_map, shared.full(s), unit.k * kBlockK, unit.i * kTokens);
+    fill_stages(shared, {share, list}, SharedMemory::kBytes<Tokens> + kTokens * 4, wait, [&](int s, Unit unit) {
+        tma_load(shared.tokens(s, 0), q_map, shared.full(s), unit.k * kBlockK, unit.i * kTokens);
         const float* unit_scales = scales + (i64(unit.i) * share.k_blocks + unit.k) * kTokens;
-        bulk_load(shared.scale(s, 0), unit_scales, shared.full(s), kTokens * 4);
+        bulk_load(shared.token_scale(s, 0), unit_scales, shared.full(s), kTokens * 4);
     });
     wait_for_previous_kernel();  // then the next kernel follows both
 }
@@ -176,10 +158,11 @@ DEVICE void multiply(SharedMemory shared, Units units, int warpgroup, Sums& sum)
         int s = ring.stage;
         barrier_wait(shared.full(s), ring.phase);
         Sums product;
-        wgmma_start(product, shared.weights(s, warpgroup), shared.tokens(s));
-        float scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s));
+        wgmma_start(product, shared.weights(s, warpgroup * 64), shared.tokens(s, 0));
+        float scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s, 0));
 #pragma unroll
-        for (int i = 0; i < kTokens / 4; ++i) scale[i] = load_shared_float(shared.scale(s, token + column_offset(i)));
+        for (int i = 0; i < kTokens / 4; ++i)
+            scale[i] = load_shared_float(shared.token_scale(s, token + column_offset(i)));
         wgmma_finish(product);
         release(shared, s);
 #pragma unroll
@@ -199,8 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                      int num_experts, int tokens, int topk, int hidden, int intermediate, int splits) {
     SharedMemory shared{dynamic_shared_address()};
     const Share share(hidden, intermediate, splits);
-    const Cluster cluster{shared.parts(), shared.received(), splits, share.split, tokens};
-    ExpertList& list = shared.list();
+    const Cluster cluster{shared.parts(), shared.received(0), splits, share.split, tokens};
+    ExpertList& list = list_at(SharedMemory::offset<List>());
     int warp = warp_uniform(threadIdx.x / kWarp);
     if (warp == kWeightWarp) {
         if (lane_of_warp() == 0) prefetch(&w_map);

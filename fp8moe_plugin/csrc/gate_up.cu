@@ -21,36 +21,24 @@
 
 constexpr int kHalves = 2;                                  // of a tile: gate and up
 constexpr int kFullArrivals = GATHER ? 1 + kWarpgroup : 2;  // of a stage: the announced bytes, and each copying thread
-constexpr u32 kBytesStore = kWarpgroupM * 128, kBytesTail = kTailRows * 128;
-constexpr u32 kBytesAmax = 2 * kMathWarpgroups * kWarpgroupM * 4, kBytesTile = GATHER ? 16 : 0;
-constexpr u32 kBytesListed = kMathWarpgroups * StoredTiles::kMost * 4;
 using Queue = TileQueue<kBlockM>;
 
-// The staging area holds 64 rows per warpgroup, then the tail, which the warpgroups share.
-struct SharedMemory
-    : RowTileStages<kHalves, kMathWarpgroups * kBytesStore + kBytesTail, kBytesAmax + kBytesTile + kBytesListed> {
-    static constexpr u32 kTailStaging = kStaging + kMathWarpgroups * kBytesStore;
-    static constexpr u32 kAmax = kStagesEnd, kGatheredTile = kAmax + kBytesAmax, kListed = kGatheredTile + kBytesTile;
-
-    DEVICE u32 staging(int warpgroup) const { return base + kStaging + warpgroup * kBytesStore; }
-    DEVICE u32 tail_staging() const { return base + kTailStaging; }
-    DEVICE u32 amax(int buffer, int warpgroup, int row) const {
-        return base + kAmax + ((buffer * kMathWarpgroups + warpgroup) * kWarpgroupM + row) * 4;
-    }
-    DEVICE u32 gathered_tile() const { return base + kGatheredTile; }
-    DEVICE u32 listed(int warpgroup, int i) const { return base + kListed + (warpgroup * StoredTiles::kMost + i) * 4; }
-};
+template <int kCount>
+struct GatheredTile : Once<kCount, 16> {};  // which the producer's warps share
+// The staging area holds 64 rows of each warpgroup, then the tail, which the warpgroups share.
+using SharedMemory = RowTileStages<kHalves, kBlockM + kTailRows, Amax<2 * kMathWarpgroups * kWarpgroupM>,
+                                   GatheredTile<GATHER>, Listed<kMathWarpgroups * StoredTiles::kMost>>;
 constexpr int kStages = SharedMemory::kStages;
 using TileRings = Rings<kStages, false>;
 
 // ---- producer: one warp; with GATHER a warpgroup -------------------------------------------------------------------
 
-struct Weights {
+struct WeightLoads {
     const TensorMap* map;
     const float* scales;
     int expert_row, column, n, scales_to_up;  // the last: floats from the gate's scales to the up projection's
 
-    DEVICE Weights(const Operands& in, const Tile& tile)
+    DEVICE WeightLoads(const Operands& in, const Tile& tile)
         : map(in.weights), expert_row(tile.expert * in.n), column(tile.column), n(in.n) {
         int scale_rows = (in.n + kHalfN - 1) / kHalfN;
         scales = in.weight_scales + i64(tile.expert * scale_rows + tile.column) * in.k_blocks;
@@ -59,7 +47,7 @@ struct Weights {
     DEVICE void load(SharedMemory shared, int stage, u32 full, int k) const {
         int row = expert_row + column * kHalfN;
         tma_load(shared.weights(stage, 0), map, full, k * kBlockK, row);
-        tma_load(shared.weights(stage, 1), map, full, k * kBlockK, row + n / 2);
+        tma_load(shared.weights(stage, kHalfN), map, full, k * kBlockK, row + n / 2);
     }
     DEVICE void load_scales(SharedMemory shared, int stage, int k) const {
 #pragma unroll
@@ -71,7 +59,7 @@ struct Weights {
 DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in, Queue& queue) {
     while (queue.index < queue.total) {
         const Tile tile = queue.tile();
-        load_row_tile(shared, rings, in, queue, tile, Weights(in, tile));
+        load_row_tile(shared, rings, in, queue, tile, WeightLoads(in, tile));
     }
     end_tiles<1>(shared, rings.tokens);
 }
@@ -79,9 +67,9 @@ DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in
 DEVICE void gather_tiles(SharedMemory shared, TileRings& rings, const Operands& in, const GatheredOperand& gathered,
                          Queue& queue, bool first_warp) {
     while (true) {
-        const Tile tile = share_tile(shared.gathered_tile(), kProducerBarrier, queue, first_warp);
+        const Tile tile = share_tile(shared.at<GatheredTile>(0), kProducerBarrier, queue, first_warp);
         if (tile.rows == 0) break;
-        gather_row_tile(shared, rings.tokens, gathered, tile, queue, first_warp, Weights(in, tile));
+        gather_row_tile(shared, rings.tokens, gathered, tile, queue, first_warp, WeightLoads(in, tile));
     }
     end_tiles<kWarpgroup>(shared, rings.tokens);
 }

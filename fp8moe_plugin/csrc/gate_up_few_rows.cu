@@ -19,6 +19,7 @@
 #include "pipeline/done_counters.cuh"
 #include "pipeline/producer.cuh"
 #include "pipeline/split_k.cuh"
+#include "pipeline/stages.cuh"
 #include "pipeline/tile_queue.cuh"
 
 constexpr int kBlockTokens = kFewRowsTile, kBlockI = 128, kBlockK = 128;
@@ -33,37 +34,13 @@ static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMat
 constexpr int kFullArrivals = 1 + kProducers;  // the announced bytes of TMA, and each copying thread
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 
-struct SharedMemory {
-    static constexpr u32 kBytesWeights = 2 * kBlockI * kBlockK, kBytesTokens = kBlockTokens * kBlockK;
-    static constexpr u32 kBytesStaging = kBlockTokens * kBlockI, kBytesAmax = kMathWarps * kBlockTokens / 2 * 4;
-    static constexpr u32 kBytesStage = kBytesWeights + kBytesTokens + kBlockTokens * 4 + 2 * 4 + 16 + 2 * 8;
-    static constexpr u32 kBytesOther = kBytesStaging + kBytesAmax + 2 * 16, kBytesAligning = 2 * 15;
-    static constexpr int kStages = (SMEM_BYTES - kBytesOther - kBytesAligning) / kBytesStage;  // as many as fit
-    static constexpr u32 kTokens = kStages * kBytesWeights, kStaging = kTokens + kStages * kBytesTokens;
-    static constexpr u32 kTokenScales = kStaging + kBytesStaging;
-    static constexpr u32 kWeightScales = kTokenScales + kStages * kBlockTokens * 4;
-    static constexpr u32 kAmax = kWeightScales + kStages * 2 * 4;
-    static constexpr u32 kTiles = (kAmax + kBytesAmax + 15) / 16 * 16;
-    static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
-    static constexpr u32 kLast = kEmpty + kStages * 8;
-    static constexpr u32 kSharedTile = (kLast + 4 + 15) / 16 * 16;
-    static_assert(kSharedTile + 16 <= SMEM_BYTES, "as many stages as fit");
-
-    u32 base;
-    DEVICE u32 weights(int stage, int slab) const { return base + stage * kBytesWeights + slab * 64 * kBlockK; }
-    DEVICE u32 tokens(int stage, int token) const { return base + kTokens + stage * kBytesTokens + token * kBlockK; }
-    DEVICE u32 staging(int token) const { return base + kStaging + token * kBlockI; }
-    DEVICE u32 token_scale(int stage, int token) const {
-        return base + kTokenScales + (stage * kBlockTokens + token) * 4;
-    }
-    DEVICE u32 weight_scale(int stage, int half) const { return base + kWeightScales + (stage * 2 + half) * 4; }
-    DEVICE u32 amax(int warp, int pair) const { return base + kAmax + (warp * kBlockTokens / 2 + pair) * 4; }
-    DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
-    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival per math warp
-    DEVICE u32 last() const { return base + kLast; }
-    DEVICE u32 shared_tile() const { return base + kSharedTile; }  // shared by the producer's warps
-};
+template <int kCount>
+struct IsLast : Once<kCount, 4> {};  // see comes_last
+template <int kCount>
+struct SharedTile : Once<kCount, 16, 16> {};  // which the producer's warps share
+using SharedMemory = Stages<kAsManyAsFit, Weights<2 * kBlockI>, Tokens<kBlockTokens>, Staging<kBlockTokens>,
+                            TokenScales<kBlockTokens>, WeightScales<2>, Amax<kMathWarps * kBlockTokens / 2>,
+                            TileOfStage<1>, Full<1>, Empty<1>, IsLast<1>, SharedTile<1>>;
 constexpr int kStages = SharedMemory::kStages;
 
 struct Operands {
@@ -106,7 +83,7 @@ struct WeightLoads {
     DEVICE void start(SharedMemory shared, int s, const Operands& in, int step) const {
         u32 full = shared.full(s);
         if (threadIdx.x % kProducers == 0) {
-            barrier_arrive_expect(full, SharedMemory::kBytesWeights);
+            barrier_arrive_expect(full, SharedMemory::kBytes<Weights>);
             tma_load_4d(shared.weights(s, 0), in.weights, full, first_k + step * kBlockK, 0, 0, first_slab);
         }
         if (half() == 0 || half() == 1) copy_async_4(shared.weight_scale(s, half()), scale + step);
@@ -157,7 +134,7 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
     bool first_warp = threadIdx.x / kWarp == kMathWarps;
     Ring<kStages> ring;
     Tile tile = queue.tile();
-    for (; tile.rows > 0; tile = share_tile(shared.shared_tile(), kProducerBarrier, queue, first_warp))
+    for (; tile.rows > 0; tile = share_tile(shared.at<SharedTile>(0), kProducerBarrier, queue, first_warp))
         load_tile(shared, ring, in, tile, queue, first_warp);
     end_tiles<kProducers>(shared, ring);
     if (first_warp) queue.finish();
@@ -187,7 +164,7 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int wa
         wgmma_fence();
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab)
-            wgmma_issue(product[slab], shared.weights(s, warpgroup * kSlabs + slab), shared.tokens(s, 0));
+            wgmma_issue(product[slab], shared.weights(s, (warpgroup * kSlabs + slab) * 64), shared.tokens(s, 0));
         wgmma_commit();
         wgmma_finish(product);
         release(shared, s);
@@ -204,7 +181,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
                          const Tile& tile, int warpgroup) {
     Sums<kTokens> sum;
     multiply<kTokens>(shared, ring, in.steps, warpgroup, sum);
-    if (in.splits.count == 1 || add_splits<kTokens, kMathThreads>(shared, out, tile, kMathBarrier, sum)) {
+    if (in.splits.count == 1 || add_splits<kTokens, kMathThreads>(shared.at<IsLast>(0), out, tile, kMathBarrier, sum)) {
         store_quantized_transposed<kTokens, kMathWarps>(shared, out, tile, kMathBarrier, sum);
         if (!out.done.counters) return;
         __threadfence();

@@ -25,7 +25,7 @@
 #include "mma/swap_ab.cuh"
 #include "pipeline/producer.cuh"
 #include "pipeline/quantize_tokens.cuh"
-#include "pipeline/ring.cuh"
+#include "pipeline/stages.cuh"
 #include "routing/expert_list.cuh"
 
 constexpr int kTokens = TOKENS, kCluster = CLUSTER, kStages = STAGES;
@@ -39,33 +39,27 @@ constexpr int kMostSteps = SMALL_BATCH_K_BLOCKS;  // K blocks per thread block
 constexpr int kFullArrivals = 3;                  // the announced bytes of TMA, and two lanes that copy scales
 constexpr int kMathBarrier = 1;
 
-struct SharedMemory {
-    static constexpr u32 kBytesSlab = 64 * kBlockK, kBytesWeights = kMathWarpgroups * kBytesSlab;  // of a stage
-    static constexpr u32 kX = kStages * kBytesWeights, kSums = kX + kMostSteps * kTokens * kBlockK;
-    static constexpr u32 kBytesSums = 2 * kBlockI * 4;  // of a token
-    static constexpr u32 kXScales = kSums + kFinished * kCluster * kBytesSums;
-    static constexpr u32 kWeightScales = kXScales + kMostSteps * kTokens * 4;
-    static constexpr u32 kFull = (kWeightScales + kStages * 2 * 4 + 7) / 8 * 8, kEmpty = kFull + kStages * 8;
-    static constexpr u32 kReceived = kEmpty + kStages * 8, kTaken = kReceived + kFinished * 8;
-    static constexpr u32 kList = kTaken + 8, kEnd = kList + sizeof(ExpertList);
-
-    u32 base;
-    DEVICE u32 weights(int stage, int half) const { return base + stage * kBytesWeights + half * kBytesSlab; }
-    DEVICE u32 x(int step, int token) const { return base + kX + (step * kTokens + token) * kBlockK; }
-    DEVICE u32 x_scale(int step, int token) const { return base + kXScales + (step * kTokens + token) * 4; }
-    DEVICE u32 weight_scale(int stage, int half) const { return base + kWeightScales + (stage * 2 + half) * 4; }
-    // The sums that block `from` of the cluster sends of a token: 128 channels of the gate (half 0) or up projection.
-    DEVICE u32 sums(int finished, int from, int half) const {
-        return base + kSums + (finished * kCluster + from) * kBytesSums + half * (kBytesSums / 2);
-    }
-    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }
-    // All sums of a token have arrived; all finishing warps of the cluster have taken theirs.
-    DEVICE u32 received(int finished) const { return base + kReceived + finished * 8; }
-    DEVICE u32 taken() const { return base + kTaken; }
-    DEVICE ExpertList& list() const { return list_at(kList); }
-};
+// Once for the block: rows of 128 bytes and their scales, of the tokens in each of the block's K blocks.
+template <int kRows>
+struct X : Once<kRows, kRowOfTile, kSwizzleBytes> {};
+template <int kCount>
+struct XScales : Once<kCount, 4> {};
+// The sums that a block of the cluster sends of a token: 128 channels of the gate or of the up projection.
+template <int kCount>
+struct Sums : Once<kCount, kBlockI * 4> {};
+template <int kCount>
+struct Taken : Once<kCount, 8, 8> {};  // all finishing warps of the cluster have taken their sums
+template <int kCount>
+struct List : Once<kCount, sizeof(ExpertList)> {};
+using SharedMemory =
+    Stages<STAGES, Weights<kMathWarpgroups * 64>, X<kMostSteps * kTokens>, Sums<kFinished * kCluster * 2>,
+           XScales<kMostSteps * kTokens>, WeightScales<2>, Full<1>, Empty<1>, Received<kFinished>, Taken<1>, List<1>>;
 static_assert(fits_the_launch<SharedMemory::kEnd, SMEM_BYTES>(), "");
+
+// Of block `from` of the cluster; half 0 is the gate projection.
+DEVICE u32 sums_at(SharedMemory shared, int finished, int from, int half) {
+    return shared.at<Sums>((finished * kCluster + from) * 2 + half);
+}
 
 // The sizes of the layer and the batch.
 struct ProblemSize {
@@ -96,9 +90,9 @@ DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Sha
         const float* scale = w_scales + i64(row) * size.k_blocks() + share.first_step;
         fill_stages<wait_by_warp>(shared, ring, 0, kSlabs * share.steps, [&](int i, int s, u32 full) {
             int k = i / kSlabs, slab = i % kSlabs;
-            if (half == 0) barrier_arrive_expect(full, SharedMemory::kBytesWeights);
+            if (half == 0) barrier_arrive_expect(full, SharedMemory::kBytes<Weights>);
             if (half < kMathWarpgroups) {
-                tma_load_4d(shared.weights(s, half), w_map, full, (share.first_step + k) * kBlockK, 0, slab * 2,
+                tma_load_4d(shared.weights(s, half * 64), w_map, full, (share.first_step + k) * kBlockK, 0, slab * 2,
                             row * 4);
                 copy_async_4(shared.weight_scale(s, half), scale + k);
                 copy_async_arrive(full);
@@ -112,9 +106,9 @@ DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Sha
 
 // The thread's rows, two of each slab, are four neighbouring channels of the warpgroup's half, by the interleaving of
 // w_map; its columns are tokens.
-using Sums = Fragment<kTokens>[kSlabs];
+using Accumulators = Fragment<kTokens>[kSlabs];
 
-DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int half, Sums& sum) {
+DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int half, Accumulators& sum) {
     int token = fragment_column(threadIdx.x);
     clear(sum);
     for (int step = 0; step < steps; ++step)
@@ -124,9 +118,9 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int ha
             barrier_wait(shared.full(s), ring.phase);
             Fragment<kTokens> product;
             float scale[kTokens / 4];
-            wgmma_start(product, shared.weights(s, half), shared.x(step, 0));
+            wgmma_start(product, shared.weights(s, half * 64), shared.at<X>(step * kTokens));
             read_scales<kTokens>(scale, load_shared_float(shared.weight_scale(s, half)),
-                                 [&](int offset) { return shared.x_scale(step, token + offset); });
+                                 [&](int offset) { return shared.at<XScales>(step * kTokens + token + offset); });
             wgmma_finish(product);
             release(shared, s);
             add_scaled<kTokens>(product, scale, sum[slab]);
@@ -134,14 +128,14 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int ha
 }
 
 // Sends the sums to the blocks that finish the tokens, 16 bytes per thread and token.
-DEVICE void send(SharedMemory shared, const ProblemSize& size, const Share& share, int half, const Sums& sum) {
+DEVICE void send(SharedMemory shared, const ProblemSize& size, const Share& share, int half, const Accumulators& sum) {
     int lane = threadIdx.x % kWarp, at = (threadIdx.x / kWarp % 4 * 8 + lane / 4) * 16;
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
         int token = fragment_column(lane) + column_offset(i), e = element_at(0, i);
         int to = token % kCluster, finished = token / kCluster;
         if (token < size.tokens)
-            store_async(in_block(shared.sums(finished, share.rank, half) + at, to),
+            store_async(in_block(sums_at(shared, finished, share.rank, half) + at, to),
                         make_float4(sum[0][e], sum[0][e + 2], sum[1][e], sum[1][e + 2]),
                         in_block(shared.received(finished), to));
     }
@@ -151,9 +145,9 @@ DEVICE void compute_tiles(SharedMemory shared, const ProblemSize& size, const Sh
     Ring<kStages> ring;
     u32 phase = 1;
     for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
-        Sums sum;
+        Accumulators sum;
         multiply(shared, ring, share.steps, half, sum);
-        wait_by_warp(shared.taken(), phase);
+        wait_by_warp(shared.at<Taken>(0), phase);
         send(shared, size, share, half, sum);
     }
 }
@@ -187,7 +181,7 @@ DEVICE uint2 activated(SharedMemory shared, int finished) {
     for (int from = 0; from < kCluster; ++from)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float4 part = load_shared_float4(shared.sums(finished, from, h) + lane_of_warp() * 16);
+            float4 part = load_shared_float4(sums_at(shared, finished, from, h) + lane_of_warp() * 16);
             half[h].x += part.x, half[h].y += part.y, half[h].z += part.z, half[h].w += part.w;
         }
     return activate_four(half[0], half[1]);
@@ -204,13 +198,13 @@ DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Sha
     u32 received = shared.received(finished), phase = 0;
     for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
         bool own = own_expert == list.experts[tile / groups], any = __ballot_sync(kAllLanes, own);
-        if (lane == 0) barrier_arrive_expect(received, kCluster * SharedMemory::kBytesSums);
+        if (lane == 0) barrier_arrive_expect(received, kCluster * 2 * Sums<1>::kBytes);
         barrier_wait(received, phase);
         uint2 value = any ? activated(shared, finished) : make_uint2(0, 0);
         __syncwarp();
         // Signal only blocks that will wait for it: others may have exited.
         if (lane < kCluster && tile + share.tile_stride < tiles)
-            barrier_arrive_in_cluster(in_block(shared.taken(), lane));
+            barrier_arrive_in_cluster(in_block(shared.at<Taken>(0), lane));
 
         if (any) {
             float weight = own ? own_weight : 0.f;
@@ -239,7 +233,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
     const Share share(size);
     const ExpertIds router{ids, expert_map, ids_64, shared_expert, tokens * topk, topk, global_experts, num_experts};
     const Result result{q, scales, tokens_written};
-    ExpertList& list = shared.list();
+    ExpertList& list = list_at(SharedMemory::offset<List>());
     int warp = warp_uniform(threadIdx.x / kWarp);
     bool math = warp < kMathWarps;
     const TokenQuantizer<kTokens, kMostSteps, kMathThreads> own_tokens(math ? x : nullptr, tokens, size.k_blocks(),
@@ -254,13 +248,13 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
     }
     if (threadIdx.x == 0) {
         for (int finished = 0; finished < kFinished; ++finished) barrier_init(shared.received(finished), 1);
-        barrier_init(shared.taken(), tokens);
+        barrier_init(shared.at<Taken>(0), tokens);
     }
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
     cluster_arrive();
 
     if (math) {
-        own_tokens.store(shared, tokens, share.steps, kMathBarrier);
+        own_tokens.store(shared.at<X>(0), shared.at<XScales>(0), tokens, share.steps, kMathBarrier);
         cluster_wait();  // the other blocks have initialized their barriers
         compute_tiles(shared, size, share, list.count * size.groups(), warp / 4);
     } else if (warp == kLoadWarp) {

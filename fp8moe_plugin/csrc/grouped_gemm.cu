@@ -27,23 +27,13 @@
 #include "pipeline/load_row_tile.cuh"
 
 constexpr int kHalves = BLOCK_N / kHalfN;
-constexpr int kFullArrivals = 2;               // of a stage: the announced bytes, and the copied weight scales
-constexpr int kStoreParts = kHalfN / kStoreN;  // of a half
-constexpr u32 kBytesStore = kWarpgroupM * 128, kBytesTail = kTailRows * 128;
+constexpr int kFullArrivals = 2;  // of a stage: the announced bytes, and the copied weight scales
 using Queue = TileQueue<kBlockM, KEEP_B ? 4 : 1>;
 using Accumulator = Fragment<kHalfN>;
 
-// The staging area holds 64 rows per warpgroup and half, then the tails.
-struct SharedMemory : RowTileStages<kHalves, kMathWarpgroups * kHalves*(kStoreParts* kBytesStore + kBytesTail), 0> {
-    static constexpr u32 kTailStaging = kStaging + kMathWarpgroups * kHalves * kStoreParts * kBytesStore;
-
-    DEVICE u32 staging(int warpgroup, int half, int part) const {
-        return base + kStaging + ((warpgroup * kHalves + half) * kStoreParts + part) * kBytesStore;
-    }
-    DEVICE u32 tail_staging(int warpgroup, int half) const {
-        return base + kTailStaging + (warpgroup * kHalves + half) * kBytesTail;
-    }
-};
+// The staging area holds 64 rows of each warpgroup and part of 64 columns, then the tails.
+constexpr int kStagedRows = kHalves * kStagedRowsOfHalf;  // of a warpgroup
+using SharedMemory = RowTileStages<kHalves, kMathWarpgroups*(kStagedRows + kHalves * kTailRows)>;
 constexpr int kStages = SharedMemory::kStages;
 
 struct Result {
@@ -55,12 +45,12 @@ struct Result {
 
 // ---- producer: one warp --------------------------------------------------------------------------------------------
 
-struct Weights {
+struct WeightLoads {
     const TensorMap* map;
     const float* scales;
     int expert_row, column, next_half;  // the last: floats from the scales of one half to the next
 
-    DEVICE Weights(const Operands& in, const Tile& tile)
+    DEVICE WeightLoads(const Operands& in, const Tile& tile)
         : map(in.weights), expert_row(tile.expert * in.n), column(tile.column) {
         int rows = (in.n + kHalfN - 1) / kHalfN, row = tile.column * kHalves;  // of scales
         scales = in.weight_scales + i64(tile.expert * rows + row) * in.k_blocks;
@@ -84,7 +74,7 @@ DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in
     while (queue.index < queue.total) {
         const Tile tile = queue.tile();
         rows.wait(tile);
-        load_row_tile(shared, rings, in, queue, tile, Weights(in, tile));
+        load_row_tile(shared, rings, in, queue, tile, WeightLoads(in, tile));
     }
     end_tiles<1>(shared, rings.tokens);
 }
@@ -102,7 +92,8 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, int k_blocks, co
     int column = tile.column * BLOCK_N + first_half * kHalfN;
     constexpr bool kFloat = OUTPUT == OUTPUT_F32_DIRECT;
     if (OUTPUT == OUTPUT_BF16)
-        store_staged<kCount>(shared, out.map, static_cast<u16*>(out.d), out.n, row, rows, column, warpgroup, sum);
+        store_staged<kCount>(shared, warpgroup * kStagedRows, out.map, static_cast<u16*>(out.d), out.n, row, rows,
+                             column, warpgroup, sum);
     else
 #pragma unroll
         for (int half = 0; half < kCount; ++half)
@@ -112,8 +103,9 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, int k_blocks, co
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
         if (OUTPUT == OUTPUT_BF16)
-            store_transposed<kTailRows>(shared.tail_staging(warpgroup, half), warpgroup, static_cast<u16*>(out.d),
-                                        out.n, row, rows, column + half * kHalfN, tail[half]);
+            store_transposed<kTailRows>(
+                shared.staging(kMathWarpgroups * kStagedRows + (warpgroup * kHalves + half) * kTailRows), warpgroup,
+                static_cast<u16*>(out.d), out.n, row, rows, column + half * kHalfN, tail[half]);
         else
             store_tail_direct<kFloat>(out.d, out.c, out.n, row, rows, column + half * kHalfN, tail[half]);
     }

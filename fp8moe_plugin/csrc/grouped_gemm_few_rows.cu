@@ -21,6 +21,7 @@
 #include "pipeline/activation_scales.cuh"
 #include "pipeline/done_counters.cuh"
 #include "pipeline/producer.cuh"
+#include "pipeline/stages.cuh"
 #include "pipeline/tile_queue.cuh"
 
 constexpr int kBlockN = FEW_ROWS_TILE_N, kBlockK = 128;
@@ -31,35 +32,9 @@ constexpr int kFullArrivals = 2;  // of a stage: the announced bytes, and the la
 constexpr int kBlockTokens = kFewRowsTile;
 constexpr int kBoxTokens = SWIZZLE_ROWS, kWideBoxTokens = FEW_ROWS_WIDE_BOX;  // of one TMA load
 
-// The layout of shared memory. Tiles are at multiples of 1024 bytes, as their swizzle requires.
-struct SharedMemory {
-    static constexpr u32 kBytesWeights = kBlockN * kBlockK, kBytesTokens = kBlockTokens * kBlockK;
-    static constexpr u32 kBytesStaging = kBlockTokens * kWarpgroupN * 2;
-    static constexpr u32 kBytesTokenScales = (kBlockTokens + ActivationScales::kSlack) * 4;
-    static constexpr u32 kBytesStage = kBytesWeights + kBytesTokens + kBytesTokenScales + 4 + 16 + 2 * 8;
-    static constexpr u32 kBytesOther = kMathWarpgroups * kBytesStaging, kBytesAligning = 15;
-    static constexpr int kStages = (SMEM_BYTES - kBytesOther - kBytesAligning) / kBytesStage;  // as many as fit
-    static constexpr u32 kTokens = kStages * kBytesWeights, kStaging = kTokens + kStages * kBytesTokens;
-    static constexpr u32 kTokenScales = kStaging + kMathWarpgroups * kBytesStaging;
-    static constexpr u32 kWeightScale = kTokenScales + kStages * kBytesTokenScales;
-    static constexpr u32 kTiles = (kWeightScale + kStages * 4 + 15) / 16 * 16;
-    static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
-    static_assert(kEmpty + kStages * 8 <= SMEM_BYTES, "as many stages as fit");
-
-    u32 base;
-    DEVICE u32 weights(int stage, int warpgroup) const {
-        return base + stage * kBytesWeights + warpgroup * kWarpgroupN * kBlockK;
-    }
-    DEVICE u32 tokens(int stage, int token) const { return base + kTokens + stage * kBytesTokens + token * kBlockK; }
-    DEVICE u32 staging(int warpgroup) const { return base + kStaging + warpgroup * kBytesStaging; }
-    DEVICE u32 token_scale(int stage, int token) const {
-        return base + kTokenScales + stage * kBytesTokenScales + token * 4;
-    }
-    DEVICE u32 weight_scale(int stage) const { return base + kWeightScale + stage * 4; }
-    DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
-    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival per math warp
-};
+using SharedMemory =
+    Stages<kAsManyAsFit, Weights<kBlockN>, Tokens<kBlockTokens>, Staging<kMathWarpgroups * kBlockTokens>,
+           TokenScales<kBlockTokens + ActivationScales::kSlack>, WeightScales<1>, TileOfStage<1>, Full<1>, Empty<1>>;
 constexpr int kStages = SharedMemory::kStages;
 
 using Queue = TileQueue<kBlockTokens>;
@@ -92,13 +67,13 @@ struct TileLoads {
         weight_scale = in.weight_scales + i64(tile.expert * in.columns() + column) * in.k_blocks;
         token_scale = in.token_scales.of_tile(tile);
         scale_bytes = ActivationScales::bytes(tile);
-        bytes = SharedMemory::kBytesWeights + padded * kBlockK + scale_bytes;
+        bytes = SharedMemory::kBytes<Weights> + padded * kBlockK + scale_bytes;
     }
     // Of K block k, of the tile's `column`-th column.
     DEVICE void weights(SharedMemory shared, int s, const Operands& in, int column, int k) const {
         barrier_arrive_expect(shared.full(s), bytes);
         tma_load(shared.weights(s, 0), in.weights, shared.full(s), k * kBlockK, weight_row + column * kBlockN);
-        copy_async_4(shared.weight_scale(s), weight_scale + column * in.k_blocks + k);
+        copy_async_4(shared.weight_scale(s, 0), weight_scale + column * in.k_blocks + k);
     }
     DEVICE void tokens(SharedMemory shared, int s, const Operands& in, int k) const {
         for (int token = 0; token < padded; token += box_tokens)
@@ -152,9 +127,9 @@ DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int steps, i
         barrier_wait(shared.full(s), ring.phase);
         Fragment<kTokens> product;
         float scale[kTokens / 4];
-        read_scales<kTokens>(scale, load_shared_float(shared.weight_scale(s)),
+        read_scales<kTokens>(scale, load_shared_float(shared.weight_scale(s, 0)),
                              [&](int offset) { return shared.token_scale(s, token + offset); });
-        wgmma_start(product, shared.weights(s, warpgroup), shared.tokens(s, 0));
+        wgmma_start(product, shared.weights(s, warpgroup * kWarpgroupN), shared.tokens(s, 0));
         wgmma_finish(product);
         release(shared, s);
         add_scaled<kTokens>(product, scale, sum);
@@ -168,7 +143,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 #pragma unroll 1
     for (int column = tile.column * in.columns_at_once, end = column + in.columns_at_once; column < end; ++column) {
         multiply_tile<kTokens>(shared, ring, in.k_blocks, ActivationScales::offset(tile.row), warpgroup, sum);
-        store_transposed<kTokens>(shared.staging(warpgroup), warpgroup, d, in.n, tile.row, tile.rows,
+        store_transposed<kTokens>(shared.staging(warpgroup * kBlockTokens), warpgroup, d, in.n, tile.row, tile.rows,
                                   column * kBlockN + warpgroup * kWarpgroupN, sum);
     }
 }

@@ -21,6 +21,7 @@
 #include "device/add_to_memory.cuh"
 #include "device/wgmma.cuh"
 #include "pipeline/producer.cuh"
+#include "pipeline/stages.cuh"
 
 constexpr int kBlockM = 128, kBlockN = 176, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathWarps = 4 * kMathWarpgroups, kWarpgroupM = kBlockM / kMathWarpgroups;
@@ -30,23 +31,13 @@ constexpr int kOctet = 16, kOctets = kBlockN / kOctet;        // columns of whic
 constexpr int kPanel = 8;  // columns of tiles that run at the same time, so that A is read from device memory once
 using Accumulator = Fragment<kBlockN>;
 
-// The layout of shared memory. Tiles are at multiples of 1024 bytes, as their swizzle requires.
-struct SharedMemory {
-    static constexpr u32 kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK;
-    static constexpr u32 kBytesScales = (kBlockM + kBlockN) * 4;
-    static constexpr u32 kBytesStage = kBytesA + kBytesB + kBytesScales + 2 * 8;
-    static constexpr int kStages = SMEM_BYTES / kBytesStage;
-    static constexpr u32 kB = kStages * kBytesA, kScales = kB + kStages * kBytesB;
-    static constexpr u32 kFull = kScales + kStages * kBytesScales, kEmpty = kFull + kStages * 8;
-
-    u32 base;
-    DEVICE u32 a(int stage, int row) const { return base + stage * kBytesA + row * kBlockK; }
-    DEVICE u32 b(int stage) const { return base + kB + stage * kBytesB; }
-    DEVICE u32 a_scale(int stage, int row) const { return base + kScales + stage * kBytesScales + row * 4; }
-    DEVICE u32 b_scale(int stage, int column) const { return a_scale(stage, kBlockM + column); }
-    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival per math warp
-};
+template <int kRows>
+struct A : PerStage<kRows, kRowOfTile, kSwizzleBytes> {};
+template <int kRows>
+struct B : PerStage<kRows, kRowOfTile, kSwizzleBytes> {};
+template <int kCount>
+struct Scales : PerStage<kCount, 4> {};  // of A, then of B
+using SharedMemory = Stages<kAsManyAsFit, A<kBlockM>, B<kBlockN>, Scales<kBlockM + kBlockN>, Full<1>, Empty<1>>;
 constexpr int kStages = SharedMemory::kStages;
 
 struct TensorMaps {
@@ -92,13 +83,13 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in) {
         const float* b_scales = in.b_scales + first * in.b_scale_k_stride + tile.column;
         const u32 a_scale_bytes = ceil_div(min(kBlockM, in.m - tile.row), 4) * 16;
         const u32 b_scale_bytes = min(kBlockN, in.n - tile.column) * 4;
-        const u32 bytes = shared.kBytesA + shared.kBytesB + a_scale_bytes + b_scale_bytes;
+        const u32 bytes = SharedMemory::kBytes<A> + SharedMemory::kBytes<B> + a_scale_bytes + b_scale_bytes;
         fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks.of[tile.group], [&](int k, int stage, u32 full) {
             barrier_arrive_expect(full, bytes);
-            tma_load(shared.a(stage, 0), a, full, k * kBlockK, tile.row);
-            tma_load_4d(shared.b(stage), b, full, k * kBlockK, 0, 0, tile.column / kOctet);
-            bulk_load(shared.a_scale(stage, 0), a_scales, full, a_scale_bytes);
-            bulk_load(shared.b_scale(stage, 0), b_scales, full, b_scale_bytes);
+            tma_load(shared.at<A>(stage, 0), a, full, k * kBlockK, tile.row);
+            tma_load_4d(shared.at<B>(stage, 0), b, full, k * kBlockK, 0, 0, tile.column / kOctet);
+            bulk_load(shared.at<Scales>(stage, 0), a_scales, full, a_scale_bytes);
+            bulk_load(shared.at<Scales>(stage, kBlockM), b_scales, full, b_scale_bytes);
             a_scales += in.a_scale_k_stride, b_scales += in.b_scale_k_stride;
         });
     }
@@ -126,14 +117,14 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int k_blocks, int
     for (int k = 0; k < k_blocks; ++k, ring.advance()) {
         const int stage = ring.stage;
         barrier_wait(shared.full(stage), ring.phase);
-        const float row_scale[] = {load_shared_float(shared.a_scale(stage, row)),
-                                   load_shared_float(shared.a_scale(stage, row + 8))};
+        const float row_scale[] = {load_shared_float(shared.at<Scales>(stage, row)),
+                                   load_shared_float(shared.at<Scales>(stage, row + 8))};
         Accumulator product;
-        wgmma_start(product, shared.a(stage, rows), shared.b(stage));
+        wgmma_start(product, shared.at<A>(stage, rows), shared.at<B>(stage, 0));
         float4 column_scales[kOctets];
 #pragma unroll
         for (int i = 0; i < kOctets; ++i)
-            column_scales[i] = load_shared_float4(shared.b_scale(stage, i * kOctet + column));
+            column_scales[i] = load_shared_float4(shared.at<Scales>(stage, kBlockM + i * kOctet + column));
         wgmma_finish(product);
         release(shared, stage);
 #pragma unroll

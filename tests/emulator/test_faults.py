@@ -462,7 +462,7 @@ FAULTS = {
     ),
     "sums of a tile are sent before those of the last one are taken": Fault(
         "gate_up_small_batch.cu",
-        "        wait_by_warp(shared.taken(), phase);\n",
+        "        wait_by_warp(shared.at<Taken>(0), phase);\n",
         "",
         small_batch,
         f"{WRONG_RESULT}|deadlock|has ended",
@@ -470,8 +470,8 @@ FAULTS = {
     ),
     "a lane that sends nothing falls a phase behind": Fault(
         "gate_up_small_batch.cu",
-        "wait_by_warp(shared.taken(), phase)",
-        "barrier_wait(shared.taken(), phase)",
+        "wait_by_warp(shared.at<Taken>(0), phase)",
+        "barrier_wait(shared.at<Taken>(0), phase)",
         one_token,
         BEHIND,
         multiprocessors=CLUSTERS,
@@ -699,8 +699,8 @@ FAULTS = {
     ),
     "warpgroups of a gradient take the same rows": Fault(
         "k_grouped_gemm.cu",
-        "wgmma_start(product, shared.a(stage, rows),",
-        "wgmma_start(product, shared.a(stage, 0),",
+        "wgmma_start(product, shared.at<A>(stage, rows),",
+        "wgmma_start(product, shared.at<A>(stage, 0),",
         weight_gradients,
         WRONG_RESULT,
     ),

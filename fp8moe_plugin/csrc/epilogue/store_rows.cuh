@@ -4,14 +4,21 @@
 #include "mma/row_tile.cuh"
 
 constexpr int kStoreN = 64;  // columns of a TMA store of bfloat16: 128 bytes, one swizzle row
+constexpr int kStagedRowsOfHalf = kHalfN / kStoreN * kWarpgroupM;
+
+// A warpgroup stages parts of 64 rows and kStoreN columns one after the other, from row `first` of the staging area on.
+template <class SharedMemory>
+DEVICE u32 staged_part(SharedMemory shared, int first, int part) {
+    return shared.staging(first + part * kWarpgroupM);
+}
 
 template <class SharedMemory>
-DEVICE void stage_half(SharedMemory shared, int warpgroup, int half, const Fragment<kHalfN>& sum) {
+DEVICE void stage_half(SharedMemory shared, int first, const Fragment<kHalfN>& sum) {
     int lane = threadIdx.x % 32, row = warp_row(threadIdx.x) + lane % 16;
 #pragma unroll
     for (int i = 0; i < kHalfN / 8; i += 2) {
         int chunk = i + lane / 16;  // of 8 columns, 16 bytes
-        u32 to = shared.staging(warpgroup, half, chunk / 8) + row * 128 + (chunk % 8 ^ row % 8) * 16;
+        u32 to = staged_part(shared, first, chunk / 8) + row * 128 + (chunk % 8 ^ row % 8) * 16;
         store_matrix_x4(to, pack_bf16x2(sum[4 * i], sum[4 * i + 1]), pack_bf16x2(sum[4 * i + 2], sum[4 * i + 3]),
                         pack_bf16x2(sum[4 * i + 4], sum[4 * i + 5]), pack_bf16x2(sum[4 * i + 6], sum[4 * i + 7]));
     }
@@ -19,34 +26,34 @@ DEVICE void stage_half(SharedMemory shared, int warpgroup, int half, const Fragm
 
 // For the last rows of an expert: TMA would store a whole box, and overwrite rows of the next expert.
 template <class SharedMemory>
-DEVICE void copy_half(SharedMemory shared, int warpgroup, int half, u16* d, int n, int row, int rows, int column) {
+DEVICE void copy_half(SharedMemory shared, int first, u16* d, int n, int row, int rows, int column) {
     constexpr int kChunks = kHalfN / 8;
     for (int i = threadIdx.x % 128; i < rows * kChunks; i += 128) {
         int r = i / kChunks, chunk = i % kChunks;
         if (column + chunk * 8 < n)
             *reinterpret_cast<uint4*>(d + i64(row + r) * n + column + chunk * 8) =
-                load_shared_16(shared.staging(warpgroup, half, chunk / 8) + r * 128 + (chunk % 8 ^ r % 8) * 16);
+                load_shared_16(staged_part(shared, first, chunk / 8) + r * 128 + (chunk % 8 ^ r % 8) * 16);
     }
 }
 
 template <int kCount, class SharedMemory>
-DEVICE void store_staged(SharedMemory shared, const TensorMap* d_map, u16* d, int n, int row, int rows, int column,
-                         int warpgroup, const Fragment<kHalfN> (&sum)[kCount]) {
+DEVICE void store_staged(SharedMemory shared, int first, const TensorMap* d_map, u16* d, int n, int row, int rows,
+                         int column, int warpgroup, const Fragment<kHalfN> (&sum)[kCount]) {
     bool elected = threadIdx.x % 128 == 0;
     if (elected) tma_store_wait_read();
     warpgroup_barrier(warpgroup);  // the staging buffers are free
 #pragma unroll
-    for (int half = 0; half < kCount; ++half) stage_half(shared, warpgroup, half, sum[half]);
+    for (int half = 0; half < kCount; ++half) stage_half(shared, first + half * kStagedRowsOfHalf, sum[half]);
     fence_proxy_async();
     warpgroup_barrier(warpgroup);  // the staging buffers are full
     if (rows < kWarpgroupM) {
 #pragma unroll 1
         for (int half = 0; half < kCount; ++half)
-            copy_half(shared, warpgroup, half, d, n, row, rows, column + half * kHalfN);
+            copy_half(shared, first + half * kStagedRowsOfHalf, d, n, row, rows, column + half * kHalfN);
     } else if (elected) {
 #pragma unroll
         for (int part = 0; part < kCount * (kHalfN / kStoreN); ++part)
-            tma_store(d_map, shared.staging(warpgroup, 0, part), column + part * kStoreN, row);
+            tma_store(d_map, staged_part(shared, first, part), column + part * kStoreN, row);
         tma_store_commit();
     }
 }

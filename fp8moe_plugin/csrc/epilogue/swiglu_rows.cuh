@@ -11,6 +11,9 @@ struct QuantizedRows {
     int channels, m;
 };
 
+template <int kCount>
+struct Listed : Once<kCount, 4> {};  // see StoredTiles
+
 // The tiles that a warpgroup has stored but not yet counted in the done counters, for which the second GEMM may wait.
 // As counting takes a fence of all memory, tiles are counted in batches; the last tiles of a block one by one.
 struct StoredTiles {
@@ -20,9 +23,13 @@ struct StoredTiles {
 
     DEVICE static bool elected() { return threadIdx.x % kWarpgroup == 0; }
     template <class SharedMemory>
+    DEVICE static u32 at(SharedMemory shared, int warpgroup, int i) {
+        return shared.template at<Listed>(warpgroup * kMost + i);
+    }
+    template <class SharedMemory>
     DEVICE void add(SharedMemory shared, int warpgroup, const Tile& tile) {
         if (!done_counters) return;
-        if (elected()) store_shared(shared.listed(warpgroup, listed), u32(tile.row_tile));
+        if (elected()) store_shared(at(shared, warpgroup, listed), u32(tile.row_tile));
         ++listed;
     }
     // Waits until all listed tiles are in memory. The warpgroup must meet at a barrier before it reports them.
@@ -35,7 +42,7 @@ struct StoredTiles {
         if (elected()) {
             __threadfence();
 #pragma unroll 1
-            for (int i = 0; i < listed; ++i) atomicAdd(done_counters + 1 + load_shared(shared.listed(warpgroup, i)), 1);
+            for (int i = 0; i < listed; ++i) atomicAdd(done_counters + 1 + load_shared(at(shared, warpgroup, i)), 1);
         }
         listed = 0;
     }
@@ -67,16 +74,23 @@ DEVICE void activate_rows(const Fragment<kColumns>& gate, const Fragment<kColumn
     }
 }
 
+// Of a row or pair of tokens: two buffers, each with a part of each warpgroup.
+template <class SharedMemory>
+DEVICE u32 amax_at(SharedMemory shared, int buffer, int warpgroup, int i) {
+    return shared.amax((buffer * kMathWarpgroups + warpgroup) * kWarpgroupM + i);
+}
+
 // Exchanges the largest magnitudes: in a short tile each warpgroup has half of every group. Two buffers take turns:
 // before a buffer is written again, the barrier of the other one shows that both warpgroups have read it.
 template <class SharedMemory>
 DEVICE void exchange(SharedMemory shared, int warpgroup, int row, int& buffer, u32 (&amax)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-        if (threadIdx.x % 4 == 0) store_shared(shared.amax(buffer, warpgroup, row + 8 * r), amax[r]);
+        if (threadIdx.x % 4 == 0) store_shared(amax_at(shared, buffer, warpgroup, row + 8 * r), amax[r]);
     named_barrier(kMathBarrier, 128 * kMathWarpgroups);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) amax[r] = max(amax[r], load_shared(shared.amax(buffer, warpgroup ^ 1, row + 8 * r)));
+    for (int r = 0; r < 2; ++r)
+        amax[r] = max(amax[r], load_shared(amax_at(shared, buffer, warpgroup ^ 1, row + 8 * r)));
     buffer ^= 1;
 }
 
@@ -110,7 +124,7 @@ DEVICE void store_quantized(SharedMemory shared, const QuantizedRows& out, const
     bool elected = threadIdx.x % 128 == 0;
     int first = warp_row(threadIdx.x) + lane_row(threadIdx.x);  // the thread's first row, in the block of rows
     int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
-    u32 value[kColumns / 4], amax[2], staging = shared.staging(warpgroup);
+    u32 value[kColumns / 4], amax[2], staging = shared.staging(warpgroup * kWarpgroupM);
     activate_rows<kColumns>(gate, up, value, amax);
     if (kShort) exchange(shared, warpgroup, first, buffer, amax);
     float scale[2] = {group_scale(amax[0]), group_scale(amax[1])};
@@ -145,25 +159,27 @@ DEVICE void store_quantized_tail(SharedMemory shared, const QuantizedRows& out, 
                                  int& buffer, const Tail& gate, const Tail& up) {
     constexpr int kBlocks = kTailRows / 8;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = tile.row + kBlockM, rows = tile.rows - kBlockM;
-    auto amax_at = [&](int from, int block) { return shared.amax(buffer, 0, (from * kBlocks + block) * 4 + lane % 4); };
+    auto amax_of = [&](int from, int block) {
+        return amax_at(shared, buffer, 0, (from * kBlocks + block) * 4 + lane % 4);
+    };
     u32 value[kBlocks][2];
 #pragma unroll
     for (int i = 0; i < kTailRows / 4; ++i) value[i / 2][i % 2] = activate_pair(gate, up, i);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
         u32 amax = warp_amax(value[block]);
-        if (lane < 4) store_shared(amax_at(warp, block), amax);
+        if (lane < 4) store_shared(amax_of(warp, block), amax);
     }
     named_barrier(kMathBarrier, 128 * kMathWarpgroups);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-        u32 amax = block_amax<kMathWarps>([=](int from) { return amax_at(from, block); });
+        u32 amax = block_amax<kMathWarps>([=](int from) { return amax_of(from, block); });
         float scale[2] = {group_scale(amax << 16), group_scale(amax & 0xFFFF0000)};
         float inverse[2] = {__frcp_rn(scale[0]), __frcp_rn(scale[1])};
         int token = block * 8 + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            u32 to = shared.tail_staging() + token * 128 + warp * 16 + lane / 4 + i * 8;
+            u32 to = shared.staging(kBlockM + token) + warp * 16 + lane / 4 + i * 8;
             stage_pair(value[block][i], scale, inverse, to, to + 128);
         }
         float* scales = out.scales + i64(tile.column) * scale_pitch(out.m) + row + token;
@@ -175,5 +191,5 @@ DEVICE void store_quantized_tail(SharedMemory shared, const QuantizedRows& out, 
     int token = threadIdx.x % 128 / 4, chunk = warpgroup * 4 + threadIdx.x % 4;
     if (token < rows)
         *reinterpret_cast<uint4*>(out.q + i64(row + token) * out.channels + tile.column * kHalfN + chunk * 16) =
-            load_shared_16(shared.tail_staging() + token * 128 + chunk * 16);
+            load_shared_16(shared.staging(kBlockM + token) + chunk * 16);
 }

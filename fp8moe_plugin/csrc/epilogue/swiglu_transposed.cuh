@@ -41,18 +41,19 @@ DEVICE void store_quantized_transposed(SharedMemory shared, const Result& out, c
                                        const Fragment<kTokens> (&sum)[kSlabs]) {
     constexpr int kMathThreads = kMathWarps * kWarp, kBlockI = 128;
     int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = out.splits.group_of(tile);
+    auto amax_at = [&](int from, int pair) { return shared.amax(from * (kFewRowsTile / 2) + pair); };
     u32 value[kTokens / 8][kSlabs];
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) {
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) value[i][slab] = activate_pair(sum[slab], i);
         u32 amax = warp_amax(value[i]);
-        if (lane < 4) store_shared(shared.amax(warp, i * 4 + lane), amax);
+        if (lane < 4) store_shared(amax_at(warp, i * 4 + lane), amax);
     }
     named_barrier(barrier, kMathThreads);
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) {
-        u32 amax = block_amax<kMathWarps>([=](int from) { return shared.amax(from, i * 4 + lane % 4); });
+        u32 amax = block_amax<kMathWarps>([=](int from) { return amax_at(from, i * 4 + lane % 4); });
         float scale[2] = {group_scale(amax << 16), group_scale(amax & 0xFFFF0000)};
         float inverse[2] = {__frcp_rn(scale[0]), __frcp_rn(scale[1])};
         int token = i * 8 + fragment_column(threadIdx.x);

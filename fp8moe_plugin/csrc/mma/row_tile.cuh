@@ -20,10 +20,9 @@ DEVICE void add_tail(SharedMemory shared, int s, int row, float weight_scale, Ta
 // Multiplies 64 rows by kColumns columns of kCount halves, from block of rows `row_block`, half `first_half` and
 // `column` of each half on; and the tail. kGathered: tokens were copied by ordinary writes, and their scales begin with
 // the tile's first.
-template <int kCount, int kColumns, bool kHasTail, bool kGathered, class SharedMemory, class Rings>
+template <int kCount, int kColumns, bool kHasTail, bool kGathered, class SharedMemory, class Rings, int kHalves>
 DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, const Tile& tile, int row_block,
-                              int first_half, int column, Fragment<kColumns> (&sum)[kCount],
-                              Tail (&tail)[SharedMemory::kHalves]) {
+                              int first_half, int column, Fragment<kColumns> (&sum)[kCount], Tail (&tail)[kHalves]) {
     int first = kGathered ? 0 : ActivationScales::offset(tile.row),
         tail_row = first + kBlockM + fragment_column(threadIdx.x);
     int row = first + row_block * kWarpgroupM + warp_row(threadIdx.x) + lane_row(threadIdx.x);
@@ -44,12 +43,12 @@ DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, c
             Tail tail_product;
             wgmma_fence();
             wgmma_issue(product, shared.tokens(s, row_block * kWarpgroupM),
-                        shared.weights(weights, first_half + half) + column * kBlockK);
+                        shared.weights(weights, (first_half + half) * kHalfN + column));
             if (kHasTail)
-                wgmma_issue(tail_product, shared.weights(weights, half) + row_block * kWarpgroupM * kBlockK,
+                wgmma_issue(tail_product, shared.weights(weights, half * kHalfN + row_block * kWarpgroupM),
                             shared.tokens(s, kBlockM));
             wgmma_commit();
-            float weight_scale = load_shared_float(shared.weight_scale(weights, first_half + half));
+            float weight_scale = load_shared_float(weight_scale_of_half(shared, weights, first_half + half));
             float scale[2] = {token_scale[0] * weight_scale, token_scale[1] * weight_scale};
             wgmma_finish(product);
             if (kHasTail) add_tail(shared, s, tail_row, weight_scale, tail_product, tail[half]);

@@ -51,14 +51,14 @@ struct GatheredRows {
 };
 
 // As load_row_tile, by the four producer warps; the queue belongs to the first one.
-template <class SharedMemory, int kStages, class Queue, class Weights>
+template <class SharedMemory, int kStages, class Queue, class Loads>
 DEVICE void gather_row_tile(SharedMemory shared, Ring<kStages>& ring, const GatheredOperand& in, const Tile& tile,
-                            Queue& queue, bool first_warp, const Weights& weights) {
+                            Queue& queue, bool first_warp, const Loads& weights) {
     const GatheredRows rows(in, tile);
     fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32 full) {
         if (first_warp && lane_of_warp() == 0) {
             if (k == 0) publish_tile(shared.tile(s), tile);
-            barrier_arrive_expect(full, SharedMemory::kHalves * SharedMemory::kBytesHalf);
+            barrier_arrive_expect(full, SharedMemory::template kBytes<Weights>);
             weights.load(shared, s, full, k);
             weights.load_scales(shared, s, k);
         }

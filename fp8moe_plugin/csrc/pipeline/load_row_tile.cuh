@@ -10,9 +10,9 @@ constexpr int kNarrowBoxSteps = 2;
 
 // Fills a stage for each K block of the queue's tile. `weights` has load(shared, stage, full, k), which starts the
 // copies of a K block's weights, and load_scales(shared, stage, k).
-template <class SharedMemory, int kStages, bool kKeepWeights, class Queue, class Weights>
+template <class SharedMemory, int kStages, bool kKeepWeights, class Queue, class Loads>
 DEVICE void load_row_tile(SharedMemory shared, Rings<kStages, kKeepWeights>& rings, const Operands& in, Queue& queue,
-                          const Tile& tile, const Weights& weights) {
+                          const Tile& tile, const Loads& weights) {
     const bool kept = rings.keep_weights(tile, in.k_blocks);
     const bool narrow = kKeepWeights || in.k_blocks <= kNarrowBoxSteps;
     const TensorMap* tokens = narrow ? in.narrow_tokens : in.tokens;
@@ -20,7 +20,7 @@ DEVICE void load_row_tile(SharedMemory shared, Rings<kStages, kKeepWeights>& rin
     rows = (rows + box - 1) / box * box;
     int tail_rows = !narrow && tile.rows > kBlockM ? kTailRows : 0;
     u32 scale_bytes = ActivationScales::bytes(tile);
-    u32 bytes = (rows + tail_rows) * kBlockK + (kept ? 0 : SharedMemory::kHalves * SharedMemory::kBytesHalf);
+    u32 bytes = (rows + tail_rows) * kBlockK + (kept ? 0 : SharedMemory::template kBytes<Weights>);
     bytes += scale_bytes;
     const float* token_scales = in.token_scales.of_tile(tile);
     fill_stages<wait_by_warp>(shared, rings.tokens, 0, in.k_blocks, [&](int k, int s, u32 full) {

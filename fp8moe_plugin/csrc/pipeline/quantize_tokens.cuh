@@ -22,9 +22,9 @@ struct TokenQuantizer {
         for (int round = 0; round < kRounds; ++round)
             if (first_token() + round * kAtOnce < tokens) values[round] = x[round * kAtOnce * k_blocks * kGroupLanes];
     }
-    // Returns when all threads have stored their groups.
-    template <class SharedMemory>
-    DEVICE void store(SharedMemory shared, int tokens, int steps, int barrier) const {
+    // To `rows` of 128 bytes and to `scales`, kTokens for each K block. Returns when all threads have stored their
+    // groups.
+    DEVICE void store(u32 rows, u32 scales, int tokens, int steps, int barrier) const {
 #pragma unroll
         for (int round = 0; round < kRounds; ++round) {
             int token = first_token() + round * kAtOnce;
@@ -32,9 +32,9 @@ struct TokenQuantizer {
             float scale = group_scale(group_max(magnitude_bits(values[round]))), v[8];
             unpack_eight(values[round], v);
             if (token >= tokens || step() >= steps) continue;
-            u32 to = shared.x(step(), token) + (lane() / 2 ^ token % 8) * 16 + lane() % 2 * 8;
+            u32 to = rows + (step() * kTokens + token) * 128 + (lane() / 2 ^ token % 8) * 16 + lane() % 2 * 8;
             store_shared(to, quantize_eight(v, scale));
-            if (lane() == 0) store_shared(shared.x_scale(step(), token), __float_as_uint(scale));
+            if (lane() == 0) store_shared(scales + (step() * kTokens + token) * 4, __float_as_uint(scale));
         }
         fence_proxy_async();
         named_barrier(barrier, kThreads);

@@ -4,6 +4,7 @@
 #include "device/fragment.cuh"
 #include "pipeline/activation_scales.cuh"
 #include "pipeline/ring.cuh"
+#include "pipeline/stages.cuh"
 
 constexpr int kBlockM = kManyRowsTile, kBlockK = 128, kHalfN = 128;
 constexpr int kMathWarpgroups = 2, kMathWarps = 4 * kMathWarpgroups, kWarpgroupM = kBlockM / kMathWarpgroups;
@@ -20,35 +21,18 @@ struct Operands {
     int n, k_blocks;
 };
 
-// The layout of shared memory: operands; kStagingBytes for the epilogue at kStaging; scales, tiles and barriers; and
-// from kStagesEnd on kOtherBytes for the kernel. There are as many stages as fit. Operand tiles and staging are at
-// multiples of 1024 bytes, as their swizzle requires.
-template <int kHalfCount, u32 kStagingBytes, u32 kOtherBytes>
-struct RowTileStages {
-    static constexpr int kHalves = kHalfCount;
-    static constexpr u32 kBytesTokens = (kBlockM + kTailRows) * kBlockK, kBytesHalf = kHalfN * kBlockK;
-    static constexpr u32 kBytesTokenScales = (kBlockM + kTailRows + ActivationScales::kSlack) * 4;
-    static constexpr u32 kBytesStage = kBytesTokens + kHalves * (kBytesHalf + 4) + kBytesTokenScales + 16 + 2 * 8;
-    static constexpr int kStages = (SMEM_BYTES - kStagingBytes - 15 - kOtherBytes) / kBytesStage;  // 15 to align tiles
-    static constexpr u32 kWeights = kStages * kBytesTokens, kStaging = kWeights + kStages * kHalves * kBytesHalf;
-    static constexpr u32 kTokenScales = kStaging + kStagingBytes;
-    static constexpr u32 kWeightScales = kTokenScales + kStages * kBytesTokenScales;
-    static constexpr u32 kTiles = (kWeightScales + kStages * kHalves * 4 + 15) / 16 * 16;
-    static constexpr u32 kFull = kTiles + kStages * 16, kEmpty = kFull + kStages * 8;
-    static constexpr u32 kStagesEnd = kEmpty + kStages * 8;
-    static_assert(kStagesEnd + kOtherBytes <= SMEM_BYTES, "as many stages as fit");
+// Shared memory of a kernel with kStagingRows for its epilogue, and other areas of its own.
+template <int kHalves, int kStagingRows, class... Others>
+using RowTileStages = Stages<kAsManyAsFit, Tokens<kBlockM + kTailRows>, Weights<kHalves * kHalfN>,
+                             Staging<kStagingRows>, TokenScales<kBlockM + kTailRows + ActivationScales::kSlack>,
+                             WeightScales<kHalves>, TileOfStage<1>, Full<1>, Empty<1>, Others...>;
 
-    u32 base;
-    DEVICE u32 tokens(int stage, int row) const { return base + stage * kBytesTokens + row * kBlockK; }
-    DEVICE u32 weights(int stage, int half) const { return base + kWeights + (stage * kHalves + half) * kBytesHalf; }
-    DEVICE u32 token_scale(int stage, int row) const {
-        return base + kTokenScales + stage * kBytesTokenScales + row * 4;
-    }
-    DEVICE u32 weight_scale(int stage, int half) const { return base + kWeightScales + (stage * kHalves + half) * 4; }
-    DEVICE u32 tile(int stage) const { return base + kTiles + stage * 16; }
-    DEVICE u32 full(int stage) const { return base + kFull + stage * 8; }
-    DEVICE u32 empty(int stage) const { return base + kEmpty + stage * 8; }  // one arrival per math warp
-};
+// The address of a half's scale. Written with the stage apart, it takes registers that grouped_gemm does not have.
+template <class SharedMemory>
+DEVICE u32 weight_scale_of_half(SharedMemory shared, int stage, int half) {
+    constexpr int kHalves = SharedMemory::template kBytes<WeightScales> / 4;
+    return shared.template at<WeightScales>(stage * kHalves + half);
+}
 
 // The stages of a K block. Tokens and weights share a stage; but with kKeepWeights a tile of the same weights as the
 // previous tile finds them where they are. The barriers of the tokens' stages guard the weights, too: as long as K is

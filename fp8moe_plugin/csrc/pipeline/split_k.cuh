@@ -28,10 +28,9 @@ DEVICE bool comes_last(u32 flag, int* arrived, int splits, int barrier, int thre
 }
 
 // Adds up the splits of a tile; false in a block that is not the last. The 256 sums of a token are contiguous, 16 bytes
-// per thread: a pair of rows for each of two slabs.
-template <int kTokens, int kMathThreads, class SharedMemory, class Result>
-DEVICE bool add_splits(SharedMemory shared, const Result& out, const Tile& tile, int barrier,
-                       Fragment<kTokens> (&sum)[2]) {
+// per thread: a pair of rows for each of two slabs. `flag`: see comes_last.
+template <int kTokens, int kMathThreads, class Result>
+DEVICE bool add_splits(u32 flag, const Result& out, const Tile& tile, int barrier, Fragment<kTokens> (&sum)[2]) {
     constexpr int kBlockI = 128;
     int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = out.splits.group_of(tile);
     float4* all =
@@ -47,7 +46,7 @@ DEVICE bool add_splits(SharedMemory shared, const Result& out, const Tile& tile,
             *at(out.splits.split_of(tile), token) = make_float4(sum[0][e], sum[0][e + 2], sum[1][e], sum[1][e + 2]);
     }
     int* arrived = out.done.of_tile(tile) + 1 + group;
-    if (!comes_last(shared.last(), arrived, out.splits.count, barrier, kMathThreads)) return false;
+    if (!comes_last(flag, arrived, out.splits.count, barrier, kMathThreads)) return false;
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
         int token = fragment_column(threadIdx.x) + column_offset(i), e = element_at(0, i);
