@@ -17,8 +17,8 @@
 // Grid: any number of thread blocks, one per SM; each computes every gridDim.x-th tile. With PDL it loads weights while
 // the previous kernel quantizes A.
 #include "device/wgmma.cuh"
+#include "formats/weights_fp8.cuh"
 #include "pipeline/producer.cuh"
-#include "pipeline/stages.cuh"
 
 constexpr int kBlockK = 128, kWarpgroupM = 64;
 constexpr int kMathWarpgroups = BLOCK_M / kWarpgroupM, kMathWarps = 4 * kMathWarpgroups;
@@ -84,11 +84,11 @@ DEVICE void load_weights(SharedMemory<kTileN> shared, const Operands& in) {
         int next = block < last_block ? in.k_blocks : 0;  // a tile may pass N
         int offsets[] = {0, next, block + 1 < last_block ? 2 * in.k_blocks : next};
         fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32 full) {
-            barrier_arrive_expect(full, shared.template kBytes<Weights>);
-            tma_load(shared.weights(s, 0), in.weights, full, k * kBlockK, column);
+            const WeightTile to(shared, s);
+            barrier_arrive_expect(full, to.kBytes);
+            to.load(0, in.weights, full, k, column);
 #pragma unroll
-            for (int i = 0; i < kScaleBlocks<kTileN>; ++i)
-                copy_async_4(shared.weight_scale(s, i), scales + offsets[i] + k);
+            for (int i = 0; i < kScaleBlocks<kTileN>; ++i) to.load_scale(i, scales + offsets[i] + k);
             copy_async_arrive(full);
         });
     }
@@ -131,7 +131,7 @@ DEVICE Scales load_scales(SharedMemory<kTileN> shared, int stage, int row, int b
                        load_shared_float(shared.token_scale(stage, row + 8))};
 #pragma unroll
     for (int block = 0; block < kScaleBlocks<kTileN>; ++block) {
-        float of_block = load_shared_float(shared.weight_scale(stage, block));
+        float of_block = WeightTile(shared, stage).scale(block);
 #pragma unroll
         for (int i = 0; i < 2; ++i) scales.of[block][i] = of_row[i] * of_block;
     }
@@ -165,7 +165,7 @@ DEVICE void multiply_steps(SharedMemory<kTileN> shared, Ring<kStages>& ring, int
     for (int i = 0; i < kSteps; ++i, ring.advance()) {
         stages[i] = ring.stage;
         barrier_wait(shared.full(stages[i]), ring.phase);
-        wgmma_issue(products[i], shared.tokens(stages[i], rows), shared.weights(stages[i], 0));
+        wgmma_issue(products[i], shared.tokens(stages[i], rows), WeightTile(shared, stages[i]).operand(0));
     }
     wgmma_commit();
 #pragma unroll

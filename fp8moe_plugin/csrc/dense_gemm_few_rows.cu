@@ -11,10 +11,10 @@
 //
 // Grid: ceil(N / 64) clusters of `splits` thread blocks, at most K / 128. With PDL it loads weights while the previous
 // kernel quantizes A.
+#include "formats/weights_fp8.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/cluster_sum.cuh"
 #include "pipeline/producer.cuh"
-#include "pipeline/stages.cuh"
 
 constexpr int kBlockN = DENSE_FEW_ROWS_TILE_N, kBlockK = 128;
 constexpr int kMathWarps = 4;
@@ -52,9 +52,10 @@ DEVICE void load_weights(SharedMemory<kTokens> shared, const Operands& in, const
     const float* scales = in.weight_scales + share.column / 128 * in.k_blocks;
     Ring<SharedMemory<kTokens>::kStages> ring;
     fill_stages<barrier_wait>(shared, ring, share.first, share.first + share.steps, [&](int k, int s, u32 full) {
-        barrier_arrive_expect(full, SharedMemory<kTokens>::template kBytes<Weights>);
-        tma_load(shared.weights(s, 0), in.weights, full, k * kBlockK, share.column);
-        copy_async_4(shared.weight_scale(s, 0), scales + k);
+        const WeightTile to(shared, s);
+        barrier_arrive_expect(full, to.kBytes);
+        to.load(0, in.weights, full, k, share.column);
+        to.load_scale(0, scales + k);
         copy_async_arrive(full);
     });
     finish_copies();

@@ -14,9 +14,9 @@
 // be launched early (PDL), but loads nothing before the previous kernel has ended: blocks that read the same operands
 // have to stay in lockstep.
 #include "device/wgmma.cuh"
+#include "formats/weights_fp8.cuh"
 #include "pipeline/paired_tiles.cuh"
 #include "pipeline/producer.cuh"
-#include "pipeline/stages.cuh"
 
 constexpr int kBlockM = 128, kBlockK = 128, kWarpgroupM = 64, kStoreN = 64;
 constexpr int kMathWarpgroups = kBlockM / kWarpgroupM, kMathWarps = 4 * kMathWarpgroups;
@@ -63,11 +63,11 @@ DEVICE void load_weights(SharedMemory shared, const Operands& in) {
         int next = block < last_block ? in.k_blocks : 0;  // a tile may pass N
         int offsets[] = {0, next, block + 1 < last_block ? 2 * in.k_blocks : next};
         fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32 full) {
-            barrier_arrive_expect(full, SharedMemory::kBytes<Weights>);
-            tma_load_to_cluster(shared.weights(s, rank * kShare), in.weights, full, k * kBlockK,
-                                tiles.column + rank * kShare, (1 << CLUSTER) - 1);
+            const WeightTile to(shared, s);
+            barrier_arrive_expect(full, to.kBytes);
+            to.load_to_cluster(rank * kShare, in.weights, full, k, tiles.column + rank * kShare, (1 << CLUSTER) - 1);
 #pragma unroll
-            for (int i = 0; i < kScaleBlocks; ++i) copy_async_4(shared.weight_scale(s, i), scales + offsets[i] + k);
+            for (int i = 0; i < kScaleBlocks; ++i) to.load_scale(i, scales + offsets[i] + k);
             copy_async_arrive(full);
         });
     }
@@ -112,7 +112,8 @@ struct First {
 
     DEVICE First(SharedMemory shared, int warpgroup) {
         int rows = warpgroup * kWarpgroupM, row = rows + warp_row(threadIdx.x) + lane_row(threadIdx.x);
-        tokens = wgmma_descriptor_low(shared.tokens(0, rows)), weights = wgmma_descriptor_low(shared.weights(0, 0));
+        tokens = wgmma_descriptor_low(shared.tokens(0, rows)),
+        weights = wgmma_descriptor_low(WeightTile(shared, 0).operand(0));
         token_scales = shared.token_scale(0, row);
         empty = in_block(shared.empty(0), lane_of_warp() % CLUSTER);
         asm volatile("" : "+r"(token_scales), "+r"(empty));  // the compiler would compute them in each step
@@ -122,7 +123,7 @@ struct First {
 // The product of a warpgroup's rows and half of a tile's columns.
 DEVICE void start_product(Fragment<kHalfN>& product, const First& first, int stage, int half) {
     constexpr u32 kHalf = kHalfN * kBlockK / 16, kTokens = SharedMemory::kBytes<Tokens> / 16,
-                  kWeights = SharedMemory::kBytes<Weights> / 16;  // in descriptors
+                  kWeights = WeightTile<SharedMemory>::kBytes / 16;  // in descriptors
     u32 a = first.tokens + stage * kTokens, b = first.weights + stage * kWeights + half * kHalf;
     wgmma_fence();
 #pragma unroll
@@ -150,7 +151,7 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, const First& firs
 #pragma unroll
             for (int block = 0; block < kScaleBlocks; ++block) {
                 if (kHalves == 2 && block != half) continue;
-                float of_block = load_shared_float(shared.weight_scale(s, block));
+                float of_block = WeightTile(shared, s).scale(block);
                 scale[block][0] = of_row[0] * of_block;
                 scale[block][1] = of_row[1] * of_block;
             }

@@ -20,10 +20,10 @@
 // Out:  out       bfloat16 [tokens, H]
 //
 // Grid: H / 128 clusters of `splits` thread blocks.
+#include "formats/weights_fp8.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/cluster_sum.cuh"
 #include "pipeline/producer.cuh"
-#include "pipeline/stages.cuh"
 #include "routing/expert_list.cuh"
 
 constexpr int kTokens = TOKENS, kStages = STAGES;
@@ -105,10 +105,11 @@ DEVICE void fill_stages(SharedMemory shared, Units units, u32 bytes, Wait wait, 
 DEVICE void load_weights(SharedMemory shared, const Share& share, const TensorMap* w_map, const float* w_scales,
                          const ExpertList& list) {
     auto nothing = [](int) {};
-    fill_stages(shared, {share, list}, SharedMemory::kBytes<Weights>, nothing, [&](int s, Unit unit) {
+    fill_stages(shared, {share, list}, WeightTile<SharedMemory>::kBytes, nothing, [&](int s, Unit unit) {
         i64 row = i64(list.experts[unit.i]) * share.hidden + share.channel;
-        tma_load(shared.weights(s, 0), w_map, shared.full(s), unit.k * kBlockK, row);
-        copy_async_4(shared.weight_scale(s, 0), w_scales + row / 128 * share.k_blocks + unit.k);
+        const WeightTile to(shared, s);
+        to.load(0, w_map, shared.full(s), unit.k, row);
+        to.load_scale(0, w_scales + row / 128 * share.k_blocks + unit.k);
         copy_async_arrive(shared.full(s));
     });
 }

@@ -44,15 +44,14 @@ struct WeightLoads {
         scales = in.weight_scales + i64(tile.expert * scale_rows + tile.column) * in.k_blocks;
         scales_to_up = scale_rows / 2 * in.k_blocks;
     }
-    DEVICE void load(SharedMemory shared, int stage, u32 full, int k) const {
+    DEVICE void load(WeightTile<SharedMemory> to, u32 full, int k) const {
         int row = expert_row + column * kHalfN;
-        tma_load(shared.weights(stage, 0), map, full, k * kBlockK, row);
-        tma_load(shared.weights(stage, kHalfN), map, full, k * kBlockK, row + n / 2);
+        to.load(0, map, full, k, row);
+        to.load(kHalfN, map, full, k, row + n / 2);
     }
-    DEVICE void load_scales(SharedMemory shared, int stage, int k) const {
+    DEVICE void load_scales(WeightTile<SharedMemory> to, int k) const {
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half)
-            copy_async_4(shared.weight_scale(stage, half), scales + half * scales_to_up + k);
+        for (int half = 0; half < kHalves; ++half) to.load_scale(half, scales + half * scales_to_up + k);
     }
 };
 

@@ -16,10 +16,10 @@
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
 #include "device/wgmma.cuh"
 #include "epilogue/swiglu_transposed.cuh"
+#include "formats/weights_fp8.cuh"
 #include "pipeline/done_counters.cuh"
 #include "pipeline/producer.cuh"
 #include "pipeline/split_k.cuh"
-#include "pipeline/stages.cuh"
 #include "pipeline/tile_queue.cuh"
 
 constexpr int kBlockTokens = kFewRowsTile, kBlockI = 128, kBlockK = 128;
@@ -75,18 +75,17 @@ struct WeightLoads {
         int weight_row = tile.expert * 2 * in.groups() + in.splits.group_of(tile),
             first_step = in.splits.split_of(tile) * in.steps;
         first_slab = weight_row * (kBlockI / 8);
-        first_k = first_step * kBlockK;
+        first_k = first_step;
         scale = in.weight_scales + i64(weight_row + half() * in.groups()) * in.k_blocks + first_step;
     }
     // 0 and 1 in the two threads that copy scales.
     DEVICE static int half() { return int(threadIdx.x % kProducers) - kBlockTokens; }
-    DEVICE void start(SharedMemory shared, int s, const Operands& in, int step) const {
-        u32 full = shared.full(s);
+    DEVICE void start(WeightTile<SharedMemory> to, u32 full, const Operands& in, int step) const {
         if (threadIdx.x % kProducers == 0) {
-            barrier_arrive_expect(full, SharedMemory::kBytes<Weights>);
-            tma_load_4d(shared.weights(s, 0), in.weights, full, first_k + step * kBlockK, 0, 0, first_slab);
+            barrier_arrive_expect(full, to.kBytes);
+            to.load_interleaved(0, in.weights, full, first_k + step, 0, 0, first_slab);
         }
-        if (half() == 0 || half() == 1) copy_async_4(shared.weight_scale(s, half()), scale + step);
+        if (half() == 0 || half() == 1) to.load_scale(half(), scale + step);
     }
 };
 
@@ -123,7 +122,7 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
     const TokenCopies tokens(in, tile);
     fill_stages<barrier_wait>(shared, ring, 0, in.steps, [&](int step, int s, u32 full) {
         if (step == 0 && threadIdx.x % kProducers == 0) publish_tile(shared.tile(s), tile);
-        weights.start(shared, s, in, step);
+        weights.start({shared, s}, full, in, step);
         tokens.start(shared, s, step);
         copy_async_arrive(full);
         if (first_warp) queue.prepare_next(step);

@@ -22,10 +22,10 @@
 // Grid: any number of clusters; an SM has room for two thread blocks. With PDL it starts while choose_experts, which
 // writes ids and topk_weights, runs. down_small_batch runs next to it (PDL), once the ids are there.
 #include "epilogue/swiglu_token.cuh"
+#include "formats/weights_fp8.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/producer.cuh"
 #include "pipeline/quantize_tokens.cuh"
-#include "pipeline/stages.cuh"
 #include "routing/expert_list.cuh"
 
 constexpr int kTokens = TOKENS, kCluster = CLUSTER, kStages = STAGES;
@@ -89,12 +89,12 @@ DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Sha
         int row = list.experts[tile / groups] * 2 * groups + tile % groups + half * groups;  // in units of 128 rows
         const float* scale = w_scales + i64(row) * size.k_blocks() + share.first_step;
         fill_stages<wait_by_warp>(shared, ring, 0, kSlabs * share.steps, [&](int i, int s, u32 full) {
+            const WeightTile to(shared, s);
             int k = i / kSlabs, slab = i % kSlabs;
-            if (half == 0) barrier_arrive_expect(full, SharedMemory::kBytes<Weights>);
+            if (half == 0) barrier_arrive_expect(full, to.kBytes);
             if (half < kMathWarpgroups) {
-                tma_load_4d(shared.weights(s, half * 64), w_map, full, (share.first_step + k) * kBlockK, 0, slab * 2,
-                            row * 4);
-                copy_async_4(shared.weight_scale(s, half), scale + k);
+                to.load_interleaved(half * 64, w_map, full, share.first_step + k, 0, slab * 2, row * 4);
+                to.load_scale(half, scale + k);
                 copy_async_arrive(full);
             }
         });

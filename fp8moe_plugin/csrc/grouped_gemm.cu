@@ -56,13 +56,12 @@ struct WeightLoads {
         scales = in.weight_scales + i64(tile.expert * rows + row) * in.k_blocks;
         next_half = (row + 1 < rows) * in.k_blocks;  // a tile may pass N
     }
-    DEVICE void load(SharedMemory shared, int stage, u32 full, int k) const {
-        tma_load(shared.weights(stage, 0), map, full, k * kBlockK, expert_row + column * BLOCK_N);
+    DEVICE void load(WeightTile<SharedMemory> to, u32 full, int k) const {
+        to.load(0, map, full, k, expert_row + column * BLOCK_N);
     }
-    DEVICE void load_scales(SharedMemory shared, int stage, int k) const {
+    DEVICE void load_scales(WeightTile<SharedMemory> to, int k) const {
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half)
-            copy_async_4(shared.weight_scale(stage, half), scales + half * next_half + k);
+        for (int half = 0; half < kHalves; ++half) to.load_scale(half, scales + half * next_half + k);
     }
 };
 

@@ -17,11 +17,11 @@
 // Grid: any number of thread blocks, which take tiles from the queue.
 #include "device/ptx.cuh"
 #include "epilogue/store_transposed.cuh"
+#include "formats/weights_fp8.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/activation_scales.cuh"
 #include "pipeline/done_counters.cuh"
 #include "pipeline/producer.cuh"
-#include "pipeline/stages.cuh"
 #include "pipeline/tile_queue.cuh"
 
 constexpr int kBlockN = FEW_ROWS_TILE_N, kBlockK = 128;
@@ -67,13 +67,14 @@ struct TileLoads {
         weight_scale = in.weight_scales + i64(tile.expert * in.columns() + column) * in.k_blocks;
         token_scale = in.token_scales.of_tile(tile);
         scale_bytes = ActivationScales::bytes(tile);
-        bytes = SharedMemory::kBytes<Weights> + padded * kBlockK + scale_bytes;
+        bytes = WeightTile<SharedMemory>::kBytes + padded * kBlockK + scale_bytes;
     }
     // Of K block k, of the tile's `column`-th column.
     DEVICE void weights(SharedMemory shared, int s, const Operands& in, int column, int k) const {
         barrier_arrive_expect(shared.full(s), bytes);
-        tma_load(shared.weights(s, 0), in.weights, shared.full(s), k * kBlockK, weight_row + column * kBlockN);
-        copy_async_4(shared.weight_scale(s, 0), weight_scale + column * in.k_blocks + k);
+        const WeightTile to(shared, s);
+        to.load(0, in.weights, shared.full(s), k, weight_row + column * kBlockN);
+        to.load_scale(0, weight_scale + column * in.k_blocks + k);
     }
     DEVICE void tokens(SharedMemory shared, int s, const Operands& in, int k) const {
         for (int token = 0; token < padded; token += box_tokens)

@@ -32,7 +32,8 @@ DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, c
     rings.keep_weights(tile, k_blocks);
     bool ready = false;  // whether the next stage is known to be full
     for (int k = 0; k < k_blocks; ++k) {
-        int s = rings.tokens.stage, weights = rings.weights_stage();
+        int s = rings.tokens.stage;
+        const WeightTile weights(shared, rings.weights_stage());
         if (!ready) barrier_wait(shared.full(s), rings.tokens.phase);
         if (kGathered) fence_proxy_async();
         float token_scale[2] = {load_shared_float(shared.token_scale(s, row)),
@@ -43,12 +44,12 @@ DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, c
             Tail tail_product;
             wgmma_fence();
             wgmma_issue(product, shared.tokens(s, row_block * kWarpgroupM),
-                        shared.weights(weights, (first_half + half) * kHalfN + column));
+                        weights.operand((first_half + half) * kHalfN + column));
             if (kHasTail)
-                wgmma_issue(tail_product, shared.weights(weights, half * kHalfN + row_block * kWarpgroupM),
+                wgmma_issue(tail_product, weights.operand(half * kHalfN + row_block * kWarpgroupM),
                             shared.tokens(s, kBlockM));
             wgmma_commit();
-            float weight_scale = load_shared_float(weight_scale_of_half(shared, weights, first_half + half));
+            float weight_scale = load_shared_float(weight_scale_of_half(shared, weights.stage, first_half + half));
             float scale[2] = {token_scale[0] * weight_scale, token_scale[1] * weight_scale};
             wgmma_finish(product);
             if (kHasTail) add_tail(shared, s, tail_row, weight_scale, tail_product, tail[half]);

@@ -58,9 +58,9 @@ DEVICE void gather_row_tile(SharedMemory shared, Ring<kStages>& ring, const Gath
     fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32 full) {
         if (first_warp && lane_of_warp() == 0) {
             if (k == 0) publish_tile(shared.tile(s), tile);
-            barrier_arrive_expect(full, SharedMemory::template kBytes<Weights>);
-            weights.load(shared, s, full, k);
-            weights.load_scales(shared, s, k);
+            barrier_arrive_expect(full, WeightTile<SharedMemory>::kBytes);
+            weights.load({shared, s}, full, k);
+            weights.load_scales({shared, s}, k);
         }
         rows.copy(shared, s, in, k);
         copy_async_arrive(full);

@@ -23,14 +23,14 @@ using Once = Area<kCount, kElement, false, kAlignment>;
 constexpr int kRowOfTile = 128;
 constexpr u32 kSwizzleBytes = 1024;
 template <int kRows>
-struct Weights : PerStage<kRows, kRowOfTile, kSwizzleBytes> {};
+struct Weights;  // see formats/
+template <int kCount>
+struct WeightScales;
 template <int kRows>
 struct Tokens : PerStage<kRows, kRowOfTile, kSwizzleBytes> {};
 template <int kRows>
 struct Staging : Once<kRows, kRowOfTile, kSwizzleBytes> {};  // of results
 // float32
-template <int kCount>
-struct WeightScales : PerStage<kCount, 4> {};
 template <int kCount>
 struct TokenScales : PerStage<kCount, 4> {};
 template <int kCount>
