@@ -11,7 +11,6 @@
 //
 // Grid: ceil(N / 64) clusters of `splits` thread blocks, at most K / 128. With PDL it loads weights while the previous
 // kernel quantizes A.
-#include "formats/weights_fp8.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/cluster_sum.cuh"
 #include "pipeline/producer.cuh"
@@ -74,27 +73,6 @@ DEVICE void load_tokens(SharedMemory<kTokens> shared, const Operands& in, const 
     });
 }
 
-// ---- math ----------------------------------------------------------------------------------------------------------
-
-// A thread's sums are in the layout of ClusterSum.
-template <int kTokens>
-DEVICE void multiply(SharedMemory<kTokens> shared, int steps, float (&sum)[kTokens / 2]) {
-    int token = fragment_column(threadIdx.x);
-    Ring<SharedMemory<kTokens>::kStages> ring;
-    clear(sum);
-    for (int step = 0; step < steps; ++step, ring.advance()) {
-        int s = ring.stage;
-        barrier_wait(shared.full(s), ring.phase);
-        Fragment<kTokens> product;
-        float scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s, 0));
-        wgmma_start(product, shared.weights(s, 0), shared.tokens(s, 0));
-        read_scales<kTokens>(scale, weight_scale, [&](int offset) { return shared.token_scale(s, token + offset); });
-        wgmma_finish(product);
-        release(shared, s);
-        add_scaled<kTokens>(product, scale, sum);
-    }
-}
-
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
 template <int kTokens>
@@ -119,9 +97,10 @@ DEVICE void multiply_columns(const Operands& in, u16* d, int splits) {
         cluster.wait();
     } else {
         cluster.wait();  // the other blocks have initialized their barriers
-        float sum[kTokens / 2];
-        multiply(shared, share.steps, sum);
-        cluster.send(sum);
+        Fragment<kTokens> sum[1];
+        Ring<SharedMemory<kTokens>::kStages> ring;
+        multiply_stages<kTokens>(shared, ring, share.steps, 0, 0, sum);
+        cluster.send(sum[0]);
         cluster.store(d, in.n, share.column);
     }
 }

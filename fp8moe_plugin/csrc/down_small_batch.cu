@@ -20,7 +20,6 @@
 // Out:  out       bfloat16 [tokens, H]
 //
 // Grid: H / 128 clusters of `splits` thread blocks.
-#include "formats/weights_fp8.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/cluster_sum.cuh"
 #include "pipeline/producer.cuh"
@@ -50,6 +49,7 @@ struct Share {
         split = blockIdx.x % splits;
         channel = blockIdx.x / splits * kBlockN;
     }
+    DEVICE int units(const ExpertList& list) const { return (list.count * k_blocks - split + splits - 1) / splits; }
 };
 
 struct Unit {
@@ -121,9 +121,11 @@ struct TokensAwaited {
     int tokens, splits, left, seen;
 
     DEVICE TokensAwaited(const int* tokens_written, int tokens, const Share& share, const ExpertList& list)
-        : tokens_written(tokens_written + share.split), tokens(tokens), splits(share.splits), seen(0) {
-        left = (list.count * share.k_blocks - share.split + splits - 1) / splits;
-    }
+        : tokens_written(tokens_written + share.split),
+          tokens(tokens),
+          splits(share.splits),
+          left(share.units(list)),
+          seen(0) {}
     DEVICE void wait(int count) {
         int lane = lane_of_warp();
         while (seen < count) {
@@ -149,30 +151,18 @@ DEVICE void load_tokens(SharedMemory shared, const Share& share, const TensorMap
 
 // ---- math ----------------------------------------------------------------------------------------------------------
 
-using Sums = Fragment<kTokens>;
-
-DEVICE void multiply(SharedMemory shared, Units units, int warpgroup, Sums& sum) {
-    int token = fragment_column(threadIdx.x);
-    clear(sum);
-    Ring<kStages> ring;
-    for (; units.left(); units.advance(), ring.advance()) {
-        int s = ring.stage;
-        barrier_wait(shared.full(s), ring.phase);
-        Sums product;
-        wgmma_start(product, shared.weights(s, warpgroup * 64), shared.tokens(s, 0));
-        float scale[kTokens / 4], weight_scale = load_shared_float(shared.weight_scale(s, 0));
-#pragma unroll
-        for (int i = 0; i < kTokens / 4; ++i)
-            scale[i] = load_shared_float(shared.token_scale(s, token + column_offset(i)));
-        wgmma_finish(product);
-        release(shared, s);
-#pragma unroll
-        for (int e = 0; e < kTokens / 2; ++e) {
-            float token_scale = scale[column_index(e)];
-            if (!is_absent(token_scale)) sum[e] += weight_scale * token_scale * product[e];
-        }
+// Nothing is added to the sums of a token that does not have the expert.
+struct PresentScales {
+    float token[kTokens / 4], of_weights;
+    template <class TokenScale>
+    DEVICE PresentScales(WeightTile<SharedMemory> weights, TokenScale token_scale) : of_weights(weights.scale(0)) {
+        load_token_scales<kTokens>(token_scale, token);
     }
-}
+    DEVICE void add(float& sum, float product, int e) const {
+        float scale = token[column_index(e)];
+        if (!is_absent(scale)) sum += of_weights * scale * product;
+    }
+};
 
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
@@ -201,10 +191,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         load_tokens(shared, share, &q_map, scales, {tokens_written, tokens, share, list}, list);
         cluster.wait();
     } else {
-        Sums sum;
-        multiply(shared, {share, list}, warp / 4, sum);
+        Fragment<kTokens> sum[1];
+        Ring<kStages> ring;
+        multiply_stages<kTokens, PresentScales>(shared, ring, share.units(list), warp / 4 * 64, 0, sum);
         cluster.wait();  // the other blocks have initialized their barriers
-        cluster.send(sum);
+        cluster.send(sum[0]);
         cluster.store(out, hidden, share.channel);
     }
 }

@@ -14,9 +14,8 @@
 //       done_counters  int32 [1 + capacity * counters_per_tile], zero at first, see done_counters.cuh; null: nothing is
 //                   counted, and K is not split
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
-#include "device/wgmma.cuh"
 #include "epilogue/swiglu_transposed.cuh"
-#include "formats/weights_fp8.cuh"
+#include "mma/swap_ab.cuh"
 #include "pipeline/done_counters.cuh"
 #include "pipeline/producer.cuh"
 #include "pipeline/split_k.cuh"
@@ -141,45 +140,25 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
 
 // ---- math ----------------------------------------------------------------------------------------------------------
 
-// The thread's two rows of a slab are the gate and the up projection of one channel; its columns are tokens.
+// The thread's two rows of a slab are the gate and the up projection of one channel, with a scale each.
 template <int kTokens>
-using Sums = Fragment<kTokens>[kSlabs];
-
-template <int kTokens>
-DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int warpgroup, Sums<kTokens>& sum) {
-    int token = fragment_column(threadIdx.x);
-    clear(sum);
-    for (int step = 0; step < steps; ++step, ring.advance()) {
-        int s = ring.stage;
-        barrier_wait(shared.full(s), ring.phase);
-        fence_proxy_async();  // tokens were copied by ordinary writes
-        float half_scale[2] = {load_shared_float(shared.weight_scale(s, 0)),
-                               load_shared_float(shared.weight_scale(s, 1))};
-        float token_scale[kTokens / 4];
-#pragma unroll
-        for (int i = 0; i < kTokens / 4; ++i)
-            token_scale[i] = load_shared_float(shared.token_scale(s, token + column_offset(i)));
-        Sums<kTokens> product;
-        wgmma_fence();
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab)
-            wgmma_issue(product[slab], shared.weights(s, (warpgroup * kSlabs + slab) * 64), shared.tokens(s, 0));
-        wgmma_commit();
-        wgmma_finish(product);
-        release(shared, s);
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab)
-#pragma unroll
-            for (int e = 0; e < kTokens / 2; ++e)
-                sum[slab][e] += token_scale[column_index(e)] * half_scale[row_index(e)] * product[slab][e];
+struct GateUpScales {
+    float token[kTokens / 4], half[2];
+    template <class TokenScale>
+    DEVICE GateUpScales(WeightTile<SharedMemory> weights, TokenScale token_scale)
+        : half{weights.scale(0), weights.scale(1)} {
+        load_token_scales<kTokens>(token_scale, token);
     }
-}
+    DEVICE void add(float& sum, float product, int e) const {
+        sum += token[column_index(e)] * half[row_index(e)] * product;
+    }
+};
 
 template <int kTokens>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Result& out,
                          const Tile& tile, int warpgroup) {
-    Sums<kTokens> sum;
-    multiply<kTokens>(shared, ring, in.steps, warpgroup, sum);
+    Fragment<kTokens> sum[kSlabs];
+    multiply_stages<kTokens, GateUpScales<kTokens>, true>(shared, ring, in.steps, warpgroup * kSlabs * 64, 0, sum);
     if (in.splits.count == 1 || add_splits<kTokens, kMathThreads>(shared.at<IsLast>(0), out, tile, kMathBarrier, sum)) {
         store_quantized_transposed<kTokens, kMathWarps>(shared, out, tile, kMathBarrier, sum);
         if (!out.done.counters) return;

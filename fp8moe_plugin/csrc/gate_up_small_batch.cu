@@ -22,7 +22,6 @@
 // Grid: any number of clusters; an SM has room for two thread blocks. With PDL it starts while choose_experts, which
 // writes ids and topk_weights, runs. down_small_batch runs next to it (PDL), once the ids are there.
 #include "epilogue/swiglu_token.cuh"
-#include "formats/weights_fp8.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/producer.cuh"
 #include "pipeline/quantize_tokens.cuh"
@@ -116,14 +115,16 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int ha
         for (int slab = 0; slab < kSlabs; ++slab, ring.advance()) {
             int s = ring.stage;
             barrier_wait(shared.full(s), ring.phase);
+            // As in multiply_stages, which takes more registers here: two blocks share an SM.
+            const WeightTile weights(shared, s);
             Fragment<kTokens> product;
-            float scale[kTokens / 4];
-            wgmma_start(product, shared.weights(s, half * 64), shared.at<X>(step * kTokens));
-            read_scales<kTokens>(scale, load_shared_float(shared.weight_scale(s, half)),
-                                 [&](int offset) { return shared.at<XScales>(step * kTokens + token + offset); });
+            wgmma_start(product, weights.operand(half * 64), shared.at<X>(step * kTokens));
+            auto token_scale = [&](int offset) { return shared.at<XScales>(step * kTokens + token + offset); };
+            const OneScale<kTokens> scales(weights, token_scale, half);
             wgmma_finish(product);
             release(shared, s);
-            add_scaled<kTokens>(product, scale, sum[slab]);
+#pragma unroll
+            for (int e = 0; e < kTokens / 2; ++e) scales.add(sum[slab][e], product[e], e);
         }
 }
 

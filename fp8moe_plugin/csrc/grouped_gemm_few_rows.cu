@@ -17,7 +17,6 @@
 // Grid: any number of thread blocks, which take tiles from the queue.
 #include "device/ptx.cuh"
 #include "epilogue/store_transposed.cuh"
-#include "formats/weights_fp8.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/activation_scales.cuh"
 #include "pipeline/done_counters.cuh"
@@ -119,33 +118,15 @@ DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& 
 // ---- math ----------------------------------------------------------------------------------------------------------
 
 template <int kTokens>
-DEVICE void multiply_tile(SharedMemory shared, Ring<kStages>& ring, int steps, int first_scale, int warpgroup,
-                          Fragment<kTokens>& sum) {
-    int token = first_scale + fragment_column(threadIdx.x);
-    clear(sum);
-    for (int step = 0; step < steps; ++step, ring.advance()) {
-        int s = ring.stage;
-        barrier_wait(shared.full(s), ring.phase);
-        Fragment<kTokens> product;
-        float scale[kTokens / 4];
-        read_scales<kTokens>(scale, load_shared_float(shared.weight_scale(s, 0)),
-                             [&](int offset) { return shared.token_scale(s, token + offset); });
-        wgmma_start(product, shared.weights(s, warpgroup * kWarpgroupN), shared.tokens(s, 0));
-        wgmma_finish(product);
-        release(shared, s);
-        add_scaled<kTokens>(product, scale, sum);
-    }
-}
-
-template <int kTokens>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, u16* d, const Tile& tile,
                          int warpgroup) {
-    Fragment<kTokens> sum;
+    Fragment<kTokens> sum[1];
 #pragma unroll 1
     for (int column = tile.column * in.columns_at_once, end = column + in.columns_at_once; column < end; ++column) {
-        multiply_tile<kTokens>(shared, ring, in.k_blocks, ActivationScales::offset(tile.row), warpgroup, sum);
+        multiply_stages<kTokens>(shared, ring, in.k_blocks, warpgroup * kWarpgroupN, ActivationScales::offset(tile.row),
+                                 sum);
         store_transposed<kTokens>(shared.staging(warpgroup * kBlockTokens), warpgroup, d, in.n, tile.row, tile.rows,
-                                  column * kBlockN + warpgroup * kWarpgroupN, sum);
+                                  column * kBlockN + warpgroup * kWarpgroupN, sum[0]);
     }
 }
 

@@ -425,8 +425,8 @@ FAULTS = {
         "pipeline/done_counters.cuh", "__nanosleep(100);", "break;", layer_of_few_tokens, WRONG_RESULT
     ),
     "wgmma reads gathered tokens that are not fenced": Fault(
-        "gate_up_few_rows.cu",
-        "        fence_proxy_async();  // tokens were copied by ordinary writes\n",
+        "mma/swap_ab.cuh",
+        "        if (kCopied) fence_proxy_async();\n",
         "",
         layer_of_few_tokens,
         "without fence.proxy.async",
@@ -617,7 +617,7 @@ FAULTS = {
     ),
     "products of experts that a token does not have are added": Fault(
         "down_small_batch.cu",
-        "if (!is_absent(token_scale)) ",
+        "if (!is_absent(scale)) ",
         "",
         token_beside_nan,
         WRONG_RESULT,

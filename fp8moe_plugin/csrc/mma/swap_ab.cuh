@@ -3,18 +3,65 @@
 #pragma once
 #include "device/fragment.cuh"
 #include "device/wgmma.cuh"
+#include "formats/weights_fp8.cuh"
 #include "pipeline/ring.cuh"
 
-// The scales of a thread's tokens times that of the weights; token_scale(offset) is the address of the scale of the
-// token at that offset from the thread's first.
+// Reads the scales of a thread's tokens; token_scale(offset) is the address of the scale of the token at that offset
+// from the thread's first. As addresses that are added up here instead, loops take more instructions.
 template <int kTokens, class TokenScale>
-DEVICE void read_scales(float (&scale)[kTokens / 4], float weight_scale, TokenScale token_scale) {
+DEVICE void load_token_scales(TokenScale token_scale, float (&scale)[kTokens / 4]) {
 #pragma unroll
-    for (int i = 0; i < kTokens / 4; ++i) scale[i] = load_shared_float(token_scale(column_offset(i))) * weight_scale;
+    for (int i = 0; i < kTokens / 4; ++i) scale[i] = load_shared_float(token_scale(column_offset(i)));
 }
 
+// The scales of a K block where all rows of a warpgroup's weights have the same one, number `i` of the tile.
 template <int kTokens>
-DEVICE void add_scaled(const Fragment<kTokens>& product, const float (&scale)[kTokens / 4], Fragment<kTokens>& sum) {
+struct OneScale {
+    float scale[kTokens / 4];
+    template <class Weights, class TokenScale>
+    DEVICE OneScale(const Weights& weights, TokenScale token_scale, int i = 0) {
+        const float of_weights = weights.scale(i);
 #pragma unroll
-    for (int e = 0; e < kTokens / 2; ++e) sum[e] += scale[column_index(e)] * product[e];
+        for (int token = 0; token < kTokens / 4; ++token)
+            scale[token] = load_shared_float(token_scale(column_offset(token))) * of_weights;
+    }
+    DEVICE void add(float& sum, float product, int e) const { sum += scale[column_index(e)] * product; }
+};
+
+// Adds the product of a stage: kSlabs of 64 rows of weights, from `row` on, by kTokens tokens.
+template <int kTokens, class Scales, int kSlabs, class SharedMemory, class TokenScale>
+DEVICE void multiply_stage(SharedMemory shared, int stage, int row, TokenScale token_scale,
+                           Fragment<kTokens> (&sum)[kSlabs]) {
+    const WeightTile weights(shared, stage);
+    Fragment<kTokens> product[kSlabs];
+    wgmma_fence();
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab)
+        wgmma_issue(product[slab], weights.operand(row + slab * 64), shared.tokens(stage, 0));
+    wgmma_commit();
+    const Scales scales(weights, token_scale);
+    wgmma_finish(product);
+    release(shared, stage);
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab)
+#pragma unroll
+        for (int e = 0; e < kTokens / 2; ++e) scales.add(sum[slab][e], product[slab][e], e);
+}
+
+// The main loop: the sums of the next `steps` stages. Scales: what is read of a stage while the tensor cores work, and
+// how a product is added to its sum. The scale of the tile's first token is number `first_token` of a stage. kCopied:
+// tokens were copied by ordinary writes.
+template <int kTokens, class Scales = OneScale<kTokens>, bool kCopied = false, int kSlabs, class SharedMemory,
+          int kStages>
+DEVICE void multiply_stages(SharedMemory shared, Ring<kStages>& ring, int steps, int row, int first_token,
+                            Fragment<kTokens> (&sum)[kSlabs]) {
+    int token = first_token + fragment_column(threadIdx.x);
+    clear(sum);
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+        int s = ring.stage;
+        barrier_wait(shared.full(s), ring.phase);
+        if (kCopied) fence_proxy_async();
+        auto token_scale = [&](int offset) { return shared.token_scale(s, token + offset); };
+        multiply_stage<kTokens, Scales>(shared, s, row, token_scale, sum);
+    }
 }
