@@ -6,13 +6,19 @@
 // other: blocks that start consecutive tiles at about the same time read a tile of weights from device memory once, and
 // then from L2. Where an expert has more row tiles than stay in L2, bands of them take turns with the columns.
 //
-// A block takes every gridDim.x-th tile; or, with counters, claims the next tile of all when it is done, so that
-// consecutive tiles start together although some are shorter, and blocks that started late take fewer. Short tiles do
-// not hide the latency of a claim and are claimed a tile earlier; without `balance` they are taken in fixed order,
-// which is faster. Blocks take kTilesAtOnce consecutive tiles at a time.
+// How a block gets its next tile, or with kTilesAtOnce its next few consecutive ones:
+//
+//     counters  K blocks            next tile
+//     none      any                 the gridDim.x-th after this one
+//     given     more than 6         claimed 6 K blocks before the end of this one (kClaimAhead)
+//     given     6 or fewer: short   claimed at the end of the tile before this one: a claim takes longer than a tile
+//
+// The table's counters are used, but for short tiles only with `balance`: a fixed order is faster. Claims keep tiles
+// that start together consecutive although some are shorter, and blocks that started late take fewer. In each mode the
+// entry of the next tile is fetched 3 K blocks before the end of this one (kFetchAhead).
 template <int kBlockM, int kTilesAtOnce = 1>
 struct TileQueue {
-    static constexpr int kClaimAhead = 6, kFetchAhead = 3;  // K blocks before a tile's end
+    static constexpr int kClaimAhead = 6, kFetchAhead = 3;  // K blocks
     static constexpr int kBandBlocks = 1024;                // of 128 rows by 128 of K: 16 MB
 
     const int4* table;  // null: one group, rows 0 to m
@@ -21,7 +27,7 @@ struct TileQueue {
     int index, claimed;  // this tile; the claim after it or, of short tiles, the one after that (in the elected lane)
     int part;            // lane i of four has number i of the table entry, and waits for it only when it needs the tile
 
-    // `claim_pair`: which pair of counters in `num_tiles`, 0 or 1. `balance`: short tiles are claimed, too.
+    // `claim_pair`: which pair of counters in `num_tiles`, 0 or 1.
     DEVICE TileQueue(const int4* table, int* num_tiles, int claim_pair, int m, int column_tiles, int k_blocks,
                      bool balance = false)
         : table(table), m(m), column_tiles(column_tiles), k_blocks(k_blocks) {
@@ -38,7 +44,7 @@ struct TileQueue {
         if (index >= total) return;
         part = table ? reinterpret_cast<const int*>(table + index / column_tiles)[i] : i == 2 ? m : 0;
     }
-    // How many claims blocks start with, before the counter.
+    // Tiles that blocks have without claiming them: the first, and the second of short tiles.
     DEVICE int given() const { return short_tiles() ? 2 * gridDim.x : gridDim.x; }
     DEVICE void claim() {
         if (counters) claimed = atomic_add_by_one_lane(counters, claimed);
@@ -75,7 +81,7 @@ struct TileQueue {
     // The last block to finish resets the counters for the next launch.
     DEVICE void finish() {
         if (!counters) return;
-        __threadfence();  // after this warp's last claim, whose result nobody reads
+        __threadfence();  // after this warp's last claim, the result of which is not used
         __syncwarp();
         if (threadIdx.x % 32 != 0) return;
         if (atomicAdd(counters + 1, 1) == gridDim.x - 1) counters[0] = counters[1] = 0;
