@@ -117,7 +117,8 @@ DEVICE void load_tokens(SharedMemory<kTileN> shared, const Operands& in) {
 
 // ---- math ----------------------------------------------------------------------------------------------------------
 
-// The scales of a thread's two rows times those of the weights, whose first block ends before column `boundary`.
+// Products of the scales of a thread's two rows and of the weights. The weights' first scale block ends before column
+// `boundary`.
 struct Scales {
     float of[3][2];
     int boundary;

@@ -2,8 +2,8 @@
 // silu_mul_quant.cu. [gate, up] is A @ B[expert]^T: A are tokens [m, K], B weights [experts, N, K], N = 2I, gate rows
 // first.
 //
-// The GEMM is that of grouped_gemm.cu. The two halves of a tile are 128 channels of the gate projection and the same
-// 128 of the up projection, so that each scale is computed within one warpgroup.
+// The GEMM is the same as in grouped_gemm.cu. The two halves of a tile are 128 channels of the gate projection and the
+// same 128 channels of the up projection, so that each scale is computed within one warpgroup.
 //
 // In:   a_map, a_narrow_map  boxes of 64 rows of A, and of 16;    b_map  boxes of 128 rows of weights
 //       a_scales  float32, (row, k block) at row + k * a_scale_k_stride;    b_scales  [experts, N / 128, K / 128]
@@ -36,7 +36,7 @@ using TileRings = Rings<kStages, false>;
 struct WeightLoads {
     const TensorMap* map;
     const float* scales;
-    int expert_row, column, n, scales_to_up;  // the last: floats from the gate's scales to the up projection's
+    int expert_row, column, n, scales_to_up;  // scales_to_up: offset from gate scales to up scales, in floats
 
     DEVICE WeightLoads(const Operands& in, const Tile& tile)
         : map(in.weights), expert_row(tile.expert * in.n), column(tile.column), n(in.n) {

@@ -16,7 +16,7 @@
 // Out:  q           e4m3 [experts listed, TOKENS, I]; not written for a token that does not have the expert
 //       scales      float32 [experts listed, I / 128, TOKENS], times the router's weight and routed_scale, or times 1
 //                   for the shared expert; kAbsent for a token that does not have the expert
-//       tokens_written  int32 [experts listed, I / 128], tokens whose results of a tile have been written
+//       tokens_written  int32 [experts listed, I / 128], number of tokens with results in memory, per tile
 // UE8M0: 1 rounds scales up to powers of two, before they are multiplied by the router's weight.
 //
 // Grid: any number of clusters; an SM has room for two thread blocks. With PDL it starts while choose_experts, which

@@ -7,8 +7,8 @@
 // float32 before the next (DeepGEMM's two-level accumulation). Rows of a tile that belong to the next expert are
 // computed and not stored. A tile may have up to 16 more rows, its tail, see mma/row_tile.cuh.
 //
-// KEEP_B, for K of one or two steps: a thread block takes several consecutive tiles at a time, most of them of the same
-// columns, whose weights stay in shared memory.
+// KEEP_B, for K of one or two steps: a thread block takes several consecutive tiles at a time. Most of them have the
+// same columns; their weights stay in shared memory.
 //
 // In:   a_map, a_narrow_map  boxes of 64 rows of A, and of 16;    b_map  boxes of BLOCK_N rows of weights
 //       a_scales  float32, (row, k block) at row + k * a_scale_k_stride, plus expert * a_scale_expert_stride
@@ -48,7 +48,7 @@ struct Result {
 struct WeightLoads {
     const TensorMap* map;
     const float* scales;
-    int expert_row, column, next_half;  // the last: floats from the scales of one half to the next
+    int expert_row, column, next_half;  // next_half: offset from the scales of a half to the next half's, in floats
 
     DEVICE WeightLoads(const Operands& in, const Tile& tile)
         : map(in.weights), expert_row(tile.expert * in.n), column(tile.column) {

@@ -24,18 +24,18 @@ DEVICE constexpr bool fits_the_launch() {
 
 DEVICE int lane_of_warp() { return threadIdx.x % kWarp; }
 
-// ---- programmatic dependent launch (PDL); in Python `Launch.early` -------------------------------------------------
+// ---- programmatic dependent launch (PDL); set per launch in Python -------------------------------------------------
 //
 // A kernel launched with PDL starts once every block of the previous kernel has called let_next_kernel_start or has
 // ended. It may then run concurrently with all earlier kernels, back to the last one launched without PDL.
 // wait_for_previous_kernel returns when the previous kernel has ended and its writes are visible. At least one block of
 // every kernel launched with PDL calls it before it ends, so that a kernel launched without PDL follows all of them.
 //
-// Before it returns, a kernel must not read what one of those earlier kernels may still write, and must not let a
-// kernel start that would read it. Kernels of a layer write no weights, so those behind its first may load weights
-// early. What ran before a layer is unknown, as engines write weights when they reload them, wake up or rebalance
-// experts: its first kernel is launched without PDL, or waits before it does anything else. That takes for granted that
-// the kernels of others, too, wait where they are launched with PDL.
+// Before it returns, a kernel must not read what an earlier kernel may still write, and must not let a kernel start
+// that would read it. Kernels of a layer write no weights, so all but its first may load weights before they wait. What
+// ran before a layer is unknown, as engines write weights when they reload them, wake up or rebalance experts: its
+// first kernel is launched without PDL, or waits before it does anything else. That takes for granted that the kernels
+// of others, too, wait where they are launched with PDL.
 
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

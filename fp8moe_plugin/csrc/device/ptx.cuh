@@ -4,8 +4,8 @@
 
 // ---- shared memory: always 32-bit addresses, so that no loop forms generic pointers --------------------------------
 
-// Tells the compiler that a value is the same in all lanes: what is derived from it, above all wgmma descriptors, then
-// stays in uniform registers.
+// Makes a value uniform across lanes for the compiler: values derived from it, above all wgmma descriptors, then stay
+// in uniform registers.
 DEVICE u32 warp_uniform(u32 value) { return __shfl_sync(kAllLanes, value, 0); }
 
 // The address of the block's dynamic shared memory; opaque, or the compiler recomputes it at every use.

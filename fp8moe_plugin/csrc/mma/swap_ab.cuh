@@ -7,7 +7,7 @@
 #include "pipeline/ring.cuh"
 
 // Reads the scales of a thread's tokens; token_scale(offset) is the address of the scale of the token at that offset
-// from the thread's first. As addresses that are added up here instead, loops take more instructions.
+// from the thread's first. An address in place of the function costs instructions in the main loop.
 template <int kTokens, class TokenScale>
 DEVICE void load_token_scales(TokenScale token_scale, float (&scale)[kTokens / 4]) {
 #pragma unroll
@@ -48,8 +48,8 @@ DEVICE void multiply_stage(SharedMemory shared, int stage, int row, TokenScale t
         for (int e = 0; e < kTokens / 2; ++e) scales.add(sum[slab][e], product[slab][e], e);
 }
 
-// The main loop: the sums of the next `steps` stages. Scales: what is read of a stage while the tensor cores work, and
-// how a product is added to its sum. The scale of the tile's first token is number `first_token` of a stage. kCopied:
+// The main loop: adds up the products of the next `steps` stages. Scales: reads a stage's scales while the tensor cores
+// work, and adds a product to its sum. `first_token`: index of the scale of the tile's first token in a stage. kCopied:
 // tokens were copied by ordinary writes.
 template <int kTokens, class Scales = OneScale<kTokens>, bool kCopied = false, int kSlabs, class SharedMemory,
           int kStages>

@@ -17,8 +17,8 @@ struct GatheredOperand {
     int k_blocks;
 };
 
-// Where a thread's chunks start in `values`, in chunks of 16 bytes: of rows i * kRowsAtOnce + lane / 8 of its warp's
-// 32, and of a row of the tail; and the row whose scale it copies. kNoRow past the tile.
+// Where a thread's chunks start in `values`, in chunks of 16 bytes: `from` for row i * kRowsAtOnce + lane / 8 of its
+// warp's 32 rows, `tail` for a row of the tail. It copies the scale at `scale`. kNoRow: past the tile.
 struct GatheredRows {
     u32 from[kCopies], tail, scale;
 
@@ -50,7 +50,7 @@ struct GatheredRows {
     }
 };
 
-// As load_row_tile, by the four producer warps; the queue belongs to the first one.
+// Like load_row_tile, for four producer warps; the first one owns the queue.
 template <class SharedMemory, int kStages, class Queue, class Loads>
 DEVICE void gather_row_tile(SharedMemory shared, Ring<kStages>& ring, const GatheredOperand& in, const Tile& tile,
                             Queue& queue, bool first_warp, const Loads& weights) {

@@ -1,23 +1,23 @@
 // The producers' side of a ring: how they wait for a stage, fill it, and end.
 //
-// A wait by parity cannot tell a phase of a barrier from the one two later. A thread that looks only after the next
-// phase has completed, too, waits for one more, which may never come. Lanes of a warp need not leave a wait together:
-// PTX promises convergence only where an instruction asks for it. So the next phase may complete only after every
-// thread that waits for this one has seen it complete. docs/architecture.md#inside-a-gemm-kernel lists who
-// waits for which barrier, and why none falls behind.
+// A wait by parity cannot distinguish a phase of a barrier from the second one after it. A thread that tests the
+// barrier only after the next phase has completed, too, waits for a further phase, which may never complete. Lanes of a
+// warp may leave a wait at different times: PTX guarantees convergence only where an instruction requires it. The next
+// phase must therefore complete only after every thread that waits for this one has seen it complete.
+// docs/architecture.md#inside-a-gemm-kernel lists the waiting threads of each barrier and why none falls behind.
 #pragma once
 #include "pipeline/ring.cuh"
 #include "pipeline/tile.cuh"
 
-// By all lanes of a warp, before some of them do what the next phase waits for: fill the stage, or send.
+// Called by all lanes of a warp before some of them do what the next phase needs: fill the stage, or send.
 DEVICE void wait_by_warp(u32 barrier, u32 parity) {
     barrier_wait(barrier, parity);
     __syncwarp();
 }
 
 // For each i from `begin` to `end` waits for the next stage, and calls fill(i, stage, full); `full` is its barrier.
-// kWait: barrier_wait by a thread, or by several warps of which every thread arrives at `full`; wait_by_warp by a warp
-// of which some lanes fill the stage.
+// kWait: barrier_wait for a single thread, or for warps in which every thread arrives at `full`; wait_by_warp for a
+// warp in which only some lanes fill the stage.
 template <void (*kWait)(u32 barrier, u32 parity), class SharedMemory, int kStages, class Fill>
 DEVICE void fill_stages(SharedMemory shared, Ring<kStages>& ring, int begin, int end, Fill fill) {
 #pragma unroll 1
@@ -28,12 +28,12 @@ DEVICE void fill_stages(SharedMemory shared, Ring<kStages>& ring, int begin, int
     }
 }
 
-// By threads that have called copy_async_arrive, before they end: PTX does not guarantee arrivals of threads that have
-// exited.
+// Called before they exit by threads that have called copy_async_arrive: PTX does not guarantee arrivals of exited
+// threads.
 DEVICE void finish_copies() { copy_async_wait(); }
 
-// The last stage holds no tile, which ends the loops of the math warpgroups. kFillers: 1, the first lane of the calling
-// warp; or all threads of the calling warpgroup. They arrive as for other stages: each, and the first for its bytes.
+// Fills the last stage, without a tile, which ends the loops of the math warpgroups. Called by a warp, whose first lane
+// fills stages (kFillers 1), or by a warpgroup. Arrivals as in other stages: one per filling thread, one for the bytes.
 template <int kFillers, class SharedMemory, int kStages>
 DEVICE void end_tiles(SharedMemory shared, const Ring<kStages>& ring) {
     const int thread = threadIdx.x % (kFillers == 1 ? kWarp : kFillers);
@@ -47,8 +47,7 @@ DEVICE void end_tiles(SharedMemory shared, const Ring<kStages>& ring) {
     finish_copies();
 }
 
-// Among four producer warps: the first one, which has the queue, passes its tile to the others through 16 bytes of
-// shared memory.
+// The first of four producer warps owns the queue; it passes its tile to the others through 16 bytes of shared memory.
 template <class Queue>
 DEVICE Tile share_tile(u32 address, int barrier, const Queue& queue, bool first_warp) {
     constexpr int kProducers = 128;

@@ -21,14 +21,15 @@ struct Ring {
     }
 };
 
-// By each math warp, when it has consumed a stage.
+// Called by each math warp after it has consumed a stage.
 template <class SharedMemory>
 DEVICE void release(SharedMemory shared, int stage) {
     __syncwarp();
     if (lane_of_warp() == 0) barrier_arrive(shared.empty(stage));
 }
 
-// By all threads of the block. `full` takes `full_arrivals` of those who fill a stage, `empty` one per math warp.
+// Called by all threads of the block. A phase of `full` takes `full_arrivals` of the producers, one of `empty` an
+// arrival of each math warp.
 template <class SharedMemory>
 DEVICE void init_barriers(SharedMemory shared, int stages, int full_arrivals, int math_warps) {
     if (threadIdx.x == 0) {

@@ -40,9 +40,9 @@ template <int kCount>
 struct TileOfStage : PerStage<kCount, 16, 16> {};
 // mbarriers
 template <int kCount>
-struct Full : PerStage<kCount, 8, 8> {};  // takes an arrival of everyone who fills the stage
+struct Full : PerStage<kCount, 8, 8> {};  // arrivals of the producers
 template <int kCount>
-struct Empty : PerStage<kCount, 8, 8> {};  // takes an arrival of each math warp
+struct Empty : PerStage<kCount, 8, 8> {};  // an arrival of each math warp
 template <int kCount>
 struct Received : Once<kCount, 8, 8> {};
 
