@@ -38,7 +38,6 @@ template <int kCount>
 struct List : Once<kCount, sizeof(ExpertList)> {};
 using SharedMemory = Stages<STAGES, Weights<kBlockN>, Tokens<kTokens>, Parts<Cluster::kBytes>, TokenScales<kTokens>,
                             WeightScales<1>, Full<1>, Empty<1>, Received<1>, List<1>>;
-static_assert(fits_the_launch<SharedMemory::kEnd, SMEM_BYTES>(), "");
 
 // A thread block's share of the work: its channels, and its rank among the blocks that share them.
 struct Share {

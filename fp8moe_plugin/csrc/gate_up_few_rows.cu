@@ -67,15 +67,14 @@ using Queue = TileQueue<kBlockTokens>;
 
 // A tile's weights: one thread loads them, two others copy the scales, of the gate and of the up projection.
 struct WeightLoads {
-    int first_slab, first_k;  // of boxes of w_map
+    int first_slab, first_k;  // of boxes of w_map; K blocks
     const float* scale;
 
     DEVICE WeightLoads(const Operands& in, const Tile& tile) {
-        int weight_row = tile.expert * 2 * in.groups() + in.splits.group_of(tile),
-            first_step = in.splits.split_of(tile) * in.steps;
+        int weight_row = tile.expert * 2 * in.groups() + in.splits.group_of(tile);
         first_slab = weight_row * (kBlockI / 8);
-        first_k = first_step;
-        scale = in.weight_scales + i64(weight_row + half() * in.groups()) * in.k_blocks + first_step;
+        first_k = in.splits.split_of(tile) * in.steps;
+        scale = in.weight_scales + i64(weight_row + half() * in.groups()) * in.k_blocks + first_k;
     }
     // 0 and 1 in the two threads that copy scales.
     DEVICE static int half() { return int(threadIdx.x % kProducers) - kBlockTokens; }

@@ -53,7 +53,6 @@ struct List : Once<kCount, sizeof(ExpertList)> {};
 using SharedMemory =
     Stages<STAGES, Weights<kMathWarpgroups * 64>, X<kMostSteps * kTokens>, Sums<kFinished * kCluster * 2>,
            XScales<kMostSteps * kTokens>, WeightScales<2>, Full<1>, Empty<1>, Received<kFinished>, Taken<1>, List<1>>;
-static_assert(fits_the_launch<SharedMemory::kEnd, SMEM_BYTES>(), "");
 
 // Of block `from` of the cluster; half 0 is the gate projection.
 DEVICE u32 sums_at(SharedMemory shared, int finished, int from, int half) {

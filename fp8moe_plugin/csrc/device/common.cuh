@@ -14,14 +14,6 @@ constexpr u32 kAllLanes = 0xFFFFFFFF;
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Does not compile, and names both numbers, unless the shared memory of the launch is what the layout needs, rounded up
-// to the KiB.
-template <u32 kNeeded, u32 kLaunched>
-DEVICE constexpr bool fits_the_launch() {
-    static_assert(kNeeded <= kLaunched && kLaunched - kNeeded < 1024, "shared memory: needed, launched with");
-    return true;
-}
-
 DEVICE int lane_of_warp() { return threadIdx.x % kWarp; }
 
 // ---- programmatic dependent launch (PDL); set per launch in Python -------------------------------------------------

@@ -19,7 +19,7 @@ using PerStage = Area<kCount, kElement, true, kAlignment>;
 template <int kCount, int kElement, u32 kAlignment = 4>
 using Once = Area<kCount, kElement, false, kAlignment>;
 
-// Rows of 128 bytes, swizzled: the swizzle repeats every 1024 bytes.
+// Rows of 128 bytes. TMA and wgmma swizzle them, in a pattern that repeats every 1024 bytes.
 constexpr int kRowOfTile = 128;
 constexpr u32 kSwizzleBytes = 1024;
 template <int kRows>
@@ -60,7 +60,7 @@ template <int kWanted, class... Areas>
 struct Stages {
     u32 base;
 
-    // Where area `index` begins; of the number of areas, where the last one ends.
+    // The first byte of area `index`; for the number of areas, the end of the last one.
     DEVICE static constexpr u32 begin(int index, int stages) {
         const u32 bytes[] = {(Areas::kPerStage ? stages : 1) * Areas::kBytes..., 0};
         const u32 alignment[] = {Areas::kAlignment..., 1};
@@ -78,7 +78,8 @@ struct Stages {
     }
     static constexpr int kStages = kWanted == kAsManyAsFit ? most_stages() : kWanted;
     static constexpr u32 kEnd = begin(sizeof...(Areas), kStages);
-    static_assert(kStages > 0 && kEnd <= SMEM_BYTES, "the areas fit the launch");
+    static_assert(kStages > 0 && kEnd <= SMEM_BYTES, "the launch has enough shared memory");
+    static_assert(kWanted == kAsManyAsFit || SMEM_BYTES - kEnd < 1024, "the launch has what is needed, in whole KiB");
 
     template <template <int> class Name>
     DEVICE static constexpr u32 offset() {
