@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fp8moe_plugin.launches.sm90 import Sm90
 from fp8moe_plugin.ops import fp8_linear, fused_moe
 from fp8moe_plugin.plan.sm90 import dense
 from fp8moe_plugin.plan.sm90.dense import DensePlan
@@ -28,9 +29,9 @@ def long_k(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """K that dense layers split, much shorter than for models."""
     k = 9 * h.GROUP
     monkeypatch.setattr(dense, "LONG_K", k)
-    dense._plan_dense.cache_clear()
+    Sm90.plan_dense.cache_clear()
     yield k
-    dense._plan_dense.cache_clear()
+    Sm90.plan_dense.cache_clear()
 
 
 @pytest.mark.parametrize("tokens", [30, 140])  # tiles of 32 and 128 rows; alone of 8

@@ -198,7 +198,7 @@ def test_a_kernel_that_is_not_precompiled_is_not_compiled_where_that_is_forbidde
 LOAD_ALL = """
 import time, torch
 from fp8moe_plugin.jit import driver
-from fp8moe_plugin.plan import all_kernels
+from fp8moe_plugin.launches.kernel_sets import all_kernels
 
 torch.cuda.init()
 begin = time.perf_counter()

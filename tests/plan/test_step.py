@@ -2,7 +2,9 @@
 
 import pytest
 
+from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.ops.grouped_gemm import BY_COUNTS
+from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.plan.sm90.catalog import (
     MULTIPROCESSOR_SMEM_BYTES,
     SMALL_BATCH_STAGES,
@@ -44,8 +46,9 @@ def sorted_step(shape: MoeShape, tokens: int) -> SortedStep:
 
 
 def test_a_step_has_one_plan():
-    assert h.plan_step(QWEN3_30B, 12) is h.plan_step(MoeShape(*QWEN3_30B), 12)
-    assert h.plan_step(QWEN3_30B, 12) is not h.plan_step(QWEN3_30B, 12, ue8m0=True)
+    plan = BACKENDS[SM90].plan_layer
+    assert plan(LayerSpec(QWEN3_30B), 12, 132) is plan(LayerSpec(MoeShape(*QWEN3_30B)), 12, 132)
+    assert plan(LayerSpec(QWEN3_30B), 12, 132) is not plan(LayerSpec(QWEN3_30B, ue8m0=True), 12, 132)
 
 
 def test_a_small_batch_is_one_of_few_tokens_and_few_bytes():

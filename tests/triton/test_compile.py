@@ -75,7 +75,7 @@ def test_a_bundle_serves_where_nothing_may_be_compiled_and_triton_is_not_importe
         "import sys\n"
         "from fp8moe_plugin.jit.lookup import find_or_compile, Origin\n"
         "from fp8moe_plugin import ops\n"
-        "from fp8moe_plugin.plan import all_kernels\n"
+        "from fp8moe_plugin.launches.kernel_sets import all_kernels\n"
         f"assert all(find_or_compile(key).origin == Origin.BUNDLE for key in all_kernels({GPUS[gpu]!r}))\n"
         "assert not [name for name in sys.modules if name.startswith('fp8moe_plugin.triton_kernels')]\n"
         "assert 'triton' not in sys.modules\n"

@@ -11,7 +11,7 @@ import pytest
 
 ONE_KERNEL = """
 import sys
-from fp8moe_plugin.plan import KernelKey
+from fp8moe_plugin.plan.keys import KernelKey
 from warmup import kernels
 from warmup.__main__ import main
 

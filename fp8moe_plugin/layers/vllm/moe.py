@@ -53,7 +53,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.arrival = Arrival.BATCHED if batched else Arrival.STANDARD
         self.spec = layer_spec(moe, spec)
         self.experts_cls = experts_class(self.arrival, self.spec)
-        self.local_experts: Experts | None = None  # called without vLLM's modular kernel if no tokens leave this rank
+        self.tokens_stay = False  # on this rank
+        self.local_experts: Experts | None = None  # called directly: the modular kernel costs the host more, and copies
         self.router: FusedRouter | None = None  # replaces vLLM's router
         self.shared_mlp = shared
         self.shared_expert: SharedExpert | None = None  # computed with the experts
@@ -158,13 +159,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             self.shared_expert = None
         if self.shared_expert:
             self.local_experts = self.shared_expert.experts
-        elif self.tokens_stay(layer):
+        elif self.tokens_stay and not layer.apply_router_weight_on_input:
             self.local_experts, self.router = experts, fused_router(layer, experts)
-
-    def tokens_stay(self, layer: Any) -> bool:
-        """Returns whether the op alone computes the layer. vLLM's modular kernel would cost the host more, and copy."""
-        dispatch = self.moe_kernel and self.moe_kernel.prepare_finalize
-        return isinstance(dispatch, MoEPrepareAndFinalizeNoDPEPModular) and not layer.apply_router_weight_on_input
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         return fp8_w8a8_moe_quant_config(
@@ -182,6 +178,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
                 "num_dispatchers": dispatch.num_dispatchers(),
             }
         experts = self.experts_cls(moe_config=self.moe, quant_config=self.moe_quant_config, **capacity)
+        self.tokens_stay = isinstance(dispatch, MoEPrepareAndFinalizeNoDPEPModular)
         return mk.FusedMoEKernel(dispatch, experts)
 
     def apply(

@@ -1,6 +1,5 @@
 """The plan of a dense GEMM."""
 
-import functools
 import itertools
 from dataclasses import dataclass
 
@@ -37,8 +36,7 @@ from fp8moe_plugin.plan.tuning import (
 )
 
 
-# Plans are compared by identity, which is fast: each GEMM has one.
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class DensePlan:
     """One dense GEMM."""
 
@@ -51,7 +49,6 @@ class DensePlan:
     overlaps_quantize: bool = False  # it may start (PDL) before the kernel that quantizes its rows has finished
 
 
-@functools.lru_cache(maxsize=4096)
 def plan_dense(
     m: int, n: int, k: int, output: Output, multiprocessors: int = MULTIPROCESSORS, batch_invariant: bool = False
 ) -> DensePlan:

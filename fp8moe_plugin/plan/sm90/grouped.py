@@ -1,6 +1,5 @@
 """Plans of grouped GEMMs: consecutive groups of rows, each multiplied by its own weights."""
 
-import functools
 from dataclasses import dataclass
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
@@ -42,7 +41,6 @@ class BatchedPlan:
     scratch: BatchedScratch
 
 
-@functools.lru_cache(maxsize=4096)
 def plan_grouped(
     grouping: Grouping, rows: int, groups: int, n: int, k: int, expected_m: int, multiprocessors: int
 ) -> GroupedPlan:
@@ -62,7 +60,6 @@ def plan_grouped(
     return GroupedPlan(grouped_key(tile_rows), multiprocessors, tile_rows, columns, scratch)
 
 
-@functools.lru_cache(maxsize=4096)
 def plan_batched(spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int = MULTIPROCESSORS) -> BatchedPlan:
     """Returns the plan of `[experts, max_m]` rows; each expert has about `expected_m` of them."""
     intermediate, keep_b = spec.shape.intermediate, keeps_b(expected_m, spec.shape.intermediate)

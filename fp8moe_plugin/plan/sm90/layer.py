@@ -6,7 +6,6 @@ whether the tokens are its first or its second operand. PTX does not guarantee t
 tests/gpu/test_batch_invariance.py checks it for every tile size.
 """
 
-import functools
 from dataclasses import dataclass
 
 from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
@@ -53,8 +52,7 @@ from fp8moe_plugin.plan.tuning import (
 )
 
 
-# Plans are compared by identity, which is fast: a layer has one plan for each number of tokens.
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SmallBatchStep:
     """A step of few tokens: two kernels, which find the tokens of each expert themselves."""
 
@@ -69,7 +67,7 @@ class SmallBatchStep:
     scratch: SmallBatchScratch
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SortedStep:
     """A step of more tokens: rows are sorted by expert and cut into tiles, which both GEMMs share."""
 
@@ -103,7 +101,6 @@ class SortedStep:
 StepPlan = SmallBatchStep | SortedStep
 
 
-@functools.lru_cache(maxsize=4096)
 def plan_layer(spec: LayerSpec, tokens: int, multiprocessors: int = MULTIPROCESSORS) -> StepPlan:
     """Returns the plan of a step of `tokens` tokens, at least 1.
 

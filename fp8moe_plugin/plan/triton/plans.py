@@ -1,6 +1,5 @@
 """Plans of the Triton kernels: which of them a call launches, in which tiles."""
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,8 +64,7 @@ class TritonGroupedScratch(NamedTuple):
     nbytes: int
 
 
-# Plans are compared by identity, which is fast: a shape has one plan for each number of tokens.
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TritonStep:
     """A step of a layer of experts."""
 
@@ -85,7 +83,7 @@ class TritonStep:
         return self.tokens * self.spec.shape.topk
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TritonSmallBatchStep:
     """A step of few tokens: two kernels, whose programs find the experts of their pairs themselves."""
 
@@ -124,7 +122,7 @@ class TritonBatched:
     scratch: TritonBatchedScratch
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TritonDense:
     """One dense GEMM."""
 
@@ -133,7 +131,6 @@ class TritonDense:
     tile_n: int
 
 
-@functools.lru_cache(maxsize=4096)
 def plan_layer(target: str, spec: LayerSpec, tokens: int) -> TritonStepPlan:
     """Returns the plan of a step of `tokens` tokens, at least 1."""
     rows_per_expert = tokens * spec.shape.topk / spec.shape.global_experts
@@ -189,7 +186,6 @@ def rows_of_tiles(rows_per_expert: float) -> int:
     return FEW_ROWS if rows_per_expert <= TRITON_FEW_ROWS else MORE_ROWS
 
 
-@functools.lru_cache(maxsize=4096)
 def plan_batched(target: str, spec: LayerSpec, max_m: int, expected_m: int) -> TritonBatched:
     """Returns the plan of `[experts, max_m]` rows; each expert has about `expected_m` of them."""
     height = MORE_ROWS if spec.batch_invariant else rows_of_tiles(expected_m)
@@ -207,7 +203,6 @@ def plan_batched(target: str, spec: LayerSpec, max_m: int, expected_m: int) -> T
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def plan_grouped(target: str, grouping: Grouping, rows: int, groups: int, expected_m: int) -> TritonGrouped:
     """Returns the plan of `rows` rows in at most `groups` groups.
 
@@ -221,7 +216,6 @@ def plan_grouped(target: str, grouping: Grouping, rows: int, groups: int, expect
     return TritonGrouped(target, gemm_key(target, height), height, tiles, TritonGroupedScratch(*offsets(16 * tiles, 8)))
 
 
-@functools.lru_cache(maxsize=4096)
 def plan_dense(target: str, m: int, n: int, f32: bool, multiprocessors: int, batch_invariant: bool) -> TritonDense:
     """Returns the plan of a GEMM of m rows and n columns.
 
