@@ -32,7 +32,7 @@ from fp8moe_plugin.ops.operands import Quantized, empty_quantized, k_major
 from fp8moe_plugin.plan.scratch import tile_capacity
 from fp8moe_plugin.plan.sm90.catalog import gate_up_few_rows_key, gate_up_key, quantize_key
 from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, Layout
-from fp8moe_plugin.plan.sm90.grouped import columns_at_once, grouped_key, keeps_b, starts_early
+from fp8moe_plugin.plan.sm90.grouped import columns_at_once, down_uses_pdl, grouped_key, keeps_b
 from fp8moe_plugin.plan.sm90.scratch import row_counters
 from fp8moe_plugin.plan.sm90.tiles import route_chunks, row_tiles
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
@@ -77,9 +77,9 @@ class Tiles:
 
     def for_experts(self, rows_per_expert: float, intermediate: int) -> "Tiles":
         """Those of both GEMMs of experts for many rows; without `done_counters` where GEMM 2 does not start early."""
-        early = starts_early(rows_per_expert, intermediate)
+        pdl = down_uses_pdl(rows_per_expert, intermediate)
         return replace(
-            self, done_counters=self.done_counters if early else None, keep_b=keeps_b(rows_per_expert, intermediate)
+            self, done_counters=self.done_counters if pdl else None, keep_b=keeps_b(rows_per_expert, intermediate)
         )
 
     @property
@@ -245,7 +245,7 @@ def quantize_tokens(x: torch.Tensor, out: Quantized, ue8m0: bool = False) -> Non
         reference.write(out, reference.quantize(x, ue8m0))
     elif x.numel():
         addresses, key = (x.data_ptr(), out[0].data_ptr(), out[1].data_ptr()), quantize_key(ue8m0, Layout.ROW_MAJOR)
-        launch(device, [quantize_launch(key, *addresses, *x.shape, early=True)])
+        launch(device, [quantize_launch(key, *addresses, *x.shape, pdl=True)])
 
 
 def combine(rows: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -341,8 +341,8 @@ def grouped_gemm(
     target, blocks = (out.data_ptr(), tiles.addresses), device.multiprocessors
     if tiles.tile_rows == FEW_ROWS_TILE:
         columns = columns_at_once(rows.rows, weights.experts, weights.n, weights.k)
-        few = {"columns": columns, "row_counters": row_counters, "early": after_gate_up}
+        few = {"columns": columns, "row_counters": row_counters, "pdl": after_gate_up}
         launch(device, [grouped_gemm_few_rows_launch(key, blocks, rows, weights, *target, **few)])
     else:
-        early = after_gate_up and tiles.done_counters is not None
-        launch(device, [grouped_gemm_launch(key, blocks, rows, weights, *target, early=early)])
+        pdl = after_gate_up and tiles.done_counters is not None
+        launch(device, [grouped_gemm_launch(key, blocks, rows, weights, *target, pdl=pdl)])

@@ -43,12 +43,12 @@ Argument = TensorMap | PerGroup | Address | float
 class Launch(NamedTuple):
     """A kernel launch for any stream.
 
-    `early`: it may start before the preceding kernel has ended, as soon as that kernel allows it (programmatic
+    `pdl`: it may start before the preceding kernel has ended, as soon as that kernel allows it (programmatic
     dependent launch; csrc/device/common.cuh has the rules for such kernels).
     """
 
     key: KernelKey
     grid: int | tuple[int, int]  # blocks, along x or along (x, y)
     args: tuple[Argument, ...]  # from `key.arguments`; ints have 32 bits where they are no address
-    early: bool = False
+    pdl: bool = False
     cluster: int = 1  # blocks of a cluster along x, of a kernel that leaves that to its launch

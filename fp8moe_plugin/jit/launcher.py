@@ -66,7 +66,7 @@ def prepare(launches: Iterable[Launch], device_index: int) -> Prepared:
 
 def _prepared(launch: Launch, function: int, smem_bytes: int, parameters: tuple[int, ...]) -> PreparedLaunch:
     x, y = launch.grid if isinstance(launch.grid, tuple) else (launch.grid, 1)
-    return PreparedLaunch(function, x, y, launch.key.threads, smem_bytes, launch.early, launch.cluster, parameters)
+    return PreparedLaunch(function, x, y, launch.key.threads, smem_bytes, launch.pdl, launch.cluster, parameters)
 
 
 def _known(args: Iterable[Argument], begins: Iterable[int], patches: list[Patch]) -> Iterator[bytes | int | float]:

@@ -28,7 +28,7 @@ class PreparedLaunch(NamedTuple):
     grid_y: int
     threads: int
     smem_bytes: int
-    early: bool
+    pdl: bool
     cluster: int
     parameters: tuple[int, ...]  # where each of them begins in the template
 
@@ -109,7 +109,7 @@ def _launch(launch: PreparedLaunch, begin: int, stream: int) -> int:
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid_x, launch.grid_y, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
     config.sharedMemBytes, config.hStream = launch.smem_bytes, stream
-    config.attrs = _attributes(launch.early, launch.cluster)
+    config.attrs = _attributes(launch.pdl, launch.cluster)
     config.numAttrs = len(config.attrs)
     parameters = (ctypes.c_void_p * len(launch.parameters))(*(begin + offset for offset in launch.parameters))
     function = driver.CUfunction(launch.function)
@@ -118,11 +118,11 @@ def _launch(launch: PreparedLaunch, begin: int, stream: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _attributes(early: bool, cluster: int) -> list[Any]:
+def _attributes(pdl: bool, cluster: int) -> list[Any]:
     from cuda.bindings import driver
 
     attributes, kinds = [], driver.CUlaunchAttributeID
-    if early:
+    if pdl:
         attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
         value.programmaticStreamSerializationAllowed = 1
         attribute.id, attribute.value = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value

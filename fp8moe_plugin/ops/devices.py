@@ -79,7 +79,7 @@ class _Limited:
 
     def prepare(self, launches: Iterable[Launch]) -> Prepared:
         """As `Gpu.prepare`, one kernel after the other: of two at once, each would take so many multiprocessors."""
-        return self.gpu.prepare(launch._replace(early=False) for launch in launches)
+        return self.gpu.prepare(launch._replace(pdl=False) for launch in launches)
 
 
 @dataclass(frozen=True, eq=False)

@@ -139,7 +139,7 @@ def prepared_routed_layer(
     tensors = LayerAddresses(hidden_states, w13, w13_scale, w2, w2_scale, weights, ids, 0, out, scratch)
     first, *rest = plan.launches(tensors, ids_64=False)
     if isinstance(plan.choices, SmallBatchStep):  # its first kernel waits for the ids where it reads them
-        first = first._replace(early=True)
+        first = first._replace(pdl=True)
     sizes = {"tokens": tokens, "experts": spec.shape.global_experts, "topk": spec.shape.topk}
     choice = choose_experts_launch(*CHOICE_SLOTS, **sizes, logits_bf16=logits_bf16, renormalize=renormalize)
     return device.prepare([choice, first, *rest])

@@ -91,7 +91,7 @@ def test_no_grid_is_larger_and_no_kernel_starts_early(recorder: h.Recorder, num_
     gemms = [launch for launch in recorder.launches if launch.key.source not in MEMORY]
     assert {launch.key.source for launch in gemms} >= {"gate_up", "grouped_gemm", "dense_gemm", "gate_up_small_batch"}
     assert max(map(blocks, gemms)) <= num_sms
-    assert not any(launch.early for launch in recorder.launches)
+    assert not any(launch.pdl for launch in recorder.launches)
 
 
 def test_without_a_limit_all_are_taken_again(recorder: h.Recorder) -> None:
@@ -101,7 +101,7 @@ def test_without_a_limit_all_are_taken_again(recorder: h.Recorder) -> None:
         calls(h.seeded(0, CPU))
         largest = max(blocks(launch) for launch in recorder.launches if launch.key.source == "grouped_gemm")
         assert largest == (16 if num_sms == 16 else 132)
-        assert any(launch.early for launch in recorder.launches) == (num_sms != 16)
+        assert any(launch.pdl for launch in recorder.launches) == (num_sms != 16)
 
 
 def test_triton_kernels_take_all_and_one_line_says_so(

@@ -69,7 +69,7 @@ class Device:
         return queue
 
     def _queue(self, launch: Launch, addresses: tuple[int, ...]) -> None:
-        key, grid, args, early, cluster = launch
+        key, grid, args, pdl, cluster = launch
         library, expected = self._kernels.load(key), PARAMETERS[key.source]
         assert isinstance(args, ARGUMENTS[key.source])
         sizes = (ctypes.c_int * MOST_ARGUMENTS)()
@@ -84,7 +84,7 @@ class Device:
         self._alive += [room, pointers]
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         cluster = dict(key.defines).get("CLUSTER", cluster)
-        self._runtime.emu_launch(library.emu_entry, x, y, key.threads, key.smem_bytes, pointers, int(early), cluster)
+        self._runtime.emu_launch(library.emu_entry, x, y, key.threads, key.smem_bytes, pointers, int(pdl), cluster)
 
     def _packed(self, argument: TensorMap | PerGroup | int) -> bytes | int:
         """An argument as `struct` takes it."""

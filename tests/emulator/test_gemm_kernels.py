@@ -148,10 +148,10 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
 
 
 @seeds
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("intermediate", [128, 256])
 def test_the_second_gemm_of_narrow_experts_keeps_weights(
-    emulator: Device, intermediate: int, early: bool, seed: int
+    emulator: Device, intermediate: int, pdl: bool, seed: int
 ) -> None:
     """13 row tiles under 3 columns: some runs of 4 are of one column, some of two, and of the last 3 are there."""
     gen, n = h.seeded(seed, CPU), 600
@@ -162,7 +162,7 @@ def test_the_second_gemm_of_narrow_experts_keeps_weights(
     def ops() -> tuple[Tiles, Quantized]:
         tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE).for_experts(EARLY_BELOW, intermediate)
         assert tiles.keep_b
-        if not early:  # then in fixed order
+        if not pdl:  # then in fixed order
             tiles = replace(tiles, done_counters=None)
         inner = gate_up(rows.a, w13, tiles)
         grouped_gemm(inner, w2, out, tiles, after_gate_up=True)

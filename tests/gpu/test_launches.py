@@ -73,8 +73,8 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
     w2 = h.random_weights(gen, groups, N, intermediate)
     masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
     tiles = tiles_of_counts(masked_m, max_m, MANY_ROWS_TILE)
-    early = tiles.for_experts(sum(counts) / groups, intermediate)
-    assert early.done_counters is not None
+    pdl = tiles.for_experts(sum(counts) / groups, intermediate)
+    assert pdl.done_counters is not None
     q, scales = empty_quantized(groups * max_m, intermediate, gen.device)
     inner = q.view(groups, max_m, -1), scales.unflatten(0, (groups, max_m))
     expected, actual = (h.poisoned(groups, max_m, N, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
@@ -83,12 +83,12 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
     for _ in range(20):
         for stale in (q.view(torch.uint8), scales, actual):
             stale.fill_(0x7F if stale.dtype == torch.uint8 else float("nan"))
-        early.done_counters.zero_()
-        gate_up(a, w13, early, tokens=a_rows, out=(q, scales))
-        grouped_gemm(inner, w2, actual, early, after_gate_up=True)
+        pdl.done_counters.zero_()
+        gate_up(a, w13, pdl, tokens=a_rows, out=(q, scales))
+        grouped_gemm(inner, w2, actual, pdl, after_gate_up=True)
         for group, count in enumerate(counts):
             assert h.same_bits(actual[group, :count], expected[group, :count])
-        done, *stored = early.done_counters[: 1 + int(tiles.num_tiles[0])].tolist()
+        done, *stored = pdl.done_counters[: 1 + int(tiles.num_tiles[0])].tolist()
         assert done == 2 * device_of(q).multiprocessors
         assert set(stored) <= {2 * intermediate // 128}
     assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]

@@ -123,7 +123,7 @@ def test_the_driver_reads_each_argument_where_the_kernel_has_it(fake, key, slots
 def test_triton_gets_the_pointers_that_it_adds_to_the_parameters(fake):
     key = quantize_key("sm_90", ue8m0=False)
     arguments = key.arguments(x=1, q=2, scales=3, tokens=4, k=5, scale_row=6, scale_k_block=7)
-    launcher.prepare([Launch(key, 1, arguments, early=True)], 0)(())
+    launcher.prepare([Launch(key, 1, arguments, pdl=True)], 0)(())
     (seen,) = fake.seen
     numbers = [int.from_bytes(value, "little") for value in seen.parameters]
     assert (numbers, [len(value) for value in seen.parameters]) == ([*range(1, 8), 0, 0], [8] * 3 + [4] * 4 + [8] * 2)
@@ -133,9 +133,9 @@ def test_triton_gets_the_pointers_that_it_adds_to_the_parameters(fake):
 def test_launches_are_made_in_their_order_with_what_each_asks_for(fake):
     keys = route_key(), dense_gemm_few_rows_key(), grouped_gemm_few_rows_key()
     launches, expected = [], []
-    for i, (key, early, cluster) in enumerate(zip(keys, (False, True, True), (1, 6, 1), strict=True)):
+    for i, (key, pdl, cluster) in enumerate(zip(keys, (False, True, True), (1, 6, 1), strict=True)):
         args, addresses = arguments(key, 100 * i, False)
-        launches.append(Launch(key, i + 1, args, early, cluster))
+        launches.append(Launch(key, i + 1, args, pdl, cluster))
         expected.append(as_read(args[-1], addresses, Kind.INT))
     launcher.prepare(launches, 0)(())
     assert [seen.parameters[-1] for seen in fake.seen] == expected

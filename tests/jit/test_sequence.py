@@ -25,11 +25,11 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
     if request.param == "c":
         pytest.importorskip("fp8moe_plugin.jit._sequence", reason="built without a C compiler")
 
-    def made(early: bool = False, cluster: int = 1) -> tuple[Sequence, Driver]:
+    def made(pdl: bool = False, cluster: int = 1) -> tuple[Sequence, Driver]:
         fake = Driver(lambda function: [MAP, POINTER, 4] if function == FUNCTION else [4])
         monkeypatch.setattr(sequence, "libcuda", lambda: fake)
         launches = [
-            PreparedLaunch(FUNCTION, 3, 5, 384, 1000, early, cluster, PARAMETERS[0]),
+            PreparedLaunch(FUNCTION, 3, 5, 384, 1000, pdl, cluster, PARAMETERS[0]),
             PreparedLaunch(FUNCTION + 1, 132, 1, 128, 0, False, 1, PARAMETERS[1]),
         ]
         patches = [Patch(0, 1, 256, True), Patch(128, 0, 16, False)]
@@ -64,13 +64,13 @@ def test_a_call_fills_in_its_addresses_and_launches_every_kernel(make):
         assert first.attributes == second.attributes == []
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("cluster", [1, 6])
-def test_attributes_are_the_driver_s(make, early, cluster):
-    run, fake = make(early, cluster)
+def test_attributes_are_the_driver_s(make, pdl, cluster):
+    run, fake = make(pdl, cluster)
     run.run((1, 2**40), STREAM)
     kinds, expected = driver.CUlaunchAttributeID, []
-    if early:
+    if pdl:
         expected.append((int(kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION), 1))
     if cluster > 1:
         expected.append((int(kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION), cluster))

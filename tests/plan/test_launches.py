@@ -59,13 +59,13 @@ def test_kernels_that_start_early_follow_those_they_may_overlap(device, tokens, 
     assert isinstance(step, SortedStep)
     launches = launches_of(device, step)
     first, second = launches["gate_up"], launches[step.down.source]
-    early = {name for name, launch in launches.items() if launch.early}
+    pdl = {name for name, launch in launches.items() if launch.pdl}
     expected = {"route"}  # waits before it does anything, unless it follows count_experts
     expected |= {"quantize"} if step.gathers else set()
-    expected |= {step.down.source} if step.early_down else set()
+    expected |= {step.down.source} if step.pdl_down else set()
     expected |= {"gate_up", "combine"} if step.few_rows else set()
-    assert early == expected
-    assert (first.args.done_counters != 0) == (second.args.done_counters != 0) == step.early_down
+    assert pdl == expected
+    assert (first.args.done_counters != 0) == (second.args.done_counters != 0) == step.pdl_down
     assert launches["route"].args.done_counters
     assert first.args.done_counters in (0, launches["route"].args.done_counters)
 
@@ -96,7 +96,7 @@ def test_the_second_gemm_of_slabs_starts_right_behind_the_first(device, max_m, i
     tokens = torch.zeros(EXPERTS, max_m, HIDDEN).to(h.FP8), torch.ones(EXPERTS, max_m, HIDDEN // 128)
     batched_experts(*tokens, *layer, torch.ones(EXPERTS, dtype=torch.int32), expected_m=1000)
     tiles, first, second = device.launches
-    assert (tiles.key.source, first.early, second.early) == ("tiles_of_counts", False, True)
+    assert (tiles.key.source, first.pdl, second.pdl) == ("tiles_of_counts", False, True)
     assert first.args.done_counters == second.args.done_counters == tiles.args.done_counters != 0
 
 
@@ -122,8 +122,8 @@ def test_a_small_batch_starts_while_its_experts_are_chosen(device, tokens, small
     routed_moe(x, *layer, torch.zeros(tokens, EXPERTS), TOPK)
     choice, first, *others = device.launches
     last = others[-1]
-    assert (choice.key, choice.early, choice.grid) == (choose_experts_key(), True, -(-tokens // 4))
-    assert (first.early, [launch.early for launch in others] == [True]) == (first.key != count_experts_key(), small)
+    assert (choice.key, choice.pdl, choice.grid) == (choose_experts_key(), True, -(-tokens // 4))
+    assert (first.pdl, [launch.pdl for launch in others] == [True]) == (first.key != count_experts_key(), small)
     for launch in (first, *others):
         assert getattr(launch.args, "ids", choice.args.ids) == choice.args.ids
     weights = first.args.topk_weights if small else last.args.weights

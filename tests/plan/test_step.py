@@ -14,7 +14,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     grouped_gemm_key,
 )
 from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, MAX_CLUSTER_SPLITS
-from fp8moe_plugin.plan.sm90.grouped import columns_at_once, keeps_b, plan_batched, plan_grouped, starts_early
+from fp8moe_plugin.plan.sm90.grouped import columns_at_once, down_uses_pdl, keeps_b, plan_batched, plan_grouped
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, down_splits, gate_up_clusters, k_splits
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape, Output
 from fp8moe_plugin.plan.tuning import (
@@ -116,7 +116,7 @@ def test_the_second_gemm_keeps_weights_of_narrow_experts_with_many_rows_over_all
         step = sorted_step(shape, tokens)
         assert step.keep_b == (intermediate <= KEEP_B_UP_TO and tokens == enough)
         assert step.down == grouped_gemm_key(Output.BF16, keep_b=step.keep_b)
-        assert step.early_down == (intermediate >= EARLY_FROM or tokens < enough or step.keep_b)
+        assert step.pdl_down == (intermediate >= EARLY_FROM or tokens < enough or step.keep_b)
 
 
 def test_the_second_gemm_starts_early_except_where_narrow_experts_have_many_rows():
@@ -124,9 +124,9 @@ def test_the_second_gemm_starts_early_except_where_narrow_experts_have_many_rows
         for rows in (1, EARLY_BELOW - 1, EARLY_BELOW, 10_000):
             kept = keeps_b(rows, intermediate)
             assert kept == (intermediate <= 256 and rows >= EARLY_BELOW)
-            assert starts_early(rows, intermediate) == (intermediate >= EARLY_FROM or rows < EARLY_BELOW or kept)
+            assert down_uses_pdl(rows, intermediate) == (intermediate >= EARLY_FROM or rows < EARLY_BELOW or kept)
             plan = plan_batched(LayerSpec(MoeShape(1, 128, intermediate, 4, 4)), 8, rows)
-            assert plan.early_down == starts_early(rows, intermediate)
+            assert plan.pdl_down == down_uses_pdl(rows, intermediate)
             assert plan.down == grouped_gemm_key(Output.BF16, keep_b=kept)
 
 

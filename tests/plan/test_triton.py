@@ -50,8 +50,8 @@ def test_kernels_start_early_where_they_know_to_wait(target: str) -> None:
         for tokens in TOKENS
         for launch in layer_launches(plan_layer(target, LayerSpec(SHAPE), tokens), LAYER_SLOTS, False)
     ]
-    assert {launch.early for launch in launches} == {target != "sm_89"}  # which has no PDL
-    assert all(launch.early == bool(dict(launch.key.defines)["PDL"]) for launch in launches)
+    assert {launch.pdl for launch in launches} == {target != "sm_89"}  # which has no PDL
+    assert all(launch.pdl == bool(dict(launch.key.defines)["PDL"]) for launch in launches)
 
 
 def test_batch_invariant_plans_depend_on_no_number_of_tokens() -> None:

@@ -61,7 +61,7 @@ def _run(launch: Launch, addresses: tuple[int, ...]) -> None:
     key, grid, args = launch.key, launch.grid, launch.args
     assert isinstance(args, ARGUMENTS[key.source])
     assert key.source in TRITON_SIGNATURES
-    assert not launch.early
+    assert not launch.pdl
     values = {}
     for parameter, argument in zip(TRITON_SIGNATURES[key.source], args[: -len(TRITON_SCRATCH)], strict=True):
         value = h.resolved(argument, addresses)

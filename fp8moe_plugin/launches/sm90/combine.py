@@ -18,7 +18,7 @@ def combine_launch(
     hidden: int,
     shared_expert: bool = False,
     routed_scale: float = 1.0,
-    early: bool = False,
+    pdl: bool = False,
 ) -> Launch:
     """`out[t] = sum over j of topk_weights[t, j] * routed_scale * rows[slots[t, j]]`, in float32, in the order of j.
 
@@ -28,7 +28,7 @@ def combine_launch(
         topk_weights: address of float32 `[tokens, topk - shared_expert]`.
         out: address of bfloat16 `[tokens, hidden]`; a token without a slot gets zeros.
         shared_expert: the last column is the shared expert's, with weight 1 instead.
-        early: it may start before the preceding kernel ends, which must write nothing that this one reads but `rows`.
+        pdl: it may start before the preceding kernel ends, which must write nothing that this one reads but `rows`.
     """
     vectors, key = hidden // CHANNELS_PER_THREAD, combine_key()
     return Launch(
@@ -44,5 +44,5 @@ def combine_launch(
             shared_expert=int(shared_expert),
             routed_scale=routed_scale,
         ),
-        early=early,
+        pdl=pdl,
     )

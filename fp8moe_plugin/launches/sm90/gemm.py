@@ -29,14 +29,14 @@ def dense_launches(
 
     `after_quantize`: the launch before this one quantizes `a`, so this one may start to load weights before that ends.
     """
-    early = after_quantize and plan.overlaps_quantize
+    pdl = after_quantize and plan.overlaps_quantize
     match plan.kernel.source:
         case "dense_gemm_few_rows":
-            return (_dense_few_rows_launch(plan, a, b, out, early),)
+            return (_dense_few_rows_launch(plan, a, b, out, pdl),)
         case "dense_gemm":
-            return (_dense_launch(plan, a, b, out, early),)
+            return (_dense_launch(plan, a, b, out, pdl),)
         case "dense_gemm_many_rows":
-            return (_dense_many_rows_launch(plan, a, b, out, early),)
+            return (_dense_many_rows_launch(plan, a, b, out, pdl),)
     return (grouped_gemm_launch(plan.kernel, plan.blocks, a, b, out, Tiles(), c=c),)
 
 
@@ -53,7 +53,7 @@ def _dense_operands(a: Rows, b: Weights, out: Address) -> dict[str, Address]:
     }
 
 
-def _dense_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, early: bool) -> Launch:
+def _dense_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, pdl: bool) -> Launch:
     tail_rows = ceil_div(a.rows % plan.tile_m, SWIZZLE_ROWS) * SWIZZLE_ROWS or plan.tile_m
     return Launch(
         plan.kernel,
@@ -65,11 +65,11 @@ def _dense_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, early: boo
             **_dense_operands(a, b, out),
             tile_n=plan.tile_n,
         ),
-        early=early,
+        pdl=pdl,
     )
 
 
-def _dense_many_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, early: bool) -> Launch:
+def _dense_many_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, pdl: bool) -> Launch:
     cluster = dict(plan.kernel.defines)["CLUSTER"]
     return Launch(
         plan.kernel,
@@ -80,11 +80,11 @@ def _dense_many_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, 
             d_map=matrix_map(out, a.rows, b.n, BOX_ROWS, element_size=2),
             **_dense_operands(a, b, out),
         ),
-        early=early,
+        pdl=pdl,
     )
 
 
-def _dense_few_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, early: bool) -> Launch:
+def _dense_few_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, pdl: bool) -> Launch:
     return Launch(
         plan.kernel,
         plan.blocks,
@@ -95,7 +95,7 @@ def _dense_few_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, e
             tile_m=plan.tile_m,
             splits=plan.cluster,
         ),
-        early=early,
+        pdl=pdl,
         cluster=plan.cluster,
     )
 
@@ -149,7 +149,7 @@ def gate_up_few_rows_launch(
     partial: Address = 0,
     k_splits: int = 1,
     row_counters: int = 1,
-    early: bool = False,
+    pdl: bool = False,
 ) -> Launch:
     """`gate_up_launch` for few rows per expert.
 
@@ -157,7 +157,7 @@ def gate_up_few_rows_launch(
         partial: where blocks that split K leave their sums, float32 `[k_splits, out.rows, 2 * out.k]`.
         k_splits: parts of K; several need `tiles.done_counters`.
         row_counters: counters of each row tile in `tiles.done_counters`.
-        early: it may start before the preceding kernel ends, which quantizes `a`.
+        pdl: it may start before the preceding kernel ends, which quantizes `a`.
     """
     return Launch(
         key,
@@ -180,7 +180,7 @@ def gate_up_few_rows_launch(
             splits=k_splits,
             counters_per_tile=row_counters,
         ),
-        early=early,
+        pdl=pdl,
     )
 
 
@@ -188,9 +188,9 @@ def grouped_launch(plan: GroupedPlan, a: Rows, b: Weights, out: Address, tiles: 
     """`out[i] = a[i] @ b[expert of the tile].T` for the rows of the tiles, to bfloat16 `[rows, n]`."""
     if plan.tile_rows == FEW_ROWS_TILE:
         return grouped_gemm_few_rows_launch(
-            plan.kernel, plan.blocks, a, b, out, tiles, columns=plan.columns_at_once, early=True
+            plan.kernel, plan.blocks, a, b, out, tiles, columns=plan.columns_at_once, pdl=True
         )
-    return grouped_gemm_launch(plan.kernel, plan.blocks, a, b, out, Tiles(tiles.table, tiles.num_tiles), early=True)
+    return grouped_gemm_launch(plan.kernel, plan.blocks, a, b, out, Tiles(tiles.table, tiles.num_tiles), pdl=True)
 
 
 def grouped_gemm_launch(
@@ -202,11 +202,11 @@ def grouped_gemm_launch(
     tiles: Tiles,
     *,
     c: Address = 0,
-    early: bool = False,
+    pdl: bool = False,
 ) -> Launch:
     """The same by the kernel for many rows; without tiles of one group, where `c` may be added.
 
-    `early`: it may start before the preceding kernel ends. With `tiles.done_counters` that is the GEMM 1 that makes
+    `pdl`: it may start before the preceding kernel ends. With `tiles.done_counters` that is the GEMM 1 that makes
     `a`, and each tile waits for its rows; `out` must not overlap with what GEMM 1 reads. Otherwise it may be what makes
     the tiles, and is waited for first.
     """
@@ -228,14 +228,14 @@ def grouped_gemm_launch(
             b_scales=b.scales,
             d=out,
             c=c,
-            done_counters=tiles.done_counters if early else 0,
+            done_counters=tiles.done_counters if pdl else 0,
             table=tiles.table,
             num_tiles=tiles.num_tiles,
             m=a.rows,
             n=b.n,
             k=b.k,
         ),
-        early=early,
+        pdl=pdl,
     )
 
 
@@ -249,14 +249,14 @@ def grouped_gemm_few_rows_launch(
     *,
     columns: int,
     row_counters: int = 0,
-    early: bool = False,
+    pdl: bool = False,
 ) -> Launch:
     """`grouped_launch` by the kernel for few rows.
 
     Args:
         columns: columns of tiles that a block takes at once.
         row_counters: counters of each row tile in `tiles.done_counters`; 0: nothing counts there.
-        early: it may start before the preceding kernel ends: with `row_counters` the GEMM 1 that makes `a`, otherwise
+        pdl: it may start before the preceding kernel ends: with `row_counters` the GEMM 1 that makes `a`, otherwise
             what makes the tiles.
     """
     return Launch(
@@ -276,10 +276,10 @@ def grouped_gemm_few_rows_launch(
             m=a.rows,
             n=b.n,
             k=b.k,
-            claim_pair=int(early),
+            claim_pair=int(pdl),
             columns_at_once=columns,
             done_counters=tiles.done_counters if row_counters else 0,
             counters_per_tile=row_counters,
         ),
-        early=early,
+        pdl=pdl,
     )

@@ -42,11 +42,11 @@ def k_grouped_launches(layout: KGroupedLayout, addresses: tuple[Address, ...], m
     groups.sort(key=lambda group: -group.k)
     size = ceil_div(len(groups), ceil_div(len(groups), K_GROUPS))
     parts = [groups[at : at + size] for at in range(0, len(groups), size)]
-    return [_launch(layout, part, addresses, multiprocessors, early=part is not parts[0]) for part in parts]
+    return [_launch(layout, part, addresses, multiprocessors, pdl=part is not parts[0]) for part in parts]
 
 
 def _launch(
-    layout: KGroupedLayout, groups: list[_Group], addresses: tuple[Address, ...], multiprocessors: int, early: bool
+    layout: KGroupedLayout, groups: list[_Group], addresses: tuple[Address, ...], multiprocessors: int, pdl: bool
 ) -> Launch:
     """The kernel for up to `K_GROUPS` groups, none of them empty."""
     a, a_scales, b, b_scales, c, d = addresses
@@ -71,5 +71,5 @@ def _launch(
             n=n,
             groups=len(groups),
         ),
-        early,
+        pdl,
     )

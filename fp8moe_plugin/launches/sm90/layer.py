@@ -32,10 +32,10 @@ def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool) ->
     ids = Ids(tensors.topk_ids, ids_64, tensors.expert_map, step.tokens, step.spec)
     routing, routed = Routing(at.slots, at.tokens, at.num_rows), Tiles(at.table, at.num_tiles, at.done_counters)
     route = route_launches(ids, at.expert_counts, routing, routed, step.tile_rows, step.row_counters)
-    tiles = routed if step.early_down else Tiles(at.table, at.num_tiles)
+    tiles = routed if step.pdl_down else Tiles(at.table, at.num_tiles)
     permuted = {} if step.gathers else {"slots": at.slots, "topk": topk}
     quantize = quantize_launch(
-        step.quantize, tensors.hidden_states, at.x, at.x_scales, step.tokens, hidden, early=step.gathers, **permuted
+        step.quantize, tensors.hidden_states, at.x, at.x_scales, step.tokens, hidden, pdl=step.gathers, **permuted
     )
     w2 = Weights(tensors.w2, experts, hidden, intermediate, tensors.w2_scale)
     inner = Rows.k_major(at.inner, at.inner_scales, step.rows, intermediate)
@@ -50,7 +50,7 @@ def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool) ->
         hidden=hidden,
         shared_expert=step.spec.shared_expert,
         routed_scale=step.spec.routed_scale,
-        early=step.few_rows,  # the many blocks of a long step would each wait, and take longer than to start later
+        pdl=step.few_rows,  # the many blocks of a long step would each wait, and take longer than to start later
     )
     return *route, quantize, _gate_up_launch(tensors, step, at, inner, tiles), down, combine
 
@@ -75,13 +75,13 @@ def _gate_up_launch(tensors: LayerAddresses, step: SortedStep, at: SortedScratch
         partial=at.partial,
         k_splits=step.k_splits,
         row_counters=step.row_counters,
-        early=True,
+        pdl=True,
     )
 
 
 def _down_launch(step: SortedStep, inner: Rows, w2: Weights, out: Address, tiles: Tiles) -> Launch:
     if step.down.source == "grouped_gemm":
-        return grouped_gemm_launch(step.down, step.blocks, inner, w2, out, tiles, early=step.early_down)
+        return grouped_gemm_launch(step.down, step.blocks, inner, w2, out, tiles, pdl=step.pdl_down)
     return grouped_gemm_few_rows_launch(
         step.down,
         step.blocks,
@@ -91,7 +91,7 @@ def _down_launch(step: SortedStep, inner: Rows, w2: Weights, out: Address, tiles
         tiles,
         columns=step.columns_at_once,
         row_counters=step.row_counters,
-        early=step.early_down,
+        pdl=step.pdl_down,
     )
 
 
@@ -101,10 +101,10 @@ def batched_launches(
     """Returns the kernels of `batched_experts`, on the first `counts[e]` rows of each expert of `[experts, max_m]`."""
     at = placed(plan.scratch, scratch)
     tiles = Tiles(at.table, at.num_tiles, at.done_counters)
-    shared = tiles if plan.early_down else Tiles(at.table, at.num_tiles)
+    shared = tiles if plan.pdl_down else Tiles(at.table, at.num_tiles)
     inner = Rows.k_major(at.inner, at.inner_scales, x.rows, w2.k)
     return [
         tiles_of_counts_launch(counts, w2.experts, x.rows // w2.experts, tiles, MANY_ROWS_TILE),
         gate_up_launch(plan.gate_up, plan.blocks, x, w13, inner, shared),
-        grouped_gemm_launch(plan.down, plan.blocks, inner, w2, out, shared, early=plan.early_down),
+        grouped_gemm_launch(plan.down, plan.blocks, inner, w2, out, shared, pdl=plan.pdl_down),
     ]

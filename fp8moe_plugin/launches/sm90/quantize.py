@@ -14,7 +14,7 @@ BLOCKS_PER_MULTIPROCESSOR = 8  # of silu_mul_quant: two waves, enough to even ou
 def quantize_rows_launch(ue8m0: bool, x: Address, out: Rows) -> Launch:
     """Quantize bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
     key = quantize_key(ue8m0, Layout.K_MAJOR)
-    return quantize_launch(key, x, out.values, out.scales, out.rows, out.k, early=True)
+    return quantize_launch(key, x, out.values, out.scales, out.rows, out.k, pdl=True)
 
 
 def quantize_launch(
@@ -27,13 +27,13 @@ def quantize_launch(
     *,
     slots: Address = 0,
     topk: int = 0,
-    early: bool = False,
+    pdl: bool = False,
 ) -> Launch:
     """Quantize bfloat16 `[tokens, k]` at `x` to `q`, in the layout of the key.
 
     Args:
         slots: for `Layout.PERMUTED` the address of int32 `[tokens, topk]`, the rows that get each token; -1 for none.
-        early: it may start before the preceding kernel ends; unless the layout is `Layout.K_MAJOR`, which waits for it,
+        pdl: it may start before the preceding kernel ends; unless the layout is `Layout.K_MAJOR`, which waits for it,
             that kernel must not access these tensors.
     """
     groups = k // GROUP
@@ -52,7 +52,7 @@ def quantize_launch(
             topk=topk,
             tokens_per_warp=tokens_per_warp,
         ),
-        early=early,
+        pdl=pdl,
     )
 
 

@@ -45,7 +45,7 @@ def route_launches(
             block_m=tile_rows,
             counters_per_tile=row_counters,
         ),
-        early=True,
+        pdl=True,
     )
     return [count_experts_launch(ids, counts), routing] if chunks > 1 else [routing]
 

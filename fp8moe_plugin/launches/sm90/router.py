@@ -13,7 +13,7 @@ def router_gemm_launch(x: Address, weight: Address, logits: Address, tokens: int
     """`logits = x @ weight.T` of bfloat16 `[tokens, k]` and `[experts, k]`."""
     key = router_gemm_key()
     arguments = key.arguments(x=x, weight=weight, logits=logits, tokens=tokens, experts=experts, steps=k // STEP)
-    return Launch(key, (ceil_div(experts, BLOCK_EXPERTS), ceil_div(tokens, BLOCK_TOKENS)), arguments, early=True)
+    return Launch(key, (ceil_div(experts, BLOCK_EXPERTS), ceil_div(tokens, BLOCK_TOKENS)), arguments, pdl=True)
 
 
 def choose_experts_launch(
@@ -41,4 +41,4 @@ def choose_experts_launch(
         topk=topk,
         renormalize=int(renormalize),
     )
-    return Launch(key, ceil_div(tokens, key.threads // WARP), arguments, early=True)
+    return Launch(key, ceil_div(tokens, key.threads // WARP), arguments, pdl=True)

@@ -55,7 +55,7 @@ def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: 
             splits=step.down_splits,
             **shared,
         ),
-        early=True,
+        pdl=True,
         cluster=step.down_splits,
     )
     return first, second

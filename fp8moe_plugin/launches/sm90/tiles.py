@@ -44,7 +44,7 @@ def tiles_of_counts_launch(counts: Address, groups: int, max_m: int, out: Tiles,
             max_m=max_m,
             block_m=tile_rows,
         ),
-        early=True,
+        pdl=True,
     )
 
 
@@ -67,7 +67,7 @@ def tiles_of_ends_launch(ends: Address, groups: int, rows: int, alignment: int, 
             alignment=alignment,
             block_m=tile_rows,
         ),
-        early=True,
+        pdl=True,
     )
 
 
@@ -102,5 +102,5 @@ def tiles_of_indices_launch(
             block_m=tile_rows,
             chunks=n // N_MULTIPLE,
         ),
-        early=True,
+        pdl=True,
     )

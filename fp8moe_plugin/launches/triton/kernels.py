@@ -56,8 +56,8 @@ class Routing(NamedTuple):
 
 
 def triton_launch(key: TritonKey, grid: int, **arguments: Argument) -> Launch:
-    """Kernels that know PDL start early: each waits for the end of the preceding one."""
-    return Launch(key, grid, key.arguments(**arguments), early=bool(dict(key.defines)["PDL"]))
+    """Returns a launch, under programmatic dependent launch (PDL) where the target has it: the kernel waits."""
+    return Launch(key, grid, key.arguments(**arguments), pdl=bool(dict(key.defines)["PDL"]))
 
 
 def pairs_arguments(ids: Ids) -> dict[str, Argument]:

@@ -37,7 +37,7 @@ class BatchedPlan:
     gate_up: KernelKey
     down: KernelKey
     blocks: int  # of both grids
-    early_down: bool  # GEMM 2 starts (PDL) before GEMM 1 has finished, and waits for the rows of each tile
+    pdl_down: bool  # GEMM 2 starts (PDL) before GEMM 1 has finished, and waits for the rows of each tile
     scratch: BatchedScratch
 
 
@@ -68,7 +68,7 @@ def plan_batched(spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: 
         gate_up=gate_up_key(spec.ue8m0, gather=False),
         down=grouped_key(MANY_ROWS_TILE, keep_b),
         blocks=multiprocessors,
-        early_down=starts_early(expected_m, intermediate),
+        pdl_down=down_uses_pdl(expected_m, intermediate),
         scratch=batched_scratch(spec.shape.local_experts, max_m, intermediate, MANY_ROWS_TILE),
     )
 
@@ -78,7 +78,7 @@ def grouped_key(tile_rows: int, keep_b: bool = False) -> KernelKey:
     return grouped_gemm_few_rows_key() if tile_rows == FEW_ROWS_TILE else grouped_gemm_key(Output.BF16, keep_b=keep_b)
 
 
-def starts_early(rows_per_expert: float, intermediate: int) -> bool:
+def down_uses_pdl(rows_per_expert: float, intermediate: int) -> bool:
     """Whether GEMM 2 starts early (PDL), on SMs for which GEMM 1 has no tiles left, in tiles of MANY_ROWS_TILE rows.
 
     With narrow experts and many rows GEMM 2 takes its tiles in a fixed order instead, which is 5% faster and needs all

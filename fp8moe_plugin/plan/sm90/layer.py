@@ -29,7 +29,7 @@ from fp8moe_plugin.plan.sm90.constants import (
     SMALL_BATCH_PAIRS,
     Layout,
 )
-from fp8moe_plugin.plan.sm90.grouped import columns_at_once, grouped_key, keeps_b, starts_early
+from fp8moe_plugin.plan.sm90.grouped import columns_at_once, down_uses_pdl, grouped_key, keeps_b
 from fp8moe_plugin.plan.sm90.scratch import (
     SmallBatchScratch,
     SortedScratch,
@@ -79,7 +79,7 @@ class SortedStep:
     gathers: bool  # GEMM 1 gathers the tokens of its rows, instead of reading a copy for each expert
     k_splits: int  # blocks that share a tile of GEMM 1 by splitting K
     row_counters: int  # counters per row tile of GEMM 1
-    early_down: bool  # GEMM 2 starts (PDL) before GEMM 1 has finished, and waits for the rows of each tile
+    pdl_down: bool  # GEMM 2 starts (PDL) before GEMM 1 has finished, and waits for the rows of each tile
     keep_b: bool  # GEMM 2 keeps weights in shared memory from tile to tile
     columns_at_once: int  # column tiles that a block of GEMM 2 takes at once, in the kernel for few rows
     quantize: KernelKey
@@ -219,7 +219,7 @@ def sorted_step(spec: LayerSpec, tokens: int, tile_rows: int, multiprocessors: i
         gathers=gathers,
         k_splits=splits,
         row_counters=counters,
-        early_down=few_rows or starts_early(rows_per_expert, intermediate),
+        pdl_down=few_rows or down_uses_pdl(rows_per_expert, intermediate),
         keep_b=keep_b,
         columns_at_once=columns_at_once(rows, local_experts, hidden, intermediate) if few_rows else 1,
         quantize=quantize_key(spec.ue8m0, Layout.ROW_MAJOR if gathers else Layout.PERMUTED),
