@@ -32,6 +32,9 @@ LAYERS = (  # what their names end with, of those that may be FP8
     *(f"{DELTA_NET}.{name}" for name in (*FUSED_LINEAR, *FUSED_LINEAR["in_proj_qkvz"], "out_proj")),
     "mlp.experts",
 )
+_SPLIT = [layer.split(".") for layer in LAYERS]
+BEGINNINGS = {".".join(words[:end]) for words in _SPLIT for end in range(1, len(words) + 1)}
+PARTS = {".".join(words[begin:end]) for words in _SPLIT for end in range(len(words) + 1) for begin in range(end)}
 
 
 class Unquantized:
@@ -109,5 +112,5 @@ def _is_incomplete(name: str) -> bool:
     meant = name.removesuffix(".weight").replace("layers.*", "layers.0").strip("*.")
     short = ABOVE.sub("", meant, count=1)
     if short == meant:
-        return any(f".{short}." in f".{layer}." for layer in LAYERS)
-    return not short or any(f"{layer}.".startswith(f"{short}.") for layer in LAYERS)
+        return short in PARTS
+    return not short or short in BEGINNINGS
