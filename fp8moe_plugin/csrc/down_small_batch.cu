@@ -108,7 +108,7 @@ DEVICE void load_weights(SharedMemory shared, const Share& share, const TensorMa
         i64 row = i64(list.experts[unit.i]) * share.hidden + share.channel;
         const WeightTile to(shared, s);
         to.load(0, w_map, shared.full(s), unit.k, row);
-        to.load_scale(0, w_scales + row / 128 * share.k_blocks + unit.k);
+        to.load_scale(0, scales_of_rows(w_scales, row / 128, share.k_blocks) + unit.k);
         copy_async_arrive(shared.full(s));
     });
 }

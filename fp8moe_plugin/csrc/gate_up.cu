@@ -41,7 +41,7 @@ struct WeightLoads {
     DEVICE WeightLoads(const Operands& in, const Tile& tile)
         : map(in.weights), expert_row(tile.expert * in.n), column(tile.column), n(in.n) {
         int scale_rows = (in.n + kHalfN - 1) / kHalfN;
-        scales = in.weight_scales + i64(tile.expert * scale_rows + tile.column) * in.k_blocks;
+        scales = scales_of_rows(in.weight_scales, tile.expert * scale_rows + tile.column, in.k_blocks);
         scales_to_up = scale_rows / 2 * in.k_blocks;
     }
     DEVICE void load(WeightTile<SharedMemory> to, u32 full, int k) const {

@@ -74,7 +74,7 @@ struct WeightLoads {
         int weight_row = tile.expert * 2 * in.groups() + in.splits.group_of(tile);
         first_slab = weight_row * (kBlockI / 8);
         first_k = in.splits.split_of(tile) * in.steps;
-        scale = in.weight_scales + i64(weight_row + half() * in.groups()) * in.k_blocks + first_k;
+        scale = scales_of_rows(in.weight_scales, weight_row + half() * in.groups(), in.k_blocks) + first_k;
     }
     // 0 and 1 in the two threads that copy scales.
     DEVICE static int half() { return int(threadIdx.x % kProducers) - kBlockTokens; }

@@ -85,7 +85,7 @@ DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Sha
     Ring<kStages> ring;
     for (int tile = share.first_tile; tile < list.count * groups; tile += share.tile_stride) {
         int row = list.experts[tile / groups] * 2 * groups + tile % groups + half * groups;  // in units of 128 rows
-        const float* scale = w_scales + i64(row) * size.k_blocks() + share.first_step;
+        const float* scale = scales_of_rows(w_scales, row, size.k_blocks()) + share.first_step;
         fill_stages<wait_by_warp>(shared, ring, 0, kSlabs * share.steps, [&](int i, int s, u32 full) {
             const WeightTile to(shared, s);
             int k = i / kSlabs, slab = i % kSlabs;

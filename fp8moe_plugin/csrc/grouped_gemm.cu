@@ -53,7 +53,7 @@ struct WeightLoads {
     DEVICE WeightLoads(const Operands& in, const Tile& tile)
         : map(in.weights), expert_row(tile.expert * in.n), column(tile.column) {
         int rows = (in.n + kHalfN - 1) / kHalfN, row = tile.column * kHalves;  // of scales
-        scales = in.weight_scales + i64(tile.expert * rows + row) * in.k_blocks;
+        scales = scales_of_rows(in.weight_scales, tile.expert * rows + row, in.k_blocks);
         next_half = (row + 1 < rows) * in.k_blocks;  // a tile may pass N
     }
     DEVICE void load(WeightTile<SharedMemory> to, u32 full, int k) const {

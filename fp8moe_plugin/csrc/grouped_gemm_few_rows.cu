@@ -63,7 +63,7 @@ struct TileLoads {
         token_map = padded < kWideBoxTokens ? in.tokens : in.wide_tokens;
         int column = tile.column * in.columns_at_once;
         weight_row = tile.expert * in.n + column * kBlockN;
-        weight_scale = in.weight_scales + i64(tile.expert * in.columns() + column) * in.k_blocks;
+        weight_scale = scales_of_rows(in.weight_scales, tile.expert * in.columns() + column, in.k_blocks);
         token_scale = in.token_scales.of_tile(tile);
         scale_bytes = ActivationScales::bytes(tile);
         bytes = WeightTile<SharedMemory>::kBytes + padded * kBlockK + scale_bytes;

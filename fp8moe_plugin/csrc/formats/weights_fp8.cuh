@@ -9,6 +9,9 @@ struct Weights : PerStage<kRows, kRowOfTile, kSwizzleBytes> {};
 template <int kCount>
 struct WeightScales : PerStage<kCount, 4> {};
 
+// The scales of a block of 128 rows, one for each K block: `scales` is [blocks of rows, k_blocks].
+DEVICE const float* scales_of_rows(const float* scales, i64 block, int k_blocks) { return scales + block * k_blocks; }
+
 // The weights in a stage. A load starts copies to row `to` of the tile, which complete on `full`; a scale's copy
 // completes with copy_async_arrive of the thread.
 template <class SharedMemory>
