@@ -48,8 +48,10 @@ def load_version(folder: Path) -> FusedMoe:
         ops = importlib.import_module(f"{PACKAGE}.ops")
         if not Path(str(ops.__file__)).is_relative_to(folder.resolve()):
             raise SystemExit(f"{folder} holds no {PACKAGE}: install the wheel there with pip's --target.")
-        compiler, plan = (importlib.import_module(f"{PACKAGE}.{name}") for name in ("jit.compiler", "plan"))
-        for key in plan.all_kernels():  # reads the sources while the package's name still leads to this folder
+        new = (folder / PACKAGE / "launches").is_dir()
+        lists = importlib.import_module(f"{PACKAGE}.{'launches.kernel_sets' if new else 'plan'}")
+        compiler = importlib.import_module(f"{PACKAGE}.jit.compiler")
+        for key in lists.all_kernels():  # reads the sources while the package's name still leads to this folder
             compiler.translation_unit(key)
         return ops.fused_moe
     finally:
