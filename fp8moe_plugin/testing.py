@@ -53,7 +53,7 @@ def bench_kineto(
 
 def profiled(calls: Sequence[Call], rounds: int) -> list[tuple[str, float]]:
     """What ran on the GPU while the calls took turns, in order: names and seconds. L2 is flushed before each call."""
-    from torch.autograd import DeviceType
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in its __all__
     from torch.profiler import ProfilerActivity, profile
 
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")

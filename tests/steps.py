@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.launches.operands import Ids, Rows, Weights
 from fp8moe_plugin.launches.sm90.combine import combine_launch

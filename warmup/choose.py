@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from fp8moe_plugin.checkpoint.shapes import Model, Parallel, padding_share, rank_shapes, split_refusal
+from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.shapes import Model, padding_share, rank_shapes, split_refusal
 from fp8moe_plugin.quoting import shell_word
 from warmup import memory
 from warmup.explain import STEPS, scratch_bytes

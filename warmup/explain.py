@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import (
     Experts,
     Model,
-    Parallel,
     merges_shared_expert,
     rank_shapes,
     split_refusal,

@@ -53,7 +53,8 @@ def raised(*numbers: signal.Signals) -> Iterator[None]:
 
     def retry(unraisable: Any) -> None:
         if not isinstance(unraisable.exc_value, KeyboardInterrupt):
-            return hook(unraisable)
+            hook(unraisable)
+            return
         handle(raise_once)
         signal.setitimer(signal.ITIMER_REAL, RETRY_S)
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import (
     Dense,
     Experts,
     Model,
-    Parallel,
     RankShapes,
     is_down,
     is_gate_up,

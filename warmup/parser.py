@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -122,7 +122,8 @@ def _command(commands: "argparse._SubParsersAction[Parser]", name: str) -> Parse
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report; - for standard output")
     if name not in ("compare", "convert"):
         _add_split(parser)
-    ADD.get(name, lambda parser: None)(parser)
+    if add := ADD.get(name):
+        add(parser)
     return parser
 
 
@@ -200,7 +201,7 @@ def _add_explain(parser: Parser) -> None:
     in_sglang.add_argument("--cuda-graph-bs-decode", type=count, nargs="+", metavar="N", help="further steps")
 
 
-ADD = {
+ADD: dict[str, Callable[[Parser], None]] = {
     "compile": _add_compile,
     "list": _add_kernels,
     "doctor": _add_kernels,

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8moe_plugin.checkpoint.shapes import Model, Parallel
+from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.shapes import Model
 from warmup import diagnosis, memory
 from warmup.explain import scratch_bytes
 from warmup.target import GIB

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8moe_plugin.checkpoint.shapes import Parallel
+from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.jit import lookup
 
 GIB = 1 << 30

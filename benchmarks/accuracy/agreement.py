@@ -26,7 +26,8 @@ from typing import Any
 
 from benchmarks.engine.serve_demo import IN_USE
 from benchmarks.engines import ENGINES, in_own_process, run_and_answer
-from benchmarks.report import installed, write_report
+from benchmarks.report import write_report
+from warmup.report import installed
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 768, 96, 32
 SERVED = re.compile(rf"{IN_USE}: backend \w+")

@@ -31,12 +31,13 @@ from pydantic import BaseModel, ConfigDict
 from benchmarks.checkpoints.text import windows
 from benchmarks.checkpoints.train_small_moe import HELD_OUT_TEXT, WINDOW
 from benchmarks.engines import CONFIG_KEYS, DEFAULTS, ENGINES, in_own_process, read_config, run_and_answer
-from benchmarks.report import installed, write_report
+from benchmarks.report import write_report
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.compare.cells import EAGER
 from fp8moe_plugin.compare.engine import read
 from fp8moe_plugin.compare.intervals import perplexity_change
 from fp8moe_plugin.errors import UnsupportedError
+from warmup.report import installed
 
 TWIN = "bf16"
 BUILT_IN = ("triton default", "deep_gemm default")

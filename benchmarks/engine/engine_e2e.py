@@ -53,13 +53,14 @@ from benchmarks import kernels
 from benchmarks.engine.e2e_engine import ENGINES, KINDS, Engine, environment, parse_cell
 from benchmarks.engine.e2e_report import plot, read_report, table
 from benchmarks.engines import CONFIG_KEYS, read_config
-from benchmarks.report import installed, write_report
+from benchmarks.report import write_report
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.compare import turns
 from fp8moe_plugin.compare.cells import Cell
 from fp8moe_plugin.compare.process import EngineProcess
 from fp8moe_plugin.errors import UnsupportedError
 from warmup.parser import count
+from warmup.report import installed
 
 MEMORY = 0.9  # of the GPU, for all engines together
 CELLS = (

@@ -39,11 +39,12 @@ from benchmarks.engine.e2e_report import table
 from benchmarks.engine.engine_e2e import Engines, cells, progress
 from benchmarks.engine.profiles import Times, of_cell, summary, times
 from benchmarks.engines import CONFIG_KEYS, read_config
-from benchmarks.report import installed, write_report
+from benchmarks.report import write_report
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.compare.cells import SHORT, Cell, Clock, longest
 from fp8moe_plugin.compare.process import EngineProcess
 from warmup.parser import count
+from warmup.report import installed
 
 ENGINES: dict[str, dict[str, Any]] = {  # arguments of SGLang's engine
     OURS: {"quantization": "fp8moe"},

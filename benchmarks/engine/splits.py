@@ -51,9 +51,10 @@ from benchmarks.checkpoints.synthetic import write_checkpoint
 from benchmarks.engine.placement import START_PLACED
 from benchmarks.engine.split_cases import CASES, ENGINES, EPLB, NOT_ON_CPUS, ON_GPU, REDUNDANT, Case, shapes
 from benchmarks.engines import in_own_process, run_and_answer
-from benchmarks.report import installed, write_report
+from benchmarks.report import write_report
 from fp8moe_plugin.compare.cells import EAGER
 from warmup.__main__ import main as warmup
+from warmup.report import installed
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 16, 48, 16
 LIMITS = {"max_model_len": 256, "max_num_seqs": PROMPTS, "max_num_batched_tokens": 1024, "max_logprobs": ALL}

@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.report import installed, write_report
+from benchmarks.report import write_report
 from fp8moe_plugin import deep_gemm as ours
 from fp8moe_plugin import testing
+from warmup.report import installed
 
 FILES = ("test_fp8_fp4", "test_attention", "test_layout")
 PEERS = ("deep_gemm", "vllm.third_party.deep_gemm")

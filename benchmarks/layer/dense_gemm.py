@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.layer.operands import Pair, random_fp8, random_scales
-from benchmarks.report import installed, results_or_errors, write_report
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from benchmarks.report import results_or_errors, write_report
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.ops import fp8_gemm_nt, fp8_linear, per_token_group_quant_fp8, reference
 from fp8moe_plugin.testing import time_calls
+from warmup.report import installed
 
 SHAPES = {  # of DeepSeek-V3: weights [N, K]
     "q_a and kv_a": (2112, 7168),

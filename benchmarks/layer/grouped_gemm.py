@@ -26,7 +26,7 @@ import torch
 from benchmarks.layer import humming
 from benchmarks.layer.before_after import LAYERS
 from benchmarks.layer.operands import Pair, random_fp8, random_scales
-from benchmarks.report import installed, results_or_errors, write_report
+from benchmarks.report import results_or_errors, write_report
 from fp8moe_plugin.launches.operands import Rows, Weights
 from fp8moe_plugin.ops import (
     devices,
@@ -37,6 +37,7 @@ from fp8moe_plugin.ops import (
 from fp8moe_plugin.ops.grouped_gemm import BY_INDICES
 from fp8moe_plugin.ops.operands import k_major
 from fp8moe_plugin.testing import captured, replay_us, time_calls
+from warmup.report import installed
 
 EXPERTS, TOPK = 256, 8
 SHAPES = {  # of DeepSeek-V3: weights [N, K]

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.bench.peers import Layer
-from fp8moe_plugin.checkpoint.shapes import GROUP, Experts, ceil_div
+from fp8moe_plugin.checkpoint.shapes import Experts
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
 
 W8A8, W8A16 = "w8a8", "w8a16"

@@ -19,13 +19,14 @@ import torch
 
 from benchmarks.layer import humming
 from benchmarks.layer.before_after import LAYERS
-from benchmarks.report import installed, results_or_errors, write_report
+from benchmarks.report import results_or_errors, write_report
 from fp8moe_plugin.bench.layer import WRONG, Maker, make_case, make_ours, random_weights, relative_l2
 from fp8moe_plugin.bench.peers import set_up_vllm
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.ops.operands import ExpertWeights
 from fp8moe_plugin.testing import captured, replay_us
+from warmup.report import installed
 
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096)
 PEERS = {

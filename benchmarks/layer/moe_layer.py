@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from benchmarks.layer import before_after
-from benchmarks.report import installed, write_report
+from benchmarks.report import write_report
 from fp8moe_plugin.bench.layer import check_machine, make_ours, measure, random_weights
 from fp8moe_plugin.bench.peers import PEERS, make_peer, set_up_vllm
 from fp8moe_plugin.bench.result import OURS, BenchRow
 from fp8moe_plugin.checkpoint.shapes import Experts
+from warmup.report import installed
 
 LAYERS = before_after.LAYERS | {
     "qwen3-235b-tp4": Experts(1, 128, 8, 4096, 384),

@@ -26,7 +26,7 @@ import torch
 from benchmarks.checkpoints.synthetic import PRESETS, config
 from benchmarks.engine.serve_demo import free_port
 from benchmarks.layer.host_cost import host_us
-from benchmarks.report import installed, write_report
+from benchmarks.report import write_report
 from fp8moe_plugin.bench.layer import (
     REFERENCE_TOKENS,
     TOKENS,
@@ -38,6 +38,7 @@ from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.compare.process import EngineError, EngineProcess
 from fp8moe_plugin.testing import PAUSE_S, captured, replay_us
+from warmup.report import installed
 
 BACKENDS: dict[str, dict[str, Any]] = {  # arguments of SGLang's server
     OURS: {"quantization": "fp8moe"},

@@ -24,8 +24,10 @@ import torch
 
 from fp8moe_plugin.bench.peers import PEERS, Layer, make_peer, set_up_vllm
 from fp8moe_plugin.bench.result import OURS, BenchResult, BenchRow
-from fp8moe_plugin.checkpoint.shapes import GROUP, Experts, Model, Parallel, rank_shapes
+from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.shapes import Experts, Model, rank_shapes
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.checks import FP8
@@ -179,7 +181,7 @@ def _failure_recorded(rows: dict[str, BenchRow], name: str) -> Iterator[None]:
 def relative_l2(layer: Layer, case: Case) -> float:
     """The distance of a call's result from the expected one; waits for the GPU."""
     out = layer(case.hidden_states, *case.routings[0])[:REFERENCE_TOKENS].float()
-    return ((out - case.expected).norm() / case.expected.norm()).item()
+    return float((out - case.expected).norm() / case.expected.norm())
 
 
 def random_weights(experts: Experts, device: torch.device) -> ExpertWeights:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, Experts
+from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.ops.operands import ExpertWeights
 
 # Modules and classes in vllm.model_executor.layers.fused_moe.experts.

@@ -240,7 +240,7 @@ def _other_scales(path: Path, tensor: str, scale: str) -> CheckpointError:
 
 
 def _contradiction(
-    path: Path, tensor: str, entry: dict, dtypes: Collection[str], shape: list[int], experts: Experts
+    path: Path, tensor: str, entry: dict[str, Any], dtypes: Collection[str], shape: list[int], experts: Experts
 ) -> CheckpointError:
     either = "any dtype" if dtypes is DTYPES else " or ".join(dtypes)
     wanted = f"{either} {shape}, of experts 0 to {experts.experts - 1}"

@@ -114,7 +114,7 @@ def is_hub_snapshot(folder: Path) -> bool:
 
 def read_json(
     file: BinaryIO, size: int, limits: Limits, what: str, plain: bool = False, constants: bool = False
-) -> tuple[dict, Limits]:
+) -> tuple[dict[str, Any], Limits]:
     """Read the JSON object in the next `size` bytes of a file. Returns it, and what it uses of the limits.
 
     Args:

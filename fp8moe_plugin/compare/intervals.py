@@ -84,7 +84,8 @@ def perplexity_change(losses: Floats, others: Floats) -> Interval:
 
 def same_token(reading: Reading, reference: Reading) -> Floats:
     """The share of positions at which both find the same token most likely, by window, [n]."""
-    return (reading.tokens[..., 1] == reference.tokens[..., 1]).mean(1)
+    shares: Floats = (reading.tokens[..., 1] == reference.tokens[..., 1]).mean(1)
+    return shares
 
 
 def divergence(reading: Reading, reference: Reading) -> Floats:
@@ -108,4 +109,5 @@ def _divergence(tokens: Ids, logprobs: Floats, reference_tokens: Ids, reference_
     p, q = (np.where(common, np.exp(log), 0.0) for log in (theirs, ours))
     listed = np.where(common, p * (theirs - ours), 0.0).sum(1)
     rest, other_rest = (np.maximum(1 - x.sum(1), LEAST) for x in (p, q))
-    return listed + rest * np.log(rest / other_rest)
+    nats: Floats = listed + rest * np.log(rest / other_rest)
+    return nats

@@ -3,9 +3,10 @@
 import torch
 
 from fp8moe_plugin import ops
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.deep_gemm.process import get_mk_alignment_for_contiguous_layout
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.ops.checks import FP8, check_tensor, check_writable, two_parts
 from fp8moe_plugin.ops.gemm_checks import check_out, check_rows
 from fp8moe_plugin.ops.operands import Quantized
@@ -219,7 +220,9 @@ def _checked_recipe(
         recipe = (recipe_a[0], recipe_b[0], recipe_a[1])
     if recipe is None:
         return BLOCKS
-    found = check_ints("recipe", recipe, (3,), "Pass rows of A, rows of B and channels that share a scale.")
+    found: tuple[int, int, int] = check_ints(
+        "recipe", recipe, (3,), "Pass rows of A, rows of B and channels that share a scale."
+    )
     if found not in taken:
         raise InvalidInputError(f"the recipe is {found}, needs {any_of(taken)}. Quantize the operands so.")
     return found

@@ -1,7 +1,7 @@
 """DeepGEMM's settings of a process. Only `set_num_sms`, which is an op's, and the alignment affect anything here."""
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.ops.option_checks import check_flag, check_int
 
 _alignment, _tc_util, _pdl = GROUP, 0, False

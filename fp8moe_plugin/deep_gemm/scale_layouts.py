@@ -2,8 +2,9 @@
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.ops.checks import check_tensor
 from fp8moe_plugin.ops.option_checks import check_flag, check_int, check_ints, check_one_of
 

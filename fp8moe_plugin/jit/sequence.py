@@ -64,7 +64,8 @@ def make_sequence(template: bytes, launches: list[PreparedLaunch], patches: list
         return BindingsSequence(template, launches, patches)
     cuda = libcuda()
     launch, replace = address_of(cuda.cuLaunchKernelEx), address_of(cuda.cuTensorMapReplaceAddress)
-    return native.Sequence(template, launches, patches, launch, replace)
+    sequence: Sequence = native.Sequence(template, launches, patches, launch, replace)
+    return sequence
 
 
 def extension() -> ModuleType:

@@ -2,8 +2,8 @@
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.layers.scale_format import ScaleFormat
 from fp8moe_plugin.layers.weights import check_fp8_weight, check_sizes, frozen, per_block_cast_to_fp8
 from fp8moe_plugin.ops import torch_ops

@@ -16,9 +16,9 @@ def check_machine(device: str, capability: tuple[int, int] | None, eager: str) -
     wanted = settings().backend
     nvidia = (capability[0], capability[1]) if capability and device == "cuda" else None
     backend, need = choose_backend(wanted, nvidia)
-    if backend is need is None and wanted == "auto" and device != "cpu":
+    if backend is None and need is None and wanted == "auto" and device != "cpu":
         need = "the kernels need an NVIDIA GPU with FP8"
-    if backend is need is None and batch_invariant():
+    if backend is None and need is None and batch_invariant():
         raise UnsupportedError(
             f"{BATCH_INVARIANT}=1 is not supported on the plain-torch reference: in torch's matrix products, the order "
             "of summation depends on the number of tokens. Unset it, or serve on a GPU with our kernels."

@@ -8,8 +8,10 @@ from typing import Generic, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, N_MULTIPLE, ceil_div
+from fp8moe_plugin.checkpoint.shapes import N_MULTIPLE
 from fp8moe_plugin.errors import InvalidInputError, WrongResultError
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops import signature
 from fp8moe_plugin.ops.signature import Signature

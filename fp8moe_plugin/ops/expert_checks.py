@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, too_many_experts
+from fp8moe_plugin.checkpoint.shapes import too_many_experts
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.ops.checks import (
     CheckedOnce,
     check_activations,

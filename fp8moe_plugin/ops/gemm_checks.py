@@ -2,8 +2,10 @@
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, N_MULTIPLE, ceil_div
+from fp8moe_plugin.checkpoint.shapes import N_MULTIPLE
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.ops.checks import FP8, check_aligned, check_apart, check_multiple, check_tensor, debugs
 from fp8moe_plugin.ops.operands import Quantized
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.launches.sm90.k_grouped import KGroupedLayout, k_grouped_launches

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.launches.backend import Plan

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.launches.operands import Extent
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.checks import FP8

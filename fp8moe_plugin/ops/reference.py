@@ -5,8 +5,7 @@ Tensors in, tensors out, with the layouts of the ops; every rounding is where th
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized

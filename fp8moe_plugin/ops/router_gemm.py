@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import ceil_div
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.launches.sm90.router import BLOCK_EXPERTS, BLOCK_TOKENS, STEP, router_gemm_launch

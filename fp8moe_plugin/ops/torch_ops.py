@@ -154,8 +154,8 @@ def _register() -> None:
 
 _register()
 
-fused_moe = torch.ops.fp8moe.fused_moe.default
-routed_moe = torch.ops.fp8moe.routed_moe.default
-batched_experts = torch.ops.fp8moe.batched_experts.default
-router_gemm = torch.ops.fp8moe.router_gemm.default
-linear = torch.ops.fp8moe.linear.default
+fused_moe: Callable[..., None] = torch.ops.fp8moe.fused_moe.default
+routed_moe: Callable[..., None] = torch.ops.fp8moe.routed_moe.default
+batched_experts: Callable[..., None] = torch.ops.fp8moe.batched_experts.default
+router_gemm: Callable[..., torch.Tensor] = torch.ops.fp8moe.router_gemm.default
+linear: Callable[..., torch.Tensor] = torch.ops.fp8moe.linear.default

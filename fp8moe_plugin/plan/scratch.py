@@ -5,7 +5,8 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 
 PIECE = 256  # bytes; the alignment of pieces
 

@@ -4,7 +4,8 @@ from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from fp8moe_plugin.checkpoint.shapes import Experts
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, WeightFormat
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.weight_format import WeightFormat
 
 
 class MoeShape(NamedTuple):

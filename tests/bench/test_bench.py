@@ -8,7 +8,8 @@ from fp8moe_plugin import ops
 from fp8moe_plugin.bench import layer as bench
 from fp8moe_plugin.bench import result as bench_result
 from fp8moe_plugin.bench.result import BenchResult, BenchRow
-from fp8moe_plugin.checkpoint.shapes import Experts, Model, Parallel
+from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.shapes import Experts, Model
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.ops.operands import ExpertWeights
 from tests import helpers as h

@@ -18,11 +18,13 @@ import pytest
 import torch
 
 from fp8moe_plugin.checkpoint.model import read_model
-from fp8moe_plugin.checkpoint.shapes import Experts, Parallel
+from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.checkpoint.unquantized import incomplete_names
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from tests.checkpoint.test_model import QWEN, describe
-from tests.engine.load import LIMITS, join_ranks
+from tests.engine.generate import LIMITS
+from tests.engine.load import join_ranks
 from tests.helpers import environment
 from warmup.memory import cache_bytes
 

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import (
-    GROUP,
     Dense,
     Experts,
     KvCache,
     Model,
-    Parallel,
     Split,
     experts_refusal,
     local_intermediate,
@@ -18,6 +17,7 @@ from fp8moe_plugin.checkpoint.shapes import (
     rank_shapes,
 )
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.fp8_block import GROUP
 
 # Intermediate size, ranks, and the channels that each holds: Qwen3-235B and GLM-4.5; Qwen3-30B; Qwen3-Coder-480B;
 # GLM-4.5-Air; ERNIE-4.5. Then a last block that is not full, alone and shared, and ranks without any channel.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.ops.operands import Quantized
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from safetensors.torch import load_file, save_file
 
+from fp8moe_plugin.compare.cells import EAGER
 from fp8moe_plugin.layers.unquantized import is_quantized
 from tests import faults
-from tests.engine.conftest import COMPILED, EAGER, RELOADABLE, ROOT, needs_compiler
+from tests.engine.conftest import COMPILED, RELOADABLE, ROOT, needs_compiler
 from tests.engine.damage import Change, only, poisoned
 
 Tensors = dict[str, torch.Tensor]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fp8moe_plugin.checkpoint.headers import check_shards
-from fp8moe_plugin.checkpoint.shapes import Experts, Model, Parallel, dense_refusal
+from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.shapes import Experts, Model, dense_refusal
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec
 from fp8moe_plugin.formats.weight_format import Role

@@ -2,7 +2,8 @@
 
 import torch
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 
 EXPERTS, HIDDEN, TOPK = 3, 256, 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8moe_plugin.checkpoint.shapes import Parallel
+from fp8moe_plugin.checkpoint.parallel import Parallel
 from warmup.__main__ import main
 from warmup.options import parse
 from warmup.parser import COMMANDS

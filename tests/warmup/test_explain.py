@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe_plugin.checkpoint.model import read_model
-from fp8moe_plugin.checkpoint.shapes import Model, Parallel
+from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.plan.sm90 import tiles
 from tests.checkpoint.test_model import V3, describe
 from warmup import explain as explanation

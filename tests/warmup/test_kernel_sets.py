@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fp8moe_plugin.checkpoint.shapes import Model, Parallel, merges_shared_expert, rank_shapes, split_refusal
+from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.shapes import Model, merges_shared_expert, rank_shapes, split_refusal
 from fp8moe_plugin.launches.kernel_sets import model_kernels
 from fp8moe_plugin.layers.unquantized import is_quantized
 from fp8moe_plugin.plan.keys import KernelKey

@@ -1,6 +1,6 @@
 """Sum the expert rows of each token, weighted by the router."""
 
-from fp8moe_plugin.checkpoint.shapes import ceil_div
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.plan.sm90.catalog import combine_key
 

@@ -1,6 +1,7 @@
 """The launches of the GEMMs: dense ones, and those over row tiles of groups."""
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.operands import Rows, Weights
 from fp8moe_plugin.launches.sm90.tensor_maps import gate_up_map, matrix_map, rows_map, weights_map, whole_rows_l2_fetch

@@ -3,7 +3,8 @@
 import itertools
 from typing import NamedTuple
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Address, Launch, PerGroup
 from fp8moe_plugin.launches.sm90.tensor_maps import matrix_map, octets_map
 from fp8moe_plugin.plan.parameters import K_GROUPS

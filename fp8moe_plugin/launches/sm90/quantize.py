@@ -1,6 +1,7 @@
 """The launches of quantization: of tokens, and of the result of GEMM 1 with its activation."""
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.operands import Rows
 from fp8moe_plugin.plan.keys import KernelKey

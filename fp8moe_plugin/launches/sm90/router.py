@@ -1,6 +1,6 @@
 """The launches of a router: its gate's logits, and softmax top-k."""
 
-from fp8moe_plugin.checkpoint.shapes import ceil_div
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.plan.sm90.catalog import choose_experts_key, router_gemm_key
 

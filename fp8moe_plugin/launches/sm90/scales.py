@@ -1,6 +1,6 @@
 """The launch that brings scales into the order in which the GEMMs read them."""
 
-from fp8moe_plugin.checkpoint.shapes import ceil_div
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.plan.sm90.catalog import transpose_scales_key
 from fp8moe_plugin.plan.sm90.constants import SCALE_TILE_K, SCALE_TILE_ROWS

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.launches.operands import LayerAddresses, placed
 from fp8moe_plugin.launches.sm90.tensor_maps import interleaved_map, matrix_map

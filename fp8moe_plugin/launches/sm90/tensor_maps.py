@@ -1,6 +1,6 @@
 """The TMA descriptors of the kernels' operands."""
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.jit.launch import Address, TensorMap
 from fp8moe_plugin.launches.operands import Rows, Weights
 from fp8moe_plugin.plan.tuning import L2_FETCH, LONG_K, STREAMED_L2_FETCH

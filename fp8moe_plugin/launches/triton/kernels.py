@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Address, Argument, Launch
 from fp8moe_plugin.launches.operands import Ids, LayerAddresses, Rows, Weights
 from fp8moe_plugin.plan.scratch import scale_pitch

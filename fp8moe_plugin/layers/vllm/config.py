@@ -11,8 +11,8 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import current_platform
 
 from fp8moe_plugin.checkpoint.config_json import language_model
+from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.refusals import check_experts
-from fp8moe_plugin.checkpoint.shapes import Parallel
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers import metrics

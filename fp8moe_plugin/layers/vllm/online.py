@@ -44,7 +44,7 @@ class OnlineMoeMethod(Online, Fp8MoeMethod):
 # Loaders must be methods bound to their layer: vLLM keeps loaders for reloading, and unbinds them to free the layer.
 
 
-def _linear_loader(prefix: str, load: Callable) -> Callable:
+def _linear_loader(prefix: str, load: Callable[..., None]) -> Callable[..., None]:
     """A loader for the unquantized `[N, K]` of a dense layer; calls `load` for the e4m3 weight, then for its scales.
 
     It raises `CheckpointError` for tensors that `quantize_weight` rejects.
@@ -62,7 +62,7 @@ def _linear_loader(prefix: str, load: Callable) -> Callable:
     return quantize_and_load
 
 
-def _experts_loader(prefix: str, load: Callable) -> Callable:
+def _experts_loader(prefix: str, load: Callable[..., bool | None]) -> Callable[..., bool | None]:
     """The same for w1, w2 and w3 of an expert; tensors of experts on other ranks are skipped."""
 
     @functools.wraps(load)

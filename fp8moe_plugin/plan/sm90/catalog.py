@@ -5,7 +5,8 @@ No shape of a model and no number of tokens is in a key: a few dozen kernels ser
 
 import functools
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, MAX_LOCAL_EXPERTS
+from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.plan.keys import KIB, KernelKey
 from fp8moe_plugin.plan.parameters import K_GROUPS
 from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout

@@ -1,6 +1,6 @@
 """How the logits of a sparse-attention indexer are laid out and dealt out: as by DeepGEMM, on which callers rely."""
 
-from fp8moe_plugin.checkpoint.shapes import ceil_div
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.sm90.catalog import MQA_HEADS
 from fp8moe_plugin.plan.sm90.constants import MQA_SPLIT_ROWS
 

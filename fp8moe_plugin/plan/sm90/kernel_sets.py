@@ -1,6 +1,6 @@
 """Which kernels a layer may launch at any number of tokens, each with the reason that `warmup list` prints."""
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER_TILE_N,

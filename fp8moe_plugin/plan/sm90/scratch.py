@@ -5,7 +5,8 @@ Kernels of a layer run concurrently, so pieces never share memory. A piece that 
 
 from typing import NamedTuple
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.scratch import offsets, scale_pitch, tile_capacity
 from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, NUM_TILES_LENGTH
 from fp8moe_plugin.plan.sm90.tiles import route_chunks

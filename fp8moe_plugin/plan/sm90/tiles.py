@@ -1,6 +1,6 @@
 """How rows are cut into tiles, and (token, expert) pairs into chunks."""
 
-from fp8moe_plugin.checkpoint.shapes import ceil_div
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, PAIRS_PER_CHUNK, TAIL_ROWS
 
 # Rows that the kernels can multiply at once: a tile is padded to one of these.

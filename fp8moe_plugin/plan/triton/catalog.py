@@ -3,7 +3,8 @@
 import functools
 from dataclasses import dataclass
 
-from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS, ceil_div
+from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.keys import HOPPER, KIB, KernelKey
 
 # The GPUs that Triton kernels are compiled for: compute capability, and shared memory of a block.

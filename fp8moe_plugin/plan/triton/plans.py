@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fp8moe_plugin.checkpoint.shapes import GROUP, ceil_div
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.scratch import offsets, scale_pitch, tile_capacity
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec
 from fp8moe_plugin.plan.triton.catalog import (

@@ -22,7 +22,7 @@ from sglang.srt.model_executor import model_runner
 from sglang.srt.server_args import QUANTIZATION_CHOICES
 
 import fp8moe_plugin
-from fp8moe_plugin.checkpoint.shapes import Parallel
+from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang import config as seam

@@ -13,8 +13,8 @@ pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 from sglang.srt.distributed import utils
 from sglang.srt.layers import linear
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.formats.fp8_block import GROUP
 from tests.checkpoint.test_shapes import SHARES
 from tests.layers.experts import HIDDEN, Checkpoint, make_checkpoint
 from tests.layers.sglang.layers import KINDS, Quantized, assert_assembled

@@ -11,8 +11,8 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 from vllm.model_executor.model_loader.reload import layerwise
 
-from fp8moe_plugin.checkpoint.shapes import GROUP
 from fp8moe_plugin.errors import CheckpointError, InvalidInputError
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.layers import blocks
 from fp8moe_plugin.layers.loading import check_loaded
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod

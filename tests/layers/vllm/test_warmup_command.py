@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from fp8moe_plugin.checkpoint.shapes import Parallel
+from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.layers import kernels
 from fp8moe_plugin.layers.vllm import config as seam

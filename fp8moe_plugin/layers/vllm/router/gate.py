@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
+from fp8moe_plugin.launches.sm90.router import STEP
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import is_aligned_contiguous
-from fp8moe_plugin.ops.router_gemm import STEP, fastest_up_to
+from fp8moe_plugin.ops.router_gemm import fastest_up_to
 
 
 class GateMethod(UnquantizedLinearMethod):
