@@ -28,7 +28,7 @@ from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape, Output
 from fp8moe_plugin.plan.tuning import MULTIPROCESSORS
 from fp8moe_plugin.settings import batch_invariant, settings
 from tests import faults
-from tests.steps import Routing, Tiles
+from tests.steps import RoutingTensors, TileTensors
 
 GROUP = 128
 FP8 = torch.float8_e4m3fn
@@ -280,9 +280,9 @@ def force_dense(patch: pytest.MonkeyPatch, plan: Callable[[int, int, int], Dense
     patch.setattr(Sm90, "plan_dense", planned)
 
 
-def force_dense_tile(patch: pytest.MonkeyPatch, tile_m: int, tile_n: int) -> None:
+def force_dense_tile(patch: pytest.MonkeyPatch, tile_rows: int, tile_n: int) -> None:
     """Dense GEMMs are those of dense_gemm in such tiles."""
-    force_dense(patch, lambda m, n, multiprocessors: tiled(m, n, tile_m, tile_n, multiprocessors))
+    force_dense(patch, lambda m, n, multiprocessors: tiled(m, n, tile_rows, tile_n, multiprocessors))
 
 
 def force_dense_clusters(patch: pytest.MonkeyPatch, tile_n: int) -> None:
@@ -357,7 +357,7 @@ def assert_quantized(pair: Quantized, expected: torch.Tensor, ue8m0: bool = Fals
     assert ((dequantize_tokens(q, scales) - expected).abs() <= allowed).all()
 
 
-def assert_same_tiles(actual: Tiles, expected: Tiles) -> None:
+def assert_same_tiles(actual: TileTensors, expected: TileTensors) -> None:
     """`actual` is from a kernel, on poisoned scratch."""
     count = int(expected.num_tiles[0])
     assert int(actual.num_tiles[0]) == count <= actual.table.shape[0]
@@ -369,7 +369,7 @@ def assert_same_tiles(actual: Tiles, expected: Tiles) -> None:
         assert untouched(actual.done_counters[count + 1 :])
 
 
-def assert_same_routing(actual: Routing, expected: Routing) -> None:
+def assert_same_routing(actual: RoutingTensors, expected: RoutingTensors) -> None:
     assert torch.equal(actual.slots, expected.slots)
     assert torch.equal(actual.num_rows, expected.num_rows)
     rows = int(expected.num_rows)

@@ -67,7 +67,7 @@ def weights_of(weight: Quantized) -> Weights:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TileTensors:
     """Row tiles of `tile_rows` rows; see fp8moe_plugin/launches/sm90/tiles.py."""
 
     tile_rows: int
@@ -76,7 +76,7 @@ class Tiles:
     done_counters: torch.Tensor | None = None
     keep_b: bool = False
 
-    def for_experts(self, rows_per_expert: float, intermediate: int) -> "Tiles":
+    def for_experts(self, rows_per_expert: float, intermediate: int) -> "TileTensors":
         """Those of both GEMMs of experts for many rows; without `done_counters` where GEMM 2 does not start early."""
         pdl = down_uses_pdl(rows_per_expert, intermediate)
         return replace(
@@ -90,23 +90,25 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Routing:
+class RoutingTensors:
     """Where each (token, expert) pair goes."""
 
     slots: torch.Tensor  # int32 [T, topk]: its row, -1 for none
     tokens: torch.Tensor  # int32 [T * topk]: the token of each of the first num_rows rows
     num_rows: torch.Tensor  # int32 [1]
-    tiles: Tiles
+    tiles: TileTensors
 
 
-def empty_tiles(rows: int, groups: int, tile_rows: int, device: torch.device, counted: bool = True) -> Tiles:
+def empty_tiles(rows: int, groups: int, tile_rows: int, device: torch.device, counted: bool = True) -> TileTensors:
     capacity = tile_capacity(rows, groups, tile_rows)
     table = workspace.empty((capacity, 4), torch.int32, device)
     counters = workspace.empty((1 + capacity,), torch.int32, device) if counted else None
-    return Tiles(tile_rows, table, workspace.empty((5,), torch.int32, device), counters)
+    return TileTensors(tile_rows, table, workspace.empty((5,), torch.int32, device), counters)
 
 
-def route(topk_ids: torch.Tensor, num_experts: int, tile_rows: int, expert_map: torch.Tensor | None = None) -> Routing:
+def route(
+    topk_ids: torch.Tensor, num_experts: int, tile_rows: int, expert_map: torch.Tensor | None = None
+) -> RoutingTensors:
     """Rows for the pairs of int32 or int64 `[T, topk]` ids, and tiles of the rows."""
     device = devices.device_of(topk_ids)
     if device is None:
@@ -122,12 +124,12 @@ def route(topk_ids: torch.Tensor, num_experts: int, tile_rows: int, expert_map: 
     ids = Ids(topk_ids.data_ptr(), topk_ids.dtype == torch.int64, mapped[0], tokens, spec)
     out = RoutingAddresses(slots.data_ptr(), tokens_of_rows.data_ptr(), num_rows.data_ptr())
     launch(device, route_launches(ids, counts.data_ptr(), out, tiles.addresses, tile_rows, 1))
-    return Routing(slots, tokens_of_rows, num_rows, tiles)
+    return RoutingTensors(slots, tokens_of_rows, num_rows, tiles)
 
 
 def route_reference(
     topk_ids: torch.Tensor, num_experts: int, tile_rows: int, expert_map: torch.Tensor | None = None
-) -> Routing:
+) -> RoutingTensors:
     ids = reference.local_experts(topk_ids, num_experts, expert_map).flatten()
     counts = torch.bincount(ids[ids >= 0], minlength=num_experts)
     order = torch.sort(torch.where(ids < 0, num_experts, ids), stable=True).indices[: int(counts.sum())]
@@ -138,10 +140,10 @@ def route_reference(
     ends = counts.cumsum(0).tolist()
     groups = [(e, end - count, end) for e, (end, count) in enumerate(zip(ends, counts.tolist(), strict=True))]
     num_rows = torch.tensor([order.numel()], dtype=torch.int32, device=ids.device)
-    return Routing(slots.view(topk_ids.shape), tokens, num_rows, tiles_of_groups(groups, tile_rows, ids.device))
+    return RoutingTensors(slots.view(topk_ids.shape), tokens, num_rows, tiles_of_groups(groups, tile_rows, ids.device))
 
 
-def tiles_of_counts(counts: torch.Tensor, max_m: int, tile_rows: int) -> Tiles:
+def tiles_of_counts(counts: torch.Tensor, max_m: int, tile_rows: int) -> TileTensors:
     """Tiles of `[G, max_m]` rows, the first `counts[g]` of each group; counts are clamped to `[0, max_m]`."""
     device = devices.device_of(counts)
     if device is None:
@@ -153,7 +155,7 @@ def tiles_of_counts(counts: torch.Tensor, max_m: int, tile_rows: int) -> Tiles:
     return tiles
 
 
-def tiles_of_ends(ends: torch.Tensor, rows: int, alignment: int, tile_rows: int) -> Tiles:
+def tiles_of_ends(ends: torch.Tensor, rows: int, alignment: int, tile_rows: int) -> TileTensors:
     """Tiles of `rows` rows; those of group g begin at a multiple of `alignment` and end at `ends[g]`."""
     device = devices.device_of(ends)
     if device is None:
@@ -166,7 +168,7 @@ def tiles_of_ends(ends: torch.Tensor, rows: int, alignment: int, tile_rows: int)
     return tiles
 
 
-def tiles_of_indices(indices: torch.Tensor, num_groups: int, tile_rows: int, out: torch.Tensor) -> Tiles:
+def tiles_of_indices(indices: torch.Tensor, num_groups: int, tile_rows: int, out: torch.Tensor) -> TileTensors:
     """Tiles of the runs of equal ids in int32 `[rows]`; ids outside `[0, num_groups)` make no tile.
 
     Their rows in `out`, bfloat16 `[rows, n]`, become zeros.
@@ -182,7 +184,7 @@ def tiles_of_indices(indices: torch.Tensor, num_groups: int, tile_rows: int, out
     return tiles
 
 
-def tiles_of_runs(indices: torch.Tensor, num_groups: int, tile_rows: int) -> Tiles:
+def tiles_of_runs(indices: torch.Tensor, num_groups: int, tile_rows: int) -> TileTensors:
     ids, begin = indices.tolist(), 0
     runs = []
     for row in range(1, len(ids) + 1):
@@ -193,18 +195,18 @@ def tiles_of_runs(indices: torch.Tensor, num_groups: int, tile_rows: int) -> Til
     return _table(runs, tile_rows, indices.device)
 
 
-def tiles_of_groups(groups: list[tuple[int, int, int]], tile_rows: int, device: torch.device) -> Tiles:
+def tiles_of_groups(groups: list[tuple[int, int, int]], tile_rows: int, device: torch.device) -> TileTensors:
     """Tiles of `(expert, row_begin, row_end)` groups, those with tails first: the longest tiles are not the last."""
     in_order = sorted(groups, key=lambda group: max(row_tiles(group[2] - group[1], tile_rows), default=0) <= tile_rows)
     return _table(in_order, tile_rows, device)
 
 
-def _table(groups: list[tuple[int, int, int]], tile_rows: int, device: torch.device) -> Tiles:
+def _table(groups: list[tuple[int, int, int]], tile_rows: int, device: torch.device) -> TileTensors:
     entries: list[tuple[int, int, int, int]] = []
     for expert, begin, end in groups:
         entries += [(expert, begin, end, len(entries))] * len(row_tiles(end - begin, tile_rows))
     table = torch.tensor(entries or [(0, 0, 0, 0)], dtype=torch.int32, device=device)
-    return Tiles(tile_rows, table, torch.tensor([len(entries), 0, 0, 0, 0], dtype=torch.int32, device=device))
+    return TileTensors(tile_rows, table, torch.tensor([len(entries), 0, 0, 0, 0], dtype=torch.int32, device=device))
 
 
 # ---- quantization and combination ----------------------------------------------------------------------------------
@@ -272,7 +274,7 @@ class SplitK:
     counters: int  # of each row tile, in `done_counters` of its tiles
 
 
-def split_k(splits: int, tiles: Tiles, rows: int, intermediate: int) -> tuple[SplitK, Tiles]:
+def split_k(splits: int, tiles: TileTensors, rows: int, intermediate: int) -> tuple[SplitK, TileTensors]:
     """Memory for splits of K, and the tiles with counters for them."""
     counters, device = row_counters(intermediate, splits, tiles.tile_rows), tiles.table.device
     partial = workspace.empty((splits, rows, 2 * intermediate), torch.float32, device)
@@ -283,7 +285,7 @@ def split_k(splits: int, tiles: Tiles, rows: int, intermediate: int) -> tuple[Sp
 def gate_up(
     a: Quantized,
     w13: Quantized,
-    tiles: Tiles,
+    tiles: TileTensors,
     *,
     ue8m0: bool = False,
     tokens: torch.Tensor | None = None,
@@ -324,7 +326,7 @@ def grouped_gemm(
     a: Quantized,
     b: Quantized,
     out: torch.Tensor,
-    tiles: Tiles,
+    tiles: TileTensors,
     *,
     after_gate_up: bool = False,
     row_counters: int = 0,

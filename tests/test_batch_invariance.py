@@ -11,7 +11,7 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.launches.operands import LayerAddresses
 from fp8moe_plugin.launches.sm90.layer import layer_launches
 from fp8moe_plugin.ops import fp8_linear
-from fp8moe_plugin.plan.sm90.catalog import DENSE_TILE_M, dense_gemm_few_rows_key, dense_gemm_key
+from fp8moe_plugin.plan.sm90.catalog import DENSE_TILE_ROWS, dense_gemm_few_rows_key, dense_gemm_key
 from fp8moe_plugin.plan.sm90.dense import plan_dense
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep
 from fp8moe_plugin.plan.spec import MoeShape, Output
@@ -45,7 +45,7 @@ def test_a_layer_makes_whole_sums_at_any_number_of_tokens(shape, tokens):
 @given(n=st.sampled_from((8, 576, 2112, 24576)), k=st.sampled_from((128, 1536, 7168, 18432)))
 def test_blocks_of_a_dense_layer_make_whole_sums(n, k):
     plan = plan_dense(1, n, k, Output.BF16, batch_invariant=True)
-    assert plan.kernel in map(dense_gemm_key, DENSE_TILE_M)
+    assert plan.kernel in map(dense_gemm_key, DENSE_TILE_ROWS)
     assert plan.cluster == 1
 
 

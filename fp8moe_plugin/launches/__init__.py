@@ -1,4 +1,4 @@
-"""The kernel launches of a call, as data: `backends` has the backend of each target, which plans and launches a call.
+"""The kernel launches of a call, as data. `backends` maps each target to the backend that plans and launches a call.
 
-Pure Python: addresses take the place of tensors, and nothing here asks a device.
+Pure Python: launches hold addresses, not tensors, and nothing here queries a device.
 """

@@ -1,4 +1,4 @@
-"""What a backend answers: which layers it computes, with which kernels, and the plan and the launches of a call."""
+"""The interface of a backend: the layers that it supports, its kernels, and the plan and launches of a call."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output
 # Compared by identity, which is fast: backends cache their plans.
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a call launches."""
+    """The kernels of a call, and the scratch memory that they need."""
 
-    choices: object  # what was chosen, a dataclass of plan/sm90 or plan/triton
+    choices: object  # the backend's own plan, a dataclass of plan/sm90 or plan/triton
     scratch: int  # bytes of scratch memory
-    launches: Callable[..., Sequence[Launch]]  # given addresses; `Backend` says which
+    launches: Callable[..., Sequence[Launch]]  # takes addresses; each `plan_` method of `Backend` lists them
 
 
 class Backend(Protocol):
     """The kernels of one target.
 
     Attributes:
-        name: as logs and metrics name it.
-        target: what its kernels are compiled for.
-        has_all_ops: whether it has kernels for what no layer needs everywhere: routers, indexers, gradients, `ENDS`
-            groups, and copies of scales.
-        limits_multiprocessors: whether its GEMMs take no more multiprocessors than they are given.
-        reads_partial_k_blocks: whether operands of GEMMs may end within a K block.
-        zeroes_ungrouped_rows: whether a grouped GEMM writes zeros to rows of no group.
+        name: the name in logs and metrics.
+        target: the target that its kernels are compiled for.
+        has_all_ops: it also has the kernels that layers can do without: routers, indexers, gradients, `ENDS` groups,
+            and copies of scales.
+        limits_multiprocessors: its GEMMs use at most the given number of multiprocessors.
+        reads_partial_k_blocks: operands of GEMMs may end within a K block.
+        zeroes_ungrouped_rows: a grouped GEMM writes zeros to rows of no group.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Backend(Protocol):
     zeroes_ungrouped_rows: bool
 
     def refusal(self, spec: LayerSpec) -> str | None:
-        """Returns why no kernel computes such a layer, or None if they do."""
+        """Returns why the kernels cannot compute this layer, or None if they can."""
         ...
 
     def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:
@@ -53,7 +53,7 @@ class Backend(Protocol):
         ...
 
     def indexer_kernels(self, heads: int, dim: int) -> KernelSet:
-        """Returns the kernels of an indexer; none if it is left to others."""
+        """Returns the kernels of an indexer; an empty set if this backend does not support it."""
         ...
 
     def op_kernels(self) -> list[KernelKey]:
@@ -81,16 +81,19 @@ class Backend(Protocol):
     def plan_dense(self, m: int, n: int, k: int, output: Output, multiprocessors: int, batch_invariant: bool) -> Plan:
         """Returns the plan of a dense GEMM; launches take a, b, and addresses of out and of an addend (0 for none).
 
-        With `after_quantize` the kernel before the GEMM quantizes a, and the GEMM may start before that ends.
+        Launches also take `after_quantize`: the preceding kernel quantizes a, and the GEMM may start before it ends.
         """
         ...
 
     def quantize_launch(self, ue8m0: bool, x: Address, out: Rows) -> Launch:
-        """Quantize bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
+        """Returns the launch that quantizes bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
         ...
 
     def silu_mul_quant_launch(
         self, ue8m0: bool, gate_up: Address, counts: Address, groups: int, max_m: int, out: Rows, multiprocessors: int
     ) -> Launch:
-        """SwiGLU of bfloat16 `[groups, max_m, 2I]`, the first `counts[g]` rows of each group, to quantized rows."""
+        """Returns the launch that applies SwiGLU to bfloat16 `[groups, max_m, 2I]` and quantizes the result.
+
+        It processes the first `counts[g]` rows of each group.
+        """
         ...

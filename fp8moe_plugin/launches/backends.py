@@ -1,4 +1,4 @@
-"""The backends by target, and which of them serves a device."""
+"""The backend of each target, and the choice of a backend for a device."""
 
 from fp8moe_plugin.launches.backend import Backend
 from fp8moe_plugin.launches.sm90 import Sm90
@@ -10,7 +10,7 @@ BACKENDS: dict[str, Backend] = {SM90: Sm90(), **{target: Triton(target) for targ
 
 
 def choose_backend(wanted: str, capability: tuple[int, int] | None) -> tuple[Backend | None, str | None]:
-    """Returns the backend that FP8MOE_BACKEND names, None for the reference; and what it needs if it cannot serve.
+    """Returns the backend that FP8MOE_BACKEND names (None: the reference), and what it lacks if it cannot run.
 
     Args:
         wanted: the value of FP8MOE_BACKEND.

@@ -1,4 +1,4 @@
-"""The kernels of a model, and all kernels: these are what the warm-up compiles."""
+"""The kernels that the warm-up compiles: those of a model, or all of a target."""
 
 import itertools
 

@@ -1,6 +1,6 @@
-"""What kernels read and write, as addresses: creating a tensor costs the host as much as a launch.
+"""Operands of kernels, as addresses: creating a tensor costs the host as much as a launch.
 
-An op that makes its launches once and calls them often gives slots in place of addresses (`jit.launch.Slot`).
+An op that prepares launches once and runs them often passes slots (`jit.launch.Slot`) instead of addresses.
 """
 
 from typing import Any, NamedTuple, TypeVar
@@ -13,31 +13,34 @@ Scratch = TypeVar("Scratch", bound=tuple[Any, ...])  # the offsets of an op's pi
 
 
 class Extent(NamedTuple):
-    """What a matrix takes in memory, in elements; TMA reads zeros from `columns` to the end of the last K block."""
+    """The columns and the pitch of a matrix in memory, in elements.
+
+    TMA reads zeros from `columns` to the end of the last K block.
+    """
 
     columns: int
     pitch: int  # from row to row, a multiple of 16
 
 
 class Rows(NamedTuple):
-    """e4m3 `[rows, k]` and its scales, with the strides of these by group and by k block, in elements."""
+    """e4m3 `[rows, k]` and its scales."""
 
     values: Address
     rows: int
     k: int  # a multiple of 128
     scales: Address
-    scale_group: int
-    scale_k_block: int
+    scale_group: int  # stride of the scales from group to group, in elements
+    scale_k_block: int  # stride of the scales from K block to K block, in elements
     extent: Extent | None = None  # None: the rows are contiguous
 
     @classmethod
     def k_major(cls, values: Address, scales: Address, rows: int, k: int) -> "Rows":
-        """Rows with scales as `empty_scales` lays them out."""
+        """Returns rows with K-major scales, in the layout of `empty_scales`."""
         return cls(values, rows, k, scales, 0, scale_pitch(rows))
 
     @classmethod
     def row_major(cls, values: Address, scales: Address, rows: int, k: int) -> "Rows":
-        """Rows that a GEMM gathers: their scales are contiguous `[rows, k / 128]`."""
+        """Returns rows with row-major scales, contiguous `[rows, k / 128]`, for a GEMM that gathers its rows."""
         return cls(values, rows, k, scales, 0, 0)
 
 
@@ -53,7 +56,7 @@ class Weights(NamedTuple):
 
 
 class Ids(NamedTuple):
-    """The experts that a router chose for each token of a step, and what they mean on this rank."""
+    """The experts that a router chose for each token of a step, and their mapping to the experts of this rank."""
 
     ids: Address  # int32 or int64 [tokens, topk], without a column for a shared expert
     ids_64: bool
@@ -63,12 +66,12 @@ class Ids(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """The number of (token, expert) pairs, those of a shared expert included."""
+        """The number of (token, expert) pairs, including the pairs of a shared expert."""
         return self.tokens * self.spec.shape.topk
 
     @property
     def routed_experts(self) -> int:
-        """The number of experts that ids may name."""
+        """The number of valid ids."""
         return self.spec.shape.global_experts - self.spec.shared_expert
 
 
@@ -91,5 +94,5 @@ LAYER_SLOTS = LayerAddresses(*map(Slot, range(len(LayerAddresses._fields))))
 
 
 def placed(layout: Scratch, scratch: Address) -> Scratch:
-    """Returns the pieces of scratch memory as addresses, in memory that begins at `scratch`."""
+    """Returns the addresses of the pieces of a scratch layout that begins at `scratch`."""
     return type(layout)(*(scratch + offset for offset in layout))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tests import helpers as h
-from tests.steps import Tiles
+from tests.steps import TileTensors
 
 
 @dataclass(frozen=True)
@@ -64,5 +64,5 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         raise AssertionError(f"{what}: {wrong}, the first at {at}: {out[at]:.5g}, not {expected[at]:.5g}")
 
 
-def assert_counters_at_zero(tiles: Tiles) -> None:
+def assert_counters_at_zero(tiles: TileTensors) -> None:
     assert tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]

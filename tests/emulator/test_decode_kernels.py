@@ -17,7 +17,7 @@ from tests.emulator.inputs import (
     exact,
     slabs,
 )
-from tests.steps import SplitK, Tiles, gate_up, grouped_gemm, split_k, tiles_of_counts
+from tests.steps import SplitK, TileTensors, gate_up, grouped_gemm, split_k, tiles_of_counts
 
 CPU = torch.device("cpu")
 TOKENS = 40
@@ -35,8 +35,8 @@ def some_tokens(gen: torch.Generator, rows: Slabs) -> torch.Tensor:
 
 
 def split_gate_up(
-    x: Quantized, w13: Quantized, tiles: Tiles, tokens: torch.Tensor, splits: int
-) -> tuple[Quantized, Tiles, SplitK]:
+    x: Quantized, w13: Quantized, tiles: TileTensors, tokens: torch.Tensor, splits: int
+) -> tuple[Quantized, TileTensors, SplitK]:
     """`gate_up` of these tokens by `splits` blocks a tile; and the tiles with its counters."""
     split, counted = split_k(splits, tiles, tokens.numel(), w13[0].shape[1] // 2)
     return gate_up(x, w13, counted, tokens=tokens, split=split), counted, split
@@ -58,7 +58,7 @@ def test_gathered_rows_and_splits_of_k_give_the_bits_of_copies(
     copies = x[0][tokens.long() % TOKENS], x[1][tokens.long() % TOKENS]
     products = empty_rows(rows, 2 * intermediate)
 
-    def ops() -> tuple[Quantized, Quantized, Tiles, SplitK]:
+    def ops() -> tuple[Quantized, Quantized, TileTensors, SplitK]:
         tiles = tiles_of_counts(rows.masked_m, rows.max_m, FEW_ROWS_TILE)
         grouped_gemm(copies, w13, products, tiles)
         expected = silu_mul_quant_fp8(products, rows.masked_m)
@@ -87,7 +87,7 @@ def test_the_second_gemm_may_load_weights_while_the_first_one_runs(
     w13 = exact(gen, len(RAGGED), 2 * intermediate, 256, rows_of_scale=GROUP)
     w2, out, tokens = h.random_weights(gen, len(RAGGED), n, intermediate), empty_rows(rows, n), some_tokens(gen, rows)
 
-    def ops() -> tuple[Tiles, Quantized]:
+    def ops() -> tuple[TileTensors, Quantized]:
         tiles = tiles_of_counts(rows.masked_m, rows.max_m, FEW_ROWS_TILE)
         inner, tiles, split = split_gate_up(x, w13, tiles, tokens, splits)
         grouped_gemm(inner, w2, out, tiles, after_gate_up=True, row_counters=split.counters)

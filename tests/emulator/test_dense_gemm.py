@@ -7,7 +7,7 @@ import torch
 
 from fp8moe_plugin.ops import fp8_gemm_nt, fp8_linear, per_token_group_quant_fp8
 from fp8moe_plugin.plan.sm90 import dense
-from fp8moe_plugin.plan.sm90.catalog import DENSE_FEW_ROWS_TILE_M
+from fp8moe_plugin.plan.sm90.catalog import DENSE_FEW_TILE_ROWS
 from fp8moe_plugin.plan.spec import Output
 from tests import helpers as h
 from tests.emulator.build import Kernels
@@ -56,7 +56,7 @@ def test_rows_that_are_quantized_already(emulator: Device, shape: tuple[int, int
 
 def test_a_row_has_the_same_bits_among_any_others(emulator: Device, shape: tuple[int, int]) -> None:
     (n, k), gen = shape, h.seeded(0, CPU)
-    x, weight = h.random_tokens(gen, DENSE_FEW_ROWS_TILE_M[-1], k), h.random_weights(gen, n, k)
+    x, weight = h.random_tokens(gen, DENSE_FEW_TILE_ROWS[-1], k), h.random_weights(gen, n, k)
     all_rows = emulator.execute(0, lambda: fp8_linear(x, *weight))
     for seed, rows in enumerate((slice(0, 1), slice(9, 26), slice(24, 32))):
         some = emulator.execute(seed, lambda rows=rows: fp8_linear(x[rows].contiguous(), *weight))

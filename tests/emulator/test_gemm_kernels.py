@@ -14,7 +14,7 @@ from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import Device
 from tests.emulator.inputs import Slabs, assert_counters_at_zero, assert_product, empty_rows, slabs
 from tests.steps import (
-    Tiles,
+    TileTensors,
     empty_tokens,
     gate_up,
     grouped_gemm,
@@ -31,11 +31,13 @@ MANY = [520, 130, 0, 64, 721, 1]  # 4, 1, 0, 1, 6 and 1 row tiles
 seeds = pytest.mark.parametrize("seed", [1, 2])
 
 
-def multiply(emulator: Device, rows: Slabs, b: Quantized, block_m: int, seed: int) -> tuple[torch.Tensor, Tiles]:
+def multiply(
+    emulator: Device, rows: Slabs, b: Quantized, tile_rows: int, seed: int
+) -> tuple[torch.Tensor, TileTensors]:
     out = empty_rows(rows, b[0].shape[1])
 
-    def ops() -> Tiles:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, block_m)
+    def ops() -> TileTensors:
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, tile_rows)
         grouped_gemm(rows.a, b, out, tiles)
         return tiles
 
@@ -44,7 +46,7 @@ def multiply(emulator: Device, rows: Slabs, b: Quantized, block_m: int, seed: in
 
 @seeds
 @pytest.mark.parametrize(
-    ("counts", "block_m", "n", "k"),
+    ("counts", "tile_rows", "n", "k"),
     [
         (SHORT, FEW_ROWS_TILE, 200, 128),
         (SHORT, FEW_ROWS_TILE, 256, 256),
@@ -61,11 +63,11 @@ def multiply(emulator: Device, rows: Slabs, b: Quantized, block_m: int, seed: in
     ],
 )
 def test_the_product_is_that_of_the_operands(
-    emulator: Device, counts: list[int], block_m: int, n: int, k: int, seed: int
+    emulator: Device, counts: list[int], tile_rows: int, n: int, k: int, seed: int
 ) -> None:
     gen = h.seeded(seed, CPU)
     rows, b = slabs(gen, counts, k), h.random_weights(gen, len(counts), n, k)
-    out, tiles = multiply(emulator, rows, b, block_m, seed)
+    out, tiles = multiply(emulator, rows, b, tile_rows, seed)
     assert_product(out, rows, rows.a, b)
     assert_counters_at_zero(tiles)
 
@@ -90,10 +92,10 @@ def test_one_kernel_gives_the_bits_of_three(emulator: Device, hidden: int, inter
 
 
 @seeds
-@pytest.mark.parametrize("block_m", [FEW_ROWS_TILE, MANY_ROWS_TILE])
+@pytest.mark.parametrize("tile_rows", [FEW_ROWS_TILE, MANY_ROWS_TILE])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(128, 256), (640, 128)])
 def test_rows_found_among_the_tokens_give_the_bits_of_copies(
-    emulator: Device, hidden: int, intermediate: int, block_m: int, seed: int
+    emulator: Device, hidden: int, intermediate: int, tile_rows: int, seed: int
 ) -> None:
     gen, experts = h.seeded(seed, CPU), 3
     x, w13 = h.random_tokens(gen, 150, hidden), h.random_weights(gen, experts, 2 * intermediate, hidden)
@@ -102,7 +104,7 @@ def test_rows_found_among_the_tokens_give_the_bits_of_copies(
     products = h.poisoned(1, ids.numel(), 2 * intermediate, dtype=torch.bfloat16, device=CPU)
 
     def ops() -> tuple[torch.Tensor, Quantized, Quantized]:
-        routing = route(ids, experts, block_m)
+        routing = route(ids, experts, tile_rows)
         quantize_tokens(x, quantized)
         q, scales = quantize_rows(x, routing.slots)
         grouped_gemm((q[None], scales[None]), w13, products, routing.tiles)
@@ -131,7 +133,7 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
         tokens = torch.arange(len(LONG) * rows.max_m, dtype=torch.int32)
         a = a[0].flatten(0, 1), a[1].flatten(0, 1).contiguous()
 
-    def ops() -> tuple[Tiles, Quantized]:
+    def ops() -> tuple[TileTensors, Quantized]:
         tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE)
         inner = gate_up(a, w13, tiles, tokens=tokens)
         q, scales = (part.flatten(0, 1).unflatten(0, out.shape[:2]) for part in inner)
@@ -159,7 +161,7 @@ def test_the_second_gemm_of_narrow_experts_keeps_weights(
     w13, w2 = (h.random_weights(gen, len(MANY), *shape) for shape in ((2 * intermediate, 128), (n, intermediate)))
     out = empty_rows(rows, n)
 
-    def ops() -> tuple[Tiles, Quantized]:
+    def ops() -> tuple[TileTensors, Quantized]:
         tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE).for_experts(EARLY_BELOW, intermediate)
         assert tiles.keep_b
         if not pdl:  # then in fixed order

@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fp8moe_plugin import ops
-from fp8moe_plugin.plan.sm90.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_M, DENSE_TILE_N
+from fp8moe_plugin.plan.sm90.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_N, DENSE_TILE_ROWS
 from fp8moe_plugin.plan.tuning import GATHER_UP_TO, LONG_K, QUANTIZE_FEW_TOKENS
 from tests import helpers as h
 from tests import indexer
@@ -67,7 +67,7 @@ def check_linear(gen: torch.Generator, rows: int) -> None:
 def check_dense_tiles(gen: torch.Generator, rows: int) -> None:
     x, weight = h.random_tokens(gen, rows, 384), h.random_weights(gen, 392, 384)
     expected = h.product(ops.per_token_group_quant_fp8(x), weight)
-    for tile in itertools.product(DENSE_TILE_M, DENSE_TILE_N):
+    for tile in itertools.product(DENSE_TILE_ROWS, DENSE_TILE_N):
         with pytest.MonkeyPatch.context() as patch:
             h.force_dense_tile(patch, *tile)
             h.assert_rounded(ops.fp8_linear(x, *weight), expected)

@@ -9,7 +9,7 @@ import torch
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.plan.sm90 import dense
-from fp8moe_plugin.plan.sm90.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_M, DENSE_TILE_N
+from fp8moe_plugin.plan.sm90.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_N, DENSE_TILE_ROWS
 from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from fp8moe_plugin.plan.spec import Output
 from fp8moe_plugin.testing import invariance
@@ -159,7 +159,7 @@ def test_layers_of_both_kinds_of_tiles_give_the_same_bits(gen, name, tokens):
 @pytest.mark.parametrize(("n", "k"), DENSE)
 def test_dense_kernels_give_the_same_bits(gen, monkeypatch, n, k):
     weight = h.random_weights(gen, n, k)
-    tiles = list(itertools.product(DENSE_TILE_M, DENSE_TILE_N))
+    tiles = list(itertools.product(DENSE_TILE_ROWS, DENSE_TILE_N))
     with invariance(True):
         for m in (1, 8, 17, 64, 65, 128, 140, 145, 300, 1000):
             x = uneven_tokens(gen, m, k)

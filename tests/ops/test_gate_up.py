@@ -9,7 +9,7 @@ from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from tests import helpers as h
 from tests.steps import (
-    Routing,
+    RoutingTensors,
     empty_tokens,
     gate_up,
     grouped_gemm,
@@ -97,7 +97,9 @@ def test_splits_of_k_change_the_roundings_of_sums_and_nothing_else(counts: list[
     assert routing.tiles.num_tiles[1:].tolist() == [0, 0, 0, 0]
 
 
-def tokens_of(counts: list[int], hidden: int, tile_rows: int, gen: torch.Generator) -> tuple[torch.Tensor, Routing]:
+def tokens_of(
+    counts: list[int], hidden: int, tile_rows: int, gen: torch.Generator
+) -> tuple[torch.Tensor, RoutingTensors]:
     """Random tokens that give each expert this many rows, and their routing."""
     rows, device = sum(counts), gen.device
     ids = torch.arange(len(counts), dtype=torch.int32, device=device)

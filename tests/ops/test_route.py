@@ -9,12 +9,12 @@ from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.plan.scratch import tile_capacity
 from fp8moe_plugin.plan.sm90.tiles import row_tiles
 from tests import helpers as h
-from tests.steps import Tiles, route, tiles_of_counts, tiles_of_ends, tiles_of_indices
+from tests.steps import TileTensors, route, tiles_of_counts, tiles_of_ends, tiles_of_indices
 
 block_sizes = st.sampled_from((64, 128))
 
 
-def rows_of_tiles(tiles: Tiles) -> dict[int, int]:
+def rows_of_tiles(tiles: TileTensors) -> dict[int, int]:
     """Row -> expert, as a kernel reads the table; fails if two tiles share a row."""
     count = int(tiles.num_tiles[0])
     assert count <= tiles.table.shape[0]

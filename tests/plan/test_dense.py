@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER,
-    DENSE_TILE_M,
     DENSE_TILE_N,
+    DENSE_TILE_ROWS,
     dense_gemm_few_rows_key,
     dense_gemm_key,
     dense_gemm_many_rows_key,
@@ -44,7 +44,7 @@ def test_few_rows_stream_weights_where_columns_are_few_and_k_is_long():
     streamed = [shape for shape, found in plans.items() if found.kernel == dense_gemm_few_rows_key()]
     assert streamed == [(2112, 7168), (128, 18432)]
     assert all(plan(33, *shape).kernel != dense_gemm_few_rows_key() for shape in SHAPES)
-    assert [plan(m, 2112, 7168).tile_m for m in (1, 8, 9, 17, 32)] == [8, 8, 16, 32, 32]
+    assert [plan(m, 2112, 7168).tile_rows for m in (1, 8, 9, 17, 32)] == [8, 8, 16, 32, 32]
     assert plan(1, 2112, 7168).blocks == 33 * DENSE_SPLITS
     assert min(MAX_CLUSTER_SPLITS, LONG_K // 128) >= plan(1, 2112, 7168).cluster == DENSE_SPLITS
 
@@ -64,9 +64,9 @@ def test_dense_tiles_are_as_fast_as_any_were():
 def test_the_kernel_is_compiled_for_the_tile():
     for m, (n, k) in itertools.product((33, 64, 65, 200), SHAPES):
         found = plan(m, n, k)
-        assert found.kernel == dense_gemm_key(found.tile_m)
-        assert (found.tile_m, found.tile_n) == fastest_tile(m, n, k, 132)
-        assert found.blocks == min(132, -(-m // found.tile_m) * -(-n // found.tile_n))
+        assert found.kernel == dense_gemm_key(found.tile_rows)
+        assert (found.tile_rows, found.tile_n) == fastest_tile(m, n, k, 132)
+        assert found.blocks == min(132, -(-m // found.tile_rows) * -(-n // found.tile_n))
 
 
 def test_kernels_that_wait_for_the_quantization_may_start_before_it_ends():
@@ -76,10 +76,10 @@ def test_kernels_that_wait_for_the_quantization_may_start_before_it_ends():
 
 @given(m=st.integers(1, 4096), n=st.sampled_from((8, 512, 2112, 7168, 36864)), k=st.sampled_from((128, 1536, 7168)))
 def test_weights_that_do_not_stay_in_l2_are_not_read_for_more_tiles_of_rows_than_need_be(m, n, k):
-    tile_m, tile_n = fastest_tile(m, n, k, 132)
-    assert (tile_m, tile_n) in itertools.product(DENSE_TILE_M, DENSE_TILE_N)
+    tile_rows, tile_n = fastest_tile(m, n, k, 132)
+    assert (tile_rows, tile_n) in itertools.product(DENSE_TILE_ROWS, DENSE_TILE_N)
     if n * k > L2_BYTES:
-        assert tile_m == (64 if m <= 64 else 128)
+        assert tile_rows == (64 if m <= 64 else 128)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_tiles_of_many_rows_are_as_fast_as_any_were(n, k, tiles):
     for m, columns in tiles.items():
         found = plan(m, n, k)
         assert (found.kernel, found.tile_n) == (dense_gemm_many_rows_key(columns), columns)
-        assert (found.blocks, found.tile_m) == (132, MANY_ROWS_TILE)
+        assert (found.blocks, found.tile_rows) == (132, MANY_ROWS_TILE)
 
 
 def test_blocks_of_many_rows_come_in_clusters():
@@ -153,8 +153,8 @@ def test_waves_are_not_counted_where_they_were_not_measured():
 
 @given(m=st.integers(1, 1500), n=st.sampled_from((512, 2048, 2112, 7168, 36864)), k=st.sampled_from((256, 2048, 7168)))
 def test_tiles_that_were_not_timed_with_few_rows_have_128_rows_of_many(m, n, k):
-    tile_m, tile_n = fastest_tile(m, n, k, 132)
-    assert tile_n not in DENSE_MANY_ROWS_TILE_N or (m > DENSE_ROWS and tile_m == 128)
+    tile_rows, tile_n = fastest_tile(m, n, k, 132)
+    assert tile_n not in DENSE_MANY_ROWS_TILE_N or (m > DENSE_ROWS and tile_rows == 128)
 
 
 def test_dense_gemms_of_many_rows_stay_with_one_round_of_tiles():

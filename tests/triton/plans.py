@@ -11,15 +11,15 @@ from fp8moe_plugin.plan.spec import LayerSpec
 from fp8moe_plugin.plan.triton.plans import TritonStepPlan, triton_small_batch_step, triton_step
 
 
-def force_step(patch: pytest.MonkeyPatch, height: int | None) -> None:
-    """`fused_moe` works in tiles of `height` rows, or with None as in a small batch."""
+def force_step(patch: pytest.MonkeyPatch, tile_rows: int | None) -> None:
+    """`fused_moe` works in tiles of `tile_rows` rows, or with None as in a small batch."""
 
     def plan(self: Triton, spec: LayerSpec, tokens: int, multiprocessors: int) -> Plan:
         step: TritonStepPlan
-        if height is None:
+        if tile_rows is None:
             step = triton_small_batch_step(self.target, spec, tokens)
         else:
-            step = triton_step(self.target, spec, tokens, height)
+            step = triton_step(self.target, spec, tokens, tile_rows)
         return Plan(step, step.scratch.nbytes, functools.partial(layer_launches, step))
 
     patch.setattr(Triton, "plan_layer", plan)

@@ -49,7 +49,7 @@ def sources(device: Device) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("height", "kind", "tokens", "ue8m0"),
+    ("tile_rows", "kind", "tokens", "ue8m0"),
     [
         (None, "distinct", 1, False),
         (None, "some_missing", 3, True),
@@ -64,49 +64,49 @@ def sources(device: Device) -> list[str]:
 def test_every_tile_gives_the_layer(
     gen: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
-    height: int | None,
+    tile_rows: int | None,
     kind: str,
     tokens: int,
     ue8m0: bool,
 ) -> None:
-    force_step(monkeypatch, height)
-    intermediate = INTERMEDIATE if height else 128  # small batches take many small programs
+    force_step(monkeypatch, tile_rows)
+    intermediate = INTERMEDIATE if tile_rows else 128  # small batches take many small programs
     layer, x = h.random_layer(gen, EXPERTS, HIDDEN, intermediate), h.random_tokens(gen, tokens, HIDDEN)
     call = x, *layer, *h.random_routing(gen, kind, tokens, TOPK, EXPERTS)
     expected, actual, device = both(ops.fused_moe, *call, ue8m0=ue8m0)
-    assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if height is None else MOST_ERROR)
+    assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if tile_rows is None else MOST_ERROR)
     prepare = ["quantize_count", "route"] if tokens * TOPK > 128 else ["quantize_route"]
     few = ["gate_up_small_batch", "down_small_batch"]
-    assert sources(device) == (few if height is None else [*prepare, "gate_up", "gemm", "combine"])
+    assert sources(device) == (few if tile_rows is None else [*prepare, "gate_up", "gemm", "combine"])
 
 
-@pytest.mark.parametrize(("tokens", "height"), [(2, None), (50, FEW_ROWS)])
+@pytest.mark.parametrize(("tokens", "tile_rows"), [(2, None), (50, FEW_ROWS)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_experts_of_a_rank_are_found_by_the_map(
-    gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tokens: int, height: int | None
+    gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tokens: int, tile_rows: int | None
 ) -> None:
-    force_step(monkeypatch, height)
+    force_step(monkeypatch, tile_rows)
     layer, x = h.random_layer(gen, 3, HIDDEN, 128), h.random_tokens(gen, tokens, HIDDEN)
     weights, ids = h.random_routing(gen, "out_of_range", tokens, TOPK, EXPERTS)
     expert_map = torch.tensor([-1, 2, -1, 0, 1, 7], dtype=torch.int32)
     wide = ids.to(dtype)
     wide[0, 0] += 2 ** (32 if dtype == torch.int64 else 30)  # its low half is an expert
     expected, actual, _ = both(ops.fused_moe, x, *layer, weights, wide, expert_map=expert_map)
-    assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if height is None else MOST_ERROR)
+    assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if tile_rows is None else MOST_ERROR)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "topk", "height"), [(5, 2, FEW_ROWS), (60, 3, FEW_ROWS), (3, 0, FEW_ROWS), (1, 0, None), (2, 2, None)]
+    ("tokens", "topk", "tile_rows"), [(5, 2, FEW_ROWS), (60, 3, FEW_ROWS), (3, 0, FEW_ROWS), (1, 0, None), (2, 2, None)]
 )
 def test_a_shared_expert_and_a_scale_of_the_routed_ones(
-    gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, tokens: int, topk: int, height: int | None
+    gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, tokens: int, topk: int, tile_rows: int | None
 ) -> None:
-    force_step(monkeypatch, height)
+    force_step(monkeypatch, tile_rows)
     layer, x = h.random_layer(gen, EXPERTS + 1, HIDDEN, 128), h.random_tokens(gen, tokens, HIDDEN)
     weights, ids = h.random_routing(gen, "out_of_range", tokens, topk, EXPERTS)
     call = x, *layer, weights, ids.long()
     expected, actual, _ = both(ops.fused_moe, *call, shared_expert=True, routed_scale=2.5)
-    assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if height is None else MOST_ERROR)
+    assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if tile_rows is None else MOST_ERROR)
 
 
 def test_a_long_step_is_routed_in_chunks_of_several_parts(

@@ -10,7 +10,7 @@ from fp8moe_plugin.launches.kernel_sets import model_kernels
 from fp8moe_plugin.launches.operands import LAYER_SLOTS
 from fp8moe_plugin.launches.triton.layer import layer_launches
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
-from fp8moe_plugin.plan.triton.catalog import CHUNK, DENSE_TILE_ROWS, TARGETS
+from fp8moe_plugin.plan.triton.catalog import CHUNK, TARGETS, TRITON_DENSE_TILE_ROWS
 from fp8moe_plugin.plan.triton.plans import plan_batched, plan_dense, plan_layer
 from fp8moe_plugin.plan.tuning import TRITON_FEW_ROWS
 from tests import helpers as h
@@ -40,7 +40,7 @@ def test_every_step_of_every_split_of_every_model_is_in_its_plan(models: dict[st
 @targets
 def test_every_dense_gemm_is_in_the_plan_of_its_layer(target: str) -> None:
     plan = set(h.linear_kernels(False, target))
-    rows = [*range(1, 300), *(count for rows in DENSE_TILE_ROWS for count in (rows, rows + 1)), 65_536]
+    rows = [*range(1, 300), *(count for rows in TRITON_DENSE_TILE_ROWS for count in (rows, rows + 1)), 65_536]
     for n in (24, 576, 2112, 7168, 24_576):
         assert {plan_dense(target, m, n, False, sms, False).kernel for m in rows for sms in SMS} <= plan
 

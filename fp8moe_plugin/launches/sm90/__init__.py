@@ -14,7 +14,7 @@ from fp8moe_plugin.plan.sm90 import dense, grouped, kernel_sets, layer
 from fp8moe_plugin.plan.sm90.indexer import indexer_refusal
 from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output, layer_refusal
 
-PLANS = 4096  # that each method keeps
+PLANS = 4096  # most plans that each method caches
 
 
 class Sm90:

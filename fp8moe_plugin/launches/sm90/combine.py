@@ -1,4 +1,4 @@
-"""Sum the expert rows of each token, weighted by the router."""
+"""The launch that sums the expert rows of each token, weighted by the router."""
 
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Address, Launch
@@ -20,15 +20,17 @@ def combine_launch(
     routed_scale: float = 1.0,
     pdl: bool = False,
 ) -> Launch:
-    """`out[t] = sum over j of topk_weights[t, j] * routed_scale * rows[slots[t, j]]`, in float32, in the order of j.
+    """Returns the launch that computes `out[t] = sum over j of topk_weights[t, j] * routed_scale * rows[slots[t, j]]`.
+
+    The sum is float32, in the order of j.
 
     Args:
         rows: address of bfloat16 `[R, hidden]`.
-        slots: address of int32 `[tokens, topk]`, -1 for an expert that is not here.
+        slots: address of int32 `[tokens, topk]`, -1 for an expert that is not on this rank.
         topk_weights: address of float32 `[tokens, topk - shared_expert]`.
         out: address of bfloat16 `[tokens, hidden]`; a token without a slot gets zeros.
         shared_expert: the last column is the shared expert's, with weight 1 instead.
-        pdl: it may start before the preceding kernel ends, which must write nothing that this one reads but `rows`.
+        pdl: it may start before the preceding kernel ends. Of what it reads, that kernel may write only `rows`.
     """
     vectors, key = hidden // CHANNELS_PER_THREAD, combine_key()
     return Launch(

@@ -1,4 +1,4 @@
-"""The launches of the GEMMs: dense ones, and those over row tiles of groups."""
+"""The launches of the GEMMs: dense GEMMs, and GEMMs over row tiles of groups."""
 
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
@@ -26,9 +26,10 @@ from fp8moe_plugin.plan.tuning import L2_FETCH, STREAMED_L2_FETCH
 def dense_launches(
     plan: DensePlan, a: Rows, b: Weights, out: Address, c: Address = 0, *, after_quantize: bool = False
 ) -> tuple[Launch]:
-    """`out = a @ b.T (+ c)`; the plan's kind of output says whether there is a `c`.
+    """Returns the launch of `out = a @ b.T (+ c)`; only some kinds of the plan's output allow `c`.
 
-    `after_quantize`: the launch before this one quantizes `a`, so this one may start to load weights before that ends.
+    Args:
+        after_quantize: the preceding launch quantizes `a`, so this one may load weights before that one ends.
     """
     pdl = after_quantize and plan.overlaps_quantize
     match plan.kernel.source:
@@ -42,7 +43,7 @@ def dense_launches(
 
 
 def _dense_operands(a: Rows, b: Weights, out: Address) -> dict[str, Address]:
-    """The arguments that all kernels for dense layers share."""
+    """Returns the arguments that all kernels for dense layers share."""
     return {
         "a_scales": a.scales,
         "a_scale_k_stride": a.scale_k_block,
@@ -55,12 +56,12 @@ def _dense_operands(a: Rows, b: Weights, out: Address) -> dict[str, Address]:
 
 
 def _dense_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, pdl: bool) -> Launch:
-    tail_rows = ceil_div(a.rows % plan.tile_m, SWIZZLE_ROWS) * SWIZZLE_ROWS or plan.tile_m
+    tail_rows = ceil_div(a.rows % plan.tile_rows, SWIZZLE_ROWS) * SWIZZLE_ROWS or plan.tile_rows
     return Launch(
         plan.kernel,
         plan.blocks,
         plan.kernel.arguments(
-            a_map=rows_map(a, plan.tile_m),
+            a_map=rows_map(a, plan.tile_rows),
             a_tail_map=rows_map(a, tail_rows),
             b_map=weights_map(b, plan.tile_n, whole_rows_l2_fetch(b.k)),
             **_dense_operands(a, b, out),
@@ -76,7 +77,7 @@ def _dense_many_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, 
         plan.kernel,
         plan.blocks,
         plan.kernel.arguments(
-            a_map=rows_map(a, plan.tile_m),
+            a_map=rows_map(a, plan.tile_rows),
             b_map=weights_map(b, plan.tile_n // cluster, L2_FETCH),
             d_map=matrix_map(out, a.rows, b.n, BOX_ROWS, element_size=2),
             **_dense_operands(a, b, out),
@@ -90,10 +91,10 @@ def _dense_few_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, p
         plan.kernel,
         plan.blocks,
         plan.kernel.arguments(
-            a_map=rows_map(a, plan.tile_m),
+            a_map=rows_map(a, plan.tile_rows),
             b_map=weights_map(b, plan.tile_n, STREAMED_L2_FETCH),
             **_dense_operands(a, b, out),
-            tile_m=plan.tile_m,
+            tile_m=plan.tile_rows,
             splits=plan.cluster,
         ),
         pdl=pdl,
@@ -107,10 +108,13 @@ def _dense_few_rows_launch(plan: DensePlan, a: Rows, b: Weights, out: Address, p
 def gate_up_launch(
     key: KernelKey, blocks: int, a: Rows, w13: Weights, out: Rows, tiles: Tiles, *, a_rows: Address = 0
 ) -> Launch:
-    """GEMM 1 of the experts with its activation, to quantized rows with K-major scales.
+    """Returns the launch of GEMM 1 of the experts with its activation, to quantized rows with K-major scales.
 
-    With `a_rows`, the address of int32 `[out.rows]`, row i of the tiles is row `a_rows[i]` of `a`, whose scales are
-    row-major. Where `tiles.done_counters`, the kernel counts there what is done.
+    If `tiles.done_counters` is set, the kernel counts the finished parts of its result there.
+
+    Args:
+        a_rows: address of int32 `[out.rows]`: row i of the tiles is row `a_rows[i]` of `a`, whose scales are then
+            row-major. 0: the rows of the tiles are those of `a`.
     """
     return Launch(
         key,
@@ -152,10 +156,10 @@ def gate_up_few_rows_launch(
     row_counters: int = 1,
     pdl: bool = False,
 ) -> Launch:
-    """`gate_up_launch` for few rows per expert.
+    """Returns the launch of `gate_up_launch` by the kernel for few rows per expert.
 
     Args:
-        partial: where blocks that split K leave their sums, float32 `[k_splits, out.rows, 2 * out.k]`.
+        partial: float32 `[k_splits, out.rows, 2 * out.k]`, partial sums of blocks that split K.
         k_splits: parts of K; several need `tiles.done_counters`.
         row_counters: counters of each row tile in `tiles.done_counters`.
         pdl: it may start before the preceding kernel ends, which quantizes `a`.
@@ -186,7 +190,10 @@ def gate_up_few_rows_launch(
 
 
 def grouped_launch(plan: GroupedPlan, a: Rows, b: Weights, out: Address, tiles: Tiles) -> Launch:
-    """`out[i] = a[i] @ b[expert of the tile].T` for the rows of the tiles, to bfloat16 `[rows, n]`."""
+    """Returns the launch of `out[i] = a[i] @ b[expert of the tile].T` for the rows i of the tiles.
+
+    `out` is bfloat16 `[rows, n]`.
+    """
     if plan.tile_rows == FEW_ROWS_TILE:
         return grouped_gemm_few_rows_launch(
             plan.kernel, plan.blocks, a, b, out, tiles, columns=plan.columns_at_once, pdl=True
@@ -205,11 +212,14 @@ def grouped_gemm_launch(
     c: Address = 0,
     pdl: bool = False,
 ) -> Launch:
-    """The same by the kernel for many rows; without tiles of one group, where `c` may be added.
+    """Returns the launch of `grouped_launch` by the kernel for many rows.
 
-    `pdl`: it may start before the preceding kernel ends. With `tiles.done_counters` that is the GEMM 1 that makes
-    `a`, and each tile waits for its rows; `out` must not overlap with what GEMM 1 reads. Otherwise it may be what makes
-    the tiles, and is waited for first.
+    Args:
+        tiles: empty (`Tiles()`): all rows are one group.
+        c: addend of a GEMM of one group, or 0.
+        pdl: it may start before the preceding kernel ends. With `tiles.done_counters` that kernel is the GEMM 1 that
+            computes `a`: each tile waits for its rows, and `out` must not overlap with the operands of GEMM 1.
+            Otherwise the kernel waits for the preceding one before it reads the tiles.
     """
     defines = dict(key.defines)
     a_map = rows_map(a, BOX_ROWS)
@@ -252,13 +262,13 @@ def grouped_gemm_few_rows_launch(
     row_counters: int = 0,
     pdl: bool = False,
 ) -> Launch:
-    """`grouped_launch` by the kernel for few rows.
+    """Returns the launch of `grouped_launch` by the kernel for few rows.
 
     Args:
-        columns: columns of tiles that a block takes at once.
-        row_counters: counters of each row tile in `tiles.done_counters`; 0: nothing counts there.
-        pdl: it may start before the preceding kernel ends: with `row_counters` the GEMM 1 that makes `a`, otherwise
-            what makes the tiles.
+        columns: column tiles that a block takes at once.
+        row_counters: counters of each row tile in `tiles.done_counters`; 0: they are not used.
+        pdl: it may start before the preceding kernel ends. That kernel is the GEMM 1 that computes `a` if
+            `row_counters` is set, else the kernel that writes the tiles.
     """
     return Launch(
         key,

@@ -16,7 +16,7 @@ from fp8moe_plugin.plan.spec import GroupedBy, Grouping
 def grouped_launches(
     plan: GroupedPlan, grouping: Grouping, a: Rows, b: Weights, out: Address, layout: Address, scratch: Address
 ) -> list[Launch]:
-    """Returns the kernels of a grouped GEMM; `layout` is the address of what `grouping` names."""
+    """Returns the launches of a grouped GEMM; `layout` is the address of the tensor that `grouping` names."""
     at, groups = placed(plan.scratch, scratch), b.experts
     tiles = Tiles(at.table, at.num_tiles, at.done_counters)
     match grouping.kind:

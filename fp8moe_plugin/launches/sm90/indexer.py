@@ -10,14 +10,11 @@ from fp8moe_plugin.plan.sm90.indexer import blocks_per_run
 from fp8moe_plugin.plan.tuning import L2_FETCH
 
 PAGE = MQA_TILE_ROWS  # KV rows
-ROW_BYTES = 128  # of a box: where a head has fewer channels, TMA fills up with zeros
+ROW_BYTES = 128  # of a box; TMA pads heads of fewer channels with zeros
 
 
 class ContiguousLayout(NamedTuple):
-    """All that a launch of `fp8_mqa_logits` depends on, but for addresses. Pitches are elements from row to row.
-
-    `width`: columns of a compressed result, else 0.
-    """
+    """The shapes, pitches and options of a launch of `fp8_mqa_logits`. A pitch is the elements from row to row."""
 
     m: int
     heads: int
@@ -26,33 +23,34 @@ class ContiguousLayout(NamedTuple):
     weights_pitch: int
     logits_pitch: int
     bf16: bool
-    width: int
+    width: int  # columns of a compressed result, else 0
     clean: bool
 
 
 class PagedLayout(NamedTuple):
-    """All that a launch of `fp8_paged_mqa_logits` depends on, but for addresses. Pitches are elements from row to row.
-
-    `page_stride`: bytes. `runs`: of the schedule. `most`: the longest length.
-    """
+    """The shapes and pitches of a launch of `fp8_paged_mqa_logits`. A pitch is the elements from row to row."""
 
     batch: int
     next_n: int
     heads: int
     dim: int
     pages: int
-    page_stride: int
+    page_stride: int  # bytes
     weights_pitch: int
     table_pitch: int
     table_width: int
-    runs: int
+    runs: int  # of the schedule
     logits_pitch: int
     bf16: bool
-    most: int
+    most: int  # the longest length of a request
 
 
 def mqa_logits_launch(layout: ContiguousLayout, addresses: Iterable[Address], multiprocessors: int) -> Launch:
-    """The kernel of `fp8_mqa_logits`, given the addresses of q, KV, its scales, weights, starts, ends and logits."""
+    """Returns the launch of `fp8_mqa_logits`.
+
+    Args:
+        addresses: of q, KV, its scales, weights, starts, ends and logits.
+    """
     q, kv, scales, weights, starts, ends, logits = addresses
     m, heads, dim, n = layout[:4]
     key = mqa_logits_key(heads)
@@ -80,7 +78,11 @@ def mqa_logits_launch(layout: ContiguousLayout, addresses: Iterable[Address], mu
 
 
 def paged_mqa_logits_launch(layout: PagedLayout, addresses: Iterable[Address], multiprocessors: int) -> Launch:
-    """The kernel of `fp8_paged_mqa_logits`, given the addresses of its tensors in their order and of the logits."""
+    """Returns the launch of `fp8_paged_mqa_logits`.
+
+    Args:
+        addresses: of the op's tensors in the order of its parameters, and of the logits.
+    """
     q, kv, weights, context_lens, block_table, schedule, logits = addresses
     batch, next_n, heads, dim = layout[:4]
     key, box = paged_mqa_logits_key(heads, next_n), (ROW_BYTES, PAGE, 1)
@@ -112,12 +114,12 @@ def paged_mqa_logits_launch(layout: PagedLayout, addresses: Iterable[Address], m
 
 
 def paged_mqa_metadata_launch(lengths: Address, schedule: Address, batch: int, next_n: int, runs: int) -> Launch:
-    """The kernel of `get_paged_mqa_logits_metadata`."""
+    """Returns the launch of `get_paged_mqa_logits_metadata`."""
     key = paged_mqa_metadata_key()
     arguments = key.arguments(context_lens=lengths, schedule=schedule, batch=batch, next_n=next_n, blocks=runs)
     return Launch(key, 1, arguments)
 
 
 def query_map(q: Address, rows: int, dim: int, box_rows: int) -> TensorMap:
-    """The TMA descriptor of a query of so many (token, head) rows, in boxes of `box_rows`."""
+    """Returns the TMA descriptor of a query of `rows` (token, head) rows, in boxes of `box_rows`."""
     return TensorMap(q, (dim, rows), (dim,), (ROW_BYTES, box_rows), 1, L2_FETCH)

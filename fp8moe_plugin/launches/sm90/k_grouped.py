@@ -14,7 +14,7 @@ BLOCK_M, BLOCK_N = 128, 176  # of the kernel's tiles
 
 
 class KGroupedLayout(NamedTuple):
-    """All that the launches of a call depend on, but for addresses. Strides are in elements."""
+    """The shapes and strides of a call, in elements."""
 
     m: int
     n: int
@@ -24,16 +24,16 @@ class KGroupedLayout(NamedTuple):
 
 
 class _Group(NamedTuple):
-    place: int  # in C and D
-    first_k: int  # K of the groups before it
+    ordinal: int  # index in C and D
+    first_k: int  # the sum of K of the groups before it
     k: int
 
 
 def k_grouped_launches(layout: KGroupedLayout, addresses: tuple[Address, ...], multiprocessors: int) -> list[Launch]:
-    """Returns the launches of a call of groups that are not all empty.
+    """Returns the launches of a call with at least one group that is not empty.
 
-    Each takes `K_GROUPS` groups, as many as fit a launch. The largest K come first: tiles that take the longest are not
-    left for the end.
+    A launch processes up to `K_GROUPS` groups. Groups with the largest K come first, so that the longest tiles do not
+    run last.
 
     Args:
         addresses: of A, its scales, B, its scales, C and D.
@@ -49,7 +49,7 @@ def k_grouped_launches(layout: KGroupedLayout, addresses: tuple[Address, ...], m
 def _launch(
     layout: KGroupedLayout, groups: list[_Group], addresses: tuple[Address, ...], multiprocessors: int, pdl: bool
 ) -> Launch:
-    """The kernel for up to `K_GROUPS` groups, none of them empty."""
+    """Returns the launch for up to `K_GROUPS` groups, none of them empty."""
     a, a_scales, b, b_scales, c, d = addresses
     m, n, key = layout.m, layout.n, k_grouped_gemm_key()
     tiles = len(groups) * ceil_div(m, BLOCK_M) * ceil_div(n, BLOCK_N)
@@ -61,7 +61,7 @@ def _launch(
             b_maps=PerGroup(tuple(octets_map(b + n * group.first_k, n, group.k, BLOCK_N) for group in groups)),
             k_blocks=PerGroup(tuple(group.k // GROUP for group in groups)),
             first_k_blocks=PerGroup(tuple(group.first_k // GROUP for group in groups)),
-            indices=PerGroup(tuple(group.place for group in groups)),
+            indices=PerGroup(tuple(group.ordinal for group in groups)),
             a_scales=a_scales,
             a_scale_k_stride=layout.a_scale_k_block,
             b_scales=b_scales,

@@ -20,7 +20,7 @@ from fp8moe_plugin.plan.sm90.scratch import SortedScratch
 
 
 def layer_launches(step: StepPlan, tensors: LayerAddresses, ids_64: bool) -> tuple[Launch, ...]:
-    """Returns the kernels of `fused_moe`; the scratch has `step.scratch.nbytes` bytes."""
+    """Returns the launches of `fused_moe`; the scratch has `step.scratch.nbytes` bytes."""
     if isinstance(step, SmallBatchStep):
         return small_batch_launches(step, tensors, ids_64)
     return _sorted_launches(step, tensors, ids_64)
@@ -50,7 +50,7 @@ def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool) ->
         hidden=hidden,
         shared_expert=step.spec.shared_expert,
         routed_scale=step.spec.routed_scale,
-        pdl=step.few_rows,  # the many blocks of a long step would each wait, and take longer than to start later
+        pdl=step.few_rows,  # with many blocks, waiting inside each one costs more than a late start
     )
     return *route, quantize, _gate_up_launch(tensors, step, at, inner, tiles), down, combine
 
@@ -98,7 +98,7 @@ def _down_launch(step: SortedStep, inner: Rows, w2: Weights, out: Address, tiles
 def batched_launches(
     plan: BatchedPlan, x: Rows, w13: Weights, w2: Weights, counts: Address, out: Address, scratch: Address
 ) -> list[Launch]:
-    """Returns the kernels of `batched_experts`, on the first `counts[e]` rows of each expert of `[experts, max_m]`."""
+    """Returns the launches of `batched_experts` for the first `counts[e]` rows of each expert of `[experts, max_m]`."""
     at = placed(plan.scratch, scratch)
     tiles = Tiles(at.table, at.num_tiles, at.done_counters)
     shared = tiles if plan.pdl_down else Tiles(at.table, at.num_tiles)

@@ -1,4 +1,4 @@
-"""The launches of quantization: of tokens, and of the result of GEMM 1 with its activation."""
+"""The launches that quantize tokens, or apply SwiGLU and quantize the result."""
 
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
@@ -13,7 +13,7 @@ BLOCKS_PER_MULTIPROCESSOR = 8  # of silu_mul_quant: two waves, enough to even ou
 
 
 def quantize_rows_launch(ue8m0: bool, x: Address, out: Rows) -> Launch:
-    """Quantize bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
+    """Returns the launch that quantizes bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
     key = quantize_key(ue8m0, Layout.K_MAJOR)
     return quantize_launch(key, x, out.values, out.scales, out.rows, out.k, pdl=True)
 
@@ -30,12 +30,12 @@ def quantize_launch(
     topk: int = 0,
     pdl: bool = False,
 ) -> Launch:
-    """Quantize bfloat16 `[tokens, k]` at `x` to `q`, in the layout of the key.
+    """Returns the launch that quantizes bfloat16 `[tokens, k]` at `x` to `q`, in the layout of the key.
 
     Args:
         slots: for `Layout.PERMUTED` the address of int32 `[tokens, topk]`, the rows that get each token; -1 for none.
-        pdl: it may start before the preceding kernel ends; unless the layout is `Layout.K_MAJOR`, which waits for it,
-            that kernel must not access these tensors.
+        pdl: it may start before the preceding kernel ends. Only `Layout.K_MAJOR` waits for that kernel; with another
+            layout, that kernel must not access these tensors.
     """
     groups = k // GROUP
     few = tokens <= QUANTIZE_FEW_TOKENS and dict(key.defines)["LAYOUT"] == Layout.K_MAJOR
@@ -60,7 +60,10 @@ def quantize_launch(
 def silu_mul_quant_launch(
     ue8m0: bool, gate_up: Address, counts: Address, groups: int, max_m: int, out: Rows, multiprocessors: int
 ) -> Launch:
-    """SwiGLU of bfloat16 `[groups, max_m, 2I]`, the first `counts[g]` rows of each group, to quantized rows."""
+    """Returns the launch that applies SwiGLU to bfloat16 `[groups, max_m, 2I]` and quantizes the result.
+
+    It processes the first `counts[g]` rows of each group.
+    """
     k_blocks, key = out.k // GROUP, silu_mul_quant_key(ue8m0)
     needed = ceil_div(ceil_div(max_m, ROWS_PER_WARP) * k_blocks, key.threads // 32)
     at_once = ceil_div(multiprocessors * BLOCKS_PER_MULTIPROCESSOR, groups)

@@ -1,4 +1,4 @@
-"""The launches that order (token, expert) pairs by expert, on the device: nothing here waits for the GPU."""
+"""The launches that sort (token, expert) pairs by expert, on the device."""
 
 from typing import NamedTuple
 
@@ -10,9 +10,9 @@ from fp8moe_plugin.plan.sm90.tiles import route_chunks
 
 
 class Routing(NamedTuple):
-    """Where each (token, expert) pair goes."""
+    """The row of each (token, expert) pair."""
 
-    slots: Address  # int32 [T, topk]: its row, -1 for none
+    slots: Address  # int32 [T, topk]: the row of each pair, -1 for none
     tokens: Address  # int32 [T * topk]: the token of each of the first num_rows rows
     num_rows: Address  # int32 [1]
 
@@ -20,13 +20,13 @@ class Routing(NamedTuple):
 def route_launches(
     ids: Ids, counts: Address, out: Routing, tiles: Tiles, tile_rows: int, row_counters: int
 ) -> list[Launch]:
-    """Give each pair a row so that the rows of an expert are consecutive, in the order of the tokens.
+    """Returns the launches that give each pair a row: the rows of an expert are consecutive, in the order of tokens.
 
     An id out of range (-1) gets no row.
 
     Args:
         counts: uint32 `[chunks, ceil(local experts / 2)]`, unused for a single chunk of pairs.
-        tile_rows: rows of a tile, 64 or 128.
+        tile_rows: rows per tile, 64 or 128.
         row_counters: counters of each row tile in `tiles.done_counters`.
     """
     chunks, key = route_chunks(ids.pairs), route_key()
@@ -51,13 +51,13 @@ def route_launches(
 
 
 def count_experts_launch(ids: Ids, counts: Address) -> Launch:
-    """Count the pairs of each expert in each chunk of pairs, to `counts` as `route_launches` describes it."""
+    """Returns the launch that counts the pairs of each expert in each chunk; `counts`: see `route_launches`."""
     key = count_experts_key()
     return Launch(key, route_chunks(ids.pairs), key.arguments(**_pairs(ids), counts=counts))
 
 
 def _pairs(ids: Ids) -> dict[str, Argument]:
-    """The arguments from which both kernels find the experts of the pairs."""
+    """Returns the arguments from which both kernels find the experts of the pairs."""
     shape = ids.spec.shape
     return {
         "ids": ids.ids,

@@ -1,4 +1,4 @@
-"""The launches of a router: its gate's logits, and softmax top-k."""
+"""The launches of a router: the logits of its gate, and softmax top-k."""
 
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Address, Launch
@@ -10,7 +10,7 @@ STEP = 32  # channels that a warp of router_gemm multiplies at once
 
 
 def router_gemm_launch(x: Address, weight: Address, logits: Address, tokens: int, experts: int, k: int) -> Launch:
-    """`logits = x @ weight.T` of bfloat16 `[tokens, k]` and `[experts, k]`."""
+    """Returns the launch of `logits = x @ weight.T` with bfloat16 `[tokens, k]` and `[experts, k]`."""
     key = router_gemm_key()
     arguments = key.arguments(x=x, weight=weight, logits=logits, tokens=tokens, experts=experts, steps=k // STEP)
     return Launch(key, (ceil_div(experts, BLOCK_EXPERTS), ceil_div(tokens, BLOCK_TOKENS)), arguments, pdl=True)
@@ -28,7 +28,10 @@ def choose_experts_launch(
     logits_bf16: bool,
     renormalize: bool,
 ) -> Launch:
-    """Softmax top-k of `[tokens, experts]` logits, to float32 weights and int32 ids; see `ops.choose_experts`."""
+    """Returns the launch of softmax top-k over `[tokens, experts]` logits; see `ops.choose_experts`.
+
+    Weights are float32, ids int32.
+    """
     key = choose_experts_key()
     arguments = key.arguments(
         logits=logits,

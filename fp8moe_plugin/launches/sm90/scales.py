@@ -1,11 +1,11 @@
-"""The launch that brings scales into the order in which the GEMMs read them."""
+"""The launch that copies scales to the layout that the GEMMs read."""
 
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.plan.sm90.catalog import transpose_scales_key
 from fp8moe_plugin.plan.sm90.constants import SCALE_TILE_K, SCALE_TILE_ROWS
 
-BLOCKS_PER_MULTIPROCESSOR = 8  # some more than run at once
+BLOCKS_PER_MULTIPROCESSOR = 8  # slightly more than are resident at once
 
 Strides = tuple[int, int, int, int]  # of groups and rows in, of groups and K blocks out; in elements
 
@@ -20,7 +20,7 @@ def transpose_scales_launch(
     strides: Strides,
     multiprocessors: int,
 ) -> Launch:
-    """Copy float32 `[groups, rows, k_blocks]`, of which each group's first `counts[g]` rows matter."""
+    """Returns the launch that copies the first `counts[g]` rows of each group of float32 `[groups, rows, k_blocks]`."""
     key, k_tiles = transpose_scales_key(), ceil_div(k_blocks, SCALE_TILE_K)
     at_once = ceil_div(multiprocessors * BLOCKS_PER_MULTIPROCESSOR, groups * k_tiles)
     group_stride, row_stride, out_group_stride, out_k_stride = strides

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer of a few tokens: two launches, which find the tokens of each expert by themselves."""
+"""The two launches of a mixture-of-experts layer of few tokens. Their kernels find the tokens of each expert."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from fp8moe_plugin.plan.tuning import STREAMED_L2_FETCH
 
 
 def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: bool) -> tuple[Launch, Launch]:
-    """Returns the kernels of a layer of at most `step.padded_tokens` tokens, whose scratch is a `SmallBatchScratch`."""
+    """Returns the launches of a layer of at most `step.padded_tokens` tokens; its scratch is a `SmallBatchScratch`."""
     spec = step.spec
     topk, hidden, intermediate, experts, global_experts = spec.shape
     at = placed(step.scratch, tensors.scratch)

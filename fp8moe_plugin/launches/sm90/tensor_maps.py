@@ -9,13 +9,16 @@ from fp8moe_plugin.plan.tuning import L2_FETCH, LONG_K, STREAMED_L2_FETCH
 def matrix_map(
     address: Address, rows: int, columns: int, box_rows: int, *, element_size: int = 1, l2_fetch: int = L2_FETCH
 ) -> TensorMap:
-    """Of a contiguous `[rows, columns]` matrix, in boxes of 128 bytes of `box_rows` rows."""
+    """Returns the map of a contiguous `[rows, columns]` matrix, in boxes of `box_rows` rows of 128 bytes."""
     box = (128 // element_size, box_rows)
     return TensorMap(address, (columns, rows), (columns * element_size,), box, element_size, l2_fetch)
 
 
 def whole_rows_l2_fetch(k: int) -> int:
-    """L2 fetch of weights whose rows a block reads from end to end: of a long row it needs the next 128 bytes, too."""
+    """Returns the L2 fetch size for weights whose rows a block reads from end to end.
+
+    With a long K, the block soon reads the next 128 bytes of the row, too.
+    """
     return L2_FETCH if k >= LONG_K else STREAMED_L2_FETCH
 
 
@@ -30,7 +33,10 @@ def weights_map(b: Weights, box_rows: int, l2_fetch: int) -> TensorMap:
 
 
 def gate_up_map(w13: Weights) -> TensorMap:
-    """Of `[E, 2I, K]` as [K, 8, 2, ..]: a box is 16 times 8 rows of the gate and the same 8 rows of the up half."""
+    """Returns the map of `[E, 2I, K]` with dimensions `[K, 8, 2, ..]`.
+
+    A box alternates between 8 rows of the gate half and the same 8 rows of the up half, 16 times.
+    """
     half = w13.n // 2
     sizes = (w13.k, 8, 2, (w13.experts * w13.n - half) // 8)
     strides, box = (w13.k, half * w13.k, 8 * w13.k), (128, 8, 2, GROUP // 8)
@@ -38,19 +44,19 @@ def gate_up_map(w13: Weights) -> TensorMap:
 
 
 def octets_map(address: Address, rows: int, k: int, box_rows: int) -> TensorMap:
-    """Of e4m3 `[rows, k]`, in boxes in which every 16 rows are the eight even ones, then the eight odd ones.
+    """Returns the map of e4m3 `[rows, k]` whose boxes reorder each 16 rows: the eight even ones, then the odd ones.
 
-    As columns of wgmma's sums, a thread has two of each eight: together they are four consecutive rows in memory. A box
-    begins at a row of the last dimension, which counts 16 rows.
+    These rows are the columns of wgmma's sums. A thread holds two columns of each eight, so that its four columns are
+    consecutive rows in memory. The last dimension counts units of 16 rows.
     """
     sizes, strides = (k, 8, 2, rows // 16), (2 * k, k, 16 * k)
     return TensorMap(address, sizes, strides, (128, 8, 2, box_rows // 16), 1, L2_FETCH)
 
 
 def interleaved_map(weights: Address, rows: int, k: int) -> TensorMap:
-    """Of e4m3 `[rows, k]`, in boxes of 64 rows in the order in which the sums of wgmma lie in threads.
+    """Returns the map of e4m3 `[rows, k]` in boxes of 64 rows, reordered to match the layout of wgmma's sums.
 
-    A thread holds two of 64 rows, 8 apart; with its two rows of the other box, they are four consecutive rows in
-    memory. Box i begins at row 2i of the third dimension.
+    A thread holds two of the 64 rows, 8 apart. Together with its two rows of the other box, these are four consecutive
+    rows in memory. Box i begins at row 2i of the third dimension.
     """
     return TensorMap(weights, (k, 8, 4, rows // 32), (4 * k, k, 32 * k), (128, 8, 2, 4), 1, STREAMED_L2_FETCH)

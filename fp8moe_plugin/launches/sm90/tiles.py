@@ -1,4 +1,4 @@
-"""Tile tables: which kernel makes one of which description of the groups.
+"""Tile tables, and the launches that build them from counts, ends or indices of groups.
 
 A tile table is int32 `[capacity, 4]` with one entry `(expert, row_begin, row_end, first)` for each row tile. The rows
 are those of the tile's whole expert, and `first` is the index of that expert's first tile: entry i is tile `i - first`
@@ -19,15 +19,15 @@ from fp8moe_plugin.plan.sm90.catalog import tiles_of_counts_key, tiles_of_ends_k
 
 
 class Tiles(NamedTuple):
-    """A tile table, see the module's docstring; without one (0) a GEMM is dense."""
+    """The addresses of a tile table, see the module's docstring; without a table (0) a GEMM is dense."""
 
     table: Address = 0
     num_tiles: Address = 0
     done_counters: Address = 0  # 0: GEMM 2 of the experts waits for the end of GEMM 1
 
 
-def tiles_of_counts_launch(counts: Address, groups: int, max_m: int, out: Tiles, tile_rows: int) -> Launch:
-    """Tiles of `[groups, max_m]` rows, the first `counts[g]` of each group.
+def tiles_of_counts_launch(counts: Address, groups: int, max_m: int, tiles: Tiles, tile_rows: int) -> Launch:
+    """Returns the launch that writes tiles of the first `counts[g]` rows of each group of `[groups, max_m]` rows.
 
     `counts` is the address of int32 `[groups]`, which are clamped to `[0, max_m]`.
     """
@@ -37,9 +37,9 @@ def tiles_of_counts_launch(counts: Address, groups: int, max_m: int, out: Tiles,
         1,
         key.arguments(
             counts=counts,
-            table=out.table,
-            num_tiles=out.num_tiles,
-            done_counters=out.done_counters,
+            table=tiles.table,
+            num_tiles=tiles.num_tiles,
+            done_counters=tiles.done_counters,
             groups=groups,
             max_m=max_m,
             block_m=tile_rows,
@@ -48,8 +48,8 @@ def tiles_of_counts_launch(counts: Address, groups: int, max_m: int, out: Tiles,
     )
 
 
-def tiles_of_ends_launch(ends: Address, groups: int, rows: int, alignment: int, out: Tiles, tile_rows: int) -> Launch:
-    """Tiles of `rows` rows; those of group g end at `ends[g]`.
+def tiles_of_ends_launch(ends: Address, groups: int, rows: int, alignment: int, tiles: Tiles, tile_rows: int) -> Launch:
+    """Returns the launch that writes tiles of `rows` rows; the rows of group g end at `ends[g]`.
 
     `ends` is the address of int32 `[groups]`; a group begins at the next multiple of `alignment`.
     """
@@ -59,9 +59,9 @@ def tiles_of_ends_launch(ends: Address, groups: int, rows: int, alignment: int, 
         1,
         key.arguments(
             ends=ends,
-            table=out.table,
-            num_tiles=out.num_tiles,
-            done_counters=out.done_counters,
+            table=tiles.table,
+            num_tiles=tiles.num_tiles,
+            done_counters=tiles.done_counters,
             groups=groups,
             rows=rows,
             alignment=alignment,
@@ -77,15 +77,15 @@ def tiles_of_indices_launch(
     rows: int,
     groups: int,
     run_begins: Address,
-    out: Tiles,
+    tiles: Tiles,
     tile_rows: int,
-    d: Address,
+    out: Address,
     n: int,
 ) -> Launch:
-    """Tiles of the runs of equal ids in int32 `[rows]` at `indices`; ids outside `[0, groups)` make no tile.
+    """Returns the launch that writes a tile for each run of equal ids in int32 `[rows]` at `indices`.
 
-    The rows of such ids in bfloat16 `[rows, n]` at `d` become zeros. `run_begins` is the address of int32 `[rows]`
-    scratch.
+    Ids outside `[0, groups)` get no tile; their rows in bfloat16 `[rows, n]` at `out` become zeros. `run_begins` is the
+    address of int32 `[rows]` scratch.
     """
     key = tiles_of_indices_key()
     return Launch(
@@ -94,9 +94,9 @@ def tiles_of_indices_launch(
         key.arguments(
             ids=indices,
             run_begins=run_begins,
-            table=out.table,
-            num_tiles=out.num_tiles,
-            d=d,
+            table=tiles.table,
+            num_tiles=tiles.num_tiles,
+            d=out,
             rows=rows,
             num_groups=groups,
             block_m=tile_rows,

@@ -1,4 +1,4 @@
-"""The Triton kernels, for GPUs that the kernels in csrc do not run on."""
+"""The backend of the Triton kernels, for GPUs that the kernels in csrc do not run on."""
 
 import functools
 
@@ -11,7 +11,7 @@ from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output, layer_refusal
 from fp8moe_plugin.plan.triton import kernel_sets, plans
 
-PLANS = 4096  # that each method keeps
+PLANS = 4096  # most plans that each method caches
 
 
 class Triton:

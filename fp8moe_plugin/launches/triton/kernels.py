@@ -23,46 +23,46 @@ from fp8moe_plugin.plan.triton.catalog import (
     tiles_of_indices_key,
 )
 
-ROW_TILES_AT_ONCE = 16  # that consecutive programs of a GEMM share column by column, as their weights stay in L2
+ROW_TILES_AT_ONCE = 16  # consecutive programs of a GEMM walk these column by column, so that weights stay in L2
 
 
-class Table(NamedTuple):
-    """A tile table, see triton_kernels/route.py, with room for so many tiles."""
+class TileTable(NamedTuple):
+    """The addresses of a tile table, see triton_kernels/route.py."""
 
     table: Address
     num_tiles: Address
-    tiles: int
+    tiles: int  # capacity
     tile_rows: int
 
 
-class Strides(NamedTuple):
-    """Of the scales of rows, in elements."""
+class ScaleStrides(NamedTuple):
+    """The strides of the scales of rows, in elements."""
 
     row: int
-    group: int  # beside that of its rows
+    group: int  # added to the stride of the group's rows
     k_block: int
 
     @classmethod
-    def of(cls, rows: Rows, row_major: bool = False) -> "Strides":
-        """`row_major`: as those that GEMM 1 gathers, whose strides `Rows` does not have."""
+    def of(cls, rows: Rows, row_major: bool = False) -> "ScaleStrides":
+        """Returns the strides of K-major or row-major scales; `Rows` holds only those of K-major scales."""
         return cls(rows.k // GROUP, 0, 1) if row_major else cls(1, rows.scale_group, rows.scale_k_block)
 
 
-class Routing(NamedTuple):
-    """Where each (token, expert) pair goes."""
+class TritonRouting(NamedTuple):
+    """The row of each (token, expert) pair."""
 
-    slots: Address  # int32 [T, topk]: its row, -1 for none
+    slots: Address  # int32 [T, topk]: the row of each pair, -1 for none
     tokens: Address  # int32 [T * topk]: the token of each row
     counts: Address  # scratch, see `triton_prepare_launches`
 
 
 def triton_launch(key: TritonKey, grid: int, **arguments: Argument) -> Launch:
-    """Returns a launch, under programmatic dependent launch (PDL) where the target has it: the kernel waits."""
+    """Returns a launch that uses programmatic dependent launch (PDL) if the target has it; the kernel waits inside."""
     return Launch(key, grid, key.arguments(**arguments), pdl=bool(dict(key.defines)["PDL"]))
 
 
 def pairs_arguments(ids: Ids) -> dict[str, Argument]:
-    """The arguments from which `local_experts` (triton_kernels/route.py) finds the experts of a step's pairs."""
+    """Returns the arguments from which `local_experts` (triton_kernels/route.py) finds the experts of the pairs."""
     return {
         "ids": ids.ids,
         "expert_map": ids.expert_map,
@@ -80,7 +80,7 @@ def pairs_arguments(ids: Ids) -> dict[str, Argument]:
 
 
 def triton_quantize_launch(target: str, ue8m0: bool, x: Address, out: Rows) -> Launch:
-    """Quantize bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
+    """Returns the launch that quantizes bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
     return triton_launch(
         quantize_key(target, ue8m0),
         ceil_div(out.rows, QUANTIZE_ROWS) * (out.k // GROUP),
@@ -95,22 +95,22 @@ def triton_quantize_launch(target: str, ue8m0: bool, x: Address, out: Rows) -> L
 
 
 def triton_prepare_launches(
-    target: str, hidden_states: Address, x: Rows, ids: Ids, at: Routing, tiles: Table
+    target: str, hidden_states: Address, x: Rows, ids: Ids, routing: TritonRouting, tiles: TileTable
 ) -> list[Launch]:
-    """Quantize a layer's tokens to `x`, with row-major scales, and give each pair a row.
+    """Returns the launches that quantize a layer's tokens to `x`, with row-major scales, and give each pair a row.
 
-    Rows of an expert are consecutive, in the order of the pairs. The number of rows is left in the second element of
-    `num_tiles`.
+    Rows of an expert are consecutive, in the order of the pairs. The second element of `num_tiles` becomes the number
+    of rows.
 
     Args:
-        at: where `counts` is int32 `[chunks, padded experts]`, unused for a single chunk.
+        routing: its `counts` are int32 `[chunks, padded experts]`, unused for a single chunk.
     """
     experts, (chunks, parts) = ids.spec.shape.local_experts, route_chunks(ids.pairs)
     tokens = {"x": hidden_states, "q": x.values, "scales": x.scales, "num_tokens": x.rows, "k": x.k}
     common = pairs_arguments(ids)
     results = {
-        "slots": at.slots,
-        "tokens": at.tokens,
+        "slots": routing.slots,
+        "tokens": routing.tokens,
         "table": tiles.table,
         "num_tiles": tiles.num_tiles,
         "block_m": tiles.tile_rows,
@@ -119,38 +119,44 @@ def triton_prepare_launches(
     grid = chunks + ceil_div(x.rows, dict(key.defines)["ROWS"]) * (x.k // GROUP)
     if chunks == 1:
         return [triton_launch(key, grid, **tokens, **common, **results)]
-    counted = {"counts": at.counts, "parts": parts}
+    counted = {"counts": routing.counts, "parts": parts}
     return [
-        triton_launch(key, grid, **tokens, **common, **counted, slots=at.slots, chunks=chunks),
+        triton_launch(key, grid, **tokens, **common, **counted, slots=routing.slots, chunks=chunks),
         triton_launch(route_key(target, experts), chunks, **common, **results, **counted),
     ]
 
 
-def triton_tiles_of_counts_launch(target: str, counts: Address, groups: int, max_m: int, out: Table) -> Launch:
-    """Tiles of `[groups, max_m]` rows, the first `counts[g]` of each group; counts are clamped to `[0, max_m]`."""
+def triton_tiles_of_counts_launch(target: str, counts: Address, groups: int, max_m: int, tiles: TileTable) -> Launch:
+    """Returns the launch that writes tiles of the first `counts[g]` rows of each group of `[groups, max_m]` rows.
+
+    Counts are clamped to `[0, max_m]`.
+    """
     return triton_launch(
         tiles_of_counts_key(target),
         1,
         counts=counts,
-        table=out.table,
-        num_tiles=out.num_tiles,
+        table=tiles.table,
+        num_tiles=tiles.num_tiles,
         groups=groups,
         max_m=max_m,
-        block_m=out.tile_rows,
+        block_m=tiles.tile_rows,
     )
 
 
-def triton_tiles_of_indices_launch(target: str, indices: Address, rows: int, groups: int, out: Table) -> Launch:
-    """Tiles of the runs of equal ids in int32 `[rows]` at `indices`; ids outside `[0, groups)` make no tile."""
+def triton_tiles_of_indices_launch(target: str, indices: Address, rows: int, groups: int, tiles: TileTable) -> Launch:
+    """Returns the launch that writes a tile for each run of equal ids in int32 `[rows]` at `indices`.
+
+    Ids outside `[0, groups)` get no tile.
+    """
     return triton_launch(
         tiles_of_indices_key(target),
         1,
         ids=indices,
-        table=out.table,
-        num_tiles=out.num_tiles,
+        table=tiles.table,
+        num_tiles=tiles.num_tiles,
         rows=rows,
         num_groups=groups,
-        block_m=out.tile_rows,
+        block_m=tiles.tile_rows,
     )
 
 
@@ -158,13 +164,13 @@ def triton_tiles_of_indices_launch(target: str, indices: Address, rows: int, gro
 
 
 def triton_gate_up_launch(
-    key: TritonKey, a: Rows, w13: Weights, out: Rows, tiles: Table, *, a_rows: Address = 0
+    key: TritonKey, a: Rows, w13: Weights, out: Rows, tiles: TileTable, *, a_rows: Address = 0
 ) -> Launch:
-    """GEMM 1 of the experts with SwiGLU, to quantized rows.
+    """Returns the launch of GEMM 1 of the experts with SwiGLU, to quantized rows.
 
     With `a_rows`, row i reads row `a_rows[i]` of `a`, whose scales are row-major.
     """
-    strides = Strides.of(a, row_major=a_rows != 0)
+    strides = ScaleStrides.of(a, row_major=a_rows != 0)
     return triton_launch(
         key,
         tiles.tiles * (out.k // GROUP),
@@ -193,13 +199,16 @@ def triton_gemm_launch(
     a: Rows,
     b: Weights,
     out: Address,
-    tiles: Table | None = None,
+    tiles: TileTable | None = None,
     *,
     a_rows: Address = 0,
     c: Address = 0,
 ) -> Launch:
-    """`out = a @ b.T (+ c)`, of the rows in `tiles` or of all rows; `a_rows` as for `triton_gate_up_launch`."""
-    strides, sizes = Strides.of(a, row_major=a_rows != 0), dict(key.defines)
+    """Returns the launch of `out = a @ b.T (+ c)`, for the rows in `tiles` or for all rows.
+
+    `a_rows`: see `triton_gate_up_launch`.
+    """
+    strides, sizes = ScaleStrides.of(a, row_major=a_rows != 0), dict(key.defines)
     row_tiles = tiles.tiles if tiles else ceil_div(a.rows, sizes["BLOCK_M"])
     return triton_launch(
         key,
@@ -232,7 +241,10 @@ def triton_gemm_launch(
 def triton_silu_mul_quant_launch(
     target: str, ue8m0: bool, gate_up: Address, counts: Address, groups: int, max_m: int, out: Rows
 ) -> Launch:
-    """SwiGLU of bfloat16 `[groups, max_m, 2I]`, the first `counts[g]` rows of each group, to quantized rows."""
+    """Returns the launch that applies SwiGLU to bfloat16 `[groups, max_m, 2I]` and quantizes the result.
+
+    It processes the first `counts[g]` rows of each group.
+    """
     key = silu_mul_quant_key(target, ue8m0)
     return triton_launch(
         key,
@@ -250,7 +262,7 @@ def triton_silu_mul_quant_launch(
 def triton_combine_launch(
     target: str, rows: Address, slots: Address, tensors: LayerAddresses, tokens: int, spec: LayerSpec
 ) -> Launch:
-    """The weighted sum of each token's rows; see `sm90.combine.combine_launch`."""
+    """Returns the launch of the weighted sum of each token's rows; see `sm90.combine.combine_launch`."""
     topk, hidden, *_ = spec.shape
     return triton_launch(
         combine_key(target),

@@ -3,8 +3,8 @@
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.operands import Ids, LayerAddresses, Rows, Weights, placed
 from fp8moe_plugin.launches.triton.kernels import (
-    Routing,
-    Table,
+    TileTable,
+    TritonRouting,
     triton_combine_launch,
     triton_gate_up_launch,
     triton_gemm_launch,
@@ -25,7 +25,7 @@ from fp8moe_plugin.plan.triton.plans import (
 
 
 def layer_launches(step: TritonStepPlan, tensors: LayerAddresses, ids_64: bool) -> tuple[Launch, ...]:
-    """Returns the kernels of `fused_moe`; the scratch has `step.scratch.nbytes` bytes."""
+    """Returns the launches of `fused_moe`; the scratch has `step.scratch.nbytes` bytes."""
     ids = Ids(tensors.topk_ids, ids_64, tensors.expert_map, step.tokens, step.spec)
     if isinstance(step, TritonSmallBatchStep):
         return _small_batch_launches(step, tensors, ids)
@@ -35,8 +35,8 @@ def layer_launches(step: TritonStepPlan, tensors: LayerAddresses, ids_64: bool) 
 def _sorted_launches(step: TritonStep, tensors: LayerAddresses, ids: Ids) -> tuple[Launch, ...]:
     _, hidden, intermediate, experts, _ = step.spec.shape
     at = placed(step.scratch, tensors.scratch)
-    tiles = Table(at.table, at.num_tiles, step.tiles, step.tile_rows)
-    routing = Routing(at.slots, at.tokens, at.counts)
+    tiles = TileTable(at.table, at.num_tiles, step.tiles, step.tile_rows)
+    routing = TritonRouting(at.slots, at.tokens, at.counts)
     x = Rows.row_major(at.x, at.x_scales, step.tokens, hidden)
     w13 = Weights(tensors.w13, experts, 2 * intermediate, hidden, tensors.w13_scale)
     w2 = Weights(tensors.w2, experts, hidden, intermediate, tensors.w2_scale)
@@ -60,9 +60,9 @@ def _small_batch_launches(step: TritonSmallBatchStep, tensors: LayerAddresses, i
 def batched_launches(
     plan: TritonBatched, x: Rows, w13: Weights, w2: Weights, counts: Address, out: Address, scratch: Address
 ) -> list[Launch]:
-    """Returns the kernels of `batched_experts`, on the first `counts[e]` rows of each expert of `[experts, max_m]`."""
+    """Returns the launches of `batched_experts` for the first `counts[e]` rows of each expert of `[experts, max_m]`."""
     at = placed(plan.scratch, scratch)
-    tiles = Table(at.table, at.num_tiles, plan.tiles, plan.tile_rows)
+    tiles = TileTable(at.table, at.num_tiles, plan.tiles, plan.tile_rows)
     inner = Rows.k_major(at.inner, at.inner_scales, x.rows, w2.k)
     return [
         triton_tiles_of_counts_launch(plan.target, counts, w2.experts, x.rows // w2.experts, tiles),
@@ -74,9 +74,9 @@ def batched_launches(
 def grouped_launches(
     plan: TritonGrouped, grouping: Grouping, a: Rows, b: Weights, out: Address, layout: Address, scratch: Address
 ) -> list[Launch]:
-    """Returns the kernels of a grouped GEMM; `layout` is the address of what `grouping` names, which is not ENDS."""
+    """Returns the launches of a grouped GEMM; `layout` is the address of what `grouping` names, which is not ENDS."""
     at = placed(plan.scratch, scratch)
-    tiles = Table(at.table, at.num_tiles, plan.tiles, plan.tile_rows)
+    tiles = TileTable(at.table, at.num_tiles, plan.tiles, plan.tile_rows)
     if grouping.kind is GroupedBy.INDICES:
         first = triton_tiles_of_indices_launch(plan.target, layout, a.rows, b.experts, tiles)
     else:
@@ -87,5 +87,5 @@ def grouped_launches(
 def dense_launches(
     plan: TritonDense, a: Rows, b: Weights, out: Address, c: Address = 0, *, after_quantize: bool = False
 ) -> tuple[Launch]:
-    """`out = a @ b.T (+ c)`; each Triton kernel waits for the one before, whatever that is."""
+    """Returns the launch of `out = a @ b.T (+ c)`; each Triton kernel waits for the preceding kernel."""
     return (triton_gemm_launch(plan.kernel, a, b, out, c=c),)

@@ -7,7 +7,7 @@ from fp8moe_plugin.plan.triton.catalog import TritonKey
 
 
 def triton_gate_up_small_batch_launch(key: TritonKey, tensors: LayerAddresses, ids: Ids, inner: Address) -> Launch:
-    """GEMM 1 with SwiGLU of each pair of a step, to bfloat16 `[tokens * topk, I]` at `inner`."""
+    """Returns the launch of GEMM 1 with SwiGLU for each pair of a step, to bfloat16 `[tokens * topk, I]` at `inner`."""
     shape = ids.spec.shape
     return triton_launch(
         key,
@@ -23,7 +23,7 @@ def triton_gate_up_small_batch_launch(key: TritonKey, tensors: LayerAddresses, i
 
 
 def triton_down_small_batch_launch(key: TritonKey, tensors: LayerAddresses, ids: Ids, inner: Address) -> Launch:
-    """GEMM 2 of each pair of a step, and the weighted sum of each token's pairs."""
+    """Returns the launch of GEMM 2 for each pair of a step, and the weighted sum of each token's pairs."""
     shape = ids.spec.shape
     return triton_launch(
         key,

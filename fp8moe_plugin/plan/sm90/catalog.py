@@ -14,8 +14,8 @@ from fp8moe_plugin.plan.spec import Output
 
 SMEM_BYTES = 227 * KIB  # limit per block; kernels with one block per SM have as many stages as fit
 MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it asks for
-DENSE_FEW_ROWS_TILE_M = (8, 16, 32)  # padded rows of dense_gemm_few_rows
-DENSE_TILE_M, DENSE_TILE_N = (64, 128), (16, 32, 64, 96, 112, 128, 144, 160, 176, 192)  # per tile of dense_gemm
+DENSE_FEW_TILE_ROWS = (8, 16, 32)  # padded rows of dense_gemm_few_rows
+DENSE_TILE_ROWS, DENSE_TILE_N = (64, 128), (16, 32, 64, 96, 112, 128, 144, 160, 176, 192)  # per tile of dense_gemm
 DENSE_CLUSTER = 2  # blocks of dense_gemm_many_rows that share weights
 DENSE_CLUSTER_TILE_N = (144, 176, 192, 256)  # columns per tile of dense_gemm_many_rows
 GROUPED_TILE_N = (128, 256)  # columns per tile of grouped_gemm
@@ -144,9 +144,9 @@ def down_small_batch_key(padded_tokens: int, cluster: int) -> KernelKey:
 
 
 @functools.cache
-def dense_gemm_key(tile_m: int) -> KernelKey:
-    """Dense GEMM in tiles of `tile_m` rows, as wide as the plan says."""
-    return KernelKey("dense_gemm", (("BLOCK_M", tile_m),), tile_m * 2 + 128, SMEM_BYTES)
+def dense_gemm_key(tile_rows: int) -> KernelKey:
+    """Dense GEMM in tiles of `tile_rows` rows, as wide as the plan says."""
+    return KernelKey("dense_gemm", (("BLOCK_M", tile_rows),), tile_rows * 2 + 128, SMEM_BYTES)
 
 
 @functools.cache

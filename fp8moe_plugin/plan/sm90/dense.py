@@ -9,9 +9,9 @@ from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER,
     DENSE_CLUSTER_TILE_N,
-    DENSE_FEW_ROWS_TILE_M,
-    DENSE_TILE_M,
+    DENSE_FEW_TILE_ROWS,
     DENSE_TILE_N,
+    DENSE_TILE_ROWS,
     GROUPED_TILE_N,
     dense_gemm_few_rows_key,
     dense_gemm_key,
@@ -43,7 +43,7 @@ class DensePlan:
 
     kernel: KernelKey
     output: Output
-    tile_m: int
+    tile_rows: int
     tile_n: int
     blocks: int  # of the grid
     cluster: int = 1  # blocks that share a tile by splitting K
@@ -64,11 +64,11 @@ def plan_dense(
     """
     if output != Output.BF16:
         return grouped(m, n, output, multiprocessors)
-    if m <= DENSE_FEW_ROWS_TILE_M[-1] and splits_k(n, k) and not batch_invariant:
+    if m <= DENSE_FEW_TILE_ROWS[-1] and splits_k(n, k) and not batch_invariant:
         plan = few_rows(m, n)
         if plan.blocks <= multiprocessors:
             return plan
-    one_wave = ceil_div(m, DENSE_TILE_M[-1]) * ceil_div(n, DENSE_TILE_N[-1]) <= multiprocessors
+    one_wave = ceil_div(m, DENSE_TILE_ROWS[-1]) * ceil_div(n, DENSE_TILE_N[-1]) <= multiprocessors
     if m <= DENSE_ROWS or one_wave:
         return tiled(m, n, *fastest_tile(m, n, k, multiprocessors), multiprocessors)
     return fastest_by_waves(m, n, k, multiprocessors)
@@ -76,16 +76,16 @@ def plan_dense(
 
 def few_rows(m: int, n: int, cluster: int = DENSE_SPLITS) -> DensePlan:
     """The plan of dense_gemm_few_rows: with few columns, blocks that each had all of K would take long."""
-    tile_m = next(rows for rows in DENSE_FEW_ROWS_TILE_M if m <= rows)
+    tile_rows = next(rows for rows in DENSE_FEW_TILE_ROWS if m <= rows)
     blocks = ceil_div(n, DENSE_FEW_ROWS_TILE_N) * cluster
     kernel = dense_gemm_few_rows_key()
-    return DensePlan(kernel, Output.BF16, tile_m, DENSE_FEW_ROWS_TILE_N, blocks, cluster, overlaps_quantize=True)
+    return DensePlan(kernel, Output.BF16, tile_rows, DENSE_FEW_ROWS_TILE_N, blocks, cluster, overlaps_quantize=True)
 
 
-def tiled(m: int, n: int, tile_m: int, tile_n: int, multiprocessors: int) -> DensePlan:
-    """The plan of dense_gemm in tiles of `[tile_m, tile_n]`."""
-    blocks = min(ceil_div(m, tile_m) * ceil_div(n, tile_n), multiprocessors)
-    return DensePlan(dense_gemm_key(tile_m), Output.BF16, tile_m, tile_n, blocks, overlaps_quantize=True)
+def tiled(m: int, n: int, tile_rows: int, tile_n: int, multiprocessors: int) -> DensePlan:
+    """The plan of dense_gemm in tiles of `[tile_rows, tile_n]`."""
+    blocks = min(ceil_div(m, tile_rows) * ceil_div(n, tile_n), multiprocessors)
+    return DensePlan(dense_gemm_key(tile_rows), Output.BF16, tile_rows, tile_n, blocks, overlaps_quantize=True)
 
 
 def many_rows(m: int, n: int, tile_n: int, multiprocessors: int) -> DensePlan:
@@ -121,9 +121,9 @@ def fastest_tile(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int
         waves = ceil_div(ceil_div(m, rows) * ceil_div(n, columns), multiprocessors)
         return waves * ((rows + columns) * k // GROUP + rows * columns // DENSE_STORE), -rows
 
-    low, high = DENSE_TILE_M
-    heights = (low,) if m <= low else (high,) if n * k > L2_BYTES else DENSE_TILE_M
-    tiles = itertools.product(heights, (width for width in DENSE_TILE_N if width not in DENSE_MANY_ROWS_TILE_N))
+    low, high = DENSE_TILE_ROWS
+    row_counts = (low,) if m <= low else (high,) if n * k > L2_BYTES else DENSE_TILE_ROWS
+    tiles = itertools.product(row_counts, (width for width in DENSE_TILE_N if width not in DENSE_MANY_ROWS_TILE_N))
     many_rows = itertools.product((high,), DENSE_MANY_ROWS_TILE_N if m > DENSE_ROWS else ())
     return min(itertools.chain(tiles, many_rows), key=time)
 

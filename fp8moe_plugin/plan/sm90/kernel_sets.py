@@ -4,8 +4,8 @@ from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER_TILE_N,
-    DENSE_FEW_ROWS_TILE_M,
-    DENSE_TILE_M,
+    DENSE_FEW_TILE_ROWS,
+    DENSE_TILE_ROWS,
     GROUPED_TILE_N,
     MQA_NEXT_N,
     SMALL_BATCH_STAGES,
@@ -97,12 +97,12 @@ def _routing_kernels(spec: LayerSpec) -> KernelSet:
 def dense_kernels(ue8m0: bool) -> KernelSet:
     """Returns every kernel that a dense layer may launch, with its reason."""
     found: KernelSet = {
-        dense_gemm_few_rows_key(): f"dense GEMMs with few columns in steps of up to {DENSE_FEW_ROWS_TILE_M[-1]} tokens"
+        dense_gemm_few_rows_key(): f"dense GEMMs with few columns in steps of up to {DENSE_FEW_TILE_ROWS[-1]} tokens"
     }
-    for tile_m in DENSE_TILE_M:
-        found[dense_gemm_key(tile_m)] = (
+    for tile_rows in DENSE_TILE_ROWS:
+        found[dense_gemm_key(tile_rows)] = (
             f"other dense GEMMs in steps of up to {DENSE_ROWS} tokens, or more where its tiles take fewer or shorter "
-            f"waves: tiles of {tile_m} rows"
+            f"waves: tiles of {tile_rows} rows"
         )
     for tile_n in DENSE_CLUSTER_TILE_N:
         found[dense_gemm_many_rows_key(tile_n)] = (

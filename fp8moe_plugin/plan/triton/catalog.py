@@ -126,7 +126,7 @@ NARROW_STAGES = 8  # which are as many bytes in flight as two of a wide tile
 
 
 EXPERT_TILE_ROWS = FEW_ROWS, MORE_ROWS  # per tile of experts
-DENSE_TILE_ROWS = FEW_ROWS, MORE_ROWS, MANY_ROWS  # per tile of dense GEMMs
+TRITON_DENSE_TILE_ROWS = FEW_ROWS, MORE_ROWS, MANY_ROWS  # per tile of dense GEMMs
 
 
 @functools.cache

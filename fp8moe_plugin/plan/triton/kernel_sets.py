@@ -4,12 +4,12 @@ from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec
 from fp8moe_plugin.plan.triton.catalog import (
     CHUNK,
-    DENSE_TILE_ROWS,
     EXPERT_TILE_ROWS,
     FEW_ROWS,
     MORE_ROWS,
     NARROW_TILE_N,
     PADDED_EXPERTS,
+    TRITON_DENSE_TILE_ROWS,
     combine_key,
     down_small_batch_key,
     gate_up_key,
@@ -51,7 +51,9 @@ def layer_kernels(target: str, spec: LayerSpec, arrival: Arrival) -> KernelSet:
 def dense_kernels(target: str, ue8m0: bool) -> KernelSet:
     """Returns every kernel that a dense layer may launch, with its reason."""
     narrow: KernelSet = {gemm_key(target, FEW_ROWS, NARROW_TILE_N): "dense GEMMs of few rows and columns"}
-    gemms: KernelSet = {gemm_key(target, rows): f"dense GEMMs, in tiles of {rows} rows" for rows in DENSE_TILE_ROWS}
+    gemms: KernelSet = {
+        gemm_key(target, rows): f"dense GEMMs, in tiles of {rows} rows" for rows in TRITON_DENSE_TILE_ROWS
+    }
     return narrow | gemms | {quantize_key(target, ue8m0): "quantization of the activations of dense layers"}
 
 

@@ -128,7 +128,7 @@ class TritonDense:
     """One dense GEMM."""
 
     kernel: TritonKey
-    tile_m: int
+    tile_rows: int
     tile_n: int
 
 
@@ -137,7 +137,7 @@ def plan_layer(target: str, spec: LayerSpec, tokens: int) -> TritonStepPlan:
     rows_per_expert = tokens * spec.shape.topk / spec.shape.global_experts
     if not spec.batch_invariant and rows_per_expert <= TRITON_SMALL_BATCH:
         return triton_small_batch_step(target, spec, tokens)
-    return triton_step(target, spec, tokens, MORE_ROWS if spec.batch_invariant else rows_of_tiles(rows_per_expert))
+    return triton_step(target, spec, tokens, MORE_ROWS if spec.batch_invariant else choose_tile_rows(rows_per_expert))
 
 
 def triton_small_batch_step(target: str, spec: LayerSpec, tokens: int) -> TritonSmallBatchStep:
@@ -153,11 +153,11 @@ def triton_small_batch_step(target: str, spec: LayerSpec, tokens: int) -> Triton
     )
 
 
-def triton_step(target: str, spec: LayerSpec, tokens: int, height: int) -> TritonStep:
-    """Returns the plan of a step in tiles of `height` rows."""
+def triton_step(target: str, spec: LayerSpec, tokens: int, tile_rows: int) -> TritonStep:
+    """Returns the plan of a step in tiles of `tile_rows` rows."""
     topk, hidden, intermediate, experts, _ = spec.shape
     rows = tokens * topk
-    tiles, (chunks, _) = tile_capacity(rows, experts, height), route_chunks(rows)
+    tiles, (chunks, _) = tile_capacity(rows, experts, tile_rows), route_chunks(rows)
     sizes = (
         tokens * hidden,
         4 * tokens * (hidden // GROUP),
@@ -174,31 +174,31 @@ def triton_step(target: str, spec: LayerSpec, tokens: int, height: int) -> Trito
         target=target,
         spec=spec,
         tokens=tokens,
-        tile_rows=height,
+        tile_rows=tile_rows,
         tiles=tiles,
-        gate_up=gate_up_key(target, height, spec.ue8m0),
-        down=gemm_key(target, height),
+        gate_up=gate_up_key(target, tile_rows, spec.ue8m0),
+        down=gemm_key(target, tile_rows),
         scratch=TritonScratch(*offsets(*sizes)),
     )
 
 
-def rows_of_tiles(rows_per_expert: float) -> int:
+def choose_tile_rows(rows_per_expert: float) -> int:
     """Rows of the tiles of experts that have so many on average."""
     return FEW_ROWS if rows_per_expert <= TRITON_FEW_ROWS else MORE_ROWS
 
 
 def plan_batched(target: str, spec: LayerSpec, max_m: int, expected_m: int) -> TritonBatched:
     """Returns the plan of `[experts, max_m]` rows; each expert has about `expected_m` of them."""
-    height = MORE_ROWS if spec.batch_invariant else rows_of_tiles(expected_m)
+    tile_rows = MORE_ROWS if spec.batch_invariant else choose_tile_rows(expected_m)
     experts, intermediate = spec.shape.local_experts, spec.shape.intermediate
-    rows, tiles = experts * max_m, experts * ceil_div(max_m, height)
+    rows, tiles = experts * max_m, experts * ceil_div(max_m, tile_rows)
     inner = rows * intermediate, 4 * scale_pitch(rows) * (intermediate // GROUP)
     return TritonBatched(
         target=target,
         spec=spec,
-        gate_up=gate_up_key(target, height, spec.ue8m0),
-        down=gemm_key(target, height),
-        tile_rows=height,
+        gate_up=gate_up_key(target, tile_rows, spec.ue8m0),
+        down=gemm_key(target, tile_rows),
+        tile_rows=tile_rows,
         tiles=tiles,
         scratch=TritonBatchedScratch(*offsets(16 * tiles, 8, *inner)),
     )
@@ -212,9 +212,11 @@ def plan_grouped(target: str, grouping: Grouping, rows: int, groups: int, expect
         expected_m: rows per group on average; unused where each row has the index of its group.
     """
     indexed = grouping.kind is GroupedBy.INDICES
-    height = MORE_ROWS if indexed else rows_of_tiles(expected_m)
-    tiles = tile_capacity(rows, rows if indexed else groups, height)
-    return TritonGrouped(target, gemm_key(target, height), height, tiles, TritonGroupedScratch(*offsets(16 * tiles, 8)))
+    tile_rows = MORE_ROWS if indexed else choose_tile_rows(expected_m)
+    tiles = tile_capacity(rows, rows if indexed else groups, tile_rows)
+    return TritonGrouped(
+        target, gemm_key(target, tile_rows), tile_rows, tiles, TritonGroupedScratch(*offsets(16 * tiles, 8))
+    )
 
 
 def plan_dense(target: str, m: int, n: int, f32: bool, multiprocessors: int, batch_invariant: bool) -> TritonDense:
@@ -232,5 +234,5 @@ def plan_dense(target: str, m: int, n: int, f32: bool, multiprocessors: int, bat
         columns = TILE_N if wide else NARROW_TILE_N
         return TritonDense(gemm_key(target, FEW_ROWS, columns), FEW_ROWS, columns)
     fills = ceil_div(m, MANY_ROWS) * ceil_div(n, TILE_N) >= multiprocessors
-    height = MANY_ROWS if fills else MORE_ROWS
-    return TritonDense(gemm_key(target, height), height, TILE_N)
+    tile_rows = MANY_ROWS if fills else MORE_ROWS
+    return TritonDense(gemm_key(target, tile_rows), tile_rows, TILE_N)
