@@ -1,4 +1,4 @@
-"""What names a kernel: its source, what it is compiled with, and the GPUs it runs on."""
+"""The key of a kernel: its source, its macros, and the GPUs that it runs on."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from fp8moe_plugin.plan.parameters import ARGUMENTS
 
 HOPPER = (9, 0)  # the only compute capability with the instructions of the kernels in csrc
-SM90 = "sm_90a"  # the target of these kernels; the others are those of plan/triton/catalog.py
+SM90 = "sm_90a"  # the target of these kernels; plan/triton/catalog.py has the other targets
 KIB = 1024
 
 
@@ -16,8 +16,8 @@ class KernelKey:
     """One kernel to compile: `csrc/<source>.cu`, whose entry point is named `<source>` too.
 
     It is compiled with the macros `defines`, THREADS, SMEM_BYTES and `sm90.constants.MACROS`, and launched with this
-    many threads and bytes of dynamic shared memory. Only the source knows the layout of shared memory, and does not
-    compile if that is larger.
+    many threads and bytes of dynamic shared memory. The source defines the layout of shared memory, and does not
+    compile if the layout needs more than SMEM_BYTES.
     """
 
     source: str
@@ -28,7 +28,7 @@ class KernelKey:
 
     @property
     def arguments(self) -> Callable[..., tuple[Any, ...]]:
-        """Packs the keyword arguments of a launch; raises TypeError if one is missing or unknown."""
+        """A callable that packs the keyword arguments of a launch; it raises TypeError if one is missing or unknown."""
         return ARGUMENTS[self.source]
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""The parameters of each kernel: their names, kinds and order are those of the kernel's signature in its source.
+"""The parameters of each kernel: names, kinds and order match the kernel's signature in its source.
 
-A launch names its arguments. One that is missing, or that the kernel does not have, is a TypeError.
+A launch passes its arguments by name. A missing or unknown argument raises TypeError.
 """
 
 from collections import namedtuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fp8moe_plugin.plan.triton.signatures import TRITON_SCRATCH, TRITON_SIGNATURES, TritonParameter
 
-K_GROUPS = 16  # of a launch of k_grouped_gemm: what each of them needs are parameters
+K_GROUPS = 16  # groups per launch of k_grouped_gemm, each with parameters of its own
 
 
 class Kind(StrEnum):
@@ -30,7 +30,7 @@ class Parameter(NamedTuple):
 
 
 def triton_parameters(signature: tuple[TritonParameter, ...]) -> tuple[Parameter, ...]:
-    """What a launch passes: the parameters in the source, and after them Triton's own."""
+    """Returns the parameters in the kernel's source, followed by those that Triton adds."""
     pointers = tuple(Parameter(Kind.POINTER, name) for name in TRITON_SCRATCH)
     kinds = {"i32": Kind.INT, "fp32": Kind.FLOAT}
     return *(Parameter(kinds.get(p.type, Kind.POINTER), p.name) for p in signature), *pointers
@@ -143,7 +143,7 @@ PARAMETERS = {
 
 PARAMETERS |= {kernel: triton_parameters(signature) for kernel, signature in TRITON_SIGNATURES.items()}
 
-# What launches are made of: `ARGUMENTS["combine"](rows=.., slots=.., ..)` is a tuple in the order of the signature.
+# Packs the arguments of a launch: `ARGUMENTS["combine"](rows=.., slots=.., ..)` is a tuple in the signature's order.
 ARGUMENTS: dict[str, Callable[..., tuple[Any, ...]]] = {
     kernel: namedtuple(
         kernel,

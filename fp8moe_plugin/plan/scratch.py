@@ -12,12 +12,12 @@ PIECE = 256  # bytes; the alignment of pieces
 
 
 def offsets(*sizes: int) -> Iterable[int]:
-    """Returns the offsets of consecutive pieces of these sizes, and the end of the last."""
+    """Returns the offsets of consecutive pieces of these sizes, and the end of the last piece."""
     return itertools.accumulate((ceil_div(size, PIECE) * PIECE for size in sizes), initial=0)
 
 
 def tile_capacity(rows: int, groups: int, tile_rows: int) -> int:
-    """Returns the most row tiles that `rows` rows in at most `groups` groups can have; at least 1."""
+    """Returns the maximum number of row tiles of `rows` rows in at most `groups` groups; at least 1."""
     return max(1, min(rows, rows // tile_rows + groups))
 
 

@@ -1,4 +1,4 @@
-"""What a mixture-of-experts layer is: all that its plans depend on, except the number of tokens."""
+"""The description of a mixture-of-experts layer: everything that its plans depend on, except the number of tokens."""
 
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from fp8moe_plugin.formats.weight_format import WeightFormat
 class MoeShape(NamedTuple):
     """The sizes of a layer on one rank."""
 
-    topk: int  # experts of a token; with a shared expert, one more than the router chooses
+    topk: int  # experts per token, including a shared expert
     hidden: int
     intermediate: int  # on this rank
     local_experts: int
@@ -19,11 +19,11 @@ class MoeShape(NamedTuple):
 
     @classmethod
     def of(cls, local: Experts, global_experts: int) -> "MoeShape":
-        """Returns the shape of a layer, given its part on one rank."""
+        """Returns the shape of a layer from the sizes of its part on one rank."""
         return cls(local.topk, local.hidden, local.intermediate, local.experts, global_experts)
 
     def with_shared_expert(self) -> "MoeShape":
-        """Returns the shape with one more expert, which every token has."""
+        """Returns the shape with one more expert, which processes every token."""
         more = {name: getattr(self, name) + 1 for name in ("topk", "local_experts", "global_experts")}
         return self._replace(**more)
 
@@ -53,10 +53,10 @@ class LayerSpec(NamedTuple):
     bias: bool = False  # both GEMMs add a bias
     shared_expert: bool = False  # every token also has the last expert, with weight 1 and no column in the ids
     routed_scale: float = 1.0  # multiplies the router's weights
-    batch_invariant: bool = False  # a token's bits depend neither on the other tokens nor on their number
+    batch_invariant: bool = False  # a token's bits do not depend on the other tokens or their number
 
     def with_shared_expert(self, routed_scale: float) -> "LayerSpec":
-        """Returns the spec with one more expert, which every token has.
+        """Returns the spec with one more expert, which processes every token.
 
         Args:
             routed_scale: multiplies the router's weights.
@@ -65,7 +65,7 @@ class LayerSpec(NamedTuple):
 
 
 def layer_refusal(spec: LayerSpec) -> str | None:
-    """Returns what of a layer no kernel computes, or None."""
+    """Returns the property of a layer that no kernel supports, or None."""
     if spec.weights != FP8_BLOCK:
         return f"weights in the format {spec.weights.name}"
     if spec.activation.kind != SILU.kind:
@@ -76,7 +76,7 @@ def layer_refusal(spec: LayerSpec) -> str | None:
 
 
 class Arrival(StrEnum):
-    """How the rows of tokens arrive at the experts. The values are the layout's names in log and metrics."""
+    """How the rows of tokens arrive at the experts. The values name the layout in the log and the metrics."""
 
     STANDARD = "contiguous"  # bfloat16 tokens in any order, with the ids of their experts
     BATCHED = "masked"  # quantized by an all-to-all, and sorted by expert into `[E, max_m]` rows
@@ -87,19 +87,19 @@ class Output(IntEnum):
 
     BF16 = 0  # staged in shared memory, stored by TMA
     BF16_DIRECT = 1  # from registers, with an optional addend
-    F32_DIRECT = 2  # the same in float32
+    F32_DIRECT = 2  # float32 from registers, with an optional addend
 
 
 class GroupedBy(StrEnum):
-    """What assigns the rows of a grouped GEMM to groups."""
+    """The tensor that assigns the rows of a grouped GEMM to groups."""
 
     INDICES = "indices"  # int32 [rows], the group of each row
-    COUNTS = "counts"  # int32 [groups], the first rows of each group of [groups, max_m]
-    ENDS = "ends"  # int32 [groups], where the rows of each group end
+    COUNTS = "counts"  # int32 [groups], the number of valid rows of each group of [groups, max_m]
+    ENDS = "ends"  # int32 [groups], the end of each group's rows
 
 
 class Grouping(NamedTuple):
     """The layout of a grouped GEMM's rows."""
 
     kind: GroupedBy
-    alignment: int = 1  # for ENDS: a group begins at the next multiple
+    alignment: int = 1  # for ENDS: a group begins at a multiple of it

@@ -1,6 +1,6 @@
-"""Every kernel of csrc, and what it is compiled with.
+"""Every kernel of csrc, with its macros.
 
-No shape of a model and no number of tokens is in a key: a few dozen kernels serve every checkpoint.
+Keys contain neither a model's shape nor the number of tokens: a few dozen kernels serve every checkpoint.
 """
 
 import functools
@@ -13,7 +13,7 @@ from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLO
 from fp8moe_plugin.plan.spec import Output
 
 SMEM_BYTES = 227 * KIB  # limit per block; kernels with one block per SM have as many stages as fit
-MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it asks for
+MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it requests
 DENSE_FEW_TILE_ROWS = (8, 16, 32)  # padded rows of dense_gemm_few_rows
 DENSE_TILE_ROWS, DENSE_TILE_N = (64, 128), (16, 32, 64, 96, 112, 128, 144, 160, 176, 192)  # per tile of dense_gemm
 DENSE_CLUSTER = 2  # blocks of dense_gemm_many_rows that share weights
@@ -80,7 +80,7 @@ def silu_mul_quant_key(ue8m0: bool) -> KernelKey:
 
 @functools.cache
 def transpose_scales_key() -> KernelKey:
-    """A copy of scales for GEMMs that are called as ops, with scales in another order than the kernels read."""
+    """Copy of scales to the layout that the kernels read, for GEMMs that are called as ops with another layout."""
     return KernelKey("transpose_scales", (), 256)
 
 
@@ -96,7 +96,7 @@ def combine_key() -> KernelKey:
 def gate_up_key(ue8m0: bool, gather: bool) -> KernelKey:
     """GEMM 1 of the experts with its activation and the quantization of the result, for many rows per expert.
 
-    With `gather` it gathers each expert's tokens from those of the step; else they are consecutive rows.
+    With `gather` it gathers each expert's rows from the step's tokens; else its operand has consecutive rows.
     """
     return KernelKey("gate_up", (("GATHER", int(gather)), ("UE8M0", int(ue8m0))), 384, SMEM_BYTES)
 
@@ -125,7 +125,7 @@ def grouped_gemm_key(output: Output, block_n: int = 256, keep_b: bool = False) -
 
 @functools.cache
 def grouped_gemm_few_rows_key() -> KernelKey:
-    """GEMM with few rows per group. It leaves room on its SM for blocks of combine, which starts early (PDL)."""
+    """GEMM with few rows per group. It leaves shared memory for blocks of combine, which starts early (PDL)."""
     return KernelKey("grouped_gemm_few_rows", (), 384, 211 * KIB)
 
 
@@ -145,7 +145,7 @@ def down_small_batch_key(padded_tokens: int, cluster: int) -> KernelKey:
 
 @functools.cache
 def dense_gemm_key(tile_rows: int) -> KernelKey:
-    """Dense GEMM in tiles of `tile_rows` rows, as wide as the plan says."""
+    """Dense GEMM in tiles of `tile_rows` rows; the plan chooses their columns."""
     return KernelKey("dense_gemm", (("BLOCK_M", tile_rows),), tile_rows * 2 + 128, SMEM_BYTES)
 
 
@@ -167,7 +167,7 @@ def dense_gemm_few_rows_key() -> KernelKey:
 
 @functools.cache
 def k_grouped_gemm_key() -> KernelKey:
-    """GEMMs of groups that differ in K, up to `K_GROUPS` of them in a launch; it has as many stages as fit."""
+    """GEMMs of groups that differ in K, up to `K_GROUPS` groups per launch; it has as many stages as fit."""
     return KernelKey("k_grouped_gemm", (("GROUPS", K_GROUPS),), 384, SMEM_BYTES)
 
 
@@ -182,7 +182,7 @@ def mqa_logits_key(heads: int) -> KernelKey:
 
 @functools.cache
 def paged_mqa_logits_key(heads: int, next_n: int) -> KernelKey:
-    """Logits of paged KV; it has as many stages as fit. One for all `next_n` would take longer to start."""
+    """Logits of paged KV; it has as many stages as fit. One kernel for all `next_n` would start more slowly."""
     return KernelKey("paged_mqa_logits", (("HEADS", heads), ("NEXT_N", next_n)), 384, SMEM_BYTES)
 
 

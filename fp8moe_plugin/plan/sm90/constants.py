@@ -1,4 +1,4 @@
-"""What Python and the kernels must agree on: every kernel is compiled with these constants as macros.
+"""Constants that Python and the kernels share: every kernel is compiled with them as macros.
 
 A constant becomes a macro of the same name; an enum member is prefixed with its enum: `Output.BF16` is OUTPUT_BF16.
 """
@@ -23,7 +23,7 @@ SCALE_TILE_ROWS, SCALE_TILE_K = 64, 32  # rows and K blocks that a block of tran
 
 SWIZZLE_ROWS = 8  # rows of a swizzle atom: the finest unit in which rows can be loaded
 BOX_ROWS = 64  # rows that a math warpgroup multiplies, in the kernels for many rows
-FEW_ROWS_WIDE_BOX = 32  # rows of a box of grouped_gemm_few_rows, in tiles that are padded to as many or more
+FEW_ROWS_WIDE_BOX = 32  # rows of a box of grouped_gemm_few_rows, in tiles that are padded to 32 or more rows
 FEW_ROWS_TILE_N = 128  # columns per tile of grouped_gemm_few_rows
 DENSE_FEW_ROWS_TILE_N = 64  # columns per tile of dense_gemm_few_rows
 
@@ -31,8 +31,8 @@ DENSE_FEW_ROWS_TILE_N = 64  # columns per tile of dense_gemm_few_rows
 
 MAX_CLUSTER_SPLITS = 8  # blocks per cluster, which share a tile by splitting K
 MAX_GATE_UP_SPLITS = 8  # blocks of gate_up_few_rows that share a tile by splitting K
-MAX_ROUTER_EXPERTS = 512  # among which choose_experts chooses
-MAX_ROUTER_TOPK = 32  # experts that it chooses for a token, one per lane
+MAX_ROUTER_EXPERTS = 512  # experts of a router, in choose_experts
+MAX_ROUTER_TOPK = 32  # experts that choose_experts chooses for a token, one per lane
 SMALL_BATCH_PAIRS = 176  # (token, expert) pairs in a small batch
 SMALL_BATCH_K_BLOCKS = 8  # K blocks per block of gate_up_small_batch
 
@@ -40,7 +40,7 @@ SMALL_BATCH_K_BLOCKS = 8  # K blocks per block of gate_up_small_batch
 
 MQA_TILE_ROWS = 64  # KV rows of a tile, and of a page
 MQA_COLUMNS = 256  # heads of all tokens of a tile of mqa_logits
-MQA_SPLIT_ROWS = 256  # KV rows that paged_mqa_metadata deals out at a time
+MQA_SPLIT_ROWS = 256  # KV rows per split, the unit in which paged_mqa_metadata assigns work
 
 
 class Layout(IntEnum):

@@ -75,7 +75,10 @@ def plan_dense(
 
 
 def few_rows(m: int, n: int, cluster: int = DENSE_SPLITS) -> DensePlan:
-    """The plan of dense_gemm_few_rows: with few columns, blocks that each had all of K would take long."""
+    """Returns the plan of dense_gemm_few_rows.
+
+    Splits K: with few column tiles, a block that covers all of K is too slow.
+    """
     tile_rows = next(rows for rows in DENSE_FEW_TILE_ROWS if m <= rows)
     blocks = ceil_div(n, DENSE_FEW_ROWS_TILE_N) * cluster
     kernel = dense_gemm_few_rows_key()
@@ -83,20 +86,23 @@ def few_rows(m: int, n: int, cluster: int = DENSE_SPLITS) -> DensePlan:
 
 
 def tiled(m: int, n: int, tile_rows: int, tile_n: int, multiprocessors: int) -> DensePlan:
-    """The plan of dense_gemm in tiles of `[tile_rows, tile_n]`."""
+    """Returns the plan of dense_gemm in tiles of `[tile_rows, tile_n]`."""
     blocks = min(ceil_div(m, tile_rows) * ceil_div(n, tile_n), multiprocessors)
     return DensePlan(dense_gemm_key(tile_rows), Output.BF16, tile_rows, tile_n, blocks, overlaps_quantize=True)
 
 
 def many_rows(m: int, n: int, tile_n: int, multiprocessors: int) -> DensePlan:
-    """The plan of dense_gemm_many_rows in tiles of `tile_n` columns, whose blocks work in clusters."""
+    """Returns the plan of dense_gemm_many_rows in tiles of `tile_n` columns. Its blocks form clusters."""
     blocks = multiprocessors // DENSE_CLUSTER * DENSE_CLUSTER
     kernel = dense_gemm_many_rows_key(tile_n)
     return DensePlan(kernel, Output.BF16, MANY_ROWS_TILE, tile_n, blocks, overlaps_quantize=True)
 
 
 def grouped(m: int, n: int, output: Output, multiprocessors: int) -> DensePlan:
-    """The plan of grouped_gemm with one group. Tiles are narrow if those fit one wave and the output is not BF16."""
+    """Returns the plan of grouped_gemm with one group.
+
+    Tiles are narrow if the output is not BF16 and all narrow tiles fit one wave.
+    """
     narrow, wide = GROUPED_TILE_N
     one_wave = count_row_tiles(m, MANY_ROWS_TILE) * ceil_div(n, narrow) <= multiprocessors
     tile_n = narrow if output != Output.BF16 and one_wave else wide
@@ -104,12 +110,12 @@ def grouped(m: int, n: int, output: Output, multiprocessors: int) -> DensePlan:
 
 
 def splits_k(n: int, k: int) -> bool:
-    """Whether a GEMM of few rows splits K: if K is long, and each block of the clusters has an SM of its own."""
+    """Returns whether a GEMM of few rows splits K: K is long, and there is an SM for each block of the clusters."""
     return k >= LONG_K and DENSE_SPLITS * ceil_div(n, DENSE_FEW_ROWS_TILE_N) <= MULTIPROCESSORS
 
 
 def fastest_tile(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int]:
-    """The tile size of dense_gemm, rows and columns, with which the SM with the most work finishes first.
+    """Returns the rows and columns of the dense_gemm tile for which the SM with the most work finishes first.
 
     The time of a tile is modelled as that of its loads plus that of its stores. Row tiles of the same columns do not
     run in lockstep, so weights that do not stay in L2 may be read again for each row tile: then tiles have as many rows
@@ -129,11 +135,11 @@ def fastest_tile(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int
 
 
 def fastest_by_waves(m: int, n: int, k: int, multiprocessors: int) -> DensePlan:
-    """The plan of a GEMM of many rows whose waves take the least time; grouped_gemm where K is short.
+    """Returns the plan of a GEMM of many rows whose waves take the least time; grouped_gemm if K is short.
 
     With many rows the tensor cores are the bottleneck. A wave of tiles is modelled to take as long as a tile has
-    columns, plus a constant, times a factor of the kernel. Tiles of less than 128 columns are left out: their loads
-    take longer than their products.
+    columns, plus a constant, times a factor of the kernel. Tiles of less than 128 columns are not considered: their
+    loads take longer than their products.
     """
 
     def time(row_tiles: int, columns: int, at_once: int) -> int:
@@ -145,7 +151,7 @@ def fastest_by_waves(m: int, n: int, k: int, multiprocessors: int) -> DensePlan:
     least: float = time(count_row_tiles(m, MANY_ROWS_TILE), best.tile_n, multiprocessors)
     row_tiles, clusters = ceil_div(m, MANY_ROWS_TILE), multiprocessors // DENSE_CLUSTER
     pairs = ceil_div(row_tiles, DENSE_CLUSTER)
-    for columns in reversed(DENSE_CLUSTER_TILE_N if clusters else ()):  # of equally fast ones the widest
+    for columns in reversed(DENSE_CLUSTER_TILE_N if clusters else ()):  # the widest comes first, and wins a tie
         if (found := DENSE_CLUSTER_COST[columns] * time(pairs, columns, clusters)) < least:
             best, least = many_rows(m, n, columns, multiprocessors), found
     for columns in reversed(DENSE_TILE_N if m <= DENSE_WAVE_ROWS else ()):

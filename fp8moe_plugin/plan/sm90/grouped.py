@@ -45,10 +45,10 @@ class BatchedPlan:
 def plan_grouped(
     grouping: Grouping, rows: int, groups: int, n: int, k: int, expected_m: int, multiprocessors: int
 ) -> GroupedPlan:
-    """Returns the plan of `[rows, k]` activations in at most `groups` groups, and `[groups, n, k]` weights.
+    """Returns the plan for `[rows, k]` activations in at most `groups` groups, and `[groups, n, k]` weights.
 
     Args:
-        rows: of all groups, including those without a result.
+        rows: the rows of all groups, including rows without a result.
         expected_m: rows per group on average; unused where each row has the index of its group.
         multiprocessors: of the GPU.
     """
@@ -62,7 +62,7 @@ def plan_grouped(
 
 
 def plan_batched(spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int = MULTIPROCESSORS) -> BatchedPlan:
-    """Returns the plan of `[experts, max_m]` rows; each expert has about `expected_m` of them."""
+    """Returns the plan for `[experts, max_m]` rows, of which each expert uses about `expected_m`."""
     intermediate, keep_b = spec.shape.intermediate, keeps_b(expected_m, spec.shape.intermediate)
     return BatchedPlan(
         spec=spec,
@@ -75,15 +75,15 @@ def plan_batched(spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: 
 
 
 def grouped_key(tile_rows: int, keep_b: bool = False) -> KernelKey:
-    """The grouped GEMM in tiles of `tile_rows`; `keep_b`: see `keeps_b`."""
+    """Returns the key of the grouped GEMM in tiles of `tile_rows` rows; `keep_b`: see `keeps_b`."""
     return grouped_gemm_few_rows_key() if tile_rows == FEW_ROWS_TILE else grouped_gemm_key(Output.BF16, keep_b=keep_b)
 
 
 def down_uses_pdl(rows_per_expert: float, intermediate: int) -> bool:
-    """Whether GEMM 2 starts early (PDL), on SMs for which GEMM 1 has no tiles left, in tiles of MANY_ROWS_TILE rows.
+    """Returns whether GEMM 2 starts early (PDL), on SMs where GEMM 1 has no tiles left.
 
-    With narrow experts and many rows GEMM 2 takes its tiles in a fixed order instead, which is 5% faster and needs all
-    blocks to start together; unless it `keeps_b`.
+    For tiles of MANY_ROWS_TILE rows. With narrow experts and many rows, GEMM 2 instead takes its tiles in a fixed
+    order, unless it `keeps_b`. That is 5% faster, but all blocks must start together.
 
     Args:
         rows_per_expert: on average over the experts of all ranks.
@@ -93,19 +93,19 @@ def down_uses_pdl(rows_per_expert: float, intermediate: int) -> bool:
 
 
 def keeps_b(rows_per_expert: float, intermediate: int) -> bool:
-    """Whether each block of GEMM 2 takes a run of row tiles of the same columns and loads their weights once.
+    """Returns whether each block of GEMM 2 takes a run of row tiles of the same columns and loads their weights once.
 
-    For tiles of MANY_ROWS_TILE rows. It pays if K is short, so that weights are most of what a tile loads, and if
-    experts have enough rows for long runs.
+    For tiles of MANY_ROWS_TILE rows. This is faster if K is short, so that most bytes that a tile loads are weights,
+    and if experts have enough rows for long runs.
     """
     return intermediate <= KEEP_B_UP_TO and rows_per_expert >= EARLY_BELOW
 
 
 def columns_at_once(rows: int, groups: int, n: int, k: int) -> int:
-    """How many column tiles a block of grouped_gemm_few_rows takes at once, for `rows` rows in at most `groups` groups.
+    """Returns how many column tiles a block of grouped_gemm_few_rows takes at once.
 
-    Enough to amortise the setup of a tile over about K_BLOCKS_PER_SETUP K blocks, but so that at least three quarters
-    of the SMs have work.
+    The number amortises the setup of a tile over about K_BLOCKS_PER_SETUP K blocks, and still gives at least three
+    quarters of the SMs work, for `rows` rows in at most `groups` groups.
     """
     column_tiles, k_blocks = ceil_div(n, GROUP), k // GROUP
     fits = [c for c in range(1, ceil_div(K_BLOCKS_PER_SETUP, k_blocks) + 1) if column_tiles % c == 0]

@@ -1,42 +1,48 @@
-"""How the logits of a sparse-attention indexer are laid out and dealt out: as by DeepGEMM, on which callers rely."""
+"""The layout of a sparse-attention indexer's logits and their division among blocks.
+
+Both match DeepGEMM, because callers rely on them.
+"""
 
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.sm90.catalog import MQA_HEADS
 from fp8moe_plugin.plan.sm90.constants import MQA_SPLIT_ROWS
 
 HEAD_DIMS = (32, 64, 128)
-ROW_BYTES = 1024  # a row of logits starts at a multiple
-WIDE_NEXT_N = 4  # whose runs DeepGEMM gives to two multiprocessors each
+ROW_BYTES = 1024  # a row of logits starts at a multiple of it
+WIDE_NEXT_N = 4  # for this next_n, DeepGEMM assigns two multiprocessors to each run
 
 
 def indexer_refusal(heads: int, dim: int) -> str | None:
-    """Why no kernel computes the logits of an indexer of so many heads and channels a head, or None if one does."""
+    """Returns why no kernel supports an indexer with `heads` heads of `dim` channels, or None if one does."""
     if heads in MQA_HEADS and dim in HEAD_DIMS:
         return None
     return f"it has {heads} heads of {dim} channels, the kernels need {any_of(MQA_HEADS)} of {any_of(HEAD_DIMS)}"
 
 
 def any_of(choices: tuple[object, ...]) -> str:
-    """The choices as a list for a message: `32, 64 or 128`."""
+    """Returns the choices as a list for a message: `32, 64 or 128`."""
     *others, last = map(str, choices)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def logits_pitch(columns: int, element_size: int) -> int:
-    """Elements from one row of logits to the next, of a result of so many columns."""
+    """Returns the number of elements from one row of logits to the next, for a result of `columns` columns."""
     elements = ROW_BYTES // element_size
     return ceil_div(ceil_div(columns, MQA_SPLIT_ROWS) * MQA_SPLIT_ROWS, elements) * elements
 
 
 def full_logits_pitch(columns: int, element_size: int) -> int:
-    """The same of a result with a column for each KV row: DeepGEMM writes up to a split past the last one."""
+    """Returns `logits_pitch` for a result with a column for each KV row.
+
+    It has space for another split, because DeepGEMM writes up to a split past the last column.
+    """
     elements = ROW_BYTES // element_size
     return ceil_div(columns + MQA_SPLIT_ROWS, elements) * elements
 
 
 def blocks_per_run(next_n: int, runs: int, multiprocessors: int) -> int:
-    """How many blocks share a run of `get_paged_mqa_logits_metadata`.
+    """Returns how many blocks share a run of `get_paged_mqa_logits_metadata`.
 
-    For `WIDE_NEXT_N` tokens callers ask for half as many runs as there are multiprocessors.
+    For `WIDE_NEXT_N` tokens, callers request half as many runs as there are multiprocessors.
     """
     return 2 if next_n == WIDE_NEXT_N and 2 * runs <= multiprocessors else 1

@@ -1,4 +1,4 @@
-"""Which kernels a layer may launch at any number of tokens, each with the reason that `warmup list` prints."""
+"""The kernels that a layer may launch at any number of tokens, each with the reason that `warmup list` prints."""
 
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
@@ -60,7 +60,7 @@ def _few(spec: LayerSpec) -> int:
 
 
 def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
-    """The GEMMs of steps whose tokens are gathered."""
+    """Returns the GEMMs that gather their tokens, and their quantization."""
     few, ue8m0 = _few(spec), spec.ue8m0
     return {
         grouped_gemm_few_rows_key(): f"GEMM 2 of the experts in steps of up to {few} tokens: decode",
@@ -82,7 +82,7 @@ def _small_batch_kernels(ue8m0: bool) -> KernelSet:
 
 
 def _routing_kernels(spec: LayerSpec) -> KernelSet:
-    """What runs before and after the GEMMs."""
+    """Returns the kernels that run before and after the GEMMs."""
     one_chunk = PAIRS_PER_CHUNK // spec.shape.topk
     return {
         quantize_key(spec.ue8m0, Layout.PERMUTED): "quantization of the tokens, with a copy for each of their experts",

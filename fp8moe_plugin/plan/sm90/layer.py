@@ -1,4 +1,4 @@
-"""The plan of a step: what a mixture-of-experts layer chooses by its spec and the number of tokens.
+"""The plan of a step: the choices of a mixture-of-experts layer, from its spec and the number of tokens.
 
 With `batch_invariant` every sum is computed in the same order for any number of tokens: K is never split, and
 the small-batch kernels are not used. The tiles may still depend on the number of tokens, because wgmma rounds the same
@@ -117,9 +117,9 @@ def plan_layer(spec: LayerSpec, tokens: int, multiprocessors: int = MULTIPROCESS
 
 
 def few_rows_tokens(topk: int, global_experts: int) -> int:
-    """The most tokens for which a layer takes the kernels for few rows, which stream the weights.
+    """Returns the largest number of tokens for which a layer uses the kernels for few rows, which stream the weights.
 
-    Beyond, too many experts have more than FEW_ROWS_TILE rows, and load their weights twice.
+    With more tokens, too many experts have more than FEW_ROWS_TILE rows and load their weights twice.
     """
     return FEW_ROWS_PER_EXPERT * global_experts // topk
 
@@ -128,7 +128,7 @@ def few_rows_tokens(topk: int, global_experts: int) -> int:
 
 
 def small_batch_tokens(shape: MoeShape, tokens: int) -> int:
-    """Padded token count (8 or 16), or 0 if the small-batch path does not apply.
+    """Returns the padded token count (8 or 16), or 0 if the small-batch path does not apply.
 
     Every tile multiplies all tokens of the batch, though an expert has only some of them. That costs nothing while the
     kernels are bound by loading weights, and saves the launches that sort the tokens. If a rank is expected to read
@@ -149,12 +149,12 @@ def small_batch_tokens(shape: MoeShape, tokens: int) -> int:
 
 
 def small_batch_fits(shape: MoeShape, padded_tokens: int, multiprocessors: int) -> bool:
-    """Whether the smallest grids of both kernels have no more blocks than there are multiprocessors."""
+    """Returns whether the smallest grids of both kernels have at most one block per multiprocessor."""
     return max(2 * gate_up_cluster(padded_tokens, shape.hidden), shape.hidden // GROUP) <= multiprocessors
 
 
 def small_batch_step(spec: LayerSpec, tokens: int, padded_tokens: int, multiprocessors: int) -> SmallBatchStep:
-    """Returns the plan of at most `padded_tokens` tokens for the small-batch kernels."""
+    """Returns the plan of a step of at most `padded_tokens` tokens for the small-batch kernels."""
     shape = spec.shape
     cluster = gate_up_cluster(padded_tokens, shape.hidden)
     tiles = min(tokens * shape.topk, shape.local_experts) * (shape.intermediate // GROUP)
@@ -172,15 +172,15 @@ def small_batch_step(spec: LayerSpec, tokens: int, padded_tokens: int, multiproc
 
 
 def gate_up_cluster(padded_tokens: int, hidden: int) -> int:
-    """Blocks that share a tile of gate_up_small_batch by splitting K: as few as can hold K."""
+    """Returns how many blocks share a tile of gate_up_small_batch by splitting K: the fewest that can hold K."""
     clusters = (cluster for tokens, cluster in SMALL_BATCH_STAGES if tokens == padded_tokens)
     return min(cluster for cluster in clusters if hidden <= SMALL_BATCH_K_BLOCKS * GROUP * cluster)
 
 
 def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
-    """How many clusters of gate_up_small_batch share at most `tiles` tiles.
+    """Returns how many clusters of gate_up_small_batch share at most `tiles` tiles.
 
-    With many tiles, fewer than one block per SM: the GPCs do not divide evenly into clusters, so the last clusters
+    With many tiles, there are fewer blocks than SMs: the GPCs do not divide evenly into clusters, so the last clusters
     would share SMs with others. With few tiles per cluster, sharing costs less than another wave of tiles.
     """
     clusters = max(multiprocessors // cluster, 2)
@@ -189,9 +189,10 @@ def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
 
 
 def down_splits(hidden: int, padded_tokens: int, multiprocessors: int = MULTIPROCESSORS) -> int:
-    """Blocks that share 128 channels of down_small_batch by splitting K.
+    """Returns how many blocks share 128 channels of down_small_batch by splitting K.
 
-    As few as keep up with GEMM 1, which runs concurrently: more would take memory bandwidth from it.
+    The number is just large enough to keep up with GEMM 1, which runs concurrently: more blocks would take memory
+    bandwidth from it.
     """
     columns = hidden // GROUP
     wanted = min(ceil_div(DOWN_BLOCKS[padded_tokens], columns), MAX_CLUSTER_SPLITS)
@@ -231,10 +232,10 @@ def sorted_step(spec: LayerSpec, tokens: int, tile_rows: int, multiprocessors: i
 
 
 def k_splits(rows: int, shape: MoeShape) -> int:
-    """How many blocks share a tile of gate_up_few_rows by splitting K.
+    """Returns how many blocks share a tile of gate_up_few_rows by splitting K.
 
-    As many as give each SM of an H200 at most one part, while the partial sums, which go through global memory, are at
-    most SPLIT_BYTES. This depends on the number of tokens, but not on their routing.
+    This is the largest number with at most one part per SM of an H200 and at most SPLIT_BYTES of partial sums, which go
+    through global memory. It depends on the number of tokens, but not on their routing.
     """
     tiles, nbytes = min(rows, shape.local_experts) * (shape.intermediate // GROUP), 8 * rows * shape.intermediate
     limit = min(MULTIPROCESSORS // tiles, SPLIT_BYTES // nbytes)

@@ -65,7 +65,7 @@ class GroupedScratch(NamedTuple):
 def sorted_scratch(
     shape: MoeShape, tokens: int, tile_rows: int, gathers: bool, k_splits: int, row_counters: int
 ) -> SortedScratch:
-    """The layout for a step; the arguments are fields of `SortedStep`."""
+    """Returns the layout for a step; the arguments are fields of `SortedStep`."""
     topk, hidden, intermediate, local_experts, _ = shape
     rows = tokens * topk
     tiles, chunks = tile_capacity(rows, local_experts, tile_rows), route_chunks(rows)
@@ -101,12 +101,15 @@ def batched_scratch(experts: int, max_m: int, intermediate: int, tile_rows: int)
 
 
 def grouped_scratch(rows: int, groups: int, tile_rows: int, indexed: bool) -> GroupedScratch:
-    """The layout for rows in at most `groups` groups; `indexed`: each row has the index of its group."""
+    """Returns the layout for rows in at most `groups` groups; `indexed`: each row has the index of its group."""
     tiles = tile_capacity(rows, groups, tile_rows)
     done_counters, run_begins = (0, 4 * rows) if indexed else (4 * (1 + tiles), 0)
     return GroupedScratch(*offsets(16 * tiles, 4 * NUM_TILES_LENGTH, done_counters, run_begins))
 
 
 def row_counters(intermediate: int, k_splits: int, tile_rows: int) -> int:
-    """Counters per row tile of GEMM 1: one of stored columns and, if K is split, one of the parts of each column."""
+    """Returns the counters per row tile of GEMM 1.
+
+    One counts stored columns. If K is split, each column has another one, which counts its parts.
+    """
     return 1 + intermediate // GROUP if tile_rows == FEW_ROWS_TILE and k_splits > 1 else 1

@@ -1,4 +1,4 @@
-"""The Triton kernels, and what each is compiled with: a closed set of tiles for each GPU."""
+"""The Triton kernels, with their constexpr parameters: a closed set of tiles for each GPU."""
 
 import functools
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ TARGETS = {
     "sm_120": ((12, 0), 99 * KIB),
     "sm_121": ((12, 1), 99 * KIB),
 }
-GPUS = {target.replace("_", ""): target for target in TARGETS}  # as the warm-up calls them
-CHUNK = 128  # (token, expert) pairs that a program of the routing kernels looks at together
+GPUS = {target.replace("_", ""): target for target in TARGETS}  # by their names in the warm-up
+CHUNK = 128  # (token, expert) pairs that a program of the routing kernels processes together
 MAX_CHUNKS = 128  # programs of these kernels in a long step; each reads the counts of all
 PADDED_EXPERTS = (256, MAX_LOCAL_EXPERTS)
 QUANTIZE_ROWS = 8
 MORE_QUANTIZE_ROWS = 32  # beside programs that count, whose registers let fewer programs share an SM
 COMBINE_CHANNELS = 1024
-TABLE_BLOCK = 1024  # groups or rows that the kernels of tile tables look at together
+TABLE_BLOCK = 1024  # groups or rows that the kernels of tile tables process together
 
 
 @dataclass(frozen=True)
 class TritonKey(KernelKey):
     """A kernel `source` of `triton_kernels`. `defines` are its constexpr parameters.
 
-    Its `smem_bytes` are 0: how much shared memory it needs is known once it is compiled, and stands in its file.
+    Its `smem_bytes` are 0: Triton determines the size during compilation, and the compiled file records it.
     """
 
     stages: int = 1  # of the pipeline of loads
@@ -40,7 +40,7 @@ class TritonKey(KernelKey):
 
 
 def target_of(capability: tuple[int, int] | None) -> str | None:
-    """The target of a compute capability, None for GPUs that Triton kernels are not compiled for."""
+    """Returns the target of a compute capability, or None if no Triton kernels are compiled for it."""
     return next((target for target, (served, _) in TARGETS.items() if served == capability), None)
 
 
@@ -72,13 +72,16 @@ def route_key(target: str, experts: int) -> TritonKey:
 
 
 def route_chunks(pairs: int) -> tuple[int, int]:
-    """The programs of the routing kernels, and how many times CHUNK pairs each does; one program needs one kernel."""
+    """Returns the number of programs of the routing kernels, and the number of CHUNKs of pairs for each program.
+
+    A single program needs only one kernel.
+    """
     parts = ceil_div(pairs, CHUNK * MAX_CHUNKS)
     return ceil_div(pairs, CHUNK * parts), parts
 
 
 def padded_experts(experts: int) -> int:
-    """Local experts that the kernels of routing count, at least so many."""
+    """Returns the smallest supported number of local experts that is at least `experts`."""
     return next(padded for padded in PADDED_EXPERTS if experts <= padded)
 
 
@@ -119,10 +122,10 @@ def combine_key(target: str) -> TritonKey:
 
 # ---- GEMMs ---------------------------------------------------------------------------------------------------------
 
-FEW_ROWS, MORE_ROWS, MANY_ROWS = 16, 64, 128  # rows of a tile; with the fewest, products are transposed
+FEW_ROWS, MORE_ROWS, MANY_ROWS = 16, 64, 128  # rows per tile; with the fewest, products are transposed
 TILE_N = 128  # columns
-NARROW_TILE_N = 32  # with FEW_ROWS, where wider tiles would be too few
-NARROW_STAGES = 8  # which are as many bytes in flight as two of a wide tile
+NARROW_TILE_N = 32  # with FEW_ROWS, if wider tiles would leave SMs idle
+NARROW_STAGES = 8  # as many bytes in flight as two stages of a wide tile
 
 
 EXPERT_TILE_ROWS = FEW_ROWS, MORE_ROWS  # per tile of experts
@@ -130,23 +133,23 @@ TRITON_DENSE_TILE_ROWS = FEW_ROWS, MORE_ROWS, MANY_ROWS  # per tile of dense GEM
 
 
 @functools.cache
-def gate_up_key(target: str, rows: int, ue8m0: bool) -> TritonKey:
-    """GEMM 1 of the experts with its activation and the quantization of the result, in tiles of so many rows."""
-    swap, warps = int(rows == FEW_ROWS), 4 if rows == FEW_ROWS else 8
+def gate_up_key(target: str, tile_rows: int, ue8m0: bool) -> TritonKey:
+    """GEMM 1 of the experts with its activation and the quantization of the result, in tiles of `tile_rows` rows."""
+    swap, warps = int(tile_rows == FEW_ROWS), 4 if tile_rows == FEW_ROWS else 8
     stages = 4 if _is_large(target) else 3
-    return _key(target, "gate_up", warps, stages, BLOCK_M=rows, SWAP=swap, UE8M0=int(ue8m0))
+    return _key(target, "gate_up", warps, stages, BLOCK_M=tile_rows, SWAP=swap, UE8M0=int(ue8m0))
 
 
 @functools.cache
-def gemm_key(target: str, rows: int, columns: int = TILE_N, f32: bool = False) -> TritonKey:
-    """A GEMM of bfloat16 results, or float32 ones."""
-    swap, warps = int(rows == FEW_ROWS and columns == TILE_N), 8 if rows == MANY_ROWS else 4
-    # With few rows, so few that several blocks share an SM: while one stores its tile, others load.
-    stages = 3 if rows == FEW_ROWS or not _is_large(target) else 4
-    stages = NARROW_STAGES if columns == NARROW_TILE_N else stages
-    return _key(target, "gemm", warps, stages, BLOCK_M=rows, BLOCK_N=columns, F32=int(f32), SWAP=swap)
+def gemm_key(target: str, tile_rows: int, tile_n: int = TILE_N, f32: bool = False) -> TritonKey:
+    """GEMM with bfloat16 or float32 results, in tiles of `tile_rows` rows and `tile_n` columns."""
+    swap, warps = int(tile_rows == FEW_ROWS and tile_n == TILE_N), 8 if tile_rows == MANY_ROWS else 4
+    # With few rows, fewer stages let several blocks share an SM: while one stores its tile, others load.
+    stages = 3 if tile_rows == FEW_ROWS or not _is_large(target) else 4
+    stages = NARROW_STAGES if tile_n == NARROW_TILE_N else stages
+    return _key(target, "gemm", warps, stages, BLOCK_M=tile_rows, BLOCK_N=tile_n, F32=int(f32), SWAP=swap)
 
 
 def _is_large(target: str) -> bool:
-    """Whether shared memory holds four stages of any tile."""
+    """Returns whether shared memory holds four stages of any tile."""
     return TARGETS[target][1] >= 227 * KIB

@@ -1,4 +1,4 @@
-"""Which Triton kernels a layer may launch at any number of tokens, each with the reason that `warmup list` prints."""
+"""The Triton kernels that a layer may launch at any number of tokens, with the reasons that `warmup list` prints."""
 
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec

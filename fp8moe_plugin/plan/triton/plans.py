@@ -1,4 +1,4 @@
-"""Plans of the Triton kernels: which of them a call launches, in which tiles."""
+"""Plans of the Triton kernels: the kernels that a call launches, and their tiles."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -73,7 +73,7 @@ class TritonStep:
     spec: LayerSpec
     tokens: int
     tile_rows: int
-    tiles: int  # the most row tiles there can be
+    tiles: int  # capacity of the tile table
     gate_up: TritonKey
     down: TritonKey
     scratch: TritonScratch
@@ -86,7 +86,7 @@ class TritonStep:
 
 @dataclass(frozen=True)
 class TritonSmallBatchStep:
-    """A step of few tokens: two kernels, whose programs find the experts of their pairs themselves."""
+    """A step of few tokens: two kernels. Each program finds the experts of its pairs."""
 
     target: str
     spec: LayerSpec
@@ -141,7 +141,7 @@ def plan_layer(target: str, spec: LayerSpec, tokens: int) -> TritonStepPlan:
 
 
 def triton_small_batch_step(target: str, spec: LayerSpec, tokens: int) -> TritonSmallBatchStep:
-    """Returns the plan of a step whose tokens rarely share an expert."""
+    """Returns the plan of a step of few tokens, which rarely share an expert."""
     inner = 2 * tokens * spec.shape.topk * spec.shape.intermediate
     return TritonSmallBatchStep(
         target=target,
@@ -183,12 +183,12 @@ def triton_step(target: str, spec: LayerSpec, tokens: int, tile_rows: int) -> Tr
 
 
 def choose_tile_rows(rows_per_expert: float) -> int:
-    """Rows of the tiles of experts that have so many on average."""
+    """Returns the rows per tile for experts with `rows_per_expert` rows on average."""
     return FEW_ROWS if rows_per_expert <= TRITON_FEW_ROWS else MORE_ROWS
 
 
 def plan_batched(target: str, spec: LayerSpec, max_m: int, expected_m: int) -> TritonBatched:
-    """Returns the plan of `[experts, max_m]` rows; each expert has about `expected_m` of them."""
+    """Returns the plan for `[experts, max_m]` rows, of which each expert uses about `expected_m`."""
     tile_rows = MORE_ROWS if spec.batch_invariant else choose_tile_rows(expected_m)
     experts, intermediate = spec.shape.local_experts, spec.shape.intermediate
     rows, tiles = experts * max_m, experts * ceil_div(max_m, tile_rows)
@@ -205,10 +205,10 @@ def plan_batched(target: str, spec: LayerSpec, max_m: int, expected_m: int) -> T
 
 
 def plan_grouped(target: str, grouping: Grouping, rows: int, groups: int, expected_m: int) -> TritonGrouped:
-    """Returns the plan of `rows` rows in at most `groups` groups.
+    """Returns the plan for `rows` rows in at most `groups` groups.
 
     Args:
-        rows: of all groups, including those without a result.
+        rows: the rows of all groups, including rows without a result.
         expected_m: rows per group on average; unused where each row has the index of its group.
     """
     indexed = grouping.kind is GroupedBy.INDICES
@@ -220,7 +220,7 @@ def plan_grouped(target: str, grouping: Grouping, rows: int, groups: int, expect
 
 
 def plan_dense(target: str, m: int, n: int, f32: bool, multiprocessors: int, batch_invariant: bool) -> TritonDense:
-    """Returns the plan of a GEMM of m rows and n columns.
+    """Returns the plan of a GEMM with m rows and n columns.
 
     Args:
         f32: the result is float32, not bfloat16.

@@ -1,6 +1,7 @@
-"""The parameters of the Triton kernels that a launch passes, with the types that they are compiled for.
+"""The parameters that a launch passes to each Triton kernel, with the types that the kernel is compiled for.
 
-`*bf16:16 x` is a pointer to bfloat16 that is a multiple of 16, as is an `i32:16`: Triton then reads 16 bytes at a time.
+`*bf16:16 x` is a pointer to bfloat16 whose value is a multiple of 16, and `i32:16 n` an int that is one. Triton can
+then load 16 bytes at a time.
 """
 
 from typing import NamedTuple
