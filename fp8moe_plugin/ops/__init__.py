@@ -1,4 +1,13 @@
-"""The public ops: torch tensors in, torch tensors out."""
+"""The public ops: torch tensors in, torch tensors out, from whole layers down to single kernels.
+
+| level | ops |
+|---|---|
+| layer | `routed_moe`, `fused_moe`, `fp8_linear` |
+| experts of rows that an all-to-all delivers | `batched_experts` |
+| GEMM | `fp8_gemm_nt`, `m_grouped_fp8_gemm_nt_*`, `k_grouped_fp8_gemm_nt_contiguous` |
+| pieces of a layer | `router_gemm`, `choose_experts`, `per_token_group_quant_fp8`, `silu_mul_quant_fp8` |
+| indexer | `fp8_mqa_logits`, `fp8_paged_mqa_logits`, `get_paged_mqa_logits_metadata` |
+"""
 
 from fp8moe_plugin.ops.gemm import fp8_gemm_nt
 from fp8moe_plugin.ops.grouped_gemm import (
