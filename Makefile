@@ -27,7 +27,7 @@ cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emula
 workers := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 faults := tests/engine $(addprefix tests/emulator/test_,faults.py separated_lanes.py small_batch.py) \
 	$(wildcard tests/jit/test_faults*.py) tests/checkpoint/test_fuzz.py tests/triton/test_compile.py \
-	$(addprefix tests/warmup/test_,kernel_sets.py convert_kill.py interrupts.py streams.py)
+	$(addprefix tests/warmup/test_,convert_kill.py interrupts.py streams.py)
 # The Python that serves with each engine.
 python_vllm := $(BIN)/python
 python_sglang := .versions/$(subst ==,-,$(sglang))/bin/python

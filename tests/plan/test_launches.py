@@ -6,13 +6,11 @@ import torch
 from fp8moe_plugin.jit.launch import Launch, TensorMap
 from fp8moe_plugin.launches.operands import LayerAddresses
 from fp8moe_plugin.launches.sm90.layer import layer_launches
-from fp8moe_plugin.ops import batched_experts, fp8_linear, fused_moe, routed_moe, router_gemm, workspace
+from fp8moe_plugin.ops import batched_experts, fp8_linear, fused_moe, routed_moe, router_gemm
 from fp8moe_plugin.plan.sm90.catalog import (
-    SMALL_BATCH_HIDDEN,
     choose_experts_key,
     combine_key,
     count_experts_key,
-    route_key,
 )
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep
 from fp8moe_plugin.plan.spec import MoeShape
@@ -39,18 +37,6 @@ def launches_of(device: h.Recorder, step: SortedStep | SmallBatchStep) -> dict[s
     return dict(zip(names, launches, strict=True))
 
 
-@pytest.mark.parametrize("tokens", [1, 30, 383, 384, 1000])
-@pytest.mark.parametrize("intermediate", [INTERMEDIATE, EARLY_FROM, WIDE])
-def test_a_layer_launches_the_kernels_of_its_plan_in_the_order_of_the_data(device, tokens, intermediate):
-    step = h.plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, EXPERTS), tokens)
-    keys = [launch.key for launch in layer_launches(step, ADDRESSES, False)]
-    if isinstance(step, SmallBatchStep):
-        assert keys == [step.gate_up, step.down]
-    else:
-        counted = [count_experts_key()] if step.route_chunks > 1 else []
-        assert keys == [*counted, route_key(), step.quantize, step.gate_up, step.down, combine_key()]
-
-
 @pytest.mark.parametrize("tokens", [17, 48, 383, 384, 1000])
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, EARLY_FROM, WIDE])
 def test_kernels_that_start_early_follow_those_they_may_overlap(device, tokens, intermediate):
@@ -68,36 +54,6 @@ def test_kernels_that_start_early_follow_those_they_may_overlap(device, tokens, 
     assert (first.args.done_counters != 0) == (second.args.done_counters != 0) == step.pdl_down
     assert launches["route"].args.done_counters
     assert first.args.done_counters in (0, launches["route"].args.done_counters)
-
-
-def test_arguments_of_the_few_rows_kernels_are_the_fields_of_the_plan(device):
-    step = h.plan_step(MoeShape(8, 7168, 2048, 4, 256), 20)
-    assert isinstance(step, SortedStep)
-    assert step.k_splits > 1
-    launches = launches_of(device, step)
-    first, second, route = (launches[name].args for name in ("gate_up", "grouped_gemm_few_rows", "route"))
-    assert (first.splits, first.partial - ADDRESSES.scratch) == (step.k_splits, step.scratch.partial)
-    assert (
-        first.counters_per_tile
-        == second.counters_per_tile
-        == route.counters_per_tile
-        == step.row_counters
-        == 1 + 2048 // 128
-    )
-    assert second.columns_at_once == step.columns_at_once
-    assert route.block_m == step.tile_rows
-
-
-@pytest.mark.parametrize("intermediate", [128, WIDE])
-@pytest.mark.parametrize("max_m", [1, 3])
-def test_the_second_gemm_of_slabs_starts_right_behind_the_first(device, max_m, intermediate):
-    gen = h.seeded(0, CPU)
-    layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
-    tokens = torch.zeros(EXPERTS, max_m, HIDDEN).to(h.FP8), torch.ones(EXPERTS, max_m, HIDDEN // 128)
-    batched_experts(*tokens, *layer, torch.ones(EXPERTS, dtype=torch.int32), expected_m=1000)
-    tiles, first, second = device.launches
-    assert (tiles.key.source, first.pdl, second.pdl) == ("tiles_of_counts", False, True)
-    assert first.args.done_counters == second.args.done_counters == tiles.args.done_counters != 0
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])
@@ -155,27 +111,6 @@ def test_a_linear_layer_launches_what_its_plan_names_and_nothing_else(device, ue
     assert device.keys == set(h.linear_kernels(ue8m0))
 
 
-@pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
-@pytest.mark.parametrize("tokens", [1, 7, 128, 129, 1000])
-def test_the_scratch_of_a_layer_is_what_the_plan_says(device, monkeypatch, tokens, intermediate):
-    scratch = []
-
-    def recorded(nbytes: int, like: torch.Tensor) -> torch.Tensor:
-        scratch.append(like.new_empty(nbytes, dtype=torch.uint8))
-        return scratch[-1]
-
-    monkeypatch.setattr(workspace, "scratch", recorded)
-    layer = h.random_layer(h.seeded(0, CPU), EXPERTS, HIDDEN, intermediate)
-    ids = torch.zeros(tokens, TOPK, dtype=torch.int32)
-    expert_map = torch.zeros(2 * EXPERTS, dtype=torch.int32)
-    for experts, global_experts in ((None, EXPERTS), (expert_map, 2 * EXPERTS)):
-        scratch.clear()
-        x = torch.zeros(tokens, HIDDEN).bfloat16()
-        fused_moe(x, *layer, torch.rand(tokens, TOPK), ids, expert_map=experts)
-        step = h.plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, global_experts), tokens)
-        assert [tensor.nbytes for tensor in scratch] == [step.scratch.nbytes]
-
-
 @pytest.mark.parametrize(
     ("tokens", "hidden", "fetched"),
     [(1, 7168, (128, 128)), (64, 2048, (128, 128)), (64, 7168, (256, 128)), (8192, 2048, (256, 256))],
@@ -188,21 +123,6 @@ def test_l2_fetches_single_lines_of_weights_that_are_read_once(device, tokens, h
     assert (by_address[ADDRESSES.w13], by_address[ADDRESSES.w2]) == fetched
 
 
-@pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
-@pytest.mark.parametrize("tokens", [1, 129, 1000])
-def test_launches_hold_the_addresses_that_they_are_given(device, tokens, intermediate):
-    """Each tensor in turn is at another address, where it is then read or written."""
-    step = h.plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, 2 * EXPERTS), tokens)
-    for field in ADDRESSES._fields:
-        moved = ADDRESSES._replace(**{field: 2**45})
-        for addresses in (ADDRESSES, moved, ADDRESSES):
-            arguments = [arg for launch in layer_launches(step, addresses, False) for arg in launch.args]
-            used = {arg.address if isinstance(arg, TensorMap) else arg for arg in arguments}
-            assert set(addresses) - {addresses.scratch} <= used
-            assert any(addresses.scratch + offset in used for offset in step.scratch)
-            assert (2**45 in used) == (addresses is moved)
-
-
 def test_launches_name_each_argument_of_their_kernel(device):
     key = combine_key()
     arguments = {"rows": 1, "slots": 2, "weights": 3, "out": 4, "vectors": 5, "topk": 6, "shared_expert": 0}
@@ -212,13 +132,3 @@ def test_launches_name_each_argument_of_their_kernel(device):
         key.arguments(**{name: value for name, value in arguments.items() if name != "topk"})
     with pytest.raises(TypeError, match="unexpected keyword argument 'hidden'"):
         key.arguments(**arguments, hidden=7)
-
-
-@pytest.mark.parametrize(("pairs", "chunks"), [(1, 1), (1024, 1), (1025, 2), (65536, 64), (131072, 128)])
-def test_a_step_of_few_pairs_is_routed_in_one_launch(device, pairs, chunks):
-    step = h.plan_step(MoeShape(1, SMALL_BATCH_HIDDEN + 128, WIDE, EXPERTS, EXPERTS), pairs)
-    assert isinstance(step, SortedStep)
-    assert step.route_chunks == chunks
-    launches = launches_of(device, step)
-    assert ("count_experts" in launches) == (chunks > 1)
-    assert launches["route"].grid == chunks

@@ -3,14 +3,7 @@
 import pytest
 
 from fp8moe_plugin.launches.backends import choose_backend
-from fp8moe_plugin.launches.operands import LAYER_SLOTS
-from fp8moe_plugin.launches.triton.layer import layer_launches
-from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from fp8moe_plugin.plan.triton.catalog import TARGETS, target_of
-from fp8moe_plugin.plan.triton.plans import plan_dense, plan_layer
-
-SHAPE = MoeShape(topk=8, hidden=7168, intermediate=256, local_experts=256, global_experts=256)
-TOKENS = (1, 8, 16, 17, 512, 513, 4096)
 
 
 @pytest.mark.parametrize(
@@ -41,23 +34,3 @@ def test_each_gpu_gets_the_backend_that_the_readme_says(
 
 def test_a_target_is_that_of_its_capability() -> None:
     assert [target_of(capability) for capability, _ in TARGETS.values()] == list(TARGETS)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_kernels_start_early_where_they_know_to_wait(target: str) -> None:
-    launches = [
-        launch
-        for tokens in TOKENS
-        for launch in layer_launches(plan_layer(target, LayerSpec(SHAPE), tokens), LAYER_SLOTS, False)
-    ]
-    assert {launch.pdl for launch in launches} == {target != "sm_89"}  # which has no PDL
-    assert all(launch.pdl == bool(dict(launch.key.defines)["PDL"]) for launch in launches)
-
-
-def test_batch_invariant_plans_depend_on_no_number_of_tokens() -> None:
-    spec = LayerSpec(SHAPE, batch_invariant=True)
-    steps = [plan_layer("sm_90", spec, tokens) for tokens in TOKENS]
-    dense = [plan_dense("sm_90", m, n, False, 132, True) for m in TOKENS for n in (2112, 7168)]
-    assert len({(step.gate_up, step.down) for step in steps}) == 1
-    assert len({plan.kernel for plan in dense}) == 1
-    assert len({plan_layer("sm_90", LayerSpec(SHAPE), tokens).down for tokens in TOKENS}) > 1
