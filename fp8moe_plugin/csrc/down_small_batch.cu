@@ -155,7 +155,8 @@ struct PresentScales {
     float token[kTokens / 4], of_weights;
     template <class TokenScale>
     DEVICE PresentScales(WeightTile<SharedMemory> weights, TokenScale token_scale) : of_weights(weights.scale(0)) {
-        load_token_scales<kTokens>(token_scale, token);
+#pragma unroll
+        for (int i = 0; i < kTokens / 4; ++i) token[i] = load_shared_float(token_scale(column_offset(i)));
     }
     DEVICE void add(float& sum, float product, int e) const {
         float scale = token[column_index(e)];

@@ -6,15 +6,9 @@
 #include "formats/weights_fp8.cuh"
 #include "pipeline/ring.cuh"
 
-// Reads the scales of a thread's tokens; token_scale(offset) is the address of the scale of the token at that offset
-// from the thread's first. An address in place of the function costs instructions in the main loop.
-template <int kTokens, class TokenScale>
-DEVICE void load_token_scales(TokenScale token_scale, float (&scale)[kTokens / 4]) {
-#pragma unroll
-    for (int i = 0; i < kTokens / 4; ++i) scale[i] = load_shared_float(token_scale(column_offset(i)));
-}
-
 // The scales of a K block where all rows of a warpgroup's weights have the same one, number `i` of the tile.
+// token_scale(offset) is the address of the scale of the token at that offset from the thread's first. An address in
+// place of the function costs instructions in the main loop.
 template <int kTokens>
 struct OneScale {
     float scale[kTokens / 4];
