@@ -1,4 +1,4 @@
-"""Checks of what a caller hands to an op: each failure says what is wrong, what is needed, and what to do."""
+"""Checks of the arguments of an op. Each error says what is wrong, what is needed, and what to do."""
 
 import functools
 import logging
@@ -32,7 +32,7 @@ def check_tensor(
 ) -> None:
     """Raise `InvalidInputError` unless `tensor` has this dtype, shape (None: any size), device and a dense layout.
 
-    Also if it requires a gradient: no op computes one.
+    A tensor that requires a gradient is refused, too, because no op computes one.
     """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor. Pass a tensor.")
@@ -61,7 +61,7 @@ def check_tensor(
 
 
 def has_strided_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has an address and strides, which sparse ones and those inside `torch.vmap` do not."""
+    """Returns whether a tensor has an address and strides. Sparse tensors and tensors in `torch.vmap` do not."""
     try:
         tensor.data_ptr()
     except RuntimeError:
@@ -70,7 +70,7 @@ def has_strided_storage(tensor: torch.Tensor) -> bool:
 
 
 def check_no_grad(name: str, tensor: torch.Tensor) -> None:
-    """Raise `InvalidInputError` if autograd would expect a gradient for `tensor`, or a tangent of it."""
+    """Raise `InvalidInputError` if autograd would expect a gradient or a tangent for `tensor`."""
     if (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor):
         raise InvalidInputError(
             f"{name} requires a gradient, which this op does not compute. Call it under torch.inference_mode() or "
@@ -79,15 +79,15 @@ def check_no_grad(name: str, tensor: torch.Tensor) -> None:
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether forward-mode differentiation is under way and goes through `tensor`."""
+    """Returns whether forward-mode differentiation is active and `tensor` has a tangent."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 class CheckedOnce(Generic[Facts]):
-    """Checks of tensors that run once per signature, as a decorator: all of them take the host longer than a launch.
+    """Decorates checks of tensors so that they run once per signature, because they take the host longer than a launch.
 
-    They may look at no more than a signature has, and what they return may depend on no more. A call without one is
-    checked each time, and with FP8MOE_DEBUG=1 every call is.
+    The checks and their result may depend only on properties that the signature contains. A call without a signature is
+    checked each time, and so is every call with FP8MOE_DEBUG=1.
     """
 
     def __init__(self, check: Callable[..., Facts]) -> None:
@@ -96,9 +96,9 @@ class CheckedOnce(Generic[Facts]):
         self._passed: dict[Signature | None, tuple[Facts]] = {}
 
     def __call__(self, *tensors: torch.Tensor | None) -> tuple[Facts, tuple[int, ...]]:
-        """What the checks return for these arguments, and their addresses, 0 for None. Raises what the checks raise."""
+        """Returns the result of the checks, and the addresses of the arguments, 0 for None."""
         described, addresses = signature.described(tensors)
-        passed = self._passed.get(described)  # once: another thread may clear it
+        passed = self._passed.get(described)  # read once: another thread may clear the dictionary
         if passed and not settings().debug:
             return passed[0], addresses
         facts = self._check(*tensors)
@@ -131,7 +131,7 @@ def is_aligned_contiguous(tensor: torch.Tensor) -> bool:
 
 
 def check_apart(name: str, tensor: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Raise `InvalidInputError` if `tensor` shares memory with one of the others, by the ranges they span."""
+    """Raise `InvalidInputError` if the address range of `tensor` overlaps with that of another tensor."""
     begin, end = _span(tensor)
     for other_name, other in others.items():
         other_begin, other_end = (0, 0) if other is None else _span(other)
@@ -143,7 +143,7 @@ def check_apart(name: str, tensor: torch.Tensor, **others: torch.Tensor | None) 
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and of the byte after its last."""
+    """Returns the addresses of a tensor's first byte and of the byte after its last."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -151,7 +151,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def check_writable(name: str, out: torch.Tensor) -> None:
-    """Raise `InvalidInputError` if elements of `out` share memory, as those of an expanded tensor do."""
+    """Raise `InvalidInputError` if elements of `out` share memory, as in an expanded tensor."""
     reach = 0  # from the first element to the last one, of the dimensions with smaller strides
     for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
         if size > 1 and stride <= reach and out.numel():
@@ -172,12 +172,14 @@ def check_multiple(name: str, value: int, of: int) -> None:
 
 
 def check_values(name: str, tensor: torch.Tensor, lowest: int, highest: int) -> None:
-    """With FP8MOE_DEBUG=1, wait for the device and check what the tensor holds; not while a CUDA graph is captured."""
+    """With FP8MOE_DEBUG=1, wait for the device and check the tensor's values; not while a CUDA graph is captured."""
     if not debugs(tensor.is_cuda):
         return
     bad = tensor[(tensor < lowest) | (tensor > highest)]
     if bad.numel():
-        raise InvalidInputError(f"{name} holds {bad[0].item()}, needs {lowest} to {highest}. Check who computes it.")
+        raise InvalidInputError(
+            f"{name} holds {bad[0].item()}, needs {lowest} to {highest}. Check where it is computed."
+        )
 
 
 def check_ascending(name: str, tensor: torch.Tensor) -> None:
@@ -188,12 +190,12 @@ def check_ascending(name: str, tensor: torch.Tensor) -> None:
     if descents.numel():
         i = int(descents[0])
         raise InvalidInputError(
-            f"{name} descends from {tensor[i].item()} to {tensor[i + 1].item()} at {i + 1}. Check who computes it."
+            f"{name} descends from {tensor[i].item()} to {tensor[i + 1].item()} at {i + 1}. Check where it is computed."
         )
 
 
 def debugs(on_gpu: bool) -> bool:
-    """Whether values on the device are looked at: with FP8MOE_DEBUG=1, but not while a CUDA graph is captured."""
+    """Returns whether to check values on the device: with FP8MOE_DEBUG=1, but not while a CUDA graph is captured."""
     if not settings().debug:
         return False
     if on_gpu and torch.cuda.is_current_stream_capturing():
@@ -207,7 +209,7 @@ def debugs(on_gpu: bool) -> bool:
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with bytes 0xFF, NaN in every float dtype."""
+    """Fill a tensor with bytes 0xFF, which are NaN in every float dtype, and return it."""
     tensor.data.view(torch.uint8).fill_(0xFF)
     return tensor
 
@@ -215,13 +217,13 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 def watch_rows(
     op: str, out: torch.Tensor, finite: torch.Tensor, describe: Callable[..., str], run: Callable[[], object]
 ) -> None:
-    """Call `run`, which writes `out`, and check that each row is written, and that no uninitialized memory was read.
+    """Call `run`, which writes `out`, and check that it wrote each row and read no uninitialized memory.
 
     Args:
-        op: for the message.
-        out: bfloat16 `[.., N]`; its rows are poisoned first, as scratch memory is if `debugs`.
-        finite: bool `[..]`, the rows that `run` makes of finite values.
-        describe: names a row for the message, from its indices.
+        op: its name in the message.
+        out: bfloat16 `[.., N]`; its `finite` rows are poisoned first. `workspace` poisons scratch memory if `debugs`.
+        finite: bool `[..]`, the rows that `run` computes from finite values.
+        describe: returns a row's name in the message, given its indices.
     Raises:
         WrongResultError: one of these rows holds NaN.
     """
@@ -247,7 +249,7 @@ def check_activations(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: 
 
 
 def check_weights(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: int, k: int, device: torch.device) -> None:
-    """Check `(e4m3 [.., N, K], f32 [.., ceil(N/128), K/128])`, of a K that has been checked."""
+    """Check `(e4m3 [.., N, K], f32 [.., ceil(N/128), K/128])`; `k` has been checked."""
     q, scales = two_parts(name, pair)
     check_tensor(name, q, dtype=FP8, shape=(*(None,) * (dims - 1), k), device=device)
     check_multiple(f"{name}'s N", q.shape[-2], N_MULTIPLE)
@@ -258,7 +260,7 @@ def check_weights(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: int,
 
 
 def two_parts(name: str, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scales. Raises `InvalidInputError` if that is not what `pair` holds."""
+    """Returns values and scales. Raises `InvalidInputError` if `pair` is not a pair."""
     if not isinstance(pair, tuple | list):
         raise InvalidInputError(f"{name} is a {type(pair).__name__}, not a pair. Pass (values, scales).")
     if len(pair) != 2:

@@ -1,8 +1,8 @@
-"""Which implementation serves a tensor: our SM90 kernels or the Triton ones on a `Device`, or the reference.
+"""The choice of implementation for a tensor: SM90 or Triton kernels on a `Device`, or the reference.
 
-All that ops know of the device they launch on goes through `device_of`: tests replace it to record launches, and to run
-them on an emulator. In the modules of the ops `x_launch` and `x_launches` return launches, whose addresses are slots;
-`prepared_x` makes them ready once for calls of the same shapes, and only what `Device.prepare` returns acts.
+Ops access the device only through `device_of`. Tests replace it to record launches, or to run them on an emulator. In
+the modules of the ops, `prepared_x` makes launches with slots instead of addresses, and prepares them once for all
+calls of the same shapes. Only the callables that `Device.prepare` returns launch kernels.
 """
 
 import functools
@@ -32,13 +32,13 @@ NO_TRITON_KERNEL = (
     "{} has no Triton kernel, but Triton kernels serve this GPU. Unset FP8MOE_BACKEND if it is a Hopper GPU, for which "
     "there is a CUDA kernel."
 )
-MOST_PREPARED = 1024  # calls that an op keeps ready, one for each shape and number of tokens
+MOST_PREPARED = 1024  # prepared calls that an op caches, one for each shape and number of tokens
 Choices = ParamSpec("Choices")
 Ready = TypeVar("Ready")
 
 
 class Device(Protocol):
-    """What runs the kernels. Devices are compared by identity: what is prepared belongs to one of them."""
+    """A device that runs kernels. Devices are compared by identity: prepared launches belong to one of them."""
 
     @property
     def multiprocessors(self) -> int: ...
@@ -49,7 +49,7 @@ class Device(Protocol):
     def __hash__(self) -> int: ...
 
     def prepare(self, launches: Iterable[Launch]) -> Prepared:
-        """A function of the addresses for the slots that launches kernels on the current stream, in this order."""
+        """Returns a callable that launches these kernels in order on the current stream, given the slots' addresses."""
         ...
 
 
@@ -68,7 +68,7 @@ class Gpu:
 
 @dataclass(frozen=True, eq=False)
 class _Limited:
-    """A GPU whose kernels run on some of its multiprocessors only, see `set_num_sms`."""
+    """A GPU that uses only some of its multiprocessors, see `set_num_sms`."""
 
     gpu: Device
     multiprocessors: int
@@ -78,13 +78,13 @@ class _Limited:
         return self.gpu.backend
 
     def prepare(self, launches: Iterable[Launch]) -> Prepared:
-        """As `Gpu.prepare`, one kernel after the other: of two at once, each would take so many multiprocessors."""
+        """See `Gpu.prepare`. Kernels do not overlap: two overlapping kernels would each use the full SM limit."""
         return self.gpu.prepare(launch._replace(pdl=False) for launch in launches)
 
 
 @dataclass(frozen=True, eq=False)
 class _Printing:
-    """A device that prints which kernels an op prepares."""
+    """A device that prints the kernels that an op prepares."""
 
     device: Device
     op: str
@@ -104,7 +104,7 @@ class _Printing:
 
 
 def described(launch: Launch) -> str:
-    """A launch in words: the kernel, its sizes and tile, the blocks of its grid."""
+    """Returns a description of a launch: the kernel, its sizes and tile, the blocks of its grid."""
     names = (parameter.name for parameter in PARAMETERS[launch.key.source] if parameter.kind == Kind.INT)
     sizes = (f"{name}={getattr(launch.args, name)}" for name in names)
     cluster = (f"cluster={launch.cluster}",) if launch.cluster > 1 else ()
@@ -114,9 +114,9 @@ def described(launch: Launch) -> str:
 def prepares(
     op: str,
 ) -> Callable[[Callable[Concatenate[Device, Choices], Ready]], "functools._lru_cache_wrapper[Ready]"]:
-    """Decorates a function that makes the launches of an op ready: it runs once for each device and choices.
+    """Decorates a function that prepares the launches of an op: it runs once for each device and arguments.
 
-    With FP8MOE_PRINT_CONFIGS=1 it then also prints them, under the name of the op.
+    With FP8MOE_PRINT_CONFIGS=1 the launches are also printed, under the name of the op.
     """
 
     def decorate(
@@ -134,11 +134,11 @@ def prepares(
 
 
 def device_of(tensor: torch.Tensor) -> Device | None:
-    """The device whose kernels serve an op on this tensor; None: the reference does.
+    """Returns the device whose kernels compute an op on this tensor, or None for the reference.
 
     Raises:
-        UnsupportedError: the kernels that `FP8MOE_BACKEND` names do not run on this GPU; or the reference is to be
-            captured in a CUDA graph.
+        UnsupportedError: the kernels that `FP8MOE_BACKEND` names do not run on this GPU; or a CUDA graph is captured,
+            which cannot contain the reference.
     """
     gpu = _gpu(tensor.device)
     if gpu is not None and _num_sms and not gpu.backend.limits_multiprocessors:
@@ -155,7 +155,7 @@ def device_of(tensor: torch.Tensor) -> Device | None:
 
 
 def sm90_device_of(tensor: torch.Tensor) -> Device | None:
-    """`device_of` for ops without a Triton kernel. Raises `UnsupportedError` also where Triton kernels serve others."""
+    """Returns `device_of` for ops without a Triton kernel. Raises `UnsupportedError` if the backend is Triton, too."""
     device = device_of(tensor)
     if device is not None and not device.backend.has_all_ops:
         raise UnsupportedError(NO_TRITON_KERNEL.format(f"This op, on device {tensor.device},"))
@@ -163,7 +163,7 @@ def sm90_device_of(tensor: torch.Tensor) -> Device | None:
 
 
 def backend_of(tensor: torch.Tensor) -> Backend | None:
-    """Returns the backend that serves an op on this tensor, None for the reference. Raises as `device_of`."""
+    """Returns the backend that computes an op on this tensor, None for the reference. Raises like `device_of`."""
     device = device_of(tensor)
     return device.backend if device else None
 
@@ -172,14 +172,14 @@ _num_sms = 0  # no limit
 
 
 def set_num_sms(num_sms: int) -> None:
-    """Limit the multiprocessors that later calls of all ops in this process take, to leave some to other kernels.
+    """Limit the multiprocessors that later calls of all ops in this process use, to leave some to other kernels.
 
-    Plans and grids of the GEMMs and of an indexer's logits follow it. Kernels that only move memory (routing,
-    quantization, the weighted sum) take all for their few microseconds, and Triton kernels always. CUDA graphs keep
-    what they were captured with.
+    The limit applies to the GEMMs and to an indexer's logits. Kernels that only move memory (routing, quantization, the
+    weighted sum) use all multiprocessors for their few microseconds, and so do all Triton kernels. CUDA graphs keep the
+    limit that they were captured with.
 
     Args:
-        num_sms: 1 or more; what is more than the GPU has is no limit. 0: all of them.
+        num_sms: 0: no limit. Values above the GPU's number of multiprocessors have no effect.
     Raises:
         InvalidInputError: it is negative, or not an int.
     """
@@ -191,7 +191,10 @@ def set_num_sms(num_sms: int) -> None:
 
 
 def get_num_sms() -> int:
-    """The multiprocessors that calls on the current GPU take; without a GPU the limit, or those of an H200."""
+    """Returns the number of multiprocessors that calls on the current GPU use.
+
+    Without a GPU this is the limit, or the number of an H200.
+    """
     if not torch.cuda.is_available():
         return _num_sms or MULTIPROCESSORS
     found = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
@@ -200,7 +203,7 @@ def get_num_sms() -> int:
 
 @functools.cache
 def _limited(gpu: Gpu, num_sms: int) -> Device:
-    """One device for each limit: what was prepared for another stays what it is."""
+    """Returns a device for this limit, always the same, so that prepared launches of other limits stay valid."""
     return _Limited(gpu, num_sms) if num_sms < gpu.multiprocessors else gpu
 
 

@@ -20,11 +20,11 @@ from fp8moe_plugin.plan.spec import MoeShape
 
 
 class LayerFacts(NamedTuple):
-    """What the plan of a call of `fused_moe` depends on."""
+    """The properties of a call's tensors that the plan of `fused_moe` depends on."""
 
     tokens: int
     shape: MoeShape
-    shape_with_shared_expert: MoeShape  # one of them in each token, besides those in `topk_ids`
+    shape_with_shared_expert: MoeShape  # `shape` if one of the experts is shared, and is not in `topk_ids`
     ids_64: bool
     mapped: bool  # there is an expert map
 
@@ -41,7 +41,7 @@ def check_layer_call(
     expert_map: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> LayerFacts:
-    """Raise `InvalidInputError` unless `fused_moe` takes these."""
+    """Raise `InvalidInputError` unless these are valid tensors for `fused_moe`."""
     _check_tokens(hidden_states, w13, w13_scale, w2, w2_scale, out)
     tokens, device = hidden_states.shape[0], hidden_states.device
     check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(tokens, None), device=device)
@@ -70,19 +70,19 @@ def check_routed_call(
     padding: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> None:
-    """Raise `InvalidInputError` unless `routed_moe` takes these."""
+    """Raise `InvalidInputError` unless these are valid tensors for `routed_moe`."""
     _check_tokens(hidden_states, w13, w13_scale, w2, w2_scale, out)
     _check_logits(logits, padding, (len(hidden_states), len(w13)), hidden_states.device)
 
 
 @CheckedOnce
 def check_logits(logits: torch.Tensor, padding: torch.Tensor | None) -> None:
-    """Raise `InvalidInputError` unless `choose_experts` takes these."""
+    """Raise `InvalidInputError` unless these are valid tensors for `choose_experts`."""
     _check_logits(logits, padding, (None, None), None)
 
 
 def check_router(shared_expert: bool, routed_scale: float, expert_map: torch.Tensor | None) -> None:
-    """Raise `InvalidInputError` unless `fused_moe` takes these."""
+    """Raise `InvalidInputError` unless these are valid options for `fused_moe`."""
     check_flag("shared_expert", shared_expert)
     if shared_expert and expert_map is not None:
         raise InvalidInputError(
@@ -103,7 +103,7 @@ def check_batched_call(
     expert_num_tokens: torch.Tensor,
     out: torch.Tensor | None,
 ) -> None:
-    """Raise `InvalidInputError` unless `batched_experts` takes these."""
+    """Raise `InvalidInputError` unless these are valid tensors for `batched_experts`."""
     check_activations("hidden_states", (hidden_states, hidden_scale), dims=3)
     _check_layer(hidden_states, w13, w13_scale, w2, w2_scale)
     device = hidden_states.device

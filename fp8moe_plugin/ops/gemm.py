@@ -27,7 +27,7 @@ def fp8_gemm_nt(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor |
         a: e4m3 `[M, K]` and float32 scales `[M, ceil(K/128)]` of any strides; K a multiple of 16, or 0.
         b: e4m3 `[N, K]` and float32 scales `[ceil(N/128), ceil(K/128)]` of any strides; N a multiple of 8.
         out: bfloat16 or float32 `[M, N]`, which shares no memory with `a` and `b`.
-        c: as `out`, or None; it may be `out` itself.
+        c: addend of the dtype and shape of `out`, or None; it may be `out` itself.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device; with FP8MOE_DEBUG=1 also an `out` that overlaps with
             another argument.
@@ -52,7 +52,7 @@ def _check(
     out: torch.Tensor,
     c: torch.Tensor | None,
 ) -> None:
-    """Raise `InvalidInputError` unless `fp8_gemm_nt` takes these."""
+    """Raise `InvalidInputError` unless these are valid tensors for `fp8_gemm_nt`."""
     check_rows("a", a, a_scales, 2, empty_k=True)
     m, k = a.shape
     check_blocks("b", b, b_scales, 2, k, a.device)
@@ -66,7 +66,7 @@ _check_once = CheckedOnce(_check)
 
 
 def _multiply(a: Quantized, b: Quantized, out: torch.Tensor, c: torch.Tensor | None) -> torch.Tensor:
-    """`fp8_gemm_nt` to a contiguous `out` that is not empty."""
+    """Run `fp8_gemm_nt` with a contiguous `out` that is not empty."""
     device = devices.device_of(out)
     if device is None:
         product = reference.gemm(a, b)

@@ -1,4 +1,4 @@
-"""Checks of the operands of the GEMMs, which take more layouts than the layers do."""
+"""Checks of the operands of the GEMMs, which support more layouts than the layers do."""
 
 import torch
 
@@ -29,7 +29,7 @@ def check_rows(name: str, q: torch.Tensor, scales: torch.Tensor, dims: int, *, e
 
 
 def check_blocks(name: str, q: torch.Tensor, scales: torch.Tensor, dims: int, k: int, device: torch.device) -> None:
-    """Check `(e4m3 [.., N, K], f32 [.., ceil(N/128), ceil(K/128)])`, of a K that has been checked, as `check_rows`."""
+    """Check `(e4m3 [.., N, K], f32 [.., ceil(N/128), ceil(K/128)])` like `check_rows`; `k` has been checked."""
     check_tensor(name, q, dtype=FP8, shape=(*(None,) * (dims - 1), k), device=device, contiguous=False)
     check_multiple(f"{name}'s N", q.shape[-2], N_MULTIPLE)
     if 0 in q.shape[:-1]:
@@ -46,7 +46,7 @@ def check_out(
     dtype: torch.dtype | tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """Check a result or an addend: elements of a row follow one another, rows may be any distance apart."""
+    """Check a result or an addend: the elements of a row are contiguous, and rows may have any stride."""
     check_tensor(name, out, dtype=dtype, shape=shape, device=device, contiguous=False)
     if out.shape[-1] > 1 and out.stride(-1) != 1:
         raise InvalidInputError(
@@ -56,7 +56,7 @@ def check_out(
 
 
 def check_out_apart(out: torch.Tensor, a: Quantized, b: Quantized, c: torch.Tensor | None = None) -> None:
-    """With FP8MOE_DEBUG=1, raise `InvalidInputError` if `out` shares memory with what is read; it may be `c` itself."""
+    """With FP8MOE_DEBUG=1, raise `InvalidInputError` if `out` shares memory with an operand; it may be `c` itself."""
     if debugs(out.is_cuda):
         itself = c is not None and (c.data_ptr(), c.stride()) == (out.data_ptr(), out.stride())
         read = {"a": a[0], "a_scales": a[1], "b": b[0], "b_scales": b[1], "c": None if itself else c}

@@ -1,4 +1,4 @@
-"""Grouped block-scaled FP8 GEMMs: rows of many experts, each against its own weights."""
+"""Grouped block-scaled FP8 GEMMs: the rows of each expert are multiplied by the expert's weights."""
 
 import functools
 from collections.abc import Callable
@@ -37,11 +37,11 @@ def m_grouped_fp8_gemm_nt_contiguous(
     """`out[i] = a[i] @ b[m_indices[i]].T` for rows that come expert by expert; no alignment of the groups is needed.
 
     Args:
-        a: e4m3 `[M, K]` and float32 scales `[M, ceil(K/128)]`; K a multiple of 16. Which layouts are read in place:
-            see `fp8_gemm_nt`; of scales those that are K-major, as `per_token_group_quant_fp8` returns them.
+        a: e4m3 `[M, K]` and float32 scales `[M, ceil(K/128)]`; K a multiple of 16. `fp8_gemm_nt` says which layouts of
+            values are read in place; scales are if they are K-major, as `per_token_group_quant_fp8` returns them.
         b: e4m3 `[G, N, K]` and float32 scales `[G, ceil(N/128), ceil(K/128)]`; N a multiple of 8.
         out: bfloat16 `[M, N]`; rows with an index outside `[0, G)` become zeros.
-        m_indices: int32 `[M]` on the device; -1 for rows of no group. Each run of equal ids is tiled by itself.
+        m_indices: int32 `[M]` on the device; -1 for rows of no group. Each run of equal ids has tiles of its own.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device.
     """
@@ -58,17 +58,17 @@ def m_grouped_fp8_gemm_nt_contiguous(
 def m_grouped_fp8_gemm_nt_psum(
     a: Quantized, b: Quantized, out: torch.Tensor, ends: torch.Tensor, expected_m: int, alignment: int = 128
 ) -> torch.Tensor:
-    """`out[i] = a[i] @ b[g].T` for the rows i of group g, which are those up to `ends[g]` (DeepGEMM's psum layout).
+    """`out[i] = a[i] @ b[g].T` for the rows i of group g, which end at `ends[g]` (DeepGEMM's psum layout).
 
     Captures in a CUDA graph.
 
     Args:
         a: e4m3 `[M, K]` and its scales, as for `m_grouped_fp8_gemm_nt_contiguous`.
-        b: e4m3 `[G, N, K]` and its scales, likewise.
+        b: e4m3 `[G, N, K]` and its scales, as for `m_grouped_fp8_gemm_nt_contiguous`.
         out: bfloat16 `[M, N]`; rows of no group are not written.
-        ends: int32 `[G]` on the device, not descending, 0 to M. Group 0 begins at row 0, any other at the next multiple
-            of `alignment` behind the end of the group before it; an empty group ends there.
-        expected_m: rows per group on average, as far as the host knows; may change the speed, never the result.
+        ends: int32 `[G]` on the device, not descending, 0 to M. Group 0 begins at row 0. Any other group begins at the
+            end of the preceding group, rounded up to a multiple of `alignment`; an empty group ends where it begins.
+        expected_m: estimate of the rows per group; may change the speed, never the result.
         alignment: 1 or more.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device.
@@ -100,7 +100,7 @@ def m_grouped_fp8_gemm_nt_masked(
         b: e4m3 `[G, N, K]` and float32 scales `[G, ceil(N/128), ceil(K/128)]`; N a multiple of 8.
         out: bfloat16 `[G, max_m, N]`; rows from `masked_m[g]` on are not written.
         masked_m: int32 `[G]` on the device; counts are clamped to `[0, max_m]`.
-        expected_m: rows per group on average, as far as the host knows; may change the speed, never the result.
+        expected_m: estimate of the rows per group; may change the speed, never the result.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device.
     """
@@ -119,7 +119,7 @@ def m_grouped_fp8_gemm_nt_masked(
 def _check(
     dims: int, a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Raise `InvalidInputError` unless a grouped GEMM of A in so many dimensions takes these."""
+    """Raise `InvalidInputError` unless these are valid operands for an A with `dims` dimensions."""
     check_rows("a", a, a_scales, dims)
     check_blocks("b", b, b_scales, 3, a.shape[-1], a.device)
     check_out("out", out, (*a.shape[:-1], b.shape[1]), torch.bfloat16, a.device)
@@ -141,13 +141,13 @@ def _multiply(
     compute: Callable[[Quantized, Quantized, torch.Tensor, torch.Tensor], None],
     counts: torch.Tensor | None = None,
 ) -> None:
-    """Run the kernels on the device of `out`, or `compute` where the reference serves it.
+    """Run the kernels on the device of `out`, or call `compute` if the reference computes it.
 
     Args:
-        planned_rows: rows of all groups, where each has as many as the largest may have.
+        planned_rows: rows of all groups if each has the maximum number of rows.
         layout: the tensor that `grouping` names.
-        counts: rows of A from `counts` on have no result: one count for each group of `[G, max_m, K]`, one for
-            `[M, K]`, or None.
+        counts: number of rows of A with a result: one for each group of `[G, max_m, K]`, a single one for `[M, K]`;
+            or None.
     """
     check_out_apart(out, a, b)
     device = devices.device_of(out)
@@ -162,7 +162,7 @@ def _multiply(
         a, b = (whole_k_blocks(a[0]), a[1]), (whole_k_blocks(b[0]), b[1])
     if grouping.kind is GroupedBy.INDICES and not backend.zeroes_ungrouped_rows:
         out.zero_()
-    product = out.contiguous()  # a copy of a strided one keeps the rows that are not written
+    product = out.contiguous()  # copies a strided `out`, with the rows that the kernels do not write
     (rows, extent), (weights, weights_extent) = in_rows(a[0]), in_rows(b[0])
     scales, *strides = k_major(*a, counts)
     run = prepared_grouped(device, plan, out.numel() // n, groups, n, k, extent, weights_extent, *strides)
@@ -186,7 +186,7 @@ def prepared_grouped(
     scale_group: int,
     scale_k_block: int,
 ) -> Prepared:
-    """Returns a callable that launches a grouped GEMM, given the addresses in it; strides are those of `k_major`."""
+    """Returns a callable that launches a grouped GEMM, given addresses; `k_major` returns the strides."""
     a, a_scales, b, b_scales, out, layout, scratch = map(Slot, range(7))
     operands = (
         Rows(a, rows, k, a_scales, scale_group, scale_k_block, a_extent),

@@ -48,12 +48,12 @@ def k_grouped_fp8_gemm_nt_contiguous(
     Args:
         a: e4m3 with M * sum(K) elements, `[M, K_g]` of one group after the other, and float32 scales
             `[M, sum(K) / 128]` of any strides; K-major ones are read in place, others are copied first.
-        b: the same with N in place of M; N a multiple of 16.
+        b: as `a`, with N instead of M; N a multiple of 16.
         d: float32 `[G, M, N]`.
         ks_cpu: K of each group, multiples of 128; a group of 0 gets `d[g] = c[g]`.
         grouped_layout: int32 `[G]` on the device, the same numbers; only read with FP8MOE_DEBUG=1.
-        c: as `d`; may be `d` itself.
-        recipe: only (1, 1, 128), the one that Hopper GPUs have in DeepGEMM.
+        c: addend of the dtype and shape of `d`; may be `d` itself.
+        recipe: only (1, 1, 128), DeepGEMM's recipe for Hopper GPUs.
         compiled_dims: ignored; no kernel is compiled for a shape.
         use_psum_layout: only False, as in DeepGEMM.
     Raises:
@@ -64,8 +64,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     ks = _checked_ks(ks_cpu, d.shape[0])
     for name, pair, rows in (("a", a, d.shape[1]), ("b", b, d.shape[2])):
         _check_size(name, pair, rows, sum(ks))
-    in_place = c.data_ptr() == d.data_ptr()
-    check_apart("d", d, a=a[0], b=b[0], c=None if in_place else c)
+    c_is_d = c.data_ptr() == d.data_ptr()
+    check_apart("d", d, a=a[0], b=b[0], c=None if c_is_d else c)
     if debugs(d.is_cuda) and grouped_layout.tolist() != list(ks):
         raise InvalidInputError(
             f"grouped_layout holds {grouped_layout.tolist()}, ks_cpu {list(ks)}. Pass the same numbers in both."
@@ -76,7 +76,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     if device is None:
         reference.k_grouped_gemm(a, b, ks, c, d)
         return d
-    if not in_place:
+    if not c_is_d:
         for group in (group for group, k in enumerate(ks) if k == 0):
             d[group].copy_(c[group])
     if any(ks):
@@ -94,7 +94,7 @@ def _launch(device: Device, a: Quantized, b: Quantized, d: torch.Tensor, ks: tup
 
 @prepares("k_grouped_fp8_gemm_nt_contiguous")
 def prepared_k_grouped(device: Device, layout: KGroupedLayout) -> list[Prepared]:
-    """Returns callables that each make one launch of a call, given the addresses of A, B, their scales, C and D."""
+    """Returns a callable for each launch of a call, given the addresses of A, its scales, B, its scales, C and D."""
     launches = k_grouped_launches(layout, tuple(map(Slot, range(6))), device.multiprocessors)
     return [device.prepare([launch]) for launch in launches]
 
@@ -121,7 +121,7 @@ def _check(
     grouped_layout: torch.Tensor,
     c: torch.Tensor,
 ) -> None:
-    """Raise `InvalidInputError` unless the op takes these tensors, for some K."""
+    """Raise `InvalidInputError` unless these are valid tensors for some K."""
     check_tensor("d", d, dtype=torch.float32, shape=(None, None, None))
     groups, m, n = d.shape
     check_multiple("d's N", n, N_MULTIPLE)
@@ -151,7 +151,7 @@ def _checked_ks(ks: Sequence[int], groups: int) -> tuple[int, ...]:
 
 
 def _check_size(name: str, pair: Quantized, rows: int, k: int) -> None:
-    """Raise `InvalidInputError` unless an operand has so many rows, whose K add up to `k`."""
+    """Raise `InvalidInputError` unless an operand has `rows` rows, and the K of its groups add up to `k`."""
     values, scales = pair
     if values.numel() != rows * k:
         raise InvalidInputError(

@@ -55,7 +55,7 @@ def fp8_linear(
 
 
 class LinearFacts(NamedTuple):
-    """What the plan and the result of a call of `fp8_linear` depend on."""
+    """The properties of a call's tensors that the plan and the result of `fp8_linear` depend on."""
 
     rows: int
     n: int
@@ -67,7 +67,7 @@ class LinearFacts(NamedTuple):
 def _check_call(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
 ) -> LinearFacts:
-    """Raise `InvalidInputError` unless `fp8_linear` takes these."""
+    """Raise `InvalidInputError` unless these are valid tensors for `fp8_linear`."""
     check_tensor("x", x, dtype=torch.bfloat16)
     check_multiple("x's last dimension", x.shape[-1], GROUP)
     check_weights("weight", (weight, weight_scale), 2, x.shape[-1], x.device)
@@ -80,7 +80,7 @@ def _check_call(
 def _multiply(
     x: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor, facts: LinearFacts, addresses: tuple[int, ...]
 ) -> None:
-    """`fp8_linear` without a bias, of arguments that have been checked; `addresses` are those of x and the weight."""
+    """Run `fp8_linear` without a bias on checked arguments; `addresses`: of x, the weight and its scales."""
     device, (rows, n, k, _) = devices.device_of(x), facts
     if rows == 0:
         return

@@ -44,18 +44,18 @@ def fused_moe(
         w2_scale: float32 `[E, H/128, I/128]`.
         topk_weights: float32 `[T, k]`.
         topk_ids: int32 or int64 `[T, k]`; an id out of range (-1) contributes nothing.
-        expert_map: int32 `[global experts]` giving the local expert or -1, or None. It is not empty; ids beyond its end
-            are out of range.
+        expert_map: int32 `[global experts]`, not empty: the local expert of each id, or -1; ids past its end are out
+            of range. None: ids are local.
         activation: "silu".
         ue8m0: round the scales of activations up to powers of two, for checkpoints with `scale_fmt: ue8m0`.
-        shared_expert: every token also has the last expert with weight 1, which has no column in `topk_ids`; not with
-            an `expert_map`.
+        shared_expert: the last expert processes every token with weight 1, and has no column in `topk_ids`. Cannot be
+            combined with an `expert_map`.
         routed_scale: multiplies `topk_weights`.
         out: bfloat16 `[T, H]` to write to, or None. It may overlap with `hidden_states`, but with no other argument.
     Returns:
         bfloat16 `[T, H]`. Captures in a CUDA graph. A token's result does not depend on the values of other tokens. Its
-        low-order bits may depend on how many there are, as K may be split, and in a small batch on their experts. On a
-        GPU with VLLM_BATCH_INVARIANT=1 they depend on neither.
+        low-order bits may depend on the number of tokens, because K may be split, and in a small batch on the experts
+        of other tokens. On a GPU with VLLM_BATCH_INVARIANT=1 they depend on neither.
     Raises:
         InvalidInputError: wrong dtype, shape, stride, device or option, too many experts, a tensor that requires a
             gradient; with FP8MOE_DEBUG=1 also an id below -1 or too large, or an `out` that overlaps with another one.
@@ -81,7 +81,7 @@ def fused_moe(
 
 
 def _layer(tensors: LayerTensors, addresses: tuple[int, ...], facts: LayerFacts, spec: LayerSpec) -> None:
-    """`fused_moe` of arguments that have been checked, with their addresses."""
+    """Run `fused_moe` on checked arguments, with their addresses."""
     device = devices.device_of(tensors[0])
     if device is None:
         x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out = tensors
@@ -102,7 +102,7 @@ def prepared_layer(device: Device, plan: Plan, ids_64: bool, mapped: bool) -> Pr
 
 
 def _watched_layer(tensors: LayerTensors, addresses: tuple[int, ...], facts: LayerFacts, spec: LayerSpec) -> None:
-    """`_layer` that checks the ids, and raises `WrongResultError` for a token of finite values whose result is NaN."""
+    """Run `_layer`, check the ids, and raise `WrongResultError` if a token of finite values has NaN in its result."""
     x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out = tensors
     check_values("topk_ids", topk_ids, -1, facts.shape.global_experts - spec.shared_expert - 1)
     read = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
@@ -131,7 +131,7 @@ def batched_experts(
     ue8m0: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The experts alone, on tokens that an all-to-all has already quantized and sorted (DeepEP low latency).
+    """Run only the experts, on tokens that an all-to-all has quantized and sorted by expert (DeepEP low latency).
 
     Args:
         hidden_states: e4m3 `[E, max_m, H]`; the first `expert_num_tokens[e]` rows of expert e are valid.
@@ -157,7 +157,7 @@ def batched_experts(
     if max_m == 0:
         return out
     (experts, hidden, intermediate), weights = w2.shape, ExpertWeights((w13, w13_scale), (w2, w2_scale))
-    shape = MoeShape(1, hidden, intermediate, experts, experts)  # of a row, which has one expert
+    shape = MoeShape(1, hidden, intermediate, experts, experts)  # a row has one expert
     spec = LayerSpec(shape, ue8m0=ue8m0, batch_invariant=batch_invariant())
     args = (spec, (hidden_states, hidden_scale), weights, expert_num_tokens, expected_m, out)
     if debugs(out.is_cuda):
@@ -170,7 +170,7 @@ def batched_experts(
 def _experts(
     spec: LayerSpec, x: Quantized, weights: ExpertWeights, counts: torch.Tensor, expected_m: int, out: torch.Tensor
 ) -> None:
-    """`batched_experts` of arguments that have been checked."""
+    """Run `batched_experts` on checked arguments."""
     device, max_m = devices.device_of(out), x[0].shape[1]
     if device is None:
         reference.batched_experts(spec, x, weights, counts, out)
@@ -187,19 +187,21 @@ def _experts(
 def prepared_batched(
     device: Device, plan: Plan, shape: MoeShape, max_m: int, scale_group: int, scale_k_block: int
 ) -> Prepared:
-    """Returns a callable that launches `batched_experts`, given the addresses in it; strides are those of `k_major`."""
+    """Returns a callable that launches `batched_experts`, given addresses; `k_major` returns the strides."""
     _, hidden, intermediate, experts, _ = shape
     x, x_scales, w13, w13_scale, w2, w2_scale, counts, out, scratch = map(Slot, range(9))
-    rows = Rows(x, experts * max_m, hidden, x_scales, scale_group, scale_k_block)
-    first = Weights(w13, experts, 2 * intermediate, hidden, w13_scale)
-    second = Weights(w2, experts, hidden, intermediate, w2_scale)
-    return device.prepare(plan.launches(rows, first, second, counts, out, scratch))
+    operands = (
+        Rows(x, experts * max_m, hidden, x_scales, scale_group, scale_k_block),
+        Weights(w13, experts, 2 * intermediate, hidden, w13_scale),
+        Weights(w2, experts, hidden, intermediate, w2_scale),
+    )
+    return device.prepare(plan.launches(*operands, counts, out, scratch))
 
 
 def _watched_experts(
     spec: LayerSpec, x: Quantized, weights: ExpertWeights, counts: torch.Tensor, expected_m: int, out: torch.Tensor
 ) -> None:
-    """`_experts` that raises `WrongResultError` for a row of finite values whose result is NaN."""
+    """Run `_experts`, and raise `WrongResultError` if a row of finite values has NaN in its result."""
     (q, scales), (w13, w2) = x, weights
     read = {"hidden_states": q, "hidden_scale": scales, "w13": w13[0], "w13_scale": w13[1]}
     check_apart("out", out, **read, w2=w2[0], w2_scale=w2[1], expert_num_tokens=counts)

@@ -36,15 +36,15 @@ def fp8_mqa_logits(
     Sums are float32. Captures in a CUDA graph; the same call gives the same bits. `fp8_fp4_mqa_logits` is another name.
 
     Args:
-        q: e4m3 `[M, H, D]`, or that and None; H 32 or 64, D 32, 64 or 128. Its scales belong into `weights`.
+        q: e4m3 `[M, H, D]`, or that and None; H 32 or 64, D 32, 64 or 128. Its scales are factors of `weights`.
         kv: e4m3 `[N, D]` and float32 scales `[N]`.
         weights: float32 `[M, H]`; its rows may be any distance apart.
-        cu_seq_len_k_start, cu_seq_len_k_end: int32 `[M]` on the device, clamped to `[0, N]`; an end that is not behind
-            its start is an empty row.
-        clean_logits: write -inf outside of the rows' ranges; else those columns are not written. An int is
-            `max_seqlen_k`, the sixth argument of DeepGEMM from 2.8 on: the result is compressed, to no column
-            with 0, and nothing is cleaned.
-        max_seqlen_k: compressed result of so many columns: column j of row i is KV row `start_i + j`. Needs
+        cu_seq_len_k_start, cu_seq_len_k_end: int32 `[M]` on the device, clamped to `[0, N]`; a row is empty if its end
+            is not greater than its start.
+        clean_logits: write -inf outside of the rows' ranges; else those columns are not written. An int is taken as
+            `max_seqlen_k`, DeepGEMM's sixth argument since 2.8: the result is compressed, with 0 to no column, and
+            nothing is cleaned.
+        max_seqlen_k: columns of a compressed result, in which column j of row i is KV row `start_i + j`; requires
             `clean_logits=False`. 0: a column for each KV row.
         logits_dtype: float32 or bfloat16.
     Returns:
@@ -101,7 +101,7 @@ def _layout_of(
 
 @prepares("fp8_mqa_logits")
 def prepared_mqa_logits(device: Device, layout: ContiguousLayout) -> Prepared:
-    """Returns a callable that launches `fp8_mqa_logits`, given the addresses in it."""
+    """Returns a callable that launches `fp8_mqa_logits`, given addresses."""
     return device.prepare([mqa_logits_launch(layout, map(Slot, range(7)), device.multiprocessors)])
 
 
@@ -113,7 +113,7 @@ def _check(
     starts: torch.Tensor,
     ends: torch.Tensor,
 ) -> None:
-    """Raise `InvalidInputError` unless `fp8_mqa_logits` takes these tensors."""
+    """Raise `InvalidInputError` unless these are valid tensors for `fp8_mqa_logits`."""
     check_query(q, 3)
     m, heads, dim = q.shape
     check_tensor("kv", k, dtype=FP8, shape=(None, dim), device=q.device)
@@ -127,7 +127,7 @@ _check_once = CheckedOnce(_check)
 
 
 def _check_options(compressed: bool, clean: bool, max_seqlen_k: int, logits_dtype: torch.dtype) -> None:
-    """Raise `InvalidInputError` unless `fp8_mqa_logits` takes these."""
+    """Raise `InvalidInputError` unless these are valid options for `fp8_mqa_logits`."""
     check_int("max_seqlen_k", max_seqlen_k)
     if max_seqlen_k < 0:
         raise InvalidInputError(f"max_seqlen_k is {max_seqlen_k}, needs 0 or more. Pass the longest range of a row.")

@@ -1,4 +1,4 @@
-"""Tensors as kernels read them: layouts that are read in place, and copies of the others."""
+"""Layouts of tensors for the kernels: some layouts are read in place, tensors of others are copied."""
 
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ LayerTensors = tuple[
 
 
 class ExpertWeights(NamedTuple):
-    """The values and the scales of a layer's two weights, as `fused_moe` takes them."""
+    """The values and the scales of a layer's two weights, see `fused_moe`."""
 
     w13: Quantized
     w2: Quantized
@@ -40,15 +40,15 @@ class ExpertWeights(NamedTuple):
 
 
 def k_major(q: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor | None = None) -> ScalesAndStrides:
-    """The scales of `[rows, k]` or `[groups, max_m, k]` as the kernels read them: in place if possible, else a copy.
+    """Returns the scales of `[rows, k]` or `[groups, max_m, k]` in K-major layout: in place if possible, else a copy.
 
-    Rows are numbered across all groups. Those from `counts[g]` on may be left out; `[rows, k]` is one group.
+    Rows are numbered across all groups. A copy may omit the rows from `counts[g]` on; `[rows, k]` is one group.
     """
     row, k_block = scales.stride()[-2:]
     group = scales.stride(0) - q.shape[1] if q.dim() == 3 else 0
     last = sum((size - 1) * stride for size, stride in zip(scales.shape, scales.stride(), strict=True))
-    room = scales.untyped_storage().nbytes() // scales.element_size() - scales.storage_offset()
-    in_steps_of_16_bytes = scales.data_ptr() % 16 == group % 4 == k_block % 4 == 0 and last // 4 * 4 + 4 <= room
+    available = scales.untyped_storage().nbytes() // scales.element_size() - scales.storage_offset()
+    in_steps_of_16_bytes = scales.data_ptr() % 16 == group % 4 == k_block % 4 == 0 and last // 4 * 4 + 4 <= available
     # Triton kernels compute offsets of K blocks in 32 bits.
     near = max(abs(group), k_block * scales.shape[-1]) < 2**31
     if (row == 1 or q.shape[-2] == 1) and in_steps_of_16_bytes and near:
@@ -63,7 +63,7 @@ def k_major(q: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor | None =
 
 
 def in_rows(q: torch.Tensor) -> tuple[torch.Tensor, Extent]:
-    """`[.., rows, k]` as TMA reads it, with rows of all groups numbered through: in place if possible, else a copy."""
+    """Returns `[.., rows, k]` as one matrix of all groups' rows for TMA: in place if possible, else a copy."""
     k, rows = q.shape[-1], q.shape[-2]
     pitch = q.stride(-2) if rows > 1 else q.stride(0) if q.shape[0] > 1 else k
     evenly = q.dim() == 2 or q.shape[0] == 1 or q.stride(0) == rows * pitch
@@ -73,17 +73,17 @@ def in_rows(q: torch.Tensor) -> tuple[torch.Tensor, Extent]:
 
 
 def whole_k_blocks(q: torch.Tensor) -> torch.Tensor:
-    """`[.., k]` as Triton kernels read it: contiguous, with zeros up to whole K blocks. In place if possible."""
+    """Returns `[.., k]` contiguous and zero-padded to whole K blocks, for Triton kernels: in place if possible."""
     missing = -q.shape[-1] % GROUP
     padded = torch.nn.functional.pad(q.view(torch.uint8), (0, missing)).view(FP8) if missing else q
     return padded.contiguous()
 
 
 def empty_quantized(rows: int, k: int, device: torch.device) -> Quantized:
-    """Uninitialized e4m3 `[rows, k]` and its scales."""
+    """Returns uninitialized e4m3 `[rows, k]` and its scales."""
     return workspace.empty((rows, k), FP8, device), empty_scales(rows, k // GROUP, device)
 
 
 def empty_scales(rows: int, k_blocks: int, device: torch.device) -> torch.Tensor:
-    """Uninitialized float32 scales `[rows, k_blocks]`, K-major: k blocks are a multiple of 16 bytes apart."""
+    """Returns uninitialized float32 scales `[rows, k_blocks]`, K-major: K blocks are a multiple of 16 bytes apart."""
     return workspace.empty((k_blocks, scale_pitch(rows)), torch.float32, device)[:, :rows].t()

@@ -25,7 +25,7 @@ from fp8moe_plugin.plan.sm90.catalog import MQA_NEXT_N
 from fp8moe_plugin.plan.sm90.constants import MQA_SPLIT_ROWS
 from fp8moe_plugin.plan.sm90.indexer import logits_pitch
 
-SCALE_BYTES = 4  # of a KV row, behind the values of all rows of the page
+SCALE_BYTES = 4  # per KV row, after the values of all rows of the page
 
 
 def fp8_paged_mqa_logits(
@@ -46,14 +46,14 @@ def fp8_paged_mqa_logits(
 
     Args:
         q: e4m3 `[B, next_n, H, D]`, or that and None; next_n 1 to 4, H 32 or 64, D 32, 64 or 128.
-        kv_cache: uint8 `[pages, 64, 1, D + 4]`: 64 rows of D e4m3 values, then their 64 float32 scales; pages may be
-            any multiple of 16 bytes apart.
-        weights: float32 `[B * next_n, H]`; its rows may be any distance apart.
+        kv_cache: uint8 `[pages, 64, 1, D + 4]`: 64 rows of D e4m3 values, then their 64 float32 scales; the stride of
+            pages may be any multiple of 16 bytes.
+        weights: float32 `[B * next_n, H]`; rows may have any stride.
         context_lens: int32 `[B, next_n]` on the device; the last one of a request is the length of its KV, 0 allowed.
-        block_table: int32 `[B, any]` on the device, the pages of each request in order, with rows any distance apart;
-            what lies behind a request's length may be anything.
+        block_table: int32 `[B, any]` on the device, the pages of each request in order. Rows may have any stride;
+            entries after the end of a request may have any value.
         schedule_meta: int32 `[runs + 1, 2]` from `get_paged_mqa_logits_metadata` for these lengths.
-        max_context_len: columns of the result; longer requests are cut off there.
+        max_context_len: columns of the result; longer requests are truncated.
         clean_logits: False.
         logits_dtype: float32 or bfloat16.
         indices: None.
@@ -117,7 +117,7 @@ def _layout_of(
 
 @prepares("fp8_paged_mqa_logits")
 def prepared_paged_mqa_logits(device: Device, layout: PagedLayout) -> Prepared:
-    """Returns a callable that launches `fp8_paged_mqa_logits`, given the addresses in it."""
+    """Returns a callable that launches `fp8_paged_mqa_logits`, given addresses."""
     return device.prepare([paged_mqa_logits_launch(layout, map(Slot, range(7)), device.multiprocessors)])
 
 
@@ -132,7 +132,7 @@ def _check(
     block_table: torch.Tensor,
     schedule_meta: torch.Tensor,
 ) -> None:
-    """Raise `InvalidInputError` unless `fp8_paged_mqa_logits` takes these tensors."""
+    """Raise `InvalidInputError` unless these are valid tensors for `fp8_paged_mqa_logits`."""
     check_query(q, 4)
     batch, next_n, heads, dim = q.shape
     check_one_of("q's next_n", next_n, MQA_NEXT_N)

@@ -1,4 +1,4 @@
-"""Who computes which part of the logits over paged KV: decided once a step, for all layers."""
+"""The schedule of the logits over paged KV, computed once per step for all layers."""
 
 import torch
 
@@ -15,17 +15,17 @@ from fp8moe_plugin.ops.option_checks import check_int, check_one_of
 def get_paged_mqa_logits_metadata(
     context_lens: torch.Tensor, block_kv: int, num_sms: int, indices: None = None
 ) -> torch.Tensor:
-    """Deal out the KV of all requests to `num_sms` runs of equal length, for `fp8_paged_mqa_logits`.
+    """Divide the KV of all requests into `num_sms` runs of equal length, for `fp8_paged_mqa_logits`.
 
-    The KV is dealt out in splits of 256 rows. Captures in a CUDA graph.
+    Runs consist of splits of 256 rows. Captures in a CUDA graph.
 
     Args:
         context_lens: int32 `[B, next_n]` on the device; the last one of a request is the length of its KV.
         block_kv: rows of a page: 64.
-        num_sms: number of runs, as many as there are multiprocessors; or half as many if `next_n` is 4.
+        num_sms: number of runs: the number of multiprocessors, or half of it if `next_n` is 4.
         indices: None.
     Returns:
-        int32 `[num_sms + 1, 2]`: where a run begins, as (request, split of the request); the last one is (B, 0).
+        int32 `[num_sms + 1, 2]`: the begin of each run as (request, split of the request); the last row is (B, 0).
     Raises:
         InvalidInputError: wrong dtype, shape, stride, device or option.
     """

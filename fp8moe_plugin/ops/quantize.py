@@ -15,7 +15,7 @@ from fp8moe_plugin.ops.option_checks import check_flag, check_int
 
 
 def per_token_group_quant_fp8(x: torch.Tensor, group_size: int = GROUP, ue8m0: bool = False) -> Quantized:
-    """Quantize each group of 128 channels of each token by its own largest magnitude.
+    """Quantize each group of 128 channels of each token with a scale from its largest magnitude.
 
     Args:
         x: bfloat16 `[.., K]`, K a multiple of 128.

@@ -1,6 +1,6 @@
-"""The arithmetic of the ops in plain torch: it serves machines without a Hopper GPU, and kernels are tested against it.
+"""The arithmetic of the ops in plain torch, for machines without a supported GPU and as the reference of the tests.
 
-Tensors in, tensors out, with the layouts of the ops; every rounding is where the kernels round.
+The functions take tensors in the layouts of the ops, and round at the same points as the kernels.
 """
 
 import torch
@@ -28,7 +28,7 @@ def fused_moe(
     expert_map: torch.Tensor | None,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """`ops.fused_moe` of arguments that have been checked."""
+    """Compute `ops.fused_moe` on checked arguments."""
     experts = len(weights.w2[0])
     ids = local_experts(topk_ids, experts - spec.shared_expert, expert_map)
     topk_weights = topk_weights * float(spec.routed_scale)
@@ -47,20 +47,20 @@ def fused_moe(
 def batched_experts(
     spec: LayerSpec, x: Quantized, weights: ExpertWeights, counts: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """`ops.batched_experts` of arguments that have been checked."""
+    """Compute `ops.batched_experts` on checked arguments."""
     for e, count in enumerate(counts.clamp(0, x[0].shape[1]).tolist()):
         rows = x[0][e, :count], x[1][e, :count]
         out[e, :count] = expert(spec, rows, weights.of_expert(e))
 
 
 def expert(spec: LayerSpec, rows: Quantized, weights: ExpertWeights) -> torch.Tensor:
-    """bfloat16 `w2 @ (silu(gate) * up)` with `gate, up = w13 @ row`, for each row of one expert."""
+    """Returns bfloat16 `w2 @ (silu(gate) * up)` with `gate, up = w13 @ row`, for each row of one expert."""
     inner = silu_mul_quant(gemm(rows, weights.w13).bfloat16(), spec.ue8m0)
     return gemm(inner, weights.w2).bfloat16()
 
 
 def local_experts(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """int64 local expert of each (token, expert) pair, -1 where it is not here."""
+    """Returns the int64 local expert of each (token, expert) pair, -1 if it is not on this rank."""
     ids = topk_ids.long()
     limit = num_experts if expert_map is None else expert_map.numel()
     ids = torch.where((ids < 0) | (ids >= limit), -1, ids)
@@ -70,7 +70,7 @@ def local_experts(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Te
 
 
 def combine(products: torch.Tensor, here: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The weighted sum over j of `products[t, j]` where `here[t, j]`, in float32 and the order of j; to `out`."""
+    """Write to `out` the weighted sum over j of `products[t, j]` where `here[t, j]`, in float32 in the order of j."""
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     for j in range(here.shape[1]):
         tokens = here[:, j].nonzero().flatten()
@@ -82,14 +82,14 @@ def combine(products: torch.Tensor, here: torch.Tensor, topk_weights: torch.Tens
 
 
 def router_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`ops.router_gemm` of arguments that have been checked."""
+    """Compute `ops.router_gemm` on checked arguments."""
     return (x.float() @ weight.float().T).bfloat16()
 
 
 def choose_experts(
     logits: torch.Tensor, topk: int, renormalize: bool, padding: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.choose_experts` of arguments that have been checked."""
+    """Compute `ops.choose_experts` on checked arguments."""
     order = logits.float().sort(descending=True, stable=True).indices[:, :topk]
     weights, ids = logits.float().softmax(-1).gather(1, order), order.int()
     if renormalize:
@@ -103,7 +103,7 @@ def choose_experts(
 
 
 def quantize(x: torch.Tensor, ue8m0: bool = False) -> Quantized:
-    """`ops.per_token_group_quant_fp8` of any float dtype."""
+    """Compute `ops.per_token_group_quant_fp8` for any float dtype."""
     groups = x.float().unflatten(-1, (-1, GROUP))
     scales = group_scales(groups.abs().amax(-1), ue8m0)
     q = (groups / scales.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
@@ -111,8 +111,8 @@ def quantize(x: torch.Tensor, ue8m0: bool = False) -> Quantized:
 
 
 def group_scales(amax: torch.Tensor, ue8m0: bool) -> torch.Tensor:
-    """The scale of a group from its largest magnitude."""
-    # By a tensor: torch divides by a number by multiplying with its inverse, which rounds twice.
+    """Returns the scale of each group from its largest magnitude."""
+    # The divisor is a tensor: torch divides by a number by multiplying with its inverse, which rounds twice.
     scales = amax.clamp(min=SMALLEST_AMAX) / torch.full_like(amax, FP8_MAX)
     if not ue8m0:
         return scales
@@ -120,13 +120,13 @@ def group_scales(amax: torch.Tensor, ue8m0: bool) -> torch.Tensor:
 
 
 def silu_mul_quant(gate_up: torch.Tensor, ue8m0: bool = False) -> Quantized:
-    """`ops.silu_mul_quant_fp8` of dense rows: bfloat16 `[.., 2I]` to e4m3 `[.., I]` and scales `[.., I/128]`."""
+    """Compute `ops.silu_mul_quant_fp8` for dense rows: bfloat16 `[.., 2I]` to e4m3 `[.., I]`, scales `[.., I/128]`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return quantize(torch.nn.functional.silu(gate) * up, ue8m0)
 
 
 def write(out: Quantized, result: Quantized) -> None:
-    """Copy quantized rows, whatever their layouts."""
+    """Copy quantized rows between any layouts."""
     out[0].view(torch.uint8).copy_(result[0].view(torch.uint8))
     out[1].copy_(result[1])
 
@@ -135,13 +135,13 @@ def write(out: Quantized, result: Quantized) -> None:
 
 
 def gemm(a: Quantized, b: Quantized) -> torch.Tensor:
-    """float32 `a @ b.T` of the dequantized operands, also under `torch.autocast`, which would round them."""
+    """Returns float32 `a @ b.T` of the dequantized operands, without the rounding of `torch.autocast`."""
     with torch.autocast(a[0].device.type, enabled=False):
         return dequantize_rows(*a) @ dequantize_blocks(*b).T
 
 
 def k_grouped_gemm(a: Quantized, b: Quantized, ks: tuple[int, ...], c: torch.Tensor, d: torch.Tensor) -> None:
-    """`ops.k_grouped_fp8_gemm_nt_contiguous` of arguments that have been checked."""
+    """Compute `ops.k_grouped_fp8_gemm_nt_contiguous` on checked arguments."""
     (m, n), begin = d.shape[1:], 0
     for group, k in enumerate(ks):
         blocks = slice(begin // GROUP, (begin + k) // GROUP)
@@ -153,7 +153,7 @@ def k_grouped_gemm(a: Quantized, b: Quantized, ks: tuple[int, ...], c: torch.Ten
 
 
 def contiguous_gemm(a: Quantized, b: Quantized, out: torch.Tensor, m_indices: torch.Tensor) -> None:
-    """`ops.m_grouped_fp8_gemm_nt_contiguous` of arguments that have been checked."""
+    """Compute `ops.m_grouped_fp8_gemm_nt_contiguous` on checked arguments."""
     ids, lengths = m_indices.unique_consecutive(return_counts=True)
     ends = lengths.cumsum(0).tolist()
     for group, length, end in zip(ids.tolist(), lengths.tolist(), ends, strict=True):
@@ -163,7 +163,7 @@ def contiguous_gemm(a: Quantized, b: Quantized, out: torch.Tensor, m_indices: to
 
 
 def psum_gemm(alignment: int, a: Quantized, b: Quantized, out: torch.Tensor, ends: torch.Tensor) -> None:
-    """`ops.m_grouped_fp8_gemm_nt_psum` of arguments that have been checked."""
+    """Compute `ops.m_grouped_fp8_gemm_nt_psum` on checked arguments."""
     begin = 0
     for group, end in enumerate(ends.clamp(0, len(out)).tolist()):
         rows = slice(begin, end)
@@ -172,18 +172,18 @@ def psum_gemm(alignment: int, a: Quantized, b: Quantized, out: torch.Tensor, end
 
 
 def masked_gemm(a: Quantized, b: Quantized, out: torch.Tensor, masked_m: torch.Tensor) -> None:
-    """`ops.m_grouped_fp8_gemm_nt_masked` of arguments that have been checked."""
+    """Compute `ops.m_grouped_fp8_gemm_nt_masked` on checked arguments."""
     for group, count in enumerate(masked_m.clamp(0, a[0].shape[1]).tolist()):
         out[group, :count] = gemm((a[0][group, :count], a[1][group, :count]), (b[0][group], b[1][group]))
 
 
 def dequantize_rows(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 `[.., K]` from e4m3 `[.., K]` and scales `[.., ceil(K/128)]`."""
+    """Returns float32 `[.., K]` from e4m3 `[.., K]` and scales `[.., ceil(K/128)]`."""
     return q.float() * scales.repeat_interleave(GROUP, -1)[..., : q.shape[-1]]
 
 
 def dequantize_blocks(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 `[.., N, K]` from e4m3 `[.., N, K]` and scales `[.., ceil(N/128), ceil(K/128)]`."""
+    """Returns float32 `[.., N, K]` from e4m3 `[.., N, K]` and scales `[.., ceil(N/128), ceil(K/128)]`."""
     (n, k), (rows, columns) = w.shape[-2:], FP8_BLOCK.scales.block
     wide = scales.repeat_interleave(rows, -2)[..., :n, :].repeat_interleave(columns, -1)[..., :k]
     return w.float() * wide
@@ -201,7 +201,7 @@ def mqa_logits(
     compressed: bool,
     clean: bool,
 ) -> None:
-    """`ops.fp8_mqa_logits` of arguments that have been checked; `rows` from `kv_ranges`."""
+    """Compute `ops.fp8_mqa_logits` on checked arguments; `rows`: from `kv_ranges`."""
     scores = index_scores(q, kv, weights).to(logits.dtype)
     if clean:
         logits.fill_(float("-inf"))
@@ -218,7 +218,7 @@ def paged_mqa_logits(
     block_table: torch.Tensor,
     logits: torch.Tensor,
 ) -> None:
-    """`ops.fp8_paged_mqa_logits` of arguments that have been checked."""
+    """Compute `ops.fp8_paged_mqa_logits` on checked arguments."""
     (_, next_n, _, dim), page = q.shape, kv_cache.shape[1]
     for i, length in enumerate(lengths.tolist()):
         table = block_table[i, : -(-length // page)].long()
@@ -230,7 +230,7 @@ def paged_mqa_logits(
 
 
 def index_scores(q: torch.Tensor, kv: Quantized, weights: torch.Tensor) -> torch.Tensor:
-    """float32 `[M, N]`: the sum over heads of `weights * relu(q . k)`, times the scale of k, of q `[M, H, D]`."""
+    """Returns float32 `[M, N]` for q `[M, H, D]`: the sum of `weights * relu(q . k)`, times the scale of k."""
     k, total = kv[0].float(), torch.zeros(q.shape[0], kv[0].shape[0], device=q.device)
     with torch.autocast(q.device.type, enabled=False):
         for head in range(q.shape[1]):
@@ -239,13 +239,13 @@ def index_scores(q: torch.Tensor, kv: Quantized, weights: torch.Tensor) -> torch
 
 
 def kv_ranges(starts: torch.Tensor, ends: torch.Tensor, n: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The KV rows `[start, end)` of each token, as the kernels clamp them; an empty range starts at its end."""
+    """Returns the KV rows `[start, end)` of each token, clamped like in the kernels; an empty range has start = end."""
     starts = starts.clamp(0, n)
     return starts, ends.clamp(max=n).minimum(starts + longest).maximum(starts)
 
 
 def paged_mqa_schedule(context_lens: torch.Tensor, runs: int) -> torch.Tensor:
-    """`ops.get_paged_mqa_logits_metadata` of arguments that have been checked."""
+    """Compute `ops.get_paged_mqa_logits_metadata` on checked arguments."""
     splits = (context_lens[:, -1].clamp(min=0) + MQA_SPLIT_ROWS - 1) // MQA_SPLIT_ROWS
     ends = splits.long().cumsum(0)
     total = int(ends[-1]) if len(ends) else 0

@@ -1,4 +1,4 @@
-"""Softmax top-k, and a mixture-of-experts layer behind it."""
+"""Softmax top-k, and softmax top-k followed by a mixture-of-experts layer."""
 
 import torch
 
@@ -26,7 +26,7 @@ CHOICE_SLOTS = tuple(map(Slot, range(4)))  # logits, padding, weights and ids in
 def choose_experts(
     logits: torch.Tensor, topk: int, *, renormalize: bool = True, padding: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `topk` experts of each token with the largest logits.
+    """Choose the `topk` experts with the largest logits for each token.
 
     Args:
         logits: float32 or bfloat16 `[T, E]`, E at most 512.
@@ -34,9 +34,9 @@ def choose_experts(
         renormalize: divide the weights of a token by their sum.
         padding: bool `[T]`, the tokens that get id -1 and weight 0; or None.
     Returns:
-        float32 weights, the softmax of the logits, and int32 ids, both `[T, topk]`: the largest logit first, of equal
-        ones that with the lower id. Experts are ranked by their logits, not by the float32 softmax as in vLLM's kernel:
-        the two orders differ only where different logits have equal softmax, by rounding or because both are 0.
+        float32 weights, the softmax of the logits, and int32 ids, both `[T, topk]`: the largest logit first, and the
+        lower id first if logits are equal. vLLM's kernel ranks experts by the float32 softmax instead: the two orders
+        differ only if different logits have equal softmax, by rounding or because both are 0.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or device, too many experts, a wrong topk.
         UnsupportedError: Triton kernels serve this GPU.
@@ -69,12 +69,12 @@ def routed_moe(
     ue8m0: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`fused_moe` with the weights and ids that `choose_experts` returns for these logits `[T, E]`: the same bits.
+    """Returns the result of `choose_experts` for these logits `[T, E]`, then `fused_moe`, bit for bit.
 
-    One call launches all kernels. Those of a small batch also start before the experts are chosen.
+    One call launches all kernels. In a small batch, the layer's first kernel starts before the experts are chosen.
 
     Raises:
-        InvalidInputError, UnsupportedError, WrongResultError: what either of them raises.
+        InvalidInputError, UnsupportedError, WrongResultError: see `choose_experts` and `fused_moe`.
     """
     layer = hidden_states, w13, w13_scale, w2, w2_scale
     check_routed_call(*layer, logits, padding, out)
@@ -98,7 +98,7 @@ def routed_moe(
 
 
 def check_topk(topk: int, experts: int) -> None:
-    """Raise `InvalidInputError` unless the kernel can choose so many of so many experts."""
+    """Raise `InvalidInputError` unless the kernel supports choosing `topk` of `experts` experts."""
     check_int("topk", topk)
     if experts > MAX_ROUTER_EXPERTS:
         raise InvalidInputError(
@@ -111,7 +111,7 @@ def check_topk(topk: int, experts: int) -> None:
 
 
 def _empty_choice(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialized weights and ids."""
+    """Returns uninitialized weights and ids."""
     shape, device = (len(logits), topk), logits.device
     return workspace.empty(shape, torch.float32, device), workspace.empty(shape, torch.int32, device)
 
@@ -132,7 +132,7 @@ def prepared_routed_layer(
 ) -> Prepared:
     """Returns a callable that launches `routed_moe`.
 
-    It takes the addresses for `CHOICE_SLOTS`, of the layer's tensors, of its result and of its scratch.
+    Its addresses are those for `CHOICE_SLOTS`, then those of the layer's tensors, result and scratch.
     """
     hidden_states, w13, w13_scale, w2, w2_scale, out, scratch = map(Slot, range(4, 11))
     _, _, weights, ids = CHOICE_SLOTS

@@ -13,14 +13,14 @@ from fp8moe_plugin.ops import devices, reference, workspace
 from fp8moe_plugin.ops.checks import CheckedOnce, check_multiple, check_tensor
 from fp8moe_plugin.ops.devices import Device, prepares
 
-MOST_TOKENS = 65535 * BLOCK_TOKENS  # a CUDA grid has that many blocks along y
+MOST_TOKENS = 65535 * BLOCK_TOKENS  # a CUDA grid has at most 65535 blocks along y
 MEASURED_UP_TO = 256  # tokens, docs/experiments/067-router-gemm.md
 
 
 def router_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` of unquantized operands, made for few tokens and the experts of one router.
+    """Returns `x @ weight.T` of unquantized operands, optimized for few tokens and the experts of one router.
 
-    Each 16 tokens read all weights.
+    The weights are read again for each 16 tokens.
 
     Args:
         x: bfloat16 `[T, K]`, T at most 1,048,560 and K a multiple of 32.
@@ -42,12 +42,12 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def fastest_up_to(experts: int, multiprocessors: int) -> int:
-    """The most tokens for which an SM has one block at most, of those that were measured against torch's GEMM."""
+    """Returns the largest number of tokens with at most one block per SM, up to what was measured against torch."""
     return min(multiprocessors // ceil_div(experts, BLOCK_EXPERTS) * BLOCK_TOKENS, MEASURED_UP_TO)
 
 
 class RouterFacts(NamedTuple):
-    """What a call of `router_gemm` depends on."""
+    """The sizes of a call of `router_gemm`."""
 
     tokens: int
     experts: int
@@ -56,7 +56,7 @@ class RouterFacts(NamedTuple):
 
 @CheckedOnce
 def _check_call(x: torch.Tensor, weight: torch.Tensor) -> RouterFacts:
-    """Raise `InvalidInputError` unless `router_gemm` takes these."""
+    """Raise `InvalidInputError` unless these are valid tensors for `router_gemm`."""
     check_tensor("x", x, dtype=torch.bfloat16, shape=(None, None))
     tokens, k = x.shape
     if tokens > MOST_TOKENS:

@@ -1,4 +1,4 @@
-"""The signature of a call's tensors: all that its checks, its plan and its launches depend on, except the addresses."""
+"""The signature of a call's tensors: everything that checks, plan and launches depend on, except the addresses."""
 
 import functools
 import importlib
@@ -13,14 +13,14 @@ from fp8moe_plugin.logs import log_once
 Tensors = tuple[torch.Tensor | None, ...]
 Signature = bytes | tuple[Any, ...]
 SLOWER = "tensors are read by Python, which costs the host about 6 us more for each call outside CUDA graphs"
-MAX_SIGNATURES = 1024  # that an op remembers; one for each kind of layer and number of tokens
+MAX_SIGNATURES = 1024  # signatures that an op caches, one for each kind of layer and number of tokens
 
 
 def described(tensors: Tensors) -> tuple[Signature | None, tuple[int, ...]]:
-    """The signature of tensors, and their addresses, 0 for None.
+    """Returns the signature of tensors, and their addresses, 0 for None.
 
-    It has dtype, shape, strides and device, whether autograd expects a gradient, and how the address is aligned. Checks
-    that look at no more pass or fail alike for all tensors that share it.
+    A signature contains dtype, shape, strides, device, whether autograd expects a gradient, and the alignment of the
+    address. Checks that use only these properties have the same result for all tensors that share it.
 
     Returns:
         None and no addresses if an argument is not a tensor, has no storage, or may have a tangent.
@@ -35,7 +35,7 @@ def described(tensors: Tensors) -> tuple[Signature | None, tuple[int, ...]]:
 
 
 def described_in_python(tensors: Tensors, grad: bool) -> tuple[Signature | None, tuple[int, ...]]:
-    """`described` without the extension, which takes four times as long."""
+    """Returns the same as `described` without the extension, which takes four times as long."""
     parts: list[Any] = [grad]
     try:
         addresses = addresses_of(tensors)
@@ -53,13 +53,13 @@ def described_in_python(tensors: Tensors, grad: bool) -> tuple[Signature | None,
 
 
 def addresses_of(tensors: Tensors) -> tuple[int, ...]:
-    """The addresses of tensors, 0 for None."""
+    """Returns the addresses of tensors, 0 for None."""
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
 @functools.cache
 def _native() -> tuple[Any, Any] | None:
-    """The C extension's function, and torch's interface that it reads tensors by; None without either."""
+    """Returns the C extension's function, and the torch interface that it reads tensors with; None without either."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is None:
         log_once(logging.WARNING, f"{SLOWER}: PyTorch {torch.__version__} lacks DLPack's exchange interface")

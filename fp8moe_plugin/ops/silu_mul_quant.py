@@ -1,4 +1,4 @@
-"""SiLU(gate) * up, quantized again: the step between the two GEMMs of an expert, by itself."""
+"""SiLU(gate) * up, quantized again: the step between the two GEMMs of an expert, as a separate op."""
 
 import torch
 
@@ -23,7 +23,7 @@ def silu_mul_quant_fp8(gate_up: torch.Tensor, counts: torch.Tensor, ue8m0: bool 
 
     Args:
         gate_up: bfloat16 `[G, max_m, 2I]`, I a multiple of 128, G up to 65535.
-        counts: int32 `[G]` on the device; rows from `counts[g]` on are neither read nor written.
+        counts: int32 `[G]` on the device; rows from `counts[g]` on are not read or written.
         ue8m0: round each scale up to a power of two.
     Returns:
         e4m3 `[G, max_m, I]` and float32 scales `[G, max_m, I/128]`, K-major over all rows.

@@ -1,4 +1,4 @@
-"""The ops as torch sees them, `torch.ops.fp8moe.*`: one per layer, opaque to torch.compile."""
+"""The torch ops `torch.ops.fp8moe.*`: one per layer, opaque to torch.compile."""
 
 import functools
 import logging
@@ -34,7 +34,7 @@ ROUTER_GEMM = "router_gemm(Tensor x, Tensor weight) -> Tensor"
 LINEAR = "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, bool ue8m0) -> Tensor"
 
 
-def _fused_moe_impl(  # each argument by its name: to pack and unpack them costs 0.6 us
+def _fused_moe_impl(  # named arguments, because packing and unpacking them costs 0.6 us
     hidden_states: torch.Tensor,
     w13: torch.Tensor,
     w13_scale: torch.Tensor,
@@ -87,7 +87,7 @@ def _linear_fake(x: torch.Tensor, weight: torch.Tensor, *rest: object) -> torch.
 
 
 def _writes_out(*args: object) -> None:
-    """Fake of an op that only writes its last argument."""
+    """Fake implementation of an op that only writes its last argument."""
     _check_device(*args)
 
 
@@ -102,7 +102,10 @@ def _check_device(*args: object) -> None:
 
 
 def refuses_grad(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """What autograd calls in the place of `op`, also while torch.compile traces. Inference mode does not come here."""
+    """Returns the autograd implementation of `op`, which refuses gradients.
+
+    torch.compile also calls it while it traces. In inference mode torch does not call it.
+    """
     names = [argument.name for argument in op._schema.arguments]
 
     def refuse(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
@@ -116,7 +119,7 @@ def refuses_grad(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def in_range(op: str, impl: Callable[..., Any]) -> Callable[..., Any]:
-    """`impl`, with FP8MOE_NVTX=1 in an NVTX range named by the op and the sizes of its first two tensors."""
+    """Returns `impl`; with FP8MOE_NVTX=1 in an NVTX range with the op's name and the sizes of its first two tensors."""
     if not settings().nvtx:
         return impl
     if torch.version.cuda is None:
@@ -148,7 +151,7 @@ def _register() -> None:
         library.impl(name, in_range(name, impl), "CompositeExplicitAutograd")
         library.impl(name, refuses_grad(getattr(namespace, name).default), "Autograd", with_keyset=True)
         library._register_fake(name, fake)
-    # The ops live as long as their library, so it lives with torch's namespace and not with this module.
+    # The ops live as long as their library, so torch's namespace keeps it, not this module.
     vars(namespace)["library"] = library
 
 

@@ -1,4 +1,4 @@
-"""A copy of scales in which the rows of each K block are contiguous, as the GEMMs read them."""
+"""Copies of scales to the K-major layout of the GEMMs, in which the rows of each K block are contiguous."""
 
 import torch
 
@@ -13,11 +13,11 @@ MAX_GROUPS = 65535  # blocks of a CUDA grid along y
 
 
 def transpose_scales(scales: torch.Tensor, out: torch.Tensor, counts: torch.Tensor) -> None:
-    """Copy float32 `[.., rows, K blocks]` to `out` of the same shape, of which rows are contiguous.
+    """Copy float32 `[.., rows, K blocks]` to `out` of the same shape, in which the rows of a K block are contiguous.
 
     Args:
-        counts: int32 `[G]` on the device for `[G, rows, K blocks]`, `[1]` for `[rows, K blocks]`; rows of group g from
-            `counts[g]` on may be left out.
+        counts: int32 `[G]` on the device for `[G, rows, K blocks]`, `[1]` for `[rows, K blocks]`; the copy may omit the
+            rows of group g from `counts[g]` on.
     """
     device = devices.device_of(out)
     (source_group, row, k), (out_group, _, out_k) = (_strides(tensor) for tensor in (scales, out))
@@ -31,7 +31,10 @@ def transpose_scales(scales: torch.Tensor, out: torch.Tensor, counts: torch.Tens
 
 
 def _strides(scales: torch.Tensor) -> tuple[int, int, int]:
-    """Those of groups, rows and K blocks; of a dimension of one element, which may have any, as if it were dense."""
+    """Returns the strides of groups, rows and K blocks.
+
+    A dimension of one element may have any stride, so a fixed one is returned instead.
+    """
     group = scales.stride(0) if scales.dim() == 3 and scales.shape[0] > 1 else 0
     row = scales.stride(-2) if scales.shape[-2] > 1 else 0
     return group, row, scales.stride(-1) if scales.shape[-1] > 1 else 1

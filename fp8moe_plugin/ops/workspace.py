@@ -1,4 +1,4 @@
-"""The one place where ops allocate scratch, so that a test can poison it."""
+"""Allocation of scratch memory. All ops allocate it here, so that tests and FP8MOE_DEBUG=1 can poison it."""
 
 import torch
 
@@ -6,12 +6,12 @@ from fp8moe_plugin.ops.checks import debugs, poison
 
 
 def scratch(nbytes: int, like: torch.Tensor) -> torch.Tensor:
-    """uint8 `[nbytes]` on the device of `like`, as `empty`; it may be freed after the last launch that uses it."""
-    room = like.new_empty(nbytes, dtype=torch.uint8)
-    return poison(room) if debugs(room.is_cuda) else room
+    """Returns uint8 `[nbytes]` on the device of `like`, see `empty`. The caller may free it after the last launch."""
+    buffer = like.new_empty(nbytes, dtype=torch.uint8)
+    return poison(buffer) if debugs(buffer.is_cuda) else buffer
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialized scratch; whoever takes it writes every element that is read later. FP8MOE_DEBUG=1 poisons it."""
-    room = torch.empty(shape, dtype=dtype, device=device)
-    return poison(room) if debugs(room.is_cuda) else room
+    """Returns uninitialized scratch: the caller writes every element that is read later. FP8MOE_DEBUG=1 poisons it."""
+    buffer = torch.empty(shape, dtype=dtype, device=device)
+    return poison(buffer) if debugs(buffer.is_cuda) else buffer
