@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.kernels import announce_layer, kernels_backend, prepare_kernels
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec
@@ -35,11 +36,18 @@ class Experts:
         Args:
             warmup: the command that compiles them before.
         Raises:
+            UnsupportedError: the kernels for this device cannot compute the layer.
             KernelNotPrecompiled, CompileError, LaunchError: see `prepare_kernels`.
         """
         weight = self.tensors[2]
+        backend = kernels_backend(weight)
+        if refusal := backend.refusal(self.spec):
+            raise UnsupportedError(
+                f"{prefix}: the model's experts have {refusal}, which the {backend.name} kernels do not support. Use "
+                "--quantization fp8."
+            )
         for arrival in arrivals:
-            kernels = kernels_backend(weight).layer_kernels(self.spec, arrival)
+            kernels = backend.layer_kernels(self.spec, arrival)
             announce_layer(prefix, weight, arrival, prepare_kernels(kernels, weight, warmup))
 
     def run(

@@ -11,17 +11,21 @@ import torch
 from fp8moe_plugin.checkpoint.headers import check_shards
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Experts, Model, dense_refusal
-from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers import loading
+from fp8moe_plugin.launches.backends import BACKENDS
+from fp8moe_plugin.launches.kernel_sets import model_kernels
+from fp8moe_plugin.layers import experts, loading
 from fp8moe_plugin.layers.blocks import padded_to_blocks
 from fp8moe_plugin.layers.parameters import empty_tensor, expert_tensors
 from fp8moe_plugin.ops.checks import poison
+from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
 from tests.formats.fp4 import FP4, codes
 from warmup.memory import weight_shapes
 
 EXPERTS = Experts(layers=1, experts=2, topk=1, hidden=256, intermediate=384)
+MODEL = Model("M", EXPERTS, dense=(), heads=8, kv_heads=8, vocab=512, ue8m0=False, quantized=True, weights=FP4)
 WEIGHT, SCALES = Role
 
 
@@ -110,8 +114,17 @@ def test_headers_are_checked_by_the_format(tmp_path: Path):
 
 
 def test_memory_is_that_of_the_format():
-    model = Model("M", EXPERTS, dense=(), heads=8, kv_heads=8, vocab=512, ue8m0=False, quantized=True, weights=FP4)
-    w13, w2 = (found for found in weight_shapes(model, Parallel()) if found.name.startswith("experts"))
+    w13, w2 = (found for found in weight_shapes(MODEL, Parallel()) if found.name.startswith("experts"))
     assert (w13.bytes, w2.bytes) == (2 * 768 * 256 * 17 // 32, 2 * 256 * 384 * 17 // 32)
-    other = replace(model, weights=ONLINE.weights)
+    other = replace(MODEL, weights=ONLINE.weights)
     assert weight_shapes(other, Parallel())[0].bytes == 2 * (768 * 256 + 4 * 6 * 2)
+
+
+def test_no_backend_takes_a_format_without_kernels():
+    for target, backend in BACKENDS.items():
+        with pytest.raises(UnsupportedError, match=f"experts have weights in the format FP4, which the {backend.name}"):
+            model_kernels(MODEL, target)
+    tensors = expert_tensors(FP4, 2, 256, 384)
+    layer = experts.Experts(LayerSpec(MoeShape.of(EXPERTS, 2), FP4), tensors, tensors)
+    with pytest.raises(UnsupportedError, match="L: the model's experts have weights in the format FP4"):
+        layer.prepare("L", Arrival, "warmup")
