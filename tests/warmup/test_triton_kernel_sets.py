@@ -1,11 +1,12 @@
 """The Triton kernels listed for a checkpoint are complete: no step on any supported split launches another one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from fp8moe_plugin.checkpoint.shapes import Model, rank_shapes
+from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.shapes import Model, rank_shapes, split_refusal
 from fp8moe_plugin.launches.kernel_sets import model_kernels
 from fp8moe_plugin.launches.operands import LAYER_SLOTS
 from fp8moe_plugin.launches.triton.layer import layer_launches
@@ -14,10 +15,15 @@ from fp8moe_plugin.plan.triton.catalog import CHUNK, TARGETS, TRITON_DENSE_TILE_
 from fp8moe_plugin.plan.triton.plans import plan_batched, plan_dense, plan_layer
 from fp8moe_plugin.plan.tuning import TRITON_FEW_ROWS
 from tests import helpers as h
-from tests.warmup.test_kernel_sets import SMS, splits
 from warmup.__main__ import main
 
+PARALLEL = [Parallel(tp) for tp in (1, 2, 4, 8)] + [Parallel(8 // dp, dp, 8) for dp in (1, 2, 4, 8)]
+SMS = (132, 114, 78)  # H100 SXM and H200, H100 PCIe, H20
 targets = pytest.mark.parametrize("target", TARGETS)
+
+
+def splits(model: Model) -> Iterator[Parallel]:
+    return (way for way in PARALLEL if split_refusal(model, way) is None)
 
 
 @targets
