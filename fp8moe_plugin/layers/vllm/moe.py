@@ -159,7 +159,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             self.shared_expert = None
         if self.shared_expert:
             self.local_experts = self.shared_expert.experts
-        elif self.tokens_stay and not layer.apply_router_weight_on_input:
+        elif self.tokens_stay:
             self.local_experts, self.router = experts, fused_router(layer, experts)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
@@ -192,7 +192,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         assert self.moe_kernel is not None
         self.loading.model.check_usable()
-        if self.local_experts:
+        if self.local_experts and not layer.apply_router_weight_on_input:
             return self.local_experts.run(x, topk_weights, topk_ids, layer.expert_map)
         return self.moe_kernel.apply(
             x,
