@@ -1,4 +1,4 @@
-"""Which tensors have arrived for a model that serves. An FP8 weight and its scales are only correct together."""
+"""The tensors that have arrived for a serving model. An FP8 weight and its scales are only correct together."""
 
 from dataclasses import dataclass, field
 
@@ -15,23 +15,23 @@ class Arrivals:
     the next step, or at the end of an update.
     """
 
-    _roles: dict[str, set[Role]] = field(default_factory=dict)  # by the projection that they belong to
+    _roles: dict[str, set[Role]] = field(default_factory=dict)  # by projection
 
     def note(self, projection: str, *roles: Role) -> None:
         """Note that tensors are written.
 
         Args:
             projection: one of a layer or of an expert, such as "model.layers.0.mlp.experts (w1 of expert 3)".
-            roles: of the tensors; both if both are computed from one tensor.
+            roles: the tensors' roles; both roles if one tensor gives the weight and its scales.
         """
         self._roles.setdefault(projection, set()).update(roles)
 
     def clear(self) -> None:
-        """Forget what has arrived, because it was checked in another way."""
+        """Forget the arrivals, because they were checked in another way."""
         self._roles.clear()
 
     def check(self) -> None:
-        """Compare what has arrived, and start anew.
+        """Check that each weight has arrived with its scales, then forget the arrivals.
 
         Raises:
             CheckpointError: a weight has arrived without its scales, or scales without their weight.
@@ -51,7 +51,7 @@ def check_scale_name(name: str, scale: str | None) -> None:
 
     Args:
         name: of a tensor of the checkpoint.
-        scale: what the names of scales end with; None for an unquantized checkpoint, which has none.
+        scale: the suffix of scales' names; None for an unquantized checkpoint, which has no scales.
     """
     if not name.endswith(tuple(f".{known}" for known in SCALE_NAMES)) or (scale and name.endswith(f".{scale}")):
         return

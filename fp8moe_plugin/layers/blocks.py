@@ -1,7 +1,7 @@
 """Loading of experts and MLPs whose channels do not divide into whole scale blocks: the last ranks are zero-padded.
 
 `shapes.local_intermediate` gives the number of channels on a rank. The engines' loaders split tensors into equal parts,
-so those here first pad the checkpoint's tensor to whole blocks for every rank.
+so the loaders here first pad the checkpoint's tensor to whole blocks for every rank.
 """
 
 import functools
@@ -33,7 +33,7 @@ def announce_padding(what: str, intermediate: int, ranks: int, whole_experts: st
 
     Args:
         what: "expert" or "MLP".
-        whole_experts: the engine's option by which ranks do not share experts.
+        whole_experts: the engine's option that gives each rank whole experts.
     """
     cost, whole = padding_share(intermediate, ranks), padding_share(intermediate, 1)
     logger.warning(
@@ -47,14 +47,14 @@ def announce_padding(what: str, intermediate: int, ranks: int, whole_experts: st
 def whole_blocks(
     prefix: str, layer: Any, rank: int, ranks: int, inputs: int, outputs: list[int], loader: MethodType
 ) -> tuple[int, list[int], MethodType]:
-    """This rank's input channels, output channels and loader of a layer, with those of an MLP padded to whole blocks.
+    """Returns this rank's input channels, output channels and loader of a layer.
 
-    Called for gate_up_proj and down_proj of an MLP, recognized by name, which must agree on the channels between them.
-    If only one of the two is quantized, their channels differ and the first step fails with an error.
+    The channels between gate_up_proj and down_proj of an MLP, recognized by name, are padded to whole blocks. If only
+    one of the two is quantized, their channels differ and the first step fails with an error.
 
     Args:
         layer: a linear layer of an engine, whose `weight_loader_v2` splits tensors by `output_sizes`.
-        inputs, outputs, loader: those of the engine, returned unchanged unless padding is needed.
+        inputs, outputs, loader: the engine's own, returned unchanged unless padding is needed.
     """
     if is_gate_up(prefix) and outputs == outputs[:1] * 2 and outputs[0] % GROUP:
         width = outputs[0] * ranks
@@ -70,9 +70,9 @@ def whole_blocks(
 
 
 def _padding_loader(prefix: str, dim: int, width: int, rank: int, ranks: int) -> Callable[..., None]:
-    """A `weight_loader` for one half of an MLP of `width` channels: pads, then calls the engine's.
+    """Returns a `weight_loader` for one half of an MLP of `width` channels. It pads, then calls the engine's loader.
 
-    It raises `CheckpointError` where `padded_to_blocks` does.
+    It raises `CheckpointError`, see `padded_to_blocks`.
     """
 
     def pad_and_load(
@@ -104,13 +104,13 @@ def check_shape(
 def padded_to_blocks(
     what: str, param: torch.Tensor, tensor: torch.Tensor, dim: int, intermediate: int, ranks: int, rank: int
 ) -> torch.Tensor:
-    """A checkpoint's tensor, zero-padded so that equal parts for the ranks are whole scale blocks.
+    """Returns a checkpoint's tensor, zero-padded so that equal parts for the ranks are whole scale blocks.
 
-    The parts of other ranks are zero in it, too, because reading them from the file would be wasted work.
+    The parts of other ranks are zero, too: reading them from the file would be wasted work.
 
     Args:
-        what: the tensor's name, for the message.
-        param: the parameter it is loaded into.
+        what: the tensor's name in the message.
+        param: the parameter that it is loaded into.
         dim: -1 or -2, the dimension of the intermediate channels.
     Raises:
         CheckpointError: the size along `dim` is not the one that config.json implies.

@@ -1,4 +1,4 @@
-"""The experts of a layer on one rank, for any engine: their kernels, and calls of the ops."""
+"""The experts of a layer on one rank, for any engine. They load their kernels and call the ops."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,13 +12,13 @@ from fp8moe_plugin.plan.spec import Arrival, LayerSpec
 
 
 class Experts:
-    """Experts that a spec describes, with these tensors."""
+    """Experts with their spec and their tensors."""
 
     def __init__(self, spec: LayerSpec, tensors: Mapping[str, Any], names: Iterable[str]) -> None:
         """
         Args:
-            tensors: looked up in each call, so that an engine may replace them; such as a module's `_parameters`.
-            names: of w13, its scales, w2 and its scales.
+            tensors: a mapping such as a module's `_parameters`. Each call looks them up, so an engine may replace them.
+            names: the names of w13, its scales, w2 and its scales.
         """
         self.spec = spec
         self._tensors = tensors
@@ -27,14 +27,14 @@ class Experts:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """w13, its scales, w2 and its scales, as the ops take them."""
+        """w13, its scales, w2 and its scales: the ops' order."""
         return [self._tensors[name] for name in self._names]
 
     def prepare(self, prefix: str, arrivals: Iterable[Arrival], warmup: str) -> None:
         """Load the kernels that the layer may launch, and announce it.
 
         Args:
-            warmup: the command that compiles them before.
+            warmup: the command that compiles them in advance.
         Raises:
             UnsupportedError: the kernels for this device cannot compute the layer.
             KernelNotPrecompiled, CompileError, LaunchError: see `prepare_kernels`.
@@ -66,7 +66,7 @@ class Experts:
     def run_routed(
         self, x: torch.Tensor, logits: torch.Tensor, topk: int, renormalize: bool, padding: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the same of experts that softmax top-k of these logits chooses; see `ops.routed_moe`."""
+        """Returns the same sum for the experts that softmax top-k of these logits chooses; see `ops.routed_moe`."""
         out = torch.empty_like(x)
         torch_ops.routed_moe(x, *self.tensors, logits, topk, renormalize, padding, self.spec.ue8m0, out)
         return out
@@ -79,7 +79,7 @@ class Experts:
         expected_m: int,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the result of each row that arrives quantized and sorted; see `ops.batched_experts`."""
+        """Returns the experts' results for rows that arrive quantized and sorted; see `ops.batched_experts`."""
         out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) if out is None else out
         torch_ops.batched_experts(x, scale, *self.tensors, counts, expected_m, self.spec.ue8m0, out)
         return out

@@ -1,4 +1,4 @@
-"""Everything a layer's kernel launches need, made ready while weights are loaded and before any CUDA graph."""
+"""Preparation of a layer's kernels while weights are loaded, before any CUDA graph is captured."""
 
 import logging
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ _announced: set[tuple[str, str]] = set()  # backends and layouts that were logge
 def prepare_kernels(keys: Iterable[KernelKey], weight: torch.Tensor, warmup: str) -> driver.LoadCounts:
     """Find (or compile) these kernels and load them on the device of a layer's weight.
 
-    The plain-torch reference needs none.
+    The plain-torch reference needs no kernels.
 
     Args:
-        warmup: the command that compiles them before.
+        warmup: the command that compiles them in advance.
     Returns:
-        How many kernels this process has loaded so far, for all its layers, and where they came from.
+        The number and the origins of the kernels that this process has loaded so far, for all its layers.
     Raises:
         KernelNotPrecompiled: a kernel would have to be compiled, which `FP8MOE_JIT=forbid` forbids.
         CompileError, LaunchError: a kernel does not compile or load.
@@ -38,15 +38,15 @@ def prepare_kernels(keys: Iterable[KernelKey], weight: torch.Tensor, warmup: str
 
 
 def backend_name(tensor: torch.Tensor) -> str:
-    """Returns the name of what computes a layer whose tensors are where this one is, for log and metrics."""
+    """Returns the name, in log and metrics, of the backend for a layer whose tensors are on this tensor's device."""
     backend = backend_of(tensor)
     return backend.name if backend else "reference"
 
 
 def kernels_backend(tensor: torch.Tensor) -> Backend:
-    """Returns the backend whose kernels a layer needs if its tensors are where this one is.
+    """Returns the backend of the kernels for a layer whose tensors are on this tensor's device.
 
-    For the reference, which loads none of them, it is that of Hopper GPUs.
+    For the reference, which loads no kernels, this is the backend of Hopper GPUs.
     """
     return backend_of(tensor) or BACKENDS[SM90]
 

@@ -11,7 +11,7 @@ from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.parameters import format_of, role_of, tensor_format, torch_dtype
 from fp8moe_plugin.layers.weights import check_scale_values
 
-# Bits that are all set in a byte that is NaN, whatever the others.
+# A byte is NaN if all these bits are set.
 NAN_BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e8m0fnu: 0xFF}
 CHUNK_BYTES = 1 << 26  # bounds the temporary memory of checking a weight
 
@@ -41,12 +41,12 @@ def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> No
 
 
 def rows_of_shard(layer: Any, widths: list[int], shard: Any) -> int:
-    """Output channels of a dense layer's tensor in the checkpoint.
+    """Returns the output channels of a dense layer's tensor in the checkpoint.
 
     Args:
-        layer: the engine's.
-        widths: channels of each of the layer's projections, of all ranks.
-        shard: the projection's index, or "q", "k" or "v"; a tuple of these; None: all of them.
+        layer: the engine's layer.
+        widths: channels of each projection of the layer, on all ranks.
+        shard: the projection's index, or "q", "k" or "v"; a tuple of these; None: all projections.
     """
     if hasattr(layer, "total_num_kv_heads"):
         # The widths count a head once for each rank that holds it; the checkpoint has it once.
@@ -61,10 +61,12 @@ def rows_of_shard(layer: Any, widths: list[int], shard: Any) -> int:
 def check_size(
     what: str, parameter: torch.Tensor, tensor: torch.Tensor, rows: int, inputs: int, *, smaller: bool = False
 ) -> None:
-    """Raise `CheckpointError` for a dense tensor of another size than config.json implies: engines load a part of it.
+    """Raise `CheckpointError` if a dense tensor does not have the size that config.json implies.
+
+    Engines would load a part of a larger tensor.
 
     Args:
-        smaller: pass smaller tensors, which the engine refuses itself.
+        smaller: do not check for smaller tensors, which the engine refuses.
     """
     wanted = tensor_format(parameter).shape(rows, inputs)
     larger = any(size > most for size, most in zip(tensor.shape[-2:], wanted, strict=True))
@@ -76,7 +78,7 @@ def check_size(
 
 
 def as_kept(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A checked tensor in the dtype of its parameter, because some engines' loaders copy bytes."""
+    """Returns a checked tensor in the dtype of its parameter, because some engines' loaders copy bytes."""
     dtype = torch_dtype(tensor_format(parameter).dtype)
     if tensor.dtype == dtype or (dtype.is_floating_point and tensor.dtype.is_floating_point):
         return tensor.to(dtype)
@@ -98,7 +100,7 @@ def check_expert_shape(
 
 @contextmanager
 def shape_errors(prefix: str, tensor: torch.Tensor) -> Iterator[None]:
-    """Turn the exceptions of an engine's loader about a tensor of a wrong shape into `CheckpointError`."""
+    """Convert the exceptions of an engine's loader about a tensor of a wrong shape to `CheckpointError`."""
     try:
         yield
     except (AssertionError, IndexError, RuntimeError) as error:
@@ -125,7 +127,7 @@ def check_loaded(layer: str, name: str, parameter: torch.Tensor) -> None:
 
 
 def holds_nan(parameter: torch.Tensor) -> bool:
-    """Whether a tensor holds NaN, or a float32 tensor infinity."""
+    """Returns whether a tensor holds NaN, or a float32 tensor infinity."""
     bits = NAN_BITS.get(parameter.dtype)
     if bits is None:
         return parameter.is_floating_point() and not bool(parameter.isfinite().all())

@@ -1,10 +1,10 @@
 """Prometheus metrics of the workers' kernels and layers, exported next to the engine's own at the server's /metrics.
 
 Workers count in processes of their own. With several API servers, vLLM enables the multiprocess mode of
-prometheus_client (PROMETHEUS_MULTIPROC_DIR), which aggregates these counters too. With one, the default, it does not,
-and enabling it here would change vLLM's own metrics. Instead, each worker then writes a text file into a folder of the
-server, which adds the files up whenever it is scraped. SGLang always uses the multiprocess mode, if it exports metrics
-at all (--enable-metrics).
+prometheus_client (PROMETHEUS_MULTIPROC_DIR), which aggregates these counters, too. With one server, the default, vLLM
+does not enable it, and enabling it here would change vLLM's own metrics. In that case each worker writes a text file
+into a folder of the server, and the server adds the files up whenever it is scraped. SGLang always uses the
+multiprocess mode if it exports metrics (--enable-metrics).
 """
 
 import functools
@@ -43,7 +43,7 @@ LAYERS = Gauge(
 for _source in (Origin.BUNDLE, Origin.CACHE):
     HITS.labels(_source.value)  # exports 0 before the first hit
 
-_exported = LoadCounts()  # what the counters hold; `seconds` counts compilation only
+_exported = LoadCounts()  # the values of the counters; `seconds` counts compilation only
 _layers: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # by name, so that a reload does not count twice
 
 
@@ -55,7 +55,7 @@ def count_layer(name: str, backend: str, layout: str) -> None:
 
 
 def update(kernels: LoadCounts) -> None:
-    """Set the counters to what this process has loaded so far, and export them to the server."""
+    """Set the counters to the number of kernels that this process has loaded so far, and export them to the server."""
     for source in (Origin.BUNDLE, Origin.CACHE):
         HITS.labels(source.value).inc(kernels.origins[source] - _exported.origins[source])
     MISSES.inc(kernels.origins[Origin.COMPILER] - _exported.origins[Origin.COMPILER])
@@ -100,7 +100,7 @@ class Workers(Collector):
 
     def __init__(self, folder: tempfile.TemporaryDirectory[str], lock: int) -> None:
         self.folder = folder
-        self.lock = lock  # stays open until the process ends, which tells other servers that it is running
+        self.lock = lock  # open until the process ends: other servers see that this one is running
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}

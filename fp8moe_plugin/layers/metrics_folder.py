@@ -1,4 +1,4 @@
-"""The folders through which workers pass metrics to their server, and removal of those that killed servers left behind.
+"""The folders through which workers pass metrics to their server, and removal of the folders of killed servers.
 
 A server holds a lock in its folder as long as it runs. The operating system releases the lock when the process ends in
 any way, so a lock that can be acquired means that the server is gone, even if its process id was reused. The next

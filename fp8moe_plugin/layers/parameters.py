@@ -49,11 +49,11 @@ def empty_tensor(weights: WeightFormat, role: Role, n: int, k: int, *experts: in
 def expert_tensors(
     weights: WeightFormat, experts: int, hidden: int, intermediate: int, scale: str = SCALE
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a rank's experts, uninitialized: weights and scales of w13 and of w2.
+    """Returns the tensors of a rank's experts, uninitialized: weights and scales of w13 and of w2.
 
     Args:
         intermediate: channels on this rank, whole blocks.
-        scale: what the names of scales end with.
+        scale: the suffix of scales' names.
     """
     return {
         f"{name}_{suffix}": empty_tensor(weights, role, n, k, experts)

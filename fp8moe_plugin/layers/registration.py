@@ -1,4 +1,4 @@
-"""Registration with an engine, which calls it in each of its processes before it reads the command line."""
+"""Registration with an engine. Each process of the engine calls it before it parses the command line."""
 
 import importlib.util
 import logging

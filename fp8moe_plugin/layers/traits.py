@@ -1,4 +1,4 @@
-"""What the engines ask of a quantization method before they have a checkpoint: the same answers for each of them."""
+"""The properties of the quantization method that engines query before they read a checkpoint."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from fp8moe_plugin.settings import NAME
 
 
 class Traits:
-    """What an engine asks both of the registered class and of the config made from a checkpoint."""
+    """The properties that an engine queries from the registered class and from the config of a checkpoint."""
 
     @classmethod
     def get_name(cls) -> str:
@@ -36,14 +36,14 @@ class Traits:
 
 
 class Entry(Traits):
-    """The class registered with an engine, which imports the method only once a model is served with it.
+    """The class that is registered with an engine. It imports the method only when a model is served with it.
 
-    Never instantiated: both of its constructors return an `Fp8MoeConfig`.
+    Never instantiated: both constructors return an `Fp8MoeConfig`.
     """
 
     @classmethod
     def config(cls) -> Any:
-        """The engine's `Fp8MoeConfig`, imported only now."""
+        """Returns the engine's `Fp8MoeConfig`, imported only now."""
         raise NotImplementedError
 
     def __new__(cls) -> Any:

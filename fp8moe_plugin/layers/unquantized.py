@@ -1,4 +1,4 @@
-"""Which layers stay unquantized, and how a weight of an unquantized checkpoint becomes block FP8.
+"""The layers that stay unquantized, and the quantization of an unquantized checkpoint's weights to block FP8.
 
 Online quantization and `fp8moe-warmup convert` share this module, so they produce the same bytes.
 """
@@ -17,7 +17,7 @@ from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 
 # Published block-FP8 checkpoints quantize the projections of attention, MLPs and experts, listed here by the last part
 # of their names. Routers, the output head, embeddings, norms and vision towers stay unquantized.
-# The last one is what SGLang calls fused_qkv_a_proj.
+# The last one is SGLang's name of fused_qkv_a_proj.
 UNFUSED = {"o_proj", "q_b_proj", "kv_b_proj", "wq_b", "down_proj", "w1", "w2", "w3", "fused_qkv_a_proj_with_mqa"}
 QUANTIZED = UNFUSED | {"experts"} | FUSED.keys() | {part for parts in FUSED.values() for part in parts}
 
@@ -29,18 +29,18 @@ WEIGHTS_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}
 
 
 def is_quantized(layer: str) -> bool:
-    """Whether a layer gets FP8 weights, by its name (without `.weight`) in a checkpoint or in an engine."""
+    """Returns whether a layer gets FP8 weights, by its name (without `.weight`) in a checkpoint or in an engine."""
     match = LAYER_NAME.fullmatch(layer)
     return match is not None and match[2].rpartition(".")[2] in QUANTIZED
 
 
 def matches_pattern(layer: str, names: Sequence[str], fused: Mapping[str, Sequence[str]]) -> bool:
-    """Whether a checkpoint keeps an engine's layer unquantized by a pattern, an entry that begins with `re:`.
+    """Returns whether a checkpoint keeps an engine's layer unquantized by a pattern, an entry that begins with `re:`.
 
     Args:
         layer: its full name in the engine.
-        names: what the checkpoint ignores, names and patterns.
-        fused: the projections that each fused layer of the engine consists of.
+        names: the checkpoint's list of ignored layers: names and patterns.
+        fused: the projections of each fused layer of the engine.
     Raises:
         UnsupportedError: only some projections of a fused layer match.
     """
@@ -78,7 +78,7 @@ def quantize_weight(name: str, weight: torch.Tensor, device: torch.device) -> tu
     Args:
         name: the weight's name, for messages.
         weight: bfloat16, float16 or float32 `[N, K]`; blocks at the right and bottom edges may be smaller.
-        device: where to compute and to put the result.
+        device: the device that computes and holds the result.
     Returns:
         e4m3 `[N, K]` and float32 scales `[ceil(N/128), ceil(K/128)]`, each its block's largest magnitude / 448.
     Raises:

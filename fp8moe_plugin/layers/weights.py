@@ -1,4 +1,4 @@
-"""Block-FP8 weights: quantizing them, and checking those of a checkpoint."""
+"""Quantization of weights to block FP8, and checks of a checkpoint's block-FP8 weights."""
 
 import math
 
@@ -72,7 +72,11 @@ def check_fp8_weight(name: str, weight: torch.Tensor, scale: torch.Tensor | None
 
 
 def check_scale_values(what: str, scales: torch.Tensor) -> None:
-    """Raise `CheckpointError` for scales that are not finite, negative or too large. `what`: a plural noun for them."""
+    """Raise `CheckpointError` for scales that are not finite, negative or too large.
+
+    Args:
+        what: a plural noun for the scales, for the message.
+    """
     low, high = (value.item() for value in scales.float().aminmax()) if scales.numel() else (0.0, 0.0)
     if not (math.isfinite(low) and math.isfinite(high)):
         raise CheckpointError(
@@ -86,5 +90,5 @@ def check_scale_values(what: str, scales: torch.Tensor) -> None:
 
 
 def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
-    """A contiguous parameter without gradients."""
+    """Returns a contiguous parameter without gradients."""
     return torch.nn.Parameter(tensor.contiguous(), requires_grad=False)

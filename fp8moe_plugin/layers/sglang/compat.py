@@ -25,11 +25,11 @@ from fp8moe_plugin.settings import NAME
 
 logger = logging.getLogger("fp8moe")
 
-CHECK = "check_quantized_moe_compatibility"  # in SGLang's `model_runner`
+CHECK = "check_quantized_moe_compatibility"  # a function of SGLang's `model_runner`
 
 
 def rank_of(layer: Any) -> tuple[int, int]:
-    """This rank among those that share a linear layer, and their number.
+    """Returns this rank's index among the ranks that share a linear layer, and the number of these ranks.
 
     Since SGLang 0.5.22, layers have a group instead.
     """
@@ -40,15 +40,15 @@ def rank_of(layer: Any) -> tuple[int, int]:
 
 
 def may_hold_expert(layer: Any, expert: int) -> bool:
-    """Whether this rank holds the expert with this global index, or may, if load balancing places the experts."""
+    """Returns whether this rank may hold the expert with this global index. With load balancing, any rank may."""
     placed = get_global_expert_location_metadata() is not None
     return placed or layer._map_global_expert_id_to_local_expert_id(expert) != -1
 
 
 def allow_uneven_shares() -> None:
-    """Let ranks share experts whose scale blocks they cannot share equally, which SGLang refuses for all models.
+    """Make SGLang accept experts whose scale blocks ranks cannot share equally, for models of our method.
 
-    Other methods are refused as before. Called for each model that is served with ours.
+    Other methods are still refused. Called for each model that is served with our method.
     """
     check = getattr(model_runner, CHECK)
     if hasattr(check, "__wrapped__"):
@@ -63,7 +63,7 @@ def allow_uneven_shares() -> None:
 
 
 def rows_differ_by_mode() -> bool:
-    """Whether DeepEP can send rows as BF16 in one mode and as FP8 in the other."""
+    """Returns whether DeepEP can send rows as BF16 in one mode and as FP8 in the other."""
     return Version(sglang.__version__) >= Version("0.5.18")
 
 
@@ -77,9 +77,9 @@ def choose_rows(dispatcher: Any) -> None:
 
 
 def follow_loads() -> None:
-    """Make SGLang report to `Loads` how models that are served with our method are loaded, updated and run.
+    """Make SGLang report to `Loads` each load, update and step of the models that are served with our method.
 
-    Other models are not affected. Called for each model of ours, before it is made.
+    Other models are not affected. Called for each model with our method, before it is created.
     """
     if hasattr(loader._initialize_model, "__wrapped__"):
         return
@@ -128,7 +128,7 @@ def _finish_load(check: Callable[..., None], runner: Any) -> None:
 
 
 def _check_and_step(step: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    # Checks in the layers would not do: CUDA graphs bypass them.
+    # Checks in the layers do not suffice: CUDA graphs bypass them.
     if loads := _loads_of(runner.model):
         loads.check_usable()
     return step(runner, *args, **kwargs)
@@ -144,18 +144,21 @@ def _load_directly(load: Callable[..., None], model: Any, named_tensors: Any) ->
 
 
 def _answer_update(update: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """An update of all weights in one call."""
+    """Run an update of all weights in one call, and return the answer."""
     loads = _loads_of(updater.get_model())
     return _answer(loads, loads.finish if loads else None, functools.partial(update, updater, *args, **kwargs))
 
 
 def _answer_part(update: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """An update of some weights, whose scales may be in the next call."""
+    """Run an update of some weights, whose scales may be in the next call, and return the answer."""
     return _answer(_loads_of(updater.get_model()), None, functools.partial(update, updater, *args, **kwargs))
 
 
 def _answer(loads: Loads | None, finish: Callable[[], None] | None, update: Callable[[], Any]) -> Any:
-    """Answer why an update has failed, where SGLang would end without an answer or serve a mixture of weights."""
+    """Run an update, and return whether it succeeded, with a message.
+
+    Without this, SGLang would end without an answer, or serve a mixture of weights.
+    """
     if loads is None:
         return update()
     if loads.failure:
@@ -205,7 +208,7 @@ def _answer_end(end: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def _agreed(failed: str | None, written: bool) -> tuple[str | None, bool]:
-    """Why an update has failed on one of the ranks, and whether one of them has written a part of it."""
+    """Returns why an update has failed on one of the ranks, and whether one of them has written a part of it."""
     group = get_tp_group()
     if group.world_size == 1:
         return failed, written

@@ -1,4 +1,4 @@
-"""`Fp8MoeConfig`: which checkpoints, machines and options are supported, and which method each layer gets."""
+"""`Fp8MoeConfig` checks that checkpoint, machine and options are supported, and chooses the method of each layer."""
 
 import re
 from typing import Any
@@ -79,7 +79,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         return made
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """The method of a layer. SGLang also asks for layers that it does not keep, to learn what they would get."""
+        """Returns the method of a layer. SGLang also calls this for layers that it then discards."""
         if not isinstance(layer, LinearBase | FusedMoE):
             return super().get_quant_method(layer, prefix)
         linear = isinstance(layer, LinearBase)
@@ -87,7 +87,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         if by_pattern or (self.online and not is_quantized(prefix)):
             if self.online and not linear:
                 announce_unquantized(re.sub(r"\d+", "N", prefix), "SGLang")
-            return UnquantizedLinearMethod() if linear else None  # SGLang then takes its own for experts
+            return UnquantizedLinearMethod() if linear else None  # SGLang then uses its own method for experts
         if not linear:
             added = get_server_args().ep_num_redundant_experts + layer.num_fused_shared_experts
             check_listed_experts(prefix, self.ignored_layers, layer.num_experts - added)
@@ -99,12 +99,12 @@ class Fp8MoeConfig(Traits, Fp8Config):
 def check_listed_experts(prefix: str, names: list[str], experts: int) -> None:
     """Raise `UnsupportedError` if a checkpoint keeps only a part of a layer's experts unquantized.
 
-    SGLang takes one listed expert for all of them.
+    If one expert is listed, SGLang keeps all experts unquantized.
 
     Args:
         prefix: the full name of the layer of experts.
-        names: of the layers that the checkpoint keeps unquantized.
-        experts: how many the checkpoint has in this layer.
+        names: the checkpoint's list of unquantized layers.
+        experts: the number of experts in this layer of the checkpoint.
     """
     own = re.compile(rf"{re.escape(prefix)}\.(\d+)(?:\.(\w+))?", re.ASCII)
     listed: dict[int, set[str | None]] = {}
@@ -120,7 +120,7 @@ def check_listed_experts(prefix: str, names: list[str], experts: int) -> None:
 
 
 def warmup_command() -> str:
-    """The command that precompiles every kernel needed by the model that SGLang is building."""
+    """Returns the command that precompiles every kernel needed by the model that SGLang is building."""
     args = get_server_args()
     dp = args.dp_size if args.enable_dp_attention else 1  # otherwise data parallel replicas are engines of their own
     parallel = Parallel(args.tp_size // dp, dp, args.ep_size, sglang=True)

@@ -1,4 +1,4 @@
-"""The class that SGLang knows the quantization method by."""
+"""The class that is registered with SGLang."""
 
 from typing import Any
 

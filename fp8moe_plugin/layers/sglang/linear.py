@@ -65,7 +65,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
             data = poison(empty_tensor(weights, role, sum(outputs), inputs))
             parameter = kind(data=data, input_dim=1, output_dim=0, weight_loader=MethodType(own, layer))
             layer.register_parameter(name, marked(parameter, weights, role))
-        layer.weight_scale_inv.format_ue8m0 = False  # SGLang asks whether the scales are packed exponents
+        layer.weight_scale_inv.format_ue8m0 = False  # for SGLang: the scales are not packed exponents
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check the parameters and load the kernels, at startup and after each update of the weights.
@@ -87,7 +87,7 @@ WEIGHT_LOADER_V2_SUPPORTED.append(Fp8MoeLinearMethod.__name__)
 
 
 def _loader(method: Fp8MoeLinearMethod, inputs: int, widths: list[int], load: MethodType) -> Callable[..., None]:
-    """A loader that checks the tensor, then calls SGLang's, which pads tensors that are too small.
+    """Returns a loader that checks the tensor, then calls SGLang's loader, which pads tensors that are too small.
 
     It raises `CheckpointError` for a tensor of another dtype or shape, and for scales that are not valid.
 

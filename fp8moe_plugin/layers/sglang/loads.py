@@ -1,4 +1,4 @@
-"""The weights of one model: which tensors have arrived, whether they are complete, and whether an update has failed."""
+"""The loading state of one model: the tensors that have arrived, their completeness, and failures of updates."""
 
 import functools
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from fp8moe_plugin.layers.parameters import role_of
 from fp8moe_plugin.layers.weights import check_scale_values
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
-# Of MLA. SGLang fuses the two if both are in one call of a model's `load_weights`, and drops one that comes alone.
+# For MLA. SGLang fuses the two if both are in one call of a model's `load_weights`, and drops a single one.
 FUSED_BY_THE_MODEL = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
@@ -30,7 +30,10 @@ class Loads:
     """The loading state that all layers of a model share."""
 
     def __init__(self, scale: str | None) -> None:
-        """`scale`: what the names of scales end with in the checkpoint; None if it has no scales."""
+        """
+        Args:
+            scale: the suffix of scales' names in the checkpoint; None if it has no scales.
+        """
         self.scale = scale
         self.arrivals = Arrivals()
         self.changed: dict[str, tuple[Method, Any]] = {}  # layers that have received tensors since their last check
@@ -43,8 +46,8 @@ class Loads:
     def check_tensor(self, what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         """Raise `CheckpointError` for a tensor that `parameter` cannot hold unchanged; `what` names it in messages.
 
-        While the model serves, tensors are also checked for NaN before they are written, unless they are still to be
-        copied from the host, where that takes long. `check_layer` checks all.
+        While the model serves, tensors on the parameter's device are also checked for NaN before they are written. For
+        tensors on the host that would take too long. `check_layer` checks all parameters.
         """
         check_tensor(what, parameter, tensor)
         is_weight = role_of(parameter) is Role.WEIGHT
@@ -60,8 +63,8 @@ class Loads:
     def check_layer(self, method: Method, layer: Any) -> None:
         """Check a layer's parameters once its tensors have arrived.
 
-        Does nothing if no layer of the model has got any: some load formats copy whole parameters after SGLang has
-        called `process_weights_after_loading`. `finish_load` then checks them.
+        Does nothing if no layer of the model has received a tensor: some load formats copy whole parameters after
+        SGLang has called `process_weights_after_loading`. `finish_load` then checks them.
 
         Raises:
             CheckpointError: a tensor is missing or damaged.
@@ -80,7 +83,7 @@ class Loads:
         self.changed.pop(method.prefix, None)
 
     def finish(self) -> None:
-        """Check what has arrived since the last call, so that the model can be used.
+        """Check the tensors that have arrived since the last call, so that the model can be used.
 
         Raises:
             CheckpointError: a tensor is missing or damaged, or a weight has arrived without its scales.
@@ -91,7 +94,7 @@ class Loads:
         self.written = False
 
     def finish_load(self, model: torch.nn.Module) -> None:
-        """Check all layers of a model that is loaded for the first time, in whichever way its weights came."""
+        """Check all layers of a model that was loaded for the first time, with any load format."""
         if self.empty:
             self.empty = False
             self.changed = {layer.quant_method.prefix: (layer.quant_method, layer) for layer in layers_of(model, self)}
@@ -109,7 +112,7 @@ class Loads:
             raise CheckpointError(self.failure)
 
     def fail(self, reason: str) -> str:
-        """Take the model out of service, after an update that has written a part of its tensors. Returns why."""
+        """Take the model out of service after an update that wrote only some of its tensors. Returns the message."""
         self.failure = (
             f"{reason} The update has failed after it had written some tensors. A mixture of old and new weights "
             "cannot be used, so the engine ends at its next step. Restart it."
@@ -125,7 +128,7 @@ class Loads:
 
         @functools.wraps(load)
         def load_weights(weights: Tensors, *args: Any, **kwargs: Any) -> Any:
-            if self.error:  # SGLang answers an error by loading the same weights again
+            if self.error:  # after an error, SGLang loads the same weights again
                 raise self.error
             alone: set[str] = set()
             last = ["the first tensor"]
@@ -148,15 +151,15 @@ class Loads:
                 alone.discard(other)
             elif other:
                 alone.add(name)
-            # Parameters have one name for scales, that of `quant_method: fp8`, by which SGLang reads them, too.
+            # Scales of all formats have the parameter name of `quant_method: fp8`, which SGLang reads, too.
             yield f"{name}_inv" if name.endswith(f".{COMPRESSED_SCALE}") else name, tensor
             self.written = True  # the model is done with this tensor
 
     def check_direct(self, model: torch.nn.Module, tensors: Tensors) -> None:
-        """Check tensors that are copied as they are into the model's parameters of these names.
+        """Check tensors that are about to be copied unchanged into the model's parameters of these names.
 
         Raises:
-            CheckpointError: one is not what a parameter of our layers can hold. None is copied yet.
+            CheckpointError: a parameter of our layers cannot hold its tensor. No tensor is copied yet.
         """
         served = set(layers_of(model, self))
         of_name = {
@@ -180,7 +183,7 @@ class Loads:
 
 
 def layers_of(model: torch.nn.Module, loads: Loads) -> Iterator[Any]:
-    """The layers of a model that the plugin serves."""
+    """Yields the layers of a model that the plugin serves."""
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
         if hasattr(method, "parameters") and method.quant_config.loads is loads:
@@ -188,7 +191,7 @@ def layers_of(model: torch.nn.Module, loads: Loads) -> Iterator[Any]:
 
 
 def counterpart(name: str) -> str | None:
-    """The name of the tensor that SGLang fuses with this one while it loads a model of MLA."""
+    """Returns the name of the tensor that SGLang fuses with this one while it loads a model of MLA."""
     first, second = (f".{part}." for part in FUSED_BY_THE_MODEL)
     if first in name:
         return name.replace(first, second)
@@ -206,7 +209,7 @@ def check_fused(model: torch.nn.Module, alone: set[str]) -> None:
 
 
 def unexpected(last: str, error: Exception) -> CheckpointError:
-    """What another library's error is reported as, at the tensor `last` or after it."""
+    """Returns the `CheckpointError` for an error of another library, at the tensor `last` or after it."""
     return CheckpointError(
         f"Loading the weights failed at {last}, or at a tensor before it: {reason(error)}. Check that every file of "
         "the checkpoint is complete, and that config.json belongs to it."

@@ -34,7 +34,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     """Keeps the checkpoint's layout: contiguous parameters with one expert per index of dim 0, as EPLB needs them."""
 
     parameters = PARAMETERS
-    runner = None  # no runner of SGLang's: it then passes top-k ids that are local to the rank, -1 for other experts
+    runner = None  # without a runner, SGLang passes top-k ids that are local to the rank, -1 for other experts
 
     def __init__(self, quant_config: Any, prefix: str, warmup: str) -> None:
         self.quant_config = quant_config
@@ -77,7 +77,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         check_computation(self.prefix, moe_runner_config)
-        moe_runner_config.inplace = False  # `apply` leaves its input alone, which the model may use afterwards
+        moe_runner_config.inplace = False  # `apply` does not change its input, which the model may use afterwards
         self.config = moe_runner_config
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -104,11 +104,11 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         return LayerSpec(shape, quant.weights, quant.ue8m0, batch_invariant=batch_invariant())
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        """The experts of this rank, on what SGLang's dispatcher hands over; T, the number of rows, may be 0.
+        """Run this rank's experts on the output of SGLang's dispatcher; T, the number of rows, may be 0.
 
         - Standard: bfloat16 `[T, H]`.
-        - DeepEP normal: the same; the model applies `routed_scaling_factor`.
-        - DeepEP low latency: e4m3 `[E, max_m, H]` and scales, whose weighted sums DeepEP's combine computes.
+        - DeepEP normal: bfloat16 `[T, H]`; the model applies `routed_scaling_factor`.
+        - DeepEP low latency: e4m3 `[E, max_m, H]` and scales. DeepEP's combine computes the weighted sums.
         """
         kind = dispatch_output.format
         if kind.is_deepep_ll():
@@ -123,9 +123,10 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         return StandardCombineInput(self.experts.run(dispatch_output.hidden_states, topk_weights, topk_ids))
 
     def routed_scaling_factor(self, layer: Any) -> float:
-        """Returns what the experts multiply the router's weights by, where DeepEP hands over no rows.
+        """Returns the factor of the router's weights for standard dispatch.
 
-        On a GPU that is the model's `routed_scaling_factor`, unless the top-k applies it. On a CPU SGLang's models do.
+        On a GPU this is the model's `routed_scaling_factor`, unless the top-k applies it. On a CPU, SGLang's models
+        apply it.
         """
         factor = self.config.routed_scaling_factor
         if factor is None or not is_cuda() or layer.should_fuse_routed_scaling_factor_in_topk:
@@ -134,7 +135,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
 
 
 def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..., None]:
-    """A loader for w1, w2 and w3 of an expert: checks the tensor, pads it to whole blocks, then calls SGLang's.
+    """Returns a loader for w1, w2 and w3 of an expert. It checks and pads the tensor, then calls SGLang's loader.
 
     It raises `CheckpointError` for a tensor of another dtype or shape, and for scales that are not valid.
     """
@@ -185,7 +186,7 @@ def activation(config: Any) -> Activation:
 
 
 def check_computation(prefix: str, config: Any) -> None:
-    """Raise `UnsupportedError` unless a `MoeRunnerConfig` asks for `silu(gate) * up` and the weighted sum."""
+    """Raise `UnsupportedError` unless a `MoeRunnerConfig` requires `silu(gate) * up` and the weighted sum."""
     if not config.is_gated or activation(config) != SILU:
         raise UnsupportedError(
             f"{prefix}: the model's experts have another activation than SiLU ({config.activation}), or a modified or "

@@ -16,9 +16,10 @@ Load = Callable[..., None]
 
 
 def linear_loader(prefix: str, load: Load) -> Load:
-    """A loader for the unquantized `[N, K]` of a dense layer; calls `load` for the e4m3 weight, then for its scales.
+    """Returns a loader for the unquantized `[N, K]` of a dense layer.
 
-    It raises `CheckpointError` for tensors that `quantize_weight` rejects.
+    It calls `load` for the e4m3 weight, then for its scales, and raises `CheckpointError` for tensors that
+    `quantize_weight` rejects.
     """
 
     def quantize_and_load(layer: Any, param: torch.Tensor, loaded_weight: torch.Tensor, *shard: Any) -> None:
@@ -30,7 +31,7 @@ def linear_loader(prefix: str, load: Load) -> Load:
 
 
 def experts_loader(prefix: str, load: Load) -> Load:
-    """The same for w1, w2 and w3 of an expert; tensors of experts on other ranks are skipped."""
+    """Returns such a loader for w1, w2 and w3 of an expert; it skips tensors of experts on other ranks."""
 
     def quantize_and_load(
         layer: Any,

@@ -29,9 +29,9 @@ MLA_WEIGHTS = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")  # attributes of vLLM's MLAA
 
 
 def is_layer_skipped(config: Any, prefix: str) -> bool:
-    """Whether the checkpoint keeps this layer unquantized.
+    """Returns whether the checkpoint keeps this layer unquantized.
 
-    Since vLLM 0.32, a field of `Fp8Config` says how names are matched. Before, they had to be equal, now the default.
+    Since vLLM 0.32, a field of `Fp8Config` selects how names are matched. Older versions require equal names.
     """
     mode = getattr(config, "ignored_layers_match_mode", None)
     extra = {} if mode is None else {"match_mode": mode}
@@ -39,12 +39,12 @@ def is_layer_skipped(config: Any, prefix: str) -> bool:
 
 
 def holds_expert(layer: Any, expert: int) -> bool:
-    """Whether this rank holds the expert of a `RoutedExperts` layer with this global index."""
+    """Returns whether this rank holds the expert of a `RoutedExperts` layer with this global index."""
     return layer._map_global_expert_id_to_local_expert_id(expert) != -1
 
 
 def make_prepare_finalize(moe: Any, quant_config: Any, routing_tables: Any) -> Any:
-    """vLLM's dispatch and combine for this parallel configuration. Newer versions need the dtype of the inputs."""
+    """Returns vLLM's dispatch and combine for this configuration. Newer versions need the dtype of the inputs."""
     accepted = inspect.signature(maybe_make_prepare_finalize).parameters
     extra = {"input_dtype": moe.in_dtype} if "input_dtype" in accepted else {}
     return maybe_make_prepare_finalize(
@@ -58,13 +58,13 @@ def make_prepare_finalize(moe: Any, quant_config: Any, routing_tables: Any) -> A
 
 
 def runs_in_workers(ranks: Any) -> bool:
-    """Whether the model runs in the engine's worker processes; those of an external launcher belong to the user."""
+    """Returns whether the model runs in worker processes of the engine, not in those of an external launcher."""
     backend = ranks.distributed_executor_backend
     return backend == "mp" or ranks.use_ray or (ranks.world_size > 1 and backend != "external_launcher")
 
 
 def is_only_rank(ranks: Any) -> bool:
-    """Whether the whole model runs in one process."""
+    """Returns whether the whole model runs in one process."""
     return ranks.world_size == 1 and ranks.data_parallel_size == 1
 
 
@@ -80,7 +80,7 @@ def keep_mla_weights(engine: Any) -> None:
 
 
 def derive_mla_weights(engine: Any) -> None:
-    """Have vLLM's MLA layers derive their tensors again, from weights that were loaded in place."""
+    """Make vLLM's MLA layers derive their tensors again from weights that were loaded in place."""
     keep_mla_weights(engine)
     for attention in _mla_layers(engine):
         with torch.inference_mode(), set_current_vllm_config(engine):
@@ -88,7 +88,7 @@ def derive_mla_weights(engine: Any) -> None:
 
 
 def _mla_layers(engine: Any) -> list[Any]:
-    """Those that have derived tensors from a `kv_b_proj`."""
+    """Returns the MLA layers that have derived tensors from a `kv_b_proj`."""
     layers = engine.compilation_config.static_forward_context.values() if engine else ()
     return [layer for layer in layers if any(getattr(layer, name, None) is not None for name in MLA_WEIGHTS)]
 
@@ -103,47 +103,47 @@ def _derive_in_place(attention: Any, process: Callable[[torch.dtype], None], dty
 
 
 def eplb_state(experts: Any) -> Any:
-    """The expert-parallel load-balancing state of a `RoutedExperts` layer, which maps experts to physical slots."""
+    """Returns the load-balancing state of a `RoutedExperts` layer, which maps experts to physical slots."""
     return runner_of(experts).router.eplb_state
 
 
 def runner_of(experts: Any) -> Any:
-    """The `MoERunner` of a `RoutedExperts` layer."""
+    """Returns the `MoERunner` of a `RoutedExperts` layer."""
     runners = get_current_vllm_config().compilation_config.static_forward_context.values()
     (found,) = (runner for runner in runners if getattr(runner, "routed_experts", None) is experts)
     return found
 
 
 def called_gate(runner: Any) -> Any:
-    """The gate whose method each step of a `MoERunner` calls; None: there is none.
+    """Returns the gate whose method each step of a `MoERunner` calls, or None.
 
-    Its method is not called where vLLM joins it with the gate of a shared expert, or has kernels of its own for it.
+    vLLM does not call the method if it fuses the gate with that of a shared expert, or has its own kernels for it.
     """
     gate = runner.gate
     if getattr(runner, "_fse_fuse_gate", False) or getattr(gate, "out_dtype", None) == torch.float32:
         return None
-    own = ("allow_dsv3_router_gemm", "allow_fp32_router_gemm", "allow_ll_bf16_gemm")  # of some of vLLM's versions
+    own = ("allow_dsv3_router_gemm", "allow_fp32_router_gemm", "allow_ll_bf16_gemm")  # in some versions of vLLM
     return None if any(getattr(gate, name, False) for name in own) else gate
 
 
 def returns_routed_experts() -> bool:
-    """Whether vLLM reports which experts tokens have gone to, as its routers tell it."""
+    """Returns whether vLLM reports the experts that its routers chose for each token."""
     config = get_current_vllm_config()
     places = config.model_config, getattr(config, "aux_output_config", None)  # of older and of newer versions
     return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
 
 def padding_of(tokens: int) -> torch.Tensor | None:
-    """bool `[tokens]`: those that only fill up a CUDA graph, for which vLLM's router chooses no experts.
+    """Returns bool `[tokens]`: the tokens that only pad a CUDA graph, for which vLLM's router chooses no experts.
 
-    None if vLLM does not say which, as older versions, whose router does not look for them.
+    Returns None for older versions of vLLM, whose router does not distinguish them.
     """
     mask = getattr(fused_topk_router, "_get_padding_mask", None)
     return mask(tokens) if mask else None
 
 
 def shared_mlp(runner: Any) -> Any:
-    """The shared expert that a `MoERunner` adds to its experts as it is, or None."""
+    """Returns the shared expert that a `MoERunner` adds to its experts as it is, or None."""
     changed = runner.routed_input_transform, runner.routed_output_transform, runner.shared_expert_gate
     if type(runner) is not MoERunner or runner.shared_experts is None or any(part is not None for part in changed):
         return None
@@ -162,7 +162,7 @@ def take_shared_expert(runner: Any) -> float:
 
 
 def can_merge_parameters() -> bool:
-    """Whether parameters stay where they are, which offloading them does not, and compiled code can be marked."""
+    """Returns whether parameters keep their addresses (they are not offloaded) and compiled code can be marked."""
     engine = get_current_vllm_config()
     offloads = engine.offload_config.uva.cpu_offload_gb or engine.offload_config.prefetch.offload_group_size
     return not offloads and isinstance(engine.additional_config, dict)
@@ -174,10 +174,10 @@ def mark_compiled_code(mark: str) -> None:
 
 
 def experts_have_moved(state: Any, slots: int) -> bool:
-    """Whether load balancing has moved experts away from the physical slots that weights are loaded into.
+    """Returns whether load balancing has moved experts away from the physical slots that weights are loaded into.
 
     Args:
-        slots: physical slots of all ranks, those of redundant experts included.
+        slots: physical slots of all ranks, including slots of redundant experts.
     """
     if state.logical_to_physical_map is None:  # the model is still being loaded
         return False
@@ -189,11 +189,11 @@ def experts_have_moved(state: Any, slots: int) -> bool:
 
 
 def replace_indexer_logits(contiguous: Replacement, paged: Replacement, metadata: Replacement) -> None:
-    """Make vLLM call others for the logits of indexers, of the same forms as DeepGEMM's functions.
+    """Replace the functions that vLLM calls for the logits of indexers, which have DeepGEMM's signatures.
 
-    Each is given what vLLM would call, DeepGEMM's function or None, and returns what it calls instead. vLLM looks
-    DeepGEMM's functions up once, all of them, unless one is there already: so it does that before. Its indexers need no
-    DeepGEMM then, and are told that there is one.
+    Each argument takes the function that vLLM would call, DeepGEMM's or None, and returns the one to call instead. vLLM
+    looks up DeepGEMM's functions all at once, unless one is set, so the lookup runs first. Then `has_deep_gemm` is
+    patched, because vLLM's indexers would refuse to run without DeepGEMM.
     """
     deep_gemm._lazy_init()
     for name, replacement in (
@@ -207,9 +207,9 @@ def replace_indexer_logits(contiguous: Replacement, paged: Replacement, metadata
 
 
 def share_num_sms(ours: Callable[[int], None]) -> None:
-    """Make vLLM's dual-batch overlap tell `ours`, too, how many multiprocessors it leaves to computation.
+    """Make vLLM's dual-batch overlap also call `ours` with the number of multiprocessors for computation.
 
-    It tells DeepGEMM alone, where that is installed.
+    vLLM itself calls only DeepGEMM's function, if that is installed.
     """
     from vllm.v1.worker import gpu_ubatch_wrapper, ubatch_utils
 
@@ -218,37 +218,37 @@ def share_num_sms(ours: Callable[[int], None]) -> None:
     if getattr(theirs, "ours", None) is ours:  # a second model is served
         return
 
-    def tell(num_sms: int) -> None:
+    def set_both(num_sms: int) -> None:
         ours(num_sms)
         if has_deep_gemm():
             theirs(num_sms)
 
-    vars(tell)["ours"] = ours
-    module.deep_gemm_set_num_sms, module.has_deep_gemm = tell, lambda: True
+    vars(set_both)["ours"] = ours
+    module.deep_gemm_set_num_sms, module.has_deep_gemm = set_both, lambda: True
 
 
 def watch_loads(watch: Callable[[torch.nn.Module], None]) -> None:
-    """Call `watch` for the modules that are being made around a layer, and have a `load_weights`; once for each.
+    """Call `watch` once for each module with a `load_weights` that is under construction around a layer.
 
-    Not for modules whose `load_weights` is a generator, which only another module calls.
+    Modules whose `load_weights` is a generator are skipped, because only other modules call it.
     """
     modules = {id(caller): caller for caller in _callers() if isinstance(caller, torch.nn.Module)}
     for module in modules.values():
         load = getattr(module, "load_weights", None)
         if not load or inspect.isgeneratorfunction(load):
             continue
-        if "load_weights" in vars(module):  # watched already, and so are those around it
+        if "load_weights" in vars(module):  # this module and those around it are watched already
             return
         watch(module)
 
 
 def reload_began(module: torch.nn.Module) -> bool:
-    """Whether vLLM has begun to reload a module by layers, and has not finished."""
+    """Returns whether vLLM has begun to reload a module by layers, and has not finished."""
     return any(layerwise.get_layerwise_info(layer).can_load() for layer in module.modules())
 
 
 def undo_reload(module: torch.nn.Module, engine: Any) -> bool:
-    """End a reload that has failed before vLLM changed anything; false if it has changed a layer."""
+    """End a reload that failed before vLLM changed anything. Returns false if vLLM has changed a layer."""
     infos = [layerwise.get_layerwise_info(layer) for layer in module.modules()]
     if not all(info.can_load() for info in infos):
         return False
@@ -260,7 +260,7 @@ def undo_reload(module: torch.nn.Module, engine: Any) -> bool:
 
 
 def computes_without_tokens(ranks: Any) -> bool:
-    """Whether a step without tokens computes experts for other ranks' tokens."""
+    """Returns whether a step without tokens computes experts for other ranks' tokens."""
     return ranks.distributed_executor_backend == "external_launcher" and ranks.data_parallel_size > 1
 
 
@@ -271,7 +271,7 @@ def check_steps(check: Callable[[], None], without_tokens: bool) -> None:
     Steps without tokens may come in the middle of an update: vLLM takes one to forget requests that were aborted.
 
     Args:
-        without_tokens: whether to check these steps, too.
+        without_tokens: also check steps without tokens.
     """
     worker = next((caller for caller in _callers() if isinstance(caller, WorkerBase)), None)
     if worker:
@@ -280,7 +280,7 @@ def check_steps(check: Callable[[], None], without_tokens: bool) -> None:
 
 
 def _callers() -> Iterator[Any]:
-    """The objects whose methods are running: vLLM gives a layer no other reference to its model and its worker."""
+    """Yields the objects whose methods are running: a layer has no other reference to its model and its worker."""
     frame: FrameType | None = sys._getframe()
     while frame:
         yield frame.f_locals.get("self")

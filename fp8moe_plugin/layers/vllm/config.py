@@ -1,4 +1,4 @@
-"""`Fp8MoeConfig`: which checkpoints and machines are supported, and which method each layer gets."""
+"""`Fp8MoeConfig` checks that checkpoint and machine are supported, and chooses the method of each layer."""
 
 import re
 from typing import Any
@@ -88,9 +88,9 @@ class Fp8MoeConfig(Traits, Fp8Config):
             check_experts(fields, self.ignored_layers)
 
     def _watch_worker(self) -> None:
-        """Let the model's state know its worker, once: it exists by the time the first layer is made.
+        """Watch the modules that hold a layer. Once per model, also hook the worker's steps and multiprocessor limit.
 
-        And the modules that hold the layer; and let our ops know how many multiprocessors the worker leaves to them.
+        The worker exists before the first layer is created.
         """
         compat.watch_loads(self.model.watch)
         if not self.watches_worker:
@@ -103,7 +103,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
             self.watches_worker = True
 
     def _serve_indexer(self) -> None:
-        """Serve the indexer of the model, once: vLLM asks for the method of a layer before it makes the first indexer.
+        """Serve the indexer of the model, once: vLLM gets the method of a layer before it creates the first indexer.
 
         On a CPU, vLLM has kernels of its own.
         """
@@ -138,7 +138,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
 
 
 def warmup_command() -> str:
-    """The command that precompiles every kernel needed by the model that vLLM is building."""
+    """Returns the command that precompiles every kernel needed by the model that vLLM is building."""
     engine = get_current_vllm_config()
     ranks = engine.parallel_config
     tp, dp = ranks.tensor_parallel_size, ranks.data_parallel_size

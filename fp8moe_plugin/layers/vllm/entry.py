@@ -1,4 +1,4 @@
-"""The class that vLLM knows the quantization method by."""
+"""The class that is registered with vLLM."""
 
 from typing import Any
 

@@ -24,9 +24,9 @@ ALL2ALL = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_late
 
 
 class Fp8MoeExperts(mk.FusedMoEExpertsModular):
-    """What both layouts of tokens have in common. Keeps no state between calls, and no copies of weights or scales.
+    """Base class for both layouts of tokens. It keeps no state between calls, and no copies of weights or scales.
 
-    vLLM passes keyword arguments to `apply`; each subclass names those that it uses.
+    vLLM passes keyword arguments to `apply`; each subclass declares the ones that it uses.
     """
 
     spec: LayerSpec  # of the class, because vLLM creates further instances itself (elastic expert parallelism)
@@ -55,7 +55,7 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_batch_invariance() -> bool:
-        return True  # `plan` sees to it for the kernels; `layers.machine.check_machine` has refused the reference
+        return True  # the plans are batch invariant, and `layers.machine.check_machine` has refused the reference
 
     def workspace_shapes(
         self,
@@ -88,7 +88,7 @@ class StandardExperts(Fp8MoeExperts):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        return True  # the op quantizes tokens itself, once per token or per (token, expert) pair as its plan says
+        return True  # the op quantizes tokens, once per token or per (token, expert) pair
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return TopKWeightAndReduceNoOP()

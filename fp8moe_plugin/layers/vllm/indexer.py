@@ -1,4 +1,4 @@
-"""The indexer of a model with sparse attention: vLLM calls our ops for its logits instead of DeepGEMM's."""
+"""The indexer of a model with sparse attention: vLLM calls our ops for its logits instead of DeepGEMM's functions."""
 
 import functools
 import logging
@@ -21,14 +21,14 @@ Function = Callable[..., torch.Tensor]
 
 
 def serve_indexer(description: Any, device: torch.device, warmup: str) -> None:
-    """Let our ops compute the logits of a model's indexer, if it has one, and load their kernels.
+    """Make our ops compute the logits of a model's indexer, if it has one, and load their kernels.
 
-    To be called in the process that runs the model, before its layers are made: vLLM refuses to make an indexer where
-    it finds no DeepGEMM. The cache of the indexer's keys, and the choice of the largest logits, remain vLLM's.
+    Must be called in the process that runs the model, before its layers are created: vLLM refuses to create an indexer
+    without DeepGEMM. vLLM still manages the cache of the indexer's keys and selects the largest logits.
 
     Args:
-        description: the model's part of its config.json, as an object with attributes.
-        warmup: the command that compiles the kernels before.
+        description: the language model's part of config.json, as an object with attributes.
+        warmup: the command that compiles the kernels in advance.
     Raises:
         KernelNotPrecompiled, CompileError, LaunchError: see `prepare_kernels`.
     """
@@ -54,11 +54,11 @@ def serve_indexer(description: Any, device: torch.device, warmup: str) -> None:
 
 
 def _ours_where_it_fits(ours: Function, fits: Callable[..., bool], theirs: Function | None) -> Function:
-    """`ours`, but for calls that it cannot serve `theirs`: they come from the indexer of another model in this process.
+    """Returns a function that calls `ours`, or `theirs` for calls that `ours` does not support.
 
-    Without `theirs`, our op says what it refuses.
+    Such calls come from the indexer of another model in this process. Without `theirs`, our op refuses them.
     """
-    theirs = getattr(theirs, "theirs", theirs)  # a second model is served: ours was there
+    theirs = getattr(theirs, "theirs", theirs)  # if a second model is served, our function is installed already
     if theirs is None or theirs is ours:
         return ours
 

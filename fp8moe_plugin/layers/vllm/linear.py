@@ -63,14 +63,14 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         self.loading.register(layer, parameters, self.check_tensor)
 
     def weight_loader(self, loader: MethodType) -> MethodType:
-        """The loader for the weight, derived from vLLM's."""
+        """Returns the loader for the weight, derived from vLLM's."""
         return loader
 
     @staticmethod
     def check_tensor(
         layer: Any, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: object = None
     ) -> str:
-        """The tensor's projection; raises `CheckpointError` if it is unusable, but if it is too small in the loader."""
+        """Returns the tensor's projection. Raises `CheckpointError` if it is unusable, except if it is too small."""
         method = layer.quant_method
         name = WEIGHT if role_of(param) is Role.WEIGHT else method.scale
         part = "" if loaded_shard_id is None else f" ({loaded_shard_id})"

@@ -16,7 +16,7 @@ from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.ops.checks import poison
 
-# Takes the arguments of a weight loader. Returns what `Arrivals` calls the projection; None: it is not on this rank.
+# Takes the arguments of a weight loader. Returns the name of the projection for `Arrivals`; None: not on this rank.
 Check = Callable[..., str | None]
 
 
@@ -94,7 +94,7 @@ class LayerLoading:
 
     @contextmanager
     def errors_fail_model(self) -> Iterator[None]:
-        """Take the model out of service after an exception in the block, unless the layer was not serving or it may."""
+        """Take the model out of service after an exception in the block, unless the model survives the error."""
         self.model.check_not_failed()
         try:
             yield
@@ -135,7 +135,7 @@ class LayerLoading:
 
 
 def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
-    """A loader that calls `check` first. It keeps no reference to the layer, because vLLM keeps loaders longer."""
+    """Returns a loader that calls `check` first. It does not reference the layer, because vLLM keeps loaders longer."""
 
     @functools.wraps(load)
     def check_and_load(

@@ -1,4 +1,4 @@
-"""Loads into a model that serves: it must serve the new weights, or the old ones, or nothing."""
+"""Loads into a serving model: afterwards it serves only new weights, only old weights, or nothing."""
 
 import functools
 import logging
@@ -25,12 +25,12 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 class ModelState:
     """The loading state that all layers of a model share.
 
-    vLLM loads weights in two ways. `reload_weights` goes by layers: see `LayerLoading`. The model's own `load_weights`
-    writes in place. One update may take many calls of it, and vLLM does not say when the update is complete, so it is
-    checked before the next step: see `prepare_step`.
+    vLLM loads weights in two ways. `reload_weights` reloads layer by layer, see `LayerLoading`. The model's own
+    `load_weights` writes in place. An update may take many calls of it, and vLLM does not signal when the update is
+    complete, so it is checked before the next step, see `prepare_step`.
     """
 
-    scale: str | None = SCALE  # what the names of scales end with; None for an unquantized checkpoint
+    scale: str | None = SCALE  # the suffix of scales' names; None for an unquantized checkpoint
     in_worker: bool = False  # whether this process is a worker that runs the model for an engine
     only_rank: bool = True  # whether no other process holds a part of the model
     engine: Any = None  # vLLM's configuration
@@ -56,7 +56,7 @@ class ModelState:
             )
 
     def prepare_step(self) -> None:
-        """Check what was loaded in place since the last step, and derive again what depends on it.
+        """Check the tensors that were loaded in place since the last step, and derive MLA's tensors again.
 
         Raises:
             CheckpointError: the model must not be used.
@@ -123,13 +123,13 @@ class ModelState:
         for name, tensor in weights:
             check_scale_name(name, self.scale)
             yield name, tensor
-            if serving and not self.reloading:  # the model has done with this tensor, because it asks for the next one
+            if serving and not self.reloading:  # the model requests the next tensor, so it has written this one
                 self.written = True
 
     def _has_changed_nothing(self, module: torch.nn.Module) -> bool:
-        """Whether a failed `load_weights` of the module has changed nothing; what can be undone is undone.
+        """Undo a failed `load_weights` of the module if possible. Returns whether the model is unchanged.
 
-        What this rank refuses, others may have loaded.
+        With several ranks it is not: other ranks may have loaded what this one refused.
         """
         if not self.only_rank:
             return False
@@ -144,14 +144,14 @@ class ModelState:
         return decided_later or bool(self.failure) or (self.only_rank and not self.written and not self.reloading)
 
     def fail(self, cause: BaseException) -> BaseException:
-        """Take the model out of service after a failed load, which leaves old weights in some layers, new in others.
+        """Take the model out of service after a failed load, which left a mixture of old and new weights.
 
         vLLM reports an exception to the caller of the load, but keeps serving. Therefore worker processes exit, which
-        ends the engine, and an engine core that runs the model itself is told to shut down after it has reported the
-        exception. In the user's own process, every later load and every step raises.
+        ends the engine. An engine core that runs the model in its own process gets SIGTERM, and shuts down after it has
+        reported the exception. In the user's own process, every later load and every step raises.
 
         Returns:
-            The exception to raise: a `CheckpointError`, or what ends the program anyway.
+            The exception to raise: a `CheckpointError`, or `cause` if it ends the program.
         """
         why = str(cause) if isinstance(cause, Fp8MoeError) else f"{type(cause).__name__}: {cause}."
         self.failure = (
@@ -169,6 +169,6 @@ class ModelState:
 
 
 def _serves(module: torch.nn.Module) -> bool:
-    """Whether all weights of a layer of ours in the module were loaded once."""
+    """Returns whether the module has a layer with our method whose weights were all loaded once."""
     loadings = (getattr(layer, "fp8moe_loading", None) for layer in module.modules())
     return any(loading is not None and loading.serving for loading in loadings)

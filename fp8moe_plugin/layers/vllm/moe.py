@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers of a vLLM model: creating and loading their parameters, and running the modular kernel."""
+"""Mixture-of-experts layers of a vLLM model. They create and load parameters, and run the modular kernel."""
 
 import functools
 from types import MethodType
@@ -119,7 +119,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.shared_mlp = None
 
     def weight_loader(self, loader: MethodType) -> MethodType:
-        """The loader for the weights, derived from vLLM's."""
+        """Returns the loader for the weights, derived from vLLM's."""
         return loader
 
     @staticmethod
@@ -132,7 +132,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         expert_id: int,
         return_success: bool = False,
     ) -> str | None:
-        """The tensor's projection, None if it is on another rank; raises `CheckpointError` if it is unusable."""
+        """Returns the tensor's projection, or None on other ranks. Raises `CheckpointError` if it is unusable."""
         if not compat.holds_expert(layer, expert_id):
             return None
         loading, moe, part = layer.fp8moe_loading, layer.moe_config, f"({shard_id} of expert {expert_id})"
@@ -223,7 +223,7 @@ def load_experts(
     expert_id: int,
     return_success: bool = False,
 ) -> bool | None:
-    """A `weight_loader` for experts whose scale blocks cannot be split equally over the ranks: pads, then calls vLLM's.
+    """Load a tensor of experts whose scale blocks ranks cannot share equally: pad it, then call vLLM's `weight_loader`.
 
     Args:
         loaded_weight: weights or scales of all channels of w1, w2 or w3.
@@ -275,7 +275,7 @@ def _check_sizes(prefix: str, moe: Any) -> None:
 
 
 def _parameter(tensor: torch.Tensor, experts: int, attrs: dict[str, Any]) -> torch.nn.Parameter:
-    """A parameter of the first experts of a tensor."""
+    """Returns a parameter with the first `experts` experts of a tensor."""
     parameter = torch.nn.Parameter(tensor[:experts], requires_grad=False)
     set_weight_attrs(parameter, attrs)
     return marked(parameter, format_of(tensor), role_of(tensor))

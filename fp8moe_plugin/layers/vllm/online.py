@@ -22,9 +22,9 @@ from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 
 
 class Online:
-    """What vLLM's weight tracking needs to know: the checkpoint has no tensors for some parameters, the scales."""
+    """Attributes for vLLM's weight tracking: the checkpoint has no tensors for the scales."""
 
-    # Otherwise vLLM, if told to track weights, reports the scales as missing. `check_loaded` finds missing weights.
+    # Otherwise vLLM, if it tracks weights, reports the scales as missing. `check_loaded` finds missing weights.
     uses_meta_device = True
 
     online = True
@@ -45,9 +45,10 @@ class OnlineMoeMethod(Online, Fp8MoeMethod):
 
 
 def _linear_loader(prefix: str, load: Callable[..., None]) -> Callable[..., None]:
-    """A loader for the unquantized `[N, K]` of a dense layer; calls `load` for the e4m3 weight, then for its scales.
+    """Returns a loader for the unquantized `[N, K]` of a dense layer.
 
-    It raises `CheckpointError` for tensors that `quantize_weight` rejects.
+    It calls `load` for the e4m3 weight, then for its scales, and raises `CheckpointError` for tensors that
+    `quantize_weight` rejects.
     """
 
     @functools.wraps(load)
@@ -63,7 +64,7 @@ def _linear_loader(prefix: str, load: Callable[..., None]) -> Callable[..., None
 
 
 def _experts_loader(prefix: str, load: Callable[..., bool | None]) -> Callable[..., bool | None]:
-    """The same for w1, w2 and w3 of an expert; tensors of experts on other ranks are skipped."""
+    """Returns such a loader for w1, w2 and w3 of an expert; it skips tensors of experts on other ranks."""
 
     @functools.wraps(load)
     def quantize_and_load(
@@ -87,7 +88,7 @@ def _experts_loader(prefix: str, load: Callable[..., bool | None]) -> Callable[.
 
 
 def _quantized(name: str, weight: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a weight, or only give the shapes if vLLM, to count the tensors of a reload, loads into meta tensors."""
+    """Quantize a weight. On the meta device, where vLLM counts the tensors of a reload, return empty tensors."""
     if device.type != "meta":
         return quantize_weight(name, weight, device)
     n, k = weight.shape

@@ -22,27 +22,27 @@ from fp8moe_plugin.plan.spec import LayerSpec
 from fp8moe_plugin.settings import settings
 
 GATE_UP, DOWN = ".shared_experts.gate_up_proj", ".shared_experts.down_proj"
-MLP = "DeepseekV2MLP"  # the only module of vLLM's models whose forward pass is known to be that of an expert
-ALIGNMENT = 16  # bytes, of each tensor of a dense layer
+MLP = "DeepseekV2MLP"  # the only module of vLLM's models that is known to compute the same as an expert
+ALIGNMENT = 16  # bytes; the alignment of each tensor of a dense layer
 
 
 class Mlp(NamedTuple):
-    """The dense layers of a shared expert, which have our method."""
+    """The dense layers of a shared expert, both with our method."""
 
     gate_up: Any
     down: Any
 
     def tensors(self) -> tuple[torch.nn.Parameter, ...]:
-        """In the order of the experts' tensors: w13, its scales, w2, its scales."""
+        """Returns the tensors in the order of the experts' tensors: w13, its scales, w2, its scales."""
         return *_parameters(self.gate_up), *_parameters(self.down)
 
     def fits(self, moe: Any, weights: WeightFormat, experts: int, hidden: int, intermediate: int) -> bool:
-        """Whether it can be one more of the experts.
+        """Returns whether the shared expert can be computed as one more routed expert.
 
         Args:
             moe: vLLM's configuration of the layer.
             weights: the format of its experts.
-            experts: how many there are on this rank.
+            experts: the number of routed experts on this rank.
             hidden, intermediate: sizes of an expert on this rank.
         """
         ranks = moe.moe_parallel_config
@@ -65,19 +65,19 @@ def _parameters(layer: Any) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
 
 @dataclass
 class DenseLayers:
-    """The layers of the shared expert that was made last, by their prefix, until its experts are made."""
+    """The dense layers of the latest shared expert by prefix, kept until the routed experts are created."""
 
     layers: dict[str, Any] = field(default_factory=dict)
 
     def note(self, prefix: str, layer: Any) -> None:
-        """Keep a dense layer if it is one of a shared expert that may be merged."""
+        """Keep a dense layer if it belongs to a shared expert that may be merged."""
         if prefix.endswith((GATE_UP, DOWN)) and settings().merge_shared_expert and compat.can_merge_parameters():
             mlp, _, _ = prefix.rpartition(".")
             self.layers = {name: part for name, part in self.layers.items() if name.startswith(f"{mlp}.")}
             self.layers[prefix] = layer
 
     def take(self, experts: str) -> Mlp | None:
-        """Those next to the experts with this prefix."""
+        """Returns the dense layers next to the experts with this prefix, and forgets them."""
         block = experts.removesuffix(".experts")
         gate_up, down = (self.layers.pop(block + name, None) for name in (GATE_UP, DOWN))
         return None if gate_up is None or down is None else Mlp(gate_up, down)
@@ -93,7 +93,7 @@ class SharedExpert:
             tensors: w13, its scales, w2, its scales, each with one more expert than the layer has.
         """
         self.tensors = tensors
-        self.experts: Experts | None = None  # once the shared one is computed with them
+        self.experts: Experts | None = None  # set by `merge`; includes the shared expert
         self._mlp = mlp
         for parameter, slot in zip(mlp.tensors(), self._slots(), strict=True):
             slot.copy_(parameter.data)
@@ -104,13 +104,13 @@ class SharedExpert:
         return [tensor[-1] for tensor in self.tensors]
 
     def merge(self, experts: Any, spec: LayerSpec) -> bool:
-        """Make vLLM's runner leave the shared expert to the experts; returns false if it has to stay as it is.
+        """Compute the shared expert with the routed experts, and not in vLLM's runner. Returns false if that is unsafe.
 
         Called once, when all weights are loaded.
 
         Args:
             experts: the `RoutedExperts`.
-            spec: of the routed experts alone.
+            spec: the spec of the routed experts.
         """
         runner = compat.runner_of(experts)
         mlp = compat.shared_mlp(runner)

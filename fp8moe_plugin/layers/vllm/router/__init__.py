@@ -1,6 +1,6 @@
-"""Where our kernels replace vLLM's router, and its gate in short steps: they start the layer sooner.
+"""Our kernels in place of vLLM's router and, in short steps, of its gate: the layer starts sooner.
 
-`fused_router` is the one entry; FP8MOE_ROUTER=0 turns it off.
+`fused_router` is the entry point; FP8MOE_ROUTER=0 turns it off.
 """
 
 import logging
@@ -22,13 +22,13 @@ from fp8moe_plugin.settings import settings
 
 @dataclass(frozen=True)
 class FusedRouter:
-    """Our kernel for softmax top-k, and vLLM's router for logits that the kernel does not read."""
+    """Our kernel for softmax top-k, with vLLM's router for logits that the kernel does not support."""
 
     experts: Experts
     fallback: Any  # a `FusedTopKRouter`
 
     def takes(self, logits: torch.Tensor) -> bool:
-        """Returns whether the kernel reads these logits `[T, E]`."""
+        """Returns whether the kernel supports these logits `[T, E]`."""
         known = logits.dtype in (torch.float32, torch.bfloat16) and logits.shape[1] == self.fallback.global_num_experts
         return known and is_aligned_contiguous(logits)
 
@@ -36,7 +36,7 @@ class FusedRouter:
         """Returns the layer's result, bfloat16 `[T, H]`.
 
         Args:
-            ids_dtype, rest: for vLLM's router.
+            ids_dtype, rest: arguments of vLLM's router.
         """
         if self.takes(logits):
             choice = self.fallback.top_k, self.fallback.renormalize, compat.padding_of(len(x))
@@ -46,12 +46,12 @@ class FusedRouter:
 
 
 def fused_router(layer: Any, experts: Experts) -> FusedRouter | None:
-    """Returns what replaces the router of a `RoutedExperts` layer whose tokens stay on this rank, or None.
+    """Returns the replacement for the router of a `RoutedExperts` layer whose tokens stay on this rank, or None.
 
-    If it is replaced, our kernel also replaces the gate, where it can.
+    If the router is replaced, our kernel also replaces the gate where possible.
 
-    vLLM's router has to choose where it does more than that: count the load of experts (EPLB), or report which were
-    chosen. And where it chooses in another way than by the softmax of all experts, as subclasses of it may.
+    vLLM's router stays if it also counts the load of experts (EPLB) or reports the chosen experts, or if it does not
+    choose by the softmax over all experts, like some subclasses.
     """
     device = devices.device_of(layer.w2_weight)
     if device is None or not device.backend.has_all_ops:
@@ -64,9 +64,9 @@ def fused_router(layer: Any, experts: Experts) -> FusedRouter | None:
     number = len(layer.w2_weight)
     if number > MAX_ROUTER_EXPERTS or number != router.global_num_experts or compat.returns_routed_experts():
         return None
-    if layer.moe_config.moe_parallel_config.pcp_size > 1:  # vLLM's padding mask is that of this rank's tokens
+    if layer.moe_config.moe_parallel_config.pcp_size > 1:  # vLLM's padding mask covers only this rank's tokens
         return None
-    if router.top_k > MAX_ROUTER_TOPK or experts.spec.batch_invariant:  # vLLM then has another method for the gate
+    if router.top_k > MAX_ROUTER_TOPK or experts.spec.batch_invariant:  # then vLLM uses another method for the gate
         return None
     if not settings().router:
         log_once(logging.INFO, "experts are chosen by vLLM's router and gate (FP8MOE_ROUTER=0)")

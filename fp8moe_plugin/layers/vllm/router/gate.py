@@ -1,4 +1,4 @@
-"""The gate of a router, whose logits our kernel computes in short steps."""
+"""The gate of a router. Our kernel computes its logits in short steps."""
 
 import logging
 from typing import Any
@@ -15,7 +15,7 @@ from fp8moe_plugin.ops.router_gemm import fastest_up_to
 
 
 class GateMethod(UnquantizedLinearMethod):
-    """Our kernel in steps of up to `most_tokens` tokens, and vLLM's method of the layer in others."""
+    """Our kernel in steps of up to `most_tokens` tokens, and vLLM's own method in longer steps."""
 
     def __init__(self, fallback: UnquantizedLinearMethod, most_tokens: int) -> None:
         self.fallback = fallback
@@ -31,10 +31,10 @@ class GateMethod(UnquantizedLinearMethod):
 
 
 def replace_gate(experts: Any, multiprocessors: int) -> None:
-    """Let our kernel compute the logits for a `RoutedExperts` layer in short steps.
+    """Make our kernel compute the logits for a `RoutedExperts` layer in short steps.
 
-    Only where vLLM's runner calls the gate: a gate that the model calls is compiled for all numbers of tokens at once.
-    And only where the gate is a plain product in bfloat16.
+    Only for gates that vLLM's runner calls: a gate that the model calls is compiled for all numbers of tokens at once.
+    The gate must be a plain bfloat16 product.
     """
     gate = compat.called_gate(compat.runner_of(experts))
     if not isinstance(gate, LinearBase) or type(gate.quant_method) is not UnquantizedLinearMethod:
