@@ -147,7 +147,7 @@ DEVICE void load_tiles(Stages shared, const Rows& rows, Work work, const TensorM
     Ring<Stages::kStages> ring;
     work.each_segment(rows, [&](const Segment& segment, int2) {
         if (lane_of_warp() != 0) return;
-        fill_stages<barrier_wait>(shared, ring, 0, segment.tiles, [&](int tile, int s, u32 full) {
+        fill_stages<barrier_wait, 4>(shared, ring, 0, segment.tiles, [&](int tile, int s, u32 full) {
             barrier_arrive_expect(full, Stages::kBytesTile);
             tma_load(shared.tile(s), k_map, full, 0, segment.row + tile * kTileRows);
         });

@@ -17,10 +17,10 @@ DEVICE void wait_by_warp(u32 barrier, u32 parity) {
 
 // For each i from `begin` to `end` waits for the next stage, and calls fill(i, stage, full); `full` is its barrier.
 // kWait: barrier_wait for a single thread, or for warps in which every thread arrives at `full`; wait_by_warp for a
-// warp in which only some lanes fill the stage.
-template <void (*kWait)(u32 barrier, u32 parity), class SharedMemory, int kStages, class Fill>
+// warp in which only some lanes fill the stage. kUnroll: for short loops.
+template <void (*kWait)(u32 barrier, u32 parity), int kUnroll = 1, class SharedMemory, int kStages, class Fill>
 DEVICE void fill_stages(SharedMemory shared, Ring<kStages>& ring, int begin, int end, Fill fill) {
-#pragma unroll 1
+#pragma unroll kUnroll
     for (int i = begin; i < end; ++i, ring.advance()) {
         const u32 full = shared.full(ring.stage);
         kWait(shared.empty(ring.stage), ring.phase ^ 1);
