@@ -54,7 +54,7 @@ def weight_shapes(model: Model, parallel: Parallel) -> list[ShapeReport]:
     dense = []
     for whole, part in zip(model.dense, rank.dense, strict=True):
         padding = _mlp_padding(whole, parallel.dense_ranks(whole.name))
-        dense.append(_shape(model.weights, part.name, part.layers, [sum(part.outputs), part.inputs], padding))
+        dense.append(_shape(model.dense_weights, part.name, part.layers, [sum(part.outputs), part.inputs], padding))
     return [*_experts(model, parallel, rank), *dense, *_in_bf16(model, parallel, rank)]
 
 

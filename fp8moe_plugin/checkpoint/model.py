@@ -94,6 +94,7 @@ def _model(
         ue8m0=spec.ue8m0,
         quantized=not spec.online,
         weights=spec.weights,
+        dense_weights=spec.dense,
         indexer=_indexer(config),
         cache=_cache(config),
         plain=plain,

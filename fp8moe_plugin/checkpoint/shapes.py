@@ -86,7 +86,8 @@ class Model:
     ue8m0: bool  # whether activation scales are powers of two
     quantized: bool  # false if the checkpoint is not FP8 and is quantized while it is loaded
     indexer: Indexer | None = None
-    weights: WeightFormat = FP8_BLOCK  # of the quantized layers
+    weights: WeightFormat = FP8_BLOCK  # of the quantized experts
+    dense_weights: WeightFormat = FP8_BLOCK  # of the quantized dense layers
     # What memory depends on, but no kernel and no split.
     cache: KvCache | None = field(default=None, compare=False)
     plain: tuple[Dense, ...] = field(default=(), compare=False)  # dense layers that the checkpoint keeps unquantized
@@ -146,7 +147,7 @@ def split_refusal(model: Model, parallel: Parallel) -> str | None:
         ranks = parallel.dense_ranks(layer.name)
         part = _rank_dense(layer, ranks)
         split = layer.split == Split.OUTPUTS
-        refusal = _uneven(layer, ranks) or dense_refusal(part.inputs, part.outputs, split, model.weights)
+        refusal = _uneven(layer, ranks) or dense_refusal(part.inputs, part.outputs, split, model.dense_weights)
         if refusal:
             return f"{layer.name} {refusal}"
     return None

@@ -26,11 +26,12 @@ QUANT_ALGOS = ("moe_quant_algo", "quant_algo")  # where ModelOpt names its forma
 class QuantSpec:
     """How the weights of a model are quantized, in its checkpoint or, if `online`, while they are loaded."""
 
-    weights: WeightFormat
+    weights: WeightFormat  # of experts
     ue8m0: bool = False  # whether activation scales are powers of two
     scale: str = SCALE  # what the names of scales end with
     unquantized: tuple[str, ...] = ()  # the layers that the checkpoint lists as unquantized: names and patterns
     online: bool = False
+    dense: WeightFormat = FP8_BLOCK  # of dense layers
 
 
 ONLINE = QuantSpec(FP8_BLOCK, online=True)

@@ -10,7 +10,7 @@ import torch
 
 from fp8moe_plugin.checkpoint.headers import check_shards
 from fp8moe_plugin.checkpoint.parallel import Parallel
-from fp8moe_plugin.checkpoint.shapes import Experts, Model, dense_refusal
+from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Model, Split, dense_refusal
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
@@ -116,6 +116,8 @@ def test_headers_are_checked_by_the_format(tmp_path: Path):
 def test_memory_is_that_of_the_format():
     w13, w2 = (found for found in weight_shapes(MODEL, Parallel()) if found.name.startswith("experts"))
     assert (w13.bytes, w2.bytes) == (2 * 768 * 256 * 17 // 32, 2 * 256 * 384 * 17 // 32)
+    mixed = replace(MODEL, dense=(Dense("mlp.down_proj", 1, 256, (384,), Split.NONE),))
+    assert [found.bytes for found in weight_shapes(mixed, Parallel())][2] == 384 * 256 + 4 * 6
     other = replace(MODEL, weights=ONLINE.weights)
     assert weight_shapes(other, Parallel())[0].bytes == 2 * (768 * 256 + 4 * 6 * 2)
 

@@ -70,7 +70,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         parsed = {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
-            "weight_block_size": list(spec.weights.scales.block),
+            "weight_block_size": list(spec.dense.scales.block),
             "ignored_layers": list(spec.unquantized),
         }
         made: Fp8MoeConfig = super().from_config(config | parsed)

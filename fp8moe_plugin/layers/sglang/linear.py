@@ -52,7 +52,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         inputs, outputs, loader = whole_blocks(
             self.prefix, layer, rank, ranks, input_size_per_partition, output_partition_sizes, weight_loader
         )
-        weights = self.quant_config.spec.weights
+        weights = self.quant_config.spec.dense
         check_shape(self.prefix, inputs, outputs, split, weights, "--tp-size")
         layer.input_size_per_partition = inputs
         layer.output_size_per_partition = sum(outputs)

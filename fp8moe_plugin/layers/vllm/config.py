@@ -46,7 +46,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
             is_checkpoint_fp8_serialized=True,
             activation_scheme="dynamic",
             ignored_layers=list(spec.unquantized),  # vLLM later maps the names to its own
-            weight_block_size=list(spec.weights.scales.block),
+            weight_block_size=list(spec.dense.scales.block),
         )
         self.spec, self.ue8m0, self.online = spec, spec.ue8m0, spec.online
         self.model = ModelState(None if spec.online else spec.scale)

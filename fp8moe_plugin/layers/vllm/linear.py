@@ -29,7 +29,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         self.ue8m0 = spec.ue8m0
         self.prefix = prefix
         self.warmup = warmup
-        self.weights, self.scale = spec.weights, spec.scale
+        self.weights, self.scale = spec.dense, spec.scale
         self.loading = LayerLoading(prefix, model, self.online)
 
     def create_weights(

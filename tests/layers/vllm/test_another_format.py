@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.seam, pytest.mark.parametrize("rank", range(RANKS))]
 
 @pytest.fixture(autouse=True)
 def in_fp4(monkeypatch):
-    monkeypatch.setattr(one_rank, "FP8", QuantSpec(FP4))
+    monkeypatch.setattr(one_rank, "FP8", QuantSpec(FP4, dense=FP4))
     monkeypatch.setattr(moe, "layer_refusal", lambda spec: None)  # no kernel computes it
 
 
