@@ -28,3 +28,9 @@ def shell_word(text: str) -> str:
         return shlex.quote(text)
     plain = (chr(byte) if 32 <= byte < 127 and byte not in b"\\'" else f"\\x{byte:02x}" for byte in os.fsencode(text))
     return f"$'{''.join(plain)}'"
+
+
+def any_of(choices: tuple[object, ...]) -> str:
+    """Returns the choices as a list for a message: `32, 64 or 128`."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -23,7 +23,14 @@ from fp8moe_plugin.plan.keys import SM90, KernelKey
 from fp8moe_plugin.plan.parameters import ARGUMENTS
 from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from fp8moe_plugin.plan.sm90.dense import DensePlan, many_rows, tiled
-from fp8moe_plugin.plan.sm90.layer import StepPlan, few_rows_tokens, plan_layer, small_batch_step, sorted_step
+from fp8moe_plugin.plan.sm90.layer import (
+    SmallBatchStep,
+    StepPlan,
+    few_rows_tokens,
+    plan_layer,
+    small_batch_step,
+    sorted_step,
+)
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape, Output
 from fp8moe_plugin.plan.tuning import MULTIPROCESSORS
 from fp8moe_plugin.settings import batch_invariant, settings
@@ -263,7 +270,8 @@ def force_layer(patch: pytest.MonkeyPatch, plan: Callable[[LayerSpec, int, int],
 
     def plan_and_note(self: object, spec: LayerSpec, tokens: int, multiprocessors: int) -> Plan:
         taken.append(plan(spec, tokens, multiprocessors))
-        return Plan(taken[-1], taken[-1].scratch.nbytes, functools.partial(layer_launches, taken[-1]))
+        waits = isinstance(taken[-1], SmallBatchStep)
+        return Plan(taken[-1], taken[-1].scratch.nbytes, functools.partial(layer_launches, taken[-1]), waits)
 
     patch.setattr(Sm90, "plan_layer", plan_and_note)
     return taken

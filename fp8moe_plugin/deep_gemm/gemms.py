@@ -11,7 +11,7 @@ from fp8moe_plugin.ops.checks import FP8, check_tensor, check_writable, two_part
 from fp8moe_plugin.ops.gemm_checks import check_out, check_rows
 from fp8moe_plugin.ops.operands import Quantized
 from fp8moe_plugin.ops.option_checks import check_flag, check_ints
-from fp8moe_plugin.plan.sm90.indexer import any_of
+from fp8moe_plugin.quoting import any_of
 
 Granularity = tuple[int, int]
 BLOCKS = (1, GROUP, GROUP)  # one row of A, 128 rows of B, 128 channels share a scale

@@ -18,6 +18,7 @@ class Plan:
     choices: object  # the backend's own plan, a dataclass of plan/sm90 or plan/triton
     scratch: int  # bytes of scratch memory
     launches: Callable[..., Sequence[Launch]]  # takes addresses; each `plan_` method of `Backend` lists them
+    starts_before_ids: bool = False  # a layer's first kernel may start (PDL) before the ids are written
 
 
 class Backend(Protocol):

@@ -6,7 +6,7 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import too_many_experts
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.ops.checks import (
     CheckedOnce,
     check_activations,
@@ -16,7 +16,8 @@ from fp8moe_plugin.ops.checks import (
     check_weights,
 )
 from fp8moe_plugin.ops.option_checks import check_factor, check_flag
-from fp8moe_plugin.plan.spec import MoeShape
+from fp8moe_plugin.plan.spec import SILU, LayerSpec, MoeShape
+from fp8moe_plugin.settings import batch_invariant
 
 
 class LayerFacts(NamedTuple):
@@ -27,6 +28,11 @@ class LayerFacts(NamedTuple):
     shape_with_shared_expert: MoeShape  # `shape` if one of the experts is shared, and is not in `topk_ids`
     ids_64: bool
     mapped: bool  # there is an expert map
+
+
+def called_spec(shape: MoeShape, ue8m0: bool, shared_expert: bool = False, routed_scale: float = 1.0) -> LayerSpec:
+    """Returns the spec of a layer that is called as an op: the one place where options of ops become a spec."""
+    return LayerSpec(shape, FP8_BLOCK, ue8m0, SILU, False, shared_expert, routed_scale, batch_invariant())
 
 
 @CheckedOnce

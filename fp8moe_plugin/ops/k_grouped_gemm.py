@@ -26,7 +26,7 @@ from fp8moe_plugin.ops.operands import Quantized, k_major
 from fp8moe_plugin.ops.option_checks import check_flag, check_int, check_ints
 
 RECIPE = (1, 1, 128)
-N_MULTIPLE = 16
+K_GROUPED_N_MULTIPLE = 16
 
 
 def k_grouped_fp8_gemm_nt_contiguous(
@@ -124,7 +124,7 @@ def _check(
     """Raise `InvalidInputError` unless these are valid tensors for some K."""
     check_tensor("d", d, dtype=torch.float32, shape=(None, None, None))
     groups, m, n = d.shape
-    check_multiple("d's N", n, N_MULTIPLE)
+    check_multiple("d's N", n, K_GROUPED_N_MULTIPLE)
     for name, values, scales, rows in (("a", a, a_scales, m), ("b", b, b_scales, n)):
         check_tensor(name, values, dtype=FP8, device=d.device)
         shape = (rows, None)

@@ -3,7 +3,6 @@
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.launches.backend import Plan
@@ -11,11 +10,10 @@ from fp8moe_plugin.launches.operands import LAYER_SLOTS, Rows, Weights
 from fp8moe_plugin.ops import devices, reference, workspace
 from fp8moe_plugin.ops.checks import check_apart, check_values, debugs, watch_rows
 from fp8moe_plugin.ops.devices import Device, prepares
-from fp8moe_plugin.ops.expert_checks import LayerFacts, check_batched_call, check_layer_call, check_router
+from fp8moe_plugin.ops.expert_checks import LayerFacts, called_spec, check_batched_call, check_layer_call, check_router
 from fp8moe_plugin.ops.operands import ExpertWeights, LayerTensors, Quantized, k_major
 from fp8moe_plugin.ops.option_checks import check_flag, check_int
-from fp8moe_plugin.plan.spec import SILU, LayerSpec, MoeShape
-from fp8moe_plugin.settings import batch_invariant
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 
 
 def fused_moe(
@@ -69,7 +67,7 @@ def fused_moe(
     if shared_expert is not False or type(routed_scale) is not float or routed_scale != 1.0:
         check_router(shared_expert, routed_scale, expert_map)
     shape = facts.shape_with_shared_expert if shared_expert else facts.shape
-    spec = LayerSpec(shape, FP8_BLOCK, ue8m0, SILU, False, shared_expert, routed_scale, batch_invariant())
+    spec = called_spec(shape, ue8m0, shared_expert, routed_scale)
     if out is None:
         out = torch.empty_like(hidden_states)
         addresses = *addresses[:-1], out.data_ptr()
@@ -158,7 +156,7 @@ def batched_experts(
         return out
     (experts, hidden, intermediate), weights = w2.shape, ExpertWeights((w13, w13_scale), (w2, w2_scale))
     shape = MoeShape(1, hidden, intermediate, experts, experts)  # a row has one expert
-    spec = LayerSpec(shape, ue8m0=ue8m0, batch_invariant=batch_invariant())
+    spec = called_spec(shape, ue8m0)
     args = (spec, (hidden_states, hidden_scale), weights, expert_num_tokens, expected_m, out)
     if debugs(out.is_cuda):
         _watched_experts(*args)

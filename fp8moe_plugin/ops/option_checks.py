@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.plan.sm90.indexer import any_of
+from fp8moe_plugin.quoting import any_of
 
 LARGEST = torch.finfo(torch.float32).max
 

@@ -11,16 +11,11 @@ from fp8moe_plugin.launches.sm90.router import choose_experts_launch
 from fp8moe_plugin.ops import devices, reference, workspace
 from fp8moe_plugin.ops.checks import debugs
 from fp8moe_plugin.ops.devices import Device, prepares
-from fp8moe_plugin.ops.expert_checks import check_logits, check_routed_call
+from fp8moe_plugin.ops.expert_checks import called_spec, check_logits, check_routed_call
 from fp8moe_plugin.ops.moe import fused_moe
 from fp8moe_plugin.ops.option_checks import check_flag, check_int
-from fp8moe_plugin.ops.signature import addresses_of
 from fp8moe_plugin.plan.sm90.constants import MAX_ROUTER_EXPERTS, MAX_ROUTER_TOPK
-from fp8moe_plugin.plan.sm90.layer import SmallBatchStep
-from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
-from fp8moe_plugin.settings import batch_invariant
-
-CHOICE_SLOTS = tuple(map(Slot, range(4)))  # logits, padding, weights and ids in the addresses of each call
+from fp8moe_plugin.plan.spec import MoeShape
 
 
 def choose_experts(
@@ -77,7 +72,7 @@ def routed_moe(
         InvalidInputError, UnsupportedError, WrongResultError: see `choose_experts` and `fused_moe`.
     """
     layer = hidden_states, w13, w13_scale, w2, w2_scale
-    check_routed_call(*layer, logits, padding, out)
+    _, addresses = check_routed_call(*layer, logits, padding, out)
     tokens, (experts, hidden, intermediate) = len(logits), w2.shape
     check_topk(topk, experts)
     check_flag("renormalize", renormalize)
@@ -87,13 +82,14 @@ def routed_moe(
         weights, ids = choose_experts(logits, topk, renormalize=renormalize, padding=padding)
         return fused_moe(*layer, weights, ids, ue8m0=ue8m0, out=out)
     shape = MoeShape(topk, hidden, intermediate, experts, experts)
-    spec = LayerSpec(shape, ue8m0=ue8m0, batch_invariant=batch_invariant())
-    plan = device.backend.plan_layer(spec, tokens, device.multiprocessors)
+    plan = device.backend.plan_layer(called_spec(shape, ue8m0), tokens, device.multiprocessors)
     weights, ids = _empty_choice(logits, topk)
-    out = torch.empty_like(hidden_states) if out is None else out
+    if out is None:
+        out = torch.empty_like(hidden_states)
+        addresses = *addresses[:-1], out.data_ptr()
     scratch = workspace.scratch(plan.scratch, hidden_states)
-    run = prepared_routed_layer(device, plan, spec, tokens, logits.dtype == torch.bfloat16, renormalize)
-    run(addresses_of((logits, padding, weights, ids, *layer, out, scratch)))
+    run = prepared_routed_layer(device, plan, tokens, experts, topk, logits.dtype == torch.bfloat16, renormalize)
+    run((*addresses, weights.data_ptr(), ids.data_ptr(), scratch.data_ptr()))
     return out
 
 
@@ -120,26 +116,35 @@ def _empty_choice(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.
 def prepared_choice(
     device: Device, tokens: int, experts: int, topk: int, logits_bf16: bool, renormalize: bool
 ) -> Prepared:
-    """Returns a callable that launches `choose_experts`, given the addresses for `CHOICE_SLOTS`."""
+    """Returns a callable that launches `choose_experts`, given the addresses of logits, padding, weights and ids."""
     sizes = {"tokens": tokens, "experts": experts, "topk": topk}
-    launch = choose_experts_launch(*CHOICE_SLOTS, **sizes, logits_bf16=logits_bf16, renormalize=renormalize)
-    return device.prepare([launch])
+    slots = map(Slot, range(4))
+    return device.prepare([choose_experts_launch(*slots, **sizes, logits_bf16=logits_bf16, renormalize=renormalize)])
 
 
 @prepares("routed_moe")
 def prepared_routed_layer(
-    device: Device, plan: Plan, spec: LayerSpec, tokens: int, logits_bf16: bool, renormalize: bool
+    device: Device, plan: Plan, tokens: int, experts: int, topk: int, logits_bf16: bool, renormalize: bool
 ) -> Prepared:
     """Returns a callable that launches `routed_moe`.
 
-    Its addresses are those for `CHOICE_SLOTS`, then those of the layer's tensors, result and scratch.
+    Its addresses are those of the tensors that `check_routed_call` checks, then of the router's weights and ids, and of
+    the layer's scratch.
     """
-    hidden_states, w13, w13_scale, w2, w2_scale, out, scratch = map(Slot, range(4, 11))
-    _, _, weights, ids = CHOICE_SLOTS
-    tensors = LayerAddresses(hidden_states, w13, w13_scale, w2, w2_scale, weights, ids, 0, out, scratch)
+    x, w13, w13_scale, w2, w2_scale, logits, padding, out, weights, ids, scratch = map(Slot, range(11))
+    tensors = LayerAddresses(x, w13, w13_scale, w2, w2_scale, weights, ids, 0, out, scratch)
     first, *rest = plan.launches(tensors, ids_64=False)
-    if isinstance(plan.choices, SmallBatchStep):  # its first kernel waits for the ids where it reads them
+    if plan.starts_before_ids:
         first = first._replace(pdl=True)
-    sizes = {"tokens": tokens, "experts": spec.shape.global_experts, "topk": spec.shape.topk}
-    choice = choose_experts_launch(*CHOICE_SLOTS, **sizes, logits_bf16=logits_bf16, renormalize=renormalize)
+    choice = choose_experts_launch(
+        logits,
+        padding,
+        weights,
+        ids,
+        tokens=tokens,
+        experts=experts,
+        topk=topk,
+        logits_bf16=logits_bf16,
+        renormalize=renormalize,
+    )
     return device.prepare([choice, first, *rest])

@@ -64,9 +64,32 @@ def _fused_moe_impl(  # named arguments, because packing and unpacking them cost
     )
 
 
-def _routed_moe_impl(*args: Any) -> None:
-    *layer, renormalize, padding, ue8m0, out = args
-    _routed_moe(*layer, renormalize=renormalize, padding=padding, ue8m0=ue8m0, out=out)
+def _routed_moe_impl(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    logits: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    padding: torch.Tensor | None,
+    ue8m0: bool,
+    out: torch.Tensor,
+) -> None:
+    _routed_moe(
+        hidden_states,
+        w13,
+        w13_scale,
+        w2,
+        w2_scale,
+        logits,
+        topk,
+        renormalize=renormalize,
+        padding=padding,
+        ue8m0=ue8m0,
+        out=out,
+    )
 
 
 def _batched_experts_impl(*args: Any) -> None:

@@ -1,5 +1,6 @@
 // The activation of the experts, SiLU(gate) * up: its arithmetic, and how it is applied to each layout of gate and up.
-// A limit, a bias or another activation is an edit of this file; the callers quantize and store.
+// Another activation is an edit of this file; a limit or a bias also comes through its callers, which quantize and
+// store.
 //
 // The sums are rounded to bfloat16 first, SiLU and the product are each rounded to bfloat16, as in vLLM's kernels.
 #pragma once

@@ -1,5 +1,5 @@
 // A tile table has one entry (expert, row_begin, row_end, first) per tile: the rows of the tile's whole group, and the
-// index of the group's first tile. `row_tiles` of fp8moe_plugin/plan/tiles.py cuts groups the same way.
+// index of the group's first tile. `row_tiles` of fp8moe_plugin/plan/sm90/tiles.py cuts groups the same way.
 //
 // Kernels that make a table write:
 //

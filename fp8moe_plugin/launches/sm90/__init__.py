@@ -45,7 +45,8 @@ class Sm90:
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019  # a backend lives as long as the process
     def plan_layer(self, spec: LayerSpec, tokens: int, multiprocessors: int) -> Plan:
         step = layer.plan_layer(spec, tokens, multiprocessors)
-        return Plan(step, step.scratch.nbytes, functools.partial(layer_launches, step))
+        starts_before_ids = isinstance(step, layer.SmallBatchStep)
+        return Plan(step, step.scratch.nbytes, functools.partial(layer_launches, step), starts_before_ids)
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_batched(self, spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int) -> Plan:

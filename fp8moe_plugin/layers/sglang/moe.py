@@ -101,7 +101,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         """Returns the spec of a layer's experts on this rank, without the model's `routed_scaling_factor`."""
         experts, hidden, intermediate = layer.w2_weight.shape
         quant, shape = self.quant_config.spec, MoeShape(layer.top_k, hidden, intermediate, experts, experts)
-        return LayerSpec(shape, quant.weights, quant.ue8m0, batch_invariant=batch_invariant())
+        return LayerSpec(shape, quant.weights, quant.ue8m0, activation(self.config), batch_invariant=batch_invariant())
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """Run this rank's experts on the output of SGLang's dispatcher; T, the number of rows, may be 0.

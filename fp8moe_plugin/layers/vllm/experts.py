@@ -15,7 +15,7 @@ from fp8moe_plugin.checkpoint.shapes import local_intermediate
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.layers.experts import Experts
-from fp8moe_plugin.plan.spec import SILU, Arrival, LayerSpec, MoeShape
+from fp8moe_plugin.plan.spec import Activation, Arrival, LayerSpec, MoeShape
 from fp8moe_plugin.settings import batch_invariant
 
 # Not supported: MoRI (AMD only), MoonEP (supplies weights of its own), passthrough (leaves dispatch to the experts) and
@@ -148,24 +148,25 @@ class BatchedExperts(Fp8MoeExperts):
         self.experts(w1, w2).run_batched(hidden_states, a1q_scale, counts, expected_m, output)
 
 
-ARRIVALS: dict[Arrival, type[Fp8MoeExperts]] = {Arrival.STANDARD: StandardExperts, Arrival.BATCHED: BatchedExperts}
+CLASSES: dict[Arrival, type[Fp8MoeExperts]] = {Arrival.STANDARD: StandardExperts, Arrival.BATCHED: BatchedExperts}
 
 
 def experts_class(arrival: Arrival, spec: LayerSpec) -> type[Fp8MoeExperts]:
     """Returns the class of the experts of layers with this spec."""
-    base = ARRIVALS[arrival]
+    base = CLASSES[arrival]
     return type(base.__name__, (base,), {"spec": spec})
 
 
 def layer_spec(moe: Any, quant: QuantSpec) -> LayerSpec:
     """Returns the spec of a layer that vLLM's configuration describes, without a shared expert."""
     intermediate = local_intermediate(moe.intermediate_size, moe.tp_size)
+    kind = moe.activation.value
     given = {"limit": moe.swiglu_limit, "alpha": moe.swiglu_alpha, "beta": moe.swiglu_beta}
     return LayerSpec(
         MoeShape(moe.experts_per_token, moe.hidden_dim, intermediate, moe.num_local_experts, moe.num_experts),
         weights=quant.weights,
         ue8m0=quant.ue8m0,
-        activation=SILU._replace(**{name: value for name, value in given.items() if value is not None}),
+        activation=Activation(kind, **{name: value for name, value in given.items() if value is not None}),
         bias=moe.has_bias,
         batch_invariant=batch_invariant(),
     )

@@ -6,6 +6,7 @@ Both match DeepGEMM, because callers rely on them.
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.sm90.catalog import MQA_HEADS
 from fp8moe_plugin.plan.sm90.constants import MQA_SPLIT_ROWS
+from fp8moe_plugin.quoting import any_of
 
 HEAD_DIMS = (32, 64, 128)
 ROW_BYTES = 1024  # a row of logits starts at a multiple of it
@@ -17,12 +18,6 @@ def indexer_refusal(heads: int, dim: int) -> str | None:
     if heads in MQA_HEADS and dim in HEAD_DIMS:
         return None
     return f"it has {heads} heads of {dim} channels, the kernels need {any_of(MQA_HEADS)} of {any_of(HEAD_DIMS)}"
-
-
-def any_of(choices: tuple[object, ...]) -> str:
-    """Returns the choices as a list for a message: `32, 64 or 128`."""
-    *others, last = map(str, choices)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def logits_pitch(columns: int, element_size: int) -> int:
