@@ -1,1 +1,1 @@
-"""From CUDA C++ sources to launched kernels: compilation, bundle and cache, launch."""
+"""Compilation, storage (bundle and cache) and launch of kernels."""

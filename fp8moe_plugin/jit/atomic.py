@@ -1,4 +1,4 @@
-"""Creating folders, and writing files atomically, whatever the umask."""
+"""Creation of folders, and atomic writes of files, with any umask."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ def write_whole(folder: int, name: str, content: bytes, mode: int, least: int = 
     Args:
         folder: a descriptor of the folder.
         mode: permissions, to which the umask applies.
-        least: permissions that the file has whatever the umask.
+        least: permissions that the file has with any umask.
     Raises:
         OSError: the file cannot be written.
     """

@@ -1,6 +1,6 @@
 """An archive of compiled kernels for a container image, written by warmup and only read when serving.
 
-    manifest.json                 the kernels, the compiler they were made with, and the sha256 of each
+    manifest.json                 the kernels, their compiler, and the sha256 of each
     <source>-<digest>.cubin       one per kernel
 
 Bundles are reproducible: the same kernels give the same bytes. The manifest names the compiler, so that reading a
@@ -72,7 +72,7 @@ class Bundle:
         self._cubins = cubins
 
     def cubin(self, key: KernelKey) -> bytes:
-        """The cubin of a kernel. Raises `Missing` if the bundle does not contain it or it is damaged."""
+        """Returns the cubin of a kernel. Raises `Missing` if the bundle does not contain it or it is damaged."""
         if key.target != self.manifest.arch:
             raise Missing(f"{self._shown} contains kernels for {self.manifest.arch}, not for {key.target}: {REMEDY}")
         name = entry_name(key, self.manifest.compiler)
@@ -109,7 +109,7 @@ def read_bundle(path: Path) -> Bundle:
 
 @functools.cache
 def _read_once(path: Path) -> Bundle | str:
-    """A bundle, or the reason why the file cannot be used."""
+    """Returns a bundle, or the reason why the file cannot be used."""
     try:
         content = read_regular(path, MAX_BYTES)
     except (OSError, ValueError) as error:
@@ -136,7 +136,7 @@ def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> bytes:
     content = _archive(kernels)
     try:
         _require_replaceable(path)
-        write_file(path, content, 0o644, least=0o644)  # the user who serves may be another one
+        write_file(path, content, 0o644, least=0o644)  # another user may serve
     except OSError as error:
         raise CacheError(
             f"{shown_text(path)} cannot be written: {error.strerror}. "
@@ -146,7 +146,7 @@ def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> bytes:
 
 
 def _members(archive: bytes) -> dict[str, bytes]:
-    """The files of an archive, by name.
+    """Returns the files of an archive, by name.
 
     Parsed here because `tarfile` supports long names, pax records and sparse maps, whose cost has no bound.
 

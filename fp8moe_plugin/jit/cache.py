@@ -1,10 +1,10 @@
-"""The kernel cache on disk: finding, checking and adding compiled kernels.
+"""The kernel cache on disk: lookup, checks and addition of compiled kernels.
 
     <cache_dir>/<source>-<digest>.cubin     the sha256 of name and cubin (32 bytes), then the cubin
 
 Entries are written atomically. The checksum detects later damage, and entries that were swapped. Reading never writes.
-Locks only avoid duplicate work: a process that cannot get one compiles anyway, and whoever loses the race to publish
-uses the bytes it compiled. Nothing depends on the clock. A folder that other users can write to is not used.
+Locks only avoid duplicate work: a process that cannot get one compiles anyway, and uses the bytes that it compiled even
+if another process publishes first. Nothing depends on the clock. A folder that other users can write to is not used.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ DANGLING_LINK = "it is a dangling symbolic link"
 CHECKSUM_BYTES = hashlib.sha256().digest_size
 MAX_BYTES = 1 << 24  # per entry; kernels are smaller than 100 KB
 LOCK_PATIENCE_S = 3  # before a warning is logged
-LOCK_TIMEOUT_S = 60  # many times what the slowest kernel takes to compile
+LOCK_TIMEOUT_S = 60  # many times the compile time of the slowest kernel
 
 
 class Missing(Exception):
@@ -48,7 +48,7 @@ class Damaged(Missing):
 
 
 def cache_dir() -> Path:
-    """The folder of the kernel cache, which need not exist.
+    """Returns the folder of the kernel cache, which need not exist.
 
     Raises:
         CacheError: the home folder is unknown, or the path is relative and the current folder was removed.
@@ -66,7 +66,7 @@ def cache_dir() -> Path:
 
 
 def read(name: str, target: str = SM90) -> bytes:
-    """The cubin of an entry, which must be for this target.
+    """Returns the cubin of an entry, which must be for this target.
 
     Raises:
         Missing: there is no such entry, or the folder must not be used. `Damaged`: the entry is not valid.
@@ -112,7 +112,7 @@ def write(name: str, content: bytes) -> None:
 
 
 def _culprit(path: Path, name: str, error: OSError) -> str:
-    """The path that an error is about, for a message: the entry or the folder."""
+    """Returns the path that caused an error, for a message: the entry or the folder."""
     return shown_text(path / name if name in (error.filename, error.filename2) else path)
 
 
@@ -131,7 +131,7 @@ def _check_usable(path: Path, make: bool) -> None:
 
 
 def why_not_usable() -> str | None:
-    """Why kernels cannot be added to the cache, None if they can; creates nothing."""
+    """Returns why kernels cannot be added to the cache, or None if they can. Creates nothing."""
     try:
         path = cache_dir()
         if not os.path.lexists(path):
@@ -143,7 +143,7 @@ def why_not_usable() -> str | None:
 
 
 def why_not_creatable(path: Path) -> str | None:
-    """Why a folder that does not exist cannot be created; None if it can."""
+    """Returns why a folder that does not exist cannot be created; None if it can."""
     existing = next(parent for parent in path.parents if os.path.lexists(parent))
     if os.access(existing, os.W_OK | os.X_OK) and existing.is_dir():
         return None
@@ -180,13 +180,13 @@ def _acquire(lock: BaseFileLock) -> None:
 
 
 def seal(name: str, cubin: bytes) -> bytes:
-    """The bytes of an entry. The checksum covers the name, so that an entry under another name is not valid."""
+    """Returns the bytes of an entry. The checksum covers the name, so that an entry under another name is not valid."""
     return hashlib.sha256(name.encode() + b"\0" + cubin).digest() + cubin
 
 
 @contextlib.contextmanager
 def _opened(path: Path, make: bool = False) -> Iterator[int]:
-    """A descriptor of the folder, so that the folder used is the one checked. Raises `CacheError`, `OSError`."""
+    """Yields a descriptor of the folder, so that the checked folder is the one used. Raises `CacheError`, `OSError`."""
     if is_dangling_link(path):
         raise CacheError(f"{shown_text(path)} is not used: {DANGLING_LINK}. {ADVICE}")
     if make:
@@ -202,12 +202,12 @@ def _opened(path: Path, make: bool = False) -> Iterator[int]:
 
 
 def is_dangling_link(path: Path) -> bool:
-    """Whether this is a symbolic link without a target, or to itself. Raises `OSError`."""
+    """Returns whether this is a symbolic link without a target, or to itself. Raises `OSError`."""
     return path.is_symlink() and not path.exists()
 
 
 def folder_refusal(status: os.stat_result) -> str | None:
-    """Why a folder may contain kernels from other users, or None if it cannot."""
+    """Returns why a folder may contain kernels from other users, or None if it cannot."""
     if status.st_uid != os.geteuid():
         return f"it belongs to user {status.st_uid}, but this process runs as user {os.geteuid()}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -1,4 +1,4 @@
-"""Compiling kernels to cubins, in memory: CUDA C++ with NVRTC, which needs only its wheel, and Triton's.
+"""Compilation of kernels to cubins in memory: CUDA C++ with NVRTC, which needs only its wheel, and Triton kernels.
 
 Neither needs a GPU, a CUDA toolkit or a C++ compiler.
 """
@@ -27,8 +27,8 @@ _INCLUDE = re.compile(r'^#include "(.+)"$')
 
 class Compiled(NamedTuple):
     cubin: bytes
-    faults: list[str]  # lines of ptxas' report that should not be there, see _faults
-    report: str = ""  # of ptxas
+    faults: list[str]  # lines of ptxas' report that show a problem, see `_faults`
+    report: str = ""  # ptxas' report
 
 
 def compile_kernel(key: KernelKey) -> Compiled:
@@ -59,15 +59,15 @@ def compile_kernel(key: KernelKey) -> Compiled:
 
 
 def command_line(key: KernelKey) -> str:
-    """How NVRTC's options would be written for nvcc; the macros are in the source."""
+    """Returns the nvcc command with the same options; the macros are in the source."""
     options = (f"--{name}={value}" for name, value in OPTIONS.items())
     return " ".join(("nvcc", *options, f"--ptxas-options={PTXAS_OPTIONS[0]}", "--cubin", f"{key.source}.cu"))
 
 
 def entry_name(key: KernelKey, compiler: str) -> str:
-    """The file name of a cubin, with a hash of everything that the compiler reads and of the compiler's version.
+    """Returns the file name of a cubin, with a hash of the compiler's version and of everything that it reads.
 
-    It does not depend on paths, times or the machine.
+    The name does not depend on paths, times or the machine.
 
     Args:
         compiler: the result of `compiler_version`, here or on another machine.
@@ -79,17 +79,17 @@ def entry_name(key: KernelKey, compiler: str) -> str:
 
 
 def compiler_version(target: str) -> str:
-    """The version of what compiles the kernels of a target. Raises `CompileError` if there is none."""
+    """Returns the version of a target's compiler. Raises `CompileError` if there is none."""
     return nvrtc_version() if target == SM90 else triton_version()
 
 
 def nvrtc_package() -> str:
-    """The package that brings the NVRTC which cuda-bindings loads: that of its own major version."""
+    """Returns the package of the NVRTC that cuda-bindings loads, which has the same major version."""
     return NVRTC_12 if metadata.version("cuda-bindings").startswith("12.") else "nvidia-cuda-nvrtc"
 
 
 def nvrtc_release() -> tuple[int, int]:
-    """The CUDA release, major and minor, of NVRTC.
+    """Returns the CUDA release, major and minor, of NVRTC.
 
     Raises:
         CompileError: NVRTC cannot be loaded, does not report its version, or is older than `OLDEST_NVRTC`.
@@ -137,7 +137,9 @@ def _load_nvrtc_of_cuda_12() -> None:
 
 @functools.cache
 def nvrtc_version() -> str:
-    """The compiler's version, with the patch level if NVRTC comes from its own package: NVRTC reports only two numbers.
+    """Returns the compiler's version.
+
+    NVRTC reports only two numbers. If it comes from its own package, the version includes the patch level.
 
     Raises:
         CompileError: see `nvrtc_release`.
@@ -151,18 +153,18 @@ def nvrtc_version() -> str:
 
 
 def macros(key: KernelKey) -> tuple[tuple[str, int], ...]:
-    """The macros that a kernel is compiled with: its own, those of its launch, and the constants that all share."""
+    """Returns the macros of a kernel: its own, the parameters of its launch, and the shared constants."""
     return *key.defines, ("THREADS", key.threads), ("SMEM_BYTES", key.smem_bytes), *MACROS.items()
 
 
 def translation_unit(key: KernelKey) -> str:
-    """The text that is compiled: the macros, then the source with its includes expanded."""
+    """Returns the text that is compiled: the macros, then the source with its includes expanded."""
     lines = "".join(f"#define {name} {value}\n" for name, value in macros(key))
     return lines + _expand(f"{key.source}.cu", set())
 
 
 def _expand(name: str, seen: set[str]) -> str:
-    """The text of a csrc file with each include expanded once; #line makes the compiler's messages name the files."""
+    """Returns the text of a csrc file with each include expanded once. #line gives files and lines to the compiler."""
     seen.add(name)
     lines = [f'#line 1 "{name}"']
     for number, line in enumerate(_csrc_text(name).splitlines(), start=1):
@@ -182,7 +184,7 @@ def _csrc_text(name: str) -> str:
 
 
 def _faults(report: str) -> list[str]:
-    """The lines of ptxas' report that show local memory, a warning, or a loss of performance.
+    """Returns the lines of ptxas' report that show local memory, a warning, or a loss of performance.
 
     Local memory holds arrays or spilled registers. Performance is lost if ptxas cannot track the registers of wgmma
     instructions and serializes them.

@@ -1,6 +1,6 @@
-"""What is checked of compiled kernels before they are given to the driver, and how much shared memory they need.
+"""Checks of compiled kernels before the driver loads them, and the shared memory of Triton kernels.
 
-The file of a Triton kernel is its cubin and, after that, FOOTER and the bytes of dynamic shared memory.
+The file of a Triton kernel is its cubin, then FOOTER and the bytes of dynamic shared memory.
 """
 
 from fp8moe_plugin.plan.keys import SM90
@@ -14,7 +14,7 @@ SIZE_BYTES = 4
 
 
 def cubin_fault(cubin: bytes, target: str = SM90) -> str | None:
-    """Why these bytes are not a cubin for a target, or None. The header does not record the `a` of sm_90a."""
+    """Returns why these bytes are not a cubin for a target, or None. The header does not record the `a` of sm_90a."""
     if len(cubin) < HEADER_BYTES or not cubin.startswith(ELF):
         return "not a 64-bit ELF file"
     if int.from_bytes(cubin[18:20], "little") != EM_CUDA:
@@ -25,12 +25,12 @@ def cubin_fault(cubin: bytes, target: str = SM90) -> str | None:
 
 
 def with_shared_memory(cubin: bytes, nbytes: int) -> bytes:
-    """The file of a Triton kernel."""
+    """Returns the content of a Triton kernel's file."""
     return cubin + FOOTER + nbytes.to_bytes(SIZE_BYTES, "little")
 
 
 def split_shared_memory(file: bytes) -> tuple[bytes, int]:
-    """The cubin of a Triton kernel, and the bytes of dynamic shared memory. Raises ValueError for any other file."""
+    """Returns the cubin of a Triton kernel, and its bytes of shared memory. Raises ValueError for other files."""
     end = len(file) - SIZE_BYTES
     if file[end - len(FOOTER) : end] != FOOTER:
         raise ValueError("a Triton kernel without its shared memory")

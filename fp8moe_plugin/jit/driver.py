@@ -1,4 +1,4 @@
-"""What is asked of the CUDA driver: to load kernels, to encode tensor maps, and why it refuses."""
+"""Calls of the CUDA driver: loading of kernels, encoding of tensor maps, and errors."""
 
 import ctypes
 import functools
@@ -13,7 +13,7 @@ from fp8moe_plugin.errors import LaunchError
 from fp8moe_plugin.jit.cubin import split_shared_memory
 from fp8moe_plugin.jit.launch import TensorMap
 from fp8moe_plugin.jit.lookup import WARMUP, Origin, compiler_of, find_or_compile
-from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned, libcuda
+from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned_buffer, libcuda
 from fp8moe_plugin.jit.toolchain import cuda_of_cubin
 from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.triton.catalog import TritonKey
@@ -24,7 +24,7 @@ INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 @dataclass
 class LoadCounts:
-    """How many kernels this process loaded from where, and the seconds it took."""
+    """The number of kernels that this process loaded, by origin, and the seconds it took."""
 
     origins: Counter[Origin] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -38,10 +38,10 @@ counts = LoadCounts()
 
 
 def load(key: KernelKey, device_index: int, warmup: str = WARMUP) -> Any:
-    """The kernel as the driver's function on one device, ready to launch.
+    """Returns the driver's function of a kernel on one device, ready to launch.
 
     Args:
-        warmup: the command that would have compiled it, for the error that asks for it.
+        warmup: the command that compiles it in advance, for the error message.
     Raises:
         CompileError, KernelNotPrecompiled: there is no cubin of it.
         LaunchError: the driver refuses it, or the stream is being captured.
@@ -58,7 +58,7 @@ _shared_memory: dict[tuple[KernelKey, int], int] = {}
 
 
 def shared_memory(key: KernelKey, device_index: int) -> int:
-    """Bytes of dynamic shared memory with which a kernel that was loaded is launched."""
+    """Returns the bytes of dynamic shared memory for launches of a loaded kernel."""
     return _shared_memory[key, device_index] if isinstance(key, TritonKey) else key.smem_bytes
 
 
@@ -92,10 +92,10 @@ def _load(key: KernelKey, device_index: int, warmup: str) -> Any:
 def _check_driver(compiler: str, cuda: int | None) -> None:
     """
     Args:
-        compiler: of a kernel.
-        cuda: the major version of its machine code, if it is known.
+        compiler: the compiler of a kernel.
+        cuda: the major CUDA version of its machine code, if it is known.
     Raises:
-        LaunchError: the driver is of an older major CUDA version. It may be of an older minor one.
+        LaunchError: the driver's major CUDA version is older. An older minor version is fine.
     """
     from cuda.bindings import driver
 
@@ -113,7 +113,7 @@ def _check_driver(compiler: str, cuda: int | None) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def encode(tensor_map: TensorMap) -> bytes:
-    """A TMA descriptor (`CUtensorMap`) of a map whose address is known.
+    """Returns the TMA descriptor (`CUtensorMap`) of a map whose address is known.
 
     Raises:
         LaunchError: the driver refuses it.
@@ -125,7 +125,7 @@ def encode(tensor_map: TensorMap) -> bytes:
     dims, kinds, promotions = len(sizes), driver.CUtensorMapDataType, driver.CUtensorMapL2promotion
     promotion = {128: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B, 256: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B}
     kind = kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8 if element_size == 1 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-    room, begin = aligned(TENSOR_MAP_BYTES)
+    buffer, begin = aligned_buffer(TENSOR_MAP_BYTES)
     status = libcuda().cuTensorMapEncodeTiled(
         ctypes.c_void_p(begin),
         int(kind),
@@ -142,12 +142,12 @@ def encode(tensor_map: TensorMap) -> bytes:
     )
     check(status, f"tensor map of {' x '.join(map(str, reversed(sizes)))}")
     encoded = ctypes.string_at(begin, TENSOR_MAP_BYTES)
-    del room  # until here the memory at `begin` is alive
+    del buffer  # keeps the memory at `begin` alive until here
     return encoded
 
 
 def bind_context(device_index: int) -> None:
-    """Give the calling thread the context of its current device; it has none before its first CUDA call."""
+    """Set the context of the calling thread to that of its current device. A thread has none before its first call."""
     from cuda.bindings import driver
 
     what = f"context of device {device_index}"
@@ -159,8 +159,10 @@ def bind_context(device_index: int) -> None:
 
 
 def check(status: Any, *rest: Any) -> Any:
-    """The value that the driver returned with `status`, if any; `rest` ends with what was tried.
+    """Check the status of a driver call. Returns the value that the driver returned with it, if any.
 
+    Args:
+        rest: the driver's values, then a description of the call for the message.
     Raises:
         LaunchError: the status is an error.
     """

@@ -1,7 +1,7 @@
-"""FP8MOE_JIT_DEBUG=1: how a kernel was compiled, and what from and into, in files beside its cubin in the cache.
+"""FP8MOE_JIT_DEBUG=1: writes the input and output of a kernel's compilation to files beside its cubin in the cache.
 
-<source>-<digest>.cu      the text that was compiled: the macros, then the source with its includes; .py for Triton's
-<source>-<digest>.elf     the cubin as `cuobjdump` and `nvdisasm` read it; the cache's own begins with a checksum
+<source>-<digest>.cu      the compiled text: the macros, then the source with its includes; .py for Triton kernels
+<source>-<digest>.elf     the cubin for `cuobjdump` and `nvdisasm`; the cache's file begins with a checksum
 <source>-<digest>.sass    its machine code, if there is an nvdisasm
 <source>-<digest>.txt     the command line and ptxas' report
 """
@@ -35,7 +35,7 @@ def dump(key: KernelKey, name: str, compiled: Compiled) -> None:
     """Print how a kernel was compiled, and write the files.
 
     Args:
-        name: of its entry in the cache.
+        name: the name of its entry in the cache.
     Raises:
         CacheError: the folder cannot be written to.
     """
@@ -56,7 +56,7 @@ def dump(key: KernelKey, name: str, compiled: Compiled) -> None:
 
 
 def disassembled(disassembler: Path, cubin: bytes) -> bytes:
-    """The machine code as text; what nvdisasm says instead if it does not know the cubin."""
+    """Returns the machine code as text, or nvdisasm's error message if it does not support the cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -66,7 +66,7 @@ def disassembled(disassembler: Path, cubin: bytes) -> bytes:
 
 @functools.cache
 def find_disassembler() -> Path | None:
-    """nvdisasm of the CUDA toolkit, or the one that Triton brings."""
+    """Returns nvdisasm of the CUDA toolkit, or the one in the package triton."""
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     if installed := shutil.which("nvdisasm") or shutil.which("nvdisasm", path=f"{toolkit}/bin"):
         return Path(installed)

@@ -1,4 +1,4 @@
-"""Launches as data: a kernel, its grid and its arguments. Addresses may be left open until the call."""
+"""Launches as data: a kernel, its grid and its arguments. A slot stands for an address that only the call provides."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from fp8moe_plugin.plan.keys import KernelKey
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The address that a call gives at position `index`, plus `offset` bytes."""
+    """The address at position `index` of a call's addresses, plus `offset` bytes."""
 
     index: int
     offset: int = 0
@@ -21,11 +21,11 @@ Address = int | Slot  # of device memory; 0 for none
 
 
 class TensorMap(NamedTuple):
-    """What a TMA descriptor (`CUtensorMap`) says; it swizzles 128 bytes."""
+    """The content of a TMA descriptor (`CUtensorMap`) that swizzles 128 bytes."""
 
     address: Address
-    sizes: tuple[int, ...]  # elements along each dimension, the innermost first; its elements are contiguous
-    strides: tuple[int, ...]  # bytes from one to the next along each dimension but the innermost
+    sizes: tuple[int, ...]  # elements along each dimension, starting with the innermost, which is contiguous
+    strides: tuple[int, ...]  # bytes between elements along each dimension, without the innermost
     box: tuple[int, ...]  # elements of a load or store along each dimension; 128 bytes along the innermost
     element_size: int  # bytes: 1, or 2 for bfloat16
     l2_fetch: int  # bytes that L2 fetches on a miss, 128 or 256
@@ -49,6 +49,6 @@ class Launch(NamedTuple):
 
     key: KernelKey
     grid: int | tuple[int, int]  # blocks, along x or along (x, y)
-    args: tuple[Argument, ...]  # from `key.arguments`; ints have 32 bits where they are no address
+    args: tuple[Argument, ...]  # from `key.arguments`; ints that are not addresses have 32 bits
     pdl: bool = False
-    cluster: int = 1  # blocks of a cluster along x, of a kernel that leaves that to its launch
+    cluster: int = 1  # blocks per cluster along x, for kernels that do not fix it in their source

@@ -1,4 +1,4 @@
-"""Make launches ready for torch's current stream, so that a call of a whole layer is one call of C."""
+"""Preparation of launches for torch's current stream, so that a call of a whole layer is one call of C."""
 
 import functools
 import struct
@@ -11,7 +11,7 @@ from fp8moe_plugin.jit.launch import Argument, Launch, PerGroup, Slot, TensorMap
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, Patch, PreparedLaunch, make_sequence
 from fp8moe_plugin.plan.parameters import K_GROUPS, PARAMETERS, Kind
 
-FORMATS = {  # as `struct` packs a parameter
+FORMATS = {  # of `struct`, for each kind of parameter
     Kind.MAP: f"{TENSOR_MAP_BYTES}s",
     Kind.POINTER: "P",
     Kind.INT: "i",
@@ -19,22 +19,23 @@ FORMATS = {  # as `struct` packs a parameter
     Kind.MAPS: f"{K_GROUPS * TENSOR_MAP_BYTES}s",
     Kind.INTS: f"{K_GROUPS * struct.calcsize('i')}s",
 }
-UNKNOWN_ADDRESS = 2**40  # a descriptor is encoded with it until a call gives the real one
+UNKNOWN_ADDRESS = 2**40  # placeholder in descriptors until a call provides the address
 
 Prepared = Callable[[tuple[int, ...]], None]
 
 
 def prepare(launches: Iterable[Launch], device_index: int) -> Prepared:
-    """Launches as a function of the addresses for their slots: it launches them on the device's current stream.
+    """Returns a callable that launches these kernels on the device's current stream, given the slots' addresses.
 
-    Kernels are compiled and loaded here if they are not yet. Threads may share the function.
+    Kernels are compiled and loaded here if necessary. The callable is thread-safe. It raises `LaunchError` if the
+    driver refuses a launch.
 
     Raises:
         CompileError: a kernel does not compile.
         LaunchError: the driver refuses a kernel or a tensor map, or a kernel is not loaded yet while the stream is
-            being captured; from the function also if the driver refuses a launch.
-        struct.error: the arguments are not of the kinds of the kernel's parameters, or do not fit.
-        ValueError: the parameters of all launches take more than the 8 KiB that a sequence has room for.
+            being captured.
+        struct.error: the arguments do not match the kinds of the kernel's parameters, or do not fit.
+        ValueError: the parameters of all launches take more than the 8 KiB of a sequence.
     """
     launches, template, prepared = tuple(launches), bytearray(), []
     patches: list[Patch] = []
@@ -54,7 +55,7 @@ def prepare(launches: Iterable[Launch], device_index: int) -> Prepared:
                 return run(addresses)
         stream = torch._C._cuda_getCurrentRawStream(device_index)
         refusal = sequence.run(addresses, stream)
-        if refusal == (INVALID_CONTEXT, 0):  # this thread has made no call of CUDA yet
+        if refusal == (INVALID_CONTEXT, 0):  # the first CUDA call of this thread
             bind_context(device_index)
             refusal = sequence.run(addresses, stream)
         if refusal:
@@ -70,8 +71,8 @@ def _prepared(launch: Launch, function: int, smem_bytes: int, parameters: tuple[
 
 
 def _known(args: Iterable[Argument], begins: Iterable[int], patches: list[Patch]) -> Iterator[bytes | int | float]:
-    """The arguments as far as they are known before the call; what is not becomes a patch."""
-    for at, argument in zip(begins, args, strict=False):  # a wrong number of arguments does not pack
+    """Yields the arguments with placeholders for the addresses of slots, and adds a patch for each of them."""
+    for at, argument in zip(begins, args, strict=False):  # `struct` refuses a wrong number of arguments
         if isinstance(argument, int | float):
             yield argument
         elif isinstance(argument, Slot):
@@ -91,10 +92,10 @@ def _known_map(tensor_map: TensorMap, at: int, patches: list[Patch]) -> bytes:
 
 
 def _known_elements(argument: PerGroup, at: int, patches: list[Patch]) -> bytes:
-    """What follows the elements is zero, as `struct` fills up.
+    """Returns the elements as bytes. `struct` pads them with zeros to `K_GROUPS` elements.
 
     Raises:
-        struct.error: there are more than `K_GROUPS`.
+        struct.error: there are more than `K_GROUPS` elements.
     """
     if len(argument.elements) > K_GROUPS:
         raise struct.error(f"{len(argument.elements)} groups, a launch takes up to {K_GROUPS}")
@@ -109,7 +110,7 @@ def _known_elements(argument: PerGroup, at: int, patches: list[Patch]) -> bytes:
 
 @functools.cache
 def layout(source: str) -> tuple[struct.Struct, tuple[int, ...]]:
-    """What packs the arguments of a kernel, and where each of them then begins."""
+    """Returns a `struct.Struct` for the arguments of a kernel, and the offset of each argument."""
     formats = [FORMATS[parameter.kind] for parameter in PARAMETERS[source]]
     ends = [struct.calcsize("".join(formats[: i + 1])) for i in range(len(formats))]
     begins = tuple(end - struct.calcsize(form) for end, form in zip(ends, formats, strict=True))

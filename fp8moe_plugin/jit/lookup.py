@@ -1,4 +1,4 @@
-"""Finding the cubin of a kernel: in the bundle, in the cache, or by compiling it."""
+"""Lookup of a kernel's cubin in the bundle and the cache; a kernel that is in neither is compiled."""
 
 import contextlib
 import logging
@@ -48,7 +48,7 @@ class Made(NamedTuple):
 
 
 def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
-    """The cubin of a kernel, for serving.
+    """Returns the cubin of a kernel, for serving.
 
     Args:
         warmup: the command that precompiles it, for messages.
@@ -62,7 +62,7 @@ def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
         why = str(missing)
         if isinstance(missing, cache.Damaged):
             logger.warning("fp8moe: %s", why)
-    # It reads the whole cache, so only before the first.
+    # This reads the whole cache, so it runs only before the first compilation.
     others = {} if compile_times or key.target != SM90 else other_compilers()
     if others:
         own = compiler_version(key.target)
@@ -94,7 +94,7 @@ def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
 
 
 def find(key: KernelKey) -> Found:
-    """The cubin of a kernel from the bundle or the cache.
+    """Returns the cubin of a kernel from the bundle or the cache.
 
     Raises:
         Missing: it is in neither; the message gives the reason for each.
@@ -140,7 +140,7 @@ def compile_into_cache(key: KernelKey) -> Made:
 
 
 def place(origin: Origin) -> str:
-    """The path where kernels of this origin are stored, to be appended to a message after its name."""
+    """Returns the path where kernels of this origin are stored, to be appended to a message after its name."""
     match origin:
         case Origin.BUNDLE:
             return f" {shown_text(bundle_path())}"
@@ -151,7 +151,7 @@ def place(origin: Origin) -> str:
 
 
 def compiler_of(origin: Origin, target: str) -> str:
-    """What compiled the kernels of this origin, see `compiler_version`."""
+    """Returns the compiler of the kernels of this origin, see `compiler_version`."""
     bundle = bundle_path()
     return read_bundle(bundle).manifest.compiler if bundle and origin == Origin.BUNDLE else compiler_version(target)
 
@@ -162,19 +162,20 @@ def bundle_path() -> Path | None:
 
 
 def gpu_option(target: str) -> str:
-    """What the warm-up needs to compile kernels for a target, to be appended to its command."""
+    """Returns the warm-up's option for a target, to be appended to its command."""
     return f" --gpu {target.replace('_', '')}" if target != SM90 else ""
 
 
 class Remedy(NamedTuple):
     command: str  # makes missing kernels available
-    serve: str  # what else serving needs then, to be appended to "Run `command`"
+    serve: str  # how to serve with them, to be appended to "Run `command`"
 
 
 def remedy(warmup: str, bundle: Path | None) -> Remedy:
-    """How to make missing kernels available: the command `warmup`, or if a bundle is in use, one that writes it.
+    """Returns how to make missing kernels available.
 
-    Where the cache cannot be used, that needs another cache, and serving needs a bundle.
+    The command is `warmup`, or one that writes the bundle if a bundle is in use. If the cache cannot be used, the
+    command uses another cache, and serving needs a bundle.
     """
     lacking, serve = cache.why_not_usable(), ""
     if lacking and not bundle:
@@ -186,7 +187,7 @@ def remedy(warmup: str, bundle: Path | None) -> Remedy:
 
 
 def _new_bundle() -> Path:
-    """Where a bundle can be written: in the folder that cannot be a cache, such as a volume's, or else here."""
+    """Returns a path for a bundle: in the cache's folder if it is writable, such as a volume's, else in this folder."""
     with contextlib.suppress(CacheError):
         folder = cache.cache_dir()
         if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):

@@ -1,9 +1,9 @@
-"""Several kernel launches as one call: `Sequence`, in C where the extension is installed, else by the CUDA bindings.
+"""Several kernel launches as one call: `Sequence`, in C if the extension is installed, else with cuda-bindings.
 
     sequence = make_sequence(template, launches, patches)
     refused = sequence.run(addresses, stream)
 
-`template` holds the parameters of all launches. A call works on a copy of it, in which each patch has its address.
+`template` holds the parameters of all launches. A call copies it and writes the address of each patch into the copy.
 """
 
 import ctypes
@@ -30,24 +30,24 @@ class PreparedLaunch(NamedTuple):
     smem_bytes: int
     pdl: bool
     cluster: int
-    parameters: tuple[int, ...]  # where each of them begins in the template
+    parameters: tuple[int, ...]  # the offset of each parameter in the template
 
 
 class Patch(NamedTuple):
-    """An address that a call fills in: `addresses[slot] + offset`."""
+    """A place for the address `addresses[slot] + offset` of a call."""
 
-    at: int  # byte of the template
+    at: int  # offset in the template, in bytes
     slot: int
     offset: int
-    is_map: bool  # a CUtensorMap begins there, else a pointer
+    is_map: bool  # the address of a CUtensorMap, else a pointer
 
 
-Refusal = tuple[int, int]  # the driver's status, and how many kernels were launched before it
+Refusal = tuple[int, int]  # the driver's status, and the number of kernels launched before it
 
 
 class Sequence(Protocol):
     def run(self, addresses: tuple[int, ...], stream: int) -> Refusal | None:
-        """Launch the kernels in their order; thread-safe. Stops at the first that the driver refuses.
+        """Launch the kernels in order, until the driver refuses one. Thread-safe.
 
         Raises:
             ValueError: there are fewer addresses than slots.
@@ -56,7 +56,7 @@ class Sequence(Protocol):
 
 
 def make_sequence(template: bytes, launches: list[PreparedLaunch], patches: list[Patch]) -> Sequence:
-    """Raises ValueError if there are more parameters than the extension has room for."""
+    """Returns a sequence. Raises ValueError if there are more parameters than fit into the extension's buffer."""
     try:
         native = extension()
     except ImportError as error:
@@ -69,7 +69,7 @@ def make_sequence(template: bytes, launches: list[PreparedLaunch], patches: list
 
 
 def extension() -> ModuleType:
-    """The C extension; raises ImportError where it was not built."""
+    """Returns the C extension. Raises ImportError if it was not built."""
     return importlib.import_module("fp8moe_plugin.jit._sequence")
 
 
@@ -78,7 +78,7 @@ def address_of(function: Any) -> int:
 
 
 class BindingsSequence:
-    """`Sequence` by way of cuda-bindings, which take about 20 us per launch."""
+    """`Sequence` with cuda-bindings, which take about 20 us per launch."""
 
     def __init__(self, template: bytes, launches: list[PreparedLaunch], patches: list[Patch]) -> None:
         self.template, self.launches, self.patches = template, launches, patches
@@ -87,7 +87,7 @@ class BindingsSequence:
     def run(self, addresses: tuple[int, ...], stream: int) -> Refusal | None:
         if len(addresses) < self.slots:
             raise ValueError(f"{len(addresses)} addresses, {self.slots} are needed")
-        room, begin = aligned(len(self.template))
+        buffer, begin = aligned_buffer(len(self.template))
         ctypes.memmove(begin, self.template, len(self.template))
         for at, slot, offset, is_map in self.patches:
             address = ctypes.c_void_p(addresses[slot] + offset)
@@ -98,12 +98,12 @@ class BindingsSequence:
         for number, launch in enumerate(self.launches):
             if status := _launch(launch, begin, stream):
                 return status, number
-        del room  # until here the driver reads it
+        del buffer  # the driver reads it until here
         return None
 
 
 def _launch(launch: PreparedLaunch, begin: int, stream: int) -> int:
-    """Launch a kernel whose parameters lie from `begin` on; the driver's status."""
+    """Launch a kernel whose parameters start at address `begin`. Returns the driver's status."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
@@ -138,12 +138,12 @@ def _attributes(pdl: bool, cluster: int) -> list[Any]:
 
 @functools.cache
 def libcuda() -> ctypes.CDLL:
-    """The driver itself: cuda-bindings encode tensor maps where they may not be aligned as it demands."""
+    """Returns the driver's library: cuda-bindings may encode tensor maps into memory that is not aligned."""
     return ctypes.CDLL("libcuda.so.1")
 
 
-def aligned(size: int) -> tuple[Any, int]:
-    """Memory, and the address in it from which `size` bytes are aligned as a tensor map must be."""
-    room = ctypes.create_string_buffer(size + TENSOR_MAP_ALIGNMENT)
-    begin = ctypes.addressof(room)
-    return room, begin + -begin % TENSOR_MAP_ALIGNMENT
+def aligned_buffer(size: int) -> tuple[Any, int]:
+    """Returns a buffer, and the address in it of `size` bytes with the alignment of a tensor map."""
+    buffer = ctypes.create_string_buffer(size + TENSOR_MAP_ALIGNMENT)
+    begin = ctypes.addressof(buffer)
+    return buffer, begin + -begin % TENSOR_MAP_ALIGNMENT

@@ -1,4 +1,4 @@
-"""Which compilers the kernels in the cache were made with, read from the cubins: file names only have a hash of it."""
+"""The compilers of the kernels in the cache, read from the cubins: file names contain only a hash of them."""
 
 import os
 import re
@@ -17,7 +17,7 @@ UNKNOWN = "unknown"
 
 
 def compiler_of_cubin(cubin: bytes) -> str:
-    """What compiled a cubin, in the form of `nvrtc_version`, or `UNKNOWN`. Of CUDA 12, only that is known."""
+    """Returns the compiler of a cubin like `nvrtc_version`, or `UNKNOWN`. Cubins of CUDA 12 have no minor version."""
     note = NOTE.search(cubin)
     if note:
         return f"nvrtc {note[1].decode()}"
@@ -25,13 +25,13 @@ def compiler_of_cubin(cubin: bytes) -> str:
 
 
 def cuda_of_cubin(cubin: bytes) -> int | None:
-    """The major CUDA version of the assembler that made a cubin, NVRTC's or Triton's, if it is known."""
+    """Returns the major CUDA version of the assembler that made a cubin, NVRTC's or Triton's, if it is known."""
     found = re.match(r"nvrtc (\d+)", compiler_of_cubin(cubin))
     return int(found[1]) if found else None
 
 
 def cache_compilers(folder: Path) -> dict[str, int]:
-    """How many CUDA kernels of a cache folder each compiler made. Entries that cannot be read are skipped.
+    """Returns how many CUDA kernels of a cache folder each compiler made. Entries that cannot be read are skipped.
 
     Raises:
         OSError: the folder cannot be listed.
@@ -44,14 +44,14 @@ def _cuda_kernels(folder: Path) -> Iterator[Path]:
 
 
 def other_compilers() -> dict[str, int]:
-    """How many kernels in the cache other compilers made than that of this process; empty if it has none."""
+    """Returns how many kernels in the cache each other compiler made; empty if this process has no compiler."""
     try:
         own, (major, _) = nvrtc_version(), nvrtc_release()
         made = cache_compilers(cache_dir())
-    except (CompileError, CacheError, OSError):  # reported by whoever needs a compiler or the cache
+    except (CompileError, CacheError, OSError):  # reported when a compiler or the cache is needed
         return {}
     ours = {UNKNOWN} | ({CUDA_12} if major == 12 else set())
-    # Only NVRTC's own package tells the patch level; otherwise `own` is the release.
+    # Only the version of NVRTC's own package has a patch level; otherwise `own` is the release.
     return {name: count for name, count in made.items() if name not in ours and not f"{name}.".startswith(f"{own}.")}
 
 

@@ -47,7 +47,7 @@ def triton_version() -> str:
 
 
 def _how_to_install() -> str:
-    """The version that the installed PyTorch requires, if there is one and it says."""
+    """Returns the version that the installed PyTorch requires, or None if it is not known."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         required = [name.partition(";")[0].strip() for name in metadata.requires("torch") or []]
         if wanted := next((name for name in required if re.match(r"triton\b", name)), None):
@@ -56,7 +56,7 @@ def _how_to_install() -> str:
 
 
 def compile_triton(key: TritonKey) -> tuple[bytes, str]:
-    """The cubin of a kernel, with its shared memory, and ptxas' report.
+    """Returns the cubin of a kernel, with its shared memory, and ptxas' report.
 
     Raises:
         CompileError: Triton is not installed or refuses the kernel, or compiles it to what the launcher cannot launch.
@@ -67,7 +67,7 @@ def compile_triton(key: TritonKey) -> tuple[bytes, str]:
     try:
         with _uncached() as log:
             compiled = _compile(key)
-    except Exception as error:  # Triton raises its own types, and those of whatever went wrong inside
+    except Exception as error:  # Triton raises its own types, and any type from inside
         raise CompileError(
             f"{key} does not compile with {version}: {type(error).__name__}: {error}\n{error.__cause__ or ''}\n"
             "Use the Triton that PyTorch requires; if that does not help, report this with the text above."
@@ -79,7 +79,7 @@ def compile_triton(key: TritonKey) -> tuple[bytes, str]:
 
 
 def sources(key: TritonKey) -> tuple[str, ...]:
-    """All that the cubin depends on, except for Triton's version: the sources, constants, types and options."""
+    """Returns everything that the cubin depends on except Triton's version: sources, constants, types and options."""
     return *_texts(), repr((str(key), key.threads, key.stages, TRITON_SIGNATURES[key.source], key.source in FUSED))
 
 
@@ -119,10 +119,10 @@ def _compile(key: TritonKey) -> Any:
 
 @contextlib.contextmanager
 def _uncached() -> Iterator[io.StringIO]:
-    """Triton writes nothing that lasts, no names of files into cubins, and ptxas' report to what this yields.
+    """Keep Triton from writing permanent files, and file names into cubins. Yields a stream with ptxas' report.
 
-    All its settings are the defaults: they change cubins (PTXAS_OPTIONS, TRITON_PTXAS_PATH), but not the names of ours.
-    They belong to the process, so one thread at a time has them.
+    Triton's settings are its defaults here, because they change cubins (PTXAS_OPTIONS, TRITON_PTXAS_PATH), but not our
+    names of them. They belong to the process, so only one thread at a time compiles.
     """
     from triton import knobs
     from triton.backends.nvidia import compiler as nvidia
@@ -143,12 +143,12 @@ def _uncached() -> Iterator[io.StringIO]:
 
 
 def _variables() -> list[str]:
-    """The environment variables that are set, and that Triton, LLVM or ptxas read."""
+    """Returns the environment variables that are set and that Triton, LLVM or ptxas read."""
     return [name for name in os.environ if name.startswith(VARIABLES)]
 
 
 def _fault(key: TritonKey, compiled: Any) -> str | None:
-    """Why the launcher cannot launch a kernel, or None."""
+    """Returns why the launcher cannot launch a kernel, or None."""
     made, limit = compiled.metadata, TARGETS[key.target][1]
     entry = re.search(rf"\.entry {key.source}\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
     found = re.findall(r"\.param \.(\w+)", entry[1]) if entry else []

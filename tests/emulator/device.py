@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8moe_plugin.jit.launch import Launch, PerGroup, TensorMap
 from fp8moe_plugin.jit.launcher import FORMATS, layout
-from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned
+from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned_buffer
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.ops import signature
 from fp8moe_plugin.plan.keys import SM90
@@ -78,10 +78,10 @@ class Device:
         known = (h.resolved(argument, addresses) for argument in args)
         packer, offsets = layout(key.source)
         packed = packer.pack(*map(self._packed, known))
-        room, begin = aligned(len(packed))
+        buffer, begin = aligned_buffer(len(packed))
         ctypes.memmove(begin, packed, len(packed))
         pointers = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
-        self._alive += [room, pointers]
+        self._alive += [buffer, pointers]
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         cluster = dict(key.defines).get("CLUSTER", cluster)
         self._runtime.emu_launch(library.emu_entry, x, y, key.threads, key.smem_bytes, pointers, int(pdl), cluster)

@@ -15,7 +15,7 @@ from fp8moe_plugin.errors import KernelNotPrecompiled
 from fp8moe_plugin.jit import driver
 from fp8moe_plugin.jit.launch import TensorMap
 from fp8moe_plugin.jit.launcher import UNKNOWN_ADDRESS
-from fp8moe_plugin.jit.sequence import aligned, libcuda
+from fp8moe_plugin.jit.sequence import aligned_buffer, libcuda
 from fp8moe_plugin.ops import per_token_group_quant_fp8
 from fp8moe_plugin.ops.operands import empty_quantized
 from fp8moe_plugin.ops.quantize import prepared_quantize
@@ -229,11 +229,11 @@ def test_a_tensor_map_with_another_address_is_as_encoded_with_it(
     for address in (tensor.data_ptr(), tensor.data_ptr() + 16):
         tensor_map = TensorMap(address, sizes, tuple(s * element_size for s in strides), box, element_size, 128)
         encoded = driver.encode(tensor_map._replace(address=UNKNOWN_ADDRESS))
-        room, begin = aligned(len(encoded))
+        buffer, begin = aligned_buffer(len(encoded))
         ctypes.memmove(begin, encoded, len(encoded))
         assert libcuda().cuTensorMapReplaceAddress(ctypes.c_void_p(begin), ctypes.c_void_p(address)) == 0
         assert ctypes.string_at(begin, len(encoded)) == driver.encode(tensor_map)
-        del room
+        del buffer
 
 
 def test_an_op_runs_in_a_thread_that_has_made_no_cuda_call() -> None:
