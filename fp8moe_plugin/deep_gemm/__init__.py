@@ -1,6 +1,6 @@
-"""DeepGEMM's names for its FP8 interface on Hopper GPUs, on our ops: `import fp8moe_plugin.deep_gemm as deep_gemm`.
+"""DeepGEMM's FP8 interface for Hopper GPUs on our ops: `import fp8moe_plugin.deep_gemm as deep_gemm`.
 
-Arguments mean what they mean in DeepGEMM 2.6.1. FP4, BF16 GEMMs and what only Blackwell GPUs have are not here.
+Arguments have the same meaning as in DeepGEMM 2.6.1. FP4, BF16 GEMMs and functions for Blackwell GPUs are missing.
 """
 
 from fp8moe_plugin.deep_gemm.gemms import (
@@ -51,7 +51,7 @@ from fp8moe_plugin.ops.devices import get_num_sms, set_num_sms
 
 get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
-__version__ = "2.6.1"  # of DeepGEMM, whose interface this is
+__version__ = "2.6.1"  # of DeepGEMM
 __all__ = [
     "fp8_fp4_gemm_nn",
     "fp8_fp4_gemm_nt",

@@ -1,4 +1,4 @@
-"""DeepGEMM's FP8 GEMMs. The plain names and those with `fp8_fp4` are the same functions: operands are FP8 here."""
+"""DeepGEMM's FP8 GEMMs. Names with `fp8_fp4` are aliases, because all operands are FP8 here."""
 
 import torch
 
@@ -33,9 +33,9 @@ def fp8_gemm_nt(
     """`d = a @ b.T (+ c)` by `ops.fp8_gemm_nt`, for a `[M, K]`, b `[N, K]`.
 
     Args:
-        recipe: rows of A, rows of B and channels that share a scale; (1, 128, 128) if it is left out. With (1, 1, 128),
-            for gradients of weights, c is required, which may be d; both are float32, and N a multiple of 16.
-        recipe_a, recipe_b: instead of it rows and channels, for A and for B.
+        recipe: rows of A, rows of B and channels that share a scale; the default is (1, 128, 128). With (1, 1, 128),
+            for gradients of weights, c is required and may be d; both are float32, and N is a multiple of 16.
+        recipe_a, recipe_b: rows and channels that share a scale, for A and for B, instead of `recipe`.
         compiled_dims: ignored: no kernel is compiled for a shape.
         disable_ue8m0_cast: ignored, as by DeepGEMM on Hopper GPUs: scales stay float32.
     Raises:
@@ -101,10 +101,10 @@ def fp8_gemm_nt_skip_head_mid(
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
 ) -> None:
-    """`fp8_gemm_nt` to heads with a gap: the result goes through memory once more than DeepGEMM's.
+    """`fp8_gemm_nt` to heads with a gap. Unlike in DeepGEMM, the result is copied once.
 
     Args:
-        d: bfloat16 or float32 `[M, heads * (left + mid + right)]`; of each head, `mid` columns are not written.
+        d: bfloat16 or float32 `[M, heads * (left + mid + right)]`; the `mid` columns of each head are not written.
         head_splits: left, mid, right; N is `heads * (left + right)`.
     Raises:
         InvalidInputError: as `fp8_gemm_nt`, or sizes that do not fit.
@@ -206,7 +206,11 @@ def m_grouped_fp8_gemm_nt_masked(
 def _checked_recipe(
     recipe: Recipe, recipe_a: Granularity | None, recipe_b: Granularity | None, taken: tuple[Recipe, ...] = (BLOCKS,)
 ) -> tuple[int, int, int]:
-    """Which rows of A, rows of B and channels share a scale; raises `InvalidInputError` unless a kernel takes that."""
+    """Returns the rows of A, rows of B and channels that share a scale.
+
+    Raises:
+        InvalidInputError: no kernel supports them, or the arguments exclude each other.
+    """
     if (recipe_a is None) != (recipe_b is None) or (recipe is not None and recipe_a is not None):
         raise InvalidInputError(
             f"recipe is {recipe}, recipe_a {recipe_a}, recipe_b {recipe_b}. Pass either the first, or both others."
@@ -229,7 +233,7 @@ def _checked_recipe(
 
 
 def _add_gradient(a: Quantized, b: Quantized, d: torch.Tensor, c: torch.Tensor | None) -> None:
-    """`d = c + a @ b.T`, where every row of both has scales of its own. What is not contiguous is copied first."""
+    """Compute `d = c + a @ b.T`, where each row of a and b has its own scales. Strided operands are copied first."""
     (x, x_scales), (y, y_scales) = two_parts("a", a), two_parts("b", b)
     check_rows("a", x, x_scales, 2, empty_k=True)
     check_tensor("b", y, dtype=FP8, shape=(None, x.shape[1]), device=x.device, contiguous=False)
@@ -253,7 +257,7 @@ def _add_gradient(a: Quantized, b: Quantized, d: torch.Tensor, c: torch.Tensor |
 
 
 def _whole_blocks(q: torch.Tensor) -> torch.Tensor:
-    """Contiguous `[rows, K]`, with zeros up to a multiple of 128."""
+    """Returns contiguous `[rows, K]`, zero-padded to a multiple of 128 channels."""
     missing = -q.shape[1] % GROUP
     return torch.nn.functional.pad(q.view(torch.uint8), (0, missing)).view(FP8) if missing else q.contiguous()
 
@@ -267,14 +271,14 @@ def _transposed(name: str, pair: Quantized) -> Quantized:
 
 
 def _length(name: str, pair: Quantized) -> int:
-    """The first dimension of the values."""
+    """Returns the first dimension of the values."""
     values = two_parts(name, pair)[0]
     check_tensor(name, values, dtype=FP8, contiguous=False)
     return len(values)
 
 
 def _sizes(a: Quantized, b: Quantized) -> tuple[int, int]:
-    """M and N. Raises `InvalidInputError` for what is no pair of matrices."""
+    """Returns (M, N). Raises InvalidInputError if the operands are not matrices."""
     (x, _), (y, _) = two_parts("a", a), two_parts("b", b)
     for name, part in (("a", x), ("b", y)):
         check_tensor(name, part, dtype=FP8, shape=(None, None), contiguous=False)

@@ -1,4 +1,4 @@
-"""DeepGEMM's settings of a process. Only `set_num_sms`, which is an op's, and the alignment affect anything here."""
+"""DeepGEMM's process-wide settings. Only the alignment and `set_num_sms` (in `ops.devices`) have an effect."""
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.formats.fp8_block import GROUP
@@ -8,9 +8,9 @@ _alignment, _tc_util, _pdl = GROUP, 0, False
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """The multiple of rows at which a caller begins each group of `m_grouped_fp8_gemm_nt_contiguous`.
+    """Returns the multiple of rows at which a caller begins each group of `m_grouped_fp8_gemm_nt_contiguous`.
 
-    128, unless set. Our kernels need none, except that the psum layout is read with it.
+    The default is 128. Our kernels need no alignment; only the psum layout depends on it.
     """
     return _alignment
 
@@ -29,12 +29,12 @@ def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
 
 
 def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
-    """128, whatever the rows per group: that of DeepGEMM's kernels for Hopper GPUs."""
+    """Returns 128, the alignment of DeepGEMM's kernels for Hopper GPUs, for any number of rows per group."""
     return GROUP
 
 
 def set_tc_util(new_tc_util: int) -> None:
-    """Has no effect, as in DeepGEMM on Hopper GPUs: `get_tc_util` returns it.
+    """Set the value that `get_tc_util` returns. It has no other effect, as in DeepGEMM on Hopper GPUs.
 
     Args:
         new_tc_util: percent of the tensor cores' rate, 0 to 100; 0 for 100.
@@ -49,19 +49,19 @@ def set_tc_util(new_tc_util: int) -> None:
 
 
 def get_tc_util() -> int:
-    """What `set_tc_util` was told; 100 before."""
+    """Returns the value of `set_tc_util`; the default is 100."""
     return _tc_util or 100
 
 
 def set_pdl(new_enable_pdl: bool) -> None:
-    """No effect: kernels start early (programmatic dependent launch) wherever that is safe. `get_pdl` returns it."""
+    """Set the value that `get_pdl` returns. It has no other effect: kernels use PDL wherever that is safe."""
     global _pdl
     check_flag("new_enable_pdl", new_enable_pdl)
     _pdl = bool(new_enable_pdl)
 
 
 def get_pdl() -> bool:
-    """What `set_pdl` was told; False before."""
+    """Returns the value of `set_pdl`; the default is False."""
     return _pdl
 
 
@@ -70,4 +70,4 @@ def set_ignore_compile_dims(new_value: bool) -> None:
 
 
 def set_block_size_multiple_of(new_value: int | tuple[int, int]) -> None:
-    """Has no effect: which tiles a kernel takes is not for the caller to restrict."""
+    """Has no effect: callers cannot restrict the tiles of a kernel."""

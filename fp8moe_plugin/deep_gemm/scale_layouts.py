@@ -1,4 +1,4 @@
-"""DeepGEMM's layouts of scales. Our GEMMs need none of them: they take scales of any strides."""
+"""DeepGEMM's layouts of scales. Our GEMMs do not need them, because they accept scales of any strides."""
 
 import torch
 
@@ -16,7 +16,7 @@ Recipe = tuple[int, int, int] | tuple[int, int]
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """`x` elements of so many bytes, rounded up to a multiple of 16 bytes."""
+    """Returns `x` elements of `element_size` bytes, rounded up to a multiple of 16 bytes."""
     check_int("x", x, 0)
     check_one_of("element_size", element_size, (1, 2, 4, 8, 16))
     elements = TMA_BYTES // element_size
@@ -24,10 +24,10 @@ def get_tma_aligned_size(x: int, element_size: int) -> int:
 
 
 def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
-    """Scales in the layout that TMA needs: the same values, MN contiguous, K blocks a multiple of 16 bytes apart.
+    """Returns scales in the layout for TMA: the same values, MN contiguous, K blocks a multiple of 16 bytes apart.
 
     Args:
-        sf: float32 `[MN, K/128]` or `[G, MN, K/128]` of any strides; returned as it is if it has the layout.
+        sf: float32 `[MN, K/128]` or `[G, MN, K/128]` of any strides; returned unchanged if it has the layout.
     Raises:
         InvalidInputError: wrong dtype or shape.
     """
@@ -43,7 +43,7 @@ def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
 def get_mn_major_tma_aligned_packed_ue8m0_tensor(
     sf: torch.Tensor, psum_layout: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The exponents of scales that are powers of two, four K blocks in an int32, the first one in the low byte.
+    """Returns the exponents of scales that are powers of two, four K blocks in an int32, the first one in the low byte.
 
     Args:
         sf: float32 `[MN, K/128]` or `[G, MN, K/128]` of any strides.
@@ -69,11 +69,11 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
     k_alignment: int,
     use_psum_layout: bool = False,
 ) -> torch.Tensor:
-    """`get_mn_major_tma_aligned_packed_ue8m0_tensor` of groups that differ in K and follow one another, transposed.
+    """Returns `get_mn_major_tma_aligned_packed_ue8m0_tensor` of consecutive groups that differ in K, transposed.
 
     Args:
         sf: float32 `[sum(K) / gran_k, MN]`.
-        grouped_layout: ignored; `ks_cpu` says the same.
+        grouped_layout: ignored; `ks_cpu` holds the same numbers.
         ks_cpu: K of each group, a multiple of `gran_k`.
         gran_k: channels that share a scale.
         k_alignment: ignored.
@@ -113,16 +113,16 @@ def transform_sf_into_required_layout(
     disable_ue8m0_cast: bool = False,
     psum_layout: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Scales in the layout that DeepGEMM's kernels for Hopper GPUs need.
+    """Returns scales in the layout of DeepGEMM's kernels for Hopper GPUs.
 
     Args:
-        sf: float32 `[ceil(mn / rows), ceil(k / 128)]`, behind `[num_groups]` if that is given.
+        sf: float32 `[ceil(mn / rows), ceil(k / 128)]`, with a leading dimension `num_groups` if that is given.
         mn, k: sizes of the operand.
-        recipe: rows and channels that share a scale, (1, 128) or (128, 128); or such rows of A, rows of B, channels.
-        is_sfa: with three numbers, whether these are the scales of A; else None.
+        recipe: rows and channels that share a scale, (1, 128) or (128, 128); or rows of A, rows of B and channels.
+        is_sfa: with a recipe of three numbers, whether these are the scales of A; else None.
         disable_ue8m0_cast, psum_layout: ignored, as by DeepGEMM on Hopper GPUs.
     Returns:
-        For one row `get_mn_major_tma_aligned_tensor`; for 128 rows `sf` itself, which has to be dense in either order.
+        For 1 row `get_mn_major_tma_aligned_tensor`; for 128 rows `sf` itself, which must be dense in either order.
     Raises:
         InvalidInputError: wrong dtype, shape, stride or recipe.
     """
@@ -165,7 +165,7 @@ def _check_scales(sf: torch.Tensor, dtype: tuple[torch.dtype, ...]) -> None:
 
 
 def _packed_exponents(sf: torch.Tensor) -> torch.Tensor:
-    """int32 `[.., rows, ceil(K blocks / 4)]`, contiguous."""
+    """Returns the exponents of scales as contiguous int32 `[.., rows, ceil(K blocks / 4)]`."""
     *rows, k_blocks = sf.shape
     exponents = torch.zeros(
         (*rows, ceil_div(k_blocks, EXPONENTS_PER_WORD) * EXPONENTS_PER_WORD), dtype=torch.uint8, device=sf.device
