@@ -14,7 +14,7 @@ def register() -> None:
 
 
 def register_sglang() -> None:
-    """The same with SGLang, which calls this as an entry point of `sglang.srt.plugins`."""
+    """Register `--quantization fp8moe` with SGLang, which calls this as an entry point of `sglang.srt.plugins`."""
     from fp8moe_plugin.layers.sglang import register_quantization
 
     register_quantization()

@@ -1,4 +1,4 @@
-"""Messages that are logged once per process, however often they apply."""
+"""Messages that are logged at most once per process."""
 
 import functools
 import logging

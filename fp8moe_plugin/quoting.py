@@ -11,13 +11,13 @@ _repr.maxstring, _repr.maxother, _repr.maxlong, _repr.maxlevel = 200, 80, 40, 3
 
 
 def shown(value: object) -> str:
-    """An untrusted value for a message: truncated, and quoted so that it cannot contain terminal control sequences."""
+    """Returns an untrusted value for a message, truncated and quoted: it cannot contain terminal control sequences."""
     text = _repr.repr(value)
     return text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 3] + "..."
 
 
 def shown_text(text: object) -> str:
-    """Text for a message: unchanged if it is short and printable, as most paths are, otherwise as by `shown`."""
+    """Returns text for a message: unchanged if it is short and printable, as most paths are, otherwise quoted."""
     plain = str(text)
     return plain if len(plain) <= SHOWN_LENGTH and plain.isprintable() else shown(plain)
 

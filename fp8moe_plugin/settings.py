@@ -85,7 +85,7 @@ class Settings(BaseModel):
 
 @functools.cache
 def settings() -> Settings:
-    """The settings of this process, read from the environment once.
+    """Returns the settings of this process, read from the environment once.
 
     Raises:
         UnsupportedError: a variable has an invalid value.
@@ -114,7 +114,7 @@ def unknown_variables() -> list[str]:
 
 @functools.cache
 def batch_invariant() -> bool:
-    """Whether a token's result must not depend on the other tokens of the batch or on their number.
+    """Returns whether a token's result must not depend on the other tokens of the batch or on their number.
 
     This is vLLM's own variable, parsed as vLLM parses it, but read only once. `plan` decides what follows from it.
 

@@ -20,7 +20,7 @@ REPLAYS = 25  # of each graph that takes turns
 
 
 def calc_diff(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far two tensors of any shape are apart: 0 if they are equal or all zero, 2 if one is the other's negative.
+    """Returns the distance of two tensors of any shape: 0 if they are equal or all zero, 2 if one is the negative.
 
     One minus their product over the mean of their squares, in float64; half the square of a small relative L2 distance.
     NaN if one of them holds NaN.
@@ -52,7 +52,7 @@ def bench_kineto(
 
 
 def profiled(calls: Sequence[Call], rounds: int) -> list[tuple[str, float]]:
-    """What ran on the GPU while the calls took turns, in order: names and seconds. L2 is flushed before each call."""
+    """Returns names and seconds of the kernels of calls that run in turns, in order. L2 is flushed before each call."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in its __all__
     from torch.profiler import ProfilerActivity, profile
 
@@ -87,7 +87,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph that holds each call once, captured after each has run once."""
+    """Returns a CUDA graph that holds each call once, captured after each has run once."""
     for call in calls:
         call()
     torch.cuda.synchronize()

@@ -9,7 +9,7 @@ from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.quoting import shown
 
-# Of these, a config.json that lacks a field, or has one of another form, is damaged; of others, it has another name.
+# In these families, a missing or invalid field means a damaged config.json; in others, it may have another name.
 FAMILIES = (
     *("bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4v_moe_text"),
     *("glm_moe_dsa", "hunyuan_v1_moe", "kimi_k2", "laguna", "llama4_text", "mimo_v2_flash", "minimax_m2", "mixtral"),
@@ -45,7 +45,7 @@ class Config(BaseModel):
     num_nextn_predict_layers: Layers = 0
     max_position_embeddings: Size | None = None
     intermediate_size: Size | Sizes | None = None
-    # Where `intermediate_size` is that of the experts.
+    # In models where `intermediate_size` is that of the experts.
     dense_intermediate_size: Size | None = Field(
         None, validation_alias=AliasChoices("dense_intermediate_size", "intermediate_size_mlp")
     )
@@ -114,7 +114,7 @@ class Config(BaseModel):
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads. Without the field, and for MLA, whose cache has no heads, as many as attention heads."""
+        """Key/value heads. Without the field, and for MLA, whose cache has no heads, the number of attention heads."""
         return (not self.kv_lora_rank and self.num_key_value_heads) or self.num_attention_heads
 
 
@@ -134,7 +134,7 @@ def parse_config(fields: dict[str, Any], what: str) -> Config:
         CheckpointError, UnsupportedError: see `refuse`.
     """
     given = {key: value for key, value in fields.items() if value is not None}
-    for names in ALIASES:  # one of them may be a default of 0 beside the one that is used
+    for names in ALIASES:  # besides the used name, another one may have a default of 0
         if any(given.get(name) for name in names):
             given = {key: value for key, value in given.items() if value or key not in names}
     if isinstance(types := given.get("layers_block_type"), list):  # Nemotron's later models give no number

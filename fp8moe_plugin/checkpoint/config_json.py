@@ -1,4 +1,4 @@
-"""Reading a checkpoint's config.json, and finding in it the language model and how it is quantized."""
+"""Reads a checkpoint's config.json, and finds the language model and its quantization in it."""
 
 import json
 import math
@@ -19,7 +19,7 @@ MODELOPT = "hf_quant_config.json"  # older versions of NVIDIA's ModelOpt describ
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """The JSON object in a checkpoint's config.json; its fields are not checked.
+    """Returns the JSON object in a checkpoint's config.json; its fields are not checked.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -36,7 +36,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def quantization_config(folder: Path, config: dict[str, Any]) -> Any:
-    """A checkpoint's quantization config, unchecked, searched for in the same order as by vLLM's `get_quant_config`.
+    """Returns a checkpoint's unchecked quantization config. The search order is that of vLLM's `get_quant_config`.
 
     Args:
         config: the result of `load_config`.
@@ -56,7 +56,7 @@ def quantization_config(folder: Path, config: dict[str, Any]) -> Any:
 
 
 class Description(NamedTuple):
-    """What a checkpoint's config.json says about its language model."""
+    """The part of a checkpoint's config.json about its language model."""
 
     fields: dict[str, Any]  # unchecked; `quantization_config` is that of the checkpoint
     nested: bool  # whether the language model is a part of another model
@@ -86,7 +86,7 @@ def read_description(folder: Path) -> Description:
 
 
 def language_model(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The part of a config.json that describes the language model: all of it, or one below; None without experts."""
+    """Returns the object of a config.json that describes a language model with experts (root or nested), or None."""
     thinker = config.get("thinker_config")
     below = [config.get("text_config"), thinker.get("text_config") if isinstance(thinker, dict) else None]
     parts = [part for part in (config, *below) if isinstance(part, dict)]

@@ -15,7 +15,7 @@ GATED = ("qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text")  # attention has a 
 
 
 def dense_kinds(config: Config, moe: Sequence[int]) -> Iterator[tuple[Dense, Sequence[int]]]:
-    """The kinds of dense layers, each with the layers that have one; `moe`: those with experts."""
+    """Yields each kind of dense layer with the layers that have one; `moe`: the layers with experts."""
     yield from _attention(config)
     if plain := sorted(set(config.layers) - set(moe)):
         yield from ((layer, plain) for layer in _mlp("mlp", config.hidden_size, dense_width(config)))
@@ -25,7 +25,7 @@ def dense_kinds(config: Config, moe: Sequence[int]) -> Iterator[tuple[Dense, Seq
 def divided(
     config: Config, kinds: Iterable[tuple[Dense, Sequence[int]]], unquantized: Unquantized
 ) -> tuple[tuple[Dense, ...], tuple[Dense, ...]]:
-    """Divides each kind into the layers where it is quantized and the layers where it is not."""
+    """Returns the quantized and the unquantized layers of each kind."""
     found: dict[bool, list[Dense]] = {False: [], True: []}
     for layer, where in kinds:
         kept = {i: unquantized.has(i, layer.name) for i in where}
@@ -37,26 +37,29 @@ def divided(
 
 
 def cached_elements(config: Config) -> int:
-    """What attention keeps of a token: MLA's vector, else a key and a value of each head."""
+    """Returns the elements that attention caches per token: MLA's vector, or a key and a value of a head."""
     if config.kv_lora_rank:
         return config.kv_lora_rank + config.qk_rope_head_dim
     return sum(_heads(config))
 
 
 def indexer_layers(config: Config) -> int:
-    """The layers with an indexer of their own, without those for multi-token prediction."""
+    """Returns the number of layers with an indexer of their own, without layers for multi-token prediction."""
     types = config.indexer_types or ["full"] * config.num_hidden_layers
     return sum(kind == "full" for kind in types[: config.num_hidden_layers])
 
 
 def _heads(config: Config) -> tuple[int, int]:
-    """Channels of a key's and of a value's head."""
+    """Returns the channels of a key head and of a value head."""
     head = config.head_dim or config.hidden_size // config.num_attention_heads
     return head, config.v_head_dim or head
 
 
 def _attention(config: Config) -> Iterator[tuple[Dense, Sequence[int]]]:
-    """Attention with softmax, and Qwen's linear one. Others count as the former: their layers are about as large."""
+    """Yields softmax attention and Qwen's linear attention.
+
+    Other kinds count as softmax attention, because their layers have a similar size.
+    """
     kinds = attention_kinds(config)
     linear = [i for i in config.layers if kinds[i] == LINEAR and config.linear_num_value_heads]
     others = sorted(set(config.layers) - set(linear))
@@ -110,7 +113,7 @@ def _mlp(name: str, hidden: int, width: int) -> Iterator[Dense]:
 
 
 def _shared(config: Config) -> Iterator[Dense]:
-    """The shared experts, under the names of DeepSeek, GLM and ERNIE, of Hunyuan, and of Qwen."""
+    """Yields the shared experts, under the names of DeepSeek, GLM and ERNIE, of Hunyuan, and of Qwen."""
     shared = same(config.n_shared_experts, "number of shared experts")
     if shared:
         yield from _mlp(

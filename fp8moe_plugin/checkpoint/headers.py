@@ -39,7 +39,7 @@ class Header(NamedTuple):
     """The header of a safetensors file."""
 
     tensors: dict[str, Any]  # dtype, shape and data_offsets by name, known to be consistent
-    begin: int  # where the data begins in the file, which data_offsets are relative to
+    begin: int  # offset of the data in the file; data_offsets are relative to it
     spent: Limits
 
 
@@ -51,7 +51,7 @@ def check_shards(folder: Path, spec: QuantSpec, experts: Experts, layer: int, se
     of DeepSeek-V3 would take a second. Without an index, all headers are read.
 
     Args:
-        spec, experts: what config.json describes.
+        spec, experts: from config.json.
         layer: the layer to check.
         served: the layers whose experts are not kept unquantized.
 
@@ -83,7 +83,7 @@ def check_shards(folder: Path, spec: QuantSpec, experts: Experts, layer: int, se
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of a checkpoint's safetensors files, sorted.
+    """Returns the names of a checkpoint's safetensors files, sorted.
 
     Raises:
         CheckpointError: a file of the index is missing, or there are no weights at all.
@@ -98,7 +98,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _file_names(folder: Path, layer: int) -> tuple[list[str], list[str]]:
-    """The names of all weight files, and of those with experts of the layer: without an index, all files."""
+    """Returns the names of all weight files, and of the files with experts of the layer; without an index, of all."""
     files, mark = weight_map(folder), f"layers.{layer}."
     if files is not None:
         names = set(files.values())
@@ -117,7 +117,7 @@ def _file_names(folder: Path, layer: int) -> tuple[list[str], list[str]]:
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor according to the checkpoint's index; None if there is no index.
+    """Returns the file of each tensor according to the checkpoint's index; None if there is no index.
 
     Raises:
         CheckpointError: the index is damaged.
@@ -173,7 +173,10 @@ def read_header(file: BinaryIO, path: Path) -> Header:
 
 
 def _check_unicode(names: Iterable[str], what: str) -> None:
-    """JSON can escape one half of a surrogate pair, which Python reads, but safetensors and UTF-8 cannot represent."""
+    """Raise `CheckpointError` if a name is not valid Unicode.
+
+    JSON can escape one half of a surrogate pair, which Python reads, but safetensors and UTF-8 cannot represent.
+    """
     try:
         "".join(names).encode()
     except UnicodeEncodeError as error:
@@ -182,14 +185,18 @@ def _check_unicode(names: Iterable[str], what: str) -> None:
 
 
 def add_header(spent: Limits, header: Header, folder: Path) -> Limits:
-    """Add a header to what those of `folder` have used so far. Raises `CheckpointError` above the limits."""
+    """Returns `spent`, the size of earlier headers of `folder`, plus that of this one.
+
+    Raises:
+        CheckpointError: the sum exceeds the limits.
+    """
     spent = Limits(*map(operator.add, spent, header.spent))
     HEADERS.check(spent, f"the headers of all files in {shown(str(folder))}")
     return spent
 
 
 def _span(what: str, tensor: str, entry: Any) -> tuple[int, int]:
-    """Where a tensor's bytes begin and end."""
+    """Returns the offsets of a tensor's first byte and of the byte after its last. Raises `CheckpointError`."""
     with suppress(KeyError, TypeError, ValueError):
         begin, end = entry["data_offsets"]
         size = _size(entry["dtype"], *entry["shape"])
@@ -221,7 +228,7 @@ def _check_offsets(spans: list[tuple[int, int]], data_size: int, what: str) -> N
 
 
 def _wanted(experts: Experts, spec: QuantSpec, quantized: bool) -> dict[str, tuple[Collection[str], list[int]]]:
-    """The permitted dtypes and the shape of each weight and scale of an expert."""
+    """Returns the permitted dtypes and the shape of each weight and scale of an expert."""
     n, k, weights = experts.intermediate, experts.hidden, spec.weights
     found: dict[str, tuple[Collection[str], list[int]]] = {}
     for names, shape in (("gate_proj", "up_proj", "w1", "w3"), [n, k]), (("down_proj", "w2"), [k, n]):

@@ -1,4 +1,4 @@
-"""What each layer of a model consists of, by its config.json: experts or an MLP, and which attention."""
+"""The kind of each layer of a model, from its config.json: experts or an MLP, and the kind of attention."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,15 +8,15 @@ from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
 FULL, SLIDING, LINEAR = "full", "sliding", "linear"  # kinds of attention
-KINDS = {  # what config.json calls them; everything else is counted as full
+KINDS = {  # by their names in config.json; all other names count as full
     **dict.fromkeys(("sliding_attention", "chunked_attention"), SLIDING),
     **dict.fromkeys(("linear_attention", "mamba", "conv", "moe", "mlp"), LINEAR),
 }
-MLPS = {"sparse", "moe", "dense", "mlp"}  # what config.json calls experts and MLPs
+MLPS = {"sparse", "moe", "dense", "mlp"}  # names of experts and MLPs in config.json
 
 
 def same(value: int | Sequence[int], what: str) -> int:
-    """The common value of a field that some model families give per layer."""
+    """Returns the common value of a field that some model families give per layer."""
     values = {value} if isinstance(value, int) else set(value)
     if len(values) > 1:
         raise UnsupportedError(
@@ -27,13 +27,16 @@ def same(value: int | Sequence[int], what: str) -> int:
 
 
 def experts_width(config: Config) -> int:
-    """Without `moe_intermediate_size`, as in Mixtral and MiniMax-M2, `intermediate_size` is that of the experts."""
+    """Returns the intermediate channels of an expert.
+
+    Without `moe_intermediate_size`, as in Mixtral and MiniMax-M2, `intermediate_size` is that of the experts.
+    """
     found = config.intermediate_size if config.moe_intermediate_size is None else config.moe_intermediate_size
     return _width(config, found)
 
 
 def dense_width(config: Config) -> int:
-    """Channels of the MLPs of layers without experts."""
+    """Returns the intermediate channels of the MLPs of layers without experts."""
     return _width(config, config.dense_intermediate_size or config.intermediate_size)
 
 
@@ -44,7 +47,7 @@ def _width(config: Config, value: int | Sequence[int] | None) -> int:
 
 
 def moe_layers(config: Config) -> list[int]:
-    """The layers with experts. The rules of all model families apply; those that config.json omits have no effect."""
+    """Returns the layers with experts. The rules of all model families apply; rules without a field have no effect."""
     start = same(config.moe_layer_start_index, "first layer with experts")
     end = config.layers[-1]
     if config.moe_layer_end_index is not None:
@@ -70,14 +73,14 @@ def moe_layers(config: Config) -> list[int]:
 
 
 def attention_kinds(config: Config) -> list[str]:
-    """FULL, SLIDING or LINEAR for each layer; those for multi-token prediction are FULL."""
+    """Returns FULL, SLIDING or LINEAR for each layer; layers for multi-token prediction are FULL."""
     kind_of = _kind_of(config)
     main = [kind_of(i) for i in range(config.num_hidden_layers)]
     return main + [FULL] * config.num_nextn_predict_layers
 
 
 def _kind_of(config: Config) -> Callable[[int], str]:
-    """The rule for a layer's kind of attention: the first that config.json has of those of all model families."""
+    """Returns the rule for a layer's kind of attention: of all model families' rules, the first one in config.json."""
     types, pattern, list_of_types = config.layer_types, config.hybrid_layer_pattern, config.attn_type_list
     group, interval = config.layer_group_size, config.full_attention_interval
     full = (config.linear_attn_config or {}).get("full_attn_layers")  # counted from 1, as in Kimi-Linear

@@ -44,7 +44,7 @@ def read_model(folder: Path) -> Model:
 def _read(folder: Path) -> Model:
     """Read config.json, then the headers of the weights.
 
-    What is not supported is refused before the sizes are read: a model of another kind may have other names for them.
+    Unsupported models are refused before the sizes are read, because they may have other names for them.
     """
     description = read_description(folder)
     quantization = description.fields["quantization_config"]

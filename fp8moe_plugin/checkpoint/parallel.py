@@ -7,14 +7,14 @@ from dataclasses import dataclass
 class Parallel:
     """How an engine distributes a model.
 
-    `ep` ranks have experts of their own, and as many ranks as remain share each expert. In vLLM `ep` is 1 or all of
-    them, in SGLang any divisor.
+    The experts are divided among `ep` groups of ranks, and the ranks of a group share each of its experts. In vLLM `ep`
+    is 1 or the number of ranks, in SGLang any divisor of it.
     """
 
     tp: int = 1  # of attention and dense layers
-    dp: int = 1  # of attention; the experts get the tokens of all
+    dp: int = 1  # of attention; the experts process the tokens of all parts
     ep: int = 1
-    sglang: bool = False  # described by the options of SGLang, whose tp counts all ranks
+    sglang: bool = False  # printed as options of SGLang, whose tp counts all ranks
     pp: int = 1  # stages, each of tp x dp ranks, with a part of the layers
     dense_tp1: bool = False  # SGLang's --moe-dense-tp-size 1
 
@@ -32,7 +32,7 @@ class Parallel:
         return self.ranks // self.ep
 
     def dense_ranks(self, layer: str) -> int:
-        """The number of ranks that share a dense layer: in MLPs, not always those of attention."""
+        """Returns the number of ranks that share a dense layer, which can differ between MLPs and attention."""
         if self.dp == 1 or not layer.startswith("mlp."):
             return self.tp
         shared = layer.startswith("mlp.shared")
@@ -41,7 +41,7 @@ class Parallel:
         return 1 if shared and self.ep > 1 else self.tp  # vLLM gives each rank a part of the tokens instead
 
     def __str__(self) -> str:
-        """The command-line options of `fp8moe-warmup` for it."""
+        """Returns the command-line options of `fp8moe-warmup` for it."""
         if self.sglang:
             parts = [f"--tp-size {self.ranks}"]
             parts += [f"--dp-size {self.dp} --enable-dp-attention"] if self.dp > 1 else []

@@ -1,4 +1,4 @@
-"""Which experts the kernels do not compute, by a model's config: decided here for the warm-up and for the engines."""
+"""Refusals of experts that the kernels do not support, from a model's config, for the warm-up and the engines."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ def check_experts(fields: Mapping[str, Any], unquantized: Sequence[str] = ()) ->
     """Raise `UnsupportedError` if a model's experts are not `silu(gate) * up` in 8 bits or more.
 
     Args:
-        fields: the part of config.json that describes the language model, or what an engine made of it.
+        fields: the part of config.json that describes the language model, or an engine's copy of it.
         unquantized: the checkpoint's list of unquantized layers. If it names experts, nothing is refused: other kernels
             may compute them.
     """

@@ -12,7 +12,7 @@ from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 MAX_LOCAL_EXPERTS = 1024  # on one rank: the routing kernel uses one thread per expert
 # Architectures that vLLM serves with `DeepseekV2MLP` as their shared expert.
 MERGING = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-N_MULTIPLE = 8  # output channels must be a multiple: the GEMMs store 16 bytes of bfloat16 at a time
+N_MULTIPLE = 8  # output channels must be a multiple of it: the GEMMs store 16 bytes of bfloat16 at a time
 
 
 class Split(StrEnum):
@@ -56,26 +56,26 @@ class Experts:
 
 @dataclass(frozen=True)
 class KvCache:
-    """What attention keeps of each token in each layer: keys and values of `kv_heads` heads, or one vector (MLA)."""
+    """The cache of attention for each token and layer: keys and values of `kv_heads` heads, or one vector (MLA)."""
 
-    layers: int  # without those for multi-token prediction
+    layers: int  # without layers for multi-token prediction
     mla: bool
     elements: int  # of a head's key and value, or of MLA's vector
-    growing: int | None = None  # of `layers`, those that keep all tokens: others keep a window or a state
+    growing: int | None = None  # the number of `layers` that keep all tokens; others keep a window or a state
 
 
 @dataclass(frozen=True)
 class Indexer:
-    """What selects the tokens that sparse attention reads: `heads` queries of `dim` channels, with one key a token."""
+    """The indexer of sparse attention, which selects tokens: `heads` queries of `dim` channels, one key per token."""
 
     heads: int
     dim: int
-    layers: int | None = field(default=None, compare=False)  # that have one of their own; None: all of them
+    layers: int | None = field(default=None, compare=False)  # number of layers with one of their own; None: all
 
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint's model: the layers that the plugin serves, and what splitting them depends on."""
+    """A checkpoint's model: the layers that the plugin serves, and the properties that their splits depend on."""
 
     architecture: str
     experts: Experts
@@ -88,27 +88,27 @@ class Model:
     indexer: Indexer | None = None
     weights: WeightFormat = FP8_BLOCK  # of the quantized experts
     dense_weights: WeightFormat = FP8_BLOCK  # of the quantized dense layers
-    # What memory depends on, but no kernel and no split.
+    # Memory depends on these fields, but no kernel and no split does.
     cache: KvCache | None = field(default=None, compare=False)
     plain: tuple[Dense, ...] = field(default=(), compare=False)  # dense layers that the checkpoint keeps unquantized
-    plain_experts: Experts | None = field(default=None, compare=False)  # the same of the experts
+    plain_experts: Experts | None = field(default=None, compare=False)  # experts that it keeps unquantized
     mtp_layers: int = field(default=0, compare=False)
-    context: int | None = field(default=None, compare=False)  # the most tokens of a sequence
-    unknown_family: str | None = field(default=None, compare=False)  # its model type, quoted, if it is not known
-    incomplete_names: tuple[str, ...] = field(default=(), compare=False)  # of layers to keep unquantized
+    context: int | None = field(default=None, compare=False)  # the largest number of tokens of a sequence
+    unknown_family: str | None = field(default=None, compare=False)  # the quoted model type if it is not known
+    incomplete_names: tuple[str, ...] = field(default=(), compare=False)  # ineffective entries of the unquantized list
     remote_code: bool = field(default=False, compare=False)  # whether the checkpoint comes with code of its own
 
 
 @dataclass(frozen=True)
 class RankShapes:
-    """The part of a model that the rank with the most weights holds: its experts, and each kind of dense layer."""
+    """The part of a model on the rank with the most weights: its experts, and each kind of dense layer."""
 
     experts: Experts
     dense: tuple[Dense, ...]
 
 
 def rank_shapes(model: Model, parallel: Parallel) -> RankShapes:
-    """One rank's part of a model.
+    """Returns one rank's part of a model.
 
     Raises:
         UnsupportedError: the model cannot be split this way; the message names the nearest supported options.
@@ -130,7 +130,7 @@ def _advice(model: Model, parallel: Parallel) -> str:
 
 
 def split_refusal(model: Model, parallel: Parallel) -> str | None:
-    """Why a model cannot be split this way, or None if it can."""
+    """Returns why a model cannot be split this way, or None if it can."""
     tp, experts = parallel.tp, model.experts
     if model.heads % tp or (model.kv_heads % tp and tp % model.kv_heads):
         return f"{tp} ranks cannot share {model.heads} attention heads with {model.kv_heads} key/value heads"
@@ -154,7 +154,7 @@ def split_refusal(model: Model, parallel: Parallel) -> str | None:
 
 
 def nearest(model: Model, parallel: Parallel) -> list[Parallel]:
-    """The supported ways closest to an unsupported one: as many ranks with whole experts, and fewer ranks without."""
+    """Returns the closest supported splits: one with whole experts on the same ranks, and one with fewer ranks."""
     fewer = [replace(parallel, tp=tp, dp=dp, ep=1) for tp in _divisors(parallel.tp) for dp in _divisors(parallel.dp)]
     fewer = [*sorted(fewer, key=lambda way: way.ranks, reverse=True), Parallel(sglang=parallel.sglang)]
     found = [
@@ -165,7 +165,7 @@ def nearest(model: Model, parallel: Parallel) -> list[Parallel]:
 
 
 def merges_shared_expert(model: Model, parallel: Parallel) -> bool:
-    """Whether the shared expert is one more expert of each layer under vLLM; `layers/vllm/shared_expert.py` does it."""
+    """Returns whether vLLM computes the shared expert as one more expert, see `layers/vllm/shared_expert.py`."""
     widths = [layer.outputs[0] for layer in model.dense if layer.name == "mlp.shared_experts.gate_up_proj"]
     apart = parallel.sglang or parallel.ep > 1 or parallel.dp > 1
     if model.architecture not in MERGING or not model.experts.layers:
@@ -174,20 +174,20 @@ def merges_shared_expert(model: Model, parallel: Parallel) -> bool:
 
 
 def whole_expert_ways(parallel: Parallel) -> list[Parallel]:
-    """The ways to distribute a model over as many ranks with whole experts, those with the least replication first."""
+    """Returns the splits over the same number of ranks with whole experts, starting with the least replication."""
     ranks = parallel.ranks
     return [replace(parallel, tp=ranks // dp, dp=dp, ep=ranks) for dp in _divisors(ranks)]
 
 
 def too_many_experts(local_experts: int) -> str | None:
-    """Why the kernels cannot serve this many experts on one rank, or None if they can."""
+    """Returns why the kernels cannot serve this many experts on one rank, or None if they can."""
     if local_experts <= MAX_LOCAL_EXPERTS:
         return None
     return f"a rank has {local_experts} experts, but the routing kernel supports at most {MAX_LOCAL_EXPERTS}"
 
 
 def experts_refusal(hidden: int, intermediate: int, ranks: int) -> str | None:
-    """Why the kernels cannot serve experts of this size shared by `ranks` ranks, or None if they can."""
+    """Returns why the kernels cannot serve experts of this size shared by `ranks` ranks, or None if they can."""
     if hidden % GROUP:
         return f"hidden size {hidden} is not a multiple of {GROUP}, the size of a scale block"
     if intermediate % ranks:  # asserted by vLLM, although the parts here may differ
@@ -196,16 +196,16 @@ def experts_refusal(hidden: int, intermediate: int, ranks: int) -> str | None:
 
 
 def local_intermediate(intermediate: int, ranks: int) -> int:
-    """The intermediate channels on each of `ranks` ranks that share an expert or MLP, rounded up to whole scale blocks.
+    """Returns the intermediate channels per rank if `ranks` ranks share an expert or MLP: whole scale blocks.
 
-    Rank r holds this many channels, starting at r times as many. No block is split, so each keeps the checkpoint's
-    scale, and activations are quantized in the same groups as on one rank. The last ranks are zero-padded.
+    Rank r holds the channels from `r * local_intermediate` on. No block is split, so each keeps the checkpoint's scale,
+    and activations are quantized in the same groups as on one rank. The last ranks are zero-padded.
     """
     return ceil_div(intermediate, ranks * GROUP) * GROUP
 
 
 def is_gate_up(name: str) -> bool:
-    """Whether a dense layer is the first half of an MLP, by its name in vLLM.
+    """Returns whether a dense layer is the first half of an MLP, by its name in vLLM.
 
     Its output channels may be padded, because only the second half (`is_down`) depends on their distribution.
     """
@@ -213,17 +213,19 @@ def is_gate_up(name: str) -> bool:
 
 
 def is_down(name: str) -> bool:
-    """Whether a dense layer is the second half of an MLP, by its name in vLLM."""
+    """Returns whether a dense layer is the second half of an MLP, by its name in vLLM."""
     return name.rpartition(".")[2] == "down_proj"
 
 
 def padding_share(intermediate: int, ranks: int) -> float:
-    """The padding in `local_intermediate`, relative to an equal share of the channels."""
+    """Returns the padding in `local_intermediate`, relative to an equal share of the channels."""
     return local_intermediate(intermediate, ranks) * ranks / intermediate - 1
 
 
 def dense_refusal(inputs: int, outputs: Sequence[int], split: bool, weights: WeightFormat) -> str | None:
-    """Why the kernels cannot serve a rank's part of a dense layer, which needs whole scale blocks, or None if they can.
+    """Returns why the kernels cannot serve a rank's part of a dense layer, or None if they can.
+
+    The part must consist of whole scale blocks.
 
     Args:
         inputs: input channels on this rank.
@@ -247,7 +249,7 @@ def _rank_shapes(model: Model, parallel: Parallel) -> RankShapes:
 
 
 def rank_dense(layer: Dense, parallel: Parallel) -> Dense:
-    """One rank's part of a kind of dense layers."""
+    """Returns one rank's part of a kind of dense layer."""
     part = _rank_dense(layer, parallel.dense_ranks(layer.name))
     return replace(part, layers=ceil_div(layer.layers, parallel.pp))
 

@@ -1,4 +1,4 @@
-"""Which layers a checkpoint keeps unquantized, by the names that it lists and the rules of the engines."""
+"""The layers that a checkpoint keeps unquantized, from its list of names and the rules of the engines."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.patterns import PATTERN, matches
 from fp8moe_plugin.quoting import shown
 
-BY_SUFFIX = ("bailing_hybrid",)  # model types whose class in vLLM compares what names end with
+BY_SUFFIX = ("bailing_hybrid",)  # model types for which vLLM compares the ends of names
 
 # The layers that engines fuse, each with the projections that a checkpoint has instead.
 FUSED = {
@@ -19,14 +19,14 @@ DELTA_NET = "linear_attn"  # Qwen's linear attention
 FUSED_LINEAR = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z")}  # its fused layer, never quantized online
 MODEL = r"(?:language_model\.model|model\.language_model|model)"
 LAYER_NAME = re.compile(rf"{MODEL}\.layers\.(\d{{1,6}})\.(.+)", re.ASCII)
-ABOVE = re.compile(rf"^(?:{MODEL}\.)?layers\.\d{{1,6}}(?:\.|$)", re.ASCII)  # what a name of a layer may begin with
+ABOVE = re.compile(rf"^(?:{MODEL}\.)?layers\.\d{{1,6}}(?:\.|$)", re.ASCII)  # the beginning of a layer's name
 
 ATTENTION = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj"),
     *("q_b_proj", "kv_b_proj", "indexer.wq_b"),
 )
 MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-LAYERS = (  # what their names end with, of those that may be FP8
+LAYERS = (  # the ends of the names of layers that may be FP8
     *(f"self_attn.{name}" for name in ATTENTION),
     *(f"{mlp}.{name}" for mlp in ("mlp", "mlp.shared_expert", "mlp.shared_experts") for name in MLP),
     *(f"{DELTA_NET}.{name}" for name in (*FUSED_LINEAR, *FUSED_LINEAR["in_proj_qkvz"], "out_proj")),
@@ -43,9 +43,9 @@ class Unquantized:
     A layer is unquantized if its full name is listed. A fused layer is also unquantized if all its projections are
     listed. A layer with "experts" in its name is also unquantized if a listed name starts with its own, so that one
     listed expert stands for all. Entries that begin with `re:` are regular expressions (`patterns.py`). With
-    `suffixes`, an entry may also be what a full name ends with. With `nested`, the language model is a part of another,
-    and patterns match vLLM's names of its layers. With `online`, the whole checkpoint is unquantized: a layer counts as
-    unquantized if it stays so, by the rule of `layers.unquantized.is_quantized`.
+    `suffixes`, an entry may also be the end of a full name. With `nested`, the language model is a part of another
+    model, and patterns match vLLM's names of its layers. With `online`, the whole checkpoint is unquantized: a layer
+    counts as unquantized if it is not quantized while it is loaded, see `layers.unquantized.is_quantized`.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class Unquantized:
 
 
 def incomplete_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The entries of such a list that are a part of the name of a layer, or a module with layers below it.
+    """Returns the entries of such a list that are a part of a layer's name, or the name of a module with layers.
 
-    They are meant for these layers, but vLLM compares full names: the entries have no effect. SGLang also takes
-    names of modules and ends of names. Names of other modules, such as norms or a vision tower, are not returned.
+    They have no effect in vLLM, which compares full names. SGLang also accepts names of modules and ends of names.
+    Names of other modules, such as norms or a vision tower, are not returned.
     """
     return tuple(name for name in names if not name.startswith(PATTERN) and _is_incomplete(name))
 
 
 def incomplete_text(names: tuple[str, ...]) -> str:
-    """A warning of entries that `incomplete_names` found."""
+    """Returns a warning about entries that `incomplete_names` found."""
     return (
         f"in the checkpoint's list of unquantized layers, {shown(list(names))} are not full names. vLLM compares full "
         "names, so that no layer is kept unquantized by them; SGLang also takes parts of names. If loading fails for "

@@ -1,4 +1,4 @@
-"""Untrusted input: reads a checkpoint's files with bounds on bytes and memory."""
+"""Reads a checkpoint's files as untrusted input, with bounds on bytes and memory."""
 
 import json
 import os
@@ -20,7 +20,7 @@ SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
 class Limits(NamedTuple):
-    """The limits of a JSON text, or what it uses of them. Bytes alone do not bound memory: `[],` takes 64 in Python."""
+    """The limits of a JSON text, or its size. Bytes alone do not bound memory: `[],` takes 64 bytes in Python."""
 
     size: int
     containers: int  # lists and objects
@@ -37,7 +37,7 @@ class Limits(NamedTuple):
 def opened(path: Path) -> Iterator[BufferedReader]:
     """Open a file of a checkpoint for reading.
 
-    The file that is checked is the one that is read, even if someone replaces it in between.
+    The file that is checked is the one that is read, even if it is replaced in between.
 
     Raises:
         CheckpointError: it is not a regular file, or it is a link to a file outside of the checkpoint.
@@ -64,7 +64,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """The bytes of a file that the user names. Unlike `opened`, follows links anywhere.
+    """Returns the bytes of a file that the user names. Unlike `opened`, follows links anywhere.
 
     Raises:
         ValueError: it is not a regular file, or has more than `limit` bytes, which must be whole MiB.
@@ -94,9 +94,9 @@ def _reopen(handle: int, name: str, flags: int) -> int:
 
 
 def _belongs(target: Path, folder: Path) -> bool:
-    """Whether a file is in the checkpoint's folder, or a blob of huggingface_hub's cache that a snapshot may link to.
+    """Returns whether a file is in the checkpoint's folder, or a blob in huggingface_hub's cache.
 
-    There, `snapshots/X/f` links to `blobs/hash`, which may in turn link to a blob that several models share,
+    In this cache, `snapshots/X/f` links to `blobs/hash`, which may link to a blob that several models share,
     `<cache>/blobs/<first two digits>/<hash>`.
     """
     if target.is_relative_to(folder):
@@ -107,7 +107,7 @@ def _belongs(target: Path, folder: Path) -> bool:
 
 
 def is_hub_snapshot(folder: Path) -> bool:
-    """Whether a folder is in huggingface_hub's cache, which downloads single files on demand."""
+    """Returns whether a folder is in huggingface_hub's cache, which downloads single files on demand."""
     folder = folder.resolve()
     return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
 
@@ -115,12 +115,12 @@ def is_hub_snapshot(folder: Path) -> bool:
 def read_json(
     file: BinaryIO, size: int, limits: Limits, what: str, plain: bool = False, constants: bool = False
 ) -> tuple[dict[str, Any], Limits]:
-    """Read the JSON object in the next `size` bytes of a file. Returns it, and what it uses of the limits.
+    """Read the JSON object in the next `size` bytes of a file. Returns it, and its size.
 
     Args:
         what: the file's name, for messages.
-        plain: whether only ASCII without escapes is allowed, enough for plain names.
-        constants: whether NaN and infinities are allowed.
+        plain: allow only ASCII without escapes, enough for plain names.
+        constants: allow NaN and infinities.
 
     Raises:
         CheckpointError: it is not a JSON object, or exceeds the limits.

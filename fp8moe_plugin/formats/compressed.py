@@ -1,7 +1,6 @@
-"""Checkpoints of compressed-tensors in block FP8, as llm-compressor writes them: the scheme FP8_BLOCK.
+"""Checkpoints of compressed-tensors in block FP8, the scheme FP8_BLOCK of llm-compressor.
 
-Names are those of the library compressed-tensors; its classes describe many more schemes, which are refused by what
-differs.
+Names are those of the library compressed-tensors. It has many more schemes; an error names the field that differs.
 """
 
 from typing import Any, Literal
@@ -61,12 +60,12 @@ class _Config(_Part):
 
 
 def is_compressed(config: dict[str, Any]) -> bool:
-    """Whether a `quantization_config` is one of compressed-tensors."""
+    """Returns whether a `quantization_config` is one of compressed-tensors."""
     return config.get("quant_method") == METHOD
 
 
 def ignored_layers(config: dict[str, Any]) -> tuple[str, ...]:
-    """The layers that a checkpoint in block FP8 keeps unquantized: names and patterns.
+    """Returns the layers that a checkpoint in block FP8 keeps unquantized: names and patterns.
 
     Raises:
         UnsupportedError: it has another scheme; the message names the field that differs.

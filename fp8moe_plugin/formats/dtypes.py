@@ -1,11 +1,11 @@
-"""The dtypes of safetensors files, by their names there."""
+"""The dtypes of safetensors files, by their names in safetensors."""
 
 from typing import NamedTuple
 
 
 class DType(NamedTuple):
     bits: int
-    torch: str = ""  # its name in torch, which has none of the types smaller than a byte
+    torch: str = ""  # its name in torch, which lacks the types smaller than a byte
 
 
 DTYPES = {

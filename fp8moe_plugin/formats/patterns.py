@@ -1,8 +1,8 @@
-"""Regular expressions in a checkpoint's list of unquantized layers, entries that begin with `re:`.
+"""Regular expressions in a checkpoint's list of unquantized layers: the entries that begin with `re:`.
 
-They are untrusted: a short one can keep Python's `re`, which backtracks, busy for hours. So a list is checked before
-anything is matched: number and length of its patterns are limited, and an upper bound of the steps that matching one
-name takes is computed from the parsed patterns.
+They are untrusted: a short pattern can keep Python's backtracking `re` busy for hours. So a list is checked before
+any pattern is used: the number and the length of patterns are limited, and the parsed patterns give an upper bound of
+the steps to match a name.
 """
 
 import functools
@@ -20,13 +20,13 @@ MAX_PATTERNS = 512
 MAX_LENGTH = 512  # characters of a pattern
 MAX_STEPS = 1 << 19  # to match a name against all patterns of a list: some milliseconds
 NAME_LENGTH = 64  # characters of a layer's name
-REPEATED = NAME_LENGTH // 8  # how often one of them occurs in it
+REPEATED = NAME_LENGTH // 8  # occurrences of a character in a name
 REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 PLAIN = ("LITERAL", "NOT_LITERAL", "ANY", "IN", "CATEGORY")  # one character each
 
 
 class _Refused(Exception):
-    """The message says what a pattern contains."""
+    """A pattern is refused; the message says what it contains."""
 
 
 def check_patterns(names: Sequence[str], key: str) -> None:
@@ -50,7 +50,7 @@ def check_patterns(names: Sequence[str], key: str) -> None:
 
 
 def matches(patterns: Iterable[str], layer: str) -> bool:
-    """Whether the full name of a layer begins with what one of the patterns describes, as in compressed-tensors."""
+    """Returns whether a pattern matches the beginning of a layer's full name, as in compressed-tensors."""
     return any(_compiled(pattern).match(layer) for pattern in patterns)
 
 
@@ -79,14 +79,14 @@ def _steps_of(pattern: str) -> int:
 
 
 def _steps(items: Iterable[tuple[Any, Any]], rest: int, literal: bool) -> tuple[int, bool]:
-    """At most how many steps it takes to find that parsed items, and what follows them, do not match at a position.
+    """Returns an upper bound of the steps to find that parsed items and the rest of the pattern do not match.
 
     Args:
-        items: what `re` parsed, pairs of an operation and its arguments.
-        rest: the steps for what follows.
-        literal: whether what follows begins with a certain character, so that it is tried at few positions only.
+        items: the items parsed by `re`, pairs of an operation and its arguments.
+        rest: the steps for the rest of the pattern.
+        literal: the rest begins with a certain character, so it is tried at few positions only.
     Returns:
-        The same two for items and what follows.
+        `rest` and `literal` of the items followed by the rest.
     """
     for op, argument in reversed(list(items)):
         match str(op):
@@ -120,7 +120,10 @@ def _repeated(least: int, most: int, body: Iterable[tuple[Any, Any]], rest: int,
 
 
 def _fixed(body: Iterable[tuple[Any, Any]]) -> int:
-    """The characters of what a quantifier repeats. Anything that can match in several ways could take forever."""
+    """Returns the number of characters that a quantifier repeats.
+
+    Refuses bodies that can match in several ways, because matching them could take forever.
+    """
     length = 0
     for op, argument in body:
         match str(op):

@@ -1,4 +1,4 @@
-"""How a checkpoint is quantized: its `quantization_config`, parsed once into a `QuantSpec`."""
+"""The quantization of a checkpoint: its `quantization_config`, parsed once into a `QuantSpec`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +12,10 @@ from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
 FORMATS = (FP8_BLOCK,)
-WEIGHT = "weight"  # what the names of weights end with
+WEIGHT = "weight"  # suffix of weights' names
 SCALE_NAMES = tuple(name for known in FORMATS for name in known.scale_names)
 SCALE, COMPRESSED_SCALE = FP8_BLOCK.scale_names
-METHODS = ("fp8", "deepseek_v4_fp8")  # the second is what vLLM makes of the first for DeepSeek-V4
+METHODS = ("fp8", "deepseek_v4_fp8")  # vLLM replaces the first by the second for DeepSeek-V4
 WEIGHT_BLOCK = list(FP8_BLOCK.scales.block)
 E4M3 = ("e4m3", "float8_e4m3fn")
 STORED = ("store_dtype", "routed_experts_quant_method")  # must be absent
@@ -28,8 +28,8 @@ class QuantSpec:
 
     weights: WeightFormat  # of experts
     ue8m0: bool = False  # whether activation scales are powers of two
-    scale: str = SCALE  # what the names of scales end with
-    unquantized: tuple[str, ...] = ()  # the layers that the checkpoint lists as unquantized: names and patterns
+    scale: str = SCALE  # suffix of scales' names
+    unquantized: tuple[str, ...] = ()  # the checkpoint's list of unquantized layers: names and patterns
     online: bool = False
     dense: WeightFormat = FP8_BLOCK  # of dense layers
 
@@ -53,7 +53,7 @@ def parse_quantization(config: dict[str, Any]) -> QuantSpec:
 
 
 def _refuse_modelopt(config: dict[str, Any]) -> None:
-    """Raise `UnsupportedError` for a checkpoint of NVIDIA's ModelOpt, and for one with experts in its FP4."""
+    """Raise `UnsupportedError` for checkpoints of NVIDIA's ModelOpt, and for those with experts in ModelOpt's FP4."""
     inner, method = config.get("quantization"), config.get("quant_method")
     parts = [config, *([inner] if isinstance(inner, dict) else [])]
     found = next((part[key] for key in QUANT_ALGOS for part in parts if part.get(key)), None)

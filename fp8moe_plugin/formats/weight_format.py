@@ -1,4 +1,4 @@
-"""What a weight format consists of: a tensor of weights `[.., N, K]`, and a tensor of their scales."""
+"""A weight format: a tensor of weights `[.., N, K]`, and a tensor of their scales."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from fp8moe_plugin.formats.dtypes import DTYPES
 
 
 class Role(StrEnum):
-    """Which of the tensors of a quantized weight a parameter holds."""
+    """The role of a tensor in a quantized weight."""
 
     WEIGHT = "weight"
     SCALES = "scales"
@@ -19,11 +19,11 @@ class TensorFormat:
     """One of the tensors of a quantized weight. Names of dtypes are those of safetensors."""
 
     dtype: str  # of the parameter that kernels read
-    accepted: tuple[str, ...]  # dtypes in checkpoints, whose values `dtype` holds exactly
+    accepted: tuple[str, ...]  # dtypes in checkpoints; `dtype` represents their values exactly
     block: tuple[int, int]  # output and input channels for each element
 
     def shape(self, n: int, k: int) -> list[int]:
-        """The shape of this tensor for a weight `[n, k]`, whose last blocks may be smaller."""
+        """Returns the shape of this tensor for a weight `[n, k]`, whose last blocks may be smaller."""
         return [ceil_div(size, side) for size, side in zip((n, k), self.block, strict=True)]
 
     def nbytes(self, n: int, k: int) -> int:
@@ -32,12 +32,12 @@ class TensorFormat:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a quantized weight is stored in a checkpoint, and laid out for the kernels."""
+    """The storage of a quantized weight in a checkpoint, and its layout for the kernels."""
 
-    name: str  # as messages call it
+    name: str  # in messages
     weight: TensorFormat
     scales: TensorFormat
-    scale_names: tuple[str, ...]  # what the names of scales end with in checkpoints
+    scale_names: tuple[str, ...]  # suffixes of scales' names in checkpoints
 
     def __hash__(self) -> int:
         return hash(self.name)  # fast: every call of a layer hashes its format
@@ -46,7 +46,7 @@ class WeightFormat:
         return self.weight if role is Role.WEIGHT else self.scales
 
     def nbytes(self, n: int, k: int) -> int:
-        """The bytes of a weight `[n, k]` and of its scales."""
+        """Returns the bytes of a weight `[n, k]` and of its scales."""
         return sum(tensor.nbytes(n, k) for tensor in (self.weight, self.scales))
 
 
