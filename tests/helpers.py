@@ -231,9 +231,14 @@ def serve(patch: pytest.MonkeyPatch, device: devices.Device) -> None:
     patch.setattr(devices, "device_of", lambda tensor: device)
 
 
+def layer_spec(ue8m0: bool = False) -> LayerSpec:
+    """Returns the spec of a layer, for kernels that do not depend on its shape."""
+    return LayerSpec(EXAMPLE, ue8m0=ue8m0)
+
+
 def moe_kernels(ue8m0: bool, batched: bool, target: str = SM90) -> list[KernelKey]:
     """The kernels that a layer loads; which ones does not depend on its shape."""
-    spec, arrival = LayerSpec(EXAMPLE, ue8m0=ue8m0), Arrival.BATCHED if batched else Arrival.STANDARD
+    spec, arrival = layer_spec(ue8m0), Arrival.BATCHED if batched else Arrival.STANDARD
     return list(BACKENDS[target].layer_kernels(spec, arrival))
 
 

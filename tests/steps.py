@@ -310,14 +310,16 @@ def gate_up(
     weights, a_rows, at = weights_of(w13), 0 if tokens is None else tokens.data_ptr(), tiles.addresses
     kept = (a[1], 0, 0) if a_rows else k_major(*a)
     x, blocks = rows_of(a[0], kept), device.multiprocessors
+    spec = LayerSpec(MoeShape(1, a[0].shape[-1], intermediate, len(w13[0]), len(w13[0])), ue8m0=ue8m0)
     if tiles.tile_rows != FEW_ROWS_TILE:
-        launch(device, [gate_up_launch(gate_up_key(ue8m0, bool(a_rows)), blocks, x, weights, inner, at, a_rows=a_rows)])
+        first = gate_up_key(spec, bool(a_rows))
+        launch(device, [gate_up_launch(first, blocks, x, weights, inner, at, a_rows=a_rows)])
     else:
         shared, counted = {}, TileAddresses(at.table, at.num_tiles)
         if split:
             shared = {"partial": split.partial.data_ptr(), "k_splits": split.splits, "row_counters": split.counters}
             counted = at
-        key = gate_up_few_rows_key(ue8m0)
+        key = gate_up_few_rows_key(spec)
         launch(device, [gate_up_few_rows_launch(key, blocks, x, weights, inner, counted, a_rows=a_rows, **shared)])
     return q.view(groups, max_m, intermediate), scales.unflatten(0, (groups, max_m))
 

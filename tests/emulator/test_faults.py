@@ -223,12 +223,12 @@ WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
 NARROW = dense_gemm_few_rows_key(), quantize_key(False, Layout.K_MAJOR)
 FEW = (
     grouped_gemm_few_rows_key(),
-    gate_up_few_rows_key(False),
+    gate_up_few_rows_key(h.layer_spec()),
     quantize_key(False, Layout.ROW_MAJOR),
     route_key(),
     combine_key(),
 )
-SMALL_BATCH = gate_up_small_batch_key(False, 8, 8), down_small_batch_key(8, 8)
+SMALL_BATCH = gate_up_small_batch_key(h.layer_spec(), 8, 8), down_small_batch_key(8, 8)
 DENSE = dense_gemm_key(64), quantize_key(False, Layout.K_MAJOR)
 KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
 KERNELS = {  # to be compiled ahead

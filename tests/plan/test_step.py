@@ -60,7 +60,7 @@ def test_a_wide_small_batch_needs_long_parts_of_k():
 
 @pytest.mark.parametrize("kind", SMALL_BATCH_STAGES)
 def test_a_multiprocessor_has_room_for_a_block_of_the_first_gemm_of_a_small_batch_and_another(kind):
-    first, second = gate_up_small_batch_key(False, *kind), down_small_batch_key(*kind)
+    first, second = gate_up_small_batch_key(h.layer_spec(), *kind), down_small_batch_key(*kind)
     for pair in (first, first), (first, second):
         assert sum(key.smem_bytes + 1024 for key in pair) <= MULTIPROCESSOR_SMEM_BYTES
         assert sum(key.threads for key in pair) <= 2048

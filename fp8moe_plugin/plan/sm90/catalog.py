@@ -10,7 +10,7 @@ from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.plan.keys import KIB, KernelKey
 from fp8moe_plugin.plan.parameters import K_GROUPS
 from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout
-from fp8moe_plugin.plan.spec import Output
+from fp8moe_plugin.plan.spec import LayerSpec, Output
 
 SMEM_BYTES = 227 * KIB  # limit per block; kernels with one block per SM have as many stages as fit
 MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it requests
@@ -92,26 +92,23 @@ def combine_key() -> KernelKey:
 # ---- GEMMs of experts ----------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def gate_up_key(ue8m0: bool, gather: bool) -> KernelKey:
+def gate_up_key(spec: LayerSpec, gather: bool) -> KernelKey:
     """GEMM 1 of the experts with its activation and the quantization of the result, for many rows per expert.
 
     With `gather` it gathers each expert's rows from the step's tokens; else its operand has consecutive rows.
     """
-    return KernelKey("gate_up", (("GATHER", int(gather)), ("UE8M0", int(ue8m0))), 384, SMEM_BYTES)
+    return KernelKey("gate_up", (("GATHER", int(gather)), ("UE8M0", int(spec.ue8m0))), 384, SMEM_BYTES)
 
 
-@functools.cache
-def gate_up_few_rows_key(ue8m0: bool) -> KernelKey:
+def gate_up_few_rows_key(spec: LayerSpec) -> KernelKey:
     """`gate_up_key` for few rows per expert; it always gathers."""
-    return KernelKey("gate_up_few_rows", (("UE8M0", int(ue8m0)),), 384, SMEM_BYTES)
+    return KernelKey("gate_up_few_rows", (("UE8M0", int(spec.ue8m0)),), 384, SMEM_BYTES)
 
 
-@functools.cache
-def gate_up_small_batch_key(ue8m0: bool, padded_tokens: int, cluster: int) -> KernelKey:
+def gate_up_small_batch_key(spec: LayerSpec, padded_tokens: int, cluster: int) -> KernelKey:
     """GEMM 1 of the experts of up to `padded_tokens` tokens, including their routing and quantization."""
     (stages, _), (kib, _) = SMALL_BATCH_STAGES[padded_tokens, cluster], SMALL_BATCH_KIB[padded_tokens, cluster]
-    defines = (("CLUSTER", cluster), ("STAGES", stages), ("TOKENS", padded_tokens), ("UE8M0", int(ue8m0)))
+    defines = (("CLUSTER", cluster), ("STAGES", stages), ("TOKENS", padded_tokens), ("UE8M0", int(spec.ue8m0)))
     warps = 8 + 1 + padded_tokens // cluster  # math, loads, and one per token that a block finishes
     return KernelKey("gate_up_small_batch", defines, 32 * warps, kib * KIB)
 

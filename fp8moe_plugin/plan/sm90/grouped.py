@@ -66,7 +66,7 @@ def plan_batched(spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: 
     intermediate, keep_b = spec.shape.intermediate, keeps_b(expected_m, spec.shape.intermediate)
     return BatchedPlan(
         spec=spec,
-        gate_up=gate_up_key(spec.ue8m0, gather=False),
+        gate_up=gate_up_key(spec, gather=False),
         down=grouped_key(MANY_ROWS_TILE, keep_b),
         blocks=multiprocessors,
         pdl_down=down_uses_pdl(expected_m, intermediate),

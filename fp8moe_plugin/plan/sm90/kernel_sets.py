@@ -43,7 +43,7 @@ from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEE
 def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     """Returns every kernel that a mixture-of-experts layer may launch, with its reason."""
     gemms = {
-        gate_up_key(spec.ue8m0, gather=False): f"GEMM 1 and SwiGLU of experts of more than {GATHER_UP_TO} channels in "
+        gate_up_key(spec, gather=False): f"GEMM 1 and SwiGLU of experts of more than {GATHER_UP_TO} channels in "
         f"steps of more than {_few(spec)} tokens: prefill; and of batched experts",
         grouped_gemm_key(Output.BF16): f"GEMM 2 of the experts in steps of more than {_few(spec)} tokens, and dense "
         "GEMMs: prefill",
@@ -52,7 +52,7 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     }
     if arrival is Arrival.BATCHED:
         return gemms | {tiles_of_counts_key(): "tiles of batched experts, as DeepEP's low-latency mode hands them over"}
-    return gemms | _few_rows_kernels(spec) | _small_batch_kernels(spec.ue8m0) | _routing_kernels(spec)
+    return gemms | _few_rows_kernels(spec) | _small_batch_kernels(spec) | _routing_kernels(spec)
 
 
 def _few(spec: LayerSpec) -> int:
@@ -61,21 +61,21 @@ def _few(spec: LayerSpec) -> int:
 
 def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
     """Returns the GEMMs that gather their tokens, and their quantization."""
-    few, ue8m0 = _few(spec), spec.ue8m0
+    few = _few(spec)
     return {
         grouped_gemm_few_rows_key(): f"GEMM 2 of the experts in steps of up to {few} tokens: decode",
-        gate_up_few_rows_key(ue8m0): f"GEMM 1 of the experts and SwiGLU in steps of up to {few} tokens: decode",
-        gate_up_key(ue8m0, gather=True): f"GEMM 1 and SwiGLU of experts of up to {GATHER_UP_TO} channels in steps of "
+        gate_up_few_rows_key(spec): f"GEMM 1 of the experts and SwiGLU in steps of up to {few} tokens: decode",
+        gate_up_key(spec, gather=True): f"GEMM 1 and SwiGLU of experts of up to {GATHER_UP_TO} channels in steps of "
         f"more than {few} tokens: prefill, with gathered tokens",
-        quantize_key(ue8m0, Layout.ROW_MAJOR): "quantization of the tokens where GEMM 1 gathers them",
+        quantize_key(spec.ue8m0, Layout.ROW_MAJOR): "quantization of the tokens where GEMM 1 gathers them",
     }
 
 
-def _small_batch_kernels(ue8m0: bool) -> KernelSet:
+def _small_batch_kernels(spec: LayerSpec) -> KernelSet:
     found: KernelSet = {}
     for padded_tokens, cluster in SMALL_BATCH_STAGES:
         steps = f"in steps of up to {padded_tokens} tokens, hidden size up to {SMALL_BATCH_K_BLOCKS * GROUP * cluster}"
-        first = gate_up_small_batch_key(ue8m0, padded_tokens, cluster)
+        first = gate_up_small_batch_key(spec, padded_tokens, cluster)
         found[first] = f"routing, quantization, GEMM 1 and SwiGLU {steps}"
         found[down_small_batch_key(padded_tokens, cluster)] = f"GEMM 2 and the weighted sum {steps}"
     return found
