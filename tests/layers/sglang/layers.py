@@ -37,10 +37,12 @@ class Layer(fused_moe_layer.FusedMoE):
     moe_ep_rank = _expert_storage_rank = 0
     num_local_experts = _num_local_routed = _num_global_routed = num_experts = EXPERTS
 
-    def __init__(self, intermediate: int, ranks: int, rank: int, experts: int = EXPERTS) -> None:
+    def __init__(
+        self, intermediate: int, ranks: int, rank: int, experts: int = EXPERTS, bias: bool = False, **runner: object
+    ) -> None:
         torch.nn.Module.__init__(self)
         self.moe_tp_size, self.moe_tp_rank = ranks, rank
-        self.moe_runner_config = MoeRunnerConfig(routed_scaling_factor=2.5)
+        self.moe_runner_config = MoeRunnerConfig(routed_scaling_factor=2.5, **runner)
         self.quant_method = Fp8MoeMethod(QUANT, "L", "warmup")
         self.quant_method.create_weights(
             layer=self,
@@ -49,7 +51,7 @@ class Layer(fused_moe_layer.FusedMoE):
             intermediate_size_per_partition=intermediate // ranks,
             params_dtype=torch.bfloat16,
             weight_loader=self.weight_loader,
-            with_bias=False,
+            with_bias=bias,
             moe_intermediate_size=intermediate,
         )
         self.quant_method.create_moe_runner(self, self.moe_runner_config)

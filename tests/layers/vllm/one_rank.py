@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -24,7 +26,14 @@ FP8 = QuantSpec(FP8_BLOCK)
 
 
 class Layer(RoutedExperts):
-    """A layer of experts on one rank; `online`: of an unquantized checkpoint; `parallel`: other fields of vLLM's."""
+    """A layer of experts on one rank.
+
+    Args:
+        online: of an unquantized checkpoint.
+        moe, parallel: other fields of vLLM's configurations.
+    """
+
+    apply_router_weight_on_input, expert_map = False, None
 
     def __init__(
         self,
@@ -33,6 +42,7 @@ class Layer(RoutedExperts):
         rank: int,
         online: bool = False,
         shared: Mlp | None = None,
+        moe: Mapping[str, object] = MappingProxyType({}),
         **parallel: object,
     ) -> None:
         torch.nn.Module.__init__(self)
@@ -40,19 +50,20 @@ class Layer(RoutedExperts):
         self.local_num_experts = EXPERTS
         alone = FusedMoEParallelConfig.make_no_parallel()
         config = dataclasses.replace(alone, **{"tp_size": ranks, "tp_rank": rank} | parallel)
-        self.moe_config = FusedMoEConfig(
-            num_experts=EXPERTS,
-            experts_per_token=TOPK,
-            hidden_dim=HIDDEN,
-            intermediate_size=intermediate,
-            num_local_experts=EXPERTS,
-            num_logical_experts=EXPERTS,
-            activation=MoEActivation.SILU,
-            device="cpu",
-            routing_method=RoutingMethodType.Renormalize,
-            moe_parallel_config=config,
-            in_dtype=torch.bfloat16,
-        )
+        fields = {
+            "num_experts": EXPERTS,
+            "experts_per_token": TOPK,
+            "hidden_dim": HIDDEN,
+            "intermediate_size": intermediate,
+            "num_local_experts": EXPERTS,
+            "num_logical_experts": EXPERTS,
+            "activation": MoEActivation.SILU,
+            "device": "cpu",
+            "routing_method": RoutingMethodType.Renormalize,
+            "moe_parallel_config": config,
+            "in_dtype": torch.bfloat16,
+        }
+        self.moe_config = FusedMoEConfig(**fields | moe)
         self.quant_method = (OnlineMoeMethod if online else Fp8MoeMethod)(
             self.moe_config, ONLINE if online else FP8, "L", "warmup", ModelState(), shared
         )

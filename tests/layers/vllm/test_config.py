@@ -250,11 +250,6 @@ def test_a_plain_layer_is_served():
     [
         ({"moe_backend": "triton"}, "--moe-backend triton cannot be combined with --quantization fp8moe"),
         ({"is_lora_enabled": True}, "L: LoRA .* is not supported.*Remove --enable-lora"),
-        ({"has_bias": True}, "L: the model's experts have a bias or a modified SwiGLU"),
-        ({"swiglu_limit": 7.0}, "L: the model's experts have a bias or a modified SwiGLU"),
-        ({"swiglu_alpha": 1.7}, "L: the model's experts have a bias or a modified SwiGLU"),
-        ({"swiglu_beta": 1.0}, "L: the model's experts have a bias or a modified SwiGLU"),
-        ({"activation": MoEActivation.GELU}, r"L: .*another activation than SiLU \(gelu\), but the kernels only"),
         (
             {"hidden_dim": 320},
             "L: hidden size 320 is not a multiple of 128, the size of a scale block. Use --quantization fp8",

@@ -1,0 +1,95 @@
+"""The conformance table: weight format x activation x bias, for test_conformance.py of the backends and both engines.
+
+A new format or activation is one entry more. Cells move to `COMPUTED` when kernels compute them.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.weight_format import WeightFormat
+from fp8moe_plugin.ops.reference import dequantize_blocks
+from fp8moe_plugin.plan.spec import SILU, Activation
+from tests import helpers as h
+from tests.formats import fp4
+from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint, make_checkpoint
+
+INTERMEDIATE, TOKENS = fp4.WIDTH, 9
+
+
+class Cell(NamedTuple):
+    weights: WeightFormat
+    activation: Activation
+    bias: bool
+
+    @property
+    def changed(self) -> dict[str, object]:
+        """The fields of the activation that are not those of SiLU."""
+        return {name: value for name, value in self.activation._asdict().items() if value != getattr(SILU, name)}
+
+    @property
+    def refusal(self) -> str:
+        """The part of the message that says what no kernel computes."""
+        if self.weights != FP8_BLOCK:
+            return f"weights in the format {self.weights.name}"
+        if self.activation.kind != "silu":
+            return f"another activation than SiLU ({self.activation.kind})"
+        return "a bias or a modified SwiGLU"
+
+    def __str__(self) -> str:
+        activation = [f"{name}={value}" for name, value in self.changed.items()] or ["silu"]
+        return " ".join([self.weights.name, *activation, *(["bias"] if self.bias else [])])
+
+
+ACTIVATIONS = (
+    SILU,
+    Activation("gelu"),
+    Activation(limit=7.0),
+    Activation(alpha=1.702),
+    Activation(beta=1.0),
+    Activation(limit=7.0, alpha=1.702, beta=1.0),  # gpt-oss
+)
+CHECKPOINTS = {FP8_BLOCK: make_checkpoint(INTERMEDIATE), fp4.FP4: fp4.CHECKPOINT}
+CELLS = [Cell(*cell) for cell in itertools.product(CHECKPOINTS, ACTIVATIONS, (False, True))]
+COMPUTED = [Cell(FP8_BLOCK, SILU, False)]
+REFUSED = [cell for cell in CELLS if cell not in COMPUTED]
+VALUES = {FP8_BLOCK: dequantize_blocks}
+
+
+class Call(NamedTuple):
+    """A call of a layer, and its result in float64 on dequantized weights."""
+
+    checkpoint: Checkpoint
+    x: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+    expected: torch.Tensor
+
+
+def make_call(cell: Cell) -> Call:
+    checkpoint, gen = CHECKPOINTS[cell.weights], h.seeded(0, torch.device("cpu"))
+    x = h.random_tokens(gen, TOKENS, HIDDEN)
+    weights, ids = h.random_routing(gen, "distinct", TOKENS, TOPK, EXPERTS)
+    expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for expert in range(EXPERTS):
+        w1, w3, w2 = (
+            VALUES[cell.weights](checkpoint[f"{name}_weight"][expert], checkpoint[f"{name}_weight_scale_inv"][expert])
+            for name in ("w1", "w3", "w2")
+        )
+        inner = activated(x.double() @ w1.double().T, x.double() @ w3.double().T, cell.activation)
+        expected += (weights.double() * (ids == expert)).sum(1, keepdim=True) * (inner @ w2.double().T)
+    return Call(checkpoint, x, weights, ids, expected)
+
+
+def activated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
+
+
+def assert_computed(found: torch.Tensor, call: Call) -> None:
+    """As close as the rounding of FP8 allows."""
+    assert found.dtype == torch.bfloat16
+    assert h.relative_l2(found, call.expected) < 0.05
