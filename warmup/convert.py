@@ -52,10 +52,10 @@ def convert_checkpoint(model: Model, source: Path, out: Path) -> ConvertReport:
         OSError: a file cannot be read, or a folder cannot be created.
     """
     config = load_config(source)
-    if model.quantized or quantization_config(source, config) is not None:  # the latter if it changed since
+    if model.quantized or quantization_config(source, config) is not None:  # config.json may have changed
         raise UnsupportedError(f"{shown(str(source))} is already quantized. Serve it as it is.")
     copied, files = _copied(source), read_source(source)
-    folder = os.fsencode(source.resolve()).decode(errors="backslashreplace")  # JSON is UTF-8, names may be no text
+    folder = os.fsencode(source.resolve()).decode(errors="backslashreplace")  # JSON is UTF-8, names may not be
     made_from = Source(folder=folder, files={file.name: file.state for file in files})
     if is_made_from(out, made_from):  # by a process that was killed when only the cleanup was left
         tidy(out)
@@ -81,7 +81,7 @@ def _check_not_there(out: Path) -> None:
 
 
 def _copied(source: Path) -> list[str]:
-    """The names of the files other than weights, such as the tokenizer's, which are copied.
+    """Returns the names of the files other than weights, such as the tokenizer's, which are copied.
 
     Raises:
         CheckpointError: a file cannot be opened, is not a regular file, or is a link out of the checkpoint.
@@ -167,7 +167,7 @@ def _write_weights(partial: Path, files: list[SourceFile]) -> None:
 
 
 def _converted(file: SourceFile, progress: tqdm) -> dict[str, torch.Tensor]:
-    """The tensors of one file of the result."""
+    """Returns the tensors of one file of the result."""
     found: dict[str, torch.Tensor] = {}
     for tensor, value in read_tensors(file):
         if tensor.quantized:

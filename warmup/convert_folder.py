@@ -35,7 +35,7 @@ class Source(BaseModel):
 
 @contextmanager
 def working_folder(partial: Path, expected: Collection[str]) -> Iterator[FileLock]:
-    """Create the folder or take over that of an interrupted conversion, and lock it against other processes.
+    """Create the folder or reuse that of an interrupted conversion, and lock it against other processes.
 
     Args:
         expected: names of the files that a conversion creates there.
@@ -104,10 +104,10 @@ def claim(partial: Path, source: Source) -> None:
 
 
 def is_made_from(folder: Path, source: Source) -> bool:
-    """Whether a folder is marked as a conversion of these files."""
+    """Returns whether a folder is marked as a conversion of these files."""
     try:
         return Source.model_validate_json(read_regular(folder / SOURCE, MOST_SOURCE_BYTES)) == source
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: not ours, whatever it is
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the file is not ours
         return False
 
 

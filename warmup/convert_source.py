@@ -1,4 +1,4 @@
-"""Reading the unquantized checkpoint for `convert`. Tensors are read, not mapped, in case a file is truncated."""
+"""Reads the unquantized checkpoint for `convert`. Tensors are read, not mapped, because a file may be truncated."""
 
 import os
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class Stored:
 
     @property
     def converted_names(self) -> tuple[str, ...]:
-        """The names of the tensors that it is converted to."""
+        """The names of the converted tensors."""
         return (self.name, self.scales) if self.quantized else (self.name,)
 
     @property
@@ -49,7 +49,7 @@ class Stored:
 
     @property
     def scales(self) -> str:
-        """The name of the scales that it gets."""
+        """The name of its scales after conversion."""
         return f"{self.layer}.{SCALE}"
 
     @property
@@ -71,7 +71,7 @@ class FileState(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A safetensors file of the unquantized checkpoint, in the state in which its header was read."""
+    """A safetensors file of the unquantized checkpoint, and its state when its header was read."""
 
     path: Path
     state: FileState

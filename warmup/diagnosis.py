@@ -1,4 +1,4 @@
-"""The facts that `doctor` looks up, as fields of the report: enough for a support ticket without further questions."""
+"""The facts that `doctor` collects, as fields of the report: enough for a support ticket without further questions."""
 
 import os
 import platform
@@ -37,8 +37,8 @@ class Gpu(Fact):
     compute_capability: str  # such as "9.0"
     memory_bytes: int
     served: bool  # by a backend of ours
-    backend: str  # which one FP8MOE_BACKEND asks for on it
-    refusal: str | None  # what that backend needs, if this GPU does not have it
+    backend: str  # the one that FP8MOE_BACKEND selects for it
+    refusal: str | None  # the requirement of the backend that this GPU does not meet
 
 
 class Driver(Fact):
@@ -60,7 +60,7 @@ class Engine(Fact):
     tested: str  # versions
     served: bool  # whether its version is one of these
     entry_point: str | None  # of this plugin, such as "fp8moe_plugin:register"; None if it is not found
-    excluded_by: str | None  # the value of VLLM_PLUGINS or SGLANG_PLUGINS, if it leaves the plugin out
+    excluded_by: str | None  # the value of VLLM_PLUGINS or SGLANG_PLUGINS, if it excludes the plugin
 
     @property
     def loads_plugin(self) -> bool:
@@ -73,7 +73,7 @@ class KernelCache(Fact):
     mode: str | None = None  # octal
     kernels: int = 0
     bytes: int = 0
-    compilers: dict[str, int] = {}  # how many of the kernels each of them made
+    compilers: dict[str, int] = {}  # the number of kernels from each compiler
     refusal: str | None = None  # why it is not used
 
 
@@ -104,7 +104,7 @@ def variables() -> dict[str, str]:
 
 
 def machine() -> Machine:
-    """This machine; its memory is None where Linux does not tell."""
+    """Returns the facts about this machine; its memory is None if Linux does not report it."""
     sizes: dict[str, int] = {}
     if MEMORY_FILE.is_file():
         found = re.findall(r"^(MemTotal|MemAvailable): +(\d+) kB$", MEMORY_FILE.read_text(), re.MULTILINE)
@@ -118,7 +118,7 @@ def machine() -> Machine:
 
 
 def driver_and_gpus() -> tuple[Driver, list[Gpu]] | str:
-    """The NVIDIA driver and the GPUs of this machine, or the name of the driver's error if it has none."""
+    """Returns the NVIDIA driver and the GPUs of this machine, or the name of the driver's error if it has none."""
     from cuda.bindings import driver
 
     try:

@@ -1,4 +1,4 @@
-"""`doctor`: which kernels this machine has and where, what is installed, and what serving would refuse."""
+"""`doctor`: checks the kernels on this machine, the installed packages, and the conditions for serving."""
 
 import contextlib
 import os
@@ -69,7 +69,7 @@ def _missing(report: Report) -> list[KernelReport]:
 
 
 def _verdict(found: list[Finding], report: Report) -> Finding:
-    """What the findings mean for serving, in one line."""
+    """Returns the conclusion for serving from the findings, in one line."""
     assert report.diagnosis
     wrong = list(dict.fromkeys(finding.subject for finding in found if finding.ok is False))
     if wrong:
@@ -106,7 +106,7 @@ def _settings(facts: Diagnosis) -> Iterator[Finding]:
 
 
 def _shown_value(value: object) -> str:
-    """A setting as in the environment."""
+    """Returns a setting in the form of its environment variable."""
     if value is None:
         return "(unset)"
     return str(int(value)) if isinstance(value, bool) else shown_text(value)
@@ -170,7 +170,7 @@ def _cache(facts: Diagnosis) -> Iterator[Finding]:
 
 
 def _describe_cache(found: KernelCache, folder: Path, status: os.stat_result) -> None:
-    """Fill in the content of a cache folder, and why it is not used. Raises `OSError`."""
+    """Fill in the content of a cache folder, and the reason why it is not used, if any. Raises `OSError`."""
     entries = [entry.lstat().st_size for entry in folder.glob("*.cubin")]
     found.kernels, found.bytes = len(entries), sum(entries)
     found.mode = f"{stat.S_IMODE(status.st_mode):04o}"

@@ -1,4 +1,4 @@
-"""What `doctor` says about the engines that are installed: whether they are served, and find the plugin."""
+"""The checks of `doctor` for the installed engines: whether their version is supported, and they find the plugin."""
 
 import os
 from collections.abc import Iterator
@@ -53,14 +53,17 @@ def findings(found: list[Engine]) -> Iterator[Finding]:
 
 
 def _exclusions() -> Iterator[str]:
-    """The variables that would keep engines from loading the plugin."""
+    """Yields the variables that would keep engines from loading the plugin."""
     for known in ENGINES:
         if (value := _excluded_by(known)) is not None:
             yield f"{known.variable}={shown_text(value)} would leave the plugin out. Add {NAME} to it"
 
 
 def _finding(engine: Engine) -> Finding:
-    """`ok` is false if the engine does not load the plugin, None if its version has not been tested."""
+    """Returns the finding for an engine.
+
+    `ok` is false if the engine does not load the plugin, None if its version has not been tested.
+    """
     ok: bool | None = engine.loads_plugin
     if fault := why_not_loaded(engine):
         note = fault
@@ -72,7 +75,7 @@ def _finding(engine: Engine) -> Finding:
 
 
 def why_not_loaded(engine: Engine) -> str | None:
-    """Why an engine does not load the plugin, and what to do; None if it does."""
+    """Returns why an engine does not load the plugin, and what to do; None if it does."""
     if engine.entry_point is None:
         return "it does not find the plugin. Install it in this environment: pip install . in the plugin's folder"
     if engine.excluded_by is not None:
@@ -93,7 +96,7 @@ def _excluded_by(known: Known) -> str | None:
 
 
 def _tested(package: str) -> Any:
-    """The `SpecifierSet` of an engine's versions in the metadata of this package."""
+    """Returns the `SpecifierSet` of an engine's versions in the metadata of this package."""
     from packaging.requirements import Requirement  # engines depend on it
 
     requirements = map(Requirement, metadata.requires(DISTRIBUTION) or [])

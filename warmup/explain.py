@@ -1,4 +1,4 @@
-"""`explain`: what each GPU holds and computes of a model, what padding wastes, and which way to split it is best.
+"""`explain`: the memory and the computation of a model on each GPU, the cost of padding, and the best split.
 
 Routing is assumed to be uniform: each token picks its experts at random.
 """
@@ -25,12 +25,12 @@ from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
 from warmup.terminal import fit
 
 SAMPLES = 20_000  # experts whose numbers of rows are drawn
-REPEATS_FROM = 8  # tiles of an expert from which `tile_rows` more rows are one more tile without padding
+REPEATS_FROM = 8  # with this many tiles of an expert or more, `tile_rows` more rows are one more tile without padding
 STEPS = 200  # sampled steps; the busiest rank is determined in each
 
 
 def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tuple[int, ...]) -> ExplainReport:
-    """Figures for the rank that holds the most weights, with the average number of rows per expert.
+    """Returns figures for the rank that holds the most weights, with the average number of rows per expert.
 
     Args:
         max_tokens, capture_sizes: tokens of a step, on each data-parallel replica.
@@ -56,7 +56,7 @@ def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tu
 
 
 def step_plan(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepPlan:
-    """The plan of a step with `tokens` tokens on each data-parallel replica; experts get the tokens of all replicas."""
+    """Returns the plan of a step with `tokens` tokens per data-parallel replica; experts get all replicas' tokens."""
     shape = MoeShape.of(local, model.experts.experts)
     if _merged(model, parallel):
         shape = shape.with_shared_expert()
@@ -64,7 +64,10 @@ def step_plan(model: Model, parallel: Parallel, local: Experts, tokens: int) -> 
 
 
 def scratch_bytes(model: Model, parallel: Parallel, tokens: int) -> int:
-    """Scratch memory of the experts in a step, given the tokens on each replica; 0 if all of them are unquantized."""
+    """Returns the scratch memory of the experts in a step with `tokens` tokens on each replica.
+
+    It is 0 if all experts are unquantized.
+    """
     if not model.experts.layers:
         return 0
     return step_plan(model, parallel, rank_shapes(model, parallel).experts, tokens).scratch.nbytes
@@ -91,7 +94,7 @@ def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> Step
 
 
 def _multiplied(rows: np.ndarray, tile_rows: int) -> int:
-    """The sum of `computed_rows` over experts with these numbers of rows, in time that does not grow with them."""
+    """Returns the sum of `computed_rows` over experts with these rows, in time that does not grow with their number."""
     repeated = np.maximum(rows // tile_rows - REPEATS_FROM, 0)
     rest, experts = np.unique(rows - repeated * tile_rows, return_counts=True)
     of_rest = sum(computed_rows(int(r), tile_rows) * int(n) for r, n in zip(rest, experts, strict=True))
@@ -108,14 +111,14 @@ def _layout(model: Model, way: Parallel, tokens: int) -> LayoutReport:
 
 
 def _imbalance(experts: Experts, way: Parallel, tokens: int) -> float:
-    """Rows of the busiest rank over those of the average rank, averaged over STEPS steps."""
+    """Returns the rows of the busiest rank divided by those of the average rank, averaged over STEPS steps."""
     rows = np.random.default_rng(0).binomial(tokens * way.dp, experts.topk / experts.experts, (STEPS, experts.experts))
     ranks = [part.sum(1) for part in np.array_split(rows, way.ep, axis=1)]
     return round(float(np.mean(np.max(ranks, axis=0) / (rows.sum(1) / way.ep))), 3)
 
 
 def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int) -> str:
-    """The result of `explain` for these arguments as text."""
+    """Returns the result of `explain` for these arguments as text."""
     e, local = model.experts, rank_shapes(model, parallel).experts
     header = f"{model.architecture}: {_layers(e)} of {e.experts} experts, {e.topk} per token; hidden {e.hidden}, "
     header += f"intermediate {e.intermediate}; activation scales {'powers of two' if model.ue8m0 else 'float32'}"
@@ -160,7 +163,7 @@ def _layers(experts: Experts) -> str:
 
 
 def _gemms(step: StepPlan) -> str:
-    """Both GEMMs work on the same row tiles; in a small batch, all tokens are one tile."""
+    """Returns the rows per tile and the kernels of both GEMMs. In a small batch, all tokens are one tile."""
     tile_rows = step.padded_tokens if isinstance(step, SmallBatchStep) else step.tile_rows
     return f"{tile_rows:4d}  {step.gate_up.source}, {step.down.source}"
 

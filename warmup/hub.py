@@ -1,4 +1,4 @@
-"""Downloading a model's config.json from the Hugging Face hub, which is told at once if it cannot be reached."""
+"""Downloads a model's config.json from the Hugging Face hub. An unreachable hub is reported at once."""
 
 import socket
 import sys
@@ -15,7 +15,7 @@ PORTS = {"http": 80, "https": 443}
 
 
 def download_config(model: str, revision: str | None, folder: Path | None) -> Path:
-    """The folder with a model's config.json, which is downloaded unless it was before.
+    """Returns the folder with a model's config.json, which is downloaded if it is not cached.
 
     Args:
         model: its id.
@@ -44,7 +44,7 @@ def download_config(model: str, revision: str | None, folder: Path | None) -> Pa
 
 
 def _downloaded_before(model: str, revision: str | None, folder: Path | None, problem: str) -> Path:
-    """The folder with the config.json of an earlier download; `hf_hub_download` would first wait for the hub again."""
+    """Returns the folder with config.json of an earlier download. `hf_hub_download` would wait for the hub again."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -62,7 +62,7 @@ def _downloaded_before(model: str, revision: str | None, folder: Path | None, pr
 
 
 def _unreachable(endpoint: str) -> str | None:
-    """Why the hub cannot be reached, or None if it, or the proxy in front of it, accepts a connection."""
+    """Returns why the hub cannot be reached, or None if it, or the proxy in front of it, accepts a connection."""
     address = urlsplit(endpoint)
     proxy = urllib.request.getproxies().get(address.scheme)
     if proxy and not urllib.request.proxy_bypass(address.hostname or ""):
@@ -74,7 +74,7 @@ def _unreachable(endpoint: str) -> str | None:
             port = address.port or PORTS.get(address.scheme, 443)
             socket.create_connection((address.hostname, port), PATIENCE_S).close()
         except TimeoutError:
-            pass  # told below, whichever of both timeouts comes first
+            pass  # reported below, with one message for both timeouts
         except (OSError, ValueError) as error:  # ValueError for a port or a name that cannot be one
             outcome.append(str(error))
         else:

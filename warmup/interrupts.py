@@ -17,7 +17,7 @@ MESSAGE = "Interrupted."
 
 
 def exit_at_once() -> None:
-    """From now on, an interrupt ends the process immediately; used while there is nothing to clean up.
+    """Make interrupts end the process immediately from now on; used while there is nothing to clean up.
 
     The handler does not raise, because imported modules might swallow the exception.
     """
@@ -26,7 +26,7 @@ def exit_at_once() -> None:
 
 
 def ignore() -> None:
-    """From now on, ignore interrupts; used just before the process ends."""
+    """Ignore interrupts from now on; used just before the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -34,8 +34,8 @@ def ignore() -> None:
 def raised(*numbers: signal.Signals) -> Iterator[None]:
     """Turn the first of these signals into a `KeyboardInterrupt`, and ignore later ones to protect the cleanup.
 
-    Python drops what is raised in a destructor or in the callback of a weak reference. There, the signal comes again a
-    little later.
+    Python drops exceptions in a destructor or in the callback of a weak reference. In these cases the signal is raised
+    again a little later.
     """
     handlers = {number: signal.getsignal(number) for number in numbers}
     caught = [number for number, handler in handlers.items() if handler is not signal.SIG_IGN]

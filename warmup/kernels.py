@@ -1,4 +1,4 @@
-"""`list`, `verify` and `compile`: the kernels that a checkpoint needs, which of them exist, and compiling the rest."""
+"""`list`, `verify` and `compile`: list the kernels that a checkpoint needs, check that they exist, compile the rest."""
 
 import contextlib
 import ctypes
@@ -36,12 +36,12 @@ Outcome = dict[str, Any]  # fields of a KernelReport
 
 
 def plan_of(model: Model | None, target: str = SM90) -> Plan:
-    """The kernels of a checkpoint, or all kernels, for a target: see `launches.kernel_sets`."""
+    """Returns the kernels of a checkpoint, or all kernels, for a target: see `launches.kernel_sets`."""
     return model_kernels(model, target) if model else dict.fromkeys(all_kernels(target), "every existing kernel")
 
 
 def look_up(plan: Plan) -> list[KernelReport]:
-    """Look each kernel up as serving would, in the bundle and in the cache."""
+    """Look up each kernel in the bundle and in the cache, like an engine."""
 
     def find(key: KernelKey) -> tuple[bytes, str]:
         found = lookup.find(key)
@@ -51,20 +51,20 @@ def look_up(plan: Plan) -> list[KernelReport]:
 
 
 def remedy(options: Options, archive: Path | None) -> lookup.Remedy:
-    """How to make the kernels of a command line available, in a bundle if one is in use."""
+    """Returns how to make the kernels of a command line available, in a bundle if one is in use."""
     model = f" --model {shell_word(options.model)} {options.parallel}" if options.model else ""
     return lookup.remedy(lookup.WARMUP + model + lookup.gpu_option(options.kernels), archive)
 
 
 def look_into(archive: Path, plan: Plan) -> list[KernelReport]:
-    """Look each kernel up in a bundle. Raises `CacheError` if the file is not a bundle."""
+    """Look up each kernel in a bundle. Raises `CacheError` if the file is not a bundle."""
     kernels = bundle.read_bundle(archive)
     place, compiler = shown_text(archive), kernels.manifest.compiler
     return [_report(key, why, lambda key: (kernels.cubin(key), place), compiler) for key, why in plan.items()]
 
 
 def compile_missing(plan: Plan) -> list[KernelReport]:
-    """Compile the kernels that the cache lacks, on all cores. Finished kernels are kept, whatever happens to the rest.
+    """Compile the kernels that the cache lacks, on all cores. Finished kernels are kept even if others fail.
 
     Progress goes to standard error: a bar on a terminal, otherwise a line per kernel.
 
@@ -141,7 +141,7 @@ def _prepare_worker(parent: int) -> None:
 
 
 def _as_completed(futures: Collection[Future[Outcome]]) -> Iterator[Future[Outcome]]:
-    """The futures in the order in which they finish. Raises `CompileError` if none finishes within PATIENCE_S."""
+    """Yields the futures in the order of completion. Raises `CompileError` if none finishes within PATIENCE_S."""
     waiting = set(futures)
     while waiting:
         done, waiting = wait(waiting, PATIENCE_S, FIRST_COMPLETED)
@@ -186,7 +186,7 @@ def _in_cache(key: KernelKey, why: str) -> KernelReport:
 def _report(
     key: KernelKey, why: str, find: Callable[[KernelKey], tuple[bytes, str]], compiler: str | None = None
 ) -> KernelReport:
-    """The state of a kernel.
+    """Returns the state of a kernel.
 
     Args:
         find: returns a cubin and its place, or raises `Missing`.
@@ -210,7 +210,7 @@ def _cached(key: KernelKey) -> bytes:
 
 
 def _compiler(key: KernelKey) -> str:
-    """The installed compiler, else that of the bundle in use. Raises `CompileError`, `CacheError`."""
+    """Returns the installed compiler, else that of the bundle in use. Raises `CompileError`, `CacheError`."""
     try:
         return compiler_version(key.target)
     except CompileError:
@@ -240,7 +240,7 @@ def write_bundle(path: Path, plan: Plan) -> bytes:
 
 
 def table(reports: list[KernelReport]) -> str:
-    """A line per kernel: its state, and why it is needed."""
+    """Returns a line per kernel with its state and the reason why it is needed."""
     width = max(len(report.kernel) for report in reports)
     lines = (f"{report.state:8s}  {report.kernel:{width}s}  {report.why}" for report in reports)
     return "\n".join(fit(line, indent=width + 12) for line in lines)

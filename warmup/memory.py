@@ -1,4 +1,4 @@
-"""What one GPU holds of a model: weights, scratch and the KV cache, in bytes."""
+"""The memory of a model on one GPU in bytes: weights, scratch and the KV cache."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,7 @@ from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 from warmup.report import ShapeReport
 from warmup.target import GIB
 
-MOST_SEQUENCES = 1024  # for which vLLM's profiling run samples tokens; its default on these GPUs
+MOST_SEQUENCES = 1024  # sequences in vLLM's profiling run with sampling; its default on these GPUs
 SAMPLER_COPIES = 3  # of float32 logits, in vLLM's sampler
 HIDDEN_COPIES = 6  # of the hidden states of a step: residual, attention, experts, and their outputs
 CONTEXT_ROWS = 64 * 1024  # cached tokens whose keys and values vLLM's MLA computes at once, in a prefill with context
@@ -31,7 +31,7 @@ OTHER_BYTES, COMMUNICATION_BYTES = 3 * GIB // 4, 1 * GIB
 
 
 def without_mtp(model: Model) -> Model:
-    """The model as engines load it unless they speculate: without the layers for multi-token prediction."""
+    """Returns the model without the layers for multi-token prediction, which engines load only to speculate."""
     experts, plain_experts = _without_mtp(model.experts), model.plain_experts and _without_mtp(model.plain_experts)
     dense, plain = (
         tuple(replace(layer, layers=layer.layers - layer.mtp) for layer in kinds if layer.layers > layer.mtp)
@@ -45,7 +45,7 @@ def _without_mtp(experts: Experts) -> Experts:
 
 
 def weight_shapes(model: Model, parallel: Parallel) -> list[ShapeReport]:
-    """The weights of the rank that holds the most, by kind.
+    """Returns the kinds of weights on the rank that holds the most weights.
 
     Raises:
         UnsupportedError: the model cannot be split this way.
@@ -66,7 +66,7 @@ def _experts(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeRe
 
 
 def _plain_experts(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
-    """The experts that the checkpoint keeps unquantized, which engines do not pad to scale blocks."""
+    """Returns the experts that the checkpoint keeps unquantized, which engines do not pad to scale blocks."""
     layers = _plain_layers(model, parallel)
     if not layers:
         return []
@@ -81,7 +81,7 @@ def _plain_layers(model: Model, parallel: Parallel) -> int:
 
 
 def _in_bf16(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
-    """Weights in BF16: layers that the checkpoint keeps unquantized, routers, and those of the vocabulary."""
+    """Returns the weights in BF16: unquantized layers of the checkpoint, routers, embeddings and output head."""
     plain = [rank_dense(layer, parallel) for layer in model.plain]
     found = [_plain(f"{layer.name} (BF16)", layer.layers, [sum(layer.outputs), layer.inputs]) for layer in plain]
     found = [*_plain_experts(model, parallel, rank), *found]
@@ -97,7 +97,7 @@ def _in_bf16(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeRe
 
 
 def _kv_b_proj(model: Model, parallel: Parallel) -> list[Dense]:
-    """One rank's part of MLA's projections of cached vectors to keys and values; empty without MLA."""
+    """Returns one rank's part of MLA's projections from cached vectors to keys and values; empty without MLA."""
     return [
         rank_dense(layer, parallel) for layer in (*model.dense, *model.plain) if layer.name == "self_attn.kv_b_proj"
     ]
@@ -122,10 +122,10 @@ def _mlp_padding(whole: Dense, ranks: int) -> float:
 
 
 def cache_bytes(model: Model, parallel: Parallel, fp8: bool) -> int:
-    """The KV cache's bytes for one token on one GPU.
+    """Returns the KV cache's bytes for one token on one GPU.
 
-    MLA keeps one vector, whole on every rank. Key/value heads are replicated where there are fewer than ranks. Windows
-    and states of layers with sliding or linear attention are not counted, as they do not grow with a sequence.
+    MLA caches one vector, whole on every rank. Key/value heads are replicated if there are fewer heads than ranks.
+    Windows and states of layers with sliding or linear attention do not grow with a sequence, and are not counted.
     """
     cache, indexer = model.cache, model.indexer
     assert cache
@@ -144,7 +144,7 @@ def cache_bytes(model: Model, parallel: Parallel, fp8: bool) -> int:
 
 
 def step_bytes(model: Model, parallel: Parallel, tokens: int, scratch: int) -> int:
-    """The most memory of a step, or of sampling after it: what an engine leaves free beside weights and KV cache."""
+    """Returns the peak memory of a step or of sampling, which an engine reserves besides weights and KV cache."""
     rank = rank_shapes(model, parallel)
     widest = max((sum(layer.outputs) + layer.inputs for layer in rank.dense), default=0)
     context = max((2 * CONTEXT_ROWS * sum(layer.outputs) for layer in _kv_b_proj(model, parallel)), default=0)

@@ -1,4 +1,4 @@
-"""Reading a command's checkpoint: from a folder, or from the hub, where only config.json is downloaded."""
+"""Reads a command's checkpoint from a folder, or from the hub, where only config.json is downloaded."""
 
 import re
 import stat
@@ -64,7 +64,7 @@ def warn(report: Report, text: str) -> None:
 
 
 def is_folder(name: str) -> bool:
-    """Whether there is a folder of this name. Raises `CheckpointError` if this cannot be determined."""
+    """Returns whether there is a folder of this name. Raises `CheckpointError` if this cannot be determined."""
     try:
         return stat.S_ISDIR(Path(name).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError for a null character
@@ -77,7 +77,7 @@ def is_folder(name: str) -> bool:
 
 
 def checkpoint_folder(model: str, revision: str | None = None, download_dir: Path | None = None) -> Path:
-    """The folder that contains the checkpoint's config.json.
+    """Returns the folder that contains the checkpoint's config.json.
 
     Args:
         model: a folder, or the id of a model on the hub, whose config.json is downloaded.

@@ -1,4 +1,4 @@
-"""The options of a command: parsed, checked, and in the terms of the package."""
+"""The options of a command: parsed, checked, and converted to the types of the package."""
 
 import argparse
 import contextlib
@@ -38,7 +38,7 @@ class Options:
     command: str
     model: str | None
     revision: str | None
-    remote_code: bool  # of the checkpoint may run, in `compare`
+    remote_code: bool  # `compare` may run the checkpoint's code
     download_dir: Path | None
     parallel: Parallel
     max_tokens: int
@@ -52,7 +52,7 @@ class Options:
     bf16: str | None
     text: Path | None
     sequences: tuple[int, ...]
-    kernels: str  # their target: Triton's for a GPU that is named, else SM90
+    kernels: str  # the kernels' target: a Triton target if a GPU is named, else SM90
 
 
 def parse(arguments: list[str] | None) -> Options:
@@ -175,7 +175,7 @@ def _other_files(given: argparse.Namespace) -> Iterator[tuple[str, Path]]:
 
 
 def _refusal(path: Path) -> str | None:
-    """Why a file cannot be written to this path, or None if it can."""
+    """Returns why a file cannot be written to this path, or None if it can."""
     try:
         if path.name in ("", "..") or path.is_dir():
             return "it is a folder"
@@ -217,7 +217,10 @@ def _check_convert(parser: Parser, given: argparse.Namespace) -> None:
 
 
 def _parallel(parser: Parser, given: argparse.Namespace) -> Parallel:
-    """vLLM distributes whole experts over all tp x dp ranks. `--ep` without `--tp` and `--dp` implies `--tp`."""
+    """Returns the split from an engine's options.
+
+    vLLM distributes whole experts over all tp x dp ranks. `--ep` without `--tp` and `--dp` implies `--tp`.
+    """
     if any(getattr(given, option) for option in OF_SGLANG):
         return _sglang_parallel(parser, given)
     tp, dp, ep, pp = given.tp, given.dp or 1, given.ep, given.pp or 1
@@ -233,7 +236,10 @@ def _parallel(parser: Parser, given: argparse.Namespace) -> Parallel:
 
 
 def _sglang_parallel(parser: Parser, given: argparse.Namespace) -> Parallel:
-    """In SGLang `--tp-size` counts all ranks of an engine; without DP attention, `--dp-size` is a number of engines."""
+    """Returns the split from SGLang's options.
+
+    `--tp-size` counts all ranks of an engine; without DP attention, `--dp-size` is a number of engines.
+    """
     ranks, ep, pp = given.tp_size or 1, given.ep_size or 1, given.pp_size or 1
     dp = given.dp_size or 1 if given.enable_dp_attention else 1
     for option, size in (("--dp-size", dp), ("--ep-size", ep)):

@@ -1,4 +1,4 @@
-"""The command line's grammar: commands with options of their own, by the engines' names where an engine has one."""
+"""The grammar of the command line: commands and their options, which have the engines' names if there is one."""
 
 import argparse
 import sys
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def with_command(arguments: list[str] | None) -> list[str]:
-    """The arguments, with the default command if they begin with an option."""
+    """Returns the arguments, with the default command if they begin with an option."""
     given = sys.argv[1:] if arguments is None else arguments
     first = given[0] if given else "-"
     of_all = first in ("-h", "--help", "--version", COMPLETION) or not first.startswith("-")
@@ -64,7 +64,7 @@ def with_command(arguments: list[str] | None) -> list[str]:
 
 
 def parsers() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of the whole command line, and those of its commands."""
+    """Returns the parser of the whole command line, and those of its commands."""
     parser = Parser(
         prog=PROGRAM,
         description="Compile all kernels needed to serve a checkpoint with --quantization fp8moe, before deployment.\n"
@@ -94,7 +94,7 @@ class _Completion(argparse.Action):
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
-    """The options of a parser and of its commands."""
+    """Yields the options of a parser and of its commands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):
@@ -215,7 +215,7 @@ ADD: dict[str, Callable[[Parser], None]] = {
 
 
 def _add_split(parser: Parser) -> None:
-    """How an engine splits the model, by the engines' own names."""
+    """Add the options for an engine's split of the model, with the engines' names."""
     vllm = parser.add_argument_group("options of vllm serve", "how the model is split; kernels do not depend on it")
     vllm.add_argument("--tp", "-tp", "--tensor-parallel-size", type=count, metavar="N", help="default: 1")
     vllm.add_argument("--pp", "-pp", "--pipeline-parallel-size", type=count, metavar="N", help="default: 1")

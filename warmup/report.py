@@ -109,10 +109,10 @@ class SplitReport(Part):
     weight_bytes: int | None = None
     scratch_bytes: int | None = None  # of the experts, in the longest step
     cache_tokens: int = 0  # of all replicas
-    sequences: int = 0  # of the longest length, that the KV cache holds
+    sequences: int = 0  # number of sequences of the longest length that the KV cache holds
     longest: int = 0  # tokens of the longest sequence that would fit
     padding: float = 0  # of the experts' channels, relative to an equal share
-    read_bytes: int | None = None  # of weights, that GPUs read one after another to decode one sequence
+    read_bytes: int | None = None  # bytes of weights that GPUs read one after another to decode one sequence
     uneven: bool = False  # some ranks have one expert more than others
     vllm: str = ""  # the command that serves it; empty if the engine has no such split
     sglang: str = ""
@@ -189,7 +189,7 @@ class Report(Part):
     error: str | None = None
 
     def as_json(self) -> str:
-        """The report as JSON, with non-ASCII text escaped, which may not be valid UTF-8."""
+        """Returns the report as JSON. Non-ASCII text is escaped, because it may not be valid UTF-8."""
         return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
 
     def write(self, path: Path) -> None:
@@ -202,13 +202,13 @@ class Report(Part):
 
 
 def versions() -> dict[str, str]:
-    """The installed versions of Python and of packages that affect kernels or their use."""
+    """Returns the installed versions of Python and of packages that affect kernels or their use."""
     packages = {package: version for package in PACKAGES if (version := installed(package))}
     return {"python": platform.python_version(), **packages}
 
 
 def installed(package: str) -> str | None:
-    """The installed version of a package, if any."""
+    """Returns the installed version of a package, if any."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What a model is to be served on, and the limits and defaults of the command line."""
+"""The GPUs to serve a model on, and the limits and defaults of the command line."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +10,8 @@ GIB = 1 << 30
 BUNDLE = Path(lookup.BUNDLE)
 MAX_TOKENS = 8192  # of a step: the engines' default for a server on Hopper GPUs
 MAX_COUNT = 1 << 20
-NODE = 8  # GPUs that NVLink connects
-MOST_GPUS = 2 * NODE  # that `explain --gpu` considers by itself
+NODE = 8  # GPUs connected by NVLink
+MOST_GPUS = 2 * NODE  # most GPUs that `explain --gpu` considers by default
 UTILIZATION = 0.92  # the default of recent vLLMs
 CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3")
 
@@ -32,7 +32,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Target:
-    """The GPUs to serve on, and what an engine is asked for."""
+    """The GPUs to serve on, and an engine's options."""
 
     gpu: str  # a key of GPUS
     gpus: int | None  # None to consider up to 16

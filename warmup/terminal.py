@@ -1,4 +1,4 @@
-"""Texts as wide as a terminal shows them well. Into a pipe, each entry is one line."""
+"""Formatting of text to the width of a terminal. In a pipe, each entry is one line."""
 
 import shutil
 import sys
@@ -9,7 +9,7 @@ NARROWEST = 40  # columns for text beside an indentation
 
 
 def fit(line: str, indent: int) -> str:
-    """The line, wrapped on a terminal; the lines after the first are indented. Words are not broken."""
+    """Returns the line, wrapped on a terminal; the lines after the first are indented. Words are not broken."""
     if not sys.stdout.isatty():
         return line
     width = min(WIDTH, shutil.get_terminal_size().columns)

@@ -17,8 +17,8 @@ from fp8moe_plugin.compare.result import CompareResult, timing
 from fp8moe_plugin.compare.turns import Engines
 from warmup import compare, diagnosis
 from warmup.__main__ import main
+from warmup.device_memory import DeviceMemory
 from warmup.diagnosis import Driver, Gpu
-from warmup.room import Room
 
 GB = 10**9
 H200 = Gpu(
@@ -38,7 +38,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def gpu(vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """And this machine has an H200."""
     monkeypatch.setattr(diagnosis, "driver_and_gpus", lambda: (Driver(version=None, cuda="13.0"), [H200]))
-    monkeypatch.setattr(compare, "gpu_room", lambda count: Room(total=160 * GB, free=155 * GB))
+    monkeypatch.setattr(compare, "gpu_memory", lambda count: DeviceMemory(total=160 * GB, free=155 * GB))
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_code_of_a_checkpoint_runs_only_on_request(asked: Asked, gpu: None, grou
 def test_engines_that_do_not_fit_run_one_after_the_other(
     asked: Asked, gpu: None, groups: list[Any], twin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "gpu_room", lambda count: Room(total=85 * GB, free=80 * GB))
+    monkeypatch.setattr(compare, "gpu_memory", lambda count: DeviceMemory(total=85 * GB, free=80 * GB))
     status, printed, report = asked("--bf16", twin)
     assert (status, report["compare"]["in_turns"]) == (0, False)
     assert [list(group) for group in groups] == [["fp8moe"], ["fp8"], ["bf16"]]

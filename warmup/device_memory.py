@@ -1,4 +1,4 @@
-"""Whether several engines fit into the memory of this machine at once, for `compare`."""
+"""The free memory of this machine, and the memory that engines need, for `compare`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from warmup import diagnosis, memory
 from warmup.explain import scratch_bytes
 from warmup.target import GIB
 
-USED = 0.95  # of the memory that is free
-CACHE_MARGIN = 1.25  # over what the tokens need: pages of layers of several kinds
+USED = 0.95  # of the free memory
+CACHE_MARGIN = 1.25  # factor for pages of layers of several kinds
 
 
 @dataclass(frozen=True)
-class Room:
+class DeviceMemory:
     """The memory of a GPU, or of a machine without one, in bytes."""
 
     total: int
@@ -26,17 +26,17 @@ class Room:
         return sum(needs) <= USED * self.free
 
     def share(self, need: int) -> float:
-        """The share of the whole that an engine is given, at which vLLM checks that it is free."""
+        """Returns the share of the total memory for an engine. vLLM checks that this share is free."""
         return round(min(need, USED * self.free) / self.total, 3)
 
 
 def cache_bytes(model: Model, parallel: Parallel, tokens: int) -> int:
-    """The size of a KV cache for so many tokens."""
+    """Returns the bytes of a KV cache for `tokens` tokens."""
     return round(CACHE_MARGIN * tokens * memory.cache_bytes(model, parallel, fp8=False))
 
 
 def engine_bytes(model: Model, parallel: Parallel, tokens: int, quantized: bool, cache: int) -> int:
-    """What an engine needs on each GPU: weights in FP8 or BF16, a step of so many tokens, and the KV cache."""
+    """Returns the bytes for an engine on each GPU: weights in FP8 or BF16, a step of `tokens` tokens, and `cache`."""
     loaded = memory.without_mtp(model)
     shapes = memory.weight_shapes(loaded, parallel)
     in_bf16 = sum(2 * shape.layers * int(np.prod(shape.shape, dtype=int)) for shape in shapes)
@@ -45,12 +45,12 @@ def engine_bytes(model: Model, parallel: Parallel, tokens: int, quantized: bool,
     return weights + memory.step_bytes(loaded, parallel, tokens, scratch) + cache
 
 
-def gpu_room(count: int) -> Room:
-    """The memory of the fullest of the first `count` GPUs, which must exist."""
-    return min((_gpu_room(ordinal) for ordinal in range(count)), key=lambda room: room.free)
+def gpu_memory(count: int) -> DeviceMemory:
+    """Returns the memory of the fullest of the first `count` GPUs, which must exist."""
+    return min((_gpu_memory(ordinal) for ordinal in range(count)), key=lambda gpu: gpu.free)
 
 
-def _gpu_room(ordinal: int) -> Room:
+def _gpu_memory(ordinal: int) -> DeviceMemory:
     from cuda.bindings import driver
 
     _, device = driver.cuDeviceGet(ordinal)
@@ -63,10 +63,10 @@ def _gpu_room(ordinal: int) -> Room:
         driver.cuDevicePrimaryCtxRelease(device)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"the memory of GPU {ordinal} is unknown: {status.name}")
-    return Room(total=total, free=free)
+    return DeviceMemory(total=total, free=free)
 
 
-def machine_room() -> Room:
-    """The memory of a machine without a GPU; where Linux does not tell, it is taken for small."""
+def machine_memory() -> DeviceMemory:
+    """Returns the memory of a machine without a GPU; 1 GiB if Linux does not report it."""
     machine = diagnosis.machine()
-    return Room(total=machine.memory_bytes or GIB, free=machine.available_bytes or GIB)
+    return DeviceMemory(total=machine.memory_bytes or GIB, free=machine.available_bytes or GIB)
