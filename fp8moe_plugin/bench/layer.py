@@ -1,11 +1,11 @@
 """Times our fused-MoE layer and vLLM's own backends in turns on one Hopper GPU.
 
-All backends get the same weights, activations and routing. A time is the median of replays of a CUDA graph with several
-calls, each with a routing of its own, divided by their number: so neither the launch of the graph nor weights that are
-still in L2 count. `floor_us` is the larger of the time in which memory moves the bytes and the arithmetic takes,
-`relative_l2` the distance from float32 math on dequantized weights and unquantized activations. The peers run with
-vLLM's defaults, where activation scales are rounded up to powers of two; with VLLM_USE_DEEP_GEMM_E8M0=0 in the
-environment they keep FP32 scales.
+All backends get the same weights, activations and routing. A time is the median over replays of a CUDA graph with
+several calls, divided by the number of calls. Each call has a routing of its own, so that few weights are still in L2,
+and the launch of the graph hardly counts. `floor_us` is the larger of the time to move the bytes and the time of the
+arithmetic. `relative_l2` is the distance from float32 math on dequantized weights and unquantized activations. The
+peers run with vLLM's defaults, where activation scales are rounded up to powers of two; with VLLM_USE_DEEP_GEMM_E8M0=0
+in the environment they keep FP32 scales.
 """
 
 import contextlib
@@ -58,11 +58,12 @@ class Case(NamedTuple):
 
 
 def rank_layer(model: Model, parallel: Parallel) -> Experts:
-    """The part of a model's MoE layer on one rank: its experts, and how many of them a token is routed to.
+    """Returns the part of a model's MoE layer on one rank: its experts, and the number of them for each token.
 
-    With expert parallelism, a token's experts are distributed over the ranks. `topk` is then the model's times the
-    fraction of experts on this rank, rounded, but at least 1, and a measurement's tokens are those that reach the rank.
-    Experts that ranks cannot share equally are padded to whole scale blocks, as in our layer; a peer may need less.
+    With expert parallelism, a token's experts are distributed over the ranks. `topk` is then the model's value times
+    the fraction of experts on this rank, rounded, but at least 1, and a measurement counts the tokens that reach the
+    rank. Experts that ranks cannot share equally are padded to whole scale blocks, as in our layer; a peer may need
+    less.
 
     Raises:
         UnsupportedError: the model cannot be split this way.
@@ -80,7 +81,7 @@ def bench_layer(
     Args:
         experts: the layer on one rank, from `rank_layer`.
         tokens: the numbers of tokens to measure.
-        ue8m0: whether our layer rounds activation scales up to powers of two.
+        ue8m0: our layer rounds activation scales up to powers of two.
         report_progress: called with one line per row.
     Returns:
         A row for each backend and number of tokens; if a backend fails, its rows say why.
@@ -129,7 +130,7 @@ def measure(
     report_progress: Callable[[str], None],
     skew: float = 0.0,
 ) -> list[BenchRow]:
-    """The rows of all backends, one number of tokens after the other. `skew`: see `random_routing`."""
+    """Returns the rows of all backends, one number of tokens after the other. `skew`: see `random_routing`."""
     rows = []
     for count in tokens:
         found = _rows(makers, experts, weights, make_case(experts, weights, count, skew))
@@ -141,7 +142,7 @@ def measure(
 
 
 def _rows(makers: Mapping[str, Maker], experts: Experts, weights: ExpertWeights, case: Case) -> list[BenchRow]:
-    """The rows of all backends at one number of tokens. Their graphs, which hold each call once, take turns.
+    """Returns the rows of all backends at one number of tokens. Their graphs, which hold each call once, take turns.
 
     vLLM's backends share a workspace that grows, and a graph keeps its address: so each backend has run before the
     first graph is captured.
@@ -179,13 +180,16 @@ def _failure_recorded(rows: dict[str, BenchRow], name: str) -> Iterator[None]:
 
 
 def relative_l2(layer: Layer, case: Case) -> float:
-    """The distance of a call's result from the expected one; waits for the GPU."""
+    """Returns the distance of a call's result from the expected one; waits for the GPU."""
     out = layer(case.hidden_states, *case.routings[0])[:REFERENCE_TOKENS].float()
     return float((out - case.expected).norm() / case.expected.norm())
 
 
 def random_weights(experts: Experts, device: torch.device) -> ExpertWeights:
-    """Normal weights that keep activations near 1, quantized in 128x128 blocks, one expert at a time to save memory."""
+    """Returns normal weights that keep activations near 1, quantized in 128x128 blocks.
+
+    They are made one expert at a time to save memory.
+    """
     gen = _seeded(0, device)
 
     def draw(n: int, k: int) -> Quantized:
@@ -199,7 +203,7 @@ def random_weights(experts: Experts, device: torch.device) -> ExpertWeights:
 
 
 def make_case(experts: Experts, weights: ExpertWeights, tokens: int, skew: float = 0.0) -> Case:
-    """Random tokens, with another routing for each call in a graph, so that few weights are still in L2."""
+    """Returns random tokens with another routing for each call in a graph, so that few weights are still in L2."""
     device = weights.w13[0].device
     x = torch.randn(tokens, experts.hidden, generator=_seeded(tokens, device), device=device).bfloat16()
     calls = 16 if tokens <= 128 else 4 if tokens <= 1024 else 1
@@ -217,10 +221,10 @@ def _seeded(seed: int, device: torch.device) -> torch.Generator:
 def random_routing(
     gen: torch.Generator, tokens: int, experts: Experts, skew: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Router weights float32 that sum to 1, and distinct expert ids int32, both `[tokens, topk]`.
+    """Returns float32 router weights that sum to 1, and distinct int32 expert ids, both `[tokens, topk]`.
 
-    Logits are random for each token and expert. With `skew`, its multiple of a random logit of the expert is added, so
-    that few experts get most tokens.
+    Logits are random for each token and expert. `skew` scales a random logit per expert that is added to them, so that
+    few experts get most tokens.
     """
     logits = torch.randn(tokens, experts.experts, generator=gen, device=gen.device)
     if skew:
@@ -232,7 +236,7 @@ def random_routing(
 def float32_layer(
     weights: ExpertWeights, hidden_states: torch.Tensor, topk_weights: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """float32 `[T, H]`: the layer on dequantized weights and unquantized activations."""
+    """Returns float32 `[T, H]`: the layer's result with dequantized weights and unquantized activations."""
     x = hidden_states.float()
     out = torch.zeros_like(x)
     for e in ids.unique().tolist():
@@ -245,7 +249,7 @@ def float32_layer(
 
 
 def floor_us(experts: Experts, tokens: int, busy: float) -> float:
-    """A lower bound in microseconds, from memory traffic and arithmetic. `busy`: the experts that get tokens."""
+    """Returns a lower bound in microseconds from memory traffic and arithmetic. `busy`: experts with tokens."""
     weights = 3 * experts.hidden * experts.intermediate  # per expert: bytes, and multiply-adds per token
     activations = 2 * 2 * tokens * experts.hidden  # bfloat16 in and out
     memory_s = (busy * weights + activations) / BYTES_PER_S

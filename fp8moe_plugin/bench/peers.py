@@ -28,7 +28,7 @@ Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hi
 
 
 def make_peer(name: str, experts: Experts, weights: ExpertWeights, tokens: int) -> Layer:
-    """One of vLLM's implementations of the experts, with the dispatch and combine for a single rank."""
+    """Returns one of vLLM's implementations of the experts, with the dispatch and combine for a single rank."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
@@ -47,7 +47,7 @@ def make_peer(name: str, experts: Experts, weights: ExpertWeights, tokens: int) 
 
 
 def vllm_layer(experts: Experts, tokens: int) -> Any:
-    """vLLM's `FusedMoEConfig` for a layer and at most `tokens` tokens."""
+    """Returns vLLM's `FusedMoEConfig` for a layer and at most `tokens` tokens."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
@@ -68,7 +68,7 @@ def vllm_layer(experts: Experts, tokens: int) -> Any:
 
 
 def _peer_class(name: str, config: Any) -> Any:
-    """vLLM's class for a peer. Raises `UnsupportedError` if vLLM says that it does not support the layer here."""
+    """Returns vLLM's class for a peer. Raises `UnsupportedError` if it does not support the layer on this machine."""
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
     from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
     from vllm.utils.flashinfer import has_flashinfer_cutlass_fused_moe
@@ -85,7 +85,7 @@ def _peer_class(name: str, config: Any) -> Any:
 
 
 def _gate_last(weights: ExpertWeights) -> ExpertWeights:
-    """FlashInfer's order of w13: the up rows, then the gate rows."""
+    """Returns w13 in FlashInfer's order: the up rows, then the gate rows."""
     from vllm.model_executor.layers.quantization.utils.flashinfer_utils import swap_w13_to_w31
 
     q, scales = weights.w13

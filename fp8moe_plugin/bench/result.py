@@ -52,7 +52,7 @@ class BenchResult(BaseModel):
 
 
 def table(result: BenchResult) -> str:
-    """A table of microseconds by tokens and backend, at most 100 columns wide, followed by the errors of backends."""
+    """Returns a table of microseconds by tokens and backend, at most 100 columns wide, then the errors of backends."""
     names = _unique(row.backend for row in result.rows)
     header = ["tokens", *names, "floor", f"best peer / {OURS}", "error"]
     counts = _unique(row.tokens for row in result.rows)
@@ -132,5 +132,5 @@ def _failures(result: BenchResult, names: list[str]) -> list[str]:
 
 
 def _unique(values: Iterable[T]) -> list[T]:
-    """Each distinct value, in order of first appearance."""
+    """Returns the distinct values in order of first appearance."""
     return list(dict.fromkeys(values))

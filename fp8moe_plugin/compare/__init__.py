@@ -1,1 +1,1 @@
-"""What `fp8moe-warmup compare` measures: engines on one checkpoint, each in a process of its own."""
+"""The measurements of `fp8moe-warmup compare`: engines on one checkpoint, each in a process of its own."""

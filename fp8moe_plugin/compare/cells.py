@@ -1,4 +1,4 @@
-"""What is timed on an engine: prompts that are read, and sequences that are decoded."""
+"""Timed requests of an engine: prompts (prefill) and decoded sequences."""
 
 import time
 from collections.abc import Iterator
@@ -22,18 +22,18 @@ class Cell(NamedTuple):
 
 
 def graphs(cells: list[Cell]) -> dict[str, Any]:
-    """Arguments of LLM for CUDA graphs of the decoded batches alone: each captured size costs seconds of the start."""
+    """Returns LLM's arguments for CUDA graphs of only the decoded batches: each captured size delays the start."""
     sizes = sorted({cell.sequences for cell in cells if not cell.tokens})
     return {"compilation_config": {"cudagraph_capture_sizes": sizes or [1]}}
 
 
 def longest(cells: list[Cell]) -> int:
-    """The most tokens that a sequence of these cells reaches."""
+    """Returns the number of tokens of the longest sequence of these cells."""
     return max(PROMPT_TOKENS + SHORT + STEPS, *(cell.tokens + 1 for cell in cells))
 
 
 def steady_ms(ends: list[float]) -> float:
-    """Milliseconds of one of the last `STEPS` steps but the very last, which also finishes the sequences.
+    """Returns the milliseconds of a step: of the last `STEPS`, without the very last, which finishes the sequences.
 
     Raises:
         RuntimeError: there were fewer steps.
@@ -47,17 +47,17 @@ class Clock:
     """Times cells on an engine; a subclass starts it and overrides `generate`."""
 
     def generate(self, prompts: int, prompt_tokens: int, tokens: int) -> float:
-        """Milliseconds until each of the prompts has this many generated tokens."""
+        """Returns the milliseconds until each prompt has this many generated tokens."""
         raise NotImplementedError
 
     def run(self, cell: Cell, generated: int) -> float:
-        """Milliseconds of a prefill, or of `generated` tokens after a short prompt."""
+        """Returns the milliseconds of a prefill, or of `generated` tokens after a short prompt."""
         if cell.tokens:
             return self.generate(cell.sequences, cell.tokens, 1)
         return self.generate(cell.sequences, PROMPT_TOKENS, generated)
 
     def measure(self, cell: Cell) -> float:
-        """Milliseconds of a prefill, or of one decode step."""
+        """Returns the milliseconds of a prefill, or of one decode step."""
         if cell.tokens:
             return self.run(cell, 1)
         return (self.run(cell, SHORT + STEPS) - self.run(cell, SHORT)) / STEPS
@@ -93,7 +93,7 @@ class VllmClock(Clock):
             yield ends
 
     def prompts(self, count: int, tokens: int) -> list[list[int]]:
-        """The ids of other prompts in each call."""
+        """Returns the ids of other prompts in each call."""
         raise NotImplementedError
 
     def generate(self, prompts: int, prompt_tokens: int, tokens: int) -> float:

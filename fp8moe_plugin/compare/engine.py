@@ -1,4 +1,4 @@
-"""A vLLM engine that reads a text, says how likely its tokens are, and is timed on it; in a process of its own."""
+"""A vLLM engine that computes the log-probabilities of a text and is timed on it, in a process of its own."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from fp8moe_plugin.errors import UnsupportedError
 
 WINDOW, MOST_WINDOWS = 512, 64  # tokens; of a text
 READY = "compare: this engine is ready"  # in its log
-LONGEST_TOKEN = 16  # characters, on average over a text: what is cut off would not be read
+LONGEST_TOKEN = 16  # characters, on average over a text, which is truncated accordingly
 
 
 class Engine(VllmClock):
-    """One engine, which has run each cell once, on prompts from the text.
+    """One engine that has run each cell once, on prompts from the text.
 
     Raises `UnsupportedError` if the text has fewer than two windows.
     """
@@ -38,13 +38,13 @@ class Engine(VllmClock):
         return [self.ids[begin : begin + tokens].tolist() for begin in begins]
 
     def read(self, listed: int) -> Reading:
-        """What the engine says about the text, with its `listed` most likely tokens at each position."""
+        """Returns the engine's reading of the text, with the `listed` most likely tokens at each position."""
         whole = len(self.ids) // WINDOW
         return read(self.llm, self.ids[: whole * WINDOW].reshape(whole, WINDOW), listed)
 
 
 def token_ids(tokenizer: Any, text: str) -> Ids:
-    """The first tokens of a text, at most `MOST_WINDOWS` windows of them.
+    """Returns the first tokens of a text, at most `MOST_WINDOWS` windows of them.
 
     Raises:
         UnsupportedError: the text has fewer than two windows.
@@ -59,7 +59,7 @@ def token_ids(tokenizer: Any, text: str) -> Ids:
 
 
 def read(llm: Any, windows: Ids, listed: int) -> Reading:
-    """What an engine with `max_logprobs` of at least `listed` says about windows [n, length] of token ids.
+    """Returns the reading of windows [n, length] of token ids by an engine with `max_logprobs` of at least `listed`.
 
     Raises:
         RuntimeError: a log-probability of a token of the text is not finite.

@@ -1,6 +1,4 @@
-"""95% intervals from a bootstrap: of how far what engines say about the same text is apart, over its windows, and of
-their times, over rounds.
-"""
+"""95% intervals from a bootstrap: for differences of readings over windows of a text, and for times over rounds."""
 
 from typing import NamedTuple
 
@@ -25,9 +23,9 @@ class Interval(BaseModel):
 
 
 class Reading(NamedTuple):
-    """What an engine says about `windows` of a text, at every token but the first of each.
+    """An engine's log-probabilities for `windows` of a text, at every token but the first of each window.
 
-    The last dimension is the token that follows in the text, then the most likely tokens, beginning with the first.
+    The last dimension holds the next token of the text, then the most likely tokens in descending order.
     """
 
     windows: Ids  # [n, length]
@@ -36,12 +34,12 @@ class Reading(NamedTuple):
 
     @property
     def losses(self) -> Floats:
-        """Nats per token, float64 [n, length - 1]."""
+        """Returns nats per token, float64 [n, length - 1]."""
         return -self.logprobs[..., 0].astype(np.float64)
 
 
 def bootstrap(values: Floats) -> Interval:
-    """The mean of one value per window, [n]. For differences of two engines, pair them by window."""
+    """Returns the mean of one value per window, [n]. For differences of two engines, pair them by window."""
     return _interval(values.mean(), _samples(values).mean(1))
 
 
@@ -50,19 +48,19 @@ def median_time(rounds_ms: list[float]) -> Interval:
 
 
 def speedup(rounds_ms: list[float], others_ms: list[float]) -> Interval:
-    """How many times as fast the first are as the others, by their medians."""
+    """Returns the speedup of the first over the second, by their medians."""
     drawn = _medians(others_ms, seed=1) / _medians(rounds_ms)
     return _interval(np.median(others_ms) / np.median(rounds_ms), drawn)
 
 
 def _medians(rounds_ms: list[float], seed: int = 0) -> Floats:
-    """Of each sample, [DRAWS]."""
+    """Returns the median of each sample, [DRAWS]."""
     medians: Floats = np.median(_samples(np.array(rounds_ms), seed), 1)
     return medians
 
 
 def _samples(values: Floats, seed: int = 0) -> Floats:
-    """As many values as there are, drawn with replacement, [DRAWS, n]."""
+    """Returns samples of n values, drawn with replacement, [DRAWS, n]."""
     return values[np.random.default_rng(seed).integers(len(values), size=(DRAWS, len(values)))]
 
 
@@ -76,30 +74,30 @@ def perplexity(reading: Reading) -> float:
 
 
 def perplexity_change(losses: Floats, others: Floats) -> Interval:
-    """By how many percent one perplexity is higher than another, from mean losses per window, [n]."""
+    """Returns the increase of one perplexity over another in percent, from mean losses per window, [n]."""
     found = bootstrap(losses - others)
     value, low, high = (100 * float(np.expm1(nats)) for nats in (found.value, found.low, found.high))
     return Interval(value=value, low=low, high=high)
 
 
 def same_token(reading: Reading, reference: Reading) -> Floats:
-    """The share of positions at which both find the same token most likely, by window, [n]."""
+    """Returns the share of positions at which both have the same most likely token, by window, [n]."""
     shares: Floats = (reading.tokens[..., 1] == reference.tokens[..., 1]).mean(1)
     return shares
 
 
 def divergence(reading: Reading, reference: Reading) -> Floats:
-    """KL(reference || reading) in nats per token, by window, [n].
+    """Returns KL(reference || reading) in nats per token, by window, [n].
 
-    It is that of the distributions over the tokens that both list, with all other tokens as one. This is never more
-    than that over all tokens, and close to it if the listed ones are likely.
+    The distributions are over the tokens that both list, with all other tokens merged into one. The result is at most
+    the divergence over all tokens, and close to it if the listed tokens are likely.
     """
     windows = zip(reading.tokens, reading.logprobs, reference.tokens, reference.logprobs, strict=True)
     return np.array([_divergence(*window).mean() for window in windows])
 
 
 def _divergence(tokens: Ids, logprobs: Floats, reference_tokens: Ids, reference_logprobs: Floats) -> Floats:
-    """The same of each position of one window; arguments are [positions, 1 + listed]."""
+    """Returns the divergence at each position of one window; arguments are [positions, 1 + listed]."""
     unlisted_next = (reference_tokens[:, 1:] != reference_tokens[:, :1]).all(1)  # else it is there twice
     equal = reference_tokens[:, :, None] == tokens[:, None, :]
     common = equal.any(2)

@@ -1,4 +1,4 @@
-"""Lets engines read the text and times them in turns, and writes down at once what each has done."""
+"""Runs engines on the text, times them in turns, and records each result at once."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ ENOUGH_S = 10.0
 
 @dataclass(frozen=True)
 class Cells:
-    """What is timed: the first token of a prompt, and decode steps of several numbers of sequences.
+    """The timed cells: the first token of a prompt, and decode steps of several numbers of sequences.
 
     Each in `rounds`, and in up to `most_rounds` as long as these take no more than ENOUGH_S: a host may be slow for a
     second, so that short cells vary most.
@@ -34,7 +34,7 @@ class Cells:
 
 
 def measure(engines: Engines, cells: Cells, result: CompareResult, readings: dict[str, Reading]) -> None:
-    """Start engines, let them read and be timed, and end them; `result` and `readings` then have what they did.
+    """Start engines, read the text with them, time them, and end them. Fills in `result` and `readings`.
 
     Readings of earlier engines stay, and must be of the same tokens.
     """
@@ -68,7 +68,7 @@ def _read(engines: Engines, engine: EngineResult, listed: int, readings: dict[st
 
 
 def _rounds(cells: Cells) -> Iterator[int]:
-    """The numbers of the rounds of one cell, which begins now."""
+    """Yields the numbers of the rounds of one cell, which begins now."""
     begin = time.monotonic()
     for number in range(cells.most_rounds):
         if number >= cells.rounds and time.monotonic() - begin > ENOUGH_S:

@@ -7,7 +7,7 @@ from fp8moe_plugin.bench.result import OURS, check_plot
 from fp8moe_plugin.compare.result import CompareResult
 from fp8moe_plugin.quoting import shown_text
 
-COLOURS = ("tab:orange", "0.45", "0.7")  # ours alone has a colour
+COLOURS = ("tab:orange", "0.45", "0.7")  # only ours has a colour
 
 
 def plot(result: CompareResult, path: Path) -> None:
@@ -52,7 +52,7 @@ def _rates(axes: Any, result: CompareResult, colours: dict[str, str]) -> None:
 
 
 def _divergence(axes: Any, result: CompareResult, colours: dict[str, str]) -> None:
-    """Bars with the 95% intervals as error bars."""
+    """Draw bars with the 95% intervals as error bars."""
     found = {engine.name: engine.divergence for engine in result.engines if engine.divergence}
     if not found:
         axes.set_axis_off()

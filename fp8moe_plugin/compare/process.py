@@ -43,11 +43,11 @@ class EngineProcess:
         self._other.close()
 
     def has_answered(self, timeout: float) -> bool:
-        """Whether `wait_until_made` or `call` would not wait: there is an answer, or the process has ended."""
+        """Returns whether there is an answer or the process has ended: `wait_until_made` or `call` would not wait."""
         return self._killed or self._ended is None or bool(wait([self._connection, self._ended], timeout))
 
     def wait_until_made(self, timeout: float) -> float:
-        """The time of the monotonic clock, which all processes share, at which the engine was made.
+        """Returns the time of the monotonic clock, which all processes share, at which the engine was made.
 
         Raises:
             EngineError: `make` failed, its process ended, or it took longer than `timeout` seconds.
@@ -56,7 +56,7 @@ class EngineProcess:
         return made
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """The method's result.
+        """Returns the method's result.
 
         Raises:
             EngineError: it failed, its process ended, or it took longer than `timeout` seconds.
@@ -129,7 +129,7 @@ def _serve(connection: Connection, make: Callable[[], Any], environment: dict[st
 
 
 def _one_line(failure: BaseException) -> str:
-    """What happened, for a terminal: an engine's error may quote a checkpoint."""
+    """Returns an error as one line that is safe for a terminal: an engine's error may quote a checkpoint."""
     text = " ".join(f"{type(failure).__name__}: {failure}".split())[:LONGEST_ERROR]
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 

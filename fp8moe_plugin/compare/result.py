@@ -36,7 +36,7 @@ class Timing(Part):
 
 
 class EngineResult(Part):
-    """One engine. What it had measured before an `error` is there, the rest is None or empty."""
+    """The result of one engine. After an `error` it has the earlier measurements; the others are None or empty."""
 
     name: str
     ready_s: float | None = None
@@ -53,7 +53,7 @@ class EngineResult(Part):
 
 
 class CompareResult(Part):
-    """Engines on one checkpoint and one machine; `reference` is the one that the others' text is compared with."""
+    """Engines on one checkpoint and one machine; the others' readings are compared with that of `reference`."""
 
     date: str  # UTC, ISO 8601
     gpu: str | None  # None on a CPU, where the times say nothing about a GPU
@@ -75,12 +75,12 @@ class CompareResult(Part):
     verdict: str = ""
 
     def engine(self, name: str) -> EngineResult | None:
-        """The engine of this name, if it is compared and has not failed."""
+        """Returns the engine of this name, if it is compared and has not failed."""
         return next((engine for engine in self.engines if engine.name == name and not engine.error), None)
 
 
 def compare_readings(result: CompareResult, readings: dict[str, Reading]) -> None:
-    """Fill in what engines say about the text, each against BF16, or vLLM's fp8 without a twin."""
+    """Fill in the comparison of each engine's reading with BF16, or with vLLM's fp8 without a twin."""
     result.reference = next((name for name in (BF16, FP8) if name in readings), None)
     for name, reading in readings.items():
         result.windows = len(reading.windows)
@@ -98,14 +98,14 @@ def compare_readings(result: CompareResult, readings: dict[str, Reading]) -> Non
 
 
 def timing(rounds_ms: list[float], sequences: int | None = None) -> Timing:
-    """The median time, or the tokens per second of decode steps of `sequences`."""
+    """Returns the median time, or the tokens per second of decode steps of `sequences`."""
     median = statistics.median(rounds_ms)
     value = median if sequences is None else 1e3 * sequences / median
     return Timing(value=round(value, 3), rounds_ms=[round(ms, 4) for ms in rounds_ms])
 
 
 def table(result: CompareResult) -> str:
-    """One row per figure and one column per engine, at most 100 columns wide, then errors and the verdict."""
+    """Returns one row per figure and one column per engine, at most 100 columns wide, then errors and the verdict."""
     rows = [("", [engine.name for engine in result.engines])]
     rows += [(label, cells) for label, cells in _figures(result) if any(cell != NONE for cell in cells)]
     lines = [label.ljust(LABEL) + "".join(cell.rjust(WIDTH) for cell in cells) for label, cells in rows]
@@ -115,7 +115,7 @@ def table(result: CompareResult) -> str:
 
 
 def _unknown_text(result: CompareResult) -> list[str]:
-    """A warning if guessing would do better than the model."""
+    """Returns a warning if the model is worse than guessing."""
     found, size = [e.perplexity for e in result.engines if e.perplexity is not None], result.vocabulary
     if not found or size is None or min(found) < size:
         return []
@@ -135,11 +135,11 @@ def _about(result: CompareResult) -> list[str]:
     return [*lines, "Brackets: 95% intervals, from a bootstrap over windows of the text or rounds of the timing"]
 
 
-Row = tuple[str, list[str]]  # what it is called, and a cell for each engine
+Row = tuple[str, list[str]]  # its label, and a cell for each engine
 
 
 def _figures(result: CompareResult) -> Iterator[Row]:
-    """The rows of the table."""
+    """Yields the rows of the table."""
     engines, reference = result.engines, result.reference
     yield "perplexity", [_number(engine.perplexity, ".4f") for engine in engines]
     yield from _intervals(f"  over {reference}, %", "+.3f", [engine.perplexity_percent for engine in engines])
@@ -155,7 +155,7 @@ def _figures(result: CompareResult) -> Iterator[Row]:
 
 
 def _intervals(label: str, form: str, found: list[Interval | None]) -> Iterator[Row]:
-    """A row of means or medians, and one of their intervals."""
+    """Yields a row of means or medians, and one of their intervals."""
     yield label, [_number(None if of is None else of.value, form) for of in found]
     yield "", [NONE if of is None else f"[{of.low:{form}}, {of.high:{form}}]" for of in found]
 
@@ -175,7 +175,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def verdict(result: CompareResult) -> str:
-    """One line: what ours says about the text, and how fast it is, beside vLLM's fp8 or BF16."""
+    """Returns one line: our reading of the text and our speed compared with vLLM's fp8 or BF16."""
     ours = result.engine(OURS)
     if ours is None:
         return f"Verdict: none, as {OURS} has failed."

@@ -1,4 +1,4 @@
-"""Engines in their own processes that take turns; those that fail are left out, and the others go on."""
+"""Engines in their own processes that take turns. If an engine fails, the others continue without it."""
 
 import contextlib
 import time
@@ -23,16 +23,16 @@ class Engines:
         self.found: dict[str, dict[str, Any]] = {name: {} for name in processes}
 
     def start(self) -> None:
-        """Start all of them, and wait until they are ready."""
+        """Start all engines, and wait until they are ready."""
         begin = time.monotonic()
         for name in self.names:
             self.processes[name].start()
         self.wait_until_made(begin)
 
     def wait_until_made(self, begin: float) -> None:
-        """Wait until all of them are ready, which started at `begin` of the monotonic clock.
+        """Wait until all engines are ready. They started at `begin` of the monotonic clock.
 
-        If this is interrupted, those that are not ready get an error that says so.
+        If this is interrupted, engines that are not ready get an error that says so.
         """
         try:
             for name in list(self.names):
@@ -48,7 +48,7 @@ class Engines:
             raise
 
     def _say_what_is_missing(self, name: str, begin: float) -> None:
-        """Wait for an engine, and say every half a minute which of them are not ready."""
+        """Wait for an engine, and report every half minute which engines are not ready."""
         while not self.processes[name].has_answered(PATIENCE_S) and time.monotonic() - begin < self.timeout:
             missing = [other for other in self.names if not self.processes[other].has_answered(0)]
             missing = [other for other in missing if "ready_s" not in self.found[other]]
@@ -61,7 +61,7 @@ class Engines:
             self.progress(f"{name} was ready after {made - begin:.0f} s")
 
     def call(self, name: str, method: str, *arguments: Any) -> Any:
-        """What a method of one engine returns. Raises `EngineError`; see `errors`."""
+        """Returns the result of a method of one engine. Raises `EngineError`; see `errors`."""
         return self.processes[name].call(method, *arguments, timeout=self.timeout)
 
     def in_turns(self, rounds: Iterable[int], method: str, *arguments: Any) -> Iterator[tuple[str, Any]]:
@@ -92,7 +92,7 @@ class Engines:
 
 
 def turns(names: list[str], number: int) -> list[str]:
-    """The order of the engines in a round: each comes first in turn, and every other round is reversed."""
+    """Returns the order of the engines in a round: each comes first in turn, and every other round is reversed."""
     first = number // 2 % max(len(names), 1)
     order = names[first:] + names[:first]
     return order[::-1] if number % 2 else order
