@@ -171,7 +171,7 @@ def test_a_server_that_logs_nothing_shows_its_cpu_time(tmp_path: Path) -> None:
     assert len(set(used)) >= 2
 
 
-def test_the_reason_of_a_refusal_is_shown_without_the_frames_of_its_traceback(tmp_path: Path) -> None:
+def test_refusal_is_shown_without_traceback(tmp_path: Path) -> None:
     output, _ = start(tmp_path, "refuses").communicate(timeout=60)
     assert "  Value error, the checkpoint's activation_scheme is 'static'. Use --quantization fp8." in output
     assert "[core.py:1]   Value error, the checkpoint's logged_scheme is 'static'." in output

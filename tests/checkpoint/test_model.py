@@ -731,7 +731,7 @@ def test_the_cache_of_hugging_face(tmp_path):
     assert read_model(tmp_path / "link").quantized
 
 
-def test_a_snapshot_of_the_hub_needs_no_weights_but_holds_those_that_are_there_against_the_config(tmp_path):
+def test_hub_snapshot_checks_only_weights_that_exist(tmp_path):
     names = [f"model-0000{i}.safetensors" for i in (1, 2, 3)]
     snapshot = hub_cache(tmp_path, "config.json", INDEX_NAME, names[1])
     describe(snapshot, V3)

@@ -55,7 +55,7 @@ def test_the_divergence_of_short_lists_is_less_but_not_much() -> None:
     assert (found > 0.7 * whole(FP8, BF16)).all()
 
 
-def test_the_divergence_of_lists_is_that_of_their_common_tokens_and_the_rest() -> None:
+def test_divergence_merges_unlisted_tokens() -> None:
     """Ours lists 0, 1 and 2, the other 0, 1 and 3, and the text goes on with 3."""
     p, q = np.array([0.5, 0.2, 0.1, 0.05]), np.array([0.4, 0.3, 0.12, 0.04])
     tokens = np.array([[[3, 0, 1, 2]]]), np.array([[[3, 0, 1, 3]]])
@@ -94,7 +94,7 @@ def test_an_interval_covers_what_chance_does_to_the_mean() -> None:
     assert found.low < found.value < found.high
 
 
-def test_the_interval_of_a_median_is_within_its_rounds_and_narrows_with_their_number() -> None:
+def test_median_interval_narrows_with_more_rounds() -> None:
     few, many = (median_time([1.0, 2.0, 3.0, 4.0, 9.0] * times) for times in (1, 20))
     assert few.value == many.value == 3
     assert 1 <= few.low < many.low < 3 < many.high < few.high <= 9

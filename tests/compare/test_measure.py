@@ -113,7 +113,7 @@ def test_short_cells_have_more_rounds(monkeypatch: pytest.MonkeyPatch, enough: f
 
 
 @pytest.mark.parametrize(("what", "times"), [("make", 0), ("read", 0), ("measure", 0), ("measure", 4)])
-def test_an_engine_that_fails_keeps_what_it_has_done_and_the_others_go_on(what: str, times: int) -> None:
+def test_failed_engine_keeps_results_and_others_continue(what: str, times: int) -> None:
     results, readings, _, lines = measured({"fp8": (what, times)})
     assert f"fp8 failed: {what} failed" in lines
     failed = results["fp8"]

@@ -98,7 +98,7 @@ def test_an_engine_keeps_its_state_and_has_an_environment_of_its_own(start: Star
     assert "TEST_ENGINE" not in os.environ
 
 
-def test_the_time_at_which_an_engine_was_made_does_not_depend_on_when_it_is_asked_for(start: Start) -> None:
+def test_start_time_does_not_depend_on_the_query(start: Start) -> None:
     begin = time.monotonic()
     process = start()
     assert process._connection.poll(LONG)
@@ -152,9 +152,7 @@ def test_a_process_that_ends_is_noticed_and_leaves_nothing(start: Start, end: st
     wait_until(lambda: not is_running(child))
 
 
-def test_an_engine_that_takes_too_long_is_killed_with_all_it_has_started(
-    start: Start, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_engine_timeout_kills_its_children(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
     process = start()
     process.wait_until_made(LONG)
     child = process.call("start_child", timeout=LONG)

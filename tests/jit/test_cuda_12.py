@@ -41,7 +41,7 @@ def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("old_driver")
-def test_kernels_of_a_newer_cuda_than_the_drivers_are_refused_with_both_versions() -> None:
+def test_kernels_for_newer_cuda_than_driver_are_refused() -> None:
     check = _check_driver.__wrapped__  # which remembers nothing
     for compiled in ("nvrtc 12.8.93", "nvrtc 12.9.86", "triton 3.9.0"):  # of the same major version, any driver will do
         check(compiled, 12)
@@ -78,7 +78,7 @@ def test_the_package_is_that_of_the_bindings(bindings: str, package: str, monkey
 
 
 @pytest.mark.parametrize("bindings", ["12.9.4", "13.0.1"])
-def test_next_to_that_of_cuda_13_nvrtc_12_is_loaded_for_bindings_of_cuda_12(
+def test_cuda_12_bindings_load_nvrtc_12_beside_13(
     bindings: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """cuda-bindings would take either, whichever they find first."""

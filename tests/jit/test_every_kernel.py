@@ -44,6 +44,6 @@ def test_the_kernels_fit_a_block_of_a_hopper_gpu() -> None:
     assert all(key.smem_bytes <= 227 * 1024 and key.threads <= 1024 for key in all_kernels())
 
 
-def test_the_lines_of_the_sources_are_no_longer_than_those_of_the_rest() -> None:
+def test_source_lines_have_the_common_length_limit() -> None:
     for path in (Path(fp8moe_plugin.__file__).parent / "csrc").rglob("*.cu*"):
         assert [line for line in path.read_text().splitlines() if len(line) > 120] == [], path.name

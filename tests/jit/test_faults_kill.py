@@ -62,9 +62,7 @@ def run(kill_after_s: float | None = None) -> int | None:
     return child.exitcode
 
 
-def test_after_a_kill_at_any_time_the_next_run_does_not_wait_and_leaves_only_the_entry(
-    folder: Path, compiling: list[float]
-) -> None:
+def test_run_after_a_kill_leaves_only_the_entry(folder: Path, compiling: list[float]) -> None:
     cubin = compile_kernel(KEY).cubin
     draw, count, killed, shortest = faults.draw(), faults.rounds(200), 0, math.inf
     for attempt in range(20 * count):

@@ -46,7 +46,7 @@ def test_the_bundle_comes_first_and_needs_neither_cache_nor_compiler(
     assert find_or_compile(KEY).origin == Origin.BUNDLE
 
 
-def test_a_kernel_that_the_bundle_lacks_comes_from_the_cache_and_one_line_says_so(
+def test_kernel_missing_from_bundle_is_read_from_cache(
     kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     find_or_compile(KEY)

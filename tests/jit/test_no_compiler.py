@@ -107,7 +107,7 @@ def test_entries_of_a_bundle_are_named_by_its_own_compiler(path: Path, monkeypat
     assert (report.state, report.entry) == (State.PRESENT, named)
 
 
-def test_doctor_goes_on_and_needs_no_compiler_where_a_bundle_has_every_kernel(
+def test_doctor_needs_no_compiler_with_a_complete_bundle(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hidden: None
 ) -> None:
     monkeypatch.setattr(warmup_kernels, "plan_of", lambda *args: {KEY: "why"})

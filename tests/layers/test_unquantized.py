@@ -11,7 +11,7 @@ from tests import helpers as h
 @pytest.mark.parametrize(("n", "k"), [(128, 128), (300, 384), (576, 256), (1, 129), (640, 100)])
 @pytest.mark.parametrize("dtype", unquantized.DTYPES)
 @pytest.mark.parametrize("at_once", [1, 300 * 128, 1 << 24])
-def test_the_bytes_do_not_depend_on_how_many_rows_are_quantized_at_once(device, monkeypatch, n, k, dtype, at_once):
+def test_quantized_bytes_do_not_depend_on_chunk_rows(device, monkeypatch, n, k, dtype, at_once):
     monkeypatch.setitem(unquantized.WEIGHTS_AT_ONCE, device.type, at_once)
     w = torch.randn(n, k, generator=h.seeded(0, torch.device("cpu"))).to(dtype)
     q, scales = quantize_weight("w", w, device)

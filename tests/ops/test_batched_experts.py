@@ -26,7 +26,7 @@ def rows_that_count(counts: torch.Tensor, max_m: int) -> torch.Tensor:
 
 
 @given(counts=st.lists(h.row_counts, min_size=1, max_size=4), expected_m=st.sampled_from((16, 200)), seed=h.seeds)
-def test_rows_that_count_are_close_to_unquantized_and_rows_past_it_are_not_written(device, counts, expected_m, seed):
+def test_counted_rows_are_accurate_and_others_unwritten(device, counts, expected_m, seed):
     max_m = max(counts) + 1
     call = random_call(h.seeded(seed, device), counts, max_m)
     q, scales, *layer, masked_m = call
@@ -79,7 +79,7 @@ def test_counts_are_clamped_to_the_rows_there_are(device):
 
 
 @pytest.mark.parametrize("expected_m", [16, 200])
-def test_what_lies_past_the_count_and_the_layout_of_the_scales_do_not_matter(device, expected_m):
+def test_rows_past_count_and_scale_layout_are_ignored(device, expected_m):
     q, scales, *rest = random_call(h.seeded(0, device), [3, 0, 64, 129], 130)
     clean = run(q, scales.contiguous(), *rest, expected_m=expected_m)
     assert h.same_bits(run(q, h.column_major(scales), *rest, expected_m=expected_m), clean)

@@ -47,7 +47,7 @@ def test_checks_run_once_for_a_signature(counted):
     assert len(seen) == 3
 
 
-def test_what_the_checks_found_is_remembered_and_the_addresses_are_those_of_the_call(counted):
+def test_checks_are_cached_but_addresses_are_not(counted):
     check, _ = counted
     for _ in range(2):
         x = torch.zeros(4)

@@ -80,7 +80,7 @@ def test_leading_dimensions_are_kept(device, shape):
 
 
 @given(tokens=h.row_counts, topk=st.integers(1, 8), ue8m0=st.booleans(), seed=h.seeds)
-def test_a_token_is_quantized_once_for_all_its_rows_and_no_other_row_is_written(device, tokens, topk, ue8m0, seed):
+def test_quantize_writes_only_the_rows_of_each_token(device, tokens, topk, ue8m0, seed):
     gen = h.seeded(seed, device)
     x = h.random_tokens(gen, tokens, 256)
     slots = torch.randperm(tokens * topk, generator=gen, device=device).view(tokens, topk)

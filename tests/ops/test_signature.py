@@ -121,7 +121,7 @@ class ChangedByLooking(torch.Tensor):
         return False
 
 
-def test_a_tensor_that_changes_while_it_is_looked_at_is_described_as_it_was(describe: Describe) -> None:
+def test_changing_tensor_is_described_in_its_old_state(describe: Describe) -> None:
     x = torch.zeros([1] * 6)
     as_it_was = describe((x,))[0]
     assert describe((x.clone().as_subclass(ChangedByLooking),))[0] == as_it_was

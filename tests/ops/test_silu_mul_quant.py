@@ -16,7 +16,7 @@ def all_rows(gate_up: torch.Tensor) -> torch.Tensor:
     ue8m0=st.booleans(),
     seed=h.seeds,
 )
-def test_rows_that_count_hold_the_product_and_rows_past_the_count_are_not_written(device, counts, width, ue8m0, seed):
+def test_only_counted_rows_are_written(device, counts, width, ue8m0, seed):
     max_m = max(counts) + 1
     gate_up = h.random_tokens(h.seeded(seed, device), len(counts), max_m, 2 * width)
     q, scales = silu_mul_quant_fp8(gate_up, torch.tensor(counts, dtype=torch.int32, device=device), ue8m0)

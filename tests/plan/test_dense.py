@@ -75,7 +75,7 @@ def test_kernels_that_wait_for_the_quantization_may_start_before_it_ends():
 
 
 @given(m=st.integers(1, 4096), n=st.sampled_from((8, 512, 2112, 7168, 36864)), k=st.sampled_from((128, 1536, 7168)))
-def test_weights_that_do_not_stay_in_l2_are_not_read_for_more_tiles_of_rows_than_need_be(m, n, k):
+def test_weights_larger_than_l2_get_fewest_row_tiles(m, n, k):
     tile_rows, tile_n = fastest_tile(m, n, k, 132)
     assert (tile_rows, tile_n) in itertools.product(DENSE_TILE_ROWS, DENSE_TILE_N)
     if n * k > L2_BYTES:
@@ -152,7 +152,7 @@ def test_waves_are_not_counted_where_they_were_not_measured():
 
 
 @given(m=st.integers(1, 1500), n=st.sampled_from((512, 2048, 2112, 7168, 36864)), k=st.sampled_from((256, 2048, 7168)))
-def test_tiles_that_were_not_timed_with_few_rows_have_128_rows_of_many(m, n, k):
+def test_untimed_tiles_are_used_only_for_many_rows(m, n, k):
     tile_rows, tile_n = fastest_tile(m, n, k, 132)
     assert tile_n not in DENSE_MANY_ROWS_TILE_N or (m > DENSE_ROWS and tile_rows == 128)
 

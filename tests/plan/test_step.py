@@ -46,7 +46,7 @@ def test_a_small_batch_is_one_of_few_tokens_and_few_bytes():
     assert padded_tokens(MoeShape(33, 128, 128, 4, 4), 8) == padded_tokens(MoeShape(8, 8192 + 128, 128, 4, 4), 1) == 0
 
 
-def test_a_shared_expert_leaves_the_choice_of_a_small_batch_as_it_is():
+def test_shared_expert_does_not_change_small_batch_choice():
     """16 tokens are 144 pairs then, of the 176 that fit."""
     for shape in (DEEPSEEK_V3_TP8, DEEPSEEK_V3):
         merged = shape.with_shared_expert()
@@ -59,7 +59,7 @@ def test_a_wide_small_batch_needs_long_parts_of_k():
 
 
 @pytest.mark.parametrize("kind", SMALL_BATCH_STAGES)
-def test_a_multiprocessor_has_room_for_a_block_of_the_first_gemm_of_a_small_batch_and_another(kind):
+def test_small_batch_kernels_share_a_multiprocessor(kind):
     first, second = gate_up_small_batch_key(h.layer_spec(), *kind), down_small_batch_key(*kind)
     for pair in (first, first), (first, second):
         assert sum(key.smem_bytes + 1024 for key in pair) <= MULTIPROCESSOR_SMEM_BYTES
@@ -104,6 +104,6 @@ def test_a_block_takes_several_columns_where_k_is_short(n, k, columns):
     assert columns_at_once(4096, 256, 200, k) <= 2
 
 
-def test_tiles_of_a_masked_gemm_are_as_long_as_its_groups_are_expected_to_be():
+def test_masked_gemm_tiles_follow_the_expected_rows():
     plans = [plan_grouped(BY_COUNTS, 32 * 128, 32, 4096, 7168, expected_m, 132) for expected_m in (1, 40, 41)]
     assert [plan.tile_rows for plan in plans] == [FEW_ROWS_TILE, FEW_ROWS_TILE, MANY_ROWS_TILE]

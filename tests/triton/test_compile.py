@@ -93,7 +93,7 @@ def test_the_targets_are_those_of_the_programming_guide() -> None:
     assert {target: limit for target, (_, limit) in TARGETS.items()} == {t: kib * KIB for t, kib in LIMITS.items()}
 
 
-def test_the_name_of_a_file_depends_on_the_target_the_constants_and_the_version() -> None:
+def test_file_name_depends_on_target_constants_and_version() -> None:
     keys = [key for target in TARGETS for key in all_kernels(target)]
     names = {entry_name(key, version) for key in keys for version in ("triton 3.6.0", "triton 3.9.0")}
     assert len(names) == 2 * len(keys)

@@ -95,7 +95,7 @@ def test_names_of_folders_reach_no_terminal_raw(
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o000], ids=oct)
-def test_the_name_of_a_cache_that_cannot_be_used_reaches_no_terminal_raw(
+def test_unusable_cache_name_is_quoted(
     evil: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: int
 ) -> None:
     set_variables(monkeypatch, FP8MOE_CACHE_DIR=evil)

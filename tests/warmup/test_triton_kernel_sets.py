@@ -52,7 +52,7 @@ def test_every_dense_gemm_is_in_the_plan_of_its_layer(target: str) -> None:
 
 
 @targets
-def test_what_the_layers_load_is_the_plan_and_each_kernel_has_a_reason(models: dict[str, Model], target: str) -> None:
+def test_layers_load_the_plan_and_kernels_have_reasons(models: dict[str, Model], target: str) -> None:
     for model in models.values():
         layers = [h.moe_kernels(model.ue8m0, batched, target) for batched in (False, True)]
         found = model_kernels(model, target)

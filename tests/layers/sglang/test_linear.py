@@ -61,7 +61,7 @@ def load_mlp(mlp: tuple[torch.nn.Module, torch.nn.Module], checkpoint: Checkpoin
 
 
 @pytest.mark.parametrize(("intermediate", "ranks", "channels"), [*SHARES, (512, 2, 256)])
-def test_the_ranks_of_an_mlp_hold_the_checkpoint_bit_by_bit_and_zeros_after_it(make_mlp, intermediate, ranks, channels):
+def test_mlp_ranks_hold_the_checkpoint_then_zeros(make_mlp, intermediate, ranks, channels):
     checkpoint, parts = make_checkpoint(intermediate), []
     for rank in range(ranks):
         gate_up, down = mlp = make_mlp(intermediate, ranks, rank)

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.seam, pytest.mark.usefixtures("slicing")]
 
 
 @pytest.mark.parametrize(("intermediate", "ranks", "channels"), [*SHARES, (512, 2, 256)])
-def test_the_ranks_parts_are_the_checkpoint_bit_by_bit_and_zeros_after_it(intermediate, ranks, channels):
+def test_rank_parts_hold_the_checkpoint_then_zeros(intermediate, ranks, channels):
     checkpoint, layers = make_checkpoint(intermediate), []
     for rank in range(ranks):
         layers.append(Layer(intermediate, ranks, rank))
@@ -91,7 +91,7 @@ def test_the_experts_compute_what_the_checkpoint_says(tokens, ids):
     assert torch.equal(x, before)
 
 
-def test_rows_that_pad_the_steps_of_other_ranks_are_zeros_and_change_no_other():
+def test_padding_rows_are_zeros_and_affect_no_others():
     """With DP attention the experts get the rows of all ranks; the ids of those that pad a rank's are -1."""
     layer = Layer(256, 1, 0).load(make_checkpoint(256))
     gen = h.seeded(5, torch.device("cpu"))

@@ -101,7 +101,7 @@ def test_other_checkpoints_are_refused(change, message):
         Entry.from_config(CHECKPOINT | change)
 
 
-def test_experts_that_the_kernels_do_not_compute_are_refused_before_a_layer_is_made():
+def test_unsupported_experts_are_refused_before_any_layer():
     experts, unquantized = {"num_experts": 8, "hidden_act": "gelu"}, {"ignored_layers": ["model.layers.0.mlp.experts"]}
     with pytest.raises(UnsupportedError, match="hidden_act is 'gelu'"):
         Entry.from_config(CHECKPOINT).maybe_update_config("name", hf_config=PretrainedConfig(**experts))

@@ -122,7 +122,7 @@ def test_a_tensor_that_is_refused_before_anything_was_written_changes_nothing(ki
     model.step()
 
 
-def test_a_tensor_of_another_shape_changes_nothing_unless_it_is_copied_in_parts():
+def test_wrong_shape_changes_nothing_unless_copied_in_parts():
     model, weights = Model("fp8").start(first("fp8")), second("fp8")["w1_weight"]
     for layer, shard, wrong in ((model.gate_up, [1], weights[0][:128]), (model.down, [], weights[0][:128])):
         with pytest.raises(CheckpointError, match=r"of shape \[128, 256\] does not fit the layer: .*weights\.$"):
@@ -185,7 +185,7 @@ def test_half_of_a_pair_is_refused_before_the_next_step(scales, part):
     assert_out_of_service(model, "fp8", why)
 
 
-def test_a_pair_may_arrive_in_two_calls_and_a_part_of_the_checkpoint_suffices():
+def test_partial_update_in_two_calls_is_accepted():
     model, wanted = Model("fp8").start(first("fp8")), Model("fp8").start(first("fp8"))
     names = ("experts.w1.1.", "mlp.w2.")
     part = [named for named in model.tensors(second("fp8")) if named[0].startswith(names)]

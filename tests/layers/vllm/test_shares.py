@@ -39,7 +39,7 @@ def test_shares_that_are_whole_blocks_are_loaded_by_vllm_alone(intermediate, ran
 
 
 @pytest.mark.parametrize(("intermediate", "ranks", "channels"), SHARES)
-def test_the_ranks_parts_are_the_checkpoint_bit_by_bit_and_zeros_after_it(intermediate, ranks, channels):
+def test_rank_parts_hold_the_checkpoint_then_zeros(intermediate, ranks, channels):
     checkpoint = make_checkpoint(intermediate)
     parts = [layer.parts() for layer in loaded(intermediate, ranks, checkpoint)]
     for name, tensors in checkpoint.items():
@@ -107,7 +107,7 @@ def test_vllm_reloads_a_layer_in_place(monkeypatch, rank, online):
 
 
 @pytest.mark.parametrize(("intermediate", "ranks", "channels"), SHARES)
-def test_experts_that_are_quantized_as_they_load_are_those_of_a_quantized_checkpoint(intermediate, ranks, channels):
+def test_online_experts_equal_quantized_checkpoint(intermediate, ranks, channels):
     unquantized, checkpoint = make_unquantized(intermediate), make_checkpoint(intermediate)
     for rank in range(ranks):
         online = Layer(intermediate, ranks, rank, online=True).load(unquantized).parts()
@@ -174,7 +174,7 @@ def test_one_line_says_what_padding_costs(plugin_log, intermediate, ranks, line)
 
 
 @pytest.mark.parametrize(("intermediate", "ranks", "channels"), SHARES)
-def test_the_ranks_of_an_mlp_hold_the_checkpoint_bit_by_bit_and_zeros_after_it(on_rank, intermediate, ranks, channels):
+def test_mlp_ranks_hold_the_checkpoint_then_zeros(on_rank, intermediate, ranks, channels):
     checkpoint, parts = make_checkpoint(intermediate), {name: [] for name in make_checkpoint(128)}
     for rank in range(ranks):
         on_rank(ranks, rank)
@@ -198,7 +198,7 @@ def test_the_ranks_of_an_mlp_hold_the_checkpoint_bit_by_bit_and_zeros_after_it(o
 
 
 @pytest.mark.parametrize(("intermediate", "ranks", "channels"), [*SHARES, (2048, 8, 256)])
-def test_an_mlp_that_is_quantized_as_it_loads_is_that_of_a_quantized_checkpoint(on_rank, intermediate, ranks, channels):
+def test_online_mlp_equals_quantized_checkpoint(on_rank, intermediate, ranks, channels):
     unquantized, checkpoint = make_unquantized(intermediate), make_checkpoint(intermediate)
     for rank in range(ranks):
         on_rank(ranks, rank)
@@ -238,7 +238,7 @@ def test_an_mlp_of_another_size_or_stored_as_one_tensor_is_refused(on_rank, shar
         gate_up.weight.weight_loader(gate_up.weight, other, shard)
 
 
-def test_an_mlp_of_which_one_half_is_quantized_fails_at_its_first_step(on_rank):
+def test_half_quantized_mlp_fails_at_first_step(on_rank):
     on_rank(8, 0)
     _, down = make_mlp(1536)
     with pytest.raises(InvalidInputError, match="192"):
