@@ -35,7 +35,7 @@ def bench_kineto(
 ) -> float | tuple[float, ...]:
     """Median seconds of a call's kernels, by torch's profiler (Kineto), with a cold L2.
 
-    Their durations are added: kernels that overlap, as those that are launched early (PDL), count more than they take.
+    Durations are added: overlapping kernels, such as those that start early (PDL), count more than they take together.
     A call must not launch `bitwise_not`, by which the flushes of L2 are recognized.
 
     Args:

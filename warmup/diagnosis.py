@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from fp8moe_plugin.launches.backends import choose_backend
 from fp8moe_plugin.settings import Settings, settings
 
-# Other variables that change what the plugin or the warm-up does. Never one that holds a secret, such as HF_TOKEN.
+# Other variables that affect the plugin or the warm-up, but no variable that holds a secret, such as HF_TOKEN.
 VARIABLES = (
     "VLLM_BATCH_INVARIANT",
     "VLLM_CACHE_ROOT",

@@ -35,7 +35,7 @@ def download_config(model: str, revision: str | None, folder: Path | None) -> Pa
         return _downloaded_before(model, revision, folder, problem)
     try:
         return Path(huggingface_hub.hf_hub_download(model, "config.json", revision=revision, cache_dir=folder)).parent
-    except Exception as error:  # its own errors, or those of the HTTP library it uses
+    except Exception as error:  # errors of huggingface_hub or of its HTTP library
         reason = "; ".join(f"{type(e).__name__}: {str(e).strip()[:300]}" for e in (error, error.__cause__) if e)
         raise CheckpointError(
             f"There is no folder {shown(model)}, and its config.json cannot be downloaded from the hub: {reason}. "

@@ -1,11 +1,11 @@
-"""How an engine distributes a model over GPUs."""
+"""The distribution of a model over GPUs by an engine."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """How an engine distributes a model.
+    """The distribution of a model over GPUs.
 
     The experts are divided among `ep` groups of ranks, and the ranks of a group share each of its experts. In vLLM `ep`
     is 1 or the number of ranks, in SGLang any divisor of it.

@@ -36,7 +36,7 @@ class Engines:
         """
         try:
             for name in list(self.names):
-                self._say_what_is_missing(name, begin)
+                self._wait_and_report(name, begin)
                 self._made(name, begin)
         except KeyboardInterrupt:
             for name in [name for name in self.names if "ready_s" not in self.found[name]]:
@@ -47,7 +47,7 @@ class Engines:
                     self.found[name]["error"] = f"interrupted after {seconds:.0f} s, before it was ready"
             raise
 
-    def _say_what_is_missing(self, name: str, begin: float) -> None:
+    def _wait_and_report(self, name: str, begin: float) -> None:
         """Wait for an engine, and report every half minute which engines are not ready."""
         while not self.processes[name].has_answered(PATIENCE_S) and time.monotonic() - begin < self.timeout:
             missing = [other for other in self.names if not self.processes[other].has_answered(0)]

@@ -24,7 +24,7 @@ QUANT_ALGOS = ("moe_quant_algo", "quant_algo")  # where ModelOpt names its forma
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How the weights of a model are quantized, in its checkpoint or, if `online`, while they are loaded."""
+    """The quantization of a model's weights, in its checkpoint or, if `online`, while they are loaded."""
 
     weights: WeightFormat  # of experts
     ue8m0: bool = False  # whether activation scales are powers of two

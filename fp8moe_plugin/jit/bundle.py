@@ -5,7 +5,7 @@
 
 Bundles are reproducible: the same kernels give the same bytes. The manifest names the compiler, so that reading a
 bundle does not require one. A bundle is a tar archive of regular files only, so the memory needed to read it is bounded
-by its size, whatever its headers claim.
+by its size, independent of its headers.
 """
 
 import contextlib

@@ -100,7 +100,7 @@ def nvrtc_release() -> tuple[int, int]:
         _load_nvrtc_of_cuda_12()
         status, major, minor = nvrtc.nvrtcVersion()
     except (RuntimeError, OSError) as error:  # cuda-bindings loads libnvrtc with the first call
-        reason = shown_text(str(error).partition("\n")[0])  # further lines list what is in its folders
+        reason = shown_text(str(error).partition("\n")[0])  # further lines list the content of its folders
         raise CompileError(
             f"NVRTC cannot be loaded ({reason}). Install the package {nvrtc_package()} for this Python. "
             "Only serving from a bundle, FP8MOE_BUNDLE, works without it."

@@ -23,7 +23,7 @@ PACKAGE = "fp8moe_plugin.triton_kernels"
 # They may fuse multiplications with additions, as csrc does in the same places.
 FUSED = ("triton_gate_up", "triton_gemm", "triton_gate_up_small_batch", "triton_down_small_batch")
 VARIABLES = ("TRITON_", "DISABLE_", "PTXAS_", "NVPTX_", "LLVM_", "MLIR_", "USE_IR_LOC")  # how their names begin
-UNUSED = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0}  # what the launcher does not provide
+UNUSED = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0}  # the launcher supports no others
 PTX_TYPES = {Kind.POINTER: "u64", Kind.INT: "u32", Kind.FLOAT: "f32"}
 
 
@@ -59,7 +59,7 @@ def compile_triton(key: TritonKey) -> tuple[bytes, str]:
     """Returns the cubin of a kernel, with its shared memory, and ptxas' report.
 
     Raises:
-        CompileError: Triton is not installed or refuses the kernel, or compiles it to what the launcher cannot launch.
+        CompileError: Triton is not installed, refuses the kernel, or compiles it so that the launcher cannot launch it.
     """
     version = triton_version()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":

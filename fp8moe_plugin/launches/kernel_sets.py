@@ -1,4 +1,4 @@
-"""The kernels that the warm-up compiles: those of a model, or all of a target."""
+"""The kernels that the warm-up compiles: the kernels of a model, or all kernels of a target."""
 
 import itertools
 

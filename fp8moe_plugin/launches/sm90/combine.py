@@ -30,7 +30,7 @@ def combine_launch(
         topk_weights: address of float32 `[tokens, topk - shared_expert]`.
         out: address of bfloat16 `[tokens, hidden]`; a token without a slot gets zeros.
         shared_expert: the last column is the shared expert's, with weight 1 instead.
-        pdl: it may start before the preceding kernel ends. Of what it reads, that kernel may write only `rows`.
+        pdl: it may start before the preceding kernel ends. That kernel may write only one of its operands: `rows`.
     """
     vectors, key = hidden // CHANNELS_PER_THREAD, combine_key()
     return Launch(

@@ -52,7 +52,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         self.model = ModelState(None if spec.online else spec.scale)
         self.dense_layers = DenseLayers()
         self.watches_worker = False
-        self.knows_indexer = False
+        self.served_indexer = False
         metrics.expose()
 
     @classmethod
@@ -107,10 +107,10 @@ class Fp8MoeConfig(Traits, Fp8Config):
 
         On a CPU, vLLM has kernels of its own.
         """
-        if not self.knows_indexer and current_platform.is_cuda():
+        if not self.served_indexer and current_platform.is_cuda():
             model = get_current_vllm_config().model_config
             serve_indexer(model.hf_text_config, torch.device("cuda", torch.cuda.current_device()), warmup_command())
-        self.knows_indexer = True
+        self.served_indexer = True
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         self._serve_indexer()

@@ -153,7 +153,7 @@ def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
                 loading.model.written = True
             with shape_errors(loading.prefix, loaded_weight):
                 result = load(layer, param, loaded_weight, *args, **kwargs)
-            if projection and not loading.online:  # an online loader notes what it has quantized
+            if projection and not loading.online:  # an online loader notes its quantized tensors
                 loading.note_arrival(projection, role_of(param))
             return result
 

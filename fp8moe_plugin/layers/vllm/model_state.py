@@ -38,7 +38,7 @@ class ModelState:
     reloading: set[str] = field(default_factory=set)  # layers whose reload has begun but not finished
     reloaded: bool = False  # whether a layer has received its tensors in the current reload
     without_tensors: list[str] = field(default_factory=list)  # layers that received none in the current reload
-    arrivals: Arrivals = field(default_factory=Arrivals)  # what was loaded in place since the last step
+    arrivals: Arrivals = field(default_factory=Arrivals)  # tensors loaded in place since the last step
     written: bool = False  # whether anything may have been written since the last step
     calls: int = 0  # of `load_weights`, nested ones included, that have not returned
 
@@ -139,7 +139,7 @@ class ModelState:
 
     @property
     def survives_error(self) -> bool:
-        """Whether an error in the load of a layer that serves does not leave the model unusable, or not yet."""
+        """Whether the model stays usable after an error in the load of a serving layer, or this is decided later."""
         decided_later = self.calls > 0  # by the caller of `load_weights`
         return decided_later or bool(self.failure) or (self.only_rank and not self.written and not self.reloading)
 
