@@ -50,7 +50,7 @@ def in_own_process(
     environment: dict[str, str],
     log: Path | None = None,
 ) -> dict[str, Any]:
-    """The JSON that `python -m module --run name` with these options writes to `--out`, or an `error`.
+    """Returns the JSON that `python -m module --run name` with these options writes to `--out`, or an `error`.
 
     All processes that it started have ended on return. What they print is kept in `log`, and printed after an error.
     """

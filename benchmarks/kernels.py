@@ -25,7 +25,7 @@ def short_hash(text: str) -> str:
 
 
 def described(recorded: dict[str, str] | None) -> str:
-    """What the documents say about the kernels of a result."""
+    """Returns what the documents say about the kernels of a result."""
     if recorded is None:
         return "hash of the kernels not recorded"
     now = hashes()

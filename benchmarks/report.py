@@ -21,7 +21,7 @@ Backend = TypeVar("Backend")
 def results_or_errors(
     backends: dict[str, Backend], measure: Callable[[Backend], dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The result of `measure` for each backend, by name; a backend that fails has its `error` instead."""
+    """Returns the result of `measure` for each backend, by name; a backend that fails has its `error` instead."""
     results: dict[str, dict[str, Any]] = {}
     for name, backend in backends.items():
         try:
@@ -33,7 +33,7 @@ def results_or_errors(
 
 @functools.cache
 def sources_sha256() -> str:
-    """The hash of the package's sources, which identifies the code that was measured."""
+    """Returns the hash of the package's sources, which identifies the code that was measured."""
     package = Path(fp8moe_plugin.__file__).parent
     files = sorted(p for p in package.rglob("*") if p.suffix in (".py", ".cu", ".cuh"))
     return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()
@@ -75,7 +75,7 @@ def _block(brackets: str, items: list[str], indent: int) -> str:
 
 
 def _is_point(value: dict[str, Any]) -> bool:
-    """Whether this holds figures, rather than points by name."""
+    """Returns whether this holds figures, rather than points by name."""
     nested = [item for item in value.values() if isinstance(item, dict)]
     deeper = any(isinstance(inner, dict) for item in nested for inner in item.values())
     rows = any(isinstance(inner, dict) for item in value.values() if isinstance(item, list) for inner in item)

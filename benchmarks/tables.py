@@ -107,7 +107,7 @@ def grouped_gemms(found: Row) -> str:
 
 
 def humming_gemms(found: Row) -> str:
-    """The fastest of Humming's calls over the faster of our ops, and the latter in microseconds."""
+    """Returns the fastest of Humming's calls over the faster of our ops, and the latter in microseconds."""
     rows = [row for row in found["rows"] if "us" in row]
 
     def cell(gemm: str, count: int) -> str:
@@ -134,7 +134,7 @@ def humming_layers(found: Row) -> str:
 
 
 def batch_invariance(found: Row) -> str:
-    """The sizes at which the mode changes the kernels."""
+    """Returns the sizes at which the mode changes the kernels."""
     rows = found["rows"]
     changed = [row for row in rows if not row["same_bits"] or row["cost"] > 1.1]
     return table(
@@ -161,7 +161,7 @@ def engines(found: Row, model: str) -> str:
 
 
 def sglang_layer(found: Row) -> str:
-    """A layer in SGLang: microseconds with each backend for the experts, and the best peer's over ours."""
+    """Returns a table of a layer in SGLang: microseconds by backend of the experts, and the best peer's over ours."""
     rows = [row for row in found["rows"] if "us" in row]
     names = list(dict.fromkeys(row["backend"] for row in rows))
 
@@ -252,7 +252,7 @@ class Table(NamedTuple):
     make: Callable[..., str]
 
     def text(self) -> str:
-        """The table, and when and with which kernels it was measured."""
+        """Returns the table, and when and with which kernels it was measured."""
         found = [results(name) for name in self.names]
         measured = dict.fromkeys(f"{part['date']}, {kernels.described(part.get('kernel_hashes'))}" for part in found)
         line = textwrap.fill(f"Measured {'; '.join(measured)}.", 120, break_on_hyphens=False)
@@ -289,7 +289,7 @@ TABLES = {
 
 
 def rendered(document: str) -> str:
-    """The document with each table as the results have it.
+    """Returns the document with each table as the results have it.
 
     Raises:
         KeyError: a marker names a table that does not exist.

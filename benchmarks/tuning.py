@@ -39,6 +39,6 @@ def section(comment: str, name: str, value: str) -> str:
 
 
 def rendered(document: str) -> str:
-    """The document with the sections of all constants of plan/tuning.py."""
+    """Returns the document with the sections of all constants of plan/tuning.py."""
     sections = "\n\n".join(section(*found) for found in CONSTANT.findall(SOURCE.read_text()))
     return GENERATED.sub(lambda marked: f"{marked[1]}\n{sections}\n\n{marked[2]}", document)

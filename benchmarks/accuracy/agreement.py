@@ -34,7 +34,7 @@ SERVED = re.compile(rf"{IN_USE}: backend \w+")
 
 
 def run_engine(model: str, name: str) -> dict[str, Any]:
-    """The answers of one engine, in this process."""
+    """Returns the answers of one engine, in this process."""
     import torch
     from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -70,13 +70,13 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
 
 
 def served_by(log: str) -> str | None:
-    """What the log says about the kernels of our first layer of experts; None if no layer is ours."""
+    """Returns what the log says about the kernels of our first layer of experts; None if no layer is ours."""
     found = SERVED.search(log)
     return found and found[0]
 
 
 def ask(model: str, name: str, timeout: float) -> dict[str, Any]:
-    """The answers of an engine in its own process, or its `error`."""
+    """Returns the answers of an engine in its own process, or its `error`."""
     environment = os.environ | ENGINES[name][1]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")

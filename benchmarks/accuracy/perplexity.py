@@ -85,7 +85,7 @@ class PerplexityReport(Part):
 
 
 def run_engine(args: argparse.Namespace) -> dict[str, Any]:
-    """The loss of each counted token in nats, by window; in this process."""
+    """Returns the loss of each counted token in nats, by window; in this process."""
     from vllm import LLM
 
     start = time.monotonic()
@@ -105,12 +105,12 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_windows(args: argparse.Namespace) -> torch.Tensor:
-    """The windows [n, window] that all engines read."""
+    """Returns the windows [n, window] that all engines read."""
     return windows(args.model / "tokenizer.json", args.text.read_bytes().decode(), args.window)[: args.windows]
 
 
 def difference(losses: torch.Tensor, others: torch.Tensor) -> Difference:
-    """The difference of two engines' perplexities, from their mean losses per window, float64 [windows]."""
+    """Returns the difference of two engines' perplexities, from their mean losses per window, float64 [windows]."""
     found = perplexity_change(losses.numpy(), others.numpy())
     return Difference(percent=round(found.value, 4), low=round(found.low, 4), high=round(found.high, 4))
 
@@ -135,7 +135,7 @@ def summarize(report: PerplexityReport, found: dict[str, dict[str, Any]]) -> Non
 
 
 def faults(report: PerplexityReport) -> list[str]:
-    """Why ours does not pass, one sentence per reason."""
+    """Returns why ours does not pass, one sentence per reason."""
     found = [f"{name} failed: {engine.error}" for name, engine in report.engines.items() if engine.error]
     ours = report.engines.get(OURS)
     if ours and not ours.error and not ours.against_bf16 and not report.ours_against_built_in:
@@ -149,7 +149,7 @@ def faults(report: PerplexityReport) -> list[str]:
 
 
 def line(name: str, engine: Engine) -> str:
-    """A row of the table."""
+    """Returns a row of the table."""
     if engine.error:
         return f"{name:18} {engine.error}"
     against = f", {engine.against_bf16} against BF16" if engine.against_bf16 else ""
@@ -175,7 +175,7 @@ def about(args: argparse.Namespace) -> PerplexityReport:
 
 
 def ask(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The result of `run_engine` in its own process, or its `error`."""
+    """Returns the result of `run_engine` in its own process, or its `error`."""
     options = {
         "--model": args.model,
         "--twin": args.twin,

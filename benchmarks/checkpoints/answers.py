@@ -32,7 +32,7 @@ def random_prompts(count: int, tokens: int, vocab: int = 512, seed: int = 0) -> 
 
 
 def ask(llm: Any, prompts: list[list[int]], generated: int) -> Answers:
-    """The answers of a vLLM engine to these prompts."""
+    """Returns the answers of a vLLM engine to these prompts."""
     from vllm import SamplingParams, TokensPrompt
 
     greedy = SamplingParams(
@@ -62,7 +62,7 @@ def same_history(ours: Answers, other: Answers) -> tuple[torch.Tensor, ...]:
 
 
 def equal_prefix(ours: list[int], other: list[int]) -> int:
-    """The number of equal tokens before the first difference."""
+    """Returns the number of equal tokens before the first difference."""
     tokens = zip(ours, other, strict=True)
     return next((n for n, (mine, theirs) in enumerate(tokens) if mine != theirs), len(ours))
 

@@ -96,7 +96,7 @@ class Router(nn.Module):
         self.register_buffer("load", torch.zeros(s.experts), persistent=False)  # tokens per expert in the last call
 
     def forward(self, x: Tensor) -> Tensor:
-        """The weight of each expert for each token, float32 [..., experts]; zero for experts that are not chosen."""
+        """Returns the weight of each expert for each token, float32 [..., experts]; zero if it is not chosen."""
         s = self.shape
         scores = F.linear(x, self.weight).float().sigmoid()
         groups = (scores + self.e_score_correction_bias).unflatten(-1, (s.groups, -1))
@@ -172,7 +172,7 @@ class SmallMoE(nn.Module):
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def weight(self, name: str) -> Tensor:
-        """The tensor with this name in a checkpoint.
+        """Returns the tensor with this name in a checkpoint.
 
         Raises:
             KeyError: there is no such tensor.

@@ -226,7 +226,7 @@ def tensors(s: Shape) -> Iterator[Tensor]:
 
 
 def config(s: Shape, fp8: bool) -> dict[str, Any]:
-    """The config.json of the model's family."""
+    """Returns the config.json of the model's family."""
     common = {
         "hidden_size": s.hidden,
         "vocab_size": s.vocab,
@@ -303,7 +303,7 @@ def quantization_config(s: Shape) -> dict[str, Any]:
 
 
 def draw(t: Tensor, s: Shape, seed: int, device: torch.device) -> torch.Tensor:
-    """The tensor's values, float32. The MTP layer's embedding and head repeat the model's."""
+    """Returns the tensor's values, float32. The MTP layer's embedding and head repeat the model's."""
     if t.std is None:
         return torch.ones(t.shape, device=device)
     name = t.name
@@ -332,7 +332,7 @@ def with_powers_of_two(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def stored(t: Tensor, values: torch.Tensor, s: Shape, fp8: bool) -> dict[str, torch.Tensor]:
-    """The tensors that the checkpoint stores for this weight."""
+    """Returns the tensors that the checkpoint stores for this weight."""
     if not t.quantized:
         return {t.name: values.to(t.dtype)}
     q, scales = with_powers_of_two(values) if s.ue8m0 else per_block_cast_to_fp8(values)

@@ -17,12 +17,12 @@ HELD_OUT = 1 / 20
 
 
 def default_text() -> Path:
-    """The sources of Python's standard library: real text that every machine has."""
+    """Returns the sources of Python's standard library: real text that every machine has."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def read_text(paths: list[Path]) -> str:
-    """The text of these files (also `.xz`), and of files in these folders with a suffix in `SUFFIXES`.
+    """Returns the text of these files (also `.xz`), and of files in these folders with a suffix in `SUFFIXES`.
 
     Raises:
         UnsupportedError: there is no text, or a `.xz` is damaged.
@@ -65,7 +65,7 @@ def split(text: str, seed: int) -> tuple[list[str], list[str]]:
 
 
 def windows(tokenizer: Path, text: str, length: int) -> torch.Tensor:
-    """The tokens of the text, int64 [windows, length], without the incomplete window at the end.
+    """Returns the tokens of the text, int64 [windows, length], without the incomplete window at the end.
 
     Args:
         tokenizer: a tokenizer.json.

@@ -104,7 +104,7 @@ class TrainingReport(BaseModel):
 
 
 def token_losses(model: SmallMoE, ids: torch.Tensor) -> torch.Tensor:
-    """The loss of each token after the first of its window in nats, float32 [windows, length - 1]."""
+    """Returns the loss of each token after the first of its window in nats, float32 [windows, length - 1]."""
     device = model.lm_head.weight.device
     losses = []
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
@@ -129,7 +129,7 @@ def optimizer(model: SmallMoE, learning_rate: float) -> torch.optim.AdamW:
 
 
 def rate(progress: float) -> float:
-    """The learning rate over its maximum, for `progress` from 0 to 1."""
+    """Returns the learning rate over its maximum, for `progress` from 0 to 1."""
     if progress < WARM_UP:
         return (progress + 1e-3) / WARM_UP
     cosine = (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP))) / 2
@@ -182,7 +182,7 @@ def text_digest(text: str) -> str:
 def make_tokens(
     folder: Path, text: str, vocab: int, seed: int, window: int = WINDOW
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens [n] to train on, and the held-out windows; writes tokenizer and held-out text to the folder."""
+    """Returns the training tokens [n] and the held-out windows. Writes tokenizer and held-out text to the folder."""
     pieces, held_out = split(text, seed)
     write_tokenizer(folder, vocab, pieces)
     (folder / HELD_OUT_TEXT).write_bytes("".join(held_out).encode())

@@ -31,7 +31,7 @@ def first_cores(allowed: set[int]) -> set[int]:
 
 
 def siblings(thread: int) -> set[int]:
-    """The hardware threads of its core, as Linux lists them ("0,64" or "0-1"); a sandbox may not tell."""
+    """Returns the hardware threads of its core, as Linux lists them ("0,64" or "0-1"); a sandbox may not tell."""
     listed = Path(SIBLINGS.format(thread))
     text = listed.read_text().strip() if listed.exists() else str(thread)
     spans = (re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in text.split(","))

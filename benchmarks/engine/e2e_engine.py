@@ -95,12 +95,12 @@ class Engine(RandomPrompts, VllmClock):
         share_cores()
 
     def profile(self, cell: Cell) -> dict[str, Any]:
-        """What the profiler says about one prefill or one decode step."""
+        """Returns what the profiler says about one prefill or one decode step."""
         return summary(of_cell(profiled, self.run, cell))
 
 
 def environment(name: str) -> dict[str, str]:
-    """What is added to the environment of an engine's process; variables that are set keep their values."""
+    """Returns what is added to the environment of an engine's process; variables that are set keep their values."""
     cache = os.environ.get("VLLM_CACHE_ROOT", str(Path(tempfile.gettempdir(), "engine_e2e_cache")))
     defaults = {key: value for key, value in DEFAULTS.items() if key not in os.environ}
     return defaults | {"VLLM_CACHE_ROOT": f"{cache}/{name}"} | ENGINES[name][1]

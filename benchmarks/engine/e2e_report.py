@@ -9,7 +9,7 @@ from fp8moe_plugin.errors import UnsupportedError
 
 
 def best_peer_over_ours(rows: list[dict[str, Any]]) -> float | None:
-    """The ratio of one cell's rows, if ours and a peer finished."""
+    """Returns the ratio of one cell's rows, if ours and a peer finished."""
     ms = {row["engine"]: row["ms"] for row in rows}
     ours = ms.pop(OURS, None)
     return min(ms.values()) / ours if ours and ms else None

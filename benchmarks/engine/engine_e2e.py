@@ -102,19 +102,19 @@ class Engines(turns.Engines):
 
 
 def processes(names: list[str], kind: str, model: Path, cells: list[Cell]) -> dict[str, EngineProcess]:
-    """A process for each engine, by name; they share the GPU's memory."""
+    """Returns a process for each engine, by name; they share the GPU's memory."""
     share = round(MEMORY / len(names), 3)
     return {name: EngineProcess(partial(Engine, name, kind, model, cells, share), environment(name)) for name in names}
 
 
 def deepgemm_refusal() -> str | None:
-    """Why DeepGEMM cannot be imported, if so."""
+    """Returns why DeepGEMM cannot be imported, if so."""
     done = subprocess.run([sys.executable, "-c", IMPORT_DEEPGEMM], stderr=subprocess.PIPE, text=True, check=False)
     return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
 
 def checkpoint(kind: str, folder: Path) -> Path:
-    """The model's checkpoint, written by another process, which gives its GPU memory back, unless it is there."""
+    """Returns the model's checkpoint. If it does not exist, another process writes it, and frees its GPU memory."""
     model = folder / f"{KINDS[kind].family}-{KINDS[kind].preset}"
     if not model.exists():
         unfinished = model.with_suffix(".unfinished")

@@ -31,7 +31,7 @@ HOST_CATEGORIES = ("cpu_op", "user_annotation")
 
 
 def profiled(call: Callable[[], Any]) -> Times:
-    """The times of one call, which runs on this process's GPU and CPU."""
+    """Returns the times of one call, which runs on this process's GPU and CPU."""
     import torch
     from torch.profiler import profile, supported_activities
 
@@ -66,7 +66,7 @@ def experts_annotated() -> Iterator[None]:
 
 
 def times(events: list[dict[str, Any]]) -> Times:
-    """The times of a Chrome trace's events."""
+    """Returns the times of a Chrome trace's events."""
     found: Times = Counter()
     kernels = [event for event in events if event.get("cat") == "kernel"]
     for kernel in kernels:
@@ -85,7 +85,7 @@ def times(events: list[dict[str, Any]]) -> Times:
 
 
 def busy_us(kernels: list[dict[str, Any]]) -> float:
-    """How long at least one of the kernels runs."""
+    """Returns how long at least one of the kernels runs."""
     busy, until = 0.0, 0.0
     for kernel in sorted(kernels, key=lambda e: e["ts"]):
         end = kernel["ts"] + kernel["dur"]
@@ -95,7 +95,7 @@ def busy_us(kernels: list[dict[str, Any]]) -> float:
 
 
 def of_cell(profiled: Callable[[Callable[[], Any]], Times], run: Callable[[Cell, int], Any], cell: Cell) -> Times:
-    """The times of one prefill or one decode step, by a `Clock`'s `run`."""
+    """Returns the times of one prefill or one decode step, by a `Clock`'s `run`."""
     profiled(lambda: run(cell, SHORT))  # the profiler's own first calls are slow
     if cell.tokens:
         prefills = profiled(lambda: [run(cell, 1) for _ in range(PROFILED_PREFILLS)])
@@ -105,12 +105,12 @@ def of_cell(profiled: Callable[[Callable[[], Any]], Times], run: Callable[[Cell,
 
 
 def per_unit(whole: Times, without: Times, units: int) -> Times:
-    """The times of one of `units` prefills or steps by which two profiled calls differ."""
+    """Returns the times of one of `units` prefills or steps by which two profiled calls differ."""
     return Counter({key: (whole[key] - without[key]) / units for key in whole})
 
 
 def summary(of_unit: Times, kernels: int = 12) -> dict[str, Any]:
-    """The figures of a results row: `gpu_busy_ms`, `host_ops_ms`, and both by name, longest first, in microseconds."""
+    """Returns the figures of a row: `gpu_busy_ms`, `host_ops_ms`, and both by name in microseconds, longest first."""
 
     def by_name(kind: str) -> list[tuple[str, float]]:
         named = [(name, us) for (of, name), us in of_unit.items() if of == kind]

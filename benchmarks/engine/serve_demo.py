@@ -90,7 +90,7 @@ def request_for(checkpoint: Path, prompt: str) -> dict[str, Any]:
 
 
 def next_steps(checkpoint: Path, command: list[str], environment: dict[str, str]) -> str:
-    """The commands that serve the checkpoint and ask it, and those for a model of the reader's own."""
+    """Returns the commands that serve the checkpoint and ask it, and those for a model of the reader's own."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     body = json.dumps(request_for(checkpoint, next(iter(QUESTIONS))))
     return f"""To serve it until Ctrl-C, and to ask it from another terminal:
@@ -116,7 +116,7 @@ def free_port() -> int:
 
 
 def vllm_command(checkpoint: str, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
-    """The command of vLLM's server and its environment variables."""
+    """Returns the command of vLLM's server and its environment variables."""
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     options = ["--max-model-len", "256", "--max-num-seqs", "4"]
     if on_gpu:
@@ -130,7 +130,7 @@ def vllm_command(checkpoint: str, on_gpu: bool) -> tuple[list[str], dict[str, st
 
 
 def sglang_command(checkpoint: str, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
-    """The same of SGLang's."""
+    """Returns the same of SGLang's."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model", checkpoint, "--enable-metrics"]
     command += ["--context-length", "256", "--max-running-requests", "4"]
     environment = {"HF_HUB_OFFLINE": "1"}
@@ -184,7 +184,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def group_runs(group: int) -> bool:
-    """Whether a process of this group still runs; zombies do not count."""
+    """Returns whether a process of this group still runs; zombies do not count."""
     return any(fields[0] != "Z" for fields in stats_of(group))
 
 
@@ -194,7 +194,7 @@ def cpu_seconds(group: int) -> float:
 
 
 def stats_of(group: int) -> Iterator[list[str]]:
-    """The fields of /proc/PID/stat of the processes of this group, from the state on."""
+    """Yields the fields of /proc/PID/stat of the processes of this group, from the state on."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended in the meantime
             fields = stat.read_text().rpartition(")")[2].split()
@@ -246,7 +246,7 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def our_metrics(address: str) -> list[str]:
-    """The metrics of the plugin at the server."""
+    """Returns the metrics of the plugin at the server."""
     with HTTP.open(f"{address}/metrics", timeout=REQUEST_TIMEOUT_S) as reply:
         lines = [line for line in reply.read().decode().splitlines() if line.startswith(METRICS)]
     if not lines:

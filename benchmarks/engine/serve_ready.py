@@ -91,7 +91,7 @@ def environment(engine: str, bundle: Path, caches: Path) -> dict[str, str]:
 
 
 def send_all(address: str, model: str) -> dict[str, object]:
-    """A prefill of each length, then a batch of each size that decodes a few steps."""
+    """Returns a prefill of each length, then a batch of each size that decodes a few steps."""
     begin = time.monotonic()
     for length in LENGTHS:
         ask(address, model, [[1 + i % 1000 for i in range(length)]], 1)

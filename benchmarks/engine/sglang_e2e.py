@@ -88,7 +88,7 @@ class Engine(RandomPrompts, Clock):
         share_cores()
 
     def measure(self, cell: Cell) -> float:
-        """The `ms` of one round, on a host that is awake."""
+        """Returns the `ms` of one round, on a host that is awake."""
         self.run(cell, SHORT)
         return super().measure(cell)
 
@@ -103,12 +103,12 @@ class Engine(RandomPrompts, Clock):
         return ms
 
     def profile(self, cell: Cell) -> dict[str, Any]:
-        """How long the GPU is busy in one prefill or one decode step, and with which kernels."""
+        """Returns how long the GPU is busy in one prefill or one decode step, and with which kernels."""
         found = summary(of_cell(self.profiled, self.run, cell))
         return {key: found[key] for key in ("gpu_busy_ms", "kernels_us")}
 
     def profiled(self, call: Callable[[], Any]) -> Times:
-        """The GPU's times of a call. The model runs in SGLang's scheduler, a process that profiles itself."""
+        """Returns the GPU's times of a call. The model runs in SGLang's scheduler, a process that profiles itself."""
         with tempfile.TemporaryDirectory() as folder:
             self.engine.start_profile(output_dir=folder, activities=["GPU"], with_stack=False, record_shapes=False)
             call()
@@ -177,7 +177,7 @@ class Report:
 
 
 def agree(model: Path, engines: Engines, timeout: float) -> list[dict[str, Any]]:
-    """How far each two of the engines agree."""
+    """Returns how far each two of the engines agree."""
     answers = {}
     for name in list(engines.names):
         with engines.errors(name):

@@ -108,7 +108,7 @@ class CaseReport(BaseModel):
 
 
 def run_engine(name: str, checkpoints: Path) -> dict[str, Any]:
-    """The answers of one engine, or of its replica with the rank in the environment."""
+    """Returns the answers of one engine, or of its replica with the rank in the environment."""
     from vllm import LLM
 
     engine = ENGINES[name]
@@ -174,7 +174,7 @@ def move_experts(llm: Any) -> dict[str, Any]:
 
 
 def start_engine(name: str, number: int, checkpoints: Path, timeout: float, others: dict[str, Future[Any]]) -> Any:
-    """The result of `run_engine`, or its `error`; replicas are joined."""
+    """Returns the result of `run_engine`, or its `error`; replicas are joined."""
     engine = ENGINES[name]
     environment = os.environ | ENVIRONMENT | engine.environment
     if engine.placed_as:
@@ -200,7 +200,7 @@ def start_engine(name: str, number: int, checkpoints: Path, timeout: float, othe
 
 
 def joined(replicas: int, environment: dict[str, str], start: Any) -> dict[str, Any]:
-    """The results of all replicas, with answers in the order of the prompts."""
+    """Returns the results of all replicas, with answers in the order of the prompts."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -279,7 +279,7 @@ def count_equal(report: CaseReport, ours: Answers, reference: Answers) -> None:
 
 
 def memory_problem(name: str, found: dict[str, Any]) -> str | None:
-    """A complaint if loading an unquantized checkpoint took more memory than the FP8 model plus one layer."""
+    """Returns a complaint if loading an unquantized checkpoint took more memory than the FP8 model plus one layer."""
     engine = ENGINES[name]
     if engine.arguments.get("quantization") != "fp8moe" or not engine.checkpoint.endswith("-bf16") or not ON_GPU:
         return None
@@ -290,7 +290,7 @@ def memory_problem(name: str, found: dict[str, Any]) -> str | None:
 
 
 def row(name: str, report: CaseReport) -> str:
-    """A row of the table."""
+    """Returns a row of the table."""
     text = f"{name:13} {report.state:8}"
     if report.difference is not None:
         text += (
@@ -303,7 +303,7 @@ def row(name: str, report: CaseReport) -> str:
 
 
 def selected(names: str | None) -> dict[str, Case]:
-    """The requested cases, by default all that this machine has the GPUs for, or that vLLM supports on CPUs."""
+    """Returns the requested cases, by default all that this machine has the GPUs for, or that vLLM supports on CPUs."""
     if names:
         return {name: CASES[name] for name in names.split(",")}
     gpus = torch.cuda.device_count() if ON_GPU else 2

@@ -94,7 +94,7 @@ class Tests(NamedTuple):
 
 
 def load_tests(checkout: Path, library: Any, rounds: int) -> Tests:
-    """The tests, which find `library` when they import `deep_gemm`; no other module of this process does."""
+    """Returns the tests, which find `library` when they import `deep_gemm`; no other module of this process does."""
     alias, timer = ModuleType("deep_gemm"), Timer(rounds)
     alias.__path__ = [str(checkout / "deep_gemm")]
     vars(alias)["__getattr__"] = lambda name: found(library, name)
@@ -117,7 +117,7 @@ def load_tests(checkout: Path, library: Any, rounds: int) -> Tests:
 
 
 def found(library: Any, name: str) -> Any:
-    """A function of the library, or of its extension; an older release gets what the tests' release added."""
+    """Returns a function of the library, or of its extension; an older release gets what the tests' release added."""
     for place in (library, getattr(library, "_C", None)):
         if hasattr(place, name):
             value = getattr(place, name)
@@ -128,7 +128,7 @@ def found(library: Any, name: str) -> Any:
 
 
 def tolerant(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of an older DeepGEMM, which does not know options that are off."""
+    """Returns the function of an older DeepGEMM, which does not know options that are off."""
 
     def call(*args: Any, **options: Any) -> Any:
         try:
@@ -187,7 +187,7 @@ def cases_of(module: ModuleType, name: str) -> Iterator[Case]:
 
 
 def enumerated(module: ModuleType, name: str, enumerator: str) -> list[Any]:
-    """What the test would go through: it runs without any case. Nothing if the library lacks what it begins with."""
+    """Returns the cases of the test, which runs without any of them; no case if its first function is missing."""
     original, values = vars(module)[enumerator], []
 
     def record(*args: Any, **options: Any) -> list[Any]:
@@ -220,7 +220,7 @@ def seed() -> None:
 
 
 def label(value: Any) -> str:
-    """The values of a case as text, but for objects that have none."""
+    """Returns the values of a case as text, but for objects that have none."""
     parts = value if isinstance(value, tuple) else (value,)
     shown = (part.name if isinstance(part, Enum) else str(part).removeprefix("torch.") for part in parts)
     return ", ".join(text for text in shown if " object at " not in text)
@@ -230,7 +230,7 @@ def label(value: Any) -> str:
 
 
 def run(case: Case, tests: Tests) -> dict[str, Any]:
-    """The status of a case with one library, and its mean times."""
+    """Returns the status of a case with one library, and its mean times."""
     module, timer = tests.module(case.test), tests.timer
     timer.clear()
     one = contextlib.nullcontext()
@@ -266,13 +266,13 @@ def line(row: dict[str, Any]) -> str:
 
 
 def kept(path: Path | None, timed: bool) -> dict[Key, dict[str, Any]]:
-    """The rows of earlier runs that need not run again: if `timed`, those with times."""
+    """Returns the rows of earlier runs that need not run again: if `timed`, those with times."""
     rows = json.loads(path.read_text())["rows"] if path and path.is_file() else []
     return {(row["test"], row["number"]): row for row in rows if not timed or "us" in row}
 
 
 def summary(rows: list[dict[str, Any]], cases: int) -> dict[str, Any]:
-    """How many cases pass, and which fail that DeepGEMM passes."""
+    """Returns how many cases pass, and which fail that DeepGEMM passes."""
     owed = [row for row in rows if row["status"] != PASSED and row.get("deepgemm_status") == PASSED]
     return {
         "cases": cases,

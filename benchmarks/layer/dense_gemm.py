@@ -99,7 +99,7 @@ def empty_result(a: Pair, b: Pair) -> torch.Tensor:
 
 
 def measure(backend: Backend, x: torch.Tensor, weights: list[Pair]) -> dict[str, Any]:
-    """The times and errors of one backend; `weights` are the copies, used in turn."""
+    """Returns the times and errors of one backend; `weights` are the copies, used in turn."""
     a, b = backend.quantize(x), weights[0]
     rows = slice(None, None, max(1, len(x) // CHECKED_ROWS))
     errors = {

@@ -34,7 +34,7 @@ SUMMARY = re.compile("|".join(PARTS), re.MULTILINE)
 
 
 def run(command: str) -> dict[str, object]:
-    """The exit status of the command, and the summary lines of its output."""
+    """Returns the exit status of the command, and the summary lines of its output."""
     parts = [sys.executable if part == "python" else part for part in shlex.split(command)]
     done = subprocess.run(parts, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:

@@ -58,7 +58,7 @@ Calls = dict[str, tuple[Callable[[], Any], torch.Tensor]]  # by name, each with 
 
 
 def random_weights(n: int, k: int, experts: int = EXPERTS) -> Pair:
-    """The weights of all experts."""
+    """Returns the weights of all experts."""
     return random_fp8((experts, n, k)), random_scales((experts, n // 128, k // 128), k)
 
 
@@ -71,7 +71,7 @@ def row_counts(tokens: int, even: bool) -> list[int]:
 
 
 def contiguous_case(counts: list[int], alignment: int) -> tuple[int, torch.Tensor, list[int]]:
-    """The number of rows, the expert of each row, and where the rows of each expert begin."""
+    """Returns the number of rows, the expert of each row, and where the rows of each expert begin."""
     padded = [math.ceil(c / alignment) * alignment for c in counts]
     starts = [sum(padded[:e]) for e in range(EXPERTS)]
     indices = torch.arange(EXPERTS, dtype=torch.int32).repeat_interleave(torch.tensor(padded))
@@ -140,7 +140,7 @@ def masked(deep_gemm: Any, b: Pair, n: int, k: int, counts: list[int]) -> dict[s
 
 
 def even_gemms() -> dict[str, tuple[int, int, int]]:
-    """The GEMMs that are compared with Humming's: experts, N and K."""
+    """Returns the GEMMs that are compared with Humming's: experts, N and K."""
     found = {}
     for name, layer in LAYERS.items():
         found[f"{name} gate_up"] = layer.experts, 2 * layer.intermediate, layer.hidden

@@ -55,7 +55,7 @@ def gemm_config(groups: int, n: int, k: int, weight_format: str) -> Any:
 
 
 def default_tuning(config: Any, layout: str, rows: int) -> Tuning:
-    """What Humming chooses for this many rows in all groups together, as vLLM looks it up."""
+    """Returns what Humming chooses for this many rows in all groups together, as vLLM looks it up."""
     from humming.tune import get_heuristics_config
 
     found: Tuning = get_heuristics_config(config, rows, gemm_type=layout)
@@ -73,7 +73,7 @@ def tunings(default: Tuning, rows_per_group: int) -> dict[str, Tuning]:
 
 
 def kernel_jobs(config: Any, chosen: Iterable[tuple[str, Tuning]]) -> list[Callable[[], Any]]:
-    """What compiles and registers the kernel of each layout and tuning, each of them once."""
+    """Returns what compiles and registers the kernel of each layout and tuning, each of them once."""
     from humming.kernel.humming import HummingKernel
 
     kernels = {}
@@ -113,7 +113,7 @@ class HummingGemm:
         self.locks = torch.zeros(LOCKS, dtype=torch.int32, device=q.device)
 
     def caller(self, layout: str, tuning: Tuning, rows: int) -> Callable[..., torch.Tensor]:
-        """A function of `inputs`, `input_scale`, `outputs` and the operands of the layout; `rows`: see the tuning."""
+        """Returns a function of `inputs`, `input_scale`, `outputs` and the layout's operands; `rows`: see tuning."""
         from humming.forward import humming_forward
 
         return partial(
@@ -128,7 +128,7 @@ class HummingGemm:
 
 
 def even_rows(layout: str, tuning: Tuning, groups: int, rows: int, device: str = "cuda") -> dict[str, torch.Tensor]:
-    """The operands of a layout in which each group has `rows` consecutive rows of the inputs."""
+    """Returns the operands of a layout in which each group has `rows` consecutive rows of the inputs."""
     if layout == CONTIGUOUS:
         return {"expert_layout": torch.arange(groups + 1, device=device) * rows}
     tile = tuning["block_shape"][0]
@@ -144,7 +144,7 @@ def even_rows(layout: str, tuning: Tuning, groups: int, rows: int, device: str =
 
 
 def layer_jobs(weight_format: str, layout: str, experts: Experts, tokens: Iterable[int]) -> list[Callable[[], Any]]:
-    """What compiles the kernels of `make_humming`'s layers."""
+    """Returns what compiles the kernels of `make_humming`'s layers."""
     from humming.forward import may_process_input
 
     first, second = (gemm_config(experts.experts, *sizes, weight_format) for sizes in _sizes(experts))
@@ -160,7 +160,7 @@ def layer_jobs(weight_format: str, layout: str, experts: Experts, tokens: Iterab
 
 
 def make_humming(weight_format: str, layout: str, experts: Experts, weights: ExpertWeights, tokens: int) -> Layer:
-    """A layer of the steps of vLLM 0.33's `HummingIndexedExperts` or `HummingGroupedExperts` on one rank.
+    """Returns a layer of the steps of vLLM 0.33's `HummingIndexedExperts` or `HummingGroupedExperts` on one rank.
 
     Humming's own: both GEMMs, with the tile of its default tuning, the quantization of the tokens, and SwiGLU with the
     quantization of its result. vLLM's, in the version that is installed: around the indexed layout the alignment of

@@ -157,7 +157,7 @@ class Processes:
                 process.wait_until_made(TIMEOUT_S)
 
     def turns(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """What each backend answers, one after the other."""
+        """Returns what each backend answers, one after the other."""
         answers = {}
         for name, process in list(self.running.items()):
             with self._errors(name):
@@ -186,7 +186,7 @@ class Processes:
 
 
 def measure(processes: Processes, tokens: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """The figures of each backend at one number of tokens."""
+    """Returns the figures of each backend at one number of tokens."""
     errors = processes.turns("capture", tokens)
     taken: dict[str, list[float]] = {name: [] for name in errors}
     for _ in range(rounds):

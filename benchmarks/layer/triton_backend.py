@@ -39,14 +39,14 @@ Plan = Callable[..., TritonStepPlan]
 
 
 def capture(layer: Layer, case: Case) -> tuple[torch.cuda.CUDAGraph, float]:
-    """A graph of a layer's calls, and its relative L2 distance from float32 math."""
+    """Returns a graph of a layer's calls, and its relative L2 distance from float32 math."""
     out = layer(case.hidden_states, *case.routings[0])[: len(case.expected)].float()
     error = ((out - case.expected).norm() / case.expected.norm()).item()
     return captured([partial(layer, case.hidden_states, *routing) for routing in case.routings]), error
 
 
 def planned_by(plan: Plan, make: Callable[[], Any]) -> Any:
-    """What `make` returns if the layer has such plans."""
+    """Returns what `make` returns if the layer has such plans."""
     planned = Triton.plan_layer
 
     def plan_layer(self: Triton, spec: LayerSpec, tokens: int, multiprocessors: int) -> LayerPlan:
