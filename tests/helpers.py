@@ -108,21 +108,21 @@ def random_routing(gen: torch.Generator, kind: str, tokens: int, topk: int, expe
 
 
 def with_shared_expert(weights: torch.Tensor, ids: torch.Tensor, experts: int, routed_scale: float) -> Quantized:
-    """A routing among the first of so many experts, with the last one in a column of its own and weight 1."""
+    """Returns a routing among all experts but the last, which has a column of its own with weight 1."""
     ids = torch.where(ids < experts - 1, ids, -1)  # the router cannot choose the last one
     columns = torch.nn.functional.pad(weights * routed_scale, (0, 1), value=1.0)
     return columns, torch.nn.functional.pad(ids, (0, 1), value=experts - 1)
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of 0xFF bytes, which are NaN: shows elements that were not written, and those written by mistake."""
+    """Returns a tensor of 0xFF bytes (NaN), which reveals elements that are not written, or written by mistake."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     bits(tensor).fill_(-1)
     return tensor
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: compares NaN, and indexes e4m3."""
+    """Returns the same memory as integers: compares NaN, and indexes e4m3."""
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
@@ -189,7 +189,7 @@ def swiglu(gate_up: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
 
 
 def resolved(argument: Argument, addresses: tuple[int, ...]) -> TensorMap | PerGroup | int:
-    """An argument with these addresses in its slots."""
+    """Returns an argument with these addresses in its slots."""
     if isinstance(argument, TensorMap):
         return argument._replace(address=resolved(argument.address, addresses))
     if isinstance(argument, PerGroup):
@@ -237,18 +237,18 @@ def layer_spec(ue8m0: bool = False) -> LayerSpec:
 
 
 def moe_kernels(ue8m0: bool, batched: bool, target: str = SM90) -> list[KernelKey]:
-    """The kernels that a layer loads; which ones does not depend on its shape."""
+    """Returns the kernels that a layer loads; which ones does not depend on its shape."""
     spec, arrival = layer_spec(ue8m0), Arrival.BATCHED if batched else Arrival.STANDARD
     return list(BACKENDS[target].layer_kernels(spec, arrival))
 
 
 def linear_kernels(ue8m0: bool, target: str = SM90) -> list[KernelKey]:
-    """The kernels that a dense layer loads."""
+    """Returns the kernels that a dense layer loads."""
     return list(BACKENDS[target].dense_kernels(ue8m0))
 
 
 def plan_step(shape: MoeShape, tokens: int, ue8m0: bool = False, multiprocessors: int = MULTIPROCESSORS) -> StepPlan:
-    """The SM90 kernels' plan of a layer, with VLLM_BATCH_INVARIANT as it is."""
+    """Returns the SM90 kernels' plan of a layer, with VLLM_BATCH_INVARIANT as it is."""
     return plan_layer(LayerSpec(shape, ue8m0=ue8m0, batch_invariant=batch_invariant()), tokens, multiprocessors)
 
 
@@ -312,7 +312,7 @@ def layer_reference(
     quantized: bool,
     ue8m0: bool = False,
 ) -> torch.Tensor:
-    """The layer in float64, expert by expert; `quantized`: rounded wherever the ops round, else nowhere."""
+    """Returns the layer in float64, expert by expert; `quantized`: rounded wherever the ops round, else nowhere."""
 
     def as_fp8(values: torch.Tensor) -> torch.Tensor:
         return dequantize_tokens(*reference.quantize(values, ue8m0)) if quantized else values.double()

@@ -114,14 +114,14 @@ def decode(gen: torch.Generator, lengths: list[int], next_n: int = 1, heads: int
 
 
 def spoilt_prefill(gen: torch.Generator, heads: int) -> tuple[Prefill, torch.Tensor]:
-    """A call with NaN in a query and in a KV row, and a mask of the logits that are NaN for it."""
+    """Returns a call with NaN in a query and in a KV row, and a mask of the logits that are NaN for it."""
     call = prefill(gen, 9, 150, heads)
     h.bits(call.q)[4, heads - 1, 5] = h.bits(call.kv[0])[100, 3] = 0x7F
     return call, nan_mask(9, 150, tokens=slice(4, 5), device=gen.device)
 
 
 def spoilt_decode(gen: torch.Generator, next_n: int) -> tuple[Decode, torch.Tensor]:
-    """The same for paged KV. The NaN query is the last token of the second request."""
+    """Returns the same for paged KV. The NaN query is the last token of the second request."""
     call = decode(gen, [150, 150], next_n)
     h.bits(call.q)[1, next_n - 1, 7, 5] = 0x7F
     for request in range(2):

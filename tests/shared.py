@@ -12,7 +12,7 @@ from tests.jit.conftest import forget, set_variables
 
 
 def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], None]) -> Path:
-    """A folder that `build` fills, in the first worker that needs it; the others wait."""
+    """Returns a folder that `build` fills, in the first worker that needs it; the others wait."""
     own = factory.getbasetemp()
     common = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     folder = common / name
@@ -25,7 +25,7 @@ def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path
 
 
 def every_kernel(factory: pytest.TempPathFactory) -> Path:
-    """A folder with `cache`, where `fp8moe-warmup` has compiled every kernel there is, and its `report.json`."""
+    """Returns a folder with `cache`, where `fp8moe-warmup` has compiled every kernel, and its `report.json`."""
 
     def fill(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:

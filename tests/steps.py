@@ -252,7 +252,7 @@ def quantize_tokens(x: torch.Tensor, out: Quantized, ue8m0: bool = False) -> Non
 
 
 def combine(rows: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of each token's rows."""
+    """Returns the weighted sum of each token's rows."""
     device, (tokens, topk) = devices.device_of(rows), slots.shape
     if device is None:
         return reference.combine(rows[slots.clamp(min=0).long()], slots >= 0, topk_weights, out)

@@ -60,7 +60,7 @@ def test_every_form_of_import_is_found(source: str, imported: set[str]) -> None:
 
 
 def imports(importer: str, tree: ast.AST) -> Iterator[str]:
-    """The modules that a module imports; importing a module imports its packages first, except the importer's own."""
+    """Yields the modules that a module imports, including the packages above them, except the importer's own."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

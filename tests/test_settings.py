@@ -23,7 +23,7 @@ def row(name: str, default: object, description: str | None) -> str:
 
 
 def environment_value(default: object) -> str:
-    """The default as a user would write it in the environment; empty for unset."""
+    """Returns the default as a user would write it in the environment; empty for unset."""
     if default is None:
         return ""
     return f"`{int(default)}`" if isinstance(default, bool) else f"`{default}`"

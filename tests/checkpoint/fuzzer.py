@@ -50,7 +50,7 @@ def cut(text: bytes, rng: random.Random) -> bytes:
 
 
 def splice(text: bytes, rng: random.Random) -> bytes:
-    """The bytes with a piece removed, doubled or moved."""
+    """Returns the bytes with a piece removed, doubled or moved."""
     a, b = sorted(rng.choices(range(len(text) + 1), k=2))
     at = rng.randrange(len(text) + 1)
     return rng.choice((text[:a] + text[b:], text[:b] + text[a:], text[:at] + text[a:b] + text[at:]))
@@ -131,7 +131,7 @@ def write_shard(rng: random.Random, path: Path, header: bytes, weights: int) -> 
 
 
 def read(folder: Path) -> str:
-    """The outcome. Anything but a valid model or one of our two errors with a short harmless message is a fault."""
+    """Returns the outcome: a valid model, one of our two errors with a short harmless message, or else a fault."""
     try:
         model = read_model(folder)
     except (CheckpointError, UnsupportedError) as error:

@@ -26,7 +26,7 @@ BY_MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": 
 
 
 def sees(text: dict[str, Any], **top: Any) -> dict[str, Any]:
-    """A model whose experts are in its `text_config`."""
+    """Returns a model whose experts are in its `text_config`."""
     return SEES | {"text_config": TEXT | {"model_type": "qwen3_vl_moe_text"} | text} | top
 
 
@@ -67,7 +67,7 @@ def write(folder: Path, config: dict[str, Any], modelopt: dict[str, Any] | None)
 
 
 def by_engine(folder: Path) -> bool | str:
-    """Whether the engine loads FP8 weights, or "refused"."""
+    """Returns whether the engine loads FP8 weights, or "refused"."""
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader.weight_utils import get_quant_config
     from vllm.transformers_utils.config import get_config

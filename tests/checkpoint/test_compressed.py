@@ -25,7 +25,7 @@ ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(CONFIG["num_hidde
 
 
 def description(preset: str = "FP8_BLOCK", ignore: list[str] | None = None, **changes: Any) -> dict[str, Any]:
-    """A `quantization_config` as the library writes it for a checkpoint."""
+    """Returns a `quantization_config` as the library writes it for a checkpoint."""
     scheme = preset_name_to_scheme(preset, ["Linear"])
     status = library.QuantizationStatus.COMPRESSED
     ignored = ["lm_head", *ROUTERS] if ignore is None else ignore

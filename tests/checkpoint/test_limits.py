@@ -105,7 +105,7 @@ def test_patterns_without_bound_are_refused_at_once(tmp_path, pattern):
 
 
 def read_deepest(folder: Path, names: list[str], seconds: float = 1) -> str:
-    """The outcome for a model of the most layers whose list of unquantized layers is `names`."""
+    """Returns the outcome for a model of the most layers whose list of unquantized layers is `names`."""
     quantization = V3["quantization_config"] | {"modules_to_not_convert": names}
     layers = {"num_hidden_layers": MAX_LAYERS, "num_nextn_predict_layers": MAX_LAYERS}
     (folder / "config.json").write_text(json.dumps(V3 | layers | {"quantization_config": quantization}))

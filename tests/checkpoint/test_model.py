@@ -127,7 +127,7 @@ REPLICATED = ("self_attn.fused_qkv_a_proj", "self_attn.kv_a_proj_with_mqa", "sel
 
 
 def describe(folder: Path, config: Any, **changes: Any) -> Path:
-    """A checkpoint that consists only of its description."""
+    """Returns a checkpoint that consists only of its description."""
     (folder / "config.json").write_text(json.dumps(config | changes if changes else config))
     return folder
 
@@ -143,7 +143,7 @@ def split_of(name: str) -> Split:
 
 
 def refusal(folder: Path) -> str:
-    """The message of the `CheckpointError` that reading must raise."""
+    """Returns the message of the `CheckpointError` that reading must raise."""
     with pytest.raises(CheckpointError) as raised:
         read_model(folder)
     message = str(raised.value)
@@ -710,7 +710,7 @@ def test_a_checkpoint_is_there_whole_or_described_alone(tmp_path):
 
 
 def hub_cache(root: Path, *files: str) -> Path:
-    """A snapshot as huggingface_hub lays it out: links to blobs."""
+    """Returns a snapshot as huggingface_hub lays it out: links to blobs."""
     repo = root / "hub" / "models--deepseek-ai--DeepSeek-V3"
     snapshot = repo / "snapshots" / "4c1f24cc10a2a1894304c7ab52edd9710c047571"
     snapshot.mkdir(parents=True)

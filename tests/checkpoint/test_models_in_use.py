@@ -165,7 +165,7 @@ def test_every_model_has_an_outcome():
 
 
 def changed(part: Any, changes: dict[str, Any]) -> Any:
-    """A description in which these fields, at any depth, have these values."""
+    """Returns a description in which these fields, at any depth, have these values."""
     if not isinstance(part, dict):
         return part
     return {key: changes[key] if key in changes else changed(value, changes) for key, value in part.items()}
@@ -296,7 +296,7 @@ def build(folder: Path, architecture: str) -> torch.nn.Module:
 
 
 def layers_of(model: torch.nn.Module) -> Counter[Any]:
-    """The number of layers of experts with our method, and of dense ones by name and input channels."""
+    """Returns the number of layers of experts with our method, and of dense ones by name and input channels."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
 

@@ -70,7 +70,7 @@ def measured(
     cells: Cells = CELLS,
     result: CompareResult | None = None,
 ) -> tuple[dict[str, EngineResult], dict[str, Reading], list[tuple[str, str]], list[str]]:
-    """The result of each engine, what they read, the calls, and the lines of progress."""
+    """Returns the result of each engine, what they read, the calls, and the lines of progress."""
     calls: list[tuple[str, str]] = []
     lines: list[str] = []
     processes: Any = {n: Process(n, calls, (failing or {}).get(n), (text or {}).get(n, 0)) for n in NAMES}

@@ -32,7 +32,7 @@ def tracked(*patterns: str) -> list[Path]:
 
 @cache
 def anchors(document: Path) -> set[str]:
-    """The anchors that GitHub derives from the headings."""
+    """Returns the anchors that GitHub derives from the headings."""
     headings = re.findall(r"^#+ (.*)$", without_code(document.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -42,7 +42,7 @@ def without_code(text: str) -> str:
 
 
 def missing(source: Path, target: str, base: Path) -> str | None:
-    """An error message if the file, or the section after `#`, does not exist."""
+    """Returns an error message if the file, or the section after `#`, does not exist."""
     name, _, anchor = target.partition("#")
     document = (base / name).resolve() if name else source
     if not document.exists():

@@ -70,7 +70,7 @@ class Kernels:
 
 
 def runtime() -> ctypes.CDLL:
-    """The runtime, whose symbols kernels find when they are loaded later."""
+    """Returns the runtime, whose symbols kernels find when they are loaded later."""
 
     def build(folder: Path, library: Path) -> None:
         units = [(source, folder / f"{source.stem}.o") for source in sorted(RUNTIME.glob("*.cpp"))]
@@ -83,7 +83,7 @@ def runtime() -> ctypes.CDLL:
 
 @functools.cache
 def can_compile() -> bool:
-    """Whether there is a g++ for the runtime, which switches fibers by instructions of x86-64."""
+    """Returns whether there is a g++ for the runtime, which switches fibers by instructions of x86-64."""
     if shutil.which("g++") is None or platform.machine() != "x86_64":
         return False
     command = ["g++", "-std=c++20", "-fsyntax-only", "-xc++", "-"]
@@ -92,7 +92,7 @@ def can_compile() -> bool:
 
 
 def _kept(name: str, inputs: tuple[str, ...], build: Callable[[Path, Path], None]) -> Path:
-    """The library made from these inputs; `build` gets a folder for its files, and the path that it writes."""
+    """Returns the library made from these inputs; `build` gets a folder for its files, and the path that it writes."""
     digest = sha256("\0".join((_compiler(), *inputs)).encode()).hexdigest()[:32]
     library = _cache() / f"{name}-{digest}.so"
     with FileLock(library.with_suffix(".lock")):
@@ -106,7 +106,7 @@ def _kept(name: str, inputs: tuple[str, ...], build: Callable[[Path, Path], None
 
 @functools.cache
 def _cache() -> Path:
-    """The folder of libraries, without those that have not been used for longest, and what killed builds left."""
+    """Returns the folder of libraries, after removing the least recently used ones and leftovers of killed builds."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with FileLock(CACHE / "lock"):
         for folder in CACHE.iterdir():
@@ -121,7 +121,7 @@ def _cache() -> Path:
 
 @functools.cache
 def _compiler() -> str:
-    """The compiler's version, and what `-march=native` stands for on this machine."""
+    """Returns the compiler's version, and what `-march=native` stands for on this machine."""
     done = subprocess.run(["g++", "-###", "-march=native", "-E", "-xc++", os.devnull], capture_output=True, text=True)
     return done.stderr
 

@@ -53,7 +53,7 @@ class Device:
             yield
 
     def execute(self, seed: int, ops: Callable[[], Result]) -> Result:
-        """What `ops` return, whose kernels have run."""
+        """Returns what `ops` return, whose kernels have run."""
         with self.serves_ops():
             result = ops()
         self.run(seed)
@@ -87,7 +87,7 @@ class Device:
         self._runtime.emu_launch(library.emu_entry, x, y, key.threads, key.smem_bytes, pointers, int(pdl), cluster)
 
     def _packed(self, argument: TensorMap | PerGroup | int) -> bytes | int:
-        """An argument as `struct` takes it."""
+        """Returns an argument as `struct` takes it."""
         if isinstance(argument, TensorMap):
             return self._encode(argument)
         if isinstance(argument, PerGroup):

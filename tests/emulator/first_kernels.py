@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 def execute_sorted(emulator: Device, seed: int, ops: Callable[[], Result]) -> Result:
-    """What `ops` return, whose one layer takes a sorted step however few its tokens are."""
+    """Returns what `ops` return, whose one layer takes a sorted step however few its tokens are."""
     with pytest.MonkeyPatch.context() as patch:
         steps = h.force_step(patch, width=0)
         result = emulator.execute(seed, ops)
@@ -49,7 +49,7 @@ def gate_behind_dense_layer(emulator: Device, seed: int, tokens: int = 9) -> flo
 
 
 def layer_behind_dense_layer(emulator: Device, seed: int, tokens: int = 9) -> float:
-    """A sorted step, whose quantize reads the tokens without waiting."""
+    """Returns a sorted step, whose quantize reads the tokens without waiting."""
     gen = h.seeded(0, CPU)
     x, weight = h.random_tokens(gen, tokens, HIDDEN), h.random_weights(gen, HIDDEN, HIDDEN)
     layer = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)
@@ -64,7 +64,7 @@ def layer_behind_dense_layer(emulator: Device, seed: int, tokens: int = 9) -> fl
 
 
 def layer_behind_choice(emulator: Device, seed: int, tokens: int = 9) -> float:
-    """A sorted step, whose route reads what `choose_experts` writes."""
+    """Returns a sorted step, whose route reads what `choose_experts` writes."""
     gen = h.seeded(0, CPU)
     x, layer = h.random_tokens(gen, tokens, HIDDEN), h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)
     logits = torch.randn(tokens, EXPERTS, generator=gen)
@@ -78,7 +78,7 @@ def layer_behind_choice(emulator: Device, seed: int, tokens: int = 9) -> float:
 
 
 def layer_that_chooses(emulator: Device, seed: int, tokens: int = 9) -> float:
-    """A sorted step of `routed_moe` behind a gate."""
+    """Returns a sorted step of `routed_moe` behind a gate."""
     gen = h.seeded(0, CPU)
     x, layer = h.random_tokens(gen, tokens, HIDDEN), h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)
     gate = h.random_tokens(gen, EXPERTS, HIDDEN)

@@ -24,7 +24,7 @@ def run_layers(
     inputs: int | None = None,
     small_batch: int = 0,
 ) -> list[float]:
-    """The relative L2 error of each of these layers; each reads what the one before has written.
+    """Returns the relative L2 error of each of these layers; each reads what the one before has written.
 
     All have the same scratch, as torch's allocator gives it: what the layer before has left there is not NaN.
 
@@ -63,7 +63,7 @@ def run_dense_layer(emulator: Device, seed: int, gen: torch.Generator, m: int, n
 def run_routed_layers(
     emulator: Device, seed: int, tokens: int, hidden: int, intermediate: int, gates: bool = False
 ) -> list[float]:
-    """The relative L2 error of each of three small batches that choose their experts, each from the one before.
+    """Returns the relative L2 error of each of three small batches that choose their experts, each from the one before.
 
     Args:
         gates: their logits come from `router_gemm`; else they are there, and a layer follows the one before directly.

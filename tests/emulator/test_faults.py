@@ -721,7 +721,7 @@ def faulty_kernels(emulator_runtime: ctypes.CDLL, tmp_path_factory: pytest.TempP
 
 
 def failures(emulator: Device, fault: Fault) -> Iterator[str]:
-    """How the runs fail that do, under one schedule after another."""
+    """Yields how the runs fail that do, under one schedule after another."""
     for seed in range(SCHEDULES):
         try:
             fault.run(emulator, seed)

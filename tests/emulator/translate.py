@@ -43,7 +43,7 @@ def _end_of_parentheses(text: str, begin: int) -> int:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """The parts of `text` between separators that are in no string and no brackets."""
+    """Returns the parts of `text` between separators that are in no string and no brackets."""
     cuts, depth = [-1], 0
     for at, character in _outside_of_strings(text, 0):
         depth += (character in OPENING) - (character in CLOSING)
@@ -62,7 +62,7 @@ def _outside_of_strings(text: str, begin: int) -> Iterator[tuple[int, str]]:
 
 
 def _statement(asm: str, number: int) -> str:
-    """The C++ of what stands in the parentheses of an `asm`; `number` tells its labels from others."""
+    """Returns the C++ of what stands in the parentheses of an `asm`; `number` tells its labels from others."""
     asm = re.sub(r"^#.*$", "", asm, flags=re.MULTILINE)  # the preprocessor's line numbers
     template, *lists = _split(asm, ":")
     ptx = "".join(STRING.findall(template)).replace(r"\n", " ").strip()
@@ -93,7 +93,7 @@ def _instruction(line: str, operands: list[str], number: int) -> str:
 
 
 def _arguments(text: str, operands: list[str]) -> Iterator[str]:
-    """The operands of an instruction one by one, without brackets; `_` is one that nobody wants."""
+    """Yields the operands of an instruction one by one, without brackets; `_` is one that nobody wants."""
     for argument in re.findall(r"[%\w]+", text):
         if argument != "_":
             yield operands[int(argument[1:])] if argument.startswith("%") else argument

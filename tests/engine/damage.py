@@ -14,5 +14,5 @@ def poisoned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def only(target: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Change:
-    """A change of the tensors whose names contain the target."""
+    """Returns a change of the tensors whose names contain the target."""
     return lambda name, tensor: change(tensor) if target in name else tensor

@@ -50,7 +50,7 @@ def replaced(method: str) -> Iterator[None]:
 
 
 def load(model: Path, method: str, **arguments: object) -> torch.nn.Module:
-    """A checkpoint as vLLM loads it under `--quantization METHOD`, on one rank: this process."""
+    """Returns a checkpoint as vLLM loads it under `--quantization METHOD`, on one rank: this process."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model

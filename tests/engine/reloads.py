@@ -66,7 +66,7 @@ class Engine:
 
 
 def said(positions: Any) -> list[tuple[int, float]]:
-    """The tokens, each with its log-probability."""
+    """Returns the tokens, each with its log-probability."""
     return [(token, found.logprob) for position in positions for token, found in position.items()]
 
 

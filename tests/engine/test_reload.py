@@ -50,7 +50,7 @@ def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rescaled(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The same e4m3 weights under other scales; an unquantized checkpoint has the scales in its weights."""
+    """Returns the same e4m3 weights under other scales; an unquantized checkpoint has the scales in its weights."""
     if not is_quantized(name.rpartition(".weight")[0]) or tensor.dtype == torch.float8_e4m3fn:
         return tensor
     return tensor * 2

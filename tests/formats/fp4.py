@@ -33,7 +33,7 @@ def bits(tensor: torch.Tensor) -> list[list[int]]:
 
 
 def part_of(rank: int, name: str, expert: int) -> list[list[int]]:
-    """The bits of a tensor of `CHECKPOINT` on a rank."""
+    """Returns the bits of a tensor of `CHECKPOINT` on a rank."""
     whole, channels = CHECKPOINT[name][expert], KINDS[name.partition("_")[2]]
     if name.startswith("w2"):
         columns = PART // channels

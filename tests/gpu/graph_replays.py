@@ -85,7 +85,7 @@ class CapturedLayer:
         self.steps += 1
 
     def faults(self) -> Iterator[str]:
-        """What went wrong in the steps; waits for the device."""
+        """Yields what went wrong in the steps; waits for the device."""
         if int(self.wrong):
             yield f"{int(self.wrong)} of {self.steps} steps differ from eager, or hold NaN"
         if int(self.repeated):
@@ -97,7 +97,7 @@ class CapturedLayer:
 
 
 def node_types(graph: torch.cuda.CUDAGraph) -> dict[str, int]:
-    """How many nodes of each type a captured graph has."""
+    """Returns how many nodes of each type a captured graph has."""
     from cuda.bindings import driver
 
     handle = driver.CUgraph(graph.raw_cuda_graph())
@@ -108,14 +108,14 @@ def node_types(graph: torch.cuda.CUDAGraph) -> dict[str, int]:
 
 
 def checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The driver's answer; raises if it is an error."""
+    """Returns the driver's answer; raises if it is an error."""
     if int(answer[0]):
         raise RuntimeError(f"the CUDA driver answers {answer[0]!r}")
     return answer
 
 
 def allocations() -> int:
-    """The number of allocations by torch so far."""
+    """Returns the number of allocations by torch so far."""
     return torch.cuda.memory_stats_as_nested_dict()["allocation"]["all"]["allocated"]
 
 
@@ -144,7 +144,7 @@ def capture_all(generator: torch.Generator, shape: Shape, sizes: tuple[int, ...]
 
 
 def faults(graphs: list[CapturedLayer], steps: int, seed: int) -> list[str]:
-    """What went wrong in this many steps, after two warm-up rounds of each kind of routing."""
+    """Returns what went wrong in this many steps, after two warm-up rounds of each kind of routing."""
     generator, order = torch.Generator("cuda").manual_seed(seed), turns(len(graphs), random.Random(seed))
     for index, kind in itertools.islice(order, 2 * len(KINDS) * len(graphs)):
         graphs[index].step(generator, kind)

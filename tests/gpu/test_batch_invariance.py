@@ -49,7 +49,7 @@ def draw_batch(gen: torch.Generator, tokens: int, hidden: int, topk: int, expert
 def rows_that_differ(
     layer: Callable[..., torch.Tensor], kept: Inputs, draw: Callable[[int, int], Inputs], batches: int
 ) -> int:
-    """How many of `kept`'s rows come out otherwise than alone, over so many batches that hold them somewhere.
+    """Returns how many of `kept`'s rows come out otherwise than alone, over so many batches that hold them somewhere.
 
     Args:
         layer: rows in, rows out.

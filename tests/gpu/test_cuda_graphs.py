@@ -27,7 +27,7 @@ def layer(gen) -> h.Layer:
 
 
 def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """The graph of one call, and where its result appears."""
+    """Returns the graph of one call, and where its result appears."""
     run()  # compiles and loads every kernel
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

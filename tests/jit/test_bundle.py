@@ -200,13 +200,13 @@ def test_a_folder_that_is_not_there_is_told(cubins: dict[KernelKey, bytes], tmp_
 
 
 def sealed(header: bytes) -> bytes:
-    """A header with a valid checksum and any content."""
+    """Returns a header with a valid checksum and any content."""
     blank = header[: CHECKSUM.start] + b" " * 8 + header[CHECKSUM.stop :]
     return blank[: CHECKSUM.start] + b"%06o\0 " % sum(blank) + blank[CHECKSUM.stop :]
 
 
 def number(value: int) -> bytes:
-    """A size in base-256 encoding, which can exceed any file and can be negative."""
+    """Returns a size in base-256 encoding, which can exceed any file and can be negative."""
     return (b"\xff" if value < 0 else b"\x80") + (value % (1 << 88)).to_bytes(11, "big")
 
 
@@ -245,7 +245,7 @@ def test_an_archive_of_anything_but_files_is_refused(path: Path, crafted: bytes)
 
 
 def mutated(archive: bytes, starts: list[int], draw: random.Random) -> bytes:
-    """An archive with a field of a header changed, or another header inserted before it, with valid checksums."""
+    """Returns an archive with a changed field of a header, or an inserted header, with valid checksums."""
     start = draw.choice(starts)
     old = archive[start : start + HEADER]
     value = number(draw.choice([-1, 1]) * draw.getrandbits(draw.randrange(1, 88)))

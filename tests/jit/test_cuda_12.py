@@ -15,7 +15,7 @@ from fp8moe_plugin.jit.toolchain import cuda_of_cubin
 
 
 def header(abi: int, flags: int) -> bytes:
-    """The ELF header of a cubin."""
+    """Returns the ELF header of a cubin."""
     ident = b"\x7fELF\x02\x01\x01" + bytes([abi]) + bytes(8)
     start = ident + (2).to_bytes(2, "little") + (190).to_bytes(2, "little") + bytes(28)
     return (start + flags.to_bytes(4, "little")).ljust(HEADER_BYTES, b"\0")

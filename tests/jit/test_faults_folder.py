@@ -43,7 +43,7 @@ class Server:
         return Served([find_or_compile(key) for key in KEYS], self.caplog.messages)
 
     def serve_after(self, prepare: Callable[[], object]) -> Served:
-        """The same in another process, after `prepare`."""
+        """Returns the same in another process, after `prepare`."""
         receiver, sender = FORK.Pipe(duplex=False)
         child = FORK.Process(target=lambda: (prepare(), sender.send(self.serve())))
         child.start()
@@ -98,7 +98,7 @@ def name(key: KernelKey) -> str:
 
 
 def state(folder: Path) -> dict[str, int]:
-    """A value that changes with any write."""
+    """Returns a value that changes with any write."""
     return {path.name: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
 
 

@@ -52,7 +52,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def run(kill_after_s: float | None = None) -> int | None:
-    """The exit code of a process that looks the kernel up and may be killed while doing so."""
+    """Returns the exit code of a process that looks the kernel up and may be killed while doing so."""
     child = FORK.Process(target=find_or_compile, args=(KEY,), daemon=True)
     child.start()
     if kill_after_s is not None:

@@ -53,7 +53,7 @@ class Race:
         return self.header + (hashlib.sha256(str(key).encode()).digest()[:24] + process.to_bytes(8)) * PIECES
 
     def run(self, rounds: int) -> Counter[str]:
-        """How often each key was compiled, over all rounds and processes."""
+        """Returns how often each key was compiled, over all rounds and processes."""
         barrier = FORK.Barrier(PROCESSES, action=self.clear, timeout=60)
         racers = [FORK.Process(target=self.race, args=(barrier, rounds), daemon=True) for _ in range(PROCESSES)]
         for racer in racers:

@@ -73,7 +73,7 @@ def fake(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def encoded(tensor_map: TensorMap) -> bytes:
-    """The address in 8 bytes, then the other fields."""
+    """Returns the address in 8 bytes, then the other fields."""
     return tensor_map.address.to_bytes(8, "little") + f"{tensor_map[1:]}".ljust(120).encode()
 
 
@@ -96,7 +96,7 @@ def arguments(key: KernelKey, first: int, slots: bool) -> tuple[tuple[Argument, 
 
 
 def as_read(argument: Argument, addresses: tuple[int, ...], kind: Kind) -> bytes:
-    """What the driver reads of an argument."""
+    """Returns what the driver reads of an argument."""
     known = h.resolved(argument, addresses)
     if isinstance(known, TensorMap):
         return encoded(known)
@@ -187,7 +187,7 @@ def test_slots_of_one_tensor_have_offsets():
 
 
 def signatures() -> dict[str, list[tuple[Kind, str]]]:
-    """The kind and the name of each parameter of the kernels in csrc."""
+    """Returns the kind and the name of each parameter of the kernels in csrc."""
     kinds = {"TensorMap": Kind.MAP, "int": Kind.INT, "float": Kind.FLOAT}
     kinds |= {"TensorMaps": Kind.MAPS, "Ints": Kind.INTS}
     found = {}

@@ -11,7 +11,7 @@ Checkpoint = dict[str, list[torch.Tensor | None]]  # None: the tensor is missing
 
 
 def make_unquantized(intermediate: int) -> Checkpoint:
-    """The weights of each expert by the engines' names: bfloat16 w1 (gate), w3 (up) and w2 (down)."""
+    """Returns the weights of each expert by the engines' names: bfloat16 w1 (gate), w3 (up) and w2 (down)."""
     gen = torch.Generator().manual_seed(intermediate)
     found: Checkpoint = {}
     for name, n, k in (("w1", intermediate, HIDDEN), ("w3", intermediate, HIDDEN), ("w2", HIDDEN, intermediate)):
@@ -23,7 +23,7 @@ def make_unquantized(intermediate: int) -> Checkpoint:
 
 
 def make_checkpoint(intermediate: int) -> Checkpoint:
-    """The same in block FP8: weights and scales."""
+    """Returns the same in block FP8: weights and scales."""
     found: Checkpoint = {}
     for name, tensors in make_unquantized(intermediate).items():
         q, scale = per_block_cast_to_fp8(torch.stack(tensors))

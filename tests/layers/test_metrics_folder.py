@@ -49,13 +49,13 @@ def server() -> Iterator[subprocess.Popen[str]]:
 
 
 def folder_of(process: subprocess.Popen[str]) -> Path:
-    """The server's folder, once it exists."""
+    """Returns the server's folder, once it exists."""
     assert process.stdout is not None
     return Path(process.stdout.readline().strip())
 
 
 def stale_folder(temp: Path, name: str = "old") -> Path:
-    """A folder as a killed server leaves it."""
+    """Returns a folder as a killed server leaves it."""
     folder = temp / f"{PREFIX}{name}"
     folder.mkdir()
     os.close(hold_lock(folder))

@@ -195,7 +195,7 @@ def test_an_out_of_slabs_that_overlaps_with_an_argument_is_refused(gen, debug, a
 
 
 def overlapping(tensor: torch.Tensor, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-    """A contiguous copy of a tensor, and bfloat16 of this shape whose memory ends 16 bytes into the copy."""
+    """Returns a contiguous copy of a tensor, and bfloat16 of this shape whose memory ends 16 bytes into the copy."""
     before = 2 * shape.numel() - 16
     memory = torch.empty(before + tensor.nbytes, dtype=torch.uint8, device=tensor.device)
     copy = memory[before:].view(tensor.dtype).view(tensor.shape)

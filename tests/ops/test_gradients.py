@@ -20,7 +20,7 @@ REFUSED = "requires a gradient, which this op does not compute. Call it under to
 
 
 def parts_of(call: Call) -> list[tuple[str, int | None]]:
-    """The floating point tensors of a call: argument, and position in its pair."""
+    """Returns the floating point tensors of a call: argument, and position in its pair."""
     found: list[tuple[str, int | None]] = []
     for name, value in call.items():
         if isinstance(value, tuple):

@@ -21,7 +21,7 @@ def operands(gen: torch.Generator, *shape: int, k: int, weights: bool) -> h.Quan
 
 
 def spread(t: torch.Tensor, room: int = 48) -> torch.Tensor:
-    """The same values with rows further apart, and NaN between them."""
+    """Returns the same values with rows further apart, and NaN between them."""
     wide = h.poisoned(*t.shape[:-1], t.shape[-1] + room, dtype=t.dtype, device=t.device)
     h.bits(wide)[..., : t.shape[-1]] = h.bits(t)
     return wide[..., : t.shape[-1]]

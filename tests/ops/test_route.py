@@ -29,7 +29,7 @@ def rows_of_tiles(tiles: TileTensors) -> dict[int, int]:
 
 
 def expected_slots(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> tuple[list[int], list[int]]:
-    """The slot of each pair, and the expert of each row, with Python's stable sort."""
+    """Returns the slot of each pair, and the expert of each row, with Python's stable sort."""
     pairs = ids.flatten().tolist()
     if expert_map is not None:
         local = expert_map.tolist()

@@ -6,7 +6,7 @@ from tests import helpers as h
 
 
 def chosen(logits: torch.Tensor, topk: int, renormalize: bool) -> tuple[list[int], list[float]]:
-    """The experts of one token and their weights, in float64."""
+    """Returns the experts of one token and their weights, in float64."""
     scores = logits.double().softmax(-1).tolist()
     ids = sorted(range(len(scores)), key=lambda e: -scores[e])[:topk]
     total = sum(scores[e] for e in ids) if renormalize else 1.0

@@ -11,7 +11,7 @@ def operands(device: torch.device, tokens: int, experts: int, k: int) -> tuple[t
 
 
 def error(logits: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
-    """The largest distance from the exact product, in units of what rounding to bfloat16 may add to it."""
+    """Returns the largest distance from the exact product, in units of what rounding to bfloat16 may add to it."""
     exact, sizes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     return ((logits.double() - exact).abs() / (exact.abs() / 256 + sizes * 1e-6)).max().item()
 

@@ -25,7 +25,7 @@ def describe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def placed(begin: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """A tensor from this byte of memory that all share."""
+    """Returns a tensor from this byte of memory that all share."""
     size = torch.Size(shape).numel() * dtype.itemsize
     return MEMORY[begin : begin + size].view(dtype).view(shape)
 

@@ -31,7 +31,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> h.Recorder:
 
 
 def launches_of(device: h.Recorder, step: SortedStep | SmallBatchStep) -> dict[str, Launch]:
-    """The launches of a layer by kernel name; that of GEMM 1 is "gate_up"."""
+    """Returns the launches of a layer by kernel name; that of GEMM 1 is "gate_up"."""
     launches = layer_launches(step, ADDRESSES, False)
     names = ("gate_up" if launch.key == step.gate_up else launch.key.source for launch in launches)
     return dict(zip(names, launches, strict=True))

@@ -49,7 +49,7 @@ gpus = st.sampled_from((132, 114, 78, 1))  # SMs: H100 SXM and H200, H100 PCIe, 
 
 
 def pieces(plan: Plan) -> dict[str, int]:
-    """The bytes of each piece of scratch memory; they follow each other, and so do not overlap."""
+    """Returns the bytes of each piece of scratch memory; they follow each other, and so do not overlap."""
     *begins, nbytes = scratch = plan.choices.scratch
     assert list(scratch) == sorted(scratch)
     assert scratch[0] == 0
@@ -72,7 +72,7 @@ def maps(launch: Launch) -> Iterator[TensorMap]:
 
 
 def named(launches: Iterable[Launch], name: str) -> set[Any]:
-    """The values of the argument `name` of all kernels that have it."""
+    """Returns the values of the argument `name` of all kernels that have it."""
     return {getattr(launch.args, name) for launch in launches if hasattr(launch.args, name)}
 
 

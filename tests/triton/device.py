@@ -73,7 +73,7 @@ def _run(launch: Launch, addresses: tuple[int, ...]) -> None:
 
 
 def _at(address: int, dtype: torch.dtype) -> torch.Tensor:
-    """The element at an address; of others the interpreter computes the addresses."""
+    """Returns the element at an address; of others the interpreter computes the addresses."""
     if not address:
         return torch.zeros(1, dtype=dtype)
     return torch.frombuffer((ctypes.c_uint8 * dtype.itemsize).from_address(address), dtype=dtype)
@@ -81,7 +81,7 @@ def _at(address: int, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def _kernels() -> dict[str, InterpretedFunction]:
-    """The kernels as functions of the interpreter, from modules of their own."""
+    """Returns the kernels as functions of the interpreter, from modules of their own."""
     name = triton_kernels.__name__
     with pytest.MonkeyPatch.context() as patch, triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True

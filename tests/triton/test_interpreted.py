@@ -33,7 +33,7 @@ def gen() -> torch.Generator:
 
 
 def both(op: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any, Device]:
-    """What the reference returns and what the Triton kernels do, and the device that launched them."""
+    """Returns what the reference returns and what the Triton kernels do, and the device that launched them."""
     expected, device = copy.deepcopy(op(*args, **options)), Device()
     with pytest.MonkeyPatch.context() as patch:
         h.serve(patch, device)
@@ -240,7 +240,7 @@ def codes(q: torch.Tensor) -> torch.Tensor:
 
 
 def cuda_and_triton(op: Callable[..., h.Quantized], *args: Any, **options: Any) -> tuple[h.Quantized, h.Quantized]:
-    """What the CUDA kernels return, in the emulator, and what the Triton kernels do, interpreted."""
+    """Returns what the CUDA kernels return, in the emulator, and what the Triton kernels do, interpreted."""
     emulator = Emulator(emulator_runtime(), EmulatedKernels(), multiprocessors=4)
     return emulator.execute(0, lambda: op(*args, **options)), both(op, *args, **options)[1]
 

@@ -17,7 +17,7 @@ EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
 
 
 def write_source(folder: Path, shape: Shape = QWEN) -> Path:
-    """An unquantized checkpoint in several files."""
+    """Returns an unquantized checkpoint in several files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.checkpoints.synthetic.SHARD_BYTES", 1 << 20)
         write_checkpoint(folder, shape, fp8=False)
@@ -46,7 +46,7 @@ def refused(capsys: pytest.CaptureFixture[str], source: Path, out: Path) -> str:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """The content of every file below a folder; for folders, only the name."""
+    """Returns the content of every file below a folder; for folders, only the name."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 

@@ -31,7 +31,7 @@ def die() -> None:
 
 
 def start(source: Path, out: Path, prepare: Prepare) -> int:
-    """A process that converts, the leader of its own process group."""
+    """Returns a process that converts, the leader of its own process group."""
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)
@@ -44,7 +44,7 @@ def start(source: Path, out: Path, prepare: Prepare) -> int:
 
 
 def wait(pid: int) -> int:
-    """The exit code; no process of the group may be left."""
+    """Returns the exit code; no process of the group may be left."""
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
         os.killpg(pid, 0)

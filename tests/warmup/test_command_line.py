@@ -105,7 +105,7 @@ def test_the_report_is_all_that_standard_output_gets(
 
 
 def completions(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What bash offers at the end of this line."""
+    """Returns what bash offers at the end of this line."""
     with pytest.raises(SystemExit) as caught:
         main(["--print-completion", "bash"])
     assert caught.value.code == 0
@@ -132,7 +132,7 @@ def test_a_shell_completes_commands_options_and_files(
 
 
 def on_a_terminal(arguments: list[str], columns: int) -> list[str]:
-    """The lines that a command prints to a terminal of this width."""
+    """Returns the lines that a command prints to a terminal of this width."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(columns)}
     command = [sys.executable, "-m", "warmup", *arguments]

@@ -43,7 +43,7 @@ def processes_of(session: int) -> list[int]:
 
 
 def wait_for_the_end(session: int) -> list[int]:
-    """The processes of a session that still run after the grace period."""
+    """Returns the processes of a session that still run after the grace period."""
     deadline = time.monotonic() + GRACE_S
     while (left := processes_of(session)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -80,7 +80,7 @@ def seconds_until_compiling(cache: Path) -> float:
 
 
 def start(folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
-    """A command that has begun."""
+    """Returns a command that has begun."""
     process = subprocess.Popen(
         [sys.executable, "-c", BEGIN, *arguments, "--json", str(folder / "report.json")],
         stdout=subprocess.PIPE,

@@ -39,7 +39,7 @@ ON_CPU = {
 
 
 def ask(engine: Any) -> Answers:
-    """The answers of an SGLang engine, in the form of `answers.ask`."""
+    """Returns the answers of an SGLang engine, in the form of `answers.ask`."""
     greedy = {"temperature": 0, "max_new_tokens": GENERATED, "ignore_eos": True}
     outputs = engine.generate(
         input_ids=random_prompts(PROMPTS, PROMPT_TOKENS),

@@ -112,7 +112,7 @@ class Model:
         assert self.do("start", checkpoint, *load_format) is None
 
     def held(self, checkpoint: str) -> dict[str, str]:
-        """What a model holds that was started on the checkpoint."""
+        """Returns what a model holds that was started on the checkpoint."""
         if checkpoint not in self.fresh:
             self.start(checkpoint)
             self.fresh[checkpoint] = self.do("step")
@@ -124,7 +124,7 @@ class Model:
         assert answer is None or answer[0], (command, answer)
 
     def refuses(self, reason: str) -> bool:
-        """Whether each step and each update is refused for this reason."""
+        """Returns whether each step and each update is refused for this reason."""
         answers = [self.do("step"), self.do("disk", "qwen3_moe-fp8-first"), self.do("step")]
         return answers == [{"raised": f"CheckpointError: {reason}"}, [False, reason], answers[0]]
 

@@ -94,7 +94,7 @@ class Host:
         return self.updater.update_weights_from_tensor(self.read(checkpoint, pattern))
 
     def ipc(self, checkpoint: str, pattern: str, tensors: int | None) -> Any:
-        """The same through checkpoint-engine's worker. `tensors`: how many, before the connection breaks."""
+        """Returns the same through checkpoint-engine's worker. `tensors`: how many, before the connection breaks."""
         named = self.read(checkpoint, pattern)
         weights = iter(named) if tensors is None else broken(named[:tensors])
         return self.updater.update_weights_from_ipc(SimpleNamespace(zmq_handles={"this": weights}))

@@ -75,7 +75,7 @@ def load(block: Any, weights: Weights, experts: int, fused: bool) -> None:
 
 
 def expected(block: Any, model: Any, weights: Weights, x: torch.Tensor) -> torch.Tensor:
-    """What the block is to compute, float32 `[T, H]`: the model as DeepSeek describes it."""
+    """Returns what the block is to compute, float32 `[T, H]`: the model as DeepSeek describes it."""
 
     def mlp(prefix: str, token: torch.Tensor) -> torch.Tensor:
         gate, up, down = (dequantize_blocks(*weights[f"{prefix}.{p}_proj"]).float() for p in ("gate", "up", "down"))

@@ -79,7 +79,7 @@ class Layer(RoutedExperts):
         return self
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """The tensors of a checkpoint with only this rank's channels."""
+        """Returns the tensors of a checkpoint with only this rank's channels."""
         found = {}
         for kind in ("weight", "weight_scale_inv"):
             gate_up = getattr(self, f"w13_{kind}").data
@@ -120,7 +120,7 @@ def make_mlp(intermediate: int, online: bool = False, prefix: str = "mlp", **opt
 
 
 def load_mlp(mlp: Mlp, checkpoint: Checkpoint, expert: int = 0) -> Mlp:
-    """The weights of an expert, as those of an MLP."""
+    """Returns the weights of an expert, as those of an MLP."""
     gate_up, down = mlp
     for name, tensors in checkpoint.items():
         shard, _, kind = name.partition("_")

@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def both(tensors: Tensors, *names: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights and float32 scales of these layers, concatenated along the rows."""
+    """Returns the weights and float32 scales of these layers, concatenated along the rows."""
     weight = torch.cat([tensors[f"{name}.weight"] for name in names])
     return weight, torch.cat([tensors[f"{name}.weight_scale"] for name in names]).float()
 

@@ -210,7 +210,7 @@ def test_vllm_refuses_experts_that_do_not_say_so(monkeypatch):
 
 
 def moe_layer(ranks: int = 1, dp: int = 1, intermediate: int = 256, **changes: object) -> FusedMoEConfig:
-    """A layer's description as vLLM passes it to a quantization method; `ranks` split each expert."""
+    """Returns a layer's description as vLLM passes it to a quantization method; `ranks` split each expert."""
     parallel = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), tp_size=ranks, dp_size=dp)
     plain = {
         "num_experts": 16,
@@ -229,7 +229,7 @@ def moe_layer(ranks: int = 1, dp: int = 1, intermediate: int = 256, **changes: o
 
 
 def experts_of(batched: bool, ue8m0: bool = False) -> type[Fp8MoeExperts]:
-    """The experts of a plain layer, whose rows arrive `batched` or not."""
+    """Returns the experts of a plain layer, whose rows arrive `batched` or not."""
     spec = layer_spec(moe_layer(), QuantSpec(FP8_BLOCK, ue8m0))
     return experts_class(Arrival.BATCHED if batched else Arrival.STANDARD, spec)
 

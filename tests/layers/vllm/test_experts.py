@@ -37,7 +37,7 @@ def build(layer: h.Layer, batched: bool) -> mk.FusedMoEExpertsModular:
 
 
 def apply(experts: mk.FusedMoEExpertsModular, layer: h.Layer, x: torch.Tensor, **arguments: object) -> torch.Tensor:
-    """The output of a call with every argument that vLLM's signature has."""
+    """Returns the output of a call with every argument that vLLM's signature has."""
     shapes = experts.workspace_shapes(x.shape[-2], 2 * SIZE, SIZE, TOPK, EXPERTS, EXPERTS, None, MoEActivation.SILU)
     assert shapes[:2] == ((0,), (0,))
     out = torch.zeros(shapes[2], dtype=torch.bfloat16)

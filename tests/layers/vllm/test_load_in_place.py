@@ -33,7 +33,7 @@ NORM = 2  # tensors before those of the experts
 
 
 def breaks(weights: Tensors, after: int, error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
-    """The first tensors, and then an error: for example, the next file cannot be read."""
+    """Yields the first tensors, and then an error: for example, the next file cannot be read."""
     for i, named in enumerate(weights):
         if i == after:
             raise error

@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def both(tensors: Tensors, *names: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights and scales of these layers, concatenated along the rows."""
+    """Returns the weights and scales of these layers, concatenated along the rows."""
     return tuple(torch.cat([tensors[f"{name}.{kind}"] for name in names]) for kind in ("weight", "weight_scale_inv"))
 
 

@@ -58,7 +58,7 @@ def test_experts_in_other_places_than_the_router_thinks_are_noticed(layer):
 
 
 def run(layer: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """The result of the layer, with each token routed to one of the places that hold its experts."""
+    """Returns the result of the layer, with each token routed to one of the places that hold its experts."""
     copies = [[place for place, held in enumerate(places) if held == expert] for expert in range(EXPERTS)]
     chosen = [[copies[e][token % len(copies[e])] for e in row] for token, row in enumerate(ids.tolist())]
     tensors = [

@@ -26,7 +26,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def limit_of_computation() -> Any:
-    """The function by which vLLM limits computation."""
+    """Returns the function by which vLLM limits computation."""
     parallel = SimpleNamespace(enable_expert_parallel=False, enable_dbo=True, all2all_backend="")
     if hasattr(MODULE, "create_sm_control_context"):
         return MODULE.create_sm_control_context(parallel)
