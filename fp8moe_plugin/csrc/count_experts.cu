@@ -11,10 +11,10 @@ static_assert(THREADS == PAIRS_PER_CHUNK && MAX_LOCAL_EXPERTS <= THREADS, "one t
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     count_experts(const void* __restrict__ ids, const int* __restrict__ expert_map, u32* __restrict__ counts,
-                  int ids_64, int shared, int pairs, int topk, int global_experts, int num_experts) {
+                  int ids_64, int shared_expert, int pairs, int topk, int routed_experts, int num_experts) {
     let_next_kernel_start();
     __shared__ int count[THREADS];  // of each expert
-    const ExpertIds router{ids, expert_map, ids_64, shared, pairs, topk, global_experts, num_experts};
+    const ExpertIds router{ids, expert_map, ids_64, shared_expert, pairs, topk, routed_experts, num_experts};
     const int expert = router.expert_of(blockIdx.x * THREADS + threadIdx.x);
     count[threadIdx.x] = 0;
     __syncthreads();

@@ -169,7 +169,7 @@ struct PresentScales {
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     down_small_batch(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap q_map,
                      const float* w_scales, const float* scales, const int* tokens_written, const void* ids,
-                     const int* expert_map, u16* out, int ids_64, int shared_expert, int global_experts,
+                     const int* expert_map, u16* out, int ids_64, int shared_expert, int routed_experts,
                      int num_experts, int tokens, int topk, int hidden, int intermediate, int splits) {
     SharedMemory shared{dynamic_shared_address()};
     const Share share(hidden, intermediate, splits);
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     int warp = warp_uniform(threadIdx.x / kWarp);
     if (warp == kWeightWarp) {
         if (lane_of_warp() == 0) prefetch(&w_map);
-        list_experts({ids, expert_map, ids_64, shared_expert, tokens * topk, topk, global_experts, num_experts}, list);
+        list_experts({ids, expert_map, ids_64, shared_expert, tokens * topk, topk, routed_experts, num_experts}, list);
     }
     if (threadIdx.x == 0) cluster.init();
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);

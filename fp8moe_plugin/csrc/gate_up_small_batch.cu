@@ -193,7 +193,7 @@ DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Sha
     int lane = lane_of_warp(), groups = size.groups(), token = finished * kCluster + share.rank;
     int pair = token * size.topk + lane, tiles = list.count * groups;
     int own_expert = lane < size.topk ? router.expert_of(pair) : kNoExpert;  // one lane per column of topk
-    int routed = size.topk - router.shared;
+    int routed = size.topk - router.shared_expert;
     float own_weight = lane < routed ? topk_weights[token * routed + lane] * routed_scale : 1.f;
     u32 received = shared.received(finished), phase = 0;
     for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
@@ -226,12 +226,12 @@ DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Sha
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(THREADS, 2)
     gate_up_small_batch(const __grid_constant__ TensorMap w_map, const uint4* x, const float* w_scales, const void* ids,
                         const int* expert_map, const float* topk_weights, u8* q, float* scales, int* tokens_written,
-                        int ids_64, int shared_expert, int global_experts, int num_experts, int tokens, int topk,
+                        int ids_64, int shared_expert, int routed_experts, int num_experts, int tokens, int topk,
                         int hidden, int intermediate, float routed_scale) {
     SharedMemory shared{dynamic_shared_address()};
     const ProblemSize size{tokens, topk, hidden, intermediate};
     const Share share(size);
-    const ExpertIds router{ids, expert_map, ids_64, shared_expert, tokens * topk, topk, global_experts, num_experts};
+    const ExpertIds router{ids, expert_map, ids_64, shared_expert, tokens * topk, topk, routed_experts, num_experts};
     const Result result{q, scales, tokens_written};
     ExpertList& list = list_at(SharedMemory::offset<List>());
     int warp = warp_uniform(threadIdx.x / kWarp);

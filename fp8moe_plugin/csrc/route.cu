@@ -59,13 +59,13 @@ DEVICE void add_chunks(const u32* counts, int num_experts, int* all, int* before
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     route(const void* ids, const int* __restrict__ expert_map, const u32* counts, int* __restrict__ slots,
           int* __restrict__ tokens, int* __restrict__ num_rows, int4* __restrict__ table, int* __restrict__ num_tiles,
-          int* __restrict__ done_counters, int ids_64, int shared, int pairs, int topk, int global_experts,
+          int* __restrict__ done_counters, int ids_64, int shared_expert, int pairs, int topk, int routed_experts,
           int num_experts, int block_m, int counters_per_tile) {
     if (gridDim.x == 1) wait_for_previous_kernel();  // else count_experts is that, and follows what made the ids
     let_next_kernel_start();
     __shared__ int totals[THREADS];   // pairs of each expert over all chunks
     __shared__ int earlier[THREADS];  // over the chunks before this one
-    const ExpertIds router{ids, expert_map, ids_64, shared, pairs, topk, global_experts, num_experts};
+    const ExpertIds router{ids, expert_map, ids_64, shared_expert, pairs, topk, routed_experts, num_experts};
     const int pair = blockIdx.x * THREADS + threadIdx.x, warp = threadIdx.x / kWarp, lane = lane_of_warp();
     const int quad = warp / 4 * THREADS, byte = warp % 4;
     int* const own_expert = &quads[threadIdx.x];  // used by the first num_experts threads

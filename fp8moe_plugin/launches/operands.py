@@ -5,7 +5,7 @@ An op that prepares launches once and runs them often passes slots (`jit.launch.
 
 from typing import Any, NamedTuple, TypeVar
 
-from fp8moe_plugin.jit.launch import Address, Slot
+from fp8moe_plugin.jit.launch import Address, Argument, Slot
 from fp8moe_plugin.plan.scratch import scale_pitch
 from fp8moe_plugin.plan.spec import LayerSpec
 
@@ -73,6 +73,19 @@ class Ids(NamedTuple):
     def routed_experts(self) -> int:
         """The number of valid ids."""
         return self.spec.shape.global_experts - self.spec.shared_expert
+
+    def arguments(self) -> dict[str, Argument]:
+        """Returns the arguments from which a kernel finds the experts of tokens."""
+        shape = self.spec.shape
+        return {
+            "ids": self.ids,
+            "expert_map": self.expert_map,
+            "ids_64": int(self.ids_64),
+            "shared_expert": int(self.spec.shared_expert),
+            "topk": shape.topk,
+            "routed_experts": self.routed_experts,
+            "num_experts": shape.local_experts,
+        }
 
 
 class LayerAddresses(NamedTuple):

@@ -54,8 +54,8 @@ PARAMETERS = {
         "float routed_scale"
     ),
     "count_experts": _signature(
-        "pointer ids, pointer expert_map, pointer counts, int ids_64, int shared, int pairs, int topk, "
-        "int global_experts, int num_experts"
+        "pointer ids, pointer expert_map, pointer counts, int ids_64, int shared_expert, int pairs, int topk, "
+        "int routed_experts, int num_experts"
     ),
     "dense_gemm": _signature(
         "map a_map, map a_tail_map, map b_map, pointer a_scales, int a_scale_k_stride, pointer b_scales, pointer d, "
@@ -71,7 +71,7 @@ PARAMETERS = {
     ),
     "down_small_batch": _signature(
         "map w_map, map q_map, pointer w_scales, pointer scales, pointer tokens_written, pointer ids, "
-        "pointer expert_map, pointer out, int ids_64, int shared_expert, int global_experts, int num_experts, "
+        "pointer expert_map, pointer out, int ids_64, int shared_expert, int routed_experts, int num_experts, "
         "int tokens, int topk, int hidden, int intermediate, int splits"
     ),
     "gate_up": _signature(
@@ -81,7 +81,7 @@ PARAMETERS = {
     ),
     "gate_up_small_batch": _signature(
         "map w_map, pointer x, pointer w_scales, pointer ids, pointer expert_map, pointer topk_weights, pointer q, "
-        "pointer scales, pointer tokens_written, int ids_64, int shared_expert, int global_experts, int num_experts, "
+        "pointer scales, pointer tokens_written, int ids_64, int shared_expert, int routed_experts, int num_experts, "
         "int tokens, int topk, int hidden, int intermediate, float routed_scale"
     ),
     "gate_up_few_rows": _signature(
@@ -108,8 +108,8 @@ PARAMETERS = {
     ),
     "route": _signature(
         "pointer ids, pointer expert_map, pointer counts, pointer slots, pointer tokens, pointer num_rows, "
-        "pointer table, pointer num_tiles, pointer done_counters, int ids_64, int shared, int pairs, int topk, "
-        "int global_experts, int num_experts, int block_m, int counters_per_tile"
+        "pointer table, pointer num_tiles, pointer done_counters, int ids_64, int shared_expert, int pairs, int topk, "
+        "int routed_experts, int num_experts, int block_m, int counters_per_tile"
     ),
     "router_gemm": _signature("pointer x, pointer weight, pointer logits, int tokens, int experts, int steps"),
     "silu_mul_quant": _signature("pointer gate_up, pointer counts, pointer q, pointer scales, int max_m, int groups"),

@@ -11,22 +11,22 @@ from fp8moe_plugin.triton_kernels.dependence import wait_for_previous_kernel
 
 
 @triton.jit
-def local_experts(ids, expert_map, pair, pairs, topk, shared, ids_64, mapped, global_experts, num_experts):
+def local_experts(ids, expert_map, pair, pairs, topk, shared_expert, ids_64, mapped, routed_experts, num_experts):
     """The local expert of each pair, -1 for none.
 
-    `ids` are int32 `[tokens, topk - shared]`, or if `ids_64` is 1 the halves of int64. `mapped` is 1 if there is an
-    expert map, else 0. If `shared` is 1, the last pair of each token is with expert `global_experts`.
+    `ids` are int32 `[tokens, topk - shared_expert]`, or if `ids_64` is 1 the halves of int64. `mapped` is 1 if there is
+    an expert map, else 0. If `shared_expert` is 1, the last pair of each token is with expert `routed_experts`.
     """
     token = pair // topk
-    is_shared = pair - token * topk >= topk - shared
-    at = pair - token * shared
+    is_shared = pair - token * topk >= topk - shared_expert
+    at = pair - token * shared_expert
     routed = (pair < pairs) & (is_shared == 0)
     low = tl.load(ids + at * (1 + ids_64), routed, -1)
     high = tl.load(ids + at * 2 + 1, routed & (pair < pairs * ids_64), 0)
-    known = (low >= 0) & (low < global_experts) & (high == 0)
-    expert = tl.where(mapped != 0, tl.load(expert_map + low, known & (low < global_experts * mapped), -1), low)
+    known = (low >= 0) & (low < routed_experts) & (high == 0)
+    expert = tl.where(mapped != 0, tl.load(expert_map + low, known & (low < routed_experts * mapped), -1), low)
     expert = tl.where(known & (expert >= 0) & (expert < num_experts), expert, -1)
-    return tl.where(is_shared & (pair < pairs), global_experts, expert)
+    return tl.where(is_shared & (pair < pairs), routed_experts, expert)
 
 
 @triton.jit
@@ -47,10 +47,10 @@ def count_experts(
     slots,
     ids_64,
     mapped,
-    shared,
+    shared_expert,
     pairs,
     topk,
-    global_experts,
+    routed_experts,
     num_experts,
     CHUNK: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -62,7 +62,9 @@ def count_experts(
     counted = tl.zeros([EXPERTS], tl.int32)
     for part in range(parts):
         pair = (chunk * parts + part) * CHUNK + tl.arange(0, CHUNK)
-        expert = local_experts(ids, expert_map, pair, pairs, topk, shared, ids_64, mapped, global_experts, num_experts)
+        expert = local_experts(
+            ids, expert_map, pair, pairs, topk, shared_expert, ids_64, mapped, routed_experts, num_experts
+        )
         number = tl.gather(counted, tl.maximum(expert, 0), 0) + numbers(expert, CHUNK)
         tl.store(slots + pair, number, pair < pairs)
         counted += tl.histogram(tl.maximum(expert, 0), EXPERTS, mask=expert >= 0)
@@ -108,10 +110,10 @@ def route_few(
     num_tiles,
     ids_64,
     mapped,
-    shared,
+    shared_expert,
     pairs,
     topk,
-    global_experts,
+    routed_experts,
     num_experts,
     block_m,
     CHUNK: tl.constexpr,
@@ -119,7 +121,9 @@ def route_few(
 ):
     """What triton_route does, for at most CHUNK pairs, which one program counts and places."""
     pair = tl.arange(0, CHUNK)
-    expert = local_experts(ids, expert_map, pair, pairs, topk, shared, ids_64, mapped, global_experts, num_experts)
+    expert = local_experts(
+        ids, expert_map, pair, pairs, topk, shared_expert, ids_64, mapped, routed_experts, num_experts
+    )
     total = tl.histogram(tl.maximum(expert, 0), EXPERTS, mask=expert >= 0)
     start = tl.cumsum(total, 0) - total
     row = tl.gather(start, tl.maximum(expert, 0), 0) + numbers(expert, CHUNK)
@@ -139,10 +143,10 @@ def triton_route(
     parts,
     ids_64,
     mapped,
-    shared,
+    shared_expert,
     pairs,
     topk,
-    global_experts,
+    routed_experts,
     num_experts,
     block_m,
     PDL: tl.constexpr,
@@ -167,7 +171,9 @@ def triton_route(
     start = tl.cumsum(total, 0) - total
     for part in range(parts):
         pair = (chunk * parts + part) * CHUNK + tl.arange(0, CHUNK)
-        expert = local_experts(ids, expert_map, pair, pairs, topk, shared, ids_64, mapped, global_experts, num_experts)
+        expert = local_experts(
+            ids, expert_map, pair, pairs, topk, shared_expert, ids_64, mapped, routed_experts, num_experts
+        )
         number = tl.load(slots + pair, pair < pairs, 0)
         row = tl.gather(start + before, tl.maximum(expert, 0), 0) + number
         place_rows(expert, row, pair, pairs, topk, slots, tokens)

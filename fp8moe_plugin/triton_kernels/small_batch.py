@@ -41,10 +41,10 @@ def triton_gate_up_small_batch(
     k,
     ids_64,
     mapped,
-    shared,
+    shared_expert,
     pairs,
     topk,
-    global_experts,
+    routed_experts,
     num_experts,
     PDL: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -59,7 +59,9 @@ def triton_gate_up_small_batch(
     wait_for_previous_kernel(PDL)
     columns = channels // BLOCK_N
     pair, column_tile = tl.program_id(0) // columns, tl.program_id(0) % columns
-    expert = local_experts(ids, expert_map, pair, pairs, topk, shared, ids_64, mapped, global_experts, num_experts)
+    expert = local_experts(
+        ids, expert_map, pair, pairs, topk, shared_expert, ids_64, mapped, routed_experts, num_experts
+    )
     if expert < 0:
         return
     blocks, channel = k // 128, tl.arange(0, 128)
@@ -97,10 +99,10 @@ def triton_down_small_batch(
     k,
     ids_64,
     mapped,
-    shared,
+    shared_expert,
     pairs,
     topk,
-    global_experts,
+    routed_experts,
     num_experts,
     routed_scale,
     PDL: tl.constexpr,
@@ -119,13 +121,15 @@ def triton_down_small_batch(
     blocks, channel = k // 128, tl.arange(0, 128)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row_at = column[:, None].to(tl.int64) * k + channel[None, :]
-    routed = topk - shared
+    routed = topk - shared_expert
     total = tl.zeros([GROUPS, BLOCK_N, 8], tl.float32)
     for first in range(0, topk * blocks, GROUPS):
         unit = first + tl.arange(0, GROUPS)
         choice, group = unit // blocks, unit % blocks
         pair = tl.where(choice < topk, token * topk + choice, pairs)
-        expert = local_experts(ids, expert_map, pair, pairs, topk, shared, ids_64, mapped, global_experts, num_experts)
+        expert = local_experts(
+            ids, expert_map, pair, pairs, topk, shared_expert, ids_64, mapped, routed_experts, num_experts
+        )
         here = expert >= 0
         group_at = expert.to(tl.int64) * hidden * k + group * 128
         w = tl.load(b + (group_at[:, None, None] + row_at[None, :, :]), here[:, None, None], 0.0)

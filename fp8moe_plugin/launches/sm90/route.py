@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from fp8moe_plugin.jit.launch import Address, Argument, Launch
+from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.operands import Ids
 from fp8moe_plugin.launches.sm90.tiles import Tiles
 from fp8moe_plugin.plan.sm90.catalog import count_experts_key, route_key
@@ -34,7 +34,8 @@ def route_launches(
         key,
         chunks,
         key.arguments(
-            **_pairs(ids),
+            **ids.arguments(),
+            pairs=ids.pairs,
             counts=counts if chunks > 1 else 0,
             slots=out.slots,
             tokens=out.tokens,
@@ -53,19 +54,4 @@ def route_launches(
 def count_experts_launch(ids: Ids, counts: Address) -> Launch:
     """Returns the launch that counts the pairs of each expert in each chunk; `counts`: see `route_launches`."""
     key = count_experts_key()
-    return Launch(key, route_chunks(ids.pairs), key.arguments(**_pairs(ids), counts=counts))
-
-
-def _pairs(ids: Ids) -> dict[str, Argument]:
-    """Returns the arguments from which both kernels find the experts of the pairs."""
-    shape = ids.spec.shape
-    return {
-        "ids": ids.ids,
-        "expert_map": ids.expert_map,
-        "ids_64": int(ids.ids_64),
-        "shared": int(ids.spec.shared_expert),
-        "pairs": ids.pairs,
-        "topk": shape.topk,
-        "global_experts": ids.routed_experts,
-        "num_experts": shape.local_experts,
-    }
+    return Launch(key, route_chunks(ids.pairs), key.arguments(**ids.arguments(), pairs=ids.pairs, counts=counts))

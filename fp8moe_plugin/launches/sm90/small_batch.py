@@ -4,7 +4,7 @@ from typing import Any
 
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.jit.launch import Launch
-from fp8moe_plugin.launches.operands import LayerAddresses, placed
+from fp8moe_plugin.launches.operands import Ids, LayerAddresses, placed
 from fp8moe_plugin.launches.sm90.tensor_maps import interleaved_map, matrix_map
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep
 from fp8moe_plugin.plan.tuning import STREAMED_L2_FETCH
@@ -13,19 +13,13 @@ from fp8moe_plugin.plan.tuning import STREAMED_L2_FETCH
 def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: bool) -> tuple[Launch, Launch]:
     """Returns the launches of a layer of at most `step.padded_tokens` tokens; its scratch is a `SmallBatchScratch`."""
     spec = step.spec
-    topk, hidden, intermediate, experts, global_experts = spec.shape
+    topk, hidden, intermediate, experts, _ = spec.shape
     at = placed(step.scratch, tensors.scratch)
     slots = min(step.tokens * topk, experts) * step.padded_tokens
-    shared: dict[str, Any] = {
+    common: dict[str, Any] = {
+        **Ids(tensors.topk_ids, ids_64, tensors.expert_map, step.tokens, spec).arguments(),
         "tokens_written": at.tokens_written,
-        "ids": tensors.topk_ids,
-        "expert_map": tensors.expert_map,
-        "ids_64": int(ids_64),
-        "shared_expert": int(spec.shared_expert),
-        "global_experts": global_experts - spec.shared_expert,
-        "num_experts": experts,
         "tokens": step.tokens,
-        "topk": topk,
         "hidden": hidden,
         "intermediate": intermediate,
     }
@@ -40,7 +34,7 @@ def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: 
             q=at.inner,
             scales=at.inner_scales,
             routed_scale=spec.routed_scale,
-            **shared,
+            **common,
         ),
     )
     second = Launch(
@@ -53,7 +47,7 @@ def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: 
             scales=at.inner_scales,
             out=tensors.out,
             splits=step.down_splits,
-            **shared,
+            **common,
         ),
         pdl=True,
         cluster=step.down_splits,

@@ -62,18 +62,8 @@ def triton_launch(key: TritonKey, grid: int, **arguments: Argument) -> Launch:
 
 
 def pairs_arguments(ids: Ids) -> dict[str, Argument]:
-    """Returns the arguments from which `local_experts` (triton_kernels/route.py) finds the experts of the pairs."""
-    return {
-        "ids": ids.ids,
-        "expert_map": ids.expert_map,
-        "ids_64": int(ids.ids_64),
-        "mapped": int(ids.expert_map != 0),
-        "shared": int(ids.spec.shared_expert),
-        "pairs": ids.pairs,
-        "topk": ids.spec.shape.topk,
-        "global_experts": ids.routed_experts,
-        "num_experts": ids.spec.shape.local_experts,
-    }
+    """Returns the arguments from which `local_experts` of triton_kernels/route.py finds the experts of pairs."""
+    return ids.arguments() | {"mapped": int(ids.expert_map != 0), "pairs": ids.pairs}
 
 
 # ---- routing and quantization --------------------------------------------------------------------------------------
@@ -273,6 +263,6 @@ def triton_combine_launch(
         out=tensors.out,
         hidden=hidden,
         topk=topk,
-        shared=int(spec.shared_expert),
+        shared_expert=int(spec.shared_expert),
         routed_scale=spec.routed_scale,
     )

@@ -1,6 +1,6 @@
-"""Differences between vLLM 0.24 and 0.33, and the uses of vLLM's internals for reloading weights.
+"""Differences between vLLM 0.24 and 0.33, and every use of vLLM's internals that is not an interface for plugins.
 
-No other module of this package depends on a vLLM version.
+The other modules import only vLLM's classes that a quantization method derives from or compares with.
 """
 
 import functools

@@ -26,12 +26,12 @@ def _signature(text: str) -> tuple[TritonParameter, ...]:
 TRITON_SIGNATURES = {
     "triton_combine": _signature(
         "*bf16:16 rows, *i32 slots, *fp32 weights, *bf16:16 out, i32:128 hidden, i32 topk, "
-        "i32 shared, fp32 routed_scale"
+        "i32 shared_expert, fp32 routed_scale"
     ),
     "triton_down_small_batch": _signature(
         "*bf16:16 inner, *i32 ids, *i32 expert_map, *fp32 weights, *fp8e4nv:16 b, *fp32 b_scales, *bf16:16 out, "
-        "i32:128 hidden, i32:128 k, i32 ids_64, i32 mapped, i32 shared, i32 pairs, i32 topk, i32 global_experts, "
-        "i32 num_experts, fp32 routed_scale"
+        "i32:128 hidden, i32:128 k, i32 ids_64, i32 mapped, i32 shared_expert, i32 pairs, i32 topk, "
+        "i32 routed_experts, i32 num_experts, fp32 routed_scale"
     ),
     "triton_gate_up": _signature(
         "*fp8e4nv:16 a, *fp32 a_scales, *i32:16 a_rows, *fp8e4nv:16 b, *fp32 b_scales, *fp8e4nv:16 q, *fp32:16 scales, "
@@ -40,7 +40,7 @@ TRITON_SIGNATURES = {
     ),
     "triton_gate_up_small_batch": _signature(
         "*bf16:16 x, *i32 ids, *i32 expert_map, *fp8e4nv:16 b, *fp32 b_scales, *bf16:16 inner, i32:128 channels, "
-        "i32:128 k, i32 ids_64, i32 mapped, i32 shared, i32 pairs, i32 topk, i32 global_experts, i32 num_experts"
+        "i32:128 k, i32 ids_64, i32 mapped, i32 shared_expert, i32 pairs, i32 topk, i32 routed_experts, i32 num_experts"
     ),
     "triton_gemm": _signature(
         "*fp8e4nv:16 a, *fp32 a_scales, *i32:16 a_rows, *fp8e4nv:16 b, *fp32 b_scales, *bf16:16 c, *bf16:16 out, "
@@ -52,18 +52,18 @@ TRITON_SIGNATURES = {
     ),
     "triton_quantize_count": _signature(
         "*bf16:16 x, *fp8e4nv:16 q, *fp32:16 scales, i32 num_tokens, i32:128 k, *i32 ids, *i32 expert_map, "
-        "*i32:16 counts, *i32:16 slots, i32 chunks, i32 parts, i32 ids_64, i32 mapped, i32 shared, i32 pairs, "
-        "i32 topk, i32 global_experts, i32 num_experts"
+        "*i32:16 counts, *i32:16 slots, i32 chunks, i32 parts, i32 ids_64, i32 mapped, i32 shared_expert, i32 pairs, "
+        "i32 topk, i32 routed_experts, i32 num_experts"
     ),
     "triton_quantize_route": _signature(
         "*bf16:16 x, *fp8e4nv:16 q, *fp32:16 scales, i32 num_tokens, i32:128 k, *i32 ids, *i32 expert_map, "
-        "*i32:16 slots, *i32:16 tokens, *i32:16 table, *i32:16 num_tiles, i32 ids_64, i32 mapped, i32 shared, "
-        "i32 pairs, i32 topk, i32 global_experts, i32 num_experts, i32 block_m"
+        "*i32:16 slots, *i32:16 tokens, *i32:16 table, *i32:16 num_tiles, i32 ids_64, i32 mapped, i32 shared_expert, "
+        "i32 pairs, i32 topk, i32 routed_experts, i32 num_experts, i32 block_m"
     ),
     "triton_route": _signature(
         "*i32 ids, *i32 expert_map, *i32:16 counts, *i32:16 slots, *i32:16 tokens, *i32:16 table, *i32:16 num_tiles, "
-        "i32 parts, i32 ids_64, i32 mapped, i32 shared, i32 pairs, i32 topk, i32 global_experts, i32 num_experts, "
-        "i32 block_m"
+        "i32 parts, i32 ids_64, i32 mapped, i32 shared_expert, i32 pairs, i32 topk, i32 routed_experts, "
+        "i32 num_experts, i32 block_m"
     ),
     "triton_silu_mul_quant": _signature(
         "*bf16:16 gate_up, *i32 counts, *fp8e4nv:16 q, *fp32 scales, i32 max_m, i32:128 channels, i32:4 scale_k_block"
