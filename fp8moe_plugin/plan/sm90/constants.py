@@ -53,6 +53,6 @@ class Layout(IntEnum):
 
 MACROS: dict[str, int] = {
     "MAX_LOCAL_EXPERTS": MAX_LOCAL_EXPERTS,
-    **{name: value for name, value in globals().items() if name.isupper()},
+    **{name: value for name, value in globals().items() if name.isupper() and isinstance(value, int)},
     **{f"{kind.__name__.upper()}_{member.name}": int(member) for kind in (Output, Layout) for member in kind},
 }
