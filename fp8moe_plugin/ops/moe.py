@@ -66,8 +66,7 @@ def fused_moe(
     check_flag("ue8m0", ue8m0)
     if shared_expert is not False or type(routed_scale) is not float or routed_scale != 1.0:
         check_router(shared_expert, routed_scale, expert_map)
-    shape = facts.shape_with_shared_expert if shared_expert else facts.shape
-    spec = called_spec(shape, ue8m0, shared_expert, routed_scale)
+    spec = facts.spec(ue8m0, shared_expert, routed_scale)
     if out is None:
         out = torch.empty_like(hidden_states)
         addresses = *addresses[:-1], out.data_ptr()

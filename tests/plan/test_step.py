@@ -39,6 +39,15 @@ def test_a_step_has_one_plan():
     assert plan(LayerSpec(QWEN3_30B), 12, 132) is not plan(LayerSpec(QWEN3_30B, ue8m0=True), 12, 132)
 
 
+@pytest.mark.parametrize("target", [SM90, "sm_90"])
+def test_expected_rows_with_equal_choices_share_a_plan(target: str) -> None:
+    """Their launches are prepared once."""
+    backend, spec = BACKENDS[target], LayerSpec(MoeShape(1, 256, 256, 4, 4))
+    assert backend.plan_batched(spec, 64, 1, 132) is backend.plan_batched(spec, 64, 2, 132)
+    masked = [backend.plan_grouped(BY_COUNTS, 256, 4, 256, 256, expected_m, 132) for expected_m in (1, 2)]
+    assert masked[0] is masked[1]
+
+
 def test_a_small_batch_is_one_of_few_tokens_and_few_bytes():
     for shape in (DEEPSEEK_V3_TP8, QWEN3_30B, DEEPSEEK_V3_EP8):
         assert [padded_tokens(shape, tokens) for tokens in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 0]

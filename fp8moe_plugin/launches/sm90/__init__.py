@@ -51,13 +51,23 @@ class Sm90:
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_batched(self, spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int) -> Plan:
         plan = grouped.plan_batched(spec, max_m, expected_m, multiprocessors)
-        return Plan(plan, plan.scratch.nbytes, functools.partial(batched_launches, plan))
+        return self._batched(plan)
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_grouped(
         self, grouping: Grouping, rows: int, groups: int, n: int, k: int, expected_m: int, multiprocessors: int
     ) -> Plan:
         plan = grouped.plan_grouped(grouping, rows, groups, n, k, expected_m, multiprocessors)
+        return self._grouped(plan, grouping)
+
+    # One for all `expected_m` that choose the same, so that their launches are prepared once.
+
+    @functools.lru_cache(maxsize=PLANS)  # noqa: B019
+    def _batched(self, plan: grouped.BatchedPlan) -> Plan:
+        return Plan(plan, plan.scratch.nbytes, functools.partial(batched_launches, plan))
+
+    @functools.lru_cache(maxsize=PLANS)  # noqa: B019
+    def _grouped(self, plan: grouped.GroupedPlan, grouping: Grouping) -> Plan:
         return Plan(plan, plan.scratch.nbytes, functools.partial(grouped_launches, plan, grouping))
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019

@@ -49,13 +49,23 @@ class Triton:
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_batched(self, spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int) -> Plan:
         plan = plans.plan_batched(self.target, spec, max_m, expected_m)
-        return Plan(plan, plan.scratch.nbytes, functools.partial(batched_launches, plan))
+        return self._batched(plan)
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_grouped(
         self, grouping: Grouping, rows: int, groups: int, n: int, k: int, expected_m: int, multiprocessors: int
     ) -> Plan:
         plan = plans.plan_grouped(self.target, grouping, rows, groups, expected_m)
+        return self._grouped(plan, grouping)
+
+    # One for all `expected_m` that choose the same, so that their launches are prepared once.
+
+    @functools.lru_cache(maxsize=PLANS)  # noqa: B019
+    def _batched(self, plan: plans.TritonBatched) -> Plan:
+        return Plan(plan, plan.scratch.nbytes, functools.partial(batched_launches, plan))
+
+    @functools.lru_cache(maxsize=PLANS)  # noqa: B019
+    def _grouped(self, plan: plans.TritonGrouped, grouping: Grouping) -> Plan:
         return Plan(plan, plan.scratch.nbytes, functools.partial(grouped_launches, plan, grouping))
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019

@@ -100,7 +100,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     def spec(self, layer: Any) -> LayerSpec:
         """Returns the spec of a layer's experts on this rank, without the model's `routed_scaling_factor`."""
         experts, hidden, intermediate = layer.w2_weight.shape
-        quant, shape = self.quant_config.spec, MoeShape(layer.top_k, hidden, intermediate, experts, experts)
+        quant, shape = self.quant_config.spec, MoeShape(layer.top_k or 1, hidden, intermediate, experts, experts)
         return LayerSpec(shape, quant.weights, quant.ue8m0, activation(self.config), batch_invariant=batch_invariant())
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
@@ -182,6 +182,8 @@ def activation(config: Any) -> Activation:
         "alpha": getattr(config, "gemm1_alpha", None),
         "beta": getattr(config, "gemm1_beta", None),
     }
+    if given["alpha"] is not None and given["beta"] is None:
+        given["beta"] = 1.0  # SGLang's kernel for an alpha adds 1 to the up projection
     return Activation(config.activation, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -30,7 +30,7 @@ class Layer(fused_moe_layer.FusedMoE):
     """A layer of experts on one rank, with the loaders of SGLang's."""
 
     layer_id = 0
-    top_k = 2
+    top_k = None  # some models do not pass it
     quant_config = QUANT
     uses_expert_location = use_presharded_weights = use_triton_kernels = use_flashinfer_trtllm_moe = False
     should_fuse_routed_scaling_factor_in_topk = _has_fused_shared = False
