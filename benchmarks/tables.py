@@ -261,6 +261,7 @@ class Table(NamedTuple):
 
 TABLES = {
     "layer": Table(("moe_layer-2026-11-22", "moe_layer-other_sizes-2026-11-22"), layers),
+    "layer-h100": Table(("moe_layer-h100-2026-11-26",), layers),
     "layer-skewed": Table(("moe_layer-skew-2026-11-23",), layers),
     "dense-decode-gemm": Table(("dense_gemm-decode-2026-11-23",), partial(dense, time="gemm_us", cell=times)),
     "dense-decode-linear": Table(("dense_gemm-decode-2026-11-23",), partial(dense, time="linear_us", cell=times)),
