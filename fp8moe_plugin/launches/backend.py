@@ -1,13 +1,16 @@
 """The interface of a backend: the layers that it supports, its kernels, and the plan and launches of a call."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.operands import Rows
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output
+
+PLANS = 4096  # that each cache keeps
 
 
 # Compared by identity, which is fast: backends cache their plans.
@@ -19,6 +22,17 @@ class Plan:
     scratch: int  # bytes of scratch memory
     launches: Callable[..., Sequence[Launch]]  # takes addresses; each `plan_` method of `Backend` lists them
     starts_before_ids: bool = False  # a layer's first kernel may start (PDL) before the ids are written
+
+
+@functools.lru_cache(maxsize=PLANS)
+def shared_plan(choices: Any, launches: Callable[..., Sequence[Launch]], *leading: object) -> Plan:
+    """Returns one plan for all calls with these choices, so that their launches are prepared once.
+
+    Args:
+        choices: hashable, with a `scratch`.
+        launches: takes the choices, `leading`, and then what `Plan.launches` takes.
+    """
+    return Plan(choices, choices.scratch.nbytes, functools.partial(launches, choices, *leading))
 
 
 class Backend(Protocol):

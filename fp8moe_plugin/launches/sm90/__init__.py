@@ -3,7 +3,7 @@
 import functools
 
 from fp8moe_plugin.jit.launch import Address, Launch
-from fp8moe_plugin.launches.backend import Plan
+from fp8moe_plugin.launches.backend import PLANS, Plan, shared_plan
 from fp8moe_plugin.launches.operands import Rows
 from fp8moe_plugin.launches.sm90.gemm import dense_launches
 from fp8moe_plugin.launches.sm90.grouped import grouped_launches
@@ -13,8 +13,6 @@ from fp8moe_plugin.plan.keys import SM90, KernelKey, KernelSet
 from fp8moe_plugin.plan.sm90 import dense, grouped, kernel_sets, layer
 from fp8moe_plugin.plan.sm90.indexer import indexer_refusal
 from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output, layer_refusal
-
-PLANS = 4096  # most plans that each method caches
 
 
 class Sm90:
@@ -51,24 +49,14 @@ class Sm90:
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_batched(self, spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int) -> Plan:
         plan = grouped.plan_batched(spec, max_m, expected_m, multiprocessors)
-        return self._batched(plan)
+        return shared_plan(plan, batched_launches)
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_grouped(
         self, grouping: Grouping, rows: int, groups: int, n: int, k: int, expected_m: int, multiprocessors: int
     ) -> Plan:
         plan = grouped.plan_grouped(grouping, rows, groups, n, k, expected_m, multiprocessors)
-        return self._grouped(plan, grouping)
-
-    # One for all `expected_m` that choose the same, so that their launches are prepared once.
-
-    @functools.lru_cache(maxsize=PLANS)  # noqa: B019
-    def _batched(self, plan: grouped.BatchedPlan) -> Plan:
-        return Plan(plan, plan.scratch.nbytes, functools.partial(batched_launches, plan))
-
-    @functools.lru_cache(maxsize=PLANS)  # noqa: B019
-    def _grouped(self, plan: grouped.GroupedPlan, grouping: Grouping) -> Plan:
-        return Plan(plan, plan.scratch.nbytes, functools.partial(grouped_launches, plan, grouping))
+        return shared_plan(plan, grouped_launches, grouping)
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_dense(self, m: int, n: int, k: int, output: Output, multiprocessors: int, batch_invariant: bool) -> Plan:

@@ -3,15 +3,13 @@
 import functools
 
 from fp8moe_plugin.jit.launch import Address, Launch
-from fp8moe_plugin.launches.backend import Plan
+from fp8moe_plugin.launches.backend import PLANS, Plan, shared_plan
 from fp8moe_plugin.launches.operands import Rows
 from fp8moe_plugin.launches.triton.kernels import triton_quantize_launch, triton_silu_mul_quant_launch
 from fp8moe_plugin.launches.triton.layer import batched_launches, dense_launches, grouped_launches, layer_launches
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output, layer_refusal
 from fp8moe_plugin.plan.triton import kernel_sets, plans
-
-PLANS = 4096  # most plans that each method caches
 
 
 class Triton:
@@ -49,24 +47,14 @@ class Triton:
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_batched(self, spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int) -> Plan:
         plan = plans.plan_batched(self.target, spec, max_m, expected_m)
-        return self._batched(plan)
+        return shared_plan(plan, batched_launches)
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_grouped(
         self, grouping: Grouping, rows: int, groups: int, n: int, k: int, expected_m: int, multiprocessors: int
     ) -> Plan:
         plan = plans.plan_grouped(self.target, grouping, rows, groups, expected_m)
-        return self._grouped(plan, grouping)
-
-    # One for all `expected_m` that choose the same, so that their launches are prepared once.
-
-    @functools.lru_cache(maxsize=PLANS)  # noqa: B019
-    def _batched(self, plan: plans.TritonBatched) -> Plan:
-        return Plan(plan, plan.scratch.nbytes, functools.partial(batched_launches, plan))
-
-    @functools.lru_cache(maxsize=PLANS)  # noqa: B019
-    def _grouped(self, plan: plans.TritonGrouped, grouping: Grouping) -> Plan:
-        return Plan(plan, plan.scratch.nbytes, functools.partial(grouped_launches, plan, grouping))
+        return shared_plan(plan, grouped_launches, grouping)
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_dense(self, m: int, n: int, k: int, output: Output, multiprocessors: int, batch_invariant: bool) -> Plan:
