@@ -1,6 +1,7 @@
 """With a full, unreadable, foreign or missing folder, or a wrong clock, kernels are served with at most one warning."""
 
 import itertools
+import logging
 import multiprocessing
 import os
 import pwd
@@ -54,8 +55,9 @@ class Server:
 
 
 @pytest.fixture
-def server(caplog: pytest.LogCaptureFixture) -> Server:
-    return Server(caplog)
+def server(plugin_log: pytest.LogCaptureFixture) -> Server:
+    plugin_log.set_level(logging.WARNING, logger="fp8moe")
+    return Server(plugin_log)
 
 
 @pytest.fixture
