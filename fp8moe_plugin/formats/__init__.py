@@ -1,1 +1,1 @@
-"""The formats of quantized weights, as values. Pure Python: nothing here imports torch."""
+"""The formats of quantized weights and the activations of experts, as values. Pure Python, without torch."""

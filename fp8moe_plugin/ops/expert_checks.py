@@ -6,6 +6,7 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import too_many_experts
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.activation import SILU
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.ops.checks import (
     CheckedOnce,
@@ -16,7 +17,7 @@ from fp8moe_plugin.ops.checks import (
     check_weights,
 )
 from fp8moe_plugin.ops.option_checks import check_factor, check_flag
-from fp8moe_plugin.plan.spec import SILU, LayerSpec, MoeShape
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from fp8moe_plugin.settings import batch_invariant
 
 

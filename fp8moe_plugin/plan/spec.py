@@ -4,6 +4,7 @@ from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from fp8moe_plugin.checkpoint.shapes import Experts
+from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.weight_format import WeightFormat
 
@@ -26,21 +27,6 @@ class MoeShape(NamedTuple):
         """Returns the shape with one more expert, which processes every token."""
         more = {name: getattr(self, name) + 1 for name in ("topk", "local_experts", "global_experts")}
         return self._replace(**more)
-
-
-class Activation(NamedTuple):
-    """The activation between both GEMMs: `act(gate) * (up + beta)`, with `act(x) = x * sigmoid(alpha * x)` for "silu".
-
-    `limit`: gate is clamped to at most this value, and up to its magnitude; None: neither is clamped.
-    """
-
-    kind: str = "silu"
-    limit: float | None = None
-    alpha: float = 1.0
-    beta: float = 0.0
-
-
-SILU = Activation()
 
 
 class LayerSpec(NamedTuple):

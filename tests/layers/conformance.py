@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops.reference import dequantize_blocks
-from fp8moe_plugin.plan.spec import SILU, Activation
 from tests import helpers as h
 from tests.formats import fp4
 from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint, make_checkpoint

@@ -17,6 +17,7 @@ from sglang.srt.utils import is_cuda, set_weight_attrs
 
 from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.experts import Experts
@@ -24,7 +25,7 @@ from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, shape_erro
 from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops.checks import poison
-from fp8moe_plugin.plan.spec import SILU, Activation, Arrival, LayerSpec, MoeShape
+from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
 from fp8moe_plugin.settings import batch_invariant
 
 PARAMETERS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")

@@ -12,10 +12,11 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
 from fp8moe_plugin.checkpoint.shapes import local_intermediate
+from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.layers.experts import Experts
-from fp8moe_plugin.plan.spec import Activation, Arrival, LayerSpec, MoeShape
+from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
 from fp8moe_plugin.settings import batch_invariant
 
 # Not supported: MoRI (AMD only), MoonEP (supplies weights of its own), passthrough (leaves dispatch to the experts) and

@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.activation import SILU
 from fp8moe_plugin.formats.spec import QuantSpec
-from fp8moe_plugin.plan.spec import SILU
 from tests.layers.conformance import CHECKPOINTS, COMPUTED, INTERMEDIATE, REFUSED, Cell, assert_computed, make_call
 from tests.layers.sglang import layers
 
