@@ -14,6 +14,8 @@ from fp8moe_plugin.errors import CacheError, Fp8MoeError, UnsupportedError
 from fp8moe_plugin.jit import cache, lookup, toolchain
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import nvrtc_version
+from fp8moe_plugin.plan.model_specs import model_specs
+from fp8moe_plugin.plan.spec import MoeShape
 from fp8moe_plugin.quoting import shell_word, shown
 from warmup import interrupts, kernels, streams
 from warmup.model import read_checkpoint, warn
@@ -214,7 +216,8 @@ def bench(options: Options, report: Report) -> bool:
     if options.plot:
         check_plot(options.plot)
     layer = benchmark.rank_layer(model, options.parallel)
-    report.bench = benchmark.bench_layer(layer, options.tokens or benchmark.TOKENS, model.ue8m0, _progress)
+    spec, *_ = model_specs(model, MoeShape.of(layer, layer.experts))
+    report.bench = benchmark.bench_layer(layer, options.tokens or benchmark.TOKENS, spec, _progress)
     print(table(report.bench))
     if options.plot:
         plot(report.bench, options.plot)

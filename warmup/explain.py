@@ -16,9 +16,10 @@ from fp8moe_plugin.checkpoint.shapes import (
     split_refusal,
     whole_expert_ways,
 )
+from fp8moe_plugin.plan.model_specs import model_specs
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer
 from fp8moe_plugin.plan.sm90.tiles import computed_rows
-from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
+from fp8moe_plugin.plan.spec import MoeShape
 from fp8moe_plugin.settings import batch_invariant, settings
 from warmup import memory
 from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
@@ -60,7 +61,8 @@ def step_plan(model: Model, parallel: Parallel, local: Experts, tokens: int) -> 
     shape = MoeShape.of(local, model.experts.experts)
     if _merged(model, parallel):
         shape = shape.with_shared_expert()
-    return plan_layer(LayerSpec(shape, ue8m0=model.ue8m0, batch_invariant=batch_invariant()), tokens * parallel.dp)
+    spec, *_ = model_specs(model, shape)
+    return plan_layer(spec._replace(batch_invariant=batch_invariant()), tokens * parallel.dp)
 
 
 def scratch_bytes(model: Model, parallel: Parallel, tokens: int) -> int:

@@ -34,7 +34,7 @@ PEERS = {
     "humming-contiguous": (humming.W8A8, humming.CONTIGUOUS),
     "humming-vllm": (humming.W8A16, humming.INDEXED),
 }
-MAKERS: dict[str, Maker] = {OURS: partial(make_ours, False)}
+MAKERS: dict[str, Maker] = {OURS: make_ours}
 MAKERS |= {name: partial(humming.make_humming, *how) for name, how in PEERS.items()}
 
 

@@ -28,7 +28,7 @@ LAYERS = before_after.LAYERS | {
     "mixtral": Experts(1, 8, 2, 4096, 14336),
     "dsv3-ep8": Experts(1, 32, 1, 7168, 2048),  # of eight ranks: about one local expert for each token that arrives
 }
-MAKERS = {OURS: partial(make_ours, False)} | {name: partial(make_peer, name) for name in PEERS}
+MAKERS = {OURS: make_ours} | {name: partial(make_peer, name) for name in PEERS}
 
 
 def point(layer: str, row: BenchRow) -> dict[str, Any]:

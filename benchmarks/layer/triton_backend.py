@@ -62,7 +62,7 @@ def planned_by(plan: Plan, make: Callable[[], Any]) -> Any:
 
 def measure(experts: Experts, weights: ExpertWeights, tokens: int, tiles: bool) -> dict[str, Any]:
     case = make_case(experts, weights, tokens)
-    ours = make_ours(False, experts, weights, tokens)
+    ours = make_ours(experts, weights, tokens)
     made = {OURS: capture(ours, case), PEER: capture(make_peer(PEER_BACKEND, experts, weights, tokens), case)}
     if tiles:
         kinds: dict[str, Plan] = {str(height): partial(triton_step, height=height) for height in EXPERT_TILE_ROWS}

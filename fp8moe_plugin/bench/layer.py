@@ -28,12 +28,13 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Experts, Model, rank_shapes
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.layers import experts as layers
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
-from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
 from fp8moe_plugin.ops.reference import dequantize_blocks
 from fp8moe_plugin.plan.keys import HOPPER
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from fp8moe_plugin.testing import captured, replay_us
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 8192)
@@ -74,14 +75,14 @@ def rank_layer(model: Model, parallel: Parallel) -> Experts:
 
 
 def bench_layer(
-    experts: Experts, tokens: Sequence[int], ue8m0: bool, report_progress: Callable[[str], None]
+    experts: Experts, tokens: Sequence[int], spec: LayerSpec, report_progress: Callable[[str], None]
 ) -> BenchResult:
     """Time one layer with random weights and routing on every backend, on the current GPU.
 
     Args:
         experts: the layer on one rank, from `rank_layer`.
         tokens: the numbers of tokens to measure.
-        ue8m0: our layer rounds activation scales up to powers of two.
+        spec: what our layer computes.
         report_progress: called with one line per row.
     Returns:
         A row for each backend and number of tokens; if a backend fails, its rows say why.
@@ -90,7 +91,7 @@ def bench_layer(
     """
     check_machine()
     driver = _driver_version()
-    makers = {OURS: partial(make_ours, ue8m0)} | {name: partial(make_peer, name) for name in PEERS}
+    makers = {OURS: partial(make_ours, spec=spec)} | {name: partial(make_peer, name) for name in PEERS}
     weights = random_weights(experts, torch.device("cuda"))
     with set_up_vllm():
         rows = measure(makers, experts, weights, tokens, report_progress)
@@ -101,7 +102,7 @@ def bench_layer(
         torch=torch.__version__,
         vllm=importlib.metadata.version("vllm"),
         shape=experts,
-        ue8m0=ue8m0,
+        ue8m0=spec.ue8m0,
         rows=rows,
     )
 
@@ -256,8 +257,11 @@ def floor_us(experts: Experts, tokens: int, busy: float) -> float:
     return max(memory_s, 2 * weights * tokens * experts.topk / FLOP_PER_S) * 1e6
 
 
-def make_ours(ue8m0: bool, experts: Experts, weights: ExpertWeights, tokens: int) -> Layer:
-    return lambda x, topk_weights, ids: fused_moe(x, *weights.w13, *weights.w2, topk_weights, ids, ue8m0=ue8m0)
+def make_ours(experts: Experts, weights: ExpertWeights, tokens: int, spec: LayerSpec | None = None) -> Layer:
+    """Returns our layer. Without a spec, it computes SiLU, with float32 scales of activations."""
+    names = ("w13", "w13_scale", "w2", "w2_scale")
+    tensors = dict(zip(names, (*weights.w13, *weights.w2), strict=True))
+    return layers.Experts(spec or LayerSpec(MoeShape.of(experts, experts.experts)), tensors, names).run
 
 
 def _driver_version() -> str:

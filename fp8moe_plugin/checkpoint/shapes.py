@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 
@@ -88,6 +89,7 @@ class Model:
     indexer: Indexer | None = None
     weights: WeightFormat = FP8_BLOCK  # of the quantized experts
     dense_weights: WeightFormat = FP8_BLOCK  # of the quantized dense layers
+    activations: tuple[Activation, ...] = (SILU,)  # of the quantized experts; that of most layers first
     # Memory depends on these fields, but no kernel and no split does.
     cache: KvCache | None = field(default=None, compare=False)
     plain: tuple[Dense, ...] = field(default=(), compare=False)  # dense layers that the checkpoint keeps unquantized
@@ -170,7 +172,7 @@ def merges_shared_expert(model: Model, parallel: Parallel) -> bool:
     apart = parallel.sglang or parallel.ep > 1 or parallel.dp > 1
     if model.architecture not in MERGING or not model.experts.layers:
         return False
-    return not apart and widths == [model.experts.intermediate]
+    return not apart and model.activations == (SILU,) and widths == [model.experts.intermediate]
 
 
 def whole_expert_ways(parallel: Parallel) -> list[Parallel]:

@@ -6,6 +6,7 @@ from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.plan.keys import SM90, KernelKey, KernelSet
+from fp8moe_plugin.plan.model_specs import model_specs
 from fp8moe_plugin.plan.sm90.catalog import MQA_HEADS
 from fp8moe_plugin.plan.sm90.indexer import HEAD_DIMS
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
@@ -23,14 +24,14 @@ def model_kernels(model: Model, target: str = SM90) -> KernelSet:
     backend, experts, indexer = BACKENDS[target], model.experts, model.indexer
     found = backend.dense_kernels(model.ue8m0)
     if experts.layers:  # else all experts are unquantized
-        spec = LayerSpec(MoeShape.of(experts, experts.experts), model.weights, model.ue8m0)
-        if refusal := backend.refusal(spec):
-            raise UnsupportedError(
-                f"The checkpoint's experts have {refusal}, which the {backend.name} kernels do not support. Serve it "
-                f"without --quantization {NAME}."
-            )
-        for arrival in Arrival:
-            found |= backend.layer_kernels(spec, arrival)
+        for spec in model_specs(model, MoeShape.of(experts, experts.experts)):
+            if refusal := backend.refusal(spec):
+                raise UnsupportedError(
+                    f"The checkpoint's experts have {refusal}, which the {backend.name} kernels do not support. Serve "
+                    f"it without --quantization {NAME}."
+                )
+            for arrival in Arrival:
+                found |= backend.layer_kernels(spec, arrival)
     return found | (backend.indexer_kernels(indexer.heads, indexer.dim) if indexer else {})
 
 

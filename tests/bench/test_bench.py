@@ -12,11 +12,13 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Experts, Model
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.ops.operands import ExpertWeights
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from tests import helpers as h
 
 CPU = torch.device("cpu")
 TINY = Experts(layers=1, experts=8, topk=2, hidden=256, intermediate=128)
 ON_A_GPU = Experts(layers=1, experts=16, topk=4, hidden=1024, intermediate=512)
+SPEC = LayerSpec(MoeShape.of(ON_A_GPU, ON_A_GPU.experts))
 DEEPSEEK_V3 = Experts(layers=58, experts=256, topk=8, hidden=7168, intermediate=2048)
 
 
@@ -178,7 +180,7 @@ def test_a_backend_that_fails_leaves_the_others_measured(monkeypatch, weights):
         "unmakable": unmakable,
         "failing": failing,
         "wrong": wrong,
-        "fp8moe": lambda *made: bench.make_ours(False, *made),
+        "fp8moe": bench.make_ours,
     }
     lines = []
     rows = bench.measure(makers, TINY, weights, [1, 256], lines.append)
@@ -202,7 +204,7 @@ def test_every_backend_has_run_before_the_first_graph(monkeypatch, weights):
     done = []
 
     def maker(name):
-        ours = bench.make_ours(False, TINY, weights, 1)
+        ours = bench.make_ours(TINY, weights, 1)
         return lambda *made: lambda *call: (done.append(name), ours(*call))[1]
 
     def captured(calls):
@@ -227,13 +229,13 @@ def test_another_machine_is_refused(monkeypatch, capability, vllm, message):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if vllm else None)
     with pytest.raises(UnsupportedError, match=message):
-        bench.bench_layer(TINY, [1], False, print)
+        bench.bench_layer(TINY, [1], SPEC, print)
 
 
 @pytest.mark.gpu
 def test_a_gpu_gives_a_row_for_every_backend():
     pytest.importorskip("vllm")
-    result = bench.bench_layer(ON_A_GPU, [1, 256], ue8m0=False, report_progress=print)
+    result = bench.bench_layer(ON_A_GPU, [1, 256], SPEC, report_progress=print)
     assert len(result.rows) == 2 * 5
     for row in result.rows:
         if row.error is None:
