@@ -21,7 +21,6 @@ from fp8moe_plugin.ops import devices, reference
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.plan.keys import SM90, KernelKey
 from fp8moe_plugin.plan.parameters import ARGUMENTS
-from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from fp8moe_plugin.plan.sm90.dense import DensePlan, many_rows, tiled
 from fp8moe_plugin.plan.sm90.layer import (
     SmallBatchStep,
@@ -31,6 +30,7 @@ from fp8moe_plugin.plan.sm90.layer import (
     small_batch_step,
     sorted_step,
 )
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape, Output
 from fp8moe_plugin.plan.tuning import MULTIPROCESSORS
 from fp8moe_plugin.settings import batch_invariant, settings
@@ -252,19 +252,19 @@ def plan_step(shape: MoeShape, tokens: int, ue8m0: bool = False, multiprocessors
     return plan_layer(LayerSpec(shape, ue8m0=ue8m0, batch_invariant=batch_invariant()), tokens, multiprocessors)
 
 
-def force_step(patch: pytest.MonkeyPatch, *, width: int = 0, tile_rows: int | None = None) -> list[StepPlan]:
+def force_step(patch: pytest.MonkeyPatch, *, width: int = 0, tile: RowTile | None = None) -> list[StepPlan]:
     """Layers take other plans than the fastest. Returns the list to which each plan is added as a layer takes it.
 
     Args:
         width: the small-batch kernels of up to so many tokens; 0: none of them.
-        tile_rows: rows of a tile otherwise; None: as ever.
+        tile: of rows otherwise; None: as ever.
     """
 
     def plan(spec: LayerSpec, tokens: int, multiprocessors: int) -> StepPlan:
         if width:
             return small_batch_step(spec, tokens, width, multiprocessors)
         few = tokens <= few_rows_tokens(spec.shape.topk, spec.shape.global_experts)
-        return sorted_step(spec, tokens, tile_rows or (FEW_ROWS_TILE if few else MANY_ROWS_TILE), multiprocessors)
+        return sorted_step(spec, tokens, tile or (FEW_ROWS if few else MANY_ROWS), multiprocessors)
 
     return force_layer(patch, plan)
 

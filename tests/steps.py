@@ -32,10 +32,10 @@ from fp8moe_plugin.ops.devices import Device
 from fp8moe_plugin.ops.operands import Quantized, empty_quantized, k_major
 from fp8moe_plugin.plan.scratch import tile_capacity
 from fp8moe_plugin.plan.sm90.catalog import gate_up_few_rows_key, gate_up_key, quantize_key
-from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, Layout
+from fp8moe_plugin.plan.sm90.constants import Layout
 from fp8moe_plugin.plan.sm90.grouped import columns_at_once, down_uses_pdl, grouped_key, keeps_b
 from fp8moe_plugin.plan.sm90.scratch import row_counters
-from fp8moe_plugin.plan.sm90.tiles import route_chunks, row_tiles
+from fp8moe_plugin.plan.sm90.tiles import RowTile, route_chunks, row_tiles
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 
 
@@ -68,9 +68,9 @@ def weights_of(weight: Quantized) -> Weights:
 
 @dataclass(frozen=True)
 class TileTensors:
-    """Row tiles of `tile_rows` rows; see fp8moe_plugin/launches/sm90/tiles.py."""
+    """Row tiles; see fp8moe_plugin/launches/sm90/tiles.py."""
 
-    tile_rows: int
+    tile: RowTile
     table: torch.Tensor
     num_tiles: torch.Tensor
     done_counters: torch.Tensor | None = None
@@ -99,36 +99,36 @@ class RoutingTensors:
     tiles: TileTensors
 
 
-def empty_tiles(rows: int, groups: int, tile_rows: int, device: torch.device, counted: bool = True) -> TileTensors:
-    capacity = tile_capacity(rows, groups, tile_rows)
+def empty_tiles(rows: int, groups: int, tile: RowTile, device: torch.device, counted: bool = True) -> TileTensors:
+    capacity = tile_capacity(rows, groups, tile.rows)
     table = workspace.empty((capacity, 4), torch.int32, device)
     counters = workspace.empty((1 + capacity,), torch.int32, device) if counted else None
-    return TileTensors(tile_rows, table, workspace.empty((5,), torch.int32, device), counters)
+    return TileTensors(tile, table, workspace.empty((5,), torch.int32, device), counters)
 
 
 def route(
-    topk_ids: torch.Tensor, num_experts: int, tile_rows: int, expert_map: torch.Tensor | None = None
+    topk_ids: torch.Tensor, num_experts: int, tile: RowTile, expert_map: torch.Tensor | None = None
 ) -> RoutingTensors:
     """Rows for the pairs of int32 or int64 `[T, topk]` ids, and tiles of the rows."""
     device = devices.device_of(topk_ids)
     if device is None:
-        return route_reference(topk_ids, num_experts, tile_rows, expert_map)
+        return route_reference(topk_ids, num_experts, tile, expert_map)
     (tokens, topk), where = topk_ids.shape, topk_ids.device
     rows = tokens * topk
     slots = workspace.empty((tokens, topk), torch.int32, where)
     tokens_of_rows = workspace.empty((rows,), torch.int32, where)
-    num_rows, tiles = workspace.empty((1,), torch.int32, where), empty_tiles(rows, num_experts, tile_rows, where)
+    num_rows, tiles = workspace.empty((1,), torch.int32, where), empty_tiles(rows, num_experts, tile, where)
     counts = workspace.empty((route_chunks(rows), ceil_div(num_experts, 2)), torch.int32, where)
     mapped = (0, num_experts) if expert_map is None else (expert_map.data_ptr(), expert_map.numel())
     spec = LayerSpec(MoeShape(topk, GROUP, GROUP, num_experts, mapped[1]))
     ids = Ids(topk_ids.data_ptr(), topk_ids.dtype == torch.int64, mapped[0], tokens, spec)
     out = RoutingAddresses(slots.data_ptr(), tokens_of_rows.data_ptr(), num_rows.data_ptr())
-    launch(device, route_launches(ids, counts.data_ptr(), out, tiles.addresses, tile_rows, 1))
+    launch(device, route_launches(ids, counts.data_ptr(), out, tiles.addresses, tile.rows, 1))
     return RoutingTensors(slots, tokens_of_rows, num_rows, tiles)
 
 
 def route_reference(
-    topk_ids: torch.Tensor, num_experts: int, tile_rows: int, expert_map: torch.Tensor | None = None
+    topk_ids: torch.Tensor, num_experts: int, tile: RowTile, expert_map: torch.Tensor | None = None
 ) -> RoutingTensors:
     ids = reference.local_experts(topk_ids, num_experts, expert_map).flatten()
     counts = torch.bincount(ids[ids >= 0], minlength=num_experts)
@@ -140,35 +140,35 @@ def route_reference(
     ends = counts.cumsum(0).tolist()
     groups = [(e, end - count, end) for e, (end, count) in enumerate(zip(ends, counts.tolist(), strict=True))]
     num_rows = torch.tensor([order.numel()], dtype=torch.int32, device=ids.device)
-    return RoutingTensors(slots.view(topk_ids.shape), tokens, num_rows, tiles_of_groups(groups, tile_rows, ids.device))
+    return RoutingTensors(slots.view(topk_ids.shape), tokens, num_rows, tiles_of_groups(groups, tile, ids.device))
 
 
-def tiles_of_counts(counts: torch.Tensor, max_m: int, tile_rows: int) -> TileTensors:
+def tiles_of_counts(counts: torch.Tensor, max_m: int, tile: RowTile) -> TileTensors:
     """Tiles of `[G, max_m]` rows, the first `counts[g]` of each group; counts are clamped to `[0, max_m]`."""
     device = devices.device_of(counts)
     if device is None:
         clamped = counts.clamp(0, max_m).tolist()
         groups = [(g, g * max_m, g * max_m + count) for g, count in enumerate(clamped)]
-        return tiles_of_groups(groups, tile_rows, counts.device)
-    tiles = empty_tiles(len(counts) * max_m, len(counts), tile_rows, counts.device)
-    launch(device, [tiles_of_counts_launch(counts.data_ptr(), len(counts), max_m, tiles.addresses, tile_rows)])
+        return tiles_of_groups(groups, tile, counts.device)
+    tiles = empty_tiles(len(counts) * max_m, len(counts), tile, counts.device)
+    launch(device, [tiles_of_counts_launch(counts.data_ptr(), len(counts), max_m, tiles.addresses, tile.rows)])
     return tiles
 
 
-def tiles_of_ends(ends: torch.Tensor, rows: int, alignment: int, tile_rows: int) -> TileTensors:
+def tiles_of_ends(ends: torch.Tensor, rows: int, alignment: int, tile: RowTile) -> TileTensors:
     """Tiles of `rows` rows; those of group g begin at a multiple of `alignment` and end at `ends[g]`."""
     device = devices.device_of(ends)
     if device is None:
         limits = [0, *ends.clamp(0, rows).tolist()]
         begins = [-(-limit // alignment) * alignment for limit in limits]
         groups = [(g, begins[g], max(begins[g], limits[g + 1])) for g in range(len(ends))]
-        return tiles_of_groups(groups, tile_rows, ends.device)
-    tiles = empty_tiles(rows, len(ends), tile_rows, ends.device)
-    launch(device, [tiles_of_ends_launch(ends.data_ptr(), len(ends), rows, alignment, tiles.addresses, tile_rows)])
+        return tiles_of_groups(groups, tile, ends.device)
+    tiles = empty_tiles(rows, len(ends), tile, ends.device)
+    launch(device, [tiles_of_ends_launch(ends.data_ptr(), len(ends), rows, alignment, tiles.addresses, tile.rows)])
     return tiles
 
 
-def tiles_of_indices(indices: torch.Tensor, num_groups: int, tile_rows: int, out: torch.Tensor) -> TileTensors:
+def tiles_of_indices(indices: torch.Tensor, num_groups: int, tile: RowTile, out: torch.Tensor) -> TileTensors:
     """Tiles of the runs of equal ids in int32 `[rows]`; ids outside `[0, num_groups)` make no tile.
 
     Their rows in `out`, bfloat16 `[rows, n]`, become zeros.
@@ -176,15 +176,15 @@ def tiles_of_indices(indices: torch.Tensor, num_groups: int, tile_rows: int, out
     device, rows = devices.device_of(indices), len(indices)
     if device is None:
         out[(indices < 0) | (indices >= num_groups)] = 0
-        return tiles_of_runs(indices, num_groups, tile_rows)
-    tiles, runs = empty_tiles(rows, rows, tile_rows, indices.device, counted=False), torch.empty_like(indices)
+        return tiles_of_runs(indices, num_groups, tile)
+    tiles, runs = empty_tiles(rows, rows, tile, indices.device, counted=False), torch.empty_like(indices)
     addresses = indices.data_ptr(), rows, num_groups, runs.data_ptr(), tiles.addresses
     result = out.data_ptr(), out.shape[1]
-    launch(device, [tiles_of_indices_launch(device.multiprocessors, *addresses, tile_rows, *result)])
+    launch(device, [tiles_of_indices_launch(device.multiprocessors, *addresses, tile.rows, *result)])
     return tiles
 
 
-def tiles_of_runs(indices: torch.Tensor, num_groups: int, tile_rows: int) -> TileTensors:
+def tiles_of_runs(indices: torch.Tensor, num_groups: int, tile: RowTile) -> TileTensors:
     ids, begin = indices.tolist(), 0
     runs = []
     for row in range(1, len(ids) + 1):
@@ -192,21 +192,21 @@ def tiles_of_runs(indices: torch.Tensor, num_groups: int, tile_rows: int) -> Til
             if 0 <= ids[begin] < num_groups:
                 runs.append((ids[begin], begin, row))
             begin = row
-    return _table(runs, tile_rows, indices.device)
+    return _table(runs, tile, indices.device)
 
 
-def tiles_of_groups(groups: list[tuple[int, int, int]], tile_rows: int, device: torch.device) -> TileTensors:
+def tiles_of_groups(groups: list[tuple[int, int, int]], tile: RowTile, device: torch.device) -> TileTensors:
     """Tiles of `(expert, row_begin, row_end)` groups, those with tails first: the longest tiles are not the last."""
-    in_order = sorted(groups, key=lambda group: max(row_tiles(group[2] - group[1], tile_rows), default=0) <= tile_rows)
-    return _table(in_order, tile_rows, device)
+    in_order = sorted(groups, key=lambda group: max(row_tiles(group[2] - group[1], tile), default=0) <= tile.rows)
+    return _table(in_order, tile, device)
 
 
-def _table(groups: list[tuple[int, int, int]], tile_rows: int, device: torch.device) -> TileTensors:
+def _table(groups: list[tuple[int, int, int]], tile: RowTile, device: torch.device) -> TileTensors:
     entries: list[tuple[int, int, int, int]] = []
     for expert, begin, end in groups:
-        entries += [(expert, begin, end, len(entries))] * len(row_tiles(end - begin, tile_rows))
+        entries += [(expert, begin, end, len(entries))] * len(row_tiles(end - begin, tile))
     table = torch.tensor(entries or [(0, 0, 0, 0)], dtype=torch.int32, device=device)
-    return TileTensors(tile_rows, table, torch.tensor([len(entries), 0, 0, 0, 0], dtype=torch.int32, device=device))
+    return TileTensors(tile, table, torch.tensor([len(entries), 0, 0, 0, 0], dtype=torch.int32, device=device))
 
 
 # ---- quantization and combination ----------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class SplitK:
 
 def split_k(splits: int, tiles: TileTensors, rows: int, intermediate: int) -> tuple[SplitK, TileTensors]:
     """Memory for splits of K, and the tiles with counters for them."""
-    counters, device = row_counters(intermediate, splits, tiles.tile_rows), tiles.table.device
+    counters, device = row_counters(intermediate, splits), tiles.table.device
     partial = workspace.empty((splits, rows, 2 * intermediate), torch.float32, device)
     done_counters = torch.zeros(1 + len(tiles.table) * counters, dtype=torch.int32, device=device)
     return SplitK(splits, partial, counters), replace(tiles, done_counters=done_counters)
@@ -311,7 +311,7 @@ def gate_up(
     kept = (a[1], 0, 0) if a_rows else k_major(*a)
     x, blocks = rows_of(a[0], kept), device.multiprocessors
     spec = LayerSpec(MoeShape(1, a[0].shape[-1], intermediate, len(w13[0]), len(w13[0])), ue8m0=ue8m0)
-    if tiles.tile_rows != FEW_ROWS_TILE:
+    if not tiles.tile.streams_weights:
         first = gate_up_key(spec, bool(a_rows))
         launch(device, [gate_up_launch(first, blocks, x, weights, inner, at, a_rows=a_rows)])
     else:
@@ -342,9 +342,9 @@ def grouped_gemm(
         row_counters: for few rows the counters of each row tile in `tiles.done_counters`; 0: nothing has counted there.
     """
     device, scales, weights = device_of(out), k_major(*a), weights_of(b)
-    rows, key = rows_of(a[0], scales), grouped_key(tiles.tile_rows, tiles.keep_b)
+    rows, key = rows_of(a[0], scales), grouped_key(tiles.tile, tiles.keep_b)
     target, blocks = (out.data_ptr(), tiles.addresses), device.multiprocessors
-    if tiles.tile_rows == FEW_ROWS_TILE:
+    if tiles.tile.streams_weights:
         columns = columns_at_once(rows.rows, weights.experts, weights.n, weights.k)
         few = {"columns": columns, "row_counters": row_counters, "pdl": after_gate_up}
         launch(device, [grouped_gemm_few_rows_launch(key, blocks, rows, weights, *target, **few)])

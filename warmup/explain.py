@@ -18,7 +18,7 @@ from fp8moe_plugin.checkpoint.shapes import (
 )
 from fp8moe_plugin.plan.model_specs import model_specs
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer
-from fp8moe_plugin.plan.sm90.tiles import computed_rows
+from fp8moe_plugin.plan.sm90.tiles import RowTile, computed_rows
 from fp8moe_plugin.plan.spec import MoeShape
 from fp8moe_plugin.settings import batch_invariant, settings
 from warmup import memory
@@ -26,7 +26,7 @@ from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
 from warmup.terminal import fit
 
 SAMPLES = 20_000  # experts whose numbers of rows are drawn
-REPEATS_FROM = 8  # with this many tiles of an expert or more, `tile_rows` more rows are one more tile without padding
+REPEATS_FROM = 8  # with this many tiles of an expert or more, `tile.rows` more rows are one more tile without padding
 STEPS = 200  # sampled steps; the busiest rank is determined in each
 
 
@@ -85,7 +85,7 @@ def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> Step
     if isinstance(step, SmallBatchStep):
         multiplied = step.padded_tokens * int(np.count_nonzero(rows))
     else:
-        multiplied = _multiplied(rows, step.tile_rows)
+        multiplied = _multiplied(rows, step.tile)
     return StepReport(
         tokens=tokens,
         kernel=step.down.source,
@@ -95,12 +95,12 @@ def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> Step
     )
 
 
-def _multiplied(rows: np.ndarray, tile_rows: int) -> int:
+def _multiplied(rows: np.ndarray, tile: RowTile) -> int:
     """Returns the sum of `computed_rows` over experts with these rows, in time that does not grow with their number."""
-    repeated = np.maximum(rows // tile_rows - REPEATS_FROM, 0)
-    rest, experts = np.unique(rows - repeated * tile_rows, return_counts=True)
-    of_rest = sum(computed_rows(int(r), tile_rows) * int(n) for r, n in zip(rest, experts, strict=True))
-    return int(repeated.sum()) * tile_rows + of_rest
+    repeated = np.maximum(rows // tile.rows - REPEATS_FROM, 0)
+    rest, experts = np.unique(rows - repeated * tile.rows, return_counts=True)
+    of_rest = sum(computed_rows(int(r), tile) * int(n) for r, n in zip(rest, experts, strict=True))
+    return int(repeated.sum()) * tile.rows + of_rest
 
 
 def _layout(model: Model, way: Parallel, tokens: int) -> LayoutReport:
@@ -166,7 +166,7 @@ def _layers(experts: Experts) -> str:
 
 def _gemms(step: StepPlan) -> str:
     """Returns the rows per tile and the kernels of both GEMMs. In a small batch, all tokens are one tile."""
-    tile_rows = step.padded_tokens if isinstance(step, SmallBatchStep) else step.tile_rows
+    tile_rows = step.padded_tokens if isinstance(step, SmallBatchStep) else step.tile.rows
     return f"{tile_rows:4d}  {step.gate_up.source}, {step.down.source}"
 
 

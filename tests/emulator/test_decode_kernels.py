@@ -6,7 +6,7 @@ import torch
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.ops.operands import Quantized
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
-from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS
 from tests import helpers as h
 from tests.emulator.device import Device
 from tests.emulator.inputs import (
@@ -59,7 +59,7 @@ def test_gathered_rows_and_splits_of_k_give_the_bits_of_copies(
     products = empty_rows(rows, 2 * intermediate)
 
     def ops() -> tuple[Quantized, Quantized, TileTensors, SplitK]:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, FEW_ROWS_TILE)
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, FEW_ROWS)
         grouped_gemm(copies, w13, products, tiles)
         expected = silu_mul_quant_fp8(products, rows.masked_m)
         return expected, *split_gate_up(x, w13, tiles, tokens, splits)
@@ -88,7 +88,7 @@ def test_the_second_gemm_may_load_weights_while_the_first_one_runs(
     w2, out, tokens = h.random_weights(gen, len(RAGGED), n, intermediate), empty_rows(rows, n), some_tokens(gen, rows)
 
     def ops() -> tuple[TileTensors, Quantized]:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, FEW_ROWS_TILE)
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, FEW_ROWS)
         inner, tiles, split = split_gate_up(x, w13, tiles, tokens, splits)
         grouped_gemm(inner, w2, out, tiles, after_gate_up=True, row_counters=split.counters)
         return tiles, inner

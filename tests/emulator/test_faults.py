@@ -35,8 +35,9 @@ from fp8moe_plugin.plan.sm90.catalog import (
     tiles_of_counts_key,
     transpose_scales_key,
 )
-from fp8moe_plugin.plan.sm90.constants import MANY_ROWS_TILE, Layout
+from fp8moe_plugin.plan.sm90.constants import Layout
 from fp8moe_plugin.plan.sm90.dense import few_rows, splits_k
+from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
 from fp8moe_plugin.plan.spec import Output
 from fp8moe_plugin.plan.tuning import EARLY_BELOW, LONG_K
 from tests import faults
@@ -68,9 +69,7 @@ def second_gemm(emulator: Device, seed: int) -> None:
     gen = h.seeded(0, torch.device("cpu"))
     rows = slabs(gen, COUNTS, 512)
     b, out = h.random_weights(gen, len(COUNTS), WIDTH, 512), empty_rows(rows, WIDTH)
-    emulator.execute(
-        seed, lambda: grouped_gemm(rows.a, b, out, tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE))
-    )
+    emulator.execute(seed, lambda: grouped_gemm(rows.a, b, out, tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS)))
     assert_product(out, rows, rows.a, b)
 
 
@@ -81,7 +80,7 @@ def both_gemms(emulator: Device, seed: int) -> None:
     out = empty_rows(rows, WIDTH)
 
     def ops() -> h.Quantized:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE)
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS)
         inner = gate_up(rows.a, w13, tiles)
         grouped_gemm(inner, w2, out, tiles, after_gate_up=True)
         return inner
@@ -95,7 +94,7 @@ def second_gemm_that_keeps_weights(emulator: Device, seed: int) -> None:
     b, out = h.random_weights(gen, len(MANY), 2 * WIDTH, WIDTH), empty_rows(rows, 2 * WIDTH)
 
     def op() -> None:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE)
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS)
         grouped_gemm(rows.a, b, out, tiles.for_experts(EARLY_BELOW, WIDTH))
 
     emulator.execute(seed, op)

@@ -7,7 +7,7 @@ import torch
 
 from fp8moe_plugin.ops.operands import Quantized
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
-from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile
 from fp8moe_plugin.plan.tuning import EARLY_BELOW
 from tests import helpers as h
 from tests.emulator.conftest import MULTIPROCESSORS
@@ -31,13 +31,11 @@ MANY = [520, 130, 0, 64, 721, 1]  # 4, 1, 0, 1, 6 and 1 row tiles
 seeds = pytest.mark.parametrize("seed", [1, 2])
 
 
-def multiply(
-    emulator: Device, rows: Slabs, b: Quantized, tile_rows: int, seed: int
-) -> tuple[torch.Tensor, TileTensors]:
+def multiply(emulator: Device, rows: Slabs, b: Quantized, tile: RowTile, seed: int) -> tuple[torch.Tensor, TileTensors]:
     out = empty_rows(rows, b[0].shape[1])
 
     def ops() -> TileTensors:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, tile_rows)
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, tile)
         grouped_gemm(rows.a, b, out, tiles)
         return tiles
 
@@ -46,28 +44,28 @@ def multiply(
 
 @seeds
 @pytest.mark.parametrize(
-    ("counts", "tile_rows", "n", "k"),
+    ("counts", "tile", "n", "k"),
     [
-        (SHORT, FEW_ROWS_TILE, 200, 128),
-        (SHORT, FEW_ROWS_TILE, 256, 256),
-        (SHORT, FEW_ROWS_TILE, 200, 768),  # tiles in fixed order
-        (SHORT, FEW_ROWS_TILE, 128, 896),  # claimed, in the first step of the tile before
-        (SHORT, FEW_ROWS_TILE, 384, 1024),
-        ([0, 0], FEW_ROWS_TILE, 128, 128),
-        (LONG, MANY_ROWS_TILE, 512, 128),
-        (LONG, MANY_ROWS_TILE, 256, 256),
-        (LONG, MANY_ROWS_TILE, 200, 512),
-        (LONG, MANY_ROWS_TILE, 256, 896),
-        (LONG, MANY_ROWS_TILE, 384, 1024),
-        ([0, 0], MANY_ROWS_TILE, 256, 128),
+        (SHORT, FEW_ROWS, 200, 128),
+        (SHORT, FEW_ROWS, 256, 256),
+        (SHORT, FEW_ROWS, 200, 768),  # tiles in fixed order
+        (SHORT, FEW_ROWS, 128, 896),  # claimed, in the first step of the tile before
+        (SHORT, FEW_ROWS, 384, 1024),
+        ([0, 0], FEW_ROWS, 128, 128),
+        (LONG, MANY_ROWS, 512, 128),
+        (LONG, MANY_ROWS, 256, 256),
+        (LONG, MANY_ROWS, 200, 512),
+        (LONG, MANY_ROWS, 256, 896),
+        (LONG, MANY_ROWS, 384, 1024),
+        ([0, 0], MANY_ROWS, 256, 128),
     ],
 )
 def test_the_product_is_that_of_the_operands(
-    emulator: Device, counts: list[int], tile_rows: int, n: int, k: int, seed: int
+    emulator: Device, counts: list[int], tile: RowTile, n: int, k: int, seed: int
 ) -> None:
     gen = h.seeded(seed, CPU)
     rows, b = slabs(gen, counts, k), h.random_weights(gen, len(counts), n, k)
-    out, tiles = multiply(emulator, rows, b, tile_rows, seed)
+    out, tiles = multiply(emulator, rows, b, tile, seed)
     assert_product(out, rows, rows.a, b)
     assert_counters_at_zero(tiles)
 
@@ -80,7 +78,7 @@ def test_one_kernel_gives_the_bits_of_three(emulator: Device, hidden: int, inter
     products = empty_rows(rows, 2 * intermediate)
 
     def ops() -> tuple[Quantized, Quantized]:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE)
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS)
         grouped_gemm(rows.a, w13, products, tiles)
         return silu_mul_quant_fp8(products, rows.masked_m), gate_up(rows.a, w13, tiles)
 
@@ -92,10 +90,10 @@ def test_one_kernel_gives_the_bits_of_three(emulator: Device, hidden: int, inter
 
 
 @seeds
-@pytest.mark.parametrize("tile_rows", [FEW_ROWS_TILE, MANY_ROWS_TILE])
+@pytest.mark.parametrize("tile", [FEW_ROWS, MANY_ROWS])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(128, 256), (640, 128)])
 def test_rows_found_among_the_tokens_give_the_bits_of_copies(
-    emulator: Device, hidden: int, intermediate: int, tile_rows: int, seed: int
+    emulator: Device, hidden: int, intermediate: int, tile: RowTile, seed: int
 ) -> None:
     gen, experts = h.seeded(seed, CPU), 3
     x, w13 = h.random_tokens(gen, 150, hidden), h.random_weights(gen, experts, 2 * intermediate, hidden)
@@ -104,7 +102,7 @@ def test_rows_found_among_the_tokens_give_the_bits_of_copies(
     products = h.poisoned(1, ids.numel(), 2 * intermediate, dtype=torch.bfloat16, device=CPU)
 
     def ops() -> tuple[torch.Tensor, Quantized, Quantized]:
-        routing = route(ids, experts, tile_rows)
+        routing = route(ids, experts, tile)
         quantize_tokens(x, quantized)
         q, scales = quantize_rows(x, routing.slots)
         grouped_gemm((q[None], scales[None]), w13, products, routing.tiles)
@@ -134,7 +132,7 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
         a = a[0].flatten(0, 1), a[1].flatten(0, 1).contiguous()
 
     def ops() -> tuple[TileTensors, Quantized]:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE)
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS)
         inner = gate_up(a, w13, tiles, tokens=tokens)
         q, scales = (part.flatten(0, 1).unflatten(0, out.shape[:2]) for part in inner)
         grouped_gemm((q, scales), w2, out, tiles, after_gate_up=True)
@@ -162,7 +160,7 @@ def test_the_second_gemm_of_narrow_experts_keeps_weights(
     out = empty_rows(rows, n)
 
     def ops() -> tuple[TileTensors, Quantized]:
-        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS_TILE).for_experts(EARLY_BELOW, intermediate)
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS).for_experts(EARLY_BELOW, intermediate)
         assert tiles.keep_b
         if not pdl:  # then in fixed order
             tiles = replace(tiles, done_counters=None)

@@ -5,6 +5,7 @@
 
 import ctypes
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.launches.kernel_sets import all_kernels
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.sm90 import dense
-from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS
 from tests import faults
 from tests import helpers as h
 from tests.emulator.build import Kernels
@@ -33,7 +34,7 @@ def out(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return h.poisoned(*shape, dtype=dtype, device=torch.device("cpu"))
 
 
-def layer(**step: int) -> Run:
+def layer(**step: Any) -> Run:
     """Experts of a few tokens behind their gate, in the step that `force_step` makes."""
 
     def run(gen: torch.Generator, patch: pytest.MonkeyPatch) -> Callable[[], torch.Tensor]:
@@ -57,7 +58,7 @@ def dense_layer(plan: Callable[[int, int, int], dense.DensePlan]) -> Run:
 def batched_experts(gen: torch.Generator, patch: pytest.MonkeyPatch) -> Callable[[], torch.Tensor]:
     x, experts = h.random_quantized(gen, GROUPS, ROWS, K), h.random_layer(gen, GROUPS, K, N)
     counts = torch.full((GROUPS,), ROWS, dtype=torch.int32)
-    return lambda: ops.batched_experts(*x, *experts, counts, expected_m=MANY_ROWS_TILE)
+    return lambda: ops.batched_experts(*x, *experts, counts, expected_m=MANY_ROWS.rows)
 
 
 def groups_by_end(expected_m: int) -> Run:
@@ -134,7 +135,7 @@ def scales(gen: torch.Generator, patch: pytest.MonkeyPatch) -> Callable[[], torc
 
 def rows_of_many_pairs(gen: torch.Generator, patch: pytest.MonkeyPatch) -> Callable[[], torch.Tensor]:
     _, ids = h.random_routing(gen, "some_missing", 600, 2, GROUPS)
-    return lambda: route(ids, GROUPS, MANY_ROWS_TILE).slots
+    return lambda: route(ids, GROUPS, MANY_ROWS).slots
 
 
 LOOPS: dict[str, Run] = {
@@ -142,14 +143,14 @@ LOOPS: dict[str, Run] = {
     "tiles of few rows": groups_by_end(1),
 }
 CALLS: dict[str, Run] = {
-    "sorted layer of few rows": layer(tile_rows=FEW_ROWS_TILE),
-    "sorted layer of many rows": layer(tile_rows=MANY_ROWS_TILE),
+    "sorted layer of few rows": layer(tile=FEW_ROWS),
+    "sorted layer of many rows": layer(tile=MANY_ROWS),
     "small batch": layer(width=8),
     "batched experts": batched_experts,
     "dense layer of few rows": dense_layer(lambda m, n, sms: dense.few_rows(m, n, 2)),
     "dense layer in tiles": dense_layer(lambda m, n, sms: dense.tiled(m, n, 64, 96, sms)),
     "dense layer of clusters": dense_layer(lambda m, n, sms: dense.many_rows(m, n, 192, sms)),
-    "groups by end": groups_by_end(MANY_ROWS_TILE),
+    "groups by end": groups_by_end(MANY_ROWS.rows),
     "groups by index": groups_by_index,
     "gradients of weights": gradients_of_weights,
     "logits of contiguous KV": contiguous_logits,

@@ -9,6 +9,7 @@ import torch
 from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8, silu_mul_quant_fp8
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.scratch import scale_pitch
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile
 from fp8moe_plugin.plan.tuning import QUANTIZE_FEW_TOKENS
 from tests import helpers as h
 from tests.emulator.device import Device
@@ -25,25 +26,25 @@ from tests.steps import (
 
 CPU = torch.device("cpu")
 seeds = pytest.mark.parametrize("seed", [1, 2])
-block_sizes = pytest.mark.parametrize("block_m", [64, 128])
+kinds_of_tiles = pytest.mark.parametrize("tile", [FEW_ROWS, MANY_ROWS])
 
 
 @seeds
-@block_sizes
+@kinds_of_tiles
 @pytest.mark.parametrize("tokens", [100, 800])  # one chunk of pairs, three
-def test_route_equals_the_reference(emulator: Device, tokens: int, block_m: int, seed: int) -> None:
+def test_route_equals_the_reference(emulator: Device, tokens: int, tile: RowTile, seed: int) -> None:
     _, ids = h.random_routing(h.seeded(seed, CPU), "out_of_range", tokens, 3, 9)
-    actual = emulator.execute(seed, lambda: route(ids, 9, block_m))
-    h.assert_same_routing(actual, route(ids, 9, block_m))
+    actual = emulator.execute(seed, lambda: route(ids, 9, tile))
+    h.assert_same_routing(actual, route(ids, 9, tile))
 
 
 @seeds
-@block_sizes
-def test_tiles_of_counts_clamp_and_equal_the_reference(emulator: Device, block_m: int, seed: int) -> None:
+@kinds_of_tiles
+def test_tiles_of_counts_clamp_and_equal_the_reference(emulator: Device, tile: RowTile, seed: int) -> None:
     max_m = 300
     counts = torch.randint(-5, max_m + 9, (40,), generator=h.seeded(seed, CPU), dtype=torch.int32)
-    actual = emulator.execute(seed, lambda: tiles_of_counts(counts, max_m, block_m))
-    h.assert_same_tiles(actual, tiles_of_counts(counts, max_m, block_m))
+    actual = emulator.execute(seed, lambda: tiles_of_counts(counts, max_m, tile))
+    h.assert_same_tiles(actual, tiles_of_counts(counts, max_m, tile))
 
 
 @seeds
@@ -52,21 +53,21 @@ def test_tiles_of_indices_equal_the_reference(emulator: Device, seed: int) -> No
     lengths = torch.randint(1, 200, (20,), generator=gen)
     ids = torch.randint(-2, 10, lengths.shape, generator=gen, dtype=torch.int32).repeat_interleave(lengths)
     out, expected = (h.poisoned(len(ids), 200, dtype=torch.bfloat16, device=CPU) for _ in range(2))
-    actual = emulator.execute(seed, lambda: tiles_of_indices(ids, 8, 128, out))
-    h.assert_same_tiles(actual, tiles_of_indices(ids, 8, 128, expected))
+    actual = emulator.execute(seed, lambda: tiles_of_indices(ids, 8, MANY_ROWS, out))
+    h.assert_same_tiles(actual, tiles_of_indices(ids, 8, MANY_ROWS, expected))
     assert h.same_bits(out, expected)
 
 
 @seeds
-@pytest.mark.parametrize("block_m", [64, 128])
+@kinds_of_tiles
 @pytest.mark.parametrize("alignment", [1, 96, 128])
-def test_tiles_of_ends_equal_the_reference(emulator: Device, alignment: int, block_m: int, seed: int) -> None:
+def test_tiles_of_ends_equal_the_reference(emulator: Device, alignment: int, tile: RowTile, seed: int) -> None:
     gen = h.seeded(seed, CPU)
     ends = torch.randint(0, 400, (1100,), generator=gen, dtype=torch.int32).cumsum(0).int()
     ends[-3:] += 1000  # past the last row
     rows = int(ends[-4]) + 50
-    actual = emulator.execute(seed, lambda: tiles_of_ends(ends, rows, alignment, block_m))
-    h.assert_same_tiles(actual, tiles_of_ends(ends, rows, alignment, block_m))
+    actual = emulator.execute(seed, lambda: tiles_of_ends(ends, rows, alignment, tile))
+    h.assert_same_tiles(actual, tiles_of_ends(ends, rows, alignment, tile))
 
 
 @seeds

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.plan.sm90.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_N, DENSE_TILE_ROWS
+from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
 from fp8moe_plugin.plan.tuning import GATHER_UP_TO, LONG_K, QUANTIZE_FEW_TOKENS
 from tests import helpers as h
 from tests import indexer
@@ -41,7 +42,7 @@ def check_silu_mul_quant(gen: torch.Generator, rows: int) -> None:
 def check_route(gen: torch.Generator, rows: int) -> None:
     for topk in (3, 40):  # 40: more than one block
         _, ids = h.random_routing(gen, "some_missing", rows, topk, 64)
-        actual, expected = route(ids, 64, 128), route_reference(ids, 64, 128)
+        actual, expected = route(ids, 64, MANY_ROWS), route_reference(ids, 64, MANY_ROWS)
         count = int(expected.tiles.num_tiles[0])
         assert torch.equal(actual.slots, expected.slots)
         assert torch.equal(actual.tiles.table[:count], expected.tiles.table[:count])

@@ -10,7 +10,7 @@ import torch
 from fp8moe_plugin import ops
 from fp8moe_plugin.plan.sm90 import dense
 from fp8moe_plugin.plan.sm90.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_N, DENSE_TILE_ROWS
-from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS
 from fp8moe_plugin.plan.spec import Output
 from fp8moe_plugin.testing import invariance
 from tests import helpers as h
@@ -135,7 +135,7 @@ def test_both_kinds_of_tiles_give_the_same_bits(gen, n, k):
     here = torch.arange(max_m, device="cuda") < counts[:, None]
     results = []
     with invariance(False):
-        for expected_m in (FEW_ROWS_TILE, MANY_ROWS_TILE):
+        for expected_m in (FEW_ROWS.rows, MANY_ROWS.rows):
             out = torch.zeros(groups, max_m, n, dtype=torch.bfloat16, device="cuda")
             results.append(ops.m_grouped_fp8_gemm_nt_masked((q, scales), b, out, counts, expected_m)[here])
     assert h.same_bits(*results)
@@ -149,9 +149,9 @@ def test_layers_of_both_kinds_of_tiles_give_the_same_bits(gen, name, tokens):
     weights = h.random_layer(gen, experts, hidden, intermediate)
     call = draw_batch(gen, tokens, hidden, topk, experts, "distinct")
     results = []
-    for tile_rows in (FEW_ROWS_TILE, MANY_ROWS_TILE):
+    for tile in (FEW_ROWS, MANY_ROWS):
         with invariance(True), pytest.MonkeyPatch.context() as patch:
-            h.force_step(patch, tile_rows=tile_rows)
+            h.force_step(patch, tile=tile)
             results.append(ops.fused_moe(call[0], *weights, *call[1:]))
     assert h.same_bits(*results)
 

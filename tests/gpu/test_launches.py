@@ -19,7 +19,7 @@ from fp8moe_plugin.jit.sequence import aligned_buffer, libcuda
 from fp8moe_plugin.ops import per_token_group_quant_fp8
 from fp8moe_plugin.ops.operands import empty_quantized
 from fp8moe_plugin.ops.quantize import prepared_quantize
-from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile
 from tests import helpers as h
 from tests.jit.conftest import forget, set_variables
 from tests.steps import device_of, gate_up, grouped_gemm, split_k, tiles_of_counts
@@ -29,14 +29,14 @@ K = 1024  # deep enough that tiles are handed out from counters
 N = 640  # three columns of tiles; the last is half as wide
 
 
-@pytest.mark.parametrize("tile_rows", [64, 128])
+@pytest.mark.parametrize("tile", [FEW_ROWS, MANY_ROWS])
 @pytest.mark.parametrize("counts", [[0, 0, 0], [1, 0, 0], [64, 65, 128], [700, 3, 900]])
-def test_a_gemm_leaves_the_counters_of_its_tiles_at_zero(counts: list[int], tile_rows: int) -> None:
+def test_a_gemm_leaves_the_counters_of_its_tiles_at_zero(counts: list[int], tile: RowTile) -> None:
     gen = h.seeded(0, torch.device("cuda", 0))
     max_m = max(*counts, 1)
     a, b = h.random_quantized(gen, len(counts), max_m, K), h.random_weights(gen, len(counts), 512, K)
     masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
-    tiles = tiles_of_counts(masked_m, max_m, tile_rows)
+    tiles = tiles_of_counts(masked_m, max_m, tile)
     first, second = (h.poisoned(len(counts), max_m, 512, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
     for out in (first, second):
         grouped_gemm(a, b, out, tiles)
@@ -72,7 +72,7 @@ def test_the_second_gemm_of_experts_may_start_while_the_first_one_ends(
     w13 = h.random_weights(gen, groups, 2 * intermediate, hidden)
     w2 = h.random_weights(gen, groups, N, intermediate)
     masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
-    tiles = tiles_of_counts(masked_m, max_m, MANY_ROWS_TILE)
+    tiles = tiles_of_counts(masked_m, max_m, MANY_ROWS)
     pdl = tiles.for_experts(sum(counts) / groups, intermediate)
     assert pdl.done_counters is not None
     q, scales = empty_quantized(groups * max_m, intermediate, gen.device)
@@ -125,7 +125,7 @@ def test_weights_that_the_second_gemm_of_few_rows_loads_ahead_change_nothing(
     a = a[0], a[1].contiguous()
     a_rows = torch.arange(groups * max_m, dtype=torch.int32, device=gen.device)
     w13, w2 = h.random_weights(gen, groups, 2 * intermediate, K), h.random_weights(gen, groups, 512, intermediate)
-    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device="cuda"), max_m, FEW_ROWS_TILE)
+    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device="cuda"), max_m, FEW_ROWS)
     q, scales = empty_quantized(groups * max_m, intermediate, gen.device)
     inner = q.view(groups, max_m, -1), scales.unflatten(0, (groups, max_m))
     expected, actual = (h.poisoned(groups, max_m, 512, dtype=torch.bfloat16, device=gen.device) for _ in range(2))
@@ -154,7 +154,7 @@ def test_the_second_gemm_of_few_rows_may_run_beside_the_first_one(
     x = x[0], x[1].contiguous()
     tokens = torch.arange(rows, dtype=torch.int32, device=device).view(groups, max_m)
     w13, w2 = h.random_weights(gen, groups, 2 * intermediate, K), h.random_weights(gen, groups, n, intermediate)
-    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device=device), max_m, FEW_ROWS_TILE)
+    tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32, device=device), max_m, FEW_ROWS)
     q, scales = empty_quantized(rows, intermediate, device)
     split, counted = split_k(splits, tiles, rows, intermediate)
     assert counted.done_counters is not None

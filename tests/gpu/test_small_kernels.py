@@ -6,6 +6,7 @@ import torch
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.ops import per_token_group_quant_fp8, reference, silu_mul_quant_fp8
 from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile
 from tests.helpers import Quantized, assert_same_routing, assert_same_tiles, poisoned, seeded, untouched
 from tests.steps import (
     combine,
@@ -27,7 +28,7 @@ CUDA = torch.device("cuda", 0)
 TOKENS = (0, 1, 63, 64, 65, 127, 129, 4096)
 HIDDEN = (128, 256, 2048, 7168)
 EXPERTS = (1, 3, 8, 64, 256, 384, 1023, 1024)
-TILE_ROWS = (64, 128)
+TILES = (FEW_ROWS, MANY_ROWS)
 UE8M0 = (False, True)
 
 tokens_and_hidden = pytest.mark.parametrize(("tokens", "hidden"), [(t, h) for t in TOKENS for h in HIDDEN])
@@ -242,8 +243,8 @@ def test_combine_reads_no_row_without_a_slot() -> None:
 def test_route_equals_the_reference(tokens: int, experts: int, kind: str, ids_dtype: torch.dtype) -> None:
     for topk in (1, 6, 8):
         ids = random_ids(kind, tokens, topk, experts).to(ids_dtype)
-        for tile_rows in TILE_ROWS:
-            assert_same_routing(route(ids, experts, tile_rows), route_reference(ids, experts, tile_rows))
+        for tile in TILES:
+            assert_same_routing(route(ids, experts, tile), route_reference(ids, experts, tile))
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
@@ -252,7 +253,7 @@ def test_steps_of_many_chunks_are_routed_as_short_ones(chunks: int, experts: int
     for tokens in (chunks * PAIRS_PER_CHUNK // 8, chunks * PAIRS_PER_CHUNK // 8 - 1):
         for kind in ("uniform", "skewed", "one_expert", "missing"):
             ids = random_ids(kind, tokens, 8, experts)
-            assert_same_routing(route(ids, experts, 128), route_reference(ids, experts, 128))
+            assert_same_routing(route(ids, experts, MANY_ROWS), route_reference(ids, experts, MANY_ROWS))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -264,45 +265,45 @@ def test_route_keeps_the_experts_of_its_map(tokens: int, global_experts: int, lo
     here = torch.randperm(global_experts, generator=seeded(tokens, CUDA), device=CUDA)[:local_experts]
     expert_map[here] = torch.arange(local_experts, dtype=torch.int32, device=CUDA)
     ids = random_ids("out_of_range", tokens, 8, global_experts)
-    for tile_rows in TILE_ROWS:
-        actual = route(ids, local_experts, tile_rows, expert_map)
-        assert_same_routing(actual, route_reference(ids, local_experts, tile_rows, expert_map))
+    for tile in TILES:
+        actual = route(ids, local_experts, tile, expert_map)
+        assert_same_routing(actual, route_reference(ids, local_experts, tile, expert_map))
 
 
 def test_int64_ids_are_not_cut_to_32_bits() -> None:
     ids = torch.tensor([[1, 2**32 + 1], [-(2**32), 0]], device=CUDA)
-    assert route(ids, 4, 64).slots.tolist() == [[1, -1], [-1, 0]]
+    assert route(ids, 4, FEW_ROWS).slots.tolist() == [[1, -1], [-1, 0]]
     expert_map = torch.tensor([1, 0, -1, -1], dtype=torch.int32, device=CUDA)
-    assert route(ids, 2, 64, expert_map).slots.tolist() == [[0, -1], [-1, 1]]
+    assert route(ids, 2, FEW_ROWS, expert_map).slots.tolist() == [[0, -1], [-1, 1]]
 
 
 def test_ids_need_no_alignment_beyond_their_own() -> None:
     ids = random_ids("uniform", 100, 1, 16)[1:]
-    assert torch.equal(route(ids, 16, 64).slots, route_reference(ids, 16, 64).slots)
+    assert torch.equal(route(ids, 16, FEW_ROWS).slots, route_reference(ids, 16, FEW_ROWS).slots)
 
 
 @pytest.mark.parametrize("tokens", [64, 1000])
 def test_route_replays_in_a_graph_on_new_ids(tokens: int) -> None:
     ids = random_ids("missing", tokens, 8, 256)
-    route(ids, 256, 64)
+    route(ids, 256, FEW_ROWS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = route(ids, 256, 64)
+        captured = route(ids, 256, FEW_ROWS)
     for kind in ("uniform", "one_expert", "nowhere"):
         ids.copy_(random_ids(kind, tokens, 8, 256))
         graph.replay()
-        assert_same_routing(captured, route_reference(ids, 256, 64))
+        assert_same_routing(captured, route_reference(ids, 256, FEW_ROWS))
 
 
-@pytest.mark.parametrize("tile_rows", TILE_ROWS)
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("experts", [*EXPERTS, 1100])
 @pytest.mark.parametrize("max_m", [1, 64, 1000])
-def test_tiles_of_counts_clamp_and_equal_the_reference(max_m: int, experts: int, tile_rows: int) -> None:
+def test_tiles_of_counts_clamp_and_equal_the_reference(max_m: int, experts: int, tile: RowTile) -> None:
     counts = torch.randint(-5, max_m + 9, (experts,), generator=seeded(experts, CUDA), device=CUDA, dtype=torch.int32)
     clamped = counts.clamp(0, max_m).tolist()
     groups = [(g, g * max_m, g * max_m + c) for g, c in enumerate(clamped)]
-    expected = tiles_of_groups(groups, tile_rows, CUDA)
-    assert_same_tiles(tiles_of_counts(counts, max_m, tile_rows), expected)
+    expected = tiles_of_groups(groups, tile, CUDA)
+    assert_same_tiles(tiles_of_counts(counts, max_m, tile), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 31, 63, 64, 65, 1023, 1024, 1025, 4096, 2**20 - 1, 2**20])
@@ -312,7 +313,7 @@ def test_tiles_of_indices_equal_the_reference(rows: int, longest: int) -> None:
     lengths = torch.randint(1, longest + 1, (2 * rows // longest + 2,), generator=gen, device=CUDA)
     ids = torch.randint(-2, num_groups + 2, lengths.shape, generator=gen, device=CUDA, dtype=torch.int32)
     m_indices = torch.cat([ids.repeat_interleave(lengths), ids.new_full((rows,), 3)])[:rows].contiguous()
-    expected = tiles_of_runs(m_indices, num_groups, 128)
+    expected = tiles_of_runs(m_indices, num_groups, MANY_ROWS)
     out = torch.ones(rows, 8, dtype=torch.bfloat16, device=CUDA)
-    assert_same_tiles(tiles_of_indices(m_indices, num_groups, 128, out), expected)
+    assert_same_tiles(tiles_of_indices(m_indices, num_groups, MANY_ROWS, out), expected)
     assert torch.equal(out[:, 0] == 0, (m_indices < 0) | (m_indices >= num_groups))

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from fp8moe_plugin.ops import fp8_linear, fused_moe, m_grouped_fp8_gemm_nt_contiguous, silu_mul_quant_fp8
 from fp8moe_plugin.plan.sm90.catalog import SMALL_BATCH_TOKENS
+from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
 from fp8moe_plugin.plan.tuning import EARLY_FROM, GATHER_UP_TO
 from tests import helpers as h
 from tests.steps import combine, quantize_rows, route
@@ -101,7 +102,7 @@ def test_each_stage_rounds_like_the_reference(device, tokens, kind, seed):
     # Where a stage rounds to e4m3, a difference in the last bit of its input changes a few codes by 6%, which no bound
     # on the sums can allow for. So each stage is compared with the exact result for the same operands.
     x, layer, weights, ids = random_call(h.seeded(seed, device), tokens, kind)
-    routing = route(ids, EXPERTS, 128)
+    routing = route(ids, EXPERTS, MANY_ROWS)
     q, scales = quantize_rows(x, routing.slots)
     rows = int(routing.num_rows)
     indices = torch.full((ids.numel(),), -1, dtype=torch.int32, device=device)

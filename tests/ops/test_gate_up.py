@@ -6,7 +6,7 @@ import torch
 from fp8moe_plugin.ops.operands import empty_quantized
 from fp8moe_plugin.ops.reference import dequantize_rows
 from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
-from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile
 from tests import helpers as h
 from tests.steps import (
     RoutingTensors,
@@ -40,7 +40,7 @@ def test_one_kernel_gives_the_bits_of_three(counts: list[int], hidden: int, inte
     a = h.random_quantized(gen, len(counts), max_m, hidden)
     w13 = h.random_weights(gen, len(counts), 2 * intermediate, hidden)
     masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
-    tiles = tiles_of_counts(masked_m, max_m, MANY_ROWS_TILE)
+    tiles = tiles_of_counts(masked_m, max_m, MANY_ROWS)
     products = h.poisoned(len(counts), max_m, 2 * intermediate, dtype=torch.bfloat16, device=gen.device)
     grouped_gemm(a, w13, products, tiles)
     expected = silu_mul_quant_fp8(products, masked_m, ue8m0)
@@ -55,13 +55,13 @@ def test_one_kernel_gives_the_bits_of_three(counts: list[int], hidden: int, inte
 @pytest.mark.parametrize("ue8m0", [False, True])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(128, 128), (896, 384), (2048, 640)])
 @pytest.mark.parametrize("counts", [c for c in COUNTS if sum(c)], ids=str)
-@pytest.mark.parametrize("tile_rows", [FEW_ROWS_TILE, MANY_ROWS_TILE])
+@pytest.mark.parametrize("tile", [FEW_ROWS, MANY_ROWS])
 def test_rows_found_among_the_tokens_give_the_bits_of_copies(
-    tile_rows: int, counts: list[int], hidden: int, intermediate: int, ue8m0: bool
+    tile: RowTile, counts: list[int], hidden: int, intermediate: int, ue8m0: bool
 ) -> None:
     gen = h.seeded(1, torch.device("cuda", 0))
     w13 = h.random_weights(gen, len(counts), 2 * intermediate, hidden)
-    x, routing = tokens_of(counts, hidden, tile_rows, gen)
+    x, routing = tokens_of(counts, hidden, tile, gen)
     q, scales = quantize_rows(x, routing.slots, ue8m0)
     products = h.poisoned(1, len(q), 2 * intermediate, dtype=torch.bfloat16, device=gen.device)
     grouped_gemm((q[None], scales[None]), w13, products, routing.tiles)
@@ -79,7 +79,7 @@ def test_rows_found_among_the_tokens_give_the_bits_of_copies(
 def test_splits_of_k_change_the_roundings_of_sums_and_nothing_else(counts: list[int], splits: int) -> None:
     gen, (hidden, intermediate) = h.seeded(2, torch.device("cuda", 0)), (1024, 384)
     w13 = h.random_weights(gen, len(counts), 2 * intermediate, hidden)
-    x, routing = tokens_of(counts, hidden, FEW_ROWS_TILE, gen)
+    x, routing = tokens_of(counts, hidden, FEW_ROWS, gen)
     quantized, rows, device = empty_tokens(*x.shape, x.device), sum(counts), x.device
     torch.cuda.synchronize()
     quantize_tokens(x, quantized)
@@ -98,11 +98,11 @@ def test_splits_of_k_change_the_roundings_of_sums_and_nothing_else(counts: list[
 
 
 def tokens_of(
-    counts: list[int], hidden: int, tile_rows: int, gen: torch.Generator
+    counts: list[int], hidden: int, tile: RowTile, gen: torch.Generator
 ) -> tuple[torch.Tensor, RoutingTensors]:
     """Random tokens that give each expert this many rows, and their routing."""
     rows, device = sum(counts), gen.device
     ids = torch.arange(len(counts), dtype=torch.int32, device=device)
     ids = ids.repeat_interleave(torch.tensor(counts, device=device))[torch.randperm(rows, generator=gen, device=device)]
     ids = torch.nn.functional.pad(ids, (0, -rows % 4), value=-1).view(-1, 4)  # a token may pick an expert twice
-    return h.random_tokens(gen, len(ids), hidden), route(ids, len(counts), tile_rows)
+    return h.random_tokens(gen, len(ids), hidden), route(ids, len(counts), tile)

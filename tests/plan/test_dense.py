@@ -15,9 +15,9 @@ from fp8moe_plugin.plan.sm90.catalog import (
     dense_gemm_many_rows_key,
     grouped_gemm_key,
 )
-from fp8moe_plugin.plan.sm90.constants import MANY_ROWS_TILE, MAX_CLUSTER_SPLITS
+from fp8moe_plugin.plan.sm90.constants import MAX_CLUSTER_SPLITS
 from fp8moe_plugin.plan.sm90.dense import DensePlan, fastest_tile, plan_dense
-from fp8moe_plugin.plan.sm90.tiles import count_row_tiles, row_tiles
+from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS, count_row_tiles, row_tiles
 from fp8moe_plugin.plan.spec import Output
 from fp8moe_plugin.plan.tuning import (
     DENSE_CLUSTER_COST,
@@ -100,7 +100,7 @@ def test_tiles_of_many_rows_are_as_fast_as_any_were(n, k, tiles):
     for m, columns in tiles.items():
         found = plan(m, n, k)
         assert (found.kernel, found.tile_n) == (dense_gemm_many_rows_key(columns), columns)
-        assert (found.blocks, found.tile_rows) == (132, MANY_ROWS_TILE)
+        assert (found.blocks, found.tile_rows) == (132, MANY_ROWS.rows)
 
 
 def test_blocks_of_many_rows_come_in_clusters():
@@ -138,7 +138,7 @@ def test_waves_of_tiles_have_fewer_columns_than_those_of_grouped_gemm(m, n, sms)
     else:
         return
     waves = -(-rows * -(-n // found.tile_n) // at_once)
-    of_grouped_gemm = -(-count_row_tiles(m, MANY_ROWS_TILE) * -(-n // 256) // sms)
+    of_grouped_gemm = -(-count_row_tiles(m, MANY_ROWS) * -(-n // 256) // sms)
     columns = DENSE_WAVE_COLUMNS
     assert waves == 1 or factor * waves * (found.tile_n + columns) < of_grouped_gemm * (256 + columns)
 
@@ -167,7 +167,7 @@ def test_dense_gemms_of_many_rows_stay_with_one_round_of_tiles():
 
 @pytest.mark.parametrize(("m", "n"), [(129, 8448), (129, 8456), (1040, 2112), (1040, 2120), (1, 24576)])
 def test_tiles_of_other_results_are_narrow_where_these_are_one_round(m, n):
-    narrow = len(row_tiles(m, MANY_ROWS_TILE)) * -(-n // 128)
+    narrow = len(row_tiles(m, MANY_ROWS)) * -(-n // 128)
     found = plan(m, n, 7168, Output.F32_DIRECT)
     assert found.tile_n == (128 if narrow <= 132 else 256)
     assert found.kernel == grouped_gemm_key(Output.F32_DIRECT, found.tile_n)

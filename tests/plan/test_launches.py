@@ -49,7 +49,7 @@ def test_kernels_that_start_early_follow_those_they_may_overlap(device, tokens, 
     expected = {"route"}  # waits before it does anything, unless it follows count_experts
     expected |= {"quantize"} if step.gathers else set()
     expected |= {step.down.source} if step.pdl_down else set()
-    expected |= {"gate_up", "combine"} if step.few_rows else set()
+    expected |= {"gate_up", "combine"} if step.tile.streams_weights else set()
     assert pdl == expected
     assert (first.args.done_counters != 0) == (second.args.done_counters != 0) == step.pdl_down
     assert launches["route"].args.done_counters

@@ -16,7 +16,7 @@ from fp8moe_plugin.launches.kernel_sets import all_kernels
 from fp8moe_plugin.launches.operands import LAYER_SLOTS, Rows, Weights
 from fp8moe_plugin.plan.keys import SM90, KernelKey
 from fp8moe_plugin.plan.scratch import PIECE, scale_pitch, tile_capacity
-from fp8moe_plugin.plan.sm90.constants import MANY_ROWS_TILE, PAIRS_PER_CHUNK
+from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK
 from fp8moe_plugin.plan.spec import Arrival, GroupedBy, Grouping, LayerSpec, MoeShape, Output
 from fp8moe_plugin.plan.triton.catalog import TARGETS
 
@@ -65,6 +65,12 @@ def pieces(plan: Plan) -> dict[str, int]:
 def have_room(plan: Plan, needed: dict[str, int]) -> None:
     room = pieces(plan)
     assert all(room[name] >= needed[name] for name in room.keys() & needed.keys())
+
+
+def tile_rows(plan: Plan) -> int:
+    """Returns the rows of a tile, without a tail; 0 for small batches."""
+    choices = plan.choices
+    return choices.tile.rows if hasattr(choices, "tile") else getattr(choices, "tile_rows", 0)
 
 
 def maps(launch: Launch) -> Iterator[TensorMap]:
@@ -125,8 +131,8 @@ def test_a_layer(
     arguments = [argument for launch in launches for argument in launch.args]
     used = {getattr(argument, "address", argument) for argument in arguments}
     assert set(at) - {at.scratch} <= used, "every tensor is read or written"
-    if hasattr(plan.choices, "tile_rows"):
-        tiles = tile_capacity(rows, shape.local_experts, plan.choices.tile_rows)
+    if tile_rows(plan):
+        tiles = tile_capacity(rows, shape.local_experts, tile_rows(plan))
         needed = {"slots": 4 * rows, "tokens": 4 * rows, "num_rows": 4, "table": 16 * tiles, "num_tiles": 8}
         needed |= {"inner": rows * shape.intermediate, "down": 2 * rows * shape.hidden}
         needed |= {"x": tokens * shape.hidden, "x_scales": tokens * shape.hidden // 32}
@@ -163,7 +169,7 @@ def test_a_layer_on_sm90(spec: LayerSpec, tokens: int, sms: int) -> None:
     chunks = launches["route"].grid
     assert (chunks - 1) * PAIRS_PER_CHUNK < rows <= chunks * PAIRS_PER_CHUNK
     assert ("count_experts" in launches) == (chunks > 1)
-    tiles = tile_capacity(rows, shape.local_experts, plan.choices.tile_rows)
+    tiles = tile_capacity(rows, shape.local_experts, tile_rows(plan))
     needed = {"partial": 8 * splits * rows * shape.intermediate, "num_tiles": 20}
     needed["expert_counts"] = 2 * chunks * shape.local_experts
     have_room(plan, needed | {"done_counters": 4 + 4 * tiles * launches["route"].args.counters_per_tile})
@@ -185,7 +191,7 @@ def test_batched_experts(
     room = dict(zip((W13, W2), weight_bytes(shape), strict=True))
     room |= {X: rows * shape.hidden, OUT: 2 * rows * shape.hidden}
     check(launches, BACKENDS[target].layer_kernels(spec, Arrival.BATCHED), room, plan.choices.scratch)
-    tiles = shape.local_experts * ceil_div(max_m, getattr(plan.choices, "tile_rows", MANY_ROWS_TILE))
+    tiles = shape.local_experts * ceil_div(max_m, tile_rows(plan))
     needed = {"table": 16 * tiles, "num_tiles": 8 if target != SM90 else 20, "done_counters": 4 * (1 + tiles)}
     needed |= {"inner": rows * shape.intermediate, "inner_scales": scale_pitch(rows) * shape.intermediate // 32}
     have_room(plan, needed)
@@ -261,7 +267,7 @@ def test_a_grouped_gemm(
     launches = plan.launches(*operands, OUT, LAYOUT, SCRATCH)
     check(launches, all_kernels(target), {X: rows * k, W2: groups * n * k, OUT: 2 * rows * n}, plan.choices.scratch)
     indexed = grouping.kind is GroupedBy.INDICES
-    tiles = tile_capacity(rows, rows if indexed else groups, plan.choices.tile_rows)
+    tiles = tile_capacity(rows, rows if indexed else groups, tile_rows(plan))
     have_room(plan, {"table": 16 * tiles, "run_begins": 4 * rows, "done_counters": 4 * (1 + tiles)})
     assert len(named(launches, "table")) == 1
     assert n // 128 % getattr(launches[1].args, "columns_at_once", 1) == 0

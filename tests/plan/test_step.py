@@ -11,9 +11,9 @@ from fp8moe_plugin.plan.sm90.catalog import (
     down_small_batch_key,
     gate_up_small_batch_key,
 )
-from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from fp8moe_plugin.plan.sm90.grouped import columns_at_once, plan_grouped
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, down_splits, gate_up_clusters
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from tests import helpers as h
 
@@ -87,8 +87,8 @@ def test_few_tiles_go_to_one_cluster_more():
 
 def test_tiles_are_short_up_to_40_rows_an_expert():
     steps = [sorted_step(QWEN3_30B, tokens) for tokens in (17, 640, 641)]
-    assert [step.tile_rows for step in steps] == [FEW_ROWS_TILE, FEW_ROWS_TILE, MANY_ROWS_TILE]
-    assert [step.few_rows for step in steps] == [True, True, False]
+    assert [step.tile for step in steps] == [FEW_ROWS, FEW_ROWS, MANY_ROWS]
+    assert [step.tile.streams_weights for step in steps] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -115,4 +115,4 @@ def test_a_block_takes_several_columns_where_k_is_short(n, k, columns):
 
 def test_masked_gemm_tiles_follow_the_expected_rows():
     plans = [plan_grouped(BY_COUNTS, 32 * 128, 32, 4096, 7168, expected_m, 132) for expected_m in (1, 40, 41)]
-    assert [plan.tile_rows for plan in plans] == [FEW_ROWS_TILE, FEW_ROWS_TILE, MANY_ROWS_TILE]
+    assert [plan.tile for plan in plans] == [FEW_ROWS, FEW_ROWS, MANY_ROWS]

@@ -19,13 +19,13 @@ from warmup.memory import weight_shapes
 from warmup.options import MAX_CAPTURE_SIZES, parse
 from warmup.target import MAX_COUNT
 
-TILE_ROWS = (tiles.FEW_ROWS_TILE, tiles.MANY_ROWS_TILE)
+TILES = (tiles.FEW_ROWS, tiles.MANY_ROWS)
 
 
-@given(st.lists(st.integers(0, 4000), max_size=40), st.sampled_from(TILE_ROWS))
-def test_the_rows_of_all_experts_are_those_of_each_added_up(rows: list[int], tile_rows: int) -> None:
-    added_up = sum(tiles.computed_rows(count, tile_rows) for count in rows)
-    assert explanation._multiplied(np.array(rows, dtype=int), tile_rows) == added_up
+@given(st.lists(st.integers(0, 4000), max_size=40), st.sampled_from(TILES))
+def test_the_rows_of_all_experts_are_those_of_each_added_up(rows: list[int], tile: tiles.RowTile) -> None:
+    added_up = sum(tiles.computed_rows(count, tile) for count in rows)
+    assert explanation._multiplied(np.array(rows, dtype=int), tile) == added_up
 
 
 @pytest.mark.parametrize("parallel", [Parallel(8), Parallel(1, 8, ep=8)], ids=str)
@@ -35,9 +35,9 @@ def test_the_longest_step_takes_no_longer_than_a_short_one(
     """Counts tiles instead of measuring time."""
     looked_at = []
 
-    def counted(rows: int, tile_rows: int) -> int:
-        looked_at.append(rows // tile_rows + 1)
-        return tiles.computed_rows(rows, tile_rows)
+    def counted(rows: int, tile: tiles.RowTile) -> int:
+        looked_at.append(rows // tile.rows + 1)
+        return tiles.computed_rows(rows, tile)
 
     monkeypatch.setattr(explanation, "computed_rows", counted)
     found = explanation.explain(models["DeepSeek-V3"], parallel, MAX_COUNT, (MAX_COUNT - 1,))

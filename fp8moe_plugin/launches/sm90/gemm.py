@@ -9,7 +9,6 @@ from fp8moe_plugin.launches.sm90.tiles import Tiles
 from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.sm90.constants import (
     BOX_ROWS,
-    FEW_ROWS_TILE,
     FEW_ROWS_TILE_N,
     FEW_ROWS_WIDE_BOX,
     SWIZZLE_ROWS,
@@ -194,7 +193,7 @@ def grouped_launch(plan: GroupedPlan, a: Rows, b: Weights, out: Address, tiles: 
 
     `out` is bfloat16 `[rows, n]`.
     """
-    if plan.tile_rows == FEW_ROWS_TILE:
+    if plan.tile.streams_weights:
         return grouped_gemm_few_rows_launch(
             plan.kernel, plan.blocks, a, b, out, tiles, columns=plan.columns_at_once, pdl=True
         )

@@ -13,7 +13,6 @@ from fp8moe_plugin.launches.sm90.quantize import quantize_launch
 from fp8moe_plugin.launches.sm90.route import Routing, route_launches
 from fp8moe_plugin.launches.sm90.small_batch import small_batch_launches
 from fp8moe_plugin.launches.sm90.tiles import Tiles, tiles_of_counts_launch
-from fp8moe_plugin.plan.sm90.constants import MANY_ROWS_TILE
 from fp8moe_plugin.plan.sm90.grouped import BatchedPlan
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, StepPlan
 from fp8moe_plugin.plan.sm90.scratch import SortedScratch
@@ -31,7 +30,7 @@ def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool) ->
     at = placed(step.scratch, tensors.scratch)
     ids = Ids(tensors.topk_ids, ids_64, tensors.expert_map, step.tokens, step.spec)
     routing, routed = Routing(at.slots, at.tokens, at.num_rows), Tiles(at.table, at.num_tiles, at.done_counters)
-    route = route_launches(ids, at.expert_counts, routing, routed, step.tile_rows, step.row_counters)
+    route = route_launches(ids, at.expert_counts, routing, routed, step.tile.rows, step.row_counters)
     tiles = routed if step.pdl_down else Tiles(at.table, at.num_tiles)
     permuted = {} if step.gathers else {"slots": at.slots, "topk": topk}
     quantize = quantize_launch(
@@ -50,7 +49,7 @@ def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool) ->
         hidden=hidden,
         shared_expert=step.spec.shared_expert,
         routed_scale=step.spec.routed_scale,
-        pdl=step.few_rows,  # with many blocks, waiting inside each one costs more than a late start
+        pdl=step.tile.streams_weights,  # with many blocks, waiting inside each one costs more than a late start
     )
     return *route, quantize, _gate_up_launch(tensors, step, at, inner, tiles), down, combine
 
@@ -104,7 +103,7 @@ def batched_launches(
     shared = tiles if plan.pdl_down else Tiles(at.table, at.num_tiles)
     inner = Rows.k_major(at.inner, at.inner_scales, x.rows, w2.k)
     return [
-        tiles_of_counts_launch(counts, w2.experts, x.rows // w2.experts, tiles, MANY_ROWS_TILE),
+        tiles_of_counts_launch(counts, w2.experts, x.rows // w2.experts, tiles, plan.tile.rows),
         gate_up_launch(plan.gate_up, plan.blocks, x, w13, inner, shared),
         grouped_gemm_launch(plan.down, plan.blocks, inner, w2, out, shared, pdl=plan.pdl_down),
     ]

@@ -26,7 +26,7 @@ def route_launches(
 
     Args:
         counts: uint32 `[chunks, ceil(local experts / 2)]`, unused for a single chunk of pairs.
-        tile_rows: rows per tile, 64 or 128.
+        tile_rows: rows per tile, without a tail.
         row_counters: counters of each row tile in `tiles.done_counters`.
     """
     chunks, key = route_chunks(ids.pairs), route_key()

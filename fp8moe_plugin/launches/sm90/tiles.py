@@ -7,7 +7,7 @@ of its expert, as `plan.sm90.tiles.row_tiles` cuts it. Only the first `num_tiles
 
 `done_counters`, int32 `[1 + capacity * n]`, lets GEMM 2 of the experts start before GEMM 1 ends: it holds the number of
 finished blocks of GEMM 1, then n counters for each row tile (`plan.sm90.scratch.row_counters`). The first of them
-counts stored columns. In tiles of `MANY_ROWS_TILE` rows each of two math warpgroups counts for itself. Whatever writes
+counts stored columns. In tiles for many rows each of two math warpgroups counts for itself. Whatever writes
 the table zeroes `done_counters`, so a table is valid for one launch of GEMM 1.
 """
 

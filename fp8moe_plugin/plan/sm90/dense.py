@@ -19,7 +19,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     grouped_gemm_key,
 )
 from fp8moe_plugin.plan.sm90.constants import DENSE_FEW_ROWS_TILE_N, MANY_ROWS_TILE
-from fp8moe_plugin.plan.sm90.tiles import count_row_tiles
+from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS, count_row_tiles
 from fp8moe_plugin.plan.spec import Output
 from fp8moe_plugin.plan.tuning import (
     DENSE_CLUSTER_COST,
@@ -104,7 +104,7 @@ def grouped(m: int, n: int, output: Output, multiprocessors: int) -> DensePlan:
     Tiles are narrow if the output is not BF16 and all narrow tiles fit one wave.
     """
     narrow, wide = GROUPED_TILE_N
-    one_wave = count_row_tiles(m, MANY_ROWS_TILE) * ceil_div(n, narrow) <= multiprocessors
+    one_wave = count_row_tiles(m, MANY_ROWS) * ceil_div(n, narrow) <= multiprocessors
     tile_n = narrow if output != Output.BF16 and one_wave else wide
     return DensePlan(grouped_gemm_key(output, tile_n), output, MANY_ROWS_TILE, tile_n, multiprocessors)
 
@@ -148,7 +148,7 @@ def fastest_by_waves(m: int, n: int, k: int, multiprocessors: int) -> DensePlan:
     best = grouped(m, n, Output.BF16, multiprocessors)
     if k < DENSE_WAVE_K:
         return best
-    least: float = time(count_row_tiles(m, MANY_ROWS_TILE), best.tile_n, multiprocessors)
+    least: float = time(count_row_tiles(m, MANY_ROWS), best.tile_n, multiprocessors)
     row_tiles, clusters = ceil_div(m, MANY_ROWS_TILE), multiprocessors // DENSE_CLUSTER
     pairs = ceil_div(row_tiles, DENSE_CLUSTER)
     for columns in reversed(DENSE_CLUSTER_TILE_N if clusters else ()):  # the widest comes first, and wins a tie

@@ -6,8 +6,8 @@ from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.sm90.catalog import gate_up_key, grouped_gemm_few_rows_key, grouped_gemm_key
-from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE
 from fp8moe_plugin.plan.sm90.scratch import BatchedScratch, GroupedScratch, batched_scratch, grouped_scratch
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec, Output
 from fp8moe_plugin.plan.tuning import (
     EARLY_BELOW,
@@ -25,19 +25,20 @@ class GroupedPlan:
 
     kernel: KernelKey
     blocks: int  # of the grid
-    tile_rows: int  # rows per tile: FEW_ROWS_TILE or MANY_ROWS_TILE
+    tile: RowTile
     columns_at_once: int  # column tiles that a block takes at once, in the kernel for few rows
     scratch: GroupedScratch
 
 
 @dataclass(frozen=True)
 class BatchedPlan:
-    """Both GEMMs of experts whose tokens arrive quantized and sorted, in tiles of MANY_ROWS_TILE rows."""
+    """Both GEMMs of experts whose tokens arrive quantized and sorted, in tiles for many rows."""
 
     spec: LayerSpec
     gate_up: KernelKey
     down: KernelKey
     blocks: int  # of both grids
+    tile: RowTile
     pdl_down: bool  # GEMM 2 starts (PDL) before GEMM 1 has finished, and waits for the rows of each tile
     scratch: BatchedScratch
 
@@ -53,36 +54,37 @@ def plan_grouped(
         multiprocessors: of the GPU.
     """
     if grouping.kind is GroupedBy.INDICES:
-        scratch = grouped_scratch(rows, rows, MANY_ROWS_TILE, indexed=True)
-        return GroupedPlan(grouped_key(MANY_ROWS_TILE), multiprocessors, MANY_ROWS_TILE, 1, scratch)
-    tile_rows = FEW_ROWS_TILE if expected_m <= FEW_ROWS_PER_EXPERT else MANY_ROWS_TILE
-    columns = columns_at_once(rows, groups, n, k) if tile_rows == FEW_ROWS_TILE else 1
-    scratch = grouped_scratch(rows, groups, tile_rows, indexed=False)
-    return GroupedPlan(grouped_key(tile_rows), multiprocessors, tile_rows, columns, scratch)
+        scratch = grouped_scratch(rows, rows, MANY_ROWS.rows, indexed=True)
+        return GroupedPlan(grouped_key(MANY_ROWS), multiprocessors, MANY_ROWS, 1, scratch)
+    tile = FEW_ROWS if expected_m <= FEW_ROWS_PER_EXPERT else MANY_ROWS
+    columns = columns_at_once(rows, groups, n, k) if tile.streams_weights else 1
+    scratch = grouped_scratch(rows, groups, tile.rows, indexed=False)
+    return GroupedPlan(grouped_key(tile), multiprocessors, tile, columns, scratch)
 
 
 def plan_batched(spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int = MULTIPROCESSORS) -> BatchedPlan:
     """Returns the plan for `[experts, max_m]` rows, of which each expert uses about `expected_m`."""
-    intermediate, keep_b = spec.shape.intermediate, keeps_b(expected_m, spec.shape.intermediate)
+    tile, intermediate = MANY_ROWS, spec.shape.intermediate
     return BatchedPlan(
         spec=spec,
         gate_up=gate_up_key(spec, gather=False),
-        down=grouped_key(MANY_ROWS_TILE, keep_b),
+        down=grouped_key(tile, keeps_b(expected_m, intermediate)),
         blocks=multiprocessors,
+        tile=tile,
         pdl_down=down_uses_pdl(expected_m, intermediate),
-        scratch=batched_scratch(spec.shape.local_experts, max_m, intermediate, MANY_ROWS_TILE),
+        scratch=batched_scratch(spec.shape.local_experts, max_m, intermediate, tile.rows),
     )
 
 
-def grouped_key(tile_rows: int, keep_b: bool = False) -> KernelKey:
-    """Returns the key of the grouped GEMM in tiles of `tile_rows` rows; `keep_b`: see `keeps_b`."""
-    return grouped_gemm_few_rows_key() if tile_rows == FEW_ROWS_TILE else grouped_gemm_key(Output.BF16, keep_b=keep_b)
+def grouped_key(tile: RowTile, keep_b: bool = False) -> KernelKey:
+    """Returns the key of the grouped GEMM in such tiles; `keep_b`: see `keeps_b`."""
+    return grouped_gemm_few_rows_key() if tile.streams_weights else grouped_gemm_key(Output.BF16, keep_b=keep_b)
 
 
 def down_uses_pdl(rows_per_expert: float, intermediate: int) -> bool:
     """Returns whether GEMM 2 starts early (PDL), on SMs where GEMM 1 has no tiles left.
 
-    For tiles of MANY_ROWS_TILE rows. With narrow experts and many rows, GEMM 2 instead takes its tiles in a fixed
+    For the kernels for many rows. With narrow experts and many rows, GEMM 2 instead takes its tiles in a fixed
     order, unless it `keeps_b`. That is 5% faster, but all blocks must start together.
 
     Args:
@@ -95,7 +97,7 @@ def down_uses_pdl(rows_per_expert: float, intermediate: int) -> bool:
 def keeps_b(rows_per_expert: float, intermediate: int) -> bool:
     """Returns whether each block of GEMM 2 takes a run of row tiles of the same columns and loads their weights once.
 
-    For tiles of MANY_ROWS_TILE rows. This is faster if K is short, so that most bytes that a tile loads are weights,
+    For the kernels for many rows. This is faster if K is short, so that most bytes that a tile loads are weights,
     and if experts have enough rows for long runs.
     """
     return intermediate <= KEEP_B_UP_TO and rows_per_expert >= EARLY_BELOW

@@ -22,8 +22,6 @@ from fp8moe_plugin.plan.sm90.catalog import (
     quantize_key,
 )
 from fp8moe_plugin.plan.sm90.constants import (
-    FEW_ROWS_TILE,
-    MANY_ROWS_TILE,
     MAX_CLUSTER_SPLITS,
     MAX_GATE_UP_SPLITS,
     SMALL_BATCH_K_BLOCKS,
@@ -38,7 +36,7 @@ from fp8moe_plugin.plan.sm90.scratch import (
     small_batch_scratch,
     sorted_scratch,
 )
-from fp8moe_plugin.plan.sm90.tiles import route_chunks
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile, route_chunks
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from fp8moe_plugin.plan.tuning import (
     DOWN_BLOCKS,
@@ -75,7 +73,7 @@ class SortedStep:
     spec: LayerSpec
     tokens: int
     blocks: int  # in the grids of GEMMs whose blocks take tiles from a queue
-    tile_rows: int  # rows per tile: FEW_ROWS_TILE or MANY_ROWS_TILE
+    tile: RowTile
     route_chunks: int  # blocks of route; with more than one, count_experts runs first
     gathers: bool  # GEMM 1 gathers the tokens of its rows, instead of reading a copy for each expert
     k_splits: int  # blocks that share a tile of GEMM 1 by splitting K
@@ -93,11 +91,6 @@ class SortedStep:
         """The number of rows of all experts if no id is out of range."""
         return self.tokens * self.spec.shape.topk
 
-    @property
-    def few_rows(self) -> bool:
-        """Whether the GEMMs are those for few rows per expert, which stream the weights."""
-        return self.tile_rows == FEW_ROWS_TILE
-
 
 StepPlan = SmallBatchStep | SortedStep
 
@@ -113,13 +106,13 @@ def plan_layer(spec: LayerSpec, tokens: int, multiprocessors: int = MULTIPROCESS
     if padded_tokens and small_batch_fits(shape, padded_tokens, multiprocessors):
         return small_batch_step(spec, tokens, padded_tokens, multiprocessors)
     few_rows = tokens <= few_rows_tokens(shape.topk, shape.global_experts)
-    return sorted_step(spec, tokens, FEW_ROWS_TILE if few_rows else MANY_ROWS_TILE, multiprocessors)
+    return sorted_step(spec, tokens, FEW_ROWS if few_rows else MANY_ROWS, multiprocessors)
 
 
 def few_rows_tokens(topk: int, global_experts: int) -> int:
     """Returns the largest number of tokens for which a layer uses the kernels for few rows, which stream the weights.
 
-    With more tokens, too many experts have more than FEW_ROWS_TILE rows and load their weights twice.
+    With more tokens, too many experts have more rows than a tile of FEW_ROWS and load their weights twice.
     """
     return FEW_ROWS_PER_EXPERT * global_experts // topk
 
@@ -202,21 +195,21 @@ def down_splits(hidden: int, padded_tokens: int, multiprocessors: int = MULTIPRO
 # ---- steps whose rows are sorted by expert -------------------------------------------------------------------------
 
 
-def sorted_step(spec: LayerSpec, tokens: int, tile_rows: int, multiprocessors: int = MULTIPROCESSORS) -> SortedStep:
-    """Returns the plan of a step in tiles of `tile_rows` rows."""
+def sorted_step(spec: LayerSpec, tokens: int, tile: RowTile, multiprocessors: int = MULTIPROCESSORS) -> SortedStep:
+    """Returns the plan of a step whose rows are cut into such tiles."""
     shape = spec.shape
     topk, hidden, intermediate, local_experts, global_experts = shape
-    rows, few_rows = tokens * topk, tile_rows == FEW_ROWS_TILE
+    rows, few_rows = tokens * topk, tile.streams_weights
     rows_per_expert = rows / global_experts
     gathers = few_rows or intermediate <= GATHER_UP_TO
     splits = k_splits(rows, shape) if few_rows and not spec.batch_invariant else 1
-    counters = row_counters(intermediate, splits, tile_rows)
+    counters = row_counters(intermediate, splits)
     keep_b = not few_rows and keeps_b(rows_per_expert, intermediate)
     return SortedStep(
         spec=spec,
         tokens=tokens,
         blocks=multiprocessors,
-        tile_rows=tile_rows,
+        tile=tile,
         route_chunks=route_chunks(rows),
         gathers=gathers,
         k_splits=splits,
@@ -226,8 +219,8 @@ def sorted_step(spec: LayerSpec, tokens: int, tile_rows: int, multiprocessors: i
         columns_at_once=columns_at_once(rows, local_experts, hidden, intermediate) if few_rows else 1,
         quantize=quantize_key(spec.ue8m0, Layout.ROW_MAJOR if gathers else Layout.PERMUTED),
         gate_up=gate_up_few_rows_key(spec) if few_rows else gate_up_key(spec, gathers),
-        down=grouped_key(tile_rows, keep_b),
-        scratch=sorted_scratch(shape, tokens, tile_rows, gathers, splits, counters),
+        down=grouped_key(tile, keep_b),
+        scratch=sorted_scratch(shape, tokens, tile.rows, gathers, splits, counters),
     )
 
 

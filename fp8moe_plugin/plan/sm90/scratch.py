@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.scratch import offsets, scale_pitch, tile_capacity
-from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, NUM_TILES_LENGTH
+from fp8moe_plugin.plan.sm90.constants import NUM_TILES_LENGTH
 from fp8moe_plugin.plan.sm90.tiles import route_chunks
 from fp8moe_plugin.plan.spec import MoeShape
 
@@ -65,7 +65,7 @@ class GroupedScratch(NamedTuple):
 def sorted_scratch(
     shape: MoeShape, tokens: int, tile_rows: int, gathers: bool, k_splits: int, row_counters: int
 ) -> SortedScratch:
-    """Returns the layout for a step; the arguments are fields of `SortedStep`."""
+    """Returns the layout for a step; the arguments are fields of `SortedStep` and its tile."""
     topk, hidden, intermediate, local_experts, _ = shape
     rows = tokens * topk
     tiles, chunks = tile_capacity(rows, local_experts, tile_rows), route_chunks(rows)
@@ -107,9 +107,9 @@ def grouped_scratch(rows: int, groups: int, tile_rows: int, indexed: bool) -> Gr
     return GroupedScratch(*offsets(16 * tiles, 4 * NUM_TILES_LENGTH, done_counters, run_begins))
 
 
-def row_counters(intermediate: int, k_splits: int, tile_rows: int) -> int:
+def row_counters(intermediate: int, k_splits: int) -> int:
     """Returns the counters per row tile of GEMM 1.
 
     One counts stored columns. If K is split, each column has another one, which counts its parts.
     """
-    return 1 + intermediate // GROUP if tile_rows == FEW_ROWS_TILE and k_splits > 1 else 1
+    return 1 + intermediate // GROUP if k_splits > 1 else 1

@@ -1,31 +1,41 @@
 """The division of rows into tiles, and of (token, expert) pairs into chunks."""
 
+from typing import NamedTuple
+
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, PAIRS_PER_CHUNK, TAIL_ROWS
 
-# The kernels multiply this many rows at once: a tile is padded to one of these sizes.
-_PADDED_ROWS = {FEW_ROWS_TILE: (8, 16, 32, 64), MANY_ROWS_TILE: (64, 128, MANY_ROWS_TILE + TAIL_ROWS)}
+
+class RowTile(NamedTuple):
+    """The tiles of a family of kernels. csrc/pipeline/tile_table.cuh divides by `rows`, so it has to know each."""
+
+    rows: int  # per tile, without the tail
+    tail_rows: int  # most rows of a tail
+    padded: tuple[int, ...]  # the kernels multiply this many rows at once: a tile is padded to one of these sizes
+    streams_weights: bool  # the kernels are those for few rows per expert, which stream the weights
 
 
-def row_tiles(rows: int, tile_rows: int) -> list[int]:
+FEW_ROWS = RowTile(FEW_ROWS_TILE, 0, (8, 16, 32, 64), streams_weights=True)
+MANY_ROWS = RowTile(MANY_ROWS_TILE, TAIL_ROWS, (64, 128, MANY_ROWS_TILE + TAIL_ROWS), streams_weights=False)
+
+
+def row_tiles(rows: int, tile: RowTile) -> list[int]:
     """Returns the rows of each tile of an expert with `rows` rows, as in csrc/pipeline/tile_table.cuh."""
-    full, rest = divmod(rows, tile_rows)
-    if count_row_tiles(rows, tile_rows) > full:
-        return [tile_rows] * full + [rest]
-    return [tile_rows + min(TAIL_ROWS, max(0, rest - tile * TAIL_ROWS)) for tile in range(full)]
+    full, rest = divmod(rows, tile.rows)
+    if count_row_tiles(rows, tile) > full:
+        return [tile.rows] * full + [rest]
+    return [tile.rows + min(tile.tail_rows, max(0, rest - i * tile.tail_rows)) for i in range(full)]
 
 
-def count_row_tiles(rows: int, tile_rows: int) -> int:
+def count_row_tiles(rows: int, tile: RowTile) -> int:
     """Returns the number of tiles of an expert with `rows` rows."""
-    full, rest = divmod(rows, tile_rows)
-    tails = full * TAIL_ROWS if tile_rows == MANY_ROWS_TILE else 0
-    return full + (rest > tails)
+    full, rest = divmod(rows, tile.rows)
+    return full + (rest > full * tile.tail_rows)
 
 
-def computed_rows(rows: int, tile_rows: int) -> int:
+def computed_rows(rows: int, tile: RowTile) -> int:
     """Returns how many rows, including padding, the kernels multiply for an expert with `rows` rows."""
-    padded = _PADDED_ROWS[tile_rows]
-    return sum(min(size for size in padded if size >= tile) for tile in row_tiles(rows, tile_rows))
+    return sum(min(size for size in tile.padded if size >= part) for part in row_tiles(rows, tile))
 
 
 def route_chunks(pairs: int) -> int:
