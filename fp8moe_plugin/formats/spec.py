@@ -31,6 +31,7 @@ class QuantSpec:
     scale: str = SCALE  # suffix of scales' names
     unquantized: tuple[str, ...] = ()  # the checkpoint's list of unquantized layers: names and patterns
     online: bool = False
+    recoded_from: WeightFormat | None = None  # of experts in the checkpoint, if they are re-encoded when loaded
     dense: WeightFormat = FP8_BLOCK  # of dense layers
 
 

@@ -46,16 +46,17 @@ class Arrivals:
             )
 
 
-def check_scale_name(name: str, scale: str | None) -> None:
+def check_scale_name(name: str, scales: tuple[str, ...]) -> None:
     """Raise `CheckpointError` for scales under a name that the model does not have.
 
     Args:
         name: of a tensor of the checkpoint.
-        scale: the suffix of scales' names; None for an unquantized checkpoint, which has no scales.
+        scales: the suffixes of scales' names; empty for an unquantized checkpoint, which has no scales.
     """
-    if not name.endswith(tuple(f".{known}" for known in SCALE_NAMES)) or (scale and name.endswith(f".{scale}")):
+    last = name.rpartition(".")[2]
+    if last not in SCALE_NAMES or last in scales:
         return
-    wanted = f"names scales {scale}" if scale else "is unquantized and has no scales"
+    wanted = f"names scales {' or '.join(scales)}" if scales else "is unquantized and has no scales"
     raise CheckpointError(
         f"{name} is unexpected: a checkpoint of this model's format {wanted}. Load weights of the format that the "
         "model's config.json describes."

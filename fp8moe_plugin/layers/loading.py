@@ -8,7 +8,7 @@ import torch
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.parameters import format_of, role_of, tensor_format, torch_dtype
+from fp8moe_plugin.layers.parameters import role_of, stored_format, stored_tensor_format, torch_dtype
 from fp8moe_plugin.layers.weights import check_scale_values
 
 # A byte is NaN if all these bits are set.
@@ -21,7 +21,7 @@ def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> No
 
     Values of weights are not checked here; `check_loaded` checks the whole parameter.
     """
-    weights, role = format_of(parameter), role_of(parameter)
+    weights, role = stored_format(parameter), role_of(parameter)
     wanted = [torch_dtype(name) for name in weights.tensor(role).accepted]
     if tensor.dtype not in wanted:
         raise CheckpointError(
@@ -68,7 +68,7 @@ def check_size(
     Args:
         smaller: do not check for smaller tensors, which the engine refuses.
     """
-    wanted = tensor_format(parameter).shape(rows, inputs)
+    wanted = stored_tensor_format(parameter).shape(rows, inputs)
     larger = any(size > most for size, most in zip(tensor.shape[-2:], wanted, strict=True))
     if larger or (not smaller and list(tensor.shape) != wanted):
         raise CheckpointError(
@@ -78,8 +78,8 @@ def check_size(
 
 
 def as_kept(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a checked tensor in the dtype of its parameter, because some engines' loaders copy bytes."""
-    dtype = torch_dtype(tensor_format(parameter).dtype)
+    """Returns a checked tensor in the dtype of its format, because some engines' loaders copy bytes."""
+    dtype = torch_dtype(stored_tensor_format(parameter).dtype)
     if tensor.dtype == dtype or (dtype.is_floating_point and tensor.dtype.is_floating_point):
         return tensor.to(dtype)
     return tensor.view(dtype)  # integers stand for the bits of a format
@@ -90,7 +90,7 @@ def check_expert_shape(
 ) -> None:
     """Raise `CheckpointError` unless w1, w2 or w3 of an expert has the shape that config.json implies."""
     sizes = (hidden, intermediate) if shard_id == "w2" else (intermediate, hidden)
-    wanted = tensor_format(parameter).shape(*sizes)
+    wanted = stored_tensor_format(parameter).shape(*sizes)
     if list(tensor.shape[-2:]) != wanted:
         raise CheckpointError(
             f"{what} has shape {list(tensor.shape)}, but must have {wanted} for {intermediate} "

@@ -8,7 +8,8 @@ from fp8moe_plugin.formats.dtypes import DTYPES
 from fp8moe_plugin.formats.spec import SCALE, WEIGHT
 from fp8moe_plugin.formats.weight_format import Role, TensorFormat, WeightFormat
 
-FORMAT, ROLE = "fp8moe_format", "fp8moe_role"  # vLLM copies these attributes to the parameters of a reload
+# vLLM copies these attributes to the parameters of a reload.
+FORMAT, ROLE, STORED = "fp8moe_format", "fp8moe_role", "fp8moe_stored"
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
@@ -19,10 +20,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-def marked(tensor: Tensor, weights: WeightFormat, role: Role) -> Tensor:
-    """Sets the format and the role of a tensor, and returns it."""
+def marked(tensor: Tensor, weights: WeightFormat, role: Role, stored: WeightFormat | None = None) -> Tensor:
+    """Sets the format and the role of a tensor, and its format in the checkpoint if that differs; returns it."""
     setattr(tensor, FORMAT, weights)
     setattr(tensor, ROLE, role)
+    setattr(tensor, STORED, stored or weights)
     return tensor
 
 
@@ -36,8 +38,18 @@ def role_of(parameter: torch.Tensor) -> Role:
     return found
 
 
+def stored_format(parameter: torch.Tensor) -> WeightFormat:
+    """Returns the format in the checkpoint."""
+    found: WeightFormat = getattr(parameter, STORED)
+    return found
+
+
 def tensor_format(parameter: torch.Tensor) -> TensorFormat:
     return format_of(parameter).tensor(role_of(parameter))
+
+
+def stored_tensor_format(parameter: torch.Tensor) -> TensorFormat:
+    return stored_format(parameter).tensor(role_of(parameter))
 
 
 def empty_tensor(weights: WeightFormat, role: Role, n: int, k: int, *experts: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ import torch
 
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.layers.recode import block_fp8
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 
 EXPERTS, HIDDEN, TOPK = 3, 256, 2
@@ -28,4 +29,29 @@ def make_checkpoint(intermediate: int) -> Checkpoint:
     for name, tensors in make_unquantized(intermediate).items():
         q, scale = per_block_cast_to_fp8(torch.stack(tensors))
         found[name], found[f"{name}_scale_inv"] = list(q), list(scale)
+    return found
+
+
+def make_mxfp4(intermediate: int) -> Checkpoint:
+    """Returns experts in MXFP4: codes, and exponents that differ within each block."""
+    gen = torch.Generator().manual_seed(intermediate)
+    found: Checkpoint = {}
+    for name, n, k in (("w1", intermediate, HIDDEN), ("w3", intermediate, HIDDEN), ("w2", HIDDEN, intermediate)):
+        codes = torch.randint(256, (EXPERTS, n, k // 2), generator=gen, dtype=torch.uint8)
+        exponents = torch.randint(113, 121, (EXPERTS, n, k // 32), generator=gen, dtype=torch.uint8)
+        found[f"{name}_weight"] = list(codes)
+        found[f"{name}_weight_scale"] = list(exponents.view(torch.float8_e8m0fnu))
+    return found
+
+
+def recoded(checkpoint: Checkpoint) -> Checkpoint:
+    """Returns a checkpoint with MXFP4 experts in block FP8; others as they are."""
+    found: Checkpoint = {}
+    for name, tensors in checkpoint.items():
+        if f"{name}_scale" in checkpoint:
+            pairs = zip(tensors, checkpoint[f"{name}_scale"], strict=True)
+            both = [(None, None) if None in (w, s) else block_fp8(name, w, s) for w, s in pairs]
+            found[name], found[f"{name}_scale_inv"] = ([pair[i] for pair in both] for i in (0, 1))
+        elif not name.endswith("_scale"):
+            found[name] = tensors
     return found

@@ -144,7 +144,7 @@ class Loads:
 
     def _followed(self, weights: Tensors, alone: set[str], last: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
-            check_scale_name(name, self.scale)
+            check_scale_name(name, (self.scale,) if self.scale else ())
             last[0] = f"{name} ({tensor.dtype} {list(tensor.shape)})"
             other = counterpart(name)
             if other in alone:

@@ -30,6 +30,7 @@ from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
+from fp8moe_plugin.layers.vllm.recode import EXPERT_SCALE, RecodedMoeMethod
 from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers
 from fp8moe_plugin.ops.devices import set_num_sms
 from fp8moe_plugin.quoting import shell_word
@@ -49,7 +50,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
             weight_block_size=list(spec.dense.scales.block),
         )
         self.spec, self.ue8m0, self.online = spec, spec.ue8m0, spec.online
-        self.model = ModelState(None if spec.online else spec.scale)
+        self.model = ModelState(scale_names(spec))
         self.dense_layers = DenseLayers()
         self.watches_worker = False
         self.served_indexer = False
@@ -126,15 +127,28 @@ class Fp8MoeConfig(Traits, Fp8Config):
             self.dense_layers.note(prefix, layer)
             dense = OnlineLinearMethod if self.online else Fp8MoeLinearMethod
             return dense(self.spec, prefix, warmup_command(), self.model)
-        experts = OnlineMoeMethod if self.online else Fp8MoeMethod
         shared = self.dense_layers.take(prefix)
-        return experts(layer.moe_config, self.spec, prefix, warmup_command(), self.model, shared)
+        return moe_method(self.spec)(layer.moe_config, self.spec, prefix, warmup_command(), self.model, shared)
 
     def _is_skipped(self, prefix: str) -> bool:
         if self.online:
             return not is_quantized(prefix)
         by_name = compat.is_layer_skipped(self, prefix)
         return by_name or matches_pattern(prefix, self.ignored_layers, self.packed_modules_mapping)
+
+
+def scale_names(spec: QuantSpec) -> tuple[str, ...]:
+    """Returns the suffixes of scales' names in vLLM's model."""
+    if spec.online:
+        return ()
+    return (spec.scale, EXPERT_SCALE) if spec.recoded_from else (spec.scale,)
+
+
+def moe_method(spec: QuantSpec) -> type[Fp8MoeMethod]:
+    """Returns the method of experts, by how they are loaded."""
+    if spec.online:
+        return OnlineMoeMethod
+    return RecodedMoeMethod if spec.recoded_from else Fp8MoeMethod
 
 
 def warmup_command() -> str:

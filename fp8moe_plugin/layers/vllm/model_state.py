@@ -30,7 +30,7 @@ class ModelState:
     complete, so it is checked before the next step, see `prepare_step`.
     """
 
-    scale: str | None = SCALE  # the suffix of scales' names; None for an unquantized checkpoint
+    scales: tuple[str, ...] = (SCALE,)  # the suffixes of scales' names; none for an unquantized checkpoint
     in_worker: bool = False  # whether this process is a worker that runs the model for an engine
     only_rank: bool = True  # whether no other process holds a part of the model
     engine: Any = None  # vLLM's configuration
@@ -121,7 +121,7 @@ class ModelState:
 
     def _arriving(self, weights: Tensors, serving: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
-            check_scale_name(name, self.scale)
+            check_scale_name(name, self.scales)
             yield name, tensor
             if serving and not self.reloading:  # the model requests the next tensor, so it has written this one
                 self.written = True

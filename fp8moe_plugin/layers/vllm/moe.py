@@ -16,7 +16,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.spec import QuantSpec
-from fp8moe_plugin.formats.weight_format import Role
+from fp8moe_plugin.formats.weight_format import Role, WeightFormat
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import check_expert_shape
@@ -47,7 +47,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self.prefix = prefix
         self.warmup = warmup
-        self.weights, self.scale = spec.weights, spec.scale
+        self.weights, self.stored, self.scale = spec.weights, spec.recoded_from, spec.scale
         self.loading = LayerLoading(prefix, model, self.online)
         batched = moe.moe_parallel_config.use_batched_activation_format
         self.arrival = Arrival.BATCHED if batched else Arrival.STANDARD
@@ -103,14 +103,15 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         if intermediate_size_per_partition * self.moe.tp_size != self.moe.intermediate_size:
             announce_padding("expert", self.moe.intermediate_size, self.moe.tp_size, "--enable-expert-parallel")
             extra_weight_attrs["weight_loader"] = MethodType(load_experts, layer)
-        block_attrs = {**extra_weight_attrs, "quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
-        weight_attrs = {**extra_weight_attrs, "weight_loader": self.weight_loader(extra_weight_attrs["weight_loader"])}
+        loader = extra_weight_attrs["weight_loader"]
+        attrs = {role: {**extra_weight_attrs, "weight_loader": self.weight_loader(role, loader)} for role in Role}
+        attrs[Role.SCALES]["quant_method"] = FusedMoeWeightScaleSupported.BLOCK.value
         sizes = hidden_size, intermediate_size_per_partition
         mlp = self.shared_mlp
         shared = mlp if mlp and mlp.fits(self.moe, self.weights, num_experts, *sizes) else None
         tensors = expert_tensors(self.weights, num_experts + (shared is not None), *sizes, self.scale)
         parameters = {
-            name: _parameter(tensor, num_experts, block_attrs if role_of(tensor) is Role.SCALES else weight_attrs)
+            name: _parameter(tensor, num_experts, attrs[role_of(tensor)], self.stored)
             for name, tensor in tensors.items()
         }
         self.loading.register(layer, parameters, self.check_tensor)
@@ -118,8 +119,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             self.shared_expert = SharedExpert(shared, list(tensors.values()))
         self.shared_mlp = None
 
-    def weight_loader(self, loader: MethodType) -> MethodType:
-        """Returns the loader for the weights, derived from vLLM's."""
+    def weight_loader(self, role: Role, loader: MethodType) -> MethodType:
+        """Returns the loader for the weights or for the scales, derived from vLLM's."""
         return loader
 
     @staticmethod
@@ -274,8 +275,10 @@ def _check_sizes(prefix: str, moe: Any) -> None:
         raise UnsupportedError(f"{prefix}: {refusal}. Use more GPUs and --enable-expert-parallel.")
 
 
-def _parameter(tensor: torch.Tensor, experts: int, attrs: dict[str, Any]) -> torch.nn.Parameter:
+def _parameter(
+    tensor: torch.Tensor, experts: int, attrs: dict[str, Any], stored: WeightFormat | None
+) -> torch.nn.Parameter:
     """Returns a parameter with the first `experts` experts of a tensor."""
     parameter = torch.nn.Parameter(tensor[:experts], requires_grad=False)
     set_weight_attrs(parameter, attrs)
-    return marked(parameter, format_of(tensor), role_of(tensor))
+    return marked(parameter, format_of(tensor), role_of(tensor), stored)

@@ -37,7 +37,9 @@ class OnlineLinearMethod(Online, Fp8MoeLinearMethod):
 
 
 class OnlineMoeMethod(Online, Fp8MoeMethod):
-    def weight_loader(self, loader: MethodType) -> MethodType:
+    def weight_loader(self, role: Role, loader: MethodType) -> MethodType:
+        if role is Role.SCALES:
+            return loader
         return MethodType(_experts_loader(self.prefix, loader.__func__), loader.__self__)
 
 

@@ -8,14 +8,17 @@ import torch
 from vllm.model_executor.model_loader.reload import layerwise
 
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.formats.spec import ONLINE
+from fp8moe_plugin.layers.vllm.config import scale_names
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from tests.helpers import same_bits
-from tests.layers.experts import Checkpoint, make_checkpoint, make_unquantized
-from tests.layers.vllm.one_rank import Layer, make_mlp
+from tests.layers.experts import Checkpoint, make_checkpoint, make_mxfp4, make_unquantized, recoded
+from tests.layers.vllm.one_rank import FP8, RECODED, Layer, make_mlp
 
 INTERMEDIATE = 256
 RESTART = "The failed reload left a mixture .* Restart the engine in a new process"
-KINDS = ("fp8", "online")
+QUANT = {"fp8": FP8, "online": ONLINE, "mxfp4": RECODED}
+KINDS = tuple(QUANT)
 MLP = {"w1": ("gate_up", [0]), "w3": ("gate_up", [1]), "w2": ("down", [])}
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
@@ -27,10 +30,10 @@ class Model(torch.nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(8)
-        self.experts = Layer(INTERMEDIATE, 1, 0, kind == "online")
+        self.experts = Layer(INTERMEDIATE, 1, 0, QUANT[kind])
         self.gate_up, self.down = make_mlp(INTERMEDIATE, kind == "online")
         self.state = self.experts.quant_method.loading.model
-        self.state.scale = None if kind == "online" else "weight_scale_inv"
+        self.state.scales = scale_names(QUANT[kind])
         for layer in self.layers():  # layers of one model share its state
             layer.quant_method.loading.model = self.state
         self.lacking: tuple[str, ...] = ()  # layers for which the next checkpoints have no tensors
@@ -71,9 +74,10 @@ class Model(torch.nn.Module):
         for (shard, _, kind), tensors in names:
             there = () if "experts" in self.lacking else enumerate(tensors)
             yield from ((f"experts.{shard}.{i}.{kind}", tensor) for i, tensor in there if tensor is not None)
-        for (shard, _, kind), tensors in names:
-            if MLP[shard][0] not in self.lacking and tensors[0] is not None:
-                yield f"mlp.{shard}.0.{kind}", tensors[0]
+        for name, tensor in as_mlp(checkpoint).items():
+            shard, _, kind = name.partition("_")
+            if MLP[shard][0] not in self.lacking:
+                yield f"mlp.{shard}.0.{kind}", tensor
 
     def load(self, checkpoint: Checkpoint) -> None:
         self.load_weights(self.tensors(checkpoint))
@@ -98,8 +102,18 @@ def no_engine(monkeypatch: pytest.MonkeyPatch, on_rank: Callable[[int, int], Non
     on_rank(1, 0)
 
 
+MAKE = {"fp8": make_checkpoint, "online": make_unquantized, "mxfp4": make_mxfp4}
+
+
 def first(kind: str) -> Checkpoint:
-    return (make_unquantized if kind == "online" else make_checkpoint)(INTERMEDIATE)
+    return MAKE[kind](INTERMEDIATE)
+
+
+def as_mlp(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the first expert as those of an MLP, which is not in MXFP4."""
+    first_expert = {name: tensors[:1] for name, tensors in checkpoint.items()}
+    found = {name: tensors[0] for name, tensors in recoded(first_expert).items()}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def second(kind: str) -> Checkpoint:

@@ -13,23 +13,24 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec
-from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
+from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig, moe_method
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.model_state import ModelState
-from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
-from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
+from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod
 from fp8moe_plugin.layers.vllm.shared_expert import Mlp
 from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint
 
 FP8 = QuantSpec(FP8_BLOCK)
+RECODED = QuantSpec(FP8_BLOCK, recoded_from=MXFP4)
 
 
 class Layer(RoutedExperts):
     """A layer of experts on one rank.
 
     Args:
-        online: of an unquantized checkpoint.
+        quant: of the checkpoint; None: block FP8.
         moe, parallel: other fields of vLLM's configurations.
     """
 
@@ -40,7 +41,7 @@ class Layer(RoutedExperts):
         intermediate: int,
         ranks: int,
         rank: int,
-        online: bool = False,
+        quant: QuantSpec | None = None,
         shared: Mlp | None = None,
         moe: Mapping[str, object] = MappingProxyType({}),
         **parallel: object,
@@ -64,9 +65,8 @@ class Layer(RoutedExperts):
             "in_dtype": torch.bfloat16,
         }
         self.moe_config = FusedMoEConfig(**fields | moe)
-        self.quant_method = (OnlineMoeMethod if online else Fp8MoeMethod)(
-            self.moe_config, ONLINE if online else FP8, "L", "warmup", ModelState(), shared
-        )
+        quant = quant or FP8
+        self.quant_method = moe_method(quant)(self.moe_config, quant, "L", "warmup", ModelState(), shared)
         part = self.moe_config.intermediate_size_per_partition
         sizes = self.quant_method.maybe_roundup_sizes(HIDDEN, part, torch.bfloat16, config)
         self.quant_method.create_weights(self, EXPERTS, *sizes, torch.bfloat16, weight_loader=self.weight_loader)
@@ -81,10 +81,10 @@ class Layer(RoutedExperts):
     def parts(self) -> dict[str, torch.Tensor]:
         """Returns the tensors of a checkpoint with only this rank's channels."""
         found = {}
-        for kind in ("weight", "weight_scale_inv"):
-            gate_up = getattr(self, f"w13_{kind}").data
+        for kind, suffix in (("weight", "weight"), ("weight_scale_inv", self.quant_method.scale)):
+            gate_up = getattr(self, f"w13_{suffix}").data
             found[f"w1_{kind}"], found[f"w3_{kind}"] = gate_up.chunk(2, 1)
-            found[f"w2_{kind}"] = getattr(self, f"w2_{kind}").data
+            found[f"w2_{kind}"] = getattr(self, f"w2_{suffix}").data
         return found
 
 

@@ -104,21 +104,21 @@ def test_an_interrupted_load_ends_the_service():
 
 def refused_before_writing(model: Model, kind: str) -> Iterable[tuple[str, torch.Tensor]]:
     weights = [named for named in model.tensors(second(kind)) if not named[0].startswith("norm")]
-    return [(weights[0][0], weights[0][1].to(torch.uint8)), *weights[1:]]
+    return [(weights[0][0], weights[0][1].to(torch.int16)), *weights[1:]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_that_is_refused_before_anything_was_written_changes_nothing(kind):
     model = Model(kind).start(first(kind))
     for load in (model.load_weights, model.reload_weights):
-        with pytest.raises(CheckpointError, match="uint8") as error:
+        with pytest.raises(CheckpointError, match="int16") as error:
             load(refused_before_writing(model, kind))
         assert "Restart" not in str(error.value)
         model.step()
         assert equal(model, Model(kind).start(first(kind)))
     weight = model.gate_up.weight  # vLLM's transfer engines may call the loaders themselves
-    with pytest.raises(CheckpointError, match="uint8"):
-        weight.weight_loader(weight, weight.data[:INTERMEDIATE].to(torch.uint8), 0)
+    with pytest.raises(CheckpointError, match="int16"):
+        weight.weight_loader(weight, weight.data[:INTERMEDIATE].to(torch.int16), 0)
     model.step()
 
 
@@ -136,7 +136,7 @@ def test_wrong_shape_changes_nothing_unless_copied_in_parts():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["experts.w1.1.weight", "experts.w2.1.weight", "mlp.w1.0.weight", "mlp.w2.0.weight"])
-@pytest.mark.parametrize("change", [lambda w: w[:200], lambda w: w[:, :128], lambda w: torch.cat([w, w])])
+@pytest.mark.parametrize("change", [lambda w: w[:200], lambda w: w[:, :64], lambda w: torch.cat([w, w])])
 def test_a_weight_of_another_shape_is_refused_and_changes_nothing(kind, name, change):
     """vLLM itself would load the first rows of one that has too many."""
     model = Model(kind).start(first(kind))
@@ -208,7 +208,7 @@ def test_a_reload_of_all_layers_brings_what_was_missing():
     assert equal(model, Model("fp8").start(second("fp8")))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fp8", "online"])
 def test_scales_of_another_format_are_refused_by_name(kind):
     checkpoint, model = first("fp8"), Model(kind)
     other = "weight_scale" if kind == "fp8" else "weight_scale_inv"

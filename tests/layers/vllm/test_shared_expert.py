@@ -13,6 +13,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.spec import ONLINE
 from fp8moe_plugin.layers.parameters import expert_tensors
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers, Mlp
@@ -47,9 +48,9 @@ def test_the_shared_expert_is_loaded_into_the_slot_after_the_experts(on_rank, in
     """Also on ranks that hold some padding, and padding only."""
     on_rank(ranks, rank)
     checkpoint = (make_unquantized if online else make_checkpoint)(intermediate)
-    alone, apart = Layer(intermediate, ranks, rank, online), make_shared(intermediate, online)
+    alone, apart = Layer(intermediate, ranks, rank, ONLINE if online else None), make_shared(intermediate, online)
     mlp = make_shared(intermediate, online)
-    layer = Layer(intermediate, ranks, rank, online, mlp)
+    layer = Layer(intermediate, ranks, rank, ONLINE if online else None, mlp)
     for experts, shared in ((alone, apart), (layer, mlp)):
         load_mlp(shared, checkpoint, 1)
         experts.load(checkpoint)

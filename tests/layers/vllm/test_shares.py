@@ -13,6 +13,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from fp8moe_plugin.errors import CheckpointError, InvalidInputError
 from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.spec import ONLINE
 from fp8moe_plugin.layers import blocks
 from fp8moe_plugin.layers.loading import check_loaded
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
@@ -20,8 +21,17 @@ from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.reference import dequantize_blocks
 from tests.checkpoint.test_shapes import SHARES
 from tests.helpers import same_bits
-from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint, make_checkpoint, make_unquantized
-from tests.layers.vllm.one_rank import Layer, load_mlp, make_mlp
+from tests.layers.experts import (
+    EXPERTS,
+    HIDDEN,
+    TOPK,
+    Checkpoint,
+    make_checkpoint,
+    make_mxfp4,
+    make_unquantized,
+    recoded,
+)
+from tests.layers.vllm.one_rank import RECODED, Layer, load_mlp, make_mlp
 
 TOKENS = 9
 
@@ -93,7 +103,8 @@ def test_vllm_reloads_a_layer_in_place(monkeypatch, rank, online):
     first = (make_unquantized if online else make_checkpoint)(1536)
     second = {name: tensors[::-1] for name, tensors in first.items()}
     monkeypatch.setattr(Fp8MoeMethod, "_make_kernel", lambda *_: None)
-    layer, fresh = Layer(1536, 8, rank, online), Layer(1536, 8, rank, online).load(second)
+    layer, fresh = (Layer(1536, 8, rank, ONLINE if online else None) for _ in range(2))
+    fresh.load(second)
     layerwise.record_metadata_for_reloading(layer)
     layer.load(first)
     served = dict(layer.named_parameters())
@@ -110,7 +121,7 @@ def test_vllm_reloads_a_layer_in_place(monkeypatch, rank, online):
 def test_online_experts_equal_quantized_checkpoint(intermediate, ranks, channels):
     unquantized, checkpoint = make_unquantized(intermediate), make_checkpoint(intermediate)
     for rank in range(ranks):
-        online = Layer(intermediate, ranks, rank, online=True).load(unquantized).parts()
+        online = Layer(intermediate, ranks, rank, ONLINE).load(unquantized).parts()
         for name, wanted in Layer(intermediate, ranks, rank).load(checkpoint).parts().items():
             assert same_bits(online[name], wanted)
 
@@ -132,7 +143,7 @@ def test_a_missing_tensor_is_noticed_on_ranks_of_padding_too(name, rank):
 def test_a_missing_tensor_of_an_unquantized_checkpoint_is_noticed(shard, rank):
     checkpoint = make_unquantized(1536)
     checkpoint[f"{shard}_weight"].pop()
-    layer = Layer(1536, 8, rank, online=True).load(checkpoint)
+    layer = Layer(1536, 8, rank, ONLINE).load(checkpoint)
     param = f"{'w2' if shard == 'w2' else 'w13'}_weight"
     with pytest.raises(CheckpointError, match=f"L.{param} of local expert 2: a tensor is missing"):
         check_loaded("L", param, getattr(layer, param))
@@ -202,7 +213,7 @@ def test_online_mlp_equals_quantized_checkpoint(on_rank, intermediate, ranks, ch
     unquantized, checkpoint = make_unquantized(intermediate), make_checkpoint(intermediate)
     for rank in range(ranks):
         on_rank(ranks, rank)
-        online = load_mlp(make_mlp(intermediate, online=True), unquantized)
+        online = load_mlp(make_mlp(intermediate, ONLINE), unquantized)
         wanted = load_mlp(make_mlp(intermediate), checkpoint)
         for (half, other), kind in itertools.product(zip(online, wanted, strict=True), ("weight", "weight_scale_inv")):
             assert same_bits(getattr(half, kind).data, getattr(other, kind).data)
@@ -243,3 +254,15 @@ def test_half_quantized_mlp_fails_at_first_step(on_rank):
     _, down = make_mlp(1536)
     with pytest.raises(InvalidInputError, match="192"):
         down.quant_method.apply(down, torch.zeros(1, 192, dtype=torch.bfloat16))
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize(("intermediate", "ranks"), [(256, 1), (512, 2), (320, 2)])
+def test_experts_in_mxfp4_equal_the_same_in_block_fp8(intermediate, ranks):
+    checkpoint = make_mxfp4(intermediate)
+    in_fp8 = recoded(checkpoint)
+    backwards = dict(reversed(checkpoint.items()))  # scales before the weights
+    for rank, given in itertools.product(range(ranks), (checkpoint, backwards)):
+        parts = Layer(intermediate, ranks, rank, RECODED).load(given).parts()
+        for name, wanted in Layer(intermediate, ranks, rank).load(in_fp8).parts().items():
+            assert same_bits(parts[name], wanted)

@@ -1,0 +1,92 @@
+"""Experts in MXFP4, re-encoded to block FP8 while they are loaded. No bit is lost.
+
+The scale of a 128x128 block puts its largest exponent at 2^6, since e2m1's largest value, 6 * 2^6, is below e4m3's 448.
+The smallest value of a group whose exponent is `SPAN` lower, 0.5 * 2^(6 - SPAN), is e4m3's smallest, 2^-9. Groups of 32
+whose codes are all zero have no exponent.
+"""
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.mxfp4 import MXFP4
+from fp8moe_plugin.formats.weight_format import Role
+from fp8moe_plugin.ops.checks import FP8
+from fp8moe_plugin.settings import NAME
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; 8 to 15 are their negatives
+LARGEST_EXPONENT, SPAN = 6, 14
+CODES, EXPONENTS = GROUP // MXFP4.weight.block[1], GROUP // MXFP4.scales.block[1]  # bytes of a row of a block
+
+
+def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns an MXFP4 weight in block FP8.
+
+    Args:
+        name: the weight's name, for messages.
+        codes: uint8 `[N, K/2]`.
+        exponents: float8_e8m0fnu `[N, K/32]`, none of them NaN.
+    Returns:
+        e4m3 `[N, K]` and float32 scales `[ceil(N/128), ceil(K/128)]`, whose product is exactly the weight.
+    Raises:
+        UnsupportedError: the exponents of a block differ by more than `SPAN`.
+    """
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    packed = _blocks(codes, CODES)
+    exponent = _blocks(exponents.view(torch.uint8), EXPONENTS).to(torch.int32)
+    nonzero = (packed.unflatten(-1, (EXPONENTS, -1)) & 0x77 != 0).any(-1)
+    largest = torch.where(nonzero, exponent, 0).amax((1, 3))
+    below = torch.where(nonzero, largest[:, None, :, None] - exponent, 0)
+    span = int(below.max())
+    if span > SPAN:
+        raise UnsupportedError(
+            f"{name}: the exponents of a {GROUP}x{GROUP} block differ by {span}, but block FP8 represents MXFP4 "
+            f"exactly up to {SPAN} only. Serve the checkpoint without --quantization {NAME}."
+        )
+    pairs = _pairs(codes.device)[below.repeat_interleave(CODES // EXPONENTS, -1), packed.long()]
+    q = pairs.flatten(2).flatten(0, 1).view(FP8)[:n, :k].contiguous()
+    return q, _power_of_two(largest - LARGEST_EXPONENT)
+
+
+def _blocks(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """Returns bytes `[rows, columns]` as `[blocks, 128, blocks, width]`, zero-padded."""
+    rows, columns = tensor.shape
+    padded = torch.nn.functional.pad(tensor, (0, -columns % width, 0, -rows % GROUP))
+    return padded.view(-1, GROUP, padded.shape[1] // width, width)
+
+
+@functools.cache
+def _pairs(device: torch.device) -> torch.Tensor:
+    """Returns int16 `[SPAN + 1, 256]`: two e4m3 values of two codes, by how far their exponent is below the largest."""
+    positive = torch.tensor(E2M1)
+    values = torch.cat([positive, -positive]) * torch.exp2(LARGEST_EXPONENT - torch.arange(SPAN + 1.0))[:, None]
+    e4m3 = values.to(FP8).view(torch.uint8)
+    byte = torch.arange(256)
+    both = torch.stack([e4m3[:, byte % 16], e4m3[:, byte // 16]], -1)
+    pairs: torch.Tensor = both.view(torch.int16).squeeze(-1)
+    return pairs.to(device)
+
+
+def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
+    """Returns float32 2^(biased - 127), exact also below the smallest normal number."""
+    bits = torch.where(biased > 0, biased << 23, 1 << (22 + biased.clamp(max=0)))
+    return bits.to(torch.int32).view(torch.float32)
+
+
+@dataclass
+class Halves:
+    """The tensors of projections whose weight or scales have not arrived yet."""
+
+    waiting: dict[str, tuple[Role, torch.Tensor]] = field(default_factory=dict)
+
+    def add(self, projection: str, role: Role, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns codes and exponents once both have arrived; else keeps a copy, as the tensor may be overwritten."""
+        before = self.waiting.pop(projection, None)
+        if before is None or before[0] is role:
+            self.waiting[projection] = role, tensor.clone()
+            return None
+        both = {role: tensor, before[0]: before[1]}
+        return both[Role.WEIGHT], both[Role.SCALES]

@@ -1,0 +1,67 @@
+"""MXFP4 in block FP8: every weight is exactly the same number."""
+
+import pytest
+import torch
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.weight_format import Role
+from fp8moe_plugin.layers.recode import E2M1, SPAN, Halves, block_fp8
+from fp8moe_plugin.ops.reference import dequantize_blocks
+
+VALUES = torch.tensor(E2M1 + tuple(-value for value in E2M1), dtype=torch.float64)
+ZERO, MINUS_ZERO = 0x00, 0x88  # bytes of two codes
+
+
+def dequantized(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    values = VALUES[torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()]
+    return values * torch.exp2(exponents.double() - 127).repeat_interleave(32, 1)
+
+
+def recode(codes: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return block_fp8("w", codes, exponents.view(torch.float8_e8m0fnu))
+
+
+@pytest.mark.parametrize("largest", [0, 1, 6, 7, 20, 127, 246])
+def test_each_code_with_each_exponent_is_exact(largest):
+    codes = torch.arange(256, dtype=torch.uint8).repeat(SPAN + 1, 1)
+    exponents = (largest - torch.arange(SPAN + 1)).clamp(min=0).to(torch.uint8)[:, None].repeat(1, 16)
+    q, scales = recode(codes, exponents)
+    assert torch.equal(q.double() * scales.double().repeat_interleave(128, 1), dequantized(codes, exponents))
+    assert torch.equal(q.float().signbit(), dequantized(codes, exponents).signbit())
+
+
+@pytest.mark.parametrize(("n", "k"), [(300, 640), (128, 32), (1, 160)])
+def test_blocks_at_the_edges_may_be_smaller(n, k):
+    codes = torch.randint(256, (n, k // 2), dtype=torch.uint8)
+    exponents = torch.randint(100, 100 + SPAN + 1, (n, k // 32), dtype=torch.uint8)
+    q, scales = recode(codes, exponents)
+    assert q.is_contiguous()
+    assert list(scales.shape) == [-(-n // 128), -(-k // 128)]
+    assert torch.equal(dequantize_blocks(q, scales).double(), dequantized(codes, exponents))
+
+
+@pytest.mark.parametrize("zeros", [ZERO, MINUS_ZERO])
+def test_exponents_of_zeros_do_not_count(zeros):
+    codes, exponents = torch.full((128, 64), 0x11, dtype=torch.uint8), torch.full((128, 4), 127, dtype=torch.uint8)
+    codes[:, :32] = zeros
+    exponents[:, 0], exponents[:, 1] = 0, 250
+    q, scales = recode(codes, exponents)
+    assert torch.equal(q.double() * scales.double(), dequantized(codes, exponents))
+
+
+def test_a_block_with_a_wider_span_is_refused():
+    codes, exponents = torch.full((128, 64), 0x11, dtype=torch.uint8), torch.full((128, 4), 120, dtype=torch.uint8)
+    exponents[77, 2] = 120 - SPAN - 1
+    with pytest.raises(UnsupportedError, match=r"w: the exponents of a 128x128 block differ by 15, .* up to 14"):
+        recode(codes, exponents)
+
+
+def test_halves_of_a_projection_meet_in_any_order():
+    halves, tensor = Halves(), torch.zeros(1)
+    assert halves.add("a", Role.SCALES, tensor) is None
+    assert halves.add("b", Role.WEIGHT, torch.ones(1)) is None
+    tensor += 7  # the engine fills its buffer again
+    assert halves.add("a", Role.WEIGHT, torch.full((1,), 2.0)) == (2, 0)
+    assert halves.add("b", Role.WEIGHT, torch.full((1,), 3.0)) is None  # replaces the first one
+    assert halves.add("b", Role.SCALES, tensor) == (3, 7)
+    assert not halves.waiting
