@@ -14,7 +14,7 @@
 // be launched early (PDL), but loads nothing before the previous kernel has ended: blocks that read the same operands
 // have to stay in lockstep.
 #include "device/wgmma.cuh"
-#include "formats/weights_fp8.cuh"
+#include "formats/weights.cuh"
 #include "pipeline/paired_tiles.cuh"
 #include "pipeline/producer.cuh"
 

@@ -69,7 +69,7 @@ def test_a_wide_small_batch_needs_long_parts_of_k():
 
 @pytest.mark.parametrize("kind", SMALL_BATCH_STAGES)
 def test_small_batch_kernels_share_a_multiprocessor(kind):
-    first, second = gate_up_small_batch_key(h.layer_spec(), *kind), down_small_batch_key(*kind)
+    first, second = gate_up_small_batch_key(h.layer_spec(), *kind), down_small_batch_key(h.layer_spec(), *kind)
     for pair in (first, first), (first, second):
         assert sum(key.smem_bytes + 1024 for key in pair) <= MULTIPROCESSOR_SMEM_BYTES
         assert sum(key.threads for key in pair) <= 2048

@@ -3,7 +3,7 @@
 #pragma once
 #include "device/fragment.cuh"
 #include "device/wgmma.cuh"
-#include "formats/weights_fp8.cuh"
+#include "formats/weights.cuh"
 #include "pipeline/ring.cuh"
 
 // The scales of a K block where all rows of a warpgroup's weights have the same one, number `i` of the tile.

@@ -2,7 +2,7 @@
 // rows of weights. Here are the shape of a tile, the roles of the warps and the stages in shared memory.
 #pragma once
 #include "device/fragment.cuh"
-#include "formats/weights_fp8.cuh"
+#include "formats/weights.cuh"
 #include "pipeline/activation_scales.cuh"
 #include "pipeline/ring.cuh"
 #include "pipeline/stages.cuh"

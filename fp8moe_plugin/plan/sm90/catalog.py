@@ -6,12 +6,15 @@ Keys contain neither a model's shape nor the number of tokens: a few dozen kerne
 import functools
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
-from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.plan.keys import KIB, KernelKey
 from fp8moe_plugin.plan.parameters import K_GROUPS
 from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout
 from fp8moe_plugin.plan.spec import LayerSpec, Output
 
+# The macros by which csrc/formats/weights.cuh selects the format of weights; without one it selects block FP8.
+WEIGHT_MACROS: dict[WeightFormat, tuple[tuple[str, int], ...]] = {FP8_BLOCK: ()}
 SMEM_BYTES = 227 * KIB  # limit per block; kernels with one block per SM have as many stages as fit
 MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it requests
 DENSE_FEW_TILE_ROWS = (8, 16, 32)  # padded rows of dense_gemm_few_rows
@@ -97,12 +100,13 @@ def gate_up_key(spec: LayerSpec, gather: bool) -> KernelKey:
 
     With `gather` it gathers each expert's rows from the step's tokens; else its operand has consecutive rows.
     """
-    return KernelKey("gate_up", (("GATHER", int(gather)), ("UE8M0", int(spec.ue8m0))), 384, SMEM_BYTES)
+    defines = (("GATHER", int(gather)), ("UE8M0", int(spec.ue8m0)), *WEIGHT_MACROS[spec.weights])
+    return KernelKey("gate_up", defines, 384, SMEM_BYTES)
 
 
 def gate_up_few_rows_key(spec: LayerSpec) -> KernelKey:
     """`gate_up_key` for few rows per expert; it always gathers."""
-    return KernelKey("gate_up_few_rows", (("UE8M0", int(spec.ue8m0)),), 384, SMEM_BYTES)
+    return KernelKey("gate_up_few_rows", (("UE8M0", int(spec.ue8m0)), *WEIGHT_MACROS[spec.weights]), 384, SMEM_BYTES)
 
 
 def gate_up_small_batch_key(spec: LayerSpec, padded_tokens: int, cluster: int) -> KernelKey:
@@ -110,31 +114,33 @@ def gate_up_small_batch_key(spec: LayerSpec, padded_tokens: int, cluster: int) -
     (stages, _), (kib, _) = SMALL_BATCH_STAGES[padded_tokens, cluster], SMALL_BATCH_KIB[padded_tokens, cluster]
     defines = (("CLUSTER", cluster), ("STAGES", stages), ("TOKENS", padded_tokens), ("UE8M0", int(spec.ue8m0)))
     warps = 8 + 1 + padded_tokens // cluster  # math, loads, and one per token that a block finishes
-    return KernelKey("gate_up_small_batch", defines, 32 * warps, kib * KIB)
+    return KernelKey("gate_up_small_batch", (*defines, *WEIGHT_MACROS[spec.weights]), 32 * warps, kib * KIB)
 
 
 @functools.cache
-def grouped_gemm_key(output: Output, block_n: int = 256, keep_b: bool = False) -> KernelKey:
+def grouped_gemm_key(
+    output: Output, block_n: int = 256, keep_b: bool = False, weights: WeightFormat = FP8_BLOCK
+) -> KernelKey:
     """GEMM with many rows per group, or with one group; `keep_b`: see `sm90.grouped.keeps_b`."""
-    defines = (("BLOCK_N", block_n), ("KEEP_B", int(keep_b)), ("OUTPUT", int(output)))
+    defines = (("BLOCK_N", block_n), ("KEEP_B", int(keep_b)), ("OUTPUT", int(output)), *WEIGHT_MACROS[weights])
     return KernelKey("grouped_gemm", defines, 384, SMEM_BYTES)
 
 
 @functools.cache
-def grouped_gemm_few_rows_key() -> KernelKey:
+def grouped_gemm_few_rows_key(weights: WeightFormat = FP8_BLOCK) -> KernelKey:
     """GEMM with few rows per group. It leaves shared memory for blocks of combine, which starts early (PDL)."""
-    return KernelKey("grouped_gemm_few_rows", (), 384, 211 * KIB)
+    return KernelKey("grouped_gemm_few_rows", WEIGHT_MACROS[weights], 384, 211 * KIB)
 
 
-@functools.cache
-def down_small_batch_key(padded_tokens: int, cluster: int) -> KernelKey:
+def down_small_batch_key(spec: LayerSpec, padded_tokens: int, cluster: int) -> KernelKey:
     """GEMM 2 of the experts of up to `padded_tokens` tokens, including the weighted sum of each token's experts.
 
     Args:
         cluster: blocks per cluster of GEMM 1, which runs concurrently on the same SMs.
     """
     (_, stages), (_, kib) = SMALL_BATCH_STAGES[padded_tokens, cluster], SMALL_BATCH_KIB[padded_tokens, cluster]
-    return KernelKey("down_small_batch", (("STAGES", stages), ("TOKENS", padded_tokens)), 320, kib * KIB)
+    defines = (("STAGES", stages), ("TOKENS", padded_tokens), *WEIGHT_MACROS[spec.weights])
+    return KernelKey("down_small_batch", defines, 320, kib * KIB)
 
 
 # ---- dense GEMMs ---------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from fp8moe_plugin.formats.fp8_block import GROUP
-from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
+from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.sm90.catalog import gate_up_key, grouped_gemm_few_rows_key, grouped_gemm_key
 from fp8moe_plugin.plan.sm90.scratch import BatchedScratch, GroupedScratch, batched_scratch, grouped_scratch
@@ -68,7 +68,7 @@ def plan_batched(spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: 
     return BatchedPlan(
         spec=spec,
         gate_up=gate_up_key(spec, gather=False),
-        down=grouped_key(tile, keeps_b(expected_m, intermediate)),
+        down=grouped_key(tile, keeps_b(expected_m, intermediate), spec.weights),
         blocks=multiprocessors,
         tile=tile,
         pdl_down=down_uses_pdl(expected_m, intermediate),
@@ -76,9 +76,11 @@ def plan_batched(spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: 
     )
 
 
-def grouped_key(tile: RowTile, keep_b: bool = False) -> KernelKey:
+def grouped_key(tile: RowTile, keep_b: bool = False, weights: WeightFormat = FP8_BLOCK) -> KernelKey:
     """Returns the key of the grouped GEMM in such tiles; `keep_b`: see `keeps_b`."""
-    return grouped_gemm_few_rows_key() if tile.streams_weights else grouped_gemm_key(Output.BF16, keep_b=keep_b)
+    if tile.streams_weights:
+        return grouped_gemm_few_rows_key(weights)
+    return grouped_gemm_key(Output.BF16, keep_b=keep_b, weights=weights)
 
 
 def down_uses_pdl(rows_per_expert: float, intermediate: int) -> bool:

@@ -42,13 +42,13 @@ from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEE
 
 def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     """Returns every kernel that a mixture-of-experts layer may launch, with its reason."""
+    down, down_keeps_b = (grouped_gemm_key(Output.BF16, keep_b=keep, weights=spec.weights) for keep in (False, True))
     gemms = {
         gate_up_key(spec, gather=False): f"GEMM 1 and SwiGLU of experts of more than {GATHER_UP_TO} channels in "
         f"steps of more than {_few(spec)} tokens: prefill; and of batched experts",
-        grouped_gemm_key(Output.BF16): f"GEMM 2 of the experts in steps of more than {_few(spec)} tokens, and dense "
-        "GEMMs: prefill",
-        grouped_gemm_key(Output.BF16, keep_b=True): f"GEMM 2 of experts of up to {KEEP_B_UP_TO} channels, in steps of "
-        f"{EARLY_BELOW} or more tokens per expert",
+        down: f"GEMM 2 of the experts in steps of more than {_few(spec)} tokens, and dense GEMMs: prefill",
+        down_keeps_b: f"GEMM 2 of experts of up to {KEEP_B_UP_TO} channels, in steps of {EARLY_BELOW} or more tokens "
+        "per expert",
     }
     if arrival is Arrival.BATCHED:
         return gemms | {tiles_of_counts_key(): "tiles of batched experts, as DeepEP's low-latency mode hands them over"}
@@ -63,7 +63,7 @@ def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
     """Returns the GEMMs that gather their tokens, and their quantization."""
     few = _few(spec)
     return {
-        grouped_gemm_few_rows_key(): f"GEMM 2 of the experts in steps of up to {few} tokens: decode",
+        grouped_gemm_few_rows_key(spec.weights): f"GEMM 2 of the experts in steps of up to {few} tokens: decode",
         gate_up_few_rows_key(spec): f"GEMM 1 of the experts and SwiGLU in steps of up to {few} tokens: decode",
         gate_up_key(spec, gather=True): f"GEMM 1 and SwiGLU of experts of up to {GATHER_UP_TO} channels in steps of "
         f"more than {few} tokens: prefill, with gathered tokens",
@@ -77,7 +77,7 @@ def _small_batch_kernels(spec: LayerSpec) -> KernelSet:
         steps = f"in steps of up to {padded_tokens} tokens, hidden size up to {SMALL_BATCH_K_BLOCKS * GROUP * cluster}"
         first = gate_up_small_batch_key(spec, padded_tokens, cluster)
         found[first] = f"routing, quantization, GEMM 1 and SwiGLU {steps}"
-        found[down_small_batch_key(padded_tokens, cluster)] = f"GEMM 2 and the weighted sum {steps}"
+        found[down_small_batch_key(spec, padded_tokens, cluster)] = f"GEMM 2 and the weighted sum {steps}"
     return found
 
 

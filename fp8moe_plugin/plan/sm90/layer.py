@@ -159,7 +159,7 @@ def small_batch_step(spec: LayerSpec, tokens: int, padded_tokens: int, multiproc
         clusters=gate_up_clusters(tiles, multiprocessors, cluster),
         down_splits=down_splits(shape.hidden, padded_tokens, multiprocessors),
         gate_up=gate_up_small_batch_key(spec, padded_tokens, cluster),
-        down=down_small_batch_key(padded_tokens, cluster),
+        down=down_small_batch_key(spec, padded_tokens, cluster),
         scratch=small_batch_scratch(shape, tokens, padded_tokens),
     )
 
@@ -219,7 +219,7 @@ def sorted_step(spec: LayerSpec, tokens: int, tile: RowTile, multiprocessors: in
         columns_at_once=columns_at_once(rows, local_experts, hidden, intermediate) if few_rows else 1,
         quantize=quantize_key(spec.ue8m0, Layout.ROW_MAJOR if gathers else Layout.PERMUTED),
         gate_up=gate_up_few_rows_key(spec) if few_rows else gate_up_key(spec, gathers),
-        down=grouped_key(tile, keep_b),
+        down=grouped_key(tile, keep_b, spec.weights),
         scratch=sorted_scratch(shape, tokens, tile.rows, gathers, splits, counters),
     )
 
