@@ -48,7 +48,8 @@ def test_the_header_of_the_first_expert_is_read(tmp_path):
     assert stored_dtype(tmp_path) is None
     zeros = torch.zeros(2, 2, dtype=torch.int8)
     save_file(
-        {"layers.0.attn.wo_a.weight": zeros, "layers.0.ffn.experts.0.w1.scale": zeros}, tmp_path / "a.safetensors"
+        {"layers.0.attn.wo_a.weight": zeros, "layers.0.ffn.experts.0.w1.scale": zeros.clone()},
+        tmp_path / "a.safetensors",
     )
     assert stored_dtype(tmp_path) is None
     save_file({"layers.0.ffn.experts.0.w1.weight": zeros.float()}, tmp_path / "b.safetensors")
