@@ -55,12 +55,15 @@ class Backend(Protocol):
     reads_partial_k_blocks: bool
     zeroes_ungrouped_rows: bool
 
-    def refusal(self, spec: LayerSpec) -> str | None:
-        """Returns why the kernels cannot compute this layer, or None if they can."""
+    def refusal(self, spec: LayerSpec, arrival: Arrival) -> str | None:
+        """Returns why the kernels cannot compute this layer where rows arrive so, or None if they can."""
         ...
 
     def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:
-        """Returns every kernel that a mixture-of-experts layer may launch at any number of tokens."""
+        """Returns every kernel that a mixture-of-experts layer may launch at any number of tokens.
+
+        Only for a layer without a `refusal`.
+        """
         ...
 
     def dense_kernels(self, ue8m0: bool) -> KernelSet:

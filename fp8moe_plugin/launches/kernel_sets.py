@@ -19,19 +19,21 @@ def model_kernels(model: Model, target: str = SM90) -> KernelSet:
     """Returns every kernel that serving a checkpoint may launch, for any split and any number of tokens.
 
     Raises:
-        UnsupportedError: the target's kernels cannot compute the experts.
+        UnsupportedError: the target's kernels cannot compute the experts. Rows that arrive in another way than the
+            standard one have no kernels then, and a layer refuses them.
     """
     backend, experts, indexer = BACKENDS[target], model.experts, model.indexer
     found = backend.dense_kernels(model.ue8m0)
     if experts.layers:  # else all experts are unquantized
         for spec in model_specs(model, MoeShape.of(experts, experts.experts)):
-            if refusal := backend.refusal(spec):
-                raise UnsupportedError(
-                    f"The checkpoint's experts have {refusal}, which the {backend.name} kernels do not support. Serve "
-                    f"it without --quantization {NAME}."
-                )
             for arrival in Arrival:
-                found |= backend.layer_kernels(spec, arrival)
+                if not (refusal := backend.refusal(spec, arrival)):
+                    found |= backend.layer_kernels(spec, arrival)
+                elif arrival is Arrival.STANDARD:
+                    raise UnsupportedError(
+                        f"The checkpoint's experts have {refusal}, which the {backend.name} kernels do not support. "
+                        f"Serve it without --quantization {NAME}."
+                    )
     return found | (backend.indexer_kernels(indexer.heads, indexer.dim) if indexer else {})
 
 

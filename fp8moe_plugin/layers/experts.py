@@ -41,12 +41,12 @@ class Experts:
         """
         weight = self.tensors[2]
         backend = kernels_backend(weight)
-        if refusal := backend.refusal(self.spec):
-            raise UnsupportedError(
-                f"{prefix}: the model's experts have {refusal}, which the {backend.name} kernels do not support. Use "
-                "--quantization fp8."
-            )
         for arrival in arrivals:
+            if refusal := backend.refusal(self.spec, arrival):
+                raise UnsupportedError(
+                    f"{prefix}: the model's experts have {refusal}, which the {backend.name} kernels do not support. "
+                    "Use --quantization fp8."
+                )
             kernels = backend.layer_kernels(self.spec, arrival)
             announce_layer(prefix, weight, arrival, prepare_kernels(kernels, weight, warmup))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from fp8moe_plugin.launches.backends import BACKENDS
-from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
+from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
 from tests.layers.conformance import CELLS, COMPUTED, Cell
 
 SHAPE = MoeShape(8, 2048, 768, 128, 128)
@@ -13,4 +13,5 @@ SHAPE = MoeShape(8, 2048, 768, 128, 128)
 def test_a_backend_refuses_what_it_does_not_compute(cell: Cell) -> None:
     spec = LayerSpec(SHAPE, cell.weights, activation=cell.activation, bias=cell.bias)
     for backend in BACKENDS.values():
-        assert backend.refusal(spec) == (None if cell in COMPUTED else cell.refusal)
+        for arrival in Arrival:
+            assert backend.refusal(spec, arrival) == (None if cell in COMPUTED else cell.refusal)

@@ -4,8 +4,10 @@ import pytest
 
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.launches.kernel_sets import model_kernels
+from fp8moe_plugin.launches.sm90 import Sm90
 from fp8moe_plugin.layers.unquantized import is_quantized
 from fp8moe_plugin.plan.sm90.kernel_sets import indexer_kernels
+from fp8moe_plugin.plan.spec import Arrival, LayerSpec
 from tests import helpers as h
 from tests.warmup.conftest import MODELS
 
@@ -28,3 +30,13 @@ def test_what_the_layers_load_is_the_plan(models: dict[str, Model], name: str) -
     indexer = indexer_kernels(64) if name == "DeepSeek-V3.2-Exp" else []
     assert set(model_kernels(model)) == {*layers, *indexer}
     assert len(model_kernels(model)) <= 60
+
+
+def test_rows_that_no_kernel_takes_have_none(monkeypatch: pytest.MonkeyPatch, models: dict[str, Model]) -> None:
+    def refusal(backend: Sm90, spec: LayerSpec, arrival: Arrival) -> str | None:
+        return "rows that are sorted" if arrival is Arrival.BATCHED else None
+
+    model = models["DeepSeek-V3"]
+    batched = set(model_kernels(model))
+    monkeypatch.setattr(Sm90, "refusal", refusal)
+    assert {key.source for key in batched - set(model_kernels(model))} == {"tiles_of_counts"}

@@ -25,7 +25,7 @@ class Sm90:
     reads_partial_k_blocks = True
     zeroes_ungrouped_rows = True
 
-    def refusal(self, spec: LayerSpec) -> str | None:
+    def refusal(self, spec: LayerSpec, arrival: Arrival) -> str | None:
         return layer_refusal(spec)
 
     def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:

@@ -24,7 +24,7 @@ class Triton:
     def __init__(self, target: str) -> None:
         self.target = target
 
-    def refusal(self, spec: LayerSpec) -> str | None:
+    def refusal(self, spec: LayerSpec, arrival: Arrival) -> str | None:
         return layer_refusal(spec)
 
     def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:
