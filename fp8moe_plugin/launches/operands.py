@@ -5,9 +5,11 @@ An op that prepares launches once and runs them often passes slots (`jit.launch.
 
 from typing import Any, NamedTuple, TypeVar
 
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.launch import Address, Argument, Slot
 from fp8moe_plugin.plan.scratch import scale_pitch
-from fp8moe_plugin.plan.spec import LayerSpec
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 
 Scratch = TypeVar("Scratch", bound=tuple[Any, ...])  # the offsets of an op's pieces of scratch memory
 
@@ -45,7 +47,7 @@ class Rows(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """e4m3 `[experts, n, k]` and its scales; a dense weight is one expert."""
+    """Weights `[experts, n, k]` in a format, and their scales; a dense weight is one expert."""
 
     values: Address
     experts: int
@@ -53,6 +55,22 @@ class Weights(NamedTuple):
     k: int  # a multiple of 128
     scales: Address
     extent: Extent | None = None  # None: contiguous
+    format: WeightFormat = FP8_BLOCK
+
+    @classmethod
+    def of_experts(
+        cls, shape: MoeShape, format: WeightFormat, w13: Address, w13_scale: Address, w2: Address, w2_scale: Address
+    ) -> "tuple[Weights, Weights]":
+        """Returns w13 and w2 of a layer."""
+        _, hidden, intermediate, experts, _ = shape
+        return (
+            cls(w13, experts, 2 * intermediate, hidden, w13_scale, format=format),
+            cls(w2, experts, hidden, intermediate, w2_scale, format=format),
+        )
+
+    def nbytes(self, channels: int) -> int:
+        """Returns the bytes of consecutive channels of a row."""
+        return self.format.weight.nbytes(1, channels)
 
 
 class Ids(NamedTuple):
@@ -101,6 +119,10 @@ class LayerAddresses(NamedTuple):
     expert_map: Address
     out: Address
     scratch: Address
+
+    def weights(self, spec: LayerSpec) -> tuple[Weights, Weights]:
+        """Returns w13 and w2."""
+        return Weights.of_experts(spec.shape, spec.weights, self.w13, self.w13_scale, self.w2, self.w2_scale)
 
 
 LAYER_SLOTS = LayerAddresses(*map(Slot, range(len(LayerAddresses._fields))))

@@ -3,6 +3,7 @@
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.launches.backend import Plan
@@ -174,7 +175,7 @@ def _experts(
         return
     plan = device.backend.plan_batched(spec, max_m, expected_m, device.multiprocessors)
     scales, *strides = k_major(*x)
-    run = prepared_batched(device, plan, spec.shape, max_m, *strides)
+    run = prepared_batched(device, plan, spec.shape, spec.weights, max_m, *strides)
     scratch = workspace.scratch(plan.scratch, out)
     tensors = x[0], scales, *weights.w13, *weights.w2, counts, out, scratch
     run(tuple(tensor.data_ptr() for tensor in tensors))
@@ -182,17 +183,13 @@ def _experts(
 
 @prepares("batched_experts")
 def prepared_batched(
-    device: Device, plan: Plan, shape: MoeShape, max_m: int, scale_group: int, scale_k_block: int
+    device: Device, plan: Plan, shape: MoeShape, format: WeightFormat, max_m: int, scale_group: int, scale_k_block: int
 ) -> Prepared:
     """Returns a callable that launches `batched_experts`, given addresses; `k_major` returns the strides."""
-    _, hidden, intermediate, experts, _ = shape
     x, x_scales, w13, w13_scale, w2, w2_scale, counts, out, scratch = map(Slot, range(9))
-    operands = (
-        Rows(x, experts * max_m, hidden, x_scales, scale_group, scale_k_block),
-        Weights(w13, experts, 2 * intermediate, hidden, w13_scale),
-        Weights(w2, experts, hidden, intermediate, w2_scale),
-    )
-    return device.prepare(plan.launches(*operands, counts, out, scratch))
+    rows = Rows(x, shape.local_experts * max_m, shape.hidden, x_scales, scale_group, scale_k_block)
+    weights = Weights.of_experts(shape, format, w13, w13_scale, w2, w2_scale)
+    return device.prepare(plan.launches(rows, *weights, counts, out, scratch))
 
 
 def _watched_experts(

@@ -2,7 +2,9 @@
 
 import pytest
 
+from fp8moe_plugin.jit.launch import TensorMap
 from fp8moe_plugin.launches.backends import BACKENDS
+from fp8moe_plugin.launches.operands import LAYER_SLOTS
 from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.plan.parameters import PARAMETERS
 from fp8moe_plugin.plan.sm90.catalog import WEIGHT_MACROS
@@ -32,3 +34,16 @@ def test_plans_take_its_kernels() -> None:
     plans = [plan_layer(SPEC, tokens) for tokens in (1, 16, 100, 5000)]
     for plan in [*plans, *(plan_batched(SPEC, 1024, expected_m) for expected_m in (8, 500))]:
         assert {plan.gate_up, plan.down} <= kernels.keys()
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 5000])
+def test_maps_have_its_bytes(tokens: int) -> None:
+    _, hidden, intermediate, *_ = SPEC.shape
+    launches = BACKENDS[SM90].plan_layer(SPEC, tokens, 132).launches(LAYER_SLOTS, False)
+    maps = {
+        argument.address: argument for launch in launches for argument in launch.args if isinstance(argument, TensorMap)
+    }
+    for address, channels in ((LAYER_SLOTS.w13, hidden), (LAYER_SLOTS.w2, intermediate)):
+        assert maps[address].sizes[0] == channels // 2
+        assert maps[address].box[0] == 128 // 2
+        assert min(maps[address].strides) == channels // 2

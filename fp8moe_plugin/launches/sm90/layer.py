@@ -26,7 +26,8 @@ def layer_launches(step: StepPlan, tensors: LayerAddresses, ids_64: bool) -> tup
 
 
 def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool) -> tuple[Launch, ...]:
-    topk, hidden, intermediate, experts, _ = step.spec.shape
+    topk, hidden, intermediate, _, _ = step.spec.shape
+    w13, w2 = tensors.weights(step.spec)
     at = placed(step.scratch, tensors.scratch)
     ids = Ids(tensors.topk_ids, ids_64, tensors.expert_map, step.tokens, step.spec)
     routing, routed = Routing(at.slots, at.tokens, at.num_rows), Tiles(at.table, at.num_tiles, at.done_counters)
@@ -36,7 +37,6 @@ def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool) ->
     quantize = quantize_launch(
         step.quantize, tensors.hidden_states, at.x, at.x_scales, step.tokens, hidden, pdl=step.gathers, **permuted
     )
-    w2 = Weights(tensors.w2, experts, hidden, intermediate, tensors.w2_scale)
     inner = Rows.k_major(at.inner, at.inner_scales, step.rows, intermediate)
     down = _down_launch(step, inner, w2, at.down, tiles)
     combine = combine_launch(
@@ -51,16 +51,14 @@ def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool) ->
         routed_scale=step.spec.routed_scale,
         pdl=step.tile.streams_weights,  # with many blocks, waiting inside each one costs more than a late start
     )
-    return *route, quantize, _gate_up_launch(tensors, step, at, inner, tiles), down, combine
+    return *route, quantize, _gate_up_launch(w13, step, at, inner, tiles), down, combine
 
 
-def _gate_up_launch(tensors: LayerAddresses, step: SortedStep, at: SortedScratch, inner: Rows, tiles: Tiles) -> Launch:
-    _, hidden, intermediate, experts, _ = step.spec.shape
-    w13 = Weights(tensors.w13, experts, 2 * intermediate, hidden, tensors.w13_scale)
+def _gate_up_launch(w13: Weights, step: SortedStep, at: SortedScratch, inner: Rows, tiles: Tiles) -> Launch:
     if not step.gathers:
-        x = Rows.k_major(at.x, at.x_scales, step.rows, hidden)
+        x = Rows.k_major(at.x, at.x_scales, step.rows, w13.k)
         return gate_up_launch(step.gate_up, step.blocks, x, w13, inner, tiles)
-    x = Rows.row_major(at.x, at.x_scales, step.tokens, hidden)
+    x = Rows.row_major(at.x, at.x_scales, step.tokens, w13.k)
     if step.gate_up.source == "gate_up":
         return gate_up_launch(step.gate_up, step.blocks, x, w13, inner, tiles, a_rows=at.tokens)
     return gate_up_few_rows_launch(

@@ -5,7 +5,7 @@ from typing import Any
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.launches.operands import Ids, LayerAddresses, placed
-from fp8moe_plugin.launches.sm90.tensor_maps import interleaved_map, matrix_map
+from fp8moe_plugin.launches.sm90.tensor_maps import interleaved_map, matrix_map, weights_map
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep
 from fp8moe_plugin.plan.tuning import STREAMED_L2_FETCH
 
@@ -15,7 +15,7 @@ def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: 
     spec = step.spec
     topk, hidden, intermediate, experts, _ = spec.shape
     at = placed(step.scratch, tensors.scratch)
-    slots = min(step.tokens * topk, experts) * step.padded_tokens
+    (w13, w2), slots = tensors.weights(spec), min(step.tokens * topk, experts) * step.padded_tokens
     common: dict[str, Any] = {
         **Ids(tensors.topk_ids, ids_64, tensors.expert_map, step.tokens, spec).arguments(),
         "tokens_written": at.tokens_written,
@@ -27,9 +27,9 @@ def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: 
         step.gate_up,
         step.clusters * step.cluster,
         step.gate_up.arguments(
-            w_map=interleaved_map(tensors.w13, experts * 2 * intermediate, hidden),
+            w_map=interleaved_map(w13),
             x=tensors.hidden_states,
-            w_scales=tensors.w13_scale,
+            w_scales=w13.scales,
             topk_weights=tensors.topk_weights,
             q=at.inner,
             scales=at.inner_scales,
@@ -41,9 +41,9 @@ def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: 
         step.down,
         hidden // GROUP * step.down_splits,
         step.down.arguments(
-            w_map=matrix_map(tensors.w2, experts * hidden, intermediate, GROUP, l2_fetch=STREAMED_L2_FETCH),
+            w_map=weights_map(w2, GROUP, STREAMED_L2_FETCH),
             q_map=matrix_map(at.inner, slots, intermediate, step.padded_tokens),
-            w_scales=tensors.w2_scale,
+            w_scales=w2.scales,
             scales=at.inner_scales,
             out=tensors.out,
             splits=step.down_splits,

@@ -29,7 +29,8 @@ def rows_map(a: Rows, box_rows: int) -> TensorMap:
 
 def weights_map(b: Weights, box_rows: int, l2_fetch: int) -> TensorMap:
     columns, pitch = b.extent or (b.k, b.k)
-    return TensorMap(b.values, (columns, b.experts * b.n), (pitch,), (128, box_rows), 1, l2_fetch)
+    sizes, box = (b.nbytes(columns), b.experts * b.n), (b.nbytes(GROUP), box_rows)
+    return TensorMap(b.values, sizes, (b.nbytes(pitch),), box, 1, l2_fetch)
 
 
 def gate_up_map(w13: Weights) -> TensorMap:
@@ -37,9 +38,9 @@ def gate_up_map(w13: Weights) -> TensorMap:
 
     A box alternates between 8 rows of the gate half and the same 8 rows of the up half, 16 times.
     """
-    half = w13.n // 2
-    sizes = (w13.k, 8, 2, (w13.experts * w13.n - half) // 8)
-    strides, box = (w13.k, half * w13.k, 8 * w13.k), (128, 8, 2, GROUP // 8)
+    half, row = w13.n // 2, w13.nbytes(w13.k)
+    sizes = (row, 8, 2, (w13.experts * w13.n - half) // 8)
+    strides, box = (row, half * row, 8 * row), (w13.nbytes(GROUP), 8, 2, GROUP // 8)
     return TensorMap(w13.values, sizes, strides, box, 1, whole_rows_l2_fetch(w13.k))
 
 
@@ -53,10 +54,12 @@ def octets_map(address: Address, rows: int, k: int, box_rows: int) -> TensorMap:
     return TensorMap(address, sizes, strides, (128, 8, 2, box_rows // 16), 1, L2_FETCH)
 
 
-def interleaved_map(weights: Address, rows: int, k: int) -> TensorMap:
-    """Returns the map of e4m3 `[rows, k]` in boxes of 64 rows, reordered to match the layout of wgmma's sums.
+def interleaved_map(w13: Weights) -> TensorMap:
+    """Returns the map of all rows in boxes of 64, reordered to match the layout of wgmma's sums.
 
     A thread holds two of the 64 rows, 8 apart. Together with its two rows of the other box, these are four consecutive
     rows in memory. Box i begins at row 2i of the third dimension.
     """
-    return TensorMap(weights, (k, 8, 4, rows // 32), (4 * k, k, 32 * k), (128, 8, 2, 4), 1, STREAMED_L2_FETCH)
+    rows, row = w13.experts * w13.n, w13.nbytes(w13.k)
+    sizes, strides, box = (row, 8, 4, rows // 32), (4 * row, row, 32 * row), (w13.nbytes(GROUP), 8, 2, 4)
+    return TensorMap(w13.values, sizes, strides, box, 1, STREAMED_L2_FETCH)

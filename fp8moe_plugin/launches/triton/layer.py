@@ -33,14 +33,12 @@ def layer_launches(step: TritonStepPlan, tensors: LayerAddresses, ids_64: bool) 
 
 
 def _sorted_launches(step: TritonStep, tensors: LayerAddresses, ids: Ids) -> tuple[Launch, ...]:
-    _, hidden, intermediate, experts, _ = step.spec.shape
+    w13, w2 = tensors.weights(step.spec)
     at = placed(step.scratch, tensors.scratch)
     tiles = TileTable(at.table, at.num_tiles, step.tiles, step.tile_rows)
     routing = TritonRouting(at.slots, at.tokens, at.counts)
-    x = Rows.row_major(at.x, at.x_scales, step.tokens, hidden)
-    w13 = Weights(tensors.w13, experts, 2 * intermediate, hidden, tensors.w13_scale)
-    w2 = Weights(tensors.w2, experts, hidden, intermediate, tensors.w2_scale)
-    inner = Rows.k_major(at.inner, at.inner_scales, step.rows, intermediate)
+    x = Rows.row_major(at.x, at.x_scales, step.tokens, w13.k)
+    inner = Rows.k_major(at.inner, at.inner_scales, step.rows, w2.k)
     return (
         *triton_prepare_launches(step.target, tensors.hidden_states, x, ids, routing, tiles),
         triton_gate_up_launch(step.gate_up, x, w13, inner, tiles, a_rows=at.tokens),
