@@ -13,11 +13,12 @@ import torch
 from packaging.version import Version
 from sglang.srt.distributed import get_tp_group, utils
 from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
-from sglang.srt.layers.moe import get_deepep_mode
+from sglang.srt.layers.moe import MoeRunnerBackend, get_deepep_mode, get_moe_runner_backend
 from sglang.srt.managers.scheduler_components import weight_updater as answers
 from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner_components import weight_updater
 from sglang.srt.model_loader import loader
+from sglang.srt.runtime_context import get_flags
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers.sglang.loads import Loads, reason
@@ -43,6 +44,16 @@ def may_hold_expert(layer: Any, expert: int) -> bool:
     """Returns whether this rank may hold the expert with this global index. With load balancing, any rank may."""
     placed = get_global_expert_location_metadata() is not None
     return placed or layer._map_global_expert_id_to_local_expert_id(expert) != -1
+
+
+def leave_fp4_runner() -> None:
+    """Return to the runner "auto" if SGLang has chosen the one for FP4 experts, which changes the layers around them.
+
+    It does so for a checkpoint with such experts where the user did not choose a runner.
+    """
+    if get_moe_runner_backend().is_flashinfer_mxfp4():
+        logger.info("fp8moe: computes the experts in place of SGLang's runner flashinfer_mxfp4")
+        get_flags().moe.runner_backend = MoeRunnerBackend.AUTO
 
 
 def allow_uneven_shares() -> None:

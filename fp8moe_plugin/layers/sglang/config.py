@@ -1,6 +1,7 @@
 """`Fp8MoeConfig` checks that checkpoint, machine and options are supported, and chooses the method of each layer."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from sglang.srt.utils import is_cpu, is_cuda
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.unquantized import FUSED
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers.machine import check_machine
@@ -77,6 +79,11 @@ class Fp8MoeConfig(Traits, Fp8Config):
         made.spec, made.ue8m0, made.online = spec, spec.ue8m0, spec.online
         made.loads = Loads(None if spec.online else spec.scale)
         return made
+
+    @property
+    def expert_spec(self) -> QuantSpec:
+        """The quantization of experts. SGLang says after `from_config` whether the checkpoint has them in MXFP4."""
+        return replace(self.spec, recoded_from=MXFP4) if self.is_fp4_experts else self.spec
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Returns the method of a layer. SGLang also calls this for layers that it then discards."""
@@ -142,6 +149,7 @@ def check_options() -> None:
             f"LoRA is not supported by --quantization {NAME}. Remove --enable-lora and --lora-paths, or use "
             "--quantization fp8."
         )
+    compat.leave_fp4_runner()
     if not get_moe_runner_backend().is_auto():
         draft = "speculative-" if args.moe_runner_backend == "auto" else ""  # a model that drafts has its own option
         raise UnsupportedError(

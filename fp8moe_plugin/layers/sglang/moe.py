@@ -18,11 +18,13 @@ from sglang.srt.utils import is_cuda, set_weight_attrs
 from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
+from fp8moe_plugin.formats.spec import SCALE, WEIGHT
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, shape_errors
 from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of
+from fp8moe_plugin.layers.recode import Halves, block_fp8
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops.checks import poison
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
@@ -66,15 +68,15 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             announce_padding("expert", intermediate, ranks, "--ep-size")
         load = _loader(self, hidden_size, intermediate)
         load_weight = online.experts_loader(self.prefix, load) if self.quant_config.online else load
-        weights = self.quant_config.spec.weights
-        for name, tensor in expert_tensors(weights, num_experts, hidden_size, local).items():
+        quant = self.quant_config.expert_spec
+        for name, tensor in expert_tensors(quant.weights, num_experts, hidden_size, local).items():
             role = role_of(tensor)
             attrs = {"weight_loader": MethodType(load_weight if role is Role.WEIGHT else load, layer)}
             if role is Role.SCALES:
                 attrs["quant_method"] = FusedMoeWeightScaleSupported.BLOCK.value
             parameter = torch.nn.Parameter(poison(tensor), requires_grad=False)
             set_weight_attrs(parameter, attrs)
-            layer.register_parameter(name, marked(parameter, weights, role))
+            layer.register_parameter(name, marked(parameter, quant.weights, role, quant.recoded_from))
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         check_computation(self.prefix, moe_runner_config)
@@ -138,10 +140,12 @@ class Fp8MoeMethod(FusedMoEMethodBase):
 def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..., None]:
     """Returns a loader for w1, w2 and w3 of an expert. It checks and pads the tensor, then calls SGLang's loader.
 
+    The second tensor of a projection in MXFP4 brings both in block FP8.
+
     It raises `CheckpointError` for a tensor of another dtype or shape, and for scales that are not valid.
     """
 
-    loads = method.quant_config.loads
+    loads, recodes, halves = method.quant_config.loads, method.quant_config.expert_spec.recoded_from, Halves()
 
     def check_and_load(
         layer: Any,
@@ -156,13 +160,27 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
         loads.check_tensor(what, param, loaded_weight)
         loaded_weight = as_kept(param, loaded_weight)
         check_expert_shape(what, param, loaded_weight, shard_id, hidden, intermediate)
+        if not recodes:
+            pad_and_load(layer, what, param, loaded_weight, weight_name, shard_id, expert_id)
+        elif compat.may_hold_expert(layer, expert_id) and (
+            both := halves.add(projection, role_of(param), loaded_weight)
+        ):
+            part, stem = "w2" if shard_id == "w2" else "w13", weight_name.removesuffix(SCALE).removesuffix(WEIGHT)
+            q_and_scales = block_fp8(what, *(half.to(param.device) for half in both))
+            for suffix, tensor in zip((WEIGHT, SCALE), q_and_scales, strict=True):
+                own = getattr(layer, f"{part}_{suffix}")
+                pad_and_load(layer, what, own, tensor, stem + suffix, shard_id, expert_id)
+        loads.note(method, layer, f"{method.prefix}{projection}", role_of(param))
+
+    def pad_and_load(
+        layer: Any, what: str, param: torch.Tensor, tensor: torch.Tensor, name: str, shard_id: str, expert_id: int
+    ) -> None:
         rank, ranks = layer.moe_tp_rank, layer.moe_tp_size
         if local_intermediate(intermediate, ranks) * ranks != intermediate:
             dim = -1 if shard_id == "w2" else -2
-            loaded_weight = padded_to_blocks(what, param, loaded_weight, dim, intermediate, ranks, rank)
-        with shape_errors(method.prefix, loaded_weight):
-            layer.weight_loader(param, loaded_weight, weight_name, shard_id, expert_id)
-        loads.note(method, layer, f"{method.prefix}{projection}", role_of(param))
+            tensor = padded_to_blocks(what, param, tensor, dim, intermediate, ranks, rank)
+        with shape_errors(method.prefix, tensor):
+            layer.weight_loader(param, tensor, name, shard_id, expert_id)
 
     return check_and_load
 

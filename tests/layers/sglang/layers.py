@@ -15,7 +15,14 @@ from fp8moe_plugin.layers.sglang.loads import Loads
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
 from tests.layers.experts import EXPERTS, HIDDEN, Checkpoint
 
-QUANT = SimpleNamespace(
+
+class Quant(SimpleNamespace):
+    @property
+    def expert_spec(self) -> QuantSpec:
+        return self.spec
+
+
+QUANT = Quant(
     spec=QuantSpec(FP8_BLOCK),
     ue8m0=False,
     online=False,

@@ -4,8 +4,13 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 
+from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import QuantSpec
 from tests.formats.fp4 import CHECKPOINT, FP4, RANKS, WIDTH, bits, part_of
+from tests.helpers import same_bits
+from tests.layers.experts import Checkpoint, make_mxfp4, recoded
 from tests.layers.sglang import layers
 
 pytestmark = [pytest.mark.seam, pytest.mark.usefixtures("slicing")]
@@ -17,3 +22,45 @@ def test_ranks_hold_their_part_of_experts(monkeypatch, rank):
     layer = layers.Layer(WIDTH, RANKS, rank).load(CHECKPOINT)
     for name, experts in layer.parts().items():
         assert [bits(part) for part in experts] == [part_of(rank, name, i) for i in range(len(experts))], name
+
+
+def in_mxfp4(intermediate: int) -> Checkpoint:
+    """By SGLang's names of scales."""
+    return {name.replace("_scale", "_scale_inv"): tensors for name, tensors in make_mxfp4(intermediate).items()}
+
+
+@pytest.fixture
+def recodes(monkeypatch):
+    monkeypatch.setattr(layers.QUANT, "spec", QuantSpec(FP8_BLOCK, recoded_from=MXFP4))
+
+
+@pytest.mark.usefixtures("recodes")
+@pytest.mark.parametrize(("intermediate", "ranks"), [(256, 1), (512, 2), (320, 2)])
+def test_experts_in_mxfp4_are_loaded_as_block_fp8(intermediate, ranks):
+    checkpoint, wanted = in_mxfp4(intermediate), recoded(make_mxfp4(intermediate))
+    backwards = dict(reversed(checkpoint.items()))  # scales before the weights
+    for given in (checkpoint, backwards):
+        parts = [layers.Layer(intermediate, ranks, rank).load(given).parts() for rank in range(ranks)]
+        for expert in range(layers.EXPERTS):
+            of_expert = [{name: part[expert] for name, part in found.items()} for found in parts]
+            layers.assert_assembled(of_expert, {name: tensors[expert] for name, tensors in wanted.items()}, 2)
+
+
+@pytest.mark.usefixtures("recodes")
+def test_an_update_in_place_brings_both_halves():
+    first, second = in_mxfp4(256), {name: tensors[::-1] for name, tensors in in_mxfp4(256).items()}
+    layer, fresh = layers.Layer(256, 1, 0).load(first), layers.Layer(256, 1, 0).load(second)
+    addresses = [parameter.data_ptr() for parameter in layer.parameters()]
+    layer.load(second)
+    assert [parameter.data_ptr() for parameter in layer.parameters()] == addresses
+    for mine, its in zip(layer.parameters(), fresh.parameters(), strict=True):
+        assert same_bits(mine.data, its.data)
+
+
+@pytest.mark.usefixtures("recodes")
+@pytest.mark.parametrize("name", ["w1_weight", "w2_weight_scale_inv"])
+def test_a_missing_half_is_noticed(name):
+    checkpoint = in_mxfp4(256)
+    checkpoint[name][1] = None
+    with pytest.raises(CheckpointError, match=r"L\.w.*_weight of local expert 1: a tensor is missing"):
+        layers.Layer(256, 1, 0).load(checkpoint).finish()

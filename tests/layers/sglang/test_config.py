@@ -19,11 +19,13 @@ from sglang.srt.layers.moe.utils import DeepEPMode, MoeA2ABackend, MoeRunnerBack
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor import model_runner
+from sglang.srt.runtime_context import get_flags
 from sglang.srt.server_args import QUANTIZATION_CHOICES
 
 import fp8moe_plugin
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang import config as seam
 from fp8moe_plugin.layers.sglang.config import Fp8MoeConfig
@@ -202,6 +204,24 @@ def test_options_are_refused(options, changes, message):
     for make in (lambda: Entry.from_config(CHECKPOINT), Entry):
         with pytest.raises(UnsupportedError, match=message):
             make()
+
+
+def test_sglangs_own_choice_of_a_runner_for_fp4_experts_is_undone(options, monkeypatch, plugin_log):
+    moe = get_flags().moe
+    monkeypatch.setattr(moe, "runner_backend", MoeRunnerBackend.FLASHINFER_MXFP4)
+    monkeypatch.setattr(seam, "get_moe_runner_backend", lambda: moe.runner_backend)
+    plugin_log.set_level("INFO", logger="fp8moe")
+    Entry.from_config(CHECKPOINT)
+    assert moe.runner_backend is MoeRunnerBackend.AUTO
+    assert "in place of SGLang's runner flashinfer_mxfp4" in plugin_log.text
+
+
+@pytest.mark.parametrize("fp4", [False, True])
+def test_sglang_says_whether_experts_are_fp4_after_the_config_is_made(options, fp4):
+    config = Entry.from_config(CHECKPOINT)
+    config.is_fp4_experts = fp4
+    assert config.expert_spec.recoded_from is (MXFP4 if fp4 else None)
+    assert config.spec.recoded_from is None
 
 
 def test_the_backend_of_a_drafting_model_is_refused_by_its_own_option(options, monkeypatch):
