@@ -44,6 +44,11 @@ class Settings(BaseModel):
         description="Check device-side values (expert ids, counts) before each call, and after each layer that every "
         "row of the result was written and no uninitialized memory was read. Synchronizes with the GPU, so it is slow.",
     )
+    fp4_experts: Literal["fp8"] = Field(
+        "fp8",
+        description="Under vLLM, what experts in MXFP4 (DeepSeek-V4) become while they are loaded. `fp8`: block FP8, "
+        "exactly, at twice the memory.",
+    )
     indexer: bool = Field(
         True,
         description="Under vLLM, compute the logits of a sparse-attention indexer (DeepSeek-V3.2) with our kernels. "

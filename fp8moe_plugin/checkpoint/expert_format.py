@@ -29,7 +29,7 @@ def stored_dtype(folder: Path) -> str | None:
         CheckpointError: the index or a header is damaged.
     """
     files, spent = weight_map(folder), Limits(0, 0, 0)
-    of_experts = {file for tensor, file in (files or {}).items() if _is_weight(tensor)}
+    of_experts = {file for tensor, file in (files or {}).items() if is_weight_of_expert(tensor)}
     for path in sorted(folder.glob("*.safetensors")):
         if files is not None and path.name not in of_experts:
             continue
@@ -37,19 +37,28 @@ def stored_dtype(folder: Path) -> str | None:
             header = read_header(file, path)
         spent = add_header(spent, header, folder)
         for tensor, entry in header.tensors.items():
-            if _is_weight(tensor):
+            if is_weight_of_expert(tensor):
                 return str(entry["dtype"])
     return None
 
 
-def _is_weight(tensor: str) -> bool:
+def is_weight_of_expert(tensor: str) -> bool:
+    """Returns whether this is the name of an expert's weight, not of its scales."""
     match = EXPERT.search(tensor)
     return match is not None and match[3].endswith(f".{WEIGHT}")
 
 
+def named_dtype(fields: Mapping[str, Any]) -> str | None:
+    """Returns `expert_dtype`, or None if it is missing."""
+    quantization = fields.get("quantization_config")
+    below = quantization.get(FIELD) if isinstance(quantization, Mapping) else None
+    found = fields.get(FIELD) or below
+    return found if isinstance(found, str) else None
+
+
 def may_be_fp4(fields: Mapping[str, Any]) -> bool:
     """Returns whether the dtype of the weights decides; see `expert_format`."""
-    return _named(fields) is not None or fields.get("model_type") in FP4_BY_DEFAULT
+    return named_dtype(fields) is not None or fields.get("model_type") in FP4_BY_DEFAULT
 
 
 def expert_format(fields: Mapping[str, Any], dtype: str | None = None) -> WeightFormat:
@@ -64,7 +73,7 @@ def expert_format(fields: Mapping[str, Any], dtype: str | None = None) -> Weight
     Raises:
         UnsupportedError: `expert_dtype` names another format of four bits.
     """
-    named = _named(fields)
+    named = named_dtype(fields)
     if named and FOUR_BITS.search(named) and named.lower() not in MXFP4_NAMES:
         raise UnsupportedError(
             f"The checkpoint's experts are {shown(named)} ({FIELD}), but the kernels need block FP8, or MXFP4 to "
@@ -75,10 +84,3 @@ def expert_format(fields: Mapping[str, Any], dtype: str | None = None) -> Weight
     if named is None:
         return MXFP4 if may_be_fp4(fields) else FP8_BLOCK
     return MXFP4 if named.lower() in MXFP4_NAMES else FP8_BLOCK
-
-
-def _named(fields: Mapping[str, Any]) -> str | None:
-    quantization = fields.get("quantization_config")
-    below = quantization.get(FIELD) if isinstance(quantization, Mapping) else None
-    found = fields.get(FIELD) or below
-    return found if isinstance(found, str) else None

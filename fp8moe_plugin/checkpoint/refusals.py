@@ -1,21 +1,19 @@
 """Refusals of experts that the kernels do not support, from a model's config, for the warm-up and the engines."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8moe_plugin.checkpoint.expert_format import expert_format
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 CLAMPS = ("swiglu_limit", "swiglu_limits")  # one number, or one for each layer
-FP4_BY_DEFAULT = ("deepseek_v4", "deepseek_v41")  # model types
-FOUR_BITS = re.compile("fp4|float4", re.IGNORECASE)  # fp4, MXFP4, float4_e2m1fn_x2
 
 
 def check_experts(fields: Mapping[str, Any], unquantized: Sequence[str] = ()) -> None:
-    """Raise `UnsupportedError` if a model's experts are not `silu(gate) * up` in 8 bits or more.
+    """Raise `UnsupportedError` if a model's experts are not `silu(gate) * up`, or in an unknown format of four bits.
 
     Args:
         fields: the part of config.json that describes the language model, or an engine's copy of it.
@@ -28,9 +26,7 @@ def check_experts(fields: Mapping[str, Any], unquantized: Sequence[str] = ()) ->
         activation = fields.get(field)
         if isinstance(activation, str) and activation != "silu":  # vLLM, too, accepts only this name
             raise _refusal(f"{field} is {shown(activation)}, but the kernels compute silu(gate) * up")
-    dtype = fields.get("expert_dtype") or ("fp4" if fields.get("model_type") in FP4_BY_DEFAULT else None)
-    if isinstance(dtype, str) and FOUR_BITS.search(dtype):
-        raise _refusal(f"experts are FP4 (expert_dtype {shown(dtype)}), but the kernels need block FP8")
+    expert_format(fields)
     for field in CLAMPS:
         limits = fields.get(field)
         given = [limit for limit in (limits if isinstance(limits, list) else [limits]) if limit not in (None, 0)]

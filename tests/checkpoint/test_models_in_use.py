@@ -32,7 +32,7 @@ CONFIGS = Path(__file__).parent / "configs_2026"
 NAMES = sorted(path.stem for path in CONFIGS.iterdir())
 CLAMPED = r"experts clamp SwiGLU \(swiglu_limits? (10\.0|7)\)"
 REFUSED = {
-    "DeepSeek-V4-Flash": r"experts are FP4 \(expert_dtype 'fp4'\)",
+    "DeepSeek-V4-Flash": CLAMPED,
     "DeepSeek-V4-Flash-FP8": CLAMPED,
     "DeepSeek-V4-Flash-NVFP4": "was quantized by ModelOpt to 'NVFP4'",
     "GLM-4.7-FP8": "strategy' of the checkpoint's quantization_config is 'channel'",

@@ -1,6 +1,8 @@
 """`Fp8MoeConfig` checks that checkpoint and machine are supported, and chooses the method of each layer."""
 
+import logging
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +13,10 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import current_platform
 
 from fp8moe_plugin.checkpoint.config_json import language_model
+from fp8moe_plugin.checkpoint.expert_format import FIELD, expert_format, may_be_fp4
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.refusals import check_experts
+from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers import metrics
@@ -25,6 +29,7 @@ from fp8moe_plugin.layers.unquantized import (
     matches_pattern,
 )
 from fp8moe_plugin.layers.vllm import compat
+from fp8moe_plugin.layers.vllm.deepseek_v4 import dtype_of_experts
 from fp8moe_plugin.layers.vllm.indexer import serve_indexer
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.model_state import ModelState
@@ -32,8 +37,10 @@ from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.layers.vllm.recode import EXPERT_SCALE, RecodedMoeMethod
 from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers
+from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops.devices import set_num_sms
 from fp8moe_plugin.quoting import shell_word
+from fp8moe_plugin.settings import settings
 
 
 class Fp8MoeConfig(Traits, Fp8Config):
@@ -78,15 +85,28 @@ class Fp8MoeConfig(Traits, Fp8Config):
         check_platform()
         return cls(ONLINE)
 
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, *_: Any, **__: Any) -> None:
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None, *_: Any, **__: Any
+    ) -> None:
         """vLLM calls this with the model's config, before it makes a layer.
 
         Raises:
             UnsupportedError: the kernels do not compute the model's experts.
+            CheckpointError: the header of its weights is damaged.
         """
         fields = language_model(hf_config.to_dict()) if hf_config is not None else None
-        if fields:
-            check_experts(fields, self.ignored_layers)
+        if not fields:
+            return
+        check_experts(fields, self.ignored_layers)
+        if self.online or not may_be_fp4(fields):
+            return
+        found = expert_format(fields, dtype_of_experts(model_name, revision, fields))
+        setattr(hf_config, FIELD, "fp4" if found is MXFP4 else "fp8")  # by which vLLM's model names the scales
+        if found is MXFP4:
+            self.spec = replace(self.spec, recoded_from=MXFP4)
+            self.model.scales = scale_names(self.spec)
+            form = settings().fp4_experts
+            log_once(logging.INFO, f"experts in MXFP4 are re-encoded to block FP8 (FP8MOE_FP4_EXPERTS={form})")
 
     def _watch_worker(self) -> None:
         """Watch the modules that hold a layer. Once per model, also hook the worker's steps and multiprocessor limit.
