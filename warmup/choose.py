@@ -45,10 +45,19 @@ def choose(model: Model, target: Target, source: str, remote_code: bool = False)
         max_model_len=context,
         fp8_cache=target.fp8_cache,
         mtp_bytes=_total(model) - _total(loaded),
+        needed=_needed(loaded, target, context) if not fitting else None,
         splits=splits,
         latency=latency.options if latency else None,
         throughput=throughput.options if throughput else None,
     )
+
+
+def _needed(model: Model, target: Target, context: int) -> int | None:
+    """Returns the fewest GPUs on which a split fits, if there is one."""
+    for count in COUNTS:
+        if any(_split(model, way, target, context).fits for way in ways(count, target.sglang, target.dense_tp1)):
+            return count
+    return None
 
 
 def _vllm_refuses(model: Model, way: Parallel) -> bool:
@@ -237,7 +246,7 @@ def _what_would_fit(found: ChoiceReport) -> str:
     if not supported:
         return "The model cannot be split over so many GPUs."
     what = "None of these splits fits" if len(supported) > 1 else "It does not fit"
-    more = f"more GPUs (up to {MOST_GPUS} are considered)"
+    more = f"{found.needed} GPUs" if found.needed else f"more than {MOST_GPUS} GPUs, the most that are considered"
     best = max(supported, key=lambda split: split.longest)
     if not best.longest:
         return f"{what}: the weights leave no room for a KV cache. Take {more}."

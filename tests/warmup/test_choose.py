@@ -93,16 +93,19 @@ def test_where_nothing_fits_there_is_no_best_one(models: dict[str, Model]) -> No
 
 def test_advice_is_what_can_help(models: dict[str, Model]) -> None:
     whole = " ".join(choose.text(chosen(models["DeepSeek-V3"], "h100", gpus=8)).split())
-    assert "leave no room for a KV cache. Take more GPUs (up to 16 are considered)." in whole
+    assert "leave no room for a KV cache. Take 16 GPUs." in whole
     assert "--max-model-len" not in whole
     long = chosen(models["Qwen3-30B-A3B-FP8"], "h100", gpus=1, max_model_len=2**20)
     tokens = long.splits[0].cache_tokens
     would = f"It does not fit: sequences of up to {tokens:,} tokens would fit with --tp 1 --max-model-len {tokens}."
-    would += " Take this length, more GPUs (up to 16 are considered) or --kv-cache-dtype fp8."
+    would += " Take this length, 2 GPUs or --kv-cache-dtype fp8."
     assert would in choose.text(long)
     assert chosen(models["Qwen3-30B-A3B-FP8"], "h100", gpus=1, max_model_len=tokens).latency == "--tp 1"
     long.fp8_cache = True
-    assert "Take this length or more GPUs (up to 16 are considered)." in choose.text(long)
+    assert "Take this length or 2 GPUs." in choose.text(long)
+    many = chosen(models["DeepSeek-V3"], "h100", utilization=0.3)
+    assert many.needed is None
+    assert "Take more than 16 GPUs, the most that are considered." in choose.text(many)
 
 
 def test_throughput_is_judged_by_tokens(models: dict[str, Model]) -> None:
