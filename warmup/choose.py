@@ -7,6 +7,7 @@ import numpy as np
 
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model, padding_share, rank_shapes, split_refusal
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.quoting import shell_word
 from warmup import memory
 from warmup.explain import STEPS, scratch_bytes
@@ -43,8 +44,9 @@ def choose(model: Model, target: Target, source: str, remote_code: bool = False)
         memory_bytes=GPUS[target.gpu].memory_bytes,
         utilization=target.utilization,
         max_model_len=context,
-        fp8_cache=target.fp8_cache,
+        fp8_cache=target.fp8_cache or bool(model.cache and model.cache.token_bytes),
         mtp_bytes=_total(model) - _total(loaded),
+        recoding=" ".join(memory.recoding_note(loaded)),
         needed=_needed(loaded, target, context) if not fitting else None,
         splits=splits,
         latency=latency.options if latency else None,
@@ -99,7 +101,9 @@ def _split(model: Model, way: Parallel, target: Target, context: int) -> SplitRe
     scratch = scratch_bytes(model, way, tokens)
     budget = int(GPUS[target.gpu].memory_bytes * target.utilization)
     free = budget - weights - memory.step_bytes(model, way, tokens, scratch)
-    cached = max(0, free // memory.cache_bytes(model, way, target.fp8_cache)) * way.dp
+    per_token = memory.cache_bytes(model, way, target.fp8_cache)
+    per_token += ceil_div(memory.sequence_bytes(model, way), context)
+    cached = max(0, free // per_token) * way.dp
     return SplitReport(
         options=str(way),
         gpus=gpus,
@@ -177,6 +181,8 @@ def text(found: ChoiceReport, remote_code: bool = False) -> str:
         "Weights and scratch of one GPU; tokens of KV cache, and sequences of that length, of all GPUs. Padding of the "
         "experts, over an equal share."
     ]
+    if found.recoding:
+        notes += [found.recoding]
     if found.mtp_bytes:
         extra = f"{found.mtp_bytes / 1e9:.1f} GB in all"
         notes += [f"The layers for multi-token prediction (MTP) are left out, {extra}: engines load them only for "]

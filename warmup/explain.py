@@ -125,13 +125,18 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
     header = f"{model.architecture}: {_layers(e)} of {e.experts} experts, {e.topk} per token; hidden {e.hidden}, "
     header += f"intermediate {e.intermediate}; activation scales {'powers of two' if model.ue8m0 else 'float32'}"
     width = max(24, *(len(way.options) for way in found.layouts))
+    names = max(32, *(len(shape.name) for shape in found.shapes))
     lines = [
         header,
+        *memory.recoding_note(model),
         *["Under vLLM the shared expert is one more expert, which every token has."] * _merged(model, parallel),
         "",
         f"One GPU of {found.parallel}: {_size(found.weight_bytes)} of weights, "
         f"{_size(found.workspace_bytes)} of scratch in a step of {max_tokens} tokens",
-        *(f"  {s.name:32s} {s.layers:4d} x {s.shape!s:20s} {_size(s.bytes):>10s}{_padding(s)}" for s in found.shapes),
+        *(
+            f"  {s.name:{names}s} {s.layers:4d} x {s.shape!s:20s} {_size(s.bytes):>10s}{_padding(s)}"
+            for s in found.shapes
+        ),
         "",
         "By tokens of a step: rows of an expert, padding, scratch, rows of a tile, and the kernels of both GEMMs"
         if found.steps

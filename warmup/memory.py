@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from fp8moe_plugin.checkpoint.cache import KvCache
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import (
     Dense,
@@ -17,6 +18,7 @@ from fp8moe_plugin.checkpoint.shapes import (
     rank_dense,
     rank_shapes,
 )
+from fp8moe_plugin.formats.dtypes import DTYPES
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 from warmup.report import ShapeReport
@@ -25,6 +27,7 @@ from warmup.target import GIB
 MOST_SEQUENCES = 1024  # sequences in vLLM's profiling run with sampling; its default on these GPUs
 SAMPLER_COPIES = 3  # of float32 logits, in vLLM's sampler
 HIDDEN_COPIES = 6  # of the hidden states of a step: residual, attention, experts, and their outputs
+STREAM_COPIES = 2  # of each further stream of hyper-connections: before and after a layer
 CONTEXT_ROWS = 64 * 1024  # cached tokens whose keys and values vLLM's MLA computes at once, in a prefill with context
 # Not modelled one by one: the CUDA context, workspaces of libraries, CUDA graphs; buffers of NCCL and of all-reduces.
 OTHER_BYTES, COMMUNICATION_BYTES = 3 * GIB // 4, 1 * GIB
@@ -37,7 +40,16 @@ def without_mtp(model: Model) -> Model:
         tuple(replace(layer, layers=layer.layers - layer.mtp) for layer in kinds if layer.layers > layer.mtp)
         for kinds in (model.dense, model.plain)
     )
-    return replace(model, experts=experts, plain_experts=plain_experts, dense=dense, plain=plain, mtp_layers=0)
+    replicated = tuple(replace(part, layers=part.layers - part.mtp, mtp=0) for part in model.replicated)
+    return replace(
+        model,
+        experts=experts,
+        plain_experts=plain_experts,
+        dense=dense,
+        plain=plain,
+        replicated=replicated,
+        mtp_layers=0,
+    )
 
 
 def _without_mtp(experts: Experts) -> Experts:
@@ -55,7 +67,24 @@ def weight_shapes(model: Model, parallel: Parallel) -> list[ShapeReport]:
     for whole, part in zip(model.dense, rank.dense, strict=True):
         padding = _mlp_padding(whole, parallel.dense_ranks(whole.name))
         dense.append(_shape(model.dense_weights, part.name, part.layers, [sum(part.outputs), part.inputs], padding))
-    return [*_experts(model, parallel, rank), *dense, *_in_bf16(model, parallel, rank)]
+    return [*_experts(model, parallel, rank), *dense, *_others(model, parallel, rank)]
+
+
+def recoding_note(model: Model) -> list[str]:
+    """Returns a sentence about experts that are larger in memory than in the checkpoint, if they are."""
+    if not (stored := model.recoded_from) or model.unknown_format or not model.experts.layers:
+        return []
+    e = model.experts
+    before, after = (e.layers * e.experts * _expert_bytes(e, weights) for weights in (stored, model.weights))
+    return [
+        f"The experts are in {stored.name}, {before / 1e9:.1f} GB in all. While they are loaded, they are re-encoded "
+        f"to {model.weights.name}, {after / 1e9:.1f} GB."
+    ]
+
+
+def _expert_bytes(experts: Experts, weights: WeightFormat) -> int:
+    n, k = experts.intermediate, experts.hidden
+    return 2 * weights.nbytes(n, k) + weights.nbytes(k, n)
 
 
 def _experts(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
@@ -80,13 +109,17 @@ def _plain_layers(model: Model, parallel: Parallel) -> int:
     return ceil_div(model.plain_experts.layers, parallel.pp) if model.plain_experts else 0
 
 
-def _in_bf16(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
-    """Returns the weights in BF16: unquantized layers of the checkpoint, routers, embeddings and output head."""
+def _others(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
+    """Returns the weights that are not FP8: unquantized layers, routers, embeddings and output head."""
     plain = [rank_dense(layer, parallel) for layer in model.plain]
     found = [_plain(f"{layer.name} (BF16)", layer.layers, [sum(layer.outputs), layer.inputs]) for layer in plain]
     found = [*_plain_experts(model, parallel, rank), *found]
     routers = rank.experts.layers + _plain_layers(model, parallel)
-    found.append(_plain("mlp.gate (BF16)", routers, [model.experts.experts, model.experts.hidden]))
+    found.append(_plain(f"{model.router} (BF16)", routers, [model.experts.experts, model.experts.hidden]))
+    for part in model.replicated:
+        layers, name = ceil_div(part.layers, parallel.pp), f"{part.name} ({part.dtype})"
+        nbytes = layers * math.prod(part.shape) * DTYPES[part.dtype].bits // 8
+        found.append(ShapeReport(name=name, layers=layers, shape=list(part.shape), bytes=nbytes))
     # Engines keep both parts of kv_b_proj in BF16 as well, to multiply queries and outputs with.
     for layer in _kv_b_proj(model, parallel):
         found.append(_plain("MLA's W_UK, W_UV (BF16)", layer.layers, [sum(layer.outputs), layer.inputs]))
@@ -125,10 +158,12 @@ def cache_bytes(model: Model, parallel: Parallel, fp8: bool) -> int:
     """Returns the KV cache's bytes for one token on one GPU.
 
     MLA caches one vector, whole on every rank. Key/value heads are replicated if there are fewer heads than ranks.
-    Windows and states of layers with sliding or linear attention do not grow with a sequence, and are not counted.
+    Windows and states of layers with sliding or linear attention do not grow with a sequence, see `sequence_bytes`.
     """
     cache, indexer = model.cache, model.indexer
     assert cache
+    if cache.token_bytes is not None:  # with the indexer's keys; its only layout is FP8
+        return math.ceil(cache.token_bytes * _stage_share(cache, parallel))
     size = 1 if fp8 else 2
     if not cache.mla:
         per_layer = max(1, model.kv_heads // parallel.tp) * cache.elements * size
@@ -143,11 +178,23 @@ def cache_bytes(model: Model, parallel: Parallel, fp8: bool) -> int:
     return found
 
 
+def sequence_bytes(model: Model, parallel: Parallel) -> int:
+    """Returns the KV cache's bytes for a sequence on one GPU, besides those of its tokens."""
+    cache = model.cache
+    assert cache
+    return math.ceil(cache.sequence_bytes * _stage_share(cache, parallel))
+
+
+def _stage_share(cache: KvCache, parallel: Parallel) -> float:
+    return ceil_div(cache.layers, parallel.pp) / cache.layers
+
+
 def step_bytes(model: Model, parallel: Parallel, tokens: int, scratch: int) -> int:
     """Returns the peak memory of a step or of sampling, which an engine reserves besides weights and KV cache."""
     rank = rank_shapes(model, parallel)
     widest = max((sum(layer.outputs) + layer.inputs for layer in rank.dense), default=0)
     context = max((2 * CONTEXT_ROWS * sum(layer.outputs) for layer in _kv_b_proj(model, parallel)), default=0)
-    layers = 2 * tokens * (HIDDEN_COPIES * model.experts.hidden + widest) + max(scratch, context)
+    copies = HIDDEN_COPIES + STREAM_COPIES * (model.streams - 1)
+    layers = 2 * tokens * (copies * model.experts.hidden + widest) + max(scratch, context)
     sampling = SAMPLER_COPIES * 4 * min(MOST_SEQUENCES, tokens) * model.vocab
     return max(layers, sampling) + OTHER_BYTES + (COMMUNICATION_BYTES if parallel.gpus > 1 else 0)

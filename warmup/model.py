@@ -21,6 +21,10 @@ UNKNOWN = (
     "models of the type {} are not known to fp8moe-warmup: it reads their sizes under the names that other families "
     "use, so layers may be missing in its figures. The kernels do not depend on them"
 )
+UNKNOWN_FORMAT = (
+    "config.json has no expert_dtype, and there are no weights to look into: the experts may be in MXFP4 or in block "
+    "FP8. Both get the same kernels, because MXFP4 is re-encoded to block FP8 while it is loaded"
+)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
@@ -53,6 +57,8 @@ def read_checkpoint(
         warn(report, NOT_QUANTIZED)
     if model.unknown_family:
         warn(report, UNKNOWN.format(model.unknown_family))
+    if model.unknown_format:
+        warn(report, UNKNOWN_FORMAT)
     if model.incomplete_names:
         warn(report, incomplete_text(model.incomplete_names))
     return model

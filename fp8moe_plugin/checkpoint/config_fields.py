@@ -11,8 +11,18 @@ from fp8moe_plugin.quoting import shown
 
 # In these families, a missing or invalid field means a damaged config.json; in others, it may have another name.
 FAMILIES = (
-    *("bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4v_moe_text"),
-    *("glm_moe_dsa", "hunyuan_v1_moe", "kimi_k2", "laguna", "llama4_text", "mimo_v2_flash", "minimax_m2", "mixtral"),
+    *("bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "ernie4_5_moe", "glm4_moe"),
+    *(
+        "glm4v_moe_text",
+        "glm_moe_dsa",
+        "hunyuan_v1_moe",
+        "kimi_k2",
+        "laguna",
+        "llama4_text",
+        "mimo_v2_flash",
+        "minimax_m2",
+        "mixtral",
+    ),
     *("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text"),
     *("qwen4_exp_text",),
 )
@@ -90,6 +100,12 @@ class Config(BaseModel):
     index_head_dim: Count = 0
     indexer_types: Names | None = None
     attn_output_gate: bool | None = None
+    # Of DeepSeek-V4. Tokens of a layer that share an entry of the cache; 0: the layer has a sliding window only.
+    compress_ratios: Annotated[list[Count], Field(max_length=2 * MAX_LAYERS)] | None = None
+    o_groups: Size | None = None
+    o_lora_rank: Size | None = None
+    num_hash_layers: Count = 0
+    hc_mult: Annotated[int, Field(ge=1, le=64)] | None = None
 
     layer_types: Names | None = Field(None, validation_alias=AliasChoices("layer_types", "layers_block_type"))
     hybrid_layer_pattern: Counts | None = None

@@ -18,7 +18,7 @@ def dense_kinds(config: Config, moe: Sequence[int]) -> Iterator[tuple[Dense, Seq
     """Yields each kind of dense layer with the layers that have one; `moe`: the layers with experts."""
     yield from _attention(config)
     if plain := sorted(set(config.layers) - set(moe)):
-        yield from ((layer, plain) for layer in _mlp("mlp", config.hidden_size, dense_width(config)))
+        yield from ((layer, plain) for layer in mlp("mlp", config.hidden_size, dense_width(config)))
     yield from ((layer, moe) for layer in _shared(config))
 
 
@@ -107,7 +107,7 @@ def _mla(config: Config) -> Iterator[Dense]:
         yield Dense("self_attn.indexer.wq_b", 0, q_rank, (index,), Split.NONE)
 
 
-def _mlp(name: str, hidden: int, width: int) -> Iterator[Dense]:
+def mlp(name: str, hidden: int, width: int) -> Iterator[Dense]:
     yield Dense(f"{name}.gate_up_proj", 0, hidden, (width, width), Split.OUTPUTS)
     yield Dense(f"{name}.down_proj", 0, width, (hidden,), Split.INPUTS)
 
@@ -116,11 +116,11 @@ def _shared(config: Config) -> Iterator[Dense]:
     """Yields the shared experts, under the names of DeepSeek, GLM and ERNIE, of Hunyuan, and of Qwen."""
     shared = same(config.n_shared_experts, "number of shared experts")
     if shared:
-        yield from _mlp(
+        yield from mlp(
             "mlp.shared_experts", config.hidden_size, shared * (config.shared_width or experts_width(config))
         )
     shared = same(config.num_shared_expert, "number of shared experts")
     if shared:
-        yield from _mlp("mlp.shared_mlp", config.hidden_size, shared * dense_width(config))
+        yield from mlp("mlp.shared_mlp", config.hidden_size, shared * dense_width(config))
     if config.shared_expert_intermediate_size:
-        yield from _mlp("mlp.shared_expert", config.hidden_size, config.shared_expert_intermediate_size)
+        yield from mlp("mlp.shared_expert", config.hidden_size, config.shared_expert_intermediate_size)

@@ -14,6 +14,7 @@ from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, Limits, is_hub_snapshot, opened, read_json
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.dtypes import DTYPES
+from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import SCALE_NAMES, WEIGHT, QuantSpec
 from fp8moe_plugin.quoting import shown
 
@@ -30,7 +31,7 @@ MAX_NAMED = 3  # missing files named in a message
 
 EXPERT = re.compile(
     r"layers\.(\d{1,6})\.\w{1,64}\.experts\.(\d{1,6})\."
-    rf"((?:gate_proj|up_proj|down_proj|w[123])\.(?:{'|'.join((WEIGHT, *SCALE_NAMES))}))\Z",
+    rf"((?:gate_proj|up_proj|down_proj|w[123])\.(?:{'|'.join((WEIGHT, *SCALE_NAMES, *MXFP4.scale_names))}))\Z",
     re.ASCII,
 )
 
@@ -43,7 +44,9 @@ class Header(NamedTuple):
     spent: Limits
 
 
-def check_shards(folder: Path, spec: QuantSpec, experts: Experts, layer: int, served: Collection[int]) -> None:
+def check_shards(
+    folder: Path, spec: QuantSpec, scales: Collection[str], experts: Experts, layer: int, served: Collection[int]
+) -> None:
     """Check the safetensors files in `folder` against config.json.
 
     Either all or none of the files in the index must exist, except in a snapshot of huggingface_hub, which may have any
@@ -52,6 +55,7 @@ def check_shards(folder: Path, spec: QuantSpec, experts: Experts, layer: int, se
 
     Args:
         spec, experts: from config.json.
+        scales: suffixes of scales' names in the files, one of which they have.
         layer: the layer to check.
         served: the layers whose experts are not kept unquantized.
 
@@ -61,7 +65,7 @@ def check_shards(folder: Path, spec: QuantSpec, experts: Experts, layer: int, se
     """
     names, holding = _file_names(folder, layer)
     spent, quantized = Limits(0, 0, 0), () if spec.online else served
-    tables = [_wanted(experts, spec, is_quantized) for is_quantized in (False, True)]
+    tables = [_wanted(experts, spec, scales, is_quantized) for is_quantized in (False, True)]
     missing = _missing(folder, names)
     if missing and len(missing) < len(names) and not is_hub_snapshot(folder):
         raise _incomplete(folder, names, missing)
@@ -76,7 +80,7 @@ def check_shards(folder: Path, spec: QuantSpec, experts: Experts, layer: int, se
                 where, expert, weight = match.groups()
                 wanted = tables[int(where) in quantized]
                 if weight not in wanted:
-                    raise _other_scales(path, tensor, spec.scale)
+                    raise _other_scales(path, tensor, scales)
                 dtypes, shape = wanted[weight]
                 if entry["shape"] != shape or entry["dtype"] not in dtypes or int(expert) >= experts.experts:
                     raise _contradiction(path, tensor, entry, dtypes, shape, experts)
@@ -227,22 +231,26 @@ def _check_offsets(spans: list[tuple[int, int]], data_size: int, what: str) -> N
         raise CheckpointError(f"{what} holds {data_size} bytes of weights, but its header describes {end}. {ADVICE}")
 
 
-def _wanted(experts: Experts, spec: QuantSpec, quantized: bool) -> dict[str, tuple[Collection[str], list[int]]]:
+def _wanted(
+    experts: Experts, spec: QuantSpec, scales: Collection[str], quantized: bool
+) -> dict[str, tuple[Collection[str], list[int]]]:
     """Returns the permitted dtypes and the shape of each weight and scale of an expert."""
-    n, k, weights = experts.intermediate, experts.hidden, spec.weights
+    n, k, weights = experts.intermediate, experts.hidden, spec.recoded_from or spec.weights
     found: dict[str, tuple[Collection[str], list[int]]] = {}
     for names, shape in (("gate_proj", "up_proj", "w1", "w3"), [n, k]), (("down_proj", "w2"), [k, n]):
         for name in names:
             plain = DTYPES, shape
             found[f"{name}.{WEIGHT}"] = (weights.weight.accepted, weights.weight.shape(*shape)) if quantized else plain
-            found[f"{name}.{spec.scale}"] = weights.scales.accepted, weights.scales.shape(*shape)
+            for scale in scales:
+                found[f"{name}.{scale}"] = weights.scales.accepted, weights.scales.shape(*shape)
     return found
 
 
-def _other_scales(path: Path, tensor: str, scale: str) -> CheckpointError:
+def _other_scales(path: Path, tensor: str, scales: Collection[str]) -> CheckpointError:
     return CheckpointError(
-        f"{shown(str(path))}: tensor {shown(tensor)} is none of a checkpoint whose scales are named {scale}, which "
-        "config.json describes. The two belong to different checkpoints: download both again."
+        f"{shown(str(path))}: tensor {shown(tensor)} is none of a checkpoint whose scales are named "
+        f"{' or '.join(scales)}, which config.json describes. The two belong to different checkpoints: download both "
+        "again."
     )
 
 

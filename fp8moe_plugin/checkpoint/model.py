@@ -4,16 +4,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fp8moe_plugin.checkpoint import deepseek_v4
+from fp8moe_plugin.checkpoint.cache import Indexer, KvCache
 from fp8moe_plugin.checkpoint.config_fields import FAMILIES, Config, parse_config
 from fp8moe_plugin.checkpoint.config_json import read_description
 from fp8moe_plugin.checkpoint.dense import cached_elements, dense_kinds, divided, indexer_layers
+from fp8moe_plugin.checkpoint.expert_format import expert_format, may_be_fp4, named_dtype, stored_dtype
 from fp8moe_plugin.checkpoint.headers import check_shards
 from fp8moe_plugin.checkpoint.layer_kinds import FULL, attention_kinds, experts_width, moe_layers, same
 from fp8moe_plugin.checkpoint.refusals import check_experts
-from fp8moe_plugin.checkpoint.shapes import Experts, Indexer, KvCache, Model
+from fp8moe_plugin.checkpoint.shapes import Experts, Model
 from fp8moe_plugin.checkpoint.unquantized import BY_SUFFIX, Unquantized, incomplete_names
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization
 from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
@@ -47,29 +51,41 @@ def _read(folder: Path) -> Model:
     Unsupported models are refused before the sizes are read, because they may have other names for them.
     """
     description = read_description(folder)
-    quantization = description.fields["quantization_config"]
+    fields, is_v4 = description.fields, deepseek_v4.has(description.fields)
+    quantization = fields["quantization_config"]
     spec = parse_quantization(quantization) if isinstance(quantization, dict) else ONLINE
-    check_experts(description.fields, spec.unquantized)
-    config = parse_config(description.fields, description.file)
+    if is_v4:
+        spec = replace(spec, unquantized=deepseek_v4.engine_names(spec.unquantized))
+    check_experts(fields, spec.unquantized)
+    config = parse_config(fields, description.file)
     moe = moe_layers(config)
     suffixes = config.model_type in BY_SUFFIX
     unquantized = Unquantized(spec.unquantized, suffixes, description.nested, spec.online)
-    served = [layer for layer in moe if not unquantized.has(layer, "mlp.experts")]
+    served = [layer for layer in moe if not unquantized.has(layer, "ffn.experts" if is_v4 else "mlp.experts")]
     if served:
-        check_experts(description.fields)
+        check_experts(fields)
+    either = may_be_fp4(fields) and not spec.online
+    dtype = stored_dtype(folder) if either else None
+    stored = expert_format(fields, dtype) if either else FP8_BLOCK
+    spec = replace(spec, recoded_from=None if stored is FP8_BLOCK else stored)
     model = replace(
         _model(config, spec, unquantized, moe, served),
+        unknown_format=either and named_dtype(fields) is None and dtype is None,
         incomplete_names=() if suffixes else incomplete_names(spec.unquantized),
         remote_code=description.remote_code,
     )
-    check_shards(folder, spec, model.experts, min(served or moe), served)
+    scales = deepseek_v4.scale_names(spec) if is_v4 else (spec.scale,)
+    check_shards(folder, spec, scales, model.experts, min(served or moe), served)
     return model
 
 
 def _model(
     config: Config, spec: QuantSpec, unquantized: Unquantized, moe: Sequence[int], served: Sequence[int]
 ) -> Model:
-    dense, plain = divided(config, dense_kinds(config, moe), unquantized)
+    if is_v4 := config.model_type == deepseek_v4.MODEL_TYPE:
+        deepseek_v4.check_fields(config)
+    kinds = deepseek_v4.dense_kinds(config) if is_v4 else dense_kinds(config, moe)
+    dense, plain = divided(config, kinds, unquantized)
     if not moe or not (served or dense):
         reason = "has no layer with experts" if not moe else "keeps all its layers unquantized"
         raise UnsupportedError(f"The checkpoint {reason}. Serve it without --quantization {NAME}.")
@@ -99,10 +115,12 @@ def _model(
         cache=_cache(config),
         plain=plain,
         plain_experts=plain_experts if plain_experts.layers else None,
+        recoded_from=spec.recoded_from,
         mtp_layers=config.num_nextn_predict_layers,
         context=config.max_position_embeddings,
         unknown_family=None if config.model_type in FAMILIES else shown(config.model_type),
     )
+    model = deepseek_v4.completed(model, config) if is_v4 else model
     _check_sizes(model)
     return model
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+MLPS = ("mlp.", "ffn.")  # beginnings of names; the second is DeepSeek-V4's
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -33,9 +35,9 @@ class Parallel:
 
     def dense_ranks(self, layer: str) -> int:
         """Returns the number of ranks that share a dense layer, which can differ between MLPs and attention."""
-        if self.dp == 1 or not layer.startswith("mlp."):
+        if self.dp == 1 or not layer.startswith(MLPS):
             return self.tp
-        shared = layer.startswith("mlp.shared")
+        shared = layer.partition(".")[2].startswith("shared")
         if self.sglang:  # DP attention: MLPs get the tokens of all parts
             return 1 if self.dense_tp1 and not shared else self.ranks
         return 1 if shared and self.ep > 1 else self.tp  # vLLM gives each rank a part of the tokens instead

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from fp8moe_plugin.checkpoint.cache import Indexer, KvCache
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
@@ -37,6 +38,7 @@ class Dense:
     outputs: tuple[int, ...]
     split: Split
     smallest: int = 0
+    groups: int = 1  # of a batched product: ranks share whole groups
     mtp: int = field(default=0, compare=False)  # of `layers`, those for multi-token prediction
 
 
@@ -56,22 +58,14 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class KvCache:
-    """The cache of attention for each token and layer: keys and values of `kv_heads` heads, or one vector (MLA)."""
+class Replicated:
+    """Weights other than dense layers that every rank holds as a whole."""
 
-    layers: int  # without layers for multi-token prediction
-    mla: bool
-    elements: int  # of a head's key and value, or of MLA's vector
-    growing: int | None = None  # the number of `layers` that keep all tokens; others keep a window or a state
-
-
-@dataclass(frozen=True)
-class Indexer:
-    """The indexer of sparse attention, which selects tokens: `heads` queries of `dim` channels, one key per token."""
-
-    heads: int
-    dim: int
-    layers: int | None = field(default=None, compare=False)  # number of layers with one of their own; None: all
+    name: str
+    layers: int
+    shape: tuple[int, ...]
+    dtype: str  # its name in safetensors
+    mtp: int = 0  # of `layers`, those for multi-token prediction
 
 
 @dataclass(frozen=True)
@@ -94,8 +88,13 @@ class Model:
     cache: KvCache | None = field(default=None, compare=False)
     plain: tuple[Dense, ...] = field(default=(), compare=False)  # dense layers that the checkpoint keeps unquantized
     plain_experts: Experts | None = field(default=None, compare=False)  # experts that it keeps unquantized
+    replicated: tuple[Replicated, ...] = field(default=(), compare=False)
+    router: str = field(default="mlp.gate", compare=False)  # its name in vLLM
+    streams: int = field(default=1, compare=False)  # hidden states of a token between layers: hyper-connections
     mtp_layers: int = field(default=0, compare=False)
     context: int | None = field(default=None, compare=False)  # the largest number of tokens of a sequence
+    recoded_from: WeightFormat | None = field(default=None, compare=False)  # experts, if re-encoded when loaded
+    unknown_format: bool = field(default=False, compare=False)  # whether that needs weights that are not at hand
     unknown_family: str | None = field(default=None, compare=False)  # the quoted model type if it is not known
     incomplete_names: tuple[str, ...] = field(default=(), compare=False)  # ineffective entries of the unquantized list
     remote_code: bool = field(default=False, compare=False)  # whether the checkpoint comes with code of its own
@@ -271,6 +270,8 @@ def _rank_dense(layer: Dense, tp: int) -> Dense:
 
 
 def _uneven(layer: Dense, tp: int) -> str | None:
+    if layer.groups % tp and layer.groups > 1:
+        return f"has {layer.groups} groups, which {tp} ranks cannot share equally"
     widths = layer.outputs if layer.split == Split.OUTPUTS else [layer.inputs] if layer.split == Split.INPUTS else []
     size = next((width for width in widths if width % tp and width // tp >= layer.smallest), None)
     return None if size is None else f"has {size} channels, which {tp} ranks cannot share equally"

@@ -14,23 +14,31 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "fused_wqa_wkv": ("wq_a", "wkv"),
 }
 DELTA_NET = "linear_attn"  # Qwen's linear attention
 FUSED_LINEAR = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z")}  # its fused layer, never quantized online
+# Layers of DeepSeek-V4 that vLLM never quantizes.
+NEVER = ("compressor.fused_wkv_wgate", "indexer.weights_proj")
 MODEL = r"(?:language_model\.model|model\.language_model|model)"
-LAYER_NAME = re.compile(rf"{MODEL}\.layers\.(\d{{1,6}})\.(.+)", re.ASCII)
+# DeepSeek-V4's names have no `model.`; vLLM adds it.
+LAYER_NAME = re.compile(rf"(?:{MODEL}\.layers|layers(?=\.\d+\.(?:attn|ffn)\.))\.(\d{{1,6}})\.(.+)", re.ASCII)
 ABOVE = re.compile(rf"^(?:{MODEL}\.)?layers\.\d{{1,6}}(?:\.|$)", re.ASCII)  # the beginning of a layer's name
 
 ATTENTION = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj"),
     *("q_b_proj", "kv_b_proj", "indexer.wq_b"),
 )
+DEEPSEEK_V4 = ("wq_a", "wkv", "fused_wqa_wkv", "wq_b", "wo_a", "wo_b", "indexer.wq_b")
 MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+MLP_NAMES = ("mlp", "mlp.shared_expert", "mlp.shared_experts", "ffn.shared_experts")
+EXPERTS = ("mlp.experts", "ffn.experts")
 LAYERS = (  # the ends of the names of layers that may be FP8
     *(f"self_attn.{name}" for name in ATTENTION),
-    *(f"{mlp}.{name}" for mlp in ("mlp", "mlp.shared_expert", "mlp.shared_experts") for name in MLP),
+    *(f"attn.{name}" for name in DEEPSEEK_V4),
+    *(f"{mlp}.{name}" for mlp in MLP_NAMES for name in MLP),
     *(f"{DELTA_NET}.{name}" for name in (*FUSED_LINEAR, *FUSED_LINEAR["in_proj_qkvz"], "out_proj")),
-    "mlp.experts",
+    *EXPERTS,
 )
 _SPLIT = [layer.split(".") for layer in LAYERS]
 BEGINNINGS = {".".join(words[:end]) for words in _SPLIT for end in range(1, len(words) + 1)}
@@ -60,6 +68,8 @@ class Unquantized:
         self.online = online
 
     def has(self, layer: int, name: str) -> bool:
+        if name.endswith(NEVER):
+            return True
         if self.online:
             return name.startswith(DELTA_NET)
         listed = self.names.get(str(layer), set())
@@ -107,7 +117,7 @@ def incomplete_text(names: tuple[str, ...]) -> str:
 
 def _is_incomplete(name: str) -> bool:
     full = LAYER_NAME.fullmatch(name)
-    if full and (full[2] in LAYERS or full[2].startswith("mlp.experts")):  # one listed expert stands for all
+    if full and (full[2] in LAYERS or full[2].startswith(EXPERTS)):  # one listed expert stands for all
         return False
     meant = name.removesuffix(".weight").replace("layers.*", "layers.0").strip("*.")
     short = ABOVE.sub("", meant, count=1)

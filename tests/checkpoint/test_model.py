@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
+from fp8moe_plugin.checkpoint.cache import Indexer
 from fp8moe_plugin.checkpoint.headers import HEADER, INDEX_NAME, MAX_SHARDS, weight_files
 from fp8moe_plugin.checkpoint.model import read_model
-from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Indexer, Model, Split
+from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Model, Split
 from fp8moe_plugin.checkpoint.unquantized import Unquantized
 from fp8moe_plugin.checkpoint.untrusted import opened
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
@@ -475,7 +476,7 @@ def test_only_regular_files_are_read(tmp_path, name):
 
 
 Tensors = dict[str, tuple[str, list[int]]]
-BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4}
+BYTES = {"I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4}
 W13 = "model.layers.3.mlp.experts.0.gate_proj.weight"
 W2 = "model.layers.3.mlp.experts.255.down_proj.weight"
 SOUND: Tensors = {

@@ -153,7 +153,7 @@ def test_short_names_of_ling_keep_layers_unquantized(tmp_path):
     assert model.incomplete_names == ()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"DeepSeek-V4-Flash-NVFP4"}))  # ModelOpt's patterns
 def test_published_lists_of_unquantized_layers_have_full_names(name):
     quantization = json.loads((CONFIGS / f"{name}.json").read_text()).get("quantization_config") or {}
     assert incomplete_names(quantization.get("modules_to_not_convert") or quantization.get("ignore") or ()) == ()

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from fp8moe_plugin.checkpoint.cache import KvCache
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import (
     Dense,
     Experts,
-    KvCache,
     Model,
     Split,
     experts_refusal,

@@ -1,0 +1,146 @@
+"""DeepSeek-V4: its layers and its cache. Names, fusion and splits follow vLLM's model.
+
+All layers have experts. In most layers, attention reads a cache in which an entry stands for 4 or 128 tokens.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fp8moe_plugin.checkpoint.cache import Indexer, KvCache
+from fp8moe_plugin.checkpoint.config_fields import Config, refuse
+from fp8moe_plugin.checkpoint.dense import mlp
+from fp8moe_plugin.checkpoint.layer_kinds import experts_width, same
+from fp8moe_plugin.checkpoint.shapes import Dense, Model, Replicated, Split
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.spec import QuantSpec
+from fp8moe_plugin.quoting import shown
+from fp8moe_plugin.settings import NAME
+
+MODEL_TYPE = "deepseek_v4"
+NEEDED = ("compress_ratios", "o_groups", "o_lora_rank", "q_lora_rank", "head_dim")
+WINDOW, SPARSE, COARSE = 0, 4, 128  # tokens of an entry; layers with 4 have an indexer
+WINDOW_TOKENS = 128
+ENTRY_BYTES = 584  # 448 channels in FP8, 64 in BF16 and 8 bytes of scales: vLLM's only layout on Hopper
+RENAMED = {  # in lists of unquantized layers; the first as vLLM's mapper does
+    ".shared_experts.w2": ".shared_experts.down_proj",
+    ".shared_experts.w1": ".shared_experts.gate_proj",
+    ".shared_experts.w3": ".shared_experts.up_proj",
+}
+
+
+def has(fields: Mapping[str, Any]) -> bool:
+    """Returns whether the language model that these fields of config.json describe is a DeepSeek-V4."""
+    return fields.get("model_type") == MODEL_TYPE
+
+
+def engine_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns a checkpoint's list of unquantized layers with the names of engines."""
+    return tuple(functools.reduce(lambda name, pair: name.replace(*pair), RENAMED.items(), name) for name in names)
+
+
+def scale_names(spec: QuantSpec) -> tuple[str, ...]:
+    """Returns the suffixes that scales of experts may have in checkpoints: the published one, and vLLM's."""
+    return spec.recoded_from.scale_names if spec.recoded_from else ("scale", spec.scale)
+
+
+def check_fields(config: Config) -> None:
+    """Raise the error of `refuse` for a missing field, and `UnsupportedError` for a kind of layer that is not known."""
+    for name in NEEDED:
+        if getattr(config, name) is None:
+            refuse(config.model_type, "config.json", f"{name} is missing")
+    ratios = config.compress_ratios or []
+    if len(ratios) < config.num_hidden_layers:
+        problem = f"compress_ratios has {len(ratios)} entries for {config.num_hidden_layers} layers"
+        refuse(config.model_type, "config.json", problem)
+    others = set(ratios) - {WINDOW, SPARSE, COARSE}
+    if others:
+        raise UnsupportedError(
+            f"The checkpoint's compress_ratios has {shown(sorted(others))}, but only {WINDOW}, {SPARSE} and {COARSE} "
+            f"are known. Serve it without --quantization {NAME}."
+        )
+
+
+def dense_kinds(config: Config) -> Iterator[tuple[Dense, Sequence[int]]]:
+    """Yields each kind of dense layer with the layers that have one."""
+    hidden, every = config.hidden_size, config.layers
+    q, head, groups = config.q_lora_rank or 0, config.head_dim or 0, config.o_groups or 0
+    heads, o = config.num_attention_heads * head, groups * (config.o_lora_rank or 0)
+    yield Dense("attn.fused_wqa_wkv", 0, hidden, (q, head), Split.NONE), every
+    yield Dense("attn.wq_b", 0, q, (heads,), Split.OUTPUTS), every
+    yield Dense("attn.wo_a", 0, heads // groups, (o,), Split.OUTPUTS, groups=groups), every
+    yield Dense("attn.wo_b", 0, o, (hidden,), Split.INPUTS), every
+    for ratio in (SPARSE, COARSE):
+        yield from _compressor("attn", config, head, ratio)
+    if sparse := _layers(config, SPARSE):
+        index = config.index_n_heads * config.index_head_dim
+        yield Dense("attn.indexer.wq_b", 0, q, (index,), Split.NONE), sparse
+        yield Dense("attn.indexer.weights_proj", 0, hidden, (config.index_n_heads,), Split.NONE), sparse
+        yield from _compressor("attn.indexer", config, config.index_head_dim, SPARSE)
+    if shared := same(config.n_shared_experts, "number of shared experts"):
+        yield from ((half, every) for half in mlp("ffn.shared_experts", hidden, shared * experts_width(config)))
+    if mtp := every[config.num_hidden_layers :]:
+        yield from ((Dense(name, 0, hidden, (hidden,), Split.NONE), mtp) for name in ("e_proj", "h_proj"))
+
+
+def completed(model: Model, config: Config) -> Model:
+    """Returns the model with its cache, and the weights and sizes that only DeepSeek-V4 has."""
+    streams, sparse, layers, mtp = config.hc_mult or 1, _layers(config, SPARSE), len(config.layers), model.mtp_layers
+    mixing = Replicated(
+        "hc_attn_fn, hc_ffn_fn", layers, (2, streams * (2 + streams), streams * config.hidden_size), "F32", mtp
+    )
+    tables = min(config.num_hash_layers, config.num_hidden_layers)
+    table = Replicated("ffn.gate.tid2eid", tables, (config.vocab_size, model.experts.topk), "I32")
+    return replace(
+        model,
+        kv_heads=config.num_attention_heads,  # its cache has no heads
+        indexer=Indexer(config.index_n_heads, config.index_head_dim, len(sparse)) if config.index_n_heads else None,
+        cache=_cache(config),
+        replicated=(*([table] if tables else []), *([mixing] if config.hc_mult else [])),
+        router="ffn.gate",
+        streams=streams,
+    )
+
+
+def _cache(config: Config) -> KvCache:
+    """Returns the cache of the main layers.
+
+    The sizes are those of vLLM's code. They were not measured, and vLLM also pads the pages of several layers to one
+    size.
+    """
+    head, index = config.head_dim or 0, config.index_head_dim
+    sparse, coarse = (len(_layers(config, ratio)) for ratio in (SPARSE, COARSE))
+    key = index + 4  # in FP8, with a scale
+    states = sparse * (_state_bytes(head, SPARSE) + _state_bytes(index, SPARSE)) + coarse * _state_bytes(head, COARSE)
+    return KvCache(
+        layers=config.num_hidden_layers,
+        mla=True,
+        elements=head,
+        growing=sparse + coarse,
+        token_bytes=sparse * (ENTRY_BYTES + key) / SPARSE + coarse * ENTRY_BYTES / COARSE,
+        sequence_bytes=config.num_hidden_layers * WINDOW_TOKENS * ENTRY_BYTES + states,
+    )
+
+
+def _compressor(module: str, config: Config, channels: int, ratio: int) -> Iterator[tuple[Dense, Sequence[int]]]:
+    """Yields the projection that compresses keys, with one half for values and one for scores."""
+    if layers := _layers(config, ratio):
+        width = _overlap(ratio) * channels
+        name = f"{module}.compressor.fused_wkv_wgate"
+        yield Dense(name, 0, config.hidden_size, (width, width), Split.NONE), layers
+
+
+def _state_bytes(channels: int, ratio: int) -> int:
+    """Returns the bytes of a compressor's state of a sequence: float32 values and scores of the last tokens."""
+    overlap = _overlap(ratio)
+    return overlap * ratio * 2 * overlap * channels * 4
+
+
+def _overlap(ratio: int) -> int:
+    return 2 if ratio == SPARSE else 1  # each token is in two entries of 4
+
+
+def _layers(config: Config, ratio: int) -> list[int]:
+    """Returns the layers with this compression. Those for multi-token prediction have only a window."""
+    return [i for i in range(config.num_hidden_layers) if (config.compress_ratios or [])[i] == ratio]
