@@ -7,6 +7,6 @@ GROUP = 128  # channels that share one activation scale; also the side of a weig
 FP8_BLOCK = WeightFormat(
     name="block-FP8",
     weight=TensorFormat("F8_E4M3", ("F8_E4M3",), block=(1, 1)),
-    scales=TensorFormat("F32", ("F32", "BF16", "F16", "F8_E8M0"), block=(GROUP, GROUP)),
+    scales=TensorFormat("F32", ("F32", "BF16", "F16", "F8_E8M0", "U8"), block=(GROUP, GROUP)),  # U8: bits of F8_E8M0
     scale_names=("weight_scale_inv", "weight_scale"),  # the second is that of compressed-tensors
 )

@@ -78,8 +78,13 @@ def check_size(
 
 
 def as_kept(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a checked tensor in the dtype of its format, because some engines' loaders copy bytes."""
+    """Returns a checked tensor in the dtype of its format, because some engines' loaders copy bytes.
+
+    vLLM's DeepSeek-V4 passes the bits of E8M0 scales of experts as integers, of experts in block FP8, too.
+    """
     dtype = torch_dtype(stored_tensor_format(parameter).dtype)
+    if dtype == torch.float32 and tensor.dtype == torch.uint8:
+        tensor = tensor.view(torch.float8_e8m0fnu)
     if tensor.dtype == dtype or (dtype.is_floating_point and tensor.dtype.is_floating_point):
         return tensor.to(dtype)
     return tensor.view(dtype)  # integers stand for the bits of a format

@@ -2,7 +2,10 @@ import pytest
 import torch
 
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers import loading
+from fp8moe_plugin.layers.parameters import marked
 from fp8moe_plugin.ops.checks import poison
 
 
@@ -34,3 +37,21 @@ def test_a_scale_that_was_not_loaded_is_found():
     scale[:3] = 1.0
     with pytest.raises(CheckpointError, match=r"layer\.w2_scale of local expert 3: a tensor is missing"):
         loading.check_loaded("layer", "w2_scale", scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint8])
+def test_e8m0_scales_are_decoded_exactly(dtype):
+    scales = marked(torch.empty(5, 51), FP8_BLOCK, Role.SCALES)
+    stored = torch.arange(255, dtype=torch.uint8).view(5, 51)
+    kept = loading.as_kept(scales, stored.view(dtype))
+    assert kept.dtype == torch.float32
+    assert torch.equal(kept.double(), torch.exp2(stored.double() - 127))
+    loading.check_tensor("L", scales, stored[:4].view(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint8])
+@pytest.mark.parametrize(("byte", "message"), [(255, "hold NaN"), (250, "range from .* damaged")])
+def test_e8m0_scales_that_cannot_be_are_refused(dtype, byte, message):
+    scales = marked(torch.empty(1, 2), FP8_BLOCK, Role.SCALES)
+    with pytest.raises(CheckpointError, match=f"scales L {message}"):
+        loading.check_tensor("L", scales, torch.tensor([[127, byte]], dtype=torch.uint8).view(dtype))

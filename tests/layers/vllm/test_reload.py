@@ -155,7 +155,7 @@ E8M0 = torch.float8_e8m0fnu
 WRONG = {
     "a weight as bytes": ("w1_weight", lambda w: w.view(torch.uint8), r"has dtype torch\.uint8"),
     "a weight as numbers": ("w2_weight", lambda w: w.bfloat16(), r"has dtype torch\.bfloat16"),
-    "scales as bytes": ("w2_weight_scale_inv", lambda s: s.to(torch.uint8), r"has dtype torch\.uint8"),
+    "scales as integers": ("w2_weight_scale_inv", lambda s: s.to(torch.int8), r"has dtype torch\.int8"),
     "scales in double precision": ("w2_weight_scale_inv", lambda s: s.double(), r"has dtype torch\.float64"),
     "a scale of E8M0 without a value": ("w2_weight_scale_inv", lambda s: (s / 0).to(E8M0), "hold NaN or infinity"),
     "a scale without dimensions": ("w1_weight_scale_inv", lambda s: s[0, 0], r"has shape \[\]"),

@@ -266,3 +266,15 @@ def test_experts_in_mxfp4_equal_the_same_in_block_fp8(intermediate, ranks):
         parts = Layer(intermediate, ranks, rank, RECODED).load(given).parts()
         for name, wanted in Layer(intermediate, ranks, rank).load(in_fp8).parts().items():
             assert same_bits(parts[name], wanted)
+
+
+@pytest.mark.seam
+def test_bits_of_e8m0_scales_are_decoded():
+    exponents = {name: tensor for name, tensor in make_checkpoint(384).items() if name.endswith("scale_inv")}
+    exponents = {name: [scale.log2().round() for scale in scales] for name, scales in exponents.items()}
+    floats = {name: [exponent.exp2() for exponent in scales] for name, scales in exponents.items()}
+    stored = {name: [(exponent + 127).to(torch.uint8) for exponent in scales] for name, scales in exponents.items()}
+    pairs = zip(*(loaded(384, 2, make_checkpoint(384) | scales) for scales in (stored, floats)), strict=True)
+    for layer, expected in pairs:
+        for name, parameter in layer.named_parameters():
+            assert same_bits(parameter.data, getattr(expected, name).data)
