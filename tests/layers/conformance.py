@@ -4,6 +4,7 @@ A new format or activation is one entry more. Cells move to `COMPUTED` when kern
 """
 
 import itertools
+import math
 from typing import NamedTuple
 
 import torch
@@ -43,13 +44,18 @@ class Cell(NamedTuple):
         return " ".join([self.weights.name, *activation, *(["bias"] if self.bias else [])])
 
 
+CLAMPED = Activation(limit=7.0)  # DeepSeek-V4 and GLM-5.3-Flash
+OAI = Activation("swigluoai_uninterleave", 7.0, 1.702, 1.0)  # MiniMax-M3
+STEP = Activation("swiglustep", 7.0)  # Step-3.5
 ACTIVATIONS = (
     SILU,
     Activation("gelu"),
-    Activation(limit=7.0),
     Activation(alpha=1.702),
     Activation(beta=1.0),
-    Activation(limit=7.0, alpha=1.702, beta=1.0),  # gpt-oss
+    Activation("swigluoai", 7.0, 1.702, 1.0),  # gpt-oss: gate and up rows of its weights alternate
+    CLAMPED,
+    OAI,
+    STEP,
 )
 CHECKPOINTS = {FP8_BLOCK: make_checkpoint(INTERMEDIATE), fp4.FP4: fp4.CHECKPOINT}
 CELLS = [Cell(*cell) for cell in itertools.product(CHECKPOINTS, ACTIVATIONS, (False, True))]
@@ -70,7 +76,7 @@ class Call(NamedTuple):
 
 def make_call(cell: Cell) -> Call:
     checkpoint, gen = CHECKPOINTS[cell.weights], h.seeded(0, torch.device("cpu"))
-    x = h.random_tokens(gen, TOKENS, HIDDEN)
+    x = 8 * h.random_tokens(gen, TOKENS, HIDDEN)  # so that gates and up projections exceed the limits
     weights, ids = h.random_routing(gen, "distinct", TOKENS, TOPK, EXPERTS)
     expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for expert in range(EXPERTS):
@@ -84,8 +90,10 @@ def make_call(cell: Cell) -> Call:
 
 
 def activated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    limit = math.inf if activation.limit is None else activation.limit
+    if activation.kind == "swiglustep":
+        return (gate * gate.sigmoid()).clamp(max=limit) * up.clamp(-limit, limit)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
 
 

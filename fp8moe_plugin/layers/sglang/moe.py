@@ -194,24 +194,28 @@ def check_experts(prefix: str, experts: int, hidden: int, intermediate: int, ran
 
 
 def activation(config: Any) -> Activation:
-    """Returns the activation that a `MoeRunnerConfig` describes."""
-    limits = (getattr(config, name, None) for name in ("gemm1_clamp_limit", "swiglu_limit"))
-    given = {
-        "limit": next((limit for limit in limits if limit is not None), None),
-        "alpha": getattr(config, "gemm1_alpha", None),
-        "beta": getattr(config, "gemm1_beta", None),
-    }
-    if given["alpha"] is not None and given["beta"] is None:
-        given["beta"] = 1.0  # SGLang's kernel for an alpha adds 1 to the up projection
-    return Activation(config.activation, **{name: value for name, value in given.items() if value is not None})
+    """Returns the activation that a `MoeRunnerConfig` describes, as SGLang's Triton kernels read it."""
+    if config.activation != SILU.kind:
+        return Activation(config.activation)
+    if config.gemm1_alpha is not None:
+        kind = "swigluoai" if config.gate_up_interleaved else "swigluoai_uninterleave"
+        beta = getattr(config, "gemm1_beta", None)  # SGLang 0.5.17 always adds 1
+        return Activation(kind, config.gemm1_clamp_limit, config.gemm1_alpha, 1.0 if beta is None else beta)
+    if config.gemm1_clamp_limit is not None:
+        return Activation("swiglustep", config.gemm1_clamp_limit)
+    return Activation(limit=config.swiglu_limit)
 
 
 def check_computation(prefix: str, config: Any) -> None:
-    """Raise `UnsupportedError` unless a `MoeRunnerConfig` requires `silu(gate) * up` and the weighted sum."""
-    if not config.is_gated or activation(config) != SILU:
+    """Raise `UnsupportedError` unless a `MoeRunnerConfig` requires a gated activation and the weighted sum."""
+    if not config.is_gated:
         raise UnsupportedError(
-            f"{prefix}: the model's experts have another activation than SiLU ({config.activation}), or a modified or "
-            "clamped SwiGLU, but the kernels only support silu(gate) * up. Use --quantization fp8."
+            f"{prefix}: the model's experts have an activation without a gate ({config.activation}), which the kernels "
+            "do not support. Use --quantization fp8."
+        )
+    if refusal := activation(config).refusal:
+        raise UnsupportedError(
+            f"{prefix}: the model's experts have {refusal}, which the kernels do not support. Use --quantization fp8."
         )
     if config.apply_router_weight_on_input or config.no_combine:
         raise UnsupportedError(

@@ -22,6 +22,7 @@ from fp8moe_plugin.settings import batch_invariant
 # Not supported: MoRI (AMD only), MoonEP (supplies weights of its own), passthrough (leaves dispatch to the experts) and
 # FlashInfer (vLLM's own FP8 experts refuse it too).
 ALL2ALL = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "deepep_v2", "nixl_ep")
+SWIGLUSTEP, SWIGLUSTEP_LIMIT = "swiglustep", 7.0  # vLLM's kernel for it has no other limit, and ignores a given one
 
 
 class Fp8MoeExperts(mk.FusedMoEExpertsModular):
@@ -44,9 +45,9 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
         return (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
 
-    @staticmethod
-    def _supports_activation(activation: MoEActivation) -> bool:
-        return activation == MoEActivation.SILU
+    @classmethod
+    def _supports_activation(cls, activation: MoEActivation) -> bool:
+        return bool(activation.value == cls.spec.activation.kind)  # `check_layer` has refused what no kernel computes
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
@@ -161,13 +162,20 @@ def experts_class(arrival: Arrival, spec: LayerSpec) -> type[Fp8MoeExperts]:
 def layer_spec(moe: Any, quant: QuantSpec) -> LayerSpec:
     """Returns the spec of a layer that vLLM's configuration describes, without a shared expert."""
     intermediate = local_intermediate(moe.intermediate_size, moe.tp_size)
-    kind = moe.activation.value
-    given = {"limit": moe.swiglu_limit, "alpha": moe.swiglu_alpha, "beta": moe.swiglu_beta}
     return LayerSpec(
         MoeShape(moe.experts_per_token, moe.hidden_dim, intermediate, moe.num_local_experts, moe.num_experts),
         weights=quant.weights,
         ue8m0=quant.ue8m0,
-        activation=Activation(kind, **{name: value for name, value in given.items() if value is not None}),
+        activation=layer_activation(moe),
         bias=moe.has_bias,
         batch_invariant=batch_invariant(),
     )
+
+
+def layer_activation(moe: Any) -> Activation:
+    """Returns the activation that vLLM's configuration of a layer describes. Kinds have vLLM's names."""
+    kind = moe.activation.value
+    if kind == SWIGLUSTEP:
+        return Activation(kind, SWIGLUSTEP_LIMIT)
+    given = {"limit": moe.swiglu_limit, "alpha": moe.swiglu_alpha, "beta": moe.swiglu_beta}
+    return Activation(kind, **{name: value for name, value in given.items() if value is not None})

@@ -108,7 +108,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         attrs[Role.SCALES]["quant_method"] = FusedMoeWeightScaleSupported.BLOCK.value
         sizes = hidden_size, intermediate_size_per_partition
         mlp = self.shared_mlp
-        shared = mlp if mlp and mlp.fits(self.moe, self.weights, num_experts, *sizes) else None
+        shared = mlp if mlp and mlp.fits(self.moe, self.spec, num_experts, *sizes) else None
         tensors = expert_tensors(self.weights, num_experts + (shared is not None), *sizes, self.scale)
         parameters = {
             name: _parameter(tensor, num_experts, attrs[role_of(tensor)], self.stored)
@@ -254,8 +254,7 @@ def check_layer(prefix: str, moe: Any, spec: LayerSpec, experts_cls: Any) -> Non
         )
     if refusal := layer_refusal(spec):
         raise UnsupportedError(
-            f"{prefix}: the model's experts have {refusal}, but the kernels only support silu(gate) * up without bias. "
-            "Use --quantization fp8."
+            f"{prefix}: the model's experts have {refusal}, which the kernels do not support. Use --quantization fp8."
         )
     _check_sizes(prefix, moe)
     supported, why = experts_cls.is_supported_config(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
-from fp8moe_plugin.formats.weight_format import WeightFormat
+from fp8moe_plugin.formats.activation import SILU
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.parameters import expert_tensors
 from fp8moe_plugin.layers.vllm import compat
@@ -36,12 +36,12 @@ class Mlp(NamedTuple):
         """Returns the tensors in the order of the experts' tensors: w13, its scales, w2, its scales."""
         return *_parameters(self.gate_up), *_parameters(self.down)
 
-    def fits(self, moe: Any, weights: WeightFormat, experts: int, hidden: int, intermediate: int) -> bool:
+    def fits(self, moe: Any, spec: LayerSpec, experts: int, hidden: int, intermediate: int) -> bool:
         """Returns whether the shared expert can be computed as one more routed expert.
 
         Args:
             moe: vLLM's configuration of the layer.
-            weights: the format of its experts.
+            spec: the spec of its routed experts.
             experts: the number of routed experts on this rank.
             hidden, intermediate: sizes of an expert on this rank.
         """
@@ -52,8 +52,11 @@ class Mlp(NamedTuple):
             return False
         if any(layer.tp_size != moe.tp_size or layer.bias is not None for layer in self):
             return False
+        if spec.activation != SILU:
+            log_once(logging.INFO, "shared experts are not merged: their activation may differ from that of the others")
+            return False
         with torch.device("meta"):
-            slots = expert_tensors(weights, 1, hidden, intermediate).values()
+            slots = expert_tensors(spec.weights, 1, hidden, intermediate).values()
         aligned = not any(slot.nbytes % ALIGNMENT for slot in slots)
         pairs = list(zip(self.tensors(), slots, strict=True))
         return aligned and all(own.shape == slot.shape[1:] and own.dtype == slot.dtype for own, slot in pairs)

@@ -248,8 +248,7 @@ def test_deepep_is_served_if_it_can_send_the_rows_of_each_mode(options, monkeypa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"is_gated": False}, "L: .*or a modified or clamped SwiGLU"),
-        ({"swiglu_limit": 7.0}, "L: .*clamped SwiGLU"),
+        ({"is_gated": False}, r"L: the model's experts have an activation without a gate \(silu\)"),
         ({"apply_router_weight_on_input": True}, "L: the model weights the tokens before its experts"),
         ({"no_combine": True}, "L: .*adds up their results itself"),
     ],

@@ -1,27 +1,51 @@
 """SGLang's layers compute the computed cells of the table, and refuse each other one with a message."""
 
+import re
+
 import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.formats.activation import SILU
+from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.spec import QuantSpec
-from tests.layers.conformance import CHECKPOINTS, COMPUTED, INTERMEDIATE, REFUSED, Cell, assert_computed, make_call
+from fp8moe_plugin.layers.sglang.moe import activation
+from tests.layers.conformance import (
+    CHECKPOINTS,
+    CLAMPED,
+    COMPUTED,
+    INTERMEDIATE,
+    OAI,
+    REFUSED,
+    STEP,
+    Cell,
+    assert_computed,
+    make_call,
+)
 from tests.layers.sglang import layers
 
 pytestmark = pytest.mark.seam
 
 
-FIELDS = {"kind": "activation", "limit": "gemm1_clamp_limit", "alpha": "gemm1_alpha", "beta": "gemm1_beta"}
+LIMITED = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
+FIELDS: dict[Activation, dict[str, object]] = {
+    SILU: {},
+    Activation("gelu"): {"activation": "gelu"},
+    Activation("swigluoai", 7.0, 1.702, 1.0): LIMITED,
+    CLAMPED: {"swiglu_limit": 7.0},
+    OAI: LIMITED | {"gate_up_interleaved": False},
+    STEP: {"gemm1_clamp_limit": 7.0},
+}
 
 
 def layer_of(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> layers.Layer:
     monkeypatch.setattr(layers.QUANT, "spec", QuantSpec(cell.weights))
-    changed = {FIELDS[name]: value for name, value in cell.changed.items()}
-    if not changed.keys() <= layers.MoeRunnerConfig.__dataclass_fields__.keys():
-        pytest.skip(f"this SGLang lacks one of {', '.join(changed)}")
-    return layers.Layer(INTERMEDIATE, 1, 0, bias=cell.bias, **changed)
+    return layers.Layer(INTERMEDIATE, 1, 0, bias=cell.bias, **FIELDS[cell.activation])
+
+
+@pytest.mark.parametrize("expected", FIELDS, ids=str)
+def test_the_activation_that_a_runner_describes(expected):
+    assert activation(layers.MoeRunnerConfig(**FIELDS[expected])) == expected
 
 
 @pytest.mark.parametrize("cell", COMPUTED, ids=str)
@@ -31,12 +55,10 @@ def test_a_layer_computes(monkeypatch, cell):
     assert_computed(layers.called(layer, call.x, call.weights, call.ids), call)
 
 
-@pytest.mark.parametrize("cell", REFUSED, ids=str)
+@pytest.mark.parametrize("cell", [cell for cell in REFUSED if cell.activation in FIELDS], ids=str)
 def test_a_layer_is_refused(monkeypatch, cell):
-    message = f"L: the model's experts have {cell.refusal}, which the"
+    message = re.escape(f"L: the model's experts have {cell.activation.refusal or cell.refusal}, which the")
     if cell.bias:
         message = "L: the model's experts have a bias or are stored in one tensor for all"
-    elif cell.activation != SILU:
-        message = rf"L: .* another activation than SiLU \({cell.activation.kind}\), or a modified or clamped SwiGLU"
     with pytest.raises(UnsupportedError, match=message):
         layer_of(cell, monkeypatch).load(CHECKPOINTS[cell.weights]).finish()

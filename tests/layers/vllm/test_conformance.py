@@ -1,6 +1,7 @@
 """vLLM's layers compute the computed cells of the table, and refuse each other one with a message."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,17 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.spec import QuantSpec
-from tests.layers.conformance import COMPUTED, INTERMEDIATE, REFUSED, Cell, assert_computed, make_call
+from fp8moe_plugin.layers.vllm.experts import layer_activation
+from tests.layers.conformance import (
+    ACTIVATIONS,
+    COMPUTED,
+    INTERMEDIATE,
+    REFUSED,
+    STEP,
+    Cell,
+    assert_computed,
+    make_call,
+)
 from tests.layers.vllm import one_rank
 
 
@@ -20,6 +31,16 @@ def layer_of(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> one_rank.Layer:
     moe = {f"swiglu_{name}": value for name, value in cell.changed.items() if name != "kind"}
     moe |= {"activation": MoEActivation(cell.activation.kind), "has_bias": cell.bias}
     return one_rank.Layer(INTERMEDIATE, 1, 0, moe=moe)
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("expected", ACTIVATIONS, ids=str)
+def test_the_activation_that_a_layer_describes(expected):
+    named = {f"swiglu_{name}": value for name, value in expected._asdict().items() if name != "kind"}
+    moe = SimpleNamespace(activation=MoEActivation(expected.kind), **named)
+    assert layer_activation(moe) == expected
+    moe.swiglu_limit = 5.0
+    assert layer_activation(moe).limit == (7.0 if expected == STEP else 5.0)  # which its kernel always has
 
 
 @pytest.mark.parametrize("cell", COMPUTED, ids=str)
@@ -35,6 +56,6 @@ def test_a_layer_computes(workspaces, monkeypatch, cell):
 @pytest.mark.seam
 @pytest.mark.parametrize("cell", REFUSED, ids=str)
 def test_a_layer_is_refused(monkeypatch, cell):
-    message = re.escape(f"L: the model's experts have {cell.refusal}, but the kernels only support")
+    message = re.escape(f"L: the model's experts have {cell.refusal}, which the kernels do not support")
     with pytest.raises(UnsupportedError, match=message):
         layer_of(cell, monkeypatch)

@@ -12,13 +12,15 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import layerwise
 
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.spec import ONLINE
 from fp8moe_plugin.layers.parameters import expert_tensors
+from fp8moe_plugin.layers.vllm import shared_expert
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers, Mlp
 from tests import helpers as h
-from tests.layers.experts import EXPERTS, make_checkpoint, make_unquantized
+from tests.layers.experts import EXPERTS, HIDDEN, make_checkpoint, make_unquantized
 from tests.layers.vllm.one_rank import Layer, default_config, load_mlp, make_mlp
 
 PREFIX = "model.layers.3.mlp"
@@ -153,6 +155,19 @@ def noted(layers: DenseLayers, block: str = PREFIX, name: str = "shared_experts"
     for part, end in zip(parts, ("gate_up_proj", "down_proj"), strict=True):
         layers.note(f"{block}.{name}.{end}", part)
     return parts
+
+
+def test_a_shared_expert_of_another_activation_stays_apart(on_rank, monkeypatch):
+    on_rank(1, 0)
+    lines: list[str] = []
+    monkeypatch.setattr(shared_expert, "log_once", lambda level, text: lines.append(text))
+    method = Layer(256, 1, 0).quant_method
+    sizes = EXPERTS, HIDDEN, 256
+    assert make_shared(256).fits(method.moe, method.spec, *sizes)
+    assert not lines
+    clamped = method.spec._replace(activation=Activation(limit=10.0))
+    assert not make_shared(256).fits(method.moe, clamped, *sizes)
+    assert lines == ["shared experts are not merged: their activation may differ from that of the others"]
 
 
 def test_experts_take_the_shared_expert_of_their_block():
