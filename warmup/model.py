@@ -9,6 +9,7 @@ from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.checkpoint.unquantized import incomplete_text
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.plan.model_specs import check_model
 from fp8moe_plugin.quoting import shown
 from warmup.hub import download_config
 from warmup.report import ModelReport, Report
@@ -40,6 +41,7 @@ def read_checkpoint(
     """
     folder = checkpoint_folder(source, revision, download_dir)
     model = read_model(folder)
+    check_model(model)
     experts = model.experts
     report.model = ModelReport(
         source=source,

@@ -37,6 +37,7 @@ Layers = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
 Sizes = Annotated[list[Size], Field(min_length=1, max_length=MAX_LAYERS)]  # one per layer, as in Hunyuan
 Names = Annotated[list[str], Field(min_length=1, max_length=2 * MAX_LAYERS)]
 Counts = Annotated[list[Count], Field(min_length=1, max_length=MAX_LAYERS)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
 Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,100}$")]
 
 
@@ -120,6 +121,11 @@ class Config(BaseModel):
 
     hidden_act: str = "silu"
     hidden_activation: str = "silu"
+    swiglu_limit: Number | None = None
+    swiglu_limits: Annotated[list[Number | None], Field(max_length=2 * MAX_LAYERS)] | None = None
+    expert_swiglu_limit_list: Annotated[list[Number | None], Field(max_length=2 * MAX_LAYERS)] | None = None
+    swiglu_alpha: Number | None = None
+    swiglu_beta: Number | None = None
 
     quantization_config: dict[str, Any] | None = None
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8moe_plugin.checkpoint import deepseek_v4
+from fp8moe_plugin.checkpoint.activations import experts_activations
 from fp8moe_plugin.checkpoint.cache import Indexer, KvCache
 from fp8moe_plugin.checkpoint.config_fields import FAMILIES, Config, parse_config
 from fp8moe_plugin.checkpoint.config_json import read_description
@@ -70,6 +71,7 @@ def _read(folder: Path) -> Model:
     spec = replace(spec, recoded_from=None if stored is FP8_BLOCK else stored)
     model = replace(
         _model(config, spec, unquantized, moe, served),
+        activations=experts_activations(fields, served or moe),
         unknown_format=either and named_dtype(fields) is None and dtype is None,
         incomplete_names=() if suffixes else incomplete_names(spec.unquantized),
         remote_code=description.remote_code,

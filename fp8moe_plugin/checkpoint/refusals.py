@@ -3,17 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8moe_plugin.checkpoint.activations import KNOWN, NAMES
 from fp8moe_plugin.checkpoint.expert_format import expert_format
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
-ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
-CLAMPS = ("swiglu_limit", "swiglu_limits")  # one number, or one for each layer
-
 
 def check_experts(fields: Mapping[str, Any], unquantized: Sequence[str] = ()) -> None:
-    """Raise `UnsupportedError` if a model's experts are not `silu(gate) * up`, or in an unknown format of four bits.
+    """Raise `UnsupportedError` for experts of a kind that is not supported, whatever their sizes are.
 
     Args:
         fields: the part of config.json that describes the language model, or an engine's copy of it.
@@ -22,17 +20,13 @@ def check_experts(fields: Mapping[str, Any], unquantized: Sequence[str] = ()) ->
     """
     if any("experts" in name.replace("shared_experts", "") for name in unquantized):
         return
-    for field in ACTIVATIONS:
+    for field in NAMES:
         activation = fields.get(field)
-        if isinstance(activation, str) and activation != "silu":  # vLLM, too, accepts only this name
-            raise _refusal(f"{field} is {shown(activation)}, but the kernels compute silu(gate) * up")
+        if isinstance(activation, str) and activation not in KNOWN:
+            raise _refusal(f"{field} is {shown(activation)}, but the kernels only compute kinds of SwiGLU")
     expert_format(fields)
-    for field in CLAMPS:
-        limits = fields.get(field)
-        given = [limit for limit in (limits if isinstance(limits, list) else [limits]) if limit not in (None, 0)]
-        if given:
-            limit = shown(given[0])
-            raise _refusal(f"experts clamp SwiGLU ({field} {limit}), but the kernels compute it without a limit")
+    if fields.get("model_type") == "gpt_oss":
+        raise _refusal("experts add a bias (model_type 'gpt_oss'), which the kernels do not")
 
 
 def _refusal(why: str) -> UnsupportedError:
