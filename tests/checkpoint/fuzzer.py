@@ -1,7 +1,7 @@
-"""Damage a checkpoint's description in many ways and read each: `python -m tests.checkpoint.fuzzer FOLDER FIRST COUNT`.
+"""Damage descriptions of checkpoints in many ways, and read each: `python -m tests.checkpoint.fuzzer FIRST COUNT DIR`.
 
-FOLDER holds a small complete checkpoint. The number of a case determines the damage; the first case is FIRST. It runs
-in its own process, because it measures its memory, and prints the results as JSON.
+One or more DIRs each hold a small complete checkpoint. The number of a case determines checkpoint and damage; the
+first is FIRST. It runs in its own process, because it measures its memory, and prints the results as JSON.
 """
 
 import copy
@@ -150,16 +150,22 @@ def peak_mib() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
-def main(source: Path, first: int, count: int) -> dict[str, Any]:
+def sound_files(source: Path) -> tuple[dict[str, bytes], int]:
+    """Returns the files of a checkpoint, of its weights only their header, and the size of the weights."""
+    assert read(source) == "Model"
     with (source / SHARD).open("rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
     weights = (source / SHARD).stat().st_size - 8 - len(header)
-    sound = {name: (source / name).read_bytes() for name in ("config.json", INDEX_NAME)} | {SHARD: header}
+    return {name: (source / name).read_bytes() for name in ("config.json", INDEX_NAME)} | {SHARD: header}, weights
+
+
+def main(first: int, count: int, *sources: Path) -> dict[str, Any]:
+    checkpoints = [sound_files(source) for source in sources]
     configs = [path.read_bytes() for folder in PUBLISHED for path in sorted(folder.iterdir())]
-    assert read(source) == "Model"
     outcomes, slowest, before = Counter[str](), 0.0, peak_mib()
     with tempfile.TemporaryDirectory() as folder:
         for number in range(first, first + count):
+            sound, weights = checkpoints[number % len(checkpoints)]
             write_case(number, Path(folder), sound, configs, weights)
             start = time.process_time()
             try:
@@ -171,4 +177,4 @@ def main(source: Path, first: int, count: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(main(*map(int, sys.argv[1:3]), *map(Path, sys.argv[3:]))))
