@@ -27,6 +27,7 @@ from fp8moe_plugin.bench.result import OURS, BenchResult, BenchRow
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Experts, Model, rank_shapes
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.layers import experts as layers
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
@@ -91,10 +92,11 @@ def bench_layer(
     """
     check_machine()
     driver = _driver_version()
-    makers = {OURS: partial(make_ours, spec=spec)} | {name: partial(make_peer, name) for name in PEERS}
+    peers = {name: partial(make_peer, name, activation=spec.activation) for name in PEERS}
+    makers = {OURS: partial(make_ours, spec=spec)} | peers
     weights = random_weights(experts, torch.device("cuda"))
     with set_up_vllm():
-        rows = measure(makers, experts, weights, tokens, report_progress)
+        rows = measure(makers, experts, weights, tokens, report_progress, activation=spec.activation)
     return BenchResult(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         gpu=torch.cuda.get_device_name(),
@@ -130,11 +132,12 @@ def measure(
     tokens: Sequence[int],
     report_progress: Callable[[str], None],
     skew: float = 0.0,
+    activation: Activation = SILU,
 ) -> list[BenchRow]:
     """Returns the rows of all backends, one number of tokens after the other. `skew`: see `random_routing`."""
     rows = []
     for count in tokens:
-        found = _rows(makers, experts, weights, make_case(experts, weights, count, skew))
+        found = _rows(makers, experts, weights, make_case(experts, weights, count, skew, activation))
         rows += found
         for row in found:
             report_progress(f"{count} tokens, {row.backend}: " + (row.error or f"{row.us:.1f} us"))
@@ -203,7 +206,9 @@ def random_weights(experts: Experts, device: torch.device) -> ExpertWeights:
     return ExpertWeights(draw(2 * experts.intermediate, experts.hidden), draw(experts.hidden, experts.intermediate))
 
 
-def make_case(experts: Experts, weights: ExpertWeights, tokens: int, skew: float = 0.0) -> Case:
+def make_case(
+    experts: Experts, weights: ExpertWeights, tokens: int, skew: float = 0.0, activation: Activation = SILU
+) -> Case:
     """Returns random tokens with another routing for each call in a graph, so that few weights are still in L2."""
     device = weights.w13[0].device
     x = torch.randn(tokens, experts.hidden, generator=_seeded(tokens, device), device=device).bfloat16()
@@ -211,7 +216,8 @@ def make_case(experts: Experts, weights: ExpertWeights, tokens: int, skew: float
     seeds = (SEED + tokens + 100_000 * call for call in range(calls))
     routings = [random_routing(_seeded(seed, device), tokens, experts, skew) for seed in seeds]
     busy = sum(ids.unique().numel() for _, ids in routings) / calls
-    expected = float32_layer(weights, *(part[:REFERENCE_TOKENS] for part in (x, *routings[0])))
+    first, topk_weights, ids = (part[:REFERENCE_TOKENS] for part in (x, *routings[0]))
+    expected = float32_layer(weights, first, topk_weights, ids, activation)
     return Case(x, routings, expected, floor_us(experts, tokens, busy))
 
 
@@ -235,16 +241,23 @@ def random_routing(
 
 
 def float32_layer(
-    weights: ExpertWeights, hidden_states: torch.Tensor, topk_weights: torch.Tensor, ids: torch.Tensor
+    weights: ExpertWeights,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    ids: torch.Tensor,
+    activation: Activation = SILU,
 ) -> torch.Tensor:
     """Returns float32 `[T, H]`: the layer's result with dequantized weights and unquantized activations."""
+    gate_limit, activated_limit, up_limit, alpha, beta = activation.numbers
     x = hidden_states.float()
     out = torch.zeros_like(x)
     for e in ids.unique().tolist():
         w13, w2 = (dequantize_blocks(q[e], scales[e]) for q, scales in weights)
         token, column = (ids == e).nonzero(as_tuple=True)
         gate, up = (x[token] @ w13.T).chunk(2, -1)
-        down = (torch.nn.functional.silu(gate) * up) @ w2.T
+        gate = gate.clamp(max=gate_limit)
+        activated = (gate * torch.sigmoid(alpha * gate)).clamp(max=activated_limit)
+        down = (activated * (up.clamp(-up_limit, up_limit) + beta)) @ w2.T
         out.index_add_(0, token, down * topk_weights[token, column, None])
     return out
 

@@ -13,6 +13,7 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.ops.operands import ExpertWeights
 
@@ -27,26 +28,32 @@ PEERS = {
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden states, router weights, expert ids
 
 
-def make_peer(name: str, experts: Experts, weights: ExpertWeights, tokens: int) -> Layer:
+def make_peer(name: str, experts: Experts, weights: ExpertWeights, tokens: int, activation: Activation = SILU) -> Layer:
     """Returns one of vLLM's implementations of the experts, with the dispatch and combine for a single rank."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
 
     from fp8moe_plugin.layers.vllm.compat import make_prepare_finalize
 
-    config = vllm_layer(experts, tokens)
+    config = vllm_layer(experts, tokens, activation)
     experts_class = _peer_class(name, config)
     (w13, w13_scale), (w2, w2_scale) = _gate_last(weights) if name == "flashinfer" else weights
-    scales = fp8_w8a8_moe_quant_config(w1_scale=w13_scale, w2_scale=w2_scale, block_shape=[GROUP, GROUP])
+    scales = fp8_w8a8_moe_quant_config(
+        w1_scale=w13_scale,
+        w2_scale=w2_scale,
+        block_shape=[GROUP, GROUP],
+        gemm1_alpha=config.swiglu_alpha,
+        gemm1_beta=config.swiglu_beta,
+        gemm1_clamp_limit=config.swiglu_limit,
+    )
     dispatch = make_prepare_finalize(config, scales, routing_tables=None)
     kernel = modular_kernel.FusedMoEKernel(dispatch, experts_class(moe_config=config, quant_config=scales))
     return lambda x, topk_weights, ids: kernel.apply(
-        x, w13, w2, topk_weights, ids, MoEActivation.SILU, experts.experts, None, False
+        x, w13, w2, topk_weights, ids, config.activation, experts.experts, None, False
     )
 
 
-def vllm_layer(experts: Experts, tokens: int) -> Any:
+def vllm_layer(experts: Experts, tokens: int, activation: Activation = SILU) -> Any:
     """Returns vLLM's `FusedMoEConfig` for a layer and at most `tokens` tokens."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
@@ -58,7 +65,10 @@ def vllm_layer(experts: Experts, tokens: int) -> Any:
         intermediate_size=experts.intermediate,
         num_local_experts=experts.experts,
         num_logical_experts=experts.experts,
-        activation=MoEActivation.SILU,
+        activation=MoEActivation(activation.kind),
+        swiglu_limit=activation.limit,
+        swiglu_alpha=None if activation.alpha == SILU.alpha else activation.alpha,
+        swiglu_beta=None if activation.beta == SILU.beta else activation.beta,
         device="cuda",
         routing_method=RoutingMethodType.Renormalize,
         moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),

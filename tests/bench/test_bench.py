@@ -12,8 +12,10 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Experts, Model
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.ops.operands import ExpertWeights
+from fp8moe_plugin.ops.reference import dequantize_blocks
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from tests import helpers as h
+from tests.layers.conformance import CLAMPED, OAI, STEP, activated
 
 CPU = torch.device("cpu")
 TINY = Experts(layers=1, experts=8, topk=2, hidden=256, intermediate=128)
@@ -152,6 +154,18 @@ def test_the_float32_layer_agrees_with_the_backend_it_judges(weights):
     exact = h.layer_reference(case.hidden_states, layer, *case.routings[0], quantized=False)
     assert h.relative_l2(case.expected, exact) < 1e-5
     assert 0.01 < h.relative_l2(ops.fused_moe(case.hidden_states, *layer, *case.routings[0]), case.expected) < 0.06
+
+
+@pytest.mark.parametrize("activation", [CLAMPED, OAI, STEP], ids=str)
+def test_the_float32_layer_computes_an_activation(weights, activation):
+    x, routing = 20 * torch.randn(8, TINY.hidden), bench.random_routing(torch.Generator(), 8, TINY)
+    expected = torch.zeros_like(x)
+    for w13, w13_scale, w2, w2_scale, e in zip(*weights.w13, *weights.w2, range(TINY.experts), strict=True):
+        gate, up = (x @ dequantize_blocks(w13, w13_scale).T).chunk(2, -1)
+        down = activated(gate, up, activation) @ dequantize_blocks(w2, w2_scale).T
+        expected += (routing[0] * (routing[1] == e)).sum(1, keepdim=True) * down
+    assert h.relative_l2(bench.float32_layer(weights, x, *routing, activation), expected) < 1e-5
+    assert h.relative_l2(bench.float32_layer(weights, x, *routing), expected) > 0.1
 
 
 def test_the_floor_is_the_larger_of_memory_and_arithmetic():
