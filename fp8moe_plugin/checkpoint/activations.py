@@ -12,7 +12,7 @@ KNOWN = (SILU, OAI)  # vLLM, too, accepts no other name for SiLU
 # Each is one number, or a list with one for each layer. Layers past its end have no limit, nor do those with 0.
 LIMITS = ("swiglu_limit", "swiglu_limits", "expert_swiglu_limit_list")
 # Of model types whose engines have a default.
-DEFAULT_LIMITS = {"deepseek_v4": 10.0, "deepseek_v41": 10.0, "glm5_next_text": 10.0, "hy_v4": 10.0, "minimax_m3": 7.0}
+DEFAULT_LIMITS = {"deepseek_v4": 10.0, "deepseek_v41": 10.0, "glm5_next_text": 10.0, "hy_v4": 10.0}
 OAI_ALPHA, OAI_BETA, OAI_LIMIT = 1.702, 1.0, 7.0  # of swigluoai, unless config.json has others
 # By the beginning of a model type, what a limit applies to, if not to the gate before SiLU.
 LIMITED_KINDS = {

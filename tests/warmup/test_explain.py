@@ -68,6 +68,17 @@ def test_names_of_unquantized_layers_without_effect_cost_a_warning(
     assert told.count("\n") == 1
 
 
+def test_experts_that_no_kernel_computes_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path
+) -> None:
+    folder = describe(tmp_path, V3, hidden_act="swigluoai", swiglu_limit=1e39)
+    for command in ("explain", "list"):
+        assert main([command, "--model", str(folder)]) == 1
+        told = capsys.readouterr().err
+        assert told.startswith("error: The checkpoint's experts have ")
+        assert "swigluoai" in told
+
+
 def test_unquantized_experts_are_counted_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantization = V3["quantization_config"] | {"modules_to_not_convert": [r"re:.*mlp\.experts"]}
     folder = describe(tmp_path, V3, quantization_config=quantization)
