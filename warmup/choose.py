@@ -9,7 +9,7 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model, padding_share, rank_shapes, split_refusal
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.quoting import shell_word
-from warmup import memory
+from warmup import memory, needs
 from warmup.explain import STEPS, scratch_bytes
 from warmup.report import ChoiceReport, SplitReport
 from warmup.target import GPUS, MOST_GPUS, NODE, Target
@@ -46,7 +46,7 @@ def choose(model: Model, target: Target, source: str, remote_code: bool = False)
         max_model_len=context,
         fp8_cache=target.fp8_cache or bool(model.cache and model.cache.token_bytes),
         mtp_bytes=_total(model) - _total(loaded),
-        recoding=" ".join(memory.recoding_note(loaded)),
+        notes=[*memory.recoding_note(loaded), *needs.note(loaded)],
         needed=_needed(loaded, target, context) if not fitting else None,
         splits=splits,
         latency=latency.options if latency else None,
@@ -181,8 +181,7 @@ def text(found: ChoiceReport, remote_code: bool = False) -> str:
         "Weights and scratch of one GPU; tokens of KV cache, and sequences of that length, of all GPUs. Padding of the "
         "experts, over an equal share."
     ]
-    if found.recoding:
-        notes += [found.recoding]
+    notes += found.notes
     if found.mtp_bytes:
         extra = f"{found.mtp_bytes / 1e9:.1f} GB in all"
         notes += [f"The layers for multi-token prediction (MTP) are left out, {extra}: engines load them only for "]

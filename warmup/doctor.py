@@ -16,7 +16,7 @@ from fp8moe_plugin.jit.lookup import bundle_path
 from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.quoting import shown_text
 from fp8moe_plugin.settings import Settings, settings, unknown_variables, variable
-from warmup import diagnosis, engines, kernels
+from warmup import diagnosis, engines, kernels, needs
 from warmup.diagnosis import Diagnosis, Driver, KernelBundle, KernelCache
 from warmup.model import read_checkpoint
 from warmup.options import Options
@@ -230,6 +230,8 @@ def _model(options: Options, report: Report, plan: kernels.Plan) -> Iterator[Fin
     rank_shapes(model, options.parallel)
     good = f"{shown_text(options.model)} ({shown_text(model.architecture)}) can be split by {options.parallel}"
     yield Finding(subject="model", found="; ".join([good, *report.warnings]), ok=True)
+    assert report.diagnosis
+    yield from needs.findings(model, report.diagnosis)
 
 
 def _kernels(options: Options, report: Report, plan: kernels.Plan) -> Iterator[Finding]:

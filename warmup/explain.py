@@ -21,7 +21,7 @@ from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer
 from fp8moe_plugin.plan.sm90.tiles import RowTile, computed_rows
 from fp8moe_plugin.plan.spec import MoeShape
 from fp8moe_plugin.settings import batch_invariant, settings
-from warmup import memory
+from warmup import memory, needs
 from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
 from warmup.terminal import fit
 
@@ -129,6 +129,7 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
     lines = [
         header,
         *memory.recoding_note(model),
+        *needs.note(model),
         *["Under vLLM the shared expert is one more expert, which every token has."] * _merged(model, parallel),
         "",
         f"One GPU of {found.parallel}: {_size(found.weight_bytes)} of weights, "

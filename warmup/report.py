@@ -125,7 +125,7 @@ class ChoiceReport(Part):
     max_model_len: int
     fp8_cache: bool
     mtp_bytes: int  # of layers for multi-token prediction, not in the figures
-    recoding: str = ""  # about experts that are larger in memory than in the checkpoint
+    notes: list[str] = []  # sentences about this model
     needed: int | None = None  # if no split fits: the fewest GPUs of this kind on which one does
     splits: list[SplitReport]
     latency: str | None  # the options of the best split, None if none fits
