@@ -41,6 +41,7 @@ from fp8moe_plugin.deep_gemm.scale_layouts import (
     transform_sf_into_required_layout,
 )
 from fp8moe_plugin.ops import (
+    fp8_einsum,
     fp8_fp4_mqa_logits,
     fp8_fp4_paged_mqa_logits,
     fp8_mqa_logits,
@@ -53,6 +54,7 @@ get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 __version__ = "2.6.1"  # of DeepGEMM
 __all__ = [
+    "fp8_einsum",
     "fp8_fp4_gemm_nn",
     "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",

@@ -4,11 +4,12 @@
 |---|---|
 | layer | `routed_moe`, `fused_moe`, `fp8_linear` |
 | experts of rows that an all-to-all delivers | `batched_experts` |
-| GEMM | `fp8_gemm_nt`, `m_grouped_fp8_gemm_nt_*`, `k_grouped_fp8_gemm_nt_contiguous` |
+| GEMM | `fp8_gemm_nt`, `m_grouped_fp8_gemm_nt_*`, `k_grouped_fp8_gemm_nt_contiguous`, `fp8_einsum` |
 | pieces of a layer | `router_gemm`, `choose_experts`, `per_token_group_quant_fp8`, `silu_mul_quant_fp8` |
 | indexer | `fp8_mqa_logits`, `fp8_paged_mqa_logits`, `get_paged_mqa_logits_metadata` |
 """
 
+from fp8moe_plugin.ops.einsum import fp8_einsum
 from fp8moe_plugin.ops.gemm import fp8_gemm_nt
 from fp8moe_plugin.ops.grouped_gemm import (
     m_grouped_fp8_gemm_nt_contiguous,
@@ -29,6 +30,7 @@ from fp8moe_plugin.ops.silu_mul_quant import silu_mul_quant_fp8
 __all__ = [
     "batched_experts",
     "choose_experts",
+    "fp8_einsum",
     "fp8_fp4_mqa_logits",
     "fp8_fp4_paged_mqa_logits",
     "fp8_gemm_nt",

@@ -145,6 +145,24 @@ def test_counted_rows(gen, device, name):
         assert h.untouched(out[group, count:])
 
 
+@pytest.mark.parametrize("layout", ["group by group", "token by token", "rows apart"])
+@pytest.mark.parametrize("groups", [1, GROUPS])
+@pytest.mark.parametrize("tokens", [0, 1, M + 1])
+def test_a_batch_of_products(gen, device, tokens, groups, layout):
+    """In the layout of vLLM's DeepSeek-V4, whose groups are outermost in memory, and in others."""
+    (x, scales), b = h.random_quantized(gen, tokens, groups, K), h.random_weights(gen, groups, N, K)
+    if layout == "group by group":
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+        padded = torch.zeros(groups, K // h.GROUP, -(-tokens // 4) * 4, device=device)
+        scales = padded[..., :tokens].permute(2, 0, 1).copy_(scales)
+    wide = h.poisoned(tokens, groups, N + 8 * (layout == "rows apart"), dtype=torch.bfloat16, device=device)
+    d = wide[..., :N]
+    assert deep_gemm.fp8_einsum("bhr,hdr->bhd", (x, scales), b, d, recipe=(1, 128, 128)) is d
+    for group in range(groups):
+        h.assert_rounded(d[:, group], h.product((x[:, group], scales[:, group]), (b[0][group], b[1][group])))
+    assert h.untouched(wide[..., N:].contiguous())
+
+
 def test_every_name_is_there_once():
     assert sorted(set(deep_gemm.__all__)) == sorted(deep_gemm.__all__)
     assert all(hasattr(deep_gemm, name) for name in deep_gemm.__all__)

@@ -15,6 +15,7 @@ HEADS, TRANSFORM = "fp8_gemm_nt_skip_head_mid", "transform_sf_into_required_layo
 ALIGNED, PACKED = "get_mn_major_tma_aligned_tensor", "get_mn_major_tma_aligned_packed_ue8m0_tensor"
 K_GROUPED = "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor"
 ALIGNMENT = "set_mk_alignment_for_contiguous_layout"
+EINSUM = "fp8_einsum"
 
 
 def right_calls(device: torch.device) -> dict[str, Call]:
@@ -44,6 +45,14 @@ def right_calls(device: torch.device) -> dict[str, Call]:
             "masked_m": counts,
             "expected_m": 3,
             **options,
+        },
+        EINSUM: {
+            "expr": "bhr,hdr->bhd",
+            "a": h.random_quantized(gen, 6, 2, 256),
+            "b": experts,
+            "d": torch.empty(6, 2, 128, device=device).bfloat16(),
+            "c": None,
+            "recipe": (1, 128, 128),
         },
         "get_tma_aligned_size": {"x": 5, "element_size": 4},
         ALIGNED: {"sf": sf},
@@ -95,6 +104,32 @@ WRONG_CALLS = {
     "psum-of-indices": (CONTIGUOUS, "use_psum_layout", True, "ends has shape [6], needs [2]"),
     "layout-a-list": (CONTIGUOUS, "grouped_layout", [0] * 6, "m_indices is a list, not a torch.Tensor"),
     "expected-m-a-float": (MASKED, "expected_m", 3.5, "expected_m is a float, not an int"),
+    "einsum-of-gradients": (EINSUM, "expr", "bhd,bhr->hdr", "expr is 'bhd,bhr->hdr', needs 'bhr,hdr->bhd'"),
+    "einsum-a-number": (EINSUM, "expr", 3, "expr is 3, needs 'bhr,hdr->bhd'"),
+    "einsum-recipe": (EINSUM, "recipe", (1, 1, 128), "the recipe is (1, 1, 128), needs (1, 128, 128)"),
+    "einsum-no-recipe": (EINSUM, "recipe", None, "recipe is None, needs 3 ints"),
+    "einsum-addend": (EINSUM, "c", torch.zeros(6, 2, 128), "c is given, but no kernel adds to d"),
+    "einsum-a-no-pair": (EINSUM, "a", torch.zeros(6, 2, 256), "a is a Tensor, not a pair"),
+    "einsum-matrix": (EINSUM, "a", (torch.zeros(6, 256).to(h.FP8), torch.ones(6, 2)), "a has shape [6, 256], needs"),
+    "einsum-groups": (
+        EINSUM,
+        "b",
+        (torch.zeros(3, 128, 256).to(h.FP8), torch.ones(3, 1, 2)),
+        "b has shape [3, 128, 256], needs [2, any, any]",
+    ),
+    "einsum-weights-of-all": (
+        EINSUM,
+        "b",
+        (torch.zeros(256, 256).to(h.FP8), torch.ones(2, 2)),
+        "b has shape [256, 256]",
+    ),
+    "einsum-group-first": (
+        EINSUM,
+        "d",
+        torch.empty(2, 6, 128).bfloat16(),
+        "d has shape [2, 6, 128], needs [6, 2, 128]",
+    ),
+    "einsum-float32": (EINSUM, "d", torch.empty(6, 2, 128), "d has dtype torch.float32, needs torch.bfloat16"),
     "size-a-float": ("get_tma_aligned_size", "x", 5.0, "x is a float, not an int"),
     "element-of-3-bytes": ("get_tma_aligned_size", "element_size", 3, "element_size is 3, needs 1, 2, 4, 8 or 16"),
     "scales-one-dimension": (ALIGNED, "sf", torch.ones(6), "sf has shape [6], needs [MN, K/128] or"),

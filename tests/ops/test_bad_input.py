@@ -71,6 +71,12 @@ def right_gemms(
         return torch.empty(shape, dtype=torch.bfloat16, device=gen.device)
 
     return {
+        "fp8_einsum": {
+            "expr": "bhr,hdr->bhd",
+            "a": h.random_quantized(gen, ROWS, EXPERTS, HIDDEN),
+            "b": experts,
+            "d": out(ROWS, EXPERTS, 136),
+        },
         "fp8_gemm_nt": {
             "a": h.random_quantized(gen, ROWS, HIDDEN),
             "b": h.random_weights(gen, 136, HIDDEN),
@@ -152,6 +158,7 @@ def jagged(t: torch.Tensor) -> torch.Tensor:
 
 
 QUANT, SILU, LINEAR, GEMM = "per_token_group_quant_fp8", "silu_mul_quant_fp8", "fp8_linear", "fp8_gemm_nt"
+EINSUM = "fp8_einsum"
 CONTIGUOUS, MASKED = "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"
 PSUM = "m_grouped_fp8_gemm_nt_psum"
 MOE, BATCHED, GRADIENTS = "fused_moe", "batched_experts", "k_grouped_fp8_gemm_nt_contiguous"
@@ -237,6 +244,8 @@ WRONG_CALLS = {
     "psum-expected-m-float": (PSUM, "expected_m", float, "expected_m is a float, not an int"),
     "psum-alignment-tensor": (PSUM, "alignment", torch.tensor, "alignment is a Tensor, not an int"),
     "psum-alignment-0": (PSUM, "alignment", lambda _: 0, "alignment is 0, needs 1 or more"),
+    "einsum-other-groups": (EINSUM, "b", lambda b: (b[0][:3], b[1][:3]), "b has shape [3, 136, 256], needs [4, any"),
+    "einsum-other-equation": (EINSUM, "expr", lambda _: "bhd,hdr->bhr", "expr is 'bhd,hdr->bhr', needs"),
     "masked-other-groups": (MASKED, "b", lambda b: (b[0][:3], b[1][:3]), "b has shape [3, 136, 256], needs [4, any"),
     "masked-counts-float": (MASKED, "masked_m", torch.Tensor.float, "masked_m has dtype torch.float32"),
     "masked-counts-short": (MASKED, "masked_m", short, "masked_m has shape [3], needs [4]"),
