@@ -70,6 +70,10 @@ class Backend(Protocol):
         """Returns every kernel that a dense layer may launch."""
         ...
 
+    def batched_dense_kernels(self) -> KernelSet:
+        """Returns the kernels of batched dense GEMMs; an empty set if this backend does not load them for a layer."""
+        ...
+
     def indexer_kernels(self, heads: int, dim: int) -> KernelSet:
         """Returns the kernels of an indexer; an empty set if this backend does not support it."""
         ...

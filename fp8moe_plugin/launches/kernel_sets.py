@@ -24,6 +24,8 @@ def model_kernels(model: Model, target: str = SM90) -> KernelSet:
     """
     backend, experts, indexer = BACKENDS[target], model.experts, model.indexer
     found = backend.dense_kernels(model.ue8m0)
+    if any(layer.groups > 1 for layer in model.dense):
+        found = backend.batched_dense_kernels() | found
     if experts.layers:  # else all experts are unquantized
         for spec in model_specs(model, MoeShape.of(experts, experts.experts)):
             for arrival in Arrival:

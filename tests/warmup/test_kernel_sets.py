@@ -1,12 +1,14 @@
 """The kernels listed for a checkpoint are those that its layers load, each with a reason."""
 
+from dataclasses import replace
+
 import pytest
 
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.launches.kernel_sets import model_kernels
 from fp8moe_plugin.launches.sm90 import Sm90
 from fp8moe_plugin.layers.unquantized import is_quantized
-from fp8moe_plugin.plan.sm90.kernel_sets import indexer_kernels
+from fp8moe_plugin.plan.sm90.kernel_sets import batched_dense_kernels, indexer_kernels
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec
 from tests import helpers as h
 from tests.warmup.conftest import MODELS
@@ -40,3 +42,10 @@ def test_rows_that_no_kernel_takes_have_none(monkeypatch: pytest.MonkeyPatch, mo
     batched = set(model_kernels(model))
     monkeypatch.setattr(Sm90, "refusal", refusal)
     assert {key.source for key in batched - set(model_kernels(model))} == {"tiles_of_counts"}
+
+
+def test_a_batched_layer_has_kernels_of_its_own(models: dict[str, Model]) -> None:
+    model = models["DeepSeek-V3"]
+    batched = replace(model, dense=(*model.dense, replace(model.dense[0], groups=8)))
+    assert {key.source for key in set(model_kernels(batched)) - set(model_kernels(model))} == {"transpose_scales"}
+    assert set(batched_dense_kernels()) <= set(model_kernels(batched))

@@ -34,6 +34,9 @@ class Sm90:
     def dense_kernels(self, ue8m0: bool) -> KernelSet:
         return kernel_sets.dense_kernels(ue8m0)
 
+    def batched_dense_kernels(self) -> KernelSet:
+        return kernel_sets.batched_dense_kernels()
+
     def indexer_kernels(self, heads: int, dim: int) -> KernelSet:
         return {} if indexer_refusal(heads, dim) else kernel_sets.indexer_kernels(heads)
 

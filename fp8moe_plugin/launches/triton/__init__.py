@@ -33,6 +33,9 @@ class Triton:
     def dense_kernels(self, ue8m0: bool) -> KernelSet:
         return kernel_sets.dense_kernels(self.target, ue8m0)
 
+    def batched_dense_kernels(self) -> KernelSet:
+        return {}
+
     def indexer_kernels(self, heads: int, dim: int) -> KernelSet:
         return {}
 

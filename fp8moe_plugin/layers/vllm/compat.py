@@ -23,7 +23,7 @@ from vllm.utils import deep_gemm
 from vllm.v1.attention.backends.mla import indexer
 from vllm.v1.worker.worker_base import WorkerBase
 
-Replacement = Callable[[Callable[..., torch.Tensor] | None], Callable[..., torch.Tensor]]  # see replace_indexer_logits
+Replacement = Callable[[Callable[..., torch.Tensor] | None], Callable[..., torch.Tensor]]  # see replace_deep_gemm
 
 MLA_WEIGHTS = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")  # attributes of vLLM's MLAAttention
 
@@ -188,20 +188,20 @@ def experts_have_moved(state: Any, slots: int) -> bool:
     return current != dict(enumerate(initial))
 
 
-def replace_indexer_logits(contiguous: Replacement, paged: Replacement, metadata: Replacement) -> None:
-    """Replace the functions that vLLM calls for the logits of indexers, which have DeepGEMM's signatures.
+def replace_deep_gemm(**replacements: Replacement) -> None:
+    """Replace functions of DeepGEMM, by their names in vLLM's module, which vLLM calls with DeepGEMM's signatures.
 
     Each argument takes the function that vLLM would call, DeepGEMM's or None, and returns the one to call instead. vLLM
-    looks up DeepGEMM's functions all at once, unless one is set, so the lookup runs first. Then `has_deep_gemm` is
-    patched, because vLLM's indexers would refuse to run without DeepGEMM.
+    looks up DeepGEMM's functions all at once, unless one is set, so the lookup runs first.
     """
     deep_gemm._lazy_init()
-    for name, replacement in (
-        ("_fp8_fp4_mqa_logits_impl", contiguous),
-        ("_fp8_fp4_paged_mqa_logits_impl", paged),
-        ("_get_paged_mqa_logits_metadata_impl", metadata),
-    ):
-        setattr(deep_gemm, name, replacement(getattr(deep_gemm, name)))
+    for name, replacement in replacements.items():
+        variable = f"_{name}_impl"
+        setattr(deep_gemm, variable, replacement(getattr(deep_gemm, variable)))
+
+
+def expect_no_deep_gemm() -> None:
+    """Make vLLM's indexers run without DeepGEMM, which they would refuse."""
     for module in (sparse_attn_indexer, indexer):
         module.has_deep_gemm = lambda: True
 

@@ -44,19 +44,20 @@ def serve_indexer(description: Any, device: torch.device, warmup: str) -> None:
         log_once(logging.INFO, f"the indexer's logits: DeepGEMM ({refusal})")
         return
     kernels = prepare_kernels(backend.indexer_kernels(heads, dim), place, warmup)
-    compat.replace_indexer_logits(
-        partial(_ours_where_it_fits, ops.fp8_fp4_mqa_logits, _fits_query),
-        partial(_ours_where_it_fits, ops.fp8_fp4_paged_mqa_logits, _fits_pages),
-        partial(_ours_where_it_fits, ops.get_paged_mqa_logits_metadata, lambda lens, block_kv, *_: block_kv == PAGE),
+    compat.replace_deep_gemm(
+        fp8_fp4_mqa_logits=partial(ours_where_it_fits, ops.fp8_fp4_mqa_logits, _fits_query),
+        fp8_fp4_paged_mqa_logits=partial(ours_where_it_fits, ops.fp8_fp4_paged_mqa_logits, _fits_pages),
+        get_paged_mqa_logits_metadata=partial(ours_where_it_fits, ops.get_paged_mqa_logits_metadata, _fits_size),
     )
+    compat.expect_no_deep_gemm()
     metrics.update(kernels)
     log_once(logging.INFO, f"the indexer's logits: backend {backend_name(place)}, {heads} heads of {dim} channels")
 
 
-def _ours_where_it_fits(ours: Function, fits: Callable[..., bool], theirs: Function | None) -> Function:
+def ours_where_it_fits(ours: Function, fits: Callable[..., bool], theirs: Function | None) -> Function:
     """Returns a function that calls `ours`, or `theirs` for calls that `ours` does not support.
 
-    Such calls come from the indexer of another model in this process. Without `theirs`, our op refuses them.
+    Such calls come from another model in this process. Without `theirs`, our op refuses them.
     """
     theirs = getattr(theirs, "theirs", theirs)  # if a second model is served, our function is installed already
     if theirs is None or theirs is ours:
@@ -77,3 +78,7 @@ def _fits_query(q: Any, *_: object) -> bool:
 
 def _fits_pages(q: Any, kv_cache: torch.Tensor, *_: object) -> bool:
     return _fits_query(q) and kv_cache.shape[1] == PAGE
+
+
+def _fits_size(lens: torch.Tensor, block_kv: int, *_: object) -> bool:
+    return block_kv == PAGE

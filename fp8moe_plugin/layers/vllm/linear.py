@@ -14,6 +14,7 @@ from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import kernels_backend, prepare_kernels
 from fp8moe_plugin.layers.loading import check_size, rows_of_shard
 from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of
+from fp8moe_plugin.layers.vllm.deepseek_v4 import serve_batched_product
 from fp8moe_plugin.layers.vllm.loading import LayerLoading
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.ops import torch_ops
@@ -84,6 +85,8 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         self.loading.finish(layer)
         keys = kernels_backend(layer.weight).dense_kernels(self.ue8m0)
         metrics.update(prepare_kernels(keys, layer.weight, self.warmup))
+        if getattr(layer, "is_bmm", False):  # set after the layer is made
+            serve_batched_product(self.prefix, layer.weight, layer.bmm_batch_size, self.warmup)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch_ops.linear(x, layer.weight, getattr(layer, self.scale), bias, self.ue8m0)

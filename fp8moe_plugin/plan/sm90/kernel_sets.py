@@ -1,6 +1,6 @@
 """The kernels that a layer may launch at any number of tokens, each with the reason that `warmup list` prints."""
 
-from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER_TILE_N,
@@ -111,6 +111,16 @@ def dense_kernels(ue8m0: bool) -> KernelSet:
     return found | {
         grouped_gemm_key(Output.BF16): "dense GEMMs: prefill",
         quantize_key(ue8m0, Layout.K_MAJOR): "quantization of the activations of dense layers",
+    }
+
+
+def batched_dense_kernels() -> KernelSet:
+    """Returns every kernel that a batch of two or more dense GEMMs launches, with its reason."""
+    return {
+        grouped_gemm_few_rows_key(FP8_BLOCK): "batched dense GEMMs of few tokens: decode",
+        grouped_gemm_key(Output.BF16): "batched dense GEMMs: prefill",
+        tiles_of_counts_key(): "tiles of batched dense GEMMs",
+        transpose_scales_key(): "scales of batched dense GEMMs, in steps whose tokens are no multiple of 4",
     }
 
 
