@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.jit.launch import Argument, Launch, PerGroup, Slot, TensorMap
 from fp8moe_plugin.launches.backend import Plan
 from fp8moe_plugin.launches.backends import BACKENDS
@@ -181,11 +183,29 @@ def product(a: Quantized, b: Quantized) -> torch.Tensor:
 SWIGLU_SLACK = 2**-7 * 1.01  # relative: SiLU and the product are each rounded to bfloat16, by up to 2^-8
 
 
-def swiglu(gate_up: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
-    """float64 `silu(gate) * up`; `rounded`: to bfloat16 where the ops round."""
+MODIFIED_SLACK = 2**-8 * 1.01  # relative: only the result is rounded to bfloat16
+MODIFIED = (  # with limits that a good part of sums near 1 reaches
+    Activation(limit=0.75),
+    Activation("swigluoai_uninterleave", 0.75, 1.702, 1.0),
+    Activation("swiglustep", 0.5),
+)
+
+
+def swiglu(gate_up: torch.Tensor, activation: Activation = SILU, *, rounded: bool = False) -> torch.Tensor:
+    """The activation in float64; `rounded`: to bfloat16 where the ops round."""
     gate, up = gate_up.double().chunk(2, -1)
-    silu = gate * torch.sigmoid(gate)
-    return (silu.bfloat16() * up.bfloat16()).double() if rounded else silu * up
+    if activation == SILU:
+        silu = gate * torch.sigmoid(gate)
+        return (silu.bfloat16() * up.bfloat16()).double() if rounded else silu * up
+    kind, limit, alpha, beta = activation
+    limit = math.inf if limit is None else limit
+    if kind == "swiglustep":
+        inner = (gate * torch.sigmoid(gate)).clamp(max=limit)
+    else:
+        gate = gate.clamp(max=limit)
+        inner = gate * torch.sigmoid(alpha * gate)
+    inner = inner * (up.clamp(-limit, limit) + beta)
+    return inner.bfloat16().double() if rounded else inner
 
 
 def resolved(argument: Argument, addresses: tuple[int, ...]) -> TensorMap | PerGroup | int:
@@ -311,6 +331,7 @@ def layer_reference(
     *,
     quantized: bool,
     ue8m0: bool = False,
+    activation: Activation = SILU,
 ) -> torch.Tensor:
     """Returns the layer in float64, expert by expert; `quantized`: rounded wherever the ops round, else nowhere."""
 
@@ -324,10 +345,10 @@ def layer_reference(
     total = torch.zeros_like(tokens)
     for e in range(layer.w13.shape[0]):
         token, column = (ids == e).nonzero(as_tuple=True)
-        gate_up = as_bf16(tokens[token] @ dequantize_weights(layer.w13[e], layer.w13_scale[e]).T)
-        down = as_bf16(
-            as_fp8(swiglu(gate_up, rounded=quantized)) @ dequantize_weights(layer.w2[e], layer.w2_scale[e]).T
-        )
+        gate_up = tokens[token] @ dequantize_weights(layer.w13[e], layer.w13_scale[e]).T
+        gate_up = as_bf16(gate_up) if activation == SILU else gate_up
+        inner = as_fp8(swiglu(gate_up, activation, rounded=quantized))
+        down = as_bf16(inner @ dequantize_weights(layer.w2[e], layer.w2_scale[e]).T)
         total.index_add_(0, token, topk_weights[token, column, None].double() * down)
     return total
 

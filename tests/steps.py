@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.launches.operands import Ids, Rows, Weights
 from fp8moe_plugin.launches.sm90.combine import combine_launch
+from fp8moe_plugin.launches.sm90.gate_up import gate_up_few_rows_launch, gate_up_launch
 from fp8moe_plugin.launches.sm90.gemm import (
-    gate_up_few_rows_launch,
-    gate_up_launch,
     grouped_gemm_few_rows_launch,
     grouped_gemm_launch,
 )
@@ -288,6 +288,7 @@ def gate_up(
     tiles: TileTensors,
     *,
     ue8m0: bool = False,
+    activation: Activation = SILU,
     tokens: torch.Tensor | None = None,
     split: SplitK | None = None,
     out: Quantized | None = None,
@@ -310,17 +311,19 @@ def gate_up(
     weights, a_rows, at = weights_of(w13), 0 if tokens is None else tokens.data_ptr(), tiles.addresses
     kept = (a[1], 0, 0) if a_rows else k_major(*a)
     x, blocks = rows_of(a[0], kept), device.multiprocessors
-    spec = LayerSpec(MoeShape(1, a[0].shape[-1], intermediate, len(w13[0]), len(w13[0])), ue8m0=ue8m0)
+    shape, numbers = MoeShape(1, a[0].shape[-1], intermediate, len(w13[0]), len(w13[0])), activation.numbers
+    spec = LayerSpec(shape, ue8m0=ue8m0, activation=activation)
     if not tiles.tile.streams_weights:
         first = gate_up_key(spec, bool(a_rows))
-        launch(device, [gate_up_launch(first, blocks, x, weights, inner, at, a_rows=a_rows)])
+        launch(device, [gate_up_launch(first, blocks, x, weights, inner, at, numbers, a_rows=a_rows)])
     else:
         shared, counted = {}, TileAddresses(at.table, at.num_tiles)
         if split:
             shared = {"partial": split.partial.data_ptr(), "k_splits": split.splits, "row_counters": split.counters}
             counted = at
+        operands_of_few = x, weights, inner, counted, numbers
         key = gate_up_few_rows_key(spec)
-        launch(device, [gate_up_few_rows_launch(key, blocks, x, weights, inner, counted, a_rows=a_rows, **shared)])
+        launch(device, [gate_up_few_rows_launch(key, blocks, *operands_of_few, a_rows=a_rows, **shared)])
     return q.view(groups, max_m, intermediate), scales.unflatten(0, (groups, max_m))
 
 

@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map, const float* a_scales,
             int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales, const uint4* gathered,
             const int* a_rows, u8* d, float* d_scales, int* done_counters, const int4* table, int* num_tiles, int m,
-            int n, int k) {
+            int n, int k, Activation activation) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     int warpgroup = warp_uniform(threadIdx.x / kWarpgroup), k_blocks = k / kBlockK;
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
     Operands in{&a_map, &a_narrow_map, &b_map, scales, b_scales, n, k_blocks};
-    QuantizedRows out{&d_map, d, d_scales, n / 2, m};
+    QuantizedRows out{&d_map, d, d_scales, n / 2, m, activation};
     TileRings rings;
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();

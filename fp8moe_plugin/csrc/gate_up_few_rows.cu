@@ -59,6 +59,7 @@ struct Result {
     DoneCounters done;
     int m, intermediate;
     Splits splits;
+    Activation activation;
 };
 
 using Queue = TileQueue<kBlockTokens>;
@@ -178,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gate_up_few_rows(const __grid_constant__ TensorMap w_map, const uint4* x, const float* x_scales,
                      const float* w_scales, const int* a_rows, u8* q, float* scales, float* partial, int* done_counters,
                      const int4* table, int* num_tiles, int m, int intermediate, int k, int splits,
-                     int counters_per_tile) {
+                     int counters_per_tile, Activation activation) {
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
@@ -192,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         load_tiles(shared, in, queue);
     } else {
         increase_registers<kMathRegisters>();
-        Result out{q, scales, partial, {done_counters, counters_per_tile}, m, intermediate, {splits}};
+        Result out{q, scales, partial, {done_counters, counters_per_tile}, m, intermediate, {splits}, activation};
         Ring<kStages> ring;
         while (true) {
             barrier_wait(shared.full(ring.stage), ring.phase);

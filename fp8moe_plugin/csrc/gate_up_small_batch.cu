@@ -158,6 +158,7 @@ struct Result {
     u8* q;
     float* scales;
     int* tokens_written;
+    Activation activation;
 
     // Marks the cluster's tiles as not written, and their experts as absent from all tokens; by a warp of the first
     // block, before the cluster's blocks meet and the next kernel starts. `most_tiles`: an upper bound of the batch's
@@ -174,8 +175,8 @@ struct Result {
     }
 };
 
-// SiLU(gate) * up of the lane's four channels as bfloat16, from the sums of all blocks.
-DEVICE uint2 activated(SharedMemory shared, int finished) {
+// The activation of the lane's four channels as bfloat16, from the sums of all blocks.
+DEVICE uint2 activated(SharedMemory shared, int finished, const Activation& activation) {
     float4 half[2] = {};
 #pragma unroll
     for (int from = 0; from < kCluster; ++from)
@@ -184,7 +185,7 @@ DEVICE uint2 activated(SharedMemory shared, int finished) {
             float4 part = load_shared_float4(sums_at(shared, finished, from, h) + lane_of_warp() * 16);
             half[h].x += part.x, half[h].y += part.y, half[h].z += part.z, half[h].w += part.w;
         }
-    return activate_four(half[0], half[1]);
+    return activation.of_four(half[0], half[1]);
 }
 
 DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Share& share, int finished,
@@ -200,7 +201,7 @@ DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Sha
         bool own = own_expert == list.experts[tile / groups], any = __ballot_sync(kAllLanes, own);
         if (lane == 0) barrier_arrive_expect(received, kCluster * 2 * Sums<1>::kBytes);
         barrier_wait(received, phase);
-        uint2 value = any ? activated(shared, finished) : make_uint2(0, 0);
+        uint2 value = any ? activated(shared, finished, out.activation) : make_uint2(0, 0);
         __syncwarp();
         // Signal only blocks that will wait for it: others may have exited.
         if (lane < kCluster && tile + share.tile_stride < tiles)
@@ -227,12 +228,12 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
     gate_up_small_batch(const __grid_constant__ TensorMap w_map, const uint4* x, const float* w_scales, const void* ids,
                         const int* expert_map, const float* topk_weights, u8* q, float* scales, int* tokens_written,
                         int ids_64, int shared_expert, int routed_experts, int num_experts, int tokens, int topk,
-                        int hidden, int intermediate, float routed_scale) {
+                        int hidden, int intermediate, float routed_scale, Activation activation) {
     SharedMemory shared{dynamic_shared_address()};
     const ProblemSize size{tokens, topk, hidden, intermediate};
     const Share share(size);
     const ExpertIds router{ids, expert_map, ids_64, shared_expert, tokens * topk, topk, routed_experts, num_experts};
-    const Result result{q, scales, tokens_written};
+    const Result result{q, scales, tokens_written, activation};
     ExpertList& list = list_at(SharedMemory::offset<List>());
     int warp = warp_uniform(threadIdx.x / kWarp);
     bool math = warp < kMathWarps;

@@ -18,7 +18,7 @@ constexpr int kWarps = THREADS / kWarp;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     silu_mul_quant(const uint4* __restrict__ gate_up, const int* __restrict__ counts, uint2* __restrict__ q,
-                   float* __restrict__ scales, int max_m, int groups) {
+                   float* __restrict__ scales, int max_m, int groups, Activation activation) {
     const int count = min(counts[blockIdx.y], max_m);
     const int row_begin = blockIdx.y * max_m;
     const int row_end = row_begin + count;
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         float scale_of_lane = 0.0f;  // lane i stores the scale of row i, in one store
 #pragma unroll
         for (int i = 0; i < kRowsPerLane; ++i) {
-            const uint4 product = activate_eight(gate[i], up[i]);
+            const uint4 product = activation.of_eight(gate[i], up[i]);
             float value[8];
             unpack_eight(product, value);
             const float scale = group_scale(group_max(magnitude_bits(product)));

@@ -74,3 +74,4 @@ class Activation(NamedTuple):
 
 
 SILU = Activation()
+VARIANTS = SILU, Activation(limit=1.0)  # an activation for each variant of the kernels

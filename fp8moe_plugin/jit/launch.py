@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fp8moe_plugin.formats.activation import ActivationNumbers
 from fp8moe_plugin.plan.keys import KernelKey
 
 
@@ -37,7 +38,7 @@ class PerGroup(NamedTuple):
     elements: tuple[TensorMap | int, ...]
 
 
-Argument = TensorMap | PerGroup | Address | float
+Argument = TensorMap | PerGroup | ActivationNumbers | Address | float
 
 
 class Launch(NamedTuple):

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from fp8moe_plugin.formats.activation import ActivationNumbers
 from fp8moe_plugin.jit.driver import INVALID_CONTEXT, bind_context, check, encode, load, shared_memory
 from fp8moe_plugin.jit.launch import Argument, Launch, PerGroup, Slot, TensorMap
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, Patch, PreparedLaunch, make_sequence
 from fp8moe_plugin.plan.parameters import K_GROUPS, PARAMETERS, Kind
 
+NUMBERS = f"{len(ActivationNumbers._fields)}f"
 FORMATS = {  # of `struct`, for each kind of parameter
     Kind.MAP: f"{TENSOR_MAP_BYTES}s",
     Kind.POINTER: "P",
@@ -18,6 +20,7 @@ FORMATS = {  # of `struct`, for each kind of parameter
     Kind.FLOAT: "f",
     Kind.MAPS: f"{K_GROUPS * TENSOR_MAP_BYTES}s",
     Kind.INTS: f"{K_GROUPS * struct.calcsize('i')}s",
+    Kind.ACTIVATION: f"{struct.calcsize(NUMBERS)}s",
 }
 UNKNOWN_ADDRESS = 2**40  # placeholder in descriptors until a call provides the address
 
@@ -78,6 +81,8 @@ def _known(args: Iterable[Argument], begins: Iterable[int], patches: list[Patch]
         elif isinstance(argument, Slot):
             patches.append(Patch(at, argument.index, argument.offset, is_map=False))
             yield 0
+        elif isinstance(argument, ActivationNumbers):
+            yield struct.pack(NUMBERS, *argument)
         elif isinstance(argument, PerGroup):
             yield _known_elements(argument, at, patches)
         else:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.operands import Rows
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
@@ -112,9 +113,17 @@ class Backend(Protocol):
         ...
 
     def silu_mul_quant_launch(
-        self, ue8m0: bool, gate_up: Address, counts: Address, groups: int, max_m: int, out: Rows, multiprocessors: int
+        self,
+        ue8m0: bool,
+        activation: Activation,
+        gate_up: Address,
+        counts: Address,
+        groups: int,
+        max_m: int,
+        out: Rows,
+        multiprocessors: int,
     ) -> Launch:
-        """Returns the launch that applies SwiGLU to bfloat16 `[groups, max_m, 2I]` and quantizes the result.
+        """Returns the launch that applies the activation to bfloat16 `[groups, max_m, 2I]` and quantizes the result.
 
         It processes the first `counts[g]` rows of each group.
         """

@@ -5,6 +5,7 @@ The functions take tensors in the layouts of the ops, and round at the same poin
 
 import torch
 
+from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.checks import FP8
@@ -54,8 +55,8 @@ def batched_experts(
 
 
 def expert(spec: LayerSpec, rows: Quantized, weights: ExpertWeights) -> torch.Tensor:
-    """Returns bfloat16 `w2 @ (silu(gate) * up)` with `gate, up = w13 @ row`, for each row of one expert."""
-    inner = silu_mul_quant(gemm(rows, weights.w13).bfloat16(), spec.ue8m0)
+    """Returns bfloat16 `w2 @ activated(gate, up)` with `gate, up = w13 @ row`, for each row of one expert."""
+    inner = silu_mul_quant(gemm(rows, weights.w13), spec.ue8m0, spec.activation)
     return gemm(inner, weights.w2).bfloat16()
 
 
@@ -119,10 +120,20 @@ def group_scales(amax: torch.Tensor, ue8m0: bool) -> torch.Tensor:
     return ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
-def silu_mul_quant(gate_up: torch.Tensor, ue8m0: bool = False) -> Quantized:
-    """Compute `ops.silu_mul_quant_fp8` for dense rows: bfloat16 `[.., 2I]` to e4m3 `[.., I]`, scales `[.., I/128]`."""
+def silu_mul_quant(gate_up: torch.Tensor, ue8m0: bool = False, activation: Activation = SILU) -> Quantized:
+    """Compute `ops.silu_mul_quant_fp8` for dense rows: `[.., 2I]` to e4m3 `[.., I]` and scales `[.., I/128]`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return quantize(torch.nn.functional.silu(gate) * up, ue8m0)
+    return quantize(activated(gate, up, activation), ue8m0)
+
+
+def activated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Returns bfloat16; `silu(gate) * up` rounds sums, SiLU and product, a modified SwiGLU only its result."""
+    if not activation.is_modified:
+        return torch.nn.functional.silu(gate.bfloat16()) * up.bfloat16()
+    gate_limit, activated_limit, up_limit, alpha, beta = activation.numbers
+    gate = gate.float().clamp(max=gate_limit)
+    inner = (gate * torch.sigmoid(alpha * gate)).clamp(max=activated_limit)
+    return (inner * (up.float().clamp(-up_limit, up_limit) + beta)).bfloat16()
 
 
 def write(out: Quantized, result: Quantized) -> None:

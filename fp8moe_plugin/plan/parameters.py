@@ -22,6 +22,7 @@ class Kind(StrEnum):
     FLOAT = "float"  # 32 bits
     MAPS = "maps"  # K_GROUPS descriptors
     INTS = "ints"  # K_GROUPS ints
+    ACTIVATION = "activation"  # ActivationNumbers, passed by value
 
 
 class Parameter(NamedTuple):
@@ -77,17 +78,17 @@ PARAMETERS = {
     "gate_up": _signature(
         "map a_map, map a_narrow_map, map b_map, map d_map, pointer a_scales, int a_scale_expert_stride, "
         "int a_scale_k_stride, pointer b_scales, pointer gathered, pointer a_rows, pointer d, pointer d_scales, "
-        "pointer done_counters, pointer table, pointer num_tiles, int m, int n, int k"
+        "pointer done_counters, pointer table, pointer num_tiles, int m, int n, int k, activation activation"
     ),
     "gate_up_small_batch": _signature(
         "map w_map, pointer x, pointer w_scales, pointer ids, pointer expert_map, pointer topk_weights, pointer q, "
         "pointer scales, pointer tokens_written, int ids_64, int shared_expert, int routed_experts, int num_experts, "
-        "int tokens, int topk, int hidden, int intermediate, float routed_scale"
+        "int tokens, int topk, int hidden, int intermediate, float routed_scale, activation activation"
     ),
     "gate_up_few_rows": _signature(
         "map w_map, pointer x, pointer x_scales, pointer w_scales, pointer a_rows, pointer q, pointer scales, "
         "pointer partial, pointer done_counters, pointer table, pointer num_tiles, int m, int intermediate, int k, "
-        "int splits, int counters_per_tile"
+        "int splits, int counters_per_tile, activation activation"
     ),
     "grouped_gemm": _signature(
         "map a_map, map a_narrow_map, map b_map, map d_map, pointer a_scales, int a_scale_expert_stride, "
@@ -112,7 +113,9 @@ PARAMETERS = {
         "int routed_experts, int num_experts, int block_m, int counters_per_tile"
     ),
     "router_gemm": _signature("pointer x, pointer weight, pointer logits, int tokens, int experts, int steps"),
-    "silu_mul_quant": _signature("pointer gate_up, pointer counts, pointer q, pointer scales, int max_m, int groups"),
+    "silu_mul_quant": _signature(
+        "pointer gate_up, pointer counts, pointer q, pointer scales, int max_m, int groups, activation activation"
+    ),
     "tiles_of_counts": _signature(
         "pointer counts, pointer table, pointer num_tiles, pointer done_counters, int groups, int max_m, int block_m"
     ),

@@ -36,10 +36,24 @@ def quantized(values, UE8M0: tl.constexpr):
 
 
 @triton.jit
-def silu_mul(gate, up):
-    """bfloat16 `silu(gate) * up` of bfloat16; SiLU and the product are each rounded to bfloat16."""
-    x = gate.to(tl.float32)
-    inverse = 1.0 / (1.0 + tl.exp2(x * -LOG2_E))  # as in csrc, where dividing x would give other bits
-    inverse = tl.where(inverse < SMALLEST_NORMAL, 0.0, inverse)  # csrc has no subnormal ones
-    silu = (x * inverse).to(tl.bfloat16)
-    return (silu.to(tl.float32) * up.to(tl.float32)).to(tl.bfloat16)
+def silu(x, alpha):
+    """`x * sigmoid(alpha * x)` of float32."""
+    inverse = 1.0 / (1.0 + tl.exp2(x * (alpha * -LOG2_E)))  # as in csrc, where dividing x would give other bits
+    return x * tl.where(inverse < SMALLEST_NORMAL, 0.0, inverse)  # csrc has no subnormal ones
+
+
+@triton.jit
+def activated(gate, up, gate_limit, activated_limit, up_limit, alpha, beta, MODIFIED_SWIGLU: tl.constexpr):
+    """The activation of float32 sums, or of sums that are bfloat16 already, as bfloat16: see `ActivationNumbers`.
+
+    Plain `silu(gate) * up` rounds sums, SiLU and the product to bfloat16, a modified SwiGLU only its result.
+    """
+    if MODIFIED_SWIGLU:
+        every: tl.constexpr = tl.PropagateNan.ALL
+        limited = tl.minimum(gate.to(tl.float32), gate_limit, propagate_nan=every)
+        inner = tl.minimum(silu(limited, alpha), activated_limit, propagate_nan=every)
+        result = inner * (tl.clamp(up.to(tl.float32), -up_limit, up_limit, propagate_nan=every) + beta)
+    else:
+        inner = silu(gate.to(tl.bfloat16).to(tl.float32), 1.0).to(tl.bfloat16)
+        result = inner.to(tl.float32) * up.to(tl.bfloat16).to(tl.float32)
+    return result.to(tl.bfloat16)

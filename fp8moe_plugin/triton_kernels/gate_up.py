@@ -3,9 +3,37 @@
 import triton
 import triton.language as tl
 
-from fp8moe_plugin.triton_kernels.arithmetic import quantized, silu_mul
+from fp8moe_plugin.triton_kernels.arithmetic import activated, quantized
 from fp8moe_plugin.triton_kernels.dependence import wait_for_previous_kernel
 from fp8moe_plugin.triton_kernels.operands import add_product, empty_sums, rows_of_tile, sources, tile_of_program
+
+
+@triton.jit
+def sums_of_both(
+    x_at,
+    x_scale_at,
+    x_scale_k_block,
+    gate_at,
+    gate_scale_at,
+    up_at,
+    up_scale_at,
+    blocks,
+    BLOCK_M: tl.constexpr,
+    SWAP: tl.constexpr,
+):
+    """The products of a tile's rows with 128 channels of both projections, from the addresses of the first K block."""
+    gate, up = empty_sums(BLOCK_M, 128, SWAP), empty_sums(BLOCK_M, 128, SWAP)
+    x_scale, gate_scale, up_scale = tl.load(x_scale_at), tl.load(gate_scale_at), tl.load(up_scale_at)
+    for block in range(1, blocks + 1):  # loads scales a block ahead: only what is multiplied goes through a pipeline
+        ahead = tl.minimum(block, blocks - 1)
+        next_x_scale = tl.load(x_scale_at + ahead * x_scale_k_block)
+        next_scales = tl.load(gate_scale_at + ahead), tl.load(up_scale_at + ahead)
+        x = tl.load(x_at)
+        gate = add_product(gate, x, tl.load(gate_at), x_scale, gate_scale, SWAP)
+        up = add_product(up, x, tl.load(up_at), x_scale, up_scale, SWAP)
+        x_scale, gate_scale, up_scale = next_x_scale, next_scales[0], next_scales[1]
+        x_at, gate_at, up_at = x_at + 128, gate_at + 128, up_at + 128
+    return gate, up
 
 
 @triton.jit
@@ -27,12 +55,18 @@ def triton_gate_up(
     scale_k_block,
     gathered,
     group_m,
+    gate_limit,
+    activated_limit,
+    up_limit,
+    alpha,
+    beta,
     PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SWAP: tl.constexpr,
+    MODIFIED_SWIGLU: tl.constexpr,
     UE8M0: tl.constexpr,
 ):
-    """e4m3 `q` `[rows, channels]` and its K-major scales, of `silu(gate) * up` with `gate, up = a @ b.T`.
+    """e4m3 `q` `[rows, channels]` and its K-major scales, of the activation of `gate, up = a @ b.T`.
 
     `b` is `[experts, 2 * channels, k]`, gate first. The rest is as for triton_gemm. A program computes 128 channels, so
     that it has whole groups of the quantization.
@@ -53,19 +87,10 @@ def triton_gate_up(
     x_scale_at = a_scales + source * a_scale_row + expert.to(tl.int64) * a_scale_group
     gate_scale_at = b_scales + (expert.to(tl.int64) * 2 * columns + column_tile) * (k // 128)
     up_scale_at = gate_scale_at + columns * (k // 128)
-    gate, up = empty_sums(BLOCK_M, 128, SWAP), empty_sums(BLOCK_M, 128, SWAP)
-    x_scale, gate_scale, up_scale = tl.load(x_scale_at), tl.load(gate_scale_at), tl.load(up_scale_at)
-    for block in range(1, k // 128 + 1):  # loads scales a block ahead: only what is multiplied goes through a pipeline
-        ahead = tl.minimum(block, k // 128 - 1)
-        next_x_scale = tl.load(x_scale_at + ahead * a_scale_k_block)
-        next_scales = tl.load(gate_scale_at + ahead), tl.load(up_scale_at + ahead)
-        x = tl.load(x_at)
-        gate = add_product(gate, x, tl.load(gate_at), x_scale, gate_scale, SWAP)
-        up = add_product(up, x, tl.load(up_at), x_scale, up_scale, SWAP)
-        x_scale, gate_scale, up_scale = next_x_scale, next_scales[0], next_scales[1]
-        x_at, gate_at, up_at = x_at + 128, gate_at + 128, up_at + 128
-
-    inner = silu_mul(gate.to(tl.bfloat16), up.to(tl.bfloat16))
+    gate, up = sums_of_both(
+        x_at, x_scale_at, a_scale_k_block, gate_at, gate_scale_at, up_at, up_scale_at, k // 128, BLOCK_M, SWAP
+    )
+    inner = activated(gate, up, gate_limit, activated_limit, up_limit, alpha, beta, MODIFIED_SWIGLU)
     codes, of_rows = quantized(tl.trans(inner) if SWAP else inner, UE8M0)
     tl.store(q + rows.to(tl.int64)[:, None] * channels + column[None, :], codes, (rows < end)[:, None])
     tl.store(scales + column_tile.to(tl.int64) * scale_k_block + rows, of_rows, rows < end)

@@ -1,9 +1,9 @@
-"""SwiGLU and quantization by themselves, where GEMM 1 of the experts does not include them."""
+"""The activation and quantization by themselves, where GEMM 1 of the experts does not include them."""
 
 import triton
 import triton.language as tl
 
-from fp8moe_plugin.triton_kernels.arithmetic import quantized, silu_mul
+from fp8moe_plugin.triton_kernels.arithmetic import activated, quantized
 from fp8moe_plugin.triton_kernels.dependence import wait_for_previous_kernel
 
 
@@ -16,7 +16,13 @@ def triton_silu_mul_quant(
     max_m,
     channels,
     scale_k_block,
+    gate_limit,
+    activated_limit,
+    up_limit,
+    alpha,
+    beta,
     PDL: tl.constexpr,
+    MODIFIED_SWIGLU: tl.constexpr,
     UE8M0: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -35,6 +41,7 @@ def triton_silu_mul_quant(
     at = row[:, None] * 2 * channels + column[None, :]
     gate = tl.load(gate_up + at, inside[:, None], 0.0)
     up = tl.load(gate_up + at + channels, inside[:, None], 0.0)
-    codes, of_rows = quantized(silu_mul(gate, up), UE8M0)
+    inner = activated(gate, up, gate_limit, activated_limit, up_limit, alpha, beta, MODIFIED_SWIGLU)
+    codes, of_rows = quantized(inner, UE8M0)
     tl.store(q + row[:, None] * channels + column[None, :], codes, inside[:, None])
     tl.store(scales + column_tile.to(tl.int64) * scale_k_block + row, of_rows, inside)

@@ -7,7 +7,7 @@ rows, so it would not help one; products are summed in float32, 128 channels at 
 import triton
 import triton.language as tl
 
-from fp8moe_plugin.triton_kernels.arithmetic import quantized, silu_mul
+from fp8moe_plugin.triton_kernels.arithmetic import activated, quantized
 from fp8moe_plugin.triton_kernels.dependence import wait_for_previous_kernel
 from fp8moe_plugin.triton_kernels.route import local_experts
 
@@ -46,15 +46,20 @@ def triton_gate_up_small_batch(
     topk,
     routed_experts,
     num_experts,
+    gate_limit,
+    activated_limit,
+    up_limit,
+    alpha,
+    beta,
     PDL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
+    MODIFIED_SWIGLU: tl.constexpr,
     UE8M0: tl.constexpr,
 ):
-    """bfloat16 `inner` `[pairs, channels]`: `silu(gate) * up` with `gate, up = b[expert] @ x[token]`, quantizing x.
+    """bfloat16 `inner` `[pairs, channels]`: the activation of `gate, up = b[expert] @ x[token]`, quantizing x.
 
-    `x` is bfloat16 `[tokens, k]`, `b` e4m3 `[experts, 2 * channels, k]`, gate first. A program computes BLOCK_N
-    channels of a pair. A pair without an expert here is not written.
+    `x` is bfloat16 `[tokens, k]`, `b` e4m3 `[experts, 2 * channels, k]`. Pairs without an expert here are not written.
     """
     wait_for_previous_kernel(PDL)
     columns = channels // BLOCK_N
@@ -82,7 +87,8 @@ def triton_gate_up_small_batch(
         codes, scales = quantized(values, UE8M0)
         gate += scaled_products(codes, scales, gate_w, gate_scales)
         up += scaled_products(codes, scales, up_w, up_scales)
-    result = silu_mul(sum_of_threads(gate).to(tl.bfloat16), sum_of_threads(up).to(tl.bfloat16))
+    of_pair = sum_of_threads(gate), sum_of_threads(up)
+    result = activated(*of_pair, gate_limit, activated_limit, up_limit, alpha, beta, MODIFIED_SWIGLU)
     tl.store(inner + pair.to(tl.int64) * channels + column, result)
 
 

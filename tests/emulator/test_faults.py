@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8moe_plugin.formats.activation import Activation
+from fp8moe_plugin.launches.kernel_sets import EXAMPLE
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.sm90 import layer
@@ -22,6 +24,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     dense_gemm_many_rows_key,
     down_small_batch_key,
     gate_up_few_rows_key,
+    gate_up_key,
     gate_up_small_batch_key,
     grouped_gemm_few_rows_key,
     grouped_gemm_key,
@@ -32,16 +35,18 @@ from fp8moe_plugin.plan.sm90.catalog import (
     quantize_key,
     route_key,
     router_gemm_key,
+    silu_mul_quant_key,
     tiles_of_counts_key,
     transpose_scales_key,
 )
 from fp8moe_plugin.plan.sm90.constants import Layout
 from fp8moe_plugin.plan.sm90.dense import few_rows, splits_k
 from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
-from fp8moe_plugin.plan.spec import Output
+from fp8moe_plugin.plan.spec import LayerSpec, Output
 from fp8moe_plugin.plan.tuning import EARLY_BELOW, LONG_K
 from tests import faults
 from tests import helpers as h
+from tests.emulator import activations
 from tests.emulator.build import CSRC, Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import SHARED_BYTES, Device, EmulatorError
@@ -218,6 +223,17 @@ def weight_gradients(emulator: Device, seed: int) -> None:
     call.assert_right(d)
 
 
+def with_activation(kernel: str, activation: Activation) -> Callable[[Device, int], None]:
+    return functools.partial(activations.KERNELS[kernel], activation=activation)
+
+
+CLAMPED, OAI, STEP = h.MODIFIED
+MODIFIED = LayerSpec(EXAMPLE, activation=CLAMPED)  # the kernels of all three
+step_of_many_rows = with_activation("gate_up", STEP)
+oai_of_few_rows = with_activation("gate_up_few_rows", OAI)
+clamped_small_batch = with_activation("gate_up_small_batch", CLAMPED)
+oai_by_itself = with_activation("silu_mul_quant", OAI)
+
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
 NARROW = dense_gemm_few_rows_key(), quantize_key(False, Layout.K_MAJOR)
 FEW = (
@@ -254,6 +270,10 @@ KERNELS = {  # to be compiled ahead
     logits_of_paged_kv: (paged_mqa_logits_key(64, 2), paged_mqa_metadata_key()),
     weight_gradients: (k_grouped_gemm_key(),),
     transposed_scales: (transpose_scales_key(),),
+    step_of_many_rows: (tiles_of_counts_key(), gate_up_key(MODIFIED, gather=False)),
+    oai_of_few_rows: (tiles_of_counts_key(), gate_up_few_rows_key(MODIFIED)),
+    clamped_small_batch: (gate_up_small_batch_key(MODIFIED, 8, 8), SMALL_BATCH[1]),
+    oai_by_itself: (silu_mul_quant_key(False, OAI),),
 }
 
 
@@ -702,6 +722,31 @@ FAULTS = {
         "wgmma_start(product, shared.at<A>(stage, 0),",
         weight_gradients,
         WRONG_RESULT,
+    ),
+    "SiLU is not limited": Fault(
+        "epilogue/activation.cuh",
+        "alpha), activated_limit)",
+        "alpha), gate_limit)",
+        step_of_many_rows,
+        "AssertionError",
+    ),
+    "the gate is not limited": Fault(
+        "epilogue/activation.cuh", "at_most(gate, gate_limit)", "gate", oai_of_few_rows, "AssertionError"
+    ),
+    "the up projection is not limited": Fault(
+        "epilogue/activation.cuh",
+        "at_most_in_magnitude(up, up_limit)",
+        "up",
+        clamped_small_batch,
+        "AssertionError",
+        multiprocessors=CLUSTERS,
+    ),
+    "the up projection is limited on one side": Fault(
+        "epilogue/activation.cuh", "min.NaN.xorsign.abs.f32", "min.NaN.f32", oai_by_itself, "AssertionError"
+    ),
+    "beta is not added": Fault("epilogue/activation.cuh", " + beta)", ")", oai_by_itself, "AssertionError"),
+    "alpha is not applied": Fault(
+        "epilogue/activation.cuh", "gate_limit), alpha)", "gate_limit))", oai_of_few_rows, "AssertionError"
     ),
 }
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8, silu_mul_quant_fp8
 from fp8moe_plugin.ops.devices import Gpu
@@ -39,13 +40,15 @@ def test_quantize_of_any_bits(ue8m0: bool) -> None:
     assert_equal_on_both(lambda: per_token_group_quant_fp8(x, ue8m0=ue8m0))
 
 
-@ue8m0s
-def test_silu_of_every_gate(ue8m0: bool) -> None:
+@pytest.mark.parametrize(
+    ("activation", "ue8m0"), [(SILU, False), (SILU, True), *((activation, False) for activation in h.MODIFIED)]
+)
+def test_silu_of_every_gate(activation: Activation, ue8m0: bool) -> None:
     gen = h.seeded(1, torch.device("cuda", 0))
     gate = torch.arange(2**16, device=gen.device).to(torch.int16).view(torch.bfloat16).view(1, 512, 128)
     up = h.random_tokens(gen, 1, 512, 128) * torch.randint(0, 2, (1, 512, 128), generator=gen, device=gen.device)
     gate_up, counts = torch.cat([gate, up.bfloat16()], -1), torch.tensor([512], dtype=torch.int32, device=gen.device)
-    assert_equal_on_both(lambda: silu_mul_quant_fp8(gate_up, counts, ue8m0))
+    assert_equal_on_both(lambda: silu_mul_quant_fp8(gate_up, counts, ue8m0, activation))
 
 
 @pytest.mark.parametrize("kind", h.ROUTINGS)

@@ -12,6 +12,7 @@ from cuda.bindings import driver
 
 import fp8moe_plugin
 from fp8moe_plugin.errors import LaunchError
+from fp8moe_plugin.formats.activation import ActivationNumbers
 from fp8moe_plugin.jit import launcher, sequence
 from fp8moe_plugin.jit.driver import check
 from fp8moe_plugin.jit.launch import Address, Argument, Launch, PerGroup, Slot, TensorMap
@@ -91,6 +92,7 @@ def arguments(key: KernelKey, first: int, slots: bool) -> tuple[tuple[Argument, 
         Kind.FLOAT: lambda i: first + i + 0.5,
         Kind.MAPS: lambda i: PerGroup(tuple(kinds[Kind.MAP](i + j) for j in range(3))),
         Kind.INTS: lambda i: PerGroup(tuple(range(first + i, first + i + K_GROUPS))),
+        Kind.ACTIVATION: lambda i: ActivationNumbers(*(first + i + 0.5 * j for j in range(5))),
     }
     return tuple(kinds[parameter.kind](i) for i, parameter in enumerate(PARAMETERS[key.source])), addresses
 
@@ -103,6 +105,8 @@ def as_read(argument: Argument, addresses: tuple[int, ...], kind: Kind) -> bytes
     if isinstance(known, PerGroup):
         parts = (encoded(e) if isinstance(e, TensorMap) else struct.pack("i", e) for e in known.elements)
         return b"".join(parts).ljust(struct.calcsize(FORMATS[kind]), b"\0")
+    if isinstance(known, ActivationNumbers):
+        return struct.pack("5f", *known)
     return struct.pack(FORMATS[kind], known)
 
 
@@ -189,7 +193,7 @@ def test_slots_of_one_tensor_have_offsets():
 def signatures() -> dict[str, list[tuple[Kind, str]]]:
     """Returns the kind and the name of each parameter of the kernels in csrc."""
     kinds = {"TensorMap": Kind.MAP, "int": Kind.INT, "float": Kind.FLOAT}
-    kinds |= {"TensorMaps": Kind.MAPS, "Ints": Kind.INTS}
+    kinds |= {"TensorMaps": Kind.MAPS, "Ints": Kind.INTS, "Activation": Kind.ACTIVATION}
     found = {}
     for path in (Path(fp8moe_plugin.__file__).parent / "csrc").glob("*.cu"):
         for kernel, text in re.findall(r'extern "C" __global__ [^;{]*?(\w+)\(([^()]*)\) \{', path.read_text()):

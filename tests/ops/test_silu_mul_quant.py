@@ -1,7 +1,9 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8moe_plugin.formats.activation import SILU
 from fp8moe_plugin.ops import reference, silu_mul_quant_fp8
 from tests import helpers as h
 
@@ -48,13 +50,29 @@ def test_large_gates_of_both_signs_stay_finite(device):
     h.assert_quantized(silu_mul_quant_fp8(gate_up, all_rows(gate_up)), h.swiglu(gate_up), slack=h.SWIGLU_SLACK)
 
 
-def test_nan_stays_in_its_row(device):
+@pytest.mark.parametrize("activation", h.MODIFIED, ids=lambda activation: activation.kind)
+def test_a_modified_swiglu_is_that_of_float64(device, activation):
+    gate_up = h.random_tokens(h.seeded(0, device), 1, 40, 512)
+    expected = h.swiglu(gate_up, activation)
+    h.assert_quantized(
+        silu_mul_quant_fp8(gate_up, all_rows(gate_up), False, activation), expected, slack=h.MODIFIED_SLACK
+    )
+    sums = reference.activated(*gate_up.float().chunk(2, -1), activation).double()
+    assert ((sums - expected).abs() <= h.MODIFIED_SLACK * expected.abs()).all()
+    for change in ({"limit": 1e9}, {"alpha": 1.0}, {"beta": 0.0}):  # limit, alpha and beta matter
+        other = h.swiglu(gate_up, changed := activation._replace(**change))
+        assert changed == activation or (other != expected).float().mean() > 0.2
+
+
+@pytest.mark.parametrize("activation", [SILU, *h.MODIFIED], ids=str)
+@pytest.mark.parametrize("column", [44, 300])  # of the gate, and of up
+def test_nan_stays_in_its_row(device, activation, column):
     gate_up = h.random_tokens(h.seeded(0, device), 1, 5, 512)
     broken = gate_up.clone()
-    broken[0, 2, 300] = float("nan")
-    q, scales = silu_mul_quant_fp8(gate_up, all_rows(gate_up))
-    broken_q, broken_scales = silu_mul_quant_fp8(broken, all_rows(gate_up))
+    broken[0, 2, column] = float("nan")
+    q, scales = silu_mul_quant_fp8(gate_up, all_rows(gate_up), False, activation)
+    broken_q, broken_scales = silu_mul_quant_fp8(broken, all_rows(gate_up), False, activation)
     for row in (0, 1, 3, 4):
         assert h.same_bits(broken_q[0, row], q[0, row])
         assert h.same_bits(broken_scales[0, row], scales[0, row])
-    assert h.dequantize_tokens(broken_q, broken_scales)[0, 2, 300 - 256].isnan()
+    assert h.dequantize_tokens(broken_q, broken_scales)[0, 2, 44].isnan()

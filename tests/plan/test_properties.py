@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
+from fp8moe_plugin.formats.activation import SILU, Activation, ActivationNumbers
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Launch, Slot, TensorMap
 from fp8moe_plugin.launches.backend import Plan
@@ -19,6 +20,7 @@ from fp8moe_plugin.plan.scratch import PIECE, scale_pitch, tile_capacity
 from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK
 from fp8moe_plugin.plan.spec import Arrival, GroupedBy, Grouping, LayerSpec, MoeShape, Output
 from fp8moe_plugin.plan.triton.catalog import TARGETS
+from tests import helpers as h
 
 many = settings(max_examples=5 * settings.default.max_examples)  # an example takes a few milliseconds
 backends = pytest.mark.parametrize("targets", [st.just(SM90), st.sampled_from(list(TARGETS))], ids=["sm90", "triton"])
@@ -41,7 +43,8 @@ def specs(draw: st.DrawFn) -> LayerSpec:
         global_experts=local * draw(st.sampled_from((1, 2, 8, 64))),
     )
     shape = shape._replace(topk=min(shape.topk, shape.global_experts))
-    spec = LayerSpec(shape, ue8m0=draw(st.booleans()), batch_invariant=draw(st.booleans()))
+    activation = draw(st.sampled_from((SILU, *h.MODIFIED)))
+    spec = LayerSpec(shape, ue8m0=draw(st.booleans()), activation=activation, batch_invariant=draw(st.booleans()))
     return spec.with_shared_expert(2.5) if draw(st.booleans()) else spec
 
 
@@ -110,6 +113,15 @@ def check(
         assert all(slot.offset == 0 or slot.offset in offsets for slot in slots)
 
 
+def check_activation(launches: Iterable[Launch], activation: Activation) -> None:
+    """One kernel has an activation: the variant that computes it, with its numbers."""
+    (launch,) = (launch for launch in launches if "MODIFIED_SWIGLU" in dict(launch.key.defines))
+    assert dict(launch.key.defines)["MODIFIED_SWIGLU"] == (activation != SILU)
+    args = launch.args._asdict()
+    numbers = args.get("activation") or tuple(args[name] for name in ActivationNumbers._fields)
+    assert numbers == activation.numbers
+
+
 def weight_bytes(shape: MoeShape) -> tuple[int, int]:
     matrix = shape.local_experts * shape.intermediate * shape.hidden
     return 2 * matrix, matrix
@@ -128,6 +140,7 @@ def test_a_layer(
     room = dict(zip((at.w13, at.w2), weight_bytes(shape), strict=True))
     kernels = BACKENDS[target].layer_kernels(spec, Arrival.STANDARD)
     check(launches, kernels, room, plan.choices.scratch)
+    check_activation(launches, spec.activation)
     arguments = [argument for launch in launches for argument in launch.args]
     used = {getattr(argument, "address", argument) for argument in arguments}
     assert set(at) - {at.scratch} <= used, "every tensor is read or written"
@@ -191,6 +204,7 @@ def test_batched_experts(
     room = dict(zip((W13, W2), weight_bytes(shape), strict=True))
     room |= {X: rows * shape.hidden, OUT: 2 * rows * shape.hidden}
     check(launches, BACKENDS[target].layer_kernels(spec, Arrival.BATCHED), room, plan.choices.scratch)
+    check_activation(launches, spec.activation)
     tiles = shape.local_experts * ceil_div(max_m, tile_rows(plan))
     needed = {"table": 16 * tiles, "num_tiles": 8 if target != SM90 else 20, "done_counters": 4 * (1 + tiles)}
     needed |= {"inner": rows * shape.intermediate, "inner_scales": scale_pitch(rows) * shape.intermediate // 32}

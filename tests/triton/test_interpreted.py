@@ -9,6 +9,7 @@ import torch
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.jit.compiler import compile_kernel
 from fp8moe_plugin.ops import devices
 from fp8moe_plugin.plan.triton import catalog
@@ -78,6 +79,23 @@ def test_every_tile_gives_the_layer(
     prepare = ["quantize_count", "route"] if tokens * TOPK > 128 else ["quantize_route"]
     few = ["gate_up_small_batch", "down_small_batch"]
     assert sources(device) == (few if tile_rows is None else [*prepare, "gate_up", "gemm", "combine"])
+
+
+@pytest.mark.parametrize("activation", h.MODIFIED, ids=lambda activation: activation.kind)
+@pytest.mark.parametrize(("tokens", "tile_rows"), [(2, None), (20, FEW_ROWS), (20, MORE_ROWS)])
+def test_a_modified_swiglu(
+    gen: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    activation: Activation,
+    tokens: int,
+    tile_rows: int | None,
+) -> None:
+    force_step(monkeypatch, tile_rows, activation)
+    layer, x = h.random_layer(gen, EXPERTS, HIDDEN, 128), h.random_tokens(gen, tokens, HIDDEN)
+    routing = h.random_routing(gen, "some_missing", tokens, TOPK, EXPERTS)
+    _, actual, _ = both(ops.fused_moe, x, *layer, *routing)
+    expected = h.layer_reference(x, layer, *routing, quantized=True, activation=activation)
+    assert h.relative_l2(actual, expected) <= 2 * SMALL_BATCH_ERROR
 
 
 @pytest.mark.parametrize(("tokens", "tile_rows"), [(2, None), (50, FEW_ROWS)])
@@ -274,14 +292,18 @@ def test_quantize_has_the_bits_of_the_cuda_kernel(gen: torch.Generator, ue8m0: b
 
 
 @pytest.mark.skipif(not can_compile(), reason="the emulator needs an x86-64 with a g++ that knows C++20")
-@pytest.mark.parametrize("ue8m0", [False, True])
-def test_silu_mul_quant_matches_cuda_for_extreme_gates(gen: torch.Generator, ue8m0: bool) -> None:
+@pytest.mark.parametrize(
+    ("activation", "ue8m0"), [(SILU, False), (SILU, True), *((activation, False) for activation in h.MODIFIED)]
+)
+def test_silu_mul_quant_matches_cuda_for_extreme_gates(
+    gen: torch.Generator, activation: Activation, ue8m0: bool
+) -> None:
     """Below -87.3, 1 / (1 + e^-x) is no normal number; whether it is zero decides the sign of a code."""
     gate = torch.arange(2**16).to(torch.int16).view(torch.bfloat16).view(1, 512, 128)
     gate = gate[:, (gate[0].abs() >= 64).all(-1)]
     gate_up = torch.cat([gate, h.random_tokens(gen, *gate.shape).bfloat16()], -1)
     counts = torch.tensor([gate.shape[1]], dtype=torch.int32)
-    expected, actual = cuda_and_triton(ops.silu_mul_quant_fp8, gate_up, counts, ue8m0)
+    expected, actual = cuda_and_triton(ops.silu_mul_quant_fp8, gate_up, counts, ue8m0, activation)
     h.assert_same_numbers(actual, expected)
 
 

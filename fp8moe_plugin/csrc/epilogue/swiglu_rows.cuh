@@ -9,6 +9,7 @@ struct QuantizedRows {
     u8* q;
     float* scales;  // [N / 256, m] at scale_pitch(m)
     int channels, m;
+    Activation activation;
 };
 
 template <int kCount>
@@ -58,12 +59,12 @@ struct StoredTiles {
 
 // Activates pairs of channels; `amax` gets the largest magnitudes of the rows.
 template <int kColumns>
-DEVICE void activate_rows(const Fragment<kColumns>& gate, const Fragment<kColumns>& up, u32 (&value)[kColumns / 4],
-                          u32 (&amax)[2]) {
+DEVICE void activate_rows(const Activation& activation, const Fragment<kColumns>& gate, const Fragment<kColumns>& up,
+                          u32 (&value)[kColumns / 4], u32 (&amax)[2]) {
     u32 larger[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kColumns / 4; ++i) {
-        value[i] = activate_pair(gate, up, i);
+        value[i] = activation.of_pair(gate, up, i);
         larger[i % 2] = max_u16x2(larger[i % 2], value[i] & kNoSigns);
     }
 #pragma unroll
@@ -125,7 +126,7 @@ DEVICE void store_quantized(SharedMemory shared, const QuantizedRows& out, const
     int first = warp_row(threadIdx.x) + lane_row(threadIdx.x);  // the thread's first row, in the block of rows
     int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
     u32 value[kColumns / 4], amax[2], staging = shared.staging(warpgroup * kWarpgroupM);
-    activate_rows<kColumns>(gate, up, value, amax);
+    activate_rows<kColumns>(out.activation, gate, up, value, amax);
     if (kShort) exchange(shared, warpgroup, first, buffer, amax);
     float scale[2] = {group_scale(amax[0]), group_scale(amax[1])};
     if (threadIdx.x % 4 == 0 && !(kShort && warpgroup == 1)) {
@@ -164,7 +165,7 @@ DEVICE void store_quantized_tail(SharedMemory shared, const QuantizedRows& out, 
     };
     u32 value[kBlocks][2];
 #pragma unroll
-    for (int i = 0; i < kTailRows / 4; ++i) value[i / 2][i % 2] = activate_pair(gate, up, i);
+    for (int i = 0; i < kTailRows / 4; ++i) value[i / 2][i % 2] = out.activation.of_pair(gate, up, i);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
         u32 amax = warp_amax(value[block]);

@@ -46,7 +46,7 @@ DEVICE void store_quantized_transposed(SharedMemory shared, const Result& out, c
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) {
 #pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) value[i][slab] = activate_pair(sum[slab], i);
+        for (int slab = 0; slab < kSlabs; ++slab) value[i][slab] = out.activation.of_pair(sum[slab], i);
         u32 amax = warp_amax(value[i]);
         if (lane < 4) store_shared(amax_at(warp, i * 4 + lane), amax);
     }

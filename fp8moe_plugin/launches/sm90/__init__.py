@@ -2,6 +2,7 @@
 
 import functools
 
+from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.backend import PLANS, Plan, shared_plan
 from fp8moe_plugin.launches.operands import Rows
@@ -70,6 +71,14 @@ class Sm90:
         return quantize_rows_launch(ue8m0, x, out)
 
     def silu_mul_quant_launch(
-        self, ue8m0: bool, gate_up: Address, counts: Address, groups: int, max_m: int, out: Rows, multiprocessors: int
+        self,
+        ue8m0: bool,
+        activation: Activation,
+        gate_up: Address,
+        counts: Address,
+        groups: int,
+        max_m: int,
+        out: Rows,
+        multiprocessors: int,
     ) -> Launch:
-        return silu_mul_quant_launch(ue8m0, gate_up, counts, groups, max_m, out, multiprocessors)
+        return silu_mul_quant_launch(ue8m0, activation, gate_up, counts, groups, max_m, out, multiprocessors)

@@ -3,9 +3,8 @@
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.operands import Ids, LayerAddresses, Rows, Weights, placed
 from fp8moe_plugin.launches.sm90.combine import combine_launch
+from fp8moe_plugin.launches.sm90.gate_up import gate_up_few_rows_launch, gate_up_launch
 from fp8moe_plugin.launches.sm90.gemm import (
-    gate_up_few_rows_launch,
-    gate_up_launch,
     grouped_gemm_few_rows_launch,
     grouped_gemm_launch,
 )
@@ -55,12 +54,13 @@ def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool) ->
 
 
 def _gate_up_launch(w13: Weights, step: SortedStep, at: SortedScratch, inner: Rows, tiles: Tiles) -> Launch:
+    activation = step.spec.activation.numbers
     if not step.gathers:
         x = Rows.k_major(at.x, at.x_scales, step.rows, w13.k)
-        return gate_up_launch(step.gate_up, step.blocks, x, w13, inner, tiles)
+        return gate_up_launch(step.gate_up, step.blocks, x, w13, inner, tiles, activation)
     x = Rows.row_major(at.x, at.x_scales, step.tokens, w13.k)
     if step.gate_up.source == "gate_up":
-        return gate_up_launch(step.gate_up, step.blocks, x, w13, inner, tiles, a_rows=at.tokens)
+        return gate_up_launch(step.gate_up, step.blocks, x, w13, inner, tiles, activation, a_rows=at.tokens)
     return gate_up_few_rows_launch(
         step.gate_up,
         step.blocks,
@@ -68,6 +68,7 @@ def _gate_up_launch(w13: Weights, step: SortedStep, at: SortedScratch, inner: Ro
         w13,
         inner,
         tiles,
+        activation,
         a_rows=at.tokens,
         partial=at.partial,
         k_splits=step.k_splits,
@@ -102,6 +103,6 @@ def batched_launches(
     inner = Rows.k_major(at.inner, at.inner_scales, x.rows, w2.k)
     return [
         tiles_of_counts_launch(counts, w2.experts, x.rows // w2.experts, tiles, plan.tile.rows),
-        gate_up_launch(plan.gate_up, plan.blocks, x, w13, inner, shared),
+        gate_up_launch(plan.gate_up, plan.blocks, x, w13, inner, shared, plan.spec.activation.numbers),
         grouped_gemm_launch(plan.down, plan.blocks, inner, w2, out, shared, pdl=plan.pdl_down),
     ]

@@ -1,5 +1,6 @@
 """The launches that quantize tokens, or apply SwiGLU and quantize the result."""
 
+from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Address, Launch
@@ -58,17 +59,32 @@ def quantize_launch(
 
 
 def silu_mul_quant_launch(
-    ue8m0: bool, gate_up: Address, counts: Address, groups: int, max_m: int, out: Rows, multiprocessors: int
+    ue8m0: bool,
+    activation: Activation,
+    gate_up: Address,
+    counts: Address,
+    groups: int,
+    max_m: int,
+    out: Rows,
+    multiprocessors: int,
 ) -> Launch:
-    """Returns the launch that applies SwiGLU to bfloat16 `[groups, max_m, 2I]` and quantizes the result.
+    """Returns the launch that applies the activation to bfloat16 `[groups, max_m, 2I]` and quantizes the result.
 
     It processes the first `counts[g]` rows of each group.
     """
-    k_blocks, key = out.k // GROUP, silu_mul_quant_key(ue8m0)
+    k_blocks, key = out.k // GROUP, silu_mul_quant_key(ue8m0, activation)
     needed = ceil_div(ceil_div(max_m, ROWS_PER_WARP) * k_blocks, key.threads // 32)
     at_once = ceil_div(multiprocessors * BLOCKS_PER_MULTIPROCESSOR, groups)
     return Launch(
         key,
         (min(needed, at_once), groups),
-        key.arguments(gate_up=gate_up, counts=counts, q=out.values, scales=out.scales, max_m=max_m, groups=k_blocks),
+        key.arguments(
+            gate_up=gate_up,
+            counts=counts,
+            q=out.values,
+            scales=out.scales,
+            max_m=max_m,
+            groups=k_blocks,
+            activation=activation.numbers,
+        ),
     )

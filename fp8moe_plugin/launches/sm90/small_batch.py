@@ -34,6 +34,7 @@ def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: 
             q=at.inner,
             scales=at.inner_scales,
             routed_scale=spec.routed_scale,
+            activation=spec.activation.numbers,
             **common,
         ),
     )

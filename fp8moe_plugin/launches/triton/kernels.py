@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from fp8moe_plugin.formats.activation import Activation, ActivationNumbers
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Address, Argument, Launch
@@ -154,9 +155,16 @@ def triton_tiles_of_indices_launch(target: str, indices: Address, rows: int, gro
 
 
 def triton_gate_up_launch(
-    key: TritonKey, a: Rows, w13: Weights, out: Rows, tiles: TileTable, *, a_rows: Address = 0
+    key: TritonKey,
+    a: Rows,
+    w13: Weights,
+    out: Rows,
+    tiles: TileTable,
+    activation: ActivationNumbers,
+    *,
+    a_rows: Address = 0,
 ) -> Launch:
-    """Returns the launch of GEMM 1 of the experts with SwiGLU, to quantized rows.
+    """Returns the launch of GEMM 1 of the experts with its activation, to quantized rows.
 
     With `a_rows`, row i reads row `a_rows[i]` of `a`, whose scales are row-major.
     """
@@ -181,6 +189,7 @@ def triton_gate_up_launch(
         scale_k_block=out.scale_k_block,
         gathered=int(a_rows != 0),
         group_m=ROW_TILES_AT_ONCE,
+        **activation._asdict(),
     )
 
 
@@ -229,13 +238,20 @@ def triton_gemm_launch(
 
 
 def triton_silu_mul_quant_launch(
-    target: str, ue8m0: bool, gate_up: Address, counts: Address, groups: int, max_m: int, out: Rows
+    target: str,
+    ue8m0: bool,
+    activation: Activation,
+    gate_up: Address,
+    counts: Address,
+    groups: int,
+    max_m: int,
+    out: Rows,
 ) -> Launch:
-    """Returns the launch that applies SwiGLU to bfloat16 `[groups, max_m, 2I]` and quantizes the result.
+    """Returns the launch that applies the activation to bfloat16 `[groups, max_m, 2I]` and quantizes the result.
 
     It processes the first `counts[g]` rows of each group.
     """
-    key = silu_mul_quant_key(target, ue8m0)
+    key = silu_mul_quant_key(target, ue8m0, activation)
     return triton_launch(
         key,
         groups * ceil_div(max_m, QUANTIZE_ROWS) * (out.k // GROUP),
@@ -246,6 +262,7 @@ def triton_silu_mul_quant_launch(
         max_m=max_m,
         channels=out.k,
         scale_k_block=scale_pitch(groups * max_m),
+        **activation.numbers._asdict(),
     )
 
 

@@ -41,7 +41,7 @@ def _sorted_launches(step: TritonStep, tensors: LayerAddresses, ids: Ids) -> tup
     inner = Rows.k_major(at.inner, at.inner_scales, step.rows, w2.k)
     return (
         *triton_prepare_launches(step.target, tensors.hidden_states, x, ids, routing, tiles),
-        triton_gate_up_launch(step.gate_up, x, w13, inner, tiles, a_rows=at.tokens),
+        triton_gate_up_launch(step.gate_up, x, w13, inner, tiles, step.spec.activation.numbers, a_rows=at.tokens),
         triton_gemm_launch(step.down, inner, w2, at.down, tiles),
         triton_combine_launch(step.target, at.down, at.slots, tensors, step.tokens, step.spec),
     )
@@ -64,7 +64,7 @@ def batched_launches(
     inner = Rows.k_major(at.inner, at.inner_scales, x.rows, w2.k)
     return [
         triton_tiles_of_counts_launch(plan.target, counts, w2.experts, x.rows // w2.experts, tiles),
-        triton_gate_up_launch(plan.gate_up, x, w13, inner, tiles),
+        triton_gate_up_launch(plan.gate_up, x, w13, inner, tiles, plan.spec.activation.numbers),
         triton_gemm_launch(plan.down, inner, w2, out, tiles),
     ]
 

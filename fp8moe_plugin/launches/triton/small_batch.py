@@ -19,6 +19,7 @@ def triton_gate_up_small_batch_launch(key: TritonKey, tensors: LayerAddresses, i
         channels=shape.intermediate,
         k=shape.hidden,
         **pairs_arguments(ids),
+        **ids.spec.activation.numbers._asdict(),
     )
 
 

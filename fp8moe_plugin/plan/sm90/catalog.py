@@ -6,6 +6,7 @@ Keys contain neither a model's shape nor the number of tokens: a few dozen kerne
 import functools
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
+from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.plan.keys import KIB, KernelKey
@@ -77,8 +78,8 @@ def quantize_key(ue8m0: bool, layout: Layout) -> KernelKey:
 
 
 @functools.cache
-def silu_mul_quant_key(ue8m0: bool) -> KernelKey:
-    return KernelKey("silu_mul_quant", (("UE8M0", int(ue8m0)),), 256)
+def silu_mul_quant_key(ue8m0: bool, activation: Activation) -> KernelKey:
+    return KernelKey("silu_mul_quant", _activation_macros(activation, ue8m0), 256)
 
 
 @functools.cache
@@ -92,7 +93,17 @@ def combine_key() -> KernelKey:
     return KernelKey("combine", (), 128)
 
 
+def _activation_macros(activation: Activation, ue8m0: bool) -> tuple[tuple[str, int], ...]:
+    """Returns the macros of kernels with an activation and the quantization of its result."""
+    return ("MODIFIED_SWIGLU", int(activation.is_modified)), ("UE8M0", int(ue8m0))
+
+
 # ---- GEMMs of experts ----------------------------------------------------------------------------------------------
+
+
+def _gate_up_macros(spec: LayerSpec) -> tuple[tuple[str, int], ...]:
+    """Returns the macros of GEMM 1 of the experts."""
+    return *_activation_macros(spec.activation, spec.ue8m0), *WEIGHT_MACROS[spec.weights]
 
 
 def gate_up_key(spec: LayerSpec, gather: bool) -> KernelKey:
@@ -100,21 +111,20 @@ def gate_up_key(spec: LayerSpec, gather: bool) -> KernelKey:
 
     With `gather` it gathers each expert's rows from the step's tokens; else its operand has consecutive rows.
     """
-    defines = (("GATHER", int(gather)), ("UE8M0", int(spec.ue8m0)), *WEIGHT_MACROS[spec.weights])
-    return KernelKey("gate_up", defines, 384, SMEM_BYTES)
+    return KernelKey("gate_up", (("GATHER", int(gather)), *_gate_up_macros(spec)), 384, SMEM_BYTES)
 
 
 def gate_up_few_rows_key(spec: LayerSpec) -> KernelKey:
     """`gate_up_key` for few rows per expert; it always gathers."""
-    return KernelKey("gate_up_few_rows", (("UE8M0", int(spec.ue8m0)), *WEIGHT_MACROS[spec.weights]), 384, SMEM_BYTES)
+    return KernelKey("gate_up_few_rows", _gate_up_macros(spec), 384, SMEM_BYTES)
 
 
 def gate_up_small_batch_key(spec: LayerSpec, padded_tokens: int, cluster: int) -> KernelKey:
     """GEMM 1 of the experts of up to `padded_tokens` tokens, including their routing and quantization."""
     (stages, _), (kib, _) = SMALL_BATCH_STAGES[padded_tokens, cluster], SMALL_BATCH_KIB[padded_tokens, cluster]
-    defines = (("CLUSTER", cluster), ("STAGES", stages), ("TOKENS", padded_tokens), ("UE8M0", int(spec.ue8m0)))
+    sizes = (("CLUSTER", cluster), ("STAGES", stages), ("TOKENS", padded_tokens))
     warps = 8 + 1 + padded_tokens // cluster  # math, loads, and one per token that a block finishes
-    return KernelKey("gate_up_small_batch", (*defines, *WEIGHT_MACROS[spec.weights]), 32 * warps, kib * KIB)
+    return KernelKey("gate_up_small_batch", (*sizes, *_gate_up_macros(spec)), 32 * warps, kib * KIB)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """The kernels that a layer may launch at any number of tokens, each with the reason that `warmup list` prints."""
 
+from fp8moe_plugin.formats.activation import VARIANTS
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.sm90.catalog import (
@@ -138,6 +139,6 @@ def op_kernels() -> list[KernelKey]:
     """Returns the kernels that only direct calls of the ops launch."""
     outputs = (Output.BF16_DIRECT, Output.F32_DIRECT)
     dense = [grouped_gemm_key(output, tile_n) for output in outputs for tile_n in GROUPED_TILE_N]
-    silu = [silu_mul_quant_key(ue8m0) for ue8m0 in (False, True)]
+    silu = [silu_mul_quant_key(ue8m0, activation) for ue8m0 in (False, True) for activation in VARIANTS]
     layouts = tiles_of_ends_key(), tiles_of_indices_key(), transpose_scales_key()
     return [*dense, *silu, *layouts, k_grouped_gemm_key()]

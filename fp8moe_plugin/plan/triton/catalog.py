@@ -4,8 +4,10 @@ import functools
 from dataclasses import dataclass
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
+from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.keys import HOPPER, KIB, KernelKey
+from fp8moe_plugin.plan.spec import LayerSpec
 
 # The GPUs that Triton kernels are compiled for: compute capability, and shared memory of a block.
 TARGETS = {
@@ -47,6 +49,11 @@ def target_of(capability: tuple[int, int] | None) -> str | None:
 def _key(target: str, source: str, warps: int = 4, stages: int = 1, **constants: int) -> TritonKey:
     constants["PDL"] = int(TARGETS[target][0] >= HOPPER)
     return TritonKey(f"triton_{source}", tuple(sorted(constants.items())), 32 * warps, 0, target, stages)
+
+
+def _activated(activation: Activation, ue8m0: bool) -> dict[str, int]:
+    """Returns the constants of kernels with an activation and the quantization of its result."""
+    return {"MODIFIED_SWIGLU": int(activation.is_modified), "UE8M0": int(ue8m0)}
 
 
 # ---- routing and quantization --------------------------------------------------------------------------------------
@@ -101,13 +108,12 @@ def quantize_key(target: str, ue8m0: bool) -> TritonKey:
 
 
 @functools.cache
-def silu_mul_quant_key(target: str, ue8m0: bool) -> TritonKey:
-    return _key(target, "silu_mul_quant", ROWS=QUANTIZE_ROWS, UE8M0=int(ue8m0))
+def silu_mul_quant_key(target: str, ue8m0: bool, activation: Activation) -> TritonKey:
+    return _key(target, "silu_mul_quant", ROWS=QUANTIZE_ROWS, **_activated(activation, ue8m0))
 
 
-@functools.cache
-def gate_up_small_batch_key(target: str, ue8m0: bool) -> TritonKey:
-    return _key(target, "gate_up_small_batch", BLOCK_N=4, GROUPS=16, UE8M0=int(ue8m0))
+def gate_up_small_batch_key(target: str, spec: LayerSpec) -> TritonKey:
+    return _key(target, "gate_up_small_batch", BLOCK_N=4, GROUPS=16, **_activated(spec.activation, spec.ue8m0))
 
 
 @functools.cache
@@ -132,12 +138,12 @@ EXPERT_TILE_ROWS = FEW_ROWS, MORE_ROWS  # per tile of experts
 TRITON_DENSE_TILE_ROWS = FEW_ROWS, MORE_ROWS, MANY_ROWS  # per tile of dense GEMMs
 
 
-@functools.cache
-def gate_up_key(target: str, tile_rows: int, ue8m0: bool) -> TritonKey:
+def gate_up_key(target: str, tile_rows: int, spec: LayerSpec) -> TritonKey:
     """GEMM 1 of the experts with its activation and the quantization of the result, in tiles of `tile_rows` rows."""
     swap, warps = int(tile_rows == FEW_ROWS), 4 if tile_rows == FEW_ROWS else 8
     stages = 4 if _is_large(target) else 3
-    return _key(target, "gate_up", warps, stages, BLOCK_M=tile_rows, SWAP=swap, UE8M0=int(ue8m0))
+    activated = _activated(spec.activation, spec.ue8m0)
+    return _key(target, "gate_up", warps, stages, BLOCK_M=tile_rows, SWAP=swap, **activated)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """The Triton kernels that a layer may launch at any number of tokens, with the reasons that `warmup list` prints."""
 
+from fp8moe_plugin.formats.activation import VARIANTS
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec
 from fp8moe_plugin.plan.triton.catalog import (
@@ -30,7 +31,7 @@ def layer_kernels(target: str, spec: LayerSpec, arrival: Arrival) -> KernelSet:
     reasons: KernelSet = {}
     ue8m0 = spec.ue8m0
     for rows in EXPERT_TILE_ROWS:
-        reasons[gate_up_key(target, rows, ue8m0)] = f"GEMM 1 of the experts and SwiGLU, in tiles of {rows} rows"
+        reasons[gate_up_key(target, rows, spec)] = f"GEMM 1 of the experts and SwiGLU, in tiles of {rows} rows"
         reasons[gemm_key(target, rows)] = f"GEMM 2 of the experts, and dense GEMMs, in tiles of {rows} rows"
     if arrival is Arrival.BATCHED:
         reasons[tiles_of_counts_key(target)] = "tiles of batched experts, as DeepEP's low-latency mode hands them over"
@@ -42,7 +43,7 @@ def layer_kernels(target: str, spec: LayerSpec, arrival: Arrival) -> KernelSet:
         reasons[counts] = f"quantization, and tokens of each of up to {experts} experts, in longer steps"
         reasons[route_key(target, experts)] = f"rows of up to {experts} experts and their tiles, in longer steps"
     return reasons | {
-        gate_up_small_batch_key(target, ue8m0): "GEMM 1 of the experts and SwiGLU, in steps of few tokens",
+        gate_up_small_batch_key(target, spec): "GEMM 1 of the experts and SwiGLU, in steps of few tokens",
         down_small_batch_key(target, ue8m0): "GEMM 2 of the experts and the weighted sum, in steps of few tokens",
         combine_key(target): "the weighted sum of each token's experts",
     }
@@ -59,5 +60,5 @@ def dense_kernels(target: str, ue8m0: bool) -> KernelSet:
 
 def op_kernels(target: str) -> list[KernelKey]:
     """Returns the kernels that only direct calls of the ops launch."""
-    silu = (silu_mul_quant_key(target, ue8m0) for ue8m0 in (False, True))
+    silu = (silu_mul_quant_key(target, ue8m0, activation) for ue8m0 in (False, True) for activation in VARIANTS)
     return [gemm_key(target, MORE_ROWS, f32=True), tiles_of_indices_key(target), *silu]

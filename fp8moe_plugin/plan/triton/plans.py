@@ -147,7 +147,7 @@ def triton_small_batch_step(target: str, spec: LayerSpec, tokens: int) -> Triton
         target=target,
         spec=spec,
         tokens=tokens,
-        gate_up=gate_up_small_batch_key(target, spec.ue8m0),
+        gate_up=gate_up_small_batch_key(target, spec),
         down=down_small_batch_key(target, spec.ue8m0),
         scratch=TritonSmallBatchScratch(*offsets(inner)),
     )
@@ -176,7 +176,7 @@ def triton_step(target: str, spec: LayerSpec, tokens: int, tile_rows: int) -> Tr
         tokens=tokens,
         tile_rows=tile_rows,
         tiles=tiles,
-        gate_up=gate_up_key(target, tile_rows, spec.ue8m0),
+        gate_up=gate_up_key(target, tile_rows, spec),
         down=gemm_key(target, tile_rows),
         scratch=TritonScratch(*offsets(*sizes)),
     )
@@ -196,7 +196,7 @@ def plan_batched(target: str, spec: LayerSpec, max_m: int, expected_m: int) -> T
     return TritonBatched(
         target=target,
         spec=spec,
-        gate_up=gate_up_key(target, tile_rows, spec.ue8m0),
+        gate_up=gate_up_key(target, tile_rows, spec),
         down=gemm_key(target, tile_rows),
         tile_rows=tile_rows,
         tiles=tiles,

@@ -6,6 +6,8 @@ then load 16 bytes at a time.
 
 from typing import NamedTuple
 
+from fp8moe_plugin.formats.activation import ActivationNumbers
+
 TRITON_SCRATCH = ("global_scratch", "profile_scratch")  # pointers that Triton adds; no kernel here uses them
 
 
@@ -23,6 +25,7 @@ def _signature(text: str) -> tuple[TritonParameter, ...]:
     return tuple(parameter(*words.split()) for words in text.split(","))
 
 
+_ACTIVATION = ", ".join(f"fp32 {number}" for number in ActivationNumbers._fields)
 TRITON_SIGNATURES = {
     "triton_combine": _signature(
         "*bf16:16 rows, *i32 slots, *fp32 weights, *bf16:16 out, i32:128 hidden, i32 topk, "
@@ -36,11 +39,12 @@ TRITON_SIGNATURES = {
     "triton_gate_up": _signature(
         "*fp8e4nv:16 a, *fp32 a_scales, *i32:16 a_rows, *fp8e4nv:16 b, *fp32 b_scales, *fp8e4nv:16 q, *fp32:16 scales, "
         "*i32:16 table, *i32:16 num_tiles, i32:128 channels, i32:128 k, i32 a_scale_row, i32 a_scale_group, "
-        "i32 a_scale_k_block, i32:4 scale_k_block, i32 gathered, i32 group_m"
+        "i32 a_scale_k_block, i32:4 scale_k_block, i32 gathered, i32 group_m, " + _ACTIVATION
     ),
     "triton_gate_up_small_batch": _signature(
         "*bf16:16 x, *i32 ids, *i32 expert_map, *fp8e4nv:16 b, *fp32 b_scales, *bf16:16 inner, i32:128 channels, "
-        "i32:128 k, i32 ids_64, i32 mapped, i32 shared_expert, i32 pairs, i32 topk, i32 routed_experts, i32 num_experts"
+        "i32:128 k, i32 ids_64, i32 mapped, i32 shared_expert, i32 pairs, i32 topk, i32 routed_experts, "
+        "i32 num_experts, " + _ACTIVATION
     ),
     "triton_gemm": _signature(
         "*fp8e4nv:16 a, *fp32 a_scales, *i32:16 a_rows, *fp8e4nv:16 b, *fp32 b_scales, *bf16:16 c, *bf16:16 out, "
@@ -66,7 +70,8 @@ TRITON_SIGNATURES = {
         "i32 num_experts, i32 block_m"
     ),
     "triton_silu_mul_quant": _signature(
-        "*bf16:16 gate_up, *i32 counts, *fp8e4nv:16 q, *fp32 scales, i32 max_m, i32:128 channels, i32:4 scale_k_block"
+        "*bf16:16 gate_up, *i32 counts, *fp8e4nv:16 q, *fp32 scales, i32 max_m, i32:128 channels, i32:4 scale_k_block, "
+        + _ACTIVATION
     ),
     "triton_tiles_of_counts": _signature(
         "*i32 counts, *i32:16 table, *i32:16 num_tiles, i32 groups, i32 max_m, i32 block_m"

@@ -1,6 +1,7 @@
 // The PTX instructions of the kernels, a function each. translate.py calls the instruction a.b::c as a_b_c, with its
 // operands in their order; those of vectors and addresses one by one.
 #pragma once
+#include <limits>
 #include <tuple>
 #include "cuda.h"
 
@@ -35,6 +36,14 @@ inline void cvt_rn_satfinite_e4m3x2_f32(u16& to, float high, float low) { to = u
 inline void max_u16x2(u32& to, u32 a, u32 b) { to = max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff); }
 inline void mul_rn_bf16x2(u32& to, u32 a, u32 b) {
     cvt_rn_bf16x2_f32(to, of_bf16(a >> 16) * of_bf16(b >> 16), of_bf16(a & 0xffff) * of_bf16(b & 0xffff));
+}
+inline void min_NaN_f32(float& to, float a, float b) {
+    to = std::isnan(a) || std::isnan(b) ? std::numeric_limits<float>::quiet_NaN() : fminf(a, b);
+}
+inline void min_NaN_xorsign_abs_f32(float& to, float a, float b) {
+    const bool negative = std::signbit(a) != std::signbit(b);
+    min_NaN_f32(to, fabsf(a), fabsf(b));
+    if (negative) to = -to;
 }
 inline float flushed(float value) {
     return std::isnan(value) || fabsf(value) >= 0x1p-126f ? value : copysignf(0, value);

@@ -1,0 +1,83 @@
+"""Each kernel that applies an activation, on the emulator, against float64 of the same operands."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fp8moe_plugin.formats.activation import Activation
+from fp8moe_plugin.ops import fused_moe, silu_mul_quant_fp8
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, small_batch_step
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS
+from fp8moe_plugin.plan.spec import LayerSpec
+from tests import helpers as h
+from tests.emulator.device import Device
+from tests.emulator.inputs import slabs
+from tests.emulator.layers import MOST_ERROR
+from tests.steps import gate_up, split_k, tiles_of_counts
+
+CPU = torch.device("cpu")
+COUNTS = [144, 65, 33]  # in gate_up: with a tail, without one, and rows whose groups are shared by warpgroups
+HIDDEN, INTERMEDIATE = 256, 128
+
+
+def many_rows(emulator: Device, seed: int, activation: Activation) -> None:
+    rows, w13 = slabs(gen := h.seeded(0, CPU), COUNTS, HIDDEN), h.random_weights(gen, 3, 2 * INTERMEDIATE, HIDDEN)
+
+    def ops() -> h.Quantized:
+        tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS)
+        return gate_up(rows.a, w13, tiles, activation=activation)
+
+    assert_activated(emulator.execute(seed, ops), h.product(rows.a, w13), COUNTS, activation)
+
+
+def few_rows(emulator: Device, seed: int, activation: Activation, splits: int = 2) -> None:
+    gen = h.seeded(0, CPU)
+    counts, x, w13 = [33, 8, 1], h.random_quantized(gen, 40, HIDDEN), h.random_weights(gen, 3, 2 * INTERMEDIATE, HIDDEN)
+    tokens = torch.randint(40, (3, 36), generator=gen, dtype=torch.int32)
+
+    def ops() -> h.Quantized:
+        tiles = tiles_of_counts(torch.tensor(counts, dtype=torch.int32), tokens.shape[1], FEW_ROWS)
+        split, tiles = split_k(splits, tiles, tokens.numel(), INTERMEDIATE)
+        return gate_up((x[0], x[1].contiguous()), w13, tiles, activation=activation, tokens=tokens, split=split)
+
+    found, rows = emulator.execute(seed, ops), (x[0][tokens.long()], x[1][tokens.long()])
+    assert_activated(found, h.product(rows, w13), counts, activation)
+
+
+def small_batch(emulator: Device, seed: int, activation: Activation, width: int = 8) -> None:
+    def plan(spec: LayerSpec, tokens: int, multiprocessors: int) -> SmallBatchStep:
+        return small_batch_step(spec._replace(activation=activation), tokens, width, multiprocessors)
+
+    gen = h.seeded(0, CPU)
+    x, layer = h.random_tokens(gen, width - 1, HIDDEN), h.random_layer(gen, 4, HIDDEN, INTERMEDIATE)
+    routing = h.random_routing(gen, "distinct", len(x), 2, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        h.force_layer(patch, plan)
+        out = emulator.execute(seed, lambda: fused_moe(x, *layer, *routing))
+    error = h.relative_l2(out, h.layer_reference(x, layer, *routing, quantized=True, activation=activation))
+    assert error <= MOST_ERROR
+
+
+def by_itself(emulator: Device, seed: int, activation: Activation) -> None:
+    counts = [37, 0, 8]
+    sums = h.random_tokens(h.seeded(0, CPU), len(counts), max(counts), 2 * INTERMEDIATE)
+    masked_m = torch.tensor(counts, dtype=torch.int32)
+    found = emulator.execute(seed, lambda: silu_mul_quant_fp8(sums, masked_m, activation=activation))
+    assert_activated(found, sums, counts, activation)
+
+
+KERNELS: dict[str, Callable[[Device, int, Activation], None]] = {
+    "gate_up": many_rows,
+    "gate_up_few_rows": few_rows,
+    "gate_up_small_batch": small_batch,
+    "silu_mul_quant": by_itself,
+}
+
+
+def assert_activated(found: h.Quantized, sums: torch.Tensor, counts: list[int], activation: Activation) -> None:
+    """Each element that is there is a neighbour of float64's, whose limits matter; no others are written."""
+    for group, count in enumerate(counts):
+        expected = h.swiglu(sums[group, :count], activation)
+        h.assert_quantized((found[0][group, :count], found[1][group, :count]), expected, slack=h.MODIFIED_SLACK)
+        assert h.untouched(found[0][group, count:])
