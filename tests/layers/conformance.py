@@ -44,7 +44,7 @@ class Cell(NamedTuple):
         return " ".join([self.weights.name, *activation, *(["bias"] if self.bias else [])])
 
 
-CLAMPED = Activation(limit=7.0)  # DeepSeek-V4 and GLM-5.3-Flash
+CLAMPED = Activation(limit=3.0)  # as in DeepSeek-V4 and GLM-5.3-Flash, where it is 10
 OAI = Activation("swigluoai_uninterleave", 7.0, 1.702, 1.0)  # MiniMax-M3
 STEP = Activation("swiglustep", 7.0)  # Step-3.5
 ACTIVATIONS = (
@@ -76,7 +76,7 @@ class Call(NamedTuple):
 
 def make_call(cell: Cell) -> Call:
     checkpoint, gen = CHECKPOINTS[cell.weights], h.seeded(0, torch.device("cpu"))
-    x = 8 * h.random_tokens(gen, TOKENS, HIDDEN)  # so that gates and up projections exceed the limits
+    x = 4 * h.random_tokens(gen, TOKENS, HIDDEN)  # so that gates and up projections exceed the limits
     weights, ids = h.random_routing(gen, "distinct", TOKENS, TOPK, EXPERTS)
     expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for expert in range(EXPERTS):
@@ -100,4 +100,4 @@ def activated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> t
 def assert_computed(found: torch.Tensor, call: Call) -> None:
     """As close as the rounding of FP8 allows."""
     assert found.dtype == torch.bfloat16
-    assert h.relative_l2(found, call.expected) < 0.05
+    assert h.relative_l2(found, call.expected) < 0.06

@@ -32,7 +32,7 @@ FIELDS: dict[Activation, dict[str, object]] = {
     SILU: {},
     Activation("gelu"): {"activation": "gelu"},
     Activation("swigluoai", 7.0, 1.702, 1.0): LIMITED,
-    CLAMPED: {"swiglu_limit": 7.0},
+    CLAMPED: {"swiglu_limit": CLAMPED.limit},
     OAI: LIMITED | {"gate_up_interleaved": False},
     STEP: {"gemm1_clamp_limit": 7.0},
 }
