@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.report import write_report
 from fp8moe_plugin.ops import devices, linear, moe, torch_ops
+from fp8moe_plugin.plan.options import layer_options
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape, Output
 
 HIDDEN, INTERMEDIATE, TOPK = 256, 128, 8
@@ -56,15 +57,15 @@ def layer(tokens: int, experts: int) -> dict[str, Any]:
     def arguments(tokens: int) -> tuple[Any, ...]:
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
         weights, ids = torch.rand(tokens, experts, device="cuda").topk(TOPK)
-        return x, *w13, *w2, weights, ids.int(), None, False, False, 1.0, torch.empty_like(x)
+        return options, x, *w13, *w2, weights, ids.int(), None, torch.empty_like(x)
 
+    options = layer_options().text
     device, shape = devices.device_of(w2[0]), MoeShape(TOPK, HIDDEN, INTERMEDIATE, experts, experts)
     assert device is not None
     plan = device.backend.plan_layer(LayerSpec(shape), tokens, device.multiprocessors)
     scratch = torch.empty(plan.scratch, dtype=torch.uint8, device="cuda")
     run = moe.prepared_layer(device, plan, ids_64=False, mapped=False)
-    x, *weights, pairs, ids, _, _, _, _, out = arguments(tokens)
-    tensors = (x, *weights, pairs, ids, None, out, scratch)
+    tensors = (*arguments(tokens)[1:], scratch)
     addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     return times(torch_ops.fused_moe, tokens, arguments) | {
         "op": "fused_moe",

@@ -1,6 +1,7 @@
 """A weight format: a tensor of weights `[.., N, K]`, and a tensor of their scales."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,6 +26,11 @@ class TensorFormat:
     def shape(self, n: int, k: int) -> list[int]:
         """Returns the shape of this tensor for a weight `[n, k]`, whose last blocks may be smaller."""
         return [ceil_div(size, side) for size, side in zip((n, k), self.block, strict=True)]
+
+    def channels(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns `[.., n, k]` of the weights whose tensor, in whole blocks, has this shape."""
+        *leading, n, k = shape
+        return *leading, n * self.block[0], k * self.block[1]
 
     def nbytes(self, n: int, k: int) -> int:
         return math.prod(self.shape(n, k)) * DTYPES[self.dtype].bits // 8

@@ -8,6 +8,7 @@ import torch
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.kernels import announce_layer, kernels_backend, prepare_kernels
 from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.plan.options import options_of
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec
 
 
@@ -23,7 +24,7 @@ class Experts:
         self.spec = spec
         self._tensors = tensors
         self._names = tuple(names)
-        self._options = spec.ue8m0, spec.shared_expert, spec.routed_scale  # in the order of `torch_ops.FUSED_MOE`
+        self._options = options_of(spec).text
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -60,7 +61,7 @@ class Experts:
     ) -> torch.Tensor:
         """Returns the weighted sum of each token's experts; see `ops.fused_moe`."""
         out = torch.empty_like(x) if out is None else out
-        torch_ops.fused_moe(x, *self.tensors, topk_weights, topk_ids, expert_map, *self._options, out)
+        torch_ops.fused_moe(self._options, x, *self.tensors, topk_weights, topk_ids, expert_map, out)
         return out
 
     def run_routed(
@@ -68,7 +69,7 @@ class Experts:
     ) -> torch.Tensor:
         """Returns the same sum for the experts that softmax top-k of these logits chooses; see `ops.routed_moe`."""
         out = torch.empty_like(x)
-        torch_ops.routed_moe(x, *self.tensors, logits, topk, renormalize, padding, self.spec.ue8m0, out)
+        torch_ops.routed_moe(self._options, topk, renormalize, x, *self.tensors, logits, padding, out)
         return out
 
     def run_batched(
@@ -81,5 +82,5 @@ class Experts:
     ) -> torch.Tensor:
         """Returns the experts' results for rows that arrive quantized and sorted; see `ops.batched_experts`."""
         out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) if out is None else out
-        torch_ops.batched_experts(x, scale, *self.tensors, counts, expected_m, self.spec.ue8m0, out)
+        torch_ops.batched_experts(self._options, expected_m, x, scale, *self.tensors, counts, out)
         return out

@@ -7,6 +7,9 @@ from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.layers.scale_format import ScaleFormat
 from fp8moe_plugin.layers.weights import check_fp8_weight, check_sizes, frozen, per_block_cast_to_fp8
 from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.plan.options import layer_options
+
+OPTIONS = {ue8m0: layer_options(ue8m0=ue8m0).text for ue8m0 in (False, True)}
 
 
 class FP8MoE(ScaleFormat):
@@ -79,8 +82,7 @@ class FP8MoE(ScaleFormat):
         """
         out = torch.empty_like(hidden_states)
         weights = (self.w13, self.w13_scale, self.w2, self.w2_scale)
-        options = {"ue8m0": self.ue8m0, "shared_expert": False, "routed_scale": 1.0, "out": out}
-        torch_ops.fused_moe(hidden_states, *weights, topk_weights, topk_ids, expert_map, **options)
+        torch_ops.fused_moe(OPTIONS[self.ue8m0], hidden_states, *weights, topk_weights, topk_ids, expert_map, out)
         return out
 
 

@@ -8,8 +8,9 @@ import torch
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.parameters import role_of, stored_format, stored_tensor_format, torch_dtype
+from fp8moe_plugin.layers.parameters import role_of, stored_format, stored_tensor_format
 from fp8moe_plugin.layers.weights import check_scale_values
+from fp8moe_plugin.ops.checks import torch_dtype
 
 # A byte is NaN if all these bits are set.
 NAN_BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e8m0fnu: 0xFF}

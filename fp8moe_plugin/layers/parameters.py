@@ -4,20 +4,14 @@ from typing import TypeVar
 
 import torch
 
-from fp8moe_plugin.formats.dtypes import DTYPES
 from fp8moe_plugin.formats.spec import SCALE, WEIGHT
 from fp8moe_plugin.formats.weight_format import Role, TensorFormat, WeightFormat
+from fp8moe_plugin.ops.checks import torch_dtype
 
 # vLLM copies these attributes to the parameters of a reload.
 FORMAT, ROLE, STORED = "fp8moe_format", "fp8moe_role", "fp8moe_stored"
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Returns the torch dtype for its name in safetensors."""
-    found: torch.dtype = getattr(torch, DTYPES[name].torch)
-    return found
 
 
 def marked(tensor: Tensor, weights: WeightFormat, role: Role, stored: WeightFormat | None = None) -> Tensor:

@@ -10,8 +10,9 @@ from torch.autograd import forward_ad
 
 from fp8moe_plugin.checkpoint.shapes import N_MULTIPLE
 from fp8moe_plugin.errors import InvalidInputError, WrongResultError
+from fp8moe_plugin.formats.dtypes import DTYPES
 from fp8moe_plugin.formats.fp8_block import GROUP
-from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops import signature
 from fp8moe_plugin.ops.signature import Signature
@@ -19,6 +20,12 @@ from fp8moe_plugin.settings import settings
 
 FP8 = torch.float8_e4m3fn
 Facts = TypeVar("Facts")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Returns the torch dtype for its name in safetensors."""
+    found: torch.dtype = getattr(torch, DTYPES[name].torch)
+    return found
 
 
 def check_tensor(
@@ -248,15 +255,24 @@ def check_activations(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: 
     check_tensor(f"{name}'s scales", scales, dtype=torch.float32, shape=wanted, device=q.device, contiguous=False)
 
 
-def check_weights(name: str, pair: tuple[torch.Tensor, torch.Tensor], dims: int, k: int, device: torch.device) -> None:
-    """Check `(e4m3 [.., N, K], f32 [.., ceil(N/128), K/128])`; `k` has been checked."""
+def check_weights(
+    name: str,
+    pair: tuple[torch.Tensor, torch.Tensor],
+    dims: int,
+    k: int,
+    device: torch.device,
+    weights: WeightFormat,
+) -> None:
+    """Check the tensors of weights `[.., N, k]` in this format; `k` has been checked."""
     q, scales = two_parts(name, pair)
-    check_tensor(name, q, dtype=FP8, shape=(*(None,) * (dims - 1), k), device=device)
-    check_multiple(f"{name}'s N", q.shape[-2], N_MULTIPLE)
+    shape = (*(None,) * (dims - 1), weights.weight.shape(1, k)[1])
+    check_tensor(name, q, dtype=torch_dtype(weights.weight.dtype), shape=shape, device=device)
+    n = weights.weight.channels(q.shape)[-2]
+    check_multiple(f"{name}'s N", n, N_MULTIPLE)
     if 0 in q.shape:
         raise InvalidInputError(f"{name} has shape {list(q.shape)}, needs at least one expert. Check what was loaded.")
-    wanted = (*q.shape[:-2], ceil_div(q.shape[-2], GROUP), k // GROUP)
-    check_tensor(f"{name}'s scales", scales, dtype=torch.float32, shape=wanted, device=device)
+    wanted = (*q.shape[:-2], *weights.scales.shape(n, k))
+    check_tensor(f"{name}'s scales", scales, dtype=torch_dtype(weights.scales.dtype), shape=wanted, device=device)
 
 
 def two_parts(name: str, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

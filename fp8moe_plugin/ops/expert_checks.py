@@ -1,13 +1,17 @@
 """Checks of the calls of `fused_moe`, `routed_moe` and `batched_experts`, except their values."""
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import too_many_experts
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.formats.activation import SILU
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
+from fp8moe_plugin.formats.activation import Activation
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import WeightFormat
+from fp8moe_plugin.ops import devices, reference
 from fp8moe_plugin.ops.checks import (
     CheckedOnce,
     check_activations,
@@ -16,37 +20,62 @@ from fp8moe_plugin.ops.checks import (
     check_tensor,
     check_weights,
 )
-from fp8moe_plugin.ops.option_checks import check_factor, check_flag
-from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
-from fp8moe_plugin.settings import batch_invariant
+from fp8moe_plugin.ops.option_checks import as_activation, check_factor, check_flag
+from fp8moe_plugin.ops.signature import MAX_SIGNATURES
+from fp8moe_plugin.plan.options import LayerOptions, layer_options
+from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
 
 
 class LayerFacts(NamedTuple):
-    """The properties of a call's tensors that the plan of `fused_moe` depends on."""
+    """The properties of a call that its plan and its launches depend on."""
 
+    spec: LayerSpec
     tokens: int
-    shape: MoeShape
-    shape_with_shared_expert: MoeShape  # `shape` if one of the experts is shared, and is not in `topk_ids`
-    ids_64: bool
-    mapped: bool  # there is an expert map
-    specs: dict[tuple[bool, bool, float, bool], LayerSpec]  # by options: a spec takes the host 0.4 us to make
-
-    def spec(self, ue8m0: bool, shared_expert: bool, routed_scale: float) -> LayerSpec:
-        """Returns the spec of a call with these options."""
-        options = ue8m0, shared_expert, routed_scale, batch_invariant()
-        if (spec := self.specs.get(options)) is None:
-            shape = self.shape_with_shared_expert if shared_expert else self.shape
-            spec = self.specs[options] = called_spec(shape, ue8m0, shared_expert, routed_scale)
-        return spec
+    ids_64: bool = False
+    mapped: bool = False  # there is an expert map
 
 
-def called_spec(shape: MoeShape, ue8m0: bool, shared_expert: bool = False, routed_scale: float = 1.0) -> LayerSpec:
-    """Returns the spec of a layer that is called as an op: the one place where options of ops become a spec."""
-    return LayerSpec(shape, FP8_BLOCK, ue8m0, SILU, False, shared_expert, routed_scale, batch_invariant())
+def called_options(
+    activation: str | Activation, ue8m0: bool, shared_expert: bool = False, routed_scale: float = 1.0
+) -> LayerOptions:
+    """Returns the options of a call in Python. Raises `InvalidInputError` if one is not valid."""
+    given = activation, ue8m0, shared_expert, routed_scale
+    try:
+        return _valid_options(*given)
+    except TypeError:  # one of them has no hash
+        return _valid_options.__wrapped__(*given)
 
 
-@CheckedOnce
+@functools.lru_cache(maxsize=MAX_SIGNATURES, typed=True)  # typed: True is a valid flag, but 1.0 is not
+def _valid_options(activation: str | Activation, ue8m0: bool, shared_expert: bool, routed_scale: float) -> LayerOptions:
+    check_flag("ue8m0", ue8m0)
+    check_flag("shared_expert", shared_expert)
+    check_factor("routed_scale", routed_scale)
+    return layer_options(
+        ue8m0=ue8m0, activation=as_activation(activation), shared_expert=shared_expert, routed_scale=routed_scale
+    )
+
+
+def checked_for_options(
+    check: Callable[..., LayerFacts],
+) -> "functools._lru_cache_wrapper[CheckedOnce[LayerFacts]]":
+    """Decorates checks of tensors that also depend on the arguments before them.
+
+    The decorated function takes `LayerOptions`, `batch_invariant()` and other arguments of `check` before the tensors.
+    It returns the checks of the tensors, which run once per signature.
+    """
+
+    @functools.lru_cache(maxsize=MAX_SIGNATURES)
+    def checked(*given: object) -> CheckedOnce[LayerFacts]:
+        return CheckedOnce(functools.partial(check, *given))
+
+    return checked
+
+
+@checked_for_options
 def check_layer_call(
+    options: LayerOptions,
+    batch_invariant: bool,
     hidden_states: torch.Tensor,
     w13: torch.Tensor,
     w13_scale: torch.Tensor,
@@ -58,7 +87,7 @@ def check_layer_call(
     out: torch.Tensor | None,
 ) -> LayerFacts:
     """Raise `InvalidInputError` unless these are valid tensors for `fused_moe`."""
-    _check_tokens(hidden_states, w13, w13_scale, w2, w2_scale, out)
+    _check_tokens(options.weights, hidden_states, w13, w13_scale, w2, w2_scale, out)
     tokens, device = hidden_states.shape[0], hidden_states.device
     check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(tokens, None), device=device)
     check_tensor("topk_weights", topk_weights, dtype=torch.float32, shape=tuple(topk_ids.shape), device=device)
@@ -68,15 +97,22 @@ def check_layer_call(
             raise InvalidInputError(
                 "expert_map is empty, needs one entry for each global expert. Pass None if topk_ids are local."
             )
-    (experts, hidden, intermediate), topk = w2.shape, topk_ids.shape[1]
-    known = experts if expert_map is None else expert_map.numel()
-    shape = MoeShape(topk, hidden, intermediate, experts, known)
-    with_shared = shape._replace(topk=topk + 1)
-    return LayerFacts(tokens, shape, with_shared, topk_ids.dtype == torch.int64, expert_map is not None, {})
+        if options.shared_expert:
+            raise InvalidInputError(
+                "shared_expert cannot be combined with expert_map: the ids must be local. Pass None as the "
+                "expert_map, or compute the shared expert as a dense layer."
+            )
+    topk, known = topk_ids.shape[1] + options.shared_expert, None if expert_map is None else expert_map.numel()
+    shape = MoeShape.of_w2(options.weights, w2.shape, topk, known)
+    spec = _called_spec(options, batch_invariant, shape, Arrival.STANDARD, w2)
+    return LayerFacts(spec, tokens, topk_ids.dtype == torch.int64, expert_map is not None)
 
 
-@CheckedOnce
+@checked_for_options
 def check_routed_call(
+    options: LayerOptions,
+    batch_invariant: bool,
+    topk: int,
     hidden_states: torch.Tensor,
     w13: torch.Tensor,
     w13_scale: torch.Tensor,
@@ -85,10 +121,16 @@ def check_routed_call(
     logits: torch.Tensor,
     padding: torch.Tensor | None,
     out: torch.Tensor | None,
-) -> None:
+) -> LayerFacts:
     """Raise `InvalidInputError` unless these are valid tensors for `routed_moe`."""
-    _check_tokens(hidden_states, w13, w13_scale, w2, w2_scale, out)
+    _check_tokens(options.weights, hidden_states, w13, w13_scale, w2, w2_scale, out)
     _check_logits(logits, padding, (len(hidden_states), len(w13)), hidden_states.device)
+    if options.shared_expert:
+        raise InvalidInputError(
+            "routed_moe computes no shared expert: it chooses among all experts. Call choose_experts, then fused_moe."
+        )
+    shape = MoeShape.of_w2(options.weights, w2.shape, topk)
+    return LayerFacts(_called_spec(options, batch_invariant, shape, Arrival.STANDARD, w2), len(hidden_states))
 
 
 @CheckedOnce
@@ -97,19 +139,10 @@ def check_logits(logits: torch.Tensor, padding: torch.Tensor | None) -> None:
     _check_logits(logits, padding, (None, None), None)
 
 
-def check_router(shared_expert: bool, routed_scale: float, expert_map: torch.Tensor | None) -> None:
-    """Raise `InvalidInputError` unless these are valid options for `fused_moe`."""
-    check_flag("shared_expert", shared_expert)
-    if shared_expert and expert_map is not None:
-        raise InvalidInputError(
-            "shared_expert cannot be combined with expert_map: the ids must be local. Pass None as the expert_map, or "
-            "compute the shared expert as a dense layer."
-        )
-    check_factor("routed_scale", routed_scale)
-
-
-@CheckedOnce
+@checked_for_options
 def check_batched_call(
+    options: LayerOptions,
+    batch_invariant: bool,
     hidden_states: torch.Tensor,
     hidden_scale: torch.Tensor,
     w13: torch.Tensor,
@@ -118,18 +151,43 @@ def check_batched_call(
     w2_scale: torch.Tensor,
     expert_num_tokens: torch.Tensor,
     out: torch.Tensor | None,
-) -> None:
+) -> LayerFacts:
     """Raise `InvalidInputError` unless these are valid tensors for `batched_experts`."""
     check_activations("hidden_states", (hidden_states, hidden_scale), dims=3)
-    _check_layer(hidden_states, w13, w13_scale, w2, w2_scale)
+    _check_layer(options.weights, hidden_states, w13, w13_scale, w2, w2_scale)
     device = hidden_states.device
     check_shape("hidden_states", hidden_states, (w13.shape[0], None, None))
     check_tensor("expert_num_tokens", expert_num_tokens, dtype=torch.int32, shape=(w13.shape[0],), device=device)
     if out is not None:
         check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(hidden_states.shape), device=device)
+    if options.shared_expert or options.routed_scale != 1.0:
+        raise InvalidInputError(
+            "batched_experts computes no shared expert and no routed_scale: each row has one expert and no weight. "
+            "Apply them where the rows of a token are added up."
+        )
+    shape = MoeShape.of_w2(options.weights, w2.shape, topk=1)  # a row has one expert
+    return LayerFacts(_called_spec(options, batch_invariant, shape, Arrival.BATCHED, w2), hidden_states.shape[1])
+
+
+def _called_spec(
+    options: LayerOptions, batch_invariant: bool, shape: MoeShape, arrival: Arrival, tensor: torch.Tensor
+) -> LayerSpec:
+    """Returns the spec of a call. Raises `InvalidInputError` for a layer that is not computed on the tensor's device.
+
+    This is the one place where a call becomes a spec.
+    """
+    check_factor("routed_scale", options.routed_scale)
+    spec, backend = options.spec(shape, batch_invariant), devices.backend_of(tensor)
+    if refusal := backend.refusal(spec, arrival) if backend else reference.refusal(spec):
+        name = f"{backend.name} kernels do" if backend else "reference does"
+        raise InvalidInputError(
+            f"The layer has {refusal}, which the {name} not compute. Use another implementation for this layer."
+        )
+    return spec
 
 
 def _check_tokens(
+    weights: WeightFormat,
     hidden_states: torch.Tensor,
     w13: torch.Tensor,
     w13_scale: torch.Tensor,
@@ -139,7 +197,7 @@ def _check_tokens(
 ) -> None:
     check_tensor("hidden_states", hidden_states, dtype=torch.bfloat16, shape=(None, None))
     check_multiple("hidden_states' H", hidden_states.shape[1], GROUP)
-    _check_layer(hidden_states, w13, w13_scale, w2, w2_scale)
+    _check_layer(weights, hidden_states, w13, w13_scale, w2, w2_scale)
     if refusal := too_many_experts(w13.shape[0]):
         raise InvalidInputError(f"w13: {refusal}. Spread the experts over more GPUs (expert parallel).")
     if out is not None:
@@ -156,10 +214,16 @@ def _check_logits(
 
 
 def _check_layer(
-    hidden_states: torch.Tensor, w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor
+    weights: WeightFormat,
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
 ) -> None:
     hidden, device = hidden_states.shape[-1], hidden_states.device
-    check_weights("w13", (w13, w13_scale), 3, hidden, device)
-    check_multiple("w13's second dimension", w13.shape[1], 2 * GROUP)
-    check_weights("w2", (w2, w2_scale), 3, w13.shape[1] // 2, device)
-    check_shape("w2", w2, (w13.shape[0], hidden, None))
+    check_weights("w13", (w13, w13_scale), 3, hidden, device, weights)
+    experts, gate_up, _ = weights.weight.channels(w13.shape)
+    check_multiple("w13's second dimension", gate_up, 2 * GROUP)
+    check_weights("w2", (w2, w2_scale), 3, gate_up // 2, device, weights)
+    check_shape("w2", w2, (experts, weights.weight.shape(hidden, gate_up)[0], None))

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.launches.backend import Plan
@@ -70,7 +70,7 @@ def _check_call(
     """Raise `InvalidInputError` unless these are valid tensors for `fp8_linear`."""
     check_tensor("x", x, dtype=torch.bfloat16)
     check_multiple("x's last dimension", x.shape[-1], GROUP)
-    check_weights("weight", (weight, weight_scale), 2, x.shape[-1], x.device)
+    check_weights("weight", (weight, weight_scale), 2, x.shape[-1], x.device, FP8_BLOCK)
     if bias is not None:
         check_tensor("bias", bias, dtype=torch.bfloat16, shape=(weight.shape[0],), device=x.device)
     n, k = weight.shape

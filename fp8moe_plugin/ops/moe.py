@@ -1,8 +1,10 @@
 """The mixture-of-experts ops: check a call, plan its step, and launch the kernels or run the reference."""
 
+from typing import Any
+
 import torch
 
-from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
@@ -11,10 +13,12 @@ from fp8moe_plugin.launches.operands import LAYER_SLOTS, Rows, Weights
 from fp8moe_plugin.ops import devices, reference, workspace
 from fp8moe_plugin.ops.checks import check_apart, check_values, debugs, watch_rows
 from fp8moe_plugin.ops.devices import Device, prepares
-from fp8moe_plugin.ops.expert_checks import LayerFacts, called_spec, check_batched_call, check_layer_call, check_router
+from fp8moe_plugin.ops.expert_checks import LayerFacts, called_options, check_batched_call, check_layer_call
 from fp8moe_plugin.ops.operands import ExpertWeights, LayerTensors, Quantized, k_major
-from fp8moe_plugin.ops.option_checks import check_flag, check_int
+from fp8moe_plugin.ops.option_checks import check_int
+from fp8moe_plugin.plan.options import LayerOptions
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
+from fp8moe_plugin.settings import batch_invariant
 
 
 def fused_moe(
@@ -27,7 +31,7 @@ def fused_moe(
     topk_ids: torch.Tensor,
     *,
     expert_map: torch.Tensor | None = None,
-    activation: str = "silu",
+    activation: str | Activation = "silu",
     ue8m0: bool = False,
     shared_expert: bool = False,
     routed_scale: float = 1.0,
@@ -45,7 +49,7 @@ def fused_moe(
         topk_ids: int32 or int64 `[T, k]`; an id out of range (-1) contributes nothing.
         expert_map: int32 `[global experts]`, not empty: the local expert of each id, or -1; ids past its end are out
             of range. None: ids are local.
-        activation: "silu".
+        activation: "silu", or an `Activation` (`formats/activation.py`).
         ue8m0: round the scales of activations up to powers of two, for checkpoints with `scale_fmt: ue8m0`.
         shared_expert: the last expert processes every token with weight 1, and has no column in `topk_ids`. Cannot be
             combined with an `expert_map`.
@@ -60,33 +64,33 @@ def fused_moe(
             gradient; with FP8MOE_DEBUG=1 also an id below -1 or too large, or an `out` that overlaps with another one.
         WrongResultError: with FP8MOE_DEBUG=1, a token of finite values has NaN in its result.
     """
-    if activation != "silu":
-        raise InvalidInputError(f"activation is {activation!r}, needs 'silu', the only one the kernels compute.")
-    tensors = hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map
-    facts, addresses = check_layer_call(*tensors, out)
-    check_flag("ue8m0", ue8m0)
-    if shared_expert is not False or type(routed_scale) is not float or routed_scale != 1.0:
-        check_router(shared_expert, routed_scale, expert_map)
-    spec = facts.spec(ue8m0, shared_expert, routed_scale)
+    tensors = hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out
+    return run_fused_moe(called_options(activation, ue8m0, shared_expert, routed_scale), tensors)
+
+
+def run_fused_moe(options: LayerOptions, tensors: tuple[Any, ...]) -> torch.Tensor:
+    """Run `fused_moe` on its tensors, in the order of `LayerTensors`; `out` may be None."""
+    facts, addresses = check_layer_call(options, batch_invariant())(*tensors)
+    out: torch.Tensor = tensors[-1]
     if out is None:
-        out = torch.empty_like(hidden_states)
-        addresses = *addresses[:-1], out.data_ptr()
-    if not facts.tokens or not spec.shape.topk:
+        out = torch.empty_like(tensors[0])
+        tensors, addresses = (*tensors[:-1], out), (*addresses[:-1], out.data_ptr())
+    if not facts.tokens or not facts.spec.shape.topk:
         return out.zero_()
     layer = _watched_layer if debugs(out.is_cuda) else _layer
-    layer((*tensors, out), addresses, facts, spec)
+    layer(tensors, addresses, facts)
     return out
 
 
-def _layer(tensors: LayerTensors, addresses: tuple[int, ...], facts: LayerFacts, spec: LayerSpec) -> None:
+def _layer(tensors: LayerTensors, addresses: tuple[int, ...], facts: LayerFacts) -> None:
     """Run `fused_moe` on checked arguments, with their addresses."""
     device = devices.device_of(tensors[0])
     if device is None:
         x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out = tensors
         weights = ExpertWeights((w13, w13_scale), (w2, w2_scale))
-        reference.fused_moe(spec, x, weights, topk_weights, topk_ids, expert_map, out)
+        reference.fused_moe(facts.spec, x, weights, topk_weights, topk_ids, expert_map, out)
         return
-    plan = device.backend.plan_layer(spec, facts.tokens, device.multiprocessors)
+    plan = device.backend.plan_layer(facts.spec, facts.tokens, device.multiprocessors)
     run = prepared_layer(device, plan, facts.ids_64, facts.mapped)
     scratch = workspace.scratch(plan.scratch, tensors[0])
     run((*addresses, scratch.data_ptr()))  # LayerAddresses
@@ -99,10 +103,10 @@ def prepared_layer(device: Device, plan: Plan, ids_64: bool, mapped: bool) -> Pr
     return device.prepare(plan.launches(tensors, ids_64))
 
 
-def _watched_layer(tensors: LayerTensors, addresses: tuple[int, ...], facts: LayerFacts, spec: LayerSpec) -> None:
+def _watched_layer(tensors: LayerTensors, addresses: tuple[int, ...], facts: LayerFacts) -> None:
     """Run `_layer`, check the ids, and raise `WrongResultError` if a token of finite values has NaN in its result."""
     x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out = tensors
-    check_values("topk_ids", topk_ids, -1, facts.shape.global_experts - spec.shared_expert - 1)
+    check_values("topk_ids", topk_ids, -1, facts.spec.shape.global_experts - facts.spec.shared_expert - 1)
     read = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
     check_apart("out", out, **read, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map)
     tokens = x.clone()  # `out`, which is poisoned first, may overlap with the original
@@ -112,7 +116,7 @@ def _watched_layer(tensors: LayerTensors, addresses: tuple[int, ...], facts: Lay
         out,
         x.isfinite().all(1) & topk_weights.isfinite().all(1),
         describe=lambda t: f"token {t} (experts {topk_ids[t].tolist()})",
-        run=lambda: _layer(copied, at, facts, spec),
+        run=lambda: _layer(copied, at, facts),
     )
 
 
@@ -126,6 +130,7 @@ def batched_experts(
     expert_num_tokens: torch.Tensor,
     *,
     expected_m: int,
+    activation: str | Activation = "silu",
     ue8m0: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -137,7 +142,7 @@ def batched_experts(
         w13, w13_scale, w2, w2_scale: as for `fused_moe`.
         expert_num_tokens: int32 `[E]` on the device.
         expected_m: rows per expert on average; may change the speed, never the result.
-        ue8m0: as for `fused_moe`.
+        activation, ue8m0: as for `fused_moe`.
         out: bfloat16 `[E, max_m, H]` to write to, or None; rows past the count are not written. It must not share
             memory with the other arguments, which may still be read while it is written.
     Raises:
@@ -145,19 +150,23 @@ def batched_experts(
             also a count out of range, or an `out` that overlaps with another argument.
         WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its result.
     """
-    check_batched_call(hidden_states, hidden_scale, w13, w13_scale, w2, w2_scale, expert_num_tokens, out)
-    max_m, device = hidden_states.shape[1], hidden_states.device
-    check_values("expert_num_tokens", expert_num_tokens, 0, max_m)
+    tensors = hidden_states, hidden_scale, w13, w13_scale, w2, w2_scale, expert_num_tokens, out
+    return run_batched_experts(called_options(activation, ue8m0), expected_m, tensors)
+
+
+def run_batched_experts(options: LayerOptions, expected_m: int, tensors: tuple[Any, ...]) -> torch.Tensor:
+    """Run `batched_experts` on its tensors; `out`, the last, may be None."""
+    facts, _ = check_batched_call(options, batch_invariant())(*tensors)
+    x, x_scale, w13, w13_scale, w2, w2_scale, counts = tensors[:-1]
+    out: torch.Tensor = tensors[-1]
+    check_values("expert_num_tokens", counts, 0, facts.tokens)
     check_int("expected_m", expected_m)
-    check_flag("ue8m0", ue8m0)
     if out is None:
-        out = torch.empty(hidden_states.shape, dtype=torch.bfloat16, device=device)
-    if max_m == 0:
+        out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    if not facts.tokens:
         return out
-    (experts, hidden, intermediate), weights = w2.shape, ExpertWeights((w13, w13_scale), (w2, w2_scale))
-    shape = MoeShape(1, hidden, intermediate, experts, experts)  # a row has one expert
-    spec = called_spec(shape, ue8m0)
-    args = (spec, (hidden_states, hidden_scale), weights, expert_num_tokens, expected_m, out)
+    weights = ExpertWeights((w13, w13_scale), (w2, w2_scale))
+    args = (facts.spec, (x, x_scale), weights, counts, expected_m, out)
     if debugs(out.is_cuda):
         _watched_experts(*args)
     else:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.activation import KINDS, Activation
 from fp8moe_plugin.quoting import any_of
 
 LARGEST = torch.finfo(torch.float32).max
@@ -54,6 +55,16 @@ def check_factor(name: str, value: float) -> None:
         raise InvalidInputError(f"{name} is a {type(value).__name__}, not a float. Pass a Python number.")
     if not 0 < value <= LARGEST:
         raise InvalidInputError(f"{name} is {value}, needs a positive finite number.")
+
+
+def as_activation(activation: str | Activation) -> Activation:
+    """Returns the activation with this name. Raises `InvalidInputError` if there is none."""
+    if isinstance(activation, Activation):
+        return activation
+    if not isinstance(activation, str) or activation not in KINDS:
+        names = any_of(tuple(map(repr, KINDS)))
+        raise InvalidInputError(f"activation is {_shown(activation)}, needs {names}, or an Activation.")
+    return Activation(activation)
 
 
 def check_one_of(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -11,13 +11,18 @@ from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
 from fp8moe_plugin.plan.sm90.constants import MQA_SPLIT_ROWS
-from fp8moe_plugin.plan.spec import LayerSpec
+from fp8moe_plugin.plan.spec import LayerSpec, layer_refusal
 
 FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10  # keeps the scale of an all-zero group finite
 
 
 # ---- the layer -----------------------------------------------------------------------------------------------------
+
+
+def refusal(spec: LayerSpec) -> str | None:
+    """Returns the property of a layer that the functions below do not compute, or None."""
+    return layer_refusal(spec)
 
 
 def fused_moe(

@@ -1,8 +1,11 @@
 """Softmax top-k, and softmax top-k followed by a mixture-of-experts layer."""
 
+from typing import Any
+
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.launches.backend import Plan
@@ -11,11 +14,12 @@ from fp8moe_plugin.launches.sm90.router import choose_experts_launch
 from fp8moe_plugin.ops import devices, reference, workspace
 from fp8moe_plugin.ops.checks import debugs
 from fp8moe_plugin.ops.devices import Device, prepares
-from fp8moe_plugin.ops.expert_checks import called_spec, check_logits, check_routed_call
-from fp8moe_plugin.ops.moe import fused_moe
+from fp8moe_plugin.ops.expert_checks import called_options, check_logits, check_routed_call
+from fp8moe_plugin.ops.moe import run_fused_moe
 from fp8moe_plugin.ops.option_checks import check_flag, check_int
+from fp8moe_plugin.plan.options import LayerOptions
 from fp8moe_plugin.plan.sm90.constants import MAX_ROUTER_EXPERTS, MAX_ROUTER_TOPK
-from fp8moe_plugin.plan.spec import MoeShape
+from fp8moe_plugin.settings import batch_invariant
 
 
 def choose_experts(
@@ -61,6 +65,7 @@ def routed_moe(
     *,
     renormalize: bool = True,
     padding: torch.Tensor | None = None,
+    activation: str | Activation = "silu",
     ue8m0: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -71,23 +76,29 @@ def routed_moe(
     Raises:
         InvalidInputError, UnsupportedError, WrongResultError: see `choose_experts` and `fused_moe`.
     """
-    layer = hidden_states, w13, w13_scale, w2, w2_scale
-    _, addresses = check_routed_call(*layer, logits, padding, out)
-    tokens, (experts, hidden, intermediate) = len(logits), w2.shape
+    tensors = hidden_states, w13, w13_scale, w2, w2_scale, logits, padding, out
+    return run_routed_moe(called_options(activation, ue8m0), topk, renormalize, tensors)
+
+
+def run_routed_moe(options: LayerOptions, topk: int, renormalize: bool, tensors: tuple[Any, ...]) -> torch.Tensor:
+    """Run `routed_moe` on its tensors; `padding` and `out`, the last two, may be None."""
+    check_int("topk", topk)
+    facts, addresses = check_routed_call(options, batch_invariant(), topk)(*tensors)
+    *layer, logits, padding = tensors[:-1]
+    out: torch.Tensor = tensors[-1]
+    x, (tokens, experts) = layer[0], logits.shape
     check_topk(topk, experts)
     check_flag("renormalize", renormalize)
-    check_flag("ue8m0", ue8m0)
-    device = devices.device_of(hidden_states)
-    if device is None or not device.backend.has_all_ops or not tokens or debugs(hidden_states.is_cuda):
+    device = devices.device_of(x)
+    if device is None or not device.backend.has_all_ops or not tokens or debugs(x.is_cuda):
         weights, ids = choose_experts(logits, topk, renormalize=renormalize, padding=padding)
-        return fused_moe(*layer, weights, ids, ue8m0=ue8m0, out=out)
-    shape = MoeShape(topk, hidden, intermediate, experts, experts)
-    plan = device.backend.plan_layer(called_spec(shape, ue8m0), tokens, device.multiprocessors)
+        return run_fused_moe(options, (*layer, weights, ids, None, out))
+    plan = device.backend.plan_layer(facts.spec, tokens, device.multiprocessors)
     weights, ids = _empty_choice(logits, topk)
     if out is None:
-        out = torch.empty_like(hidden_states)
+        out = torch.empty_like(x)
         addresses = *addresses[:-1], out.data_ptr()
-    scratch = workspace.scratch(plan.scratch, hidden_states)
+    scratch = workspace.scratch(plan.scratch, x)
     run = prepared_routed_layer(device, plan, tokens, experts, topk, logits.dtype == torch.bfloat16, renormalize)
     run((*addresses, weights.data_ptr(), ids.data_ptr(), scratch.data_ptr()))
     return out

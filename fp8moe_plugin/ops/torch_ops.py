@@ -12,89 +12,39 @@ from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops.checks import check_no_grad
 from fp8moe_plugin.ops.linear import fp8_linear
-from fp8moe_plugin.ops.moe import batched_experts as _batched_experts
-from fp8moe_plugin.ops.moe import fused_moe as _fused_moe
-from fp8moe_plugin.ops.routed_moe import routed_moe as _routed_moe
+from fp8moe_plugin.ops.moe import run_batched_experts, run_fused_moe
+from fp8moe_plugin.ops.routed_moe import run_routed_moe
 from fp8moe_plugin.ops.router_gemm import router_gemm as _router_gemm
+from fp8moe_plugin.plan.options import parse_options
 from fp8moe_plugin.settings import settings
 
-FUSED_MOE = (
-    "fused_moe(Tensor hidden_states, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor topk_weights, "
-    "Tensor topk_ids, Tensor? expert_map, bool ue8m0, bool shared_expert, float routed_scale, Tensor(a!) out) -> ()"
+LAYER = "Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale"
+FUSED_MOE = (  # options: `LayerOptions.text`
+    f"fused_moe(str options, Tensor hidden_states, {LAYER}, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, "
+    "Tensor(a!) out) -> ()"
 )
 ROUTED_MOE = (
-    "routed_moe(Tensor hidden_states, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor logits, "
-    "int topk, bool renormalize, Tensor? padding, bool ue8m0, Tensor(a!) out) -> ()"
+    f"routed_moe(str options, int topk, bool renormalize, Tensor hidden_states, {LAYER}, Tensor logits, "
+    "Tensor? padding, Tensor(a!) out) -> ()"
 )
 BATCHED_EXPERTS = (
-    "batched_experts(Tensor hidden_states, Tensor hidden_scale, Tensor w13, Tensor w13_scale, Tensor w2, "
-    "Tensor w2_scale, Tensor expert_num_tokens, int expected_m, bool ue8m0, Tensor(a!) out) -> ()"
+    f"batched_experts(str options, int expected_m, Tensor hidden_states, Tensor hidden_scale, {LAYER}, "
+    "Tensor expert_num_tokens, Tensor(a!) out) -> ()"
 )
 ROUTER_GEMM = "router_gemm(Tensor x, Tensor weight) -> Tensor"
 LINEAR = "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, bool ue8m0) -> Tensor"
 
 
-def _fused_moe_impl(  # named arguments, because packing and unpacking them costs 0.6 us
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    ue8m0: bool,
-    shared_expert: bool,
-    routed_scale: float,
-    out: torch.Tensor,
-) -> None:
-    _fused_moe(
-        hidden_states,
-        w13,
-        w13_scale,
-        w2,
-        w2_scale,
-        topk_weights,
-        topk_ids,
-        expert_map=expert_map,
-        ue8m0=ue8m0,
-        shared_expert=shared_expert,
-        routed_scale=routed_scale,
-        out=out,
-    )
+def _fused_moe_impl(options: str, *tensors: torch.Tensor | None) -> None:
+    run_fused_moe(parse_options(options), tensors)
 
 
-def _routed_moe_impl(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    logits: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    padding: torch.Tensor | None,
-    ue8m0: bool,
-    out: torch.Tensor,
-) -> None:
-    _routed_moe(
-        hidden_states,
-        w13,
-        w13_scale,
-        w2,
-        w2_scale,
-        logits,
-        topk,
-        renormalize=renormalize,
-        padding=padding,
-        ue8m0=ue8m0,
-        out=out,
-    )
+def _routed_moe_impl(options: str, topk: int, renormalize: bool, *tensors: torch.Tensor | None) -> None:
+    run_routed_moe(parse_options(options), topk, renormalize, tensors)
 
 
-def _batched_experts_impl(*args: Any) -> None:
-    *tensors, expected_m, ue8m0, out = args
-    _batched_experts(*tensors, expected_m=expected_m, ue8m0=ue8m0, out=out)
+def _batched_experts_impl(options: str, expected_m: int, *tensors: torch.Tensor | None) -> None:
+    run_batched_experts(parse_options(options), expected_m, tensors)
 
 
 def _linear_impl(
@@ -151,7 +101,8 @@ def in_range(op: str, impl: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(impl)
     def ranged(*args: Any) -> Any:
-        sizes = ", ".join("x".join(map(str, tensor.shape)) for tensor in args[:2])
+        first, second, *_ = (value for value in args if isinstance(value, torch.Tensor))
+        sizes = ", ".join("x".join(map(str, tensor.shape)) for tensor in (first, second))
         with torch.cuda.nvtx.range(f"fp8moe.{op} {sizes}"):
             return impl(*args)
 

@@ -1,5 +1,6 @@
 """The description of a mixture-of-experts layer: everything that its plans depend on, except the number of tokens."""
 
+from collections.abc import Sequence
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
@@ -22,6 +23,18 @@ class MoeShape(NamedTuple):
     def of(cls, local: Experts, global_experts: int) -> "MoeShape":
         """Returns the shape of a layer from the sizes of its part on one rank."""
         return cls(local.topk, local.hidden, local.intermediate, local.experts, global_experts)
+
+    @classmethod
+    def of_w2(
+        cls, weights: WeightFormat, w2: Sequence[int], topk: int, global_experts: int | None = None
+    ) -> "MoeShape":
+        """Returns the shape of a layer whose w2, in this format, is a tensor of shape `w2`.
+
+        Args:
+            global_experts: None: the local ones are all experts.
+        """
+        experts, hidden, intermediate = weights.weight.channels(w2)
+        return cls(topk, hidden, intermediate, experts, experts if global_experts is None else global_experts)
 
     def with_shared_expert(self) -> "MoeShape":
         """Returns the shape with one more expert, which processes every token."""

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from fp8moe_plugin.errors import CheckpointError, InvalidInputError
-from fp8moe_plugin.layers.fused_moe import FP8MoE
+from fp8moe_plugin.layers.fused_moe import OPTIONS, FP8MoE
 from fp8moe_plugin.ops import torch_ops
 from tests import helpers as h
 
@@ -115,20 +115,22 @@ def test_torch_can_trace_the_ops(device):
     weights, (x, router, ids) = h.random_layer(gen, EXPERTS, HIDDEN, 128), random_call(gen, 5)
     torch.library.opcheck(
         torch_ops.fused_moe,
-        (x, *weights, router, ids, None, False, False, 1.0, torch.zeros_like(x)),
+        (OPTIONS[False], x, *weights, router, ids, None, torch.zeros_like(x)),
         test_utils=OPCHECKS,
     )
     logits = torch.randn(5, EXPERTS, device=device)
     for padding in (None, torch.arange(5, device=device) > 3):
         torch.library.opcheck(
             torch_ops.routed_moe,
-            (x, *weights, logits, TOPK, True, padding, False, torch.zeros_like(x)),
+            (OPTIONS[False], TOPK, True, x, *weights, logits, padding, torch.zeros_like(x)),
             test_utils=OPCHECKS,
         )
     rows = h.random_quantized(gen, EXPERTS, 16, HIDDEN)
     counts = torch.arange(EXPERTS, dtype=torch.int32, device=device)
     out = torch.zeros(EXPERTS, 16, HIDDEN, dtype=torch.bfloat16, device=device)
-    torch.library.opcheck(torch_ops.batched_experts, (*rows, *weights, counts, 4, False, out), test_utils=OPCHECKS)
+    torch.library.opcheck(
+        torch_ops.batched_experts, (OPTIONS[False], 4, *rows, *weights, counts, out), test_utils=OPCHECKS
+    )
 
 
 def test_it_compiles_without_a_graph_break(device):
