@@ -70,6 +70,11 @@ def weight_shapes(model: Model, parallel: Parallel) -> list[ShapeReport]:
     return [*_experts(model, parallel, rank), *dense, *_others(model, parallel, rank)]
 
 
+def weight_bytes(model: Model, parallel: Parallel) -> int:
+    """Returns the bytes of weights that an engine loads on the rank that holds the most, without speculation."""
+    return sum(shape.bytes for shape in weight_shapes(without_mtp(model), parallel))
+
+
 def recoding_note(model: Model) -> list[str]:
     """Returns a sentence about experts that are larger in memory than in the checkpoint, if they are."""
     if not (stored := model.recoded_from) or model.unknown_format or not model.experts.layers:

@@ -232,6 +232,24 @@ def test_gpus_and_a_driver_that_is_too_old_for_the_kernels(
     assert ("WRONG  driver: supports CUDA 12.8, and refuses kernels compiled by nvrtc" in printed) is not ok
 
 
+def test_weights_that_are_larger_than_a_gpu(
+    cache: Path, checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = {"compute_capability": "9.0", "served": True, "backend": "sm90", "refusal": None}
+    gpus = [
+        Gpu(ordinal=i, name=f"NVIDIA {name}", memory_bytes=size, **served)
+        for i, (name, size) in enumerate([("H200", 150_000_000_000), ("H20-3e", 102_000_000_000)])
+    ]
+    monkeypatch.setattr(diagnosis, "driver_and_gpus", lambda: (Driver(version=None, cuda="13.0"), gpus))
+    model = str(checkpoint("DeepSeek-V3"))
+    assert main(["doctor", "--model", model, "--tp", "4"]) == 1
+    printed = capsys.readouterr().out
+    assert "WRONG  memory: --tp 4 gives a GPU 169.7 GB of weights, but GPU 1 has only 102.0 GB\n" in printed
+    assert f"Run `fp8moe-warmup explain --model {model} --gpu h20`: it shows the splits that fit." in printed
+    main(["doctor", "--model", model, "--tp", "8"])
+    assert "memory:" not in capsys.readouterr().out
+
+
 def test_other_variants_that_are_wanted_are_not_strange(
     cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +312,13 @@ def test_the_last_line_is_a_verdict(
     verdict: str,
 ) -> None:
     gpu = Gpu(
-        ordinal=0, name="H200", compute_capability="9.0", memory_bytes=1, served=True, backend="sm90", refusal=None
+        ordinal=0,
+        name="H200",
+        compute_capability="9.0",
+        memory_bytes=150 << 30,
+        served=True,
+        backend="sm90",
+        refusal=None,
     )
     engine = Engine(
         name="vLLM", package="vllm", version="0.32.0", tested="", served=True, entry_point="x", excluded_by=None
