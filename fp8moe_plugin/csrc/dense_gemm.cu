@@ -52,7 +52,8 @@ constexpr int kStepsAtOnce = kTileN <= 128 && SharedMemory<kTileN>::kStages >= 6
 
 struct Operands {
     const TensorMap *tokens, *tail_tokens, *weights;
-    const float *token_scales, *weight_scales;
+    const float* token_scales;
+    const WeightScale* weight_scales;
     int token_scale_k_stride, m, n, k_blocks;
 };
 
@@ -80,7 +81,7 @@ DEVICE void load_weights(SharedMemory<kTileN> shared, const Operands& in) {
     int last_block = (in.n - 1) / 128;
     for (Tiles<kTileN> tiles(in); tiles.more(); tiles.advance()) {
         int column = tiles.column(), block = column / 128;
-        const float* scales = in.weight_scales + block * in.k_blocks;
+        const WeightScale* scales = in.weight_scales + block * in.k_blocks;
         int next = block < last_block ? in.k_blocks : 0;  // a tile may pass N
         int offsets[] = {0, next, block + 1 < last_block ? 2 * in.k_blocks : next};
         fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32 full) {
@@ -242,7 +243,7 @@ DEVICE void multiply_tiles(const Operands& in, u16* d) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_tail_map,
                const __grid_constant__ TensorMap b_map, const float* a_scales, int a_scale_k_stride,
-               const float* b_scales, u16* d, int m, int n, int k, int tile_n) {
+               const WeightScale* b_scales, u16* d, int m, int n, int k, int tile_n) {
     let_next_kernel_start();
     const Operands in{&a_map, &a_tail_map, &b_map, a_scales, b_scales, a_scale_k_stride, m, n, k / kBlockK};
     switch (tile_n) {

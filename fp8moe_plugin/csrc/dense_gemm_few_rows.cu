@@ -28,7 +28,8 @@ using SharedMemory =
 
 struct Operands {
     const TensorMap *tokens, *weights;
-    const float *token_scales, *weight_scales;
+    const float* token_scales;
+    const WeightScale* weight_scales;
     int token_scale_k_stride, m, n, k_blocks;
 };
 
@@ -48,7 +49,7 @@ struct Share {
 
 template <int kTokens>
 DEVICE void load_weights(SharedMemory<kTokens> shared, const Operands& in, const Share& share) {
-    const float* scales = in.weight_scales + share.column / 128 * in.k_blocks;
+    const WeightScale* scales = in.weight_scales + share.column / 128 * in.k_blocks;
     Ring<SharedMemory<kTokens>::kStages> ring;
     fill_stages<barrier_wait>(shared, ring, share.first, share.first + share.steps, [&](int k, int s, u32 full) {
         const WeightTile to(shared, s);
@@ -107,8 +108,8 @@ DEVICE void multiply_columns(const Operands& in, u16* d, int splits) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                        const float* a_scales, int a_scale_k_stride, const float* b_scales, u16* d, int m, int n, int k,
-                        int tile_m, int splits) {
+                        const float* a_scales, int a_scale_k_stride, const WeightScale* b_scales, u16* d, int m, int n,
+                        int k, int tile_m, int splits) {
     let_next_kernel_start();
     const Operands in{&a_map, &b_map, a_scales, b_scales, a_scale_k_stride, m, n, k / kBlockK};
     switch (tile_m) {

@@ -40,7 +40,8 @@ using Sums = Fragment<kHalfN>[kHalves];
 
 struct Operands {
     const TensorMap *tokens, *weights;
-    const float *token_scales, *weight_scales;
+    const float* token_scales;
+    const WeightScale* weight_scales;
     int token_scale_k_stride, m, n, k_blocks;
 };
 
@@ -59,7 +60,7 @@ DEVICE void load_weights(SharedMemory shared, const Operands& in) {
     Ring<kStages> ring;
     for (Tiles tiles(in.m, in.n, in.k_blocks); tiles.more(); tiles.advance()) {
         int block = tiles.column / 128;
-        const float* scales = in.weight_scales + block * in.k_blocks;
+        const WeightScale* scales = in.weight_scales + block * in.k_blocks;
         int next = block < last_block ? in.k_blocks : 0;  // a tile may pass N
         int offsets[] = {0, next, block + 1 < last_block ? 2 * in.k_blocks : next};
         fill_stages<barrier_wait>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32 full) {
@@ -252,7 +253,7 @@ DEVICE void multiply_tiles(SharedMemory shared, const Operands& in, const Result
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     dense_gemm_many_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                          const __grid_constant__ TensorMap d_map, const float* a_scales, int a_scale_k_stride,
-                         const float* b_scales, u16* d, int m, int n, int k) {
+                         const WeightScale* b_scales, u16* d, int m, int n, int k) {
     const Operands in{&a_map, &b_map, a_scales, b_scales, a_scale_k_stride, m, n, k / kBlockK};
     SharedMemory shared{dynamic_shared_address()};
     if (threadIdx.x == kMathWarps * kWarp) {

@@ -101,7 +101,7 @@ DEVICE void fill_stages(SharedMemory shared, Units units, u32 bytes, Wait wait, 
     finish_copies();
 }
 
-DEVICE void load_weights(SharedMemory shared, const Share& share, const TensorMap* w_map, const float* w_scales,
+DEVICE void load_weights(SharedMemory shared, const Share& share, const TensorMap* w_map, const WeightScale* w_scales,
                          const ExpertList& list) {
     auto nothing = [](int) {};
     fill_stages(shared, {share, list}, WeightTile<SharedMemory>::kBytes, nothing, [&](int s, Unit unit) {
@@ -168,7 +168,7 @@ struct PresentScales {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     down_small_batch(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap q_map,
-                     const float* w_scales, const float* scales, const int* tokens_written, const void* ids,
+                     const WeightScale* w_scales, const float* scales, const int* tokens_written, const void* ids,
                      const int* expert_map, u16* out, int ids_64, int shared_expert, int routed_experts,
                      int num_experts, int tokens, int topk, int hidden, int intermediate, int splits) {
     SharedMemory shared{dynamic_shared_address()};

@@ -35,7 +35,7 @@ using TileRings = Rings<kStages, false>;
 
 struct WeightLoads {
     const TensorMap* map;
-    const float* scales;
+    const WeightScale* scales;
     int expert_row, column, n, scales_to_up;  // scales_to_up: offset from gate scales to up scales, in floats
 
     DEVICE WeightLoads(const Operands& in, const Tile& tile)
@@ -101,7 +101,7 @@ DEVICE void compute_tile(SharedMemory shared, TileRings& rings, int k_blocks, co
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gate_up(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_narrow_map,
             const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map, const float* a_scales,
-            int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales, const uint4* gathered,
+            int a_scale_expert_stride, int a_scale_k_stride, const WeightScale* b_scales, const uint4* gathered,
             const int* a_rows, u8* d, float* d_scales, int* done_counters, const int4* table, int* num_tiles, int m,
             int n, int k, Activation activation) {
     let_next_kernel_start();

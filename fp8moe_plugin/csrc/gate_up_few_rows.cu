@@ -45,7 +45,8 @@ constexpr int kStages = SharedMemory::kStages;
 struct Operands {
     const TensorMap* weights;
     const uint4* x;
-    const float *x_scales, *weight_scales;
+    const float* x_scales;
+    const WeightScale* weight_scales;
     const int* a_rows;
     int intermediate, k_blocks, steps;  // K blocks of a tile
     Splits splits;
@@ -68,21 +69,20 @@ using Queue = TileQueue<kBlockTokens>;
 
 // A tile's weights: one thread loads them, two others copy the scales, of the gate and of the up projection.
 struct WeightLoads {
-    int first_slab, first_k;  // of boxes of w_map; K blocks
-    const float* scale;
+    int row, first_k;  // of the gate, in units of 128 rows; K blocks
+    const WeightScale* scale;
 
     DEVICE WeightLoads(const Operands& in, const Tile& tile) {
-        int weight_row = tile.expert * 2 * in.groups() + in.splits.group_of(tile);
-        first_slab = weight_row * (kBlockI / 8);
+        row = tile.expert * 2 * in.groups() + in.splits.group_of(tile);
         first_k = in.splits.split_of(tile) * in.steps;
-        scale = scales_of_rows(in.weight_scales, weight_row + half() * in.groups(), in.k_blocks) + first_k;
+        scale = scales_of_rows(in.weight_scales, row + half() * in.groups(), in.k_blocks) + first_k;
     }
     // 0 and 1 in the two threads that copy scales.
     DEVICE static int half() { return int(threadIdx.x % kProducers) - kBlockTokens; }
     DEVICE void start(WeightTile<SharedMemory> to, u32 full, const Operands& in, int step) const {
         if (threadIdx.x % kProducers == 0) {
             barrier_arrive_expect(full, to.kBytes);
-            to.load_interleaved(0, in.weights, full, first_k + step, 0, 0, first_slab);
+            to.load_gate_and_up(in.weights, full, first_k + step, row);
         }
         if (half() == 0 || half() == 1) to.load_scale(half(), scale + step);
     }
@@ -177,8 +177,8 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gate_up_few_rows(const __grid_constant__ TensorMap w_map, const uint4* x, const float* x_scales,
-                     const float* w_scales, const int* a_rows, u8* q, float* scales, float* partial, int* done_counters,
-                     const int4* table, int* num_tiles, int m, int intermediate, int k, int splits,
+                     const WeightScale* w_scales, const int* a_rows, u8* q, float* scales, float* partial,
+                     int* done_counters, const int4* table, int* num_tiles, int m, int intermediate, int k, int splits,
                      int counters_per_tile, Activation activation) {
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);

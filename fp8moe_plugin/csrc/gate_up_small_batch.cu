@@ -80,18 +80,18 @@ struct Share {
 // ---- weights: one warp ---------------------------------------------------------------------------------------------
 
 DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Share& share, const TensorMap* w_map,
-                         const float* w_scales, const ExpertList& list) {
+                         const WeightScale* w_scales, const ExpertList& list) {
     int half = lane_of_warp(), groups = size.groups();  // of the lanes that load
     Ring<kStages> ring;
     for (int tile = share.first_tile; tile < list.count * groups; tile += share.tile_stride) {
         int row = list.experts[tile / groups] * 2 * groups + tile % groups + half * groups;  // in units of 128 rows
-        const float* scale = scales_of_rows(w_scales, row, size.k_blocks()) + share.first_step;
+        const WeightScale* scale = scales_of_rows(w_scales, row, size.k_blocks()) + share.first_step;
         fill_stages<wait_by_warp>(shared, ring, 0, kSlabs * share.steps, [&](int i, int s, u32 full) {
             const WeightTile to(shared, s);
             int k = i / kSlabs, slab = i % kSlabs;
             if (half == 0) barrier_arrive_expect(full, to.kBytes);
             if (half < kMathWarpgroups) {
-                to.load_interleaved(half * 64, w_map, full, share.first_step + k, 0, slab * 2, row * 4);
+                to.load_interleaved(half * 64, w_map, full, share.first_step + k, row, slab);
                 to.load_scale(half, scale + k);
                 copy_async_arrive(full);
             }
@@ -225,10 +225,10 @@ DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Sha
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(THREADS, 2)
-    gate_up_small_batch(const __grid_constant__ TensorMap w_map, const uint4* x, const float* w_scales, const void* ids,
-                        const int* expert_map, const float* topk_weights, u8* q, float* scales, int* tokens_written,
-                        int ids_64, int shared_expert, int routed_experts, int num_experts, int tokens, int topk,
-                        int hidden, int intermediate, float routed_scale, Activation activation) {
+    gate_up_small_batch(const __grid_constant__ TensorMap w_map, const uint4* x, const WeightScale* w_scales,
+                        const void* ids, const int* expert_map, const float* topk_weights, u8* q, float* scales,
+                        int* tokens_written, int ids_64, int shared_expert, int routed_experts, int num_experts,
+                        int tokens, int topk, int hidden, int intermediate, float routed_scale, Activation activation) {
     SharedMemory shared{dynamic_shared_address()};
     const ProblemSize size{tokens, topk, hidden, intermediate};
     const Share share(size);

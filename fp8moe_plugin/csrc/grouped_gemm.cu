@@ -47,7 +47,7 @@ struct Result {
 
 struct WeightLoads {
     const TensorMap* map;
-    const float* scales;
+    const WeightScale* scales;
     int expert_row, column, next_half;  // next_half: offset from the scales of a half to the next half's, in floats
 
     DEVICE WeightLoads(const Operands& in, const Tile& tile)
@@ -127,8 +127,8 @@ DEVICE void compute_tile(SharedMemory shared, TileRings& rings, int k_blocks, co
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_narrow_map,
                  const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map,
-                 const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const float* b_scales, void* d,
-                 const void* c, int* done_counters, const int4* table, int* num_tiles, int m, int n, int k) {
+                 const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const WeightScale* b_scales,
+                 void* d, const void* c, int* done_counters, const int4* table, int* num_tiles, int m, int n, int k) {
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 

@@ -41,7 +41,7 @@ using Queue = TileQueue<kBlockTokens>;
 struct Operands {
     const TensorMap *tokens, *wide_tokens, *weights;
     ActivationScales token_scales;
-    const float* weight_scales;  // [experts, ceil(N / 128), K / 128]
+    const WeightScale* weight_scales;  // [experts, ceil(N / 128), K / 128]
     int n, k_blocks, columns_at_once;
 
     DEVICE int columns() const { return (n + kBlockN - 1) / kBlockN; }
@@ -54,7 +54,8 @@ struct TileLoads {
     Tile tile;
     const TensorMap* token_map;
     int padded, box_tokens, weight_row;
-    const float *weight_scale, *token_scale;
+    const WeightScale* weight_scale;
+    const float* token_scale;
     u32 scale_bytes, bytes;
 
     DEVICE TileLoads(const Operands& in, const Tile& tile) : tile(tile) {
@@ -135,8 +136,8 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_wide_map,
                           const __grid_constant__ TensorMap b_map, const float* a_scales, int a_scale_expert_stride,
-                          int a_scale_k_stride, const float* b_scales, u16* d, const int4* table, int* num_tiles, int m,
-                          int n, int k, int claim_pair, int columns_at_once, int* done_counters,
+                          int a_scale_k_stride, const WeightScale* b_scales, u16* d, const int4* table, int* num_tiles,
+                          int m, int n, int k, int claim_pair, int columns_at_once, int* done_counters,
                           int counters_per_tile) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};

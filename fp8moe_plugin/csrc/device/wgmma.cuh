@@ -87,7 +87,8 @@ WGMMA(192, NAMES_96, OUTS_96, "%96", "%97", "%98")
 #undef OUT8
 #undef OUT4
 
-// d = A[64, 128] @ B[N, 128]^T, between wgmma_fence and wgmma_commit.
+// d = A[64, 128] @ B[N, 128]^T, between wgmma_fence and wgmma_commit. An overload for an A in registers begins with
+// another wgmma_fence, because they have been written since.
 template <int kCount>
 DEVICE void wgmma_issue(float (&d)[kCount], u32 a_tile, u32 b_tile) {
     u32 a = wgmma_descriptor_low(a_tile), b = wgmma_descriptor_low(b_tile);
@@ -99,8 +100,8 @@ DEVICE void wgmma_issue(float (&d)[kCount], u32 a_tile, u32 b_tile) {
 // The product `d` of one K block, for a main loop that does something else while the tensor cores work:
 //
 //       wgmma_start(d, a_tile, b_tile);  ...  wgmma_finish(d);
-template <int kCount>
-DEVICE void wgmma_start(float (&d)[kCount], u32 a_tile, u32 b_tile) {
+template <int kCount, class Tile>
+DEVICE void wgmma_start(float (&d)[kCount], const Tile& a_tile, u32 b_tile) {
     wgmma_fence();
     wgmma_issue(d, a_tile, b_tile);
     wgmma_commit();

@@ -49,7 +49,7 @@ DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, c
                 wgmma_issue(tail_product, weights.operand(half * kHalfN + row_block * kWarpgroupM),
                             shared.tokens(s, kBlockM));
             wgmma_commit();
-            float weight_scale = load_shared_float(weight_scale_of_half(shared, weights.stage, first_half + half));
+            float weight_scale = weights.scale_of_half(first_half + half);
             float scale[2] = {token_scale[0] * weight_scale, token_scale[1] * weight_scale};
             wgmma_finish(product);
             if (kHasTail) add_tail(shared, s, tail_row, weight_scale, tail_product, tail[half]);

@@ -18,7 +18,7 @@ constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrie
 struct Operands {
     const TensorMap *tokens, *narrow_tokens, *weights;  // tokens in boxes of 64 rows, and of kTailRows
     ActivationScales token_scales;
-    const float* weight_scales;  // [experts, ceil(N / 128), K / 128]
+    const WeightScale* weight_scales;  // [experts, ceil(N / 128), K / 128]
     int n, k_blocks;
 };
 
@@ -27,13 +27,6 @@ template <int kHalves, int kStagingRows, class... Others>
 using RowTileStages = Stages<kAsManyAsFit, Tokens<kBlockM + kTailRows>, Weights<kHalves * kHalfN>,
                              Staging<kStagingRows>, TokenScales<kBlockM + kTailRows + ActivationScales::kSlack>,
                              WeightScales<kHalves>, TileOfStage<1>, Full<1>, Empty<1>, Others...>;
-
-// The address of a half's scale. Written with the stage apart, it takes registers that grouped_gemm does not have.
-template <class SharedMemory>
-DEVICE u32 weight_scale_of_half(SharedMemory shared, int stage, int half) {
-    constexpr int kHalves = SharedMemory::template kBytes<WeightScales> / 4;
-    return shared.template at<WeightScales>(stage * kHalves + half);
-}
 
 // The stages of a K block. Tokens and weights share a stage; but with kKeepWeights a tile of the same weights as the
 // previous tile finds them where they are. The barriers of the tokens' stages guard the weights, too: as long as K is

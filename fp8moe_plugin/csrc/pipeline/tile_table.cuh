@@ -24,6 +24,7 @@ struct RowTiles {
     DEVICE RowTiles(int rows, int block_m) : rows(rows), block_m(block_m) {
         const bool tails = block_m == kManyRowsTile;
         tail = tails ? kTailRows : 0;
+        // A division by constants is a shift. A further size of tiles needs its constant here.
         int full = u32(rows) / (tails ? kManyRowsTile : kFewRowsTile), rest = rows - full * block_m;
         over = rest <= full * tail ? rest : 0;
         count = full + (rest > over);
