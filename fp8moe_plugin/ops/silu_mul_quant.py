@@ -12,13 +12,13 @@ from fp8moe_plugin.ops import devices, reference
 from fp8moe_plugin.ops.checks import check_multiple, check_tensor
 from fp8moe_plugin.ops.devices import Device, prepares
 from fp8moe_plugin.ops.operands import Quantized, empty_quantized
-from fp8moe_plugin.ops.option_checks import check_flag
+from fp8moe_plugin.ops.option_checks import as_activation, check_flag
 
 MAX_GROUPS = 65535  # blocks of a CUDA grid along y
 
 
 def silu_mul_quant_fp8(
-    gate_up: torch.Tensor, counts: torch.Tensor, ue8m0: bool = False, activation: Activation = SILU
+    gate_up: torch.Tensor, counts: torch.Tensor, ue8m0: bool = False, activation: str | Activation = SILU
 ) -> Quantized:
     """Quantize `silu(gate_up[.., :I]) * gate_up[.., I:]`, or another activation, per row and 128 channels.
 
@@ -29,7 +29,7 @@ def silu_mul_quant_fp8(
         gate_up: bfloat16 `[G, max_m, 2I]`, I a multiple of 128, G up to 65535.
         counts: int32 `[G]` on the device; rows from `counts[g]` on are not read or written.
         ue8m0: round each scale up to a power of two.
-        activation: of the kinds and numbers that `Activation.refusal` lets pass.
+        activation: "silu", or an `Activation` (`formats/activation.py`).
     Returns:
         e4m3 `[G, max_m, I]` and float32 scales `[G, max_m, I/128]`, K-major over all rows.
     Raises:
@@ -38,6 +38,7 @@ def silu_mul_quant_fp8(
     check_tensor("gate_up", gate_up, dtype=torch.bfloat16, shape=(None, None, None))
     check_multiple("gate_up's last dimension", gate_up.shape[-1], 2 * GROUP)
     check_flag("ue8m0", ue8m0)
+    activation = as_activation(activation)
     if refusal := activation.refusal:
         raise InvalidInputError(f"activation is {refusal}. Use one that the kernels compute.")
     (groups, max_m, _), channels = gate_up.shape, gate_up.shape[-1] // 2

@@ -67,11 +67,9 @@ def layer_refusal(spec: LayerSpec) -> str | None:
     """Returns the property of a layer that no kernel supports, or None."""
     if spec.weights != FP8_BLOCK:
         return f"weights in the format {spec.weights.name}"
-    if spec.activation.kind != SILU.kind:
-        return f"another activation than SiLU ({spec.activation.kind})"
-    if spec.bias or spec.activation != SILU:
-        return "a bias or a modified SwiGLU"
-    return None
+    if refusal := spec.activation.refusal:
+        return refusal
+    return "a bias" if spec.bias else None
 
 
 class Arrival(StrEnum):

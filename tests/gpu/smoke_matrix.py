@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fp8moe_plugin import ops
+from fp8moe_plugin.formats.activation import SILU
 from fp8moe_plugin.plan.sm90.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_N, DENSE_TILE_ROWS
 from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
 from fp8moe_plugin.plan.tuning import GATHER_UP_TO, LONG_K, QUANTIZE_FEW_TOKENS
@@ -24,6 +25,7 @@ from tests.steps import route, route_reference
 DEVICE = torch.device("cuda", 0)
 ROWS = (0, 1, 65, 129, 145)
 HIDDEN, INTERMEDIATE, EXPERTS = 1024, 128, 5  # K of both ways to hand out tiles
+CLAMPED = h.MODIFIED[0]  # its kernels compute the others, too
 WIDE = GATHER_UP_TO + 128  # experts that read copies of their tokens
 
 
@@ -35,8 +37,11 @@ def check_quantize(gen: torch.Generator, rows: int) -> None:
 
 def check_silu_mul_quant(gen: torch.Generator, rows: int) -> None:
     gate_up = h.random_tokens(gen, 2, rows + 3, 2 * INTERMEDIATE)
-    q, scales = ops.silu_mul_quant_fp8(gate_up, torch.tensor([rows, 0], dtype=torch.int32, device=DEVICE))
-    h.assert_quantized((q[0, :rows], scales[0, :rows]), h.swiglu(gate_up[0, :rows]), slack=h.SWIGLU_SLACK)
+    counts = torch.tensor([rows, 0], dtype=torch.int32, device=DEVICE)
+    for activation in (SILU, CLAMPED):
+        q, scales = ops.silu_mul_quant_fp8(gate_up, counts, activation=activation)
+        expected = h.swiglu(gate_up[0, :rows], activation)
+        h.assert_quantized((q[0, :rows], scales[0, :rows]), expected, slack=h.SWIGLU_SLACK)
 
 
 def check_route(gen: torch.Generator, rows: int) -> None:
@@ -141,6 +146,8 @@ def check_fused_moe(gen: torch.Generator, rows: int) -> None:
             columns = h.with_shared_expert(weights, ids, EXPERTS, 2.5)
             out = ops.fused_moe(x, *layer, weights, ids, shared_expert=True, routed_scale=2.5)
             assert h.relative_l2(out, h.layer_reference(x, layer, *columns, quantized=True)) <= 2e-2
+            expected = h.layer_reference(x, layer, weights, ids, quantized=True, activation=CLAMPED)
+            assert h.relative_l2(ops.fused_moe(x, *layer, weights, ids, activation=CLAMPED), expected) <= 2e-2
 
 
 def check_routed_moe(gen: torch.Generator, rows: int) -> None:

@@ -35,9 +35,7 @@ class Cell(NamedTuple):
         """The part of the message that says what no kernel computes."""
         if self.weights != FP8_BLOCK:
             return f"weights in the format {self.weights.name}"
-        if self.activation.kind != "silu":
-            return f"another activation than SiLU ({self.activation.kind})"
-        return "a bias or a modified SwiGLU"
+        return self.activation.refusal or "a bias"
 
     def __str__(self) -> str:
         activation = [f"{name}={value}" for name, value in self.changed.items()] or ["silu"]
@@ -59,7 +57,7 @@ ACTIVATIONS = (
 )
 CHECKPOINTS = {FP8_BLOCK: make_checkpoint(INTERMEDIATE), fp4.FP4: fp4.CHECKPOINT}
 CELLS = [Cell(*cell) for cell in itertools.product(CHECKPOINTS, ACTIVATIONS, (False, True))]
-COMPUTED = [Cell(FP8_BLOCK, SILU, False)]
+COMPUTED = [Cell(FP8_BLOCK, activation, False) for activation in (SILU, CLAMPED, OAI, STEP)]
 REFUSED = [cell for cell in CELLS if cell not in COMPUTED]
 VALUES = {FP8_BLOCK: dequantize_blocks}
 

@@ -8,6 +8,7 @@ import torch
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.activation import Activation
 from tests import helpers as h
 from tests import indexer
 from tests.k_grouped import gradients
@@ -29,7 +30,11 @@ def right_calls(device: torch.device) -> dict[str, Call]:
 
     return {
         "per_token_group_quant_fp8": {"x": x, "group_size": 128},
-        "silu_mul_quant_fp8": {"gate_up": h.random_tokens(gen, EXPERTS, ROWS, 256), "counts": counts},
+        "silu_mul_quant_fp8": {
+            "gate_up": h.random_tokens(gen, EXPERTS, ROWS, 256),
+            "counts": counts,
+            "activation": "silu",
+        },
         "fp8_linear": {"x": x, "weight": weight, "weight_scale": weight_scale, "bias": out(136)},
         **right_gemms(gen, experts, batch, counts),
         "fused_moe": {
@@ -278,6 +283,8 @@ WRONG_CALLS = {
     "moe-shared-and-map": (MOE, "shared_expert", lambda _: True, "shared_expert cannot be combined with expert_map"),
     "moe-scale-zero": (MOE, "routed_scale", lambda _: 0.0, "routed_scale is 0.0, needs a positive finite number"),
     "moe-scale-nan": (MOE, "routed_scale", lambda _: float("nan"), "routed_scale is nan"),
+    "silu-gelu": (SILU, "activation", lambda _: "gelu", "activation is 'gelu', needs 'silu'"),
+    "silu-limit": (SILU, "activation", lambda _: Activation(limit=0.0), "whose limit is no positive float32 number"),
     "moe-gelu": (MOE, "activation", lambda _: "gelu", "activation is 'gelu', needs 'silu'"),
     "moe-out-float32": (MOE, "out", torch.Tensor.float, "out has dtype torch.float32"),
     "moe-out-shape": (MOE, "out", short, "out has shape [5, 256], needs [6, 256]"),
