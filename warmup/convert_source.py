@@ -108,8 +108,8 @@ def _state(file: BufferedReader) -> FileState:
 
 
 def _stored(name: str, entry: dict[str, Any], offset: int) -> Stored:
-    dtype = DTYPES[entry["dtype"]].torch
-    if not dtype:
+    bits, dtype = DTYPES[entry["dtype"]]
+    if bits < 8:
         raise UnsupportedError(
             f"Tensor {shown(name)} has dtype {entry['dtype']}, which convert cannot copy. Use a checkpoint that "
             "stores its weights in bfloat16, float16 or float32."

@@ -19,7 +19,6 @@ FIELD = "expert_dtype"
 FP4_BY_DEFAULT = ("deepseek_v4", "deepseek_v41")  # model types
 MXFP4_NAMES = ("fp4", "mxfp4")
 FOUR_BITS = re.compile("fp4|float4", re.IGNORECASE)  # nvfp4, float4_e2m1fn_x2
-FP4_DTYPES = (*MXFP4.weight.accepted, "F4")
 
 
 def stored_dtype(folder: Path) -> str | None:
@@ -79,8 +78,8 @@ def expert_format(fields: Mapping[str, Any], dtype: str | None = None) -> Weight
             f"The checkpoint's experts are {shown(named)} ({FIELD}), but the kernels need block FP8, or MXFP4 to "
             f"re-encode. Serve it without --quantization {NAME}."
         )
-    if may_be_fp4(fields) and dtype in (*FP4_DTYPES, *FP8_BLOCK.weight.accepted):
-        return MXFP4 if dtype in FP4_DTYPES else FP8_BLOCK
+    if may_be_fp4(fields) and dtype in (*MXFP4.weight.accepted, *FP8_BLOCK.weight.accepted):
+        return MXFP4 if dtype in MXFP4.weight.accepted else FP8_BLOCK
     if named is None:
         return MXFP4 if may_be_fp4(fields) else FP8_BLOCK
     return MXFP4 if named.lower() in MXFP4_NAMES else FP8_BLOCK

@@ -81,9 +81,8 @@ def check_shards(
                 wanted = tables[int(where) in quantized]
                 if weight not in wanted:
                     raise _other_scales(path, tensor, scales)
-                dtypes, shape = wanted[weight]
-                if entry["shape"] != shape or entry["dtype"] not in dtypes or int(expert) >= experts.experts:
-                    raise _contradiction(path, tensor, entry, dtypes, shape, experts)
+                if entry["shape"] != wanted[weight].get(entry["dtype"]) or int(expert) >= experts.experts:
+                    raise _contradiction(path, tensor, entry, wanted[weight], experts)
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -233,16 +232,18 @@ def _check_offsets(spans: list[tuple[int, int]], data_size: int, what: str) -> N
 
 def _wanted(
     experts: Experts, spec: QuantSpec, scales: Collection[str], quantized: bool
-) -> dict[str, tuple[Collection[str], list[int]]]:
-    """Returns the permitted dtypes and the shape of each weight and scale of an expert."""
+) -> dict[str, dict[str, list[int]]]:
+    """Returns the permitted dtypes of each weight and scale of an expert, with the shape that it has then."""
     n, k, weights = experts.intermediate, experts.hidden, spec.recoded_from or spec.weights
-    found: dict[str, tuple[Collection[str], list[int]]] = {}
+    found: dict[str, dict[str, list[int]]] = {}
     for names, shape in (("gate_proj", "up_proj", "w1", "w3"), [n, k]), (("down_proj", "w2"), [k, n]):
+        weight, scale_shapes = (
+            {dtype: tensor.file_shape(dtype, *shape) for dtype in tensor.accepted}
+            for tensor in (weights.weight, weights.scales)
+        )
         for name in names:
-            plain = DTYPES, shape
-            found[f"{name}.{WEIGHT}"] = (weights.weight.accepted, weights.weight.shape(*shape)) if quantized else plain
-            for scale in scales:
-                found[f"{name}.{scale}"] = weights.scales.accepted, weights.scales.shape(*shape)
+            found[f"{name}.{WEIGHT}"] = weight if quantized else dict.fromkeys(DTYPES, shape)
+            found |= {f"{name}.{scale}": scale_shapes for scale in scales}
     return found
 
 
@@ -255,9 +256,10 @@ def _other_scales(path: Path, tensor: str, scales: Collection[str]) -> Checkpoin
 
 
 def _contradiction(
-    path: Path, tensor: str, entry: dict[str, Any], dtypes: Collection[str], shape: list[int], experts: Experts
+    path: Path, tensor: str, entry: dict[str, Any], shapes: dict[str, list[int]], experts: Experts
 ) -> CheckpointError:
-    either = "any dtype" if dtypes is DTYPES else " or ".join(dtypes)
+    either = "any dtype" if shapes.keys() == DTYPES.keys() else " or ".join(shapes)
+    shape = shapes.get(entry["dtype"]) or next(iter(shapes.values()))
     wanted = f"{either} {shape}, of experts 0 to {experts.experts - 1}"
     return CheckpointError(
         f"{shown(str(path))}: tensor {shown(tensor)} is {entry['dtype']} {entry['shape']}, but config.json "

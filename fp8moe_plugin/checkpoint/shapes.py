@@ -270,8 +270,11 @@ def _rank_dense(layer: Dense, tp: int) -> Dense:
 
 
 def _uneven(layer: Dense, tp: int) -> str | None:
-    if layer.groups % tp and layer.groups > 1:
-        return f"has {layer.groups} groups, which {tp} ranks cannot share equally"
+    if layer.groups > 1:
+        if layer.groups % tp:
+            return f"has {layer.groups} groups, which {tp} ranks cannot share equally"
+        if (channels := sum(layer.outputs) // layer.groups) % GROUP:
+            return f"has groups of {channels} output channels, not a multiple of the scale block of {GROUP}"
     widths = layer.outputs if layer.split == Split.OUTPUTS else [layer.inputs] if layer.split == Split.INPUTS else []
     size = next((width for width in widths if width % tp and width // tp >= layer.smallest), None)
     return None if size is None else f"has {size} channels, which {tp} ranks cannot share equally"

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 class DType(NamedTuple):
     bits: int
-    torch: str = ""  # its name in torch, which lacks the types smaller than a byte
+    torch: str = ""  # its name in torch, which lacks those of 6 bits
 
 
 DTYPES = {
-    "F4": DType(4),
+    "F4": DType(4, "float4_e2m1fn_x2"),  # two values in each element of torch, but one in safetensors
     "F6_E2M3": DType(6),
     "F6_E3M2": DType(6),
     "BOOL": DType(8, "bool"),

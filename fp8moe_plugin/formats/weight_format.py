@@ -27,6 +27,11 @@ class TensorFormat:
         """Returns the shape of this tensor for a weight `[n, k]`, whose last blocks may be smaller."""
         return [ceil_div(size, side) for size, side in zip((n, k), self.block, strict=True)]
 
+    def file_shape(self, dtype: str, n: int, k: int) -> list[int]:
+        """Returns the shape in a safetensors file with this dtype: it counts values, also where torch counts bytes."""
+        *rows, columns = self.shape(n, k)
+        return [*rows, columns * max(1, 8 // DTYPES[dtype].bits)]
+
     def channels(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns `[.., n, k]` of the weights whose tensor, in whole blocks, has this shape."""
         *leading, n, k = shape

@@ -105,12 +105,12 @@ def test_headers_are_checked_by_the_format(tmp_path: Path):
         (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(sum(size)))
 
     write([256, 192], [256, 12])
-    check_shards(tmp_path, spec, EXPERTS, 0, [0])
+    check_shards(tmp_path, spec, (spec.scale,), EXPERTS, 0, [0])
     with pytest.raises(CheckpointError, match=r"requires any dtype \[256, 384\]"):
-        check_shards(tmp_path, replace(spec, online=True), EXPERTS, 0, [0])
+        check_shards(tmp_path, replace(spec, online=True), (spec.scale,), EXPERTS, 0, [0])
     write([256, 192], [2, 3])
     with pytest.raises(CheckpointError, match=r"requires F8_E8M0 or U8 \[256, 12\]"):
-        check_shards(tmp_path, spec, EXPERTS, 0, [0])
+        check_shards(tmp_path, spec, (spec.scale,), EXPERTS, 0, [0])
 
 
 def test_memory_is_that_of_the_format():
