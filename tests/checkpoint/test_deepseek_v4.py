@@ -23,7 +23,7 @@ from warmup.choose import choose, text, ways
 from warmup.explain import explain
 from warmup.target import Target
 
-FLASH = json.loads((CONFIGS / "DeepSeek-V4-Flash.json").read_text()) | {"swiglu_limit": None}
+FLASH = json.loads((CONFIGS / "DeepSeek-V4-Flash.json").read_text())
 PRO = FLASH | {
     **{"hidden_size": 7168, "moe_intermediate_size": 3072, "n_routed_experts": 384, "num_hidden_layers": 61},
     **{"num_attention_heads": 128, "q_lora_rank": 1536, "o_groups": 16},

@@ -22,6 +22,7 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.checkpoint.unquantized import incomplete_names
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.formats.activation import Activation
 from tests.checkpoint.test_model import QWEN, describe
 from tests.engine.generate import LIMITS
 from tests.engine.load import join_ranks
@@ -256,15 +257,23 @@ def test_families_with_the_same_names_are_known(tmp_path, family):
 def test_vllm_makes_the_layers_that_warmup_counts(tmp_path, monkeypatch, name):
     """On the meta device, without weights. Layers of one name may differ in their heads, which is not read."""
     pytest.importorskip("vllm")
-    config = changed(
-        json.loads((CONFIGS / f"{name}.json").read_text()), {"kv_cache_scheme": None, "swiglu_limit": None}
-    )
+    config = changed(json.loads((CONFIGS / f"{name}.json").read_text()), {"kv_cache_scheme": None})
     expected = without_mtp(read_model(describe(tmp_path, config)))
     monkeypatch.setattr(torch.cuda, "Event", mock.Mock)  # DeepSeek-V4 makes them on a CPU, too
-    with mock.patch.dict(os.environ, {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}):
-        found = layers_of(build(tmp_path, config["architectures"][0]))
+    model = build(tmp_path, config["architectures"][0])
+    assert [*activations_of(model)] == [*expected.activations]
+    found = layers_of(model)
     assert found.pop("experts") == expected.experts.layers
     assert found == {(layer.name, layer.inputs): layer.layers for layer in expected.dense}
+
+
+def test_vllm_makes_the_activations_that_warmup_reads(tmp_path):
+    pytest.importorskip("vllm")
+    few = {"num_hidden_layers": 6, "num_nextn_predict_layers": 0, "moe_layers_enum": "3,4,5"}
+    few |= {name: [0, 0, 0, 0, 0, 7] for name in ("swiglu_limits", "swiglu_limits_shared")}
+    config = json.loads((CONFIGS / "Step-3.5-Flash-FP8.json").read_text())
+    expected = read_model(describe(tmp_path, config | few)).activations
+    assert activations_of(build(tmp_path, config["architectures"][0])) == {expected[0]: 2, expected[1]: 1}
 
 
 def build(folder: Path, architecture: str) -> torch.nn.Module:
@@ -278,7 +287,8 @@ def build(folder: Path, architecture: str) -> torch.nn.Module:
     if hasattr(known, "module_name"):  # otherwise vLLM inspects the class in a new process
         ModelRegistry.register_model(architecture, known.load_model_cls())
     own = {"quantization": "fp8moe", "dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True}
-    engine = EngineArgs(model=str(folder), **own, **LIMITS).create_engine_config()
+    with mock.patch.dict(os.environ, {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}):
+        engine = EngineArgs(model=str(folder), **own, **LIMITS).create_engine_config()
     try:
         with set_current_vllm_config(engine):
             join_ranks(folder)
@@ -287,6 +297,14 @@ def build(folder: Path, architecture: str) -> torch.nn.Module:
     finally:
         destroy_model_parallel()
         destroy_distributed_environment()
+
+
+def activations_of(model: torch.nn.Module) -> Counter[Activation]:
+    """Returns the number of layers of experts by activation."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    experts = (module for module in model.modules() if isinstance(module, RoutedExperts))
+    return Counter(layer.quant_method.spec.activation for layer in experts)
 
 
 def layers_of(model: torch.nn.Module) -> Counter[Any]:

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.launches.kernel_sets import model_kernels
 from fp8moe_plugin.launches.sm90 import Sm90
 from fp8moe_plugin.layers.unquantized import is_quantized
+from fp8moe_plugin.plan.keys import SM90, KernelKey
 from fp8moe_plugin.plan.sm90.kernel_sets import batched_dense_kernels, indexer_kernels
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec
 from tests import helpers as h
@@ -32,6 +34,17 @@ def test_what_the_layers_load_is_the_plan(models: dict[str, Model], name: str) -
     indexer = indexer_kernels(64) if name == "DeepSeek-V3.2-Exp" else []
     assert set(model_kernels(model)) == {*layers, *indexer}
     assert len(model_kernels(model)) <= 60
+
+
+@pytest.mark.parametrize("target", [SM90, "sm_89"])
+def test_a_model_has_the_kernels_of_each_activation(models: dict[str, Model], target: str) -> None:
+    def kernels(*activations: Activation) -> set[KernelKey]:
+        return set(model_kernels(replace(models["DeepSeek-V3"], activations=activations), target))
+
+    plain, modified = kernels(SILU), kernels(Activation("swiglustep", 7.0))
+    assert kernels(SILU, Activation("swiglustep", 7.0)) == plain | modified
+    assert plain - modified
+    assert modified == kernels(Activation(limit=10.0))  # numbers are arguments
 
 
 def test_rows_that_no_kernel_takes_have_none(monkeypatch: pytest.MonkeyPatch, models: dict[str, Model]) -> None:
