@@ -19,6 +19,7 @@ from fp8moe_plugin.launches.kernel_sets import model_kernels
 from tests.checkpoint.test_model import describe, header, write_shard
 from tests.checkpoint.test_models_in_use import CONFIGS
 from warmup import memory
+from warmup.__main__ import main
 from warmup.choose import choose, text, ways
 from warmup.explain import explain
 from warmup.target import Target
@@ -221,6 +222,21 @@ def test_published_names_keep_layers_unquantized(tmp_path):
     assert kept(tmp_path, "layers.0.attn", "ffn.experts").incomplete_names == ("layers.0.attn", "ffn.experts")
     with pytest.raises(UnsupportedError, match=r"only a part of layer 0's attn\.fused_wqa_wkv"):
         kept(tmp_path, "layers.0.attn.wkv")
+
+
+def test_commands_understand_the_published_description(tmp_path, capsys):
+    arguments = ["--model", str(describe(tmp_path, FLASH))]
+    assert main(["list", *arguments]) == 0
+    assert "gate_up GATHER=0 MODIFIED_SWIGLU=1" in capsys.readouterr().out
+    assert main(["explain", *arguments, "--tp", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "44 layers (1 of them for multi-token prediction, MTP) of 256 experts, 6 per token; hidden 4096" in printed
+    assert re.search(r"attn\.wo_a +44 x \[1024, 4096\] ", printed)
+    assert re.search(r"attn\.indexer\.compressor\.fused_wkv_wgate \(BF16\) +21 x \[512, 4096\] ", printed)
+    assert main(["explain", *arguments, "--gpu", "h200", "--gpus", "8"]) == 0
+    assert "Best for latency: --tp 8." in capsys.readouterr().out
+    assert main(["list", "--model", str(describe(tmp_path, FLASH, expert_dtype=None))]) == 0
+    assert "the experts may be in MXFP4 or in block FP8. Both get the same kernels" in capsys.readouterr().err
 
 
 def test_both_forms_have_one_set_of_kernels(tmp_path):
