@@ -82,8 +82,8 @@ def recoding_note(model: Model) -> list[str]:
     e = model.experts
     before, after = (e.layers * e.experts * _expert_bytes(e, weights) for weights in (stored, model.weights))
     return [
-        f"The experts are in {stored.name}, {before / 1e9:.1f} GB in all. While they are loaded, they are re-encoded "
-        f"to {model.weights.name}, {after / 1e9:.1f} GB."
+        f"The experts are in {stored.name}, {before / 1e9:.4g} GB in all. While they are loaded, they are re-encoded "
+        f"to {model.weights.name}, {after / 1e9:.4g} GB."
     ]
 
 
