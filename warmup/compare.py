@@ -82,8 +82,9 @@ class Comparison:
     def cache(self) -> int:
         """Returns the bytes of KV cache for the decoded sequences, or for two steps of the text, which may overlap."""
         pages = -(-longest(list(self.cells.decode)) // PAGE)
-        tokens = max(max(self.options.sequences) * pages * PAGE, 2 * STEP_TOKENS)
-        return cache_bytes(self.model, self.options.parallel, tokens)
+        sequences = max(self.options.sequences)
+        tokens = max(sequences * pages * PAGE, 2 * STEP_TOKENS)
+        return cache_bytes(self.model, self.options.parallel, tokens, sequences)
 
     def needs(self) -> dict[str, int]:
         """Returns an estimate of the bytes that each engine needs on a GPU."""

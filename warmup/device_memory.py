@@ -30,9 +30,10 @@ class DeviceMemory:
         return round(min(need, USED * self.free) / self.total, 3)
 
 
-def cache_bytes(model: Model, parallel: Parallel, tokens: int) -> int:
-    """Returns the bytes of a KV cache for `tokens` tokens."""
-    return round(CACHE_MARGIN * tokens * memory.cache_bytes(model, parallel, fp8=False))
+def cache_bytes(model: Model, parallel: Parallel, tokens: int, sequences: int) -> int:
+    """Returns the bytes of a KV cache for `tokens` tokens of `sequences` sequences."""
+    of_tokens = tokens * memory.cache_bytes(model, parallel, fp8=False)
+    return round(CACHE_MARGIN * (of_tokens + sequences * memory.sequence_bytes(model, parallel)))
 
 
 def engine_bytes(model: Model, parallel: Parallel, tokens: int, quantized: bool, cache: int) -> int:

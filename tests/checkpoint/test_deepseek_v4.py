@@ -18,7 +18,7 @@ from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.launches.kernel_sets import model_kernels
 from tests.checkpoint.test_model import describe, header, write_shard
 from tests.checkpoint.test_models_in_use import CONFIGS
-from warmup import memory
+from warmup import device_memory, memory
 from warmup.__main__ import main
 from warmup.choose import choose, text, ways
 from warmup.explain import explain
@@ -107,6 +107,8 @@ def test_compressed_entries_are_cached(flash):
     assert memory.sequence_bytes(flash, Parallel()) == 43 * window * entry + states
     assert flash.cache
     assert flash.cache.growing == 41
+    many, few = (device_memory.cache_bytes(flash, Parallel(), 4096, sequences) for sequences in (64, 32))
+    assert many - few == 1.25 * 32 * memory.sequence_bytes(flash, Parallel())
 
 
 @pytest.mark.parametrize(
