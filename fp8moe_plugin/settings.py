@@ -46,8 +46,8 @@ class Settings(BaseModel):
     )
     fp4_experts: Literal["fp8"] = Field(
         "fp8",
-        description="Under vLLM, what experts in MXFP4 (DeepSeek-V4) become while they are loaded. `fp8`: block FP8, "
-        "exactly, at twice the memory.",
+        description="What experts in MXFP4 (DeepSeek-V4) become while they are loaded. `fp8`: block FP8, exactly, at "
+        "twice the memory.",
     )
     indexer: bool = Field(
         True,
