@@ -100,7 +100,7 @@ def _split(model: Model, way: Parallel, target: Target, context: int) -> SplitRe
     tokens = max(1, target.max_tokens // way.dp) if way.sglang else target.max_tokens
     scratch = scratch_bytes(model, way, tokens)
     budget = int(GPUS[target.gpu].memory_bytes * target.utilization)
-    free = budget - weights - memory.step_bytes(model, way, tokens, scratch)
+    free = budget - weights - memory.step_bytes(model, way, tokens, scratch, context)
     per_token = memory.cache_bytes(model, way, target.fp8_cache)
     per_token += ceil_div(memory.sequence_bytes(model, way), context)
     cached = max(0, free // per_token) * way.dp

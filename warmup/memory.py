@@ -29,6 +29,7 @@ SAMPLER_COPIES = 3  # of float32 logits, in vLLM's sampler
 HIDDEN_COPIES = 6  # of the hidden states of a step: residual, attention, experts, and their outputs
 STREAM_COPIES = 2  # of each further stream of hyper-connections: before and after a layer
 CONTEXT_ROWS = 64 * 1024  # cached tokens whose keys and values vLLM's MLA computes at once, in a prefill with context
+GATHERED_SEQUENCES = 4  # whose compressed cache vLLM gathers in BF16 in a prefill, if all had the greatest length
 # Not modelled one by one: the CUDA context, workspaces of libraries, CUDA graphs; buffers of NCCL and of all-reduces.
 OTHER_BYTES, COMMUNICATION_BYTES = 3 * GIB // 4, 1 * GIB
 
@@ -190,16 +191,28 @@ def sequence_bytes(model: Model, parallel: Parallel) -> int:
     return math.ceil(cache.sequence_bytes * _stage_share(cache, parallel))
 
 
+def _gathered_bytes(model: Model, tokens: int, longest: int) -> int:
+    """Returns the bytes of the cache that a prefill gathers: compressed entries, and keys of the step itself."""
+    if not (cache := model.cache) or cache.entry_tokens is None:
+        return 0
+    return 2 * GATHERED_SEQUENCES * (ceil_div(longest, cache.entry_tokens) + tokens) * cache.elements
+
+
 def _stage_share(cache: KvCache, parallel: Parallel) -> float:
     return ceil_div(cache.layers, parallel.pp) / cache.layers
 
 
-def step_bytes(model: Model, parallel: Parallel, tokens: int, scratch: int) -> int:
-    """Returns the peak memory of a step or of sampling, which an engine reserves besides weights and KV cache."""
+def step_bytes(model: Model, parallel: Parallel, tokens: int, scratch: int, longest: int = 0) -> int:
+    """Returns the peak memory of a step or of sampling, which an engine reserves besides weights and KV cache.
+
+    Args:
+        longest: tokens of the longest sequence. It has an effect for compressed caches only.
+    """
     rank = rank_shapes(model, parallel)
     widest = max((sum(layer.outputs) + layer.inputs for layer in rank.dense), default=0)
     context = max((2 * CONTEXT_ROWS * sum(layer.outputs) for layer in _kv_b_proj(model, parallel)), default=0)
     copies = HIDDEN_COPIES + STREAM_COPIES * (model.streams - 1)
     layers = 2 * tokens * (copies * model.experts.hidden + widest) + max(scratch, context)
+    layers += _gathered_bytes(model, tokens, longest)
     sampling = SAMPLER_COPIES * 4 * min(MOST_SEQUENCES, tokens) * model.vocab
     return max(layers, sampling) + OTHER_BYTES + (COMMUNICATION_BYTES if parallel.gpus > 1 else 0)

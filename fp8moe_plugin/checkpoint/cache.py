@@ -12,6 +12,7 @@ class KvCache:
     elements: int  # of a head's key and value, or of MLA's vector
     growing: int | None = None  # the number of `layers` that keep all tokens; others keep a window or a state
     token_bytes: float | None = None  # in all layers, where an entry is of several tokens (DeepSeek-V4)
+    entry_tokens: int | None = None  # the fewest of an entry, where a prefill gathers the entries of a sequence
     sequence_bytes: int = 0  # of a sequence of any length, in all layers: windows and states
 
 

@@ -119,6 +119,7 @@ def _cache(config: Config) -> KvCache:
         elements=head,
         growing=sparse + coarse,
         token_bytes=sparse * (ENTRY_BYTES + key) / SPARSE + coarse * ENTRY_BYTES / COARSE,
+        entry_tokens=SPARSE if sparse else COARSE if coarse else None,
         sequence_bytes=config.num_hidden_layers * WINDOW_TOKENS * ENTRY_BYTES + states,
     )
 

@@ -111,6 +111,11 @@ def test_compressed_entries_are_cached(flash):
     assert many - few == 1.25 * 32 * memory.sequence_bytes(flash, Parallel())
 
 
+def test_a_prefill_gathers_compressed_entries(flash):
+    short, long = (memory.step_bytes(flash, Parallel(), 8192, 0, longest) for longest in (2**19, 2**20))
+    assert long - short == 4 * (2**19 // 4) * 512 * 2
+
+
 @pytest.mark.parametrize(
     ("config", "way", "refusal"),
     [
