@@ -84,7 +84,8 @@ def _check_scheme(config: dict[str, Any]) -> None:
     if not isinstance(block, list | tuple) or list(block) != WEIGHT_BLOCK:
         raise UnsupportedError(
             f"--quantization {NAME}: the checkpoint's weight_block_size is {shown(block)}, but the kernels need one "
-            f"scale per {'x'.join(map(str, WEIGHT_BLOCK))} block. Use --quantization fp8 for this checkpoint."
+            f"scale per {'x'.join(map(str, WEIGHT_BLOCK))} block. Remove --quantization to let the engine choose the "
+            "method."
         )
     others = [config[key] for key in STORED if config.get(key) is not None]
     if others or str(config.get("fmt") or E4M3[0]).lower() not in E4M3:

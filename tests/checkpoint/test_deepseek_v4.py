@@ -204,6 +204,13 @@ def test_fields_that_are_not_valid(tmp_path, change, error, message):
         read_model(describe(tmp_path, FLASH, **change))
 
 
+def test_version_4_1_is_refused_for_its_blocks(tmp_path):
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    config = FLASH | {"model_type": "deepseek_v41", "quantization_config": quantization}
+    with pytest.raises(UnsupportedError, match=r"weight_block_size is \[32, 32\].* Remove --quantization to let the"):
+        read_model(describe(tmp_path, config))
+
+
 def test_layers_of_a_window_alone_need_no_compressor(tmp_path):
     model = read_model(describe(tmp_path, FLASH, compress_ratios=[0] * 43, num_hash_layers=0, hc_mult=None))
     assert model.plain == model.replicated == ()
