@@ -12,6 +12,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.utils import deep_gemm
 
+from fp8moe_plugin import ops
 from fp8moe_plugin.errors import InvalidInputError, UnsupportedError
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.layers import kernels
@@ -110,3 +111,18 @@ def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepseek_v4, "kernels_backend", lambda tensor: BACKENDS["sm_89"])
     with pytest.raises(UnsupportedError, match="needs a Hopper GPU"):
         serve_batched_product("attn.wo_a", torch.empty(256, 128), 1, "the command")
+
+
+def test_vllms_projection_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.models.deepseek_v4.nvidia.ops import o_proj
+
+    weight, scales = weights()
+    layer = load(projection(1), weight, scales)
+    x, x_scales = h.random_quantized(h.seeded(1, CPU), TOKENS, GROUPS, K)
+    monkeypatch.setattr(o_proj, "fused_inv_rope_fp8_quant", lambda *_, **__: (x, x_scales))  # a Triton kernel
+    sizes = {"n_groups": GROUPS, "heads_per_group": 1, "nope_dim": 0, "rope_dim": K, "o_lora_rank": N}
+    of_hopper = {"einsum_recipe": (1, 128, 128), "tma_aligned_scales": False}
+    z = o_proj.deep_gemm_fp8_o_proj(x, None, None, layer, lambda z: z, **sizes, **of_hopper)
+    expected = h.poisoned(TOKENS, GROUPS, N, dtype=torch.bfloat16, device=CPU)
+    ops.fp8_einsum(CALL, (x, x_scales), (weight.view(GROUPS, N, K), scales.float().view(GROUPS, 1, 2)), expected)
+    assert torch.equal(z, expected.flatten(1))
