@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "performance.md"
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 OURS = "fp8moe"
+PEERS = "triton", "deepgemm"  # of `models_layer`
 LAYERS = {"dsv3-ep1": "EP1", "dsv3-tp8": "TP8", "qwen3-30b": "Qwen3"}
 Row = dict[str, Any]
 
@@ -53,6 +54,16 @@ def layers(*found: Row) -> str:
 
     steps = sorted({row["T"] for row in rows})
     return table(["tokens", *LAYERS.values()], ([t, *(cell(t, shape) for shape in LAYERS)] for t in steps))
+
+
+def models(found: Row) -> str:
+    """Experts of models with their activations: vLLM's fastest backend over ours, and ours in microseconds."""
+    cells = {}
+    for row in found["rows"]:
+        peers = [us for name, us in row["peers"].items() if name in PEERS and not isinstance(us, str)]
+        cells[row["model"], row["tokens"]] = f"{min(peers) / row['us']:.2f} ({row['us']:.0f})"
+    names, steps = (list(dict.fromkeys(row[key] for row in found["rows"])) for key in ("model", "tokens"))
+    return table(["tokens", *names], ([t, *(cells[name, t] for name in names)] for t in steps))
 
 
 def dense(found: Row, time: str, cell: Callable[[float, float], str]) -> str:
@@ -262,6 +273,7 @@ class Table(NamedTuple):
 TABLES = {
     "layer": Table(("moe_layer-2026-11-22", "moe_layer-other_sizes-2026-11-22"), layers),
     "layer-h100": Table(("moe_layer-h100-2026-11-26",), layers),
+    "models-h100": Table(("models_layer-2026-11-26",), models),
     "layer-skewed": Table(("moe_layer-skew-2026-11-23",), layers),
     "dense-decode-gemm": Table(("dense_gemm-decode-2026-11-23",), partial(dense, time="gemm_us", cell=times)),
     "dense-decode-linear": Table(("dense_gemm-decode-2026-11-23",), partial(dense, time="linear_us", cell=times)),
