@@ -44,6 +44,11 @@ class Settings(BaseModel):
         description="Check device-side values (expert ids, counts) before each call, and after each layer that every "
         "row of the result was written and no uninitialized memory was read. Synchronizes with the GPU, so it is slow.",
     )
+    fallback: Literal["allow", "forbid"] = Field(
+        "allow",
+        description="Under vLLM, what to do with a layer whose shape the kernels do not support. `allow`: run it on "
+        "the engine's own kernels, and log which layers these are. `forbid`: refuse the model.",
+    )
     fp4_experts: Literal["fp8"] = Field(
         "fp8",
         description="What experts in MXFP4 (DeepSeek-V4) become while they are loaded. `fp8`: block FP8, exactly, at "

@@ -242,6 +242,19 @@ def dense_refusal(inputs: int, outputs: Sequence[int], split: bool, weights: Wei
     return None
 
 
+def begins_within_block(
+    inputs: int, outputs: Sequence[int], all_inputs: int, split: bool, weights: WeightFormat
+) -> bool:
+    """Returns whether a part of a dense layer on some rank begins within a scale block, which it shares with another.
+
+    Args:
+        inputs, outputs, split: as for `dense_refusal`.
+        all_inputs: input channels on all ranks.
+    """
+    rows, sizes = weights.scales.block[0], outputs if split else outputs[:-1]
+    return any(size % rows for size in sizes) or bool(inputs != all_inputs and inputs % GROUP)
+
+
 def _rank_shapes(model: Model, parallel: Parallel) -> RankShapes:
     experts, intermediate = model.experts, local_intermediate(model.experts.intermediate, parallel.sharing)
     layers, count = ceil_div(experts.layers, parallel.pp), ceil_div(experts.experts, parallel.ep)

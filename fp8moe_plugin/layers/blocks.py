@@ -95,10 +95,15 @@ def check_shape(
     """
     refusal = dense_refusal(inputs, outputs, split, weights)
     if refusal:
-        raise UnsupportedError(
-            f"{prefix} {refusal}. Use a smaller {ranks_option}, or a block-FP8 checkpoint that keeps the layer "
-            "in BF16 and lists it in modules_to_not_convert."
-        )
+        raise unsupported_shape(prefix, refusal, ranks_option)
+
+
+def unsupported_shape(prefix: str, refusal: str, ranks_option: str) -> UnsupportedError:
+    """Returns the exception for a rank's part of a dense layer that is not supported."""
+    return UnsupportedError(
+        f"{prefix} {refusal}. Use a smaller {ranks_option}, or a block-FP8 checkpoint that keeps the layer "
+        "in BF16 and lists it in modules_to_not_convert."
+    )
 
 
 def padded_to_blocks(

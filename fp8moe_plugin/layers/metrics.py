@@ -35,7 +35,7 @@ MISSES = Counter("fp8moe_kernel_misses", "Kernels that workers compiled", regist
 SECONDS = Counter("fp8moe_compile_seconds", "Seconds that workers took to compile kernels", registry=REGISTRY)
 LAYERS = Gauge(
     "fp8moe_layers",
-    "Mixture-of-experts layers that workers serve",
+    "Mixture-of-experts layers that workers serve; backend `engine`: layers of any kind left to the engine",
     ["backend", "layout"],
     registry=REGISTRY,
     multiprocess_mode="sum",
@@ -48,7 +48,7 @@ _layers: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # by name, s
 
 
 def count_layer(name: str, backend: str, layout: str) -> None:
-    """Count a layer of experts that is ready; the next `update` exports the count."""
+    """Count a layer; the next `update` or `export` exports the count."""
     layers = _layers[backend, layout]
     layers.add(name)
     LAYERS.labels(backend, layout).set(len(layers))
@@ -61,6 +61,11 @@ def update(kernels: LoadCounts) -> None:
     MISSES.inc(kernels.origins[Origin.COMPILER] - _exported.origins[Origin.COMPILER])
     SECONDS.inc(sum(compile_times) - _exported.seconds)
     _exported.origins, _exported.seconds = kernels.origins.copy(), sum(compile_times)
+    export()
+
+
+def export() -> None:
+    """Export the metrics of this process to the server."""
     if BY_PROMETHEUS in os.environ:
         return
     folder = os.environ.get(FOLDER)

@@ -30,6 +30,7 @@ from fp8moe_plugin.layers.unquantized import (
 )
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.deepseek_v4 import dtype_of_experts
+from fp8moe_plugin.layers.vllm.fallback import engine_config
 from fp8moe_plugin.layers.vllm.indexer import serve_indexer
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.model_state import ModelState
@@ -49,7 +50,12 @@ class Fp8MoeConfig(Traits, Fp8Config):
     It is an `Fp8Config`, because vLLM checks for that class in several places.
     """
 
-    def __init__(self, spec: QuantSpec) -> None:
+    def __init__(self, spec: QuantSpec, checkpoint: dict[str, Any] | None = None) -> None:
+        """Create the config.
+
+        Args:
+            checkpoint: its `quantization_config`; None if it is unquantized.
+        """
         super().__init__(
             is_checkpoint_fp8_serialized=True,
             activation_scheme="dynamic",
@@ -57,6 +63,8 @@ class Fp8MoeConfig(Traits, Fp8Config):
             weight_block_size=list(spec.dense.scales.block),
         )
         self.spec, self.ue8m0, self.online = spec, spec.ue8m0, spec.online
+        self.checkpoint = checkpoint or {}
+        self.mappers: list[Any] = []  # that vLLM has applied, see `apply_vllm_mapper`
         self.model = ModelState(scale_names(spec))
         self.dense_layers = DenseLayers()
         self.watches_worker = False
@@ -73,7 +81,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         spec = parse_quantization(config)
         check_platform()
         announce_incomplete_names(spec.unquantized)
-        return cls(spec)
+        return cls(spec, config)
 
     @classmethod
     def for_unquantized(cls) -> "Fp8MoeConfig":
@@ -146,9 +154,24 @@ class Fp8MoeConfig(Traits, Fp8Config):
         if linear:
             self.dense_layers.note(prefix, layer)
             dense = OnlineLinearMethod if self.online else Fp8MoeLinearMethod
-            return dense(self.spec, prefix, warmup_command(), self.model)
+            return dense(self.spec, prefix, warmup_command(), self.model, self.engine_method)
         shared = self.dense_layers.take(prefix)
         return moe_method(self.spec)(layer.moe_config, self.spec, prefix, warmup_command(), self.model, shared)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """vLLM calls this to replace the checkpoint's names of layers by those of its model."""
+        super().apply_vllm_mapper(hf_to_vllm_mapper)
+        self.mappers.append(hf_to_vllm_mapper)
+
+    def engine_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """Returns the method that vLLM would use for a quantized layer without `--quantization fp8moe`."""
+        if self.online:
+            linear = isinstance(layer, LinearBase)
+            return UnquantizedLinearMethod() if linear else UnquantizedFusedMoEMethod(layer.moe_config)
+        if self.checkpoint["quant_method"].lower() == Fp8Config.get_name():
+            return super().get_quant_method(layer, prefix)  # vLLM's models set attributes of this config
+        engine = engine_config(self.checkpoint, self.mappers, self.packed_modules_mapping)
+        return engine.get_quant_method(layer, prefix)
 
     def _is_skipped(self, prefix: str) -> bool:
         if self.online:

@@ -7,17 +7,21 @@ import torch
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import BlockQuantScaleParameter, ModelWeightParameter
 
+from fp8moe_plugin.checkpoint.shapes import begins_within_block, dense_refusal
 from fp8moe_plugin.formats.spec import WEIGHT, QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers import metrics
-from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
+from fp8moe_plugin.layers import fallback, metrics
+from fp8moe_plugin.layers.blocks import unsupported_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import kernels_backend, prepare_kernels
 from fp8moe_plugin.layers.loading import check_size, rows_of_shard
 from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of
 from fp8moe_plugin.layers.vllm.deepseek_v4 import serve_batched_product
+from fp8moe_plugin.layers.vllm.fallback import EngineMethod, refuse_to_load
 from fp8moe_plugin.layers.vllm.loading import LayerLoading
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.ops import torch_ops
+
+RANKS_OPTION = "--tensor-parallel-size"
 
 
 @register_weight_loader_v2_supported_method
@@ -26,12 +30,15 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 
     online = False
 
-    def __init__(self, spec: QuantSpec, prefix: str, warmup: str, model: ModelState) -> None:
+    def __init__(
+        self, spec: QuantSpec, prefix: str, warmup: str, model: ModelState, engine_method: EngineMethod
+    ) -> None:
         self.ue8m0 = spec.ue8m0
         self.prefix = prefix
         self.warmup = warmup
         self.weights, self.scale = spec.dense, spec.scale
         self.loading = LayerLoading(prefix, model, self.online)
+        self.engine_method = engine_method
 
     def create_weights(
         self,
@@ -47,7 +54,17 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         self.widths, self.inputs = list(getattr(layer, "output_sizes", [output_size])), input_size  # on all ranks
         own = input_size_per_partition, output_partition_sizes, extra_weight_attrs["weight_loader"]
         inputs, outputs, loader = whole_blocks(self.prefix, layer, layer.tp_rank, layer.tp_size, *own)
-        check_shape(self.prefix, inputs, outputs, split, self.weights, "--tensor-parallel-size")
+        refusal = dense_refusal(inputs, outputs, split, self.weights)
+        if refusal and loader is own[2] and fallback.is_allowed():  # the halves of an MLP are padded both or neither
+            given = input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype
+            self.hand_over(layer, refusal, *given, **extra_weight_attrs)
+            if begins_within_block(inputs, outputs, input_size, split, self.weights) and hasattr(layer, self.scale):
+                why = f"{refusal}, and vLLM's own loader would copy the scales of other blocks"
+                error = unsupported_shape(self.prefix, why, RANKS_OPTION)
+                refuse_to_load(layer, getattr(layer, self.scale), error)
+            return
+        if refusal:
+            raise unsupported_shape(self.prefix, refusal, RANKS_OPTION)
         layer.logical_widths = outputs
         layer.input_size_per_partition = inputs
         layer.output_size_per_partition = sum(outputs)
@@ -62,6 +79,24 @@ class Fp8MoeLinearMethod(LinearMethodBase):
             parameter = kind(data=data, input_dim=1, output_dim=0, weight_loader=load)
             parameters[name] = marked(parameter, self.weights, role)
         self.loading.register(layer, parameters, self.check_tensor)
+
+    def hand_over(self, layer: Any, refusal: str, *args: Any, **kwargs: Any) -> None:
+        """Make vLLM's own method that of the layer, and create its weights.
+
+        Args:
+            refusal: why the kernels do not support the layer.
+            args, kwargs: those of `create_weights`.
+        Raises:
+            UnsupportedError: vLLM's own method does not support the layer either.
+        """
+        try:
+            method = self.engine_method(layer, self.prefix)
+            method.create_weights(layer, *args, **kwargs)
+        except Exception as error:  # of any class: vLLM asserts, raises, or has no kernel for this machine
+            why = f"{refusal}, and vLLM's own method cannot take it ({type(error).__name__}: {error})"
+            raise unsupported_shape(self.prefix, why, RANKS_OPTION) from error
+        layer.quant_method = method
+        self.loading.model.fallback.note(self.prefix, "dense", f"it {refusal}", method)
 
     def weight_loader(self, loader: MethodType) -> MethodType:
         """Returns the loader for the weight, derived from vLLM's."""

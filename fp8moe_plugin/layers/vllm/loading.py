@@ -51,6 +51,7 @@ class LayerLoading:
             check: called before each call of these loaders; raises `CheckpointError` for an unusable tensor.
         """
         self.parameters = parameters
+        self.model.starting.add(self.prefix)
         layer.fp8moe_loading = self
         layer.register_parameter = functools.partial(self._register, layer)
         for name, parameter in parameters.items():
@@ -91,6 +92,7 @@ class LayerLoading:
         if not self.serving:
             self.parameters = {name: getattr(layer, name) for name in self.parameters}
             self.serving = True
+            self.model.start_layer(self.prefix)
 
     @contextmanager
     def errors_fail_model(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ import torch
 from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
 from fp8moe_plugin.formats.spec import SCALE
 from fp8moe_plugin.layers.arrivals import Arrivals, check_scale_name
+from fp8moe_plugin.layers.fallback import Fallback
 from fp8moe_plugin.layers.vllm import compat
 
 logger = logging.getLogger("fp8moe")
@@ -40,6 +41,8 @@ class ModelState:
     without_tensors: list[str] = field(default_factory=list)  # layers that received none in the current reload
     arrivals: Arrivals = field(default_factory=Arrivals)  # tensors loaded in place since the last step
     written: bool = False  # whether anything may have been written since the last step
+    starting: set[str] = field(default_factory=set)  # layers that wait for their first weights
+    fallback: Fallback = field(default_factory=lambda: Fallback("vLLM"))
     calls: int = 0  # of `load_weights`, nested ones included, that have not returned
 
     def check_not_failed(self) -> None:
@@ -70,6 +73,12 @@ class ModelState:
         except Exception as error:
             raise self.fail(error) from error
         self.written = False
+
+    def start_layer(self, layer: str) -> None:
+        """Note that a layer has its first weights. After the last layer, log which layers are not ours."""
+        self.starting.discard(layer)
+        if not self.starting:
+            self.fallback.announce()
 
     def begin_layer(self, layer: str) -> None:
         """Note that vLLM begins to reload a layer."""

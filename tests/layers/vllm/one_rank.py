@@ -101,7 +101,8 @@ class Quantized(Fp8MoeConfig):
     """A checkpoint's configuration, for layers outside of a model."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Fp8MoeLinearMethod:
-        return (OnlineLinearMethod if self.online else Fp8MoeLinearMethod)(self.spec, prefix, "warmup", self.model)
+        dense = OnlineLinearMethod if self.online else Fp8MoeLinearMethod
+        return dense(self.spec, prefix, "warmup", self.model, self.engine_method)
 
 
 @functools.cache  # creating one takes longer than everything else

@@ -1,0 +1,56 @@
+"""The layers of a model that run on the engine's own kernels, because ours do not support their shape or format."""
+
+import logging
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from fp8moe_plugin.layers import metrics
+from fp8moe_plugin.logs import log_once
+from fp8moe_plugin.settings import settings
+
+BACKEND = "engine"  # in the metrics
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer, in its name
+logger = logging.getLogger("fp8moe")
+
+
+def is_allowed() -> bool:
+    """Returns whether such a layer runs on the engine's kernels. Otherwise, it refuses the model."""
+    return settings().fallback == "allow"
+
+
+@dataclass
+class Fallback:
+    """The names of these layers."""
+
+    engine: str
+    layers: set[str] = field(default_factory=set)
+
+    def note(self, layer: str, part: str, refusal: str, method: object) -> None:
+        """Count a layer, and log the first one of its kind.
+
+        Args:
+            layer: its name in the engine.
+            part: "dense" or "experts", the layout in the metrics.
+            refusal: why the kernels do not support it.
+            method: the engine's own method, which has taken the layer.
+        """
+        self.layers.add(layer)
+        log_once(
+            logging.WARNING,
+            f"{_kind(layer)} runs on {self.engine}'s own {type(method).__name__}: {refusal} "
+            "(FP8MOE_FALLBACK=forbid: refuse such a model)",
+        )
+        metrics.count_layer(layer, BACKEND, part)
+        metrics.export()
+
+    def announce(self) -> None:
+        """Log the number of layers of each kind, if there are any."""
+        if self.layers:
+            kinds = Counter(_kind(layer) for layer in self.layers)
+            named = ", ".join(f"{kind} ({number})" for kind, number in sorted(kinds.items()))
+            logger.warning("fp8moe: layers that run on %s's own kernels: %s", self.engine, named)
+
+
+def _kind(layer: str) -> str:
+    return NUMBER.sub("N", layer)

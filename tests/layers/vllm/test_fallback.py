@@ -1,0 +1,174 @@
+"""A layer that the kernels do not support runs on vLLM's own method, and the log and the metrics say so."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+    CompressedTensorsLinearMethod,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.layers import metrics
+from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
+from fp8moe_plugin.logs import log_once
+from tests import helpers as h
+from tests.compressed import QUANTIZATION
+from tests.layers.experts import make_checkpoint, make_unquantized
+from tests.layers.vllm.one_rank import Quantized, default_config
+from tests.layers.vllm.test_config import CHECKPOINT
+
+pytestmark = pytest.mark.seam
+
+NAME, INPUTS, WIDTH = "model.layers.{}.self_attn.in_proj", 192, 512  # each of two ranks has half of the width
+KIND = NAME.format("N")
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch, on_rank) -> Iterator[None]:
+    """The first of two ranks of an engine."""
+    on_rank(2, 0)
+    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", lambda: 2)
+    log_once.cache_clear()
+    monkeypatch.setattr(metrics, "_layers", defaultdict(set))
+    monkeypatch.delenv(metrics.BY_PROMETHEUS, raising=False)
+    config = copy.copy(default_config())
+    config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    with set_current_vllm_config(config):
+        yield
+
+
+def projections(quant: Fp8Config, layer: int = 0, width: int = WIDTH, inputs: int = INPUTS) -> torch.nn.Module:
+    """Two fused projections."""
+    prefix = NAME.format(layer)
+    return linear.MergedColumnParallelLinear(inputs, [width, width], bias=False, quant_config=quant, prefix=prefix)
+
+
+def load(layer: torch.nn.Module, scale: str | None) -> torch.nn.Module:
+    """Load a tensor of each kind for each projection, and prepare the layer as vLLM's loader does."""
+    checkpoint = make_checkpoint(WIDTH) if scale else make_unquantized(WIDTH)
+    for shard, name in enumerate(("w1", "w3")):
+        weight = checkpoint[f"{name}_weight"][0][:, :INPUTS]
+        layer.weight.weight_loader(layer.weight, weight, shard)
+        if scale:
+            parameter = getattr(layer, scale)
+            parameter.weight_loader(parameter, checkpoint[f"{name}_weight_scale_inv"][0], shard)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+CASES = {
+    "fp8": (CHECKPOINT, Fp8Config, Fp8LinearMethod, "weight_scale_inv"),
+    "compressed": (QUANTIZATION, CompressedTensorsConfig, CompressedTensorsLinearMethod, "weight_scale"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_layer_equals_that_of_the_engine(case):
+    checkpoint, config, method, scale = CASES[case]
+    ours = load(projections(Quantized.from_config(copy.deepcopy(checkpoint))), scale)
+    stock = load(projections(config.from_config(copy.deepcopy(checkpoint))), scale)
+    assert type(ours.quant_method) is type(stock.quant_method) is method
+    for (name, mine), (wanted, its) in zip(ours.named_parameters(), stock.named_parameters(), strict=True):
+        assert name == wanted
+        assert h.same_bits(mine.data, its.data)
+    x = torch.randn(3, INPUTS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert h.same_bits(ours(x)[0], stock(x)[0])
+
+
+def test_a_layer_of_an_unquantized_checkpoint_stays_unquantized():
+    layer = projections(Quantized.for_unquantized())
+    weight = make_unquantized(WIDTH)["w1_weight"][0][:, :INPUTS]
+    layer.weight.weight_loader(layer.weight, weight, 0)
+    assert type(layer.quant_method) is UnquantizedLinearMethod
+    assert torch.equal(layer.weight.data[: WIDTH // 2], weight[: WIDTH // 2])
+
+
+def test_log_and_metrics_name_the_layers(plugin_log):
+    quant = Quantized.from_config(CHECKPOINT)
+    for number in range(2):
+        projections(quant, number)
+    served = projections(quant, 2, inputs=256)
+    for parameter in served.quant_method.loading.parameters.values():
+        parameter.data.zero_()
+    served.quant_method.process_weights_after_loading(served)
+    assert type(served.quant_method) is Fp8MoeLinearMethod
+    kind, summary = (record for record in plugin_log.records if KIND in record.getMessage())
+    assert kind.levelname == summary.levelname == "WARNING"
+    assert kind.getMessage() == (
+        f"fp8moe: {KIND} runs on vLLM's own Fp8LinearMethod: it has 192 input channels on this rank, not a multiple "
+        "of the scale block of 128 (FP8MOE_FALLBACK=forbid: refuse such a model)"
+    )
+    assert summary.getMessage() == f"fp8moe: layers that run on vLLM's own kernels: {KIND} (2)"
+    assert metrics.LAYERS.labels("engine", "dense")._value.get() == 2
+
+
+def test_forbidden_fallback_refuses_the_model():
+    quant = Quantized.from_config(CHECKPOINT)
+    refused = pytest.raises(UnsupportedError, match=f"{NAME.format(0)} has 192 input channels on this rank.*smaller -")
+    with h.environment("FP8MOE_FALLBACK", "forbid"), refused:
+        projections(quant)
+
+
+def test_a_layer_that_the_engine_refuses_too_is_refused(plugin_log):
+    """One projection: vLLM lets only fused ones end within a block."""
+    quant = Quantized.from_config(CHECKPOINT)
+    refused = pytest.raises(UnsupportedError, match=r"g_proj has 8 output .*vLLM's own .*divisible.*\. Use a smaller")
+    with refused:
+        linear.ColumnParallelLinear(256, 16, bias=False, quant_config=quant, prefix="model.layers.0.g_proj")
+    assert not plugin_log.records
+
+
+def test_half_of_a_padded_mlp_is_refused():
+    quant, prefix = Quantized.from_config(CHECKPOINT), "model.layers.0.mlp.gate_up_proj"
+    with pytest.raises(UnsupportedError, match="gate_up_proj has 192 input channels"):
+        linear.MergedColumnParallelLinear(INPUTS, [384, 384], bias=False, quant_config=quant, prefix=prefix)
+
+
+def test_scales_of_shared_blocks_are_loaded_by_the_model_alone():
+    """vLLM's loader would copy those of other blocks. MiMo-V2.5 has a loader of its own."""
+    layer = projections(Quantized.from_config(CHECKPOINT), width=384, inputs=256)
+    assert type(layer.quant_method) is Fp8LinearMethod
+    scale = layer.weight_scale_inv
+    with pytest.raises(UnsupportedError, match=r"in_proj has 192 output channels.* scales of other blocks\. Use"):
+        scale.weight_loader(scale, torch.ones(3, 2), 0)
+    default_weight_loader(scale, torch.ones(3, 2))
+    assert (scale == 1).all()
+
+
+def test_vllm_reloads_the_layer_beside_ours():
+    quant = Quantized.from_config(CHECKPOINT)
+    model = torch.nn.ModuleDict({"theirs": projections(quant), "ours": projections(quant, 1, inputs=256)})
+    layerwise.record_metadata_for_reloading(model)
+
+    def load_all(checkpoint):
+        for layer, inputs in (("theirs", INPUTS), ("ours", 256)):
+            for shard, name in enumerate(("w1", "w3")):
+                for kind in ("weight", "weight_scale_inv"):
+                    tensor = checkpoint[f"{name}_{kind}"][0]
+                    parameter = getattr(model[layer], kind)
+                    tensor = tensor[:, :inputs] if kind == "weight" else tensor
+                    parameter.weight_loader(parameter, tensor, shard)
+
+    load_all(make_checkpoint(WIDTH))
+    for layer in model.values():
+        layer.quant_method.process_weights_after_loading(layer)
+    layerwise.initialize_layerwise_reload(model)
+    assert quant.model.reloading == {NAME.format(1)}
+    load_all(make_checkpoint(WIDTH))
+    layerwise.finalize_layerwise_reload(model, None)
+    quant.model.prepare_step()
+    assert not quant.model.failure
