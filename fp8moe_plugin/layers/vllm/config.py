@@ -19,7 +19,7 @@ from fp8moe_plugin.checkpoint.refusals import check_experts
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization
 from fp8moe_plugin.jit.lookup import WARMUP
-from fp8moe_plugin.layers import metrics
+from fp8moe_plugin.layers import fallback, metrics
 from fp8moe_plugin.layers.machine import check_machine
 from fp8moe_plugin.layers.traits import Traits
 from fp8moe_plugin.layers.unquantized import (
@@ -30,6 +30,7 @@ from fp8moe_plugin.layers.unquantized import (
 )
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.deepseek_v4 import dtype_of_experts
+from fp8moe_plugin.layers.vllm.experts import layer_spec
 from fp8moe_plugin.layers.vllm.fallback import engine_config
 from fp8moe_plugin.layers.vllm.indexer import serve_indexer
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
@@ -37,6 +38,7 @@ from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.layers.vllm.recode import EXPERT_SCALE, RecodedMoeMethod
+from fp8moe_plugin.layers.vllm.refusals import Refusal, check_options, refusal_of
 from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops.devices import set_num_sms
@@ -156,6 +158,9 @@ class Fp8MoeConfig(Traits, Fp8Config):
             dense = OnlineLinearMethod if self.online else Fp8MoeLinearMethod
             return dense(self.spec, prefix, warmup_command(), self.model, self.engine_method)
         shared = self.dense_layers.take(prefix)
+        refusal = refusal_of(layer.moe_config, layer_spec(layer.moe_config, self.spec))
+        if refusal and fallback.is_allowed():
+            return self._engine_experts(layer, prefix, refusal)
         return moe_method(self.spec)(layer.moe_config, self.spec, prefix, warmup_command(), self.model, shared)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
@@ -172,6 +177,21 @@ class Fp8MoeConfig(Traits, Fp8Config):
             return super().get_quant_method(layer, prefix)  # vLLM's models set attributes of this config
         engine = engine_config(self.checkpoint, self.mappers, self.packed_modules_mapping)
         return engine.get_quant_method(layer, prefix)
+
+    def _engine_experts(self, layer: RoutedExperts, prefix: str, refusal: Refusal) -> Any:
+        """Returns vLLM's own method for experts that the kernels do not support.
+
+        Raises:
+            UnsupportedError: vLLM does not support them either, or the command line has options for our experts.
+        """
+        check_options(prefix, layer.moe_config)
+        try:
+            method = self.engine_method(layer, prefix)
+        except Exception as error:  # of any class: vLLM asserts, raises, or has no kernel for this machine
+            more = f", and vLLM's own method cannot take them ({type(error).__name__}: {error})"
+            raise refusal.error(prefix, more) from error
+        self.model.fallback.note(prefix, "experts", refusal.why, method)
+        return method
 
     def _is_skipped(self, prefix: str) -> bool:
         if self.online:

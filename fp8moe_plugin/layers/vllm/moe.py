@@ -10,10 +10,9 @@ from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported
 from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
-from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 from vllm.model_executor.utils import set_weight_attrs
 
-from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate, too_many_experts
+from fp8moe_plugin.checkpoint.shapes import local_intermediate
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role, WeightFormat
@@ -25,9 +24,10 @@ from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.experts import experts_class, layer_spec
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, check_experts_not_moved
 from fp8moe_plugin.layers.vllm.model_state import ModelState
+from fp8moe_plugin.layers.vllm.refusals import check_layer
 from fp8moe_plugin.layers.vllm.router import FusedRouter, fused_router
 from fp8moe_plugin.layers.vllm.shared_expert import Mlp, SharedExpert
-from fp8moe_plugin.plan.spec import Arrival, LayerSpec, layer_refusal
+from fp8moe_plugin.plan.spec import Arrival
 
 
 class Fp8MoeMethod(FusedMoEMethodBase):
@@ -238,40 +238,6 @@ def load_experts(
 
 
 load_experts.supports_moe_loading = True  # type: ignore[attr-defined]  # some of vLLM's models check for it
-
-
-def check_layer(prefix: str, moe: Any, spec: LayerSpec, experts_cls: Any) -> None:
-    """Raise `UnsupportedError` for a model or a command line that requires what the kernels do not support."""
-    if moe.moe_backend != "auto":
-        raise UnsupportedError(
-            f"--moe-backend {moe.moe_backend} cannot be combined with --quantization fp8moe, which has a backend of "
-            "its own. Remove one of the two options."
-        )
-    if moe.is_lora_enabled:
-        raise UnsupportedError(
-            f"{prefix}: LoRA on a mixture-of-experts model is not supported by --quantization fp8moe. "
-            "Remove --enable-lora, or use --quantization fp8."
-        )
-    if refusal := layer_refusal(spec):
-        raise UnsupportedError(
-            f"{prefix}: the model's experts have {refusal}, which the kernels do not support. Use --quantization fp8."
-        )
-    _check_sizes(prefix, moe)
-    supported, why = experts_cls.is_supported_config(
-        experts_cls, moe, kFp8Static128BlockSym, kFp8Dynamic128Sym, experts_cls.activation_format()
-    )
-    if not supported:
-        raise UnsupportedError(
-            f"{prefix}: the plugin's experts do not support this configuration ({why}). Change it, or use "
-            "--quantization fp8."
-        )
-
-
-def _check_sizes(prefix: str, moe: Any) -> None:
-    if refusal := experts_refusal(moe.hidden_dim, moe.intermediate_size, moe.tp_size):
-        raise UnsupportedError(f"{prefix}: {refusal}. Use --quantization fp8.")
-    if refusal := too_many_experts(moe.num_local_experts):
-        raise UnsupportedError(f"{prefix}: {refusal}. Use more GPUs and --enable-expert-parallel.")
 
 
 def _parameter(

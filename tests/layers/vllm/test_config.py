@@ -26,7 +26,7 @@ from fp8moe_plugin.layers.vllm import config as seam
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.entry import Entry
 from fp8moe_plugin.layers.vllm.experts import Fp8MoeExperts, experts_class, layer_spec
-from fp8moe_plugin.layers.vllm.moe import check_layer
+from fp8moe_plugin.layers.vllm.refusals import check_layer
 from fp8moe_plugin.plan.spec import Arrival
 from fp8moe_plugin.settings import Settings
 from fp8moe_plugin.testing import invariance

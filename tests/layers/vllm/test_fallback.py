@@ -12,26 +12,27 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import fp8, get_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-    CompressedTensorsConfig,
     CompressedTensorsLinearMethod,
 )
-from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers import metrics
+from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
+from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.logs import log_once
 from tests import helpers as h
 from tests.compressed import QUANTIZATION
 from tests.layers.experts import make_checkpoint, make_unquantized
 from tests.layers.vllm.one_rank import Quantized, default_config
-from tests.layers.vllm.test_config import CHECKPOINT
-
-pytestmark = pytest.mark.seam
+from tests.layers.vllm.test_config import CHECKPOINT, moe_layer
 
 NAME, INPUTS, WIDTH = "model.layers.{}.self_attn.in_proj", 192, 512  # each of two ranks has half of the width
 KIND = NAME.format("N")
@@ -46,7 +47,9 @@ def engine(monkeypatch: pytest.MonkeyPatch, on_rank) -> Iterator[None]:
     monkeypatch.setattr(metrics, "_layers", defaultdict(set))
     monkeypatch.delenv(metrics.BY_PROMETHEUS, raising=False)
     config = copy.copy(default_config())
-    config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    config.model_config = SimpleNamespace(
+        dtype=torch.bfloat16, model="model", hf_config=SimpleNamespace(expert_dtype="fp8")
+    )
     with set_current_vllm_config(config):
         yield
 
@@ -71,14 +74,16 @@ def load(layer: torch.nn.Module, scale: str | None) -> torch.nn.Module:
 
 
 CASES = {
-    "fp8": (CHECKPOINT, Fp8Config, Fp8LinearMethod, "weight_scale_inv"),
-    "compressed": (QUANTIZATION, CompressedTensorsConfig, CompressedTensorsLinearMethod, "weight_scale"),
+    "fp8": (CHECKPOINT, Fp8LinearMethod, "weight_scale_inv"),
+    "deepseek_v4": (CHECKPOINT | {"quant_method": "deepseek_v4_fp8"}, Fp8LinearMethod, "weight_scale_inv"),
+    "compressed": (QUANTIZATION, CompressedTensorsLinearMethod, "weight_scale"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_layer_equals_that_of_the_engine(case):
-    checkpoint, config, method, scale = CASES[case]
+    checkpoint, method, scale = CASES[case]
+    config = get_quantization_config(checkpoint["quant_method"])
     ours = load(projections(Quantized.from_config(copy.deepcopy(checkpoint))), scale)
     stock = load(projections(config.from_config(copy.deepcopy(checkpoint))), scale)
     assert type(ours.quant_method) is type(stock.quant_method) is method
@@ -89,6 +94,7 @@ def test_the_layer_equals_that_of_the_engine(case):
     assert h.same_bits(ours(x)[0], stock(x)[0])
 
 
+@pytest.mark.seam
 def test_a_layer_of_an_unquantized_checkpoint_stays_unquantized():
     layer = projections(Quantized.for_unquantized())
     weight = make_unquantized(WIDTH)["w1_weight"][0][:, :INPUTS]
@@ -116,6 +122,7 @@ def test_log_and_metrics_name_the_layers(plugin_log):
     assert metrics.LAYERS.labels("engine", "dense")._value.get() == 2
 
 
+@pytest.mark.seam
 def test_forbidden_fallback_refuses_the_model():
     quant = Quantized.from_config(CHECKPOINT)
     refused = pytest.raises(UnsupportedError, match=f"{NAME.format(0)} has 192 input channels on this rank.*smaller -")
@@ -136,6 +143,58 @@ def test_half_of_a_padded_mlp_is_refused():
     quant, prefix = Quantized.from_config(CHECKPOINT), "model.layers.0.mlp.gate_up_proj"
     with pytest.raises(UnsupportedError, match="gate_up_proj has 192 input channels"):
         linear.MergedColumnParallelLinear(INPUTS, [384, 384], bias=False, quant_config=quant, prefix=prefix)
+
+
+def experts(**changes: object) -> RoutedExperts:
+    layer = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(layer)
+    layer.moe_config = moe_layer(**changes)
+    return layer
+
+
+EXPERTS = "model.layers.3.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"hidden_dim": 320}, "hidden size 320 is not a multiple of 128"),
+        ({"num_local_experts": 1025}, "a rank has 1025 experts"),
+        ({"has_bias": True}, "the model's experts have a bias, which the kernels do not support"),
+    ],
+)
+def test_unsupported_experts_run_on_the_engine(plugin_log, changes, why):
+    config = Fp8MoeConfig.from_config(CHECKPOINT)
+    assert type(config.get_quant_method(experts(**changes), EXPERTS)) is Fp8MoEMethod
+    (line,) = [record.getMessage() for record in plugin_log.records]
+    assert line.startswith(f"fp8moe: model.layers.N.mlp.experts runs on vLLM's own Fp8MoEMethod: {why}")
+    assert metrics.LAYERS.labels("engine", "experts")._value.get() == 1
+    assert type(config.get_quant_method(experts(), EXPERTS)) is Fp8MoeMethod
+
+
+@pytest.mark.seam
+def test_experts_of_an_unquantized_checkpoint_stay_unquantized():
+    config = Fp8MoeConfig.for_unquantized()
+    assert type(config.get_quant_method(experts(hidden_dim=320), EXPERTS)) is UnquantizedFusedMoEMethod
+
+
+@pytest.mark.parametrize("option", [{"is_lora_enabled": True}, {"moe_backend": "triton"}])
+def test_options_of_the_command_line_stay_errors(option):
+    config = Fp8MoeConfig.from_config(CHECKPOINT)
+    with pytest.raises(UnsupportedError, match="Remove"):
+        config.get_quant_method(experts(hidden_dim=320, **option), EXPERTS)
+
+
+def test_experts_that_the_engine_refuses_too_are_refused(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise NotImplementedError("no kernel")
+
+    monkeypatch.setattr(fp8, "Fp8MoEMethod", refuse)
+    config, why = Fp8MoeConfig.from_config(CHECKPOINT), "hidden size 320 is not a multiple of 128"
+    with pytest.raises(UnsupportedError, match=rf"{EXPERTS}: {why}.*Error: no kernel\)\. Use --quantization fp8"):
+        config.get_quant_method(experts(hidden_dim=320), EXPERTS)
+    with h.environment("FP8MOE_FALLBACK", "forbid"), pytest.raises(UnsupportedError, match=f"{why}, .*block. Use"):
+        config.get_quant_method(experts(hidden_dim=320), EXPERTS)
 
 
 def test_scales_of_shared_blocks_are_loaded_by_the_model_alone():

@@ -1,0 +1,60 @@
+"""Refusals of experts when vLLM creates their layer: by the command line, or by what the kernels do not support."""
+
+from typing import Any, NamedTuple
+
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+
+from fp8moe_plugin.checkpoint.shapes import experts_refusal, too_many_experts
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.plan.spec import LayerSpec, layer_refusal
+
+
+def check_layer(prefix: str, moe: Any, spec: LayerSpec, experts_cls: Any) -> None:
+    """Raise `UnsupportedError` for a model or a command line that requires what the kernels do not support."""
+    check_options(prefix, moe)
+    if refusal := refusal_of(moe, spec):
+        raise refusal.error(prefix)
+    supported, why = experts_cls.is_supported_config(
+        experts_cls, moe, kFp8Static128BlockSym, kFp8Dynamic128Sym, experts_cls.activation_format()
+    )
+    if not supported:
+        raise UnsupportedError(
+            f"{prefix}: the plugin's experts do not support this configuration ({why}). Change it, or use "
+            "--quantization fp8."
+        )
+
+
+def check_options(prefix: str, moe: Any) -> None:
+    """Raise `UnsupportedError` for options of the command line that experts do not support."""
+    if moe.moe_backend != "auto":
+        raise UnsupportedError(
+            f"--moe-backend {moe.moe_backend} cannot be combined with --quantization fp8moe, which has a backend of "
+            "its own. Remove one of the two options."
+        )
+    if moe.is_lora_enabled:
+        raise UnsupportedError(
+            f"{prefix}: LoRA on a mixture-of-experts model is not supported by --quantization fp8moe. "
+            "Remove --enable-lora, or use --quantization fp8."
+        )
+
+
+class Refusal(NamedTuple):
+    """Why the kernels do not support the experts of a layer, and what to do about it."""
+
+    why: str
+    advice: str
+
+    def error(self, prefix: str, more: str = "") -> UnsupportedError:
+        return UnsupportedError(f"{prefix}: {self.why}{more}. {self.advice}")
+
+
+def refusal_of(moe: Any, spec: LayerSpec) -> Refusal | None:
+    """Returns why the kernels do not support the shape or the format of a layer, or None if they do."""
+    other = "Use --quantization fp8."
+    if why := layer_refusal(spec):
+        return Refusal(f"the model's experts have {why}, which the kernels do not support", other)
+    if why := experts_refusal(moe.hidden_dim, moe.intermediate_size, moe.tp_size):
+        return Refusal(why, other)
+    if why := too_many_experts(moe.num_local_experts):
+        return Refusal(why, "Use more GPUs and --enable-expert-parallel.")
+    return None
