@@ -17,7 +17,7 @@ from fp8moe_plugin.settings import NAME
 
 FIELD = "expert_dtype"
 FP4_BY_DEFAULT = ("deepseek_v4", "deepseek_v41")  # model types
-MXFP4_NAMES = ("fp4", "mxfp4")
+FP8, MXFP4_NAMES = "fp8", ("fp4", "mxfp4")  # values of `expert_dtype`
 FOUR_BITS = re.compile("fp4|float4", re.IGNORECASE)  # nvfp4, float4_e2m1fn_x2
 
 
@@ -57,7 +57,10 @@ def named_dtype(fields: Mapping[str, Any]) -> str | None:
 
 def may_be_fp4(fields: Mapping[str, Any]) -> bool:
     """Returns whether the dtype of the weights decides; see `expert_format`."""
-    return named_dtype(fields) is not None or fields.get("model_type") in FP4_BY_DEFAULT
+    named = named_dtype(fields)
+    if named is None:
+        return fields.get("model_type") in FP4_BY_DEFAULT
+    return named.lower() == FP8 or bool(FOUR_BITS.search(named))
 
 
 def expert_format(fields: Mapping[str, Any], dtype: str | None = None) -> WeightFormat:

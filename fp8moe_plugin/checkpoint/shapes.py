@@ -169,7 +169,7 @@ def merges_shared_expert(model: Model, parallel: Parallel) -> bool:
     """Returns whether vLLM computes the shared expert as one more expert, see `layers/vllm/shared_expert.py`."""
     widths = [layer.outputs[0] for layer in model.dense if layer.name == "mlp.shared_experts.gate_up_proj"]
     apart = parallel.sglang or parallel.ep > 1 or parallel.dp > 1
-    if model.architecture not in MERGING or not model.experts.layers:
+    if model.architecture not in MERGING or not model.experts.layers or model.weights != model.dense_weights:
         return False
     return not apart and model.activations == (SILU,) and widths == [model.experts.intermediate]
 

@@ -68,9 +68,9 @@ class Activation(NamedTuple):
         return ActivationNumbers(**limits, alpha=self.alpha, beta=self.beta)
 
     @property
-    def is_modified(self) -> bool:
-        """Whether it is more than `silu(gate) * up`, which has kernels of its own."""
-        return self.numbers != ActivationNumbers()
+    def variant(self) -> int:
+        """The kernels' variant that computes it, a macro: 0 for `silu(gate) * up`, 1 for what takes its numbers."""
+        return int(self.numbers != ActivationNumbers())
 
 
 SILU = Activation()

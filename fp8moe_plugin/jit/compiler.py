@@ -22,7 +22,7 @@ OPTIONS = {"arch": SM90, "std": "c++17"}  # all options that affect the machine 
 PTXAS_OPTIONS = ["-v"]
 OLDEST_NVRTC = (12, 8)
 NVRTC_12 = "nvidia-cuda-nvrtc-cu12"
-_INCLUDE = re.compile(r'^#include "(.+)"$')
+_INCLUDE = re.compile(r'^#include "(.+)"(\s*//.*)?$')
 
 
 class Compiled(NamedTuple):
@@ -160,21 +160,34 @@ def macros(key: KernelKey) -> tuple[tuple[str, int], ...]:
 def translation_unit(key: KernelKey) -> str:
     """Returns the text that is compiled: the macros, then the source with its includes expanded."""
     lines = "".join(f"#define {name} {value}\n" for name, value in macros(key))
-    return lines + _expand(f"{key.source}.cu", set())
+    return lines + _expand(f"{key.source}.cu", set(), set())
 
 
-def _expand(name: str, seen: set[str]) -> str:
-    """Returns the text of a csrc file with each include expanded once. #line gives files and lines to the compiler."""
+def _expand(name: str, seen: set[str], guarded: set[str], conditional: bool = False) -> str:
+    """Returns the text of a csrc file with each include expanded once. #line gives files and lines to the compiler.
+
+    Args:
+        seen: the files that are expanded already, to which this one is added.
+        guarded: files that are expanded within an #if, and therefore possibly once more: they get a guard.
+        conditional: this one is within an #if.
+    """
     seen.add(name)
-    lines = [f'#line 1 "{name}"']
+    if conditional:
+        guarded.add(name)
+    lines, depth = [f'#line 1 "{name}"'], 0
     for number, line in enumerate(_csrc_text(name).splitlines(), start=1):
         include = _INCLUDE.match(line)
         if include is None:
+            depth += line.startswith("#if") - line.startswith("#endif")
             lines.append("" if line == "#pragma once" else line)
         elif include[1] not in seen:
-            lines += [_expand(include[1], seen), f'#line {number + 1} "{name}"']
+            text = _expand(include[1], {*seen} if depth else seen, guarded, conditional or depth > 0)
+            lines += [text, f'#line {number + 1} "{name}"']
         else:
             lines.append("")
+    if name in guarded:
+        guard = f"INCLUDED_{re.sub('[^A-Za-z0-9]', '_', name)}"
+        lines = [f"#ifndef {guard}", f"#define {guard}", *lines, "#endif"]
     return "\n".join(lines)
 
 

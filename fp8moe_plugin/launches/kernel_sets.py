@@ -5,6 +5,7 @@ import itertools
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import VARIANTS
+from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.plan.keys import SM90, KernelKey, KernelSet
 from fp8moe_plugin.plan.model_specs import model_specs
@@ -42,9 +43,10 @@ def model_kernels(model: Model, target: str = SM90) -> KernelSet:
 
 def all_kernels(target: str = SM90) -> list[KernelKey]:
     """Returns every kernel of a target: those of the layers, and those that only direct calls of the ops launch."""
-    backend, formats = BACKENDS[target], (False, True)
-    specs = [LayerSpec(EXAMPLE, ue8m0=ue8m0, activation=activation) for ue8m0 in formats for activation in VARIANTS]
-    layers = [backend.layer_kernels(spec, arrival) for spec in specs for arrival in Arrival]
-    dense = [backend.dense_kernels(ue8m0) for ue8m0 in formats]
+    backend, scales = BACKENDS[target], (False, True)
+    specs = [LayerSpec(EXAMPLE, *kind) for kind in itertools.product(FORMATS, scales, VARIANTS)]
+    computed = [pair for pair in itertools.product(specs, Arrival) if not backend.refusal(*pair)]
+    layers = [backend.layer_kernels(*pair) for pair in computed]
+    dense = [backend.dense_kernels(ue8m0) for ue8m0 in scales]
     indexers = [backend.indexer_kernels(heads, HEAD_DIMS[0]) for heads in MQA_HEADS]
     return list(dict.fromkeys(itertools.chain(*layers, *dense, backend.op_kernels(), *indexers)))

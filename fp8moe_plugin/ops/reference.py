@@ -133,7 +133,7 @@ def silu_mul_quant(gate_up: torch.Tensor, ue8m0: bool = False, activation: Activ
 
 def activated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Returns bfloat16; `silu(gate) * up` rounds sums, SiLU and product, a modified SwiGLU only its result."""
-    if not activation.is_modified:
+    if not activation.variant:
         return torch.nn.functional.silu(gate.bfloat16()) * up.bfloat16()
     gate_limit, activated_limit, up_limit, alpha, beta = activation.numbers
     gate = gate.float().clamp(max=gate_limit)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.formats.weight_format import WeightFormat
 
 
@@ -65,7 +66,7 @@ class LayerSpec(NamedTuple):
 
 def layer_refusal(spec: LayerSpec) -> str | None:
     """Returns the property of a layer that no kernel supports, or None."""
-    if spec.weights != FP8_BLOCK:
+    if spec.weights not in FORMATS:
         return f"weights in the format {spec.weights.name}"
     if refusal := spec.activation.refusal:
         return refusal

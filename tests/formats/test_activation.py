@@ -22,7 +22,7 @@ OAI, STEP = "swigluoai_uninterleave", "swiglustep"
 def test_the_numbers_of_each_kind(activation: Activation, numbers: tuple[float, ...]) -> None:
     assert activation.refusal is None
     assert activation.numbers == ActivationNumbers(*numbers)
-    assert activation.is_modified == (activation != SILU)
+    assert activation.variant == (activation != SILU)
 
 
 @pytest.mark.parametrize(

@@ -191,3 +191,19 @@ def test_a_kernel_whose_wgmma_wait_for_one_another_costs_a_warning(
     monkeypatch.setattr(compiler, "_csrc_text", lambda name: PIPELINE if name == "tiny.cu" else SHIPPED(name))
     assert find_or_compile(KEY).cubin
     assert "wgmma.mma_async instructions are serialized" in caplog.text
+
+
+@pytest.mark.parametrize("format", [1, 2, 3])
+def test_a_header_may_be_included_within_a_condition(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch, format: int
+) -> None:
+    choice = '#if FORMAT == 1\n#include "one.cuh"  // its own\n#elif FORMAT == 2\n#include "two.cuh"\n#endif\n'
+    texts = {
+        "base.cuh": "#pragma once\nstruct Base { int value = 1; };",
+        "one.cuh": '#pragma once\n#include "base.cuh"\nstruct One : Base {};\n#define CHOSEN One',
+        "two.cuh": '#pragma once\n#include "base.cuh"\nstruct Two : Base {};\n#define CHOSEN Two',
+        "tiny.cu": f'{choice}#include "base.cuh"\n#ifndef CHOSEN\n#define CHOSEN Base\n#endif\n'
+        'extern "C" __global__ void tiny(int* out) { *out = CHOSEN().value; }',
+    }
+    monkeypatch.setattr(compiler, "_csrc_text", texts.__getitem__)
+    assert compiler.compile_kernel(KernelKey("tiny", (("FORMAT", format),))).cubin

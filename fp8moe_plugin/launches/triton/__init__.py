@@ -3,6 +3,7 @@
 import functools
 
 from fp8moe_plugin.formats.activation import Activation
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.backend import PLANS, Plan, shared_plan
 from fp8moe_plugin.launches.operands import Rows
@@ -26,6 +27,8 @@ class Triton:
         self.target = target
 
     def refusal(self, spec: LayerSpec, arrival: Arrival) -> str | None:
+        if spec.weights != FP8_BLOCK:
+            return f"weights in the format {spec.weights.name}"
         return layer_refusal(spec)
 
     def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:

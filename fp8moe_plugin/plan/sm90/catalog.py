@@ -95,7 +95,7 @@ def combine_key() -> KernelKey:
 
 def _activation_macros(activation: Activation, ue8m0: bool) -> tuple[tuple[str, int], ...]:
     """Returns the macros of kernels with an activation and the quantization of its result."""
-    return ("MODIFIED_SWIGLU", int(activation.is_modified)), ("UE8M0", int(ue8m0))
+    return ("MODIFIED_SWIGLU", activation.variant), ("UE8M0", int(ue8m0))
 
 
 # ---- GEMMs of experts ----------------------------------------------------------------------------------------------

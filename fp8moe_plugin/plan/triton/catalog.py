@@ -53,7 +53,7 @@ def _key(target: str, source: str, warps: int = 4, stages: int = 1, **constants:
 
 def _activated(activation: Activation, ue8m0: bool) -> dict[str, int]:
     """Returns the constants of kernels with an activation and the quantization of its result."""
-    return {"MODIFIED_SWIGLU": int(activation.is_modified), "UE8M0": int(ue8m0)}
+    return {"MODIFIED_SWIGLU": activation.variant, "UE8M0": int(ue8m0)}
 
 
 # ---- routing and quantization --------------------------------------------------------------------------------------
