@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
@@ -25,8 +26,8 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
-from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
+from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod
 from fp8moe_plugin.logs import log_once
 from tests import helpers as h
 from tests.compressed import QUANTIZATION
@@ -36,6 +37,10 @@ from tests.layers.vllm.test_config import CHECKPOINT, moe_layer
 
 NAME, INPUTS, WIDTH = "model.layers.{}.self_attn.in_proj", 192, 512  # each of two ranks has half of the width
 KIND = NAME.format("N")
+
+
+CAN_BUILD = torch.cpu._is_amx_tile_supported() and getattr(_custom_ops, "_supports_cpu_fp8_w8a16", False)
+on_its_kernels = pytest.mark.skipif(not CAN_BUILD, reason="vLLM has no FP8 kernels for this machine")
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +85,7 @@ CASES = {
 }
 
 
+@on_its_kernels
 @pytest.mark.parametrize("case", CASES)
 def test_the_layer_equals_that_of_the_engine(case):
     checkpoint, method, scale = CASES[case]
@@ -103,20 +109,21 @@ def test_a_layer_of_an_unquantized_checkpoint_stays_unquantized():
     assert torch.equal(layer.weight.data[: WIDTH // 2], weight[: WIDTH // 2])
 
 
+@pytest.mark.seam
 def test_log_and_metrics_name_the_layers(plugin_log):
-    quant = Quantized.from_config(CHECKPOINT)
+    quant = Quantized.for_unquantized()
     for number in range(2):
         projections(quant, number)
     served = projections(quant, 2, inputs=256)
     for parameter in served.quant_method.loading.parameters.values():
         parameter.data.zero_()
     served.quant_method.process_weights_after_loading(served)
-    assert type(served.quant_method) is Fp8MoeLinearMethod
+    assert type(served.quant_method) is OnlineLinearMethod
     kind, summary = (record for record in plugin_log.records if KIND in record.getMessage())
     assert kind.levelname == summary.levelname == "WARNING"
     assert kind.getMessage() == (
-        f"fp8moe: {KIND} runs on vLLM's own Fp8LinearMethod: it has 192 input channels on this rank, not a multiple "
-        "of the scale block of 128 (FP8MOE_FALLBACK=forbid: refuse such a model)"
+        f"fp8moe: {KIND} runs on vLLM's own UnquantizedLinearMethod: it has 192 input channels on this rank, not a "
+        "multiple of the scale block of 128 (FP8MOE_FALLBACK=forbid: refuse such a model)"
     )
     assert summary.getMessage() == f"fp8moe: layers that run on vLLM's own kernels: {KIND} (2)"
     assert metrics.LAYERS.labels("engine", "dense")._value.get() == 2
@@ -155,6 +162,7 @@ def experts(**changes: object) -> RoutedExperts:
 EXPERTS = "model.layers.3.mlp.experts"
 
 
+@on_its_kernels
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -197,6 +205,7 @@ def test_experts_that_the_engine_refuses_too_are_refused(monkeypatch):
         config.get_quant_method(experts(hidden_dim=320), EXPERTS)
 
 
+@on_its_kernels
 def test_scales_of_shared_blocks_are_loaded_by_the_model_alone():
     """vLLM's loader would copy those of other blocks. MiMo-V2.5 has a loader of its own."""
     layer = projections(Quantized.from_config(CHECKPOINT), width=384, inputs=256)
@@ -208,6 +217,7 @@ def test_scales_of_shared_blocks_are_loaded_by_the_model_alone():
     assert (scale == 1).all()
 
 
+@on_its_kernels
 def test_vllm_reloads_the_layer_beside_ours():
     quant = Quantized.from_config(CHECKPOINT)
     model = torch.nn.ModuleDict({"theirs": projections(quant), "ours": projections(quant, 1, inputs=256)})
