@@ -46,8 +46,8 @@ class Settings(BaseModel):
     )
     fallback: Literal["allow", "forbid"] = Field(
         "allow",
-        description="Under vLLM, what to do with a layer whose shape the kernels do not support. `allow`: run it on "
-        "the engine's own kernels, and log which layers these are. `forbid`: refuse the model.",
+        description="What to do with a dense layer (under vLLM also experts) whose shape the kernels do not support. "
+        "`allow`: run it on the engine's own kernels, and log which layers these are. `forbid`: refuse the model.",
     )
     fp4_experts: Literal["fp8"] = Field(
         "fp8",

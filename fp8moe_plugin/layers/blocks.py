@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import (
-    dense_refusal,
     is_down,
     is_gate_up,
     local_intermediate,
@@ -21,7 +20,7 @@ from fp8moe_plugin.checkpoint.shapes import (
 )
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import GROUP
-from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
+from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.layers.parameters import tensor_format
 
 logger = logging.getLogger("fp8moe")
@@ -82,20 +81,6 @@ def _padding_loader(prefix: str, dim: int, width: int, rank: int, ranks: int) ->
         layer.weight_loader_v2(param, padded, *args, **kwargs)
 
     return pad_and_load
-
-
-def check_shape(
-    prefix: str, inputs: int, outputs: list[int], split: bool, weights: WeightFormat, ranks_option: str
-) -> None:
-    """Raise `UnsupportedError` if a rank's part of a dense layer is not supported.
-
-    Args:
-        inputs, outputs, split, weights: as for `dense_refusal`.
-        ranks_option: the engine's option for the number of ranks.
-    """
-    refusal = dense_refusal(inputs, outputs, split, weights)
-    if refusal:
-        raise unsupported_shape(prefix, refusal, ranks_option)
 
 
 def unsupported_shape(prefix: str, refusal: str, ranks_option: str) -> UnsupportedError:

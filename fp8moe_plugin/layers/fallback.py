@@ -3,9 +3,12 @@
 import logging
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fp8moe_plugin.layers import metrics
+from fp8moe_plugin.layers.blocks import unsupported_shape
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.settings import settings
 
@@ -43,6 +46,24 @@ class Fallback:
         )
         metrics.count_layer(layer, BACKEND, part)
         metrics.export()
+
+    def take_dense(self, layer: Any, prefix: str, refusal: str, ranks_option: str, make: Callable[[], Any]) -> None:
+        """Make the engine's own method that of a new dense layer.
+
+        Args:
+            refusal: why the kernels do not support the layer.
+            ranks_option: the engine's option for the number of ranks.
+            make: returns the engine's method, which has created the weights of the layer.
+        Raises:
+            UnsupportedError: the engine's method does not support the layer either.
+        """
+        try:
+            method = make()
+        except Exception as error:  # of any class: engines assert, raise, or have no kernel for this machine
+            why = f"{refusal}, and {self.engine}'s own method cannot take it ({type(error).__name__}: {error})"
+            raise unsupported_shape(prefix, why, ranks_option) from error
+        layer.quant_method = method
+        self.note(prefix, "dense", f"it {refusal}", method)
 
     def announce(self) -> None:
         """Log the number of layers of each kind, if there are any."""

@@ -102,6 +102,10 @@ class Fp8MoeConfig(Traits, Fp8Config):
             return super().get_quant_method(layer, prefix)
         return (Fp8MoeLinearMethod if linear else Fp8MoeMethod)(self, prefix, warmup_command())
 
+    def engine_method(self, layer: LinearBase, prefix: str) -> Any:
+        """Returns the method that SGLang would use for a quantized dense layer without `--quantization fp8moe`."""
+        return UnquantizedLinearMethod() if self.online else super().get_quant_method(layer, prefix)
+
 
 def check_listed_experts(prefix: str, names: list[str], experts: int) -> None:
     """Raise `UnsupportedError` if a checkpoint keeps only a part of a layer's experts unquantized.

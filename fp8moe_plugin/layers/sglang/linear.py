@@ -1,5 +1,6 @@
 """Dense block-FP8 layers of an SGLang model, computed by our GEMM."""
 
+import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -9,16 +10,19 @@ from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
 from sglang.srt.layers.parameter import BlockQuantScaleParameter, ModelWeightParameter
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
+from fp8moe_plugin.checkpoint.shapes import begins_within_block, dense_refusal
 from fp8moe_plugin.formats.spec import SCALE, WEIGHT
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers import metrics
-from fp8moe_plugin.layers.blocks import check_shape, whole_blocks
+from fp8moe_plugin.layers import fallback, metrics
+from fp8moe_plugin.layers.blocks import unsupported_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import kernels_backend, prepare_kernels
 from fp8moe_plugin.layers.loading import as_kept, check_size, rows_of_shard, shape_errors
 from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import poison
+
+RANKS_OPTION = "--tp-size"
 
 
 class Fp8MoeLinearMethod(LinearMethodBase):
@@ -44,7 +48,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         output_size: int,
         params_dtype: torch.dtype,
         weight_loader: MethodType,
-        **_: Any,
+        **rest: Any,
     ) -> None:
         split = output_size != sum(output_partition_sizes)
         widths = list(getattr(layer, "output_sizes", [output_size]))
@@ -53,7 +57,23 @@ class Fp8MoeLinearMethod(LinearMethodBase):
             self.prefix, layer, rank, ranks, input_size_per_partition, output_partition_sizes, weight_loader
         )
         weights = self.quant_config.spec.dense
-        check_shape(self.prefix, inputs, outputs, split, weights, "--tp-size")
+        refusal = dense_refusal(inputs, outputs, split, weights)
+        # The halves of an MLP are padded both or neither, and SGLang's loader copies only whole scale blocks.
+        shared = not self.quant_config.online and begins_within_block(inputs, outputs, input_size, split, weights)
+        if refusal and loader is weight_loader and not shared and fallback.is_allowed():
+            given = {
+                "input_size_per_partition": input_size_per_partition,
+                "output_partition_sizes": output_partition_sizes,
+                "input_size": input_size,
+                "output_size": output_size,
+                "params_dtype": params_dtype,
+                "weight_loader": weight_loader,
+            }
+            make = functools.partial(self.engine_layer, layer, **given, **rest)
+            self.quant_config.loads.fallback.take_dense(layer, self.prefix, refusal, RANKS_OPTION, make)
+            return
+        if refusal:
+            raise unsupported_shape(self.prefix, refusal, RANKS_OPTION)
         layer.input_size_per_partition = inputs
         layer.output_size_per_partition = sum(outputs)
         load = _loader(self, input_size, widths, loader)
@@ -66,6 +86,12 @@ class Fp8MoeLinearMethod(LinearMethodBase):
             parameter = kind(data=data, input_dim=1, output_dim=0, weight_loader=MethodType(own, layer))
             layer.register_parameter(name, marked(parameter, weights, role))
         layer.weight_scale_inv.format_ue8m0 = False  # for SGLang: the scales are not packed exponents
+
+    def engine_layer(self, layer: Any, **create: Any) -> Any:
+        """Returns SGLang's own method, which has created the weights of the layer."""
+        method = self.quant_config.engine_method(layer, self.prefix)
+        method.create_weights(layer=layer, **create)
+        return method
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check the parameters and load the kernels, at startup and after each update of the weights.

@@ -10,6 +10,7 @@ from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
 from fp8moe_plugin.formats.spec import COMPRESSED_SCALE
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.arrivals import Arrivals, check_scale_name
+from fp8moe_plugin.layers.fallback import Fallback
 from fp8moe_plugin.layers.loading import check_loaded, check_tensor, holds_nan
 from fp8moe_plugin.layers.parameters import role_of
 from fp8moe_plugin.layers.weights import check_scale_values
@@ -35,6 +36,7 @@ class Loads:
             scale: the suffix of scales' names in the checkpoint; None if it has no scales.
         """
         self.scale = scale
+        self.fallback = Fallback("SGLang")
         self.arrivals = Arrivals()
         self.changed: dict[str, tuple[Method, Any]] = {}  # layers that have received tensors since their last check
         self.empty = True  # no tensor has arrived yet
@@ -100,6 +102,7 @@ class Loads:
             self.changed = {layer.quant_method.prefix: (layer.quant_method, layer) for layer in layers_of(model, self)}
         self.finish()
         self.serving = True
+        self.fallback.announce()
 
     def check_usable(self) -> None:
         """Raise `CheckpointError` unless the weights are complete. Called before each step."""

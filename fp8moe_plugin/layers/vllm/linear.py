@@ -1,5 +1,6 @@
 """Dense block-FP8 layers of a vLLM model, computed by our GEMM."""
 
+import functools
 from types import MethodType
 from typing import Any
 
@@ -57,7 +58,8 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         refusal = dense_refusal(inputs, outputs, split, self.weights)
         if refusal and loader is own[2] and fallback.is_allowed():  # the halves of an MLP are padded both or neither
             given = input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype
-            self.hand_over(layer, refusal, *given, **extra_weight_attrs)
+            make = functools.partial(self.engine_layer, layer, *given, **extra_weight_attrs)
+            self.loading.model.fallback.take_dense(layer, self.prefix, refusal, RANKS_OPTION, make)
             if begins_within_block(inputs, outputs, input_size, split, self.weights) and hasattr(layer, self.scale):
                 why = f"{refusal}, and vLLM's own loader would copy the scales of other blocks"
                 error = unsupported_shape(self.prefix, why, RANKS_OPTION)
@@ -80,23 +82,11 @@ class Fp8MoeLinearMethod(LinearMethodBase):
             parameters[name] = marked(parameter, self.weights, role)
         self.loading.register(layer, parameters, self.check_tensor)
 
-    def hand_over(self, layer: Any, refusal: str, *args: Any, **kwargs: Any) -> None:
-        """Make vLLM's own method that of the layer, and create its weights.
-
-        Args:
-            refusal: why the kernels do not support the layer.
-            args, kwargs: those of `create_weights`.
-        Raises:
-            UnsupportedError: vLLM's own method does not support the layer either.
-        """
-        try:
-            method = self.engine_method(layer, self.prefix)
-            method.create_weights(layer, *args, **kwargs)
-        except Exception as error:  # of any class: vLLM asserts, raises, or has no kernel for this machine
-            why = f"{refusal}, and vLLM's own method cannot take it ({type(error).__name__}: {error})"
-            raise unsupported_shape(self.prefix, why, RANKS_OPTION) from error
-        layer.quant_method = method
-        self.loading.model.fallback.note(self.prefix, "dense", f"it {refusal}", method)
+    def engine_layer(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns vLLM's own method, which has created the weights of the layer; arguments as of `create_weights`."""
+        method = self.engine_method(layer, self.prefix)
+        method.create_weights(layer, *args, **kwargs)
+        return method
 
     def weight_loader(self, loader: MethodType) -> MethodType:
         """Returns the loader for the weight, derived from vLLM's."""

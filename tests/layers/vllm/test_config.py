@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 import subprocess
 import sys
 
@@ -17,11 +18,12 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 import fp8moe_plugin
+from fp8moe_plugin.checkpoint.shapes import dense_refusal
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.layers import machine as machine_check
-from fp8moe_plugin.layers.blocks import check_shape
+from fp8moe_plugin.layers.blocks import unsupported_shape
 from fp8moe_plugin.layers.vllm import config as seam
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.entry import Entry
@@ -272,12 +274,12 @@ def test_other_layers_are_refused(layer, message):
     ],
 )
 def test_dense_layers_that_end_within_a_scale_block_are_refused(inputs, outputs, split, message):
-    with pytest.raises(UnsupportedError, match=message):
-        check_shape("L", inputs, outputs, split, FP8_BLOCK, "--tensor-parallel-size")
+    refusal = dense_refusal(inputs, outputs, split, FP8_BLOCK)
+    assert re.match(message, str(unsupported_shape("L", refusal, "--tensor-parallel-size")))
 
 
 def test_only_the_last_projection_may_end_within_a_scale_block():
-    check_shape("L", 256, [256, 192], False, FP8_BLOCK, "--tensor-parallel-size")
+    assert dense_refusal(256, [256, 192], False, FP8_BLOCK) is None
 
 
 def test_registering_twice_is_registering_once():

@@ -1,0 +1,102 @@
+"""A dense layer that the kernels do not support runs on SGLang's own method, and the log and the metrics say so."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
+
+from sglang.srt.distributed import utils
+from sglang.srt.layers import linear
+from sglang.srt.layers.quantization import fp8
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.spec import ONLINE, parse_quantization
+from fp8moe_plugin.layers import metrics
+from fp8moe_plugin.layers.sglang.config import Fp8MoeConfig
+from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
+from fp8moe_plugin.layers.sglang.loads import Loads
+from fp8moe_plugin.logs import log_once
+from tests import helpers as h
+
+pytestmark = pytest.mark.seam
+
+CHECKPOINT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+NAME, INPUTS, WIDTH = "model.layers.0.self_attn.in_proj", 192, 256
+KIND = "model.layers.N.self_attn.in_proj"
+
+
+class Quantized(Fp8MoeConfig):
+    """A checkpoint's configuration, for layers outside of a model."""
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Fp8MoeLinearMethod:
+        return Fp8MoeLinearMethod(self, prefix, "warmup")
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Makes two fused projections."""
+    options = {"tp_rank": 0, "tp_size": 1}
+    if hasattr(utils, "get_group_rank_size"):  # SGLang 0.5.22
+        options = {}
+        for module in (utils, linear):
+            monkeypatch.setattr(module, "get_group_rank_size", lambda group: (0, 1))
+        monkeypatch.setattr(linear, "_resolve_linear_group", lambda group: SimpleNamespace(world_size=1))
+    else:
+        monkeypatch.setattr(fp8, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+    monkeypatch.setattr(metrics, "_layers", defaultdict(set))
+    log_once.cache_clear()
+
+    def layer(quant, width: int = WIDTH, inputs: int = INPUTS):
+        given = {"quant_config": quant, "bias": False, "params_dtype": torch.bfloat16, "prefix": NAME}
+        return linear.MergedColumnParallelLinear(inputs, [width, width], **given, **options)
+
+    return layer
+
+
+def checked(online: bool) -> Quantized:
+    """The config, without the checks of the machine and of SGLang's options, which need an engine."""
+    made = super(Fp8MoeConfig, Quantized).from_config(CHECKPOINT)
+    made.spec = ONLINE if online else parse_quantization(CHECKPOINT)
+    made.ue8m0, made.online, made.loads = False, online, Loads(None if online else made.spec.scale)
+    return made
+
+
+def test_layer_equals_that_of_engine(make):
+    ours, stock = make(checked(False)), make(Fp8Config.from_config(CHECKPOINT))
+    assert type(ours.quant_method) is type(stock.quant_method) is Fp8LinearMethod
+    weight = torch.randn(2, WIDTH, INPUTS, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    for layer in (ours, stock):
+        for shard in range(2):
+            layer.weight.weight_loader(layer.weight, weight[shard], shard)
+            scale = layer.weight_scale_inv
+            scale.weight_loader(scale, torch.arange(4.0).view(2, 2) + shard, shard)
+    for (name, mine), (wanted, its) in zip(ours.named_parameters(), stock.named_parameters(), strict=True):
+        assert name == wanted
+        assert h.same_bits(mine.data, its.data)
+
+
+def test_log_and_metrics_name_the_layers(make, plugin_log):
+    quant = checked(True)
+    layer = make(quant)
+    assert type(layer.quant_method) is UnquantizedLinearMethod
+    quant.loads.finish_load(torch.nn.ModuleList([layer]))
+    kind, summary = (record.getMessage() for record in plugin_log.records if KIND in record.getMessage())
+    assert kind.startswith(f"fp8moe: {KIND} runs on SGLang's own UnquantizedLinearMethod: it has 192 input channels")
+    assert summary == f"fp8moe: layers that run on SGLang's own kernels: {KIND} (1)"
+    assert metrics.LAYERS.labels("engine", "dense")._value.get() == 1
+
+
+def test_forbidden_fallback_refuses_the_model(make):
+    refused = pytest.raises(UnsupportedError, match=f"{NAME} has 192 input channels on this rank.*smaller --tp-size")
+    with h.environment("FP8MOE_FALLBACK", "forbid"), refused:
+        make(checked(False))
+
+
+def test_projections_that_share_a_block_are_refused(make):
+    with pytest.raises(UnsupportedError, match="192 output channels on this rank, not a multiple"):
+        make(checked(False), 192, 256)
