@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.weight_format import Role
@@ -78,9 +78,32 @@ def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Halves:
-    """The tensors of projections whose weight or scales have not arrived yet."""
+    """The tensors of a model's projections whose weight or scales have not arrived yet.
 
-    waiting: dict[str, tuple[Role, torch.Tensor]] = field(default_factory=dict)
+    Both must arrive in the same load. A half that a load leaves behind would be combined with the other half of the
+    next one, so the engines' states check or clear them where a load ends.
+    """
+
+    waiting: dict[str, tuple[Role, torch.Tensor]] = field(default_factory=dict)  # by projection, as in `Arrivals`
+
+    def clear(self, layer: str = "") -> None:
+        """Forget the halves of a layer, or of all."""
+        self.waiting = {name: half for name, half in self.waiting.items() if not name.startswith(layer)}
+
+    def check(self, layer: str = "") -> None:
+        """Check that no half waits, of a layer or of all, and forget them.
+
+        Raises:
+            CheckpointError: codes have arrived without exponents, or exponents without codes.
+        """
+        alone = [(name, role) for name, (role, _) in self.waiting.items() if name.startswith(layer)]
+        self.clear(layer)
+        for name, role in alone:
+            missing = Role.SCALES if role is Role.WEIGHT else Role.WEIGHT
+            raise CheckpointError(
+                f"{name}: {role} in MXFP4 arrived without the {missing}, or once more after both (and so for "
+                f"{len(alone) - 1} more projections). A load must bring both exactly once."
+            )
 
     def add(self, projection: str, role: Role, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns codes and exponents once both have arrived; else keeps a copy, as the tensor may be overwritten."""

@@ -13,6 +13,7 @@ from fp8moe_plugin.layers.arrivals import Arrivals, check_scale_name
 from fp8moe_plugin.layers.fallback import Fallback
 from fp8moe_plugin.layers.loading import check_loaded, check_tensor, holds_nan
 from fp8moe_plugin.layers.parameters import role_of
+from fp8moe_plugin.layers.recode import Halves
 from fp8moe_plugin.layers.weights import check_scale_values
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
@@ -38,6 +39,7 @@ class Loads:
         self.scale = scale
         self.fallback = Fallback("SGLang")
         self.arrivals = Arrivals()
+        self.halves = Halves()  # of experts in MXFP4
         self.changed: dict[str, tuple[Method, Any]] = {}  # layers that have received tensors since their last check
         self.empty = True  # no tensor has arrived yet
         self.serving = False  # whether the model was loaded completely once
@@ -93,6 +95,7 @@ class Loads:
         for method, layer in list(self.changed.values()):
             self.check_layer(method, layer)
         self.arrivals.check()
+        self.halves.check()
         self.written = False
 
     def finish_load(self, model: torch.nn.Module) -> None:
@@ -139,6 +142,7 @@ class Loads:
                 loaded = load(self._followed(weights, alone, last), *args, **kwargs)
                 check_fused(model, alone)
             except Exception as error:
+                self.halves.clear()
                 self.error = error if isinstance(error, Fp8MoeError) else unexpected(last[0], error)
                 raise self.error from error
             return loaded

@@ -24,7 +24,7 @@ from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, shape_errors
 from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of
-from fp8moe_plugin.layers.recode import Halves, block_fp8
+from fp8moe_plugin.layers.recode import block_fp8
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops.checks import poison
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
@@ -145,7 +145,7 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
     It raises `CheckpointError` for a tensor of another dtype or shape, and for scales that are not valid.
     """
 
-    loads, recodes, halves = method.quant_config.loads, method.quant_config.expert_spec.recoded_from, Halves()
+    loads, recodes = method.quant_config.loads, method.quant_config.expert_spec.recoded_from
 
     def check_and_load(
         layer: Any,
@@ -163,7 +163,7 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
         if not recodes:
             pad_and_load(layer, what, param, loaded_weight, weight_name, shard_id, expert_id)
         elif compat.may_hold_expert(layer, expert_id) and (
-            both := halves.add(projection, role_of(param), loaded_weight)
+            both := loads.halves.add(f"{method.prefix}{projection}", role_of(param), loaded_weight)
         ):
             part, stem = "w2" if shard_id == "w2" else "w13", weight_name.removesuffix(SCALE).removesuffix(WEIGHT)
             q_and_scales = block_fp8(what, *(half.to(param.device) for half in both))

@@ -87,6 +87,7 @@ class LayerLoading:
         with self.errors_fail_model():
             for name in self.parameters:
                 check_loaded(self.prefix, name, getattr(layer, name))
+            self.model.halves.check(f"{self.prefix} ")
             if self.reloading:
                 self.model.finish_layer(self.prefix, got_tensors=True)
         if not self.serving:

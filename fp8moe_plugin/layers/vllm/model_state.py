@@ -15,6 +15,7 @@ from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
 from fp8moe_plugin.formats.spec import SCALE
 from fp8moe_plugin.layers.arrivals import Arrivals, check_scale_name
 from fp8moe_plugin.layers.fallback import Fallback
+from fp8moe_plugin.layers.recode import Halves
 from fp8moe_plugin.layers.vllm import compat
 
 logger = logging.getLogger("fp8moe")
@@ -40,6 +41,7 @@ class ModelState:
     reloaded: bool = False  # whether a layer has received its tensors in the current reload
     without_tensors: list[str] = field(default_factory=list)  # layers that received none in the current reload
     arrivals: Arrivals = field(default_factory=Arrivals)  # tensors loaded in place since the last step
+    halves: Halves = field(default_factory=Halves)  # of experts in MXFP4
     written: bool = False  # whether anything may have been written since the last step
     starting: set[str] = field(default_factory=set)  # layers that wait for their first weights
     fallback: Fallback = field(default_factory=lambda: Fallback("vLLM"))
@@ -69,6 +71,7 @@ class ModelState:
             return
         try:
             self.arrivals.check()
+            self.halves.check()
             compat.derive_mla_weights(self.engine)
         except Exception as error:
             raise self.fail(error) from error
@@ -86,6 +89,7 @@ class ModelState:
             self.reloaded, self.without_tensors = False, []
             compat.keep_mla_weights(self.engine)
         self.reloading.add(layer)
+        self.halves.clear(f"{layer} ")
 
     def finish_layer(self, layer: str, got_tensors: bool) -> None:
         """Note that vLLM has reloaded a layer or, if no tensors arrived for it, restored it.
@@ -120,6 +124,7 @@ class ModelState:
             try:
                 return load(self._arriving(weights, serving), *args, **kwargs)
             except BaseException as error:
+                self.halves.clear()
                 if not serving or self.calls > 1 or self.failure or self._has_changed_nothing(module):
                     raise
                 raise self.fail(error) from error

@@ -51,8 +51,8 @@ def _loader(prefix: str, scale: str, load: Callable[..., bool | None]) -> Callab
     ) -> bool | None:
         if not compat.holds_expert(layer, expert_id):
             return False if return_success else None
-        name = f"{prefix}.{expert_id}.{shard_id}"
-        halves: Halves = vars(layer).setdefault("fp8moe_halves", Halves())
+        name = f"{prefix} ({shard_id} of expert {expert_id})"
+        halves: Halves = layer.fp8moe_loading.model.halves
         both = halves.add(name, role_of(param), loaded_weight)
         if both is None:
             return True if return_success else None

@@ -7,7 +7,8 @@ pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import MXFP4
-from fp8moe_plugin.formats.spec import QuantSpec
+from fp8moe_plugin.formats.spec import SCALE, QuantSpec
+from fp8moe_plugin.layers.sglang.loads import Loads
 from tests.formats.fp4 import CHECKPOINT, FP4, RANKS, WIDTH, bits, part_of
 from tests.helpers import same_bits
 from tests.layers.experts import Checkpoint, make_mxfp4, recoded
@@ -64,3 +65,14 @@ def test_a_missing_half_is_noticed(name):
     checkpoint[name][1] = None
     with pytest.raises(CheckpointError, match=r"L\.w.*_weight of local expert 1: a tensor is missing"):
         layers.Layer(256, 1, 0).load(checkpoint).finish()
+
+
+@pytest.mark.usefixtures("recodes")
+@pytest.mark.parametrize("name", ["w1_weight", "w1_weight_scale_inv"])
+def test_a_half_that_comes_once_more_is_refused(monkeypatch, name):
+    monkeypatch.setattr(layers.QUANT, "loads", Loads(SCALE))
+    layer = layers.Layer(256, 1, 0).load(in_mxfp4(256)).load({name: in_mxfp4(256)[name][:1]})
+    with pytest.raises(CheckpointError, match=r"w1 of expert 0\): .* in MXFP4 arrived without .*once more after both"):
+        layers.QUANT.loads.finish()
+    layer.load(in_mxfp4(256))
+    layers.QUANT.loads.finish()

@@ -6,7 +6,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.layers.loading import check_loaded
-from fp8moe_plugin.layers.vllm import moe
+from fp8moe_plugin.layers.vllm import refusals
 from tests.formats.fp4 import CHECKPOINT, FP4, KINDS, RANKS, WIDTH, bits, part_of
 from tests.layers.vllm import one_rank
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.seam, pytest.mark.parametrize("rank", range(RANKS))]
 @pytest.fixture(autouse=True)
 def in_fp4(monkeypatch):
     monkeypatch.setattr(one_rank, "FP8", QuantSpec(FP4, dense=FP4))
-    monkeypatch.setattr(moe, "layer_refusal", lambda spec: None)  # no kernel computes it
+    monkeypatch.setattr(refusals, "layer_refusal", lambda spec: None)  # no kernel computes it
 
 
 def test_ranks_hold_their_part_of_experts(rank):

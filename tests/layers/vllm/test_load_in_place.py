@@ -13,6 +13,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.loading import check_experts_not_moved
+from tests.layers.experts import Checkpoint
 from tests.layers.vllm.loaded_model import (
     INTERMEDIATE,
     KINDS,
@@ -390,3 +391,35 @@ def test_each_step_that_computes_is_checked_first(launcher, checked):
     worker.execute_dummy_batch()
     assert worker.steps == ["model", "model", "dummy"]
     assert checks == checked
+
+
+HALF = "experts.w1.0.weight"
+
+
+def named(model: Model, checkpoint: Checkpoint, name: str) -> tuple[str, torch.Tensor]:
+    return next(found for found in model.tensors(checkpoint) if found[0] == name)
+
+
+def test_a_half_of_a_failed_reload_is_not_combined_with_the_next_load():
+    model, wanted = Model("mxfp4").start(first("mxfp4")), Model("mxfp4").start(second("mxfp4"))
+    other = {name: [tensor.roll(3, 0) for tensor in tensors] for name, tensors in second("mxfp4").items()}
+    with pytest.raises(OSError, match="disk"):
+        model.reload_weights(breaks([named(model, other, HALF)] * 2, 1, OSError("disk")))
+    model.step()
+    model.load_weights(sorted(model.tensors(second("mxfp4")), key=lambda tensor: "scale" not in tensor[0]))
+    model.step()
+    assert equal(model, wanted)
+
+
+@pytest.mark.parametrize("name", [HALF, f"{HALF}_scale"])
+def test_a_half_that_comes_once_more_is_refused(name):
+    checkpoint = first("mxfp4")
+    starting = Model("mxfp4")
+    starting.load_weights([*starting.tensors(checkpoint), named(starting, checkpoint, name)])
+    with pytest.raises(CheckpointError, match=r"w1 of expert 0\): .* in MXFP4 arrived without .*once more after both"):
+        starting.experts.quant_method.process_weights_after_loading(starting.experts)
+    model = Model("mxfp4").start(checkpoint)
+    model.load(second("mxfp4"))
+    model.load_weights([named(model, checkpoint, name)])
+    with pytest.raises(CheckpointError, match="once more after both"):
+        model.step()
