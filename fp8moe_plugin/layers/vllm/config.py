@@ -38,7 +38,7 @@ from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.layers.vllm.recode import EXPERT_SCALE, RecodedMoeMethod
-from fp8moe_plugin.layers.vllm.refusals import Refusal, check_options, refusal_of
+from fp8moe_plugin.layers.vllm.refusals import Refusal, check_options, refusal_of, refused_by_both
 from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops.devices import set_num_sms
@@ -182,15 +182,20 @@ class Fp8MoeConfig(Traits, Fp8Config):
         """Returns vLLM's own method for experts that the kernels do not support.
 
         Raises:
-            UnsupportedError: vLLM does not support them either, or the command line has options for our experts.
+            UnsupportedError: vLLM does not support them either, which its method may say only when it creates the
+                weights, or the command line has options for our experts.
         """
         check_options(prefix, layer.moe_config)
-        try:
+        with refused_by_both(prefix, refusal):
             method = self.engine_method(layer, prefix)
-        except Exception as error:  # of any class: vLLM asserts, raises, or has no kernel for this machine
-            more = f", and vLLM's own method cannot take them ({type(error).__name__}: {error})"
-            raise refusal.error(prefix, more) from error
-        self.model.fallback.note(prefix, "experts", refusal.why, method)
+        create = method.create_weights
+
+        def create_weights(*args: Any, **kwargs: Any) -> None:
+            with refused_by_both(prefix, refusal):
+                create(*args, **kwargs)
+            self.model.fallback.note(prefix, "experts", refusal.why, method)
+
+        method.create_weights = create_weights  # which may refuse the layer, too
         return method
 
     def _is_skipped(self, prefix: str) -> bool:

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers import linear
-from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import fp8, get_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -159,6 +159,11 @@ def experts(**changes: object) -> RoutedExperts:
     return layer
 
 
+def create_weights(method: FusedMoEMethodBase, layer: RoutedExperts) -> None:
+    moe, sizes = layer.moe_config, ("num_local_experts", "hidden_dim", "intermediate_size_per_partition")
+    method.create_weights(layer, *(getattr(moe, size) for size in sizes), torch.bfloat16)
+
+
 EXPERTS = "model.layers.3.mlp.experts"
 
 
@@ -173,17 +178,37 @@ EXPERTS = "model.layers.3.mlp.experts"
 )
 def test_unsupported_experts_run_on_the_engine(plugin_log, changes, why):
     config = Fp8MoeConfig.from_config(CHECKPOINT)
-    assert type(config.get_quant_method(experts(**changes), EXPERTS)) is Fp8MoEMethod
+    layer = experts(**changes)
+    method = config.get_quant_method(layer, EXPERTS)
+    assert type(method) is Fp8MoEMethod
+    create_weights(method, layer)
     (line,) = [record.getMessage() for record in plugin_log.records]
     assert line.startswith(f"fp8moe: model.layers.N.mlp.experts runs on vLLM's own Fp8MoEMethod: {why}")
     assert metrics.LAYERS.labels("engine", "experts")._value.get() == 1
     assert type(config.get_quant_method(experts(), EXPERTS)) is Fp8MoeMethod
 
 
+def test_experts_whose_weights_the_engine_does_not_create_are_refused(monkeypatch, plugin_log):
+    def refuse(*_: object) -> None:
+        raise ValueError("192 is not divisible")
+
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "create_weights", refuse)
+    config, layer = Fp8MoeConfig.for_unquantized(), experts(hidden_dim=320)
+    method = config.get_quant_method(layer, EXPERTS)
+    with pytest.raises(UnsupportedError, match=rf"{EXPERTS}: hidden size 320.*\(ValueError: 192 .*\)\. Use --quant"):
+        create_weights(method, layer)
+    assert not plugin_log.records
+    assert metrics.LAYERS.labels("engine", "experts")._value.get() == 0
+
+
 @pytest.mark.seam
-def test_experts_of_an_unquantized_checkpoint_stay_unquantized():
-    config = Fp8MoeConfig.for_unquantized()
-    assert type(config.get_quant_method(experts(hidden_dim=320), EXPERTS)) is UnquantizedFusedMoEMethod
+def test_experts_of_an_unquantized_checkpoint_stay_unquantized(plugin_log):
+    config, layer = Fp8MoeConfig.for_unquantized(), experts(hidden_dim=320)
+    method = config.get_quant_method(layer, EXPERTS)
+    assert type(method) is UnquantizedFusedMoEMethod
+    create_weights(method, layer)
+    assert layer.w13_weight.dtype == torch.bfloat16
+    assert len(plugin_log.records) == 1
 
 
 @pytest.mark.parametrize("option", [{"is_lora_enabled": True}, {"moe_backend": "triton"}])
