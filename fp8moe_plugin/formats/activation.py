@@ -3,7 +3,22 @@
 import math
 from typing import NamedTuple
 
+from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.quoting import shown_text
+
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+FLOAT32_TINY = 2.0**-126  # the smallest normal number; kernels may read smaller ones as 0
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is an int or a float that is finite in float32. A bool is not, nor is a tensor."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= FLOAT32_MAX
+
+
+def shown_number(value: object) -> str:
+    """Returns what should be a number for a message. Of a tensor, whose value needs a sync, or a huge int, the type."""
+    plain = value is None or isinstance(value, float) or is_number(value)
+    return str(value) if plain else f"of type {type(value).__name__}"
 
 
 class ActivationNumbers(NamedTuple):
@@ -47,17 +62,19 @@ class Activation(NamedTuple):
     @property
     def refusal(self) -> str | None:
         """The property that no kernel supports, or None."""
-        if (kind := KINDS.get(self.kind)) is None:
-            return f"another activation than {', '.join(KINDS)} ({self.kind})"
-        given = f"the activation {self.kind} with limit {self.limit}, alpha {self.alpha} and beta {self.beta}"
+        if not isinstance(self.kind, str) or (kind := KINDS.get(self.kind)) is None:
+            name = shown_text(self.kind) if isinstance(self.kind, str) else shown_number(self.kind)
+            return f"another activation than {', '.join(KINDS)} ({name})"
+        limit, alpha, beta = map(shown_number, self[1:])
+        given = f"the activation {self.kind} with limit {limit}, alpha {alpha} and beta {beta}"
         if self.limit is None and kind.needs_limit:
             return f"{given}, which needs a limit"
-        if not (self.limit is None or 0 < self.limit <= FLOAT32_MAX):
+        if not (self.limit is None or (is_number(self.limit) and self.limit >= FLOAT32_TINY)):
             return f"{given}, whose limit is no positive float32 number"
+        if not (is_number(self.alpha) and is_number(self.beta)):
+            return f"{given}, whose alpha or beta is no float32 number"
         if not kind.has_alpha and (self.alpha, self.beta) != (SILU.alpha, SILU.beta):
             return f"{given}, which has neither alpha nor beta"
-        if not (abs(self.alpha) <= FLOAT32_MAX and abs(self.beta) <= FLOAT32_MAX):
-            return f"{given}, whose alpha or beta is no float32 number"
         return None
 
     @property
@@ -71,6 +88,13 @@ class Activation(NamedTuple):
     def variant(self) -> int:
         """The kernels' variant that computes it, a macro: 0 for `silu(gate) * up`, 1 for what takes its numbers."""
         return int(self.numbers != ActivationNumbers())
+
+
+def check_activation(activation: Activation) -> None:
+    """Raise `InvalidInputError` unless the kind, known or not, is a str and the other fields are numbers."""
+    kind, limit, alpha, beta = activation
+    if not (isinstance(kind, str) and (limit is None or is_number(limit)) and is_number(alpha) and is_number(beta)):
+        raise InvalidInputError(f"activation is {activation.refusal}. Pass a name and Python numbers.")
 
 
 SILU = Activation()

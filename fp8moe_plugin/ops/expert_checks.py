@@ -8,7 +8,7 @@ import torch
 
 from fp8moe_plugin.checkpoint.shapes import too_many_experts
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.formats.activation import Activation
+from fp8moe_plugin.formats.activation import Activation, check_activation
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops import devices, reference
@@ -39,6 +39,8 @@ def called_options(
     activation: str | Activation, ue8m0: bool, shared_expert: bool = False, routed_scale: float = 1.0
 ) -> LayerOptions:
     """Returns the options of a call in Python. Raises `InvalidInputError` if one is not valid."""
+    if isinstance(activation, Activation):
+        check_activation(activation)  # here, because a limit of True has the hash of 1.0, and a list has none
     given = activation, ue8m0, shared_expert, routed_scale
     try:
         return _valid_options(*given)

@@ -6,10 +6,8 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.formats.activation import KINDS, Activation
+from fp8moe_plugin.formats.activation import FLOAT32_TINY, KINDS, Activation, is_number, shown_number
 from fp8moe_plugin.quoting import any_of
-
-LARGEST = torch.finfo(torch.float32).max
 
 
 def check_int(name: str, value: int, least: int | None = None) -> None:
@@ -50,11 +48,11 @@ def check_flag(name: str, value: bool) -> None:
 
 
 def check_factor(name: str, value: float) -> None:
-    """Raise `InvalidInputError` unless `value` is positive, and finite in float32."""
-    if not isinstance(value, float | int):
+    """Raise `InvalidInputError` unless `value` is positive, normal and finite in float32."""
+    if isinstance(value, bool) or not isinstance(value, float | int):
         raise InvalidInputError(f"{name} is a {type(value).__name__}, not a float. Pass a Python number.")
-    if not 0 < value <= LARGEST:
-        raise InvalidInputError(f"{name} is {value}, needs a positive finite number.")
+    if not (is_number(value) and value >= FLOAT32_TINY):
+        raise InvalidInputError(f"{name} is {shown_number(value)}, needs a positive finite number in float32.")
 
 
 def as_activation(activation: str | Activation) -> Activation:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fp8moe_plugin.errors import InvalidInputError
-from fp8moe_plugin.formats.activation import SILU, Activation
+from fp8moe_plugin.formats.activation import SILU, Activation, check_activation, is_number
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.formats.weight_format import WeightFormat
@@ -41,7 +41,12 @@ def layer_options(
     shared_expert: bool = False,
     routed_scale: float = 1.0,
 ) -> LayerOptions:
-    """Returns the options with these values; for their meaning see `LayerSpec`."""
+    """Returns the options with these values; for their meaning see `LayerSpec`.
+
+    Raises:
+        InvalidInputError: see `check_activation`.
+    """
+    check_activation(activation)
     return _only(weights, bool(ue8m0), activation, bool(shared_expert), float(routed_scale))
 
 
@@ -61,7 +66,7 @@ def parse_options(text: str) -> LayerOptions:
         values = json.loads(text)
         weights = {known.name: known for known in FORMATS}[values.pop("weights")]
         options = layer_options(weights, activation=Activation(**values.pop("activation")), **values)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise _unknown(text) from error
     if options.text != text:
         raise _unknown(text)
@@ -79,9 +84,9 @@ def _unknown(text: str) -> InvalidInputError:
 def _only(
     weights: WeightFormat, ue8m0: bool, activation: Activation, shared_expert: bool, routed_scale: float
 ) -> LayerOptions:
-    given: dict[str, Any] = activation._asdict()
-    given |= {name: float(value) for name, value in given.items() if isinstance(value, int)}  # one text for 7 and 7.0
-    return LayerOptions(weights, ue8m0, Activation(**given), shared_expert, routed_scale)
+    # Equal numbers have one text: 7 and 7.0, and by adding 0.0 also 0.0 and -0.0.
+    numbers = {name: value + 0.0 for name, value in activation._asdict().items() if is_number(value)}
+    return LayerOptions(weights, ue8m0, activation._replace(**numbers), shared_expert, routed_scale + 0.0)
 
 
 def _values(options: LayerOptions | LayerSpec) -> dict[str, Any]:

@@ -75,6 +75,26 @@ def test_what_names_no_activation_is_refused(op, activation):
         getattr(ops, op)(**right_calls(CPU)[op] | {"activation": activation})
 
 
+@OPS
+@pytest.mark.parametrize(
+    "activation",
+    [
+        Activation(limit="7"),
+        Activation(limit=True),
+        Activation(limit=10**5000),
+        Activation(limit=torch.tensor(7.0)),
+        Activation([]),
+        Activation("swigluoai_uninterleave", 7.0, "1"),
+    ],
+    ids=lambda given: "-".join(type(value).__name__ for value in given),
+)
+def test_an_activation_of_other_types_is_refused(op, activation):
+    layer_options(activation=Activation(limit=1.0))  # equals the one with True
+    for called in (op, "silu_mul_quant_fp8"):
+        with pytest.raises(InvalidInputError, match="activation is "):
+            getattr(ops, called)(**right_calls(CPU)[called] | {"activation": activation})
+
+
 @pytest.mark.parametrize("values", [{"shared_expert": True}, {"routed_scale": 2.0}], ids=str)
 def test_batched_experts_refuse_what_belongs_to_the_router(values):
     with pytest.raises(InvalidInputError, match="computes no shared expert and no routed_scale"):
@@ -87,7 +107,7 @@ def test_a_routed_layer_refuses_a_shared_expert():
 
 
 @pytest.mark.parametrize("op", [MOE, ROUTED])
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1e-46, float("nan"), float("inf")])
 def test_a_torch_op_refuses_a_scale_that_is_no_factor(op, scale):
     with pytest.raises(InvalidInputError, match="routed_scale is"):
         call_torch_op(op, layer_options(routed_scale=scale).text)

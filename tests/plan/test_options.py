@@ -37,6 +37,20 @@ def test_equal_numbers_have_one_text():
     assert parse_options(whole.text) is whole
 
 
+def test_zeros_of_both_signs_have_one_text():
+    options._only.cache_clear()
+    negative = layer_options(activation=Activation(limit=7.0, beta=-0.0), routed_scale=-0.0)
+    assert layer_options(activation=Activation(limit=7.0, beta=0.0), routed_scale=0.0) is negative
+    assert "-0.0" not in negative.text
+    assert parse_options(negative.text) is negative
+
+
+@pytest.mark.parametrize("wrong", [{"kind": []}, {"limit": "7"}, {"limit": True}, {"alpha": None}, {"beta": 10**5000}])
+def test_an_activation_of_other_types_has_no_options(wrong):
+    with pytest.raises(InvalidInputError, match=r"activation is .*\. Pass a name and Python numbers"):
+        layer_options(activation=Activation(**wrong))
+
+
 def test_each_field_of_a_spec_is_an_option_or_comes_from_elsewhere():
     elsewhere = {"shape", "batch_invariant", "bias"}  # tensors, the environment; refused before a layer is called
     assert {field.name for field in fields(LayerOptions)} | elsewhere == set(LayerSpec._fields)
@@ -66,7 +80,20 @@ RIGHT = layer_options().text
         RIGHT.replace('"ue8m0": false, ', ""),
         RIGHT.replace("false", '"no"', 1),
         RIGHT.replace('"limit": null', '"limit": 7'),
+        RIGHT.replace('"limit": null', '"limit": "7"'),
+        RIGHT.replace('"limit": null', '"limit": true'),
+        RIGHT.replace('"limit": null', '"limit": []'),
+        RIGHT.replace('"limit": null', '"limit": 1' + 400 * "0"),
+        RIGHT.replace('"limit": null', '"limit": 1' + 5000 * "0"),
+        RIGHT.replace('"limit": null', '"limit": NaN'),
+        RIGHT.replace('"kind": "silu"', '"kind": []'),
+        RIGHT.replace('"kind": "silu"', '"kind": null'),
+        RIGHT.replace('"beta": 0.0', '"beta": -0.0'),
+        RIGHT.replace("1.0}", "1" + 400 * "0" + "}"),
+        RIGHT.replace("1.0}", '"1.0"}'),
+        "[" * 100_000,
     ],
+    ids=lambda text: text[:60],
 )
 def test_a_text_of_no_options_is_refused(text):
     with pytest.raises(InvalidInputError, match=r"which does not describe a layer\. Pass the text of layer_options"):
