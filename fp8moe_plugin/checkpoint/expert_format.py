@@ -73,10 +73,10 @@ def expert_format(fields: Mapping[str, Any], dtype: str | None = None) -> Weight
         fields: the part of config.json that describes the language model.
         dtype: the safetensors dtype of an expert's weight, if it is known.
     Raises:
-        UnsupportedError: `expert_dtype` names another format of four bits.
+        UnsupportedError: `expert_dtype` names another format.
     """
     named = named_dtype(fields)
-    if named and FOUR_BITS.search(named) and named.lower() not in MXFP4_NAMES:
+    if named and named.lower() not in (FP8, *MXFP4_NAMES):
         raise UnsupportedError(
             f"The checkpoint's experts are {shown(named)} ({FIELD}), but the kernels need block FP8, or MXFP4 to "
             f"re-encode. Serve it without --quantization {NAME}."

@@ -57,14 +57,14 @@ def _read(folder: Path) -> Model:
     spec = parse_quantization(quantization) if isinstance(quantization, dict) else ONLINE
     if is_v4:
         spec = replace(spec, unquantized=deepseek_v4.engine_names(spec.unquantized))
-    check_experts(fields, spec.unquantized)
+    check_experts(fields, spec.unquantized, spec.online)
     config = parse_config(fields, description.file)
     moe = moe_layers(config)
     suffixes = config.model_type in BY_SUFFIX
     unquantized = Unquantized(spec.unquantized, suffixes, description.nested, spec.online)
     served = [layer for layer in moe if not unquantized.has(layer, "ffn.experts" if is_v4 else "mlp.experts")]
     if served:
-        check_experts(fields)
+        check_experts(fields, online=spec.online)
     either = may_be_fp4(fields) and not spec.online
     dtype = stored_dtype(folder) if either else None
     stored = expert_format(fields, dtype) if either else FP8_BLOCK

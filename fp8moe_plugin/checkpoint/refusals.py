@@ -4,19 +4,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8moe_plugin.checkpoint.activations import KNOWN, NAMES
-from fp8moe_plugin.checkpoint.expert_format import expert_format
+from fp8moe_plugin.checkpoint.expert_format import expert_format, may_be_fp4
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
 
-def check_experts(fields: Mapping[str, Any], unquantized: Sequence[str] = ()) -> None:
+def check_experts(fields: Mapping[str, Any], unquantized: Sequence[str] = (), online: bool = False) -> None:
     """Raise `UnsupportedError` for experts of a kind that is not supported, whatever their sizes are.
 
     Args:
         fields: the part of config.json that describes the language model, or an engine's copy of it.
         unquantized: the checkpoint's list of unquantized layers. If it names experts, nothing is refused: other kernels
             may compute them.
+        online: whether the checkpoint has no `quantization_config`; `expert_dtype` may then name an unquantized dtype.
     """
     if any("experts" in name.replace("shared_experts", "") for name in unquantized):
         return
@@ -24,7 +25,8 @@ def check_experts(fields: Mapping[str, Any], unquantized: Sequence[str] = ()) ->
         activation = fields.get(field)
         if isinstance(activation, str) and activation not in KNOWN:
             raise _refusal(f"{field} is {shown(activation)}, but the kernels only compute kinds of SwiGLU")
-    expert_format(fields)
+    if not online or may_be_fp4(fields):
+        expert_format(fields)
     if fields.get("model_type") == "gpt_oss":
         raise _refusal("experts add a bias (model_type 'gpt_oss'), which the kernels do not")
 

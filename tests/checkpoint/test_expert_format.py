@@ -38,8 +38,8 @@ def test_weights_then_config_decide_the_format(fields, dtype, expected):
     assert expert_format(fields, dtype) is expected
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "float4_e2m1fn_x2"])
-def test_other_formats_of_four_bits_are_refused(name):
+@pytest.mark.parametrize("name", ["nvfp4", "float4_e2m1fn_x2", "int4", "w4a16", "bf16"])
+def test_other_formats_are_refused(name):
     with pytest.raises(UnsupportedError, match=rf"experts are '{name}' \(expert_dtype\)"):
         expert_format({"expert_dtype": name})
 

@@ -359,12 +359,18 @@ def test_unquantized_layers_are_those_of_vllm(kind, suffixes):
         ({"quantization_config": V3["quantization_config"] | {"moe_quant_algo": "INT4"}}, "by ModelOpt to 'INT4'"),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "quantized by ModelOpt to 'FP8'"),
         ({"expert_dtype": "nvfp4"}, r"experts are 'nvfp4' \(expert_dtype\), but the kernels need block FP8, or MXFP4"),
+        ({"expert_dtype": "int4"}, r"experts are 'int4' \(expert_dtype\), but the kernels need block FP8, or MXFP4"),
         ({"model_type": "gpt_oss"}, r"experts add a bias \(model_type 'gpt_oss'\), which the kernels do not"),
     ],
 )
 def test_sound_checkpoints_that_are_not_served(tmp_path, change, message):
     with pytest.raises(UnsupportedError, match=message):
         read_model(describe(tmp_path, V3, **change))
+
+
+def test_an_unquantized_checkpoint_may_name_the_dtype_of_its_experts(tmp_path):
+    plain = describe(tmp_path, V3, quantization_config=None, expert_dtype="bf16")
+    assert not read_model(plain).quantized
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         fields = language_model(hf_config.to_dict()) if hf_config is not None else None
         if not fields:
             return
-        check_experts(fields, self.ignored_layers)
+        check_experts(fields, self.ignored_layers, self.online)
         if self.online or not may_be_fp4(fields):
             return
         found = expert_format(fields, dtype_of_experts(model_name, revision, fields))
