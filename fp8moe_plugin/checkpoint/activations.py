@@ -4,7 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import Activation
+from fp8moe_plugin.quoting import shown
+from fp8moe_plugin.settings import NAME
 
 NAMES = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 SILU, OAI = "silu", "swigluoai"  # by the names in config.json
@@ -13,6 +16,8 @@ KNOWN = (SILU, OAI)  # vLLM, too, accepts no other name for SiLU
 LIMITS = ("swiglu_limit", "swiglu_limits", "expert_swiglu_limit_list")
 # Of model types whose engines have a default.
 DEFAULT_LIMITS = {"deepseek_v4": 10.0, "deepseek_v41": 10.0, "glm5_next_text": 10.0, "hy_v4": 10.0}
+# Model types whose classes in vLLM clamp to 0 with a `swiglu_limit` of 0, where others take it as no limit.
+CLAMPED_TO_ZERO = ("deepseek_v4", "deepseek_v41", "glm5_next_text")
 OAI_ALPHA, OAI_BETA, OAI_LIMIT = 1.702, 1.0, 7.0  # of swigluoai, unless config.json has others
 # By the beginning of a model type, what a limit applies to, if not to the gate before SiLU.
 LIMITED_KINDS = {
@@ -20,6 +25,17 @@ LIMITED_KINDS = {
     "gigachat": ("swiglustep",),
     "bailing": ("silu", "swiglustep"),  # vLLM clamps before SiLU, SGLang after it
 }
+
+
+def check_limit(fields: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedError` for a limit that is not positive, if the model's class takes it as a limit."""
+    limit, family = fields.get("swiglu_limit"), fields.get("model_type")
+    if family in CLAMPED_TO_ZERO and limit is not None and limit <= 0:
+        raise UnsupportedError(
+            f"The checkpoint's swiglu_limit is {shown(limit)}, which vLLM's class for model_type {shown(family)} takes "
+            "as a limit, but the kernels only compute positive ones. Set it to null in config.json for no limit, or "
+            f"serve the checkpoint without --quantization {NAME}."
+        )
 
 
 def experts_activations(fields: Mapping[str, Any], layers: Iterable[int]) -> tuple[Activation, ...]:

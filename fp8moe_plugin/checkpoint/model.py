@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8moe_plugin.checkpoint import deepseek_v4
-from fp8moe_plugin.checkpoint.activations import experts_activations
+from fp8moe_plugin.checkpoint.activations import check_limit, experts_activations
 from fp8moe_plugin.checkpoint.cache import Indexer, KvCache
 from fp8moe_plugin.checkpoint.config_fields import FAMILIES, Config, parse_config
 from fp8moe_plugin.checkpoint.config_json import read_description
@@ -65,6 +65,7 @@ def _read(folder: Path) -> Model:
     served = [layer for layer in moe if not unquantized.has(layer, "ffn.experts" if is_v4 else "mlp.experts")]
     if served:
         check_experts(fields, online=spec.online)
+        check_limit(fields)
     either = may_be_fp4(fields) and not spec.online
     dtype = stored_dtype(folder) if either else None
     stored = expert_format(fields, dtype) if either else FP8_BLOCK

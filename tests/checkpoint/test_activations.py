@@ -7,7 +7,7 @@ import pytest
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import merges_shared_expert
-from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
 from tests.checkpoint.test_model import V3, describe
 from tests.checkpoint.test_models_in_use import CONFIGS
@@ -68,6 +68,13 @@ def test_what_is_no_number_is_refused(tmp_path, field, value):
     fields = {field: [value] if field.endswith("s") else value}
     with pytest.raises(CheckpointError, match=f"{field} is"):
         read_model(describe(tmp_path, V3, **fields))
+
+
+@pytest.mark.parametrize("limit", [0, -1.0])
+def test_a_limit_that_engines_take_as_a_clamp_to_zero_is_refused(tmp_path, limit):
+    """vLLM's class passes it on, and the layer runs on vLLM's own kernels."""
+    with pytest.raises(UnsupportedError, match=rf"swiglu_limit is {limit}.*'glm5_next_text'.* null in config.json"):
+        read_model(describe(tmp_path, V3, model_type="glm5_next_text", swiglu_limit=limit))
 
 
 def test_a_shared_expert_is_merged_only_if_all_experts_compute_silu(tmp_path):
