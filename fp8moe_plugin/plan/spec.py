@@ -64,9 +64,9 @@ class LayerSpec(NamedTuple):
         return self._replace(shape=self.shape.with_shared_expert(), shared_expert=True, routed_scale=routed_scale)
 
 
-def layer_refusal(spec: LayerSpec) -> str | None:
-    """Returns the property of a layer that no kernel supports, or None."""
-    if spec.weights not in FORMATS:
+def layer_refusal(spec: LayerSpec, formats: tuple[WeightFormat, ...] = FORMATS) -> str | None:
+    """Returns the property of a layer that no kernel supports, or None. `formats`: those of a backend with fewer."""
+    if spec.weights not in formats:
         return f"weights in the format {spec.weights.name}"
     if refusal := spec.activation.refusal:
         return refusal

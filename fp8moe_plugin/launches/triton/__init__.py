@@ -27,9 +27,7 @@ class Triton:
         self.target = target
 
     def refusal(self, spec: LayerSpec, arrival: Arrival) -> str | None:
-        if spec.weights != FP8_BLOCK:
-            return f"weights in the format {spec.weights.name}"
-        return layer_refusal(spec)
+        return layer_refusal(spec, (FP8_BLOCK,))
 
     def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:
         return kernel_sets.layer_kernels(self.target, spec, arrival)
