@@ -14,6 +14,10 @@ class Role(StrEnum):
     WEIGHT = "weight"
     SCALES = "scales"
 
+    @property
+    def other(self) -> "Role":
+        return Role.SCALES if self is Role.WEIGHT else Role.WEIGHT
+
 
 @dataclass(frozen=True)
 class TensorFormat:

@@ -39,10 +39,9 @@ class Arrivals:
         alone = {name: roles for name, roles in self._roles.items() if len(roles) == 1}
         self.clear()
         for name, (role,) in alone.items():
-            missing = Role.SCALES if role is Role.WEIGHT else Role.WEIGHT
             raise CheckpointError(
-                f"{name}: new {role} arrived without the {missing} (and so for {len(alone) - 1} more projections). An "
-                "FP8 weight and its scales must be loaded together, before the next step."
+                f"{name}: new {role} arrived without the {role.other} (and so for {len(alone) - 1} more projections). "
+                "An FP8 weight and its scales must be loaded together, before the next step."
             )
 
 

@@ -52,6 +52,12 @@ def empty_tensor(weights: WeightFormat, role: Role, n: int, k: int, *experts: in
     return marked(torch.empty(*experts, *tensor.shape(n, k), dtype=torch_dtype(tensor.dtype)), weights, role)
 
 
+def empty_pair(weights: WeightFormat, n: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns uninitialized tensors for a weight `[n, k]` and its scales on a device."""
+    with device:
+        return empty_tensor(weights, Role.WEIGHT, n, k), empty_tensor(weights, Role.SCALES, n, k)
+
+
 def expert_tensors(
     weights: WeightFormat, experts: int, hidden: int, intermediate: int, scale: str = SCALE
 ) -> dict[str, torch.Tensor]:

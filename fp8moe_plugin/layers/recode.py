@@ -7,12 +7,14 @@ whose codes are all zero have no exponent.
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.mxfp4 import MXFP4
+from fp8moe_plugin.formats.spec import WEIGHT
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.settings import NAME
@@ -99,9 +101,8 @@ class Halves:
         alone = [(name, role) for name, (role, _) in self.waiting.items() if name.startswith(layer)]
         self.clear(layer)
         for name, role in alone:
-            missing = Role.SCALES if role is Role.WEIGHT else Role.WEIGHT
             raise CheckpointError(
-                f"{name}: {role} in MXFP4 arrived without the {missing}, or once more after both (and so for "
+                f"{name}: {role} in MXFP4 arrived without the {role.other}, or once more after both (and so for "
                 f"{len(alone) - 1} more projections). A load must bring both exactly once."
             )
 
@@ -113,3 +114,15 @@ class Halves:
             return None
         both = {role: tensor, before[0]: before[1]}
         return both[Role.WEIGHT], both[Role.SCALES]
+
+
+def targets(layer: Any, shard_id: str, weight_name: str, scale: str) -> list[tuple[torch.Tensor, str]]:
+    """Returns the parameters of the weight and of the scales of a projection, with the names for the engine's loader.
+
+    Args:
+        shard_id: "w1", "w2" or "w3".
+        weight_name: the name that the engine gives to either of them.
+        scale: the suffix of scales' names.
+    """
+    part, stem = "w2" if shard_id == "w2" else "w13", weight_name.removesuffix(scale).removesuffix(WEIGHT)
+    return [(getattr(layer, f"{part}_{suffix}"), stem + suffix) for suffix in (WEIGHT, scale)]

@@ -18,13 +18,13 @@ from sglang.srt.utils import is_cuda, set_weight_attrs
 from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
-from fp8moe_plugin.formats.spec import SCALE, WEIGHT
+from fp8moe_plugin.formats.spec import SCALE
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, shape_errors
 from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of
-from fp8moe_plugin.layers.recode import block_fp8
+from fp8moe_plugin.layers.recode import block_fp8, targets
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.ops.checks import poison
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
@@ -165,11 +165,10 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
         elif compat.may_hold_expert(layer, expert_id) and (
             both := loads.halves.add(f"{method.prefix}{projection}", role_of(param), loaded_weight)
         ):
-            part, stem = "w2" if shard_id == "w2" else "w13", weight_name.removesuffix(SCALE).removesuffix(WEIGHT)
             q_and_scales = block_fp8(what, *(half.to(param.device) for half in both))
-            for suffix, tensor in zip((WEIGHT, SCALE), q_and_scales, strict=True):
-                own = getattr(layer, f"{part}_{suffix}")
-                pad_and_load(layer, what, own, tensor, stem + suffix, shard_id, expert_id)
+            own = targets(layer, shard_id, weight_name, SCALE)
+            for (parameter, name), tensor in zip(own, q_and_scales, strict=True):
+                pad_and_load(layer, what, parameter, tensor, name, shard_id, expert_id)
         loads.note(method, layer, f"{method.prefix}{projection}", role_of(param))
 
     def pad_and_load(

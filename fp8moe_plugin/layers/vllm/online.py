@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear import register_weight_loader_v2_supporte
 
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.parameters import empty_tensor
+from fp8moe_plugin.layers.parameters import empty_pair
 from fp8moe_plugin.layers.unquantized import quantize_weight
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
@@ -94,5 +94,4 @@ def _quantized(name: str, weight: torch.Tensor, device: torch.device) -> tuple[t
     if device.type != "meta":
         return quantize_weight(name, weight, device)
     n, k = weight.shape
-    with device:
-        return empty_tensor(FP8_BLOCK, Role.WEIGHT, n, k), empty_tensor(FP8_BLOCK, Role.SCALES, n, k)
+    return empty_pair(FP8_BLOCK, n, k, device)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
-from fp8moe_plugin.formats.spec import WEIGHT, QuantSpec
+from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.parameters import empty_tensor, role_of
-from fp8moe_plugin.layers.recode import Halves, block_fp8
+from fp8moe_plugin.layers.parameters import empty_pair, role_of
+from fp8moe_plugin.layers.recode import Halves, block_fp8, targets
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 
@@ -57,10 +57,9 @@ def _loader(prefix: str, scale: str, load: Callable[..., bool | None]) -> Callab
         if both is None:
             return True if return_success else None
         q, scales = _recoded(name, *both, param.device)
-        part = "w2" if shard_id == "w2" else "w13"
-        stem, place = weight_name.removesuffix(scale).removesuffix(WEIGHT), (shard_id, expert_id, return_success)
-        load(layer, getattr(layer, f"{part}_{scale}"), scales, stem + scale, *place)
-        return load(layer, getattr(layer, f"{part}_{WEIGHT}"), q, stem + WEIGHT, *place)
+        (weight, its_name), (own_scales, scales_name) = targets(layer, shard_id, weight_name, scale)
+        load(layer, own_scales, scales, scales_name, shard_id, expert_id, return_success)
+        return load(layer, weight, q, its_name, shard_id, expert_id, return_success)
 
     return recode_and_load
 
@@ -71,6 +70,4 @@ def _recoded(
     """Re-encode a projection. On the meta device, where vLLM counts the tensors of a reload, return empty tensors."""
     if device.type != "meta":
         return block_fp8(name, codes.to(device), exponents.to(device))
-    n, k = codes.shape[0], 2 * codes.shape[1]
-    with device:
-        return empty_tensor(FP8_BLOCK, Role.WEIGHT, n, k), empty_tensor(FP8_BLOCK, Role.SCALES, n, k)
+    return empty_pair(FP8_BLOCK, codes.shape[0], 2 * codes.shape[1], device)
