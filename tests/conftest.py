@@ -112,11 +112,18 @@ def promptly() -> Iterator[None]:
 
 
 @pytest.fixture
-def plugin_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What the plugin logs, also where vLLM keeps its lines from the root logger, at which `caplog` listens."""
+def plugin_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the plugin logs and nothing else, also where vLLM keeps its lines from the root logger.
+
+    `caplog` listens at the root logger, whose level and whose other lines depend on which engines were loaded before.
+    """
     monkeypatch.setattr(logging.getLogger("fp8moe"), "parent", logging.getLogger())
+    caplog.set_level(logging.WARNING)
     log_once.cache_clear()
-    return caplog
+    only_ours = logging.Filter("fp8moe")
+    caplog.handler.addFilter(only_ours)
+    yield caplog
+    caplog.handler.removeFilter(only_ours)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,6 @@
 """With a full, unreadable, foreign or missing folder, or a wrong clock, kernels are served with at most one warning."""
 
 import itertools
-import logging
 import multiprocessing
 import os
 import pwd
@@ -56,7 +55,6 @@ class Server:
 
 @pytest.fixture
 def server(plugin_log: pytest.LogCaptureFixture) -> Server:
-    plugin_log.set_level(logging.WARNING, logger="fp8moe")
     return Server(plugin_log)
 
 

@@ -176,10 +176,10 @@ def test_the_extension_is_built_where_there_is_a_compiler():
     assert _sequence.Sequence
 
 
-def test_without_the_extension_one_line_of_the_log_says_so(monkeypatch, caplog):
+def test_without_the_extension_one_line_of_the_log_says_so(monkeypatch, plugin_log):
     monkeypatch.setitem(sys.modules, "fp8moe_plugin.jit._sequence", None)
     sequence.log_once.cache_clear()
     for _ in range(3):
         assert isinstance(make_sequence(TEMPLATE, [], []), BindingsSequence)
-    (record,) = caplog.records
+    (record,) = plugin_log.records
     assert "C extension" in record.message

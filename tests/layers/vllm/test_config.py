@@ -61,12 +61,12 @@ def test_the_config_is_what_the_checkpoint_says(key):
     assert not Entry.from_config(CHECKPOINT).ue8m0
 
 
-def test_names_without_effect_are_told(caplog):
+def test_names_without_effect_are_told(plugin_log):
     names = ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.self_attn.o_proj"]
     Entry.from_config(CHECKPOINT | {"ignored_layers": names})
-    assert not caplog.records
+    assert not plugin_log.records
     Entry.from_config(CHECKPOINT | {"ignored_layers": [*names, "self_attn.o_proj"]})
-    assert "unquantized layers, ['self_attn.o_proj'] are not full names" in caplog.text
+    assert "unquantized layers, ['self_attn.o_proj'] are not full names" in plugin_log.text
 
 
 def test_the_config_survives_pickling():
