@@ -1,11 +1,14 @@
 """A weight format: a tensor of weights `[.., N, K]`, and a tensor of their scales."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from fp8moe_plugin.formats.dtypes import DTYPES
+
+WHOLE_ROW = sys.maxsize  # input channels of a block that ends with its row, however long
 
 
 class Role(StrEnum):
@@ -37,7 +40,13 @@ class TensorFormat:
         return [*rows, columns * max(1, 8 // DTYPES[dtype].bits)]
 
     def channels(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns `[.., n, k]` of the weights whose tensor, in whole blocks, has this shape."""
+        """Returns `[.., n, k]` of the weights whose tensor, in whole blocks, has this shape.
+
+        Raises:
+            ValueError: the blocks are whole rows, so the shape does not imply `k`.
+        """
+        if WHOLE_ROW in self.block:
+            raise ValueError(f"no number of channels follows from {list(shape)} of a tensor with whole rows as blocks")
         *leading, n, k = shape
         return *leading, n * self.block[0], k * self.block[1]
 
