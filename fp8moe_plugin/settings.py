@@ -83,6 +83,12 @@ class Settings(BaseModel):
         description="Under vLLM, compute the logits of softmax routers (Qwen3-MoE) in short steps, and choose the "
         "experts, with our kernels. `0`: vLLM's gate and router do both.",
     )
+    take_fp8: bool = Field(
+        False,
+        description="Serve each checkpoint that the plugin supports, as if `--quantization fp8moe` was given. What it "
+        "does not support stays with the engine, and one line of the log says why. `0`: only with "
+        "`--quantization fp8moe`.",
+    )
 
     @field_validator("bundle", "cache_dir")
     @classmethod

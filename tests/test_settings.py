@@ -68,6 +68,7 @@ def test_a_misspelt_variable_costs_one_warning(plugin_log: pytest.LogCaptureFixt
         "NVTX",
         "PRINT_CONFIGS",
         "ROUTER",
+        "TAKE_FP8",
     )
     known = ", ".join(f"FP8MOE_{field}" for field in fields)
     assert plugin_log.messages == [f"fp8moe: unknown variables are ignored: FP8MOE_BACKED. Known are {known}"]

@@ -77,8 +77,10 @@ PROCESSES: dict[str, dict[str, Engine]] = {
     "without the plugin": {f"{family} twin": Engine(f"{family}-bf16", EAGER) for family in SHAPES},
     "compiled": {"deepseek_v3 compiled": Engine("deepseek_v3-fp8", COMPILED | OURS)},
     "multiprocess": {
-        "deepseek_v3 unmerged": Engine("deepseek_v3-fp8", EAGER | OURS),
-        "qwen3_moe multiprocess": Engine("qwen3_moe-fp8", EAGER | OURS, ("qwen3_moe-without-a-weight",)),
+        "deepseek_v3 unmerged": Engine("deepseek_v3-fp8", EAGER),
+        "qwen3_moe multiprocess": Engine(
+            "qwen3_moe-fp8", EAGER | {"quantization": "fp8"}, ("qwen3_moe-without-a-weight",)
+        ),
     },
     "two ranks": {
         "deepseek_v3_odd tp2": Engine("deepseek_v3_odd-fp8", TP2 | OURS),
@@ -90,7 +92,7 @@ PROCESSES: dict[str, dict[str, Engine]] = {
     "two ranks of the other family": {"qwen3_moe tp2": Engine("qwen3_moe-fp8", TP2 | OURS)},
 }
 ENVIRONMENTS = {
-    "multiprocess": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "FP8MOE_MERGE_SHARED_EXPERT": "0"},
+    "multiprocess": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "FP8MOE_MERGE_SHARED_EXPERT": "0", "FP8MOE_TAKE_FP8": "1"},
     "without the plugin": {"VLLM_PLUGINS": ""},
     "compiled": {"TORCHDYNAMO_DISABLE": "0"},
 }

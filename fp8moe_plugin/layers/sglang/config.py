@@ -52,7 +52,18 @@ class Fp8MoeConfig(Traits, Fp8Config):
         Raises:
             UnsupportedError: the checkpoint, this machine or an option of the command line is not supported.
         """
-        return cls._checked(parse_quantization(config), config)
+        return cls._checked(cls.check(config), config)
+
+    @classmethod
+    def check(cls, config: dict[str, Any], _: object = None) -> QuantSpec:
+        """Returns the quantization of a checkpoint from its `quantization_config`.
+
+        Raises:
+            UnsupportedError: the checkpoint or this machine is not supported.
+        """
+        spec = parse_quantization(config)
+        check_platform()
+        return spec
 
     @classmethod
     def for_unquantized(cls) -> "Fp8MoeConfig":
@@ -61,11 +72,11 @@ class Fp8MoeConfig(Traits, Fp8Config):
         Raises:
             UnsupportedError: this machine or an option of the command line is not supported.
         """
+        check_platform()
         return cls._checked(ONLINE, {})
 
     @classmethod
     def _checked(cls, spec: QuantSpec, config: dict[str, Any]) -> "Fp8MoeConfig":
-        check_platform()
         check_options()
         compat.allow_uneven_shares()
         compat.follow_loads()

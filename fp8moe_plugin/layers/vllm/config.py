@@ -16,6 +16,7 @@ from fp8moe_plugin.checkpoint.config_json import language_model
 from fp8moe_plugin.checkpoint.expert_format import FIELD, expert_format, may_be_fp4
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.refusals import check_experts
+from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization
 from fp8moe_plugin.jit.lookup import WARMUP
@@ -80,10 +81,22 @@ class Fp8MoeConfig(Traits, Fp8Config):
         Raises:
             UnsupportedError: the checkpoint or this machine is not supported.
         """
-        spec = parse_quantization(config)
-        check_platform()
+        spec = cls.check(config)
         announce_incomplete_names(spec.unquantized)
         return cls(spec, config)
+
+    @classmethod
+    def check(cls, config: dict[str, Any], hf_config: Any = None) -> QuantSpec:
+        """Returns the quantization of a checkpoint from its `quantization_config`.
+
+        Raises:
+            UnsupportedError: the checkpoint or this machine is not supported.
+        """
+        spec = parse_quantization(config)
+        check_platform()
+        if hf_config is not None:
+            check_experts(language_model(hf_config.to_dict()) or {}, spec.unquantized)
+        return spec
 
     @classmethod
     def for_unquantized(cls) -> "Fp8MoeConfig":
@@ -157,11 +170,14 @@ class Fp8MoeConfig(Traits, Fp8Config):
             self.dense_layers.note(prefix, layer)
             dense = OnlineLinearMethod if self.online else Fp8MoeLinearMethod
             return dense(self.spec, prefix, warmup_command(), self.model, self.engine_method)
-        shared = self.dense_layers.take(prefix)
-        refusal = refusal_of(layer.moe_config, layer_spec(layer.moe_config, self.spec))
-        if refusal and fallback.is_allowed():
-            return self._engine_experts(layer, prefix, refusal)
-        return moe_method(self.spec)(layer.moe_config, self.spec, prefix, warmup_command(), self.model, shared)
+        try:
+            return self._experts_method(layer, prefix)
+        except UnsupportedError as error:
+            if not (settings().take_fp8 and fallback.is_allowed()):
+                raise
+            method = self.engine_method(layer, prefix)  # the user did not ask for ours
+            self.model.fallback.note(prefix, "experts", str(error), method)
+            return method
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """vLLM calls this to replace the checkpoint's names of layers by those of its model."""
@@ -177,6 +193,13 @@ class Fp8MoeConfig(Traits, Fp8Config):
             return super().get_quant_method(layer, prefix)  # vLLM's models set attributes of this config
         engine = engine_config(self.checkpoint, self.mappers, self.packed_modules_mapping)
         return engine.get_quant_method(layer, prefix)
+
+    def _experts_method(self, layer: RoutedExperts, prefix: str) -> Any:
+        shared = self.dense_layers.take(prefix)
+        refusal = refusal_of(layer.moe_config, layer_spec(layer.moe_config, self.spec))
+        if refusal and fallback.is_allowed():
+            return self._engine_experts(layer, prefix, refusal)
+        return moe_method(self.spec)(layer.moe_config, self.spec, prefix, warmup_command(), self.model, shared)
 
     def _engine_experts(self, layer: RoutedExperts, prefix: str, refusal: Refusal) -> Any:
         """Returns vLLM's own method for experts that the kernels do not support.

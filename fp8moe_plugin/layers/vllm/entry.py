@@ -8,6 +8,8 @@ from fp8moe_plugin.layers import traits
 
 
 class Entry(traits.Entry, QuantizationConfig):
+    engine = "vLLM"
+
     @classmethod
     def config(cls) -> Any:
         from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig

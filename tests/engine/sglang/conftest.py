@@ -69,7 +69,7 @@ ENGINES = {
     "qwen3_moe ep2": Engine("qwen3_moe-fp8", TP2 | {"ep_size": 2}, environment=A_CORE_EACH),
     "qwen3_moe swapped": Engine("qwen3_moe-fp8", OURS, swapped=True),
     "qwen3_moe unquantized": Engine("qwen3_moe-bf16", {}),
-    "deepseek_v3": Engine("deepseek_v3-fp8", OURS),
+    "deepseek_v3": Engine("deepseek_v3-fp8", {}, environment={"FP8MOE_TAKE_FP8": "1"}),
     "deepseek_v3_ue8m0": Engine("deepseek_v3_ue8m0-fp8", OURS),
     "deepseek_v3_odd tp2": Engine("deepseek_v3_odd-fp8", TP2, environment=A_CORE_EACH),
     **{f"{family} twin": Engine(f"{family}-bf16", {}, environment=WITHOUT_THE_PLUGIN) for family in FAMILIES},

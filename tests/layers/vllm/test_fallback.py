@@ -218,6 +218,18 @@ def test_options_of_the_command_line_stay_errors(option):
         config.get_quant_method(experts(hidden_dim=320, **option), EXPERTS)
 
 
+@pytest.mark.parametrize("width", [256, 320])
+def test_they_leave_experts_to_the_engine_if_the_user_did_not_ask_for_ours(width):
+    config = Fp8MoeConfig.from_config(CHECKPOINT)
+    with h.environment("FP8MOE_TAKE_FP8", "1"):
+        assert type(config.get_quant_method(experts(), EXPERTS)) is Fp8MoeMethod
+        layer = experts(hidden_dim=width, is_lora_enabled=True)
+        assert type(config.get_quant_method(layer, EXPERTS)) is Fp8MoEMethod
+        assert metrics.LAYERS.labels("engine", "experts")._value.get() == 1
+        with pytest.raises(ValueError, match=r"^FP8 MoE backend TRITON does not support"):  # what vLLM says without us
+            config.get_quant_method(experts(moe_backend="triton"), EXPERTS)
+
+
 def test_experts_that_the_engine_refuses_too_are_refused(monkeypatch):
     def refuse(*_: object) -> None:
         raise NotImplementedError("no kernel")
