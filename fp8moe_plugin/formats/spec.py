@@ -33,6 +33,7 @@ class QuantSpec:
     online: bool = False
     recoded_from: WeightFormat | None = None  # of experts in the checkpoint, if they are re-encoded when loaded
     dense: WeightFormat = FP8_BLOCK  # of dense layers
+    input_scales: bool = False  # whether the checkpoint has scales of activations, which are not used
 
 
 ONLINE = QuantSpec(FP8_BLOCK, online=True)

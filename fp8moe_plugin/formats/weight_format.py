@@ -30,6 +30,12 @@ class TensorFormat:
     accepted: tuple[str, ...]  # dtypes in checkpoints; `dtype` represents their values exactly
     block: tuple[int, int]  # output and input channels for each element
 
+    @property
+    def part(self) -> str:
+        """The part of a weight that one element stands for, in messages."""
+        rows, columns = self.block
+        return "row" if columns == WHOLE_ROW else f"{rows}x{columns} block"
+
     def shape(self, n: int, k: int) -> list[int]:
         """Returns the shape of this tensor for a weight `[n, k]`, whose last blocks may be smaller."""
         return [ceil_div(size, side) for size, side in zip((n, k), self.block, strict=True)]
@@ -65,6 +71,11 @@ class WeightFormat:
 
     def __hash__(self) -> int:
         return hash(self.name)  # fast: every call of a layer hashes its format
+
+    @property
+    def weight_block(self) -> list[int] | None:
+        """The sides of the blocks that share a scale, as engines describe them, or None if a whole row does."""
+        return None if WHOLE_ROW in self.scales.block else list(self.scales.block)
 
     def tensor(self, role: Role) -> TensorFormat:
         return self.weight if role is Role.WEIGHT else self.scales

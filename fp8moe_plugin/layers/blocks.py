@@ -20,7 +20,7 @@ from fp8moe_plugin.checkpoint.shapes import (
 )
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import GROUP
-from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.formats.weight_format import WHOLE_ROW, ceil_div
 from fp8moe_plugin.layers.parameters import tensor_format
 
 logger = logging.getLogger("fp8moe")
@@ -106,6 +106,8 @@ def padded_to_blocks(
         CheckpointError: the size along `dim` is not the one that config.json implies.
     """
     unit = tensor_format(param).block[dim]  # channels for each element
+    if unit == WHOLE_ROW:  # ranks share the rows, but not these channels
+        return tensor
     wanted = ceil_div(intermediate, unit)
     if tensor.shape[dim] != wanted:
         raise CheckpointError(

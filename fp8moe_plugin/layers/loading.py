@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.errors import CheckpointError
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.parameters import role_of, stored_format, stored_tensor_format
 from fp8moe_plugin.layers.weights import check_scale_values
@@ -15,6 +16,16 @@ from fp8moe_plugin.ops.checks import torch_dtype
 # A byte is NaN if all these bits are set.
 NAN_BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e8m0fnu: 0xFF}
 CHUNK_BYTES = 1 << 26  # bounds the temporary memory of checking a weight
+
+
+def per_row(parameter: torch.Tensor, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Returns scales as one for each row, if the format has these and the checkpoint has one for the whole weight.
+
+    Args:
+        rows: output channels of the weight in the checkpoint.
+    """
+    scales = stored_tensor_format(parameter).block == FP8_CHANNEL.scales.block
+    return tensor.reshape(1, 1).expand(rows, 1) if scales and tensor.numel() == 1 else tensor
 
 
 def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -32,10 +43,9 @@ def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> No
             "quantizes it."
         )
     if tensor.dim() < 2:
-        block = "x".join(map(str, weights.scales.block))
         raise CheckpointError(
             f"{what} has shape {list(tensor.shape)}, but must be a matrix: either a weight, or one scale for each "
-            f"of its {block} blocks. Use a {weights.name} checkpoint."
+            f"of its {weights.scales.part}s. Use a {weights.name} checkpoint."
         )
     if role is Role.SCALES and not (tensor.is_meta or parameter.is_meta):
         check_scale_values(f"the scales {what}", as_kept(parameter, tensor))

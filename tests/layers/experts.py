@@ -6,6 +6,8 @@ from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.layers.recode import block_fp8
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
+from fp8moe_plugin.ops.checks import FP8
+from fp8moe_plugin.ops.reference import FP8_MAX
 
 EXPERTS, HIDDEN, TOPK = 3, 256, 2
 Checkpoint = dict[str, list[torch.Tensor | None]]  # None: the tensor is missing
@@ -29,6 +31,28 @@ def make_checkpoint(intermediate: int) -> Checkpoint:
     for name, tensors in make_unquantized(intermediate).items():
         q, scale = per_block_cast_to_fp8(torch.stack(tensors))
         found[name], found[f"{name}_scale_inv"] = list(q), list(scale)
+    return found
+
+
+def make_rows(intermediate: int, per_tensor: bool = False) -> Checkpoint:
+    """Returns the same in FP8 with a scale for each row, in BF16 as published, or one for each projection."""
+    found: Checkpoint = {}
+    for name, tensors in make_unquantized(intermediate).items():
+        found[name], found[f"{name}_scale"] = [], []
+        for tensor in tensors:
+            amax = tensor.abs().amax() if per_tensor else tensor.abs().amax(1, keepdim=True)
+            scale = amax.float() / FP8_MAX if per_tensor else (amax / FP8_MAX).bfloat16()
+            found[name].append((tensor / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(FP8))
+            found[f"{name}_scale"].append(scale)
+    return found
+
+
+def with_row_scales(checkpoint: Checkpoint) -> Checkpoint:
+    """Returns a checkpoint of `make_rows` with scales as the kernels read them: float32, one for each row."""
+    found = dict(checkpoint)
+    for name in (name for name in checkpoint if not name.endswith("_scale")):
+        pairs = zip(checkpoint[name], checkpoint[f"{name}_scale"], strict=True)
+        found[f"{name}_scale"] = [scale.float().expand(len(weight), 1) for weight, scale in pairs]
     return found
 
 

@@ -24,7 +24,7 @@ from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers.machine import check_machine
 from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
-from fp8moe_plugin.layers.sglang.loads import Loads
+from fp8moe_plugin.layers.sglang.loads import Loads, scale_parameter
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.traits import Traits
 from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized, matches_pattern
@@ -82,13 +82,13 @@ class Fp8MoeConfig(Traits, Fp8Config):
         compat.follow_loads()
         parsed = {
             "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": list(spec.dense.scales.block),
+            "activation_scheme": "static" if spec.input_scales else "dynamic",
+            "weight_block_size": spec.dense.weight_block,
             "ignored_layers": list(spec.unquantized),
         }
         made: Fp8MoeConfig = super().from_config(config | parsed)
         made.spec, made.ue8m0, made.online = spec, spec.ue8m0, spec.online
-        made.loads = Loads(None if spec.online else spec.scale)
+        made.loads = Loads(None if spec.online else spec.scale, scale_parameter(spec.weights))
         return made
 
     @property

@@ -7,18 +7,24 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
-from sglang.srt.layers.parameter import BlockQuantScaleParameter, ModelWeightParameter
+from sglang.srt.layers.parameter import (
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
+)
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from fp8moe_plugin.checkpoint.shapes import begins_within_block, dense_refusal
-from fp8moe_plugin.formats.spec import SCALE, WEIGHT
-from fp8moe_plugin.formats.weight_format import Role
+from fp8moe_plugin.formats.spec import WEIGHT
+from fp8moe_plugin.formats.weight_format import Role, WeightFormat
 from fp8moe_plugin.layers import fallback, metrics
 from fp8moe_plugin.layers.blocks import unsupported_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import kernels_backend, prepare_kernels
-from fp8moe_plugin.layers.loading import as_kept, check_size, rows_of_shard, shape_errors
+from fp8moe_plugin.layers.loading import as_kept, check_size, per_row, rows_of_shard, shape_errors
 from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of
 from fp8moe_plugin.layers.sglang import compat, online
+from fp8moe_plugin.layers.sglang.loads import scale_parameter
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.checks import poison
 
@@ -26,17 +32,17 @@ RANKS_OPTION = "--tp-size"
 
 
 class Fp8MoeLinearMethod(LinearMethodBase):
-    """Keeps the checkpoint's layout: `weight` e4m3 `[N, K]`, and `weight_scale_inv` float32, one scale per block.
+    """Keeps the checkpoint's layout: `weight` e4m3 `[N, K]`, and float32 scales, one per block or per row.
 
-    In a checkpoint of compressed-tensors, scales are named `weight_scale`; `Loads` renames them.
+    Those of blocks are named `weight_scale_inv`; `Loads` renames those of compressed-tensors.
     """
-
-    parameters = (WEIGHT, SCALE)
 
     def __init__(self, quant_config: Any, prefix: str, warmup: str) -> None:
         self.quant_config = quant_config  # SGLang reads its block size, for MLA and shared experts
         self.prefix = prefix
         self.warmup = warmup
+        self.scale = scale_parameter(quant_config.spec.dense)
+        self.parameters = WEIGHT, self.scale
 
     # SGLang passes keyword arguments.
     def create_weights(
@@ -78,14 +84,13 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         layer.output_size_per_partition = sum(outputs)
         load = _loader(self, input_size, widths, loader)
         load_weight = online.linear_loader(self.prefix, load) if self.quant_config.online else load
-        for name, role, kind, own in (
-            (WEIGHT, Role.WEIGHT, ModelWeightParameter, load_weight),
-            (SCALE, Role.SCALES, BlockQuantScaleParameter, load),
-        ):
-            data = poison(empty_tensor(weights, role, sum(outputs), inputs))
-            parameter = kind(data=data, input_dim=1, output_dim=0, weight_loader=MethodType(own, layer))
-            layer.register_parameter(name, marked(parameter, weights, role))
-        layer.weight_scale_inv.format_ue8m0 = False  # for SGLang: the scales are not packed exponents
+        for name, role, own in ((WEIGHT, Role.WEIGHT, load_weight), (self.scale, Role.SCALES, load)):
+            parameter = _parameter(weights, role, sum(outputs), inputs, MethodType(own, layer))
+            layer.register_parameter(name, parameter)
+        getattr(layer, self.scale).format_ue8m0 = False  # for SGLang: the scales are not packed exponents
+        if self.quant_config.spec.input_scales:  # not used, but SGLang's models load it
+            unused = PerTensorScaleParameter(data=torch.ones(len(outputs)), weight_loader=weight_loader)
+            layer.register_parameter("input_scale", unused)
 
     def engine_layer(self, layer: Any, **create: Any) -> Any:
         """Returns SGLang's own method, which has created the weights of the layer."""
@@ -105,8 +110,18 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         parameters = layer._parameters  # looked up by name in a module, each takes the host half a microsecond
-        weight, scale = parameters["weight"], parameters[SCALE]
+        weight, scale = parameters["weight"], parameters[self.scale]
         return torch_ops.linear(x, weight, scale, bias, self.quant_config.ue8m0)
+
+
+def _parameter(weights: WeightFormat, role: Role, n: int, k: int, load: MethodType) -> torch.nn.Parameter:
+    """Returns the parameter of a weight `[n, k]` or of its scales, by whose class SGLang's loader splits tensors."""
+    split: dict[str, Any] = {"data": poison(empty_tensor(weights, role, n, k)), "output_dim": 0, "weight_loader": load}
+    if role is Role.WEIGHT:
+        return marked(ModelWeightParameter(input_dim=1, **split), weights, role)
+    if weights.weight_block is None:
+        return marked(ChannelQuantScaleParameter(**split), weights, role)
+    return marked(BlockQuantScaleParameter(input_dim=1, **split), weights, role)
 
 
 WEIGHT_LOADER_V2_SUPPORTED.append(Fp8MoeLinearMethod.__name__)
@@ -129,10 +144,12 @@ def _loader(method: Fp8MoeLinearMethod, inputs: int, widths: list[int], load: Me
     ) -> None:
         shard = () if loaded_shard_id is None else (loaded_shard_id,)
         projection = "".join(f" ({name})" for name in shard)
-        what = f"{method.prefix}.{WEIGHT if role_of(param) is Role.WEIGHT else SCALE}{projection}"
+        what = f"{method.prefix}.{WEIGHT if role_of(param) is Role.WEIGHT else method.scale}{projection}"
+        rows = rows_of_shard(layer, widths, loaded_shard_id)
+        loaded_weight = per_row(param, loaded_weight, rows)
         loads.check_tensor(what, param, loaded_weight)
         loaded_weight = as_kept(param, loaded_weight)
-        check_size(what, param, loaded_weight, rows_of_shard(layer, widths, loaded_shard_id), inputs)
+        check_size(what, param, loaded_weight, rows, inputs)
         with shape_errors(method.prefix, loaded_weight):
             load(param, loaded_weight, *shard)
         loads.note(method, layer, f"{method.prefix}.weight{projection}", role_of(param))

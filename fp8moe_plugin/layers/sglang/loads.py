@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 
 from fp8moe_plugin.errors import CheckpointError, Fp8MoeError
-from fp8moe_plugin.formats.spec import COMPRESSED_SCALE
-from fp8moe_plugin.formats.weight_format import Role
+from fp8moe_plugin.formats.spec import SCALE, WEIGHT
+from fp8moe_plugin.formats.weight_format import Role, WeightFormat
 from fp8moe_plugin.layers.arrivals import Arrivals, check_scale_name
 from fp8moe_plugin.layers.fallback import Fallback
 from fp8moe_plugin.layers.loading import check_loaded, check_tensor, holds_nan
@@ -31,12 +31,13 @@ class Method(Protocol):
 class Loads:
     """The loading state that all layers of a model share."""
 
-    def __init__(self, scale: str | None) -> None:
+    def __init__(self, scale: str | None, own_scale: str = SCALE) -> None:
         """
         Args:
             scale: the suffix of scales' names in the checkpoint; None if it has no scales.
+            own_scale: that of the names of their parameters.
         """
-        self.scale = scale
+        self.scale, self.own_scale = scale, own_scale
         self.fallback = Fallback("SGLang")
         self.arrivals = Arrivals()
         self.halves = Halves()  # of experts in MXFP4
@@ -158,8 +159,8 @@ class Loads:
                 alone.discard(other)
             elif other:
                 alone.add(name)
-            # Scales of all formats have the parameter name of `quant_method: fp8`, which SGLang reads, too.
-            yield f"{name}_inv" if name.endswith(f".{COMPRESSED_SCALE}") else name, tensor
+            module, _, kind = name.rpartition(".")
+            yield f"{module}.{self.own_scale}" if kind == self.scale else name, tensor
             self.written = True  # the model is done with this tensor
 
     def check_direct(self, model: torch.nn.Module, tensors: Tensors) -> None:
@@ -186,7 +187,8 @@ class Loads:
                 )
         self.written = True
         for name, layer, own, _ in found:
-            self.note(layer.quant_method, layer, name.removesuffix("_scale_inv"), role_of(getattr(layer, own)))
+            projection = name.removesuffix(self.own_scale.removeprefix(WEIGHT))
+            self.note(layer.quant_method, layer, projection, role_of(getattr(layer, own)))
 
 
 def layers_of(model: torch.nn.Module, loads: Loads) -> Iterator[Any]:
@@ -195,6 +197,11 @@ def layers_of(model: torch.nn.Module, loads: Loads) -> Iterator[Any]:
         method: Any = getattr(layer, "quant_method", None)
         if hasattr(method, "parameters") and method.quant_config.loads is loads:
             yield layer
+
+
+def scale_parameter(weights: WeightFormat) -> str:
+    """Returns the suffix of the names of scales' parameters. SGLang also reads them, under the names of its own."""
+    return SCALE if weights.weight_block else weights.scale_names[0]
 
 
 def counterpart(name: str) -> str | None:

@@ -18,31 +18,33 @@ from sglang.srt.utils import is_cuda, set_weight_attrs
 from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
-from fp8moe_plugin.formats.spec import SCALE
+from fp8moe_plugin.formats.spec import SCALE, WEIGHT
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.experts import Experts
-from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, shape_errors
+from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, per_row, shape_errors
 from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of
 from fp8moe_plugin.layers.recode import block_fp8, targets
 from fp8moe_plugin.layers.sglang import compat, online
+from fp8moe_plugin.layers.sglang.loads import scale_parameter
 from fp8moe_plugin.ops.checks import poison
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
 from fp8moe_plugin.settings import batch_invariant
 
-PARAMETERS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
+BLOCK, CHANNEL = FusedMoeWeightScaleSupported.BLOCK, FusedMoeWeightScaleSupported.CHANNEL
 
 
 class Fp8MoeMethod(FusedMoEMethodBase):
     """Keeps the checkpoint's layout: contiguous parameters with one expert per index of dim 0, as EPLB needs them."""
 
-    parameters = PARAMETERS
     runner = None  # without a runner, SGLang passes top-k ids that are local to the rank, -1 for other experts
 
     def __init__(self, quant_config: Any, prefix: str, warmup: str) -> None:
         self.quant_config = quant_config
         self.prefix = prefix
         self.warmup = warmup
+        self.scale = scale_parameter(quant_config.spec.weights)
+        self.parameters = tuple(f"{name}_{suffix}" for name in ("w13", "w2") for suffix in (WEIGHT, self.scale))
 
     def create_weights(
         self,
@@ -69,14 +71,18 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         load = _loader(self, hidden_size, intermediate)
         load_weight = online.experts_loader(self.prefix, load) if self.quant_config.online else load
         quant = self.quant_config.expert_spec
-        for name, tensor in expert_tensors(quant.weights, num_experts, hidden_size, local).items():
+        for name, tensor in expert_tensors(quant.weights, num_experts, hidden_size, local, self.scale).items():
             role = role_of(tensor)
             attrs = {"weight_loader": MethodType(load_weight if role is Role.WEIGHT else load, layer)}
             if role is Role.SCALES:
-                attrs["quant_method"] = FusedMoeWeightScaleSupported.BLOCK.value
+                attrs["quant_method"] = (BLOCK if quant.weights.weight_block else CHANNEL).value
             parameter = torch.nn.Parameter(poison(tensor), requires_grad=False)
             set_weight_attrs(parameter, attrs)
             layer.register_parameter(name, marked(parameter, quant.weights, role, quant.recoded_from))
+        for name in ("w13_input_scale", "w2_input_scale") if quant.input_scales else ():
+            unused = torch.nn.Parameter(torch.ones(num_experts), requires_grad=False)
+            set_weight_attrs(unused, {"weight_loader": weight_loader})  # not used, but SGLang's models load it
+            layer.register_parameter(name, unused)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         check_computation(self.prefix, moe_runner_config)
@@ -95,7 +101,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             compat.choose_rows(layer.dispatcher)
             mode = get_deepep_mode()
             arrivals = [Arrival.STANDARD] * mode.enable_normal() + [Arrival.BATCHED] * mode.enable_low_latency()
-        spec, tensors = self.spec(layer), (layer._parameters, PARAMETERS)
+        spec, tensors = self.spec(layer), (layer._parameters, self.parameters)
         self.dispatched_experts = Experts(spec, *tensors)
         self.experts = Experts(spec._replace(routed_scale=self.routed_scaling_factor(layer)), *tensors)
         self.experts.prepare(self.prefix, arrivals, self.warmup)
@@ -157,6 +163,7 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
     ) -> None:
         projection = f" ({shard_id} of expert {expert_id})"
         what = f"{weight_name}{projection}"
+        loaded_weight = per_row(param, loaded_weight, hidden if shard_id == "w2" else intermediate)
         loads.check_tensor(what, param, loaded_weight)
         loaded_weight = as_kept(param, loaded_weight)
         check_expert_shape(what, param, loaded_weight, shard_id, hidden, intermediate)

@@ -61,9 +61,9 @@ class Fp8MoeConfig(Traits, Fp8Config):
         """
         super().__init__(
             is_checkpoint_fp8_serialized=True,
-            activation_scheme="dynamic",
+            activation_scheme="static" if spec.input_scales else "dynamic",
             ignored_layers=list(spec.unquantized),  # vLLM later maps the names to its own
-            weight_block_size=list(spec.dense.scales.block),
+            weight_block_size=spec.dense.weight_block,
         )
         self.spec, self.ue8m0, self.online = spec, spec.ue8m0, spec.online
         self.checkpoint = checkpoint or {}

@@ -6,11 +6,16 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
-from vllm.model_executor.parameter import BlockQuantScaleParameter, ModelWeightParameter
+from vllm.model_executor.parameter import (
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
+)
 
 from fp8moe_plugin.checkpoint.shapes import begins_within_block, dense_refusal
 from fp8moe_plugin.formats.spec import WEIGHT, QuantSpec
-from fp8moe_plugin.formats.weight_format import Role
+from fp8moe_plugin.formats.weight_format import Role, WeightFormat
 from fp8moe_plugin.layers import fallback, metrics
 from fp8moe_plugin.layers.blocks import unsupported_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import kernels_backend, prepare_kernels
@@ -37,7 +42,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         self.ue8m0 = spec.ue8m0
         self.prefix = prefix
         self.warmup = warmup
-        self.weights, self.scale = spec.dense, spec.scale
+        self.weights, self.scale, self.input_scales = spec.dense, spec.scale, spec.input_scales
         self.loading = LayerLoading(prefix, model, self.online)
         self.engine_method = engine_method
 
@@ -71,16 +76,16 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         layer.input_size_per_partition = inputs
         layer.output_size_per_partition = sum(outputs)
         layer.orig_dtype = params_dtype
-        layer.weight_block_size = list(self.weights.scales.block)
-        parameters = {}
-        for name, role, kind, load in (
-            (WEIGHT, Role.WEIGHT, ModelWeightParameter, self.weight_loader(loader)),
-            (self.scale, Role.SCALES, BlockQuantScaleParameter, loader),
-        ):
-            data = empty_tensor(self.weights, role, sum(outputs), inputs)
-            parameter = kind(data=data, input_dim=1, output_dim=0, weight_loader=load)
-            parameters[name] = marked(parameter, self.weights, role)
+        layer.weight_block_size = self.weights.weight_block
+        sizes = sum(outputs), inputs
+        parameters = {
+            WEIGHT: _parameter(self.weights, Role.WEIGHT, *sizes, self.weight_loader(loader)),
+            self.scale: _parameter(self.weights, Role.SCALES, *sizes, loader),
+        }
         self.loading.register(layer, parameters, self.check_tensor)
+        if self.input_scales:  # not used, but vLLM's models load it
+            unused = PerTensorScaleParameter(data=torch.ones(len(outputs)), weight_loader=own[2])
+            layer.register_parameter("input_scale", unused)
 
     def engine_layer(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns vLLM's own method, which has created the weights of the layer; arguments as of `create_weights`."""
@@ -95,16 +100,20 @@ class Fp8MoeLinearMethod(LinearMethodBase):
     @staticmethod
     def check_tensor(
         layer: Any, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: object = None
-    ) -> str:
-        """Returns the tensor's projection. Raises `CheckpointError` if it is unusable, except if it is too small."""
+    ) -> tuple[str, torch.Tensor]:
+        """Returns the tensor's projection, and the tensor for vLLM's loader, which refuses one that is too small.
+
+        Raises:
+            CheckpointError: the tensor is unusable.
+        """
         method = layer.quant_method
         name = WEIGHT if role_of(param) is Role.WEIGHT else method.scale
         part = "" if loaded_shard_id is None else f" ({loaded_shard_id})"
         what = f"{layer.prefix}.{name}{part}"
-        layer.fp8moe_loading.check_tensor(what, param, loaded_weight)
         rows = rows_of_shard(layer, method.widths, loaded_shard_id)
-        check_size(what, param, loaded_weight, rows, method.inputs, smaller=True)  # vLLM refuses smaller ones
-        return f"{layer.prefix}{part}"
+        tensor = layer.fp8moe_loading.kept(what, param, loaded_weight, rows)
+        check_size(what, param, tensor, rows, method.inputs, smaller=True)
+        return f"{layer.prefix}{part}", tensor
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.loading.finish(layer)
@@ -115,3 +124,13 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch_ops.linear(x, layer.weight, getattr(layer, self.scale), bias, self.ue8m0)
+
+
+def _parameter(weights: WeightFormat, role: Role, n: int, k: int, load: MethodType) -> torch.nn.Parameter:
+    """Returns the parameter of a weight `[n, k]` or of its scales, by whose class vLLM's loader splits tensors."""
+    split: dict[str, Any] = {"data": empty_tensor(weights, role, n, k), "output_dim": 0, "weight_loader": load}
+    if role is Role.WEIGHT:
+        return marked(ModelWeightParameter(input_dim=1, **split), weights, role)
+    if weights.weight_block is None:
+        return marked(ChannelQuantScaleParameter(**split), weights, role)
+    return marked(BlockQuantScaleParameter(input_dim=1, **split), weights, role)

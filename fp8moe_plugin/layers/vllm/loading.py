@@ -10,14 +10,15 @@ import torch
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.loading import as_kept, check_loaded, check_tensor, holds_nan, shape_errors
+from fp8moe_plugin.layers.loading import as_kept, check_loaded, check_tensor, holds_nan, per_row, shape_errors
 from fp8moe_plugin.layers.parameters import role_of
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.ops.checks import poison
 
-# Takes the arguments of a weight loader. Returns the name of the projection for `Arrivals`; None: not on this rank.
-Check = Callable[..., str | None]
+# Takes the arguments of a weight loader. Returns the name of the projection for `Arrivals`, or None for one of another
+# rank, and the tensor for the loader.
+Check = Callable[..., tuple[str | None, torch.Tensor]]
 
 
 class LayerLoading:
@@ -106,10 +107,16 @@ class LayerLoading:
                 raise
             raise self.model.fail(error) from error
 
-    def check_tensor(self, what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Raise `CheckpointError` for a tensor that `parameter` cannot hold unchanged; `what` names it in messages.
+    def kept(self, what: str, parameter: torch.Tensor, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """Returns a tensor for the loader, except that its size is not checked.
 
         Unquantized weights are checked by `quantize_weight`.
+
+        Args:
+            what: names the tensor in messages.
+            rows: output channels of the weight in the checkpoint.
+        Raises:
+            CheckpointError: `parameter` cannot hold the tensor unchanged.
         """
         if self.online:
             if role_of(parameter) is Role.SCALES:
@@ -117,13 +124,14 @@ class LayerLoading:
                     f"{what}: the model was loaded from an unquantized checkpoint, which has no scales. Load "
                     "unquantized weights."
                 )
-            return
+            return tensor
+        tensor = per_row(parameter, tensor, rows)
         check_tensor(what, parameter, tensor)
-        if tensor.is_meta or parameter.is_meta:  # there are no values yet
-            return
+        has_values = not (tensor.is_meta or parameter.is_meta)
         # Otherwise `finish` checks the whole parameter.
-        if role_of(parameter) is Role.WEIGHT and self.in_place and holds_nan(tensor):
+        if has_values and role_of(parameter) is Role.WEIGHT and self.in_place and holds_nan(tensor):
             raise CheckpointError(f"{what} holds NaN, so it is damaged. Download the checkpoint again.")
+        return as_kept(parameter, tensor)
 
     @property
     def in_place(self) -> bool:
@@ -147,9 +155,7 @@ def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
         loading = layer.fp8moe_loading
         with loading.errors_fail_model():
             loading.check_reloadable_once()
-            projection = check(layer, param, loaded_weight, *args, **kwargs)
-            if not loading.online:
-                loaded_weight = as_kept(param, loaded_weight)
+            projection, loaded_weight = check(layer, param, loaded_weight, *args, **kwargs)
             # vLLM checks the shape and then copies, or copies the parts of a fused tensor one after the other.
             in_parts = not (args or kwargs) and len(layer.logical_widths) > 1
             if in_parts and loading.in_place:

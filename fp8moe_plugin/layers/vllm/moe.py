@@ -14,6 +14,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from fp8moe_plugin.checkpoint.shapes import local_intermediate
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role, WeightFormat
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
@@ -48,6 +49,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.prefix = prefix
         self.warmup = warmup
         self.weights, self.stored, self.scale = spec.weights, spec.recoded_from, spec.scale
+        self.input_scales = spec.input_scales
         self.loading = LayerLoading(prefix, model, self.online)
         batched = moe.moe_parallel_config.use_batched_activation_format
         self.arrival = Arrival.BATCHED if batched else Arrival.STANDARD
@@ -98,14 +100,16 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     ) -> None:
         layer.num_experts = num_experts
         layer.orig_dtype = params_dtype
-        layer.weight_block_size = list(self.weights.scales.block)
-        layer.w13_input_scale = layer.w2_input_scale = None
+        layer.weight_block_size = self.weights.weight_block
+        for name in ("w13_input_scale", "w2_input_scale"):
+            layer.register_parameter(name, _input_scale(layer, num_experts) if self.input_scales else None)
         if intermediate_size_per_partition * self.moe.tp_size != self.moe.intermediate_size:
             announce_padding("expert", self.moe.intermediate_size, self.moe.tp_size, "--enable-expert-parallel")
             extra_weight_attrs["weight_loader"] = MethodType(load_experts, layer)
         loader = extra_weight_attrs["weight_loader"]
         attrs = {role: {**extra_weight_attrs, "weight_loader": self.weight_loader(role, loader)} for role in Role}
-        attrs[Role.SCALES]["quant_method"] = FusedMoeWeightScaleSupported.BLOCK.value
+        kind = FusedMoeWeightScaleSupported.BLOCK if self.weights.weight_block else FusedMoeWeightScaleSupported.CHANNEL
+        attrs[Role.SCALES]["quant_method"] = kind.value
         sizes = hidden_size, intermediate_size_per_partition
         mlp = self.shared_mlp
         shared = mlp if mlp and mlp.fits(self.moe, self.spec, num_experts, *sizes) else None
@@ -132,15 +136,20 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         shard_id: str,
         expert_id: int,
         return_success: bool = False,
-    ) -> str | None:
-        """Returns the tensor's projection, or None on other ranks. Raises `CheckpointError` if it is unusable."""
+    ) -> tuple[str | None, torch.Tensor]:
+        """Returns the tensor's projection, or None on other ranks, and the tensor for vLLM's loader.
+
+        Raises:
+            CheckpointError: the tensor is unusable.
+        """
         if not compat.holds_expert(layer, expert_id):
-            return None
+            return None, loaded_weight
         loading, moe, part = layer.fp8moe_loading, layer.moe_config, f"({shard_id} of expert {expert_id})"
         what = f"{weight_name} {part}"
-        loading.check_tensor(what, param, loaded_weight)
-        check_expert_shape(what, param, loaded_weight, shard_id, moe.hidden_dim, moe.intermediate_size)
-        return f"{loading.prefix} {part}"
+        rows = moe.hidden_dim if shard_id == "w2" else moe.intermediate_size
+        tensor = loading.kept(what, param, loaded_weight, rows)
+        check_expert_shape(what, param, tensor, shard_id, moe.hidden_dim, moe.intermediate_size)
+        return f"{loading.prefix} {part}", tensor
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.loading.finish(layer)
@@ -167,7 +176,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         return fp8_w8a8_moe_quant_config(
             w1_scale=getattr(layer, f"w13_{self.scale}"),
             w2_scale=getattr(layer, f"w2_{self.scale}"),
-            block_shape=list(self.weights.scales.block),
+            block_shape=[GROUP, GROUP],  # by which vLLM's dispatch quantizes tokens
         )
 
     def _make_kernel(self, layer: Any) -> mk.FusedMoEKernel:
@@ -238,6 +247,33 @@ def load_experts(
 
 
 load_experts.supports_moe_loading = True  # type: ignore[attr-defined]  # some of vLLM's models check for it
+
+
+def load_input_scale(
+    layer: Any,
+    param: torch.nn.Parameter,
+    loaded_weight: torch.Tensor,
+    weight_name: str,
+    shard_id: str,
+    expert_id: int,
+    return_success: bool = False,
+) -> bool | None:
+    """Load the input scale of w1, w2 or w3 of an expert: it is not used, but vLLM's models load it.
+
+    w1 and w3 share an element. It is loaded only once, because a reload counts the elements that have arrived.
+    """
+    if shard_id == "w3":
+        return compat.holds_expert(layer, expert_id) if return_success else None
+    return layer.weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success=return_success)
+
+
+load_input_scale.supports_moe_loading = True  # type: ignore[attr-defined]
+
+
+def _input_scale(layer: Any, experts: int) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.ones(experts), requires_grad=False)
+    set_weight_attrs(parameter, {"weight_loader": MethodType(load_input_scale, layer)})
+    return parameter
 
 
 def _parameter(

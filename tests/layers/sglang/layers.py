@@ -31,6 +31,7 @@ QUANT = Quant(
     get_name=lambda: "fp8moe",
 )
 KINDS = ("weight", "weight_scale_inv")
+PARAMETERS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
 
 
 class Layer(fused_moe_layer.FusedMoE):
@@ -78,7 +79,8 @@ class Layer(fused_moe_layer.FusedMoE):
     def parts(self) -> dict[str, torch.Tensor]:
         """Like a checkpoint, of this rank's channels."""
         found = {}
-        for kind in KINDS:
+        for kind in self.quant_method.parameters[:2]:
+            kind = kind.removeprefix("w13_")
             found[f"w1_{kind}"], found[f"w3_{kind}"] = getattr(self, f"w13_{kind}").data.chunk(2, 1)
             found[f"w2_{kind}"] = getattr(self, f"w2_{kind}").data
         return found
@@ -104,3 +106,13 @@ class Quantized(SimpleNamespace):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Fp8MoeLinearMethod:
         return Fp8MoeLinearMethod(QUANT, prefix, "warmup")
+
+
+def load_mlp(mlp: tuple[torch.nn.Module, torch.nn.Module], checkpoint: Checkpoint) -> None:
+    """Expert 0 of a checkpoint, as the MLP."""
+    gate_up, down = mlp
+    for name, tensors in checkpoint.items():
+        shard, _, kind = name.partition("_")
+        param = getattr(down if shard == "w2" else gate_up, kind)
+        if tensors[0] is not None:
+            param.weight_loader(param, tensors[0], *{"w1": [0], "w3": [1], "w2": []}[shard])

@@ -1,63 +1,20 @@
 """How ranks share dense layers: in whole scale blocks, loaded by SGLang's loaders; without an engine."""
 
 import itertools
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 
-from sglang.srt.distributed import utils
 from sglang.srt.layers import linear
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.fp8_block import GROUP
 from tests.checkpoint.test_shapes import SHARES
-from tests.layers.experts import HIDDEN, Checkpoint, make_checkpoint
-from tests.layers.sglang.layers import KINDS, Quantized, assert_assembled
+from tests.layers.experts import HIDDEN, make_checkpoint
+from tests.layers.sglang.layers import KINDS, assert_assembled, load_mlp
 
 pytestmark = [pytest.mark.seam, pytest.mark.usefixtures("slicing")]
-
-
-@pytest.fixture
-def on_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], dict[str, Any]]:
-    """The options of a linear layer on one rank of several."""
-
-    def options(rank: int, ranks: int) -> dict[str, Any]:
-        of_rank = {"tp_rank": rank, "tp_size": ranks}
-        if hasattr(utils, "get_group_rank_size"):  # SGLang 0.5.22
-            of_rank = {}
-            for module in (utils, linear):
-                monkeypatch.setattr(module, "get_group_rank_size", lambda group: (rank, ranks))
-            monkeypatch.setattr(linear, "_resolve_linear_group", lambda group: SimpleNamespace(world_size=ranks))
-        return {"quant_config": Quantized(), "bias": False, "params_dtype": torch.bfloat16, **of_rank}
-
-    return options
-
-
-@pytest.fixture
-def make_mlp(on_rank: Callable[[int, int], dict[str, Any]]) -> Callable[..., Any]:
-    """Makes the `gate_up_proj` and `down_proj` of an MLP on one rank of several."""
-
-    def make(intermediate: int, ranks: int, rank: int) -> tuple[torch.nn.Module, torch.nn.Module]:
-        options = on_rank(rank, ranks)
-        gate_up = linear.MergedColumnParallelLinear(HIDDEN, [intermediate] * 2, prefix="mlp.gate_up_proj", **options)
-        return gate_up, linear.RowParallelLinear(intermediate, HIDDEN, prefix="mlp.down_proj", **options)
-
-    return make
-
-
-def load_mlp(mlp: tuple[torch.nn.Module, torch.nn.Module], checkpoint: Checkpoint) -> None:
-    """Expert 0 of a checkpoint, as the MLP."""
-    gate_up, down = mlp
-    for name, tensors in checkpoint.items():
-        shard, _, kind = name.partition("_")
-        param = getattr(down if shard == "w2" else gate_up, kind)
-        if tensors[0] is not None:
-            param.weight_loader(param, tensors[0], *{"w1": [0], "w3": [1], "w2": []}[shard])
 
 
 @pytest.mark.parametrize(("intermediate", "ranks", "channels"), [*SHARES, (512, 2, 256)])

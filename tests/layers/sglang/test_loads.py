@@ -13,9 +13,8 @@ from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.spec import COMPRESSED_SCALE, SCALE
 from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang.loads import Loads
-from fp8moe_plugin.layers.sglang.moe import PARAMETERS
 from tests.layers.experts import HIDDEN
-from tests.layers.sglang.layers import Layer, Quantized
+from tests.layers.sglang.layers import PARAMETERS, Layer, Quantized
 
 pytestmark = pytest.mark.seam
 

@@ -11,10 +11,9 @@ from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe_layer
 from sglang.srt.layers.moe.utils import filter_moe_weight_param_global_expert
 
 from fp8moe_plugin.layers.sglang import compat, online
-from fp8moe_plugin.layers.sglang.moe import PARAMETERS
 from tests import helpers as h
 from tests.layers.experts import EXPERTS, HIDDEN, TOPK, make_checkpoint, make_unquantized
-from tests.layers.sglang.layers import Layer, called
+from tests.layers.sglang.layers import PARAMETERS, Layer, called
 
 pytestmark = [pytest.mark.seam, pytest.mark.usefixtures("slicing")]
 

@@ -18,12 +18,11 @@ from sglang.srt.layers.moe.utils import DeepEPMode, MoeA2ABackend
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers import kernels
 from fp8moe_plugin.layers.sglang import compat, moe
-from fp8moe_plugin.layers.sglang.moe import PARAMETERS
 from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8
 from tests import helpers as h
 from tests.checkpoint.test_shapes import SHARES
 from tests.layers.experts import EXPERTS, HIDDEN, TOPK, make_checkpoint
-from tests.layers.sglang.layers import Layer, assert_assembled, called
+from tests.layers.sglang.layers import PARAMETERS, Layer, assert_assembled, called
 
 pytestmark = [pytest.mark.seam, pytest.mark.usefixtures("slicing")]
 

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig, moe_method
@@ -24,6 +25,7 @@ from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint
 
 FP8 = QuantSpec(FP8_BLOCK)
 RECODED = QuantSpec(FP8_BLOCK, recoded_from=MXFP4)
+ROWS = QuantSpec(FP8_CHANNEL, scale="weight_scale", dense=FP8_CHANNEL)
 
 
 class Layer(RoutedExperts):
@@ -110,9 +112,11 @@ def default_config() -> VllmConfig:
     return VllmConfig()
 
 
-def make_mlp(intermediate: int, online: bool = False, prefix: str = "mlp", **options: object) -> Mlp:
+def make_mlp(
+    intermediate: int, online: bool = False, prefix: str = "mlp", quant: QuantSpec | None = None, **options: object
+) -> Mlp:
     """`gate_up_proj` and `down_proj` on the rank that the fixture `on_rank` has set; options are those of down_proj."""
-    quantized = {"quant_config": Quantized(ONLINE if online else FP8), "bias": False}
+    quantized = {"quant_config": Quantized(quant or (ONLINE if online else FP8)), "bias": False}
     sizes = [intermediate, intermediate]
     with set_current_vllm_config(default_config()):
         gate_up = linear.MergedColumnParallelLinear(HIDDEN, sizes, prefix=f"{prefix}.gate_up_proj", **quantized)
