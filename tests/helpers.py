@@ -12,6 +12,9 @@ import torch
 from hypothesis import strategies as st
 
 from fp8moe_plugin.formats.activation import SILU, Activation
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.launch import Argument, Launch, PerGroup, Slot, TensorMap
 from fp8moe_plugin.launches.backend import Plan
 from fp8moe_plugin.launches.backends import BACKENDS
@@ -37,7 +40,7 @@ from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape, Output
 from fp8moe_plugin.plan.tuning import MULTIPROCESSORS
 from fp8moe_plugin.settings import batch_invariant, settings
 from tests import faults
-from tests.steps import RoutingTensors, TileTensors
+from tests.steps import RoutingTensors, TileTensors, format_of
 
 GROUP = 128
 FP8 = torch.float8_e4m3fn
@@ -68,9 +71,14 @@ def random_quantized(gen: torch.Generator, *shape: int) -> Quantized:
     return per_token_group_quant_fp8(random_tokens(gen, *shape))
 
 
-def random_weights(gen: torch.Generator, *shape: int) -> Quantized:
-    """e4m3 `[.., N, K]` and float32 block scales, of a size that keeps the products near 1."""
+def random_weights(gen: torch.Generator, *shape: int, weights: WeightFormat = FP8_BLOCK) -> Quantized:
+    """e4m3 `[.., N, K]` and float32 scales, of a size that keeps the products near 1."""
     *groups, n, k = shape
+    if weights is FP8_CHANNEL:
+        values = torch.randn(shape, generator=gen, device=gen.device) * k**-0.5
+        values *= torch.rand(*groups, n, 1, generator=gen, device=gen.device) + 0.5  # scales that differ
+        scales = values.abs().amax(-1, keepdim=True) / 448
+        return (values / scales).to(FP8), scales
     w = torch.empty(shape, dtype=FP8, device=gen.device)
     scales = torch.empty(*groups, -(-n // GROUP), k // GROUP, device=gen.device)
     for q, s in zip(w.view(-1, n, k), scales.view(-1, *scales.shape[-2:]), strict=True):
@@ -82,10 +90,11 @@ def random_weights(gen: torch.Generator, *shape: int) -> Quantized:
     return w, scales
 
 
-def random_layer(gen: torch.Generator, experts: int, hidden: int, intermediate: int) -> Layer:
-    return Layer(
-        *random_weights(gen, experts, 2 * intermediate, hidden), *random_weights(gen, experts, hidden, intermediate)
-    )
+def random_layer(
+    gen: torch.Generator, experts: int, hidden: int, intermediate: int, weights: WeightFormat = FP8_BLOCK
+) -> Layer:
+    w13 = random_weights(gen, experts, 2 * intermediate, hidden, weights=weights)
+    return Layer(*w13, *random_weights(gen, experts, hidden, intermediate, weights=weights))
 
 
 ROUTINGS = ("distinct", "one_expert", "first_half", "some_missing", "nowhere", "out_of_range")
@@ -172,6 +181,8 @@ def dequantize_tokens(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_weights(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    if format_of((q, scales)) is FP8_CHANNEL:
+        return q.double() * scales.double()
     return q.double() * scales.double().repeat_interleave(GROUP, -2)[..., : q.shape[-2], :].repeat_interleave(GROUP, -1)
 
 
@@ -251,14 +262,14 @@ def serve(patch: pytest.MonkeyPatch, device: devices.Device) -> None:
     patch.setattr(devices, "device_of", lambda tensor: device)
 
 
-def layer_spec(ue8m0: bool = False) -> LayerSpec:
+def layer_spec(ue8m0: bool = False, weights: WeightFormat = FP8_BLOCK) -> LayerSpec:
     """Returns the spec of a layer, for kernels that do not depend on its shape."""
-    return LayerSpec(EXAMPLE, ue8m0=ue8m0)
+    return LayerSpec(EXAMPLE, weights, ue8m0)
 
 
-def moe_kernels(ue8m0: bool, batched: bool, target: str = SM90) -> list[KernelKey]:
+def moe_kernels(ue8m0: bool, batched: bool, target: str = SM90, weights: WeightFormat = FP8_BLOCK) -> list[KernelKey]:
     """Returns the kernels that a layer loads; which ones does not depend on its shape."""
-    spec, arrival = layer_spec(ue8m0), Arrival.BATCHED if batched else Arrival.STANDARD
+    spec, arrival = layer_spec(ue8m0, weights), Arrival.BATCHED if batched else Arrival.STANDARD
     return list(BACKENDS[target].layer_kernels(spec, arrival))
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from fp8moe_plugin.formats.activation import SILU, Activation
-from fp8moe_plugin.formats.fp8_block import GROUP
-from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.launches.operands import Ids, Rows, Weights
 from fp8moe_plugin.launches.sm90.combine import combine_launch
@@ -56,6 +57,11 @@ def rows_of(values: torch.Tensor, scales: operands.ScalesAndStrides) -> Rows:
     """Rows of `[.., k]` with scales from `k_major`, which must stay alive until the launch."""
     k = values.shape[-1]
     return Rows(values.data_ptr(), values.numel() // k, k, scales[0].data_ptr(), *scales[1:])
+
+
+def format_of(weight: Quantized) -> WeightFormat:
+    """Returns the format that has scales of this shape."""
+    return FP8_CHANNEL if weight[1].shape[-2:] == (weight[0].shape[-2], 1) else FP8_BLOCK
 
 
 def weights_of(weight: Quantized) -> Weights:
@@ -312,7 +318,7 @@ def gate_up(
     kept = (a[1], 0, 0) if a_rows else k_major(*a)
     x, blocks = rows_of(a[0], kept), device.multiprocessors
     shape, numbers = MoeShape(1, a[0].shape[-1], intermediate, len(w13[0]), len(w13[0])), activation.numbers
-    spec = LayerSpec(shape, ue8m0=ue8m0, activation=activation)
+    spec = LayerSpec(shape, format_of(w13), ue8m0, activation)
     if not tiles.tile.streams_weights:
         first = gate_up_key(spec, bool(a_rows))
         launch(device, [gate_up_launch(first, blocks, x, weights, inner, at, numbers, a_rows=a_rows)])
@@ -345,7 +351,7 @@ def grouped_gemm(
         row_counters: for few rows the counters of each row tile in `tiles.done_counters`; 0: nothing has counted there.
     """
     device, scales, weights = device_of(out), k_major(*a), weights_of(b)
-    rows, key = rows_of(a[0], scales), grouped_key(tiles.tile, tiles.keep_b)
+    rows, key = rows_of(a[0], scales), grouped_key(tiles.tile, tiles.keep_b, format_of(b))
     target, blocks = (out.data_ptr(), tiles.addresses), device.multiprocessors
     if tiles.tile.streams_weights:
         columns = columns_at_once(rows.rows, weights.experts, weights.n, weights.k)

@@ -20,6 +20,7 @@
 // Out:  out       bfloat16 [tokens, H]
 //
 // Grid: H / 128 clusters of `splits` thread blocks.
+#include "formats/row_scales.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/cluster_sum.cuh"
 #include "pipeline/producer.cuh"
@@ -150,19 +151,38 @@ DEVICE void load_tokens(SharedMemory shared, const Share& share, const TensorMap
 
 // ---- math ----------------------------------------------------------------------------------------------------------
 
-// Nothing is added to the sums of a token that does not have the expert.
+// Nothing is added to the sums of a token that does not have the expert. Those of all experts are in one accumulator,
+// so it is the products that are multiplied by scales of rows.
 struct PresentScales {
     float token[kTokens / 4], of_weights;
+    RowScales<2> rows;
     template <class TokenScale>
-    DEVICE PresentScales(WeightTile<SharedMemory> weights, TokenScale token_scale) : of_weights(weights.scale(0)) {
+    DEVICE PresentScales(WeightTile<SharedMemory> weights, TokenScale token_scale, const RowScales<2>& rows = {})
+        : of_weights(weights.scale(0)), rows(rows) {
 #pragma unroll
         for (int i = 0; i < kTokens / 4; ++i) token[i] = load_shared_float(token_scale(column_offset(i)));
     }
     DEVICE void add(float& sum, float product, int e) const {
         float scale = token[column_index(e)];
-        if (!is_absent(scale)) sum += of_weights * scale * product;
+        if (!is_absent(scale)) sum += rows.scaled(of_weights, row_index(e)) * scale * product;
     }
 };
+
+// multiply_stages, with the scales of rows of each unit.
+DEVICE void multiply_units(SharedMemory shared, Ring<kStages>& ring, Units units, const Share& share,
+                           const ExpertList& list, const WeightScale* w_scales, int first,
+                           Fragment<kTokens> (&sum)[1]) {
+    int row = share.channel + first + warp_row(threadIdx.x) + lane_row(threadIdx.x);
+    int token = fragment_column(threadIdx.x);
+    clear(sum);
+    for (; units.left(); units.advance(), ring.advance()) {
+        int s = ring.stage, expert_row = list.experts[units.unit.i] * share.hidden;
+        const RowScales<2> rows(w_scales, [&](int i) { return expert_row + row + row_offset(i); });
+        barrier_wait(shared.full(s), ring.phase);
+        auto token_scale = [&](int offset) { return shared.token_scale(s, token + offset); };
+        multiply_stage<kTokens, PresentScales>(shared, s, first, token_scale, sum, rows);
+    }
+}
 
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
@@ -193,7 +213,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     } else {
         Fragment<kTokens> sum[1];
         Ring<kStages> ring;
-        multiply_stages<kTokens, PresentScales>(shared, ring, share.units(list), warp / 4 * 64, 0, sum);
+        if constexpr (kScalesOfRows)
+            multiply_units(shared, ring, {share, list}, share, list, w_scales, warp / 4 * 64, sum);
+        else
+            multiply_stages<kTokens, PresentScales>(shared, ring, share.units(list), warp / 4 * 64, 0, sum);
         cluster.wait();  // the other blocks have initialized their barriers
         cluster.send(sum[0]);
         cluster.store(out, hidden, share.channel);

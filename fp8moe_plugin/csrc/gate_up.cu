@@ -15,6 +15,7 @@
 //
 // Grid: any number of thread blocks, one per SM, which take tiles from the queue.
 #include "epilogue/swiglu_rows.cuh"
+#include "formats/row_scales.cuh"
 #include "mma/row_tile.cuh"
 #include "pipeline/gather_row_tile.cuh"
 #include "pipeline/load_row_tile.cuh"
@@ -26,8 +27,9 @@ using Queue = TileQueue<kBlockM>;
 template <int kCount>
 struct GatheredTile : Once<kCount, 16> {};  // which the producer's warps share
 // The staging area holds 64 rows of each warpgroup, then the tail, which the warpgroups share.
-using SharedMemory = RowTileStages<kHalves, kBlockM + kTailRows, Amax<2 * kMathWarpgroups * kWarpgroupM>,
-                                   GatheredTile<GATHER>, Listed<kMathWarpgroups * StoredTiles::kMost>>;
+using SharedMemory =
+    RowTileStages<kHalves, kBlockM + kTailRows, Amax<2 * kMathWarpgroups * kWarpgroupM>, GatheredTile<GATHER>,
+                  Listed<kMathWarpgroups * StoredTiles::kMost>, StagedRowScales<kMathWarpgroups * kHalves * kHalfN>>;
 constexpr int kStages = SharedMemory::kStages;
 using TileRings = Rings<kStages, false>;
 
@@ -76,24 +78,39 @@ DEVICE void gather_tiles(SharedMemory shared, TileRings& rings, const Operands& 
 // ---- math: two warpgroups ------------------------------------------------------------------------------------------
 
 template <int kColumns, bool kHasTail>
-DEVICE void compute_rows(SharedMemory shared, TileRings& rings, int k_blocks, const QuantizedRows& out,
+DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& in, const QuantizedRows& out,
                          const Tile& tile, int warpgroup, int row_block, int column, int& buffer, StoredTiles& stored) {
-    Fragment<kColumns> sum[2];
+    Fragment<kColumns> sum[kHalves];
     Tail tail[kHalves];
-    multiply_row_tile<2, kColumns, kHasTail, GATHER>(shared, rings, k_blocks, tile, row_block, 0, column, sum, tail);
+    auto scales_at = [&](int half, int row) {
+        return shared.at<StagedRowScales>((warpgroup * kHalves + half) * kHalfN + row);
+    };
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+        int row = tile.expert * in.n + half * out.channels + tile.column * kHalfN;
+        copy_row_scales(scales_at(half, 0), in.weight_scales + row, kHalfN);
+    }
+    multiply_row_tile<kHalves, kColumns, kHasTail, GATHER>(shared, rings, in.k_blocks, tile, row_block, 0, column, sum,
+                                                           tail);
+    await_row_scales(warpgroup);
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+        scale_columns(scales_at(half, column), sum[half]);
+        if (kHasTail) scale_rows(scales_at(half, warpgroup * kWarpgroupM), tail[half]);
+    }
     store_quantized<kColumns>(shared, out, tile, warpgroup, row_block, buffer, stored, sum[0], sum[1]);
     if (kHasTail) store_quantized_tail(shared, out, tile, warpgroup, buffer, tail[0], tail[1]);
 }
 
-DEVICE void compute_tile(SharedMemory shared, TileRings& rings, int k_blocks, const QuantizedRows& out,
+DEVICE void compute_tile(SharedMemory shared, TileRings& rings, const Operands& in, const QuantizedRows& out,
                          const Tile& tile, int warpgroup, int& buffer, StoredTiles& stored) {
     if (tile.rows > kBlockM)
-        compute_rows<kHalfN, true>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, stored);
+        compute_rows<kHalfN, true>(shared, rings, in, out, tile, warpgroup, warpgroup, 0, buffer, stored);
     else if (tile.rows > kWarpgroupM)
-        compute_rows<kHalfN, false>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0, buffer, stored);
+        compute_rows<kHalfN, false>(shared, rings, in, out, tile, warpgroup, warpgroup, 0, buffer, stored);
     else  // few rows: each warpgroup takes half of the channels instead
-        compute_rows<kHalfN / 2, false>(shared, rings, k_blocks, out, tile, warpgroup, 0, warpgroup * kHalfN / 2,
-                                        buffer, stored);
+        compute_rows<kHalfN / 2, false>(shared, rings, in, out, tile, warpgroup, 0, warpgroup * kHalfN / 2, buffer,
+                                        stored);
 }
 
 // ---- kernel --------------------------------------------------------------------------------------------------------
@@ -132,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             barrier_wait(shared.full(rings.tokens.stage), rings.tokens.phase);
             Tile tile = published_tile(shared.tile(rings.tokens.stage));
             if (tile.rows == 0) break;
-            compute_tile(shared, rings, k_blocks, out, tile, warpgroup, buffer, stored);
+            compute_tile(shared, rings, in, out, tile, warpgroup, buffer, stored);
         }
         stored.finish(shared, warpgroup);
     }

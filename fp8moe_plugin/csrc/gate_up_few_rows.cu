@@ -15,6 +15,7 @@
 //                   counted, and K is not split
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
 #include "epilogue/swiglu_transposed.cuh"
+#include "formats/row_scales.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/done_counters.cuh"
 #include "pipeline/producer.cuh"
@@ -163,8 +164,14 @@ template <int kTokens>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Result& out,
                          const Tile& tile, int warpgroup) {
     Fragment<kTokens> sum[kSlabs];
+    const RowScales<2 * kSlabs> scales(in.weight_scales, [&](int i) {
+        int channel =
+            in.splits.group_of(tile) * kBlockI + channel_of_slab<kSlabs>(i / 2, threadIdx.x / kWarp, lane_of_warp());
+        return (tile.expert * 2 + i % 2) * in.intermediate + channel;
+    });
     multiply_stages<kTokens, GateUpScales<kTokens>, true>(shared, ring, in.steps, warpgroup * kSlabs * 64, 0, sum);
     if (in.splits.count == 1 || add_splits<kTokens, kMathThreads>(shared.at<IsLast>(0), out, tile, kMathBarrier, sum)) {
+        scales.scale(sum);  // once, not each split
         store_quantized_transposed<kTokens, kMathWarps>(shared, out, tile, kMathBarrier, sum);
         if (!out.done.counters) return;
         __threadfence();

@@ -22,6 +22,7 @@
 // Grid: any number of clusters; an SM has room for two thread blocks. With PDL it starts while choose_experts, which
 // writes ids and topk_weights, runs. down_small_batch runs next to it (PDL), once the ids are there.
 #include "epilogue/swiglu_token.cuh"
+#include "formats/row_scales.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/producer.cuh"
 #include "pipeline/quantize_tokens.cuh"
@@ -175,8 +176,10 @@ struct Result {
     }
 };
 
+using ChannelScales = RowScales<2 * 4>;  // of the lane's four channels, gate first
+
 // The activation of the lane's four channels as bfloat16, from the sums of all blocks.
-DEVICE uint2 activated(SharedMemory shared, int finished, const Activation& activation) {
+DEVICE uint2 activated(SharedMemory shared, int finished, const ChannelScales& scales, const Activation& activation) {
     float4 half[2] = {};
 #pragma unroll
     for (int from = 0; from < kCluster; ++from)
@@ -185,12 +188,19 @@ DEVICE uint2 activated(SharedMemory shared, int finished, const Activation& acti
             float4 part = load_shared_float4(sums_at(shared, finished, from, h) + lane_of_warp() * 16);
             half[h].x += part.x, half[h].y += part.y, half[h].z += part.z, half[h].w += part.w;
         }
+    if constexpr (kScalesOfRows) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float* of = scales.of + h * 4;
+            half[h].x *= of[0], half[h].y *= of[1], half[h].z *= of[2], half[h].w *= of[3];
+        }
+    }
     return activation.of_four(half[0], half[1]);
 }
 
 DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Share& share, int finished,
                          const ExpertIds& router, const float* topk_weights, float routed_scale, const ExpertList& list,
-                         const Result& out) {
+                         const WeightScale* w_scales, const Result& out) {
     int lane = lane_of_warp(), groups = size.groups(), token = finished * kCluster + share.rank;
     int pair = token * size.topk + lane, tiles = list.count * groups;
     int own_expert = lane < size.topk ? router.expert_of(pair) : kNoExpert;  // one lane per column of topk
@@ -199,9 +209,13 @@ DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Sha
     u32 received = shared.received(finished), phase = 0;
     for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
         bool own = own_expert == list.experts[tile / groups], any = __ballot_sync(kAllLanes, own);
+        const ChannelScales scales(w_scales, [&](int i) {
+            int channel = tile % groups * kBlockI + lane * 4 + i % 4;
+            return (list.experts[tile / groups] * 2 + i / 4) * size.intermediate + channel;
+        });
         if (lane == 0) barrier_arrive_expect(received, kCluster * 2 * Sums<1>::kBytes);
         barrier_wait(received, phase);
-        uint2 value = any ? activated(shared, finished, out.activation) : make_uint2(0, 0);
+        uint2 value = any ? activated(shared, finished, scales, out.activation) : make_uint2(0, 0);
         __syncwarp();
         // Signal only blocks that will wait for it: others may have exited.
         if (lane < kCluster && tile + share.tile_stride < tiles)
@@ -265,6 +279,6 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
         cluster_wait();
         int finished = warp - kFinishWarp;
         if (finished * kCluster + share.rank < tokens)
-            finish_token(shared, size, share, finished, router, topk_weights, routed_scale, list, result);
+            finish_token(shared, size, share, finished, router, topk_weights, routed_scale, list, w_scales, result);
     }
 }

@@ -22,6 +22,7 @@
 // Grid: any number of thread blocks, one per SM, which take tiles from the queue.
 #include "epilogue/store_rows.cuh"
 #include "epilogue/store_transposed.cuh"
+#include "formats/row_scales.cuh"
 #include "mma/row_tile.cuh"
 #include "pipeline/done_counters.cuh"
 #include "pipeline/load_row_tile.cuh"
@@ -33,8 +34,10 @@ using Accumulator = Fragment<kHalfN>;
 
 // The staging area holds 64 rows of each warpgroup and part of 64 columns, then the tails.
 constexpr int kStagedRows = kHalves * kStagedRowsOfHalf;  // of a warpgroup
-using SharedMemory = RowTileStages<kHalves, kMathWarpgroups*(kStagedRows + kHalves * kTailRows)>;
+using SharedMemory = RowTileStages<kHalves, kMathWarpgroups*(kStagedRows + kHalves * kTailRows),
+                                   StagedRowScales<kMathWarpgroups * BLOCK_N>>;
 constexpr int kStages = SharedMemory::kStages;
+static_assert(!kScalesOfRows || OUTPUT == OUTPUT_BF16, "stores from registers have no barrier between tiles");
 
 struct Result {
     const TensorMap* map;
@@ -81,12 +84,23 @@ DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in
 // ---- math: two warpgroups ------------------------------------------------------------------------------------------
 
 template <int kCount, bool kHasTail>
-DEVICE void compute_rows(SharedMemory shared, TileRings& rings, int k_blocks, const Result& out, const Tile& tile,
+DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& in, const Result& out, const Tile& tile,
                          int warpgroup, int row_block, int first_half) {
     Accumulator sum[kCount];
     Tail tail[kHalves];
-    multiply_row_tile<kCount, kHalfN, kHasTail, false>(shared, rings, k_blocks, tile, row_block, first_half, 0, sum,
+    auto scales_at = [&](int half, int row) {
+        return shared.at<StagedRowScales>((warpgroup * kHalves + half) * kHalfN + row);
+    };
+    copy_row_scales(scales_at(0, 0), in.weight_scales + tile.expert * in.n + tile.column * BLOCK_N,
+                    min(BLOCK_N, in.n - tile.column * BLOCK_N));
+    multiply_row_tile<kCount, kHalfN, kHasTail, false>(shared, rings, in.k_blocks, tile, row_block, first_half, 0, sum,
                                                        tail);
+    await_row_scales(warpgroup);
+#pragma unroll
+    for (int half = 0; half < kCount; ++half) {
+        scale_columns(scales_at(first_half + half, 0), sum[half]);
+        if (kHasTail) scale_rows(scales_at(half, warpgroup * kWarpgroupM), tail[half]);
+    }
     int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
     int column = tile.column * BLOCK_N + first_half * kHalfN;
     constexpr bool kFloat = OUTPUT == OUTPUT_F32_DIRECT;
@@ -110,16 +124,16 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, int k_blocks, co
     }
 }
 
-DEVICE void compute_tile(SharedMemory shared, TileRings& rings, int k_blocks, const Result& out, const Tile& tile,
+DEVICE void compute_tile(SharedMemory shared, TileRings& rings, const Operands& in, const Result& out, const Tile& tile,
                          int warpgroup) {
     if (tile.rows > kBlockM)
-        compute_rows<kHalves, true>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0);
+        compute_rows<kHalves, true>(shared, rings, in, out, tile, warpgroup, warpgroup, 0);
     else if (tile.rows > warpgroup * kWarpgroupM && (kHalves == 1 || tile.rows > kWarpgroupM))
-        compute_rows<kHalves, false>(shared, rings, k_blocks, out, tile, warpgroup, warpgroup, 0);
+        compute_rows<kHalves, false>(shared, rings, in, out, tile, warpgroup, warpgroup, 0);
     else if (kHalves == 2)  // few rows: each warpgroup takes a half of the columns instead
-        compute_rows<1, false>(shared, rings, k_blocks, out, tile, warpgroup, 0, warpgroup);
+        compute_rows<1, false>(shared, rings, in, out, tile, warpgroup, 0, warpgroup);
     else
-        skip_row_tile(shared, rings.tokens, k_blocks);
+        skip_row_tile(shared, rings.tokens, in.k_blocks);
 }
 
 // ---- kernel --------------------------------------------------------------------------------------------------------
@@ -152,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             barrier_wait(shared.full(rings.tokens.stage), rings.tokens.phase);
             Tile tile = published_tile(shared.tile(rings.tokens.stage));
             if (tile.rows == 0) break;
-            compute_tile(shared, rings, k_blocks, out, tile, warpgroup);
+            compute_tile(shared, rings, in, out, tile, warpgroup);
         }
         if (threadIdx.x % kWarpgroup == 0) tma_store_wait();
     }

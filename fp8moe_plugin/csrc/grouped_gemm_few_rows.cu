@@ -17,6 +17,7 @@
 // Grid: any number of thread blocks, which take tiles from the queue.
 #include "device/ptx.cuh"
 #include "epilogue/store_transposed.cuh"
+#include "formats/row_scales.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/activation_scales.cuh"
 #include "pipeline/done_counters.cuh"
@@ -124,8 +125,13 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
     Fragment<kTokens> sum[1];
 #pragma unroll 1
     for (int column = tile.column * in.columns_at_once, end = column + in.columns_at_once; column < end; ++column) {
+        const RowScales<2> scales(in.weight_scales, [&](int i) {  // whose N is a multiple of kBlockN
+            int row = warpgroup * kWarpgroupN + warp_row(threadIdx.x) + lane_row(threadIdx.x) + row_offset(i);
+            return tile.expert * in.n + column * kBlockN + row;
+        });
         multiply_stages<kTokens>(shared, ring, in.k_blocks, warpgroup * kWarpgroupN, ActivationScales::offset(tile.row),
                                  sum);
+        scales.scale(sum);
         store_transposed<kTokens>(shared.staging(warpgroup * kBlockTokens), warpgroup, d, in.n, tile.row, tile.rows,
                                   column * kBlockN + warpgroup * kWarpgroupN, sum[0]);
     }

@@ -6,14 +6,15 @@ from typing import Any
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats import compressed
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.patterns import check_patterns
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
-FORMATS = (FP8_BLOCK,)
+FORMATS = (FP8_BLOCK, FP8_CHANNEL)  # those that kernels compute
 WEIGHT = "weight"  # suffix of weights' names
-SCALE_NAMES = tuple(name for known in FORMATS for name in known.scale_names)
+SCALE_NAMES = tuple(dict.fromkeys(name for known in FORMATS for name in known.scale_names))
 SCALE, COMPRESSED_SCALE = FP8_BLOCK.scale_names
 METHODS = ("fp8", "deepseek_v4_fp8")  # vLLM replaces the first by the second for DeepSeek-V4
 WEIGHT_BLOCK = list(FP8_BLOCK.scales.block)

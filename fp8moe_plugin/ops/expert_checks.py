@@ -20,7 +20,7 @@ from fp8moe_plugin.ops.checks import (
     check_tensor,
     check_weights,
 )
-from fp8moe_plugin.ops.option_checks import as_activation, check_factor, check_flag
+from fp8moe_plugin.ops.option_checks import as_activation, check_factor, check_flag, check_format
 from fp8moe_plugin.ops.signature import MAX_SIGNATURES
 from fp8moe_plugin.plan.options import LayerOptions, layer_options
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
@@ -36,12 +36,16 @@ class LayerFacts(NamedTuple):
 
 
 def called_options(
-    activation: str | Activation, ue8m0: bool, shared_expert: bool = False, routed_scale: float = 1.0
+    weights: WeightFormat,
+    activation: str | Activation,
+    ue8m0: bool,
+    shared_expert: bool = False,
+    routed_scale: float = 1.0,
 ) -> LayerOptions:
     """Returns the options of a call in Python. Raises `InvalidInputError` if one is not valid."""
     if isinstance(activation, Activation):
         check_activation(activation)  # here, because a limit of True has the hash of 1.0, and a list has none
-    given = activation, ue8m0, shared_expert, routed_scale
+    given = weights, activation, ue8m0, shared_expert, routed_scale
     try:
         return _valid_options(*given)
     except TypeError:  # one of them has no hash
@@ -49,13 +53,14 @@ def called_options(
 
 
 @functools.lru_cache(maxsize=MAX_SIGNATURES, typed=True)  # typed: True is a valid flag, but 1.0 is not
-def _valid_options(activation: str | Activation, ue8m0: bool, shared_expert: bool, routed_scale: float) -> LayerOptions:
+def _valid_options(
+    weights: WeightFormat, activation: str | Activation, ue8m0: bool, shared_expert: bool, routed_scale: float
+) -> LayerOptions:
+    check_format(weights)
     check_flag("ue8m0", ue8m0)
     check_flag("shared_expert", shared_expert)
     check_factor("routed_scale", routed_scale)
-    return layer_options(
-        ue8m0=ue8m0, activation=as_activation(activation), shared_expert=shared_expert, routed_scale=routed_scale
-    )
+    return layer_options(weights, ue8m0, as_activation(activation), shared_expert, routed_scale)
 
 
 def checked_for_options(

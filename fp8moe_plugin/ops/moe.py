@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.formats.activation import Activation
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
@@ -31,6 +32,7 @@ def fused_moe(
     topk_ids: torch.Tensor,
     *,
     expert_map: torch.Tensor | None = None,
+    weights: WeightFormat = FP8_BLOCK,
     activation: str | Activation = "silu",
     ue8m0: bool = False,
     shared_expert: bool = False,
@@ -49,6 +51,8 @@ def fused_moe(
         topk_ids: int32 or int64 `[T, k]`; an id out of range (-1) contributes nothing.
         expert_map: int32 `[global experts]`, not empty: the local expert of each id, or -1; ids past its end are out
             of range. None: ids are local.
+        weights: the format of the weights. `FP8_CHANNEL` (`formats/fp8_channel.py`) has one scale for each row:
+            `w13_scale` is `[E, 2I, 1]`, and `w2_scale` `[E, H, 1]`.
         activation: "silu", or an `Activation` (`formats/activation.py`).
         ue8m0: round the scales of activations up to powers of two, for checkpoints with `scale_fmt: ue8m0`.
         shared_expert: the last expert processes every token with weight 1, and has no column in `topk_ids`. Cannot be
@@ -65,7 +69,7 @@ def fused_moe(
         WrongResultError: with FP8MOE_DEBUG=1, a token of finite values has NaN in its result.
     """
     tensors = hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out
-    return run_fused_moe(called_options(activation, ue8m0, shared_expert, routed_scale), tensors)
+    return run_fused_moe(called_options(weights, activation, ue8m0, shared_expert, routed_scale), tensors)
 
 
 def run_fused_moe(options: LayerOptions, tensors: tuple[Any, ...]) -> torch.Tensor:
@@ -130,6 +134,7 @@ def batched_experts(
     expert_num_tokens: torch.Tensor,
     *,
     expected_m: int,
+    weights: WeightFormat = FP8_BLOCK,
     activation: str | Activation = "silu",
     ue8m0: bool = False,
     out: torch.Tensor | None = None,
@@ -142,7 +147,7 @@ def batched_experts(
         w13, w13_scale, w2, w2_scale: as for `fused_moe`.
         expert_num_tokens: int32 `[E]` on the device.
         expected_m: rows per expert on average; may change the speed, never the result.
-        activation, ue8m0: as for `fused_moe`.
+        weights, activation, ue8m0: as for `fused_moe`.
         out: bfloat16 `[E, max_m, H]` to write to, or None; rows past the count are not written. It must not share
             memory with the other arguments, which may still be read while it is written.
     Raises:
@@ -151,7 +156,7 @@ def batched_experts(
         WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its result.
     """
     tensors = hidden_states, hidden_scale, w13, w13_scale, w2, w2_scale, expert_num_tokens, out
-    return run_batched_experts(called_options(activation, ue8m0), expected_m, tensors)
+    return run_batched_experts(called_options(weights, activation, ue8m0), expected_m, tensors)
 
 
 def run_batched_experts(options: LayerOptions, expected_m: int, tensors: tuple[Any, ...]) -> torch.Tensor:

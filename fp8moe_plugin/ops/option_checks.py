@@ -7,6 +7,8 @@ import torch
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.formats.activation import FLOAT32_TINY, KINDS, Activation, is_number, shown_number
+from fp8moe_plugin.formats.spec import FORMATS
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.quoting import any_of
 
 
@@ -53,6 +55,13 @@ def check_factor(name: str, value: float) -> None:
         raise InvalidInputError(f"{name} is a {type(value).__name__}, not a float. Pass a Python number.")
     if not (is_number(value) and value >= FLOAT32_TINY):
         raise InvalidInputError(f"{name} is {shown_number(value)}, needs a positive finite number in float32.")
+
+
+def check_format(weights: WeightFormat) -> None:
+    """Raise `InvalidInputError` unless `weights` is one of the formats that kernels compute."""
+    if not isinstance(weights, WeightFormat) or weights not in FORMATS:
+        names = any_of(tuple(known.name for known in FORMATS))
+        raise InvalidInputError(f"weights is {_shown(weights)}, needs a WeightFormat: that of {names}.")
 
 
 def as_activation(activation: str | Activation) -> Activation:

@@ -7,6 +7,7 @@ import torch
 
 from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops import workspace
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
@@ -61,8 +62,8 @@ def batched_experts(
 
 def expert(spec: LayerSpec, rows: Quantized, weights: ExpertWeights) -> torch.Tensor:
     """Returns bfloat16 `w2 @ activated(gate, up)` with `gate, up = w13 @ row`, for each row of one expert."""
-    inner = silu_mul_quant(gemm(rows, weights.w13), spec.ue8m0, spec.activation)
-    return gemm(inner, weights.w2).bfloat16()
+    inner = silu_mul_quant(gemm(rows, weights.w13, spec.weights), spec.ue8m0, spec.activation)
+    return gemm(inner, weights.w2, spec.weights).bfloat16()
 
 
 def local_experts(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None) -> torch.Tensor:
@@ -150,10 +151,14 @@ def write(out: Quantized, result: Quantized) -> None:
 # ---- GEMMs ---------------------------------------------------------------------------------------------------------
 
 
-def gemm(a: Quantized, b: Quantized) -> torch.Tensor:
-    """Returns float32 `a @ b.T` of the dequantized operands, without the rounding of `torch.autocast`."""
+def gemm(a: Quantized, b: Quantized, weights: WeightFormat = FP8_BLOCK) -> torch.Tensor:
+    """Returns float32 `a @ b.T` of the dequantized operands, without the rounding of `torch.autocast`.
+
+    Args:
+        weights: the format of `b`.
+    """
     with torch.autocast(a[0].device.type, enabled=False):
-        return dequantize_rows(*a) @ dequantize_blocks(*b).T
+        return dequantize_rows(*a) @ dequantize_blocks(*b, weights).T
 
 
 def k_grouped_gemm(a: Quantized, b: Quantized, ks: tuple[int, ...], c: torch.Tensor, d: torch.Tensor) -> None:
@@ -198,9 +203,10 @@ def dequantize_rows(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return q.float() * scales.repeat_interleave(GROUP, -1)[..., : q.shape[-1]]
 
 
-def dequantize_blocks(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns float32 `[.., N, K]` from e4m3 `[.., N, K]` and scales `[.., ceil(N/128), ceil(K/128)]`."""
-    (n, k), (rows, columns) = w.shape[-2:], FP8_BLOCK.scales.block
+def dequantize_blocks(w: torch.Tensor, scales: torch.Tensor, weights: WeightFormat = FP8_BLOCK) -> torch.Tensor:
+    """Returns float32 `[.., N, K]` from e4m3 `[.., N, K]` and the scales of its blocks, which the format sizes."""
+    n, k = w.shape[-2:]
+    rows, columns = (min(side, size) for side, size in zip(weights.scales.block, (n, k), strict=True))
     wide = scales.repeat_interleave(rows, -2)[..., :n, :].repeat_interleave(columns, -1)[..., :k]
     return w.float() * wide
 

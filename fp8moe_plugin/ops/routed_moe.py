@@ -6,6 +6,8 @@ import torch
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.formats.activation import Activation
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.launches.backend import Plan
@@ -65,6 +67,7 @@ def routed_moe(
     *,
     renormalize: bool = True,
     padding: torch.Tensor | None = None,
+    weights: WeightFormat = FP8_BLOCK,
     activation: str | Activation = "silu",
     ue8m0: bool = False,
     out: torch.Tensor | None = None,
@@ -77,7 +80,7 @@ def routed_moe(
         InvalidInputError, UnsupportedError, WrongResultError: see `choose_experts` and `fused_moe`.
     """
     tensors = hidden_states, w13, w13_scale, w2, w2_scale, logits, padding, out
-    return run_routed_moe(called_options(activation, ue8m0), topk, renormalize, tensors)
+    return run_routed_moe(called_options(weights, activation, ue8m0), topk, renormalize, tensors)
 
 
 def run_routed_moe(options: LayerOptions, topk: int, renormalize: bool, tensors: tuple[Any, ...]) -> torch.Tensor:

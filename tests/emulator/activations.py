@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from fp8moe_plugin.formats.activation import Activation
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops import fused_moe, silu_mul_quant_fp8
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, small_batch_step
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS
@@ -21,8 +23,9 @@ COUNTS = [144, 65, 33]  # in gate_up: with a tail, without one, and rows whose g
 HIDDEN, INTERMEDIATE = 256, 128
 
 
-def many_rows(emulator: Device, seed: int, activation: Activation) -> None:
-    rows, w13 = slabs(gen := h.seeded(0, CPU), COUNTS, HIDDEN), h.random_weights(gen, 3, 2 * INTERMEDIATE, HIDDEN)
+def many_rows(emulator: Device, seed: int, activation: Activation, weights: WeightFormat = FP8_BLOCK) -> None:
+    rows = slabs(gen := h.seeded(0, CPU), COUNTS, HIDDEN)
+    w13 = h.random_weights(gen, 3, 2 * INTERMEDIATE, HIDDEN, weights=weights)
 
     def ops() -> h.Quantized:
         tiles = tiles_of_counts(rows.masked_m, rows.max_m, MANY_ROWS)
@@ -31,9 +34,12 @@ def many_rows(emulator: Device, seed: int, activation: Activation) -> None:
     assert_activated(emulator.execute(seed, ops), h.product(rows.a, w13), COUNTS, activation)
 
 
-def few_rows(emulator: Device, seed: int, activation: Activation, splits: int = 2) -> None:
-    gen = h.seeded(0, CPU)
-    counts, x, w13 = [33, 8, 1], h.random_quantized(gen, 40, HIDDEN), h.random_weights(gen, 3, 2 * INTERMEDIATE, HIDDEN)
+def few_rows(
+    emulator: Device, seed: int, activation: Activation, weights: WeightFormat = FP8_BLOCK, splits: int = 2
+) -> None:
+    gen, counts = h.seeded(0, CPU), [33, 8, 1]
+    x = h.random_quantized(gen, 40, HIDDEN)
+    w13 = h.random_weights(gen, 3, 2 * INTERMEDIATE, HIDDEN, weights=weights)
     tokens = torch.randint(40, (3, 36), generator=gen, dtype=torch.int32)
 
     def ops() -> h.Quantized:
@@ -45,16 +51,18 @@ def few_rows(emulator: Device, seed: int, activation: Activation, splits: int = 
     assert_activated(found, h.product(rows, w13), counts, activation)
 
 
-def small_batch(emulator: Device, seed: int, activation: Activation, width: int = 8) -> None:
+def small_batch(
+    emulator: Device, seed: int, activation: Activation, weights: WeightFormat = FP8_BLOCK, width: int = 8
+) -> None:
     def plan(spec: LayerSpec, tokens: int, multiprocessors: int) -> SmallBatchStep:
         return small_batch_step(spec._replace(activation=activation), tokens, width, multiprocessors)
 
     gen = h.seeded(0, CPU)
-    x, layer = h.random_tokens(gen, width - 1, HIDDEN), h.random_layer(gen, 4, HIDDEN, INTERMEDIATE)
+    x, layer = h.random_tokens(gen, width - 1, HIDDEN), h.random_layer(gen, 4, HIDDEN, INTERMEDIATE, weights)
     routing = h.random_routing(gen, "distinct", len(x), 2, 4)
     with pytest.MonkeyPatch.context() as patch:
         h.force_layer(patch, plan)
-        out = emulator.execute(seed, lambda: fused_moe(x, *layer, *routing))
+        out = emulator.execute(seed, lambda: fused_moe(x, *layer, *routing, weights=weights))
     error = h.relative_l2(out, h.layer_reference(x, layer, *routing, quantized=True, activation=activation))
     assert error <= MOST_ERROR
 
@@ -67,12 +75,12 @@ def by_itself(emulator: Device, seed: int, activation: Activation) -> None:
     assert_activated(found, sums, counts, activation)
 
 
-KERNELS: dict[str, Callable[[Device, int, Activation], None]] = {
+OF_EXPERTS: dict[str, Callable[..., None]] = {  # those that also take the format of weights
     "gate_up": many_rows,
     "gate_up_few_rows": few_rows,
     "gate_up_small_batch": small_batch,
-    "silu_mul_quant": by_itself,
 }
+KERNELS: dict[str, Callable[..., None]] = {**OF_EXPERTS, "silu_mul_quant": by_itself}
 
 
 def assert_activated(found: h.Quantized, sums: torch.Tensor, counts: list[int], activation: Activation) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fp8moe_plugin.formats.activation import Activation
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.launches.kernel_sets import EXAMPLE
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
@@ -234,6 +235,16 @@ oai_of_few_rows = with_activation("gate_up_few_rows", OAI)
 clamped_small_batch = with_activation("gate_up_small_batch", CLAMPED)
 oai_by_itself = with_activation("silu_mul_quant", OAI)
 
+
+def per_channel(kernel: str) -> Callable[[Device, int], None]:
+    return functools.partial(activations.OF_EXPERTS[kernel], activation=CLAMPED, weights=FP8_CHANNEL)
+
+
+PER_CHANNEL = MODIFIED._replace(weights=FP8_CHANNEL)
+scales_of_many_rows = per_channel("gate_up")
+scales_of_few_rows = per_channel("gate_up_few_rows")
+scales_of_small_batch = per_channel("gate_up_small_batch")
+
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
 NARROW = dense_gemm_few_rows_key(), quantize_key(False, Layout.K_MAJOR)
 FEW = (
@@ -274,6 +285,9 @@ KERNELS = {  # to be compiled ahead
     oai_of_few_rows: (tiles_of_counts_key(), gate_up_few_rows_key(MODIFIED)),
     clamped_small_batch: (gate_up_small_batch_key(MODIFIED, 8, 8), SMALL_BATCH[1]),
     oai_by_itself: (silu_mul_quant_key(False, OAI),),
+    scales_of_many_rows: (tiles_of_counts_key(), gate_up_key(PER_CHANNEL, gather=False)),
+    scales_of_few_rows: (tiles_of_counts_key(), gate_up_few_rows_key(PER_CHANNEL)),
+    scales_of_small_batch: (gate_up_small_batch_key(PER_CHANNEL, 8, 8), down_small_batch_key(PER_CHANNEL, 8, 8)),
 }
 
 
@@ -747,6 +761,56 @@ FAULTS = {
     "beta is not added": Fault("epilogue/activation.cuh", " + beta)", ")", oai_by_itself, "AssertionError"),
     "alpha is not applied": Fault(
         "epilogue/activation.cuh", "gate_limit), alpha)", "gate_limit))", oai_of_few_rows, "AssertionError"
+    ),
+    "sums of columns are not scaled": Fault(
+        "formats/row_scales.cuh",
+        "sum[element_at(row, 2 * i + 1)] *= two.y;",
+        ";",
+        scales_of_many_rows,
+        "AssertionError",
+    ),
+    "scales of columns are read before they are there": Fault(
+        "formats/row_scales.cuh", "        copy_async_wait();\n", "", scales_of_many_rows, "AssertionError"
+    ),
+    "sums of a tail are not scaled": Fault(
+        "gate_up.cu",
+        "        if (kHasTail) scale_rows(scales_at(half, warpgroup * kWarpgroupM), tail[half]);\n",
+        "",
+        scales_of_many_rows,
+        "AssertionError",
+    ),
+    "the up projection has the scales of the gate": Fault(
+        "gate_up.cu", "half * out.channels + tile.column", "tile.column", scales_of_many_rows, "AssertionError"
+    ),
+    "the up projection of few rows has the scales of the gate": Fault(
+        "gate_up_few_rows.cu",
+        "(tile.expert * 2 + i % 2) * in.intermediate",
+        "tile.expert * 2 * in.intermediate",
+        scales_of_few_rows,
+        "AssertionError",
+    ),
+    "sums are scaled by each split and once more": Fault(
+        "gate_up_few_rows.cu",
+        "    if (in.splits.count == 1 ||",
+        "    scales.scale(sum);\n    if (in.splits.count == 1 ||",
+        scales_of_few_rows,
+        "AssertionError",
+    ),
+    "the up projection of a small batch has the scales of the gate": Fault(
+        "gate_up_small_batch.cu",
+        "* 2 + i / 4) * size.intermediate",
+        "* 2) * size.intermediate",
+        scales_of_small_batch,
+        "AssertionError",
+        multiprocessors=CLUSTERS,
+    ),
+    "products of a small batch have the scales of another expert": Fault(
+        "down_small_batch.cu",
+        "list.experts[units.unit.i] * share.hidden;",
+        "list.experts[0] * share.hidden;",
+        scales_of_small_batch,
+        "AssertionError",
+        multiprocessors=CLUSTERS,
     ),
 }
 

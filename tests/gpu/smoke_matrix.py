@@ -14,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.formats.activation import SILU
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.spec import FORMATS
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.plan.sm90.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_N, DENSE_TILE_ROWS
 from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
 from fp8moe_plugin.plan.tuning import GATHER_UP_TO, LONG_K, QUANTIZE_FEW_TOKENS
@@ -121,7 +124,12 @@ def check_psum(gen: torch.Generator, rows: int) -> None:
 
 
 def check_batched_experts(gen: torch.Generator, rows: int) -> None:
-    layer = h.random_layer(gen, 3, HIDDEN, INTERMEDIATE)
+    for weights in FORMATS:
+        check_batched_experts_of(weights, gen, rows)
+
+
+def check_batched_experts_of(weights: WeightFormat, gen: torch.Generator, rows: int) -> None:
+    layer = h.random_layer(gen, 3, HIDDEN, INTERMEDIATE, weights)
     counts = torch.tensor([rows, 0, 1], dtype=torch.int32, device=DEVICE)
     max_m = rows + 3
     q, scales = h.random_quantized(gen, 3, max_m, HIDDEN)
@@ -130,7 +138,7 @@ def check_batched_experts(gen: torch.Generator, rows: int) -> None:
     expected = h.swiglu(gate_up) @ h.dequantize_weights(*layer[2:]).mT
     for expected_m in (1, 200):
         out = h.poisoned(*q.shape, dtype=torch.bfloat16, device=DEVICE)
-        ops.batched_experts(q, scales, *layer, counts, expected_m=expected_m, out=out)
+        ops.batched_experts(q, scales, *layer, counts, expected_m=expected_m, weights=weights, out=out)
         assert h.relative_l2(out[here], expected[here]) <= 0.07
         assert h.untouched(out[~here])
 
@@ -148,6 +156,17 @@ def check_fused_moe(gen: torch.Generator, rows: int) -> None:
             assert h.relative_l2(out, h.layer_reference(x, layer, *columns, quantized=True)) <= 2e-2
             expected = h.layer_reference(x, layer, weights, ids, quantized=True, activation=CLAMPED)
             assert h.relative_l2(ops.fused_moe(x, *layer, weights, ids, activation=CLAMPED), expected) <= 2e-2
+
+
+def check_fp8_channel(gen: torch.Generator, rows: int) -> None:
+    x = h.random_tokens(gen, rows, HIDDEN)
+    for intermediate, activation in itertools.product((INTERMEDIATE, WIDE), (SILU, CLAMPED)):
+        layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate, FP8_CHANNEL)
+        for kind in h.ROUTINGS:
+            routing = h.random_routing(gen, kind, rows, 3, EXPERTS)
+            out = ops.fused_moe(x, *layer, *routing, weights=FP8_CHANNEL, activation=activation)
+            expected = h.layer_reference(x, layer, *routing, quantized=True, activation=activation)
+            assert h.relative_l2(out, expected) <= 2e-2
 
 
 def check_routed_moe(gen: torch.Generator, rows: int) -> None:
@@ -215,6 +234,7 @@ CHECKS = {
         check_psum,
         check_batched_experts,
         check_fused_moe,
+        check_fp8_channel,
         check_routed_moe,
         check_choose_experts,
         check_router_gemm,

@@ -34,6 +34,12 @@ DEVICE u32 block_amax(AmaxAt amax_at) {
     return amax;
 }
 
+// The thread's channel of a slab, in a tile's group of channels: its two rows are the gate and the up projection of it.
+template <int kSlabs>
+DEVICE u32 channel_of_slab(int slab, int warp, int lane) {
+    return (warp / 4 * kSlabs + slab) * 32 + warp % 4 * 8 + lane / 4;
+}
+
 // Activates, quantizes and stores a tile's group of channels: each warp has some of the channels, so the largest
 // magnitudes are exchanged in shared memory, and codes are staged there. `out` is the kernel's Result.
 template <int kTokens, int kMathWarps, int kSlabs, class SharedMemory, class Result>
@@ -59,7 +65,7 @@ DEVICE void store_quantized_transposed(SharedMemory shared, const Result& out, c
         int token = i * 8 + fragment_column(threadIdx.x);
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
-            u32 channel = (warp / 4 * kSlabs + slab) * 32 + warp % 4 * 8 + lane / 4;
+            u32 channel = channel_of_slab<kSlabs>(slab, warp, lane);
             stage_pair(value[i][slab], scale, inverse, shared.staging(token) + channel,
                        shared.staging(token + 1) + channel);
         }

@@ -1,3 +1,7 @@
 // The format of the kernel's weights, by a macro of its key (WEIGHT_MACROS of fp8moe_plugin/plan/sm90/catalog.py).
 #pragma once
+#ifdef FP8_CHANNEL
+#include "formats/weights_fp8_channel.cuh"
+#else
 #include "formats/weights_fp8.cuh"
+#endif

@@ -22,10 +22,11 @@ struct OneScale {
     DEVICE void add(float& sum, float product, int e) const { sum += scale[column_index(e)] * product; }
 };
 
-// Adds the product of a stage: kSlabs of 64 rows of weights, from `row` on, by kTokens tokens.
-template <int kTokens, class Scales, int kSlabs, class SharedMemory, class TokenScale>
+// Adds the product of a stage: kSlabs of 64 rows of weights, from `row` on, by kTokens tokens. `others`: what else
+// Scales takes.
+template <int kTokens, class Scales, int kSlabs, class SharedMemory, class TokenScale, class... Others>
 DEVICE void multiply_stage(SharedMemory shared, int stage, int row, TokenScale token_scale,
-                           Fragment<kTokens> (&sum)[kSlabs]) {
+                           Fragment<kTokens> (&sum)[kSlabs], const Others&... others) {
     const WeightTile weights(shared, stage);
     Fragment<kTokens> product[kSlabs];
     wgmma_fence();
@@ -33,7 +34,7 @@ DEVICE void multiply_stage(SharedMemory shared, int stage, int row, TokenScale t
     for (int slab = 0; slab < kSlabs; ++slab)
         wgmma_issue(product[slab], weights.operand(row + slab * 64), shared.tokens(stage, 0));
     wgmma_commit();
-    const Scales scales(weights, token_scale);
+    const Scales scales(weights, token_scale, others...);
     wgmma_finish(product);
     release(shared, stage);
 #pragma unroll

@@ -8,6 +8,7 @@ import functools
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.plan.keys import KIB, KernelKey
 from fp8moe_plugin.plan.parameters import K_GROUPS
@@ -15,7 +16,7 @@ from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLO
 from fp8moe_plugin.plan.spec import LayerSpec, Output
 
 # The macros by which csrc/formats/weights.cuh selects the format of weights; without one it selects block FP8.
-WEIGHT_MACROS: dict[WeightFormat, tuple[tuple[str, int], ...]] = {FP8_BLOCK: ()}
+WEIGHT_MACROS: dict[WeightFormat, tuple[tuple[str, int], ...]] = {FP8_BLOCK: (), FP8_CHANNEL: (("FP8_CHANNEL", 1),)}
 SMEM_BYTES = 227 * KIB  # limit per block; kernels with one block per SM have as many stages as fit
 MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it requests
 DENSE_FEW_TILE_ROWS = (8, 16, 32)  # padded rows of dense_gemm_few_rows
