@@ -81,7 +81,7 @@ def check_shards(
                 wanted = tables[int(where) in quantized]
                 if weight not in wanted:
                     raise _other_scales(path, tensor, scales)
-                if entry["shape"] != wanted[weight].get(entry["dtype"]) or int(expert) >= experts.experts:
+                if entry["shape"] not in wanted[weight].get(entry["dtype"], []) or int(expert) >= experts.experts:
                     raise _contradiction(path, tensor, entry, wanted[weight], experts)
 
 
@@ -230,19 +230,21 @@ def _check_offsets(spans: list[tuple[int, int]], data_size: int, what: str) -> N
         raise CheckpointError(f"{what} holds {data_size} bytes of weights, but its header describes {end}. {ADVICE}")
 
 
-def _wanted(
-    experts: Experts, spec: QuantSpec, scales: Collection[str], quantized: bool
-) -> dict[str, dict[str, list[int]]]:
-    """Returns the permitted dtypes of each weight and scale of an expert, with the shape that it has then."""
+Shapes = dict[str, list[list[int]]]  # the permitted shapes of a tensor, for each permitted dtype
+
+
+def _wanted(experts: Experts, spec: QuantSpec, scales: Collection[str], quantized: bool) -> dict[str, Shapes]:
+    """Returns what is permitted for each weight and scale of an expert."""
     n, k, weights = experts.intermediate, experts.hidden, spec.recoded_from or spec.weights
-    found: dict[str, dict[str, list[int]]] = {}
+    of_tensor: list[list[int]] = [] if weights.weight_block else [[], [1]]  # one scale, which all rows share
+    found: dict[str, Shapes] = {}
     for names, shape in (("gate_proj", "up_proj", "w1", "w3"), [n, k]), (("down_proj", "w2"), [k, n]):
         weight, scale_shapes = (
-            {dtype: tensor.file_shape(dtype, *shape) for dtype in tensor.accepted}
-            for tensor in (weights.weight, weights.scales)
+            {dtype: [tensor.file_shape(dtype, *shape), *others] for dtype in tensor.accepted}
+            for tensor, others in ((weights.weight, []), (weights.scales, of_tensor))
         )
         for name in names:
-            found[f"{name}.{WEIGHT}"] = weight if quantized else dict.fromkeys(DTYPES, shape)
+            found[f"{name}.{WEIGHT}"] = weight if quantized else {dtype: [shape] for dtype in DTYPES}
             found |= {f"{name}.{scale}": scale_shapes for scale in scales}
     return found
 
@@ -255,12 +257,10 @@ def _other_scales(path: Path, tensor: str, scales: Collection[str]) -> Checkpoin
     )
 
 
-def _contradiction(
-    path: Path, tensor: str, entry: dict[str, Any], shapes: dict[str, list[int]], experts: Experts
-) -> CheckpointError:
+def _contradiction(path: Path, tensor: str, entry: dict[str, Any], shapes: Shapes, experts: Experts) -> CheckpointError:
     either = "any dtype" if shapes.keys() == DTYPES.keys() else " or ".join(shapes)
-    shape = shapes.get(entry["dtype"]) or next(iter(shapes.values()))
-    wanted = f"{either} {shape}, of experts 0 to {experts.experts - 1}"
+    allowed = shapes.get(entry["dtype"]) or next(iter(shapes.values()))
+    wanted = f"{either} {allowed[0]}, of experts 0 to {experts.experts - 1}"
     return CheckpointError(
         f"{shown(str(path))}: tensor {shown(tensor)} is {entry['dtype']} {entry['shape']}, but config.json "
         f"requires {wanted}. The two belong to different checkpoints, or one is damaged: download both again."

@@ -19,7 +19,7 @@ from fp8moe_plugin.checkpoint.unquantized import BY_SUFFIX, Unquantized, incompl
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
-from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization
+from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization, recoded
 from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
@@ -69,7 +69,7 @@ def _read(folder: Path) -> Model:
     either = may_be_fp4(fields) and not spec.online
     dtype = stored_dtype(folder) if either else None
     stored = expert_format(fields, dtype) if either else FP8_BLOCK
-    spec = replace(spec, recoded_from=None if stored is FP8_BLOCK else stored)
+    spec = spec if stored is FP8_BLOCK else recoded(spec, stored)
     model = replace(
         _model(config, spec, unquantized, moe, served),
         activations=experts_activations(fields, served or moe),

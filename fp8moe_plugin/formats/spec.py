@@ -1,12 +1,14 @@
 """The quantization of a checkpoint: its `quantization_config`, parsed once into a `QuantSpec`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.formats import compressed
+from fp8moe_plugin.formats.compressed import METHOD as COMPRESSED
+from fp8moe_plugin.formats.compressed import is_compressed, parse_compressed
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.modelopt import parse_modelopt
 from fp8moe_plugin.formats.patterns import check_patterns
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.quoting import shown
@@ -20,7 +22,6 @@ METHODS = ("fp8", "deepseek_v4_fp8")  # vLLM replaces the first by the second fo
 WEIGHT_BLOCK = list(FP8_BLOCK.scales.block)
 E4M3 = ("e4m3", "float8_e4m3fn")
 STORED = ("store_dtype", "routed_experts_quant_method")  # must be absent
-QUANT_ALGOS = ("moe_quant_algo", "quant_algo")  # where ModelOpt names its formats
 
 
 @dataclass(frozen=True)
@@ -44,30 +45,41 @@ def parse_quantization(config: dict[str, Any]) -> QuantSpec:
     """Parse a `quantization_config`.
 
     Raises:
-        UnsupportedError: it does not describe dynamic block FP8 with 128x128 blocks, or its list of unquantized layers
-            is not valid.
+        UnsupportedError: it does not describe FP8 with a scale for each 128x128 block, each row or each weight, or its
+            list of unquantized layers is not valid.
     """
-    if compressed.is_compressed(config):
-        return QuantSpec(FP8_BLOCK, scale=COMPRESSED_SCALE, unquantized=compressed.ignored_layers(config))
-    _refuse_modelopt(config)
+    if is_compressed(config):
+        scheme = parse_compressed(config)
+        if scheme.weights is FP8_BLOCK:
+            return QuantSpec(FP8_BLOCK, scale=COMPRESSED_SCALE, unquantized=scheme.ignored)
+        return _by_row(scheme.input_scales, scheme.ignored)
+    if (ignored := parse_modelopt(config)) is not None:
+        return _by_row(True, ignored)
     _check_scheme(config)
     names = _names(config, "ignored_layers") or _names(config, "modules_to_not_convert")
+    if config.get("weight_block_size") is None:
+        return _by_row(config.get("activation_scheme") == "static", names)
     return QuantSpec(FP8_BLOCK, ue8m0=config.get("scale_fmt") == "ue8m0", unquantized=names)
 
 
-def _refuse_modelopt(config: dict[str, Any]) -> None:
-    """Raise `UnsupportedError` for checkpoints of NVIDIA's ModelOpt, and for those with experts in ModelOpt's FP4."""
-    inner, method = config.get("quantization"), config.get("quant_method")
-    parts = [config, *([inner] if isinstance(inner, dict) else [])]
-    found = next((part[key] for key in QUANT_ALGOS for part in parts if part.get(key)), None)
-    named = isinstance(method, str) and method.lower().startswith("modelopt")
-    other = found and not str(found).upper().startswith("FP8")
-    if named or other or (found and method is None):
+def recoded(spec: QuantSpec, stored: WeightFormat) -> QuantSpec:
+    """Returns the quantization of a checkpoint whose experts are stored in another format than its dense layers.
+
+    Raises:
+        UnsupportedError: they cannot be re-encoded to that of `spec`.
+    """
+    if spec.weights is not FP8_BLOCK:
         raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint was quantized by ModelOpt to {shown(found)} (quant_method "
-            f"{shown(method)}), but only block FP8 is supported. Remove --quantization to let the engine choose the "
-            "method."
+            f"--quantization {NAME}: the checkpoint's experts are {stored.name}, but its other layers are not "
+            f"{FP8_BLOCK.name}. Remove --quantization to let the engine choose the method."
         )
+    return replace(spec, recoded_from=stored)
+
+
+def _by_row(input_scales: bool, unquantized: tuple[str, ...]) -> QuantSpec:
+    """Returns the quantization of a checkpoint with a scale for each row, or for each weight, which its rows share."""
+    (scale,) = FP8_CHANNEL.scale_names
+    return QuantSpec(FP8_CHANNEL, scale=scale, unquantized=unquantized, dense=FP8_CHANNEL, input_scales=input_scales)
 
 
 def _check_scheme(config: dict[str, Any]) -> None:
@@ -75,19 +87,19 @@ def _check_scheme(config: dict[str, Any]) -> None:
     if not isinstance(method, str) or method.lower() not in METHODS:  # vLLM ignores the case, too
         raise UnsupportedError(
             f"--quantization {NAME}: the checkpoint's quant_method is {shown(method)}, but only 'fp8' is supported, "
-            f"and {compressed.METHOD!r} in block FP8. Remove --quantization to let the engine choose the method."
+            f"and {COMPRESSED!r} and 'modelopt' in FP8. Remove --quantization to let the engine choose the method."
         )
-    scheme = config.get("activation_scheme")
-    if scheme != "dynamic":
-        raise UnsupportedError(
-            f"--quantization {NAME}: the checkpoint's activation_scheme is {shown(scheme)}, but the kernels "
-            "need 'dynamic': activation scales are computed at run time. Use --quantization fp8 for this checkpoint."
-        )
-    if not isinstance(block, list | tuple) or list(block) != WEIGHT_BLOCK:
+    if block is not None and (not isinstance(block, list | tuple) or list(block) != WEIGHT_BLOCK):
         raise UnsupportedError(
             f"--quantization {NAME}: the checkpoint's weight_block_size is {shown(block)}, but the kernels need one "
-            f"scale per {'x'.join(map(str, WEIGHT_BLOCK))} block. Remove --quantization to let the engine choose the "
+            f"scale per {FP8_BLOCK.scales.part}, row or weight. Remove --quantization to let the engine choose the "
             "method."
+        )
+    scheme = config.get("activation_scheme")
+    if scheme not in (["dynamic"] if block else ["dynamic", "static"]):
+        raise UnsupportedError(
+            f"--quantization {NAME}: the checkpoint's activation_scheme is {shown(scheme)}, but must be 'dynamic', or "
+            "'static' in one without weight_block_size. Use --quantization fp8 for this checkpoint."
         )
     others = [config[key] for key in STORED if config.get(key) is not None]
     if others or str(config.get("fmt") or E4M3[0]).lower() not in E4M3:

@@ -1,5 +1,6 @@
 """Checks of the tensors that an engine loads into the parameters of a layer."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,14 +9,26 @@ import torch
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.parameters import role_of, stored_format, stored_tensor_format
 from fp8moe_plugin.layers.weights import check_scale_values
+from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops.checks import torch_dtype
 
 # A byte is NaN if all these bits are set.
 NAN_BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e8m0fnu: 0xFF}
 CHUNK_BYTES = 1 << 26  # bounds the temporary memory of checking a weight
+
+
+def announce_input_scales(spec: QuantSpec) -> None:
+    """Log that the static scales of activations in a checkpoint have no effect, if it has some."""
+    if spec.input_scales:
+        log_once(
+            logging.INFO,
+            "static input scales of the checkpoint are not used: activations are quantized at run time, with a scale "
+            "for each token and 128 channels",
+        )
 
 
 def per_row(parameter: torch.Tensor, tensor: torch.Tensor, rows: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors: block FP8 is read like quant_method fp8, and every other scheme is refused.
+"""Checkpoints of compressed-tensors: FP8 by block, row or tensor is read, and every other scheme is refused.
 
 The descriptions are made by the library itself.
 """
@@ -12,6 +12,7 @@ import pytest
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats import patterns
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.spec import parse_quantization
 
 pytest.importorskip("compressed_tensors", reason="needs compressed-tensors (comes with vLLM)")
@@ -56,12 +57,58 @@ def test_layers_that_a_pattern_ignores_are_unquantized(tmp_path: Path) -> None:
     assert read_model(checkpoint(tmp_path, description(ignore=["re:.*mlp.experts.*"]))).experts.layers == 0
 
 
-@pytest.mark.parametrize("preset", sorted(set(PRESET_SCHEMES) - {"FP8_BLOCK"}))
+@pytest.mark.parametrize(("preset", "input_scales"), [("FP8_DYNAMIC", False), ("FP8", True)])
+def test_fp8_by_row_or_tensor_is_read(preset: str, input_scales: bool) -> None:
+    spec = parse_quantization(description(preset))
+    assert (spec.weights, spec.dense, spec.scale) == (FP8_CHANNEL, FP8_CHANNEL, "weight_scale")
+    assert spec.input_scales is input_scales
+    assert spec.unquantized[0] == "lm_head"
+
+
+@pytest.mark.parametrize("weights", ["channel", "tensor"])
+@pytest.mark.parametrize(("inputs", "dynamic"), [("token", True), ("tensor", True), ("tensor", False)])
+def test_inputs_of_all_kinds_are_quantized_at_run_time(weights: str, inputs: str, dynamic: bool) -> None:
+    config = description("FP8_DYNAMIC")
+    group = config["config_groups"]["group_0"]
+    group["weights"]["strategy"] = weights
+    group["input_activations"] |= {"strategy": inputs, "dynamic": dynamic}
+    spec = parse_quantization(config)
+    assert (spec.weights, spec.input_scales) == (FP8_CHANNEL, not dynamic)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "message"),
+    [
+        ("weights", "strategy", "group", "Input should be 'block', 'channel' or 'tensor'"),
+        ("weights", "symmetric", False, "Input should be True"),
+        ("weights", "dynamic", True, "Input should be False"),
+        ("weights", "type", "int", "Input should be 'float'"),
+        ("input_activations", "strategy", "group", "Input should be 'token' or 'tensor'"),
+        ("input_activations", "dynamic", False, "because scales of tokens are computed at run time"),
+        ("input_activations", "symmetric", False, "Input should be True"),
+    ],
+)
+def test_a_scheme_by_row_that_differs_is_refused(part: str, field: str, value: Any, message: str) -> None:
+    config = description("FP8_DYNAMIC")
+    config["config_groups"]["group_0"][part][field] = value
+    with pytest.raises(UnsupportedError, match=rf"group_0\.{part}\.{field}' of .* is {value!r}: .*{message}"):
+        parse_quantization(config)
+
+
+@pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "FP8_BLOCK"])
+def test_weights_alone_in_fp8_are_refused(preset: str) -> None:
+    config = description(preset)
+    config["config_groups"]["group_0"]["input_activations"] = None
+    with pytest.raises(UnsupportedError, match=r"input_activations' of .* is None: the checkpoint keeps activations"):
+        parse_quantization(config)
+
+
+@pytest.mark.parametrize("preset", sorted(set(PRESET_SCHEMES) - {"FP8_BLOCK", "FP8_DYNAMIC", "FP8"}))
 def test_every_other_scheme_is_refused_by_what_differs(preset: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         parse_quantization(description(preset))
     message = str(caught.value)
-    assert "of compressed-tensors, only FP8 with 128x128 blocks and dynamic activations is supported" in message
+    assert "of compressed-tensors, only FP8 weights with FP8 activations are supported" in message
     assert "config_groups.group_0." in message
     assert message.isprintable()
 

@@ -33,7 +33,6 @@ CONFIGS = Path(__file__).parent / "configs_2026"
 NAMES = sorted(path.stem for path in CONFIGS.iterdir())
 REFUSED = {
     "DeepSeek-V4-Flash-NVFP4": "was quantized by ModelOpt to 'NVFP4'",
-    "GLM-4.7-FP8": "strategy' of the checkpoint's quantization_config is 'channel'",
     "Kimi-K2.5": "num_bits' of the checkpoint's quantization_config is 4",
     "Kimi-K3": "num_bits' of the checkpoint's quantization_config is 4|quant_method is 'mxfp4'",  # vLLM renames it
     "Laguna-S-2.1-FP8": "'kv_cache_scheme' of the checkpoint's quantization_config is",
@@ -45,6 +44,7 @@ REFUSED = {
 READ: dict[str, tuple[tuple[int, ...], int, tuple[Any, ...]]] = {
     "DeepSeek-V4-Flash": ((44, 256, 6, 4096, 2048), 41, ("attn.wq_b", 44, 1024, (32768,))),
     "DeepSeek-V4-Flash-FP8": ((44, 256, 6, 4096, 2048), 41, ("attn.wq_b", 44, 1024, (32768,))),
+    "GLM-4.7-FP8": ((90, 160, 8, 5120, 1536), 92, ("mlp.shared_experts.gate_up_proj", 90, 5120, (1536, 1536))),
     "GLM-5.2-FP8": ((76, 256, 8, 6144, 2048), 78, ("self_attn.indexer.wq_b", 22, 2048, (4096,))),
     "GLM-5.3-Flash": ((43, 288, 8, 4096, 2048), 11, ("mlp.gate_up_proj", 3, 4096, (12288, 12288))),
     "Ling-3.0-flash-fp8": ((41, 512, 8, 2560, 768), 7, ("mlp.shared_experts.gate_up_proj", 41, 2560, (768, 768))),

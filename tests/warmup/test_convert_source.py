@@ -162,7 +162,7 @@ def test_a_checkpoint_that_is_quantized_under_another_key_is_refused(
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     change_config(source, compression_config={"quant_method": "compressed-tensors"})
     message = refused(capsys, source, tmp_path / "fp8")
-    assert "of compressed-tensors, only FP8 with 128x128 blocks" in message
+    assert "of compressed-tensors, only FP8 weights" in message
     model = read_model(write_source(tmp_path / "unquantized"))
     change_config(source, compression_config=fp8)
     with pytest.raises(UnsupportedError, match="is already quantized"):

@@ -1,7 +1,6 @@
 """`Fp8MoeConfig` checks that checkpoint, machine and options are supported, and chooses the method of each layer."""
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.unquantized import FUSED
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.mxfp4 import MXFP4
-from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization
+from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization, recoded
 from fp8moe_plugin.jit.lookup import WARMUP
+from fp8moe_plugin.layers.loading import announce_input_scales
 from fp8moe_plugin.layers.machine import check_machine
 from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
@@ -52,7 +52,9 @@ class Fp8MoeConfig(Traits, Fp8Config):
         Raises:
             UnsupportedError: the checkpoint, this machine or an option of the command line is not supported.
         """
-        return cls._checked(cls.check(config), config)
+        spec = cls.check(config)
+        announce_input_scales(spec)
+        return cls._checked(spec, config)
 
     @classmethod
     def check(cls, config: dict[str, Any], _: object = None) -> QuantSpec:
@@ -94,7 +96,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
     @property
     def expert_spec(self) -> QuantSpec:
         """The quantization of experts. SGLang says after `from_config` whether the checkpoint has them in MXFP4."""
-        return replace(self.spec, recoded_from=MXFP4) if self.is_fp4_experts else self.spec
+        return recoded(self.spec, MXFP4) if self.is_fp4_experts else self.spec
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Returns the method of a layer. SGLang also calls this for layers that it then discards."""

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.refusals import check_experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.mxfp4 import MXFP4
-from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization
+from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization, recoded
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers import fallback, metrics
+from fp8moe_plugin.layers.loading import announce_input_scales
 from fp8moe_plugin.layers.machine import check_machine
 from fp8moe_plugin.layers.traits import Traits
 from fp8moe_plugin.layers.unquantized import (
@@ -83,6 +83,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         """
         spec = cls.check(config)
         announce_incomplete_names(spec.unquantized)
+        announce_input_scales(spec)
         return cls(spec, config)
 
     @classmethod
@@ -126,7 +127,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         found = expert_format(fields, dtype_of_experts(model_name, revision, fields))
         setattr(hf_config, FIELD, "fp4" if found is MXFP4 else "fp8")  # by which vLLM's model names the scales
         if found is MXFP4:
-            self.spec = replace(self.spec, recoded_from=MXFP4)
+            self.spec = recoded(self.spec, MXFP4)
             self.model.scales = scale_names(self.spec)
             form = settings().fp4_experts
             log_once(logging.INFO, f"experts in MXFP4 are re-encoded to block FP8 (FP8MOE_FP4_EXPERTS={form})")
