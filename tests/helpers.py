@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
@@ -262,20 +263,38 @@ def serve(patch: pytest.MonkeyPatch, device: devices.Device) -> None:
     patch.setattr(devices, "device_of", lambda tensor: device)
 
 
-def layer_spec(ue8m0: bool = False, weights: WeightFormat = FP8_BLOCK) -> LayerSpec:
+def layer_spec(ue8m0: bool = False, weights: WeightFormat = FP8_BLOCK, activation: Activation = SILU) -> LayerSpec:
     """Returns the spec of a layer, for kernels that do not depend on its shape."""
-    return LayerSpec(EXAMPLE, weights, ue8m0)
+    return LayerSpec(EXAMPLE, weights, ue8m0, activation)
 
 
-def moe_kernels(ue8m0: bool, batched: bool, target: str = SM90, weights: WeightFormat = FP8_BLOCK) -> list[KernelKey]:
+def moe_kernels(
+    ue8m0: bool,
+    batched: bool,
+    target: str = SM90,
+    weights: WeightFormat = FP8_BLOCK,
+    activation: Activation = SILU,
+) -> list[KernelKey]:
     """Returns the kernels that a layer loads; which ones does not depend on its shape."""
-    spec, arrival = layer_spec(ue8m0, weights), Arrival.BATCHED if batched else Arrival.STANDARD
+    spec, arrival = layer_spec(ue8m0, weights, activation), Arrival.BATCHED if batched else Arrival.STANDARD
     return list(BACKENDS[target].layer_kernels(spec, arrival))
 
 
 def linear_kernels(ue8m0: bool, target: str = SM90) -> list[KernelKey]:
     """Returns the kernels that a dense layer loads."""
     return list(BACKENDS[target].dense_kernels(ue8m0))
+
+
+def loaded_kernels(model: Model, target: str = SM90) -> set[KernelKey]:
+    """Returns the kernels that a model's layers load."""
+    found = set(linear_kernels(model.ue8m0, target))
+    for activation, batched in itertools.product(model.activations, (False, True)):
+        found |= set(moe_kernels(model.ue8m0, batched, target, model.weights, activation))
+    if any(layer.groups > 1 for layer in model.dense):
+        found |= set(BACKENDS[target].batched_dense_kernels())
+    if model.indexer:
+        found |= set(BACKENDS[target].indexer_kernels(model.indexer.heads, model.indexer.dim))
+    return found
 
 
 def plan_step(shape: MoeShape, tokens: int, ue8m0: bool = False, multiprocessors: int = MULTIPROCESSORS) -> StepPlan:

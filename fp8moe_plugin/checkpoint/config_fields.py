@@ -14,6 +14,7 @@ FAMILIES = (
     *("bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "ernie4_5_moe", "glm4_moe"),
     *(
         "glm4v_moe_text",
+        "glm5_next_text",
         "glm_moe_dsa",
         "hunyuan_v1_moe",
         "kimi_k2",
@@ -21,10 +22,11 @@ FAMILIES = (
         "llama4_text",
         "mimo_v2_flash",
         "minimax_m2",
+        "minimax_m3_text",
         "mixtral",
     ),
     *("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text"),
-    *("qwen4_exp_text",),
+    *("qwen4_exp_text", "step3p5"),
 )
 MAX_LAYERS = 256  # bounds the time, because layers are processed one by one; Kimi-K3 has 93
 

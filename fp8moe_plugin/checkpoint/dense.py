@@ -11,6 +11,7 @@ from fp8moe_plugin.checkpoint.layer_kinds import LINEAR, attention_kinds, dense_
 from fp8moe_plugin.checkpoint.shapes import Dense, Split
 from fp8moe_plugin.checkpoint.unquantized import DELTA_NET, Unquantized
 
+SHARED_UNNAMED = ("llama4_text",)  # each layer of experts has a shared one of their width, without a field for it
 GATED = ("qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text")  # attention has a gate, unless config.json says otherwise
 
 
@@ -113,7 +114,7 @@ def mlp(name: str, hidden: int, width: int) -> Iterator[Dense]:
 
 
 def _shared(config: Config) -> Iterator[Dense]:
-    """Yields the shared experts, under the names of DeepSeek, GLM and ERNIE, of Hunyuan, and of Qwen."""
+    """Yields the shared experts, under the names of DeepSeek, GLM and ERNIE, of Hunyuan, and of Qwen and Llama."""
     shared = same(config.n_shared_experts, "number of shared experts")
     if shared:
         yield from mlp(
@@ -122,5 +123,6 @@ def _shared(config: Config) -> Iterator[Dense]:
     shared = same(config.num_shared_expert, "number of shared experts")
     if shared:
         yield from mlp("mlp.shared_mlp", config.hidden_size, shared * dense_width(config))
-    if config.shared_expert_intermediate_size:
-        yield from mlp("mlp.shared_expert", config.hidden_size, config.shared_expert_intermediate_size)
+    width = experts_width(config) if config.model_type in SHARED_UNNAMED else config.shared_expert_intermediate_size
+    if width:
+        yield from mlp("mlp.shared_expert", config.hidden_size, width)

@@ -20,8 +20,8 @@ from fp8moe_plugin.checkpoint.headers import INDEX_NAME
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from tests.checkpoint.published import PATHS
 
-PUBLISHED = [Path(__file__).parent / name for name in ("configs", "configs_2026")]
 SHARD = "model-00001.safetensors"
 BOMBS = 1000  # one case in this many is as large as the limits allow
 
@@ -161,7 +161,7 @@ def sound_files(source: Path) -> tuple[dict[str, bytes], int]:
 
 def main(first: int, count: int, *sources: Path) -> dict[str, Any]:
     checkpoints = [sound_files(source) for source in sources]
-    configs = [path.read_bytes() for folder in PUBLISHED for path in sorted(folder.iterdir())]
+    configs = [path.read_bytes() for path in PATHS.values()]
     outcomes, slowest, before = Counter[str](), 0.0, peak_mib()
     with tempfile.TemporaryDirectory() as folder:
         for number in range(first, first + count):

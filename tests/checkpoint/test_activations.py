@@ -1,7 +1,5 @@
 """The activations that a config.json gives its experts, under the names of each family."""
 
-import json
-
 import pytest
 
 from fp8moe_plugin.checkpoint.model import read_model
@@ -9,8 +7,8 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import merges_shared_expert
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
+from tests.checkpoint.published import described
 from tests.checkpoint.test_model import V3, describe
-from tests.checkpoint.test_models_in_use import CONFIGS
 
 CLAMPED, STEP = Activation(limit=7), Activation("swiglustep", 7)
 OAI = Activation("swigluoai_uninterleave", 7, 1.702, 1)
@@ -58,7 +56,7 @@ def test_activations_of_experts(tmp_path, fields, expected):
     ],
 )
 def test_activations_of_models(tmp_path, name, expected):
-    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    config = described(name)
     assert read_model(describe(tmp_path, config)).activations == tuple(expected)
 
 

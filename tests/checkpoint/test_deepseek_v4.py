@@ -1,6 +1,5 @@
 """What is read of DeepSeek-V4: its layers, their splits, the cache, and the format of its experts."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -16,15 +15,15 @@ from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.launches.kernel_sets import model_kernels
+from tests.checkpoint.published import described
 from tests.checkpoint.test_model import describe, header, write_shard
-from tests.checkpoint.test_models_in_use import CONFIGS
 from warmup import device_memory, memory
 from warmup.__main__ import main
 from warmup.choose import choose, text, ways
 from warmup.explain import explain
 from warmup.target import Target
 
-FLASH = json.loads((CONFIGS / "DeepSeek-V4-Flash.json").read_text())
+FLASH = described("DeepSeek-V4-Flash")
 PRO = FLASH | {
     **{"hidden_size": 7168, "moe_intermediate_size": 3072, "n_routed_experts": 384, "num_hidden_layers": 61},
     **{"num_attention_heads": 128, "q_lora_rank": 1536, "o_groups": 16},

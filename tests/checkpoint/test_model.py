@@ -31,17 +31,13 @@ QWEN = json.loads((PUBLISHED / "Qwen3-30B-A3B-FP8.json").read_text())
 # MoE layers (with those that predict further tokens), experts, top-k, hidden, intermediate; heads, key and value
 # heads, vocabulary; scales as powers of two, quantized.
 MODELS = {
-    "DeepSeek-R1": ((59, 256, 8, 7168, 2048), (128, 128, 129280), (False, True)),
     "DeepSeek-V3": ((59, 256, 8, 7168, 2048), (128, 128, 129280), (False, True)),
-    "DeepSeek-V3.1": ((59, 256, 8, 7168, 2048), (128, 128, 129280), (True, True)),
     "DeepSeek-V3.2-Exp": ((59, 256, 8, 7168, 2048), (128, 128, 129280), (True, True)),
     "ERNIE-4.5-300B-A47B-PT": ((51, 64, 8, 8192, 3584), (64, 8, 103424), (False, False)),
     "GLM-4.5": ((90, 160, 8, 5120, 1536), (96, 8, 151552), (False, False)),
     "GLM-4.5-Air": ((46, 128, 8, 4096, 1408), (96, 8, 151552), (False, False)),
-    "GLM-4.6": ((90, 160, 8, 5120, 1536), (96, 8, 151552), (False, False)),
     "Hunyuan-A13B-Instruct": ((32, 64, 8, 4096, 3072), (32, 8, 128167), (False, False)),
     "Kimi-K2-Instruct": ((60, 384, 8, 7168, 2048), (64, 64, 163840), (False, True)),
-    "MiniMax-M2": ((62, 256, 8, 3072, 1536), (48, 8, 200064), (False, True)),
     "Mixtral-8x7B-Instruct-v0.1": ((32, 8, 2, 4096, 14336), (32, 8, 32000), (False, False)),
     "Qwen3-235B-A22B-FP8": ((94, 128, 8, 4096, 1536), (64, 4, 151936), (False, True)),
     "Qwen3-30B-A3B-FP8": ((48, 128, 8, 2048, 768), (32, 4, 151936), (False, True)),
@@ -67,9 +63,7 @@ DEEPSEEK_V3 = {
     "mlp.shared_experts.down_proj": (59, 2048, (7168,)),
 }
 DENSE = {
-    "DeepSeek-R1": DEEPSEEK_V3,
     "DeepSeek-V3": DEEPSEEK_V3,
-    "DeepSeek-V3.1": DEEPSEEK_V3,
     "DeepSeek-V3.2-Exp": DEEPSEEK_V3 | {"self_attn.indexer.wq_b": (62, 1536, (8192,))},
     "ERNIE-4.5-300B-A47B-PT": {
         "self_attn.qkv_proj": (54, 8192, (8192, 1024, 1024)),
@@ -78,7 +72,6 @@ DENSE = {
         "mlp.down_proj": (3, 28672, (8192,)),
     },
     "GLM-4.5": GLM_45,
-    "GLM-4.6": GLM_45,
     "GLM-4.5-Air": {
         "self_attn.qkv_proj": (47, 4096, (12288, 1024, 1024)),
         "self_attn.o_proj": (47, 12288, (4096,)),
@@ -102,10 +95,6 @@ DENSE = {
         "mlp.down_proj": (1, 18432, (7168,)),
         "mlp.shared_experts.gate_up_proj": (60, 7168, (2048, 2048)),
         "mlp.shared_experts.down_proj": (60, 2048, (7168,)),
-    },
-    "MiniMax-M2": {
-        "self_attn.qkv_proj": (62, 3072, (6144, 1024, 1024)),
-        "self_attn.o_proj": (62, 6144, (3072,)),
     },
     "Mixtral-8x7B-Instruct-v0.1": {
         "self_attn.qkv_proj": (32, 4096, (4096, 1024, 1024)),

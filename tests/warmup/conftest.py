@@ -8,26 +8,24 @@ import pytest
 
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.shapes import Model
+from tests.checkpoint.published import PATHS, SERVED
 from tests.jit.conftest import forget, set_variables
 from tests.shared import every_kernel
-
-CONFIGS = Path(__file__).parents[1] / "checkpoint" / "configs"
-MODELS = sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Gives the folder of a model."""
     folders = tmp_path_factory.mktemp("checkpoints")
-    for name in MODELS:
+    for name in SERVED:
         (folders / name).mkdir()
-        shutil.copy(CONFIGS / f"{name}.json", folders / name / "config.json")
+        shutil.copy(PATHS[name], folders / name / "config.json")
     return lambda name: folders / name
 
 
 @pytest.fixture(scope="session")
 def models(checkpoint: Callable[[str], Path]) -> dict[str, Model]:
-    return {name: read_model(checkpoint(name)) for name in MODELS}
+    return {name: read_model(checkpoint(name)) for name in SERVED}
 
 
 @pytest.fixture

@@ -20,12 +20,29 @@ from warmup.options import parse
 from warmup.report import ChoiceReport, Report
 from warmup.target import GPUS, Target
 
+TP_16 = {"--tp 16", "--tp 16 --ep 16"}
+NOT_SUPPORTED = {  # of the splits of 1 to 16 GPUs
+    "DeepSeek-V4-Flash": TP_16,
+    "DeepSeek-V4-Flash-FP8": TP_16,
+    "Llama-4-Scout-17B-16E-Instruct": TP_16,
+    "MiMo-V2-Flash": {f"--tp {tp}{more}" for tp in (4, 8, 16) for more in ("", f" --ep {tp}")}
+    | {"--tp 8 --pp 2", "--tp 8 --dp 2 --ep 16"},
+    "Mixtral-8x7B-Instruct-v0.1": {"--tp 16 --ep 16", "--tp 8 --dp 2 --ep 16", "--tp 1 --dp 16 --ep 16"},
+    "Qwen3.8-Flash-Next-FP8": TP_16,
+}
 ROOT = Path(__file__).parents[2]
 
 
 def chosen(model: Model, gpu: str = "h200", sglang: bool = False, **target: object) -> ChoiceReport:
     given = {"gpus": None, "utilization": 0.92, "fp8_cache": False, "max_model_len": 8192, "max_tokens": 8192}
     return choose.choose(model, Target(gpu=gpu, sglang=sglang, **(given | target)), "org/model")
+
+
+def test_every_model_is_explained_for_every_split(models: dict[str, Model]) -> None:
+    for name, model in models.items():
+        found = chosen(model)
+        assert {split.options for split in found.splits if split.refusal} == NOT_SUPPORTED.get(name, set()), name
+        assert choose.text(found)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from typing import NoReturn
 
 import pytest
 
-from tests.warmup.conftest import CONFIGS
+from tests.checkpoint.published import PATHS
 from warmup import hub as hub_of_warmup
 
-CONFIG = (CONFIGS / "DeepSeek-V3.json").read_bytes()
+CONFIG = PATHS["DeepSeek-V3"].read_bytes()
 START_S = 10  # of Python and its imports, on a busy machine
 DOWNLOAD = """
 import time

@@ -21,9 +21,9 @@ from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.jit.bundle import write_bundle
 from fp8moe_plugin.launches.kernel_sets import all_kernels, model_kernels
 from fp8moe_plugin.plan.keys import KernelKey
+from tests.checkpoint.published import SERVED
 from tests.jit.conftest import forget, set_variables
 from tests.processes import is_running
-from tests.warmup.conftest import MODELS
 from warmup import kernels
 from warmup.__main__ import main
 from warmup.report import Report, State
@@ -32,6 +32,9 @@ COLD_S, WARM_S = 60, 1.5  # of CPU time, which depends little on other load; imp
 GRACE_S = 30  # of an interrupted command on a busy machine
 ALL, OF_A_MODEL = 102, 28  # kernels
 SPLITS = ("--tp 1", "--tp 2", "--tp 4", "--tp 8", "--ep 8")
+REFUSED_SPLITS = {
+    ("MiMo-V2-Flash", split): "self_attn.qkv_proj has 192 output channels" for split in ("--tp 4", "--tp 8", "--ep 8")
+}
 Folder = Callable[[str], Path]
 
 
@@ -48,7 +51,7 @@ def entries(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SERVED)
 def test_every_model_is_compiled_for_every_split(
     full_cache: Path,
     checkpoint: Folder,
@@ -60,6 +63,9 @@ def test_every_model_is_compiled_for_every_split(
     """All kernels are already in the cache, so this only compares lists of kernels; another test compiles them."""
     status = main(["--model", str(checkpoint(name)), *split.split()])
     printed = capsys.readouterr()
+    if refusal := REFUSED_SPLITS.get((name, split)):
+        assert (status, refusal in printed.err) == (1, True)
+        return
     assert status == 0
     number = len(model_kernels(models[name]))
     assert f"{number} kernels: {number} present, 0 compiled, 0 failed" in printed.out
@@ -471,13 +477,13 @@ def test_the_parts_of_dp_attention_share_sglangs_longest_step(
 
 # Channels of each expert on a rank, an equal share, and the relative difference.
 PADDED = {
-    ("Qwen3-235B-A22B-FP8", 8): (256, 192, 0.333),
     ("Qwen3-30B-A3B-FP8", 4): (256, 192, 0.333),
     ("Qwen3-30B-A3B-FP8", 8): (128, 96, 0.333),
     ("Qwen3-Coder-480B-A35B-Instruct-FP8", 8): (384, 320, 0.2),
     ("ERNIE-4.5-300B-A47B-PT", 8): (512, 448, 0.143),
-    ("MiniMax-M2", 8): (256, 192, 0.333),
-    ("GLM-4.5", 8): (256, 192, 0.333),
+    ("MiniMax-M2.7", 8): (256, 192, 0.333),
+    ("Qwen3.8-Flash-Next-FP8", 8): (128, 80, 0.6),
+    ("Step-3.5-Flash-FP8", 8): (256, 160, 0.6),
     ("GLM-4.5-Air", 4): (384, 352, 0.091),
     ("GLM-4.5-Air", 8): (256, 176, 0.455),
 }
