@@ -9,7 +9,6 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
-from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 
 MAX_LOCAL_EXPERTS = 1024  # on one rank: the routing kernel uses one thread per expert
@@ -234,8 +233,6 @@ def dense_refusal(inputs: int, outputs: Sequence[int], split: bool, weights: Wei
         outputs: output channels of each fused projection on this rank.
         split: whether the outputs are split over ranks. If not, the last projection may end within a block.
     """
-    if weights is FP8_CHANNEL:
-        return f"is {weights.name}, which no kernel of dense layers computes"
     rows, sizes = weights.scales.block[0], outputs if split else outputs[:-1]
     for what, size, block in [("input", inputs, GROUP), *(("output", size, rows) for size in sizes)]:
         if size % block:

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 import torch
 
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit import driver
 from fp8moe_plugin.jit.lookup import place
 from fp8moe_plugin.launches.backend import Backend
@@ -49,6 +51,14 @@ def kernels_backend(tensor: torch.Tensor) -> Backend:
     For the reference, which loads no kernels, this is the backend of Hopper GPUs.
     """
     return backend_of(tensor) or BACKENDS[SM90]
+
+
+def dense_format_refusal(weights: WeightFormat) -> str | None:
+    """Returns why the backend of new tensors does not compute dense layers in a format, or None if it does."""
+    backend = backend_of(torch.empty(0))
+    if weights is not FP8_CHANNEL or backend is None:
+        return None
+    return f"is {weights.name}, which the {backend.name} kernels do not compute in dense layers"
 
 
 def announce_layer(name: str, weight: torch.Tensor, layout: str, kernels: driver.LoadCounts) -> None:

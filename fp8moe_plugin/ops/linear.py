@@ -4,7 +4,10 @@ from typing import NamedTuple
 
 import torch
 
+from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.launches.backend import Plan
@@ -31,7 +34,8 @@ def fp8_linear(
     Args:
         x: bfloat16 `[.., K]`, K a multiple of 128.
         weight: e4m3 `[N, K]`, N a multiple of 8.
-        weight_scale: float32 `[ceil(N/128), K/128]`.
+        weight_scale: float32 `[ceil(N/128), K/128]`, or `[N, 1]` (`FP8_CHANNEL`), which no kernel computes, but the
+            reference.
         bias: bfloat16 `[N]`, added after the product is rounded, or None.
         ue8m0: round the scales of activations up to powers of two.
     Returns:
@@ -61,6 +65,7 @@ class LinearFacts(NamedTuple):
     n: int
     k: int
     out_shape: tuple[int, ...]
+    weights: WeightFormat
 
 
 @CheckedOnce
@@ -70,22 +75,28 @@ def _check_call(
     """Raise `InvalidInputError` unless these are valid tensors for `fp8_linear`."""
     check_tensor("x", x, dtype=torch.bfloat16)
     check_multiple("x's last dimension", x.shape[-1], GROUP)
-    check_weights("weight", (weight, weight_scale), 2, x.shape[-1], x.device, FP8_BLOCK)
+    by_row = tuple(getattr(weight_scale, "shape", ())) == (*getattr(weight, "shape", ())[:1], 1)
+    weights = FP8_CHANNEL if by_row else FP8_BLOCK
+    check_weights("weight", (weight, weight_scale), 2, x.shape[-1], x.device, weights)
+    if by_row and (backend := devices.backend_of(x)):
+        raise InvalidInputError(
+            f"weight is {weights.name}, which the {backend.name} kernels do not compute. Use another implementation."
+        )
     if bias is not None:
         check_tensor("bias", bias, dtype=torch.bfloat16, shape=(weight.shape[0],), device=x.device)
     n, k = weight.shape
-    return LinearFacts(x.numel() // k, n, k, (*x.shape[:-1], n))
+    return LinearFacts(x.numel() // k, n, k, (*x.shape[:-1], n), weights)
 
 
 def _multiply(
     x: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor, facts: LinearFacts, addresses: tuple[int, ...]
 ) -> None:
     """Run `fp8_linear` without a bias on checked arguments; `addresses`: of x, the weight and its scales."""
-    device, (rows, n, k, _) = devices.device_of(x), facts
+    device, (rows, n, k, _, weights) = devices.device_of(x), facts
     if rows == 0:
         return
     if device is None:
-        out.view(rows, n).copy_(reference.gemm(reference.quantize(x.view(rows, k), ue8m0), weight))
+        out.view(rows, n).copy_(reference.gemm(reference.quantize(x.view(rows, k), ue8m0), weight, weights))
         return
     plan = device.backend.plan_dense(rows, n, k, Output.BF16, device.multiprocessors, batch_invariant())
     run, nbytes = prepared_linear(device, plan, rows, n, k, ue8m0)

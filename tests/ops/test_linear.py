@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.ops import fp8_linear, reference
 from tests import helpers as h
 
@@ -58,4 +59,10 @@ def test_zero_rows_give_exact_zeros_and_nan_stays_in_its_row(device):
 def test_more_columns_than_the_gpu_has_blocks_for(device, rows):
     gen = h.seeded(0, device)
     x, weight = h.random_tokens(gen, rows, 1664), h.random_weights(gen, 40008 if device.type == "cuda" else 4008, 1664)
+    h.assert_rounded(fp8_linear(x, *weight), h.product(reference.quantize(x), weight))
+
+
+def test_the_reference_computes_a_scale_for_each_row():
+    gen = h.seeded(0, torch.device("cpu"))
+    x, weight = h.random_tokens(gen, 5, 256), h.random_weights(gen, 72, 256, weights=FP8_CHANNEL)
     h.assert_rounded(fp8_linear(x, *weight), h.product(reference.quantize(x), weight))

@@ -20,7 +20,7 @@ from fp8moe_plugin.formats.spec import WEIGHT
 from fp8moe_plugin.formats.weight_format import Role, WeightFormat
 from fp8moe_plugin.layers import fallback, metrics
 from fp8moe_plugin.layers.blocks import unsupported_shape, whole_blocks
-from fp8moe_plugin.layers.kernels import kernels_backend, prepare_kernels
+from fp8moe_plugin.layers.kernels import dense_format_refusal, kernels_backend, prepare_kernels
 from fp8moe_plugin.layers.loading import as_kept, check_size, per_row, rows_of_shard, shape_errors
 from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of
 from fp8moe_plugin.layers.sglang import compat, online
@@ -63,7 +63,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
             self.prefix, layer, rank, ranks, input_size_per_partition, output_partition_sizes, weight_loader
         )
         weights = self.quant_config.spec.dense
-        refusal = dense_refusal(inputs, outputs, split, weights)
+        refusal = dense_format_refusal(weights) or dense_refusal(inputs, outputs, split, weights)
         # The halves of an MLP are padded both or neither, and SGLang's loader copies only whole scale blocks.
         shared = not self.quant_config.online and begins_within_block(inputs, outputs, input_size, split, weights)
         if refusal and loader is weight_loader and not shared and fallback.is_allowed():

@@ -18,7 +18,7 @@ from fp8moe_plugin.formats.spec import WEIGHT, QuantSpec
 from fp8moe_plugin.formats.weight_format import Role, WeightFormat
 from fp8moe_plugin.layers import fallback, metrics
 from fp8moe_plugin.layers.blocks import unsupported_shape, whole_blocks
-from fp8moe_plugin.layers.kernels import kernels_backend, prepare_kernels
+from fp8moe_plugin.layers.kernels import dense_format_refusal, kernels_backend, prepare_kernels
 from fp8moe_plugin.layers.loading import check_size, rows_of_shard
 from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of
 from fp8moe_plugin.layers.vllm.deepseek_v4 import serve_batched_product
@@ -60,7 +60,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         self.widths, self.inputs = list(getattr(layer, "output_sizes", [output_size])), input_size  # on all ranks
         own = input_size_per_partition, output_partition_sizes, extra_weight_attrs["weight_loader"]
         inputs, outputs, loader = whole_blocks(self.prefix, layer, layer.tp_rank, layer.tp_size, *own)
-        refusal = dense_refusal(inputs, outputs, split, self.weights)
+        refusal = dense_format_refusal(self.weights) or dense_refusal(inputs, outputs, split, self.weights)
         if refusal and loader is own[2] and fallback.is_allowed():  # the halves of an MLP are padded both or neither
             given = input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype
             make = functools.partial(self.engine_layer, layer, *given, **extra_weight_attrs)

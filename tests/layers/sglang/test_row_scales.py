@@ -12,7 +12,6 @@ from sglang.srt.layers.linear import QKVParallelLinear
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.spec import QuantSpec
-from fp8moe_plugin.layers.sglang import linear
 from fp8moe_plugin.layers.sglang.loads import Loads
 from tests.helpers import same_bits
 from tests.layers.experts import EXPERTS, HIDDEN, make_rows, with_row_scales
@@ -30,7 +29,6 @@ per_tensor = pytest.mark.parametrize("per_tensor", [False, True], ids=["per row"
 def rows(monkeypatch):
     monkeypatch.setattr(layers.QUANT, "spec", ROWS)
     monkeypatch.setattr(layers.QUANT, "loads", Loads("weight_scale", "weight_scale"))
-    monkeypatch.setattr(linear, "dense_refusal", lambda *_: None)
 
 
 def assert_parts(parts, checkpoint, dims):

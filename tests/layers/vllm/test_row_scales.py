@@ -13,8 +13,6 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.layers.loading import check_loaded
-from fp8moe_plugin.layers.vllm import linear as own_linear
-from fp8moe_plugin.layers.vllm import refusals
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from tests.helpers import same_bits
 from tests.layers.experts import EXPERTS, HIDDEN, make_rows, with_row_scales
@@ -31,12 +29,6 @@ SHARES = [
     (96, 1, 128),
 ]  # channels, ranks, channels of each
 per_tensor = pytest.mark.parametrize("per_tensor", [False, True], ids=["per row", "per tensor"])
-
-
-@pytest.fixture(autouse=True)
-def computed(monkeypatch):
-    monkeypatch.setattr(refusals, "layer_refusal", lambda spec: None)
-    monkeypatch.setattr(own_linear, "dense_refusal", lambda *_: None)
 
 
 def assert_parts(parts, checkpoint, dims):
