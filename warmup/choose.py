@@ -1,12 +1,20 @@
 """`explain --gpu`: the splits of a model that fit into GPUs of this kind, and the best for latency and throughput."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from fp8moe_plugin.checkpoint.parallel import Parallel
-from fp8moe_plugin.checkpoint.shapes import Model, padding_share, rank_shapes, split_refusal
+from fp8moe_plugin.checkpoint.shapes import Model, padding_share
+from fp8moe_plugin.checkpoint.splits import (
+    EngineLayers,
+    computes_experts,
+    engine_layers,
+    engine_text,
+    rank_shapes,
+    split_refusal,
+)
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.quoting import shell_word
 from warmup import memory, needs
@@ -29,7 +37,8 @@ def choose(model: Model, target: Target, source: str, remote_code: bool = False)
     loaded = memory.without_mtp(model)
     context = target.max_model_len or model.context or DEFAULT_CONTEXT
     splits = []
-    for way in (target.split,) if target.split else ways(target.gpus, target.sglang, target.dense_tp1):
+    considered = [target.split] if target.split else list(ways(target.gpus, target.sglang, target.dense_tp1))
+    for way in considered:
         split = _split(loaded, way, target, context)
         vllm, sglang = commands(way, target, source, remote_code)
         split.vllm = "" if _vllm_refuses(loaded, way) else vllm
@@ -46,12 +55,24 @@ def choose(model: Model, target: Target, source: str, remote_code: bool = False)
         max_model_len=context,
         fp8_cache=target.fp8_cache or bool(model.cache and model.cache.token_bytes),
         mtp_bytes=_total(model) - _total(loaded),
-        notes=[*memory.recoding_note(loaded), *needs.note(loaded)],
+        notes=[*memory.recoding_note(loaded), *needs.note(loaded), *_engine_notes(loaded, considered)],
         needed=_needed(loaded, target, context) if not fitting else None,
         splits=splits,
         latency=latency.options if latency else None,
         throughput=throughput.options if throughput else None,
     )
+
+
+def _engine_notes(model: Model, considered: Iterable[Parallel]) -> Iterator[str]:
+    """Yields a sentence for all splits with the same layers on the engine's own kernels."""
+    found: dict[tuple[EngineLayers, ...], list[Parallel]] = {}
+    for way in considered:
+        if not split_refusal(model, way) and (layers := engine_layers(model, way)):
+            found.setdefault(tuple(layers), []).append(way)
+    for same in found.values():
+        text = engine_text(model, *same)
+        assert text
+        yield f"{text[0].upper()}{text[1:]}."
 
 
 def _needed(model: Model, target: Target, context: int) -> int | None:
@@ -113,7 +134,7 @@ def _split(model: Model, way: Parallel, target: Target, context: int) -> SplitRe
         cache_tokens=cached,
         sequences=cached // way.dp // context * way.dp,
         longest=cached // way.dp,
-        padding=round(padding_share(model.experts.intermediate, way.sharing), 3),
+        padding=round(padding_share(model.experts.intermediate, way.sharing), 3) if computes_experts(model, way) else 0,
         read_bytes=_read_bytes(model, way, weights),
         uneven=bool(model.experts.experts % way.ep),
     )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8moe_plugin.checkpoint.shapes import Model, rank_shapes
+from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import CacheError, Fp8MoeError, UnsupportedError
 from fp8moe_plugin.jit import cache, lookup, toolchain
 from fp8moe_plugin.jit.bundle import read_bundle
@@ -18,7 +18,7 @@ from fp8moe_plugin.plan.model_specs import model_specs
 from fp8moe_plugin.plan.spec import MoeShape
 from fp8moe_plugin.quoting import shell_word, shown
 from warmup import interrupts, kernels, streams
-from warmup.model import read_checkpoint, warn
+from warmup.model import check_split, read_checkpoint, warn
 from warmup.options import STDOUT, Options, parse
 from warmup.report import BundleReport, Report, State
 from warmup.terminal import fit
@@ -111,7 +111,7 @@ def as_text(name: str | bytes | Path) -> str:
 
 
 def compile_kernels(options: Options, report: Report) -> bool:
-    plan = kernels.plan_of(_checked_model(options, report), options.kernels)
+    plan = kernels.plan_of(_checked_model(options, report), options.kernels, options.parallel)
     start = time.perf_counter()
     try:
         report.kernels = kernels.compile_missing(plan)
@@ -145,7 +145,8 @@ def _write_bundle(options: Options, report: Report, plan: kernels.Plan) -> None:
 
 
 def list_kernels(options: Options, report: Report) -> bool:
-    report.kernels = kernels.look_up(kernels.plan_of(_checked_model(options, report), options.kernels))
+    plan = kernels.plan_of(_checked_model(options, report), options.kernels, options.parallel)
+    report.kernels = kernels.look_up(plan)
     print(kernels.table(report.kernels))
     print(_summary(report))
     return True
@@ -153,7 +154,7 @@ def list_kernels(options: Options, report: Report) -> bool:
 
 def verify(options: Options, report: Report) -> bool:
     """With a bundle, check only the bundle: the machine that serves from it may have no cache."""
-    plan = kernels.plan_of(_checked_model(options, report), options.kernels)
+    plan = kernels.plan_of(_checked_model(options, report), options.kernels, options.parallel)
     bundle = options.bundle or lookup.bundle_path()
     report.kernels = kernels.look_into(bundle, plan) if bundle else kernels.look_up(plan)
     bad = [kernel for kernel in report.kernels if kernel.state != State.PRESENT]
@@ -278,7 +279,7 @@ def _checked_model(options: Options, report: Report) -> Model | None:
     if options.model is None:
         return None
     model = read_checkpoint(options.model, report, options.revision, options.download_dir)
-    rank_shapes(model, options.parallel)
+    check_split(model, options.parallel, report)
     return model
 
 

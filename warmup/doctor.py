@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fp8moe_plugin.checkpoint.shapes import Model, rank_shapes
+from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import CacheError, Fp8MoeError
 from fp8moe_plugin.jit import cache, sequence, toolchain
 from fp8moe_plugin.jit.bundle import read_bundle
@@ -18,7 +18,7 @@ from fp8moe_plugin.quoting import shell_word, shown_text
 from fp8moe_plugin.settings import Settings, settings, unknown_variables, variable
 from warmup import diagnosis, engines, kernels, needs
 from warmup.diagnosis import Diagnosis, Driver, Gpu, KernelBundle, KernelCache
-from warmup.model import read_checkpoint
+from warmup.model import check_split, read_checkpoint
 from warmup.options import Options
 from warmup.report import Finding, KernelReport, Report, State, installed
 from warmup.target import GPUS
@@ -227,8 +227,8 @@ def _model(options: Options, report: Report, plan: kernels.Plan) -> Iterator[Fin
     if options.model is None:
         return
     model = read_checkpoint(options.model, report, options.revision, options.download_dir)
-    plan |= kernels.plan_of(model, options.kernels)
-    rank_shapes(model, options.parallel)
+    plan |= kernels.plan_of(model, options.kernels, options.parallel)
+    check_split(model, options.parallel, report)
     good = f"{shown_text(options.model)} ({shown_text(model.architecture)}) can be split by {options.parallel}"
     yield Finding(subject="model", found="; ".join([good, *report.warnings]), ok=True)
     assert report.diagnosis

@@ -8,14 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from fp8moe_plugin.checkpoint.parallel import Parallel
-from fp8moe_plugin.checkpoint.shapes import (
-    Experts,
-    Model,
-    merges_shared_expert,
-    rank_shapes,
-    split_refusal,
-    whole_expert_ways,
-)
+from fp8moe_plugin.checkpoint.shapes import Experts, Model, merges_shared_expert
+from fp8moe_plugin.checkpoint.splits import computes_experts, rank_shapes, split_refusal, whole_expert_ways
 from fp8moe_plugin.plan.model_specs import model_specs
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer
 from fp8moe_plugin.plan.sm90.tiles import RowTile, computed_rows
@@ -43,7 +37,7 @@ def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tu
     ways = [shared, *(whole_expert_ways(parallel) if parallel.ranks > 1 else [])]
     layouts = [_layout(model, way, max_tokens) for way in dict.fromkeys([*ways, parallel])]
     shapes = memory.weight_shapes(model, parallel)
-    lengths = sorted({*capture_sizes, max_tokens}) if model.experts.layers else []
+    lengths = sorted({*capture_sizes, max_tokens}) if computes_experts(model, parallel) else []
     steps = {tokens: _step(model, parallel, rank.experts, tokens) for tokens in lengths}
     return ExplainReport(
         parallel=str(parallel),
@@ -68,15 +62,16 @@ def step_plan(model: Model, parallel: Parallel, local: Experts, tokens: int) -> 
 def scratch_bytes(model: Model, parallel: Parallel, tokens: int) -> int:
     """Returns the scratch memory of the experts in a step with `tokens` tokens on each replica.
 
-    It is 0 if all experts are unquantized.
+    It is 0 if our kernels compute no experts.
     """
-    if not model.experts.layers:
+    if not computes_experts(model, parallel):
         return 0
     return step_plan(model, parallel, rank_shapes(model, parallel).experts, tokens).scratch.nbytes
 
 
 def _merged(model: Model, parallel: Parallel) -> bool:
-    return settings().merge_shared_expert and merges_shared_expert(model, parallel)
+    ours = computes_experts(model, parallel)
+    return settings().merge_shared_expert and ours and merges_shared_expert(model, parallel)
 
 
 def _step(model: Model, parallel: Parallel, local: Experts, tokens: int) -> StepReport:
@@ -141,6 +136,8 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
         "",
         "By tokens of a step: rows of an expert, padding, scratch, rows of a tile, and the kernels of both GEMMs"
         if found.steps
+        else "The engine's own kernels compute the experts."
+        if model.experts.layers
         else "The checkpoint keeps all experts unquantized: the engine's own kernels compute them.",
         *[f"{'tokens':>7s} {'rows':>8s} padding {'scratch':>9s} tile  GEMM 1, GEMM 2"] * bool(found.steps),
         *(

@@ -11,13 +11,17 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from multiprocessing import active_children, get_context, resource_tracker
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.placement import Server
 from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.checkpoint.splits import place_rank_experts
 from fp8moe_plugin.errors import CacheError, CompileError, UnsupportedError
 from fp8moe_plugin.jit import bundle, cache, lookup
 from fp8moe_plugin.jit.compiler import compiler_version, entry_name
@@ -29,15 +33,24 @@ from warmup.options import Options
 from warmup.report import KernelReport, State
 from warmup.terminal import fit
 
+ALONE = Parallel()
 Plan = dict[KernelKey, str]  # the kernels to compile, each with the reason
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 PATIENCE_S = 180  # 60 times the time of the slowest kernel, and longer than any wait for another process's lock
 Outcome = dict[str, Any]  # fields of a KernelReport
 
 
-def plan_of(model: Model | None, target: str = SM90) -> Plan:
-    """Returns the kernels of a checkpoint, or all kernels, for a target: see `launches.kernel_sets`."""
-    return model_kernels(model, target) if model else dict.fromkeys(all_kernels(target), "every existing kernel")
+def plan_of(model: Model | None, target: str = SM90, parallel: Parallel = ALONE) -> Plan:
+    """Returns the kernels of a checkpoint, or all kernels, for a target: see `launches.kernel_sets`.
+
+    Args:
+        parallel: with it, the engine may compute the experts.
+    """
+    if model is None:
+        return dict.fromkeys(all_kernels(target), "every existing kernel")
+    if place_rank_experts(model, parallel).server is Server.ENGINE:
+        model = replace(model, experts=replace(model.experts, layers=0))
+    return model_kernels(model, target)
 
 
 def look_up(plan: Plan) -> list[KernelReport]:

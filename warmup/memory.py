@@ -7,17 +7,9 @@ import numpy as np
 
 from fp8moe_plugin.checkpoint.cache import KvCache
 from fp8moe_plugin.checkpoint.parallel import Parallel
-from fp8moe_plugin.checkpoint.shapes import (
-    Dense,
-    Experts,
-    Model,
-    RankShapes,
-    is_down,
-    is_gate_up,
-    padding_share,
-    rank_dense,
-    rank_shapes,
-)
+from fp8moe_plugin.checkpoint.placement import Server
+from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Model, is_down, is_gate_up, padding_share, rank_dense
+from fp8moe_plugin.checkpoint.splits import RankShapes, rank_shapes
 from fp8moe_plugin.formats.dtypes import DTYPES
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
@@ -65,9 +57,12 @@ def weight_shapes(model: Model, parallel: Parallel) -> list[ShapeReport]:
     """
     rank = rank_shapes(model, parallel)
     dense = []
-    for whole, part in zip(model.dense, rank.dense, strict=True):
-        padding = _mlp_padding(whole, parallel.dense_ranks(whole.name))
-        dense.append(_shape(model.dense_weights, part.name, part.layers, [sum(part.outputs), part.inputs], padding))
+    for whole, part, (server, _) in zip(model.dense, rank.dense, rank.dense_placements, strict=True):
+        padding, shape = _mlp_padding(whole, parallel.dense_ranks(whole.name)), [sum(part.outputs), part.inputs]
+        if server is Server.ENGINE and not model.quantized:
+            dense.append(_plain(f"{part.name} (BF16)", part.layers, shape))
+        else:
+            dense.append(_shape(model.dense_weights, part.name, part.layers, shape, padding))
     return [*_experts(model, parallel, rank), *dense, *_others(model, parallel, rank)]
 
 
@@ -94,15 +89,20 @@ def _expert_bytes(experts: Experts, weights: WeightFormat) -> int:
 
 
 def _experts(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
-    e, share = rank.experts, padding_share(model.experts.intermediate, parallel.sharing)
+    e, weights = rank.experts, model.weights
+    share = padding_share(model.experts.intermediate, parallel.sharing)
+    if rank.experts_placement.server is Server.ENGINE:
+        if not model.quantized:
+            return _bf16_experts(model, parallel, rank, e.layers)
+        e, share = replace(e, intermediate=ceil_div(model.experts.intermediate, parallel.sharing)), 0.0
+        weights = model.recoded_from or weights
     w13, w2 = [e.experts, 2 * e.intermediate, e.hidden], [e.experts, e.hidden, e.intermediate]
     shapes = (("w13", w13), ("w2", w2))
-    return [_shape(model.weights, f"experts.{name}", e.layers, shape, share) for name, shape in shapes if e.layers]
+    return [_shape(weights, f"experts.{name}", e.layers, shape, share) for name, shape in shapes if e.layers]
 
 
-def _plain_experts(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:
-    """Returns the experts that the checkpoint keeps unquantized, which engines do not pad to scale blocks."""
-    layers = _plain_layers(model, parallel)
+def _bf16_experts(model: Model, parallel: Parallel, rank: RankShapes, layers: int) -> list[ShapeReport]:
+    """Returns experts that stay unquantized, which engines do not pad to scale blocks."""
     if not layers:
         return []
     experts, hidden = rank.experts.experts, rank.experts.hidden
@@ -119,7 +119,7 @@ def _others(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeRep
     """Returns the weights that are not FP8: unquantized layers, routers, embeddings and output head."""
     plain = [rank_dense(layer, parallel) for layer in model.plain]
     found = [_plain(f"{layer.name} (BF16)", layer.layers, [sum(layer.outputs), layer.inputs]) for layer in plain]
-    found = [*_plain_experts(model, parallel, rank), *found]
+    found = [*_bf16_experts(model, parallel, rank, _plain_layers(model, parallel)), *found]
     routers = rank.experts.layers + _plain_layers(model, parallel)
     found.append(_plain(f"{model.router} (BF16)", routers, [model.experts.experts, model.experts.hidden]))
     for part in model.replicated:

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 from fp8moe_plugin.checkpoint.model import read_model
+from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.checkpoint.splits import engine_text, rank_shapes
 from fp8moe_plugin.checkpoint.unquantized import incomplete_text
-from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.plan.model_specs import check_model
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.quoting import shown
 from warmup.hub import download_config
 from warmup.report import ModelReport, Report
@@ -26,6 +27,7 @@ UNKNOWN_FORMAT = (
     "config.json has no expert_dtype, and there are no weights to look into: the experts may be in MXFP4 or in block "
     "FP8. Both get the same kernels, because MXFP4 is re-encoded to block FP8 while it is loaded"
 )
+OF_OUR_KERNELS = ("bench", "convert")  # commands
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
@@ -41,7 +43,6 @@ def read_checkpoint(
     """
     folder = checkpoint_folder(source, revision, download_dir)
     model = read_model(folder)
-    check_model(model)
     experts = model.experts
     report.model = ModelReport(
         source=source,
@@ -64,6 +65,20 @@ def read_checkpoint(
     if model.incomplete_names:
         warn(report, incomplete_text(model.incomplete_names))
     return model
+
+
+def check_split(model: Model, parallel: Parallel, report: Report) -> None:
+    """Warn of the layers that run on the engine's own kernels if a model is split this way.
+
+    Raises:
+        UnsupportedError: it cannot be split this way, or there are such layers and the command is about our kernels.
+    """
+    rank_shapes(model, parallel)
+    if not (theirs := engine_text(model, parallel)):
+        return
+    if report.command in OF_OUR_KERNELS:
+        raise UnsupportedError(f"{report.command} needs a model whose layers our kernels support, but {theirs}.")
+    warn(report, theirs)
 
 
 def warn(report: Report, text: str) -> None:

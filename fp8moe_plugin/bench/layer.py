@@ -25,7 +25,8 @@ import torch
 from fp8moe_plugin.bench.peers import PEERS, Layer, make_peer, set_up_vllm
 from fp8moe_plugin.bench.result import OURS, BenchResult, BenchRow
 from fp8moe_plugin.checkpoint.parallel import Parallel
-from fp8moe_plugin.checkpoint.shapes import Experts, Model, rank_shapes
+from fp8moe_plugin.checkpoint.shapes import Experts, Model
+from fp8moe_plugin.checkpoint.splits import rank_shapes
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import GROUP

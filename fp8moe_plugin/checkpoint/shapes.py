@@ -6,7 +6,6 @@ from enum import StrEnum
 
 from fp8moe_plugin.checkpoint.cache import Indexer, KvCache
 from fp8moe_plugin.checkpoint.parallel import Parallel
-from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
@@ -100,71 +99,6 @@ class Model:
     remote_code: bool = field(default=False, compare=False)  # whether the checkpoint comes with code of its own
 
 
-@dataclass(frozen=True)
-class RankShapes:
-    """The part of a model on the rank with the most weights: its experts, and each kind of dense layer."""
-
-    experts: Experts
-    dense: tuple[Dense, ...]
-
-
-def rank_shapes(model: Model, parallel: Parallel) -> RankShapes:
-    """Returns one rank's part of a model.
-
-    Raises:
-        UnsupportedError: the model cannot be split this way; the message names the nearest supported options.
-    """
-    refusal = split_refusal(model, parallel)
-    if refusal:
-        raise UnsupportedError(f"{parallel} is not supported: {refusal}. {_advice(model, parallel)}")
-    return _rank_shapes(model, parallel)
-
-
-def _advice(model: Model, parallel: Parallel) -> str:
-    ways = " or ".join(str(way) for way in nearest(model, parallel))
-    if ways:
-        return f"The nearest supported options are: {ways}."
-    alone = split_refusal(model, Parallel())
-    return (
-        f"No other split is supported either; on one GPU: {alone}. Serve the checkpoint without --quantization fp8moe."
-    )
-
-
-def split_refusal(model: Model, parallel: Parallel) -> str | None:
-    """Returns why a model cannot be split this way, or None if it can."""
-    tp, experts = parallel.tp, model.experts
-    if model.heads % tp or (model.kv_heads % tp and tp % model.kv_heads):
-        return f"{tp} ranks cannot share {model.heads} attention heads with {model.kv_heads} key/value heads"
-    if parallel.ep > experts.experts or (parallel.sglang and experts.experts % parallel.ep):
-        equally = " equally, which SGLang requires" if parallel.ep <= experts.experts else ""
-        return f"{parallel.ep} ranks cannot share {experts.experts} experts{equally}"
-    if parallel.pp > 1 and model.cache and parallel.pp > model.cache.layers:
-        return f"{parallel.pp} stages cannot share {model.cache.layers} layers"
-    refusal = experts_refusal(experts.hidden, experts.intermediate, parallel.sharing)
-    refusal = refusal or too_many_experts(ceil_div(experts.experts, parallel.ep))
-    if refusal and experts.layers:
-        return f"experts: {refusal}"
-    for layer in model.dense:
-        ranks = parallel.dense_ranks(layer.name)
-        part = _rank_dense(layer, ranks)
-        split = layer.split == Split.OUTPUTS
-        refusal = _uneven(layer, ranks) or dense_refusal(part.inputs, part.outputs, split, model.dense_weights)
-        if refusal:
-            return f"{layer.name} {refusal}"
-    return None
-
-
-def nearest(model: Model, parallel: Parallel) -> list[Parallel]:
-    """Returns the closest supported splits: one with whole experts on the same ranks, and one with fewer ranks."""
-    fewer = [replace(parallel, tp=tp, dp=dp, ep=1) for tp in _divisors(parallel.tp) for dp in _divisors(parallel.dp)]
-    fewer = [*sorted(fewer, key=lambda way: way.ranks, reverse=True), Parallel(sglang=parallel.sglang)]
-    found = [
-        next((way for way in ways if split_refusal(model, way) is None), None)
-        for ways in (whole_expert_ways(parallel), fewer)
-    ]
-    return [way for way in found if way]
-
-
 def merges_shared_expert(model: Model, parallel: Parallel) -> bool:
     """Returns whether vLLM computes the shared expert as one more expert, see `layers/vllm/shared_expert.py`."""
     widths = [layer.outputs[0] for layer in model.dense if layer.name == "mlp.shared_experts.gate_up_proj"]
@@ -174,12 +108,6 @@ def merges_shared_expert(model: Model, parallel: Parallel) -> bool:
     return not apart and model.activations == (SILU,) and widths == [model.experts.intermediate]
 
 
-def whole_expert_ways(parallel: Parallel) -> list[Parallel]:
-    """Returns the splits over the same number of ranks with whole experts, starting with the least replication."""
-    ranks = parallel.ranks
-    return [replace(parallel, tp=ranks // dp, dp=dp, ep=ranks) for dp in _divisors(ranks)]
-
-
 def too_many_experts(local_experts: int) -> str | None:
     """Returns why the kernels cannot serve this many experts on one rank, or None if they can."""
     if local_experts <= MAX_LOCAL_EXPERTS:
@@ -187,12 +115,10 @@ def too_many_experts(local_experts: int) -> str | None:
     return f"a rank has {local_experts} experts, but the routing kernel supports at most {MAX_LOCAL_EXPERTS}"
 
 
-def experts_refusal(hidden: int, intermediate: int, ranks: int) -> str | None:
-    """Returns why the kernels cannot serve experts of this size shared by `ranks` ranks, or None if they can."""
+def experts_refusal(hidden: int) -> str | None:
+    """Returns why the kernels cannot serve experts of this hidden size, or None if they can."""
     if hidden % GROUP:
         return f"hidden size {hidden} is not a multiple of {GROUP}, the size of a scale block"
-    if intermediate % ranks:  # asserted by vLLM, although the parts here may differ
-        return f"{ranks} ranks cannot share {intermediate} intermediate channels equally"
     return None
 
 
@@ -251,15 +177,10 @@ def begins_within_block(
         inputs, outputs, split: as for `dense_refusal`.
         all_inputs: input channels on all ranks.
     """
+    if not weights.weight_block:
+        return False
     rows, sizes = weights.scales.block[0], outputs if split else outputs[:-1]
     return any(size % rows for size in sizes) or bool(inputs != all_inputs and inputs % GROUP)
-
-
-def _rank_shapes(model: Model, parallel: Parallel) -> RankShapes:
-    experts, intermediate = model.experts, local_intermediate(model.experts.intermediate, parallel.sharing)
-    layers, count = ceil_div(experts.layers, parallel.pp), ceil_div(experts.experts, parallel.ep)
-    local = replace(experts, layers=layers, experts=count, intermediate=intermediate)
-    return RankShapes(local, tuple(rank_dense(layer, parallel) for layer in model.dense))
 
 
 def rank_dense(layer: Dense, parallel: Parallel) -> Dense:
@@ -280,18 +201,3 @@ def _rank_dense(layer: Dense, tp: int) -> Dense:
             return replace(layer, inputs=layer.inputs // tp)
         case Split.NONE:
             return layer
-
-
-def _uneven(layer: Dense, tp: int) -> str | None:
-    if layer.groups > 1:
-        if layer.groups % tp:
-            return f"has {layer.groups} groups, which {tp} ranks cannot share equally"
-        if (channels := sum(layer.outputs) // layer.groups) % GROUP:
-            return f"has groups of {channels} output channels, not a multiple of the scale block of {GROUP}"
-    widths = layer.outputs if layer.split == Split.OUTPUTS else [layer.inputs] if layer.split == Split.INPUTS else []
-    size = next((width for width in widths if width % tp and width // tp >= layer.smallest), None)
-    return None if size is None else f"has {size} channels, which {tp} ranks cannot share equally"
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -37,6 +37,11 @@ class QuantSpec:
     dense: WeightFormat = FP8_BLOCK  # of dense layers
     input_scales: bool = False  # whether the checkpoint has scales of activations, which are not used
 
+    @property
+    def stores_blocks(self) -> bool:
+        """Whether the checkpoint has scales of blocks of experts, as `weights` has."""
+        return not self.online and self.recoded_from is None and self.weights.weight_block is not None
+
 
 ONLINE = QuantSpec(FP8_BLOCK, online=True)
 

@@ -10,16 +10,10 @@ from typing import Any
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import unsupported_shape
 from fp8moe_plugin.logs import log_once
-from fp8moe_plugin.settings import settings
 
 BACKEND = "engine"  # in the metrics
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer, in its name
 logger = logging.getLogger("fp8moe")
-
-
-def is_allowed() -> bool:
-    """Returns whether such a layer runs on the engine's kernels. Otherwise, it refuses the model."""
-    return settings().fallback == "allow"
 
 
 @dataclass

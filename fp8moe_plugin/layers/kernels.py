@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.checkpoint.placement import dense_kind_refusal
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit import driver
 from fp8moe_plugin.jit.lookup import place
@@ -56,9 +56,7 @@ def kernels_backend(tensor: torch.Tensor) -> Backend:
 def dense_format_refusal(weights: WeightFormat) -> str | None:
     """Returns why the backend of new tensors does not compute dense layers in a format, or None if it does."""
     backend = backend_of(torch.empty(0))
-    if weights is not FP8_CHANNEL or backend is None:
-        return None
-    return f"is {weights.name}, which the {backend.name} kernels do not compute in dense layers"
+    return dense_kind_refusal(weights, f"{backend.name} ") if backend else None
 
 
 def announce_layer(name: str, weight: torch.Tensor, layout: str, kernels: driver.LoadCounts) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
+from fp8moe_plugin.checkpoint.placement import kind_refusal
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
@@ -66,11 +67,7 @@ class LayerSpec(NamedTuple):
 
 def layer_refusal(spec: LayerSpec, formats: tuple[WeightFormat, ...] = FORMATS) -> str | None:
     """Returns the property of a layer that no kernel supports, or None. `formats`: those of a backend with fewer."""
-    if spec.weights not in formats:
-        return f"weights in the format {spec.weights.name}"
-    if refusal := spec.activation.refusal:
-        return refusal
-    return "a bias" if spec.bias else None
+    return kind_refusal(spec.weights, spec.activation, spec.bias, formats)
 
 
 class Arrival(StrEnum):

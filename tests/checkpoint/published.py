@@ -15,9 +15,7 @@ REFUSED = {  # with a part of the message
     "gemma-4-26B-A4B": "hidden_activation is 'gelu_pytorch_tanh'",
     "gpt-oss-120b": "quant_method is '(gpt_oss_)?mxfp4'",  # vLLM renames it
 }
-# The engine computes their dense layers, which the warm-up does not accept.
-REFUSED_BY_WARMUP = {"GLM-4.7-FP8": "which no kernel of dense layers computes"}
-SERVED = sorted(PATHS.keys() - REFUSED.keys() - REFUSED_BY_WARMUP.keys())
+SERVED = sorted(PATHS.keys() - REFUSED.keys())
 # Families on Hopper GPUs in 2026, by demand. Of those without a name, no config.json is at hand.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "Qwen3.5, Qwen3.6": ("Qwen3.5-397B-A17B-FP8", "Qwen3.6-35B-A3B-FP8"),

@@ -10,7 +10,8 @@ import pytest
 from fp8moe_plugin.checkpoint.cache import Indexer
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.parallel import Parallel
-from fp8moe_plugin.checkpoint.shapes import Experts, Model, split_refusal
+from fp8moe_plugin.checkpoint.shapes import Experts, Model
+from fp8moe_plugin.checkpoint.splits import split_refusal
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import MXFP4

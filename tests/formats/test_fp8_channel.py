@@ -13,7 +13,8 @@ from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.spec import QuantSpec
-from tests.checkpoint.test_models_in_use import described
+from tests.checkpoint.published import described
+from tests.checkpoint.test_model import describe
 from warmup.memory import weight_shapes
 
 EXPERTS = Experts(layers=1, experts=2, topk=1, hidden=256, intermediate=96)
@@ -62,7 +63,7 @@ def test_other_shapes_and_dtypes_are_refused(tmp_path: Path, weight: list[int], 
 
 
 def test_memory_counts_a_scale_for_each_row(tmp_path: Path):
-    model = read_model(described(tmp_path, "GLM-4.7-FP8"))
+    model = read_model(describe(tmp_path, described("GLM-4.7-FP8")))
     assert (model.weights, model.dense_weights) == (FP8_CHANNEL, FP8_CHANNEL)
     shapes = {shape.name: shape for shape in weight_shapes(model, Parallel(tp=4))}
     (w13,) = (shape for name, shape in shapes.items() if name.startswith("experts") and "w13" in name)

@@ -13,7 +13,8 @@ import pytest
 from benchmarks.checkpoints.synthetic import PRESETS, config
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.parallel import Parallel
-from fp8moe_plugin.checkpoint.shapes import Model, split_refusal
+from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.checkpoint.splits import split_refusal
 from warmup import choose, memory, terminal
 from warmup.__main__ import main
 from warmup.options import parse

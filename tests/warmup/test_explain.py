@@ -12,6 +12,7 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.plan.sm90 import tiles
 from tests.checkpoint.test_model import V3, describe
+from tests.helpers import environment
 from warmup import explain as explanation
 from warmup.__main__ import main
 from warmup.explain import scratch_bytes
@@ -19,6 +20,7 @@ from warmup.memory import weight_shapes
 from warmup.options import MAX_CAPTURE_SIZES, parse
 from warmup.target import MAX_COUNT
 
+V3_EXPERTS = 59  # layers, one of them for multi-token prediction
 TILES = (tiles.FEW_ROWS, tiles.MANY_ROWS)
 
 
@@ -68,15 +70,34 @@ def test_names_of_unquantized_layers_without_effect_cost_a_warning(
     assert told.count("\n") == 1
 
 
-def test_experts_that_no_kernel_computes_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path
-) -> None:
+def test_layers_of_the_engine_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    """As when serving, `FP8MOE_FALLBACK=forbid` refuses them. Without experts of ours there are no kernels for them."""
     folder = describe(tmp_path, V3, hidden_act="swigluoai", swiglu_limit=1e39)
-    for command in ("explain", "list"):
-        assert main([command, "--model", str(folder)]) == 1
-        told = capsys.readouterr().err
-        assert told.startswith("error: The checkpoint's experts have ")
-        assert "swigluoai" in told
+    why = "the model's experts have the activation swigluoai_uninterleave with limit 1e+39"
+    for command in ("explain", "list", "verify"):
+        assert main([command, "--model", str(folder)]) == int(command == "verify")
+        shown = capsys.readouterr()
+        warning = f"warning: with --tp 1, vLLM's own kernels compute experts ({V3_EXPERTS} layers): {why}"
+        assert shown.err.startswith(warning), shown.err
+        assert "gate_up" not in shown.out.replace("gate_up_proj", "")
+    for command in ("explain", "list", "doctor"):
+        with environment("FP8MOE_FALLBACK", "forbid"):
+            assert main([command, "--model", str(folder)]) == 1
+        shown = capsys.readouterr()
+        refusal = " ".join((shown.out + shown.err).split())
+        assert "experts have the activation swigluoai_uninterleave with limit 1e+39" in refusal
+    assert main(["bench", "--model", str(folder)]) == 1
+    assert "bench needs a model whose layers our kernels support, but with --tp 1, vLLM" in capsys.readouterr().err
+
+
+def test_memory_of_the_engines_layers(tmp_path: Path) -> None:
+    """They are not padded, and stay in BF16 where the checkpoint is not quantized."""
+    odd = {"hidden_size": 7232, "moe_intermediate_size": 2048}
+    for quantization, size in ((V3["quantization_config"], 1 + 4 / 128**2), (None, 2)):
+        model = read_model(describe(tmp_path, V3, **odd, quantization_config=quantization))
+        found = [shape for shape in weight_shapes(model, Parallel(16)) if shape.name.startswith("experts.w2")]
+        assert [shape.bytes for shape in found] == [pytest.approx(59 * 256 * 128 * 7232 * size, rel=1e-2)]
+        assert scratch_bytes(model, Parallel(16), 64) == 0
 
 
 def test_unquantized_experts_are_counted_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,10 +15,10 @@ from sglang.srt.layers.parameter import (
 )
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
-from fp8moe_plugin.checkpoint.shapes import begins_within_block, dense_refusal
+from fp8moe_plugin.checkpoint.placement import DensePart, Engine, Server, place_dense
 from fp8moe_plugin.formats.spec import WEIGHT
 from fp8moe_plugin.formats.weight_format import Role, WeightFormat
-from fp8moe_plugin.layers import fallback, metrics
+from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import unsupported_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import dense_format_refusal, kernels_backend, prepare_kernels
 from fp8moe_plugin.layers.loading import as_kept, check_size, per_row, rows_of_shard, shape_errors
@@ -63,10 +63,9 @@ class Fp8MoeLinearMethod(LinearMethodBase):
             self.prefix, layer, rank, ranks, input_size_per_partition, output_partition_sizes, weight_loader
         )
         weights = self.quant_config.spec.dense
-        refusal = dense_format_refusal(weights) or dense_refusal(inputs, outputs, split, weights)
-        # The halves of an MLP are padded both or neither, and SGLang's loader copies only whole scale blocks.
-        shared = not self.quant_config.online and begins_within_block(inputs, outputs, input_size, split, weights)
-        if refusal and loader is weight_loader and not shared and fallback.is_allowed():
+        part = DensePart(inputs, outputs, input_size, split, loader is not weight_loader, dense_format_refusal(weights))
+        server, refusal = place_dense(part, weights, Engine("SGLang", not self.quant_config.online))
+        if server is Server.ENGINE:
             given = {
                 "input_size_per_partition": input_size_per_partition,
                 "output_partition_sizes": output_partition_sizes,
@@ -78,7 +77,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
             make = functools.partial(self.engine_layer, layer, **given, **rest)
             self.quant_config.loads.fallback.take_dense(layer, self.prefix, refusal, RANKS_OPTION, make)
             return
-        if refusal:
+        if server is Server.NONE:
             raise unsupported_shape(self.prefix, refusal, RANKS_OPTION)
         layer.input_size_per_partition = inputs
         layer.output_size_per_partition = sum(outputs)

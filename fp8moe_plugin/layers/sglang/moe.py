@@ -15,7 +15,8 @@ from sglang.srt.layers.moe.token_dispatcher import (
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.utils import is_cuda, set_weight_attrs
 
-from fp8moe_plugin.checkpoint.shapes import experts_refusal, local_intermediate, too_many_experts
+from fp8moe_plugin.checkpoint.placement import Engine, ExpertsPart, Server, place_experts
+from fp8moe_plugin.checkpoint.shapes import local_intermediate, too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.spec import SCALE, WEIGHT
@@ -193,10 +194,10 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
 
 def check_experts(prefix: str, experts: int, hidden: int, intermediate: int, ranks: int) -> None:
     """Raise `UnsupportedError` for experts of a size or number that the kernels do not support on one rank."""
-    if refusal := experts_refusal(hidden, intermediate, ranks):
-        raise UnsupportedError(f"{prefix}: {refusal}. Use --quantization fp8.")
-    if refusal := too_many_experts(experts):
-        raise UnsupportedError(f"{prefix}: {refusal}. Use more GPUs and --ep-size.")
+    server, why = place_experts(ExpertsPart(hidden, intermediate, ranks, experts), Engine("SGLang", quantized=True))
+    if server is not Server.OURS:
+        advice = "Use more GPUs and --ep-size." if why == too_many_experts(experts) else "Use --quantization fp8."
+        raise UnsupportedError(f"{prefix}: {why}. {advice}")
 
 
 def activation(config: Any) -> Activation:

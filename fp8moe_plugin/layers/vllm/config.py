@@ -14,12 +14,13 @@ from vllm.platforms import current_platform
 from fp8moe_plugin.checkpoint.config_json import language_model
 from fp8moe_plugin.checkpoint.expert_format import FIELD, expert_format, may_be_fp4
 from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.placement import fallback_allowed
 from fp8moe_plugin.checkpoint.refusals import check_experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization, recoded
 from fp8moe_plugin.jit.lookup import WARMUP
-from fp8moe_plugin.layers import fallback, metrics
+from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.loading import announce_input_scales
 from fp8moe_plugin.layers.machine import check_machine
 from fp8moe_plugin.layers.traits import Traits
@@ -174,7 +175,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         try:
             return self._experts_method(layer, prefix)
         except UnsupportedError as error:
-            if not (settings().take_fp8 and fallback.is_allowed()):
+            if not (settings().take_fp8 and fallback_allowed()):
                 raise
             method = self.engine_method(layer, prefix)  # the user did not ask for ours
             self.model.fallback.note(prefix, "experts", str(error), method)
@@ -197,8 +198,8 @@ class Fp8MoeConfig(Traits, Fp8Config):
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> Any:
         shared = self.dense_layers.take(prefix)
-        refusal = refusal_of(layer.moe_config, layer_spec(layer.moe_config, self.spec))
-        if refusal and fallback.is_allowed():
+        refusal = refusal_of(layer.moe_config, layer_spec(layer.moe_config, self.spec), self.spec.stores_blocks)
+        if refusal and refusal.engine:
             return self._engine_experts(layer, prefix, refusal)
         return moe_method(self.spec)(layer.moe_config, self.spec, prefix, warmup_command(), self.model, shared)
 

@@ -28,6 +28,12 @@ def engine_config(checkpoint: Mapping[str, Any], mappers: Sequence[Any], packed:
     return config
 
 
+def architecture_of(engine: Any) -> str:
+    """Returns the name of a model's class in vLLM, from vLLM's configuration; empty if there is none."""
+    model = engine.model_config if engine else None
+    return next(iter(getattr(model.hf_config, "architectures", None) or ()), "") if model else ""
+
+
 def refuse_to_load(layer: torch.nn.Module, scale: torch.nn.Parameter, refusal: UnsupportedError) -> None:
     """Make the loader of a layer's scales raise `refusal`.
 

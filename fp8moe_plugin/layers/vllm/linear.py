@@ -13,16 +13,17 @@ from vllm.model_executor.parameter import (
     PerTensorScaleParameter,
 )
 
-from fp8moe_plugin.checkpoint.shapes import begins_within_block, dense_refusal
+from fp8moe_plugin.checkpoint.placement import DensePart, Engine, Server, place_dense
+from fp8moe_plugin.checkpoint.shapes import begins_within_block
 from fp8moe_plugin.formats.spec import WEIGHT, QuantSpec
 from fp8moe_plugin.formats.weight_format import Role, WeightFormat
-from fp8moe_plugin.layers import fallback, metrics
+from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import unsupported_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import dense_format_refusal, kernels_backend, prepare_kernels
 from fp8moe_plugin.layers.loading import check_size, rows_of_shard
 from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of
 from fp8moe_plugin.layers.vllm.deepseek_v4 import serve_batched_product
-from fp8moe_plugin.layers.vllm.fallback import EngineMethod, refuse_to_load
+from fp8moe_plugin.layers.vllm.fallback import EngineMethod, architecture_of, refuse_to_load
 from fp8moe_plugin.layers.vllm.loading import LayerLoading
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.ops import torch_ops
@@ -60,17 +61,20 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         self.widths, self.inputs = list(getattr(layer, "output_sizes", [output_size])), input_size  # on all ranks
         own = input_size_per_partition, output_partition_sizes, extra_weight_attrs["weight_loader"]
         inputs, outputs, loader = whole_blocks(self.prefix, layer, layer.tp_rank, layer.tp_size, *own)
-        refusal = dense_format_refusal(self.weights) or dense_refusal(inputs, outputs, split, self.weights)
-        if refusal and loader is own[2] and fallback.is_allowed():  # the halves of an MLP are padded both or neither
+        kind, model = dense_format_refusal(self.weights), self.loading.model
+        part = DensePart(inputs, outputs, input_size, split, loader is not own[2], kind)
+        engine = Engine("vLLM", not self.online, architecture_of(model.engine))
+        server, refusal = place_dense(part, self.weights, engine)
+        if server is Server.ENGINE:
             given = input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype
             make = functools.partial(self.engine_layer, layer, *given, **extra_weight_attrs)
-            self.loading.model.fallback.take_dense(layer, self.prefix, refusal, RANKS_OPTION, make)
+            model.fallback.take_dense(layer, self.prefix, refusal, RANKS_OPTION, make)
             if begins_within_block(inputs, outputs, input_size, split, self.weights) and hasattr(layer, self.scale):
                 why = f"{refusal}, and vLLM's own loader would copy the scales of other blocks"
                 error = unsupported_shape(self.prefix, why, RANKS_OPTION)
                 refuse_to_load(layer, getattr(layer, self.scale), error)
             return
-        if refusal:
+        if server is Server.NONE:
             raise unsupported_shape(self.prefix, refusal, RANKS_OPTION)
         layer.logical_widths = outputs
         layer.input_size_per_partition = inputs

@@ -60,7 +60,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.router: FusedRouter | None = None  # replaces vLLM's router
         self.shared_mlp = shared
         self.shared_expert: SharedExpert | None = None  # computed with the experts
-        check_layer(prefix, moe, self.spec, self.experts_cls)
+        check_layer(prefix, moe, self.spec, self.experts_cls, spec.stores_blocks)
 
     @property
     def supports_eplb(self) -> bool:

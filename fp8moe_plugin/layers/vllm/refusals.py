@@ -6,15 +6,20 @@ from typing import Any, NamedTuple
 
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
-from fp8moe_plugin.checkpoint.shapes import experts_refusal, too_many_experts
+from fp8moe_plugin.checkpoint.placement import Engine, ExpertsPart, Server, place_experts
+from fp8moe_plugin.checkpoint.shapes import too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.plan.spec import LayerSpec, layer_refusal
 
 
-def check_layer(prefix: str, moe: Any, spec: LayerSpec, experts_cls: Any) -> None:
-    """Raise `UnsupportedError` for a model or a command line that requires what the kernels do not support."""
+def check_layer(prefix: str, moe: Any, spec: LayerSpec, experts_cls: Any, quantized: bool = True) -> None:
+    """Raise `UnsupportedError` for a model or a command line that requires what the kernels do not support.
+
+    Args:
+        quantized: see `Engine`.
+    """
     check_options(prefix, moe)
-    if refusal := refusal_of(moe, spec):
+    if refusal := refusal_of(moe, spec, quantized):
         raise refusal.error(prefix)
     supported, why = experts_cls.is_supported_config(
         experts_cls, moe, kFp8Static128BlockSym, kFp8Dynamic128Sym, experts_cls.activation_format()
@@ -45,6 +50,7 @@ class Refusal(NamedTuple):
 
     why: str
     advice: str
+    engine: bool  # whether vLLM may compute them
 
     def error(self, prefix: str, more: str = "") -> UnsupportedError:
         return UnsupportedError(f"{prefix}: {self.why}{more}. {self.advice}")
@@ -60,13 +66,17 @@ def refused_by_both(prefix: str, refusal: Refusal) -> Iterator[None]:
         raise refusal.error(prefix, more) from error
 
 
-def refusal_of(moe: Any, spec: LayerSpec) -> Refusal | None:
-    """Returns why the kernels do not support the shape or the format of a layer, or None if they do."""
-    other = "Use --quantization fp8."
-    if why := layer_refusal(spec):
-        return Refusal(f"the model's experts have {why}, which the kernels do not support", other)
-    if why := experts_refusal(moe.hidden_dim, moe.intermediate_size, moe.tp_size):
-        return Refusal(why, other)
-    if why := too_many_experts(moe.num_local_experts):
-        return Refusal(why, "Use more GPUs and --enable-expert-parallel.")
-    return None
+def refusal_of(moe: Any, spec: LayerSpec, quantized: bool) -> Refusal | None:
+    """Returns why the kernels do not support the shape or the format of a layer, or None if they do.
+
+    Args:
+        quantized: see `Engine`.
+    """
+    number = moe.num_local_experts
+    part = ExpertsPart(moe.hidden_dim, moe.intermediate_size, moe.tp_size, number, layer_refusal(spec))
+    server, why = place_experts(part, Engine("vLLM", quantized))
+    if server is Server.OURS:
+        return None
+    more = why == too_many_experts(number)
+    advice = "Use more GPUs and --enable-expert-parallel." if more else "Use --quantization fp8."
+    return Refusal(why, advice, server is Server.ENGINE)

@@ -3,6 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,9 +24,13 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMeth
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Model, Split
+from fp8moe_plugin.checkpoint.splits import engine_layers, split_refusal
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
+from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod
 from fp8moe_plugin.logs import log_once
@@ -137,12 +142,14 @@ def test_forbidden_fallback_refuses_the_model():
         projections(quant)
 
 
-def test_a_layer_that_the_engine_refuses_too_is_refused(plugin_log):
-    """One projection: vLLM lets only fused ones end within a block."""
-    quant = Quantized.from_config(CHECKPOINT)
-    refused = pytest.raises(UnsupportedError, match=r"g_proj has 8 output .*vLLM's own .*divisible.*\. Use a smaller")
+def test_a_layer_that_the_engine_refuses_too_is_refused(monkeypatch, plugin_log):
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("192 is not divisible")
+
+    monkeypatch.setattr(UnquantizedLinearMethod, "create_weights", refuse)
+    refused = pytest.raises(UnsupportedError, match=r"in_proj has 192 input .*vLLM's own .*divisible.*\. Use a smaller")
     with refused:
-        linear.ColumnParallelLinear(256, 16, bias=False, quant_config=quant, prefix="model.layers.0.g_proj")
+        projections(Quantized.for_unquantized())
     assert not plugin_log.records
 
 
@@ -245,13 +252,59 @@ def test_experts_that_the_engine_refuses_too_are_refused(monkeypatch):
 @on_its_kernels
 def test_scales_of_shared_blocks_are_loaded_by_the_model_alone():
     """vLLM's loader would copy those of other blocks. MiMo-V2.5 has a loader of its own."""
-    layer = projections(Quantized.from_config(CHECKPOINT), width=384, inputs=256)
+    quant = Quantized.from_config(CHECKPOINT)
+    with pytest.raises(UnsupportedError, match=r"in_proj has 192 output channels.* scales of other blocks\. Use"):
+        projections(quant, width=384, inputs=256)
+    architectures = SimpleNamespace(architectures=["MiMoV2ForCausalLM"])
+    quant.model.engine = SimpleNamespace(model_config=SimpleNamespace(hf_config=architectures))
+    layer = projections(quant, width=384, inputs=256)
     assert type(layer.quant_method) is Fp8LinearMethod
     scale = layer.weight_scale_inv
     with pytest.raises(UnsupportedError, match=r"in_proj has 192 output channels.* scales of other blocks\. Use"):
         scale.weight_loader(scale, torch.ones(3, 2), 0)
     default_weight_loader(scale, torch.ones(3, 2))
     assert (scale == 1).all()
+
+
+PARTS = [  # of two ranks: inputs, outputs of each projection, and how they are split
+    (256, (512, 512), Split.OUTPUTS),
+    (192, (512, 512), Split.OUTPUTS),
+    (256, (384, 512), Split.OUTPUTS),
+    (256, (48,), Split.OUTPUTS),
+    (384, (256,), Split.INPUTS),
+    (256, (24,), Split.NONE),
+    (256, (20,), Split.NONE),
+    (256, (128, 192), Split.NONE),
+    (256, (192, 128), Split.NONE),
+]
+
+
+@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs", "split"), PARTS)
+def test_the_warmup_predicts_who_computes_a_layer(inputs, outputs, split, online):
+    model = Model("Some", Experts(0, 8, 2, 256, 128), (), heads=2, kv_heads=2, vocab=1, ue8m0=False, quantized=True)
+    model = replace(model, dense=(Dense("in_proj", 1, inputs, outputs, split),), quantized=not online)
+    refusal, two = split_refusal(model, Parallel(2)), Parallel(2)
+    quant = Quantized.for_unquantized() if online else Quantized.from_config(CHECKPOINT)
+    given = {"bias": False, "quant_config": quant, "prefix": NAME.format(0)}
+    if refusal:
+        with pytest.raises(UnsupportedError) as caught:
+            make_layer(inputs, outputs, split, given)
+        assert str(caught.value).startswith(refusal.replace("in_proj", NAME.format(0)))
+        return
+    if engine_layers(model, two) and not (online or CAN_BUILD):
+        pytest.skip("vLLM has no FP8 kernels for this machine")
+    ours = isinstance(make_layer(inputs, outputs, split, given).quant_method, Fp8MoeLinearMethod)
+    assert ours == (not engine_layers(model, two))
+
+
+def make_layer(inputs: int, outputs: tuple[int, ...], split: Split, given: dict) -> torch.nn.Module:
+    if split is Split.INPUTS:
+        return linear.RowParallelLinear(inputs, *outputs, **given)
+    if len(outputs) > 1:
+        return linear.MergedColumnParallelLinear(inputs, list(outputs), **given, disable_tp=split is Split.NONE)
+    kind = linear.ReplicatedLinear if split is Split.NONE else linear.ColumnParallelLinear
+    return kind(inputs, *outputs, **given)
 
 
 @on_its_kernels
