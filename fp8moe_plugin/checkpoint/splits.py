@@ -173,9 +173,10 @@ def _place(model: Model, layer: Dense, parallel: Parallel) -> Placement:
     if why := _uneven(layer, ranks):
         return Placement(Server.NONE, why)
     halves = layer.outputs[:1] if is_gate_up(layer.name) else (layer.inputs,) if is_down(layer.name) else ()
-    padded = any(width // ranks % GROUP for width in halves)
     weights, split = model.dense_weights, layer.split == Split.OUTPUTS and ranks > 1
-    share = DensePart(part.inputs, part.outputs, layer.inputs, split, padded, dense_kind_refusal(weights))
+    kind = dense_kind_refusal(weights)
+    padded = kind is None and any(width // ranks % GROUP for width in halves)
+    share = DensePart(part.inputs, part.outputs, layer.inputs, split, padded, kind)
     return place_dense(share, weights, _engine(model, parallel, model.quantized))
 
 

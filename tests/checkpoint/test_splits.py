@@ -8,6 +8,7 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Dense, Split
 from fp8moe_plugin.checkpoint.splits import computes_experts, engine_layers, engine_text, split_refusal
 from fp8moe_plugin.formats.activation import Activation
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from tests.checkpoint.test_shapes import EXPERTS, MODEL
 from tests.helpers import environment
@@ -51,6 +52,11 @@ def test_sglang_takes_fused_layers_of_whole_blocks_only() -> None:
     model = replace(MODEL, dense=(layer,))
     assert [name for name, *_ in engine_layers(model, Parallel())] == [layer.name]
     assert "SGLang's own method cannot take it" in str(split_refusal(model, Parallel(sglang=True)))
+
+
+def test_a_format_without_kernels_is_not_padded() -> None:
+    model = replace(MODEL, dense_weights=FP8_CHANNEL)
+    assert [name for name, *_ in engine_layers(model, Parallel(8))] == [layer.name for layer in MODEL.dense]
 
 
 def test_a_padded_mlp_is_never_the_engines() -> None:

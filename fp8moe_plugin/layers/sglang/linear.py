@@ -59,11 +59,12 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         split = output_size != sum(output_partition_sizes)
         widths = list(getattr(layer, "output_sizes", [output_size]))
         rank, ranks = compat.rank_of(layer)
-        inputs, outputs, loader = whole_blocks(
-            self.prefix, layer, rank, ranks, input_size_per_partition, output_partition_sizes, weight_loader
-        )
         weights = self.quant_config.spec.dense
-        part = DensePart(inputs, outputs, input_size, split, loader is not weight_loader, dense_format_refusal(weights))
+        kind = dense_format_refusal(weights)
+        asked = input_size_per_partition, output_partition_sizes, weight_loader
+        blocks = whole_blocks(self.prefix, layer, rank, ranks, *asked) if kind is None else asked
+        inputs, outputs, loader = blocks
+        part = DensePart(inputs, outputs, input_size, split, loader is not weight_loader, kind)
         server, refusal = place_dense(part, weights, Engine("SGLang", not self.quant_config.online))
         if server is Server.ENGINE:
             given = {

@@ -60,8 +60,9 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         split = output_size != sum(output_partition_sizes)
         self.widths, self.inputs = list(getattr(layer, "output_sizes", [output_size])), input_size  # on all ranks
         own = input_size_per_partition, output_partition_sizes, extra_weight_attrs["weight_loader"]
-        inputs, outputs, loader = whole_blocks(self.prefix, layer, layer.tp_rank, layer.tp_size, *own)
         kind, model = dense_format_refusal(self.weights), self.loading.model
+        blocks = whole_blocks(self.prefix, layer, layer.tp_rank, layer.tp_size, *own) if kind is None else own
+        inputs, outputs, loader = blocks
         part = DensePart(inputs, outputs, input_size, split, loader is not own[2], kind)
         engine = Engine("vLLM", not self.online, architecture_of(model.engine))
         server, refusal = place_dense(part, self.weights, engine)
