@@ -5,7 +5,14 @@ import triton.language as tl
 
 from fp8moe_plugin.triton_kernels.arithmetic import activated, quantized
 from fp8moe_plugin.triton_kernels.dependence import wait_for_previous_kernel
-from fp8moe_plugin.triton_kernels.operands import add_product, empty_sums, rows_of_tile, sources, tile_of_program
+from fp8moe_plugin.triton_kernels.operands import (
+    add_product,
+    empty_sums,
+    rows_of_tile,
+    scaled_columns,
+    sources,
+    tile_of_program,
+)
 
 
 @triton.jit
@@ -20,19 +27,32 @@ def sums_of_both(
     blocks,
     BLOCK_M: tl.constexpr,
     SWAP: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
 ):
-    """The products of a tile's rows with 128 channels of both projections, from the addresses of the first K block."""
+    """The products of a tile's rows with 128 channels of both projections, from the addresses of the first K block.
+
+    With ROW_SCALES each row of weights has a scale, with which its sums are multiplied, else each K block.
+    """
     gate, up = empty_sums(BLOCK_M, 128, SWAP), empty_sums(BLOCK_M, 128, SWAP)
-    x_scale, gate_scale, up_scale = tl.load(x_scale_at), tl.load(gate_scale_at), tl.load(up_scale_at)
+    x_scale, gate_scales, up_scales = tl.load(x_scale_at), tl.load(gate_scale_at), tl.load(up_scale_at)
+    if ROW_SCALES:
+        gate_scale, up_scale = 1.0, 1.0
+    else:
+        gate_scale, up_scale = gate_scales, up_scales
     for block in range(1, blocks + 1):  # loads scales a block ahead: only what is multiplied goes through a pipeline
         ahead = tl.minimum(block, blocks - 1)
         next_x_scale = tl.load(x_scale_at + ahead * x_scale_k_block)
-        next_scales = tl.load(gate_scale_at + ahead), tl.load(up_scale_at + ahead)
+        if not ROW_SCALES:
+            next_scales = tl.load(gate_scale_at + ahead), tl.load(up_scale_at + ahead)
         x = tl.load(x_at)
         gate = add_product(gate, x, tl.load(gate_at), x_scale, gate_scale, SWAP)
         up = add_product(up, x, tl.load(up_at), x_scale, up_scale, SWAP)
-        x_scale, gate_scale, up_scale = next_x_scale, next_scales[0], next_scales[1]
+        x_scale = next_x_scale
+        if not ROW_SCALES:
+            gate_scale, up_scale = next_scales[0], next_scales[1]
         x_at, gate_at, up_at = x_at + 128, gate_at + 128, up_at + 128
+    if ROW_SCALES:
+        gate, up = scaled_columns(gate, gate_scales, SWAP), scaled_columns(up, up_scales, SWAP)
     return gate, up
 
 
@@ -64,6 +84,7 @@ def triton_gate_up(
     BLOCK_M: tl.constexpr,
     SWAP: tl.constexpr,
     MODIFIED_SWIGLU: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
     UE8M0: tl.constexpr,
 ):
     """e4m3 `q` `[rows, channels]` and its K-major scales, of the activation of `gate, up = a @ b.T`.
@@ -78,18 +99,20 @@ def triton_gate_up(
     tile, column_tile = tile_of_program(row_tiles, columns, group_m)
     expert, rows, end = rows_of_tile(table, tile, 0, 1, BLOCK_M)
     source = sources(a_rows, rows, end, gathered)
-    column = column_tile * 128 + tl.arange(0, 128)
-    channel = tl.arange(0, 128)
+    column, channel = column_tile * 128 + tl.arange(0, 128), tl.arange(0, 128)
 
     x_at = a + source[:, None] * k + channel[None, :]
     gate_at = b + (expert.to(tl.int64) * 2 * channels + column)[:, None] * k + channel[None, :]
     up_at = gate_at + tl.cast(channels, tl.int64) * k
     x_scale_at = a_scales + source * a_scale_row + expert.to(tl.int64) * a_scale_group
-    gate_scale_at = b_scales + (expert.to(tl.int64) * 2 * columns + column_tile) * (k // 128)
-    up_scale_at = gate_scale_at + columns * (k // 128)
-    gate, up = sums_of_both(
-        x_at, x_scale_at, a_scale_k_block, gate_at, gate_scale_at, up_at, up_scale_at, k // 128, BLOCK_M, SWAP
-    )
+    if ROW_SCALES:
+        gate_scale_at = b_scales + expert.to(tl.int64) * 2 * channels + column
+        up_scale_at = gate_scale_at + channels
+    else:
+        gate_scale_at = b_scales + (expert.to(tl.int64) * 2 * columns + column_tile) * (k // 128)
+        up_scale_at = gate_scale_at + columns * (k // 128)
+    weights = gate_at, gate_scale_at, up_at, up_scale_at
+    gate, up = sums_of_both(x_at, x_scale_at, a_scale_k_block, *weights, k // 128, BLOCK_M, SWAP, ROW_SCALES)
     inner = activated(gate, up, gate_limit, activated_limit, up_limit, alpha, beta, MODIFIED_SWIGLU)
     codes, of_rows = quantized(tl.trans(inner) if SWAP else inner, UE8M0)
     tl.store(q + rows.to(tl.int64)[:, None] * channels + column[None, :], codes, (rows < end)[:, None])

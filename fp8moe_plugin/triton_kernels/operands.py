@@ -44,6 +44,15 @@ def empty_sums(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr):
 
 
 @triton.jit
+def scaled_columns(total, scales, SWAP: tl.constexpr):
+    """`total` times the scale of each row of weights."""
+    if SWAP:
+        return total * scales[:, None]
+    else:
+        return total * scales[None, :]
+
+
+@triton.jit
 def add_product(total, x, w, row_scales, w_scale, SWAP: tl.constexpr):
     """`total` with the scaled `x @ w.T` of a K block added.
 

@@ -30,6 +30,24 @@ def sum_of_threads(sums):
 
 
 @triton.jit
+def group_scales(scale_at, group, exists, ROW_SCALES: tl.constexpr):
+    """The scales of a block of rows in K blocks; with ROW_SCALES 1, because those of rows are applied to the sums."""
+    if ROW_SCALES:
+        return tl.full(group.shape, 1.0, tl.float32)
+    else:
+        return tl.load(scale_at + group, exists, 0.0)
+
+
+@triton.jit
+def scaled_sum(sums, scale_at, ROW_SCALES: tl.constexpr):
+    """`sum_of_threads`, with ROW_SCALES times the scales of N rows."""
+    if ROW_SCALES:
+        return sum_of_threads(sums) * tl.load(scale_at)
+    else:
+        return sum_of_threads(sums)
+
+
+@triton.jit
 def triton_gate_up_small_batch(
     x,
     ids,
@@ -55,6 +73,7 @@ def triton_gate_up_small_batch(
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     MODIFIED_SWIGLU: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
     UE8M0: tl.constexpr,
 ):
     """bfloat16 `inner` `[pairs, channels]`: the activation of `gate, up = b[expert] @ x[token]`, quantizing x.
@@ -64,13 +83,11 @@ def triton_gate_up_small_batch(
     wait_for_previous_kernel(PDL)
     columns = channels // BLOCK_N
     pair, column_tile = tl.program_id(0) // columns, tl.program_id(0) % columns
-    expert = local_experts(
-        ids, expert_map, pair, pairs, topk, shared_expert, ids_64, mapped, routed_experts, num_experts
-    )
+    sizes = pairs, topk, shared_expert, ids_64, mapped, routed_experts, num_experts
+    expert = local_experts(ids, expert_map, pair, *sizes)
     if expert < 0:
         return
-    blocks, channel = k // 128, tl.arange(0, 128)
-    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    blocks, channel, column = k // 128, tl.arange(0, 128), column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     x_at = x + (pair // topk).to(tl.int64) * k
     gate_at = b + (expert.to(tl.int64) * 2 * channels + column)[None, :, None] * k + channel[None, None, :]
     up_at = gate_at + tl.cast(channels, tl.int64) * k
@@ -81,13 +98,14 @@ def triton_gate_up_small_batch(
         exists = group < blocks
         gate_w = tl.load(gate_at + group[:, None, None] * 128, exists[:, None, None], 0.0)
         up_w = tl.load(up_at + group[:, None, None] * 128, exists[:, None, None], 0.0)
-        gate_scales = tl.load(scale_at + group, exists, 0.0)
-        up_scales = tl.load(scale_at + channels // 128 * blocks + group, exists, 0.0)
-        values = tl.load(x_at + group[:, None] * 128 + channel[None, :], exists[:, None], 0.0)
-        codes, scales = quantized(values, UE8M0)
+        gate_scales = group_scales(scale_at, group, exists, ROW_SCALES)
+        up_scales = group_scales(scale_at + channels // 128 * blocks, group, exists, ROW_SCALES)
+        value_at = x_at + group[:, None] * 128 + channel[None, :]
+        codes, scales = quantized(tl.load(value_at, exists[:, None], 0.0), UE8M0)
         gate += scaled_products(codes, scales, gate_w, gate_scales)
         up += scaled_products(codes, scales, up_w, up_scales)
-    of_pair = sum_of_threads(gate), sum_of_threads(up)
+    scales_at = b_scales + expert.to(tl.int64) * 2 * channels + column
+    of_pair = scaled_sum(gate, scales_at, ROW_SCALES), scaled_sum(up, scales_at + channels, ROW_SCALES)
     result = activated(*of_pair, gate_limit, activated_limit, up_limit, alpha, beta, MODIFIED_SWIGLU)
     tl.store(inner + pair.to(tl.int64) * channels + column, result)
 
@@ -114,6 +132,7 @@ def triton_down_small_batch(
     PDL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
     UE8M0: tl.constexpr,
 ):
     """bfloat16 `out` `[tokens, hidden]`: the weighted sum of a token's experts, quantizing `inner`; see combine.py.
@@ -124,8 +143,7 @@ def triton_down_small_batch(
     wait_for_previous_kernel(PDL)
     columns = hidden // BLOCK_N
     token, column_tile = tl.program_id(0) // columns, tl.program_id(0) % columns
-    blocks, channel = k // 128, tl.arange(0, 128)
-    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    blocks, channel, column = k // 128, tl.arange(0, 128), column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row_at = column[:, None].to(tl.int64) * k + channel[None, :]
     routed = topk - shared_expert
     total = tl.zeros([GROUPS, BLOCK_N, 8], tl.float32)
@@ -140,12 +158,16 @@ def triton_down_small_batch(
         group_at = expert.to(tl.int64) * hidden * k + group * 128
         w = tl.load(b + (group_at[:, None, None] + row_at[None, :, :]), here[:, None, None], 0.0)
         scale_row = expert.to(tl.int64) * (hidden // 128) + column_tile * BLOCK_N // 128
-        w_scales = tl.load(b_scales + scale_row * blocks + group, here, 0.0)
+        w_scales = group_scales(b_scales + scale_row * blocks, group, here, ROW_SCALES)
         is_routed = choice < routed
         weight = tl.load(weights + token * routed + choice, here & is_routed, 1.0) * tl.where(
             is_routed, routed_scale, 1.0
         )
         value_at = inner + (pair.to(tl.int64) * k + group * 128)[:, None] + channel[None, :]
         codes, scales = quantized(tl.load(value_at, here[:, None], 0.0), UE8M0)
-        total += scaled_products(codes, scales, w, w_scales) * weight[:, None, None]
+        products = scaled_products(codes, scales, w, w_scales) * weight[:, None, None]
+        if ROW_SCALES:
+            scale_at = b_scales + expert.to(tl.int64)[:, None] * hidden + column[None, :]
+            products *= tl.load(scale_at, here[:, None], 0.0)[:, :, None]
+        total += products
     tl.store(out + token.to(tl.int64) * hidden + column, sum_of_threads(total).to(tl.bfloat16))

@@ -10,6 +10,9 @@ import torch
 from fp8moe_plugin import ops
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.compiler import compile_kernel
 from fp8moe_plugin.ops import devices
 from fp8moe_plugin.plan.triton import catalog
@@ -98,6 +101,20 @@ def test_a_modified_swiglu(
     assert h.relative_l2(actual, expected) <= 2 * SMALL_BATCH_ERROR
 
 
+@pytest.mark.parametrize(
+    ("tokens", "tile_rows", "kind"),
+    [(3, None, "some_missing"), (20, FEW_ROWS, "one_expert"), (20, MORE_ROWS, "distinct")],
+)
+def test_weights_with_a_scale_for_each_row(
+    gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, tokens: int, tile_rows: int | None, kind: str
+) -> None:
+    force_step(monkeypatch, tile_rows)
+    layer, x = h.random_layer(gen, EXPERTS, HIDDEN, 128, FP8_CHANNEL), h.random_tokens(gen, tokens, HIDDEN)
+    call = x, *layer, *h.random_routing(gen, kind, tokens, TOPK, EXPERTS)
+    expected, actual, _ = both(ops.fused_moe, *call, weights=FP8_CHANNEL)
+    assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if tile_rows is None else MOST_ERROR)
+
+
 @pytest.mark.parametrize(("tokens", "tile_rows"), [(2, None), (50, FEW_ROWS)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_experts_of_a_rank_are_found_by_the_map(
@@ -141,9 +158,9 @@ def test_a_long_step_is_routed_in_chunks_of_several_parts(
     assert (route.grid, route.args.parts) == (2, 2)
 
 
-@pytest.mark.parametrize("expected_m", [4, 100])
-def test_batched_experts(gen: torch.Generator, expected_m: int) -> None:
-    layer, max_m = h.random_layer(gen, 3, HIDDEN, INTERMEDIATE), 70
+@pytest.mark.parametrize(("expected_m", "weights"), [(4, FP8_BLOCK), (100, FP8_BLOCK), (4, FP8_CHANNEL)])
+def test_batched_experts(gen: torch.Generator, expected_m: int, weights: WeightFormat) -> None:
+    layer, max_m = h.random_layer(gen, 3, HIDDEN, INTERMEDIATE, weights), 70
     q, scales = h.random_quantized(gen, 3, max_m, HIDDEN)
     counts, outs = torch.tensor([70, 0, 17], dtype=torch.int32), []
     for serve in (False, True):
@@ -152,7 +169,7 @@ def test_batched_experts(gen: torch.Generator, expected_m: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if serve:
                 h.serve(patch, Device())
-            outs.append(ops.batched_experts(*call, expected_m=expected_m, out=out))
+            outs.append(ops.batched_experts(*call, expected_m=expected_m, weights=weights, out=out))
     for e, count in enumerate(counts.tolist()):
         assert h.untouched(outs[1][e, count:])
         assert count == 0 or h.relative_l2(outs[1][e, :count], outs[0][e, :count]) <= MOST_ERROR

@@ -3,7 +3,6 @@
 import functools
 
 from fp8moe_plugin.formats.activation import Activation
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.backend import PLANS, Plan, shared_plan
 from fp8moe_plugin.launches.operands import Rows
@@ -12,6 +11,7 @@ from fp8moe_plugin.launches.triton.layer import batched_launches, dense_launches
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output, layer_refusal
 from fp8moe_plugin.plan.triton import kernel_sets, plans
+from fp8moe_plugin.plan.triton.catalog import ROW_SCALES
 
 
 class Triton:
@@ -27,7 +27,7 @@ class Triton:
         self.target = target
 
     def refusal(self, spec: LayerSpec, arrival: Arrival) -> str | None:
-        return layer_refusal(spec, (FP8_BLOCK,))
+        return layer_refusal(spec, tuple(ROW_SCALES))
 
     def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:
         return kernel_sets.layer_kernels(self.target, spec, arrival)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.formats.activation import Activation
-from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 from fp8moe_plugin.plan.keys import HOPPER, KIB, KernelKey
 from fp8moe_plugin.plan.spec import LayerSpec
 
@@ -19,6 +21,7 @@ TARGETS = {
     "sm_121": ((12, 1), 99 * KIB),
 }
 GPUS = {target.replace("_", ""): target for target in TARGETS}  # by their names in the warm-up
+ROW_SCALES = {FP8_BLOCK: 0, FP8_CHANNEL: 1}  # by the format of weights, of the kernels that read them
 CHUNK = 128  # (token, expert) pairs that a program of the routing kernels processes together
 MAX_CHUNKS = 128  # programs of these kernels in a long step; each reads the counts of all
 PADDED_EXPERTS = (256, MAX_LOCAL_EXPERTS)
@@ -54,6 +57,11 @@ def _key(target: str, source: str, warps: int = 4, stages: int = 1, **constants:
 def _activated(activation: Activation, ue8m0: bool) -> dict[str, int]:
     """Returns the constants of kernels with an activation and the quantization of its result."""
     return {"MODIFIED_SWIGLU": activation.variant, "UE8M0": int(ue8m0)}
+
+
+def _of_gate_up(spec: LayerSpec) -> dict[str, int]:
+    """Returns the constants of GEMM 1 of the experts, except its tiles."""
+    return {"ROW_SCALES": ROW_SCALES[spec.weights], **_activated(spec.activation, spec.ue8m0)}
 
 
 # ---- routing and quantization --------------------------------------------------------------------------------------
@@ -113,12 +121,13 @@ def silu_mul_quant_key(target: str, ue8m0: bool, activation: Activation) -> Trit
 
 
 def gate_up_small_batch_key(target: str, spec: LayerSpec) -> TritonKey:
-    return _key(target, "gate_up_small_batch", BLOCK_N=4, GROUPS=16, **_activated(spec.activation, spec.ue8m0))
+    return _key(target, "gate_up_small_batch", BLOCK_N=4, GROUPS=16, **_of_gate_up(spec))
 
 
 @functools.cache
-def down_small_batch_key(target: str, ue8m0: bool) -> TritonKey:
-    return _key(target, "down_small_batch", BLOCK_N=8, GROUPS=16, UE8M0=int(ue8m0))
+def down_small_batch_key(target: str, ue8m0: bool, weights: WeightFormat) -> TritonKey:
+    scales = ROW_SCALES[weights]
+    return _key(target, "down_small_batch", BLOCK_N=8, GROUPS=16, ROW_SCALES=scales, UE8M0=int(ue8m0))
 
 
 @functools.cache
@@ -142,18 +151,20 @@ def gate_up_key(target: str, tile_rows: int, spec: LayerSpec) -> TritonKey:
     """GEMM 1 of the experts with its activation and the quantization of the result, in tiles of `tile_rows` rows."""
     swap, warps = int(tile_rows == FEW_ROWS), 4 if tile_rows == FEW_ROWS else 8
     stages = 4 if _is_large(target) else 3
-    activated = _activated(spec.activation, spec.ue8m0)
-    return _key(target, "gate_up", warps, stages, BLOCK_M=tile_rows, SWAP=swap, **activated)
+    return _key(target, "gate_up", warps, stages, BLOCK_M=tile_rows, SWAP=swap, **_of_gate_up(spec))
 
 
 @functools.cache
-def gemm_key(target: str, tile_rows: int, tile_n: int = TILE_N, f32: bool = False) -> TritonKey:
+def gemm_key(
+    target: str, tile_rows: int, tile_n: int = TILE_N, f32: bool = False, weights: WeightFormat = FP8_BLOCK
+) -> TritonKey:
     """GEMM with bfloat16 or float32 results, in tiles of `tile_rows` rows and `tile_n` columns."""
     swap, warps = int(tile_rows == FEW_ROWS and tile_n == TILE_N), 8 if tile_rows == MANY_ROWS else 4
     # With few rows, fewer stages let several blocks share an SM: while one stores its tile, others load.
     stages = 3 if tile_rows == FEW_ROWS or not _is_large(target) else 4
     stages = NARROW_STAGES if tile_n == NARROW_TILE_N else stages
-    return _key(target, "gemm", warps, stages, BLOCK_M=tile_rows, BLOCK_N=tile_n, F32=int(f32), SWAP=swap)
+    tile = {"BLOCK_M": tile_rows, "BLOCK_N": tile_n, "SWAP": swap}
+    return _key(target, "gemm", warps, stages, **tile, F32=int(f32), ROW_SCALES=ROW_SCALES[weights])
 
 
 def _is_large(target: str) -> bool:
