@@ -220,13 +220,13 @@ def test_verify_names_what_is_missing_or_damaged_and_the_remedy(
     arguments = ["verify", "--model", str(checkpoint("DeepSeek-V3")), "--tp", "8"]
     assert main(arguments) == 0
     assert f"{OF_A_MODEL} kernels, {OF_A_MODEL} present and intact, in {full_cache}" in capsys.readouterr().out
-    (combine,), (swap_ab,) = full_cache.glob("combine-*.cubin"), full_cache.glob("grouped_gemm_few_rows-*.cubin")
+    (combine,), (route,) = full_cache.glob("combine-*.cubin"), full_cache.glob("route-*.cubin")
     combine.unlink()
-    swap_ab.write_bytes(swap_ab.read_bytes()[:-1])
+    route.write_bytes(route.read_bytes()[:-1])
     assert main(arguments) == 1
     printed = capsys.readouterr().out
     assert f"missing combine: {full_cache} does not contain it" in printed
-    assert f"damaged grouped_gemm_few_rows: {swap_ab} is damaged: its checksum differs" in printed
+    assert f"damaged route: {route} is damaged: its checksum differs" in printed
     assert f"Run `fp8moe-warmup --model {checkpoint('DeepSeek-V3')} --tp 8`." in printed
 
 
