@@ -11,7 +11,7 @@ from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.patterns import matches
 from fp8moe_plugin.formats.spec import QuantSpec, parse_quantization, recoded
 from tests.checkpoint.fuzzer import VALUES, nodes
-from tests.compressed import FLOAT, QUANTIZATION
+from tests.compressed import BY_ROW
 
 GATE = "model.layers.0.mlp.gate"
 FP8 = {"quant_method": "fp8", "ignored_layers": [GATE]}
@@ -21,14 +21,8 @@ IN_FILE = {
     "producer": {"name": "modelopt", "version": "0.29.0"},
     "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": EXCLUDED},
 }
-FP8_DYNAMIC = {
-    "targets": ["Linear"],
-    "weights": FLOAT | {"strategy": "channel", "dynamic": False},
-    "input_activations": FLOAT | {"strategy": "token", "dynamic": True},
-}
-BY_CHANNEL = QUANTIZATION | {"config_groups": {"group_0": FP8_DYNAMIC}}
 STATIC, DYNAMIC = (FP8 | {"activation_scheme": scheme} for scheme in ("static", "dynamic"))
-DESCRIPTIONS = {"channel": BY_CHANNEL, "static": STATIC, "dynamic": DYNAMIC, "config": IN_CONFIG, "file": IN_FILE}
+DESCRIPTIONS = {"channel": BY_ROW, "static": STATIC, "dynamic": DYNAMIC, "config": IN_CONFIG, "file": IN_FILE}
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)

@@ -1,4 +1,5 @@
-"""vLLM itself loads a checkpoint of compressed-tensors in block FP8, whose scales are in BF16, and calls its layers."""
+"""vLLM itself loads checkpoints of compressed-tensors by block and by row, with scales in BF16, and of ModelOpt, with
+a scale for each weight, and calls its layers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.ops import fp8_linear, fused_moe
 from tests import helpers as h
-from tests.compressed import compress
+from tests.compressed import BY_ROW, MODELOPT, compress, requantize
 
 pytestmark = pytest.mark.seam
 
@@ -25,18 +26,24 @@ ATTENTION, EXPERTS = "model.layers.0.self_attn", "model.layers.0.mlp.experts"
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "qwen3_moe-compressed"
+@pytest.fixture(scope="module", params=["block", "row", "tensor"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / f"qwen3_moe-{request.param}"
     write_checkpoint(folder, SHAPE)
-    compress(folder)
+    if request.param == "block":
+        compress(folder)
+    else:
+        requantize(folder, BY_ROW if request.param == "row" else MODELOPT)
     return folder
 
 
 def both(tensors: Tensors, *names: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the weights and float32 scales of these layers, concatenated along the rows."""
-    weight = torch.cat([tensors[f"{name}.weight"] for name in names])
-    return weight, torch.cat([tensors[f"{name}.weight_scale"] for name in names]).float()
+    weights = [tensors[f"{name}.weight"] for name in names]
+    scales = [tensors[f"{name}.weight_scale"] for name in names]
+    each = zip(weights, scales, strict=True)
+    scales = [scale if scale.dim() else scale.expand(len(weight), 1) for weight, scale in each]
+    return torch.cat(weights), torch.cat(scales).float()
 
 
 def test_the_files_belong_to_the_description(checkpoint):
@@ -53,7 +60,8 @@ def test_the_experts_compute_what_the_checkpoint_says(model, tensors):
     gen = h.seeded(0, torch.device("cpu"))
     x = h.random_tokens(gen, 5, SHAPE.hidden)
     routing = h.random_routing(gen, "distinct", 5, SHAPE.topk, SHAPE.experts)
-    assert h.same_bits(layer.forward_modular(x, *routing), fused_moe(x, *parts, *routing))
+    wanted = fused_moe(x, *parts, *routing, weights=layer.quant_method.weights)
+    assert h.same_bits(layer.forward_modular(x, *routing), wanted)
 
 
 @pytest.mark.parametrize(("layer", "parts"), [("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("o_proj", ("o_proj",))])
