@@ -55,7 +55,9 @@ class Config(BaseModel):
     num_hidden_layers: Annotated[Layers, Field(ge=1)] = Field(
         validation_alias=AliasChoices("num_hidden_layers", "num_layers")
     )
-    num_nextn_predict_layers: Layers = 0
+    num_nextn_predict_layers: Layers = Field(
+        0, validation_alias=AliasChoices("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    )
     max_position_embeddings: Size | None = None
     intermediate_size: Size | Sizes | None = None
     # In models where `intermediate_size` is that of the experts.

@@ -49,6 +49,9 @@ class Images:
 def on_a_cpu() -> Iterator[ExitStack]:
     """Replaces what vLLM's models need of a GPU, and adds the configs that transformers lacks."""
     from transformers import AutoConfig, PretrainedConfig
+    from vllm.model_executor.models import ModelRegistry, registry
+    from vllm.models.deepseek_v4.nvidia import mtp
+    from vllm.models.deepseek_v4.nvidia.ops import o_proj
     from vllm.platforms.cpu import CpuPlatform
     from vllm.transformers_utils.configs.minimax_m3 import MiniMaxM3TextConfig
     from vllm.v1.attention.backends.mla import flashmla_sparse
@@ -64,9 +67,15 @@ def on_a_cpu() -> Iterator[ExitStack]:
     ling = type("Ling", (PretrainedConfig,), {"model_type": "bailing_hybrid"})
     for config in (ling, MiniMaxM3TextConfig):
         AutoConfig.register(config.model_type, config, exist_ok=True)
+    ModelRegistry.register_model("DeepSeekV4MTPModel", mtp.DeepSeekV4MTP)  # there is none for CPUs
+    hopper = mock.Mock(get_device_capability=lambda: mock.Mock(major=9))
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "meta_path", [*sys.meta_path, Images]))
-        stack.enter_context(mock.patch.object(torch.cuda, "Event", mock.Mock))
+        for name in ("Event", "Stream"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, mock.Mock))
+        stack.enter_context(mock.patch.object(o_proj, "current_platform", hopper))
+        # Otherwise vLLM inspects each class in a new process.
+        stack.enter_context(mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()))
         stack.enter_context(mock.patch.object(CpuPlatform, "get_attn_backend_cls", classmethod(backend)))
         stack.enter_context(mock.patch.object(flashmla_sparse, "current_workspace_manager", mock.Mock()))
         stack.enter_context(mock.patch.dict(os.environ, {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}))
@@ -75,8 +84,11 @@ def on_a_cpu() -> Iterator[ExitStack]:
         del sys.modules[name]
 
 
-def build(folder: Path) -> torch.nn.Module:
+def build(folder: Path, draft: bool = False) -> torch.nn.Module:
     """Returns the model of a folder with a config.json under `--quantization fp8moe`, as vLLM makes it on one rank.
+
+    Args:
+        draft: take the layers for multi-token prediction instead.
 
     Raises:
         ValidationError: its config is refused, for the reason in the text.
@@ -86,24 +98,23 @@ def build(folder: Path) -> torch.nn.Module:
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.model_executor.models import ModelRegistry
 
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     own = {"quantization": "fp8moe", "dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True}
     if architecture.startswith("Qwen4Exp"):
         own["engram_config"] = {"cpu_offload": False}  # into pinned memory
+    if draft:
+        own["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
     with on_a_cpu() as stack:
-        known = ModelRegistry.models[architecture]
-        if hasattr(known, "module_name"):  # otherwise vLLM inspects the class in a new process
-            ModelRegistry.register_model(architecture, known.load_model_cls())
+        engine = EngineArgs(model=str(folder), **own, **LIMITS).create_engine_config()
+        model = engine.speculative_config.draft_model_config if draft else engine.model_config
         if QSA in sys.modules:
             stack.enter_context(mock.patch.object(sys.modules[QSA], "is_flash_attn_varlen_func_available"))
-        engine = EngineArgs(model=str(folder), **own, **LIMITS).create_engine_config()
         try:
             with set_current_vllm_config(engine):
                 join_ranks(folder)
                 with torch.device("meta"):
-                    return initialize_model(vllm_config=engine)
+                    return initialize_model(vllm_config=engine, model_config=model)
         finally:
             destroy_model_parallel()
             destroy_distributed_environment()

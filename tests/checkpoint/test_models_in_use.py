@@ -43,12 +43,12 @@ READ: dict[str, tuple[tuple[int, ...], int, tuple[Any, ...]]] = {
     "MiniMax-M2.7": ((62, 256, 8, 3072, 1536), 62, ("self_attn.qkv_proj", 62, 3072, (6144, 1024, 1024))),
     "MiniMax-M3": ((57, 128, 4, 6144, 3072), 60, ("mlp.shared_experts.gate_up_proj", 57, 6144, (3072, 3072))),
     "Qwen3.5-397B-A17B-FP8": (
-        (60, 512, 10, 4096, 1024),
+        (61, 512, 10, 4096, 1024),
         15,
         ("linear_attn.in_proj_qkvz", 45, 4096, (2048, 2048, 8192, 8192)),
     ),
-    "Qwen3.6-35B-A3B-FP8": ((40, 256, 8, 2048, 512), 10, ("self_attn.qkv_proj", 10, 2048, (8192, 512, 512))),
-    "Qwen3.8-Flash-Next-FP8": ((48, 512, 10, 2560, 640), 12, ("mlp.shared_expert.down_proj", 48, 640, (2560,))),
+    "Qwen3.6-35B-A3B-FP8": ((41, 256, 8, 2048, 512), 10, ("self_attn.qkv_proj", 11, 2048, (8192, 512, 512))),
+    "Qwen3.8-Flash-Next-FP8": ((49, 512, 10, 2560, 640), 12, ("mlp.shared_expert.down_proj", 49, 640, (2560,))),
     "Llama-4-Scout-17B-16E-Instruct": ((48, 16, 1, 5120, 8192), 48, ("self_attn.o_proj", 48, 5120, (5120,))),
     "Qwen3-Next-80B-A3B-Thinking": ((48, 512, 10, 2048, 512), 12, ("linear_attn.out_proj", 36, 4096, (2048,))),
     "Step-3.5-Flash-FP8": (
@@ -122,6 +122,18 @@ def check_layers(model: torch.nn.Module, folder: Path, but: str = "$") -> None:
     assert {kind: n for kind, n in found.items() if not re.match(but, kind[0])} == {
         kind: n for kind, n in counted.items() if not re.match(but, kind[0])
     }
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V4-Flash", "GLM-5.2-FP8", "Qwen3.5-397B-A17B-FP8"])
+def test_layers_for_multi_token_prediction_are_ours(tmp_path, name):
+    pytest.importorskip("vllm")
+    folder = describe(tmp_path, described(name))
+    model, expected = build(folder, draft=True), read_model(folder)
+    assert activations_of(model) == {expected.activations[0]: expected.experts.mtp}
+    found = layers_of(model)
+    assert found.pop("experts") == expected.experts.mtp == 1
+    counted = {(layer.name, layer.inputs) for layer in expected.dense if layer.mtp}
+    assert {(kind.removeprefix("mtp_block."), inputs) for kind, inputs in found} == counted
 
 
 def test_layers_of_laguna(tmp_path):
