@@ -3,6 +3,7 @@
 A new format or activation is one entry more. Cells move to `COMPUTED` when kernels compute them.
 """
 
+import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -11,11 +12,13 @@ import torch
 
 from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.spec import SCALE, QuantSpec
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops.reference import dequantize_blocks
 from tests import helpers as h
 from tests.formats import fp4
-from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint, make_checkpoint
+from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint, make_checkpoint, make_rows
 
 INTERMEDIATE, TOKENS = fp4.WIDTH, 9
 
@@ -33,9 +36,14 @@ class Cell(NamedTuple):
     @property
     def refusal(self) -> str:
         """The part of the message that says what no kernel computes."""
-        if self.weights != FP8_BLOCK:
+        if self.weights not in VALUES:
             return f"weights in the format {self.weights.name}"
         return self.activation.refusal or "a bias"
+
+    @property
+    def quant(self) -> QuantSpec:
+        """The quantization of a checkpoint of such layers."""
+        return QuantSpec(self.weights, scale=FP8_CHANNEL.scale_names[0] if self.weights == FP8_CHANNEL else SCALE)
 
     def __str__(self) -> str:
         activation = [f"{name}={value}" for name, value in self.changed.items()] or ["silu"]
@@ -55,11 +63,18 @@ ACTIVATIONS = (
     OAI,
     STEP,
 )
-CHECKPOINTS = {FP8_BLOCK: make_checkpoint(INTERMEDIATE), fp4.FP4: fp4.CHECKPOINT}
+CHECKPOINTS = {
+    FP8_BLOCK: make_checkpoint(INTERMEDIATE),
+    FP8_CHANNEL: make_rows(INTERMEDIATE),
+    fp4.FP4: fp4.CHECKPOINT,
+}
 CELLS = [Cell(*cell) for cell in itertools.product(CHECKPOINTS, ACTIVATIONS, (False, True))]
-COMPUTED = [Cell(FP8_BLOCK, activation, False) for activation in (SILU, CLAMPED, OAI, STEP)]
+VALUES = {  # of the formats that are computed
+    FP8_BLOCK: dequantize_blocks,
+    FP8_CHANNEL: functools.partial(dequantize_blocks, weights=FP8_CHANNEL),
+}
+COMPUTED = [Cell(*cell, False) for cell in itertools.product(VALUES, (SILU, CLAMPED, OAI, STEP))]
 REFUSED = [cell for cell in CELLS if cell not in COMPUTED]
-VALUES = {FP8_BLOCK: dequantize_blocks}
 
 
 class Call(NamedTuple):
@@ -79,7 +94,7 @@ def make_call(cell: Cell) -> Call:
     expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for expert in range(EXPERTS):
         w1, w3, w2 = (
-            VALUES[cell.weights](checkpoint[f"{name}_weight"][expert], checkpoint[f"{name}_weight_scale_inv"][expert])
+            VALUES[cell.weights](checkpoint[f"{name}_weight"][expert], checkpoint[f"{name}_{cell.quant.scale}"][expert])
             for name in ("w1", "w3", "w2")
         )
         inner = activated(x.double() @ w1.double().T, x.double() @ w3.double().T, cell.activation)

@@ -8,7 +8,6 @@ pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
-from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.layers.sglang.moe import activation
 from tests.layers.conformance import (
     CHECKPOINTS,
@@ -39,7 +38,7 @@ FIELDS: dict[Activation, dict[str, object]] = {
 
 
 def layer_of(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> layers.Layer:
-    monkeypatch.setattr(layers.QUANT, "spec", QuantSpec(cell.weights))
+    monkeypatch.setattr(layers.QUANT, "spec", cell.quant)
     return layers.Layer(INTERMEDIATE, 1, 0, bias=cell.bias, **FIELDS[cell.activation])
 
 

@@ -11,7 +11,6 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.layers.vllm.experts import layer_activation
 from tests.layers.conformance import (
     ACTIVATIONS,
@@ -27,7 +26,7 @@ from tests.layers.vllm import one_rank
 
 
 def layer_of(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> one_rank.Layer:
-    monkeypatch.setattr(one_rank, "FP8", QuantSpec(cell.weights))
+    monkeypatch.setattr(one_rank, "FP8", cell.quant)
     moe = {f"swiglu_{name}": value for name, value in cell.changed.items() if name != "kind"}
     moe |= {"activation": MoEActivation(cell.activation.kind), "has_bias": cell.bias}
     return one_rank.Layer(INTERMEDIATE, 1, 0, moe=moe)
