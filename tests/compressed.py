@@ -32,6 +32,7 @@ FP8_DYNAMIC = {
     "input_activations": {**FLOAT, "strategy": "token", "dynamic": True},
 }
 BY_ROW = QUANTIZATION | {"config_groups": {"group_0": FP8_DYNAMIC}}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": ["lm_head"]}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.mlp.gate"]}
 
 

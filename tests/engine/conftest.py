@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
 from fp8moe_plugin.compare.cells import EAGER
+from tests.compressed import BY_ROW, STATIC, requantize
 from tests.conftest import has_hopper, vllm_builds
 from tests.engine.generate import BEGINS
 from tests.shared import built_once
@@ -72,6 +73,8 @@ PROCESSES: dict[str, dict[str, Engine]] = {
         "qwen3_moe unquantized": Engine("qwen3_moe-bf16", EAGER),
         "qwen3_moe swapped": Engine("qwen3_moe-fp8", EAGER | OURS, swapped=True),
         "deepseek_v3 mtp": Engine("deepseek_v3-fp8", EAGER | OURS | MTP),
+        "qwen3_moe by row": Engine("qwen3_moe-by-row", EAGER | OURS),
+        "deepseek_v3 static": Engine("deepseek_v3-static", EAGER | OURS),
         "qwen3_moe without a scale": Engine("qwen3_moe-without-a-scale", EAGER | OURS),
     },
     "without the plugin": {f"{family} twin": Engine(f"{family}-bf16", EAGER) for family in SHAPES},
@@ -130,6 +133,9 @@ def write_checkpoints(folder: Path) -> None:
         write_checkpoint(folder / f"{family}-other", shape, fp8=False, seed=1)
         converted = ["convert", "--model", str(folder / f"{family}-bf16"), "--out", str(folder / f"{family}-converted")]
         assert warmup(converted) == 0
+    for family, name, quantization in (("qwen3_moe", "by-row", BY_ROW), ("deepseek_v3", "static", STATIC)):
+        shutil.copytree(folder / f"{family}-fp8", folder / f"{family}-{name}")
+        requantize(folder / f"{family}-{name}", quantization)
     # Expert 11 is one of the second of two ranks.
     for name, tensor in (("scale", "3.down_proj.weight_scale_inv"), ("weight", "11.down_proj.weight")):
         lacking = folder / f"qwen3_moe-without-a-{name}"

@@ -18,6 +18,8 @@ BACKEND = "sm90" if torch.cuda.is_available() else "reference"
         "deepseek_v3",
         "deepseek_v3_ue8m0",
         "qwen3_moe",
+        "deepseek_v3 static",
+        "qwen3_moe by row",
         "deepseek_v3 mtp",
         "qwen3_moe multiprocess",
         "deepseek_v3 unmerged",
