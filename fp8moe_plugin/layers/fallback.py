@@ -41,8 +41,8 @@ class Fallback:
         metrics.count_layer(layer, BACKEND, part)
         metrics.export()
 
-    def take_dense(self, layer: Any, prefix: str, refusal: str, ranks_option: str, make: Callable[[], Any]) -> None:
-        """Make the engine's own method that of a new dense layer.
+    def take_dense(self, layer: Any, prefix: str, refusal: str, ranks_option: str, make: Callable[[], Any]) -> Any:
+        """Make the engine's own method that of a new dense layer, and return it.
 
         Args:
             refusal: why the kernels do not support the layer.
@@ -57,14 +57,21 @@ class Fallback:
             why = f"{refusal}, and {self.engine}'s own method cannot take it ({type(error).__name__}: {error})"
             raise unsupported_shape(prefix, why, ranks_option) from error
         layer.quant_method = method
-        self.note(prefix, "dense", f"it {refusal}", method)
+        return method
 
-    def announce(self) -> None:
-        """Log the number of layers of each kind, if there are any."""
+    def announce(self, ours: int) -> None:
+        """Log the number of layers of each kind, if there are any.
+
+        Args:
+            ours: the number of layers that run on our kernels.
+        """
         if self.layers:
             kinds = Counter(_kind(layer) for layer in self.layers)
             named = ", ".join(f"{kind} ({number})" for kind, number in sorted(kinds.items()))
-            logger.warning("fp8moe: layers that run on %s's own kernels: %s", self.engine, named)
+            logger.warning(
+                "fp8moe: %d layers run on the plugin's kernels, %d on %s's own: %s",
+                *(ours, len(self.layers), self.engine, named),
+            )
 
 
 def _kind(layer: str) -> str:

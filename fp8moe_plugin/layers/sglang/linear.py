@@ -76,7 +76,9 @@ class Fp8MoeLinearMethod(LinearMethodBase):
                 "weight_loader": weight_loader,
             }
             make = functools.partial(self.engine_layer, layer, **given, **rest)
-            self.quant_config.loads.fallback.take_dense(layer, self.prefix, refusal, RANKS_OPTION, make)
+            fallback = self.quant_config.loads.fallback
+            method = fallback.take_dense(layer, self.prefix, refusal, RANKS_OPTION, make)
+            fallback.note(self.prefix, "dense", f"it {refusal}", method)
             return
         if server is Server.NONE:
             raise unsupported_shape(self.prefix, refusal, RANKS_OPTION)

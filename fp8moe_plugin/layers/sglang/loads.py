@@ -106,7 +106,7 @@ class Loads:
             self.changed = {layer.quant_method.prefix: (layer.quant_method, layer) for layer in layers_of(model, self)}
         self.finish()
         self.serving = True
-        self.fallback.announce()
+        self.fallback.announce(sum(1 for _ in layers_of(model, self)))
 
     def check_usable(self) -> None:
         """Raise `CheckpointError` unless the weights are complete. Called before each step."""

@@ -178,7 +178,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
             if not (settings().take_fp8 and fallback_allowed()):
                 raise
             method = self.engine_method(layer, prefix)  # the user did not ask for ours
-            self.model.fallback.note(prefix, "experts", str(error), method)
+            self.model.leave_layer(prefix, "experts", str(error), method)
             return method
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
@@ -218,7 +218,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         def create_weights(*args: Any, **kwargs: Any) -> None:
             with refused_by_both(prefix, refusal):
                 create(*args, **kwargs)
-            self.model.fallback.note(prefix, "experts", refusal.why, method)
+            self.model.leave_layer(prefix, "experts", refusal.why, method)
 
         method.create_weights = create_weights  # which may refuse the layer, too
         return method

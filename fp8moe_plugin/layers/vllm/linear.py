@@ -69,7 +69,8 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         if server is Server.ENGINE:
             given = input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype
             make = functools.partial(self.engine_layer, layer, *given, **extra_weight_attrs)
-            model.fallback.take_dense(layer, self.prefix, refusal, RANKS_OPTION, make)
+            method = model.fallback.take_dense(layer, self.prefix, refusal, RANKS_OPTION, make)
+            model.leave_layer(self.prefix, "dense", f"it {refusal}", method)
             if begins_within_block(inputs, outputs, input_size, split, self.weights) and hasattr(layer, self.scale):
                 why = f"{refusal}, and vLLM's own loader would copy the scales of other blocks"
                 error = unsupported_shape(self.prefix, why, RANKS_OPTION)

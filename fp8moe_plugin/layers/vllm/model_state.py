@@ -44,6 +44,7 @@ class ModelState:
     halves: Halves = field(default_factory=Halves)  # of experts in MXFP4
     written: bool = False  # whether anything may have been written since the last step
     starting: set[str] = field(default_factory=set)  # layers that wait for their first weights
+    started: set[str] = field(default_factory=set)  # layers that have them
     fallback: Fallback = field(default_factory=lambda: Fallback("vLLM"))
     calls: int = 0  # of `load_weights`, nested ones included, that have not returned
 
@@ -77,11 +78,27 @@ class ModelState:
             raise self.fail(error) from error
         self.written = False
 
+    def leave_layer(self, layer: str, part: str, refusal: str, method: Any) -> None:
+        """Count a layer that vLLM's own method has taken; see `Fallback.note`."""
+        self.fallback.note(layer, part, refusal, method)
+        self.starting.add(layer)
+        process = method.process_weights_after_loading
+
+        @functools.wraps(process)
+        def process_and_start(*args: Any, **kwargs: Any) -> None:
+            process(*args, **kwargs)
+            self.start_layer(layer)
+
+        method.process_weights_after_loading = process_and_start
+
     def start_layer(self, layer: str) -> None:
         """Note that a layer has its first weights. After the last layer, log which layers are not ours."""
-        self.starting.discard(layer)
+        if layer not in self.starting:
+            return
+        self.starting.remove(layer)
+        self.started.add(layer)
         if not self.starting:
-            self.fallback.announce()
+            self.fallback.announce(len(self.started - self.fallback.layers))
 
     def begin_layer(self, layer: str) -> None:
         """Note that vLLM begins to reload a layer."""

@@ -87,7 +87,7 @@ def test_log_and_metrics_name_the_layers(make, plugin_log):
     quant.loads.finish_load(torch.nn.ModuleList([layer]))
     kind, summary = (record.getMessage() for record in plugin_log.records if KIND in record.getMessage())
     assert kind.startswith(f"fp8moe: {KIND} runs on SGLang's own UnquantizedLinearMethod: it has 192 input channels")
-    assert summary == f"fp8moe: layers that run on SGLang's own kernels: {KIND} (1)"
+    assert summary == f"fp8moe: 0 layers run on the plugin's kernels, 1 on SGLang's own: {KIND} (1)"
     assert metrics.LAYERS.labels("engine", "dense")._value.get() == 1
 
 

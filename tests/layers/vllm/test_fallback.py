@@ -117,12 +117,12 @@ def test_a_layer_of_an_unquantized_checkpoint_stays_unquantized():
 @pytest.mark.seam
 def test_log_and_metrics_name_the_layers(plugin_log):
     quant = Quantized.for_unquantized()
-    for number in range(2):
-        projections(quant, number)
+    left = [projections(quant, number) for number in range(2)]
     served = projections(quant, 2, inputs=256)
     for parameter in served.quant_method.loading.parameters.values():
         parameter.data.zero_()
-    served.quant_method.process_weights_after_loading(served)
+    for layer in (*left, served):
+        layer.quant_method.process_weights_after_loading(layer)
     assert type(served.quant_method) is OnlineLinearMethod
     kind, summary = (record for record in plugin_log.records if KIND in record.getMessage())
     assert kind.levelname == summary.levelname == "WARNING"
@@ -130,8 +130,18 @@ def test_log_and_metrics_name_the_layers(plugin_log):
         f"fp8moe: {KIND} runs on vLLM's own UnquantizedLinearMethod: it has 192 input channels on this rank, not a "
         "multiple of the scale block of 128 (FP8MOE_FALLBACK=forbid: refuse such a model)"
     )
-    assert summary.getMessage() == f"fp8moe: layers that run on vLLM's own kernels: {KIND} (2)"
+    assert summary.getMessage() == f"fp8moe: 1 layers run on the plugin's kernels, 2 on vLLM's own: {KIND} (2)"
     assert metrics.LAYERS.labels("engine", "dense")._value.get() == 2
+
+
+@pytest.mark.seam
+def test_the_summary_is_logged_once_without_layers_of_ours(plugin_log):
+    quant = Quantized.for_unquantized()
+    layers = [projections(quant, number) for number in range(2)]
+    for layer in layers * 2:  # again after a reload
+        layer.quant_method.process_weights_after_loading(layer)
+    _, summary = (record.getMessage() for record in plugin_log.records)
+    assert summary == f"fp8moe: 0 layers run on the plugin's kernels, 2 on vLLM's own: {KIND} (2)"
 
 
 @pytest.mark.seam
