@@ -161,7 +161,7 @@ def _mlp_padding(whole: Dense, ranks: int) -> float:
 
 
 def cache_bytes(model: Model, parallel: Parallel, fp8: bool) -> int:
-    """Returns the KV cache's bytes for one token on one GPU.
+    """Returns the KV cache's bytes for one token on one GPU; `fp8`: the command line asks for elements of 8 bits.
 
     MLA caches one vector, whole on every rank. Key/value heads are replicated if there are fewer heads than ranks.
     Windows and states of layers with sliding or linear attention do not grow with a sequence, see `sequence_bytes`.
@@ -170,6 +170,7 @@ def cache_bytes(model: Model, parallel: Parallel, fp8: bool) -> int:
     assert cache
     if cache.token_bytes is not None:  # with the indexer's keys; its only layout is FP8
         return math.ceil(cache.token_bytes * _stage_share(cache, parallel))
+    fp8 = fp8 or cache.fp8
     size = 1 if fp8 else 2
     if not cache.mla:
         per_layer = max(1, model.kv_heads // parallel.tp) * cache.elements * size

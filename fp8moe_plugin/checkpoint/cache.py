@@ -13,6 +13,7 @@ class KvCache:
     growing: int | None = None  # the number of `layers` that keep all tokens; others keep a window or a state
     token_bytes: float | None = None  # in all layers, where an entry is of several tokens (DeepSeek-V4)
     entry_tokens: int | None = None  # the fewest of an entry, where a prefill gathers the entries of a sequence
+    fp8: bool = False  # whether the checkpoint asks for elements of 8 bits
     sequence_bytes: int = 0  # of a sequence of any length, in all layers: windows and states
 
 

@@ -115,7 +115,7 @@ def _model(
         weights=spec.weights,
         dense_weights=spec.dense,
         indexer=_indexer(config),
-        cache=_cache(config),
+        cache=_cache(config, spec),
         plain=plain,
         plain_experts=plain_experts if plain_experts.layers else None,
         recoded_from=spec.recoded_from,
@@ -134,10 +134,10 @@ def _indexer(config: Config) -> Indexer | None:
     return Indexer(config.index_n_heads, config.index_head_dim, indexer_layers(config))
 
 
-def _cache(config: Config) -> KvCache:
+def _cache(config: Config, spec: QuantSpec) -> KvCache:
     layers = config.num_hidden_layers
     growing = attention_kinds(config)[:layers].count(FULL) or layers
-    return KvCache(layers, bool(config.kv_lora_rank), cached_elements(config), growing)
+    return KvCache(layers, bool(config.kv_lora_rank), cached_elements(config), growing, fp8=spec.cache_bits == 8)
 
 
 def _check_sizes(model: Model) -> None:

@@ -19,7 +19,7 @@ METHOD = "compressed-tensors"
 Model = TypeVar("Model", bound=BaseModel)
 Weights = TypeVar("Weights")
 Inputs = TypeVar("Inputs")
-WITHOUT = ("kv_cache_scheme", "sparsity_config", "transform_config")  # must be absent or empty
+WITHOUT = ("sparsity_config", "transform_config")  # must be absent or empty
 
 
 class Scheme(NamedTuple):
@@ -28,6 +28,7 @@ class Scheme(NamedTuple):
     weights: WeightFormat
     input_scales: bool  # whether it has scales of activations
     ignored: tuple[str, ...]  # the layers that it keeps unquantized: names and patterns
+    cache_bits: int | None = None  # of an element of the KV cache, if it is quantized
 
 
 class _Part(BaseModel):
@@ -91,6 +92,7 @@ class _Groups(_Part):
 class _Rest(_Part):
     format: Literal["float-quantized"] | None = None
     ignore: list[str] | None = None
+    kv_cache_scheme: dict[str, Any] | None = None  # left to the engine
 
 
 def is_compressed(config: dict[str, Any]) -> bool:
@@ -112,12 +114,13 @@ def parse_compressed(config: dict[str, Any]) -> Scheme:
     else:
         inputs = _validated(_Group[_RowWeights, _RowInputs], group, "config_groups", name).input_activations
         scheme = FP8_CHANNEL, not inputs.dynamic
-    ignored = tuple(_validated(_Rest, config).ignore or ())
+    rest = _validated(_Rest, config)
+    ignored, bits = tuple(rest.ignore or ()), (rest.kv_cache_scheme or {}).get("num_bits")
     for field in WITHOUT:
         if config.get(field):
             raise _refusal(field, config[field], "Input should be absent")
     check_patterns(ignored, "ignore")
-    return Scheme(*scheme, ignored)
+    return Scheme(*scheme, ignored, bits if isinstance(bits, int) else None)
 
 
 def _validated(model: type[Model], value: dict[str, Any], *where: str) -> Model:

@@ -36,6 +36,7 @@ class QuantSpec:
     recoded_from: WeightFormat | None = None  # of experts in the checkpoint, if they are re-encoded when loaded
     dense: WeightFormat = FP8_BLOCK  # of dense layers
     input_scales: bool = False  # whether the checkpoint has scales of activations, which are not used
+    cache_bits: int | None = None  # of an element of the KV cache, if the checkpoint asks for quantized ones
 
     @property
     def stores_blocks(self) -> bool:
@@ -55,9 +56,9 @@ def parse_quantization(config: dict[str, Any]) -> QuantSpec:
     """
     if is_compressed(config):
         scheme = parse_compressed(config)
-        if scheme.weights is FP8_BLOCK:
-            return QuantSpec(FP8_BLOCK, scale=COMPRESSED_SCALE, unquantized=scheme.ignored)
-        return _by_row(scheme.input_scales, scheme.ignored)
+        spec = QuantSpec(FP8_BLOCK, scale=COMPRESSED_SCALE, unquantized=scheme.ignored)
+        spec = spec if scheme.weights is FP8_BLOCK else _by_row(scheme.input_scales, scheme.ignored)
+        return replace(spec, cache_bits=scheme.cache_bits)
     if (ignored := parse_modelopt(config)) is not None:
         return _by_row(True, ignored)
     _check_scheme(config)

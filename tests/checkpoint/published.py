@@ -10,7 +10,6 @@ REFUSED = {  # with a part of the message
     "DeepSeek-V4-Flash-NVFP4": "was quantized by ModelOpt to 'NVFP4'",
     "Kimi-K2.5": "num_bits' of the checkpoint's quantization_config is 4",
     "Kimi-K3": "num_bits' of the checkpoint's quantization_config is 4|quant_method is 'mxfp4'",  # vLLM renames it
-    "Laguna-S-2.1-FP8": "'kv_cache_scheme' of the checkpoint's quantization_config is",
     "Nemotron-3-Nano-30B-A3B-BF16": "mlp_hidden_act is 'relu2'",
     "gemma-4-26B-A4B": "hidden_activation is 'gelu_pytorch_tanh'",
     "gpt-oss-120b": "quant_method is '(gpt_oss_)?mxfp4'",  # vLLM renames it

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from fp8moe_plugin.checkpoint.model import read_model
+from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats import patterns
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.spec import parse_quantization
+from warmup.memory import cache_bytes
 
 pytest.importorskip("compressed_tensors", reason="needs compressed-tensors (comes with vLLM)")
 
@@ -122,7 +125,8 @@ def test_every_other_scheme_is_refused_by_what_differs(preset: str) -> None:
         (("config_groups", "group_0", "input_activations", "group_size"), 64),
         (("config_groups", "group_0", "targets", 0), "re:.*experts.*"),
         (("config_groups", "group_0", "format"), "naive-quantized"),
-        (("kv_cache_scheme",), {"num_bits": 8}),
+        (("kv_cache_scheme",), "fp8"),
+        (("sparsity_config",), {"format": "dense"}),
         (("transform_config",), {"config_groups": {"a": {}}}),
         (("ignore", 0), r"re:(a+)+$"),
     ],
@@ -160,3 +164,14 @@ def test_two_groups_are_refused() -> None:
 def test_patterns_match_as_in_the_library(pattern: str, layer: str) -> None:
     patterns.check_patterns([pattern], "ignore")
     assert patterns.matches([pattern], layer) == match_name(layer, pattern)
+
+
+def test_the_scheme_of_the_cache_is_left_to_the_engine(tmp_path: Path) -> None:
+    def read(**changes: Any) -> Model:
+        return read_model(checkpoint(tmp_path, description() | changes))
+
+    plain = read(sparsity_config={}, transform_config={})
+    for bits, size in ((8, 1), (4, 2), ("8", 2)):
+        model = read(kv_cache_scheme={"num_bits": bits, "type": "float", "strategy": "tensor"})
+        assert cache_bytes(model, Parallel(), fp8=False) * 2 == cache_bytes(plain, Parallel(), fp8=False) * size
+        assert cache_bytes(model, Parallel(), fp8=True) == cache_bytes(plain, Parallel(), fp8=True)

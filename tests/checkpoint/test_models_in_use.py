@@ -39,6 +39,11 @@ READ: dict[str, tuple[tuple[int, ...], int, tuple[Any, ...]]] = {
     "GLM-5.2-FP8": ((76, 256, 8, 6144, 2048), 78, ("self_attn.indexer.wq_b", 22, 2048, (4096,))),
     "GLM-5.3-Flash": ((43, 288, 8, 4096, 2048), 11, ("mlp.gate_up_proj", 3, 4096, (12288, 12288))),
     "Ling-3.0-flash-fp8": ((41, 512, 8, 2560, 768), 7, ("mlp.shared_experts.gate_up_proj", 41, 2560, (768, 768))),
+    "Laguna-S-2.1-FP8": (
+        (47, 256, 10, 3072, 1024),
+        12,
+        ("mlp.shared_expert.gate_up_proj", 47, 3072, (1024, 1024)),
+    ),
     "MiMo-V2-Flash": ((47, 256, 8, 4096, 2048), 9, ("self_attn.qkv_proj", 48, 4096, (12288, 768, 512))),
     "MiniMax-M2.7": ((62, 256, 8, 3072, 1536), 62, ("self_attn.qkv_proj", 62, 3072, (6144, 1024, 1024))),
     "MiniMax-M3": ((57, 128, 4, 6144, 3072), 60, ("mlp.shared_experts.gate_up_proj", 57, 6144, (3072, 3072))),
@@ -59,12 +64,6 @@ READ: dict[str, tuple[tuple[int, ...], int, tuple[Any, ...]]] = {
 }
 # Of models that are refused, what is read of them without the cause.
 CHANGED: dict[str, tuple[dict[str, Any], tuple[int, ...], int, tuple[Any, ...]]] = {
-    "Laguna-S-2.1-FP8": (
-        {"kv_cache_scheme": None},
-        (47, 256, 10, 3072, 1024),
-        12,
-        ("mlp.shared_expert.gate_up_proj", 47, 3072, (1024, 1024)),
-    ),
     "Kimi-K3": (
         {"hidden_act": "silu", "quantization_config": None},
         (92, 896, 16, 7168, 3072),
@@ -136,10 +135,15 @@ def test_layers_for_multi_token_prediction_are_ours(tmp_path, name):
     assert {(kind.removeprefix("mtp_block."), inputs) for kind, inputs in found} == counted
 
 
-def test_layers_of_laguna(tmp_path):
+def test_the_engine_quantizes_the_cache_of_laguna(tmp_path):
+    """vLLM's own method of its checkpoint's scheme, which may have scales."""
     pytest.importorskip("vllm")
-    folder = describe(tmp_path, changed(described("Laguna-S-2.1-FP8"), {"kv_cache_scheme": None}))
-    check_layers(build(folder), folder)
+    from vllm.model_executor.layers.attention import Attention
+
+    model = build(describe(tmp_path, described("Laguna-S-2.1-FP8")))
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    assert {type(layer.quant_method).__name__ for layer in layers} == {"CompressedTensorsKVCacheMethod"}
+    assert {layer.kv_cache_dtype for layer in layers} == {"fp8"}
 
 
 def test_short_names_of_ling_keep_layers_unquantized(tmp_path):
@@ -192,6 +196,7 @@ def test_the_cache_of_hybrid_models(tmp_path):
     assert per_token("Qwen3.5-397B-A17B-FP8") == 15 * 2 * (256 + 256) * 2
     assert per_token("MiMo-V2-Flash") == 9 * 4 * (192 + 128) * 2
     assert per_token("Ling-3.0-flash-fp8") == 7 * (512 + 64) * 2
+    assert per_token("Laguna-S-2.1-FP8") == 12 * 8 * 2 * 128
     assert per_token("Laguna-S-2.1-FP8", kv_cache_scheme=None) == 12 * 8 * 2 * 128 * 2
     assert per_token("GLM-5.2-FP8") == 78 * (512 + 64) * 2 + 21 * (128 + 4)
 

@@ -1,6 +1,7 @@
 """`Fp8MoeConfig` checks that checkpoint, machine and options are supported, and chooses the method of each layer."""
 
 import re
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -8,9 +9,12 @@ from sglang.srt.layers import deep_gemm_wrapper
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe import get_deepep_mode, get_moe_a2a_backend, get_moe_runner_backend
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.utils import is_layer_skipped
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils import is_cpu, is_cuda
 
@@ -44,6 +48,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
     ue8m0: bool
     online: bool
     loads: Loads
+    of_cache: QuantizationConfig | None = None  # SGLang's own, where the checkpoint has a quantized KV cache
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Fp8MoeConfig":
@@ -90,6 +95,9 @@ class Fp8MoeConfig(Traits, Fp8Config):
         }
         made: Fp8MoeConfig = super().from_config(config | parsed)
         made.spec, made.ue8m0, made.online = spec, spec.ue8m0, spec.online
+        if config.get("kv_cache_scheme"):
+            made.of_cache = CompressedTensorsConfig.from_config(deepcopy(config))
+            made.kv_cache_quant_algo = getattr(made.of_cache, "kv_cache_quant_algo", None)  # for the cache's dtype
         made.loads = Loads(None if spec.online else spec.scale, scale_parameter(spec.weights))
         return made
 
@@ -100,6 +108,8 @@ class Fp8MoeConfig(Traits, Fp8Config):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Returns the method of a layer. SGLang also calls this for layers that it then discards."""
+        if self.of_cache and isinstance(layer, RadixAttention):
+            return self.of_cache.get_quant_method(layer, prefix)
         if not isinstance(layer, LinearBase | FusedMoE):
             return super().get_quant_method(layer, prefix)
         linear = isinstance(layer, LinearBase)

@@ -9,6 +9,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.platforms import current_platform
 
 from fp8moe_plugin.checkpoint.config_json import language_model
@@ -68,6 +69,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         )
         self.spec, self.ue8m0, self.online = spec, spec.ue8m0, spec.online
         self.checkpoint = checkpoint or {}
+        self.kv_cache_scheme = self.checkpoint.get("kv_cache_scheme") or None  # read by vLLM's attention
         self.mappers: list[Any] = []  # that vLLM has applied, see `apply_vllm_mapper`
         self.model = ModelState(scale_names(spec))
         self.dense_layers = DenseLayers()
@@ -161,7 +163,9 @@ class Fp8MoeConfig(Traits, Fp8Config):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         self._serve_indexer()
         if not isinstance(layer, LinearBase | RoutedExperts):
-            return super().get_quant_method(layer, prefix)
+            method = super().get_quant_method(layer, prefix)
+            quantized = self.kv_cache_scheme and isinstance(method, BaseKVCacheMethod)
+            return self._own_config().get_quant_method(layer, prefix) if quantized else method
         linear = isinstance(layer, LinearBase)
         if self._is_skipped(prefix):
             if self.online and not linear:
@@ -193,8 +197,11 @@ class Fp8MoeConfig(Traits, Fp8Config):
             return UnquantizedLinearMethod() if linear else UnquantizedFusedMoEMethod(layer.moe_config)
         if self.checkpoint["quant_method"].lower() == Fp8Config.get_name():
             return super().get_quant_method(layer, prefix)  # vLLM's models set attributes of this config
-        engine = engine_config(self.checkpoint, self.mappers, self.packed_modules_mapping)
-        return engine.get_quant_method(layer, prefix)
+        return self._own_config().get_quant_method(layer, prefix)
+
+    def _own_config(self) -> Any:
+        """Returns vLLM's own config of the checkpoint."""
+        return engine_config(self.checkpoint, self.mappers, self.packed_modules_mapping)
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> Any:
         shared = self.dense_layers.take(prefix)

@@ -1,5 +1,6 @@
 """What SGLang finds under the name `fp8moe`, which checkpoints it takes, and which options it refuses."""
 
+import copy
 import os
 import shlex
 import subprocess
@@ -16,8 +17,10 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe_layer
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.utils import DeepEPMode, MoeA2ABackend, MoeRunnerBackend
+from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor import model_runner
 from sglang.srt.runtime_context import get_flags
 from sglang.srt.server_args import QUANTIZATION_CHOICES
@@ -38,6 +41,7 @@ from warmup.options import parse
 pytestmark = pytest.mark.seam
 
 CHECKPOINT = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 DEEPEP = {"moe_a2a_backend": "deepep"}
 
 
@@ -106,6 +110,17 @@ def test_the_case_of_the_method_does_not_matter(options):
 def test_other_checkpoints_are_refused(options, change, message):
     with pytest.raises(UnsupportedError, match=message):
         Entry.from_config(CHECKPOINT | change)
+
+
+@pytest.mark.parametrize("scheme", [CACHE, CACHE | {"num_bits": 4}, CACHE | {"strategy": "attn_head"}])
+def test_the_scheme_of_the_cache_is_left_to_the_engine(options, scheme):
+    checkpoint = QUANTIZATION | {"kv_cache_scheme": scheme, "sparsity_config": {}}
+    ours, own = Entry.from_config(checkpoint), CompressedTensorsConfig.from_config(copy.deepcopy(checkpoint))
+    attention = RadixAttention(4, 128, 1.0, 2, 0)
+    methods = [config.get_quant_method(attention, "model.layers.0.self_attn.attn") for config in (ours, own)]
+    assert type(methods[0]) is type(methods[1])
+    algorithms = [getattr(config, "kv_cache_quant_algo", None) for config in (ours, own)]
+    assert algorithms[0] == algorithms[1]
 
 
 def test_a_checkpoint_of_compressed_tensors_is_the_same_with_other_names(options):
