@@ -75,6 +75,7 @@ def test_a_limit_that_engines_take_as_a_clamp_to_zero_is_refused(tmp_path, limit
         read_model(describe(tmp_path, V3, model_type="glm5_next_text", swiglu_limit=limit))
 
 
-def test_a_shared_expert_is_merged_only_if_all_experts_compute_silu(tmp_path):
+def test_a_shared_expert_is_merged_only_if_it_computes_the_same(tmp_path):
     assert merges_shared_expert(read_model(describe(tmp_path, V3)), Parallel())
+    assert merges_shared_expert(read_model(describe(tmp_path, described("DeepSeek-V4-Flash"))), Parallel())
     assert not merges_shared_expert(read_model(describe(tmp_path, V3, swiglu_limits=LAST_TWO)), Parallel())

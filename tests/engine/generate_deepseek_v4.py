@@ -1,6 +1,6 @@
 """Engines of a tiny DeepSeek-V4 on a CPU, one after the other, and the answers of each.
 
-python -m tests.engine.generate_deepseek_v4 FOLDER CHECKPOINT,QUANTIZATION ..
+python -m tests.engine.generate_deepseek_v4 FOLDER CHECKPOINT,QUANTIZATION[,VARIABLE=VALUE] ..
 
 Prints a line of JSON for each engine. vLLM's kernels for the metadata of attention need Triton; its interpreter stands
 in for the CPU backend, which is not in the package index.
@@ -45,12 +45,16 @@ def main() -> None:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    from fp8moe_plugin.settings import settings
+
     folder, lines = Path(sys.argv[1]), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     share_imports()
     name_every_layout()
     for engine in sys.argv[2:]:
-        checkpoint, _, quantization = engine.partition(",")
+        checkpoint, quantization, *variables = engine.split(",")
+        os.environ.update(variable.split("=") for variable in variables)
+        settings.cache_clear()
         own = {"model": str(folder / checkpoint), "quantization": quantization or None}
         llm = LLM(**own, dtype="bfloat16", skip_tokenizer_init=True, **LIMITS)
         print(json.dumps(ask(llm, random_prompts(PROMPTS, PROMPT_TOKENS), GENERATED)), file=lines, flush=True)

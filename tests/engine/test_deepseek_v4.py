@@ -26,24 +26,30 @@ pytestmark = [
 def answers(start: Start, folder: Path, *engines: str) -> list[Any]:
     done = start("generate_deepseek_v4", folder, *engines, TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="0")
     assert done.returncode == 0, done.stderr[-4000:]
+    assert "shared experts are computed as one more expert" in done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_experts_in_mxfp4_answer_as_under_vllm(start: Start, tmp_path: Path) -> None:
-    write(tmp_path / "fp4", fp8=False)
-    ours, stock = answers(start, tmp_path, "fp4,fp8moe", "fp4,")
-    mine, theirs = (x - x.mean(1, keepdim=True) for x in same_history(ours, stock))
+def check_same(one: Any, other: Any) -> None:
+    mine, theirs = (x - x.mean(1, keepdim=True) for x in same_history(one, other))
     differences = (mine - theirs).norm(dim=1) / theirs.norm(dim=1)
-    _, clear, same = compare(ours, stock)
+    _, clear, same = compare(one, other)
     # The median: for some tokens rounding decides which is the last of 6 of 256 experts.
     assert differences.median() < LARGEST_DIFFERENCE
     assert clear > 0.5
     assert same > 0.95
 
 
+def test_experts_in_mxfp4_answer_as_under_vllm(start: Start, tmp_path: Path) -> None:
+    write(tmp_path / "fp4", fp8=False)
+    check_same(*answers(start, tmp_path, "fp4,fp8moe", "fp4,"))
+
+
 @pytest.mark.skipif(not faults.FULL, reason="only with FULL_COUNTS=1")
-def test_converted_experts_give_the_same_answers(start: Start, tmp_path: Path) -> None:
+def test_converted_experts_and_a_separate_shared_expert_give_the_same_answers(start: Start, tmp_path: Path) -> None:
     for name in ("fp4", "fp8"):
         write(tmp_path / name, fp8=name == "fp8")
-    recoded, stored = answers(start, tmp_path, "fp4,fp8moe", "fp8,fp8moe")
+    separate = "fp8,fp8moe,FP8MOE_MERGE_SHARED_EXPERT=0"
+    recoded, stored, apart = answers(start, tmp_path, "fp4,fp8moe", "fp8,fp8moe", separate)
     assert recoded == stored
+    check_same(stored, apart)

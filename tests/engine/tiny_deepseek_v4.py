@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from benchmarks.checkpoints.synthetic import with_powers_of_two
 from fp8moe_plugin.layers.recode import E2M1, block_fp8
 
-HIDDEN, INNER, VOCAB, HEADS, HEAD_DIM, RANK, GROUPS, STREAMS = 256, 128, 512, 8, 512, 128, 2, 4
+HIDDEN, INNER, VOCAB, HEADS, HEAD_DIM, RANK, GROUPS, STREAMS = 256, 256, 512, 8, 512, 128, 2, 4
 EXPERTS, TOPK = 256, 6  # vLLM's router for CPUs has no other number of experts
 RATIOS = (0, 4, 128)  # tokens for each entry of a layer's cache; only the layer of 4 has an indexer
 INDEX_HEADS, INDEX_DIM = 64, 128

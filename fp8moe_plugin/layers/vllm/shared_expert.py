@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
-from fp8moe_plugin.formats.activation import SILU
+from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.parameters import expert_tensors
 from fp8moe_plugin.layers.vllm import compat
@@ -22,7 +22,7 @@ from fp8moe_plugin.plan.spec import LayerSpec
 from fp8moe_plugin.settings import settings
 
 GATE_UP, DOWN = ".shared_experts.gate_up_proj", ".shared_experts.down_proj"
-MLP = "DeepseekV2MLP"  # the only module of vLLM's models that is known to compute the same as an expert
+MLPS = ("DeepseekV2MLP", "DeepseekV4MLP")  # of vLLM's modules, those that are known to compute the same as an expert
 ALIGNMENT = 16  # bytes; the alignment of each tensor of a dense layer
 
 
@@ -54,14 +54,18 @@ class Mlp(NamedTuple):
             return False
         if any(layer.tp_size != moe.tp_size or layer.bias is not None for layer in self):
             return False
-        if spec.activation != SILU:
-            log_once(logging.INFO, "shared experts are not merged: their activation may differ from that of the others")
+        if spec.activation != Activation(limit=spec.activation.limit):  # `merge` compares the limit
+            _announce_other_activation()
             return False
         with torch.device("meta"):
             slots = expert_tensors(spec.weights, 1, hidden, intermediate).values()
         aligned = not any(slot.nbytes % ALIGNMENT for slot in slots)
         pairs = list(zip(self.tensors(), slots, strict=True))
         return aligned and all(own.shape == slot.shape[1:] and own.dtype == slot.dtype for own, slot in pairs)
+
+
+def _announce_other_activation() -> None:
+    log_once(logging.INFO, "shared experts are not merged: their activation may differ from that of the others")
 
 
 def _parameters(layer: Any) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
@@ -119,7 +123,10 @@ class SharedExpert:
         """
         runner = compat.runner_of(experts)
         mlp = compat.shared_mlp(runner)
-        if type(mlp).__name__ != MLP or experts.apply_router_weight_on_input:
+        if type(mlp).__name__ not in MLPS or experts.apply_router_weight_on_input:
+            return False
+        if spec.activation != Activation(limit=getattr(mlp.act_fn, "swiglu_limit", None)):
+            _announce_other_activation()
             return False
         if (mlp.gate_up_proj, mlp.down_proj) != self._mlp:
             return False

@@ -14,7 +14,9 @@ pytest.importorskip("vllm", reason="needs vLLM")
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE
+from vllm.model_executor.layers.activation import SiluAndMulWithClamp
+from vllm.model_executor.models import deepseek_v2
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2MLP, DeepseekV2MoE
 
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.spec import QuantSpec
@@ -123,6 +125,20 @@ def test_a_setting_leaves_the_shared_expert_to_the_runner(ranks, monkeypatch):
         block = Block(monkeypatch)
     assert block.runner.shared_experts is not None
     assert not block.config.additional_config
+    assert 0 < h.relative_l2(block.run(), block.expected()) < 0.005
+
+
+def test_a_shared_expert_with_another_limit_is_left_to_the_runner(ranks, monkeypatch):
+    """As vLLM's `DeepseekV2MoE` passes no limit to the experts."""
+
+    def limited(**options: object) -> DeepseekV2MLP:
+        mlp = DeepseekV2MLP(**options)
+        mlp.act_fn = SiluAndMulWithClamp(10.0)
+        return mlp
+
+    monkeypatch.setattr(deepseek_v2, "DeepseekV2MLP", limited)
+    block = Block(monkeypatch)
+    assert block.runner.shared_experts is not None
     assert 0 < h.relative_l2(block.run(), block.expected()) < 0.005
 
 

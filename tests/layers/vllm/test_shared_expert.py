@@ -166,7 +166,10 @@ def test_a_shared_expert_of_another_activation_stays_apart(on_rank, monkeypatch)
     assert make_shared(256).fits(method.moe, method.spec, *sizes)
     assert not lines
     clamped = method.spec._replace(activation=Activation(limit=10.0))
-    assert not make_shared(256).fits(method.moe, clamped, *sizes)
+    assert make_shared(256).fits(method.moe, clamped, *sizes)
+    assert not lines
+    stepped = method.spec._replace(activation=Activation("swiglustep", 7.0))
+    assert not make_shared(256).fits(method.moe, stepped, *sizes)
     assert lines == ["shared experts are not merged: their activation may differ from that of the others"]
 
 
