@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +28,7 @@ from fp8moe_plugin.ops import devices, reference
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.plan.keys import SM90, KernelKey
 from fp8moe_plugin.plan.parameters import ARGUMENTS
+from fp8moe_plugin.plan.sm90.catalog import dense_variant
 from fp8moe_plugin.plan.sm90.dense import DensePlan, many_rows, tiled
 from fp8moe_plugin.plan.sm90.layer import (
     SmallBatchStep,
@@ -280,9 +282,9 @@ def moe_kernels(
     return list(BACKENDS[target].layer_kernels(spec, arrival))
 
 
-def linear_kernels(ue8m0: bool, target: str = SM90) -> list[KernelKey]:
+def linear_kernels(ue8m0: bool, target: str = SM90, weights: WeightFormat = FP8_BLOCK) -> list[KernelKey]:
     """Returns the kernels that a dense layer loads."""
-    return list(BACKENDS[target].dense_kernels(ue8m0))
+    return list(BACKENDS[target].dense_kernels(ue8m0, weights))
 
 
 def loaded_kernels(model: Model, target: str = SM90) -> set[KernelKey]:
@@ -336,9 +338,18 @@ def force_dense(patch: pytest.MonkeyPatch, plan: Callable[[int, int, int], Dense
     """Dense GEMMs of `[m, n]` results take such plans, from m, n and the number of multiprocessors."""
 
     def planned(
-        self: object, m: int, n: int, k: int, output: Output, multiprocessors: int, batch_invariant: bool
+        self: object,
+        m: int,
+        n: int,
+        k: int,
+        output: Output,
+        multiprocessors: int,
+        batch_invariant: bool,
+        weights: WeightFormat = FP8_BLOCK,
     ) -> Plan:
-        return Plan(None, 0, functools.partial(dense_launches, plan(m, n, multiprocessors)))
+        found = plan(m, n, multiprocessors)
+        found = replace(found, kernel=dense_variant(found.kernel, weights))
+        return Plan(None, 0, functools.partial(dense_launches, found))
 
     patch.setattr(Sm90, "plan_dense", planned)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import write_report
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.ops import devices, linear, moe, torch_ops
 from fp8moe_plugin.plan.options import layer_options
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape, Output
@@ -83,7 +84,7 @@ def dense(tokens: int) -> dict[str, Any]:
     device, x = devices.device_of(weight[0]), arguments(tokens)[0]
     assert device is not None
     plan = device.backend.plan_dense(tokens, HIDDEN, HIDDEN, Output.BF16, device.multiprocessors, False)
-    run, nbytes = linear.prepared_linear(device, plan, tokens, HIDDEN, HIDDEN, False)
+    run, nbytes = linear.prepared_linear(device, plan, tokens, HIDDEN, HIDDEN, False, FP8_BLOCK)
     scratch, out = torch.empty(nbytes, dtype=torch.uint8, device="cuda"), torch.empty_like(x)
     addresses = tuple(tensor.data_ptr() for tensor in (x, *weight, out, scratch))
     launches = host_us(run, itertools.repeat((addresses,)))

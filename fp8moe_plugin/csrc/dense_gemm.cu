@@ -17,7 +17,7 @@
 // Grid: any number of thread blocks, one per SM; each computes every gridDim.x-th tile. With PDL it loads weights while
 // the previous kernel quantizes A.
 #include "device/wgmma.cuh"
-#include "formats/weights.cuh"
+#include "formats/row_scales.cuh"
 #include "pipeline/producer.cuh"
 
 constexpr int kBlockK = 128, kWarpgroupM = 64;
@@ -31,7 +31,7 @@ constexpr int kFullArrivals = 3;  // the bytes of weights, the bytes of tokens, 
 template <int kTileN>
 constexpr int kColumnStep = kTileN & -kTileN;
 template <int kTileN>
-constexpr int kScaleBlocks = (128 - kColumnStep<kTileN> + kTileN + 127) / 128;
+constexpr int kScaleBlocks = kScalesOfRows ? 1 : (128 - kColumnStep<kTileN> + kTileN + 127) / 128;
 
 // Bytes of a row of the result in shared memory: 8 rows start in different banks.
 template <int kTileN>
@@ -41,10 +41,12 @@ struct Result : Once<kBytesOfResult, 1> {};
 
 template <int kTileN>
 struct SharedMemory : Stages<kAsManyAsFit, Weights<kTileN>, Tokens<BLOCK_M>, Result<BLOCK_M * kRowOfResult<kTileN>>,
-                             TokenScales<BLOCK_M>, Full<1>, Empty<1>, WeightScales<kScaleBlocks<kTileN>>> {
+                             TokenScales<BLOCK_M>, Full<1>, Empty<1>, WeightScales<kScaleBlocks<kTileN>>,
+                             StagedRowScales<kMathWarpgroups * kTileN>> {
     DEVICE u32 result(int row, int column) const {
         return this->template at<Result>(row * kRowOfResult<kTileN> + column * 2);
     }
+    DEVICE u32 row_scales(int warpgroup) const { return this->template at<StagedRowScales>(warpgroup * kTileN); }
 };
 // K blocks multiplied at once, as registers and stages allow.
 template <int kTileN>
@@ -235,7 +237,10 @@ DEVICE void multiply_tiles(const Operands& in, u16* d) {
     for (Tiles<kTileN> tiles(in); tiles.more(); tiles.advance()) {
         int row = tiles.row(), column = tiles.column();
         Fragment<kTileN> sum;
+        copy_row_scales(shared.row_scales(warp / 4), in.weight_scales + column, min(kTileN, in.n - column));
         multiply(shared, ring, in.k_blocks, warp / 4, 128 - column % 128, sum);
+        await_row_scales(warp / 4);
+        scale_columns(shared.row_scales(warp / 4), sum);
         store(shared, warp / 4, d, in, row, column, sum);
     }
 }

@@ -11,6 +11,7 @@
 //
 // Grid: ceil(N / 64) clusters of `splits` thread blocks, at most K / 128. With PDL it loads weights while the previous
 // kernel quantizes A.
+#include "formats/row_scales.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/cluster_sum.cuh"
 #include "pipeline/producer.cuh"
@@ -97,10 +98,14 @@ DEVICE void multiply_columns(const Operands& in, u16* d, int splits) {
         __syncwarp();
         cluster.wait();
     } else {
+        const RowScales<2> scales(in.weight_scales, [&](int i) {
+            return min(share.column + int(warp_row(threadIdx.x) + lane_row(threadIdx.x)) + row_offset(i), in.n - 1);
+        });
         cluster.wait();  // the other blocks have initialized their barriers
         Fragment<kTokens> sum[1];
         Ring<SharedMemory<kTokens>::kStages> ring;
         multiply_stages<kTokens>(shared, ring, share.steps, 0, 0, sum);
+        scales.scale(sum);  // each split: the threads that add them up have other rows
         cluster.send(sum[0]);
         cluster.store(d, in.n, share.column);
     }

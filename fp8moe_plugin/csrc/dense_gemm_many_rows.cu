@@ -14,7 +14,7 @@
 // be launched early (PDL), but loads nothing before the previous kernel has ended: blocks that read the same operands
 // have to stay in lockstep.
 #include "device/wgmma.cuh"
-#include "formats/weights.cuh"
+#include "formats/row_scales.cuh"
 #include "pipeline/paired_tiles.cuh"
 #include "pipeline/producer.cuh"
 
@@ -26,15 +26,16 @@ static_assert((kMathWarps + 4) * kWarp == THREADS, "the launch has a thread for 
 constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // on average the launch's 168 per thread
 constexpr int kFullArrivals = 3;  // the bytes of weights, the bytes of tokens, the copied weight scales
 
-constexpr int kHalves = TILE_N > 192 ? 2 : 1, kHalfN = TILE_N / kHalves;        // as wide as the registers allow
-constexpr int kColumnStep = (TILE_N & -TILE_N) < 128 ? TILE_N & -TILE_N : 128;  // a tile begins there in a scale block
-constexpr int kScaleBlocks = (128 - kColumnStep + TILE_N + 127) / 128;          // of 128 columns, in a tile
+constexpr int kHalves = TILE_N > 192 ? 2 : 1, kHalfN = TILE_N / kHalves;  // as wide as the registers allow
+// A tile begins at a multiple of kColumnStep in a scale block of 128 columns, of which it has up to kScaleBlocks.
+constexpr int kColumnStep = kScalesOfRows ? TILE_N : (TILE_N & -TILE_N) < 128 ? TILE_N & -TILE_N : 128;
+constexpr int kScaleBlocks = kScalesOfRows ? 1 : (128 - kColumnStep + TILE_N + 127) / 128;
 constexpr int kWholeParts = TILE_N / kStoreN, kParts = ceil_div(TILE_N, kStoreN);  // of a tile of the result
 constexpr int kUnroll = kColumnStep < 64 ? 2 : 4;  // with fewer instances of the main loop, more
 
-using SharedMemory =
-    Stages<kAsManyAsFit, Weights<TILE_N>, Tokens<kBlockM>, Staging<kMathWarpgroups * kParts * kWarpgroupM>,
-           TokenScales<kBlockM>, Full<1>, Empty<1>, WeightScales<kScaleBlocks>>;
+using SharedMemory = Stages<kAsManyAsFit, Weights<TILE_N>, Tokens<kBlockM>,
+                            Staging<kMathWarpgroups * kParts * kWarpgroupM>, TokenScales<kBlockM>, Full<1>, Empty<1>,
+                            WeightScales<kScaleBlocks>, StagedRowScales<kMathWarpgroups * TILE_N>>;
 constexpr int kStages = SharedMemory::kStages;
 using Sums = Fragment<kHalfN>[kHalves];
 
@@ -151,7 +152,7 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, const First& firs
             float scale[kScaleBlocks][2];
 #pragma unroll
             for (int block = 0; block < kScaleBlocks; ++block) {
-                if (kHalves == 2 && block != half) continue;
+                if (kScaleBlocks == kHalves && block != half) continue;
                 float of_block = WeightTile(shared, s).scale(block);
                 scale[block][0] = of_row[0] * of_block;
                 scale[block][1] = of_row[1] * of_block;
@@ -176,7 +177,7 @@ template <int kBoundary>
 DEVICE void multiply_from(SharedMemory shared, Ring<kStages>& ring, const First& first, int k_blocks, int boundary,
                           Sums& sum) {
     if constexpr (kBoundary >= 128)
-        multiply<128>(shared, ring, first, k_blocks, sum);
+        multiply<kBoundary>(shared, ring, first, k_blocks, sum);
     else if (boundary == kBoundary)
         multiply<kBoundary>(shared, ring, first, k_blocks, sum);
     else
@@ -241,8 +242,13 @@ DEVICE void multiply_tiles(SharedMemory shared, const Operands& in, const Result
             continue;
         }
         Sums sum;
+        u32 row_scales = shared.at<StagedRowScales>(warpgroup * TILE_N);
+        copy_row_scales(row_scales, in.weight_scales + column, min(TILE_N, in.n - column));
         multiply_from<kColumnStep>(shared, ring, first, in.k_blocks, 128 - column % 128, sum);
         tiles.advance();
+        await_row_scales(warpgroup);
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) scale_columns(row_scales + half * kHalfN * 4, sum[half]);
         store(shared, out, warpgroup, row, min(rows, kWarpgroupM), column, sum);
     }
     if (threadIdx.x % kWarpgroup == 0) tma_store_wait();

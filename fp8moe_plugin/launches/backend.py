@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fp8moe_plugin.formats.activation import Activation
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.operands import Rows
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
@@ -67,8 +69,8 @@ class Backend(Protocol):
         """
         ...
 
-    def dense_kernels(self, ue8m0: bool) -> KernelSet:
-        """Returns every kernel that a dense layer may launch."""
+    def dense_kernels(self, ue8m0: bool, weights: WeightFormat = FP8_BLOCK) -> KernelSet:
+        """Returns every kernel that a dense layer with weights in this format may launch."""
         ...
 
     def batched_dense_kernels(self) -> KernelSet:
@@ -101,7 +103,16 @@ class Backend(Protocol):
         """Returns the plan of a grouped GEMM; launches take a, b, and addresses of out, the grouping and scratch."""
         ...
 
-    def plan_dense(self, m: int, n: int, k: int, output: Output, multiprocessors: int, batch_invariant: bool) -> Plan:
+    def plan_dense(
+        self,
+        m: int,
+        n: int,
+        k: int,
+        output: Output,
+        multiprocessors: int,
+        batch_invariant: bool,
+        weights: WeightFormat = FP8_BLOCK,
+    ) -> Plan:
         """Returns the plan of a dense GEMM; launches take a, b, and addresses of out and of an addend (0 for none).
 
         Launches also take `after_quantize`: the preceding kernel quantizes a, and the GEMM may start before it ends.

@@ -2,6 +2,7 @@
 
 import itertools
 
+from fp8moe_plugin.checkpoint.placement import dense_kind_refusal
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import VARIANTS
@@ -25,7 +26,7 @@ def model_kernels(model: Model, target: str = SM90) -> KernelSet:
             standard one have no kernels then, and a layer refuses them.
     """
     backend, experts, indexer = BACKENDS[target], model.experts, model.indexer
-    found = backend.dense_kernels(model.ue8m0)
+    found = backend.dense_kernels(model.ue8m0, model.dense_weights)
     if any(layer.groups > 1 for layer in model.dense):
         found = backend.batched_dense_kernels() | found
     if experts.layers:  # else all experts are unquantized
@@ -47,6 +48,7 @@ def all_kernels(target: str = SM90) -> list[KernelKey]:
     specs = [LayerSpec(EXAMPLE, *kind) for kind in itertools.product(FORMATS, scales, VARIANTS)]
     computed = [pair for pair in itertools.product(specs, Arrival) if not backend.refusal(*pair)]
     layers = [backend.layer_kernels(*pair) for pair in computed]
-    dense = [backend.dense_kernels(ue8m0) for ue8m0 in scales]
+    formats = [weights for weights in FORMATS if not dense_kind_refusal(weights)]
+    dense = [backend.dense_kernels(*kind) for kind in itertools.product(scales, formats)]
     indexers = [backend.indexer_kernels(heads, HEAD_DIMS[0]) for heads in MQA_HEADS]
     return list(dict.fromkeys(itertools.chain(*layers, *dense, backend.op_kernels(), *indexers)))

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 
-from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.weight_format import WeightFormat
@@ -34,8 +33,7 @@ def fp8_linear(
     Args:
         x: bfloat16 `[.., K]`, K a multiple of 128.
         weight: e4m3 `[N, K]`, N a multiple of 8.
-        weight_scale: float32 `[ceil(N/128), K/128]`, or `[N, 1]` (`FP8_CHANNEL`), which no kernel computes, but the
-            reference.
+        weight_scale: float32 `[ceil(N/128), K/128]`, or `[N, 1]` (`FP8_CHANNEL`).
         bias: bfloat16 `[N]`, added after the product is rounded, or None.
         ue8m0: round the scales of activations up to powers of two.
     Returns:
@@ -78,10 +76,6 @@ def _check_call(
     by_row = tuple(getattr(weight_scale, "shape", ())) == (*getattr(weight, "shape", ())[:1], 1)
     weights = FP8_CHANNEL if by_row else FP8_BLOCK
     check_weights("weight", (weight, weight_scale), 2, x.shape[-1], x.device, weights)
-    if by_row and (backend := devices.backend_of(x)):
-        raise InvalidInputError(
-            f"weight is {weights.name}, which the {backend.name} kernels do not compute. Use another implementation."
-        )
     if bias is not None:
         check_tensor("bias", bias, dtype=torch.bfloat16, shape=(weight.shape[0],), device=x.device)
     n, k = weight.shape
@@ -98,19 +92,22 @@ def _multiply(
     if device is None:
         out.view(rows, n).copy_(reference.gemm(reference.quantize(x.view(rows, k), ue8m0), weight, weights))
         return
-    plan = device.backend.plan_dense(rows, n, k, Output.BF16, device.multiprocessors, batch_invariant())
-    run, nbytes = prepared_linear(device, plan, rows, n, k, ue8m0)
+    sizes = rows, n, k
+    plan = device.backend.plan_dense(*sizes, Output.BF16, device.multiprocessors, batch_invariant(), weights)
+    run, nbytes = prepared_linear(device, plan, *sizes, ue8m0, weights)
     scratch = workspace.scratch(nbytes, x)
     run((*addresses[:3], out.data_ptr(), scratch.data_ptr()))
 
 
 @prepares("fp8_linear")
-def prepared_linear(device: Device, plan: Plan, tokens: int, n: int, k: int, ue8m0: bool) -> tuple[Prepared, int]:
+def prepared_linear(
+    device: Device, plan: Plan, tokens: int, n: int, k: int, ue8m0: bool, format: WeightFormat
+) -> tuple[Prepared, int]:
     """Returns a callable that launches `fp8_linear` without a bias, given addresses, and the bytes of its scratch."""
     x, weight, weight_scale, out, scratch = map(Slot, range(5))
     layout = quantized_scratch(tokens, k)
     at = placed(layout, scratch)
     rows = Rows.k_major(at.values, at.scales, tokens, k)
-    weights = Weights(weight, 1, n, k, weight_scale)
+    weights = Weights(weight, 1, n, k, weight_scale, format=format)
     quantize = device.backend.quantize_launch(ue8m0, x, rows)
     return device.prepare([quantize, *plan.launches(rows, weights, out, after_quantize=True)]), layout.nbytes

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from fp8moe_plugin.checkpoint import placement
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Dense, Split
 from fp8moe_plugin.checkpoint.splits import computes_experts, engine_layers, engine_text, split_refusal
@@ -54,7 +55,8 @@ def test_sglang_takes_fused_layers_of_whole_blocks_only() -> None:
     assert "SGLang's own method cannot take it" in str(split_refusal(model, Parallel(sglang=True)))
 
 
-def test_a_format_without_kernels_is_not_padded() -> None:
+def test_a_format_without_kernels_is_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "ONLY_EXPERTS", (FP8_CHANNEL,))
     model = replace(MODEL, dense_weights=FP8_CHANNEL)
     assert [name for name, *_ in engine_layers(model, Parallel(8))] == [layer.name for layer in MODEL.dense]
 

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops import choose_experts, fused_moe, routed_moe, router_gemm, workspace
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
@@ -53,9 +55,17 @@ def run_layers(
     return [h.relative_l2(y, h.layer_reference(x, layer, *routing, quantized=True)) for x, y, routing in calls]
 
 
-def run_dense_layer(emulator: Device, seed: int, gen: torch.Generator, m: int, n: int, k: int) -> None:
+def run_dense_layer(
+    emulator: Device,
+    seed: int,
+    gen: torch.Generator,
+    m: int,
+    n: int,
+    k: int,
+    weights: WeightFormat = FP8_BLOCK,
+) -> None:
     """A dense layer of `m` random tokens, held against the product of the quantized ones."""
-    x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k)
+    x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k, weights=weights)
     out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
     assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
 

@@ -23,6 +23,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     dense_gemm_few_rows_key,
     dense_gemm_key,
     dense_gemm_many_rows_key,
+    dense_variant,
     down_small_batch_key,
     gate_up_few_rows_key,
     gate_up_key,
@@ -240,6 +241,21 @@ def per_channel(kernel: str) -> Callable[[Device, int], None]:
     return functools.partial(activations.OF_EXPERTS[kernel], activation=CLAMPED, weights=FP8_CHANNEL)
 
 
+def per_channel_dense(emulator: Device, seed: int, force: Callable[[pytest.MonkeyPatch], None]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        force(patch)
+        run_dense_layer(emulator, seed, h.seeded(0, torch.device("cpu")), 30, 264, 384, FP8_CHANNEL)
+
+
+scales_of_dense_tiles = functools.partial(
+    per_channel_dense, force=functools.partial(h.force_dense_tile, tile_rows=64, tile_n=112)
+)
+scales_of_dense_clusters = functools.partial(
+    per_channel_dense, force=functools.partial(h.force_dense_clusters, tile_n=256)
+)
+scales_of_narrow_dense = functools.partial(
+    per_channel_dense, force=functools.partial(h.force_dense, plan=lambda m, n, _: few_rows(m, n, 2))
+)
 PER_CHANNEL = MODIFIED._replace(weights=FP8_CHANNEL)
 scales_of_many_rows = per_channel("gate_up")
 scales_of_few_rows = per_channel("gate_up_few_rows")
@@ -285,6 +301,9 @@ KERNELS = {  # to be compiled ahead
     oai_of_few_rows: (tiles_of_counts_key(), gate_up_few_rows_key(MODIFIED)),
     clamped_small_batch: (gate_up_small_batch_key(MODIFIED, 8, 8), SMALL_BATCH[1]),
     oai_by_itself: (silu_mul_quant_key(False, OAI),),
+    scales_of_dense_tiles: (dense_variant(DENSE[0], FP8_CHANNEL), DENSE[1]),
+    scales_of_dense_clusters: (dense_variant(dense_gemm_many_rows_key(256), FP8_CHANNEL), DENSE[1]),
+    scales_of_narrow_dense: (dense_variant(NARROW[0], FP8_CHANNEL), NARROW[1]),
     scales_of_many_rows: (tiles_of_counts_key(), gate_up_key(PER_CHANNEL, gather=False)),
     scales_of_few_rows: (tiles_of_counts_key(), gate_up_few_rows_key(PER_CHANNEL)),
     scales_of_small_batch: (gate_up_small_batch_key(PER_CHANNEL, 8, 8), down_small_batch_key(PER_CHANNEL, 8, 8)),
@@ -802,6 +821,28 @@ FAULTS = {
         "* 2) * size.intermediate",
         scales_of_small_batch,
         "AssertionError",
+        multiprocessors=CLUSTERS,
+    ),
+    "sums of dense tiles are not scaled": Fault(
+        "dense_gemm.cu",
+        "        scale_columns(shared.row_scales(warp / 4), sum);\n",
+        "",
+        scales_of_dense_tiles,
+        WRONG_RESULT,
+    ),
+    "both halves of a dense tile have the same scales": Fault(
+        "dense_gemm_many_rows.cu",
+        "scale_columns(row_scales + half * kHalfN * 4,",
+        "scale_columns(row_scales,",
+        scales_of_dense_clusters,
+        WRONG_RESULT,
+    ),
+    "sums of a dense layer are scaled twice": Fault(
+        "dense_gemm_few_rows.cu",
+        "scales.scale(sum);",
+        "scales.scale(sum), scales.scale(sum);",
+        scales_of_narrow_dense,
+        WRONG_RESULT,
         multiprocessors=CLUSTERS,
     ),
     "products of a small batch have the scales of another expert": Fault(

@@ -1,4 +1,4 @@
-"""Weights with one scale for each row, in each kernel of the experts, on the emulator against float64."""
+"""Weights with one scale for each row, in each kernel that reads weights, on the emulator against float64."""
 
 import pytest
 import torch
@@ -6,13 +6,14 @@ import torch
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.operands import Quantized
+from fp8moe_plugin.plan.sm90.dense import few_rows
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile
 from fp8moe_plugin.plan.tuning import EARLY_BELOW
 from tests import helpers as h
 from tests.emulator.activations import CPU, OF_EXPERTS
 from tests.emulator.device import Device
 from tests.emulator.inputs import assert_product, empty_rows, slabs
-from tests.emulator.layers import MOST_ERROR
+from tests.emulator.layers import MOST_ERROR, run_dense_layer
 from tests.steps import TileTensors, gate_up, grouped_gemm, tiles_of_counts
 
 SHORT = [8, 1, 16, 0, 33, 64, 65]
@@ -86,3 +87,32 @@ def test_the_layer(
     expected = h.layer_reference(x, layer, *routing, quantized=True, activation=CLAMPED)
     assert h.relative_l2(out, expected) <= MOST_ERROR
     assert h.relative_l2(out, layer_op()) <= MOST_ERROR  # of the reference
+
+
+@seeds
+@pytest.mark.parametrize(("m", "n", "k", "splits"), [(5, 200, 1920, 3), (32, 72, 384, 1), (9, 640, 384, 2)])
+def test_a_dense_layer_of_few_rows(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, m: int, n: int, k: int, splits: int, seed: int
+) -> None:
+    h.force_dense(monkeypatch, lambda m, n, _: few_rows(m, n, splits))
+    run_dense_layer(emulator, seed, h.seeded(seed, CPU), m, n, k, FP8_CHANNEL)
+
+
+@seeds
+@pytest.mark.parametrize(
+    ("m", "tile_n", "n", "k"), [(1, 16, 40, 640), (65, 112, 2112, 128), (33, 144, 584, 256), (129, 192, 200, 384)]
+)
+def test_a_dense_layer_of_some_rows(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, m: int, tile_n: int, n: int, k: int, seed: int
+) -> None:
+    h.force_dense_tile(monkeypatch, 128, tile_n)
+    run_dense_layer(emulator, seed, h.seeded(seed, CPU), m, n, k, FP8_CHANNEL)
+
+
+@seeds
+@pytest.mark.parametrize(("m", "tile_n", "n", "k"), [(300, 256, 776, 128), (520, 256, 200, 640), (200, 144, 584, 384)])
+def test_a_dense_layer_of_many_rows(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, m: int, tile_n: int, n: int, k: int, seed: int
+) -> None:
+    h.force_dense_clusters(monkeypatch, tile_n)
+    run_dense_layer(emulator, seed, h.seeded(seed, CPU), m, n, k, FP8_CHANNEL)

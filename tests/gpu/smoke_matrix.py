@@ -68,13 +68,18 @@ def check_gemm(gen: torch.Generator, rows: int) -> None:
 
 
 def check_linear(gen: torch.Generator, rows: int) -> None:
-    for k in (384, LONG_K):
-        x, weight = h.random_tokens(gen, rows, k), h.random_weights(gen, 136, k)
+    for k, weights in itertools.product((384, LONG_K), FORMATS):
+        x, weight = h.random_tokens(gen, rows, k), h.random_weights(gen, 136, k, weights=weights)
         h.assert_rounded(ops.fp8_linear(x, *weight), h.product(ops.per_token_group_quant_fp8(x), weight))
 
 
 def check_dense_tiles(gen: torch.Generator, rows: int) -> None:
-    x, weight = h.random_tokens(gen, rows, 384), h.random_weights(gen, 392, 384)
+    for weights in FORMATS:
+        check_dense_tiles_of(weights, gen, rows)
+
+
+def check_dense_tiles_of(weights: WeightFormat, gen: torch.Generator, rows: int) -> None:
+    x, weight = h.random_tokens(gen, rows, 384), h.random_weights(gen, 392, 384, weights=weights)
     expected = h.product(ops.per_token_group_quant_fp8(x), weight)
     for tile in itertools.product(DENSE_TILE_ROWS, DENSE_TILE_N):
         with pytest.MonkeyPatch.context() as patch:

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.ops import fp8_linear, reference
+from fp8moe_plugin.plan.tuning import LONG_K
 from tests import helpers as h
 
 
@@ -62,7 +63,9 @@ def test_more_columns_than_the_gpu_has_blocks_for(device, rows):
     h.assert_rounded(fp8_linear(x, *weight), h.product(reference.quantize(x), weight))
 
 
-def test_the_reference_computes_a_scale_for_each_row():
-    gen = h.seeded(0, torch.device("cpu"))
-    x, weight = h.random_tokens(gen, 5, 256), h.random_weights(gen, 72, 256, weights=FP8_CHANNEL)
+@pytest.mark.parametrize("rows", [1, 20, 200, 3000])
+@pytest.mark.parametrize(("n", "k"), [(72, 256), (1544, 384), (136, LONG_K)])
+def test_a_scale_for_each_row(device, rows, n, k):
+    gen = h.seeded(0, device)
+    x, weight = h.random_tokens(gen, rows, k), h.random_weights(gen, n, k, weights=FP8_CHANNEL)
     h.assert_rounded(fp8_linear(x, *weight), h.product(reference.quantize(x), weight))

@@ -5,6 +5,7 @@ import itertools
 import torch
 
 from fp8moe_plugin import ops
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.plan.sm90.kernel_sets import batched_dense_kernels, dense_kernels
 from tests import helpers as h
 
@@ -16,7 +17,7 @@ def test_several_groups_launch_their_kernels_and_nothing_else(monkeypatch):
 
 def test_one_group_is_a_dense_layer(monkeypatch):
     device = launched(monkeypatch, (1,), (1, 30, 300, 5000))
-    assert device.keys <= set(dense_kernels(ue8m0=True))
+    assert device.keys <= set(dense_kernels(True, FP8_BLOCK))
 
 
 def launched(monkeypatch, groups, tokens):

@@ -231,8 +231,10 @@ def test_what_has_no_triton_kernel_is_refused_by_name(gen: torch.Generator) -> N
             ops.get_paged_mqa_logits_metadata(torch.ones(1, 1, dtype=torch.int32), 64, 132)
 
 
-def test_linear(gen: torch.Generator) -> None:
-    x, weight, bias = h.random_tokens(gen, 3, 4, HIDDEN), h.random_weights(gen, 72, HIDDEN), torch.randn(72).bfloat16()
+@pytest.mark.parametrize("weights", [FP8_BLOCK, FP8_CHANNEL], ids=lambda weights: weights.name)
+def test_linear(gen: torch.Generator, weights: WeightFormat) -> None:
+    x, weight = h.random_tokens(gen, 3, 4, HIDDEN), h.random_weights(gen, 72, HIDDEN, weights=weights)
+    bias = torch.randn(72).bfloat16()
     expected, actual, device = both(ops.fp8_linear, x, *weight, bias, ue8m0=True)
     assert h.relative_l2(actual, expected) <= MOST_ERROR
     assert sources(device) == ["quantize", "gemm"]

@@ -3,6 +3,8 @@
 import functools
 
 from fp8moe_plugin.formats.activation import Activation
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.backend import PLANS, Plan, shared_plan
 from fp8moe_plugin.launches.operands import Rows
@@ -32,8 +34,8 @@ class Triton:
     def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:
         return kernel_sets.layer_kernels(self.target, spec, arrival)
 
-    def dense_kernels(self, ue8m0: bool) -> KernelSet:
-        return kernel_sets.dense_kernels(self.target, ue8m0)
+    def dense_kernels(self, ue8m0: bool, weights: WeightFormat = FP8_BLOCK) -> KernelSet:
+        return kernel_sets.dense_kernels(self.target, ue8m0, weights)
 
     def batched_dense_kernels(self) -> KernelSet:
         return {}
@@ -62,8 +64,18 @@ class Triton:
         return shared_plan(plan, grouped_launches, grouping)
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
-    def plan_dense(self, m: int, n: int, k: int, output: Output, multiprocessors: int, batch_invariant: bool) -> Plan:
-        plan = plans.plan_dense(self.target, m, n, output == Output.F32_DIRECT, multiprocessors, batch_invariant)
+    def plan_dense(
+        self,
+        m: int,
+        n: int,
+        k: int,
+        output: Output,
+        multiprocessors: int,
+        batch_invariant: bool,
+        weights: WeightFormat = FP8_BLOCK,
+    ) -> Plan:
+        f32 = output == Output.F32_DIRECT
+        plan = plans.plan_dense(self.target, m, n, f32, multiprocessors, batch_invariant, weights)
         return Plan(plan, 0, functools.partial(dense_launches, plan))
 
     def quantize_launch(self, ue8m0: bool, x: Address, out: Rows) -> Launch:

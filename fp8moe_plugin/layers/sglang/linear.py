@@ -107,7 +107,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
             CheckpointError: a tensor is missing or holds NaN.
         """
         self.quant_config.loads.check_layer(self, layer)
-        keys = kernels_backend(layer.weight).dense_kernels(self.quant_config.ue8m0)
+        keys = kernels_backend(layer.weight).dense_kernels(self.quant_config.ue8m0, self.quant_config.spec.dense)
         metrics.update(prepare_kernels(keys, layer.weight, self.warmup))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

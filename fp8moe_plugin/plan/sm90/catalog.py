@@ -4,6 +4,7 @@ Keys contain neither a model's shape nor the number of tokens: a few dozen kerne
 """
 
 import functools
+from dataclasses import replace
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.formats.activation import Activation
@@ -174,6 +175,11 @@ def dense_gemm_many_rows_key(tile_n: int) -> KernelKey:
 def dense_gemm_few_rows_key() -> KernelKey:
     """Dense GEMM with few rows and few columns."""
     return KernelKey("dense_gemm_few_rows", (), 192, SMEM_BYTES)
+
+
+def dense_variant(key: KernelKey, weights: WeightFormat) -> KernelKey:
+    """Returns the variant of a dense GEMM's kernel, which reads block FP8, that reads weights in this format."""
+    return replace(key, defines=(*key.defines, *WEIGHT_MACROS[weights]))
 
 
 # ---- gradients of weights --------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """The plan of a dense GEMM."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fp8moe_plugin.formats.fp8_block import GROUP
-from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
+from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER,
@@ -16,6 +16,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     dense_gemm_few_rows_key,
     dense_gemm_key,
     dense_gemm_many_rows_key,
+    dense_variant,
     grouped_gemm_key,
 )
 from fp8moe_plugin.plan.sm90.constants import DENSE_FEW_ROWS_TILE_N, MANY_ROWS_TILE
@@ -51,7 +52,13 @@ class DensePlan:
 
 
 def plan_dense(
-    m: int, n: int, k: int, output: Output, multiprocessors: int = MULTIPROCESSORS, batch_invariant: bool = False
+    m: int,
+    n: int,
+    k: int,
+    output: Output,
+    multiprocessors: int = MULTIPROCESSORS,
+    batch_invariant: bool = False,
+    weights: WeightFormat = FP8_BLOCK,
 ) -> DensePlan:
     """Returns the plan of a GEMM of `[m, k]` activations and `[n, k]` weights.
 
@@ -61,7 +68,14 @@ def plan_dense(
     Args:
         multiprocessors: of the GPU.
         batch_invariant: never splits K.
+        weights: their format, BF16 only; it decides which variant of a kernel runs, and nothing else.
     """
+    plan = _plan_blocks(m, n, k, output, multiprocessors, batch_invariant)
+    return replace(plan, kernel=dense_variant(plan.kernel, weights))
+
+
+def _plan_blocks(m: int, n: int, k: int, output: Output, multiprocessors: int, batch_invariant: bool) -> DensePlan:
+    """Returns the plan for weights in block FP8."""
     if output != Output.BF16:
         return grouped(m, n, output, multiprocessors)
     if m <= DENSE_FEW_TILE_ROWS[-1] and splits_k(n, k) and not batch_invariant:

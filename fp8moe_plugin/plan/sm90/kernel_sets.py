@@ -2,6 +2,7 @@
 
 from fp8moe_plugin.formats.activation import VARIANTS
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER_TILE_N,
@@ -16,6 +17,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     dense_gemm_few_rows_key,
     dense_gemm_key,
     dense_gemm_many_rows_key,
+    dense_variant,
     down_small_batch_key,
     gate_up_few_rows_key,
     gate_up_key,
@@ -95,24 +97,23 @@ def _routing_kernels(spec: LayerSpec) -> KernelSet:
     }
 
 
-def dense_kernels(ue8m0: bool) -> KernelSet:
+def dense_kernels(ue8m0: bool, weights: WeightFormat) -> KernelSet:
     """Returns every kernel that a dense layer may launch, with its reason."""
-    found: KernelSet = {
-        dense_gemm_few_rows_key(): f"dense GEMMs with few columns in steps of up to {DENSE_FEW_TILE_ROWS[-1]} tokens"
+    gemms: KernelSet = {
+        grouped_gemm_key(Output.BF16): "dense GEMMs: prefill",
+        dense_gemm_few_rows_key(): f"dense GEMMs with few columns in steps of up to {DENSE_FEW_TILE_ROWS[-1]} tokens",
     }
     for tile_rows in DENSE_TILE_ROWS:
-        found[dense_gemm_key(tile_rows)] = (
+        gemms[dense_gemm_key(tile_rows)] = (
             f"other dense GEMMs in steps of up to {DENSE_ROWS} tokens, or more where its tiles take fewer or shorter "
             f"waves: tiles of {tile_rows} rows"
         )
     for tile_n in DENSE_CLUSTER_TILE_N:
-        found[dense_gemm_many_rows_key(tile_n)] = (
+        gemms[dense_gemm_many_rows_key(tile_n)] = (
             f"dense GEMMs in steps of more than {DENSE_ROWS} tokens: prefill, tiles of {tile_n} columns"
         )
-    return found | {
-        grouped_gemm_key(Output.BF16): "dense GEMMs: prefill",
-        quantize_key(ue8m0, Layout.K_MAJOR): "quantization of the activations of dense layers",
-    }
+    quantize = {quantize_key(ue8m0, Layout.K_MAJOR): "quantization of the activations of dense layers"}
+    return {dense_variant(key, weights): reason for key, reason in gemms.items()} | quantize
 
 
 def batched_dense_kernels() -> KernelSet:

@@ -1,6 +1,7 @@
 """The Triton kernels that a layer may launch at any number of tokens, with the reasons that `warmup list` prints."""
 
 from fp8moe_plugin.formats.activation import VARIANTS
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec
 from fp8moe_plugin.plan.triton.catalog import (
@@ -52,11 +53,13 @@ def layer_kernels(target: str, spec: LayerSpec, arrival: Arrival) -> KernelSet:
     }
 
 
-def dense_kernels(target: str, ue8m0: bool) -> KernelSet:
+def dense_kernels(target: str, ue8m0: bool, weights: WeightFormat) -> KernelSet:
     """Returns every kernel that a dense layer may launch, with its reason."""
-    narrow: KernelSet = {gemm_key(target, FEW_ROWS, NARROW_TILE_N): "dense GEMMs of few rows and columns"}
+    narrow_key = gemm_key(target, FEW_ROWS, NARROW_TILE_N, weights=weights)
+    narrow: KernelSet = {narrow_key: "dense GEMMs of few rows and columns"}
     gemms: KernelSet = {
-        gemm_key(target, rows): f"dense GEMMs, in tiles of {rows} rows" for rows in TRITON_DENSE_TILE_ROWS
+        gemm_key(target, rows, weights=weights): f"dense GEMMs, in tiles of {rows} rows"
+        for rows in TRITON_DENSE_TILE_ROWS
     }
     return narrow | gemms | {quantize_key(target, ue8m0): "quantization of the activations of dense layers"}
 

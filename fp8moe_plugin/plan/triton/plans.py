@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fp8moe_plugin.formats.fp8_block import GROUP
-from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 from fp8moe_plugin.plan.scratch import offsets, scale_pitch, tile_capacity
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec
 from fp8moe_plugin.plan.triton.catalog import (
@@ -219,7 +219,9 @@ def plan_grouped(target: str, grouping: Grouping, rows: int, groups: int, expect
     )
 
 
-def plan_dense(target: str, m: int, n: int, f32: bool, multiprocessors: int, batch_invariant: bool) -> TritonDense:
+def plan_dense(
+    target: str, m: int, n: int, f32: bool, multiprocessors: int, batch_invariant: bool, weights: WeightFormat
+) -> TritonDense:
     """Returns the plan of a GEMM with m rows and n columns.
 
     Args:
@@ -228,11 +230,11 @@ def plan_dense(target: str, m: int, n: int, f32: bool, multiprocessors: int, bat
         batch_invariant: the same tiles for any number of rows.
     """
     if f32 or batch_invariant:
-        return TritonDense(gemm_key(target, MORE_ROWS, f32=f32), MORE_ROWS, TILE_N)
+        return TritonDense(gemm_key(target, MORE_ROWS, f32=f32, weights=weights), MORE_ROWS, TILE_N)
     if m <= FEW_ROWS:
         wide = ceil_div(n, TILE_N) >= multiprocessors * TRITON_DENSE_SHARE
         columns = TILE_N if wide else NARROW_TILE_N
-        return TritonDense(gemm_key(target, FEW_ROWS, columns), FEW_ROWS, columns)
+        return TritonDense(gemm_key(target, FEW_ROWS, columns, weights=weights), FEW_ROWS, columns)
     fills = ceil_div(m, MANY_ROWS) * ceil_div(n, TILE_N) >= multiprocessors
     tile_rows = MANY_ROWS if fills else MORE_ROWS
-    return TritonDense(gemm_key(target, tile_rows), tile_rows, TILE_N)
+    return TritonDense(gemm_key(target, tile_rows, weights=weights), tile_rows, TILE_N)
