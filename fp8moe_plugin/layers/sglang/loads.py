@@ -140,7 +140,8 @@ class Loads:
             alone: set[str] = set()
             last = ["the first tensor"]
             try:
-                loaded = load(self._followed(weights, alone, last), *args, **kwargs)
+                config = getattr(model, "config", None)
+                loaded = load(self._followed(weights, alone, last, config), *args, **kwargs)
                 check_fused(model, alone)
             except Exception as error:
                 self.halves.clear()
@@ -150,7 +151,9 @@ class Loads:
 
         model.load_weights, model.fp8moe_loads = load_weights, self
 
-    def _followed(self, weights: Tensors, alone: set[str], last: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _followed(
+        self, weights: Tensors, alone: set[str], last: list[str], config: Any
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             check_scale_name(name, (self.scale,) if self.scale else ())
             last[0] = f"{name} ({tensor.dtype} {list(tensor.shape)})"
@@ -159,6 +162,8 @@ class Loads:
                 alone.discard(other)
             elif other:
                 alone.add(name)
+            if other and tensor.numel() == 1 and self.own_scale != SCALE:
+                tensor = scale_to_fuse(getattr(config, "text_config", config), name, tensor)
             module, _, kind = name.rpartition(".")
             yield f"{module}.{self.own_scale}" if kind == self.scale else name, tensor
             self.written = True  # the model is done with this tensor
@@ -210,6 +215,18 @@ def counterpart(name: str) -> str | None:
     if first in name:
         return name.replace(first, second)
     return name.replace(second, first) if second in name else None
+
+
+def scale_to_fuse(config: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns one scale of a weight that SGLang fuses with another for MLA as one for each of its rows.
+
+    SGLang would take that of `q_a_proj` for both weights, as it may for input scales, which are not used.
+    """
+    if name.endswith(".input_scale"):
+        return tensor.reshape(())
+    q_a_proj, _ = FUSED_BY_THE_MODEL
+    rows = config.q_lora_rank if f".{q_a_proj}." in name else config.kv_lora_rank + config.qk_rope_head_dim
+    return tensor.reshape(1, 1).expand(rows, 1)
 
 
 def check_fused(model: torch.nn.Module, alone: set[str]) -> None:

@@ -21,7 +21,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks.checkpoints.synthetic import write_checkpoint
-from tests.compressed import compress
+from tests.compressed import BY_ROW, STATIC, compress, requantize
 from tests.engine.conftest import SHAPES
 from tests.engine.generate import BEGINS
 from tests.shared import built_once
@@ -79,6 +79,8 @@ ENGINES = {
     ),
     "qwen3_moe compressed ep2": Engine("qwen3_moe-fp8-compressed", TP2 | {"ep_size": 2}, environment=A_CORE_EACH),
     "deepseek_v3 compressed": Engine("deepseek_v3-fp8-compressed", OURS),
+    "qwen3_moe by row": Engine("qwen3_moe-by-row", OURS, ("qwen3_moe-by-row",)),
+    "deepseek_v3 static": Engine("deepseek_v3-static", OURS),
     "qwen3_moe converted": Engine("qwen3_moe-converted", OURS),
     "deepseek_v3_odd online": Engine("deepseek_v3_odd-bf16", TP2, environment=A_CORE_EACH),
     "without a scale": Engine("qwen3_moe-without-a-scale", OURS),
@@ -117,6 +119,9 @@ def write_checkpoints(folder: Path) -> None:
         compressed = folder / f"{name}-compressed"
         shutil.copytree(folder / name, compressed)
         compress(compressed)
+    for family, name, quantization in (("qwen3_moe", "by-row", BY_ROW), ("deepseek_v3", "static", STATIC)):
+        shutil.copytree(folder / f"{family}-fp8", folder / f"{family}-{name}")
+        requantize(folder / f"{family}-{name}", quantization)
     twin, converted = str(folder / "qwen3_moe-bf16"), str(folder / "qwen3_moe-converted")
     assert warmup(["convert", "--model", twin, "--out", converted]) == 0
     lacking = folder / "qwen3_moe-without-a-scale"

@@ -20,6 +20,8 @@ SERVES = "fp8moe serves the experts: backend reference"
         "qwen3_moe compressed",
         "qwen3_moe compressed ep2",
         "deepseek_v3 compressed",
+        "qwen3_moe by row",
+        "deepseek_v3 static",
         "deepseek_v3",
         "deepseek_v3_ue8m0",
         "deepseek_v3_odd tp2",

@@ -12,7 +12,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.spec import COMPRESSED_SCALE, SCALE
 from fp8moe_plugin.layers.sglang import compat
-from fp8moe_plugin.layers.sglang.loads import Loads
+from fp8moe_plugin.layers.sglang.loads import FUSED_BY_THE_MODEL, Loads
 from tests.layers.experts import HIDDEN
 from tests.layers.sglang.layers import PARAMETERS, Layer, Quantized
 
@@ -64,6 +64,19 @@ def test_scales_of_each_format_reach_the_model_by_that_name(scale):
     names = ["a.weight", f"a.{scale}", "a.k_scale", "experts.0.up_proj.input_scale"]
     model.load_weights([(name, torch.zeros(1)) for name in names])
     assert [name for name, _ in model.named] == ["a.weight", "a.weight_scale_inv", *names[2:]]
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_single_scales_that_sglang_fuses_stay_apart(shape):
+    """SGLang would take the first of the two for both."""
+    model = Model()
+    model.config = SimpleNamespace(q_lora_rank=3, kv_lora_rank=1, qk_rope_head_dim=1)
+    Loads(COMPRESSED_SCALE, COMPRESSED_SCALE).follow(model)
+    names = [f"a.{part}.{kind}" for part in FUSED_BY_THE_MODEL for kind in (COMPRESSED_SCALE, "input_scale")]
+    model.load_weights([(name, torch.full(shape, float(i))) for i, name in enumerate(names)])
+    assert {name: tensor.tolist() for name, tensor in model.named} == dict(
+        zip(names, ([[0.0]] * 3, 1.0, [[2.0]] * 2, 3.0), strict=True)
+    )
 
 
 def test_an_error_of_the_model_names_the_tensor():
