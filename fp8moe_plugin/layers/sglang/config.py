@@ -21,6 +21,8 @@ from sglang.srt.utils import is_cpu, is_cuda
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.unquantized import FUSED
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.compressed import is_compressed
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization, recoded
 from fp8moe_plugin.jit.lookup import WARMUP
@@ -47,6 +49,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
     spec: QuantSpec
     ue8m0: bool
     online: bool
+    checkpoint: dict[str, Any]  # its `quantization_config`
     loads: Loads
     of_cache: QuantizationConfig | None = None  # SGLang's own, where the checkpoint has a quantized KV cache
 
@@ -94,8 +97,8 @@ class Fp8MoeConfig(Traits, Fp8Config):
             "ignored_layers": list(spec.unquantized),
         }
         made: Fp8MoeConfig = super().from_config(config | parsed)
-        made.spec, made.ue8m0, made.online = spec, spec.ue8m0, spec.online
-        if config.get("kv_cache_scheme"):
+        made.spec, made.ue8m0, made.online, made.checkpoint = spec, spec.ue8m0, spec.online, config
+        if is_compressed(config) and config.get("kv_cache_scheme"):
             made.of_cache = CompressedTensorsConfig.from_config(deepcopy(config))
             made.kv_cache_quant_algo = getattr(made.of_cache, "kv_cache_quant_algo", None)  # for the cache's dtype
         made.loads = Loads(None if spec.online else spec.scale, scale_parameter(spec.weights))
@@ -127,7 +130,12 @@ class Fp8MoeConfig(Traits, Fp8Config):
 
     def engine_method(self, layer: LinearBase, prefix: str) -> Any:
         """Returns the method that SGLang would use for a quantized dense layer without `--quantization fp8moe`."""
-        return UnquantizedLinearMethod() if self.online else super().get_quant_method(layer, prefix)
+        if self.online:
+            return UnquantizedLinearMethod()
+        if self.spec.dense is FP8_CHANNEL and is_compressed(self.checkpoint):  # SGLang's `fp8` has no scales of rows
+            described = self.checkpoint | {"packed_modules_mapping": dict(self.packed_modules_mapping)}
+            return CompressedTensorsConfig.from_config(deepcopy(described)).get_quant_method(layer, prefix)
+        return super().get_quant_method(layer, prefix)
 
 
 def check_listed_experts(prefix: str, names: list[str], experts: int) -> None:

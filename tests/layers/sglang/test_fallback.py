@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 from sglang.srt.distributed import utils
 from sglang.srt.layers import linear
 from sglang.srt.layers.quantization import fp8
+from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
@@ -22,6 +24,7 @@ from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.sglang.loads import Loads
 from fp8moe_plugin.logs import log_once
 from tests import helpers as h
+from tests.compressed import BY_ROW
 
 pytestmark = pytest.mark.seam
 
@@ -58,11 +61,12 @@ def make(monkeypatch):
     return layer
 
 
-def checked(online: bool) -> Quantized:
+def checked(online: bool, checkpoint: dict[str, Any] = CHECKPOINT) -> Quantized:
     """The config, without the checks of the machine and of SGLang's options, which need an engine."""
     made = super(Fp8MoeConfig, Quantized).from_config(CHECKPOINT)
-    made.spec = ONLINE if online else parse_quantization(CHECKPOINT)
+    made.spec = ONLINE if online else parse_quantization(checkpoint)
     made.ue8m0, made.online, made.loads = False, online, Loads(None if online else made.spec.scale)
+    made.checkpoint = checkpoint
     return made
 
 
@@ -78,6 +82,15 @@ def test_layer_equals_that_of_engine(make):
     for (name, mine), (wanted, its) in zip(ours.named_parameters(), stock.named_parameters(), strict=True):
         assert name == wanted
         assert h.same_bits(mine.data, its.data)
+
+
+def test_layer_of_compressed_tensors_has_scales_of_rows(monkeypatch, make):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # for which SGLang has a kernel
+    layer, scale = make(checked(False, BY_ROW)), torch.arange(2.0 * WIDTH).view(2, WIDTH, 1)
+    assert type(layer.quant_method) is CompressedTensorsLinearMethod
+    for shard in range(2):
+        layer.weight_scale.weight_loader(layer.weight_scale, scale[shard], shard)
+    assert torch.equal(layer.weight_scale.data, scale.flatten(0, 1))
 
 
 def test_log_and_metrics_name_the_layers(make, plugin_log):
