@@ -46,7 +46,7 @@ class Settings(BaseModel):
     )
     fallback: Literal["allow", "forbid"] = Field(
         "allow",
-        description="What to do with a dense layer (under vLLM also experts) whose shape the kernels do not support. "
+        description="What to do with a dense layer or experts whose shape the kernels do not support. "
         "`allow`: run it on the engine's own kernels, and log which layers these are. `forbid`: refuse the model.",
     )
     fp4_experts: Literal["fp8"] = Field(

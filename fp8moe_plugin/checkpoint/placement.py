@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fp8moe_plugin.checkpoint.shapes import begins_within_block, dense_refusal, experts_refusal, too_many_experts
 from fp8moe_plugin.formats.activation import Activation
-from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.settings import settings
@@ -38,6 +38,7 @@ class Engine(NamedTuple):
     name: str  # vLLM or SGLang
     quantized: bool  # whether its own method loads scales of 128x128 blocks
     architecture: str = ""
+    refusal: str | None = None  # why its own method cannot take experts
 
 
 class DensePart(NamedTuple):
@@ -79,6 +80,16 @@ def kind_refusal(
     return "a bias" if bias else None
 
 
+def sglang_experts(stored: WeightFormat | None) -> Engine:
+    """Returns SGLang, which is to take experts.
+
+    Args:
+        stored: their format in the checkpoint; None if they are unquantized.
+    """
+    refusal = None if stored in (None, FP8_BLOCK) else f"fp8moe does not set up SGLang's own method for {stored.name}"
+    return Engine("SGLang", stored is FP8_BLOCK, refusal=refusal)
+
+
 def fallback_allowed() -> bool:
     """Returns whether the engine may take layers that our kernels do not support."""
     return settings().fallback == "allow"
@@ -110,8 +121,10 @@ def place_experts(part: ExpertsPart, engine: Engine) -> Placement:
     why = kind or experts_refusal(part.hidden) or too_many_experts(part.local_experts) or ""
     if not why:
         return OURS
-    if not fallback_allowed() or engine.name == "SGLang":
+    if not fallback_allowed():
         return Placement(Server.NONE, why)
+    if engine.refusal:
+        return Placement(Server.NONE, f"{why}, and {engine.refusal}")
     width = part.intermediate // part.ranks
     if engine.quantized and width % GROUP:
         more = f"{engine.name}'s own method needs whole scale blocks, but a rank has {width} intermediate channels"

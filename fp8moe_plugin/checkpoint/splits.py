@@ -15,6 +15,7 @@ from fp8moe_plugin.checkpoint.placement import (
     kind_refusal,
     place_dense,
     place_experts,
+    sglang_experts,
 )
 from fp8moe_plugin.checkpoint.shapes import (
     Dense,
@@ -28,6 +29,7 @@ from fp8moe_plugin.checkpoint.shapes import (
 )
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.weight_format import ceil_div
 
 
@@ -78,8 +80,9 @@ def place_rank_experts(model: Model, parallel: Parallel) -> Placement:
         ceil_div(experts.experts, parallel.ep),
         next(filter(None, kinds), None),
     )
-    blocks = model.quantized and not model.recoded_from and model.weights.weight_block is not None
-    return place_experts(part, _engine(model, parallel, blocks))
+    stored = (model.recoded_from or model.weights) if model.quantized else None
+    blocks = stored is not None and stored is not MXFP4 and stored.weight_block is not None
+    return place_experts(part, sglang_experts(stored) if parallel.sglang else Engine("vLLM", blocks))
 
 
 def computes_experts(model: Model, parallel: Parallel) -> bool:
@@ -163,10 +166,6 @@ def engine_name(parallel: Parallel) -> str:
     return "SGLang" if parallel.sglang else "vLLM"
 
 
-def _engine(model: Model, parallel: Parallel, quantized: bool) -> Engine:
-    return Engine(engine_name(parallel), quantized, model.architecture)
-
-
 def _place(model: Model, layer: Dense, parallel: Parallel) -> Placement:
     """Returns who computes a kind of dense layer."""
     ranks, part = parallel.dense_ranks(layer.name), rank_dense(layer, parallel)
@@ -177,7 +176,7 @@ def _place(model: Model, layer: Dense, parallel: Parallel) -> Placement:
     kind = dense_kind_refusal(weights)
     padded = kind is None and any(width // ranks % GROUP for width in halves)
     share = DensePart(part.inputs, part.outputs, layer.inputs, split, padded, kind)
-    return place_dense(share, weights, _engine(model, parallel, model.quantized))
+    return place_dense(share, weights, Engine(engine_name(parallel), model.quantized, model.architecture))
 
 
 def _uneven(layer: Dense, tp: int) -> str | None:

@@ -3,10 +3,12 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import unsupported_shape
 from fp8moe_plugin.logs import log_once
@@ -72,6 +74,20 @@ class Fallback:
                 "fp8moe: %d layers run on the plugin's kernels, %d on %s's own: %s",
                 *(ours, len(self.layers), self.engine, named),
             )
+
+
+@contextmanager
+def refused_by_both(engine: str, refused: Callable[[str], UnsupportedError]) -> Iterator[None]:
+    """Raise `UnsupportedError` if the engine's own method of experts raises within the context.
+
+    Args:
+        refused: returns this error, with an addition to its reason.
+    """
+    try:
+        yield
+    except Exception as error:  # of any class: engines assert, raise, or have no kernel for this machine
+        more = f", and {engine}'s own method cannot take them ({type(error).__name__}: {error})"
+        raise refused(more) from error
 
 
 def _kind(layer: str) -> str:

@@ -94,3 +94,6 @@ def test_the_engine_takes_odd_experts() -> None:
     assert "vLLM's own method needs whole scale blocks" in str(split_refusal(hidden, Parallel(8)))
     for changed in (replace(hidden, recoded_from=MXFP4), replace(hidden, quantized=False)):
         assert engine_layers(changed, Parallel(8))
+    assert engine_layers(hidden, Parallel(4, sglang=True))
+    for changed in (replace(hidden, recoded_from=MXFP4), replace(hidden, weights=FP8_CHANNEL)):
+        assert "fp8moe does not set up SGLang's own method" in str(split_refusal(changed, Parallel(4, sglang=True)))

@@ -1,5 +1,6 @@
 """`Fp8MoeConfig` checks that checkpoint, machine and options are supported, and chooses the method of each layer."""
 
+import functools
 import re
 from copy import deepcopy
 from typing import Any
@@ -12,13 +13,14 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from sglang.srt.layers.quantization.fp8 import Fp8Config
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils import is_cpu, is_cuda
 
 from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.placement import Server
 from fp8moe_plugin.checkpoint.unquantized import FUSED
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.compressed import is_compressed
@@ -26,12 +28,14 @@ from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization, recoded
 from fp8moe_plugin.jit.lookup import WARMUP
+from fp8moe_plugin.layers.fallback import refused_by_both
 from fp8moe_plugin.layers.loading import announce_input_scales
 from fp8moe_plugin.layers.machine import check_machine
 from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.sglang.loads import Loads, scale_parameter
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
+from fp8moe_plugin.layers.sglang.refusals import experts_error, place_layer
 from fp8moe_plugin.layers.traits import Traits
 from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized, matches_pattern
 from fp8moe_plugin.quoting import shell_word
@@ -126,16 +130,44 @@ class Fp8MoeConfig(Traits, Fp8Config):
             check_listed_experts(prefix, self.ignored_layers, layer.num_experts - added)
         if is_layer_skipped(prefix, self.ignored_layers, fused_mapping=self.packed_modules_mapping):
             return super().get_quant_method(layer, prefix)
-        return (Fp8MoeLinearMethod if linear else Fp8MoeMethod)(self, prefix, warmup_command())
+        if linear:
+            return Fp8MoeLinearMethod(self, prefix, warmup_command())
+        spec = self.expert_spec
+        server, why = place_layer(layer, None if self.online else spec.recoded_from or spec.weights)
+        if server is Server.ENGINE:
+            return self._engine_experts(layer, prefix, why)
+        return Fp8MoeMethod(self, prefix, warmup_command())
 
-    def engine_method(self, layer: LinearBase, prefix: str) -> Any:
-        """Returns the method that SGLang would use for a quantized dense layer without `--quantization fp8moe`."""
+    def engine_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """Returns the method that SGLang would use for a quantized layer without `--quantization fp8moe`."""
         if self.online:
-            return UnquantizedLinearMethod()
+            if isinstance(layer, LinearBase):
+                return UnquantizedLinearMethod()
+            return UnquantizedFusedMoEMethod(layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe)
         if self.spec.dense is FP8_CHANNEL and is_compressed(self.checkpoint):  # SGLang's `fp8` has no scales of rows
             described = self.checkpoint | {"packed_modules_mapping": dict(self.packed_modules_mapping)}
             return CompressedTensorsConfig.from_config(deepcopy(described)).get_quant_method(layer, prefix)
         return super().get_quant_method(layer, prefix)
+
+    def _engine_experts(self, layer: Any, prefix: str, why: str) -> Any:
+        """Returns SGLang's own method for experts that the kernels do not support.
+
+        Raises:
+            UnsupportedError: SGLang does not support them either, which its method may say only when it creates the
+                weights.
+        """
+        refused = functools.partial(experts_error, prefix, why, layer.num_local_experts)
+        with refused_by_both("SGLang", refused):
+            method = self.engine_method(layer, prefix)
+        create = method.create_weights
+
+        def create_weights(*args: Any, **kwargs: Any) -> None:
+            with refused_by_both("SGLang", refused):
+                create(*args, **kwargs)
+            self.loads.fallback.note(prefix, "experts", why, method)
+
+        method.create_weights = create_weights
+        return method
 
 
 def check_listed_experts(prefix: str, names: list[str], experts: int) -> None:

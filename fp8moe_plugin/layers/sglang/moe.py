@@ -15,10 +15,8 @@ from sglang.srt.layers.moe.token_dispatcher import (
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.utils import is_cuda, set_weight_attrs
 
-from fp8moe_plugin.checkpoint.placement import Engine, ExpertsPart, Server, place_experts
-from fp8moe_plugin.checkpoint.shapes import local_intermediate, too_many_experts
+from fp8moe_plugin.checkpoint.shapes import local_intermediate
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.spec import SCALE, WEIGHT
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
@@ -28,6 +26,7 @@ from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of
 from fp8moe_plugin.layers.recode import block_fp8, targets
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.layers.sglang.loads import scale_parameter
+from fp8moe_plugin.layers.sglang.refusals import activation, check_computation, check_experts
 from fp8moe_plugin.ops.checks import poison
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
 from fp8moe_plugin.settings import batch_invariant
@@ -190,42 +189,3 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
             layer.weight_loader(param, tensor, name, shard_id, expert_id)
 
     return check_and_load
-
-
-def check_experts(prefix: str, experts: int, hidden: int, intermediate: int, ranks: int) -> None:
-    """Raise `UnsupportedError` for experts of a size or number that the kernels do not support on one rank."""
-    server, why = place_experts(ExpertsPart(hidden, intermediate, ranks, experts), Engine("SGLang", quantized=True))
-    if server is not Server.OURS:
-        advice = "Use more GPUs and --ep-size." if why == too_many_experts(experts) else "Use --quantization fp8."
-        raise UnsupportedError(f"{prefix}: {why}. {advice}")
-
-
-def activation(config: Any) -> Activation:
-    """Returns the activation that a `MoeRunnerConfig` describes, as SGLang's Triton kernels read it."""
-    if config.activation != SILU.kind:
-        return Activation(config.activation)
-    if config.gemm1_alpha is not None:
-        kind = "swigluoai" if config.gate_up_interleaved else "swigluoai_uninterleave"
-        beta = getattr(config, "gemm1_beta", None)  # SGLang 0.5.17 always adds 1
-        return Activation(kind, config.gemm1_clamp_limit, config.gemm1_alpha, 1.0 if beta is None else beta)
-    if config.gemm1_clamp_limit is not None:
-        return Activation("swiglustep", config.gemm1_clamp_limit)
-    return Activation(limit=config.swiglu_limit)
-
-
-def check_computation(prefix: str, config: Any) -> None:
-    """Raise `UnsupportedError` unless a `MoeRunnerConfig` requires a gated activation and the weighted sum."""
-    if not config.is_gated:
-        raise UnsupportedError(
-            f"{prefix}: the model's experts have an activation without a gate ({config.activation}), which the kernels "
-            "do not support. Use --quantization fp8."
-        )
-    if refusal := activation(config).refusal:
-        raise UnsupportedError(
-            f"{prefix}: the model's experts have {refusal}, which the kernels do not support. Use --quantization fp8."
-        )
-    if config.apply_router_weight_on_input or config.no_combine:
-        raise UnsupportedError(
-            f"{prefix}: the model weights the tokens before its experts, or adds up their results itself, which the "
-            "kernels do not support. Use --quantization fp8."
-        )

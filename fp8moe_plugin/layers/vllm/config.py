@@ -1,5 +1,6 @@
 """`Fp8MoeConfig` checks that checkpoint and machine are supported, and chooses the method of each layer."""
 
+import functools
 import logging
 import re
 from typing import Any
@@ -22,6 +23,7 @@ from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization, recoded
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers import metrics
+from fp8moe_plugin.layers.fallback import refused_by_both
 from fp8moe_plugin.layers.loading import announce_input_scales
 from fp8moe_plugin.layers.machine import check_machine
 from fp8moe_plugin.layers.traits import Traits
@@ -41,7 +43,7 @@ from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.layers.vllm.recode import EXPERT_SCALE, RecodedMoeMethod
-from fp8moe_plugin.layers.vllm.refusals import Refusal, check_options, refusal_of, refused_by_both
+from fp8moe_plugin.layers.vllm.refusals import Refusal, check_options, refusal_of
 from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops.devices import set_num_sms
@@ -218,12 +220,12 @@ class Fp8MoeConfig(Traits, Fp8Config):
                 weights, or the command line has options for our experts.
         """
         check_options(prefix, layer.moe_config)
-        with refused_by_both(prefix, refusal):
+        with refused_by_both("vLLM", functools.partial(refusal.error, prefix)):
             method = self.engine_method(layer, prefix)
         create = method.create_weights
 
         def create_weights(*args: Any, **kwargs: Any) -> None:
-            with refused_by_both(prefix, refusal):
+            with refused_by_both("vLLM", functools.partial(refusal.error, prefix)):
                 create(*args, **kwargs)
             self.model.leave_layer(prefix, "experts", refusal.why, method)
 

@@ -1,7 +1,5 @@
 """Refusals of experts when vLLM creates their layer: by the command line, or by what the kernels do not support."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
@@ -54,16 +52,6 @@ class Refusal(NamedTuple):
 
     def error(self, prefix: str, more: str = "") -> UnsupportedError:
         return UnsupportedError(f"{prefix}: {self.why}{more}. {self.advice}")
-
-
-@contextmanager
-def refused_by_both(prefix: str, refusal: Refusal) -> Iterator[None]:
-    """Raise `UnsupportedError` if vLLM's own method raises within the context: it does not support the layer either."""
-    try:
-        yield
-    except Exception as error:  # of any class: vLLM asserts, raises, or has no kernel for this machine
-        more = f", and vLLM's own method cannot take them ({type(error).__name__}: {error})"
-        raise refusal.error(prefix, more) from error
 
 
 def refusal_of(moe: Any, spec: LayerSpec, quantized: bool) -> Refusal | None:

@@ -34,7 +34,7 @@ from fp8moe_plugin.layers.sglang import config as seam
 from fp8moe_plugin.layers.sglang.config import Fp8MoeConfig
 from fp8moe_plugin.layers.sglang.entry import Entry
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
-from fp8moe_plugin.layers.sglang.moe import check_computation, check_experts
+from fp8moe_plugin.layers.sglang.refusals import check_computation, check_experts
 from tests.compressed import QUANTIZATION
 from warmup.options import parse
 
@@ -175,6 +175,8 @@ def test_experts_are_unquantized_all_together_or_refused(options, monkeypatch, l
     layer = fused_moe_layer.FusedMoE.__new__(fused_moe_layer.FusedMoE)
     # One has a copy, and a shared expert is one more of them.
     vars(layer).update(num_experts=5, num_fused_shared_experts=1, use_triton_kernels=False)
+    vars(layer).update(hidden_size=256, intermediate_size_per_partition=256, moe_tp_size=1, num_local_experts=5)
+    vars(layer).update(with_bias=False, moe_runner_config=MoeRunnerConfig())
     options.ep_num_redundant_experts = 1
     layer.use_flashinfer_trtllm_moe = layer.use_deep_gemm = False
     monkeypatch.setattr(Fp8Config, "get_quant_method", lambda config, layer, prefix: "unquantized")
@@ -264,8 +266,8 @@ def test_deepep_is_served_if_it_can_send_the_rows_of_each_mode(options, monkeypa
     ("changes", "message"),
     [
         ({"is_gated": False}, r"L: the model's experts have an activation without a gate \(silu\)"),
-        ({"apply_router_weight_on_input": True}, "L: the model weights the tokens before its experts"),
-        ({"no_combine": True}, "L: .*adds up their results itself"),
+        ({"apply_router_weight_on_input": True}, "L: the model's experts have weights of the router on their inputs"),
+        ({"no_combine": True}, "L: .*results that the model adds up itself"),
     ],
 )
 def test_experts_that_compute_something_else_are_refused(changes, message):

@@ -8,7 +8,7 @@ pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
-from fp8moe_plugin.layers.sglang.moe import activation
+from fp8moe_plugin.layers.sglang.refusals import activation
 from tests.layers.conformance import (
     CHECKPOINTS,
     CLAMPED,

@@ -11,17 +11,21 @@ pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 
 from sglang.srt.distributed import utils
 from sglang.srt.layers import linear
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.quantization import fp8
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
-from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.spec import ONLINE, parse_quantization
 from fp8moe_plugin.layers import metrics
+from fp8moe_plugin.layers.sglang import config as seam
 from fp8moe_plugin.layers.sglang.config import Fp8MoeConfig
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.sglang.loads import Loads
+from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
 from fp8moe_plugin.logs import log_once
 from tests import helpers as h
 from tests.compressed import BY_ROW
@@ -30,6 +34,7 @@ pytestmark = pytest.mark.seam
 
 CHECKPOINT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 NAME, INPUTS, WIDTH = "model.layers.0.self_attn.in_proj", 192, 256
+EXPERTS = "model.layers.3.mlp.experts"
 KIND = "model.layers.N.self_attn.in_proj"
 
 
@@ -113,3 +118,81 @@ def test_forbidden_fallback_refuses_the_model(make):
 def test_projections_that_share_a_block_are_refused(make):
     with pytest.raises(UnsupportedError, match="192 output channels on this rank, not a multiple"):
         make(checked(False), 192, 256)
+
+
+class Experts(FusedMoE):
+    """A layer of experts without an engine, as far as its method needs it."""
+
+    def __init__(self, quant, hidden: int = 256, experts: int = 4, bias: bool = False, **runner: object) -> None:
+        torch.nn.Module.__init__(self)
+        self.hidden_size, self.num_experts, self.num_local_experts = hidden, experts, experts
+        self.intermediate_size_per_partition, self.moe_tp_size, self.moe_tp_rank = 256, 1, 0
+        self.use_triton_kernels = self.use_flashinfer_trtllm_moe = False
+        self.num_fused_shared_experts, self.with_bias = 0, bias
+        self.moe_runner_config = MoeRunnerConfig(is_gated=True)
+        for name, value in runner.items():
+            setattr(self.moe_runner_config, name, value)
+        self.quant_method = quant.get_quant_method(self, EXPERTS)
+        sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size_per_partition": 256}
+        given = {"params_dtype": torch.bfloat16, "weight_loader": self.weight_loader, "with_bias": bias}
+        self.quant_method.create_weights(layer=self, **sizes, **given)
+
+
+@pytest.fixture
+def quant(monkeypatch, make):
+    monkeypatch.setattr(seam, "get_server_args", lambda: SimpleNamespace(ep_num_redundant_experts=0))
+    monkeypatch.setattr(seam, "warmup_command", lambda: "warmup")
+    if hasattr(fp8, "get_parallel"):
+        monkeypatch.setattr(fp8, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+
+    def config(online: bool = False) -> Fp8MoeConfig:
+        made = checked(online)
+        made.__class__ = Fp8MoeConfig
+        return made
+
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"hidden": 320}, "hidden size 320 is not a multiple of 128"),
+        ({"experts": 1025, "hidden": 128}, "a rank has 1025 experts"),
+        ({"bias": True}, "the model's experts have a bias"),
+        ({"activation": "gelu"}, "the model's experts have another activation"),
+        ({"apply_router_weight_on_input": True}, "the model's experts have weights of the router on their inputs"),
+    ],
+)
+def test_experts_run_on_the_engine(quant, plugin_log, changes, why):
+    config = quant()
+    assert type(Experts(config).quant_method) is Fp8MoeMethod
+    layer = Experts(config, **changes)
+    assert type(layer.quant_method) is Fp8MoEMethod
+    assert layer.w13_weight_scale_inv.shape[0] == layer.num_experts
+    (line,) = [record.getMessage() for record in plugin_log.records if "runs on" in record.getMessage()]
+    assert line.startswith(f"fp8moe: model.layers.N.mlp.experts runs on SGLang's own Fp8MoEMethod: {why}")
+    assert metrics.LAYERS.labels("engine", "experts")._value.get() == 1
+    with h.environment("FP8MOE_FALLBACK", "forbid"):
+        refused = Fp8MoeConfig.get_quant_method(config, layer, EXPERTS)
+    assert type(refused) is Fp8MoeMethod
+
+
+def test_unquantized_experts_stay_unquantized(quant):
+    layer = Experts(quant(online=True), hidden=320)
+    assert type(layer.quant_method) is UnquantizedFusedMoEMethod
+    assert layer.w13_weight.dtype == torch.bfloat16
+
+
+def test_experts_that_the_engine_refuses_too_are_refused(quant, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("320 is not divisible")
+
+    monkeypatch.setattr(Fp8MoEMethod, "create_weights", refuse)
+    with pytest.raises(UnsupportedError, match=rf"{EXPERTS}: hidden size 320.*SGLang's own .*: 320 .*\)\. Use --quant"):
+        Experts(quant(), hidden=320)
+    with h.environment("FP8MOE_FALLBACK", "forbid"), pytest.raises(UnsupportedError, match=r"hidden size 320.*block"):
+        Experts(quant(), hidden=320)
+    fp4 = quant()
+    fp4.is_fp4_experts = True
+    with pytest.raises(UnsupportedError, match="hidden size 320"):
+        Experts(fp4, hidden=320)
