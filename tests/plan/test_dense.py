@@ -1,11 +1,16 @@
 """What the plan of a dense GEMM chooses."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.launches.backends import BACKENDS
+from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER,
     DENSE_TILE_N,
@@ -171,3 +176,17 @@ def test_tiles_of_other_results_are_narrow_where_these_are_one_round(m, n):
     found = plan(m, n, 7168, Output.F32_DIRECT)
     assert found.tile_n == (128 if narrow <= 132 else 256)
     assert found.kernel == grouped_gemm_key(Output.F32_DIRECT, found.tile_n)
+
+
+@pytest.mark.parametrize("target", [SM90, "sm_89"])
+def test_the_format_of_weights_changes_the_kernel_and_nothing_else(target: str) -> None:
+    backend = BACKENDS[target]
+    blocks, rows = (set(backend.dense_kernels(False, weights)) for weights in (FP8_BLOCK, FP8_CHANNEL))
+    assert len(blocks) == len(rows)
+    for m, (n, k) in itertools.product((1, 64, 400, 5000), [(2112, 7168), (1536, 512), (40008, 1664)]):
+        block, row = (
+            backend.plan_dense(m, n, k, Output.BF16, 132, False, weights).choices
+            for weights in (FP8_BLOCK, FP8_CHANNEL)
+        )
+        assert row.kernel in rows - blocks
+        assert replace(row, kernel=block.kernel) == block
