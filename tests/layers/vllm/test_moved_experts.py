@@ -1,5 +1,7 @@
 """vLLM's expert load balancing moves the experts of a layer in place; without an engine."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import distributed
@@ -11,21 +13,23 @@ from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inp
 
 from fp8moe_plugin.ops import fused_moe
 from tests import helpers as h
-from tests.layers.experts import EXPERTS, HIDDEN, TOPK, make_checkpoint
+from tests.layers.experts import EXPERTS, HIDDEN, TOPK, make_checkpoint, make_rows
 from tests.layers.vllm import one_rank
-from tests.layers.vllm.one_rank import Layer
+from tests.layers.vllm.one_rank import ROWS, Layer
 
 INTERMEDIATE = 256
 START = [0, 1, 2, 0, 1]  # the expert in each place; the last two are redundant
 AFTER = [[2, 1, 1, 0, 2], [0, 0, 0, 1, 2], START]  # one move after the other
 
 
-@pytest.fixture
-def layer(monkeypatch) -> Layer:
+@pytest.fixture(params=["by block", "by row"])
+def layer(request, monkeypatch) -> Layer:
     """A layer with more places than experts, filled as in `START`."""
-    experts = make_checkpoint(INTERMEDIATE)
+    by_row = request.param == "by row"
+    experts = (make_rows if by_row else make_checkpoint)(INTERMEDIATE)
     monkeypatch.setattr(one_rank, "EXPERTS", len(START))
-    return Layer(INTERMEDIATE, 1, 0).load({name: [tensors[e] for e in START] for name, tensors in experts.items()})
+    layer = Layer(INTERMEDIATE, 1, 0, replace(ROWS, input_scales=True) if by_row else None)
+    return layer.load({name: [tensors[e] for e in START] for name, tensors in experts.items()})
 
 
 @pytest.fixture
@@ -61,7 +65,6 @@ def run(layer: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
     """Returns the result of the layer, with each token routed to one of the places that hold its experts."""
     copies = [[place for place, held in enumerate(places) if held == expert] for expert in range(EXPERTS)]
     chosen = [[copies[e][token % len(copies[e])] for e in row] for token, row in enumerate(ids.tolist())]
-    tensors = [
-        getattr(layer, name).data for name in ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
-    ]
-    return fused_moe(x, *tensors, weights, torch.tensor(chosen, dtype=torch.int32))
+    method = layer.quant_method
+    tensors = [getattr(layer, name).data for name in method.loading.parameters]
+    return fused_moe(x, *tensors, weights, torch.tensor(chosen, dtype=torch.int32), weights=method.weights)
