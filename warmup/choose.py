@@ -3,22 +3,13 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from fp8moe_plugin.checkpoint.parallel import Parallel
-from fp8moe_plugin.checkpoint.shapes import Model, padding_share
-from fp8moe_plugin.checkpoint.splits import (
-    EngineLayers,
-    computes_experts,
-    engine_layers,
-    engine_text,
-    rank_shapes,
-    split_refusal,
-)
+from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.checkpoint.splits import EngineLayers, engine_layers, engine_text, split_refusal
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.quoting import shell_word
-from warmup import memory, needs
-from warmup.explain import STEPS, scratch_bytes
+from warmup import decode, memory, needs
+from warmup.explain import scratch_bytes
 from warmup.report import ChoiceReport, SplitReport
 from warmup.target import GPUS, MOST_GPUS, NODE, Target
 from warmup.terminal import fit
@@ -32,19 +23,21 @@ def choose(model: Model, target: Target, source: str, remote_code: bool = False)
     """Returns all sensible splits for a target, or the one that it names, with the best for latency and throughput.
 
     Best latency: on the fewest nodes that can hold the model, the fewest bytes of weights that a GPU reads to decode
-    one sequence. Best throughput: the most tokens in the KV cache per GPU.
+    one sequence. Best throughput: the most tokens in the KV cache per GPU. Where tensor parallelism pads experts, this
+    adds splits with less padding, which only SGLang has.
     """
     loaded = memory.without_mtp(model)
     context = target.max_model_len or model.context or DEFAULT_CONTEXT
     splits = []
-    considered = [target.split] if target.split else list(ways(target.gpus, target.sglang, target.dense_tp1))
+    usual = [target.split] if target.split else list(ways(target.gpus, target.sglang, target.dense_tp1))
+    considered = usual if target.split else [*_with_less_padding(loaded, usual)]
     for way in considered:
         split = _split(loaded, way, target, context)
         vllm, sglang = commands(way, target, source, remote_code)
         split.vllm = "" if _vllm_refuses(loaded, way) else vllm
         split.sglang = "" if split_refusal(loaded, replace(way, sglang=True)) else sglang
         splits.append(split)
-    fitting = [split for split in splits if split.fits]
+    fitting = [split for way, split in zip(considered, splits, strict=True) if split.fits and way in usual]
     one_node = [split for split in fitting if split.gpus <= NODE] or fitting
     latency = min(one_node, key=lambda s: (s.read_bytes or 0, s.gpus), default=None)
     throughput = max(fitting, key=lambda s: (s.cache_tokens / s.gpus, -(s.read_bytes or 0)), default=None)
@@ -60,7 +53,15 @@ def choose(model: Model, target: Target, source: str, remote_code: bool = False)
         splits=splits,
         latency=latency.options if latency else None,
         throughput=throughput.options if throughput else None,
+        batches=[decode.best_for_batches(splits, count).options for count in decode.padded_counts(splits)],
     )
+
+
+def _with_less_padding(model: Model, usual: Iterable[Parallel]) -> Iterator[Parallel]:
+    for way in usual:
+        yield way
+        if way == Parallel(way.tp, sglang=way.sglang) and not split_refusal(model, way):
+            yield from decode.with_less_padding(model, way)
 
 
 def _engine_notes(model: Model, considered: Iterable[Parallel]) -> Iterator[str]:
@@ -134,30 +135,11 @@ def _split(model: Model, way: Parallel, target: Target, context: int) -> SplitRe
         cache_tokens=cached,
         sequences=cached // way.dp // context * way.dp,
         longest=cached // way.dp,
-        padding=round(padding_share(model.experts.intermediate, way.sharing), 3) if computes_experts(model, way) else 0,
-        read_bytes=_read_bytes(model, way, weights),
+        padding=round(decode.padding(model, way), 3),
+        read_bytes=decode.read_bytes(model, way),
+        step_bytes=decode.read_bytes(model, way, decode.SEQUENCES),
         uneven=bool(model.experts.experts % way.ep),
     )
-
-
-def _read_bytes(model: Model, way: Parallel, weights: int) -> int:
-    """Returns the bytes of weights that GPUs read one after another to decode one sequence.
-
-    This counts the busiest GPU of each stage. A GPU reads the experts of one token.
-    """
-    shapes = memory.weight_shapes(model, way)
-    experts = sum(shape.bytes for shape in shapes if shape.name.startswith("experts."))
-    looked_up = shapes[-1].bytes // 2  # the embeddings: a token reads one row of them; not the output head
-    local = rank_shapes(model, way).experts
-    busiest = model.experts.topk if way.ep == 1 else _busiest(model, way)
-    return way.pp * (weights - experts - looked_up + round(experts / local.experts * busiest))
-
-
-def _busiest(model: Model, way: Parallel) -> float:
-    """Returns the average number of a token's experts on the GPU that has the most of them."""
-    held = [len(part) for part in np.array_split(np.arange(model.experts.experts), way.ep)]
-    drawn = np.random.default_rng(0).multivariate_hypergeometric(held, model.experts.topk, STEPS)
-    return float(drawn.max(axis=1).mean())
 
 
 def commands(way: Parallel, target: Target, source: str, remote_code: bool = False) -> tuple[str, str]:
@@ -221,6 +203,11 @@ def text(found: ChoiceReport, remote_code: bool = False) -> str:
         "",
         *(fit(note, indent=2) for note in notes),
     ]
+    for count, options in zip(decode.padded_counts(found.splits), found.batches, strict=True):
+        best = next(split for split in found.splits if split.options == options)
+        lines += ["", *decode.table(found.splits, count, width, _shown)]
+        lines += [fit(decode.advice(found.splits, count, best), indent=2)]
+        lines += [] if options in (found.latency, found.throughput) else _commands(best)
     return "\n".join([*lines, "", *_best(found)])
 
 

@@ -113,6 +113,7 @@ class SplitReport(Part):
     longest: int = 0  # tokens of the longest sequence that would fit
     padding: float = 0  # of the experts' channels, relative to an equal share
     read_bytes: int | None = None  # bytes of weights that GPUs read one after another to decode one sequence
+    step_bytes: int | None = None  # the same to decode a step of 64 sequences
     uneven: bool = False  # some ranks have one expert more than others
     vllm: str = ""  # the command that serves it; empty if the engine has no such split
     sglang: str = ""
@@ -130,6 +131,7 @@ class ChoiceReport(Part):
     splits: list[SplitReport]
     latency: str | None  # the options of the best split, None if none fits
     throughput: str | None
+    batches: list[str] = []  # the best for 64 sequences, for each number of GPUs on which a split pads experts
 
 
 class ExplainReport(Part):

@@ -39,6 +39,39 @@ def chosen(model: Model, gpu: str = "h200", sglang: bool = False, **target: obje
     return choose.choose(model, Target(gpu=gpu, sglang=sglang, **(given | target)), "org/model")
 
 
+@pytest.mark.parametrize(
+    ("name", "shares", "best"),
+    [
+        ("Qwen3.8-Flash-Next-FP8", {1: 0.6, 4: 0.2, 8: 0}, "--tp 8 --ep 8"),
+        ("Step-3.5-Flash-FP8", {1: 0.6, 2: 0.2, 4: 0, 8: 0}, "--tp 8 --ep 4"),
+        ("MiniMax-M2.7", {1: 0.333, 2: 0, 8: 0}, "--tp 8 --ep 2"),
+    ],
+)
+def test_shares_that_are_no_whole_blocks_cost_bytes_of_a_step(
+    models: dict[str, Model], name: str, shares: dict[int, float], best: str
+) -> None:
+    """Of 8 GPUs; by the number of groups that the experts are divided among, their padding."""
+    found, e = chosen(models[name], gpus=8), memory.without_mtp(models[name]).experts
+    splits = {split.options: split for split in found.splits}
+    ways = {f"--tp 8 --ep {ep}" if ep > 1 else "--tp 8": padding for ep, padding in shares.items()}
+    assert {options: split.padding for options, split in splits.items()} == ways | {"--tp 1 --dp 8 --ep 8": 0}
+    assert found.batches == [best]
+    assert found.latency == "--tp 8"
+    padded, chances = splits["--tp 8"], 1 - (1 - e.topk / e.experts) ** 64
+    expert = e.layers * 3 * e.hidden * e.intermediate / 8 * (1 + padded.padding) * (1 + 4 / 128**2)
+    more = (padded.step_bytes or 0) - (padded.read_bytes or 0)
+    assert more == pytest.approx(expert * (chances * e.experts - e.topk), rel=0.01)
+    text = choose.text(found)
+    assert f"Best for 64 sequences: {best}" in text
+    assert ("(SGLang)" in text) == (best != "--tp 8 --ep 8")
+    assert "not measured" in text
+
+
+def test_splits_without_padding_need_no_advice_about_it(models: dict[str, Model]) -> None:
+    assert chosen(models["DeepSeek-V3"]).batches == []
+    assert "64 sequences" not in choose.text(chosen(models["DeepSeek-V3"]))
+
+
 def test_every_model_is_explained_for_every_split(models: dict[str, Model]) -> None:
     for name, model in models.items():
         found = chosen(model)
