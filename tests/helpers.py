@@ -289,7 +289,7 @@ def linear_kernels(ue8m0: bool, target: str = SM90, weights: WeightFormat = FP8_
 
 def loaded_kernels(model: Model, target: str = SM90) -> set[KernelKey]:
     """Returns the kernels that a model's layers load."""
-    found = set(linear_kernels(model.ue8m0, target))
+    found = set(linear_kernels(model.ue8m0, target, model.dense_weights))
     for activation, batched in itertools.product(model.activations, (False, True)):
         found |= set(moe_kernels(model.ue8m0, batched, target, model.weights, activation))
     if any(layer.groups > 1 for layer in model.dense):
