@@ -29,6 +29,8 @@ class TensorFormat:
     dtype: str  # of the parameter that kernels read
     accepted: tuple[str, ...]  # dtypes in checkpoints; `dtype` represents their values exactly
     block: tuple[int, int]  # output and input channels for each element
+    elements: int = 1  # elements of a block, which are consecutive
+    further: int = 0  # blocks that a further step takes, see ops/mxfp4.py; 0: there are none
 
     @property
     def part(self) -> str:
@@ -36,9 +38,14 @@ class TensorFormat:
         rows, columns = self.block
         return "row" if columns == WHOLE_ROW else f"{rows}x{columns} block"
 
-    def shape(self, n: int, k: int) -> list[int]:
+    def shape(self, n: int, k: int, further_steps: int = 0) -> list[int]:
         """Returns the shape of this tensor for a weight `[n, k]`, whose last blocks may be smaller."""
-        return [ceil_div(size, side) for size, side in zip((n, k), self.block, strict=True)]
+        rows, columns = (ceil_div(size, side) for size, side in zip((n, k), self.block, strict=True))
+        return [rows, (columns + further_steps * self.further) * self.elements]
+
+    def further_steps(self, shape: Sequence[int], k: int) -> int:
+        """Returns the number of further steps of a tensor of this shape for a weight `[.., n, k]`."""
+        return (shape[-1] // self.elements - ceil_div(k, self.block[1])) // self.further if self.further else 0
 
     def file_shape(self, dtype: str, n: int, k: int) -> list[int]:
         """Returns the shape in a safetensors file with this dtype: it counts values, also where torch counts bytes."""
@@ -48,13 +55,15 @@ class TensorFormat:
     def channels(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns `[.., n, k]` of the weights whose tensor, in whole blocks, has this shape.
 
+        Further steps count as channels of `k`.
+
         Raises:
             ValueError: the blocks are whole rows, so the shape does not imply `k`.
         """
         if WHOLE_ROW in self.block:
             raise ValueError(f"no number of channels follows from {list(shape)} of a tensor with whole rows as blocks")
         *leading, n, k = shape
-        return *leading, n * self.block[0], k * self.block[1]
+        return *leading, n * self.block[0], k // self.elements * self.block[1]
 
     def nbytes(self, n: int, k: int) -> int:
         return math.prod(self.shape(n, k)) * DTYPES[self.dtype].bits // 8

@@ -13,15 +13,11 @@ import torch
 
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import GROUP
-from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import WEIGHT
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.ops.checks import FP8
+from fp8moe_plugin.ops.mxfp4 import CODES, E2M1, EXPONENTS, LARGEST_EXPONENT, MAGNITUDES, SPAN, power_of_two
 from fp8moe_plugin.settings import NAME
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; 8 to 15 are their negatives
-LARGEST_EXPONENT, SPAN = 6, 14
-CODES, EXPONENTS = GROUP // MXFP4.weight.block[1], GROUP // MXFP4.scales.block[1]  # bytes of a row of a block
 
 
 def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +35,7 @@ def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[
     n, k = codes.shape[0], 2 * codes.shape[1]
     packed = _blocks(codes, CODES)
     exponent = _blocks(exponents.view(torch.uint8), EXPONENTS).to(torch.int32)
-    nonzero = (packed.unflatten(-1, (EXPONENTS, -1)) & 0x77 != 0).any(-1)
+    nonzero = (packed.unflatten(-1, (EXPONENTS, -1)) & MAGNITUDES != 0).any(-1)
     largest = torch.where(nonzero, exponent, 0).amax((1, 3))
     below = torch.where(nonzero, largest[:, None, :, None] - exponent, 0)
     span = int(below.max())
@@ -50,7 +46,7 @@ def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[
         )
     pairs = _pairs(codes.device)[below.repeat_interleave(CODES // EXPONENTS, -1), packed.long()]
     q = pairs.flatten(2).flatten(0, 1).view(FP8)[:n, :k].contiguous()
-    return q, _power_of_two(largest - LARGEST_EXPONENT)
+    return q, power_of_two(largest - LARGEST_EXPONENT)
 
 
 def _blocks(tensor: torch.Tensor, width: int) -> torch.Tensor:
@@ -70,12 +66,6 @@ def _pairs(device: torch.device) -> torch.Tensor:
     both = torch.stack([e4m3[:, byte % 16], e4m3[:, byte // 16]], -1)
     pairs: torch.Tensor = both.view(torch.int16).squeeze(-1)
     return pairs.to(device)
-
-
-def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
-    """Returns float32 2^(biased - 127), exact also below the smallest normal number."""
-    bits = torch.where(biased > 0, biased << 23, 1 << (22 + biased.clamp(max=0)))
-    return bits.to(torch.int32).view(torch.float32)
 
 
 @dataclass
