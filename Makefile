@@ -25,7 +25,7 @@ sglang := sglang==0.5.23
 cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emulator/runtime/*) $(extensions)
 # As many as a small machine has cores. All tests of a file run in the same worker, which builds their fixtures once.
 workers := --numprocesses 2 --dist loadfile --no-loadscope-reorder
-faults := tests/engine $(addprefix tests/emulator/test_,faults.py separated_lanes.py small_batch.py) \
+faults := tests/engine $(addprefix tests/emulator/test_,faults.py mxfp4.py separated_lanes.py small_batch.py) \
 	$(wildcard tests/jit/test_faults*.py) tests/checkpoint/test_fuzz.py tests/triton/test_compile.py \
 	$(addprefix tests/warmup/test_,convert_kill.py interrupts.py streams.py)
 # The Python that serves with each engine.

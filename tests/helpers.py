@@ -17,7 +17,7 @@ from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.weight_format import WeightFormat
-from fp8moe_plugin.jit.launch import Argument, Launch, PerGroup, Slot, TensorMap
+from fp8moe_plugin.jit.launch import Argument, Chunks, Launch, PerGroup, Slot, TensorMap
 from fp8moe_plugin.launches.backend import Plan
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.launches.kernel_sets import EXAMPLE
@@ -222,9 +222,9 @@ def swiglu(gate_up: torch.Tensor, activation: Activation = SILU, *, rounded: boo
     return inner.bfloat16().double() if rounded else inner
 
 
-def resolved(argument: Argument, addresses: tuple[int, ...]) -> TensorMap | PerGroup | int:
+def resolved(argument: Argument, addresses: tuple[int, ...]) -> TensorMap | Chunks | PerGroup | int:
     """Returns an argument with these addresses in its slots."""
-    if isinstance(argument, TensorMap):
+    if isinstance(argument, TensorMap | Chunks):
         return argument._replace(address=resolved(argument.address, addresses))
     if isinstance(argument, PerGroup):
         return PerGroup(tuple(resolved(element, addresses) for element in argument.elements))

@@ -7,13 +7,14 @@ from typing import NamedTuple
 from fp8moe_plugin.checkpoint.shapes import begins_within_block, dense_refusal, experts_refusal, too_many_experts
 from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.settings import settings
 
 # Architectures whose classes in vLLM compute the scales of a rank's part of fused projections themselves (MiMo-V2.5).
 SPLITTING_SCALES = ("MiMoV2ForCausalLM", "MiMoV2MTPModel")
-ONLY_EXPERTS: tuple[WeightFormat, ...] = ()  # formats in which kernels compute no dense layers
+ONLY_EXPERTS: tuple[WeightFormat, ...] = (PACKED_MXFP4,)  # formats in which kernels compute no dense layers
 
 
 class Server(Enum):

@@ -23,14 +23,13 @@
 #include "pipeline/tile_queue.cuh"
 
 constexpr int kBlockTokens = kFewRowsTile, kBlockI = 128, kBlockK = 128;
-constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kMathWarps = kMathThreads / kWarp;
-constexpr int kSlabs = 2;  // of 64 rows of weights, per warpgroup
-constexpr int kThreads = kMathThreads + 128;
-static_assert(kThreads == THREADS, "the launch has a thread for each role");
-constexpr int kProducers = 128;
-constexpr int kProducerRegisters = 72, kMathRegisters = 216;
-static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * 168,
-              "the launch's 168 per thread");
+constexpr int kProducers = 128, kThreads = THREADS, kMathThreads = kThreads - kProducers;
+constexpr int kMathWarpgroups = kMathThreads / 128, kMathWarps = kMathThreads / kWarp;
+static_assert(kMathWarpgroups == 2 || kMathWarpgroups == 4, "each has the same number of slabs");
+constexpr int kSlabs = 4 / kMathWarpgroups;  // of 64 rows of weights, per warpgroup
+constexpr int kProducerRegisters = kSlabs == 2 ? 72 : 64, kMathRegisters = kSlabs == 2 ? 216 : 104;
+static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * (kSlabs == 2 ? 168 : 96),
+              "the launch's registers per thread");
 constexpr int kFullArrivals = 1 + kProducers;  // the announced bytes of TMA, and each copying thread
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 
@@ -40,19 +39,24 @@ template <int kCount>
 struct SharedTile : Once<kCount, 16, 16> {};  // which the producer's warps share
 using SharedMemory = Stages<kAsManyAsFit, Weights<2 * kBlockI>, Tokens<kBlockTokens>, Staging<kBlockTokens>,
                             TokenScales<kBlockTokens>, WeightScales<2>, Amax<kMathWarps * kBlockTokens / 2>,
-                            TileOfStage<1>, Full<1>, Empty<1>, IsLast<1>, SharedTile<1>>;
+                            TileOfStage<1>, Full<1>, Empty<1>, IsLast<1>, SharedTile<1>, WeightTables<1>>;
 constexpr int kStages = SharedMemory::kStages;
 
 struct Operands {
-    const TensorMap* weights;
+    const WeightMap* weights;
     const uint4* x;
     const float* x_scales;
     const WeightScale* weight_scales;
     const int* a_rows;
-    int intermediate, k_blocks, steps;  // K blocks of a tile
+    int intermediate, k_blocks, steps;  // steps: of a tile
     Splits splits;
 
     DEVICE int groups() const { return intermediate / kBlockI; }
+    // The tile's first rows of the gate projection, in units of 128.
+    DEVICE int gate_row(const Tile& tile) const { return tile.expert * 2 * groups() + splits.group_of(tile); }
+    DEVICE const WeightScale* scales_of_rows(int block) const {
+        return ::scales_of_rows(weight_scales, block, scale_pitch(*weights, k_blocks));
+    }
 };
 
 struct Result {
@@ -70,33 +74,34 @@ using Queue = TileQueue<kBlockTokens>;
 
 // A tile's weights: one thread loads them, two others copy the scales, of the gate and of the up projection.
 struct WeightLoads {
-    int row, first_k;  // of the gate, in units of 128 rows; K blocks
+    int row, first_step;  // of the gate, in units of 128 rows
     const WeightScale* scale;
 
     DEVICE WeightLoads(const Operands& in, const Tile& tile) {
-        row = tile.expert * 2 * in.groups() + in.splits.group_of(tile);
-        first_k = in.splits.split_of(tile) * in.steps;
-        scale = scales_of_rows(in.weight_scales, row + half() * in.groups(), in.k_blocks) + first_k;
+        row = in.gate_row(tile);
+        first_step = in.splits.split_of(tile) * in.steps;
+        scale = in.scales_of_rows(row + half() * in.groups()) + first_step;
     }
     // 0 and 1 in the two threads that copy scales.
     DEVICE static int half() { return int(threadIdx.x % kProducers) - kBlockTokens; }
     DEVICE void start(WeightTile<SharedMemory> to, u32 full, const Operands& in, int step) const {
         if (threadIdx.x % kProducers == 0) {
             barrier_arrive_expect(full, to.kBytes);
-            to.load_gate_and_up(in.weights, full, first_k + step, row);
+            to.load_gate_and_up(in.weights, full, first_step + step, row);
         }
         if (half() == 0 || half() == 1) to.load_scale(half(), scale + step);
     }
 };
 
 // A tile's tokens: a thread copies 16 bytes of several, and the scale of one.
-struct TokenCopies {
+struct TokenCopies : StepsOfTile {
     static constexpr int kChunks = kBlockK / 16, kRowsAtOnce = kProducers / kChunks;
     static constexpr int kCount = kBlockTokens / kRowsAtOnce;
     const uint4* from[kCount];  // null: past the tile's rows
     const float* scale;
 
-    DEVICE TokenCopies(const Operands& in, const Tile& tile) {
+    DEVICE TokenCopies(const Operands& in, const Tile& tile)
+        : StepsOfTile(in.scales_of_rows(in.gate_row(tile)), *in.weights, in.k_blocks) {
         int thread = threadIdx.x % kProducers, first_step = in.splits.split_of(tile) * in.steps;
         auto block_of = [&](int row) { return i64(in.a_rows[tile.row + row]) * in.k_blocks + first_step; };
 #pragma unroll
@@ -106,13 +111,14 @@ struct TokenCopies {
         }
         scale = thread < tile.rows ? in.x_scales + block_of(thread) : nullptr;
     }
-    DEVICE void start(SharedMemory shared, int s, int step) const {
+    DEVICE void start(SharedMemory shared, int s, int k) const {
+        if constexpr (kFurtherSteps) k = k_block(k);
         int thread = threadIdx.x % kProducers, row = thread / kChunks, chunk = thread % kChunks;
         u32 to = shared.tokens(s, row) + (chunk ^ row % 8) * 16;
 #pragma unroll
         for (int i = 0; i < kCount; ++i)
-            if (from[i]) copy_async_16(to + i * kRowsAtOnce * kBlockK, from[i] + step * kChunks);
-        if (scale) copy_async_4(shared.token_scale(s, thread), scale + step);
+            if (from[i]) copy_async_16(to + i * kRowsAtOnce * kBlockK, from[i] + k * kChunks);
+        if (scale) copy_async_4(shared.token_scale(s, thread), scale + k);
     }
 };
 
@@ -183,15 +189,17 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    gate_up_few_rows(const __grid_constant__ TensorMap w_map, const uint4* x, const float* x_scales,
+    gate_up_few_rows(const __grid_constant__ WeightMap w_map, const uint4* x, const float* x_scales,
                      const WeightScale* w_scales, const int* a_rows, u8* q, float* scales, float* partial,
                      int* done_counters, const int4* table, int* num_tiles, int m, int intermediate, int k, int splits,
                      int counters_per_tile, Activation activation) {
     SharedMemory shared{dynamic_shared_address()};
+    init_weights(shared.at<WeightTables>(0));
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
     int warpgroup = warp_uniform(threadIdx.x / 128);
-    Operands in{&w_map, x, x_scales, w_scales, a_rows, intermediate, k / kBlockK, k / kBlockK / splits, {splits}};
+    const int k_blocks = k / kBlockK, steps = weight_steps(w_map, k_blocks) / splits;
+    Operands in{&w_map, x, x_scales, w_scales, a_rows, intermediate, k_blocks, steps, {splits}};
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
         wait_for_previous_kernel();

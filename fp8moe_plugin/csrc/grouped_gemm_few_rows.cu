@@ -28,22 +28,29 @@ constexpr int kBlockN = FEW_ROWS_TILE_N, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kWarpgroupN = kBlockN / kMathWarpgroups;
 constexpr int kThreads = kMathThreads + 128;
 static_assert(kThreads == THREADS, "the launch has a thread for each role");
+constexpr int kBlocks = SMEM_BYTES <= 113 * 1024 ? 2 : 1;     // for which an SM has room
+constexpr int kProducerRegisters = 32, kMathRegisters = 104;  // with two blocks, which share the registers
+static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * 80,
+              "the launch's 80 per thread");
 constexpr int kFullArrivals = 2;  // of a stage: the announced bytes, and the landed 4-byte copies
 constexpr int kBlockTokens = kFewRowsTile;
 constexpr int kBoxTokens = SWIZZLE_ROWS, kWideBoxTokens = FEW_ROWS_WIDE_BOX;  // of one TMA load
 
 using SharedMemory =
     Stages<kAsManyAsFit, Weights<kBlockN>, Tokens<kBlockTokens>, Staging<kMathWarpgroups * kBlockTokens>,
-           TokenScales<kBlockTokens + ActivationScales::kSlack>, WeightScales<1>, TileOfStage<1>, Full<1>, Empty<1>>;
+           TokenScales<kBlockTokens + ActivationScales::kSlack>, WeightScales<1>, TileOfStage<1>, Full<1>, Empty<1>,
+           WeightTables<1>>;
 constexpr int kStages = SharedMemory::kStages;
 
 using Queue = TileQueue<kBlockTokens>;
+using Awaited = AwaitedRowsOf<kBlocks>;
 
 struct Operands {
-    const TensorMap *tokens, *wide_tokens, *weights;
+    const TensorMap *tokens, *wide_tokens;
+    const WeightMap* weights;
     ActivationScales token_scales;
-    const WeightScale* weight_scales;  // [experts, ceil(N / 128), K / 128]
-    int n, k_blocks, columns_at_once;
+    const WeightScale* weight_scales;         // [experts, ceil(N / 128), K / 128]
+    int n, k_blocks, steps, columns_at_once;  // steps: of a column
 
     DEVICE int columns() const { return (n + kBlockN - 1) / kBlockN; }
 };
@@ -54,7 +61,7 @@ struct Operands {
 struct TileLoads {
     Tile tile;
     const TensorMap* token_map;
-    int padded, box_tokens, weight_row;
+    int padded, box_tokens, weight_row, scale_pitch;
     const WeightScale* weight_scale;
     const float* token_scale;
     u32 scale_bytes, bytes;
@@ -65,7 +72,8 @@ struct TileLoads {
         token_map = padded < kWideBoxTokens ? in.tokens : in.wide_tokens;
         int column = tile.column * in.columns_at_once;
         weight_row = tile.expert * in.n + column * kBlockN;
-        weight_scale = scales_of_rows(in.weight_scales, tile.expert * in.columns() + column, in.k_blocks);
+        scale_pitch = ::scale_pitch(*in.weights, in.k_blocks);
+        weight_scale = scales_of_rows(in.weight_scales, tile.expert * in.columns() + column, scale_pitch);
         token_scale = in.token_scales.of_tile(tile);
         scale_bytes = ActivationScales::bytes(tile);
         bytes = WeightTile<SharedMemory>::kBytes + padded * kBlockK + scale_bytes;
@@ -75,9 +83,10 @@ struct TileLoads {
         barrier_arrive_expect(shared.full(s), bytes);
         const WeightTile to(shared, s);
         to.load(0, in.weights, shared.full(s), k, weight_row + column * kBlockN);
-        to.load_scale(0, weight_scale + column * in.k_blocks + k);
+        to.load_scale(0, weight_scale + column * scale_pitch + k);
     }
-    DEVICE void tokens(SharedMemory shared, int s, const Operands& in, int k) const {
+    DEVICE void tokens(SharedMemory shared, int s, const Operands& in, int column, int step) const {
+        const int k = StepsOfTile(weight_scale + column * scale_pitch, *in.weights, in.k_blocks).k_block(step);
         for (int token = 0; token < padded; token += box_tokens)
             tma_load(shared.tokens(s, token), token_map, shared.full(s), k * kBlockK, tile.row + token);
         bulk_load(shared.token_scale(s, 0), token_scale + k * in.token_scales.k_stride, shared.full(s), scale_bytes);
@@ -90,26 +99,26 @@ struct TileLoads {
 DEVICE int load_weights_ahead(SharedMemory shared, const Operands& in, const Queue& queue) {
     if (queue.index >= queue.total) return 0;
     const TileLoads loads(in, queue.tile());
-    int ahead = min(kStages, in.columns_at_once * in.k_blocks);
+    int ahead = min(kStages, in.columns_at_once * in.steps);
     for (int step = 0, column = 0, k = 0; step < ahead; ++step) {
         if (threadIdx.x % 32 == 0) loads.weights(shared, step, in, column, k);
-        if (++k == in.k_blocks) k = 0, ++column;
+        if (++k == in.steps) k = 0, ++column;
     }
     return ahead;
 }
 
-DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue, AwaitedRows& rows,
+DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue, Awaited& rows,
                       int& ahead) {
     const TileLoads loads(in, queue.tile());
     rows.wait(loads.tile);
     int step = 0;
 #pragma unroll 1
     for (int column = 0; column < in.columns_at_once; ++column) {
-        fill_stages<wait_by_warp>(shared, ring, 0, in.k_blocks, [&](int k, int s, u32) {
+        fill_stages<wait_by_warp>(shared, ring, 0, in.steps, [&](int k, int s, u32) {
             if (lane_of_warp() == 0) {
                 if (step == 0) publish_tile(shared.tile(s), loads.tile);
                 if (ahead <= 0) loads.weights(shared, s, in, column, k);
-                loads.tokens(shared, s, in, k);
+                loads.tokens(shared, s, in, column, k);
             }
             --ahead;
             queue.prepare_next(step++);
@@ -129,7 +138,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
             int row = warpgroup * kWarpgroupN + warp_row(threadIdx.x) + lane_row(threadIdx.x) + row_offset(i);
             return tile.expert * in.n + column * kBlockN + row;
         });
-        multiply_stages<kTokens>(shared, ring, in.k_blocks, warpgroup * kWarpgroupN, ActivationScales::offset(tile.row),
+        multiply_stages<kTokens>(shared, ring, in.steps, warpgroup * kWarpgroupN, ActivationScales::offset(tile.row),
                                  sum);
         scales.scale(sum);
         store_transposed<kTokens>(shared.staging(warpgroup * kBlockTokens), warpgroup, d, in.n, tile.row, tile.rows,
@@ -139,32 +148,36 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     grouped_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_wide_map,
-                          const __grid_constant__ TensorMap b_map, const float* a_scales, int a_scale_expert_stride,
+                          const __grid_constant__ WeightMap b_map, const float* a_scales, int a_scale_expert_stride,
                           int a_scale_k_stride, const WeightScale* b_scales, u16* d, const int4* table, int* num_tiles,
                           int m, int n, int k, int claim_pair, int columns_at_once, int* done_counters,
                           int counters_per_tile) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
+    init_weights(shared.at<WeightTables>(0));
     init_barriers(shared, kStages, kFullArrivals, 4 * kMathWarpgroups);
 
     int warpgroup = warp_uniform(threadIdx.x / 128);
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
-    Operands in{&a_map, &a_wide_map, &b_map, scales, b_scales, n, k / kBlockK, columns_at_once};
+    const int k_blocks = k / kBlockK, steps = weight_steps(b_map, k_blocks);
+    Operands in{&a_map, &a_wide_map, &b_map, scales, b_scales, n, k_blocks, steps, columns_at_once};
     Ring<kStages> ring;
     if (warpgroup == kMathWarpgroups) {
+        if constexpr (kBlocks == 2) decrease_registers<kProducerRegisters>();
         if (threadIdx.x / 32 == 4 * kMathWarpgroups) {
             if (!done_counters) wait_for_previous_kernel();  // which made the table
-            Queue queue(table, num_tiles, claim_pair, m, in.columns() / columns_at_once, in.k_blocks * columns_at_once);
+            Queue queue(table, num_tiles, claim_pair, m, in.columns() / columns_at_once, steps * columns_at_once);
             int ahead = done_counters ? load_weights_ahead(shared, in, queue) : 0;
-            AwaitedRows rows({done_counters, counters_per_tile}, in.k_blocks);
+            Awaited rows({done_counters, counters_per_tile}, in.k_blocks);
             while (queue.index < queue.total) load_tile(shared, ring, in, queue, rows, ahead);
             end_tiles<1>(shared, ring);
             if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both
             queue.finish();
         }
     } else {
+        if constexpr (kBlocks == 2) increase_registers<kMathRegisters>();
         while (true) {
             barrier_wait(shared.full(ring.stage), ring.phase);
             Tile tile = published_tile(shared.tile(ring.stage));

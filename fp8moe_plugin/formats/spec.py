@@ -9,12 +9,13 @@ from fp8moe_plugin.formats.compressed import is_compressed, parse_compressed
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.modelopt import parse_modelopt
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.patterns import check_patterns
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
-FORMATS = (FP8_BLOCK, FP8_CHANNEL)  # those that kernels compute
+FORMATS = (FP8_BLOCK, FP8_CHANNEL, PACKED_MXFP4)  # those that kernels compute
 WEIGHT = "weight"  # suffix of weights' names
 SCALE_NAMES = tuple(dict.fromkeys(name for known in FORMATS for name in known.scale_names))
 SCALE, COMPRESSED_SCALE = FP8_BLOCK.scale_names

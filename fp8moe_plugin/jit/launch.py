@@ -32,13 +32,22 @@ class TensorMap(NamedTuple):
     l2_fetch: int  # bytes that L2 fetches on a miss, 128 or 256
 
 
+class Chunks(NamedTuple):
+    """What kernels take in place of a descriptor of weights that are stored in chunks, see ops/mxfp4.py."""
+
+    address: Address
+    steps: int  # chunks of a row block along K
+    further: int  # of them further steps
+    groups: int = 0  # of w13: 128 channels each of an expert's gate projection
+
+
 class PerGroup(NamedTuple):
     """An argument of a kernel for several groups: a descriptor or an int for each, up to `K_GROUPS` of them."""
 
     elements: tuple[TensorMap | int, ...]
 
 
-Argument = TensorMap | PerGroup | ActivationNumbers | Address | float
+Argument = TensorMap | Chunks | PerGroup | ActivationNumbers | Address | float
 
 
 class Launch(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 
 from fp8moe_plugin.formats.activation import ActivationNumbers
 from fp8moe_plugin.jit.driver import INVALID_CONTEXT, bind_context, check, encode, load, shared_memory
-from fp8moe_plugin.jit.launch import Argument, Launch, PerGroup, Slot, TensorMap
+from fp8moe_plugin.jit.launch import Argument, Chunks, Launch, PerGroup, Slot, TensorMap
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, Patch, PreparedLaunch, make_sequence
 from fp8moe_plugin.plan.parameters import K_GROUPS, PARAMETERS, Kind
 
@@ -83,6 +83,11 @@ def _known(args: Iterable[Argument], begins: Iterable[int], patches: list[Patch]
             yield 0
         elif isinstance(argument, ActivationNumbers):
             yield struct.pack(NUMBERS, *argument)
+        elif isinstance(argument, Chunks):
+            if isinstance(address := argument.address, Slot):
+                patches.append(Patch(at, address.index, address.offset, is_map=False))
+                address = 0
+            yield packed_chunks(argument, address)
         elif isinstance(argument, PerGroup):
             yield _known_elements(argument, at, patches)
         else:
@@ -94,6 +99,11 @@ def _known_map(tensor_map: TensorMap, at: int, patches: list[Patch]) -> bytes:
         return encode(tensor_map)
     patches.append(Patch(at, address.index, address.offset, is_map=True))
     return encode(tensor_map._replace(address=UNKNOWN_ADDRESS))
+
+
+def packed_chunks(chunks: Chunks, address: int) -> bytes:
+    """Returns the WeightMap of csrc/formats/weights_mxfp4.cuh, which `struct` pads to the size of a descriptor."""
+    return struct.pack("Piii", address, chunks.steps, chunks.further, chunks.groups)
 
 
 def _known_elements(argument: PerGroup, at: int, patches: list[Patch]) -> bytes:

@@ -56,6 +56,7 @@ class Weights(NamedTuple):
     scales: Address
     extent: Extent | None = None  # None: contiguous
     format: WeightFormat = FP8_BLOCK
+    further_steps: int = 0  # see ops/mxfp4.py
 
     @classmethod
     def of_experts(
@@ -122,7 +123,9 @@ class LayerAddresses(NamedTuple):
 
     def weights(self, spec: LayerSpec) -> tuple[Weights, Weights]:
         """Returns w13 and w2."""
-        return Weights.of_experts(spec.shape, spec.weights, self.w13, self.w13_scale, self.w2, self.w2_scale)
+        both = Weights.of_experts(spec.shape, spec.weights, self.w13, self.w13_scale, self.w2, self.w2_scale)
+        w13, w2 = (w._replace(further_steps=steps) for w, steps in zip(both, spec.further_steps, strict=True))
+        return w13, w2
 
 
 LAYER_SLOTS = LayerAddresses(*map(Slot, range(len(LayerAddresses._fields))))

@@ -265,13 +265,17 @@ def check_weights(
 ) -> None:
     """Check the tensors of weights `[.., N, k]` in this format; `k` has been checked."""
     q, scales = two_parts(name, pair)
-    shape = (*(None,) * (dims - 1), weights.weight.shape(1, k)[1])
+    further = 0
+    if weights.weight.further:
+        check_tensor(name, q, dtype=torch_dtype(weights.weight.dtype), shape=(None,) * dims)
+        further = max(weights.weight.further_steps(q.shape, k), 0)
+    shape = (*(None,) * (dims - 1), weights.weight.shape(1, k, further)[1])
     check_tensor(name, q, dtype=torch_dtype(weights.weight.dtype), shape=shape, device=device)
     n = weights.weight.channels(q.shape)[-2]
     check_multiple(f"{name}'s N", n, N_MULTIPLE)
     if 0 in q.shape:
         raise InvalidInputError(f"{name} has shape {list(q.shape)}, needs at least one expert. Check what was loaded.")
-    wanted = (*q.shape[:-2], *weights.scales.shape(n, k))
+    wanted = (*q.shape[:-2], *weights.scales.shape(n, k, further))
     check_tensor(f"{name}'s scales", scales, dtype=torch_dtype(weights.scales.dtype), shape=wanted, device=device)
 
 

@@ -110,8 +110,7 @@ def check_layer_call(
                 "expert_map, or compute the shared expert as a dense layer."
             )
     topk, known = topk_ids.shape[1] + options.shared_expert, None if expert_map is None else expert_map.numel()
-    shape = MoeShape.of_w2(options.weights, w2.shape, topk, known)
-    spec = _called_spec(options, batch_invariant, shape, Arrival.STANDARD, w2)
+    spec = _called_spec(options, batch_invariant, (w13, w2), hidden_states.shape[1], topk, Arrival.STANDARD, known)
     return LayerFacts(spec, tokens, topk_ids.dtype == torch.int64, expert_map is not None)
 
 
@@ -136,8 +135,9 @@ def check_routed_call(
         raise InvalidInputError(
             "routed_moe computes no shared expert: it chooses among all experts. Call choose_experts, then fused_moe."
         )
-    shape = MoeShape.of_w2(options.weights, w2.shape, topk)
-    return LayerFacts(_called_spec(options, batch_invariant, shape, Arrival.STANDARD, w2), len(hidden_states))
+    hidden = hidden_states.shape[1]
+    spec = _called_spec(options, batch_invariant, (w13, w2), hidden, topk, Arrival.STANDARD)
+    return LayerFacts(spec, len(hidden_states))
 
 
 @CheckedOnce
@@ -172,19 +172,32 @@ def check_batched_call(
             "batched_experts computes no shared expert and no routed_scale: each row has one expert and no weight. "
             "Apply them where the rows of a token are added up."
         )
-    shape = MoeShape.of_w2(options.weights, w2.shape, topk=1)  # a row has one expert
-    return LayerFacts(_called_spec(options, batch_invariant, shape, Arrival.BATCHED, w2), hidden_states.shape[1])
+    _, max_m, hidden = hidden_states.shape
+    spec = _called_spec(options, batch_invariant, (w13, w2), hidden, 1, Arrival.BATCHED)  # a row has one expert
+    return LayerFacts(spec, max_m)
 
 
 def _called_spec(
-    options: LayerOptions, batch_invariant: bool, shape: MoeShape, arrival: Arrival, tensor: torch.Tensor
+    options: LayerOptions,
+    batch_invariant: bool,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    hidden: int,
+    topk: int,
+    arrival: Arrival,
+    global_experts: int | None = None,
 ) -> LayerSpec:
-    """Returns the spec of a call. Raises `InvalidInputError` for a layer that is not computed on the tensor's device.
+    """Returns the spec of a call. Raises `InvalidInputError` for a layer that is not computed on the tensors' device.
 
     This is the one place where a call becomes a spec.
+
+    Args:
+        weights: w13 and w2, which have been checked.
     """
     check_factor("routed_scale", options.routed_scale)
-    spec, backend = options.spec(shape, batch_invariant), devices.backend_of(tensor)
+    (w13, w2), tensor = weights, options.weights.weight
+    shape = MoeShape.of_w13(options.weights, w13.shape, hidden, topk, global_experts)
+    further = tensor.further_steps(w13.shape, hidden), tensor.further_steps(w2.shape, shape.intermediate)
+    spec, backend = options.spec(shape, batch_invariant)._replace(further_steps=further), devices.backend_of(w2)
     if refusal := backend.refusal(spec, arrival) if backend else reference.refusal(spec):
         name = f"{backend.name} kernels do" if backend else "reference does"
         raise InvalidInputError(
@@ -232,5 +245,10 @@ def _check_layer(
     check_weights("w13", (w13, w13_scale), 3, hidden, device, weights)
     experts, gate_up, _ = weights.weight.channels(w13.shape)
     check_multiple("w13's second dimension", gate_up, 2 * GROUP)
+    if (further := weights.weight.further_steps(w13.shape, hidden)) % 2:
+        raise InvalidInputError(
+            f"w13 has {further} further steps, needs an even number: as many for the gate as for the up projection. "
+            "Pack it with ops.mxfp4."
+        )
     check_weights("w2", (w2, w2_scale), 3, gate_up // 2, device, weights)
     check_shape("w2", w2, (experts, weights.weight.shape(hidden, gate_up)[0], None))

@@ -7,8 +7,9 @@ import torch
 
 from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat
-from fp8moe_plugin.ops import workspace
+from fp8moe_plugin.ops import mxfp4, workspace
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
 from fp8moe_plugin.plan.sm90.constants import MQA_SPLIT_ROWS
@@ -62,8 +63,12 @@ def batched_experts(
 
 def expert(spec: LayerSpec, rows: Quantized, weights: ExpertWeights) -> torch.Tensor:
     """Returns bfloat16 `w2 @ activated(gate, up)` with `gate, up = w13 @ row`, for each row of one expert."""
-    inner = silu_mul_quant(gemm(rows, weights.w13, spec.weights), spec.ue8m0, spec.activation)
-    return gemm(inner, weights.w2, spec.weights).bfloat16()
+    if spec.weights is PACKED_MXFP4:
+        w13, w2 = mxfp4.dequantize(*weights.w13, gate_up=True), mxfp4.dequantize(*weights.w2, gate_up=False)
+    else:
+        w13, w2 = dequantize_blocks(*weights.w13, spec.weights), dequantize_blocks(*weights.w2, spec.weights)
+    inner = silu_mul_quant(product(rows, w13), spec.ue8m0, spec.activation)
+    return product(inner, w2).bfloat16()
 
 
 def local_experts(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None) -> torch.Tensor:
@@ -152,13 +157,18 @@ def write(out: Quantized, result: Quantized) -> None:
 
 
 def gemm(a: Quantized, b: Quantized, weights: WeightFormat = FP8_BLOCK) -> torch.Tensor:
-    """Returns float32 `a @ b.T` of the dequantized operands, without the rounding of `torch.autocast`.
+    """Returns float32 `a @ b.T` of the dequantized operands.
 
     Args:
-        weights: the format of `b`.
+        weights: the format of `b`, which is in e4m3.
     """
+    return product(a, dequantize_blocks(*b, weights))
+
+
+def product(a: Quantized, b: torch.Tensor) -> torch.Tensor:
+    """Returns float32 `a @ b.T` for the dequantized a, without the rounding of `torch.autocast`."""
     with torch.autocast(a[0].device.type, enabled=False):
-        return dequantize_rows(*a) @ dequantize_blocks(*b, weights).T
+        return dequantize_rows(*a) @ b.T
 
 
 def k_grouped_gemm(a: Quantized, b: Quantized, ks: tuple[int, ...], c: torch.Tensor, d: torch.Tensor) -> None:

@@ -27,16 +27,16 @@ class MoeShape(NamedTuple):
         return cls(local.topk, local.hidden, local.intermediate, local.experts, global_experts)
 
     @classmethod
-    def of_w2(
-        cls, weights: WeightFormat, w2: Sequence[int], topk: int, global_experts: int | None = None
+    def of_w13(
+        cls, weights: WeightFormat, w13: Sequence[int], hidden: int, topk: int, global_experts: int | None = None
     ) -> "MoeShape":
-        """Returns the shape of a layer whose w2, in this format, is a tensor of shape `w2`.
+        """Returns the shape of a layer whose w13, in this format, is a tensor of shape `w13`.
 
         Args:
             global_experts: None: the local ones are all experts.
         """
-        experts, hidden, intermediate = weights.weight.channels(w2)
-        return cls(topk, hidden, intermediate, experts, experts if global_experts is None else global_experts)
+        experts, gate_up, _ = weights.weight.channels(w13)
+        return cls(topk, hidden, gate_up // 2, experts, experts if global_experts is None else global_experts)
 
     def with_shared_expert(self) -> "MoeShape":
         """Returns the shape with one more expert, which processes every token."""
@@ -54,6 +54,7 @@ class LayerSpec(NamedTuple):
     bias: bool = False  # both GEMMs add a bias
     shared_expert: bool = False  # every token also has the last expert, with weight 1 and no column in the ids
     routed_scale: float = 1.0  # multiplies the router's weights
+    further_steps: tuple[int, int] = (0, 0)  # of w13 and w2, see ops/mxfp4.py
     batch_invariant: bool = False  # a token's bits do not depend on the other tokens or their number
 
     def with_shared_expert(self, routed_scale: float) -> "LayerSpec":

@@ -11,8 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fp8moe_plugin.formats.activation import ActivationNumbers
-from fp8moe_plugin.jit.launch import Launch, PerGroup, TensorMap
-from fp8moe_plugin.jit.launcher import FORMATS, NUMBERS, layout
+from fp8moe_plugin.jit.launch import Chunks, Launch, PerGroup, TensorMap
+from fp8moe_plugin.jit.launcher import FORMATS, NUMBERS, layout, packed_chunks
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES, aligned_buffer
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.ops import signature
@@ -87,10 +87,12 @@ class Device:
         cluster = dict(key.defines).get("CLUSTER", cluster)
         self._runtime.emu_launch(library.emu_entry, x, y, key.threads, key.smem_bytes, pointers, int(pdl), cluster)
 
-    def _packed(self, argument: TensorMap | PerGroup | ActivationNumbers | int) -> bytes | int:
+    def _packed(self, argument: TensorMap | Chunks | PerGroup | ActivationNumbers | int) -> bytes | int:
         """Returns an argument as `struct` takes it."""
         if isinstance(argument, TensorMap):
             return self._encode(argument)
+        if isinstance(argument, Chunks):
+            return packed_chunks(argument, argument.address)
         if isinstance(argument, PerGroup):
             elements = argument.elements
             return b"".join(struct.pack("i", e) if isinstance(e, int) else self._encode(e) for e in elements)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops import choose_experts, fused_moe, routed_moe, router_gemm, workspace
 from fp8moe_plugin.ops.linear import fp8_linear
@@ -11,6 +12,7 @@ from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from tests import helpers as h
 from tests.emulator.device import Device
 from tests.emulator.inputs import assert_close
+from tests.mxfp4 import random_experts
 
 KINDS = ("some_missing", "one_expert", "distinct")  # of the layers' routings, in turn
 MOST_ERROR = 1e-2  # relative L2
@@ -53,6 +55,24 @@ def run_layers(
         emulator.execute(seed, ops)
     calls = zip([x, *outs[:-1]], outs, routings, strict=True)
     return [h.relative_l2(y, h.layer_reference(x, layer, *routing, quantized=True)) for x, y, routing in calls]
+
+
+def packed_moe(x: torch.Tensor, layer: h.Layer, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return fused_moe(x, *layer, weights, ids, weights=PACKED_MXFP4)
+
+
+def run_packed_layer(emulator: Device, seed: int, tokens: int = 5, span: int = 30) -> float:
+    """Returns the largest relative L2 error of a channel of a layer in packed MXFP4.
+
+    Args:
+        span: of the exponents in a block, in binades: some channels are much smaller than others.
+    """
+    gen = h.seeded(0, torch.device("cpu"))
+    x, layer = h.random_tokens(gen, tokens, 384), random_experts(gen, 2, 384, 256, span).packed()
+    routing = h.random_routing(gen, "distinct", tokens, 2, 2)
+    out = emulator.execute(seed, lambda: packed_moe(x, layer, *routing))
+    pairs = zip(out.T, packed_moe(x, layer, *routing).T, strict=True)
+    return max(h.relative_l2(actual, expected) for actual, expected in pairs)
 
 
 def run_dense_layer(

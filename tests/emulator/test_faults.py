@@ -13,6 +13,7 @@ import torch
 
 from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.launches.kernel_sets import EXAMPLE
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
@@ -59,7 +60,7 @@ from tests.emulator.first_kernels import (
     masked_gemm_behind_choice,
 )
 from tests.emulator.inputs import assert_product, empty_rows, slabs
-from tests.emulator.layers import MOST_ERROR, run_dense_layer, run_layers, run_routed_layers
+from tests.emulator.layers import MOST_ERROR, run_dense_layer, run_layers, run_packed_layer, run_routed_layers
 from tests.indexer import assert_decode, assert_prefill, decode, poisoned_results, prefill
 from tests.k_grouped import gradients
 from tests.steps import gate_up, grouped_gemm, tiles_of_counts
@@ -256,6 +257,12 @@ scales_of_dense_clusters = functools.partial(
 scales_of_narrow_dense = functools.partial(
     per_channel_dense, force=functools.partial(h.force_dense, plan=lambda m, n, _: few_rows(m, n, 2))
 )
+
+
+def packed_layer(emulator: Device, seed: int) -> None:
+    assert run_packed_layer(emulator, seed) <= MOST_ERROR
+
+
 PER_CHANNEL = MODIFIED._replace(weights=FP8_CHANNEL)
 scales_of_many_rows = per_channel("gate_up")
 scales_of_few_rows = per_channel("gate_up_few_rows")
@@ -270,6 +277,11 @@ FEW = (
     route_key(),
     combine_key(),
 )
+PACKED = (
+    grouped_gemm_few_rows_key(PACKED_MXFP4),
+    gate_up_few_rows_key(h.layer_spec()._replace(weights=PACKED_MXFP4)),
+    *FEW[2:],
+)
 SMALL_BATCH = gate_up_small_batch_key(h.layer_spec(), 8, 8), down_small_batch_key(h.layer_spec(), 8, 8)
 DENSE = dense_gemm_key(64), quantize_key(False, Layout.K_MAJOR)
 KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
@@ -281,6 +293,7 @@ KERNELS = {  # to be compiled ahead
     dense_tiles: DENSE,
     dense_tiles_of_clusters: (dense_gemm_many_rows_key(192), quantize_key(False, Layout.K_MAJOR)),
     layer_of_few_tokens: FEW,
+    packed_layer: PACKED,
     behind_dense_layer: (*DENSE, *FEW),
     behind_choice: (choose_experts_key(), *FEW),
     gate_behind_dense: (*DENSE, router_gemm_key()),
@@ -755,6 +768,41 @@ FAULTS = {
         "wgmma_start(product, shared.at<A>(stage, 0),",
         weight_gradients,
         WRONG_RESULT,
+    ),
+    "codes 16 channels further on are those before": Fault(
+        "device/fp4.cuh", "magnitudes >> 16", "magnitudes", packed_layer, "AssertionError"
+    ),
+    "signs 16 channels further on are those before": Fault(
+        "device/fp4.cuh", "word << 4 & kSigns", "word & kSigns", packed_layer, "AssertionError"
+    ),
+    "small magnitudes are zero": Fault(
+        "device/fp4.cuh", "(8 | mantissa) >> (1 - exponent)", "0", packed_layer, "AssertionError"
+    ),
+    "rows have the exponents of the rows before": Fault(
+        "formats/weights_mxfp4.cuh", "row ? of_rows.y : of_rows.x", "of_rows.x", packed_layer, "AssertionError"
+    ),
+    "chunks have the bases of the first rows": Fault(
+        "formats/weights_mxfp4.cuh", "scales + block * pitch", "scales", packed_layer, "AssertionError"
+    ),
+    "further steps are left out": Fault(
+        "formats/weights_mxfp4.cuh",
+        "return map.steps;",
+        "return map.steps - map.further;",
+        packed_layer,
+        "AssertionError",
+    ),
+    "further steps are of other K blocks": Fault(
+        "formats/weights_mxfp4.cuh",
+        "int(__ldg(further + step - k_blocks))",
+        "0",
+        packed_layer,
+        "AssertionError",
+    ),
+    "channels have the chunks of those before": Fault(
+        "formats/weights_mxfp4.cuh", "block + block % map->groups", "block", packed_layer, "AssertionError|outside"
+    ),
+    "the second slab has the codes of the first": Fault(
+        "formats/weights_mxfp4.cuh", "chunk + slab * kSlabCodes", "chunk", packed_layer, "AssertionError"
     ),
     "SiLU is not limited": Fault(
         "epilogue/activation.cuh",

@@ -13,10 +13,12 @@ from cuda.bindings import driver
 import fp8moe_plugin
 from fp8moe_plugin.errors import LaunchError
 from fp8moe_plugin.formats.activation import ActivationNumbers
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.jit import launcher, sequence
 from fp8moe_plugin.jit.driver import check
-from fp8moe_plugin.jit.launch import Address, Argument, Launch, PerGroup, Slot, TensorMap
+from fp8moe_plugin.jit.launch import Address, Argument, Chunks, Launch, PerGroup, Slot, TensorMap
 from fp8moe_plugin.jit.launcher import FORMATS
+from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES
 from fp8moe_plugin.launches.kernel_sets import all_kernels
 from fp8moe_plugin.plan.keys import SM90, KernelKey
 from fp8moe_plugin.plan.parameters import ARGUMENTS, K_GROUPS, PARAMETERS, Kind
@@ -186,13 +188,23 @@ def test_more_groups_than_a_launch_takes_are_not_prepared(fake):
         launcher.prepare([Launch(key, 1, args._replace(indices=many))], 0)
 
 
+@pytest.mark.parametrize("address", [4096, Slot(0, 16)])
+def test_chunks_take_the_place_of_a_descriptor(fake, address):
+    key = grouped_gemm_few_rows_key(PACKED_MXFP4)
+    args = key.arguments(*arguments(key, 1, False)[0])._replace(b_map=Chunks(address, 9, 1, 4))
+    launcher.prepare([Launch(key, 1, args)], 0)((4080,))
+    (seen,) = fake.seen
+    of_chunks = seen.parameters[list(args._fields).index("b_map")]
+    assert of_chunks == struct.pack("Piii", 4096, 9, 1, 4).ljust(TENSOR_MAP_BYTES, b"\0")
+
+
 def test_slots_of_one_tensor_have_offsets():
     assert Slot(3) + 16 + 256 == Slot(3, 272)
 
 
 def signatures() -> dict[str, list[tuple[Kind, str]]]:
     """Returns the kind and the name of each parameter of the kernels in csrc."""
-    kinds = {"TensorMap": Kind.MAP, "int": Kind.INT, "float": Kind.FLOAT}
+    kinds = {"TensorMap": Kind.MAP, "WeightMap": Kind.MAP, "int": Kind.INT, "float": Kind.FLOAT}
     kinds |= {"TensorMaps": Kind.MAPS, "Ints": Kind.INTS, "Activation": Kind.ACTIVATION}
     found = {}
     for path in (Path(fp8moe_plugin.__file__).parent / "csrc").glob("*.cu"):

@@ -62,6 +62,17 @@ DEVICE uint4 load_shared_16(u32 address) {
                  : "memory");
     return v;
 }
+DEVICE uint2 load_shared_8(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+    return v;
+}
+// Four of the eight bytes of `low` and `high`, by the numbers in the lowest four nibbles of `numbers`.
+DEVICE u32 select_bytes(u32 low, u32 high, u32 numbers) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(numbers));
+    return bytes;
+}
 
 // ---- mbarriers: a phase completes when all its arrivals and its expected bytes have come ---------------------------
 

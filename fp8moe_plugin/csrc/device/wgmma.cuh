@@ -1,4 +1,5 @@
-// wgmma.mma_async m64nNk32, e4m3 x e4m3 into float32: D[64, N] (+)= A[64, 32] @ B[N, 32]^T, both from shared memory.
+// wgmma.mma_async m64nNk32, e4m3 x e4m3 into float32: D[64, N] (+)= A[64, 32] @ B[N, 32]^T, both from shared memory,
+// or A from registers.
 #pragma once
 #include "device/fragment.cuh"
 #include "device/ptx.cuh"
@@ -84,17 +85,47 @@ WGMMA(160, NAMES_80, OUTS_80, "%80", "%81", "%82")
 WGMMA(176, NAMES_88, OUTS_88, "%88", "%89", "%90")
 WGMMA(192, NAMES_96, OUTS_96, "%96", "%97", "%98")
 #undef WGMMA
+
+// The same with A in registers: of each row of the thread four channels, and four 16 channels further on. Their names
+// follow those of the accumulator.
+struct RegistersA {
+    u32 row[4][4];  // by 32 channels; the thread's two rows, then both 16 channels further on
+};
+#define WGMMA_A_IN_REGISTERS(n, names, outs, a_names, b_name, accumulate_name)                                      \
+    DEVICE void wgmma(float (&d)[n / 2], const u32(&a)[4], u64 b, bool accumulate) {                                \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, " accumulate_name                                              \
+                     ", 0;\n"                                                                                       \
+                     "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" names "}, {" a_names "}, " b_name \
+                     ", p, 1, 1; }"                                                                                 \
+                     : outs                                                                                         \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));                   \
+    }
+WGMMA_A_IN_REGISTERS(8, "%0,%1,%2,%3", OUT4(0), "%4,%5,%6,%7", "%8", "%9")
+WGMMA_A_IN_REGISTERS(16, NAMES_8, OUTS_8, "%8,%9,%10,%11", "%12", "%13")
+WGMMA_A_IN_REGISTERS(32, NAMES_16, OUTS_16, "%16,%17,%18,%19", "%20", "%21")
+WGMMA_A_IN_REGISTERS(64, NAMES_32, OUTS_32, "%32,%33,%34,%35", "%36", "%37")
+#undef WGMMA_A_IN_REGISTERS
 #undef OUT8
 #undef OUT4
 
-// d = A[64, 128] @ B[N, 128]^T, between wgmma_fence and wgmma_commit. An overload for an A in registers begins with
-// another wgmma_fence, because they have been written since.
+// d = A[64, 128] @ B[N, 128]^T, between wgmma_fence and wgmma_commit.
 template <int kCount>
 DEVICE void wgmma_issue(float (&d)[kCount], u32 a_tile, u32 b_tile) {
     u32 a = wgmma_descriptor_low(a_tile), b = wgmma_descriptor_low(b_tile);
 #pragma unroll
     for (int step = 0; step < 4 * kDescriptorStepK; step += kDescriptorStepK)
         wgmma(d, wgmma_descriptor(a + step), wgmma_descriptor(b + step), step > 0);
+}
+template <int kCount>
+DEVICE void wgmma_issue(float (&d)[kCount], RegistersA a, u32 b_tile) {
+    const u32 b = wgmma_descriptor_low(b_tile);
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a.row[step][i])::"memory");  // written before the fence
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) wgmma(d, a.row[step], wgmma_descriptor(b + step * kDescriptorStepK), step > 0);
 }
 
 // The product `d` of one K block, for a main loop that does something else while the tensor cores work:

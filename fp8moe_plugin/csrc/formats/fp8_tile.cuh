@@ -7,6 +7,22 @@
 template <int kRows>
 struct Weights : PerStage<kRows, kRowOfTile, kSwizzleBytes> {};
 
+template <int kCount>
+struct WeightTables : Once<kCount, 0, 1> {};  // to decode weights
+DEVICE void init_weights(u32 /*tables*/) {}
+constexpr bool kDecodedToRegisters = false;
+
+using WeightMap = TensorMap;
+
+// A tile has a step for each K block, and scales have the pitch of one row of blocks.
+constexpr bool kFurtherSteps = false;
+DEVICE int weight_steps(const WeightMap&, int k_blocks) { return k_blocks; }
+DEVICE int scale_pitch(const WeightMap&, int k_blocks) { return k_blocks; }
+struct StepsOfTile {
+    DEVICE StepsOfTile(const float* /*scales*/, const WeightMap&, int /*k_blocks*/) {}
+    DEVICE int k_block(int step) const { return step; }
+};
+
 // The weights in a stage. A load starts copies to row `to` of the tile, which complete on `full`.
 template <class SharedMemory>
 struct Fp8Tile {

@@ -10,8 +10,8 @@ struct WeightScales : PerStage<kCount, 4> {};
 
 // The scales of a block of 128 rows, one for each K block: `scales` is [blocks of rows, k_blocks].
 using WeightScale = float;
-DEVICE const WeightScale* scales_of_rows(const WeightScale* scales, i64 block, int k_blocks) {
-    return scales + block * k_blocks;
+DEVICE const WeightScale* scales_of_rows(const WeightScale* scales, i64 block, int pitch) {
+    return scales + block * pitch;
 }
 
 template <class SharedMemory>

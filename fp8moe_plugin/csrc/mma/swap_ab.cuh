@@ -34,8 +34,9 @@ DEVICE void multiply_stage(SharedMemory shared, int stage, int row, TokenScale t
     for (int slab = 0; slab < kSlabs; ++slab)
         wgmma_issue(product[slab], weights.operand(row + slab * 64), shared.tokens(stage, 0));
     wgmma_commit();
+    if constexpr (kDecodedToRegisters) wgmma_finish(product);  // which leave none for scales before
     const Scales scales(weights, token_scale, others...);
-    wgmma_finish(product);
+    if constexpr (!kDecodedToRegisters) wgmma_finish(product);
     release(shared, stage);
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab)

@@ -69,3 +69,8 @@ DEVICE bool add_splits(u32 flag, const Result& out, const Tile& tile, int barrie
     }
     return true;
 }
+// With one slab per warpgroup, K is not split.
+template <int kTokens, int kMathThreads, class Result>
+DEVICE bool add_splits(u32, const Result&, const Tile&, int, Fragment<kTokens> (&)[1]) {
+    return true;
+}

@@ -79,10 +79,10 @@ def _gate_up_launch(w13: Weights, step: SortedStep, at: SortedScratch, inner: Ro
 
 def _down_launch(step: SortedStep, inner: Rows, w2: Weights, out: Address, tiles: Tiles) -> Launch:
     if step.down.source == "grouped_gemm":
-        return grouped_gemm_launch(step.down, step.blocks, inner, w2, out, tiles, pdl=step.pdl_down)
+        return grouped_gemm_launch(step.down, step.down_blocks, inner, w2, out, tiles, pdl=step.pdl_down)
     return grouped_gemm_few_rows_launch(
         step.down,
-        step.blocks,
+        step.down_blocks,
         inner,
         w2,
         out,

@@ -1,7 +1,8 @@
 """The TMA descriptors of the kernels' operands."""
 
 from fp8moe_plugin.formats.fp8_block import GROUP
-from fp8moe_plugin.jit.launch import Address, TensorMap
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
+from fp8moe_plugin.jit.launch import Address, Chunks, TensorMap
 from fp8moe_plugin.launches.operands import Rows, Weights
 from fp8moe_plugin.plan.tuning import L2_FETCH, LONG_K, STREAMED_L2_FETCH
 
@@ -27,17 +28,25 @@ def rows_map(a: Rows, box_rows: int) -> TensorMap:
     return TensorMap(a.values, (columns, a.rows), (pitch,), (128, box_rows), 1, L2_FETCH)
 
 
-def weights_map(b: Weights, box_rows: int, l2_fetch: int) -> TensorMap:
+def _chunks(b: Weights) -> Chunks:
+    return Chunks(b.values, b.k // GROUP + b.further_steps, b.further_steps)
+
+
+def weights_map(b: Weights, box_rows: int, l2_fetch: int) -> TensorMap | Chunks:
+    if b.format is PACKED_MXFP4:
+        return _chunks(b)
     columns, pitch = b.extent or (b.k, b.k)
     sizes, box = (b.nbytes(columns), b.experts * b.n), (b.nbytes(GROUP), box_rows)
     return TensorMap(b.values, sizes, (b.nbytes(pitch),), box, 1, l2_fetch)
 
 
-def gate_up_map(w13: Weights) -> TensorMap:
+def gate_up_map(w13: Weights) -> TensorMap | Chunks:
     """Returns the map of `[E, 2I, K]` with dimensions `[K, 8, 2, ..]`.
 
-    A box alternates between 8 rows of the gate half and the same 8 rows of the up half, 16 times.
+    A box alternates between 8 rows of the gate half and the same 8 rows of the up half, 16 times. Chunks do anyway.
     """
+    if w13.format is PACKED_MXFP4:
+        return _chunks(w13)._replace(groups=w13.n // (2 * GROUP))
     half, row = w13.n // 2, w13.nbytes(w13.k)
     sizes = (row, 8, 2, (w13.experts * w13.n - half) // 8)
     strides, box = (row, half * row, 8 * row), (w13.nbytes(GROUP), 8, 2, GROUP // 8)

@@ -109,7 +109,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     def spec(self, layer: Any) -> LayerSpec:
         """Returns the spec of a layer's experts on this rank, without the model's `routed_scaling_factor`."""
         quant = self.quant_config.spec
-        shape = MoeShape.of_w2(quant.weights, layer.w2_weight.shape, layer.top_k or 1)
+        _, hidden, _ = quant.weights.weight.channels(layer.w2_weight.shape)
+        shape = MoeShape.of_w13(quant.weights, layer.w13_weight.shape, hidden, layer.top_k or 1)
         return LayerSpec(shape, quant.weights, quant.ue8m0, activation(self.config), batch_invariant=batch_invariant())
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:

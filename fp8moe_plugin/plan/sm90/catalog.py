@@ -10,6 +10,7 @@ from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.plan.keys import KIB, KernelKey
 from fp8moe_plugin.plan.parameters import K_GROUPS
@@ -17,7 +18,12 @@ from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLO
 from fp8moe_plugin.plan.spec import LayerSpec, Output
 
 # The macros by which csrc/formats/weights.cuh selects the format of weights; without one it selects block FP8.
-WEIGHT_MACROS: dict[WeightFormat, tuple[tuple[str, int], ...]] = {FP8_BLOCK: (), FP8_CHANNEL: (("FP8_CHANNEL", 1),)}
+WEIGHT_MACROS: dict[WeightFormat, tuple[tuple[str, int], ...]] = {
+    FP8_BLOCK: (),
+    FP8_CHANNEL: (("FP8_CHANNEL", 1),),
+    PACKED_MXFP4: (("MXFP4", 1),),
+}
+FEW_ROWS_ONLY = (PACKED_MXFP4,)  # formats of which the kernels for few rows compute steps of any number of tokens
 SMEM_BYTES = 227 * KIB  # limit per block; kernels with one block per SM have as many stages as fit
 MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it requests
 DENSE_FEW_TILE_ROWS = (8, 16, 32)  # padded rows of dense_gemm_few_rows
@@ -118,7 +124,8 @@ def gate_up_key(spec: LayerSpec, gather: bool) -> KernelKey:
 
 def gate_up_few_rows_key(spec: LayerSpec) -> KernelKey:
     """`gate_up_key` for few rows per expert; it always gathers."""
-    return KernelKey("gate_up_few_rows", _gate_up_macros(spec), 384, SMEM_BYTES)
+    math_warpgroups = 4 if spec.weights is PACKED_MXFP4 else 2  # decoding needs more warps
+    return KernelKey("gate_up_few_rows", _gate_up_macros(spec), 128 * (math_warpgroups + 1), SMEM_BYTES)
 
 
 def gate_up_small_batch_key(spec: LayerSpec, padded_tokens: int, cluster: int) -> KernelKey:
@@ -141,7 +148,14 @@ def grouped_gemm_key(
 @functools.cache
 def grouped_gemm_few_rows_key(weights: WeightFormat = FP8_BLOCK) -> KernelKey:
     """GEMM with few rows per group. It leaves shared memory for blocks of combine, which starts early (PDL)."""
-    return KernelKey("grouped_gemm_few_rows", WEIGHT_MACROS[weights], 384, 211 * KIB)
+    return KernelKey(
+        "grouped_gemm_few_rows", WEIGHT_MACROS[weights], 384, (212 // blocks_of_few_rows(weights) - 1) * KIB
+    )
+
+
+def blocks_of_few_rows(weights: WeightFormat) -> int:
+    """Returns how many blocks of grouped_gemm_few_rows an SM has room for. Decoding needs more warps than one has."""
+    return 2 if weights is PACKED_MXFP4 else 1
 
 
 def down_small_batch_key(spec: LayerSpec, padded_tokens: int, cluster: int) -> KernelKey:

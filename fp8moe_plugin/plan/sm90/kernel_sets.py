@@ -8,6 +8,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER_TILE_N,
     DENSE_FEW_TILE_ROWS,
     DENSE_TILE_ROWS,
+    FEW_ROWS_ONLY,
     GROUPED_TILE_N,
     MQA_NEXT_N,
     SMALL_BATCH_STAGES,
@@ -45,6 +46,8 @@ from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEE
 
 def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     """Returns every kernel that a mixture-of-experts layer may launch, with its reason."""
+    if spec.weights in FEW_ROWS_ONLY:
+        return _only_few_rows_kernels(spec)
     down, down_keeps_b = (grouped_gemm_key(Output.BF16, keep_b=keep, weights=spec.weights) for keep in (False, True))
     gemms = {
         gate_up_key(spec, gather=False): f"GEMM 1 and SwiGLU of experts of more than {GATHER_UP_TO} channels in "
@@ -55,7 +58,10 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     }
     if arrival is Arrival.BATCHED:
         return gemms | {tiles_of_counts_key(): "tiles of batched experts, as DeepEP's low-latency mode hands them over"}
-    return gemms | _few_rows_kernels(spec) | _small_batch_kernels(spec) | _routing_kernels(spec)
+    permuted = quantize_key(spec.ue8m0, Layout.PERMUTED)
+    gemms |= _few_rows_kernels(spec) | _small_batch_kernels(spec)
+    gemms[permuted] = "quantization of the tokens, with a copy for each of their experts"
+    return gemms | _routing_kernels(spec)
 
 
 def _few(spec: LayerSpec) -> int:
@@ -74,6 +80,15 @@ def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
     }
 
 
+def _only_few_rows_kernels(spec: LayerSpec) -> KernelSet:
+    """Returns the kernels of a layer whose steps of any number of tokens take the kernels for few rows."""
+    return {
+        grouped_gemm_few_rows_key(spec.weights): f"GEMM 2 of experts in {spec.weights.name}",
+        gate_up_few_rows_key(spec): f"GEMM 1 of experts in {spec.weights.name}, and SwiGLU",
+        quantize_key(spec.ue8m0, Layout.ROW_MAJOR): "quantization of the tokens where GEMM 1 gathers them",
+    } | _routing_kernels(spec)
+
+
 def _small_batch_kernels(spec: LayerSpec) -> KernelSet:
     found: KernelSet = {}
     for padded_tokens, cluster in SMALL_BATCH_STAGES:
@@ -88,7 +103,6 @@ def _routing_kernels(spec: LayerSpec) -> KernelSet:
     """Returns the kernels that run before and after the GEMMs."""
     one_chunk = PAIRS_PER_CHUNK // spec.shape.topk
     return {
-        quantize_key(spec.ue8m0, Layout.PERMUTED): "quantization of the tokens, with a copy for each of their experts",
         router_gemm_key(): "logits of few tokens: the op router_gemm, and softmax routers under vLLM",
         choose_experts_key(): "softmax top-k: the op choose_experts, and softmax routers under vLLM",
         count_experts_key(): f"tokens of each expert, in steps of more than {one_chunk} tokens",

@@ -12,9 +12,11 @@ from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.sm90.catalog import (
+    FEW_ROWS_ONLY,
     SMALL_BATCH_HIDDEN,
     SMALL_BATCH_STAGES,
     SMALL_BATCH_TOKENS,
+    blocks_of_few_rows,
     down_small_batch_key,
     gate_up_few_rows_key,
     gate_up_key,
@@ -72,7 +74,8 @@ class SortedStep:
 
     spec: LayerSpec
     tokens: int
-    blocks: int  # in the grids of GEMMs whose blocks take tiles from a queue
+    blocks: int  # in the grid of GEMM 1, whose blocks take tiles from a queue
+    down_blocks: int  # the same of GEMM 2
     tile: RowTile
     route_chunks: int  # blocks of route; with more than one, count_experts runs first
     gathers: bool  # GEMM 1 gathers the tokens of its rows, instead of reading a copy for each expert
@@ -102,6 +105,8 @@ def plan_layer(spec: LayerSpec, tokens: int, multiprocessors: int = MULTIPROCESS
         multiprocessors: of the GPU.
     """
     shape = spec.shape
+    if spec.weights in FEW_ROWS_ONLY:
+        return sorted_step(spec, tokens, FEW_ROWS, multiprocessors)
     padded_tokens = 0 if spec.batch_invariant else small_batch_tokens(shape, tokens)
     if padded_tokens and small_batch_fits(shape, padded_tokens, multiprocessors):
         return small_batch_step(spec, tokens, padded_tokens, multiprocessors)
@@ -202,13 +207,15 @@ def sorted_step(spec: LayerSpec, tokens: int, tile: RowTile, multiprocessors: in
     rows, few_rows = tokens * topk, tile.streams_weights
     rows_per_expert = rows / global_experts
     gathers = few_rows or intermediate <= GATHER_UP_TO
-    splits = k_splits(rows, shape) if few_rows and not spec.batch_invariant else 1
+    may_split = few_rows and not spec.batch_invariant and spec.weights not in FEW_ROWS_ONLY
+    splits = k_splits(rows, shape) if may_split else 1
     counters = row_counters(intermediate, splits)
     keep_b = not few_rows and keeps_b(rows_per_expert, intermediate)
     return SortedStep(
         spec=spec,
         tokens=tokens,
         blocks=multiprocessors,
+        down_blocks=multiprocessors * (blocks_of_few_rows(spec.weights) if few_rows else 1),
         tile=tile,
         route_chunks=route_chunks(rows),
         gathers=gathers,

@@ -49,6 +49,7 @@ enum Collective {
 const u64* collect(Collective kind, u32 mask, u64 value);  // the values of all lanes, once those of the mask have come
 void store_matrix(u32 row_address, const u32* values, int count, bool transposed);
 void wgmma_issue(float* d, u64 a, u64 b, bool accumulate, int n);
+void wgmma_issue_registers(float* d, const u32* a, u64 b, bool accumulate, int n);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait();

@@ -14,6 +14,15 @@ template <class T>
 inline void setp_ne_b32(bool& p, T a, T b) {
     p = a != b;
 }
+inline void prmt_b32(u32& to, u32 low, u32 high, u32 numbers) {
+    const u64 bytes = u64(high) << 32 | low;
+    to = 0;
+    for (int i = 0; i < 4; ++i) {
+        const u32 number = numbers >> 4 * i & 15;
+        if (number > 7) emu::fail("prmt copies a sign: %08x", numbers);
+        to |= u32(bytes >> 8 * number & 255) << 8 * i;
+    }
+}
 inline void mov_b64(u64& to, u32 low, u32 high) { to = u64(high) << 32 | low; }
 
 inline u16 bf16_of(float value) {
@@ -68,6 +77,7 @@ inline void store_shared(u32 to, T... values) {
 inline void ld_shared_f32(float& to, u32 from) { load_shared(from, to); }
 inline void ld_shared_u32(u32& to, u32 from) { load_shared(from, to); }
 inline void ld_shared_v4_u32(u32& a, u32& b, u32& c, u32& d, u32 from) { load_shared(from, a, b, c, d); }
+inline void ld_shared_v2_u32(u32& a, u32& b, u32 from) { load_shared(from, a, b); }
 inline void ld_shared_v2_f32(float& a, float& b, u32 from) { load_shared(from, a, b); }
 inline void ld_shared_v4_f32(float& a, float& b, float& c, float& d, u32 from) { load_shared(from, a, b, c, d); }
 inline void ld_shared_v4_s32(int& a, int& b, int& c, u32& d, u32 from) { load_shared(from, a, b, c, d); }
@@ -179,13 +189,19 @@ inline void cp_async_wait_all() { emu::copy_async_wait(); }
 
 // ---- wgmma ----
 
-// Registers of the accumulator, descriptors of A and B, whether to accumulate, two signs.
+// Registers of the accumulator, descriptors of A and B, whether to accumulate, two signs. Or four registers of A.
 template <int kN, class... T>
 inline void wgmma(float& d, T... operands) {
     constexpr size_t kOthers = kN / 2 - 1;
-    static_assert(sizeof...(T) == kOthers + 5);
     auto all = std::tie(operands...);
-    emu::wgmma_issue(&d, std::get<kOthers>(all), std::get<kOthers + 1>(all), std::get<kOthers + 2>(all), kN);
+    if constexpr (sizeof...(T) == kOthers + 8) {
+        const u32 a[] = {std::get<kOthers>(all), std::get<kOthers + 1>(all), std::get<kOthers + 2>(all),
+                         std::get<kOthers + 3>(all)};
+        return emu::wgmma_issue_registers(&d, a, std::get<kOthers + 4>(all), std::get<kOthers + 5>(all), kN);
+    } else {
+        static_assert(sizeof...(T) == kOthers + 5);
+        emu::wgmma_issue(&d, std::get<kOthers>(all), std::get<kOthers + 1>(all), std::get<kOthers + 2>(all), kN);
+    }
 }
 #define WGMMA(n)                                                                    \
     template <class... T>                                                           \

@@ -1,5 +1,6 @@
 // The state of a run: kernels, CTAs, warps, fibers, and operations that complete later.
 #pragma once
+#include <array>
 #include <deque>
 #include <functional>
 #include <map>
@@ -62,8 +63,10 @@ struct WgmmaResult {
     int count;
     float values[32][128] = {};
 };
+using WarpRows = std::array<u8, 16 * 32>;  // bytes of A, row by row
 struct Multiplication {
     u64 a, b;
+    std::shared_ptr<WarpRows> registers;  // A, where it is not in shared memory
     bool accumulate;
     int n;
     std::shared_ptr<WgmmaResult> result;
@@ -74,7 +77,7 @@ struct Warp {
     Fiber* fibers[32];
     std::deque<Rendezvous> meetings;
     std::deque<Multiplication> multiplications;
-    std::vector<std::shared_ptr<WgmmaResult>> results;  // since the last fence
+    std::vector<std::shared_ptr<WgmmaResult>> results;  // since the first fence after a wait
     u32 issued = 0, committed = 0, completed = 0;
     bool fenced = false, running = false;
     u32 lagging = 0;           // lanes that run only when nothing else can

@@ -55,7 +55,10 @@ static void multiply(Warp& warp, const Multiplication& m) {
     u8 a[kWarpRows * kStepK];
     float sum[kWarpRows][256] = {};
     int first_row = warp.index % 4 * kWarpRows;
-    read_rows(*warp.cta, m.a, first_row, first_row + kWarpRows, a);
+    if (m.registers)
+        std::copy(m.registers->begin(), m.registers->end(), a);
+    else
+        read_rows(*warp.cta, m.a, first_row, first_row + kWarpRows, a);
     const float* b = operand_b(*warp.cta, m.b, m.n);
     for (int row = 0; row < kWarpRows; ++row)
         for (int k = 0; k < kStepK; ++k) {
@@ -83,7 +86,7 @@ static bool same(const Multiplication& a, const Multiplication& b) {
 static void issue(Warp& warp, const Multiplication& m) {
     if (!warp.fenced) fail("wgmma without wgmma.fence since the last wait");
     auto& issued = warp.cta->issued[warp.index / 4];
-    if (warp.issued == issued.size()) issued.push_back({m.a, m.b, m.accumulate, m.n, nullptr});
+    if (warp.issued == issued.size()) issued.push_back({m.a, m.b, nullptr, m.accumulate, m.n, nullptr});
     if (!same(issued[warp.issued], m)) fail("the warps of a warpgroup issue different wgmma");
     ++warp.issued;
     warp.multiplications.push_back(m);
@@ -103,6 +106,32 @@ static std::shared_ptr<WgmmaResult> result_in(Warp& warp, const u64* registers, 
     fail("wgmma accumulates what an earlier group has left in registers");
 }
 
+// A lane has two rows of A, eight apart, and of each four channels and those 16 further on.
+static std::shared_ptr<WarpRows> collect_rows(const u32* a) {
+    auto rows = std::make_shared<WarpRows>();
+    for (int part = 0; part < 2; ++part) {
+        const u64* all = collect(kWgmma, ~0u, u64(a[2 * part + 1]) << 32 | a[2 * part]);
+        for (int lane = 0; lane < 32; ++lane)
+            for (int half = 0; half < 2; ++half) {
+                const u32 word = u32(all[lane] >> 32 * half);
+                const int row = lane / 4 + 8 * half, k = 16 * part + lane % 4 * 4;
+                memcpy(rows->data() + row * kStepK + k, &word, 4);
+            }
+    }
+    return rows;
+}
+
+void wgmma_issue_registers(float* d, const u32* a, u64 b, bool accumulate, int n) {
+    auto rows = collect_rows(a);
+    if (!accumulate) std::fill(d, d + n / 2, NAN);
+    const u64* registers = collect(kWgmma, ~0u, u64(d));
+    if (current->lane != 0) return;
+    Warp& warp = *self()->warp;
+    std::shared_ptr<WgmmaResult> result = result_in(warp, registers, accumulate);
+    result->count = n / 2;
+    issue(warp, {0, b, rows, accumulate, n, result});
+}
+
 // Each thread copies its results to its registers when it has waited; until then these are NaN.
 void wgmma_issue(float* d, u64 a, u64 b, bool accumulate, int n) {
     if (!accumulate) std::fill(d, d + n / 2, NAN);
@@ -111,13 +140,13 @@ void wgmma_issue(float* d, u64 a, u64 b, bool accumulate, int n) {
     Warp& warp = *self()->warp;
     std::shared_ptr<WgmmaResult> result = result_in(warp, registers, accumulate);
     result->count = n / 2;
-    issue(warp, {a, b, accumulate, n, result});
+    issue(warp, {a, b, nullptr, accumulate, n, result});
 }
 void wgmma_fence() {
     collect(kWgmmaFence, ~0u, 0);
     if (current->lane != 0) return;
-    self()->warp->fenced = true;
-    self()->warp->results.clear();
+    Warp& warp = *self()->warp;
+    if (!std::exchange(warp.fenced, true)) warp.results.clear();  // another one before the wait orders registers of A
 }
 void wgmma_commit() {
     collect(kWgmmaCommit, ~0u, 0);

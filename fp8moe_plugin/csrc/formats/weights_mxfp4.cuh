@@ -1,0 +1,103 @@
+// Packed MXFP4 weights, see fp8moe_plugin/ops/mxfp4.py: chunks of 128 rows by 128 channels, which are decoded to e4m3
+// in registers, as the first operand of wgmma. A float32 scale for each chunk is the base of its exponents.
+//
+// A chunk has two slabs of 64 rows: of each the codes, 16 bytes for each thread of a warpgroup and 64 channels, then of
+// each the exponents, for each row a byte for each 32 channels. Row g of a warp's 16 rows and row g + 8 belong to one
+// thread: of w13 they are the gate and the up projection of a channel.
+#pragma once
+#include "device/fp4.cuh"
+#include "device/wgmma.cuh"
+#include "pipeline/stages.cuh"
+
+constexpr bool kScalesOfRows = false;  // see row_scales.cuh
+
+constexpr int kChunkRows = 128, kSlabRows = 64;
+constexpr int kThreadCodes = 16;  // bytes of a thread, for two of the four wgmmas of a chunk
+constexpr int kSlabCodes = kSlabRows * 128 / 2, kSlabExponents = kSlabRows * 128 / 32;
+constexpr int kChunkBytes = 2 * (kSlabCodes + kSlabExponents);
+
+template <int kRows>
+struct Weights : PerStage<kRows, kChunkBytes / kChunkRows, 128> {};
+template <int kCount>
+struct WeightScales : PerStage<kCount, 4> {};
+template <int kCount>
+struct WeightTables : Once<kCount, kFp4Tables * kFp4TableBytes, 8> {};
+
+// Where a kernel finds its weights; in Python `Chunks`, in place of a tensor map.
+struct alignas(64) WeightMap {
+    const u8* chunks;
+    int steps, further;  // chunks of a row block along K, and how many of them follow those of the K blocks
+    int groups;          // 128 channels each of an expert's gate projection; only of w13
+    u8 unused[sizeof(TensorMap) - 20];
+};
+static_assert(sizeof(WeightMap) == sizeof(TensorMap), "the launch has room for a tensor map");
+
+DEVICE void init_weights(u32 tables) { write_fp4_tables(tables); }
+
+// The steps of a tile, each with a chunk and the scales of its rows.
+DEVICE int weight_steps(const WeightMap& map, int) { return map.steps; }
+
+// The scales of a block of 128 rows: one for each step, then the K block of each further step.
+using WeightScale = float;
+DEVICE int scale_pitch(const WeightMap& map, int) { return map.steps + map.further; }
+DEVICE const WeightScale* scales_of_rows(const WeightScale* scales, i64 block, int pitch) {
+    return scales + block * pitch;
+}
+
+constexpr bool kFurtherSteps = true;
+// The K blocks of a tile's steps. `scales`: those of its first rows.
+struct StepsOfTile {
+    const WeightScale* further;  // their K blocks
+    int k_blocks;
+    DEVICE StepsOfTile(const WeightScale* scales, const WeightMap& map, int k_blocks)
+        : further(scales + map.steps), k_blocks(k_blocks) {}
+    DEVICE int k_block(int step) const { return step < k_blocks ? step : int(__ldg(further + step - k_blocks)); }
+};
+
+constexpr bool kDecodedToRegisters = true;
+// The weights in a stage. Loads complete on `full`; a scale's copy completes with copy_async_arrive of the thread.
+template <class SharedMemory>
+struct WeightTile {
+    static constexpr u32 kBytes = SharedMemory::template kBytes<Weights>;  // without scales
+
+    SharedMemory shared;
+    int stage;
+    DEVICE WeightTile(SharedMemory shared, int stage) : shared(shared), stage(stage) {}
+
+    // A step of the 128 rows from `row` on.
+    DEVICE void load(int to, const WeightMap* map, u32 full, int step, int row) const {
+        bulk_load(shared.weights(stage, to), map->chunks + (i64(row / kChunkRows) * map->steps + step) * kChunkBytes,
+                  full, kChunkBytes);
+    }
+    // A step of 128 channels of the gate and up projections; `block` counts 128 rows, and is of the former.
+    DEVICE void load_gate_and_up(const WeightMap* map, u32 full, int step, int block) const {
+        const i64 before = block + block % map->groups;  // the block's chunks follow those of up's earlier rows
+        bulk_load(shared.weights(stage, 0), map->chunks + (before * map->steps + 2 * step) * kChunkBytes, full,
+                  2 * kChunkBytes);
+    }
+    DEVICE void load_scale(int i, const WeightScale* from) const { copy_async_4(shared.weight_scale(stage, i), from); }
+
+    // The 64 rows from `row` on.
+    DEVICE RegistersA operand(int row) const {
+        const u32 chunk = shared.weights(stage, row / kChunkRows * kChunkRows), slab = row / kSlabRows % 2;
+        const u32 thread = threadIdx.x % kWarpgroup, codes = chunk + slab * kSlabCodes + thread * kThreadCodes;
+        const u32 exponents = chunk + 2 * kSlabCodes + slab * kSlabExponents + thread / 4 * 8;
+        const uint2 of_rows = load_shared_8(exponents);
+        const u32 tables = shared.template at<WeightTables>(0);
+        RegistersA a;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint4 four = load_shared_16(codes + half * (kSlabCodes / 2));
+            const u32 words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int step = half * 2 + i / 2, row = i % 2;
+                const u32 entry = select_bytes(row ? of_rows.y : of_rows.x, 0, 0x4440 + step);
+                const uint2 both = decode_fp4(words[i], load_shared_8(tables + entry));
+                a.row[step][row] = both.x, a.row[step][2 + row] = both.y;
+            }
+        }
+        return a;
+    }
+    DEVICE float scale(int i) const { return load_shared_float(shared.weight_scale(stage, i)); }
+};

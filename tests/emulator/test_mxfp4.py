@@ -1,0 +1,36 @@
+"""Packed MXFP4 on the emulator: layers have the bits of the same weights in block FP8."""
+
+import pytest
+import torch
+
+from fp8moe_plugin.ops.moe import fused_moe
+from fp8moe_plugin.ops.mxfp4 import SPAN
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS
+from tests import helpers as h
+from tests.emulator.device import Device
+from tests.emulator.layers import MOST_ERROR, packed_moe, run_packed_layer
+from tests.mxfp4 import random_experts
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("shape", "span", "seed"),
+    h.pairwise([(3, 256, 128), (30, 384, 256), (90, 128, 384)], [0, SPAN], [1, 2]),
+)
+def test_a_layer_has_the_bits_of_block_fp8(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], span: int, seed: int
+) -> None:
+    tokens, hidden, intermediate = shape
+    gen, experts = h.seeded(seed, CPU), random_experts(h.seeded(seed, CPU), 3, hidden, intermediate, span)
+    x, routing = h.random_tokens(gen, tokens, hidden), h.random_routing(gen, "distinct", tokens, 2, 3)
+    packed, fp8 = experts.packed(), experts.in_fp8()
+    h.force_step(monkeypatch, tile=FEW_ROWS)
+    wanted = emulator.execute(seed, lambda: fused_moe(x, *fp8, *routing))
+    assert h.same_bits(emulator.execute(seed, lambda: packed_moe(x, packed, *routing)), wanted)
+    assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True)) <= MOST_ERROR
+
+
+@pytest.mark.parametrize(("tokens", "span", "seed"), [(5, 15, 1), (20, 40, 2), (40, 70, 1)])
+def test_wider_blocks_take_further_steps(emulator: Device, tokens: int, span: int, seed: int) -> None:
+    assert run_packed_layer(emulator, seed, tokens, span) <= MOST_ERROR

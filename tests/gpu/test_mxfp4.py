@@ -1,0 +1,55 @@
+"""Packed MXFP4 on a GPU: layers have the bits of the same weights in block FP8."""
+
+import pytest
+import torch
+
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
+from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.ops.mxfp4 import SPAN
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS
+from fp8moe_plugin.testing import invariance
+from tests import helpers as h
+from tests.mxfp4 import Experts, random_experts
+
+pytestmark = pytest.mark.gpu
+
+LAYERS = {"flash-tp8": (16, 4096, 256, 6), "wide": (8, 1024, 2048, 2), "one-block": (5, 128, 128, 3)}
+CPU = torch.device("cpu")
+
+
+def on_gpu(layer: h.Layer) -> h.Layer:
+    return h.Layer(*(tensor.cuda() for tensor in layer))
+
+
+def experts_of(name: str, span: int) -> Experts:
+    experts, hidden, intermediate, _ = LAYERS[name]
+    return random_experts(h.seeded(span, CPU), experts, hidden, intermediate, span)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9, 20, 70, 300])
+@pytest.mark.parametrize("span", [0, SPAN])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_has_the_bits_of_block_fp8(monkeypatch: pytest.MonkeyPatch, name: str, span: int, tokens: int) -> None:
+    experts, hidden, _, topk = LAYERS[name]
+    weights, gen = experts_of(name, span), torch.Generator("cuda").manual_seed(tokens)
+    packed, fp8 = on_gpu(weights.packed()), on_gpu(weights.in_fp8())
+    x, routing = h.random_tokens(gen, tokens, hidden), h.random_routing(gen, "distinct", tokens, topk, experts)
+    steps = h.force_step(monkeypatch, tile=FEW_ROWS)
+    with invariance(True):  # block FP8 would split K
+        wanted = fused_moe(x, *fp8, *routing)
+    out = fused_moe(x, *packed, *routing, weights=PACKED_MXFP4)
+    assert len(steps) == 2
+    assert h.same_bits(out, wanted)
+    assert all(h.same_bits(fused_moe(x, *packed, *routing, weights=PACKED_MXFP4), out) for _ in range(100))
+
+
+@pytest.mark.parametrize(("tokens", "span"), [(2, SPAN + 1), (40, 30), (300, 70)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_wider_blocks_take_further_steps(name: str, tokens: int, span: int) -> None:
+    experts, hidden, _, topk = LAYERS[name]
+    packed, gen = experts_of(name, span).packed(), h.seeded(tokens, CPU)
+    x, routing = h.random_tokens(gen, tokens, hidden), h.random_routing(gen, "distinct", tokens, topk, experts)
+    on_cpu = fused_moe(x, *packed, *routing, weights=PACKED_MXFP4)
+    out = fused_moe(x.cuda(), *on_gpu(packed), *(part.cuda() for part in routing), weights=PACKED_MXFP4)
+    for channel in range(0, hidden, 97):
+        assert h.relative_l2(out[:, channel].cpu(), on_cpu[:, channel]) <= 2e-2, channel
