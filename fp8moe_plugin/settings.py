@@ -49,10 +49,11 @@ class Settings(BaseModel):
         description="What to do with a dense layer or experts whose shape the kernels do not support. "
         "`allow`: run it on the engine's own kernels, and log which layers these are. `forbid`: refuse the model.",
     )
-    fp4_experts: Literal["fp8"] = Field(
+    fp4_experts: Literal["fp8", "mxfp4"] = Field(
         "fp8",
         description="What experts in MXFP4 (DeepSeek-V4) become while they are loaded. `fp8`: block FP8, exactly, at "
-        "twice the memory.",
+        "twice the memory. `mxfp4`: they stay in MXFP4. Experimental: with vLLM on Hopper GPUs only, and not "
+        "tested on a GPU yet.",
     )
     indexer: bool = Field(
         True,

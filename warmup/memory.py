@@ -12,6 +12,7 @@ from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Model, is_down, is_g
 from fp8moe_plugin.checkpoint.splits import RankShapes, rank_shapes
 from fp8moe_plugin.formats.dtypes import DTYPES
 from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 from warmup.report import ShapeReport
 from warmup.target import GIB
@@ -72,14 +73,15 @@ def weight_bytes(model: Model, parallel: Parallel) -> int:
 
 
 def recoding_note(model: Model) -> list[str]:
-    """Returns a sentence about experts that are larger in memory than in the checkpoint, if they are."""
+    """Returns a sentence about experts that have another form in memory than in the checkpoint, if they have."""
     if not (stored := model.recoded_from) or model.unknown_format or not model.experts.layers:
         return []
     e = model.experts
     before, after = (e.layers * e.experts * _expert_bytes(e, weights) for weights in (stored, model.weights))
+    how = "packed" if model.weights is PACKED_MXFP4 else f"re-encoded to {model.weights.name}"
     return [
-        f"The experts are in {stored.name}, {before / 1e9:.4g} GB in all. While they are loaded, they are re-encoded "
-        f"to {model.weights.name}, {after / 1e9:.4g} GB."
+        f"The experts are in {stored.name}, {before / 1e9:.4g} GB in all. While they are loaded, they are {how}, "
+        f"{after / 1e9:.4g} GB."
     ]
 
 

@@ -13,7 +13,7 @@ from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.patterns import check_patterns
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.quoting import shown
-from fp8moe_plugin.settings import NAME
+from fp8moe_plugin.settings import NAME, settings
 
 FORMATS = (FP8_BLOCK, FP8_CHANNEL, PACKED_MXFP4)  # those that kernels compute
 WEIGHT = "weight"  # suffix of weights' names
@@ -80,7 +80,8 @@ def recoded(spec: QuantSpec, stored: WeightFormat) -> QuantSpec:
             f"--quantization {NAME}: the checkpoint's experts are {stored.name}, but its other layers are not "
             f"{FP8_BLOCK.name}. Remove --quantization to let the engine choose the method."
         )
-    return replace(spec, recoded_from=stored)
+    weights = PACKED_MXFP4 if settings().fp4_experts == "mxfp4" else FP8_BLOCK
+    return replace(spec, weights=weights, recoded_from=stored)
 
 
 def _by_row(input_scales: bool, unquantized: tuple[str, ...]) -> QuantSpec:

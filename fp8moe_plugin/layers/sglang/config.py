@@ -25,7 +25,7 @@ from fp8moe_plugin.checkpoint.unquantized import FUSED
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.compressed import is_compressed
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
-from fp8moe_plugin.formats.mxfp4 import MXFP4
+from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization, recoded
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers.fallback import refused_by_both
@@ -110,8 +110,15 @@ class Fp8MoeConfig(Traits, Fp8Config):
 
     @property
     def expert_spec(self) -> QuantSpec:
-        """The quantization of experts. SGLang says after `from_config` whether the checkpoint has them in MXFP4."""
-        return recoded(self.spec, MXFP4) if self.is_fp4_experts else self.spec
+        """The quantization of experts. SGLang says after `from_config` whether the checkpoint has them in MXFP4.
+
+        Raises:
+            UnsupportedError: these cannot be loaded as the settings demand.
+        """
+        spec = recoded(self.spec, MXFP4) if self.is_fp4_experts else self.spec
+        if spec.weights is PACKED_MXFP4:
+            raise UnsupportedError("FP8MOE_FP4_EXPERTS=mxfp4 is supported with vLLM only. Unset it.")
+        return spec
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Returns the method of a layer. SGLang also calls this for layers that it then discards."""

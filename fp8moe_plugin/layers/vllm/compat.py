@@ -38,9 +38,10 @@ def is_layer_skipped(config: Any, prefix: str) -> bool:
     return quant_utils.is_layer_skipped(prefix, config.ignored_layers, config.packed_modules_mapping, **extra)
 
 
-def holds_expert(layer: Any, expert: int) -> bool:
-    """Returns whether this rank holds the expert of a `RoutedExperts` layer with this global index."""
-    return layer._map_global_expert_id_to_local_expert_id(expert) != -1
+def local_expert(layer: Any, expert: int) -> int | None:
+    """Returns the local index of an expert of a `RoutedExperts` layer, or None if it is on another rank."""
+    local: int = layer._map_global_expert_id_to_local_expert_id(expert)
+    return None if local == -1 else local
 
 
 def make_prepare_finalize(moe: Any, quant_config: Any, routing_tables: Any) -> Any:

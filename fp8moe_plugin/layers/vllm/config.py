@@ -19,7 +19,8 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.placement import fallback_allowed
 from fp8moe_plugin.checkpoint.refusals import check_experts
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.formats.mxfp4 import MXFP4
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization, recoded
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers import metrics
@@ -42,6 +43,7 @@ from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
+from fp8moe_plugin.layers.vllm.pack import PackedMoeMethod
 from fp8moe_plugin.layers.vllm.recode import EXPERT_SCALE, RecodedMoeMethod
 from fp8moe_plugin.layers.vllm.refusals import Refusal, check_options, refusal_of
 from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers
@@ -134,8 +136,8 @@ class Fp8MoeConfig(Traits, Fp8Config):
         if found is MXFP4:
             self.spec = recoded(self.spec, MXFP4)
             self.model.scales = scale_names(self.spec)
-            form = settings().fp4_experts
-            log_once(logging.INFO, f"experts in MXFP4 are re-encoded to block FP8 (FP8MOE_FP4_EXPERTS={form})")
+            done, form = "re-encoded to" if self.spec.weights is FP8_BLOCK else "kept as", self.spec.weights.name
+            log_once(logging.INFO, f"experts in MXFP4 are {done} {form} (FP8MOE_FP4_EXPERTS={settings().fp4_experts})")
 
     def _watch_worker(self) -> None:
         """Watch the modules that hold a layer. Once per model, also hook the worker's steps and multiprocessor limit.
@@ -250,6 +252,8 @@ def moe_method(spec: QuantSpec) -> type[Fp8MoeMethod]:
     """Returns the method of experts, by how they are loaded."""
     if spec.online:
         return OnlineMoeMethod
+    if spec.weights is PACKED_MXFP4:
+        return PackedMoeMethod
     return RecodedMoeMethod if spec.recoded_from else Fp8MoeMethod
 
 

@@ -142,7 +142,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         Raises:
             CheckpointError: the tensor is unusable.
         """
-        if not compat.holds_expert(layer, expert_id):
+        if compat.local_expert(layer, expert_id) is None:
             return None, loaded_weight
         loading, moe, part = layer.fp8moe_loading, layer.moe_config, f"({shard_id} of expert {expert_id})"
         what = f"{weight_name} {part}"
@@ -263,7 +263,7 @@ def load_input_scale(
     w1 and w3 share an element. It is loaded only once, because a reload counts the elements that have arrived.
     """
     if shard_id == "w3":
-        return compat.holds_expert(layer, expert_id) if return_success else None
+        return compat.local_expert(layer, expert_id) is not None if return_success else None
     return layer.weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success=return_success)
 
 

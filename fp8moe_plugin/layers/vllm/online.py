@@ -78,7 +78,7 @@ def _experts_loader(prefix: str, load: Callable[..., bool | None]) -> Callable[.
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        if not compat.holds_expert(layer, expert_id):
+        if compat.local_expert(layer, expert_id) is None:
             return False if return_success else None
         q, scales = _quantized(f"{prefix}.{expert_id}.{shard_id}.weight", loaded_weight, param.device)
         layer.fp8moe_loading.note_arrival(f"{prefix} ({shard_id} of expert {expert_id})", Role.WEIGHT, Role.SCALES)

@@ -49,7 +49,7 @@ def _loader(prefix: str, scale: str, load: Callable[..., bool | None]) -> Callab
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        if not compat.holds_expert(layer, expert_id):
+        if compat.local_expert(layer, expert_id) is None:
             return False if return_success else None
         name = f"{prefix} ({shard_id} of expert {expert_id})"
         halves: Halves = layer.fp8moe_loading.model.halves

@@ -13,11 +13,11 @@ from fp8moe_plugin.layers.vllm.config import scale_names
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from tests.helpers import same_bits
 from tests.layers.experts import Checkpoint, make_checkpoint, make_mxfp4, make_unquantized, recoded
-from tests.layers.vllm.one_rank import FP8, RECODED, Layer, make_mlp
+from tests.layers.vllm.one_rank import FP8, PACKED, RECODED, Layer, make_mlp
 
 INTERMEDIATE = 256
 RESTART = "The failed reload left a mixture .* Restart the engine in a new process"
-QUANT = {"fp8": FP8, "online": ONLINE, "mxfp4": RECODED}
+QUANT = {"fp8": FP8, "online": ONLINE, "mxfp4": RECODED, "packed": PACKED}
 KINDS = tuple(QUANT)
 MLP = {"w1": ("gate_up", [0]), "w3": ("gate_up", [1]), "w2": ("down", [])}
 
@@ -102,7 +102,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch, on_rank: Callable[[int, int], Non
     on_rank(1, 0)
 
 
-MAKE = {"fp8": make_checkpoint, "online": make_unquantized, "mxfp4": make_mxfp4}
+MAKE = {"fp8": make_checkpoint, "online": make_unquantized, "mxfp4": make_mxfp4, "packed": make_mxfp4}
 
 
 def first(kind: str) -> Checkpoint:

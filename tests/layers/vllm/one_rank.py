@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
-from fp8moe_plugin.formats.mxfp4 import MXFP4
+from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig, moe_method
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
@@ -25,6 +25,7 @@ from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint
 
 FP8 = QuantSpec(FP8_BLOCK)
 RECODED = QuantSpec(FP8_BLOCK, recoded_from=MXFP4)
+PACKED = QuantSpec(PACKED_MXFP4, recoded_from=MXFP4)
 ROWS = QuantSpec(FP8_CHANNEL, scale="weight_scale", dense=FP8_CHANNEL)
 
 
