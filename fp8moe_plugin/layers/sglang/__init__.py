@@ -21,6 +21,8 @@ def _register() -> None:
         return
     from fp8moe_plugin.layers.sglang.entry import Entry
 
-    QUANTIZATION_METHODS[NAME] = Entry
+    others = dict(QUANTIZATION_METHODS)
+    QUANTIZATION_METHODS.clear()  # SGLang asks them in order, and its own for ModelOpt disregards what the user chose
+    QUANTIZATION_METHODS.update({NAME: Entry} | others)
     CPU_QUANTIZATION_METHODS[NAME] = Entry  # the only ones on a CPU with AMX
     add_quantization_method_choices([NAME])  # of the command line

@@ -342,6 +342,14 @@ def test_registering_twice_is_registering_once():
     assert quantization.CPU_QUANTIZATION_METHODS["fp8moe"] is Entry
 
 
+@pytest.mark.parametrize(("user", "first"), [("fp8moe", "fp8moe"), (None, "modelopt_fp8")])
+def test_modelopt_does_not_take_what_the_user_chose(user, first):
+    fp8moe_plugin.register_sglang()
+    given = {"quant_method": "modelopt_fp8", "quant_algo": "FP8"}, user
+    found = (method.override_quantization_method(*given) for method in quantization.QUANTIZATION_METHODS.values())
+    assert next(filter(None, found)) == first
+
+
 def test_registering_never_raises(monkeypatch, plugin_log):
     monkeypatch.delattr(quantization, "QUANTIZATION_METHODS")
     fp8moe_plugin.register_sglang()
