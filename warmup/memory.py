@@ -8,7 +8,16 @@ import numpy as np
 from fp8moe_plugin.checkpoint.cache import KvCache
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.placement import Server
-from fp8moe_plugin.checkpoint.shapes import Dense, Experts, Model, is_down, is_gate_up, padding_share, rank_dense
+from fp8moe_plugin.checkpoint.shapes import (
+    Dense,
+    Experts,
+    Model,
+    experts_bytes,
+    is_down,
+    is_gate_up,
+    padding_share,
+    rank_dense,
+)
 from fp8moe_plugin.checkpoint.splits import RankShapes, rank_shapes
 from fp8moe_plugin.formats.dtypes import DTYPES
 from fp8moe_plugin.formats.fp8_block import GROUP
@@ -77,17 +86,12 @@ def recoding_note(model: Model) -> list[str]:
     if not (stored := model.recoded_from) or model.unknown_format or not model.experts.layers:
         return []
     e = model.experts
-    before, after = (e.layers * e.experts * _expert_bytes(e, weights) for weights in (stored, model.weights))
+    before, after = (experts_bytes(e, weights) for weights in (stored, model.weights))
     how = "packed" if model.weights is PACKED_MXFP4 else f"re-encoded to {model.weights.name}"
     return [
         f"The experts are in {stored.name}, {before / 1e9:.4g} GB in all. While they are loaded, they are {how}, "
         f"{after / 1e9:.4g} GB."
     ]
-
-
-def _expert_bytes(experts: Experts, weights: WeightFormat) -> int:
-    n, k = experts.intermediate, experts.hidden
-    return 2 * weights.nbytes(n, k) + weights.nbytes(k, n)
 
 
 def _experts(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeReport]:

@@ -58,6 +58,12 @@ class Experts:
     mtp: int = field(default=0, compare=False)  # of `layers`, those for multi-token prediction
 
 
+def experts_bytes(experts: Experts, weights: WeightFormat) -> int:
+    """Returns the bytes of the experts of all layers in this format."""
+    n, k = experts.intermediate, experts.hidden
+    return experts.layers * experts.experts * (2 * weights.nbytes(n, k) + weights.nbytes(k, n))
+
+
 @dataclass(frozen=True)
 class Replicated:
     """Weights other than dense layers that every rank holds as a whole."""

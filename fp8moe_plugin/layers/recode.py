@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import Experts, experts_bytes
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
-from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
+from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import WEIGHT
-from fp8moe_plugin.formats.weight_format import Role
+from fp8moe_plugin.formats.weight_format import Role, ceil_div
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.mxfp4 import CODES, E2M1, EXPONENTS, LARGEST_EXPONENT, MAGNITUDES, SPAN, power_of_two
 from fp8moe_plugin.settings import NAME
@@ -38,15 +40,37 @@ def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[
     nonzero = (packed.unflatten(-1, (EXPONENTS, -1)) & MAGNITUDES != 0).any(-1)
     largest = torch.where(nonzero, exponent, 0).amax((1, 3))
     below = torch.where(nonzero, largest[:, None, :, None] - exponent, 0)
-    span = int(below.max())
-    if span > SPAN:
+    spans = below.amax((1, 3))
+    if (span := int(spans.max())) > SPAN:
         raise UnsupportedError(
-            f"{name}: the exponents of a {GROUP}x{GROUP} block differ by {span}, but block FP8 represents MXFP4 "
-            f"exactly up to {SPAN} only. Serve the checkpoint without --quantization {NAME}."
+            f"{name}: in {int((spans > SPAN).sum())} of {spans.numel()} {GROUP}x{GROUP} blocks the exponents differ by "
+            f"more than {SPAN}, by up to {span}, so that block FP8 does not represent them exactly. Under vLLM on a "
+            "Hopper GPU, set FP8MOE_FP4_EXPERTS=mxfp4. Otherwise, remove --quantization to let the engine choose the "
+            "method: it computes MXFP4 as it is."
         )
     pairs = _pairs(codes.device)[below.repeat_interleave(CODES // EXPONENTS, -1), packed.long()]
     q = pairs.flatten(2).flatten(0, 1).view(FP8)[:n, :k].contiguous()
     return q, power_of_two(largest - LARGEST_EXPONENT)
+
+
+def check_memory(experts: Experts, local: Experts, memory: int) -> None:
+    """Check that a GPU can hold its part of a model's experts in block FP8.
+
+    Args:
+        experts: those of the model.
+        local: those of a rank, of as many layers as every stage has.
+        memory: bytes of a GPU.
+    Raises:
+        UnsupportedError: these weights alone are larger.
+    """
+    whole, part = (experts_bytes(each, FP8_BLOCK) for each in (experts, local))
+    if part > memory:
+        raise UnsupportedError(
+            f"The model's experts are in {MXFP4.name}, and become block FP8 while they are loaded, {whole / 1e9:.1f} "
+            f"GB in all. A GPU of {memory / 1e9:.1f} GB would have to hold {part / 1e9:.1f} GB of them. Use at least "
+            f"{ceil_div(whole, memory)} GPUs (`fp8moe-warmup explain --gpu` shows the splits that fit), or serve the "
+            f"checkpoint without --quantization {NAME}."
+        )
 
 
 def _blocks(tensor: torch.Tensor, width: int) -> torch.Tensor:

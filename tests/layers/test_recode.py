@@ -1,11 +1,14 @@
 """MXFP4 in block FP8: every weight is exactly the same number."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.recode import E2M1, SPAN, Halves, block_fp8
+from fp8moe_plugin.layers.recode import E2M1, SPAN, Halves, block_fp8, check_memory
 from fp8moe_plugin.ops.reference import dequantize_blocks
 
 VALUES = torch.tensor(E2M1 + tuple(-value for value in E2M1), dtype=torch.float64)
@@ -49,11 +52,26 @@ def test_exponents_of_zeros_do_not_count(zeros):
     assert torch.equal(q.double() * scales.double(), dequantized(codes, exponents))
 
 
-def test_a_block_with_a_wider_span_is_refused():
-    codes, exponents = torch.full((128, 64), 0x11, dtype=torch.uint8), torch.full((128, 4), 120, dtype=torch.uint8)
+def test_blocks_with_a_wider_span_are_counted_and_refused():
+    codes, exponents = torch.full((300, 128), 0x11, dtype=torch.uint8), torch.full((300, 8), 120, dtype=torch.uint8)
     exponents[77, 2] = 120 - SPAN - 1
-    with pytest.raises(UnsupportedError, match=r"w: the exponents of a 128x128 block differ by 15, .* up to 14"):
+    exponents[128:256, 4] = 120 - SPAN
+    exponents[299, 7] = 120 - SPAN - 3
+    refusal = r"w: in 2 of 6 128x128 blocks the exponents differ by more than 14, by up to 17, .*remove --quantization"
+    with pytest.raises(UnsupportedError, match=refusal):
         recode(codes, exponents)
+
+
+V4_FLASH = Experts(43, 256, 6, 4096, 2048)
+
+
+def test_experts_that_a_gpu_cannot_hold_are_refused():
+    """DeepSeek-V4-Flash has 277 GB of experts in block FP8."""
+    half = replace(V4_FLASH, experts=128)
+    check_memory(V4_FLASH, half, 150_000_000_000)
+    refusal = r"277\.1 GB in all\. A GPU of 80\.0 GB would have to hold 138\.5 GB .*at least 4 GPUs .*explain --gpu"
+    with pytest.raises(UnsupportedError, match=refusal):
+        check_memory(V4_FLASH, half, 80_000_000_000)
 
 
 def test_halves_of_a_projection_meet_in_any_order():

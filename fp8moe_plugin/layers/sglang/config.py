@@ -35,7 +35,7 @@ from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.sglang.loads import Loads, scale_parameter
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
-from fp8moe_plugin.layers.sglang.refusals import experts_error, place_layer
+from fp8moe_plugin.layers.sglang.refusals import check_layers, experts_error, place_layer
 from fp8moe_plugin.layers.traits import Traits
 from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized, matches_pattern
 from fp8moe_plugin.quoting import shell_word
@@ -143,6 +143,9 @@ class Fp8MoeConfig(Traits, Fp8Config):
         server, why = place_layer(layer, None if self.online else spec.recoded_from or spec.weights)
         if server is Server.ENGINE:
             return self._engine_experts(layer, prefix, why)
+        if spec.recoded_from and is_cuda():
+            memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            check_layers(get_server_args(), self.checkpoint.get("hf_config"), layer, memory)
         return Fp8MoeMethod(self, prefix, warmup_command())
 
     def engine_method(self, layer: torch.nn.Module, prefix: str) -> Any:

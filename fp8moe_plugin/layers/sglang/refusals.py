@@ -6,10 +6,11 @@
 from typing import Any
 
 from fp8moe_plugin.checkpoint.placement import ExpertsPart, Placement, Server, place_experts, sglang_experts
-from fp8moe_plugin.checkpoint.shapes import too_many_experts
+from fp8moe_plugin.checkpoint.shapes import Experts, local_intermediate, too_many_experts
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.weight_format import WeightFormat
+from fp8moe_plugin.layers.recode import check_memory
 
 
 def place_layer(layer: Any, stored: WeightFormat | None) -> Placement:
@@ -24,6 +25,23 @@ def experts_error(prefix: str, why: str, experts: int, more: str = "") -> Unsupp
     """Returns the error for the experts of a layer; `experts`: on this rank."""
     advice = "Use more GPUs and --ep-size." if why == too_many_experts(experts) else "Use --quantization fp8."
     return UnsupportedError(f"{prefix}: {why}{more}. {advice}")
+
+
+def check_layers(args: Any, hf_config: Any, layer: Any, memory: int) -> None:
+    """Check that a GPU can hold its experts, unless SGLang keeps a part of the weights elsewhere; see `check_memory`.
+
+    Args:
+        args: SGLang's command line.
+        hf_config: the description of the model.
+        layer: a `FusedMoE` layer.
+    """
+    layers = getattr(hf_config, "num_hidden_layers", 0)
+    if args.cpu_offload_gb or args.offload_group_size > 0 or not layers:
+        return
+    sizes, width = (layer.top_k or 1, layer.hidden_size), layer.intermediate_size_per_partition * layer.moe_tp_size
+    local = local_intermediate(width, layer.moe_tp_size)
+    own = Experts(layers // args.pp_size, layer.num_local_experts, *sizes, local)
+    check_memory(Experts(layers, layer.num_experts, *sizes, width), own, memory)
 
 
 def check_experts(prefix: str, experts: int, hidden: int, intermediate: int, ranks: int) -> None:

@@ -11,12 +11,15 @@ from types import MethodType
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
 
+from fp8moe_plugin.checkpoint.shapes import Experts, local_intermediate
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.parameters import empty_pair, role_of
-from fp8moe_plugin.layers.recode import Halves, block_fp8, targets
+from fp8moe_plugin.layers.recode import Halves, block_fp8, check_memory, targets
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 
@@ -28,9 +31,28 @@ class RecodedMoeMethod(Fp8MoeMethod):
 
     def __init__(self, moe: Any, spec: QuantSpec, *rest: Any) -> None:
         super().__init__(moe, replace(spec, scale=EXPERT_SCALE), *rest)
+        if current_platform.is_cuda():
+            memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            check_layers(get_current_vllm_config(), moe, memory)
 
     def weight_loader(self, role: Role, loader: MethodType) -> MethodType:
         return MethodType(_loader(self.prefix, self.scale, loader.__func__), loader.__self__)
+
+
+def check_layers(engine: Any, moe: Any, memory: int) -> None:
+    """Check that a GPU can hold its experts, unless vLLM keeps a part of the weights elsewhere; see `check_memory`.
+
+    Args:
+        engine: vLLM's configuration.
+        moe: that of a layer of experts.
+    """
+    if engine.offload_config.uva.cpu_offload_gb or engine.offload_config.prefetch.offload_group_size:
+        return
+    sizes = moe.experts_per_token, moe.hidden_dim
+    layers, stages = engine.model_config.hf_text_config.num_hidden_layers, engine.parallel_config.pipeline_parallel_size
+    every = Experts(layers, moe.num_logical_experts, *sizes, moe.intermediate_size)
+    width = local_intermediate(moe.intermediate_size, moe.tp_size)
+    check_memory(every, Experts(layers // stages, moe.num_local_experts, *sizes, width), memory)
 
 
 def _loader(prefix: str, scale: str, load: Callable[..., bool | None]) -> Callable[..., bool | None]:

@@ -1,5 +1,6 @@
 """A dense layer that the kernels do not support runs on SGLang's own method, and the log and the metrics say so."""
 
+import contextlib
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from fp8moe_plugin.layers.sglang.config import Fp8MoeConfig
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.sglang.loads import Loads
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
+from fp8moe_plugin.layers.sglang.refusals import check_layers
 from fp8moe_plugin.logs import log_once
 from tests import helpers as h
 from tests.compressed import BY_ROW
@@ -196,3 +198,16 @@ def test_experts_that_the_engine_refuses_too_are_refused(quant, monkeypatch):
     fp4.is_fp4_experts = True
     with pytest.raises(UnsupportedError, match="hidden size 320"):
         Experts(fp4, hidden=320)
+
+
+@pytest.mark.parametrize("offload", [0, 400])
+def test_experts_that_a_gpu_cannot_hold_are_refused_before_loading(offload):
+    args, layer = (
+        SimpleNamespace(cpu_offload_gb=offload, offload_group_size=-1, pp_size=1),
+        SimpleNamespace(top_k=6, hidden_size=4096),
+    )
+    vars(layer).update(num_experts=256, num_local_experts=128, moe_tp_size=1, intermediate_size_per_partition=2048)
+    check_layers(args, SimpleNamespace(num_hidden_layers=43), layer, 150_000_000_000)
+    refused = pytest.raises(UnsupportedError, match=r"hold 138\.5 GB .* at least 4 GPUs")
+    with contextlib.nullcontext() if offload else refused:
+        check_layers(args, SimpleNamespace(num_hidden_layers=43), layer, 80_000_000_000)

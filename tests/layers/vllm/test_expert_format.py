@@ -1,5 +1,9 @@
 """DeepSeek-V4's experts: vLLM names their format before it makes a layer, and the weights decide what it is."""
 
+import contextlib
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
+from vllm.config.offload import OffloadConfig, UVAOffloadConfig
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.mxfp4 import MXFP4
@@ -14,8 +19,9 @@ from fp8moe_plugin.layers.vllm import deepseek_v4
 from fp8moe_plugin.layers.vllm.config import moe_method
 from fp8moe_plugin.layers.vllm.entry import Entry
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
-from fp8moe_plugin.layers.vllm.recode import RecodedMoeMethod
-from tests.layers.vllm.test_config import CHECKPOINT
+from fp8moe_plugin.layers.vllm.recode import RecodedMoeMethod, check_layers
+from tests.layers.vllm.one_rank import default_config
+from tests.layers.vllm.test_config import CHECKPOINT, moe_layer
 
 pytestmark = pytest.mark.seam
 
@@ -83,3 +89,15 @@ def test_nvfp4_is_refused_by_name(tmp_path):
         updated(tmp_path, described(expert_dtype="nvfp4"))
     with pytest.raises(UnsupportedError, match="quantized by ModelOpt to 'NVFP4'"):
         Entry.from_config(CHECKPOINT | {"moe_quant_algo": "NVFP4"})
+
+
+@pytest.mark.parametrize("offload", [{}, {"cpu_offload_gb": 400}])
+def test_experts_that_a_gpu_cannot_hold_are_refused_before_loading(offload):
+    moe = moe_layer(intermediate=2048, num_logical_experts=256, num_local_experts=128, hidden_dim=4096)
+    engine = copy.copy(default_config())
+    engine.offload_config = OffloadConfig(uva=UVAOffloadConfig(**offload))
+    engine.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=43))
+    check_layers(engine, moe, 150_000_000_000)
+    refused = pytest.raises(UnsupportedError, match=r"hold 138\.5 GB .* at least 4 GPUs")
+    with contextlib.nullcontext() if offload else refused:
+        check_layers(engine, moe, 80_000_000_000)
