@@ -45,7 +45,7 @@ PARTS = FUSED | {"fused_qkv_a_proj_with_mqa": FUSED["fused_qkv_a_proj"]}  # of f
 
 
 class Fp8MoeConfig(Traits, Fp8Config):
-    """The quantization config of a checkpoint in block FP8, or quantized to it while it is loaded.
+    """The quantization config of a checkpoint in FP8, or quantized to block FP8 while it is loaded.
 
     It is an `Fp8Config`, because SGLang checks for that class in several places.
     """

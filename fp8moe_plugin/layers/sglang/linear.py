@@ -1,4 +1,4 @@
-"""Dense block-FP8 layers of an SGLang model, computed by our GEMM."""
+"""Dense FP8 layers of an SGLang model, computed by our GEMM."""
 
 import functools
 from collections.abc import Callable

@@ -54,7 +54,7 @@ from fp8moe_plugin.settings import settings
 
 
 class Fp8MoeConfig(Traits, Fp8Config):
-    """The quantization config of a checkpoint in block FP8, or quantized to it while it is loaded.
+    """The quantization config of a checkpoint in FP8, or quantized to block FP8 while it is loaded.
 
     It is an `Fp8Config`, because vLLM checks for that class in several places.
     """

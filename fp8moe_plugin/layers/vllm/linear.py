@@ -1,4 +1,4 @@
-"""Dense block-FP8 layers of a vLLM model, computed by our GEMM."""
+"""Dense FP8 layers of a vLLM model, computed by our GEMM."""
 
 import functools
 from types import MethodType
@@ -33,7 +33,7 @@ RANKS_OPTION = "--tensor-parallel-size"
 
 @register_weight_loader_v2_supported_method
 class Fp8MoeLinearMethod(LinearMethodBase):
-    """Keeps the checkpoint's layout: `weight` e4m3 `[N, K]`, and float32 scales, one per block."""
+    """Keeps the checkpoint's layout: `weight` e4m3 `[N, K]`, and float32 scales, one per block or per row."""
 
     online = False
 
