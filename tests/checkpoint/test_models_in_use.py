@@ -25,7 +25,6 @@ from tests.checkpoint.engine_models import activations_of, build, layers_of
 from tests.checkpoint.published import FAMILIES, FOLDERS, REFUSED, described
 from tests.checkpoint.test_model import QWEN, describe
 from tests.helpers import environment
-from tests.jit.conftest import set_variables
 from warmup.__main__ import main
 from warmup.memory import cache_bytes, without_mtp
 
@@ -83,7 +82,8 @@ COUNTED_OTHERWISE = {
 def refused_by_warmup(folder: Path) -> str:
     """Returns what `list` prints if it fails, and a warning of an unknown family in any case."""
     printed, error = io.StringIO(), io.StringIO()
-    with redirect_stdout(printed), redirect_stderr(error):
+    cache = environment("FP8MOE_CACHE_DIR", str(folder / "cache"))
+    with cache, redirect_stdout(printed), redirect_stderr(error):
         status = main(["list", "--model", str(folder)])
     return error.getvalue() if status or "not known" in error.getvalue() else ""
 
@@ -98,9 +98,8 @@ def refused_by_engine(folder: Path) -> tuple[str, torch.nn.Module | None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_warmup_and_engine_agree_on_a_model(tmp_path, monkeypatch, name):
+def test_warmup_and_engine_agree_on_a_model(tmp_path, name):
     pytest.importorskip("vllm")
-    set_variables(monkeypatch, FP8MOE_CACHE_DIR=tmp_path / "cache")
     folder = describe(tmp_path, described(name))
     refused, (refused_too, model) = refused_by_warmup(folder), refused_by_engine(folder)
     if model is None:
