@@ -14,6 +14,7 @@ from fp8moe_plugin.checkpoint.dense import mlp
 from fp8moe_plugin.checkpoint.layer_kinds import experts_width, same
 from fp8moe_plugin.checkpoint.shapes import Dense, Model, Replicated, Split
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
@@ -43,6 +44,15 @@ def engine_names(names: Sequence[str]) -> tuple[str, ...]:
 def scale_names(spec: QuantSpec) -> tuple[str, ...]:
     """Returns the suffixes that scales of experts may have in checkpoints: the published one, and vLLM's."""
     return spec.recoded_from.scale_names if spec.recoded_from else ("scale", spec.scale)
+
+
+def check_format(fields: Mapping[str, Any], spec: QuantSpec) -> None:
+    """Raise `UnsupportedError` for a DeepSeek-V4 in FP8 without blocks, which the batched product `wo_a` needs."""
+    if has(fields) and spec.dense is not FP8_BLOCK:
+        raise UnsupportedError(
+            f"The checkpoint's dense layers are {spec.dense.name}, but those of DeepSeek-V4 need {FP8_BLOCK.name}. "
+            f"Serve it without --quantization {NAME}."
+        )
 
 
 def check_fields(config: Config) -> None:

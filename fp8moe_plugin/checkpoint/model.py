@@ -56,6 +56,7 @@ def _read(folder: Path) -> Model:
     quantization = fields["quantization_config"]
     spec = parse_quantization(quantization) if isinstance(quantization, dict) else ONLINE
     if is_v4:
+        deepseek_v4.check_format(fields, spec)
         spec = replace(spec, unquantized=deepseek_v4.engine_names(spec.unquantized))
     check_experts(fields, spec.unquantized, spec.online)
     config = parse_config(fields, description.file)

@@ -49,11 +49,12 @@ class Unquantized:
     """The layers that a checkpoint keeps unquantized, by the rules of vLLM's `is_layer_skipped`.
 
     A layer is unquantized if its full name is listed. A fused layer is also unquantized if all its projections are
-    listed. A layer with "experts" in its name is also unquantized if a listed name starts with its own, so that one
-    listed expert stands for all. Entries that begin with `re:` are regular expressions (`patterns.py`). With
-    `suffixes`, an entry may also be the end of a full name. With `nested`, the language model is a part of another
-    model, and patterns match vLLM's names of its layers. With `online`, the whole checkpoint is unquantized: a layer
-    counts as unquantized if it is not quantized while it is loaded, see `layers.unquantized.is_quantized`.
+    listed or match a pattern: patterns are compared with these. A layer with "experts" in its name is also
+    unquantized if a listed name starts with its own, so that one listed expert stands for all. Entries that begin
+    with `re:` are regular expressions (`patterns.py`). With `suffixes`, an entry may also be the end of a full
+    name. With `nested`, the language model is a part of another model, and patterns match vLLM's names of its
+    layers. With `online`, the whole checkpoint is unquantized: a layer counts as unquantized if it is not quantized
+    while it is loaded, see `layers.unquantized.is_quantized`.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Unquantized:
         module, _, last = name.rpartition(".")
         fused = (FUSED | FUSED_LINEAR).get(last, ())
         parts = [self._is_listed(layer, f"{module}.{part}") for part in fused]
-        if self._is_listed(layer, name) or (parts and all(parts)):
+        if name in listed or (parts and all(parts)) or (not parts and self._is_listed(layer, name)):
             return True
         if any(parts):
             raise UnsupportedError(

@@ -67,7 +67,7 @@ class _RowWeights(_Float8):
 
 class _RowInputs(_Float8):
     strategy: Literal["token", "tensor"]
-    dynamic: bool = False
+    dynamic: bool = Field(False, validate_default=True)
 
     @field_validator("dynamic")
     @classmethod
@@ -120,7 +120,7 @@ def parse_compressed(config: dict[str, Any]) -> Scheme:
         if config.get(field):
             raise _refusal(field, config[field], "Input should be absent")
     check_patterns(ignored, "ignore")
-    return Scheme(*scheme, ignored, bits if isinstance(bits, int) else None)
+    return Scheme(*scheme, ignored, bits if type(bits) is int and bits > 0 else None)
 
 
 def _validated(model: type[Model], value: dict[str, Any], *where: str) -> Model:

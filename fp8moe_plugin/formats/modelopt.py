@@ -10,6 +10,7 @@ from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
 QUANT_ALGOS = ("moe_quant_algo", "quant_algo")  # where ModelOpt names its formats
+PROJECTION = re.compile(r"(_proj|\.in_proj_\w+|gate|\.w[123])$")  # the end of a layer's name, unlike a module's
 IGNORED = ("exclude_modules", "ignore")  # in hf_quant_config.json, and in config.json
 
 
@@ -33,20 +34,34 @@ def parse_modelopt(config: dict[str, Any]) -> tuple[str, ...] | None:
     return _ignored(parts) if named else None
 
 
+def cache_bits(config: dict[str, Any]) -> int | None:
+    """Returns the bits of an element of the KV cache that a checkpoint of ModelOpt asks for, if it does."""
+    inner, scheme = config.get("quantization"), config.get("kv_cache_scheme")
+    parts = [config, *([inner] if isinstance(inner, dict) else [])]
+    named = any(part.get("kv_cache_quant_algo") == "FP8" for part in parts)
+    return 8 if named or (isinstance(scheme, dict) and scheme.get("num_bits") == 8) else None
+
+
 def _ignored(parts: list[dict[str, Any]]) -> tuple[str, ...]:
     key, names = next(((key, part[key]) for key in IGNORED for part in parts if part.get(key)), ("ignore", []))
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise UnsupportedError(
             f"--quantization {NAME}: the checkpoint's {key} is {shown(names)}, but must be a list of layer names. "
             "Correct its quantization_config."
         )
-    layers = tuple(map(_name_or_pattern, names))
+    layers = tuple(dict.fromkeys(form for name in names for form in _forms(name)))
     check_patterns(layers, key)
     return layers
 
 
-def _name_or_pattern(entry: str) -> str:
-    """Returns a layer's full name unchanged. Others are shell patterns, or a part of the names of all their layers."""
+def _forms(entry: str) -> tuple[str, ...]:
+    """Returns an entry as a layer's full name, or as patterns: it may also be a shell pattern, or a module's name.
+
+    A shell pattern of all that is in a module stands for the module, too: an engine's experts are one layer. A name
+    without layers is a part of the names that it stands for, as for vLLM.
+    """
     if re.search(r"[*?[]", entry):
-        return PATTERN + fnmatch.translate(entry)
-    return entry if ".layers." in entry else f"{PATTERN}.*{re.escape(entry)}"
+        return tuple(PATTERN + fnmatch.translate(form) for form in dict.fromkeys((entry, entry.removesuffix(".*"))))
+    if ".layers." not in entry:
+        return (f"{PATTERN}.*{re.escape(entry)}",)
+    return (entry if PROJECTION.search(entry) else rf"{PATTERN}{re.escape(entry)}(?:\.|$)",)

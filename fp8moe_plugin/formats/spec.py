@@ -8,7 +8,7 @@ from fp8moe_plugin.formats.compressed import METHOD as COMPRESSED
 from fp8moe_plugin.formats.compressed import is_compressed, parse_compressed
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
-from fp8moe_plugin.formats.modelopt import parse_modelopt
+from fp8moe_plugin.formats.modelopt import cache_bits, parse_modelopt
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.patterns import check_patterns
 from fp8moe_plugin.formats.weight_format import WeightFormat
@@ -61,7 +61,7 @@ def parse_quantization(config: dict[str, Any]) -> QuantSpec:
         spec = spec if scheme.weights is FP8_BLOCK else _by_row(scheme.input_scales, scheme.ignored)
         return replace(spec, cache_bits=scheme.cache_bits)
     if (ignored := parse_modelopt(config)) is not None:
-        return _by_row(True, ignored)
+        return replace(_by_row(True, ignored), cache_bits=cache_bits(config))
     _check_scheme(config)
     names = _names(config, "ignored_layers") or _names(config, "modules_to_not_convert")
     if config.get("weight_block_size") is None:

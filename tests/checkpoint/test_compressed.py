@@ -98,6 +98,13 @@ def test_a_scheme_by_row_that_differs_is_refused(part: str, field: str, value: A
         parse_quantization(config)
 
 
+def test_scales_of_tokens_are_not_static_by_default() -> None:
+    config = description("FP8_DYNAMIC")
+    del config["config_groups"]["group_0"]["input_activations"]["dynamic"]
+    with pytest.raises(UnsupportedError, match="because scales of tokens are computed at run time"):
+        parse_quantization(config)
+
+
 @pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "FP8_BLOCK"])
 def test_weights_alone_in_fp8_are_refused(preset: str) -> None:
     config = description(preset)

@@ -18,6 +18,7 @@ from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.launches.kernel_sets import model_kernels
 from tests.checkpoint.published import described
 from tests.checkpoint.test_model import describe, header, write_shard
+from tests.helpers import environment
 from warmup import device_memory, memory
 from warmup.__main__ import main
 from warmup.choose import choose, text, ways
@@ -202,6 +203,19 @@ def test_no_note_about_experts_that_stay_as_they_are(tmp_path):
 def test_fields_that_are_not_valid(tmp_path, change, error, message):
     with pytest.raises(error, match=message):
         read_model(describe(tmp_path, FLASH, **change))
+
+
+def test_dense_layers_without_blocks_are_refused(tmp_path):
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    with pytest.raises(UnsupportedError, match="dense layers are per-channel FP8, but those of DeepSeek-V4 need block"):
+        read_model(describe(tmp_path, FLASH | {"expert_dtype": "fp8"}, quantization_config=quantization))
+
+
+def test_experts_stay_in_mxfp4_under_vllm_only(tmp_path):
+    with environment("FP8MOE_FP4_EXPERTS", "mxfp4"):
+        model = read_model(describe(tmp_path, FLASH))
+    assert split_refusal(model, Parallel(8)) is None
+    assert split_refusal(model, Parallel(8, sglang=True)) == "FP8MOE_FP4_EXPERTS=mxfp4 is supported with vLLM only"
 
 
 def test_version_4_1_is_refused_for_its_blocks(tmp_path):

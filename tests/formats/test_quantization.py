@@ -43,6 +43,30 @@ def test_layers_that_modelopt_excludes_are_unquantized(config: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
+    ("entry", "kept", "quantized"),
+    [
+        ("model.layers.1.mlp", "model.layers.1.mlp.experts", "model.layers.1.self_attn.o_proj"),
+        ("model.layers.1", "model.layers.1.mlp.experts", "model.layers.10.mlp.experts"),
+        ("model.layers.1.mlp.experts.*", "model.layers.1.mlp.experts", "model.layers.1.mlp.up_proj"),
+        ("*.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj"),
+    ],
+)
+def test_modelopt_excludes_modules_and_all_that_is_in_them(entry: str, kept: str, quantized: str) -> None:
+    patterns = parse_quantization(IN_CONFIG | {"ignore": [entry]}).unquantized
+    assert matches(patterns, kept)
+    assert not matches(patterns, quantized)
+
+
+@pytest.mark.parametrize(
+    ("change", "bits"),
+    [({}, None), ({"kv_cache_quant_algo": "FP8"}, 8), ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, 8)],
+)
+def test_the_cache_of_modelopt_is_counted(change: dict[str, Any], bits: int | None) -> None:
+    assert parse_quantization(IN_CONFIG | change).cache_bits == bits
+    assert parse_quantization(IN_FILE).cache_bits == 8
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"quant_algo": "NVFP4"}, "ModelOpt to 'NVFP4' .* only 'FP8' is supported"),
@@ -51,7 +75,8 @@ def test_layers_that_modelopt_excludes_are_unquantized(config: dict[str, Any]) -
         ({"moe_quant_algo": "NVFP4"}, "ModelOpt to 'NVFP4'"),
         ({"quant_algo": None}, "ModelOpt to None"),
         ({"ignore": "lm_head"}, "ignore is 'lm_head', but must be a list of layer names"),
-        ({"ignore": ["*"] * 513}, "ignore of .* has 513 patterns, more than 512"),
+        ({"ignore": [""]}, "ignore is \\[''\\], but must be a list of layer names"),
+        ({"ignore": [f"{number}*" for number in range(513)]}, "ignore of .* has 513 patterns, more than 512"),
     ],
 )
 def test_other_formats_of_modelopt_are_refused(change: dict[str, Any], message: str) -> None:

@@ -75,6 +75,10 @@ class Fp8MoeConfig(Traits, Fp8Config):
         Raises:
             UnsupportedError: the checkpoint or this machine is not supported.
         """
+        if config.keys() == {"quant_method", "quant_algo"}:
+            raise UnsupportedError(
+                "SGLang does not pass on hf_quant_config.json. Copy its content to quantization_config of config.json."
+            )
         spec = parse_quantization(config)
         check_platform()
         return spec

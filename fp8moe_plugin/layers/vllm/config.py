@@ -13,6 +13,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.platforms import current_platform
 
+from fp8moe_plugin.checkpoint import deepseek_v4
 from fp8moe_plugin.checkpoint.config_json import language_model
 from fp8moe_plugin.checkpoint.expert_format import FIELD, expert_format, may_be_fp4
 from fp8moe_plugin.checkpoint.parallel import Parallel
@@ -103,7 +104,11 @@ class Fp8MoeConfig(Traits, Fp8Config):
         spec = parse_quantization(config)
         check_platform()
         if hf_config is not None:
-            check_experts(language_model(hf_config.to_dict()) or {}, spec.unquantized)
+            fields = language_model(hf_config.to_dict())
+            if fields is None:
+                raise UnsupportedError("It describes no model with experts, for which kernels can be precompiled.")
+            deepseek_v4.check_format(fields, spec)
+            check_experts(fields, spec.unquantized)
         return spec
 
     @classmethod
@@ -128,6 +133,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         fields = language_model(hf_config.to_dict()) if hf_config is not None else None
         if not fields:
             return
+        deepseek_v4.check_format(fields, self.spec)
         check_experts(fields, self.ignored_layers, self.online)
         if self.online or not may_be_fp4(fields):
             return

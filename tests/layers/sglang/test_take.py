@@ -26,6 +26,13 @@ def test_a_checkpoint_is_taken_over_by_a_variable(user_quant):
         assert Entry.override_quantization_method({"quant_method": "awq"}, None) is None
 
 
+def test_a_checkpoint_of_which_sglang_passes_on_no_layers_is_left_to_it():
+    from_file = {"quant_method": "modelopt_fp8", "quant_algo": "FP8"}
+    with environment("FP8MOE_TAKE_FP8", "1"):
+        assert Entry.override_quantization_method(from_file, None) is None
+        assert Entry.override_quantization_method(from_file | {"ignore": []}, None) == "fp8moe"
+
+
 def test_options_that_the_plugin_does_not_support_leave_the_checkpoint_to_the_engine(
     options: SimpleNamespace, plugin_log: pytest.LogCaptureFixture
 ) -> None:

@@ -31,12 +31,13 @@ def test_a_checkpoint_is_taken_over_by_a_variable(plugin_log, user_quant):
     ("checkpoint", "fields", "why"),
     [
         ({"quant_method": "awq"}, {}, "--quantization fp8moe: the checkpoint's quant_method is 'awq'"),
+        (CHECKPOINT, {"num_experts": None}, "It describes no model with experts"),
         (CHECKPOINT, {"hidden_act": "relu2"}, "The checkpoint's hidden_act is 'relu2'"),
     ],
 )
 def test_what_the_plugin_does_not_support_stays_with_the_engine(plugin_log, checkpoint, fields, why):
     with environment("FP8MOE_TAKE_FP8", "1"):
-        hf_config = PretrainedConfig(num_experts=8, **fields)
+        hf_config = PretrainedConfig(**({"num_experts": 8} | fields))
         assert Entry.override_quantization_method(checkpoint, None, hf_config=hf_config) is None
     (line,) = plugin_log.messages
     assert line.startswith(f"fp8moe: FP8MOE_TAKE_FP8: the checkpoint stays with vLLM's own method. {why}")
