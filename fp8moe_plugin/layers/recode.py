@@ -18,7 +18,7 @@ from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import WEIGHT
 from fp8moe_plugin.formats.weight_format import Role, ceil_div
 from fp8moe_plugin.ops.checks import FP8
-from fp8moe_plugin.ops.mxfp4 import CODES, E2M1, EXPONENTS, LARGEST_EXPONENT, MAGNITUDES, SPAN, power_of_two
+from fp8moe_plugin.ops.mxfp4 import CODES, E2M1, EXPONENTS, LARGEST_EXPONENT, MAGNITUDES, SPAN, blocks, power_of_two
 from fp8moe_plugin.settings import NAME
 
 
@@ -35,8 +35,8 @@ def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[
         UnsupportedError: the exponents of a block differ by more than `SPAN`.
     """
     n, k = codes.shape[0], 2 * codes.shape[1]
-    packed = _blocks(codes, CODES)
-    exponent = _blocks(exponents.view(torch.uint8), EXPONENTS).to(torch.int32)
+    packed = blocks(codes, CODES).transpose(1, 2)
+    exponent = blocks(exponents.view(torch.uint8), EXPONENTS).transpose(1, 2).to(torch.int32)
     nonzero = (packed.unflatten(-1, (EXPONENTS, -1)) & MAGNITUDES != 0).any(-1)
     largest = torch.where(nonzero, exponent, 0).amax((1, 3))
     below = torch.where(nonzero, largest[:, None, :, None] - exponent, 0)
@@ -71,13 +71,6 @@ def check_memory(experts: Experts, local: Experts, memory: int) -> None:
             f"{ceil_div(whole, memory)} GPUs (`fp8moe-warmup explain --gpu` shows the splits that fit), or serve the "
             f"checkpoint without --quantization {NAME}."
         )
-
-
-def _blocks(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns bytes `[rows, columns]` as `[blocks, 128, blocks, width]`, zero-padded."""
-    rows, columns = tensor.shape
-    padded = torch.nn.functional.pad(tensor, (0, -columns % width, 0, -rows % GROUP))
-    return padded.view(-1, GROUP, padded.shape[1] // width, width)
 
 
 @functools.cache
