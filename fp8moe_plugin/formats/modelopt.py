@@ -20,8 +20,7 @@ def parse_modelopt(config: dict[str, Any]) -> tuple[str, ...] | None:
     Raises:
         UnsupportedError: it has another format, or experts in another one.
     """
-    inner, method = config.get("quantization"), config.get("quant_method")
-    parts = [config, *([inner] if isinstance(inner, dict) else [])]
+    parts, method = _parts(config), config.get("quant_method")
     found = next((part[key] for key in QUANT_ALGOS for part in parts if part.get(key)), None)
     named = (isinstance(method, str) and method.lower().startswith("modelopt")) or bool(found and method is None)
     algo = str(found).upper()
@@ -36,10 +35,15 @@ def parse_modelopt(config: dict[str, Any]) -> tuple[str, ...] | None:
 
 def cache_bits(config: dict[str, Any]) -> int | None:
     """Returns the bits of an element of the KV cache that a checkpoint of ModelOpt asks for, if it does."""
-    inner, scheme = config.get("quantization"), config.get("kv_cache_scheme")
-    parts = [config, *([inner] if isinstance(inner, dict) else [])]
-    named = any(part.get("kv_cache_quant_algo") == "FP8" for part in parts)
+    named = any(part.get("kv_cache_quant_algo") == "FP8" for part in _parts(config))
+    scheme = config.get("kv_cache_scheme")
     return 8 if named or (isinstance(scheme, dict) and scheme.get("num_bits") == 8) else None
+
+
+def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the objects that may have ModelOpt's keys: in hf_quant_config.json they are in an inner one."""
+    inner = config.get("quantization")
+    return [config, *([inner] if isinstance(inner, dict) else [])]
 
 
 def _ignored(parts: list[dict[str, Any]]) -> tuple[str, ...]:
