@@ -38,8 +38,9 @@ CONFIG_KEYS = (
 
 
 def read_config(model: Path) -> dict[str, Any]:
+    """Returns config.json, with the entries of the language model of one that also sees."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
-    return config
+    return config | config.get("text_config", {})
 
 
 def in_own_process(

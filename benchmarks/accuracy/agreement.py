@@ -14,7 +14,6 @@ For our engines, the report also has the log line that names the backend.
 
 import argparse
 import itertools
-import json
 import os
 import re
 import sys
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.serve_demo import IN_USE
-from benchmarks.engines import ENGINES, in_own_process, run_and_answer
+from benchmarks.engines import ENGINES, in_own_process, read_config, run_and_answer
 from benchmarks.report import write_report
 from warmup.report import installed
 
@@ -34,24 +33,30 @@ SERVED = re.compile(rf"{IN_USE}: backend \w+")
 
 
 def run_engine(model: str, name: str) -> dict[str, Any]:
-    """Returns the answers of one engine, in this process."""
-    import torch
-    from vllm import LLM, SamplingParams, TokensPrompt
+    """Returns the answers of one engine, in this process, and the seconds of its start."""
+    from vllm import LLM
 
     start = time.monotonic()
     arguments, _ = ENGINES[name]
     llm = LLM(model=model, max_model_len=512, max_num_seqs=256, max_num_batched_tokens=8192, **arguments)
     ready = time.monotonic() - start
+    return {"ready_s": ready} | answers(llm, read_config(Path(model))["vocab_size"], PROMPTS)
+
+
+def answers(llm: Any, vocab: int, count: int) -> dict[str, Any]:
+    """Returns the answers to `count` prompts of random tokens, the same in each call."""
+    import torch
+    from vllm import SamplingParams, TokensPrompt
+
     generator = torch.Generator().manual_seed(1)
-    vocab = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-    ids = torch.randint(10, vocab, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
+    ids = torch.randint(10, vocab, (count, PROMPT_TOKENS), generator=generator).tolist()
     prompts = [TokensPrompt(prompt_token_ids=i) for i in ids]
     sampling = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, prompt_logprobs=1, detokenize=False)
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     best = [[max(p, key=lambda t: p[t].logprob) for p in o.prompt_logprobs[1:]] for o in outputs]
     logprobs = [[max(v.logprob for v in p.values()) for p in o.prompt_logprobs[1:]] for o in outputs]
     generated = [list(o.outputs[0].token_ids) for o in outputs]
-    return {"ready_s": ready, "next_token": best, "logprob": logprobs, "generated": generated}
+    return {"next_token": best, "logprob": logprobs, "generated": generated}
 
 
 def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:

@@ -39,7 +39,7 @@ YARN = {
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a model. The first block is common, the second DeepSeek-V3's, the third DeepSeek-V3.2's, the fourth
-    Qwen3-MoE's.
+    Qwen3-MoE's, the fifth Qwen3.5's.
     """
 
     family: str
@@ -75,11 +75,20 @@ class Shape:
     kv_heads: int = 0
     head_dim: int = 128
 
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_dim: int = 128  # of a head of linear attention
+
     @property
     def layers(self) -> int:
         return self.dense_layers + self.moe_layers
 
 
+# Linear layers of a vision tower of one layer, which no engine quantizes.
+VISION = [
+    *(f"model.visual.blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")),
+    *(f"model.visual.merger.{name}" for name in ("linear_fc1", "linear_fc2")),
+]
 PRESETS = {
     ("deepseek_v3", "tiny"): Shape(
         family="deepseek_v3", hidden=256, vocab=512, heads=4, moe_layers=2, experts=16, topk=4, moe_intermediate=256,
@@ -113,6 +122,14 @@ PRESETS = {
     ("qwen3_moe", "qwen3-24layer"): Shape(
         family="qwen3_moe", hidden=2048, vocab=151936, heads=32, moe_layers=24, experts=128, topk=8,
         moe_intermediate=768, kv_heads=4,
+    ),
+    ("qwen3_5_moe", "tiny"): Shape(
+        family="qwen3_5_moe", hidden=256, vocab=512, heads=4, moe_layers=4, experts=16, topk=4, moe_intermediate=128,
+        kv_heads=2, head_dim=64, linear_key_heads=2, linear_value_heads=4, linear_dim=64,
+    ),
+    ("qwen3_5_moe", "qwen3.5-35b"): Shape(
+        family="qwen3_5_moe", hidden=2048, vocab=248320, heads=16, moe_layers=40, experts=256, topk=8,
+        moe_intermediate=512, kv_heads=2, head_dim=256, linear_key_heads=16, linear_value_heads=32,
     ),
 }  # fmt: skip
 PRESETS["qwen3_moe", "qwen3-48layer"] = replace(PRESETS["qwen3_moe", "qwen3-24layer"], moe_layers=48)
@@ -184,7 +201,57 @@ def gqa(prefix: str, s: Shape) -> Iterator[Tensor]:
     yield norm(f"{prefix}.k_norm", s.head_dim)
 
 
+def gain(name: str, size: int) -> Tensor:
+    """A norm of Qwen3.5, which multiplies by 1 plus the weight."""
+    return Tensor(f"{name}.weight", (size,), std=0.0)
+
+
+def gated_attention(prefix: str, s: Shape) -> Iterator[Tensor]:
+    yield linear(f"{prefix}.q_proj", 2 * s.heads * s.head_dim, s.hidden)  # half of the rows are a gate
+    yield linear(f"{prefix}.k_proj", s.kv_heads * s.head_dim, s.hidden)
+    yield linear(f"{prefix}.v_proj", s.kv_heads * s.head_dim, s.hidden)
+    yield linear(f"{prefix}.o_proj", s.hidden, s.heads * s.head_dim)
+    yield gain(f"{prefix}.q_norm", s.head_dim)
+    yield gain(f"{prefix}.k_norm", s.head_dim)
+
+
+def linear_attention(prefix: str, s: Shape) -> Iterator[Tensor]:
+    """A gated delta net."""
+    values, heads = s.linear_value_heads * s.linear_dim, s.linear_value_heads
+    keys_and_values = 2 * s.linear_key_heads * s.linear_dim + values
+    yield linear(f"{prefix}.in_proj_qkv", keys_and_values, s.hidden)
+    yield linear(f"{prefix}.in_proj_z", values, s.hidden)
+    for name in "ab":
+        yield Tensor(f"{prefix}.in_proj_{name}.weight", (heads, s.hidden), std=1.5 / math.sqrt(s.hidden))
+    yield Tensor(f"{prefix}.conv1d.weight", (keys_and_values, 1, 4), std=0.5)
+    yield Tensor(f"{prefix}.A_log", (heads,), std=1.0)
+    yield Tensor(f"{prefix}.dt_bias", (heads,), std=1.0)
+    yield norm(f"{prefix}.norm", s.linear_dim)
+    yield linear(f"{prefix}.out_proj", s.hidden, values)
+
+
+def is_full_attention(i: int) -> bool:
+    """Whether a layer of Qwen3.5 is one of softmax attention."""
+    return i % 4 == 3
+
+
+def qwen3_5_layer(i: int, s: Shape) -> Iterator[Tensor]:
+    prefix = f"model.language_model.layers.{i}"
+    yield gain(f"{prefix}.input_layernorm", s.hidden)
+    yield gain(f"{prefix}.post_attention_layernorm", s.hidden)
+    if is_full_attention(i):
+        yield from gated_attention(f"{prefix}.self_attn", s)
+    else:
+        yield from linear_attention(f"{prefix}.linear_attn", s)
+    yield from router_and_experts(f"{prefix}.mlp", s)
+    yield from mlp(f"{prefix}.mlp.shared_expert", s.hidden, s.moe_intermediate)
+    yield Tensor(f"{prefix}.mlp.shared_expert_gate.weight", (1, s.hidden), std=1.5 / math.sqrt(s.hidden))
+
+
 def layer(i: int, s: Shape) -> Iterator[Tensor]:
+    if s.family == "qwen3_5_moe":
+        yield from qwen3_5_layer(i, s)
+        return
     prefix = f"model.layers.{i}"
     yield norm(f"{prefix}.input_layernorm", s.hidden)
     yield norm(f"{prefix}.post_attention_layernorm", s.hidden)
@@ -216,12 +283,13 @@ def mtp_layer(i: int, s: Shape) -> Iterator[Tensor]:
 
 
 def tensors(s: Shape) -> Iterator[Tensor]:
-    yield embedding("model.embed_tokens", s)
+    model = "model.language_model" if s.family == "qwen3_5_moe" else "model"
+    yield embedding(f"{model}.embed_tokens", s)
     for i in range(s.layers):
         yield from layer(i, s)
     for i in range(s.layers, s.layers + s.mtp_layers):
         yield from mtp_layer(i, s)
-    yield norm("model.norm", s.hidden)
+    yield (gain if s.family == "qwen3_5_moe" else norm)(f"{model}.norm", s.hidden)
     yield head("lm_head", s)
 
 
@@ -244,8 +312,11 @@ def config(s: Shape, fp8: bool) -> dict[str, Any]:
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
+    quantization = {"quantization_config": quantization_config(s)} if fp8 else {}
+    if s.family == "qwen3_5_moe":
+        return qwen3_5_config(s, common) | quantization
     family = deepseek_config(s) if s.family == "deepseek_v3" else qwen_config(s)
-    return common | family | ({"quantization_config": quantization_config(s)} if fp8 else {})
+    return common | family | quantization
 
 
 def deepseek_config(s: Shape) -> dict[str, Any]:
@@ -288,6 +359,44 @@ def qwen_config(s: Shape) -> dict[str, Any]:
     }
 
 
+def qwen3_5_config(s: Shape, common: dict[str, Any]) -> dict[str, Any]:
+    """The published models also see. With `language_model_only` engines need no weights of the vision tower."""
+    third = math.ceil(s.head_dim / 24)
+    kinds = ["full_attention" if is_full_attention(i) else "linear_attention" for i in range(s.layers)]
+    text = common | {
+        "model_type": "qwen3_5_moe_text",
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "layer_types": kinds,
+        "head_dim": s.head_dim,
+        "num_key_value_heads": s.kv_heads,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": s.linear_dim,
+        "linear_value_head_dim": s.linear_dim,
+        "linear_num_key_heads": s.linear_key_heads,
+        "linear_num_value_heads": s.linear_value_heads,
+        "mamba_ssm_dtype": "float32",
+        "mlp_only_layers": [],
+        "num_experts": s.experts,
+        "shared_expert_intermediate_size": s.moe_intermediate,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [third, third, s.head_dim // 8 - 2 * third],
+        },
+    }
+    return {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": text,
+        "vision_config": {"depth": 1},
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
 def quantization_config(s: Shape) -> dict[str, Any]:
     quantization: dict[str, Any] = {
         "quant_method": "fp8",
@@ -299,6 +408,9 @@ def quantization_config(s: Shape) -> dict[str, Any]:
         quantization["scale_fmt"] = "ue8m0"
     if s.family == "qwen3_moe":  # an engine treats its routers as linear layers
         quantization["modules_to_not_convert"] = ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(s.layers))]
+    if s.family == "qwen3_5_moe":
+        plain = [t.name for t in tensors(s) if len(t.shape) > 1 and not t.quantized]
+        quantization["modules_to_not_convert"] = [*(name.removesuffix(".weight") for name in plain), *VISION]
     return quantization
 
 
@@ -312,8 +424,9 @@ def draw(t: Tensor, s: Shape, seed: int, device: torch.device) -> torch.Tensor:
     elif name.endswith("embed_tokens.weight"):
         name = "model.embed_tokens.weight"
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode(), seed))  # it takes 32 bits on a CPU
-    gain = s.residual_gain if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
-    values = torch.randn(t.shape, generator=generator, device=device) * (t.std * gain)
+    writes = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))  # to the residual stream
+    std = t.std * (s.residual_gain if writes else 1)
+    values = torch.randn(t.shape, generator=generator, device=device) * std
     if t.quantized and s.block_spread:
         blocks = [math.ceil(size / 128) for size in t.shape]
         gains = torch.exp2(s.block_spread * torch.randn(blocks, generator=generator, device=device))

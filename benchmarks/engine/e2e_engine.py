@@ -4,12 +4,13 @@ import argparse
 import os
 import re
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.accuracy.agreement import GENERATED, PROMPT_TOKENS, answers
 from benchmarks.engine.cores import share_cores
 from benchmarks.engine.profiles import of_cell, profiled, summary
 from benchmarks.engines import DEFAULTS, read_config
@@ -35,13 +36,19 @@ class Kind:
     kv_bytes: int = 4 << 30  # holds the 32768 tokens of the longest prefill, with 24 layers twice
     step_tokens: int = MAX_BATCHED_TOKENS
     eager: bool = False
+    options: dict[str, Any] = field(default_factory=dict)  # of LLM
 
 
+# Of Qwen3.5: the checkpoint has no weights of the vision tower, and vLLM's default for linear attention on Hopper needs
+# FlashInfer.
+QWEN3_5 = {"language_model_only": True, "gdn_prefill_backend": "triton"}
 KINDS = {
     "qwen3": Kind("qwen3_moe", "qwen3-24layer"),
     "qwen3-48": Kind("qwen3_moe", "qwen3-48layer"),
     "dsv3": Kind("deepseek_v3", "dsv3-3layer", kv_bytes=1 << 29, step_tokens=16384),  # or three engines do not fit
     "dsv3-tp8": Kind("deepseek_v3", "dsv3-tp8-30layer", step_tokens=16384),
+    # 256 sequences have 16 GiB of linear attention's states.
+    "qwen3.5": Kind("qwen3_5_moe", "qwen3.5-35b", kv_bytes=22 << 30, step_tokens=16384, options=QWEN3_5),
     "tiny": Kind("qwen3_moe", "tiny", kv_bytes=1 << 28, eager=True),  # to try this program, also on a CPU
 }
 
@@ -81,13 +88,14 @@ class Engine(RandomPrompts, VllmClock):
         super().__init__(model)
         self.llm = LLM(
             model=str(model),
-            max_model_len=longest(cells),
+            max_model_len=max(longest(cells), PROMPT_TOKENS + GENERATED),
             max_num_seqs=MAX_SEQUENCES,
             max_num_batched_tokens=KINDS[kind].step_tokens,
             enable_prefix_caching=False,
             gpu_memory_utilization=memory,
             kv_cache_memory_bytes=KINDS[kind].kv_bytes,
             **(EAGER if KINDS[kind].eager else graphs(cells)),
+            **KINDS[kind].options,
             **ENGINES[name][0],
         )
         for cell in cells:
@@ -97,6 +105,10 @@ class Engine(RandomPrompts, VllmClock):
     def profile(self, cell: Cell) -> dict[str, Any]:
         """Returns what the profiler says about one prefill or one decode step."""
         return summary(of_cell(profiled, self.run, cell))
+
+    def answers(self, count: int) -> dict[str, Any]:
+        """Returns the most likely tokens of `count` prompts, for `agreement.compare`."""
+        return answers(self.llm, self.vocab, count)
 
 
 def environment(name: str) -> dict[str, str]:

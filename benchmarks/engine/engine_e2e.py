@@ -4,10 +4,10 @@
     python -m benchmarks.engine.engine_e2e --plot benchmarks/results/engine_e2e-<date>.json  # needs matplotlib, no GPU
 
 One run measures one model with random FP8 weights (`benchmarks.checkpoints.synthetic`), the same for all engines:
-`qwen3` has 24 layers of Qwen3-30B-A3B, `qwen3-48` all 48, `dsv3` one dense and two MoE layers of DeepSeek-V3, and
-`dsv3-tp8` what each of eight GPUs has of one dense and 29 MoE layers under tensor parallelism, without the sums over
-ranks. The checkpoint is written into `--checkpoints` unless it is already there. A run adds to an `--out` that holds
-other models of the same machine.
+`qwen3` has 24 layers of Qwen3-30B-A3B, `qwen3-48` all 48, `qwen3.5` all 40 of Qwen3.5-35B-A3B without its vision
+tower, `dsv3` one dense and two MoE layers of DeepSeek-V3, and `dsv3-tp8` what each of eight GPUs has of one dense and
+29 MoE layers under tensor parallelism, without the sums over ranks. The checkpoint is written into `--checkpoints`
+unless it is already there. A run adds to an `--out` that holds other models of the same machine.
 
 Engines:
 - `fp8moe`: this package;
@@ -18,14 +18,15 @@ Engines:
 
 All engines exist at once, each in a process of its own that also runs the model. They are built at the same time, each
 with its own cache of compiled code. Each gets an equal share of 0.9 of the GPU as `gpu_memory_utilization`, which has
-to hold weights (15 GiB for `qwen3`, 29 GiB for `qwen3-48`, 25 GiB for `dsv3`, 40 GiB for `dsv3-tp8`), activations of
-the longest step (up to about 12 GiB) and the KV cache. Its size is fixed, so vLLM does not derive it from free memory,
-which the other engines change. On an H200 four engines of `qwen3`, three of `dsv3`, or two of `qwen3-48` or `dsv3-tp8`
-fit. torch.compile is on, with CUDA graphs of the decoded batches.
+to hold weights (15 GiB for `qwen3`, 29 GiB for `qwen3-48`, 34 GiB for `qwen3.5`, 25 GiB for `dsv3`, 40 GiB for
+`dsv3-tp8`), activations of the longest step (up to about 12 GiB) and the KV cache, with the states of linear attention.
+Its size is fixed, so vLLM does not derive it from free memory, which the other engines change. On an H200 four engines
+of `qwen3`, three of `dsv3`, or two of `qwen3-48`, `qwen3.5` or `dsv3-tp8` fit. torch.compile is on, with CUDA graphs of
+the decoded batches.
 
 Cells:
 - `prefill NxM`: milliseconds until N prompts of M random tokens have their first token, in one step of up to
-  32768 tokens (DeepSeek-V3: 16384);
+  32768 tokens (DeepSeek-V3 and Qwen3.5: 16384);
 - `decode N`: milliseconds per decode step of N sequences, the mean of 48 steps of one call.
 A round has each cell once, on every engine in turn; orders alternate. `ms` is the median of the rounds, `ms_least` the
 shortest. All engines share the same few cores, as the pace of a short step is that of its core.
@@ -34,6 +35,9 @@ A separate pass profiles each cell, per prefill or per step. `gpu_busy_ms` is ho
 `host_ops_ms` is the time that the host spends in FP8 ops: dense layers with the quantization of their inputs (which
 vLLM may fuse with a norm) and the routed experts as a whole. The profiler adds a few microseconds to each op. Ops in a
 CUDA graph cost the host nothing of their own, and in long prefills ops also wait for the GPU's launch queue.
+
+At the end every engine answers the same prompts: `agreement` compares ours with each other engine, as
+`benchmarks.accuracy.agreement` does.
 """
 
 import argparse
@@ -50,6 +54,7 @@ from typing import Any
 import torch
 
 from benchmarks import kernels
+from benchmarks.accuracy.agreement import compare
 from benchmarks.engine.e2e_engine import ENGINES, KINDS, Engine, environment, parse_cell
 from benchmarks.engine.e2e_report import plot, read_report, table
 from benchmarks.engines import CONFIG_KEYS, read_config
@@ -62,6 +67,7 @@ from fp8moe_plugin.errors import UnsupportedError
 from warmup.parser import count
 from warmup.report import installed
 
+ANSWERED = 128  # prompts
 MEMORY = 0.9  # of the GPU, for all engines together
 CELLS = (
     "prefill 1x128,prefill 1x300,prefill 1x1024,prefill 4x2048,prefill 16x2048,decode 1,decode 16,decode 64,decode 256"
@@ -99,6 +105,15 @@ class Engines(turns.Engines):
                 row |= self.call(name, "profile", cell)
                 host = "" if row["host_ops_ms"] is None else f", host {row['host_ops_ms']:.3f} ms"
                 progress(f"{cell.name}, {name}: GPU {row['gpu_busy_ms']:.3f} ms{host}")
+
+    def agreement(self) -> dict[str, dict[str, float]]:
+        """Returns how far ours and each other engine agree, by the other's name."""
+        answers = dict(self.in_turns([0], "answers", ANSWERED))
+        ours = answers.pop(OURS, None)
+        found = {name: compare(ours, other) for name, other in answers.items()} if ours else {}
+        for name, agreed in found.items():
+            progress(f"{OURS} ~ {name}: {', '.join(f'{key} {value:.4f}' for key, value in agreed.items())}")
+        return found
 
 
 def processes(names: list[str], kind: str, model: Path, cells: list[Cell]) -> dict[str, EngineProcess]:
@@ -213,6 +228,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         for cell in args.cells:
             engines.profile(cell)
             report.write(list(engines.rows.values()))
+        report.models[args.kind]["agreement"] = engines.agreement()
+        report.write(list(engines.rows.values()))
     finally:
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, signal.SIG_IGN)
