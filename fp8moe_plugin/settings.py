@@ -52,8 +52,7 @@ class Settings(BaseModel):
     fp4_experts: Literal["fp8", "mxfp4"] = Field(
         "fp8",
         description="What experts in MXFP4 (DeepSeek-V4) become while they are loaded. `fp8`: block FP8, exactly, at "
-        "twice the memory. `mxfp4`: they stay in MXFP4. Experimental: with vLLM on Hopper GPUs only, and not "
-        "tested on a GPU yet.",
+        "twice the memory. `mxfp4`: they stay in MXFP4, with the same weights. Experimental: on Hopper GPUs only.",
     )
     indexer: bool = Field(
         True,

@@ -29,7 +29,7 @@ from fp8moe_plugin.checkpoint.shapes import (
 )
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.fp8_block import GROUP
-from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
+from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.weight_format import ceil_div
 
 
@@ -128,8 +128,6 @@ def _advice(model: Model, parallel: Parallel) -> str:
 def split_refusal(model: Model, parallel: Parallel) -> str | None:
     """Returns why a model cannot be split this way, or None if it can."""
     tp, experts = parallel.tp, model.experts
-    if parallel.sglang and model.weights is PACKED_MXFP4:
-        return "FP8MOE_FP4_EXPERTS=mxfp4 is supported with vLLM only"
     if model.heads % tp or (model.kv_heads % tp and tp % model.kv_heads):
         return f"{tp} ranks cannot share {model.heads} attention heads with {model.kv_heads} key/value heads"
     if parallel.ep > experts.experts or (parallel.sglang and experts.experts % parallel.ep):

@@ -1,47 +1,104 @@
-"""Experts in MXFP4 that stay in MXFP4: each projection is packed as soon as its codes and exponents have arrived."""
+"""Experts in MXFP4 that stay in MXFP4: each projection is packed as soon as its codes and exponents have arrived.
+
+Every rank receives the whole projection and takes its part first. Parameters have one expert per index of their first
+dimension, as EPLB needs them. They have no room for further steps (ops/mxfp4.py) until an expert needs some; then those
+of its layer grow. New weights that need more of them than the parameters of a running layer have are refused, since
+CUDA graphs have their addresses, and so is EPLB with them, because all ranks would need the same number.
+"""
 
 import logging
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import local_intermediate
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.ops.mxfp4 import SPAN, Steps, further_steps, widened, write_down, write_half
+from fp8moe_plugin.ops.mxfp4 import SPAN, Steps, further_steps, steps_of, widened, write_down, write_half
 
 logger = logging.getLogger("fp8moe")
 
 
-def part_of_rank(
-    role: Role, tensor: torch.Tensor, down: bool, intermediate: int, ranks: int, rank: int
-) -> torch.Tensor:
+class Share(NamedTuple):
+    """The part of each expert that a rank holds."""
+
+    intermediate: int  # channels on all ranks
+    ranks: int
+    rank: int
+
+
+def part_of_rank(role: Role, tensor: torch.Tensor, down: bool, share: Share) -> torch.Tensor:
     """Returns a rank's part of a projection's codes or exponents, as bytes, zero-padded to whole scale blocks.
 
     Args:
         down: the intermediate channels are columns.
     """
     dim, unit = (1, MXFP4.tensor(role).block[1]) if down else (0, 1)
-    part, width = local_intermediate(intermediate, ranks) // unit, tensor.shape[dim]
-    start, end = (min(at * part, width) for at in (rank, rank + 1))
+    part, width = local_intermediate(share.intermediate, share.ranks) // unit, tensor.shape[dim]
+    start, end = (min(at * part, width) for at in (share.rank, share.rank + 1))
     here = tensor.view(torch.uint8).narrow(dim, start, end - start)
     missing = part - (end - start)
     return torch.nn.functional.pad(here, (0, missing) if down else (0, 0, 0, missing))
 
 
-def pack(name: str, weight: torch.Tensor, scales: torch.Tensor, expert: int, shard_id: str, steps: Steps) -> None:
+def pack(
+    name: str,
+    parameters: tuple[torch.Tensor, torch.Tensor],
+    slots: Iterable[int],
+    shard_id: str,
+    both: tuple[torch.Tensor, torch.Tensor],
+    share: Share,
+    *,
+    running: bool,
+    balanced: bool,
+) -> None:
     """Write a rank's part of a projection to the parameters of w13 or w2, which grow to have room for its steps.
 
     Args:
+        name: the projection's, for messages.
+        slots: those of the parameters' experts that hold it.
         shard_id: "w1" (gate), "w2" (down) or "w3" (up).
+        both: its codes and exponents, on all ranks.
+        running: whether CUDA graphs may have the addresses of the parameters, so they cannot grow.
+        balanced: whether ranks exchange experts.
+    Raises:
+        CheckpointError: a running layer has no room for its steps.
+        UnsupportedError: it has further steps, and ranks exchange experts.
     """
-    halves = 1 if shard_id == "w2" else 2
-    if steps.extra * halves > further_steps(weight, scales):
-        grow(name, weight, scales, halves == 2, steps.extra * halves)
-    target = weight.data[expert], scales.data[expert]
+    weight, scales = parameters
+    down, halves = (True, 1) if shard_id == "w2" else (False, 2)
+    parts = zip((Role.WEIGHT, Role.SCALES), both, strict=True)
+    steps = steps_of(*(part_of_rank(role, tensor.to(weight.device), down, share) for role, tensor in parts))
+    further = steps.extra * halves
+    if further and balanced:
+        raise UnsupportedError(
+            f"{name}: the exponents of a block differ by more than expert load balancing can serve. Restart without "
+            "--enable-eplb, or with FP8MOE_FP4_EXPERTS=fp8."
+        )
+    if running:
+        check_room(name, further, further_steps(weight, scales))
+    if further > further_steps(weight, scales):
+        grow(name, weight, scales, halves == 2, further)
+    for slot in slots:
+        _write(weight.data[slot], scales.data[slot], shard_id, steps)
+
+
+def _write(weight: torch.Tensor, scales: torch.Tensor, shard_id: str, steps: Steps) -> None:
     if shard_id == "w2":
-        write_down(*target, steps)
+        write_down(weight, scales, steps)
     else:
-        write_half(*target, int(shard_id == "w3"), steps)
+        write_half(weight, scales, int(shard_id == "w3"), steps)
+
+
+def check_room(name: str, needed: int, room: int) -> None:
+    """Raise `CheckpointError` if a load needs more further steps than the parameters that kernels read have."""
+    if needed > room:
+        raise CheckpointError(
+            f"{name}: the exponents of these weights need {needed} further steps of K, but the running layer has "
+            f"room for {room}. Restart the engine to load them."
+        )
 
 
 def grow(name: str, weight: torch.Tensor, scales: torch.Tensor, gate_up: bool, further: int) -> None:

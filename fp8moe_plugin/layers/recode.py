@@ -44,8 +44,8 @@ def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[
     if (span := int(spans.max())) > SPAN:
         raise UnsupportedError(
             f"{name}: in {int((spans > SPAN).sum())} of {spans.numel()} {GROUP}x{GROUP} blocks the exponents differ by "
-            f"more than {SPAN}, by up to {span}, so that block FP8 does not represent them exactly. Under vLLM on a "
-            "Hopper GPU, set FP8MOE_FP4_EXPERTS=mxfp4. Otherwise, remove --quantization to let the engine choose the "
+            f"more than {SPAN}, by up to {span}, so that block FP8 does not represent them exactly. On a Hopper "
+            "GPU, set FP8MOE_FP4_EXPERTS=mxfp4. Otherwise, remove --quantization to let the engine choose the "
             "method: it computes MXFP4 as it is."
         )
     pairs = _pairs(codes.device)[below.repeat_interleave(CODES // EXPONENTS, -1), packed.long()]

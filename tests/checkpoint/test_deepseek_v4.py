@@ -11,7 +11,7 @@ from fp8moe_plugin.checkpoint.cache import Indexer
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Experts, Model
-from fp8moe_plugin.checkpoint.splits import split_refusal
+from fp8moe_plugin.checkpoint.splits import computes_experts, split_refusal
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import MXFP4
@@ -211,11 +211,13 @@ def test_dense_layers_without_blocks_are_refused(tmp_path):
         read_model(describe(tmp_path, FLASH | {"expert_dtype": "fp8"}, quantization_config=quantization))
 
 
-def test_experts_stay_in_mxfp4_under_vllm_only(tmp_path):
+@pytest.mark.parametrize("sglang", [False, True])
+def test_experts_stay_in_mxfp4_under_both_engines(tmp_path, sglang):
     with environment("FP8MOE_FP4_EXPERTS", "mxfp4"):
         model = read_model(describe(tmp_path, FLASH))
-    assert split_refusal(model, Parallel(8)) is None
-    assert split_refusal(model, Parallel(8, sglang=True)) == "FP8MOE_FP4_EXPERTS=mxfp4 is supported with vLLM only"
+    for way in (Parallel(8, sglang=sglang), Parallel(8, ep=8, sglang=sglang)):
+        assert split_refusal(model, way) is None
+        assert computes_experts(model, way)
 
 
 def test_version_4_1_is_refused_for_its_blocks(tmp_path):

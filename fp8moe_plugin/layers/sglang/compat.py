@@ -40,10 +40,20 @@ def rank_of(layer: Any) -> tuple[int, int]:
     return getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)  # a replicated layer has neither
 
 
-def may_hold_expert(layer: Any, expert: int) -> bool:
-    """Returns whether this rank may hold the expert with this global index. With load balancing, any rank may."""
-    placed = get_global_expert_location_metadata() is not None
-    return placed or layer._map_global_expert_id_to_local_expert_id(expert) != -1
+def local_slots(layer: Any, expert: int) -> list[int]:
+    """Returns the indices of a checkpoint's expert in the parameters of this rank, as SGLang's loader finds them.
+
+    With load balancing, an expert may have copies. Fused shared experts come after the routed ones.
+    """
+    placed = get_global_expert_location_metadata() if getattr(layer, "uses_expert_location", True) else None
+    if placed is None:
+        physical = [expert]
+    elif layer._has_fused_shared and expert >= placed.num_logical_experts:
+        physical = [layer._num_global_routed + expert - placed.num_logical_experts]
+    else:
+        physical = placed.logical_to_all_physical(layer.layer_id, expert)
+    slots = map(layer._map_global_expert_id_to_local_expert_id, physical)
+    return [slot for slot in slots if 0 <= slot < layer.num_local_experts]
 
 
 def leave_fp4_runner() -> None:

@@ -24,8 +24,9 @@ from fp8moe_plugin.checkpoint.placement import Server
 from fp8moe_plugin.checkpoint.unquantized import FUSED
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.compressed import is_compressed
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
-from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
+from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization, recoded
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers.fallback import refused_by_both
@@ -117,12 +118,9 @@ class Fp8MoeConfig(Traits, Fp8Config):
         """The quantization of experts. SGLang says after `from_config` whether the checkpoint has them in MXFP4.
 
         Raises:
-            UnsupportedError: these cannot be loaded as the settings demand.
+            UnsupportedError: see `recoded`.
         """
-        spec = recoded(self.spec, MXFP4) if self.is_fp4_experts else self.spec
-        if spec.weights is PACKED_MXFP4:
-            raise UnsupportedError("FP8MOE_FP4_EXPERTS=mxfp4 is supported with vLLM only. Unset it.")
-        return spec
+        return recoded(self.spec, MXFP4) if self.is_fp4_experts else self.spec
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Returns the method of a layer. SGLang also calls this for layers that it then discards."""
@@ -147,7 +145,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         server, why = place_layer(layer, None if self.online else spec.recoded_from or spec.weights)
         if server is Server.ENGINE:
             return self._engine_experts(layer, prefix, why)
-        if spec.recoded_from and is_cuda():
+        if spec.recoded_from and spec.weights is FP8_BLOCK and is_cuda():
             memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
             check_layers(get_server_args(), self.checkpoint.get("hf_config"), layer, memory)
         return Fp8MoeMethod(self, prefix, warmup_command())

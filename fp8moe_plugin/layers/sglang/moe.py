@@ -13,15 +13,18 @@ from sglang.srt.layers.moe.token_dispatcher import (
     StandardCombineInput,
 )
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
+from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils import is_cuda, set_weight_attrs
 
 from fp8moe_plugin.checkpoint.shapes import local_intermediate
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import SCALE, WEIGHT
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, per_row, shape_errors
+from fp8moe_plugin.layers.pack import Share, pack
 from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of
 from fp8moe_plugin.layers.recode import block_fp8, targets
 from fp8moe_plugin.layers.sglang import compat, online
@@ -108,7 +111,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
 
     def spec(self, layer: Any) -> LayerSpec:
         """Returns the spec of a layer's experts on this rank, without the model's `routed_scaling_factor`."""
-        quant = self.quant_config.spec
+        quant = self.quant_config.expert_spec
         _, hidden, _ = quant.weights.weight.channels(layer.w2_weight.shape)
         shape = MoeShape.of_w13(quant.weights, layer.w13_weight.shape, hidden, layer.top_k or 1)
         return LayerSpec(shape, quant.weights, quant.ue8m0, activation(self.config), batch_invariant=batch_invariant())
@@ -147,12 +150,12 @@ class Fp8MoeMethod(FusedMoEMethodBase):
 def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..., None]:
     """Returns a loader for w1, w2 and w3 of an expert. It checks and pads the tensor, then calls SGLang's loader.
 
-    The second tensor of a projection in MXFP4 brings both in block FP8.
+    Of a projection in MXFP4, the second tensor to arrive brings both in block FP8, or packs them.
 
     It raises `CheckpointError` for a tensor of another dtype or shape, and for scales that are not valid.
     """
 
-    loads, recodes = method.quant_config.loads, method.quant_config.expert_spec.recoded_from
+    loads, quant = method.quant_config.loads, method.quant_config.expert_spec
 
     def check_and_load(
         layer: Any,
@@ -168,15 +171,21 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
         loads.check_tensor(what, param, loaded_weight)
         loaded_weight = as_kept(param, loaded_weight)
         check_expert_shape(what, param, loaded_weight, shard_id, hidden, intermediate)
-        if not recodes:
+        if not quant.recoded_from:
             pad_and_load(layer, what, param, loaded_weight, weight_name, shard_id, expert_id)
-        elif compat.may_hold_expert(layer, expert_id) and (
+        elif (slots := compat.local_slots(layer, expert_id)) and (
             both := loads.halves.add(f"{method.prefix}{projection}", role_of(param), loaded_weight)
         ):
-            q_and_scales = block_fp8(what, *(half.to(param.device) for half in both))
             own = targets(layer, shard_id, weight_name, SCALE)
-            for (parameter, name), tensor in zip(own, q_and_scales, strict=True):
-                pad_and_load(layer, what, parameter, tensor, name, shard_id, expert_id)
+            if quant.weights is PACKED_MXFP4:
+                (weight, _), (scales, _) = own
+                share = Share(intermediate, layer.moe_tp_size, layer.moe_tp_rank)
+                states = {"running": loads.serving, "balanced": get_server_args().enable_eplb}
+                pack(f"{method.prefix}{projection}", (weight, scales), slots, shard_id, both, share, **states)
+            else:
+                q_and_scales = block_fp8(what, *(half.to(param.device) for half in both))
+                for (parameter, name), tensor in zip(own, q_and_scales, strict=True):
+                    pad_and_load(layer, what, parameter, tensor, name, shard_id, expert_id)
         loads.note(method, layer, f"{method.prefix}{projection}", role_of(param))
 
     def pad_and_load(

@@ -41,7 +41,7 @@ def experts_loader(prefix: str, load: Load) -> Load:
         shard_id: str,
         expert_id: int,
     ) -> None:
-        if not compat.may_hold_expert(layer, expert_id):
+        if not compat.local_slots(layer, expert_id):
             return
         q, scales = quantize_weight(f"{prefix}.{expert_id}.{shard_id}.weight", loaded_weight, param.device)
         scale = layer.w2_weight_scale_inv if shard_id == "w2" else layer.w13_weight_scale_inv

@@ -13,7 +13,7 @@ from fp8moe_plugin.formats.spec import SCALE, QuantSpec
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.sglang.loads import Loads
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
-from tests.layers.experts import EXPERTS, HIDDEN, Checkpoint
+from tests.layers.experts import EXPERTS, HIDDEN, Checkpoint, make_mxfp4
 
 
 class Quant(SimpleNamespace):
@@ -84,6 +84,11 @@ class Layer(fused_moe_layer.FusedMoE):
             found[f"w1_{kind}"], found[f"w3_{kind}"] = getattr(self, f"w13_{kind}").data.chunk(2, 1)
             found[f"w2_{kind}"] = getattr(self, f"w2_{kind}").data
         return found
+
+
+def in_mxfp4(intermediate: int) -> Checkpoint:
+    """Returns experts in MXFP4, by SGLang's names of scales."""
+    return {name.replace("_scale", "_scale_inv"): tensors for name, tensors in make_mxfp4(intermediate).items()}
 
 
 def assert_assembled(parts: list[dict[str, torch.Tensor]], checkpoint: dict[str, torch.Tensor], dims: int) -> None:

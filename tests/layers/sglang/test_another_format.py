@@ -11,8 +11,9 @@ from fp8moe_plugin.formats.spec import SCALE, QuantSpec
 from fp8moe_plugin.layers.sglang.loads import Loads
 from tests.formats.fp4 import CHECKPOINT, FP4, RANKS, WIDTH, bits, part_of
 from tests.helpers import same_bits
-from tests.layers.experts import Checkpoint, make_mxfp4, recoded
+from tests.layers.experts import make_mxfp4, recoded
 from tests.layers.sglang import layers
+from tests.layers.sglang.layers import in_mxfp4
 
 pytestmark = [pytest.mark.seam, pytest.mark.usefixtures("slicing")]
 
@@ -23,11 +24,6 @@ def test_ranks_hold_their_part_of_experts(monkeypatch, rank):
     layer = layers.Layer(WIDTH, RANKS, rank).load(CHECKPOINT)
     for name, experts in layer.parts().items():
         assert [bits(part) for part in experts] == [part_of(rank, name, i) for i in range(len(experts))], name
-
-
-def in_mxfp4(intermediate: int) -> Checkpoint:
-    """By SGLang's names of scales."""
-    return {name.replace("_scale", "_scale_inv"): tensors for name, tensors in make_mxfp4(intermediate).items()}
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ from sglang.srt.server_args import QUANTIZATION_CHOICES
 import fp8moe_plugin
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.formats.mxfp4 import MXFP4
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
 from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang import config as seam
 from fp8moe_plugin.layers.sglang.config import Fp8MoeConfig
@@ -36,6 +37,7 @@ from fp8moe_plugin.layers.sglang.entry import Entry
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.sglang.refusals import check_computation, check_experts
 from tests.compressed import QUANTIZATION
+from tests.helpers import environment
 from warmup.options import parse
 
 pytestmark = pytest.mark.seam
@@ -231,6 +233,14 @@ def test_sglangs_own_choice_of_a_runner_for_fp4_experts_is_undone(options, monke
     Entry.from_config(CHECKPOINT)
     assert moe.runner_backend is MoeRunnerBackend.AUTO
     assert "in place of SGLang's runner flashinfer_mxfp4" in plugin_log.text
+
+
+@pytest.mark.parametrize(("form", "weights"), [("fp8", FP8_BLOCK), ("mxfp4", PACKED_MXFP4)])
+def test_a_variable_keeps_experts_in_mxfp4(options, form, weights):
+    config = Entry.from_config(CHECKPOINT)
+    config.is_fp4_experts = True
+    with environment("FP8MOE_FP4_EXPERTS", form):
+        assert (config.expert_spec.weights, config.expert_spec.recoded_from) == (weights, MXFP4)
 
 
 @pytest.mark.parametrize("fp4", [False, True])

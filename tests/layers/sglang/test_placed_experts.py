@@ -10,10 +10,14 @@ pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe_layer
 from sglang.srt.layers.moe.utils import filter_moe_weight_param_global_expert
 
-from fp8moe_plugin.layers.sglang import compat, online
+from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
+from fp8moe_plugin.formats.spec import QuantSpec
+from fp8moe_plugin.layers.sglang import compat, moe, online
 from tests import helpers as h
 from tests.layers.experts import EXPERTS, HIDDEN, TOPK, make_checkpoint, make_unquantized
-from tests.layers.sglang.layers import PARAMETERS, Layer, called
+from tests.layers.packed import assert_holds
+from tests.layers.sglang import layers
+from tests.layers.sglang.layers import PARAMETERS, Layer, called, in_mxfp4
 
 pytestmark = [pytest.mark.seam, pytest.mark.usefixtures("slicing")]
 
@@ -37,9 +41,14 @@ def placement(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "get_global_expert_location_metadata", lambda: metadata)
 
 
-@pytest.fixture(params=["block FP8", "unquantized"])
+@pytest.fixture(params=["block FP8", "unquantized", "packed MXFP4"])
 def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Placed:
-    if request.param == "block FP8":
+    if request.param == "packed MXFP4":
+        monkeypatch.setattr(moe, "get_server_args", lambda: SimpleNamespace(enable_eplb=True))
+        monkeypatch.setattr(layers.QUANT, "spec", QuantSpec(PACKED_MXFP4, recoded_from=MXFP4))
+        layer = Placed(256, 1, 0, len(SLOTS)).load(in_mxfp4(256))
+        assert_holds(layer, in_mxfp4(256), SLOTS)
+    elif request.param == "block FP8":
         layer = Placed(256, 1, 0, len(SLOTS)).load(make_checkpoint(256))
     else:
         layer = Placed(256, 1, 0, len(SLOTS))
@@ -54,7 +63,8 @@ def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pl
 
 
 def test_every_copy_of_an_expert_is_loaded(layer):
-    whole = Layer(256, 1, 0).load(make_checkpoint(256))
+    packed = layers.QUANT.spec.recoded_from is MXFP4
+    whole = Layer(256, 1, 0).load(in_mxfp4(256) if packed else make_checkpoint(256))
     for name in PARAMETERS:
         for slot, expert in enumerate(SLOTS):
             assert torch.equal(getattr(layer, name)[slot].float(), getattr(whole, name)[expert].float())

@@ -13,23 +13,29 @@ from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inp
 
 from fp8moe_plugin.ops import fused_moe
 from tests import helpers as h
-from tests.layers.experts import EXPERTS, HIDDEN, TOPK, make_checkpoint, make_rows
+from tests.layers.experts import EXPERTS, HIDDEN, TOPK, make_checkpoint, make_mxfp4, make_rows
 from tests.layers.vllm import one_rank
-from tests.layers.vllm.one_rank import ROWS, Layer
+from tests.layers.vllm.one_rank import PACKED, ROWS, Layer
 
 INTERMEDIATE = 256
 START = [0, 1, 2, 0, 1]  # the expert in each place; the last two are redundant
 AFTER = [[2, 1, 1, 0, 2], [0, 0, 0, 1, 2], START]  # one move after the other
 
 
-@pytest.fixture(params=["by block", "by row"])
+KINDS = {
+    "by block": (make_checkpoint, None),
+    "by row": (make_rows, replace(ROWS, input_scales=True)),
+    "packed MXFP4": (make_mxfp4, PACKED),
+}
+
+
+@pytest.fixture(params=KINDS)
 def layer(request, monkeypatch) -> Layer:
     """A layer with more places than experts, filled as in `START`."""
-    by_row = request.param == "by row"
-    experts = (make_rows if by_row else make_checkpoint)(INTERMEDIATE)
+    make, quant = KINDS[request.param]
     monkeypatch.setattr(one_rank, "EXPERTS", len(START))
-    layer = Layer(INTERMEDIATE, 1, 0, replace(ROWS, input_scales=True) if by_row else None)
-    return layer.load({name: [tensors[e] for e in START] for name, tensors in experts.items()})
+    layer = Layer(INTERMEDIATE, 1, 0, quant, enable_eplb=True)
+    return layer.load({name: [tensors[e] for e in START] for name, tensors in make(INTERMEDIATE).items()})
 
 
 @pytest.fixture

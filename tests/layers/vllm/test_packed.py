@@ -11,10 +11,10 @@ from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.layers.vllm.config import moe_method
 from fp8moe_plugin.layers.vllm.entry import Entry
 from fp8moe_plugin.layers.vllm.pack import PackedMoeMethod
-from fp8moe_plugin.ops.mxfp4 import CHUNK_BYTES, dequantize, further_steps
+from fp8moe_plugin.ops.mxfp4 import CHUNK_BYTES, further_steps
 from tests.helpers import environment
-from tests.layers.experts import EXPERTS, HIDDEN, Checkpoint, make_mxfp4
-from tests.layers.test_recode import dequantized
+from tests.layers.experts import EXPERTS, HIDDEN, make_mxfp4
+from tests.layers.packed import assert_equal, assert_holds, part_of, weights_of, wide
 from tests.layers.vllm import loaded_model
 from tests.layers.vllm.loaded_model import INTERMEDIATE, Model, first, second
 from tests.layers.vllm.one_rank import PACKED, Layer
@@ -23,35 +23,6 @@ from tests.layers.vllm.test_expert_format import described
 
 pytestmark = pytest.mark.seam
 no_engine = loaded_model.no_engine
-
-
-def wide(checkpoint: Checkpoint, expert: int, *shards: str) -> Checkpoint:
-    """Returns a checkpoint in which a block of an expert spans 30 binades; it has further groups of small exponents."""
-    found = {name: [tensor.clone() for tensor in tensors] for name, tensors in checkpoint.items()}
-    for shard in shards:
-        found[f"{shard}_weight_scale"][expert].view(torch.uint8)[3::40, 2] = 90
-    return found
-
-
-def weights_of(layer: torch.nn.Module, expert: int) -> dict[str, torch.Tensor]:
-    """Returns the exact weights of the projections."""
-    w13, w2 = (
-        (getattr(layer, f"{w}_weight")[expert], getattr(layer, f"{w}_weight_scale")[expert]) for w in ("w13", "w2")
-    )
-    w1, w3 = dequantize(*w13, gate_up=True).chunk(2)
-    return {"w1": w1, "w3": w3, "w2": dequantize(*w2, gate_up=False)}
-
-
-def wanted_of(checkpoint: Checkpoint, expert: int) -> dict[str, torch.Tensor]:
-    pairs = {name: (checkpoint[f"{name}_weight"], checkpoint[f"{name}_weight_scale"]) for name in ("w1", "w3", "w2")}
-    return {name: dequantized(w[expert], s[expert].view(torch.uint8)) for name, (w, s) in pairs.items()}
-
-
-def assert_holds(layer: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    for expert in range(EXPERTS):
-        found = weights_of(layer, expert)
-        for name, wanted in wanted_of(checkpoint, expert).items():
-            assert torch.equal(found[name].double(), wanted), (name, expert)
 
 
 @pytest.mark.parametrize("widened", [False, True])
@@ -63,14 +34,8 @@ def test_ranks_hold_their_part(intermediate, ranks, part, widened):
     backwards = dict(reversed(checkpoint.items()))  # exponents before the codes
     for rank, given in itertools.product(range(ranks), (checkpoint, backwards)):
         layer = Layer(intermediate, ranks, rank, PACKED).load(given)
-        here = slice(rank * part, (rank + 1) * part)
         for expert in range(EXPERTS):
-            found, wanted = weights_of(layer, expert), wanted_of(checkpoint, expert)
-            padded = (0, part * ranks - intermediate)
-            for name in ("w1", "w3"):
-                rows = torch.nn.functional.pad(wanted[name], (0, 0, *padded))[here]
-                assert torch.equal(found[name].double(), rows)
-            assert torch.equal(found["w2"].double(), torch.nn.functional.pad(wanted["w2"], padded)[:, here])
+            assert_equal(weights_of(layer, expert), part_of(checkpoint, expert, rank, part, ranks))
 
 
 def test_experts_are_rows_of_the_parameters():
