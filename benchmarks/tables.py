@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "performance.md"
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 OURS = "fp8moe"
-PEERS = "triton", "deepgemm"  # of `models_layer`
+PEERS = "triton", "deepgemm", "cutlass"  # of `models_layer`
 LAYERS = {"dsv3-ep1": "EP1", "dsv3-tp8": "TP8", "qwen3-30b": "Qwen3"}
 Row = dict[str, Any]
 

@@ -1,12 +1,13 @@
 """Humming's grouped GEMMs and a fused-MoE layer made of them, as a peer.
 
 Humming compiles its kernels with NVRTC, one for each tile, which takes 4 seconds of a core: `compile_ahead` compiles
-many at once, before anything is timed. Weights have one of two formats:
+many at once, before anything is timed. Weights have one of these formats:
 
 - `W8A8`: e4m3 weights and activations, float32 scales per 128x128 block and per token and 128 channels. Humming
   supports this format; vLLM 0.33 has no setting that leads to it.
 - `W8A16`: what vLLM 0.33 makes of a block-FP8 checkpoint with `--moe-backend humming`. It rounds the scales to
   bfloat16, repeats them for each row, and keeps the activations in bfloat16.
+- `W4A8`: MXFP4 weights as in a checkpoint, activations as in `W8A8`. vLLM 0.33's default for DeepSeek-V4 on Hopper.
 """
 
 import importlib.util
@@ -20,15 +21,16 @@ import torch
 
 from fp8moe_plugin.bench.peers import Layer
 from fp8moe_plugin.checkpoint.shapes import Experts
+from fp8moe_plugin.formats.activation import FLOAT32_MAX, SILU, Activation
 from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
 
-W8A8, W8A16 = "w8a8", "w8a16"
+W8A8, W8A16, W4A8 = "w8a8", "w8a16", "w4a8"
 INDEXED, CONTIGUOUS = "indexed", "grouped_contiguous"  # Humming's names of the layouts of rows
 LARGEST_CUT = 64  # rows of a tile; higher ones, unless Humming chose their other sizes, exceed the registers
 LOCKS = 2048  # for tiles whose K several blocks share; Humming's own layer has as many
-SWIGLU = {"activation_type": "binary_split", "activation_impl": "a * b / (1.f + expf(-a))"}
 
 Tuning = dict[str, Any]
 
@@ -46,9 +48,13 @@ def gemm_config(groups: int, n: int, k: int, weight_format: str) -> Any:
     from humming.transform import prepare_layer_config
 
     weight: dict[str, Any] = {"b_dtype": dtypes.float8e4m3, "weight_scale_group_size": GROUP}
-    inputs = {}
     if weight_format == W8A8:
         weight |= {"weight_scale_group_size_n": GROUP, "weight_scale_type": "block"}
+    elif weight_format == W4A8:
+        columns = MXFP4.scales.block[1]
+        weight = {"b_dtype": dtypes.float4e2m1, "bs_dtype": dtypes.float8e8m0, "weight_scale_group_size": columns}
+    inputs = {}
+    if weight_format != W8A16:
         inputs = {"a_dtype": dtypes.float8e4m3, "input_scale_group_size": GROUP}
     schemas = HummingWeightSchema(**weight), HummingInputSchema(**inputs)
     return prepare_layer_config(n, k, *schemas, num_experts=groups, torch_dtype=torch.bfloat16)
@@ -106,9 +112,12 @@ class HummingGemm:
         from humming.transform import transform_humming_tensors
 
         q, scales = weights
-        self.config = gemm_config(*q.shape, weight_format)
+        groups, n, columns = q.shape
+        self.config = gemm_config(groups, n, columns * (2 if weight_format == W4A8 else 1), weight_format)
         if weight_format == W8A16:
             scales = scales.repeat_interleave(GROUP, 1).bfloat16()
+        elif weight_format == W4A8:
+            scales = scales.view(torch.float8_e8m0fnu)
         self.tensors = transform_humming_tensors(self.config, {"weight": q.view(torch.int32), "weight_scale": scales})
         self.locks = torch.zeros(LOCKS, dtype=torch.int32, device=q.device)
 
@@ -143,8 +152,22 @@ def even_rows(layout: str, tuning: Tuning, groups: int, rows: int, device: str =
     }
 
 
-def layer_jobs(weight_format: str, layout: str, experts: Experts, tokens: Iterable[int]) -> list[Callable[[], Any]]:
-    """Returns what compiles the kernels of `make_humming`'s layers."""
+def swiglu(activation: Activation) -> dict[str, str]:
+    """Returns the arguments of `may_process_input` that compute an activation."""
+    code = "a * b / (1.f + expf(-a))"
+    if activation.variant:
+        numbers = (f"{min(number, FLOAT32_MAX)}f" for number in activation.numbers)
+        gate_limit, activated_limit, up_limit, alpha, beta = numbers
+        gate = f"fminf(a, {gate_limit})"
+        activated = f"fminf({gate} / (1.f + expf(-{alpha} * {gate})), {activated_limit})"
+        code = f"{activated} * (fmaxf(fminf(b, {up_limit}), -{up_limit}) + {beta})"
+    return {"activation_type": "binary_split", "activation_impl": code}
+
+
+def layer_jobs(
+    weight_format: str, layout: str, experts: Experts, tokens: Iterable[int], activation: Activation = SILU
+) -> list[Callable[[], Any]]:
+    """Returns what compiles the kernels of `humming_layer`'s layers."""
     from humming.forward import may_process_input
 
     first, second = (gemm_config(experts.experts, *sizes, weight_format) for sizes in _sizes(experts))
@@ -152,7 +175,10 @@ def layer_jobs(weight_format: str, layout: str, experts: Experts, tokens: Iterab
     places = torch.arange(experts.topk, dtype=torch.int32, device="cuda").view(1, -1)
     scatter = {"layout": "scatter", "scatter_idx": places} if layout == CONTIGUOUS else {}
     # They come first, as each of the two compiles several kernels.
-    jobs = [partial(may_process_input, first, x, **scatter), partial(may_process_input, second, gate_up, **SWIGLU)]
+    jobs = [
+        partial(may_process_input, first, x, **scatter),
+        partial(may_process_input, second, gate_up, **swiglu(activation)),
+    ]
     rows = [count * experts.topk for count in tokens]
     for config in (first, second):
         jobs += kernel_jobs(config, [(layout, default_tuning(config, layout, count)) for count in rows])
@@ -160,6 +186,12 @@ def layer_jobs(weight_format: str, layout: str, experts: Experts, tokens: Iterab
 
 
 def make_humming(weight_format: str, layout: str, experts: Experts, weights: ExpertWeights, tokens: int) -> Layer:
+    return humming_layer([HummingGemm(weight_format, weight) for weight in weights], layout, experts, tokens)
+
+
+def humming_layer(
+    gemms: list[HummingGemm], layout: str, experts: Experts, tokens: int, activation: Activation = SILU
+) -> Layer:
     """Returns a layer of the steps of vLLM 0.33's `HummingIndexedExperts` or `HummingGroupedExperts` on one rank.
 
     Humming's own: both GEMMs, with the tile of its default tuning, the quantization of the tokens, and SwiGLU with the
@@ -169,19 +201,19 @@ def make_humming(weight_format: str, layout: str, experts: Experts, weights: Exp
     calls `moe_permute`, which 0.25 has, too, on rows of 16 bytes; Humming's quantization then scatters the tokens.
     """
     rows = tokens * experts.topk
-    gemms = [HummingGemm(weight_format, weight) for weight in weights]
     chosen = [default_tuning(gemm.config, layout, rows) for gemm in gemms]
     calls = [gemm.caller(layout, tuning, rows) for gemm, tuning in zip(gemms, chosen, strict=True)]
-    configs = [gemm.config for gemm in gemms]
+    configs, act = [gemm.config for gemm in gemms], swiglu(activation)
     if layout == CONTIGUOUS:
-        return partial(_contiguous_layer, experts, configs, calls)
-    return partial(_indexed_layer, experts, configs, calls, [tuning["block_shape"][0] for tuning in chosen])
+        return partial(_contiguous_layer, experts, configs, calls, act)
+    return partial(_indexed_layer, experts, configs, calls, act, [tuning["block_shape"][0] for tuning in chosen])
 
 
 def _indexed_layer(
     experts: Experts,
     configs: list[Any],
     calls: list[Callable[..., torch.Tensor]],
+    act: dict[str, str],
     tiles: list[int],
     x: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -197,7 +229,7 @@ def _indexed_layer(
     inputs, scales, _ = may_process_input(configs[0], x)
     gate_up, down = (x.new_empty(ids.numel(), n) for n, _ in _sizes(experts))
     calls[0](inputs=inputs, input_scale=scales, outputs=gate_up, top_k=experts.topk, **first)
-    inputs, scales, _ = may_process_input(configs[1], gate_up, **SWIGLU)
+    inputs, scales, _ = may_process_input(configs[1], gate_up, **act)
     calls[1](inputs=inputs, input_scale=scales, outputs=down, **second)
     return moe_fused_mul_sum(down.view(*ids.shape, -1), topk_weights, torch.empty_like(x))
 
@@ -206,6 +238,7 @@ def _contiguous_layer(
     experts: Experts,
     configs: list[Any],
     calls: list[Callable[..., torch.Tensor]],
+    act: dict[str, str],
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     ids: torch.Tensor,
@@ -220,7 +253,7 @@ def _contiguous_layer(
     inputs, scales, _ = may_process_input(configs[0], x, **scatter, **counts)
     gate_up, down = (x.new_empty(ids.numel(), n) for n, _ in _sizes(experts))
     calls[0](inputs=inputs, input_scale=scales, outputs=gate_up, expert_layout=starts)
-    inputs, scales, _ = may_process_input(configs[1], gate_up, **SWIGLU, **counts)
+    inputs, scales, _ = may_process_input(configs[1], gate_up, **act, **counts)
     calls[1](inputs=inputs, input_scale=scales, outputs=down, expert_layout=starts)
     out = torch.empty_like(x)
     moe_unpermute(out, down, topk_weights, places, starts)

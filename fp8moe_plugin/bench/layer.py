@@ -29,7 +29,8 @@ from fp8moe_plugin.checkpoint.shapes import Experts, Model
 from fp8moe_plugin.checkpoint.splits import rank_shapes
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
-from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.layers import experts as layers
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
 from fp8moe_plugin.ops.checks import FP8
@@ -134,11 +135,12 @@ def measure(
     report_progress: Callable[[str], None],
     skew: float = 0.0,
     activation: Activation = SILU,
+    stored: WeightFormat = FP8_BLOCK,
 ) -> list[BenchRow]:
     """Returns the rows of all backends, one number of tokens after the other. `skew`: see `random_routing`."""
     rows = []
     for count in tokens:
-        found = _rows(makers, experts, weights, make_case(experts, weights, count, skew, activation))
+        found = _rows(makers, experts, weights, make_case(experts, weights, count, skew, activation, stored))
         rows += found
         for row in found:
             report_progress(f"{count} tokens, {row.backend}: " + (row.error or f"{row.us:.1f} us"))
@@ -190,25 +192,32 @@ def relative_l2(layer: Layer, case: Case) -> float:
     return float((out - case.expected).norm() / case.expected.norm())
 
 
-def random_weights(experts: Experts, device: torch.device) -> ExpertWeights:
-    """Returns normal weights that keep activations near 1, quantized in 128x128 blocks.
+def random_weights(
+    experts: Experts, device: torch.device, cast: Callable[[torch.Tensor], Quantized] = per_block_cast_to_fp8
+) -> ExpertWeights:
+    """Returns normal weights that keep activations near 1, quantized by `cast`.
 
     They are made one expert at a time to save memory.
     """
     gen = _seeded(0, device)
 
     def draw(n: int, k: int) -> Quantized:
-        q = torch.empty(experts.experts, n, k, dtype=FP8, device=device)
-        scales = torch.empty(experts.experts, n // GROUP, k // GROUP, device=device)
+        q, scales = torch.empty(experts.experts, n, k, dtype=FP8, device=device), []
         for e in range(experts.experts):
-            q[e], scales[e] = per_block_cast_to_fp8(torch.randn(n, k, generator=gen, device=device) * k**-0.5)
-        return q, scales
+            q[e], of_expert = cast(torch.randn(n, k, generator=gen, device=device) * k**-0.5)
+            scales.append(of_expert)
+        return q, torch.stack(scales)
 
     return ExpertWeights(draw(2 * experts.intermediate, experts.hidden), draw(experts.hidden, experts.intermediate))
 
 
 def make_case(
-    experts: Experts, weights: ExpertWeights, tokens: int, skew: float = 0.0, activation: Activation = SILU
+    experts: Experts,
+    weights: ExpertWeights,
+    tokens: int,
+    skew: float = 0.0,
+    activation: Activation = SILU,
+    stored: WeightFormat = FP8_BLOCK,
 ) -> Case:
     """Returns random tokens with another routing for each call in a graph, so that few weights are still in L2."""
     device = weights.w13[0].device
@@ -218,7 +227,7 @@ def make_case(
     routings = [random_routing(_seeded(seed, device), tokens, experts, skew) for seed in seeds]
     busy = sum(ids.unique().numel() for _, ids in routings) / calls
     first, topk_weights, ids = (part[:REFERENCE_TOKENS] for part in (x, *routings[0]))
-    expected = float32_layer(weights, first, topk_weights, ids, activation)
+    expected = float32_layer(weights, first, topk_weights, ids, activation, stored)
     return Case(x, routings, expected, floor_us(experts, tokens, busy))
 
 
@@ -247,13 +256,14 @@ def float32_layer(
     topk_weights: torch.Tensor,
     ids: torch.Tensor,
     activation: Activation = SILU,
+    stored: WeightFormat = FP8_BLOCK,
 ) -> torch.Tensor:
     """Returns float32 `[T, H]`: the layer's result with dequantized weights and unquantized activations."""
     gate_limit, activated_limit, up_limit, alpha, beta = activation.numbers
     x = hidden_states.float()
     out = torch.zeros_like(x)
     for e in ids.unique().tolist():
-        w13, w2 = (dequantize_blocks(q[e], scales[e]) for q, scales in weights)
+        w13, w2 = (dequantize_blocks(q[e], scales[e], stored) for q, scales in weights)
         token, column = (ids == e).nonzero(as_tuple=True)
         gate, up = (x[token] @ w13.T).chunk(2, -1)
         gate = gate.clamp(max=gate_limit)

@@ -11,6 +11,7 @@ from fp8moe_plugin.bench.result import BenchResult, BenchRow
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Experts, Model
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.ops.operands import ExpertWeights
 from fp8moe_plugin.ops.reference import dequantize_blocks
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
@@ -166,6 +167,15 @@ def test_the_float32_layer_computes_an_activation(weights, activation):
         expected += (routing[0] * (routing[1] == e)).sum(1, keepdim=True) * down
     assert h.relative_l2(bench.float32_layer(weights, x, *routing, activation), expected) < 1e-5
     assert h.relative_l2(bench.float32_layer(weights, x, *routing), expected) > 0.1
+
+
+def test_the_layer_of_per_channel_weights_is_close_to_the_expected_one():
+    gen = h.seeded(0, CPU)
+    shapes = (2 * TINY.intermediate, TINY.hidden), (TINY.hidden, TINY.intermediate)
+    weights = ExpertWeights(*(h.random_weights(gen, TINY.experts, *shape, weights=FP8_CHANNEL) for shape in shapes))
+    case = bench.make_case(TINY, weights, 16, stored=FP8_CHANNEL)
+    layer = bench.make_ours(TINY, weights, 16, LayerSpec(MoeShape.of(TINY, TINY.experts), FP8_CHANNEL))
+    assert bench.relative_l2(layer, case) < 0.06
 
 
 def test_the_floor_is_the_larger_of_memory_and_arithmetic():

@@ -1,0 +1,135 @@
+"""Layers of experts in MXFP4: by other kernels, and by ours from the packed and from the re-encoded weights.
+
+- `marlin`: vLLM's W4A16, its default for DeepSeek-V4 on Hopper up to 0.26.
+- `humming`, `humming-contiguous`: W4A8, vLLM 0.33's default there, in its layouts for tensor and expert parallelism.
+  Their steps are in `benchmarks.layer.humming`.
+
+All get the same weights, which block FP8 represents exactly. They are converted once for all numbers of tokens.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+from benchmarks.layer import humming
+from fp8moe_plugin.bench.layer import Maker, make_ours
+from fp8moe_plugin.bench.peers import Layer, activation_numbers, kernel_of, vllm_layer
+from fp8moe_plugin.checkpoint.shapes import Experts
+from fp8moe_plugin.formats.activation import Activation
+from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
+from fp8moe_plugin.layers.recode import block_fp8
+from fp8moe_plugin.ops.mxfp4 import steps_of, write_down, write_half
+from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
+from fp8moe_plugin.plan.spec import LayerSpec
+
+HUMMING = {"humming": humming.INDEXED, "humming-contiguous": humming.CONTIGUOUS}
+FP4_PEERS = ("marlin", *HUMMING)
+LARGEST_BELOW = 3  # of the exponents of a row, all of which Humming then represents exactly
+BIAS = 127
+
+
+def random_mxfp4(experts: Experts, device: torch.device) -> ExpertWeights:
+    """Returns uniform codes `[E, N, K/2]` and exponents `[E, N, K/32]` that keep activations near 1."""
+    gen = torch.Generator(device).manual_seed(0)
+
+    def draw(n: int, k: int) -> Quantized:
+        def integers(end: int, columns: int) -> torch.Tensor:
+            shape = (experts.experts, n, k // columns)
+            return torch.randint(end, shape, generator=gen, device=device, dtype=torch.uint8)
+
+        largest = BIAS - k.bit_length() // 2 - 1
+        return integers(256, MXFP4.weight.block[1]), largest - integers(LARGEST_BELOW + 1, MXFP4.scales.block[1])
+
+    return ExpertWeights(draw(2 * experts.intermediate, experts.hidden), draw(experts.hidden, experts.intermediate))
+
+
+def in_block_fp8(weights: ExpertWeights) -> ExpertWeights:
+    """Returns the same weights in block FP8."""
+
+    def recoded(codes: torch.Tensor, exponents: torch.Tensor) -> Quantized:
+        scales = exponents.view(torch.float8_e8m0fnu)
+        found = [block_fp8("w", *expert) for expert in zip(codes, scales, strict=True)]
+        q, scales = zip(*found, strict=True)
+        return torch.stack(q), torch.stack(scales)
+
+    return ExpertWeights(*(recoded(*weight) for weight in weights))
+
+
+def packed(weights: ExpertWeights) -> ExpertWeights:
+    """Returns the same weights in the order of our kernels. No block needs further steps."""
+
+    def empty(codes: torch.Tensor) -> Quantized:
+        experts, n, columns = codes.shape
+        w, scales = (
+            torch.empty(experts, *tensor.shape(n, 2 * columns), dtype=dtype, device=codes.device)
+            for tensor, dtype in ((PACKED_MXFP4.weight, torch.uint8), (PACKED_MXFP4.scales, torch.float32))
+        )
+        return w, scales
+
+    w13, w2 = (empty(codes) for codes, _ in weights)
+    for e in range(len(w2[0])):
+        halves = zip(*(tensor[e].chunk(2) for tensor in weights.w13), strict=True)
+        for half, (codes, exponents) in enumerate(halves):
+            write_half(w13[0][e], w13[1][e], half, steps_of(codes, exponents))
+        write_down(w2[0][e], w2[1][e], steps_of(weights.w2[0][e], weights.w2[1][e]))
+    return ExpertWeights(w13, w2)
+
+
+def make_packed(weights: ExpertWeights, spec: LayerSpec) -> Maker:
+    """Returns what makes our layer from the packed weights."""
+    converted = packed(weights)
+    return lambda experts, _, tokens: make_ours(experts, converted, tokens, spec._replace(weights=PACKED_MXFP4))
+
+
+def make_peers(
+    names: Iterable[str], experts: Experts, weights: ExpertWeights, activation: Activation
+) -> dict[str, Maker]:
+    """Returns what makes the peers' layers. A peer that cannot convert the weights fails there."""
+    prepared = functools.cache(lambda: [humming.HummingGemm(humming.W4A8, weight) for weight in weights])
+
+    def by_humming(layout: str, experts: Experts, _: ExpertWeights, tokens: int) -> Layer:
+        return humming.humming_layer(prepared(), layout, experts, tokens, activation)
+
+    makers: dict[str, Maker] = {name: partial(by_humming, layout) for name, layout in HUMMING.items()}
+    makers["marlin"] = _marlin(weights, activation)
+    return {name: makers[name] for name in names}
+
+
+def _marlin(weights: ExpertWeights, activation: Activation) -> Maker:
+    @functools.cache
+    def prepared() -> tuple[torch.Tensor, ...]:
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import prepare_moe_mxfp4_layer_for_marlin
+
+        (w13, w13_exponents), (w2, w2_exponents) = weights
+        layer = SimpleNamespace(params_dtype=torch.bfloat16)
+        tensors = prepare_moe_mxfp4_layer_for_marlin(layer, w13, w2, w13_exponents, w2_exponents, None, None)
+        return tuple(tensors[:4])
+
+    def make(experts: Experts, _: ExpertWeights, tokens: int) -> Layer:
+        from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
+        from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+
+        w13, w2, w13_scale, w2_scale = prepared()
+        config = vllm_layer(experts, tokens, activation)
+        scales = mxfp4_w4a16_moe_quant_config(w1_scale=w13_scale, w2_scale=w2_scale, **activation_numbers(config))
+        return kernel_of(MarlinExperts, config, scales, w13, w2)
+
+    return make
+
+
+def compile_humming(names: Iterable[str], layers: Iterable[tuple[Experts, Activation]], tokens: Iterable[int]) -> None:
+    """Compile Humming's kernels for these layers in parallel; one after the other, at its first call, takes minutes."""
+    layouts = [HUMMING[name] for name in names if name in HUMMING]
+    if not layouts or importlib.util.find_spec("humming") is None:
+        return
+    jobs: list[Callable[[], object]] = [
+        job
+        for experts, activation in layers
+        for layout in layouts
+        for job in humming.layer_jobs(humming.W4A8, layout, experts, list(tokens), activation)
+    ]
+    print(f"{len(jobs)} kernels of Humming to compile, {humming.compile_ahead(jobs)} failed", flush=True)
