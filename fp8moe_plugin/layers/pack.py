@@ -102,9 +102,21 @@ def check_room(name: str, needed: int, room: int) -> None:
 
 
 def grow(name: str, weight: torch.Tensor, scales: torch.Tensor, gate_up: bool, further: int) -> None:
-    """Give the parameters of w13 or w2 room for so many further steps."""
+    """Give the parameters of w13 or w2 room for so many further steps.
+
+    Their values wait on the host, so a GPU never holds more than the result.
+    """
     logger.info(
         "%s: exponents of a 128x128 block differ by more than %d, so the weights of this layer take %d steps of K more",
         *(name, SPAN, further),
     )
-    weight.data, scales.data = widened(weight.data, scales.data, gate_up, further)
+    parameters = weight, scales
+    before = [parameter.data.to("cpu", copy=True) for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.data.new_empty(0)  # frees the memory
+    for expert, (codes, bases) in enumerate(zip(*before, strict=True)):
+        wide = widened(codes[None], bases[None], gate_up, further)
+        for parameter, (tensor,) in zip(parameters, wide, strict=True):
+            if not parameter.numel():
+                parameter.data = parameter.data.new_empty(len(before[0]), *tensor.shape)
+            parameter.data[expert] = tensor

@@ -268,7 +268,7 @@ def _added(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def widened(
     weight: torch.Tensor, scales: torch.Tensor, gate_up: bool, further: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns copies of a layer's w2 or w13 with room for `further` further steps, at least as many as there are."""
+    """Returns copies of w2 or w13 of experts with room for `further` further steps, at least as many as there are."""
     parts = 2 if gate_up else 1
     experts, rows, width = weight.shape
     steps, before = width // CHUNK_BYTES, further_steps(weight, scales)
