@@ -7,16 +7,15 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.checkpoint.splits import EngineLayers, engine_layers, engine_text, split_refusal
 from fp8moe_plugin.formats.weight_format import ceil_div
-from fp8moe_plugin.quoting import shell_word
-from warmup import decode, memory, needs
+from warmup import decode, forms, memory, needs
+from warmup.commands import REMOTE_CODE, commands
 from warmup.explain import scratch_bytes
-from warmup.report import ChoiceReport, SplitReport
+from warmup.report import ChoiceReport, FormReport, SplitReport
 from warmup.target import GPUS, MOST_GPUS, NODE, Target
 from warmup.terminal import fit
 
 COUNTS = (1, 2, 4, NODE, MOST_GPUS)
 DEFAULT_CONTEXT = 8192
-REMOTE_CODE = "--trust-remote-code"
 
 
 def choose(model: Model, target: Target, source: str, remote_code: bool = False) -> ChoiceReport:
@@ -33,7 +32,7 @@ def choose(model: Model, target: Target, source: str, remote_code: bool = False)
     considered = usual if target.split else [*_with_less_padding(loaded, usual)]
     for way in considered:
         split = _split(loaded, way, target, context)
-        vllm, sglang = commands(way, target, source, remote_code)
+        vllm, sglang = commands(way, target, source, remote_code, forms.environment(model))
         split.vllm = "" if _vllm_refuses(loaded, way) else vllm
         split.sglang = "" if split_refusal(loaded, replace(way, sglang=True)) else sglang
         splits.append(split)
@@ -41,6 +40,8 @@ def choose(model: Model, target: Target, source: str, remote_code: bool = False)
     one_node = [split for split in fitting if split.gpus <= NODE] or fitting
     latency = min(one_node, key=lambda s: (s.read_bytes or 0, s.gpus), default=None)
     throughput = max(fitting, key=lambda s: (s.cache_tokens / s.gpus, -(s.read_bytes or 0)), default=None)
+    best = [way for way in considered if latency and str(way) == latency.options]
+    of_forms, advice = _forms(loaded, best or usual, target, context)
     return ChoiceReport(
         gpu=target.gpu,
         memory_bytes=GPUS[target.gpu].memory_bytes,
@@ -48,11 +49,12 @@ def choose(model: Model, target: Target, source: str, remote_code: bool = False)
         max_model_len=context,
         fp8_cache=target.fp8_cache or bool(model.cache and (model.cache.fp8 or model.cache.token_bytes)),
         mtp_bytes=_total(model) - _total(loaded),
-        notes=[*memory.recoding_note(loaded), *needs.note(loaded), *_engine_notes(loaded, considered)],
+        notes=[*memory.recoding_note(loaded), *advice, *needs.note(loaded), *_engine_notes(loaded, considered)],
         needed=_needed(loaded, target, context) if not fitting else None,
         splits=splits,
         latency=latency.options if latency else None,
         throughput=throughput.options if throughput else None,
+        forms=of_forms,
         batches=[decode.best_for_batches(splits, count).options for count in decode.padded_counts(splits)],
     )
 
@@ -62,6 +64,16 @@ def _with_less_padding(model: Model, usual: Iterable[Parallel]) -> Iterator[Para
         yield way
         if way == Parallel(way.tp, sglang=way.sglang) and not split_refusal(model, way):
             yield from decode.with_less_padding(model, way)
+
+
+def _forms(model: Model, ways: Iterable[Parallel], target: Target, context: int) -> tuple[list[FormReport], list[str]]:
+    """Returns both forms of experts in MXFP4 for the first split in which one of them fits, and what to set."""
+    for way in ways:
+        splits = {name: _split(form, way, target, context) for name, form in forms.models(model, way).items()}
+        found = [forms.of_split(name, split) for name, split in splits.items() if not split.refusal]
+        if advice := forms.advice(model, way.dp, _tokens(way, target), found):
+            return found, advice
+    return [], []
 
 
 def _engine_notes(model: Model, considered: Iterable[Parallel]) -> Iterator[str]:
@@ -112,6 +124,11 @@ def ways(gpus: int | None, sglang: bool, dense_tp1: bool) -> Iterator[Parallel]:
         yield Parallel(1, count, count, **data)
 
 
+def _tokens(way: Parallel, target: Target) -> int:
+    """Returns the tokens of the longest step on each replica. SGLang divides a step's among them."""
+    return max(1, target.max_tokens // way.dp) if way.sglang else target.max_tokens
+
+
 def _split(model: Model, way: Parallel, target: Target, context: int) -> SplitReport:
     gpus = way.gpus
     refusal = split_refusal(model, way)
@@ -119,7 +136,7 @@ def _split(model: Model, way: Parallel, target: Target, context: int) -> SplitRe
         return SplitReport(options=str(way), gpus=gpus, refusal=refusal)
     shapes = memory.weight_shapes(model, way)
     weights = sum(shape.bytes for shape in shapes)
-    tokens = max(1, target.max_tokens // way.dp) if way.sglang else target.max_tokens
+    tokens = _tokens(way, target)
     scratch = scratch_bytes(model, way, tokens)
     budget = int(GPUS[target.gpu].memory_bytes * target.utilization)
     free = budget - weights - memory.step_bytes(model, way, tokens, scratch, context)
@@ -140,40 +157,6 @@ def _split(model: Model, way: Parallel, target: Target, context: int) -> SplitRe
         step_bytes=decode.read_bytes(model, way, decode.SEQUENCES),
         uneven=bool(model.experts.experts % way.ep),
     )
-
-
-def commands(way: Parallel, target: Target, source: str, remote_code: bool = False) -> tuple[str, str]:
-    """Returns the commands that serve a model with this split in vLLM and in SGLang."""
-    model = shell_word(source)
-    whole = way.ep > 1
-    vllm = [f"vllm serve {model} --quantization fp8moe --tensor-parallel-size {way.tp}"]
-    vllm += [f"--pipeline-parallel-size {way.pp}"] * (way.pp > 1) + [f"--data-parallel-size {way.dp}"] * (way.dp > 1)
-    vllm += ["--enable-expert-parallel"] * whole
-    vllm += [f"--gpu-memory-utilization {target.utilization:g}"]
-    sglang = [f"python -m sglang.launch_server --model-path {model} --quantization fp8moe --tp-size {way.ranks}"]
-    sglang += [f"--pp-size {way.pp}"] * (way.pp > 1)
-    sglang += [f"--dp-size {way.dp} --enable-dp-attention"] * (way.dp > 1)
-    sglang += ["--moe-dense-tp-size 1"] * way.dense_tp1 + [f"--ep-size {way.ep}"] * whole
-    if (nodes := way.gpus // NODE) > 1:
-        vllm += [_nodes(way, nodes)]
-        sglang += [f"--nnodes {nodes} --node-rank RANK --dist-init-addr ADDRESS:20000"]
-    if target.fp8_cache:
-        vllm, sglang = [*vllm, "--kv-cache-dtype fp8"], [*sglang, "--kv-cache-dtype fp8_e4m3"]
-    if target.max_model_len:
-        vllm += [f"--max-model-len {target.max_model_len}"]
-        sglang += [f"--context-length {target.max_model_len}"]
-    if remote_code:
-        vllm, sglang = [*vllm, REMOTE_CODE], [*sglang, REMOTE_CODE]
-    return " ".join(vllm), " ".join(sglang)
-
-
-def _nodes(way: Parallel, nodes: int) -> str:
-    """Returns vLLM's options for each of several nodes; RANK counts nodes from 0, ADDRESS is the first node's."""
-    if way.dp == 1:
-        return f"--nnodes {nodes} --node-rank RANK --master-addr ADDRESS"
-    local = way.dp // nodes
-    start = f"$(({local} * RANK))" if local > 1 else "RANK"
-    return f"--data-parallel-size-local {local} --data-parallel-start-rank {start} --data-parallel-address ADDRESS"
 
 
 def text(found: ChoiceReport, remote_code: bool = False) -> str:

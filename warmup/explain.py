@@ -15,7 +15,7 @@ from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer
 from fp8moe_plugin.plan.sm90.tiles import RowTile, computed_rows
 from fp8moe_plugin.plan.spec import MoeShape
 from fp8moe_plugin.settings import batch_invariant, settings
-from warmup import memory, needs
+from warmup import forms, memory, needs
 from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
 from warmup.terminal import fit
 
@@ -47,6 +47,7 @@ def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tu
         workspace_bytes=scratch_bytes(model, parallel, max_tokens),
         steps=list(steps.values()),
         layouts=layouts,
+        forms=forms.forms(model, parallel),
     )
 
 
@@ -133,6 +134,7 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
             f"  {s.name:{names}s} {s.layers:4d} x {s.shape!s:20s} {_size(s.bytes):>10s}{_padding(s)}"
             for s in found.shapes
         ),
+        *(line for paragraph in forms.advice(model, parallel.dp, max_tokens, found.forms) for line in ("", paragraph)),
         "",
         "By tokens of a step: rows of an expert, padding, scratch, rows of a tile, and the kernels of both GEMMs"
         if found.steps

@@ -99,6 +99,16 @@ class ShapeReport(Part):
     padding_bytes: int = 0  # the part of `bytes` that pads the channels to whole scale blocks
 
 
+class FormReport(Part):
+    """A split with experts in MXFP4 in one of the forms that they may have in memory."""
+
+    setting: str  # of FP8MOE_FP4_EXPERTS
+    options: str
+    weight_bytes: int  # on the GPU that holds the most
+    fits: bool | None = None  # None: the GPUs are not known
+    cache_tokens: int | None = None  # of all replicas
+
+
 class SplitReport(Part):
     """A way to serve the model on some GPUs of one kind; figures are those of the GPU that holds the most."""
 
@@ -131,6 +141,7 @@ class ChoiceReport(Part):
     splits: list[SplitReport]
     latency: str | None  # the options of the best split, None if none fits
     throughput: str | None
+    forms: list[FormReport] = []  # of experts in MXFP4, with the best split for latency
     batches: list[str] = []  # the best for 64 sequences, for each number of GPUs on which a split pads experts
 
 
@@ -142,6 +153,7 @@ class ExplainReport(Part):
     workspace_bytes: int
     steps: list[StepReport]
     layouts: list[LayoutReport]
+    forms: list[FormReport] = []  # of experts in MXFP4
     choice: ChoiceReport | None = None  # with --gpu
 
 

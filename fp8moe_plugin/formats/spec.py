@@ -16,6 +16,7 @@ from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME, settings
 
 FORMATS = (FP8_BLOCK, FP8_CHANNEL, PACKED_MXFP4)  # those that kernels compute
+FORMS_OF_MXFP4 = {"fp8": FP8_BLOCK, "mxfp4": PACKED_MXFP4}  # by the values of FP8MOE_FP4_EXPERTS
 WEIGHT = "weight"  # suffix of weights' names
 SCALE_NAMES = tuple(dict.fromkeys(name for known in FORMATS for name in known.scale_names))
 SCALE, COMPRESSED_SCALE = FP8_BLOCK.scale_names
@@ -80,8 +81,7 @@ def recoded(spec: QuantSpec, stored: WeightFormat) -> QuantSpec:
             f"--quantization {NAME}: the checkpoint's experts are {stored.name}, but its other layers are not "
             f"{FP8_BLOCK.name}. Remove --quantization to let the engine choose the method."
         )
-    weights = PACKED_MXFP4 if settings().fp4_experts == "mxfp4" else FP8_BLOCK
-    return replace(spec, weights=weights, recoded_from=stored)
+    return replace(spec, weights=FORMS_OF_MXFP4[settings().fp4_experts], recoded_from=stored)
 
 
 def _by_row(input_scales: bool, unquantized: tuple[str, ...]) -> QuantSpec:

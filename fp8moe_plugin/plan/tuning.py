@@ -13,6 +13,14 @@ first sentence of a comment says what a constant decides. Numbers in brackets ar
 # channels.
 FEW_ROWS_PER_EXPERT = 40
 
+# The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
+# than in block FP8. No plan depends on it.
+# Measured: both GEMMs of a layer of DeepSeek-V4-Flash, with a first version of the kernels, take 0.60 of the time in
+# block FP8 with 24 rows per expert, 1.0 with 96 and 1.19 to 1.30 with 192; an eighth of the channels 0.71, 0.84 and
+# 0.91.
+# Measure again: when the kernels for packed MXFP4 with many rows change.
+MXFP4_ROWS_PER_EXPERT = 96
+
 # The most intermediate channels of an expert for which GEMM 1 gathers its tokens from those of the step, instead of
 # reading a permuted copy. The kernels for few rows always gather.
 # Measured: GEMM 1 and quantize together gain 18% at TP8 (256 channels) with 4096 tokens and 4% at Qwen3 (768); a

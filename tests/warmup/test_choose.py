@@ -17,6 +17,7 @@ from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.checkpoint.splits import split_refusal
 from warmup import choose, memory, terminal
 from warmup.__main__ import main
+from warmup.commands import commands
 from warmup.options import parse
 from warmup.report import ChoiceReport, Report
 from warmup.target import GPUS, Target
@@ -262,7 +263,7 @@ def test_mlps_under_dp_attention(models: dict[str, Model]) -> None:
 
 def test_the_commands_are_complete() -> None:
     target = Target("h200", None, 0.9, True, 32768, 8192)
-    vllm, sglang = choose.commands(Parallel(8, 2, 16), target, "a model", remote_code=True)
+    vllm, sglang = commands(Parallel(8, 2, 16), target, "a model", remote_code=True)
     assert vllm == (
         "vllm serve 'a model' --quantization fp8moe --tensor-parallel-size 8 --data-parallel-size 2 "
         "--enable-expert-parallel --gpu-memory-utilization 0.9 --data-parallel-size-local 1 "

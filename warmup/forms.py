@@ -1,0 +1,76 @@
+"""The forms of experts in MXFP4 (FP8MOE_FP4_EXPERTS): the memory that each takes, and which of them is faster."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fp8moe_plugin.checkpoint.parallel import Parallel
+from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.checkpoint.splits import computes_experts
+from fp8moe_plugin.formats.spec import FORMS_OF_MXFP4
+from fp8moe_plugin.plan.tuning import MXFP4_ROWS_PER_EXPERT
+from warmup import memory
+from warmup.report import FormReport, SplitReport
+
+SETTING = "FP8MOE_FP4_EXPERTS"
+
+
+def models(model: Model, parallel: Parallel) -> dict[str, Model]:
+    """Returns a model with its experts in each form, by the value of the setting; empty if they have only one form."""
+    if not model.recoded_from or model.unknown_format or not computes_experts(model, parallel):
+        return {}
+    return {name: replace(model, weights=weights) for name, weights in FORMS_OF_MXFP4.items()}
+
+
+def forms(model: Model, parallel: Parallel) -> list[FormReport]:
+    """Returns the memory of each form on the rank that holds the most weights."""
+    found = []
+    for name, form in models(model, parallel).items():
+        weights = sum(shape.bytes for shape in memory.weight_shapes(form, parallel))
+        found.append(FormReport(setting=name, options=str(parallel), weight_bytes=weights))
+    return found
+
+
+def of_split(setting: str, split: SplitReport) -> FormReport:
+    """Returns a form with a split that was judged for it."""
+    shared = split.model_dump(include={"options", "weight_bytes", "fits", "cache_tokens"})
+    return FormReport(setting=setting, **shared)
+
+
+def environment(model: Model) -> str:
+    """Returns the variable with which engines give experts the form that they have in this model, unless by default."""
+    return f"{SETTING}=mxfp4 " if model.weights is FORMS_OF_MXFP4["mxfp4"] else ""
+
+
+def advice(model: Model, dp: int, tokens: int, found: Sequence[FormReport]) -> list[str]:
+    """Returns a paragraph about the value to set for a split, with the figures; empty if no form fits.
+
+    Args:
+        tokens: of the longest step, on each of `dp` replicas.
+    """
+    fitting = [form.setting for form in found if form.fits is not False]
+    if not fitting:
+        return []
+    sizes = "; ".join(f"{form.setting} {form.weight_bytes / 1e9:.1f} GB{_room(form)}" for form in found)
+    start = f"Forms of the experts ({SETTING}), weights of a GPU with {found[0].options}: {sizes}."
+    if len(fitting) == 1:
+        return [f"{start} Only {fitting[0]} fits: set {SETTING}={fitting[0]}."]
+    rows = model.experts.topk * dp / model.experts.experts  # of an expert, for each token
+    turn, limit = int(MXFP4_ROWS_PER_EXPERT / rows), f"{MXFP4_ROWS_PER_EXPERT} rows per expert"
+    longest = f"of {tokens:,} tokens ({round(rows * tokens, 1):g} rows)"
+    if tokens <= turn:
+        return [
+            f"{start} Up to {limit}, mxfp4 is faster, because kernels read fewer bytes, and the longest steps, "
+            f"{longest}, have fewer: set {SETTING}=mxfp4."
+        ]
+    memory_too = "" if found[0].fits else " and memory allows"
+    return [
+        f"{start} In steps of up to {turn:,} tokens ({limit}), mxfp4 is faster, because kernels read fewer bytes; in "
+        f"longer ones, up to those {longest}, fp8 is. Where long prefills dominate{memory_too}, set {SETTING}=fp8, "
+        "otherwise mxfp4."
+    ]
+
+
+def _room(form: FormReport) -> str:
+    if form.fits is None:
+        return ""
+    return f" (a KV cache of {form.cache_tokens:,} tokens)" if form.fits else " (does not fit)"
