@@ -25,7 +25,7 @@ UNKNOWN = (
 )
 UNKNOWN_FORMAT = (
     "config.json has no expert_dtype, and there are no weights to look into: the experts may be in MXFP4 or in block "
-    "FP8. Both get the same kernels, because MXFP4 is re-encoded to block FP8 while it is loaded"
+    "FP8. The kernels for both are included"
 )
 OF_OUR_KERNELS = ("bench", "convert")  # commands
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)

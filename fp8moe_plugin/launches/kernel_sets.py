@@ -1,11 +1,13 @@
 """The kernels that the warm-up compiles: the kernels of a model, or all kernels of a target."""
 
 import itertools
+from dataclasses import replace
 
 from fp8moe_plugin.checkpoint.placement import dense_kind_refusal
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import VARIANTS
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.plan.keys import SM90, KernelKey, KernelSet
@@ -29,8 +31,9 @@ def model_kernels(model: Model, target: str = SM90) -> KernelSet:
     found = backend.dense_kernels(model.ue8m0, model.dense_weights)
     if any(layer.groups > 1 for layer in model.dense):
         found = backend.batched_dense_kernels() | found
+    forms = [model, replace(model, weights=FP8_BLOCK)] if model.unknown_format else [model]
     if experts.layers:  # else all experts are unquantized
-        for spec in model_specs(model, MoeShape.of(experts, experts.experts)):
+        for spec in itertools.chain(*(model_specs(form, MoeShape.of(experts, experts.experts)) for form in forms)):
             for arrival in Arrival:
                 if not (refusal := backend.refusal(spec, arrival)):
                     found |= backend.layer_kernels(spec, arrival)

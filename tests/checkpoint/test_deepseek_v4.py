@@ -266,7 +266,7 @@ def test_commands_understand_the_published_description(tmp_path, capsys):
     assert main(["explain", *arguments, "--gpu", "h200", "--gpus", "8"]) == 0
     assert "Best for latency: --tp 8." in capsys.readouterr().out
     assert main(["list", "--model", str(describe(tmp_path, FLASH, expert_dtype=None))]) == 0
-    assert "the experts may be in MXFP4 or in block FP8. Both get the same kernels" in capsys.readouterr().err
+    assert "the experts may be in MXFP4 or in block FP8. The kernels for both are included" in capsys.readouterr().err
 
 
 def test_both_forms_have_one_set_of_kernels(tmp_path):
@@ -279,6 +279,15 @@ def test_both_forms_have_one_set_of_kernels(tmp_path):
     assert len({frozenset(model_kernels(form)) for form in forms}) == 1
     assert forms[0] == forms[1] == forms[2]
     assert {form.weights for form in forms} == {FP8_BLOCK}
+
+
+def test_packed_experts_of_an_unknown_format_get_both_sets_of_kernels(tmp_path):
+    with environment("FP8MOE_FP4_EXPERTS", "mxfp4"):
+        fp4, fp8, unknown = (
+            model_kernels(read_model(describe(tmp_path, FLASH, expert_dtype=dtype))) for dtype in ("fp4", "fp8", None)
+        )
+    assert fp4.keys() - fp8.keys()
+    assert unknown.keys() == fp4.keys() | fp8.keys()
 
 
 W1, W2 = "layers.2.ffn.experts.0.w1", "layers.0.ffn.experts.255.w2"
