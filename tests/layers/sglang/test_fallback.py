@@ -211,3 +211,19 @@ def test_experts_that_a_gpu_cannot_hold_are_refused_before_loading(offload):
     refused = pytest.raises(UnsupportedError, match=r"hold 138\.5 GB .* at least 4 GPUs")
     with contextlib.nullcontext() if offload else refused:
         check_layers(args, SimpleNamespace(num_hidden_layers=43), layer, 80_000_000_000)
+
+
+@pytest.mark.parametrize(("form", "measured"), [("fp8", 1), ("mxfp4", 0)])
+def test_experts_that_stay_in_mxfp4_do_not_double(quant, monkeypatch, form, measured):
+    checked = []
+    monkeypatch.setattr(seam, "is_cuda", lambda: True)
+    monkeypatch.setattr(seam, "check_layers", lambda *arguments: checked.append(arguments))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1))
+    fp4 = quant()
+    fp4.is_fp4_experts = True
+    with h.environment("FP8MOE_FP4_EXPERTS", form):
+        layer = Experts(fp4)
+    assert type(layer.quant_method) is Fp8MoeMethod
+    assert len(checked) == measured
+    assert layer.w2_weight.dtype == (torch.float8_e4m3fn if measured else torch.uint8)
