@@ -18,9 +18,14 @@ class Projection(NamedTuple):
 
 
 def random_projection(gen: torch.Generator, n: int, k: int, span: int) -> Projection:
-    """Exponents differ by at most `span`, those of a row by 3; and the largest weights are about K^-0.5."""
+    """Exponents of a block differ by at most `span`, those of its rows by 3; the largest weights are about K^-0.5.
+
+    The largest of a block may be up to 4 times smaller.
+    """
     of_rows = torch.randint(max(span - 3, 0) + 1, (n, 1), generator=gen)
     below = of_rows + torch.randint(min(span, 3) + 1, (n, k // 32), generator=gen)
+    of_blocks = torch.randint(3, (-(-n // 128), -(-k // 128)), generator=gen)
+    below += of_blocks.repeat_interleave(128, 0)[:n].repeat_interleave(4, 1)[:, : k // 32]
     exponents = (BIAS - k.bit_length() // 2 - 1 - below).to(torch.uint8)
     return Projection(torch.randint(256, (n, k // 2), generator=gen, dtype=torch.uint8), exponents)
 

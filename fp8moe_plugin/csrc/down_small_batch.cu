@@ -38,7 +38,7 @@ static_assert(Cluster::kMathThreads == kMathWarps * kWarp, "who sends and stores
 template <int kCount>
 struct List : Once<kCount, sizeof(ExpertList)> {};
 using SharedMemory = Stages<STAGES, Weights<kBlockN>, Tokens<kTokens>, Parts<Cluster::kBytes>, TokenScales<kTokens>,
-                            WeightScales<1>, Full<1>, Empty<1>, Received<1>, List<1>>;
+                            WeightScales<1>, Full<1>, Empty<1>, Received<1>, List<1>, WeightTables<1>>;
 
 // A thread block's share of the work: its channels, and its rank among the blocks that share them.
 struct Share {
@@ -102,14 +102,14 @@ DEVICE void fill_stages(SharedMemory shared, Units units, u32 bytes, Wait wait, 
     finish_copies();
 }
 
-DEVICE void load_weights(SharedMemory shared, const Share& share, const TensorMap* w_map, const WeightScale* w_scales,
+DEVICE void load_weights(SharedMemory shared, const Share& share, const WeightMap* w_map, const WeightScale* w_scales,
                          const ExpertList& list) {
     auto nothing = [](int) {};
     fill_stages(shared, {share, list}, WeightTile<SharedMemory>::kBytes, nothing, [&](int s, Unit unit) {
         i64 row = i64(list.experts[unit.i]) * share.hidden + share.channel;
         const WeightTile to(shared, s);
         to.load(0, w_map, shared.full(s), unit.k, row);
-        to.load_scale(0, scales_of_rows(w_scales, row / 128, share.k_blocks) + unit.k);
+        to.load_scale(0, scales_of_rows(w_scales, row / 128, scale_pitch(*w_map, share.k_blocks)) + unit.k);
         copy_async_arrive(shared.full(s));
     });
 }
@@ -187,7 +187,7 @@ DEVICE void multiply_units(SharedMemory shared, Ring<kStages>& ring, Units units
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    down_small_batch(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap q_map,
+    down_small_batch(const __grid_constant__ WeightMap w_map, const __grid_constant__ TensorMap q_map,
                      const WeightScale* w_scales, const float* scales, const int* tokens_written, const void* ids,
                      const int* expert_map, u16* out, int ids_64, int shared_expert, int routed_experts,
                      int num_experts, int tokens, int topk, int hidden, int intermediate, int splits) {
@@ -201,6 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         list_experts({ids, expert_map, ids_64, shared_expert, tokens * topk, topk, routed_experts, num_experts}, list);
     }
     if (threadIdx.x == 0) cluster.init();
+    init_weights(shared.at<WeightTables>(0));
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
     cluster.arrive();
 

@@ -147,25 +147,6 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
 
 // ---- math ----------------------------------------------------------------------------------------------------------
 
-// The thread's two rows of a slab are the gate and the up projection of one channel, with a scale each. The scales of
-// two tokens are read at once: the compiler does not combine the reads itself.
-template <int kTokens>
-struct GateUpScales {
-    float token[kTokens / 4], half[2];
-    template <class TokenScale>
-    DEVICE GateUpScales(WeightTile<SharedMemory> weights, TokenScale token_scale)
-        : half{weights.scale(0), weights.scale(1)} {
-#pragma unroll
-        for (int i = 0; i < kTokens / 4; i += 2) {
-            const float2 two = load_shared_float2(token_scale(column_offset(i)));
-            token[i] = two.x, token[i + 1] = two.y;
-        }
-    }
-    DEVICE void add(float& sum, float product, int e) const {
-        sum += token[column_index(e)] * half[row_index(e)] * product;
-    }
-};
-
 template <int kTokens>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Result& out,
                          const Tile& tile, int warpgroup) {

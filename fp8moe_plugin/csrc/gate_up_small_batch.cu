@@ -6,11 +6,10 @@
 // sends its sums of a token to the shared memory of the block that finishes the token, where they are added up in the
 // order of the blocks, while the next tile is multiplied.
 //
-// Roles: two math warpgroups, for the rows of the gate and of the up projection; a warp that loads weights; a warp for
-// each token that the block finishes.
+// Roles: two math warpgroups, for the rows of the gate and of the up projection, or for 64 channels each where chunks
+// have both; a warp that loads weights; a warp for each token that the block finishes.
 //
-// In:   w_map       of w13: boxes of 64 rows, interleaved (interleaved_map) so that a thread's sums are of four
-//                   neighbouring channels
+// In:   w_map       of w13, see gate_up_rows.cuh
 //       x           bfloat16 [tokens, K];    w_scales  float32 [experts, 2 * I / 128, K / 128]
 //       ids, expert_map  see expert_ids.cuh;    topk_weights  float32 [tokens, topk - shared_expert]
 // Out:  q           e4m3 [experts listed, TOKENS, I]; not written for a token that does not have the expert
@@ -23,7 +22,7 @@
 // writes ids and topk_weights, runs. down_small_batch runs next to it (PDL), once the ids are there.
 #include "epilogue/swiglu_token.cuh"
 #include "formats/row_scales.cuh"
-#include "mma/swap_ab.cuh"
+#include "mma/gate_up_rows.cuh"
 #include "pipeline/producer.cuh"
 #include "pipeline/quantize_tokens.cuh"
 #include "routing/expert_list.cuh"
@@ -31,8 +30,9 @@
 constexpr int kTokens = TOKENS, kCluster = CLUSTER, kStages = STAGES;
 constexpr int kBlockI = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathWarps = 8, kMathThreads = kMathWarps * kWarp;
-constexpr int kSlabs = 2;                      // of 64 rows of weights, per warpgroup; a stage holds one slab of each
-constexpr int kFinished = kTokens / kCluster;  // tokens that a block finishes
+constexpr int kSlabs = 2;  // of 64 rows of weights, per warpgroup
+constexpr int kStagesOfStep = kSlabs / kSlabsOfStage, kRows = kSlabsOfStage * 64;  // rows per warpgroup
+constexpr int kFinished = kTokens / kCluster;                                      // tokens that a block finishes
 constexpr int kLoadWarp = kMathWarps, kFinishWarp = kLoadWarp + 1, kWarps = kFinishWarp + kFinished;
 static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
 constexpr int kMostSteps = SMALL_BATCH_K_BLOCKS;  // K blocks per thread block
@@ -51,9 +51,9 @@ template <int kCount>
 struct Taken : Once<kCount, 8, 8> {};  // all finishing warps of the cluster have taken their sums
 template <int kCount>
 struct List : Once<kCount, sizeof(ExpertList)> {};
-using SharedMemory =
-    Stages<STAGES, Weights<kMathWarpgroups * 64>, X<kMostSteps * kTokens>, Sums<kFinished * kCluster * 2>,
-           XScales<kMostSteps * kTokens>, WeightScales<2>, Full<1>, Empty<1>, Received<kFinished>, Taken<1>, List<1>>;
+using SharedMemory = Stages<STAGES, Weights<kMathWarpgroups * kRows>, X<kMostSteps * kTokens>,
+                            Sums<kFinished * kCluster * 2>, XScales<kMostSteps * kTokens>, WeightScales<2>, Full<1>,
+                            Empty<1>, Received<kFinished>, Taken<1>, List<1>, WeightTables<1>>;
 
 // Of block `from` of the cluster; half 0 is the gate projection.
 DEVICE u32 sums_at(SharedMemory shared, int finished, int from, int half) {
@@ -80,19 +80,20 @@ struct Share {
 
 // ---- weights: one warp ---------------------------------------------------------------------------------------------
 
-DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Share& share, const TensorMap* w_map,
+DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Share& share, const WeightMap* w_map,
                          const WeightScale* w_scales, const ExpertList& list) {
     int half = lane_of_warp(), groups = size.groups();  // of the lanes that load
     Ring<kStages> ring;
     for (int tile = share.first_tile; tile < list.count * groups; tile += share.tile_stride) {
         int row = list.experts[tile / groups] * 2 * groups + tile % groups + half * groups;  // in units of 128 rows
-        const WeightScale* scale = scales_of_rows(w_scales, row, size.k_blocks()) + share.first_step;
-        fill_stages<wait_by_warp>(shared, ring, 0, kSlabs * share.steps, [&](int i, int s, u32 full) {
+        const WeightScale* scale =
+            scales_of_rows(w_scales, row, scale_pitch(*w_map, size.k_blocks())) + share.first_step;
+        fill_stages<wait_by_warp>(shared, ring, 0, kStagesOfStep * share.steps, [&](int i, int s, u32 full) {
             const WeightTile to(shared, s);
-            int k = i / kSlabs, slab = i % kSlabs;
+            int k = i / kStagesOfStep, slab = i % kStagesOfStep;
             if (half == 0) barrier_arrive_expect(full, to.kBytes);
             if (half < kMathWarpgroups) {
-                to.load_interleaved(half * 64, w_map, full, share.first_step + k, row, slab);
+                load_rows(to, w_map, full, share.first_step + k, row, half, slab);
                 to.load_scale(half, scale + k);
                 copy_async_arrive(full);
             }
@@ -103,34 +104,37 @@ DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Sha
 
 // ---- math ----------------------------------------------------------------------------------------------------------
 
-// The thread's rows, two of each slab, are four neighbouring channels of the warpgroup's half, by the interleaving of
-// w_map; its columns are tokens.
+// The thread's rows, two of each slab, are those of gate_up_rows.cuh; its columns are tokens.
 using Accumulators = Fragment<kTokens>[kSlabs];
 
-DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int half, Accumulators& sum) {
+DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int warpgroup, Accumulators& sum) {
     int token = fragment_column(threadIdx.x);
     clear(sum);
     for (int step = 0; step < steps; ++step)
 #pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab, ring.advance()) {
+        for (int slab = 0; slab < kSlabs; ++slab) {
             int s = ring.stage;
-            barrier_wait(shared.full(s), ring.phase);
+            const bool first = slab % kSlabsOfStage == 0, last = (slab + 1) % kSlabsOfStage == 0;
+            if (first) barrier_wait(shared.full(s), ring.phase);
             // As in multiply_stages, which takes more registers here: two blocks share an SM.
             const WeightTile weights(shared, s);
             Fragment<kTokens> product;
-            wgmma_start(product, weights.operand(half * 64), shared.at<X>(step * kTokens));
+            int row = warpgroup * kRows + slab % kSlabsOfStage * 64;
+            wgmma_start(product, weights.operand(row), shared.at<X>(step * kTokens));
             auto token_scale = [&](int offset) { return shared.at<XScales>(step * kTokens + token + offset); };
-            const OneScale<kTokens> scales(weights, token_scale, half);
+            const SlabScales<kTokens> scales(weights, token_scale, warpgroup);
             wgmma_finish(product);
-            release(shared, s);
+            if (last) release(shared, s);
 #pragma unroll
             for (int e = 0; e < kTokens / 2; ++e) scales.add(sum[slab][e], product[e], e);
+            if (last) ring.advance();
         }
 }
 
 // Sends the sums to the blocks that finish the tokens, 16 bytes per thread and token.
-DEVICE void send(SharedMemory shared, const ProblemSize& size, const Share& share, int half, const Accumulators& sum) {
-    int lane = threadIdx.x % kWarp, at = (threadIdx.x / kWarp % 4 * 8 + lane / 4) * 16;
+DEVICE void send(SharedMemory shared, const ProblemSize& size, const Share& share, int warpgroup,
+                 const Accumulators& sum) {
+    int lane = threadIdx.x % kWarp, half = half_of_sums(warpgroup, lane), at = place_of_sums(lane);
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
         int token = fragment_column(lane) + column_offset(i), e = element_at(0, i);
@@ -142,14 +146,14 @@ DEVICE void send(SharedMemory shared, const ProblemSize& size, const Share& shar
     }
 }
 
-DEVICE void compute_tiles(SharedMemory shared, const ProblemSize& size, const Share& share, int tiles, int half) {
+DEVICE void compute_tiles(SharedMemory shared, const ProblemSize& size, const Share& share, int tiles, int warpgroup) {
     Ring<kStages> ring;
     u32 phase = 1;
     for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
         Accumulators sum;
-        multiply(shared, ring, share.steps, half, sum);
+        multiply(shared, ring, share.steps, warpgroup, sum);
         wait_by_warp(shared.at<Taken>(0), phase);
-        send(shared, size, share, half, sum);
+        send(shared, size, share, warpgroup, sum);
     }
 }
 
@@ -178,10 +182,12 @@ struct Result {
 
 using ChannelScales = RowScales<2 * 4>;  // of the lane's four channels, gate first
 
+constexpr int kPartsAtOnce = kStoredPaired ? kCluster / 2 : kCluster;  // of all, some registers would be spilled
+
 // The activation of the lane's four channels as bfloat16, from the sums of all blocks.
 DEVICE uint2 activated(SharedMemory shared, int finished, const ChannelScales& scales, const Activation& activation) {
     float4 half[2] = {};
-#pragma unroll
+#pragma unroll kPartsAtOnce
     for (int from = 0; from < kCluster; ++from)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -195,6 +201,7 @@ DEVICE uint2 activated(SharedMemory shared, int finished, const ChannelScales& s
             half[h].x *= of[0], half[h].y *= of[1], half[h].z *= of[2], half[h].w *= of[3];
         }
     }
+    pair_halves(half);
     return activation.of_four(half[0], half[1]);
 }
 
@@ -227,7 +234,7 @@ DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Sha
             for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) weight += __shfl_xor_sync(kAllLanes, weight, lanes);
             i64 row = tile / groups * kTokens + token;
             u8* q = out.q + row * size.intermediate + tile % groups * kBlockI;
-            float scale = present_scale(weight * store_quantized(value, reinterpret_cast<u32*>(q) + lane));
+            float scale = present_scale(weight * store_quantized(value, codes_at(q, lane)));
             if (lane == 0) out.scales[i64(tile) * kTokens + token] = scale;
             __syncwarp();
             if (lane == 0) __threadfence();  // slower than a short tile, so only if something was written
@@ -239,7 +246,7 @@ DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Sha
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(THREADS, 2)
-    gate_up_small_batch(const __grid_constant__ TensorMap w_map, const uint4* x, const WeightScale* w_scales,
+    gate_up_small_batch(const __grid_constant__ WeightMap w_map, const uint4* x, const WeightScale* w_scales,
                         const void* ids, const int* expert_map, const float* topk_weights, u8* q, float* scales,
                         int* tokens_written, int ids_64, int shared_expert, int routed_experts, int num_experts,
                         int tokens, int topk, int hidden, int intermediate, float routed_scale, Activation activation) {
@@ -254,6 +261,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
     const TokenQuantizer<kTokens, kMostSteps, kMathThreads> own_tokens(math ? x : nullptr, tokens, size.k_blocks(),
                                                                        share.first_step, share.steps);
     if (warp == kLoadWarp && lane_of_warp() == 0) prefetch(&w_map);
+    init_weights(shared.at<WeightTables>(0));
     if (!math) wait_for_previous_kernel();  // choose_experts, if the layer has it: ids and weights are not there yet
     if (warp == kLoadWarp) {
         list_experts(router, list);

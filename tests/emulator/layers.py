@@ -61,14 +61,16 @@ def packed_moe(x: torch.Tensor, layer: h.Layer, weights: torch.Tensor, ids: torc
     return fused_moe(x, *layer, weights, ids, weights=PACKED_MXFP4)
 
 
-def run_packed_layer(emulator: Device, seed: int, tokens: int = 5, span: int = 30) -> float:
+def run_packed_layer(
+    emulator: Device, seed: int, tokens: int = 5, span: int = 30, hidden: int = 384, intermediate: int = 256
+) -> float:
     """Returns the largest relative L2 error of a channel of a layer in packed MXFP4.
 
     Args:
         span: of the exponents in a block, in binades: some channels are much smaller than others.
     """
     gen = h.seeded(0, torch.device("cpu"))
-    x, layer = h.random_tokens(gen, tokens, 384), random_experts(gen, 2, 384, 256, span).packed()
+    x, layer = h.random_tokens(gen, tokens, hidden), random_experts(gen, 2, hidden, intermediate, span).packed()
     routing = h.random_routing(gen, "distinct", tokens, 2, 2)
     out = emulator.execute(seed, lambda: packed_moe(x, layer, *routing))
     pairs = zip(out.T, packed_moe(x, layer, *routing).T, strict=True)

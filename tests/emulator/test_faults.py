@@ -16,6 +16,7 @@ from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.launches.kernel_sets import EXAMPLE
 from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.ops.mxfp4 import SPAN
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.sm90 import layer
 from fp8moe_plugin.plan.sm90.catalog import (
@@ -263,6 +264,14 @@ def packed_layer(emulator: Device, seed: int) -> None:
     assert run_packed_layer(emulator, seed) <= MOST_ERROR
 
 
+def packed_small_batch(emulator: Device, seed: int) -> None:
+    """More tiles than a block of the first GEMM has stages."""
+    with pytest.MonkeyPatch.context() as patch:
+        h.force_step(patch, width=8)
+        error = run_packed_layer(emulator, seed, 3, SPAN, hidden=1024, intermediate=1152)
+    assert error <= MOST_ERROR
+
+
 PER_CHANNEL = MODIFIED._replace(weights=FP8_CHANNEL)
 scales_of_many_rows = per_channel("gate_up")
 scales_of_few_rows = per_channel("gate_up_few_rows")
@@ -283,6 +292,8 @@ PACKED = (
     *FEW[2:],
 )
 SMALL_BATCH = gate_up_small_batch_key(h.layer_spec(), 8, 8), down_small_batch_key(h.layer_spec(), 8, 8)
+PACKED_SPEC = h.layer_spec()._replace(weights=PACKED_MXFP4)
+PACKED_SMALL_BATCH = gate_up_small_batch_key(PACKED_SPEC, 8, 8), down_small_batch_key(PACKED_SPEC, 8, 8)
 DENSE = dense_gemm_key(64), quantize_key(False, Layout.K_MAJOR)
 KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
 KERNELS = {  # to be compiled ahead
@@ -294,6 +305,7 @@ KERNELS = {  # to be compiled ahead
     dense_tiles_of_clusters: (dense_gemm_many_rows_key(192), quantize_key(False, Layout.K_MAJOR)),
     layer_of_few_tokens: FEW,
     packed_layer: PACKED,
+    packed_small_batch: PACKED_SMALL_BATCH,
     behind_dense_layer: (*DENSE, *FEW),
     behind_choice: (choose_experts_key(), *FEW),
     gate_behind_dense: (*DENSE, router_gemm_key()),
@@ -803,6 +815,54 @@ FAULTS = {
     ),
     "the second slab has the codes of the first": Fault(
         "formats/weights_mxfp4.cuh", "chunk + slab * kSlabCodes", "chunk", packed_layer, "AssertionError"
+    ),
+    "sums of odd channels are those of even ones": Fault(
+        "mma/gate_up_rows.cuh",
+        "make_float4(even.y, odd.y,",
+        "make_float4(even.y, even.y,",
+        packed_small_batch,
+        "AssertionError",
+        multiprocessors=CLUSTERS,
+    ),
+    "sums of both channels of two lanes have one place": Fault(
+        "mma/gate_up_rows.cuh",
+        "kStoredPaired ? lane / 4 % 2",
+        "kStoredPaired ? 0",
+        packed_small_batch,
+        "AssertionError|deadlock",
+        multiprocessors=CLUSTERS,
+    ),
+    "codes of the second pair of channels are those of the first": Fault(
+        "mma/gate_up_rows.cuh",
+        "second = codes >> 16",
+        "second = codes",
+        packed_small_batch,
+        "AssertionError",
+        multiprocessors=CLUSTERS,
+    ),
+    "both slabs of a stage are the first one": Fault(
+        "gate_up_small_batch.cu",
+        "slab % kSlabsOfStage * 64",
+        "0",
+        packed_small_batch,
+        "AssertionError",
+        multiprocessors=CLUSTERS,
+    ),
+    "a stage is released before its second slab is multiplied": Fault(
+        "gate_up_small_batch.cu",
+        "if (last) release(shared, s);",
+        "if (first) release(shared, s);",
+        packed_small_batch,
+        "AssertionError|more arrivals|deadlock",
+        multiprocessors=CLUSTERS,
+    ),
+    "both projections of a small batch have the scales of the gate": Fault(
+        "mma/swap_ab.cuh",
+        "half{weights.scale(0), weights.scale(1)}",
+        "half{weights.scale(0), weights.scale(0)}",
+        packed_small_batch,
+        "AssertionError",
+        multiprocessors=CLUSTERS,
     ),
     "SiLU is not limited": Fault(
         "epilogue/activation.cuh",

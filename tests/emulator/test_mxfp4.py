@@ -31,6 +31,23 @@ def test_a_layer_has_the_bits_of_block_fp8(
     assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True)) <= MOST_ERROR
 
 
+@pytest.mark.parametrize(
+    ("shape", "kind", "seed"),
+    h.pairwise([(1, 256, 128), (7, 1152, 256), (12, 1024, 384), (16, 4224, 128)], ["distinct", "some_missing"], [1, 2]),
+)
+def test_a_small_batch_has_the_bits_of_block_fp8(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], kind: str, seed: int
+) -> None:
+    tokens, hidden, intermediate = shape
+    gen, experts = h.seeded(seed, CPU), random_experts(h.seeded(seed, CPU), 3, hidden, intermediate, SPAN)
+    x, routing = h.random_tokens(gen, tokens, hidden), h.random_routing(gen, kind, tokens, 2, 3)
+    packed, fp8 = experts.packed(), experts.in_fp8()
+    h.force_step(monkeypatch, width=8 if tokens <= 8 else 16)
+    wanted = emulator.execute(seed, lambda: fused_moe(x, *fp8, *routing))
+    assert h.same_bits(emulator.execute(seed, lambda: packed_moe(x, packed, *routing)), wanted)
+    assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True)) <= MOST_ERROR
+
+
 @pytest.mark.parametrize(("tokens", "span", "seed"), [(5, 15, 1), (20, 40, 2), (40, 70, 1)])
 def test_wider_blocks_take_further_steps(emulator: Device, tokens: int, span: int, seed: int) -> None:
     assert run_packed_layer(emulator, seed, tokens, span) <= MOST_ERROR

@@ -18,7 +18,14 @@ from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.formats.weight_format import WeightFormat
-from fp8moe_plugin.plan.sm90.catalog import DENSE_CLUSTER_TILE_N, DENSE_TILE_N, DENSE_TILE_ROWS, FEW_ROWS_ONLY
+from fp8moe_plugin.ops.mxfp4 import SPAN
+from fp8moe_plugin.plan.sm90.catalog import (
+    DENSE_CLUSTER_TILE_N,
+    DENSE_TILE_N,
+    DENSE_TILE_ROWS,
+    FEW_ROWS_ONLY,
+    SMALL_BATCH_TOKENS,
+)
 from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
 from fp8moe_plugin.plan.tuning import GATHER_UP_TO, LONG_K, QUANTIZE_FEW_TOKENS
 from tests import helpers as h
@@ -151,15 +158,13 @@ def check_batched_experts_of(weights: WeightFormat, gen: torch.Generator, rows: 
 
 
 def check_packed_mxfp4(gen: torch.Generator, rows: int) -> None:
-    """Blocks span so many binades that they take further steps."""
-    x, layer = (
-        h.random_tokens(gen, rows, HIDDEN),
-        random_experts(h.seeded(0, CPU), 2, HIDDEN, INTERMEDIATE, 30).packed(),
-    )
-    routing = h.random_routing(gen, "distinct", rows, 2, 2)
-    expected = ops.fused_moe(x.cpu(), *layer, *(part.cpu() for part in routing), weights=PACKED_MXFP4)
-    out = ops.fused_moe(x, *(part.to(DEVICE) for part in layer), *routing, weights=PACKED_MXFP4)
-    assert h.relative_l2(out.cpu(), expected) <= 2e-2
+    """Blocks that span more than SPAN binades take further steps; others may be small batches."""
+    for tokens, span in itertools.product({rows, min(rows, SMALL_BATCH_TOKENS[-1])}, (SPAN, 30)):
+        packed = random_experts(h.seeded(0, CPU), 2, HIDDEN, INTERMEDIATE, span).packed()
+        x, routing = h.random_tokens(gen, tokens, HIDDEN), h.random_routing(gen, "distinct", tokens, 2, 2)
+        expected = ops.fused_moe(x.cpu(), *packed, *(part.cpu() for part in routing), weights=PACKED_MXFP4)
+        out = ops.fused_moe(x, *(part.to(DEVICE) for part in packed), *routing, weights=PACKED_MXFP4)
+        assert h.relative_l2(out.cpu(), expected) <= 2e-2
 
 
 def check_fused_moe(gen: torch.Generator, rows: int) -> None:
@@ -254,6 +259,7 @@ CHECKS = {
         check_batched_experts,
         check_fused_moe,
         check_fp8_channel,
+        check_packed_mxfp4,
         check_routed_moe,
         check_choose_experts,
         check_router_gemm,

@@ -43,6 +43,25 @@ def test_a_layer_has_the_bits_of_block_fp8(monkeypatch: pytest.MonkeyPatch, name
     assert all(h.same_bits(fused_moe(x, *packed, *routing, weights=PACKED_MXFP4), out) for _ in range(100))
 
 
+@pytest.mark.parametrize("kind", ["distinct", "some_missing", "one_expert"])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_small_batch_has_the_bits_of_block_fp8(
+    monkeypatch: pytest.MonkeyPatch, name: str, tokens: int, kind: str
+) -> None:
+    """Both split K alike."""
+    experts, hidden, _, topk = LAYERS[name]
+    weights, gen = experts_of(name, SPAN), torch.Generator("cuda").manual_seed(tokens)
+    packed, fp8 = on_gpu(weights.packed()), on_gpu(weights.in_fp8())
+    x, routing = h.random_tokens(gen, tokens, hidden), h.random_routing(gen, kind, tokens, topk, experts)
+    steps = h.force_step(monkeypatch, width=8 if tokens <= 8 else 16)
+    wanted = fused_moe(x, *fp8, *routing)
+    out = fused_moe(x, *packed, *routing, weights=PACKED_MXFP4)
+    assert len(steps) == 2
+    assert h.same_bits(out, wanted)
+    assert all(h.same_bits(fused_moe(x, *packed, *routing, weights=PACKED_MXFP4), out) for _ in range(100))
+
+
 @pytest.mark.parametrize(("tokens", "span"), [(2, SPAN + 1), (40, 30), (300, 70)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_wider_blocks_take_further_steps(name: str, tokens: int, span: int) -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
+from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.ops.grouped_gemm import BY_COUNTS
 from fp8moe_plugin.plan.keys import SM90
@@ -12,7 +14,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     gate_up_small_batch_key,
 )
 from fp8moe_plugin.plan.sm90.grouped import columns_at_once, plan_grouped
-from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, down_splits, gate_up_clusters
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, down_splits, gate_up_clusters, plan_layer
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from tests import helpers as h
@@ -67,12 +69,30 @@ def test_a_wide_small_batch_needs_long_parts_of_k():
     assert [padded_tokens(MoeShape(8, hidden, 256, 128, 128), 9) for hidden in (1920, 2048)] == [0, 16]
 
 
+@pytest.mark.parametrize("weights", FORMATS, ids=str)
 @pytest.mark.parametrize("kind", SMALL_BATCH_STAGES)
-def test_small_batch_kernels_share_a_multiprocessor(kind):
-    first, second = gate_up_small_batch_key(h.layer_spec(), *kind), down_small_batch_key(h.layer_spec(), *kind)
+def test_small_batch_kernels_share_a_multiprocessor(kind, weights):
+    spec = h.layer_spec(weights=weights)
+    first, second = gate_up_small_batch_key(spec, *kind), down_small_batch_key(spec, *kind)
     for pair in (first, first), (first, second):
         assert sum(key.smem_bytes + 1024 for key in pair) <= MULTIPROCESSOR_SMEM_BYTES
         assert sum(key.threads for key in pair) <= 2048
+
+
+def test_half_the_bytes_make_more_small_batches():
+    flash, packed = LayerSpec(MoeShape(6, 4096, 2048, 256, 256)), h.layer_spec(weights=PACKED_MXFP4)
+    for spec, most in ((flash, 5), (flash._replace(weights=PACKED_MXFP4), 10)):
+        small = [isinstance(plan_layer(spec, tokens), SmallBatchStep) for tokens in (most, most + 1)]
+        assert small == [True, False]
+    assert isinstance(plan_layer(packed, 1), SmallBatchStep)
+
+
+@pytest.mark.parametrize("change", [{"further_steps": (0, 1)}, {"further_steps": (2, 0)}, {"batch_invariant": True}])
+def test_packed_layers_with_further_steps_are_sorted(change):
+    spec = h.layer_spec(weights=PACKED_MXFP4)._replace(**change)
+    step = plan_layer(spec, 1)
+    assert isinstance(step, SortedStep)
+    assert step.tile is FEW_ROWS
 
 
 def test_channels_of_models_are_shared_by():

@@ -1,10 +1,11 @@
-// SwiGLU with quantization of a group of 128 channels of one token, by a warp: four neighbouring channels per lane.
+// SwiGLU with quantization of a group of 128 channels of one token, by a warp: four channels per lane.
 #pragma once
 #include "device/fp8.cuh"
 #include "epilogue/activation.cuh"
 
-// Quantizes the lane's four channels to `q`; returns the scale of the group.
-DEVICE float store_quantized(uint2 value, u32* q) {
+// Quantizes the lane's four channels to `*q`; returns the scale of the group.
+template <class FourCodes>
+DEVICE float store_quantized(uint2 value, FourCodes* q) {
     u32 amax = larger_of(max_u16x2(value.x & kNoSigns, value.y & kNoSigns));
 #pragma unroll
     for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));

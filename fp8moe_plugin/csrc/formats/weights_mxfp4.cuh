@@ -32,6 +32,8 @@ struct alignas(64) WeightMap {
 };
 static_assert(sizeof(WeightMap) == sizeof(TensorMap), "the launch has room for a tensor map");
 
+constexpr bool kStoredPaired = true;       // the rows of the gate and up projections, 8 apart
+DEVICE void prefetch(const WeightMap*) {}  // a bulk copy needs no descriptor
 DEVICE void init_weights(u32 tables) { write_fp4_tables(tables); }
 
 // The steps of a tile, each with a chunk and the scales of its rows.

@@ -22,6 +22,24 @@ struct OneScale {
     DEVICE void add(float& sum, float product, int e) const { sum += scale[column_index(e)] * product; }
 };
 
+// The thread's two rows of a slab are the gate and the up projection of one channel, with a scale each. The scales of
+// two tokens are read at once: the compiler does not combine the reads itself.
+template <int kTokens>
+struct GateUpScales {
+    float token[kTokens / 4], half[2];
+    template <class Weights, class TokenScale>
+    DEVICE GateUpScales(const Weights& weights, TokenScale token_scale) : half{weights.scale(0), weights.scale(1)} {
+#pragma unroll
+        for (int i = 0; i < kTokens / 4; i += 2) {
+            const float2 two = load_shared_float2(token_scale(column_offset(i)));
+            token[i] = two.x, token[i + 1] = two.y;
+        }
+    }
+    DEVICE void add(float& sum, float product, int e) const {
+        sum += token[column_index(e)] * half[row_index(e)] * product;
+    }
+};
+
 // Adds the product of a stage: kSlabs of 64 rows of weights, from `row` on, by kTokens tokens. `others`: what else
 // Scales takes.
 template <int kTokens, class Scales, int kSlabs, class SharedMemory, class TokenScale, class... Others>

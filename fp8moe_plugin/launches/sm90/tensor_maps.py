@@ -32,6 +32,10 @@ def _chunks(b: Weights) -> Chunks:
     return Chunks(b.values, b.k // GROUP + b.further_steps, b.further_steps)
 
 
+def _gate_up_chunks(w13: Weights) -> Chunks:
+    return _chunks(w13)._replace(groups=w13.n // (2 * GROUP))
+
+
 def weights_map(b: Weights, box_rows: int, l2_fetch: int) -> TensorMap | Chunks:
     if b.format is PACKED_MXFP4:
         return _chunks(b)
@@ -46,7 +50,7 @@ def gate_up_map(w13: Weights) -> TensorMap | Chunks:
     A box alternates between 8 rows of the gate half and the same 8 rows of the up half, 16 times. Chunks do anyway.
     """
     if w13.format is PACKED_MXFP4:
-        return _chunks(w13)._replace(groups=w13.n // (2 * GROUP))
+        return _gate_up_chunks(w13)
     half, row = w13.n // 2, w13.nbytes(w13.k)
     sizes = (row, 8, 2, (w13.experts * w13.n - half) // 8)
     strides, box = (row, half * row, 8 * row), (w13.nbytes(GROUP), 8, 2, GROUP // 8)
@@ -63,12 +67,14 @@ def octets_map(address: Address, rows: int, k: int, box_rows: int) -> TensorMap:
     return TensorMap(address, sizes, strides, (128, 8, 2, box_rows // 16), 1, L2_FETCH)
 
 
-def interleaved_map(w13: Weights) -> TensorMap:
+def interleaved_map(w13: Weights) -> TensorMap | Chunks:
     """Returns the map of all rows in boxes of 64, reordered to match the layout of wgmma's sums.
 
     A thread holds two of the 64 rows, 8 apart. Together with its two rows of the other box, these are four consecutive
-    rows in memory. Box i begins at row 2i of the third dimension.
+    rows in memory. Box i begins at row 2i of the third dimension. Chunks have an order of their own.
     """
+    if w13.format is PACKED_MXFP4:
+        return _gate_up_chunks(w13)
     rows, row = w13.experts * w13.n, w13.nbytes(w13.k)
     sizes, strides, box = (row, 8, 4, rows // 32), (4 * row, row, 32 * row), (w13.nbytes(GROUP), 8, 2, 4)
     return TensorMap(w13.values, sizes, strides, box, 1, STREAMED_L2_FETCH)

@@ -23,7 +23,7 @@ WEIGHT_MACROS: dict[WeightFormat, tuple[tuple[str, int], ...]] = {
     FP8_CHANNEL: (("FP8_CHANNEL", 1),),
     PACKED_MXFP4: (("MXFP4", 1),),
 }
-FEW_ROWS_ONLY = (PACKED_MXFP4,)  # formats of which the kernels for few rows compute steps of any number of tokens
+FEW_ROWS_ONLY = (PACKED_MXFP4,)  # formats without kernels for many rows, in place of which those for few rows run
 SMEM_BYTES = 227 * KIB  # limit per block; kernels with one block per SM have as many stages as fit
 MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it requests
 DENSE_FEW_TILE_ROWS = (8, 16, 32)  # padded rows of dense_gemm_few_rows
@@ -36,6 +36,9 @@ SMALL_BATCH_TOKENS = (8, 16)  # padded token counts of the small-batch kernels
 # former, and the shared memory that they need. An SM has room for a block of each.
 SMALL_BATCH_STAGES = {(8, 8): (6, 6), (16, 8): (5, 5), (16, 4): (4, 6)}
 SMALL_BATCH_KIB = {(8, 8): (113, 111), (16, 8): (113, 103), (16, 4): (97, 121)}
+# The same of packed MXFP4, of which a stage has a whole K block.
+PACKED_SMALL_BATCH_STAGES = {(8, 8): (5, 12), (16, 8): (4, 10), (16, 4): (4, 10)}
+PACKED_SMALL_BATCH_KIB = {(8, 8): (102, 123), (16, 8): (102, 118), (16, 4): (102, 118)}
 SMALL_BATCH_HIDDEN = SMALL_BATCH_K_BLOCKS * GROUP * max(cluster for _, cluster in SMALL_BATCH_STAGES)
 MQA_HEADS = (32, 64)  # of an indexer
 MQA_NEXT_N = (1, 2, 3, 4)  # tokens of a request in one step of decode
@@ -128,9 +131,17 @@ def gate_up_few_rows_key(spec: LayerSpec) -> KernelKey:
     return KernelKey("gate_up_few_rows", _gate_up_macros(spec), 128 * (math_warpgroups + 1), SMEM_BYTES)
 
 
+def _small_batch_memory(spec: LayerSpec, padded_tokens: int, cluster: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the stages of both small-batch kernels, and the KiB of shared memory of each."""
+    packed = spec.weights is PACKED_MXFP4
+    stages = PACKED_SMALL_BATCH_STAGES if packed else SMALL_BATCH_STAGES
+    kib = PACKED_SMALL_BATCH_KIB if packed else SMALL_BATCH_KIB
+    return stages[padded_tokens, cluster], kib[padded_tokens, cluster]
+
+
 def gate_up_small_batch_key(spec: LayerSpec, padded_tokens: int, cluster: int) -> KernelKey:
     """GEMM 1 of the experts of up to `padded_tokens` tokens, including their routing and quantization."""
-    (stages, _), (kib, _) = SMALL_BATCH_STAGES[padded_tokens, cluster], SMALL_BATCH_KIB[padded_tokens, cluster]
+    (stages, _), (kib, _) = _small_batch_memory(spec, padded_tokens, cluster)
     sizes = (("CLUSTER", cluster), ("STAGES", stages), ("TOKENS", padded_tokens))
     warps = 8 + 1 + padded_tokens // cluster  # math, loads, and one per token that a block finishes
     return KernelKey("gate_up_small_batch", (*sizes, *_gate_up_macros(spec)), 32 * warps, kib * KIB)
@@ -164,7 +175,7 @@ def down_small_batch_key(spec: LayerSpec, padded_tokens: int, cluster: int) -> K
     Args:
         cluster: blocks per cluster of GEMM 1, which runs concurrently on the same SMs.
     """
-    (_, stages), (_, kib) = SMALL_BATCH_STAGES[padded_tokens, cluster], SMALL_BATCH_KIB[padded_tokens, cluster]
+    (_, stages), (_, kib) = _small_batch_memory(spec, padded_tokens, cluster)
     defines = (("STAGES", stages), ("TOKENS", padded_tokens), *WEIGHT_MACROS[spec.weights])
     return KernelKey("down_small_batch", defines, 320, kib * KIB)
 

@@ -105,12 +105,11 @@ def plan_layer(spec: LayerSpec, tokens: int, multiprocessors: int = MULTIPROCESS
         multiprocessors: of the GPU.
     """
     shape = spec.shape
-    if spec.weights in FEW_ROWS_ONLY:
-        return sorted_step(spec, tokens, FEW_ROWS, multiprocessors)
-    padded_tokens = 0 if spec.batch_invariant else small_batch_tokens(shape, tokens)
+    only_sorted = spec.batch_invariant or any(spec.further_steps)
+    padded_tokens = 0 if only_sorted else small_batch_tokens(spec, tokens)
     if padded_tokens and small_batch_fits(shape, padded_tokens, multiprocessors):
         return small_batch_step(spec, tokens, padded_tokens, multiprocessors)
-    few_rows = tokens <= few_rows_tokens(shape.topk, shape.global_experts)
+    few_rows = spec.weights in FEW_ROWS_ONLY or tokens <= few_rows_tokens(shape.topk, shape.global_experts)
     return sorted_step(spec, tokens, FEW_ROWS if few_rows else MANY_ROWS, multiprocessors)
 
 
@@ -125,19 +124,20 @@ def few_rows_tokens(topk: int, global_experts: int) -> int:
 # ---- small batches -------------------------------------------------------------------------------------------------
 
 
-def small_batch_tokens(shape: MoeShape, tokens: int) -> int:
+def small_batch_tokens(spec: LayerSpec, tokens: int) -> int:
     """Returns the padded token count (8 or 16), or 0 if the small-batch path does not apply.
 
     Every tile multiplies all tokens of the batch, though an expert has only some of them. That costs nothing while the
     kernels are bound by loading weights, and saves the launches that sort the tokens. If a rank is expected to read
     many weights, the other kernels stream them 3% faster. With more than 8 tokens, each block of a cluster needs
-    MIN_K_BLOCKS, which it does not have if `hidden` is small.
+    MIN_K_BLOCKS, which it does not have if `hidden` is small. The kernels do not know further steps.
     """
-    topk, hidden, intermediate, local_experts, global_experts = shape
+    topk, hidden, intermediate, local_experts, global_experts = spec.shape
     pairs = tokens * topk
     if pairs > SMALL_BATCH_PAIRS or topk > 32 or hidden > SMALL_BATCH_HIDDEN:
         return 0
-    if 3 * hidden * intermediate * pairs * local_experts / global_experts > SMALL_BATCH_BYTES:
+    nbytes = spec.weights.weight.nbytes(3 * intermediate, hidden)  # of an expert
+    if nbytes * pairs * local_experts / global_experts > SMALL_BATCH_BYTES:
         return 0
     fewer, more = SMALL_BATCH_TOKENS
     if tokens <= fewer:
