@@ -7,31 +7,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.checkpoints.per_row import FLOAT
+from benchmarks.checkpoints.per_row import QUANTIZATION as BY_ROW
+from benchmarks.checkpoints.per_row import by_row as quantize_rows
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.reference import FP8_MAX, dequantize_blocks
 
 # What compressed-tensors writes for FP8_BLOCK; tests/checkpoint/test_compressed.py has it from the library.
-FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 SCHEME = {
     "targets": ["Linear"],
     "weights": {**FLOAT, "strategy": "block", "block_structure": [128, 128], "dynamic": False},
     "input_activations": {**FLOAT, "strategy": "group", "group_size": 128, "dynamic": True},
 }
-QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {"group_0": SCHEME},
-    "ignore": ["lm_head", r"re:.*mlp\.gate$"],
-}
-
-
-FP8_DYNAMIC = {
-    "targets": ["Linear"],
-    "weights": {**FLOAT, "strategy": "channel", "dynamic": False},
-    "input_activations": {**FLOAT, "strategy": "token", "dynamic": True},
-}
-BY_ROW = QUANTIZATION | {"config_groups": {"group_0": FP8_DYNAMIC}}
+QUANTIZATION = BY_ROW | {"config_groups": {"group_0": SCHEME}}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": ["lm_head"]}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.mlp.gate"]}
 
@@ -54,13 +42,13 @@ def requantize(folder: Path, quantization: dict[str, Any]) -> None:
     for name, tensor in tensors.items():
         if (scales := tensors.get(f"{name}_scale_inv")) is not None:
             weight = dequantize_blocks(tensor, scales)
-            by_row = quantization is BY_ROW
-            amax = weight.abs().amax(1, keepdim=True) if by_row else weight.abs().max()
-            scale = (amax / FP8_MAX).bfloat16() if by_row else amax / FP8_MAX
-            found[name] = (weight / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+            if quantization is BY_ROW:
+                found[name], found[f"{name}_scale"] = quantize_rows(weight)
+                continue
+            scale = weight.abs().max() / FP8_MAX
+            found[name] = (weight / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
             found[f"{name}_scale"] = scale
-            if not by_row:
-                found[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(0.01)
+            found[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(0.01)
         elif not name.endswith("_scale_inv"):
             found[name] = tensor
     rewrite(folder, found, quantization)

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,8 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
 
     start = time.monotonic()
     arguments, _ = ENGINES[args.run]
+    if limit := read_config(args.model).get("swiglu_limit"):
+        limit_swiglu(limit)
     llm = LLM(
         model=str(args.twin if args.run == TWIN else args.model),
         dtype="bfloat16",
@@ -102,6 +105,17 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
     ready = time.monotonic() - start
     losses = read(llm, args.ids.numpy(), listed=0).losses.tolist()
     return {"losses": losses, "ready_s": round(ready, 1), "reading_s": round(time.monotonic() - start - ready, 1)}
+
+
+def limit_swiglu(limit: float) -> None:
+    """Give vLLM's DeepSeek-V3 a limit of SwiGLU, in this process; its class does not read one from config.json."""
+    from vllm.model_executor.layers.activation import SiluAndMulWithClamp
+    from vllm.model_executor.models import deepseek_v2
+
+    names = vars(deepseek_v2)
+    experts = "FusedMoE" if "FusedMoE" in names else "FusedMoEFactory"  # of vLLM before 0.32, and since then
+    names["SiluAndMul"] = partial(SiluAndMulWithClamp, limit)
+    names[experts] = partial(names[experts], swiglu_limit=limit)
 
 
 def read_windows(args: argparse.Namespace) -> torch.Tensor:

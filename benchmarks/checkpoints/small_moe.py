@@ -67,15 +67,19 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, hidden: int, intermediate: int) -> None:
+    def __init__(self, hidden: int, intermediate: int, limit: float | None = None) -> None:
         super().__init__()
+        self.limit = limit
         self.gate_proj = linear(hidden, intermediate)
         self.up_proj = linear(hidden, intermediate)
         self.down_proj = linear(intermediate, hidden)
 
     def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """With `weights` [..., experts], equal shares of the channels are experts, whose outputs are weighted."""
-        inner = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.limit:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        inner = F.silu(gate) * up
         if weights is not None:
             by_expert = inner.unflatten(-1, (weights.shape[-1], -1))
             inner = (by_expert * weights.unsqueeze(-1).to(inner.dtype)).flatten(-2)
@@ -119,8 +123,8 @@ class MoE(nn.Module):
     def __init__(self, s: Shape, scaling_factor: float) -> None:
         super().__init__()
         self.gate = Router(s, scaling_factor)
-        self.experts = MLP(s.hidden, s.experts * s.moe_intermediate)
-        self.shared_experts = MLP(s.hidden, s.moe_intermediate)
+        self.experts = MLP(s.hidden, s.experts * s.moe_intermediate, s.swiglu_limit)
+        self.shared_experts = MLP(s.hidden, s.moe_intermediate, s.swiglu_limit)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.experts(x, self.gate(x)) + self.shared_experts(x)
@@ -134,8 +138,8 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(s.hidden, eps)
         self.self_attn = Attention(s, eps, about["rope_theta"])
         self.post_attention_layernorm = RMSNorm(s.hidden, eps)
-        dense = index < s.dense_layers
-        self.mlp = MLP(s.hidden, s.dense_intermediate) if dense else MoE(s, about["routed_scaling_factor"])
+        dense = MLP(s.hidden, s.dense_intermediate, s.swiglu_limit) if index < s.dense_layers else None
+        self.mlp = dense or MoE(s, about["routed_scaling_factor"])
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x))

@@ -55,6 +55,7 @@ class Shape:
         0  # standard deviation of log2 of the magnitude of 128x128 blocks; with 0, scales hardly differ
     )
     ue8m0: bool = False  # scales are powers of two, as in DeepSeek-V3.1
+    swiglu_limit: float | None = None  # of gates and ups, as in DeepSeek-V4; vLLM's DeepSeek-V3 ignores it
 
     dense_layers: int = 0
     mtp_layers: int = 0
@@ -342,7 +343,9 @@ def deepseek_config(s: Shape) -> dict[str, Any]:
         "qk_nope_head_dim": s.nope_dim,
         "qk_rope_head_dim": s.rope_dim,
         "v_head_dim": s.v_dim,
-    } | ({"rope_scaling": YARN} if s.yarn else {})
+        **({"swiglu_limit": s.swiglu_limit} if s.swiglu_limit else {}),
+        **({"rope_scaling": YARN} if s.yarn else {}),
+    }
 
 
 def qwen_config(s: Shape) -> dict[str, Any]:
