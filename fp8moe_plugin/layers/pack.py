@@ -40,7 +40,7 @@ def part_of_rank(role: Role, tensor: torch.Tensor, down: bool, share: Share) -> 
     start, end = (min(at * part, width) for at in (share.rank, share.rank + 1))
     here = tensor.view(torch.uint8).narrow(dim, start, end - start)
     missing = part - (end - start)
-    return torch.nn.functional.pad(here, (0, missing) if down else (0, 0, 0, missing))
+    return torch.nn.functional.pad(here, (0, missing) if down else (0, 0, 0, missing)) if missing else here
 
 
 def pack(

@@ -58,8 +58,9 @@ def power_of_two(biased: torch.Tensor) -> torch.Tensor:
 def blocks(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """Returns bytes `[rows, columns]` as `[blocks, blocks, 128, width]`, zero-padded."""
     rows, columns = tensor.shape
-    padded = torch.nn.functional.pad(tensor, (0, -columns % width, 0, -rows % GROUP))
-    return padded.view(-1, GROUP, padded.shape[1] // width, width).transpose(1, 2)
+    if rows % GROUP or columns % width:
+        tensor = torch.nn.functional.pad(tensor, (0, -columns % width, 0, -rows % GROUP))
+    return tensor.reshape(-1, GROUP, tensor.shape[1] // width, width).transpose(1, 2)
 
 
 # ---- packing -------------------------------------------------------------------------------------------------------
@@ -77,8 +78,10 @@ def steps_of(codes: torch.Tensor, exponents: torch.Tensor) -> Steps:
     rows, k_blocks = packed.shape[:2]
     left = torch.ones_like(nonzero)
     first = _step(packed, exponent, nonzero, left)
-    used, further = torch.zeros(rows, dtype=torch.int64, device=codes.device), []
     left = ~first.taken
+    if not left.any():
+        return Steps(first.codes, first.q, first.base, first.base.new_empty(rows, 0))
+    used, further = torch.zeros(rows, dtype=torch.int64, device=codes.device), []
     while left.any():
         row, k_block = left.flatten(2).any(-1).nonzero(as_tuple=True)
         count = torch.bincount(row, minlength=rows)
