@@ -142,7 +142,7 @@ def shape_errors(prefix: str, tensor: torch.Tensor) -> Iterator[None]:
 def check_loaded(layer: str, name: str, parameter: torch.Tensor) -> None:
     """Raise `CheckpointError` if a parameter holds NaN (or a float32 one, infinity).
 
-    `checks.poison` filled it with NaN before loading, so NaN also means that a tensor did not arrive.
+    `unset` filled it with NaN before loading, so NaN also means that a tensor did not arrive.
     """
     if not holds_nan(parameter):
         return

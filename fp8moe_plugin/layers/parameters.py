@@ -6,7 +6,7 @@ import torch
 
 from fp8moe_plugin.formats.spec import SCALE, WEIGHT
 from fp8moe_plugin.formats.weight_format import Role, TensorFormat, WeightFormat
-from fp8moe_plugin.ops.checks import torch_dtype
+from fp8moe_plugin.ops.checks import poison, torch_dtype
 
 # vLLM copies these attributes to the parameters of a reload.
 FORMAT, ROLE, STORED = "fp8moe_format", "fp8moe_role", "fp8moe_stored"
@@ -20,6 +20,19 @@ def marked(tensor: Tensor, weights: WeightFormat, role: Role, stored: WeightForm
     setattr(tensor, ROLE, role)
     setattr(tensor, STORED, stored or weights)
     return tensor
+
+
+def unset(parameter: Tensor) -> Tensor:
+    """Fill a parameter with NaN, so that a tensor that does not arrive is noticed; returns it.
+
+    Integers have no NaN, but their scales do. They become zeros, because kernels run on them if an engine loads no
+    weights (`--load-format dummy`), and not every byte is a valid exponent.
+    """
+    if parameter.is_floating_point():
+        poison(parameter)
+    else:
+        parameter.data.zero_()
+    return parameter
 
 
 def format_of(parameter: torch.Tensor) -> WeightFormat:

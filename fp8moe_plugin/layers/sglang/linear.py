@@ -22,11 +22,10 @@ from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import unsupported_shape, whole_blocks
 from fp8moe_plugin.layers.kernels import dense_format_refusal, kernels_backend, prepare_kernels
 from fp8moe_plugin.layers.loading import as_kept, check_size, per_row, rows_of_shard, shape_errors
-from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of
+from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of, unset
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.layers.sglang.loads import scale_parameter
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.ops.checks import poison
 
 RANKS_OPTION = "--tp-size"
 
@@ -118,7 +117,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 
 def _parameter(weights: WeightFormat, role: Role, n: int, k: int, load: MethodType) -> torch.nn.Parameter:
     """Returns the parameter of a weight `[n, k]` or of its scales, by whose class SGLang's loader splits tensors."""
-    split: dict[str, Any] = {"data": poison(empty_tensor(weights, role, n, k)), "output_dim": 0, "weight_loader": load}
+    split: dict[str, Any] = {"data": unset(empty_tensor(weights, role, n, k)), "output_dim": 0, "weight_loader": load}
     if role is Role.WEIGHT:
         return marked(ModelWeightParameter(input_dim=1, **split), weights, role)
     if weights.weight_block is None:

@@ -25,12 +25,11 @@ from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, per_row, shape_errors
 from fp8moe_plugin.layers.pack import Share, pack
-from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of
+from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of, unset
 from fp8moe_plugin.layers.recode import block_fp8, targets
 from fp8moe_plugin.layers.sglang import compat, online
 from fp8moe_plugin.layers.sglang.loads import scale_parameter
 from fp8moe_plugin.layers.sglang.refusals import activation, check_computation, check_experts
-from fp8moe_plugin.ops.checks import poison
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
 from fp8moe_plugin.settings import batch_invariant
 
@@ -79,7 +78,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             attrs = {"weight_loader": MethodType(load_weight if role is Role.WEIGHT else load, layer)}
             if role is Role.SCALES:
                 attrs["quant_method"] = (BLOCK if quant.weights.weight_block else CHANNEL).value
-            parameter = torch.nn.Parameter(poison(tensor), requires_grad=False)
+            parameter = torch.nn.Parameter(unset(tensor), requires_grad=False)
             set_weight_attrs(parameter, attrs)
             layer.register_parameter(name, marked(parameter, quant.weights, role, quant.recoded_from))
         for name in ("w13_input_scale", "w2_input_scale") if quant.input_scales else ():

@@ -11,10 +11,9 @@ import torch
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.loading import as_kept, check_loaded, check_tensor, holds_nan, per_row, shape_errors
-from fp8moe_plugin.layers.parameters import role_of
+from fp8moe_plugin.layers.parameters import role_of, unset
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.model_state import ModelState
-from fp8moe_plugin.ops.checks import poison
 
 # Takes the arguments of a weight loader. Returns the name of the projection for `Arrivals`, or None for one of another
 # rank, and the tensor for the loader.
@@ -45,7 +44,7 @@ class LayerLoading:
         return self.prefix in self.model.reloading
 
     def register(self, layer: Any, parameters: dict[str, Any], check: Check) -> None:
-        """Register the parameters of a new layer, filled with NaN by `poison` to detect missing tensors.
+        """Register the parameters of a new layer, filled with NaN by `unset` to detect missing tensors.
 
         Args:
             parameters: `torch.nn.Parameter`s with a `weight_loader`, a bound method of the layer, as vLLM sets it.
@@ -56,7 +55,7 @@ class LayerLoading:
         layer.fp8moe_loading = self
         layer.register_parameter = functools.partial(self._register, layer)
         for name, parameter in parameters.items():
-            poison(parameter)
+            unset(parameter)
             parameter.weight_loader = MethodType(_checked(parameter.weight_loader.__func__, check), layer)
             layer.register_parameter(name, parameter)
 
@@ -68,7 +67,7 @@ class LayerLoading:
             self.checked = False
             self.model.begin_layer(self.prefix)
         elif self.reloading and parameter is not self.parameters[name]:
-            poison(parameter)
+            unset(parameter)
         elif self.reloading and name == list(self.parameters)[-1]:  # all originals are registered again
             with self.errors_fail_model():
                 self.model.finish_layer(self.prefix, got_tensors=False)

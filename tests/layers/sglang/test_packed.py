@@ -54,6 +54,14 @@ def test_ranks_hold_their_part(intermediate, ranks, part, widened):
         layers.QUANT.loads.finish()
 
 
+def test_parameters_without_weights_are_valid():
+    """An engine may load none, and kernels read tables by the bytes of exponents."""
+    layer = Layer(INTERMEDIATE, 1, 0)
+    for weight in (layer.w13_weight, layer.w2_weight):
+        assert not weight.any()
+    assert layer.w13_weight_scale_inv.isnan().all()
+
+
 def test_a_rank_of_whole_experts_holds_its_own(monkeypatch):
     """With expert parallelism; wide experts of other ranks cost it nothing."""
     for name in ("num_local_experts", "_num_local_routed", "_expert_storage_rank", "moe_ep_rank"):

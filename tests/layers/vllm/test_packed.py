@@ -51,6 +51,14 @@ def test_experts_are_rows_of_the_parameters():
     }
 
 
+def test_parameters_without_weights_are_valid():
+    """An engine may load none, and kernels read tables by the bytes of exponents."""
+    layer = Layer(INTERMEDIATE, 1, 0, PACKED)
+    for weight in (layer.w13_weight, layer.w2_weight):
+        assert not weight.any()
+    assert layer.w13_weight_scale.isnan().all()
+
+
 def test_a_missing_expert_is_noticed():
     checkpoint = first("packed")
     checkpoint["w3_weight"][1] = checkpoint["w3_weight_scale"][1] = None
