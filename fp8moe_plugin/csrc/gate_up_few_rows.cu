@@ -30,7 +30,8 @@ constexpr int kSlabs = 4 / kMathWarpgroups;  // of 64 rows of weights, per warpg
 constexpr int kProducerRegisters = kSlabs == 2 ? 72 : 64, kMathRegisters = kSlabs == 2 ? 216 : 104;
 static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * (kSlabs == 2 ? 168 : 96),
               "the launch's registers per thread");
-constexpr int kFullArrivals = 1 + kProducers;  // the announced bytes of TMA, and each copying thread
+constexpr int kProducerWarps = kProducers / kWarp;
+constexpr int kFullArrivals = 1 + kWarp;  // the announced bytes of TMA, and each lane of the warp that fills the stage
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 
 template <int kCount>
@@ -70,79 +71,90 @@ struct Result {
 
 using Queue = TileQueue<kBlockTokens>;
 
-// ---- producer: one warpgroup ---------------------------------------------------------------------------------------
+// ---- producer: four warps, which take turns with the stages ---------------------------------------------------------
 
-// A tile's weights: one thread loads them, two others copy the scales, of the gate and of the up projection.
+// A tile's weights: one lane loads them, two copy their scales, of the gate and of the up projection.
 struct WeightLoads {
-    int row, first_step;  // of the gate, in units of 128 rows
-    const WeightScale* scale;
+    const GateAndUp chunks;
+    int first_step;
+    const WeightScale* scale;  // in lanes 0 and 1
 
-    DEVICE WeightLoads(const Operands& in, const Tile& tile) {
-        row = in.gate_row(tile);
+    DEVICE WeightLoads(const Operands& in, const Tile& tile) : chunks(in.weights, in.gate_row(tile)) {
         first_step = in.splits.split_of(tile) * in.steps;
-        scale = in.scales_of_rows(row + half() * in.groups()) + first_step;
+        scale = in.scales_of_rows(in.gate_row(tile) + lane_of_warp() % 2 * in.groups()) + first_step;
     }
-    // 0 and 1 in the two threads that copy scales.
-    DEVICE static int half() { return int(threadIdx.x % kProducers) - kBlockTokens; }
-    DEVICE void start(WeightTile<SharedMemory> to, u32 full, const Operands& in, int step) const {
-        if (threadIdx.x % kProducers == 0) {
+    DEVICE void start(WeightTile<SharedMemory> to, u32 full, int step) const {
+        const int lane = lane_of_warp();
+        if (lane == 0) {
             barrier_arrive_expect(full, to.kBytes);
-            to.load_gate_and_up(in.weights, full, first_step + step, row);
+            to.load_gate_and_up(chunks, full, first_step + step);
         }
-        if (half() == 0 || half() == 1) to.load_scale(half(), scale + step);
+        if (lane < 2) to.load_scale(lane, scale + step);
     }
 };
 
-// A tile's tokens: a thread copies 16 bytes of several, and the scale of one.
+// A tile's tokens: a lane copies 16 bytes of several, and the scales of two.
 struct TokenCopies : StepsOfTile {
-    static constexpr int kChunks = kBlockK / 16, kRowsAtOnce = kProducers / kChunks;
-    static constexpr int kCount = kBlockTokens / kRowsAtOnce;
-    const uint4* from[kCount];  // null: past the tile's rows
-    const float* scale;
+    static constexpr int kChunks = kBlockK / 16, kRowsAtOnce = kWarp / kChunks, kCount = kBlockTokens / kRowsAtOnce;
+    static_assert(2 * kRowsAtOnce == SWIZZLE_ROWS, "the swizzle of two copies repeats");
+    const uint4* x;
+    const float* scales;
+    u32 from[kCount], from_scale[kBlockTokens / kWarp];  // first elements
+    int rows;
 
     DEVICE TokenCopies(const Operands& in, const Tile& tile)
-        : StepsOfTile(in.scales_of_rows(in.gate_row(tile)), *in.weights, in.k_blocks) {
-        int thread = threadIdx.x % kProducers, first_step = in.splits.split_of(tile) * in.steps;
-        auto block_of = [&](int row) { return i64(in.a_rows[tile.row + row]) * in.k_blocks + first_step; };
+        : StepsOfTile(in.scales_of_rows(in.gate_row(tile)), *in.weights, in.k_blocks),
+          x(in.x),
+          scales(in.x_scales),
+          rows(tile.rows) {
+        const int lane = lane_of_warp(), first_step = in.splits.split_of(tile) * in.steps;
+        auto block_of = [&](int row) {
+            return row < rows ? u32(in.a_rows[tile.row + row]) * in.k_blocks + first_step : 0;
+        };
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            int row = thread / kChunks + i * kRowsAtOnce;
-            from[i] = row < tile.rows ? in.x + block_of(row) * kChunks + thread % kChunks : nullptr;
-        }
-        scale = thread < tile.rows ? in.x_scales + block_of(thread) : nullptr;
+        for (int i = 0; i < kCount; ++i)
+            from[i] = block_of(i * kRowsAtOnce + lane / kChunks) * kChunks + lane % kChunks;
+#pragma unroll
+        for (int i = 0; i < kBlockTokens / kWarp; ++i) from_scale[i] = block_of(i * kWarp + lane);
     }
     DEVICE void start(SharedMemory shared, int s, int k) const {
         if constexpr (kFurtherSteps) k = k_block(k);
-        int thread = threadIdx.x % kProducers, row = thread / kChunks, chunk = thread % kChunks;
-        u32 to = shared.tokens(s, row) + (chunk ^ row % 8) * 16;
+        const int lane = lane_of_warp(), row = lane / kChunks, chunk = lane % kChunks;
+        const uint4* block = x + k * kChunks;
+        const u32 to[2] = {shared.tokens(s, row) + (chunk ^ row) * 16,
+                           shared.tokens(s, row + kRowsAtOnce) + (chunk ^ (row + kRowsAtOnce)) * 16};
 #pragma unroll
-        for (int i = 0; i < kCount; ++i)
-            if (from[i]) copy_async_16(to + i * kRowsAtOnce * kBlockK, from[i] + k * kChunks);
-        if (scale) copy_async_4(shared.token_scale(s, thread), scale + k);
+        for (int i = 0; i < kCount; ++i) {
+            if (i * kRowsAtOnce >= rows) break;
+            if (i * kRowsAtOnce + row < rows)
+                copy_async_16(to[i % 2] + i / 2 * SWIZZLE_ROWS * kBlockK, block + from[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < kBlockTokens / kWarp; ++i)
+            if (i * kWarp + lane < rows)
+                copy_async_4(shared.token_scale(s, i * kWarp + lane), scales + k + from_scale[i]);
     }
 };
 
-DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Tile& tile, Queue& queue,
-                      bool first_warp) {
-    const WeightLoads weights(in, tile);
-    const TokenCopies tokens(in, tile);
-    fill_stages<barrier_wait>(shared, ring, 0, in.steps, [&](int step, int s, u32 full) {
-        if (step == 0 && threadIdx.x % kProducers == 0) publish_tile(shared.tile(s), tile);
-        weights.start({shared, s}, full, in, step);
-        tokens.start(shared, s, step);
-        copy_async_arrive(full);
-        if (first_warp) queue.prepare_next(step);
-    });
-}
-
 DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
-    bool first_warp = threadIdx.x / kWarp == kMathWarps;
-    Ring<kStages> ring;
+    const int warp = warp_uniform(threadIdx.x / kWarp) - kMathWarps;
+    Turns<kProducerWarps, kStages> turns(warp);
     Tile tile = queue.tile();
-    for (; tile.rows > 0; tile = share_tile(shared.at<SharedTile>(0), kProducerBarrier, queue, first_warp))
-        load_tile(shared, ring, in, tile, queue, first_warp);
-    end_tiles<kProducers>(shared, ring);
-    if (first_warp) queue.finish();
+    for (; tile.rows > 0; tile = share_tile(shared.at<SharedTile>(0), kProducerBarrier, queue, warp == 0)) {
+        const WeightLoads weights(in, tile);
+        const TokenCopies tokens(in, tile);
+        auto fill = [&](int step, int s, u32 full) {
+            if (step == 0 && lane_of_warp() == 0) publish_tile(shared.tile(s), tile);
+            weights.start({shared, s}, full, step);
+            tokens.start(shared, s, step);
+            copy_async_arrive(full);
+        };
+        turns.fill_stages<barrier_wait>(shared, in.steps, fill, [&](int step) {
+            if (warp == 0) queue.prepare_next(step);
+        });
+    }
+    turns.end_tiles<kWarp>(shared);
+    if (warp == 0) queue.finish();
 }
 
 // ---- math ----------------------------------------------------------------------------------------------------------

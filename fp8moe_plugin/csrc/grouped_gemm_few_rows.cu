@@ -26,20 +26,23 @@
 
 constexpr int kBlockN = FEW_ROWS_TILE_N, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kWarpgroupN = kBlockN / kMathWarpgroups;
-constexpr int kThreads = kMathThreads + 128;
+constexpr int kProducers = 128, kProducerWarps = kProducers / 32, kThreads = kMathThreads + kProducers;
 static_assert(kThreads == THREADS, "the launch has a thread for each role");
 constexpr int kBlocks = SMEM_BYTES <= 113 * 1024 ? 2 : 1;     // for which an SM has room
 constexpr int kProducerRegisters = 32, kMathRegisters = 104;  // with two blocks, which share the registers
 static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * 80,
               "the launch's 80 per thread");
 constexpr int kFullArrivals = 2;  // of a stage: the announced bytes, and the landed 4-byte copies
+constexpr int kProducerBarrier = 1 + kMathWarpgroups;
 constexpr int kBlockTokens = kFewRowsTile;
 constexpr int kBoxTokens = SWIZZLE_ROWS, kWideBoxTokens = FEW_ROWS_WIDE_BOX;  // of one TMA load
 
+template <int kCount>
+struct SharedTile : Once<kCount, 16, 16> {};  // which the producer's warps share
 using SharedMemory =
     Stages<kAsManyAsFit, Weights<kBlockN>, Tokens<kBlockTokens>, Staging<kMathWarpgroups * kBlockTokens>,
            TokenScales<kBlockTokens + ActivationScales::kSlack>, WeightScales<1>, TileOfStage<1>, Full<1>, Empty<1>,
-           WeightTables<1>>;
+           SharedTile<1>, WeightTables<1>>;
 constexpr int kStages = SharedMemory::kStages;
 
 using Queue = TileQueue<kBlockTokens>;
@@ -55,7 +58,7 @@ struct Operands {
     DEVICE int columns() const { return (n + kBlockN - 1) / kBlockN; }
 };
 
-// ---- producer ------------------------------------------------------------------------------------------------------
+// ---- producer: four warps, which take turns with the stages ---------------------------------------------------------
 
 // The loads of a tile's K blocks.
 struct TileLoads {
@@ -94,36 +97,54 @@ struct TileLoads {
     }
 };
 
-// Loads the first tile's weights, as many K blocks as there are stages: they do not depend on the previous kernel.
+// A warp's next step of a tile: K block k of its `column`-th column.
+struct Position {
+    int column = 0, k;
+    DEVICE explicit Position(int step) : k(step) {}
+    DEVICE void normalize(int steps) {
+        for (; k >= steps; k -= steps) ++column;
+    }
+};
+
+using ProducerTurns = Turns<kProducerWarps, kStages>;
+
+// Loads the weights of the first tile, as many K blocks as there are stages: they do not depend on the previous kernel.
 // Returns their number.
-DEVICE int load_weights_ahead(SharedMemory shared, const Operands& in, const Queue& queue) {
-    if (queue.index >= queue.total) return 0;
-    const TileLoads loads(in, queue.tile());
-    int ahead = min(kStages, in.columns_at_once * in.steps);
-    for (int step = 0, column = 0, k = 0; step < ahead; ++step) {
-        if (threadIdx.x % 32 == 0) loads.weights(shared, step, in, column, k);
-        if (++k == in.steps) k = 0, ++column;
+DEVICE int load_weights_ahead(SharedMemory shared, const Operands& in, const Tile& tile, const ProducerTurns& turns) {
+    if (tile.rows == 0) return 0;
+    const TileLoads loads(in, tile);
+    const int ahead = min(kStages, in.columns_at_once * in.steps);
+    Position at(turns.step);
+    for (int step = turns.step; step < ahead; step += kProducerWarps, at.k += kProducerWarps) {
+        at.normalize(in.steps);
+        if (lane_of_warp() == 0) loads.weights(shared, step, in, at.column, at.k);
     }
     return ahead;
 }
 
-DEVICE void load_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, Queue& queue, Awaited& rows,
-                      int& ahead) {
-    const TileLoads loads(in, queue.tile());
-    rows.wait(loads.tile);
-    int step = 0;
-#pragma unroll 1
-    for (int column = 0; column < in.columns_at_once; ++column) {
-        fill_stages<wait_by_warp>(shared, ring, 0, in.steps, [&](int k, int s, u32) {
+DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue, const DoneCounters& done, int warp) {
+    ProducerTurns turns(warp);
+    Tile tile = queue.tile();
+    int ahead = done.counters ? load_weights_ahead(shared, in, tile, turns) : 0;
+    Awaited rows(done, in.k_blocks);
+    for (; tile.rows > 0; tile = share_tile(shared.at<SharedTile>(0), kProducerBarrier, queue, warp == 0), ahead = 0) {
+        const TileLoads loads(in, tile);
+        rows.wait(tile);
+        Position at(turns.step);
+        auto fill = [&](int step, int s, u32) {
+            at.normalize(in.steps);
             if (lane_of_warp() == 0) {
-                if (step == 0) publish_tile(shared.tile(s), loads.tile);
-                if (ahead <= 0) loads.weights(shared, s, in, column, k);
-                loads.tokens(shared, s, in, column, k);
+                if (step == 0) publish_tile(shared.tile(s), tile);
+                if (step >= ahead) loads.weights(shared, s, in, at.column, at.k);
+                loads.tokens(shared, s, in, at.column, at.k);
             }
-            --ahead;
-            queue.prepare_next(step++);
+            at.k += kProducerWarps;
+        };
+        turns.fill_stages<wait_by_warp>(shared, in.steps * in.columns_at_once, fill, [&](int step) {
+            if (warp == 0) queue.prepare_next(step);
         });
     }
+    turns.end_tiles<1>(shared);
 }
 
 // ---- math ----------------------------------------------------------------------------------------------------------
@@ -163,21 +184,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
     const int k_blocks = k / kBlockK, steps = weight_steps(b_map, k_blocks);
     Operands in{&a_map, &a_wide_map, &b_map, scales, b_scales, n, k_blocks, steps, columns_at_once};
-    Ring<kStages> ring;
     if (warpgroup == kMathWarpgroups) {
         if constexpr (kBlocks == 2) decrease_registers<kProducerRegisters>();
-        if (threadIdx.x / 32 == 4 * kMathWarpgroups) {
-            if (!done_counters) wait_for_previous_kernel();  // which made the table
-            Queue queue(table, num_tiles, claim_pair, m, in.columns() / columns_at_once, steps * columns_at_once);
-            int ahead = done_counters ? load_weights_ahead(shared, in, queue) : 0;
-            Awaited rows({done_counters, counters_per_tile}, in.k_blocks);
-            while (queue.index < queue.total) load_tile(shared, ring, in, queue, rows, ahead);
-            end_tiles<1>(shared, ring);
-            if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both
-            queue.finish();
-        }
+        const int warp = warp_uniform(threadIdx.x / 32) - 4 * kMathWarpgroups;
+        if (!done_counters) wait_for_previous_kernel();  // which made the table
+        Queue queue(table, num_tiles, claim_pair, m, in.columns() / columns_at_once, steps * columns_at_once);
+        load_tiles(shared, in, queue, {done_counters, counters_per_tile}, warp);
+        if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both
+        if (warp == 0) queue.finish();
     } else {
         if constexpr (kBlocks == 2) increase_registers<kMathRegisters>();
+        Ring<kStages> ring;
         while (true) {
             barrier_wait(shared.full(ring.stage), ring.phase);
             Tile tile = published_tile(shared.tile(ring.stage));

@@ -510,7 +510,7 @@ FAULTS = {
     ),
     "the second GEMM of few rows ends before the first one": Fault(
         "grouped_gemm_few_rows.cu",
-        "            if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both\n",
+        "        if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both\n",
         "",
         layers_in_a_row,
         f"{WRONG_RESULT}|deadlock|livelock",
@@ -562,6 +562,14 @@ FAULTS = {
         "fill_stages<barrier_wait>",
         layer_of_few_tokens,
         BEHIND,
+    ),
+    "each producer warp of few rows ends the tiles": Fault(
+        "pipeline/producer.cuh",
+        "        if (step == 0)\n            ::end_tiles<kFillers>(shared, ring);\n"
+        "        else\n            finish_copies();",
+        "        ::end_tiles<kFillers>(shared, ring);",
+        layer_of_few_tokens,
+        "ended before",
     ),
     "lanes fall a phase behind the one that loads a small batch's second GEMM": Fault(
         "down_small_batch.cu",
@@ -649,14 +657,14 @@ FAULTS = {
     ),
     "tiles of few rows are taken before they are cut": Fault(
         "grouped_gemm_few_rows.cu",
-        "            if (!done_counters) wait_for_previous_kernel();",
+        "        if (!done_counters) wait_for_previous_kernel();",
         "            ",
         masked_gemm_of_few_rows,
         f"{WRONG_RESULT}|bounds|livelock|deadlock",
     ),
     "tiles of many rows are taken before they are cut": Fault(
         "grouped_gemm.cu",
-        "            if (!done_counters) wait_for_previous_kernel();",
+        "        if (!done_counters) wait_for_previous_kernel();",
         "            ",
         masked_gemm_of_many_rows,
         f"{WRONG_RESULT}|bounds|livelock|deadlock",
@@ -716,8 +724,8 @@ FAULTS = {
     ),
     "a tile replaces one that is still read": Fault(
         "pipeline/producer.cuh",
-        "        kWait(shared.empty(ring.stage), ring.phase ^ 1);\n",
-        "",
+        "        kWait(shared.empty(ring.stage), ring.phase ^ 1);\n        fill(i",
+        "        fill(i",
         logits_of_contiguous_kv,
         "are wrong|more arrivals",
     ),
@@ -752,8 +760,8 @@ FAULTS = {
     ),
     "a stage of a gradient is replaced while it is multiplied": Fault(
         "pipeline/producer.cuh",
-        "        kWait(shared.empty(ring.stage), ring.phase ^ 1);\n",
-        "",
+        "        kWait(shared.empty(ring.stage), ring.phase ^ 1);\n        fill(i",
+        "        fill(i",
         weight_gradients,
         f"{WRONG_RESULT}|more arrivals",
     ),

@@ -57,6 +57,7 @@ DEVICE void store_quantized_transposed(SharedMemory shared, const Result& out, c
         if (lane < 4) store_shared(amax_at(warp, i * 4 + lane), amax);
     }
     named_barrier(barrier, kMathThreads);
+    const u32 first = shared.staging(fragment_column(threadIdx.x));
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) {
         u32 amax = block_amax<kMathWarps>([=](int from) { return amax_at(from, i * 4 + lane % 4); });
@@ -65,9 +66,8 @@ DEVICE void store_quantized_transposed(SharedMemory shared, const Result& out, c
         int token = i * 8 + fragment_column(threadIdx.x);
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
-            u32 channel = channel_of_slab<kSlabs>(slab, warp, lane);
-            stage_pair(value[i][slab], scale, inverse, shared.staging(token) + channel,
-                       shared.staging(token + 1) + channel);
+            u32 to = first + i * 8 * kBlockI + channel_of_slab<kSlabs>(slab, warp, lane);
+            stage_pair(value[i][slab], scale, inverse, to, to + kBlockI);
         }
         if (warp == 0 && lane < 4) {
             float* scales = out.scales + i64(group) * scale_pitch(out.m) + tile.row + token;

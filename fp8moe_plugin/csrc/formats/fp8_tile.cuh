@@ -24,6 +24,14 @@ struct StepsOfTile {
     DEVICE int k_block(int step) const { return step; }
 };
 
+// 128 channels of the gate and up projections; `block` counts 128 rows of the former. `map`: gate_up_map of
+// fp8moe_plugin/launches/sm90/tensor_maps.py.
+struct GateAndUp {
+    const TensorMap* map;
+    int block;
+    DEVICE GateAndUp(const TensorMap* map, int block) : map(map), block(block) {}
+};
+
 // The weights in a stage. A load starts copies to row `to` of the tile, which complete on `full`.
 template <class SharedMemory>
 struct Fp8Tile {
@@ -42,10 +50,9 @@ struct Fp8Tile {
     DEVICE void load_to_cluster(int to, const TensorMap* map, u32 full, int k, int row, u16 blocks) const {
         tma_load_to_cluster(shared.weights(stage, to), map, full, k * kChannels, row, blocks);
     }
-    // The 256 rows of 128 channels of the gate and up projections, 8 rows of each in turn; `block` counts 128 rows of
-    // the former. `map`: gate_up_map of fp8moe_plugin/launches/sm90/tensor_maps.py.
-    DEVICE void load_gate_and_up(const TensorMap* map, u32 full, int k, int block) const {
-        tma_load_4d(shared.weights(stage, 0), map, full, k * kChannels, 0, 0, block * (128 / 8));
+    // The 256 rows of 128 channels of the gate and up projections, 8 rows of each in turn.
+    DEVICE void load_gate_and_up(const GateAndUp& from, u32 full, int k) const {
+        tma_load_4d(shared.weights(stage, 0), from.map, full, k * kChannels, 0, 0, from.block * (128 / 8));
     }
     // 64 rows of block `block` of 128 rows, by the order of interleaved_map there.
     DEVICE void load_interleaved(int to, const TensorMap* map, u32 full, int k, int block, int half) const {

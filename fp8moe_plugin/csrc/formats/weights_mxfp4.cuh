@@ -46,6 +46,15 @@ DEVICE const WeightScale* scales_of_rows(const WeightScale* scales, i64 block, i
     return scales + block * pitch;
 }
 
+// The chunks of 128 channels of the gate and up projections; `block` counts 128 rows, and is of the former.
+struct GateAndUp {
+    const u8* chunks;
+    DEVICE GateAndUp(const WeightMap* map, int block) {
+        const i64 before = block + block % map->groups;  // the block's chunks follow those of up's earlier rows
+        chunks = map->chunks + before * map->steps * kChunkBytes;
+    }
+};
+
 constexpr bool kFurtherSteps = true;
 // The K blocks of a tile's steps. `scales`: those of its first rows.
 struct StepsOfTile {
@@ -71,11 +80,9 @@ struct WeightTile {
         bulk_load(shared.weights(stage, to), map->chunks + (i64(row / kChunkRows) * map->steps + step) * kChunkBytes,
                   full, kChunkBytes);
     }
-    // A step of 128 channels of the gate and up projections; `block` counts 128 rows, and is of the former.
-    DEVICE void load_gate_and_up(const WeightMap* map, u32 full, int step, int block) const {
-        const i64 before = block + block % map->groups;  // the block's chunks follow those of up's earlier rows
-        bulk_load(shared.weights(stage, 0), map->chunks + (before * map->steps + 2 * step) * kChunkBytes, full,
-                  2 * kChunkBytes);
+    // A step of 128 channels of the gate and up projections.
+    DEVICE void load_gate_and_up(const GateAndUp& from, u32 full, int step) const {
+        bulk_load(shared.weights(stage, 0), from.chunks + i64(step) * 2 * kChunkBytes, full, 2 * kChunkBytes);
     }
     DEVICE void load_scale(int i, const WeightScale* from) const { copy_async_4(shared.weight_scale(stage, i), from); }
 

@@ -33,7 +33,8 @@ DEVICE void fill_stages(SharedMemory shared, Ring<kStages>& ring, int begin, int
 DEVICE void finish_copies() { copy_async_wait(); }
 
 // Fills the last stage, without a tile, which ends the loops of the math warpgroups. Called by a warp, whose first lane
-// fills stages (kFillers 1), or by a warpgroup. Arrivals as in other stages: one per filling thread, one for the bytes.
+// fills stages (kFillers 1) or all of whose lanes do, or by a warpgroup. Arrivals as in other stages: one per filling
+// thread, one for the bytes.
 template <int kFillers, class SharedMemory, int kStages>
 DEVICE void end_tiles(SharedMemory shared, const Ring<kStages>& ring) {
     const int thread = threadIdx.x % (kFillers == 1 ? kWarp : kFillers);
@@ -46,6 +47,42 @@ DEVICE void end_tiles(SharedMemory shared, const Ring<kStages>& ring) {
     copy_async_arrive(shared.full(ring.stage));
     finish_copies();
 }
+
+// A producer warp of several that take turns with the stages: each fills every kWarps-th.
+template <int kWarps, int kStages>
+struct Turns {
+    static_assert(kWarps <= kStages, "each has a stage to start with");
+    Ring<kStages> ring;  // its next stage
+    int step;            // of the tile, which that stage will hold
+
+    DEVICE explicit Turns(int warp) : ring{warp}, step(warp) {}
+
+    // Fills the warp's stages of a tile, as fill_stages does. prepare(i) is called for each of the tile's steps.
+    template <void (*kWait)(u32 barrier, u32 parity), class SharedMemory, class Fill, class Prepare>
+    DEVICE void fill_stages(SharedMemory shared, int steps, Fill fill, Prepare prepare) {
+        int prepared = 0;
+        auto prepare_until = [&](int end) {
+            for (; prepared < end; ++prepared) prepare(prepared);
+        };
+#pragma unroll 1
+        for (; step < steps; step += kWarps, ring.template advance_by<kWarps>()) {
+            const u32 full = shared.full(ring.stage);
+            kWait(shared.empty(ring.stage), ring.phase ^ 1);
+            fill(step, ring.stage, full);
+            prepare_until(min(step + kWarps, steps));
+        }
+        prepare_until(steps);
+        step -= steps;
+    }
+    // After the last tile.
+    template <int kFillers, class SharedMemory>
+    DEVICE void end_tiles(SharedMemory shared) const {
+        if (step == 0)
+            ::end_tiles<kFillers>(shared, ring);
+        else
+            finish_copies();
+    }
+};
 
 // The first of four producer warps owns the queue; it passes its tile to the others through 16 bytes of shared memory.
 template <class Queue>

@@ -12,6 +12,14 @@ struct Ring {
             phase ^= 1;
         }
     }
+    template <int kSteps>  // at most kStages
+    DEVICE void advance_by() {
+        stage += kSteps;
+        if (stage >= kStages) {
+            stage -= kStages;
+            phase ^= 1;
+        }
+    }
     DEVICE void go_back(int steps) {  // at most kStages
         stage -= steps;
         if (stage < 0) {
