@@ -46,10 +46,13 @@ def test_experts_in_mxfp4_answer_as_under_vllm(start: Start, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not faults.FULL, reason="only with FULL_COUNTS=1")
-def test_converted_experts_and_a_separate_shared_expert_give_the_same_answers(start: Start, tmp_path: Path) -> None:
+def test_each_form_of_experts_gives_the_same_answers(start: Start, tmp_path: Path) -> None:
+    """Recoded, converted, converted with a separate shared expert, and packed, where it always is separate."""
     for name in ("fp4", "fp8"):
         write(tmp_path / name, fp8=name == "fp8")
     separate = "fp8,fp8moe,FP8MOE_MERGE_SHARED_EXPERT=0"
-    recoded, stored, apart = answers(start, tmp_path, "fp4,fp8moe", "fp8,fp8moe", separate)
+    packed = "fp4,fp8moe,FP8MOE_FP4_EXPERTS=mxfp4"
+    recoded, stored, apart, kept = answers(start, tmp_path, "fp4,fp8moe", "fp8,fp8moe", separate, packed)
     assert recoded == stored
+    assert kept == apart
     check_same(stored, apart)

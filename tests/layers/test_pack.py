@@ -25,7 +25,9 @@ def parameters_of(name: str, device: str, experts: int, hidden: int, intermediat
 
 
 @pytest.mark.parametrize("name", ["w13", "w2"])
-def test_a_tensor_is_freed_before_it_grows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_tensor_is_freed_before_it_grows(
+    monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture, name: str
+) -> None:
     """One expert after the other is copied to the place of all."""
     parameters = parameters_of(name, "cpu", EXPERTS, 384, 256)
     wanted = widened(*(parameter.data.clone() for parameter in parameters), name == "w13", FURTHER)
@@ -37,7 +39,9 @@ def test_a_tensor_is_freed_before_it_grows(monkeypatch: pytest.MonkeyPatch, name
         return widened(*arguments)
 
     monkeypatch.setattr(pack, "widened", widen)
-    pack.grow("L", *parameters, name == "w13", FURTHER)
+    with plugin_log.at_level("INFO", logger="fp8moe"):
+        pack.grow("L", *parameters, name == "w13", FURTHER)
+    assert f"the weights of this layer take {FURTHER} steps of K more" in plugin_log.text
     assert experts == [1] * EXPERTS
     assert further_steps(*parameters) == FURTHER
     assert all(h.same_bits(parameter.data, its) for parameter, its in zip(parameters, wanted, strict=True))
