@@ -184,6 +184,36 @@ DEVICE void multiply_units(SharedMemory shared, Ring<kStages>& ring, Units units
     }
 }
 
+// multiply_stages, two units at a time: the second is decoded while the tensor cores multiply the first.
+DEVICE void multiply_decoded(SharedMemory shared, Ring<kStages>& ring, int units, int first,
+                             Fragment<kTokens> (&sum)[1]) {
+    int token = fragment_column(threadIdx.x);
+    clear(sum);
+    for (; units > 0; units -= 2) {
+        const int stage[2] = {ring.stage, ring.stage + 1 < kStages ? ring.stage + 1 : 0};
+        Fragment<kTokens> product[2];
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (i == units) break;
+            barrier_wait(shared.full(ring.stage), ring.phase);
+            wgmma_issue(product[i], WeightTile(shared, ring.stage).operand(first), shared.tokens(ring.stage, 0));
+            wgmma_commit();
+            ring.advance();
+        }
+        wgmma_finish(product);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (i == units) break;
+            auto token_scale = [&](int offset) { return shared.token_scale(stage[i], token + offset); };
+            const PresentScales scales({shared, stage[i]}, token_scale);
+            release(shared, stage[i]);
+#pragma unroll
+            for (int e = 0; e < kTokens / 2; ++e) scales.add(sum[0][e], product[i][e], e);
+        }
+    }
+}
+
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -216,6 +246,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         Ring<kStages> ring;
         if constexpr (kScalesOfRows)
             multiply_units(shared, ring, {share, list}, share, list, w_scales, warp / 4 * 64, sum);
+        else if constexpr (kDecodedToRegisters)
+            multiply_decoded(shared, ring, share.units(list), warp / 4 * 64, sum);
         else
             multiply_stages<kTokens, PresentScales>(shared, ring, share.units(list), warp / 4 * 64, 0, sum);
         cluster.wait();  // the other blocks have initialized their barriers

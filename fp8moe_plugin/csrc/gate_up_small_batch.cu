@@ -21,7 +21,6 @@
 // Grid: any number of clusters; an SM has room for two thread blocks. With PDL it starts while choose_experts, which
 // writes ids and topk_weights, runs. down_small_batch runs next to it (PDL), once the ids are there.
 #include "epilogue/swiglu_token.cuh"
-#include "formats/row_scales.cuh"
 #include "mma/gate_up_rows.cuh"
 #include "pipeline/producer.cuh"
 #include "pipeline/quantize_tokens.cuh"
@@ -32,7 +31,8 @@ constexpr int kBlockI = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathWarps = 8, kMathThreads = kMathWarps * kWarp;
 constexpr int kSlabs = 2;  // of 64 rows of weights, per warpgroup
 constexpr int kStagesOfStep = kSlabs / kSlabsOfStage, kRows = kSlabsOfStage * 64;  // rows per warpgroup
-constexpr int kFinished = kTokens / kCluster;                                      // tokens that a block finishes
+constexpr int kSlabsAtOnce = kTokens == 8 ? kSlabsOfStage : 1;  // more of 16 tokens would spill registers
+constexpr int kFinished = kTokens / kCluster;                   // tokens that a block finishes
 constexpr int kLoadWarp = kMathWarps, kFinishWarp = kLoadWarp + 1, kWarps = kFinishWarp + kFinished;
 static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
 constexpr int kMostSteps = SMALL_BATCH_K_BLOCKS;  // K blocks per thread block
@@ -107,27 +107,46 @@ DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Sha
 // The thread's rows, two of each slab, are those of gate_up_rows.cuh; its columns are tokens.
 using Accumulators = Fragment<kTokens>[kSlabs];
 
+// One slab after the other: multiply_stage takes more registers, and two blocks share an SM.
+DEVICE void multiply_slabs(SharedMemory shared, Ring<kStages>& ring, int step, int token, int warpgroup,
+                           Accumulators& sum) {
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+        int s = ring.stage;
+        const bool first = slab % kSlabsOfStage == 0, last = (slab + 1) % kSlabsOfStage == 0;
+        if (first) barrier_wait(shared.full(s), ring.phase);
+        const WeightTile weights(shared, s);
+        Fragment<kTokens> product;
+        int row = warpgroup * kRows + slab % kSlabsOfStage * 64;
+        wgmma_start(product, weights.operand(row), shared.at<X>(step * kTokens));
+        auto token_scale = [&](int offset) { return shared.at<XScales>(step * kTokens + token + offset); };
+        const SlabScales<kTokens> scales(weights, token_scale, warpgroup);
+        wgmma_finish(product);
+        if (last) release(shared, s);
+#pragma unroll
+        for (int e = 0; e < kTokens / 2; ++e) scales.add(sum[slab][e], product[e], e);
+        if (last) ring.advance();
+    }
+}
+
+// The tokens of a step, where multiply_stage reads those of a stage.
+struct TokensOfStep : SharedMemory {
+    int step;
+    DEVICE u32 tokens(int /*stage*/, int /*row*/) const { return at<X>(step * kTokens); }
+};
+
 DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, int steps, int warpgroup, Accumulators& sum) {
     int token = fragment_column(threadIdx.x);
     clear(sum);
     for (int step = 0; step < steps; ++step)
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-            int s = ring.stage;
-            const bool first = slab % kSlabsOfStage == 0, last = (slab + 1) % kSlabsOfStage == 0;
-            if (first) barrier_wait(shared.full(s), ring.phase);
-            // As in multiply_stages, which takes more registers here: two blocks share an SM.
-            const WeightTile weights(shared, s);
-            Fragment<kTokens> product;
-            int row = warpgroup * kRows + slab % kSlabsOfStage * 64;
-            wgmma_start(product, weights.operand(row), shared.at<X>(step * kTokens));
+        if constexpr (kSlabsAtOnce == kSlabs) {
+            barrier_wait(shared.full(ring.stage), ring.phase);
             auto token_scale = [&](int offset) { return shared.at<XScales>(step * kTokens + token + offset); };
-            const SlabScales<kTokens> scales(weights, token_scale, warpgroup);
-            wgmma_finish(product);
-            if (last) release(shared, s);
-#pragma unroll
-            for (int e = 0; e < kTokens / 2; ++e) scales.add(sum[slab][e], product[e], e);
-            if (last) ring.advance();
+            multiply_stage<kTokens, SlabScales<kTokens>>(TokensOfStep{shared, step}, ring.stage, warpgroup * kRows,
+                                                         token_scale, sum, warpgroup);
+            ring.advance();
+        } else {
+            multiply_slabs(shared, ring, step, token, warpgroup, sum);
         }
 }
 
@@ -180,28 +199,17 @@ struct Result {
     }
 };
 
-using ChannelScales = RowScales<2 * 4>;  // of the lane's four channels, gate first
-
-constexpr int kPartsAtOnce = kStoredPaired ? kCluster / 2 : kCluster;  // of all, some registers would be spilled
-
 // The activation of the lane's four channels as bfloat16, from the sums of all blocks.
 DEVICE uint2 activated(SharedMemory shared, int finished, const ChannelScales& scales, const Activation& activation) {
     float4 half[2] = {};
-#pragma unroll kPartsAtOnce
+#pragma unroll(kStoredPaired ? kCluster / 2 : kCluster)  // or paired ones would spill registers
     for (int from = 0; from < kCluster; ++from)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float4 part = load_shared_float4(sums_at(shared, finished, from, h) + lane_of_warp() * 16);
             half[h].x += part.x, half[h].y += part.y, half[h].z += part.z, half[h].w += part.w;
         }
-    if constexpr (kScalesOfRows) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float* of = scales.of + h * 4;
-            half[h].x *= of[0], half[h].y *= of[1], half[h].z *= of[2], half[h].w *= of[3];
-        }
-    }
-    pair_halves(half);
+    complete_sums(half, scales);
     return activation.of_four(half[0], half[1]);
 }
 

@@ -264,14 +264,15 @@ def packed_layer(emulator: Device, seed: int) -> None:
     assert run_packed_layer(emulator, seed) <= MOST_ERROR
 
 
-def packed_small_batch(emulator: Device, seed: int) -> None:
-    """More tiles than a block of the first GEMM has stages."""
+def packed_small_batch(emulator: Device, seed: int, width: int = 8) -> None:
+    """More K blocks than a block of the first GEMM has stages."""
     with pytest.MonkeyPatch.context() as patch:
-        h.force_step(patch, width=8)
-        error = run_packed_layer(emulator, seed, 3, SPAN, hidden=1024, intermediate=1152)
+        h.force_step(patch, width=width)
+        error = run_packed_layer(emulator, seed, 8, SPAN, hidden=2048, intermediate=640)
     assert error <= MOST_ERROR
 
 
+wide_packed_batch = functools.partial(packed_small_batch, width=16)
 PER_CHANNEL = MODIFIED._replace(weights=FP8_CHANNEL)
 scales_of_many_rows = per_channel("gate_up")
 scales_of_few_rows = per_channel("gate_up_few_rows")
@@ -294,6 +295,7 @@ PACKED = (
 SMALL_BATCH = gate_up_small_batch_key(h.layer_spec(), 8, 8), down_small_batch_key(h.layer_spec(), 8, 8)
 PACKED_SPEC = h.layer_spec()._replace(weights=PACKED_MXFP4)
 PACKED_SMALL_BATCH = gate_up_small_batch_key(PACKED_SPEC, 8, 8), down_small_batch_key(PACKED_SPEC, 8, 8)
+WIDE_PACKED_BATCH = gate_up_small_batch_key(PACKED_SPEC, 16, 4), down_small_batch_key(PACKED_SPEC, 16, 4)
 DENSE = dense_gemm_key(64), quantize_key(False, Layout.K_MAJOR)
 KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
 KERNELS = {  # to be compiled ahead
@@ -306,6 +308,7 @@ KERNELS = {  # to be compiled ahead
     layer_of_few_tokens: FEW,
     packed_layer: PACKED,
     packed_small_batch: PACKED_SMALL_BATCH,
+    wide_packed_batch: WIDE_PACKED_BATCH,
     behind_dense_layer: (*DENSE, *FEW),
     behind_choice: (choose_experts_key(), *FEW),
     gate_behind_dense: (*DENSE, router_gemm_key()),
@@ -852,7 +855,7 @@ FAULTS = {
         "gate_up_small_batch.cu",
         "slab % kSlabsOfStage * 64",
         "0",
-        packed_small_batch,
+        wide_packed_batch,
         "AssertionError",
         multiprocessors=CLUSTERS,
     ),
@@ -860,7 +863,7 @@ FAULTS = {
         "gate_up_small_batch.cu",
         "if (last) release(shared, s);",
         "if (first) release(shared, s);",
-        packed_small_batch,
+        wide_packed_batch,
         "AssertionError|more arrivals|deadlock",
         multiprocessors=CLUSTERS,
     ),
@@ -868,6 +871,30 @@ FAULTS = {
         "mma/swap_ab.cuh",
         "half{weights.scale(0), weights.scale(1)}",
         "half{weights.scale(0), weights.scale(0)}",
+        packed_small_batch,
+        "AssertionError",
+        multiprocessors=CLUSTERS,
+    ),
+    "tokens of all K blocks are those of the first": Fault(
+        "gate_up_small_batch.cu",
+        "return at<X>(step * kTokens);",
+        "return at<X>(0);",
+        packed_small_batch,
+        "AssertionError",
+        multiprocessors=CLUSTERS,
+    ),
+    "the second unit of two has the scales of the first": Fault(
+        "down_small_batch.cu",
+        "PresentScales scales({shared, stage[i]}",
+        "PresentScales scales({shared, stage[0]}",
+        packed_small_batch,
+        "AssertionError",
+        multiprocessors=CLUSTERS,
+    ),
+    "the first unit of two is multiplied again": Fault(
+        "down_small_batch.cu",
+        "WeightTile(shared, ring.stage)",
+        "WeightTile(shared, stage[0])",
         packed_small_batch,
         "AssertionError",
         multiprocessors=CLUSTERS,

@@ -10,12 +10,13 @@
 // A token's sums are two rows in shared memory, each with 16 bytes for every lane of the warp that finishes the token.
 // These are what one math thread has sent.
 #pragma once
+#include "formats/row_scales.cuh"
 #include "mma/swap_ab.cuh"
 
 constexpr int kSlabChannels = 32;
 constexpr int kSlabsOfStage = kStoredPaired ? 2 : 1;  // for each warpgroup
 
-// Loads lane `half`'s part of a stage. `row`: the first one of that half, in units of 128 rows.
+// Loads what lane `half`, 0 or 1, loads of a stage's rows. `row`: the first one of that half, in units of 128 rows.
 template <class Tile>
 DEVICE void load_rows(Tile to, const WeightMap* map, u32 full, int step, int row, int half, int slab) {
     if constexpr (!kStoredPaired)
@@ -43,8 +44,17 @@ DEVICE int place_of_sums(int lane) {
     return kStoredPaired ? (warp * 4 + lane / 8) * 16 : (warp % 4 * 8 + lane / 4) * 16;
 }
 
+using ChannelScales = RowScales<2 * 4>;  // of the lane's four channels, gate first
+
 // The 16 bytes of a lane in both rows become its four channels of the gate and of the up projection.
-DEVICE void pair_halves(float4 (&half)[2]) {
+DEVICE void complete_sums(float4 (&half)[2], const ChannelScales& scales) {
+    if constexpr (kScalesOfRows) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float* of = scales.of + h * 4;
+            half[h].x *= of[0], half[h].y *= of[1], half[h].z *= of[2], half[h].w *= of[3];
+        }
+    }
     if constexpr (kStoredPaired) {
         const float4 even = half[0], odd = half[1];
         half[0] = make_float4(even.x, odd.x, even.z, odd.z);
