@@ -288,6 +288,7 @@ TABLES = {
     "engine-prefill": Table(("engine_prefill-2026-11-21",), engine_prefill),
     "engines-qwen3-48": Table(("engine_e2e-qwen3-48-2026-11-26",), partial(engines, model="qwen3-48")),
     "engines-dsv3-tp8": Table(("engine_e2e-dsv3-tp8-2026-11-26",), partial(engines, model="dsv3-tp8")),
+    "engines-qwen35": Table(("engine_e2e-qwen3.5-2026-11-27",), partial(engines, model="qwen3.5")),
     "engines-qwen3": Table(("engine_e2e-qwen3-2026-11-25",), partial(engines, model="qwen3")),
     "engines-dsv3": Table(("engine_e2e-dsv3-21_rounds-2026-11-25",), partial(engines, model="dsv3")),
     "sglang-layer": Table(("sglang_layer-2026-11-24",), sglang_layer),
