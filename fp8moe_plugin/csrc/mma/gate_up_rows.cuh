@@ -22,7 +22,7 @@ DEVICE void load_rows(Tile to, const WeightMap* map, u32 full, int step, int row
     if constexpr (!kStoredPaired)
         to.load_interleaved(half * 64, map, full, step, row, slab);
     else if (half == 0)
-        to.load_gate_and_up(map, full, step, row);
+        to.load_gate_and_up({map, row}, full, step);
 }
 
 // The scales of a slab's products.
