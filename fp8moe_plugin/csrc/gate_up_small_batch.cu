@@ -28,7 +28,7 @@
 
 constexpr int kTokens = TOKENS, kCluster = CLUSTER, kStages = STAGES;
 constexpr int kBlockI = 128, kBlockK = 128;
-constexpr int kMathWarpgroups = 2, kMathWarps = 8, kMathThreads = kMathWarps * kWarp;
+constexpr int kMathWarpgroups = 2, kMathWarps = 8, kMathThreads = kMathWarps * kWarp, kMathBarrier = 1;
 constexpr int kSlabs = 2;  // of 64 rows of weights, per warpgroup
 constexpr int kStagesOfStep = kSlabs / kSlabsOfStage, kRows = kSlabsOfStage * 64;  // rows per warpgroup
 constexpr int kSlabsAtOnce = kTokens == 8 ? kSlabsOfStage : 1;  // more of 16 tokens would spill registers
@@ -37,7 +37,6 @@ constexpr int kLoadWarp = kMathWarps, kFinishWarp = kLoadWarp + 1, kWarps = kFin
 static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
 constexpr int kMostSteps = SMALL_BATCH_K_BLOCKS;  // K blocks per thread block
 constexpr int kFullArrivals = 3;                  // the announced bytes of TMA, and two lanes that copy scales
-constexpr int kMathBarrier = 1;
 
 // Once for the block: rows of 128 bytes and their scales, of the tokens in each of the block's K blocks.
 template <int kRows>
@@ -88,12 +87,13 @@ DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Sha
         int row = list.experts[tile / groups] * 2 * groups + tile % groups + half * groups;  // in units of 128 rows
         const WeightScale* scale =
             scales_of_rows(w_scales, row, scale_pitch(*w_map, size.k_blocks())) + share.first_step;
+        const GateAndUp both(w_map, row);
         fill_stages<wait_by_warp>(shared, ring, 0, kStagesOfStep * share.steps, [&](int i, int s, u32 full) {
-            const WeightTile to(shared, s);
             int k = i / kStagesOfStep, slab = i % kStagesOfStep;
-            if (half == 0) barrier_arrive_expect(full, to.kBytes);
+            if (half == 0) barrier_arrive_expect(full, WeightTile<SharedMemory>::kBytes);
             if (half < kMathWarpgroups) {
-                load_rows(to, w_map, full, share.first_step + k, row, half, slab);
+                const WeightTile to(shared, s);
+                load_rows(to, w_map, both, full, share.first_step + k, row, half, slab);
                 to.load_scale(half, scale + k);
                 copy_async_arrive(full);
             }

@@ -16,13 +16,15 @@
 constexpr int kSlabChannels = 32;
 constexpr int kSlabsOfStage = kStoredPaired ? 2 : 1;  // for each warpgroup
 
-// Loads what lane `half`, 0 or 1, loads of a stage's rows. `row`: the first one of that half, in units of 128 rows.
+// Loads what lane `half`, 0 or 1, loads of a stage's rows. `row`: the first one of that half, in units of 128 rows;
+// `both`: lane 0's of both halves.
 template <class Tile>
-DEVICE void load_rows(Tile to, const WeightMap* map, u32 full, int step, int row, int half, int slab) {
+DEVICE void load_rows(Tile to, const WeightMap* map, const GateAndUp& both, u32 full, int step, int row, int half,
+                      int slab) {
     if constexpr (!kStoredPaired)
         to.load_interleaved(half * 64, map, full, step, row, slab);
     else if (half == 0)
-        to.load_gate_and_up({map, row}, full, step);
+        to.load_gate_and_up(both, full, step);
 }
 
 // The scales of a slab's products.
