@@ -2,8 +2,9 @@
 // gate, up = x[a_rows[i]] @ w13[expert]^T. Weights are streamed once; e4m3 with scales as in grouped_gemm.cu.
 //
 // Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, which are padded to 8, 16, 32 or 64.
-// TMA interleaves 8 rows of the gate projection with the same 8 of the up projection: in wgmma's layout a thread then
-// holds both of a channel, and a tile holds a whole group of the quantization.
+// With MANY_ROWS, for weights that are decoded to registers, it has the rows of gate_up.cu's tiles, padded to up to
+// 144. TMA interleaves 8 rows of the gate projection with the same 8 of the up projection: in wgmma's layout a thread
+// then holds both of a channel, and a tile holds a whole group of the quantization.
 //
 // Where tiles are too few for the GPU, `splits` thread blocks share a tile, with a part of K each, see split_k.cuh.
 //
@@ -17,17 +18,21 @@
 #include "epilogue/swiglu_transposed.cuh"
 #include "formats/row_scales.cuh"
 #include "mma/swap_ab.cuh"
+#if MANY_ROWS
+#include "mma/swap_ab_many_rows.cuh"
+#endif
 #include "pipeline/done_counters.cuh"
 #include "pipeline/producer.cuh"
 #include "pipeline/split_k.cuh"
 #include "pipeline/tile_queue.cuh"
 
-constexpr int kBlockTokens = kFewRowsTile, kBlockI = 128, kBlockK = 128;
+constexpr int kBlockTokens = kTileTokens, kBlockI = 128, kBlockK = 128;
 constexpr int kProducers = 128, kThreads = THREADS, kMathThreads = kThreads - kProducers;
 constexpr int kMathWarpgroups = kMathThreads / 128, kMathWarps = kMathThreads / kWarp;
 static_assert(kMathWarpgroups == 2 || kMathWarpgroups == 4, "each has the same number of slabs");
 constexpr int kSlabs = 4 / kMathWarpgroups;  // of 64 rows of weights, per warpgroup
-constexpr int kProducerRegisters = kSlabs == 2 ? 72 : 64, kMathRegisters = kSlabs == 2 ? 216 : 104;
+constexpr int kProducerRegisters = kManyRows ? 40 : kSlabs == 2 ? 72 : 64;
+constexpr int kMathRegisters = kManyRows ? 232 : kSlabs == 2 ? 216 : 104;
 static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * (kSlabs == 2 ? 168 : 96),
               "the launch's registers per thread");
 constexpr int kProducerWarps = kProducers / kWarp;
@@ -69,7 +74,7 @@ struct Result {
     Activation activation;
 };
 
-using Queue = TileQueue<kBlockTokens>;
+using Queue = TileQueue<kCutRows>;
 
 // ---- producer: four warps, which take turns with the stages ---------------------------------------------------------
 
@@ -97,9 +102,11 @@ struct WeightLoads {
 struct TokenCopies : StepsOfTile {
     static constexpr int kChunks = kBlockK / 16, kRowsAtOnce = kWarp / kChunks, kCount = kBlockTokens / kRowsAtOnce;
     static_assert(2 * kRowsAtOnce == SWIZZLE_ROWS, "the swizzle of two copies repeats");
+    static constexpr int kScales = ceil_div(kBlockTokens, kWarp);
     const uint4* x;
     const float* scales;
-    u32 from[kCount], from_scale[kBlockTokens / kWarp];  // first elements
+    // First elements. Many rows would take too many registers: there a lane has one of each 32 rows, for all lanes.
+    u32 from[kManyRows ? 1 : kCount], from_scale[kScales];
     int rows;
 
     DEVICE TokenCopies(const Operands& in, const Tile& tile)
@@ -111,11 +118,17 @@ struct TokenCopies : StepsOfTile {
         auto block_of = [&](int row) {
             return row < rows ? u32(in.a_rows[tile.row + row]) * in.k_blocks + first_step : 0;
         };
+        if constexpr (!kManyRows)
 #pragma unroll
-        for (int i = 0; i < kCount; ++i)
-            from[i] = block_of(i * kRowsAtOnce + lane / kChunks) * kChunks + lane % kChunks;
+            for (int i = 0; i < kCount; ++i)
+                from[i] = block_of(i * kRowsAtOnce + lane / kChunks) * kChunks + lane % kChunks;
 #pragma unroll
-        for (int i = 0; i < kBlockTokens / kWarp; ++i) from_scale[i] = block_of(i * kWarp + lane);
+        for (int i = 0; i < kScales; ++i) from_scale[i] = block_of(i * kWarp + lane);
+    }
+    DEVICE u32 chunk_of_copy(int i) const {
+        if constexpr (!kManyRows) return from[i];
+        const int lane = lane_of_warp(), row = i * kRowsAtOnce;
+        return __shfl_sync(kAllLanes, from_scale[row / kWarp], row % kWarp + lane / kChunks) * kChunks + lane % kChunks;
     }
     DEVICE void start(SharedMemory shared, int s, int k) const {
         if constexpr (kFurtherSteps) k = k_block(k);
@@ -126,11 +139,11 @@ struct TokenCopies : StepsOfTile {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             if (i * kRowsAtOnce >= rows) break;
-            if (i * kRowsAtOnce + row < rows)
-                copy_async_16(to[i % 2] + i / 2 * SWIZZLE_ROWS * kBlockK, block + from[i]);
+            const u32 first = chunk_of_copy(i);
+            if (i * kRowsAtOnce + row < rows) copy_async_16(to[i % 2] + i / 2 * SWIZZLE_ROWS * kBlockK, block + first);
         }
 #pragma unroll
-        for (int i = 0; i < kBlockTokens / kWarp; ++i)
+        for (int i = 0; i < kScales; ++i)
             if (i * kWarp + lane < rows)
                 copy_async_4(shared.token_scale(s, i * kWarp + lane), scales + k + from_scale[i]);
     }
@@ -168,8 +181,13 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
             in.splits.group_of(tile) * kBlockI + channel_of_slab<kSlabs>(i / 2, threadIdx.x / kWarp, lane_of_warp());
         return (tile.expert * 2 + i % 2) * in.intermediate + channel;
     });
+#if MANY_ROWS
+    multiply_gate_and_up<kTokens>(shared, ring, in.steps, warpgroup * kSlabs * 64, sum);
+#else
     multiply_stages<kTokens, GateUpScales<kTokens>, true>(shared, ring, in.steps, warpgroup * kSlabs * 64, 0, sum);
-    if (in.splits.count == 1 || add_splits<kTokens, kMathThreads>(shared.at<IsLast>(0), out, tile, kMathBarrier, sum)) {
+#endif
+    if (kManyRows || in.splits.count == 1 ||
+        add_splits<kTokens, kMathThreads>(shared.at<IsLast>(0), out, tile, kMathBarrier, sum)) {
         scales.scale(sum);  // once, not each split
         store_quantized_transposed<kTokens, kMathWarps>(shared, out, tile, kMathBarrier, sum);
         if (!out.done.counters) return;
@@ -208,10 +226,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             Tile tile = published_tile(shared.tile(ring.stage));
             if (tile.rows == 0) break;
             switch (padded_tokens(tile.rows)) {
+#if MANY_ROWS
+                case 32: compute_tile<32>(shared, ring, in, out, tile, warpgroup); break;
+                case 64: compute_tile<64>(shared, ring, in, out, tile, warpgroup); break;
+                case 80: compute_tile<80>(shared, ring, in, out, tile, warpgroup); break;
+                case 96: compute_tile<96>(shared, ring, in, out, tile, warpgroup); break;
+                case 112: compute_tile<112>(shared, ring, in, out, tile, warpgroup); break;
+                case 128: compute_tile<128>(shared, ring, in, out, tile, warpgroup); break;
+#else
                 case 8: compute_tile<8>(shared, ring, in, out, tile, warpgroup); break;
                 case 16: compute_tile<16>(shared, ring, in, out, tile, warpgroup); break;
                 case 32: compute_tile<32>(shared, ring, in, out, tile, warpgroup); break;
-                default: compute_tile<64>(shared, ring, in, out, tile, warpgroup);
+#endif
+                default: compute_tile<kTileTokens>(shared, ring, in, out, tile, warpgroup);
             }
         }
         if (threadIdx.x == 0) out.done.count_block();

@@ -20,10 +20,10 @@ from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops.mxfp4 import SPAN
 from fp8moe_plugin.plan.sm90.catalog import (
+    DECODED,
     DENSE_CLUSTER_TILE_N,
     DENSE_TILE_N,
     DENSE_TILE_ROWS,
-    FEW_ROWS_ONLY,
     SMALL_BATCH_TOKENS,
 )
 from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
@@ -138,7 +138,7 @@ def check_psum(gen: torch.Generator, rows: int) -> None:
 
 
 def check_batched_experts(gen: torch.Generator, rows: int) -> None:
-    for weights in set(FORMATS) - set(FEW_ROWS_ONLY):
+    for weights in set(FORMATS) - set(DECODED):
         check_batched_experts_of(weights, gen, rows)
 
 

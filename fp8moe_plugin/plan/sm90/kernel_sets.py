@@ -5,10 +5,10 @@ from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.sm90.catalog import (
+    DECODED,
     DENSE_CLUSTER_TILE_N,
     DENSE_FEW_TILE_ROWS,
     DENSE_TILE_ROWS,
-    FEW_ROWS_ONLY,
     GROUPED_TILE_N,
     MQA_NEXT_N,
     SMALL_BATCH_STAGES,
@@ -46,8 +46,8 @@ from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEE
 
 def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     """Returns every kernel that a mixture-of-experts layer may launch, with its reason."""
-    if spec.weights in FEW_ROWS_ONLY:
-        return _only_few_rows_kernels(spec)
+    if spec.weights in DECODED:
+        return _kernels_that_decode(spec)
     down, down_keeps_b = (grouped_gemm_key(Output.BF16, keep_b=keep, weights=spec.weights) for keep in (False, True))
     gemms = {
         gate_up_key(spec, gather=False): f"GEMM 1 and SwiGLU of experts of more than {GATHER_UP_TO} channels in "
@@ -80,12 +80,16 @@ def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
     }
 
 
-def _only_few_rows_kernels(spec: LayerSpec) -> KernelSet:
-    """Returns the kernels of a layer whose larger steps all take the kernels for few rows."""
+def _kernels_that_decode(spec: LayerSpec) -> KernelSet:
+    """Returns the kernels of a layer whose weights are decoded to registers. Its GEMM 1 always gathers."""
+    few = f"experts in {spec.weights.name} in steps of up to {_few(spec)} tokens: decode"
+    many = f"experts in {spec.weights.name} in steps of more than {_few(spec)} tokens: prefill"
     return (
         {
-            grouped_gemm_few_rows_key(spec.weights): f"GEMM 2 of experts in {spec.weights.name}",
-            gate_up_few_rows_key(spec): f"GEMM 1 of experts in {spec.weights.name}, and SwiGLU",
+            grouped_gemm_few_rows_key(spec.weights): f"GEMM 2 of {few}",
+            gate_up_few_rows_key(spec): f"GEMM 1 and SwiGLU of {few}",
+            grouped_gemm_key(Output.BF16, weights=spec.weights): f"GEMM 2 of {many}",
+            gate_up_key(spec, gather=True): f"GEMM 1 and SwiGLU of {many}",
             quantize_key(spec.ue8m0, Layout.ROW_MAJOR): "quantization of the tokens where GEMM 1 gathers them",
         }
         | _small_batch_kernels(spec)

@@ -12,7 +12,7 @@ from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.sm90.catalog import (
-    FEW_ROWS_ONLY,
+    DECODED,
     SMALL_BATCH_HIDDEN,
     SMALL_BATCH_STAGES,
     SMALL_BATCH_TOKENS,
@@ -83,7 +83,7 @@ class SortedStep:
     row_counters: int  # counters per row tile of GEMM 1
     pdl_down: bool  # GEMM 2 starts (PDL) before GEMM 1 has finished, and waits for the rows of each tile
     keep_b: bool  # GEMM 2 keeps weights in shared memory from tile to tile
-    columns_at_once: int  # column tiles that a block of GEMM 2 takes at once, in the kernel for few rows
+    columns_at_once: int  # column tiles that a block of GEMM 2 takes at once, where weights are its first operand
     quantize: KernelKey
     gate_up: KernelKey
     down: KernelKey
@@ -109,7 +109,7 @@ def plan_layer(spec: LayerSpec, tokens: int, multiprocessors: int = MULTIPROCESS
     padded_tokens = 0 if only_sorted else small_batch_tokens(spec, tokens)
     if padded_tokens and small_batch_fits(shape, padded_tokens, multiprocessors):
         return small_batch_step(spec, tokens, padded_tokens, multiprocessors)
-    few_rows = spec.weights in FEW_ROWS_ONLY or tokens <= few_rows_tokens(shape.topk, shape.global_experts)
+    few_rows = tokens <= few_rows_tokens(shape.topk, shape.global_experts)
     return sorted_step(spec, tokens, FEW_ROWS if few_rows else MANY_ROWS, multiprocessors)
 
 
@@ -204,13 +204,14 @@ def sorted_step(spec: LayerSpec, tokens: int, tile: RowTile, multiprocessors: in
     """Returns the plan of a step whose rows are cut into such tiles."""
     shape = spec.shape
     topk, hidden, intermediate, local_experts, global_experts = shape
-    rows, few_rows = tokens * topk, tile.streams_weights
+    rows, few_rows, decoded = tokens * topk, tile.streams_weights, spec.weights in DECODED
     rows_per_expert = rows / global_experts
-    gathers = few_rows or intermediate <= GATHER_UP_TO
-    may_split = few_rows and not spec.batch_invariant and spec.weights not in FEW_ROWS_ONLY
+    gathers = few_rows or decoded or intermediate <= GATHER_UP_TO
+    may_split = few_rows and not decoded and not spec.batch_invariant
     splits = k_splits(rows, shape) if may_split else 1
     counters = row_counters(intermediate, splits)
-    keep_b = not few_rows and keeps_b(rows_per_expert, intermediate)
+    keep_b = not few_rows and not decoded and keeps_b(rows_per_expert, intermediate)
+    column_tiles = columns_at_once(rows, local_experts, hidden, intermediate) if few_rows or decoded else 1
     return SortedStep(
         spec=spec,
         tokens=tokens,
@@ -223,7 +224,7 @@ def sorted_step(spec: LayerSpec, tokens: int, tile: RowTile, multiprocessors: in
         row_counters=counters,
         pdl_down=few_rows or down_uses_pdl(rows_per_expert, intermediate),
         keep_b=keep_b,
-        columns_at_once=columns_at_once(rows, local_experts, hidden, intermediate) if few_rows else 1,
+        columns_at_once=column_tiles,
         quantize=quantize_key(spec.ue8m0, Layout.ROW_MAJOR if gathers else Layout.PERMUTED),
         gate_up=gate_up_few_rows_key(spec) if few_rows else gate_up_key(spec, gathers),
         down=grouped_key(tile, keep_b, spec.weights),
