@@ -31,8 +31,8 @@ constexpr int kBlockI = 128, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathWarps = 8, kMathThreads = kMathWarps * kWarp, kMathBarrier = 1;
 constexpr int kSlabs = 2;  // of 64 rows of weights, per warpgroup
 constexpr int kStagesOfStep = kSlabs / kSlabsOfStage, kRows = kSlabsOfStage * 64;  // rows per warpgroup
-constexpr int kSlabsAtOnce = kTokens == 8 ? kSlabsOfStage : 1;  // more of 16 tokens would spill registers
-constexpr int kFinished = kTokens / kCluster;                   // tokens that a block finishes
+constexpr int kFinished = kTokens / kCluster;                                      // tokens that a block finishes
+constexpr int kSlabsAtOnce = kFinished < 4 ? kSlabsOfStage : 1;                    // more warps have too few registers
 constexpr int kLoadWarp = kMathWarps, kFinishWarp = kLoadWarp + 1, kWarps = kFinishWarp + kFinished;
 static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
 constexpr int kMostSteps = SMALL_BATCH_K_BLOCKS;  // K blocks per thread block
